@@ -1,0 +1,74 @@
+//! The line protocol between the shim and its `firn-gpu` worker.
+//!
+//! One JSON object per line on a stream socket, requests one way, replies the other. The shim writes one request and
+//! reads lines until the [`Reply::Done`] or [`Reply::Failed`] of that request; [`Reply::Process`] lines come before it,
+//! each as soon as the call on that process has returned, so that a shim that cuts the worker off knows which
+//! processes were finished. The worker works on all processes of a request in parallel and keeps no deadline of its
+//! own: the shim does, by killing it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{CudaState, GpuPair, Inventory};
+
+/// What the shim asks for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum Request {
+    /// Driver version and GPUs of the node. Needs no cuInit.
+    Inventory,
+    /// Which of these processes are CUDA processes, with state and restore thread.
+    Discover { pids: Vec<i32> },
+    /// State of each process.
+    State { pids: Vec<i32> },
+    /// Lock all; `timeout_ms` is handed to the driver (which may overrun it).
+    Lock { pids: Vec<i32>, timeout_ms: u32 },
+    /// Copy the GPU state of all into their own memory and release the GPUs.
+    Checkpoint { pids: Vec<i32> },
+    /// Bring the GPU state of all back. An empty `pairs` means the same GPUs.
+    Restore { pids: Vec<i32>, pairs: Vec<GpuPair> },
+    /// Let all call the driver again.
+    Unlock { pids: Vec<i32> },
+}
+
+/// A CUresult that is not `CUDA_SUCCESS`, or a failure before the driver was reached.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{call} answered {name}")]
+pub struct DriverError {
+    /// Function of the driver that failed, `cuCheckpointProcessLock`.
+    pub call: String,
+    /// CUresult number.
+    pub code: i32,
+    /// Name of the CUresult, `CUDA_ERROR_NOT_SUPPORTED`.
+    pub name: String,
+}
+
+/// Result of a request for one process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessReply {
+    /// The process, as the request named it.
+    pub pid: i32,
+    /// Its state after the call; absent when the driver does not know the process (no CUDA in it).
+    pub state: Option<CudaState>,
+    /// Its restore thread; only in replies to `discover`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restore_tid: Option<i32>,
+    /// Time that the call took, in microseconds.
+    pub micros: u64,
+    /// The call's failure.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<DriverError>,
+}
+
+/// What the worker answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    /// Answer to `inventory`, followed by `done`.
+    Inventory { inventory: Inventory },
+    /// One process is finished.
+    Process(ProcessReply),
+    /// The request is finished: every process has had its line.
+    Done { micros: u64 },
+    /// The request as a whole could not be carried out (no driver library, malformed request).
+    Failed { message: String, hint: String },
+}
