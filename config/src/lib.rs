@@ -1,1 +1,17 @@
+//! firn's configuration file, and the names that its parts share.
+//!
+//! The file is optional: what it does not say has a default, and `config/config.toml` as shipped spells all defaults
+//! out. What it does say must be right: an unknown key or a value of the wrong shape is an error, never ignored,
+//! because the operator believes that it is in force.
+//!
+//! This crate knows nothing of GPUs, specs or the shim. It never writes.
 #![forbid(unsafe_code)]
+
+mod duration;
+mod file;
+pub mod names;
+mod programs;
+
+pub use duration::{BadDuration, parse_duration};
+pub use file::{Config, ConfigError, Criu, Deadlines, Hook, Restore, Worker};
+pub use programs::{ProgramError, find_program};

@@ -1,0 +1,290 @@
+//! The configuration file: its sections, their defaults, reading it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Deserializer};
+
+use crate::{names, parse_duration};
+
+/// The node's configuration.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// The driver worker.
+    pub worker: Worker,
+    /// The OCI hook.
+    pub hook: Hook,
+    /// How CRIU is run on GPU containers.
+    pub criu: Criu,
+    /// How long each phase of a checkpoint or restore may take.
+    pub deadlines: Deadlines,
+    /// Which GPUs restored containers get.
+    pub restore: Restore,
+}
+
+/// `[worker]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Worker {
+    /// Where `firn-gpu` is. Default: beside the calling program, then in PATH.
+    #[serde(deserialize_with = "absolute")]
+    pub path: Option<PathBuf>,
+}
+
+/// `[hook]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Hook {
+    /// Where `firn-hook` is. Default: beside the calling program, then in PATH.
+    #[serde(deserialize_with = "absolute")]
+    pub path: Option<PathBuf>,
+}
+
+/// `[criu]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Criu {
+    /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty directory in
+    /// the container's bundle.
+    #[serde(deserialize_with = "absolute")]
+    pub libs_dir: Option<PathBuf>,
+}
+
+/// `[deadlines]`: the longest that each phase may take before it is cut off and undone.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Deadlines {
+    /// Reading the driver version and the GPUs.
+    #[serde(deserialize_with = "duration")]
+    pub inventory: Duration,
+    /// Finding the CUDA processes of a container and their state.
+    #[serde(deserialize_with = "duration")]
+    pub discover: Duration,
+    /// Freezing or thawing the container's cgroup.
+    #[serde(deserialize_with = "duration")]
+    pub freeze: Duration,
+    /// The driver's lock of all processes. The application's threads run meanwhile.
+    #[serde(deserialize_with = "duration")]
+    pub lock: Duration,
+    /// The driver's copy of GPU memory into host memory, all processes together.
+    #[serde(deserialize_with = "duration")]
+    pub checkpoint: Duration,
+    /// `runc checkpoint`.
+    #[serde(deserialize_with = "duration")]
+    pub dump: Duration,
+    /// `runc restore`.
+    #[serde(deserialize_with = "duration")]
+    pub runc_restore: Duration,
+    /// The driver's copy of GPU memory back onto the GPU, all processes together.
+    #[serde(deserialize_with = "duration")]
+    pub restore: Duration,
+    /// The driver's unlock of all processes.
+    #[serde(deserialize_with = "duration")]
+    pub unlock: Duration,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        Self {
+            inventory: Duration::from_secs(30),
+            discover: Duration::from_secs(10),
+            freeze: Duration::from_secs(10),
+            lock: Duration::from_secs(10),
+            checkpoint: Duration::from_secs(600),
+            dump: Duration::from_secs(1800),
+            runc_restore: Duration::from_secs(1800),
+            restore: Duration::from_secs(600),
+            unlock: Duration::from_secs(10),
+        }
+    }
+}
+
+/// `[restore]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Restore {
+    /// GPUs of this node, by UUID or by the index that `nvidia-smi` shows, that a restored container may get when
+    /// its spec was not written for this node (`ctr containers restore`). Never used for containers of Kubernetes.
+    pub gpus: Vec<String>,
+    /// Pairs `GPU-old=GPU-new` for checkpoints that hold a GPU named on the left.
+    pub gpu_map: Vec<String>,
+}
+
+/// A configuration file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file is there and cannot be read.
+    #[error("cannot read configuration {}", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    /// The file is not valid: syntax, an unknown key, or a value of the wrong shape.
+    #[error("invalid configuration {}", path.display())]
+    Invalid {
+        path: PathBuf,
+        source: Box<toml::de::Error>,
+    },
+}
+
+impl ConfigError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "FIRN-CONFIG-UNREADABLE",
+            Self::Invalid { .. } => "FIRN-CONFIG-INVALID",
+        }
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "make the file readable for root, or remove it to use the defaults",
+            Self::Invalid { .. } => "correct the named key; `firn doctor` checks the file",
+        }
+    }
+}
+
+impl Config {
+    /// Where the configuration is: the value of `FIRN_CONFIG`, else `/etc/firn/config.toml`.
+    pub fn path() -> PathBuf {
+        match std::env::var_os(names::ENV_CONFIG) {
+            Some(path) if !path.is_empty() => path.into(),
+            _ => names::CONFIG_FILE.into(),
+        }
+    }
+
+    /// Reads the node's configuration. No file: the defaults.
+    pub fn load() -> Result<Self, ConfigError> {
+        Self::load_from(&Self::path())
+    }
+
+    /// Reads this file. No file: the defaults.
+    pub fn load_from(path: &Path) -> Result<Self, ConfigError> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
+            Err(source) => {
+                return Err(ConfigError::Read {
+                    path: path.to_owned(),
+                    source,
+                });
+            }
+        };
+        toml::from_str(&text).map_err(|e| ConfigError::Invalid {
+            path: path.to_owned(),
+            source: Box::new(e),
+        })
+    }
+}
+
+fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    let text = String::deserialize(from)?;
+    parse_duration(&text).map_err(serde::de::Error::custom)
+}
+
+fn absolute<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PathBuf>, D::Error> {
+    let path = PathBuf::deserialize(from)?;
+    if !path.is_absolute() {
+        return Err(serde::de::Error::custom(format_args!(
+            "not an absolute path: {path:?}"
+        )));
+    }
+    Ok(Some(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHIPPED: &str = include_str!("../config.toml");
+
+    fn parse(text: &str) -> Result<Config, ConfigError> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        Config::load_from(file.path())
+    }
+
+    fn complaint(text: &str) -> String {
+        let error = parse(text).unwrap_err();
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        format!("{error}: {cause}")
+    }
+
+    #[test]
+    fn a_missing_file_means_the_defaults() {
+        assert_eq!(
+            Config::load_from(Path::new("/nonexistent/config.toml")).unwrap(),
+            Config::default()
+        );
+    }
+
+    #[test]
+    fn the_shipped_file_gives_the_defaults() {
+        assert_eq!(parse(SHIPPED).unwrap(), Config::default());
+    }
+
+    /// Every key that the shipped file shows as a comment must exist, and uncommenting all of them must parse.
+    #[test]
+    fn the_shipped_file_with_every_comment_removed_is_valid() {
+        let uncommented: String = SHIPPED
+            .lines()
+            .map(|l| l.strip_prefix("#").filter(|l| !l.starts_with(' ')).unwrap_or(l))
+            .fold(String::new(), |all, line| all + line + "\n");
+        let config = parse(&uncommented).unwrap();
+        assert!(config.worker.path.is_some() && config.hook.path.is_some() && config.criu.libs_dir.is_some());
+        assert!(!config.restore.gpus.is_empty() && !config.restore.gpu_map.is_empty());
+        assert_eq!(config.deadlines, Deadlines::default());
+    }
+
+    #[test]
+    fn an_unknown_key_is_named_with_its_file() {
+        let said = complaint("[deadlines]\nlokc = \"3s\"\n");
+        assert!(said.contains("invalid configuration /"), "{said}");
+        assert!(said.contains("lokc"), "{said}");
+        assert!(complaint("[deadline]\n").contains("deadline"));
+    }
+
+    #[test]
+    fn values_of_the_wrong_shape_are_refused() {
+        assert!(complaint("[deadlines]\nlock = 10\n").contains("lock"));
+        assert!(complaint("[deadlines]\nlock = \"10\"\n").contains("not a duration"));
+        assert!(complaint("[worker]\npath = \"firn-gpu\"\n").contains("not an absolute path"));
+    }
+
+    #[test]
+    fn what_the_file_says_is_used() {
+        let config = parse("[deadlines]\nlock = \"250ms\"\n[restore]\ngpus = [\"1\"]\n").unwrap();
+        assert_eq!(config.deadlines.lock, Duration::from_millis(250));
+        assert_eq!(config.deadlines.unlock, Deadlines::default().unlock);
+        assert_eq!(config.restore.gpus, ["1"]);
+    }
+
+    #[test]
+    fn an_unreadable_file_is_not_taken_for_a_missing_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = Config::load_from(dir.path()).unwrap_err();
+        assert_eq!(error.code(), "FIRN-CONFIG-UNREADABLE");
+    }
+
+    #[test]
+    fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
+        for text in [
+            include_str!("../containerd/config-v2.toml"),
+            include_str!("../containerd/config-v3.toml"),
+        ] {
+            let table: toml::Table = text.parse().unwrap();
+            let plugin = table["plugins"].as_table().unwrap().values().next().unwrap();
+            let runtime = &plugin["containerd"]["runtimes"]["firn"];
+            assert!(
+                runtime["runtime_path"]
+                    .as_str()
+                    .unwrap()
+                    .ends_with("/containerd-shim-firn-v2")
+            );
+            assert_eq!(
+                runtime["pod_annotations"][0].as_str(),
+                Some(names::ANNOTATION_GPU_MAP)
+            );
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! File names, environment variables and annotations that more than one part of firn uses.
+//!
+//! Each is declared here and nowhere else.
+
+/// Configuration file of the node.
+pub const CONFIG_FILE: &str = "/etc/firn/config.toml";
+
+/// Environment variable that names another configuration file.
+pub const ENV_CONFIG: &str = "FIRN_CONFIG";
+
+/// File name of the driver worker.
+pub const WORKER_PROGRAM: &str = "firn-gpu";
+
+/// File name of the OCI hook.
+pub const HOOK_PROGRAM: &str = "firn-hook";
+
+/// Annotation: which GPU of the source becomes which GPU of this node, `GPU-old=GPU-new,...`.
+pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
+
+/// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
+pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";
+
+/// Annotation that containerd's CRI plugin puts on every container: `sandbox` or `container`.
+pub const ANNOTATION_CRI_TYPE: &str = "io.kubernetes.cri.container-type";
+
+/// Annotation of the CRI plugin: id of the pod's sandbox, the key by which containers share a shim.
+pub const ANNOTATION_CRI_SANDBOX: &str = "io.kubernetes.cri.sandbox-id";
+
+/// CRIU configuration file that runc reads when the container has no [`ANNOTATION_CRIU_CONFIG`].
+pub const RUNC_CRIU_CONFIG: &str = "/etc/criu/runc.conf";
+
+/// The container's spec, in its bundle.
+pub const BUNDLE_SPEC: &str = "config.json";
+
+/// The CRIU configuration file that firn writes for a GPU container, in its bundle.
+pub const BUNDLE_CRIU_CONFIG: &str = "firn-criu.conf";
+
+/// Empty directory in the bundle that CRIU is given as its plugin directory, so that it loads no CUDA plugin.
+pub const BUNDLE_CRIU_LIBS: &str = "firn-criu-libs";
+
+/// The checkpoint manifest, in the CRIU image directory.
+pub const MANIFEST: &str = "firn.json";
+
+/// File beside the CRIU images in which runc keeps the container's stdio.
+pub const RUNC_DESCRIPTORS: &str = "descriptors.json";

@@ -1,0 +1,122 @@
+//! Where firn's own helper programs are.
+
+use std::ffi::OsStr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// A helper program that is not there.
+#[derive(Debug, thiserror::Error)]
+pub enum ProgramError {
+    /// The configuration names a file that is no program.
+    #[error("{} is not an executable file", .0.display())]
+    Configured(PathBuf),
+    /// No such program beside the caller and none in PATH.
+    #[error("no program {name} beside {} nor in PATH", beside.display())]
+    NotFound { name: String, beside: PathBuf },
+}
+
+impl ProgramError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        "FIRN-PROGRAM-MISSING"
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Configured(_) => "correct the path in the configuration file, or leave it out",
+            Self::NotFound { .. } => {
+                "install firn's programs into one directory, or set the path in the configuration file"
+            }
+        }
+    }
+}
+
+/// The absolute path of a helper: `configured` if given, else beside the running program, else in PATH.
+pub fn find_program(name: &str, configured: Option<&Path>) -> Result<PathBuf, ProgramError> {
+    let beside = std::env::current_exe()
+        .ok()
+        .and_then(|exe| Some(exe.parent()?.to_owned()));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    search(name, configured, beside.as_deref(), &path)
+}
+
+fn search(
+    name: &str,
+    configured: Option<&Path>,
+    beside: Option<&Path>,
+    path: &OsStr,
+) -> Result<PathBuf, ProgramError> {
+    if let Some(configured) = configured {
+        return match is_program(configured) {
+            true => Ok(configured.to_owned()),
+            false => Err(ProgramError::Configured(configured.to_owned())),
+        };
+    }
+    let in_path = std::env::split_paths(path).filter(|dir| dir.is_absolute());
+    beside
+        .map(Path::to_owned)
+        .into_iter()
+        .chain(in_path)
+        .map(|dir| dir.join(name))
+        .find(|candidate| is_program(candidate))
+        .ok_or_else(|| ProgramError::NotFound {
+            name: name.to_owned(),
+            beside: beside.unwrap_or(Path::new("?")).to_owned(),
+        })
+}
+
+fn is_program(path: &Path) -> bool {
+    path.metadata()
+        .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn program(dir: &Path, mode: u32) -> PathBuf {
+        let path = dir.join("tool");
+        std::fs::write(&path, "").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        path
+    }
+
+    #[test]
+    fn the_configured_path_wins_and_must_be_a_program() {
+        let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (wanted, _) = (program(a.path(), 0o755), program(b.path(), 0o755));
+        assert_eq!(
+            search("tool", Some(&wanted), Some(b.path()), OsStr::new("")).unwrap(),
+            wanted
+        );
+        let error = search(
+            "tool",
+            Some(Path::new("/nonexistent/tool")),
+            Some(b.path()),
+            OsStr::new(""),
+        );
+        assert!(matches!(error, Err(ProgramError::Configured(_))));
+    }
+
+    #[test]
+    fn beside_the_caller_comes_before_the_path() {
+        let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (beside, in_path) = (program(a.path(), 0o755), program(b.path(), 0o755));
+        assert_eq!(
+            search("tool", None, Some(a.path()), b.path().as_os_str()).unwrap(),
+            beside
+        );
+        std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert_eq!(
+            search("tool", None, Some(a.path()), b.path().as_os_str()).unwrap(),
+            in_path
+        );
+    }
+
+    #[test]
+    fn a_relative_path_entry_is_not_searched() {
+        let error = search("Cargo.toml", None, None, OsStr::new(".")).unwrap_err();
+        assert_eq!(error.code(), "FIRN-PROGRAM-MISSING");
+    }
+}
