@@ -1,0 +1,93 @@
+//! The copies of one process while it lives.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+use super::binary::Logger;
+use super::endpoint::Watched;
+use super::pump::{Sink, Source, pump};
+use super::{Stream, console};
+
+/// Whether all output arrived where it should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Drained {
+    /// The streams have ended and everything is written.
+    Complete,
+    /// The deadline passed: somebody still holds a stream open, or the client does not read.
+    Cut,
+}
+
+/// Running copies. Dropping it stops them at once; end with [`Copier::drain`] to lose nothing.
+#[derive(Debug)]
+pub(crate) struct Copier {
+    outputs: JoinSet<()>,
+    inputs: JoinSet<()>,
+    stdin_hold: Option<OwnedFd>,
+    terminal: Option<Watched>,
+    logger: Option<Logger>,
+}
+
+impl Copier {
+    pub(super) fn new(logger: Option<Logger>) -> Self {
+        Self {
+            outputs: JoinSet::new(),
+            inputs: JoinSet::new(),
+            stdin_hold: None,
+            terminal: None,
+            logger,
+        }
+    }
+
+    pub(super) fn output(&mut self, stream: Stream, from: Source, to: Sink) {
+        self.outputs.spawn(pump(from, to, stream));
+    }
+
+    pub(super) fn input(&mut self, from: Source, to: Sink, hold: OwnedFd) {
+        self.stdin_hold = Some(hold);
+        self.inputs.spawn(pump(from, to, Stream::Stdin));
+    }
+
+    pub(super) fn terminal(&mut self, master: Watched) {
+        self.terminal = Some(master);
+    }
+
+    /// Lets stdin end when the client has closed its side too. The process reads what is on its way, then the end; a
+    /// terminal has no end of input but only falls silent.
+    pub(crate) fn close_stdin(&mut self) {
+        self.stdin_hold = None;
+    }
+
+    /// Sets the size of the terminal; nothing to do for a process without one.
+    pub(crate) fn resize(&self, width: u16, height: u16) -> io::Result<()> {
+        self.terminal
+            .as_ref()
+            .map_or(Ok(()), |master| console::resize(master, width, height))
+    }
+
+    /// Waits, up to `limit`, until the process and its children have closed their outputs and all is written, then
+    /// closes everything.
+    pub(crate) async fn drain(mut self, limit: Duration) -> Drained {
+        let deadline = Instant::now() + limit;
+        let copied = timeout_at(deadline, async {
+            while self.outputs.join_next().await.is_some() {}
+        })
+        .await
+        .is_ok();
+        self.outputs.shutdown().await;
+        self.inputs.shutdown().await;
+        // Order matters: with the terminal's copy gone the logging binary sees the end of its input.
+        let logged = match self.logger.take() {
+            Some(logger) => logger.stop(deadline).await,
+            None => true,
+        };
+        if copied && logged {
+            Drained::Complete
+        } else {
+            Drained::Cut
+        }
+    }
+}

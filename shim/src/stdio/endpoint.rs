@@ -1,0 +1,139 @@
+//! The ends of a copy: the client's fifos and files, and the pipes to the process. Opening never blocks.
+
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::unistd::{Gid, Uid, fchown, pipe2};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use super::{Error, Owner, Stream};
+
+/// A non-blocking descriptor in the reactor. Shared, because a terminal is read and written through one.
+pub(super) type Watched = Arc<AsyncFd<OwnedFd>>;
+
+/// Puts a descriptor into the reactor.
+pub(super) fn watch(fd: OwnedFd, interest: Interest, stream: Stream) -> Result<Watched, Error> {
+    #[expect(
+        deprecated,
+        reason = "its successor is unsafe for types whose descriptor may change; an OwnedFd's cannot"
+    )]
+    let watched = set_nonblocking(&fd).and_then(|()| AsyncFd::with_interest(fd, interest));
+    watched
+        .map(Arc::new)
+        .map_err(|source| Error::Watch { stream, source })
+}
+
+fn set_nonblocking(fd: impl AsFd) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(&fd, FcntlArg::F_GETFL)?);
+    fcntl(&fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+    Ok(())
+}
+
+/// A pipe that the process's user may reopen through /proc: (read end, write end), both blocking.
+pub(super) fn pipe(owner: Owner, stream: Stream) -> Result<(OwnedFd, OwnedFd), Error> {
+    let pipe = || {
+        let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
+        // One inode, so this is the owner of both ends.
+        fchown(
+            &write,
+            Some(Uid::from_raw(owner.uid)),
+            Some(Gid::from_raw(owner.gid)),
+        )?;
+        Ok((read, write))
+    };
+    pipe().map_err(|source: nix::Error| Error::Pipe {
+        stream,
+        source: source.into(),
+    })
+}
+
+/// Where stdin comes from.
+#[derive(Debug)]
+pub(super) enum Input {
+    /// A fifo, copied to the process through a pipe. `hold` keeps it from ending before the client says so.
+    Fifo { reader: OwnedFd, hold: OwnedFd },
+    /// Anything else: the process reads it itself, because only pipes can be waited for.
+    Direct(OwnedFd),
+}
+
+impl Input {
+    pub(super) fn open(path: &Path) -> Result<Self, Error> {
+        let open = || {
+            if !std::fs::metadata(path)?.file_type().is_fifo() {
+                return Ok(Self::Direct(File::open(path)?.into()));
+            }
+            let (reader, hold) = open_both_sides(path)?;
+            Ok(Self::Fifo { reader, hold })
+        };
+        open().map_err(|source| Error::Open {
+            stream: Stream::Stdin,
+            path: path.to_owned(),
+            source,
+        })
+    }
+}
+
+/// Where an output goes.
+#[derive(Debug)]
+pub(super) enum Output {
+    /// A fifo, with a read side so that it never lacks a reader, or a pipe to a logging binary, without.
+    Pipe {
+        writer: OwnedFd,
+        reader: Option<OwnedFd>,
+    },
+    /// A file that is appended to, perhaps by several streams.
+    File(Arc<File>),
+    /// Nowhere, but it has to be read for the process to go on.
+    Discard,
+}
+
+impl Output {
+    /// Opens what a client gave as a plain path: a fifo, or a file that exists.
+    pub(super) fn open(path: &Path, stream: Stream) -> Result<Self, Error> {
+        let open = || {
+            if !std::fs::metadata(path)?.file_type().is_fifo() {
+                return Ok(Self::File(Arc::new(File::options().append(true).open(path)?)));
+            }
+            let (reader, writer) = open_both_sides(path)?;
+            Ok(Self::Pipe {
+                writer,
+                reader: Some(reader),
+            })
+        };
+        open().map_err(|source| Error::Open {
+            stream,
+            path: path.to_owned(),
+            source,
+        })
+    }
+}
+
+/// Opens a log file for appending; makes it and its directory.
+pub(super) fn log_file(path: &Path) -> Result<Arc<File>, Error> {
+    let open = || {
+        if let Some(parent) = path.parent() {
+            DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
+        }
+        File::options().append(true).create(true).mode(0o644).open(path)
+    };
+    let file = open().map_err(|source| Error::Open {
+        stream: Stream::Stdout,
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(Arc::new(file))
+}
+
+/// Order matters: a fifo's write side opens without waiting only once it has a reader.
+fn open_both_sides(path: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
+    let nonblocking = OFlag::O_NONBLOCK.bits();
+    let reader = File::options().read(true).custom_flags(nonblocking).open(path)?;
+    let writer = File::options().write(true).custom_flags(nonblocking).open(path)?;
+    Ok((reader.into(), writer.into()))
+}

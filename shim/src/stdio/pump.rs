@@ -1,0 +1,206 @@
+//! Copies bytes until their source ends. One future per stream; dropping it stops the copy.
+
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::fcntl::{SpliceFFlags, splice};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::unistd;
+use tokio::io::unix::AsyncFd;
+use tokio::task::coop::consume_budget;
+
+use super::Stream;
+use super::endpoint::Watched;
+
+/// Size of a copy through memory: what a pipe holds.
+const CHUNK: usize = 64 << 10;
+
+/// The most that one splice moves, for pipes whose owner made them larger.
+const SPLICE: usize = 1 << 20;
+
+/// Where a copy goes.
+pub(super) enum Sink {
+    /// A fifo or pipe, non-blocking, with the read side that keeps it alive.
+    Pipe {
+        writer: Watched,
+        reader: Option<OwnedFd>,
+    },
+    /// The pty master.
+    Terminal(Watched),
+    /// A regular file.
+    File(Arc<File>),
+    /// Nowhere.
+    Discard,
+}
+
+/// What a copy reads.
+pub(super) enum Source {
+    /// A fifo or pipe.
+    Pipe(Watched),
+    /// The pty master.
+    Terminal(Watched),
+}
+
+/// Copies all of `source` to `sink`, and logs what went wrong: nobody waits for a copy to hear it.
+pub(super) async fn pump(source: Source, sink: Sink, stream: Stream) {
+    let copied = match (source, sink) {
+        (
+            Source::Pipe(from),
+            Sink::Pipe {
+                writer,
+                reader: _held,
+            },
+        ) => move_pages(&from, &writer).await,
+        (
+            source @ Source::Terminal(_),
+            Sink::Pipe {
+                writer,
+                reader: _held,
+            },
+        ) => copy(&source, &writer).await,
+        (source, Sink::Terminal(master)) => copy(&source, &master).await,
+        (source, Sink::File(file)) => append(&source, &file, stream).await,
+        (source, Sink::Discard) => discard(&source).await,
+    };
+    match copied {
+        Ok(()) => {}
+        // The other side has closed: a process that reads no stdin, a logging binary that is gone.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+            log::debug!("{stream}: nobody reads any more")
+        }
+        Err(error) => log::warn!("copying {stream} stopped: {error}"),
+    }
+}
+
+impl Sink {
+    /// A pipe that needs no read side held.
+    pub(super) fn pipe(writer: Watched) -> Self {
+        Self::Pipe { writer, reader: None }
+    }
+}
+
+impl Source {
+    /// Reads once; 0 at the end.
+    pub(super) async fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let (Self::Pipe(from) | Self::Terminal(from)) = self;
+        loop {
+            let mut ready = from.readable().await?;
+            match ready.try_io(|fd| Ok(unistd::read(fd, buffer)?)) {
+                Err(_not_ready) => {}
+                Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                // A master whose slaves are all closed.
+                Ok(Err(error)) if error.raw_os_error() == Some(libc::EIO) && self.is_terminal() => {
+                    return Ok(0);
+                }
+                Ok(read) => return read,
+            }
+        }
+    }
+
+    fn is_terminal(&self) -> bool {
+        matches!(self, Self::Terminal(_))
+    }
+}
+
+async fn write_all(to: &AsyncFd<OwnedFd>, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let mut ready = to.writable().await?;
+        match ready.try_io(|fd| Ok(unistd::write(fd, bytes)?)) {
+            Err(_not_ready) => {}
+            Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+            Ok(written) => bytes = &bytes[written?..],
+        }
+    }
+    Ok(())
+}
+
+async fn copy(from: &Source, to: &AsyncFd<OwnedFd>) -> io::Result<()> {
+    let mut buffer = vec![0; CHUNK];
+    loop {
+        let count = from.read(&mut buffer).await?;
+        if count == 0 {
+            return Ok(());
+        }
+        write_all(to, &buffer[..count]).await?;
+        consume_budget().await;
+    }
+}
+
+async fn discard(from: &Source) -> io::Result<()> {
+    let mut buffer = vec![0; CHUNK];
+    while from.read(&mut buffer).await? > 0 {
+        consume_budget().await;
+    }
+    Ok(())
+}
+
+/// A file that cannot be written (a full disk) loses lines; it neither stops nor kills the process that logs.
+async fn append(from: &Source, file: &Arc<File>, stream: Stream) -> io::Result<()> {
+    let mut buffer = vec![0; CHUNK];
+    let mut failing = false;
+    loop {
+        let count = from.read(&mut buffer).await?;
+        if count == 0 {
+            return Ok(());
+        }
+        let file = Arc::clone(file);
+        let write = move || {
+            let written = (&*file).write_all(&buffer[..count]);
+            (written, buffer)
+        };
+        let written;
+        (written, buffer) = tokio::task::spawn_blocking(write)
+            .await
+            .map_err(io::Error::other)?;
+        if let Err(error) = &written
+            && !failing
+        {
+            log::warn!("cannot append to the log file, output of {stream} is lost: {error}");
+        }
+        failing = written.is_err();
+    }
+}
+
+/// Moves the pages of one pipe into another.
+async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>) -> io::Result<()> {
+    loop {
+        let mut readable = from.readable().await?;
+        let mut writable = to.writable().await?;
+        match splice(
+            from,
+            None,
+            to,
+            None,
+            SPLICE,
+            SpliceFFlags::SPLICE_F_MOVE | SpliceFFlags::SPLICE_F_NONBLOCK,
+        ) {
+            Ok(0) => return Ok(()),
+            Ok(_) => consume_budget().await,
+            Err(Errno::EINTR) => {}
+            Err(Errno::EAGAIN) => {
+                // The call does not say which side it would have waited for.
+                let (more_to_read, room_to_write) = ready_now(from, to)?;
+                if !more_to_read {
+                    readable.clear_ready();
+                }
+                if !room_to_write {
+                    writable.clear_ready();
+                }
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+fn ready_now(from: impl AsFd, to: impl AsFd) -> io::Result<(bool, bool)> {
+    let mut fds = [
+        PollFd::new(from.as_fd(), PollFlags::POLLIN),
+        PollFd::new(to.as_fd(), PollFlags::POLLOUT),
+    ];
+    poll(&mut fds, PollTimeout::ZERO)?;
+    // Errors and hang-ups count as ready: the next splice reports them.
+    Ok((fds[0].any().unwrap_or(true), fds[1].any().unwrap_or(true)))
+}

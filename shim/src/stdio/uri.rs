@@ -1,0 +1,228 @@
+//! What the client's stdio strings mean. No I/O.
+//!
+//! The scheme of stdout decides for stdout and stderr. A string without a scheme is a path, taken as it is.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+use super::Error;
+
+/// Where stdout and stderr go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    /// Nowhere.
+    Null,
+    /// A fifo (or an existing file) each.
+    Fifos {
+        stdout: Option<PathBuf>,
+        stderr: Option<PathBuf>,
+    },
+    /// Appended to one file; `stderr` only if the client asked for it.
+    File { path: PathBuf, stderr: bool },
+    /// Read by a program.
+    Binary(Binary),
+}
+
+/// A logging binary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Binary {
+    pub(super) program: PathBuf,
+    pub(super) args: Vec<OsString>,
+    /// The program must send a byte when it is ready; otherwise closing the pipe is enough.
+    pub(super) ready_byte: bool,
+}
+
+impl Target {
+    pub(super) fn parse(stdout: &str, stderr: &str) -> Result<Self, Error> {
+        let Some((scheme, rest)) = split(stdout) else {
+            let (stdout, stderr) = (fifo(stdout)?, fifo(stderr)?);
+            let null = stdout.is_none() && stderr.is_none();
+            return Ok(if null {
+                Self::Null
+            } else {
+                Self::Fifos { stdout, stderr }
+            });
+        };
+        match scheme {
+            "fifo" => Ok(Self::Fifos {
+                stdout: fifo(stdout)?,
+                stderr: fifo(stderr)?,
+            }),
+            "file" => Ok(Self::File {
+                path: path(stdout, rest)?,
+                stderr: !stderr.is_empty(),
+            }),
+            "binary" | "binary-v2" => Ok(Self::Binary(Binary {
+                program: path(stdout, rest)?,
+                args: query(rest),
+                ready_byte: scheme == "binary-v2",
+            })),
+            other => Err(Error::UnknownScheme {
+                scheme: other.to_owned(),
+                uri: stdout.to_owned(),
+            }),
+        }
+    }
+}
+
+/// The path of a fifo given as a plain path or as `fifo://`; none for the empty string.
+pub(super) fn fifo(text: &str) -> Result<Option<PathBuf>, Error> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    match split(text) {
+        None => Ok(Some(PathBuf::from(text))),
+        Some(("fifo", rest)) => path(text, rest).map(Some),
+        Some((scheme, _)) => Err(Error::UnknownScheme {
+            scheme: scheme.to_owned(),
+            uri: text.to_owned(),
+        }),
+    }
+}
+
+/// Scheme and what follows the colon.
+fn split(text: &str) -> Option<(&str, &str)> {
+    let (scheme, rest) = text.split_once(':')?;
+    let legal = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
+    let starts = scheme
+        .bytes()
+        .next()
+        .is_some_and(|byte| byte.is_ascii_alphabetic());
+    (starts && scheme.bytes().all(legal)).then_some((scheme, rest))
+}
+
+/// The path component, without authority, query and fragment.
+fn path(uri: &str, rest: &str) -> Result<PathBuf, Error> {
+    let rest = rest.split(['?', '#']).next().unwrap_or_default();
+    let path = match rest.strip_prefix("//") {
+        Some(authority) => authority.find('/').map_or("", |slash| &authority[slash..]),
+        None => rest,
+    };
+    if !path.starts_with('/') {
+        return Err(Error::NoPath { uri: uri.to_owned() });
+    }
+    Ok(PathBuf::from(decode(path, false)))
+}
+
+/// The query as an argument list: key, value, key, value. Of a repeated key the first value counts.
+fn query(rest: &str) -> Vec<OsString> {
+    let rest = rest.split('#').next().unwrap_or_default();
+    let Some((_, query)) = rest.split_once('?') else {
+        return Vec::new();
+    };
+    let mut pairs: Vec<(OsString, OsString)> = Vec::new();
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let key = decode(key, true);
+        if pairs.iter().all(|(known, _)| *known != key) {
+            pairs.push((key, decode(value, true)));
+        }
+    }
+    pairs.into_iter().flat_map(|(key, value)| [key, value]).collect()
+}
+
+/// Percent-decodes; what is not an escape stays as it is.
+fn decode(text: &str, plus_is_space: bool) -> OsString {
+    let mut rest = text.as_bytes();
+    let mut decoded = Vec::with_capacity(rest.len());
+    while let [byte, tail @ ..] = rest {
+        rest = tail;
+        match (byte, tail) {
+            (b'%', [high, low, tail @ ..]) if high.is_ascii_hexdigit() && low.is_ascii_hexdigit() => {
+                decoded.push(nibble(*high) << 4 | nibble(*low));
+                rest = tail;
+            }
+            (b'+', _) if plus_is_space => decoded.push(b' '),
+            (byte, _) => decoded.push(*byte),
+        }
+    }
+    OsString::from_vec(decoded)
+}
+
+fn nibble(digit: u8) -> u8 {
+    match digit {
+        b'0'..=b'9' => digit - b'0',
+        _ => digit.to_ascii_lowercase() - b'a' + 10,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fifos(stdout: Option<&str>, stderr: Option<&str>) -> Target {
+        Target::Fifos {
+            stdout: stdout.map(PathBuf::from),
+            stderr: stderr.map(PathBuf::from),
+        }
+    }
+
+    #[test]
+    fn plain_paths_are_fifos_and_are_taken_verbatim() {
+        assert_eq!(Target::parse("", "").unwrap(), Target::Null);
+        assert_eq!(
+            Target::parse("/a%20b?c", "").unwrap(),
+            fifos(Some("/a%20b?c"), None)
+        );
+        assert_eq!(Target::parse("", "/err").unwrap(), fifos(None, Some("/err")));
+        assert_eq!(
+            Target::parse("/with:colon", "/err").unwrap(),
+            fifos(Some("/with:colon"), Some("/err"))
+        );
+        assert_eq!(
+            Target::parse("fifo:///out", "fifo:///err").unwrap(),
+            fifos(Some("/out"), Some("/err"))
+        );
+    }
+
+    #[test]
+    fn file_takes_stderr_only_where_the_client_names_it() {
+        let path = PathBuf::from("/var/log/a b");
+        let both = Target::parse("file:///var/log/a%20b", "file:///var/log/a%20b").unwrap();
+        assert_eq!(
+            both,
+            Target::File {
+                path: path.clone(),
+                stderr: true
+            }
+        );
+        assert_eq!(
+            Target::parse("file:///var/log/a%20b", "").unwrap(),
+            Target::File { path, stderr: false }
+        );
+    }
+
+    #[test]
+    fn binary_query_becomes_arguments_in_order() {
+        let uri = "binary:///usr/bin/log?id=a+b%2Bc&flag&id=second&x=1%";
+        let Target::Binary(binary) = Target::parse(uri, uri).unwrap() else {
+            panic!("not a binary")
+        };
+        assert_eq!(binary.program, PathBuf::from("/usr/bin/log"));
+        assert_eq!(binary.args, ["id", "a b+c", "flag", "", "x", "1%"]);
+        assert!(!binary.ready_byte);
+        let Target::Binary(binary) = Target::parse("binary-v2:///log", "").unwrap() else {
+            panic!("not a binary")
+        };
+        assert!(binary.ready_byte && binary.args.is_empty());
+    }
+
+    #[test]
+    fn unknown_schemes_and_missing_paths_are_refused() {
+        let error = Target::parse("npipe:////./pipe/x", "").unwrap_err();
+        assert!(
+            matches!(&error, Error::UnknownScheme { scheme, .. } if scheme == "npipe"),
+            "{error}"
+        );
+        assert!(matches!(
+            Target::parse("file://host", ""),
+            Err(Error::NoPath { .. })
+        ));
+        assert!(matches!(
+            Target::parse("binary:relative", ""),
+            Err(Error::NoPath { .. })
+        ));
+        assert!(matches!(fifo("file:///x"), Err(Error::UnknownScheme { .. })));
+    }
+}
