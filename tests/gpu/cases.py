@@ -1,0 +1,426 @@
+"""The cases: each runs a container, freezes it, thaws it, and believes only what the workload itself prints.
+
+`gpu-counter` verifies all of its memory at every iteration and ends at a mismatch, so that a line with the same checksum
+for the same iteration, printed by the source (which runs on after a checkpoint) and by the restored container, shows
+that the GPU's memory came back. Which GPU holds it is asked of nvidia-smi, because a process goes on reporting the UUID
+that it saw first.
+"""
+
+import os
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+
+import cdi
+import host as hosts
+from host import Container, Deadline, Failed
+
+COUNTER_IMAGE = "firn.test/counter:latest"
+OUTLINE_IMAGE = "firn.test/outline:latest"
+# The busybox workload of the runs without a GPU.
+CPU_COUNTER = "i=0; while :; do echo counter proc=0 iter=$i checksum=$((i * 7919 % 65537)) ok; i=$((i + 1)); sleep 0.1; done"
+
+PYTHON_COUNTER = """
+import itertools, time
+for i in itertools.count():
+    print(f"counter proc=0 iter={i} checksum={i * 7919 % 65537} ok", flush=True)
+    time.sleep(0.1)
+"""
+
+
+@dataclass
+class Setup:
+    """What all cases share."""
+
+    host: hosts.Host
+    runtime: str
+    gpus: list
+    evidence: str
+    log: callable
+
+    def pick(self, count):
+        """`count` GPUs to start on and as many to end on: others where the machine has them."""
+        uuids = [gpu["uuid"] for gpu in self.gpus]
+        return uuids[:count], (uuids[count : 2 * count] if len(uuids) >= 2 * count else uuids[:count])
+
+
+@dataclass
+class Case:
+    """A case by name: its time limit, how many GPUs it needs, and its function from setup and deadline to a record."""
+
+    name: str
+    seconds: int
+    needs: int
+    play: callable
+    groups: tuple = field(default=())
+
+
+def all_cases(sizes):
+    """Every case, those on `sizes` GiB among them."""
+    found = [
+        Case(f"size-{size:g}", int(60 + 10 * size), 1, lambda setup, end, size=size: round_trip(
+            setup, end, f"size-{size:g}", counter(["--size-mib", f"{size * 1024:.0f}"]), memory=size), ("sizes",))
+        for size in sizes
+    ]
+    return found + [
+        Case("four", 90, 1, lambda setup, end: round_trip(
+            setup, end, "four", counter(["--size-mib", "1024", "--processes", "4"]), memory=4, workers=4)),
+        Case("two-gpu", 90, 2, lambda setup, end: round_trip(
+            setup, end, "two-gpu", counter(["--size-mib", "1024", "--gpus", "0,1"]), memory=1, gpus=2)),
+        Case("task-checkpoint", 60, 1, task_checkpoint),
+        Case("managed", 60, 1, managed),
+        Case("torch", 240, 1, torch),
+        Case("cpu", 60, 0, lambda setup, end: round_trip(
+            setup, end, "cpu", Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER]), gpus=0), ("no-gpu",)),
+        Case("cpu-python", 60, 0, lambda setup, end: round_trip(
+            setup, end, "cpu-python", python(["-c", PYTHON_COUNTER]), gpus=0), ("no-gpu",)),
+        Case("cpu-task-checkpoint", 60, 0, lambda setup, end: task_checkpoint(
+            setup, end, "cpu-task", Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER]), gpus=0), ("no-gpu",)),
+    ]
+
+
+@dataclass
+class Workload:
+    """What a container runs: image, command, options of `ctr run`, kind of its CDI devices."""
+
+    image: str
+    argv: list
+    options: list = field(default_factory=list)
+    kind: str = cdi.KIND
+
+    def ctr_options(self, uuids):
+        """The options of `ctr run` that grant these GPUs."""
+        return [*self.options, *(word for uuid in uuids for word in ("--device", f"{self.kind}={uuid}"))]
+
+
+def counter(arguments):
+    """gpu-counter in the test image."""
+    return Workload(COUNTER_IMAGE, ["/usr/bin/gpu-counter", *arguments])
+
+
+def counts(container):
+    """Verified iterations that a container has printed: checksum by iteration, by worker."""
+    found = {}
+    for line in container.lines():
+        if not line.startswith("counter ") or not line.endswith(" ok"):
+            continue
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        worker = tuple((key, fields[key]) for key in ("proc", "gpu", "thread") if key in fields)
+        found.setdefault(worker, {})[int(fields["iter"])] = fields["checksum"]
+    return found
+
+
+def wait_for_counts(container, end, workers, beyond, more):
+    """Wait until each of `workers` has `more` iterations beyond those of `beyond`; return all counts."""
+
+    def ready():
+        now = counts(container)
+        enough = all(len(now[worker]) >= len(beyond.get(worker, ())) + more for worker in now)
+        return now if len(now) == workers and enough else None
+
+    try:
+        return end.until(f"{more} more iterations of {workers} workers in {container.name}", ready)
+    except Failed as late:
+        raise Failed(f"{late}; {container.name} printed last: {' / '.join(container.lines()[-3:]) or 'nothing'}") from late
+
+
+def holders(pids):
+    """GPU memory in MiB by UUID that these processes hold, as nvidia-smi shows it."""
+    held = {}
+    for row in cdi.query("compute-apps", ["pid", "gpu_uuid", "used_memory"]):
+        if int(row["pid"]) in pids:
+            held[row["gpu_uuid"]] = held.get(row["gpu_uuid"], 0) + int(row["used_memory"])
+    return held
+
+
+def check_holders(container, end, uuids, least):
+    """The container's processes hold at least `least` GiB on each of these GPUs; returns the GPUs that hold so much.
+
+    A process of several GPUs has a context on each, so small amounts elsewhere prove nothing.
+    """
+    if not uuids:
+        return []
+    pids = container.pids(end)
+    held = holders(pids)
+    found = sorted(uuid for uuid, size in held.items() if size >= least * 1024)
+    if found != sorted(uuids):
+        raise Failed(f"{container.name}: {least:g} GiB expected on {uuids}, nvidia-smi shows {held} for {pids}")
+    return found
+
+
+def grant(setup, source, target):
+    """Let firn give the restored container only `target`, where that differs from what the source had."""
+    if source == target:
+        setup.host.put(hosts.FIRN_CONFIG, None)
+        return
+    quoted = ", ".join(f'"{uuid}"' for uuid in target)
+    setup.host.put(hosts.FIRN_CONFIG, f"[restore]\ngpus = [{quoted}]\n")
+
+
+def timed(operation, *args):
+    """Result and seconds of a call."""
+    began = time.monotonic()
+    result = operation(*args)
+    return result, round(time.monotonic() - began, 3)
+
+
+def round_trip(setup, end, name, workload, memory=0.0, workers=1, gpus=1):
+    """Run, checkpoint, see the source go on, remove it, restore (on another GPU where there is one), compare."""
+    source_gpus, target_gpus = setup.pick(gpus) if gpus else ([], [])
+    workers = max(workers, gpus)
+    source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
+    image = f"firn.test/checkpoint/{name}:latest"
+    record = {"gib": memory, "processes": workers, "uuid_before": source_gpus}
+    try:
+        source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
+        before = wait_for_counts(source, end, workers, {}, 3)
+        check_holders(source, end, source_gpus, memory)
+
+        done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
+        record["checkpoint_account"] = source.account()
+        if done.returncode:
+            raise Failed(f"checkpoint failed: {done.stderr.strip()}")
+        at_checkpoint = counts(source)
+        went_on = wait_for_counts(source, end, workers, at_checkpoint, 2)
+        source.keep_evidence(setup.evidence)
+        source.remove(end)
+        if source_gpus:
+            end.until("the source's GPU memory to be free", lambda: not cdi.query("compute-apps", ["pid"]), 20)
+
+        grant(setup, source_gpus, target_gpus)
+        _, record["restore_s"] = timed(target.restore, image, end)
+        after = wait_for_counts(target, end, workers, {}, 3)
+        record["restore_account"] = target.account()
+        record["uuid_after"] = check_holders(target, end, target_gpus, memory)
+        record.update(compare(before, went_on, after))
+        target.keep_evidence(setup.evidence)
+    finally:
+        clean_up(setup, [source, target], image)
+    return record
+
+
+def compare(before, source, restored):
+    """The restored counters go on where the frozen ones stood; returns what shows it.
+
+    `source` was read after the checkpoint, while the source ran on: it holds the same iterations as `restored`.
+    """
+    shown = {}
+    for worker, checksums in restored.items():
+        first, last_before = min(checksums), max(before[worker])
+        if first <= last_before:
+            raise Failed(f"{worker}: began again at {first}, it had counted to {last_before} before the checkpoint")
+        if first - 1 not in source[worker]:
+            raise Failed(f"{worker}: goes on at {first}, but the source had counted to {max(source[worker])} only")
+        if sorted(checksums) != list(range(first, first + len(checksums))):
+            raise Failed(f"{worker}: iterations are missing: {sorted(checksums)}")
+        common = sorted(set(checksums) & set(source[worker]))
+        if not common:
+            raise Failed(f"{worker}: no iteration that both printed")
+        for iteration in common:
+            if checksums[iteration] != source[worker][iteration]:
+                raise Failed(f"{worker}: checksum of {iteration} is {checksums[iteration]}, not {source[worker][iteration]}")
+        shown = {
+            "iter_before": last_before,
+            "iter_after": first,
+            "checksum_source": source[worker][common[0]],
+            "checksum_restored": checksums[common[0]],
+            "checksum_of_iter": common[0],
+        }
+    return shown
+
+
+def clean_up(setup, containers, image=None, directories=()):
+    """Remove what a case made; used on every way out of it."""
+    failures = []
+    # A case that overran its limit still gets the time to clean up.
+    end = Deadline(60)
+    for container in containers:
+        try:
+            container.keep_evidence(setup.evidence)
+            container.remove(end)
+        except Failed as error:
+            failures.append(str(error))
+    if image:
+        setup.host.remove_image(image, end)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+    setup.host.put(hosts.FIRN_CONFIG, None)
+    if failures and sys.exc_info()[0] is None:
+        raise Failed("; ".join(failures))
+
+
+def task_checkpoint(setup, end, name="task", workload=None, gpus=1):
+    """`ctr task checkpoint` leaves the task running; with `--exit` it ends it and frees the GPU."""
+    workload = workload or counter(["--size-mib", "512"])
+    uuids, _ = setup.pick(gpus) if gpus else ([], [])
+    container = Container(setup.host, name)
+    first, second = f"{setup.host.memory}/{name}-1", f"{setup.host.memory}/{name}-2"
+    record = {"gib": 0.5 if gpus else 0, "processes": 1, "uuid_before": uuids}
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        wait_for_counts(container, end, 1, {}, 3)
+        done, record["checkpoint_s"] = timed(container.checkpoint_task, first, end)
+        if done.returncode:
+            raise Failed(f"checkpoint failed: {done.stderr.strip()}")
+        check_image(first, bool(gpus))
+        seen = counts(container)
+        went_on = wait_for_counts(container, end, 1, seen, 2)
+        record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
+        record["uuid_after"] = check_holders(container, end, uuids, record["gib"])
+
+        done, record["exit_s"] = timed(container.checkpoint_task, second, end, False)
+        if done.returncode:
+            raise Failed(f"checkpoint with exit failed: {done.stderr.strip()}")
+        check_image(second, bool(gpus))
+        container.exit_status(end, 20)
+        if uuids:
+            end.until("the GPU to be free", lambda: not cdi.query("compute-apps", ["pid"]), 20)
+    finally:
+        clean_up(setup, [container], directories=[first, second])
+    return record
+
+
+def check_image(directory, gpu):
+    """A finished CRIU image lies there, with firn's manifest if it holds GPU state."""
+    for name in ("inventory.img", "pstree.img", *(["firn.json"] if gpu else [])):
+        if not os.path.isfile(f"{directory}/{name}"):
+            raise Failed(f"no {name} in the image directory: {sorted(os.listdir(directory))}")
+
+
+def managed(setup, end):
+    """Managed memory cannot be checkpointed: it is refused, and the counter goes on unharmed."""
+    uuids, _ = setup.pick(1)
+    container = Container(setup.host, "managed")
+    workload = counter(["--size-mib", "64", "--managed"])
+    record = {"gib": 0.0625, "processes": 1, "uuid_before": uuids}
+    image = "firn.test/checkpoint/managed:latest"
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        wait_for_counts(container, end, 1, {}, 3)
+        done, record["checkpoint_s"] = timed(container.checkpoint, image, end)
+        if not done.returncode:
+            raise Failed("the checkpoint of managed memory succeeded")
+        code = re.search(r"FIRN-[A-Z0-9-]+", done.stderr)
+        if not code:
+            raise Failed(f"refused without a FIRN code: {done.stderr.strip()}")
+        record["refusal"] = done.stderr.strip()
+        record["code"] = code[0]
+        seen = counts(container)
+        went_on = wait_for_counts(container, end, 1, seen, 3)
+        record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
+    finally:
+        clean_up(setup, [container], image)
+    return record
+
+
+def torch(setup, end, steps=80, interrupt_at=20):
+    """A training loop prints the same losses whether it is moved in between or not."""
+    reference = losses(play_out(setup, end, "torch-reference", steps))
+    if sorted(reference) != list(range(steps)):
+        raise Failed(f"the uninterrupted run printed {len(reference)} of {steps} losses")
+
+    source_gpus, target_gpus = setup.pick(1)
+    source, target = Container(setup.host, "torch"), Container(setup.host, "torch-b")
+    workload = training(setup, steps)
+    image = "firn.test/checkpoint/torch:latest"
+    record = {"gib": 0.1, "processes": 1, "uuid_before": source_gpus}
+    try:
+        source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
+        before = end.until("the training to reach the step", lambda: reached(source, interrupt_at), 90)
+        check_holders(source, end, source_gpus, record["gib"])
+        done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
+        record["checkpoint_account"] = source.account()
+        if done.returncode:
+            raise Failed(f"checkpoint failed: {done.stderr.strip()}")
+        # The source's own next losses show where it stood when it was frozen.
+        end.until("the source to go on", lambda: reached(source, max(losses(source.lines())) + 2))
+        source.keep_evidence(setup.evidence)
+        source.remove(end)
+        went_on = losses(source.lines())
+
+        grant(setup, source_gpus, target_gpus)
+        _, record["restore_s"] = timed(target.restore, image, end)
+        end.until("the restored training to print", lambda: losses(target.lines()))
+        record["restore_account"] = target.account()
+        record["uuid_after"] = check_holders(target, end, target_gpus, record["gib"])
+        status = target.exit_status(end, 90)
+        after = losses(target.lines())
+        if status or target.lines()[-1:] != ["done"]:
+            raise Failed(f"the restored training ended with {status}: {' / '.join(target.lines()[-3:])}")
+        first = min(after)
+        if first <= max(before) or first - 1 not in went_on or sorted(after) != list(range(first, steps)):
+            raise Failed(f"restored at step {first} of {max(before)} to {max(went_on)}, printed {sorted(after)}")
+        for run, seen in (("source", went_on), ("restored", after)):
+            wrong = [step for step, loss in seen.items() if loss != reference[step]]
+            if wrong:
+                raise Failed(f"{run}: loss {seen[wrong[0]]} at step {wrong[0]}, uninterrupted {reference[wrong[0]]}")
+        record.update(
+            iter_before=max(before), iter_after=first, checksum_source=reference[steps - 1],
+            checksum_restored=after[steps - 1], checksum_of_iter=steps - 1, losses_equal=len(after),
+        )
+    finally:
+        clean_up(setup, [source, target], image)
+    return record
+
+
+def play_out(setup, end, name, steps):
+    """Run the training without interruption; returns what it printed."""
+    container = Container(setup.host, name)
+    workload = training(setup, steps)
+    uuids, _ = setup.pick(1)
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        status = container.exit_status(end, 120)
+        if status:
+            raise Failed(f"the uninterrupted training ended with {status}: {' / '.join(container.lines()[-5:])}")
+        return container.lines()
+    finally:
+        clean_up(setup, [container])
+
+
+def reached(container, step):
+    """The losses, once `step` is among them."""
+    found = losses(container.lines())
+    return found if step in found else None
+
+
+def losses(lines):
+    """Loss by step."""
+    found = (re.fullmatch(r"step=(\d+) loss=(\S+)", line) for line in lines)
+    return {int(match[1]): match[2] for match in found if match}
+
+
+def training(setup, steps):
+    """train.py with the machine's Python and PyTorch."""
+    script = f"{setup.host.work}/train"
+    os.makedirs(script, exist_ok=True)
+    shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"), script)
+    mount = ["--mount", f"type=bind,src={script},dst=/train,options=bind:ro"]
+    if not cdi.known_to_loader():
+        mount += ["--env", f"LD_LIBRARY_PATH={cdi.library_dir()}"]
+    return python(["/train/train.py", "--steps", str(steps)], mount)
+
+
+def python(arguments, options=()):
+    """The machine's Python: the machine's directories, read-only, in an empty root."""
+    found = [*options]
+    for path in machine_directories():
+        found += ["--mount", f"type=bind,src={path},dst={path},options=bind:ro"]
+    for setting in ("HOME=/root", "USER=root", "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=2"):
+        found += ["--env", setting]
+    return Workload(OUTLINE_IMAGE, [sys.executable, *arguments], found, cdi.NODES_KIND)
+
+
+def machine_directories():
+    """Directories that Python and PyTorch live in, and what is mounted below them, parents first.
+
+    Each mount gets a bind of its own: CRIU knows the mounts that the spec names, and no others.
+    """
+    tops = {"/usr", "/opt", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64"}
+    for path in (os.path.realpath(sys.executable), sys.prefix, sys.base_prefix):
+        tops.add("/" + path.split("/")[1])
+    found = [top for top in sorted(tops) if os.path.isdir(top) and not os.path.islink(top)]
+    below = {point for top in found for point in hosts.mounts_below(top) if point != top}
+    return found + sorted(point for point in below if os.path.isdir(point))

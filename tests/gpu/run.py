@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Checkpoint and restore of GPU containers on a real GPU machine: one command, one table, one exit code.
+
+    python3 tests/gpu/run.py --bundle target/gpu-bundle.tar.xz --out DIR
+
+unpacks the bundle of `cargo xtask gpu-bundle` to /opt/firn-gpu, starts a containerd of its own there, runs the cases
+and removes what it set up. Without --bundle the tools in PATH are used. --no-gpu runs the cases that need no GPU (the
+same steps with a busybox counter), with --runtime io.containerd.runc.v2 also against the stock shim.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import traceback
+
+sys.dont_write_bytecode = True  # the scripts lie in a working tree
+
+import cases  # noqa: E402
+import cdi  # noqa: E402
+import host as hosts  # noqa: E402
+import image  # noqa: E402
+
+
+class Report:
+    """Everything that comes back: run.log, cases.jsonl, summary.md, containerd.log, evidence.tar.gz."""
+
+    def __init__(self, out):
+        self.out = out
+        self.evidence = f"{out}/evidence"
+        os.makedirs(self.evidence, exist_ok=True)
+        self._began = time.monotonic()
+        self._log = open(f"{out}/run.log", "a", encoding="utf-8")
+        self._records = []
+
+    def log(self, text):
+        """A line for the log alone."""
+        self._log.write(f"{time.monotonic() - self._began:8.2f} {text}\n")
+        self._log.flush()
+
+    def say(self, text):
+        """A line for the log and whoever watches."""
+        self.log(text)
+        print(text, flush=True)
+
+    def add(self, record):
+        """Keep a case's record."""
+        with open(f"{self.out}/cases.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        if "case" in record:
+            self._records.append(record)
+
+    def failed(self):
+        """Names of the cases that failed."""
+        return [record["case"] for record in self._records if record["result"] == "FAILED"]
+
+    def finish(self, machine):
+        """Write and print the table."""
+        table = [
+            f"{time.strftime('%Y-%m-%d')}: {machine}", "",
+            "| case | GiB | processes | checkpoint s | restore s | iteration | checksum | GPU before | GPU after | result |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *(row(record) for record in self._records),
+        ]
+        text = "\n".join(table)
+        with open(f"{self.out}/summary.md", "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        with tarfile.open(f"{self.out}/evidence.tar.gz", "w:gz") as tar:
+            tar.add(self.evidence, arcname="evidence")
+        shutil.rmtree(self.evidence)
+        print(text, flush=True)
+
+
+def row(record):
+    """A case's line of the table."""
+
+    def short(uuids):
+        return " ".join(uuid[:12] for uuid in uuids or []) or "-"
+
+    steps = f"{record['iter_before']} -> {record['iter_after']}" if "iter_after" in record else "-"
+    checksum = "-"
+    if "checksum_restored" in record:
+        checksum = f"{record['checksum_source']} = {record['checksum_restored']} at {record['checksum_of_iter']}"
+    cells = [
+        record["case"], f"{record.get('gib', 0):g}", record.get("processes", "-"), record.get("checkpoint_s", "-"),
+        record.get("restore_s", "-"), steps, checksum, short(record.get("uuid_before")), short(record.get("uuid_after")),
+        record["result"] + (f" ({record['code']})" if "code" in record else ""),
+    ]
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def unpack(bundle):
+    """Unpack the archive (or copy the directory) to where its programs expect to be."""
+    shutil.rmtree(hosts.INSTALL_DIR, ignore_errors=True)
+    if os.path.isdir(bundle):
+        shutil.copytree(bundle, hosts.INSTALL_DIR, symlinks=True)
+        return
+    os.makedirs(hosts.INSTALL_DIR)
+    if shutil.which("xz"):
+        subprocess.run(["tar", "-xJf", bundle, "-C", hosts.INSTALL_DIR], check=True)
+        return
+    with tarfile.open(bundle, "r:xz") as tar:
+        tar.extractall(hosts.INSTALL_DIR)
+
+
+def machine_facts(host, gpus):
+    """What the readings depend on."""
+
+    def first_line(*command):
+        done = subprocess.run(command, env=host.env, check=False, capture_output=True, text=True, timeout=30)
+        return (done.stdout + done.stderr).strip().split("\n")[0]
+
+    def content(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                return file.read().strip()
+        except OSError:
+            return None
+
+    return {
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+        "cgroup": 2 if os.path.exists("/sys/fs/cgroup/cgroup.controllers") else 1,
+        "thp": content("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "containerd": first_line("containerd", "--version"),
+        "runc": first_line("runc", "--version"),
+        "criu": first_line("criu", "--version"),
+        "gpus": gpus,
+    }
+
+
+def write_cdi(host, gpus):
+    """Both CDI specs of the machine's GPUs."""
+    libraries = cdi.driver_libraries()
+    host.log(f"driver libraries: {libraries}")
+    host.put("/etc/cdi/firn-test-gpu.json", json.dumps(cdi.spec(gpus, libraries), indent=1))
+    host.put("/etc/cdi/firn-test-nodes.json", json.dumps(cdi.spec(gpus, [], cdi.NODES_KIND), indent=1))
+    return {} if cdi.known_to_loader() else {"LD_LIBRARY_PATH": cdi.library_dir()}
+
+
+def play(case, setup, report):
+    """Run one case to its record."""
+    report.say(f"{case.name}: begins")
+    began = time.monotonic()
+    record = {"case": case.name}
+    if case.needs > len(setup.gpus):
+        record["result"] = f"skipped: needs {case.needs} GPUs, the machine has {len(setup.gpus)}"
+    else:
+        try:
+            record.update(case.play(setup, hosts.Deadline(case.seconds)), result="ok")
+        except (hosts.Failed, cdi.NoDriver, OSError, subprocess.SubprocessError) as error:
+            report.log(traceback.format_exc())
+            record.update(result="FAILED", error=str(error))
+    record["seconds"] = round(time.monotonic() - began, 1)
+    report.add(record)
+    report.say(f"{case.name}: {record['result']} after {record['seconds']} s" + (f": {record['error']}" if "error" in record else ""))
+
+
+def chosen(args):
+    """The cases that the arguments name."""
+    known = cases.all_cases([float(size) for size in args.sizes.split(",")])
+    if args.cases:
+        names = args.cases.split(",")
+        unknown = [name for name in names if not any(name == case.name or name in case.groups for case in known)]
+        if unknown:
+            sys.exit(f"unknown case {', '.join(unknown)}\nhint: one of {', '.join(case.name for case in known)}")
+        return [case for case in known if case.name in names or set(names) & set(case.groups)]
+    return [case for case in known if ("no-gpu" in case.groups) == args.no_gpu]
+
+
+def arguments():
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", help="archive or directory made by `cargo xtask gpu-bundle`")
+    parser.add_argument("--out", default="gpu-run", help="directory for logs and records (default: gpu-run)")
+    parser.add_argument("--cases", help="comma list of cases, or `sizes`; default: all that fit the machine")
+    parser.add_argument("--sizes", default="0.5,8,32", help="GiB of the size cases")
+    parser.add_argument("--runtime", default="io.containerd.firn.v2", help="containerd runtime to test")
+    parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
+    parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")
+    parser.add_argument("--memory", default="90g", help="size of the tmpfs that holds checkpoints in flight")
+    return parser.parse_args()
+
+
+def main():
+    """Set up, run, clean up; exit status 1 when a case failed."""
+    args = arguments()
+    selected = chosen(args)
+    if os.geteuid() != 0:
+        sys.exit("needs root: containers, mounts and device nodes")
+    report = Report(args.out)
+    if args.bundle:
+        _, seconds = cases.timed(unpack, args.bundle)
+        report.say(f"unpacked {args.bundle} in {seconds} s")
+    bin_dir = f"{hosts.INSTALL_DIR}/bin" if args.bundle else None
+    environment = {"XTABLES_LIBDIR": f"{hosts.INSTALL_DIR}/lib/xtables"} if args.bundle else {}
+    gpus = [] if args.no_gpu else cdi.gpus()
+
+    host = hosts.Host(args.work, bin_dir, args.memory, environment, report.log)
+    facts = machine_facts(host, gpus)
+    report.add({"machine": facts})
+    report.say(f"machine: {json.dumps(facts)}")
+    try:
+        if gpus:
+            host.env.update(write_cdi(host, gpus))
+        host.open()
+        end = hosts.Deadline(120)
+        archive = f"{host.memory}/image.tar"
+        image.of_directory(f"{hosts.INSTALL_DIR}/rootfs", cases.COUNTER_IMAGE, archive)
+        host.import_image(archive, end)
+        image.of_outline(cases.OUTLINE_IMAGE, archive)
+        host.import_image(archive, end)
+        os.unlink(archive)
+        setup = cases.Setup(host, args.runtime, gpus, report.evidence, report.log)
+        for case in selected:
+            play(case, setup, report)
+    finally:
+        if os.path.exists(host.daemon_log()):
+            shutil.copy(host.daemon_log(), f"{args.out}/containerd.log")
+        host.close()
+    names = ", ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in gpus) or "no GPU"
+    driver = f", driver {gpus[0]['driver_version']}" if gpus else ""
+    report.finish(f"{names}{driver}, kernel {facts['kernel']}, cgroup v{facts['cgroup']}, {args.runtime}")
+    sys.exit(1 if report.failed() else 0)
+
+
+if __name__ == "__main__":
+    main()
