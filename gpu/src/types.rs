@@ -34,8 +34,13 @@ impl GpuUuid {
 
     /// The 16 bytes that the driver's restore call takes.
     pub fn to_bytes(&self) -> [u8; 16] {
-        let digits: Vec<u8> =
-            self.0.bytes().skip(4).filter_map(|c| char::from(c).to_digit(16)).map(|d| d as u8).collect();
+        let digits: Vec<u8> = self
+            .0
+            .bytes()
+            .skip(4)
+            .filter_map(|c| char::from(c).to_digit(16))
+            .filter_map(|d| u8::try_from(d).ok())
+            .collect();
         let mut bytes = [0; 16];
         for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
             *byte = pair[0] << 4 | pair[1];

@@ -1,0 +1,95 @@
+//! Reader of `/proc/PID/maps`, shared by discovery and preflight.
+//!
+//! Paths are those that the process itself sees, container or not: `/dev/nvidia-uvm`, `/usr/lib/.../libcuda.so.580.1`.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use nix::errno::Errno;
+
+/// One line of the file.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Mapping<'a> {
+    pub start: u64,
+    pub end: u64,
+    /// `rw-s` and the like.
+    pub perms: &'a [u8],
+    pub offset: u64,
+    /// File behind the mapping; empty for anonymous memory.
+    pub path: &'a [u8],
+}
+
+impl<'a> Mapping<'a> {
+    fn parse(line: &'a [u8]) -> Option<Self> {
+        let mut fields = line.splitn(6, |b| *b == b' ');
+        let range = fields.next()?;
+        let dash = range.iter().position(|b| *b == b'-')?;
+        let perms = fields.next()?;
+        let offset = hex(fields.next()?)?;
+        let (_device, _inode) = (fields.next()?, fields.next()?);
+        let path = fields.next().unwrap_or_default().trim_ascii();
+        Some(Self {
+            start: hex(&range[..dash])?,
+            end: hex(&range[dash + 1..])?,
+            perms,
+            offset,
+            path,
+        })
+    }
+
+    /// Size in bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.end.saturating_sub(self.start)
+    }
+
+    /// Last component of the path.
+    pub(crate) fn file_name(&self) -> &'a [u8] {
+        self.path.rsplit(|b| *b == b'/').next().unwrap_or_default()
+    }
+}
+
+fn hex(digits: &[u8]) -> Option<u64> {
+    u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
+}
+
+/// The mappings in the text of a maps file; lines of another shape are passed over.
+pub(crate) fn mappings(text: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
+    text.split(|b| *b == b'\n').filter_map(Mapping::parse)
+}
+
+/// File `name` of process `pid`; `None` when the process is gone.
+pub(crate) fn read(proc_root: &Path, pid: i32, name: &str) -> io::Result<Option<Vec<u8>>> {
+    match fs::read(proc_root.join(pid.to_string()).join(name)) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether `error` says that the process has ended.
+pub(crate) fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::ESRCH as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_with_and_without_a_path() {
+        let text = b"204a00000-204c00000 rw-s 204a00000 00:06 612      /dev/nvidia-uvm\n\
+            7f10-7f20 rw-p 00000000 00:00 0 \n\
+            nonsense\n\
+            7f30-7f40 r--p 00001000 fe:00 77   /a b/libcuda.so.580.1 (deleted)\n";
+        let found: Vec<_> = mappings(text).collect();
+        assert_eq!(found.len(), 3);
+        assert_eq!(found[0].path, b"/dev/nvidia-uvm");
+        assert_eq!(
+            (found[0].start, found[0].offset, found[0].len()),
+            (0x204a00000, 0x204a00000, 2 << 20)
+        );
+        assert_eq!(found[1].path, b"");
+        assert_eq!(found[2].file_name(), b"libcuda.so.580.1 (deleted)");
+    }
+}

@@ -1,0 +1,153 @@
+//! Why there is no map. Every error has a stable code, names both sides and says what the operator can do.
+
+use std::fmt;
+
+use crate::{BadUuid, GpuUuid};
+
+/// Which node an error speaks of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Where the checkpoint was made.
+    Source,
+    /// Where it is restored.
+    Target,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "source",
+            Self::Target => "target",
+        })
+    }
+}
+
+/// A restore that cannot be planned.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    #[error("the checkpoint was made with driver {made}, this node has driver {here}")]
+    DriverVersionMismatch { made: String, here: String },
+    #[error("the restore needs other GPUs than the checkpoint had, and driver {here} cannot change GPUs")]
+    DriverTooOldForRemap { here: String },
+    #[error("MIG mode is on for GPU {uuid} of the {side}")]
+    MigUnsupported { side: Side, uuid: GpuUuid },
+    #[error("GPU {uuid} is listed twice on the {side}")]
+    GpuListedTwice { side: Side, uuid: GpuUuid },
+    #[error(
+        "the checkpointed container had {} GPU(s) ({}), the target is granted {} ({})",
+        had.len(), list(had), granted.len(), list(granted)
+    )]
+    GpuCountMismatch {
+        had: Vec<GpuUuid>,
+        granted: Vec<GpuUuid>,
+    },
+    #[error(
+        "GPU {old} is a {model}, and no such GPU is left in the target's grant ({})",
+        list(candidates)
+    )]
+    GpuModelMismatch {
+        old: GpuUuid,
+        model: String,
+        candidates: Vec<String>,
+    },
+    #[error(
+        "GPU {old} has {} MiB, GPU {new} of the target has only {} MiB",
+        needs >> 20, has >> 20
+    )]
+    GpuMemoryTooSmall {
+        old: GpuUuid,
+        needs: u64,
+        new: GpuUuid,
+        has: u64,
+    },
+    #[error("the GPU map has no pair for {} of the checkpoint", list(missing))]
+    MapIncomplete { missing: Vec<GpuUuid> },
+    #[error("the GPU map names {uuid}, which the checkpoint did not have ({})", list(had))]
+    MapUnknownSource { uuid: GpuUuid, had: Vec<GpuUuid> },
+    #[error(
+        "the GPU map names {uuid}, which the target is not granted ({})",
+        list(granted)
+    )]
+    MapUnknownTarget { uuid: GpuUuid, granted: Vec<GpuUuid> },
+    #[error("the GPU map names {uuid} twice as {side}")]
+    MapDuplicate { side: Side, uuid: GpuUuid },
+}
+
+impl PlanError {
+    /// The stable code.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::DriverVersionMismatch { .. } => "FIRN-DRIVER-VERSION",
+            Self::DriverTooOldForRemap { .. } => "FIRN-DRIVER-TOO-OLD",
+            Self::MigUnsupported { .. } => "FIRN-GPU-MIG",
+            Self::GpuListedTwice { .. } => "FIRN-GPU-LISTED-TWICE",
+            Self::GpuCountMismatch { .. } => "FIRN-GPU-COUNT",
+            Self::GpuModelMismatch { .. } => "FIRN-GPU-MODEL",
+            Self::GpuMemoryTooSmall { .. } => "FIRN-GPU-MEMORY",
+            Self::MapIncomplete { .. } => "FIRN-MAP-INCOMPLETE",
+            Self::MapUnknownSource { .. } => "FIRN-MAP-UNKNOWN-SOURCE",
+            Self::MapUnknownTarget { .. } => "FIRN-MAP-UNKNOWN-TARGET",
+            Self::MapDuplicate { .. } => "FIRN-MAP-DUPLICATE",
+        }
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::DriverVersionMismatch { .. } => {
+                "restore on a node with the driver version that made the checkpoint; the driver accepts no other"
+            }
+            Self::DriverTooOldForRemap { .. } => {
+                "grant the GPUs of the checkpoint, or use driver 580 or later on both nodes"
+            }
+            Self::MigUnsupported { .. } => {
+                "grant a GPU with MIG mode off; the driver cannot checkpoint MIG devices"
+            }
+            Self::GpuListedTwice {
+                side: Side::Source, ..
+            } => "the manifest is damaged; take the checkpoint again",
+            Self::GpuListedTwice {
+                side: Side::Target, ..
+            } => "name every GPU once in the target's specification",
+            Self::GpuCountMismatch { .. } => "grant as many GPUs as the checkpointed container had",
+            Self::GpuModelMismatch { .. } => "grant GPUs of the same model as those of the checkpoint",
+            Self::GpuMemoryTooSmall { .. } => "grant a GPU with at least as much memory",
+            Self::MapIncomplete { .. } => "give every GPU of the checkpoint a pair, also those that stay",
+            Self::MapUnknownSource { .. } => "the left side of each pair is a GPU of the checkpoint",
+            Self::MapUnknownTarget { .. } => "grant that GPU to the target, or map to one that it has",
+            Self::MapDuplicate { .. } => "name every GPU at most once on each side of the map",
+        }
+    }
+}
+
+/// A text that is no GPU map.
+#[derive(Debug, thiserror::Error)]
+pub enum MapSyntax {
+    #[error("{0:?} in the GPU map is not of the form GPU-old=GPU-new")]
+    NoPair(String),
+    #[error("bad UUID in the GPU map")]
+    Uuid(#[from] BadUuid),
+}
+
+impl MapSyntax {
+    /// The stable code.
+    pub fn code(&self) -> &'static str {
+        "FIRN-MAP-SYNTAX"
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        "write GPU-old=GPU-new,GPU-old=GPU-new with the UUIDs that nvidia-smi -L prints"
+    }
+}
+
+fn list<T: fmt::Display>(items: &[T]) -> String {
+    if items.is_empty() {
+        return "none".to_owned();
+    }
+    items
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
+}

@@ -1,0 +1,213 @@
+//! Signs, read from /proc alone, that the driver's checkpoint of a process would be refused or could not be restored.
+//!
+//! Nothing is stopped and nothing is asked of the driver. What to do about a finding is the caller's decision; what
+//! decides between `Certain` and `Suspected` is whether the sign has another explanation.
+//!
+//! - Managed memory: each managed allocation is a shared writable mapping of /dev/nvidia-uvm whose file offset equals
+//!   its address. The driver's own such mapping is one of 2 MiB at 0x204a00000. Others in the low range that the driver
+//!   keeps for itself may be its own as well (semaphore pools look the same), those elsewhere are managed memory.
+//!   A suspicion needs no refusal: the driver refuses managed memory itself, before anything is lost.
+//! - NCCL: the transports over peer-to-peer access and over shared memory share GPU memory between processes, which
+//!   checkpoints well and cannot be restored. They are off only when the process was started with them off: the
+//!   environment in /proc is that of its start, what the program sets later is not seen.
+//! - MPS: an open file in the pipe directory of an MPS daemon shows a client; a pipe directory that is only named or
+//!   only present may be unused.
+//! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::maps::{self, Mapping};
+
+#[cfg(test)]
+mod tests;
+
+/// The driver's own mapping of /dev/nvidia-uvm in every CUDA process.
+const UVM_BASELINE: (u64, u64) = (0x2_04a0_0000, 2 << 20);
+
+/// Addresses that the driver keeps for itself; programs get none of them.
+const DRIVER_RANGE: std::ops::Range<u64> = 0x2_0000_0000..0x4_0000_0000;
+
+/// Where an MPS daemon has its pipes when `CUDA_MPS_PIPE_DIRECTORY` does not say otherwise.
+const MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
+
+/// How sure a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Certainty {
+    Certain,
+    Suspected,
+}
+
+/// What was seen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "sign", rename_all = "snake_case")]
+pub enum Sign {
+    /// Managed (UVM) memory: `ranges` mappings of `bytes` in all.
+    ManagedMemory { ranges: usize, bytes: u64 },
+    /// NCCL is loaded; which transports were off when the process was started.
+    Nccl {
+        p2p_disabled: bool,
+        shm_disabled: bool,
+        nvls_disabled: bool,
+    },
+    /// The process is, or may be, a client of the MPS daemon whose pipes are in `directory`.
+    Mps { directory: PathBuf },
+    /// The container has more than one CUDA process.
+    MultipleCudaProcesses { pids: Vec<i32> },
+}
+
+/// A sign and where it was seen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// The process; absent for what concerns several.
+    pub pid: Option<i32>,
+    #[serde(flatten)]
+    pub sign: Sign,
+    pub certainty: Certainty,
+}
+
+/// A process that could not be looked at.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot read {what} of process {pid}")]
+pub struct Unreadable {
+    pub pid: i32,
+    pub what: &'static str,
+    #[source]
+    pub source: io::Error,
+}
+
+/// Looks at the CUDA processes `pids` through the proc filesystem at `proc_root`. A process that has ended shows nothing.
+pub fn inspect(proc_root: &Path, pids: &[i32]) -> Result<Vec<Finding>, Unreadable> {
+    let mut findings = Vec::new();
+    for &pid in pids {
+        findings.extend(inspect_one(proc_root, pid)?);
+    }
+    if pids.len() > 1 {
+        findings.push(Finding {
+            pid: None,
+            sign: Sign::MultipleCudaProcesses { pids: pids.to_vec() },
+            certainty: Certainty::Certain,
+        });
+    }
+    Ok(findings)
+}
+
+fn inspect_one(proc_root: &Path, pid: i32) -> Result<Vec<Finding>, Unreadable> {
+    let read = |name| {
+        maps::read(proc_root, pid, name).map_err(|source| Unreadable {
+            pid,
+            what: name,
+            source,
+        })
+    };
+    let (Some(maps), Some(environment)) = (read("maps")?, read("environ")?) else {
+        return Ok(Vec::new());
+    };
+    let mut findings = managed_memory(&maps);
+    findings.extend(nccl(&maps, &environment));
+    findings.extend(mps(proc_root, pid, &environment)?);
+    Ok(findings
+        .into_iter()
+        .map(|(sign, certainty)| Finding {
+            pid: Some(pid),
+            sign,
+            certainty,
+        })
+        .collect())
+}
+
+fn managed_memory(maps: &[u8]) -> Vec<(Sign, Certainty)> {
+    let (mut certain, mut suspected) = ((0, 0), (0, 0));
+    for mapping in maps::mappings(maps).filter(is_managed) {
+        let sum = if DRIVER_RANGE.contains(&mapping.start) {
+            &mut suspected
+        } else {
+            &mut certain
+        };
+        sum.0 += 1;
+        sum.1 += mapping.len();
+    }
+    [(certain, Certainty::Certain), (suspected, Certainty::Suspected)]
+        .into_iter()
+        .filter(|((ranges, _), _)| *ranges > 0)
+        .map(|((ranges, bytes), certainty)| (Sign::ManagedMemory { ranges, bytes }, certainty))
+        .collect()
+}
+
+fn is_managed(mapping: &Mapping<'_>) -> bool {
+    mapping.path == b"/dev/nvidia-uvm"
+        && mapping.perms == b"rw-s"
+        && mapping.offset == mapping.start
+        && (mapping.start, mapping.len()) != UVM_BASELINE
+}
+
+fn nccl(maps: &[u8], environment: &[u8]) -> Option<(Sign, Certainty)> {
+    maps::mappings(maps).find(|mapping| mapping.file_name().starts_with(b"libnccl"))?;
+    let number =
+        |name| variable(environment, name).and_then(|v| std::str::from_utf8(v).ok()?.trim().parse().ok());
+    let is_set = |name| number(name).is_some_and(|n: i64| n != 0);
+    let sign = Sign::Nccl {
+        p2p_disabled: is_set("NCCL_P2P_DISABLE"),
+        shm_disabled: is_set("NCCL_SHM_DISABLE"),
+        nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
+    };
+    Some((sign, Certainty::Certain))
+}
+
+fn mps(proc_root: &Path, pid: i32, environment: &[u8]) -> Result<Option<(Sign, Certainty)>, Unreadable> {
+    let named = variable(environment, "CUDA_MPS_PIPE_DIRECTORY").filter(|value| !value.is_empty());
+    let directory = named.map_or(Path::new(MPS_DIRECTORY), |value| {
+        Path::new(OsStr::from_bytes(value))
+    });
+    let process = proc_root.join(pid.to_string());
+    let found = |certainty| {
+        Some((
+            Sign::Mps {
+                directory: directory.to_owned(),
+            },
+            certainty,
+        ))
+    };
+
+    let open = has_open_file_in(&process.join("fd"), directory);
+    if open.map_err(|source| Unreadable {
+        pid,
+        what: "fd",
+        source,
+    })? {
+        return Ok(found(Certainty::Certain));
+    }
+    let control = directory.strip_prefix("/").unwrap_or(directory).join("control");
+    let present = fs::symlink_metadata(process.join("root").join(control)).is_ok();
+    Ok(if named.is_some() || present {
+        found(Certainty::Suspected)
+    } else {
+        None
+    })
+}
+
+fn has_open_file_in(descriptors: &Path, directory: &Path) -> io::Result<bool> {
+    let entries = match fs::read_dir(descriptors) {
+        Ok(entries) => entries,
+        Err(error) if maps::is_gone(&error) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    // A descriptor that is closed meanwhile shows nothing.
+    Ok(entries
+        .flatten()
+        .filter_map(|entry| fs::read_link(entry.path()).ok())
+        .any(|to| to.starts_with(directory)))
+}
+
+/// Value of `name` in the NUL-separated environment.
+fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
+    environment
+        .split(|b| *b == 0)
+        .find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
+}

@@ -1,0 +1,165 @@
+use std::os::unix::fs::symlink;
+
+use tempfile::TempDir;
+
+use super::*;
+
+/// What every CUDA process maps, shortened from an H200 with driver 580.
+const BASELINE: &str = "\
+200000000-200200000 ---p 00000000 00:00 0
+200400000-200600000 rw-s 00000000 00:06 610                              /dev/nvidiactl
+204a00000-204c00000 rw-s 204a00000 00:06 612                             /dev/nvidia-uvm
+7f6a10000000-7f6a14000000 rw-s 00000000 00:06 615                        /dev/nvidia0
+7f6a20000000-7f6a25000000 r-xp 00000000 fe:01 99                         /usr/lib/libcuda.so.580.159.04
+";
+
+fn processes(all: &[(i32, &str, &str)]) -> TempDir {
+    let root = tempfile::tempdir().unwrap();
+    for (pid, extra_maps, environment) in all {
+        let process = root.path().join(pid.to_string());
+        fs::create_dir_all(process.join("fd")).unwrap();
+        fs::create_dir_all(process.join("root/tmp")).unwrap();
+        fs::write(process.join("maps"), format!("{BASELINE}{extra_maps}")).unwrap();
+        fs::write(process.join("environ"), environment.replace(' ', "\0")).unwrap();
+        symlink("/dev/nvidia-uvm", process.join("fd/7")).unwrap();
+        symlink("socket:[4711]", process.join("fd/8")).unwrap();
+    }
+    root
+}
+
+/// Findings about one process.
+fn signs(extra_maps: &str, environment: &str) -> Vec<(Sign, Certainty)> {
+    let root = processes(&[(7, extra_maps, environment)]);
+    let findings = inspect(root.path(), &[7]).unwrap();
+    assert!(findings.iter().all(|finding| finding.pid == Some(7)));
+    findings
+        .into_iter()
+        .map(|finding| (finding.sign, finding.certainty))
+        .collect()
+}
+
+#[test]
+fn a_plain_cuda_process_shows_nothing() {
+    assert_eq!(signs("", "PATH=/bin HOME=/"), []);
+}
+
+#[test]
+fn managed_memory_is_told_from_the_drivers_own_mapping() {
+    let managed = "7f5fd0000000-7f5fd4000000 rw-s 7f5fd0000000 00:06 612    /dev/nvidia-uvm\n\
+        7f5fe0000000-7f5fe0200000 rw-s 7f5fe0000000 00:06 612    /dev/nvidia-uvm\n";
+    assert_eq!(
+        signs(managed, ""),
+        [(
+            Sign::ManagedMemory {
+                ranges: 2,
+                bytes: 66 << 20
+            },
+            Certainty::Certain
+        )]
+    );
+}
+
+#[test]
+fn a_further_mapping_among_the_drivers_own_is_a_suspicion() {
+    let pool = "204e00000-205000000 rw-s 204e00000 00:06 612    /dev/nvidia-uvm\n";
+    assert_eq!(
+        signs(pool, ""),
+        [(
+            Sign::ManagedMemory {
+                ranges: 1,
+                bytes: 2 << 20
+            },
+            Certainty::Suspected
+        )]
+    );
+}
+
+#[test]
+fn other_mappings_of_the_uvm_node_are_not_managed_memory() {
+    let others = "7f5fd0000000-7f5fd4000000 rw-s 00001000 00:06 612    /dev/nvidia-uvm\n\
+        7f5fd8000000-7f5fd8001000 r--s 7f5fd8000000 00:06 612    /dev/nvidia-uvm\n\
+        7f5fd9000000-7f5fd9001000 rw-s 7f5fd9000000 00:06 613    /dev/nvidia-uvm-tools\n";
+    assert_eq!(signs(others, ""), []);
+}
+
+#[test]
+fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
+    let nccl = "7f00-7f10 r-xp 00000000 fe:01 5    /venv/nvidia/nccl/lib/libnccl.so.2\n";
+    let sign = |p2p_disabled, shm_disabled, nvls_disabled| {
+        [(
+            Sign::Nccl {
+                p2p_disabled,
+                shm_disabled,
+                nvls_disabled,
+            },
+            Certainty::Certain,
+        )]
+    };
+    assert_eq!(signs(nccl, "NCCL_DEBUG=INFO"), sign(false, false, false));
+    assert_eq!(
+        signs(nccl, "NCCL_P2P_DISABLE=0 NCCL_SHM_DISABLE= XNCCL_SHM_DISABLE=1"),
+        sign(false, false, false)
+    );
+    assert_eq!(signs(nccl, "NCCL_P2P_DISABLE=1"), sign(true, false, false));
+    let sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0";
+    assert_eq!(signs(nccl, sockets), sign(true, true, true));
+    assert_eq!(signs("", sockets), []);
+}
+
+#[test]
+fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_surroundings() {
+    let mps = |directory: &str, certainty| {
+        [(
+            Sign::Mps {
+                directory: directory.into(),
+            },
+            certainty,
+        )]
+    };
+    assert_eq!(
+        signs("", "CUDA_MPS_PIPE_DIRECTORY=/run/mps"),
+        mps("/run/mps", Certainty::Suspected)
+    );
+
+    let of = |root: &TempDir| -> Vec<_> {
+        inspect(root.path(), &[7])
+            .unwrap()
+            .into_iter()
+            .map(|f| (f.sign, f.certainty))
+            .collect()
+    };
+    let root = processes(&[(7, "", "CUDA_MPS_PIPE_DIRECTORY=/run/mps")]);
+    symlink("/run/mps/control_lock", root.path().join("7/fd/9")).unwrap();
+    assert_eq!(of(&root), mps("/run/mps", Certainty::Certain));
+
+    let root = processes(&[(7, "", "")]);
+    symlink(
+        "/tmp/nvidia-mps-of-somebody-else/control",
+        root.path().join("7/fd/9"),
+    )
+    .unwrap();
+    assert_eq!(of(&root), []);
+    fs::create_dir(root.path().join("7/root/tmp/nvidia-mps")).unwrap();
+    fs::write(root.path().join("7/root/tmp/nvidia-mps/control"), "").unwrap();
+    assert_eq!(of(&root), mps("/tmp/nvidia-mps", Certainty::Suspected));
+}
+
+#[test]
+fn several_cuda_processes_are_a_finding_of_their_own() {
+    let root = processes(&[(7, "", ""), (8, "", "")]);
+    let several = Finding {
+        pid: None,
+        sign: Sign::MultipleCudaProcesses { pids: vec![7, 8] },
+        certainty: Certainty::Certain,
+    };
+    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), [several]);
+}
+
+#[test]
+fn a_process_that_has_ended_shows_nothing_and_one_that_cannot_be_read_is_an_error() {
+    let root = processes(&[]);
+    assert_eq!(inspect(root.path(), &[7]).unwrap(), []);
+    fs::create_dir_all(root.path().join("7/maps")).unwrap();
+    let error = inspect(root.path(), &[7]).unwrap_err();
+    assert_eq!(error.to_string(), "cannot read maps of process 7");
+}

@@ -1,0 +1,133 @@
+//! What the worker needs from the process and the dynamic linker that has no safe form.
+//!
+//! A library once opened stays open until the process ends, so pointers to its functions never dangle.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+/// A driver library that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The dynamic linker did not find or accept the library.
+    #[error("cannot open {library}")]
+    Open {
+        library: &'static str,
+        #[source]
+        source: libloading::Error,
+    },
+    /// The library lacks a function that every supported version has.
+    #[error("{library} has no {symbol}")]
+    Symbol {
+        library: &'static str,
+        symbol: &'static str,
+        #[source]
+        source: libloading::Error,
+    },
+}
+
+/// A library of the driver, open until the process ends.
+#[derive(Clone, Copy)]
+pub(crate) struct Library {
+    name: &'static str,
+    handle: &'static libloading::Library,
+}
+
+impl Library {
+    /// Opens `name` as the dynamic linker finds it.
+    pub(crate) fn open(name: &'static str) -> Result<Self, LoadError> {
+        // SAFETY: opening runs the library's initialisers. `name` is one of the two libraries of NVIDIA's user mode
+        // driver, whose initialisers make no demand on the process, and no code here relies on anything they may set.
+        let opened = unsafe { libloading::Library::new(name) };
+        let handle = opened.map_err(|source| LoadError::Open {
+            library: name,
+            source,
+        })?;
+        Ok(Self {
+            name,
+            handle: Box::leak(Box::new(handle)),
+        })
+    }
+
+    /// The function `symbol` as a pointer of type `T`.
+    ///
+    /// # Safety
+    /// `T` must be the `extern "C"` function pointer type that the library's header gives `symbol`.
+    pub(crate) unsafe fn symbol<T: Copy>(self, symbol: &'static str) -> Result<T, LoadError> {
+        // SAFETY: the caller vouches for the type; the pointer is good for ever because the library is never closed.
+        let found = unsafe { self.handle.get::<T>(symbol) };
+        found.map(|pointer| *pointer).map_err(|source| LoadError::Symbol {
+            library: self.name,
+            symbol,
+            source,
+        })
+    }
+}
+
+/// The socket that whoever started this process left open as descriptor `fd`.
+///
+/// `fd` itself stays open, closed on exec: the stream is a duplicate, so that nothing else can own what it owns.
+pub(crate) fn inherited_socket(fd: RawFd) -> io::Result<UnixStream> {
+    // SAFETY: F_DUPFD_CLOEXEC makes a new descriptor and changes nothing else; it fails for one that is not open.
+    let duplicate = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
+    if duplicate == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was made by the call above, so that nothing else owns it.
+    let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(duplicate) });
+    // SAFETY: F_SETFD changes one flag of an open descriptor, which nothing in this process relies on.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // Fails when this is no socket.
+    socket.local_addr()?;
+    Ok(socket)
+}
+
+/// Ends the process without the exit handlers that the driver's libraries registered.
+///
+/// They wait for calls that other threads still have in the driver, and the worker ends exactly when such calls hang.
+pub(crate) fn leave(code: u8) -> ! {
+    // SAFETY: _exit has no precondition; nothing buffered is lost because callers flush what they print.
+    unsafe { libc::_exit(i32::from(code)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsRawFd;
+
+    use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+
+    use super::*;
+
+    #[test]
+    fn a_missing_library_and_a_missing_symbol_are_named() {
+        let error = Library::open("libfirn-has-no-such.so.1").err().unwrap();
+        assert_eq!(error.to_string(), "cannot open libfirn-has-no-such.so.1");
+        let libc = Library::open("libc.so.6").unwrap();
+        // SAFETY: the pointer is not called.
+        let error = unsafe { libc.symbol::<extern "C" fn()>("cuNoSuchCall") }.unwrap_err();
+        assert_eq!(error.to_string(), "libc.so.6 has no cuNoSuchCall");
+    }
+
+    #[test]
+    fn the_stream_is_the_inherited_socket() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut stream = inherited_socket(theirs.as_raw_fd()).unwrap();
+        stream.write_all(b"x").unwrap();
+        let mut byte = [0];
+        (&ours).read_exact(&mut byte).unwrap();
+        assert_eq!(&byte, b"x");
+        let flags = FdFlag::from_bits_retain(fcntl(&theirs, FcntlArg::F_GETFD).unwrap());
+        assert!(flags.contains(FdFlag::FD_CLOEXEC));
+    }
+
+    #[test]
+    fn what_is_not_open_or_no_socket_is_refused() {
+        assert!(inherited_socket(-1).is_err());
+        assert!(inherited_socket(999_999).is_err());
+        let file = tempfile::tempfile().unwrap();
+        assert!(inherited_socket(file.as_raw_fd()).is_err());
+    }
+}
