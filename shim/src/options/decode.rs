@@ -1,0 +1,235 @@
+//! Options as they come over the wire: protobuf `Any` values of two types, one of which carries TOML.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::PathBuf;
+
+use containerd_shim_protos::shim::oci;
+use protobuf::well_known_types::any::Any;
+use protobuf::{CodedInputStream, Message, UnknownValueRef};
+
+use super::{CheckpointOptions, MAX_FILE, RuncOptions};
+
+const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
+const CHECKPOINT_OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
+/// What CRI sends for every runtime type but `io.containerd.runc.v2`.
+const RUNTIME_OPTIONS: &str = "runtimeoptions.v1.Options";
+
+/// `criu_path` of the options of containerd 1.x; later versions reserve the number.
+const CRIU_PATH: u32 = 8;
+/// `parent_path` of the checkpoint options, newer than the published messages.
+const PARENT_PATH: u32 = 10;
+
+/// Options that cannot be understood.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodeError {
+    /// Their type is none that this shim knows.
+    #[error("unsupported options type {0:?}")]
+    UnknownType(String),
+    /// The bytes are no message of that type.
+    #[error("malformed {type_name}")]
+    Malformed {
+        /// The message type.
+        type_name: &'static str,
+        /// Cause.
+        source: protobuf::Error,
+    },
+    /// The file that `config_path` names cannot be read.
+    #[error("cannot read the runtime options in {path}")]
+    ConfigFile {
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The runtime options are no TOML.
+    #[error("the runtime options are not TOML")]
+    Toml(#[source] toml::de::Error),
+    /// A known option has a value of another type.
+    #[error("runtime option {key} is {found}, expected {expected}")]
+    OptionType {
+        /// The key as it was written.
+        key: String,
+        /// TOML type found.
+        found: &'static str,
+        /// Type that the option has.
+        expected: &'static str,
+    },
+}
+
+fn malformed(type_name: &'static str) -> impl Fn(protobuf::Error) -> DecodeError {
+    move |source| DecodeError::Malformed { type_name, source }
+}
+
+/// Last segment of a type URL: Go writes the bare message name, other encoders put a host before it.
+fn type_name(any: &Any) -> &str {
+    any.type_url.rsplit('/').next().unwrap_or_default()
+}
+
+/// Value of a string field that the generated message does not have.
+fn unknown_string(message: &impl Message, number: u32) -> String {
+    match message.special_fields().unknown_fields().get(number) {
+        Some(UnknownValueRef::LengthDelimited(bytes)) => String::from_utf8_lossy(bytes).into_owned(),
+        _ => String::new(),
+    }
+}
+
+impl RuncOptions {
+    /// Options of a create or info request; none sent means defaults.
+    pub fn from_any(any: Option<&Any>) -> Result<Self, DecodeError> {
+        let Some(any) = any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty()) else {
+            return Ok(Self::default());
+        };
+        match type_name(any) {
+            RUNC_OPTIONS => {
+                let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
+                Ok(sent.into())
+            }
+            RUNTIME_OPTIONS => RuntimeOptions::parse(&any.value)?.into_runc(),
+            other => Err(DecodeError::UnknownType(other.to_owned())),
+        }
+    }
+
+    fn from_toml(text: &str) -> Result<Self, DecodeError> {
+        let mut options = Self::default();
+        let table: toml::Table = text.parse().map_err(DecodeError::Toml)?;
+        for (key, value) in &table {
+            // As Go's decoder does, regardless of case: BinaryName, binaryName, binary_name.
+            let name = key.replace('_', "").to_ascii_lowercase();
+            match name.as_str() {
+                "nopivotroot" => options.no_pivot_root = boolean(key, value)?,
+                "nonewkeyring" => options.no_new_keyring = boolean(key, value)?,
+                "shimcgroup" => options.shim_cgroup = string(key, value)?,
+                "iouid" => options.io_uid = number(key, value)?,
+                "iogid" => options.io_gid = number(key, value)?,
+                "binaryname" => options.binary_name = string(key, value)?,
+                "root" => options.root = string(key, value)?,
+                "criupath" => options.criu_path = string(key, value)?,
+                "systemdcgroup" => options.systemd_cgroup = boolean(key, value)?,
+                "criuimagepath" => options.criu_image_path = string(key, value)?,
+                "criuworkpath" => options.criu_work_path = string(key, value)?,
+                "taskapiaddress" => options.task_api_address = string(key, value)?,
+                "taskapiversion" => options.task_api_version = number(key, value)?,
+                // Not every key of the table is meant for the shim (TypeUrl, ConfigPath).
+                _ => {}
+            }
+        }
+        Ok(options)
+    }
+}
+
+impl From<oci::Options> for RuncOptions {
+    fn from(sent: oci::Options) -> Self {
+        Self {
+            criu_path: unknown_string(&sent, CRIU_PATH),
+            no_pivot_root: sent.no_pivot_root,
+            no_new_keyring: sent.no_new_keyring,
+            shim_cgroup: sent.shim_cgroup,
+            io_uid: sent.io_uid,
+            io_gid: sent.io_gid,
+            binary_name: sent.binary_name,
+            root: sent.root,
+            systemd_cgroup: sent.systemd_cgroup,
+            criu_image_path: sent.criu_image_path,
+            criu_work_path: sent.criu_work_path,
+            task_api_address: sent.task_api_address,
+            task_api_version: sent.task_api_version,
+        }
+    }
+}
+
+fn wrong_type(key: &str, value: &toml::Value, expected: &'static str) -> DecodeError {
+    DecodeError::OptionType {
+        key: key.to_owned(),
+        found: value.type_str(),
+        expected,
+    }
+}
+
+fn boolean(key: &str, value: &toml::Value) -> Result<bool, DecodeError> {
+    value.as_bool().ok_or_else(|| wrong_type(key, value, "boolean"))
+}
+
+fn string(key: &str, value: &toml::Value) -> Result<String, DecodeError> {
+    value
+        .as_str()
+        .map(str::to_owned)
+        .ok_or_else(|| wrong_type(key, value, "string"))
+}
+
+fn number(key: &str, value: &toml::Value) -> Result<u32, DecodeError> {
+    let number = value.as_integer().and_then(|number| u32::try_from(number).ok());
+    number.ok_or_else(|| wrong_type(key, value, "a number from 0 to 4294967295"))
+}
+
+/// `runtimeoptions.v1.Options`, which the published messages lack.
+#[derive(Default)]
+struct RuntimeOptions {
+    config_path: String,
+    config_body: Vec<u8>,
+}
+
+impl RuntimeOptions {
+    fn parse(bytes: &[u8]) -> Result<Self, DecodeError> {
+        const LENGTH_DELIMITED: u32 = 2;
+        const fn tag(field: u32) -> u32 {
+            field << 3 | LENGTH_DELIMITED
+        }
+        let mut options = Self::default();
+        let mut input = CodedInputStream::from_bytes(bytes);
+        let mut read = || {
+            while let Some(next) = input.read_raw_tag_or_eof()? {
+                match next {
+                    _ if next == tag(2) => options.config_path = input.read_string()?,
+                    _ if next == tag(3) => options.config_body = input.read_bytes()?,
+                    _ => protobuf::rt::skip_field_for_tag(next, &mut input)?,
+                }
+            }
+            Ok(())
+        };
+        read().map_err(malformed(RUNTIME_OPTIONS))?;
+        Ok(options)
+    }
+
+    /// The table in the file that `config_path` names, or else the one sent along.
+    fn into_runc(self) -> Result<RuncOptions, DecodeError> {
+        if self.config_path.is_empty() {
+            return RuncOptions::from_toml(&String::from_utf8_lossy(&self.config_body));
+        }
+        let mut text = String::new();
+        let file = File::open(&self.config_path);
+        match file.and_then(|file| file.take(MAX_FILE).read_to_string(&mut text)) {
+            Ok(_) => RuncOptions::from_toml(&text),
+            Err(source) => Err(DecodeError::ConfigFile {
+                path: self.config_path.into(),
+                source,
+            }),
+        }
+    }
+}
+
+impl CheckpointOptions {
+    /// Options of a checkpoint request; none sent means defaults.
+    pub fn from_any(any: Option<&Any>) -> Result<Self, DecodeError> {
+        let Some(any) = any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty()) else {
+            return Ok(Self::default());
+        };
+        if type_name(any) != CHECKPOINT_OPTIONS {
+            return Err(DecodeError::UnknownType(type_name(any).to_owned()));
+        }
+        let sent = oci::CheckpointOptions::parse_from_bytes(&any.value);
+        let sent = sent.map_err(malformed(CHECKPOINT_OPTIONS))?;
+        Ok(Self {
+            parent_path: unknown_string(&sent, PARENT_PATH),
+            exit: sent.exit,
+            open_tcp: sent.open_tcp,
+            external_unix_sockets: sent.external_unix_sockets,
+            terminal: sent.terminal,
+            file_locks: sent.file_locks,
+            empty_namespaces: sent.empty_namespaces,
+            cgroups_mode: sent.cgroups_mode,
+            image_path: sent.image_path,
+            work_path: sent.work_path,
+        })
+    }
+}

@@ -1,0 +1,390 @@
+//! Owns SIGCHLD and every wait of the process: no other part may call `wait*`, `std::process::Child::wait`,
+//! `Command::output` or `Command::status`.
+//!
+//! Two kinds of exits arrive here. Those of processes spawned through [`Reaper::spawn`] go to their [`Child`]; all
+//! others, the container processes that the kernel handed to us as their subreaper, go to every subscriber in the
+//! order in which they were reaped.
+//!
+//! Invariants:
+//! - No exit is missed: spawning and registering happen under the lock that reaping takes, and a subscriber that
+//!   exists before a `runc create` is forked sees the exit of whatever that call leaves behind.
+//! - A pid is signalled only while it is not yet reaped, so never a stranger that got the same number.
+//! - Dropping a [`Child`] neither kills it nor leaves a zombie.
+//!
+//! The table is process-wide because waiting is: any number of handles, also of several runtimes (tests), share it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::process::{ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::net::unix::pipe;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::watch;
+
+use crate::sys;
+
+/// How much of a command's stdout, and of its stderr, [`Reaper::output`] keeps; the rest is read and thrown away.
+pub const OUTPUT_LIMIT: usize = 4 << 20;
+
+/// The largest pipe that the kernel makes for us: the commands' pipes keep the default size, which is smaller.
+const MAX_PIPE: usize = 1 << 20;
+
+/// How long a killed command may take to disappear before it is left to the reaper.
+const KILL_GRACE: Duration = Duration::from_secs(2);
+
+/// The end of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exit {
+    /// The process.
+    pub pid: i32,
+    /// Exit status, or 128 + signal number.
+    pub code: u32,
+    /// When it was reaped.
+    pub at: SystemTime,
+}
+
+struct Table {
+    children: BTreeMap<i32, watch::Sender<Option<Exit>>>,
+    subscribers: Vec<UnboundedSender<Exit>>,
+}
+
+static TABLE: Mutex<Table> = Mutex::new(Table {
+    children: BTreeMap::new(),
+    subscribers: Vec::new(),
+});
+
+fn table() -> MutexGuard<'static, Table> {
+    // The table is consistent after each statement that changes it, so a panic elsewhere does not spoil it.
+    TABLE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Handle to the process's reaper; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Reaper(());
+
+impl Reaper {
+    /// Starts reaping on the current tokio runtime, for as long as that runs.
+    pub fn start() -> io::Result<Self> {
+        let mut sigchld = signal(SignalKind::child())?;
+        tokio::spawn(async move {
+            loop {
+                // Before the first wait too: a child may have gone before the handler was in place.
+                reap_all();
+                if sigchld.recv().await.is_none() {
+                    return;
+                }
+            }
+        });
+        Ok(Self(()))
+    }
+
+    /// Spawns a helper process that the kernel kills if the shim dies.
+    ///
+    /// The kernel watches the calling *thread*: call this on the thread that runs the runtime, never on a blocking
+    /// pool thread, which ends when idle.
+    pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
+        sys::die_with_parent(command);
+        self.spawn_surviving(command)
+    }
+
+    /// Spawns a process that outlives the shim (a log binary that must drain its pipes).
+    pub fn spawn_surviving(&self, command: &mut Command) -> io::Result<Child> {
+        let mut table = table();
+        let mut child = command.spawn()?;
+        let pid = i32::try_from(child.id()).expect("a pid fits pid_t");
+        let (exited, exit) = watch::channel(None);
+        table.children.insert(pid, exited);
+        Ok(Child {
+            pid,
+            stdin: child.stdin.take(),
+            stdout: child.stdout.take(),
+            stderr: child.stderr.take(),
+            exit,
+        })
+    }
+
+    /// All exits from now on of processes that are nobody's [`Child`], in order, never dropped.
+    pub fn subscribe(&self) -> UnboundedReceiver<Exit> {
+        let (sender, receiver) = unbounded_channel();
+        table().subscribers.push(sender);
+        receiver
+    }
+
+    /// Runs a command to its end and collects what it printed, up to [`OUTPUT_LIMIT`] each.
+    ///
+    /// A non-zero exit is not an error. When `limit` passes, the command is killed. Descendants that keep the pipes
+    /// open do not delay the answer.
+    pub async fn output(&self, command: &mut Command, limit: Duration) -> Result<Output, OutputError> {
+        self.output_with_input(command.stdin(Stdio::null()), &[], limit)
+            .await
+    }
+
+    /// As [`Reaper::output`], with `input` on the command's stdin.
+    ///
+    /// With empty `input` the command's stdin is left as the caller set it.
+    pub async fn output_with_input(
+        &self,
+        command: &mut Command,
+        input: &[u8],
+        limit: Duration,
+    ) -> Result<Output, OutputError> {
+        let program = command.get_program().to_string_lossy().into_owned();
+        if !input.is_empty() {
+            command.stdin(Stdio::piped());
+        }
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let spawned = self.spawn(command);
+        let mut child = spawned.map_err(|source| OutputError::Spawn {
+            program: program.clone(),
+            source,
+        })?;
+        let pipes = Pipes::take(&mut child);
+        let mut pipes = match pipes {
+            Ok(pipes) => pipes,
+            Err(source) => {
+                child.kill();
+                return Err(OutputError::Pipe { program, source });
+            }
+        };
+        let ended = tokio::time::timeout(limit, async {
+            tokio::select! {
+                exit = child.wait() => exit,
+                () = pipes.pump(input) => child.wait().await,
+            }
+        });
+        let Ok(exit) = ended.await else {
+            child.kill();
+            // In an uninterruptible sleep even SIGKILL waits; the reaper gets it whenever it ends.
+            let _gone = tokio::time::timeout(KILL_GRACE, child.wait()).await;
+            return Err(OutputError::TimedOut { program, limit });
+        };
+        // Everything that the command itself wrote is in the pipes by now.
+        pipes.stdout.drain();
+        pipes.stderr.drain();
+        Ok(Output {
+            exit,
+            stdout: pipes.stdout.bytes,
+            stderr: pipes.stderr.bytes,
+        })
+    }
+}
+
+fn reap_all() {
+    let mut table = table();
+    loop {
+        let reaped = match sys::reap_any() {
+            Ok(Some(reaped)) => reaped,
+            Ok(None) => return,
+            Err(error) => {
+                log::error!("cannot wait for children: {error}");
+                return;
+            }
+        };
+        let exit = Exit {
+            pid: reaped.pid,
+            code: reaped.code,
+            at: SystemTime::now(),
+        };
+        match table.children.remove(&exit.pid) {
+            Some(child) => drop(child.send_replace(Some(exit))),
+            None => table
+                .subscribers
+                .retain(|subscriber| subscriber.send(exit).is_ok()),
+        }
+    }
+}
+
+/// A process spawned through the [`Reaper`].
+#[derive(Debug)]
+pub struct Child {
+    pid: i32,
+    /// Write end of its stdin, when the command asked for a pipe.
+    pub stdin: Option<ChildStdin>,
+    /// Read end of its stdout, when the command asked for a pipe.
+    pub stdout: Option<ChildStdout>,
+    /// Read end of its stderr, when the command asked for a pipe.
+    pub stderr: Option<ChildStderr>,
+    exit: watch::Receiver<Option<Exit>>,
+}
+
+impl Child {
+    /// The process id.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Waits for the end of the process; may be called again, from several tasks, and dropped at any time.
+    pub async fn wait(&self) -> Exit {
+        let mut exit = self.exit.clone();
+        let ended = exit.wait_for(Option::is_some).await;
+        ended
+            .ok()
+            .and_then(|exit| *exit)
+            .expect("the table keeps the sender until it has sent the exit")
+    }
+
+    /// The exit, when the process has been reaped.
+    pub fn exit(&self) -> Option<Exit> {
+        *self.exit.borrow()
+    }
+
+    /// Sends a signal; false when the process is gone.
+    pub fn signal(&self, signal: Signal) -> bool {
+        let table = table();
+        table.children.contains_key(&self.pid) && kill(Pid::from_raw(self.pid), signal).is_ok()
+    }
+
+    /// Sends SIGKILL, when the process is still there.
+    pub fn kill(&self) {
+        self.signal(Signal::SIGKILL);
+    }
+}
+
+/// What a command left.
+#[derive(Debug)]
+pub struct Output {
+    /// How it ended.
+    pub exit: Exit,
+    /// The head of what it printed.
+    pub stdout: Vec<u8>,
+    /// The head of what it complained.
+    pub stderr: Vec<u8>,
+}
+
+impl Output {
+    /// Whether the exit status was 0.
+    pub fn success(&self) -> bool {
+        self.exit.code == 0
+    }
+}
+
+/// Why there is no output of a command.
+#[derive(Debug, thiserror::Error)]
+pub enum OutputError {
+    /// It did not start.
+    #[error("cannot run {program}")]
+    Spawn {
+        /// The command.
+        program: String,
+        /// Cause.
+        source: io::Error,
+    },
+    /// Its pipes could not be read by the runtime.
+    #[error("cannot read the output of {program}")]
+    Pipe {
+        /// The command.
+        program: String,
+        /// Cause.
+        source: io::Error,
+    },
+    /// It was killed for taking too long.
+    #[error("{program} did not end within {limit:?} and was killed")]
+    TimedOut {
+        /// The command.
+        program: String,
+        /// How long it had.
+        limit: Duration,
+    },
+}
+
+/// Our ends of a command's pipes.
+struct Pipes {
+    stdin: Option<pipe::Sender>,
+    stdout: Capture,
+    stderr: Capture,
+}
+
+impl Pipes {
+    fn take(child: &mut Child) -> io::Result<Self> {
+        let stdin = child.stdin.take().map(OwnedFd::from);
+        Ok(Self {
+            stdin: stdin.map(pipe::Sender::from_owned_fd).transpose()?,
+            stdout: Capture::new(child.stdout.take().map(OwnedFd::from))?,
+            stderr: Capture::new(child.stderr.take().map(OwnedFd::from))?,
+        })
+    }
+
+    /// Moves data until all pipes are at their end. May be dropped half way: what was read is kept.
+    async fn pump(&mut self, input: &[u8]) {
+        let stdin = self.stdin.take();
+        tokio::join!(feed(stdin, input), self.stdout.fill(), self.stderr.fill());
+    }
+}
+
+/// Writes all of `input` and closes the pipe. A command that does not read its input says so by its exit status.
+async fn feed(stdin: Option<pipe::Sender>, mut input: &[u8]) {
+    let Some(stdin) = stdin else { return };
+    while !input.is_empty() && stdin.writable().await.is_ok() {
+        match stdin.try_write(input) {
+            Ok(written) => input = &input[written..],
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// The read end of a pipe and what came out of it.
+struct Capture {
+    pipe: Option<(pipe::Receiver, File)>,
+    bytes: Vec<u8>,
+}
+
+impl Capture {
+    fn new(pipe: Option<OwnedFd>) -> io::Result<Self> {
+        let pipe = pipe
+            .map(|fd| Ok::<_, io::Error>((fd.try_clone()?, fd)))
+            .transpose()?;
+        let pipe =
+            pipe.map(|(copy, fd)| Ok::<_, io::Error>((pipe::Receiver::from_owned_fd(fd)?, copy.into())));
+        Ok(Self {
+            pipe: pipe.transpose()?,
+            bytes: Vec::new(),
+        })
+    }
+
+    async fn fill(&mut self) {
+        loop {
+            let Some((pipe, _)) = &self.pipe else { return };
+            let mut chunk = [0; 16 << 10];
+            match pipe.readable().await.and_then(|()| pipe.try_read(&mut chunk)) {
+                Ok(0) => self.pipe = None,
+                Ok(count) => self.keep(&chunk[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => self.pipe = None,
+            }
+        }
+    }
+
+    /// Reads what is there without waiting. It asks the pipe itself, not the runtime, whose view of "readable" is as
+    /// old as its last turn.
+    fn drain(&mut self) {
+        // A descendant may write faster than we read: take no more than a pipe can hold.
+        let mut room = MAX_PIPE;
+        while let Some((_, file)) = self.pipe.as_ref().filter(|_| room > 0) {
+            let mut chunk = [0; 16 << 10];
+            match io::Read::read(&mut &*file, &mut chunk) {
+                Ok(count) if count > 0 => {
+                    room = room.saturating_sub(count);
+                    self.keep(&chunk[..count]);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                _ => self.pipe = None,
+            }
+        }
+    }
+
+    fn keep(&mut self, chunk: &[u8]) {
+        let room = OUTPUT_LIMIT - self.bytes.len();
+        self.bytes.extend_from_slice(&chunk[..chunk.len().min(room)]);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+use std::io::{BufRead, BufReader, Read};
+use std::time::Instant;
+
+use super::*;
+
+const SOON: Duration = Duration::from_secs(20);
+
+fn sh(script: &str) -> Command {
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", script]);
+    command
+}
+
+#[tokio::test]
+async fn reports_exit_status_and_signal() {
+    let reaper = Reaper::start().unwrap();
+    let started = SystemTime::now();
+    for (script, code) in [
+        ("exit 0", 0),
+        ("exit 7", 7),
+        ("kill -KILL $$", 137),
+        ("kill -34 $$", 162),
+    ] {
+        let child = reaper.spawn(&mut sh(script)).unwrap();
+        let exit = tokio::time::timeout(SOON, child.wait()).await.unwrap();
+        assert_eq!((exit.pid, exit.code), (child.pid(), code), "{script}");
+        assert!(exit.at >= started);
+        assert_eq!(child.exit(), Some(exit), "a second look gives the same");
+        assert!(!child.signal(Signal::SIGTERM), "a reaped pid is not signalled");
+    }
+}
+
+#[tokio::test]
+async fn a_process_that_is_gone_before_anyone_waits_is_not_lost() {
+    let reaper = Reaper::start().unwrap();
+    let children: Vec<_> = (0..40)
+        .map(|i| (i, reaper.spawn(&mut sh(&format!("exit {i}"))).unwrap()))
+        .collect();
+    for (code, child) in children {
+        assert_eq!(tokio::time::timeout(SOON, child.wait()).await.unwrap().code, code);
+    }
+}
+
+#[tokio::test]
+async fn a_command_that_does_not_exist_is_an_error_and_leaves_nothing() {
+    let reaper = Reaper::start().unwrap();
+    let error = reaper.spawn(&mut Command::new("/nonexistent")).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    let error = reaper
+        .output(&mut Command::new("/nonexistent"), SOON)
+        .await
+        .unwrap_err();
+    assert_eq!(error.to_string(), "cannot run /nonexistent");
+}
+
+#[tokio::test]
+async fn orphans_come_to_subscribers_with_their_exit_codes() {
+    nix::sys::prctl::set_child_subreaper(true).unwrap();
+    let reaper = Reaper::start().unwrap();
+    let mut exits = reaper.subscribe();
+    // Each orphan lives until our end of its stdin is closed, so longer than its parent.
+    let mut command =
+        sh("exec 3<&0; for i in 1 2 3; do sh -c \"read x; exit $i\" <&3 >/dev/null & echo $!; done");
+    let mut child = reaper
+        .spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()))
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let pids: Vec<i32> = lines.map(|line| line.unwrap().parse().unwrap()).collect();
+    assert_eq!(pids.len(), 3);
+    assert_eq!(tokio::time::timeout(SOON, child.wait()).await.unwrap().code, 0);
+    drop(child.stdin.take());
+    let mut left = pids.clone();
+    while !left.is_empty() {
+        let exit = tokio::time::timeout(SOON, exits.recv()).await.unwrap().unwrap();
+        assert_ne!(exit.pid, child.pid(), "a child's exit is its own");
+        if let Some(at) = left.iter().position(|pid| *pid == exit.pid) {
+            left.remove(at);
+            let index = pids.iter().position(|pid| *pid == exit.pid).unwrap();
+            assert_eq!(exit.code, u32::try_from(index).unwrap() + 1);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_dropped_child_leaves_no_zombie() {
+    let reaper = Reaper::start().unwrap();
+    let child = reaper.spawn(sh("read x").stdin(Stdio::piped())).unwrap();
+    let pid = child.pid();
+    drop(child);
+    let deadline = Instant::now() + SOON;
+    while std::fs::exists(format!("/proc/{pid}")).unwrap() {
+        assert!(Instant::now() < deadline, "pid {pid} was not reaped");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test]
+async fn output_has_all_that_was_printed() {
+    let reaper = Reaper::start().unwrap();
+    let script = "head -c 3000000 /dev/zero; echo oops >&2; exit 3";
+    let output = reaper.output(&mut sh(script), SOON).await.unwrap();
+    assert_eq!(output.exit.code, 3);
+    assert!(!output.success());
+    assert_eq!(output.stdout.len(), 3_000_000);
+    assert_eq!(output.stderr, b"oops\n");
+}
+
+#[tokio::test]
+async fn output_is_bounded() {
+    let reaper = Reaper::start().unwrap();
+    let output = reaper
+        .output(&mut sh("head -c 9000000 /dev/zero"), SOON)
+        .await
+        .unwrap();
+    assert!(output.success(), "the command could write everything");
+    assert_eq!(output.stdout.len(), OUTPUT_LIMIT);
+}
+
+#[tokio::test]
+async fn output_does_not_wait_for_descendants() {
+    let reaper = Reaper::start().unwrap();
+    let (hold, release) = std::io::pipe().unwrap();
+    let mut command = sh("exec 3<&0; sh -c 'read x' <&3 & echo done");
+    let output = reaper
+        .output_with_input(command.stdin(hold), &[], SOON)
+        .await
+        .unwrap();
+    assert_eq!(output.stdout, b"done\n");
+    drop(release);
+}
+
+#[tokio::test]
+async fn input_reaches_the_command() {
+    let reaper = Reaper::start().unwrap();
+    let input = vec![b'x'; 500_000];
+    let output = reaper
+        .output_with_input(&mut sh("wc -c"), &input, SOON)
+        .await
+        .unwrap();
+    assert_eq!(String::from_utf8(output.stdout).unwrap().trim(), "500000");
+    let unread = reaper
+        .output_with_input(&mut sh("exit 5"), &input, SOON)
+        .await
+        .unwrap();
+    assert_eq!(unread.exit.code, 5);
+}
+
+#[tokio::test]
+async fn an_overdue_command_is_killed() {
+    let reaper = Reaper::start().unwrap();
+    let mut command = sh("echo $$ >&3; exec sleep 1000");
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    command_fds::CommandFdExt::fd_mappings(
+        &mut command,
+        vec![command_fds::FdMapping {
+            parent_fd: writer.into(),
+            child_fd: 3,
+        }],
+    )
+    .unwrap();
+    let result = reaper.output(&mut command, Duration::from_millis(300)).await;
+    drop(command);
+    assert!(matches!(result, Err(OutputError::TimedOut { .. })), "{result:?}");
+    let mut pid = String::new();
+    reader.read_to_string(&mut pid).unwrap();
+    assert!(!std::fs::exists(format!("/proc/{}", pid.trim())).unwrap());
+}
+
+#[test]
+fn children_die_with_the_thread_that_spawned_them() {
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let reaper = Reaper::start().unwrap();
+            reaper.spawn(sh("exec sleep 1000").stdout(writer)).unwrap();
+        });
+    })
+    .join()
+    .unwrap();
+    // End of file only when the child, the last holder of the write end, is dead.
+    assert_eq!(reader.read_to_end(&mut Vec::new()).unwrap(), 0);
+}

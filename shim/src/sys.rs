@@ -1,0 +1,111 @@
+//! The system calls that have no safe wrapper: one function each, one call per `unsafe` block.
+//!
+//! Nothing else in this crate may be `unsafe`. The functions add no policy; their callers own it.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+use nix::unistd::{Pid, getpid, getppid};
+
+/// `PIDTYPE_PGID`: a core scheduling cookie for the process group.
+const PIDTYPE_PGID: libc::c_ulong = 2;
+
+/// A process that was waited for: who, and the code containerd reports (128 + signal for a killed one).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reaped {
+    pub(crate) pid: i32,
+    pub(crate) code: u32,
+}
+
+/// Reaps one exited child, of whatever kind; `None` when no child has exited or none is left.
+///
+/// Only exits are taken: stops of traced processes stay for their tracer. The signal is read as a number, because
+/// nix's `WaitStatus` answers `EINVAL`, with the exit lost, for a process killed by a real-time signal.
+pub(crate) fn reap_any() -> io::Result<Option<Reaped>> {
+    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+    // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores the id.
+    let rc = unsafe { libc::waitid(libc::P_ALL, 0, info.as_mut_ptr(), libc::WEXITED | libc::WNOHANG) };
+    if rc != 0 {
+        let error = io::Error::last_os_error();
+        return if error.raw_os_error() == Some(libc::ECHILD) {
+            Ok(None)
+        } else {
+            Err(error)
+        };
+    }
+    // SAFETY: the struct is plain data that was zeroed above, so every byte of it is initialised.
+    let info = unsafe { info.assume_init() };
+    // SAFETY: waitid fills the SIGCHLD member of the union, or leaves it zero when no child has exited.
+    let pid = unsafe { info.si_pid() };
+    if pid == 0 {
+        return Ok(None);
+    }
+    // SAFETY: as for si_pid; both fields belong to the SIGCHLD member.
+    let status = unsafe { info.si_status() }.unsigned_abs();
+    let code = if info.si_code == libc::CLD_EXITED {
+        status
+    } else {
+        128 + status
+    };
+    Ok(Some(Reaped { pid, code }))
+}
+
+/// Has the kernel kill the child with SIGKILL when the thread that spawns it ends.
+///
+/// The thread, not the process: spawn from the thread that lives as long as the shim.
+pub(crate) fn die_with_parent(command: &mut Command) {
+    let parent = getpid();
+    let arm = move || arm_parent_death(parent);
+    // SAFETY: between fork and exec the closure makes two system calls through nix, allocates nothing, takes no
+    // lock and touches no memory of the parent but the copied `parent`.
+    unsafe { command.pre_exec(arm) };
+}
+
+fn arm_parent_death(parent: Pid) -> io::Result<()> {
+    prctl::set_pdeathsig(Signal::SIGKILL)?;
+    // Order matters: a parent that died before the prctl sends no signal any more.
+    if getppid() != parent {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    Ok(())
+}
+
+/// Takes over a descriptor that the parent left open for this process, and keeps it from further children.
+///
+/// Call it once per descriptor, before anything else in the process may open files.
+pub(crate) fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: the caller's contract: nobody else in this process owns `fd`. A closed `fd` is found by the fcntl
+    // below; the wrong handle is then released without being closed.
+    let owned = unsafe { OwnedFd::from_raw_fd(fd) };
+    if let Err(errno) = fcntl(&owned, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
+        std::mem::forget(owned);
+        return Err(errno.into());
+    }
+    Ok(owned)
+}
+
+/// Gives the process group a core scheduling cookie of its own; children inherit it.
+pub(crate) fn create_core_sched_group() -> io::Result<()> {
+    // SAFETY: PR_SCHED_CORE_CREATE takes numbers only, the last argument must be 0; no memory is passed.
+    let rc = unsafe {
+        libc::prctl(
+            libc::PR_SCHED_CORE,
+            libc::PR_SCHED_CORE_CREATE,
+            0,
+            PIDTYPE_PGID,
+            0,
+        )
+    };
+    if rc == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
