@@ -1,0 +1,105 @@
+//! The Debian suites that nodes are made of, and the packages in them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::bail;
+use serde::{Deserialize, Serialize};
+
+/// Packages of every node beside Debian's minimal base. tini is the node's init, CRIU locks networks with iptables.
+pub(crate) const PACKAGES: &[&str] = &[
+    "busybox-static",
+    "ca-certificates",
+    "containerd",
+    "criu",
+    "iptables",
+    "iproute2",
+    "procps",
+    "runc",
+    "tini",
+];
+
+/// A Debian suite, chosen for the containerd in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Suite {
+    /// containerd 1.7, runc 1.1, CRIU 4.1.
+    Trixie,
+    /// containerd 2.1, runc 1.3, CRIU 4.2.
+    Forky,
+}
+
+impl Suite {
+    /// Every suite, oldest first.
+    pub const ALL: [Self; 2] = [Self::Trixie, Self::Forky];
+
+    /// Debian's name of the suite.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Trixie => "trixie",
+            Self::Forky => "forky",
+        }
+    }
+
+    /// `config.toml` of the suite's containerd. Drop-ins go to `/etc/containerd/conf.d`.
+    pub(crate) fn containerd_config(self, cri: bool) -> String {
+        let (version, cri_plugins): (_, &[&str]) = match self {
+            Self::Trixie => (2, &["io.containerd.grpc.v1.cri"]),
+            Self::Forky => (
+                3,
+                &[
+                    "io.containerd.grpc.v1.cri",
+                    "io.containerd.cri.v1.images",
+                    "io.containerd.cri.v1.runtime",
+                    "io.containerd.podsandbox.controller.v1.podsandbox",
+                ],
+            ),
+        };
+        let disabled = if cri { &[] } else { cri_plugins };
+        format!(
+            "version = {version}\nimports = [\"/etc/containerd/conf.d/*.toml\"]\ndisabled_plugins = {disabled:?}\n"
+        )
+    }
+}
+
+impl fmt::Display for Suite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Suite {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> anyhow::Result<Self> {
+        match Self::ALL.into_iter().find(|suite| suite.as_str() == text) {
+            Some(suite) => Ok(suite),
+            None => bail!("no such suite: {text:?}\nhint: trixie (containerd 1.7) or forky (containerd 2.1)"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for suite in Suite::ALL {
+            assert_eq!(suite.to_string().parse::<Suite>().unwrap(), suite);
+        }
+        assert!("bookworm".parse::<Suite>().is_err());
+    }
+
+    #[test]
+    fn cri_is_disabled_unless_asked_for() {
+        for suite in Suite::ALL {
+            assert!(
+                suite
+                    .containerd_config(false)
+                    .contains("\"io.containerd.grpc.v1.cri\"")
+            );
+            assert!(suite.containerd_config(true).contains("disabled_plugins = []"));
+        }
+    }
+}
