@@ -58,27 +58,26 @@ class Case:
 
 
 def all_cases(sizes):
-    """Every case, those on `sizes` GiB among them."""
+    """Every case, those on `sizes` GiB last: they take longest."""
+    cpu = Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER])
+
+    def trip(name, workload, **kind):
+        return lambda setup, end: round_trip(setup, end, name, workload, **kind)
+
     found = [
-        Case(f"size-{size:g}", int(60 + 10 * size), 1, lambda setup, end, size=size: round_trip(
-            setup, end, f"size-{size:g}", counter(["--size-mib", f"{size * 1024:.0f}"]), memory=size), ("sizes",))
-        for size in sizes
-    ]
-    return found + [
-        Case("four", 90, 1, lambda setup, end: round_trip(
-            setup, end, "four", counter(["--size-mib", "1024", "--processes", "4"]), memory=4, workers=4)),
-        Case("two-gpu", 90, 2, lambda setup, end: round_trip(
-            setup, end, "two-gpu", counter(["--size-mib", "1024", "--gpus", "0,1"]), memory=1, gpus=2)),
+        Case("four", 90, 1, trip("four", counter(["--size-mib", "1024", "--processes", "4"]), memory=4, workers=4)),
+        Case("two-gpu", 90, 2, trip("two-gpu", counter(["--size-mib", "1024", "--gpus", "0,1"], 2), memory=1, workers=2)),
         Case("task-checkpoint", 60, 1, task_checkpoint),
         Case("managed", 60, 1, managed),
-        Case("torch", 240, 1, torch),
-        Case("cpu", 60, 0, lambda setup, end: round_trip(
-            setup, end, "cpu", Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER]), gpus=0), ("no-gpu",)),
-        Case("cpu-python", 60, 0, lambda setup, end: round_trip(
-            setup, end, "cpu-python", python(["-c", PYTHON_COUNTER]), gpus=0), ("no-gpu",)),
-        Case("cpu-task-checkpoint", 60, 0, lambda setup, end: task_checkpoint(
-            setup, end, "cpu-task", Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER]), gpus=0), ("no-gpu",)),
+        Case("torch", 180, 1, torch),
+        Case("cpu", 60, 0, trip("cpu", cpu), ("no-gpu",)),
+        Case("cpu-python", 60, 0, trip("cpu-python", python(["-c", PYTHON_COUNTER])), ("no-gpu",)),
+        Case("cpu-task-checkpoint", 60, 0, lambda setup, end: task_checkpoint(setup, end, "cpu-task", cpu), ("no-gpu",)),
     ]
+    for size in sorted(sizes):
+        workload = counter(["--size-mib", f"{size * 1024:.0f}"])
+        found.append(Case(f"size-{size:g}", int(60 + 8 * size), 1, trip(f"size-{size:g}", workload, memory=size), ("sizes",)))
+    return found
 
 
 @dataclass
@@ -89,15 +88,16 @@ class Workload:
     argv: list
     options: list = field(default_factory=list)
     kind: str = cdi.KIND
+    gpus: int = 0
 
     def ctr_options(self, uuids):
         """The options of `ctr run` that grant these GPUs."""
         return [*self.options, *(word for uuid in uuids for word in ("--device", f"{self.kind}={uuid}"))]
 
 
-def counter(arguments):
+def counter(arguments, gpus=1):
     """gpu-counter in the test image."""
-    return Workload(COUNTER_IMAGE, ["/usr/bin/gpu-counter", *arguments])
+    return Workload(COUNTER_IMAGE, ["/usr/bin/gpu-counter", *arguments], gpus=gpus)
 
 
 def counts(container):
@@ -127,12 +127,28 @@ def wait_for_counts(container, end, workers, beyond, more):
 
 
 def holders(pids):
-    """GPU memory in MiB by UUID that these processes hold, as nvidia-smi shows it."""
+    """GPU memory in MiB by UUID that these processes hold, as nvidia-smi shows it.
+
+    Where it shows no processes at all (some virtual machines), the memory in use of each GPU: nobody else uses them.
+    """
+    processes = cdi.query("compute-apps", ["pid", "gpu_uuid", "used_memory"])
+    if not all(row["used_memory"].isdigit() for row in processes) or not processes:
+        return {row["uuid"]: int(row["memory.used"]) for row in cdi.query("gpu", ["uuid", "memory.used"])}
     held = {}
-    for row in cdi.query("compute-apps", ["pid", "gpu_uuid", "used_memory"]):
+    for row in processes:
         if int(row["pid"]) in pids:
             held[row["gpu_uuid"]] = held.get(row["gpu_uuid"], 0) + int(row["used_memory"])
     return held
+
+
+def wait_for_free_gpus(end):
+    """Wait until no process holds GPU memory."""
+
+    def free():
+        busy = [row for row in cdi.query("gpu", ["memory.used"]) if int(row["memory.used"]) >= 512]
+        return not busy and not cdi.query("compute-apps", ["pid"])
+
+    end.until("the GPUs to be free", free, 30)
 
 
 def check_holders(container, end, uuids, least):
@@ -166,10 +182,9 @@ def timed(operation, *args):
     return result, round(time.monotonic() - began, 3)
 
 
-def round_trip(setup, end, name, workload, memory=0.0, workers=1, gpus=1):
+def round_trip(setup, end, name, workload, memory=0.0, workers=1):
     """Run, checkpoint, see the source go on, remove it, restore (on another GPU where there is one), compare."""
-    source_gpus, target_gpus = setup.pick(gpus) if gpus else ([], [])
-    workers = max(workers, gpus)
+    source_gpus, target_gpus = setup.pick(workload.gpus)
     source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
     image = f"firn.test/checkpoint/{name}:latest"
     record = {"gib": memory, "processes": workers, "uuid_before": source_gpus}
@@ -187,7 +202,7 @@ def round_trip(setup, end, name, workload, memory=0.0, workers=1, gpus=1):
         source.keep_evidence(setup.evidence)
         source.remove(end)
         if source_gpus:
-            end.until("the source's GPU memory to be free", lambda: not cdi.query("compute-apps", ["pid"]), 20)
+            wait_for_free_gpus(end)
 
         grant(setup, source_gpus, target_gpus)
         _, record["restore_s"] = timed(target.restore, image, end)
@@ -251,20 +266,20 @@ def clean_up(setup, containers, image=None, directories=()):
         raise Failed("; ".join(failures))
 
 
-def task_checkpoint(setup, end, name="task", workload=None, gpus=1):
+def task_checkpoint(setup, end, name="task", workload=None):
     """`ctr task checkpoint` leaves the task running; with `--exit` it ends it and frees the GPU."""
     workload = workload or counter(["--size-mib", "512"])
-    uuids, _ = setup.pick(gpus) if gpus else ([], [])
+    uuids, _ = setup.pick(workload.gpus)
     container = Container(setup.host, name)
     first, second = f"{setup.host.memory}/{name}-1", f"{setup.host.memory}/{name}-2"
-    record = {"gib": 0.5 if gpus else 0, "processes": 1, "uuid_before": uuids}
+    record = {"gib": 0.5 * len(uuids), "processes": 1, "uuid_before": uuids}
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         wait_for_counts(container, end, 1, {}, 3)
         done, record["checkpoint_s"] = timed(container.checkpoint_task, first, end)
         if done.returncode:
             raise Failed(f"checkpoint failed: {done.stderr.strip()}")
-        check_image(first, bool(gpus))
+        check_image(first, bool(uuids))
         seen = counts(container)
         went_on = wait_for_counts(container, end, 1, seen, 2)
         record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
@@ -273,10 +288,10 @@ def task_checkpoint(setup, end, name="task", workload=None, gpus=1):
         done, record["exit_s"] = timed(container.checkpoint_task, second, end, False)
         if done.returncode:
             raise Failed(f"checkpoint with exit failed: {done.stderr.strip()}")
-        check_image(second, bool(gpus))
+        check_image(second, bool(uuids))
         container.exit_status(end, 20)
         if uuids:
-            end.until("the GPU to be free", lambda: not cdi.query("compute-apps", ["pid"]), 20)
+            wait_for_free_gpus(end)
     finally:
         clean_up(setup, [container], directories=[first, second])
     return record
@@ -400,17 +415,17 @@ def training(setup, steps):
     mount = ["--mount", f"type=bind,src={script},dst=/train,options=bind:ro"]
     if not cdi.known_to_loader():
         mount += ["--env", f"LD_LIBRARY_PATH={cdi.library_dir()}"]
-    return python(["/train/train.py", "--steps", str(steps)], mount)
+    return python(["/train/train.py", "--steps", str(steps)], mount, gpus=1)
 
 
-def python(arguments, options=()):
+def python(arguments, options=(), gpus=0):
     """The machine's Python: the machine's directories, read-only, in an empty root."""
     found = [*options]
     for path in machine_directories():
         found += ["--mount", f"type=bind,src={path},dst={path},options=bind:ro"]
     for setting in ("HOME=/root", "USER=root", "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=2"):
         found += ["--env", setting]
-    return Workload(OUTLINE_IMAGE, [sys.executable, *arguments], found, cdi.NODES_KIND)
+    return Workload(OUTLINE_IMAGE, [sys.executable, *arguments], found, cdi.NODES_KIND, gpus)
 
 
 def machine_directories():

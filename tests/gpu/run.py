@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import traceback
 
@@ -32,8 +33,9 @@ class Report:
 
     def __init__(self, out):
         self.out = out
-        self.evidence = f"{out}/evidence"
-        os.makedirs(self.evidence, exist_ok=True)
+        os.makedirs(out, exist_ok=True)
+        # Elsewhere until the end: what comes back from a GPU machine is few files.
+        self.evidence = tempfile.mkdtemp(prefix="firn-evidence-")
         self._began = time.monotonic()
         self._log = open(f"{out}/run.log", "a", encoding="utf-8")
         self._records = []
@@ -125,6 +127,7 @@ def machine_facts(host, gpus):
     return {
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
+        "disk_free_gib": shutil.disk_usage("/").free >> 30,
         "cgroup": 2 if os.path.exists("/sys/fs/cgroup/cgroup.controllers") else 1,
         "thp": content("/sys/kernel/mm/transparent_hugepage/enabled"),
         "containerd": first_line("containerd", "--version"),
@@ -143,7 +146,7 @@ def write_cdi(host, gpus):
     return {} if cdi.known_to_loader() else {"LD_LIBRARY_PATH": cdi.library_dir()}
 
 
-def play(case, setup, report):
+def play(case, setup, report, all_cases_end):
     """Run one case to its record."""
     report.say(f"{case.name}: begins")
     began = time.monotonic()
@@ -152,7 +155,8 @@ def play(case, setup, report):
         record["result"] = f"skipped: needs {case.needs} GPUs, the machine has {len(setup.gpus)}"
     else:
         try:
-            record.update(case.play(setup, hosts.Deadline(case.seconds)), result="ok")
+            limit = all_cases_end.left(case.seconds)
+            record.update(case.play(setup, hosts.Deadline(limit)), result="ok")
         except (hosts.Failed, cdi.NoDriver, OSError, subprocess.SubprocessError) as error:
             report.log(traceback.format_exc())
             record.update(result="FAILED", error=str(error))
@@ -184,6 +188,7 @@ def arguments():
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")
     parser.add_argument("--memory", default="90g", help="size of the tmpfs that holds checkpoints in flight")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for all cases together")
     return parser.parse_args()
 
 
@@ -217,8 +222,9 @@ def main():
         host.import_image(archive, end)
         os.unlink(archive)
         setup = cases.Setup(host, args.runtime, gpus, report.evidence, report.log)
+        all_cases_end = hosts.Deadline(args.limit)
         for case in selected:
-            play(case, setup, report)
+            play(case, setup, report, all_cases_end)
     finally:
         if os.path.exists(host.daemon_log()):
             shutil.copy(host.daemon_log(), f"{args.out}/containerd.log")

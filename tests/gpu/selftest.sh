@@ -18,4 +18,6 @@ for dir in /etc /opt /run /var/lib; do
     mkdir -p "$scratch$dir/upper" "$scratch$dir/work"
     mount -t overlay overlay -o "lowerdir=$dir,upperdir=$scratch$dir/upper,workdir=$scratch$dir/work" "$dir"
 done
-PYTHONDONTWRITEBYTECODE=1 exec python3 "$here/run.py" --no-gpu --memory 4g "$@"
+export PYTHONDONTWRITEBYTECODE=1
+python3 "$here/test_scripts.py" --quiet
+exec python3 "$here/run.py" --no-gpu --memory 4g "$@"

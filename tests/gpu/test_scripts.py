@@ -1,0 +1,76 @@
+"""What the scripts conclude from what they see, on made-up readings. Run by selftest.sh."""
+
+import os
+import stat
+import tempfile
+import unittest
+
+import cases
+import cdi
+import host as hosts
+
+
+class Compare(unittest.TestCase):
+    """`compare` believes a restored counter only if it continues the frozen one."""
+
+    WORKER = (("proc", "0"),)
+
+    def compare(self, before, source, restored):
+        def by_worker(iterations):
+            return {self.WORKER: iterations}
+
+        return cases.compare(by_worker(before), by_worker(source), by_worker(restored))
+
+    def test_continues(self):
+        shown = self.compare({0: "a", 1: "b"}, {0: "a", 1: "b", 2: "c", 3: "d"}, {2: "c", 3: "d", 4: "e"})
+        self.assertEqual((shown["iter_before"], shown["iter_after"], shown["checksum_restored"]), (1, 2, "c"))
+
+    def test_began_again(self):
+        with self.assertRaisesRegex(hosts.Failed, "began again at 0"):
+            self.compare({0: "a", 1: "b"}, {0: "a", 1: "b", 2: "c"}, {0: "a", 1: "b"})
+
+    def test_skipped_ahead(self):
+        with self.assertRaisesRegex(hosts.Failed, "goes on at 9"):
+            self.compare({0: "a"}, {0: "a", 1: "b"}, {9: "x"})
+
+    def test_lost_an_iteration(self):
+        with self.assertRaisesRegex(hosts.Failed, "missing"):
+            self.compare({0: "a"}, {0: "a", 1: "b", 2: "c", 3: "d"}, {1: "b", 3: "d"})
+
+    def test_other_memory(self):
+        with self.assertRaisesRegex(hosts.Failed, "checksum of 1 is x, not b"):
+            self.compare({0: "a"}, {0: "a", 1: "b", 2: "c"}, {1: "x", 2: "c"})
+
+
+class Cdi(unittest.TestCase):
+    """The spec grants the nodes that are there, as they are."""
+
+    def setUp(self):
+        self.dev = tempfile.mkdtemp()
+        self.addCleanup(os.rmdir, self.dev)
+        for name, minor in (("nvidia0", 3), ("nvidia1", 5), ("nvidiactl", 7)):
+            os.mknod(f"{self.dev}/{name}", stat.S_IFCHR | 0o600, os.makedev(1, minor))
+            self.addCleanup(os.unlink, f"{self.dev}/{name}")
+        self.gpus = [{"index": "0", "uuid": "GPU-a", "minor": 1}, {"index": "1", "uuid": "GPU-b", "minor": 0}]
+
+    def nodes(self, spec, name):
+        edits = next(device["containerEdits"] for device in spec["devices"] if device["name"] == name)
+        return [(node["path"], node["major"], node["minor"]) for node in edits["deviceNodes"]]
+
+    def test_index_and_uuid_name_the_node_of_the_minor_number(self):
+        spec = cdi.spec(self.gpus, [("libcuda.so.1", "/drv/libcuda.so.580")], dev=self.dev)
+        self.assertEqual(self.nodes(spec, "0"), [("/dev/nvidia1", 1, 5)])
+        self.assertEqual(self.nodes(spec, "GPU-b"), [("/dev/nvidia0", 1, 3)])
+        self.assertEqual(self.nodes(spec, "all"), [("/dev/nvidia1", 1, 5), ("/dev/nvidia0", 1, 3)])
+        common = spec["containerEdits"]
+        self.assertEqual([node["path"] for node in common["deviceNodes"]], ["/dev/nvidiactl"])
+        self.assertEqual(common["mounts"][0]["containerPath"], "/usr/lib/x86_64-linux-gnu/libcuda.so.1")
+
+    def test_a_missing_node_is_named(self):
+        self.gpus[0]["minor"] = 4
+        with self.assertRaisesRegex(cdi.NoDriver, "nvidia4"):
+            cdi.spec(self.gpus, [], dev=self.dev)
+
+
+if __name__ == "__main__":
+    unittest.main()
