@@ -1,1 +1,22 @@
+//! Bundle specs, GPU grants, device nodes and the checkpoint manifest.
+//!
+//! Everything here works on files and plain data: no container runtime is called and no driver is loaded. Whatever
+//! comes from a checkpoint image or from inside a container is hostile until checked.
 #![forbid(unsafe_code)]
+
+mod atomic;
+pub mod criu;
+pub mod devnodes;
+pub mod edit;
+#[cfg(test)]
+mod fixtures;
+mod gpu_path;
+mod grant;
+pub mod manifest;
+mod map;
+pub mod mounts;
+mod spec;
+
+pub use grant::{Basis, Grant, GrantError};
+pub use map::{GpuMap, MapError, MapOrigin};
+pub use spec::{DeviceRule, Spec, SpecDevice, SpecError, SpecMount};

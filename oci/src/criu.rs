@@ -1,0 +1,274 @@
+//! The CRIU configuration file of a GPU container.
+//!
+//! runc hands CRIU one such file per container, whose lines override what runc asks for. It is the only way to reach
+//! two settings that GPU containers need: a plugin directory without CRIU's CUDA plugin (firn drives the driver itself),
+//! and, at a restore, tasks that stay stopped until their GPU state is back.
+//!
+//! A user's own file keeps its effect: its lines come first, firn's follow, and of two values CRIU takes the last. runc
+//! reads the file that the annotation `org.criu.config` names, else /etc/criu/runc.conf; an empty annotation means no
+//! file; a file that does not exist is ignored. So does firn. The file is read anew for every operation.
+
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use firn_config::names;
+
+use crate::{Spec, atomic};
+
+/// Largest user's file that is read.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// What CRIU is about to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Write an image.
+    Dump,
+    /// Make processes from an image; they stay stopped.
+    Restore,
+}
+
+/// A CRIU configuration that cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CriuError {
+    /// The user's file is there and cannot be read.
+    #[error("cannot read CRIU configuration {}", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    /// The user's file is no configuration: too large, or not text.
+    #[error("{} is not a CRIU configuration: larger than {MAX_BYTES} bytes or not text", path.display())]
+    NotText { path: PathBuf },
+    /// CRIU's configuration files cannot express this path.
+    #[error("path {} cannot be written into a CRIU configuration", path.display())]
+    Path { path: PathBuf },
+    /// firn's file or directory cannot be made.
+    #[error("cannot write {}", path.display())]
+    Write { path: PathBuf, source: io::Error },
+}
+
+impl CriuError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        "FIRN-CRIU-CONFIG"
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Read { .. } | Self::NotText { .. } => {
+                "correct the file that the annotation org.criu.config names, or /etc/criu/runc.conf"
+            }
+            Self::Path { .. } => "use a path without blanks, quotes, backslashes, # and control characters",
+            Self::Write { .. } => "check that the bundle's file system is writable and not full",
+        }
+    }
+}
+
+/// The CRIU configuration of one container. Made from the spec before [`crate::edit::set_criu_config`] edits it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CriuConfig {
+    bundle: PathBuf,
+    users_file: Option<PathBuf>,
+    /// The operator's plugin directory; none means the empty one in the bundle.
+    libs_dir: Option<PathBuf>,
+}
+
+impl CriuConfig {
+    /// For the container of this bundle. `libs_dir` is the configuration's `[criu] libs-dir`.
+    pub fn new(spec: &Spec, bundle: &Path, libs_dir: Option<&Path>) -> Self {
+        let users_file = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
+            Some("") => None,
+            Some(path) => Some(path.into()),
+            None => Some(names::RUNC_CRIU_CONFIG.into()),
+        };
+        Self {
+            bundle: bundle.to_owned(),
+            users_file,
+            libs_dir: libs_dir.map(Path::to_owned),
+        }
+    }
+
+    /// Where the file is.
+    pub fn path(&self) -> PathBuf {
+        self.bundle.join(names::BUNDLE_CRIU_CONFIG)
+    }
+
+    /// Writes the file for the operation that comes next.
+    pub fn write(&self, operation: Operation) -> Result<(), CriuError> {
+        let content = self.content(operation)?;
+        if self.libs_dir.is_none() {
+            make_directory(&self.bundle.join(names::BUNDLE_CRIU_LIBS))?;
+        }
+        atomic::write(&self.bundle, names::BUNDLE_CRIU_CONFIG, content.as_bytes(), 0o600).map_err(|source| {
+            CriuError::Write {
+                path: self.path(),
+                source,
+            }
+        })
+    }
+
+    fn content(&self, operation: Operation) -> Result<String, CriuError> {
+        let mut content = self.users_lines()?;
+        if !content.is_empty() && !content.ends_with('\n') {
+            content.push('\n');
+        }
+        let default = self.bundle.join(names::BUNDLE_CRIU_LIBS);
+        let default = default.as_path();
+        let libs_dir = checked(self.libs_dir.as_deref().unwrap_or(default))?;
+        content.push_str(&format!("libdir {libs_dir}\n"));
+        if operation == Operation::Restore {
+            content.push_str("leave-stopped\n");
+        }
+        Ok(content)
+    }
+
+    fn users_lines(&self) -> Result<String, CriuError> {
+        let Some(path) = &self.users_file else {
+            return Ok(String::new());
+        };
+        let file = match std::fs::File::open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
+            Err(source) => {
+                return Err(CriuError::Read {
+                    path: path.clone(),
+                    source,
+                });
+            }
+        };
+        let mut bytes = Vec::new();
+        file.take(MAX_BYTES + 1)
+            .read_to_end(&mut bytes)
+            .map_err(|source| CriuError::Read {
+                path: path.clone(),
+                source,
+            })?;
+        let text = String::from_utf8(bytes)
+            .ok()
+            .filter(|t| t.len() as u64 <= MAX_BYTES && !t.contains('\0'));
+        text.ok_or_else(|| CriuError::NotText { path: path.clone() })
+    }
+}
+
+/// A path as a value of CRIU's configuration files, which cut values at `#` and at blanks. Quotes would help against
+/// blanks only, and CRIU's reading of them has its own surprises.
+fn checked(path: &Path) -> Result<&str, CriuError> {
+    let unfit = |c: char| matches!(c, '"' | '\\' | '#') || c.is_control() || c.is_whitespace();
+    let text = path.to_str().filter(|text| !text.contains(unfit));
+    text.ok_or_else(|| CriuError::Path {
+        path: path.to_owned(),
+    })
+}
+
+fn make_directory(path: &Path) -> Result<(), CriuError> {
+    match std::fs::create_dir(path) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other.map_err(|source| CriuError::Write {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn spec(criu_config: &str) -> Spec {
+        Spec::from(json!({"annotations": {"org.criu.config": criu_config}}))
+    }
+
+    fn written(config: &CriuConfig, operation: Operation) -> Vec<String> {
+        config.write(operation).unwrap();
+        std::fs::read_to_string(config.path())
+            .unwrap()
+            .lines()
+            .map(str::to_owned)
+            .collect()
+    }
+
+    #[test]
+    fn without_a_users_file_only_firns_lines_are_there() {
+        let bundle = tempfile::tempdir().unwrap();
+        for users_file in ["", "/nonexistent/criu.conf"] {
+            let config = CriuConfig::new(&spec(users_file), bundle.path(), None);
+            let libs_dir = bundle.path().join("firn-criu-libs");
+            let libdir = format!("libdir {}", libs_dir.display());
+            assert_eq!(written(&config, Operation::Dump).join("\n"), libdir);
+            assert_eq!(
+                written(&config, Operation::Restore),
+                [libdir.clone(), "leave-stopped".to_owned()]
+            );
+            assert_eq!(
+                written(&config, Operation::Dump),
+                [libdir],
+                "a dump must not leave tasks stopped"
+            );
+            assert_eq!(std::fs::read_dir(&libs_dir).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn the_users_lines_come_first_and_are_read_anew() {
+        let bundle = tempfile::tempdir().unwrap();
+        let users = bundle.path().join("users.conf");
+        std::fs::write(&users, "tcp-established\nlibdir /usr/lib/criu").unwrap();
+        let config = CriuConfig::new(
+            &spec(users.to_str().unwrap()),
+            bundle.path(),
+            Some(Path::new("/empty")),
+        );
+        let lines = written(&config, Operation::Restore);
+        assert_eq!(
+            lines,
+            [
+                "tcp-established",
+                "libdir /usr/lib/criu",
+                "libdir /empty",
+                "leave-stopped"
+            ]
+        );
+        std::fs::write(&users, "").unwrap();
+        assert_eq!(written(&config, Operation::Dump), ["libdir /empty"]);
+        assert!(!bundle.path().join("firn-criu-libs").exists());
+    }
+
+    #[test]
+    fn without_annotation_runcs_own_file_counts() {
+        let config = CriuConfig::new(&Spec::from(json!({})), Path::new("/b"), None);
+        assert_eq!(
+            config.users_file.as_deref(),
+            Some(Path::new("/etc/criu/runc.conf"))
+        );
+    }
+
+    #[test]
+    fn a_users_file_that_is_no_text_is_refused() {
+        let bundle = tempfile::tempdir().unwrap();
+        let users = bundle.path().join("users.conf");
+        for content in [&b"\xff\xfe"[..], b"a\0b", &[b'#'; 70_000]] {
+            std::fs::write(&users, content).unwrap();
+            let config = CriuConfig::new(&spec(users.to_str().unwrap()), bundle.path(), None);
+            assert!(matches!(
+                config.write(Operation::Dump),
+                Err(CriuError::NotText { .. })
+            ));
+            assert!(!config.path().exists());
+        }
+        let config = CriuConfig::new(&spec(bundle.path().to_str().unwrap()), bundle.path(), None);
+        assert!(matches!(
+            config.write(Operation::Dump),
+            Err(CriuError::Read { .. })
+        ));
+    }
+
+    #[test]
+    fn paths_that_criu_would_misread_are_refused() {
+        for bad in ["/a#b", "/a\"b", "/a\nleave-running", "/a\\b", "/a b"] {
+            let config = CriuConfig::new(&spec(""), Path::new("/"), Some(Path::new(bad)));
+            assert!(
+                matches!(config.content(Operation::Dump), Err(CriuError::Path { .. })),
+                "{bad}"
+            );
+        }
+    }
+}

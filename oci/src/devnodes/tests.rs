@@ -1,0 +1,218 @@
+//! These make device nodes (with the numbers of /dev/null and the like), so they need root with CAP_MKNOD; without,
+//! each says so and ends.
+
+use std::os::unix::fs::{FileTypeExt, symlink};
+
+use super::*;
+use serde_json::json;
+
+/// A container root with a /dev of its own, and a stand-in for the host's /dev, on another file system.
+struct Container {
+    root: tempfile::TempDir,
+}
+
+impl Container {
+    fn new() -> Option<Self> {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join("dev")).unwrap();
+        let probe = root.path().join("probe");
+        match mknodat(
+            nix::fcntl::AT_FDCWD,
+            &probe,
+            SFlag::S_IFCHR,
+            Mode::empty(),
+            makedev(1, 3),
+        ) {
+            Ok(()) => Some(Self { root }),
+            Err(Errno::EPERM) => {
+                eprintln!("skipped: making device nodes needs CAP_MKNOD");
+                None
+            }
+            Err(e) => panic!("mknod: {e}"),
+        }
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.path().join(path.strip_prefix('/').unwrap())
+    }
+
+    fn node(&self, path: &str, kind: SFlag, minor: u64) {
+        let path = self.path(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        mknodat(
+            nix::fcntl::AT_FDCWD,
+            &path,
+            kind,
+            Mode::from_bits_truncate(0o600),
+            makedev(1, minor),
+        )
+        .unwrap();
+    }
+
+    fn repair(&self, devices: serde_json::Value) -> Result<DevRepair, DevError> {
+        let spec = Spec::from(json!({"linux": {"devices": devices}}));
+        repair_below(self.root.path(), Path::new("/proc"), &spec)
+    }
+
+    /// Type, minor number and mode of a node.
+    fn stat(&self, path: &str) -> Option<(bool, u64, u32)> {
+        let meta = self.path(path).symlink_metadata().ok()?;
+        Some((
+            meta.file_type().is_char_device(),
+            minor(meta.rdev()),
+            meta.mode() & 0o777,
+        ))
+    }
+}
+
+fn paths(list: &[PathBuf]) -> Vec<&str> {
+    list.iter().map(|p| p.to_str().unwrap()).collect()
+}
+
+#[test]
+fn nodes_of_the_source_make_room_for_those_of_the_spec() {
+    let Some(container) = Container::new() else { return };
+    container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
+    container.node("/dev/nvidia1", SFlag::S_IFCHR, 5);
+    container.node("/dev/nvidia-uvm", SFlag::S_IFCHR, 7);
+    container.node("/dev/null", SFlag::S_IFCHR, 3);
+    container.node("/dev/nvidia-caps/nvidia-cap1", SFlag::S_IFCHR, 3);
+    let wanted = json!([
+        {"path": "/dev/nvidia1", "type": "c", "major": 1, "minor": 5},
+        {"path": "/dev/nvidia2", "type": "c", "major": 1, "minor": 8, "fileMode": 0o660, "uid": 12, "gid": 34},
+        {"path": "/dev/nvidia-uvm", "type": "c", "major": 1, "minor": 9},
+        {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
+    ]);
+    let done = container.repair(wanted.clone()).unwrap();
+    let mut removed = paths(&done.removed);
+    removed.sort_unstable();
+    assert_eq!(removed, ["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia0"]);
+    assert_eq!(paths(&done.made), ["/dev/nvidia2", "/dev/nvidia-uvm"]);
+    assert_eq!(container.stat("/dev/nvidia0"), None);
+    assert_eq!(
+        container.stat("/dev/nvidia1"),
+        Some((true, 5, 0o600)),
+        "a right node is left as it is"
+    );
+    assert_eq!(container.stat("/dev/nvidia2"), Some((true, 8, 0o660)));
+    assert_eq!(container.stat("/dev/nvidia-uvm"), Some((true, 9, 0o666)));
+    assert_eq!(container.stat("/dev/null"), Some((true, 3, 0o600)));
+    assert_eq!(container.stat("/dev/fuse"), None, "not about a GPU");
+    let meta = container.path("/dev/nvidia2").metadata().unwrap();
+    assert_eq!((meta.uid(), meta.gid()), (12, 34));
+
+    assert_eq!(
+        container.repair(wanted).unwrap(),
+        DevRepair::default(),
+        "repeating it does nothing"
+    );
+}
+
+#[test]
+fn directories_are_made_as_needed_and_block_nodes_are_known() {
+    let Some(container) = Container::new() else { return };
+    container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
+    let done = container
+        .repair(json!([
+            {"path": "/dev/nvidia0", "type": "b", "major": 1, "minor": 3},
+            {"path": "/dev/nvidia-caps/nvidia-cap2", "type": "c", "major": 1, "minor": 3},
+        ]))
+        .unwrap();
+    assert_eq!(
+        paths(&done.made),
+        ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap2"]
+    );
+    assert_eq!(container.stat("/dev/nvidia0"), Some((false, 3, 0o666)));
+    assert_eq!(
+        container.stat("/dev/nvidia-caps/nvidia-cap2"),
+        Some((true, 3, 0o666))
+    );
+}
+
+#[test]
+fn links_and_files_in_place_of_a_node_are_replaced_not_followed() {
+    let Some(container) = Container::new() else { return };
+    let outside = tempfile::NamedTempFile::new().unwrap();
+    std::fs::set_permissions(outside.path(), Permissions::from_mode(0o600)).unwrap();
+    symlink(outside.path(), container.path("/dev/nvidia0")).unwrap();
+    std::fs::write(container.path("/dev/nvidia1"), "file").unwrap();
+    symlink(outside.path(), container.path("/dev/nvidia7")).unwrap();
+    container
+        .repair(json!([
+            {"path": "/dev/nvidia0", "type": "c", "major": 1, "minor": 3, "uid": 12},
+            {"path": "/dev/nvidia1", "type": "c", "major": 1, "minor": 5},
+        ]))
+        .unwrap();
+    assert_eq!(container.stat("/dev/nvidia0"), Some((true, 3, 0o666)));
+    assert_eq!(container.stat("/dev/nvidia1"), Some((true, 5, 0o666)));
+    let meta = outside.path().metadata().unwrap();
+    assert_eq!(
+        (meta.mode() & 0o777, meta.is_file()),
+        (0o600, true),
+        "the link's target is untouched"
+    );
+    assert!(
+        container.path("/dev/nvidia7").symlink_metadata().is_ok(),
+        "what is no device is left"
+    );
+}
+
+#[test]
+fn a_dev_that_is_a_link_is_refused() {
+    let Some(container) = Container::new() else { return };
+    let outside = tempfile::tempdir().unwrap();
+    std::fs::remove_dir(container.path("/dev")).unwrap();
+    symlink(outside.path(), container.path("/dev")).unwrap();
+    let wanted = json!([{"path": "/dev/nvidia0", "type": "c", "major": 1, "minor": 3}]);
+    assert_eq!(container.repair(wanted).unwrap_err().code(), "FIRN-DEV-REPAIR");
+    assert_eq!(std::fs::read_dir(outside.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_directory_of_nodes_that_is_a_link_is_refused() {
+    let Some(container) = Container::new() else { return };
+    let outside = tempfile::tempdir().unwrap();
+    symlink(outside.path(), container.path("/dev/nvidia-caps")).unwrap();
+    let wanted = json!([{"path": "/dev/nvidia-caps/nvidia-cap1", "type": "c", "major": 1, "minor": 3}]);
+    let error = container.repair(wanted).unwrap_err();
+    assert!(
+        matches!(&error, DevError::Step { path, .. } if path.ends_with("nvidia-caps")),
+        "{error}"
+    );
+    assert_eq!(std::fs::read_dir(outside.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_directory_in_place_of_a_node_is_an_error_that_names_it() {
+    let Some(container) = Container::new() else { return };
+    std::fs::create_dir(container.path("/dev/nvidia0")).unwrap();
+    let error = container
+        .repair(json!([{"path": "/dev/nvidia0", "type": "c", "major": 1, "minor": 3}]))
+        .unwrap_err();
+    assert!(error.to_string().contains("remove /dev/nvidia0"), "{error}");
+}
+
+#[test]
+fn the_hosts_own_dev_is_left_alone() {
+    let Some(container) = Container::new() else { return };
+    container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
+    let spec = Spec::from(json!({"linux": {"devices": []}}));
+    let same_file_system = container.root.path();
+    let done = repair_below(container.root.path(), same_file_system, &spec).unwrap();
+    assert_eq!(done, DevRepair::default());
+    assert!(container.stat("/dev/nvidia0").is_some());
+}
+
+#[test]
+fn in_a_user_namespace_only_a_right_node_will_do() {
+    let Some(container) = Container::new() else { return };
+    container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
+    let repair = |minor: u64| {
+        let devices = json!([{"path": "/dev/nvidia0", "type": "c", "major": 1, "minor": minor}]);
+        let spec = Spec::from(json!({"linux": {"devices": devices, "namespaces": [{"type": "user"}]}}));
+        repair_below(container.root.path(), Path::new("/proc"), &spec)
+    };
+    assert_eq!(repair(3).unwrap(), DevRepair::default());
+    assert_eq!(repair(5).unwrap_err().code(), "FIRN-DEV-USERNS");
+    assert_eq!(container.stat("/dev/nvidia0"), Some((true, 3, 0o600)));
+}

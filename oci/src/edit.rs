@@ -1,0 +1,276 @@
+//! Edits of a spec before runc sees it.
+//!
+//! All edits are idempotent, keep the order of what they keep, and widen nothing: no wildcard is added, and a node is
+//! only allowed when it is named in the spec's device list too.
+
+use std::collections::VecDeque;
+use std::path::Path;
+
+use firn_config::names;
+use firn_gpu::{DeviceNode, Gpu, GpuUuid, NodeType};
+use serde_json::{Map, Value, json};
+
+use crate::gpu_path::{self, GpuPath, classify};
+use crate::spec::parse_device;
+use crate::{DeviceRule, Spec, SpecError};
+
+/// An edit that cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum EditError {
+    /// The host has no device node for a GPU that the container is to get.
+    #[error("GPU {uuid} has no device node on this host")]
+    NoNode { uuid: GpuUuid },
+    /// The spec is not of the shape that the edit needs.
+    #[error("cannot edit the spec")]
+    Spec(#[from] SpecError),
+}
+
+impl EditError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::NoNode { .. } => "FIRN-GPU-NO-NODE",
+            Self::Spec(error) => error.code(),
+        }
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NoNode { .. } => "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes",
+            Self::Spec(error) => error.hint(),
+        }
+    }
+}
+
+/// What [`replace_gpus`] has done, for the log.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceEdit {
+    /// Nodes that the spec did not have, or had with other numbers.
+    pub added: Vec<DeviceNode>,
+    /// Nodes of the old spec that are gone.
+    pub dropped: Vec<DeviceNode>,
+}
+
+impl DeviceEdit {
+    /// Whether the spec was right as it was.
+    pub fn is_empty(&self) -> bool {
+        self.added.is_empty() && self.dropped.is_empty()
+    }
+}
+
+/// Gives the container exactly the GPUs `targets`, and the driver's common nodes with this host's numbers.
+///
+/// Entries of `linux.devices` and their rules under `linux.resources.devices` change together: a rule that names the
+/// old numbers of a replaced entry gets the new ones, one of a dropped entry goes. Common nodes that the spec lacks
+/// are not added. When the GPUs change, common nodes that this host does not have and nodes under /dev/dri are
+/// dropped: which device they would open here is not known.
+pub fn replace_gpus(
+    spec: &mut Spec,
+    targets: &[Gpu],
+    common: &[DeviceNode],
+) -> Result<DeviceEdit, EditError> {
+    let targets: Vec<DeviceNode> = targets.iter().map(node_of).collect::<Result<_, _>>()?;
+    let moves = replace_devices(spec, &targets, common)?;
+    replace_rules(spec, &moves)?;
+    Ok(report(&moves))
+}
+
+/// Removes prestart and createRuntime hooks of NVIDIA's, which runc would run at restore, against a half-built
+/// container whose devices and mounts the spec already holds. Returns how many there were.
+pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, EditError> {
+    if spec.array("/hooks/prestart").is_empty() && spec.array("/hooks/createRuntime").is_empty() {
+        return Ok(0);
+    }
+    let hooks = spec.object_mut(&["hooks"], "hooks")?;
+    let mut stripped = 0;
+    for kind in ["prestart", "createRuntime"] {
+        if let Some(list) = hooks.get_mut(kind).and_then(Value::as_array_mut) {
+            let before = list.len();
+            list.retain(|hook| !gpu_path::is_nvidia_hook(hook));
+            stripped += before - list.len();
+        }
+    }
+    Ok(stripped)
+}
+
+/// Makes runc hand this configuration file to CRIU.
+pub fn set_criu_config(spec: &mut Spec, file: &Path) -> Result<(), EditError> {
+    let annotations = spec.object_mut(&["annotations"], "annotations")?;
+    annotations.insert(names::ANNOTATION_CRIU_CONFIG.to_owned(), json!(file));
+    Ok(())
+}
+
+/// Adds firn's createRuntime hook after all others. runc runs it at a restore before sockets are restored; it brings
+/// up the loopback of the container's network namespace, which runc does at create only.
+pub fn add_restore_hook(spec: &mut Spec, program: &Path) -> Result<(), EditError> {
+    const PART: &str = "hooks.createRuntime";
+    let hooks = spec.object_mut(&["hooks"], "hooks")?;
+    let list = hooks.entry("createRuntime").or_insert(Value::Null);
+    if list.is_null() {
+        *list = json!([]);
+    }
+    let list = list.as_array_mut().ok_or(SpecError::Malformed {
+        part: PART,
+        source: None,
+    })?;
+    if !list.iter().any(|hook| hook["path"] == json!(program)) {
+        list.push(json!({"path": program, "args": [names::HOOK_PROGRAM, "createRuntime"], "timeout": 10}));
+    }
+    Ok(())
+}
+
+/// What became of an entry of `linux.devices` that is about a GPU: its node before and after.
+struct Move {
+    from: Option<DeviceNode>,
+    to: Option<DeviceNode>,
+}
+
+fn node_of(gpu: &Gpu) -> Result<DeviceNode, EditError> {
+    gpu.node.clone().ok_or_else(|| EditError::NoNode {
+        uuid: gpu.uuid.clone(),
+    })
+}
+
+fn report(moves: &[Move]) -> DeviceEdit {
+    let changed = |m: &&Move| m.from != m.to;
+    DeviceEdit {
+        added: moves
+            .iter()
+            .filter(changed)
+            .filter_map(|m| m.to.clone())
+            .collect(),
+        dropped: moves
+            .iter()
+            .filter(changed)
+            .filter_map(|m| m.from.clone())
+            .collect(),
+    }
+}
+
+fn replace_devices(
+    spec: &mut Spec,
+    targets: &[DeviceNode],
+    common: &[DeviceNode],
+) -> Result<Vec<Move>, EditError> {
+    let old = spec.array("/linux/devices").to_vec();
+    let parsed: Vec<Option<DeviceNode>> = old
+        .iter()
+        .map(|entry| Ok(parse_device(entry)?.map(|device| device.node)))
+        .collect::<Result<_, SpecError>>()?;
+    let class = |node: &Option<DeviceNode>| node.as_ref().and_then(|node| classify(&node.path));
+    let gpus: Vec<&DeviceNode> = parsed
+        .iter()
+        .filter(|n| class(n) == Some(GpuPath::Gpu))
+        .flatten()
+        .collect();
+    let gpus_change = gpus.len() != targets.len() || targets.iter().any(|target| !gpus.contains(&target));
+    let mut missing: VecDeque<&DeviceNode> = targets
+        .iter()
+        .filter(|target| !gpus.iter().any(|gpu| gpu.path == target.path))
+        .collect();
+
+    let mut moves = Vec::new();
+    let mut new: Vec<Value> = Vec::new();
+    let (mut after_gpus, mut template) = (None, None);
+    for (entry, from) in old.iter().zip(parsed.iter()) {
+        let Some((from, class)) = from.as_ref().zip(class(from)) else {
+            new.push(entry.clone());
+            continue;
+        };
+        let here = |nodes: &[DeviceNode]| nodes.iter().find(|node| node.path == from.path).cloned();
+        let to = match class {
+            GpuPath::Gpu => here(targets).or_else(|| missing.pop_front().cloned()),
+            GpuPath::Control => here(common).or_else(|| (!gpus_change).then(|| from.clone())),
+            GpuPath::Graphics => (!gpus_change).then(|| from.clone()),
+        };
+        // A spec that names a path twice gets it once.
+        let to = to.filter(|to| {
+            !moves
+                .iter()
+                .any(|m: &Move| m.to.as_ref().is_some_and(|t| t.path == to.path))
+        });
+        new.extend(to.as_ref().map(|to| with_node(entry, to)));
+        if class == GpuPath::Gpu {
+            after_gpus = Some(new.len());
+            template = template.or(Some(entry));
+        }
+        moves.push(Move {
+            from: Some(from.clone()),
+            to,
+        });
+    }
+    let template = template.cloned().unwrap_or_else(|| json!({"fileMode": 0o666}));
+    let at = after_gpus.unwrap_or(new.len());
+    for (i, target) in missing.into_iter().enumerate() {
+        new.insert(at + i, with_node(&template, target));
+        moves.push(Move {
+            from: None,
+            to: Some(target.clone()),
+        });
+    }
+    if new != old {
+        spec.object_mut(&["linux"], "linux")?
+            .insert("devices".to_owned(), Value::Array(new));
+    }
+    Ok(moves)
+}
+
+/// The entry with another node: owner, mode and unknown fields stay.
+fn with_node(entry: &Value, node: &DeviceNode) -> Value {
+    let mut fields = entry.as_object().cloned().unwrap_or_default();
+    fields.insert("path".to_owned(), json!(node.path));
+    set_numbers(&mut fields, node);
+    Value::Object(fields)
+}
+
+fn set_numbers(fields: &mut Map<String, Value>, node: &DeviceNode) {
+    let same_kind = fields.get("type").and_then(Value::as_str) == Some("u") && node.kind == NodeType::Char;
+    if !same_kind {
+        fields.insert("type".to_owned(), json!(node.kind));
+    }
+    fields.insert("major".to_owned(), json!(node.major));
+    fields.insert("minor".to_owned(), json!(node.minor));
+}
+
+fn replace_rules(spec: &mut Spec, moves: &[Move]) -> Result<(), EditError> {
+    let rules = spec.device_rules()?;
+    let old = spec.array("/linux/resources/devices").to_vec();
+    let mut new: Vec<Value> = Vec::new();
+    for (entry, rule) in old.iter().zip(&rules) {
+        let speaks_of = |m: &&Move| m.from.as_ref().is_some_and(|from| rule.is_exactly(from));
+        let mut moved = moves.iter().filter(speaks_of).peekable();
+        if !rule.allow || moved.peek().is_none() {
+            new.push(entry.clone());
+            continue;
+        }
+        for to in moved.filter_map(|m| m.to.as_ref()) {
+            let mut fields = entry.as_object().cloned().unwrap_or_default();
+            set_numbers(&mut fields, to);
+            let entry = Value::Object(fields);
+            if !new.contains(&entry) {
+                new.push(entry);
+            }
+        }
+    }
+    // Entries whose old numbers no rule named, and GPUs beyond those that the spec had.
+    let decided: Vec<DeviceRule> =
+        Spec::from(json!({"linux": {"resources": {"devices": &new}}})).device_rules()?;
+    for to in moves
+        .iter()
+        .filter_map(|m| m.to.as_ref())
+        .filter(|to| !DeviceRule::open(&decided, to))
+    {
+        new.push(
+            json!({"allow": true, "type": to.kind, "major": to.major, "minor": to.minor, "access": "rwm"}),
+        );
+    }
+    if new != old {
+        let resources = spec.object_mut(&["linux", "resources"], "linux.resources")?;
+        resources.insert("devices".to_owned(), Value::Array(new));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,240 @@
+use super::*;
+use crate::fixtures::{inventory, spec};
+use crate::{Basis, Grant};
+
+fn paths(spec: &Spec) -> Vec<String> {
+    spec.devices()
+        .unwrap()
+        .iter()
+        .map(|d| d.node.path.display().to_string())
+        .collect()
+}
+
+/// Rules that name one device, as `major:minor`.
+fn allowed(spec: &Spec) -> Vec<String> {
+    let rules = spec.device_rules().unwrap().into_iter();
+    rules
+        .filter(|r| r.allow)
+        .map(|r| format!("{}:{}", r.major.unwrap(), r.minor.unwrap()))
+        .collect()
+}
+
+fn edited(spec: &Spec, on: &firn_gpu::Inventory, targets: &[usize]) -> (Spec, DeviceEdit) {
+    let mut spec = spec.clone();
+    let gpus: Vec<Gpu> = targets.iter().map(|&i| on.gpus[i].clone()).collect();
+    let edit = replace_gpus(&mut spec, &gpus, &on.common_nodes).unwrap();
+    let mut again = spec.clone();
+    assert!(
+        replace_gpus(&mut again, &gpus, &on.common_nodes)
+            .unwrap()
+            .is_empty(),
+        "not idempotent"
+    );
+    assert_eq!(again, spec, "not idempotent");
+    (spec, edit)
+}
+
+#[test]
+fn a_spec_that_fits_is_left_as_it_is() {
+    let before = spec(195, &[0, 2]);
+    let (after, edit) = edited(&before, &inventory(195, 4), &[0, 2]);
+    assert_eq!(after, before);
+    assert!(edit.is_empty());
+    let (after, _) = edited(&before, &inventory(195, 4), &[2, 0]);
+    assert_eq!(after, before, "the order of the targets is the map's affair");
+}
+
+#[test]
+fn another_gpu_of_the_same_node_takes_the_place_of_the_first() {
+    let (after, edit) = edited(&spec(195, &[0]), &inventory(195, 4), &[3]);
+    assert_eq!(
+        paths(&after),
+        [
+            "/dev/fuse",
+            "/dev/nvidia-uvm",
+            "/dev/nvidia-uvm-tools",
+            "/dev/nvidiactl",
+            "/dev/nvidia3"
+        ]
+    );
+    assert_eq!(allowed(&after), ["10:229", "196:0", "196:1", "195:255", "195:3"]);
+    assert_eq!((edit.added.len(), edit.dropped.len()), (1, 1));
+}
+
+#[test]
+fn the_numbers_of_another_node_are_replaced_everywhere() {
+    let (after, _) = edited(&spec(240, &[0, 1]), &inventory(195, 4), &[2, 3]);
+    assert_eq!(paths(&after)[4..], ["/dev/nvidia2", "/dev/nvidia3"]);
+    assert_eq!(
+        allowed(&after),
+        ["10:229", "196:0", "196:1", "195:255", "195:2", "195:3"]
+    );
+    let grant = Grant::of_spec(&after, &inventory(195, 4)).unwrap();
+    assert_eq!((grant.gpus.len(), grant.basis), (2, Basis::Nodes));
+}
+
+/// The source's GPU 1 has the numbers that GPU 0 has here.
+#[test]
+fn numbers_that_mean_another_gpu_here_do_not_leak() {
+    let mut here = inventory(195, 2);
+    for gpu in &mut here.gpus {
+        let node = gpu.node.as_mut().unwrap();
+        node.minor = 1 - node.minor;
+    }
+    let (after, _) = edited(&spec(195, &[1]), &here, &[1]);
+    assert_eq!(allowed(&after), ["10:229", "196:0", "196:1", "195:255", "195:0"]);
+    let grant = Grant::of_spec(&after, &here).unwrap();
+    assert_eq!(grant.gpus, [here.gpus[1].clone()]);
+}
+
+#[test]
+fn fewer_and_more_gpus() {
+    let (after, edit) = edited(&spec(195, &[0, 1, 2]), &inventory(195, 4), &[1]);
+    assert_eq!(paths(&after)[4..], ["/dev/nvidia1"]);
+    assert_eq!(allowed(&after).last().unwrap(), "195:1");
+    assert_eq!((edit.added.len(), edit.dropped.len()), (0, 2));
+
+    let (after, _) = edited(&spec(195, &[1]), &inventory(195, 4), &[0, 1, 3]);
+    assert_eq!(
+        paths(&after)[4..],
+        ["/dev/nvidia1", "/dev/nvidia0", "/dev/nvidia3"]
+    );
+    assert_eq!(allowed(&after)[4..], ["195:1", "195:0", "195:3"]);
+}
+
+#[test]
+fn mode_owner_and_unknown_fields_stay() {
+    let mut before = spec(240, &[0]);
+    let devices = before.object_mut(&["linux"], "").unwrap()["devices"]
+        .as_array_mut()
+        .unwrap();
+    let gpu = devices.last_mut().unwrap().as_object_mut().unwrap();
+    gpu.extend([
+        ("gid".to_owned(), json!(44)),
+        ("fileMode".to_owned(), json!(0o660)),
+        ("future".to_owned(), json!(1)),
+    ]);
+    let (after, _) = edited(&before, &inventory(195, 4), &[2, 3]);
+    for entry in &after.array("/linux/devices")[4..] {
+        assert_eq!(
+            (&entry["gid"], &entry["fileMode"], &entry["future"]),
+            (&json!(44), &json!(0o660), &json!(1))
+        );
+    }
+}
+
+#[test]
+fn graphics_nodes_go_only_when_the_gpus_change() {
+    let mut before = spec(195, &[0]);
+    let devices = before.object_mut(&["linux"], "").unwrap()["devices"]
+        .as_array_mut()
+        .unwrap();
+    devices.push(json!({"path": "/dev/dri/card1", "type": "c", "major": 226, "minor": 1}));
+    let rules = before.object_mut(&["linux", "resources"], "").unwrap()["devices"]
+        .as_array_mut()
+        .unwrap();
+    rules.push(json!({"allow": true, "type": "c", "major": 226, "minor": 1, "access": "rwm"}));
+    assert_eq!(edited(&before, &inventory(195, 4), &[0]).0, before);
+    let (after, edit) = edited(&before, &inventory(195, 4), &[1]);
+    assert!(!paths(&after).contains(&"/dev/dri/card1".to_owned()));
+    assert!(!allowed(&after).contains(&"226:1".to_owned()));
+    assert!(edit.dropped.iter().any(|node| node.path.ends_with("card1")));
+}
+
+#[test]
+fn common_nodes_that_the_host_lacks_are_dropped_and_none_are_added() {
+    let mut before = spec(240, &[0]);
+    let devices = before.object_mut(&["linux"], "").unwrap()["devices"]
+        .as_array_mut()
+        .unwrap();
+    devices.push(json!({"path": "/dev/nvidia-modeset", "type": "c", "major": 240, "minor": 254}));
+    devices.retain(|d| d["path"] != "/dev/nvidia-uvm-tools");
+    let (after, _) = edited(&before, &inventory(195, 1), &[0]);
+    assert_eq!(
+        paths(&after),
+        ["/dev/fuse", "/dev/nvidia-uvm", "/dev/nvidiactl", "/dev/nvidia0"]
+    );
+}
+
+#[test]
+fn a_privileged_spec_gets_nodes_and_no_rules() {
+    let devices = json!([{"path": "/dev/nvidia0", "type": "c", "major": 240, "minor": 0}]);
+    let rules = json!([{"allow": true, "access": "rwm"}]);
+    let before = Spec::from(json!({"linux": {"devices": devices, "resources": {"devices": rules}}}));
+    let (after, _) = edited(&before, &inventory(195, 2), &[0, 1]);
+    assert_eq!(paths(&after), ["/dev/nvidia0", "/dev/nvidia1"]);
+    assert_eq!(after.array("/linux/resources/devices"), rules.as_array().unwrap());
+}
+
+#[test]
+fn a_spec_without_rules_gets_rules_for_its_gpus_only() {
+    let devices = json!([
+        {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0},
+        {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
+    ]);
+    let (after, _) = edited(
+        &Spec::from(json!({"linux": {"devices": devices}})),
+        &inventory(195, 2),
+        &[0],
+    );
+    assert_eq!(allowed(&after), ["195:0"]);
+}
+
+#[test]
+fn a_gpu_without_node_is_named() {
+    let mut here = inventory(195, 1);
+    here.gpus[0].node = None;
+    let error = replace_gpus(&mut spec(195, &[0]), &here.gpus, &here.common_nodes).unwrap_err();
+    assert_eq!(error.code(), "FIRN-GPU-NO-NODE");
+    assert!(error.to_string().contains(here.gpus[0].uuid.as_str()));
+}
+
+#[test]
+fn only_early_hooks_of_nvidia_are_stripped() {
+    let nvidia = json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "update-ldcache"]});
+    let other = json!({"path": "/opt/cni/hook"});
+    let mut spec = Spec::from(json!({"hooks": {
+        "prestart": [nvidia], "createRuntime": [other, nvidia], "createContainer": [nvidia], "poststop": [nvidia],
+    }}));
+    assert_eq!(strip_gpu_hooks(&mut spec).unwrap(), 2);
+    assert_eq!(strip_gpu_hooks(&mut spec).unwrap(), 0);
+    assert_eq!(spec.array("/hooks/createRuntime"), [other]);
+    assert_eq!(
+        (
+            spec.array("/hooks/createContainer").len(),
+            spec.array("/hooks/poststop").len()
+        ),
+        (1, 1)
+    );
+
+    let mut plain = Spec::from(json!({}));
+    assert_eq!(strip_gpu_hooks(&mut plain).unwrap(), 0);
+    assert_eq!(plain, Spec::from(json!({})));
+}
+
+#[test]
+fn the_restore_hook_is_added_last_and_once() {
+    let mut spec = Spec::from(json!({"hooks": {"createRuntime": [{"path": "/opt/cni/hook"}]}}));
+    add_restore_hook(&mut spec, Path::new("/usr/bin/firn-hook")).unwrap();
+    add_restore_hook(&mut spec, Path::new("/usr/bin/firn-hook")).unwrap();
+    let hooks = spec.array("/hooks/createRuntime");
+    assert_eq!(hooks.len(), 2);
+    assert_eq!(hooks[1]["args"], json!(["firn-hook", "createRuntime"]));
+
+    let mut bare = Spec::from(json!({"hooks": null}));
+    add_restore_hook(&mut bare, Path::new("/usr/bin/firn-hook")).unwrap();
+    assert_eq!(bare.array("/hooks/createRuntime").len(), 1);
+    let mut wrong = Spec::from(json!({"hooks": {"createRuntime": 3}}));
+    assert_eq!(
+        add_restore_hook(&mut wrong, Path::new("/x")).unwrap_err().code(),
+        "FIRN-SPEC-INVALID"
+    );
+}
+
+#[test]
+fn the_criu_configuration_is_named() {
+    let mut spec = Spec::from(json!({"annotations": {"k": "v", "org.criu.config": "/old"}}));
+    set_criu_config(&mut spec, Path::new("/b/firn-criu.conf")).unwrap();
+    assert_eq!(spec.annotation("org.criu.config"), Some("/b/firn-criu.conf"));
+    assert_eq!(spec.annotation("k"), Some("v"));
+}

@@ -1,0 +1,88 @@
+//! Which paths and hooks of a spec are about NVIDIA GPUs.
+//!
+//! A path says what an entry is about; the device numbers say which device it opens. firn goes by the path in the
+//! container, as every tool that writes specs for GPUs keeps the host's names there.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+/// What a device path of a container is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GpuPath {
+    /// `/dev/nvidiaN`: one GPU.
+    Gpu,
+    /// Other nodes of NVIDIA's driver: `/dev/nvidiactl`, `/dev/nvidia-uvm`, `/dev/nvidia-caps/...`.
+    Control,
+    /// `/dev/dri/cardN`, `/dev/dri/renderDN`: the graphics side of some GPU.
+    Graphics,
+}
+
+/// Directories that hold nodes of GPUs, relative to `/dev`; the empty one is `/dev` itself.
+pub(crate) const DIRECTORIES: [&str; 4] = ["", "nvidia-caps", "nvidia-caps-imex-channels", "dri"];
+
+/// Classifies an absolute device path.
+pub(crate) fn classify(path: &Path) -> Option<GpuPath> {
+    let below_dev = path.strip_prefix("/dev").ok()?;
+    let name = below_dev.file_name()?.to_str()?;
+    match below_dev.parent()?.to_str()? {
+        "" => {
+            let rest = name.strip_prefix("nvidia")?;
+            let is_number = !rest.is_empty() && rest.bytes().all(|c| c.is_ascii_digit());
+            Some(if is_number { GpuPath::Gpu } else { GpuPath::Control })
+        }
+        "nvidia-caps" | "nvidia-caps-imex-channels" => Some(GpuPath::Control),
+        "dri" => (name.starts_with("card") || name.starts_with("renderD")).then_some(GpuPath::Graphics),
+        _ => None,
+    }
+}
+
+/// Whether the path is a node of NVIDIA's driver.
+pub(crate) fn is_nvidia(path: &Path) -> bool {
+    matches!(classify(path), Some(GpuPath::Gpu | GpuPath::Control))
+}
+
+/// Whether a hook of the spec runs one of NVIDIA's programs, itself or through containerd's `oci-hook`.
+pub(crate) fn is_nvidia_hook(hook: &Value) -> bool {
+    const PROGRAMS: [&str; 5] = [
+        "nvidia-container-runtime-hook",
+        "nvidia-container-toolkit",
+        "nvidia-container-cli",
+        "nvidia-cdi-hook",
+        "nvidia-ctk",
+    ];
+    let words = hook["args"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .chain([&hook["path"]]);
+    let mut names = words.filter_map(|word| Path::new(word.as_str()?).file_name()?.to_str());
+    names.any(|name| PROGRAMS.contains(&name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_told_apart() {
+        use GpuPath::{Control, Gpu, Graphics};
+        for (path, class) in [
+            ("/dev/nvidia0", Some(Gpu)),
+            ("/dev/nvidia15", Some(Gpu)),
+            ("/dev/nvidiactl", Some(Control)),
+            ("/dev/nvidia-uvm", Some(Control)),
+            ("/dev/nvidia-caps/nvidia-cap1", Some(Control)),
+            ("/dev/dri/card1", Some(Graphics)),
+            ("/dev/dri/renderD128", Some(Graphics)),
+            ("/dev/dri/by-path/x", None),
+            ("/dev/fuse", None),
+            ("/dev/x/nvidia0", None),
+            ("/nvidia0", None),
+            ("/dev", None),
+            ("dev/nvidia0", None),
+        ] {
+            assert_eq!(classify(Path::new(path)), class, "{path}");
+        }
+    }
+}

@@ -1,0 +1,383 @@
+//! Which GPUs of this node a container may use.
+//!
+//! **At a checkpoint** the grant is what the spec's device nodes give: each `/dev/nvidiaN` entry is looked up in the
+//! inventory by type and numbers. A spec whose device rules open whole ranges of devices (a privileged container)
+//! gives every GPU, whatever its nodes say.
+//!
+//! **At a restore**, the first line that applies:
+//!
+//! | spec written by | given | grant |
+//! |---|---|---|
+//! | CRI | anything | the spec's device nodes, by numbers. Configuration and annotation add nothing |
+//! | others | `[restore] gpus` in the configuration | those GPUs |
+//! | others | a map ([`GpuMap`]) | the GPUs on its right side |
+//! | others | neither | the spec's device nodes by numbers, then by path |
+//!
+//! The kubelet has allocated what a CRI spec holds, and a pod's author must not reach beyond it. A spec that is not
+//! CRI's was written by someone who could have named any device of the node, and after `ctr containers restore` it is
+//! the source's spec, whose nodes mean nothing here. Nothing of the checkpoint image is asked.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use firn_config::Restore;
+use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
+
+use crate::gpu_path::{GpuPath, classify};
+use crate::{DeviceRule, GpuMap, MapOrigin, Spec, SpecDevice, SpecError};
+
+/// What a grant rests on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Basis {
+    /// The spec's device nodes.
+    Nodes,
+    /// Device rules that open whole ranges: the nodes are no allocation.
+    Everything,
+    /// `[restore] gpus` of the configuration.
+    Config,
+    /// The right side of a map.
+    Map(MapOrigin),
+}
+
+/// GPUs that a container may use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// The GPUs: in the order of the configuration or map, else in that of the inventory.
+    pub gpus: Vec<Gpu>,
+    /// What the grant rests on.
+    pub basis: Basis,
+}
+
+/// A grant that cannot be decided.
+#[derive(Debug, thiserror::Error)]
+pub enum GrantError {
+    /// A GPU node of the spec is none of this node's GPUs.
+    #[error("device {} ({kind} {major}:{minor}) of the spec is no GPU of this node", path.display())]
+    Unresolved {
+        path: PathBuf,
+        kind: &'static str,
+        major: u64,
+        minor: u64,
+    },
+    /// The configuration or a map names a GPU that this node does not have.
+    #[error("{origin} names GPU {name}, which this node does not have")]
+    UnknownGpu { origin: String, name: String },
+    /// The spec's devices cannot be read.
+    #[error("cannot read the devices of the spec")]
+    Spec(#[from] SpecError),
+}
+
+impl GrantError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Unresolved { .. } => "FIRN-GRANT-UNRESOLVED",
+            Self::UnknownGpu { .. } => "FIRN-GPU-UNKNOWN",
+            Self::Spec(error) => error.code(),
+        }
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Unresolved { .. } => {
+                "for a spec of another node, name GPUs under [restore] in the configuration or in the annotation \
+                 firn.dev/gpu-map; otherwise write the CDI spec of this node anew"
+            }
+            Self::UnknownGpu { .. } => "`firn doctor` lists the GPUs of this node",
+            Self::Spec(error) => error.hint(),
+        }
+    }
+}
+
+impl Grant {
+    /// The grant of a container that was created on this node.
+    pub fn of_spec(spec: &Spec, inventory: &Inventory) -> Result<Self, GrantError> {
+        by_nodes(spec, inventory, &[by_numbers])
+    }
+
+    /// The grant of a container that is to be restored on this node, by the table in the module head.
+    pub fn at_restore(
+        spec: &Spec,
+        inventory: &Inventory,
+        config: &Restore,
+        map: Option<&GpuMap>,
+    ) -> Result<Self, GrantError> {
+        if spec.is_cri() {
+            return by_nodes(spec, inventory, &[by_numbers]);
+        }
+        if !config.gpus.is_empty() {
+            return by_config(inventory, &config.gpus);
+        }
+        if let Some(map) = map {
+            return by_map(inventory, map);
+        }
+        by_nodes(spec, inventory, &[by_numbers, by_path])
+    }
+
+    /// Whether the grant holds this GPU.
+    pub fn holds(&self, uuid: &GpuUuid) -> bool {
+        self.gpus.iter().any(|gpu| gpu.uuid == *uuid)
+    }
+}
+
+type Lookup = fn(&SpecDevice, &Inventory) -> Option<usize>;
+
+fn by_nodes(spec: &Spec, inventory: &Inventory, lookups: &[Lookup]) -> Result<Grant, GrantError> {
+    let opened = opened_by_ranges(&spec.device_rules()?, inventory);
+    if !opened.is_empty() {
+        return Ok(Grant {
+            gpus: opened,
+            basis: Basis::Everything,
+        });
+    }
+    let mut granted = BTreeSet::new();
+    for device in spec
+        .devices()?
+        .iter()
+        .filter(|d| classify(&d.node.path) == Some(GpuPath::Gpu))
+    {
+        let index = lookups.iter().find_map(|lookup| lookup(device, inventory));
+        granted.insert(index.ok_or_else(|| unresolved(&device.node))?);
+    }
+    let gpus = granted
+        .into_iter()
+        .map(|index| inventory.gpus[index].clone())
+        .collect();
+    Ok(Grant {
+        gpus,
+        basis: Basis::Nodes,
+    })
+}
+
+fn unresolved(node: &DeviceNode) -> GrantError {
+    let kind = match node.kind {
+        NodeType::Char => "c",
+        NodeType::Block => "b",
+    };
+    GrantError::Unresolved {
+        path: node.path.clone(),
+        kind,
+        major: node.major,
+        minor: node.minor,
+    }
+}
+
+fn by_numbers(device: &SpecDevice, inventory: &Inventory) -> Option<usize> {
+    let same = |gpu: &Gpu| {
+        gpu.node.as_ref().is_some_and(|node| {
+            (node.kind, node.major, node.minor) == (device.node.kind, device.node.major, device.node.minor)
+        })
+    };
+    inventory.gpus.iter().position(same)
+}
+
+fn by_path(device: &SpecDevice, inventory: &Inventory) -> Option<usize> {
+    inventory.gpus.iter().position(|gpu| {
+        gpu.node
+            .as_ref()
+            .is_some_and(|node| node.path == device.node.path)
+    })
+}
+
+/// GPUs that rules speaking of more than one device open for reading or writing.
+fn opened_by_ranges(rules: &[DeviceRule], inventory: &Inventory) -> Vec<Gpu> {
+    let ranges: Vec<DeviceRule> = rules
+        .iter()
+        .filter(|rule| rule.is_wildcard() || !rule.allow)
+        .cloned()
+        .collect();
+    let open = |gpu: &&Gpu| {
+        gpu.node
+            .as_ref()
+            .is_some_and(|node| DeviceRule::open(&ranges, node))
+    };
+    inventory.gpus.iter().filter(open).cloned().collect()
+}
+
+fn by_config(inventory: &Inventory, names: &[String]) -> Result<Grant, GrantError> {
+    let gpu = |name: &String| {
+        let found = match name.parse::<GpuUuid>() {
+            Ok(uuid) => inventory.gpus.iter().find(|gpu| gpu.uuid == uuid),
+            Err(_) => name
+                .parse::<usize>()
+                .ok()
+                .and_then(|index| inventory.gpus.get(index)),
+        };
+        found.ok_or_else(|| unknown("gpus in the configuration", name))
+    };
+    Ok(Grant {
+        gpus: distinct(names.iter().map(gpu))?,
+        basis: Basis::Config,
+    })
+}
+
+fn by_map(inventory: &Inventory, map: &GpuMap) -> Result<Grant, GrantError> {
+    let gpu = |uuid: &GpuUuid| {
+        let found = inventory.gpus.iter().find(|gpu| gpu.uuid == *uuid);
+        found.ok_or_else(|| unknown(&map.origin.to_string(), uuid.as_str()))
+    };
+    Ok(Grant {
+        gpus: distinct(map.pairs.iter().map(|pair| gpu(&pair.new)))?,
+        basis: Basis::Map(map.origin),
+    })
+}
+
+fn unknown(origin: &str, name: &str) -> GrantError {
+    GrantError::UnknownGpu {
+        origin: origin.to_owned(),
+        name: name.chars().take(64).collect(),
+    }
+}
+
+fn distinct<'a>(found: impl Iterator<Item = Result<&'a Gpu, GrantError>>) -> Result<Vec<Gpu>, GrantError> {
+    let mut gpus: Vec<Gpu> = Vec::new();
+    for gpu in found {
+        let gpu = gpu?;
+        if !gpus.iter().any(|known| known.uuid == gpu.uuid) {
+            gpus.push(gpu.clone());
+        }
+    }
+    Ok(gpus)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::{config, inventory, spec, uuid};
+    use serde_json::json;
+
+    fn indices(grant: &Grant) -> Vec<u8> {
+        (0..8).filter(|i| grant.holds(&uuid(*i))).collect()
+    }
+
+    fn cri(mut spec: Spec) -> Spec {
+        let annotations = spec.object_mut(&["annotations"], "annotations").unwrap();
+        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
+        spec
+    }
+
+    fn map_to(new: u8) -> GpuMap {
+        let config = config(&[], &[(9, new)]);
+        GpuMap::find(&Spec::from(json!({})), &config, &[uuid(9)])
+            .unwrap()
+            .unwrap()
+    }
+
+    #[test]
+    fn nodes_are_looked_up_by_numbers() {
+        let grant = Grant::of_spec(&spec(195, &[0, 2]), &inventory(195, 4)).unwrap();
+        assert_eq!((indices(&grant), grant.basis), (vec![0, 2], Basis::Nodes));
+    }
+
+    #[test]
+    fn a_spec_without_gpus_grants_none() {
+        let grant = Grant::of_spec(&Spec::from(json!({})), &inventory(195, 2)).unwrap();
+        assert_eq!(indices(&grant), [] as [u8; 0]);
+    }
+
+    #[test]
+    fn numbers_of_another_node_do_not_resolve_on_the_node_that_made_the_spec() {
+        let error = Grant::of_spec(&spec(240, &[0]), &inventory(195, 2)).unwrap_err();
+        assert_eq!(error.code(), "FIRN-GRANT-UNRESOLVED");
+        assert!(error.to_string().contains("/dev/nvidia0 (c 240:0)"), "{error}");
+    }
+
+    #[test]
+    fn rules_that_open_ranges_give_every_gpu() {
+        for rule in [
+            json!({"allow": true, "access": "rwm"}),
+            json!({"allow": true, "type": "c", "major": 195, "access": "rw"}),
+            json!({"allow": true, "type": "c", "major": -1, "minor": -1, "access": "r"}),
+        ] {
+            let mut spec = spec(195, &[1]);
+            let list = spec.object_mut(&["linux", "resources"], "").unwrap()["devices"]
+                .as_array_mut()
+                .unwrap();
+            list.push(rule.clone());
+            let grant = Grant::of_spec(&spec, &inventory(195, 3)).unwrap();
+            assert_eq!(
+                (indices(&grant), grant.basis),
+                (vec![0, 1, 2], Basis::Everything),
+                "{rule}"
+            );
+        }
+    }
+
+    #[test]
+    fn rules_that_only_let_nodes_be_made_open_nothing() {
+        let mut spec = spec(195, &[1]);
+        let list = spec.object_mut(&["linux", "resources"], "").unwrap()["devices"]
+            .as_array_mut()
+            .unwrap();
+        list.push(json!({"allow": true, "type": "c", "access": "m"}));
+        list.push(json!({"allow": true, "type": "b", "access": "rwm"}));
+        list.push(json!({"allow": true, "type": "c", "major": 10, "access": "rwm"}));
+        assert_eq!(indices(&Grant::of_spec(&spec, &inventory(195, 3)).unwrap()), [1]);
+    }
+
+    #[test]
+    fn restore_line_cri_takes_nodes_only() {
+        let spec = cri(spec(195, &[1]));
+        let grant =
+            Grant::at_restore(&spec, &inventory(195, 4), &config(&["2"], &[]), Some(&map_to(3))).unwrap();
+        assert_eq!((indices(&grant), grant.basis), (vec![1], Basis::Nodes));
+    }
+
+    #[test]
+    fn restore_line_cri_never_goes_by_path() {
+        let spec = cri(crate::fixtures::spec(240, &[1]));
+        let error = Grant::at_restore(&spec, &inventory(195, 4), &config(&["2"], &[]), Some(&map_to(3)));
+        assert!(matches!(error, Err(GrantError::Unresolved { .. })));
+    }
+
+    #[test]
+    fn restore_line_configuration_in_its_order_without_doubles() {
+        let second = uuid(2).to_string();
+        let config = config(&["3", &second, "2"], &[]);
+        let grant =
+            Grant::at_restore(&spec(240, &[0]), &inventory(195, 4), &config, Some(&map_to(1))).unwrap();
+        assert_eq!(
+            grant.gpus.iter().map(|g| g.uuid.clone()).collect::<Vec<_>>(),
+            [uuid(3), uuid(2)]
+        );
+        assert_eq!(grant.basis, Basis::Config);
+    }
+
+    #[test]
+    fn restore_line_map() {
+        let grant = Grant::at_restore(
+            &spec(195, &[0]),
+            &inventory(195, 4),
+            &config(&[], &[]),
+            Some(&map_to(3)),
+        );
+        let grant = grant.unwrap();
+        assert_eq!(
+            (indices(&grant), grant.basis),
+            (vec![3], Basis::Map(MapOrigin::Config))
+        );
+    }
+
+    #[test]
+    fn restore_line_nodes_by_numbers_then_by_path() {
+        let restore = |spec| Grant::at_restore(&spec, &inventory(195, 4), &config(&[], &[]), None);
+        assert_eq!(indices(&restore(spec(195, &[2])).unwrap()), [2]);
+        assert_eq!(indices(&restore(spec(240, &[2])).unwrap()), [2]);
+        assert!(restore(spec(240, &[7])).is_err());
+    }
+
+    #[test]
+    fn gpus_that_the_node_lacks_are_named() {
+        let at = |config: &Restore, map| Grant::at_restore(&spec(195, &[0]), &inventory(195, 2), config, map);
+        for name in ["2", "-1", "GPU-nonsense", uuid(5).as_str()] {
+            let error = at(&config(&[name], &[]), None).unwrap_err();
+            assert_eq!(error.code(), "FIRN-GPU-UNKNOWN");
+            assert!(error.to_string().contains(name), "{error}");
+        }
+        assert_eq!(
+            at(&config(&[], &[]), Some(&map_to(5))).unwrap_err().code(),
+            "FIRN-GPU-UNKNOWN"
+        );
+    }
+}
