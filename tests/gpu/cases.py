@@ -194,7 +194,7 @@ def round_trip(setup, end, name, workload, memory=0.0, workers=1):
         check_holders(source, end, source_gpus, memory)
 
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
-        record["checkpoint_account"] = source.account()
+        record["checkpoint_ms"] = source.account()
         if done.returncode:
             raise Failed(f"checkpoint failed: {done.stderr.strip()}")
         at_checkpoint = counts(source)
@@ -207,7 +207,7 @@ def round_trip(setup, end, name, workload, memory=0.0, workers=1):
         grant(setup, source_gpus, target_gpus)
         _, record["restore_s"] = timed(target.restore, image, end)
         after = wait_for_counts(target, end, workers, {}, 3)
-        record["restore_account"] = target.account()
+        record["restore_ms"] = target.account()
         record["uuid_after"] = check_holders(target, end, target_gpus, memory)
         record.update(compare(before, went_on, after))
         target.keep_evidence(setup.evidence)
@@ -346,7 +346,7 @@ def torch(setup, end, steps=80, interrupt_at=20):
         before = end.until("the training to reach the step", lambda: reached(source, interrupt_at), 90)
         check_holders(source, end, source_gpus, record["gib"])
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
-        record["checkpoint_account"] = source.account()
+        record["checkpoint_ms"] = source.account()
         if done.returncode:
             raise Failed(f"checkpoint failed: {done.stderr.strip()}")
         # The source's own next losses show where it stood when it was frozen.
@@ -358,7 +358,7 @@ def torch(setup, end, steps=80, interrupt_at=20):
         grant(setup, source_gpus, target_gpus)
         _, record["restore_s"] = timed(target.restore, image, end)
         end.until("the restored training to print", lambda: losses(target.lines()))
-        record["restore_account"] = target.account()
+        record["restore_ms"] = target.account()
         record["uuid_after"] = check_holders(target, end, target_gpus, record["gib"])
         status = target.exit_status(end, 90)
         after = losses(target.lines())

@@ -90,16 +90,30 @@ def _node(path):
         found = os.stat(path)
     except OSError as error:
         raise NoDriver(f"no device node {path}: {error.strerror}") from error
-    if not stat.S_ISCHR(found.st_mode):
-        raise NoDriver(f"{path} is no character device")
+    # Simulated GPUs are block devices.
+    kind = "c" if stat.S_ISCHR(found.st_mode) else "b" if stat.S_ISBLK(found.st_mode) else None
+    if not kind:
+        raise NoDriver(f"{path} is no device node")
     return {
         "path": "/dev/" + os.path.basename(path),
-        "type": "c",
+        "type": kind,
         "major": os.major(found.st_rdev),
         "minor": os.minor(found.st_rdev),
         "fileMode": 0o666,
         "permissions": "rwm",
     }
+
+
+def existing(directories=("/etc/cdi", "/var/run/cdi")):
+    """The machine's own spec of its GPUs, if it has one: a second one would make every name ambiguous."""
+    for directory in directories:
+        for path in sorted(glob.glob(f"{directory}/*")):
+            if not path.endswith((".json", ".yaml")):
+                continue
+            with open(path, encoding="utf-8") as file:
+                if re.search(rf"""kind["']?\s*:\s*["']?{re.escape(KIND)}(?![\w-])""", file.read()):
+                    return path
+    return None
 
 
 def driver_libraries():

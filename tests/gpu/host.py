@@ -67,11 +67,11 @@ class Host:
     makes N in memory and N on disk beside the process itself.
     """
 
-    def __init__(self, work, bin_dir, memory_size, environment, log):
+    def __init__(self, work, bin_dir, memory, environment, log):
         self.work = work
         self.memory = f"{work}/memory"
         self.log = log
-        self._size = memory_size
+        self._options = memory
         self._daemon = None
         self._saved = {}
         path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
@@ -92,7 +92,7 @@ class Host:
         os.makedirs(f"{self.work}/logs")
         os.makedirs(self.memory)
         # The size is given because machines that grow their memory as it is used show little of it at first.
-        self._command("mount", "-t", "tmpfs", "-o", f"size={self._size},mode=0755", "firn-gpu", self.memory)
+        self._command("mount", "-t", "tmpfs", "-o", f"{self._options},mode=0755", "firn-gpu", self.memory)
         os.makedirs(f"{self.memory}/tmp")
         self.put(CRIU_CONFIG, "network-lock skip\n")
         config = f"{self.work}/containerd.toml"
@@ -271,12 +271,13 @@ class Container:
         return f"{self.host.work}/state/io.containerd.runtime.v2.task/{NAMESPACE}/{self.name}"
 
     def account(self):
-        """What the shim wrote into the bundle of what it did: JSON files by name. May be empty."""
-        found = {}
-        for path in sorted(glob.glob(f"{self.bundle()}/firn-*.json")):
-            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-                found[os.path.basename(path)] = json.load(file)
-        return found
+        """Milliseconds by phase of the shim's last transaction on this container; empty with another shim."""
+        try:
+            with open(f"{self.bundle()}/firn-account.json", encoding="utf-8") as file:
+                account = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        return {**{phase["name"]: phase["ms"] for phase in account["phases"]}, "total": account["total_ms"]}
 
     def keep_evidence(self, directory):
         """Copy the logs of CRIU and runc out of the bundle."""

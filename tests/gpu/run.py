@@ -63,11 +63,18 @@ class Report:
 
     def finish(self, machine):
         """Write and print the table."""
+        measured = [
+            phases(record, operation) for record in self._records for operation in ("checkpoint", "restore")
+            if record.get(f"{operation}_ms")
+        ]
+        failures = [f"- {record['case']}: {record['error']}" for record in self._records if "error" in record]
         table = [
             f"{time.strftime('%Y-%m-%d')}: {machine}", "",
             "| case | GiB | processes | checkpoint s | restore s | iteration | checksum | GPU before | GPU after | result |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *(row(record) for record in self._records),
+            *(["", "Phases as the shim measured them:", "", *measured] if measured else []),
+            *(["", "Failures:", "", *failures] if failures else []),
         ]
         text = "\n".join(table)
         with open(f"{self.out}/summary.md", "w", encoding="utf-8") as file:
@@ -94,6 +101,11 @@ def row(record):
         record["result"] + (f" ({record['code']})" if "code" in record else ""),
     ]
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def phases(record, operation):
+    """The shim's account of one transaction."""
+    return f"- {record['case']} {operation}: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in record[f"{operation}_ms"].items())
 
 
 def unpack(bundle):
@@ -138,11 +150,14 @@ def machine_facts(host, gpus):
 
 
 def write_cdi(host, gpus):
-    """Both CDI specs of the machine's GPUs."""
-    libraries = cdi.driver_libraries()
-    host.log(f"driver libraries: {libraries}")
-    host.put("/etc/cdi/firn-test-gpu.json", json.dumps(cdi.spec(gpus, libraries), indent=1))
-    host.put("/etc/cdi/firn-test-nodes.json", json.dumps(cdi.spec(gpus, [], cdi.NODES_KIND), indent=1))
+    """The CDI specs that the cases use. Returns what the machine's own CUDA programs need in their environment."""
+    own = cdi.existing()
+    host.log(f"CDI spec of the machine: {own}")
+    if not own:
+        libraries = cdi.driver_libraries()
+        host.log(f"driver libraries: {libraries}")
+        host.put("/etc/cdi/nvidia.json", json.dumps(cdi.spec(gpus, libraries), indent=1))
+    host.put("/etc/cdi/firn-test.json", json.dumps(cdi.spec(gpus, [], cdi.NODES_KIND), indent=1))
     return {} if cdi.known_to_loader() else {"LD_LIBRARY_PATH": cdi.library_dir()}
 
 
@@ -188,6 +203,7 @@ def arguments():
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")
     parser.add_argument("--memory", default="90g", help="size of the tmpfs that holds checkpoints in flight")
+    parser.add_argument("--huge", default="never", choices=["never", "always"], help="huge pages in that tmpfs")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all cases together")
     return parser.parse_args()
 
@@ -206,7 +222,8 @@ def main():
     environment = {"XTABLES_LIBDIR": f"{hosts.INSTALL_DIR}/lib/xtables"} if args.bundle else {}
     gpus = [] if args.no_gpu else cdi.gpus()
 
-    host = hosts.Host(args.work, bin_dir, args.memory, environment, report.log)
+    memory = f"size={args.memory},huge={args.huge}"
+    host = hosts.Host(args.work, bin_dir, memory, environment, report.log)
     facts = machine_facts(host, gpus)
     report.add({"machine": facts})
     report.say(f"machine: {json.dumps(facts)}")
@@ -231,7 +248,8 @@ def main():
         host.close()
     names = ", ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in gpus) or "no GPU"
     driver = f", driver {gpus[0]['driver_version']}" if gpus else ""
-    report.finish(f"{names}{driver}, kernel {facts['kernel']}, cgroup v{facts['cgroup']}, {args.runtime}")
+    report.finish(f"{names}{driver}, kernel {facts['kernel']}, cgroup v{facts['cgroup']}, "
+                  f"checkpoints in tmpfs (huge={args.huge}), {args.runtime}")
     sys.exit(1 if report.failed() else 0)
 
 

@@ -66,6 +66,15 @@ class Cdi(unittest.TestCase):
         self.assertEqual([node["path"] for node in common["deviceNodes"]], ["/dev/nvidiactl"])
         self.assertEqual(common["mounts"][0]["containerPath"], "/usr/lib/x86_64-linux-gnu/libcuda.so.1")
 
+    def test_an_own_spec_of_the_machine_is_found(self):
+        with tempfile.TemporaryDirectory() as directory:
+            for name, text in (("a.yaml", "kind: example.com/gpu"), ("b.json", '{"kind": "nvidia.com/gpu-other"}')):
+                with open(f"{directory}/{name}", "w", encoding="utf-8") as file:
+                    file.write(text)
+            with open(f"{directory}/nvidia.yaml", "w", encoding="utf-8") as file:
+                file.write("---\ncdiVersion: 0.5.0\nkind: nvidia.com/gpu\n")
+            self.assertEqual(cdi.existing([directory]), f"{directory}/nvidia.yaml")
+
     def test_a_missing_node_is_named(self):
         self.gpus[0]["minor"] = 4
         with self.assertRaisesRegex(cdi.NoDriver, "nvidia4"):
