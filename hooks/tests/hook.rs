@@ -1,0 +1,97 @@
+//! Runs the hook as runc does. Needs root for network namespaces; without, the tests say so and end.
+
+use std::io::Write;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::process::{Command, Output, Stdio};
+
+use nix::errno::Errno;
+use nix::sched::{CloneFlags, unshare};
+
+fn hook(argument: &str, state: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_firn-hook"))
+        .arg(argument)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the hook starts");
+    // The hook may end without reading its input.
+    let _ = child
+        .stdin
+        .take()
+        .expect("stdin is piped")
+        .write_all(state.as_bytes());
+    child.wait_with_output().expect("the hook ends")
+}
+
+/// Whether a process of this namespace can talk to another by TCP.
+fn loopback_works() -> bool {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+    listener
+        .and_then(|listener| TcpStream::connect(listener.local_addr()?))
+        .is_ok()
+}
+
+/// Runs `check` on a thread with a network namespace of its own, as the pid of a container.
+fn in_a_new_namespace(check: fn(pid: String)) {
+    let thread = std::thread::spawn(move || match unshare(CloneFlags::CLONE_NEWNET) {
+        Ok(()) => check(nix::unistd::gettid().to_string()),
+        Err(Errno::EPERM) => eprintln!("skipped: a new network namespace needs root"),
+        Err(e) => panic!("unshare: {e}"),
+    });
+    thread.join().expect("the check passed");
+}
+
+#[test]
+fn the_loopback_of_the_container_comes_up_and_repeating_it_does_no_harm() {
+    in_a_new_namespace(|pid| {
+        assert!(!loopback_works(), "a new namespace has its loopback down");
+        // The hook's own namespace is the one it was started in, as runc starts it in its own: enter it from there.
+        for _ in 0..2 {
+            let state =
+                format!(r#"{{"ociVersion":"1.2.0","id":"c","status":"stopped","pid":{pid},"bundle":"/b"}}"#);
+            let output = std::thread::scope(|scope| {
+                scope
+                    .spawn(|| outside(|| hook("createRuntime", &state)))
+                    .join()
+                    .unwrap()
+            });
+            assert!(
+                output.status.success(),
+                "{}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+            assert!(loopback_works());
+        }
+    });
+}
+
+/// Runs on this thread after moving it into the network namespace of the test program.
+fn outside<T>(run: impl FnOnce() -> T) -> T {
+    let home = std::fs::File::open(format!("/proc/{}/ns/net", std::process::id()));
+    nix::sched::setns(home.expect("/proc is there"), CloneFlags::CLONE_NEWNET).expect("root may enter");
+    run()
+}
+
+#[test]
+fn a_container_in_the_hosts_namespace_is_left_alone() {
+    in_a_new_namespace(|pid| {
+        // Started from within: to the hook this is the runtime's own namespace.
+        let output = hook("createRuntime", &format!(r#"{{"pid":{pid}}}"#));
+        assert!(output.status.success());
+        assert!(!loopback_works(), "the hook changed the runtime's own namespace");
+    });
+}
+
+#[test]
+fn failures_and_wrong_usage_are_told_apart() {
+    let output = hook("createRuntime", r#"{"pid":2147483646}"#);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("/proc/2147483646/ns/net"));
+    assert_eq!(hook("createRuntime", "{}").status.code(), Some(1));
+    let output = hook("poststop", "{}");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--help"));
+    let output = hook("--help", "");
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("exit status"));
+}
