@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CudaState, GpuPair, Inventory};
 
+#[cfg(test)]
+mod tests;
+
 /// What the shim asks for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]

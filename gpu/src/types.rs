@@ -9,6 +9,9 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(test)]
+mod tests;
+
 /// UUID of a GPU in the form that NVML and `nvidia-smi` print: `GPU-` and 36 lower-case characters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

@@ -19,7 +19,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 /// A directory with a libcuda.so.1 made from the fixture.
 fn hanging_driver() -> TempDir {
-    let directory = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().expect("temporary directory");
     let rustc = Path::new(env!("CARGO")).with_file_name("rustc");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hanging_driver.rs");
     let status = Command::new(rustc)
@@ -37,15 +37,15 @@ fn hanging_driver() -> TempDir {
         .arg(directory.path().join("libcuda.so.1"))
         .arg(source)
         .status()
-        .unwrap();
+        .expect("start rustc");
     assert!(status.success());
     directory
 }
 
 /// A worker whose first libraries are those in `libraries`, and the shim's end of its socket.
 fn serve(libraries: Option<&Path>) -> (Child, BufReader<UnixStream>) {
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    ours.set_read_timeout(Some(DEADLINE)).unwrap();
+    let (ours, theirs) = UnixStream::pair().expect("socket pair");
+    ours.set_read_timeout(Some(DEADLINE)).expect("read timeout");
     let mut command = Command::new(PROGRAM);
     command
         .args(["serve", "--fd", "3"])
@@ -60,33 +60,36 @@ fn serve(libraries: Option<&Path>) -> (Child, BufReader<UnixStream>) {
             parent_fd: OwnedFd::from(theirs),
             child_fd: 3,
         }])
-        .unwrap();
-    let child = command.spawn().unwrap();
+        .expect("one mapping");
+    let child = command.spawn().expect("start firn-gpu");
     // `command` holds the worker's end of the socket until here.
     drop(command);
     (child, BufReader::new(ours))
 }
 
 fn ask(stream: &mut BufReader<UnixStream>, request: &Request) {
-    let line = serde_json::to_string(request).unwrap() + "\n";
-    stream.get_mut().write_all(line.as_bytes()).unwrap();
+    let line = serde_json::to_string(request).expect("plain data") + "\n";
+    stream
+        .get_mut()
+        .write_all(line.as_bytes())
+        .expect("the worker reads");
 }
 
 fn read(stream: &mut BufReader<UnixStream>) -> Reply {
     let mut line = String::new();
-    stream.read_line(&mut line).unwrap();
-    serde_json::from_str(&line).unwrap()
+    stream.read_line(&mut line).expect("a reply in time");
+    serde_json::from_str(&line).expect("a reply line")
 }
 
 fn wait(child: &mut Child) -> ExitStatus {
     let until = Instant::now() + DEADLINE;
     loop {
-        if let Some(status) = child.try_wait().unwrap() {
+        if let Some(status) = child.try_wait().expect("our child") {
             return status;
         }
         if Instant::now() > until {
-            child.kill().unwrap();
-            child.wait().unwrap();
+            child.kill().expect("our child");
+            child.wait().expect("our child");
             panic!("the worker does not end");
         }
         thread::sleep(Duration::from_millis(5));
@@ -98,11 +101,11 @@ fn run(args: &[&str]) -> (Option<i32>, String, String) {
         status,
         stdout,
         stderr,
-    } = Command::new(PROGRAM).args(args).output().unwrap();
+    } = Command::new(PROGRAM).args(args).output().expect("start firn-gpu");
     (
         status.code(),
-        String::from_utf8(stdout).unwrap(),
-        String::from_utf8(stderr).unwrap(),
+        String::from_utf8(stdout).expect("text"),
+        String::from_utf8(stderr).expect("text"),
     )
 }
 
