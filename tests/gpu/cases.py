@@ -20,12 +20,12 @@ from host import Container, Deadline, Failed
 COUNTER_IMAGE = "firn.test/counter:latest"
 OUTLINE_IMAGE = "firn.test/outline:latest"
 # The busybox workload of the runs without a GPU.
-CPU_COUNTER = "i=0; while :; do echo counter proc=0 iter=$i checksum=$((i * 7919 % 65537)) ok; i=$((i + 1)); sleep 0.1; done"
+CPU_COUNTER = "i=0; while :; do echo counter pid=1 iter=$i checksum=$((i * 7919 % 65537)) ok; i=$((i + 1)); sleep 0.1; done"
 
 PYTHON_COUNTER = """
 import itertools, time
 for i in itertools.count():
-    print(f"counter proc=0 iter={i} checksum={i * 7919 % 65537} ok", flush=True)
+    print(f"counter pid=1 iter={i} checksum={i * 7919 % 65537} ok", flush=True)
     time.sleep(0.1)
 """
 
@@ -65,8 +65,8 @@ def all_cases(sizes):
         return lambda setup, end: round_trip(setup, end, name, workload, **kind)
 
     found = [
-        Case("four", 90, 1, trip("four", counter(["--size-mib", "1024", "--processes", "4"]), memory=4, workers=4)),
-        Case("two-gpu", 90, 2, trip("two-gpu", counter(["--size-mib", "1024", "--gpus", "0,1"], 2), memory=1, workers=2)),
+        Case("four", 90, 1, trip("four", counter(["--mib", "1024", "--procs", "4"]), memory=4, workers=4)),
+        Case("two-gpu", 90, 2, trip("two-gpu", counter(["--mib", "1024", "--gpu", "0,1"], 2), memory=1, workers=2)),
         Case("task-checkpoint", 60, 1, task_checkpoint),
         Case("managed", 60, 1, managed),
         Case("torch", 180, 1, torch),
@@ -75,7 +75,7 @@ def all_cases(sizes):
         Case("cpu-task-checkpoint", 60, 0, lambda setup, end: task_checkpoint(setup, end, "cpu-task", cpu), ("no-gpu",)),
     ]
     for size in sorted(sizes):
-        workload = counter(["--size-mib", f"{size * 1024:.0f}"])
+        workload = counter(["--mib", f"{size * 1024:.0f}"])
         found.append(Case(f"size-{size:g}", int(60 + 8 * size), 1, trip(f"size-{size:g}", workload, memory=size), ("sizes",)))
     return found
 
@@ -107,7 +107,7 @@ def counts(container):
         if not line.startswith("counter ") or not line.endswith(" ok"):
             continue
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        worker = tuple((key, fields[key]) for key in ("proc", "gpu", "thread") if key in fields)
+        worker = tuple((key, fields[key]) for key in ("pid", "thread", "gpu") if key in fields)
         found.setdefault(worker, {})[int(fields["iter"])] = fields["checksum"]
     return found
 
@@ -268,7 +268,7 @@ def clean_up(setup, containers, image=None, directories=()):
 
 def task_checkpoint(setup, end, name="task", workload=None):
     """`ctr task checkpoint` leaves the task running; with `--exit` it ends it and frees the GPU."""
-    workload = workload or counter(["--size-mib", "512"])
+    workload = workload or counter(["--mib", "512"])
     uuids, _ = setup.pick(workload.gpus)
     container = Container(setup.host, name)
     first, second = f"{setup.host.memory}/{name}-1", f"{setup.host.memory}/{name}-2"
@@ -308,7 +308,7 @@ def managed(setup, end):
     """Managed memory cannot be checkpointed: it is refused, and the counter goes on unharmed."""
     uuids, _ = setup.pick(1)
     container = Container(setup.host, "managed")
-    workload = counter(["--size-mib", "64", "--managed"])
+    workload = counter(["--mib", "64", "--managed"])
     record = {"gib": 0.0625, "processes": 1, "uuid_before": uuids}
     image = "firn.test/checkpoint/managed:latest"
     try:

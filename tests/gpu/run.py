@@ -22,10 +22,10 @@ import traceback
 
 sys.dont_write_bytecode = True  # the scripts lie in a working tree
 
-import cases  # noqa: E402
-import cdi  # noqa: E402
-import host as hosts  # noqa: E402
-import image  # noqa: E402
+import cases
+import cdi
+import host as hosts
+import image
 
 
 class Report:

@@ -4,6 +4,7 @@ import os
 import stat
 import tempfile
 import unittest
+from unittest import mock
 
 import cases
 import cdi
@@ -13,7 +14,7 @@ import host as hosts
 class Compare(unittest.TestCase):
     """`compare` believes a restored counter only if it continues the frozen one."""
 
-    WORKER = (("proc", "0"),)
+    WORKER = (("pid", "1"),)
 
     def compare(self, before, source, restored):
         def by_worker(iterations):
@@ -40,6 +41,21 @@ class Compare(unittest.TestCase):
     def test_other_memory(self):
         with self.assertRaisesRegex(hosts.Failed, "checksum of 1 is x, not b"):
             self.compare({0: "a"}, {0: "a", 1: "b", 2: "c"}, {1: "x", 2: "c"})
+
+
+class Counts(unittest.TestCase):
+    """`counts` takes whole lines that say ok, by worker."""
+
+    def test_lines(self):
+        container = mock.Mock(lines=lambda: [
+            "counter pid=7 thread=0 gpu=0 uuid=GPU-a iter=0 checksum=5 ok",
+            "counter pid=8 thread=0 gpu=0 uuid=GPU-a iter=0 checksum=6 ok",
+            "counter pid=7 thread=0 gpu=0 uuid=GPU-b iter=1 checksum=7 ok",
+            "counter pid=7 thread=0 gpu=0 uuid=GPU-b iter=2 checksum=8",
+            "gpu-counter pid=7: iteration 2: 4 elements do not hold what they should",
+        ])
+        workers = [(("pid", pid), ("thread", "0"), ("gpu", "0")) for pid in "78"]
+        self.assertEqual(cases.counts(container), {workers[0]: {0: "5", 1: "7"}, workers[1]: {0: "6"}})
 
 
 class Cdi(unittest.TestCase):

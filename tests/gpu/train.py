@@ -9,7 +9,7 @@ import time
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-import torch  # noqa: E402  (after the variable that cuBLAS reads)
+import torch  # after the variable that cuBLAS reads
 
 
 def main():
