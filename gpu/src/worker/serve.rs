@@ -6,7 +6,7 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Instant;
 
@@ -34,10 +34,7 @@ pub(super) fn serve(socket: UnixStream, node: Node) -> io::Result<()> {
     };
     let (queue, requests) = mpsc::channel();
     thread::Builder::new().name("requests".into()).spawn(move || {
-        let session = Session {
-            node,
-            replies: Arc::new(replies),
-        };
+        let session = Session { node, replies };
         for line in requests {
             session.answer(line);
         }
@@ -62,11 +59,11 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Line>> {
     if reader.take(limit + 1).read_until(b'\n', &mut line)? == 0 {
         return Ok(None);
     }
-    Ok(Some(if line.len() > LINE_LIMIT {
-        Line::TooLong
-    } else {
-        Line::Whole(line)
-    }))
+    if line.len() > LINE_LIMIT {
+        return Ok(Some(Line::TooLong));
+    }
+    // A line without its end was cut off with the shim that wrote it.
+    Ok(line.ends_with(b"\n").then_some(Line::Whole(line)))
 }
 
 /// The way back to the shim.
@@ -93,7 +90,7 @@ impl Replies {
 
 struct Session {
     node: Node,
-    replies: Arc<Replies>,
+    replies: Replies,
 }
 
 impl Session {
