@@ -1,1 +1,23 @@
-fn main() {}
+//! `gpu-counter`: computes in GPU memory for ever and says in every iteration whether all of it is as it should be.
+//!
+//! One line per iteration, thread and GPU:
+//! `counter pid=7 thread=0 gpu=0 uuid=GPU-... iter=12 checksum=123456 ok`. Exits with 1 on the first wrong element or
+//! driver error, naming it. Holds no descriptor but the standard ones and the driver's.
+
+#![forbid(unsafe_code)]
+
+mod run;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    match run::run(&run::Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("gpu-counter pid={}: {error:#}", std::process::id());
+            ExitCode::FAILURE
+        }
+    }
+}

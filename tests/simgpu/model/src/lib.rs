@@ -16,7 +16,7 @@ mod table;
 mod uuid;
 
 pub use mapping::Mapping;
-pub use memory::{CHUNK, GpuMemory, Run};
+pub use memory::{CHUNK, GpuMemory, Run, punch};
 pub use process::{CudaProcess, SERVICE_PREFIX, TOKEN_PREFIX, service_comm, token_comm};
 pub use slots::{SLOT_COUNT, SLOT_TABLE_SIZE, Slots};
 pub use table::{Control, GpuInfo, Node, NodeTable, TABLE_SIZE, TableError, punch_managed};

@@ -1,0 +1,203 @@
+//! Contexts and streams. Work is done when the call that asks for it returns, so waiting for it is passing the gate.
+
+use std::cell::RefCell;
+
+use simgpu_model::CHUNK;
+
+use super::give;
+use crate::abi::Handle;
+use crate::driver;
+use crate::error::{Error, answer};
+use crate::process::{Context, Process};
+
+thread_local! {
+    /// The thread's context stack, the current one last.
+    static STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+fn handle(number: usize) -> Handle {
+    std::ptr::without_provenance_mut(number)
+}
+
+/// The GPU of the calling thread's current context.
+pub(super) fn current_gpu(process: &Process) -> Result<usize, Error> {
+    let current = STACK
+        .with_borrow(|stack| stack.last().copied())
+        .ok_or(Error::INVALID_CONTEXT)?;
+    Ok(process.contexts.get(&current).ok_or(Error::INVALID_CONTEXT)?.gpu)
+}
+
+fn make(process: &mut Process, gpu: usize, primary: bool) -> Result<usize, Error> {
+    let memory = process.allocate(gpu, CHUNK)?;
+    let number = process.fresh_handle();
+    process.contexts.insert(
+        number,
+        Context {
+            gpu,
+            memory,
+            retained: 1,
+            primary,
+        },
+    );
+    Ok(number)
+}
+
+fn destroy(process: &mut Process, number: usize) -> Result<(), Error> {
+    let context = process.contexts.remove(&number).ok_or(Error::INVALID_CONTEXT)?;
+    process.free(context.memory)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxCreate_v2(context: *mut Handle, _flags: u32, device: i32) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let mut process = entered.process();
+        let gpu = process.place(device)?;
+        let number = make(&mut process, gpu, false)?;
+        STACK.with_borrow_mut(|stack| stack.push(number));
+        // SAFETY: the caller keeps the driver API's contract.
+        unsafe { give(context, handle(number)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxDestroy_v2(context: Handle) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        STACK.with_borrow_mut(|stack| stack.retain(|number| *number != context.addr()));
+        destroy(&mut entered.process(), context.addr())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: i32) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let mut process = entered.process();
+        let gpu = process.place(device)?;
+        let existing = process
+            .contexts
+            .iter_mut()
+            .find(|(_, context)| context.primary && context.gpu == gpu);
+        let number = match existing {
+            Some((number, context)) => {
+                context.retained += 1;
+                *number
+            }
+            None => make(&mut process, gpu, true)?,
+        };
+        // SAFETY: the caller keeps the driver API's contract.
+        unsafe { give(context, handle(number)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDevicePrimaryCtxRelease_v2(device: i32) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let mut process = entered.process();
+        let gpu = process.place(device)?;
+        let existing = process
+            .contexts
+            .iter_mut()
+            .find(|(_, context)| context.primary && context.gpu == gpu);
+        let (number, context) = existing.ok_or(Error::INVALID_CONTEXT)?;
+        context.retained -= 1;
+        let (number, last) = (*number, context.retained == 0);
+        if last {
+            destroy(&mut process, number)
+        } else {
+            Ok(())
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxSetCurrent(context: Handle) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        if !context.is_null() && !entered.process().contexts.contains_key(&context.addr()) {
+            return Err(Error::INVALID_CONTEXT);
+        }
+        STACK.with_borrow_mut(|stack| {
+            stack.pop();
+            if !context.is_null() {
+                stack.push(context.addr());
+            }
+        });
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxGetCurrent(context: *mut Handle) -> i32 {
+    answer(|| {
+        let _entered = driver::enter()?;
+        let current = STACK.with_borrow(|stack| stack.last().copied()).unwrap_or(0);
+        // SAFETY: the caller keeps the driver API's contract.
+        unsafe { give(context, handle(current)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxPushCurrent_v2(context: Handle) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        if !entered.process().contexts.contains_key(&context.addr()) {
+            return Err(Error::INVALID_CONTEXT);
+        }
+        STACK.with_borrow_mut(|stack| stack.push(context.addr()));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut Handle) -> i32 {
+    answer(|| {
+        let _entered = driver::enter()?;
+        let popped = STACK.with_borrow_mut(Vec::pop).ok_or(Error::INVALID_CONTEXT)?;
+        if context.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps the driver API's contract.
+        unsafe { give(context, handle(popped)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxSynchronize() -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        current_gpu(&entered.process()).map(drop)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamCreate(stream: *mut Handle, _flags: u32) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let mut process = entered.process();
+        current_gpu(&process)?;
+        let number = process.fresh_handle();
+        process.streams.insert(number);
+        // SAFETY: the caller keeps the driver API's contract.
+        unsafe { give(stream, handle(number)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamSynchronize(stream: Handle) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let known = stream.is_null() || entered.process().streams.contains(&stream.addr());
+        if known { Ok(()) } else { Err(Error::INVALID_HANDLE) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamDestroy_v2(stream: Handle) -> i32 {
+    answer(|| {
+        let known = driver::enter()?.process().streams.remove(&stream.addr());
+        if known { Ok(()) } else { Err(Error::INVALID_HANDLE) }
+    })
+}

@@ -1,0 +1,94 @@
+//! The six process checkpoint calls, made by one process about another. They need no cuInit.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::thread;
+use std::time::Duration;
+
+use simgpu_model::fault::{self, Action, Call, When};
+use simgpu_model::{CudaProcess, paths};
+
+use crate::error::{self, Error};
+use crate::wire::{self, Request};
+
+/// Looks at a process. A process without CUDA is not measured; an invalid argument is what the documentation offers.
+pub(crate) fn look(call: Call, pid: i32) -> Result<CudaProcess, Error> {
+    disturbed(call, pid, || CudaProcess::find(pid).ok_or(Error::INVALID_VALUE))
+}
+
+/// Has a request carried out by the restore thread of `pid`.
+pub(crate) fn request(call: Call, pid: i32, request: &Request) -> Result<(), Error> {
+    disturbed(call, pid, || {
+        let process = CudaProcess::find(pid).ok_or(Error::INVALID_VALUE)?;
+        // A process that dies meanwhile was not measured.
+        match exchange(&process, request).map_err(|_| Error::UNKNOWN)? {
+            0 => Ok(()),
+            code => Err(Error(code)),
+        }
+    })
+}
+
+fn exchange(process: &CudaProcess, request: &Request) -> io::Result<i32> {
+    let (mine, theirs) = wire::socket_pair()?;
+    wire::send_with(&channel(process)?, &request.encode(), &theirs)?;
+    drop(theirs);
+    let answer = wire::receive::<4>(&mine)?.ok_or(io::ErrorKind::UnexpectedEof)?;
+    Ok(i32::from_le_bytes(answer))
+}
+
+/// The far end of the process's channel.
+fn channel(process: &CudaProcess) -> io::Result<OwnedFd> {
+    // SAFETY: no pointers are involved.
+    let pidfd = take(unsafe { libc::syscall(libc::SYS_pidfd_open, process.pid, 0) })?;
+    // SAFETY: no pointers are involved.
+    take(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), process.channel, 0) })
+}
+
+fn take(result: libc::c_long) -> io::Result<OwnedFd> {
+    match i32::try_from(result) {
+        // SAFETY: the system call has just made this descriptor for this process.
+        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Carries `call` out unless the node's fault script has something else in mind.
+pub(crate) fn disturbed<T>(
+    call: Call,
+    pid: i32,
+    carry_out: impl FnOnce() -> Result<T, Error>,
+) -> Result<T, Error> {
+    let rule = fault::consult(&paths::state_dir(), call, pid).map_err(|error| {
+        eprintln!("simgpu: {error}");
+        Error::UNKNOWN
+    })?;
+    let Some(rule) = rule else { return carry_out() };
+    match rule.when {
+        When::Before => {
+            act(&rule.action)?;
+            carry_out()
+        }
+        When::After => {
+            let done = carry_out()?;
+            act(&rule.action)?;
+            Ok(done)
+        }
+    }
+}
+
+fn act(action: &Action) -> Result<(), Error> {
+    match action {
+        Action::Error(name) => Err(error::by_name(name).unwrap_or_else(|| {
+            eprintln!("simgpu: fault script: no CUresult is called {name:?}");
+            Error::UNKNOWN
+        })),
+        Action::DelayMs(delay) => {
+            thread::sleep(Duration::from_millis(*delay));
+            Ok(())
+        }
+        Action::Hang => loop {
+            thread::park();
+        },
+        Action::Crash => std::process::abort(),
+    }
+}

@@ -1,0 +1,134 @@
+//! The driver as loaded in this process: started by the first cuInit, once.
+
+use std::sync::mpsc;
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::thread;
+
+use simgpu_model::GpuInfo;
+
+use crate::error::Error;
+use crate::gate::{Gate, Passed};
+use crate::hardware::{self, Hardware};
+use crate::process::Process;
+use crate::service::{self, Service};
+
+/// See the module head.
+pub(crate) struct Driver {
+    pub(crate) gate: Gate,
+    process: Mutex<Process>,
+    pid: u32,
+}
+
+static DRIVER: OnceLock<Driver> = OnceLock::new();
+static STARTING: Mutex<()> = Mutex::new(());
+
+impl Driver {
+    /// What the driver knows of this process.
+    pub(crate) fn process(&self) -> MutexGuard<'_, Process> {
+        self.process
+            .lock()
+            .expect("nothing panics with the process locked")
+    }
+}
+
+/// A call of the application, for as long as it is under way.
+pub(crate) struct Entered {
+    driver: &'static Driver,
+    _passed: Passed<'static>,
+}
+
+impl Entered {
+    /// What the driver knows of this process.
+    pub(crate) fn process(&self) -> MutexGuard<'static, Process> {
+        self.driver.process()
+    }
+}
+
+/// Begins a call of the application; waits while the process is locked. A forked child has no driver.
+pub(crate) fn enter() -> Result<Entered, Error> {
+    let driver = DRIVER
+        .get()
+        .filter(|driver| driver.pid == std::process::id())
+        .ok_or(Error::NOT_INITIALIZED)?;
+    Ok(Entered {
+        driver,
+        _passed: driver.gate.pass(),
+    })
+}
+
+/// cuInit: starts the driver, or says that it runs.
+pub(crate) fn start() -> Result<(), Error> {
+    let starting = STARTING.lock().expect("nothing panics while starting");
+    if DRIVER.get().is_none() {
+        let (tell, told) = mpsc::channel();
+        let _signals = service::SignalsBlocked::new();
+        let spawned = thread::Builder::new().spawn(move || match begin() {
+            Ok((driver, service)) => {
+                let driver = DRIVER.get_or_init(|| driver);
+                // The starter waits for this; it cannot be gone.
+                let _ = tell.send(Ok(()));
+                service.serve(driver);
+            }
+            Err(error) => {
+                let _ = tell.send(Err(error));
+            }
+        });
+        spawned.map_err(|_| Error::OUT_OF_MEMORY)?;
+        told.recv().map_err(|_| Error::UNKNOWN)??;
+    }
+    drop(starting);
+    enter().map(drop)
+}
+
+/// Opens the devices and makes the channel; runs in what becomes the restore thread.
+fn begin() -> Result<(Driver, Service), Error> {
+    let control = hardware::open_control().ok_or(Error::NO_DEVICE)?;
+    let mut seen: Vec<GpuInfo> = Vec::new();
+    let mut memories = Vec::new();
+    for gpu in &control.table.gpus {
+        if let Ok(memory) = hardware::open_gpu(gpu) {
+            seen.push(gpu.clone());
+            memories.push(memory);
+        }
+    }
+    let ordinals = visible(&seen, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+    if ordinals.is_empty() {
+        return Err(Error::NO_DEVICE);
+    }
+    let token = service::fresh_token().map_err(|_| Error::UNKNOWN)?;
+    let hardware = Hardware::enter(control, memories, token)?;
+    let service = Service::new(token).map_err(|_| Error::UNKNOWN)?;
+    let process = Mutex::new(Process::new(seen, ordinals, hardware));
+    Ok((
+        Driver {
+            gate: Gate::default(),
+            process,
+            pid: std::process::id(),
+        },
+        service,
+    ))
+}
+
+/// Places of the GPUs that CUDA_VISIBLE_DEVICES lets through, in its order; it ends at the first entry that names none.
+fn visible(seen: &[GpuInfo], filter: Option<&str>) -> Vec<usize> {
+    let Some(filter) = filter else {
+        return (0..seen.len()).collect();
+    };
+    let mut places = Vec::new();
+    for entry in filter.split(',').map(str::trim) {
+        let place = match entry.parse::<usize>() {
+            Ok(place) => Some(place).filter(|place| *place < seen.len()),
+            Err(_) if entry.starts_with("GPU-") => seen.iter().position(|gpu| {
+                gpu.uuid
+                    .to_string()
+                    .starts_with(&entry.to_ascii_lowercase().replace("gpu-", "GPU-"))
+            }),
+            Err(_) => None,
+        };
+        match place {
+            Some(place) if !places.contains(&place) => places.push(place),
+            _ => break,
+        }
+    }
+    places
+}

@@ -1,0 +1,192 @@
+//! What the driver knows of the process that it is loaded in. Lies in ordinary memory, so CRIU carries it.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use simgpu_model::{CHUNK, GpuInfo, Mapping, Uuid};
+
+use crate::error::Error;
+use crate::hardware::{Hardware, OpenGpu};
+use crate::kernels::Kernel;
+
+/// State as cuCheckpointProcessGetState numbers it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Running = 0,
+    Locked = 1,
+    Checkpointed = 2,
+}
+
+/// Where an allocation's bytes are.
+pub(crate) enum Backing {
+    /// On a GPU, under this id; unmapped while checkpointed.
+    Device { id: u32, mapping: Option<Mapping> },
+    /// On a GPU, another process's; unmapped for good by a checkpoint.
+    Imported { mapping: Option<Mapping> },
+    /// Managed.
+    Managed { mapping: Mapping },
+}
+
+/// One allocation.
+pub(crate) struct Allocation {
+    pub(crate) gpu: usize,
+    pub(crate) size: usize,
+    pub(crate) backing: Backing,
+}
+
+impl Allocation {
+    fn mapping(&self) -> Option<&Mapping> {
+        match &self.backing {
+            Backing::Device { mapping, .. } | Backing::Imported { mapping } => mapping.as_ref(),
+            Backing::Managed { mapping } => Some(mapping),
+        }
+    }
+}
+
+/// A context; its share of GPU memory is an allocation of its own.
+pub(crate) struct Context {
+    pub(crate) gpu: usize,
+    pub(crate) memory: u64,
+    /// How often it was retained, for a primary context.
+    pub(crate) retained: usize,
+    pub(crate) primary: bool,
+}
+
+/// See the module head.
+pub(crate) struct Process {
+    pub(crate) state: State,
+    /// All GPUs that could be opened at cuInit, as they were then: what the process goes on reporting.
+    pub(crate) seen: Vec<GpuInfo>,
+    /// Where each of them is now.
+    pub(crate) current: Vec<Uuid>,
+    /// Device ordinals, as places in `seen`.
+    pub(crate) ordinals: Vec<usize>,
+    /// The open devices; none while checkpointed.
+    pub(crate) hardware: Option<Hardware>,
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
+    /// Per GPU, what a checkpoint saved of its memory.
+    pub(crate) saved: Vec<Option<Mapping>>,
+    pub(crate) contexts: HashMap<usize, Context>,
+    pub(crate) modules: HashMap<usize, Vec<Kernel>>,
+    pub(crate) functions: HashMap<usize, Kernel>,
+    pub(crate) streams: HashSet<usize>,
+    next_address: u64,
+    next_id: u32,
+    next_handle: usize,
+}
+
+impl Process {
+    pub(crate) fn new(seen: Vec<GpuInfo>, ordinals: Vec<usize>, hardware: Hardware) -> Self {
+        Self {
+            state: State::Running,
+            current: seen.iter().map(|gpu| gpu.uuid).collect(),
+            saved: seen.iter().map(|_| None).collect(),
+            seen,
+            ordinals,
+            hardware: Some(hardware),
+            allocations: BTreeMap::new(),
+            contexts: HashMap::new(),
+            modules: HashMap::new(),
+            functions: HashMap::new(),
+            streams: HashSet::new(),
+            // Where driver 580 puts the first allocation. Addresses are the GPU's: the CPU cannot use them.
+            next_address: 0x3_0200_0000,
+            next_id: 1,
+            next_handle: 1,
+        }
+    }
+
+    /// A handle that was never given before; looks like an aligned pointer.
+    pub(crate) fn fresh_handle(&mut self) -> usize {
+        self.next_handle += 1;
+        self.next_handle << 4
+    }
+
+    /// The open devices. Calls of the application only see the process with devices: the gate is closed otherwise.
+    pub(crate) fn hardware(&self) -> Result<&Hardware, Error> {
+        self.hardware.as_ref().ok_or(Error::ILLEGAL_STATE)
+    }
+
+    /// The GPU at a place in `seen`.
+    pub(crate) fn open_gpu(&self, place: usize) -> Result<&OpenGpu, Error> {
+        Ok(self.hardware()?.gpu(place))
+    }
+
+    /// The place of a device ordinal.
+    pub(crate) fn place(&self, ordinal: i32) -> Result<usize, Error> {
+        let ordinal = usize::try_from(ordinal).map_err(|_| Error::INVALID_DEVICE)?;
+        self.ordinals.get(ordinal).copied().ok_or(Error::INVALID_DEVICE)
+    }
+
+    /// Allocates on a GPU.
+    pub(crate) fn allocate(&mut self, gpu: usize, size: usize) -> Result<u64, Error> {
+        let id = self.next_id;
+        let open = self.open_gpu(gpu)?;
+        let runs = open
+            .memory
+            .allocate(open.slot, id, size)
+            .ok_or(Error::OUT_OF_MEMORY)?;
+        let mapping = open.memory.map(&runs).map_err(|_| {
+            open.memory.free(open.slot, id);
+            Error::OUT_OF_MEMORY
+        })?;
+        self.next_id += 1;
+        Ok(self.insert(
+            gpu,
+            size,
+            Backing::Device {
+                id,
+                mapping: Some(mapping),
+            },
+        ))
+    }
+
+    /// Records an allocation at a fresh device address.
+    pub(crate) fn insert(&mut self, gpu: usize, size: usize, backing: Backing) -> u64 {
+        let address = self.next_address;
+        self.next_address += size.next_multiple_of(CHUNK) as u64;
+        self.allocations
+            .insert(address, Allocation { gpu, size, backing });
+        address
+    }
+
+    /// Frees the allocation that starts at `address`.
+    pub(crate) fn free(&mut self, address: u64) -> Result<(), Error> {
+        let allocation = self.allocations.remove(&address).ok_or(Error::INVALID_VALUE)?;
+        match allocation.backing {
+            Backing::Device { id, mapping } => {
+                drop(mapping);
+                let open = self.open_gpu(allocation.gpu)?;
+                open.memory.free(open.slot, id);
+            }
+            Backing::Managed { mapping } => self.hardware()?.free_managed(mapping),
+            Backing::Imported { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// Where this process can reach `len` bytes at a device address.
+    pub(crate) fn reach(&self, address: u64, len: usize) -> Result<*mut u8, Error> {
+        let found = self.allocations.range(..=address).next_back();
+        let (start, allocation) = found.ok_or(Error::INVALID_VALUE)?;
+        let offset = simgpu_model::index(address - start);
+        if offset.checked_add(len).is_none_or(|end| end > allocation.size) {
+            return Err(Error::INVALID_VALUE);
+        }
+        let mapping = allocation.mapping().ok_or(Error::ILLEGAL_STATE)?;
+        Ok(mapping.at(offset, len))
+    }
+
+    /// Whether any memory is managed.
+    pub(crate) fn has_managed(&self) -> bool {
+        self.allocations
+            .values()
+            .any(|allocation| matches!(allocation.backing, Backing::Managed { .. }))
+    }
+
+    /// Whether any memory is another process's.
+    pub(crate) fn has_imported(&self) -> bool {
+        self.allocations
+            .values()
+            .any(|allocation| matches!(allocation.backing, Backing::Imported { .. }))
+    }
+}

@@ -1,0 +1,153 @@
+//! Checkpoint and restore of GPU memory: one private anonymous region per GPU while the process holds no device.
+
+use std::collections::BTreeMap;
+
+use simgpu_model::{Control, GpuInfo, Mapping, Uuid};
+
+use crate::error::Error;
+use crate::hardware::{self, Hardware};
+use crate::process::{Allocation, Backing, Process, State};
+
+const PAGE: usize = 4096;
+
+/// Bytes that an allocation takes in the saved region of its GPU.
+fn saved_size(allocation: &Allocation) -> usize {
+    allocation.size.next_multiple_of(PAGE)
+}
+
+/// Copies GPU memory into the process and leaves the devices.
+pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
+    if process.has_managed() {
+        return Err(Error::NOT_SUPPORTED);
+    }
+    let mut regions = Vec::new();
+    for gpu in 0..process.seen.len() {
+        let size = own(&process.allocations, gpu)
+            .map(|(allocation, _, _)| saved_size(allocation))
+            .sum();
+        let region = (size > 0).then(|| Mapping::anonymous(size)).transpose();
+        let region = region.map_err(|_| Error::OUT_OF_MEMORY)?;
+        let mut done = 0;
+        for (allocation, _, mapping) in own(&process.allocations, gpu) {
+            let (Some(region), Some(mapping)) = (&region, mapping) else {
+                return Err(Error::UNKNOWN);
+            };
+            copy(
+                mapping.at(0, allocation.size),
+                region.at(done, allocation.size),
+                allocation.size,
+            );
+            done += saved_size(allocation);
+        }
+        regions.push(region);
+    }
+    process.saved = regions;
+    for allocation in process.allocations.values_mut() {
+        match &mut allocation.backing {
+            Backing::Device { mapping, .. } | Backing::Imported { mapping } => *mapping = None,
+            Backing::Managed { .. } => {}
+        }
+    }
+    // Order matters: the mappings are gone before the memory behind them is given back.
+    if let Some(hardware) = process.hardware.take() {
+        hardware.leave();
+    }
+    process.state = State::Checkpointed;
+    Ok(())
+}
+
+/// Opens the devices again and copies GPU memory back; the process stays checkpointed when anything fails.
+pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64) -> Result<(), Error> {
+    if process.has_imported() {
+        return Err(Error::INVALID_VALUE);
+    }
+    // A control device that cannot be opened was not measured; a GPU's gives the same.
+    let control = hardware::open_control().ok_or(Error::INVALID_VALUE)?;
+    let targets = targets(process, &control, pairs)?;
+    let memories: Result<Vec<_>, _> = targets.iter().map(hardware::open_gpu).collect();
+    let hardware = Hardware::enter(control, memories.map_err(|_| Error::INVALID_VALUE)?, token)?;
+    let mapped = match load(process, &hardware) {
+        Ok(mapped) => mapped,
+        Err(error) => {
+            hardware.leave();
+            return Err(error);
+        }
+    };
+    for (allocation, fresh) in process.allocations.values_mut().zip(mapped) {
+        if let Backing::Device { mapping, .. } = &mut allocation.backing {
+            *mapping = fresh;
+        }
+    }
+    process.saved.iter_mut().for_each(|region| *region = None);
+    process.current = targets.iter().map(|gpu| gpu.uuid).collect();
+    process.hardware = Some(hardware);
+    process.state = State::Locked;
+    Ok(())
+}
+
+/// The GPU that each of the process's GPUs becomes.
+fn targets(process: &Process, control: &Control, pairs: &[(Uuid, Uuid)]) -> Result<Vec<GpuInfo>, Error> {
+    let mut targets: Vec<GpuInfo> = Vec::new();
+    for (current, seen) in process.current.iter().zip(&process.seen) {
+        let wanted = match pairs.iter().find(|(old, _)| old == current) {
+            Some((_, new)) => *new,
+            None if pairs.is_empty() => *current,
+            None => return Err(Error::NOT_SUPPORTED),
+        };
+        let target = control.table.gpu(wanted).ok_or(Error::INVALID_VALUE)?;
+        // Neither two GPUs becoming one nor another model was measured; the documentation excludes both.
+        if targets.iter().any(|other| other.uuid == wanted) || target.name != seen.name {
+            return Err(Error::INVALID_VALUE);
+        }
+        targets.push(target.clone());
+    }
+    Ok(targets)
+}
+
+/// Allocates and fills everything on the new devices; a mapping per allocation, in their order.
+fn load(process: &Process, hardware: &Hardware) -> Result<Vec<Option<Mapping>>, Error> {
+    let mut done = vec![0; process.seen.len()];
+    let mut mapped = Vec::new();
+    for allocation in process.allocations.values() {
+        let Backing::Device { id, .. } = allocation.backing else {
+            mapped.push(None);
+            continue;
+        };
+        let gpu = hardware.gpu(allocation.gpu);
+        let runs = gpu
+            .memory
+            .allocate(gpu.slot, id, allocation.size)
+            .ok_or(Error::OUT_OF_MEMORY)?;
+        let mapping = gpu.memory.map(&runs).map_err(|_| Error::OUT_OF_MEMORY)?;
+        let region = process.saved[allocation.gpu].as_ref().ok_or(Error::UNKNOWN)?;
+        let offset = &mut done[allocation.gpu];
+        copy(
+            region.at(*offset, allocation.size),
+            mapping.at(0, allocation.size),
+            allocation.size,
+        );
+        *offset += saved_size(allocation);
+        mapped.push(Some(mapping));
+    }
+    Ok(mapped)
+}
+
+/// The process's own allocations on one GPU, in the order of their addresses.
+fn own(
+    allocations: &BTreeMap<u64, Allocation>,
+    gpu: usize,
+) -> impl Iterator<Item = (&Allocation, u32, Option<&Mapping>)> {
+    allocations
+        .values()
+        .filter(move |allocation| allocation.gpu == gpu)
+        .filter_map(|allocation| match &allocation.backing {
+            Backing::Device { id, mapping } => Some((allocation, *id, mapping.as_ref())),
+            _ => None,
+        })
+}
+
+fn copy(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: both ranges were checked by `Mapping::at`, belong to different mappings, and no other thread uses them:
+    // the gate is closed.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+}

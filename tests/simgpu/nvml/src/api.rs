@@ -1,0 +1,282 @@
+//! The exported functions.
+
+#![allow(non_snake_case, reason = "the names are NVML's")]
+
+use std::ffi::{CStr, c_char, c_void};
+
+use crate::abi::{Error, Memory, PciInfo, ProcessInfo};
+use crate::library;
+
+type Handle = *mut c_void;
+
+/// Compute instances are a MIG matter; this is NVML's "none".
+const NO_INSTANCE: u32 = u32::MAX;
+
+fn answer(call: impl FnOnce() -> Result<(), Error>) -> i32 {
+    match call() {
+        Ok(()) => 0,
+        Err(error) => error as i32,
+    }
+}
+
+/// # Safety
+/// `at` must be null or valid for writing a `T`, as NVML asks of the caller.
+unsafe fn give<T>(at: *mut T, value: T) -> Result<(), Error> {
+    if at.is_null() {
+        return Err(Error::InvalidArgument);
+    }
+    // SAFETY: not null, and the caller promises the rest.
+    unsafe { at.write(value) };
+    Ok(())
+}
+
+/// # Safety
+/// `at` must be null or valid for writing `len` bytes.
+unsafe fn give_text(at: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
+    if at.is_null() {
+        return Err(Error::InvalidArgument);
+    }
+    if len as usize <= text.len() {
+        return Err(Error::InsufficientSize);
+    }
+    // SAFETY: the text is shorter than `len`, which the caller promises; it cannot overlap the caller's buffer.
+    unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), at.cast(), text.len()) };
+    // SAFETY: as above.
+    unsafe { *at.wrapping_add(text.len()) = 0 };
+    Ok(())
+}
+
+fn place(device: Handle) -> Result<usize, Error> {
+    device.addr().checked_sub(1).ok_or(Error::InvalidArgument)
+}
+
+fn handle(place: usize) -> Handle {
+    std::ptr::without_provenance_mut(place + 1)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlInit_v2() -> i32 {
+    answer(library::init)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlInitWithFlags(_flags: u32) -> i32 {
+    answer(library::init)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlShutdown() -> i32 {
+    answer(library::shutdown)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlErrorString(code: i32) -> *const c_char {
+    let text: &CStr = match code {
+        0 => c"Success",
+        1 => c"Uninitialized",
+        2 => c"Invalid Argument",
+        6 => c"Not Found",
+        7 => c"Insufficient Size",
+        9 => c"Driver Not Loaded",
+        _ => c"Unknown Error",
+    };
+    text.as_ptr()
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlSystemGetDriverVersion(version: *mut c_char, len: u32) -> i32 {
+    answer(|| {
+        let text = library::with_control(|control| control.table.driver_version.clone())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give_text(version, len, &text) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlSystemGetCudaDriverVersion_v2(version: *mut i32) -> i32 {
+    // SAFETY: the caller keeps NVML's contract.
+    answer(|| unsafe {
+        give(
+            version,
+            library::with_control(|control| control.table.cuda_version)?,
+        )
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetCount_v2(count: *mut u32) -> i32 {
+    answer(|| {
+        let devices = library::with_devices(|devices| Ok(devices.len()))?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(count, u32::try_from(devices).map_err(|_| Error::Unknown)?) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Handle) -> i32 {
+    answer(|| {
+        library::with_device(index as usize, |_| ())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(device, handle(index as usize)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut Handle) -> i32 {
+    answer(|| {
+        if uuid.is_null() {
+            return Err(Error::InvalidArgument);
+        }
+        // SAFETY: not null, and a C string by NVML's contract.
+        let wanted = unsafe { CStr::from_ptr(uuid) }.to_string_lossy();
+        let place = library::with_devices(|devices| {
+            devices
+                .iter()
+                .position(|device| device.info.uuid.to_string() == wanted)
+                .ok_or(Error::NotFound)
+        })?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(device, handle(place)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetIndex(device: Handle, index: *mut u32) -> i32 {
+    answer(|| {
+        let place = place(device)?;
+        library::with_device(place, |_| ())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(index, u32::try_from(place).map_err(|_| Error::Unknown)?) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetUUID(device: Handle, uuid: *mut c_char, len: u32) -> i32 {
+    answer(|| {
+        let text = library::with_device(place(device)?, |device| device.info.uuid.to_string())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give_text(uuid, len, &text) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetName(device: Handle, name: *mut c_char, len: u32) -> i32 {
+    answer(|| {
+        let text = library::with_device(place(device)?, |device| device.info.name.clone())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give_text(name, len, &text) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetMinorNumber(device: Handle, minor: *mut u32) -> i32 {
+    // SAFETY: the caller keeps NVML's contract.
+    answer(|| unsafe {
+        give(
+            minor,
+            library::with_device(place(device)?, |device| device.info.minor)?,
+        )
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetPciInfo_v3(device: Handle, pci: *mut PciInfo) -> i32 {
+    answer(|| {
+        let info = library::with_device(place(device)?, |device| device.info.clone())?;
+        let field = |at| {
+            let hex = info.pci_address.split([':', '.']).nth(at);
+            hex.and_then(|hex| u32::from_str_radix(hex, 16).ok())
+                .ok_or(Error::Unknown)
+        };
+        let mut found = PciInfo {
+            bus_id_legacy: [0; 16],
+            domain: field(0)?,
+            bus: field(1)?,
+            device: field(2)?,
+            pci_device_id: info.pci_device_id,
+            pci_subsystem_id: info.pci_device_id,
+            bus_id: [0; 32],
+        };
+        let address = info.pci_address.as_bytes();
+        // NVML's older form has a domain of four digits.
+        let legacy = address.strip_prefix(b"0000").unwrap_or(address);
+        let room = legacy.len().min(found.bus_id_legacy.len() - 1);
+        found.bus_id_legacy[..room].copy_from_slice(&legacy[..room]);
+        let room = address.len().min(found.bus_id.len() - 1);
+        found.bus_id[..room].copy_from_slice(&address[..room]);
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(pci, found) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Handle, memory: *mut Memory) -> i32 {
+    answer(|| {
+        let (total, free) = library::with_device(place(device)?, |device| (device.total(), device.free()))?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe {
+            give(
+                memory,
+                Memory {
+                    total,
+                    free,
+                    used: total - free,
+                },
+            )
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetMigMode(device: Handle, current: *mut u32, pending: *mut u32) -> i32 {
+    answer(|| {
+        let mig = u32::from(library::with_device(place(device)?, |device| device.info.mig)?);
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(current, mig) }?;
+        // SAFETY: as above.
+        unsafe { give(pending, mig) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetPersistenceMode(device: Handle, mode: *mut u32) -> i32 {
+    answer(|| {
+        let on = u32::from(library::with_device(place(device)?, |device| {
+            device.info.persistence
+        })?);
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(mode, on) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
+    device: Handle,
+    count: *mut u32,
+    infos: *mut ProcessInfo,
+) -> i32 {
+    answer(|| {
+        if count.is_null() {
+            return Err(Error::InvalidArgument);
+        }
+        let found = library::with_device(place(device)?, library::Device::processes)?;
+        // SAFETY: not null, and valid by NVML's contract.
+        let room = unsafe { count.read() } as usize;
+        // SAFETY: as above.
+        unsafe { give(count, u32::try_from(found.len()).map_err(|_| Error::Unknown)?) }?;
+        if room < found.len() {
+            return Err(Error::InsufficientSize);
+        }
+        for (at, (pid, used_gpu_memory)) in found.into_iter().enumerate() {
+            let info = ProcessInfo {
+                pid,
+                used_gpu_memory,
+                gpu_instance_id: NO_INSTANCE,
+                compute_instance_id: NO_INSTANCE,
+            };
+            // SAFETY: `at` is below the room that the caller said there is.
+            unsafe { give(infos.wrapping_add(at), info) }?;
+        }
+        Ok(())
+    })
+}

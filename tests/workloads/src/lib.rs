@@ -1,0 +1,6 @@
+//! Parts of the test workloads: the CUDA driver opened at run time, and the counter that computes in GPU memory.
+//!
+//! The same programs run on the simulated driver and on real GPUs.
+
+pub mod counter;
+pub mod driver;

@@ -1,0 +1,210 @@
+//! The processes and threads of gpu-counter.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use firn_workloads::counter::Counter;
+use firn_workloads::driver::{Driver, IpcHandle};
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+
+/// Computes in GPU memory and checks all of it in every iteration.
+#[derive(Clone, Parser)]
+#[command(name = "gpu-counter", version, args_override_self = true)]
+pub struct Options {
+    /// Size of each buffer
+    #[arg(long, default_value_t = 64)]
+    mib: usize,
+    /// Device ordinals; each thread has a buffer on each
+    #[arg(long, value_delimiter = ',', default_value = "0")]
+    gpu: Vec<i32>,
+    /// Processes; with more than one, children are started and watched
+    #[arg(long, default_value_t = 1)]
+    procs: usize,
+    /// Threads per process
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+    /// Use managed memory
+    #[arg(long)]
+    managed: bool,
+    /// Let a child process open the first buffer by legacy IPC
+    #[arg(long)]
+    ipc: bool,
+    /// Pause between iterations
+    #[arg(long, default_value_t = 200)]
+    interval_ms: u64,
+    /// Iterations; 0 for ever
+    #[arg(long, default_value_t = 0)]
+    iterations: u32,
+    /// Append lines to this file instead of printing them
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Started by another gpu-counter: end with it
+    #[arg(long, hide = true)]
+    child: bool,
+    /// Started by --ipc: the handle to open
+    #[arg(long, hide = true)]
+    import: Option<String>,
+}
+
+/// Runs as the options say.
+pub fn run(options: &Options) -> Result<()> {
+    ensure!(
+        options.mib > 0 && options.procs > 0 && options.threads > 0,
+        "sizes and counts start at 1"
+    );
+    if options.child {
+        prctl::set_pdeathsig(Signal::SIGKILL).context("cannot tie this process to its parent")?;
+    }
+    if let Some(handle) = &options.import {
+        return import(options, handle);
+    }
+    if options.procs > 1 {
+        return supervise(options);
+    }
+    compute(options)
+}
+
+/// Starts the children and waits for them; the first failure ends all.
+fn supervise(options: &Options) -> Result<()> {
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    // The last of repeated options counts.
+    arguments.extend(["--procs=1".to_owned(), "--child".to_owned()]);
+    let children = (0..options.procs)
+        .map(|_| spawn(&arguments))
+        .collect::<Result<Vec<_>>>()?;
+    watch(children)
+}
+
+fn spawn(arguments: &[String]) -> Result<Child> {
+    let program = std::env::current_exe().context("cannot find the own program")?;
+    Command::new(program)
+        .args(arguments)
+        .spawn()
+        .context("cannot start a child")
+}
+
+fn watch(children: Vec<Child>) -> Result<()> {
+    let (tell, ended) = mpsc::channel();
+    for mut child in children {
+        let tell = tell.clone();
+        thread::spawn(move || {
+            let pid = child.id();
+            // The receiver goes away only when this process ends.
+            let _ = tell.send((pid, child.wait()));
+        });
+    }
+    drop(tell);
+    for (pid, status) in ended {
+        let status = status.context("cannot wait for a child")?;
+        if !status.success() {
+            bail!("child {pid} ended with {status}");
+        }
+    }
+    Ok(())
+}
+
+/// One thread per thread and GPU asked for; the first failure ends the process.
+fn compute(options: &Options) -> Result<()> {
+    let driver = Arc::new(Driver::open()?);
+    driver.init()?;
+    let (tell, ended) = mpsc::channel();
+    for number in 0..options.threads {
+        for &gpu in &options.gpu {
+            let (driver, options, tell) = (Arc::clone(&driver), options.clone(), tell.clone());
+            let exports = options.ipc && number == 0 && gpu == options.gpu[0];
+            thread::spawn(move || {
+                // The receiver goes away only when this process ends.
+                let _ = tell.send(work(&driver, &options, number, gpu, exports));
+            });
+        }
+    }
+    drop(tell);
+    ended.into_iter().collect()
+}
+
+fn work(driver: &Driver, options: &Options, number: usize, gpu: i32, exports: bool) -> Result<()> {
+    driver.set_current(driver.primary_context(gpu)?)?;
+    let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;
+    let importer = exports
+        .then(|| start_importer(driver, &counter, gpu))
+        .transpose()?;
+    if let Some(child) = importer {
+        // Its failure is seen in what it prints and in its own exit; it must not be left unreaped.
+        thread::spawn(move || watch(vec![child]));
+    }
+    loop {
+        let iteration = counter.iteration();
+        let checksum = counter
+            .step()
+            .with_context(|| format!("thread {number} on gpu {gpu}"))?;
+        let uuid = driver.uuid(gpu)?;
+        let pid = std::process::id();
+        say(
+            options,
+            &format!(
+                "counter pid={pid} thread={number} gpu={gpu} uuid={uuid} iter={iteration} checksum={checksum} ok"
+            ),
+        )?;
+        if options.iterations > 0 && counter.iteration() >= options.iterations {
+            return Ok(());
+        }
+        thread::sleep(Duration::from_millis(options.interval_ms));
+    }
+}
+
+fn start_importer(driver: &Driver, counter: &Counter<'_>, gpu: i32) -> Result<Child> {
+    let IpcHandle(bytes) = driver.export(counter.address())?;
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    arguments.extend([
+        format!("--gpu={gpu}"),
+        "--child".to_owned(),
+        format!("--import={hex}"),
+    ]);
+    spawn(&arguments)
+}
+
+/// The child of `--ipc`: looks at the parent's buffer.
+fn import(options: &Options, handle: &str) -> Result<()> {
+    ensure!(handle.len() == 128, "an IPC handle has 64 bytes");
+    let mut bytes = [0; 64];
+    for (byte, at) in bytes.iter_mut().zip((0..128).step_by(2)) {
+        *byte = u8::from_str_radix(&handle[at..at + 2], 16).context("the IPC handle is not hexadecimal")?;
+    }
+    let driver = Driver::open()?;
+    driver.init()?;
+    let gpu = *options.gpu.last().context("no device ordinal")?;
+    driver.set_current(driver.primary_context(gpu)?)?;
+    let address = driver.import(IpcHandle(bytes))?;
+    let pid = std::process::id();
+    loop {
+        let first = u32::from_ne_bytes(driver.read(address)?);
+        say(
+            options,
+            &format!("importer pid={pid} gpu={gpu} first={first:#010x} ok"),
+        )?;
+        thread::sleep(Duration::from_millis(options.interval_ms));
+    }
+}
+
+/// Writes one line; keeps no file open.
+fn say(options: &Options, line: &str) -> Result<()> {
+    let Some(path) = &options.out else {
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "{line}")
+            .and_then(|()| out.flush())
+            .context("cannot print")?;
+        return Ok(());
+    };
+    let file = File::options().create(true).append(true).open(path);
+    file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
