@@ -23,10 +23,12 @@ impl Node {
         if self.containerd_pid().is_some() {
             return Ok(());
         }
-        // A socket of a killed daemon would be taken for the new one's.
-        let _ = fs::remove_file(self.path(SOCKET));
+        // Those of a killed daemon would be taken for the new one's.
+        for stale in [SOCKET, PID_FILE] {
+            let _ = fs::remove_file(self.path(stale));
+        }
         let start = format!(
-            "echo $$ >{PID_FILE}; exec containerd >>{} 2>&1 </dev/null",
+            "echo $$ >{PID_FILE}.new; mv {PID_FILE}.new {PID_FILE}; exec containerd >>{} 2>&1 </dev/null",
             Self::CONTAINERD_LOG
         );
         let started = self

@@ -4,6 +4,7 @@ use std::env;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::unistd::geteuid;
@@ -27,6 +28,9 @@ pub(crate) fn require_root() -> Result<()> {
 
 /// Installs with apt those of these (program or file, package) that are missing, after saying so.
 pub(crate) fn require(needed: &[(&str, &str)]) -> Result<()> {
+    // Both roots are made at a time; the second maker finds what the first has installed.
+    static APT: Mutex<()> = Mutex::new(());
+    let _apt = APT.lock();
     let missing: Vec<&str> = needed
         .iter()
         .filter(|(what, _)| !present(what))

@@ -15,9 +15,8 @@ use sha2::{Digest, Sha256};
 use crate::host;
 use crate::node::Node;
 
-/// Libraries that programs and the GPU driver's libraries need, the loader first.
+/// Libraries that programs and the GPU driver's libraries need.
 const LIBRARIES: &[&str] = &[
-    LOADER,
     "libc.so.6",
     "libm.so.6",
     "libdl.so.2",
@@ -25,10 +24,11 @@ const LIBRARIES: &[&str] = &[
     "librt.so.1",
     "libgcc_s.so.1",
 ];
+/// Where programs expect the dynamic loader.
 #[cfg(target_arch = "x86_64")]
-const LOADER: &str = "ld-linux-x86-64.so.2";
+const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
 #[cfg(target_arch = "aarch64")]
-const LOADER: &str = "ld-linux-aarch64.so.1";
+const LOADER: &str = "/lib/ld-linux-aarch64.so.1";
 /// How `ldconfig` marks libraries of this architecture, and what images call it.
 #[cfg(target_arch = "x86_64")]
 const ARCH: (&str, &str) = ("x86-64", "amd64");
@@ -106,6 +106,7 @@ impl Image {
         {
             symlink("busybox", rootfs.join("bin").join(applet))?;
         }
+        add(rootfs, Path::new(LOADER), Path::new(LOADER))?;
         let cache = host::output(Command::new("/sbin/ldconfig").arg("-p"))?;
         for name in LIBRARIES {
             let library = find_library(&cache, name)?;
