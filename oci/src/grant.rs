@@ -115,6 +115,16 @@ impl Grant {
         by_nodes(spec, inventory, &[by_numbers, by_path])
     }
 
+    /// Narrows a pool to as many GPUs as the checkpoint had: those of the checkpoint itself first, then from the left.
+    /// `[restore] gpus` is a pool; every other grant is what the container gets, and stays as it is.
+    pub fn narrow(&mut self, sources: &[GpuUuid]) {
+        if self.basis == Basis::Config && self.gpus.len() > sources.len() {
+            // Stable: GPUs of the pool keep their order.
+            self.gpus.sort_by_key(|gpu| !sources.contains(&gpu.uuid));
+            self.gpus.truncate(sources.len());
+        }
+    }
+
     /// Whether the grant holds this GPU.
     pub fn holds(&self, uuid: &GpuUuid) -> bool {
         self.gpus.iter().any(|gpu| gpu.uuid == *uuid)
@@ -342,6 +352,22 @@ mod tests {
             [uuid(3), uuid(2)]
         );
         assert_eq!(grant.basis, Basis::Config);
+    }
+
+    #[test]
+    fn a_pool_is_narrowed_to_what_the_checkpoint_had() {
+        let narrowed = |pool: &[&str], sources: &[u8]| {
+            let at = Grant::at_restore(&spec(195, &[0]), &inventory(195, 4), &config(pool, &[]), None);
+            let mut grant = at.unwrap();
+            grant.narrow(&sources.iter().map(|i| uuid(*i)).collect::<Vec<_>>());
+            grant.gpus.iter().map(|gpu| gpu.minor).collect::<Vec<_>>()
+        };
+        assert_eq!(narrowed(&["3", "1", "2"], &[9]), [3]);
+        assert_eq!(narrowed(&["3", "1", "2"], &[9, 2]), [2, 3]);
+        assert_eq!(narrowed(&["3"], &[8, 9]), [3], "too few stay too few");
+        let mut nodes = Grant::of_spec(&spec(195, &[0, 1]), &inventory(195, 4)).unwrap();
+        nodes.narrow(&[uuid(0)]);
+        assert_eq!(indices(&nodes), [0, 1], "what a spec grants is not cut");
     }
 
     #[test]
