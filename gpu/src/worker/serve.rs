@@ -249,17 +249,16 @@ impl Ask<'_> {
         reply(pid, started, Some(state))
     }
 
+    /// The call's own error, or else that of asking for the state it left.
     fn change(&self, pid: i32, call: impl Fn(&dyn Checkpointer) -> Result<(), DriverError>) -> ProcessReply {
         let started = Instant::now();
         let result = self.call(call);
         let micros = micros(started);
-        let state = self.call(|c| c.state(pid)).ok();
+        let left = reply(pid, started, Some(self.call(|c| c.state(pid))));
         ProcessReply {
-            pid,
-            state,
-            restore_tid: None,
             micros,
-            error: result.err(),
+            error: result.err().or(left.error),
+            ..left
         }
     }
 

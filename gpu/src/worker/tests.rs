@@ -236,6 +236,18 @@ fn the_state_of_an_unknown_process_is_an_error_of_that_process() {
 }
 
 #[test]
+fn a_call_after_which_the_state_cannot_be_read_is_no_success() {
+    let fake = Fake::with_processes(&[11]);
+    fake.refuse_state();
+    let mut shim = Shim::start(&fake);
+    let replies = shim.done(&lock(&[11]));
+    assert_eq!(states(&replies), [(11, None)]);
+    let call = replies[0].error.as_ref().map(|error| error.call.as_str());
+    assert_eq!(call, Some("cuCheckpointProcessGetState"));
+    shim.close();
+}
+
+#[test]
 fn malformed_requests_are_refused_and_the_session_goes_on() {
     let fake = Fake::with_processes(&[11]);
     let mut shim = Shim::start(&fake);

@@ -55,6 +55,7 @@ struct Inner {
     inits: usize,
     init_refused: bool,
     init_demanded: bool,
+    state_refused: bool,
     /// Persistence mode by the byte that fills the UUID.
     persistence: BTreeMap<u8, bool>,
     a_gpu_is_lost: bool,
@@ -147,6 +148,10 @@ impl Fake {
 
     pub(super) fn demand_init(&self) {
         self.inner.lock().unwrap().init_demanded = true;
+    }
+
+    pub(super) fn refuse_state(&self) {
+        self.inner.lock().unwrap().state_refused = true;
     }
 
     pub(super) fn inits(&self) -> usize {
@@ -266,8 +271,11 @@ impl Checkpointer for Fake {
     }
 
     fn state(&self, pid: i32) -> Result<CudaState, DriverError> {
-        // Like the real one it takes a process that only loads libcuda for a running one.
         let inner = self.inner.lock().unwrap();
+        if inner.state_refused {
+            return Err(error("cuCheckpointProcessGetState", 999, "CUDA_ERROR_UNKNOWN"));
+        }
+        // Like the real one it takes a process that only loads libcuda for a running one.
         let loaded = self.root.path().join(pid.to_string()).exists();
         inner
             .states
