@@ -2,7 +2,7 @@
 #
 # usage: init.sh DIR ROOT v1|v2, run by guard.sh in new mount, uts, ipc, net, pid and cgroup namespaces.
 # Everything is mounted in the node's own mount namespace, so all of it goes when the node's last process goes.
-# DIR/init gets one line: pid on the host, start time, device number of /run. Then "ready" goes to standard output.
+# DIR/init gets one line: pid on the host, start time, mount namespace. Then "ready" goes to standard output.
 set -eu
 dir=$1 root=$2 mode=$3
 name=${dir##*/}
@@ -10,7 +10,7 @@ name=${dir##*/}
 read -r stat </proc/self/stat
 # shellcheck disable=SC2086
 set -- $stat
-init="$1 ${22}"
+init="$1 ${22} $(stat -L -c %i /proc/self/ns/mnt)"
 
 cd "$dir/fs"
 [ -d disk ] || mount -t tmpfs -o mode=0755 firn-node "$dir/fs"
@@ -73,7 +73,7 @@ echo "$name" >etc/hostname
 printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$name" >etc/hosts
 chroot . ip link set lo up
 
-echo "$init $(stat -c %d run)" >"$dir/init"
+echo "$init" >"$dir/init"
 mkdir .host
 pivot_root . .host
 cd /

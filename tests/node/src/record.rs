@@ -90,8 +90,8 @@ pub struct Record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Init {
     pub(crate) process: ProcessId,
-    /// Device number of the node's `/run`, which marks loop devices as the node's.
-    pub(crate) run_device: u64,
+    /// Inode of its mount namespace, by which the memory behind simulated GPUs is named.
+    pub(crate) mount_namespace: u64,
 }
 
 impl Init {
@@ -102,7 +102,7 @@ impl Init {
                 pid: fields.next()?.parse().ok()?,
                 start: fields.next()?.parse().ok()?,
             },
-            run_device: fields.next()?.parse().ok()?,
+            mount_namespace: fields.next()?.parse().ok()?,
         };
         fields.next().is_none().then_some(init)
     }
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn init_line_counts_only_when_whole() {
-        let init = Init::parse("28220 156637 46\n").unwrap();
+        let init = Init::parse("28220 156637 4026532500\n").unwrap();
         assert_eq!(
             init,
             Init {
@@ -216,12 +216,12 @@ mod tests {
                     pid: 28220,
                     start: 156637
                 },
-                run_device: 46
+                mount_namespace: 4026532500
             }
         );
         for bad in [
             "",
-            "28220 156637 46",
+            "28220 156637 4026532500",
             "28220 156637\n",
             "28220 156637 4 6\n",
             "x 1 2\n",
@@ -255,11 +255,11 @@ mod tests {
     fn only_nodes_that_nobody_will_remove_count_as_crashed() {
         let alive = Some(Init {
             process: ProcessId::current().unwrap(),
-            run_device: 0,
+            mount_namespace: 0,
         });
         let dead = Some(Init {
             process: gone(),
-            run_device: 0,
+            mount_namespace: 0,
         });
         let (us, them) = (ProcessId::current().unwrap(), gone());
         let cases = [
@@ -291,7 +291,7 @@ mod tests {
             boot: "another".into(),
             init: Some(Init {
                 process: me,
-                run_device: 0,
+                mount_namespace: 0,
             }),
             left: true,
             ..record(Path::new("/nowhere"))

@@ -1,6 +1,7 @@
 //! Removes a node from its record, whatever state it is in. Safe to repeat, and to run on a node half made.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 use std::time::Duration;
 
@@ -54,16 +55,25 @@ fn remove_cgroups(record: &Record) -> Result<()> {
 /// Detaches the loop devices behind the node's simulated GPUs.
 fn detach_loops(record: &Record) -> Result<()> {
     let Some(init) = record.init else { return Ok(()) };
-    let list = host::output(Command::new("losetup").args([
-        "--list",
-        "--json",
-        "-O",
-        "NAME,BACK-MAJ:MIN,BACK-FILE",
-    ]))?;
-    for name in simgpu_loops(&list, init.run_device)? {
+    if mount_namespace_lives(init.mount_namespace) {
+        // The node's processes are gone: its number has been given to another namespace, and so may the devices.
+        return Ok(());
+    }
+    let list = host::output(Command::new("losetup").args(["--list", "--json", "-O", "NAME,BACK-FILE"]))?;
+    for name in simgpu_loops(&list, init.mount_namespace)? {
         host::run(Command::new("losetup").args(["--detach", &name]))?;
     }
     Ok(())
+}
+
+fn mount_namespace_lives(inode: u64) -> bool {
+    let Ok(processes) = fs::read_dir("/proc") else {
+        return true;
+    };
+    processes
+        .flatten()
+        .filter_map(|process| fs::metadata(process.path().join("ns/mnt")).ok())
+        .any(|namespace| namespace.ino() == inode)
 }
 
 #[derive(Deserialize)]
@@ -74,40 +84,24 @@ struct LoopList {
 #[derive(Deserialize)]
 struct LoopDevice {
     name: String,
-    #[serde(rename = "back-maj:min")]
-    device: String,
     #[serde(rename = "back-file")]
     file: Option<String>,
 }
 
-/// Loop devices whose file lies on the file system `run_device` in a directory `simgpu`.
-///
-/// The device number decides: the path is that of another mount namespace, and every node has the same.
-fn simgpu_loops(list: &str, run_device: u64) -> Result<Vec<String>> {
+/// Loop devices whose memory is named after the mount namespace: `memfd:simgpu:NAMESPACE:NODE`.
+fn simgpu_loops(list: &str, mount_namespace: u64) -> Result<Vec<String>> {
     if list.trim().is_empty() {
         return Ok(Vec::new());
     }
     let list: LoopList = serde_json::from_str(list).context("read losetup's list")?;
-    let ours = |device: &LoopDevice| {
-        parse_device(&device.device) == Some(run_device)
-            && device
-                .file
-                .as_deref()
-                .is_some_and(|file| file.contains("/simgpu/"))
-    };
+    let memory = format!("memfd:simgpu:{mount_namespace}:");
+    let ours = |device: &LoopDevice| device.file.as_deref().is_some_and(|file| file.contains(&memory));
     Ok(list
         .loopdevices
         .into_iter()
         .filter(ours)
         .map(|device| device.name)
         .collect())
-}
-
-/// `major:minor` as `stat` counts it.
-fn parse_device(text: &str) -> Option<u64> {
-    let (major, minor) = text.trim().split_once(':')?;
-    let (major, minor): (u64, u64) = (major.parse().ok()?, minor.parse().ok()?);
-    Some((minor & 0xff) | ((major & 0xfff) << 8) | ((minor & !0xff) << 12) | ((major & !0xfff) << 32))
 }
 
 #[cfg(test)]
@@ -117,22 +111,25 @@ mod tests {
     #[test]
     fn takes_only_the_nodes_own_loop_devices() {
         let list = r#"{"loopdevices": [
-            {"name":"/dev/loop0", "back-maj:min":"  0:46", "back-file":"/run/simgpu/gpu0"},
-            {"name":"/dev/loop1", "back-maj:min":"  0:47", "back-file":"/run/simgpu/gpu0"},
-            {"name":"/dev/loop2", "back-maj:min":"  0:46", "back-file":"/disk.img"},
-            {"name":"/dev/loop3", "back-maj:min":"  0:46", "back-file":"/simgpu/gpu1 (deleted)"},
-            {"name":"/dev/loop4", "back-maj:min":"  0:46", "back-file":null}
+            {"name":"/dev/loop0", "back-file":"/memfd:simgpu:4026532500:nvidia0 (deleted)"},
+            {"name":"/dev/loop1", "back-file":"/memfd:simgpu:4026532501:nvidia0 (deleted)"},
+            {"name":"/dev/loop2", "back-file":"/disk.img"},
+            {"name":"/dev/loop3", "back-file":"/memfd:simgpu:4026532500:nvidiactl (deleted)"},
+            {"name":"/dev/loop4", "back-file":null}
         ]}"#;
-        assert_eq!(simgpu_loops(list, 46).unwrap(), ["/dev/loop0", "/dev/loop3"]);
-        assert!(simgpu_loops("", 46).unwrap().is_empty());
-        assert!(simgpu_loops("{", 46).is_err());
+        assert_eq!(
+            simgpu_loops(list, 4026532500).unwrap(),
+            ["/dev/loop0", "/dev/loop3"]
+        );
+        assert!(simgpu_loops(list, 402653250).unwrap().is_empty());
+        assert!(simgpu_loops("", 4026532500).unwrap().is_empty());
+        assert!(simgpu_loops("{", 4026532500).is_err());
     }
 
     #[test]
-    fn device_numbers_are_those_of_stat() {
-        assert_eq!(parse_device("0:46"), Some(46));
-        assert_eq!(parse_device("0:300"), Some(0x10002c));
-        assert_eq!(parse_device("254:1"), Some(0xfe01));
-        assert_eq!(parse_device("x"), None);
+    fn own_mount_namespace_lives() {
+        let own = fs::metadata("/proc/self/ns/mnt").unwrap().ino();
+        assert!(mount_namespace_lives(own));
+        assert!(!mount_namespace_lives(1));
     }
 }
