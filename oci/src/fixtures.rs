@@ -1,9 +1,10 @@
 //! Nodes and specs for the tests of this crate.
 
-use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
+use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
 use serde_json::json;
 
 use crate::Spec;
+use crate::manifest::{CudaProcess, DriverVersion, DumpFlags, Manifest, RequiredMount, SourceGpu, Versions};
 
 pub(crate) fn uuid(i: u8) -> GpuUuid {
     GpuUuid::from_bytes([i; 16])
@@ -84,5 +85,39 @@ pub(crate) fn config(gpus: &[&str], pairs: &[(u8, u8)]) -> firn_config::Restore 
             .iter()
             .map(|(old, new)| format!("{}={}", uuid(*old), uuid(*new)))
             .collect(),
+    }
+}
+
+/// The manifest of a container with these GPUs and one CUDA process.
+pub(crate) fn manifest(gpus: &[u8]) -> Manifest {
+    let count = gpus.iter().max().map_or(0, |highest| highest + 1);
+    let source = inventory(195, count);
+    Manifest {
+        dump: DumpFlags {
+            open_tcp: true,
+            ..DumpFlags::default()
+        },
+        driver: Some(DriverVersion {
+            driver: source.driver_version.clone(),
+            cuda: source.cuda_version,
+        }),
+        gpus: gpus
+            .iter()
+            .map(|i| SourceGpu::from(&source.gpus[usize::from(*i)]))
+            .collect(),
+        processes: vec![CudaProcess {
+            pid: 1,
+            restore_tid: 4,
+            state: CudaState::Running,
+        }],
+        mounts: vec![RequiredMount {
+            destination: "/data".into(),
+            source_name: "data".into(),
+        }],
+        versions: Versions {
+            firn: "0.1.0".into(),
+            ..Versions::default()
+        },
+        images: vec![],
     }
 }

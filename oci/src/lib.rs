@@ -6,6 +6,7 @@
 
 mod atomic;
 pub mod criu;
+mod decide;
 pub mod devnodes;
 pub mod edit;
 #[cfg(test)]
@@ -17,6 +18,7 @@ mod map;
 pub mod mounts;
 mod spec;
 
+pub use decide::{DecideError, Decision};
 pub use grant::{Basis, Grant, GrantError};
 pub use map::{GpuMap, MapError, MapOrigin};
 pub use spec::{DeviceRule, Spec, SpecDevice, SpecError, SpecMount};

@@ -1,35 +1,10 @@
 use super::*;
 use crate::Spec;
-use crate::fixtures::{inventory, spec};
+use crate::fixtures::spec;
 use serde_json::{Value, json};
 
 fn manifest() -> Manifest {
-    let source = inventory(195, 2);
-    Manifest {
-        dump: DumpFlags {
-            open_tcp: true,
-            ..DumpFlags::default()
-        },
-        driver: Some(DriverVersion {
-            driver: source.driver_version.clone(),
-            cuda: source.cuda_version,
-        }),
-        gpus: source.gpus.iter().map(SourceGpu::from).collect(),
-        processes: vec![CudaProcess {
-            pid: 1,
-            restore_tid: 4,
-            state: CudaState::Running,
-        }],
-        mounts: vec![RequiredMount {
-            destination: "/data".into(),
-            source_name: "data".into(),
-        }],
-        versions: Versions {
-            firn: "0.1.0".into(),
-            ..Versions::default()
-        },
-        images: vec![],
-    }
+    crate::fixtures::manifest(&[0, 1])
 }
 
 /// An image directory as CRIU and runc leave it, described.

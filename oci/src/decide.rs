@@ -1,0 +1,184 @@
+//! Which GPUs a restore gets: grant, map and planner put together, for the shim and for `firn plan`.
+
+use firn_config::Restore;
+use firn_gpu::plan::{self, Demand, PlanError, Policy};
+use firn_gpu::{Gpu, GpuUuid, Inventory};
+
+use crate::manifest::{Manifest, SourceGpu};
+use crate::{GpuMap, Grant, GrantError, MapError, Spec};
+
+/// What a restore does with the GPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// What the container may use.
+    pub grant: Grant,
+    /// A pair for every GPU of the checkpoint.
+    pub map: plan::GpuMap,
+}
+
+/// A restore whose GPUs cannot be decided.
+#[derive(Debug, thiserror::Error)]
+pub enum DecideError {
+    /// A map that someone wrote cannot be read.
+    #[error("cannot read the GPU map")]
+    Map(#[from] MapError),
+    /// What the container may use is not clear.
+    #[error("cannot tell which GPUs the container may use")]
+    Grant(#[from] GrantError),
+    /// The GPUs of the checkpoint find no place in the grant.
+    #[error("the checkpoint does not fit this container and node")]
+    Plan(#[from] PlanError),
+}
+
+impl DecideError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Map(error) => error.code(),
+            Self::Grant(error) => error.code(),
+            Self::Plan(error) => error.code(),
+        }
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Map(error) => error.hint(),
+            Self::Grant(error) => error.hint(),
+            Self::Plan(error) => error.hint(),
+        }
+    }
+}
+
+impl Decision {
+    /// Decides for a container with this spec on a node with this inventory and `[restore]` configuration.
+    pub fn make(
+        spec: &Spec,
+        manifest: &Manifest,
+        inventory: &Inventory,
+        config: &Restore,
+    ) -> Result<Self, DecideError> {
+        let uuids: Vec<GpuUuid> = manifest.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let written = GpuMap::find(spec, config, &uuids)?;
+        let mut grant = Grant::at_restore(spec, inventory, config, written.as_ref())?;
+        let policy = match written {
+            Some(map) => Policy::Explicit(map.pairs),
+            None => {
+                grant.narrow(&uuids);
+                Policy::Auto
+            }
+        };
+        let source: Vec<plan::SourceGpu> = manifest.gpus.iter().map(for_planner).collect();
+        let map = plan::plan(&Demand {
+            source: &source,
+            source_driver: manifest.driver.as_ref().map_or("", |driver| &driver.driver),
+            grant: &grant.gpus,
+            target_driver: &inventory.driver_version,
+            policy: &policy,
+        })?;
+        Ok(Self { grant, map })
+    }
+
+    /// The GPUs that the container gets: those on the right side of the map, in the order of the grant.
+    pub fn targets(&self) -> Vec<Gpu> {
+        let mapped = |gpu: &&Gpu| self.map.pairs().iter().any(|pair| pair.new == gpu.uuid);
+        self.grant.gpus.iter().filter(mapped).cloned().collect()
+    }
+}
+
+fn for_planner(gpu: &SourceGpu) -> plan::SourceGpu {
+    plan::SourceGpu {
+        uuid: gpu.uuid.clone(),
+        name: gpu.name.clone(),
+        pci_device_id: gpu.pci_device_id,
+        memory_total: gpu.memory_total,
+        minor: gpu.minor,
+        // A GPU in MIG mode is refused at the checkpoint.
+        mig: false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Basis;
+    use crate::fixtures::{config, inventory, manifest, spec, uuid};
+    use serde_json::json;
+
+    fn made(spec: &Spec, sources: &[u8], config: &Restore) -> Result<Vec<(GpuUuid, GpuUuid)>, DecideError> {
+        let decision = Decision::make(spec, &manifest(sources), &inventory(195, 4), config)?;
+        let pairs = decision.map.pairs().iter();
+        let targets: Vec<GpuUuid> = decision.targets().into_iter().map(|gpu| gpu.uuid).collect();
+        assert!(
+            decision
+                .map
+                .pairs()
+                .iter()
+                .all(|pair| targets.contains(&pair.new))
+        );
+        assert_eq!(targets.len(), decision.map.pairs().len());
+        Ok(pairs.map(|pair| (pair.old.clone(), pair.new.clone())).collect())
+    }
+
+    #[test]
+    fn on_the_same_node_every_gpu_stays() {
+        let pairs = made(&spec(195, &[0, 2]), &[0, 2], &config(&[], &[])).unwrap();
+        assert_eq!(pairs, [(uuid(0), uuid(0)), (uuid(2), uuid(2))]);
+    }
+
+    #[test]
+    fn a_pool_of_the_configuration_gives_as_many_as_needed() {
+        let pairs = made(&spec(240, &[0]), &[9], &config(&["3", "1"], &[])).unwrap();
+        assert_eq!(pairs, [(uuid(9), uuid(3))]);
+    }
+
+    #[test]
+    fn a_map_chooses_inside_the_pool_only() {
+        let pairs = made(&spec(240, &[0]), &[9], &config(&["3", "1"], &[(9, 1)])).unwrap();
+        assert_eq!(pairs, [(uuid(9), uuid(1))]);
+        let error = made(&spec(240, &[0]), &[9], &config(&["3"], &[(9, 1)])).unwrap_err();
+        assert_eq!(error.code(), "FIRN-MAP-UNKNOWN-TARGET");
+    }
+
+    #[test]
+    fn a_pod_cannot_map_itself_onto_a_gpu_that_it_was_not_granted() {
+        let mut pod = spec(195, &[1]);
+        let annotations = pod.object_mut(&["annotations"], "annotations").unwrap();
+        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
+        annotations.insert(
+            "firn.dev/gpu-map".into(),
+            json!(format!("{}={}", uuid(9), uuid(3))),
+        );
+        let error = made(&pod, &[9], &config(&[], &[])).unwrap_err();
+        assert_eq!(error.code(), "FIRN-MAP-UNKNOWN-TARGET");
+    }
+
+    #[test]
+    fn an_incomplete_map_and_too_few_gpus_are_refused() {
+        let error = made(&spec(195, &[0]), &[8, 9], &config(&[], &[(9, 1)])).unwrap_err();
+        assert_eq!(error.code(), "FIRN-GPU-COUNT");
+        let error = made(&spec(195, &[0]), &[8, 9], &config(&["0", "1"], &[(9, 1)])).unwrap_err();
+        assert_eq!(error.code(), "FIRN-MAP-INCOMPLETE");
+        let error = made(&Spec::from(json!({})), &[9], &config(&[], &[])).unwrap_err();
+        assert_eq!(error.code(), "FIRN-GPU-COUNT");
+    }
+
+    #[test]
+    fn another_driver_is_refused() {
+        let mut other = inventory(195, 4);
+        other.driver_version = "570.1.2".into();
+        let error = Decision::make(&spec(195, &[0]), &manifest(&[0]), &other, &config(&[], &[])).unwrap_err();
+        assert_eq!(error.code(), "FIRN-DRIVER-VERSION");
+    }
+
+    #[test]
+    fn what_the_grant_rests_on_is_kept() {
+        let decision = Decision::make(
+            &spec(240, &[0]),
+            &manifest(&[9]),
+            &inventory(195, 4),
+            &config(&["2"], &[]),
+        );
+        assert_eq!(decision.unwrap().grant.basis, Basis::Config);
+    }
+}
