@@ -1,0 +1,142 @@
+//! The freezer: stops and continues all processes of a cgroup at once, without signals.
+//!
+//! Both calls may be repeated, and end in a known state: a freeze that does not succeed in time thaws what it froze.
+//! A future dropped half way leaves the cgroup freezing; whoever drops it thaws.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::read::{self, FlatKeyed};
+use super::{Cgroup, CgroupError, Version};
+
+/// First pause between two looks at the state. It doubles up to [`SLOWEST`].
+const FASTEST: Duration = Duration::from_millis(1);
+
+/// Longest pause between two looks at the state.
+const SLOWEST: Duration = Duration::from_millis(16);
+
+/// v1 may never finish freezing a cgroup in which processes keep appearing. After this time it is thawed for a moment,
+/// which lets the fork that it missed pass.
+const V1_KICK: Duration = Duration::from_millis(500);
+
+/// How long v1 is thawed then.
+const V1_KICK_PAUSE: Duration = Duration::from_millis(10);
+
+/// State of the freezer, that of parents included: `Frozen` means that no process of the cgroup can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FreezerState {
+    /// Processes run.
+    Thawed,
+    /// Asked to freeze; some processes still run.
+    Freezing,
+    /// All processes are stopped.
+    Frozen,
+}
+
+impl Cgroup {
+    /// The freezer as it is now.
+    pub(crate) fn freezer_state(&self) -> Result<FreezerState, CgroupError> {
+        let dir = self.freezer_dir()?;
+        match self.version {
+            Version::V1 => v1_state(&dir),
+            Version::V2 => v2_state(&dir),
+        }
+    }
+
+    /// Freezes all processes, at once if there are none.
+    pub(crate) async fn freeze(&self, limit: Duration) -> Result<(), CgroupError> {
+        let dir = self.own_freezer_dir()?;
+        let before = self.freezer_state()?;
+        let begun = Instant::now();
+        let mut kick = begun + V1_KICK;
+        let mut pause = FASTEST;
+        self.order(&dir, FreezerState::Frozen)?;
+        while self.freezer_state()? != FreezerState::Frozen {
+            if begun.elapsed() >= limit {
+                if before == FreezerState::Thawed {
+                    self.order(&dir, FreezerState::Thawed)?;
+                }
+                return Err(CgroupError::FreezeTimeout { path: dir, limit });
+            }
+            if self.version == Version::V1 {
+                if Instant::now() >= kick {
+                    self.order(&dir, FreezerState::Thawed)?;
+                    sleep(V1_KICK_PAUSE).await;
+                    kick = Instant::now() + V1_KICK;
+                }
+                self.order(&dir, FreezerState::Frozen)?;
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(SLOWEST);
+        }
+        Ok(())
+    }
+
+    /// Lets all processes run again.
+    pub(crate) async fn thaw(&self, limit: Duration) -> Result<(), CgroupError> {
+        let dir = self.own_freezer_dir()?;
+        let begun = Instant::now();
+        let mut pause = FASTEST;
+        self.order(&dir, FreezerState::Thawed)?;
+        while self.freezer_state()? != FreezerState::Thawed {
+            if begun.elapsed() >= limit {
+                return Err(CgroupError::ThawTimeout { path: dir, limit });
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(SLOWEST);
+        }
+        Ok(())
+    }
+
+    fn freezer_dir(&self) -> Result<PathBuf, CgroupError> {
+        self.dir("freezer").ok_or(CgroupError::NoFreezer)
+    }
+
+    fn own_freezer_dir(&self) -> Result<PathBuf, CgroupError> {
+        let dir = self.freezer_dir()?;
+        let own = self.own()?.dir();
+        if own == dir {
+            Ok(dir)
+        } else {
+            Err(CgroupError::NotOwn { path: dir })
+        }
+    }
+
+    fn order(&self, dir: &Path, state: FreezerState) -> Result<(), CgroupError> {
+        let freeze = state != FreezerState::Thawed;
+        let (file, word) = match (self.version, freeze) {
+            (Version::V1, true) => ("freezer.state", "FROZEN"),
+            (Version::V1, false) => ("freezer.state", "THAWED"),
+            (Version::V2, true) => ("cgroup.freeze", "1"),
+            (Version::V2, false) => ("cgroup.freeze", "0"),
+        };
+        read::write(&dir.join(file), word)
+    }
+}
+
+fn v1_state(dir: &Path) -> Result<FreezerState, CgroupError> {
+    let path = dir.join("freezer.state");
+    let text = read::text(&path)?.ok_or_else(|| CgroupError::Gone { path: dir.to_owned() })?;
+    match text.trim() {
+        "THAWED" => Ok(FreezerState::Thawed),
+        "FREEZING" => Ok(FreezerState::Freezing),
+        "FROZEN" => Ok(FreezerState::Frozen),
+        _ => Err(CgroupError::Malformed { path }),
+    }
+}
+
+fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
+    let gone = || CgroupError::Gone { path: dir.to_owned() };
+    let events = FlatKeyed::read(&dir.join("cgroup.events"))?.ok_or_else(gone)?;
+    if events.get("frozen") == 1 {
+        return Ok(FreezerState::Frozen);
+    }
+    let asked = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
+    Ok(if asked == 1 {
+        FreezerState::Freezing
+    } else {
+        FreezerState::Thawed
+    })
+}

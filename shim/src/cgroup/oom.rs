@@ -1,0 +1,168 @@
+//! Tells when the kernel ran out of a cgroup's memory. A watch ends by itself when the cgroup does.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::fd::{AsFd as _, AsRawFd, RawFd};
+use std::path::{Path, PathBuf};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use super::read::FlatKeyed;
+use super::{Cgroup, CgroupError, Version};
+
+/// v1: takes the descriptors of an eventfd and of the file to watch.
+const EVENT_CONTROL: &str = "cgroup.event_control";
+
+/// v2: counts the kills.
+const MEMORY_EVENTS: &str = "memory.events";
+
+/// v2: says whether anyone is in the cgroup.
+const CGROUP_EVENTS: &str = "cgroup.events";
+
+/// Out-of-memory events of one cgroup.
+#[derive(Debug)]
+pub(crate) struct OomWatch {
+    source: Source,
+    ended: bool,
+}
+
+#[derive(Debug)]
+enum Source {
+    V1 {
+        events: AsyncFd<EventFd>,
+        control: PathBuf,
+    },
+    V2 {
+        changes: AsyncFd<Changes>,
+        dir: PathBuf,
+        kills: u64,
+    },
+}
+
+impl Cgroup {
+    /// Begins to watch; needs the runtime's reactor.
+    pub(crate) fn watch_oom(&self) -> Result<OomWatch, CgroupError> {
+        let dir = self.dir("memory").ok_or(CgroupError::NoMemory)?;
+        let source = match self.version {
+            Version::V1 => watch_v1(&dir),
+            Version::V2 => watch_v2(&dir),
+        };
+        let source = source.map_err(|source| CgroupError::OomWatch { path: dir, source })?;
+        Ok(OomWatch { source, ended: false })
+    }
+}
+
+impl OomWatch {
+    /// Waits for the next time that memory ran out; none once the cgroup has ended. May be dropped and called again.
+    pub(crate) async fn recv(&mut self) -> Option<()> {
+        while !self.ended {
+            let happened = match &mut self.source {
+                Source::V1 { events, control } => v1_event(events, control, &mut self.ended).await,
+                Source::V2 { changes, dir, kills } => v2_event(changes, dir, kills, &mut self.ended).await,
+            };
+            match happened {
+                Ok(true) => return Some(()),
+                Ok(false) => {}
+                Err(error) => {
+                    log::warn!("out-of-memory events are lost: {error}");
+                    self.ended = true;
+                }
+            }
+        }
+        None
+    }
+}
+
+fn watch_v1(dir: &Path) -> io::Result<Source> {
+    let events = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+    let oom = File::open(dir.join("memory.oom_control"))?;
+    let control = dir.join(EVENT_CONTROL);
+    let order = format!("{} {}", events.as_raw_fd(), oom.as_raw_fd());
+    OpenOptions::new()
+        .write(true)
+        .open(&control)?
+        .write_all(order.as_bytes())?;
+    Ok(Source::V1 {
+        events: watched(events)?,
+        control,
+    })
+}
+
+async fn v1_event(events: &AsyncFd<EventFd>, control: &Path, ended: &mut bool) -> io::Result<bool> {
+    let mut ready = events.readable().await?;
+    match ready.try_io(|events| Ok(events.get_ref().read()?)) {
+        Err(_not_ready) => Ok(false),
+        Ok(count) => {
+            // The removal of the cgroup is an event too, the last one.
+            *ended = !control.exists();
+            Ok(count? > u64::from(*ended))
+        }
+    }
+}
+
+fn watch_v2(dir: &Path) -> io::Result<Source> {
+    let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+    for file in [MEMORY_EVENTS, CGROUP_EVENTS] {
+        inotify.add_watch(
+            &dir.join(file),
+            AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_DELETE_SELF,
+        )?;
+    }
+    // Order matters: a kill between the two calls is counted here and seen as a change that adds nothing.
+    let kills = count_kills(dir)?;
+    Ok(Source::V2 {
+        changes: watched(Changes(inotify))?,
+        dir: dir.to_owned(),
+        kills,
+    })
+}
+
+async fn v2_event(
+    changes: &AsyncFd<Changes>,
+    dir: &Path,
+    kills: &mut u64,
+    ended: &mut bool,
+) -> io::Result<bool> {
+    // Order matters: the kills are read after the end was seen, so the last of them is not missed.
+    let populated = FlatKeyed::read(&dir.join(CGROUP_EVENTS)).map_err(io::Error::other)?;
+    *ended = populated.is_none_or(|events| events.get("populated") == 0);
+    let now = count_kills(dir)?;
+    if now > *kills {
+        *kills = now;
+        return Ok(true);
+    }
+    if *ended {
+        return Ok(false);
+    }
+    let mut ready = changes.readable().await?;
+    match ready.try_io(|changes| Ok(changes.get_ref().0.read_events()?)) {
+        Err(_not_ready) => Ok(false),
+        Ok(drained) => drained.map(|_| false),
+    }
+}
+
+fn count_kills(dir: &Path) -> io::Result<u64> {
+    let events = FlatKeyed::read(&dir.join(MEMORY_EVENTS)).map_err(io::Error::other)?;
+    Ok(events.map_or(0, |events| events.get("oom_kill")))
+}
+
+/// An inotify instance as the reactor wants it.
+#[derive(Debug)]
+struct Changes(Inotify);
+
+impl AsRawFd for Changes {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
+fn watched<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
+    #[expect(
+        deprecated,
+        reason = "its successor is unsafe for types whose descriptor may change; these cannot"
+    )]
+    AsyncFd::with_interest(fd, Interest::READABLE)
+}

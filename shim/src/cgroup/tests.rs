@@ -1,0 +1,580 @@
+//! Real cgroups with real processes, on every hierarchy that this host has; files in a directory where the host lacks
+//! a controller. Needs root; each test makes cgroups of its own and removes them.
+
+use std::fs;
+use std::io::{Error, ErrorKind};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
+
+use containerd_shim_protos::{cgroups, cgroups_v2};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use protobuf::Message as _;
+use tempfile::TempDir;
+use tokio::time::{sleep, timeout};
+
+use super::*;
+use crate::reaper::{Child, Reaper};
+
+/// Longest time for anything here that should happen.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A cgroup for one test, removed with all that is in it.
+struct Scratch {
+    cgroup: Cgroup,
+    name: String,
+}
+
+impl Scratch {
+    /// One per kind of hierarchy that can be used here. An empty list is said aloud.
+    fn all() -> Vec<Self> {
+        let found: Vec<_> = [Self::v1(), Self::v2()].into_iter().flatten().collect();
+        if found.is_empty() {
+            eprintln!("skipped: needs root and a writable cgroup hierarchy");
+        }
+        found
+    }
+
+    fn v1() -> Option<Self> {
+        let host = Hierarchies::of_host().ok()?;
+        let cgroup = host.by_spec(&unique(), "", false).ok()?;
+        (cgroup.version == Version::V1)
+            .then(|| Self::make(cgroup))
+            .flatten()
+    }
+
+    fn v2() -> Option<Self> {
+        let mount = crate::mounts::mounted()
+            .unwrap()
+            .into_iter()
+            .rev()
+            .find(|mount| mount.fs_type == "cgroup2")?;
+        let place = Place {
+            mount_point: mount.mount_point,
+            path: unique().trim_start_matches('/').into(),
+        };
+        Self::make(Cgroup {
+            version: Version::V2,
+            places: [(String::new(), place)].into(),
+        })
+    }
+
+    fn make(cgroup: Cgroup) -> Option<Self> {
+        let name = cgroup.primary_dir().file_name()?.to_str()?.to_owned();
+        for dir in cgroup.own_dirs().ok()? {
+            // cpusets take no process before they are set up, and no test wants them.
+            if !dir.starts_with("/sys/fs/cgroup/cpuset") {
+                fs::create_dir(&dir).ok()?;
+            }
+        }
+        Some(Self { cgroup, name })
+    }
+
+    /// Starts a shell in the cgroup, or in one below.
+    fn spawn(&self, reaper: &Reaper, below: &str, script: &str) -> Child {
+        let mut enter = String::new();
+        for dir in self.cgroup.own_dirs().unwrap().iter().filter(|dir| dir.exists()) {
+            let dir = dir.join(below);
+            fs::create_dir_all(&dir).unwrap();
+            enter += &format!("echo $$ > {}/cgroup.procs && ", dir.display());
+        }
+        let mut command = std::process::Command::new("sh");
+        command.arg("-c").arg(format!("{enter} {{ {script}\n}}"));
+        reaper.spawn(&mut command).unwrap()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        for version_dir in self.cgroup.own_dirs().unwrap() {
+            assert!(version_dir.ends_with(&self.name) && self.name.starts_with("firn-test-"));
+            let begun = Instant::now();
+            while version_dir.exists() && begun.elapsed() < LIMIT {
+                let _ = read::write(&version_dir.join("freezer.state"), "THAWED");
+                let _ = read::write(&version_dir.join("cgroup.freeze"), "0");
+                let mut pids = BTreeSet::new();
+                let _ = collect_pids(&version_dir, &mut pids);
+                for pid in pids {
+                    let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                }
+                for child in read::children(&version_dir).unwrap_or_default() {
+                    let _ = fs::remove_dir(child);
+                }
+                let _ = fs::remove_dir(&version_dir);
+            }
+        }
+    }
+}
+
+fn unique() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!(
+        "/firn-test-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    )
+}
+
+/// Waits for something that should become true.
+async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < LIMIT, "{what} did not happen");
+        sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_cgroup_is_found_by_its_process_and_by_its_path() {
+    let reaper = Reaper::start().unwrap();
+    let Some(scratch) = Scratch::v1().or_else(Scratch::v2) else {
+        return;
+    };
+    let path = format!("/{}", scratch.name);
+    let by_spec = Cgroup::by_spec(&path, "", false).unwrap();
+    if by_spec.version != scratch.cgroup.version {
+        return;
+    }
+    assert!(by_spec.exists());
+    assert_eq!(by_spec.pids().unwrap(), []);
+    let outer = scratch.spawn(&reaper, "", "exec sleep 1000");
+    let inner = scratch.spawn(&reaper, "inner", "exec sleep 1000");
+    until("the processes to enter", || by_spec.pids().unwrap().len() == 2).await;
+    let mut expected = [outer.pid(), inner.pid()];
+    expected.sort_unstable();
+    assert_eq!(by_spec.pids().unwrap(), expected);
+    assert_eq!(Cgroup::of_pid(outer.pid()).unwrap().primary(), by_spec.primary());
+}
+
+#[tokio::test]
+async fn frozen_processes_stand_still_until_thawed() {
+    let reaper = Reaper::start().unwrap();
+    for scratch in Scratch::all() {
+        let dir = TempDir::new().unwrap();
+        let beat = dir.path().join("beat");
+        let script = format!("while :; do echo beat > {}; done", beat.display());
+        let _children = [
+            scratch.spawn(&reaper, "", &script),
+            scratch.spawn(&reaper, "inner", &script),
+        ];
+        until("the first beat", || beat.exists()).await;
+        let cgroup = &scratch.cgroup;
+        assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Thawed);
+        for _ in 0..2 {
+            cgroup.freeze(LIMIT).await.unwrap();
+            assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Frozen);
+        }
+        fs::write(&beat, "frozen").unwrap();
+        for _ in 0..20 {
+            sleep(Duration::from_millis(2)).await;
+            assert_eq!(fs::read_to_string(&beat).unwrap(), "frozen");
+        }
+        for _ in 0..2 {
+            cgroup.thaw(LIMIT).await.unwrap();
+            assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Thawed);
+        }
+        until("the beat after the thaw", || {
+            fs::read_to_string(&beat).unwrap() == "beat\n"
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn processes_that_fork_all_the_time_freeze_too() {
+    let reaper = Reaper::start().unwrap();
+    for scratch in Scratch::all() {
+        let _child = scratch.spawn(&reaper, "", "while :; do /bin/true & /bin/true; done");
+        until("the process to enter", || {
+            !scratch.cgroup.pids().unwrap().is_empty()
+        })
+        .await;
+        for _ in 0..5 {
+            scratch.cgroup.freeze(LIMIT).await.unwrap();
+            assert_eq!(scratch.cgroup.freezer_state().unwrap(), FreezerState::Frozen);
+            scratch.cgroup.thaw(LIMIT).await.unwrap();
+        }
+        scratch.cgroup.kill_all(LIMIT).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_empty_cgroup_freezes_at_once() {
+    for scratch in Scratch::all() {
+        scratch.cgroup.freeze(LIMIT).await.unwrap();
+        assert_eq!(scratch.cgroup.freezer_state().unwrap(), FreezerState::Frozen);
+        scratch.cgroup.thaw(LIMIT).await.unwrap();
+    }
+}
+
+/// A unified cgroup made of plain files, which does what no kernel does on request.
+fn fake_unified(files: &[(&str, &str)]) -> (TempDir, Cgroup) {
+    let dir = TempDir::new().unwrap();
+    fs::create_dir(dir.path().join("box")).unwrap();
+    for (name, text) in files {
+        fs::write(dir.path().join("box").join(name), text).unwrap();
+    }
+    let place = Place {
+        mount_point: dir.path().to_owned(),
+        path: "box".into(),
+    };
+    (
+        dir,
+        Cgroup {
+            version: Version::V2,
+            places: [(String::new(), place)].into(),
+        },
+    )
+}
+
+#[tokio::test]
+async fn a_freeze_that_does_not_succeed_is_undone() {
+    let (_dir, cgroup) = fake_unified(&[
+        ("cgroup.freeze", "0"),
+        ("cgroup.events", "populated 1\nfrozen 0\n"),
+    ]);
+    let error = cgroup.freeze(Duration::from_millis(20)).await.unwrap_err();
+    assert!(matches!(error, CgroupError::FreezeTimeout { .. }), "{error}");
+    assert_eq!(
+        fs::read_to_string(cgroup.primary_dir().join("cgroup.freeze")).unwrap(),
+        "0"
+    );
+
+    // Frozen by a parent: our own order has no effect.
+    let (_dir, cgroup) = fake_unified(&[
+        ("cgroup.freeze", "1"),
+        ("cgroup.events", "populated 1\nfrozen 1\n"),
+    ]);
+    let error = cgroup.thaw(Duration::from_millis(20)).await.unwrap_err();
+    assert!(matches!(error, CgroupError::ThawTimeout { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn frozen_processes_are_killed_and_their_cgroups_removed() {
+    let reaper = Reaper::start().unwrap();
+    for scratch in Scratch::all() {
+        let children = [
+            scratch.spawn(&reaper, "", "trap '' TERM INT; sleep 1000"),
+            scratch.spawn(&reaper, "inner", "sleep 1000; sleep 1000"),
+        ];
+        until("the processes to enter", || {
+            scratch.cgroup.pids().unwrap().len() >= 2
+        })
+        .await;
+        scratch.cgroup.freeze(LIMIT).await.unwrap();
+        scratch.cgroup.kill_all(LIMIT).await.unwrap();
+        assert_eq!(scratch.cgroup.pids().unwrap(), []);
+        for child in children {
+            assert_eq!(timeout(LIMIT, child.wait()).await.unwrap().code, 128 + 9);
+        }
+        for _ in 0..2 {
+            scratch.cgroup.kill_all(LIMIT).await.unwrap();
+            scratch.cgroup.remove(LIMIT).await.unwrap();
+        }
+        assert!(!scratch.cgroup.exists());
+        assert!(scratch.cgroup.own_dirs().unwrap().iter().all(|dir| !dir.exists()));
+    }
+}
+
+#[tokio::test]
+async fn a_cgroup_that_is_not_the_containers_own_is_left_alone() {
+    let ours = Cgroup::of_pid(locate::own_pid()).unwrap();
+    let place = |path: &str| Place {
+        mount_point: "/sys/fs/cgroup".into(),
+        path: path.into(),
+    };
+    let root = Cgroup {
+        version: Version::V2,
+        places: [(String::new(), place(""))].into(),
+    };
+    // Ours in each hierarchy, as if that were the only one.
+    let each = ours.places.iter().map(|(name, place)| {
+        let version = if name.is_empty() { Version::V2 } else { Version::V1 };
+        Cgroup {
+            version,
+            places: [(name.clone(), place.clone())].into(),
+        }
+    });
+    for cgroup in each.chain([root]) {
+        let (own, dirs) = (cgroup.own(), cgroup.own_dirs());
+        assert!(matches!(own, Err(CgroupError::NotOwn { .. })), "{own:?}");
+        assert!(matches!(dirs, Err(CgroupError::NotOwn { .. })), "{dirs:?}");
+    }
+}
+
+#[tokio::test]
+async fn running_out_of_memory_is_told_and_the_watch_ends_with_the_cgroup() {
+    let reaper = Reaper::start().unwrap();
+    let Some(scratch) = Scratch::v1() else {
+        return eprintln!("skipped: needs root and cgroup v1");
+    };
+    let memory = scratch.cgroup.dir("memory").unwrap();
+    read::write(&memory.join("memory.limit_in_bytes"), "16M").unwrap();
+    let mut watch = scratch.cgroup.watch_oom().unwrap();
+    let child = scratch.spawn(&reaper, "", "exec sh -c 'head -c 64M /dev/zero | tail'");
+    assert_eq!(
+        timeout(LIMIT, watch.recv()).await.expect("an event comes"),
+        Some(())
+    );
+    timeout(LIMIT, child.wait()).await.unwrap();
+    scratch.cgroup.kill_all(LIMIT).await.unwrap();
+    scratch.cgroup.remove(LIMIT).await.unwrap();
+    let rest = async { while watch.recv().await.is_some() {} };
+    timeout(LIMIT, rest).await.expect("the watch ends");
+    assert_eq!(watch.recv().await, None);
+}
+
+#[tokio::test]
+async fn each_growth_of_the_kill_count_is_an_event() {
+    let (_dir, cgroup) = fake_unified(&[
+        ("memory.events", "oom 1\noom_kill 1\n"),
+        ("cgroup.events", "populated 1\nfrozen 0\n"),
+    ]);
+    let file = |name: &str| cgroup.primary_dir().join(name);
+    let mut watch = cgroup.watch_oom().unwrap();
+    // The kill that was counted before is not an event.
+    assert!(timeout(Duration::from_millis(20), watch.recv()).await.is_err());
+    fs::write(file("memory.events"), "oom 2\noom_kill 2\n").unwrap();
+    assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), Some(()));
+    // The last kill ends the container: it is told before the end.
+    fs::write(file("memory.events"), "oom 3\noom_kill 3\n").unwrap();
+    fs::write(file("cgroup.events"), "populated 0\nfrozen 0\n").unwrap();
+    assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), Some(()));
+    assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn v1_use_is_what_the_kernel_counts() {
+    let reaper = Reaper::start().unwrap();
+    let Some(scratch) = Scratch::v1() else {
+        return eprintln!("skipped: needs root and cgroup v1");
+    };
+    let memory = scratch.cgroup.dir("memory").unwrap();
+    read::write(&memory.join("memory.limit_in_bytes"), "64M").unwrap();
+    read::write(&scratch.cgroup.dir("pids").unwrap().join("pids.max"), "77").unwrap();
+    let _child = scratch.spawn(&reaper, "", "while :; do :; done");
+    let metrics = || {
+        let any = scratch.cgroup.stats().unwrap();
+        assert_eq!(any.type_url, "io.containerd.cgroups.v1.Metrics");
+        cgroups::metrics::Metrics::parse_from_bytes(&any.value).unwrap()
+    };
+    let counted = |metrics: &cgroups::metrics::Metrics| {
+        // The kernel adds up page faults lazily.
+        metrics.cpu.usage.user > 50_000_000 && metrics.memory.total_pg_fault > 0
+    };
+    until("time in user mode and page faults", || counted(&metrics())).await;
+    let metrics = metrics();
+    let cpu = &metrics.cpu.usage;
+    assert!(cpu.total >= cpu.user / 2 && cpu.total < 60_000_000_000, "{cpu:?}");
+    // The sum is made over CPUs that go on counting while they are read.
+    let sum: u64 = cpu.per_cpu.iter().sum();
+    assert!(sum >= cpu.total && sum < cpu.total * 2, "{cpu:?}");
+    assert_eq!(metrics.memory.usage.limit, 64 << 20);
+    assert!(
+        (1..64 << 20).contains(&metrics.memory.usage.usage),
+        "{:?}",
+        metrics.memory.usage
+    );
+    assert!(metrics.memory.usage.max >= metrics.memory.usage.usage);
+    assert_eq!(metrics.memory.hierarchical_memory_limit, 64 << 20);
+    assert_eq!((metrics.pids.current, metrics.pids.limit), (1, 77));
+    assert!(metrics.memory_oom_control.is_some());
+
+    scratch.cgroup.kill_all(LIMIT).await.unwrap();
+    scratch.cgroup.remove(LIMIT).await.unwrap();
+    assert!(scratch.cgroup.stats().unwrap_err().is_absent());
+    assert_eq!(scratch.cgroup.pids().unwrap(), []);
+}
+
+/// v1 hierarchies made of plain files, for controllers that few hosts have.
+#[test]
+fn v1_devices_and_huge_pages_are_read() {
+    let dir = TempDir::new().unwrap();
+    let mut places = BTreeMap::new();
+    for (name, files) in [
+        (
+            "blkio",
+            &[
+                (
+                    "blkio.throttle.io_serviced_recursive",
+                    "8:0 Read 3\n8:0 Write 4\n259:1 Read 5\nTotal 12\n",
+                ),
+                (
+                    "blkio.throttle.io_service_bytes_recursive",
+                    "8:0 Read 4096\nTotal 4096\n",
+                ),
+                ("blkio.io_serviced_recursive", "Total 0\n"),
+            ][..],
+        ),
+        (
+            "hugetlb",
+            &[
+                ("hugetlb.2MB.usage_in_bytes", "4194304\n"),
+                ("hugetlb.2MB.max_usage_in_bytes", "6291456\n"),
+                ("hugetlb.2MB.failcnt", "7\n"),
+                ("hugetlb.2MB.rsvd.usage_in_bytes", "1\n"),
+            ],
+        ),
+        (
+            "rdma",
+            &[
+                ("rdma.current", "mlx5_0 hca_handle=2 hca_object=20\n"),
+                ("rdma.max", "mlx5_0 hca_handle=max hca_object=2000\n"),
+            ],
+        ),
+        ("pids", &[("pids.current", "5\n"), ("pids.max", "max\n")]),
+        ("freezer", &[]),
+    ] {
+        let path = dir.path().join(name).join("box");
+        fs::create_dir_all(&path).unwrap();
+        for (file, text) in files {
+            fs::write(path.join(file), text).unwrap();
+        }
+        places.insert(
+            name.to_owned(),
+            Place {
+                mount_point: dir.path().join(name),
+                path: "box".into(),
+            },
+        );
+    }
+    let any = Cgroup {
+        version: Version::V1,
+        places,
+    }
+    .stats()
+    .unwrap();
+    let metrics = cgroups::metrics::Metrics::parse_from_bytes(&any.value).unwrap();
+    let serviced: Vec<_> = metrics
+        .blkio
+        .io_serviced_recursive
+        .iter()
+        .map(|e| (e.major, e.op.as_str(), e.value))
+        .collect();
+    assert_eq!(serviced, [(8, "Read", 3), (8, "Write", 4), (259, "Read", 5)]);
+    assert_eq!(metrics.blkio.io_service_bytes_recursive[0].value, 4096);
+    let huge = &metrics.hugetlb;
+    assert_eq!(huge.len(), 1, "{huge:?}");
+    assert_eq!(
+        (
+            huge[0].pagesize.as_str(),
+            huge[0].usage,
+            huge[0].max,
+            huge[0].failcnt
+        ),
+        ("2MB", 4 << 20, 6 << 20, 7)
+    );
+    assert_eq!(metrics.rdma.current[0].hca_objects, 20);
+    assert_eq!(
+        (
+            metrics.rdma.limit[0].hca_handles,
+            metrics.rdma.limit[0].hca_objects
+        ),
+        (u32::MAX, 2000)
+    );
+    assert_eq!((metrics.pids.current, metrics.pids.limit), (5, 0));
+}
+
+#[test]
+fn v2_use_and_limits_are_read() {
+    let (_dir, cgroup) = fake_unified(&[
+        ("pids.current", "5\n"),
+        ("pids.max", "max\n"),
+        (
+            "cpu.stat",
+            "usage_usec 300\nuser_usec 200\nsystem_usec 100\nnr_periods 4\nnr_throttled 3\nthrottled_usec 9\n",
+        ),
+        (
+            "cpu.pressure",
+            "some avg10=1.50 avg60=0.00 avg300=0.00 total=42\nfull avg10=0.25 avg60=0.00 avg300=0.00 total=7\n",
+        ),
+        ("memory.current", "1000\n"),
+        ("memory.peak", "3000\n"),
+        ("memory.max", "4096\n"),
+        ("memory.swap.current", "0\n"),
+        ("memory.swap.max", "max\n"),
+        (
+            "memory.stat",
+            "anon 11\nfile 12\nworkingset_refault_anon 1\nworkingset_refault_file 2\npgmajfault 13\n",
+        ),
+        (
+            "memory.events",
+            "low 0\nhigh 1\nmax 2\noom 3\noom_kill 4\noom_group_kill 5\n",
+        ),
+        ("io.stat", "8:0 rbytes=1 wbytes=2 rios=3 wios=4 dbytes=5 dios=6\n"),
+        ("hugetlb.1GB.current", "1073741824\n"),
+        ("hugetlb.1GB.max", "max\n"),
+        ("hugetlb.1GB.events", "max 6\n"),
+        ("rdma.current", "mlx5_0 hca_handle=2 hca_object=20\n"),
+        ("rdma.max", "mlx5_0 hca_handle=max hca_object=2000\n"),
+    ]);
+    let any = cgroup.stats().unwrap();
+    assert_eq!(any.type_url, "io.containerd.cgroups.v2.Metrics");
+    let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&any.value).unwrap();
+    assert_eq!((metrics.pids.current, metrics.pids.limit), (5, u64::MAX));
+    assert_eq!(
+        (
+            metrics.cpu.usage_usec,
+            metrics.cpu.nr_throttled,
+            metrics.cpu.throttled_usec
+        ),
+        (300, 3, 9)
+    );
+    assert_eq!(
+        (metrics.cpu.psi.some.total, metrics.cpu.psi.full.avg10),
+        (42, 0.25)
+    );
+    let memory = &metrics.memory;
+    assert_eq!(
+        (memory.usage, memory.usage_limit, memory.max_usage),
+        (1000, 4096, 3000)
+    );
+    assert_eq!(
+        (memory.swap_limit, memory.workingset_refault, memory.pgmajfault),
+        (u64::MAX, 3, 13)
+    );
+    assert_eq!(
+        (
+            metrics.memory_events.oom_kill,
+            metrics.memory_events.oom_group_kill
+        ),
+        (4, 5)
+    );
+    let io = &metrics.io.usage[0];
+    assert_eq!(
+        (io.major, io.rbytes, io.wbytes, io.rios, io.wios),
+        (8, 1, 2, 3, 4)
+    );
+    let huge = &metrics.hugetlb[0];
+    assert_eq!(
+        (huge.pagesize.as_str(), huge.current, huge.max, huge.failcnt),
+        ("1GB", 1 << 30, u64::MAX, 6)
+    );
+    assert_eq!(metrics.rdma.limit[0].hca_handles, u32::MAX);
+}
+
+#[test]
+fn a_controller_that_is_not_enabled_has_no_part_in_the_message() {
+    let (_dir, cgroup) = fake_unified(&[("cgroup.events", "populated 0\n")]);
+    let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&cgroup.stats().unwrap().value).unwrap();
+    assert!(metrics.memory.is_none() && metrics.pids.is_none() && metrics.rdma.is_none());
+}
+
+#[test]
+fn a_number_that_is_none_is_named_with_its_file() {
+    let (_dir, cgroup) = fake_unified(&[("pids.current", "many\n")]);
+    let error = cgroup.stats().unwrap_err();
+    assert!(error.to_string().ends_with("box/pids.current"), "{error}");
+    assert!(!error.is_absent());
+}
+
+#[test]
+fn a_process_that_is_gone_is_absent() {
+    let error = Cgroup::of_pid(i32::MAX).unwrap_err();
+    assert!(error.is_absent(), "{error}");
+    let other = CgroupError::Process {
+        pid: 1,
+        source: Error::from(ErrorKind::PermissionDenied),
+    };
+    assert!(!other.is_absent());
+}

@@ -1,0 +1,2 @@
+mod mountinfo;
+pub(crate) use mountinfo::{MountEntry, mounted};
