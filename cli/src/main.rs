@@ -1,1 +1,34 @@
-fn main() {}
+//! firn: what a person asks about checkpoints and about a node.
+//!
+//! Nothing here changes anything: no file is written, no container touched. The driver is asked by way of `firn-gpu`.
+#![forbid(unsafe_code)]
+
+mod args;
+mod doctor;
+mod failure;
+mod inspect;
+mod plan;
+mod program;
+mod text;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Args, Command};
+
+fn main() -> ExitCode {
+    let result = match Args::parse().command {
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+    };
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("firn: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand};
+
+const EXIT_STATUS: &str = "Exit status: 0 all is well, 1 something is wrong or failed, 2 wrong usage.";
+
+/// Looks at checkpoints of GPU containers and at nodes that run them.
+#[derive(Debug, Parser)]
+#[command(name = "firn", version, after_help = EXIT_STATUS)]
+pub struct Args {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    Inspect(InspectArgs),
+    Plan(PlanArgs),
+    Doctor(DoctorArgs),
+}
+
+/// Show what a checkpoint holds and whether its files are whole.
+///
+/// DIR is a CRIU image directory: the path given to `ctr task checkpoint --image-path`, a directory of nerdctl's
+/// checkpoints, or `checkpoint/` of an unpacked Kubernetes checkpoint.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 the checkpoint is whole, 1 it is damaged or unfinished, 2 wrong usage."
+)]
+pub struct InspectArgs {
+    /// The image directory.
+    pub dir: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show which GPUs a restore would use on this node, without restoring.
+///
+/// Decides as the shim does: by the spec of the container to be restored, the node's configuration and the GPUs that
+/// firn-gpu finds.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 the restore would be accepted, 1 it would be refused, 2 wrong usage.")]
+pub struct PlanArgs {
+    /// The image directory.
+    pub dir: PathBuf,
+    /// The spec (config.json) of the container to be restored.
+    #[arg(long, value_name = "FILE")]
+    pub spec: PathBuf,
+    /// Plan for another node: the output of `firn-gpu inventory --json` there.
+    #[arg(long, value_name = "FILE")]
+    pub inventory: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Check whether this node can checkpoint and restore GPU containers.
+///
+/// Run it as the user that containerd runs as, with the same PATH.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 nothing failed (warnings may remain), 1 a check failed, 2 wrong usage."
+)]
+pub struct DoctorArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}

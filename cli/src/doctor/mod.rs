@@ -1,0 +1,121 @@
+//! `firn doctor`: whether this node can checkpoint and restore GPU containers.
+
+mod driver;
+mod host;
+mod programs;
+
+use anyhow::Result;
+use firn_config::Config;
+use serde::Serialize;
+
+use crate::args::DoctorArgs;
+use crate::failure::Failure;
+
+/// How a check ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    Ok,
+    /// Works, with a limit.
+    Warn,
+    /// Checkpoints or restores will fail.
+    Fail,
+}
+
+/// One line of the report.
+#[derive(Debug, Serialize)]
+pub struct Check {
+    /// What was looked at.
+    pub name: &'static str,
+    pub status: Status,
+    /// What was found.
+    pub found: String,
+    /// What to do about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Ok,
+            found: found.into(),
+            remedy: None,
+        }
+    }
+
+    fn warn(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Warn,
+            found: found.into(),
+            remedy: Some(remedy.into()),
+        }
+    }
+
+    fn fail(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Fail,
+            found: found.into(),
+            remedy: Some(remedy.into()),
+        }
+    }
+}
+
+/// True: nothing failed.
+pub fn run(args: &DoctorArgs) -> Result<bool> {
+    let (check, config) = configuration();
+    let mut checks = vec![check];
+    checks.extend(host::checks());
+    checks.extend(programs::checks(&config));
+    checks.extend(driver::checks(&config));
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&checks)?);
+    } else {
+        print(&checks);
+    }
+    Ok(checks.iter().all(|check| check.status != Status::Fail))
+}
+
+/// The other checks go on with the defaults when the file is wrong.
+fn configuration() -> (Check, Config) {
+    const NAME: &str = "config";
+    let path = Config::path();
+    match Config::load() {
+        Ok(config) if path.exists() => (Check::ok(NAME, path.display().to_string()), config),
+        Ok(config) => (
+            Check::ok(NAME, format!("no {}: the defaults hold", path.display())),
+            config,
+        ),
+        Err(error) => {
+            let failure = Failure::from(error);
+            (
+                Check::fail(
+                    NAME,
+                    format!("{}: {}", failure.code, failure.message),
+                    failure.hint,
+                ),
+                Config::default(),
+            )
+        }
+    }
+}
+
+fn print(checks: &[Check]) {
+    for check in checks {
+        let status = match check.status {
+            Status::Ok => "ok  ",
+            Status::Warn => "warn",
+            Status::Fail => "FAIL",
+        };
+        let found = check.found.replace('\n', "\n                  ");
+        match &check.remedy {
+            None => println!("{status}  {:<10}  {found}", check.name),
+            Some(remedy) => println!("{status}  {:<10}  {found}. hint: {remedy}", check.name),
+        }
+    }
+    let count = |status| checks.iter().filter(|check| check.status == status).count();
+    println!("{} failed, {} warnings", count(Status::Fail), count(Status::Warn));
+}

@@ -1,0 +1,167 @@
+//! Checks of the programs that a checkpoint runs.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::time::Duration;
+
+use firn_config::{Config, find_program, names};
+
+use super::Check;
+use crate::failure::Failure;
+use crate::program::{self, Said, in_path};
+
+const LIMIT: Duration = Duration::from_secs(10);
+
+pub fn checks(config: &Config) -> Vec<Check> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    vec![
+        runc(&path),
+        criu(&path),
+        criu_libs(config.criu.libs_dir.as_deref()),
+        iptables(&path),
+        worker(config),
+        hook(config),
+    ]
+}
+
+fn runc(path: &OsStr) -> Check {
+    let remedy = "install runc 1.1 or later into the PATH of containerd";
+    match versioned("runc", path) {
+        Ok(said) => Check::ok("runc", first_line(&said.stdout)),
+        Err(found) => Check::fail("runc", found, remedy),
+    }
+}
+
+fn criu(path: &OsStr) -> Check {
+    match versioned("criu", path) {
+        Err(found) => Check::fail("criu", found, "install CRIU into the PATH of containerd"),
+        Ok(said) => {
+            let version = first_line(&said.stdout);
+            let checked = in_path("criu", path).map(|criu| program::run(&criu, &["check"], LIMIT));
+            match checked {
+                Some(Ok(said)) if said.success => Check::ok("criu", version),
+                Some(Ok(said)) => Check::warn(
+                    "criu",
+                    format!("{version}; `criu check` fails: {}", last_line(&said.stderr)),
+                    "run `criu check` as root; the kernel may lack what CRIU needs",
+                ),
+                _ => Check::warn(
+                    "criu",
+                    format!("{version}; `criu check` does not run"),
+                    "run `criu check` as root",
+                ),
+            }
+        }
+    }
+}
+
+/// The plugin directory that the configuration names.
+fn criu_libs(dir: Option<&Path>) -> Check {
+    const NAME: &str = "criu libs";
+    const PLUGIN: &str = "cuda_plugin.so";
+    match dir {
+        None => Check::ok(NAME, "an empty directory per container"),
+        Some(dir) if !dir.is_dir() => Check::fail(
+            NAME,
+            format!("{} is no directory", dir.display()),
+            "make it, or remove libs-dir",
+        ),
+        Some(dir) if dir.join(PLUGIN).exists() => Check::fail(
+            NAME,
+            format!("{} holds {PLUGIN}, which works against firn", dir.display()),
+            "name a directory without it",
+        ),
+        Some(dir) => Check::ok(NAME, dir.display().to_string()),
+    }
+}
+
+fn iptables(path: &OsStr) -> Check {
+    const PROGRAM: &str = "iptables-restore";
+    match in_path(PROGRAM, path) {
+        Some(found) => Check::ok("iptables", found.display().to_string()),
+        None => Check::warn(
+            "iptables",
+            format!("no {PROGRAM} in PATH"),
+            "install iptables, or write `network-lock skip` into /etc/criu/runc.conf; else CRIU cannot lock the network",
+        ),
+    }
+}
+
+fn worker(config: &Config) -> Check {
+    const NAME: &str = "firn-gpu";
+    let ours = env!("CARGO_PKG_VERSION");
+    let worker = match find_program(names::WORKER_PROGRAM, config.worker.path.as_deref()) {
+        Ok(worker) => worker,
+        Err(error) => return missing(NAME, error.into()),
+    };
+    let shown = worker.display();
+    match program::run(&worker, &["--version"], LIMIT) {
+        Ok(said) if said.success && said.stdout.split_whitespace().any(|word| word == ours) => {
+            Check::ok(NAME, format!("{shown} {ours}"))
+        }
+        Ok(said) if said.success => Check::fail(
+            NAME,
+            format!("{shown} is {}, firn is {ours}", first_line(&said.stdout)),
+            "install firn's programs from one release",
+        ),
+        Ok(said) => Check::fail(
+            NAME,
+            format!("{shown} fails: {}", last_line(&said.stderr)),
+            "install it anew",
+        ),
+        Err(error) => Check::fail(NAME, format!("{error:#}"), "install it anew"),
+    }
+}
+
+fn hook(config: &Config) -> Check {
+    const NAME: &str = "firn-hook";
+    match find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()) {
+        Ok(hook) => Check::ok(NAME, hook.display().to_string()),
+        Err(error) => missing(NAME, error.into()),
+    }
+}
+
+fn missing(name: &'static str, failure: Failure) -> Check {
+    Check::fail(
+        name,
+        format!("{}: {}", failure.code, failure.message),
+        failure.hint,
+    )
+}
+
+fn versioned(name: &str, path: &OsStr) -> Result<Said, String> {
+    let program = in_path(name, path).ok_or_else(|| format!("no {name} in PATH"))?;
+    match program::run(&program, &["--version"], LIMIT) {
+        Ok(said) if said.success => Ok(said),
+        Ok(said) => Err(format!(
+            "{} --version fails: {}",
+            program.display(),
+            last_line(&said.stderr)
+        )),
+        Err(error) => Err(format!("{error:#}")),
+    }
+}
+
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default().trim()
+}
+
+fn last_line(text: &str) -> &str {
+    text.trim().lines().last().unwrap_or("no message").trim()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Status;
+    use super::*;
+
+    #[test]
+    fn a_plugin_directory_with_the_cuda_plugin_fails() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(criu_libs(None).status, Status::Ok);
+        assert_eq!(criu_libs(Some(dir.path())).status, Status::Ok);
+        std::fs::write(dir.path().join("cuda_plugin.so"), "").unwrap();
+        assert_eq!(criu_libs(Some(dir.path())).status, Status::Fail);
+        assert_eq!(criu_libs(Some(Path::new("/nonexistent"))).status, Status::Fail);
+    }
+}

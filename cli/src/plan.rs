@@ -1,0 +1,119 @@
+//! `firn plan`: which GPUs a restore would use.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use firn_config::Config;
+use firn_gpu::Inventory;
+use firn_oci::manifest::Manifest;
+use firn_oci::{Basis, Decision, Spec, mounts};
+use serde_json::json;
+
+use crate::args::PlanArgs;
+use crate::failure::Failure;
+use crate::program;
+
+/// A restore that would be accepted.
+struct Accepted {
+    manifest: Option<Manifest>,
+    /// Absent when the checkpoint holds no GPU state.
+    gpus: Option<(Decision, Inventory)>,
+}
+
+/// True: the restore would be accepted.
+pub fn run(args: &PlanArgs) -> Result<bool> {
+    let config = Config::load()
+        .map_err(Failure::from)
+        .map_err(|failure| anyhow::anyhow!("{failure}"))?;
+    let result = decide(args, &config)?;
+    if args.json {
+        let gpus = result.as_ref().ok().and_then(|accepted| accepted.gpus.as_ref());
+        println!(
+            "{:#}",
+            json!({
+                "accepted": result.is_ok(),
+                "map": gpus.map(|(decision, _)| &decision.map),
+                "basis": gpus.map(|(decision, _)| basis(decision)),
+                "failure": result.as_ref().err(),
+            })
+        );
+    } else {
+        match &result {
+            Ok(accepted) => print(accepted),
+            Err(failure) => println!("{failure}"),
+        }
+    }
+    Ok(result.is_ok())
+}
+
+/// What the shim would decide at Create. The outer error is a failure to ask, not an answer.
+fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>> {
+    let (spec, manifest) = match read(args) {
+        Ok(both) => both,
+        Err(failure) => return Ok(Err(failure)),
+    };
+    let Some(manifest) = manifest.filter(Manifest::has_gpu_state) else {
+        return Ok(Ok(Accepted {
+            manifest: None,
+            gpus: None,
+        }));
+    };
+    let inventory = match &args.inventory {
+        Some(file) => read_inventory(file)?,
+        None => program::inventory(config).context("cannot read the GPUs of this node")?,
+    };
+    let bundle = args.spec.parent().unwrap_or(Path::new("."));
+    let decision = Decision::make(&spec, &manifest, &inventory, &config.restore)
+        .map_err(Failure::from)
+        .and_then(|decision| {
+            mounts::check(&spec, bundle, &manifest.mounts)
+                .map(|()| decision)
+                .map_err(Failure::from)
+        });
+    Ok(decision.map(|decision| Accepted {
+        manifest: Some(manifest),
+        gpus: Some((decision, inventory)),
+    }))
+}
+
+fn read(args: &PlanArgs) -> Result<(Spec, Option<Manifest>), Failure> {
+    let spec = Spec::load_file(&args.spec)?;
+    let manifest = Manifest::read_for(&spec, &args.dir)?;
+    if let Some(manifest) = &manifest {
+        manifest.verify_images(&args.dir)?;
+    }
+    Ok((spec, manifest))
+}
+
+fn read_inventory(file: &Path) -> Result<Inventory> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    serde_json::from_str(&text)
+        .with_context(|| format!("{} is no output of firn-gpu inventory --json", file.display()))
+}
+
+fn print(accepted: &Accepted) {
+    let (Some(manifest), Some((decision, inventory))) = (&accepted.manifest, &accepted.gpus) else {
+        println!("the checkpoint holds no GPU state: it would be restored as runc alone would");
+        return;
+    };
+    println!("driver  {} on both sides", inventory.driver_version);
+    println!("grant   {}", basis(decision));
+    for pair in decision.map.pairs() {
+        let old = manifest.gpus.iter().find(|gpu| gpu.uuid == pair.old);
+        let new = inventory.gpus.iter().find(|gpu| gpu.uuid == pair.new);
+        let name = old.map_or("", |gpu| &gpu.name);
+        let minor = new.map_or_else(String::new, |gpu| {
+            format!(" (minor {}, {})", gpu.minor, gpu.pci_address)
+        });
+        println!("gpu     {} {name} -> {}{minor}", pair.old, pair.new);
+    }
+}
+
+fn basis(decision: &Decision) -> String {
+    match decision.grant.basis {
+        Basis::Nodes => "by the device nodes of the spec".to_owned(),
+        Basis::Everything => "every GPU: the spec's device rules open them all".to_owned(),
+        Basis::Config => "by [restore] gpus in the configuration".to_owned(),
+        Basis::Map(origin) => format!("by the {origin}"),
+    }
+}

@@ -1,0 +1,101 @@
+//! Running other programs: with a deadline, and with as much of their output as is worth reading.
+
+use std::ffi::OsStr;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use firn_config::{Config, find_program, names};
+use firn_gpu::Inventory;
+
+/// Most output that is read.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// What a program has said.
+pub struct Said {
+    /// Whether it ended with status 0.
+    pub success: bool,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// Runs a program to its end, or kills it at the deadline.
+pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Said> {
+    let name = program.display();
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start {name}"))?;
+    let (sender, outputs) = mpsc::channel();
+    let streams: [Option<Box<dyn Read + Send>>; 2] = [
+        child
+            .stdout
+            .take()
+            .map(|stream| Box::new(stream) as Box<dyn Read + Send>),
+        child
+            .stderr
+            .take()
+            .map(|stream| Box::new(stream) as Box<dyn Read + Send>),
+    ];
+    for (which, stream) in streams.into_iter().enumerate() {
+        let (sender, Some(stream)) = (sender.clone(), stream) else {
+            continue;
+        };
+        thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let read = stream.take(MAX_BYTES).read_to_end(&mut bytes);
+            // The receiver is gone when the deadline has passed; nobody wants the output then.
+            let _ = sender.send((which, read.map(|_| String::from_utf8_lossy(&bytes).into_owned())));
+        });
+    }
+    let deadline = Instant::now() + limit;
+    let mut said = [String::new(), String::new()];
+    for _ in 0..said.len() {
+        match outputs.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok((which, text)) => said[which] = text.with_context(|| format!("cannot read from {name}"))?,
+            Err(_) => {
+                child.kill().with_context(|| format!("cannot end {name}"))?;
+                child.wait().with_context(|| format!("cannot wait for {name}"))?;
+                bail!("{name} did not finish within {} s", limit.as_secs());
+            }
+        }
+    }
+    let status = child.wait().with_context(|| format!("cannot wait for {name}"))?;
+    let [stdout, stderr] = said;
+    Ok(Said {
+        success: status.success(),
+        stdout,
+        stderr,
+    })
+}
+
+/// A program in PATH.
+pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
+    use std::os::unix::fs::PermissionsExt;
+    let is_program = |file: &PathBuf| {
+        file.metadata()
+            .is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+    };
+    std::env::split_paths(path)
+        .filter(|dir| dir.is_absolute())
+        .map(|dir| dir.join(name))
+        .find(is_program)
+}
+
+/// Driver version and GPUs of this node, as the driver worker sees them.
+pub fn inventory(config: &Config) -> Result<Inventory> {
+    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
+        .map_err(|error| anyhow!(crate::failure::Failure::from(error).to_string()))?;
+    let said = run(&worker, &["inventory", "--json"], config.deadlines.inventory)?;
+    if !said.success {
+        bail!("{}", said.stderr.trim().trim_start_matches("firn-gpu: "));
+    }
+    serde_json::from_str(&said.stdout).with_context(|| format!("{} printed no inventory", worker.display()))
+}

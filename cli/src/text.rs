@@ -1,0 +1,50 @@
+//! Numbers as people read them.
+
+/// Bytes in the largest binary unit that keeps at least one digit before the point.
+pub fn bytes(count: u64) -> String {
+    const UNITS: [(&str, u64); 4] = [
+        ("TiB", 1 << 40),
+        ("GiB", 1 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+    ];
+    match UNITS.iter().find(|(_, size)| count >= *size) {
+        None => format!("{count} B"),
+        Some((unit, size)) => {
+            let tenths = (u128::from(count) * 10 + u128::from(size / 2)) / u128::from(*size);
+            format!("{}.{} {unit}", tenths / 10, tenths % 10)
+        }
+    }
+}
+
+/// Version of CUDA from the number that the driver gives.
+pub fn cuda_version(code: i32) -> String {
+    format!("{}.{}", code / 1000, code % 1000 / 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_rounded() {
+        for (count, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1536, "1.5 KiB"),
+            (151_397_597_184, "141.0 GiB"),
+            (u64::MAX, "16777216.0 TiB"),
+        ] {
+            assert_eq!(bytes(count), text);
+        }
+    }
+
+    #[test]
+    fn cuda_versions_are_split() {
+        assert_eq!(
+            (cuda_version(13000), cuda_version(12080)),
+            ("13.0".to_owned(), "12.8".to_owned())
+        );
+    }
+}
