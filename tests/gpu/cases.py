@@ -48,7 +48,10 @@ class Setup:
 
 @dataclass
 class Case:
-    """A case by name: its time limit, how many GPUs it needs, and its function from setup and deadline to a record."""
+    """A case by name: its time limit, the GPUs that it needs, and its function of setup, deadline and record.
+
+    The function fills the record as it goes, so that a failed case shows how far it came.
+    """
 
     name: str
     seconds: int
@@ -62,7 +65,7 @@ def all_cases(sizes):
     cpu = Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER])
 
     def trip(name, workload, **kind):
-        return lambda setup, end: round_trip(setup, end, name, workload, **kind)
+        return lambda setup, end, record: round_trip(setup, end, record, name, workload, **kind)
 
     found = [
         Case("four", 90, 1, trip("four", counter(["--mib", "1024", "--procs", "4"]), memory=4, workers=4)),
@@ -72,7 +75,8 @@ def all_cases(sizes):
         Case("torch", 180, 1, torch),
         Case("cpu", 60, 0, trip("cpu", cpu), ("no-gpu",)),
         Case("cpu-python", 60, 0, trip("cpu-python", python(["-c", PYTHON_COUNTER])), ("no-gpu",)),
-        Case("cpu-task-checkpoint", 60, 0, lambda setup, end: task_checkpoint(setup, end, "cpu-task", cpu), ("no-gpu",)),
+        Case("cpu-task-checkpoint", 60, 0, lambda setup, end, record: task_checkpoint(
+            setup, end, record, "cpu-task", cpu), ("no-gpu",)),
     ]
     for size in sorted(sizes):
         workload = counter(["--mib", f"{size * 1024:.0f}"])
@@ -112,7 +116,7 @@ def counts(container):
     return found
 
 
-def wait_for_counts(container, end, workers, beyond, more):
+def wait_for_counts(container, end, workers, beyond, more, context="started"):
     """Wait until each of `workers` has `more` iterations beyond those of `beyond`; return all counts."""
 
     def ready():
@@ -123,7 +127,8 @@ def wait_for_counts(container, end, workers, beyond, more):
     try:
         return end.until(f"{more} more iterations of {workers} workers in {container.name}", ready)
     except Failed as late:
-        raise Failed(f"{late}; {container.name} printed last: {' / '.join(container.lines()[-3:]) or 'nothing'}") from late
+        last = " / ".join(container.lines()[-3:]) or "nothing"
+        raise Failed(f"{late}; {context}; it printed last: {last}") from late
 
 
 def holders(pids):
@@ -182,12 +187,12 @@ def timed(operation, *args):
     return result, round(time.monotonic() - began, 3)
 
 
-def round_trip(setup, end, name, workload, memory=0.0, workers=1):
+def round_trip(setup, end, record, name, workload, memory=0.0, workers=1):
     """Run, checkpoint, see the source go on, remove it, restore (on another GPU where there is one), compare."""
     source_gpus, target_gpus = setup.pick(workload.gpus)
     source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
     image = f"firn.test/checkpoint/{name}:latest"
-    record = {"gib": memory, "processes": workers, "uuid_before": source_gpus}
+    record.update(gib=memory, counters=workers, uuid_before=source_gpus)
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
         before = wait_for_counts(source, end, workers, {}, 3)
@@ -195,10 +200,9 @@ def round_trip(setup, end, name, workload, memory=0.0, workers=1):
 
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
         record["checkpoint_ms"] = source.account()
+        went_on = wait_for_counts(source, end, workers, counts(source), 2, f"checkpoint said: {done.stderr.strip() or 'done'}")
         if done.returncode:
-            raise Failed(f"checkpoint failed: {done.stderr.strip()}")
-        at_checkpoint = counts(source)
-        went_on = wait_for_counts(source, end, workers, at_checkpoint, 2)
+            raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
         source.keep_evidence(setup.evidence)
         source.remove(end)
         if source_gpus:
@@ -206,14 +210,13 @@ def round_trip(setup, end, name, workload, memory=0.0, workers=1):
 
         grant(setup, source_gpus, target_gpus)
         _, record["restore_s"] = timed(target.restore, image, end)
-        after = wait_for_counts(target, end, workers, {}, 3)
+        after = wait_for_counts(target, end, workers, {}, 3, "restored")
         record["restore_ms"] = target.account()
         record["uuid_after"] = check_holders(target, end, target_gpus, memory)
         record.update(compare(before, went_on, after))
         target.keep_evidence(setup.evidence)
     finally:
         clean_up(setup, [source, target], image)
-    return record
 
 
 def compare(before, source, restored):
@@ -266,13 +269,13 @@ def clean_up(setup, containers, image=None, directories=()):
         raise Failed("; ".join(failures))
 
 
-def task_checkpoint(setup, end, name="task", workload=None):
+def task_checkpoint(setup, end, record, name="task", workload=None):
     """`ctr task checkpoint` leaves the task running; with `--exit` it ends it and frees the GPU."""
     workload = workload or counter(["--mib", "512"])
     uuids, _ = setup.pick(workload.gpus)
     container = Container(setup.host, name)
     first, second = f"{setup.host.memory}/{name}-1", f"{setup.host.memory}/{name}-2"
-    record = {"gib": 0.5 * len(uuids), "processes": 1, "uuid_before": uuids}
+    record.update(gib=0.5 * len(uuids), counters=1, uuid_before=uuids)
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         wait_for_counts(container, end, 1, {}, 3)
@@ -294,7 +297,6 @@ def task_checkpoint(setup, end, name="task", workload=None):
             wait_for_free_gpus(end)
     finally:
         clean_up(setup, [container], directories=[first, second])
-    return record
 
 
 def check_image(directory, gpu):
@@ -304,12 +306,12 @@ def check_image(directory, gpu):
             raise Failed(f"no {name} in the image directory: {sorted(os.listdir(directory))}")
 
 
-def managed(setup, end):
+def managed(setup, end, record):
     """Managed memory cannot be checkpointed: it is refused, and the counter goes on unharmed."""
     uuids, _ = setup.pick(1)
     container = Container(setup.host, "managed")
     workload = counter(["--mib", "64", "--managed"])
-    record = {"gib": 0.0625, "processes": 1, "uuid_before": uuids}
+    record.update(gib=0.0625, counters=1, uuid_before=uuids)
     image = "firn.test/checkpoint/managed:latest"
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
@@ -323,14 +325,13 @@ def managed(setup, end):
         record["refusal"] = done.stderr.strip()
         record["code"] = code[0]
         seen = counts(container)
-        went_on = wait_for_counts(container, end, 1, seen, 3)
+        went_on = wait_for_counts(container, end, 1, seen, 3, f"refused: {done.stderr.strip()}")
         record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
     finally:
         clean_up(setup, [container], image)
-    return record
 
 
-def torch(setup, end, steps=80, interrupt_at=20):
+def torch(setup, end, record, steps=80, interrupt_at=20):
     """A training loop prints the same losses whether it is moved in between or not."""
     reference = losses(play_out(setup, end, "torch-reference", steps))
     if sorted(reference) != list(range(steps)):
@@ -340,7 +341,7 @@ def torch(setup, end, steps=80, interrupt_at=20):
     source, target = Container(setup.host, "torch"), Container(setup.host, "torch-b")
     workload = training(setup, steps)
     image = "firn.test/checkpoint/torch:latest"
-    record = {"gib": 0.1, "processes": 1, "uuid_before": source_gpus}
+    record.update(gib=0.1, counters=1, uuid_before=source_gpus)
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
         before = end.until("the training to reach the step", lambda: reached(source, interrupt_at), 90)
@@ -377,7 +378,6 @@ def torch(setup, end, steps=80, interrupt_at=20):
         )
     finally:
         clean_up(setup, [source, target], image)
-    return record
 
 
 def play_out(setup, end, name, steps):

@@ -70,7 +70,7 @@ class Report:
         failures = [f"- {record['case']}: {record['error']}" for record in self._records if "error" in record]
         table = [
             f"{time.strftime('%Y-%m-%d')}: {machine}", "",
-            "| case | GiB | processes | checkpoint s | restore s | iteration | checksum | GPU before | GPU after | result |",
+            "| case | GiB | counters | checkpoint s | restore s | iteration | checksum | GPU before | GPU after | result |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *(row(record) for record in self._records),
             *(["", "Phases as the shim measured them:", "", *measured] if measured else []),
@@ -96,7 +96,7 @@ def row(record):
     if "checksum_restored" in record:
         checksum = f"{record['checksum_source']} = {record['checksum_restored']} at {record['checksum_of_iter']}"
     cells = [
-        record["case"], f"{record.get('gib', 0):g}", record.get("processes", "-"), record.get("checkpoint_s", "-"),
+        record["case"], f"{record.get('gib', 0):g}", record.get("counters", "-"), record.get("checkpoint_s", "-"),
         record.get("restore_s", "-"), steps, checksum, short(record.get("uuid_before")), short(record.get("uuid_after")),
         record["result"] + (f" ({record['code']})" if "code" in record else ""),
     ]
@@ -171,7 +171,8 @@ def play(case, setup, report, all_cases_end):
     else:
         try:
             limit = all_cases_end.left(case.seconds)
-            record.update(case.play(setup, hosts.Deadline(limit)), result="ok")
+            case.play(setup, hosts.Deadline(limit), record)
+            record["result"] = "ok"
         except (hosts.Failed, cdi.NoDriver, OSError, subprocess.SubprocessError) as error:
             report.log(traceback.format_exc())
             record.update(result="FAILED", error=str(error))
