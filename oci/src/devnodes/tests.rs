@@ -216,3 +216,67 @@ fn in_a_user_namespace_only_a_right_node_will_do() {
     assert_eq!(repair(5).unwrap_err().code(), "FIRN-DEV-USERNS");
     assert_eq!(container.stat("/dev/nvidia0"), Some((true, 3, 0o600)));
 }
+
+/// A process in a mount namespace of its own; ended when dropped.
+struct Process(std::process::Child);
+
+impl Process {
+    /// Runs the script and waits until it has said so. Absent without the right to make namespaces.
+    fn start(script: &str) -> Option<Self> {
+        let script = format!("{script} && echo ready && exec sleep 600");
+        let child = std::process::Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "sh", "-c", &script])
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut process = Self(child);
+        let mut line = String::new();
+        let stdout = process.0.stdout.take().unwrap();
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line).unwrap();
+        if line != "ready\n" {
+            eprintln!("skipped: a mount namespace needs root");
+            return None;
+        }
+        Some(process)
+    }
+
+    fn repair(&self, devices: serde_json::Value) -> DevRepair {
+        repair(
+            self.0.id().cast_signed(),
+            &Spec::from(json!({"linux": {"devices": devices}})),
+        )
+        .unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+fn the_dev_of_another_mount_namespace_is_repaired_and_the_hosts_is_not() {
+    let Some(process) = Process::start("mount -t tmpfs tmpfs /dev && mknod /dev/nvidia77 c 1 3") else {
+        return;
+    };
+    let done = process.repair(json!([{"path": "/dev/nvidia78", "type": "c", "major": 1, "minor": 5}]));
+    assert_eq!(
+        (paths(&done.removed), paths(&done.made)),
+        (vec!["/dev/nvidia77"], vec!["/dev/nvidia78"])
+    );
+    let dev = PathBuf::from(format!("/proc/{}/root/dev", process.0.id()));
+    assert!(dev.join("nvidia78").exists() && !dev.join("nvidia77").exists());
+    assert!(!Path::new("/dev/nvidia78").exists());
+}
+
+#[test]
+fn a_process_with_the_hosts_dev_changes_nothing_there() {
+    let Some(process) = Process::start("true") else {
+        return;
+    };
+    let done = process.repair(json!([{"path": "/dev/nvidia78", "type": "c", "major": 1, "minor": 5}]));
+    assert_eq!(done, DevRepair::default());
+    assert!(!Path::new("/dev/nvidia78").exists());
+}
