@@ -72,15 +72,19 @@ fn make(root: &Path, suite: Suite) -> Result<()> {
         "making the {suite} root from {mirror}: about half a minute, once"
     ));
     let begin = Instant::now();
-    let mut command = Command::new("unshare");
+    // setpriv ends it with this process, unshare what it has started with it.
+    let mut command = Command::new("setpriv");
     command.args([
+        "--pdeathsig",
+        "KILL",
+        "--",
+        "unshare",
         "--mount",
         "--pid",
         "--fork",
         "--kill-child",
-        "debootstrap",
-        "--variant=minbase",
     ]);
+    command.args(["debootstrap", "--variant=minbase"]);
     command.arg(format!("--include={}", PACKAGES.join(",")));
     command
         .arg(suite.as_str())

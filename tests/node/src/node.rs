@@ -140,7 +140,9 @@ impl Node {
     pub fn find(name: &str) -> Result<Self> {
         match Store::open()?.node(name)? {
             Some(record) if record.pid().is_some() => Ok(Self { record, owner: None }),
-            _ => bail!("no node called {name} runs\nhint: cargo xtask node list"),
+            _ => bail!(
+                "no node called {name} runs\nhint: cargo xtask node list; a crashed one goes with `cargo xtask node clean`"
+            ),
         }
     }
 

@@ -5,6 +5,7 @@
 //! nothing is ever done to a process that merely got a dead one's number.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -112,10 +113,10 @@ impl Record {
     /// Reads the record in a run directory; `None` if there is none.
     pub(crate) fn read(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(RECORD);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+        let text = match fs::read(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            text => text.with_context(|| format!("read {}", path.display()))?,
+        };
         let mut record: Self =
             serde_json::from_slice(&text).with_context(|| format!("read {}", path.display()))?;
         record.dir = dir.to_path_buf();

@@ -75,7 +75,7 @@ impl Store {
                     removed.push(record.name);
                 }
                 Some(_) => {}
-                None => fs::remove_dir_all(&dir).with_context(|| format!("remove {}", dir.display()))?,
+                None => sweep::remove_dir(&dir)?,
             }
         }
         Ok(removed)

@@ -1,7 +1,9 @@
 //! Removes a node from its record, whatever state it is in. Safe to repeat, and to run on a node half made.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -26,7 +28,17 @@ pub(crate) fn remove(record: &Record) -> Result<()> {
         detach_loops(record).with_context(removing)?;
         remove_cgroups(record).with_context(removing)?;
     }
-    fs::remove_dir_all(&record.dir).with_context(removing)
+    remove_dir(&record.dir).with_context(removing)
+}
+
+/// Removes a run directory, which another process may be doing at the same time.
+pub(crate) fn remove_dir(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("remove {}", dir.display()))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn kill_all(record: &Record) -> Result<()> {
