@@ -23,9 +23,6 @@ pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";
 /// Annotation that containerd's CRI plugin puts on every container: `sandbox` or `container`.
 pub const ANNOTATION_CRI_TYPE: &str = "io.kubernetes.cri.container-type";
 
-/// Annotation of the CRI plugin: id of the pod's sandbox, the key by which containers share a shim.
-pub const ANNOTATION_CRI_SANDBOX: &str = "io.kubernetes.cri.sandbox-id";
-
 /// CRIU configuration file that runc reads when the container has no [`ANNOTATION_CRIU_CONFIG`].
 pub const RUNC_CRIU_CONFIG: &str = "/etc/criu/runc.conf";
 

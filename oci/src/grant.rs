@@ -124,11 +124,6 @@ impl Grant {
             self.gpus.truncate(sources.len());
         }
     }
-
-    /// Whether the grant holds this GPU.
-    pub fn holds(&self, uuid: &GpuUuid) -> bool {
-        self.gpus.iter().any(|gpu| gpu.uuid == *uuid)
-    }
 }
 
 type Lookup = fn(&SpecDevice, &Inventory) -> Option<usize>;
@@ -258,7 +253,9 @@ mod tests {
     use serde_json::json;
 
     fn indices(grant: &Grant) -> Vec<u8> {
-        (0..8).filter(|i| grant.holds(&uuid(*i))).collect()
+        (0..8)
+            .filter(|i| grant.gpus.iter().any(|gpu| gpu.uuid == uuid(*i)))
+            .collect()
     }
 
     fn cri(mut spec: Spec) -> Spec {
