@@ -9,6 +9,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
@@ -108,4 +109,16 @@ pub(crate) fn create_core_sched_group() -> io::Result<()> {
     } else {
         Err(io::Error::last_os_error())
     }
+}
+
+/// Sends a signal given as a number, also a real-time one, which nix's `Signal` lacks.
+///
+/// Only a single process is signalled: 0 and negative ids, which mean groups, are refused.
+pub(crate) fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
+    let signal = i32::try_from(signal).map_err(|_| Errno::EINVAL)?;
+    if pid <= 0 {
+        return Err(Errno::ESRCH);
+    }
+    // SAFETY: kill takes two numbers and no memory; a signal that does not exist is refused by the kernel.
+    Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
 }

@@ -61,6 +61,13 @@ fn malformed(type_name: &'static str) -> impl Fn(protobuf::Error) -> DecodeError
     move |source| DecodeError::Malformed { type_name, source }
 }
 
+impl DecodeError {
+    /// Stdin of an action holds no `Any`.
+    pub(crate) fn stdin(source: protobuf::Error) -> Self {
+        malformed("google.protobuf.Any")(source)
+    }
+}
+
 /// Last segment of a type URL: Go writes the bare message name, other encoders put a host before it.
 fn type_name(any: &Any) -> &str {
     any.type_url.rsplit('/').next().unwrap_or_default()
@@ -75,6 +82,11 @@ fn unknown_string(message: &impl Message, number: u32) -> String {
 }
 
 impl RuncOptions {
+    /// Whether [`RuncOptions::from_any`] knows the type.
+    pub(crate) fn is_sent_as(any: &Any) -> bool {
+        matches!(type_name(any), RUNC_OPTIONS | RUNTIME_OPTIONS)
+    }
+
     /// Options of a create or info request; none sent means defaults.
     pub fn from_any(any: Option<&Any>) -> Result<Self, DecodeError> {
         let Some(any) = any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty()) else {

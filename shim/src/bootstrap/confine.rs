@@ -1,0 +1,143 @@
+//! What the server process is put into from outside: a cgroup, and its place in the OOM killer's order.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+use nix::unistd::getppid;
+
+const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+/// Highest value of `oom_score_adj`.
+const MAX_SCORE: i32 = 1000;
+
+/// The server could not be put where it belongs.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfineError {
+    /// The cgroup of the `ShimCgroup` option does not exist.
+    #[error(
+        "no cgroup {path:?} for the shim. hint: make it, or remove ShimCgroup from the runtime's options"
+    )]
+    NoCgroup {
+        /// The option.
+        path: String,
+    },
+    /// A file could not be read or written.
+    #[error("cannot {what} {path}")]
+    File {
+        /// What.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+}
+
+fn fail(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ConfineError {
+    let path = path.to_owned();
+    move |source| ConfineError::File { what, path, source }
+}
+
+/// Makes the kernel prefer the shim over containerd, our parent, when memory runs out.
+pub(super) fn adjust_oom_score(pid: u32) -> Result<(), ConfineError> {
+    let parent = PathBuf::from(format!("/proc/{}/oom_score_adj", getppid()));
+    let score = fs::read_to_string(&parent).map_err(fail("read", &parent))?;
+    let Ok(score) = score.trim().parse::<i32>() else {
+        return Err(fail("read", &parent)(io::ErrorKind::InvalidData.into()));
+    };
+    let own = PathBuf::from(format!("/proc/{pid}/oom_score_adj"));
+    match fs::write(&own, (score + 1).min(MAX_SCORE).to_string()) {
+        // In a user namespace the score cannot go below what it was.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        written => written.map_err(fail("write", &own)),
+    }
+}
+
+/// Moves the process into the cgroup `path`, in the unified hierarchy or in every controller that has it.
+pub(super) fn join_cgroup(pid: u32, path: &str) -> Result<(), ConfineError> {
+    let root = Path::new(CGROUP_ROOT);
+    let kind = statfs(root)
+        .map_err(io::Error::from)
+        .map_err(fail("look at", root))?
+        .filesystem_type();
+    let hierarchies = if kind == CGROUP2_SUPER_MAGIC {
+        vec![root.to_owned()]
+    } else {
+        controllers(root)?
+    };
+    join(&hierarchies, pid, path)
+}
+
+/// Mount points of the v1 controllers.
+fn controllers(root: &Path) -> Result<Vec<PathBuf>, ConfineError> {
+    let entries = fs::read_dir(root).map_err(fail("list", root))?;
+    // `cpu` and `cpuacct` link to `cpu,cpuacct`: one of them is enough.
+    let mounts = entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    Ok(mounts.map(|entry| entry.path()).collect())
+}
+
+fn join(hierarchies: &[PathBuf], pid: u32, path: &str) -> Result<(), ConfineError> {
+    let mut joined = false;
+    for hierarchy in hierarchies {
+        let procs = hierarchy.join(path.trim_start_matches('/')).join("cgroup.procs");
+        if procs.exists() {
+            fs::write(&procs, pid.to_string()).map_err(fail("write", &procs))?;
+            joined = true;
+        }
+    }
+    if joined {
+        Ok(())
+    } else {
+        Err(ConfineError::NoCgroup {
+            path: path.to_owned(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_process_joins_every_controller_that_has_the_cgroup() {
+        let root = tempfile::tempdir().unwrap();
+        for dir in ["memory/shims", "pids/shims", "cpu"] {
+            fs::create_dir_all(root.path().join(dir)).unwrap();
+            fs::write(root.path().join(dir).join("cgroup.procs"), "").unwrap();
+        }
+        let hierarchies = controllers(root.path()).unwrap();
+        join(&hierarchies, 42, "/shims").unwrap();
+        let read = |file: &str| fs::read_to_string(root.path().join(file)).unwrap();
+        assert_eq!(
+            (read("memory/shims/cgroup.procs"), read("pids/shims/cgroup.procs")),
+            ("42".into(), "42".into())
+        );
+        assert_eq!(
+            read("cpu/cgroup.procs"),
+            "",
+            "the root cgroup is none of our business"
+        );
+        let error = join(&hierarchies, 42, "/other").unwrap_err();
+        assert!(
+            error.to_string().starts_with("no cgroup \"/other\" for the shim"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn the_score_is_one_more_than_the_parents() {
+        let read = |pid: String| fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+        let parent: i32 = read(getppid().to_string()).trim().parse().unwrap();
+        let mut child = std::process::Command::new("/bin/sleep")
+            .arg("1000")
+            .spawn()
+            .unwrap();
+        adjust_oom_score(child.id()).unwrap();
+        let score: i32 = read(child.id().to_string()).trim().parse().unwrap();
+        child.kill().unwrap();
+        assert_eq!(score, (parent + 1).min(MAX_SCORE));
+    }
+}

@@ -1,0 +1,221 @@
+//! Just enough HTTP/2 for one gRPC call without arguments over a unix socket: RFC 9113, RFC 7541 with literals only.
+//!
+//! Everything that the server sends but the first message of the answer is skipped, so no header has to be decoded.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Instant;
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Longest frame that a server may send to a client that asked for nothing else.
+const MAX_FRAME: usize = 1 << 14;
+/// No answer that is wanted here is longer.
+const MAX_MESSAGE: usize = 4096;
+/// Length of a frame's head, and of a gRPC message's.
+const FRAME_HEAD: usize = 9;
+const MESSAGE_HEAD: usize = 5;
+/// The only stream.
+const STREAM: u32 = 1;
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const GOAWAY: u8 = 7;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+const PADDED: u8 = 8;
+
+/// Calls `method`, `/service/name`, with an empty message and gives the message that comes back.
+pub(super) fn unary_call(socket: &Path, method: &str, deadline: Instant) -> io::Result<Vec<u8>> {
+    let mut stream = super::socket::connect_now(socket)?;
+    let mut request = PREFACE.to_vec();
+    push_frame(&mut request, SETTINGS, 0, 0, &[]);
+    push_frame(&mut request, HEADERS, END_HEADERS, STREAM, &headers(method));
+    push_frame(&mut request, DATA, END_STREAM, STREAM, &[0; MESSAGE_HEAD]);
+    stream.set_write_timeout(Some(left(deadline)?))?;
+    stream.write_all(&request)?;
+
+    let mut body = Vec::new();
+    loop {
+        if let Some(message) = message(&body)? {
+            return Ok(message);
+        }
+        let mut head = [0; FRAME_HEAD];
+        read_exact(&mut stream, &mut head, deadline)?;
+        let [a, b, c, kind, flags, stream_id @ ..] = head;
+        let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
+        if length > MAX_FRAME {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut payload = vec![0; length];
+        read_exact(&mut stream, &mut payload, deadline)?;
+        let ours = u32::from_be_bytes(stream_id) == STREAM;
+        match kind {
+            DATA if ours && flags & PADDED == 0 => body.extend(payload),
+            // The answer is a refusal: headers only.
+            HEADERS if ours && flags & END_STREAM != 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            RST_STREAM | GOAWAY => return Err(io::ErrorKind::ConnectionReset.into()),
+            _ => {}
+        }
+        if body.len() > MAX_MESSAGE {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+    }
+}
+
+/// The first message in `body`, when it is complete.
+fn message(body: &[u8]) -> io::Result<Option<Vec<u8>>> {
+    let Some((&[compressed, a, b, c, d], rest)) = body.split_first_chunk::<MESSAGE_HEAD>() else {
+        return Ok(None);
+    };
+    if compressed != 0 {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
+    Ok(rest.get(..length).map(<[u8]>::to_vec))
+}
+
+fn push_frame(to: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+    let length = u32::try_from(payload.len()).expect("frames made here are short");
+    to.extend(&length.to_be_bytes()[1..]);
+    to.extend([kind, flags]);
+    to.extend(stream.to_be_bytes());
+    to.extend(payload);
+}
+
+/// Header block: static table entries where there are, else literals that are not indexed.
+fn headers(method: &str) -> Vec<u8> {
+    const METHOD_POST: u8 = 0x83;
+    const SCHEME_HTTP: u8 = 0x86;
+    const AUTHORITY: &[u8] = &[0x01];
+    const PATH: &[u8] = &[0x04];
+    const CONTENT_TYPE: &[u8] = &[0x0f, 0x10];
+    let mut block = vec![METHOD_POST, SCHEME_HTTP];
+    let mut literal = |name: &[u8], value: &str| {
+        block.extend(name);
+        push_string(&mut block, value);
+    };
+    literal(PATH, method);
+    literal(AUTHORITY, "localhost");
+    literal(CONTENT_TYPE, "application/grpc");
+    literal(b"\x00\x02te", "trailers");
+    block
+}
+
+fn push_string(to: &mut Vec<u8>, text: &str) {
+    // The length has 7 bits; longer ones would need a continuation.
+    to.push(
+        u8::try_from(text.len())
+            .ok()
+            .filter(|length| *length < 127)
+            .expect("strings sent here are short"),
+    );
+    to.extend(text.as_bytes());
+}
+
+fn left(deadline: Instant) -> io::Result<std::time::Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        Err(io::ErrorKind::TimedOut.into())
+    } else {
+        Ok(left)
+    }
+}
+
+fn read_exact(stream: &mut UnixStream, mut buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+    while !buffer.is_empty() {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        match stream.read(buffer) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => buffer = &mut buffer[count..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::thread::{self, JoinHandle};
+    use std::time::Duration;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    /// A server that sends `answer`, whatever it is asked, and gives the request when the client is done.
+    fn server(path: &Path, answer: Vec<u8>) -> JoinHandle<Vec<u8>> {
+        let listener = UnixListener::bind(path).unwrap();
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(&answer).unwrap();
+            let mut request = Vec::new();
+            // A client that hangs up on an unread answer resets the connection.
+            let _end = stream.read_to_end(&mut request);
+            request
+        })
+    }
+
+    fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+        let mut frame = Vec::new();
+        push_frame(&mut frame, kind, flags, stream, payload);
+        frame
+    }
+
+    #[test]
+    fn the_message_is_found_among_the_frames() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let answer = [
+            frame(SETTINGS, 0, 0, &[0; 6]),
+            frame(SETTINGS, 1, 0, &[]),
+            frame(8, 0, 0, &[0; 4]),
+            frame(HEADERS, END_HEADERS, STREAM, b"whatever"),
+            frame(DATA, 0, STREAM, &[0, 0, 0, 0, 4, b'a', b'b']),
+            frame(DATA, 0, 3, b"not ours"),
+            frame(DATA, 0, STREAM, b"cd"),
+        ]
+        .concat();
+        let server = server(&path, answer);
+        assert_eq!(
+            unary_call(&path, "/service/Name", Instant::now() + SOON).unwrap(),
+            b"abcd"
+        );
+        let request = server.join().unwrap();
+        assert!(request.starts_with(PREFACE));
+        assert!(request.windows(14).any(|window| window == b"\x0d/service/Name"));
+        assert!(request.ends_with(&[0, 0, 5, DATA, END_STREAM, 0, 0, 0, 1, 0, 0, 0, 0, 0]));
+    }
+
+    #[test]
+    fn refusals_and_nonsense_are_errors() {
+        for answer in [
+            frame(HEADERS, END_HEADERS | END_STREAM, STREAM, b"grpc-status"),
+            frame(RST_STREAM, 0, STREAM, &[0; 4]),
+            frame(GOAWAY, 0, 0, &[0; 8]),
+            frame(DATA, 0, STREAM, &[1, 0, 0, 0, 1, 0]),
+            frame(DATA, 0, STREAM, &[0, 0xff, 0xff].repeat(1000)).repeat(2),
+            b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("s");
+            let server = server(&path, answer);
+            unary_call(&path, "/s/N", Instant::now() + SOON).unwrap_err();
+            server.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_silent_server_is_left_at_the_deadline() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let begun = Instant::now();
+        unary_call(&path, "/s/N", begun + Duration::from_millis(50)).unwrap_err();
+        assert!(begun.elapsed() < SOON);
+    }
+}

@@ -1,0 +1,203 @@
+//! The questions `-info` and `-v`.
+
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
+use protobuf::well_known_types::any::Any;
+use protobuf::{Message, MessageField};
+
+use crate::options::{DecodeError, RuncOptions};
+use crate::reaper::Reaper;
+
+/// The name under which containerd and its clients know what this shim can do.
+const RUNTIME_NAME: &str = "io.containerd.runc.v2";
+/// Type under which containerd looks for the runtime's features, as JSON.
+const FEATURES_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/features/Features";
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// Options are short.
+const MAX_STDIN: u64 = 1 << 20;
+/// How long the runtime may take to list its features.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// Why there is no information.
+#[derive(Debug, thiserror::Error)]
+pub enum InfoError {
+    /// stdin, stdout or the runtime cannot be used.
+    #[error("cannot {what}")]
+    Io {
+        /// What.
+        what: &'static str,
+        /// Cause.
+        source: io::Error,
+    },
+    /// stdin holds no options.
+    #[error("cannot understand the options on stdin")]
+    Options(#[from] DecodeError),
+    /// The OCI runtime is not installed.
+    #[error(
+        "no OCI runtime {0:?} found. hint: install it, or name it as BinaryName in the runtime's options"
+    )]
+    NoRuntime(String),
+    /// The answer cannot be encoded.
+    #[error("cannot encode the answer")]
+    Encode(#[source] protobuf::Error),
+}
+
+fn fail(what: &'static str) -> impl FnOnce(io::Error) -> InfoError {
+    move |source| InfoError::Io { what, source }
+}
+
+/// What `-v` prints.
+pub fn version() -> String {
+    format!("containerd-shim-firn-v2:\n  Version:  {VERSION}\n")
+}
+
+/// Answers `-info`: options from stdin, the runtime's features to stdout.
+pub fn info() -> Result<(), InfoError> {
+    let mut stdin = Vec::new();
+    io::stdin()
+        .take(MAX_STDIN)
+        .read_to_end(&mut stdin)
+        .map_err(fail("read stdin"))?;
+    let answer = describe(&stdin)?.write_to_bytes().map_err(InfoError::Encode)?;
+    io::stdout().write_all(&answer).map_err(fail("write stdout"))
+}
+
+fn describe(stdin: &[u8]) -> Result<RuntimeInfo, InfoError> {
+    let sent = Any::parse_from_bytes(stdin).map_err(DecodeError::stdin)?;
+    let options = RuncOptions::from_any(Some(&sent))?;
+    let binary = find(options.runtime()).ok_or_else(|| InfoError::NoRuntime(options.runtime().to_owned()))?;
+    Ok(RuntimeInfo {
+        name: RUNTIME_NAME.to_owned(),
+        version: MessageField::some(RuntimeVersion {
+            version: VERSION.to_owned(),
+            ..RuntimeVersion::default()
+        }),
+        options: if stdin.is_empty() {
+            MessageField::none()
+        } else {
+            MessageField::some(sent)
+        },
+        features: features(&binary)?.into(),
+        ..RuntimeInfo::default()
+    })
+}
+
+/// What the runtime says of itself; nothing when it cannot (not every runtime has the command).
+fn features(binary: &Path) -> Result<Option<Any>, InfoError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(fail("start the runtime"))?;
+    let output = runtime.block_on(async {
+        let reaper = Reaper::start().map_err(fail("watch for child processes"))?;
+        Ok::<_, InfoError>(
+            reaper
+                .output(Command::new(binary).arg("features").stdin(Stdio::null()), LIMIT)
+                .await,
+        )
+    })?;
+    let json = output
+        .ok()
+        .filter(|output| output.success())
+        .map(|output| output.stdout);
+    // Passed on as it is, so that features of a later runtime arrive.
+    let json =
+        json.filter(|json| serde_json::from_slice::<serde_json::Value>(json).is_ok_and(|v| v.is_object()));
+    Ok(json.map(|value| Any {
+        type_url: FEATURES_TYPE.to_owned(),
+        value,
+        ..Any::default()
+    }))
+}
+
+/// The program as a shell would find it.
+fn find(program: &str) -> Option<PathBuf> {
+    if program.contains('/') {
+        return is_executable(Path::new(program)).then(|| program.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path)
+        .map(|dir| dir.join(program))
+        .find(|file| is_executable(file))
+}
+
+fn is_executable(file: &Path) -> bool {
+    file.is_file() && nix::unistd::access(file, nix::unistd::AccessFlags::X_OK).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use containerd_shim_protos::shim::oci;
+
+    use super::*;
+
+    fn options(binary: &Path) -> Any {
+        let options = oci::Options {
+            binary_name: binary.to_str().unwrap().into(),
+            ..oci::Options::default()
+        };
+        let value = options.write_to_bytes().unwrap();
+        Any {
+            type_url: "containerd.runc.v1.Options".into(),
+            value,
+            ..Any::default()
+        }
+    }
+
+    fn describe_with(script: &str) -> (RuntimeInfo, Any) {
+        let dir = tempfile::tempdir().unwrap();
+        let binary = dir.path().join("runtime");
+        // Written by another process: a file that any thread of this one had open for writing, and so a child that
+        // is being forked, could not be executed.
+        let mut write = Command::new("/bin/sh");
+        write.args(["-c", "cat > $0 && chmod 755 $0"]).arg(&binary);
+        let script = format!("#!/bin/sh\n{script}\n");
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let written = runtime.block_on(async {
+            Reaper::start()
+                .unwrap()
+                .output_with_input(&mut write, script.as_bytes(), LIMIT)
+                .await
+        });
+        assert!(written.unwrap().success());
+        let sent = options(&binary);
+        (describe(&sent.write_to_bytes().unwrap()).unwrap(), sent)
+    }
+
+    #[test]
+    fn features_are_those_of_the_runtime() {
+        let json = r#"{"ociVersionMax":"1.2","a-later-one":{"x":[1]}}"#;
+        let (info, sent) = describe_with(&format!("[ $1 = features ] && echo '{json}'"));
+        assert_eq!(info.name, "io.containerd.runc.v2");
+        assert_eq!(info.version.version, env!("CARGO_PKG_VERSION"));
+        assert_eq!(info.options.unwrap(), sent);
+        assert_eq!(info.features.type_url, FEATURES_TYPE);
+        assert_eq!(
+            String::from_utf8(info.features.value.clone()).unwrap().trim(),
+            json
+        );
+    }
+
+    #[test]
+    fn a_runtime_without_features_is_no_failure() {
+        for script in ["exit 1", "echo not json", "kill -9 $$"] {
+            assert!(describe_with(script).0.features.is_none(), "{script}");
+        }
+    }
+
+    #[test]
+    fn a_missing_runtime_is_a_failure() {
+        let sent = options(Path::new("/nonexistent/runc")).write_to_bytes().unwrap();
+        let error = describe(&sent).unwrap_err().to_string();
+        assert!(
+            error.starts_with("no OCI runtime \"/nonexistent/runc\" found. hint: "),
+            "{error}"
+        );
+        assert!(find("sh").is_some() && find("no-such-program").is_none());
+    }
+}

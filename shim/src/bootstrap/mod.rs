@@ -1,0 +1,30 @@
+//! The actions that containerd runs before there is a server: `start`, and the questions `-info` and `-v`.
+//!
+//! containerd reads stdout and stderr of `start` together, so nothing here logs; what goes wrong is an error.
+//! docs/decisions/0001-bootstrap-reply.md says why the reply looks different for each daemon.
+
+mod confine;
+mod daemon;
+mod http2;
+mod info;
+mod params;
+mod socket;
+mod start;
+
+pub(crate) use socket::remove_dead as remove_dead_socket;
+
+pub use info::{InfoError, info, version};
+pub use start::{StartError, start};
+
+/// Names of the environment variables that containerd sets for a shim.
+pub(crate) mod env {
+    /// containerd's socket for events.
+    pub(crate) const TTRPC_ADDRESS: &str = "TTRPC_ADDRESS";
+    /// Set when the shim and its containers shall share no core with strangers.
+    pub(crate) const SCHED_CORE: &str = "SCHED_CORE";
+
+    /// containerd's socket for events; empty when there is none.
+    pub(crate) fn ttrpc_address() -> String {
+        std::env::var(TTRPC_ADDRESS).unwrap_or_default()
+    }
+}

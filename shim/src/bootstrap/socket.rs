@@ -1,0 +1,247 @@
+//! The shim's socket: its name, which containerd and Go's shim compute in the same way, and who gets to own it.
+
+use std::fmt::Write;
+use std::fs::{self, DirBuilder, File, Permissions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Component, Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use sha2::{Digest, Sha256};
+
+/// Longest socket path that containerd uses; the kernel takes 107.
+const MAX_PATH: usize = 106;
+
+/// Why there is no socket.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// The directory is too deep.
+    #[error("socket path {path} is longer than {MAX_PATH} bytes. hint: configure a shorter socket directory")]
+    TooLong {
+        /// The path.
+        path: PathBuf,
+    },
+    /// Something could not be done with the file system.
+    #[error("cannot {what} {path}")]
+    Io {
+        /// What.
+        what: &'static str,
+        /// The path.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+}
+
+/// Who serves the socket.
+#[derive(Debug)]
+pub(super) enum Socket {
+    /// Nobody yet: here is the listener.
+    Ours(UnixListener),
+    /// A shim that answers.
+    Taken,
+}
+
+/// Path of the socket for a group of containers.
+pub(super) fn path(dir: &Path, grpc_address: &str, namespace: &str, group: &str) -> PathBuf {
+    let name = clean(&[grpc_address, namespace, group].join("/"));
+    let mut file = String::with_capacity(64);
+    for byte in Sha256::digest(name.as_bytes()) {
+        write!(file, "{byte:02x}").expect("a string takes everything");
+    }
+    dir.join(file)
+}
+
+/// The path without empty, `.` and `..` segments, as the other side writes it before hashing.
+fn clean(path: &str) -> String {
+    let mut clean = PathBuf::new();
+    for component in Path::new(path).components() {
+        match component {
+            Component::ParentDir => drop(clean.pop()),
+            Component::CurDir => {}
+            other => clean.push(other),
+        }
+    }
+    clean.to_string_lossy().into_owned()
+}
+
+/// Makes the socket, or finds that a living shim has it. One left by a dead shim is replaced.
+pub(super) fn claim(path: &Path) -> Result<Socket, SocketError> {
+    if path.as_os_str().len() > MAX_PATH {
+        return Err(SocketError::TooLong {
+            path: path.to_owned(),
+        });
+    }
+    let dir = path.parent().unwrap_or(Path::new("/"));
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(fail("make", dir))?;
+    // Held until the end of this function: of two that find a dead socket, the second must see the first one's.
+    let _lock = lock(dir)?;
+
+    let listener = match UnixListener::bind(path) {
+        Ok(listener) => listener,
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            if is_alive(path) {
+                return Ok(Socket::Taken);
+            }
+            fs::remove_file(path).map_err(fail("remove the dead socket", path))?;
+            UnixListener::bind(path).map_err(fail("listen on", path))?
+        }
+        Err(error) => return Err(fail("listen on", path)(error)),
+    };
+    if let Err(error) = fs::set_permissions(path, Permissions::from_mode(0o600)) {
+        // A socket with other permissions must not stay.
+        let _gone = fs::remove_file(path);
+        return Err(fail("protect", path)(error));
+    }
+    Ok(Socket::Ours(listener))
+}
+
+/// Removes the socket of a shim that was killed. One that answers is left alone.
+pub(crate) fn remove_dead(path: &Path) -> Result<(), SocketError> {
+    let _lock = lock(path.parent().unwrap_or(Path::new("/")))?;
+    if is_alive(path) {
+        return Ok(());
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(fail("remove the dead socket", path)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn lock(dir: &Path) -> Result<File, SocketError> {
+    let lock = File::open(dir).map_err(fail("open", dir))?;
+    lock.lock().map_err(fail("lock", dir))?;
+    Ok(lock)
+}
+
+fn fail(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError {
+    let path = path.to_owned();
+    move |source| SocketError::Io { what, path, source }
+}
+
+/// Whether a process listens.
+fn is_alive(path: &Path) -> bool {
+    match connect_now(path) {
+        Ok(_) => true,
+        // A full backlog has an owner.
+        Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+    }
+}
+
+/// Connects without waiting for a place in the listener's backlog.
+pub(super) fn connect_now(path: &Path) -> io::Result<UnixStream> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    match connect(fd.as_raw_fd(), &UnixAddr::new(path)?) {
+        Ok(()) => {}
+        Err(Errno::EAGAIN) => return Err(io::ErrorKind::WouldBlock.into()),
+        Err(errno) => return Err(errno.into()),
+    }
+    let stream = UnixStream::from(fd);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_what_containerd_computes() {
+        // printf %s /run/containerd/containerd.sock/k8s.io/pod1 | sha256sum
+        let expected = "/run/containerd/s/8e264b1ad347c80aee5f3dea6e4bb53d72026989222058782273d5db043c7723";
+        let path = path(
+            Path::new("/run/containerd/s"),
+            "/run/containerd/containerd.sock",
+            "k8s.io",
+            "pod1",
+        );
+        assert_eq!(path.to_str().unwrap(), expected);
+    }
+
+    #[test]
+    fn names_are_cleaned_before_hashing() {
+        assert_eq!(
+            clean("/run//containerd/./x.sock/ns/../id/"),
+            "/run/containerd/x.sock/id"
+        );
+        assert_eq!(clean("/a/ns/../../../b"), "/b");
+        assert_eq!(clean("/ns/id"), "/ns/id");
+    }
+
+    #[test]
+    fn one_of_several_owns_the_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s/sock");
+        let Socket::Ours(listener) = claim(&path).unwrap() else {
+            panic!("nobody else is there")
+        };
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&path), mode(path.parent().unwrap())), (0o600, 0o700));
+        assert!(matches!(claim(&path).unwrap(), Socket::Taken));
+        drop(listener);
+        assert!(
+            matches!(claim(&path).unwrap(), Socket::Ours(_)),
+            "a dead socket is replaced"
+        );
+    }
+
+    #[test]
+    fn a_busy_owner_is_an_owner() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sock");
+        let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::empty(), None).unwrap();
+        nix::sys::socket::bind(fd.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        nix::sys::socket::listen(&fd, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+        let mut waiting = Vec::new();
+        while let Ok(stream) = connect_now(&path) {
+            waiting.push(stream);
+        }
+        assert!(matches!(claim(&path).unwrap(), Socket::Taken));
+    }
+
+    #[test]
+    fn parallel_claims_of_a_dead_socket_have_one_winner() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sock");
+        drop(UnixListener::bind(&path).unwrap());
+        let claims: Vec<_> = (0..8)
+            .map(|_| {
+                std::thread::spawn({
+                    let path = path.clone();
+                    move || claim(&path).unwrap()
+                })
+            })
+            .collect();
+        let claims: Vec<_> = claims.into_iter().map(|claim| claim.join().unwrap()).collect();
+        assert_eq!(
+            claims
+                .iter()
+                .filter(|socket| matches!(socket, Socket::Ours(_)))
+                .count(),
+            1
+        );
+        assert!(is_alive(&path));
+    }
+
+    #[test]
+    fn long_paths_are_refused() {
+        let dir = PathBuf::from("/tmp").join("x".repeat(60));
+        let error = claim(&path(&dir, "a", "b", "c")).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("hint: configure a shorter socket directory"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,179 @@
+//! The action `delete`: containerd runs it for a container whose shim is gone, and kills it after 5 s.
+//!
+//! The bundle may be that of another shim (the stock one, an older firn), and the shim may have died anywhere: in the
+//! middle of a dump, of a restore, before the runtime knew the container. So nothing is relied on but the bundle's files;
+//! each step tries, warns on stderr when it fails, and lets the next one try too. What is gone already is no failure.
+
+use std::fs;
+use std::future::Future;
+use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use containerd_shim_protos::api::DeleteResponse;
+use protobuf::well_known_types::timestamp::Timestamp;
+use protobuf::{Message, MessageField};
+
+use crate::args::Args;
+use crate::bootstrap;
+use crate::cgroup::Cgroup;
+use crate::logger::{self, Chain};
+use crate::mounts;
+use crate::options::RuncOptions;
+use crate::reaper::Reaper;
+use crate::runc::Runc;
+
+/// How long the container's processes may take to die.
+const KILL_LIMIT: Duration = Duration::from_secs(1);
+/// How long each of the other steps may take; together they stay below containerd's 5 s.
+const STEP_LIMIT: Duration = Duration::from_millis(1500);
+/// 128 + SIGKILL: what becomes of a container without a shim.
+const EXIT_STATUS: u32 = 137;
+/// Pid of the container's first process, in the bundle.
+const INIT_PID_FILE: &str = "init.pid";
+
+/// Why there is no answer. What could not be cleaned up is only a warning.
+#[derive(Debug, thiserror::Error)]
+pub enum DeleteError {
+    /// The process could not be set up.
+    #[error("cannot {what}")]
+    Io {
+        /// What failed.
+        what: &'static str,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The answer cannot be encoded.
+    #[error("cannot encode the answer")]
+    Encode(#[source] protobuf::Error),
+}
+
+fn fail(what: &'static str) -> impl FnOnce(io::Error) -> DeleteError {
+    move |source| DeleteError::Io { what, source }
+}
+
+/// Cleans up after the container and answers on stdout.
+pub fn delete(args: &Args) -> Result<(), DeleteError> {
+    logger::init(args.debug, format!("id={} namespace={}", args.id, args.namespace))
+        .expect("the logger is set once per process");
+    let bundle = bundle(args)?;
+    // Read first: cleaning up may take the file away.
+    let pid = read_pid(&bundle.join(INIT_PID_FILE));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(fail("start the runtime"))?;
+    runtime.block_on(async {
+        let reaper = Reaper::start().map_err(fail("watch for child processes"))?;
+        clean_up(args, &bundle, reaper).await;
+        Ok(())
+    })?;
+    // A call that is stuck in the kernel must not keep the answer back.
+    runtime.shutdown_background();
+    let answer = DeleteResponse {
+        pid,
+        exit_status: EXIT_STATUS,
+        exited_at: MessageField::some(Timestamp::from(SystemTime::now())),
+        ..DeleteResponse::default()
+    };
+    let answer = answer.write_to_bytes().map_err(DeleteError::Encode)?;
+    io::stdout().write_all(&answer).map_err(fail("write stdout"))
+}
+
+/// The bundle: as given, or the one beside the working directory (containerd runs us in a bundle).
+fn bundle(args: &Args) -> Result<PathBuf, DeleteError> {
+    if let Some(bundle) = &args.bundle {
+        return Ok(bundle.clone());
+    }
+    let here = std::env::current_dir().map_err(fail("find the working directory"))?;
+    Ok(here.with_file_name(&args.id))
+}
+
+async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
+    let options = RuncOptions::load(bundle).unwrap_or_else(|error| {
+        log::warn!("{}; going on with default options", Chain(&error));
+        RuncOptions::default()
+    });
+    let runc = Runc::new(&args.id, &args.namespace, bundle, &options, reaper);
+    let cgroup = own_cgroup(args, bundle, &options);
+
+    // Order matters: a restore that was cut off leaves processes that the runtime does not know, and a frozen cgroup
+    // would keep the runtime waiting, so the processes go first. Then the mount that a cut off restore leaves in the
+    // runtime's state, which would make the runtime's own cleaning fail.
+    if let Some(cgroup) = &cgroup {
+        attempt("kill the container", KILL_LIMIT * 2, cgroup.kill_all(KILL_LIMIT)).await;
+    }
+    unmount("unmount the runtime's state", &runc.state_dir()).await;
+    attempt(
+        "remove the container from the runtime",
+        STEP_LIMIT,
+        runc.delete(true),
+    )
+    .await;
+    if let Some(cgroup) = &cgroup {
+        attempt("remove the cgroup", STEP_LIMIT, cgroup.remove(KILL_LIMIT)).await;
+    }
+    unmount("unmount the root file system", &bundle.join("rootfs")).await;
+    // CRIU's mounts (.criu.cgyard.*): containerd removes the directory next, and must not walk into a cgroup.
+    unmount("unmount the work directory", &bundle.join("work")).await;
+    remove_dead_socket(bundle);
+}
+
+/// The cgroup that the spec names, when it is this container's alone: its name ends with the id, as containerd's do.
+fn own_cgroup(args: &Args, bundle: &Path, options: &RuncOptions) -> Option<Cgroup> {
+    let json = fs::read(bundle.join("config.json")).ok()?;
+    let spec: serde_json::Value = serde_json::from_slice(&json).ok()?;
+    let path = spec.pointer("/linux/cgroupsPath")?.as_str()?;
+    if path.rsplit(['/', ':']).next() != Some(&args.id) {
+        return None;
+    }
+    match Cgroup::by_spec(path, &args.id, options.systemd_cgroup) {
+        Ok(cgroup) => cgroup.exists().then_some(cgroup),
+        Err(error) => {
+            log::warn!("cannot find the cgroup: {}", Chain(&error));
+            None
+        }
+    }
+}
+
+async fn unmount(what: &'static str, path: &Path) {
+    // `work` is a link; a container that was never created has no state.
+    if let Ok(path) = path.canonicalize() {
+        attempt(what, STEP_LIMIT, mounts::unmount_recursive(&path)).await;
+    }
+}
+
+async fn attempt<T, E: std::error::Error>(
+    what: &str,
+    limit: Duration,
+    step: impl Future<Output = Result<T, E>>,
+) {
+    match tokio::time::timeout(limit, step).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) => log::warn!("cannot {what}: {}", Chain(&error)),
+        Err(_) => log::warn!("cannot {what}: not done within {limit:?}"),
+    }
+}
+
+/// A shim that was killed leaves its socket; those of a pod's other containers may have removed it already.
+fn remove_dead_socket(bundle: &Path) {
+    let Ok(address) = fs::read_to_string(bundle.join("address")) else {
+        return;
+    };
+    let Some(path) = address.trim().strip_prefix("unix://").map(Path::new) else {
+        return;
+    };
+    if !fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket()) {
+        return;
+    }
+    if let Err(error) = bootstrap::remove_dead_socket(path) {
+        log::warn!("{}", Chain(&error));
+    }
+}
+
+fn read_pid(path: &Path) -> u32 {
+    let pid = fs::read_to_string(path)
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    // A container that never ran has none.
+    pid.unwrap_or_default()
+}

@@ -1,0 +1,259 @@
+//! The shim process proper: one thread that serves the task API on the listener which `start` made.
+//!
+//! Life: adopt the listener, become the subreaper, log to containerd, serve, wait for the Shutdown RPC or a signal,
+//! then end in order: the socket disappears (a new `start` makes its own shim instead of finding a dying one), no
+//! more connections, answers under way, events to containerd. All of that within [`SHUTDOWN_LIMIT`].
+//!
+//! The service is served under both of its names, `containerd.task.v2.Task` and `containerd.task.v3.Task`, which are
+//! the same on the wire: whichever a daemon of whatever age has on record for this shim, it is understood.
+
+mod accept;
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use containerd_shim_protos::shim_async::{Task, create_task};
+use nix::sys::prctl;
+use nix::unistd::geteuid;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::time::timeout;
+use ttrpc::r#async::Server;
+
+use crate::args::Args;
+use crate::bootstrap::env;
+use crate::events::Publisher;
+use crate::logger::{self, Chain};
+use crate::reaper::Reaper;
+use crate::sys;
+
+/// Where `start` leaves the listener.
+pub(crate) const LISTENER_FD: i32 = 3;
+/// The fifo in the bundle that containerd reads.
+const LOG_FIFO: &str = "log";
+/// How long the shim may take to end.
+pub const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
+/// Part of it that is kept for connections after the events.
+const DISCONNECT_LIMIT: Duration = Duration::from_secs(1);
+
+/// Why the shim could not serve.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// Descriptor 3 is not what `start` passes on.
+    #[error(
+        "no listener on descriptor {LISTENER_FD} hint: the shim is started by containerd with the action start"
+    )]
+    Listener(#[source] io::Error),
+    /// The socket given with `-socket` could not be bound.
+    #[error("cannot listen on {path}")]
+    Bind {
+        /// The socket.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The process could not be set up.
+    #[error("cannot {what}")]
+    Setup {
+        /// What failed.
+        what: &'static str,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The RPC library refused to serve.
+    #[error("cannot serve the task API")]
+    Serve(#[source] ttrpc::Error),
+}
+
+fn setup<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServerError {
+    move |error| ServerError::Setup {
+        what,
+        source: error.into(),
+    }
+}
+
+/// Asks the shim to end; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Shutdown(Arc<watch::Sender<bool>>);
+
+impl Shutdown {
+    /// A shutdown that nobody has asked for yet.
+    pub fn new() -> Self {
+        Self(Arc::new(watch::Sender::new(false)))
+    }
+
+    /// Asks; once is enough.
+    pub fn trigger(&self) {
+        self.0.send_replace(true);
+    }
+
+    /// Waits until somebody asks.
+    pub async fn requested(&self) {
+        let mut asked = self.0.subscribe();
+        asked
+            .wait_for(|asked| *asked)
+            .await
+            .map(drop)
+            .expect("the sender lives in self");
+    }
+}
+
+impl Default for Shutdown {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What the task service works with.
+pub struct Context {
+    /// containerd namespace of all containers of this shim.
+    pub namespace: String,
+    /// Reaps every process of this shim.
+    pub reaper: Reaper,
+    /// Takes the events.
+    pub publisher: Publisher,
+    /// Ends the shim.
+    pub shutdown: Shutdown,
+}
+
+/// Runs the shim until it is asked to end. `service` makes the task service inside the runtime.
+pub fn run(
+    args: &Args,
+    service: impl FnOnce(Context) -> Arc<dyn Task + Send + Sync>,
+) -> Result<(), ServerError> {
+    let listener = match &args.socket {
+        Some(path) => UnixListener::bind(path).map_err(|source| ServerError::Bind {
+            path: path.clone(),
+            source,
+        })?,
+        None => adopt(LISTENER_FD)?,
+    };
+    prctl::set_child_subreaper(true).map_err(setup("become the subreaper"))?;
+    // A shim that is run by hand has no fifo and keeps its terminal.
+    if Path::new(LOG_FIFO).exists() {
+        logger::redirect_stderr(Path::new(LOG_FIFO)).map_err(setup("open the log fifo"))?;
+    }
+    let fields = format!(
+        "id={} namespace={} pid={}",
+        args.id,
+        args.namespace,
+        std::process::id()
+    );
+    logger::init(args.debug, fields).expect("the logger is set once per process");
+
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(setup("start the runtime"))?;
+    let served = runtime.block_on(async {
+        let publisher = Publisher::new(&env::ttrpc_address(), &args.namespace);
+        let shutdown = Shutdown::new();
+        let service = service(Context {
+            namespace: args.namespace.clone(),
+            reaper: Reaper::start().map_err(setup("watch for child processes"))?,
+            publisher: publisher.clone(),
+            shutdown: shutdown.clone(),
+        });
+        handle_signals(shutdown.clone())?;
+        serve(listener, service, &shutdown, &publisher).await
+    });
+    // A stuck blocking call must not keep a shim alive that has said goodbye.
+    runtime.shutdown_background();
+    served
+}
+
+/// Serves until `shutdown` is requested, then ends in order.
+pub async fn serve(
+    listener: UnixListener,
+    service: Arc<dyn Task + Send + Sync>,
+    shutdown: &Shutdown,
+    publisher: &Publisher,
+) -> Result<(), ServerError> {
+    let socket = SocketFile::of(&listener);
+    let listener = accept::listener(listener, geteuid()).map_err(setup("watch the listener"))?;
+    let mut services = create_task(service.clone());
+    for table in create_task(service).into_values() {
+        services.insert("containerd.task.v2.Task".to_owned(), table);
+    }
+    let mut server = Server::new().add_listener(listener).register_service(services);
+    server.start().await.map_err(ServerError::Serve)?;
+    log::debug!("serving");
+
+    shutdown.requested().await;
+    // Order matters: see the module head.
+    socket.remove();
+    server.stop_listen().await;
+    if let Err(error) = publisher.flush(SHUTDOWN_LIMIT - DISCONNECT_LIMIT).await {
+        log::error!("{}", Chain(&error));
+    }
+    // Calls that wait for a container that will never exit do not hold up the end.
+    if timeout(DISCONNECT_LIMIT, server.disconnect()).await.is_err() {
+        log::warn!("ending with calls unanswered");
+    }
+    Ok(())
+}
+
+fn adopt(fd: i32) -> Result<UnixListener, ServerError> {
+    let fd: OwnedFd = sys::take_inherited(fd).map_err(ServerError::Listener)?;
+    let listener = UnixListener::from(fd);
+    // Fails on anything but a unix socket.
+    listener.local_addr().map_err(ServerError::Listener)?;
+    Ok(listener)
+}
+
+/// SIGTERM and SIGINT end the shim and leave its containers alone, SIGUSR1 has it say how it is.
+fn handle_signals(shutdown: Shutdown) -> Result<(), ServerError> {
+    let listen = |kind| signal(kind).map_err(setup("watch for signals"));
+    let (mut term, mut int) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
+    let mut usr1 = listen(SignalKind::user_defined1())?;
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = term.recv() => shutdown.trigger(),
+                _ = int.recv() => shutdown.trigger(),
+                _ = usr1.recv() => {
+                    let metrics = tokio::runtime::Handle::current().metrics();
+                    log::info!("{} tasks alive", metrics.num_alive_tasks());
+                }
+            }
+        }
+    });
+    Ok(())
+}
+
+/// The listener's file, and which file it was: another shim may have put its own there since.
+struct SocketFile(Option<(PathBuf, (u64, u64))>);
+
+impl SocketFile {
+    fn of(listener: &UnixListener) -> Self {
+        let path = listener
+            .local_addr()
+            .ok()
+            .and_then(|address| Some(address.as_pathname()?.to_owned()));
+        Self(
+            path.and_then(|path| Some((identity(&path)?, path)))
+                .map(|(file, path)| (path, file)),
+        )
+    }
+
+    fn remove(&self) {
+        let Some((path, file)) = &self.0 else { return };
+        if identity(path) == Some(*file)
+            && let Err(error) = fs::remove_file(path)
+        {
+            log::warn!("cannot remove {}: {error}", path.display());
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let metadata = fs::symlink_metadata(path).ok()?;
+    Some((metadata.dev(), metadata.ino()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,165 @@
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use containerd_shim_protos::api::{
+    ConnectRequest, ConnectResponse, Empty, ShutdownRequest, WaitRequest, WaitResponse,
+};
+use containerd_shim_protos::shim_async::{Client, Task, TaskClient};
+use protobuf::Message;
+use tokio::task::JoinHandle;
+use ttrpc::r#async::TtrpcContext;
+use ttrpc::r#async::transport::Socket;
+
+use super::*;
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// A task service that knows three verbs.
+struct Service {
+    shutdown: Shutdown,
+}
+
+#[async_trait]
+impl Task for Service {
+    async fn connect(&self, _: &TtrpcContext, _: ConnectRequest) -> ttrpc::Result<ConnectResponse> {
+        Ok(ConnectResponse {
+            shim_pid: 7,
+            ..ConnectResponse::default()
+        })
+    }
+
+    async fn wait(&self, _: &TtrpcContext, _: WaitRequest) -> ttrpc::Result<WaitResponse> {
+        std::future::pending().await
+    }
+
+    async fn shutdown(&self, _: &TtrpcContext, _: ShutdownRequest) -> ttrpc::Result<Empty> {
+        self.shutdown.trigger();
+        Ok(Empty::default())
+    }
+}
+
+struct Shim {
+    _dir: tempfile::TempDir,
+    path: PathBuf,
+    shutdown: Shutdown,
+    served: JoinHandle<Result<(), ServerError>>,
+}
+
+impl Shim {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let shutdown = Shutdown::new();
+        let served = tokio::spawn({
+            let shutdown = shutdown.clone();
+            async move {
+                let service = Arc::new(Service {
+                    shutdown: shutdown.clone(),
+                });
+                serve(listener, service, &shutdown, &Publisher::new("", "default")).await
+            }
+        });
+        Self {
+            _dir: dir,
+            path,
+            shutdown,
+            served,
+        }
+    }
+
+    async fn client(&self) -> Client {
+        Client::new(Socket::from(
+            tokio::net::UnixStream::connect(&self.path).await.unwrap(),
+        ))
+    }
+
+    async fn ended(&mut self) {
+        tokio::time::timeout(SHUTDOWN_LIMIT, &mut self.served)
+            .await
+            .expect("the end in time")
+            .unwrap()
+            .unwrap();
+    }
+}
+
+fn soon() -> ttrpc::context::Context {
+    ttrpc::context::with_duration(SOON)
+}
+
+#[tokio::test]
+async fn both_names_of_the_service_are_served() {
+    let shim = Shim::start();
+    let client = shim.client().await;
+    for service in ["containerd.task.v2.Task", "containerd.task.v3.Task"] {
+        let mut request = ttrpc::Request::new();
+        request.service = service.into();
+        request.method = "Connect".into();
+        request.timeout_nano = i64::try_from(SOON.as_nanos()).unwrap();
+        let response = client.request(request).await.unwrap();
+        let response = ConnectResponse::parse_from_bytes(&response.payload).unwrap();
+        assert_eq!(response.shim_pid, 7, "{service}");
+    }
+}
+
+#[tokio::test]
+async fn the_shutdown_call_is_answered_and_ends_the_shim() {
+    let mut shim = Shim::start();
+    let client = TaskClient::new(shim.client().await);
+    // A wait for something that never happens does not hold it up.
+    let stuck = TaskClient::new(shim.client().await);
+    let stuck = tokio::spawn(async move { stuck.wait(soon(), &WaitRequest::default()).await });
+    client.connect(soon(), &ConnectRequest::default()).await.unwrap();
+    client
+        .shutdown(soon(), &ShutdownRequest::default())
+        .await
+        .unwrap();
+    shim.ended().await;
+    assert!(!shim.path.exists(), "the socket is gone");
+    tokio::time::timeout(SOON, stuck)
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap_err();
+}
+
+#[tokio::test]
+async fn the_socket_of_a_successor_is_left_alone() {
+    let mut shim = Shim::start();
+    TaskClient::new(shim.client().await)
+        .connect(soon(), &ConnectRequest::default())
+        .await
+        .unwrap();
+    fs::rename(&shim.path, shim.path.with_extension("old")).unwrap();
+    let _successor = UnixListener::bind(&shim.path).unwrap();
+    shim.shutdown.trigger();
+    shim.ended().await;
+    assert!(shim.path.exists());
+}
+
+#[tokio::test]
+async fn other_users_are_turned_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("sock");
+    // The only user that may connect is another one than us.
+    let stranger = nix::unistd::Uid::from_raw(nix::unistd::geteuid().as_raw() + 1);
+    let listener = accept::listener(UnixListener::bind(&path).unwrap(), stranger).unwrap();
+    let services = create_task(Arc::new(Service {
+        shutdown: Shutdown::new(),
+    }));
+    let mut server = Server::new().add_listener(listener).register_service(services);
+    server.start().await.unwrap();
+    let stream = tokio::net::UnixStream::connect(&path).await.unwrap();
+    stream.readable().await.unwrap();
+    assert_eq!(stream.try_read(&mut [0]).unwrap(), 0, "hung up on");
+}
+
+#[test]
+fn a_closed_descriptor_is_no_listener() {
+    let error = adopt(9999).unwrap_err();
+    assert!(
+        error.to_string().starts_with("no listener on descriptor 3"),
+        "{error}"
+    );
+}
