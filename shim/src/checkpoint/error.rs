@@ -1,0 +1,240 @@
+//! Why a checkpoint failed, with the code and the remedy that users see.
+
+use std::path::PathBuf;
+
+use firn_oci::manifest::{ImageError, ManifestError};
+use firn_oci::mounts::MountError;
+use ttrpc::Code;
+
+use super::transaction::Failure;
+use crate::cgroup::CgroupError;
+use crate::hold::HoldError;
+use crate::logger::Chain;
+use crate::runc::RuncError;
+use crate::worker::GpuError;
+
+/// A failure of one effect of the transaction, or a refusal.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EffectError {
+    #[error(
+        "process {pid} ({comm}) uses {bytes} bytes of managed (UVM) memory, which the driver cannot checkpoint"
+    )]
+    ManagedMemory { pid: i32, comm: String, bytes: u64 },
+    #[error("process {pid} ({comm}) is a client of the MPS daemon at {}", directory.display())]
+    Mps {
+        pid: i32,
+        comm: String,
+        directory: PathBuf,
+    },
+    #[error("GPU {uuid} is in MIG mode, whose memory the driver cannot checkpoint")]
+    Mig { uuid: String },
+    #[error(
+        "CUDA process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out"
+    )]
+    OutsideTree { pid: i32, comm: String },
+    #[error("CUDA process {pid} ({comm}) is {state} already")]
+    NotRunning {
+        pid: i32,
+        comm: String,
+        state: &'static str,
+    },
+    #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
+    ByHook,
+    #[error("driver {version} has no process checkpoint")]
+    NoCheckpointApi { version: String },
+    #[error("cannot look at the processes")]
+    Unreadable(#[from] firn_gpu::preflight::Unreadable),
+    #[error("cannot tell which GPUs the container has")]
+    Grant(#[from] firn_oci::GrantError),
+    #[error("the driver refused")]
+    Gpu(#[from] GpuError),
+    #[error("the freezer failed")]
+    Cgroup(#[from] CgroupError),
+    #[error("cannot hold the threads")]
+    Hold(#[from] HoldError),
+    #[error("CRIU failed")]
+    Dump(#[from] DumpError),
+    #[error("cannot write the manifest")]
+    Manifest(#[from] ManifestError),
+    #[error("cannot describe the image")]
+    Image(#[from] ImageError),
+    #[error("cannot list the mounts")]
+    Mount(#[from] MountError),
+    #[error("cannot read the spec")]
+    Spec(#[from] firn_oci::SpecError),
+}
+
+/// `runc checkpoint` failed, or left no complete image.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DumpError {
+    /// With the last errors of CRIU's log and where that is kept.
+    #[error("{}{} (log: {})", Chain(source), quoted(lines), log.display())]
+    Failed {
+        source: RuncError,
+        lines: Vec<String>,
+        log: PathBuf,
+    },
+    #[error("the image in {} is incomplete: {missing} is missing", image.display())]
+    Incomplete { image: PathBuf, missing: &'static str },
+    #[error("cannot use the image directory {}", image.display())]
+    ImageDir {
+        image: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+fn quoted(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("; {line}")).collect()
+}
+
+/// A checkpoint that failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CheckpointError {
+    /// A container without GPUs: as the stock shim tells it.
+    #[error("{} path= {}", Chain(source), log.display())]
+    Plain { source: RuncError, log: PathBuf },
+    /// Nothing was begun.
+    #[error(
+        "{}: cannot checkpoint container {container}: {}. hint: {}",
+        code(source),
+        Chain(source),
+        hint(source)
+    )]
+    Refused { container: String, source: EffectError },
+    /// It was begun and undone: the workload goes on.
+    #[error(
+        "{}: checkpoint of container {container} failed, the workload goes on: cannot {phase}: {}. hint: {}",
+        code(source),
+        Chain(source),
+        hint(source)
+    )]
+    Undone {
+        container: String,
+        phase: super::transaction::Phase,
+        source: EffectError,
+    },
+    /// It could not be undone.
+    #[error(
+        "FIRN-GPU-LOST: the GPU state of container {container} cannot be given back, it is left frozen: cannot {phase}: {}; \
+         then: {}. hint: {}",
+        Chain(source),
+        Chain(lost),
+        lost_hint(image)
+    )]
+    Lost {
+        container: String,
+        phase: super::transaction::Phase,
+        source: EffectError,
+        lost: EffectError,
+        image: Option<PathBuf>,
+    },
+    #[error("{}: cannot read firn's configuration: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    Config(#[source] firn_config::ConfigError),
+    #[error("{}: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    Program(#[from] firn_config::ProgramError),
+    #[error("cannot read the container's spec")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("cannot edit the container's spec")]
+    Edit(#[from] firn_oci::edit::EditError),
+    #[error("FIRN-CRIU-CONFIG: cannot prepare CRIU's configuration. hint: {}", .0.hint())]
+    Criu(#[from] firn_oci::criu::CriuError),
+    #[error("cannot look at the container's cgroup")]
+    Cgroup(#[from] CgroupError),
+}
+
+fn lost_hint(image: &Option<PathBuf>) -> String {
+    match image {
+        Some(image) => format!(
+            "the dump in {} is complete: delete the container and restore it from there",
+            image.display()
+        ),
+        None => "delete the container; the driver's log (dmesg) may tell the cause".to_owned(),
+    }
+}
+
+impl CheckpointError {
+    /// From a transaction that failed; `image` when its dump is complete.
+    pub(super) fn from_failure(
+        container: &str,
+        failure: Failure<EffectError>,
+        image: Option<PathBuf>,
+    ) -> Self {
+        let container = container.to_owned();
+        let Failure { phase, source, lost } = failure;
+        match (phase, lost) {
+            (super::transaction::Phase::Inspect, _) => Self::Refused { container, source },
+            (_, None) => Self::Undone {
+                container,
+                phase,
+                source,
+            },
+            (_, Some(lost)) => Self::Lost {
+                container,
+                phase,
+                source,
+                lost,
+                image,
+            },
+        }
+    }
+
+    /// Code of the RPC's answer.
+    pub(crate) fn rpc_code(&self) -> Code {
+        match self {
+            Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => {
+                Code::FAILED_PRECONDITION
+            }
+            Self::Undone { .. } => Code::ABORTED,
+            Self::Lost { .. } => Code::DATA_LOSS,
+            Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => Code::UNKNOWN,
+        }
+    }
+}
+
+/// The code that users see.
+fn code(error: &EffectError) -> &'static str {
+    match error {
+        EffectError::ManagedMemory { .. } => "FIRN-UVM",
+        EffectError::Mps { .. } => "FIRN-MPS",
+        EffectError::Mig { .. } => "FIRN-GPU-MIG",
+        EffectError::OutsideTree { .. } => "FIRN-EXEC",
+        EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
+        EffectError::ByHook => "FIRN-GPU-HOOK",
+        EffectError::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
+        EffectError::Unreadable(_) => "FIRN-PROC",
+        EffectError::Grant(error) => error.code(),
+        EffectError::Gpu(error) => error.code(),
+        EffectError::Cgroup(_) => "FIRN-FREEZER",
+        EffectError::Hold(_) => "FIRN-HOLD",
+        EffectError::Dump(_) => "FIRN-DUMP",
+        EffectError::Manifest(error) => error.code(),
+        EffectError::Image(error) => error.code(),
+        EffectError::Mount(error) => error.code(),
+        EffectError::Spec(error) => error.code(),
+    }
+}
+
+fn hint(error: &EffectError) -> &str {
+    match error {
+        EffectError::ManagedMemory { .. } => "start the program with plain device memory (cudaMalloc)",
+        EffectError::Mps { .. } => "start the container without MPS",
+        EffectError::Mig { .. } => "use whole GPUs for containers that are to be checkpointed",
+        EffectError::OutsideTree { .. } => {
+            "end the exec'd process, or start it from the container's own init"
+        }
+        EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
+        EffectError::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
+        EffectError::NoCheckpointApi { .. } => "install driver 570 or later (580 to restore onto other GPUs)",
+        EffectError::Unreadable(_) => "the process may have ended meanwhile: try again",
+        EffectError::Grant(error) => error.hint(),
+        EffectError::Gpu(error) => error.hint(),
+        EffectError::Cgroup(_) => "see whether a process of the container hangs in the kernel (state D)",
+        EffectError::Hold(_) => "detach the debugger from the container's processes",
+        EffectError::Dump(_) => "the log names what CRIU could not dump",
+        EffectError::Manifest(error) => error.hint(),
+        EffectError::Image(error) => error.hint(),
+        EffectError::Mount(error) => error.hint(),
+        EffectError::Spec(error) => error.hint(),
+    }
+}

@@ -1,0 +1,169 @@
+//! The directory that receives an image, and CRIU's log beside it.
+
+use std::fs;
+use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use super::DumpError;
+
+/// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
+const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
+
+/// How many of CRIU's last errors are quoted.
+const QUOTED: usize = 3;
+
+/// How much of the end of a log is searched for them.
+const TAIL: u64 = 256 << 10;
+
+/// An image directory and what it was before the dump.
+pub(super) struct ImageDir {
+    path: PathBuf,
+    created: bool,
+    was_empty: bool,
+}
+
+impl ImageDir {
+    /// Makes the directory when there is none.
+    pub(super) fn open(path: &Path) -> Result<Self, DumpError> {
+        let error = |source| DumpError::ImageDir {
+            image: path.to_owned(),
+            source,
+        };
+        let created = match fs::create_dir(path) {
+            Ok(()) => true,
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                fs::create_dir_all(path).map_err(error)?;
+                true
+            }
+            Err(e) => return Err(error(e)),
+        };
+        let was_empty = fs::read_dir(path).map_err(error)?.next().is_none();
+        Ok(Self {
+            path: path.to_owned(),
+            created,
+            was_empty,
+        })
+    }
+
+    /// Whether CRIU got to the end.
+    pub(super) fn check_complete(&self) -> Result<(), DumpError> {
+        match LAST.into_iter().find(|name| !self.path.join(name).is_file()) {
+            None => Ok(()),
+            Some(missing) => Err(DumpError::Incomplete {
+                image: self.path.clone(),
+                missing,
+            }),
+        }
+    }
+
+    /// Removes what a failed dump left, unless others had put something there before.
+    pub(super) fn clear(&self) {
+        if !self.was_empty {
+            return;
+        }
+        let cleared = if self.created {
+            fs::remove_dir_all(&self.path)
+        } else {
+            self.remove_entries()
+        };
+        if let Err(error) = cleared {
+            log::warn!("cannot clear {}: {error}", self.path.display());
+        }
+    }
+
+    fn remove_entries(&self) -> std::io::Result<()> {
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                fs::remove_dir_all(entry.path())?;
+            } else {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The last errors of a CRIU log, without their time stamps.
+pub(crate) fn error_lines(log: &Path) -> Vec<String> {
+    let mut text = Vec::new();
+    let read = fs::File::open(log).and_then(|mut file| {
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(TAIL)))?;
+        file.take(TAIL).read_to_end(&mut text)
+    });
+    if read.is_err() {
+        return Vec::new();
+    }
+    let text = String::from_utf8_lossy(&text);
+    let mut lines: Vec<String> = text
+        .lines()
+        .filter_map(|line| line.split_once("Error ").map(|(_, said)| said.trim().to_owned()))
+        .collect();
+    lines.split_off(lines.len().saturating_sub(QUOTED))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_was_there_is_emptied_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = ImageDir::open(dir.path()).unwrap();
+        fs::write(dir.path().join("core-1.img"), "x").unwrap();
+        fs::create_dir(dir.path().join("sub")).unwrap();
+        image.clear();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_directory_that_was_made_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a/b");
+        let image = ImageDir::open(&path).unwrap();
+        fs::write(path.join("core-1.img"), "x").unwrap();
+        image.clear();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn files_of_others_are_never_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("theirs"), "x").unwrap();
+        let image = ImageDir::open(dir.path()).unwrap();
+        fs::write(dir.path().join("core-1.img"), "x").unwrap();
+        image.clear();
+        assert!(dir.path().join("theirs").exists());
+    }
+
+    #[test]
+    fn an_image_without_its_last_files_is_incomplete() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = ImageDir::open(dir.path()).unwrap();
+        fs::write(dir.path().join("inventory.img"), "x").unwrap();
+        assert!(matches!(
+            image.check_complete(),
+            Err(DumpError::Incomplete {
+                missing: "pstree.img",
+                ..
+            })
+        ));
+        fs::write(dir.path().join("pstree.img"), "x").unwrap();
+        assert!(image.check_complete().is_ok());
+    }
+
+    #[test]
+    fn the_last_errors_of_a_log_are_quoted() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let log = "(00.1) Error (a.c:1): one\n(00.2) fine\n(00.3) Error (b.c:2): two\n(00.4) Error (c.c:3): three\n\
+                   (00.5) Error (d.c:4): four\n";
+        fs::write(file.path(), log).unwrap();
+        assert_eq!(
+            error_lines(file.path()),
+            ["(b.c:2): two", "(c.c:3): three", "(d.c:4): four"]
+        );
+        assert!(error_lines(Path::new("/nonexistent")).is_empty());
+    }
+}

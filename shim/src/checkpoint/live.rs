@@ -1,0 +1,328 @@
+//! The effects of a checkpoint on a real container.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_config::Config;
+use firn_gpu::CudaState;
+use firn_gpu::preflight::{Certainty, Sign};
+use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
+use firn_oci::{Grant, Spec, mounts};
+
+use super::error::EffectError;
+use super::transaction::Effects;
+use super::{Request, dump};
+use crate::account::Account;
+use crate::cgroup::Cgroup;
+use crate::container::Container;
+use crate::hold::{Hold, threads};
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::worker::{CudaProcess, Gpu};
+
+/// How long a tool may take to tell its version.
+const VERSION_LIMIT: Duration = Duration::from_secs(5);
+
+/// What the manifest says of the source node.
+#[derive(Clone)]
+struct Source {
+    driver: DriverVersion,
+    gpus: Vec<manifest::SourceGpu>,
+    mounts: Vec<mounts::RequiredMount>,
+    versions: Versions,
+}
+
+/// A container under checkpoint.
+pub(super) struct Live<'a> {
+    container: &'a Container,
+    request: &'a Request,
+    config: &'a Config,
+    cgroup: Cgroup,
+    gpu: Gpu,
+    reaper: &'a Reaper,
+    account: &'a mut Account,
+    held: Option<Hold>,
+    /// Read once, by the first inspection.
+    source: Option<Source>,
+    /// Processes that this transaction has locked.
+    locked: BTreeSet<i32>,
+    complete: bool,
+}
+
+impl<'a> Live<'a> {
+    pub(super) fn new(
+        container: &'a Container,
+        request: &'a Request,
+        config: &'a Config,
+        cgroup: Cgroup,
+        gpu: Gpu,
+        reaper: &'a Reaper,
+        account: &'a mut Account,
+    ) -> Self {
+        Self {
+            container,
+            request,
+            config,
+            cgroup,
+            gpu,
+            reaper,
+            account,
+            held: None,
+            source: None,
+            locked: BTreeSet::new(),
+            complete: false,
+        }
+    }
+
+    /// Whether the image is complete.
+    pub(super) fn complete(&self) -> bool {
+        self.complete
+    }
+
+    /// Ends the worker.
+    pub(super) async fn end(mut self) {
+        self.gpu.end().await;
+    }
+
+    /// Ends the container, whose image is complete, and the runtime's state of it.
+    pub(super) async fn finish_container(&mut self) {
+        let deadline = self.config.deadlines.freeze;
+        if let Err(error) = self.cgroup.kill_all(deadline).await {
+            log::warn!(
+                "cannot end {}: {}",
+                self.container.id,
+                crate::logger::Chain(&error)
+            );
+        }
+        match self.container.runc.delete(true).await {
+            Ok(()) => {}
+            Err(error) if error.is_absent() => {}
+            Err(error) => log::warn!(
+                "cannot delete {}: {}",
+                self.container.id,
+                crate::logger::Chain(&error)
+            ),
+        }
+        self.account.mark("end");
+    }
+
+    /// The node, the grant and the tools, and refusals that need no look at the processes.
+    async fn look_around(&mut self) -> Result<Source, EffectError> {
+        let inventory = self.gpu.inventory().await?;
+        if !inventory.checkpoint_api {
+            return Err(EffectError::NoCheckpointApi {
+                version: inventory.driver_version,
+            });
+        }
+        let spec = Spec::load(&self.container.bundle)?;
+        if spec.gpu_by_hook() {
+            return Err(EffectError::ByHook);
+        }
+        let grant = Grant::of_spec(&spec, &inventory)?;
+        if let Some(gpu) = grant.gpus.iter().find(|gpu| gpu.mig) {
+            return Err(EffectError::Mig {
+                uuid: gpu.uuid.to_string(),
+            });
+        }
+        let versions = Versions {
+            firn: env!("CARGO_PKG_VERSION").to_owned(),
+            criu: self.version_of("criu").await,
+            runc: self.version_of(self.container.options.runtime()).await,
+            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
+                .unwrap_or_default()
+                .trim()
+                .to_owned(),
+        };
+        Ok(Source {
+            driver: DriverVersion {
+                driver: inventory.driver_version,
+                cuda: inventory.cuda_version,
+            },
+            gpus: grant.gpus.iter().map(Into::into).collect(),
+            mounts: mounts::required(&spec)?,
+            versions,
+        })
+    }
+
+    /// What a tool says of its version, for people; empty when it says nothing.
+    async fn version_of(&self, program: &str) -> String {
+        let mut command = std::process::Command::new(program);
+        let output = self.reaper.output(command.arg("--version"), VERSION_LIMIT).await;
+        let text = output
+            .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+            .unwrap_or_default();
+        text.lines().next().unwrap_or_default().trim().to_owned()
+    }
+
+    /// Refusals by what the CUDA processes are and do.
+    fn refuse_by_process(&self, all: &[i32], cuda: &[CudaProcess]) -> Result<(), EffectError> {
+        let tree = procfs::tree(self.container.init.pid(), all);
+        for &CudaProcess { pid, state, .. } in cuda {
+            if !tree.contains(&pid) {
+                return Err(EffectError::OutsideTree {
+                    pid,
+                    comm: procfs::comm(pid),
+                });
+            }
+            let state = match state {
+                CudaState::Running => continue,
+                CudaState::Locked if self.locked.contains(&pid) => continue,
+                CudaState::Locked => "locked",
+                CudaState::Checkpointed => "checkpointed",
+                CudaState::Failed => "failed",
+                CudaState::Unknown(_) => "in an unknown state",
+            };
+            return Err(EffectError::NotRunning {
+                pid,
+                comm: procfs::comm(pid),
+                state,
+            });
+        }
+        let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
+        for finding in firn_gpu::preflight::inspect(Path::new("/proc"), &pids)? {
+            let pid = finding.pid.unwrap_or_default();
+            match (finding.certainty, finding.sign) {
+                (Certainty::Certain, Sign::ManagedMemory { bytes, .. }) => {
+                    return Err(EffectError::ManagedMemory {
+                        pid,
+                        comm: procfs::comm(pid),
+                        bytes,
+                    });
+                }
+                (Certainty::Certain, Sign::Mps { directory }) => {
+                    return Err(EffectError::Mps {
+                        pid,
+                        comm: procfs::comm(pid),
+                        directory,
+                    });
+                }
+                (_, sign) => log::debug!("pid {pid}: {sign:?}"),
+            }
+        }
+        Ok(())
+    }
+
+    fn plugins(&self) -> PathBuf {
+        let bundled = self.container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
+        self.config.criu.libs_dir.clone().unwrap_or(bundled)
+    }
+
+    /// What the manifest says of the processes; they may be gone when the image is complete.
+    fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CudaProcess> {
+        let inner = |task: String| procfs::inner_pid(&task);
+        processes
+            .iter()
+            .filter_map(|CudaProcess { pid, restore_tid, .. }| {
+                Some(manifest::CudaProcess {
+                    pid: inner(pid.to_string())?,
+                    restore_tid: inner(format!("{pid}/task/{restore_tid}"))?,
+                    state: CudaState::Running,
+                })
+            })
+            .collect()
+    }
+
+    fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
+        let source = self.source.clone().expect("a dump follows an inspection");
+        let manifest = Manifest {
+            dump: self.request.flags.clone(),
+            driver: Some(source.driver),
+            gpus: source.gpus,
+            processes,
+            mounts: source.mounts,
+            versions: source.versions,
+            images: manifest::describe_images(&self.request.image)?,
+        };
+        Ok(manifest.write(&self.request.image)?)
+    }
+}
+
+impl Effects for Live<'_> {
+    type Error = EffectError;
+
+    async fn freeze(&mut self) -> Result<(), EffectError> {
+        Ok(self.cgroup.freeze(self.config.deadlines.freeze).await?)
+    }
+
+    async fn thaw(&mut self) -> Result<(), EffectError> {
+        Ok(self.cgroup.thaw(self.config.deadlines.freeze).await?)
+    }
+
+    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
+        let pids = self.cgroup.pids()?;
+        if self.source.is_none() {
+            self.source = Some(self.look_around().await?);
+        }
+        let cuda = self.gpu.discover(pids.clone()).await?;
+        self.refuse_by_process(&pids, &cuda)?;
+        self.account.mark("inspect");
+        Ok(cuda)
+    }
+
+    async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
+        let tids = threads(&self.cgroup.pids()?, &except)?;
+        self.held = Some(Hold::seize(tids).await?);
+        Ok(())
+    }
+
+    async fn release(&mut self) -> Result<(), EffectError> {
+        match self.held.take() {
+            None => Ok(()),
+            Some(hold) => Ok(hold.release().await?),
+        }
+    }
+
+    async fn lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        // Before the call: one that fails half-way has locked some.
+        self.locked.extend(pids);
+        self.gpu.lock(pids, self.config.deadlines.lock).await?;
+        self.account.mark("lock");
+        Ok(())
+    }
+
+    async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        self.gpu
+            .checkpoint(pids, self.config.deadlines.checkpoint)
+            .await?;
+        self.account.mark("gpu-checkpoint");
+        Ok(())
+    }
+
+    async fn give_back(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        self.gpu.restore(pids, &[], self.config.deadlines.restore).await?;
+        self.account.mark("gpu-restore");
+        Ok(())
+    }
+
+    async fn unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        self.gpu.unlock(pids, self.config.deadlines.unlock).await?;
+        self.account.mark("unlock");
+        Ok(())
+    }
+
+    async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
+        let states = self.gpu.states(pids).await?;
+        Ok(states
+            .into_iter()
+            .filter_map(|(pid, state)| Some((pid, state?)))
+            .collect())
+    }
+
+    async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
+        self.account.mark("freeze");
+        let described = self.describe(processes);
+        dump(
+            self.container,
+            self.request,
+            &self.plugins(),
+            self.config.deadlines.dump,
+        )
+        .await?;
+        self.account.mark("dump");
+        self.write_manifest(described)?;
+        self.account.mark("manifest");
+        self.complete = true;
+        Ok(())
+    }
+}

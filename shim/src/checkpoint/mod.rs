@@ -1,0 +1,222 @@
+//! Checkpoint of a container.
+//!
+//! A container whose spec asks for no GPU is dumped as the stock shim would do it. For one that does, the transaction
+//! of [`transaction`] runs over [`live::Live`]. When the client asked that the container ends with the dump, firn lets
+//! CRIU leave it running (frozen all the while) and ends it once the image with its manifest is complete, so that
+//! nothing that fails after CRIU can cost the workload. Only with established TCP connections CRIU ends the tasks
+//! itself: it alone can do that without telling the peers.
+
+mod error;
+mod image;
+mod live;
+mod transaction;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_config::{Config, find_program, names};
+use firn_oci::criu::{CriuConfig, Operation};
+use firn_oci::manifest::DumpFlags;
+use firn_oci::{Spec, edit};
+
+pub(crate) use error::CheckpointError;
+use error::DumpError;
+pub(crate) use image::error_lines;
+
+use crate::account::Account;
+use crate::cgroup::FreezerState;
+use crate::container::Container;
+use crate::reaper::Reaper;
+use crate::runc::{Checkpoint, RuncError};
+use crate::worker::Gpu;
+use image::ImageDir;
+use live::Live;
+use transaction::Begun;
+
+/// Where a failed dump's log is kept, as the stock shim does.
+pub(crate) const KEPT_LOG: &str = "criu-dump.log";
+
+/// A stock dump has no deadline; the timer wants one.
+const NO_DEADLINE: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// What the client asked for.
+pub(crate) struct Request {
+    /// Directory that receives the image.
+    pub image: PathBuf,
+    /// CRIU's work directory; none means a temporary one in the bundle.
+    pub work: Option<PathBuf>,
+    /// Image of an earlier pre-dump.
+    pub parent: Option<PathBuf>,
+    /// The container ends with the dump.
+    pub exit: bool,
+    pub flags: DumpFlags,
+    /// Namespaces that are dumped without their content.
+    pub empty_namespaces: Vec<String>,
+}
+
+impl Request {
+    fn call<'a>(
+        &'a self,
+        work: &'a Path,
+        leave_running: bool,
+        plugins: Option<&'a Path>,
+        deadline: Duration,
+    ) -> Checkpoint<'a> {
+        Checkpoint {
+            image: &self.image,
+            work,
+            parent: self.parent.as_deref(),
+            flags: &self.flags,
+            empty_namespaces: &self.empty_namespaces,
+            leave_running,
+            plugins,
+            deadline,
+        }
+    }
+}
+
+/// Makes the bundle of a new GPU container one whose dump will work: CRIU without its CUDA plugin.
+pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<(), CheckpointError> {
+    let config = Config::load().map_err(CheckpointError::Config)?;
+    let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
+    criu.write(Operation::Dump)?;
+    edit::set_criu_config(&mut spec, &criu.path())?;
+    spec.save(bundle)?;
+    Ok(())
+}
+
+/// Checkpoints `container`. The caller holds its operation lock.
+pub(crate) async fn run(
+    container: &Container,
+    request: &Request,
+    reaper: &Reaper,
+) -> Result<(), CheckpointError> {
+    if container.gpu {
+        gpu(container, request, reaper).await
+    } else {
+        plain(container, request).await
+    }
+}
+
+async fn plain(container: &Container, request: &Request) -> Result<(), CheckpointError> {
+    let work = WorkDir::new(container, request);
+    let dumped = container
+        .runc
+        .checkpoint(request.call(&work.path, !request.exit, None, NO_DEADLINE))
+        .await;
+    let result = dumped.map_err(|source| CheckpointError::Plain {
+        source,
+        log: work.keep_log(container),
+    });
+    work.remove();
+    result
+}
+
+async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
+    let config = Config::load().map_err(CheckpointError::Config)?;
+    let cgroup = container.cgroup()?;
+    let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
+    let mut account = Account::begin("checkpoint", &container.id);
+    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
+    let gpu = Gpu::new(worker, reaper.clone());
+    let mut live = Live::new(container, request, &config, cgroup, gpu, reaper, &mut account);
+    let result = transact(&mut live, was_frozen, request.exit).await;
+    let image = live.complete().then(|| request.image.clone());
+    live.end().await;
+    account.end(&container.bundle, result.is_ok());
+    result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image))
+}
+
+async fn transact(
+    live: &mut Live<'_>,
+    was_frozen: bool,
+    exit: bool,
+) -> Result<(), transaction::Failure<error::EffectError>> {
+    let dumped = Begun::new(live, was_frozen)
+        .lock()
+        .await?
+        .take()
+        .await?
+        .dump()
+        .await?;
+    if exit {
+        dumped.ended();
+        live.finish_container().await;
+        Ok(())
+    } else {
+        dumped.run_on().await
+    }
+}
+
+/// CRIU's work directory: the client's, or a temporary one.
+struct WorkDir {
+    path: PathBuf,
+    ours: bool,
+}
+
+impl WorkDir {
+    fn new(container: &Container, request: &Request) -> Self {
+        match &request.work {
+            Some(path) => Self {
+                path: path.clone(),
+                ours: false,
+            },
+            None => Self {
+                path: container.bundle.join("work").join("criu-work"),
+                ours: true,
+            },
+        }
+    }
+
+    /// Copies the dump log to where users look for it.
+    fn keep_log(&self, container: &Container) -> PathBuf {
+        let kept = container.bundle.join(KEPT_LOG);
+        if let Err(error) = std::fs::copy(self.path.join("dump.log"), &kept) {
+            log::warn!("cannot keep CRIU's log: {error}");
+        }
+        kept
+    }
+
+    fn remove(&self) {
+        if self.ours
+            && let Err(error) = std::fs::remove_dir_all(&self.path)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            log::warn!("cannot remove {}: {error}", self.path.display());
+        }
+    }
+}
+
+/// One `runc checkpoint` of a GPU container into an image directory that a failure leaves as it was found.
+async fn dump(
+    container: &Container,
+    request: &Request,
+    plugins: &Path,
+    deadline: Duration,
+) -> Result<(), DumpError> {
+    let image = ImageDir::open(&request.image)?;
+    let work = WorkDir::new(container, request);
+    let leave_running = !request.exit || !request.flags.open_tcp;
+    let dumped = container
+        .runc
+        .checkpoint(request.call(&work.path, leave_running, Some(plugins), deadline))
+        .await;
+    let result = match dumped {
+        Ok(()) => image.check_complete(),
+        Err(source) => Err(failed(container, &work, source)),
+    };
+    work.remove();
+    if result.is_err() {
+        image.clear();
+    }
+    result
+}
+
+fn failed(container: &Container, work: &WorkDir, source: RuncError) -> DumpError {
+    let log = work.keep_log(container);
+    DumpError::Failed {
+        source,
+        lines: image::error_lines(&log),
+        log,
+    }
+}

@@ -1,0 +1,289 @@
+//! The checkpoint of a GPU container as a sequence of phases, each a type whose methods consume it.
+//!
+//! ```text
+//! Begun --lock--> Locked --take--> Taken --dump--> Dumped --finish--> gone (exit) or running on (leave running)
+//!   |               |                |               |
+//!   +---------------+----- fail -----+---------------+--> undo --> the workload as before, or Lost
+//! ```
+//!
+//! | phase   | freezer | driver state   | application threads           |
+//! |---------|---------|----------------|-------------------------------|
+//! | Begun   | as found| running        | as found                      |
+//! | Locked  | thawed  | locked         | run, wait at the driver       |
+//! | Taken   | frozen  | checkpointed   | have not run since the freeze |
+//! | Dumped  | frozen  | checkpointed   | the same; the image is valid  |
+//!
+//! There is one way back, [`undo`], for every failure: it trusts no record of what was done but asks the driver for
+//! the state of every process, gives back what was taken and unlocks what is locked, and leaves the freezer as it was
+//! found. Only when the driver will not give a state back is the workload [`Failure::lost`]: it then stays frozen,
+//! because code that runs without its GPU state would compute garbage, and the image, if any, is named in the error.
+//!
+//! The module knows no containerd, no runc and no driver: what it touches is behind [`Effects`], so that every
+//! failure of every phase is tested.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+
+use firn_gpu::CudaState;
+
+use crate::worker::CudaProcess;
+
+/// What the transaction does to the world. Every method is bounded in time by its implementation.
+pub(crate) trait Effects: Send {
+    /// Why an effect failed.
+    type Error: std::error::Error + Send + Sync + 'static;
+
+    /// Turns the freezer on; nothing to do when it is.
+    fn freeze(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Turns the freezer off; nothing to do when it is.
+    fn thaw(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// CUDA processes of the container, and a refusal of what cannot be checkpointed. No side effect.
+    fn inspect(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
+    /// Holds all threads but the restore threads; called while frozen.
+    fn hold(&mut self, except: BTreeSet<i32>) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Lets go of what is held; called while frozen. Nothing to do when nothing is held.
+    fn release(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Locks all of these.
+    fn lock(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Takes the GPU state of all of these into their memory.
+    fn take(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Gives the GPU state of all of these back.
+    fn give_back(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Unlocks all of these.
+    fn unlock(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// State of each as the driver tells; a process that has gone is left out.
+    fn states(
+        &mut self,
+        pids: &[i32],
+    ) -> impl Future<Output = Result<Vec<(i32, CudaState)>, Self::Error>> + Send;
+    /// Dumps the frozen container and completes the image; a failure leaves no image and all tasks alive.
+    fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+}
+
+/// Where a checkpoint failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Inspect,
+    Lock,
+    Take,
+    Dump,
+    GiveBack,
+}
+
+impl std::fmt::Display for Phase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Inspect => "inspect the container",
+            Self::Lock => "lock the CUDA processes",
+            Self::Take => "take the GPU state",
+            Self::Dump => "dump the container",
+            Self::GiveBack => "give the GPU state back",
+        })
+    }
+}
+
+/// A checkpoint that failed. Unless it says [`Failure::lost`], the workload goes on as before.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {phase}")]
+pub(crate) struct Failure<E: std::error::Error + 'static> {
+    pub phase: Phase,
+    #[source]
+    pub source: E,
+    /// Why the way back failed too: the workload is frozen without its GPU state.
+    pub lost: Option<E>,
+}
+
+/// Nothing has been touched.
+pub(crate) struct Begun<'e, E: Effects> {
+    effects: &'e mut E,
+    was_frozen: bool,
+}
+
+/// All CUDA processes wait at the driver.
+pub(crate) struct Locked<'e, E: Effects> {
+    at: Begun<'e, E>,
+    processes: Vec<CudaProcess>,
+}
+
+/// No process holds a GPU; their memory holds its state; the container is frozen.
+pub(crate) struct Taken<'e, E: Effects>(Locked<'e, E>);
+
+/// The image is complete.
+pub(crate) struct Dumped<'e, E: Effects>(Locked<'e, E>);
+
+/// How often processes that appear between lock and freeze are locked too before the checkpoint is given up.
+const ROUNDS: usize = 4;
+
+impl<'e, E: Effects> Begun<'e, E> {
+    /// A checkpoint of a container whose freezer was found on (`was_frozen`) or off.
+    pub(crate) fn new(effects: &'e mut E, was_frozen: bool) -> Self {
+        Self { effects, was_frozen }
+    }
+
+    /// Refuses what cannot be checkpointed, then locks all CUDA processes. The application's threads must run for
+    /// that, also in a container that the client has paused.
+    pub(crate) async fn lock(self) -> Result<Locked<'e, E>, Failure<E::Error>> {
+        let processes = match self.effects.inspect().await {
+            Ok(processes) => processes,
+            Err(source) => {
+                return Err(Failure {
+                    phase: Phase::Inspect,
+                    source,
+                    lost: None,
+                });
+            }
+        };
+        let pids = pids(&processes);
+        let locked = async {
+            self.effects.thaw().await?;
+            self.effects.lock(&pids).await
+        };
+        match locked.await {
+            Ok(()) => Ok(Locked { at: self, processes }),
+            Err(source) => Err(self.fail(Phase::Lock, source, &processes).await),
+        }
+    }
+
+    async fn fail(self, phase: Phase, source: E::Error, processes: &[CudaProcess]) -> Failure<E::Error> {
+        let lost = undo(self.effects, processes, self.was_frozen).await.err();
+        Failure { phase, source, lost }
+    }
+}
+
+impl<'e, E: Effects> Locked<'e, E> {
+    /// Takes the GPU state, no thread of the application running from the first freeze on.
+    pub(crate) async fn take(mut self) -> Result<Taken<'e, E>, Failure<E::Error>> {
+        match self.try_take().await {
+            Ok(()) => Ok(Taken(self)),
+            Err(source) => Err(self.at.fail(Phase::Take, source, &self.processes).await),
+        }
+    }
+
+    async fn try_take(&mut self) -> Result<(), E::Error> {
+        for round in 1.. {
+            self.at.effects.freeze().await?;
+            let found = self.at.effects.inspect().await?;
+            let new: Vec<i32> = found
+                .iter()
+                .filter(|p| !self.processes.contains_pid(p.pid))
+                .map(|p| p.pid)
+                .collect();
+            self.processes = found;
+            if new.is_empty() || round == ROUNDS {
+                break;
+            }
+            log::debug!("{} CUDA processes appeared after the lock", new.len());
+            self.at.effects.thaw().await?;
+            self.at.effects.lock(&new).await?;
+        }
+        let pids = pids(&self.processes);
+        held(self.at.effects, &self.processes, async |effects| {
+            effects.take(&pids).await
+        })
+        .await
+    }
+}
+
+impl<'e, E: Effects> Taken<'e, E> {
+    /// Dumps the container. After a failure the GPU state is given back.
+    pub(crate) async fn dump(self) -> Result<Dumped<'e, E>, Failure<E::Error>> {
+        let Locked { at, processes } = self.0;
+        match at.effects.dump(&processes).await {
+            Ok(()) => Ok(Dumped(Locked { at, processes })),
+            Err(source) => Err(at.fail(Phase::Dump, source, &processes).await),
+        }
+    }
+}
+
+impl<E: Effects> Dumped<'_, E> {
+    /// The container was dumped to end: its processes are gone and nothing is given back.
+    pub(crate) fn ended(self) {}
+
+    /// The container goes on: GPU state back, unlocked, freezer as it was found. A failure leaves the image valid.
+    pub(crate) async fn run_on(self) -> Result<(), Failure<E::Error>> {
+        let Locked { at, processes } = self.0;
+        match undo(at.effects, &processes, at.was_frozen).await {
+            Ok(()) => Ok(()),
+            // Once more: a worker that was killed by its deadline may have been the only trouble.
+            Err(source) => match undo(at.effects, &processes, at.was_frozen).await {
+                Ok(()) => Ok(()),
+                Err(again) => Err(Failure {
+                    phase: Phase::GiveBack,
+                    source,
+                    lost: Some(again),
+                }),
+            },
+        }
+    }
+}
+
+/// Gives every process back what was taken, whatever was done before, and leaves the freezer as it was found.
+///
+/// Safe to repeat. On an error the container is left frozen.
+async fn undo<E: Effects>(
+    effects: &mut E,
+    processes: &[CudaProcess],
+    was_frozen: bool,
+) -> Result<(), E::Error> {
+    // Order matters: CRIU that is killed leaves the tasks thawed, and none may run without its GPU state.
+    effects.freeze().await?;
+    effects.release().await?;
+    let all = pids(processes);
+    held(effects, processes, async |effects| {
+        let states = effects.states(&all).await?;
+        let of = |wanted| {
+            states
+                .iter()
+                .filter(|(_, state)| *state == wanted)
+                .map(|(pid, _)| *pid)
+                .collect::<Vec<_>>()
+        };
+        let (taken, mut locked) = (of(CudaState::Checkpointed), of(CudaState::Locked));
+        if !taken.is_empty() {
+            effects.give_back(&taken).await?;
+            locked.extend(taken);
+        }
+        if locked.is_empty() {
+            Ok(())
+        } else {
+            effects.unlock(&locked).await
+        }
+    })
+    .await?;
+    if was_frozen { Ok(()) } else { effects.thaw().await }
+}
+
+/// Runs `act` with the container thawed and all threads but the restore threads held. Frozen before and after.
+async fn held<E: Effects>(
+    effects: &mut E,
+    processes: &[CudaProcess],
+    act: impl AsyncFnOnce(&mut E) -> Result<(), E::Error>,
+) -> Result<(), E::Error> {
+    effects
+        .hold(processes.iter().map(|p| p.restore_tid).collect())
+        .await?;
+    effects.thaw().await?;
+    let acted = act(effects).await;
+    // Also after a failure: what is thawed and held must be frozen before it is let go.
+    effects.freeze().await?;
+    effects.release().await?;
+    acted
+}
+
+fn pids(processes: &[CudaProcess]) -> Vec<i32> {
+    processes.iter().map(|p| p.pid).collect()
+}
+
+trait ContainsPid {
+    fn contains_pid(&self, pid: i32) -> bool;
+}
+
+impl ContainsPid for Vec<CudaProcess> {
+    fn contains_pid(&self, pid: i32) -> bool {
+        self.iter().any(|p| p.pid == pid)
+    }
+}
+
+#[cfg(test)]
+#[path = "transaction_tests.rs"]
+mod tests;

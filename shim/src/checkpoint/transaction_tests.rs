@@ -1,0 +1,308 @@
+//! Every effect of a checkpoint fails in turn; afterwards the workload must be as before.
+
+use std::collections::BTreeMap;
+
+use super::*;
+
+#[derive(Debug, thiserror::Error, PartialEq)]
+#[error("{0} was told to fail")]
+struct Told(&'static str);
+
+/// A container of CUDA processes that complains when application code runs without its GPU state.
+#[derive(Default)]
+struct World {
+    frozen: bool,
+    held: bool,
+    states: BTreeMap<i32, CudaState>,
+    /// Processes that appear at the n-th freeze.
+    appear: BTreeMap<usize, i32>,
+    calls: Vec<&'static str>,
+    /// Fail the n-th call of all; every later call of the same name too when `for_good`.
+    fail: Option<(usize, bool)>,
+    failing: Option<&'static str>,
+    dumped: Option<Vec<i32>>,
+}
+
+impl World {
+    fn new(pids: impl IntoIterator<Item = i32>, frozen: bool) -> Self {
+        Self {
+            frozen,
+            states: pids.into_iter().map(|pid| (pid, CudaState::Running)).collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Every effect passes here. A call that fails has done half of its work when `half` says how.
+    fn call(&mut self, name: &'static str) -> Result<(), Told> {
+        let nth = self.calls.len();
+        self.calls.push(name);
+        if let Some((at, for_good)) = self.fail
+            && (nth == at || for_good && self.failing == Some(name))
+        {
+            self.failing = Some(name);
+            return Err(Told(name));
+        }
+        Ok(())
+    }
+
+    fn check(&self) {
+        let runs = !self.frozen && !self.held;
+        let taken = self.states.values().any(|s| *s == CudaState::Checkpointed);
+        assert!(
+            !(runs && taken),
+            "application code ran without its GPU state: {:?}",
+            self.calls
+        );
+    }
+
+    fn set(&mut self, pids: &[i32], from: CudaState, to: CudaState) {
+        for pid in pids {
+            let state = self.states.get_mut(pid).expect("known pid");
+            assert_eq!(*state, from, "pid {pid} -> {to:?}: {:?}", self.calls);
+            *state = to;
+        }
+    }
+
+    fn as_before(&self, was_frozen: bool) {
+        assert!(
+            self.states.values().all(|s| *s == CudaState::Running),
+            "{:?}: {:?}",
+            self.states,
+            self.calls
+        );
+        assert_eq!(self.frozen, was_frozen, "freezer: {:?}", self.calls);
+        assert!(!self.held, "still held: {:?}", self.calls);
+    }
+}
+
+impl Effects for World {
+    type Error = Told;
+
+    async fn freeze(&mut self) -> Result<(), Told> {
+        self.call("freeze")?;
+        self.frozen = true;
+        let freezes = self.calls.iter().filter(|c| **c == "freeze").count();
+        if let Some(pid) = self.appear.remove(&freezes) {
+            self.states.insert(pid, CudaState::Running);
+        }
+        Ok(())
+    }
+
+    async fn thaw(&mut self) -> Result<(), Told> {
+        self.call("thaw")?;
+        self.frozen = false;
+        self.check();
+        Ok(())
+    }
+
+    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, Told> {
+        self.call("inspect")?;
+        Ok(self
+            .states
+            .iter()
+            .map(|(&pid, &state)| CudaProcess {
+                pid,
+                restore_tid: pid + 1,
+                state,
+            })
+            .collect())
+    }
+
+    async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), Told> {
+        self.call("hold")?;
+        assert!(self.frozen, "held while running: {:?}", self.calls);
+        assert!(
+            self.states.keys().all(|pid| except.contains(&(pid + 1))),
+            "a restore thread is held"
+        );
+        self.held = true;
+        Ok(())
+    }
+
+    async fn release(&mut self) -> Result<(), Told> {
+        self.call("release")?;
+        assert!(self.frozen, "let go while running: {:?}", self.calls);
+        self.held = false;
+        Ok(())
+    }
+
+    async fn lock(&mut self, pids: &[i32]) -> Result<(), Told> {
+        assert!(!self.frozen && !self.held, "lock needs the threads to run");
+        if let Err(told) = self.call("lock") {
+            // The first one was locked before the second failed.
+            self.set(&pids[..1], CudaState::Running, CudaState::Locked);
+            return Err(told);
+        }
+        self.set(pids, CudaState::Running, CudaState::Locked);
+        Ok(())
+    }
+
+    async fn take(&mut self, pids: &[i32]) -> Result<(), Told> {
+        assert!(!self.frozen && self.held);
+        if let Err(told) = self.call("take") {
+            self.set(&pids[..1], CudaState::Locked, CudaState::Checkpointed);
+            return Err(told);
+        }
+        self.set(pids, CudaState::Locked, CudaState::Checkpointed);
+        Ok(())
+    }
+
+    async fn give_back(&mut self, pids: &[i32]) -> Result<(), Told> {
+        assert!(!self.frozen && self.held);
+        self.call("give_back")?;
+        self.set(pids, CudaState::Checkpointed, CudaState::Locked);
+        Ok(())
+    }
+
+    async fn unlock(&mut self, pids: &[i32]) -> Result<(), Told> {
+        self.call("unlock")?;
+        self.set(pids, CudaState::Locked, CudaState::Running);
+        Ok(())
+    }
+
+    async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, Told> {
+        self.call("states")?;
+        Ok(pids
+            .iter()
+            .filter_map(|pid| Some((*pid, *self.states.get(pid)?)))
+            .collect())
+    }
+
+    async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), Told> {
+        assert!(
+            self.frozen && !self.held,
+            "dump of a running container: {:?}",
+            self.calls
+        );
+        if let Err(told) = self.call("dump") {
+            // CRIU that is killed leaves the freezer off.
+            self.frozen = false;
+            return Err(told);
+        }
+        assert!(
+            self.states.values().all(|s| *s == CudaState::Checkpointed),
+            "dump with a GPU in use"
+        );
+        self.dumped = Some(processes.iter().map(|p| p.pid).collect());
+        Ok(())
+    }
+}
+
+async fn leave_running(world: &mut World) -> Result<(), Failure<Told>> {
+    let was_frozen = world.frozen;
+    Begun::new(world, was_frozen)
+        .lock()
+        .await?
+        .take()
+        .await?
+        .dump()
+        .await?
+        .run_on()
+        .await
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap()
+        .block_on(future)
+}
+
+#[test]
+fn leave_running_dumps_all_processes_and_gives_everything_back() {
+    for was_frozen in [false, true] {
+        let mut world = World::new([10, 20, 30], was_frozen);
+        block_on(leave_running(&mut world)).unwrap();
+        assert_eq!(world.dumped.as_deref(), Some(&[10, 20, 30][..]));
+        world.as_before(was_frozen);
+    }
+}
+
+#[test]
+fn exit_leaves_the_state_in_the_processes_that_are_gone() {
+    let mut world = World::new([10], true);
+    block_on(async {
+        Begun::new(&mut world, true)
+            .lock()
+            .await
+            .unwrap()
+            .take()
+            .await
+            .unwrap()
+            .dump()
+            .await
+            .unwrap()
+            .ended();
+    });
+    assert!(world.frozen && world.states.values().all(|s| *s == CudaState::Checkpointed));
+}
+
+#[test]
+fn a_process_that_appears_after_the_lock_is_taken_too() {
+    let mut world = World::new([10], false);
+    world.appear.insert(1, 40);
+    block_on(leave_running(&mut world)).unwrap();
+    assert_eq!(world.dumped.as_deref(), Some(&[10, 40][..]));
+    world.as_before(false);
+}
+
+#[test]
+fn any_single_failure_leaves_the_workload_as_before() {
+    for was_frozen in [false, true] {
+        let mut world = World::new([10, 20], was_frozen);
+        block_on(leave_running(&mut world)).unwrap();
+        let calls = world.calls.len();
+        let mut failed = BTreeSet::new();
+        for nth in 0..calls {
+            let mut world = World::new([10, 20], was_frozen);
+            world.fail = Some((nth, false));
+            let result = block_on(leave_running(&mut world));
+            let name = world.failing.expect("told to fail");
+            failed.insert(name);
+            // Giving back is tried again, so one failure there is no failure of the checkpoint.
+            if world.dumped.is_some() {
+                assert!(result.is_ok(), "{name} at {nth}");
+            } else {
+                let failure = result.expect_err("must fail");
+                assert_eq!(failure.source, Told(name), "the cause is the first failure");
+                assert!(failure.lost.is_none(), "{name} at {nth}: {:?}", world.calls);
+            }
+            world.as_before(was_frozen);
+        }
+        assert_eq!(failed.len(), 11, "not every effect was made to fail: {failed:?}");
+    }
+}
+
+#[test]
+fn a_driver_that_never_gives_back_is_told_as_lost_and_nothing_runs() {
+    let mut world = World::new([10], false);
+    block_on(leave_running(&mut world)).unwrap();
+    let nth = world.calls.iter().position(|c| *c == "give_back").unwrap();
+    let mut world = World::new([10], false);
+    world.fail = Some((nth, true));
+    let failure = block_on(leave_running(&mut world)).unwrap_err();
+    assert_eq!(failure.phase, Phase::GiveBack);
+    assert_eq!(failure.lost, Some(Told("give_back")));
+    assert!(world.frozen, "code ran without its GPU state");
+    assert!(world.dumped.is_some(), "the image is valid all the same");
+}
+
+#[test]
+fn undo_may_be_repeated() {
+    let mut world = World::new([10, 20], false);
+    block_on(async {
+        let taken = Begun::new(&mut world, false)
+            .lock()
+            .await
+            .unwrap()
+            .take()
+            .await
+            .unwrap();
+        drop(taken);
+        let processes = world.inspect().await.unwrap();
+        undo(&mut world, &processes, false).await.unwrap();
+        world.as_before(false);
+        undo(&mut world, &processes, false).await.unwrap();
+    });
+    world.as_before(false);
+}

@@ -1,0 +1,215 @@
+//! What the shim knows of a container.
+//!
+//! Two kinds of lock. [`Container::operation`] is held over a whole operation that changes the container (start, pause,
+//! checkpoint, delete); State, Connect, Stats, Pids, Kill and Wait never take it, so they answer at once during a long
+//! dump. The status lock is held for a few instructions only, never over an `await` or a runtime call.
+
+mod admission;
+mod exits;
+mod process;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub(crate) use admission::{Action, InitState, NotAllowed, admit};
+pub(crate) use exits::{Exits, Owner};
+pub(crate) use process::{Process, StdioPaths};
+
+use crate::cgroup::{Cgroup, CgroupError};
+use crate::options::RuncOptions;
+use crate::reaper::Exit;
+use crate::restore;
+use crate::runc::Runc;
+
+/// A container of this shim.
+pub(crate) struct Container {
+    pub id: String,
+    pub bundle: PathBuf,
+    pub runc: Runc,
+    pub options: RuncOptions,
+    pub init: Arc<Process>,
+    /// Whether the spec asks for GPUs; a container that does not is treated as the stock shim would.
+    pub gpu: bool,
+    /// Whether its processes die with init because they share a private pid namespace.
+    pub private_pids: bool,
+    /// Serialises operations that change the container.
+    pub operation: tokio::sync::Mutex<()>,
+    /// What Start has to bring back; absent in a container that was not made from a checkpoint.
+    checkpoint: Mutex<Option<restore::Prepared>>,
+    status: Mutex<Status>,
+    cgroup: Mutex<Option<Cgroup>>,
+}
+
+struct Status {
+    state: InitState,
+    execs: BTreeMap<String, Arc<Process>>,
+    running_execs: usize,
+    /// Init has ended; published when no exec runs any more.
+    init_exit: Option<Exit>,
+}
+
+/// Why an exec cannot begin.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ExecRefused {
+    /// The state of the container forbids it.
+    #[error(transparent)]
+    State(#[from] NotAllowed),
+    /// Init has ended; the container is about to stop.
+    #[error("container {id} init process is not running")]
+    InitGone { id: String },
+}
+
+impl Container {
+    pub(crate) fn new(
+        id: &str,
+        bundle: PathBuf,
+        runc: Runc,
+        options: RuncOptions,
+        init: Process,
+        facts: Facts,
+        checkpoint: Option<restore::Prepared>,
+    ) -> Self {
+        let state = if checkpoint.is_some() {
+            InitState::CreatedCheckpoint
+        } else {
+            InitState::Created
+        };
+        Self {
+            id: id.to_owned(),
+            bundle,
+            runc,
+            options,
+            init: Arc::new(init),
+            gpu: facts.gpu,
+            private_pids: facts.private_pids,
+            operation: tokio::sync::Mutex::new(()),
+            checkpoint: Mutex::new(checkpoint),
+            status: Mutex::new(Status {
+                state,
+                execs: BTreeMap::new(),
+                running_execs: 0,
+                init_exit: None,
+            }),
+            cgroup: Mutex::new(None),
+        }
+    }
+
+    /// State as clients are told.
+    pub(crate) fn state(&self) -> InitState {
+        self.status().state
+    }
+
+    /// A new state, unless init has ended meanwhile: that state is final.
+    pub(crate) fn set_state(&self, state: InitState) {
+        let mut status = self.status();
+        if !matches!(status.state, InitState::Stopped | InitState::Deleted) || state == InitState::Deleted {
+            status.state = state;
+        }
+    }
+
+    /// Whether `action` may begin now.
+    pub(crate) fn admit(&self, action: Action) -> Result<(), NotAllowed> {
+        admit(action, self.state())
+    }
+
+    /// The cgroup, found by init while that is alive and remembered from then on.
+    pub(crate) fn cgroup(&self) -> Result<Cgroup, CgroupError> {
+        let mut known = self.cgroup.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cgroup) = known.as_ref() {
+            return Ok(cgroup.clone());
+        }
+        let cgroup = Cgroup::of_pid(self.init.pid())?;
+        *known = Some(cgroup.clone());
+        Ok(cgroup)
+    }
+
+    /// Takes what Start has to restore.
+    pub(crate) fn take_checkpoint(&self) -> Option<restore::Prepared> {
+        self.checkpoint
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+    }
+
+    /// Puts it back after a restore that failed: it may be tried again.
+    pub(crate) fn put_checkpoint(&self, prepared: restore::Prepared) {
+        *self.checkpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(prepared);
+    }
+
+    /// Puts an exec under its id; whether the id was free.
+    pub(crate) fn add_exec(&self, process: Arc<Process>) -> bool {
+        let mut status = self.status();
+        if status.execs.contains_key(&process.exec_id) {
+            return false;
+        }
+        status.execs.insert(process.exec_id.clone(), process);
+        true
+    }
+
+    /// Init for an empty id, else the exec of that id.
+    pub(crate) fn process(&self, exec_id: &str) -> Option<Arc<Process>> {
+        if exec_id.is_empty() {
+            Some(self.init.clone())
+        } else {
+            self.status().execs.get(exec_id).cloned()
+        }
+    }
+
+    /// The exec that has this pid.
+    pub(crate) fn exec_of_pid(&self, pid: i32) -> Option<String> {
+        self.status()
+            .execs
+            .values()
+            .find(|p| p.pid() == pid)
+            .map(|p| p.exec_id.clone())
+    }
+
+    /// Forgets an exec.
+    pub(crate) fn remove_exec(&self, exec_id: &str) {
+        self.status().execs.remove(exec_id);
+    }
+
+    /// Counts an exec that is about to run; init's exit is not told before its own.
+    pub(crate) fn begin_exec(&self) -> Result<(), ExecRefused> {
+        let mut status = self.status();
+        admit(Action::Exec, status.state)?;
+        if status.init_exit.is_some() {
+            return Err(ExecRefused::InitGone { id: self.id.clone() });
+        }
+        status.running_execs += 1;
+        Ok(())
+    }
+
+    /// An exec has ended or did not start: init's exit, when it was waiting for that.
+    pub(crate) fn end_exec(&self) -> Option<Exit> {
+        let mut status = self.status();
+        status.running_execs = status.running_execs.saturating_sub(1);
+        if status.running_execs == 0 {
+            status.init_exit.take()
+        } else {
+            None
+        }
+    }
+
+    /// Init has ended: its exit comes back when it can be told now, else with the last exec's.
+    pub(crate) fn end_init(&self, exit: Exit) -> Option<Exit> {
+        let mut status = self.status();
+        if status.running_execs == 0 {
+            return Some(exit);
+        }
+        status.init_exit = Some(exit);
+        None
+    }
+
+    fn status(&self) -> MutexGuard<'_, Status> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the spec says that the shim needs later.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Facts {
+    pub gpu: bool,
+    pub private_pids: bool,
+}

@@ -1,0 +1,90 @@
+//! One process of a container: init or an exec.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::watch;
+
+use crate::reaper::Exit;
+use crate::stdio::Copier;
+
+/// Stdio as the client asked for it: fifos or URIs, empty for none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StdioPaths {
+    pub stdin: String,
+    pub stdout: String,
+    pub stderr: String,
+    pub terminal: bool,
+}
+
+/// Init (with an empty exec id) or an exec'd process.
+pub(crate) struct Process {
+    /// Exec id; empty for init.
+    pub exec_id: String,
+    /// Stdio as the client asked for it.
+    pub stdio: StdioPaths,
+    /// OCI process as JSON, for an exec.
+    pub spec: Vec<u8>,
+    pid: Mutex<i32>,
+    exit: watch::Sender<Option<Exit>>,
+    copier: Mutex<Option<Copier>>,
+}
+
+impl Process {
+    /// A process that does not run yet.
+    pub(crate) fn new(exec_id: &str, stdio: StdioPaths, spec: Vec<u8>) -> Self {
+        Self {
+            exec_id: exec_id.to_owned(),
+            stdio,
+            spec,
+            pid: Mutex::new(0),
+            exit: watch::Sender::new(None),
+            copier: Mutex::new(None),
+        }
+    }
+
+    /// Pid on the host; 0 until it is known.
+    pub(crate) fn pid(&self) -> i32 {
+        *lock(&self.pid)
+    }
+
+    /// Sets the pid once it is known.
+    pub(crate) fn set_pid(&self, pid: i32) {
+        *lock(&self.pid) = pid;
+    }
+
+    /// How it ended; absent while it has not.
+    pub(crate) fn exit(&self) -> Option<Exit> {
+        *self.exit.borrow()
+    }
+
+    /// Ends every [`Process::wait`].
+    pub(crate) fn set_exit(&self, exit: Exit) {
+        self.exit.send_replace(Some(exit));
+    }
+
+    /// Waits until it has ended, however long.
+    pub(crate) async fn wait(&self) -> Option<Exit> {
+        let mut exits = self.exit.subscribe();
+        let exit = exits.wait_for(Option::is_some).await.ok()?;
+        *exit
+    }
+
+    /// Hands over what copies its stdio.
+    pub(crate) fn set_copier(&self, copier: Copier) {
+        *lock(&self.copier) = Some(copier);
+    }
+
+    /// What copies its stdio, while it is there.
+    pub(crate) fn with_copier<T>(&self, act: impl FnOnce(&mut Copier) -> T) -> Option<T> {
+        lock(&self.copier).as_mut().map(act)
+    }
+
+    /// Takes what copies its stdio, to drain it.
+    pub(crate) fn take_copier(&self) -> Option<Copier> {
+        lock(&self.copier).take()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

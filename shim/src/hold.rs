@@ -1,0 +1,352 @@
+//! Holding threads by ptrace while the driver works on a process.
+//!
+//! Between the driver's checkpoint and its restore no thread of the application may run, but the driver's own restore
+//! thread must. The freezer cannot tell threads apart, ptrace can:
+//!
+//! - [`Hold`]: seize and interrupt threads while the cgroup is frozen; after a thaw they trap before they reach user
+//!   code, and all others run. Released while frozen again.
+//! - [`RunOnly`]: of a group-stopped tree (CRIU's `leave-stopped`) let single threads run, then return them to the stop.
+//!
+//! Linux ties a tracee to the tracing thread, so each value owns a thread that makes all calls for its tracees. It never
+//! waits for them: the shim's reaper, which waits for everything, may take the notice. When the shim dies its tracees
+//! are let go.
+
+use std::collections::BTreeSet;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::ptrace;
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+
+/// How long a thread may take to reach or to leave its trap.
+const TRAP: Duration = Duration::from_secs(10);
+/// How often stops are looked for.
+const POLL: Duration = Duration::from_millis(1);
+
+/// A thread that cannot be held.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HoldError {
+    /// The kernel refused to trace it: mostly because a debugger does.
+    #[error("cannot trace thread {tid}")]
+    Seize {
+        tid: i32,
+        #[source]
+        source: Errno,
+    },
+    /// The threads of a process cannot be listed.
+    #[error("cannot list the threads of pid {pid}")]
+    Threads {
+        pid: i32,
+        #[source]
+        source: std::io::Error,
+    },
+    /// It did not stop in time.
+    #[error("thread {tid} did not stop within {} s", TRAP.as_secs())]
+    NotStopped { tid: i32 },
+    /// It was traced and could not be let go.
+    #[error("cannot let go of thread {tid}")]
+    Detach {
+        tid: i32,
+        #[source]
+        source: Errno,
+    },
+    /// The tracing thread could not be started or has gone.
+    #[error("the tracing thread is gone")]
+    Tracer,
+}
+
+/// All threads of `pids` but those in `except`. A process that has gone has none.
+pub(crate) fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, HoldError> {
+    let mut tids = Vec::new();
+    for &pid in pids {
+        let entries = match std::fs::read_dir(format!("/proc/{pid}/task")) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(source) => return Err(HoldError::Threads { pid, source }),
+        };
+        for entry in entries {
+            let entry = entry.map_err(|source| HoldError::Threads { pid, source })?;
+            if let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok())
+                && !except.contains(&tid)
+            {
+                tids.push(tid);
+            }
+        }
+    }
+    Ok(tids)
+}
+
+/// Threads that trap before they reach user code.
+pub(crate) struct Hold(Tracer);
+
+impl Hold {
+    /// Seizes and interrupts `tids`. Call it while they are frozen.
+    pub(crate) async fn seize(tids: Vec<i32>) -> Result<Self, HoldError> {
+        Tracer::start(tids, |_| Ok(()), |_| ()).await.map(Self)
+    }
+
+    /// Lets all go. Call it while they are frozen, or they run on.
+    pub(crate) async fn release(self) -> Result<(), HoldError> {
+        self.0.finish().await
+    }
+}
+
+/// Single threads of a stopped tree that run.
+pub(crate) struct RunOnly(Tracer);
+
+impl RunOnly {
+    /// Lets `tids` run although their processes are stopped.
+    pub(crate) async fn start(tids: Vec<i32>) -> Result<Self, HoldError> {
+        Tracer::start(
+            tids,
+            |tids| tids.iter().try_for_each(|tid| wake(*tid)),
+            |tids| {
+                for tid in tids {
+                    step(*tid);
+                }
+            },
+        )
+        .await
+        .map(Self)
+    }
+
+    /// Returns them to the stop of their processes.
+    pub(crate) async fn stop(self) -> Result<(), HoldError> {
+        self.0.finish().await
+    }
+}
+
+struct Tracer {
+    /// Dropping it lets all go.
+    stop: Sender<()>,
+    thread: JoinHandle<()>,
+    released: tokio::sync::oneshot::Receiver<Result<(), HoldError>>,
+}
+
+impl Tracer {
+    /// Traces `tids` from a new thread: `ready` brings them where they are wanted, `serve` looks after them from then on.
+    async fn start(
+        tids: Vec<i32>,
+        ready: fn(&[i32]) -> Result<(), HoldError>,
+        serve: fn(&[i32]),
+    ) -> Result<Self, HoldError> {
+        let (stop, stopped) = channel();
+        let (report, is_ready) = tokio::sync::oneshot::channel();
+        let (done, released) = tokio::sync::oneshot::channel();
+        let trace = move || {
+            let held = seize(&tids).and_then(|()| ready(&tids));
+            let failed = held.is_err();
+            let abandoned = report.send(held).is_err();
+            if !failed && !abandoned {
+                wait_for_stop(&stopped, || serve(&tids));
+            }
+            let _ = done.send(release(&tids));
+        };
+        let thread = std::thread::Builder::new()
+            .name("tracer".into())
+            .spawn(trace)
+            .map_err(|_| HoldError::Tracer)?;
+        is_ready.await.map_err(|_| HoldError::Tracer)??;
+        Ok(Self {
+            stop,
+            thread,
+            released,
+        })
+    }
+
+    async fn finish(self) -> Result<(), HoldError> {
+        drop(self.stop);
+        let result = self.released.await.map_err(|_| HoldError::Tracer)?;
+        self.thread.join().map_err(|_| HoldError::Tracer)?;
+        result
+    }
+}
+
+fn wait_for_stop(stopped: &Receiver<()>, mut serve: impl FnMut()) {
+    while stopped.recv_timeout(POLL) == Err(RecvTimeoutError::Timeout) {
+        serve();
+    }
+}
+
+/// Seizes and interrupts all; on failure those seized before are let go by the caller's [`release`].
+fn seize(tids: &[i32]) -> Result<(), HoldError> {
+    for &tid in tids {
+        let pid = Pid::from_raw(tid);
+        match ptrace::seize(pid, ptrace::Options::empty()).and_then(|()| ptrace::interrupt(pid)) {
+            Ok(()) | Err(Errno::ESRCH) => {}
+            Err(source) => return Err(HoldError::Seize { tid, source }),
+        }
+    }
+    Ok(())
+}
+
+/// Lets a group-stopped, interrupted thread run: it traps for the interrupt and again for the group stop.
+fn wake(tid: i32) -> Result<(), HoldError> {
+    let begun = Instant::now();
+    let mut traps = 0;
+    while traps < 2 {
+        if step(tid) {
+            traps += 1;
+        } else if traps == 1 && state(tid) != Some('t') && state(tid) != Some('T') {
+            return Ok(());
+        } else if begun.elapsed() > TRAP {
+            return Err(HoldError::NotStopped { tid });
+        }
+        std::thread::sleep(POLL);
+    }
+    Ok(())
+}
+
+/// Sends a thread that has trapped on its way, with the signal that it trapped for. Whether it had.
+///
+/// Why it trapped is asked of the thread: the reaper may have taken the notice that `waitpid` would give.
+fn step(tid: i32) -> bool {
+    let pid = Pid::from_raw(tid);
+    let signal = match ptrace::getsiginfo(pid) {
+        // Traps of the tracing itself (interrupt, group stop) carry no signal for the program.
+        Ok(info) if info.si_code >> 8 == libc::PTRACE_EVENT_STOP => None,
+        Ok(info) => Signal::try_from(info.si_signo)
+            .ok()
+            .filter(|signal| *signal != Signal::SIGTRAP),
+        // A group stop has no siginfo.
+        Err(Errno::EINVAL) => None,
+        Err(_) => return false,
+    };
+    ptrace::cont(pid, signal).is_ok()
+}
+
+/// Detaches all. A thread that runs is interrupted first; a thread of a stopped process returns to the stop.
+fn release(tids: &[i32]) -> Result<(), HoldError> {
+    let begun = Instant::now();
+    let mut result = Ok(());
+    for &tid in tids {
+        let pid = Pid::from_raw(tid);
+        while let Err(error) = ptrace::detach(pid, None) {
+            if error != Errno::ESRCH {
+                result = Err(HoldError::Detach { tid, source: error });
+                break;
+            }
+            // ESRCH: not traced, gone, or running. Only a running tracee can be interrupted.
+            if ptrace::interrupt(pid).is_err() {
+                break;
+            }
+            if begun.elapsed() > TRAP {
+                result = Err(HoldError::NotStopped { tid });
+                break;
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+    result
+}
+
+/// Scheduler state of a thread, as /proc shows it.
+fn state(tid: i32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{tid}/stat")).ok()?;
+    stat.get(stat.rfind(')')? + 2..)?.chars().next()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Child, Command, Stdio};
+
+    use nix::sys::signal::kill;
+
+    use super::*;
+
+    struct Ticker(Child);
+
+    impl Ticker {
+        fn start() -> (Self, impl FnMut() -> String) {
+            let mut child = Command::new("sh")
+                .args(["-c", "while echo tick; do sleep 0.01; done"])
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            (Self(child), move || lines.next().unwrap().unwrap())
+        }
+
+        fn pid(&self) -> i32 {
+            self.0.id().try_into().unwrap()
+        }
+    }
+
+    impl Drop for Ticker {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    }
+
+    fn until(what: &str, mut condition: impl FnMut() -> bool) {
+        let begun = Instant::now();
+        while !condition() {
+            assert!(begun.elapsed() < Duration::from_secs(10), "never: {what}");
+            std::thread::sleep(POLL);
+        }
+    }
+
+    #[test]
+    fn a_held_process_is_traced_until_released_and_then_runs_on() {
+        let (ticker, mut tick) = Ticker::start();
+        tick();
+        runtime().block_on(async {
+            let tids = threads(&[ticker.pid()], &BTreeSet::new()).unwrap();
+            let hold = Hold::seize(tids).await.unwrap();
+            until("trapped", || state(ticker.pid()) == Some('t'));
+            hold.release().await.unwrap();
+        });
+        for _ in 0..20 {
+            assert_eq!(tick(), "tick");
+        }
+    }
+
+    #[test]
+    fn of_a_stopped_process_only_the_chosen_thread_runs_and_stops_again() {
+        let (ticker, mut tick) = Ticker::start();
+        tick();
+        let pid = Pid::from_raw(ticker.pid());
+        kill(pid, Signal::SIGSTOP).unwrap();
+        until("stopped", || state(ticker.pid()) == Some('T'));
+        runtime().block_on(async {
+            let only = RunOnly::start(vec![ticker.pid()]).await.unwrap();
+            until("running", || matches!(state(ticker.pid()), Some('S' | 'R')));
+            // Its children die while it is traced: SIGCHLD must reach it, or it would never tick again.
+            for _ in 0..20 {
+                assert_eq!(tick(), "tick");
+            }
+            only.stop().await.unwrap();
+        });
+        until("stopped again", || state(ticker.pid()) == Some('T'));
+        kill(pid, Signal::SIGCONT).unwrap();
+        for _ in 0..20 {
+            assert_eq!(tick(), "tick");
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_traced_already_is_refused() {
+        let (ticker, _tick) = Ticker::start();
+        runtime().block_on(async {
+            let first = Hold::seize(vec![ticker.pid()]).await.unwrap();
+            let second = Hold::seize(vec![ticker.pid()]).await;
+            assert!(
+                matches!(second, Err(HoldError::Seize { .. })),
+                "a debugger's tracee was taken over"
+            );
+            first.release().await.unwrap();
+        });
+    }
+}

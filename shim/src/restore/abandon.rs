@@ -1,0 +1,74 @@
+//! The way back from a restore that failed: nothing of the container is left but its bundle.
+//!
+//! Every step is tried whatever became of the others, and may be repeated.
+
+use std::path::Path;
+use std::time::Duration;
+
+use firn_oci::Spec;
+
+use crate::cgroup::Cgroup;
+use crate::container::Container;
+use crate::logger::Chain;
+use crate::mounts;
+
+/// How long killed processes may take to be gone.
+const GONE: Duration = Duration::from_secs(20);
+
+/// Mounts that a CRIU which was killed leaves below its work directory.
+const CGYARD: &str = ".criu.cgyard.";
+
+/// Kills what was restored and removes what runc and CRIU left.
+pub(super) async fn abandon(container: &Container, work: &Path) {
+    // runc and CRIU are gone: the call has returned, or was killed together with its process.
+    match Spec::load(&container.bundle) {
+        Ok(spec) => kill_cgroup(container, &spec).await,
+        Err(error) => log::warn!("cannot tell the cgroup of {}: {}", container.id, Chain(&error)),
+    }
+    sweep(&container.runc.state_dir(), work).await;
+    match container.runc.delete(true).await {
+        Ok(()) => {}
+        Err(error) if error.is_absent() => {}
+        Err(error) => log::warn!("cannot delete {}: {}", container.id, Chain(&error)),
+    }
+    if let Err(error) = std::fs::remove_dir_all(container.runc.state_dir())
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        log::warn!("cannot remove {}: {error}", container.runc.state_dir().display());
+    }
+}
+
+async fn kill_cgroup(container: &Container, spec: &Spec) {
+    let Some(path) = spec.cgroups_path() else { return };
+    let ended = async {
+        let systemd = container.options.systemd_cgroup;
+        let cgroup = Cgroup::by_spec(path, &container.id, systemd)?;
+        cgroup.kill_all(GONE).await?;
+        cgroup.remove(GONE).await
+    };
+    if let Err(error) = ended.await
+        && !error.is_absent()
+    {
+        log::warn!("cannot end the processes in cgroup {path}: {}", Chain(&error));
+    }
+}
+
+/// Unmounts what a killed CRIU or runc left: the rootfs bind in runc's state directory, the cgroup tree in the work
+/// directory. Order matters: a recursive delete of the work directory would otherwise walk into cgroupfs.
+pub(crate) async fn sweep(state: &Path, work: &Path) {
+    let criu_root = state.join("criu-root");
+    let yards = std::fs::read_dir(work)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path());
+    let yards = yards.filter(|path| {
+        path.file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with(CGYARD))
+    });
+    for path in yards.chain([criu_root]) {
+        if let Err(error) = mounts::unmount_recursive(&path).await {
+            log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
+        }
+    }
+}

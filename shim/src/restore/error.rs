@@ -1,0 +1,186 @@
+//! Why a restore was refused or failed, with the code and the remedy that users see.
+
+use std::path::PathBuf;
+
+use firn_oci::devnodes::DevError;
+use firn_oci::manifest::{ImageError, ManifestError};
+use firn_oci::mounts::MountError;
+use ttrpc::Code;
+
+use crate::cgroup::CgroupError;
+use crate::hold::HoldError;
+use crate::logger::Chain;
+use crate::runc::RuncError;
+use crate::worker::GpuError;
+
+/// The cause of a refusal.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error(transparent)]
+    Config(#[from] firn_config::ConfigError),
+    #[error(transparent)]
+    Program(#[from] firn_config::ProgramError),
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error("cannot read the node's GPUs")]
+    Gpu(#[from] GpuError),
+    #[error(transparent)]
+    Decide(#[from] firn_oci::DecideError),
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    #[error(transparent)]
+    Edit(#[from] firn_oci::edit::EditError),
+    #[error(transparent)]
+    Criu(#[from] firn_oci::criu::CriuError),
+    #[error("cannot use the container's spec")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("the checkpoint holds GPU state and the container asks for no GPU")]
+    NoGpuAsked,
+}
+
+/// The cause of a restore that had begun.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Cause {
+    #[error("cannot write CRIU's configuration")]
+    Criu(#[from] firn_oci::criu::CriuError),
+    #[error("{}", Chain(source))]
+    Runtime {
+        source: RuncError,
+        lines: Vec<String>,
+        log: PathBuf,
+    },
+    #[error("cannot read the pid file")]
+    PidFile(#[source] std::io::Error),
+    #[error("the pid file holds no pid")]
+    Pid,
+    #[error("the restored container has no process {pid} with a thread {tid}, which the manifest names")]
+    ProcessMissing { pid: i32, tid: i32 },
+    #[error("cannot use the restored container's cgroup")]
+    Cgroup(#[from] CgroupError),
+    #[error("cannot use the container's spec")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("cannot repair /dev of the container")]
+    Dev(#[from] DevError),
+    #[error("cannot let the restore threads run")]
+    Hold(#[from] HoldError),
+    #[error("the driver refused")]
+    Gpu(#[from] GpuError),
+    #[error("cannot continue pid {pid}")]
+    Continue {
+        pid: i32,
+        #[source]
+        source: nix::errno::Errno,
+    },
+}
+
+/// A restore that did not happen. The image is as it was and nothing of the container runs.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RestoreError {
+    /// Before the runtime was called.
+    #[error("{}: cannot restore from {}: {}. hint: {}", source.code(), image.display(), Chain(source), source.hint())]
+    Refused { image: PathBuf, source: Refusal },
+    /// As the stock shim tells it, for an image without GPU state.
+    #[error("OCI runtime restore failed: {}{}", Chain(source), quoted(lines, log))]
+    Plain {
+        source: RuncError,
+        lines: Vec<String>,
+        log: PathBuf,
+    },
+    /// After it was called; everything that was made is gone again.
+    #[error(
+        "{}: restore from {} failed and was undone: {}{}. hint: {}",
+        cause.code(), image.display(), Chain(cause), cause.quote(), cause.hint()
+    )]
+    Failed { image: PathBuf, cause: Cause },
+}
+
+fn quoted(lines: &[String], log: &std::path::Path) -> String {
+    let lines: String = lines.iter().map(|line| format!("; {line}")).collect();
+    format!("{lines} (log: {})", log.display())
+}
+
+impl RestoreError {
+    /// Code of the RPC's answer.
+    pub(crate) fn rpc_code(&self) -> Code {
+        match self {
+            Self::Refused { .. } => Code::FAILED_PRECONDITION,
+            Self::Failed { .. } => Code::ABORTED,
+            Self::Plain { .. } => Code::UNKNOWN,
+        }
+    }
+}
+
+impl Refusal {
+    fn code(&self) -> &'static str {
+        match self {
+            Self::Config(error) => error.code(),
+            Self::Program(error) => error.code(),
+            Self::Manifest(error) => error.code(),
+            Self::Image(error) => error.code(),
+            Self::Gpu(error) => error.code(),
+            Self::Decide(error) => error.code(),
+            Self::Mount(error) => error.code(),
+            Self::Edit(error) => error.code(),
+            Self::Criu(error) => error.code(),
+            Self::Spec(error) => error.code(),
+            Self::NoGpuAsked => "FIRN-GPU-COUNT",
+        }
+    }
+
+    fn hint(&self) -> &str {
+        match self {
+            Self::Config(error) => error.hint(),
+            Self::Program(error) => error.hint(),
+            Self::Manifest(error) => error.hint(),
+            Self::Image(error) => error.hint(),
+            Self::Gpu(error) => error.hint(),
+            Self::Decide(error) => error.hint(),
+            Self::Mount(error) => error.hint(),
+            Self::Edit(error) => error.hint(),
+            Self::Criu(error) => error.hint(),
+            Self::Spec(error) => error.hint(),
+            Self::NoGpuAsked => "grant the container as many GPUs as it had when it was checkpointed",
+        }
+    }
+}
+
+impl Cause {
+    fn code(&self) -> &'static str {
+        match self {
+            Self::Criu(error) => error.code(),
+            Self::Runtime { .. } | Self::PidFile(_) | Self::Pid | Self::Continue { .. } => "FIRN-RESTORE",
+            Self::ProcessMissing { .. } => "FIRN-MANIFEST-CORRUPT",
+            Self::Cgroup(_) => "FIRN-FREEZER",
+            Self::Spec(error) => error.code(),
+            Self::Dev(error) => error.code(),
+            Self::Hold(_) => "FIRN-HOLD",
+            Self::Gpu(error) => error.code(),
+        }
+    }
+
+    fn quote(&self) -> String {
+        match self {
+            Self::Runtime { lines, log, .. } => quoted(lines, log),
+            _ => String::new(),
+        }
+    }
+
+    fn hint(&self) -> &str {
+        match self {
+            Self::Criu(error) => error.hint(),
+            Self::Runtime { .. } => {
+                "the log names what CRIU could not restore; the checkpoint can be used again"
+            }
+            Self::PidFile(_) | Self::Pid | Self::Continue { .. } | Self::Cgroup(_) => {
+                "try again; the checkpoint can be used again"
+            }
+            Self::ProcessMissing { .. } => "copy the checkpoint from its origin again",
+            Self::Spec(error) => error.hint(),
+            Self::Dev(error) => error.hint(),
+            Self::Hold(_) => "detach debuggers; the checkpoint can be used again",
+            Self::Gpu(error) => error.hint(),
+        }
+    }
+}

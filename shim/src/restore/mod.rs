@@ -1,0 +1,23 @@
+//! Restore of a container from a checkpoint.
+//!
+//! ```text
+//! Create: prepare -- refusals, GPU map, spec edits; nothing is started --> Prepared
+//! Start:  run     -- runc restore, tasks stay stopped
+//!                 -- /dev repaired, driver restore with the map, unlock
+//!                 -- continue --> running
+//!         any failure --> abandon: nothing of the container is left, the image is as it was
+//! ```
+//!
+//! The image is untrusted: it may make a restore be refused, what it may use comes from the target's own spec and
+//! configuration. An image without GPU state is restored as the stock shim would do it. A process whose GPU state is
+//! not completely back is never continued.
+
+mod abandon;
+mod error;
+mod prepare;
+mod run;
+
+pub(crate) use abandon::sweep;
+pub(crate) use error::RestoreError;
+pub(crate) use prepare::{Prepared, prepare};
+pub(crate) use run::run;

@@ -1,0 +1,110 @@
+//! What a restore decides before anything is started: it may be refused here without leaving a trace.
+
+use std::path::{Path, PathBuf};
+
+use firn_config::{Config, find_program, names};
+use firn_gpu::GpuPair;
+use firn_oci::criu::{CriuConfig, Operation};
+use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest};
+use firn_oci::{Decision, Spec, edit, mounts};
+
+use super::RestoreError;
+use super::error::Refusal;
+use crate::reaper::Reaper;
+use crate::worker::Gpu;
+
+/// A checkpoint that Start can restore.
+pub(crate) struct Prepared {
+    /// CRIU image directory.
+    pub image: PathBuf,
+    /// Flags of the dump, which the restore repeats.
+    pub flags: DumpFlags,
+    /// Absent when the image holds no GPU state.
+    pub gpu: Option<GpuPart>,
+}
+
+/// The GPU side of a restore.
+pub(crate) struct GpuPart {
+    /// For the driver; empty when every GPU stays.
+    pub pairs: Vec<GpuPair>,
+    /// Processes whose GPU state the image holds, by their pids in the container.
+    pub processes: Vec<CudaProcess>,
+    pub criu: CriuConfig,
+    pub config: Config,
+    /// The driver worker.
+    pub worker: PathBuf,
+}
+
+/// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
+pub(crate) async fn prepare(
+    bundle: &Path,
+    image: &Path,
+    spec: Spec,
+    reaper: &Reaper,
+) -> Result<Prepared, RestoreError> {
+    let refused = |source| RestoreError::Refused {
+        image: image.to_owned(),
+        source,
+    };
+    let manifest = Manifest::read_for(&spec, image).map_err(|error| refused(error.into()))?;
+    let Some(manifest) = manifest else {
+        // Another shim's image of a container without GPU.
+        return Ok(Prepared {
+            image: image.to_owned(),
+            flags: DumpFlags::default(),
+            gpu: None,
+        });
+    };
+    manifest
+        .verify_images(image)
+        .map_err(|error| refused(error.into()))?;
+    let gpu = match manifest.has_gpu_state() {
+        true => Some(gpu_part(bundle, spec, &manifest, reaper).await.map_err(refused)?),
+        false => None,
+    };
+    Ok(Prepared {
+        image: image.to_owned(),
+        flags: manifest.dump,
+        gpu,
+    })
+}
+
+async fn gpu_part(
+    bundle: &Path,
+    mut spec: Spec,
+    manifest: &Manifest,
+    reaper: &Reaper,
+) -> Result<GpuPart, Refusal> {
+    if !spec.asks_for_gpu() {
+        return Err(Refusal::NoGpuAsked);
+    }
+    let config = Config::load()?;
+    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
+    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
+    let mut gpu = Gpu::new(worker.clone(), reaper.clone());
+    let inventory = gpu.inventory().await;
+    gpu.end().await;
+    let inventory = inventory?;
+
+    let decision = Decision::make(&spec, manifest, &inventory, &config.restore)?;
+    for pair in decision.map.pairs() {
+        log::info!("gpu map: {} -> {}", pair.old, pair.new);
+    }
+
+    let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
+    let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
+    log::debug!("spec edited for the target's GPUs: {edited:?}");
+    edit::strip_gpu_hooks(&mut spec)?;
+    edit::add_restore_hook(&mut spec, &hook)?;
+    edit::set_criu_config(&mut spec, &criu.path())?;
+    mounts::check(&spec, bundle, &manifest.mounts)?;
+    spec.save(bundle)?;
+    criu.write(Operation::Restore)?;
+    Ok(GpuPart {
+        pairs: decision.map.for_driver().to_vec(),
+        processes: manifest.processes.clone(),
+        criu,
+        config,
+        worker,
+    })
+}

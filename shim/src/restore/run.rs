@@ -1,0 +1,193 @@
+//! The restore itself.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use firn_oci::criu::Operation;
+use firn_oci::manifest::CudaProcess;
+use firn_oci::{Spec, devnodes};
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::RestoreError;
+use super::abandon::abandon;
+use super::error::Cause;
+use super::prepare::{GpuPart, Prepared};
+use crate::account::Account;
+use crate::cgroup::Cgroup;
+use crate::checkpoint::error_lines;
+use crate::container::Container;
+use crate::hold::RunOnly;
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::runc::{Restore, RuncError};
+use crate::worker::Gpu;
+
+/// Restores `container`; `stdio` gives the runtime the container's stdio. Returns the pid of its init.
+///
+/// The caller holds the container's operation lock. After a failure nothing of the container is left but its bundle.
+pub(crate) async fn run(
+    container: &Container,
+    prepared: &Prepared,
+    pid_file: &Path,
+    console: Option<PathBuf>,
+    reaper: &Reaper,
+    stdio: impl FnOnce(&mut Command) + Send,
+) -> Result<i32, RestoreError> {
+    let work = match container.options.criu_work_path.as_str() {
+        "" => container.bundle.join("work"),
+        path => PathBuf::from(path),
+    };
+    let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
+    let gpu = prepared.gpu.as_ref();
+    let restore = Restore {
+        image: &prepared.image,
+        work: &work,
+        bundle: &container.bundle,
+        pid_file,
+        console_socket: console,
+        no_pivot: container.options.no_pivot_root,
+        flags: &prepared.flags,
+        plugins: gpu.map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins)),
+        deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
+    };
+    let Some(gpu) = gpu else {
+        return match container.runc.restore(restore, stdio).await {
+            Ok(()) => read_pid(pid_file).map_err(|cause| failed(prepared, cause)),
+            Err(source) => {
+                let log = work.join("restore.log");
+                Err(RestoreError::Plain {
+                    source,
+                    lines: error_lines(&log),
+                    log,
+                })
+            }
+        };
+    };
+    let mut account = Account::begin("restore", &container.id);
+    let restored = restore_gpu(
+        container,
+        gpu,
+        restore,
+        pid_file,
+        &work,
+        reaper,
+        &mut account,
+        stdio,
+    )
+    .await;
+    account.end(&container.bundle, restored.is_ok());
+    match restored {
+        Ok(pid) => Ok(pid),
+        Err(cause) => {
+            abandon(container, &work).await;
+            Err(failed(prepared, cause))
+        }
+    }
+}
+
+fn failed(prepared: &Prepared, cause: Cause) -> RestoreError {
+    RestoreError::Failed {
+        image: prepared.image.clone(),
+        cause,
+    }
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one caller, which has just taken them apart"
+)]
+async fn restore_gpu(
+    container: &Container,
+    gpu: &GpuPart,
+    restore: Restore<'_>,
+    pid_file: &Path,
+    work: &Path,
+    reaper: &Reaper,
+    account: &mut Account,
+    stdio: impl FnOnce(&mut Command) + Send,
+) -> Result<i32, Cause> {
+    gpu.criu.write(Operation::Restore)?;
+    // The worker starts up while CRIU works.
+    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone());
+    driver.warm_up()?;
+    container
+        .runc
+        .restore(restore, stdio)
+        .await
+        .map_err(|source| runtime(source, work))?;
+    account.mark("criu-restore");
+    let pid = read_pid(pid_file)?;
+    let pids = Cgroup::of_pid(pid)?.pids()?;
+    let repaired = devnodes::repair(pid, &Spec::load(&container.bundle)?)?;
+    log::debug!("device nodes repaired: {repaired:?}");
+    account.mark("dev-repair");
+
+    let (cuda, tids) = find(&gpu.processes, &pids)?;
+    let only = RunOnly::start(tids).await?;
+    let given_back = give_back(&mut driver, &cuda, gpu, account).await;
+    driver.end().await;
+    only.stop().await?;
+    given_back?;
+    for pid in pids {
+        match kill(Pid::from_raw(pid), Signal::SIGCONT) {
+            Ok(()) | Err(Errno::ESRCH) => {}
+            Err(source) => return Err(Cause::Continue { pid, source }),
+        }
+    }
+    account.mark("continue");
+    // For the next dump of this container, which must not leave its tasks stopped.
+    gpu.criu.write(Operation::Dump)?;
+    Ok(pid)
+}
+
+async fn give_back(
+    driver: &mut Gpu,
+    pids: &[i32],
+    gpu: &GpuPart,
+    account: &mut Account,
+) -> Result<(), Cause> {
+    driver
+        .restore(pids, &gpu.pairs, gpu.config.deadlines.restore)
+        .await?;
+    account.mark("gpu-restore");
+    driver.unlock(pids, gpu.config.deadlines.unlock).await?;
+    account.mark("unlock");
+    Ok(())
+}
+
+/// Host pids and restore threads of the processes that the manifest names by their ids in the container.
+fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>), Cause> {
+    let (mut cuda, mut tids) = (Vec::new(), Vec::new());
+    for process in processes {
+        let missing = || Cause::ProcessMissing {
+            pid: process.pid,
+            tid: process.restore_tid,
+        };
+        let pid = pids
+            .iter()
+            .find(|pid| procfs::inner_pid(&pid.to_string()) == Some(process.pid));
+        let pid = *pid.ok_or_else(missing)?;
+        cuda.push(pid);
+        tids.push(procfs::outer_tid(pid, process.restore_tid).ok_or_else(missing)?);
+    }
+    Ok((cuda, tids))
+}
+
+fn runtime(source: RuncError, work: &Path) -> Cause {
+    let log = work.join("restore.log");
+    Cause::Runtime {
+        source,
+        lines: error_lines(&log),
+        log,
+    }
+}
+
+fn read_pid(path: &Path) -> Result<i32, Cause> {
+    std::fs::read_to_string(path)
+        .map_err(Cause::PidFile)?
+        .trim()
+        .parse()
+        .map_err(|_| Cause::Pid)
+}

@@ -1,0 +1,125 @@
+//! `checkpoint` and `restore` of the OCI runtime.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use firn_oci::manifest::DumpFlags;
+
+use super::{Runc, RuncError};
+
+fn apply(flags: &DumpFlags, command: &mut Command) {
+    for (set, flag) in [
+        (flags.open_tcp, "--tcp-established"),
+        (flags.external_unix_sockets, "--ext-unix-sk"),
+        (flags.terminal, "--shell-job"),
+        (flags.file_locks, "--file-locks"),
+    ] {
+        if set {
+            command.arg(flag);
+        }
+    }
+}
+
+/// Arguments of `checkpoint`.
+pub(crate) struct Checkpoint<'a> {
+    /// CRIU image directory.
+    pub image: &'a Path,
+    /// Where CRIU writes its logs.
+    pub work: &'a Path,
+    /// Image of an earlier pre-dump, relative to `image`.
+    pub parent: Option<&'a Path>,
+    pub flags: &'a DumpFlags,
+    /// Namespaces that are dumped without their content.
+    pub empty_namespaces: &'a [String],
+    /// The container goes on; otherwise the runtime destroys it.
+    pub leave_running: bool,
+    /// Directory with CRIU's plugins, when it is not CRIU's own.
+    pub plugins: Option<&'a Path>,
+    /// Longest time for the call.
+    pub deadline: Duration,
+}
+
+/// Arguments of `restore`.
+pub(crate) struct Restore<'a> {
+    /// CRIU image directory.
+    pub image: &'a Path,
+    /// Where CRIU writes its logs.
+    pub work: &'a Path,
+    /// Bundle directory.
+    pub bundle: &'a Path,
+    /// File that receives the pid of init.
+    pub pid_file: &'a Path,
+    /// Socket that receives the terminal.
+    pub console_socket: Option<PathBuf>,
+    /// Use MS_MOVE instead of pivot_root.
+    pub no_pivot: bool,
+    /// Flags of the dump to repeat; none for a stock image, which records none.
+    pub flags: &'a DumpFlags,
+    /// Directory with CRIU's plugins, when it is not CRIU's own.
+    pub plugins: Option<&'a Path>,
+    /// Longest time for the call.
+    pub deadline: Option<Duration>,
+}
+
+/// Environment variable from which CRIU takes its plugin directory.
+const CRIU_LIBS_DIR: &str = "CRIU_LIBS_DIR";
+
+impl Runc {
+    /// `checkpoint`: CRIU dumps the container.
+    pub(crate) async fn checkpoint(&self, checkpoint: Checkpoint<'_>) -> Result<(), RuncError> {
+        let mut command = self.command("checkpoint");
+        command
+            .arg("--image-path")
+            .arg(checkpoint.image)
+            .arg("--work-path")
+            .arg(checkpoint.work);
+        if let Some(parent) = checkpoint.parent {
+            command.arg("--parent-path").arg(parent);
+        }
+        apply(checkpoint.flags, &mut command);
+        for namespace in checkpoint.empty_namespaces {
+            command.arg("--empty-ns").arg(namespace);
+        }
+        if checkpoint.leave_running {
+            command.arg("--leave-running");
+        }
+        if let Some(plugins) = checkpoint.plugins {
+            command.env(CRIU_LIBS_DIR, plugins);
+        }
+        self.output("checkpoint", command.arg(&self.id), checkpoint.deadline)
+            .await
+            .map(drop)
+    }
+
+    /// `restore`: CRIU brings the container back; returns when its tasks run (or are stopped, as configured).
+    pub(crate) async fn restore(
+        &self,
+        restore: Restore<'_>,
+        stdio: impl FnOnce(&mut Command),
+    ) -> Result<(), RuncError> {
+        let mut command = self.command("restore");
+        command
+            .arg("--image-path")
+            .arg(restore.image)
+            .arg("--work-path")
+            .arg(restore.work);
+        apply(restore.flags, &mut command);
+        command
+            .args(["--detach", "--no-subreaper"])
+            .arg("--pid-file")
+            .arg(restore.pid_file);
+        if let Some(socket) = &restore.console_socket {
+            command.arg("--console-socket").arg(socket);
+        }
+        if restore.no_pivot {
+            command.arg("--no-pivot");
+        }
+        if let Some(plugins) = restore.plugins {
+            command.env(CRIU_LIBS_DIR, plugins);
+        }
+        command.arg("--bundle").arg(restore.bundle).arg(&self.id);
+        stdio(&mut command);
+        self.run("restore", &mut command, restore.deadline).await
+    }
+}

@@ -1,0 +1,250 @@
+//! Driver of the OCI runtime's command line (runc, or what `BinaryName` names).
+//!
+//! One [`Runc`] per container. Every call is a child of the shim's main thread with a parent-death signal, so a killed
+//! shim leaves no runtime process behind. Nothing here keeps state or takes a lock: who may call what and when is
+//! decided by `container`. The command lines are those of containerd's own runc shim, because runtimes are tested
+//! against them.
+
+mod criu;
+mod verbs;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use crate::options::RuncOptions;
+use crate::reaper::{OutputError, Reaper};
+
+pub(crate) use criu::{Checkpoint, Restore};
+pub(crate) use verbs::{Create, Exec};
+
+/// Longest time for calls that only touch runc's state or the cgroup.
+const SHORT: Duration = Duration::from_secs(60);
+
+/// The OCI runtime of one container.
+#[derive(Clone)]
+pub(crate) struct Runc {
+    id: String,
+    binary: PathBuf,
+    root: PathBuf,
+    log: PathBuf,
+    systemd_cgroup: bool,
+    reaper: Reaper,
+}
+
+/// A call of the OCI runtime that failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RuncError {
+    /// The runtime could not be started or waited for.
+    #[error("cannot run {} {verb}", binary.display())]
+    Spawn {
+        binary: PathBuf,
+        verb: &'static str,
+        #[source]
+        source: OutputError,
+    },
+    /// The runtime ended with an error; `message` is the last error of its log, or its stderr.
+    #[error("{message}")]
+    Failed { verb: &'static str, message: String },
+    /// What the runtime printed is not what its interface promises.
+    #[error("cannot read the output of {verb}: {detail}")]
+    Output { verb: &'static str, detail: String },
+    /// A file that the call needs could not be made.
+    #[error("cannot prepare {verb}")]
+    Prepare {
+        verb: &'static str,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl RuncError {
+    /// Whether the runtime knows no such container. Text is all that a command line gives to tell by; the wording is
+    /// that of runc, crun and youki and is matched by containerd as well.
+    pub(crate) fn is_absent(&self) -> bool {
+        matches!(self, Self::Failed { message, .. } if message.contains("does not exist"))
+    }
+
+    /// Whether the signalled process has ended already (same remark as for [`RuncError::is_absent`]).
+    pub(crate) fn is_finished(&self) -> bool {
+        matches!(self, Self::Failed { message, .. } if {
+            let text = message.to_ascii_lowercase();
+            ["process already finished", "container not running", "no such process"].iter().any(|t| text.contains(t))
+        })
+    }
+}
+
+impl Runc {
+    /// The runtime that `options` name for container `id` with `bundle`, in containerd namespace `namespace`.
+    pub(crate) fn new(
+        id: &str,
+        namespace: &str,
+        bundle: &Path,
+        options: &RuncOptions,
+        reaper: Reaper,
+    ) -> Self {
+        Self {
+            id: id.to_owned(),
+            binary: PathBuf::from(options.runtime()),
+            root: options.root(namespace),
+            log: bundle.join("log.json"),
+            systemd_cgroup: options.systemd_cgroup,
+            reaper,
+        }
+    }
+
+    /// Directory in which the runtime keeps this container's state.
+    pub(crate) fn state_dir(&self) -> PathBuf {
+        self.root.join(&self.id)
+    }
+
+    fn command(&self, verb: &str) -> Command {
+        let mut command = Command::new(&self.binary);
+        command
+            .arg("--root")
+            .arg(&self.root)
+            .arg("--log")
+            .arg(&self.log)
+            .args(["--log-format", "json"]);
+        if self.systemd_cgroup {
+            command.arg("--systemd-cgroup");
+        }
+        command.arg(verb).env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a command whose stdio the runtime keeps for itself and gives its stdout.
+    async fn output(
+        &self,
+        verb: &'static str,
+        command: &mut Command,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, RuncError> {
+        let output = self
+            .reaper
+            .output(command, deadline)
+            .await
+            .map_err(|source| self.spawn_error(verb, source))?;
+        if output.success() {
+            return Ok(output.stdout);
+        }
+        Err(self.failure(verb, &output.stderr))
+    }
+
+    /// Runs a command whose stdio is the container's (create, exec, restore): nothing of it is read.
+    async fn run(
+        &self,
+        verb: &'static str,
+        command: &mut Command,
+        deadline: Option<Duration>,
+    ) -> Result<(), RuncError> {
+        let program = || self.binary.display().to_string();
+        let child = self.reaper.spawn(command).map_err(|source| {
+            self.spawn_error(
+                verb,
+                OutputError::Spawn {
+                    program: program(),
+                    source,
+                },
+            )
+        })?;
+        let exit = match deadline {
+            None => child.wait().await,
+            Some(limit) => match tokio::time::timeout(limit, child.wait()).await {
+                Ok(exit) => exit,
+                Err(_) => {
+                    child.kill();
+                    child.wait().await;
+                    return Err(self.spawn_error(
+                        verb,
+                        OutputError::TimedOut {
+                            program: program(),
+                            limit,
+                        },
+                    ));
+                }
+            },
+        };
+        if exit.code == 0 {
+            Ok(())
+        } else {
+            Err(self.failure(verb, &[]))
+        }
+    }
+
+    fn spawn_error(&self, verb: &'static str, source: OutputError) -> RuncError {
+        RuncError::Spawn {
+            binary: self.binary.clone(),
+            verb,
+            source,
+        }
+    }
+
+    fn failure(&self, verb: &'static str, stderr: &[u8]) -> RuncError {
+        let message = last_error(&self.log).unwrap_or_else(|| {
+            let text = String::from_utf8_lossy(stderr).trim().to_owned();
+            if text.is_empty() {
+                format!("{} {verb} failed", self.binary.display())
+            } else {
+                text
+            }
+        });
+        RuncError::Failed { verb, message }
+    }
+}
+
+#[derive(Deserialize)]
+struct LogLine {
+    #[serde(default)]
+    level: String,
+    #[serde(default)]
+    msg: String,
+}
+
+/// Message of the last error that the runtime wrote to its JSON log.
+fn last_error(log: &Path) -> Option<String> {
+    let text = std::fs::read(log).ok()?;
+    let mut last = None;
+    for line in text.split(|byte| *byte == b'\n') {
+        if let Ok(line) = serde_json::from_slice::<LogLine>(line)
+            && line.level == "error"
+        {
+            last = Some(line.msg.trim().to_owned());
+        }
+    }
+    last
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_error_is_the_last_line_of_level_error() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(
+            file.path(),
+            concat!(
+                "{\"level\":\"error\",\"msg\":\"first\"}\n",
+                "not json\n",
+                "{\"level\":\"error\",\"msg\":\" second \",\"time\":\"now\"}\n",
+                "{\"level\":\"info\",\"msg\":\"third\"}\n",
+            ),
+        )
+        .unwrap();
+        assert_eq!(last_error(file.path()).as_deref(), Some("second"));
+    }
+
+    #[test]
+    fn absent_and_finished_are_told_apart() {
+        let failed = |message: &str| RuncError::Failed {
+            verb: "kill",
+            message: message.into(),
+        };
+        assert!(failed("container does not exist").is_absent());
+        assert!(failed("container not running").is_finished());
+        assert!(!failed("permission denied").is_finished());
+    }
+}

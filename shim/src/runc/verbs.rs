@@ -1,0 +1,160 @@
+//! The plain verbs of the OCI runtime: everything but checkpoint and restore.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::{Runc, RuncError, SHORT};
+
+/// Arguments of `create`.
+pub(crate) struct Create<'a> {
+    /// Bundle directory.
+    pub bundle: &'a Path,
+    /// File that receives the pid of init.
+    pub pid_file: &'a Path,
+    /// Socket that receives the terminal.
+    pub console_socket: Option<&'a Path>,
+    /// Use MS_MOVE instead of pivot_root.
+    pub no_pivot: bool,
+    /// Keep the session keyring of the caller.
+    pub no_new_keyring: bool,
+}
+
+/// Arguments of `exec`.
+pub(crate) struct Exec<'a> {
+    /// OCI process, JSON.
+    pub process: &'a [u8],
+    /// File that receives the pid.
+    pub pid_file: &'a Path,
+    /// Socket that receives the terminal.
+    pub console_socket: Option<&'a Path>,
+}
+
+impl Runc {
+    /// `create`: makes the container; `stdio` gives the child the container's stdio.
+    pub(crate) async fn create(
+        &self,
+        create: Create<'_>,
+        stdio: impl FnOnce(&mut Command),
+    ) -> Result<(), RuncError> {
+        let mut command = self.command("create");
+        command
+            .arg("--bundle")
+            .arg(create.bundle)
+            .arg("--pid-file")
+            .arg(create.pid_file);
+        if let Some(socket) = create.console_socket {
+            command.arg("--console-socket").arg(socket);
+        }
+        if create.no_pivot {
+            command.arg("--no-pivot");
+        }
+        if create.no_new_keyring {
+            command.arg("--no-new-keyring");
+        }
+        command.arg(&self.id);
+        stdio(&mut command);
+        self.run("create", &mut command, None).await
+    }
+
+    /// `start`: lets init of a created container exec the user's program.
+    pub(crate) async fn start(&self) -> Result<(), RuncError> {
+        self.output("start", self.command("start").arg(&self.id), SHORT)
+            .await
+            .map(drop)
+    }
+
+    /// `exec`: another process in the container.
+    pub(crate) async fn exec(
+        &self,
+        exec: Exec<'_>,
+        stdio: impl FnOnce(&mut Command),
+    ) -> Result<(), RuncError> {
+        let prepare = |source| RuncError::Prepare { verb: "exec", source };
+        let mut process = tempfile::NamedTempFile::with_prefix("firn-exec").map_err(prepare)?;
+        process.write_all(exec.process).map_err(prepare)?;
+        let mut command = self.command("exec");
+        command
+            .arg("--process")
+            .arg(process.path())
+            .arg("--detach")
+            .arg("--pid-file")
+            .arg(exec.pid_file);
+        if let Some(socket) = exec.console_socket {
+            command.arg("--console-socket").arg(socket);
+        }
+        command.arg(&self.id);
+        stdio(&mut command);
+        self.run("exec", &mut command, None).await
+    }
+
+    /// `kill`: sends `signal` to init, or to every process of the container.
+    pub(crate) async fn kill(&self, signal: u32, all: bool) -> Result<(), RuncError> {
+        let mut command = self.command("kill");
+        if all {
+            command.arg("--all");
+        }
+        command.arg(&self.id).arg(signal.to_string());
+        self.output("kill", &mut command, SHORT).await.map(drop)
+    }
+
+    /// `delete`; with `force` a running container is killed first.
+    pub(crate) async fn delete(&self, force: bool) -> Result<(), RuncError> {
+        let mut command = self.command("delete");
+        if force {
+            command.arg("--force");
+        }
+        self.output("delete", command.arg(&self.id), SHORT)
+            .await
+            .map(drop)
+    }
+
+    /// `pause`: freezes the container's cgroup.
+    pub(crate) async fn pause(&self) -> Result<(), RuncError> {
+        self.output("pause", self.command("pause").arg(&self.id), SHORT)
+            .await
+            .map(drop)
+    }
+
+    /// `resume`: thaws the container's cgroup.
+    pub(crate) async fn resume(&self) -> Result<(), RuncError> {
+        self.output("resume", self.command("resume").arg(&self.id), SHORT)
+            .await
+            .map(drop)
+    }
+
+    /// `ps`: the processes of the container, by their pids on the host.
+    pub(crate) async fn ps(&self) -> Result<Vec<i32>, RuncError> {
+        let stdout = self
+            .output(
+                "ps",
+                self.command("ps").args(["--format", "json"]).arg(&self.id),
+                SHORT,
+            )
+            .await?;
+        // A container without processes is printed as `null`.
+        serde_json::from_slice::<Option<Vec<i32>>>(&stdout)
+            .map(Option::unwrap_or_default)
+            .map_err(|error| RuncError::Output {
+                verb: "ps",
+                detail: error.to_string(),
+            })
+    }
+
+    /// `update`: new limits, an OCI LinuxResources as JSON.
+    pub(crate) async fn update(&self, resources: &[u8]) -> Result<(), RuncError> {
+        let prepare = |source| RuncError::Prepare {
+            verb: "update",
+            source,
+        };
+        let mut file = tempfile::tempfile().map_err(prepare)?;
+        file.write_all(resources).map_err(prepare)?;
+        std::io::Seek::rewind(&mut file).map_err(prepare)?;
+        let mut command = self.command("update");
+        command
+            .arg("--resources=-")
+            .arg(&self.id)
+            .stdin(Stdio::from(file));
+        self.output("update", &mut command, SHORT).await.map(drop)
+    }
+}

@@ -1,0 +1,38 @@
+//! Checkpoint: the RPC around the transaction.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
+use firn_oci::manifest::DumpFlags;
+
+use super::{Service, TaskError};
+use crate::checkpoint::{self, Request};
+use crate::container::Action;
+use crate::options::CheckpointOptions;
+
+pub(super) async fn checkpoint(
+    service: &Arc<Service>,
+    request: CheckpointTaskRequest,
+) -> Result<Empty, TaskError> {
+    let container = service.container(&request.id)?;
+    let _operation = container.operation.lock().await;
+    container.admit(Action::Checkpoint)?;
+    let options = CheckpointOptions::from_any(request.options.as_ref())?;
+    let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));
+    let request = Request {
+        image: PathBuf::from(&request.path),
+        work: path(&options.work_path),
+        parent: path(&options.parent_path),
+        exit: options.exit,
+        flags: DumpFlags {
+            open_tcp: options.open_tcp,
+            external_unix_sockets: options.external_unix_sockets,
+            terminal: options.terminal,
+            file_locks: options.file_locks,
+        },
+        empty_namespaces: options.empty_namespaces,
+    };
+    checkpoint::run(&container, &request, &service.reaper).await?;
+    Ok(Empty::default())
+}

@@ -1,0 +1,226 @@
+//! Create: rootfs, stdio and `runc create`; from a checkpoint only what a later Start needs.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse};
+use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
+use firn_oci::Spec;
+use protobuf::MessageField;
+
+use super::state::pid_field;
+use super::{Service, Slot, TaskError, exit};
+use crate::container::{Container, Facts, Owner, Process, StdioPaths};
+use crate::options::RuncOptions;
+use crate::runc::{self, Runc};
+use crate::stdio::{self, StdioConfig};
+use crate::{mounts, restore};
+
+pub(super) const INIT_PID: &str = "init.pid";
+
+pub(super) async fn create(
+    service: &Arc<Service>,
+    request: CreateTaskRequest,
+) -> Result<CreateTaskResponse, TaskError> {
+    reserve(service, &request.id)?;
+    match build(service, &request).await {
+        Ok(container) => {
+            service.publisher.publish(&event(&request, container.init.pid()));
+            service
+                .containers()
+                .insert(request.id.clone(), Slot::Ready(container.clone()));
+            exit::watch_oom(service, &container);
+            Ok(CreateTaskResponse {
+                pid: pid_field(container.init.pid()),
+                ..CreateTaskResponse::default()
+            })
+        }
+        Err(error) => {
+            service.containers().remove(&request.id);
+            Err(error)
+        }
+    }
+}
+
+fn reserve(service: &Service, id: &str) -> Result<(), TaskError> {
+    let mut containers = service.containers();
+    if containers.contains_key(id) {
+        return Err(TaskError::ContainerExists { id: id.to_owned() });
+    }
+    containers.insert(id.to_owned(), Slot::Reserved);
+    Ok(())
+}
+
+async fn build(service: &Arc<Service>, request: &CreateTaskRequest) -> Result<Arc<Container>, TaskError> {
+    let bundle = PathBuf::from(&request.bundle);
+    let options = RuncOptions::from_any(request.options.as_ref())?;
+    options.save(&bundle)?;
+    let rootfs = bundle.join("rootfs");
+    if !request.rootfs.is_empty() {
+        if let Err(source) = std::fs::create_dir(&rootfs)
+            && source.kind() != std::io::ErrorKind::AlreadyExists
+        {
+            return Err(TaskError::File {
+                what: "make the rootfs directory",
+                source,
+            });
+        }
+        mounts::mount_all(&request.rootfs, &rootfs).await?;
+    }
+    let built = build_mounted(service, request, &bundle, options).await;
+    if built.is_err()
+        && !request.rootfs.is_empty()
+        && let Err(error) = mounts::unmount_recursive(&rootfs).await
+    {
+        log::warn!(
+            "cannot unmount {}: {}",
+            rootfs.display(),
+            crate::logger::Chain(&error)
+        );
+    }
+    built
+}
+
+async fn build_mounted(
+    service: &Arc<Service>,
+    request: &CreateTaskRequest,
+    bundle: &Path,
+    options: RuncOptions,
+) -> Result<Arc<Container>, TaskError> {
+    let spec = Spec::load(bundle)?;
+    let facts = Facts {
+        gpu: spec.asks_for_gpu(),
+        private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
+    };
+    let checkpoint = match request.checkpoint.as_str() {
+        "" => match options.criu_image_path.as_str() {
+            "" => None,
+            image => Some(Path::new(image)),
+        },
+        image => Some(Path::new(image)),
+    };
+    let runc = Runc::new(
+        &request.id,
+        &service.namespace,
+        bundle,
+        &options,
+        service.reaper.clone(),
+    );
+    let prepared = match checkpoint {
+        Some(image) => Some(restore::prepare(bundle, image, spec, &service.reaper).await?),
+        None => {
+            if facts.gpu {
+                crate::checkpoint::prepare_bundle(bundle, spec)?;
+            }
+            None
+        }
+    };
+    let restoring = prepared.is_some();
+    let stdio = StdioPaths {
+        stdin: request.stdin.clone(),
+        stdout: request.stdout.clone(),
+        stderr: request.stderr.clone(),
+        terminal: request.terminal,
+    };
+    let init = Process::new("", stdio, Vec::new());
+    let container = Container::new(
+        &request.id,
+        bundle.to_owned(),
+        runc,
+        options,
+        init,
+        facts,
+        prepared,
+    );
+    let container = Arc::new(container);
+    if !restoring {
+        run_create(service, &container).await?;
+    }
+    Ok(container)
+}
+
+async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Result<(), TaskError> {
+    let mut stdio = open_stdio(service, container, &container.init).await?;
+    let pid_file = container.bundle.join(INIT_PID);
+    let console = stdio.console_socket().map(Path::to_owned);
+    let expectation = service.exits.expect();
+    let create = runc::Create {
+        bundle: &container.bundle,
+        pid_file: &pid_file,
+        console_socket: console.as_deref(),
+        no_pivot: container.options.no_pivot_root,
+        no_new_keyring: container.options.no_new_keyring,
+    };
+    if let Err(source) = container
+        .runc
+        .create(create, |command| stdio.attach(command))
+        .await
+    {
+        stdio.abort().await;
+        return Err(TaskError::Runtime {
+            verb: "create",
+            source,
+        });
+    }
+    container.init.set_copier(stdio.start().await?);
+    let pid = read_pid(&pid_file)?;
+    container.init.set_pid(pid);
+    let owner = Owner {
+        container: Arc::downgrade(container),
+        process: container.init.clone(),
+    };
+    if let Some(early) = expectation.claim(pid, owner.clone()) {
+        exit::handle(service, &owner, early).await;
+    }
+    Ok(())
+}
+
+/// Opens the stdio that `process` was asked to have.
+pub(super) async fn open_stdio(
+    service: &Service,
+    container: &Container,
+    process: &Process,
+) -> Result<stdio::Prepared, TaskError> {
+    let config = StdioConfig::parse(&stdio::Request {
+        id: &container.id,
+        namespace: &service.namespace,
+        stdin: &process.stdio.stdin,
+        stdout: &process.stdio.stdout,
+        stderr: &process.stdio.stderr,
+        terminal: process.stdio.terminal,
+    })?;
+    let owner = stdio::Owner {
+        uid: container.options.io_uid,
+        gid: container.options.io_gid,
+    };
+    Ok(config.prepare(owner, &service.reaper).await?)
+}
+
+/// The pid that the runtime wrote to its pid file.
+pub(super) fn read_pid(path: &Path) -> Result<i32, TaskError> {
+    let text = std::fs::read_to_string(path).map_err(|source| TaskError::File {
+        what: "read the pid file",
+        source,
+    })?;
+    text.trim().parse().map_err(|_| TaskError::PidFile {
+        path: path.to_owned(),
+    })
+}
+
+fn event(request: &CreateTaskRequest, pid: i32) -> TaskCreate {
+    TaskCreate {
+        container_id: request.id.clone(),
+        bundle: request.bundle.clone(),
+        rootfs: request.rootfs.clone(),
+        io: MessageField::some(TaskIO {
+            stdin: request.stdin.clone(),
+            stdout: request.stdout.clone(),
+            stderr: request.stderr.clone(),
+            terminal: request.terminal,
+            ..TaskIO::default()
+        }),
+        checkpoint: request.checkpoint.clone(),
+        pid: pid_field(pid),
+        ..TaskCreate::default()
+    }
+}

@@ -1,0 +1,94 @@
+//! Delete and Shutdown.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
+use containerd_shim_protos::events::task::TaskDelete;
+
+use super::state::{exited_at, find, pid_field, timestamp};
+use super::{Service, TaskError};
+use crate::container::{Action, Container, InitState, Process};
+use crate::mounts;
+
+/// How long a client that reads slowly may delay a delete; below the 10 s after which CRI gives up.
+const DRAIN: Duration = Duration::from_secs(5);
+
+pub(super) async fn delete(
+    service: &Arc<Service>,
+    request: DeleteRequest,
+) -> Result<DeleteResponse, TaskError> {
+    let container = service.container(&request.id)?;
+    let process = find(&container, &request.exec_id)?;
+    let _operation = container.operation.lock().await;
+    if request.exec_id.is_empty() {
+        delete_init(&container).await?;
+        service.containers().remove(&request.id);
+    } else {
+        if process.exit().is_none() && process.pid() != 0 {
+            return Err(TaskError::ExecState {
+                verb: "delete",
+                state: "running",
+            });
+        }
+        drain(&process).await;
+        container.remove_exec(&request.exec_id);
+    }
+    let mut response = DeleteResponse {
+        pid: pid_field(process.pid()),
+        ..DeleteResponse::default()
+    };
+    match process.exit() {
+        Some(exit) => {
+            response.exit_status = exit.code;
+            response.exited_at = exited_at(&exit);
+        }
+        // Never started: containerd's own shim tells the time of the delete.
+        None => response.exited_at = timestamp(std::time::SystemTime::now()),
+    }
+    if request.exec_id.is_empty() {
+        service.publisher.publish(&TaskDelete {
+            container_id: request.id,
+            pid: response.pid,
+            exit_status: response.exit_status,
+            exited_at: response.exited_at.clone(),
+            ..TaskDelete::default()
+        });
+    }
+    Ok(response)
+}
+
+async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
+    container.admit(Action::Delete)?;
+    drain(&container.init).await;
+    match container.runc.delete(false).await {
+        Ok(()) => {}
+        // A dump that ended the container, or a restore that was never started, leaves nothing to delete.
+        Err(error) if error.is_absent() => {}
+        Err(error) => return Err(TaskError::Delete(error)),
+    }
+    let rootfs = container.bundle.join("rootfs");
+    if let Err(error) = mounts::unmount_recursive(&rootfs).await {
+        log::warn!(
+            "cannot unmount {}: {}",
+            rootfs.display(),
+            crate::logger::Chain(&error)
+        );
+    }
+    container.set_state(InitState::Deleted);
+    Ok(())
+}
+
+async fn drain(process: &Process) {
+    if let Some(copier) = process.take_copier() {
+        copier.drain(DRAIN).await;
+    }
+}
+
+/// Ends the shim once it has no containers.
+pub(super) async fn shutdown(service: &Arc<Service>, _: ShutdownRequest) -> Result<Empty, TaskError> {
+    if service.containers().is_empty() {
+        service.shutdown.trigger();
+    }
+    Ok(Empty::default())
+}

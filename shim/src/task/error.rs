@@ -1,0 +1,110 @@
+//! What the task service answers when it cannot do what it was asked.
+//!
+//! The texts of the plain variants are those of containerd's own shim, because clients look for them.
+
+use ttrpc::Code;
+
+use crate::checkpoint::CheckpointError;
+use crate::container::{ExecRefused, NotAllowed};
+use crate::logger::Chain;
+use crate::options;
+use crate::restore::RestoreError;
+use crate::runc::RuncError;
+use crate::{cgroup, mounts, stdio};
+
+/// A request that failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TaskError {
+    #[error("no such container: {id}")]
+    NoContainer { id: String },
+    #[error("container {id} already exists")]
+    ContainerExists { id: String },
+    #[error("process does not exist {exec_id}")]
+    NoProcess { exec_id: String },
+    #[error("id {exec_id}")]
+    ExecExists { exec_id: String },
+    #[error("process already finished")]
+    Finished,
+    #[error("process not created")]
+    NotStarted,
+    #[error("cannot {verb} a {state} process")]
+    ExecState { verb: &'static str, state: &'static str },
+    #[error(transparent)]
+    NotAllowed(#[from] NotAllowed),
+    #[error(transparent)]
+    ExecRefused(#[from] ExecRefused),
+    #[error("OCI runtime {verb} failed")]
+    Runtime {
+        verb: &'static str,
+        #[source]
+        source: RuncError,
+    },
+    #[error("failed to delete task")]
+    Delete(#[source] RuncError),
+    #[error("invalid {what}")]
+    Invalid {
+        what: &'static str,
+        #[source]
+        source: protobuf::Error,
+    },
+    #[error("cannot decode the options")]
+    Options(#[from] options::DecodeError),
+    #[error("cannot keep the options")]
+    OptionsFile(#[from] options::FileError),
+    #[error("cannot read the bundle")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("failed to mount rootfs component")]
+    Mount(#[from] mounts::MountError),
+    #[error("cannot set up stdio")]
+    Stdio(#[from] stdio::Error),
+    #[error("cannot read the cgroup")]
+    Cgroup(#[from] cgroup::CgroupError),
+    #[error("cannot {what}")]
+    File {
+        what: &'static str,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("no pid in {}", path.display())]
+    PidFile { path: std::path::PathBuf },
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
+    #[error("the shim is shutting down")]
+    Closing,
+}
+
+impl TaskError {
+    fn code(&self) -> Code {
+        match self {
+            Self::NoContainer { .. } | Self::NoProcess { .. } | Self::Finished => Code::NOT_FOUND,
+            Self::ContainerExists { .. } | Self::ExecExists { .. } => Code::ALREADY_EXISTS,
+            Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,
+            Self::Invalid { .. } | Self::Options(_) => Code::INVALID_ARGUMENT,
+            Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
+            Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
+            Self::Checkpoint(error) => error.rpc_code(),
+            Self::Restore(error) => error.rpc_code(),
+            Self::Closing => Code::UNAVAILABLE,
+            Self::ExecState { .. }
+            | Self::NotAllowed(_)
+            | Self::ExecRefused(ExecRefused::State(_))
+            | Self::Runtime { .. }
+            | Self::Delete(_)
+            | Self::OptionsFile(_)
+            | Self::Spec(_)
+            | Self::Mount(_)
+            | Self::Stdio(_)
+            | Self::Cgroup(_)
+            | Self::File { .. }
+            | Self::PidFile { .. } => Code::UNKNOWN,
+        }
+    }
+}
+
+impl From<TaskError> for ttrpc::Error {
+    fn from(error: TaskError) -> Self {
+        ttrpc::Error::RpcStatus(ttrpc::get_status(error.code(), Chain(&error)))
+    }
+}

@@ -1,0 +1,59 @@
+//! Exec, ResizePty and CloseIO.
+
+use std::sync::Arc;
+
+use containerd_shim_protos::api::{CloseIORequest, Empty, ExecProcessRequest, ResizePtyRequest};
+use containerd_shim_protos::events::task::TaskExecAdded;
+
+use super::state::find;
+use super::{Service, TaskError};
+use crate::container::{Action, Process, StdioPaths};
+
+/// Takes the exec's id; Start runs it.
+pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) -> Result<Empty, TaskError> {
+    let container = service.container(&request.id)?;
+    container.admit(Action::Exec)?;
+    let stdio = StdioPaths {
+        stdin: request.stdin,
+        stdout: request.stdout,
+        stderr: request.stderr,
+        terminal: request.terminal,
+    };
+    let spec = request.spec.into_option().unwrap_or_default().value;
+    if !container.add_exec(Arc::new(Process::new(&request.exec_id, stdio, spec))) {
+        return Err(TaskError::ExecExists {
+            exec_id: request.exec_id,
+        });
+    }
+    service.publisher.publish(&TaskExecAdded {
+        container_id: request.id,
+        exec_id: request.exec_id,
+        ..TaskExecAdded::default()
+    });
+    Ok(Empty::default())
+}
+
+/// Sets the size of a terminal; a process without one takes no notice.
+pub(super) async fn resize_pty(
+    service: &Arc<Service>,
+    request: ResizePtyRequest,
+) -> Result<Empty, TaskError> {
+    let container = service.container(&request.id)?;
+    let process = find(&container, &request.exec_id)?;
+    let side = |value: u32| u16::try_from(value).unwrap_or(u16::MAX);
+    process
+        .with_copier(|copier| copier.resize(side(request.width), side(request.height)))
+        .unwrap_or(Ok(()))
+        .map_err(|source| TaskError::File {
+            what: "resize the terminal",
+            source,
+        })?;
+    Ok(Empty::default())
+}
+
+/// Lets stdin end once the client has closed it too.
+pub(super) async fn close_io(service: &Arc<Service>, request: CloseIORequest) -> Result<Empty, TaskError> {
+    let container = service.container(&request.id)?;
+    find(&container, &request.exec_id)?.with_copier(crate::stdio::Copier::close_stdin);
+    Ok(Empty::default())
+}

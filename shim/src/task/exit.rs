@@ -1,0 +1,100 @@
+//! Exits of container processes: who ended, in which order it is told, and out-of-memory events before them.
+
+use std::sync::Arc;
+
+use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::Service;
+use super::state::{exited_at, pid_field};
+use crate::container::{Container, InitState, Owner, Process};
+use crate::logger::Chain;
+use crate::reaper::Exit;
+
+/// Signal that ends what shares no pid namespace with init.
+const SIGKILL: u32 = 9;
+
+/// Handles exits for as long as the shim lives.
+pub(super) async fn handle_all(service: Arc<Service>, mut exits: UnboundedReceiver<Exit>) {
+    while let Some(exit) = exits.recv().await {
+        for owner in service.exits.take(&exit) {
+            handle(&service, &owner, exit).await;
+        }
+    }
+}
+
+/// One process has ended. Init's exit is told last: a client that sees it may delete the container.
+pub(super) async fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
+    let Some(container) = owner.container.upgrade() else {
+        return;
+    };
+    if !owner.process.exec_id.is_empty() {
+        publish(service, &container, &owner.process, exit);
+        exec_ended(service, &container).await;
+        return;
+    }
+    if !container.private_pids
+        && let Err(error) = container.runc.kill(SIGKILL, true).await
+        && !error.is_finished()
+        && !error.is_absent()
+    {
+        log::warn!(
+            "cannot end the processes that {} left: {}",
+            container.id,
+            Chain(&error)
+        );
+    }
+    if let Some(exit) = container.end_init(exit) {
+        init_ended(service, &container, exit);
+    }
+}
+
+/// An exec is over (or never began): tells init's exit when that was waiting for it.
+pub(super) async fn exec_ended(service: &Arc<Service>, container: &Arc<Container>) {
+    if let Some(exit) = container.end_exec() {
+        init_ended(service, container, exit);
+    }
+}
+
+fn init_ended(service: &Service, container: &Container, exit: Exit) {
+    container.set_state(InitState::Stopped);
+    publish(service, container, &container.init, exit);
+}
+
+fn publish(service: &Service, container: &Container, process: &Process, exit: Exit) {
+    process.set_exit(exit);
+    let id = if process.exec_id.is_empty() {
+        &container.id
+    } else {
+        &process.exec_id
+    };
+    service.publisher.publish(&TaskExit {
+        container_id: container.id.clone(),
+        id: id.clone(),
+        pid: pid_field(exit.pid),
+        exit_status: exit.code,
+        exited_at: exited_at(&exit),
+        ..TaskExit::default()
+    });
+}
+
+/// Tells when the kernel kills a process of the container for want of memory.
+pub(super) fn watch_oom(service: &Arc<Service>, container: &Arc<Container>) {
+    if container.init.pid() == 0 {
+        return;
+    }
+    let watch = container.cgroup().and_then(|cgroup| cgroup.watch_oom());
+    let mut kills = match watch {
+        Ok(kills) => kills,
+        Err(error) => return log::warn!("no OOM events for {}: {}", container.id, Chain(&error)),
+    };
+    let (service, id) = (service.clone(), container.id.clone());
+    tokio::spawn(async move {
+        while kills.recv().await.is_some() {
+            service.publisher.publish(&TaskOOM {
+                container_id: id.clone(),
+                ..TaskOOM::default()
+            });
+        }
+    });
+}

@@ -1,0 +1,38 @@
+//! Kill: works in any state, also while a checkpoint or restore is under way.
+
+use std::sync::Arc;
+
+use containerd_shim_protos::api::{Empty, KillRequest};
+use nix::errno::Errno;
+
+use super::state::find;
+use super::{Service, TaskError};
+
+pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result<Empty, TaskError> {
+    let container = service.container(&request.id)?;
+    let process = find(&container, &request.exec_id)?;
+    if process.exec_id.is_empty() {
+        match container.runc.kill(request.signal, request.all).await {
+            Ok(()) => {}
+            Err(error) if error.is_finished() => return Err(TaskError::Finished),
+            Err(error) if error.is_absent() => return Err(TaskError::NoContainer { id: request.id }),
+            Err(source) => return Err(TaskError::Runtime { verb: "kill", source }),
+        }
+        return Ok(Empty::default());
+    }
+    let pid = process.pid();
+    if process.exit().is_some() {
+        return Err(TaskError::Finished);
+    }
+    if pid == 0 {
+        return Err(TaskError::NotStarted);
+    }
+    match crate::sys::kill(pid, request.signal) {
+        Ok(()) => Ok(Empty::default()),
+        Err(Errno::ESRCH) => Err(TaskError::Finished),
+        Err(errno) => Err(TaskError::File {
+            what: "signal the process",
+            source: errno.into(),
+        }),
+    }
+}

@@ -1,0 +1,138 @@
+//! The task service: one file per verb, each a function over [`Service`].
+//!
+//! ttrpc drops a handler when its client goes away or its deadline passes, so every verb runs in a task of its own and
+//! the handler only waits for it: nothing is left half done by a client.
+
+mod checkpoint;
+mod create;
+mod delete;
+mod error;
+mod exec;
+mod exit;
+mod kill;
+mod pause;
+mod start;
+mod state;
+mod update;
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use containerd_shim_protos::api::{
+    CheckpointTaskRequest, CloseIORequest, ConnectRequest, ConnectResponse, CreateTaskRequest,
+    CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, ExecProcessRequest, KillRequest, PauseRequest,
+    PidsRequest, PidsResponse, ResizePtyRequest, ResumeRequest, ShutdownRequest, StartRequest, StartResponse,
+    StateRequest, StateResponse, StatsRequest, StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
+};
+use containerd_shim_protos::shim_async::Task;
+use ttrpc::r#async::TtrpcContext;
+
+pub(crate) use error::TaskError;
+
+use crate::container::{Container, Exits};
+use crate::events::Publisher;
+use crate::logger::Chain;
+use crate::reaper::Reaper;
+use crate::server::{Context, Shutdown};
+
+/// Everything that the verbs share.
+pub(crate) struct Service {
+    namespace: String,
+    reaper: Reaper,
+    publisher: Publisher,
+    exits: Exits,
+    shutdown: Shutdown,
+    containers: Mutex<BTreeMap<String, Slot>>,
+}
+
+/// A container id that is in use.
+enum Slot {
+    /// Create is under way; the id is taken.
+    Reserved,
+    Ready(Arc<Container>),
+}
+
+impl Service {
+    /// A service without containers; exits are handled from now on.
+    pub(crate) fn start(context: Context) -> Arc<Self> {
+        let service = Arc::new(Self {
+            namespace: context.namespace,
+            reaper: context.reaper,
+            publisher: context.publisher,
+            exits: Exits::default(),
+            shutdown: context.shutdown,
+            containers: Mutex::new(BTreeMap::new()),
+        });
+        tokio::spawn(exit::handle_all(service.clone(), service.reaper.subscribe()));
+        service
+    }
+
+    fn container(&self, id: &str) -> Result<Arc<Container>, TaskError> {
+        match self.containers().get(id) {
+            Some(Slot::Ready(container)) => Ok(container.clone()),
+            Some(Slot::Reserved) | None => Err(TaskError::NoContainer { id: id.to_owned() }),
+        }
+    }
+
+    fn containers(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
+        self.containers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The service as ttrpc calls it.
+pub(crate) struct TaskService(pub(crate) Arc<Service>);
+
+/// Runs a verb to its end whatever becomes of the caller.
+async fn detached<T: Send + 'static>(
+    verb: &'static str,
+    work: impl Future<Output = Result<T, TaskError>> + Send + 'static,
+) -> ttrpc::Result<T> {
+    match tokio::spawn(work).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(error)) => {
+            log::info!("{verb}: {}", Chain(&error));
+            Err(error.into())
+        }
+        Err(panic) => {
+            log::error!("{verb}: {panic}");
+            Err(ttrpc::Error::RpcStatus(ttrpc::get_status(
+                ttrpc::Code::INTERNAL,
+                format!("{verb} panicked"),
+            )))
+        }
+    }
+}
+
+macro_rules! verbs {
+    ($($verb:ident($request:ty) -> $response:ty = $function:path;)*) => {
+        #[async_trait]
+        impl Task for TaskService {
+            $(async fn $verb(&self, _: &TtrpcContext, request: $request) -> ttrpc::Result<$response> {
+                let service = self.0.clone();
+                detached(stringify!($verb), async move { $function(&service, request).await }).await
+            })*
+        }
+    };
+}
+
+verbs! {
+    state(StateRequest) -> StateResponse = state::state;
+    create(CreateTaskRequest) -> CreateTaskResponse = create::create;
+    start(StartRequest) -> StartResponse = start::start;
+    delete(DeleteRequest) -> DeleteResponse = delete::delete;
+    pids(PidsRequest) -> PidsResponse = state::pids;
+    pause(PauseRequest) -> Empty = pause::pause;
+    resume(ResumeRequest) -> Empty = pause::resume;
+    checkpoint(CheckpointTaskRequest) -> Empty = checkpoint::checkpoint;
+    kill(KillRequest) -> Empty = kill::kill;
+    exec(ExecProcessRequest) -> Empty = exec::exec;
+    resize_pty(ResizePtyRequest) -> Empty = exec::resize_pty;
+    close_io(CloseIORequest) -> Empty = exec::close_io;
+    update(UpdateTaskRequest) -> Empty = update::update;
+    wait(WaitRequest) -> WaitResponse = state::wait;
+    stats(StatsRequest) -> StatsResponse = state::stats;
+    connect(ConnectRequest) -> ConnectResponse = state::connect;
+    shutdown(ShutdownRequest) -> Empty = delete::shutdown;
+}

@@ -1,0 +1,54 @@
+//! Pause and Resume.
+
+use std::sync::Arc;
+
+use containerd_shim_protos::api::{Empty, PauseRequest, ResumeRequest};
+use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
+
+use super::{Service, TaskError};
+use crate::cgroup::FreezerState;
+use crate::container::{Action, InitState};
+
+pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
+    let container = service.container(&request.id)?;
+    let _operation = container.operation.lock().await;
+    container.admit(Action::Pause)?;
+    container.set_state(InitState::Pausing);
+    if let Err(source) = container.runc.pause().await {
+        container.set_state(InitState::Running);
+        return Err(TaskError::Runtime {
+            verb: "pause",
+            source,
+        });
+    }
+    container.set_state(InitState::Paused);
+    service.publisher.publish(&TaskPaused {
+        container_id: request.id,
+        ..TaskPaused::default()
+    });
+    Ok(Empty::default())
+}
+
+pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Result<Empty, TaskError> {
+    let container = service.container(&request.id)?;
+    let _operation = container.operation.lock().await;
+    container.admit(Action::Resume)?;
+    // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off.
+    let freezer = container.cgroup().and_then(|cgroup| cgroup.freezer_state());
+    if !matches!(freezer, Ok(FreezerState::Thawed)) {
+        container
+            .runc
+            .resume()
+            .await
+            .map_err(|source| TaskError::Runtime {
+                verb: "resume",
+                source,
+            })?;
+    }
+    container.set_state(InitState::Running);
+    service.publisher.publish(&TaskResumed {
+        container_id: request.id,
+        ..TaskResumed::default()
+    });
+    Ok(Empty::default())
+}

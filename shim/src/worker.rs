@@ -1,0 +1,356 @@
+//! The shim's end of the driver worker `firn-gpu`.
+//!
+//! The shim never loads the driver. A transaction makes one [`Gpu`], which starts a worker when it is first needed and
+//! ends it when dropped. Every call has a deadline that is kept here: the driver ignores its own lock timeout when the
+//! threads of the process cannot run, so a worker that overruns is killed, and the next call starts a new one. What a
+//! cut-off call did to a process is unknown until [`Gpu::states`] has been asked.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use command_fds::{CommandFdExt, FdMapping};
+use firn_gpu::protocol::{DriverError, ProcessReply, Reply, Request};
+use firn_gpu::{CudaState, GpuPair, Inventory};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+
+use crate::reaper::{Child, Reaper};
+
+/// Longest time for calls that only ask: inventory, discover, state.
+const ASK: Duration = Duration::from_secs(30);
+
+/// Longest reply line that is read, in bytes.
+const LINE_LIMIT: u64 = 1 << 20;
+
+/// A call of the driver worker that failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum GpuError {
+    /// The worker program could not be started.
+    #[error("cannot start the driver worker {}", program.display())]
+    Start {
+        program: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    /// The socket to the worker failed.
+    #[error("cannot talk to the driver worker")]
+    Socket(#[from] std::io::Error),
+    /// The worker ended in the middle of a call.
+    #[error("the driver worker ended during {op}")]
+    Died { op: &'static str },
+    /// The worker overran the deadline and was killed.
+    #[error("the driver did not finish {op} within {} s", limit.as_secs_f32())]
+    Deadline { op: &'static str, limit: Duration },
+    /// The worker's line is not of the protocol.
+    #[error("the driver worker answered {op} with a line that is not understood")]
+    Protocol {
+        op: &'static str,
+        #[source]
+        source: serde_json::Error,
+    },
+    /// The worker refused the request as a whole.
+    #[error("{message}")]
+    Refused { message: String, hint: String },
+    /// The driver refused one process.
+    #[error("pid {pid}")]
+    Process {
+        pid: i32,
+        #[source]
+        source: DriverError,
+    },
+    /// The driver answered success and the process is not in the state that this means.
+    #[error("pid {pid} is {state:?} after {op}")]
+    State {
+        pid: i32,
+        op: &'static str,
+        state: Option<CudaState>,
+    },
+}
+
+impl GpuError {
+    /// The code that users see.
+    pub(crate) fn code(&self) -> &'static str {
+        match self {
+            Self::Start { .. } | Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => "FIRN-WORKER",
+            Self::Deadline { .. } => "FIRN-GPU-TIMEOUT",
+            Self::Refused { .. } => "FIRN-DRIVER-MISSING",
+            Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
+                "FIRN-GPU-UNSUPPORTED"
+            }
+            Self::Process { .. } => "FIRN-GPU-DRIVER",
+            Self::State { .. } => "FIRN-GPU-STATE",
+        }
+    }
+
+    /// What the operator can do.
+    pub(crate) fn hint(&self) -> &str {
+        match self {
+            Self::Start { .. } => {
+                "install firn-gpu beside the shim, or name it under [worker] in the configuration"
+            }
+            Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => {
+                "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it"
+            }
+            Self::Deadline { .. } => "raise the phase's time under [deadlines] in the configuration",
+            Self::Refused { hint, .. } => hint,
+            Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
+                "the process uses what this driver cannot checkpoint or restore: managed memory, or memory shared with others"
+            }
+            Self::Process { .. } => "the kernel log (dmesg) may hold the driver's reason",
+            Self::State { .. } => "see whether another tool works on the same process",
+        }
+    }
+}
+
+/// A process of the container that uses CUDA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CudaProcess {
+    /// Pid as the shim sees it.
+    pub pid: i32,
+    /// The thread that carries out the driver's checkpoint and restore.
+    pub restore_tid: i32,
+    /// State when it was found.
+    pub state: CudaState,
+}
+
+/// The driver, by way of a worker process.
+pub(crate) struct Gpu {
+    program: PathBuf,
+    reaper: Reaper,
+    worker: Option<Worker>,
+}
+
+struct Worker {
+    child: Child,
+    stream: BufReader<UnixStream>,
+}
+
+impl Gpu {
+    /// A driver whose worker is `program`; nothing is started yet.
+    pub(crate) fn new(program: PathBuf, reaper: Reaper) -> Self {
+        Self {
+            program,
+            reaper,
+            worker: None,
+        }
+    }
+
+    /// Starts the worker, so that its start overlaps with other work.
+    pub(crate) fn warm_up(&mut self) -> Result<(), GpuError> {
+        self.worker().map(drop)
+    }
+
+    /// Driver version and GPUs of this node.
+    pub(crate) async fn inventory(&mut self) -> Result<Inventory, GpuError> {
+        let (inventory, _) = self.call("inventory", &Request::Inventory, ASK).await?;
+        inventory.ok_or(GpuError::Died { op: "inventory" })
+    }
+
+    /// Those of `pids` that use CUDA.
+    pub(crate) async fn discover(&mut self, pids: Vec<i32>) -> Result<Vec<CudaProcess>, GpuError> {
+        let (_, replies) = self.call("discover", &Request::Discover { pids }, ASK).await?;
+        let mut found = Vec::new();
+        for reply in replies {
+            let Some(restore_tid) = reply.restore_tid else {
+                continue;
+            };
+            if let Some(source) = reply.error {
+                return Err(GpuError::Process {
+                    pid: reply.pid,
+                    source,
+                });
+            }
+            let state = reply.state.ok_or(GpuError::State {
+                pid: reply.pid,
+                op: "discover",
+                state: None,
+            })?;
+            found.push(CudaProcess {
+                pid: reply.pid,
+                restore_tid,
+                state,
+            });
+        }
+        Ok(found)
+    }
+
+    /// State of each process, `None` for one that the driver does not know (any more).
+    pub(crate) async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, Option<CudaState>)>, GpuError> {
+        let (_, replies) = self
+            .call("state", &Request::State { pids: pids.to_vec() }, ASK)
+            .await?;
+        Ok(replies.into_iter().map(|r| (r.pid, r.state)).collect())
+    }
+
+    /// Locks all; afterwards none of them calls into the driver.
+    pub(crate) async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let timeout_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX);
+        let request = Request::Lock {
+            pids: pids.to_vec(),
+            timeout_ms,
+        };
+        // The driver gets the whole deadline; what it overruns is cut off a little later.
+        self.all(
+            "lock",
+            &request,
+            deadline + Duration::from_secs(1),
+            CudaState::Locked,
+        )
+        .await
+    }
+
+    /// Moves the GPU state of all into their own memory.
+    pub(crate) async fn checkpoint(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let request = Request::Checkpoint { pids: pids.to_vec() };
+        self.all("checkpoint", &request, deadline, CudaState::Checkpointed)
+            .await
+    }
+
+    /// Moves the GPU state of all back, onto other GPUs when `pairs` is not empty. They stay locked.
+    pub(crate) async fn restore(
+        &mut self,
+        pids: &[i32],
+        pairs: &[GpuPair],
+        deadline: Duration,
+    ) -> Result<(), GpuError> {
+        let request = Request::Restore {
+            pids: pids.to_vec(),
+            pairs: pairs.to_vec(),
+        };
+        self.all("restore", &request, deadline, CudaState::Locked).await
+    }
+
+    /// Lets all call into the driver again.
+    pub(crate) async fn unlock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let request = Request::Unlock { pids: pids.to_vec() };
+        self.all("unlock", &request, deadline, CudaState::Running).await
+    }
+
+    async fn all(
+        &mut self,
+        op: &'static str,
+        request: &Request,
+        deadline: Duration,
+        expected: CudaState,
+    ) -> Result<(), GpuError> {
+        let (_, replies) = self.call(op, request, deadline).await?;
+        for reply in replies {
+            if let Some(source) = reply.error {
+                return Err(GpuError::Process {
+                    pid: reply.pid,
+                    source,
+                });
+            }
+            if reply.state != Some(expected) {
+                return Err(GpuError::State {
+                    pid: reply.pid,
+                    op,
+                    state: reply.state,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    async fn call(
+        &mut self,
+        op: &'static str,
+        request: &Request,
+        limit: Duration,
+    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
+        let began = Instant::now();
+        let worker = self.worker()?;
+        let result = match tokio::time::timeout(limit, worker.exchange(op, request)).await {
+            Ok(result) => result,
+            Err(_) => Err(GpuError::Deadline { op, limit }),
+        };
+        log::debug!(
+            "driver {op}: {} ms, {}",
+            began.elapsed().as_millis(),
+            result.is_ok()
+        );
+        if !matches!(result, Ok(_) | Err(GpuError::Refused { .. })) {
+            self.end().await;
+        }
+        result
+    }
+
+    fn worker(&mut self) -> Result<&mut Worker, GpuError> {
+        if self.worker.is_none() {
+            self.worker = Some(Worker::start(&self.program, &self.reaper)?);
+        }
+        self.worker.as_mut().ok_or(GpuError::Died { op: "start" })
+    }
+
+    /// Kills the worker and waits until it is gone, so that no call of it is under way any more.
+    pub(crate) async fn end(&mut self) {
+        if let Some(worker) = self.worker.take() {
+            worker.child.kill();
+            worker.child.wait().await;
+        }
+    }
+}
+
+impl Worker {
+    fn start(program: &PathBuf, reaper: &Reaper) -> Result<Self, GpuError> {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        let mut command = Command::new(program);
+        // A clean environment: the caller's CUDA_VISIBLE_DEVICES and the like must not hide GPUs.
+        command
+            .args(["serve", "--fd", "3"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .env_clear();
+        for name in ["PATH", "LD_LIBRARY_PATH"] {
+            if let Some(value) = std::env::var_os(name) {
+                command.env(name, value);
+            }
+        }
+        command
+            .fd_mappings(vec![FdMapping {
+                parent_fd: OwnedFd::from(theirs),
+                child_fd: 3,
+            }])
+            .map_err(|_| std::io::Error::from(std::io::ErrorKind::InvalidInput))?;
+        let child = reaper.spawn(&mut command).map_err(|source| GpuError::Start {
+            program: program.clone(),
+            source,
+        })?;
+        Ok(Self {
+            child,
+            stream: BufReader::new(UnixStream::from_std(ours)?),
+        })
+    }
+
+    async fn exchange(
+        &mut self,
+        op: &'static str,
+        request: &Request,
+    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
+        let protocol = |source| GpuError::Protocol { op, source };
+        let mut line = serde_json::to_vec(request).map_err(protocol)?;
+        line.push(b'\n');
+        self.stream
+            .get_mut()
+            .write_all(&line)
+            .await
+            .map_err(|_| GpuError::Died { op })?;
+        let (mut inventory, mut processes) = (None, Vec::new());
+        loop {
+            line.clear();
+            let mut limited = tokio::io::AsyncReadExt::take(&mut self.stream, LINE_LIMIT);
+            if limited.read_until(b'\n', &mut line).await? == 0 {
+                return Err(GpuError::Died { op });
+            }
+            match serde_json::from_slice(&line).map_err(protocol)? {
+                Reply::Inventory { inventory: found } => inventory = Some(found),
+                Reply::Process(reply) => processes.push(reply),
+                Reply::Done { .. } => return Ok((inventory, processes)),
+                Reply::Failed { message, hint } => return Err(GpuError::Refused { message, hint }),
+            }
+        }
+    }
+}
