@@ -5,7 +5,7 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -121,4 +121,74 @@ pub(crate) fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
     }
     // SAFETY: kill takes two numbers and no memory; a signal that does not exist is refused by the kernel.
     Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
+}
+
+/// `LOOP_CTL_GET_FREE` of linux/loop.h.
+const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
+
+/// `LOOP_CONFIGURE` of linux/loop.h.
+const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
+
+/// `struct loop_config` of linux/loop.h with its `struct loop_info64` in place.
+#[repr(C)]
+#[derive(Default)]
+struct LoopConfig {
+    fd: u32,
+    block_size: u32,
+    /// lo_device, lo_inode, lo_rdevice, lo_offset, lo_sizelimit.
+    numbers: [u64; 5],
+    /// lo_number, lo_encrypt_type, lo_encrypt_key_size.
+    kinds: [u32; 3],
+    flags: u32,
+    /// lo_file_name, lo_crypt_name, lo_encrypt_key, lo_init.
+    names: [u64; 22],
+    reserved: [u64; 8],
+}
+
+/// How a loop device treats its file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoopFlags {
+    /// Nothing is written to the file.
+    pub(crate) read_only: bool,
+    /// The file is read and written without the page cache.
+    pub(crate) direct_io: bool,
+}
+
+/// Number of a loop device that is free now. Somebody else may take it before it is configured.
+pub(crate) fn loop_get_free(control: impl AsFd) -> io::Result<u32> {
+    // SAFETY: the request takes no argument and touches no memory of ours; a wrong descriptor is refused.
+    let number = Errno::result(unsafe { libc::ioctl(control.as_fd().as_raw_fd(), LOOP_CTL_GET_FREE) })?;
+    u32::try_from(number).map_err(io::Error::other)
+}
+
+/// Makes `device` show the content of `backing`, until its last user closes it.
+pub(crate) fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopFlags) -> io::Result<()> {
+    const READ_ONLY: u32 = 1;
+    const AUTOCLEAR: u32 = 4;
+    const DIRECT_IO: u32 = 16;
+    let mut config = LoopConfig { flags: AUTOCLEAR, ..LoopConfig::default() };
+    config.fd = u32::try_from(backing.as_fd().as_raw_fd()).map_err(io::Error::other)?;
+    config.flags |= if flags.read_only { READ_ONLY } else { 0 };
+    config.flags |= if flags.direct_io { DIRECT_IO } else { 0 };
+    // SAFETY: the request reads one loop_config, which `config` is by layout (see the test) and which outlives the
+    // call; the kernel takes its own reference to `backing`. Descriptors of another kind are refused.
+    let rc = unsafe { libc::ioctl(device.as_fd().as_raw_fd(), LOOP_CONFIGURE, &raw const config) };
+    Errno::result(rc)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::{offset_of, size_of};
+
+    use super::*;
+
+    #[test]
+    fn loop_config_has_the_kernels_layout() {
+        assert_eq!(size_of::<LoopConfig>(), 304);
+        assert_eq!(offset_of!(LoopConfig, numbers), 8);
+        assert_eq!(offset_of!(LoopConfig, flags), 60);
+        assert_eq!(offset_of!(LoopConfig, names), 64);
+        assert_eq!(offset_of!(LoopConfig, reserved), 240);
+    }
 }

@@ -136,7 +136,7 @@ async fn a_cgroup_is_found_by_its_process_and_by_its_path() {
         return;
     }
     assert!(by_spec.exists());
-    assert_eq!(by_spec.pids().unwrap(), []);
+    assert!(by_spec.pids().unwrap().is_empty());
     let outer = scratch.spawn(&reaper, "", "exec sleep 1000");
     let inner = scratch.spawn(&reaper, "inner", "exec sleep 1000");
     until("the processes to enter", || by_spec.pids().unwrap().len() == 2).await;
@@ -177,6 +177,7 @@ async fn frozen_processes_stand_still_until_thawed() {
             fs::read_to_string(&beat).unwrap() == "beat\n"
         })
         .await;
+        cgroup.kill_all(LIMIT).await.unwrap();
     }
 }
 
@@ -263,7 +264,7 @@ async fn frozen_processes_are_killed_and_their_cgroups_removed() {
         .await;
         scratch.cgroup.freeze(LIMIT).await.unwrap();
         scratch.cgroup.kill_all(LIMIT).await.unwrap();
-        assert_eq!(scratch.cgroup.pids().unwrap(), []);
+        assert!(scratch.cgroup.pids().unwrap().is_empty());
         for child in children {
             assert_eq!(timeout(LIMIT, child.wait()).await.unwrap().code, 128 + 9);
         }
@@ -384,7 +385,7 @@ async fn v1_use_is_what_the_kernel_counts() {
     scratch.cgroup.kill_all(LIMIT).await.unwrap();
     scratch.cgroup.remove(LIMIT).await.unwrap();
     assert!(scratch.cgroup.stats().unwrap_err().is_absent());
-    assert_eq!(scratch.cgroup.pids().unwrap(), []);
+    assert!(scratch.cgroup.pids().unwrap().is_empty());
 }
 
 /// v1 hierarchies made of plain files, for controllers that few hosts have.

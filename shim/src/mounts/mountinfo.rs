@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
 
-/// The mounts of this process's namespace.
-const MOUNTINFO: &str = "/proc/self/mountinfo";
+/// The mounts of this thread's namespace.
+const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +39,12 @@ fn entry(line: &[u8]) -> Option<MountEntry> {
     fields.find(|field| *field == b"-")?;
     let fs_type = text(fields.next()?);
     let super_options = text(fields.nth(1)?);
-    Some(MountEntry { root, mount_point, fs_type, super_options })
+    Some(MountEntry {
+        root,
+        mount_point,
+        fs_type,
+        super_options,
+    })
 }
 
 fn path(field: &[u8]) -> PathBuf {
@@ -85,11 +90,19 @@ mod tests {
         assert_eq!(entries[0].root, PathBuf::from("/mnt1"));
         assert_eq!(entries[0].mount_point, PathBuf::from("/mnt/with space\\x"));
         assert_eq!(entries[0].super_options, "rw,errors=continue");
-        assert_eq!((entries[1].fs_type.as_str(), entries[1].super_options.as_str()), ("cgroup", "rw,cpu,cpuacct"));
+        assert_eq!(
+            (entries[1].fs_type.as_str(), entries[1].super_options.as_str()),
+            ("cgroup", "rw,cpu,cpuacct")
+        );
     }
 
     #[test]
     fn the_root_of_this_process_is_mounted() {
-        assert!(mounted().unwrap().iter().any(|entry| entry.mount_point == Path::new("/")));
+        assert!(
+            mounted()
+                .unwrap()
+                .iter()
+                .any(|entry| entry.mount_point == Path::new("/"))
+        );
     }
 }

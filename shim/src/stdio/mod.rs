@@ -25,7 +25,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub(crate) use copier::{Copier, Drained};
+pub(crate) use copier::Copier;
 pub(crate) use prepare::{Owner, Prepared};
 
 use uri::Target;

@@ -17,6 +17,7 @@ use nix::unistd::mkfifo;
 use tempfile::TempDir;
 use tokio::task::spawn_blocking;
 
+use super::copier::Drained;
 use super::*;
 use crate::reaper::{Child, Reaper};
 

@@ -1,0 +1,341 @@
+//! Real mounts, in a mount namespace of each test's own. Needs root.
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::mount::{MntFlags, MsFlags, mount as mount_call, umount2};
+use tempfile::TempDir;
+
+use super::*;
+
+/// A temporary directory in a private mount namespace, which ends with the test's thread and takes all mounts along.
+struct Private(TempDir);
+
+impl Private {
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Private {
+    fn drop(&mut self) {
+        // Or the directory could not be removed.
+        umount2(self.path(), MntFlags::MNT_DETACH).unwrap();
+    }
+}
+
+fn private_dir() -> Option<Private> {
+    if let Err(errno) = unshare(CloneFlags::CLONE_NEWNS) {
+        eprintln!("skipped: needs root for a mount namespace ({errno})");
+        return None;
+    }
+    mount_call(
+        None::<&str>,
+        "/",
+        None::<&str>,
+        MsFlags::MS_PRIVATE | MsFlags::MS_REC,
+        None::<&str>,
+    )
+    .unwrap();
+    let dir = TempDir::new().unwrap();
+    // Overlays want a file system that is not an overlay itself.
+    tmpfs_at(dir.path());
+    Some(Private(dir))
+}
+
+fn mount_of(fs_type: &str, source: impl AsRef<Path>, target: &str, options: &[&str]) -> Mount {
+    Mount {
+        type_: fs_type.to_owned(),
+        source: source.as_ref().to_str().unwrap().to_owned(),
+        target: target.to_owned(),
+        options: options.iter().map(|option| (*option).to_owned()).collect(),
+        ..Mount::default()
+    }
+}
+
+fn dir(parent: &Path, name: &str) -> PathBuf {
+    let path = parent.join(name);
+    fs::create_dir_all(&path).unwrap();
+    path
+}
+
+fn tmpfs_at(path: &Path) {
+    mount_call(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+}
+
+fn mounted_below(path: &Path) -> usize {
+    mounted()
+        .unwrap()
+        .iter()
+        .filter(|mount| mount.mount_point.starts_with(path))
+        .count()
+}
+
+fn raw_mountinfo(path: &Path) -> String {
+    let text = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+    let found = text.lines().find(|line| line.split(' ').nth(4) == path.to_str());
+    found.unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn an_overlay_shows_its_layers_and_keeps_changes_above() {
+    let Some(tmp) = private_dir() else { return };
+    let [lower, upper, work, rootfs] = ["lower", "upper", "work", "rootfs"].map(|name| dir(tmp.path(), name));
+    fs::write(lower.join("file"), "below").unwrap();
+    let options = [
+        format!("lowerdir={}", lower.display()),
+        format!("upperdir={}", upper.display()),
+        format!("workdir={}", work.display()),
+    ];
+    let options: Vec<_> = options.iter().map(String::as_str).collect();
+    mount_all(&[mount_of("overlay", "overlay", "", &options)], &rootfs)
+        .await
+        .unwrap();
+    assert_eq!(fs::read_to_string(rootfs.join("file")).unwrap(), "below");
+    fs::write(rootfs.join("file"), "above").unwrap();
+    assert_eq!(fs::read_to_string(lower.join("file")).unwrap(), "below");
+    unmount_recursive(&rootfs).await.unwrap();
+    assert_eq!(fs::read_dir(&rootfs).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn an_overlay_with_more_layers_than_a_page_names_is_mounted() {
+    let Some(tmp) = private_dir() else { return };
+    let rootfs = dir(tmp.path(), "rootfs");
+    let base = "snapshots/".to_owned() + &"d".repeat(80);
+    let layers: Vec<_> = (0..100)
+        .map(|layer| dir(tmp.path(), &format!("{base}/{layer}/fs")))
+        .collect();
+    for (number, layer) in layers.iter().enumerate() {
+        fs::write(layer.join(format!("from-{number}")), "").unwrap();
+    }
+    let names: Vec<_> = layers.iter().map(|layer| layer.to_str().unwrap()).collect();
+    let option = format!("lowerdir={}", names.join(":"));
+    assert!(option.len() > 8192);
+    let before = std::env::current_dir().unwrap();
+    mount_all(&[mount_of("overlay", "overlay", "", &[&option])], &rootfs)
+        .await
+        .unwrap();
+    assert_eq!(fs::read_dir(&rootfs).unwrap().count(), 100);
+    assert_eq!(std::env::current_dir().unwrap(), before);
+
+    // Layers without a directory in common cannot be shortened.
+    let option = format!("lowerdir=/proc:{}", names.join(":"));
+    let error = mount_all(&[mount_of("overlay", "overlay", "", &[&option])], &rootfs)
+        .await
+        .unwrap_err();
+    assert!(matches!(error, MountError::TooLong { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_read_only_bind_refuses_writes_and_its_source_does_not() {
+    let Some(tmp) = private_dir() else { return };
+    let [source, rootfs] = ["source", "rootfs"].map(|name| dir(tmp.path(), name));
+    mount_all(
+        &[mount_of("bind", &source, "", &["rbind", "ro", "nosuid"])],
+        &rootfs,
+    )
+    .await
+    .unwrap();
+    let error = fs::write(rootfs.join("file"), "").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ReadOnlyFilesystem);
+    fs::write(source.join("file"), "").unwrap();
+    assert!(rootfs.join("file").exists());
+    assert!(
+        raw_mountinfo(&rootfs).contains(" ro,nosuid"),
+        "{}",
+        raw_mountinfo(&rootfs)
+    );
+}
+
+#[tokio::test]
+async fn propagation_is_set_beside_other_flags() {
+    let Some(tmp) = private_dir() else { return };
+    let [source, rootfs] = ["source", "rootfs"].map(|name| dir(tmp.path(), name));
+    mount_all(
+        &[mount_of("bind", &source, "", &["rbind", "rshared", "ro"])],
+        &rootfs,
+    )
+    .await
+    .unwrap();
+    let line = raw_mountinfo(&rootfs);
+    assert!(line.contains(" shared:") && line.contains(" ro,"), "{line}");
+}
+
+#[tokio::test]
+async fn a_target_is_found_inside_of_the_rootfs_only() {
+    let Some(tmp) = private_dir() else { return };
+    let [source, outside, rootfs] = ["source", "outside", "rootfs"].map(|name| dir(tmp.path(), name));
+    fs::write(source.join("file"), "").unwrap();
+    dir(&rootfs, "inner");
+    dir(&rootfs, outside.strip_prefix("/").unwrap().to_str().unwrap());
+    std::os::unix::fs::symlink("/inner", rootfs.join("absolute")).unwrap();
+    std::os::unix::fs::symlink(&outside, rootfs.join("escape")).unwrap();
+    std::os::unix::fs::symlink("../../../../../../inner", rootfs.join("climb")).unwrap();
+    for (target, expected) in [
+        ("/absolute", rootfs.join("inner")),
+        ("climb", rootfs.join("inner")),
+    ] {
+        mount_all(&[mount_of("bind", &source, target, &["bind", "ro"])], &rootfs)
+            .await
+            .unwrap();
+        assert!(expected.join("file").exists(), "{target}");
+        unmount_recursive(&rootfs).await.unwrap();
+    }
+    mount_all(&[mount_of("bind", &source, "escape", &["bind"])], &rootfs)
+        .await
+        .unwrap();
+    assert!(!outside.join("file").exists());
+    unmount_recursive(&rootfs).await.unwrap();
+    let error = mount_all(&[mount_of("bind", &source, "missing", &["bind"])], &rootfs)
+        .await
+        .unwrap_err();
+    assert!(matches!(error, MountError::Target { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_mount_that_fails_takes_the_earlier_ones_along() {
+    let Some(tmp) = private_dir() else { return };
+    let [source, rootfs] = ["source", "rootfs"].map(|name| dir(tmp.path(), name));
+    let first = mount_of("bind", &source, "", &["rbind"]);
+    for (second, expected) in [
+        (
+            mount_of("bind", tmp.path().join("missing"), "", &["rbind"]),
+            "cannot mount ",
+        ),
+        (
+            mount_of("bind", &source, "", &["rbind", "X-containerd.x=y"]),
+            "mount option X-containerd.x=y is reserved",
+        ),
+        (
+            mount_of("overlay", "overlay", "", &["uidmap=0:1:1"]),
+            "mount of overlay: a user mapping",
+        ),
+        (
+            mount_of("fuse.sshfs", "host:", "", &[]),
+            "mount of host:: type fuse.sshfs is not supported",
+        ),
+    ] {
+        let error = mount_all(&[first.clone(), second], &rootfs).await.unwrap_err();
+        assert!(error.to_string().starts_with(expected), "{error}");
+        assert_eq!(mounted_below(&rootfs), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_file_is_mounted_through_a_loop_device_that_ends_with_the_mount() {
+    let Some(tmp) = private_dir() else { return };
+    let rootfs = dir(tmp.path(), "rootfs");
+    let image = tmp.path().join("image");
+    File::create(&image).unwrap().set_len(4 << 20).unwrap();
+    // Not waited for by the usual means: other tests reap all children of this process.
+    let reaper = crate::reaper::Reaper::start().unwrap();
+    let mut mkfs = std::process::Command::new("mkfs.ext4");
+    let made = reaper
+        .output(
+            mkfs.args(["-q", "-O", "^has_journal"]).arg(&image),
+            Duration::from_secs(20),
+        )
+        .await;
+    if !made.is_ok_and(|output| output.success()) || !Path::new("/dev/loop-control").exists() {
+        return eprintln!("skipped: needs mkfs.ext4 and loop devices");
+    }
+    for (options, writable) in [(&["loop"][..], true), (&["loop", "ro", "direct-io"], false)] {
+        let mount = mount_of("ext4", &image, "", options);
+        // Direct I/O is refused for files of a tmpfs: the device works without.
+        match mount_all(&[mount], &rootfs).await {
+            Err(MountError::Loop { source, .. }) if options.contains(&"direct-io") => {
+                assert_eq!(source.kind(), ErrorKind::InvalidInput);
+                continue;
+            }
+            mounted => mounted.unwrap(),
+        }
+        assert!(rootfs.join("lost+found").exists());
+        assert_eq!(fs::write(rootfs.join("file"), "").is_ok(), writable);
+        let device = raw_mountinfo(&rootfs)
+            .split(" - ext4 ")
+            .nth(1)
+            .unwrap()
+            .split(' ')
+            .next()
+            .unwrap()
+            .to_owned();
+        let backing = PathBuf::from(format!(
+            "/sys/block/{}/loop/backing_file",
+            device.trim_start_matches("/dev/")
+        ));
+        assert!(backing.exists());
+        unmount_recursive(&rootfs).await.unwrap();
+        let begun = Instant::now();
+        while backing.exists() {
+            assert!(
+                begun.elapsed() < Duration::from_secs(10),
+                "{device} was left behind"
+            );
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn nested_stacked_and_oddly_named_mounts_are_unmounted() {
+    let Some(tmp) = private_dir() else { return };
+    let rootfs = dir(tmp.path(), "root fs");
+    tmpfs_at(&rootfs);
+    tmpfs_at(&rootfs);
+    let inner = dir(&rootfs, "a\\b/with space");
+    tmpfs_at(&inner);
+    tmpfs_at(&dir(&inner, "deep"));
+    let beside = dir(tmp.path(), "root fs 2");
+    tmpfs_at(&beside);
+    let link = tmp.path().join("link");
+    std::os::unix::fs::symlink(&rootfs, &link).unwrap();
+    for _ in 0..2 {
+        unmount_recursive(&link).await.unwrap();
+        assert_eq!(mounted_below(&rootfs), 0);
+    }
+    assert_eq!(mounted_below(&beside), 1);
+    unmount_recursive(Path::new("/no/such/path")).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_mount_that_is_busy_for_a_moment_is_waited_for() {
+    let Some(tmp) = private_dir() else { return };
+    let rootfs = dir(tmp.path(), "rootfs");
+    tmpfs_at(&rootfs);
+    let user = File::create(rootfs.join("file")).unwrap();
+    let release = async {
+        // While the first attempts fail.
+        tokio::time::sleep(BUSY_FOR).await;
+        drop(user);
+    };
+    let (unmounted, ()) = tokio::join!(unmount_recursive(&rootfs), release);
+    unmounted.unwrap();
+    assert_eq!(mounted_below(&rootfs), 0);
+}
+
+const BUSY_FOR: Duration = Duration::from_millis(150);
+
+#[tokio::test]
+async fn a_mount_that_stays_busy_is_reported_or_detached() {
+    let Some(tmp) = private_dir() else { return };
+    let work = dir(tmp.path(), "work");
+    let leftover = dir(&work, ".criu.cgyard.X");
+    tmpfs_at(&leftover);
+    let free = dir(&leftover, "free");
+    tmpfs_at(&free);
+    let user = File::create(leftover.join("file")).unwrap();
+    let error = unmount_recursive(&work).await.unwrap_err();
+    assert!(
+        matches!(&error, MountError::Unmount { path, .. } if *path == leftover),
+        "{error}"
+    );
+    // What could be unmounted was.
+    assert_eq!(mounted_below(&work), 1);
+    unmount_below(&work).await.unwrap();
+    assert_eq!(mounted_below(&work), 0);
+    fs::remove_dir_all(&work).unwrap();
+    drop(user);
+}
