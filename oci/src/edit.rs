@@ -101,6 +101,19 @@ pub fn set_criu_config(spec: &mut Spec, file: &Path) -> Result<(), EditError> {
     Ok(())
 }
 
+/// Puts the container into another cgroup: the last part of `linux.cgroupsPath` becomes `name`.
+pub fn rename_cgroup(spec: &mut Spec, name: &str) -> Result<(), EditError> {
+    let Some(path) = spec.cgroups_path() else {
+        return Ok(());
+    };
+    // `slice:prefix:name` for the systemd driver, else a path.
+    let end = path.rfind(['/', ':']).map_or(0, |at| at + 1);
+    let path = format!("{}{name}", &path[..end]);
+    spec.object_mut(&["linux"], "linux")?
+        .insert("cgroupsPath".to_owned(), json!(path));
+    Ok(())
+}
+
 /// Adds firn's createRuntime hook after all others. runc runs it at a restore before sockets are restored; it brings
 /// up the loopback of the container's network namespace, which runc does at create only.
 pub fn add_restore_hook(spec: &mut Spec, program: &Path) -> Result<(), EditError> {

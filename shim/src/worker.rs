@@ -18,9 +18,6 @@ use tokio::net::UnixStream;
 
 use crate::reaper::{Child, Reaper};
 
-/// Longest time for calls that only ask: inventory, discover, state.
-const ASK: Duration = Duration::from_secs(30);
-
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
 
@@ -143,14 +140,20 @@ impl Gpu {
     }
 
     /// Driver version and GPUs of this node.
-    pub(crate) async fn inventory(&mut self) -> Result<Inventory, GpuError> {
-        let (inventory, _) = self.call("inventory", &Request::Inventory, ASK).await?;
+    pub(crate) async fn inventory(&mut self, deadline: Duration) -> Result<Inventory, GpuError> {
+        let (inventory, _) = self.call("inventory", &Request::Inventory, deadline).await?;
         inventory.ok_or(GpuError::Died { op: "inventory" })
     }
 
     /// Those of `pids` that use CUDA.
-    pub(crate) async fn discover(&mut self, pids: Vec<i32>) -> Result<Vec<CudaProcess>, GpuError> {
-        let (_, replies) = self.call("discover", &Request::Discover { pids }, ASK).await?;
+    pub(crate) async fn discover(
+        &mut self,
+        pids: Vec<i32>,
+        deadline: Duration,
+    ) -> Result<Vec<CudaProcess>, GpuError> {
+        let (_, replies) = self
+            .call("discover", &Request::Discover { pids }, deadline)
+            .await?;
         let mut found = Vec::new();
         for reply in replies {
             let Some(restore_tid) = reply.restore_tid else {
@@ -177,9 +180,13 @@ impl Gpu {
     }
 
     /// State of each process, `None` for one that the driver does not know (any more).
-    pub(crate) async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, Option<CudaState>)>, GpuError> {
+    pub(crate) async fn states(
+        &mut self,
+        pids: &[i32],
+        deadline: Duration,
+    ) -> Result<Vec<(i32, Option<CudaState>)>, GpuError> {
         let (_, replies) = self
-            .call("state", &Request::State { pids: pids.to_vec() }, ASK)
+            .call("state", &Request::State { pids: pids.to_vec() }, deadline)
             .await?;
         Ok(replies.into_iter().map(|r| (r.pid, r.state)).collect())
     }

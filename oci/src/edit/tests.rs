@@ -238,3 +238,19 @@ fn the_criu_configuration_is_named() {
     assert_eq!(spec.annotation("org.criu.config"), Some("/b/firn-criu.conf"));
     assert_eq!(spec.annotation("k"), Some("v"));
 }
+
+#[test]
+fn a_cgroup_is_renamed_in_both_forms() {
+    for (path, renamed) in [
+        ("/default/old", "/default/new"),
+        ("system.slice:ctr:old", "system.slice:ctr:new"),
+        ("old", "new"),
+    ] {
+        let mut spec = Spec::from(json!({"linux": {"cgroupsPath": path}}));
+        rename_cgroup(&mut spec, "new").unwrap();
+        assert_eq!(spec.cgroups_path(), Some(renamed));
+    }
+    let mut without = Spec::from(json!({}));
+    rename_cgroup(&mut without, "new").unwrap();
+    assert_eq!(without.cgroups_path(), None);
+}

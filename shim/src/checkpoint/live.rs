@@ -109,7 +109,7 @@ impl<'a> Live<'a> {
 
     /// The node, the grant and the tools, and refusals that need no look at the processes.
     async fn look_around(&mut self) -> Result<Source, EffectError> {
-        let inventory = self.gpu.inventory().await?;
+        let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
         if !inventory.checkpoint_api {
             return Err(EffectError::NoCheckpointApi {
                 version: inventory.driver_version,
@@ -251,12 +251,16 @@ impl Effects for Live<'_> {
 
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
         let pids = self.cgroup.pids()?;
-        if self.source.is_none() {
+        let first = self.source.is_none();
+        if first {
             self.source = Some(self.look_around().await?);
         }
-        let cuda = self.gpu.discover(pids.clone()).await?;
+        let cuda = self
+            .gpu
+            .discover(pids.clone(), self.config.deadlines.discover)
+            .await?;
         self.refuse_by_process(&pids, &cuda)?;
-        self.account.mark("inspect");
+        self.account.mark(if first { "inspect" } else { "inspect-again" });
         Ok(cuda)
     }
 
@@ -302,7 +306,7 @@ impl Effects for Live<'_> {
     }
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
-        let states = self.gpu.states(pids).await?;
+        let states = self.gpu.states(pids, self.config.deadlines.discover).await?;
         Ok(states
             .into_iter()
             .filter_map(|(pid, state)| Some((pid, state?)))

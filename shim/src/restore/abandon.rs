@@ -55,7 +55,7 @@ async fn kill_cgroup(container: &Container, spec: &Spec) {
 
 /// Unmounts what a killed CRIU or runc left: the rootfs bind in runc's state directory, the cgroup tree in the work
 /// directory. Order matters: a recursive delete of the work directory would otherwise walk into cgroupfs.
-pub(crate) async fn sweep(state: &Path, work: &Path) {
+async fn sweep(state: &Path, work: &Path) {
     let criu_root = state.join("criu-root");
     let yards = std::fs::read_dir(work)
         .into_iter()
@@ -67,7 +67,7 @@ pub(crate) async fn sweep(state: &Path, work: &Path) {
             .is_some_and(|name| name.to_string_lossy().starts_with(CGYARD))
     });
     for path in yards.chain([criu_root]) {
-        if let Err(error) = mounts::unmount_recursive(&path).await {
+        if let Err(error) = mounts::unmount_below(&path).await {
             log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
         }
     }

@@ -38,11 +38,17 @@ pub(crate) enum Refusal {
     Spec(#[from] firn_oci::SpecError),
     #[error("the checkpoint holds GPU state and the container asks for no GPU")]
     NoGpuAsked,
+    #[error("cgroup {path} is in use by other processes")]
+    CgroupBusy { path: String },
+    #[error("cannot look at the cgroup")]
+    Cgroup(#[from] CgroupError),
 }
 
 /// The cause of a restore that had begun.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Cause {
+    #[error("the container's cgroup is in use by other processes")]
+    CgroupBusy,
     #[error("cannot write CRIU's configuration")]
     Criu(#[from] firn_oci::criu::CriuError),
     #[error("{}", Chain(source))]
@@ -126,6 +132,8 @@ impl Refusal {
             Self::Criu(error) => error.code(),
             Self::Spec(error) => error.code(),
             Self::NoGpuAsked => "FIRN-GPU-COUNT",
+            Self::CgroupBusy { .. } => "FIRN-CGROUP-BUSY",
+            Self::Cgroup(_) => "FIRN-FREEZER",
         }
     }
 
@@ -141,6 +149,8 @@ impl Refusal {
             Self::Edit(error) => error.hint(),
             Self::Criu(error) => error.hint(),
             Self::Spec(error) => error.hint(),
+            Self::CgroupBusy { .. } => "stop the container that is in it, or restore under another id",
+            Self::Cgroup(_) => "see that the cgroup hierarchies are mounted",
             Self::NoGpuAsked => "grant the container as many GPUs as it had when it was checkpointed",
         }
     }
@@ -151,6 +161,7 @@ impl Cause {
         match self {
             Self::Criu(error) => error.code(),
             Self::Runtime { .. } | Self::PidFile(_) | Self::Pid | Self::Continue { .. } => "FIRN-RESTORE",
+            Self::CgroupBusy => "FIRN-CGROUP-BUSY",
             Self::ProcessMissing { .. } => "FIRN-MANIFEST-CORRUPT",
             Self::Cgroup(_) => "FIRN-FREEZER",
             Self::Spec(error) => error.code(),
@@ -176,6 +187,7 @@ impl Cause {
             Self::PidFile(_) | Self::Pid | Self::Continue { .. } | Self::Cgroup(_) => {
                 "try again; the checkpoint can be used again"
             }
+            Self::CgroupBusy => "stop the container that is in it, or restore under another id",
             Self::ProcessMissing { .. } => "copy the checkpoint from its origin again",
             Self::Spec(error) => error.hint(),
             Self::Dev(error) => error.hint(),

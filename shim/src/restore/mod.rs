@@ -17,7 +17,6 @@ mod error;
 mod prepare;
 mod run;
 
-pub(crate) use abandon::sweep;
 pub(crate) use error::RestoreError;
 pub(crate) use prepare::{Prepared, prepare};
 pub(crate) use run::run;

@@ -10,6 +10,8 @@ use firn_oci::{Decision, Spec, edit, mounts};
 
 use super::RestoreError;
 use super::error::Refusal;
+use crate::cgroup::{Cgroup, CgroupError};
+use crate::options::RuncOptions;
 use crate::reaper::Reaper;
 use crate::worker::Gpu;
 
@@ -37,6 +39,8 @@ pub(crate) struct GpuPart {
 
 /// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
 pub(crate) async fn prepare(
+    id: &str,
+    options: &RuncOptions,
     bundle: &Path,
     image: &Path,
     spec: Spec,
@@ -59,7 +63,11 @@ pub(crate) async fn prepare(
         .verify_images(image)
         .map_err(|error| refused(error.into()))?;
     let gpu = match manifest.has_gpu_state() {
-        true => Some(gpu_part(bundle, spec, &manifest, reaper).await.map_err(refused)?),
+        true => Some(
+            gpu_part(id, options, bundle, spec, &manifest, reaper)
+                .await
+                .map_err(refused)?,
+        ),
         false => None,
     };
     Ok(Prepared {
@@ -70,6 +78,8 @@ pub(crate) async fn prepare(
 }
 
 async fn gpu_part(
+    id: &str,
+    options: &RuncOptions,
     bundle: &Path,
     mut spec: Spec,
     manifest: &Manifest,
@@ -78,11 +88,12 @@ async fn gpu_part(
     if !spec.asks_for_gpu() {
         return Err(Refusal::NoGpuAsked);
     }
+    find_free_cgroup(id, options, &mut spec)?;
     let config = Config::load()?;
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
     let mut gpu = Gpu::new(worker.clone(), reaper.clone());
-    let inventory = gpu.inventory().await;
+    let inventory = gpu.inventory(config.deadlines.inventory).await;
     gpu.end().await;
     let inventory = inventory?;
 
@@ -107,4 +118,29 @@ async fn gpu_part(
         config,
         worker,
     })
+}
+
+/// `ctr containers restore` copies the cgroup of the source along with its spec. While that is in use (the source runs
+/// on this node) the container gets one of its own beside it.
+fn find_free_cgroup(id: &str, options: &RuncOptions, spec: &mut Spec) -> Result<(), Refusal> {
+    if !in_use(id, options, spec)? {
+        return Ok(());
+    }
+    edit::rename_cgroup(spec, id)?;
+    if in_use(id, options, spec)? {
+        return Err(Refusal::CgroupBusy {
+            path: spec.cgroups_path().unwrap_or_default().to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// Whether processes are in the cgroup that the spec names.
+pub(super) fn in_use(id: &str, options: &RuncOptions, spec: &Spec) -> Result<bool, CgroupError> {
+    match spec.cgroups_path() {
+        None => Ok(false),
+        Some(path) => Ok(!Cgroup::by_spec(path, id, options.systemd_cgroup)?
+            .pids()?
+            .is_empty()),
+    }
 }

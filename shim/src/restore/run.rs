@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use super::RestoreError;
 use super::abandon::abandon;
 use super::error::Cause;
-use super::prepare::{GpuPart, Prepared};
+use super::prepare::{GpuPart, Prepared, in_use};
 use crate::account::Account;
 use crate::cgroup::Cgroup;
 use crate::checkpoint::error_lines;
@@ -65,6 +65,8 @@ pub(crate) async fn run(
             }
         };
     };
+    // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
+    free_cgroup(container).map_err(|cause| failed(prepared, cause))?;
     let mut account = Account::begin("restore", &container.id);
     let restored = restore_gpu(
         container,
@@ -84,6 +86,15 @@ pub(crate) async fn run(
             abandon(container, &work).await;
             Err(failed(prepared, cause))
         }
+    }
+}
+
+fn free_cgroup(container: &Container) -> Result<(), Cause> {
+    let spec = Spec::load(&container.bundle)?;
+    if in_use(&container.id, &container.options, &spec)? {
+        Err(Cause::CgroupBusy)
+    } else {
+        Ok(())
     }
 }
 

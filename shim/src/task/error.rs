@@ -41,12 +41,6 @@ pub(crate) enum TaskError {
     },
     #[error("failed to delete task")]
     Delete(#[source] RuncError),
-    #[error("invalid {what}")]
-    Invalid {
-        what: &'static str,
-        #[source]
-        source: protobuf::Error,
-    },
     #[error("cannot decode the options")]
     Options(#[from] options::DecodeError),
     #[error("cannot keep the options")]
@@ -81,7 +75,7 @@ impl TaskError {
             Self::NoContainer { .. } | Self::NoProcess { .. } | Self::Finished => Code::NOT_FOUND,
             Self::ContainerExists { .. } | Self::ExecExists { .. } => Code::ALREADY_EXISTS,
             Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,
-            Self::Invalid { .. } | Self::Options(_) => Code::INVALID_ARGUMENT,
+            Self::Options(_) => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
             Self::Checkpoint(error) => error.rpc_code(),
