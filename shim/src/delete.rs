@@ -154,11 +154,9 @@ async fn attempt<T, E: std::error::Error>(
     }
 }
 
-/// A shim that was killed leaves its socket; those of a pod's other containers may have removed it already.
+/// A shim that was killed leaves its socket; `start` would replace it, but may never come.
 fn remove_dead_socket(bundle: &Path) {
-    let Ok(address) = fs::read_to_string(bundle.join("address")) else {
-        return;
-    };
+    let Some(address) = address(bundle) else { return };
     let Some(path) = address.trim().strip_prefix("unix://").map(Path::new) else {
         return;
     };
@@ -170,10 +168,89 @@ fn remove_dead_socket(bundle: &Path) {
     }
 }
 
+/// Where the shim listened: the file that it wrote itself, or (the stock shim writes none any more) containerd's.
+fn address(bundle: &Path) -> Option<String> {
+    if let Ok(address) = fs::read_to_string(bundle.join("address")) {
+        return Some(address);
+    }
+    let json = fs::read(bundle.join("bootstrap.json")).ok()?;
+    let params: serde_json::Value = serde_json::from_slice(&json).ok()?;
+    Some(params.get("address")?.as_str()?.to_owned())
+}
+
 fn read_pid(path: &Path) -> u32 {
     let pid = fs::read_to_string(path)
         .ok()
         .and_then(|text| text.trim().parse().ok());
     // A container that never ran has none.
     pid.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn args(line: &str) -> Args {
+        Args::parse(line.split(' ').map(OsString::from)).unwrap()
+    }
+
+    #[test]
+    fn the_bundle_is_the_given_one_or_a_sibling() {
+        let given = args("-namespace n -id c1 -bundle /run/b/c1 delete");
+        assert_eq!(bundle(&given).unwrap(), Path::new("/run/b/c1"));
+        let here = std::env::current_dir().unwrap();
+        let sibling = bundle(&args("-namespace n -id c2 delete")).unwrap();
+        assert_eq!(sibling, here.parent().unwrap().join("c2"));
+    }
+
+    #[test]
+    fn a_cgroup_that_others_may_share_is_not_killed() {
+        let bundle = tempfile::tempdir().unwrap();
+        let args = args("-namespace n -id c1 delete");
+        // The root of every hierarchy exists on any host; only the name says whose it is.
+        for path in ["/", "", "/shared", "/c1/other", "system.slice:runc:other"] {
+            let spec = serde_json::json!({"linux": {"cgroupsPath": path}});
+            fs::write(bundle.path().join("config.json"), spec.to_string()).unwrap();
+            assert_eq!(
+                own_cgroup(&args, bundle.path(), &RuncOptions::default()),
+                None,
+                "{path:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn sockets_of_dead_shims_go_and_those_of_living_ones_stay() {
+        let bundle = tempfile::tempdir().unwrap();
+        let (dead, alive) = (bundle.path().join("dead"), bundle.path().join("alive"));
+        drop(UnixListener::bind(&dead).unwrap());
+        let _owner = UnixListener::bind(&alive).unwrap();
+        let bootstrap = serde_json::json!({"version": 3, "address": format!("unix://{}", dead.display())});
+        fs::write(bundle.path().join("bootstrap.json"), bootstrap.to_string()).unwrap();
+        remove_dead_socket(bundle.path());
+        assert!(!dead.exists());
+        for file in [&alive, &bundle.path().join("bootstrap.json")] {
+            fs::write(
+                bundle.path().join("address"),
+                format!("unix://{}", file.display()),
+            )
+            .unwrap();
+            remove_dead_socket(bundle.path());
+            assert!(file.exists(), "{}", file.display());
+        }
+    }
+
+    #[test]
+    fn a_container_that_never_ran_has_pid_0() {
+        let bundle = tempfile::tempdir().unwrap();
+        let file = bundle.path().join(INIT_PID_FILE);
+        assert_eq!(read_pid(&file), 0);
+        fs::write(&file, "4711\n").unwrap();
+        assert_eq!(read_pid(&file), 4711);
+        fs::write(&file, "garbage").unwrap();
+        assert_eq!(read_pid(&file), 0);
+    }
 }

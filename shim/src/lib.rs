@@ -1,1 +1,28 @@
+//! The containerd shim of firn, as a library so that tests reach below the RPC layer.
+#![deny(unsafe_code)]
 
+mod account;
+mod actions;
+mod args;
+mod bootstrap;
+mod cgroup;
+mod checkpoint;
+mod container;
+mod delete;
+mod events;
+mod hold;
+mod logger;
+mod mounts;
+mod options;
+mod procfs;
+mod reaper;
+mod restore;
+mod runc;
+mod server;
+mod stdio;
+mod sys;
+mod task;
+mod worker;
+
+pub use actions::{ActionError, run};
+pub use logger::Chain;

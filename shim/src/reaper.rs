@@ -215,7 +215,7 @@ pub struct Child {
 }
 
 impl Child {
-    /// The process id.
+    /// The process id, for files of /proc and for messages. To signal the process use [`Child::signal`].
     pub fn pid(&self) -> i32 {
         self.pid
     }
@@ -230,15 +230,10 @@ impl Child {
             .expect("the table keeps the sender until it has sent the exit")
     }
 
-    /// The exit, when the process has been reaped.
-    pub fn exit(&self) -> Option<Exit> {
-        *self.exit.borrow()
-    }
-
     /// Sends a signal; false when the process is gone.
     pub fn signal(&self, signal: Signal) -> bool {
         let table = table();
-        table.children.contains_key(&self.pid) && kill(Pid::from_raw(self.pid), signal).is_ok()
+        table.children.contains_key(&self.pid()) && kill(Pid::from_raw(self.pid()), signal).is_ok()
     }
 
     /// Sends SIGKILL, when the process is still there.

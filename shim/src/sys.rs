@@ -27,35 +27,33 @@ pub(crate) struct Reaped {
 
 /// Reaps one exited child, of whatever kind; `None` when no child has exited or none is left.
 ///
-/// Only exits are taken: stops of traced processes stay for their tracer. The signal is read as a number, because
-/// nix's `WaitStatus` answers `EINVAL`, with the exit lost, for a process killed by a real-time signal.
+/// Stops of processes that this process traces are reported too, whatever is asked for; they are taken off the list
+/// and passed over: the tracing thread looks at its tracees itself. The signal is read as a number, because nix's
+/// `WaitStatus` answers `EINVAL`, with the exit lost, for a process killed by a real-time signal.
 pub(crate) fn reap_any() -> io::Result<Option<Reaped>> {
-    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
-    // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores the id.
-    let rc = unsafe { libc::waitid(libc::P_ALL, 0, info.as_mut_ptr(), libc::WEXITED | libc::WNOHANG) };
-    if rc != 0 {
-        let error = io::Error::last_os_error();
-        return if error.raw_os_error() == Some(libc::ECHILD) {
-            Ok(None)
-        } else {
-            Err(error)
-        };
+    loop {
+        let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+        // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores the id.
+        let rc = unsafe { libc::waitid(libc::P_ALL, 0, info.as_mut_ptr(), libc::WEXITED | libc::WNOHANG) };
+        if rc != 0 {
+            let error = io::Error::last_os_error();
+            return if error.raw_os_error() == Some(libc::ECHILD) { Ok(None) } else { Err(error) };
+        }
+        // SAFETY: the struct is plain data that was zeroed above, so every byte of it is initialised.
+        let info = unsafe { info.assume_init() };
+        // SAFETY: waitid fills the SIGCHLD member of the union, or leaves it zero when no child has exited.
+        let pid = unsafe { info.si_pid() };
+        if pid == 0 {
+            return Ok(None);
+        }
+        // SAFETY: as for si_pid; both fields belong to the SIGCHLD member.
+        let status = unsafe { info.si_status() }.unsigned_abs();
+        match info.si_code {
+            libc::CLD_EXITED => return Ok(Some(Reaped { pid, code: status })),
+            libc::CLD_KILLED | libc::CLD_DUMPED => return Ok(Some(Reaped { pid, code: 128 + status })),
+            _ => {}
+        }
     }
-    // SAFETY: the struct is plain data that was zeroed above, so every byte of it is initialised.
-    let info = unsafe { info.assume_init() };
-    // SAFETY: waitid fills the SIGCHLD member of the union, or leaves it zero when no child has exited.
-    let pid = unsafe { info.si_pid() };
-    if pid == 0 {
-        return Ok(None);
-    }
-    // SAFETY: as for si_pid; both fields belong to the SIGCHLD member.
-    let status = unsafe { info.si_status() }.unsigned_abs();
-    let code = if info.si_code == libc::CLD_EXITED {
-        status
-    } else {
-        128 + status
-    };
-    Ok(Some(Reaped { pid, code }))
 }
 
 /// Has the kernel kill the child with SIGKILL when the thread that spawns it ends.

@@ -99,6 +99,9 @@ fn join(hierarchies: &[PathBuf], pid: u32, path: &str) -> Result<(), ConfineErro
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::Stdio;
+
     use super::*;
 
     #[test]
@@ -127,17 +130,25 @@ mod tests {
         );
     }
 
-    #[test]
-    fn the_score_is_one_more_than_the_parents() {
-        let read = |pid: String| fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
-        let parent: i32 = read(getppid().to_string()).trim().parse().unwrap();
-        let mut child = std::process::Command::new("/bin/sleep")
-            .arg("1000")
-            .spawn()
+    #[tokio::test]
+    async fn the_score_is_one_more_than_the_parents() {
+        let read = |pid: i32| {
+            let score = fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+            score.trim().parse::<i32>().unwrap()
+        };
+        let reaper = crate::reaper::Reaper::start().unwrap();
+        let mut command = std::process::Command::new("/bin/sh");
+        let command = command
+            .args(["-c", "echo $$; read x"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = reaper.spawn(command).unwrap();
+        let mut pid = String::new();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut pid)
             .unwrap();
-        adjust_oom_score(child.id()).unwrap();
-        let score: i32 = read(child.id().to_string()).trim().parse().unwrap();
-        child.kill().unwrap();
-        assert_eq!(score, (parent + 1).min(MAX_SCORE));
+        let pid: i32 = pid.trim().parse().unwrap();
+        adjust_oom_score(u32::try_from(pid).unwrap()).unwrap();
+        assert_eq!(read(pid), (read(getppid().as_raw()) + 1).min(MAX_SCORE));
     }
 }

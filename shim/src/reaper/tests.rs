@@ -25,7 +25,7 @@ async fn reports_exit_status_and_signal() {
         let exit = tokio::time::timeout(SOON, child.wait()).await.unwrap();
         assert_eq!((exit.pid, exit.code), (child.pid(), code), "{script}");
         assert!(exit.at >= started);
-        assert_eq!(child.exit(), Some(exit), "a second look gives the same");
+        assert_eq!(child.wait().await, exit, "a second look gives the same");
         assert!(!child.signal(Signal::SIGTERM), "a reaped pid is not signalled");
     }
 }
