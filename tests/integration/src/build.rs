@@ -1,0 +1,119 @@
+//! The programs and libraries under test, built by cargo.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+/// With how much optimisation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Profile {
+    /// Fast to build: for tests and the demo.
+    Dev,
+    /// What ships: for benchmarks and bundles.
+    Release,
+}
+
+/// Where the built files are.
+#[derive(Clone, Debug)]
+pub struct Built {
+    dir: PathBuf,
+    shim: PathBuf,
+}
+
+/// The static target of the shim; without it the shim is built for the host.
+const MUSL: &str = "x86_64-unknown-linux-musl";
+
+impl Built {
+    /// Builds everything that a node needs.
+    pub fn build(profile: Profile) -> Result<Self> {
+        let name = match profile {
+            Profile::Dev => "debug",
+            Profile::Release => "release",
+        };
+        let target = target_dir()?;
+        let packages = [
+            "firn-gpu",
+            "firn-hook",
+            "firn",
+            "firn-workloads",
+            "simgpu-model",
+            "simgpu-cuda",
+            "simgpu-nvml",
+        ];
+        cargo(profile, None, &packages)?;
+        let shim = match profile == Profile::Release && has_musl()? {
+            true => {
+                cargo(profile, Some(MUSL), &["firn-shim"])?;
+                target.join(MUSL)
+            }
+            false => {
+                cargo(profile, None, &["firn-shim"])?;
+                target.clone()
+            }
+        };
+        Ok(Self {
+            dir: target.join(name),
+            shim: shim.join(name).join("containerd-shim-firn-v2"),
+        })
+    }
+
+    /// The shim.
+    pub fn shim(&self) -> &Path {
+        &self.shim
+    }
+
+    /// Any other program of the workspace.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// Directory with the libraries of the simulated driver.
+    pub fn libraries(&self) -> &Path {
+        &self.dir
+    }
+}
+
+fn cargo(profile: Profile, target: Option<&str>, packages: &[&str]) -> Result<()> {
+    let mut command = Command::new(env!("CARGO"));
+    command
+        .args(["build", "--quiet", "--manifest-path"])
+        .arg(workspace().join("Cargo.toml"));
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
+    if let Some(target) = target {
+        command.args(["--target", target]);
+    }
+    for package in packages {
+        command.args(["--package", package]);
+    }
+    let status = command.status().context("run cargo")?;
+    ensure!(status.success(), "cargo build of {} failed", packages.join(", "));
+    Ok(())
+}
+
+/// Whether the standard library for the static target is there.
+fn has_musl() -> Result<bool> {
+    let output = Command::new("rustc")
+        .current_dir(workspace())
+        .args(["--print", "target-libdir", "--target", MUSL])
+        .output()
+        .context("run rustc")?;
+    let dir = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
+    Ok(dir.read_dir().is_ok_and(|mut entries| entries.next().is_some()))
+}
+
+fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn target_dir() -> Result<PathBuf> {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => Ok(PathBuf::from(dir)),
+        None => workspace()
+            .join("target")
+            .canonicalize()
+            .context("find the target directory"),
+    }
+}

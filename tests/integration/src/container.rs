@@ -1,0 +1,317 @@
+//! A container in the lab, driven by `ctr`.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use firn_node::{Remnants, wait_for};
+use serde_json::Value;
+
+use crate::{FIRN, GpuHost, IMAGE, LOG, Lines};
+
+/// How long a step of a workload may take.
+const STEP: Duration = Duration::from_secs(60);
+
+/// Where containerd keeps bundles.
+const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/default";
+
+/// A container on a node.
+pub struct Container<'h> {
+    host: &'h GpuHost,
+    id: String,
+    counters: usize,
+    /// How often its log was carried into an image before the dump that goes with it.
+    carried: usize,
+}
+
+/// What a checkpoint and restore took.
+#[derive(Clone, Copy, Debug)]
+pub struct Move {
+    /// As the client saw it.
+    pub took: Duration,
+}
+
+impl<'h> Container<'h> {
+    /// Runs gpu-counter under firn on these GPUs (`0`, `all`, a UUID), `counters` lines per iteration.
+    pub fn count(
+        host: &'h GpuHost,
+        id: &str,
+        gpus: &[&str],
+        counters: usize,
+        arguments: &[&str],
+    ) -> Result<Self> {
+        Self::count_with(host, id, gpus, counters, &[], arguments)
+    }
+
+    /// As [`Container::count`], with more options of `ctr run`; a later `--runtime` replaces firn.
+    pub fn count_with(
+        host: &'h GpuHost,
+        id: &str,
+        gpus: &[&str],
+        counters: usize,
+        options: &[&str],
+        arguments: &[&str],
+    ) -> Result<Self> {
+        let grant = host.grant(gpus)?;
+        let mut given = vec!["--runtime", FIRN];
+        given.extend(grant.iter().map(String::as_str));
+        given.extend(options);
+        let mut command = vec![
+            "/bin/gpu-counter",
+            "--out",
+            LOG,
+            "--interval-ms",
+            "50",
+            "--mib",
+            "8",
+        ];
+        command.extend(arguments);
+        let mut container = Self::run(host, id, &given, &command)?;
+        container.counters = counters;
+        Ok(container)
+    }
+
+    /// Any other container.
+    pub fn run(host: &'h GpuHost, id: &str, options: &[&str], command: &[&str]) -> Result<Self> {
+        let start = [
+            &["ctr", "run", "--detach"],
+            host.limits(),
+            options,
+            &[IMAGE, id],
+            command,
+        ];
+        host.node().run(&start.concat())?;
+        Ok(Self::new(host, id))
+    }
+
+    fn new(host: &'h GpuHost, id: &str) -> Self {
+        Self {
+            host,
+            id: id.to_owned(),
+            counters: 0,
+            carried: 0,
+        }
+    }
+
+    /// Its id.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Checkpoints the task and the root file system into `image`; the container goes on.
+    pub fn checkpoint(&self, image: &str) -> Result<Move> {
+        let begun = Instant::now();
+        let node = self.host.node();
+        node.run(&[
+            "ctr",
+            "containers",
+            "checkpoint",
+            "--rw",
+            "--task",
+            &self.id,
+            image,
+        ])?;
+        Ok(Move {
+            took: begun.elapsed(),
+        })
+    }
+
+    /// Checkpoints the task into a directory of the node; the container ends.
+    pub fn checkpoint_and_exit(&self, dir: &str) -> Result<Move> {
+        let begun = Instant::now();
+        self.host.node().run(&[
+            "ctr",
+            "task",
+            "checkpoint",
+            "--exit",
+            "--image-path",
+            dir,
+            &self.id,
+        ])?;
+        Ok(Move {
+            took: begun.elapsed(),
+        })
+    }
+
+    /// Restores `image` as a container with this id.
+    pub fn restore(host: &'h GpuHost, id: &str, image: &str, counters: usize) -> Result<(Self, Move)> {
+        let begun = Instant::now();
+        host.node()
+            .run(&["ctr", "containers", "restore", "--rw", "--live", id, image])?;
+        let container = Self {
+            counters,
+            carried: 1,
+            ..Self::new(host, id)
+        };
+        Ok((
+            container,
+            Move {
+                took: begun.elapsed(),
+            },
+        ))
+    }
+
+    /// The lines that the counters have written so far.
+    pub fn lines(&self) -> Result<Lines> {
+        let log = self
+            .host
+            .node()
+            .path(format!("{BUNDLES}/{}/rootfs{LOG}", self.id));
+        match std::fs::read_to_string(&log) {
+            Ok(text) => Ok(Lines::parse(&text)),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Lines::default()),
+            Err(error) => Err(error).with_context(|| format!("read {}", log.display())),
+        }
+    }
+
+    /// Waits until all counters have gone `more` iterations further than they are, all of them right.
+    pub fn goes_on(&self, more: u64) -> Result<Lines> {
+        let from = self.lines()?.reached(self.counters);
+        let waited = wait_for(
+            &format!("{more} iterations of {} after {from}", self.id),
+            STEP,
+            || {
+                let lines = self.lines()?;
+                if let Some(fault) = lines.fault(self.carried) {
+                    bail!("{}: {fault}", self.id);
+                }
+                Ok((lines.reached(self.counters) >= from + more).then_some(lines))
+            },
+        );
+        waited.with_context(|| format!("status {:?}", self.status()))
+    }
+
+    /// Task status as containerd tells it: RUNNING, PAUSED, STOPPED.
+    pub fn status(&self) -> Result<String> {
+        self.listed(2)
+    }
+
+    /// Pid of its init, as the node's processes are numbered.
+    pub fn pid(&self) -> Result<i32> {
+        Ok(self.listed(1)?.parse()?)
+    }
+
+    /// A column of `ctr tasks list`.
+    fn listed(&self, column: usize) -> Result<String> {
+        let table = self.host.node().run(&["ctr", "tasks", "list"])?.stdout;
+        let rows = table
+            .lines()
+            .map(|row| row.split_whitespace().collect::<Vec<_>>());
+        let row = rows.into_iter().find(|row| row.first() == Some(&&*self.id));
+        let field = row.and_then(|row| row.get(column).map(|field| (*field).to_owned()));
+        field.with_context(|| format!("no task {} in:\n{table}", self.id))
+    }
+
+    /// A subcommand of `ctr tasks` on it; options go before its id.
+    pub fn task(&self, words: &[&str]) -> Result<String> {
+        let argv = [&["ctr", "tasks"], words, &[&self.id]].concat();
+        Ok(self.host.node().run(&argv)?.stdout)
+    }
+
+    /// Pids of its processes, as the node's processes are numbered.
+    pub fn pids(&self) -> Result<Vec<String>> {
+        let table = self.task(&["ps"])?;
+        let rows = table.lines().skip(1);
+        Ok(rows
+            .filter_map(|row| Some(row.split_whitespace().next()?.to_owned()))
+            .collect())
+    }
+
+    /// Runs a program in it and gives its output.
+    pub fn exec(&self, command: &[&str]) -> Result<String> {
+        let exec = ["ctr", "tasks", "exec", "--exec-id", "probe", &self.id];
+        Ok(self.host.node().run(&[&exec, command].concat())?.stdout)
+    }
+
+    /// Waits until it has this status.
+    pub fn becomes(&self, status: &str) -> Result<()> {
+        wait_for(&format!("{} to be {status}", self.id), STEP, || {
+            Ok((self.status()? == status).then_some(()))
+        })
+    }
+
+    /// Waits a little and makes sure that it does not go on meanwhile.
+    pub fn stands_still(&self) -> Result<()> {
+        let before = self.lines()?.0.len();
+        // A span, not a condition: nothing must happen in it. Four steps of the counter.
+        std::thread::sleep(Duration::from_millis(200));
+        let after = self.lines()?.0.len();
+        ensure!(
+            before == after,
+            "{} went on from line {before} to {after}",
+            self.id
+        );
+        Ok(())
+    }
+
+    /// UUIDs of the GPUs that hold memory of the container's processes, as the driver's tool tells.
+    pub fn gpus_in_use(&self) -> Result<Vec<String>> {
+        let pids = self.pids()?;
+        let smi = self.host.node().run(&["simgpu", "smi"])?.stdout;
+        let (mut uuid, mut used) = (String::new(), Vec::new());
+        for line in smi.lines() {
+            let mut words = line.split_whitespace();
+            match (words.next(), words.nth(1)) {
+                (Some("gpu"), Some(name)) => uuid = name.to_owned(),
+                (Some(word), _) => {
+                    let pid = word.strip_prefix("pid=");
+                    if pid.is_some_and(|pid| pids.iter().any(|own| own == pid)) && used.last() != Some(&uuid)
+                    {
+                        used.push(uuid.clone());
+                    }
+                }
+                (None, _) => {}
+            }
+        }
+        Ok(used)
+    }
+
+    /// The shim's account of the last checkpoint or restore: phases and milliseconds.
+    pub fn account(&self) -> Result<Vec<(String, f64)>> {
+        let text = self
+            .host
+            .node()
+            .read(format!("{BUNDLES}/{}/firn-account.json", self.id))?;
+        let account: Value = serde_json::from_str(&text)?;
+        let phases = account["phases"].as_array().context("no phases")?;
+        Ok(phases
+            .iter()
+            .filter_map(|phase| Some((phase["name"].as_str()?.to_owned(), phase["ms"].as_f64()?)))
+            .collect())
+    }
+
+    /// Kills and removes it, and makes sure that nothing is left of it.
+    pub fn remove(self) -> Result<()> {
+        // Stopped already, or never started: both are fine here, and told apart by what follows.
+        let _ = self.task(&["kill", "--signal", "SIGKILL"]);
+        wait_for(&format!("end of {}", self.id), STEP, || {
+            Ok(self
+                .status()
+                .map_or(true, |status| status == "STOPPED")
+                .then_some(()))
+        })?;
+        let _ = self.task(&["delete"]);
+        self.forget()
+    }
+
+    /// Removes what containerd still knows of a container without task, and makes sure that nothing is left of it.
+    pub fn forget(self) -> Result<()> {
+        self.host.node().run(&["ctr", "containers", "delete", &self.id])?;
+        self.nothing_left()
+    }
+
+    /// Waits until nothing is left of the container on the node.
+    pub fn nothing_left(&self) -> Result<()> {
+        nothing_left(self.host, &self.id)
+    }
+}
+
+/// Waits until nothing is left of a container on a node: processes, mounts, cgroups, state directories.
+pub fn nothing_left(host: &GpuHost, id: &str) -> Result<()> {
+    let mut last = Remnants::default();
+    let waited = wait_for(&format!("nothing of {id}"), Duration::from_secs(15), || {
+        last = host.node().remnants(id)?;
+        Ok(last.is_empty().then_some(()))
+    });
+    ensure!(waited.is_ok(), "left of {id}:\n{last}");
+    Ok(())
+}

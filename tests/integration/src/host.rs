@@ -1,0 +1,319 @@
+//! A node with simulated GPUs and firn installed.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use firn_node::{Cgroup, CgroupMode, Image, Node, Suite, wait_for};
+use serde_json::Value;
+
+use crate::{Built, IMAGE};
+
+/// Driver version of a node unless a test asks for another.
+pub const DRIVER: &str = "580.159.04";
+
+/// The CDI specification of the node's GPUs.
+const CDI: &str = "/etc/cdi/nvidia.json";
+
+/// Where [`GpuHost::watch_runc`] notes what runc is called for.
+const VERBS: &str = "/run/runc-verbs";
+
+/// Stands before the node's runc in PATH.
+const WATCHER: &str = "#!/bin/sh\nfor word; do case $word in create|start|checkpoint|restore|delete|kill|pause|resume) echo $word >>/run/runc-verbs; break;; esac; done\nexec /usr/sbin/runc \"$@\"\n";
+
+/// How much of containerd's log is shown for a test that failed.
+const SHOWN: usize = 80;
+
+/// How long a node may take to be rid of what a container had.
+const GONE: Duration = Duration::from_secs(15);
+
+/// A simulated GPU.
+#[derive(Clone, Debug)]
+pub struct SimGpu {
+    /// `GPU-...`.
+    pub uuid: String,
+    /// Model.
+    pub name: String,
+    /// Memory in MiB.
+    pub mib: u64,
+}
+
+impl SimGpu {
+    /// An H200 whose UUID ends with the number.
+    pub fn h200(number: u32) -> Self {
+        Self {
+            uuid: format!("GPU-5f1e0000-0000-4000-8000-{number:012x}"),
+            name: "NVIDIA H200".to_owned(),
+            mib: 1024,
+        }
+    }
+
+    /// With this much memory, in MiB.
+    pub fn memory(mut self, mib: u64) -> Self {
+        self.mib = mib;
+        self
+    }
+
+    /// Of another model.
+    pub fn model(mut self, name: &str) -> Self {
+        self.name = name.to_owned();
+        self
+    }
+}
+
+/// A node with firn, simulated GPUs and the test image. Ends when it is dropped.
+pub struct GpuHost {
+    node: Node,
+    gpus: Vec<SimGpu>,
+}
+
+impl GpuHost {
+    /// Starts a node with these GPUs.
+    pub fn start(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
+        Self::start_with(built, suite, name, gpus, Cgroup::Auto, DRIVER)
+    }
+
+    /// As [`GpuHost::start`], with a cgroup version and a driver version.
+    pub fn start_with(
+        built: &Built,
+        suite: Suite,
+        name: &str,
+        gpus: &[SimGpu],
+        cgroup: Cgroup,
+        driver: &str,
+    ) -> Result<Self> {
+        let node = Node::builder(suite).name(name).cgroup(cgroup).start()?;
+        let host = Self {
+            node,
+            gpus: gpus.to_vec(),
+        };
+        host.set_up(built, driver)
+            .with_context(|| format!("set up node {name}"))?;
+        Ok(host)
+    }
+
+    fn set_up(&self, built: &Built, driver: &str) -> Result<()> {
+        let node = &self.node;
+        node.install(built.shim(), "/usr/local/bin/containerd-shim-firn-v2", 0o755)?;
+        for program in ["firn-gpu", "firn-hook", "firn", "simgpu", "cuda-step"] {
+            node.install(built.program(program), format!("/usr/local/bin/{program}"), 0o755)?;
+        }
+        for library in ["libcuda.so", "libnvidia_ml.so"] {
+            node.install(
+                built.libraries().join(library),
+                format!("/tmp/simgpu/{library}"),
+                0o755,
+            )?;
+        }
+        node.run(&["simgpu", "install", "--from", "/tmp/simgpu", "--driver", driver])?;
+        let mut setup: Vec<String> = ["simgpu", "setup", "--driver", driver].map(String::from).into();
+        for (minor, SimGpu { uuid, name, mib }) in self.gpus.iter().enumerate() {
+            setup.push("--gpu".to_owned());
+            setup.push(format!("uuid={uuid},name={name},mem={mib}M,minor={minor}"));
+        }
+        node.run(&setup)?;
+        let cdi = node.run(&["simgpu", "cdi"])?.stdout;
+        node.write(CDI, cdi)?;
+        let counter = built.program("gpu-counter");
+        Image::new(IMAGE)
+            .program(counter, "/bin/gpu-counter")
+            .import(node)
+    }
+
+    /// The node.
+    pub fn node(&self) -> &Node {
+        &self.node
+    }
+
+    /// Its GPUs.
+    pub fn gpus(&self) -> &[SimGpu] {
+        &self.gpus
+    }
+
+    /// UUIDs of its GPUs.
+    pub fn uuids(&self) -> Vec<String> {
+        self.gpus.iter().map(|gpu| gpu.uuid.clone()).collect()
+    }
+
+    /// Options of `ctr run` that grant these GPUs (`0`, `all`, a UUID).
+    ///
+    /// ctr 1.7 knows no CDI: its user names the device nodes and libraries, which are read off the CDI specification.
+    pub fn grant(&self, gpus: &[&str]) -> Result<Vec<String>> {
+        if self.node.record().suite != Suite::Trixie {
+            let devices = gpus.iter().map(|gpu| format!("nvidia.com/gpu={gpu}"));
+            return Ok(devices
+                .flat_map(|device| ["--device".to_owned(), device])
+                .collect());
+        }
+        let cdi: Value = serde_json::from_str(&self.node.read(CDI)?).context("read the CDI specification")?;
+        let known = cdi["devices"]
+            .as_array()
+            .context("no devices in the CDI specification")?;
+        let mut edits = Vec::new();
+        for gpu in gpus {
+            let device = known.iter().find(|device| device["name"] == *gpu);
+            edits.push(
+                &device.with_context(|| format!("no GPU {gpu} in the CDI specification"))?["containerEdits"],
+            );
+        }
+        if !gpus.is_empty() {
+            edits.push(&cdi["containerEdits"]);
+        }
+        Ok(edits.into_iter().flat_map(by_hand).collect())
+    }
+
+    /// Options of `ctr run` that every container on this node needs: a v2 node cannot have the controllers that the
+    /// host's v1 hierarchies hold, so its containers ask for no share of the CPU.
+    pub fn limits(&self) -> &'static [&'static str] {
+        match self.node.record().cgroup {
+            CgroupMode::V1 => &[],
+            CgroupMode::V2 => &["--cpu-shares", "0"],
+        }
+    }
+
+    /// Writes firn's configuration.
+    pub fn configure(&self, text: &str) -> Result<()> {
+        self.node.write("/etc/firn/config.toml", text)
+    }
+
+    /// Disturbs calls of the simulated driver: arguments of `simgpu fault add`.
+    pub fn fault(&self, arguments: &[&str]) -> Result<()> {
+        self.node
+            .run(&[&["simgpu", "fault", "add"], arguments].concat())
+            .map(drop)
+    }
+
+    /// Ends all disturbances.
+    pub fn no_faults(&self) -> Result<()> {
+        self.node.run(&["simgpu", "fault", "clear"]).map(drop)
+    }
+
+    /// From now on notes what runc is called for.
+    pub fn watch_runc(&self) -> Result<()> {
+        use std::os::unix::fs::PermissionsExt;
+        let path = "/usr/local/sbin/runc";
+        self.node.write(path, WATCHER)?;
+        let mode = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(self.node.path(path), mode).context("make the watcher of runc a program")?;
+        self.node.write(VERBS, "")
+    }
+
+    /// What runc has been called for since [`GpuHost::watch_runc`].
+    pub fn runc_verbs(&self) -> Result<Vec<String>> {
+        Ok(self.node.read(VERBS)?.lines().map(String::from).collect())
+    }
+
+    /// What containerd's log holds at its end, for messages of a test that failed.
+    pub fn log(&self) -> String {
+        let log = self.node.read(Node::CONTAINERD_LOG).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        let shown = lines[lines.len().saturating_sub(SHOWN)..].join("\n");
+        format!("containerd's log on {} ends:\n{shown}", self.node.name())
+    }
+
+    /// Moves an image to another node through a file, as a user would.
+    pub fn send_image(&self, image: &str, to: &GpuHost) -> Result<Duration> {
+        let begun = Instant::now();
+        let file = "/tmp/checkpoint.tar";
+        self.export(image, file)?;
+        to.node
+            .install(self.node.path(file), file, 0o600)
+            .context("move the image")?;
+        to.import(file)?;
+        for node in [&self.node, &to.node] {
+            std::fs::remove_file(node.path(file)).context("remove the image file")?;
+        }
+        Ok(begun.elapsed())
+    }
+
+    /// Writes an image to a file of the node.
+    pub(crate) fn export(&self, image: &str, file: &str) -> Result<()> {
+        // ctr 2.1 takes the parts of a checkpoint image for platforms, and fails, without these two.
+        let export = ["ctr", "images", "export", "--local", "--skip-manifest-json"];
+        self.node.run(&[&export[..], &[file, image]].concat()).map(drop)
+    }
+
+    /// Reads images from a file of the node.
+    pub(crate) fn import(&self, file: &str) -> Result<()> {
+        self.node
+            .run(&["ctr", "images", "import", "--local", "--no-unpack", file])
+            .map(drop)
+    }
+
+    /// Whether there is an image with this name.
+    pub fn has_image(&self, image: &str) -> Result<bool> {
+        let names = self.node.run(&["ctr", "images", "list", "--quiet"])?.stdout;
+        Ok(names.lines().any(|name| name == image))
+    }
+
+    /// MiB in use on each GPU, as the driver's tool tells.
+    pub fn gpu_memory(&self) -> Result<Vec<u64>> {
+        let smi = self.node.run(&["simgpu", "smi"])?.stdout;
+        let gpus = smi.lines().filter(|line| line.starts_with("gpu "));
+        gpus.map(|line| {
+            let used = line
+                .split_whitespace()
+                .find_map(|word| word.strip_prefix("used="));
+            let used = used.and_then(|used| used.strip_suffix("MiB")?.parse().ok());
+            used.with_context(|| format!("no use of memory in {line:?}"))
+        })
+        .collect()
+    }
+
+    /// Waits until no container is left on the node: no shim, runc, CRIU, helper or workload, no memory in use on any
+    /// GPU.
+    pub fn idle(&self) -> Result<()> {
+        let busy = |command: &str| {
+            let of_runtime = ["containerd-shim", "firn-", "runc", "criu", "gpu-counter"];
+            of_runtime.iter().any(|name| command.starts_with(name))
+        };
+        let mut last = String::new();
+        let waited = wait_for("an idle node", GONE, || {
+            let left: Vec<_> = self
+                .node
+                .processes()
+                .into_iter()
+                .filter(|p| busy(&p.command))
+                .collect();
+            let memory = self.gpu_memory()?;
+            last = format!("{left:?}, GPU memory in use {memory:?}");
+            Ok((left.is_empty() && memory.iter().all(|mib| *mib == 0)).then_some(()))
+        });
+        ensure!(waited.is_ok(), "left on {}: {last}", self.node.name());
+        Ok(())
+    }
+}
+
+impl Drop for GpuHost {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("{}", self.log());
+        }
+    }
+}
+
+/// The options of ctr that do what these edits of a CDI specification say.
+fn by_hand(edits: &Value) -> Vec<String> {
+    let list = |key: &str| edits[key].as_array().cloned().unwrap_or_default();
+    let devices = list("deviceNodes")
+        .into_iter()
+        .filter_map(|node| Some(["--device".to_owned(), node["path"].as_str()?.to_owned()]));
+    let mounts = list("mounts").into_iter().filter_map(|mount| {
+        let (from, to) = (mount["hostPath"].as_str()?, mount["containerPath"].as_str()?);
+        let bind = format!("type=bind,src={from},dst={to},options=rbind:ro");
+        Some(["--mount".to_owned(), bind])
+    });
+    devices.chain(mounts).flatten().collect()
+}
+
+/// Runs a story on these nodes. When it fails, what containerd logged on them is printed.
+pub fn on<const N: usize>(
+    hosts: [GpuHost; N],
+    story: impl FnOnce(&[GpuHost; N]) -> Result<()>,
+) -> Result<()> {
+    let told = story(&hosts);
+    if told.is_err() {
+        hosts.iter().for_each(|host| eprintln!("{}", host.log()));
+    }
+    told
+}

@@ -1,0 +1,24 @@
+//! The lab: test nodes with firn and simulated GPUs in them, and what a user does with containers there.
+//!
+//! Shared by the suites of this crate, by `cargo xtask demo` and by `cargo xtask bench`. Every flow goes through `ctr`,
+//! as a user's would; what a workload did is told by its own lines.
+#![forbid(unsafe_code)]
+
+mod build;
+mod container;
+mod counter;
+mod host;
+
+pub use build::{Built, Profile};
+pub use container::{Container, Move, nothing_left};
+pub use counter::{Line, Lines};
+pub use host::{DRIVER, GpuHost, SimGpu, on};
+
+/// containerd's runtime name for firn.
+pub const FIRN: &str = "io.containerd.firn.v2";
+/// containerd's own runtime.
+pub const STOCK: &str = "io.containerd.runc.v2";
+/// The image that [`GpuHost::start`] imports: busybox and gpu-counter.
+pub const IMAGE: &str = "localhost/firn-test:latest";
+/// Where gpu-counter writes its lines in a container.
+pub const LOG: &str = "/counter.log";
