@@ -1,0 +1,157 @@
+//! Locks, the freezer and held threads: what hangs, what goes on, and what a killed caller leaves behind.
+
+mod support;
+
+use std::time::Duration;
+
+use support::control::{self, Held, Running};
+use support::freezer::{self, Group};
+use support::{Counter, Node, PATIENCE, TWO, missing};
+
+/// Longer than any call that does not hang, and than the lock timeout that the callers give (200 ms).
+const A_WHILE: Duration = Duration::from_millis(1500);
+
+fn start() -> (Node, Counter, i32) {
+    let node = Node::new(TWO);
+    let counter = node.busy_counter(&[]);
+    let restore_tid = node.restore_tid(counter.pid());
+    (node, counter, restore_tid)
+}
+
+fn unharmed(node: &Node, counter: &Counter) {
+    assert_eq!(node.state(counter.pid()), "0");
+    counter.drain();
+    counter.iteration();
+    assert_eq!(
+        node.step("lock,checkpoint,restore,unlock", counter.pid(), &[]),
+        ["SUCCESS"; 4]
+    );
+}
+
+#[test]
+fn a_lock_of_a_stopped_process_hangs_and_dies_with_its_caller() {
+    require!(missing());
+    let (node, counter, _) = start();
+    control::stop(counter.pid());
+    let mut caller = node.caller("lock", counter.pid(), &[]);
+    assert_eq!(
+        caller.answers(A_WHILE),
+        None,
+        "the driver ignores the lock's timeout"
+    );
+    caller.kill();
+    control::go_on(counter.pid());
+    unharmed(&node, &counter);
+}
+
+#[test]
+fn a_lock_of_a_frozen_process_hangs_and_dies_with_its_caller() {
+    require!(missing().or_else(freezer::no_freezer));
+    let (node, counter, restore_tid) = start();
+    let group = Group::with("freezer", counter.pid());
+    group.freeze();
+    let mut caller = node.caller("lock", counter.pid(), &[]);
+    assert_eq!(caller.answers(A_WHILE), None);
+    caller.kill();
+    assert_eq!(
+        node.step("state,tid", counter.pid(), &[]),
+        ["0", &restore_tid.to_string()]
+    );
+    group.thaw();
+    unharmed(&node, &counter);
+}
+
+#[test]
+fn a_checkpoint_of_a_frozen_process_waits_for_the_thaw() {
+    require!(missing().or_else(freezer::no_freezer));
+    let (node, counter, _) = start();
+    assert_eq!(node.step("lock", counter.pid(), &[]), ["SUCCESS"]);
+    let group = Group::with("freezer", counter.pid());
+    group.freeze();
+    let mut caller = node.caller("checkpoint", counter.pid(), &[]);
+    assert_eq!(caller.answers(A_WHILE), None);
+    group.thaw();
+    assert_eq!(caller.answers(PATIENCE).unwrap(), ["SUCCESS"]);
+    assert_eq!(node.step("restore,unlock", counter.pid(), &[]), ["SUCCESS"; 2]);
+    unharmed(&node, &counter);
+}
+
+#[test]
+fn a_lock_needs_the_application_s_threads() {
+    require!(missing());
+    let (node, counter, restore_tid) = start();
+    let held = Held::all_but(counter.pid(), restore_tid);
+    let mut caller = node.caller("lock", counter.pid(), &[]);
+    assert_eq!(caller.answers(A_WHILE), None);
+    held.release();
+    assert_eq!(caller.answers(PATIENCE).unwrap(), ["SUCCESS"]);
+    assert_eq!(node.step("unlock", counter.pid(), &[]), ["SUCCESS"]);
+    unharmed(&node, &counter);
+}
+
+#[test]
+fn a_lock_given_up_while_threads_are_held_is_dropped() {
+    require!(missing());
+    let (node, counter, restore_tid) = start();
+    let held = Held::all_but(counter.pid(), restore_tid);
+    let mut caller = node.caller("lock", counter.pid(), &[]);
+    assert_eq!(caller.answers(A_WHILE), None);
+    caller.kill();
+    held.release();
+    unharmed(&node, &counter);
+}
+
+#[test]
+fn everything_but_a_lock_needs_the_restore_thread_only() {
+    require!(missing());
+    let (node, counter, restore_tid) = start();
+    let pid = counter.pid();
+    assert_eq!(node.step("lock", pid, &[]), ["SUCCESS"]);
+    let held = Held::all_but(pid, restore_tid);
+    assert_eq!(
+        node.step("checkpoint,restore,unlock,state", pid, &[]),
+        ["SUCCESS", "SUCCESS", "SUCCESS", "0"]
+    );
+    counter.drain();
+    held.release();
+    unharmed(&node, &counter);
+}
+
+#[test]
+fn a_restore_of_a_stopped_process_waits_for_its_continuation() {
+    require!(missing());
+    let (node, counter, _) = start();
+    let pid = counter.pid();
+    assert_eq!(node.step("lock,checkpoint", pid, &[]), ["SUCCESS"; 2]);
+    control::stop(pid);
+    let mut caller = node.caller("restore", pid, &[]);
+    assert_eq!(caller.answers(A_WHILE), None);
+    control::go_on(pid);
+    assert_eq!(caller.answers(PATIENCE).unwrap(), ["SUCCESS"]);
+    assert_eq!(node.step("unlock", pid, &[]), ["SUCCESS"]);
+    unharmed(&node, &counter);
+}
+
+#[test]
+fn a_restore_of_a_stopped_process_works_with_its_restore_thread_running() {
+    require!(missing());
+    let (node, counter, restore_tid) = start();
+    let pid = counter.pid();
+    assert_eq!(node.step("lock,checkpoint", pid, &[]), ["SUCCESS"; 2]);
+    control::stop(pid);
+    let running = Running::only(pid, restore_tid);
+    assert_eq!(
+        node.step("restore,unlock,state", pid, &[(0, 1), (1, 0)]),
+        ["SUCCESS", "SUCCESS", "0"]
+    );
+    running.release();
+    let others = control::threads(pid);
+    assert!(
+        others.iter().all(|tid| control::thread_state(pid, *tid) == 'T'),
+        "no other thread may have run"
+    );
+    control::go_on(pid);
+    counter.drain();
+    counter.iteration();
+    assert_eq!(node.used(1), 8);
+}
