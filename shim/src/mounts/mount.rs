@@ -158,6 +158,9 @@ fn in_user_namespace() -> bool {
     !map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
 }
 
+/// `ST_RELATIME` of statvfs, which the C library of the static build does not name.
+const ST_RELATIME: FsFlags = FsFlags::from_bits_retain(4096);
+
 /// Flags that the owner of a user namespace may not clear; a remount has to repeat them.
 fn locked_flags(target: &Path) -> MsFlags {
     let held = statvfs(target)
@@ -170,7 +173,7 @@ fn locked_flags(target: &Path) -> MsFlags {
         (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
         (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
         (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
-        (FsFlags::ST_RELATIME, MsFlags::MS_RELATIME),
+        (ST_RELATIME, MsFlags::MS_RELATIME),
     ]
     .into_iter()
     .filter(|(flag, _)| held.contains(*flag))
