@@ -4,6 +4,8 @@
 //! middle of a dump, of a restore, before the runtime knew the container. So nothing is relied on but the bundle's files;
 //! each step tries, warns on stderr when it fails, and lets the next one try too. What is gone already is no failure.
 
+mod strays;
+
 use std::fs;
 use std::future::Future;
 use std::io::{self, Write};
@@ -102,6 +104,8 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     if let Some(cgroup) = &cgroup {
         attempt("kill the container", KILL_LIMIT * 2, cgroup.kill_all(KILL_LIMIT)).await;
     }
+    // What `ctr containers restore` makes runs under its source's cgroup name, which may be somebody else's.
+    strays::kill(&bundle.join("rootfs"), KILL_LIMIT).await;
     unmount("unmount the runtime's state", &runc.state_dir()).await;
     attempt(
         "remove the container from the runtime",
