@@ -139,7 +139,13 @@ async fn exit_code(child: &Child) -> u32 {
 /// 100 MiB of 64-bit counters in a file.
 fn counters(path: &Path) -> u64 {
     let count = (100 << 20) / 8;
-    let bytes: Vec<u8> = (0..count).flat_map(u64::to_le_bytes).collect();
+    let mut bytes = vec![0; 100 << 20];
+    bytes
+        .as_chunks_mut::<8>()
+        .0
+        .iter_mut()
+        .zip(0..)
+        .for_each(|(word, number)| *word = u64::to_le_bytes(number));
     fs::write(path, bytes).unwrap();
     count
 }
@@ -189,8 +195,9 @@ async fn a_hundred_mebibytes_pass_a_fifo_unchanged() {
     let source = client.path("counters");
     let count = counters(&source);
     let stdout = client.reader("stdout");
-    let reader = thread::spawn(move || verify(stdout));
     let mut prepared = client.prepare("", "stdout", "", false).await;
+    // Order matters: without a writer the fifo would be at its end.
+    let reader = thread::spawn(move || verify(stdout));
     let child = client.spawn(&mut prepared, &format!("exec cat {}", source.display()));
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
@@ -532,6 +539,25 @@ async fn a_terminal_without_a_reader_still_runs() {
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 4);
     assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+}
+
+#[tokio::test]
+async fn a_terminal_is_logged_by_a_binary() {
+    let client = Client::new();
+    let uri = format!(
+        "binary://{}",
+        logger(&client, "exec 5>&-\ncat <&3 > out\n: > done")
+    );
+    let prepared = client.prepare("", &uri, &uri, true).await;
+    let child = spawn_on_terminal(&client, &prepared, "echo to out; echo to err >&2");
+    let copier = prepared.start().await.unwrap();
+    assert_eq!(exit_code(&child).await, 0);
+    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(
+        fs::read_to_string(client.path("out")).unwrap(),
+        "to out\r\nto err\r\n"
+    );
+    assert!(client.path("done").exists());
 }
 
 #[tokio::test]
