@@ -199,8 +199,8 @@ impl Node {
             .with_context(|| format!("install {} as {}", from.display(), to.display()))
     }
 
-    /// Lets the node run on after this process. `Node::find` gets it back.
-    pub fn leave(mut self) -> Result<()> {
+    /// Lets the node run on after this process, also when this value is dropped. `Node::find` gets it back.
+    pub fn leave(&mut self) -> Result<()> {
         // Order matters: if this process dies in between, the guard ends the node and its record says "crashed".
         self.record.left = true;
         self.record.write()?;
