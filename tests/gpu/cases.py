@@ -60,17 +60,18 @@ class Case:
     groups: tuple = field(default=())
 
 
-def all_cases(sizes):
-    """Every case, those on `sizes` GiB last: they take longest."""
+def all_cases(sizes, mib):
+    """Every case with buffers of `mib` MiB, then those on `sizes` GiB, which take longest."""
     cpu = Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER])
 
     def trip(name, workload, **kind):
         return lambda setup, end, record: round_trip(setup, end, record, name, workload, **kind)
 
     found = [
-        Case("four", 90, 1, trip("four", counter(["--mib", "1024", "--procs", "4"]), memory=4, workers=4)),
-        Case("two-gpu", 90, 2, trip("two-gpu", counter(["--mib", "1024", "--gpu", "0,1"], 2), memory=1, workers=2)),
-        Case("task-checkpoint", 60, 1, task_checkpoint),
+        Case("four", 90, 1, trip("four", counter(["--mib", f"{mib}", "--procs", "4"]), memory=4 * mib / 1024, workers=4)),
+        Case("two-gpu", 90, 2, trip("two-gpu", counter(["--mib", f"{mib}", "--gpu", "0,1"], 2), memory=mib / 1024, workers=2)),
+        Case("task-checkpoint", 60, 1, lambda setup, end, record: task_checkpoint(
+            setup, end, record, "task", counter(["--mib", f"{mib}"]), mib / 1024)),
         Case("managed", 60, 1, managed),
         Case("torch", 180, 1, torch),
         Case("cpu", 60, 0, trip("cpu", cpu), ("no-gpu",)),
@@ -157,7 +158,7 @@ def wait_for_free_gpus(end):
 
 
 def check_holders(container, end, uuids, least):
-    """The container's processes hold at least `least` GiB on each of these GPUs; returns the GPUs that hold so much.
+    """The container's processes hold at least `least` GiB on each of these GPUs and on no other; returns them.
 
     A process of several GPUs has a context on each, so small amounts elsewhere prove nothing.
     """
@@ -168,7 +169,7 @@ def check_holders(container, end, uuids, least):
     found = sorted(uuid for uuid, size in held.items() if size >= least * 1024)
     if found != sorted(uuids):
         raise Failed(f"{container.name}: {least:g} GiB expected on {uuids}, nvidia-smi shows {held} for {pids}")
-    return found
+    return uuids
 
 
 def grant(setup, source, target):
@@ -269,13 +270,12 @@ def clean_up(setup, containers, image=None, directories=()):
         raise Failed("; ".join(failures))
 
 
-def task_checkpoint(setup, end, record, name="task", workload=None):
+def task_checkpoint(setup, end, record, name, workload, memory=0.0):
     """`ctr task checkpoint` leaves the task running; with `--exit` it ends it and frees the GPU."""
-    workload = workload or counter(["--mib", "512"])
     uuids, _ = setup.pick(workload.gpus)
     container = Container(setup.host, name)
     first, second = f"{setup.host.memory}/{name}-1", f"{setup.host.memory}/{name}-2"
-    record.update(gib=0.5 * len(uuids), counters=1, uuid_before=uuids)
+    record.update(gib=memory, counters=1, uuid_before=uuids)
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         wait_for_counts(container, end, 1, {}, 3)
@@ -286,7 +286,7 @@ def task_checkpoint(setup, end, record, name="task", workload=None):
         seen = counts(container)
         went_on = wait_for_counts(container, end, 1, seen, 2)
         record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
-        record["uuid_after"] = check_holders(container, end, uuids, record["gib"])
+        record["uuid_after"] = check_holders(container, end, uuids, memory)
 
         done, record["exit_s"] = timed(container.checkpoint_task, second, end, False)
         if done.returncode:
@@ -351,7 +351,8 @@ def torch(setup, end, record, steps=80, interrupt_at=20):
         if done.returncode:
             raise Failed(f"checkpoint failed: {done.stderr.strip()}")
         # The source's own next losses show where it stood when it was frozen.
-        end.until("the source to go on", lambda: reached(source, max(losses(source.lines())) + 2))
+        next_step = max(losses(source.lines())) + 2
+        end.until("the source to go on", lambda: reached(source, next_step))
         source.keep_evidence(setup.evidence)
         source.remove(end)
         went_on = losses(source.lines())
