@@ -15,8 +15,11 @@ use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::unistd::{Pid, getpid, getppid};
 
-/// `PIDTYPE_PGID`: a core scheduling cookie for the process group.
+/// Arguments of `PR_SCHED_CORE`, of the width that prctl reads: a new cookie, for the caller, for its process group.
+const SCHED_CORE_CREATE: libc::c_ulong = 1;
+const OF_CALLER: libc::c_ulong = 0;
 const PIDTYPE_PGID: libc::c_ulong = 2;
+const NO_COOKIE: libc::c_ulong = 0;
 
 /// A process that was waited for: who, and the code containerd reports (128 + signal for a killed one).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +40,11 @@ pub(crate) fn reap_any() -> io::Result<Option<Reaped>> {
         let rc = unsafe { libc::waitid(libc::P_ALL, 0, info.as_mut_ptr(), libc::WEXITED | libc::WNOHANG) };
         if rc != 0 {
             let error = io::Error::last_os_error();
-            return if error.raw_os_error() == Some(libc::ECHILD) { Ok(None) } else { Err(error) };
+            return if error.raw_os_error() == Some(libc::ECHILD) {
+                Ok(None)
+            } else {
+                Err(error)
+            };
         }
         // SAFETY: the struct is plain data that was zeroed above, so every byte of it is initialised.
         let info = unsafe { info.assume_init() };
@@ -50,7 +57,12 @@ pub(crate) fn reap_any() -> io::Result<Option<Reaped>> {
         let status = unsafe { info.si_status() }.unsigned_abs();
         match info.si_code {
             libc::CLD_EXITED => return Ok(Some(Reaped { pid, code: status })),
-            libc::CLD_KILLED | libc::CLD_DUMPED => return Ok(Some(Reaped { pid, code: 128 + status })),
+            libc::CLD_KILLED | libc::CLD_DUMPED => {
+                return Ok(Some(Reaped {
+                    pid,
+                    code: 128 + status,
+                }));
+            }
             _ => {}
         }
     }
@@ -92,21 +104,19 @@ pub(crate) fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
 
 /// Gives the process group a core scheduling cookie of its own; children inherit it.
 pub(crate) fn create_core_sched_group() -> io::Result<()> {
-    // SAFETY: PR_SCHED_CORE_CREATE takes numbers only, the last argument must be 0; no memory is passed.
+    // SAFETY: PR_SCHED_CORE takes numbers only, each of the width that prctl reads, and the last one must be 0 for
+    // this command; no memory is passed.
     let rc = unsafe {
         libc::prctl(
             libc::PR_SCHED_CORE,
-            libc::PR_SCHED_CORE_CREATE,
-            0,
+            SCHED_CORE_CREATE,
+            OF_CALLER,
             PIDTYPE_PGID,
-            0,
+            NO_COOKIE,
         )
     };
-    if rc == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    Errno::result(rc)?;
+    Ok(())
 }
 
 /// Sends a signal given as a number, also a real-time one, which nix's `Signal` lacks.
@@ -164,7 +174,10 @@ pub(crate) fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopF
     const READ_ONLY: u32 = 1;
     const AUTOCLEAR: u32 = 4;
     const DIRECT_IO: u32 = 16;
-    let mut config = LoopConfig { flags: AUTOCLEAR, ..LoopConfig::default() };
+    let mut config = LoopConfig {
+        flags: AUTOCLEAR,
+        ..LoopConfig::default()
+    };
     config.fd = u32::try_from(backing.as_fd().as_raw_fd()).map_err(io::Error::other)?;
     config.flags |= if flags.read_only { READ_ONLY } else { 0 };
     config.flags |= if flags.direct_io { DIRECT_IO } else { 0 };
