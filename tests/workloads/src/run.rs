@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Child, Command};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
@@ -121,8 +122,9 @@ fn compute(options: &Options) -> Result<()> {
             let (driver, options, tell) = (Arc::clone(&driver), options.clone(), tell.clone());
             let exports = options.ipc && number == 0 && gpu == options.gpu[0];
             thread::spawn(move || {
+                let importer = exports.then(|| tell.clone());
                 // The receiver goes away only when this process ends.
-                let _ = tell.send(work(&driver, &options, number, gpu, exports));
+                let _ = tell.send(work(&driver, &options, number, gpu, importer));
             });
         }
     }
@@ -130,16 +132,23 @@ fn compute(options: &Options) -> Result<()> {
     ended.into_iter().collect()
 }
 
-fn work(driver: &Driver, options: &Options, number: usize, gpu: i32, exports: bool) -> Result<()> {
+/// Computes in one buffer. With `importer`, lets a child open it, whose failure is told there at once.
+fn work(
+    driver: &Driver,
+    options: &Options,
+    number: usize,
+    gpu: i32,
+    importer: Option<Sender<Result<()>>>,
+) -> Result<()> {
     driver.set_current(driver.primary_context(gpu)?)?;
     let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;
-    let importer = exports
-        .then(|| start_importer(driver, &counter, gpu))
-        .transpose()?;
-    if let Some(child) = importer {
-        // Its failure is seen in what it prints and in its own exit; it must not be left unreaped.
-        thread::spawn(move || watch(vec![child]));
-    }
+    let watcher = match importer {
+        Some(tell) => {
+            let child = start_importer(driver, &counter, gpu)?;
+            Some(thread::spawn(move || tell.send(watch(vec![child]))))
+        }
+        None => None,
+    };
     loop {
         let iteration = counter.iteration();
         let checksum = counter
@@ -154,10 +163,15 @@ fn work(driver: &Driver, options: &Options, number: usize, gpu: i32, exports: bo
             ),
         )?;
         if options.iterations > 0 && counter.iteration() >= options.iterations {
-            return Ok(());
+            break;
         }
         thread::sleep(Duration::from_millis(options.interval_ms));
     }
+    // Order matters: the child is killed when the thread that started it ends.
+    if let Some(watcher) = watcher {
+        let _told = watcher.join();
+    }
+    Ok(())
 }
 
 fn start_importer(driver: &Driver, counter: &Counter<'_>, gpu: i32) -> Result<Child> {
@@ -185,14 +199,18 @@ fn import(options: &Options, handle: &str) -> Result<()> {
     driver.set_current(driver.primary_context(gpu)?)?;
     let address = driver.import(IpcHandle(bytes))?;
     let pid = std::process::id();
-    loop {
+    for iteration in 0_u32.. {
         let first = u32::from_ne_bytes(driver.read(address)?);
         say(
             options,
-            &format!("importer pid={pid} gpu={gpu} first={first:#010x} ok"),
+            &format!("importer pid={pid} gpu={gpu} iter={iteration} first={first:#010x} ok"),
         )?;
+        if options.iterations > 0 && iteration + 1 >= options.iterations {
+            break;
+        }
         thread::sleep(Duration::from_millis(options.interval_ms));
     }
+    Ok(())
 }
 
 /// Writes one line; keeps no file open.

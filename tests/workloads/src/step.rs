@@ -16,9 +16,9 @@ use firn_workloads::driver::{Driver, DriverError, GpuPair};
 #[derive(Parser)]
 #[command(name = "cuda-step", version)]
 struct Options {
-    /// Calls, in order
-    #[arg(value_delimiter = ',', num_args = 1, required = true)]
-    calls: Vec<Call>,
+    /// Calls, in order, comma-separated: state, tid, lock, checkpoint, restore, unlock
+    #[arg(value_parser = parse_calls)]
+    calls: Calls,
     /// Processes
     #[arg(required = true)]
     pids: Vec<i32>,
@@ -32,6 +32,9 @@ struct Options {
     #[arg(long)]
     init: bool,
 }
+
+#[derive(Clone, Debug)]
+struct Calls(Vec<Call>);
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Call {
@@ -60,7 +63,7 @@ fn run(options: &Options) -> Result<bool> {
         driver.init()?;
     }
     let mut fine = true;
-    for &call in &options.calls {
+    for &call in &options.calls.0 {
         for &pid in &options.pids {
             let start = Instant::now();
             let done = make(&driver, call, pid, options);
@@ -93,6 +96,11 @@ fn make(driver: &Driver, call: Call, pid: i32, options: &Options) -> Result<Stri
         Call::Unlock => driver.unlock(pid)?,
     }
     Ok(String::new())
+}
+
+fn parse_calls(text: &str) -> Result<Calls> {
+    let call = |name| Call::from_str(name, false).map_err(|_| anyhow::anyhow!("unknown call {name:?}"));
+    Ok(Calls(text.split(',').map(call).collect::<Result<_>>()?))
 }
 
 fn parse_pair(text: &str) -> Result<GpuPair> {

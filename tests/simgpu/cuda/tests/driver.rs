@@ -48,6 +48,8 @@ fn goes_through_the_states_and_moves_to_another_gpu() {
         node.uuids[0],
         "the process goes on reporting what it saw first"
     );
+    let computed = firn_workloads::counter::checksum(16 << 20, field(&line, "iter").parse().unwrap());
+    assert_eq!(field(&line, "checksum"), computed.to_string());
 }
 
 #[test]
@@ -373,9 +375,19 @@ fn several_processes_and_threads_survive_together() {
         }
     }
     counter.drain();
-    for pid in pids {
+    for pid in &pids {
         counter.line_of(&format!("counter pid={pid} "));
     }
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pids[1]), nix::sys::signal::SIGKILL).unwrap();
+    let (status, errors) = counter.end();
+    assert_eq!(status.code(), Some(1));
+    assert!(
+        errors.contains(&format!("child {} ended with signal: 9", pids[1])),
+        "{errors}"
+    );
+    eventually("the end of the others", || {
+        (node.used(0) == 0 && node.used(1) == 0).then_some(())
+    });
 }
 
 #[test]
