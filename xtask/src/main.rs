@@ -1,23 +1,34 @@
 //! Commands of the workspace: `cargo xtask NAME`.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod bundle;
 mod node;
+mod supervise;
+mod test;
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::{Context, Result};
 use clap::Parser;
+
+use supervise::supervised;
 
 /// Commands of the firn workspace
 #[derive(Parser)]
 #[command(name = "cargo xtask")]
 enum Cmd {
+    Test(test::Cmd),
+    Bench(bench::Cmd),
     Node(node::Cmd),
     GpuBundle(bundle::Cmd),
 }
 
 fn main() -> ExitCode {
     let done = match Cmd::parse() {
+        Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
+        Cmd::Bench(cmd) => supervised(|| bench::run(cmd)),
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::GpuBundle(cmd) => bundle::run(cmd).map(|()| ExitCode::SUCCESS),
     };
@@ -25,4 +36,10 @@ fn main() -> ExitCode {
         eprintln!("error: {error:#}");
         ExitCode::FAILURE
     })
+}
+
+/// Root of the workspace that this program was built in.
+fn workspace() -> Result<PathBuf> {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    Ok(xtask.parent().context("xtask lies in the workspace")?.to_owned())
 }

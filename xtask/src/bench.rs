@@ -1,0 +1,170 @@
+//! `cargo xtask bench`: firn against the stock shim. Never part of `cargo xtask test`: a busy machine is no failure.
+//!
+//! Both are measured in the same node on the same containerd, in turns and in alternating order, so that what
+//! disturbs one disturbs the other. Figures that are no difference between the two are not reported.
+
+mod gates;
+mod shim;
+
+use std::process::ExitCode;
+
+use anyhow::{Result, ensure};
+use clap::Subcommand;
+use nix::unistd::geteuid;
+use serde::Serialize;
+
+use gates::Gates;
+
+/// Compare firn with the stock shim
+///
+/// Builds release programs and measures in a test node (forky, containerd 2.1). Needs root, and a machine with nothing
+/// else to do.
+#[derive(clap::Args)]
+pub struct Cmd {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    Shim(shim::Options),
+}
+
+#[derive(clap::Args)]
+struct Output {
+    /// Print one JSON object per case instead of the table
+    #[arg(long)]
+    json: bool,
+    /// Compare with bench/gates.toml; exit status 1 when a gate is missed
+    #[arg(long)]
+    check: bool,
+}
+
+/// Runs the benchmark, prints its cases and compares them with the gates.
+pub fn run(cmd: Cmd) -> Result<ExitCode> {
+    ensure!(
+        geteuid().is_root(),
+        "test nodes need root\nhint: sudo -E cargo xtask bench shim"
+    );
+    let Bench::Shim(options) = cmd.bench;
+    // Read before anything is measured, which takes a while.
+    let gates = options.output.check.then(Gates::read).transpose()?;
+    let (name, cases) = ("shim", shim::measure(&options)?);
+    if options.output.json {
+        for case in &cases {
+            println!("{}", serde_json::to_string(case)?);
+        }
+    } else {
+        table(&cases);
+    }
+    let missed = gates.map_or_else(Vec::new, |gates| gates.missed(name, &cases));
+    for miss in &missed {
+        eprintln!("gate missed: {miss}");
+    }
+    Ok(if missed.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// One thing that was measured.
+#[derive(Debug, Serialize)]
+struct Case {
+    bench: &'static str,
+    case: &'static str,
+    unit: &'static str,
+    stock: Stats,
+    firn: Stats,
+    /// Of the medians, firn / stock: below 1 is better.
+    ratio: f64,
+}
+
+impl Case {
+    /// `None` when one of the two has no reading.
+    fn new(
+        bench: &'static str,
+        case: &'static str,
+        unit: &'static str,
+        stock: Vec<f64>,
+        firn: Vec<f64>,
+    ) -> Option<Self> {
+        let (stock, firn) = (Stats::of(stock)?, Stats::of(firn)?);
+        let ratio = firn.median / stock.median;
+        Some(Self {
+            bench,
+            case,
+            unit,
+            ratio,
+            stock,
+            firn,
+        })
+    }
+}
+
+/// What the readings of one shim come to.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+struct Stats {
+    median: f64,
+    min: f64,
+    max: f64,
+    n: usize,
+}
+
+impl Stats {
+    fn of(mut readings: Vec<f64>) -> Option<Self> {
+        readings.sort_by(f64::total_cmp);
+        let (min, max) = (*readings.first()?, *readings.last()?);
+        let (n, half) = (readings.len(), readings.len() / 2);
+        let median = match n % 2 {
+            1 => readings[half],
+            _ => f64::midpoint(readings[half - 1], readings[half]),
+        };
+        Some(Self { median, min, max, n })
+    }
+}
+
+fn table(cases: &[Case]) {
+    let shown = |stats: &Stats| format!("{:.2} ({:.2}..{:.2})", stats.median, stats.min, stats.max);
+    println!(
+        "{:<14} {:>4}  {:>26}  {:>26}  {:>5}  {:>3}",
+        "case", "", "stock", "firn", "ratio", "n"
+    );
+    for case in cases {
+        println!(
+            "{:<14} {:>4}  {:>26}  {:>26}  {:>5.2}  {:>3}",
+            case.case,
+            case.unit,
+            shown(&case.stock),
+            shown(&case.firn),
+            case.ratio,
+            case.firn.n
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle_reading_or_the_mean_of_two() {
+        let three = Stats::of(vec![3.0, 1.0, 2.0]).unwrap();
+        assert_eq!((three.median, three.min, three.max, three.n), (2.0, 1.0, 3.0, 3));
+        assert_eq!(Stats::of(vec![4.0, 1.0, 3.0, 2.0]).unwrap().median, 2.5);
+        assert_eq!(Stats::of(vec![]), None);
+    }
+
+    #[test]
+    fn a_case_is_one_json_object_with_the_fields_of_the_format() {
+        let case = Case::new("shim", "run", "ms", vec![100.0, 120.0], vec![55.0]).unwrap();
+        assert_eq!(
+            serde_json::to_value(&case).unwrap(),
+            serde_json::json!({
+                "bench": "shim", "case": "run", "unit": "ms", "ratio": 0.5,
+                "stock": { "median": 110.0, "min": 100.0, "max": 120.0, "n": 2 },
+                "firn": { "median": 55.0, "min": 55.0, "max": 55.0, "n": 1 },
+            })
+        );
+    }
+}

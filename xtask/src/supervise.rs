@@ -1,0 +1,63 @@
+//! A command that starts test nodes runs in a child process of itself, so that however it ends, somebody removes what
+//! is left of its nodes.
+//!
+//! A node whose maker dies ends by itself (its guard sees to that), but its cgroups and loop devices stay until the
+//! next clean. The supervisor ignores Ctrl-C, which the child and all of its children get from the terminal too, passes
+//! on what was sent to it alone, waits, and cleans.
+
+use std::env;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitCode};
+use std::thread;
+
+use anyhow::{Context, Result};
+use firn_node::Store;
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::unistd::{Pid, geteuid};
+
+/// Set for the child.
+const CHILD: &str = "FIRN_XTASK_SUPERVISED";
+
+const SIGNALS: [Signal; 3] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP];
+
+/// Runs `work` as the child, or this program again as the child and then cleans.
+pub fn supervised(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
+    let signals: SigSet = SIGNALS.into_iter().collect();
+    if env::var_os(CHILD).is_some() {
+        // The mask was inherited, and would be by all that is started here.
+        signals.thread_unblock()?;
+        return work();
+    }
+    signals.thread_block()?;
+    let mut child = Command::new(env::current_exe().context("find this program")?)
+        .args(env::args_os().skip(1))
+        .env(CHILD, "1")
+        .spawn()
+        .context("start this program again")?;
+    pass_on(signals, &child)?;
+    let ended = child.wait().context("wait for the command")?;
+    if geteuid().is_root() {
+        for node in Store::open()?.clean(false)? {
+            eprintln!("removed node {node}");
+        }
+    }
+    // As shells tell it.
+    let code = ended.code().or(ended.signal().map(|signal| 128 + signal));
+    Ok(code
+        .and_then(|code| u8::try_from(code).ok())
+        .map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Sends to the child what comes from now on, but for Ctrl-C, which it gets from the terminal.
+fn pass_on(signals: SigSet, child: &Child) -> Result<()> {
+    let pid = Pid::from_raw(i32::try_from(child.id()).context("a pid")?);
+    thread::spawn(move || {
+        while let Ok(signal) = signals.wait() {
+            if signal != Signal::SIGINT {
+                // It may have ended already.
+                let _ = kill(pid, signal);
+            }
+        }
+    });
+    Ok(())
+}
