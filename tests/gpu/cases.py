@@ -288,6 +288,9 @@ def task_checkpoint(setup, end, record, name, workload, memory=0.0):
         record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
         record["uuid_after"] = check_holders(container, end, uuids, memory)
 
+        # ctr makes an image that it names by the second.
+        this_second = int(time.time())
+        end.until("the next second", lambda: int(time.time()) != this_second)
         done, record["exit_s"] = timed(container.checkpoint_task, second, end, False)
         if done.returncode:
             raise Failed(f"checkpoint with exit failed: {done.stderr.strip()}")

@@ -116,21 +116,22 @@ def existing(directories=("/etc/cdi", "/var/run/cdi")):
     return None
 
 
-def driver_libraries():
-    """(name in the container, file of the machine) for each driver library, under its full and its short name."""
-    places = _library_places()
-    found = []
+def driver_libraries(version, places=None):
+    """(name in the container, file of the machine) for each driver library, under its full and its short name.
+
+    Files of the running driver's version come first: machines with a CUDA toolkit may hold another libcuda beside it.
+    """
+    places = sorted(places or _library_places(), key=lambda path: not os.path.realpath(path).endswith(f".so.{version}"))
+    found = {}
     for stem in LIBRARIES:
-        names = sorted({(os.path.basename(path), os.path.realpath(path)) for path in places if _is_named(path, stem)})
-        if not names and stem in REQUIRED:
+        named = [path for path in places if _is_named(path, stem)]
+        if not named and stem in REQUIRED:
             raise NoDriver(f"no {stem}.so.* known to ldconfig nor in {', '.join(DRIVER_DIRS)}")
-        # One directory may hold several links to one file; two files of one name would be two drivers.
-        chosen = {}
-        for name, source in names:
-            chosen.setdefault(name, source)
-            chosen.setdefault(os.path.basename(source), source)
-        found += sorted(chosen.items())
-    return found
+        for path in named:
+            source = os.path.realpath(path)
+            found.setdefault(os.path.basename(path), source)
+            found.setdefault(os.path.basename(source), source)
+    return sorted(found.items())
 
 
 def library_dir():
@@ -159,13 +160,13 @@ def _library_places():
     places = _loader_cache()
     for directory in DRIVER_DIRS:
         places += sorted(glob.glob(f"{directory}/lib*.so.*"))
-    # The loader's cache names the short names only: look beside them for the full ones.
     return places
 
 
 def main():
     """Print the spec."""
-    print(json.dumps(spec(gpus(), driver_libraries()), indent=2))
+    devices = gpus()
+    print(json.dumps(spec(devices, driver_libraries(devices[0]["driver_version"])), indent=2))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def write_cdi(host, gpus):
     own = cdi.existing()
     host.log(f"CDI spec of the machine: {own}")
     if not own:
-        libraries = cdi.driver_libraries()
+        libraries = cdi.driver_libraries(gpus[0]["driver_version"])
         host.log(f"driver libraries: {libraries}")
         host.put("/etc/cdi/nvidia.json", json.dumps(cdi.spec(gpus, libraries), indent=1))
     host.put("/etc/cdi/firn-test.json", json.dumps(cdi.spec(gpus, [], cdi.NODES_KIND), indent=1))

@@ -91,6 +91,23 @@ class Cdi(unittest.TestCase):
                 file.write("---\ncdiVersion: 0.5.0\nkind: nvidia.com/gpu\n")
             self.assertEqual(cdi.existing([directory]), f"{directory}/nvidia.yaml")
 
+    def test_the_running_drivers_libraries_come_first(self):
+        with tempfile.TemporaryDirectory() as directory:
+            places = []
+            for place, version in (("compat", "575.1"), ("driver", "580.2")):
+                os.makedirs(f"{directory}/{place}")
+                for stem in cdi.REQUIRED:
+                    name = f"{directory}/{place}/{stem}.so"
+                    with open(f"{name}.{version}", "w", encoding="utf-8"):
+                        os.symlink(f"{stem}.so.{version}", f"{name}.1")
+                    places += [f"{name}.1", f"{name}.{version}"]
+            found = dict(cdi.driver_libraries("580.2", places))
+            for stem in cdi.REQUIRED:
+                wanted = f"{directory}/driver/{stem}.so.580.2"
+                self.assertEqual([found[f"{stem}.so.1"], found[f"{stem}.so.580.2"]], [wanted, wanted])
+            with self.assertRaisesRegex(cdi.NoDriver, "libnvidia-ml"):
+                cdi.driver_libraries("580.2", places[:2])
+
     def test_a_missing_node_is_named(self):
         self.gpus[0]["minor"] = 4
         with self.assertRaisesRegex(cdi.NoDriver, "nvidia4"):
