@@ -19,9 +19,9 @@ mod tests;
 pub enum Request {
     /// Driver version and GPUs of the node. Needs no cuInit.
     Inventory,
-    /// Which of these processes are CUDA processes, with state and restore thread.
+    /// Which of these processes are CUDA processes, with their restore threads. Works while they are frozen.
     Discover { pids: Vec<i32> },
-    /// State of each process.
+    /// State of each process. The driver waits for a process that is frozen or stopped.
     State { pids: Vec<i32> },
     /// Lock all; `timeout_ms` is handed to the driver (which may overrun it).
     Lock { pids: Vec<i32>, timeout_ms: u32 },
@@ -50,7 +50,8 @@ pub struct DriverError {
 pub struct ProcessReply {
     /// The process, as the request named it.
     pub pid: i32,
-    /// Its state after the call; absent when the driver does not know the process (no CUDA in it).
+    /// Its state after the call; absent when the driver does not know the process (no CUDA in it), and in
+    /// replies to `discover`.
     pub state: Option<CudaState>,
     /// Its restore thread; only in replies to `discover`.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -108,8 +108,6 @@ pub(crate) struct CudaProcess {
     pub pid: i32,
     /// The thread that carries out the driver's checkpoint and restore.
     pub restore_tid: i32,
-    /// State when it was found.
-    pub state: CudaState,
 }
 
 /// The driver, by way of a worker process.
@@ -165,15 +163,9 @@ impl Gpu {
                     source,
                 });
             }
-            let state = reply.state.ok_or(GpuError::State {
-                pid: reply.pid,
-                op: "discover",
-                state: None,
-            })?;
             found.push(CudaProcess {
                 pid: reply.pid,
                 restore_tid,
-                state,
             });
         }
         Ok(found)

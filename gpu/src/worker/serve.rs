@@ -233,13 +233,11 @@ impl Ask<'_> {
     fn discover(&self, pid: i32) -> ProcessReply {
         let started = Instant::now();
         // Any error here is the driver's way to say that it does not know the process.
-        let Ok(tid) = self.call(|c| c.restore_tid(pid)) else {
-            return reply(pid, started, None);
-        };
-        let state = self.call(|c| c.state(pid));
+        // The state is not asked for: unlike this call it waits until the process can run.
+        let tid = self.call(|c| c.restore_tid(pid)).ok();
         ProcessReply {
-            restore_tid: Some(tid),
-            ..reply(pid, started, Some(state))
+            restore_tid: tid,
+            ..reply(pid, started, None)
         }
     }
 

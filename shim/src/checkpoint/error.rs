@@ -163,7 +163,12 @@ impl CheckpointError {
         let container = container.to_owned();
         let Failure { phase, source, lost } = failure;
         match (phase, lost) {
-            (super::transaction::Phase::Inspect, _) => Self::Refused { container, source },
+            (super::transaction::Phase::Inspect, unfrozen) => {
+                if let Some(error) = unfrozen {
+                    log::error!("cannot freeze {container} again: {}", Chain(&error));
+                }
+                Self::Refused { container, source }
+            }
             (_, None) => Self::Undone {
                 container,
                 phase,

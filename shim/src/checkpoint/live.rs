@@ -45,8 +45,6 @@ pub(super) struct Live<'a> {
     held: Option<Hold>,
     /// Read once, by the first inspection.
     source: Option<Source>,
-    /// Processes that this transaction has locked.
-    locked: BTreeSet<i32>,
     complete: bool,
 }
 
@@ -70,7 +68,6 @@ impl<'a> Live<'a> {
             account,
             held: None,
             source: None,
-            locked: BTreeSet::new(),
             complete: false,
         }
     }
@@ -158,26 +155,13 @@ impl<'a> Live<'a> {
     /// Refusals by what the CUDA processes are and do.
     fn refuse_by_process(&self, all: &[i32], cuda: &[CudaProcess]) -> Result<(), EffectError> {
         let tree = procfs::tree(self.container.init.pid(), all);
-        for &CudaProcess { pid, state, .. } in cuda {
+        for &CudaProcess { pid, .. } in cuda {
             if !tree.contains(&pid) {
                 return Err(EffectError::OutsideTree {
                     pid,
                     comm: procfs::comm(pid),
                 });
             }
-            let state = match state {
-                CudaState::Running => continue,
-                CudaState::Locked if self.locked.contains(&pid) => continue,
-                CudaState::Locked => "locked",
-                CudaState::Checkpointed => "checkpointed",
-                CudaState::Failed => "failed",
-                CudaState::Unknown(_) => "in an unknown state",
-            };
-            return Err(EffectError::NotRunning {
-                pid,
-                comm: procfs::comm(pid),
-                state,
-            });
         }
         let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
         for finding in firn_gpu::preflight::inspect(Path::new("/proc"), &pids)? {
@@ -264,6 +248,24 @@ impl Effects for Live<'_> {
         Ok(cuda)
     }
 
+    async fn expect_running(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        for (pid, state) in self.states(pids).await? {
+            let state = match state {
+                CudaState::Running => continue,
+                CudaState::Locked => "locked",
+                CudaState::Checkpointed => "checkpointed",
+                CudaState::Failed => "failed",
+                CudaState::Unknown(_) => "in an unknown state",
+            };
+            return Err(EffectError::NotRunning {
+                pid,
+                comm: procfs::comm(pid),
+                state,
+            });
+        }
+        Ok(())
+    }
+
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
         let tids = threads(&self.cgroup.pids()?, &except)?;
         self.held = Some(Hold::seize(tids).await?);
@@ -278,8 +280,6 @@ impl Effects for Live<'_> {
     }
 
     async fn lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        // Before the call: one that fails half-way has locked some.
-        self.locked.extend(pids);
         self.gpu.lock(pids, self.config.deadlines.lock).await?;
         self.account.mark("lock");
         Ok(())

@@ -37,8 +37,11 @@ pub(crate) trait Effects: Send {
     fn freeze(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Turns the freezer off; nothing to do when it is.
     fn thaw(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// CUDA processes of the container, and a refusal of what cannot be checkpointed. No side effect.
+    /// CUDA processes of the container, and a refusal of what cannot be checkpointed. No side effect; works while
+    /// frozen.
     fn inspect(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
+    /// Refuses processes that somebody else has locked or checkpointed. The driver can tell of a process that runs only.
+    fn expect_running(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Holds all threads but the restore threads; called while frozen.
     fn hold(&mut self, except: BTreeSet<i32>) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Lets go of what is held; called while frozen. Nothing to do when nothing is held.
@@ -134,11 +137,24 @@ impl<'e, E: Effects> Begun<'e, E> {
             }
         };
         let pids = pids(&processes);
-        let locked = async {
+        let free = async {
             self.effects.thaw().await?;
-            self.effects.lock(&pids).await
+            self.effects.expect_running(&pids).await
         };
-        match locked.await {
+        if let Err(source) = free.await {
+            // Not the way back of the others: nothing is locked by us, and what somebody else has locked stays so.
+            let lost = if self.was_frozen {
+                self.effects.freeze().await.err()
+            } else {
+                None
+            };
+            return Err(Failure {
+                phase: Phase::Inspect,
+                source,
+                lost,
+            });
+        }
+        match self.effects.lock(&pids).await {
             Ok(()) => Ok(Locked { at: self, processes }),
             Err(source) => Err(self.fail(Phase::Lock, source, &processes).await),
         }

@@ -99,13 +99,24 @@ impl Effects for World {
         self.call("inspect")?;
         Ok(self
             .states
-            .iter()
-            .map(|(&pid, &state)| CudaProcess {
+            .keys()
+            .map(|&pid| CudaProcess {
                 pid,
                 restore_tid: pid + 1,
-                state,
             })
             .collect())
+    }
+
+    async fn expect_running(&mut self, pids: &[i32]) -> Result<(), Told> {
+        assert!(
+            !self.frozen,
+            "the driver waits for ever for the state of a frozen process"
+        );
+        self.call("expect_running")?;
+        if pids.iter().any(|pid| self.states[pid] != CudaState::Running) {
+            return Err(Told("a locked process"));
+        }
+        Ok(())
     }
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), Told> {
@@ -161,6 +172,10 @@ impl Effects for World {
     }
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, Told> {
+        assert!(
+            !self.frozen,
+            "the driver waits for ever for the state of a frozen process"
+        );
         self.call("states")?;
         Ok(pids
             .iter()
@@ -269,7 +284,7 @@ fn any_single_failure_leaves_the_workload_as_before() {
             }
             world.as_before(was_frozen);
         }
-        assert_eq!(failed.len(), 11, "not every effect was made to fail: {failed:?}");
+        assert_eq!(failed.len(), 12, "not every effect was made to fail: {failed:?}");
     }
 }
 
@@ -305,4 +320,21 @@ fn undo_may_be_repeated() {
         undo(&mut world, &processes, false).await.unwrap();
     });
     world.as_before(false);
+}
+
+#[test]
+fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
+    for was_frozen in [false, true] {
+        let mut world = World::new([10, 20], was_frozen);
+        world.states.insert(20, CudaState::Locked);
+        let failure = block_on(leave_running(&mut world)).unwrap_err();
+        assert_eq!((failure.phase, failure.lost), (Phase::Inspect, None));
+        assert_eq!(
+            world.states[&20],
+            CudaState::Locked,
+            "another tool's lock was taken away"
+        );
+        assert_eq!(world.states[&10], CudaState::Running);
+        assert_eq!(world.frozen, was_frozen);
+    }
 }

@@ -47,6 +47,9 @@ struct Status {
     running_execs: usize,
     /// Init has ended; published when no exec runs any more.
     init_exit: Option<Exit>,
+    /// Start is under way: an exit of init is told after it.
+    starting: bool,
+    exit_while_starting: Option<Exit>,
 }
 
 /// Why an exec cannot begin.
@@ -90,6 +93,8 @@ impl Container {
                 execs: BTreeMap::new(),
                 running_execs: 0,
                 init_exit: None,
+                starting: false,
+                exit_while_starting: None,
             }),
             cgroup: Mutex::new(None),
         }
@@ -190,6 +195,28 @@ impl Container {
         } else {
             None
         }
+    }
+
+    /// From now on an exit of init is kept for [`Container::end_start`].
+    pub(crate) fn begin_start(&self) {
+        self.status().starting = true;
+    }
+
+    /// Start is over: the exit of init, when that has ended meanwhile.
+    pub(crate) fn end_start(&self) -> Option<Exit> {
+        let mut status = self.status();
+        status.starting = false;
+        status.exit_while_starting.take()
+    }
+
+    /// Keeps the exit of init while Start is under way; gives it back otherwise.
+    pub(crate) fn keep_while_starting(&self, exit: Exit) -> Option<Exit> {
+        let mut status = self.status();
+        if !status.starting {
+            return Some(exit);
+        }
+        status.exit_while_starting = Some(exit);
+        None
     }
 
     /// Init has ended: its exit comes back when it can be told now, else with the last exec's.

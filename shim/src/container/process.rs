@@ -27,6 +27,7 @@ pub(crate) struct Process {
     pid: Mutex<i32>,
     exit: watch::Sender<Option<Exit>>,
     copier: Mutex<Option<Copier>>,
+    stdin_closed: Mutex<bool>,
 }
 
 impl Process {
@@ -39,6 +40,7 @@ impl Process {
             pid: Mutex::new(0),
             exit: watch::Sender::new(None),
             copier: Mutex::new(None),
+            stdin_closed: Mutex::new(false),
         }
     }
 
@@ -69,14 +71,25 @@ impl Process {
         *exit
     }
 
+    /// Lets stdin end once the client has closed it too, now or as soon as it is there.
+    pub(crate) fn close_stdin(&self) {
+        *lock(&self.stdin_closed) = true;
+        if let Some(copier) = lock(&self.copier).as_mut() {
+            copier.close_stdin();
+        }
+    }
+
     /// Hands over what copies its stdio.
-    pub(crate) fn set_copier(&self, copier: Copier) {
+    pub(crate) fn set_copier(&self, mut copier: Copier) {
+        if *lock(&self.stdin_closed) {
+            copier.close_stdin();
+        }
         *lock(&self.copier) = Some(copier);
     }
 
     /// What copies its stdio, while it is there.
-    pub(crate) fn with_copier<T>(&self, act: impl FnOnce(&mut Copier) -> T) -> Option<T> {
-        lock(&self.copier).as_mut().map(act)
+    pub(crate) fn with_copier<T>(&self, act: impl FnOnce(&Copier) -> T) -> Option<T> {
+        lock(&self.copier).as_ref().map(act)
     }
 
     /// Takes what copies its stdio, to drain it.

@@ -107,7 +107,9 @@ async fn build_mounted(
         service.reaper.clone(),
     );
     let prepared = match checkpoint {
-        Some(image) => Some(restore::prepare(&request.id, &options, bundle, image, spec, &service.reaper).await?),
+        Some(image) => {
+            Some(restore::prepare(&request.id, &options, bundle, image, spec, &service.reaper).await?)
+        }
         None => {
             if facts.gpu {
                 crate::checkpoint::prepare_bundle(bundle, spec)?;

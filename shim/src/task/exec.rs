@@ -54,6 +54,6 @@ pub(super) async fn resize_pty(
 /// Lets stdin end once the client has closed it too.
 pub(super) async fn close_io(service: &Arc<Service>, request: CloseIORequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
-    find(&container, &request.exec_id)?.with_copier(crate::stdio::Copier::close_stdin);
+    find(&container, &request.exec_id)?.close_stdin();
     Ok(Empty::default())
 }

@@ -33,6 +33,9 @@ pub(super) async fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
         exec_ended(service, &container).await;
         return;
     }
+    let Some(exit) = container.keep_while_starting(exit) else {
+        return;
+    };
     if !container.private_pids
         && let Err(error) = container.runc.kill(SIGKILL, true).await
         && !error.is_finished()

@@ -29,32 +29,35 @@ pub(super) async fn start(service: &Arc<Service>, request: StartRequest) -> Resu
 async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Result<i32, TaskError> {
     let _operation = container.operation.lock().await;
     container.admit(Action::Start)?;
-    let prepared = container.take_checkpoint();
-    let early = match prepared {
+    // Order matters: a short-lived init can be gone before Start is told, but not in the events.
+    container.begin_start();
+    let started = match container.take_checkpoint() {
         None => {
-            container
-                .runc
-                .start()
-                .await
-                .map_err(|source| TaskError::Runtime {
-                    verb: "start",
-                    source,
-                })?;
-            None
+            let started = container.runc.start().await;
+            started.map_err(|source| TaskError::Runtime {
+                verb: "start",
+                source,
+            })
         }
-        Some(prepared) => restore_init(service, container, prepared).await?,
+        Some(prepared) => restore_init(service, container, prepared).await,
     };
-    container.set_state(InitState::Running);
     let pid = container.init.pid();
-    service.publisher.publish(&TaskStart {
-        container_id: container.id.clone(),
-        pid: pid_field(pid),
-        ..TaskStart::default()
-    });
-    if let Some((owner, exit)) = early {
+    if started.is_ok() {
+        container.set_state(InitState::Running);
+        service.publisher.publish(&TaskStart {
+            container_id: container.id.clone(),
+            pid: pid_field(pid),
+            ..TaskStart::default()
+        });
+    }
+    if let Some(exit) = container.end_start() {
+        let owner = Owner {
+            container: Arc::downgrade(container),
+            process: container.init.clone(),
+        };
         exit::handle(service, &owner, exit).await;
     }
-    Ok(pid)
+    started.map(|()| pid)
 }
 
 type Early = Option<(Owner, crate::reaper::Exit)>;
@@ -63,7 +66,7 @@ async fn restore_init(
     service: &Arc<Service>,
     container: &Arc<Container>,
     prepared: restore::Prepared,
-) -> Result<Early, TaskError> {
+) -> Result<(), TaskError> {
     let mut stdio = match open_stdio(service, container, &container.init).await {
         Ok(stdio) => stdio,
         Err(error) => {
@@ -100,7 +103,10 @@ async fn restore_init(
         container: Arc::downgrade(container),
         process: container.init.clone(),
     };
-    Ok(expectation.claim(pid, owner.clone()).map(|exit| (owner, exit)))
+    if let Some(early) = expectation.claim(pid, owner.clone()) {
+        exit::handle(service, &owner, early).await;
+    }
+    Ok(())
 }
 
 async fn start_exec(

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -11,15 +12,34 @@ use simgpu_model::{CudaProcess, paths};
 use crate::error::{self, Error};
 use crate::wire::{self, Request};
 
-/// Looks at a process. A process without CUDA is not measured; an invalid argument is what the documentation offers.
+/// Looks at a process without disturbing it: works while it is frozen or stopped, as the driver's call does.
 pub(crate) fn look(call: Call, pid: i32) -> Result<CudaProcess, Error> {
-    disturbed(call, pid, || CudaProcess::find(pid).ok_or(Error::INVALID_VALUE))
+    disturbed(call, pid, || find(pid))
+}
+
+/// Asks a process for its state: waits until its restore thread can run, as the driver does.
+pub(crate) fn state(pid: i32) -> Result<i32, Error> {
+    disturbed(Call::State, pid, || {
+        exchange(&find(pid)?, &Request::State).map_err(|_| Error::UNKNOWN)?;
+        Ok(find(pid)?.state)
+    })
+}
+
+/// The answers for a process without CUDA and for none at all are those that the driver gave.
+fn find(pid: i32) -> Result<CudaProcess, Error> {
+    CudaProcess::find(pid).ok_or_else(|| {
+        if Path::new(&format!("/proc/{pid}")).exists() {
+            Error::NOT_INITIALIZED
+        } else {
+            Error::OPERATING_SYSTEM
+        }
+    })
 }
 
 /// Has a request carried out by the restore thread of `pid`.
 pub(crate) fn request(call: Call, pid: i32, request: &Request) -> Result<(), Error> {
     disturbed(call, pid, || {
-        let process = CudaProcess::find(pid).ok_or(Error::INVALID_VALUE)?;
+        let process = find(pid)?;
         // A process that dies meanwhile was not measured.
         match exchange(&process, request).map_err(|_| Error::UNKNOWN)? {
             0 => Ok(()),

@@ -18,6 +18,7 @@ pub(crate) enum Request {
     Checkpoint,
     Restore { pairs: Vec<(Uuid, Uuid)> },
     Unlock,
+    State,
 }
 
 const MAX_MESSAGE: usize = 16 << 10;
@@ -36,6 +37,7 @@ impl Request {
                 bytes
             }
             Self::Unlock => vec![4],
+            Self::State => vec![5],
         }
     }
 
@@ -55,6 +57,7 @@ impl Request {
                 })
             }
             (4, []) => Some(Self::Unlock),
+            (5, []) => Some(Self::State),
             _ => None,
         }
     }

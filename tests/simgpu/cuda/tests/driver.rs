@@ -349,7 +349,9 @@ fn processes_without_cuda_have_no_state() {
     require!(missing());
     let node = Node::new(TWO);
     let own = i32::try_from(std::process::id()).unwrap();
-    assert_eq!(node.step("state,tid,lock", own, &[]), ["INVALID_VALUE"; 3]);
+    assert_eq!(node.step("state,tid,lock", own, &[]), ["NOT_INITIALIZED"; 3]);
+    let nobody = 1 << 22;
+    assert_eq!(node.step("state,tid", nobody, &[]), ["OPERATING_SYSTEM"; 2]);
 }
 
 #[test]

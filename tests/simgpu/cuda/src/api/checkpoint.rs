@@ -14,7 +14,7 @@ use crate::wire::Request;
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuCheckpointProcessGetState(pid: i32, state: *mut i32) -> i32 {
     // SAFETY: the caller keeps the driver API's contract.
-    answer(|| unsafe { give(state, caller::look(Call::State, pid)?.state) })
+    answer(|| unsafe { give(state, caller::state(pid)?) })
 }
 
 #[unsafe(no_mangle)]
