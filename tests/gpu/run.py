@@ -173,9 +173,9 @@ def play(case, setup, report, all_cases_end):
             limit = all_cases_end.left(case.seconds)
             case.play(setup, hosts.Deadline(limit), record)
             record["result"] = "ok"
-        except (hosts.Failed, cdi.NoDriver, OSError, subprocess.SubprocessError) as error:
+        except Exception as error:  # whatever it is, the other cases are still worth the machine's time
             report.log(traceback.format_exc())
-            record.update(result="FAILED", error=str(error))
+            record.update(result="FAILED", error=str(error) or repr(error))
     record["seconds"] = round(time.monotonic() - began, 1)
     report.add(record)
     report.say(f"{case.name}: {record['result']} after {record['seconds']} s" + (f": {record['error']}" if "error" in record else ""))

@@ -113,20 +113,25 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     let sizes = contents(stage.path())?;
     let packed = write_out(stage.path(), &out)?;
     println!("{}: {}", out.display(), mib(packed));
-    if packed > LIMIT {
-        let (path, size) = sizes
-            .iter()
-            .max_by_key(|(_, size)| **size)
-            .context("the bundle is empty")?;
-        bail!(
-            "the bundle has {}, more than the {} that travel; its biggest file is {} with {}",
-            mib(packed),
-            mib(LIMIT),
-            path.display(),
-            mib(*size)
-        );
+    check_size(packed, LIMIT, &sizes)
+}
+
+/// Refuses an archive of `packed` bytes that is too large to travel, naming the biggest of its files.
+fn check_size(packed: u64, limit: u64, sizes: &BTreeMap<PathBuf, u64>) -> anyhow::Result<()> {
+    if packed <= limit {
+        return Ok(());
     }
-    Ok(())
+    let (path, size) = sizes
+        .iter()
+        .max_by_key(|(_, size)| **size)
+        .context("the bundle is empty")?;
+    bail!(
+        "the bundle has {}, more than the {} that travel; its biggest file is {} with {}",
+        mib(packed),
+        mib(limit),
+        path.display(),
+        mib(*size)
+    );
 }
 
 /// The tools of forky with their loader, libraries and plugins, bound to the install directory.
@@ -412,6 +417,20 @@ mod tests {
         assert_eq!(mib(0), "0.0 MiB");
         assert_eq!(mib((1 << 20) + (1 << 19)), "1.5 MiB");
         assert_eq!(mib(LIMIT), "60.0 MiB");
+    }
+
+    #[test]
+    fn what_is_too_large_names_its_biggest_file() {
+        let sizes = BTreeMap::from([
+            ("bin/a".into(), 5 << 20),
+            ("bin/b".into(), 9 << 20),
+            ("lib/c".into(), 1),
+        ]);
+        check_size(10 << 20, 10 << 20, &sizes).unwrap();
+        let error = check_size((10 << 20) + 1, 10 << 20, &sizes)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("bin/b with 9.0 MiB"), "{error}");
     }
 
     #[test]
