@@ -1,0 +1,45 @@
+#!/bin/bash
+# Checkpoints a GPU container and brings it back on the same machine.
+#
+#   one-node.sh IMAGE COMMAND [ARGUMENT...]
+#
+# GPU=0            the GPU that it starts on, by its CDI name (nvidia.com/gpu=0)
+# MAP=GPU-a=GPU-b  restores it onto GPU-b what was on GPU-a (UUIDs of nvidia-smi -L); without it, onto the same GPU
+#
+# Needs containerd 2.x, root, and firn installed as docs/operations.md tells.
+set -euo pipefail
+
+if (($# < 2)); then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+image=$1
+shift
+name=firn-example checkpoint=firn-example/checkpoint:latest
+
+options=(--detach --runtime io.containerd.firn.v2 --device "nvidia.com/gpu=${GPU:-0}")
+# Read at the restore, which gives the container the spec of the source with all annotations.
+[[ -z ${MAP-} ]] || options+=(--annotation "firn.dev/gpu-map=$MAP")
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "start"
+ctr run "${options[@]}" "$image" "$name" "$@"
+ctr tasks ls
+sleep 3 # let it compute something
+
+step "checkpoint; the container runs on"
+time ctr containers checkpoint --rw --task "$name" "$checkpoint"
+ctr tasks ls
+
+step "end it"
+ctr tasks rm --force "$name"
+ctr containers rm "$name"
+
+step "restore"
+time ctr containers restore --rw --live "$name" "$checkpoint"
+ctr tasks ls
+
+step "its times, phase by phase"
+cat "/run/containerd/io.containerd.runtime.v2.task/${CONTAINERD_NAMESPACE:-default}/$name/firn-account.json"
+printf '\n\nremove it with: ctr tasks rm --force %s; ctr containers rm %s; ctr images rm %s\n' "$name" "$name" "$checkpoint"
