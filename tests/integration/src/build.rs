@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result, ensure};
 
@@ -25,6 +26,12 @@ pub struct Built {
 const MUSL: &str = "x86_64-unknown-linux-musl";
 
 impl Built {
+    /// What tests run, built once per test program.
+    pub fn for_tests() -> &'static Self {
+        static BUILT: OnceLock<Built> = OnceLock::new();
+        BUILT.get_or_init(|| Self::build(Profile::Dev).expect("the workspace builds"))
+    }
+
     /// Builds everything that a node needs.
     pub fn build(profile: Profile) -> Result<Self> {
         let name = match profile {

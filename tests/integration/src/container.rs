@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_node::{Remnants, wait_for};
 use serde_json::Value;
 
-use crate::{FIRN, GpuHost, IMAGE, LOG, Lines};
+use crate::{Archive, FIRN, GpuHost, IMAGE, LOG, Lines};
 
 /// How long a step of a workload may take.
 const STEP: Duration = Duration::from_secs(60);
@@ -51,7 +51,7 @@ impl<'h> Container<'h> {
         options: &[&str],
         arguments: &[&str],
     ) -> Result<Self> {
-        let grant = host.grant(gpus)?;
+        let grant = host.ctr_gpu_options(gpus)?;
         let mut given = vec!["--runtime", FIRN];
         given.extend(grant.iter().map(String::as_str));
         given.extend(options);
@@ -92,6 +92,12 @@ impl<'h> Container<'h> {
         }
     }
 
+    /// Says that its log has been in an image once more than in the one it was restored from.
+    pub fn moved_before(mut self) -> Self {
+        self.carried += 1;
+        self
+    }
+
     /// Its id.
     pub fn id(&self) -> &str {
         &self.id
@@ -118,18 +124,20 @@ impl<'h> Container<'h> {
     /// Checkpoints the task into a directory of the node; the container ends.
     pub fn checkpoint_and_exit(&self, dir: &str) -> Result<Move> {
         let begun = Instant::now();
-        self.host.node().run(&[
-            "ctr",
-            "task",
-            "checkpoint",
-            "--exit",
-            "--image-path",
-            dir,
-            &self.id,
-        ])?;
+        self.task(&["checkpoint", "--exit", "--image-path", dir])?;
         Ok(Move {
             took: begun.elapsed(),
         })
+    }
+
+    /// Checkpoints the task into containerd's content store; the container ends. Gives the image that `restore` takes.
+    ///
+    /// What `ctr tasks checkpoint` leaves in the content store lacks only annotations, which are added.
+    pub fn checkpoint_and_exit_to(&self, image: &str, runtime: &str) -> Result<()> {
+        let name = self.task(&["checkpoint", "--exit"])?;
+        let mut archive = Archive::export(self.host, name.trim())?;
+        archive.describe(IMAGE, runtime);
+        archive.import(self.host, image)
     }
 
     /// Restores `image` as a container with this id.
@@ -171,7 +179,7 @@ impl<'h> Container<'h> {
             STEP,
             || {
                 let lines = self.lines()?;
-                if let Some(fault) = lines.fault(self.carried) {
+                if let Some(fault) = lines.fault_if_carried(self.carried) {
                     bail!("{}: {fault}", self.id);
                 }
                 Ok((lines.reached(self.counters) >= from + more).then_some(lines))
@@ -291,6 +299,24 @@ impl<'h> Container<'h> {
         })?;
         let _ = self.task(&["delete"]);
         self.forget()
+    }
+
+    /// Deletes the task, which has ended, and gives its exit code, of which `ctr tasks delete` warns unless it is 0.
+    pub fn exit_code(&self) -> Result<i32> {
+        let said = self
+            .host
+            .node()
+            .run(&["ctr", "tasks", "delete", &self.id])?
+            .stderr;
+        match said.split_once("non-zero exit code ") {
+            None => Ok(0),
+            Some((_, code)) => {
+                let digits = code.split(|c: char| !c.is_ascii_digit()).next();
+                digits
+                    .and_then(|digits| digits.parse().ok())
+                    .with_context(|| format!("no code in {said:?}"))
+            }
+        }
     }
 
     /// Removes what containerd still knows of a container without task, and makes sure that nothing is left of it.

@@ -73,10 +73,15 @@ impl Lines {
     }
 
     /// What is wrong with the lines: an element that was not right, or an iteration that was left out or repeated.
+    pub fn fault(&self) -> Option<String> {
+        self.fault_if_carried(0)
+    }
+
+    /// As [`Lines::fault`], for the log of a restored container.
     ///
     /// `ctr containers checkpoint --rw` copies the log before the dump, and the counter writes on until the driver has
     /// locked it. A log that was `carried` so many times may lack some iterations at as many places.
-    pub fn fault(&self, carried: usize) -> Option<String> {
+    pub fn fault_if_carried(&self, carried: usize) -> Option<String> {
         let mut last: BTreeMap<(i32, u32, u32), (u64, usize)> = BTreeMap::new();
         for line in &self.0 {
             if !line.ok {
@@ -114,12 +119,12 @@ mod tests {
         let next = "counter pid=7 thread=0 gpu=0 uuid=GPU-1 iter=2 checksum=6 ok\n";
         let later = "counter pid=7 thread=0 gpu=0 uuid=GPU-1 iter=4 checksum=6 ok\n";
         let bad = "counter pid=7 thread=0 gpu=0 uuid=GPU-1 iter=2 checksum=6 mismatches=1\n";
-        assert_eq!(lines(&[good, next].concat()).fault(0), None);
-        assert!(lines(&[good, later].concat()).fault(0).is_some());
-        assert!(lines(&[good, good].concat()).fault(0).is_some());
-        assert!(lines(&[good, bad].concat()).fault(0).is_some());
-        assert_eq!(lines(&[good, later].concat()).fault(1), None);
-        assert!(lines(&[good, later, next].concat()).fault(1).is_some());
+        assert_eq!(lines(&[good, next].concat()).fault(), None);
+        assert!(lines(&[good, later].concat()).fault().is_some());
+        assert!(lines(&[good, good].concat()).fault().is_some());
+        assert!(lines(&[good, bad].concat()).fault().is_some());
+        assert_eq!(lines(&[good, later].concat()).fault_if_carried(1), None);
+        assert!(lines(&[good, later, next].concat()).fault_if_carried(1).is_some());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A node with simulated GPUs and firn installed.
 
-use std::thread;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -14,6 +14,9 @@ pub const DRIVER: &str = "580.159.04";
 
 /// The CDI specification of the node's GPUs.
 const CDI: &str = "/etc/cdi/nvidia.json";
+
+/// Where the built libraries of the simulated driver are put before they are installed.
+const LIBRARIES: &str = "/tmp/simgpu";
 
 /// Where [`GpuHost::watch_runc`] notes what runc is called for.
 const VERBS: &str = "/run/runc-verbs";
@@ -36,6 +39,8 @@ pub struct SimGpu {
     pub name: String,
     /// Memory in MiB.
     pub mib: u64,
+    /// Whether it is divided.
+    pub mig: bool,
 }
 
 impl SimGpu {
@@ -45,6 +50,7 @@ impl SimGpu {
             uuid: format!("GPU-5f1e0000-0000-4000-8000-{number:012x}"),
             name: "NVIDIA H200".to_owned(),
             mib: 1024,
+            mig: false,
         }
     }
 
@@ -57,6 +63,12 @@ impl SimGpu {
     /// Of another model.
     pub fn model(mut self, name: &str) -> Self {
         self.name = name.to_owned();
+        self
+    }
+
+    /// In MIG mode.
+    pub fn mig(mut self) -> Self {
+        self.mig = true;
         self
     }
 }
@@ -99,25 +111,44 @@ impl GpuHost {
             node.install(built.program(program), format!("/usr/local/bin/{program}"), 0o755)?;
         }
         for library in ["libcuda.so", "libnvidia_ml.so"] {
-            node.install(
-                built.libraries().join(library),
-                format!("/tmp/simgpu/{library}"),
-                0o755,
-            )?;
+            let built = built.libraries().join(library);
+            node.install(built, format!("{LIBRARIES}/{library}"), 0o755)?;
         }
-        node.run(&["simgpu", "install", "--from", "/tmp/simgpu", "--driver", driver])?;
-        let mut setup: Vec<String> = ["simgpu", "setup", "--driver", driver].map(String::from).into();
-        for (minor, SimGpu { uuid, name, mib }) in self.gpus.iter().enumerate() {
-            setup.push("--gpu".to_owned());
-            setup.push(format!("uuid={uuid},name={name},mem={mib}M,minor={minor}"));
-        }
-        node.run(&setup)?;
-        let cdi = node.run(&["simgpu", "cdi"])?.stdout;
-        node.write(CDI, cdi)?;
+        self.plug_in(driver)?;
         let counter = built.program("gpu-counter");
         Image::new(IMAGE)
             .program(counter, "/bin/gpu-counter")
             .import(node)
+    }
+
+    /// Makes its GPUs and installs this version of their driver.
+    fn plug_in(&self, driver: &str) -> Result<()> {
+        let node = &self.node;
+        node.run(&["simgpu", "install", "--from", LIBRARIES, "--driver", driver])?;
+        let mut setup: Vec<String> = ["simgpu", "setup", "--driver", driver].map(String::from).into();
+        for (minor, gpu) in self.gpus.iter().enumerate() {
+            let SimGpu { uuid, name, mib, mig } = gpu;
+            let mig = if *mig { "on" } else { "off" };
+            setup.push("--gpu".to_owned());
+            setup.push(format!(
+                "uuid={uuid},name={name},mem={mib}M,minor={minor},mig={mig}"
+            ));
+        }
+        node.run(&setup)?;
+        let cdi = node.run(&["simgpu", "cdi"])?.stdout;
+        node.write(CDI, cdi)
+    }
+
+    /// Puts other GPUs into the node, which must be idle, with this version of their driver.
+    pub fn replace_gpus(&mut self, gpus: &[SimGpu], driver: &str) -> Result<()> {
+        self.node.run(&["simgpu", "teardown"])?;
+        self.gpus = gpus.to_vec();
+        self.plug_in(driver)
+    }
+
+    /// Lets the node run on after this program.
+    pub fn leave(mut self) -> Result<()> {
+        self.node.leave()
     }
 
     /// The node.
@@ -138,7 +169,7 @@ impl GpuHost {
     /// Options of `ctr run` that grant these GPUs (`0`, `all`, a UUID).
     ///
     /// ctr 1.7 knows no CDI: its user names the device nodes and libraries, which are read off the CDI specification.
-    pub fn grant(&self, gpus: &[&str]) -> Result<Vec<String>> {
+    pub fn ctr_gpu_options(&self, gpus: &[&str]) -> Result<Vec<String>> {
         if self.node.record().suite != Suite::Trixie {
             let devices = gpus.iter().map(|gpu| format!("nvidia.com/gpu={gpu}"));
             return Ok(devices
@@ -188,6 +219,13 @@ impl GpuHost {
         self.node.run(&["simgpu", "fault", "clear"]).map(drop)
     }
 
+    /// Installs the shim also under the name of containerd's own, so that `io.containerd.runc.v2` is firn. For clients
+    /// that send checkpoint options to that runtime alone: ctr 1.7, nerdctl, docker.
+    pub fn drop_in(&self, built: &Built) -> Result<()> {
+        self.node
+            .install(built.shim(), "/usr/local/bin/containerd-shim-runc-v2", 0o755)
+    }
+
     /// From now on notes what runc is called for.
     pub fn watch_runc(&self) -> Result<()> {
         use std::os::unix::fs::PermissionsExt;
@@ -198,15 +236,16 @@ impl GpuHost {
         self.node.write(VERBS, "")
     }
 
-    /// What runc has been called for since [`GpuHost::watch_runc`].
-    pub fn runc_verbs(&self) -> Result<Vec<String>> {
-        Ok(self.node.read(VERBS)?.lines().map(String::from).collect())
+    /// Whether runc has been called for this since [`GpuHost::watch_runc`].
+    pub fn runc_has(&self, verb: &str) -> Result<bool> {
+        Ok(self.node.read(VERBS)?.lines().any(|called| called == verb))
     }
 
     /// What containerd's log holds at its end, for messages of a test that failed.
     pub fn log(&self) -> String {
         let log = self.node.read(Node::CONTAINERD_LOG).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().collect();
+        let told = |line: &&str| !line.contains("loading plugin");
+        let lines: Vec<&str> = log.lines().filter(told).collect();
         let shown = lines[lines.len().saturating_sub(SHOWN)..].join("\n");
         format!("containerd's log on {} ends:\n{shown}", self.node.name())
     }
@@ -244,6 +283,13 @@ impl GpuHost {
     pub fn has_image(&self, image: &str) -> Result<bool> {
         let names = self.node.run(&["ctr", "images", "list", "--quiet"])?.stdout;
         Ok(names.lines().any(|name| name == image))
+    }
+
+    /// Removes an image and what no other image holds of it.
+    pub fn remove_image(&self, image: &str) -> Result<()> {
+        self.node
+            .run(&["ctr", "images", "remove", "--sync", image])
+            .map(drop)
     }
 
     /// MiB in use on each GPU, as the driver's tool tells.
@@ -284,14 +330,6 @@ impl GpuHost {
     }
 }
 
-impl Drop for GpuHost {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            eprintln!("{}", self.log());
-        }
-    }
-}
-
 /// The options of ctr that do what these edits of a CDI specification say.
 fn by_hand(edits: &Value) -> Vec<String> {
     let list = |key: &str| edits[key].as_array().cloned().unwrap_or_default();
@@ -311,9 +349,9 @@ pub fn on<const N: usize>(
     hosts: [GpuHost; N],
     story: impl FnOnce(&[GpuHost; N]) -> Result<()>,
 ) -> Result<()> {
-    let told = story(&hosts);
-    if told.is_err() {
+    let told = catch_unwind(AssertUnwindSafe(|| story(&hosts)));
+    if !matches!(told, Ok(Ok(()))) {
         hosts.iter().for_each(|host| eprintln!("{}", host.log()));
     }
-    told
+    told.unwrap_or_else(|panic| resume_unwind(panic))
 }

@@ -4,11 +4,13 @@
 //! as a user's would; what a workload did is told by its own lines.
 #![forbid(unsafe_code)]
 
+mod archive;
 mod build;
 mod container;
 mod counter;
 mod host;
 
+pub use archive::Archive;
 pub use build::{Built, Profile};
 pub use container::{Container, Move, nothing_left};
 pub use counter::{Line, Lines};

@@ -1,0 +1,137 @@
+//! A checkpoint image outside of containerd, to be looked at and changed: an OCI layout whose index holds the CRIU
+//! images as a tar archive. What is changed gets its new digest everywhere, so that only firn can notice.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tempfile::TempDir;
+
+use crate::GpuHost;
+
+/// Media type of the CRIU images.
+const CRIU: &str = "application/vnd.containerd.container.criu.checkpoint.criu.tar";
+
+/// A checkpoint image.
+pub struct Archive {
+    layout: TempDir,
+    /// The index that containerd reads; its digest is in `index.json`.
+    index: Value,
+}
+
+impl Archive {
+    /// Takes an image out of a node's containerd.
+    pub fn export(host: &GpuHost, image: &str) -> Result<Self> {
+        let layout = tempfile::tempdir()?;
+        let file = "/tmp/export.tar";
+        host.export(image, file)?;
+        tar(&[
+            "-xf".as_ref(),
+            host.node().path(file).as_ref(),
+            "-C".as_ref(),
+            layout.path(),
+        ])?;
+        fs::remove_file(host.node().path(file))?;
+        let outer = read_json(&layout.path().join("index.json"))?;
+        let index = read_json(&blob(layout.path(), &outer["manifests"][0])?)?;
+        Ok(Self { layout, index })
+    }
+
+    /// Adds the annotations that `ctr containers checkpoint` writes and `ctr tasks checkpoint` leaves out: which image
+    /// the container was made of, its runtime and its snapshotter. With them `ctr containers restore` takes it.
+    pub fn describe(&mut self, image: &str, runtime: &str) {
+        self.index["annotations"] = json!({
+            "org.opencontainers.image.ref.name": image,
+            "io.containerd.checkpoint.runtime": runtime,
+            "io.containerd.checkpoint.snapshotter": "overlayfs",
+        });
+    }
+
+    /// Changes the CRIU images; `edit` gets their directory.
+    pub fn edit(&mut self, edit: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+        let manifests = self.index["manifests"]
+            .as_array_mut()
+            .context("an index without manifests")?;
+        let criu = manifests
+            .iter_mut()
+            .find(|manifest| manifest["mediaType"] == CRIU);
+        let criu = criu.context("no CRIU images in the index")?;
+        let (dir, packed) = (tempfile::tempdir()?, tempfile::NamedTempFile::new()?);
+        tar(&[
+            "-xf".as_ref(),
+            blob(self.layout.path(), criu)?.as_ref(),
+            "-C".as_ref(),
+            dir.path(),
+        ])?;
+        edit(dir.path())?;
+        tar(&[
+            "-cf".as_ref(),
+            packed.path(),
+            "-C".as_ref(),
+            dir.path(),
+            ".".as_ref(),
+        ])?;
+        put(self.layout.path(), criu, &fs::read(packed.path())?)
+    }
+
+    /// Gives it to a node's containerd under this name.
+    pub fn import(&self, host: &GpuHost, image: &str) -> Result<()> {
+        let path = self.layout.path().join("index.json");
+        let mut outer = read_json(&path)?;
+        let manifest = &mut outer["manifests"][0];
+        put(self.layout.path(), manifest, self.index.to_string().as_bytes())?;
+        manifest["annotations"] = json!({ "io.containerd.image.name": image });
+        fs::write(&path, outer.to_string())?;
+        let packed = tempfile::NamedTempFile::new()?;
+        tar(&[
+            "-cf".as_ref(),
+            packed.path(),
+            "-C".as_ref(),
+            self.layout.path(),
+            ".".as_ref(),
+        ])?;
+        let file = "/tmp/import.tar";
+        host.node().install(packed.path(), file, 0o600)?;
+        host.import(file)?;
+        Ok(fs::remove_file(host.node().path(file))?)
+    }
+}
+
+/// Where the blob of a descriptor is.
+fn blob(layout: &Path, descriptor: &Value) -> Result<PathBuf> {
+    let digest = descriptor["digest"]
+        .as_str()
+        .and_then(|digest| digest.strip_prefix("sha256:"));
+    Ok(layout
+        .join("blobs/sha256")
+        .join(digest.context("a descriptor without digest")?))
+}
+
+/// Makes a descriptor one of this content.
+fn put(layout: &Path, descriptor: &mut Value, content: &[u8]) -> Result<()> {
+    let digest: String = Sha256::digest(content)
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    descriptor["digest"] = json!(format!("sha256:{digest}"));
+    descriptor["size"] = json!(content.len());
+    Ok(fs::write(blob(layout, descriptor)?, content)?)
+}
+
+fn read_json(path: &Path) -> Result<Value> {
+    let text = fs::read(path).with_context(|| format!("read {}", path.display()))?;
+    serde_json::from_slice(&text).with_context(|| format!("read {}", path.display()))
+}
+
+fn tar(arguments: &[&Path]) -> Result<()> {
+    let output = Command::new("tar").args(arguments).output().context("run tar")?;
+    ensure!(
+        output.status.success(),
+        "tar {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
