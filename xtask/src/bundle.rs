@@ -101,7 +101,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     if !cmd.tools_only {
         programs(&workspace, stage.path())?;
     }
-    rootfs(forky.path(), stage.path())?;
+    rootfs(&forky.path().join("usr/bin/busybox"), stage.path())?;
     scripts(&workspace, stage.path())?;
 
     for package in packages
@@ -132,6 +132,18 @@ fn check_size(packed: u64, limit: u64, sizes: &BTreeMap<PathBuf, u64>) -> anyhow
         path.display(),
         mib(*size)
     );
+}
+
+/// firn's programs and the test image, as `tests/gpu/run.py --bundle` takes them, for a machine that has the tools.
+pub(crate) fn stage_without_tools(stage: &Path) -> anyhow::Result<()> {
+    install_missing(&[("patchelf", "patchelf"), ("busybox", "busybox-static")])?;
+    fs::create_dir_all(stage.join("bin"))?;
+    programs(&workspace()?, stage)?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let busybox = std::env::split_paths(&path)
+        .map(|dir| dir.join("busybox"))
+        .find(|file| file.is_file());
+    rootfs(&busybox.context("no busybox in PATH")?, stage)
 }
 
 /// The tools of forky with their loader, libraries and plugins, bound to the install directory.
@@ -173,7 +185,7 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
 }
 
 /// The root of the test image: busybox, this Debian's loader and libraries, and the workload where it was built.
-fn rootfs(forky: &Path, stage: &Path) -> anyhow::Result<()> {
+fn rootfs(busybox: &Path, stage: &Path) -> anyhow::Result<()> {
     let root = stage.join("rootfs");
     let (bin, lib) = (root.join("usr/bin"), root.join(LIBRARIES));
     for dir in [
@@ -196,7 +208,7 @@ fn rootfs(forky: &Path, stage: &Path) -> anyhow::Result<()> {
         symlink(Path::new("usr").join(link), root.join(link))?;
     }
     fs::write(root.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n")?;
-    let busybox = copy_into(&forky.join("usr/bin/busybox"), &bin)?;
+    let busybox = copy_into(busybox, &bin)?;
     for applet in output(Command::new(&busybox).arg("--list"))?
         .lines()
         .filter(|applet| *applet != "busybox")
