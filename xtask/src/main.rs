@@ -3,6 +3,7 @@
 
 mod bench;
 mod bundle;
+mod demo;
 mod node;
 mod supervise;
 mod test;
@@ -19,6 +20,7 @@ use supervise::supervised;
 #[derive(Parser)]
 #[command(name = "cargo xtask")]
 enum Cmd {
+    Demo(demo::Cmd),
     Test(test::Cmd),
     Bench(bench::Cmd),
     Node(node::Cmd),
@@ -27,6 +29,7 @@ enum Cmd {
 
 fn main() -> ExitCode {
     let done = match Cmd::parse() {
+        Cmd::Demo(cmd) => supervised(|| demo::run(&cmd)),
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| bench::run(cmd)),
         Cmd::Node(cmd) => node::run(cmd),
