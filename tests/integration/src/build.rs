@@ -15,6 +15,13 @@ pub enum Profile {
     Release,
 }
 
+/// Who speaks while it is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Voice {
+    Cargo,
+    Quiet,
+}
+
 /// Where the built files are.
 #[derive(Clone, Debug)]
 pub struct Built {
@@ -29,11 +36,15 @@ impl Built {
     /// What tests run, built once per test program.
     pub fn for_tests() -> &'static Self {
         static BUILT: OnceLock<Built> = OnceLock::new();
-        BUILT.get_or_init(|| Self::build(Profile::Dev).expect("the workspace builds"))
+        BUILT.get_or_init(|| Self::make(Profile::Dev, Voice::Quiet).expect("the workspace builds"))
     }
 
-    /// Builds everything that a node needs.
+    /// Builds everything that a node needs; cargo tells how far it is.
     pub fn build(profile: Profile) -> Result<Self> {
+        Self::make(profile, Voice::Cargo)
+    }
+
+    fn make(profile: Profile, voice: Voice) -> Result<Self> {
         let name = match profile {
             Profile::Dev => "debug",
             Profile::Release => "release",
@@ -48,14 +59,14 @@ impl Built {
             "simgpu-cuda",
             "simgpu-nvml",
         ];
-        cargo(profile, None, &packages)?;
+        cargo(profile, voice, None, &packages)?;
         let shim = match profile == Profile::Release && has_musl()? {
             true => {
-                cargo(profile, Some(MUSL), &["firn-shim"])?;
+                cargo(profile, voice, Some(MUSL), &["firn-shim"])?;
                 target.join(MUSL)
             }
             false => {
-                cargo(profile, None, &["firn-shim"])?;
+                cargo(profile, voice, None, &["firn-shim"])?;
                 target.clone()
             }
         };
@@ -81,11 +92,14 @@ impl Built {
     }
 }
 
-fn cargo(profile: Profile, target: Option<&str>, packages: &[&str]) -> Result<()> {
+fn cargo(profile: Profile, voice: Voice, target: Option<&str>, packages: &[&str]) -> Result<()> {
     let mut command = Command::new(env!("CARGO"));
     command
-        .args(["build", "--quiet", "--manifest-path"])
+        .args(["build", "--manifest-path"])
         .arg(workspace().join("Cargo.toml"));
+    if voice == Voice::Quiet {
+        command.arg("--quiet");
+    }
     if profile == Profile::Release {
         command.arg("--release");
     }

@@ -40,9 +40,8 @@ impl Nodes {
 
     /// Builds firn and starts both.
     pub(super) fn start(suite: Suite, voice: &Voice) -> Result<Self> {
-        let built = voice.working("building firn, the simulated driver and the workload", || {
-            Built::build(Profile::Dev)
-        })?;
+        voice.say("building firn, the simulated driver and the workload");
+        let built = Built::build(Profile::Dev)?;
         let start = |name, gpus: [u32; 2]| {
             let gpus = gpus.map(SimGpu::h200);
             GpuHost::start(&built, suite, name, &gpus)
