@@ -65,9 +65,7 @@ impl<'h> Container<'h> {
             "8",
         ];
         command.extend(arguments);
-        let mut container = Self::run(host, id, &given, &command)?;
-        container.counters = counters;
-        Ok(container)
+        Ok(Self::run(host, id, &given, &command)?.counting(counters))
     }
 
     /// Any other container.
@@ -90,6 +88,11 @@ impl<'h> Container<'h> {
             counters: 0,
             carried: 0,
         }
+    }
+
+    /// Says that it writes gpu-counter's lines, `counters` per iteration, to the usual file.
+    pub fn counting(self, counters: usize) -> Self {
+        Self { counters, ..self }
     }
 
     /// Says that its log has been in an image once more than in the one it was restored from.

@@ -228,12 +228,15 @@ impl GpuHost {
 
     /// From now on notes what runc is called for.
     pub fn watch_runc(&self) -> Result<()> {
-        use std::os::unix::fs::PermissionsExt;
-        let path = "/usr/local/sbin/runc";
-        self.node.write(path, WATCHER)?;
-        let mode = std::fs::Permissions::from_mode(0o755);
-        std::fs::set_permissions(self.node.path(path), mode).context("make the watcher of runc a program")?;
+        self.replace_runc(WATCHER)?;
         self.node.write(VERBS, "")
+    }
+
+    /// Puts a script before the node's runc, which is /usr/sbin/runc, in PATH.
+    pub fn replace_runc(&self, script: &str) -> Result<()> {
+        let file = tempfile::NamedTempFile::new()?;
+        std::fs::write(file.path(), script)?;
+        self.node.install(file.path(), "/usr/local/sbin/runc", 0o755)
     }
 
     /// Whether runc has been called for this since [`GpuHost::watch_runc`].
@@ -346,10 +349,10 @@ fn by_hand(edits: &Value) -> Vec<String> {
 
 /// Runs a story on these nodes. When it fails, what containerd logged on them is printed.
 pub fn on<const N: usize>(
-    hosts: [GpuHost; N],
-    story: impl FnOnce(&[GpuHost; N]) -> Result<()>,
+    mut hosts: [GpuHost; N],
+    story: impl FnOnce(&mut [GpuHost; N]) -> Result<()>,
 ) -> Result<()> {
-    let told = catch_unwind(AssertUnwindSafe(|| story(&hosts)));
+    let told = catch_unwind(AssertUnwindSafe(|| story(&mut hosts)));
     if !matches!(told, Ok(Ok(()))) {
         hosts.iter().for_each(|host| eprintln!("{}", host.log()));
     }

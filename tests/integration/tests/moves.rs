@@ -313,3 +313,32 @@ fn a_container_that_ended_is_restored_here_and_elsewhere_on_forky() -> Result<()
 fn a_container_that_ended_is_restored_here_and_elsewhere_on_trixie() -> Result<()> {
     restored_after_exit(Suite::Trixie, "mv-tx", &TWO_GPUS)
 }
+
+/// `ctr containers restore` gives the copy the cgroup of its source; while that runs, the copy gets one of its own.
+fn beside_its_source(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    on([host(suite, cgroup, name, 1)?], |[host]| {
+        let source = Container::count(host, "job", ONE.gpus, 1, &[])?;
+        source.goes_on(3)?;
+        source.checkpoint("checkpoint/job")?;
+        let (copy, _) = Container::restore(host, "copy", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        source.task(&["pause"])?;
+        source.stands_still()?;
+        copy.goes_on(3)?;
+        source.task(&["resume"])?;
+        copy.remove()?;
+        source.goes_on(3)?;
+        source.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn a_copy_runs_beside_its_source_on_forky_with_cgroup_v2() -> Result<()> {
+    beside_its_source(Suite::Forky, Cgroup::V2, "mv-fb")
+}
+
+#[test]
+fn a_copy_runs_beside_its_source_on_trixie() -> Result<()> {
+    beside_its_source(Suite::Trixie, Cgroup::V1, "mv-tb")
+}
