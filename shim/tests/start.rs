@@ -1,4 +1,5 @@
 //! `start` and the server as containerd runs them: the real binary, a bundle, and a fifo for its log.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::fs::{self, File};
 use std::io::{Read, Write};

@@ -276,7 +276,9 @@ pub fn punch(device: BorrowedFd<'_>, offset: usize, len: usize) {
     }
     // A file instead of a device, in tests.
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else {
+        return;
+    };
     // SAFETY: a system call on a descriptor that the caller holds; no memory of this process is involved.
     if unsafe { libc::fallocate(device.as_raw_fd(), mode, offset, len) } != 0 {
         eprintln!("simgpu: cannot give memory back: {}", io::Error::last_os_error());
