@@ -2,8 +2,10 @@
 """What the driver's checkpoint calls answer for processes that cannot run freely.
 
     python3 tests/gpu/probe.py PROGRAM [ARGUMENTS]
+    python3 tests/gpu/probe.py --migrate PROGRAM [ARGUMENTS]
 
-starts PROGRAM (a CUDA program that runs for ever, such as gpu-counter), brings it into odd states one after the other
+With --migrate, on two GPUs, it swaps the GPUs of the program twice with the same map and prints where its memory is:
+that tells whether a second map has to name the GPUs that the process has now or those that it began with. Else it starts PROGRAM (a CUDA program that runs for ever, such as gpu-counter), brings it into odd states one after the other
 and prints, as a table, what each call of the driver answers there: a result, or `hangs` when it had none after three
 seconds. Each call is made by a process of its own, as firn's worker would be. Needs root, a GPU and cgroup v2. This is
 what tests/simgpu is held against.
@@ -221,8 +223,39 @@ def main():
         freezer.remove()
 
 
+def holders(pid):
+    """UUIDs of the GPUs that hold memory of a process, without the prefix, and how many MiB."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
+    rows = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    cells = [[cell.strip() for cell in row.split(",")] for row in rows]
+    return {uuid: int(mib) for owner, uuid, mib in cells if owner == str(pid)}
+
+
+def migrate():
+    """Swap twice."""
+    rows = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    uuids = [word.rstrip(")") for word in rows.split() if word.startswith("GPU-")]
+    first, second = [uuid.removeprefix("GPU-").replace("-", "") for uuid in uuids[:2]]
+    program = subprocess.Popen(sys.argv[2:])
+    try:
+        time.sleep(8)
+        print(f"| at the start | {holders(program.pid)} |", flush=True)
+        for turn in ("first swap", "second swap, same map"):
+            answers = [ask(step, program.pid, limit=60)[0] for step in ("lock", "checkpoint")]
+            answers.append(ask("restore", program.pid, [(first, second), (second, first)], limit=60)[0])
+            answers.append(ask("unlock", program.pid, limit=10)[0])
+            time.sleep(1)
+            print(f"| {turn} | {answers} | {holders(program.pid)} |", flush=True)
+        time.sleep(1)
+    finally:
+        program.kill()
+        program.wait()
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--call"]:
         call(sys.argv[2], int(sys.argv[3]), [tuple(word.split("=")) for word in sys.argv[4:]])
+    elif sys.argv[1:2] == ["--migrate"]:
+        migrate()
     else:
         main()
