@@ -46,13 +46,9 @@ pub(crate) enum HoldError {
     /// It did not stop in time.
     #[error("thread {tid} did not stop within {} s", TRAP.as_secs())]
     NotStopped { tid: i32 },
-    /// It was traced and could not be let go.
-    #[error("cannot let go of thread {tid}")]
-    Detach {
-        tid: i32,
-        #[source]
-        source: Errno,
-    },
+    /// The kernel did not let go of it.
+    #[error("thread {tid} is still traced after {} s", TRAP.as_secs())]
+    StillTraced { tid: i32 },
     /// The tracing thread could not be started or has gone.
     #[error("the tracing thread is gone")]
     Tracer,
@@ -123,7 +119,7 @@ struct Tracer {
     /// Dropping it lets all go.
     stop: Sender<()>,
     thread: JoinHandle<()>,
-    released: tokio::sync::oneshot::Receiver<Result<(), HoldError>>,
+    tids: Vec<i32>,
 }
 
 impl Tracer {
@@ -135,33 +131,38 @@ impl Tracer {
     ) -> Result<Self, HoldError> {
         let (stop, stopped) = channel();
         let (report, is_ready) = tokio::sync::oneshot::channel();
-        let (done, released) = tokio::sync::oneshot::channel();
+        let traced = tids.clone();
         let trace = move || {
-            let held = seize(&tids).and_then(|()| ready(&tids));
+            let held = seize(&traced).and_then(|()| ready(&traced));
             let failed = held.is_err();
             let abandoned = report.send(held).is_err();
             if !failed && !abandoned {
-                wait_for_stop(&stopped, || serve(&tids));
+                wait_for_stop(&stopped, || serve(&traced));
             }
-            let _ = done.send(release(&tids));
+            // The end of this thread lets go of all, wherever they are: one that a v1 freezer caught before it trapped
+            // could not be detached by a call. A thread of a stopped process returns to the stop.
         };
         let thread = std::thread::Builder::new()
             .name("tracer".into())
             .spawn(trace)
             .map_err(|_| HoldError::Tracer)?;
         is_ready.await.map_err(|_| HoldError::Tracer)??;
-        Ok(Self {
-            stop,
-            thread,
-            released,
-        })
+        Ok(Self { stop, thread, tids })
     }
 
+    /// Ends the tracing thread, and waits until the kernel has let go of its tracees.
     async fn finish(self) -> Result<(), HoldError> {
-        drop(self.stop);
-        let result = self.released.await.map_err(|_| HoldError::Tracer)?;
-        self.thread.join().map_err(|_| HoldError::Tracer)?;
-        result
+        let Self { stop, thread, tids } = self;
+        drop(stop);
+        let begun = Instant::now();
+        while !thread.is_finished() || tids.iter().any(|tid| is_traced(*tid)) {
+            if begun.elapsed() > TRAP {
+                let tid = tids.into_iter().find(|tid| is_traced(*tid)).unwrap_or_default();
+                return Err(HoldError::StillTraced { tid });
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        thread.join().map_err(|_| HoldError::Tracer)
     }
 }
 
@@ -171,7 +172,7 @@ fn wait_for_stop(stopped: &Receiver<()>, mut serve: impl FnMut()) {
     }
 }
 
-/// Seizes and interrupts all; on failure those seized before are let go by the caller's [`release`].
+/// Seizes and interrupts all; on failure those seized before are let go by the end of the thread.
 fn seize(tids: &[i32]) -> Result<(), HoldError> {
     for &tid in tids {
         let pid = Pid::from_raw(tid);
@@ -218,29 +219,11 @@ fn step(tid: i32) -> bool {
     ptrace::cont(pid, signal).is_ok()
 }
 
-/// Detaches all. A thread that runs is interrupted first; a thread of a stopped process returns to the stop.
-fn release(tids: &[i32]) -> Result<(), HoldError> {
-    let begun = Instant::now();
-    let mut result = Ok(());
-    for &tid in tids {
-        let pid = Pid::from_raw(tid);
-        while let Err(error) = ptrace::detach(pid, None) {
-            if error != Errno::ESRCH {
-                result = Err(HoldError::Detach { tid, source: error });
-                break;
-            }
-            // ESRCH: not traced, gone, or running. Only a running tracee can be interrupted.
-            if ptrace::interrupt(pid).is_err() {
-                break;
-            }
-            if begun.elapsed() > TRAP {
-                result = Err(HoldError::NotStopped { tid });
-                break;
-            }
-            std::thread::sleep(POLL);
-        }
-    }
-    result
+/// Whether a tracer of this process still holds the thread; not when it has gone.
+fn is_traced(tid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
+    tracer.is_some_and(|pid| pid.trim() != "0")
 }
 
 /// Scheduler state of a thread, as /proc shows it.
