@@ -26,6 +26,9 @@ const ACCOUNT: &str = "/run/containerd/io.containerd.runtime.v2.task/default/job
 /// How long a counter may take for a few iterations.
 const COUNTING: Duration = Duration::from_secs(60);
 
+/// Lines of a log that are shown when the story went wrong.
+const LOG_SHOWN: usize = 12;
+
 /// Iterations that are waited for before the checkpoint, after it, and after the restore.
 const ENOUGH: usize = 10;
 
@@ -178,9 +181,12 @@ impl Nodes {
     pub(super) fn logs(&self) -> String {
         let tail = |host: &GpuHost| {
             let log = host.log();
-            let lines: Vec<&str> = log.lines().collect();
-            let end = lines[lines.len().saturating_sub(12)..].join("\n");
-            format!("containerd's log on {} ends:\n{end}\n", host.node().name())
+            let (head, lines) = log.split_once('\n').unwrap_or((&log, ""));
+            let lines: Vec<&str> = lines.lines().collect();
+            format!(
+                "{head}\n{}\n",
+                lines[lines.len().saturating_sub(LOG_SHOWN)..].join("\n")
+            )
         };
         tail(&self.a) + &tail(&self.b)
     }
