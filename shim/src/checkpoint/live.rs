@@ -101,6 +101,13 @@ impl<'a> Live<'a> {
                 crate::logger::Chain(&error)
             ),
         }
+        // The client may ask for the exit at once.
+        if tokio::time::timeout(deadline, self.container.init.wait())
+            .await
+            .is_err()
+        {
+            log::warn!("init of {} has not ended within {deadline:?}", self.container.id);
+        }
         self.account.mark("end");
     }
 

@@ -33,8 +33,8 @@ pub(crate) struct Container {
     pub gpu: bool,
     /// Whether its processes die with init because they share a private pid namespace.
     pub private_pids: bool,
-    /// Serialises operations that change the container.
-    pub operation: tokio::sync::Mutex<()>,
+    /// Serialises operations that change the container; execs start beside each other.
+    pub operation: tokio::sync::RwLock<()>,
     /// What Start has to bring back; absent in a container that was not made from a checkpoint.
     checkpoint: Mutex<Option<restore::Prepared>>,
     status: Mutex<Status>,
@@ -86,7 +86,7 @@ impl Container {
             init: Arc::new(init),
             gpu: facts.gpu,
             private_pids: facts.private_pids,
-            operation: tokio::sync::Mutex::new(()),
+            operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
             status: Mutex::new(Status {
                 state,

@@ -16,7 +16,7 @@ pub(super) async fn checkpoint(
     request: CheckpointTaskRequest,
 ) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
-    let _operation = container.operation.lock().await;
+    let _operation = container.operation.write().await;
     container.admit(Action::Checkpoint)?;
     let options = CheckpointOptions::from_any(request.options.as_ref())?;
     let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));

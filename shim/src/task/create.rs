@@ -11,6 +11,7 @@ use protobuf::MessageField;
 use super::state::pid_field;
 use super::{Service, Slot, TaskError, exit};
 use crate::container::{Container, Facts, Owner, Process, StdioPaths};
+use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::runc::{self, Runc};
 use crate::stdio::{self, StdioConfig};
@@ -92,13 +93,7 @@ async fn build_mounted(
         gpu: spec.asks_for_gpu(),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };
-    let checkpoint = match request.checkpoint.as_str() {
-        "" => match options.criu_image_path.as_str() {
-            "" => None,
-            image => Some(Path::new(image)),
-        },
-        image => Some(Path::new(image)),
-    };
+    let checkpoint = Some(Path::new(&request.checkpoint)).filter(|image| !image.as_os_str().is_empty());
     let runc = Runc::new(
         &request.id,
         &service.namespace,
@@ -110,13 +105,12 @@ async fn build_mounted(
         Some(image) => {
             Some(restore::prepare(&request.id, &options, bundle, image, spec, &service.reaper).await?)
         }
-        None => {
-            if facts.gpu {
-                crate::checkpoint::prepare_bundle(bundle, spec)?;
-            }
-            None
-        }
+        None => None,
     };
+    // A restore of GPU state has edited the bundle already.
+    if facts.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
+        crate::checkpoint::prepare_bundle(bundle, Spec::load(bundle)?)?;
+    }
     let restoring = prepared.is_some();
     let stdio = StdioPaths {
         stdin: request.stdin.clone(),
@@ -164,17 +158,37 @@ async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Resul
             source,
         });
     }
-    container.init.set_copier(stdio.start().await?);
-    let pid = read_pid(&pid_file)?;
-    container.init.set_pid(pid);
+    let settled = async {
+        container.init.set_copier(stdio.start().await?);
+        let pid = read_pid(&pid_file)?;
+        container.init.set_pid(pid);
+        Ok::<i32, TaskError>(pid)
+    };
+    let pid = match settled.await {
+        Ok(pid) => pid,
+        Err(error) => {
+            // The client is told that there is no container: so there must be none.
+            discard(container).await;
+            return Err(error);
+        }
+    };
     let owner = Owner {
         container: Arc::downgrade(container),
         process: container.init.clone(),
     };
     if let Some(early) = expectation.claim(pid, owner.clone()) {
-        exit::handle(service, &owner, early).await;
+        exit::handle(service, &owner, early);
     }
     Ok(())
+}
+
+/// Ends a container whose client is told that it does not exist.
+pub(super) async fn discard(container: &Container) {
+    if let Err(error) = container.runc.delete(true).await
+        && !error.is_absent()
+    {
+        log::warn!("cannot delete {}: {}", container.id, Chain(&error));
+    }
 }
 
 /// Opens the stdio that `process` was asked to have.

@@ -20,7 +20,7 @@ pub(super) async fn delete(
 ) -> Result<DeleteResponse, TaskError> {
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
-    let _operation = container.operation.lock().await;
+    let _operation = container.operation.write().await;
     if request.exec_id.is_empty() {
         delete_init(&container).await?;
         service.containers().remove(&request.id);

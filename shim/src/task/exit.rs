@@ -18,42 +18,53 @@ const SIGKILL: u32 = 9;
 pub(super) async fn handle_all(service: Arc<Service>, mut exits: UnboundedReceiver<Exit>) {
     while let Some(exit) = exits.recv().await {
         for owner in service.exits.take(&exit) {
-            handle(&service, &owner, exit).await;
+            handle(&service, &owner, exit);
         }
     }
 }
 
 /// One process has ended. Init's exit is told last: a client that sees it may delete the container.
-pub(super) async fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
+pub(super) fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
     let Some(container) = owner.container.upgrade() else {
         return;
     };
     if !owner.process.exec_id.is_empty() {
         publish(service, &container, &owner.process, exit);
-        exec_ended(service, &container).await;
+        exec_ended(service, &container);
         return;
     }
     let Some(exit) = container.keep_while_starting(exit) else {
         return;
     };
-    if !container.private_pids
-        && let Err(error) = container.runc.kill(SIGKILL, true).await
-        && !error.is_finished()
-        && !error.is_absent()
-    {
-        log::warn!(
-            "cannot end the processes that {} left: {}",
-            container.id,
-            Chain(&error)
-        );
+    if container.private_pids {
+        init_gone(service, &container, exit);
+        return;
     }
+    // Beside the handling of other exits: the runtime may take its time.
+    let service = service.clone();
+    tokio::spawn(async move {
+        if let Err(error) = container.runc.kill(SIGKILL, true).await
+            && !error.is_finished()
+            && !error.is_absent()
+        {
+            log::warn!(
+                "cannot end the processes that {} left: {}",
+                container.id,
+                Chain(&error)
+            );
+        }
+        init_gone(&service, &container, exit);
+    });
+}
+
+fn init_gone(service: &Service, container: &Container, exit: Exit) {
     if let Some(exit) = container.end_init(exit) {
-        init_ended(service, &container, exit);
+        init_ended(service, container, exit);
     }
 }
 
 /// An exec is over (or never began): tells init's exit when that was waiting for it.
-pub(super) async fn exec_ended(service: &Arc<Service>, container: &Arc<Container>) {
+pub(super) fn exec_ended(service: &Arc<Service>, container: &Arc<Container>) {
     if let Some(exit) = container.end_exec() {
         init_ended(service, container, exit);
     }

@@ -11,7 +11,7 @@ use crate::container::{Action, InitState};
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
-    let _operation = container.operation.lock().await;
+    let _operation = container.operation.write().await;
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
     if let Err(source) = container.runc.pause().await {
@@ -31,7 +31,7 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
 
 pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
-    let _operation = container.operation.lock().await;
+    let _operation = container.operation.write().await;
     container.admit(Action::Resume)?;
     // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off.
     let freezer = container.cgroup().and_then(|cgroup| cgroup.freezer_state());

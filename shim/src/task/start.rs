@@ -5,7 +5,7 @@ use std::sync::Arc;
 use containerd_shim_protos::api::{StartRequest, StartResponse};
 use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 
-use super::create::{INIT_PID, open_stdio, read_pid};
+use super::create::{INIT_PID, discard, open_stdio, read_pid};
 use super::state::{find, pid_field};
 use super::{Service, TaskError, exit};
 use crate::container::{Action, Container, InitState, Owner, Process};
@@ -27,7 +27,7 @@ pub(super) async fn start(service: &Arc<Service>, request: StartRequest) -> Resu
 }
 
 async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Result<i32, TaskError> {
-    let _operation = container.operation.lock().await;
+    let _operation = container.operation.write().await;
     container.admit(Action::Start)?;
     // Order matters: a short-lived init can be gone before Start is told, but not in the events.
     container.begin_start();
@@ -55,7 +55,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
             container: Arc::downgrade(container),
             process: container.init.clone(),
         };
-        exit::handle(service, &owner, exit).await;
+        exit::handle(service, &owner, exit);
     }
     started.map(|()| pid)
 }
@@ -97,14 +97,20 @@ async fn restore_init(
         }
     };
     container.init.set_pid(pid);
-    container.init.set_copier(stdio.start().await?);
+    match stdio.start().await {
+        Ok(copier) => container.init.set_copier(copier),
+        Err(error) => {
+            discard(container).await;
+            return Err(error.into());
+        }
+    }
     exit::watch_oom(service, container);
     let owner = Owner {
         container: Arc::downgrade(container),
         process: container.init.clone(),
     };
     if let Some(early) = expectation.claim(pid, owner.clone()) {
-        exit::handle(service, &owner, early).await;
+        exit::handle(service, &owner, early);
     }
     Ok(())
 }
@@ -114,6 +120,8 @@ async fn start_exec(
     container: &Arc<Container>,
     process: Arc<Process>,
 ) -> Result<i32, TaskError> {
+    // Not while a dump is under way: the new process would freeze half-way into the container.
+    let _operation = container.operation.read().await;
     if process.exit().is_some() || process.pid() != 0 {
         let state = if process.exit().is_some() {
             "stopped"
@@ -132,7 +140,7 @@ async fn start_exec(
                 ..TaskExecStarted::default()
             });
             if let Some((owner, exit)) = early {
-                exit::handle(service, &owner, exit).await;
+                exit::handle(service, &owner, exit);
             }
             Ok(process.pid())
         }
@@ -143,7 +151,7 @@ async fn start_exec(
                 code: 0,
                 at: std::time::SystemTime::now(),
             });
-            exit::exec_ended(service, container).await;
+            exit::exec_ended(service, container);
             Err(error)
         }
     }
