@@ -38,6 +38,8 @@ pub(crate) enum EffectError {
         comm: String,
         state: &'static str,
     },
+    #[error("process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others")]
+    Nccl { pid: i32, comm: String },
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
     ByHook,
     #[error("driver {version} has no process checkpoint")]
@@ -205,6 +207,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Mig { .. } => "FIRN-GPU-MIG",
         EffectError::OutsideTree { .. } => "FIRN-EXEC",
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
+        EffectError::Nccl { .. } => "FIRN-NCCL",
         EffectError::ByHook => "FIRN-GPU-HOOK",
         EffectError::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
         EffectError::Unreadable(_) => "FIRN-PROC",
@@ -229,6 +232,9 @@ fn hint(error: &EffectError) -> &str {
             "end the exec'd process, or start it from the container's own init"
         }
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
+        EffectError::Nccl { .. } => {
+            "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment"
+        }
         EffectError::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
         EffectError::NoCheckpointApi { .. } => "install driver 570 or later (580 to restore onto other GPUs)",
         EffectError::Unreadable(_) => "the process may have ended meanwhile: try again",

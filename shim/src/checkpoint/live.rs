@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use firn_config::Config;
 use firn_gpu::CudaState;
-use firn_gpu::preflight::{Certainty, Sign};
+use firn_gpu::preflight::{Certainty, Finding, Sign};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
 use firn_oci::{Grant, Spec, mounts};
 
@@ -171,27 +171,10 @@ impl<'a> Live<'a> {
             }
         }
         let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
-        for finding in firn_gpu::preflight::inspect(Path::new("/proc"), &pids)? {
-            let pid = finding.pid.unwrap_or_default();
-            match (finding.certainty, finding.sign) {
-                (Certainty::Certain, Sign::ManagedMemory { bytes, .. }) => {
-                    return Err(EffectError::ManagedMemory {
-                        pid,
-                        comm: procfs::comm(pid),
-                        bytes,
-                    });
-                }
-                (Certainty::Certain, Sign::Mps { directory }) => {
-                    return Err(EffectError::Mps {
-                        pid,
-                        comm: procfs::comm(pid),
-                        directory,
-                    });
-                }
-                (_, sign) => log::debug!("pid {pid}: {sign:?}"),
-            }
-        }
-        Ok(())
+        refuse_by_signs(
+            firn_gpu::preflight::inspect(Path::new("/proc"), &pids)?,
+            pids.len(),
+        )
     }
 
     fn plugins(&self) -> PathBuf {
@@ -227,6 +210,43 @@ impl<'a> Live<'a> {
         };
         Ok(manifest.write(&self.request.image)?)
     }
+}
+
+/// Refusals by what the CUDA processes show from outside. What is only suspected is left to the driver, which refuses
+/// without harm; memory shared between ranks it would take and could not give back.
+fn refuse_by_signs(findings: Vec<Finding>, processes: usize) -> Result<(), EffectError> {
+    for Finding { pid, sign, certainty } in findings {
+        let pid = pid.unwrap_or_default();
+        let comm = || procfs::comm(pid);
+        match (certainty, sign) {
+            (Certainty::Certain, Sign::ManagedMemory { bytes, .. }) => {
+                return Err(EffectError::ManagedMemory {
+                    pid,
+                    comm: comm(),
+                    bytes,
+                });
+            }
+            (Certainty::Certain, Sign::Mps { directory }) => {
+                return Err(EffectError::Mps {
+                    pid,
+                    comm: comm(),
+                    directory,
+                });
+            }
+            (
+                _,
+                Sign::Nccl {
+                    p2p_disabled,
+                    shm_disabled,
+                    ..
+                },
+            ) if processes > 1 && !(p2p_disabled && shm_disabled) => {
+                return Err(EffectError::Nccl { pid, comm: comm() });
+            }
+            (_, sign) => log::debug!("pid {pid}: {sign:?}"),
+        }
+    }
+    Ok(())
 }
 
 impl Effects for Live<'_> {
@@ -335,5 +355,64 @@ impl Effects for Live<'_> {
         self.account.mark("manifest");
         self.complete = true;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finding(sign: Sign, certainty: Certainty) -> Vec<Finding> {
+        vec![Finding {
+            pid: Some(7),
+            sign,
+            certainty,
+        }]
+    }
+
+    fn nccl(p2p_disabled: bool, shm_disabled: bool) -> Vec<Finding> {
+        finding(
+            Sign::Nccl {
+                p2p_disabled,
+                shm_disabled,
+                nvls_disabled: false,
+            },
+            Certainty::Certain,
+        )
+    }
+
+    #[test]
+    fn ranks_that_may_share_memory_are_refused_and_others_are_not() {
+        for (p2p, shm) in [(false, false), (true, false), (false, true)] {
+            assert!(matches!(
+                refuse_by_signs(nccl(p2p, shm), 2),
+                Err(EffectError::Nccl { pid: 7, .. })
+            ));
+        }
+        assert!(
+            refuse_by_signs(nccl(true, true), 2).is_ok(),
+            "a job over sockets can be moved"
+        );
+        assert!(
+            refuse_by_signs(nccl(false, false), 1).is_ok(),
+            "one rank shares with nobody"
+        );
+    }
+
+    #[test]
+    fn managed_memory_is_refused_when_it_is_certain() {
+        let managed = || Sign::ManagedMemory {
+            ranges: 1,
+            bytes: 1 << 26,
+        };
+        let refused = refuse_by_signs(finding(managed(), Certainty::Certain), 1);
+        assert!(matches!(
+            refused,
+            Err(EffectError::ManagedMemory {
+                bytes: 67_108_864,
+                ..
+            })
+        ));
+        assert!(refuse_by_signs(finding(managed(), Certainty::Suspected), 1).is_ok());
     }
 }
