@@ -12,7 +12,7 @@ use crate::{Archive, FIRN, GpuHost, IMAGE, LOG, Lines};
 const STEP: Duration = Duration::from_secs(60);
 
 /// Where containerd keeps bundles.
-const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/default";
+pub const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/default";
 
 /// A container on a node.
 pub struct Container<'h> {
@@ -127,10 +127,14 @@ impl<'h> Container<'h> {
     /// Checkpoints the task into a directory of the node; the container ends.
     pub fn checkpoint_and_exit(&self, dir: &str) -> Result<Move> {
         let begun = Instant::now();
-        self.task(&["checkpoint", "--exit", "--image-path", dir])?;
-        Ok(Move {
-            took: begun.elapsed(),
-        })
+        let name = self.task(&["checkpoint", "--exit", "--image-path", dir])?;
+        let took = begun.elapsed();
+        // Under another name than the stock runtime's, ctr makes an image too: without the task.
+        match name.trim() {
+            "" => {}
+            name => self.host.remove_image(name)?,
+        }
+        Ok(Move { took })
     }
 
     /// Checkpoints the task into containerd's content store; the container ends. Gives the image that `restore` takes.
@@ -140,6 +144,7 @@ impl<'h> Container<'h> {
         let name = self.task(&["checkpoint", "--exit"])?;
         let mut archive = Archive::export(self.host, name.trim())?;
         archive.describe(IMAGE, runtime);
+        self.host.remove_image(name.trim())?;
         archive.import(self.host, image)
     }
 

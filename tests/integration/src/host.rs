@@ -1,6 +1,11 @@
 //! A node with simulated GPUs and firn installed.
 
+use std::fmt;
+use std::io::{BufRead, BufReader, Seek, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::process::Child;
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -223,7 +228,21 @@ impl GpuHost {
     /// that send checkpoint options to that runtime alone: ctr 1.7, nerdctl, docker.
     pub fn drop_in(&self, built: &Built) -> Result<()> {
         self.node
-            .install(built.shim(), "/usr/local/bin/containerd-shim-runc-v2", 0o755)
+            .install(built.shim(), "/usr/local/bin/containerd-shim-runc-v2", 0o755)?;
+        // containerd remembers where it has found a shim.
+        self.node.restart_containerd()
+    }
+
+    /// The program that is the shim of a running container.
+    pub fn shim_of(&self, id: &str) -> Result<String> {
+        let processes = self.node.processes();
+        let shim = processes.into_iter().find(|process| {
+            let mut pairs = process.args.windows(2);
+            process.command.starts_with("containerd-shim")
+                && pairs.any(|pair| pair[0] == "-id" && pair[1] == id)
+        });
+        shim.and_then(|shim| shim.args.into_iter().next())
+            .with_context(|| format!("{id} has no shim"))
     }
 
     /// From now on notes what runc is called for.
@@ -282,6 +301,57 @@ impl GpuHost {
             .map(drop)
     }
 
+    /// Runs ctr with this on its standard input, and tells how it went, whatever that is.
+    pub fn ctr(&self, arguments: &[&str], stdin: &str) -> Result<Said> {
+        self.said(&[&["ctr"], arguments].concat(), stdin)
+    }
+
+    /// Runs a program with this on its standard input, and tells how it went, whatever that is.
+    pub fn said(&self, argv: &[&str], stdin: &str) -> Result<Said> {
+        let input = tempfile::tempfile().and_then(|mut file| {
+            file.write_all(stdin.as_bytes())?;
+            file.rewind()?;
+            Ok(file)
+        });
+        let mut command = self.node.command("timeout");
+        command.args(["--kill-after=5", "60"]).args(argv);
+        let output = command.stdin(input?).output().with_context(|| argv.join(" "))?;
+        Ok(Said {
+            code: output.status.code(),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        })
+    }
+
+    /// Begins to note containerd's events.
+    pub fn watch_events(&self) -> Result<Events> {
+        let mut ctr = self.node.spawn(&["ctr", "events"])?;
+        let mut said = BufReader::new(ctr.stdout.take().context("ctr has no output")?);
+        // It tells nothing before the first event. One that has no container in it says that it listens.
+        let (tell, heard) = mpsc::channel();
+        thread::spawn(move || {
+            let mut line = String::new();
+            while said.read_line(&mut line).is_ok_and(|got| got > 0) {
+                if tell.send(std::mem::take(&mut line)).is_err() {
+                    return;
+                }
+            }
+        });
+        let (busy, begun) = ("localhost/listening:latest", Instant::now());
+        let first = loop {
+            self.node.run(&["ctr", "images", "tag", "--force", IMAGE, busy])?;
+            match heard.recv_timeout(Duration::from_millis(50)) {
+                Ok(line) => break line,
+                Err(_) => ensure!(begun.elapsed() < GONE, "ctr tells no events"),
+            }
+        };
+        Ok(Events {
+            ctr,
+            heard,
+            lines: vec![first],
+        })
+    }
+
     /// Whether there is an image with this name.
     pub fn has_image(&self, image: &str) -> Result<bool> {
         let names = self.node.run(&["ctr", "images", "list", "--quiet"])?.stdout;
@@ -330,6 +400,67 @@ impl GpuHost {
         });
         ensure!(waited.is_ok(), "left on {}: {last}", self.node.name());
         Ok(())
+    }
+}
+
+/// How a program in a node went.
+#[derive(Debug)]
+pub struct Said {
+    /// Exit code; none when a signal ended it.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let code = self.code.map_or("none".to_owned(), |code| code.to_string());
+        write!(f, "code {code}\nout {}\nerr {}", self.stdout, self.stderr)
+    }
+}
+
+/// containerd's events since [`GpuHost::watch_events`].
+pub struct Events {
+    ctr: Child,
+    heard: mpsc::Receiver<String>,
+    lines: Vec<String>,
+}
+
+impl Events {
+    /// Topics of the task events of a container up to the end of its init, in order.
+    ///
+    /// Not further: containerd's own shim loses the deletion that follows now and then.
+    pub fn until_exit(mut self, container: &str) -> Result<String> {
+        let mut topics = Vec::new();
+        let own = format!("\"container_id\":\"{container}\"");
+        let init = format!("\"id\":\"{container}\"");
+        loop {
+            let line = match self.lines.pop() {
+                Some(line) => line,
+                None => {
+                    let heard = self.heard.recv_timeout(GONE);
+                    heard.with_context(|| format!("no end of init after {topics:?}"))?
+                }
+            };
+            let topic = line.split_whitespace().find(|word| word.starts_with("/tasks/"));
+            let Some(topic) = topic.filter(|_| line.contains(&own)) else {
+                continue;
+            };
+            topics.push(topic.to_owned());
+            if topic == "/tasks/exit" && line.contains(&init) {
+                return Ok(topics.join("\n"));
+            }
+        }
+    }
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        // It may have ended with its node.
+        let _ = self.ctr.kill();
+        let _ = self.ctr.wait();
     }
 }
 

@@ -12,9 +12,9 @@ mod host;
 
 pub use archive::Archive;
 pub use build::{Built, Profile};
-pub use container::{Container, Move, nothing_left};
+pub use container::{BUNDLES, Container, Move, nothing_left};
 pub use counter::{Line, Lines};
-pub use host::{DRIVER, GpuHost, SimGpu, on};
+pub use host::{DRIVER, Events, GpuHost, Said, SimGpu, on};
 
 /// containerd's runtime name for firn.
 pub const FIRN: &str = "io.containerd.firn.v2";
