@@ -265,17 +265,18 @@ impl<'h> Container<'h> {
         let smi = self.host.node().run(&["simgpu", "smi"])?.stdout;
         let (mut uuid, mut used) = (String::new(), Vec::new());
         for line in smi.lines() {
-            let mut words = line.split_whitespace();
-            match (words.next(), words.nth(1)) {
-                (Some("gpu"), Some(name)) => uuid = name.to_owned(),
-                (Some(word), _) => {
-                    let pid = word.strip_prefix("pid=");
-                    if pid.is_some_and(|pid| pids.iter().any(|own| own == pid)) && used.last() != Some(&uuid)
-                    {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            match words[..] {
+                ["gpu", _, name, ..] => uuid = name.to_owned(),
+                [process, .., memory] => {
+                    let pid = process.strip_prefix("pid=");
+                    let own = pid.is_some_and(|pid| pids.iter().any(|own| own == pid));
+                    // A process opens all GPUs that it may see, also those on which it has no memory.
+                    if own && memory != "used=0MiB" && used.last() != Some(&uuid) {
                         used.push(uuid.clone());
                     }
                 }
-                (None, _) => {}
+                _ => {}
             }
         }
         Ok(used)

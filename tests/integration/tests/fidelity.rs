@@ -1,0 +1,272 @@
+//! The simulated driver behaves with CRIU as a real one does. Everything here runs with containerd's own shim: what firn
+//! does is done by hand, step by step, and left out to see what breaks.
+
+use anyhow::{Result, ensure};
+use firn_lab::{Built, Container, GpuHost, IMAGE, STOCK, SimGpu, on};
+use firn_node::Suite;
+
+fn host(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
+    GpuHost::start(Built::for_tests(), suite, name, gpus)
+}
+
+/// A counter under containerd's own shim.
+fn count<'h>(host: &'h GpuHost, gpus: &[&str], counters: usize, arguments: &[&str]) -> Result<Container<'h>> {
+    Container::count_with(host, "job", gpus, counters, &["--runtime", STOCK], arguments)
+}
+
+/// The driver's calls, made by hand on all of these processes. What they answered.
+fn step(host: &GpuHost, calls: &str, pids: &[String], pairs: &[(&SimGpu, &SimGpu)]) -> Result<String> {
+    let pairs: Vec<String> = pairs
+        .iter()
+        .map(|(old, new)| format!("--pair={}={}", old.uuid, new.uuid))
+        .collect();
+    let mut argv = vec!["cuda-step", calls];
+    argv.extend(pids.iter().chain(&pairs).map(String::as_str));
+    let said = host.said(&argv, "")?;
+    Ok(format!("{}{}", said.stdout, said.stderr))
+}
+
+/// As [`step`]; all calls succeed.
+fn succeed(host: &GpuHost, calls: &str, pids: &[String], pairs: &[(&SimGpu, &SimGpu)]) -> Result<()> {
+    let said = step(host, calls, pids, pairs)?;
+    let expected = calls.split(',').count() * pids.len();
+    ensure!(
+        said.matches("CUDA_SUCCESS").count() == expected,
+        "{calls}:\n{said}"
+    );
+    Ok(())
+}
+
+/// As [`step`]; fails with this result.
+fn fail(
+    host: &GpuHost,
+    calls: &str,
+    pids: &[String],
+    pairs: &[(&SimGpu, &SimGpu)],
+    result: &str,
+) -> Result<()> {
+    let said = step(host, calls, pids, pairs)?;
+    ensure!(said.contains(result), "{calls}: not {result} but\n{said}");
+    Ok(())
+}
+
+/// CRIU dumps a process with open devices only when the driver has taken its state, and the process goes on after both.
+fn dump_needs_the_driver(suite: Suite, name: &str) -> Result<()> {
+    on([host(suite, name, &[SimGpu::h200(1)])?], |[host]| {
+        let job = count(host, &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let said = host.ctr(
+            &["containers", "checkpoint", "--task", "job", "checkpoint/none"],
+            "",
+        )?;
+        assert_ne!(said.code, Some(0), "CRIU has dumped a process that holds a GPU");
+        assert!(said.stderr.contains("criu failed"), "{said}");
+        job.goes_on(3)?;
+
+        let pids = job.pids()?;
+        succeed(host, "lock,checkpoint", &pids, &[])?;
+        assert_eq!(host.gpu_memory()?, [0]);
+        job.stands_still()?;
+        job.checkpoint("checkpoint/job")?;
+        job.stands_still()?;
+        succeed(host, "restore,unlock", &pids, &[])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn criu_refuses_a_process_whose_gpu_state_the_driver_has_not_taken_on_forky() -> Result<()> {
+    dump_needs_the_driver(Suite::Forky, "fd-df")
+}
+
+#[test]
+fn criu_refuses_a_process_whose_gpu_state_the_driver_has_not_taken_on_trixie() -> Result<()> {
+    dump_needs_the_driver(Suite::Trixie, "fd-dt")
+}
+
+/// On another node the driver gives the state back only with this node's devices in `/dev` and in the device cgroup.
+fn restore_needs_node_and_rule(suite: Suite, name: &str) -> Result<()> {
+    let (old, new) = (SimGpu::h200(1), SimGpu::h200(2));
+    let hosts = [
+        host(suite, &format!("{name}-a"), std::slice::from_ref(&old))?,
+        host(suite, &format!("{name}-b"), std::slice::from_ref(&new))?,
+    ];
+    on(hosts, |[a, b]| {
+        let job = count(a, &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        succeed(a, "lock,checkpoint", &job.pids()?, &[])?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        a.send_image("checkpoint/job", b)?;
+
+        let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
+        let (pids, pair) = (copy.pids()?, [(&old, &new)]);
+        copy.stands_still()?;
+        fail(b, "restore", &pids, &pair, "CUDA_ERROR_INVALID_VALUE")?;
+
+        let pid = copy.pid()?;
+        let nodes = format!(
+            "cd /proc/{pid}/root/dev; for node in nvidiactl nvidia-uvm nvidia0; do
+               rm -f $node; mknod $node b $((0x$(stat -c %t /dev/$node))) $((0x$(stat -c %T /dev/$node))); done"
+        );
+        b.node().run(&["sh", "-ec", &nodes])?;
+        fail(b, "restore", &pids, &pair, "CUDA_ERROR_INVALID_VALUE")?;
+        fail(b, "unlock", &pids, &[], "CUDA_ERROR_ILLEGAL_STATE")?;
+
+        let rules = "for node in nvidiactl nvidia-uvm nvidia0; do
+               echo \"b $((0x$(stat -c %t /dev/$node))):$((0x$(stat -c %T /dev/$node))) rwm\" \
+               >/sys/fs/cgroup/devices/default/job/devices.allow; done";
+        b.node().run(&["sh", "-ec", rules])?;
+        succeed(b, "restore,unlock", &pids, &pair)?;
+        copy.goes_on(3)?;
+        assert_eq!(copy.gpus_in_use()?, b.uuids());
+        copy.remove()?;
+        b.idle()
+    })
+}
+
+#[test]
+fn a_restore_needs_the_right_device_node_and_rule_on_forky() -> Result<()> {
+    restore_needs_node_and_rule(Suite::Forky, "fd-nf")
+}
+
+#[test]
+fn a_restore_needs_the_right_device_node_and_rule_on_trixie() -> Result<()> {
+    restore_needs_node_and_rule(Suite::Trixie, "fd-nt")
+}
+
+#[test]
+fn gpu_memory_is_free_after_a_checkpoint_and_what_others_wrote_there_does_not_come_back() -> Result<()> {
+    on(
+        [host(Suite::Forky, "fd-mem", &[SimGpu::h200(1).memory(64)])?],
+        |[host]| {
+            let job = count(host, &["0"], 1, &["--mib", "40"])?;
+            job.goes_on(3)?;
+            let options = host.ctr_gpu_options(&["0"])?;
+            let options: Vec<&str> = options.iter().map(String::as_str).collect();
+            let other = [
+                "/bin/gpu-counter",
+                "--mib",
+                "40",
+                "--iterations",
+                "3",
+                "--interval-ms",
+                "50",
+            ];
+            let run = [
+                &["run", "--rm"],
+                host.limits(),
+                &options,
+                &[IMAGE, "other"],
+                &other,
+            ]
+            .concat();
+            let said = host.ctr(&run, "")?;
+            assert!(
+                said.code == Some(1) && said.stderr.contains("OUT_OF_MEMORY"),
+                "{said}"
+            );
+
+            succeed(host, "lock,checkpoint", &job.pids()?, &[])?;
+            let said = host.ctr(&run, "")?;
+            assert_eq!(said.code, Some(0), "{said}");
+
+            let options = [&["--runtime", STOCK], &options[..]].concat();
+            let other = Container::run(host, "other", &options, &["/bin/gpu-counter", "--mib", "40"])?;
+            firn_node::wait_for("memory of the other", std::time::Duration::from_secs(20), || {
+                Ok((host.gpu_memory()? >= vec![40]).then_some(()))
+            })?;
+            fail(host, "restore", &job.pids()?, &[], "CUDA_ERROR_OUT_OF_MEMORY")?;
+            other.remove()?;
+            succeed(host, "restore,unlock", &job.pids()?, &[])?;
+            // Every element is verified: nothing of the other's is in the job's memory.
+            job.goes_on(3)?;
+            job.remove()?;
+            host.idle()
+        },
+    )
+}
+
+#[test]
+fn gpu_memory_ends_with_its_process_and_no_image_brings_it_back_that_does_not_hold_it() -> Result<()> {
+    on([host(Suite::Forky, "fd-lost", &[SimGpu::h200(1)])?], |[host]| {
+        let job = count(host, &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        succeed(host, "lock,checkpoint", &job.pids()?, &[])?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        assert_eq!(host.gpu_memory()?, [0]);
+
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        // The copy's memory is in its image, not on the GPU: without the driver it has none and cannot go on.
+        assert_eq!(host.gpu_memory()?, [0]);
+        copy.stands_still()?;
+        fail(host, "unlock", &copy.pids()?, &[], "CUDA_ERROR_ILLEGAL_STATE")?;
+        copy.stands_still()?;
+        succeed(host, "restore,unlock", &copy.pids()?, &[])?;
+        copy.goes_on(3)?;
+        copy.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn managed_memory_is_refused_by_the_driver_and_the_process_goes_on() -> Result<()> {
+    on([host(Suite::Forky, "fd-uvm", &[SimGpu::h200(1)])?], |[host]| {
+        let job = count(host, &["0"], 1, &["--managed"])?;
+        job.goes_on(3)?;
+        fail(
+            host,
+            "lock,checkpoint",
+            &job.pids()?,
+            &[],
+            "CUDA_ERROR_NOT_SUPPORTED",
+        )?;
+        job.stands_still()?;
+        succeed(host, "unlock", &job.pids()?, &[])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn memory_shared_by_ipc_checkpoints_well_and_cannot_be_restored() -> Result<()> {
+    on([host(Suite::Forky, "fd-ipc", &[SimGpu::h200(1)])?], |[host]| {
+        let job = count(host, &["0"], 1, &["--ipc"])?;
+        job.goes_on(3)?;
+        firn_node::wait_for("the importer", std::time::Duration::from_secs(20), || {
+            let log = host
+                .node()
+                .read(format!("{}/job/rootfs{}", firn_lab::BUNDLES, firn_lab::LOG))?;
+            Ok(log.contains("importer").then_some(()))
+        })?;
+        let pids = job.pids()?;
+        ensure!(pids.len() == 2, "{pids:?} are not two processes");
+        succeed(host, "lock,checkpoint", &pids, &[])?;
+        fail(host, "restore", &pids, &[], "CUDA_ERROR_INVALID_VALUE")?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn every_gpu_that_the_process_could_see_needs_a_pair() -> Result<()> {
+    let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+    on([host(Suite::Forky, "fd-pair", &gpus)?], |[host]| {
+        let [one, two] = &gpus;
+        let job = count(host, &["0", "1"], 1, &[])?;
+        job.goes_on(3)?;
+        assert_eq!(job.gpus_in_use()?, [&*one.uuid]);
+        let pids = job.pids()?;
+        succeed(host, "lock,checkpoint", &pids, &[])?;
+        fail(host, "restore", &pids, &[(one, two)], "CUDA_ERROR_NOT_SUPPORTED")?;
+        succeed(host, "restore,unlock", &pids, &[(one, two), (two, one)])?;
+        job.goes_on(3)?;
+        assert_eq!(job.gpus_in_use()?, [&*two.uuid]);
+        job.remove()?;
+        host.idle()
+    })
+}
