@@ -178,6 +178,8 @@ fn seize(tids: &[i32]) -> Result<(), HoldError> {
         let pid = Pid::from_raw(tid);
         match ptrace::seize(pid, ptrace::Options::empty()).and_then(|()| ptrace::interrupt(pid)) {
             Ok(()) | Err(Errno::ESRCH) => {}
+            // A thread that has ended and waits for others to do so: it runs no code any more.
+            Err(Errno::EPERM) if matches!(state(tid), None | Some('Z' | 'X')) => {}
             Err(source) => return Err(HoldError::Seize { tid, source }),
         }
     }

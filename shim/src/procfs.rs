@@ -27,6 +27,14 @@ pub(crate) fn outer_tid(pid: i32, inner_tid: i32) -> Option<i32> {
         })
 }
 
+/// Whether a process exists and has not ended.
+pub(crate) fn is_alive(pid: i32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat"))
+        .ok()
+        .and_then(|stat| stat.get(stat.rfind(')')? + 2..)?.chars().next())
+        .is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
 /// Name of a process, for messages.
 pub(crate) fn comm(pid: i32) -> String {
     fs::read_to_string(format!("/proc/{pid}/comm"))

@@ -16,6 +16,7 @@ use firn_gpu::{CudaState, GpuPair, Inventory};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
+use crate::procfs;
 use crate::reaper::{Child, Reaper};
 
 /// Longest reply line that is read, in bytes.
@@ -154,15 +155,15 @@ impl Gpu {
             .await?;
         let mut found = Vec::new();
         for reply in replies {
-            let Some(restore_tid) = reply.restore_tid else {
-                continue;
-            };
             if let Some(source) = reply.error {
                 return Err(GpuError::Process {
                     pid: reply.pid,
                     source,
                 });
             }
+            let Some(restore_tid) = reply.restore_tid else {
+                continue;
+            };
             found.push(CudaProcess {
                 pid: reply.pid,
                 restore_tid,
@@ -171,16 +172,30 @@ impl Gpu {
         Ok(found)
     }
 
-    /// State of each process, `None` for one that the driver does not know (any more).
+    /// State of each process; one that has ended is left out.
     pub(crate) async fn states(
         &mut self,
         pids: &[i32],
         deadline: Duration,
-    ) -> Result<Vec<(i32, Option<CudaState>)>, GpuError> {
+    ) -> Result<Vec<(i32, CudaState)>, GpuError> {
+        let op = "state";
         let (_, replies) = self
-            .call("state", &Request::State { pids: pids.to_vec() }, deadline)
+            .call(op, &Request::State { pids: pids.to_vec() }, deadline)
             .await?;
-        Ok(replies.into_iter().map(|r| (r.pid, r.state)).collect())
+        let mut states = Vec::new();
+        for ProcessReply {
+            pid, state, error, ..
+        } in replies
+        {
+            match (state, error) {
+                (Some(state), None) => states.push((pid, state)),
+                // The driver's word for a process that has ended is an error too.
+                _ if !procfs::is_alive(pid) => {}
+                (_, Some(source)) => return Err(GpuError::Process { pid, source }),
+                (None, None) => return Err(GpuError::State { pid, op, state: None }),
+            }
+        }
+        Ok(states)
     }
 
     /// Locks all; afterwards none of them calls into the driver.
@@ -193,6 +208,7 @@ impl Gpu {
         // The driver gets the whole deadline; what it overruns is cut off a little later.
         self.all(
             "lock",
+            pids,
             &request,
             deadline + Duration::from_secs(1),
             CudaState::Locked,
@@ -203,7 +219,7 @@ impl Gpu {
     /// Moves the GPU state of all into their own memory.
     pub(crate) async fn checkpoint(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
         let request = Request::Checkpoint { pids: pids.to_vec() };
-        self.all("checkpoint", &request, deadline, CudaState::Checkpointed)
+        self.all("checkpoint", pids, &request, deadline, CudaState::Checkpointed)
             .await
     }
 
@@ -218,23 +234,32 @@ impl Gpu {
             pids: pids.to_vec(),
             pairs: pairs.to_vec(),
         };
-        self.all("restore", &request, deadline, CudaState::Locked).await
+        self.all("restore", pids, &request, deadline, CudaState::Locked)
+            .await
     }
 
     /// Lets all call into the driver again.
     pub(crate) async fn unlock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
         let request = Request::Unlock { pids: pids.to_vec() };
-        self.all("unlock", &request, deadline, CudaState::Running).await
+        self.all("unlock", pids, &request, deadline, CudaState::Running)
+            .await
     }
 
     async fn all(
         &mut self,
         op: &'static str,
+        pids: &[i32],
         request: &Request,
         deadline: Duration,
         expected: CudaState,
     ) -> Result<(), GpuError> {
         let (_, replies) = self.call(op, request, deadline).await?;
+        let unanswered = pids
+            .iter()
+            .find(|pid| !replies.iter().any(|reply| reply.pid == **pid));
+        if let Some(&pid) = unanswered {
+            return Err(GpuError::State { pid, op, state: None });
+        }
         for reply in replies {
             if let Some(source) = reply.error {
                 return Err(GpuError::Process {

@@ -70,9 +70,9 @@ pub(crate) enum EffectError {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DumpError {
     /// With the last errors of CRIU's log and where that is kept.
-    #[error("{}{} (log: {})", Chain(source), quoted(lines), log.display())]
+    #[error("{}{} (log: {})", Chain(cause), quoted(lines), log.display())]
     Failed {
-        source: RuncError,
+        cause: RuncError,
         lines: Vec<String>,
         log: PathBuf,
     },
@@ -90,51 +90,74 @@ fn quoted(lines: &[String]) -> String {
     lines.iter().map(|line| format!("; {line}")).collect()
 }
 
+/// A container that was to end with its dump and did not.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EndError {
+    #[error("cannot kill its processes")]
+    Cgroup(#[from] CgroupError),
+    #[error("cannot delete it")]
+    Runtime(#[from] RuncError),
+    #[error("init is still there")]
+    StillThere,
+}
+
 /// A checkpoint that failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CheckpointError {
     /// A container without GPUs: as the stock shim tells it.
-    #[error("{} path= {}", Chain(source), log.display())]
-    Plain { source: RuncError, log: PathBuf },
+    #[error("{} path= {}", Chain(cause), log.display())]
+    Plain { cause: RuncError, log: PathBuf },
     /// Nothing was begun.
     #[error(
         "{}: cannot checkpoint container {container}: {}. hint: {}",
-        code(source),
-        Chain(source),
-        hint(source)
+        code(cause),
+        Chain(cause),
+        hint(cause)
     )]
-    Refused { container: String, source: EffectError },
+    Refused { container: String, cause: EffectError },
     /// It was begun and undone: the workload goes on.
     #[error(
         "{}: checkpoint of container {container} failed, the workload goes on: cannot {phase}: {}. hint: {}",
-        code(source),
-        Chain(source),
-        hint(source)
+        code(cause),
+        Chain(cause),
+        hint(cause)
     )]
     Undone {
         container: String,
         phase: super::transaction::Phase,
-        source: EffectError,
+        cause: EffectError,
     },
     /// It could not be undone.
     #[error(
         "FIRN-GPU-LOST: the GPU state of container {container} cannot be given back, it is left frozen: cannot {phase}: {}; \
          then: {}. hint: {}",
-        Chain(source),
+        Chain(cause),
         Chain(lost),
         lost_hint(image)
     )]
     Lost {
         container: String,
         phase: super::transaction::Phase,
-        source: EffectError,
+        cause: EffectError,
         lost: EffectError,
         image: Option<PathBuf>,
     },
+    /// The image is complete, the container is not at its end.
+    #[error(
+        "FIRN-NOT-ENDED: the checkpoint of container {container} in {} is complete and the container has not ended: {}. \
+         hint: kill the container",
+        image.display(),
+        Chain(cause)
+    )]
+    NotEnded {
+        container: String,
+        image: PathBuf,
+        cause: EndError,
+    },
     #[error("{}: cannot read firn's configuration: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
-    Config(#[source] firn_config::ConfigError),
+    Config(firn_config::ConfigError),
     #[error("{}: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
-    Program(#[from] firn_config::ProgramError),
+    Program(firn_config::ProgramError),
     #[error("cannot read the container's spec")]
     Spec(#[from] firn_oci::SpecError),
     #[error("cannot edit the container's spec")]
@@ -169,17 +192,20 @@ impl CheckpointError {
                 if let Some(error) = unfrozen {
                     log::error!("cannot freeze {container} again: {}", Chain(&error));
                 }
-                Self::Refused { container, source }
+                Self::Refused {
+                    container,
+                    cause: source,
+                }
             }
             (_, None) => Self::Undone {
                 container,
                 phase,
-                source,
+                cause: source,
             },
             (_, Some(lost)) => Self::Lost {
                 container,
                 phase,
-                source,
+                cause: source,
                 lost,
                 image,
             },
@@ -194,6 +220,7 @@ impl CheckpointError {
             }
             Self::Undone { .. } => Code::ABORTED,
             Self::Lost { .. } => Code::DATA_LOSS,
+            Self::NotEnded { .. } => Code::INTERNAL,
             Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => Code::UNKNOWN,
         }
     }

@@ -10,7 +10,7 @@ use firn_gpu::preflight::{Certainty, Finding, Sign};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
 use firn_oci::{Grant, Spec, mounts};
 
-use super::error::EffectError;
+use super::error::{EffectError, EndError};
 use super::transaction::Effects;
 use super::{Request, dump};
 use crate::account::Account;
@@ -19,10 +19,13 @@ use crate::container::Container;
 use crate::hold::{Hold, threads};
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::worker::{CudaProcess, Gpu};
+use crate::worker::{CudaProcess, Gpu, GpuError};
 
 /// How long a tool may take to tell its version.
 const VERSION_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long the processes of an ended container may take to give back their memory.
+const END: Duration = Duration::from_secs(120);
 
 /// What the manifest says of the source node.
 #[derive(Clone)]
@@ -82,33 +85,20 @@ impl<'a> Live<'a> {
         self.gpu.end().await;
     }
 
-    /// Ends the container, whose image is complete, and the runtime's state of it.
-    pub(super) async fn finish_container(&mut self) {
-        let deadline = self.config.deadlines.freeze;
-        if let Err(error) = self.cgroup.kill_all(deadline).await {
-            log::warn!(
-                "cannot end {}: {}",
-                self.container.id,
-                crate::logger::Chain(&error)
-            );
-        }
+    /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
+    pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
+        self.cgroup.kill_all(END).await?;
         match self.container.runc.delete(true).await {
             Ok(()) => {}
             Err(error) if error.is_absent() => {}
-            Err(error) => log::warn!(
-                "cannot delete {}: {}",
-                self.container.id,
-                crate::logger::Chain(&error)
-            ),
+            Err(error) => return Err(error.into()),
         }
         // The client may ask for the exit at once.
-        if tokio::time::timeout(deadline, self.container.init.wait())
+        tokio::time::timeout(END, self.container.init.wait())
             .await
-            .is_err()
-        {
-            log::warn!("init of {} has not ended within {deadline:?}", self.container.id);
-        }
+            .map_err(|_| EndError::StillThere)?;
         self.account.mark("end");
+        Ok(())
     }
 
     /// The node, the grant and the tools, and refusals that need no look at the processes.
@@ -238,9 +228,9 @@ fn refuse_by_signs(findings: Vec<Finding>, processes: usize) -> Result<(), Effec
                 Sign::Nccl {
                     p2p_disabled,
                     shm_disabled,
-                    ..
+                    nvls_disabled,
                 },
-            ) if processes > 1 && !(p2p_disabled && shm_disabled) => {
+            ) if processes > 1 && !(p2p_disabled && shm_disabled && nvls_disabled) => {
                 return Err(EffectError::Nccl { pid, comm: comm() });
             }
             (_, sign) => log::debug!("pid {pid}: {sign:?}"),
@@ -281,8 +271,7 @@ impl Effects for Live<'_> {
                 CudaState::Running => continue,
                 CudaState::Locked => "locked",
                 CudaState::Checkpointed => "checkpointed",
-                CudaState::Failed => "failed",
-                CudaState::Unknown(_) => "in an unknown state",
+                CudaState::Failed | CudaState::Unknown(_) => "failed",
             };
             return Err(EffectError::NotRunning {
                 pid,
@@ -334,16 +323,23 @@ impl Effects for Live<'_> {
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
         let states = self.gpu.states(pids, self.config.deadlines.discover).await?;
-        Ok(states
-            .into_iter()
-            .filter_map(|(pid, state)| Some((pid, state?)))
-            .collect())
+        for &(pid, state) in &states {
+            if matches!(state, CudaState::Failed | CudaState::Unknown(_)) {
+                return Err(GpuError::State {
+                    pid,
+                    op: "state",
+                    state: Some(state),
+                }
+                .into());
+            }
+        }
+        Ok(states)
     }
 
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.account.mark("freeze");
         let described = self.describe(processes);
-        dump(
+        let image = dump(
             self.container,
             self.request,
             &self.plugins(),
@@ -351,7 +347,10 @@ impl Effects for Live<'_> {
         )
         .await?;
         self.account.mark("dump");
-        self.write_manifest(described)?;
+        if let Err(error) = self.write_manifest(described) {
+            image.clear();
+            return Err(error);
+        }
         self.account.mark("manifest");
         self.complete = true;
         Ok(())
@@ -370,12 +369,12 @@ mod tests {
         }]
     }
 
-    fn nccl(p2p_disabled: bool, shm_disabled: bool) -> Vec<Finding> {
+    fn nccl(p2p_disabled: bool, shm_disabled: bool, nvls_disabled: bool) -> Vec<Finding> {
         finding(
             Sign::Nccl {
                 p2p_disabled,
                 shm_disabled,
-                nvls_disabled: false,
+                nvls_disabled,
             },
             Certainty::Certain,
         )
@@ -383,18 +382,21 @@ mod tests {
 
     #[test]
     fn ranks_that_may_share_memory_are_refused_and_others_are_not() {
-        for (p2p, shm) in [(false, false), (true, false), (false, true)] {
-            assert!(matches!(
-                refuse_by_signs(nccl(p2p, shm), 2),
-                Err(EffectError::Nccl { pid: 7, .. })
-            ));
+        for (p2p, shm, nvls) in [
+            (false, false, true),
+            (true, false, true),
+            (false, true, true),
+            (true, true, false),
+        ] {
+            let refused = refuse_by_signs(nccl(p2p, shm, nvls), 2);
+            assert!(matches!(refused, Err(EffectError::Nccl { pid: 7, .. })));
         }
         assert!(
-            refuse_by_signs(nccl(true, true), 2).is_ok(),
+            refuse_by_signs(nccl(true, true, true), 2).is_ok(),
             "a job over sockets can be moved"
         );
         assert!(
-            refuse_by_signs(nccl(false, false), 1).is_ok(),
+            refuse_by_signs(nccl(false, false, false), 1).is_ok(),
             "one rank shares with nobody"
         );
     }

@@ -3,8 +3,7 @@
 //! A container whose spec asks for no GPU is dumped as the stock shim would do it. For one that does, the transaction
 //! of [`transaction`] runs over [`live::Live`]. When the client asked that the container ends with the dump, firn lets
 //! CRIU leave it running (frozen all the while) and ends it once the image with its manifest is complete, so that
-//! nothing that fails after CRIU can cost the workload. Only with established TCP connections CRIU ends the tasks
-//! itself: it alone can do that without telling the peers.
+//! nothing that fails after CRIU can cost the workload.
 
 mod error;
 mod image;
@@ -105,7 +104,7 @@ async fn plain(container: &Container, request: &Request) -> Result<(), Checkpoin
         .checkpoint(request.call(&work.path, !request.exit, None, NO_DEADLINE))
         .await;
     let result = dumped.map_err(|source| CheckpointError::Plain {
-        source,
+        cause: source,
         log: work.keep_log(container),
     });
     work.remove();
@@ -117,14 +116,25 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     let cgroup = container.cgroup()?;
     let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
     let mut account = Account::begin("checkpoint", &container.id);
-    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
+    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
+        .map_err(CheckpointError::Program)?;
     let gpu = Gpu::new(worker, reaper.clone());
     let mut live = Live::new(container, request, &config, cgroup, gpu, reaper, &mut account);
     let result = transact(&mut live, was_frozen, request.exit).await;
     let image = live.complete().then(|| request.image.clone());
+    let ended = if result.is_ok() && request.exit {
+        live.finish_container().await
+    } else {
+        Ok(())
+    };
     live.end().await;
-    account.end(&container.bundle, result.is_ok());
-    result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image))
+    account.end(&container.bundle, result.is_ok() && ended.is_ok());
+    result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image))?;
+    ended.map_err(|cause| CheckpointError::NotEnded {
+        container: container.id.clone(),
+        image: request.image.clone(),
+        cause,
+    })
 }
 
 async fn transact(
@@ -139,13 +149,7 @@ async fn transact(
         .await?
         .dump()
         .await?;
-    if exit {
-        dumped.ended();
-        live.finish_container().await;
-        Ok(())
-    } else {
-        dumped.run_on().await
-    }
+    if exit { Ok(()) } else { dumped.run_on().await }
 }
 
 /// CRIU's work directory: the client's, or a temporary one.
@@ -173,6 +177,8 @@ impl WorkDir {
         let kept = container.bundle.join(KEPT_LOG);
         if let Err(error) = std::fs::copy(self.path.join("dump.log"), &kept) {
             log::warn!("cannot keep CRIU's log: {error}");
+            // That of an earlier failure must not be taken for this one's.
+            let _ = std::fs::remove_file(&kept);
         }
         kept
     }
@@ -187,35 +193,38 @@ impl WorkDir {
     }
 }
 
-/// One `runc checkpoint` of a GPU container into an image directory that a failure leaves as it was found.
+/// One `runc checkpoint` of a GPU container, which stays frozen, into an image directory that a failure leaves as it was
+/// found.
 async fn dump(
     container: &Container,
     request: &Request,
     plugins: &Path,
     deadline: Duration,
-) -> Result<(), DumpError> {
+) -> Result<ImageDir, DumpError> {
     let image = ImageDir::open(&request.image)?;
     let work = WorkDir::new(container, request);
-    let leave_running = !request.exit || !request.flags.open_tcp;
     let dumped = container
         .runc
-        .checkpoint(request.call(&work.path, leave_running, Some(plugins), deadline))
+        .checkpoint(request.call(&work.path, true, Some(plugins), deadline))
         .await;
     let result = match dumped {
         Ok(()) => image.check_complete(),
         Err(source) => Err(failed(container, &work, source)),
     };
     work.remove();
-    if result.is_err() {
-        image.clear();
+    match result {
+        Ok(()) => Ok(image),
+        Err(error) => {
+            image.clear();
+            Err(error)
+        }
     }
-    result
 }
 
 fn failed(container: &Container, work: &WorkDir, source: RuncError) -> DumpError {
     let log = work.keep_log(container);
     DumpError::Failed {
-        source,
+        cause: source,
         lines: image::error_lines(&log),
         log,
     }

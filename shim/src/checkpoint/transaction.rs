@@ -54,7 +54,7 @@ pub(crate) trait Effects: Send {
     fn give_back(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Unlocks all of these.
     fn unlock(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// State of each as the driver tells; a process that has gone is left out.
+    /// State of each as the driver tells: running, locked or checkpointed; a process that has gone is left out.
     fn states(
         &mut self,
         pids: &[i32],
@@ -105,7 +105,12 @@ pub(crate) struct Begun<'e, E: Effects> {
 /// All CUDA processes wait at the driver.
 pub(crate) struct Locked<'e, E: Effects> {
     at: Begun<'e, E>,
+    /// CUDA processes as last seen: these are taken and dumped.
     processes: Vec<CudaProcess>,
+    /// All that were ever locked: these are given back.
+    locked: Vec<CudaProcess>,
+    /// Whether the driver has been asked to take GPU state: from then on no thread may run before it is back.
+    taking: bool,
 }
 
 /// No process holds a GPU; their memory holds its state; the container is frozen.
@@ -154,150 +159,162 @@ impl<'e, E: Effects> Begun<'e, E> {
                 lost,
             });
         }
-        match self.effects.lock(&pids).await {
-            Ok(()) => Ok(Locked { at: self, processes }),
-            Err(source) => Err(self.fail(Phase::Lock, source, &processes).await),
+        let locked = self.effects.lock(&pids).await;
+        let at = Locked {
+            at: self,
+            locked: processes.clone(),
+            processes,
+            taking: false,
+        };
+        match locked {
+            Ok(()) => Ok(at),
+            Err(source) => Err(at.fail(Phase::Lock, source).await),
         }
-    }
-
-    async fn fail(self, phase: Phase, source: E::Error, processes: &[CudaProcess]) -> Failure<E::Error> {
-        let lost = undo(self.effects, processes, self.was_frozen).await.err();
-        Failure { phase, source, lost }
     }
 }
 
 impl<'e, E: Effects> Locked<'e, E> {
-    /// Takes the GPU state, no thread of the application running from the first freeze on.
+    /// Takes the GPU state, no thread of the application running from the last freeze on.
     pub(crate) async fn take(mut self) -> Result<Taken<'e, E>, Failure<E::Error>> {
         match self.try_take().await {
             Ok(()) => Ok(Taken(self)),
-            Err(source) => Err(self.at.fail(Phase::Take, source, &self.processes).await),
+            Err(source) => Err(self.fail(Phase::Take, source).await),
         }
     }
 
     async fn try_take(&mut self) -> Result<(), E::Error> {
-        for round in 1.. {
-            self.at.effects.freeze().await?;
-            let found = self.at.effects.inspect().await?;
-            let new: Vec<i32> = found
-                .iter()
-                .filter(|p| !self.processes.contains_pid(p.pid))
-                .map(|p| p.pid)
-                .collect();
-            self.processes = found;
-            if new.is_empty() || round == ROUNDS {
+        let effects = &mut *self.at.effects;
+        for _ in 0..ROUNDS {
+            effects.freeze().await?;
+            self.processes = effects.inspect().await?;
+            let is_new = |p: &&CudaProcess| !self.locked.iter().any(|locked| locked.pid == p.pid);
+            let new: Vec<CudaProcess> = self.processes.iter().filter(is_new).cloned().collect();
+            if new.is_empty() {
                 break;
             }
             log::debug!("{} CUDA processes appeared after the lock", new.len());
-            self.at.effects.thaw().await?;
-            self.at.effects.lock(&new).await?;
+            effects.thaw().await?;
+            let pids = pids(&new);
+            self.locked.extend(new);
+            effects.lock(&pids).await?;
         }
-        let pids = pids(&self.processes);
-        held(self.at.effects, &self.processes, async |effects| {
-            effects.take(&pids).await
-        })
-        .await
+        // A process that came in the last round is not locked, and the driver refuses to take it.
+        effects.hold(restore_tids(&self.processes)).await?;
+        effects.thaw().await?;
+        self.taking = true;
+        let taken = effects.take(&pids(&self.processes)).await;
+        // Also after a failure: what is thawed and held must be frozen before it is let go.
+        effects.freeze().await?;
+        effects.release().await?;
+        taken
+    }
+
+    async fn fail(self, phase: Phase, source: E::Error) -> Failure<E::Error> {
+        let lost = self.way_back().await.err();
+        Failure { phase, source, lost }
+    }
+
+    /// Undoes everything; once more when that fails, as a worker that was cut off may have been the only trouble.
+    async fn way_back(self) -> Result<(), E::Error> {
+        let Self {
+            at, locked, taking, ..
+        } = self;
+        match undo(at.effects, &locked, at.was_frozen, taking).await {
+            Ok(()) => Ok(()),
+            Err(_) => undo(at.effects, &locked, at.was_frozen, taking).await,
+        }
     }
 }
 
 impl<'e, E: Effects> Taken<'e, E> {
     /// Dumps the container. After a failure the GPU state is given back.
     pub(crate) async fn dump(self) -> Result<Dumped<'e, E>, Failure<E::Error>> {
-        let Locked { at, processes } = self.0;
-        match at.effects.dump(&processes).await {
-            Ok(()) => Ok(Dumped(Locked { at, processes })),
-            Err(source) => Err(at.fail(Phase::Dump, source, &processes).await),
+        let at = self.0;
+        match at.at.effects.dump(&at.processes).await {
+            Ok(()) => Ok(Dumped(at)),
+            Err(source) => Err(at.fail(Phase::Dump, source).await),
         }
     }
 }
 
 impl<E: Effects> Dumped<'_, E> {
-    /// The container was dumped to end: its processes are gone and nothing is given back.
-    pub(crate) fn ended(self) {}
-
     /// The container goes on: GPU state back, unlocked, freezer as it was found. A failure leaves the image valid.
     pub(crate) async fn run_on(self) -> Result<(), Failure<E::Error>> {
-        let Locked { at, processes } = self.0;
-        match undo(at.effects, &processes, at.was_frozen).await {
+        let Locked {
+            at, locked, taking, ..
+        } = self.0;
+        let Err(source) = undo(at.effects, &locked, at.was_frozen, taking).await else {
+            return Ok(());
+        };
+        match undo(at.effects, &locked, at.was_frozen, taking).await {
             Ok(()) => Ok(()),
-            // Once more: a worker that was killed by its deadline may have been the only trouble.
-            Err(source) => match undo(at.effects, &processes, at.was_frozen).await {
-                Ok(()) => Ok(()),
-                Err(again) => Err(Failure {
-                    phase: Phase::GiveBack,
-                    source,
-                    lost: Some(again),
-                }),
-            },
+            Err(again) => Err(Failure {
+                phase: Phase::GiveBack,
+                source,
+                lost: Some(again),
+            }),
         }
     }
 }
 
 /// Gives every process back what was taken, whatever was done before, and leaves the freezer as it was found.
 ///
-/// Safe to repeat. On an error the container is left frozen.
+/// Safe to repeat. On an error after something was taken the container is left frozen, or its threads held.
 async fn undo<E: Effects>(
     effects: &mut E,
-    processes: &[CudaProcess],
+    locked: &[CudaProcess],
     was_frozen: bool,
+    taking: bool,
 ) -> Result<(), E::Error> {
+    let pids = pids(locked);
+    if !taking {
+        // Every process has its GPU state, so its threads may run: nothing needs holding, which may be what failed.
+        effects.release().await?;
+        effects.thaw().await?;
+        settle(effects, &pids).await?;
+        return if was_frozen {
+            effects.freeze().await
+        } else {
+            Ok(())
+        };
+    }
     // Order matters: CRIU that is killed leaves the tasks thawed, and none may run without its GPU state.
     effects.freeze().await?;
     effects.release().await?;
-    let all = pids(processes);
-    held(effects, processes, async |effects| {
-        let states = effects.states(&all).await?;
-        let of = |wanted| {
-            states
-                .iter()
-                .filter(|(_, state)| *state == wanted)
-                .map(|(pid, _)| *pid)
-                .collect::<Vec<_>>()
-        };
-        let (taken, mut locked) = (of(CudaState::Checkpointed), of(CudaState::Locked));
-        if !taken.is_empty() {
-            effects.give_back(&taken).await?;
-            locked.extend(taken);
-        }
-        if locked.is_empty() {
-            Ok(())
-        } else {
-            effects.unlock(&locked).await
-        }
-    })
-    .await?;
+    effects.hold(restore_tids(locked)).await?;
+    effects.thaw().await?;
+    let settled = settle(effects, &pids).await;
+    effects.freeze().await?;
+    settled?;
+    effects.release().await?;
     if was_frozen { Ok(()) } else { effects.thaw().await }
 }
 
-/// Runs `act` with the container thawed and all threads but the restore threads held. Frozen before and after.
-async fn held<E: Effects>(
-    effects: &mut E,
-    processes: &[CudaProcess],
-    act: impl AsyncFnOnce(&mut E) -> Result<(), E::Error>,
-) -> Result<(), E::Error> {
-    effects
-        .hold(processes.iter().map(|p| p.restore_tid).collect())
-        .await?;
-    effects.thaw().await?;
-    let acted = act(effects).await;
-    // Also after a failure: what is thawed and held must be frozen before it is let go.
-    effects.freeze().await?;
-    effects.release().await?;
-    acted
+/// Brings every process from the state that the driver tells to running.
+async fn settle<E: Effects>(effects: &mut E, pids: &[i32]) -> Result<(), E::Error> {
+    let states = effects.states(pids).await?;
+    let of = |wanted| {
+        let those = states.iter().filter(|(_, state)| *state == wanted);
+        those.map(|(pid, _)| *pid).collect::<Vec<_>>()
+    };
+    let (taken, mut locked) = (of(CudaState::Checkpointed), of(CudaState::Locked));
+    if !taken.is_empty() {
+        effects.give_back(&taken).await?;
+        locked.extend(taken);
+    }
+    if locked.is_empty() {
+        Ok(())
+    } else {
+        effects.unlock(&locked).await
+    }
 }
 
 fn pids(processes: &[CudaProcess]) -> Vec<i32> {
     processes.iter().map(|p| p.pid).collect()
 }
 
-trait ContainsPid {
-    fn contains_pid(&self, pid: i32) -> bool;
-}
-
-impl ContainsPid for Vec<CudaProcess> {
-    fn contains_pid(&self, pid: i32) -> bool {
-        self.iter().any(|p| p.pid == pid)
-    }
+fn restore_tids(processes: &[CudaProcess]) -> BTreeSet<i32> {
+    processes.iter().map(|p| p.restore_tid).collect()
 }
 
 #[cfg(test)]

@@ -132,8 +132,8 @@ impl Effects for World {
 
     async fn release(&mut self) -> Result<(), Told> {
         self.call("release")?;
-        assert!(self.frozen, "let go while running: {:?}", self.calls);
         self.held = false;
+        self.check();
         Ok(())
     }
 
@@ -246,8 +246,7 @@ fn exit_leaves_the_state_in_the_processes_that_are_gone() {
             .unwrap()
             .dump()
             .await
-            .unwrap()
-            .ended();
+            .unwrap();
     });
     assert!(world.frozen && world.states.values().all(|s| *s == CudaState::Checkpointed));
 }
@@ -315,9 +314,9 @@ fn undo_may_be_repeated() {
             .unwrap();
         drop(taken);
         let processes = world.inspect().await.unwrap();
-        undo(&mut world, &processes, false).await.unwrap();
+        undo(&mut world, &processes, false, true).await.unwrap();
         world.as_before(false);
-        undo(&mut world, &processes, false).await.unwrap();
+        undo(&mut world, &processes, false, true).await.unwrap();
     });
     world.as_before(false);
 }
@@ -337,4 +336,44 @@ fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
         assert_eq!(world.states[&10], CudaState::Running);
         assert_eq!(world.frozen, was_frozen);
     }
+}
+
+#[test]
+fn an_effect_that_fails_for_good_never_lets_code_run_without_its_gpu_state() {
+    for was_frozen in [false, true] {
+        let mut world = World::new([10, 20], was_frozen);
+        block_on(leave_running(&mut world)).unwrap();
+        let calls = world.calls.clone();
+        for (nth, name) in calls.iter().enumerate() {
+            let mut world = World::new([10, 20], was_frozen);
+            world.fail = Some((nth, true));
+            // The world itself complains when code runs too early.
+            let Err(failure) = block_on(leave_running(&mut world)) else {
+                panic!("{name} at {nth} failed for good, and the checkpoint did not");
+            };
+            if failure.lost.is_none() {
+                world.as_before(was_frozen);
+            }
+            let taken = world
+                .states
+                .values()
+                .any(|state| *state == CudaState::Checkpointed);
+            assert!(
+                failure.lost.is_some() || !taken,
+                "{name} at {nth}: nobody was told of the loss"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_debugger_on_a_thread_costs_nothing() {
+    let mut world = World::new([10], false);
+    block_on(leave_running(&mut world)).unwrap();
+    let nth = world.calls.iter().position(|call| *call == "hold").unwrap();
+    let mut world = World::new([10], false);
+    world.fail = Some((nth, true));
+    let failure = block_on(leave_running(&mut world)).unwrap_err();
+    assert_eq!((failure.phase, failure.lost), (Phase::Take, None));
+    world.as_before(false);
 }

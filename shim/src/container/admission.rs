@@ -15,6 +15,8 @@ pub(crate) enum InitState {
     Pausing,
     /// The freezer is on.
     Paused,
+    /// The freezer is on and stays so: the GPU state of the processes could not be given back.
+    Lost,
     /// Init has ended.
     Stopped,
     /// Nothing is left of it.
@@ -32,12 +34,36 @@ pub(crate) enum Action {
     Delete,
 }
 
-/// An action that the task's state does not allow.
+/// An action that the task's state does not allow. Clients know the texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot {action} a {state} {}", if matches!(action, Action::Start | Action::Delete) { "process" } else { "container" })]
 pub(crate) struct NotAllowed {
     pub action: Action,
     pub state: InitState,
+}
+
+impl fmt::Display for NotAllowed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { action, state } = self;
+        match (action, state) {
+            (_, InitState::Lost) => write!(
+                f,
+                "FIRN-GPU-LOST: cannot {action} a container whose GPU state was lost. hint: kill and delete it"
+            ),
+            (Action::Exec, _) => write!(f, "cannot {action} a {state} state"),
+            (Action::Checkpoint, InitState::Created | InitState::CreatedCheckpoint) => {
+                write!(f, "cannot {action} a task in {state} state")
+            }
+            (Action::Pause | Action::Resume, InitState::Created | InitState::CreatedCheckpoint) => {
+                write!(f, "cannot {action} task in {state} state")
+            }
+            (Action::Start | Action::Delete, _)
+            | (Action::Resume, InitState::Running)
+            | (_, InitState::Deleted) => write!(f, "cannot {action} a {state} process"),
+            (Action::Pause | Action::Resume | Action::Checkpoint, _) => {
+                write!(f, "cannot {action} a {state} container")
+            }
+        }
+    }
 }
 
 impl fmt::Display for InitState {
@@ -46,7 +72,7 @@ impl fmt::Display for InitState {
             Self::Created | Self::CreatedCheckpoint => "created",
             Self::Running => "running",
             Self::Pausing => "pausing",
-            Self::Paused => "paused",
+            Self::Paused | Self::Lost => "paused",
             Self::Stopped => "stopped",
             Self::Deleted => "deleted",
         })
@@ -68,21 +94,21 @@ impl fmt::Display for Action {
 
 /// Whether `action` may begin on a task in `state`.
 ///
-/// Resume is allowed on a running task because the real freezer decides: after a dump that was cut off a client may
-/// resume what already runs.
+/// Whether a paused task is really frozen is for Resume to see: a dump that was cut off may have thawed it.
 pub(crate) fn admit(action: Action, state: InitState) -> Result<(), NotAllowed> {
     use Action::{Checkpoint, Delete, Exec, Pause, Resume, Start};
-    use InitState::{Created, CreatedCheckpoint, Deleted, Paused, Pausing, Running, Stopped};
+    use InitState::{Created, CreatedCheckpoint, Deleted, Lost, Paused, Pausing, Running, Stopped};
     let allowed = match (state, action) {
         (Created, Start | Delete | Exec) => true,
         (Created, Pause | Resume | Checkpoint) => false,
         (CreatedCheckpoint, Start | Delete) => true,
         (CreatedCheckpoint, Pause | Resume | Checkpoint | Exec) => false,
-        (Running, Pause | Resume | Checkpoint | Exec) => true,
-        (Running, Start | Delete) => false,
+        (Running, Pause | Checkpoint | Exec) => true,
+        (Running, Start | Resume | Delete) => false,
         (Pausing, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,
         (Paused, Resume | Checkpoint) => true,
         (Paused, Start | Pause | Exec | Delete) => false,
+        (Lost, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,
         (Stopped, Delete) => true,
         (Stopped, Start | Pause | Resume | Checkpoint | Exec) => false,
         (Deleted, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,
@@ -110,9 +136,31 @@ mod tests {
             "cannot pause a paused container"
         );
         assert_eq!(
+            text(Action::Exec, InitState::Paused),
+            "cannot exec in a paused state"
+        );
+        assert_eq!(
+            text(Action::Resume, InitState::Running),
+            "cannot resume a running process"
+        );
+        assert_eq!(
             text(Action::Checkpoint, InitState::Stopped),
             "cannot checkpoint a stopped container"
         );
+    }
+
+    #[test]
+    fn nothing_wakes_a_task_whose_gpu_state_was_lost() {
+        for action in [
+            Action::Start,
+            Action::Pause,
+            Action::Resume,
+            Action::Checkpoint,
+            Action::Exec,
+        ] {
+            let refused = admit(action, InitState::Lost).unwrap_err().to_string();
+            assert!(refused.starts_with("FIRN-GPU-LOST"), "{refused}");
+        }
     }
 
     #[test]

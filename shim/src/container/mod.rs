@@ -105,10 +105,15 @@ impl Container {
         self.status().state
     }
 
-    /// A new state, unless init has ended meanwhile: that state is final.
+    /// A new state, unless the present one is final: init has ended, or the GPU state was lost.
     pub(crate) fn set_state(&self, state: InitState) {
         let mut status = self.status();
-        if !matches!(status.state, InitState::Stopped | InitState::Deleted) || state == InitState::Deleted {
+        let is_final = match status.state {
+            InitState::Stopped | InitState::Deleted => state != InitState::Deleted,
+            InitState::Lost => state != InitState::Stopped,
+            _ => false,
+        };
+        if !is_final {
             status.state = state;
         }
     }

@@ -1,5 +1,6 @@
 //! One process of a container: init or an exec.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
@@ -24,6 +25,7 @@ pub(crate) struct Process {
     pub stdio: StdioPaths,
     /// OCI process as JSON, for an exec.
     pub spec: Vec<u8>,
+    begun: AtomicBool,
     pid: Mutex<i32>,
     exit: watch::Sender<Option<Exit>>,
     copier: Mutex<Option<Copier>>,
@@ -37,11 +39,17 @@ impl Process {
             exec_id: exec_id.to_owned(),
             stdio,
             spec,
+            begun: AtomicBool::new(false),
             pid: Mutex::new(0),
             exit: watch::Sender::new(None),
             copier: Mutex::new(None),
             stdin_closed: Mutex::new(false),
         }
+    }
+
+    /// Marks the process as started; whether it was not before.
+    pub(crate) fn begin(&self) -> bool {
+        !self.begun.swap(true, Ordering::Relaxed)
     }
 
     /// Pid on the host; 0 until it is known.

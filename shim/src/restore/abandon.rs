@@ -2,11 +2,12 @@
 //!
 //! Every step is tried whatever became of the others, and may be repeated.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_oci::Spec;
 
+use super::prepare::is_own;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::logger::Chain;
@@ -19,13 +20,13 @@ const GONE: Duration = Duration::from_secs(20);
 const CGYARD: &str = ".criu.cgyard.";
 
 /// Kills what was restored and removes what runc and CRIU left.
-pub(super) async fn abandon(container: &Container, work: &Path) {
-    // runc and CRIU are gone: the call has returned, or was killed together with its process.
+pub(crate) async fn abandon(container: &Container) {
+    // runc and CRIU are gone: the call has succeeded, or was killed together with them.
     match Spec::load(&container.bundle) {
         Ok(spec) => kill_cgroup(container, &spec).await,
         Err(error) => log::warn!("cannot tell the cgroup of {}: {}", container.id, Chain(&error)),
     }
-    sweep(&container.runc.state_dir(), work).await;
+    sweep(&container.runc.state_dir(), &work_dir(container)).await;
     match container.runc.delete(true).await {
         Ok(()) => {}
         Err(error) if error.is_absent() => {}
@@ -38,8 +39,18 @@ pub(super) async fn abandon(container: &Container, work: &Path) {
     }
 }
 
+/// Where CRIU writes its logs of this container.
+pub(super) fn work_dir(container: &Container) -> PathBuf {
+    match container.options.criu_work_path.as_str() {
+        "" => container.bundle.join("work"),
+        path => PathBuf::from(path),
+    }
+}
+
 async fn kill_cgroup(container: &Container, spec: &Spec) {
-    let Some(path) = spec.cgroups_path() else { return };
+    let Some(path) = spec.cgroups_path().filter(|_| is_own(&container.id, spec)) else {
+        return;
+    };
     let ended = async {
         let systemd = container.options.systemd_cgroup;
         let cgroup = Cgroup::by_spec(path, &container.id, systemd)?;

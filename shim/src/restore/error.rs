@@ -51,9 +51,9 @@ pub(crate) enum Cause {
     CgroupBusy,
     #[error("cannot write CRIU's configuration")]
     Criu(#[from] firn_oci::criu::CriuError),
-    #[error("{}", Chain(source))]
+    #[error("{}", Chain(error))]
     Runtime {
-        source: RuncError,
+        error: RuncError,
         lines: Vec<String>,
         log: PathBuf,
     },
@@ -63,6 +63,8 @@ pub(crate) enum Cause {
     Pid,
     #[error("the restored container has no process {pid} with a thread {tid}, which the manifest names")]
     ProcessMissing { pid: i32, tid: i32 },
+    #[error("CUDA process {pid} of the restored container is not in the manifest")]
+    Unlisted { pid: i32 },
     #[error("cannot use the restored container's cgroup")]
     Cgroup(#[from] CgroupError),
     #[error("cannot use the container's spec")]
@@ -85,12 +87,12 @@ pub(crate) enum Cause {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RestoreError {
     /// Before the runtime was called.
-    #[error("{}: cannot restore from {}: {}. hint: {}", source.code(), image.display(), Chain(source), source.hint())]
-    Refused { image: PathBuf, source: Refusal },
+    #[error("{}: cannot restore from {}: {}. hint: {}", cause.code(), image.display(), Chain(cause), cause.hint())]
+    Refused { image: PathBuf, cause: Refusal },
     /// As the stock shim tells it, for an image without GPU state.
-    #[error("OCI runtime restore failed: {}{}", Chain(source), quoted(lines, log))]
+    #[error("OCI runtime restore failed: {}{}", Chain(error), quoted(lines, log))]
     Plain {
-        source: RuncError,
+        error: RuncError,
         lines: Vec<String>,
         log: PathBuf,
     },
@@ -162,7 +164,7 @@ impl Cause {
             Self::Criu(error) => error.code(),
             Self::Runtime { .. } | Self::PidFile(_) | Self::Pid | Self::Continue { .. } => "FIRN-RESTORE",
             Self::CgroupBusy => "FIRN-CGROUP-BUSY",
-            Self::ProcessMissing { .. } => "FIRN-MANIFEST-CORRUPT",
+            Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
             Self::Cgroup(_) => "FIRN-FREEZER",
             Self::Spec(error) => error.code(),
             Self::Dev(error) => error.code(),
@@ -188,7 +190,9 @@ impl Cause {
                 "try again; the checkpoint can be used again"
             }
             Self::CgroupBusy => "stop the container that is in it, or restore under another id",
-            Self::ProcessMissing { .. } => "copy the checkpoint from its origin again",
+            Self::ProcessMissing { .. } | Self::Unlisted { .. } => {
+                "copy the checkpoint from its origin again"
+            }
             Self::Spec(error) => error.hint(),
             Self::Dev(error) => error.hint(),
             Self::Hold(_) => "detach debuggers; the checkpoint can be used again",

@@ -17,6 +17,7 @@ mod error;
 mod prepare;
 mod run;
 
+pub(crate) use abandon::abandon;
 pub(crate) use error::RestoreError;
 pub(crate) use prepare::{Prepared, prepare};
 pub(crate) use run::run;

@@ -21,7 +21,7 @@ pub(crate) struct Prepared {
     pub image: PathBuf,
     /// Flags of the dump, which the restore repeats.
     pub flags: DumpFlags,
-    /// Absent when the image holds no GPU state.
+    /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) async fn prepare(
 ) -> Result<Prepared, RestoreError> {
     let refused = |source| RestoreError::Refused {
         image: image.to_owned(),
-        source,
+        cause: source,
     };
     let manifest = Manifest::read_for(&spec, image).map_err(|error| refused(error.into()))?;
     let Some(manifest) = manifest else {
@@ -62,7 +62,7 @@ pub(crate) async fn prepare(
     manifest
         .verify_images(image)
         .map_err(|error| refused(error.into()))?;
-    let gpu = match manifest.has_gpu_state() {
+    let gpu = match !manifest.gpus.is_empty() {
         true => Some(
             gpu_part(id, options, bundle, spec, &manifest, reaper)
                 .await
@@ -120,19 +120,24 @@ async fn gpu_part(
     })
 }
 
-/// `ctr containers restore` copies the cgroup of the source along with its spec. While that is in use (the source runs
-/// on this node) the container gets one of its own beside it.
+/// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the container gets one
+/// of its own beside it: what a failed restore kills must be nobody else's.
 fn find_free_cgroup(id: &str, options: &RuncOptions, spec: &mut Spec) -> Result<(), Refusal> {
-    if !in_use(id, options, spec)? {
-        return Ok(());
+    if !is_own(id, spec) {
+        edit::rename_cgroup(spec, id)?;
     }
-    edit::rename_cgroup(spec, id)?;
     if in_use(id, options, spec)? {
         return Err(Refusal::CgroupBusy {
             path: spec.cgroups_path().unwrap_or_default().to_owned(),
         });
     }
     Ok(())
+}
+
+/// Whether the cgroup that the spec names is named after the container.
+pub(super) fn is_own(id: &str, spec: &Spec) -> bool {
+    spec.cgroups_path()
+        .is_some_and(|path| path.rsplit(['/', ':']).next() == Some(id))
 }
 
 /// Whether processes are in the cgroup that the spec names.

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::RestoreError;
-use super::abandon::abandon;
+use super::abandon::{abandon, work_dir};
 use super::error::Cause;
 use super::prepare::{GpuPart, Prepared, in_use};
 use crate::account::Account;
@@ -35,10 +35,7 @@ pub(crate) async fn run(
     reaper: &Reaper,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, RestoreError> {
-    let work = match container.options.criu_work_path.as_str() {
-        "" => container.bundle.join("work"),
-        path => PathBuf::from(path),
-    };
+    let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
     let gpu = prepared.gpu.as_ref();
     let restore = Restore {
@@ -58,7 +55,7 @@ pub(crate) async fn run(
             Err(source) => {
                 let log = work.join("restore.log");
                 Err(RestoreError::Plain {
-                    source,
+                    error: source,
                     lines: error_lines(&log),
                     log,
                 })
@@ -83,7 +80,7 @@ pub(crate) async fn run(
     match restored {
         Ok(pid) => Ok(pid),
         Err(cause) => {
-            abandon(container, &work).await;
+            abandon(container).await;
             Err(failed(prepared, cause))
         }
     }
@@ -136,11 +133,20 @@ async fn restore_gpu(
     account.mark("dev-repair");
 
     let (cuda, tids) = find(&gpu.processes, &pids)?;
+    // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
+    let found = driver
+        .discover(pids.clone(), gpu.config.deadlines.discover)
+        .await?;
+    if let Some(other) = found.iter().find(|process| !cuda.contains(&process.pid)) {
+        return Err(Cause::Unlisted { pid: other.pid });
+    }
     let only = RunOnly::start(tids).await?;
     let given_back = give_back(&mut driver, &cuda, gpu, account).await;
     driver.end().await;
     only.stop().await?;
     given_back?;
+    // For the next dump of this container, which must not leave its tasks stopped. Before anything runs: it may fail.
+    gpu.criu.write(Operation::Dump)?;
     for pid in pids {
         match kill(Pid::from_raw(pid), Signal::SIGCONT) {
             Ok(()) | Err(Errno::ESRCH) => {}
@@ -148,8 +154,6 @@ async fn restore_gpu(
         }
     }
     account.mark("continue");
-    // For the next dump of this container, which must not leave its tasks stopped.
-    gpu.criu.write(Operation::Dump)?;
     Ok(pid)
 }
 
@@ -189,7 +193,7 @@ fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>),
 fn runtime(source: RuncError, work: &Path) -> Cause {
     let log = work.join("restore.log");
     Cause::Runtime {
-        source,
+        error: source,
         lines: error_lines(&log),
         log,
     }

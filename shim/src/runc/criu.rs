@@ -1,7 +1,7 @@
 //! `checkpoint` and `restore` of the OCI runtime.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_oci::manifest::DumpFlags;
@@ -87,9 +87,15 @@ impl Runc {
         if let Some(plugins) = checkpoint.plugins {
             command.env(CRIU_LIBS_DIR, plugins);
         }
-        self.output("checkpoint", command.arg(&self.id), checkpoint.deadline)
+        let prepare = |source| RuncError::Prepare {
+            verb: "checkpoint",
+            source,
+        };
+        let said = tempfile::tempfile().map_err(prepare)?;
+        let stderr = said.try_clone().map_err(prepare)?;
+        command.arg(&self.id).stdout(Stdio::null()).stderr(stderr);
+        self.run_criu("checkpoint", &mut command, Some(said), Some(checkpoint.deadline))
             .await
-            .map(drop)
     }
 
     /// `restore`: CRIU brings the container back; returns when its tasks run (or are stopped, as configured).
@@ -120,6 +126,7 @@ impl Runc {
         }
         command.arg("--bundle").arg(restore.bundle).arg(&self.id);
         stdio(&mut command);
-        self.run("restore", &mut command, restore.deadline).await
+        self.run_criu("restore", &mut command, None, restore.deadline)
+            .await
     }
 }

@@ -8,10 +8,16 @@
 mod criu;
 mod verbs;
 
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use serde::Deserialize;
 
 use crate::options::RuncOptions;
@@ -22,6 +28,9 @@ pub(crate) use verbs::{Create, Exec};
 
 /// Longest time for calls that only touch runc's state or the cgroup.
 const SHORT: Duration = Duration::from_secs(60);
+
+/// How long killed processes of a dump or restore may take to be gone.
+const GROUP_END: Duration = Duration::from_secs(30);
 
 /// The OCI runtime of one container.
 #[derive(Clone)]
@@ -133,13 +142,36 @@ impl Runc {
         Err(self.failure(verb, &output.stderr))
     }
 
-    /// Runs a command whose stdio is the container's (create, exec, restore): nothing of it is read.
-    async fn run(
+    /// Runs a command whose stdio is the container's (create, exec): nothing of it is read.
+    async fn run(&self, verb: &'static str, command: &mut Command) -> Result<(), RuncError> {
+        let program = || self.binary.display().to_string();
+        let child = self.reaper.spawn(command).map_err(|source| {
+            self.spawn_error(
+                verb,
+                OutputError::Spawn {
+                    program: program(),
+                    source,
+                },
+            )
+        })?;
+        if child.wait().await.code == 0 {
+            Ok(())
+        } else {
+            Err(self.failure(verb, &[]))
+        }
+    }
+
+    /// Runs a command that starts CRIU. After a failure neither it nor CRIU is left, which would go on by itself.
+    ///
+    /// Its own output, `said`, is where the runtime tells what CRIU told; a restore's stdio is the container's.
+    async fn run_criu(
         &self,
         verb: &'static str,
         command: &mut Command,
+        said: Option<File>,
         deadline: Option<Duration>,
     ) -> Result<(), RuncError> {
+        command.process_group(0);
         let program = || self.binary.display().to_string();
         let child = self.reaper.spawn(command).map_err(|source| {
             self.spawn_error(
@@ -151,27 +183,35 @@ impl Runc {
             )
         })?;
         let exit = match deadline {
-            None => child.wait().await,
-            Some(limit) => match tokio::time::timeout(limit, child.wait()).await {
-                Ok(exit) => exit,
-                Err(_) => {
-                    child.kill();
-                    child.wait().await;
-                    return Err(self.spawn_error(
-                        verb,
-                        OutputError::TimedOut {
-                            program: program(),
-                            limit,
-                        },
-                    ));
-                }
-            },
+            None => Some(child.wait().await),
+            Some(limit) => tokio::time::timeout(limit, child.wait()).await.ok(),
         };
-        if exit.code == 0 {
-            Ok(())
-        } else {
-            Err(self.failure(verb, &[]))
+        if let Some(exit) = exit
+            && exit.code == 0
+        {
+            return Ok(());
         }
+        end_group(child.pid()).await;
+        let Some(exit) = exit else {
+            let limit = deadline.unwrap_or_default();
+            return Err(self.spawn_error(
+                verb,
+                OutputError::TimedOut {
+                    program: program(),
+                    limit,
+                },
+            ));
+        };
+        let stderr = said.map(read_from_start).unwrap_or_default();
+        let message = match String::from_utf8_lossy(&stderr).lines().next() {
+            Some(line) => format!(
+                "{} did not terminate successfully: exit status {}: {line}",
+                program(),
+                exit.code
+            ),
+            None => return Err(self.failure(verb, &[])),
+        };
+        Err(RuncError::Failed { verb, message })
     }
 
     fn spawn_error(&self, verb: &'static str, source: OutputError) -> RuncError {
@@ -193,6 +233,30 @@ impl Runc {
         });
         RuncError::Failed { verb, message }
     }
+}
+
+/// Kills a process group and waits until it is empty.
+async fn end_group(leader: i32) {
+    let group = Pid::from_raw(leader);
+    let begun = Instant::now();
+    while killpg(group, Signal::SIGKILL) != Err(Errno::ESRCH) {
+        if begun.elapsed() > GROUP_END {
+            log::warn!("processes of group {leader} do not end");
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn read_from_start(mut file: File) -> Vec<u8> {
+    let mut text = Vec::new();
+    let read = file
+        .rewind()
+        .and_then(|()| file.take(64 << 10).read_to_end(&mut text));
+    if let Err(error) = read {
+        log::debug!("cannot read what the runtime said: {error}");
+    }
+    text
 }
 
 #[derive(Deserialize)]

@@ -54,7 +54,7 @@ impl Runc {
         }
         command.arg(&self.id);
         stdio(&mut command);
-        self.run("create", &mut command, None).await
+        self.run("create", &mut command).await
     }
 
     /// `start`: lets init of a created container exec the user's program.
@@ -85,7 +85,7 @@ impl Runc {
         }
         command.arg(&self.id);
         stdio(&mut command);
-        self.run("exec", &mut command, None).await
+        self.run("exec", &mut command).await
     }
 
     /// `kill`: sends `signal` to init, or to every process of the container.

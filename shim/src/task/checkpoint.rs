@@ -7,8 +7,8 @@ use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_oci::manifest::DumpFlags;
 
 use super::{Service, TaskError};
-use crate::checkpoint::{self, Request};
-use crate::container::Action;
+use crate::checkpoint::{self, CheckpointError, Request};
+use crate::container::{Action, InitState};
 use crate::options::CheckpointOptions;
 
 pub(super) async fn checkpoint(
@@ -33,6 +33,11 @@ pub(super) async fn checkpoint(
         },
         empty_namespaces: options.empty_namespaces,
     };
-    checkpoint::run(&container, &request, &service.reaper).await?;
+    let result = checkpoint::run(&container, &request, &service.reaper).await;
+    if let Err(CheckpointError::Lost { .. }) = result {
+        // The client resumes what it has paused: that must not happen.
+        container.set_state(InitState::Lost);
+    }
+    result?;
     Ok(Empty::default())
 }

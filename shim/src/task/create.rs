@@ -31,6 +31,9 @@ pub(super) async fn create(
                 .containers()
                 .insert(request.id.clone(), Slot::Ready(container.clone()));
             exit::watch_oom(service, &container);
+            if let Some(exit) = container.end_start() {
+                exit::init_exited(service, &container, exit);
+            }
             Ok(CreateTaskResponse {
                 pid: pid_field(container.init.pid()),
                 ..CreateTaskResponse::default()
@@ -130,6 +133,8 @@ async fn build_mounted(
     );
     let container = Arc::new(container);
     if !restoring {
+        // Order matters: an init that dies at once is told after Create.
+        container.begin_start();
         run_create(service, &container).await?;
     }
     Ok(container)
@@ -183,7 +188,7 @@ async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Resul
 }
 
 /// Ends a container whose client is told that it does not exist.
-pub(super) async fn discard(container: &Container) {
+async fn discard(container: &Container) {
     if let Err(error) = container.runc.delete(true).await
         && !error.is_absent()
     {

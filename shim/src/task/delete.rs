@@ -1,7 +1,7 @@
 //! Delete and Shutdown.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::events::task::TaskDelete;
@@ -10,6 +10,7 @@ use super::state::{exited_at, find, pid_field, timestamp};
 use super::{Service, TaskError};
 use crate::container::{Action, Container, InitState, Process};
 use crate::mounts;
+use crate::reaper::Exit;
 
 /// How long a client that reads slowly may delay a delete; below the 10 s after which CRI gives up.
 const DRAIN: Duration = Duration::from_secs(5);
@@ -20,8 +21,10 @@ pub(super) async fn delete(
 ) -> Result<DeleteResponse, TaskError> {
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
-    let _operation = container.operation.write().await;
     if request.exec_id.is_empty() {
+        // What cannot be deleted is refused at once, also while a dump is under way.
+        container.admit(Action::Delete)?;
+        let _operation = container.operation.write().await;
         delete_init(&container).await?;
         service.containers().remove(&request.id);
     } else {
@@ -44,7 +47,7 @@ pub(super) async fn delete(
             response.exited_at = exited_at(&exit);
         }
         // Never started: containerd's own shim tells the time of the delete.
-        None => response.exited_at = timestamp(std::time::SystemTime::now()),
+        None => response.exited_at = timestamp(SystemTime::now()),
     }
     if request.exec_id.is_empty() {
         service.publisher.publish(&TaskDelete {
@@ -58,6 +61,12 @@ pub(super) async fn delete(
     Ok(response)
 }
 
+/// How long the exit of a process that was deleted before it ran may take to arrive.
+const LAST_EXIT: Duration = Duration::from_secs(2);
+
+/// 128 + SIGKILL.
+const KILLED: u32 = 137;
+
 async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
     container.admit(Action::Delete)?;
     drain(&container.init).await;
@@ -66,6 +75,19 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         // A dump that ended the container, or a restore that was never started, leaves nothing to delete.
         Err(error) if error.is_absent() => {}
         Err(error) => return Err(TaskError::Delete(error)),
+    }
+    if container.init.exit().is_none() {
+        // Never started: its end is on its way, or there was no process. Whoever waits must hear of it.
+        if container.init.pid() != 0 {
+            let _ended = tokio::time::timeout(LAST_EXIT, container.init.wait()).await;
+        }
+        if container.init.exit().is_none() {
+            container.init.set_exit(Exit {
+                pid: container.init.pid(),
+                code: KILLED,
+                at: SystemTime::now(),
+            });
+        }
     }
     let rootfs = container.bundle.join("rootfs");
     if let Err(error) = mounts::unmount_recursive(&rootfs).await {

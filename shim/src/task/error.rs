@@ -5,7 +5,7 @@
 use ttrpc::Code;
 
 use crate::checkpoint::CheckpointError;
-use crate::container::{ExecRefused, NotAllowed};
+use crate::container::{ExecRefused, InitState, NotAllowed};
 use crate::logger::Chain;
 use crate::options;
 use crate::restore::RestoreError;
@@ -15,17 +15,17 @@ use crate::{cgroup, mounts, stdio};
 /// A request that failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TaskError {
-    #[error("no such container: {id}")]
+    #[error("container not created: not found")]
     NoContainer { id: String },
-    #[error("container {id} already exists")]
+    #[error("container {id}: already exists")]
     ContainerExists { id: String },
-    #[error("process does not exist {exec_id}")]
+    #[error("process does not exist {exec_id}: not found")]
     NoProcess { exec_id: String },
-    #[error("id {exec_id}")]
+    #[error("id {exec_id}: already exists")]
     ExecExists { exec_id: String },
-    #[error("process already finished")]
+    #[error("process already finished: not found")]
     Finished,
-    #[error("process not created")]
+    #[error("process not created: failed precondition")]
     NotStarted,
     #[error("cannot {verb} a {state} process")]
     ExecState { verb: &'static str, state: &'static str },
@@ -74,6 +74,10 @@ impl TaskError {
         match self {
             Self::NoContainer { .. } | Self::NoProcess { .. } | Self::Finished => Code::NOT_FOUND,
             Self::ContainerExists { .. } | Self::ExecExists { .. } => Code::ALREADY_EXISTS,
+            Self::NotAllowed(NotAllowed {
+                state: InitState::Lost,
+                ..
+            }) => Code::FAILED_PRECONDITION,
             Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,
             Self::Options(_) => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,

@@ -33,15 +33,19 @@ pub(super) fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
         exec_ended(service, &container);
         return;
     }
-    let Some(exit) = container.keep_while_starting(exit) else {
-        return;
-    };
+    if let Some(exit) = container.keep_while_starting(exit) {
+        init_exited(service, &container, exit);
+    }
+}
+
+/// Init has ended. What it left in the container goes with it.
+pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, exit: Exit) {
     if container.private_pids {
-        init_gone(service, &container, exit);
+        init_gone(service, container, exit);
         return;
     }
     // Beside the handling of other exits: the runtime may take its time.
-    let service = service.clone();
+    let (service, container) = (service.clone(), container.clone());
     tokio::spawn(async move {
         if let Err(error) = container.runc.kill(SIGKILL, true).await
             && !error.is_finished()

@@ -1,17 +1,29 @@
 //! Kill: works in any state, also while a checkpoint or restore is under way.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use containerd_shim_protos::api::{Empty, KillRequest};
 use nix::errno::Errno;
 
 use super::state::find;
 use super::{Service, TaskError};
+use crate::container::InitState;
+
+const SIGKILL: u32 = 9;
+
+/// How long killed processes may take to be gone.
+const KILLED: Duration = Duration::from_secs(30);
 
 pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
     if process.exec_id.is_empty() {
+        if container.state() == InitState::Lost && request.signal == SIGKILL {
+            // Frozen for good: with cgroup v1 a signal alone would not end it. No thread runs again.
+            container.cgroup()?.kill_all(KILLED).await?;
+            return Ok(Empty::default());
+        }
         match container.runc.kill(request.signal, request.all).await {
             Ok(()) => {}
             Err(error) if error.is_finished() => return Err(TaskError::Finished),

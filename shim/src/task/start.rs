@@ -5,7 +5,7 @@ use std::sync::Arc;
 use containerd_shim_protos::api::{StartRequest, StartResponse};
 use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 
-use super::create::{INIT_PID, discard, open_stdio, read_pid};
+use super::create::{INIT_PID, open_stdio, read_pid};
 use super::state::{find, pid_field};
 use super::{Service, TaskError, exit};
 use crate::container::{Action, Container, InitState, Owner, Process};
@@ -51,11 +51,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
         });
     }
     if let Some(exit) = container.end_start() {
-        let owner = Owner {
-            container: Arc::downgrade(container),
-            process: container.init.clone(),
-        };
-        exit::handle(service, &owner, exit);
+        exit::init_exited(service, container, exit);
     }
     started.map(|()| pid)
 }
@@ -96,14 +92,15 @@ async fn restore_init(
             return Err(error.into());
         }
     };
-    container.init.set_pid(pid);
     match stdio.start().await {
         Ok(copier) => container.init.set_copier(copier),
         Err(error) => {
-            discard(container).await;
+            restore::abandon(container).await;
+            container.put_checkpoint(prepared);
             return Err(error.into());
         }
     }
+    container.init.set_pid(pid);
     exit::watch_oom(service, container);
     let owner = Owner {
         container: Arc::downgrade(container),
@@ -122,7 +119,7 @@ async fn start_exec(
 ) -> Result<i32, TaskError> {
     // Not while a dump is under way: the new process would freeze half-way into the container.
     let _operation = container.operation.read().await;
-    if process.exit().is_some() || process.pid() != 0 {
+    if process.exit().is_some() || !process.begin() {
         let state = if process.exit().is_some() {
             "stopped"
         } else {

@@ -139,14 +139,14 @@ fn status(container: &Container, process: &Process) -> Status {
             InitState::Created | InitState::CreatedCheckpoint => Status::CREATED,
             InitState::Running => Status::RUNNING,
             InitState::Pausing => Status::PAUSING,
-            InitState::Paused => Status::PAUSED,
+            InitState::Paused | InitState::Lost => Status::PAUSED,
             InitState::Stopped | InitState::Deleted => Status::STOPPED,
         };
     }
     match (process.exit(), process.pid(), init) {
         (Some(_), ..) => Status::STOPPED,
         (None, 0, _) => Status::CREATED,
-        (None, _, InitState::Paused) => Status::PAUSED,
+        (None, _, InitState::Paused | InitState::Lost) => Status::PAUSED,
         (None, _, InitState::Pausing) => Status::PAUSING,
         (None, _, _) => Status::RUNNING,
     }

@@ -339,8 +339,10 @@ mod tests {
         let (_file, gpu) = gpu(2);
         let gpu = &gpu;
         std::thread::scope(|scope| {
-            // A thread that ends holding its slot is to the kernel what a killed process is.
-            scope.spawn(|| gpu.allocate(gpu.claim(1).unwrap(), 1, 2 * CHUNK).unwrap());
+            // A thread that ends holding its slot is to the kernel what a killed process is. Joined, not only waited for
+            // by the scope, which goes on when the closure has returned and the thread has still to end.
+            let owner = scope.spawn(|| gpu.allocate(gpu.claim(1).unwrap(), 1, 2 * CHUNK).unwrap());
+            owner.join().unwrap();
         });
         assert_eq!(gpu.free_bytes(), 0);
         let slot = gpu.claim(2).unwrap();
