@@ -81,7 +81,8 @@ impl Builder {
             cgroup,
             maker,
             left: false,
-            cgroups: hierarchies.plan(&name, cgroup),
+            // Another checkout may have a node of the same name.
+            cgroups: hierarchies.plan(&format!("{name}-{}", store.tag()), cgroup),
             boot,
             dir,
             init: None,

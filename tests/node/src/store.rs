@@ -9,6 +9,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use sha2::{Digest, Sha256};
 
 use crate::record::{Record, Status};
 use crate::suite::Suite;
@@ -39,6 +40,12 @@ impl Store {
                 .canonicalize()
                 .with_context(|| format!("resolve {}", base.display()))?,
         })
+    }
+
+    /// A short name for this store, which differs from that of any other.
+    pub(crate) fn tag(&self) -> String {
+        let digest = Sha256::digest(self.base.as_os_str().as_encoded_bytes());
+        digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// The suite's root; made if it is not cached (about half a minute, needs the package mirror).
