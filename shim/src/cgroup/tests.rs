@@ -556,10 +556,14 @@ fn v2_use_and_limits_are_read() {
 }
 
 #[test]
-fn a_controller_that_is_not_enabled_has_no_part_in_the_message() {
+fn controllers_that_are_not_enabled_are_told_as_containerd_tells_them() {
     let (_dir, cgroup) = fake_unified(&[("cgroup.events", "populated 0\n")]);
     let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&cgroup.stats().unwrap().value).unwrap();
-    assert!(metrics.memory.is_none() && metrics.pids.is_none() && metrics.rdma.is_none());
+    assert_eq!(
+        (metrics.memory.unwrap().usage, metrics.pids.unwrap().current),
+        (0, 0)
+    );
+    assert!(metrics.rdma.is_none() && metrics.io.is_none());
 }
 
 #[test]

@@ -6,20 +6,21 @@ use containerd_shim_protos::cgroups_v2::metrics::{
     CPUStat, HugeTlbStat, IOEntry, IOStat, MemoryEvents, MemoryStat, Metrics, PSIData, PSIStats, PidsStat,
     RdmaEntry, RdmaStat,
 };
-use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
+use protobuf::{Message as _, MessageField};
 
 use super::CgroupError;
 use super::read::{self, FlatKeyed, NestedLine};
 
 const TYPE_URL: &str = "io.containerd.cgroups.v2.Metrics";
 
-/// A controller that is not enabled has no files here: its part of the message is left out.
+/// A controller that is not enabled has no files here. As containerd's shim does, pids and memory are then told as
+/// zero, and the parts of others left out.
 pub(super) fn metrics(dir: &Path) -> Result<Any, CgroupError> {
     let metrics = Metrics {
-        pids: pids(dir)?.into(),
+        pids: MessageField::some(pids(dir)?),
         cpu: cpu(dir)?.into(),
-        memory: memory(dir)?.into(),
+        memory: MessageField::some(memory(dir)?),
         rdma: rdma(dir)?.into(),
         io: io(dir)?.into(),
         hugetlb: hugetlb(dir)?,
@@ -36,15 +37,12 @@ pub(super) fn metrics(dir: &Path) -> Result<Any, CgroupError> {
     })
 }
 
-fn pids(dir: &Path) -> Result<Option<PidsStat>, CgroupError> {
-    let Some(current) = read::number(&dir.join("pids.current"))? else {
-        return Ok(None);
-    };
-    Ok(Some(PidsStat {
-        current,
+fn pids(dir: &Path) -> Result<PidsStat, CgroupError> {
+    Ok(PidsStat {
+        current: number(dir, "pids.current")?,
         limit: number(dir, "pids.max")?,
         ..PidsStat::default()
-    }))
+    })
 }
 
 fn cpu(dir: &Path) -> Result<Option<CPUStat>, CgroupError> {
@@ -65,17 +63,14 @@ fn cpu(dir: &Path) -> Result<Option<CPUStat>, CgroupError> {
     }))
 }
 
-fn memory(dir: &Path) -> Result<Option<MemoryStat>, CgroupError> {
-    let Some(usage) = read::number(&dir.join("memory.current"))? else {
-        return Ok(None);
-    };
+fn memory(dir: &Path) -> Result<MemoryStat, CgroupError> {
     let stat = FlatKeyed::read(&dir.join("memory.stat"))?.unwrap_or_default();
     // Kernels since 5.9 count the two kinds apart; the message has one field for both.
     let both = |key: &str| {
         stat.find(key)
             .unwrap_or_else(|| stat.get(&format!("{key}_anon")) + stat.get(&format!("{key}_file")))
     };
-    Ok(Some(MemoryStat {
+    Ok(MemoryStat {
         anon: stat.get("anon"),
         file: stat.get("file"),
         kernel_stack: stat.get("kernel_stack"),
@@ -107,7 +102,7 @@ fn memory(dir: &Path) -> Result<Option<MemoryStat>, CgroupError> {
         pglazyfreed: stat.get("pglazyfreed"),
         thp_fault_alloc: stat.get("thp_fault_alloc"),
         thp_collapse_alloc: stat.get("thp_collapse_alloc"),
-        usage,
+        usage: number(dir, "memory.current")?,
         usage_limit: number(dir, "memory.max")?,
         swap_usage: number(dir, "memory.swap.current")?,
         swap_limit: number(dir, "memory.swap.max")?,
@@ -115,7 +110,7 @@ fn memory(dir: &Path) -> Result<Option<MemoryStat>, CgroupError> {
         swap_max_usage: number(dir, "memory.swap.peak")?,
         psi: pressure(dir, "memory.pressure")?.into(),
         ..MemoryStat::default()
-    }))
+    })
 }
 
 fn memory_events(dir: &Path) -> Result<Option<MemoryEvents>, CgroupError> {
