@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 /// With how much optimisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,9 +34,13 @@ const MUSL: &str = "x86_64-unknown-linux-musl";
 
 impl Built {
     /// What tests run, built once per test program.
-    pub fn for_tests() -> &'static Self {
-        static BUILT: OnceLock<Built> = OnceLock::new();
-        BUILT.get_or_init(|| Self::make(Profile::Dev, Voice::Quiet).expect("the workspace builds"))
+    pub fn for_tests() -> Result<&'static Self> {
+        static BUILT: OnceLock<Result<Built, String>> = OnceLock::new();
+        let build = || Self::make(Profile::Dev, Voice::Quiet).map_err(|error| format!("{error:#}"));
+        BUILT
+            .get_or_init(build)
+            .as_ref()
+            .map_err(|error| anyhow!("{error}"))
     }
 
     /// Builds everything that a node needs; cargo tells how far it is.

@@ -127,13 +127,19 @@ impl<'h> Container<'h> {
     /// Checkpoints the task into a directory of the node; the container ends.
     pub fn checkpoint_and_exit(&self, dir: &str) -> Result<Move> {
         let begun = Instant::now();
-        let name = self.task(&["checkpoint", "--exit", "--image-path", dir])?;
+        self.task(&["checkpoint", "--exit", "--image-path", dir])?;
         let took = begun.elapsed();
-        // Under another name than the stock runtime's, ctr makes an image too: without the task.
-        match name.trim() {
-            "" => {}
-            name => self.host.remove_image(name)?,
-        }
+        // Under another name than the stock runtime's, ctr makes an image too, without the task, and does not tell.
+        let made = format!("containerd.io/checkpoint/{}:", self.id);
+        let images = self
+            .host
+            .node()
+            .run(&["ctr", "images", "list", "--quiet"])?
+            .stdout;
+        images
+            .lines()
+            .filter(|name| name.starts_with(&made))
+            .try_for_each(|name| self.host.remove_image(name))?;
         Ok(Move { took })
     }
 

@@ -17,6 +17,9 @@ use crate::{Built, IMAGE};
 /// Driver version of a node unless a test asks for another.
 pub const DRIVER: &str = "580.159.04";
 
+/// Where the shim is on a node.
+const SHIM: &str = "/usr/local/bin/containerd-shim-firn-v2";
+
 /// The CDI specification of the node's GPUs.
 const CDI: &str = "/etc/cdi/nvidia.json";
 
@@ -85,6 +88,12 @@ pub struct GpuHost {
 }
 
 impl GpuHost {
+    /// Starts a node for a test, with these GPUs. Other runs of the same test do not get in its way.
+    pub fn for_test(suite: Suite, cgroup: Cgroup, name: &str, gpus: &[SimGpu]) -> Result<Self> {
+        let name = format!("{name}-{}", std::process::id());
+        Self::start_with(Built::for_tests()?, suite, &name, gpus, cgroup, DRIVER)
+    }
+
     /// Starts a node with these GPUs.
     pub fn start(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
         Self::start_with(built, suite, name, gpus, Cgroup::Auto, DRIVER)
@@ -111,7 +120,7 @@ impl GpuHost {
 
     fn set_up(&self, built: &Built, driver: &str) -> Result<()> {
         let node = &self.node;
-        node.install(built.shim(), "/usr/local/bin/containerd-shim-firn-v2", 0o755)?;
+        node.install(built.shim(), SHIM, 0o755)?;
         for program in ["firn-gpu", "firn-hook", "firn", "simgpu", "cuda-step"] {
             node.install(built.program(program), format!("/usr/local/bin/{program}"), 0o755)?;
         }
@@ -207,6 +216,15 @@ impl GpuHost {
         }
     }
 
+    /// Whether a test can change the device rules of a cgroup by hand; says so where it cannot.
+    pub fn has_device_rules(&self) -> bool {
+        let v1 = self.node.record().cgroup == CgroupMode::V1;
+        if !v1 {
+            eprintln!("skipped: device rules of cgroup v2 are a program that cannot be changed by hand");
+        }
+        v1
+    }
+
     /// Writes firn's configuration.
     pub fn configure(&self, text: &str) -> Result<()> {
         self.node.write("/etc/firn/config.toml", text)
@@ -226,9 +244,9 @@ impl GpuHost {
 
     /// Installs the shim also under the name of containerd's own, so that `io.containerd.runc.v2` is firn. For clients
     /// that send checkpoint options to that runtime alone: ctr 1.7, nerdctl, docker.
-    pub fn drop_in(&self, built: &Built) -> Result<()> {
-        self.node
-            .install(built.shim(), "/usr/local/bin/containerd-shim-runc-v2", 0o755)?;
+    pub fn drop_in(&self) -> Result<()> {
+        let (firn, stock) = (self.node.path(SHIM), "/usr/local/bin/containerd-shim-runc-v2");
+        self.node.install(firn, stock, 0o755)?;
         // containerd remembers where it has found a shim.
         self.node.restart_containerd()
     }

@@ -1,14 +1,14 @@
 //! Which GPUs a restored container gets: by the target's configuration, by a map there, or by the container's annotation.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Built, Container, GpuHost, SimGpu, nothing_left, on};
-use firn_node::Suite;
+use firn_lab::{Container, GpuHost, SimGpu, nothing_left, on};
+use firn_node::{Cgroup, Suite};
 
 /// Two nodes with two GPUs each: 1 and 2 on the first, 3 and 4 on the second.
 fn pair(suite: Suite, name: &str) -> Result<[GpuHost; 2]> {
     let host = |letter: &str, first| {
         let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
-        GpuHost::start(Built::for_tests(), suite, &format!("{name}-{letter}"), &gpus)
+        GpuHost::for_test(suite, Cgroup::Auto, &format!("{name}-{letter}"), &gpus)
     };
     Ok([host("a", 1)?, host("b", 3)?])
 }
@@ -102,12 +102,7 @@ fn the_annotation_of_the_container_wins_over_the_configuration() -> Result<()> {
 fn on_its_own_node_an_annotation_swaps_two_gpus() -> Result<()> {
     let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
     on(
-        [GpuHost::start(
-            Built::for_tests(),
-            Suite::Forky,
-            "cf-swap",
-            &gpus,
-        )?],
+        [GpuHost::for_test(Suite::Forky, Cgroup::Auto, "cf-swap", &gpus)?],
         |[host]| {
             let annotation = format!("firn.dev/gpu-map={}", map(&[(1, 2), (2, 1)]).join(","));
             let job =

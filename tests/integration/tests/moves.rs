@@ -3,7 +3,7 @@
 //! Needs root. Every story is told with `ctr` on real containerd, runc and CRIU; only the driver is simulated.
 
 use anyhow::{Context, Result};
-use firn_lab::{Built, Container, DRIVER, FIRN, GpuHost, STOCK, SimGpu, on};
+use firn_lab::{Container, FIRN, GpuHost, STOCK, SimGpu, on};
 use firn_node::{Cgroup, Suite};
 
 /// What is moved.
@@ -37,7 +37,7 @@ const TWO_THREADS: Job = Job {
 /// A node with two GPUs that no other node has.
 fn host(suite: Suite, cgroup: Cgroup, name: &str, first: u32) -> Result<GpuHost> {
     let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
-    GpuHost::start_with(Built::for_tests(), suite, name, &gpus, cgroup, DRIVER)
+    GpuHost::for_test(suite, cgroup, name, &gpus)
 }
 
 /// Two nodes whose GPUs have nothing in common.
@@ -92,12 +92,12 @@ fn moves(suite: Suite, cgroup: Cgroup, name: &str, job: &Job) -> Result<()> {
 
 #[test]
 fn a_process_moves_to_another_gpu_on_forky() -> Result<()> {
-    moves(Suite::Forky, Cgroup::V1, "mv-f1", &ONE)
+    moves(Suite::Forky, Cgroup::Auto, "mv-f1", &ONE)
 }
 
 #[test]
 fn a_process_moves_to_another_gpu_on_trixie() -> Result<()> {
-    moves(Suite::Trixie, Cgroup::V1, "mv-t1", &ONE)
+    moves(Suite::Trixie, Cgroup::Auto, "mv-t1", &ONE)
 }
 
 #[test]
@@ -112,32 +112,32 @@ fn a_process_moves_to_another_gpu_on_trixie_with_cgroup_v2() -> Result<()> {
 
 #[test]
 fn four_processes_move_on_forky() -> Result<()> {
-    moves(Suite::Forky, Cgroup::V1, "mv-f4", &FOUR_PROCESSES)
+    moves(Suite::Forky, Cgroup::Auto, "mv-f4", &FOUR_PROCESSES)
 }
 
 #[test]
 fn four_processes_move_on_trixie() -> Result<()> {
-    moves(Suite::Trixie, Cgroup::V1, "mv-t4", &FOUR_PROCESSES)
+    moves(Suite::Trixie, Cgroup::Auto, "mv-t4", &FOUR_PROCESSES)
 }
 
 #[test]
 fn a_process_on_two_gpus_moves_on_forky() -> Result<()> {
-    moves(Suite::Forky, Cgroup::V1, "mv-f2", &TWO_GPUS)
+    moves(Suite::Forky, Cgroup::Auto, "mv-f2", &TWO_GPUS)
 }
 
 #[test]
 fn a_process_on_two_gpus_moves_on_trixie() -> Result<()> {
-    moves(Suite::Trixie, Cgroup::V1, "mv-t2", &TWO_GPUS)
+    moves(Suite::Trixie, Cgroup::Auto, "mv-t2", &TWO_GPUS)
 }
 
 #[test]
 fn two_threads_of_a_process_move() -> Result<()> {
-    moves(Suite::Forky, Cgroup::V1, "mv-f2t", &TWO_THREADS)
+    moves(Suite::Forky, Cgroup::Auto, "mv-f2t", &TWO_THREADS)
 }
 
 /// What a user does with a container, done with one that was restored under another id; then it moves back.
 fn restored_is_ordinary(suite: Suite, name: &str) -> Result<()> {
-    on(pair(suite, Cgroup::V1, name)?, |[a, b]| {
+    on(pair(suite, Cgroup::Auto, name)?, |[a, b]| {
         let source = Container::count(a, "job", ONE.gpus, 1, &[])?;
         source.goes_on(3)?;
         source.checkpoint("checkpoint/job")?;
@@ -211,7 +211,7 @@ fn paused_stays_paused(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
 
 #[test]
 fn a_paused_container_stays_paused_on_forky() -> Result<()> {
-    paused_stays_paused(Suite::Forky, Cgroup::V1, "mv-fp")
+    paused_stays_paused(Suite::Forky, Cgroup::Auto, "mv-fp")
 }
 
 #[test]
@@ -230,7 +230,7 @@ fn runtime_of_exit(suite: Suite) -> &'static str {
 /// A checkpoint that ends the container leaves a complete image in a directory, and a free GPU.
 fn ends_with_its_checkpoint(suite: Suite, cgroup: Cgroup, name: &str, job: &Job) -> Result<()> {
     on([host(suite, cgroup, name, 1)?], |[host]| {
-        host.drop_in(Built::for_tests())?;
+        host.drop_in()?;
         let runtime = runtime_of_exit(suite);
         let source = Container::count_with(
             host,
@@ -261,15 +261,15 @@ fn a_container_ends_with_its_checkpoint_on_forky() -> Result<()> {
 
 #[test]
 fn a_container_ends_with_its_checkpoint_on_trixie() -> Result<()> {
-    ends_with_its_checkpoint(Suite::Trixie, Cgroup::V1, "mv-te", &ONE)
+    ends_with_its_checkpoint(Suite::Trixie, Cgroup::Auto, "mv-te", &ONE)
 }
 
 /// The image of a container that ended with its checkpoint is restored: on the same node, then on another.
 fn restored_after_exit(suite: Suite, name: &str, job: &Job) -> Result<()> {
-    on(pair(suite, Cgroup::V1, name)?, |[a, b]| {
+    on(pair(suite, Cgroup::Auto, name)?, |[a, b]| {
         let runtime = runtime_of_exit(suite);
-        a.drop_in(Built::for_tests())?;
-        b.drop_in(Built::for_tests())?;
+        a.drop_in()?;
+        b.drop_in()?;
         let source = Container::count_with(
             a,
             "job",
@@ -340,5 +340,5 @@ fn a_copy_runs_beside_its_source_on_forky_with_cgroup_v2() -> Result<()> {
 
 #[test]
 fn a_copy_runs_beside_its_source_on_trixie() -> Result<()> {
-    beside_its_source(Suite::Trixie, Cgroup::V1, "mv-tb")
+    beside_its_source(Suite::Trixie, Cgroup::Auto, "mv-tb")
 }

@@ -2,15 +2,18 @@
 //! before, or, after a restore, nothing is left and the image can be used again.
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Archive, Built, Container, DRIVER, FIRN, GpuHost, SimGpu, nothing_left, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Archive, BUNDLES, Container, DRIVER, FIRN, GpuHost, SimGpu, nothing_left, on};
+use firn_node::{Cgroup, Suite, wait_for};
 use serde_json::{Value, json};
+
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// A node with one GPU that no other node has.
 fn host(suite: Suite, name: &str, gpu: u32) -> Result<GpuHost> {
-    GpuHost::start(Built::for_tests(), suite, name, &[SimGpu::h200(gpu)])
+    GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(gpu)])
 }
 
 /// What ctr said when it failed.
@@ -52,6 +55,43 @@ fn managed_memory_is_refused_before_any_side_effect_on_forky() -> Result<()> {
 #[test]
 fn managed_memory_is_refused_before_any_side_effect_on_trixie() -> Result<()> {
     managed_memory(Suite::Trixie, "rf-uvmt")
+}
+
+#[test]
+fn a_cuda_process_that_was_started_by_exec_is_refused() -> Result<()> {
+    on([host(Suite::Forky, "rf-exec", 1)?], |[host]| {
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let exec = ["tasks", "exec", "--detach", "--exec-id", "second", "job"];
+        let counter = [
+            "/bin/gpu-counter",
+            "--mib",
+            "8",
+            "--out",
+            "/second.log",
+            "--interval-ms",
+            "50",
+        ];
+        host.node().run(&[&["ctr"], &exec[..], &counter].concat())?;
+        let log = host.node().path(format!("{BUNDLES}/job/rootfs/second.log"));
+        wait_for("the second counter", LIMIT, || Ok(log.exists().then_some(())))?;
+        fails(&job, host, "FIRN-EXEC")?;
+        host.node().run(&[
+            "ctr",
+            "tasks",
+            "kill",
+            "--exec-id",
+            "second",
+            "--signal",
+            "SIGKILL",
+            "job",
+        ])?;
+        wait_for("its end", LIMIT, || Ok((job.pids()?.len() == 1).then_some(())))?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
 }
 
 /// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the checkpoint that it spoils.
@@ -105,6 +145,18 @@ fn checkpoint_faults(suite: Suite, name: &str) -> Result<()> {
             fails(&job, host, code).with_context(|| fault.join(" "))?;
             host.no_faults()?;
         }
+        // A container that its user has paused is paused again.
+        job.task(&["pause"])?;
+        for fault in [["--call", "lock"], ["--call", "checkpoint"]] {
+            host.fault(&[&fault[..], &["--error", "CUDA_ERROR_UNKNOWN"]].concat())?;
+            let said = failure(job.task(&["checkpoint"]))?;
+            host.no_faults()?;
+            ensure!(said.contains("FIRN-GPU-DRIVER:"), "{said}");
+            ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
+            job.stands_still()?;
+        }
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
         // None of them has spoilt anything.
         job.checkpoint("checkpoint/job")?;
         job.goes_on(3)?;
@@ -463,7 +515,7 @@ fn nodes_that_do_not_fit_refuse_before_runc_is_called_on_trixie() -> Result<()> 
 #[test]
 fn too_few_gpus_are_refused_before_runc_is_called() -> Result<()> {
     let two = [SimGpu::h200(1), SimGpu::h200(2)];
-    let a = GpuHost::start(Built::for_tests(), Suite::Forky, "rf-few-a", &two)?;
+    let a = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "rf-few-a", &two)?;
     on([a, host(Suite::Forky, "rf-few-b", 3)?], |[a, b]| {
         b.watch_runc()?;
         let job = Container::count(a, "job", &["0", "1"], 2, &["--gpu", "0,1"])?;
@@ -523,7 +575,7 @@ const RESTORE_FAULTS: &[Fault] = &[
 fn restore_faults(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     let start = |name: String, gpu| {
         let gpus = [SimGpu::h200(gpu)];
-        GpuHost::start_with(Built::for_tests(), suite, &name, &gpus, cgroup, DRIVER)
+        GpuHost::for_test(suite, cgroup, &name, &gpus)
     };
     on(
         [start(format!("{name}-a"), 1)?, start(format!("{name}-b"), 2)?],
@@ -555,7 +607,7 @@ fn gone(host: &GpuHost, id: &str) -> Result<()> {
 
 #[test]
 fn a_driver_that_fails_a_restore_leaves_nothing_on_forky() -> Result<()> {
-    restore_faults(Suite::Forky, Cgroup::V1, "rf-rff")
+    restore_faults(Suite::Forky, Cgroup::Auto, "rf-rff")
 }
 
 #[test]
@@ -565,7 +617,7 @@ fn a_driver_that_fails_a_restore_leaves_nothing_on_forky_with_cgroup_v2() -> Res
 
 #[test]
 fn a_driver_that_fails_a_restore_leaves_nothing_on_trixie() -> Result<()> {
-    restore_faults(Suite::Trixie, Cgroup::V1, "rf-rft")
+    restore_faults(Suite::Trixie, Cgroup::Auto, "rf-rft")
 }
 
 #[test]
@@ -576,6 +628,9 @@ fn a_gpu_that_the_cgroup_denies_fails_the_restore_and_leaves_nothing() -> Result
             host(Suite::Forky, "rf-deny-b", 2)?,
         ],
         |[a, b]| {
+            if !b.has_device_rules() {
+                return Ok(());
+            }
             image(a, b, &[])?;
             // As if another program had closed the container's devices right after runc.
             let deny = "#!/bin/sh\n/usr/sbin/runc \"$@\" || exit\ncase \" $* \" in *' restore '*) \
