@@ -210,7 +210,7 @@ mod tests {
                     90 68 0:50 / /run/containerd/io.containerd.runtime.v2.task/default/c1/rootfs rw - overlay o rw\n\
                     91 68 0:51 / /run/containerd/io.containerd.runtime.v2.task/default/c11/rootfs rw - overlay o rw\n\
                     92 68 0:52 / /run/containerd/runc/default/x/criu-root rw - overlay o rw\n\
-                    93 68 0:53 / /tmp/work/.criu.cgyard.Qx1/cpu rw - cgroup c rw\n";
+                    93 68 0:53 / /tmp/criu-work/.criu.cgyard.Qx1/cpu rw - cgroup c rw\n";
         let left = left_mounts(info, "c1");
         assert_eq!(left.len(), 3, "{left:?}");
         assert!(left[0].ends_with("default/c1/rootfs") && left[2].contains("cgyard"));
