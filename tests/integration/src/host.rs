@@ -1,18 +1,13 @@
 //! A node with simulated GPUs and firn installed.
 
-use std::fmt;
-use std::io::{BufRead, BufReader, Seek, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::process::Child;
-use std::sync::mpsc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use firn_node::{Cgroup, CgroupMode, Image, Node, Suite, wait_for};
 use serde_json::Value;
 
-use crate::{Built, IMAGE};
+use crate::{Built, IMAGE, SimGpu};
 
 /// Driver version of a node unless a test asks for another.
 pub const DRIVER: &str = "580.159.04";
@@ -26,60 +21,16 @@ const CDI: &str = "/etc/cdi/nvidia.json";
 /// Where the built libraries of the simulated driver are put before they are installed.
 const LIBRARIES: &str = "/tmp/simgpu";
 
-/// Where [`GpuHost::watch_runc`] notes what runc is called for.
+/// Where the watcher notes what runc is called for.
 const VERBS: &str = "/run/runc-verbs";
 
-/// Stands before the node's runc in PATH.
-const WATCHER: &str = "#!/bin/sh\nfor word; do case $word in create|start|checkpoint|restore|delete|kill|pause|resume) echo $word >>/run/runc-verbs; break;; esac; done\nexec /usr/sbin/runc \"$@\"\n";
+const WATCHER: &str = include_str!("watcher.sh");
 
 /// How much of containerd's log is shown for a test that failed.
 const SHOWN: usize = 80;
 
 /// How long a node may take to be rid of what a container had.
 const GONE: Duration = Duration::from_secs(15);
-
-/// A simulated GPU.
-#[derive(Clone, Debug)]
-pub struct SimGpu {
-    /// `GPU-...`.
-    pub uuid: String,
-    /// Model.
-    pub name: String,
-    /// Memory in MiB.
-    pub mib: u64,
-    /// Whether it is divided.
-    pub mig: bool,
-}
-
-impl SimGpu {
-    /// An H200 whose UUID ends with the number.
-    pub fn h200(number: u32) -> Self {
-        Self {
-            uuid: format!("GPU-5f1e0000-0000-4000-8000-{number:012x}"),
-            name: "NVIDIA H200".to_owned(),
-            mib: 1024,
-            mig: false,
-        }
-    }
-
-    /// With this much memory, in MiB.
-    pub fn memory(mut self, mib: u64) -> Self {
-        self.mib = mib;
-        self
-    }
-
-    /// Of another model.
-    pub fn model(mut self, name: &str) -> Self {
-        self.name = name.to_owned();
-        self
-    }
-
-    /// In MIG mode.
-    pub fn mig(mut self) -> Self {
-        self.mig = true;
-        self
-    }
-}
 
 /// A node with firn, simulated GPUs and the test image. Ends when it is dropped.
 pub struct GpuHost {
@@ -319,57 +270,6 @@ impl GpuHost {
             .map(drop)
     }
 
-    /// Runs ctr with this on its standard input, and tells how it went, whatever that is.
-    pub fn ctr(&self, arguments: &[&str], stdin: &str) -> Result<Said> {
-        self.said(&[&["ctr"], arguments].concat(), stdin)
-    }
-
-    /// Runs a program with this on its standard input, and tells how it went, whatever that is.
-    pub fn said(&self, argv: &[&str], stdin: &str) -> Result<Said> {
-        let input = tempfile::tempfile().and_then(|mut file| {
-            file.write_all(stdin.as_bytes())?;
-            file.rewind()?;
-            Ok(file)
-        });
-        let mut command = self.node.command("timeout");
-        command.args(["--kill-after=5", "60"]).args(argv);
-        let output = command.stdin(input?).output().with_context(|| argv.join(" "))?;
-        Ok(Said {
-            code: output.status.code(),
-            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        })
-    }
-
-    /// Begins to note containerd's events.
-    pub fn watch_events(&self) -> Result<Events> {
-        let mut ctr = self.node.spawn(&["ctr", "events"])?;
-        let mut said = BufReader::new(ctr.stdout.take().context("ctr has no output")?);
-        // It tells nothing before the first event. One that has no container in it says that it listens.
-        let (tell, heard) = mpsc::channel();
-        thread::spawn(move || {
-            let mut line = String::new();
-            while said.read_line(&mut line).is_ok_and(|got| got > 0) {
-                if tell.send(std::mem::take(&mut line)).is_err() {
-                    return;
-                }
-            }
-        });
-        let (busy, begun) = ("localhost/listening:latest", Instant::now());
-        let first = loop {
-            self.node.run(&["ctr", "images", "tag", "--force", IMAGE, busy])?;
-            match heard.recv_timeout(Duration::from_millis(50)) {
-                Ok(line) => break line,
-                Err(_) => ensure!(begun.elapsed() < GONE, "ctr tells no events"),
-            }
-        };
-        Ok(Events {
-            ctr,
-            heard,
-            lines: vec![first],
-        })
-    }
-
     /// Whether there is an image with this name.
     pub fn has_image(&self, image: &str) -> Result<bool> {
         let names = self.node.run(&["ctr", "images", "list", "--quiet"])?.stdout;
@@ -418,67 +318,6 @@ impl GpuHost {
         });
         ensure!(waited.is_ok(), "left on {}: {last}", self.node.name());
         Ok(())
-    }
-}
-
-/// How a program in a node went.
-#[derive(Debug)]
-pub struct Said {
-    /// Exit code; none when a signal ended it.
-    pub code: Option<i32>,
-    /// Standard output.
-    pub stdout: String,
-    /// Standard error.
-    pub stderr: String,
-}
-
-impl fmt::Display for Said {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let code = self.code.map_or("none".to_owned(), |code| code.to_string());
-        write!(f, "code {code}\nout {}\nerr {}", self.stdout, self.stderr)
-    }
-}
-
-/// containerd's events since [`GpuHost::watch_events`].
-pub struct Events {
-    ctr: Child,
-    heard: mpsc::Receiver<String>,
-    lines: Vec<String>,
-}
-
-impl Events {
-    /// Topics of the task events of a container up to the end of its init, in order.
-    ///
-    /// Not further: containerd's own shim loses the deletion that follows now and then.
-    pub fn until_exit(mut self, container: &str) -> Result<String> {
-        let mut topics = Vec::new();
-        let own = format!("\"container_id\":\"{container}\"");
-        let init = format!("\"id\":\"{container}\"");
-        loop {
-            let line = match self.lines.pop() {
-                Some(line) => line,
-                None => {
-                    let heard = self.heard.recv_timeout(GONE);
-                    heard.with_context(|| format!("no end of init after {topics:?}"))?
-                }
-            };
-            let topic = line.split_whitespace().find(|word| word.starts_with("/tasks/"));
-            let Some(topic) = topic.filter(|_| line.contains(&own)) else {
-                continue;
-            };
-            topics.push(topic.to_owned());
-            if topic == "/tasks/exit" && line.contains(&init) {
-                return Ok(topics.join("\n"));
-            }
-        }
-    }
-}
-
-impl Drop for Events {
-    fn drop(&mut self) {
-        // It may have ended with its node.
-        let _ = self.ctr.kill();
-        let _ = self.ctr.wait();
     }
 }
 

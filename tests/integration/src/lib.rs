@@ -8,13 +8,19 @@ mod archive;
 mod build;
 mod container;
 mod counter;
+mod events;
+mod gpu;
 mod host;
+mod said;
 
 pub use archive::Archive;
 pub use build::{Built, Profile};
 pub use container::{BUNDLES, Container, Move, nothing_left};
 pub use counter::{Line, Lines};
-pub use host::{DRIVER, Events, GpuHost, Said, SimGpu, on};
+pub use events::Events;
+pub use gpu::SimGpu;
+pub use host::{DRIVER, GpuHost, on};
+pub use said::{Said, failure};
 
 /// containerd's runtime name for firn.
 pub const FIRN: &str = "io.containerd.firn.v2";

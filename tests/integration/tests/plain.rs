@@ -227,7 +227,9 @@ fn a_life(host: &GpuHost, runtime: &str) -> Result<String> {
     container.task(&["resume"])?;
     seen.push(container.status()?);
     seen.push(host.ctr(&["tasks", "resume", "c"], "")?.to_string());
-    seen.push(metrics(host, &container)?);
+    let metrics = container.task(&["metrics"])?;
+    let names = metrics.lines().filter_map(|line| line.split_whitespace().next());
+    seen.extend(names.map(str::to_owned));
     container.task(&["kill"])?;
     container.becomes("STOPPED")?;
     seen.push(exec("e6", &[], &["true"], "")?);
@@ -236,25 +238,6 @@ fn a_life(host: &GpuHost, runtime: &str) -> Result<String> {
     container.forget()?;
     seen.push(events.until_exit("c")?);
     Ok(seen.join("\n"))
-}
-
-/// Names of the metrics that are shown.
-///
-/// A known difference: for a controller that a v2 node lacks, the stock shim shows zeros and firn nothing. Our v2 nodes
-/// lack those of pids and memory, as the host has them in v1 hierarchies.
-fn metrics(host: &GpuHost, container: &Container<'_>) -> Result<String> {
-    let controllers = host.node().read("/sys/fs/cgroup/cgroup.controllers");
-    let lacks = |name: &str| {
-        let controller = name.split('.').next().unwrap_or_default();
-        let gated = matches!(controller, "pids" | "memory");
-        gated
-            && controllers
-                .as_ref()
-                .is_ok_and(|has| !has.split_whitespace().any(|one| one == controller))
-    };
-    let table = container.task(&["metrics"])?;
-    let names = table.lines().filter_map(|line| line.split_whitespace().next());
-    Ok(names.filter(|name| !lacks(name)).collect::<Vec<_>>().join("\n"))
 }
 
 /// The bundle's files that say how the container is run.

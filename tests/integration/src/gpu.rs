@@ -1,0 +1,44 @@
+//! The simulated GPUs that a node is given.
+
+/// A simulated GPU.
+#[derive(Clone, Debug)]
+pub struct SimGpu {
+    /// `GPU-...`.
+    pub uuid: String,
+    /// Model.
+    pub name: String,
+    /// Memory in MiB.
+    pub mib: u64,
+    /// Whether it is divided.
+    pub mig: bool,
+}
+
+impl SimGpu {
+    /// An H200 whose UUID ends with the number.
+    pub fn h200(number: u32) -> Self {
+        Self {
+            uuid: format!("GPU-5f1e0000-0000-4000-8000-{number:012x}"),
+            name: "NVIDIA H200".to_owned(),
+            mib: 1024,
+            mig: false,
+        }
+    }
+
+    /// With this much memory, in MiB.
+    pub fn memory(mut self, mib: u64) -> Self {
+        self.mib = mib;
+        self
+    }
+
+    /// Of another model.
+    pub fn model(mut self, name: &str) -> Self {
+        self.name = name.to_owned();
+        self
+    }
+
+    /// In MIG mode.
+    pub fn mig(mut self) -> Self {
+        self.mig = true;
+        self
+    }
+}

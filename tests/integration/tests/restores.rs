@@ -1,0 +1,368 @@
+//! What cannot be restored is refused with its code before runc is called, and a restore that fails later leaves nothing:
+//! no process, mount, cgroup or state, and an image that can be used again.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Archive, Container, DRIVER, GpuHost, SimGpu, failure, nothing_left, on};
+use firn_node::{Cgroup, Suite};
+use serde_json::{Value, json};
+
+/// A node with one GPU that no other node has.
+fn host(suite: Suite, name: &str, gpu: u32) -> Result<GpuHost> {
+    GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(gpu)])
+}
+
+/// A checkpoint image of a counter on GPU 0, made on `source` and sent to `target`.
+fn image(source: &GpuHost, target: &GpuHost, options: &[&str]) -> Result<()> {
+    let job = Container::count_with(source, "job", &["0"], 1, options, &[])?;
+    job.goes_on(3)?;
+    job.checkpoint("checkpoint/job")?;
+    job.remove()?;
+    source.send_image("checkpoint/job", target).map(drop)
+}
+
+/// A restore of this image is refused with this code: before runc is called, and nothing is left.
+fn refused(host: &GpuHost, image: &str, code: &str) -> Result<()> {
+    let said = failure(Container::restore(host, "job", image, 1).map(drop))?;
+    ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
+    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    ensure!(
+        !host.runc_has("restore")? && !host.runc_has("create")?,
+        "runc was called"
+    );
+    host.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(host, "job")?;
+    host.idle()
+}
+
+/// The image restores and the counter goes on.
+fn restores(host: &GpuHost, image: &str) -> Result<()> {
+    let (job, _) = Container::restore(host, "job", image, 1)?;
+    job.goes_on(3)?;
+    job.remove()?;
+    host.idle()
+}
+
+/// What is done to an image directory.
+type Damage = fn(&Path) -> Result<()>;
+
+const DAMAGES: &[(&str, &str, Damage)] = &[
+    ("no manifest", "FIRN-MANIFEST-MISSING", |dir| {
+        Ok(std::fs::remove_file(dir.join("firn.json"))?)
+    }),
+    ("half a manifest", "FIRN-MANIFEST-CORRUPT", |dir| {
+        let text = std::fs::read(dir.join("firn.json"))?;
+        Ok(std::fs::write(dir.join("firn.json"), &text[..text.len() / 2])?)
+    }),
+    ("another GPU in the manifest", "FIRN-MANIFEST-CORRUPT", |dir| {
+        let text = std::fs::read_to_string(dir.join("firn.json"))?;
+        let uuid = &SimGpu::h200(1).uuid;
+        ensure!(text.contains(uuid), "no {uuid} in the manifest");
+        Ok(std::fs::write(
+            dir.join("firn.json"),
+            text.replace(uuid, &SimGpu::h200(9).uuid),
+        )?)
+    }),
+    ("a manifest of the future", "FIRN-MANIFEST-VERSION", |dir| {
+        let path = dir.join("firn.json");
+        let mut manifest: Value = serde_json::from_slice(&std::fs::read(&path)?)?;
+        manifest["major"] = json!(1000);
+        Ok(std::fs::write(path, manifest.to_string())?)
+    }),
+    ("a huge manifest", "FIRN-MANIFEST-TOO-LARGE", |dir| {
+        Ok(std::fs::write(dir.join("firn.json"), vec![b' '; 64 << 20])?)
+    }),
+    ("a manifest that is a link", "FIRN-MANIFEST-UNREADABLE", |dir| {
+        std::fs::rename(dir.join("firn.json"), dir.join("other.json"))?;
+        Ok(std::os::unix::fs::symlink("other.json", dir.join("firn.json"))?)
+    }),
+    ("half the pages", "FIRN-IMAGE-TRUNCATED", |dir| {
+        let pages = std::fs::OpenOptions::new()
+            .write(true)
+            .open(largest(dir, "pages-")?)?;
+        Ok(pages.set_len(pages.metadata()?.len() / 2)?)
+    }),
+    ("no pages", "FIRN-IMAGE-TRUNCATED", |dir| {
+        Ok(std::fs::remove_file(largest(dir, "pages-")?)?)
+    }),
+    ("a changed core", "FIRN-IMAGE-CORRUPT", |dir| {
+        let path = largest(dir, "core-")?;
+        let mut core = std::fs::read(&path)?;
+        let middle = core.len() / 2;
+        core[middle] ^= 1;
+        Ok(std::fs::write(path, core)?)
+    }),
+];
+
+/// The largest file of the image whose name begins so.
+fn largest(dir: &Path, prefix: &str) -> Result<std::path::PathBuf> {
+    let entries = std::fs::read_dir(dir)?.flatten();
+    let named = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
+    let largest = named.max_by_key(|entry| entry.metadata().map_or(0, |meta| meta.len()));
+    Ok(largest
+        .with_context(|| format!("no {prefix} in the image"))?
+        .path())
+}
+
+fn damaged_images(suite: Suite, name: &str) -> Result<()> {
+    let hosts = [
+        host(suite, &format!("{name}-a"), 1)?,
+        host(suite, &format!("{name}-b"), 2)?,
+    ];
+    on(hosts, |[a, b]| {
+        b.watch_runc()?;
+        image(a, b, &[])?;
+        for (number, (what, code, damage)) in DAMAGES.iter().enumerate() {
+            let name = format!("checkpoint/damaged-{number}");
+            let mut archive = Archive::export(a, "checkpoint/job")?;
+            archive.edit(damage)?;
+            archive.import(b, &name)?;
+            refused(b, &name, code).with_context(|| (*what).to_owned())?;
+        }
+        restores(b, "checkpoint/job")
+    })
+}
+
+#[test]
+fn damaged_images_are_refused_before_runc_is_called_on_forky() -> Result<()> {
+    damaged_images(Suite::Forky, "rf-dmf")
+}
+
+#[test]
+fn damaged_images_are_refused_before_runc_is_called_on_trixie() -> Result<()> {
+    damaged_images(Suite::Trixie, "rf-dmt")
+}
+
+/// GPUs and driver of a node that cannot take the image, and its configuration.
+struct Target {
+    what: &'static str,
+    code: &'static str,
+    gpus: fn() -> Vec<SimGpu>,
+    driver: &'static str,
+    configuration: String,
+}
+
+fn targets() -> Vec<Target> {
+    let one = || vec![SimGpu::h200(2)];
+    let target = |what, code, gpus: fn() -> Vec<SimGpu>| Target {
+        what,
+        code,
+        gpus,
+        driver: DRIVER,
+        configuration: String::new(),
+    };
+    let configured = |what, code, configuration: String| Target {
+        configuration,
+        ..target(what, code, one)
+    };
+    let map = |pairs: &[(u32, u32)]| {
+        let pairs = pairs
+            .iter()
+            .map(|(old, new)| format!("{}={}", SimGpu::h200(*old).uuid, SimGpu::h200(*new).uuid));
+        format!("[restore]\ngpu-map = {:?}\n", pairs.collect::<Vec<_>>())
+    };
+    vec![
+        target("a smaller GPU", "FIRN-GPU-MEMORY", || {
+            vec![SimGpu::h200(2).memory(512)]
+        }),
+        target("another model", "FIRN-GPU-MODEL", || {
+            vec![SimGpu::h200(2).model("NVIDIA A100-SXM4-80GB")]
+        }),
+        target("a divided GPU", "FIRN-GPU-MIG", || vec![SimGpu::h200(2).mig()]),
+        Target {
+            driver: "580.95.05",
+            ..target("another driver", "FIRN-DRIVER-VERSION", one)
+        },
+        configured(
+            "a GPU that is not there",
+            "FIRN-GPU-UNKNOWN",
+            "[restore]\ngpus = [\"7\"]\n".to_owned(),
+        ),
+        configured(
+            "a map to a GPU that is not there",
+            "FIRN-GPU-UNKNOWN",
+            map(&[(1, 9)]),
+        ),
+        configured("a map to a GPU that is not granted", "FIRN-MAP-UNKNOWN-TARGET", {
+            map(&[(1, 9)]) + &format!("gpus = [{:?}]\n", SimGpu::h200(2).uuid)
+        }),
+        configured(
+            "a key that does not exist",
+            "FIRN-CONFIG-INVALID",
+            "[restore]\ngpu = [\"0\"]\n".to_owned(),
+        ),
+        configured(
+            "a worker that is not there",
+            "FIRN-PROGRAM-MISSING",
+            "[worker]\npath = \"/none\"\n".to_owned(),
+        ),
+    ]
+}
+
+fn unfit_targets(suite: Suite, name: &str) -> Result<()> {
+    let hosts = [
+        host(suite, &format!("{name}-a"), 1)?,
+        host(suite, &format!("{name}-b"), 2)?,
+    ];
+    on(hosts, |[a, b]| {
+        b.watch_runc()?;
+        image(a, b, &[])?;
+        for target in targets() {
+            b.replace_gpus(&(target.gpus)(), target.driver)?;
+            b.configure(&target.configuration)?;
+            refused(b, "checkpoint/job", target.code).context(target.what)?;
+        }
+        b.configure("")?;
+        b.replace_gpus(&[SimGpu::h200(2)], DRIVER)?;
+        restores(b, "checkpoint/job")
+    })
+}
+
+#[test]
+fn nodes_that_do_not_fit_refuse_before_runc_is_called_on_forky() -> Result<()> {
+    unfit_targets(Suite::Forky, "rf-unf")
+}
+
+#[test]
+fn nodes_that_do_not_fit_refuse_before_runc_is_called_on_trixie() -> Result<()> {
+    unfit_targets(Suite::Trixie, "rf-unt")
+}
+
+#[test]
+fn too_few_gpus_are_refused_before_runc_is_called() -> Result<()> {
+    let two = [SimGpu::h200(1), SimGpu::h200(2)];
+    let a = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "rf-few-a", &two)?;
+    on([a, host(Suite::Forky, "rf-few-b", 3)?], |[a, b]| {
+        b.watch_runc()?;
+        let job = Container::count(a, "job", &["0", "1"], 2, &["--gpu", "0,1"])?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        a.send_image("checkpoint/job", b)?;
+        // The spec of the source asks for a /dev/nvidia1, which this node does not have.
+        refused(b, "checkpoint/job", "FIRN-GRANT-UNRESOLVED")?;
+        b.configure("[restore]\ngpus = [\"0\"]\n")?;
+        refused(b, "checkpoint/job", "FIRN-GPU-COUNT")
+    })
+}
+
+#[test]
+fn a_missing_mount_source_is_refused_before_runc_is_called() -> Result<()> {
+    on(
+        [
+            host(Suite::Forky, "rf-mnt-a", 1)?,
+            host(Suite::Forky, "rf-mnt-b", 2)?,
+        ],
+        |[a, b]| {
+            b.watch_runc()?;
+            a.node().run(&["mkdir", "/srv/data"])?;
+            image(
+                a,
+                b,
+                &["--mount", "type=bind,src=/srv/data,dst=/data,options=rbind:ro"],
+            )?;
+            refused(b, "checkpoint/job", "FIRN-MOUNT-SOURCE-MISSING")?;
+            b.node().run(&["mkdir", "/srv/data"])?;
+            restores(b, "checkpoint/job")
+        },
+    )
+}
+
+/// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the restore that it spoils.
+type Fault = (&'static str, &'static [&'static str]);
+
+const SHORT: &str = "[deadlines]\nlock = \"700ms\"\ncheckpoint = \"1s\"\nrestore = \"1s\"\nunlock = \"1s\"\n";
+
+/// Every way in which the driver can fail during a restore.
+const RESTORE_FAULTS: &[Fault] = &[
+    (
+        "FIRN-GPU-DRIVER",
+        &["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"],
+    ),
+    (
+        "FIRN-GPU-UNSUPPORTED",
+        &["--call", "restore", "--error", "CUDA_ERROR_NOT_SUPPORTED"],
+    ),
+    ("FIRN-GPU-TIMEOUT", &["--call", "restore", "--hang"]),
+    ("FIRN-WORKER", &["--call", "restore", "--crash"]),
+    ("FIRN-WORKER", &["--call", "restore", "--crash", "--after"]),
+    (
+        "FIRN-GPU-DRIVER",
+        &["--call", "unlock", "--error", "CUDA_ERROR_UNKNOWN"],
+    ),
+];
+
+/// A restore that fails after runc was called leaves nothing, and the image can be used again.
+fn restore_faults(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    let start = |name: String, gpu| {
+        let gpus = [SimGpu::h200(gpu)];
+        GpuHost::for_test(suite, cgroup, &name, &gpus)
+    };
+    on(
+        [start(format!("{name}-a"), 1)?, start(format!("{name}-b"), 2)?],
+        |[a, b]| {
+            b.watch_runc()?;
+            b.configure(SHORT)?;
+            image(a, b, &[])?;
+            for (code, fault) in RESTORE_FAULTS {
+                b.fault(fault)?;
+                let said = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
+                b.no_faults()?;
+                ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
+                ensure!(b.runc_has("restore")?, "runc was not called");
+                gone(b, "job").with_context(|| fault.join(" "))?;
+            }
+            restores(b, "checkpoint/job")
+        },
+    )
+}
+
+/// Removes what a failed `ctr containers restore` leaves in containerd, and makes sure that nothing else is left.
+fn gone(host: &GpuHost, id: &str) -> Result<()> {
+    // The task is there when it failed at its start, and not when it failed before.
+    let _ = host.node().run(&["ctr", "tasks", "delete", "--force", id]);
+    host.node().run(&["ctr", "containers", "delete", id])?;
+    nothing_left(host, id)?;
+    host.idle()
+}
+
+#[test]
+fn a_driver_that_fails_a_restore_leaves_nothing_on_forky() -> Result<()> {
+    restore_faults(Suite::Forky, Cgroup::Auto, "rf-rff")
+}
+
+#[test]
+fn a_driver_that_fails_a_restore_leaves_nothing_on_forky_with_cgroup_v2() -> Result<()> {
+    restore_faults(Suite::Forky, Cgroup::V2, "rf-rff2")
+}
+
+#[test]
+fn a_driver_that_fails_a_restore_leaves_nothing_on_trixie() -> Result<()> {
+    restore_faults(Suite::Trixie, Cgroup::Auto, "rf-rft")
+}
+
+#[test]
+fn a_gpu_that_the_cgroup_denies_fails_the_restore_and_leaves_nothing() -> Result<()> {
+    on(
+        [
+            host(Suite::Forky, "rf-deny-a", 1)?,
+            host(Suite::Forky, "rf-deny-b", 2)?,
+        ],
+        |[a, b]| {
+            if !b.has_device_rules() {
+                return Ok(());
+            }
+            image(a, b, &[])?;
+            // As if another program had closed the container's devices right after runc.
+            let deny = "#!/bin/sh\n/usr/sbin/runc \"$@\" || exit\ncase \" $* \" in *' restore '*) \
+                    echo a >/sys/fs/cgroup/devices/default/job/devices.deny;; esac\n";
+            b.replace_runc(deny)?;
+            let said = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
+            assert!(said.contains("FIRN-GPU-DRIVER:"), "{said}");
+            gone(b, "job")?;
+            b.watch_runc()?;
+            restores(b, "checkpoint/job")
+        },
+    )
+}
