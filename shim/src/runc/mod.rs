@@ -131,6 +131,7 @@ impl Runc {
         command: &mut Command,
         deadline: Duration,
     ) -> Result<Vec<u8>, RuncError> {
+        let from = self.logged();
         let output = self
             .reaper
             .output(command, deadline)
@@ -139,12 +140,13 @@ impl Runc {
         if output.success() {
             return Ok(output.stdout);
         }
-        Err(self.failure(verb, &output.stderr))
+        Err(self.failure(verb, &output.stderr, from))
     }
 
     /// Runs a command whose stdio is the container's (create, exec): nothing of it is read.
     async fn run(&self, verb: &'static str, command: &mut Command) -> Result<(), RuncError> {
         let program = || self.binary.display().to_string();
+        let from = self.logged();
         let child = self.reaper.spawn(command).map_err(|source| {
             self.spawn_error(
                 verb,
@@ -157,7 +159,7 @@ impl Runc {
         if child.wait().await.code == 0 {
             Ok(())
         } else {
-            Err(self.failure(verb, &[]))
+            Err(self.failure(verb, &[], from))
         }
     }
 
@@ -171,6 +173,7 @@ impl Runc {
         said: Option<File>,
         deadline: Option<Duration>,
     ) -> Result<(), RuncError> {
+        let from = self.logged();
         command.process_group(0);
         let program = || self.binary.display().to_string();
         let child = self.reaper.spawn(command).map_err(|source| {
@@ -209,7 +212,7 @@ impl Runc {
                 program(),
                 exit.code
             ),
-            None => return Err(self.failure(verb, &[])),
+            None => return Err(self.failure(verb, &[], from)),
         };
         Err(RuncError::Failed { verb, message })
     }
@@ -222,8 +225,13 @@ impl Runc {
         }
     }
 
-    fn failure(&self, verb: &'static str, stderr: &[u8]) -> RuncError {
-        let message = last_error(&self.log).unwrap_or_else(|| {
+    /// How long the runtime's log is: what a call adds comes after.
+    fn logged(&self) -> u64 {
+        std::fs::metadata(&self.log).map_or(0, |log| log.len())
+    }
+
+    fn failure(&self, verb: &'static str, stderr: &[u8], from: u64) -> RuncError {
+        let message = last_error(&self.log, from).unwrap_or_else(|| {
             let text = String::from_utf8_lossy(stderr).trim().to_owned();
             if text.is_empty() {
                 format!("{} {verb} failed", self.binary.display())
@@ -267,9 +275,10 @@ struct LogLine {
     msg: String,
 }
 
-/// Message of the last error that the runtime wrote to its JSON log.
-fn last_error(log: &Path) -> Option<String> {
+/// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes.
+fn last_error(log: &Path, from: u64) -> Option<String> {
     let text = std::fs::read(log).ok()?;
+    let text = text.get(usize::try_from(from).ok()?..)?;
     let mut last = None;
     for line in text.split(|byte| *byte == b'\n') {
         if let Ok(line) = serde_json::from_slice::<LogLine>(line)
@@ -298,7 +307,13 @@ mod tests {
             ),
         )
         .unwrap();
-        assert_eq!(last_error(file.path()).as_deref(), Some("second"));
+        assert_eq!(last_error(file.path(), 0).as_deref(), Some("second"));
+        let length = file.as_file().metadata().unwrap().len();
+        assert_eq!(
+            last_error(file.path(), length),
+            None,
+            "an error of an earlier call was quoted"
+        );
     }
 
     #[test]
