@@ -184,12 +184,13 @@ impl<'e, E: Effects> Locked<'e, E> {
 
     async fn try_take(&mut self) -> Result<(), E::Error> {
         let effects = &mut *self.at.effects;
-        for _ in 0..ROUNDS {
+        for round in 1.. {
             effects.freeze().await?;
             self.processes = effects.inspect().await?;
             let is_new = |p: &&CudaProcess| !self.locked.iter().any(|locked| locked.pid == p.pid);
             let new: Vec<CudaProcess> = self.processes.iter().filter(is_new).cloned().collect();
-            if new.is_empty() {
+            // A process that came in the last round is not locked: the driver refuses to take it, and all is undone.
+            if new.is_empty() || round == ROUNDS {
                 break;
             }
             log::debug!("{} CUDA processes appeared after the lock", new.len());
@@ -198,7 +199,6 @@ impl<'e, E: Effects> Locked<'e, E> {
             self.locked.extend(new);
             effects.lock(&pids).await?;
         }
-        // A process that came in the last round is not locked, and the driver refuses to take it.
         effects.hold(restore_tids(&self.processes)).await?;
         effects.thaw().await?;
         self.taking = true;
@@ -210,19 +210,21 @@ impl<'e, E: Effects> Locked<'e, E> {
     }
 
     async fn fail(self, phase: Phase, source: E::Error) -> Failure<E::Error> {
-        let lost = self.way_back().await.err();
+        let lost = self.way_back().await.err().map(|(_, again)| again);
         Failure { phase, source, lost }
     }
 
     /// Undoes everything; once more when that fails, as a worker that was cut off may have been the only trouble.
-    async fn way_back(self) -> Result<(), E::Error> {
+    async fn way_back(self) -> Result<(), (E::Error, E::Error)> {
         let Self {
             at, locked, taking, ..
         } = self;
-        match undo(at.effects, &locked, at.was_frozen, taking).await {
-            Ok(()) => Ok(()),
-            Err(_) => undo(at.effects, &locked, at.was_frozen, taking).await,
-        }
+        let Err(first) = undo(at.effects, &locked, at.was_frozen, taking).await else {
+            return Ok(());
+        };
+        undo(at.effects, &locked, at.was_frozen, taking)
+            .await
+            .map_err(|again| (first, again))
     }
 }
 
@@ -240,20 +242,12 @@ impl<'e, E: Effects> Taken<'e, E> {
 impl<E: Effects> Dumped<'_, E> {
     /// The container goes on: GPU state back, unlocked, freezer as it was found. A failure leaves the image valid.
     pub(crate) async fn run_on(self) -> Result<(), Failure<E::Error>> {
-        let Locked {
-            at, locked, taking, ..
-        } = self.0;
-        let Err(source) = undo(at.effects, &locked, at.was_frozen, taking).await else {
-            return Ok(());
+        let lost = |(source, again)| Failure {
+            phase: Phase::GiveBack,
+            source,
+            lost: Some(again),
         };
-        match undo(at.effects, &locked, at.was_frozen, taking).await {
-            Ok(()) => Ok(()),
-            Err(again) => Err(Failure {
-                phase: Phase::GiveBack,
-                source,
-                lost: Some(again),
-            }),
-        }
+        self.0.way_back().await.map_err(lost)
     }
 }
 

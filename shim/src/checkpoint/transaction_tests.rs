@@ -122,8 +122,15 @@ impl Effects for World {
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), Told> {
         self.call("hold")?;
         assert!(self.frozen, "held while running: {:?}", self.calls);
+        // A process that is neither locked nor taken is nothing the driver works on while threads are held.
+        let worked_on = self
+            .states
+            .iter()
+            .filter(|(_, state)| **state != CudaState::Running);
         assert!(
-            self.states.keys().all(|pid| except.contains(&(pid + 1))),
+            worked_on
+                .map(|(pid, _)| pid)
+                .all(|pid| except.contains(&(pid + 1))),
             "a restore thread is held"
         );
         self.held = true;
@@ -150,6 +157,9 @@ impl Effects for World {
 
     async fn take(&mut self, pids: &[i32]) -> Result<(), Told> {
         assert!(!self.frozen && self.held);
+        if pids.iter().any(|pid| self.states[pid] != CudaState::Locked) {
+            return Err(Told("a process that is not locked"));
+        }
         if let Err(told) = self.call("take") {
             self.set(&pids[..1], CudaState::Locked, CudaState::Checkpointed);
             return Err(told);
@@ -376,4 +386,16 @@ fn a_debugger_on_a_thread_costs_nothing() {
     let failure = block_on(leave_running(&mut world)).unwrap_err();
     assert_eq!((failure.phase, failure.lost), (Phase::Take, None));
     world.as_before(false);
+}
+
+#[test]
+fn processes_that_never_stop_coming_end_the_checkpoint_and_nothing_else() {
+    for was_frozen in [false, true] {
+        let mut world = World::new([10], was_frozen);
+        world.appear = (1..=ROUNDS + 1).zip((40..).step_by(10)).collect();
+        let failure = block_on(leave_running(&mut world)).unwrap_err();
+        assert_eq!((failure.phase, failure.lost), (Phase::Take, None));
+        assert_eq!(world.dumped, None);
+        world.as_before(was_frozen);
+    }
 }
