@@ -88,11 +88,7 @@ impl<'a> Live<'a> {
     /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
     pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
         self.cgroup.kill_all(END).await?;
-        match self.container.runc.delete(true).await {
-            Ok(()) => {}
-            Err(error) if error.is_absent() => {}
-            Err(error) => return Err(error.into()),
-        }
+        self.container.runc.ensure_deleted().await?;
         // The client may ask for the exit at once.
         tokio::time::timeout(END, self.container.init.wait())
             .await

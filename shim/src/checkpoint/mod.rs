@@ -35,9 +35,6 @@ use transaction::Begun;
 /// Where a failed dump's log is kept, as the stock shim does.
 pub(crate) const KEPT_LOG: &str = "criu-dump.log";
 
-/// A stock dump has no deadline; the timer wants one.
-const NO_DEADLINE: Duration = Duration::from_secs(30 * 24 * 3600);
-
 /// What the client asked for.
 pub(crate) struct Request {
     /// Directory that receives the image.
@@ -59,7 +56,7 @@ impl Request {
         work: &'a Path,
         leave_running: bool,
         plugins: Option<&'a Path>,
-        deadline: Duration,
+        deadline: Option<Duration>,
     ) -> Checkpoint<'a> {
         Checkpoint {
             image: &self.image,
@@ -101,7 +98,7 @@ async fn plain(container: &Container, request: &Request) -> Result<(), Checkpoin
     let work = WorkDir::new(container, request);
     let dumped = container
         .runc
-        .checkpoint(request.call(&work.path, !request.exit, None, NO_DEADLINE))
+        .checkpoint(request.call(&work.path, !request.exit, None, None))
         .await;
     let result = dumped.map_err(|source| CheckpointError::Plain {
         cause: source,
@@ -205,7 +202,7 @@ async fn dump(
     let work = WorkDir::new(container, request);
     let dumped = container
         .runc
-        .checkpoint(request.call(&work.path, true, Some(plugins), deadline))
+        .checkpoint(request.call(&work.path, true, Some(plugins), Some(deadline)))
         .await;
     let result = match dumped {
         Ok(()) => image.check_complete(),

@@ -27,10 +27,8 @@ pub(crate) async fn abandon(container: &Container) {
         Err(error) => log::warn!("cannot tell the cgroup of {}: {}", container.id, Chain(&error)),
     }
     sweep(&container.runc.state_dir(), &work_dir(container)).await;
-    match container.runc.delete(true).await {
-        Ok(()) => {}
-        Err(error) if error.is_absent() => {}
-        Err(error) => log::warn!("cannot delete {}: {}", container.id, Chain(&error)),
+    if let Err(error) = container.runc.ensure_deleted().await {
+        log::warn!("cannot delete {}: {}", container.id, Chain(&error));
     }
     if let Err(error) = std::fs::remove_dir_all(container.runc.state_dir())
         && error.kind() != std::io::ErrorKind::NotFound

@@ -36,8 +36,8 @@ pub(crate) struct Checkpoint<'a> {
     pub leave_running: bool,
     /// Directory with CRIU's plugins, when it is not CRIU's own.
     pub plugins: Option<&'a Path>,
-    /// Longest time for the call.
-    pub deadline: Duration,
+    /// Longest time for the call; a stock dump has none.
+    pub deadline: Option<Duration>,
 }
 
 /// Arguments of `restore`.
@@ -94,7 +94,7 @@ impl Runc {
         let said = tempfile::tempfile().map_err(prepare)?;
         let stderr = said.try_clone().map_err(prepare)?;
         command.arg(&self.id).stdout(Stdio::null()).stderr(stderr);
-        self.run_criu("checkpoint", &mut command, Some(said), Some(checkpoint.deadline))
+        self.run_criu("checkpoint", &mut command, Some(said), checkpoint.deadline)
             .await
     }
 

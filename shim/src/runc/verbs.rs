@@ -109,6 +109,14 @@ impl Runc {
             .map(drop)
     }
 
+    /// `delete --force` of a container that may be gone already.
+    pub(crate) async fn ensure_deleted(&self) -> Result<(), RuncError> {
+        match self.delete(true).await {
+            Err(error) if error.is_absent() => Ok(()),
+            result => result,
+        }
+    }
+
     /// `pause`: freezes the container's cgroup.
     pub(crate) async fn pause(&self) -> Result<(), RuncError> {
         self.output("pause", self.command("pause").arg(&self.id), SHORT)

@@ -105,14 +105,22 @@ async fn build_mounted(
         service.reaper.clone(),
     );
     let prepared = match checkpoint {
-        Some(image) => {
-            Some(restore::prepare(&request.id, &options, bundle, image, spec, &service.reaper).await?)
-        }
+        Some(image) => Some(
+            restore::prepare(
+                &request.id,
+                &options,
+                bundle,
+                image,
+                spec.clone(),
+                &service.reaper,
+            )
+            .await?,
+        ),
         None => None,
     };
     // A restore of GPU state has edited the bundle already.
     if facts.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
-        crate::checkpoint::prepare_bundle(bundle, Spec::load(bundle)?)?;
+        crate::checkpoint::prepare_bundle(bundle, spec)?;
     }
     let restoring = prepared.is_some();
     let stdio = StdioPaths {
@@ -189,9 +197,7 @@ async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Resul
 
 /// Ends a container whose client is told that it does not exist.
 async fn discard(container: &Container) {
-    if let Err(error) = container.runc.delete(true).await
-        && !error.is_absent()
-    {
+    if let Err(error) = container.runc.ensure_deleted().await {
         log::warn!("cannot delete {}: {}", container.id, Chain(&error));
     }
 }

@@ -5,14 +5,11 @@ use std::sync::Arc;
 use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::Service;
 use super::state::{exited_at, pid_field};
+use super::{SIGKILL, Service};
 use crate::container::{Container, InitState, Owner, Process};
 use crate::logger::Chain;
 use crate::reaper::Exit;
-
-/// Signal that ends what shares no pid namespace with init.
-const SIGKILL: u32 = 9;
 
 /// Handles exits for as long as the shim lives.
 pub(super) async fn handle_all(service: Arc<Service>, mut exits: UnboundedReceiver<Exit>) {

@@ -7,10 +7,8 @@ use containerd_shim_protos::api::{Empty, KillRequest};
 use nix::errno::Errno;
 
 use super::state::find;
-use super::{Service, TaskError};
+use super::{SIGKILL, Service, TaskError};
 use crate::container::InitState;
-
-const SIGKILL: u32 = 9;
 
 /// How long killed processes may take to be gone.
 const KILLED: Duration = Duration::from_secs(30);

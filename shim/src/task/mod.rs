@@ -37,6 +37,9 @@ use crate::logger::Chain;
 use crate::reaper::Reaper;
 use crate::server::{Context, Shutdown};
 
+/// SIGKILL as the protocol numbers signals.
+const SIGKILL: u32 = 9;
+
 /// Everything that the verbs share.
 pub(crate) struct Service {
     namespace: String,
