@@ -1,7 +1,7 @@
 //! The lab: test nodes with firn and simulated GPUs in them, and what a user does with containers there.
 //!
-//! Shared by the suites of this crate, by `cargo xtask demo` and by `cargo xtask bench`. Every flow goes through `ctr`,
-//! as a user's would; what a workload did is told by its own lines.
+//! Shared by the suites of this crate, by `cargo xtask demo` and by `cargo xtask bench`. Flows go through `ctr`, as a
+//! user's would, and what a workload did is told by its own lines; [`Task`] calls a shim as containerd does.
 #![forbid(unsafe_code)]
 
 mod archive;
@@ -12,6 +12,7 @@ mod events;
 mod gpu;
 mod host;
 mod said;
+mod task;
 
 pub use archive::Archive;
 pub use build::{Built, Profile};
@@ -21,6 +22,7 @@ pub use events::Events;
 pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost, on};
 pub use said::{Said, failure};
+pub use task::{Pending, Task, any, told};
 
 /// containerd's runtime name for firn.
 pub const FIRN: &str = "io.containerd.firn.v2";

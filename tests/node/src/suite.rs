@@ -12,6 +12,7 @@ pub(crate) const PACKAGES: &[&str] = &[
     "ca-certificates",
     "containerd",
     "criu",
+    "crun",
     "iptables",
     "iproute2",
     "procps",

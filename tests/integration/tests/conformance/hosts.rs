@@ -1,0 +1,132 @@
+//! Two hosts of a kind: one with containerd's own shim, one with firn in its place.
+
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::{Context, Result};
+use firn_lab::{Container, GpuHost, IMAGE, STOCK, Said, SimGpu};
+use firn_node::{Cgroup, CgroupMode, Node, Suite};
+
+/// A kind of host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kind {
+    pub suite: Suite,
+    pub cgroup: CgroupMode,
+}
+
+impl Kind {
+    /// Every kind that this machine can have.
+    pub fn all() -> [Self; 4] {
+        use CgroupMode::{V1, V2};
+        use Suite::{Forky, Trixie};
+        [(Forky, V1), (Trixie, V1), (Forky, V2), (Trixie, V2)].map(|(suite, cgroup)| Self { suite, cgroup })
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.suite, self.cgroup.as_str())
+    }
+}
+
+/// The shim on a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shim {
+    /// containerd's own.
+    Stock,
+    /// Firn under the stock shim's name.
+    Firn,
+}
+
+/// A host and the shim that its containers get.
+pub struct Place<'h> {
+    pub host: &'h GpuHost,
+    pub shim: Shim,
+}
+
+impl Place<'_> {
+    /// Its node.
+    pub fn node(&self) -> &Node {
+        self.host.node()
+    }
+
+    /// The shim's program on the node.
+    pub fn program(&self) -> &'static str {
+        match self.shim {
+            Shim::Stock => "/usr/bin/containerd-shim-runc-v2",
+            Shim::Firn => "/usr/local/bin/containerd-shim-runc-v2",
+        }
+    }
+
+    /// `ctr run --detach` of a shell script.
+    pub fn start(&self, id: &str, options: &[&str], script: &str) -> Result<Container<'_>> {
+        let options = [&["--runtime", STOCK], options].concat();
+        Container::run(self.host, id, &options, &["sh", "-c", script])
+    }
+
+    /// `ctr run --rm` in the foreground.
+    pub fn run(&self, id: &str, options: &[&str], command: &[&str]) -> Result<Said> {
+        let start = ["run", "--rm", "--runtime", STOCK];
+        self.host.ctr(
+            &[&start[..], self.host.limits(), options, &[IMAGE, id], command].concat(),
+            "",
+        )
+    }
+}
+
+/// Both hosts of a kind, made when they are wanted, used by one test at a time.
+pub struct Pair {
+    kind: Kind,
+    hosts: Mutex<Option<[GpuHost; 2]>>,
+}
+
+impl Pair {
+    pub fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            hosts: Mutex::new(None),
+        }
+    }
+
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Runs a test on them. Hosts on which it has failed, or left something, are not used again.
+    pub fn with_both(&self, test: impl FnOnce(&Place<'_>, &Place<'_>) -> Result<()>) -> Result<()> {
+        let mut kept = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        // Not back in its place if the test panics.
+        let hosts = match kept.take() {
+            Some(hosts) => hosts,
+            None => self
+                .make()
+                .with_context(|| format!("make hosts, {}", self.kind))?,
+        };
+        let [stock, firn] = &hosts;
+        let [stock, firn] =
+            [(stock, Shim::Stock), (firn, Shim::Firn)].map(|(host, shim)| Place { host, shim });
+        let tested = test(&stock, &firn)
+            .and_then(|()| stock.host.idle().context("with the stock shim"))
+            .and_then(|()| firn.host.idle().context("with firn"));
+        match tested {
+            Ok(()) => *kept = Some(hosts),
+            Err(_) => eprintln!("{}", firn.host.log()),
+        }
+        tested
+    }
+
+    fn make(&self) -> Result<[GpuHost; 2]> {
+        let Kind { suite, cgroup } = self.kind;
+        let cgroup = match cgroup {
+            CgroupMode::V1 => Cgroup::V1,
+            CgroupMode::V2 => Cgroup::V2,
+        };
+        let make = |shim: &str| {
+            let name = format!("cf-{shim}-{}", self.kind).replace(' ', "-");
+            GpuHost::for_test(suite, cgroup, &name, &[SimGpu::h200(1)])
+        };
+        let hosts = [make("s")?, make("f")?];
+        hosts[1].drop_in()?;
+        Ok(hosts)
+    }
+}

@@ -1,0 +1,169 @@
+//! What clients rely on of containerd's own shim, point by point: firn shows the same.
+//!
+//! One test per point, kind of daemon and cgroup version. Each runs its scenario with the stock shim first, whose answer
+//! must be the expected one, and then with firn, installed under the stock shim's name. Both must tell the same, unless
+//! the point says in what firn is better; docs/parity.md lists and argues these points, and a test holds it to them.
+//!
+//! `cargo test -p firn-integration --test conformance -- "forky v1: 1.4"` runs a part.
+#![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
+
+mod hosts;
+mod task;
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use firn_node::{CgroupMode, Suite};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use crate::hosts::{Kind, Pair};
+
+pub use crate::hosts::Place;
+
+/// A point of the checklist.
+#[derive(Clone, Copy)]
+pub struct Point {
+    /// Number of its section in the checklist, and what it is about.
+    name: &'static str,
+    /// Part of what the stock shim shows.
+    expected: &'static str,
+    /// Where it can be seen.
+    on: On,
+    /// Part of what firn shows instead; docs/parity.md says why.
+    better: Option<&'static str>,
+    scenario: Scenario,
+}
+
+/// What is done with a shim, and what a client sees of it, without times, pids and the like.
+type Scenario = fn(&Place<'_>) -> Result<String>;
+
+impl Point {
+    /// Firn shows what the stock shim shows, everywhere.
+    pub const fn same(name: &'static str, expected: &'static str, scenario: Scenario) -> Self {
+        Self {
+            name,
+            expected,
+            on: On::Everywhere,
+            better: None,
+            scenario,
+        }
+    }
+
+    /// Firn shows this instead.
+    pub const fn better(self, shown: &'static str) -> Self {
+        Self {
+            better: Some(shown),
+            ..self
+        }
+    }
+
+    /// Only there.
+    pub const fn on(self, on: On) -> Self {
+        Self { on, ..self }
+    }
+}
+
+/// Kinds of hosts on which a point can be seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    /// All.
+    Everywhere,
+    /// containerd 1.7.
+    Trixie,
+    /// containerd 2.1.
+    Forky,
+    /// cgroup v1, the only version that has limits on a hybrid host.
+    V1,
+    /// cgroup v2.
+    V2,
+}
+
+impl On {
+    fn includes(self, kind: Kind) -> bool {
+        match self {
+            Self::Everywhere => true,
+            Self::Trixie => kind.suite == Suite::Trixie,
+            Self::Forky => kind.suite == Suite::Forky,
+            Self::V1 => kind.cgroup == CgroupMode::V1,
+            Self::V2 => kind.cgroup == CgroupMode::V2,
+        }
+    }
+}
+
+/// All points, in the order of the checklist.
+fn points() -> Vec<Point> {
+    [task::POINTS].concat()
+}
+
+fn main() {
+    let mut arguments = Arguments::from_args();
+    // Hosts are made when they are wanted first, and one is used by one test at a time.
+    arguments.test_threads.get_or_insert(2);
+    let pairs = Kind::all().map(|kind| Arc::new(Pair::new(kind)));
+    let mut trials = vec![Trial::test("docs/parity.md lists the differences", || {
+        listed().map_err(failed)
+    })];
+    // Neighbours are of different kinds, so that tests that run at the same time do not wait for each other's hosts.
+    for point in points() {
+        for pair in pairs.iter().filter(|pair| point.on.includes(pair.kind())) {
+            let pair = Arc::clone(pair);
+            let name = format!("{}: {}", pair.kind(), point.name);
+            trials.push(Trial::test(name, move || prove(&pair, point).map_err(failed)));
+        }
+    }
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    // Ends the hosts.
+    drop(pairs);
+    conclusion.exit();
+}
+
+fn failed(error: anyhow::Error) -> Failed {
+    Failed::from(format!("{error:#}"))
+}
+
+/// Runs a point's scenario with both shims.
+fn prove(pair: &Pair, point: Point) -> Result<()> {
+    pair.with_both(|stock, firn| {
+        let stock = (point.scenario)(stock).context("with the stock shim")?;
+        ensure!(
+            stock.contains(point.expected),
+            "the stock shim does not show {:?}:\n{stock}",
+            point.expected
+        );
+        let firn =
+            (point.scenario)(firn).with_context(|| format!("with firn; the stock shim shows\n{stock}"))?;
+        match point.better {
+            None => ensure!(firn == stock, "the stock shim shows\n{stock}\nfirn shows\n{firn}"),
+            Some(better) => {
+                ensure!(firn.contains(better), "firn does not show {better:?}:\n{firn}");
+                ensure!(firn != stock, "there is no difference any more:\n{firn}");
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Whether docs/parity.md has a row for every point in which firn differs, and for no other.
+fn listed() -> Result<()> {
+    let text = include_str!("../../../../docs/parity.md");
+    let rows: Vec<&str> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("| ")?.split(" | ").next())
+        .filter(|name| name.starts_with(|c: char| c.is_ascii_digit()))
+        .collect();
+    let differ: Vec<&str> = points()
+        .iter()
+        .filter(|point| point.better.is_some())
+        .map(|point| point.name)
+        .collect();
+    for name in &differ {
+        ensure!(rows.contains(name), "docs/parity.md has no row {name:?}");
+    }
+    for row in &rows {
+        ensure!(
+            differ.contains(row),
+            "no point differs as docs/parity.md says: {row:?}"
+        );
+    }
+    Ok(())
+}
