@@ -17,6 +17,7 @@ mod cgroup;
 mod command;
 mod containerd;
 mod debootstrap;
+mod go;
 mod host;
 mod image;
 mod link;
@@ -30,6 +31,7 @@ mod wait;
 
 pub use cgroup::{Cgroup, CgroupMode};
 pub use command::Output;
+pub use go::{go_build, go_install, go_lacks};
 pub use image::Image;
 pub use link::{Link, link};
 pub use node::{Builder, Node};

@@ -54,6 +54,13 @@ impl Store {
         debootstrap::root(&self.base.join("roots"), suite)
     }
 
+    /// Where programs built with Go are kept.
+    pub(crate) fn go(&self) -> Result<PathBuf> {
+        let dir = self.base.join("go");
+        fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+        Ok(dir)
+    }
+
     /// Every recorded node, by name.
     pub fn nodes(&self) -> Result<Vec<Record>> {
         let mut found = Vec::new();

@@ -1,0 +1,100 @@
+//! Programs written in Go that tests need: clients and daemons that no Debian suite has.
+//!
+//! They are built from modules at a pinned version, statically, so that they run in every node, and kept beside the
+//! roots: a build takes a minute or more, what it made is used by every later run.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+use crate::host::{self, say};
+use crate::store::{Store, lock};
+
+/// The oldest Go that builds all of them.
+const OLDEST: (u32, u32) = (1, 26);
+
+/// Why nothing can be built here, for the tests that are left out then.
+pub fn go_lacks() -> Option<String> {
+    let (major, minor) = OLDEST;
+    match host::output(go(&["env", "GOVERSION"]).current_dir("/")) {
+        Err(_) => Some("there is no go in PATH".into()),
+        Ok(version) => match parse(&version) {
+            Some(found) if found >= OLDEST => None,
+            _ => Some(format!("{} is older than go{major}.{minor}", version.trim_end())),
+        },
+    }
+}
+
+/// The command of this package (`example.org/module/cmd/name`) at this version (`v1.2.3`), built if it is not kept yet.
+///
+/// Modules whose `go.mod` replaces others cannot be built so.
+pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
+    let Some((_, name)) = package.rsplit_once('/') else {
+        bail!("not a package: {package}")
+    };
+    let store = Store::open()?.go()?;
+    let kept = store.join(format!("{name}-{version}"));
+    let _lock = lock(&store.join(format!("{name}.lock")))?;
+    if kept.exists() {
+        return Ok(kept);
+    }
+    say(&format!("building {package} {version}: a minute or more, once"));
+    let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
+    let built = host::run(
+        go(&["install", "-trimpath", &format!("{package}@{version}")])
+            .current_dir(new.path())
+            .env("GOBIN", new.path()),
+    );
+    built
+        .and_then(|()| Ok(fs::rename(new.path().join(name), &kept)?))
+        .with_context(|| format!("build {package} {version}"))?;
+    say(&format!("built {name} in {} s", begin.elapsed().as_secs()));
+    Ok(kept)
+}
+
+/// The command whose source is in this directory, with a `go.mod` of its own. Go itself knows what has to be built.
+pub fn go_build(source: &Path, name: &str) -> Result<PathBuf> {
+    let store = Store::open()?.go()?;
+    let program = store.join(name);
+    let _lock = lock(&store.join(format!("{name}.lock")))?;
+    let mut build = go(&["build", "-trimpath", "-buildvcs=false", "-o"]);
+    host::run(build.arg(&program).arg(".").current_dir(source))
+        .with_context(|| format!("build {}", source.display()))?;
+    Ok(program)
+}
+
+/// Go without cgo, and without another Go fetched by it.
+fn go(arguments: &[&str]) -> Command {
+    let mut go = Command::new("go");
+    go.args(arguments)
+        .env("CGO_ENABLED", "0")
+        .env("GOTOOLCHAIN", "local");
+    if env::var_os("HOME").is_none() {
+        // Go keeps its caches there.
+        go.env("HOME", "/root");
+    }
+    go
+}
+
+/// Reads `go1.26.8`.
+fn parse(version: &str) -> Option<(u32, u32)> {
+    let mut numbers = version.trim_end().strip_prefix("go")?.split(['.', 'r', 'b']);
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        assert_eq!(parse("go1.26.8\n"), Some((1, 26)));
+        assert_eq!(parse("go1.27rc1"), Some((1, 27)));
+        assert_eq!(parse("devel go1.28-abc"), None);
+        assert!(parse("go1.9").unwrap() < OLDEST);
+    }
+}
