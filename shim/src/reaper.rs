@@ -1,5 +1,6 @@
 //! Owns SIGCHLD and every wait of the process: no other part may call `wait*`, `std::process::Child::wait`,
-//! `Command::output` or `Command::status`.
+//! `Command::output` or `Command::status`. (A child that ends without SIGCHLD is not seen here; its maker waits: see
+//! `mounts::idmap`.)
 //!
 //! Two kinds of exits arrive here. Those of processes spawned through [`Reaper::spawn`] go to their [`Child`]; all
 //! others, the container processes that the kernel handed to us as their subreaper, go to every subscriber in the

@@ -188,6 +188,50 @@ pub(crate) fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopF
     Ok(())
 }
 
+/// A child in a user namespace of its own without any mapping. It sleeps until it is killed or this thread ends.
+///
+/// It ends without SIGCHLD, so the reaper does not see it: whoever made it waits for it with `__WCLONE`.
+pub(crate) fn child_in_user_namespace() -> io::Result<Pid> {
+    let parent = getpid();
+    // SAFETY: without a stack and without shared memory clone is a fork: the child goes on here in its own copy. Below
+    // it makes system calls only, allocates nothing and takes no lock.
+    let pid = Errno::result(unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_NEWUSER, 0, 0, 0, 0) })?;
+    if pid != 0 {
+        return i32::try_from(pid).map(Pid::from_raw).map_err(io::Error::other);
+    }
+    while arm_parent_death(parent).is_ok() {
+        // SAFETY: pause takes no argument and touches no memory.
+        unsafe { libc::pause() };
+    }
+    // SAFETY: _exit takes a number and does not return; nothing of the copied process is run.
+    unsafe { libc::_exit(1) }
+}
+
+/// Has a mount that is not attached anywhere show its owners as the user namespace maps them.
+pub(crate) fn map_owners(tree: impl AsFd, namespace: impl AsFd) -> io::Result<()> {
+    let userns_fd = u64::try_from(namespace.as_fd().as_raw_fd()).map_err(io::Error::other)?;
+    let attributes = libc::mount_attr {
+        attr_set: libc::MOUNT_ATTR_IDMAP,
+        attr_clr: 0,
+        propagation: 0,
+        userns_fd,
+    };
+    // SAFETY: the path is a string that ends with a zero, and the size is that of the struct, which outlives the call;
+    // descriptors of another kind are refused.
+    let rc = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            tree.as_fd().as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    Errno::result(rc)?;
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::mem::{offset_of, size_of};

@@ -26,8 +26,15 @@ pub(super) struct Options {
     pub(super) looped: bool,
     /// The loop device bypasses the page cache.
     pub(super) direct_io: bool,
-    /// The mount has its own user mapping.
-    pub(super) id_mapped: bool,
+    /// How the mount maps owners.
+    pub(super) owners: OwnerMaps,
+}
+
+/// Maps of user and group ids, as the options `uidmap` and `gidmap` name them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct OwnerMaps {
+    pub(super) users: Option<String>,
+    pub(super) groups: Option<String>,
 }
 
 impl Options {
@@ -39,7 +46,7 @@ impl Options {
             data: Vec::new(),
             looped: false,
             direct_io: false,
-            id_mapped: false,
+            owners: OwnerMaps::default(),
         };
         for option in options {
             if option.starts_with(RESERVED) {
@@ -50,10 +57,11 @@ impl Options {
             match option {
                 "loop" => parsed.looped = true,
                 "direct-io" => parsed.direct_io = true,
-                _ if option.starts_with("uidmap=") || option.starts_with("gidmap=") => {
-                    parsed.id_mapped = true
-                }
-                _ => parsed.flag_or_data(option),
+                _ => match option.split_once('=') {
+                    Some(("uidmap", map)) => parsed.owners.users = Some(map.to_owned()),
+                    Some(("gidmap", map)) => parsed.owners.groups = Some(map.to_owned()),
+                    _ => parsed.flag_or_data(option),
+                },
             }
         }
         Ok(parsed)
@@ -133,7 +141,7 @@ mod tests {
         );
         assert_eq!(options.propagation, MsFlags::MS_SLAVE | MsFlags::MS_REC);
         assert_eq!(options.data, ["index=off", "volatile"]);
-        assert!(options.restricts_bind() && !options.looped && !options.id_mapped);
+        assert!(options.restricts_bind() && !options.looped && options.owners == OwnerMaps::default());
     }
 
     #[test]
@@ -152,6 +160,8 @@ mod tests {
             "{error}"
         );
         let options = Options::parse(["loop", "direct-io", "uidmap=0:1000:1"]).unwrap();
-        assert!(options.looped && options.direct_io && options.id_mapped && options.data.is_empty());
+        assert!(options.looped && options.direct_io && options.data.is_empty());
+        let users = Some("0:1000:1".to_owned());
+        assert_eq!(options.owners, OwnerMaps { users, groups: None });
     }
 }

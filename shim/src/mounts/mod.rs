@@ -1,12 +1,15 @@
 //! Mounts the root file system that containerd describes, and takes mounts away again.
 //!
 //! All of it runs on threads made for one call, each with a working directory of its own: an overlay with many layers
-//! is mounted by relative paths, and a mount that hangs (a network file system) hangs no one else.
+//! is mounted by relative paths, and a mount that hangs (a network file system) hangs no one else. What a helper program
+//! mounts is left to that, a child of the shim's main thread.
 //!
 //! Invariants: a call that fails to mount leaves nothing mounted. Unmounting may be repeated, and what is not there
 //! is no error. Nothing here follows a link out of the root file system.
 
 mod flags;
+mod helper;
+mod idmap;
 mod loopdev;
 mod mount;
 mod mountinfo;
@@ -22,6 +25,10 @@ use tokio::sync::oneshot;
 
 pub(crate) use mountinfo::{MountEntry, mounted};
 
+use crate::logger::Chain;
+use crate::reaper::{OutputError, Reaper};
+
+use helper::Helper;
 use unmount::Busy;
 
 /// A mount that could not be made or removed.
@@ -33,13 +40,31 @@ pub(crate) enum MountError {
         /// The option.
         option: String,
     },
-    /// The mount asks for something that the shim cannot do.
-    #[error("mount of {source_name}: {what} is not supported")]
-    Unsupported {
+    /// The helper program could not be run, or did not end.
+    #[error("cannot mount {source_name} ({fs_type}) on {}", target.display())]
+    Helper {
         /// What is to be mounted.
         source_name: String,
-        /// What was asked for.
-        what: String,
+        /// Its type.
+        fs_type: String,
+        /// Where.
+        target: PathBuf,
+        /// Cause.
+        source: OutputError,
+    },
+    /// The helper program has failed.
+    #[error("cannot mount {source_name} ({fs_type}) on {}: {program} says: {said}", target.display())]
+    HelperFailed {
+        /// What is to be mounted.
+        source_name: String,
+        /// Its type.
+        fs_type: String,
+        /// Where.
+        target: PathBuf,
+        /// The helper.
+        program: &'static str,
+        /// Its words.
+        said: String,
     },
     /// The options do not fit the page that the kernel takes.
     #[error("mount of {source_name}: options of {length} bytes are longer than {limit}")]
@@ -115,10 +140,24 @@ pub(crate) enum MountError {
     },
 }
 
-/// Mounts everything onto `rootfs`, in order, or nothing.
-pub(crate) async fn mount_all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
-    let (mounts, rootfs) = (mounts.to_vec(), rootfs.to_owned());
-    on_thread(move || mount::all(&mounts, &rootfs)).await
+/// Mounts everything onto `rootfs`, in order, or nothing. `reaper` runs the helpers of some types.
+pub(crate) async fn mount_all(mounts: &[Mount], rootfs: &Path, reaper: &Reaper) -> Result<(), MountError> {
+    for mount in mounts {
+        let mounted = match Helper::of(mount) {
+            Some(helper) => helper.mount(mount, rootfs, reaper).await,
+            None => {
+                let (mount, rootfs) = (mount.clone(), rootfs.to_owned());
+                on_thread(move || mount::one(&mount, &rootfs)).await
+            }
+        };
+        if let Err(error) = mounted {
+            if let Err(left) = unmount_recursive(rootfs).await {
+                log::warn!("after a failed mount: {}", Chain(&left));
+            }
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 /// Unmounts everything at and below `path`. A mount that stays busy is an error.
@@ -135,7 +174,9 @@ pub(crate) async fn unmount_below(path: &Path) -> Result<(), MountError> {
 }
 
 /// Runs `work` to its end on a thread with its own working directory, also if the caller goes away.
-async fn on_thread(work: impl FnOnce() -> Result<(), MountError> + Send + 'static) -> Result<(), MountError> {
+async fn on_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, MountError> + Send + 'static,
+) -> Result<T, MountError> {
     let (done, result) = oneshot::channel();
     let run = move || {
         let result = unshare(CloneFlags::CLONE_FS)

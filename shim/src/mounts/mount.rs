@@ -12,46 +12,25 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{SysconfVar, chdir, sysconf};
 
 use super::flags::Options;
+use super::idmap::{self, Mapping};
 use super::loopdev::LoopDevice;
-use super::unmount::{self, Busy};
 use super::{MountError, overlay};
+
+const OVERLAY: &str = "overlay";
 
 /// Room for the rest of an overlay's options when layers are counted against the page.
 const PAGE_RESERVE: usize = 512;
 
-/// Types that helper programs mount.
-const HELPER_TYPES: [&str; 2] = ["fuse.", "fuse3."];
-
-pub(super) fn all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
-    for mount in mounts {
-        if let Err(error) = one(mount, rootfs) {
-            if let Err(left) = unmount::tree(rootfs, Busy::Fail) {
-                log::warn!("after a failed mount: {left}");
-            }
-            return Err(error);
-        }
-    }
-    Ok(())
-}
-
-fn one(mount: &Mount, rootfs: &Path) -> Result<(), MountError> {
+/// Mounts one thing that the kernel mounts by itself.
+pub(super) fn one(mount: &Mount, rootfs: &Path) -> Result<(), MountError> {
     let mut options = Options::parse(mount.options.iter().map(String::as_str))?;
-    let unsupported = |what: &str| MountError::Unsupported {
-        source_name: mount.source.clone(),
-        what: what.to_owned(),
-    };
-    if options.id_mapped {
-        return Err(unsupported("a user mapping of its own"));
-    }
-    if HELPER_TYPES.iter().any(|prefix| mount.type_.starts_with(prefix)) {
-        return Err(unsupported(&format!("type {}", mount.type_)));
-    }
     let target = inside(rootfs, Path::new(&mount.target))?;
     let data = file_system_options(mount, &mut options)?;
     let call = Call {
         mount,
         target: &target,
     };
+    let mapping = Mapping::of(&options.owners).map_err(|source| call.error("map owners of", source))?;
 
     // A remount that changes no option of the file system is only one of propagation or of the bind.
     if !options.flags.contains(MsFlags::MS_REMOUNT) || !data.is_empty() {
@@ -61,10 +40,19 @@ fn one(mount: &Mount, rootfs: &Path) -> Result<(), MountError> {
             .then(|| LoopDevice::of(mount, &options))
             .transpose()?;
         let source = device.as_ref().map_or(Path::new(&mount.source), LoopDevice::path);
-        call.mount("mount", Some(source), options.flags, &data)?;
+        match mapping.as_ref().filter(|_| mount.type_ == OVERLAY) {
+            // The kernel maps the layers of an overlay, not the overlay.
+            Some(mapping) => mapping
+                .overlay(&overlay::layers(&options.data), &target, || {
+                    call.mount(Some(source), options.flags, &data)
+                })
+                .and_then(|tree| idmap::attach(&tree, &target))
+                .map_err(|source| call.error("mount, with mapped owners,", source))?,
+            None => call.step("mount", Some(source), options.flags, &data)?,
+        }
     }
     if !options.propagation.is_empty() {
-        call.mount("set the propagation of", None, options.propagation, "")?;
+        call.step("set the propagation of", None, options.propagation, "")?;
     }
     if options.restricts_bind() {
         let locked = if in_user_namespace() {
@@ -72,9 +60,15 @@ fn one(mount: &Mount, rootfs: &Path) -> Result<(), MountError> {
         } else {
             MsFlags::empty()
         };
-        call.mount("restrict", None, options.flags | locked | MsFlags::MS_REMOUNT, "")?;
+        call.step("restrict", None, options.flags | locked | MsFlags::MS_REMOUNT, "")?;
     }
-    Ok(())
+    // Last, because it takes a clone of what the steps before have made.
+    match mapping.filter(|_| mount.type_ != OVERLAY) {
+        Some(mapping) => mapping
+            .remount(&target)
+            .map_err(|source| call.error("map owners of", source)),
+        None => Ok(()),
+    }
 }
 
 /// The options for the file system, short enough for the kernel. May change the working directory.
@@ -85,7 +79,7 @@ fn file_system_options(mount: &Mount, options: &mut Options) -> Result<String, M
         .and_then(|size| usize::try_from(size).ok());
     let page = page.unwrap_or(4096);
     let too_long = options.data.iter().map(|option| option.len() + 1).sum::<usize>() >= page - PAGE_RESERVE;
-    if mount.type_ == "overlay"
+    if mount.type_ == OVERLAY
         && too_long
         && let Some(dir) = overlay::compact(&mut options.data)
     {
@@ -113,27 +107,36 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    fn mount(
+    fn step(
         &self,
         step: &'static str,
         source: Option<&Path>,
         flags: MsFlags,
         data: &str,
     ) -> Result<(), MountError> {
+        self.mount(source, flags, data)
+            .map_err(|source| self.error(step, source))
+    }
+
+    fn mount(&self, source: Option<&Path>, flags: MsFlags, data: &str) -> io::Result<()> {
         let fs_type = source.map(|_| self.mount.type_.as_str());
         let data = (!data.is_empty()).then_some(data);
-        mount(source, self.target, fs_type, flags, data).map_err(|errno| MountError::Mount {
+        Ok(mount(source, self.target, fs_type, flags, data)?)
+    }
+
+    fn error(&self, step: &'static str, source: io::Error) -> MountError {
+        MountError::Mount {
             step,
             source_name: self.mount.source.clone(),
             fs_type: self.mount.type_.clone(),
             target: self.target.to_owned(),
-            source: errno.into(),
-        })
+            source,
+        }
     }
 }
 
 /// The path of `target` as a process in `rootfs` would find it: links do not lead out.
-fn inside(rootfs: &Path, target: &Path) -> Result<PathBuf, MountError> {
+pub(super) fn inside(rootfs: &Path, target: &Path) -> Result<PathBuf, MountError> {
     if target.as_os_str().is_empty() {
         return Ok(rootfs.to_owned());
     }

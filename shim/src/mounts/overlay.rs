@@ -24,6 +24,27 @@ pub(super) fn compact(options: &mut [String]) -> Option<PathBuf> {
     Some(common)
 }
 
+/// Directories of the lower layers that `options` name.
+pub(super) fn layers(options: &[String]) -> Vec<PathBuf> {
+    let list = options.iter().find_map(|option| option.strip_prefix(LOWER));
+    let names = split(list.unwrap_or_default());
+    names
+        .into_iter()
+        .filter(|name| !name.is_empty())
+        .map(plain)
+        .collect()
+}
+
+/// A name without its escapes.
+fn plain(name: &str) -> PathBuf {
+    let mut escaped = false;
+    let kept = name.chars().filter(|c| {
+        escaped = *c == '\\' && !escaped;
+        !escaped
+    });
+    kept.collect::<String>().into()
+}
+
 /// The layers, still escaped: a colon after a backslash belongs to a name.
 fn split(list: &str) -> Vec<&str> {
     let mut layers = Vec::new();
@@ -83,6 +104,13 @@ mod tests {
         assert_eq!((dir, option.as_str()), (Some("/var/a".into()), "lowerdir=fs"));
         let (dir, option) = compacted("lowerdir=/var/a/b:/var/a");
         assert_eq!((dir, option.as_str()), (Some("/var".into()), "lowerdir=a/b:a"));
+    }
+
+    #[test]
+    fn layers_are_found_without_their_escapes() {
+        let options = ["index=off", "lowerdir=/a\\:b/fs:c/\\\\d::/e"].map(String::from);
+        assert_eq!(layers(&options), ["/a:b/fs", "c/\\d", "/e"].map(PathBuf::from));
+        assert!(layers(&options[..1]).is_empty());
     }
 
     #[test]

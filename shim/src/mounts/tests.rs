@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,11 @@ use nix::mount::{MntFlags, MsFlags, mount as mount_call, umount2};
 use tempfile::TempDir;
 
 use super::*;
+
+/// As [`super::mount_all`], with a reaper of the test's own.
+async fn mount_all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
+    super::mount_all(mounts, rootfs, &Reaper::start().unwrap()).await
+}
 
 /// A temporary directory in a private mount namespace, which ends with the test's thread and takes all mounts along.
 struct Private(TempDir);
@@ -210,17 +216,107 @@ async fn a_mount_that_fails_takes_the_earlier_ones_along() {
             "mount option X-containerd.x=y is reserved",
         ),
         (
-            mount_of("overlay", "overlay", "", &["uidmap=0:1:1"]),
-            "mount of overlay: a user mapping",
+            mount_of("bind", &source, "", &["bind", "uidmap=0:1:1"]),
+            "cannot map owners of ",
         ),
         (
-            mount_of("fuse.sshfs", "host:", "", &[]),
-            "mount of host:: type fuse.sshfs is not supported",
+            mount_of("bind", &source, "", &["bind", "uidmap=0:1:1", "gidmap=0:x:1"]),
+            "cannot map owners of ",
+        ),
+        (
+            mount_of(
+                "overlay",
+                "overlay",
+                "",
+                &["lowerdir=/missing:/proc", "uidmap=0:1:1", "gidmap=0:1:1"],
+            ),
+            "cannot mount, with mapped owners, overlay (overlay) on ",
+        ),
+        (
+            mount_of("fuse3.no-such-helper", "host:", "", &[]),
+            "cannot mount host: (fuse3.no-such-helper) on ",
         ),
     ] {
         let error = mount_all(&[first.clone(), second], &rootfs).await.unwrap_err();
         assert!(error.to_string().starts_with(expected), "{error}");
         assert_eq!(mounted_below(&rootfs), 0);
+    }
+}
+
+fn owner(path: &Path) -> (u32, u32) {
+    let metadata = fs::metadata(path).unwrap();
+    (metadata.uid(), metadata.gid())
+}
+
+/// A file for each of these owners.
+fn owned(dir: &Path, owners: &[u32]) {
+    for owner in owners {
+        let file = dir.join(owner.to_string());
+        fs::write(&file, "").unwrap();
+        std::os::unix::fs::chown(&file, Some(*owner), Some(*owner + 1)).unwrap();
+    }
+}
+
+const MAPS: [&str; 2] = ["uidmap=0:1000:10,20:5000:1", "gidmap=0:2000:10,21:6000:1"];
+
+#[tokio::test]
+async fn a_bind_shows_mapped_owners_and_its_source_does_not() {
+    let Some(tmp) = private_dir() else { return };
+    let [source, rootfs] = ["source", "rootfs"].map(|name| dir(tmp.path(), name));
+    owned(&source, &[0, 7, 20, 99]);
+    for (options, writable) in [(&["rbind"][..], true), (&["rbind", "ro"], false)] {
+        let options = [options, &MAPS[..]].concat();
+        mount_all(&[mount_of("bind", &source, "", &options)], &rootfs)
+            .await
+            .unwrap();
+        assert_eq!(owner(&rootfs.join("0")), (1000, 2001));
+        assert_eq!(owner(&rootfs.join("7")), (1007, 2008));
+        assert_eq!(owner(&rootfs.join("20")), (5000, 6000));
+        // Who is not mapped is nobody.
+        assert_eq!(owner(&rootfs.join("99")), (65534, 65534));
+        assert_eq!(owner(&source.join("7")), (7, 8));
+        let chmod = fs::set_permissions(rootfs.join("7"), fs::Permissions::from_mode(0o600));
+        assert_eq!(chmod.is_ok(), writable);
+        // The clone without a mapping is not left below it.
+        assert_eq!(mounted_below(&rootfs), 1);
+        unmount_recursive(&rootfs).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_overlay_shows_mapped_layers() {
+    let Some(tmp) = private_dir() else { return };
+    let [upper, work, rootfs] = ["upper", "work", "rootfs"].map(|name| dir(tmp.path(), name));
+    let base = "snapshots/".to_owned() + &"d".repeat(80);
+    for layers in [1, 60] {
+        let layers: Vec<_> = (0..layers)
+            .map(|layer| dir(tmp.path(), &format!("{base}/{layer}/fs")))
+            .collect();
+        owned(&layers[0], &[0, 8]);
+        owned(layers.last().unwrap(), &[5]);
+        let names: Vec<_> = layers.iter().map(|layer| layer.to_str().unwrap()).collect();
+        let mut options = [
+            format!("lowerdir={}", names.join(":")),
+            format!("upperdir={}", upper.display()),
+            format!("workdir={}", work.display()),
+        ]
+        .to_vec();
+        options.extend(MAPS.map(String::from));
+        let options: Vec<_> = options.iter().map(String::as_str).collect();
+        let before = mounted().unwrap().len();
+        mount_all(&[mount_of("overlay", "overlay", "", &options)], &rootfs)
+            .await
+            .unwrap();
+        assert_eq!(owner(&rootfs.join("8")), (1008, 2009));
+        assert_eq!(owner(&rootfs.join("5")), (1005, 2006));
+        assert_eq!(owner(&layers[0].join("8")), (8, 9));
+        // What is copied up has the mapped owner.
+        fs::write(rootfs.join("5"), "more").unwrap();
+        assert_eq!(owner(&upper.join("5")), (1005, 2006));
+        // Nothing but the overlay is mounted.
+        assert_eq!(mounted().unwrap().len(), before + 1);
+        unmount_recursive(&rootfs).await.unwrap();
+        fs::remove_file(upper.join("5")).unwrap();
     }
 }
 

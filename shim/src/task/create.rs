@@ -69,7 +69,7 @@ async fn build(service: &Arc<Service>, request: &CreateTaskRequest) -> Result<Ar
                 source,
             });
         }
-        mounts::mount_all(&request.rootfs, &rootfs).await?;
+        mounts::mount_all(&request.rootfs, &rootfs, &service.reaper).await?;
     }
     let built = build_mounted(service, request, &bundle, options).await;
     if built.is_err()
