@@ -4,6 +4,7 @@
 //! disturbs one disturbs the other. Figures that are no difference between the two are not reported.
 
 mod gates;
+mod progress;
 mod shim;
 
 use std::process::ExitCode;
@@ -49,7 +50,7 @@ pub fn run(cmd: Cmd) -> Result<ExitCode> {
     let Bench::Shim(options) = cmd.bench;
     // Read before anything is measured, which takes a while.
     let gates = options.output.check.then(Gates::read).transpose()?;
-    let (name, cases) = ("shim", shim::measure(&options)?);
+    let (name, cases) = (shim::NAME, shim::measure(&options)?);
     if options.output.json {
         for case in &cases {
             println!("{}", serde_json::to_string(case)?);
@@ -57,7 +58,9 @@ pub fn run(cmd: Cmd) -> Result<ExitCode> {
     } else {
         table(&cases);
     }
-    let missed = gates.map_or_else(Vec::new, |gates| gates.missed(name, &cases));
+    let missed = gates.map_or_else(Vec::new, |gates| {
+        gates.missed(name, &cases, |case| options.wants(case))
+    });
     for miss in &missed {
         eprintln!("gate missed: {miss}");
     }
@@ -76,8 +79,8 @@ struct Case {
     unit: &'static str,
     stock: Stats,
     firn: Stats,
-    /// Of the medians, firn / stock: below 1 is better.
-    ratio: f64,
+    /// Of the medians, firn / stock; absent where the stock shim has none of it.
+    ratio: Option<f64>,
 }
 
 impl Case {
@@ -90,7 +93,7 @@ impl Case {
         firn: Vec<f64>,
     ) -> Option<Self> {
         let (stock, firn) = (Stats::of(stock)?, Stats::of(firn)?);
-        let ratio = firn.median / stock.median;
+        let ratio = (stock.median > 0.0).then(|| firn.median / stock.median);
         Some(Self {
             bench,
             case,
@@ -127,17 +130,17 @@ impl Stats {
 fn table(cases: &[Case]) {
     let shown = |stats: &Stats| format!("{:.2} ({:.2}..{:.2})", stats.median, stats.min, stats.max);
     println!(
-        "{:<14} {:>4}  {:>26}  {:>26}  {:>5}  {:>3}",
+        "{:<14} {:>6}  {:>28}  {:>28}  {:>5}  {:>3}",
         "case", "", "stock", "firn", "ratio", "n"
     );
     for case in cases {
+        let ratio = case.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}"));
         println!(
-            "{:<14} {:>4}  {:>26}  {:>26}  {:>5.2}  {:>3}",
+            "{:<14} {:>6}  {:>28}  {:>28}  {ratio:>5}  {:>3}",
             case.case,
             case.unit,
             shown(&case.stock),
             shown(&case.firn),
-            case.ratio,
             case.firn.n
         );
     }
@@ -165,6 +168,15 @@ mod tests {
                 "stock": { "median": 110.0, "min": 100.0, "max": 120.0, "n": 2 },
                 "firn": { "median": 55.0, "min": 55.0, "max": 55.0, "n": 1 },
             })
+        );
+    }
+
+    #[test]
+    fn what_the_stock_shim_has_none_of_has_no_ratio() {
+        let case = Case::new("shim", "lost-events", "events", vec![0.0], vec![1.0]).unwrap();
+        assert_eq!(
+            serde_json::to_value(&case).unwrap()["ratio"],
+            serde_json::Value::Null
         );
     }
 }

@@ -46,6 +46,20 @@ impl Events {
             }
         }
     }
+
+    /// Every line up to now: until it tells of a mark that is made here.
+    pub fn until_now(mut self, host: &GpuHost) -> Result<Vec<String>> {
+        let mark = "localhost/until-now:latest";
+        host.node()
+            .run(&["ctr", "images", "tag", "--force", IMAGE, mark])?;
+        loop {
+            let line = self.heard.recv_timeout(LIMIT).context("the mark is not told")?;
+            if line.contains(mark) {
+                return Ok(std::mem::take(&mut self.lines));
+            }
+            self.lines.push(line);
+        }
+    }
 }
 
 impl Drop for Events {

@@ -1,5 +1,7 @@
 //! A shim's task service, called as containerd calls it.
 
+mod exec;
+
 use std::time::Duration;
 
 use anyhow::{Context, Result};

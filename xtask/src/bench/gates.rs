@@ -14,11 +14,15 @@ use crate::workspace;
 #[serde(transparent)]
 pub(super) struct Gates(BTreeMap<String, BTreeMap<String, Gate>>);
 
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct Gate {
-    /// The most that firn may take of what the stock shim takes.
-    max_ratio: f64,
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Gate {
+    /// The most that firn's median may be of the stock shim's: of times and memory.
+    MaxRatio(f64),
+    /// The least that firn's median may be of the stock shim's: of rates.
+    MinRatio(f64),
+    /// The most that any reading of firn may be, whatever the stock shim's are.
+    Max(f64),
 }
 
 impl Gates {
@@ -29,23 +33,38 @@ impl Gates {
         toml::from_str(&text).with_context(|| format!("{} is not valid", path.display()))
     }
 
-    /// Every gate of `bench` that is not met, in words. A gate without a reading is missed too.
-    pub(super) fn missed(&self, bench: &str, cases: &[Case]) -> Vec<String> {
+    /// Every gate of the `wanted` cases of `bench` that is not met, in words. A gate without a reading is missed too.
+    pub(super) fn missed(&self, bench: &str, cases: &[Case], wanted: impl Fn(&str) -> bool) -> Vec<String> {
         let gates = self.0.get(bench).into_iter().flatten();
         gates
+            .filter(|(name, _)| wanted(name))
             .filter_map(|(name, gate)| match cases.iter().find(|case| case.case == name) {
                 None => Some(format!("{bench} {name}: there is no such case")),
-                Some(case) if case.ratio <= gate.max_ratio => None,
-                Some(case) => Some(format!(
-                    "{bench} {name}: ratio {:.3}, gate {:.3} (firn {:.2} {unit}, stock {:.2} {unit})",
-                    case.ratio,
-                    gate.max_ratio,
-                    case.firn.median,
-                    case.stock.median,
-                    unit = case.unit
-                )),
+                Some(case) => gate.missed(case).map(|why| format!("{bench} {name}: {why}")),
             })
             .collect()
+    }
+}
+
+impl Gate {
+    fn missed(self, case: &Case) -> Option<String> {
+        let (stock, firn) = (case.stock.median, case.firn.median);
+        // Without a division: of what the stock shim has none, firn may have none either.
+        let (met, gate) = match self {
+            Self::MaxRatio(most) => (firn <= most * stock, format!("at most {most} of stock's")),
+            Self::MinRatio(least) => (firn >= least * stock, format!("at least {least} of stock's")),
+            Self::Max(most) => (case.firn.max <= most, format!("at most {most}")),
+        };
+        let ratio = case
+            .ratio
+            .map_or(String::new(), |ratio| format!(", ratio {ratio:.3}"));
+        (!met).then(|| {
+            format!(
+                "firn {firn:.2} {unit} (up to {:.2}), stock {stock:.2} {unit}{ratio}; the gate is {gate}",
+                case.firn.max,
+                unit = case.unit
+            )
+        })
     }
 }
 
@@ -53,26 +72,79 @@ impl Gates {
 mod tests {
     use super::*;
 
-    fn missed(gates: &str, stock: f64, firn: f64) -> Vec<String> {
-        let case = Case::new("shim", "rss", "MiB", vec![stock], vec![firn]).unwrap();
-        toml::from_str::<Gates>(gates).unwrap().missed("shim", &[case])
+    fn missed(gates: &str, stock: &[f64], firn: &[f64]) -> Vec<String> {
+        let case = Case::new("shim", "rss", "MiB", stock.into(), firn.into()).unwrap();
+        let gates = toml::from_str::<Gates>(gates).unwrap();
+        gates.missed("shim", &[case], |_| true)
     }
 
     #[test]
     fn a_ratio_above_the_gate_and_a_case_that_is_not_there_are_missed() {
         let gate = "[shim]\nrss = { max-ratio = 0.25 }\n";
-        assert!(missed(gate, 20.0, 5.0).is_empty());
-        let said = missed(gate, 20.0, 6.0);
+        assert!(missed(gate, &[20.0], &[5.0]).is_empty());
+        let said = missed(gate, &[20.0], &[6.0]);
         assert!(
-            said.len() == 1 && said[0].contains("ratio 0.300, gate 0.250"),
+            said.len() == 1 && said[0].contains("ratio 0.300; the gate is at most 0.25 of"),
             "{said:?}"
         );
-        assert_eq!(missed("[shim]\nspeed = { max-ratio = 1.0 }\n", 1.0, 1.0).len(), 1);
-        assert!(missed("[other]\nrss = { max-ratio = 0.1 }\n", 1.0, 1.0).is_empty());
+        assert_eq!(
+            missed("[shim]\nspeed = { max-ratio = 1.0 }\n", &[1.0], &[1.0]).len(),
+            1
+        );
+        assert!(missed("[other]\nrss = { max-ratio = 0.1 }\n", &[1.0], &[1.0]).is_empty());
     }
 
     #[test]
-    fn the_file_of_the_repository_is_valid() {
-        assert!(Gates::read().unwrap().0.contains_key("shim"));
+    fn a_rate_must_reach_its_gate() {
+        let gate = "[shim]\nrss = { min-ratio = 1.0 }\n";
+        assert!(missed(gate, &[500.0], &[500.0]).is_empty());
+        assert_eq!(missed(gate, &[500.0], &[499.0]).len(), 1);
+    }
+
+    #[test]
+    fn a_limit_counts_for_the_worst_reading_and_without_the_stock_shim() {
+        let gate = "[shim]\nrss = { max = 0 }\n";
+        assert!(missed(gate, &[7.0], &[0.0]).is_empty());
+        assert_eq!(missed(gate, &[0.0], &[0.0, 0.0, 1.0]).len(), 1);
+    }
+
+    #[test]
+    fn what_neither_has_any_of_is_no_miss() {
+        assert!(missed("[shim]\nrss = { max-ratio = 0.5 }\n", &[0.0], &[0.0]).is_empty());
+        assert_eq!(
+            missed("[shim]\nrss = { max-ratio = 0.5 }\n", &[0.0], &[0.1]).len(),
+            1
+        );
+    }
+
+    #[test]
+    fn gates_of_cases_that_were_not_picked_do_not_count() {
+        let gates = toml::from_str::<Gates>("[shim]\nrss = { max-ratio = 0.1 }\n").unwrap();
+        assert!(gates.missed("shim", &[], |case| case == "pss").is_empty());
+        assert_eq!(gates.missed("shim", &[], |_| true).len(), 1);
+    }
+
+    #[test]
+    fn a_gate_says_one_thing() {
+        for wrong in [
+            "{}",
+            "{ max = 1, min-ratio = 1 }",
+            "{ maximum = 1 }",
+            "{ max = \"1\" }",
+        ] {
+            assert!(
+                toml::from_str::<Gates>(&format!("[shim]\nrss = {wrong}\n")).is_err(),
+                "{wrong}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_gate_of_the_repository_is_of_a_case() {
+        let gates = Gates::read().unwrap();
+        let known: Vec<&str> = crate::bench::shim::cases().collect();
+        for name in gates.0["shim"].keys() {
+            assert!(known.contains(&name.as_str()), "{name}");
+        }
     }
 }

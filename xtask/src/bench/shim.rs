@@ -1,258 +1,363 @@
 //! `cargo xtask bench shim`: what a container costs under either shim.
 //!
 //! Times are taken inside the node around `ctr`, so entering the node does not count; `ctr`, containerd and runc do, as
-//! for a user. Memory is that of shims whose containers have slept for a while, several of each at a time: one shim
-//! alone would be charged for all of its program's pages.
+//! for a user. Only what an exec writes is read here, from a fifo that the shim is given as containerd gives it one.
+//! Memory is that of shims whose containers have slept for a while, several of each at a time: one shim alone would be
+//! charged for all of its program's pages.
 
+mod crowd;
+mod idle;
+mod lost;
+mod memory;
+mod single;
+mod stdout;
+
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
-use std::thread;
-use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use firn_lab::{Built, FIRN, GpuHost, IMAGE, Profile, STOCK, SimGpu};
+use anyhow::{Context, Result};
+use clap::builder::PossibleValuesParser;
+use firn_lab::{Built, FIRN, GpuHost, Profile, STOCK, SimGpu};
 use firn_node::{Node, Suite};
 
+use super::progress::Progress;
 use super::{Case, Output};
 
-/// Start, stop and memory of containers without GPU
+/// The benchmark's name in its output and in the gates.
+pub(super) const NAME: &str = "shim";
+
+/// Start, stop, output, events and memory of containers without GPU
 #[derive(clap::Args)]
 pub struct Options {
     #[command(flatten)]
     pub(super) output: Output,
-    /// Readings of each shim
+    /// Readings of each shim; of what takes long, a part of them
     #[arg(short, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     n: u32,
+    /// Measure only this case, and what comes with it; may be given several times
+    #[arg(long = "case", value_name = "NAME", value_parser = PossibleValuesParser::new(cases()))]
+    picked: Vec<String>,
 }
 
-/// Shims of each kind whose memory is read at a time.
-const IDLE: usize = 5;
-
-/// How long they have been idle by then. Part of what is measured: Go gives memory back only after a while.
-const SETTLE: Duration = Duration::from_secs(10);
-
-const STOCK_SHIM: &str = "/usr/bin/containerd-shim-runc-v2";
-
-/// Prints the microseconds that a command took, after what it printed itself.
-const TIMED: &str =
-    r#"begun=$EPOCHREALTIME; "$@" >&2; ended=$EPOCHREALTIME; echo $((${ended/./} - ${begun/./}))"#;
-
-/// Readings of both shims.
-#[derive(Default)]
-struct Readings {
-    stock: Vec<f64>,
-    firn: Vec<f64>,
+impl Options {
+    /// Whether this case is to be shown and compared with its gate.
+    pub(super) fn wants(&self, case: &str) -> bool {
+        self.picked.is_empty() || self.picked.iter().any(|picked| picked == case)
+    }
 }
 
-impl Readings {
-    fn of(&mut self, runtime: &str) -> &mut Vec<f64> {
-        if runtime == FIRN {
-            &mut self.firn
-        } else {
-            &mut self.stock
+/// Names of all cases.
+pub(super) fn cases() -> impl Iterator<Item = &'static str> {
+    GROUPS.iter().flat_map(|group| group.cases).map(|(name, _)| *name)
+}
+
+/// Cases that are measured together.
+struct Group {
+    what: &'static str,
+    /// Names and units.
+    cases: &'static [(&'static str, &'static str)],
+    way: Way,
+}
+
+enum Way {
+    /// One reading per round, of one shim after the other. One round for so many of the readings that are asked for.
+    Rounds {
+        share: u32,
+        measure: fn(&Lab<'_>, Shim) -> Result<Readings>,
+    },
+    /// All readings at once, of both shims side by side, in so many steps.
+    Once {
+        steps: u32,
+        measure: fn(&Lab<'_>, &mut Record, &mut Progress) -> Result<()>,
+    },
+}
+
+static GROUPS: &[Group] = &[
+    Group {
+        what: "start and end of a container",
+        cases: &[("run", "ms"), ("kill-delete", "ms"), ("run-delete", "ms")],
+        way: Way::Rounds {
+            share: 1,
+            measure: single::lives,
+        },
+    },
+    Group {
+        what: "exec in a running container",
+        cases: &[("exec", "ms")],
+        way: Way::Rounds {
+            share: 4,
+            measure: single::execs,
+        },
+    },
+    Group {
+        what: "20 starts at a time",
+        cases: &[("starts-20", "ms")],
+        way: Way::Rounds {
+            share: 2,
+            measure: crowd::twenty,
+        },
+    },
+    Group {
+        what: "100 starts at a time",
+        cases: &[("starts-100", "ms")],
+        way: Way::Rounds {
+            share: 4,
+            measure: crowd::hundred,
+        },
+    },
+    Group {
+        what: "a pod of 10 containers, started one by one and at a time",
+        cases: &[("pod", "ms"), ("pod-at-once", "ms")],
+        way: Way::Rounds {
+            share: 2,
+            measure: crowd::pods,
+        },
+    },
+    Group {
+        what: "300 MB of output",
+        cases: &[("stdout", "MB/s")],
+        way: Way::Rounds {
+            share: 2,
+            measure: stdout::throughput,
+        },
+    },
+    Group {
+        what: "events of 100 short containers",
+        cases: &[("lost-events", "events")],
+        way: Way::Once {
+            steps: 2 * lost::RUNS,
+            measure: lost::events,
+        },
+    },
+    Group {
+        what: "idle shims",
+        cases: &[
+            ("rss", "MiB"),
+            ("pss", "MiB"),
+            ("private", "MiB"),
+            ("idle-cpu", "us/s"),
+            ("idle-switches", "1/s"),
+        ],
+        way: Way::Once {
+            steps: idle::steps(idle::SINGLE),
+            measure: idle::single,
+        },
+    },
+    Group {
+        what: "idle shims of pods of 10 containers",
+        cases: &[
+            ("pod-rss", "MiB"),
+            ("pod-pss", "MiB"),
+            ("pod-private", "MiB"),
+            ("pod-idle-cpu", "us/s"),
+            ("pod-idle-switches", "1/s"),
+        ],
+        way: Way::Once {
+            steps: idle::steps(idle::PODS),
+            measure: idle::pods,
+        },
+    },
+    Group {
+        what: "programs",
+        cases: &[("binary", "MiB")],
+        way: Way::Once {
+            steps: 1,
+            measure: sizes,
+        },
+    },
+];
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shim {
+    Stock,
+    Firn,
+}
+
+impl Shim {
+    /// containerd's name for it.
+    fn runtime(self) -> &'static str {
+        match self {
+            Self::Stock => STOCK,
+            Self::Firn => FIRN,
         }
     }
 
-    fn into_case(self, name: &'static str, unit: &'static str) -> Result<Case> {
-        Case::new("shim", name, unit, self.stock, self.firn).with_context(|| format!("no reading of {name}"))
+    /// For names of containers.
+    fn short(self) -> &'static str {
+        match self {
+            Self::Stock => "stock",
+            Self::Firn => "firn",
+        }
+    }
+
+    /// Both, the other one first every time.
+    fn in_turn(round: u32) -> [Self; 2] {
+        if round.is_multiple_of(2) {
+            [Self::Stock, Self::Firn]
+        } else {
+            [Self::Firn, Self::Stock]
+        }
     }
 }
 
-/// Measures everything.
+/// Where it is measured.
+struct Lab<'a> {
+    host: &'a GpuHost,
+    shim: &'a Path,
+}
+
+impl Lab<'_> {
+    fn node(&self) -> &Node {
+        self.host.node()
+    }
+
+    /// `ctr run` with these options and what follows them.
+    fn run(&self, shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
+        self.made_by(&["run"], shim, options, rest)
+    }
+
+    /// `ctr containers create` with these options and what follows them.
+    fn create(&self, shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
+        self.made_by(&["containers", "create"], shim, options, rest)
+    }
+
+    fn made_by(&self, verb: &[&str], shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
+        let runtime = ["--runtime", shim.runtime()];
+        let words = [&["ctr"], verb, &runtime, self.host.limits(), options, rest];
+        words.concat().into_iter().map(str::to_owned).collect()
+    }
+}
+
+/// One reading of each of a group's cases.
+type Readings = Vec<(&'static str, f64)>;
+
+/// All readings, by case and shim.
+#[derive(Default)]
+struct Record(BTreeMap<&'static str, [Vec<f64>; 2]>);
+
+impl Record {
+    fn add(&mut self, case: &'static str, shim: Shim, reading: f64) {
+        let [stock, firn] = self.0.entry(case).or_default();
+        match shim {
+            Shim::Stock => stock.push(reading),
+            Shim::Firn => firn.push(reading),
+        }
+    }
+
+    fn into_cases(mut self, group: &Group) -> Result<Vec<Case>> {
+        let case = |&(name, unit)| {
+            let [stock, firn] = self.0.remove(name).unwrap_or_default();
+            Case::new(NAME, name, unit, stock, firn).with_context(|| format!("no reading of {name}"))
+        };
+        group.cases.iter().map(case).collect()
+    }
+}
+
+/// Measures what is wanted.
 pub(super) fn measure(options: &Options) -> Result<Vec<Case>> {
     eprintln!("building release programs");
     let built = Built::build(Profile::Release)?;
-    let host = GpuHost::start(&built, Suite::Forky, "bench-shim", &[SimGpu::h200(1)])?;
-    let node = host.node();
-    eprintln!("{} readings of each shim, in turns", options.n);
-    let mut cases = times(node, options.n)?;
-    eprintln!("{IDLE} idle containers under each shim");
-    cases.extend(memory(node)?);
-    cases.push(sizes(node, built.shim())?);
+    let name = format!("bench-shim-{}", std::process::id());
+    let host = GpuHost::start(&built, Suite::Forky, &name, &[SimGpu::h200(1)])?;
+    let lab = Lab {
+        host: &host,
+        shim: built.shim(),
+    };
+    let mut cases = Vec::new();
+    for group in GROUPS {
+        if group.cases.iter().any(|(name, _)| options.wants(name)) {
+            let measured = group
+                .measure(&lab, options.n)
+                .with_context(|| group.what.to_owned())?;
+            cases.extend(measured.into_iter().filter(|case| options.wants(case.case)));
+        }
+    }
     Ok(cases)
 }
 
-/// Both shims, the other one first every time.
-fn in_turn(round: u32) -> [&'static str; 2] {
-    if round.is_multiple_of(2) {
-        [STOCK, FIRN]
-    } else {
-        [FIRN, STOCK]
-    }
-}
-
-fn times(node: &Node, n: u32) -> Result<Vec<Case>> {
-    let (mut run, mut kill_delete, mut run_delete) =
-        (Readings::default(), Readings::default(), Readings::default());
-    // The first round fills caches and does not count.
-    for round in 0..=n {
-        for runtime in in_turn(round) {
-            let start = [
-                "ctr",
-                "run",
-                "--detach",
-                "--runtime",
-                runtime,
-                IMAGE,
-                "timed",
-                "sleep",
-                "1000000",
-            ];
-            let whole = ["ctr", "run", "--rm", "--runtime", runtime, IMAGE, "timed", "true"];
-            let started = timed(node, &start)?;
-            let killed = timed(node, &["ctr", "tasks", "rm", "--force", "timed"])?;
-            node.run(&["ctr", "containers", "rm", "timed"])?;
-            let whole = timed(node, &whole)?;
-            if round > 0 {
-                run.of(runtime).push(started);
-                kill_delete.of(runtime).push(killed);
-                run_delete.of(runtime).push(whole);
+impl Group {
+    fn measure(&self, lab: &Lab<'_>, n: u32) -> Result<Vec<Case>> {
+        let mut record = Record::default();
+        match self.way {
+            Way::Once { steps, measure } => {
+                let mut progress = Progress::begin(self.what, steps);
+                measure(lab, &mut record, &mut progress)?;
+                progress.end();
+            }
+            Way::Rounds { share, measure } => {
+                let rounds = n.div_ceil(share);
+                let mut progress = Progress::begin(&format!("{}, {rounds} times", self.what), rounds);
+                // The first round fills caches and does not count.
+                for round in 0..=rounds {
+                    for shim in Shim::in_turn(round) {
+                        for (case, reading) in measure(lab, shim)? {
+                            if round > 0 {
+                                record.add(case, shim, reading);
+                            }
+                        }
+                    }
+                    if round > 0 {
+                        progress.step();
+                    }
+                }
+                progress.end();
             }
         }
-    }
-    Ok(vec![
-        run.into_case("run", "ms")?,
-        kill_delete.into_case("kill-delete", "ms")?,
-        run_delete.into_case("run-delete", "ms")?,
-    ])
-}
-
-/// Milliseconds that a command takes in the node.
-fn timed(node: &Node, argv: &[&str]) -> Result<f64> {
-    let output = node.run(&[&["bash", "-euc", TIMED, "timed"], argv].concat())?;
-    let micros: f64 = output
-        .stdout
-        .trim()
-        .parse()
-        .with_context(|| format!("no time in {:?}", output.stdout))?;
-    Ok(micros / 1000.0)
-}
-
-fn memory(node: &Node) -> Result<Vec<Case>> {
-    let ids: Vec<(String, &str)> = (0..IDLE)
-        .zip(0u32..)
-        .flat_map(|(index, round)| {
-            in_turn(round).map(|runtime| (format!("idle-{index}-{}", short(runtime)), runtime))
-        })
-        .collect();
-    for (id, runtime) in &ids {
-        node.run(&[
-            "ctr",
-            "run",
-            "--detach",
-            "--runtime",
-            runtime,
-            IMAGE,
-            id,
-            "sleep",
-            "1000000",
-        ])?;
-    }
-    thread::sleep(SETTLE);
-    let (mut rss, mut pss, mut private) = (Readings::default(), Readings::default(), Readings::default());
-    for (id, runtime) in &ids {
-        let memory = Memory::of_shim(node, id)?;
-        rss.of(runtime).push(memory.rss);
-        pss.of(runtime).push(memory.pss);
-        private.of(runtime).push(memory.private);
-    }
-    for (id, _) in &ids {
-        node.run(&["ctr", "tasks", "rm", "--force", id])?;
-        node.run(&["ctr", "containers", "rm", id])?;
-    }
-    Ok(vec![
-        rss.into_case("rss", "MiB")?,
-        pss.into_case("pss", "MiB")?,
-        private.into_case("private", "MiB")?,
-    ])
-}
-
-fn short(runtime: &str) -> &'static str {
-    if runtime == FIRN { "firn" } else { "stock" }
-}
-
-/// Memory of a process in MiB.
-#[derive(Debug, PartialEq)]
-struct Memory {
-    /// Resident.
-    rss: f64,
-    /// Resident, every page divided by the processes that have it.
-    pss: f64,
-    /// Resident and of this process alone.
-    private: f64,
-}
-
-impl Memory {
-    /// Of the shim that serves this container.
-    fn of_shim(node: &Node, id: &str) -> Result<Self> {
-        let shims: Vec<i32> = node
-            .processes()
-            .iter()
-            .filter(|process| {
-                let args = &process.args;
-                args.first()
-                    .is_some_and(|program| program.contains("containerd-shim"))
-                    && args.windows(2).any(|pair| pair[0] == "-id" && pair[1] == id)
-            })
-            .map(|process| process.pid)
-            .collect();
-        ensure!(shims.len() == 1, "container {id} has {} shims", shims.len());
-        Self::parse(&node.read(format!("/proc/{}/smaps_rollup", shims[0]))?)
-            .with_context(|| format!("the memory of the shim of {id} is not told"))
-    }
-
-    fn parse(rollup: &str) -> Option<Self> {
-        let mib = |name: &str| -> Option<f64> {
-            let line = rollup
-                .lines()
-                .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-            let kib: f64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
-            Some(kib / 1024.0)
-        };
-        Some(Self {
-            rss: mib("Rss")?,
-            pss: mib("Pss")?,
-            private: mib("Private_Clean")? + mib("Private_Dirty")?,
-        })
+        record.into_cases(self)
     }
 }
 
-fn sizes(node: &Node, shim: &Path) -> Result<Case> {
-    let mib = |path: &Path| -> Result<f64> {
-        let bytes = fs::metadata(path)
+/// The stock shim of the node.
+const STOCK_SHIM: &str = "/usr/bin/containerd-shim-runc-v2";
+
+fn sizes(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
+    let programs = [
+        (Shim::Stock, lab.node().path(STOCK_SHIM)),
+        (Shim::Firn, lab.shim.to_owned()),
+    ];
+    for (shim, path) in programs {
+        let bytes = fs::metadata(&path)
             .with_context(|| format!("look at {}", path.display()))?
             .len();
         // A program is far smaller than what a float counts exactly.
         #[expect(clippy::cast_precision_loss, reason = "exact below 2^53")]
-        Ok(bytes as f64 / f64::from(1 << 20))
-    };
-    let readings = Readings {
-        stock: vec![mib(&node.path(STOCK_SHIM))?],
-        firn: vec![mib(shim)?],
-    };
-    readings.into_case("binary", "MiB")
+        record.add("binary", shim, bytes as f64 / f64::from(1 << 20));
+    }
+    progress.step();
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
-    fn the_rollup_of_a_process_is_read() {
-        let rollup = "5566-7788 ---p 00000000 00:00 0 [rollup]\nRss:            4096 kB\nPss:            2048 kB\n\
-                      Pss_Anon:        512 kB\nPrivate_Clean:   512 kB\nPrivate_Dirty:   512 kB\n";
-        let memory = Memory {
-            rss: 4.0,
-            pss: 2.0,
-            private: 1.0,
-        };
-        assert_eq!(Memory::parse(rollup), Some(memory));
-        assert_eq!(Memory::parse("Rss: 4096 kB\n"), None);
+    fn each_shim_is_first_every_other_time() {
+        assert_eq!(Shim::in_turn(0), [Shim::Stock, Shim::Firn]);
+        assert_eq!(Shim::in_turn(1), [Shim::Firn, Shim::Stock]);
     }
 
     #[test]
-    fn each_shim_is_first_every_other_time() {
-        assert_eq!(in_turn(0), [STOCK, FIRN]);
-        assert_eq!(in_turn(1), [FIRN, STOCK]);
+    fn no_name_is_given_twice() {
+        let names: Vec<&str> = cases().collect();
+        let different: BTreeSet<&str> = names.iter().copied().collect();
+        assert_eq!(names.len(), different.len(), "{names:?}");
+    }
+
+    #[test]
+    fn a_case_without_readings_of_both_shims_is_an_error() {
+        let group = GROUPS.last().unwrap();
+        let mut record = Record::default();
+        record.add("binary", Shim::Stock, 10.0);
+        assert!(record.into_cases(group).is_err());
+        let mut record = Record::default();
+        record.add("binary", Shim::Firn, 5.0);
+        record.add("binary", Shim::Stock, 10.0);
+        let cases = record.into_cases(group).unwrap();
+        assert_eq!((cases.len(), cases[0].ratio), (1, Some(0.5)));
     }
 }

@@ -1,0 +1,55 @@
+//! What a benchmark says while it measures, on standard error.
+
+use std::io::{IsTerminal, Write, stderr};
+use std::time::Instant;
+
+/// One line: what is measured, how far it is, how long it took.
+pub(super) struct Progress {
+    what: String,
+    steps: u32,
+    done: u32,
+    begun: Instant,
+    terminal: bool,
+}
+
+impl Progress {
+    /// Says what begins, in so many steps.
+    pub(super) fn begin(what: &str, steps: u32) -> Self {
+        let progress = Self {
+            what: what.to_owned(),
+            steps,
+            done: 0,
+            begun: Instant::now(),
+            terminal: stderr().is_terminal(),
+        };
+        progress.show();
+        progress
+    }
+
+    /// A step is done.
+    pub(super) fn step(&mut self) {
+        self.done += 1;
+        if self.terminal {
+            self.show();
+        }
+    }
+
+    /// Everything is done.
+    pub(super) fn end(self) {
+        let again = if self.terminal {
+            format!("\r\x1b[K{}: ", self.what)
+        } else {
+            String::new()
+        };
+        eprintln!("{again}{:.0} s", self.begun.elapsed().as_secs_f64());
+    }
+
+    fn show(&self) {
+        match self.terminal {
+            true => eprint!("\r\x1b[K{}: {} of {}", self.what, self.done, self.steps),
+            false => eprint!("{}: ", self.what),
+        }
+        // Whoever reads it may be gone: the figures are what counts.
+        let _ = stderr().flush();
+    }
+}

@@ -1,0 +1,111 @@
+//! Shims whose containers sleep: memory, and what they use of the CPU.
+
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Result;
+use firn_lab::IMAGE;
+
+use super::crowd;
+use super::memory::{Memory, Work, shim_of};
+use super::{Lab, Progress, Record, Shim};
+
+/// Shims of each kind at a time.
+pub(super) const SINGLE: u32 = 5;
+/// Pods of each kind at a time.
+pub(super) const PODS: u32 = 3;
+
+/// How long they have been idle by then. Part of what is measured: Go gives memory back only after a while.
+const SETTLE: Duration = Duration::from_secs(10);
+
+/// How long their use of the CPU is watched.
+const SPAN: Duration = Duration::from_secs(20);
+
+/// A shim that does nothing, and the containers that it serves.
+struct Idle {
+    shim: Shim,
+    pid: i32,
+    ids: Vec<String>,
+}
+
+/// Steps of a measurement: starts, and two spans of time.
+pub(super) const fn steps(count: u32) -> u32 {
+    2 * count + 2
+}
+
+/// Names of the cases: memory, then work.
+type Names = [&'static str; 5];
+
+/// Shims with one container each.
+pub(super) fn single(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
+    let names = ["rss", "pss", "private", "idle-cpu", "idle-switches"];
+    measure(lab, record, progress, SINGLE, names, |shim, number| {
+        let id = format!("idle-{}-{number}", shim.short());
+        lab.node()
+            .run(&lab.run(shim, &["--detach"], &[IMAGE, &id, "sleep", "1000000"]))?;
+        Ok(vec![id])
+    })
+}
+
+/// Shims of pods.
+pub(super) fn pods(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
+    let names = [
+        "pod-rss",
+        "pod-pss",
+        "pod-private",
+        "pod-idle-cpu",
+        "pod-idle-switches",
+    ];
+    measure(lab, record, progress, PODS, names, |shim, number| {
+        crowd::pod(lab, shim, &format!("pod-{}-{number}", shim.short()))
+    })
+}
+
+fn measure(
+    lab: &Lab<'_>,
+    record: &mut Record,
+    progress: &mut Progress,
+    count: u32,
+    [rss, pss, private, cpu, switches]: Names,
+    start: impl Fn(Shim, u32) -> Result<Vec<String>>,
+) -> Result<()> {
+    let node = lab.node();
+    let mut idle = Vec::new();
+    for number in 0..count {
+        for shim in Shim::in_turn(number) {
+            let ids = start(shim, number)?;
+            // The shim bears the name of the first one, which made it.
+            let pid = shim_of(node, &ids[0])?;
+            idle.push(Idle { shim, pid, ids });
+            progress.step();
+        }
+    }
+    thread::sleep(SETTLE);
+    progress.step();
+    let before: Vec<Work> = idle
+        .iter()
+        .map(|idle| Work::of(node, idle.pid))
+        .collect::<Result<_>>()?;
+    thread::sleep(SPAN);
+    progress.step();
+    for (idle, before) in idle.iter().zip(before) {
+        let work = Work::of(node, idle.pid)?;
+        record.add(cpu, idle.shim, per_second(work.micros - before.micros));
+        record.add(switches, idle.shim, per_second(work.switches - before.switches));
+    }
+    for idle in &idle {
+        let memory = Memory::of(node, idle.pid)?;
+        record.add(rss, idle.shim, memory.rss);
+        record.add(pss, idle.shim, memory.pss);
+        record.add(private, idle.shim, memory.private);
+    }
+    for idle in &idle {
+        crowd::remove(node, &idle.ids)?;
+    }
+    Ok(())
+}
+
+fn per_second(count: f64) -> f64 {
+    // A thread that has ended takes its share along.
+    count.max(0.0) / SPAN.as_secs_f64()
+}

@@ -1,0 +1,77 @@
+//! How fast output goes through a shim.
+//!
+//! An exec writes zeros into its stdout, the shim copies them into a fifo, and this program reads that, as containerd's
+//! client would: all three on the same machine. The time is that from the first byte to the last, so that how long runc
+//! takes for an exec does not count. Reading is one copy of 64 KiB at a time; so is writing.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{IMAGE, Task};
+use firn_node::Node;
+use nix::fcntl::OFlag;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
+
+use super::{Lab, Readings, Shim};
+
+/// In steps of what a pipe holds.
+const STEP: usize = 64 << 10;
+const STEPS: usize = 300_000_000 / STEP;
+
+/// Fifos in the node: stdout, and stderr, which the stock shim wants too.
+const FIFOS: [&str; 2] = ["/run/bench-stdout", "/run/bench-stderr"];
+
+/// 300 MB.
+pub(super) fn throughput(lab: &Lab<'_>, shim: Shim) -> Result<Readings> {
+    let node = lab.node();
+    node.run(&lab.run(shim, &["--detach"], &[IMAGE, "stdout", "sleep", "1000000"]))?;
+    for fifo in FIFOS {
+        mkfifo(&node.path(fifo), Mode::S_IRWXU).context("make a fifo")?;
+    }
+    let rate = rate(lab);
+    for fifo in FIFOS {
+        std::fs::remove_file(node.path(fifo)).context("remove a fifo")?;
+    }
+    node.run(&["ctr", "tasks", "rm", "--force", "stdout"])?;
+    node.run(&["ctr", "containers", "rm", "stdout"])?;
+    Ok(vec![("stdout", rate?)])
+}
+
+/// MB per second of an exec.
+fn rate(lab: &Lab<'_>) -> Result<f64> {
+    let task = Task::of(lab.host, "stdout")?;
+    let (step, steps) = (format!("bs={STEP}"), format!("count={STEPS}"));
+    task.exec("writer", &["dd", "if=/dev/zero", &step, &steps], FIFOS)?;
+    // A shim may wait for a reader of either.
+    let mut unread = File::options();
+    unread.read(true).custom_flags(OFlag::O_NONBLOCK.bits());
+    let _unread = unread.open(lab.node().path(FIFOS[1])).context("open a fifo")?;
+    let started = task.begin_start("writer")?;
+    let (bytes, seconds) = read(lab.node())?;
+    task.end(started)?;
+    let code = task.end(task.wait("writer")?)?.exit_status;
+    task.delete("writer")?;
+    ensure!(code == 0, "the writer ended with {code}");
+    #[expect(clippy::cast_precision_loss, reason = "exact below 2^53")]
+    Ok(bytes as f64 / 1e6 / seconds)
+}
+
+/// Reads what is written; how many bytes come after the first read, and how long that takes.
+fn read(node: &Node) -> Result<(usize, f64)> {
+    // Waits for the shim to open it for writing.
+    let mut fifo = File::open(node.path(FIFOS[0])).context("open the fifo")?;
+    let mut buffer = vec![0; STEP];
+    let first = fifo.read(&mut buffer).context("read the fifo")?;
+    let (begun, mut bytes) = (Instant::now(), 0);
+    // Not up to its end: the shim holds the fifo open until the exec is deleted.
+    while first + bytes < STEPS * STEP {
+        let count = fifo.read(&mut buffer).context("read the fifo")?;
+        ensure!(count > 0, "the output ends after {} bytes", first + bytes);
+        bytes += count;
+    }
+    Ok((bytes, begun.elapsed().as_secs_f64()))
+}
