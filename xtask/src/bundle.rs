@@ -10,6 +10,7 @@
 
 mod debs;
 mod elf;
+pub mod suites;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

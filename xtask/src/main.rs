@@ -25,6 +25,7 @@ enum Cmd {
     Bench(bench::Cmd),
     Node(node::Cmd),
     GpuBundle(bundle::Cmd),
+    SuiteBundle(bundle::suites::Cmd),
 }
 
 fn main() -> ExitCode {
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
         Cmd::Bench(cmd) => supervised(|| bench::run(cmd)),
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::GpuBundle(cmd) => bundle::run(cmd).map(|()| ExitCode::SUCCESS),
+        Cmd::SuiteBundle(cmd) => bundle::suites::run(cmd).map(|()| ExitCode::SUCCESS),
     };
     done.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");

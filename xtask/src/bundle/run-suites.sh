@@ -1,0 +1,22 @@
+#!/bin/sh
+# Runs the suites in this bundle, as root: run.sh [NAME...] [-- ARGUMENTS OF THE TEST PROGRAMS]
+# or a benchmark: run.sh bench shim [OPTIONS]
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+export FIRN_NODE_DIR="$here/node" FIRN_BUILT_DIR="$here/bin"
+if [ "${1:-}" = bench ]; then
+    exec "$here/bin/xtask" "$@"
+fi
+suites=
+while [ $# -gt 0 ]; do
+    case $1 in
+    --) shift; break ;;
+    *) suites="$suites $1"; shift ;;
+    esac
+done
+failed=
+for suite in ${suites:-$(ls "$here/tests")}; do
+    echo "== $suite"
+    "$here/tests/$suite" "$@" || failed="$failed $suite"
+done
+[ -z "$failed" ] || { echo "failed:$failed"; exit 1; }

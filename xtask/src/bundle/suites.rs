@@ -1,0 +1,161 @@
+//! `cargo xtask suite-bundle`: one archive with which the suites of tests/integration run on another machine.
+//!
+//! For machines that have another cgroup set-up or kernel than this one and reach no packages. It holds the root of one
+//! Debian suite, the test programs, what they install on a node, and `xtask` for `bench`. Its `run.sh` needs root,
+//! util-linux and a glibc not older than this machine's.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use firn_lab::{Built, Profile};
+use firn_node::{Store, Suite};
+use serde_json::Value;
+
+use super::{LIMIT, check, check_size, contents, copy_into, install_missing, mib, output, workspace};
+
+/// What tests do not need of a root.
+const LEFT_OUT: [&str; 18] = [
+    "./usr/share/doc/*",
+    "./usr/share/man/*",
+    "./usr/share/info/*",
+    "./usr/share/locale/*",
+    "./usr/share/zoneinfo/*",
+    "./usr/lib/x86_64-linux-gnu/gconv/*",
+    "./usr/lib/x86_64-linux-gnu/perl*",
+    "./usr/lib/containerd/*",
+    "./usr/lib/cni/*",
+    "./usr/bin/containerd-stress",
+    "./usr/sbin/fs-idmap",
+    "./usr/sbin/pidfd-kill",
+    "./usr/sbin/recvtty",
+    "./usr/sbin/remap-rootfs",
+    "./usr/sbin/sd-helper",
+    "./usr/sbin/seccompagent",
+    "./var/cache/*",
+    "./var/lib/apt/lists/*",
+];
+
+const PROGRAMS: [&str; 6] = [
+    "firn-gpu",
+    "firn-hook",
+    "firn",
+    "simgpu",
+    "cuda-step",
+    "gpu-counter",
+];
+
+/// The simulated driver.
+const LIBRARIES: [&str; 2] = ["libcuda.so", "libnvidia_ml.so"];
+
+const RUN: &str = include_str!("run-suites.sh");
+
+/// Pack the suites of tests/integration for another machine.
+#[derive(Debug, clap::Args)]
+pub struct Cmd {
+    /// trixie or forky
+    suite: Suite,
+    /// Archive to write. Default: `suites-SUITE.tar.xz` in the workspace's target directory.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Test programs to pack, by name. Default: all.
+    #[arg(long = "test")]
+    tests: Vec<String>,
+    /// Pack release builds of what is tested, for benchmarks.
+    #[arg(long)]
+    release: bool,
+}
+
+/// Builds, collects and packs.
+pub fn run(cmd: Cmd) -> anyhow::Result<()> {
+    install_missing(&[("xz", "xz-utils"), ("strip", "binutils")])?;
+    let root = Store::open()?.root(cmd.suite)?;
+    let target = workspace()?.join("target");
+    let out = cmd
+        .out
+        .unwrap_or_else(|| target.join(format!("suites-{}.tar.xz", cmd.suite)));
+    let stage = tempfile::tempdir_in(&target)?;
+    let (bin, tests) = (stage.path().join("bin"), stage.path().join("tests"));
+    for dir in [&bin, &tests, &stage.path().join("node/roots")] {
+        fs::create_dir_all(dir)?;
+    }
+    programs(&bin, cmd.release)?;
+    test_programs(&cmd.tests, &tests)?;
+    let script = stage.path().join("run.sh");
+    fs::write(&script, RUN)?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    let sizes = contents(stage.path())?;
+
+    // Appended as it lies there: with its owners, modes and links.
+    let tar = out.with_extension("");
+    check(
+        Command::new("tar")
+            .arg("-cf")
+            .arg(&tar)
+            .arg("-C")
+            .arg(stage.path())
+            .arg("."),
+    )?;
+    let name = root.file_name().context("a root has a name")?;
+    let name = name.to_string_lossy();
+    let mut append = Command::new("tar");
+    append.arg("-rf").arg(&tar).arg("-C").arg(&root);
+    append.args(LEFT_OUT.map(|path| format!("--exclude={path}")));
+    append.arg(format!("--transform=flags=rh;s,^\\.,./node/roots/{name},"));
+    check(append.arg("."))?;
+    check(Command::new("xz").args(["-6", "-T2", "--force"]).arg(&tar))?;
+    let packed = fs::metadata(&out)?.len();
+    println!("{}: {}", out.display(), mib(packed));
+    check_size(packed, LIMIT, &sizes)
+}
+
+/// What the lab installs on a node, and this program for its benchmarks.
+fn programs(bin: &Path, release: bool) -> anyhow::Result<()> {
+    let profile = if release { Profile::Release } else { Profile::Dev };
+    let built = Built::build(profile)?;
+    copy_stripped(built.shim(), bin)?;
+    for name in PROGRAMS {
+        copy_stripped(&built.program(name), bin)?;
+    }
+    for name in LIBRARIES {
+        copy_stripped(&built.libraries().join(name), bin)?;
+    }
+    let own = std::env::current_exe().context("find this program")?;
+    copy_stripped(&own, bin).map(drop)
+}
+
+/// The test programs, under the names of their suites.
+fn test_programs(wanted: &[String], dir: &Path) -> anyhow::Result<()> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["test", "--no-run", "--locked", "--package", "firn-integration"]);
+    cargo.args(["--test", "*", "--message-format", "json-render-diagnostics"]);
+    let messages = output(cargo.current_dir(workspace()?))?;
+    let mut packed = 0;
+    for line in messages.lines() {
+        let message: Value = serde_json::from_str(line).context("read cargo's messages")?;
+        let (Some(program), Some(name)) =
+            (message["executable"].as_str(), message["target"]["name"].as_str())
+        else {
+            continue;
+        };
+        if wanted.is_empty() || wanted.iter().any(|wanted| wanted == name) {
+            let copy = copy_stripped(Path::new(program), dir)?;
+            fs::rename(copy, dir.join(name))?;
+            packed += 1;
+        }
+    }
+    ensure!(
+        packed >= wanted.len().max(1),
+        "not all of these are suites: {}",
+        wanted.join(", ")
+    );
+    Ok(())
+}
+
+fn copy_stripped(from: &Path, dir: &Path) -> anyhow::Result<PathBuf> {
+    let copy = copy_into(from, dir)?;
+    check(Command::new("strip").arg("--strip-unneeded").arg(&copy))?;
+    Ok(copy)
+}
