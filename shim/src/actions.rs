@@ -37,8 +37,10 @@ pub enum ActionError {
 impl From<&ActionError> for ExitCode {
     fn from(error: &ActionError) -> Self {
         match error {
-            ActionError::Args(_) => Self::from(2),
-            ActionError::Start(_)
+            // As Go's flags: what cannot be parsed is told from what is not there.
+            ActionError::Args(error) if !matches!(error, ArgsError::Required(_)) => Self::from(2),
+            ActionError::Args(_)
+            | ActionError::Start(_)
             | ActionError::Delete(_)
             | ActionError::Info(_)
             | ActionError::Server(_)
@@ -52,7 +54,7 @@ pub fn run(words: impl IntoIterator<Item = OsString>) -> Result<(), ActionError>
     let args = Args::parse(words)?;
     match args.action {
         Action::Help => print(USAGE)?,
-        Action::Version => print(&bootstrap::version())?,
+        Action::Version => print(&bootstrap::version(std::env::args_os().next()))?,
         Action::Info => bootstrap::info()?,
         Action::Start => bootstrap::start(&args)?,
         Action::Delete => delete::delete(&args)?,

@@ -1,5 +1,6 @@
 //! The questions `-info` and `-v`.
 
+use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -50,9 +51,11 @@ fn fail(what: &'static str) -> impl FnOnce(io::Error) -> InfoError {
     move |source| InfoError::Io { what, source }
 }
 
-/// What `-v` prints.
-pub fn version() -> String {
-    format!("containerd-shim-firn-v2:\n  Version:  {VERSION}\n")
+/// What `-v` prints, for a shim that was called by this name.
+pub fn version(program: Option<OsString>) -> String {
+    let program = program.unwrap_or_default();
+    let name = Path::new(&program).file_name().unwrap_or_default();
+    format!("{}:\n  Version:  {VERSION}\n", name.display())
 }
 
 /// Answers `-info`: options from stdin, the runtime's features to stdout.

@@ -50,7 +50,7 @@ impl Request {
         let sent = BootstrapParams::parse_from_bytes(stdin).ok();
         match sent.filter(|sent| sent.instance_id == args.id && sent.namespace == args.namespace) {
             Some(params) => Self::bootstrap(args, params),
-            None => Self::legacy(args, stdin),
+            None => Ok(Self::legacy(args, stdin)),
         }
     }
 
@@ -79,23 +79,22 @@ impl Request {
         })
     }
 
-    fn legacy(args: &Args, stdin: &[u8]) -> Result<Self, DecodeError> {
-        let any = Any::parse_from_bytes(stdin).map_err(DecodeError::stdin)?;
-        // Only the shim's own cgroup matters here. Options of another type are Create's to refuse.
-        let options = if RuncOptions::is_sent_as(&any) {
-            RuncOptions::from_any(Some(&any))?
-        } else {
-            RuncOptions::default()
-        };
-        Ok(Self {
+    fn legacy(args: &Args, stdin: &[u8]) -> Self {
+        // Only the shim's own cgroup matters here. What cannot be understood is Create's to refuse.
+        let options = Any::parse_from_bytes(stdin).ok().and_then(|any| {
+            RuncOptions::is_sent_as(&any)
+                .then(|| RuncOptions::from_any(Some(&any)).ok())
+                .flatten()
+        });
+        Self {
             debug: args.debug,
             grpc_address: args.address.clone(),
             ttrpc_address: env::ttrpc_address(),
             socket_dir: DEFAULT_SOCKET_DIR.into(),
             socket_dir_given: false,
-            options,
+            options: options.unwrap_or_default(),
             form: Form::Legacy,
-        })
+        }
     }
 
     /// The reply for `address`, `unix://...`, in the form that the caller can read.
@@ -221,6 +220,10 @@ mod tests {
                 "no daemon answers: the reply that all can read"
             );
         }
-        assert!(Request::read(&args(), b"\x0a\x7fx").is_err(), "neither message");
+        let garbage = Request::read(&args(), b"\x0a\x7fx").unwrap();
+        assert_eq!(
+            (garbage.form, garbage.options),
+            (Form::Legacy, RuncOptions::default())
+        );
     }
 }

@@ -7,7 +7,12 @@
 //! `cargo test -p firn-integration --test conformance -- "forky v1: 1.4"` runs a part.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
+mod bundle;
+mod byhand;
 mod hosts;
+mod options;
+mod serve;
+mod start;
 mod task;
 
 use std::sync::Arc;
@@ -92,7 +97,14 @@ impl On {
 
 /// All points, in the order of the checklist.
 fn points() -> Vec<Point> {
-    [task::POINTS].concat()
+    [
+        start::POINTS,
+        serve::POINTS,
+        bundle::POINTS,
+        options::POINTS,
+        task::POINTS,
+    ]
+    .concat()
 }
 
 fn main() {
