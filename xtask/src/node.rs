@@ -83,6 +83,9 @@ struct Start {
     /// Keep the node's files on disk instead of in memory
     #[arg(long)]
     disk: bool,
+    /// Make systemd the node's init; needs cgroup v2
+    #[arg(long)]
+    systemd: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -120,7 +123,8 @@ fn start(options: Start) -> Result<()> {
         .name(&name)
         .cgroup(cgroup)
         .cri(options.cri)
-        .disk(options.disk);
+        .disk(options.disk)
+        .systemd(options.systemd);
     builder.start()?.leave()?;
     println!("node {name} runs; enter it with `cargo xtask node shell {name}`");
     Ok(())

@@ -126,8 +126,9 @@ impl Hierarchies {
             .map(|h| h.parent.join(format!("firn-node-{name}")))
             .collect();
         let unified = self.0.iter().find(|h| h.controllers.is_empty());
+        // Named as systemd names it, which takes the cgroup above it for its own, as it does on any host.
         let leaf = match (mode, unified) {
-            (CgroupMode::V2, Some(h)) => Some(h.parent.join(format!("firn-node-{name}/supervisor"))),
+            (CgroupMode::V2, Some(h)) => Some(h.parent.join(format!("firn-node-{name}/init.scope"))),
             _ => None,
         };
         Cgroups { dirs, leaf }
@@ -333,7 +334,7 @@ mod tests {
         let node = parse(UNIFIED).plan("a", CgroupMode::V2);
         assert_eq!(node.dirs(), [Path::new("/sys/fs/cgroup/firn-node-a")]);
         let joined: Vec<_> = node.to_join().collect();
-        assert_eq!(joined, [Path::new("/sys/fs/cgroup/firn-node-a/supervisor")]);
+        assert_eq!(joined, [Path::new("/sys/fs/cgroup/firn-node-a/init.scope")]);
     }
 
     #[test]

@@ -8,6 +8,11 @@ dir=$1 root=$2 mode=$3
 name=${dir##*/}
 # The host's /proc is still there: what it says of "self" holds on the host.
 read -r stat </proc/self/stat
+first='tini -- sleep infinity'
+if [ -e "$dir/systemd" ]; then
+    # Of all units only what containers ask for is started; its log would go to the host's kernel or console.
+    first='env container=firn-node /usr/lib/systemd/systemd --system --unit=firn-node.target --log-target=null'
+fi
 # shellcheck disable=SC2086
 set -- $stat
 init="$1 ${22} $(stat -L -c %i /proc/self/ns/mnt)"
@@ -43,6 +48,10 @@ while [ -c /dev/loop-control ] && [ "$n" -lt 64 ]; do
     mknod -m 0660 "dev/loop$n" b 7 "$n"
     n=$((n + 1))
 done
+if [ -e "$dir/systemd" ]; then
+    ln -sf null dev/console
+    printf '[Unit]\nDefaultDependencies=no\n' >etc/systemd/system/firn-node.target
+fi
 ln -s pts/ptmx dev/ptmx
 ln -s /proc/self/fd dev/fd
 ln -s /proc/self/fd/0 dev/stdin
@@ -80,5 +89,6 @@ cd /
 umount -l /.host
 rmdir /.host
 echo ready
+# shellcheck disable=SC2086
 exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
-    tini -- sleep infinity </dev/null >/dev/null 2>&1
+    $first </dev/null >/dev/null 2>&1

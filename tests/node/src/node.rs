@@ -11,14 +11,15 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
-use crate::cgroup::{Cgroup, Hierarchies};
+use crate::cgroup::{Cgroup, CgroupMode, Hierarchies};
 use crate::host;
 use crate::record::{ProcessId, Record, boot_id};
 use crate::store::Store;
 use crate::suite::Suite;
 use crate::sweep;
+use crate::wait::wait_for;
 
 const GUARD: &str = include_str!("guard.sh");
 const INIT: &str = include_str!("init.sh");
@@ -33,6 +34,7 @@ pub struct Builder {
     containerd: bool,
     cri: bool,
     disk: bool,
+    systemd: bool,
 }
 
 impl Builder {
@@ -66,6 +68,12 @@ impl Builder {
         self
     }
 
+    /// Whether systemd is the node's init, which can then make cgroups for containers. Of cgroup v2 only.
+    pub fn systemd(mut self, systemd: bool) -> Self {
+        self.systemd = systemd;
+        self
+    }
+
     /// Starts the node. Crashed ones are removed first; the suite's root is made if it is not cached.
     pub fn start(self) -> Result<Node> {
         let store = Store::open()?;
@@ -73,6 +81,10 @@ impl Builder {
         let root = store.root(self.suite)?;
         let hierarchies = Hierarchies::read()?;
         let cgroup = hierarchies.select(self.cgroup)?;
+        ensure!(
+            !self.systemd || cgroup == CgroupMode::V2,
+            "systemd knows no cgroup v1 any more\nhint: ask for v2"
+        );
         let name = self.name.clone().unwrap_or_else(|| free_name(self.suite));
         let (maker, boot) = (ProcessId::current()?, boot_id()?);
         let record = |dir| Record {
@@ -92,7 +104,7 @@ impl Builder {
             record: store.reserve(record, &name)?,
             owner: Some(Owner::default()),
         };
-        node.boot(&root, self.disk)
+        node.boot(&root, self.disk, self.systemd)
             .with_context(|| format!("start node {name}"))?;
         node.write_containerd_config(self.cri)?;
         if self.containerd {
@@ -134,6 +146,7 @@ impl Node {
             containerd: true,
             cri: false,
             disk: false,
+            systemd: false,
         }
     }
 
@@ -234,12 +247,15 @@ impl Node {
         Ok(())
     }
 
-    fn boot(&mut self, root: &Path, disk: bool) -> Result<()> {
+    fn boot(&mut self, root: &Path, disk: bool, systemd: bool) -> Result<()> {
         let dir = &self.record.dir;
         self.record.cgroups.create()?;
         fs::create_dir_all(dir.join(if disk { "fs/disk" } else { "fs" }))?;
         fs::write(dir.join("guard.sh"), GUARD)?;
         fs::write(dir.join("init.sh"), INIT)?;
+        if systemd {
+            fs::write(dir.join("systemd"), "")?;
+        }
         let log = dir.join("boot.log");
 
         let mut command = Command::new("sh");
@@ -267,7 +283,7 @@ impl Node {
         let said = first_line(said, BOOT_DEADLINE);
         self.record.read_init();
         match said.as_deref() {
-            Some("ready\n") if self.record.init.is_some() => Ok(()),
+            Some("ready\n") if self.record.init.is_some() => {}
             said => {
                 let log = fs::read_to_string(log).unwrap_or_default();
                 bail!(
@@ -276,6 +292,11 @@ impl Node {
                 )
             }
         }
+        if systemd {
+            let target = ["systemctl", "is-active", "--quiet", "firn-node.target"];
+            wait_for("systemd", BOOT_DEADLINE, || Ok(self.run(&target).ok().map(drop)))?;
+        }
+        Ok(())
     }
 }
 

@@ -6,7 +6,8 @@ use std::str::FromStr;
 use anyhow::bail;
 use serde::{Deserialize, Serialize};
 
-/// Packages of every node beside Debian's minimal base. tini is the node's init, CRIU locks networks with iptables.
+/// Packages of every node beside Debian's minimal base. tini is the node's init, or systemd where that is asked for; CRIU
+/// locks networks with iptables; crun loads libcriu when it wants to dump.
 pub(crate) const PACKAGES: &[&str] = &[
     "busybox-static",
     "ca-certificates",
@@ -15,8 +16,10 @@ pub(crate) const PACKAGES: &[&str] = &[
     "crun",
     "iptables",
     "iproute2",
+    "libcriu2",
     "procps",
     "runc",
+    "systemd",
     "tini",
 ];
 
