@@ -275,19 +275,26 @@ struct LogLine {
     msg: String,
 }
 
-/// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes.
+/// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes an entry per
+/// line, crun spreads one over several.
 fn last_error(log: &Path, from: u64) -> Option<String> {
     let text = std::fs::read(log).ok()?;
-    let text = text.get(usize::try_from(from).ok()?..)?;
+    let mut text = text.get(usize::try_from(from).ok()?..)?;
     let mut last = None;
-    for line in text.split(|byte| *byte == b'\n') {
-        if let Ok(line) = serde_json::from_slice::<LogLine>(line)
-            && line.level == "error"
-        {
-            last = Some(line.msg.trim().to_owned());
+    loop {
+        let mut entries = serde_json::Deserializer::from_slice(text).into_iter::<LogLine>();
+        for entry in entries.by_ref().map_while(Result::ok) {
+            if entry.level == "error" {
+                last = Some(entry.msg.trim().to_owned());
+            }
+        }
+        // What is no entry ends with its line.
+        let rest = &text[entries.byte_offset()..];
+        match rest.iter().position(|byte| *byte == b'\n') {
+            Some(end) => text = &rest[end + 1..],
+            None => return last,
         }
     }
-    last
 }
 
 #[cfg(test)]
@@ -308,6 +315,12 @@ mod tests {
         )
         .unwrap();
         assert_eq!(last_error(file.path(), 0).as_deref(), Some("second"));
+        std::fs::write(
+            file.path(),
+            "{\n  \"msg\": \"of crun\",\n  \"level\": \"error\"\n}\nno {json\n",
+        )
+        .unwrap();
+        assert_eq!(last_error(file.path(), 0).as_deref(), Some("of crun"));
         let length = file.as_file().metadata().unwrap().len();
         assert_eq!(
             last_error(file.path(), length),
