@@ -77,10 +77,10 @@ impl Options {
         }
     }
 
-    /// Whether a bind mount needs a second call: the first one takes over the flags of its source.
+    /// Whether a bind mount needs a second call: the first one takes over the flags of its source. As with the stock
+    /// shim, other flags count for a read-only bind alone.
     pub(super) fn restricts_bind(&self) -> bool {
-        let restrictions = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-        self.flags.contains(MsFlags::MS_BIND) && self.flags.intersects(restrictions)
+        self.flags.contains(MsFlags::MS_BIND | MsFlags::MS_RDONLY)
     }
 }
 

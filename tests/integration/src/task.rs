@@ -79,6 +79,14 @@ impl Task {
         })
     }
 
+    /// The same shim, to be asked for another container.
+    pub fn with_id(self, id: &str) -> Self {
+        Self {
+            id: id.to_owned(),
+            ..self
+        }
+    }
+
     /// Calls a method of the task service.
     pub fn call<Answer: Message>(&self, method: &str, request: &impl Message) -> ttrpc::Result<Answer> {
         self.call_of(self.service, method, request)

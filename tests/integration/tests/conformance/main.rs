@@ -10,6 +10,7 @@
 mod bundle;
 mod byhand;
 mod hosts;
+mod mounts;
 mod options;
 mod serve;
 mod start;
@@ -103,6 +104,7 @@ fn points() -> Vec<Point> {
         bundle::POINTS,
         options::POINTS,
         task::POINTS,
+        mounts::POINTS,
     ]
     .concat()
 }

@@ -1,0 +1,543 @@
+//! 1.8: mounts, user namespaces and unmounting.
+
+use std::fmt::Write as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse};
+use containerd_shim_protos::types::mount::Mount;
+use firn_lab::{Container, Task, nothing_left, told};
+use serde_json::{Value, json};
+
+use crate::{On, Place, Point};
+
+pub const POINTS: &[Point] = &[
+    Point::same(
+        "1.8 mounts: flags of binds",
+        "/ ro,nosuid,relatime",
+        flags_of_binds,
+    ),
+    Point::same(
+        "1.8 mounts: propagation of binds",
+        "/ ro,relatime -",
+        propagation_of_binds,
+    )
+    .better("/ ro,relatime shared"),
+    Point::same(
+        "1.8 mounts: an overlay with more layers than a page names",
+        "100 files",
+        many_layers,
+    ),
+    Point::same(
+        "1.8 mounts: targets are found inside of the root file system",
+        "inner/file: there",
+        targets,
+    ),
+    Point::same(
+        "1.8 mounts: a file through a loop device",
+        "Ok\n/ ro,relatime",
+        loop_device,
+    ),
+    Point::same(
+        "1.8 mounts: programs mount FUSE",
+        "mount.fuse3 SOURCE TARGET -o bind -o x=y -t kind",
+        fuse_helpers,
+    ),
+    Point::same(
+        "1.8 mounts: mapped owners of a bind",
+        "0 as 1000:2000, 7 as 1007:2007, 99 as 65534:65534",
+        mapped_bind,
+    )
+    .on(On::Forky),
+    Point::same(
+        "1.8 mounts: mapped owners of an overlay",
+        "7 as 1007:2007",
+        mapped_overlay,
+    )
+    .on(On::Forky),
+    Point::same("1.8 mounts: what fails leaves nothing", "then Ok", failures),
+    Point::same(
+        "1.8 unmount: nested and stacked mounts",
+        "Ok, 0 mounts",
+        unmount_nested,
+    ),
+    Point::same(
+        "1.8 unmount: a busy mount is waited for",
+        "Ok, 0 mounts",
+        unmount_busy,
+    ),
+    Point::same(
+        "1.8 user namespaces: a container of mapped users",
+        "0 10000 1000",
+        user_namespace,
+    )
+    .on(On::Forky),
+];
+
+/// Where the points keep what they mount, on the node.
+const HERE: &str = "/run/mount-points";
+
+/// Id of the container that is made by hand.
+const ID: &str = "by-hand";
+
+/// A shim that is asked by hand for another container beside the one that containerd has it run.
+struct Lab<'p> {
+    place: &'p Place<'p>,
+    task: Task,
+    first: Container<'p>,
+}
+
+impl<'p> Lab<'p> {
+    /// `HERE/source` holds a busybox and can be a root file system.
+    fn new(place: &'p Place<'p>) -> Result<Self> {
+        let first = place.start("c", &[], "while :; do sleep 1; done")?;
+        let task = Task::of(place.host, "c")?.with_id(ID);
+        let node = place.node();
+        let fill = format!(
+            "set -e; mkdir -p {HERE}/source/inner {HERE}/bundle; cd {HERE}/source; mkdir -p bin dev proc sys tmp run; \
+             cp /usr/bin/busybox bin/sh"
+        );
+        node.run(&["sh", "-c", &fill])?;
+        let spec = node.read(format!("{}/c/config.json", firn_lab::BUNDLES))?;
+        let mut spec: Value = serde_json::from_str(&spec)?;
+        spec["process"]["args"] = json!(["/bin/sh", "-c", "exit 0"]);
+        spec["linux"]["cgroupsPath"] = json!(format!("/default/{ID}"));
+        spec["root"] = json!({ "path": "rootfs" });
+        node.write(format!("{HERE}/bundle/config.json"), spec.to_string())?;
+        Ok(Self { place, task, first })
+    }
+
+    /// A file of the lab, as the host reaches it.
+    fn path(&self, name: &str) -> PathBuf {
+        self.place.node().path(format!("{HERE}/{name}"))
+    }
+
+    fn sh(&self, script: &str) -> Result<String> {
+        let script = format!("set -e; cd {HERE}; {script}");
+        Ok(self.place.node().run(&["sh", "-c", &script])?.stdout)
+    }
+
+    fn create(&self, mounts: &[Mount]) -> ttrpc::Result<CreateTaskResponse> {
+        let request = CreateTaskRequest {
+            id: ID.to_owned(),
+            bundle: format!("{HERE}/bundle"),
+            rootfs: mounts.to_vec(),
+            ..CreateTaskRequest::default()
+        };
+        self.task.call("Create", &request)
+    }
+
+    fn delete(&self) -> ttrpc::Result<DeleteResponse> {
+        let request = DeleteRequest {
+            id: ID.to_owned(),
+            ..DeleteRequest::default()
+        };
+        self.task.call("Delete", &request)
+    }
+
+    /// What is mounted at and below the root file system: where, with which flags, how it propagates.
+    fn mounts(&self) -> Result<Vec<String>> {
+        let rootfs = format!("{HERE}/bundle/rootfs");
+        let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", self.place.node().pid()))?;
+        let shown = table.lines().filter_map(|line| {
+            let words: Vec<&str> = line.split(' ').collect();
+            let below = Path::new(words[4]).strip_prefix(&rootfs).ok()?;
+            let propagation = words[6].split(':').next()?;
+            Some(format!("/{} {} {propagation}", below.display(), words[5]))
+        });
+        Ok(shown.collect())
+    }
+
+    /// Creates the container, tells what `look` sees and what is mounted, and deletes the container.
+    fn shows(&self, mounts: &[Mount], look: impl FnOnce() -> Result<String>) -> Result<String> {
+        let created = self.create(mounts);
+        let mut seen = brief(&created);
+        if created.is_ok() {
+            for mount in self.mounts()? {
+                write!(seen, "\n{mount}")?;
+            }
+            write!(seen, "\n{}", look()?)?;
+            write!(seen, "\ndeleted: {}", brief(&self.delete()))?;
+        }
+        let left = self.mounts()?;
+        ensure!(left.is_empty(), "still mounted: {left:?}\n{seen}");
+        Ok(seen + "\n")
+    }
+
+    fn end(self) -> Result<()> {
+        nothing_left(self.place.host, ID)?;
+        drop(self.task);
+        self.first.remove()?;
+        self.place.node().run(&["rm", "-r", HERE])?;
+        Ok(())
+    }
+}
+
+/// How a call went: of an error the code and the cause, which ends the text. Clients do not read the rest of it.
+fn brief<Answer>(answer: &ttrpc::Result<Answer>) -> String {
+    let text = told(answer, |_| "Ok".to_owned());
+    match text.split_once(": ") {
+        Some((code, message)) => {
+            let cause = message.rsplit(": ").next().unwrap_or_default();
+            let cause = cause.split(" (os error").next().unwrap_or_default();
+            format!("{code}: {}", cause.to_lowercase())
+        }
+        None => text,
+    }
+}
+
+fn mount(fs_type: &str, source: &str, target: &str, options: &[&str]) -> Mount {
+    Mount {
+        type_: fs_type.to_owned(),
+        source: source.to_owned(),
+        target: target.to_owned(),
+        options: options.iter().map(|option| (*option).to_owned()).collect(),
+        ..Mount::default()
+    }
+}
+
+fn bind(name: &str, target: &str, options: &[&str]) -> Mount {
+    mount("bind", &format!("{HERE}/{name}"), target, options)
+}
+
+fn flags_of_binds(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let mut seen = String::new();
+    for options in [
+        &["rbind", "rw"][..],
+        &["rbind", "ro"],
+        &["rbind", "ro", "nosuid"],
+        &["bind"],
+        &["rbind", "nosuid", "noatime"],
+        &["rbind", "ro", "rw"],
+        &["rbind", "defaults", "async"],
+    ] {
+        let shown = lab.shows(&[bind("source", "", options)], || Ok(String::new()))?;
+        writeln!(seen, "{options:?}: {shown}")?;
+    }
+    lab.end()?;
+    Ok(seen)
+}
+
+fn propagation_of_binds(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let seen = lab.shows(&[bind("source", "", &["rbind", "ro", "rshared"])], || {
+        Ok(String::new())
+    })?;
+    lab.end()?;
+    Ok(seen)
+}
+
+fn many_layers(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let base = "d".repeat(80);
+    lab.sh(&format!(
+        "mkdir -p {base} upper work; n=0; while [ $n -lt 100 ]; do mkdir -p {base}/$n/fs/layers; \
+         touch {base}/$n/fs/layers/$n; n=$((n + 1)); done; cp -a source/. {base}/0/fs"
+    ))?;
+    let layers: Vec<String> = (0..100)
+        .map(|layer| format!("{HERE}/{base}/{layer}/fs"))
+        .collect();
+    let options = [
+        format!("upperdir={HERE}/upper"),
+        format!("workdir={HERE}/work"),
+        format!("lowerdir={}", layers.join(":")),
+    ];
+    ensure!(options[2].len() > 8192);
+    let options = options.each_ref().map(String::as_str);
+    let seen = lab.shows(&[mount("overlay", "overlay", "", &options)], || {
+        Ok(format!(
+            "{} files",
+            std::fs::read_dir(lab.path("bundle/rootfs/layers"))?.count()
+        ))
+    })?;
+    lab.end()?;
+    Ok(seen)
+}
+
+fn targets(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    lab.sh(&format!(
+        "mkdir outside more; touch more/file; mkdir -p source{HERE}/outside; cd source; ln -s /inner absolute; \
+         ln -s ../../../../inner climb; ln -s {HERE}/outside escape"
+    ))?;
+    let mut seen = String::new();
+    for target in [
+        "inner",
+        "/inner",
+        "absolute",
+        "climb",
+        "../../inner",
+        "escape",
+        "missing",
+    ] {
+        let mounts = [
+            bind("source", "", &["rbind"]),
+            bind("more", target, &["bind", "ro"]),
+        ];
+        let shown = lab.shows(&mounts, || {
+            let there = |name: &str| {
+                if lab.path(name).exists() {
+                    "there"
+                } else {
+                    "not there"
+                }
+            };
+            Ok(format!(
+                "inner/file: {}, outside/file: {}",
+                there("bundle/rootfs/inner/file"),
+                there("outside/file")
+            ))
+        })?;
+        writeln!(seen, "{target}: {shown}")?;
+    }
+    lab.end()?;
+    Ok(seen)
+}
+
+fn loop_device(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let image = lab.path("image");
+    std::fs::File::create(&image)?.set_len(8 << 20)?;
+    let made = Command::new("mkfs.ext4")
+        .args(["-q", "-O", "^has_journal", "-d"])
+        .args([lab.path("source"), image.clone()])
+        .status();
+    ensure!(made.context("mkfs.ext4")?.success(), "mkfs.ext4 failed");
+    let mut seen = String::new();
+    for options in [&["loop"][..], &["loop", "ro"], &["loop", "direct-io", "ro"]] {
+        let shown = lab.shows(&[mount("ext4", &format!("{HERE}/image"), "", options)], || {
+            Ok(format!("backing {}", backed_by_loop()?))
+        })?;
+        writeln!(seen, "{options:?}: {shown}")?;
+        firn_node::wait_for(
+            "the end of the loop device",
+            std::time::Duration::from_secs(10),
+            || Ok((backed_by_loop()? == 0).then_some(())),
+        )?;
+    }
+    lab.end()?;
+    Ok(seen)
+}
+
+/// How many loop devices show a file of a lab.
+fn backed_by_loop() -> Result<usize> {
+    let files = std::fs::read_dir("/sys/block")?.flatten().filter_map(|device| {
+        let file = std::fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
+        file.starts_with(HERE).then_some(())
+    });
+    Ok(files.count())
+}
+
+/// Notes its arguments and binds what it is to mount; fails if it is told to.
+const FUSE: &str = r#"#!/bin/sh
+case "$*" in *fail*) echo "no such host"; exit 7;; esac
+echo "${0##*/} $*" >>/run/mount-points/helper
+mount --bind "$1" "$2"
+"#;
+
+fn fuse_helpers(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let programs = ["mount.fuse", "mount.fuse3"].map(|name| format!("/usr/local/sbin/{name}"));
+    for program in &programs {
+        place.node().write(program, FUSE)?;
+        place.node().run(&["chmod", "+x", program])?;
+    }
+    let mut seen = String::new();
+    for (fs_type, options) in [
+        ("fuse.kind", &["bind", "ro"][..]),
+        ("fuse3.kind", &["bind", "x=y"]),
+        ("fuse3.kind", &["fail"]),
+    ] {
+        let source = format!("{HERE}/source");
+        let created = lab.create(&[mount(fs_type, &source, "", options)]);
+        let text = told(&created, |_| "Ok".to_owned());
+        let told_why = text.contains("no such host");
+        writeln!(
+            seen,
+            "{fs_type}: {} {told_why} {:?}",
+            created.is_ok(),
+            lab.mounts()?
+        )?;
+        if created.is_ok() {
+            writeln!(seen, "deleted: {}", brief(&lab.delete()))?;
+        }
+        ensure!(lab.mounts()?.is_empty(), "still mounted: {:?}", lab.mounts()?);
+    }
+    let called = place.node().read(format!("{HERE}/helper"))?;
+    seen += &called
+        .replace(&format!("{HERE}/source"), "SOURCE")
+        .replace(&format!("{HERE}/bundle/rootfs"), "TARGET");
+    for program in &programs {
+        place.node().run(&["rm", program])?;
+    }
+    lab.end()?;
+    Ok(seen)
+}
+
+/// Owners of files named after those that they have below the mapping.
+fn owners(dir: &Path) -> Result<String> {
+    let owners: Result<Vec<String>> = ["0", "7", "99"]
+        .iter()
+        .map(|name| {
+            let file = std::fs::metadata(dir.join(name))?;
+            Ok(format!("{name} as {}:{}", file.uid(), file.gid()))
+        })
+        .collect();
+    Ok(owners?.join(", "))
+}
+
+const OWNED: &str = "for id in 0 7 99; do touch source/$id; chown $id:$id source/$id; done";
+
+const MAPS: [&str; 2] = ["uidmap=0:1000:10", "gidmap=0:2000:10"];
+
+fn mapped_bind(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    lab.sh(OWNED)?;
+    let options = [&["rbind"][..], &MAPS].concat();
+    let created = lab.create(&[bind("source", "", &options)]);
+    let mut seen = format!("{}\n{}\n", brief(&created), owners(&lab.path("bundle/rootfs"))?);
+    writeln!(seen, "below: {}", owners(&lab.path("source"))?)?;
+    writeln!(seen, "deleted: {}, {:?}", brief(&lab.delete()), lab.mounts()?)?;
+    for wrong in [
+        ["uidmap=0:1000", MAPS[1]],
+        ["uidmap=0:-1:10", MAPS[1]],
+        ["uidmap=x", MAPS[1]],
+    ] {
+        let options = [&["rbind"][..], &wrong].concat();
+        let created = lab.create(&[bind("source", "", &options)]);
+        let code = told(&created, |_| "Ok".to_owned());
+        let code = code.split(':').next().unwrap_or_default();
+        writeln!(seen, "{wrong:?}: {code}, {:?}", lab.mounts()?)?;
+    }
+    lab.end()?;
+    Ok(seen)
+}
+
+fn mapped_overlay(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    lab.sh(OWNED)?;
+    lab.sh("mkdir -p lower/1/fs lower/2/fs upper work; cp -a source/. lower/1/fs; touch lower/2/fs/more")?;
+    let layers = [
+        format!("lowerdir={HERE}/lower/2/fs:{HERE}/lower/1/fs"),
+        format!("upperdir={HERE}/upper"),
+        format!("workdir={HERE}/work"),
+    ];
+    let layers = layers.each_ref().map(String::as_str);
+    let options = [&layers[..], &MAPS].concat();
+    let seen = lab.shows(&[mount("overlay", "overlay", "", &options)], || {
+        std::fs::write(lab.path("bundle/rootfs/7"), "copied up")?;
+        let above = std::fs::metadata(lab.path("upper/7"))?;
+        let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", place.node().pid()))?;
+        let mut points = table.lines().filter_map(|line| line.split(' ').nth(4));
+        Ok(format!(
+            "{}, copied up {}:{}, layers are mounted: {}",
+            owners(&lab.path("bundle/rootfs"))?,
+            above.uid(),
+            above.gid(),
+            points.any(|point| point.contains("ovl-idmapped") || point.contains("/lower/"))
+        ))
+    })?;
+    lab.end()?;
+    Ok(seen)
+}
+
+fn failures(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let first = bind("source", "", &["rbind"]);
+    let mut seen = String::new();
+    for second in [
+        bind("missing", "", &["rbind"]),
+        bind("source", "nosuch", &["rbind"]),
+        mount("nosuchfs", "none", "inner", &[]),
+        mount("tmpfs", "tmpfs", "inner", &["size=rubbish"]),
+        mount("ext4", &format!("{HERE}/missing"), "inner", &["loop"]),
+        mount("overlay", "overlay", "inner", &["lowerdir=/nosuch"]),
+    ] {
+        writeln!(
+            seen,
+            "{}",
+            lab.shows(&[first.clone(), second], || Ok(String::new()))?
+        )?;
+        ensure!(!lab.path("bundle/init.pid").exists(), "runc was called");
+    }
+    // The runtime refuses: a program that is not there.
+    lab.sh("mv source/bin/sh source/bin/no")?;
+    let created = lab.create(std::slice::from_ref(&first));
+    writeln!(seen, "refused by runc: {}, {:?}", created.is_err(), lab.mounts()?)?;
+    lab.sh("mv source/bin/no source/bin/sh")?;
+    writeln!(seen, "then {}", lab.shows(&[first], || Ok(String::new()))?)?;
+    lab.end()?;
+    Ok(seen)
+}
+
+fn unmount_nested(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let created = lab.create(&[bind("source", "", &["rbind"])]);
+    lab.sh(
+        "mount -t tmpfs t bundle/rootfs/tmp; mkdir -p bundle/rootfs/tmp/a/b; mount -t tmpfs t bundle/rootfs/tmp/a; \
+         mkdir 'bundle/rootfs/tmp/a/with space'; mount -t tmpfs t 'bundle/rootfs/tmp/a/with space'; \
+         mount -t tmpfs t bundle/rootfs/run; mount -t tmpfs t bundle/rootfs/run; \
+         mount --bind source bundle/rootfs/inner",
+    )?;
+    let mut seen = format!("{}, {} mounts\n", brief(&created), lab.mounts()?.len());
+    writeln!(seen, "{}, {} mounts", brief(&lab.delete()), lab.mounts()?.len())?;
+    // Nothing of what was bound is gone.
+    seen += &lab.sh("ls source; test -x source/bin/sh")?;
+    lab.end()?;
+    Ok(seen)
+}
+
+fn unmount_busy(place: &Place<'_>) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let created = lab.create(&[bind("source", "", &["rbind"])]);
+    let user = format!("cd {HERE}/bundle/rootfs; echo in; exec sleep 0.4");
+    let mut user = place.node().spawn(&["sh", "-c", &user])?;
+    let mut word = [0; 2];
+    std::io::Read::read_exact(user.stdout.as_mut().context("no pipe")?, &mut word)?;
+    let begun = std::time::Instant::now();
+    let deleted = lab.delete();
+    let waited = begun.elapsed().as_millis() >= 200;
+    user.wait()?;
+    let seen = format!(
+        "{}\n{}, {} mounts, waited: {waited}",
+        brief(&created),
+        brief(&deleted),
+        lab.mounts()?.len()
+    );
+    lab.end()?;
+    Ok(seen)
+}
+
+fn user_namespace(place: &Place<'_>) -> Result<String> {
+    let mut seen = String::new();
+    for snapshotter in ["native", "overlayfs"] {
+        let options = [
+            "--snapshotter",
+            snapshotter,
+            "--uidmap",
+            "0:10000:1000",
+            "--gidmap",
+            "0:20000:1000",
+            "--remap-labels",
+        ];
+        let script = "cat /proc/self/uid_map /proc/self/gid_map; stat -c '%u:%g' /bin/sh /proc/self /etc/passwd; \
+                      touch /new; stat -c '%u:%g' /new";
+        let said = place.run("c", &options, &["sh", "-c", script])?;
+        let squeezed: Vec<String> = said
+            .stdout
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+            .collect();
+        writeln!(
+            seen,
+            "{snapshotter}: {:?}\n{}\n{}",
+            said.code,
+            squeezed.join("\n"),
+            said.stderr
+        )?;
+    }
+    Ok(seen)
+}
