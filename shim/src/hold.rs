@@ -21,6 +21,8 @@ use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 
+use crate::procfs::{is_traced, state};
+
 /// How long a thread may take to reach or to leave its trap.
 const TRAP: Duration = Duration::from_secs(10);
 /// How often stops are looked for.
@@ -219,19 +221,6 @@ fn step(tid: i32) -> bool {
         Err(_) => return false,
     };
     ptrace::cont(pid, signal).is_ok()
-}
-
-/// Whether a tracer of this process still holds the thread; not when it has gone.
-fn is_traced(tid: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
-    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
-    tracer.is_some_and(|pid| pid.trim() != "0")
-}
-
-/// Scheduler state of a thread, as /proc shows it.
-fn state(tid: i32) -> Option<char> {
-    let stat = std::fs::read_to_string(format!("/proc/{tid}/stat")).ok()?;
-    stat.get(stat.rfind(')')? + 2..)?.chars().next()
 }
 
 #[cfg(test)]

@@ -5,14 +5,7 @@ use std::fs;
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
 pub(crate) fn inner_pid(task: &str) -> Option<i32> {
-    status_field(
-        &fs::read_to_string(format!("/proc/{task}/status")).ok()?,
-        "NSpid:",
-    )?
-    .split_whitespace()
-    .last()?
-    .parse()
-    .ok()
+    field(task, "NSpid:")?.split_whitespace().last()?.parse().ok()
 }
 
 /// Thread of `pid` that has the id `inner_tid` in its own pid namespace.
@@ -29,16 +22,24 @@ pub(crate) fn outer_tid(pid: i32, inner_tid: i32) -> Option<i32> {
 
 /// Whether a process exists and has not ended.
 pub(crate) fn is_alive(pid: i32) -> bool {
-    fs::read_to_string(format!("/proc/{pid}/stat"))
-        .ok()
-        .and_then(|stat| stat.get(stat.rfind(')')? + 2..)?.chars().next())
-        .is_some_and(|state| !matches!(state, 'Z' | 'X'))
+    state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
+/// Scheduler state of a process or thread.
+pub(crate) fn state(tid: i32) -> Option<char> {
+    let stat = text(&tid.to_string(), "stat")?;
+    stat.get(stat.rfind(')')? + 2..)?.chars().next()
+}
+
+/// Whether a tracer holds the thread; not when it has gone.
+pub(crate) fn is_traced(tid: i32) -> bool {
+    field(&tid.to_string(), "TracerPid:").is_some_and(|pid| pid.trim() != "0")
 }
 
 /// Name of a process, for messages.
 pub(crate) fn comm(pid: i32) -> String {
-    fs::read_to_string(format!("/proc/{pid}/comm"))
-        .map(|name| name.trim_end().to_owned())
+    text(&pid.to_string(), "comm")
+        .map(|name| name.trim_end().replace(char::is_control, "?"))
         .unwrap_or_default()
 }
 
@@ -62,14 +63,21 @@ pub(crate) fn tree(root: i32, pids: &[i32]) -> BTreeSet<i32> {
 }
 
 fn parent(pid: i32) -> Option<i32> {
-    status_field(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?, "PPid:")?
-        .trim()
-        .parse()
-        .ok()
+    field(&pid.to_string(), "PPid:")?.trim().parse().ok()
 }
 
-fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
-    status.lines().find_map(|line| line.strip_prefix(name))
+fn field(task: &str, name: &str) -> Option<String> {
+    let status = text(task, "status")?;
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .map(str::to_owned)
+}
+
+/// A process names itself, in any bytes: a name in UTF-8 that was cut at 15 of them is none any more.
+fn text(task: &str, file: &str) -> Option<String> {
+    let bytes = fs::read(format!("/proc/{task}/{file}")).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]
@@ -85,6 +93,28 @@ mod tests {
         assert_eq!(inner_pid("self"), Some(me()));
         assert_eq!(outer_tid(me(), me()), Some(me()));
         assert_eq!(outer_tid(me(), 1), None);
+    }
+
+    #[test]
+    fn a_name_that_is_no_text_hides_nothing() {
+        let (say, said) = std::sync::mpsc::channel();
+        let (leave, left) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            fs::write("/proc/thread-self/comm", b"\xc3\n) Z (").unwrap();
+            say.send(nix::unistd::gettid().as_raw()).unwrap();
+            left.recv().unwrap();
+        });
+        let tid = said.recv().unwrap();
+        assert!(
+            fs::read_to_string(format!("/proc/{tid}/status")).is_err(),
+            "it is text"
+        );
+        assert_eq!(inner_pid(&tid.to_string()), Some(tid));
+        assert_eq!(outer_tid(me(), tid), Some(tid));
+        assert!(is_alive(tid) && parent(tid).is_some() && !is_traced(tid));
+        assert_eq!(comm(tid), "\u{fffd}?) Z (");
+        leave.send(()).unwrap();
+        thread.join().unwrap();
     }
 
     #[test]
