@@ -67,8 +67,9 @@ fn memory(dir: &Path) -> Result<MemoryStat, CgroupError> {
     let stat = FlatKeyed::read(&dir.join("memory.stat"))?.unwrap_or_default();
     // Kernels since 5.9 count the two kinds apart; the message has one field for both.
     let both = |key: &str| {
+        let apart = |kind: &str| stat.get(&format!("{key}_{kind}"));
         stat.find(key)
-            .unwrap_or_else(|| stat.get(&format!("{key}_anon")) + stat.get(&format!("{key}_file")))
+            .unwrap_or_else(|| apart("anon").saturating_add(apart("file")))
     };
     Ok(MemoryStat {
         anon: stat.get("anon"),

@@ -16,8 +16,8 @@ pub(super) fn compact(options: &mut [String]) -> Option<PathBuf> {
         .map(|layer| Path::new(layer).strip_prefix(&common).ok()?.to_str())
         .collect();
     let names = names?;
-    // An empty name would end the list.
-    if names.iter().any(|name| name.is_empty()) {
+    // An empty name would end the list; a backslash that was followed by a slash would escape the next colon.
+    if names.iter().any(|name| name.is_empty() || name.ends_with('\\')) {
         return None;
     }
     *option = format!("{LOWER}{}", names.join(":"));
@@ -119,6 +119,7 @@ mod tests {
             "lowerdir=/a/fs:/b/fs",
             "lowerdir=a/fs:a/fs2",
             "lowerdir=/va\\:r/a/fs:/va\\:r/b/fs",
+            "lowerdir=/s/a\\/:/s/b",
             "ro",
         ] {
             assert_eq!(compacted(option), (None, option.to_owned()));

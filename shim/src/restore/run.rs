@@ -200,9 +200,8 @@ fn runtime(source: RuncError, work: &Path) -> Cause {
 }
 
 fn read_pid(path: &Path) -> Result<i32, Cause> {
-    std::fs::read_to_string(path)
-        .map_err(Cause::PidFile)?
-        .trim()
-        .parse()
-        .map_err(|_| Cause::Pid)
+    let text = std::fs::read_to_string(path).map_err(Cause::PidFile)?;
+    let pid = text.trim().parse().ok();
+    // 0 and less would be groups of processes to kill(2).
+    pid.filter(|pid| *pid > 0).ok_or(Cause::Pid)
 }

@@ -224,12 +224,14 @@ pub(super) async fn open_stdio(
 }
 
 /// The pid that the runtime wrote to its pid file.
-pub(super) fn read_pid(path: &Path) -> Result<i32, TaskError> {
+pub(crate) fn read_pid(path: &Path) -> Result<i32, TaskError> {
     let text = std::fs::read_to_string(path).map_err(|source| TaskError::File {
         what: "read the pid file",
         source,
     })?;
-    text.trim().parse().map_err(|_| TaskError::PidFile {
+    let pid = text.trim().parse().ok();
+    // 0 and less would be groups of processes to kill(2).
+    pid.filter(|pid| *pid > 0).ok_or_else(|| TaskError::PidFile {
         path: path.to_owned(),
     })
 }
