@@ -9,8 +9,11 @@ pub mod criu;
 mod decide;
 pub mod devnodes;
 pub mod edit;
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
 mod fixtures;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
 mod gpu_path;
 mod grant;
 pub mod manifest;

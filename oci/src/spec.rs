@@ -294,6 +294,12 @@ impl Spec {
         Some(Path::new(self.value.pointer("/root/path")?.as_str()?))
     }
 
+    /// The JSON as it stands.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn value(&self) -> &Value {
+        &self.value
+    }
+
     /// Array at a JSON pointer; empty when there is none.
     pub(crate) fn array(&self, pointer: &str) -> &[Value] {
         self.value

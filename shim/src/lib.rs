@@ -10,6 +10,9 @@ mod checkpoint;
 mod container;
 mod delete;
 mod events;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
 mod hold;
 mod logger;
 mod mounts;

@@ -4,6 +4,8 @@
 //! that either shim can clean up after the other.
 
 mod decode;
+#[cfg(any(test, fuzzing))]
+pub(crate) use decode::fuzz;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};

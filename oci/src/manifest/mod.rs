@@ -227,15 +227,21 @@ impl Manifest {
     /// Writes the manifest into the image directory. To be called last, when `runc checkpoint` has succeeded.
     pub fn write(&self, dir: &Path) -> Result<(), ManifestError> {
         let path = dir.join(names::MANIFEST);
-        self.check().map_err(|field| ManifestError::Value {
-            path: path.clone(),
-            field,
-        })?;
-        let unwritable = |source: io::Error| ManifestError::Write {
-            path: path.clone(),
-            source,
+        let bytes = self.encode(&path)?;
+        crate::atomic::write(dir, names::MANIFEST, &bytes, 0o600)
+            .map_err(|source| ManifestError::Write { path, source })
+    }
+
+    /// The bytes of the file; `path` is for errors.
+    pub(crate) fn encode(&self, path: &Path) -> Result<Vec<u8>, ManifestError> {
+        let path = || path.to_owned();
+        self.check()
+            .map_err(|field| ManifestError::Value { path: path(), field })?;
+        let unwritable = |source: serde_json::Error| ManifestError::Write {
+            path: path(),
+            source: source.into(),
         };
-        let body = serde_json::value::to_raw_value(self).map_err(|e| unwritable(e.into()))?;
+        let body = serde_json::value::to_raw_value(self).map_err(unwritable)?;
         let sha256 = sha256(body.get().as_bytes());
         let envelope = Envelope {
             format: FORMAT,
@@ -244,11 +250,11 @@ impl Manifest {
             sha256: &sha256,
             body: &body,
         };
-        let bytes = serde_json::to_vec(&envelope).map_err(|e| unwritable(e.into()))?;
+        let bytes = serde_json::to_vec(&envelope).map_err(unwritable)?;
         if bytes.len() as u64 > MAX_BYTES {
-            return Err(ManifestError::TooLarge { path });
+            return Err(ManifestError::TooLarge { path: path() });
         }
-        crate::atomic::write(dir, names::MANIFEST, &bytes, 0o600).map_err(unwritable)
+        Ok(bytes)
     }
 
     /// Reads the manifest of an image directory, if it has one.
@@ -275,7 +281,7 @@ impl Manifest {
         images::verify(&self.images, dir)
     }
 
-    fn decode(bytes: &[u8], path: &Path) -> Result<Self, ManifestError> {
+    pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<Self, ManifestError> {
         let path = || path.to_owned();
         let shape = |source| ManifestError::Shape { path: path(), source };
         let head: Head = serde_json::from_slice(bytes).map_err(shape)?;
@@ -325,6 +331,14 @@ fn sha256(bytes: &[u8]) -> String {
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect()
+}
+
+/// A file with this body and a checksum that fits it.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn sealed(body: &str) -> Vec<u8> {
+    let sha256 = sha256(body.as_bytes());
+    format!(r#"{{"format":"{FORMAT}","major":{MAJOR},"minor":{MINOR},"sha256":"{sha256}","body":{body}}}"#)
+        .into_bytes()
 }
 
 #[cfg(test)]

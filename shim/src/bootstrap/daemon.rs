@@ -45,7 +45,7 @@ impl<'a> Daemon<'a> {
 }
 
 /// Field 1 of `VersionResponse`.
-fn version_field(response: &[u8]) -> Option<String> {
+pub(super) fn version_field(response: &[u8]) -> Option<String> {
     const VERSION: u32 = 1 << 3 | 2;
     let mut input = CodedInputStream::from_bytes(response);
     while let Some(tag) = input.read_raw_tag_or_eof().ok()? {
@@ -58,7 +58,7 @@ fn version_field(response: &[u8]) -> Option<String> {
 }
 
 /// Major number of `v2.1.4`, `2.1.4~ds1`, `1.7.24+unknown`; none for a build that carries no version.
-fn major(version: &str) -> Option<u32> {
+pub(super) fn major(version: &str) -> Option<u32> {
     let (major, _) = version.strip_prefix('v').unwrap_or(version).split_once('.')?;
     major.parse().ok()
 }

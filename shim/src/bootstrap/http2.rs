@@ -36,21 +36,25 @@ pub(super) fn unary_call(socket: &Path, method: &str, deadline: Instant) -> io::
     push_frame(&mut request, DATA, END_STREAM, STREAM, &[0; MESSAGE_HEAD]);
     stream.set_write_timeout(Some(left(deadline)?))?;
     stream.write_all(&request)?;
+    answer(&mut stream, deadline)
+}
 
+/// The message that the server sends on the one stream.
+pub(super) fn answer(stream: &mut UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
     let mut body = Vec::new();
     loop {
         if let Some(message) = message(&body)? {
             return Ok(message);
         }
         let mut head = [0; FRAME_HEAD];
-        read_exact(&mut stream, &mut head, deadline)?;
+        read_exact(stream, &mut head, deadline)?;
         let [a, b, c, kind, flags, stream_id @ ..] = head;
         let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
         if length > MAX_FRAME {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let mut payload = vec![0; length];
-        read_exact(&mut stream, &mut payload, deadline)?;
+        read_exact(stream, &mut payload, deadline)?;
         let ours = u32::from_be_bytes(stream_id) == STREAM;
         match kind {
             DATA if ours && flags & PADDED == 0 => body.extend(payload),

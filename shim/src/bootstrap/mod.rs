@@ -5,6 +5,8 @@
 
 mod confine;
 mod daemon;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod http2;
 mod info;
 mod params;

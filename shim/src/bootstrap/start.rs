@@ -25,7 +25,8 @@ use crate::server::LISTENER_FD;
 use crate::sys;
 
 /// Annotations that put containers into one shim; the first one present counts.
-const GROUP_ANNOTATIONS: [&str; 2] = ["io.containerd.runc.v2.group", "io.kubernetes.cri.sandbox-id"];
+pub(super) const GROUP_ANNOTATIONS: [&str; 2] =
+    ["io.containerd.runc.v2.group", "io.kubernetes.cri.sandbox-id"];
 /// The container's spec, in the bundle.
 const CONFIG_FILE: &str = "config.json";
 /// Where containerd 1.x finds the shim again after a restart, in the bundle.
@@ -172,10 +173,14 @@ struct Spec {
 
 fn group(config: &Path) -> Result<Option<String>, StartError> {
     let json = fs::read(config).map_err(fail("read", config))?;
-    let spec: Spec = serde_json::from_slice(&json).map_err(|source| StartError::Spec {
+    group_in(&json).map_err(|source| StartError::Spec {
         path: config.to_owned(),
         source,
-    })?;
+    })
+}
+
+pub(super) fn group_in(json: &[u8]) -> Result<Option<String>, serde_json::Error> {
+    let spec: Spec = serde_json::from_slice(json)?;
     let mut annotations = spec.annotations.unwrap_or_default();
     Ok(GROUP_ANNOTATIONS
         .iter()

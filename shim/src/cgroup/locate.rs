@@ -169,7 +169,7 @@ pub(super) fn own_pid() -> i32 {
 }
 
 /// Controllers and path of a line of /proc/PID/cgroup.
-fn membership(line: &str) -> Option<(&str, &Path)> {
+pub(super) fn membership(line: &str) -> Option<(&str, &Path)> {
     let mut fields = line.splitn(3, ':').skip(1);
     let names = fields.next()?;
     // A cgroup that was removed under its last, dying process.

@@ -8,6 +8,8 @@
 
 mod clean;
 mod freezer;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod locate;
 mod oom;
 mod read;

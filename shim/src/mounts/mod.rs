@@ -8,6 +8,8 @@
 //! is no error. Nothing here follows a link out of the root file system.
 
 mod flags;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod helper;
 mod idmap;
 mod loopdev;

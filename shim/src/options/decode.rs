@@ -1,5 +1,8 @@
 //! Options as they come over the wire: protobuf `Any` values of two types, one of which carries TOML.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
+
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::PathBuf;

@@ -6,6 +6,8 @@
 //! against them.
 
 mod criu;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod verbs;
 
 use std::fs::File;

@@ -16,6 +16,8 @@ mod binary;
 mod console;
 mod copier;
 mod endpoint;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod prepare;
 mod pump;
 mod uri;

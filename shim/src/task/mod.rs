@@ -29,6 +29,8 @@ use containerd_shim_protos::api::{
 use containerd_shim_protos::shim_async::Task;
 use ttrpc::r#async::TtrpcContext;
 
+#[cfg(any(test, fuzzing))]
+pub(crate) use create::read_pid;
 pub(crate) use error::TaskError;
 
 use crate::container::{Container, Exits};

@@ -1,0 +1,6 @@
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    firn_shim::fuzz::config_json(data);
+    firn_oci::fuzz::spec(data);
+});

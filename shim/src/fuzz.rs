@@ -1,0 +1,67 @@
+//! What must hold for everything that the shim reads from others, whatever its bytes are.
+//!
+//! One function per fuzz target (fuzz/), each beside what it is about. The fuzzer calls them with what it makes up, the
+//! unit tests below with the kept corpus. What is asserted is more than "no panic", and is not worked out by the code
+//! that is under test.
+
+pub use crate::bootstrap::fuzz::{command_line, config_json, daemon_answer, start_input};
+pub use crate::cgroup::fuzz::{cgroup_files, cgroups_path};
+pub use crate::mounts::fuzz::mounts;
+pub use crate::options::fuzz::options;
+pub use crate::runc::fuzz::runtime_output;
+pub use crate::stdio::fuzz::stdio;
+
+/// A file with this content, which the next call replaces: for what reads files only.
+pub(crate) fn file(content: &[u8]) -> std::path::PathBuf {
+    let path = dir().join("file");
+    std::fs::write(&path, content).expect("the temporary directory is writable");
+    path
+}
+
+/// A directory that is there as long as the program.
+pub(crate) fn dir() -> &'static std::path::Path {
+    static DIR: std::sync::OnceLock<tempfile::TempDir> = std::sync::OnceLock::new();
+    DIR.get_or_init(|| tempfile::tempdir().expect("there is a temporary directory"))
+        .path()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    /// The kept inputs are also the first that the fuzzer runs.
+    fn corpus(target: &str, run: fn(&[u8])) {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../fuzz/corpus")
+            .join(target);
+        let mut files: Vec<_> = std::fs::read_dir(&dir)
+            .unwrap()
+            .map(|file| file.unwrap().path())
+            .collect();
+        files.sort();
+        assert!(!files.is_empty(), "{} is empty", dir.display());
+        for file in files {
+            println!("{}", file.display());
+            run(&std::fs::read(&file).unwrap());
+        }
+    }
+
+    #[test]
+    fn the_kept_inputs_pass() {
+        // One after the other: some share a file.
+        for (target, run) in [
+            ("command_line", super::command_line as fn(&[u8])),
+            ("config_json", super::config_json),
+            ("daemon_answer", super::daemon_answer),
+            ("start_input", super::start_input),
+            ("cgroup_files", super::cgroup_files),
+            ("cgroups_path", super::cgroups_path),
+            ("mounts", super::mounts),
+            ("options", super::options),
+            ("runtime_output", super::runtime_output),
+            ("stdio", super::stdio),
+        ] {
+            corpus(target, run);
+        }
+    }
+}
