@@ -47,6 +47,23 @@ impl Events {
         }
     }
 
+    /// Every line up to the deletion of the last of these containers' tasks.
+    pub fn until_deleted(mut self, containers: &[&str]) -> Result<Vec<String>> {
+        let mut left: Vec<String> = containers
+            .iter()
+            .map(|id| format!("\"container_id\":\"{id}\""))
+            .collect();
+        while !left.is_empty() {
+            let line = self.heard.recv_timeout(LIMIT);
+            let line = line.with_context(|| format!("no deletion of {left:?}"))?;
+            if line.contains(" /tasks/delete ") {
+                left.retain(|id| !line.contains(id));
+            }
+            self.lines.push(line);
+        }
+        Ok(std::mem::take(&mut self.lines))
+    }
+
     /// Every line up to now: until it tells of a mark that is made here.
     pub fn until_now(mut self, host: &GpuHost) -> Result<Vec<String>> {
         let mark = "localhost/until-now:latest";

@@ -15,6 +15,7 @@ mod options;
 mod serve;
 mod start;
 mod task;
+mod upgrade;
 
 use std::sync::Arc;
 
@@ -103,6 +104,7 @@ fn points() -> Vec<Point> {
         serve::POINTS,
         bundle::POINTS,
         options::POINTS,
+        upgrade::POINTS,
         task::POINTS,
         mounts::POINTS,
     ]
