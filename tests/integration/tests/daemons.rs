@@ -1,0 +1,254 @@
+//! Daemons that no Debian suite has: containerd 2.3, built by Go, which starts shims by another protocol.
+//!
+//! With its own shim first, then with firn in that one's place; then a Debian host whose daemon is upgraded while firn's
+//! containers run. Left out where there is no Go.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, SimGpu, on};
+use firn_node::{Cgroup, Suite, go_install, go_lacks, wait_for};
+use serde_json::Value;
+
+const MODULE: &str = "github.com/containerd/containerd/v2";
+const VERSION: &str = "v2.3.7";
+const LIMIT: Duration = Duration::from_secs(60);
+/// Where programs hide those of Debian.
+const BIN: &str = "/usr/local/bin";
+const SHIM: &str = "containerd-shim-runc-v2";
+/// A container that ends with 7 when it is asked to, and counts until then.
+const LIVE: &str = "trap 'exit 7' TERM; i=0; while :; do i=$((i+1)); echo $i >>/log; sleep 0.05; done";
+const GROUP: &str = "io.containerd.runc.v2.group=pod";
+
+/// The programs of containerd 2.3: the daemon, its client, its shim.
+struct Containerd([PathBuf; 3]);
+
+impl Containerd {
+    /// None, with a line that says why, where they cannot be built.
+    fn build() -> Result<Option<Self>> {
+        if let Some(why) = go_lacks() {
+            eprintln!("skipped: containerd {VERSION} is not built: {why}");
+            return Ok(None);
+        }
+        let build = |name: &str| go_install(&format!("{MODULE}/cmd/{name}"), VERSION);
+        Ok(Some(Self([build("containerd")?, build("ctr")?, build(SHIM)?])))
+    }
+
+    /// Replaces daemon and client of a host, under running containers, as an upgrade does it.
+    fn upgrade(&self, host: &GpuHost) -> Result<()> {
+        host.node().kill_containerd()?;
+        for (built, name) in self.0.iter().zip(["containerd", "ctr"]) {
+            host.node().install(built, format!("{BIN}/{name}"), 0o755)?;
+        }
+        host.node().start_containerd()?;
+        let version = host.node().run(&["ctr", "version"])?.stdout;
+        let number = VERSION.trim_start_matches('v');
+        ensure!(
+            version.matches(number).count() >= 2,
+            "another one runs:\n{version}"
+        );
+        Ok(())
+    }
+
+    /// Installs its shim.
+    fn own_shim(&self, host: &GpuHost) -> Result<()> {
+        host.node().install(&self.0[2], format!("{BIN}/{SHIM}"), 0o755)?;
+        host.node().restart_containerd()
+    }
+}
+
+fn start<'h>(host: &'h GpuHost, id: &str, options: &[&str]) -> Result<Container<'h>> {
+    let options = [&["--runtime", STOCK], options].concat();
+    Container::run(host, id, &options, &["sh", "-c", LIVE])
+}
+
+/// What containerd has on record of the shim of a container.
+fn record(host: &GpuHost, id: &str) -> Result<(String, String)> {
+    let json: Value = serde_json::from_str(&host.node().read(format!("{BUNDLES}/{id}/bootstrap.json"))?)?;
+    let address = json["address"].as_str().context("no address")?.to_owned();
+    Ok((format!("{} {}", json["version"], json["protocol"]), address))
+}
+
+/// How a command of `ctr` went, without what it says of the host on stderr, with the time.
+fn told(host: &GpuHost, arguments: &[&str]) -> Result<String> {
+    let said = host.ctr(arguments, "")?;
+    Ok(format!("code {:?}, out {}", said.code, said.stdout.trim()))
+}
+
+fn exec(host: &GpuHost, id: &str) -> Result<String> {
+    let inner = ["sh", "-c", "echo out; exit 5"];
+    told(
+        host,
+        &[&["tasks", "exec", "--exec-id", "e", id], &inner[..]].concat(),
+    )
+}
+
+fn end(container: Container<'_>) -> Result<String> {
+    container.task(&["kill"])?;
+    container.becomes("STOPPED")?;
+    let seen = format!("exit code {}", container.exit_code()?);
+    container.forget()?;
+    Ok(seen)
+}
+
+fn counts_on(host: &GpuHost, id: &str, more: usize) -> Result<()> {
+    let path = host.node().path(format!("{BUNDLES}/{id}/rootfs/log"));
+    let read = || std::fs::read_to_string(&path).unwrap_or_default().lines().count();
+    let from = read();
+    wait_for("the count to go on", LIMIT, || {
+        Ok((read() >= from + more).then_some(()))
+    })
+}
+
+/// What a user sees of this daemon with the shim that is installed.
+fn life(host: &GpuHost) -> Result<String> {
+    let run = ["run", "--rm", "--runtime", STOCK];
+    let command = [IMAGE, "r", "sh", "-c", "echo out; echo err >&2; exit 42"];
+    let mut seen = vec![told(host, &[&run[..], host.limits(), &command].concat())?];
+
+    let container = start(host, "c", &[])?;
+    seen.push(record(host, "c")?.0);
+    seen.push(exec(host, "c")?);
+    container.task(&["pause"])?;
+    seen.push(container.status()?);
+    container.task(&["resume"])?;
+    host.node().restart_containerd()?;
+    seen.push(container.status()?);
+    seen.push(exec(host, "c")?);
+    seen.push(end(container)?);
+    Ok(seen.join("\n"))
+}
+
+fn pod(host: &GpuHost) -> Result<String> {
+    let one = start(host, "p1", &["--annotation", GROUP])?;
+    let two = start(host, "p2", &["--annotation", GROUP])?;
+    let (first, second) = (record(host, "p1")?, record(host, "p2")?);
+    let mut seen = vec![format!(
+        "{} {}, one shim {}",
+        first.0,
+        second.0,
+        first.1 == second.1
+    )];
+    host.node().restart_containerd()?;
+    seen.push(exec(host, "p2")?);
+    seen.push(end(two)?);
+    seen.push(exec(host, "p1")?);
+    seen.push(end(one)?);
+    Ok(seen.join("\n"))
+}
+
+/// A shim that is killed: containerd has `delete` clean up.
+fn killed(host: &GpuHost) -> Result<String> {
+    let events = host.watch_events()?;
+    let container = start(host, "c", &[])?;
+    let pid = container.pid()?;
+    let status = host.node().read(format!("/proc/{pid}/status"))?;
+    let shim = status.lines().find_map(|line| line.strip_prefix("PPid:\t"));
+    host.node().run(&["kill", "-KILL", shim.context("no parent")?])?;
+    let told = events.until_deleted(&["c"])?;
+    let exits = told
+        .iter()
+        .filter(|line| line.contains("/tasks/exit") && line.contains("\"exit_status\":137"));
+    let seen = format!("exits with 137: {}", exits.count());
+    container.forget()?;
+    Ok(seen)
+}
+
+fn checkpoint(host: &GpuHost) -> Result<String> {
+    let container = start(host, "c", &[])?;
+    counts_on(host, "c", 3)?;
+    container.checkpoint("checkpoint/c")?;
+    counts_on(host, "c", 3)?;
+    let mut seen = vec![container.status()?];
+    container.remove()?;
+    let (copy, _) = Container::restore(host, "c", "checkpoint/c", 0)?;
+    counts_on(host, "c", 3)?;
+    seen.push(copy.status()?);
+    seen.push(exec(host, "c")?);
+    seen.push(end(copy)?);
+    host.remove_image("checkpoint/c")?;
+    Ok(seen.join("\n"))
+}
+
+fn info(host: &GpuHost) -> Result<String> {
+    let asked = ["plugins", "inspect-runtime", "--runtime=io.containerd.runc.v2"];
+    let said = host.ctr(&asked, "")?;
+    let mut json: Value = serde_json::from_str(&said.stdout).with_context(|| said.to_string())?;
+    json["Version"] = Value::Null;
+    Ok(format!("{json:#}"))
+}
+
+type Scenario = fn(&GpuHost) -> Result<String>;
+
+const SCENARIOS: [(&str, &str, Scenario); 5] = [
+    ("a life", "3 \"ttrpc\"", life),
+    ("a pod", "one shim true", pod),
+    ("a killed shim", "exits with 137: 1", killed),
+    ("a checkpoint", "exit code 7", checkpoint),
+    ("information", "io.containerd.runc.v2", info),
+];
+
+#[test]
+fn containerd_2_3_sees_no_difference() -> Result<()> {
+    let Some(containerd) = Containerd::build()? else {
+        return Ok(());
+    };
+    let host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "dm-s", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        containerd.upgrade(host)?;
+        containerd.own_shim(host)?;
+        let mut stock = Vec::new();
+        for (what, expected, scenario) in SCENARIOS {
+            let seen = scenario(host).with_context(|| format!("{what}, stock"))?;
+            ensure!(seen.contains(expected), "{what}: no {expected:?} in\n{seen}");
+            stock.push(seen);
+        }
+        host.drop_in()?;
+        for ((what, _, scenario), stock) in SCENARIOS.iter().zip(stock) {
+            let seen = scenario(host).with_context(|| format!("{what}, firn"))?;
+            ensure!(seen == stock, "{what}: the stock shim\n{stock}\nfirn\n{seen}");
+        }
+        host.idle()
+    })
+}
+
+/// A Debian host with firn, whose daemon becomes 2.3 under running containers.
+fn upgraded(suite: Suite, name: &str) -> Result<()> {
+    let Some(containerd) = Containerd::build()? else {
+        return Ok(());
+    };
+    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        host.drop_in()?;
+        let alone = start(host, "c", &[])?;
+        let one = start(host, "p1", &["--annotation", GROUP])?;
+        containerd.upgrade(host)?;
+        for id in ["c", "p1"] {
+            let said = exec(host, id)?;
+            ensure!(said == "code Some(5), out out", "{id} after the upgrade: {said}");
+        }
+        // The daemon of today asks the shim of yesterday's to take one more.
+        let two = start(host, "p2", &["--annotation", GROUP])?;
+        let shims = host.node().processes().into_iter();
+        let shims = shims.filter(|process| process.command.starts_with("containerd-shim"));
+        ensure!(shims.count() == 2, "the pod has two shims");
+        let said = exec(host, "p2")?;
+        ensure!(said == "code Some(5), out out", "p2: {said}");
+        for container in [alone, two, one] {
+            let ended = end(container)?;
+            ensure!(ended == "exit code 7", "{ended}");
+        }
+        host.idle()
+    })
+}
+
+#[test]
+fn a_daemon_of_forky_is_upgraded_under_containers() -> Result<()> {
+    upgraded(Suite::Forky, "dm-uf")
+}
+
+#[test]
+fn a_daemon_of_trixie_is_upgraded_under_containers() -> Result<()> {
+    upgraded(Suite::Trixie, "dm-ut")
+}
