@@ -133,10 +133,21 @@ impl Runc {
         command: &mut Command,
         deadline: Duration,
     ) -> Result<Vec<u8>, RuncError> {
+        self.output_with_input(verb, command, &[], deadline).await
+    }
+
+    /// As [`Runc::output`], with `input` on the command's stdin.
+    async fn output_with_input(
+        &self,
+        verb: &'static str,
+        command: &mut Command,
+        input: &[u8],
+        deadline: Duration,
+    ) -> Result<Vec<u8>, RuncError> {
         let from = self.logged();
         let output = self
             .reaper
-            .output(command, deadline)
+            .output_with_input(command, input, deadline)
             .await
             .map_err(|source| self.spawn_error(verb, source))?;
         if output.success() {

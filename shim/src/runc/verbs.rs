@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use super::{Runc, RuncError, SHORT};
 
@@ -151,18 +151,10 @@ impl Runc {
 
     /// `update`: new limits, an OCI LinuxResources as JSON.
     pub(crate) async fn update(&self, resources: &[u8]) -> Result<(), RuncError> {
-        let prepare = |source| RuncError::Prepare {
-            verb: "update",
-            source,
-        };
-        let mut file = tempfile::tempfile().map_err(prepare)?;
-        file.write_all(resources).map_err(prepare)?;
-        std::io::Seek::rewind(&mut file).map_err(prepare)?;
         let mut command = self.command("update");
-        command
-            .arg("--resources=-")
-            .arg(&self.id)
-            .stdin(Stdio::from(file));
-        self.output("update", &mut command, SHORT).await.map(drop)
+        command.arg("--resources=-").arg(&self.id);
+        self.output_with_input("update", &mut command, resources, SHORT)
+            .await
+            .map(drop)
     }
 }

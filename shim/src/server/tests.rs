@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use containerd_shim_protos::api::{
-    ConnectRequest, ConnectResponse, Empty, ShutdownRequest, WaitRequest, WaitResponse,
+    ConnectRequest, ConnectResponse, Empty, KillRequest, ShutdownRequest, WaitRequest, WaitResponse,
 };
 use containerd_shim_protos::shim_async::{Client, Task, TaskClient};
 use protobuf::Message;
@@ -15,7 +15,7 @@ use super::*;
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// A task service that knows three verbs.
+/// A task service that knows four verbs.
 struct Service {
     shutdown: Shutdown,
 }
@@ -27,6 +27,13 @@ impl Task for Service {
             shim_pid: 7,
             ..ConnectResponse::default()
         })
+    }
+
+    /// Takes longer than the end that it is the cause of.
+    async fn kill(&self, _: &TtrpcContext, _: KillRequest) -> ttrpc::Result<Empty> {
+        self.shutdown.trigger();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        Ok(Empty::default())
     }
 
     async fn wait(&self, _: &TtrpcContext, _: WaitRequest) -> ttrpc::Result<WaitResponse> {
@@ -122,6 +129,14 @@ async fn the_shutdown_call_is_answered_and_ends_the_shim() {
         .unwrap()
         .unwrap()
         .unwrap_err();
+}
+
+#[tokio::test]
+async fn a_call_under_way_is_answered_before_the_end() {
+    let mut shim = Shim::start();
+    let client = TaskClient::new(shim.client().await);
+    client.kill(soon(), &KillRequest::default()).await.unwrap();
+    shim.ended().await;
 }
 
 #[tokio::test]
