@@ -69,7 +69,39 @@ impl GpuHost {
         Ok(host)
     }
 
+    /// Starts a node for a test whose containerd serves Kubernetes too, with these GPUs. `configure` adds to containerd's
+    /// configuration before it starts.
+    pub fn for_cri(
+        suite: Suite,
+        name: &str,
+        gpus: &[SimGpu],
+        configure: impl FnOnce(&Node) -> Result<()>,
+    ) -> Result<Self> {
+        let name = format!("{name}-{}", std::process::id());
+        let node = Node::builder(suite).name(&name).cri(true).containerd(false);
+        let host = Self {
+            node: node.start()?,
+            gpus: gpus.to_vec(),
+        };
+        let built = Built::for_tests()?;
+        // Order matters: at its start containerd asks the shims what they can do.
+        configure(&host.node)
+            .and_then(|()| host.install(built, DRIVER))
+            .and_then(|()| host.node.start_containerd())
+            .with_context(|| format!("set up node {name}"))?;
+        Ok(host)
+    }
+
     fn set_up(&self, built: &Built, driver: &str) -> Result<()> {
+        self.install(built, driver)?;
+        let counter = built.program("gpu-counter");
+        Image::new(IMAGE)
+            .program(counter, "/bin/gpu-counter")
+            .import(&self.node)
+    }
+
+    /// Installs firn and the simulated GPUs.
+    fn install(&self, built: &Built, driver: &str) -> Result<()> {
         let node = &self.node;
         node.install(built.shim(), SHIM, 0o755)?;
         for program in ["firn-gpu", "firn-hook", "firn", "simgpu", "cuda-step"] {
@@ -79,11 +111,7 @@ impl GpuHost {
             let built = built.libraries().join(library);
             node.install(built, format!("{LIBRARIES}/{library}"), 0o755)?;
         }
-        self.plug_in(driver)?;
-        let counter = built.program("gpu-counter");
-        Image::new(IMAGE)
-            .program(counter, "/bin/gpu-counter")
-            .import(node)
+        self.plug_in(driver)
     }
 
     /// Makes its GPUs and installs this version of their driver.

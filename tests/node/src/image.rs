@@ -44,6 +44,7 @@ const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 #[derive(Clone, Debug)]
 pub struct Image {
     name: String,
+    command: Vec<String>,
     files: Vec<(PathBuf, PathBuf)>,
 }
 
@@ -52,6 +53,7 @@ impl Image {
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
+            command: vec!["sh".into()],
             files: Vec::new(),
         }
     }
@@ -62,6 +64,12 @@ impl Image {
         self
     }
 
+    /// What runs when nothing else is asked for; a shell if this is not said.
+    pub fn command(mut self, command: &[&str]) -> Self {
+        self.command = command.iter().map(|word| (*word).to_owned()).collect();
+        self
+    }
+
     /// Its name, to run it by.
     pub fn name(&self) -> &str {
         &self.name
@@ -69,6 +77,11 @@ impl Image {
 
     /// Makes the image and imports it into the node's containerd.
     pub fn import(&self, node: &Node) -> Result<()> {
+        self.import_into(node, "default")
+    }
+
+    /// As [`Image::import`], into another namespace of containerd.
+    pub fn import_into(&self, node: &Node, namespace: &str) -> Result<()> {
         let importing = || format!("import image {} into node {}", self.name, node.name());
         let work = tempfile::tempdir().with_context(importing)?;
         let tar = self
@@ -76,7 +89,8 @@ impl Image {
             .with_context(importing)?;
         let inside = "/tmp/firn-image.tar";
         node.install(tar, inside, 0o600)?;
-        node.run(&["ctr", "image", "import", inside])?;
+        let import = ["ctr", "--namespace", namespace, "image", "import", inside];
+        node.run(&import)?;
         fs::remove_file(node.path(inside)).with_context(importing)
     }
 
@@ -86,7 +100,7 @@ impl Image {
         self.fill(busybox, &rootfs)?;
         let layer = work.join("layer.tar");
         tar(&rootfs, &layer)?;
-        write_layout(&layout, &self.name, &fs::read(&layer)?)?;
+        write_layout(&layout, self, &fs::read(&layer)?)?;
         let image = work.join("image.tar");
         tar(&layout, &image)?;
         Ok(image)
@@ -163,7 +177,7 @@ fn tar(dir: &Path, archive: &Path) -> Result<()> {
     )
 }
 
-fn write_layout(layout: &Path, name: &str, layer: &[u8]) -> Result<()> {
+fn write_layout(layout: &Path, image: &Image, layer: &[u8]) -> Result<()> {
     let blobs = layout.join("blobs/sha256");
     fs::create_dir_all(&blobs)?;
     let put = |media_type: &str, content: &[u8]| -> Result<serde_json::Value> {
@@ -178,7 +192,7 @@ fn write_layout(layout: &Path, name: &str, layer: &[u8]) -> Result<()> {
     let config = json!({
         "architecture": ARCH.1,
         "os": "linux",
-        "config": { "Env": ["PATH=/usr/bin:/bin"], "Cmd": ["sh"] },
+        "config": { "Env": ["PATH=/usr/bin:/bin"], "Cmd": image.command },
         // The layer is not compressed, so its digest is that of its content too.
         "rootfs": { "type": "layers", "diff_ids": [layer["digest"]] },
     });
@@ -188,7 +202,7 @@ fn write_layout(layout: &Path, name: &str, layer: &[u8]) -> Result<()> {
     )?;
     let manifest = json!({ "schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": [layer] });
     let mut manifest = put(MANIFEST, manifest.to_string().as_bytes())?;
-    manifest["annotations"] = json!({ "io.containerd.image.name": name });
+    manifest["annotations"] = json!({ "io.containerd.image.name": image.name });
     let index = json!({ "schemaVersion": 2, "manifests": [manifest] });
     fs::write(layout.join("index.json"), index.to_string())?;
     fs::write(
@@ -221,7 +235,7 @@ mod tests {
     #[test]
     fn layout_names_blobs_by_their_digest_all_the_way_down() {
         let dir = tempfile::tempdir().unwrap();
-        write_layout(dir.path(), "localhost/x:latest", b"layer").unwrap();
+        write_layout(dir.path(), &Image::new("localhost/x:latest"), b"layer").unwrap();
         let blob = |descriptor: &serde_json::Value| {
             let digest = descriptor["digest"]
                 .as_str()

@@ -1,0 +1,208 @@
+//! CheckpointContainer, and containers that are created from its archive.
+
+use std::io::{BufRead, BufReader};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use firn_lab::{LOG, Lines, SimGpu, failure};
+use firn_node::{Suite, wait_for};
+use serde_json::json;
+
+use crate::Point;
+use crate::client::{BUNDLES, CLIENT, Cri, Ctr, IMAGE, Pod};
+use crate::hosts::Way;
+
+pub const POINTS: &[Point] = &[
+    Point::new(
+        "checkpoint: into an archive, and a container from it",
+        "goes on in another pod",
+        plain,
+    )
+    .ways(&[Way::Path, Way::DropIn])
+    .on(&[Suite::Forky]),
+    Point::new(
+        "checkpoint: a container with a GPU, and one from it on another GPU",
+        "goes on in another pod on GPU 2",
+        gpu,
+    )
+    .firn_only()
+    .on(&[Suite::Forky]),
+    Point::new("checkpoint: containerd 1.7 has none", "Unimplemented", none).on(&[Suite::Trixie]),
+];
+
+const ARCHIVE: &str = "/tmp/checkpoint.tar";
+const BLOBS: &str = "/var/lib/containerd/io.containerd.content.v1.content/blobs/sha256";
+const LIMIT: Duration = Duration::from_secs(60);
+const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i >>/count; sleep 0.05; done";
+
+/// Calls CheckpointContainer as the kubelet does.
+fn checkpoint(container: &Ctr<'_>) -> Result<()> {
+    let request = json!({ "containerId": container.id, "location": ARCHIVE, "timeout": "60" });
+    container.cri.call("CheckpointContainer", &request).map(drop)
+}
+
+/// A container whose image is the archive.
+///
+/// containerd 2.1 pulls the image of the source again, whether it is there or not: its own content is the registry.
+fn restore<'h>(pod: &Pod<'h>, special: &serde_json::Value) -> Result<Ctr<'h>> {
+    let mut registry = pod.cri.host.node().spawn(&[CLIENT, "registry", BLOBS])?;
+    let mut ready = String::new();
+    let said = registry.stdout.take().context("no output")?;
+    BufReader::new(said).read_line(&mut ready)?;
+    let restored = pod.start_with("c", special).with_context(|| ready);
+    registry.kill().and_then(|()| registry.wait().map(drop))?;
+    restored
+}
+
+/// The last number that a counting container has written.
+fn counted(container: &Ctr<'_>) -> Result<u64> {
+    let log = container
+        .cri
+        .host
+        .node()
+        .read(format!("{BUNDLES}/{}/rootfs/count", container.id))?;
+    let mut last = 0;
+    for line in log.lines() {
+        let number: u64 = line.parse().with_context(|| format!("{line:?}"))?;
+        // The files are copied before the processes are dumped.
+        ensure!(number > last, "{number} after {last}");
+        last = number;
+    }
+    Ok(last)
+}
+
+fn beyond(container: &Ctr<'_>, number: u64) -> Result<u64> {
+    wait_for(&format!("more than {number}"), LIMIT, || {
+        let now = counted(container).unwrap_or(0);
+        Ok((now > number).then_some(now))
+    })
+    .with_context(|| format!("status {:?}", container.status()))
+}
+
+/// Names in the archive, CRIU's own left out.
+fn names(cri: Cri<'_>) -> Result<String> {
+    let listed = cri.host.node().run(&["tar", "-tf", ARCHIVE])?.stdout;
+    let mut names: Vec<&str> = listed
+        .lines()
+        .filter(|name| !name.starts_with("checkpoint/"))
+        .collect();
+    names.sort_unstable();
+    ensure!(
+        listed.contains("checkpoint/inventory.img"),
+        "no processes in the archive"
+    );
+    Ok(names.join(" "))
+}
+
+/// Names the image by its digest too, as it would be if it had been pulled.
+fn pulled(cri: Cri<'_>) -> Result<()> {
+    let node = cri.host.node();
+    let ctr = ["ctr", "--namespace", "k8s.io", "images"];
+    let list = node.run(&[&ctr[..], &["list"]].concat())?.stdout;
+    let row = list
+        .lines()
+        .find(|row| row.starts_with(IMAGE))
+        .context("no image")?;
+    let digest = row.split_whitespace().nth(2).context("no digest")?;
+    let (name, _) = IMAGE.rsplit_once(':').context("no tag")?;
+    let named = format!("{name}@{digest}");
+    node.run(&[&ctr[..], &["tag", "--force", IMAGE, &named]].concat())?;
+    wait_for("the image by its digest", LIMIT, || {
+        let status = cri.call("ImageStatus", &json!({ "image": { "image": IMAGE } }))?;
+        Ok(status["image"]["repoDigests"][0].is_string().then_some(()))
+    })
+}
+
+fn plain(cri: Cri<'_>) -> Result<String> {
+    pulled(cri)?;
+    let pod = cri.pod("pod")?;
+    let container = pod.start("c", COUNT)?;
+    let before = beyond(&container, 3)?;
+    checkpoint(&container)?;
+    let seen = names(cri)?;
+    beyond(&container, before + 2).context("after the checkpoint")?;
+    let state = container.state()?;
+    pod.remove(&[&container])?;
+    let other = cri.pod("other")?;
+    let copy = restore(&other, &json!({ "image": { "image": ARCHIVE } }))?;
+    beyond(&copy, before + 2).context("after the restore")?;
+    let shims = other.shims().len();
+    let exec = copy.exec("echo here")?;
+    copy.stop(1)?;
+    let how = copy.ended()?;
+    other.remove(&[&copy])?;
+    std::fs::remove_file(cri.host.node().path(ARCHIVE))?;
+    Ok(format!(
+        "{state}\n{seen}\ngoes on in another pod, {shims} shim, {exec}, ended {how}"
+    ))
+}
+
+fn gpu(cri: Cri<'_>) -> Result<String> {
+    pulled(cri)?;
+    let counter = [
+        "/bin/gpu-counter",
+        "--out",
+        LOG,
+        "--interval-ms",
+        "50",
+        "--mib",
+        "8",
+    ];
+    let pod = cri.pod("pod")?;
+    let container = pod.start_with(
+        "c",
+        &json!({ "command": counter, "CDIDevices": [{ "name": "nvidia.com/gpu=0" }] }),
+    )?;
+    let before = computes(&container, 3)?;
+    checkpoint(&container)?;
+    let seen = names(cri)?;
+    computes(&container, before + 2).context("after the checkpoint")?;
+    pod.remove(&[&container])?;
+    let other = cri.pod("other")?;
+    let copy = restore(
+        &other,
+        &json!({
+            "image": { "image": ARCHIVE },
+            "CDIDevices": [{ "name": "nvidia.com/gpu=1" }],
+        }),
+    )?;
+    computes(&copy, before + 2).context("after the restore")?;
+    let memory = cri.host.gpu_memory()?;
+    let gpus = cri.host.uuids();
+    ensure!(gpus == [1, 2].map(|number| SimGpu::h200(number).uuid), "{gpus:?}");
+    let used: Vec<usize> = (1..)
+        .zip(memory)
+        .filter_map(|(number, mib)| (mib > 0).then_some(number))
+        .collect();
+    other.remove(&[&copy])?;
+    std::fs::remove_file(cri.host.node().path(ARCHIVE))?;
+    Ok(format!(
+        "{seen}\ngoes on in another pod on GPU {}",
+        used.iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(", ")
+    ))
+}
+
+/// Waits until the counter has gone further than this, every element of its memory right.
+fn computes(container: &Ctr<'_>, iteration: u64) -> Result<u64> {
+    let log = format!("{BUNDLES}/{}/rootfs{LOG}", container.id);
+    wait_for(&format!("iteration {iteration}"), LIMIT, || {
+        let lines = Lines::parse(&container.cri.host.node().read(&log).unwrap_or_default());
+        if let Some(fault) = lines.fault_if_carried(1) {
+            bail!("{fault}");
+        }
+        let reached = lines.reached(1);
+        Ok((reached > iteration).then_some(reached))
+    })
+    .with_context(|| format!("status {:?}", container.status()))
+}
+
+fn none(cri: Cri<'_>) -> Result<String> {
+    let pod = cri.pod("pod")?;
+    let container = pod.start("c", COUNT)?;
+    let said = failure(checkpoint(&container))?;
+    pod.remove(&[&container])?;
+    Ok(said)
+}

@@ -1,0 +1,197 @@
+//! Hosts whose containerd serves Kubernetes: with both shims side by side, and with firn in the stock shim's place.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use anyhow::{Context, Result, anyhow};
+use firn_lab::{GpuHost, IMAGE, SimGpu};
+use firn_node::{Image, Node, Suite, go_build};
+
+use crate::client::{CLIENT, Cri};
+
+/// What stands for the pause image: the container that holds a pod's namespaces.
+const PAUSE: &str = "localhost/firn-pause:latest";
+const CONFIG: &str = "/etc/containerd/config.toml";
+/// Where runc keeps its state under the handler that has options of its own.
+const NAMED_ROOT: &str = "/run/containerd/firn-runc";
+
+/// How a pod gets its shim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// containerd's own shim.
+    Stock,
+    /// Handler `firn` of the shipped configuration: the stock runtime's name with `runtime_path`.
+    Path,
+    /// Runtime name `io.containerd.firn.v2`, with options, which containerd then sends as TOML.
+    Named,
+    /// Firn under the stock shim's file name.
+    DropIn,
+}
+
+impl Way {
+    /// Every way to get firn.
+    pub const FIRN: [Self; 3] = [Self::Path, Self::Named, Self::DropIn];
+
+    /// The name of its handler in containerd's configuration, which is what a RuntimeClass names.
+    pub fn handler(self) -> &'static str {
+        match self {
+            Self::Stock | Self::DropIn => "runc",
+            Self::Path => "firn",
+            Self::Named => "firn-named",
+        }
+    }
+
+    /// Where runc keeps its state.
+    pub fn runc_root(self) -> &'static str {
+        match self {
+            Self::Stock | Self::Path | Self::DropIn => "/run/containerd/runc",
+            Self::Named => NAMED_ROOT,
+        }
+    }
+
+    /// The shim's program.
+    pub fn program(self) -> &'static str {
+        match self {
+            Self::Stock => "/usr/bin/containerd-shim-runc-v2",
+            Self::Path | Self::Named => "/usr/local/bin/containerd-shim-firn-v2",
+            Self::DropIn => "/usr/local/bin/containerd-shim-runc-v2",
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stock => "the stock shim",
+            Self::Path => "firn by runtime_path",
+            Self::Named => "firn by its name",
+            Self::DropIn => "firn as drop-in",
+        })
+    }
+}
+
+/// The hosts of a suite, made when they are wanted, used by one test at a time.
+pub struct Hosts {
+    pub suite: Suite,
+    /// With both shims.
+    both: Mutex<Option<GpuHost>>,
+    /// With firn in the stock shim's place.
+    replaced: Mutex<Option<GpuHost>>,
+}
+
+impl Hosts {
+    pub fn new(suite: Suite) -> Self {
+        Self {
+            suite,
+            both: Mutex::default(),
+            replaced: Mutex::default(),
+        }
+    }
+
+    /// Runs a test in this way. A host on which it has failed, or left something, is not used again.
+    pub fn with<T>(&self, way: Way, test: impl FnOnce(Cri<'_>) -> Result<T>) -> Result<T> {
+        let (kept, name) = match way {
+            Way::DropIn => (&self.replaced, "cri-d"),
+            Way::Stock | Way::Path | Way::Named => (&self.both, "cri"),
+        };
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        // Not back in its place if the test panics.
+        let host = match kept.take() {
+            Some(host) => host,
+            None => self.make(way, &format!("{name}-{}", self.suite))?,
+        };
+        let done = test(Cri { host: &host, way })
+            .and_then(|done| host.idle().map(|()| done))
+            .with_context(|| format!("with {way}"));
+        match done {
+            Ok(_) => *kept = Some(host),
+            Err(_) => eprintln!("{}", host.log()),
+        }
+        done
+    }
+
+    fn make(&self, way: Way, name: &str) -> Result<GpuHost> {
+        let client = client()?;
+        let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+        let host = GpuHost::for_cri(self.suite, name, &gpus, |node| configure(node, self.suite))?;
+        let node = host.node();
+        node.install(client, CLIENT, 0o755)?;
+        if way == Way::DropIn {
+            host.drop_in()?;
+        }
+        import(node)?;
+        Ok(host)
+    }
+}
+
+/// Gives the images to the namespace of Kubernetes.
+fn import(node: &Node) -> Result<()> {
+    let counter = firn_lab::Built::for_tests()?.program("gpu-counter");
+    let image = Image::new(IMAGE).program(counter, "/bin/gpu-counter");
+    image.import_into(node, "k8s.io")?;
+    let pause = Image::new(PAUSE).command(&["sh", "-c", "while :; do sleep 1000; done"]);
+    pause.import_into(node, "k8s.io")
+}
+
+/// The client, built once per test program.
+fn client() -> Result<&'static Path> {
+    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cri-client");
+    let built = BUILT.get_or_init(|| go_build(&source, "cri-client").map_err(|error| format!("{error:#}")));
+    built.as_deref().map_err(|error| anyhow!("{error}"))
+}
+
+/// Stands for every network plugin: says that the pod has an address, and does nothing.
+const PLUGIN: &str = r#"#!/bin/sh
+[ "$CNI_COMMAND" = ADD ] || exit 0
+echo '{"cniVersion":"0.4.0","interfaces":[{"name":"'"$CNI_IFNAME"'","sandbox":"'"$CNI_NETNS"'"}],
+"ips":[{"version":"4","interface":0,"address":"10.88.0.2/24"}]}'
+"#;
+const NETWORK: &str = r#"{"cniVersion":"0.4.0","name":"none","plugins":[{"type":"none"}]}"#;
+
+/// Puts the shipped configuration into containerd's as its heads say, and adds what only tests need.
+fn configure(node: &Node, suite: Suite) -> Result<()> {
+    let shipped = |file: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../config/containerd")
+            .join(file);
+        fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))
+    };
+    let plugin = tempfile::NamedTempFile::new()?;
+    fs::write(plugin.path(), PLUGIN)?;
+    for name in ["none", "loopback"] {
+        node.install(plugin.path(), format!("/opt/cni/bin/{name}"), 0o755)?;
+        node.install(plugin.path(), format!("/usr/lib/cni/{name}"), 0o755)?;
+    }
+    node.write("/etc/cni/net.d/none.conflist", NETWORK)?;
+    let base = node.read(CONFIG)?;
+    let named = |plugin: &str| {
+        let table = format!("[plugins.\"{plugin}\".containerd.runtimes.firn-named");
+        format!(
+            "{table}]\nruntime_type = \"io.containerd.firn.v2\"\n\
+             {table}.options]\nBinaryName = \"/usr/sbin/runc\"\nRoot = \"{NAMED_ROOT}\"\nSystemdCgroup = false\n"
+        )
+    };
+    match suite {
+        Suite::Forky => {
+            node.write("/etc/containerd/conf.d/firn.toml", shipped("config-v3.toml")?)?;
+            let images =
+                format!("[plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = {PAUSE:?}\n");
+            let cri = "io.containerd.cri.v1.runtime";
+            // A machine that is a container itself may not lower it.
+            let oom = format!("[plugins.{cri:?}]\nrestrict_oom_score_adj = true\n");
+            node.write(CONFIG, base + &images + &oom + &named(cri))
+        }
+        Suite::Trixie => {
+            let cri = "io.containerd.grpc.v1.cri";
+            let own = format!(
+                "[plugins.{cri:?}]\nsandbox_image = {PAUSE:?}\nenable_cdi = true\n\
+                 restrict_oom_score_adj = true\n"
+            );
+            let table = shipped("config-v2.toml")?.replace("version = 2\n", "");
+            node.write(CONFIG, base + &own + &table + &named(cri))
+        }
+    }
+}

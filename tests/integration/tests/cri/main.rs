@@ -1,0 +1,170 @@
+//! What Kubernetes sees of a pod: with firn the same as with containerd's own shim.
+//!
+//! Every point is done with containerd's own shim first, whose answer must be the expected one, and then with firn in the
+//! ways in which a node can be given it. Calls are the kubelet's, by a client of this repository that is written in Go:
+//! where Go is missing, all points are skipped. Pods are in the host's network, so that no network plugin is needed.
+//!
+//! `cargo test -p firn-integration --test cri -- "forky: stop"` runs a part.
+#![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
+
+mod checkpoints;
+mod client;
+mod hosts;
+mod pods;
+mod resources;
+mod streams;
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use firn_node::{Suite, go_lacks};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use crate::client::Cri;
+use crate::hosts::{Hosts, Way};
+
+/// Something that Kubernetes relies on.
+#[derive(Clone, Copy)]
+pub struct Point {
+    name: &'static str,
+    /// Part of what is seen with the stock shim.
+    expected: &'static str,
+    /// Where it can be seen.
+    suites: &'static [Suite],
+    /// With firn in each of these ways.
+    ways: &'static [Way],
+    /// Part of what firn shows instead; docs/parity.md says why.
+    better: Option<&'static str>,
+    /// Whether the stock shim can do it at all.
+    stock: bool,
+    /// What is done, and what a client sees of it, without times, pids and the like.
+    scenario: fn(Cri<'_>) -> Result<String>,
+}
+
+impl Point {
+    /// Seen everywhere, with firn as Kubernetes should be given it.
+    pub const fn new(
+        name: &'static str,
+        expected: &'static str,
+        scenario: fn(Cri<'_>) -> Result<String>,
+    ) -> Self {
+        Self {
+            name,
+            expected,
+            suites: &Suite::ALL,
+            ways: &[Way::Path],
+            better: None,
+            stock: true,
+            scenario,
+        }
+    }
+
+    /// With firn in every way.
+    pub const fn in_every_way(self) -> Self {
+        Self {
+            ways: &Way::FIRN,
+            ..self
+        }
+    }
+
+    /// Firn shows this instead.
+    pub const fn better(self, shown: &'static str) -> Self {
+        Self {
+            better: Some(shown),
+            ..self
+        }
+    }
+
+    /// With firn alone, which shows what is expected.
+    pub const fn firn_only(self) -> Self {
+        Self { stock: false, ..self }
+    }
+
+    /// With firn in these ways.
+    pub const fn ways(self, ways: &'static [Way]) -> Self {
+        Self { ways, ..self }
+    }
+
+    /// Only there.
+    pub const fn on(self, suites: &'static [Suite]) -> Self {
+        Self { suites, ..self }
+    }
+}
+
+fn points() -> Vec<Point> {
+    [
+        pods::POINTS,
+        streams::POINTS,
+        resources::POINTS,
+        checkpoints::POINTS,
+    ]
+    .concat()
+}
+
+fn main() {
+    let mut arguments = Arguments::from_args();
+    // One for each suite's hosts.
+    arguments.test_threads.get_or_insert(2);
+    let lacks = go_lacks();
+    if let Some(reason) = &lacks {
+        println!("skipped: what Kubernetes sees: {reason}");
+    }
+    let hosts = Suite::ALL.map(|suite| Arc::new(Hosts::new(suite)));
+    let mut trials = Vec::new();
+    // Neighbours are of different suites, so that tests that run at the same time do not wait for each other's hosts.
+    for point in points() {
+        for hosts in hosts.iter().filter(|hosts| point.suites.contains(&hosts.suite)) {
+            let (name, hosts) = (format!("{}: {}", hosts.suite, point.name), Arc::clone(hosts));
+            let prove = move || prove(&hosts, point).map_err(|error| Failed::from(format!("{error:#}")));
+            trials.push(Trial::test(name, prove).with_ignored_flag(lacks.is_some()));
+        }
+    }
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    // Ends the hosts.
+    drop(hosts);
+    conclusion.exit();
+}
+
+/// Does what a point says with the stock shim and with firn.
+fn prove(hosts: &Hosts, point: Point) -> Result<()> {
+    let scenario = |cri: Cri<'_>| (point.scenario)(cri).map(|seen| nameless(&seen));
+    let shows = |seen: &str, part: &str| {
+        ensure!(seen.contains(part), "not shown is {part:?}:\n{seen}");
+        Ok(())
+    };
+    if !point.stock {
+        for way in point.ways {
+            shows(&hosts.with(*way, scenario)?, point.expected).with_context(|| format!("with {way}"))?;
+        }
+        return Ok(());
+    }
+    let stock = hosts.with(Way::Stock, scenario)?;
+    shows(&stock, point.expected).context("with the stock shim")?;
+    for way in point.ways {
+        let firn = hosts
+            .with(*way, scenario)
+            .with_context(|| format!("the stock shim shows\n{stock}"))?;
+        match point.better {
+            None => ensure!(
+                firn == stock,
+                "with {way} is seen\n{firn}\nwith the stock shim\n{stock}"
+            ),
+            Some(better) => {
+                shows(&firn, better).with_context(|| format!("with {way}"))?;
+                ensure!(firn != stock, "there is no difference any more:\n{firn}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Without the ids that CRI gives to pods and containers.
+fn nameless(seen: &str) -> String {
+    let id = |word: &str| word.len() == 64 && word.bytes().all(|c| c.is_ascii_hexdigit());
+    seen.split_inclusive(|c: char| !c.is_ascii_alphanumeric())
+        .map(|part| match part.get(..64) {
+            Some(word) if id(word) => part.replace(word, "ID"),
+            _ => part.to_owned(),
+        })
+        .collect()
+}

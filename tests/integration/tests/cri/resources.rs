@@ -1,0 +1,110 @@
+//! What containers use and may use: statistics, limits, devices.
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::Point;
+use crate::client::{Cri, PARENT};
+use crate::pods::SLEEP;
+
+pub const POINTS: &[Point] = &[
+    Point::new(
+        "stats: of a container and of its pod",
+        "cpu yes, memory yes",
+        stats,
+    )
+    .in_every_way(),
+    Point::new(
+        "update: limits of a running container",
+        "memory 67108864, shares 512",
+        update,
+    ),
+    Point::new("exit: memory ran out", "137 \"OOMKilled\"", out_of_memory).in_every_way(),
+    Point::new("devices: by CDI", "/dev/nvidia1", devices).in_every_way(),
+];
+
+/// Whether a number of an answer, which JSON holds as text, is there and not zero.
+fn counted(value: &Value) -> &'static str {
+    let number = value["value"].as_str().and_then(|digits| digits.parse().ok());
+    if number.unwrap_or(0_u64) > 0 { "yes" } else { "no" }
+}
+
+fn stats(cri: Cri<'_>) -> Result<String> {
+    let pod = cri.pod("pod")?;
+    let container = pod.start("c", "i=0; while :; do i=$((i+1)); done")?;
+    container.exec("sleep 0.3")?;
+    let own = container.stats()?;
+    let of_pod = cri.call("PodSandboxStats", &json!({ "podSandboxId": pod.id }))?;
+    let linux = &of_pod["stats"]["linux"];
+    let listed = linux["containers"].as_array().map_or(0, Vec::len);
+    let seen = format!(
+        "cpu {}, memory {}, usage {}, files {}\nthe pod: cpu {}, memory {}, processes {}, containers {listed}",
+        counted(&own["cpu"]["usageCoreNanoSeconds"]),
+        counted(&own["memory"]["workingSetBytes"]),
+        counted(&own["memory"]["usageBytes"]),
+        counted(&own["writableLayer"]["usedBytes"]),
+        counted(&linux["cpu"]["usageCoreNanoSeconds"]),
+        counted(&linux["memory"]["workingSetBytes"]),
+        counted(&linux["process"]["processCount"]),
+    );
+    pod.remove(&[&container])?;
+    Ok(seen)
+}
+
+fn update(cri: Cri<'_>) -> Result<String> {
+    let pod = cri.pod("pod")?;
+    let container = pod.start("c", SLEEP)?;
+    let limits = json!({ "memoryLimitInBytes": "67108864", "cpuShares": "512" });
+    cri.call(
+        "UpdateContainerResources",
+        &json!({ "containerId": container.id, "linux": limits }),
+    )?;
+    let cgroup = |file: &str| {
+        let (controller, _) = file.split_once('.').unwrap_or_default();
+        let path = format!("/sys/fs/cgroup/{controller}{PARENT}/{}/{file}", container.id);
+        cri.host
+            .node()
+            .run(&["cat", &path])
+            .map(|said| said.stdout.trim().to_owned())
+    };
+    let told = container.status()?["resources"]["linux"]["memoryLimitInBytes"].clone();
+    let seen = format!(
+        "memory {}, shares {}, told {told}",
+        cgroup("memory.limit_in_bytes")?,
+        cgroup("cpu.shares")?
+    );
+    pod.remove(&[&container])?;
+    Ok(seen)
+}
+
+fn out_of_memory(cri: Cri<'_>) -> Result<String> {
+    let pod = cri.pod("pod")?;
+    let limits = json!({ "resources": { "memoryLimitInBytes": "16777216" } });
+    let container = pod.start_with("c", &json!({ "command": ["tail", "/dev/zero"], "linux": limits }))?;
+    let seen = container.ended()?;
+    pod.remove(&[&container])?;
+    Ok(seen)
+}
+
+fn devices(cri: Cri<'_>) -> Result<String> {
+    let pod = cri.pod("pod")?;
+    let container = pod.start_with(
+        "c",
+        &json!({
+            "command": ["sh", "-c", "ls /dev/nvidia*; sleep 0.1"],
+            "CDIDevices": [{ "name": "nvidia.com/gpu=1" }],
+        }),
+    )?;
+    container.ended()?;
+    let seen = pod.logs("c", "nvidiactl")?;
+    let refused = pod.create("d", &json!({ "CDIDevices": [{ "name": "nvidia.com/gpu=7" }] }));
+    let refused = match refused {
+        Ok(_) => "a GPU that is not there was granted".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    pod.remove(&[&container])?;
+    Ok(format!(
+        "{seen}\n{}",
+        refused.split(": ").last().unwrap_or_default()
+    ))
+}
