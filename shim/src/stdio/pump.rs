@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use nix::errno::Errno;
-use nix::fcntl::{SpliceFFlags, splice};
+use nix::fcntl::{FcntlArg, SpliceFFlags, fcntl, splice};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd;
 use tokio::io::unix::AsyncFd;
@@ -20,6 +20,14 @@ const CHUNK: usize = 64 << 10;
 
 /// The most that one splice moves, for pipes whose owner made them larger.
 const SPLICE: usize = 1 << 20;
+
+/// After so many full pipes in a row the writer waits for us: bulk output, for which the pipes are widened. Every
+/// time that one of them is full or empty somebody has to be scheduled, which takes long on a busy machine.
+const BULK: u32 = 16;
+
+/// Size of a widened pipe. All pipes of a user count against a limit (`pipe-user-pages-soft`), so not more, and not for
+/// a process that only writes now and then.
+const WIDE: i32 = 256 << 10;
 
 /// Where a copy goes.
 pub(super) enum Sink {
@@ -166,6 +174,7 @@ async fn append(from: &Source, file: &Arc<File>, stream: Stream) -> io::Result<(
 
 /// Moves the pages of one pipe into another.
 async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>) -> io::Result<()> {
+    let mut full = 0;
     loop {
         let mut readable = from.readable().await?;
         let mut writable = to.writable().await?;
@@ -178,7 +187,14 @@ async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>) -> io::Resul
             SpliceFFlags::SPLICE_F_MOVE | SpliceFFlags::SPLICE_F_NONBLOCK,
         ) {
             Ok(0) => return Ok(()),
-            Ok(_) => consume_budget().await,
+            Ok(moved) => {
+                full = if moved >= CHUNK { full + 1 } else { 0 };
+                if full == BULK {
+                    widen(from);
+                    widen(to);
+                }
+                consume_budget().await;
+            }
             Err(Errno::EINTR) => {}
             Err(Errno::EAGAIN) => {
                 // The call does not say which side it would have waited for.
@@ -195,6 +211,13 @@ async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>) -> io::Resul
     }
 }
 
+/// Lets a pipe hold more. One that may not (a limit of its user) stays as it is.
+fn widen(pipe: &AsyncFd<OwnedFd>) {
+    if let Err(error) = fcntl(pipe, FcntlArg::F_SETPIPE_SZ(WIDE)) {
+        log::debug!("cannot widen a pipe: {error}");
+    }
+}
+
 fn ready_now(from: impl AsFd, to: impl AsFd) -> io::Result<(bool, bool)> {
     let mut fds = [
         PollFd::new(from.as_fd(), PollFlags::POLLIN),
@@ -203,4 +226,48 @@ fn ready_now(from: impl AsFd, to: impl AsFd) -> io::Result<(bool, bool)> {
     poll(&mut fds, PollTimeout::ZERO)?;
     // Errors and hang-ups count as ready: the next splice reports them.
     Ok((fds[0].any().unwrap_or(true), fds[1].any().unwrap_or(true)))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::Interest;
+
+    use super::*;
+    use crate::stdio::endpoint::{pipe, watch};
+    use crate::stdio::prepare::Owner;
+
+    /// Sizes of both pipes after so many chunks, each of which is read before the next one is written.
+    fn sizes_after(chunks: u32, length: usize) -> (i32, i32) {
+        let owner = Owner {
+            uid: nix::unistd::geteuid().as_raw(),
+            gid: nix::unistd::getegid().as_raw(),
+        };
+        let (from, source) = pipe(owner, Stream::Stdout).unwrap();
+        let (sink, to) = pipe(owner, Stream::Stdout).unwrap();
+        let (kept_from, kept_to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+        let feed = std::thread::spawn(move || {
+            let mut chunk = vec![7; length];
+            for _ in 0..chunks {
+                File::from(source.try_clone().unwrap()).write_all(&chunk).unwrap();
+                io::Read::read_exact(&mut File::from(sink.try_clone().unwrap()), &mut chunk).unwrap();
+            }
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.unwrap().block_on(async {
+            let from = watch(from, Interest::READABLE, Stream::Stdout).unwrap();
+            let to = watch(to, Interest::WRITABLE, Stream::Stdout).unwrap();
+            pump(Source::Pipe(from), Sink::pipe(to), Stream::Stdout).await;
+        });
+        feed.join().unwrap();
+        let size = |pipe: &OwnedFd| fcntl(pipe, FcntlArg::F_GETPIPE_SZ).unwrap();
+        (size(&kept_from), size(&kept_to))
+    }
+
+    #[test]
+    fn only_bulk_output_widens_the_pipes() {
+        let usual = sizes_after(1, 1);
+        assert!(usual.0 < WIDE && usual.1 < WIDE, "{usual:?}");
+        assert_eq!(sizes_after(4 * BULK, CHUNK / 2), usual);
+        assert_eq!(sizes_after(4 * BULK, CHUNK), (WIDE, WIDE));
+    }
 }

@@ -116,7 +116,7 @@ static GROUPS: &[Group] = &[
     },
     Group {
         what: "300 MB of output",
-        cases: &[("stdout", "MB/s")],
+        cases: &[("stdout", "MB/s"), ("stdout-cpu", "ms")],
         way: Way::Rounds {
             share: 2,
             measure: stdout::throughput,
@@ -292,7 +292,9 @@ impl Group {
                 // The first round fills caches and does not count.
                 for round in 0..=rounds {
                     for shim in Shim::in_turn(round) {
-                        for (case, reading) in measure(lab, shim)? {
+                        for (case, reading) in
+                            measure(lab, shim).with_context(|| format!("under {}", shim.short()))?
+                        {
                             if round > 0 {
                                 record.add(case, shim, reading);
                             }

@@ -100,7 +100,7 @@ fn measure(
         record.add(private, idle.shim, memory.private);
     }
     for idle in &idle {
-        crowd::remove(node, &idle.ids)?;
+        crowd::remove(node, idle.shim, &idle.ids)?;
     }
     Ok(())
 }
