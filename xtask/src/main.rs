@@ -4,6 +4,7 @@
 mod bench;
 mod bundle;
 mod demo;
+mod fuzz;
 mod node;
 mod supervise;
 mod test;
@@ -22,6 +23,7 @@ use supervise::supervised;
 enum Cmd {
     Demo(demo::Cmd),
     Test(test::Cmd),
+    Fuzz(fuzz::Cmd),
     Bench(bench::Cmd),
     Node(node::Cmd),
     GpuBundle(bundle::Cmd),
@@ -33,6 +35,7 @@ fn main() -> ExitCode {
         Cmd::Demo(cmd) => supervised(|| demo::run(&cmd)),
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| bench::run(cmd)),
+        Cmd::Fuzz(cmd) => fuzz::run(&cmd),
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::GpuBundle(cmd) => bundle::run(cmd).map(|()| ExitCode::SUCCESS),
         Cmd::SuiteBundle(cmd) => bundle::suites::run(cmd).map(|()| ExitCode::SUCCESS),

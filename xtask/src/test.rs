@@ -1,5 +1,7 @@
 //! `cargo xtask test`: everything that CI checks, in one command.
 
+use std::collections::BTreeSet;
+use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::ops::AddAssign;
 use std::path::Path;
@@ -10,31 +12,68 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_node::{Store, Suite};
 use nix::unistd::geteuid;
 
-use crate::workspace;
+use crate::{fuzz, workspace};
 
 /// Check and test everything, as CI does
 ///
-/// Formatting, lints, licences (where cargo-deny is installed), unit tests of all crates, the scripts of tests/gpu, and
-/// the suites that run containers in test nodes. Needs root. On its first run it installs what it needs with apt-get
-/// (debootstrap, iproute2; said before) and makes two Debian roots in target/node from the mirror that apt is configured
-/// with. Nothing else of the host is changed.
+/// Formatting, lints, licences (where cargo-deny is installed), unit tests of all crates, the scripts of tests/gpu, the
+/// fuzz targets (for $FIRN_FUZZ_SECONDS each, 6 by default), and the suites that run containers in test nodes. Needs root.
+/// On its first run it installs what it needs with apt-get (debootstrap, iproute2; said before) and makes two Debian
+/// roots in target/node from the mirror that apt is configured with. Nothing else of the host is changed.
 #[derive(clap::Args)]
 pub struct Cmd {
-    /// Leave out the suites that need test nodes
+    /// Leave out the fuzz targets (not their corpus) and the suites that need test nodes
     #[arg(long)]
     fast: bool,
 }
 
 /// One thing that is checked.
 struct Check {
-    name: &'static str,
-    run: fn() -> Result<Outcome>,
+    name: String,
+    run: Box<dyn Fn() -> Result<Outcome>>,
 }
 
-enum Outcome {
-    Passed(Tests),
-    Failed(Tests),
-    Skipped(String),
+impl Check {
+    fn new(name: impl Into<String>, run: impl Fn() -> Result<Outcome> + 'static) -> Self {
+        Self {
+            name: name.into(),
+            run: Box::new(run),
+        }
+    }
+}
+
+/// What came of a check.
+#[derive(Debug, PartialEq, Eq)]
+struct Outcome {
+    verdict: Verdict,
+    tests: Tests,
+    /// What was left out, and why: the lines `skipped: ...` of a suite.
+    skipped: BTreeSet<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Passed,
+    Failed,
+    Skipped,
+}
+
+impl Outcome {
+    fn new(passed: bool) -> Self {
+        Self {
+            verdict: if passed { Verdict::Passed } else { Verdict::Failed },
+            tests: Tests::default(),
+            skipped: BTreeSet::new(),
+        }
+    }
+
+    fn skipped(why: impl Into<String>) -> Self {
+        Self {
+            verdict: Verdict::Skipped,
+            tests: Tests::default(),
+            skipped: BTreeSet::from([why.into()]),
+        }
+    }
 }
 
 /// Sum of the lines in which test programs tell how they ended.
@@ -83,72 +122,67 @@ impl Tests {
     }
 }
 
-const FAST: &[Check] = &[
-    Check {
-        name: "format",
-        run: || cargo(&["fmt", "--all", "--check"]),
-    },
-    Check {
-        name: "lints",
-        run: || {
-            cargo(&[
-                "clippy",
-                "--workspace",
-                "--all-targets",
-                "--locked",
-                "--",
-                "-D",
-                "warnings",
-            ])
-        },
-    },
-    Check {
-        name: "dependencies",
-        run: deny,
-    },
-    Check {
-        name: "unit tests",
-        run: || {
-            cargo(&[
-                "test",
-                "--workspace",
-                "--exclude",
-                "firn-integration",
-                "--locked",
-                "--no-fail-fast",
-            ])
-        },
-    },
-    Check {
-        name: "unit tests of the lab",
-        run: || cargo(&["test", "--package", "firn-integration", "--lib", "--locked"]),
-    },
-    Check {
-        name: "scripts for GPU machines",
-        run: scripts,
-    },
-];
+fn fast() -> Vec<Check> {
+    vec![
+        Check::new("format", || cargo(&["fmt", "--all", "--check"])),
+        Check::new("lints", || {
+            let lints = ["--", "-D", "warnings"];
+            cargo(
+                &[
+                    &["clippy", "--workspace", "--all-targets", "--locked"],
+                    &lints[..],
+                ]
+                .concat(),
+            )
+        }),
+        Check::new("dependencies", deny),
+        Check::new("unit tests", || {
+            let all = ["--workspace", "--exclude", "firn-integration"];
+            cargo(&[&["test", "--locked", "--no-fail-fast"], &all[..]].concat())
+        }),
+        Check::new("unit tests of the lab", || {
+            cargo(&["test", "--package", "firn-integration", "--lib", "--locked"])
+        }),
+        Check::new("scripts for GPU machines", scripts),
+    ]
+}
 
-const NODES: &[Check] = &[
-    Check {
-        name: "roots of the test nodes",
-        run: roots,
-    },
-    Check {
-        name: "suites in test nodes",
-        run: || {
+fn slow() -> Result<Vec<Check>> {
+    let mut checks = vec![
+        Check::new("fuzz targets", fuzzed),
+        Check::new("roots of the test nodes", roots),
+        Check::new("build of the suites", || {
+            cargo(&["test", "--package", "firn-integration", "--no-run", "--locked"])
+        }),
+    ];
+    // One check each, so that the summary tells how long it takes.
+    for suite in suites(&workspace()?.join("tests/integration/tests"))? {
+        checks.push(Check::new(format!("suite {suite}"), move || {
             cargo(&[
                 "test",
                 "--package",
                 "firn-integration",
                 "--test",
-                "*",
+                &suite,
                 "--locked",
-                "--no-fail-fast",
             ])
-        },
-    },
-];
+        }));
+    }
+    Ok(checks)
+}
+
+/// The test programs in a crate's directory `tests`: files, and directories with a `main.rs`.
+fn suites(dir: &Path) -> Result<Vec<String>> {
+    let mut suites = Vec::new();
+    for entry in fs::read_dir(dir).with_context(|| format!("list {}", dir.display()))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "rs") || path.join("main.rs").is_file() {
+            suites.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+        }
+    }
+    suites.sort();
+    Ok(suites)
+}
 
 /// Runs all checks, also after one that failed, and tells at the end how each went.
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
@@ -157,36 +191,44 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         "the tests make cgroups, mounts and device nodes and need root\nhint: sudo -E cargo xtask test"
     );
     let begun = Instant::now();
-    let nodes = if cmd.fast { &[] } else { NODES };
+    let mut checks = fast();
+    if !cmd.fast {
+        checks.extend(slow()?);
+    }
     let mut done = Vec::new();
-    for check in FAST.iter().chain(nodes) {
+    for check in checks {
         println!("\n== {}", check.name);
         let begun = Instant::now();
         let outcome = (check.run)().unwrap_or_else(|error| {
             println!("error: {error:#}");
-            Outcome::Failed(Tests::default())
+            Outcome::new(false)
         });
         done.push((check.name, outcome, begun.elapsed()));
     }
     Ok(summarize(&done, begun.elapsed()))
 }
 
-fn summarize(done: &[(&str, Outcome, Duration)], took: Duration) -> ExitCode {
+fn summarize(done: &[(String, Outcome, Duration)], took: Duration) -> ExitCode {
     println!("\n== summary");
     let (mut all, mut failed) = (Tests::default(), Vec::new());
     for (name, outcome, took) in done {
-        let (word, rest) = match outcome {
-            Outcome::Passed(tests) => ("ok", counted(*tests)),
-            Outcome::Failed(tests) => ("FAILED", counted(*tests)),
-            Outcome::Skipped(why) => ("skipped", format!(": {why}")),
+        let word = match outcome.verdict {
+            Verdict::Passed => "ok",
+            Verdict::Failed => "FAILED",
+            Verdict::Skipped => "skipped",
         };
-        if let Outcome::Passed(tests) | Outcome::Failed(tests) = outcome {
-            all += *tests;
+        all += outcome.tests;
+        if outcome.verdict == Verdict::Failed {
+            failed.push(name.as_str());
         }
-        if matches!(outcome, Outcome::Failed(_)) {
-            failed.push(*name);
+        println!(
+            "{word:>8} {:>7.1} s  {name}{}",
+            took.as_secs_f64(),
+            counted(outcome.tests)
+        );
+        for why in &outcome.skipped {
+            println!("{:>21}skipped: {why}", "");
         }
-        println!("{word:>8} {:>7.1} s  {name}{rest}", took.as_secs_f64());
     }
     if !failed.is_empty() {
         println!("\nfailed: {}", failed.join(", "));
@@ -218,8 +260,8 @@ fn counted(tests: Tests) -> String {
 /// Licences, duplicates and origins of the dependencies, by `deny.toml`.
 fn deny() -> Result<Outcome> {
     if !in_path("cargo-deny") {
-        return Ok(Outcome::Skipped(
-            "cargo-deny is not installed (cargo install --locked cargo-deny)".into(),
+        return Ok(Outcome::skipped(
+            "cargo-deny is not installed (cargo install --locked cargo-deny)",
         ));
     }
     cargo(&[
@@ -236,7 +278,7 @@ fn deny() -> Result<Outcome> {
 /// What the scripts of tests/gpu conclude from what they see.
 fn scripts() -> Result<Outcome> {
     if !in_path("python3") {
-        return Ok(Outcome::Skipped("there is no python3".into()));
+        return Ok(Outcome::skipped("there is no python3"));
     }
     let mut python = Command::new("python3");
     python
@@ -251,7 +293,22 @@ fn roots() -> Result<Outcome> {
     for suite in Suite::ALL {
         println!("{}", store.root(suite)?.display());
     }
-    Ok(Outcome::Passed(Tests::default()))
+    Ok(Outcome::new(true))
+}
+
+/// Lets every fuzz target make up inputs for a while.
+fn fuzzed() -> Result<Outcome> {
+    let compiler = fuzz::compiler();
+    if !in_path(&compiler) {
+        return Ok(Outcome::skipped(format!(
+            "there is no C++ compiler {compiler} (apt-get install g++)"
+        )));
+    }
+    let held = fuzz::all()?;
+    let mut outcome = Outcome::new(held.failed == 0);
+    outcome.tests.passed = held.passed;
+    outcome.tests.failed = held.failed;
+    Ok(outcome)
 }
 
 fn cargo(arguments: &[&str]) -> Result<Outcome> {
@@ -261,7 +318,7 @@ fn cargo(arguments: &[&str]) -> Result<Outcome> {
     through(&mut cargo, &mut io::stdout())
 }
 
-/// Runs a program, passing its output on and counting the tests in it.
+/// Runs a program, passing its output on and counting in it the tests and what it skips.
 fn through(command: &mut Command, out: &mut impl Write) -> Result<Outcome> {
     let shown = format!("{command:?}");
     let mut child = command
@@ -272,18 +329,22 @@ fn through(command: &mut Command, out: &mut impl Write) -> Result<Outcome> {
     let Some(stdout) = child.stdout.take() else {
         bail!("{shown} has no output");
     };
-    let mut tests = Tests::default();
+    let mut outcome = Outcome::new(true);
     for line in BufReader::new(stdout).split(b'\n') {
         let line = line.with_context(|| format!("read from {shown}"))?;
         out.write_all(&line).and_then(|()| out.write_all(b"\n"))?;
-        tests += Tests::of_line(&String::from_utf8_lossy(&line));
+        let line = String::from_utf8_lossy(&line);
+        outcome.tests += Tests::of_line(&line);
+        outcome
+            .skipped
+            .extend(line.strip_prefix("skipped: ").map(str::to_owned));
     }
     let status = child.wait().with_context(|| format!("wait for {shown}"))?;
     if !status.success() {
         writeln!(out, "{shown}: {status}")?;
-        return Ok(Outcome::Failed(tests));
+        outcome.verdict = Verdict::Failed;
     }
-    Ok(Outcome::Passed(tests))
+    Ok(outcome)
 }
 
 fn in_path(program: &str) -> bool {
@@ -318,10 +379,25 @@ mod tests {
         };
         let one = "echo 'test result: ok. 1 passed; 0 failed; 0 ignored'";
         let (outcome, printed) = shell(one);
-        assert!(matches!(outcome, Outcome::Passed(Tests { passed: 1, .. })));
+        assert_eq!((outcome.verdict, outcome.tests.passed), (Verdict::Passed, 1));
         assert!(printed.starts_with("test result: ok. 1 passed"), "{printed}");
         let (outcome, printed) = shell(&format!("{one}; exit 3"));
-        assert!(matches!(outcome, Outcome::Failed(Tests { passed: 1, .. })));
+        assert_eq!((outcome.verdict, outcome.tests.passed), (Verdict::Failed, 1));
         assert!(printed.contains("exit status: 3"), "{printed}");
+        let (outcome, _) = shell("for i in 1 2; do echo 'skipped: no Go here'; done");
+        assert_eq!(outcome.verdict, Verdict::Passed);
+        assert_eq!(outcome.skipped, BTreeSet::from(["no Go here".to_owned()]));
+    }
+
+    #[test]
+    fn every_suite_is_run() {
+        let dir = workspace().unwrap().join("tests/integration/tests");
+        let suites = suites(&dir).unwrap();
+        assert!(
+            ["conformance", "moves"]
+                .iter()
+                .all(|name| suites.iter().any(|suite| suite == name))
+        );
+        assert!(suites.is_sorted(), "{suites:?}");
     }
 }

@@ -1,0 +1,232 @@
+//! `cargo xtask fuzz`: the targets of fuzz/, built as cargo-fuzz builds them, without cargo-fuzz.
+//!
+//! No sanitizer is used, as the code is safe Rust: so the pinned stable compiler does, and a C++ compiler (libFuzzer is
+//! part of the crate libfuzzer-sys) is all that is needed besides. Dependencies are instrumented too, in a target
+//! directory of their own.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Mutex;
+use std::thread;
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+use crate::workspace;
+
+/// What cargo-fuzz passes to the compiler with `--sanitizer none`.
+const FLAGS: [&str; 10] = [
+    "-Cpasses=sancov-module",
+    "-Cllvm-args=-sanitizer-coverage-level=4",
+    "-Cllvm-args=-sanitizer-coverage-inline-8bit-counters",
+    "-Cllvm-args=-sanitizer-coverage-pc-table",
+    "-Cllvm-args=-sanitizer-coverage-trace-compares",
+    "-Cllvm-args=-sanitizer-coverage-stack-depth",
+    "-Cllvm-args=-simplifycfg-branch-fold-threshold=0",
+    "-Ccodegen-units=1",
+    "--cfg",
+    "fuzzing",
+];
+
+/// Longest input, in bytes; more than any kept one.
+const MAX_LEN: u32 = 16 << 10;
+/// A target that holds more, in MiB, fails. They hold 30 or so.
+const MEMORY: u32 = 512;
+/// An input that takes longer, in seconds, fails. Machines that run tests may be busy.
+const INPUT_TIME: u32 = 60;
+
+/// Lets the fuzz targets make up inputs
+///
+/// Runs the kept corpus first. An input that fails is left in fuzz/artifacts. Needs a C++ compiler.
+#[derive(clap::Args)]
+pub struct Cmd {
+    /// Target; all when none is named
+    target: Option<String>,
+    /// Run these inputs only
+    files: Vec<PathBuf>,
+    /// Time for each target; $FIRN_FUZZ_SECONDS, or else 6
+    #[arg(long)]
+    seconds: Option<u32>,
+}
+
+/// How many of the targets held.
+pub struct Held {
+    pub passed: u64,
+    pub failed: u64,
+}
+
+pub fn run(cmd: &Cmd) -> Result<ExitCode> {
+    let targets = Targets::build()?;
+    let held = match &cmd.target {
+        None => targets.run(&targets.names()?, seconds(cmd.seconds)?)?,
+        Some(target) if cmd.files.is_empty() => {
+            targets.run(std::slice::from_ref(target), seconds(cmd.seconds)?)?
+        }
+        Some(target) => {
+            let status = targets.command(target)?.args(&cmd.files).status();
+            return Ok(match status.context("run the target")?.success() {
+                true => ExitCode::SUCCESS,
+                false => ExitCode::FAILURE,
+            });
+        }
+    };
+    Ok(match held.failed {
+        0 => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    })
+}
+
+/// Runs all targets.
+pub fn all() -> Result<Held> {
+    let targets = Targets::build()?;
+    targets.run(&targets.names()?, seconds(None)?)
+}
+
+fn seconds(asked: Option<u32>) -> Result<u32> {
+    const DEFAULT: u32 = 6;
+    match (asked, std::env::var("FIRN_FUZZ_SECONDS")) {
+        (Some(seconds), _) => Ok(seconds),
+        (None, Ok(text)) => text.parse().context("FIRN_FUZZ_SECONDS is no number"),
+        (None, Err(_)) => Ok(DEFAULT),
+    }
+}
+
+/// The compiler that libfuzzer-sys will call.
+pub fn compiler() -> String {
+    std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned())
+}
+
+/// The built targets.
+struct Targets {
+    fuzz: PathBuf,
+    programs: PathBuf,
+    /// Where targets keep files; in memory where that can be had.
+    scratch: TempDir,
+}
+
+impl Targets {
+    fn build() -> Result<Self> {
+        let workspace = workspace()?;
+        let (fuzz, dir) = (workspace.join("fuzz"), workspace.join("target/fuzz"));
+        // Named, so that build scripts and macros are not instrumented.
+        let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo
+            .args(["build", "--release", "--manifest-path"])
+            .arg(fuzz.join("Cargo.toml"))
+            .arg("--target")
+            .arg(&platform)
+            .arg("--target-dir")
+            .arg(&dir)
+            .env("CARGO_ENCODED_RUSTFLAGS", FLAGS.join("\x1f"))
+            .current_dir(&workspace);
+        ensure!(
+            cargo.status().context("run cargo")?.success(),
+            "the fuzz targets cannot be built"
+        );
+        let memory = Path::new("/dev/shm");
+        let scratch = tempfile::tempdir_in(memory).or_else(|_| tempfile::tempdir());
+        Ok(Self {
+            fuzz,
+            programs: dir.join(platform).join("release"),
+            scratch: scratch.context("make a temporary directory")?,
+        })
+    }
+
+    fn names(&self) -> Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(self.fuzz.join("fuzz_targets")).context("list the targets")? {
+            let path = entry?.path();
+            names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// The program of a target, with the limits that an input has.
+    fn command(&self, target: &str) -> Result<Command> {
+        let program = self.programs.join(target);
+        ensure!(program.is_file(), "there is no fuzz target {target}");
+        let artifacts = self.fuzz.join("artifacts").join(target);
+        fs::create_dir_all(&artifacts).with_context(|| format!("make {}", artifacts.display()))?;
+        let mut command = Command::new(program);
+        command
+            .arg(format!("-artifact_prefix={}/", artifacts.display()))
+            .arg(format!("-max_len={MAX_LEN}"))
+            .arg(format!("-rss_limit_mb={MEMORY}"))
+            .arg(format!("-timeout={INPUT_TIME}"))
+            .env("TMPDIR", self.scratch.path());
+        Ok(command)
+    }
+
+    /// Runs targets, as many at a time as there are processors.
+    fn run(&self, targets: &[String], seconds: u32) -> Result<Held> {
+        let waiting = Mutex::new(targets.iter());
+        let held = Mutex::new(Held { passed: 0, failed: 0 });
+        let work = || -> Result<()> {
+            loop {
+                let next = waiting.lock().expect("nothing panics with it").next();
+                let Some(target) = next else { return Ok(()) };
+                let good = self.fuzz(target, seconds)?;
+                let mut held = held.lock().expect("nothing panics with it");
+                *(if good { &mut held.passed } else { &mut held.failed }) += 1;
+            }
+        };
+        let width = thread::available_parallelism().map_or(1, usize::from);
+        thread::scope(|scope| -> Result<()> {
+            let threads: Vec<_> = (0..width).map(|_| scope.spawn(work)).collect();
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().expect("nothing panics in it"))
+        })?;
+        Ok(held.into_inner().expect("nothing panics with it"))
+    }
+
+    fn fuzz(&self, target: &str, seconds: u32) -> Result<bool> {
+        let corpus = self.fuzz.join("corpus").join(target);
+        ensure!(corpus.is_dir(), "there is no corpus {}", corpus.display());
+        let (found, log) = (
+            self.scratch.path().join(target),
+            self.scratch.path().join(format!("{target}.log")),
+        );
+        fs::create_dir_all(&found).context("make a directory for what is found")?;
+        let output = File::create(&log).context("make a log")?;
+        let status = self
+            .command(target)?
+            .arg(format!("-max_total_time={seconds}"))
+            .arg("-print_final_stats=1")
+            .args([&found, &corpus])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(output)
+            .status()
+            .with_context(|| format!("run {target}"))?;
+        let log = fs::read(&log).context("read the log")?;
+        report(target, status.success(), &String::from_utf8_lossy(&log))?;
+        Ok(status.success())
+    }
+}
+
+/// Says what came of a target; of one that failed, why, and how to see it again.
+fn report(target: &str, good: bool, log: &str) -> io::Result<()> {
+    let after = |text: &'static str| log.lines().find_map(move |line| line.split_once(text));
+    let mut out = io::stdout().lock();
+    if good {
+        let inputs = after("number_of_executed_units:").map_or("no", |(_, count)| count.trim());
+        return writeln!(out, "{target}: {inputs} inputs");
+    }
+    writeln!(out, "{target}: FAILED")?;
+    // A panic tells of itself; what stops for another reason is in libFuzzer's last words.
+    let lines: Vec<&str> = log.lines().collect();
+    let begin = lines.iter().position(|line| line.contains(" panicked at "));
+    let begin = begin.unwrap_or(lines.len().saturating_sub(40));
+    for line in lines.iter().skip(begin).take(40) {
+        writeln!(out, "    {line}")?;
+    }
+    match after("Test unit written to ") {
+        Some((_, file)) => writeln!(out, "{target}: repeat it by: cargo xtask fuzz {target} {file}"),
+        None => writeln!(out, "{target}: no input was left"),
+    }
+}
