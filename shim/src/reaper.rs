@@ -22,6 +22,7 @@ use std::process::{ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::net::unix::pipe;
@@ -109,6 +110,18 @@ impl Reaper {
             stderr: child.stderr.take(),
             exit,
         })
+    }
+
+    /// Sends a signal, given as a number, to a process that is nobody's [`Child`] but the kernel's gift to us.
+    ///
+    /// `ESRCH` for one that was reaped, whoever has its number now.
+    pub fn signal(&self, pid: i32, signal: u32) -> Result<(), Errno> {
+        // Nothing is reaped while this is held.
+        let table = table();
+        if table.children.contains_key(&pid) || !sys::is_unreaped_child(pid) {
+            return Err(Errno::ESRCH);
+        }
+        sys::kill(pid, signal)
     }
 
     /// All exits from now on of processes that are nobody's [`Child`], in order, never dropped.

@@ -9,6 +9,7 @@
 
 mod accept;
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -179,6 +180,13 @@ pub async fn serve(
     for table in create_task(service).into_values() {
         services.insert("containerd.task.v2.Task".to_owned(), table);
     }
+    // A service that daemons ask for and that is not here: without a name of its own it would be an invalid argument
+    // instead of an unimplemented method.
+    let absent = ttrpc::r#async::Service {
+        methods: HashMap::new(),
+        streams: HashMap::new(),
+    };
+    services.insert("containerd.runtime.sandbox.v1.Sandbox".to_owned(), absent);
     let mut server = Server::new().add_listener(listener).register_service(services);
     server.start().await.map_err(ServerError::Serve)?;
     log::debug!("serving");

@@ -131,6 +131,18 @@ pub(crate) fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
     Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
 }
 
+/// Whether `pid` is a child of this process that nobody has waited for: alive, or a zombie. Its number is not taken
+/// again while that is so.
+pub(crate) fn is_unreaped_child(pid: i32) -> bool {
+    let Ok(id) = libc::id_t::try_from(pid) else {
+        return false;
+    };
+    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call; WNOWAIT leaves the child be.
+    id != 0 && unsafe { libc::waitid(libc::P_PID, id, info.as_mut_ptr(), options) } == 0
+}
+
 /// `LOOP_CTL_GET_FREE` of linux/loop.h.
 const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
 

@@ -31,6 +31,7 @@ pub(crate) enum Action {
     Resume,
     Checkpoint,
     Exec,
+    Update,
     Delete,
 }
 
@@ -44,11 +45,20 @@ pub(crate) struct NotAllowed {
 impl fmt::Display for NotAllowed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { action, state } = self;
+        // A client that is told so has come while the freezer was being turned on, and looks again when it is.
+        let state = if *state == InitState::Pausing {
+            &InitState::Paused
+        } else {
+            state
+        };
         match (action, state) {
             (_, InitState::Lost) => write!(
                 f,
                 "FIRN-GPU-LOST: cannot {action} a container whose GPU state was lost. hint: kill and delete it"
             ),
+            (Action::Delete, InitState::Deleted) => {
+                write!(f, "cannot {action} a {state} process: not found")
+            }
             (Action::Exec, _) => write!(f, "cannot {action} a {state} state"),
             (Action::Checkpoint, InitState::Created | InitState::CreatedCheckpoint) => {
                 write!(f, "cannot {action} a task in {state} state")
@@ -59,7 +69,7 @@ impl fmt::Display for NotAllowed {
             (Action::Start | Action::Delete, _)
             | (Action::Resume, InitState::Running)
             | (_, InitState::Deleted) => write!(f, "cannot {action} a {state} process"),
-            (Action::Pause | Action::Resume | Action::Checkpoint, _) => {
+            (Action::Pause | Action::Resume | Action::Checkpoint | Action::Update, _) => {
                 write!(f, "cannot {action} a {state} container")
             }
         }
@@ -87,6 +97,7 @@ impl fmt::Display for Action {
             Self::Resume => "resume",
             Self::Checkpoint => "checkpoint",
             Self::Exec => "exec in",
+            Self::Update => "update",
             Self::Delete => "delete",
         })
     }
@@ -96,9 +107,11 @@ impl fmt::Display for Action {
 ///
 /// Whether a paused task is really frozen is for Resume to see: a dump that was cut off may have thawed it.
 pub(crate) fn admit(action: Action, state: InitState) -> Result<(), NotAllowed> {
-    use Action::{Checkpoint, Delete, Exec, Pause, Resume, Start};
+    use Action::{Checkpoint, Delete, Exec, Pause, Resume, Start, Update};
     use InitState::{Created, CreatedCheckpoint, Deleted, Lost, Paused, Pausing, Running, Stopped};
     let allowed = match (state, action) {
+        (Created | CreatedCheckpoint | Running | Pausing | Paused | Lost, Update) => true,
+        (Stopped | Deleted, Update) => false,
         (Created, Start | Delete | Exec) => true,
         (Created, Pause | Resume | Checkpoint) => false,
         (CreatedCheckpoint, Start | Delete) => true,

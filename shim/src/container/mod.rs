@@ -11,6 +11,9 @@ mod process;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
 
 pub(crate) use admission::{Action, InitState, NotAllowed, admit};
 pub(crate) use exits::{Exits, Owner};
@@ -39,13 +42,26 @@ pub(crate) struct Container {
     checkpoint: Mutex<Option<restore::Prepared>>,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
+    /// How many calls that signal init are under way.
+    kills: watch::Sender<usize>,
+}
+
+/// A call that signals init is under way.
+pub(crate) struct Killing<'a>(&'a watch::Sender<usize>);
+
+impl Drop for Killing<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|kills| *kills -= 1);
+    }
 }
 
 struct Status {
     state: InitState,
     execs: BTreeMap<String, Arc<Process>>,
     running_execs: usize,
-    /// Init has ended; published when no exec runs any more.
+    /// Init has ended: no exec starts any more.
+    init_gone: bool,
+    /// Its exit, told when no exec runs any more.
     init_exit: Option<Exit>,
     /// Start is under way: an exit of init is told after it.
     starting: bool,
@@ -55,11 +71,11 @@ struct Status {
 /// Why an exec cannot begin.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ExecRefused {
-    /// The state of the container forbids it.
+    /// The GPU state of the container was lost.
     #[error(transparent)]
     State(#[from] NotAllowed),
     /// Init has ended; the container is about to stop.
-    #[error("container {id} init process is not running")]
+    #[error("container {id} init process is not running: failed precondition")]
     InitGone { id: String },
 }
 
@@ -92,11 +108,36 @@ impl Container {
                 state,
                 execs: BTreeMap::new(),
                 running_execs: 0,
+                init_gone: false,
                 init_exit: None,
                 starting: false,
                 exit_while_starting: None,
             }),
             cgroup: Mutex::new(None),
+            kills: watch::Sender::new(0),
+        }
+    }
+
+    /// Init's exit is not told while this is held: who hears of it may close the connection on which the answer to
+    /// the call would come.
+    pub(crate) fn killing(&self) -> Killing<'_> {
+        self.kills.send_modify(|kills| *kills += 1);
+        Killing(&self.kills)
+    }
+
+    /// Whether a call that signals init is under way.
+    pub(crate) fn is_being_killed(&self) -> bool {
+        *self.kills.borrow() > 0
+    }
+
+    /// Waits until no such call is under way, but not longer than `limit`.
+    pub(crate) async fn is_killed(&self, limit: Duration) {
+        let mut kills = self.kills.subscribe();
+        if tokio::time::timeout(limit, kills.wait_for(|kills| *kills == 0))
+            .await
+            .is_err()
+        {
+            log::warn!("a call that signals {} takes its time", self.id);
         }
     }
 
@@ -181,11 +222,15 @@ impl Container {
     }
 
     /// Counts an exec that is about to run; init's exit is not told before its own.
+    ///
+    /// What else stands against it, a freezer above all, is for the runtime to see.
     pub(crate) fn begin_exec(&self) -> Result<(), ExecRefused> {
         let mut status = self.status();
-        admit(Action::Exec, status.state)?;
-        if status.init_exit.is_some() {
+        if status.init_gone {
             return Err(ExecRefused::InitGone { id: self.id.clone() });
+        }
+        if status.state == InitState::Lost {
+            admit(Action::Exec, status.state)?;
         }
         status.running_execs += 1;
         Ok(())
@@ -222,6 +267,11 @@ impl Container {
         }
         status.exit_while_starting = Some(exit);
         None
+    }
+
+    /// Init has ended: execs are refused from now on.
+    pub(crate) fn set_init_gone(&self) {
+        self.status().init_gone = true;
     }
 
     /// Init has ended: its exit comes back when it can be told now, else with the last exec's.

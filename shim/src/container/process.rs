@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 use tokio::sync::watch;
 
@@ -52,6 +53,21 @@ impl Process {
         !self.begun.swap(true, Ordering::Relaxed)
     }
 
+    /// Whether it was started, and that did not fail.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.begun.load(Ordering::Relaxed)
+    }
+
+    /// Start has failed: whoever waits hears of it, and it may be tried again.
+    pub(crate) fn fail(&self) {
+        self.exit.send_replace(Some(Exit {
+            pid: 0,
+            code: 0,
+            at: SystemTime::now(),
+        }));
+        self.begun.store(false, Ordering::Relaxed);
+    }
+
     /// Pid on the host; 0 until it is known.
     pub(crate) fn pid(&self) -> i32 {
         *lock(&self.pid)
@@ -62,9 +78,9 @@ impl Process {
         *lock(&self.pid) = pid;
     }
 
-    /// How it ended; absent while it has not.
+    /// How it ended; absent while it has not, and when it never ran.
     pub(crate) fn exit(&self) -> Option<Exit> {
-        *self.exit.borrow()
+        self.exit.borrow().filter(|exit| exit.pid != 0)
     }
 
     /// Ends every [`Process::wait`].
@@ -72,7 +88,7 @@ impl Process {
         self.exit.send_replace(Some(exit));
     }
 
-    /// Waits until it has ended, however long.
+    /// Waits until it has ended or could not be started, however long. The exit of one that never ran has pid 0.
     pub(crate) async fn wait(&self) -> Option<Exit> {
         let mut exits = self.exit.subscribe();
         let exit = exits.wait_for(Option::is_some).await.ok()?;

@@ -68,6 +68,9 @@ async fn orphans_come_to_subscribers_with_their_exit_codes() {
     let pids: Vec<i32> = lines.map(|line| line.unwrap().parse().unwrap()).collect();
     assert_eq!(pids.len(), 3);
     assert_eq!(tokio::time::timeout(SOON, child.wait()).await.unwrap().code, 0);
+    for pid in &pids {
+        assert_eq!(reaper.signal(*pid, 0), Ok(()));
+    }
     drop(child.stdin.take());
     let mut left = pids.clone();
     while !left.is_empty() {
@@ -77,8 +80,19 @@ async fn orphans_come_to_subscribers_with_their_exit_codes() {
             left.remove(at);
             let index = pids.iter().position(|pid| *pid == exit.pid).unwrap();
             assert_eq!(exit.code, u32::try_from(index).unwrap() + 1);
+            assert_eq!(reaper.signal(exit.pid, 0), Err(Errno::ESRCH));
         }
     }
+}
+
+#[tokio::test]
+async fn only_orphans_are_signalled_by_their_number() {
+    let reaper = Reaper::start().unwrap();
+    let child = reaper.spawn(sh("read x").stdin(Stdio::piped())).unwrap();
+    for pid in [child.pid(), std::process::id().cast_signed(), 1, 0, -1] {
+        assert_eq!(reaper.signal(pid, 0), Err(Errno::ESRCH), "{pid}");
+    }
+    child.kill();
 }
 
 #[tokio::test]

@@ -25,6 +25,7 @@ pub fn runtime_output(bytes: &[u8]) {
     let message = last_error(&file, length).expect("it was logged");
     assert!(
         RuncError::Failed {
+            said: String::new(),
             verb: "kill",
             message
         }

@@ -10,6 +10,7 @@ mod criu;
 pub(crate) mod fuzz;
 mod verbs;
 
+use std::fmt;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::unix::process::CommandExt;
@@ -22,6 +23,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::Deserialize;
 
+use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::reaper::{OutputError, Reaper};
 
@@ -58,7 +60,12 @@ pub(crate) enum RuncError {
     },
     /// The runtime ended with an error; `message` is the last error of its log, or its stderr.
     #[error("{message}")]
-    Failed { verb: &'static str, message: String },
+    Failed {
+        verb: &'static str,
+        message: String,
+        /// Its exit status and all that it printed.
+        said: String,
+    },
     /// What the runtime printed is not what its interface promises.
     #[error("cannot read the output of {verb}: {detail}")]
     Output { verb: &'static str, detail: String },
@@ -69,6 +76,26 @@ pub(crate) enum RuncError {
         #[source]
         source: std::io::Error,
     },
+}
+
+/// A failed call by its exit status and output instead of the last error of its log: for verbs whose errors clients
+/// know in this form.
+#[derive(Debug, thiserror::Error)]
+pub(crate) struct Said(RuncError);
+
+impl From<RuncError> for Said {
+    fn from(error: RuncError) -> Self {
+        Self(error)
+    }
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            RuncError::Failed { said, .. } => f.write_str(said),
+            other => write!(f, "{}", Chain(other)),
+        }
+    }
 }
 
 impl RuncError {
@@ -153,7 +180,8 @@ impl Runc {
         if output.success() {
             return Ok(output.stdout);
         }
-        Err(self.failure(verb, &output.stderr, from))
+        let (said, code) = ([output.stdout, output.stderr].concat(), output.exit.code);
+        Err(self.failure(verb, code, &said, from))
     }
 
     /// Runs a command whose stdio is the container's (create, exec): nothing of it is read.
@@ -169,10 +197,9 @@ impl Runc {
                 },
             )
         })?;
-        if child.wait().await.code == 0 {
-            Ok(())
-        } else {
-            Err(self.failure(verb, &[], from))
+        match child.wait().await.code {
+            0 => Ok(()),
+            code => Err(self.failure(verb, code, &[], from)),
         }
     }
 
@@ -220,14 +247,14 @@ impl Runc {
         };
         let stderr = said.map(read_from_start).unwrap_or_default();
         let message = match String::from_utf8_lossy(&stderr).lines().next() {
-            Some(line) => format!(
-                "{} did not terminate successfully: exit status {}: {line}",
-                program(),
-                exit.code
-            ),
-            None => return Err(self.failure(verb, &[], from)),
+            Some(line) => self.said(exit.code, line),
+            None => return Err(self.failure(verb, exit.code, &[], from)),
         };
-        Err(RuncError::Failed { verb, message })
+        Err(RuncError::Failed {
+            verb,
+            said: message.clone(),
+            message,
+        })
     }
 
     fn spawn_error(&self, verb: &'static str, source: OutputError) -> RuncError {
@@ -243,16 +270,25 @@ impl Runc {
         std::fs::metadata(&self.log).map_or(0, |log| log.len())
     }
 
-    fn failure(&self, verb: &'static str, stderr: &[u8], from: u64) -> RuncError {
-        let message = last_error(&self.log, from).unwrap_or_else(|| {
-            let text = String::from_utf8_lossy(stderr).trim().to_owned();
-            if text.is_empty() {
-                format!("{} {verb} failed", self.binary.display())
-            } else {
-                text
-            }
+    /// How the command ended and what it printed, as containerd's own shim puts it.
+    fn said(&self, code: u32, output: &str) -> String {
+        format!(
+            "{} did not terminate successfully: exit status {code}: {output}",
+            self.binary.display()
+        )
+    }
+
+    fn failure(&self, verb: &'static str, code: u32, output: &[u8], from: u64) -> RuncError {
+        let output = String::from_utf8_lossy(output);
+        let message = last_error(&self.log, from).unwrap_or_else(|| match output.trim() {
+            "" => format!("{} {verb} failed", self.binary.display()),
+            text => text.to_owned(),
         });
-        RuncError::Failed { verb, message }
+        RuncError::Failed {
+            verb,
+            message,
+            said: self.said(code, &output),
+        }
     }
 }
 
@@ -347,6 +383,7 @@ mod tests {
         let failed = |message: &str| RuncError::Failed {
             verb: "kill",
             message: message.into(),
+            said: String::new(),
         };
         assert!(failed("container does not exist").is_absent());
         assert!(failed("container not running").is_finished());

@@ -1,5 +1,6 @@
 //! Create: rootfs, stdio and `runc create`; from a checkpoint only what a later Start needs.
 
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,6 +17,9 @@ use crate::options::RuncOptions;
 use crate::runc::{self, Runc};
 use crate::stdio::{self, StdioConfig};
 use crate::{mounts, restore};
+
+/// Others may enter and not list it: user namespaces need that.
+const ROOTFS_MODE: u32 = 0o711;
 
 pub(super) const INIT_PID: &str = "init.pid";
 
@@ -61,7 +65,7 @@ async fn build(service: &Arc<Service>, request: &CreateTaskRequest) -> Result<Ar
     options.save(&bundle)?;
     let rootfs = bundle.join("rootfs");
     if !request.rootfs.is_empty() {
-        if let Err(source) = std::fs::create_dir(&rootfs)
+        if let Err(source) = std::fs::DirBuilder::new().mode(ROOTFS_MODE).create(&rootfs)
             && source.kind() != std::io::ErrorKind::AlreadyExists
         {
             return Err(TaskError::File {

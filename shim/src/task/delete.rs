@@ -6,7 +6,8 @@ use std::time::{Duration, SystemTime};
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::events::task::TaskDelete;
 
-use super::state::{exited_at, find, pid_field, timestamp};
+use super::start::exec_pid_file;
+use super::state::{exited_at, find, pid_field};
 use super::{Service, TaskError};
 use crate::container::{Action, Container, InitState, Process};
 use crate::mounts;
@@ -28,7 +29,7 @@ pub(super) async fn delete(
         delete_init(&container).await?;
         service.containers().remove(&request.id);
     } else {
-        if process.exit().is_none() && process.pid() != 0 {
+        if process.exit().is_none() && process.has_begun() {
             return Err(TaskError::ExecState {
                 verb: "delete",
                 state: "running",
@@ -36,19 +37,16 @@ pub(super) async fn delete(
         }
         drain(&process).await;
         container.remove_exec(&request.exec_id);
+        // There is none when it never ran.
+        let _absent = std::fs::remove_file(exec_pid_file(&container, &process));
     }
-    let mut response = DeleteResponse {
+    let exit = process.exit();
+    let response = DeleteResponse {
         pid: pid_field(process.pid()),
+        exit_status: exit.map_or(0, |exit| exit.code),
+        exited_at: exited_at(exit.as_ref()),
         ..DeleteResponse::default()
     };
-    match process.exit() {
-        Some(exit) => {
-            response.exit_status = exit.code;
-            response.exited_at = exited_at(&exit);
-        }
-        // Never started: containerd's own shim tells the time of the delete.
-        None => response.exited_at = timestamp(SystemTime::now()),
-    }
     if request.exec_id.is_empty() {
         service.publisher.publish(&TaskDelete {
             container_id: request.id,
@@ -69,14 +67,18 @@ const KILLED: u32 = 137;
 
 async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
     container.admit(Action::Delete)?;
-    drain(&container.init).await;
+    // Only what has ended lets go of its streams.
+    let has_ended = container.init.exit().is_some();
+    if has_ended {
+        drain(&container.init).await;
+    }
     match container.runc.delete(false).await {
         Ok(()) => {}
         // A dump that ended the container, or a restore that was never started, leaves nothing to delete.
         Err(error) if error.is_absent() => {}
         Err(error) => return Err(TaskError::Delete(error)),
     }
-    if container.init.exit().is_none() {
+    if !has_ended {
         // Never started: its end is on its way, or there was no process. Whoever waits must hear of it.
         if container.init.pid() != 0 {
             let _ended = tokio::time::timeout(LAST_EXIT, container.init.wait()).await;
@@ -88,15 +90,12 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
                 at: SystemTime::now(),
             });
         }
+        drain(&container.init).await;
     }
-    let rootfs = container.bundle.join("rootfs");
-    if let Err(error) = mounts::unmount_recursive(&rootfs).await {
-        log::warn!(
-            "cannot unmount {}: {}",
-            rootfs.display(),
-            crate::logger::Chain(&error)
-        );
-    }
+    // A client that is told of the failure may try again.
+    mounts::unmount_recursive(&container.bundle.join("rootfs"))
+        .await
+        .map_err(TaskError::Unmount)?;
     container.set_state(InitState::Deleted);
     Ok(())
 }

@@ -2,14 +2,15 @@
 //!
 //! The texts of the plain variants are those of containerd's own shim, because clients look for them.
 
+use nix::errno::Errno;
 use ttrpc::Code;
 
 use crate::checkpoint::CheckpointError;
-use crate::container::{ExecRefused, InitState, NotAllowed};
+use crate::container::{Action, ExecRefused, InitState, NotAllowed};
 use crate::logger::Chain;
 use crate::options;
 use crate::restore::RestoreError;
-use crate::runc::RuncError;
+use crate::runc::{RuncError, Said};
 use crate::{cgroup, mounts, stdio};
 
 /// A request that failed.
@@ -23,8 +24,21 @@ pub(crate) enum TaskError {
     NoProcess { exec_id: String },
     #[error("id {exec_id}: already exists")]
     ExecExists { exec_id: String },
+    #[error("cannot decode the process")]
+    ExecSpec(#[source] serde_json::Error),
+    /// CloseIO alone tells an unknown id with an unknown code.
+    #[error("process does not exist {exec_id}: not found")]
+    NoStdin { exec_id: String },
+    #[error("cannot resize a stopped container")]
+    Resize,
     #[error("process already finished: not found")]
     Finished,
+    #[error("no such container: not found")]
+    Absent,
+    #[error("unknown error after kill")]
+    Kill(#[source] Said),
+    #[error("exec kill error: unknown error after kill: {}", .0.desc().to_lowercase())]
+    KillExec(Errno),
     #[error("process not created: failed precondition")]
     NotStarted,
     #[error("cannot {verb} a {state} process")]
@@ -41,11 +55,17 @@ pub(crate) enum TaskError {
     },
     #[error("failed to delete task")]
     Delete(#[source] RuncError),
+    #[error("failed rootfs umount")]
+    Unmount(#[source] mounts::MountError),
+    #[error(transparent)]
+    Update(Said),
+    #[error(transparent)]
+    Pids(Said),
     #[error("cannot decode the options")]
     Options(#[from] options::DecodeError),
     #[error("cannot keep the options")]
     OptionsFile(#[from] options::FileError),
-    #[error("cannot read the bundle")]
+    #[error("OCI runtime create failed: cannot read the bundle")]
     Spec(#[from] firn_oci::SpecError),
     #[error("failed to mount rootfs component")]
     Mount(#[from] mounts::MountError),
@@ -72,7 +92,18 @@ pub(crate) enum TaskError {
 impl TaskError {
     fn code(&self) -> Code {
         match self {
-            Self::NoContainer { .. } | Self::NoProcess { .. } | Self::Finished => Code::NOT_FOUND,
+            Self::NoContainer { .. } | Self::NoProcess { .. } | Self::Finished | Self::Absent => {
+                Code::NOT_FOUND
+            }
+            Self::NotAllowed(NotAllowed {
+                action: Action::Delete,
+                state: InitState::Deleted,
+            }) => Code::NOT_FOUND,
+            Self::OptionsFile(options::FileError::Write { source, .. })
+                if source.kind() == std::io::ErrorKind::NotFound =>
+            {
+                Code::NOT_FOUND
+            }
             Self::ContainerExists { .. } | Self::ExecExists { .. } => Code::ALREADY_EXISTS,
             Self::NotAllowed(NotAllowed {
                 state: InitState::Lost,
@@ -85,7 +116,15 @@ impl TaskError {
             Self::Checkpoint(error) => error.rpc_code(),
             Self::Restore(error) => error.rpc_code(),
             Self::Closing => Code::UNAVAILABLE,
-            Self::ExecState { .. }
+            Self::Kill(_)
+            | Self::KillExec(_)
+            | Self::ExecSpec(_)
+            | Self::NoStdin { .. }
+            | Self::Resize
+            | Self::Unmount(_)
+            | Self::Update(_)
+            | Self::Pids(_)
+            | Self::ExecState { .. }
             | Self::NotAllowed(_)
             | Self::ExecRefused(ExecRefused::State(_))
             | Self::Runtime { .. }

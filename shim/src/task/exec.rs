@@ -12,14 +12,20 @@ use crate::container::{Action, Process, StdioPaths};
 /// Takes the exec's id; Start runs it.
 pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
+    if container.process(&request.exec_id).is_some() {
+        return Err(TaskError::ExecExists {
+            exec_id: request.exec_id,
+        });
+    }
     container.admit(Action::Exec)?;
+    let spec = request.spec.into_option().unwrap_or_default().value;
+    let spec = with_terminal(&spec, request.terminal).map_err(TaskError::ExecSpec)?;
     let stdio = StdioPaths {
         stdin: request.stdin,
         stdout: request.stdout,
         stderr: request.stderr,
         terminal: request.terminal,
     };
-    let spec = request.spec.into_option().unwrap_or_default().value;
     if !container.add_exec(Arc::new(Process::new(&request.exec_id, stdio, spec))) {
         return Err(TaskError::ExecExists {
             exec_id: request.exec_id,
@@ -33,6 +39,15 @@ pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) ->
     Ok(Empty::default())
 }
 
+/// The OCI process with the request's word on whether it has a terminal. What firn does not know of it stays.
+fn with_terminal(spec: &[u8], terminal: bool) -> Result<Vec<u8>, serde_json::Error> {
+    let mut spec: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(spec)?;
+    if terminal || spec.contains_key("terminal") {
+        spec.insert("terminal".to_owned(), terminal.into());
+    }
+    serde_json::to_vec(&spec)
+}
+
 /// Sets the size of a terminal; a process without one takes no notice.
 pub(super) async fn resize_pty(
     service: &Arc<Service>,
@@ -40,6 +55,9 @@ pub(super) async fn resize_pty(
 ) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
+    if !process.exec_id.is_empty() && process.exit().is_some() {
+        return Err(TaskError::Resize);
+    }
     let side = |value: u32| u16::try_from(value).unwrap_or(u16::MAX);
     process
         .with_copier(|copier| copier.resize(side(request.width), side(request.height)))
@@ -54,6 +72,10 @@ pub(super) async fn resize_pty(
 /// Lets stdin end once the client has closed it too.
 pub(super) async fn close_io(service: &Arc<Service>, request: CloseIORequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
-    find(&container, &request.exec_id)?.close_stdin();
+    let process = container.process(&request.exec_id);
+    let process = process.ok_or(TaskError::NoStdin {
+        exec_id: request.exec_id,
+    })?;
+    process.close_stdin();
     Ok(Empty::default())
 }

@@ -1,6 +1,7 @@
 //! Exits of container processes: who ended, in which order it is told, and out-of-memory events before them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -10,6 +11,7 @@ use super::{SIGKILL, Service};
 use crate::container::{Container, InitState, Owner, Process};
 use crate::logger::Chain;
 use crate::reaper::Exit;
+use crate::runc::RuncError;
 
 /// Handles exits for as long as the shim lives.
 pub(super) async fn handle_all(service: Arc<Service>, mut exits: UnboundedReceiver<Exit>) {
@@ -35,27 +37,44 @@ pub(super) fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
     }
 }
 
+/// How long the answer to a call that has ended init may hold back the news.
+const ANSWER: Duration = Duration::from_secs(2);
+
 /// Init has ended. What it left in the container goes with it.
 pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, exit: Exit) {
-    if container.private_pids {
+    container.set_init_gone();
+    let was_paused = container.state() == InitState::Paused;
+    if container.private_pids && !was_paused && !container.is_being_killed() {
         init_gone(service, container, exit);
         return;
     }
-    // Beside the handling of other exits: the runtime may take its time.
+    // Beside the handling of other exits: each of these may take its time.
     let (service, container) = (service.clone(), container.clone());
     tokio::spawn(async move {
-        if let Err(error) = container.runc.kill(SIGKILL, true).await
-            && !error.is_finished()
-            && !error.is_absent()
-        {
-            log::warn!(
-                "cannot end the processes that {} left: {}",
-                container.id,
-                Chain(&error)
-            );
+        if !container.private_pids {
+            tidy(&container, "end", container.runc.kill(SIGKILL, true).await);
         }
+        if was_paused {
+            // What is frozen does not end.
+            tidy(&container, "thaw", container.runc.resume().await);
+        }
+        container.is_killed(ANSWER).await;
         init_gone(&service, &container, exit);
     });
+}
+
+/// Tells that what init left could not be dealt with; that there is nothing of it any more is no failure.
+fn tidy(container: &Container, verb: &str, done: Result<(), RuncError>) {
+    if let Err(error) = done
+        && !error.is_finished()
+        && !error.is_absent()
+    {
+        log::warn!(
+            "cannot {verb} the processes that {} left: {}",
+            container.id,
+            Chain(&error)
+        );
+    }
 }
 
 fn init_gone(service: &Service, container: &Container, exit: Exit) {
@@ -88,7 +107,7 @@ fn publish(service: &Service, container: &Container, process: &Process, exit: Ex
         id: id.clone(),
         pid: pid_field(exit.pid),
         exit_status: exit.code,
-        exited_at: exited_at(&exit),
+        exited_at: exited_at(Some(&exit)),
         ..TaskExit::default()
     });
 }

@@ -22,27 +22,24 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             container.cgroup()?.kill_all(KILLED).await?;
             return Ok(Empty::default());
         }
-        match container.runc.kill(request.signal, request.all).await {
-            Ok(()) => {}
-            Err(error) if error.is_finished() => return Err(TaskError::Finished),
-            Err(error) if error.is_absent() => return Err(TaskError::NoContainer { id: request.id }),
-            Err(source) => return Err(TaskError::Runtime { verb: "kill", source }),
-        }
-        return Ok(Empty::default());
+        let _killing = container.killing();
+        return match container.runc.kill(request.signal, request.all).await {
+            Ok(()) => Ok(Empty::default()),
+            Err(error) if error.is_finished() => Err(TaskError::Finished),
+            Err(error) if error.is_absent() => Err(TaskError::Absent),
+            Err(source) => Err(TaskError::Kill(source.into())),
+        };
     }
     let pid = process.pid();
-    if process.exit().is_some() {
-        return Err(TaskError::Finished);
-    }
     if pid == 0 {
         return Err(TaskError::NotStarted);
     }
-    match crate::sys::kill(pid, request.signal) {
+    if process.exit().is_some() {
+        return Err(TaskError::Finished);
+    }
+    match service.reaper.signal(pid, request.signal) {
         Ok(()) => Ok(Empty::default()),
         Err(Errno::ESRCH) => Err(TaskError::Finished),
-        Err(errno) => Err(TaskError::File {
-            what: "signal the process",
-            source: errno.into(),
-        }),
+        Err(source) => Err(TaskError::KillExec(source)),
     }
 }

@@ -1,5 +1,6 @@
 //! Start: init of a created container, a container from its checkpoint, or an exec.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use containerd_shim_protos::api::{StartRequest, StartResponse};
@@ -7,7 +8,7 @@ use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 
 use super::create::{INIT_PID, open_stdio, read_pid};
 use super::state::{find, pid_field};
-use super::{Service, TaskError, exit};
+use super::{SIGKILL, Service, TaskError, exit};
 use crate::container::{Action, Container, InitState, Owner, Process};
 use crate::restore;
 use crate::runc::Exec;
@@ -17,8 +18,7 @@ pub(super) async fn start(service: &Arc<Service>, request: StartRequest) -> Resu
     let pid = if request.exec_id.is_empty() {
         start_init(service, &container).await?
     } else {
-        let process = find(&container, &request.exec_id)?;
-        start_exec(service, &container, process).await?
+        start_exec(service, &container, &request.exec_id).await?
     };
     Ok(StartResponse {
         pid: pid_field(pid),
@@ -55,8 +55,6 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
     }
     started.map(|()| pid)
 }
-
-type Early = Option<(Owner, crate::reaper::Exit)>;
 
 async fn restore_init(
     service: &Arc<Service>,
@@ -115,54 +113,62 @@ async fn restore_init(
 async fn start_exec(
     service: &Arc<Service>,
     container: &Arc<Container>,
-    process: Arc<Process>,
+    exec_id: &str,
 ) -> Result<i32, TaskError> {
     // Not while a dump is under way: the new process would freeze half-way into the container.
     let _operation = container.operation.read().await;
-    if process.exit().is_some() || !process.begin() {
-        let state = if process.exit().is_some() {
-            "stopped"
-        } else {
-            "running"
-        };
-        return Err(TaskError::ExecState { verb: "start", state });
-    }
     container.begin_exec()?;
-    match run_exec(service, container, &process).await {
-        Ok(early) => {
-            service.publisher.publish(&TaskExecStarted {
-                container_id: container.id.clone(),
-                exec_id: process.exec_id.clone(),
-                pid: pid_field(process.pid()),
-                ..TaskExecStarted::default()
-            });
-            if let Some((owner, exit)) = early {
-                exit::handle(service, &owner, exit);
-            }
-            Ok(process.pid())
-        }
-        Err(error) => {
-            // Whoever waits for it must not wait for ever; containerd's own shim tells 0 here.
-            process.set_exit(crate::reaper::Exit {
-                pid: 0,
-                code: 0,
-                at: std::time::SystemTime::now(),
-            });
-            exit::exec_ended(service, container);
-            Err(error)
-        }
+    let started = run_exec(service, container, exec_id).await;
+    if started.is_err() {
+        exit::exec_ended(service, container);
     }
+    started
 }
 
 async fn run_exec(
     service: &Arc<Service>,
     container: &Arc<Container>,
-    process: &Arc<Process>,
-) -> Result<Early, TaskError> {
-    let mut stdio = open_stdio(service, container, process).await?;
-    let pid_file = container.bundle.join(format!("{}.pid", process.exec_id));
-    let console = stdio.console_socket().map(std::path::Path::to_owned);
+    exec_id: &str,
+) -> Result<i32, TaskError> {
+    let process = find(container, exec_id)?;
+    let refused = |state| TaskError::ExecState { verb: "start", state };
+    if process.exit().is_some() {
+        return Err(refused("stopped"));
+    }
+    if !process.begin() {
+        return Err(refused("running"));
+    }
     let expectation = service.exits.expect();
+    let pid = match spawn_exec(service, container, &process).await {
+        Ok(pid) => pid,
+        Err(error) => {
+            // Whoever waits for it must not wait for ever.
+            process.fail();
+            return Err(error);
+        }
+    };
+    process.set_pid(pid);
+    service.publisher.publish(&TaskExecStarted {
+        container_id: container.id.clone(),
+        exec_id: process.exec_id.clone(),
+        pid: pid_field(pid),
+        ..TaskExecStarted::default()
+    });
+    let owner = Owner {
+        container: Arc::downgrade(container),
+        process,
+    };
+    // Order matters: an exit is told after the start.
+    if let Some(early) = expectation.claim(pid, owner.clone()) {
+        exit::handle(service, &owner, early);
+    }
+    Ok(pid)
+}
+
+async fn spawn_exec(service: &Service, container: &Container, process: &Process) -> Result<i32, TaskError> {
+    let mut stdio = open_stdio(service, container, process).await?;
+    let pid_file = exec_pid_file(container, process);
+    let console = stdio.console_socket().map(std::path::Path::to_owned);
     let exec = Exec {
         process: &process.spec,
         pid_file: &pid_file,
@@ -172,12 +178,21 @@ async fn run_exec(
         stdio.abort().await;
         return Err(TaskError::Runtime { verb: "exec", source });
     }
-    process.set_copier(stdio.start().await?);
     let pid = read_pid(&pid_file)?;
-    process.set_pid(pid);
-    let owner = Owner {
-        container: Arc::downgrade(container),
-        process: process.clone(),
-    };
-    Ok(expectation.claim(pid, owner.clone()).map(|exit| (owner, exit)))
+    match stdio.start().await {
+        Ok(copier) => process.set_copier(copier),
+        Err(error) => {
+            // The client is told that it does not run.
+            if let Err(errno) = service.reaper.signal(pid, SIGKILL) {
+                log::debug!("exec {} of {} is gone: {errno}", process.exec_id, container.id);
+            }
+            return Err(error.into());
+        }
+    }
+    Ok(pid)
+}
+
+/// Where the runtime writes the pid of an exec.
+pub(super) fn exec_pid_file(container: &Container, process: &Process) -> PathBuf {
+    container.bundle.join(format!("{}.pid", process.exec_id))
 }

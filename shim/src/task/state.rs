@@ -1,7 +1,6 @@
 //! State, Pids, Wait, Stats and Connect: they only look, and answer at once whatever else is under way.
 
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use containerd_shim_protos::api::{
     ConnectRequest, ConnectResponse, PidsRequest, PidsResponse, ProcessInfo, StateRequest, StateResponse,
@@ -18,10 +17,15 @@ use crate::reaper::Exit;
 pub(super) async fn state(service: &Arc<Service>, request: StateRequest) -> Result<StateResponse, TaskError> {
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
+    // An exec goes by its own id alone.
+    let id = if process.exec_id.is_empty() {
+        request.id
+    } else {
+        request.exec_id
+    };
     let exit = process.exit();
-    let mut response = StateResponse {
-        id: request.id,
-        exec_id: request.exec_id,
+    Ok(StateResponse {
+        id,
         bundle: container.bundle.display().to_string(),
         pid: pid_field(process.pid()),
         status: status(&container, &process).into(),
@@ -29,22 +33,17 @@ pub(super) async fn state(service: &Arc<Service>, request: StateRequest) -> Resu
         stdout: process.stdio.stdout.clone(),
         stderr: process.stdio.stderr.clone(),
         terminal: process.stdio.terminal,
-        // Before the exit clients expect the zero time, not an absent one.
-        exited_at: MessageField::some(Timestamp::new()),
+        exit_status: exit.map_or(0, |exit| exit.code),
+        exited_at: exited_at(exit.as_ref()),
         ..StateResponse::default()
-    };
-    if let Some(exit) = exit {
-        response.exit_status = exit.code;
-        response.exited_at = exited_at(&exit);
-    }
-    Ok(response)
+    })
 }
 
 pub(super) async fn pids(service: &Arc<Service>, request: PidsRequest) -> Result<PidsResponse, TaskError> {
     let container = service.container(&request.id)?;
     let pids = match container.runc.ps().await {
         Ok(pids) => pids,
-        Err(source) => return Err(TaskError::Runtime { verb: "ps", source }),
+        Err(source) => return Err(TaskError::Pids(source.into())),
     };
     let processes = pids
         .into_iter()
@@ -81,7 +80,7 @@ pub(super) async fn wait(service: &Arc<Service>, request: WaitRequest) -> Result
     let exit = process.wait().await.ok_or(TaskError::Closing)?;
     Ok(WaitResponse {
         exit_status: exit.code,
-        exited_at: exited_at(&exit),
+        exited_at: exited_at(Some(&exit).filter(|exit| exit.pid != 0)),
         ..WaitResponse::default()
     })
 }
@@ -122,14 +121,18 @@ pub(super) fn pid_field(pid: i32) -> u32 {
     pid.unsigned_abs()
 }
 
-/// A time as the protocol has it.
-pub(super) fn timestamp(at: SystemTime) -> MessageField<Timestamp> {
-    MessageField::some(Timestamp::from(at))
-}
+/// Seconds from the zero time of Go to that of Unix: clients ask whether a time is zero in their way.
+const ZERO_TIME: i64 = -62_135_596_800;
 
-/// When a process ended.
-pub(super) fn exited_at(exit: &Exit) -> MessageField<Timestamp> {
-    timestamp(exit.at)
+/// When a process ended; the zero time for one that has not.
+pub(super) fn exited_at(exit: Option<&Exit>) -> MessageField<Timestamp> {
+    MessageField::some(exit.map_or(
+        Timestamp {
+            seconds: ZERO_TIME,
+            ..Timestamp::default()
+        },
+        |exit| Timestamp::from(exit.at),
+    ))
 }
 
 fn status(container: &Container, process: &Process) -> Status {
@@ -143,11 +146,12 @@ fn status(container: &Container, process: &Process) -> Status {
             InitState::Stopped | InitState::Deleted => Status::STOPPED,
         };
     }
-    match (process.exit(), process.pid(), init) {
-        (Some(_), ..) => Status::STOPPED,
-        (None, 0, _) => Status::CREATED,
-        (None, _, InitState::Paused | InitState::Lost) => Status::PAUSED,
-        (None, _, InitState::Pausing) => Status::PAUSING,
-        (None, _, _) => Status::RUNNING,
+    match (init, process.exit(), process.pid()) {
+        // All of a container is frozen, or nothing.
+        (InitState::Paused | InitState::Lost, ..) => Status::PAUSED,
+        (InitState::Pausing, ..) => Status::PAUSING,
+        (_, Some(_), _) => Status::STOPPED,
+        (_, None, 0) => Status::CREATED,
+        (_, None, _) => Status::RUNNING,
     }
 }
