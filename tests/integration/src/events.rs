@@ -7,11 +7,88 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 use crate::{GpuHost, IMAGE};
 
 /// How long an event may take.
 const LIMIT: Duration = Duration::from_secs(15);
+
+/// An event of a task.
+#[derive(Clone, Debug)]
+pub struct Event {
+    /// `/tasks/exit`.
+    pub topic: String,
+    /// What it says.
+    pub fields: Value,
+}
+
+impl Event {
+    /// From a line of `ctr events`; none for what is not of a task.
+    fn parse(line: &str) -> Option<Self> {
+        let (before, fields) = line.split_at(line.find(" {")?);
+        let topic = before
+            .split_whitespace()
+            .find(|word| word.starts_with("/tasks/"))?;
+        Some(Self {
+            topic: topic.to_owned(),
+            fields: serde_json::from_str(fields.trim()).ok()?,
+        })
+    }
+
+    /// The last part of its topic.
+    pub fn name(&self) -> &str {
+        self.topic.rsplit('/').next().unwrap_or_default()
+    }
+
+    /// The process that it is about, when it says: an exec's id, or the container's for init.
+    pub fn process(&self) -> &str {
+        let field = |name: &str| self.fields[name].as_str();
+        field("exec_id").or_else(|| field("id")).unwrap_or_default()
+    }
+
+    /// Whether it is of this topic and about this process.
+    pub fn is(&self, topic: &str, process: &str) -> bool {
+        self.topic == topic && self.process() == process
+    }
+
+    /// Its topic and fields, of pids and times only whether they are there, and no numbers in paths.
+    pub fn without_times(&self) -> String {
+        let mut fields = self.fields.clone();
+        blank(&mut fields);
+        format!("{} {fields}", self.topic)
+    }
+}
+
+fn blank(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                match (name.as_str(), &*value) {
+                    ("pid", pid) if *pid != 0 => *value = "set".into(),
+                    ("exited_at", time) => {
+                        let text = time.to_string();
+                        let zero = text.contains("-62135596800") || text.contains("0001-01-01");
+                        *value = if zero { "zero" } else { "set" }.into();
+                    }
+                    _ => blank(value),
+                }
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(blank),
+        Value::String(text) if text.contains('/') => {
+            let mut last = ' ';
+            let digits = |c: char| if c.is_ascii_digit() { '0' } else { c };
+            text.retain(|c| {
+                let kept = !(c.is_ascii_digit() && last.is_ascii_digit());
+                last = c;
+                kept
+            });
+            *text = text.chars().map(digits).collect();
+        }
+        _ => {}
+    }
+}
 
 /// containerd's events since [`GpuHost::watch_events`].
 pub struct Events {
@@ -21,30 +98,32 @@ pub struct Events {
 }
 
 impl Events {
+    /// The task events of a container up to the first one of this topic, and, when it is named, about this process.
+    pub fn of(&mut self, container: &str, topic: &str, process: &str) -> Result<Vec<Event>> {
+        loop {
+            let events = self.lines.iter().filter_map(|line| Event::parse(line));
+            let own = |event: &Event| event.fields["container_id"] == container;
+            let events: Vec<Event> = events.filter(own).collect();
+            let wanted =
+                |event: &Event| event.topic == topic && (process.is_empty() || event.process() == process);
+            if let Some(last) = events.iter().position(wanted) {
+                return Ok(events[..=last].to_vec());
+            }
+            let line = self.heard.recv_timeout(LIMIT).with_context(|| {
+                let topics: Vec<&str> = events.iter().map(|event| event.topic.as_str()).collect();
+                format!("no {topic} of {container} {process} after {topics:?}")
+            })?;
+            self.lines.push(line);
+        }
+    }
+
     /// Topics of the task events of a container up to the end of its init, in order.
     ///
     /// Not further: containerd's own shim loses the deletion that follows now and then.
     pub fn until_exit(mut self, container: &str) -> Result<String> {
-        let mut topics = Vec::new();
-        let own = format!("\"container_id\":\"{container}\"");
-        let init = format!("\"id\":\"{container}\"");
-        loop {
-            let line = match self.lines.pop() {
-                Some(line) => line,
-                None => {
-                    let heard = self.heard.recv_timeout(LIMIT);
-                    heard.with_context(|| format!("no end of init after {topics:?}"))?
-                }
-            };
-            let topic = line.split_whitespace().find(|word| word.starts_with("/tasks/"));
-            let Some(topic) = topic.filter(|_| line.contains(&own)) else {
-                continue;
-            };
-            topics.push(topic.to_owned());
-            if topic == "/tasks/exit" && line.contains(&init) {
-                return Ok(topics.join("\n"));
-            }
-        }
+        let events = self.of(container, "/tasks/exit", container)?;
+        let topics: Vec<&str> = events.iter().map(|event| event.topic.as_str()).collect();
+        Ok(topics.join("\n"))
     }
 
     /// Every line up to the deletion of the last of these containers' tasks.

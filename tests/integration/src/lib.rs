@@ -18,7 +18,7 @@ pub use archive::Archive;
 pub use build::{Built, Profile};
 pub use container::{BUNDLES, Container, Move, nothing_left};
 pub use counter::{Line, Lines};
-pub use events::Events;
+pub use events::{Event, Events};
 pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost, on};
 pub use said::{Said, failure};

@@ -50,6 +50,11 @@ impl Place<'_> {
         self.host.node()
     }
 
+    /// Whether its shim is firn, for what has to be waited for in one case only.
+    pub fn is_firn(&self) -> bool {
+        self.shim == Shim::Firn
+    }
+
     /// The shim's program on the node.
     pub fn program(&self) -> &'static str {
         match self.shim {

@@ -9,11 +9,17 @@
 
 mod bundle;
 mod byhand;
+mod events;
+mod execs;
+mod exits;
 mod hosts;
+mod lives;
 mod mounts;
 mod options;
+mod raw;
 mod serve;
 mod start;
+mod states;
 mod task;
 mod upgrade;
 
@@ -106,6 +112,11 @@ fn points() -> Vec<Point> {
         options::POINTS,
         upgrade::POINTS,
         task::POINTS,
+        lives::POINTS,
+        states::POINTS,
+        execs::POINTS,
+        exits::POINTS,
+        events::POINTS,
         mounts::POINTS,
     ]
     .concat()
