@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::api::DeleteResponse;
+use firn_oci::Spec;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{Message, MessageField};
 
@@ -124,9 +125,8 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
 
 /// The cgroup that the spec names, when it is this container's alone: its name ends with the id, as containerd's do.
 fn own_cgroup(args: &Args, bundle: &Path, options: &RuncOptions) -> Option<Cgroup> {
-    let json = fs::read(bundle.join("config.json")).ok()?;
-    let spec: serde_json::Value = serde_json::from_slice(&json).ok()?;
-    let path = spec.pointer("/linux/cgroupsPath")?.as_str()?;
+    let spec = Spec::load(bundle).ok()?;
+    let path = spec.cgroups_path()?;
     if path.rsplit(['/', ':']).next() != Some(&args.id) {
         return None;
     }

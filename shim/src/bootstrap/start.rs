@@ -3,7 +3,7 @@
 //! The containers of a pod share one shim: when the group's socket is served already, its address is the reply and
 //! nothing is started. When anything fails after the socket was made, socket and server are gone again.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
@@ -33,6 +33,8 @@ const CONFIG_FILE: &str = "config.json";
 const ADDRESS_FILE: &str = "address";
 /// Link to the socket directory when the daemon chose it, in the bundle.
 const SOCKET_DIR_LINK: &str = "s";
+/// No spec is larger; Create refuses one.
+const MAX_SPEC: u64 = 16 << 20;
 /// More than any daemon sends.
 const MAX_STDIN: u64 = 10 << 20;
 
@@ -172,7 +174,10 @@ struct Spec {
 }
 
 fn group(config: &Path) -> Result<Option<String>, StartError> {
-    let json = fs::read(config).map_err(fail("read", config))?;
+    let mut json = Vec::new();
+    File::open(config)
+        .and_then(|file| file.take(MAX_SPEC).read_to_end(&mut json))
+        .map_err(fail("read", config))?;
     group_in(&json).map_err(|source| StartError::Spec {
         path: config.to_owned(),
         source,

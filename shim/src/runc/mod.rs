@@ -12,7 +12,7 @@ mod verbs;
 
 use std::fmt;
 use std::fs::File;
-use std::io::{Read, Seek};
+use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -324,11 +324,19 @@ struct LogLine {
     msg: String,
 }
 
+/// How much of the end of a log is searched for an error.
+const LOG_TAIL: u64 = 64 << 10;
+
 /// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes an entry per
 /// line, crun spreads one over several.
 fn last_error(log: &Path, from: u64) -> Option<String> {
-    let text = std::fs::read(log).ok()?;
-    let mut text = text.get(usize::try_from(from).ok()?..)?;
+    let mut log = File::open(log).ok()?;
+    let length = log.metadata().ok()?.len();
+    let from = from.max(length.saturating_sub(LOG_TAIL));
+    log.seek(SeekFrom::Start(from)).ok()?;
+    let mut text = Vec::new();
+    log.take(LOG_TAIL).read_to_end(&mut text).ok()?;
+    let mut text = text.as_slice();
     let mut last = None;
     loop {
         let mut entries = serde_json::Deserializer::from_slice(text).into_iter::<LogLine>();
@@ -376,6 +384,18 @@ mod tests {
             None,
             "an error of an earlier call was quoted"
         );
+    }
+
+    #[test]
+    fn only_the_end_of_a_long_log_is_read() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let info = "{\"level\":\"info\",\"msg\":\"x\"}\n".repeat(4096);
+        let error = |msg: &str| format!("{{\"level\":\"error\",\"msg\":\"{msg}\"}}\n");
+        std::fs::write(file.path(), error("old") + &info).unwrap();
+        assert_eq!(last_error(file.path(), 0), None);
+        std::fs::write(file.path(), info + &error("new")).unwrap();
+        assert_eq!(last_error(file.path(), 7).as_deref(), Some("new"));
+        assert_eq!(last_error(file.path(), u64::MAX), None, "the log was cut");
     }
 
     #[test]
