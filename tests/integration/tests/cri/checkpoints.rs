@@ -20,6 +20,15 @@ pub const POINTS: &[Point] = &[
     )
     .ways(&[Way::Path, Way::DropIn])
     .on(&[Suite::Forky]),
+    // To another name than the stock runtime's, containerd says nothing of a work directory, where CRIU's log would be.
+    Point::new(
+        "checkpoint: by firn's own runtime name",
+        "config.dump container.log rootfs-diff.tar spec.dump status status.dump\ngoes on in another pod",
+        plain,
+    )
+    .firn_only()
+    .ways(&[Way::Named])
+    .on(&[Suite::Forky]),
     Point::new(
         "checkpoint: a container with a GPU, and one from it on another GPU",
         "goes on in another pod on GPU 2",

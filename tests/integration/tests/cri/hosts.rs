@@ -13,6 +13,7 @@ use crate::client::{CLIENT, Cri};
 
 /// What stands for the pause image: the container that holds a pod's namespaces.
 const PAUSE: &str = "localhost/firn-pause:latest";
+const RUNTIME_CLASS: &str = include_str!("../../../../config/kubernetes/runtimeclass.yaml");
 const CONFIG: &str = "/etc/containerd/config.toml";
 /// Where runc keeps its state under the handler that has options of its own.
 const NAMED_ROOT: &str = "/run/containerd/firn-runc";
@@ -38,7 +39,11 @@ impl Way {
     pub fn handler(self) -> &'static str {
         match self {
             Self::Stock | Self::DropIn => "runc",
-            Self::Path => "firn",
+            // Of the shipped file: its handler has to be that of the shipped configuration.
+            Self::Path => RUNTIME_CLASS
+                .lines()
+                .find_map(|line| line.strip_prefix("handler: "))
+                .unwrap_or("none is named"),
             Self::Named => "firn-named",
         }
     }
