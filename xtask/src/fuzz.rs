@@ -5,7 +5,6 @@
 //! directory of their own.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Mutex;
@@ -36,6 +35,8 @@ const MAX_LEN: u32 = 16 << 10;
 const MEMORY: u32 = 512;
 /// An input that takes longer, in seconds, fails. Machines that run tests may be busy.
 const INPUT_TIME: u32 = 60;
+/// Lines of a log that are shown of a target that failed.
+const REASON: usize = 40;
 
 /// Lets the fuzz targets make up inputs
 ///
@@ -204,29 +205,56 @@ impl Targets {
             .status()
             .with_context(|| format!("run {target}"))?;
         let log = fs::read(&log).context("read the log")?;
-        report(target, status.success(), &String::from_utf8_lossy(&log))?;
+        // One call, as others print too.
+        println!(
+            "{}",
+            told(target, status.success(), &String::from_utf8_lossy(&log))
+        );
         Ok(status.success())
     }
 }
 
-/// Says what came of a target; of one that failed, why, and how to see it again.
-fn report(target: &str, good: bool, log: &str) -> io::Result<()> {
+/// What came of a target; of one that failed, why, and how to see it again.
+fn told(target: &str, good: bool, log: &str) -> String {
     let after = |text: &'static str| log.lines().find_map(move |line| line.split_once(text));
-    let mut out = io::stdout().lock();
     if good {
         let inputs = after("number_of_executed_units:").map_or("no", |(_, count)| count.trim());
-        return writeln!(out, "{target}: {inputs} inputs");
+        return format!("{target}: {inputs} inputs");
     }
-    writeln!(out, "{target}: FAILED")?;
     // A panic tells of itself; what stops for another reason is in libFuzzer's last words.
     let lines: Vec<&str> = log.lines().collect();
     let begin = lines.iter().position(|line| line.contains(" panicked at "));
-    let begin = begin.unwrap_or(lines.len().saturating_sub(40));
-    for line in lines.iter().skip(begin).take(40) {
-        writeln!(out, "    {line}")?;
-    }
-    match after("Test unit written to ") {
-        Some((_, file)) => writeln!(out, "{target}: repeat it by: cargo xtask fuzz {target} {file}"),
-        None => writeln!(out, "{target}: no input was left"),
+    let begin = begin.unwrap_or(lines.len().saturating_sub(REASON));
+    let reason = lines.iter().skip(begin).take(REASON);
+    let reason: String = reason.map(|line| format!("    {line}\n")).collect();
+    let again = match after("Test unit written to ") {
+        Some((_, file)) => format!("repeat it by: cargo xtask fuzz {target} {file}"),
+        None => "it left no input".to_owned(),
+    };
+    format!("{target}: FAILED\n{reason}{target}: {again}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_failed_is_told_with_its_reason_and_its_input() {
+        let log = "#2\tINITED cov: 3\nthread '<unnamed>' (7) panicked at shim/src/x.rs:1:2:\nleft: 3\n\
+                   artifact_prefix='/f/'; Test unit written to /f/crash-0a\nstat::number_of_executed_units: 80\n";
+        let told_of = told("stdio", false, log);
+        assert!(
+            told_of.starts_with(
+                "stdio: FAILED\n    thread '<unnamed>' (7) panicked at shim/src/x.rs:1:2:\n    left: 3\n"
+            ),
+            "{told_of}"
+        );
+        assert!(
+            told_of.ends_with("stdio: repeat it by: cargo xtask fuzz stdio /f/crash-0a"),
+            "{told_of}"
+        );
+        assert_eq!(told("stdio", true, log), "stdio: 80 inputs");
+        let killed = told("stdio", false, "");
+        assert_eq!(killed, "stdio: FAILED\nstdio: it left no input");
     }
 }

@@ -125,6 +125,9 @@ impl Tests {
 fn fast() -> Vec<Check> {
     vec![
         Check::new("format", || cargo(&["fmt", "--all", "--check"])),
+        Check::new("format of the fuzz targets", || {
+            cargo(&["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])
+        }),
         Check::new("lints", || {
             let lints = ["--", "-D", "warnings"];
             cargo(
