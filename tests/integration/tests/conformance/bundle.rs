@@ -2,8 +2,10 @@
 
 use anyhow::Result;
 use firn_lab::{BUNDLES, Task};
+use firn_node::wait_for;
 use serde_json::Value;
 
+use crate::byhand::STEP;
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -38,6 +40,11 @@ pub const POINTS: &[Point] = &[
         pids,
     ),
     Point::same("1.2 bundle: runc's log", "nosuch", log),
+    Point::same(
+        "1.2 bundle: CRIU's log of a dump that failed",
+        "the error true",
+        dump_log,
+    ),
 ];
 
 const GROUP: &str = "io.containerd.runc.v2.group=g";
@@ -164,5 +171,26 @@ fn log(place: &Place<'_>) -> Result<String> {
     Ok(format!(
         "{last}\nthe client was told so {}",
         said.stderr.contains(&last)
+    ))
+}
+
+/// A device that CRIU does not know is open.
+fn dump_log(place: &Place<'_>) -> Result<String> {
+    let device = ["--device", "/dev/loop-control"];
+    let script = "exec 3</dev/loop-control; echo >/open; sleep 1000";
+    let container = place.start("c", &device, script)?;
+    let open = place.node().path(format!("{BUNDLES}/c/rootfs/open"));
+    wait_for("the device to be open", STEP, || Ok(open.exists().then_some(())))?;
+    let said = place
+        .host
+        .ctr(&["tasks", "checkpoint", "--image-path", "/tmp/dump", "c"], "")?;
+    let log = place.node().read(format!("{BUNDLES}/c/criu-dump.log"))?;
+    let names = said.stderr.contains("criu-dump.log");
+    place.node().run(&["rm", "-rf", "/tmp/dump"])?;
+    container.remove()?;
+    Ok(format!(
+        "code {:?}, the error {}, the client is told {names}",
+        said.code,
+        log.contains("Error (criu")
     ))
 }
