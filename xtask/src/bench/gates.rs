@@ -1,13 +1,14 @@
 //! What a benchmark must reach: `bench/gates.toml`.
 
 use std::collections::BTreeMap;
-use std::fs;
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
 use super::Case;
-use crate::workspace;
+
+/// The file, also where this program runs without its sources.
+const GATES: &str = include_str!("../../../bench/gates.toml");
 
 /// Gates by benchmark and case.
 #[derive(Debug, Deserialize)]
@@ -26,11 +27,9 @@ enum Gate {
 }
 
 impl Gates {
-    /// Reads the file.
+    /// Those that this program was built with.
     pub(super) fn read() -> Result<Self> {
-        let path = workspace()?.join("bench/gates.toml");
-        let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-        toml::from_str(&text).with_context(|| format!("{} is not valid", path.display()))
+        toml::from_str(GATES).context("bench/gates.toml is not valid")
     }
 
     /// Every gate of the `wanted` cases of `bench` that is not met, in words. A gate without a reading is missed too.

@@ -159,6 +159,20 @@ static GROUPS: &[Group] = &[
         },
     },
     Group {
+        what: "shims that have run 250 execs and made a checkpoint",
+        cases: &[
+            ("used-rss", "MiB"),
+            ("used-pss", "MiB"),
+            ("used-private", "MiB"),
+            ("used-idle-cpu", "us/s"),
+            ("used-idle-switches", "1/s"),
+        ],
+        way: Way::Once {
+            steps: idle::steps(idle::USED),
+            measure: idle::used,
+        },
+    },
+    Group {
         what: "programs",
         cases: &[("binary", "MiB")],
         way: Way::Once {

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::Result;
-use firn_lab::IMAGE;
+use firn_lab::{IMAGE, Task};
 
 use super::crowd;
 use super::memory::{Memory, Work, shim_of};
@@ -14,6 +14,11 @@ use super::{Lab, Progress, Record, Shim};
 pub(super) const SINGLE: u32 = 5;
 /// Pods of each kind at a time.
 pub(super) const PODS: u32 = 3;
+
+/// Shims of each kind that have worked before.
+pub(super) const USED: u32 = 2;
+/// Execs that each of them has run.
+const EXECS: u32 = 250;
 
 /// How long they have been idle by then. Part of what is measured: Go gives memory back only after a while.
 const SETTLE: Duration = Duration::from_secs(10);
@@ -58,6 +63,34 @@ pub(super) fn pods(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) 
     ];
     measure(lab, record, progress, PODS, names, |shim, number| {
         crowd::pod(lab, shim, &format!("pod-{}-{number}", shim.short()))
+    })
+}
+
+/// Shims that have run execs and made a checkpoint: what of that stays.
+pub(super) fn used(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
+    let names = [
+        "used-rss",
+        "used-pss",
+        "used-private",
+        "used-idle-cpu",
+        "used-idle-switches",
+    ];
+    measure(lab, record, progress, USED, names, |shim, number| {
+        let id = format!("used-{}-{number}", shim.short());
+        let node = lab.node();
+        node.run(&lab.run(shim, &["--detach"], &[IMAGE, &id, "sleep", "1000000"]))?;
+        let task = Task::of(lab.host, &id)?;
+        for number in 0..EXECS {
+            let exec = format!("exec-{number}");
+            task.exec(&exec, &["true"], ["", ""])?;
+            task.end(task.begin_start(&exec)?)?;
+            task.end(task.wait(&exec)?)?;
+            task.delete(&exec)?;
+        }
+        let image = "localhost/used:latest";
+        node.run(&["ctr", "containers", "checkpoint", "--rw", "--task", &id, image])?;
+        node.run(&["ctr", "images", "remove", "--sync", image])?;
+        Ok(vec![id])
     })
 }
 
