@@ -186,13 +186,20 @@ impl GpuHost {
         Ok(edits.into_iter().flat_map(by_hand).collect())
     }
 
-    /// Options of `ctr run` that every container on this node needs: a v2 node cannot have the controllers that the
-    /// host's v1 hierarchies hold, so its containers ask for no share of the CPU.
+    /// Options of `ctr run` that every container on this node needs: a v2 node cannot have a controller that one of the
+    /// host's v1 hierarchies holds. Its containers then ask for no share of the CPU.
     pub fn limits(&self) -> &'static [&'static str] {
-        match self.node.record().cgroup {
-            CgroupMode::V1 => &[],
-            CgroupMode::V2 => &["--cpu-shares", "0"],
+        let v2 = self.node.record().cgroup == CgroupMode::V2;
+        match v2 && !self.has_controller("cpu") {
+            true => &["--cpu-shares", "0"],
+            false => &[],
         }
+    }
+
+    /// Whether the node's unified hierarchy has this controller.
+    pub fn has_controller(&self, name: &str) -> bool {
+        let controllers = self.node.read("/sys/fs/cgroup/cgroup.controllers");
+        controllers.is_ok_and(|all| all.split_whitespace().any(|one| one == name))
     }
 
     /// Whether a test can change the device rules of a cgroup by hand; says so where it cannot.
