@@ -45,6 +45,13 @@ impl GpuHost {
         Self::start_with(Built::for_tests()?, suite, &name, gpus, cgroup, DRIVER)
     }
 
+    /// As [`GpuHost::for_test`], with cgroup v2 and systemd, which makes cgroups for containers that ask it to.
+    pub fn with_systemd(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
+        let name = format!("{name}-{}", std::process::id());
+        let node = Node::builder(suite).cgroup(Cgroup::V2).systemd(true).name(&name);
+        Self::set_up_on(node.start()?, Built::for_tests()?, gpus, DRIVER)
+    }
+
     /// Starts a node with these GPUs.
     pub fn start(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
         Self::start_with(built, suite, name, gpus, Cgroup::Auto, DRIVER)
@@ -60,12 +67,16 @@ impl GpuHost {
         driver: &str,
     ) -> Result<Self> {
         let node = Node::builder(suite).name(name).cgroup(cgroup).start()?;
+        Self::set_up_on(node, built, gpus, driver)
+    }
+
+    fn set_up_on(node: Node, built: &Built, gpus: &[SimGpu], driver: &str) -> Result<Self> {
         let host = Self {
             node,
             gpus: gpus.to_vec(),
         };
         host.set_up(built, driver)
-            .with_context(|| format!("set up node {name}"))?;
+            .with_context(|| format!("set up node {}", host.node.name()))?;
         Ok(host)
     }
 
