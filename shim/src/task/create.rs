@@ -116,7 +116,6 @@ async fn build_mounted(
                 bundle,
                 image,
                 spec.clone(),
-                &runc,
                 &service.reaper,
             )
             .await?,

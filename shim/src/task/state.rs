@@ -43,11 +43,7 @@ pub(super) async fn pids(service: &Arc<Service>, request: PidsRequest) -> Result
     let container = service.container(&request.id)?;
     let pids = match container.runc.ps().await {
         Ok(pids) => pids,
-        // Not every runtime lists pids, or lists them so; the cgroup has them too.
-        Err(source) => match container.cgroup().and_then(|cgroup| cgroup.pids()) {
-            Ok(pids) if !source.is_absent() => pids,
-            _ => return Err(TaskError::Pids(source.into())),
-        },
+        Err(source) => return Err(TaskError::Pids(source.into())),
     };
     let processes = pids
         .into_iter()

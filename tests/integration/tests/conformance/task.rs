@@ -5,8 +5,8 @@ use containerd_shim_protos::api::{
     ConnectRequest, ConnectResponse, Empty, ShutdownRequest, StateRequest, StateResponse, WaitRequest,
     WaitResponse,
 };
-use firn_lab::{Task, told};
-use firn_node::{CgroupMode, wait_for};
+use firn_lab::{BUNDLES, Task, told};
+use firn_node::wait_for;
 use serde_json::Value;
 
 use crate::raw::{LIMIT, Raw, at, ok, pid, request};
@@ -95,10 +95,12 @@ pub const POINTS: &[Point] = &[
 
 const SLEEP: &str = "exec sleep 1000";
 
-const TRAP: &str = "trap 'exit 74' USR1; while :; do sleep 0.05; done";
+const TRAP: &str = "trap 'exit 74' USR1; touch /tmp/trapped; while :; do sleep 0.05; done";
 
 fn kill_by_number(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &[], TRAP)?;
+    let trapped = place.node().path(format!("{BUNDLES}/c/rootfs/tmp/trapped"));
+    wait_for("the handler", LIMIT, || Ok(trapped.exists().then_some(())))?;
     let task = Task::of(place.host, "c")?;
     let killed = task.kill("", 10, false);
     container.becomes("STOPPED")?;
@@ -344,11 +346,8 @@ fn update_refused(place: &Place<'_>) -> Result<String> {
     let raw = Raw::begin(place)?;
     raw.run("r", SLEEP)?;
     let mut seen = vec![format!("nothing {}", raw.update("r", "{}"))];
-    // runc tells of numbers that the kernel will not have; v2 has no controllers here at all.
-    let limits = match place.node().record().cgroup {
-        CgroupMode::V1 => r#"{"cpu": {"quota": -7, "period": 1}}"#,
-        CgroupMode::V2 => r#"{"memory": {"limit": 67108864}}"#,
-    };
+    // A period that the kernel does not have; where there is no such controller, there is no such file.
+    let limits = r#"{"cpu": {"quota": -7, "period": 1}}"#;
     seen.push(format!("limits {}", raw.update("r", limits)));
     let code = |answer: String| answer.split(':').next().unwrap_or_default().to_owned();
     seen.push(format!("no JSON {}", code(raw.update("r", "{"))));
