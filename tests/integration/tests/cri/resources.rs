@@ -1,6 +1,7 @@
 //! What containers use and may use: statistics, limits, devices.
 
 use anyhow::Result;
+use firn_node::CgroupMode;
 use serde_json::{Value, json};
 
 use crate::Point;
@@ -16,7 +17,7 @@ pub const POINTS: &[Point] = &[
     .in_every_way(),
     Point::new(
         "update: limits of a running container",
-        "memory 67108864, shares 512",
+        "2 changed, memory 67108864, cpu ",
         update,
     ),
     Point::new("exit: memory ran out", "137 \"OOMKilled\"", out_of_memory).in_every_way(),
@@ -54,24 +55,29 @@ fn stats(cri: Cri<'_>) -> Result<String> {
 fn update(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
     let container = pod.start("c", SLEEP)?;
-    let limits = json!({ "memoryLimitInBytes": "67108864", "cpuShares": "512" });
+    let files = match cri.host.node().record().cgroup {
+        CgroupMode::V1 => [("/memory", "memory.limit_in_bytes"), ("/cpu", "cpu.shares")],
+        CgroupMode::V2 => [("", "memory.max"), ("", "cpu.weight")],
+    };
+    let limits = || -> Result<Vec<String>> {
+        let read = |(controller, file)| {
+            let path = format!("/sys/fs/cgroup{controller}{PARENT}/{}/{file}", container.id);
+            Ok(cri.host.node().run(&["cat", &path])?.stdout.trim().to_owned())
+        };
+        files.into_iter().map(read).collect()
+    };
+    let before = limits()?;
+    let wanted = json!({ "memoryLimitInBytes": "67108864", "cpuShares": "512" });
     cri.call(
         "UpdateContainerResources",
-        &json!({ "containerId": container.id, "linux": limits }),
+        &json!({ "containerId": container.id, "linux": wanted }),
     )?;
-    let cgroup = |file: &str| {
-        let (controller, _) = file.split_once('.').unwrap_or_default();
-        let path = format!("/sys/fs/cgroup/{controller}{PARENT}/{}/{file}", container.id);
-        cri.host
-            .node()
-            .run(&["cat", &path])
-            .map(|said| said.stdout.trim().to_owned())
-    };
+    let after = limits()?;
+    let changed = before.iter().zip(&after).filter(|(old, new)| old != new).count();
     let told = container.status()?["resources"]["linux"]["memoryLimitInBytes"].clone();
     let seen = format!(
-        "memory {}, shares {}, told {told}",
-        cgroup("memory.limit_in_bytes")?,
-        cgroup("cpu.shares")?
+        "{changed} changed, memory {}, cpu {}, told {told}",
+        after[0], after[1]
     );
     pod.remove(&[&container])?;
     Ok(seen)
