@@ -37,9 +37,10 @@ pub const POINTS: &[Point] = &[
     .better("link /run/hand-s"),
     Point::same(
         "1.1 start: name and mode of the socket",
-        "named after the group\n600 socket",
+        "named after the group\n600 socket\n600 directory",
         socket,
-    ),
+    )
+    .better("named after the group\n600 socket\n700 directory"),
     Point::same("1.1 start: a group has one shim", "[0, 0, 0, 1]", group),
     Point::same(
         "1.1 start: a live shim is found",
@@ -154,6 +155,7 @@ fn chosen_directory(place: &Place<'_>) -> Result<String> {
 }
 
 fn socket(place: &Place<'_>) -> Result<String> {
+    clear(place)?;
     let bundle = Bundle::new(place, "hand", &json!({GROUP: "a/../group"}))?;
     let shim = bundle.start()?;
     let digest = Sha256::digest(format!("{ADDRESS}/default/group"));
@@ -161,7 +163,7 @@ fn socket(place: &Place<'_>) -> Result<String> {
     let named = shim.socket == format!("/run/containerd/s/{name}");
     let stat = place
         .node()
-        .run(&["stat", "--format", "%a %F", &shim.socket])?
+        .run(&["stat", "--format", "%a %F", &shim.socket, "/run/containerd/s"])?
         .stdout;
     shim.end()?;
     bundle.remove()?;
