@@ -8,9 +8,10 @@ use ttrpc::Code;
 
 use super::transaction::Failure;
 use crate::cgroup::CgroupError;
+use crate::container::Container;
 use crate::hold::HoldError;
 use crate::logger::Chain;
-use crate::runc::RuncError;
+use crate::runc::{Brand, RuncError};
 use crate::worker::GpuError;
 
 /// A failure of one effect of the transaction, or a refusal.
@@ -40,6 +41,8 @@ pub(crate) enum EffectError {
     },
     #[error("process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others")]
     Nccl { pid: i32, comm: String },
+    #[error("{runtime} cannot do it")]
+    Runtime { runtime: &'static str },
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
     ByHook,
     #[error("driver {version} has no process checkpoint")]
@@ -179,6 +182,16 @@ fn lost_hint(image: &Option<PathBuf>) -> String {
 }
 
 impl CheckpointError {
+    /// Of a container whose runtime cannot do it.
+    pub(super) fn by_runtime(container: &Container, brand: Brand) -> Self {
+        Self::Refused {
+            container: container.id.clone(),
+            cause: EffectError::Runtime {
+                runtime: brand.name(),
+            },
+        }
+    }
+
     /// From a transaction that failed; `image` when its dump is complete.
     pub(super) fn from_failure(
         container: &str,
@@ -235,6 +248,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::OutsideTree { .. } => "FIRN-EXEC",
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
         EffectError::Nccl { .. } => "FIRN-NCCL",
+        EffectError::Runtime { .. } => "FIRN-RUNTIME",
         EffectError::ByHook => "FIRN-GPU-HOOK",
         EffectError::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
         EffectError::Unreadable(_) => "FIRN-PROC",
@@ -261,6 +275,9 @@ fn hint(error: &EffectError) -> &str {
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Nccl { .. } => {
             "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment"
+        }
+        EffectError::Runtime { .. } => {
+            "run the container with runc: leave BinaryName out of the runtime's options"
         }
         EffectError::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
         EffectError::NoCheckpointApi { .. } => "install driver 570 or later (580 to restore onto other GPUs)",

@@ -26,7 +26,7 @@ use crate::account::Account;
 use crate::cgroup::FreezerState;
 use crate::container::Container;
 use crate::reaper::Reaper;
-use crate::runc::{Checkpoint, RuncError};
+use crate::runc::{Brand, Checkpoint, RuncError};
 use crate::worker::Gpu;
 use image::ImageDir;
 use live::Live;
@@ -96,19 +96,31 @@ pub(crate) async fn run(
 
 async fn plain(container: &Container, request: &Request) -> Result<(), CheckpointError> {
     let work = WorkDir::new(container, request);
+    work.make();
     let dumped = container
         .runc
         .checkpoint(request.call(&work.path, !request.exit, None, None))
         .await;
-    let result = dumped.map_err(|source| CheckpointError::Plain {
-        cause: source,
-        log: work.keep_log(container),
-    });
+    let result = match dumped {
+        Ok(()) => Ok(()),
+        // It has done nothing: it does not know the word.
+        Err(_) if container.runc.brand().await == Brand::Youki => {
+            Err(CheckpointError::by_runtime(container, Brand::Youki))
+        }
+        Err(source) => Err(CheckpointError::Plain {
+            cause: source,
+            log: work.keep_log(container),
+        }),
+    };
     work.remove();
     result
 }
 
 async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
+    match container.runc.brand().await {
+        Brand::Runc => {}
+        brand => return Err(CheckpointError::by_runtime(container, brand)),
+    }
     let config = Config::load().map_err(CheckpointError::Config)?;
     let cgroup = container.cgroup()?;
     let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
@@ -166,6 +178,13 @@ impl WorkDir {
                 path: container.bundle.join("work").join("criu-work"),
                 ours: true,
             },
+        }
+    }
+
+    /// Makes it: runc would do that itself, crun does not.
+    fn make(&self) {
+        if let Err(error) = std::fs::create_dir_all(&self.path) {
+            log::warn!("cannot make {}: {error}", self.path.display());
         }
     }
 

@@ -36,6 +36,8 @@ pub(crate) enum Refusal {
     Criu(#[from] firn_oci::criu::CriuError),
     #[error("cannot use the container's spec")]
     Spec(#[from] firn_oci::SpecError),
+    #[error("{runtime} cannot do it")]
+    Runtime { runtime: &'static str },
     #[error("the checkpoint holds GPU state and the container asks for no GPU")]
     NoGpuAsked,
     #[error("cgroup {path} is in use by other processes")]
@@ -133,6 +135,7 @@ impl Refusal {
             Self::Edit(error) => error.code(),
             Self::Criu(error) => error.code(),
             Self::Spec(error) => error.code(),
+            Self::Runtime { .. } => "FIRN-RUNTIME",
             Self::NoGpuAsked => "FIRN-GPU-COUNT",
             Self::CgroupBusy { .. } => "FIRN-CGROUP-BUSY",
             Self::Cgroup(_) => "FIRN-FREEZER",
@@ -153,6 +156,9 @@ impl Refusal {
             Self::Spec(error) => error.hint(),
             Self::CgroupBusy { .. } => "stop the container that is in it, or restore under another id",
             Self::Cgroup(_) => "see that the cgroup hierarchies are mounted",
+            Self::Runtime { .. } => {
+                "run the container with runc: leave BinaryName out of the runtime's options"
+            }
             Self::NoGpuAsked => "grant the container as many GPUs as it had when it was checkpointed",
         }
     }

@@ -13,6 +13,7 @@ use super::error::Refusal;
 use crate::cgroup::{Cgroup, CgroupError};
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
+use crate::runc::{Brand, Runc};
 use crate::worker::Gpu;
 
 /// A checkpoint that Start can restore.
@@ -44,6 +45,7 @@ pub(crate) async fn prepare(
     bundle: &Path,
     image: &Path,
     spec: Spec,
+    runc: &Runc,
     reaper: &Reaper,
 ) -> Result<Prepared, RestoreError> {
     let refused = |source| RestoreError::Refused {
@@ -64,7 +66,7 @@ pub(crate) async fn prepare(
         .map_err(|error| refused(error.into()))?;
     let gpu = match !manifest.gpus.is_empty() {
         true => Some(
-            gpu_part(id, options, bundle, spec, &manifest, reaper)
+            gpu_part(id, options, bundle, spec, &manifest, runc, reaper)
                 .await
                 .map_err(refused)?,
         ),
@@ -83,10 +85,19 @@ async fn gpu_part(
     bundle: &Path,
     mut spec: Spec,
     manifest: &Manifest,
+    runc: &Runc,
     reaper: &Reaper,
 ) -> Result<GpuPart, Refusal> {
     if !spec.asks_for_gpu() {
         return Err(Refusal::NoGpuAsked);
+    }
+    match runc.brand().await {
+        Brand::Runc => {}
+        brand => {
+            return Err(Refusal::Runtime {
+                runtime: brand.name(),
+            });
+        }
     }
     find_free_cgroup(id, options, &mut spec)?;
     let config = Config::load()?;

@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use super::RestoreError;
 use super::abandon::{abandon, work_dir};
-use super::error::Cause;
+use super::error::{Cause, Refusal};
 use super::prepare::{GpuPart, Prepared, in_use};
 use crate::account::Account;
 use crate::cgroup::Cgroup;
@@ -21,7 +21,7 @@ use crate::container::Container;
 use crate::hold::RunOnly;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::{Restore, RuncError};
+use crate::runc::{Brand, Restore, RuncError};
 use crate::worker::Gpu;
 
 /// Restores `container`; `stdio` gives the runtime the container's stdio. Returns the pid of its init.
@@ -52,6 +52,12 @@ pub(crate) async fn run(
     let Some(gpu) = gpu else {
         return match container.runc.restore(restore, stdio).await {
             Ok(()) => read_pid(pid_file).map_err(|cause| failed(prepared, cause)),
+            Err(_) if container.runc.brand().await == Brand::Youki => Err(RestoreError::Refused {
+                image: prepared.image.clone(),
+                cause: Refusal::Runtime {
+                    runtime: Brand::Youki.name(),
+                },
+            }),
             Err(source) => {
                 let log = work.join("restore.log");
                 Err(RestoreError::Plain {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use firn_oci::manifest::DumpFlags;
 
-use super::{Runc, RuncError};
+use super::{Brand, Runc, RuncError};
 
 fn apply(flags: &DumpFlags, command: &mut Command) {
     for (set, flag) in [
@@ -111,10 +111,12 @@ impl Runc {
             .arg("--work-path")
             .arg(restore.work);
         apply(restore.flags, &mut command);
-        command
-            .args(["--detach", "--no-subreaper"])
-            .arg("--pid-file")
-            .arg(restore.pid_file);
+        command.arg("--detach");
+        // Children of a detached restore are the shim's anyway; crun does not know the option.
+        if self.brand().await != Brand::Crun {
+            command.arg("--no-subreaper");
+        }
+        command.arg("--pid-file").arg(restore.pid_file);
         if let Some(socket) = &restore.console_socket {
             command.arg("--console-socket").arg(socket);
         }

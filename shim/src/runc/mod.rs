@@ -5,6 +5,7 @@
 //! decided by `container`. The command lines are those of containerd's own runc shim, because runtimes are tested
 //! against them.
 
+mod brand;
 mod criu;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
@@ -27,6 +28,7 @@ use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::reaper::{OutputError, Reaper};
 
+pub(crate) use brand::Brand;
 pub(crate) use criu::{Checkpoint, Restore};
 pub(crate) use verbs::{Create, Exec};
 
@@ -284,9 +286,17 @@ impl Runc {
             "" => format!("{} {verb} failed", self.binary.display()),
             text => text.to_owned(),
         });
+        let state = self.state_dir();
+        // crun tells it by the file that it misses.
+        let absent =
+            message.contains(&*state.to_string_lossy()) && message.contains("No such file or directory");
         RuncError::Failed {
             verb,
-            message,
+            message: if absent {
+                format!("container does not exist: {message}")
+            } else {
+                message
+            },
             said: self.said(code, &output),
         }
     }

@@ -116,6 +116,7 @@ async fn build_mounted(
                 bundle,
                 image,
                 spec.clone(),
+                &runc,
                 &service.reaper,
             )
             .await?,

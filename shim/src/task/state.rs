@@ -43,7 +43,11 @@ pub(super) async fn pids(service: &Arc<Service>, request: PidsRequest) -> Result
     let container = service.container(&request.id)?;
     let pids = match container.runc.ps().await {
         Ok(pids) => pids,
-        Err(source) => return Err(TaskError::Pids(source.into())),
+        // Not every runtime lists pids, or lists them so; the cgroup has them too.
+        Err(source) => match container.cgroup().and_then(|cgroup| cgroup.pids()) {
+            Ok(pids) if !source.is_absent() => pids,
+            _ => return Err(TaskError::Pids(source.into())),
+        },
     };
     let processes = pids
         .into_iter()

@@ -45,6 +45,13 @@ impl GpuHost {
         Self::start_with(Built::for_tests()?, suite, &name, gpus, cgroup, DRIVER)
     }
 
+    /// As [`GpuHost::for_test`], with cgroup v2 and systemd, which makes cgroups for containers that ask it to.
+    pub fn with_systemd(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
+        let name = format!("{name}-{}", std::process::id());
+        let node = Node::builder(suite).cgroup(Cgroup::V2).systemd(true).name(&name);
+        Self::set_up_on(node.start()?, Built::for_tests()?, gpus, DRIVER)
+    }
+
     /// Starts a node with these GPUs.
     pub fn start(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
         Self::start_with(built, suite, name, gpus, Cgroup::Auto, DRIVER)
@@ -60,12 +67,16 @@ impl GpuHost {
         driver: &str,
     ) -> Result<Self> {
         let node = Node::builder(suite).name(name).cgroup(cgroup).start()?;
+        Self::set_up_on(node, built, gpus, driver)
+    }
+
+    fn set_up_on(node: Node, built: &Built, gpus: &[SimGpu], driver: &str) -> Result<Self> {
         let host = Self {
             node,
             gpus: gpus.to_vec(),
         };
         host.set_up(built, driver)
-            .with_context(|| format!("set up node {name}"))?;
+            .with_context(|| format!("set up node {}", host.node.name()))?;
         Ok(host)
     }
 
@@ -186,13 +197,20 @@ impl GpuHost {
         Ok(edits.into_iter().flat_map(by_hand).collect())
     }
 
-    /// Options of `ctr run` that every container on this node needs: a v2 node cannot have the controllers that the
-    /// host's v1 hierarchies hold, so its containers ask for no share of the CPU.
+    /// Options of `ctr run` that every container on this node needs: a v2 node cannot have a controller that one of the
+    /// host's v1 hierarchies holds. Its containers then ask for no share of the CPU.
     pub fn limits(&self) -> &'static [&'static str] {
-        match self.node.record().cgroup {
-            CgroupMode::V1 => &[],
-            CgroupMode::V2 => &["--cpu-shares", "0"],
+        let v2 = self.node.record().cgroup == CgroupMode::V2;
+        match v2 && !self.has_controller("cpu") {
+            true => &["--cpu-shares", "0"],
+            false => &[],
         }
+    }
+
+    /// Whether the node's unified hierarchy has this controller.
+    pub fn has_controller(&self, name: &str) -> bool {
+        let controllers = self.node.read("/sys/fs/cgroup/cgroup.controllers");
+        controllers.is_ok_and(|all| all.split_whitespace().any(|one| one == name))
     }
 
     /// Whether a test can change the device rules of a cgroup by hand; says so where it cannot.

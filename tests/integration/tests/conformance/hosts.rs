@@ -12,20 +12,36 @@ use firn_node::{Cgroup, CgroupMode, Node, Suite};
 pub struct Kind {
     pub suite: Suite,
     pub cgroup: CgroupMode,
+    /// Whether systemd is there to make cgroups.
+    pub systemd: bool,
 }
 
 impl Kind {
     /// Every kind that this machine can have.
-    pub fn all() -> [Self; 4] {
+    pub fn all() -> [Self; 6] {
         use CgroupMode::{V1, V2};
         use Suite::{Forky, Trixie};
-        [(Forky, V1), (Trixie, V1), (Forky, V2), (Trixie, V2)].map(|(suite, cgroup)| Self { suite, cgroup })
+        let kind = |(suite, cgroup, systemd)| Self {
+            suite,
+            cgroup,
+            systemd,
+        };
+        [
+            (Forky, V1, false),
+            (Trixie, V1, false),
+            (Forky, V2, false),
+            (Trixie, V2, false),
+            (Forky, V2, true),
+            (Trixie, V2, true),
+        ]
+        .map(kind)
     }
 }
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.suite, self.cgroup.as_str())
+        write!(f, "{} {}", self.suite, self.cgroup.as_str())?;
+        f.write_str(if self.systemd { " systemd" } else { "" })
     }
 }
 
@@ -121,14 +137,21 @@ impl Pair {
     }
 
     fn make(&self) -> Result<[GpuHost; 2]> {
-        let Kind { suite, cgroup } = self.kind;
+        let Kind {
+            suite,
+            cgroup,
+            systemd,
+        } = self.kind;
         let cgroup = match cgroup {
             CgroupMode::V1 => Cgroup::V1,
             CgroupMode::V2 => Cgroup::V2,
         };
         let make = |shim: &str| {
             let name = format!("cf-{shim}-{}", self.kind).replace(' ', "-");
-            GpuHost::for_test(suite, cgroup, &name, &[SimGpu::h200(1)])
+            match systemd {
+                true => GpuHost::with_systemd(suite, &name, &[SimGpu::h200(1)]),
+                false => GpuHost::for_test(suite, cgroup, &name, &[SimGpu::h200(1)]),
+            }
         };
         let hosts = [make("s")?, make("f")?];
         hosts[1].drop_in()?;

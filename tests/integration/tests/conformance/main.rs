@@ -17,9 +17,11 @@ mod lives;
 mod mounts;
 mod options;
 mod raw;
+mod runtimes;
 mod serve;
 mod start;
 mod states;
+mod systemd;
 mod task;
 mod upgrade;
 
@@ -89,14 +91,21 @@ pub enum On {
     V1,
     /// cgroup v2.
     V2,
+    /// containerd 1.7 with cgroup v1.
+    TrixieV1,
+    /// Where systemd makes the cgroups.
+    Systemd,
 }
 
 impl On {
     fn includes(self, kind: Kind) -> bool {
         match self {
+            _ if kind.systemd => self == Self::Systemd,
+            Self::Systemd => false,
             Self::Everywhere => true,
             Self::Trixie => kind.suite == Suite::Trixie,
             Self::Forky => kind.suite == Suite::Forky,
+            Self::TrixieV1 => Self::Trixie.includes(kind) && Self::V1.includes(kind),
             Self::V1 => kind.cgroup == CgroupMode::V1,
             Self::V2 => kind.cgroup == CgroupMode::V2,
         }
@@ -111,6 +120,8 @@ fn points() -> Vec<Point> {
         bundle::POINTS,
         options::POINTS,
         upgrade::POINTS,
+        runtimes::POINTS,
+        systemd::POINTS,
         task::POINTS,
         lives::POINTS,
         states::POINTS,

@@ -1,7 +1,7 @@
 //! The kubelet's side of CRI: pods and containers by the calls that the kubelet makes.
 
-use std::io::Write;
-use std::process::{Child, Stdio};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdout, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -286,36 +286,52 @@ impl Ctr<'_> {
         let mut whole = json!({ "containerId": self.id });
         merge(&mut whole, request);
         let url = text(&self.cri.call(method, &whole)?["url"])?;
-        let mut client = self.cri.host.node().command(CLIENT);
+        let mut client = self.cri.host.node().command("timeout");
         client
-            .args(["stream", &url])
+            .args(["60", CLIENT, "stream", &url])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        Ok(Stream(client.spawn().context("start the client")?))
+        let mut client = client.spawn().context("start the client")?;
+        let stdout = client.stdout.take().context("no standard output")?;
+        Ok(Stream {
+            client,
+            stdout: BufReader::new(stdout),
+        })
     }
 }
 
 /// Streams of a container that are open.
-pub struct Stream(Child);
+pub struct Stream {
+    client: Child,
+    stdout: BufReader<ChildStdout>,
+}
 
 impl Stream {
     /// Says a line to the container.
     pub fn say(&mut self, line: &str) -> Result<()> {
-        let mut stdin = self.0.stdin.as_ref().context("no standard input")?;
+        let mut stdin = self.client.stdin.as_ref().context("no standard input")?;
         writeln!(stdin, "{line}").context("write to the stream")
     }
 
+    /// Waits until this line comes from the container; those before it are lost.
+    pub fn hears(&mut self, wanted: &str) -> Result<()> {
+        let mut line = String::new();
+        while line.trim_end() != wanted {
+            line.clear();
+            let got = self.stdout.read_line(&mut line)?;
+            ensure!(got > 0, "the stream has ended before {wanted:?}");
+        }
+        Ok(())
+    }
+
     /// Waits until the container's side has ended, and tells what came.
-    pub fn end(self) -> Result<String> {
-        // Dropped before, standard input would not matter: the protocol has no way to tell of its end.
-        let output = self.0.wait_with_output().context("wait for the stream")?;
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Ok(format!(
-            "out {:?} err {:?}",
-            text(&output.stdout),
-            text(&output.stderr)
-        ))
+    pub fn end(mut self) -> Result<String> {
+        let mut stdout = String::new();
+        self.stdout.read_to_string(&mut stdout)?;
+        let output = self.client.wait_with_output().context("wait for the stream")?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        Ok(format!("out {stdout:?} err {stderr:?}"))
     }
 }
 

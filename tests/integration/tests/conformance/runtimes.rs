@@ -1,0 +1,293 @@
+//! 1.3: other OCI runtimes than runc, named as `BinaryName`.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{BUNDLES, Container, STOCK, Task, failure, nothing_left, told};
+use firn_node::wait_for;
+
+use crate::{On, Place, Point};
+
+pub const POINTS: &[Point] = &[
+    Point::same(
+        "1.3 crun: a container's life",
+        "exec 5, PAUSED, RUNNING, exit code 74",
+        life_with_crun,
+    ),
+    Point::same("1.3 crun: errors", "not found in $PATH", errors_of_crun),
+    Point::same(
+        "1.3 crun: a container whose shim was killed",
+        "137",
+        killed_shim_with_crun,
+    ),
+    // crun has CRIU restore also the cgroups of v1, which a lab's v2 host hides; crun 1.28 of forky names no mount of
+    // cgroup v1 to CRIU.
+    Point::same("1.3 crun: checkpoint and restore", "not ", checkpoint_with_crun)
+        .better("restored, goes on")
+        .on(On::TrixieV1),
+    Point::same(
+        "1.3 crun: checkpoint of GPU state",
+        "crun did not terminate successfully",
+        gpu_with_crun,
+    )
+    .better(
+        "FIRN-RUNTIME: cannot checkpoint container c: crun cannot do it. hint: run the container with runc",
+    ),
+    Point::same(
+        "1.3 youki: a container's life",
+        "exec 5, PAUSED, RUNNING, exit code 74",
+        life_with_youki,
+    ),
+    Point::same(
+        "1.3 youki: checkpoint",
+        "unrecognized subcommand 'checkpoint'",
+        checkpoint_with_youki,
+    )
+    .better(
+        "FIRN-RUNTIME: cannot checkpoint container c: youki cannot do it. hint: run the container with runc",
+    ),
+];
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Ends with 74 when it is told to.
+const SCRIPT: &str = "trap 'exit 74' USR1; while :; do sleep 0.05; done";
+
+/// Counts in its memory and writes to its disk.
+const COUNT: &str = "n=0; while :; do n=$((n+1)); echo $n >>/n; sleep 0.05; done";
+
+/// Answers as youki 0.5 does where it has other verbs than runc, and is runc for the rest.
+const YOUKI: &str = r#"#!/bin/sh
+[ "$1" != --version ] || { echo "youki version: 0.5.7"; echo "commit: unknown"; exit 0; }
+for word; do
+    case $word in
+    checkpoint | restore)
+        echo "error: unrecognized subcommand '$word'" >&2
+        exit 2 ;;
+    esac
+done
+exec /usr/sbin/runc "$@"
+"#;
+const YOUKI_PATH: &str = "/usr/local/bin/an-oci-runtime";
+
+fn life(place: &Place<'_>, runtime: &str) -> Result<String> {
+    let container = place.start("c", &["--runc-binary", runtime], SCRIPT)?;
+    let exec = [
+        "tasks",
+        "exec",
+        "--exec-id",
+        "e",
+        "c",
+        "sh",
+        "-c",
+        "echo out; echo err >&2; exit 5",
+    ];
+    let said = place.host.ctr(&exec, "")?;
+    let mut seen = format!("{}{}", said.stdout, said.stderr);
+    let pids = container.pids()?;
+    writeln!(
+        seen,
+        "init is listed: {}",
+        pids.contains(&container.pid()?.to_string())
+    )?;
+    let metrics = container.task(&["metrics"])?;
+    let names: Vec<&str> = metrics
+        .lines()
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    writeln!(seen, "{names:?}")?;
+    container.task(&["pause"])?;
+    let paused = container.status()?;
+    container.task(&["resume"])?;
+    let resumed = container.status()?;
+    let killed = Task::of(place.host, "c")?.kill("", 10, false);
+    container.becomes("STOPPED")?;
+    writeln!(
+        seen,
+        "exec {}, {paused}, {resumed}, exit code {}, killed: {}",
+        said.code.unwrap_or(-1),
+        container.exit_code()?,
+        told(&killed, |()| "ok".to_owned())
+    )?;
+    container.forget()?;
+    Ok(seen)
+}
+
+fn life_with_crun(place: &Place<'_>) -> Result<String> {
+    life(place, "crun")
+}
+
+fn life_with_youki(place: &Place<'_>) -> Result<String> {
+    with_youki(place, || life(place, YOUKI_PATH))
+}
+
+fn with_youki(place: &Place<'_>, story: impl FnOnce() -> Result<String>) -> Result<String> {
+    place.node().write(YOUKI_PATH, YOUKI)?;
+    place.node().run(&["chmod", "+x", YOUKI_PATH])?;
+    let told = story();
+    place.node().run(&["rm", YOUKI_PATH])?;
+    told
+}
+
+fn errors_of_crun(place: &Place<'_>) -> Result<String> {
+    let run = place.run("c", &["--runc-binary", "crun"], &["no-such-program"])?;
+    nothing_left(place.host, "c")?;
+    let container = place.start("c", &["--runc-binary", "crun"], SCRIPT)?;
+    let exec = place
+        .host
+        .ctr(&["tasks", "exec", "--exec-id", "e", "c", "no-such-program"], "")?;
+    let deleted = place.host.ctr(&["tasks", "delete", "c"], "")?;
+    container.remove()?;
+    let dead = place.start("c", &["--runc-binary", "crun"], "exit 0")?;
+    dead.becomes("STOPPED")?;
+    let killed = told(&Task::of(place.host, "c")?.kill("", 9, false), |()| {
+        "ok".to_owned()
+    });
+    dead.remove()?;
+    // ctr's log lines have times.
+    let deleted = deleted.stderr.lines().last().unwrap_or_default().to_owned();
+    Ok(format!(
+        "{}\n{}\ndelete while it runs: {deleted}\nkill of the dead: {killed}",
+        run.stderr, exec.stderr
+    ))
+}
+
+fn killed_shim_with_crun(place: &Place<'_>) -> Result<String> {
+    let container = place.start("c", &["--runc-binary", "crun"], SCRIPT)?;
+    kill_shim(place, "c")?;
+    wait_for("the task to be known as ended", LIMIT, || {
+        Ok((container.status().map_or(true, |status| status == "STOPPED")).then_some(()))
+    })?;
+    let deleted = place.host.ctr(&["tasks", "delete", "c"], "")?;
+    container.forget()?;
+    Ok(format!("{:?} 137", deleted.code))
+}
+
+/// Kills the shim of a container as the OOM killer would.
+pub fn kill_shim(place: &Place<'_>, id: &str) -> Result<()> {
+    let shim = place.node().processes().into_iter().find(|process| {
+        let mut pairs = process.args.windows(2);
+        process.command.starts_with("containerd-shim") && pairs.any(|pair| pair[0] == "-id" && pair[1] == id)
+    });
+    let pid = shim.with_context(|| format!("{id} has no shim"))?.pid;
+    place.node().run(&["kill", "-KILL", &pid.to_string()]).map(drop)
+}
+
+/// Ends the container through its shim's end: what crun does not know any more the stock shim does not delete.
+fn end_shim(place: &Place<'_>) -> Result<()> {
+    if kill_shim(place, "c").is_ok() {
+        let bundle = place.node().path(format!("{BUNDLES}/c"));
+        wait_for("the daemon to clean up", LIMIT, || {
+            let tasks = place.host.ctr(&["tasks", "list", "--quiet"], "")?.stdout;
+            Ok((!bundle.exists() || tasks.is_empty()).then_some(()))
+        })?;
+    }
+    for left in ["tasks", "containers"] {
+        place.host.ctr(&[left, "delete", "c"], "")?;
+    }
+    Ok(())
+}
+
+/// How far a counter of [`COUNT`] is. One that began anew does not go on where its file ends.
+fn count(container: &Container<'_>) -> Result<u64> {
+    let text = container.exec(&["cat", "/n"])?;
+    // The last line may be on its way.
+    let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
+    let mut counted = 0;
+    for line in whole.lines() {
+        counted += 1;
+        ensure!(line == counted.to_string(), "{line} in place of {counted}");
+    }
+    Ok(counted)
+}
+
+fn reaches(container: &Container<'_>, least: u64) -> Result<u64> {
+    wait_for("a count", LIMIT, || {
+        let count = count(container)?;
+        Ok((count >= least).then_some(count))
+    })
+}
+
+fn counts<'p>(place: &'p Place<'_>, options: &[&str]) -> Result<Container<'p>> {
+    let container = place.start("c", options, COUNT)?;
+    reaches(&container, 3)?;
+    Ok(container)
+}
+
+/// Checkpoints a running counter and restores it from there.
+pub fn checkpoint_and_restore(place: &Place<'_>, options: &[&str]) -> Result<String> {
+    let container = counts(place, options)?;
+    let image = "checkpoint/c";
+    if let Err(error) = container.checkpoint(image) {
+        let from = count(&container)?;
+        reaches(&container, from + 2)?;
+        ensure!(container.status()? == "RUNNING", "it does not go on");
+        container.remove()?;
+        return Ok(format!("not checkpointed, goes on: {error:#}"));
+    }
+    let from = reaches(&container, 3)?;
+    reaches(&container, from + 2)?;
+    container.remove()?;
+    let copy = match Container::restore(place.host, "c", image, 0) {
+        Ok((copy, _)) => copy,
+        Err(error) => {
+            end_shim(place)?;
+            nothing_left(place.host, "c")?;
+            place.host.remove_image(image)?;
+            return Ok(format!("not restored: {error:#}"));
+        }
+    };
+    let restored = reaches(&copy, 3)?;
+    reaches(&copy, restored + 2)?;
+    let pids = !copy.pids()?.is_empty();
+    let exec = copy.exec(&["echo", "exec"])?;
+    copy.remove()?;
+    place.host.remove_image(image)?;
+    Ok(format!("restored, goes on, listed: {pids}, {exec}"))
+}
+
+fn checkpoint_with_crun(place: &Place<'_>) -> Result<String> {
+    let seen = checkpoint_and_restore(place, &["--runc-binary", "crun"])?;
+    // A container that ends with its checkpoint can be deleted.
+    let container = counts(place, &["--runc-binary", "crun"])?;
+    let ended = match container.checkpoint_and_exit("/tmp/crun-image") {
+        Ok(_) => {
+            container.becomes("STOPPED")?;
+            match container.exit_code() {
+                Ok(code) => {
+                    container.forget()?;
+                    format!("exit code {code}")
+                }
+                Err(error) => {
+                    end_shim(place)?;
+                    format!("not deleted: {error:#}")
+                }
+            }
+        }
+        Err(error) => {
+            container.remove()?;
+            format!("{error:#}")
+        }
+    };
+    place.node().run(&["rm", "-rf", "/tmp/crun-image"])?;
+    Ok(format!("{seen}\nwith --exit: {ended}"))
+}
+
+fn checkpoint_with_youki(place: &Place<'_>) -> Result<String> {
+    with_youki(place, || {
+        checkpoint_and_restore(place, &["--runc-binary", YOUKI_PATH])
+    })
+}
+
+fn gpu_with_crun(place: &Place<'_>) -> Result<String> {
+    let options = ["--runtime", STOCK, "--runc-binary", "crun"];
+    let job = Container::count_with(place.host, "c", &["0"], 1, &options, &[])?;
+    job.goes_on(3)?;
+    let said = failure(job.checkpoint("checkpoint/failed")).context("checkpoint")?;
+    ensure!(!place.host.has_image("checkpoint/failed")?, "there is an image");
+    ensure!(job.status()? == "RUNNING", "the task is {}", job.status()?);
+    job.goes_on(3)?;
+    job.remove()?;
+    Ok(said)
+}

@@ -1,0 +1,192 @@
+//! 1.3: cgroups made by systemd (`SystemdCgroup`).
+
+use std::fmt::Write as _;
+
+use anyhow::{Result, ensure};
+use firn_lab::{Container, STOCK, Task, failure, told};
+use firn_node::wait_for;
+
+use crate::runtimes::{checkpoint_and_restore, kill_shim};
+use crate::{On, Place, Point};
+
+pub const POINTS: &[Point] = &[
+    Point::same(
+        "1.3 systemd: a container's life in its scope",
+        "in /system.slice/firn-c.scope, PAUSED and frozen, RUNNING, exit code 74, scopes: init.scope",
+        life,
+    )
+    .on(On::Systemd),
+    Point::same(
+        "1.3 systemd: a name without slice and prefix",
+        "slice:prefix:name",
+        wrong_name,
+    )
+    .on(On::Systemd),
+    Point::same(
+        "1.3 systemd: a nested slice",
+        "in /firn.slice/firn-test.slice/firn-c.scope",
+        nested_slice,
+    )
+    .on(On::Systemd),
+    Point::same(
+        "1.3 systemd: checkpoint and restore",
+        "restored, goes on, listed: true",
+        checkpoint,
+    )
+    .on(On::Systemd),
+    Point::same(
+        "1.3 systemd: checkpoint and restore of GPU state",
+        "checkpoint failed",
+        gpu_checkpoint,
+    )
+    .better("restored in /system.slice/firn-c.scope, goes on")
+    .on(On::Systemd),
+    Point::same(
+        "1.3 systemd: a container whose shim was killed",
+        "scopes: init.scope",
+        killed_shim,
+    )
+    .on(On::Systemd),
+];
+
+const SCRIPT: &str = "trap 'exit 74' USR1; while :; do sleep 0.05; done";
+
+const LIMIT: std::time::Duration = std::time::Duration::from_secs(20);
+
+const OPTIONS: [&str; 3] = ["--runc-systemd-cgroup", "--cgroup", "system.slice:firn:c"];
+
+fn scopes(place: &Place<'_>) -> Result<String> {
+    let list = [
+        "systemctl",
+        "list-units",
+        "--all",
+        "--type=scope",
+        "--no-legend",
+        "--plain",
+    ];
+    let listed = place.node().run(&list)?.stdout;
+    let names: Vec<&str> = listed
+        .lines()
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    Ok(names.join(" "))
+}
+
+/// systemd takes scopes without processes away, in its own time.
+fn no_scope(place: &Place<'_>) -> Result<String> {
+    let waited = wait_for("the end of the scope", LIMIT, || {
+        let scopes = scopes(place)?;
+        Ok((scopes == "init.scope").then_some(scopes))
+    });
+    waited
+        .or_else(|_| scopes(place))
+        .map(|scopes| format!("scopes: {scopes}"))
+}
+
+/// The cgroup of its init.
+fn cgroup(place: &Place<'_>, container: &Container<'_>) -> Result<String> {
+    let table = place.node().read(format!("/proc/{}/cgroup", container.pid()?))?;
+    // From outside of the node the path begins above it.
+    let path = table
+        .lines()
+        .find_map(|line| line.strip_prefix("0::"))
+        .unwrap_or_default();
+    let inside = path.find(".slice").and_then(|at| path[..at].rfind('/'));
+    Ok(path[inside.unwrap_or_default()..].to_owned())
+}
+
+fn life(place: &Place<'_>) -> Result<String> {
+    let container = place.start("c", &OPTIONS, SCRIPT)?;
+    let cgroup = cgroup(place, &container)?;
+    let exec = container.exec(&["sh", "-c", "cat /proc/self/cgroup"])?;
+    let listed = container.pids()?.contains(&container.pid()?.to_string());
+    let metrics = container.task(&["metrics"])?;
+    let names: Vec<&str> = metrics
+        .lines()
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    let mut seen = format!("{names:?}\ninit is listed: {listed}, exec in {exec}");
+    container.task(&["pause"])?;
+    let events = place
+        .node()
+        .read(format!("/sys/fs/cgroup{cgroup}/cgroup.events"))?;
+    let frozen = if events.contains("frozen 1") {
+        "frozen"
+    } else {
+        "not frozen"
+    };
+    let paused = container.status()?;
+    container.task(&["resume"])?;
+    let resumed = container.status()?;
+    let killed = Task::of(place.host, "c")?.kill("", 10, false);
+    container.becomes("STOPPED")?;
+    let code = container.exit_code()?;
+    container.forget()?;
+    write!(
+        seen,
+        "killed: {}, in {cgroup}, {paused} and {frozen}, {resumed}, exit code {code}, {}",
+        told(&killed, |()| "ok".to_owned()),
+        no_scope(place)?
+    )?;
+    Ok(seen)
+}
+
+fn wrong_name(place: &Place<'_>) -> Result<String> {
+    let said = place.run("c", &["--runc-systemd-cgroup", "--cgroup", "/plain/c"], &["true"])?;
+    Ok(said.stderr)
+}
+
+fn nested_slice(place: &Place<'_>) -> Result<String> {
+    let options = ["--runc-systemd-cgroup", "--cgroup", "firn-test.slice:firn:c"];
+    let container = place.start("c", &options, SCRIPT)?;
+    let cgroup = cgroup(place, &container)?;
+    let metrics = container.task(&["metrics"])?.lines().count();
+    container.remove()?;
+    let seen = format!("in {cgroup}, {metrics} lines of metrics, {}", no_scope(place)?);
+    place
+        .node()
+        .run(&["systemctl", "stop", "firn-test.slice", "firn.slice"])?;
+    Ok(seen)
+}
+
+fn checkpoint(place: &Place<'_>) -> Result<String> {
+    let seen = checkpoint_and_restore(place, &OPTIONS)?;
+    Ok(format!("{seen}\n{}", no_scope(place)?))
+}
+
+fn gpu_checkpoint(place: &Place<'_>) -> Result<String> {
+    let options = [&["--runtime", STOCK], &OPTIONS[..]].concat();
+    let job = Container::count_with(place.host, "c", &["0"], 1, &options, &[])?;
+    job.goes_on(3)?;
+    let image = "checkpoint/c";
+    let seen = match job.checkpoint(image) {
+        Err(error) => {
+            let said = failure::<()>(Err(error))?;
+            ensure!(!place.host.has_image(image)?, "there is an image");
+            job.remove()?;
+            format!("checkpoint failed: {said}")
+        }
+        Ok(_) => {
+            job.goes_on(3)?;
+            job.remove()?;
+            let (copy, _) = Container::restore(place.host, "c", image, 1)?;
+            copy.goes_on(3)?;
+            let cgroup = cgroup(place, &copy)?;
+            copy.remove()?;
+            place.host.remove_image(image)?;
+            format!("restored in {cgroup}, goes on")
+        }
+    };
+    Ok(format!("{seen}\n{}", no_scope(place)?))
+}
+
+fn killed_shim(place: &Place<'_>) -> Result<String> {
+    let container = place.start("c", &OPTIONS, SCRIPT)?;
+    kill_shim(place, "c")?;
+    wait_for("the task to be known as ended", LIMIT, || {
+        Ok((container.status().map_or(true, |status| status == "STOPPED")).then_some(()))
+    })?;
+    let deleted = place.host.ctr(&["tasks", "delete", "c"], "")?;
+    container.forget()?;
+    Ok(format!("{:?}, {}", deleted.code, no_scope(place)?))
+}
