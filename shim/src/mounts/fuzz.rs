@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use super::flags::Options;
-use super::{mountinfo, overlay};
+use super::{idmap, mountinfo, overlay};
 
 /// The options of a mount, a line each; and all of it as mountinfo.
 pub fn mounts(bytes: &[u8]) {
@@ -13,6 +13,7 @@ pub fn mounts(bytes: &[u8]) {
         return;
     };
     let lines: Vec<&str> = text.lines().collect();
+    lines.iter().for_each(|line| maps_owners(line));
     let Ok(mut options) = Options::parse(lines.iter().copied()) else {
         assert!(lines.iter().any(|line| line.starts_with("X-containerd.")));
         return;
@@ -55,6 +56,23 @@ fn names_the_same_layers(before: &[String], after: &[String], dir: &Path) {
         for (before, after) in before.iter().zip(&after) {
             assert!(!after.is_empty() && Path::new(after).is_relative());
             assert_eq!(dir.join(after), Path::new(before));
+        }
+    }
+}
+
+/// The kernel gets lines of three numbers, as many as there are maps.
+fn maps_owners(maps: &str) {
+    if let Ok(lines) = idmap::lines(maps) {
+        assert_eq!(lines.lines().count(), maps.split(',').count());
+        for line in lines.lines() {
+            assert!(
+                line.split(' ').filter_map(|id| id.parse::<u32>().ok()).count() == 3,
+                "{line:?}"
+            );
+            assert!(
+                line.bytes().all(|byte| byte.is_ascii_digit() || byte == b' '),
+                "{line:?}"
+            );
         }
     }
 }

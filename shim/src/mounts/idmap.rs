@@ -119,7 +119,7 @@ impl Drop for Child {
 }
 
 /// `inside:outside:count,...` as the kernel reads it.
-fn lines(maps: &str) -> io::Result<String> {
+pub(super) fn lines(maps: &str) -> io::Result<String> {
     maps.split(',').map(line).collect()
 }
 
