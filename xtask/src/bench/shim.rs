@@ -229,19 +229,19 @@ impl Lab<'_> {
 
     /// `ctr run` with these options and what follows them.
     fn run(&self, shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
-        self.made_by(&["run"], shim, options, rest)
-    }
-
-    /// `ctr containers create` with these options and what follows them.
-    fn create(&self, shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
-        self.made_by(&["containers", "create"], shim, options, rest)
-    }
-
-    fn made_by(&self, verb: &[&str], shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
         let runtime = ["--runtime", shim.runtime()];
-        let words = [&["ctr"], verb, &runtime, self.host.limits(), options, rest];
-        words.concat().into_iter().map(str::to_owned).collect()
+        words(&[&["ctr", "run"], &runtime, self.host.limits(), options, rest])
     }
+
+    /// `ctr containers create` with these options and what follows them. It sets no limits that a node might lack.
+    fn create(shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
+        let runtime = ["--runtime", shim.runtime()];
+        words(&[&["ctr", "containers", "create"], &runtime, options, rest])
+    }
+}
+
+fn words(parts: &[&[&str]]) -> Vec<String> {
+    parts.concat().into_iter().map(str::to_owned).collect()
 }
 
 /// One reading of each of a group's cases.

@@ -74,7 +74,7 @@ pub(super) fn pod(lab: &Lab<'_>, shim: Shim, name: &str) -> Result<Vec<String>> 
 /// Makes containers without tasks and gives their ids.
 fn make(lab: &Lab<'_>, shim: Shim, prefix: &str, count: usize, options: &[&str]) -> Result<Vec<String>> {
     let id = format!("{prefix}-@");
-    let create = lab.create(shim, options, &[IMAGE, &id, "sleep", "1000000"]);
+    let create = Lab::create(shim, options, &[IMAGE, &id, "sleep", "1000000"]);
     let mut words = script(MAKE, &[count.to_string()]);
     words.extend(create);
     lab.node().run(&words)?;
