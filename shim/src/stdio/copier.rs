@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::binary::Logger;
 use super::endpoint::Watched;
-use super::pump::{Sink, Source, pump};
+use super::pump::{Progress, Sink, Source, pump};
 use super::{Stream, console};
 
 /// Whether all output arrived where it should.
@@ -17,8 +17,17 @@ use super::{Stream, console};
 pub(crate) enum Drained {
     /// The streams have ended and everything is written.
     Complete,
-    /// The deadline passed: somebody still holds a stream open, or the client does not read.
+    /// Nothing moved any more, or the deadline passed: somebody still holds a stream open, or the client does not read.
     Cut,
+}
+
+/// How long [`Copier::drain`] waits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For anything to move.
+    pub idle: Duration,
+    /// Altogether.
+    pub limit: Duration,
 }
 
 /// Running copies. Dropping it stops them at once; end with [`Copier::drain`] to lose nothing.
@@ -29,6 +38,7 @@ pub(crate) struct Copier {
     stdin_hold: Option<OwnedFd>,
     terminal: Option<Watched>,
     logger: Option<Logger>,
+    progress: Progress,
 }
 
 impl Copier {
@@ -39,24 +49,25 @@ impl Copier {
             stdin_hold: None,
             terminal: None,
             logger,
+            progress: Progress::default(),
         }
     }
 
     pub(super) fn output(&mut self, stream: Stream, from: Source, to: Sink) {
-        self.outputs.spawn(pump(from, to, stream));
+        self.outputs.spawn(pump(from, to, stream, self.progress.clone()));
     }
 
     pub(super) fn input(&mut self, from: Source, to: Sink, hold: OwnedFd) {
         self.stdin_hold = Some(hold);
-        self.inputs.spawn(pump(from, to, Stream::Stdin));
+        self.inputs
+            .spawn(pump(from, to, Stream::Stdin, Progress::default()));
     }
 
     pub(super) fn terminal(&mut self, master: Watched) {
         self.terminal = Some(master);
     }
 
-    /// Lets stdin end when the client has closed its side too. The process reads what is on its way, then the end; a
-    /// terminal has no end of input but only falls silent.
+    /// Lets stdin end when the client has closed its side too. The process reads what is on its way, then the end.
     pub(crate) fn close_stdin(&mut self) {
         self.stdin_hold = None;
     }
@@ -68,20 +79,15 @@ impl Copier {
             .map_or(Ok(()), |master| console::resize(master, width, height))
     }
 
-    /// Waits, up to `limit`, until the process and its children have closed their outputs and all is written, then
-    /// closes everything.
-    pub(crate) async fn drain(mut self, limit: Duration) -> Drained {
-        let deadline = Instant::now() + limit;
-        let copied = timeout_at(deadline, async {
-            while self.outputs.join_next().await.is_some() {}
-        })
-        .await
-        .is_ok();
+    /// Waits until the process and its children have closed their outputs and all is written, then closes everything.
+    pub(crate) async fn drain(mut self, patience: Patience) -> Drained {
+        let deadline = Instant::now() + patience.limit;
+        let copied = self.copied(patience.idle, deadline).await;
         self.outputs.shutdown().await;
         self.inputs.shutdown().await;
         // Order matters: with the terminal's copy gone the logging binary sees the end of its input.
         let logged = match self.logger.take() {
-            Some(logger) => logger.stop(deadline).await,
+            Some(logger) => logger.stop(deadline.min(Instant::now() + patience.idle)).await,
             None => true,
         };
         if copied && logged {
@@ -89,5 +95,20 @@ impl Copier {
         } else {
             Drained::Cut
         }
+    }
+
+    /// Whether all copies have come to their end.
+    async fn copied(&mut self, idle: Duration, deadline: Instant) -> bool {
+        while !self.outputs.is_empty() {
+            let before = self.progress.now();
+            let pause = deadline.min(Instant::now() + idle);
+            let ended = async { while self.outputs.join_next().await.is_some() {} };
+            if timeout_at(pause, ended).await.is_err()
+                && (self.progress.now() == before || Instant::now() >= deadline)
+            {
+                return false;
+            }
+        }
+        true
     }
 }

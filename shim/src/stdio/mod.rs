@@ -27,7 +27,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub(crate) use copier::Copier;
+pub(crate) use copier::{Copier, Patience};
 pub(crate) use prepare::{Owner, Prepared};
 
 use uri::Target;
@@ -100,7 +100,7 @@ impl fmt::Display for Stream {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The scheme of stdout's URI is not one of ours.
-    #[error("unknown stdio scheme {scheme} in {uri}")]
+    #[error("unknown STDIO scheme {scheme}")]
     UnknownScheme {
         /// The scheme.
         scheme: String,

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SpliceFFlags, fcntl, splice};
@@ -29,6 +30,24 @@ const BULK: u32 = 16;
 /// a process that only writes now and then.
 const WIDE: i32 = 256 << 10;
 
+/// What a terminal takes for the end of its input where a line begins, and for the end of a line elsewhere.
+const END_OF_INPUT: u8 = 4;
+
+/// Counts what the copies of a process do, to tell slow ones from those that stand still.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Progress(Arc<AtomicU64>);
+
+impl Progress {
+    /// A number that changes as long as something moves.
+    pub(super) fn now(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn made(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 /// Where a copy goes.
 pub(super) enum Sink {
     /// A fifo or pipe, non-blocking, with the read side that keeps it alive.
@@ -53,7 +72,7 @@ pub(super) enum Source {
 }
 
 /// Copies all of `source` to `sink`, and logs what went wrong: nobody waits for a copy to hear it.
-pub(super) async fn pump(source: Source, sink: Sink, stream: Stream) {
+pub(super) async fn pump(source: Source, sink: Sink, stream: Stream, progress: Progress) {
     let copied = match (source, sink) {
         (
             Source::Pipe(from),
@@ -61,16 +80,16 @@ pub(super) async fn pump(source: Source, sink: Sink, stream: Stream) {
                 writer,
                 reader: _held,
             },
-        ) => move_pages(&from, &writer).await,
+        ) => move_pages(&from, &writer, &progress).await,
         (
             source @ Source::Terminal(_),
             Sink::Pipe {
                 writer,
                 reader: _held,
             },
-        ) => copy(&source, &writer).await,
-        (source, Sink::Terminal(master)) => copy(&source, &master).await,
-        (source, Sink::File(file)) => append(&source, &file, stream).await,
+        ) => copy(&source, &writer, &progress).await.map(drop),
+        (source, Sink::Terminal(master)) => type_in(&source, &master, &progress).await,
+        (source, Sink::File(file)) => append(&source, &file, stream, &progress).await,
         (source, Sink::Discard) => discard(&source).await,
     };
     match copied {
@@ -125,16 +144,27 @@ async fn write_all(to: &AsyncFd<OwnedFd>, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-async fn copy(from: &Source, to: &AsyncFd<OwnedFd>) -> io::Result<()> {
+/// Gives the last byte.
+async fn copy(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::Result<Option<u8>> {
     let mut buffer = vec![0; CHUNK];
+    let mut last = None;
     loop {
         let count = from.read(&mut buffer).await?;
         if count == 0 {
-            return Ok(());
+            return Ok(last);
         }
         write_all(to, &buffer[..count]).await?;
+        last = Some(buffer[count - 1]);
+        progress.made();
         consume_budget().await;
     }
+}
+
+/// A terminal goes on when nobody types any more, so its process is told as a user would: by the character for it.
+async fn type_in(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::Result<()> {
+    let last = copy(from, to, progress).await?;
+    let begins = last.is_none_or(|byte| byte == b'\n');
+    write_all(to, &[END_OF_INPUT; 2][usize::from(begins)..]).await
 }
 
 async fn discard(from: &Source) -> io::Result<()> {
@@ -146,7 +176,7 @@ async fn discard(from: &Source) -> io::Result<()> {
 }
 
 /// A file that cannot be written (a full disk) loses lines; it neither stops nor kills the process that logs.
-async fn append(from: &Source, file: &Arc<File>, stream: Stream) -> io::Result<()> {
+async fn append(from: &Source, file: &Arc<File>, stream: Stream, progress: &Progress) -> io::Result<()> {
     let mut buffer = vec![0; CHUNK];
     let mut failing = false;
     loop {
@@ -169,11 +199,12 @@ async fn append(from: &Source, file: &Arc<File>, stream: Stream) -> io::Result<(
             log::warn!("cannot append to the log file, output of {stream} is lost: {error}");
         }
         failing = written.is_err();
+        progress.made();
     }
 }
 
 /// Moves the pages of one pipe into another.
-async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>) -> io::Result<()> {
+async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::Result<()> {
     let mut full = 0;
     loop {
         let mut readable = from.readable().await?;
@@ -193,6 +224,7 @@ async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>) -> io::Resul
                     widen(from);
                     widen(to);
                 }
+                progress.made();
                 consume_budget().await;
             }
             Err(Errno::EINTR) => {}
@@ -256,7 +288,13 @@ mod tests {
         runtime.unwrap().block_on(async {
             let from = watch(from, Interest::READABLE, Stream::Stdout).unwrap();
             let to = watch(to, Interest::WRITABLE, Stream::Stdout).unwrap();
-            pump(Source::Pipe(from), Sink::pipe(to), Stream::Stdout).await;
+            pump(
+                Source::Pipe(from),
+                Sink::pipe(to),
+                Stream::Stdout,
+                Progress::default(),
+            )
+            .await;
         });
         feed.join().unwrap();
         let size = |pipe: &OwnedFd| fcntl(pipe, FcntlArg::F_GETPIPE_SZ).unwrap();

@@ -24,6 +24,18 @@ use crate::reaper::{Child, Reaper};
 /// Longest time for anything here that should happen.
 const LIMIT: Duration = Duration::from_secs(30);
 
+/// Waits for whatever should happen.
+const PATIENT: Patience = Patience {
+    idle: LIMIT,
+    limit: LIMIT,
+};
+
+/// Waits for what moves.
+const HASTY: Patience = Patience {
+    idle: Duration::from_millis(50),
+    limit: LIMIT,
+};
+
 struct Client {
     dir: TempDir,
     reaper: Reaper,
@@ -171,7 +183,7 @@ async fn without_any_path_the_process_has_dev_null() {
     let child = client.spawn(&mut prepared, script);
     assert_eq!(exit_code(&child).await, 0);
     assert_eq!(
-        prepared.start().await.unwrap().drain(LIMIT).await,
+        prepared.start().await.unwrap().drain(PATIENT).await,
         Drained::Complete
     );
 }
@@ -184,7 +196,7 @@ async fn both_outputs_arrive_and_end() {
     let child = client.spawn(&mut prepared, "echo out; echo err >&2; exit 3");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 3);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(read_all(stdout).await, "out\n");
     assert_eq!(read_all(stderr).await, "err\n");
 }
@@ -201,7 +213,7 @@ async fn a_hundred_mebibytes_pass_a_fifo_unchanged() {
     let child = client.spawn(&mut prepared, &format!("exec cat {}", source.display()));
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(reader.join().unwrap(), count);
 }
 
@@ -241,10 +253,54 @@ async fn a_client_that_does_not_read_stops_only_its_own_process() {
     assert_eq!(exit_code(&child).await, 0);
 
     let begun = Instant::now();
-    assert_eq!(stuck_copier.drain(Duration::from_millis(50)).await, Drained::Cut);
+    assert_eq!(stuck_copier.drain(HASTY).await, Drained::Cut);
     assert!(begun.elapsed() < LIMIT / 2);
     // With the copy gone nobody reads the pipe any more.
     assert_eq!(exit_code(&stuck).await, 128 + 13);
+}
+
+#[tokio::test]
+async fn a_client_that_reads_slowly_loses_nothing() {
+    let client = Client::new();
+    let mut stdout = client.reader("stdout");
+    let mut prepared = client.prepare("", "stdout", "", false).await;
+    let child = client.spawn(&mut prepared, "head -c 130000 /dev/zero");
+    let copier = prepared.start().await.unwrap();
+    assert_eq!(exit_code(&child).await, 0);
+    let read = spawn_blocking(move || {
+        let mut piece = [0; 4096];
+        let mut count = 0;
+        loop {
+            match stdout.read(&mut piece).unwrap() {
+                0 => return count,
+                read => count += read,
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    });
+    let slow = Patience {
+        idle: Duration::from_millis(150),
+        limit: LIMIT,
+    };
+    assert_eq!(copier.drain(slow).await, Drained::Complete);
+    assert_eq!(read.await.unwrap(), 130_000);
+}
+
+#[tokio::test]
+async fn a_stream_that_never_ends_is_cut_at_the_limit() {
+    let client = Client::new();
+    let mut stdout = client.reader("stdout");
+    let mut prepared = client.prepare("", "stdout", "", false).await;
+    let child = client.spawn(&mut prepared, "exec yes");
+    let copier = prepared.start().await.unwrap();
+    let read = spawn_blocking(move || std::io::copy(&mut stdout, &mut std::io::sink()).unwrap());
+    let patience = Patience {
+        idle: LIMIT,
+        limit: Duration::from_millis(100),
+    };
+    assert_eq!(copier.drain(patience).await, Drained::Cut);
+    assert!(read.await.unwrap() > 0);
+    assert_eq!(exit_code(&child).await, 128 + 13);
 }
 
 #[tokio::test]
@@ -262,7 +318,7 @@ async fn output_survives_a_client_that_goes_and_comes_back() {
     assert_eq!(read_line(&second).await, "got two\n");
     copier.close_stdin();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
 }
 
 #[tokio::test]
@@ -282,7 +338,7 @@ async fn stdin_ends_only_when_it_is_closed() {
     last.write_all(b"three").unwrap();
     drop(last);
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(read_all(stdout).await, "three");
 }
 
@@ -296,7 +352,7 @@ async fn a_stdin_that_is_no_fifo_is_read_by_the_process() {
     let child = client.spawn(&mut prepared, "exec cat");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(read_all(stdout).await, "from a file");
 }
 
@@ -361,7 +417,7 @@ async fn the_process_may_reopen_its_pipes_as_another_user() {
     );
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(read_all(stdout).await, "65534:65534\n");
 }
 
@@ -378,7 +434,7 @@ async fn a_log_file_is_made_and_appended_to_by_both_outputs() {
         );
         let copier = prepared.start().await.unwrap();
         assert_eq!(exit_code(&child).await, 0);
-        assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+        assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     }
     let text = fs::read_to_string(&log).unwrap();
     let mut lines: Vec<_> = text.lines().collect();
@@ -396,7 +452,7 @@ async fn a_full_disk_neither_stops_nor_kills_the_process() {
     let child = client.spawn(&mut prepared, "exec head -c 1000000 /dev/zero");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
 }
 
 fn logger(client: &Client, body: &str) -> String {
@@ -419,7 +475,7 @@ async fn a_logging_binary_reads_both_outputs() {
     let child = client.spawn(&mut prepared, "echo to out; echo to err >&2");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     let text = |name: &str| fs::read_to_string(client.path(name)).unwrap();
     assert_eq!((text("out"), text("err")), ("to out\n".into(), "to err\n".into()));
     assert_eq!(text("args"), "tag a b x 1\n");
@@ -441,7 +497,7 @@ async fn a_logging_binary_that_stays_is_told_to_end() {
     let uri = format!("binary://{}", logger(&client, body));
     let prepared = client.prepare("", &uri, &uri, false).await;
     let copier = prepared.start().await.unwrap();
-    assert_eq!(copier.drain(Duration::from_millis(50)).await, Drained::Cut);
+    assert_eq!(copier.drain(HASTY).await, Drained::Cut);
     let begun = Instant::now();
     while !client.path("told").exists() {
         assert!(begun.elapsed() < LIMIT, "the logging binary got no SIGTERM");
@@ -477,6 +533,50 @@ async fn a_logging_binary_that_is_not_ready_is_refused() {
     ));
 }
 
+#[tokio::test]
+async fn a_logging_binary_that_never_says_that_it_is_ready_is_given_up() {
+    let client = Client::new();
+    let uri = format!("binary://{}", logger(&client, "echo $$ > pid; exec sleep 1000"));
+    let request = Request {
+        id: "",
+        namespace: "",
+        stdin: "",
+        stdout: &uri,
+        stderr: &uri,
+        terminal: false,
+    };
+    let config = StdioConfig::parse(&request).unwrap();
+    // All of its time passes at once.
+    tokio::time::pause();
+    let error = config
+        .prepare(Owner::default(), &client.reaper)
+        .await
+        .unwrap_err();
+    assert!(matches!(error, Error::LoggerTimeout { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_logging_binary_that_ignores_being_told_is_killed() {
+    let client = Client::new();
+    let body = "trap '' TERM\necho $$ > pid\nexec 5>&-\nwhile :; do sleep 0.05; done";
+    let uri = format!("binary://{}", logger(&client, body));
+    let prepared = client.prepare("", &uri, &uri, false).await;
+    let copier = prepared.start().await.unwrap();
+    let pid = fs::read_to_string(client.path("pid")).unwrap();
+    let alive = || Path::new(&format!("/proc/{}", pid.trim())).exists();
+    assert_eq!(copier.drain(HASTY).await, Drained::Cut);
+    assert!(alive());
+    // Its grace passes at once.
+    tokio::time::pause();
+    tokio::time::advance(LIMIT).await;
+    tokio::time::resume();
+    let begun = Instant::now();
+    while alive() {
+        assert!(begun.elapsed() < LIMIT, "the logging binary was not killed");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
 /// Plays runc: a shell on a new pty, whose master goes to the console socket.
 fn spawn_on_terminal(client: &Client, prepared: &Prepared, script: &str) -> Child {
     let pty = openpty(None, None).unwrap();
@@ -508,7 +608,7 @@ async fn a_terminal_is_read_written_and_resized() {
     copier.resize(132, 43).unwrap();
     client.writer().write_all(b"hello\n").unwrap();
     assert_eq!(exit_code(&child).await, 7);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(read_all(stdout).await, "got hello\r\n43 132\r\n");
 }
 
@@ -527,8 +627,33 @@ async fn a_terminal_outlives_the_end_of_its_stdin() {
     client.writer().write_all(b"last\n").unwrap();
     copier.close_stdin();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(read_all(stdout).await, "last\r\nend\r\n");
+}
+
+#[tokio::test]
+async fn a_terminal_is_told_the_end_of_its_stdin() {
+    let cases = [
+        ("whole\n", "got whole\r\nrest\r\n"),
+        ("part", "rest part\r\n"),
+        ("", "rest\r\n"),
+    ];
+    for (typed, expected) in cases {
+        let client = Client::new();
+        let stdout = client.reader("stdout");
+        let prepared = client.prepare("stdin", "stdout", "", true).await;
+        let script = "stty -echo; echo ready; while read line; do echo got $line; done; echo rest $line";
+        let child = spawn_on_terminal(&client, &prepared, script);
+        let mut copier = prepared.start().await.unwrap();
+        assert_eq!(read_line(&stdout).await, "ready\r\n");
+        let mut writer = client.writer();
+        writer.write_all(typed.as_bytes()).unwrap();
+        copier.close_stdin();
+        drop(writer);
+        assert_eq!(exit_code(&child).await, 0, "{typed:?}");
+        assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+        assert_eq!(read_all(stdout).await, expected);
+    }
 }
 
 #[tokio::test]
@@ -538,7 +663,7 @@ async fn a_terminal_without_a_reader_still_runs() {
     let child = spawn_on_terminal(&client, &prepared, "head -c 1000000 /dev/zero; exit 4");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 4);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
 }
 
 #[tokio::test]
@@ -552,7 +677,7 @@ async fn a_terminal_is_logged_by_a_binary() {
     let child = spawn_on_terminal(&client, &prepared, "echo to out; echo to err >&2");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(LIMIT).await, Drained::Complete);
+    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
     assert_eq!(
         fs::read_to_string(client.path("out")).unwrap(),
         "to out\r\nto err\r\n"

@@ -12,9 +12,14 @@ use super::{Service, TaskError};
 use crate::container::{Action, Container, InitState, Process};
 use crate::mounts;
 use crate::reaper::Exit;
+use crate::stdio::Patience;
 
-/// How long a client that reads slowly may delay a delete; below the 10 s after which CRI gives up.
-const DRAIN: Duration = Duration::from_secs(5);
+/// How long a client that does not read, or one that reads slowly, may delay a delete; below the 10 s after which CRI
+/// gives up.
+const DRAIN: Patience = Patience {
+    idle: Duration::from_secs(2),
+    limit: Duration::from_secs(8),
+};
 
 pub(super) async fn delete(
     service: &Arc<Service>,

@@ -69,7 +69,7 @@ pub(crate) enum TaskError {
     Spec(#[from] firn_oci::SpecError),
     #[error("failed to mount rootfs component")]
     Mount(#[from] mounts::MountError),
-    #[error("cannot set up stdio")]
+    #[error("failed to create init process I/O")]
     Stdio(#[from] stdio::Error),
     #[error("cannot read the cgroup")]
     Cgroup(#[from] cgroup::CgroupError),
