@@ -105,7 +105,7 @@ pub fn cgroup_files(bytes: &[u8]) {
             .expect("the directory is writable");
     }
     std::fs::write(dir.join("cpuacct.usage"), "1").expect("the directory is writable");
-    if let Ok(metrics) = v2::metrics(&dir) {
+    if let Ok(metrics) = v2::metrics(&dir, Path::new(v2::HUGE_PAGES)) {
         let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&metrics.value);
         assert!(metrics.is_ok_and(|metrics| metrics.memory.is_some() && metrics.pids.is_some()));
     }

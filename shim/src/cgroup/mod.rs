@@ -25,6 +25,7 @@ use protobuf::well_known_types::any::Any;
 
 pub(crate) use freezer::FreezerState;
 use locate::Hierarchies;
+pub(crate) use oom::OomWatch;
 
 /// Lists the processes of a cgroup.
 const PROCS: &str = "cgroup.procs";
@@ -203,6 +204,26 @@ impl Cgroup {
         Hierarchies::of_host()?.by_spec(cgroups_path, id, systemd)
     }
 
+    /// v2: has the cgroups above hand on every controller that they have themselves, as far as the kernel allows.
+    pub(crate) fn enable_controllers(&self) {
+        let Some(place) = self.places.get("").filter(|_| self.version == Version::V2) else {
+            return;
+        };
+        let controllers = read::text(&place.mount_point.join("cgroup.controllers"));
+        let controllers = controllers.ok().flatten().unwrap_or_default();
+        let above = place.path.ancestors().skip(1).collect::<Vec<_>>();
+        for dir in above.into_iter().rev().map(|path| place.mount_point.join(path)) {
+            for controller in controllers.split_whitespace() {
+                // One by one: what one controller lacks does not keep the others away.
+                if let Err(error) =
+                    read::write(&dir.join("cgroup.subtree_control"), &format!("+{controller}"))
+                {
+                    log::debug!("{error}");
+                }
+            }
+        }
+    }
+
     /// Whether the container's own directory exists.
     pub(crate) fn exists(&self) -> bool {
         self.primary().is_some_and(|place| place.dir().is_dir())
@@ -224,7 +245,7 @@ impl Cgroup {
         }
         match self.version {
             Version::V1 => v1::metrics(self),
-            Version::V2 => v2::metrics(&self.primary_dir()),
+            Version::V2 => v2::metrics(&self.primary_dir(), Path::new(v2::HUGE_PAGES)),
         }
     }
 

@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -22,11 +23,11 @@ const MEMORY_EVENTS: &str = "memory.events";
 /// v2: says whether anyone is in the cgroup.
 const CGROUP_EVENTS: &str = "cgroup.events";
 
-/// Out-of-memory events of one cgroup.
+/// Out-of-memory events of one cgroup. Each is told once, to whoever asks first.
 #[derive(Debug)]
 pub(crate) struct OomWatch {
     source: Source,
-    ended: bool,
+    ended: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -38,7 +39,7 @@ enum Source {
     V2 {
         changes: AsyncFd<Changes>,
         dir: PathBuf,
-        kills: u64,
+        kills: AtomicU64,
     },
 }
 
@@ -51,24 +52,36 @@ impl Cgroup {
             Version::V2 => watch_v2(&dir),
         };
         let source = source.map_err(|source| CgroupError::OomWatch { path: dir, source })?;
-        Ok(OomWatch { source, ended: false })
+        Ok(OomWatch {
+            source,
+            ended: AtomicBool::new(false),
+        })
     }
 }
 
 impl OomWatch {
-    /// Waits for the next time that memory ran out; none once the cgroup has ended. May be dropped and called again.
-    pub(crate) async fn recv(&mut self) -> Option<()> {
-        while !self.ended {
-            let happened = match &mut self.source {
-                Source::V1 { events, control } => v1_event(events, control, &mut self.ended).await,
-                Source::V2 { changes, dir, kills } => v2_event(changes, dir, kills, &mut self.ended).await,
+    /// Whether memory has run out since that was last told. For the moment before an exit is told.
+    pub(crate) fn take(&self) -> bool {
+        match &self.source {
+            // The removal of the cgroup, an event too, is left to `recv`.
+            Source::V1 { events, control } => control.exists() && events.get_ref().read().is_ok(),
+            Source::V2 { dir, kills, .. } => new_kills(dir, kills).unwrap_or(false),
+        }
+    }
+
+    /// Waits for the next time that memory runs out; none once the cgroup has ended. May be dropped and called again.
+    pub(crate) async fn recv(&self) -> Option<()> {
+        while !self.ended.load(Ordering::Relaxed) {
+            let happened = match &self.source {
+                Source::V1 { events, control } => v1_event(events, control, &self.ended).await,
+                Source::V2 { changes, dir, kills } => v2_event(changes, dir, kills, &self.ended).await,
             };
             match happened {
                 Ok(true) => return Some(()),
                 Ok(false) => {}
                 Err(error) => {
                     log::warn!("out-of-memory events are lost: {error}");
-                    self.ended = true;
+                    self.ended.store(true, Ordering::Relaxed);
                 }
             }
         }
@@ -91,14 +104,15 @@ fn watch_v1(dir: &Path) -> io::Result<Source> {
     })
 }
 
-async fn v1_event(events: &AsyncFd<EventFd>, control: &Path, ended: &mut bool) -> io::Result<bool> {
+async fn v1_event(events: &AsyncFd<EventFd>, control: &Path, ended: &AtomicBool) -> io::Result<bool> {
     let mut ready = events.readable().await?;
     match ready.try_io(|events| Ok(events.get_ref().read()?)) {
         Err(_not_ready) => Ok(false),
         Ok(count) => {
             // The removal of the cgroup is an event too, the last one.
-            *ended = !control.exists();
-            Ok(count? > u64::from(*ended))
+            let removed = !control.exists();
+            ended.store(removed, Ordering::Relaxed);
+            Ok(count? > u64::from(removed))
         }
     }
 }
@@ -112,7 +126,7 @@ fn watch_v2(dir: &Path) -> io::Result<Source> {
         )?;
     }
     // Order matters: a kill between the two calls is counted here and seen as a change that adds nothing.
-    let kills = count_kills(dir)?;
+    let kills = AtomicU64::new(count_kills(dir)?);
     Ok(Source::V2 {
         changes: watched(Changes(inotify))?,
         dir: dir.to_owned(),
@@ -123,18 +137,17 @@ fn watch_v2(dir: &Path) -> io::Result<Source> {
 async fn v2_event(
     changes: &AsyncFd<Changes>,
     dir: &Path,
-    kills: &mut u64,
-    ended: &mut bool,
+    kills: &AtomicU64,
+    ended: &AtomicBool,
 ) -> io::Result<bool> {
     // Order matters: the kills are read after the end was seen, so the last of them is not missed.
     let populated = FlatKeyed::read(&dir.join(CGROUP_EVENTS)).map_err(io::Error::other)?;
-    *ended = populated.is_none_or(|events| events.get("populated") == 0);
-    let now = count_kills(dir)?;
-    if now > *kills {
-        *kills = now;
+    let empty = populated.is_none_or(|events| events.get("populated") == 0);
+    ended.store(empty, Ordering::Relaxed);
+    if new_kills(dir, kills)? {
         return Ok(true);
     }
-    if *ended {
+    if empty {
         return Ok(false);
     }
     let mut ready = changes.readable().await?;
@@ -142,6 +155,11 @@ async fn v2_event(
         Err(_not_ready) => Ok(false),
         Ok(drained) => drained.map(|_| false),
     }
+}
+
+fn new_kills(dir: &Path, kills: &AtomicU64) -> io::Result<bool> {
+    let now = count_kills(dir)?;
+    Ok(kills.fetch_max(now, Ordering::Relaxed) < now)
 }
 
 fn count_kills(dir: &Path) -> io::Result<u64> {

@@ -103,6 +103,24 @@ pub(super) fn device(text: &str) -> Option<(u64, u64)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
+/// The sizes of huge pages of the host, from directories `hugepages-2048kB`, as cgroup files name them: `2MB`.
+pub(super) fn page_sizes(dir: &Path) -> Result<Vec<String>, CgroupError> {
+    let size = |path: &PathBuf| {
+        let name = path.file_name()?.to_str()?;
+        let kib: u64 = name
+            .strip_prefix("hugepages-")?
+            .strip_suffix("kB")?
+            .parse()
+            .ok()?;
+        Some(match kib {
+            0..1024 => format!("{kib}KB"),
+            1024..1_048_576 => format!("{}MB", kib >> 10),
+            _ => format!("{}GB", kib >> 20),
+        })
+    };
+    Ok(entries(dir)?.iter().filter_map(size).collect())
+}
+
 /// The huge page sizes for which the directory has files `hugetlb.SIZE.SUFFIX`, as in `2MB`.
 pub(super) fn hugetlb_sizes(dir: &Path, suffix: &str) -> Result<Vec<String>, CgroupError> {
     let mut sizes = Vec::new();

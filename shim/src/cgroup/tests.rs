@@ -311,7 +311,7 @@ async fn running_out_of_memory_is_told_and_the_watch_ends_with_the_cgroup() {
     };
     let memory = scratch.cgroup.dir("memory").unwrap();
     read::write(&memory.join("memory.limit_in_bytes"), "16M").unwrap();
-    let mut watch = scratch.cgroup.watch_oom().unwrap();
+    let watch = scratch.cgroup.watch_oom().unwrap();
     let child = scratch.spawn(&reaper, "", "exec sh -c 'head -c 64M /dev/zero | tail'");
     assert_eq!(
         timeout(LIMIT, watch.recv()).await.expect("an event comes"),
@@ -332,16 +332,49 @@ async fn each_growth_of_the_kill_count_is_an_event() {
         ("cgroup.events", "populated 1\nfrozen 0\n"),
     ]);
     let file = |name: &str| cgroup.primary_dir().join(name);
-    let mut watch = cgroup.watch_oom().unwrap();
+    let watch = cgroup.watch_oom().unwrap();
     // The kill that was counted before is not an event.
     assert!(timeout(Duration::from_millis(20), watch.recv()).await.is_err());
     fs::write(file("memory.events"), "oom 2\noom_kill 2\n").unwrap();
     assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), Some(()));
+    // One that is asked for is not told again.
+    fs::write(file("memory.events"), "oom 2\noom_kill 3\n").unwrap();
+    assert!(watch.take() && !watch.take());
+    assert!(timeout(Duration::from_millis(20), watch.recv()).await.is_err());
     // The last kill ends the container: it is told before the end.
-    fs::write(file("memory.events"), "oom 3\noom_kill 3\n").unwrap();
+    fs::write(file("memory.events"), "oom 3\noom_kill 4\n").unwrap();
     fs::write(file("cgroup.events"), "populated 0\nfrozen 0\n").unwrap();
     assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), Some(()));
     assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), None);
+}
+
+#[test]
+fn what_is_above_hands_on_its_controllers() {
+    let (dir, cgroup) = fake_unified(&[]);
+    for parent in ["", "a"] {
+        fs::create_dir_all(dir.path().join(parent)).unwrap();
+        fs::write(dir.path().join(parent).join("cgroup.subtree_control"), "").unwrap();
+    }
+    fs::write(dir.path().join("cgroup.controllers"), "pids memory\n").unwrap();
+    cgroup.enable_controllers();
+    // A file of its own keeps what is written last.
+    let written =
+        |parent: &str| fs::read_to_string(dir.path().join(parent).join("cgroup.subtree_control")).unwrap();
+    assert_eq!(written(""), "+memory");
+    let deeper = Cgroup {
+        version: Version::V2,
+        places: [(
+            String::new(),
+            Place {
+                mount_point: dir.path().into(),
+                path: "a/box".into(),
+            },
+        )]
+        .into(),
+    };
+    deeper.enable_controllers();
+    assert_eq!(written("a"), "+memory");
+    assert!(!dir.path().join("a/box").exists());
 }
 
 #[tokio::test]
@@ -510,7 +543,9 @@ fn v2_use_and_limits_are_read() {
         ("rdma.current", "mlx5_0 hca_handle=2 hca_object=20\n"),
         ("rdma.max", "mlx5_0 hca_handle=max hca_object=2000\n"),
     ]);
-    let any = cgroup.stats().unwrap();
+    let host = TempDir::new().unwrap();
+    fs::create_dir(host.path().join("hugepages-1048576kB")).unwrap();
+    let any = v2::metrics(&cgroup.primary_dir(), host.path()).unwrap();
     assert_eq!(any.type_url, "io.containerd.cgroups.v2.Metrics");
     let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&any.value).unwrap();
     assert_eq!((metrics.pids.current, metrics.pids.limit), (5, u64::MAX));
@@ -563,7 +598,24 @@ fn controllers_that_are_not_enabled_are_told_as_containerd_tells_them() {
         (metrics.memory.unwrap().usage, metrics.pids.unwrap().current),
         (0, 0)
     );
-    assert!(metrics.rdma.is_none() && metrics.io.is_none());
+    assert!(metrics.rdma.current.is_empty() && metrics.io.usage.is_empty());
+    assert!(metrics.rdma.is_some() && metrics.io.is_some() && metrics.memory_events.is_none());
+}
+
+#[test]
+fn huge_pages_are_named_as_cgroup_files_are() {
+    let host = TempDir::new().unwrap();
+    for name in [
+        "hugepages-64kB",
+        "hugepages-2048kB",
+        "hugepages-16777216kB",
+        "other",
+    ] {
+        fs::create_dir(host.path().join(name)).unwrap();
+    }
+    let mut sizes = read::page_sizes(host.path()).unwrap();
+    sizes.sort();
+    assert_eq!(sizes, ["16GB", "2MB", "64KB"]);
 }
 
 #[test]

@@ -14,16 +14,19 @@ use super::read::{self, FlatKeyed, NestedLine};
 
 const TYPE_URL: &str = "io.containerd.cgroups.v2.Metrics";
 
-/// A controller that is not enabled has no files here. As containerd's shim does, pids and memory are then told as
-/// zero, and the parts of others left out.
-pub(super) fn metrics(dir: &Path) -> Result<Any, CgroupError> {
+/// Has a directory per size of huge pages that the host knows.
+pub(super) const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages";
+
+/// A controller that is not enabled has no files here. As containerd's shim does, its part is then told as zero or
+/// empty, but that of memory events, which is left out.
+pub(super) fn metrics(dir: &Path, huge_pages: &Path) -> Result<Any, CgroupError> {
     let metrics = Metrics {
         pids: MessageField::some(pids(dir)?),
         cpu: cpu(dir)?.into(),
         memory: MessageField::some(memory(dir)?),
-        rdma: rdma(dir)?.into(),
-        io: io(dir)?.into(),
-        hugetlb: hugetlb(dir)?,
+        rdma: MessageField::some(rdma(dir)?),
+        io: MessageField::some(io(dir)?),
+        hugetlb: hugetlb(dir, huge_pages)?,
         memory_events: memory_events(dir)?.into(),
         ..Metrics::default()
     };
@@ -129,10 +132,8 @@ fn memory_events(dir: &Path) -> Result<Option<MemoryEvents>, CgroupError> {
     }))
 }
 
-fn io(dir: &Path) -> Result<Option<IOStat>, CgroupError> {
-    let Some(text) = read::text(&dir.join("io.stat"))? else {
-        return Ok(None);
-    };
+fn io(dir: &Path) -> Result<IOStat, CgroupError> {
+    let text = read::text(&dir.join("io.stat"))?.unwrap_or_default();
     let usage = text.lines().filter_map(|line| {
         let line = NestedLine::parse(line)?;
         let (major, minor) = read::device(line.name)?;
@@ -146,14 +147,14 @@ fn io(dir: &Path) -> Result<Option<IOStat>, CgroupError> {
             ..IOEntry::default()
         })
     });
-    Ok(Some(IOStat {
+    Ok(IOStat {
         usage: usage.collect(),
         psi: pressure(dir, "io.pressure")?.into(),
         ..IOStat::default()
-    }))
+    })
 }
 
-fn hugetlb(dir: &Path) -> Result<Vec<HugeTlbStat>, CgroupError> {
+fn hugetlb(dir: &Path, huge_pages: &Path) -> Result<Vec<HugeTlbStat>, CgroupError> {
     let stat = |size: String| {
         let events = FlatKeyed::read(&dir.join(format!("hugetlb.{size}.events")))?.unwrap_or_default();
         Ok(HugeTlbStat {
@@ -164,33 +165,25 @@ fn hugetlb(dir: &Path) -> Result<Vec<HugeTlbStat>, CgroupError> {
             ..HugeTlbStat::default()
         })
     };
-    read::hugetlb_sizes(dir, "current")?
-        .into_iter()
-        .map(stat)
-        .collect()
+    read::page_sizes(huge_pages)?.into_iter().map(stat).collect()
 }
 
-fn rdma(dir: &Path) -> Result<Option<RdmaStat>, CgroupError> {
+fn rdma(dir: &Path) -> Result<RdmaStat, CgroupError> {
     let entries = |file: &str| {
-        let Some(text) = read::text(&dir.join(file))? else {
-            return Ok(None);
-        };
+        let text = read::text(&dir.join(file))?.unwrap_or_default();
         let entries = text.lines().filter_map(NestedLine::parse).map(|line| RdmaEntry {
             device: line.name.to_owned(),
             hca_handles: read::saturate(line.get("hca_handle")),
             hca_objects: read::saturate(line.get("hca_object")),
             ..RdmaEntry::default()
         });
-        Ok::<_, CgroupError>(Some(entries.collect()))
+        Ok::<_, CgroupError>(entries.collect())
     };
-    let (Some(current), Some(limit)) = (entries("rdma.current")?, entries("rdma.max")?) else {
-        return Ok(None);
-    };
-    Ok(Some(RdmaStat {
-        current,
-        limit,
+    Ok(RdmaStat {
+        current: entries("rdma.current")?,
+        limit: entries("rdma.max")?,
         ..RdmaStat::default()
-    }))
+    })
 }
 
 /// Lines `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`; none where the kernel keeps no account of stalls.

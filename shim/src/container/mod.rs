@@ -10,7 +10,7 @@ mod process;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -19,7 +19,7 @@ pub(crate) use admission::{Action, InitState, NotAllowed, admit};
 pub(crate) use exits::{Exits, Owner};
 pub(crate) use process::{Process, StdioPaths};
 
-use crate::cgroup::{Cgroup, CgroupError};
+use crate::cgroup::{Cgroup, CgroupError, OomWatch};
 use crate::options::RuncOptions;
 use crate::reaper::Exit;
 use crate::restore;
@@ -42,6 +42,8 @@ pub(crate) struct Container {
     checkpoint: Mutex<Option<restore::Prepared>>,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
+    /// Tells when memory runs out; set once there are processes and the host accounts memory.
+    pub oom: OnceLock<Arc<OomWatch>>,
     /// How many calls that signal init are under way.
     kills: watch::Sender<usize>,
 }
@@ -114,6 +116,7 @@ impl Container {
                 exit_while_starting: None,
             }),
             cgroup: Mutex::new(None),
+            oom: OnceLock::new(),
             kills: watch::Sender::new(0),
         }
     }

@@ -96,6 +96,10 @@ fn init_ended(service: &Service, container: &Container, exit: Exit) {
 }
 
 fn publish(service: &Service, container: &Container, process: &Process, exit: Exit) {
+    // Order matters: a client that sees an exit of 137 looks for the reason among the events before it.
+    if container.oom.get().is_some_and(|watch| watch.take()) {
+        publish_oom(service, &container.id);
+    }
     process.set_exit(exit);
     let id = if process.exec_id.is_empty() {
         &container.id
@@ -118,17 +122,21 @@ pub(super) fn watch_oom(service: &Arc<Service>, container: &Arc<Container>) {
         return;
     }
     let watch = container.cgroup().and_then(|cgroup| cgroup.watch_oom());
-    let mut kills = match watch {
-        Ok(kills) => kills,
+    let watch = match watch {
+        Ok(watch) => Arc::clone(container.oom.get_or_init(|| Arc::new(watch))),
         Err(error) => return log::warn!("no OOM events for {}: {}", container.id, Chain(&error)),
     };
     let (service, id) = (service.clone(), container.id.clone());
     tokio::spawn(async move {
-        while kills.recv().await.is_some() {
-            service.publisher.publish(&TaskOOM {
-                container_id: id.clone(),
-                ..TaskOOM::default()
-            });
+        while watch.recv().await.is_some() {
+            publish_oom(&service, &id);
         }
+    });
+}
+
+fn publish_oom(service: &Service, id: &str) {
+    service.publisher.publish(&TaskOOM {
+        container_id: id.to_owned(),
+        ..TaskOOM::default()
     });
 }

@@ -10,6 +10,7 @@ use super::create::{INIT_PID, open_stdio, read_pid};
 use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit};
 use crate::container::{Action, Container, InitState, Owner, Process};
+use crate::logger::Chain;
 use crate::restore;
 use crate::runc::Exec;
 
@@ -44,6 +45,11 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
     let pid = container.init.pid();
     if started.is_ok() {
         container.set_state(InitState::Running);
+        // Whatever made the cgroups above, all that can be told of this one is.
+        match container.cgroup() {
+            Ok(cgroup) => cgroup.enable_controllers(),
+            Err(error) => log::warn!("cannot find the cgroup of {}: {}", container.id, Chain(&error)),
+        }
         service.publisher.publish(&TaskStart {
             container_id: container.id.clone(),
             pid: pid_field(pid),
