@@ -1,7 +1,7 @@
 //! Two hosts of a kind: one with containerd's own shim, one with firn in its place.
 
-use std::fmt;
 use std::sync::{Mutex, PoisonError};
+use std::{fmt, fs};
 
 use anyhow::{Context, Result};
 use firn_lab::{Container, GpuHost, IMAGE, STOCK, Said, SimGpu};
@@ -35,6 +35,24 @@ impl Kind {
             (Trixie, V2, true),
         ]
         .map(kind)
+    }
+}
+
+impl Kind {
+    /// Whether its cgroups have this controller on this machine.
+    pub fn has_controller(&self, name: &str) -> bool {
+        let unified = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+            .iter()
+            .filter_map(|dir| fs::read_to_string(format!("{dir}/cgroup.controllers")).ok())
+            .any(|controllers| {
+                controllers
+                    .split_whitespace()
+                    .any(|controller| controller == name)
+            });
+        match self.cgroup {
+            CgroupMode::V1 => !unified,
+            CgroupMode::V2 => unified,
+        }
     }
 }
 

@@ -9,18 +9,23 @@
 
 mod bundle;
 mod byhand;
+mod client;
 mod events;
 mod execs;
 mod exits;
 mod hosts;
 mod lives;
+mod logging;
 mod mounts;
+mod oom;
 mod options;
 mod raw;
 mod runtimes;
 mod serve;
 mod start;
 mod states;
+mod stats;
+mod stdio;
 mod systemd;
 mod task;
 mod upgrade;
@@ -95,6 +100,14 @@ pub enum On {
     TrixieV1,
     /// Where systemd makes the cgroups.
     Systemd,
+    /// The cgroup version that has the memory controller on this machine.
+    Memory,
+    /// cgroup v2 with the memory controller, which no hybrid host has.
+    UnifiedMemory,
+    /// Any one cgroup version: what is shown has nothing to do with it.
+    EachDaemon,
+    /// containerd 2.1, with any one cgroup version: what takes long.
+    Once,
 }
 
 impl On {
@@ -108,6 +121,9 @@ impl On {
             Self::TrixieV1 => Self::Trixie.includes(kind) && Self::V1.includes(kind),
             Self::V1 => kind.cgroup == CgroupMode::V1,
             Self::V2 => kind.cgroup == CgroupMode::V2,
+            Self::Memory | Self::EachDaemon => kind.has_controller("memory"),
+            Self::UnifiedMemory => kind.cgroup == CgroupMode::V2 && kind.has_controller("memory"),
+            Self::Once => kind.suite == Suite::Forky && kind.has_controller("memory"),
         }
     }
 }
@@ -129,6 +145,10 @@ fn points() -> Vec<Point> {
         exits::POINTS,
         events::POINTS,
         mounts::POINTS,
+        stdio::POINTS,
+        logging::POINTS,
+        oom::POINTS,
+        stats::POINTS,
     ]
     .concat()
 }
