@@ -330,7 +330,7 @@ fn read_from_start(mut file: File) -> Vec<u8> {
 struct LogLine {
     #[serde(default)]
     level: String,
-    #[serde(default)]
+    #[serde(default, alias = "message")]
     msg: String,
 }
 
@@ -338,7 +338,7 @@ struct LogLine {
 const LOG_TAIL: u64 = 64 << 10;
 
 /// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes an entry per
-/// line, crun spreads one over several.
+/// line, crun spreads one over several, youki has other words.
 fn last_error(log: &Path, from: u64) -> Option<String> {
     let mut log = File::open(log).ok()?;
     let length = log.metadata().ok()?.len();
@@ -351,7 +351,7 @@ fn last_error(log: &Path, from: u64) -> Option<String> {
     loop {
         let mut entries = serde_json::Deserializer::from_slice(text).into_iter::<LogLine>();
         for entry in entries.by_ref().map_while(Result::ok) {
-            if entry.level == "error" {
+            if entry.level.eq_ignore_ascii_case("error") {
                 last = Some(entry.msg.trim().to_owned());
             }
         }
@@ -388,6 +388,8 @@ mod tests {
         )
         .unwrap();
         assert_eq!(last_error(file.path(), 0).as_deref(), Some("of crun"));
+        std::fs::write(file.path(), "{\"level\":\"ERROR\",\"message\":\"of youki\"}\n").unwrap();
+        assert_eq!(last_error(file.path(), 0).as_deref(), Some("of youki"));
         let length = file.as_file().metadata().unwrap().len();
         assert_eq!(
             last_error(file.path(), length),

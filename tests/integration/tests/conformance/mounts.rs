@@ -51,6 +51,11 @@ pub const POINTS: &[Point] = &[
         mapped_bind,
     )
     .on(On::Forky),
+    Point::same("1.8 mounts: a map of users alone", "Ok", half_mapped)
+        .better("uidmap and gidmap go together only")
+        .on(On::Forky),
+    Point::same("1.8 mounts: options for containerd itself", "Ok", reserved)
+        .better("mount option X-containerd.x=y is reserved for containerd"),
     Point::same(
         "1.8 mounts: mapped owners of an overlay",
         "7 as 1007:2007",
@@ -414,6 +419,27 @@ fn mapped_bind(place: &Place<'_>) -> Result<String> {
     }
     lab.end()?;
     Ok(seen)
+}
+
+/// What a Create with one bind with these options says, and what it leaves mounted when it fails.
+fn answer_to(place: &Place<'_>, options: &[&str]) -> Result<String> {
+    let lab = Lab::new(place)?;
+    let created = lab.create(&[bind("source", "", options)]);
+    let seen = told(&created, |_| "Ok".to_owned());
+    if created.is_ok() {
+        lab.delete().map_err(|error| anyhow::anyhow!("delete: {error}"))?;
+    }
+    ensure!(lab.mounts()?.is_empty(), "still mounted: {:?}", lab.mounts()?);
+    lab.end()?;
+    Ok(seen)
+}
+
+fn half_mapped(place: &Place<'_>) -> Result<String> {
+    answer_to(place, &["rbind", MAPS[0]])
+}
+
+fn reserved(place: &Place<'_>) -> Result<String> {
+    answer_to(place, &["rbind", "X-containerd.x=y"])
 }
 
 fn mapped_overlay(place: &Place<'_>) -> Result<String> {

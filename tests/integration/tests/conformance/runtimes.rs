@@ -4,8 +4,11 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use firn_lab::{BUNDLES, Container, STOCK, Task, failure, nothing_left, told};
 use firn_node::wait_for;
+use serde_json::json;
 
 use crate::{On, Place, Point};
 
@@ -15,6 +18,7 @@ pub const POINTS: &[Point] = &[
         "exec 5, PAUSED, RUNNING, exit code 74",
         life_with_crun,
     ),
+    Point::same("1.3 crun: limits are updated", "pids.max 71", update_with_crun).on(On::V1),
     Point::same("1.3 crun: errors", "not found in $PATH", errors_of_crun),
     Point::same(
         "1.3 crun: a container whose shim was killed",
@@ -128,6 +132,29 @@ fn with_youki(place: &Place<'_>, story: impl FnOnce() -> Result<String>) -> Resu
     let told = story();
     place.node().run(&["rm", YOUKI_PATH])?;
     told
+}
+
+fn update_with_crun(place: &Place<'_>) -> Result<String> {
+    let container = place.start("c", &["--runc-binary", "crun"], SCRIPT)?;
+    let request = UpdateTaskRequest {
+        id: "c".to_owned(),
+        resources: Some(Any {
+            type_url: "types.containerd.io/opencontainers/runtime-spec/1/LinuxResources".to_owned(),
+            value: json!({ "pids": { "limit": 71 } }).to_string().into_bytes(),
+            ..Any::default()
+        })
+        .into(),
+        ..UpdateTaskRequest::default()
+    };
+    let updated = Task::of(place.host, "c")?.call::<Empty>("Update", &request);
+    let limit = place.node().read("/sys/fs/cgroup/pids/default/c/pids.max")?;
+    let seen = format!(
+        "{}\npids.max {}",
+        told(&updated, |_| "ok".to_owned()),
+        limit.trim()
+    );
+    container.remove()?;
+    Ok(seen)
 }
 
 fn errors_of_crun(place: &Place<'_>) -> Result<String> {
