@@ -245,6 +245,15 @@ pub fn path(name: &str) -> String {
     format!("{DIR}/{name}")
 }
 
+/// Runs a container that logs to this URI to its end; its exit code.
+pub fn logged(place: &Place<'_>, uri: &str, script: &str) -> Result<i32> {
+    let container = place.start(ID, &["--log-uri", uri], script)?;
+    container.becomes("STOPPED")?;
+    let code = container.exit_code()?;
+    container.forget()?;
+    Ok(code)
+}
+
 /// Writes a program of the node that reads a process's output; its path.
 pub fn logger(place: &Place<'_>, script: &str) -> Result<String> {
     let file = tempfile::NamedTempFile::new()?;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use firn_lab::told;
 use firn_node::wait_for;
 
-use crate::client::{Client, Fifo, ID, Stdio, clean, logger, path, text};
+use crate::client::{Client, Fifo, Stdio, clean, logged, logger, path, text};
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -100,15 +100,6 @@ fn both_to(uri: &str) -> Stdio<'_> {
         stderr: uri,
         ..Stdio::default()
     }
-}
-
-/// Runs a container that logs to this URI to its end; its exit code.
-fn logged(place: &Place<'_>, uri: &str, script: &str) -> Result<i32> {
-    let container = place.start(ID, &["--log-uri", uri], script)?;
-    container.becomes("STOPPED")?;
-    let code = container.exit_code()?;
-    container.forget()?;
-    Ok(code)
 }
 
 fn surroundings(place: &Place<'_>) -> Result<String> {

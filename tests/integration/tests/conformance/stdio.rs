@@ -9,7 +9,7 @@ use firn_lab::{BUNDLES, Container, failure, told};
 use firn_node::wait_for;
 use sha2::{Digest, Sha256};
 
-use crate::client::{Client, Fifo, ID, LIMIT, Stdio, clean, path};
+use crate::client::{Client, Fifo, ID, LIMIT, Stdio, clean, logged, path};
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -397,15 +397,6 @@ fn much_stdin(place: &Place<'_>) -> Result<String> {
     } else {
         seen
     })
-}
-
-/// Runs a container that logs to this URI to its end; its exit code.
-fn logged(place: &Place<'_>, uri: &str, script: &str) -> Result<i32> {
-    let container = place.start("c", &["--log-uri", uri], script)?;
-    container.becomes("STOPPED")?;
-    let code = container.exit_code()?;
-    container.forget()?;
-    Ok(code)
 }
 
 fn file_made(place: &Place<'_>) -> Result<String> {
