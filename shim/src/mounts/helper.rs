@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use containerd_shim_protos::types::mount::Mount;
 
+use super::flags::Options;
 use super::{MountError, mount, on_thread};
 use crate::reaper::Reaper;
 
@@ -33,6 +34,8 @@ impl<'m> Helper<'m> {
     }
 
     pub(super) async fn mount(self, mount: &Mount, rootfs: &Path, reaper: &Reaper) -> Result<(), MountError> {
+        // The helper gets them as they are, but for those that are meant for nobody here.
+        Options::parse(mount.options.iter().map(String::as_str))?;
         let target = target_of(mount, rootfs).await?;
         let mut command = Command::new(self.program);
         command.arg(&mount.source).arg(&target);

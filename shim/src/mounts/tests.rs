@@ -233,6 +233,10 @@ async fn a_mount_that_fails_takes_the_earlier_ones_along() {
             "cannot mount, with mapped owners, overlay (overlay) on ",
         ),
         (
+            mount_of("fuse3.kind", "host:", "", &["X-containerd.x=y"]),
+            "mount option X-containerd.x=y is reserved",
+        ),
+        (
             mount_of("fuse3.no-such-helper", "host:", "", &[]),
             "cannot mount host: (fuse3.no-such-helper) on ",
         ),
