@@ -55,6 +55,7 @@ pub const POINTS: &[Point] = &[
 /// Counters that are zero at one time and not at another, whatever the container does.
 const FICKLE: &[&str] = &[
     "dirty",
+    "per_cpu[",
     "writeback",
     "majfault",
     "maj_fault",
