@@ -61,6 +61,9 @@ pub const POINTS: &[Point] = &[
     )
     .on(On::Once)
     .better("6 s or less: true"),
+    Point::same("1.7 fifo: stdout alone", "UNKNOWN", stdout_alone)
+        .on(On::EachDaemon)
+        .better("code 0, \"out\\n\""),
     Point::same("1.7 fifo: one that is not there", "refused", missing_fifo).on(On::EachDaemon),
     Point::same("1.7 fifo: what a failing runc says", "\"\" \"\"", failing_exec).on(On::EachDaemon),
     Point::same(
@@ -309,6 +312,23 @@ fn grandchild(place: &Place<'_>) -> Result<String> {
     let read = reader.text()?;
     client.end()?;
     Ok(format!("code {code}, {read:?}\n{deleted}"))
+}
+
+fn stdout_alone(place: &Place<'_>) -> Result<String> {
+    let client = Client::start(place)?;
+    let out = client.fifo("out")?;
+    let reader = out.reader()?;
+    let stdio = Stdio {
+        stdout: &out.path,
+        ..Stdio::default()
+    };
+    let started = client.exec("e", &stdio, "echo out; echo err >&2");
+    let seen = match started {
+        Ok(()) => format!("code {}, {:?}", client.finish("e")?, reader.text()?),
+        Err(error) => told(&Err::<(), _>(error), |()| String::new()),
+    };
+    client.end()?;
+    Ok(seen)
 }
 
 fn missing_fifo(place: &Place<'_>) -> Result<String> {
