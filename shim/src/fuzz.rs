@@ -18,11 +18,12 @@ pub(crate) fn file(content: &[u8]) -> std::path::PathBuf {
     path
 }
 
-/// A directory that is there as long as the program.
-pub(crate) fn dir() -> &'static std::path::Path {
-    static DIR: std::sync::OnceLock<tempfile::TempDir> = std::sync::OnceLock::new();
-    DIR.get_or_init(|| tempfile::tempdir().expect("there is a temporary directory"))
-        .path()
+/// A directory that is there as long as the thread.
+pub(crate) fn dir() -> std::path::PathBuf {
+    thread_local! {
+        static DIR: tempfile::TempDir = tempfile::tempdir().expect("there is a temporary directory");
+    }
+    DIR.with(|dir| dir.path().to_owned())
 }
 
 #[cfg(test)]
