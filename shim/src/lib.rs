@@ -4,6 +4,7 @@
 mod account;
 mod actions;
 mod args;
+mod blocking;
 mod bootstrap;
 mod cgroup;
 mod checkpoint;

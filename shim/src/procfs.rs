@@ -27,8 +27,19 @@ pub(crate) fn is_alive(pid: i32) -> bool {
 
 /// Scheduler state of a process or thread.
 pub(crate) fn state(tid: i32) -> Option<char> {
+    stat_field(tid, 0)?.chars().next()
+}
+
+/// When a process was started, in clock ticks since the boot.
+pub(crate) fn started(pid: i32) -> Option<u64> {
+    stat_field(pid, 19)?.parse().ok()
+}
+
+/// The `nth` field of stat behind the name, which may hold anything.
+fn stat_field(tid: i32, nth: usize) -> Option<String> {
     let stat = text(&tid.to_string(), "stat")?;
-    stat.get(stat.rfind(')')? + 2..)?.chars().next()
+    let fields = stat.get(stat.rfind(')')? + 1..)?;
+    fields.split_whitespace().nth(nth).map(str::to_owned)
 }
 
 /// Whether a tracer holds the thread; not when it has gone.

@@ -19,6 +19,9 @@ use tokio::net::UnixStream;
 use crate::procfs;
 use crate::reaper::{Child, Reaper};
 
+/// How long a killed worker may take to be gone.
+const GONE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
 
@@ -41,6 +44,9 @@ pub(crate) enum GpuError {
     /// The worker overran the deadline and was killed.
     #[error("the driver did not finish {op} within {} s", limit.as_secs_f32())]
     Deadline { op: &'static str, limit: Duration },
+    /// A worker that was killed is still there: its call into the driver goes on, and another must not begin.
+    #[error("the driver worker {pid} does not end by SIGKILL, its last call is still under way")]
+    Stuck { pid: i32 },
     /// The worker's line is not of the protocol.
     #[error("the driver worker answered {op} with a line that is not understood")]
     Protocol {
@@ -72,7 +78,7 @@ impl GpuError {
     pub(crate) fn code(&self) -> &'static str {
         match self {
             Self::Start { .. } | Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => "FIRN-WORKER",
-            Self::Deadline { .. } => "FIRN-GPU-TIMEOUT",
+            Self::Deadline { .. } | Self::Stuck { .. } => "FIRN-GPU-TIMEOUT",
             Self::Refused { .. } => "FIRN-DRIVER-MISSING",
             Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
                 "FIRN-GPU-UNSUPPORTED"
@@ -92,6 +98,7 @@ impl GpuError {
                 "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it"
             }
             Self::Deadline { .. } => "raise the phase's time under [deadlines] in the configuration",
+            Self::Stuck { .. } => "the driver hangs in the kernel (state D): dmesg may hold the reason",
             Self::Refused { hint, .. } => hint,
             Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
                 "the process uses what this driver cannot checkpoint or restore: managed memory, or memory shared with others"
@@ -116,6 +123,8 @@ pub(crate) struct Gpu {
     program: PathBuf,
     reaper: Reaper,
     worker: Option<Worker>,
+    /// Killed and not known to be gone.
+    dying: Option<Child>,
 }
 
 struct Worker {
@@ -130,6 +139,7 @@ impl Gpu {
             program,
             reaper,
             worker: None,
+            dying: None,
         }
     }
 
@@ -285,6 +295,7 @@ impl Gpu {
         limit: Duration,
     ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
         let began = Instant::now();
+        self.gone().await?;
         let worker = self.worker()?;
         let result = match tokio::time::timeout(limit, worker.exchange(op, request)).await {
             Ok(result) => result,
@@ -310,10 +321,24 @@ impl Gpu {
 
     /// Kills the worker and waits until it is gone, so that no call of it is under way any more.
     pub(crate) async fn end(&mut self) {
-        if let Some(worker) = self.worker.take() {
-            worker.child.kill();
-            worker.child.wait().await;
+        if let Some(Worker { child, .. }) = self.worker.take() {
+            child.kill();
+            self.dying = Some(child);
         }
+        if let Err(error) = self.gone().await {
+            log::error!("{error}");
+        }
+    }
+
+    /// Waits until the worker that was killed last is gone.
+    async fn gone(&mut self) -> Result<(), GpuError> {
+        let Some(child) = &self.dying else { return Ok(()) };
+        let pid = child.pid();
+        tokio::time::timeout(GONE, child.wait())
+            .await
+            .map_err(|_| GpuError::Stuck { pid })?;
+        self.dying = None;
+        Ok(())
     }
 }
 
@@ -376,5 +401,35 @@ impl Worker {
                 Reply::Failed { message, hint } => return Err(GpuError::Refused { message, hint }),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use nix::sys::ptrace;
+    use nix::unistd::Pid;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn no_call_begins_before_a_killed_worker_is_gone() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join("firn-gpu");
+        std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        let mut gpu = Gpu::new(program, Reaper::start().unwrap());
+        gpu.warm_up().unwrap();
+        let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
+        // As in a call that cannot be interrupted: SIGKILL takes it to its end, not over it.
+        ptrace::seize(worker, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
+        let overrun = gpu.inventory(Duration::from_millis(1)).await;
+        assert!(matches!(overrun, Err(GpuError::Deadline { .. })), "{overrun:?}");
+        let refused = gpu.inventory(Duration::from_secs(60)).await;
+        assert!(matches!(refused, Err(GpuError::Stuck { .. })), "{refused:?}");
+        ptrace::detach(worker, None).unwrap();
+        let again = gpu.inventory(Duration::from_millis(1)).await;
+        assert!(matches!(again, Err(GpuError::Deadline { .. })), "{again:?}");
     }
 }

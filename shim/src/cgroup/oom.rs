@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd, RawFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -30,15 +31,36 @@ pub(crate) struct OomWatch {
     ended: AtomicBool,
 }
 
+/// The directory of a cgroup, told from one that has the name after it.
+#[derive(Debug)]
+struct Incarnation {
+    dir: PathBuf,
+    inode: u64,
+}
+
+impl Incarnation {
+    fn of(dir: &Path) -> io::Result<Self> {
+        let inode = dir.metadata()?.ino();
+        Ok(Self {
+            dir: dir.to_owned(),
+            inode,
+        })
+    }
+
+    fn is_gone(&self) -> bool {
+        !self.dir.metadata().is_ok_and(|now| now.ino() == self.inode)
+    }
+}
+
 #[derive(Debug)]
 enum Source {
     V1 {
         events: AsyncFd<EventFd>,
-        control: PathBuf,
+        cgroup: Incarnation,
     },
     V2 {
         changes: AsyncFd<Changes>,
-        dir: PathBuf,
+        cgroup: Incarnation,
         kills: AtomicU64,
     },
 }
@@ -64,8 +86,10 @@ impl OomWatch {
     pub(crate) fn take(&self) -> bool {
         match &self.source {
             // The removal of the cgroup, an event too, is left to `recv`.
-            Source::V1 { events, control } => control.exists() && events.get_ref().read().is_ok(),
-            Source::V2 { dir, kills, .. } => new_kills(dir, kills).unwrap_or(false),
+            Source::V1 { events, cgroup } => !cgroup.is_gone() && events.get_ref().read().is_ok(),
+            Source::V2 { cgroup, kills, .. } => {
+                !cgroup.is_gone() && new_kills(&cgroup.dir, kills).unwrap_or(false)
+            }
         }
     }
 
@@ -73,8 +97,12 @@ impl OomWatch {
     pub(crate) async fn recv(&self) -> Option<()> {
         while !self.ended.load(Ordering::Relaxed) {
             let happened = match &self.source {
-                Source::V1 { events, control } => v1_event(events, control, &self.ended).await,
-                Source::V2 { changes, dir, kills } => v2_event(changes, dir, kills, &self.ended).await,
+                Source::V1 { events, cgroup } => v1_event(events, cgroup, &self.ended).await,
+                Source::V2 {
+                    changes,
+                    cgroup,
+                    kills,
+                } => v2_event(changes, cgroup, kills, &self.ended).await,
             };
             match happened {
                 Ok(true) => return Some(()),
@@ -92,25 +120,25 @@ impl OomWatch {
 fn watch_v1(dir: &Path) -> io::Result<Source> {
     let events = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
     let oom = File::open(dir.join("memory.oom_control"))?;
-    let control = dir.join(EVENT_CONTROL);
+    let cgroup = Incarnation::of(dir)?;
     let order = format!("{} {}", events.as_raw_fd(), oom.as_raw_fd());
     OpenOptions::new()
         .write(true)
-        .open(&control)?
+        .open(dir.join(EVENT_CONTROL))?
         .write_all(order.as_bytes())?;
     Ok(Source::V1 {
         events: watched(events)?,
-        control,
+        cgroup,
     })
 }
 
-async fn v1_event(events: &AsyncFd<EventFd>, control: &Path, ended: &AtomicBool) -> io::Result<bool> {
+async fn v1_event(events: &AsyncFd<EventFd>, cgroup: &Incarnation, ended: &AtomicBool) -> io::Result<bool> {
     let mut ready = events.readable().await?;
     match ready.try_io(|events| Ok(events.get_ref().read()?)) {
         Err(_not_ready) => Ok(false),
         Ok(count) => {
             // The removal of the cgroup is an event too, the last one.
-            let removed = !control.exists();
+            let removed = cgroup.is_gone();
             ended.store(removed, Ordering::Relaxed);
             Ok(count? > u64::from(removed))
         }
@@ -129,17 +157,22 @@ fn watch_v2(dir: &Path) -> io::Result<Source> {
     let kills = AtomicU64::new(count_kills(dir)?);
     Ok(Source::V2 {
         changes: watched(Changes(inotify))?,
-        dir: dir.to_owned(),
+        cgroup: Incarnation::of(dir)?,
         kills,
     })
 }
 
 async fn v2_event(
     changes: &AsyncFd<Changes>,
-    dir: &Path,
+    cgroup: &Incarnation,
     kills: &AtomicU64,
     ended: &AtomicBool,
 ) -> io::Result<bool> {
+    if cgroup.is_gone() {
+        ended.store(true, Ordering::Relaxed);
+        return Ok(false);
+    }
+    let dir = &cgroup.dir;
     // Order matters: the kills are read after the end was seen, so the last of them is not missed.
     let populated = FlatKeyed::read(&dir.join(CGROUP_EVENTS)).map_err(io::Error::other)?;
     let empty = populated.is_none_or(|events| events.get("populated") == 0);

@@ -320,6 +320,8 @@ async fn running_out_of_memory_is_told_and_the_watch_ends_with_the_cgroup() {
     timeout(LIMIT, child.wait()).await.unwrap();
     scratch.cgroup.kill_all(LIMIT).await.unwrap();
     scratch.cgroup.remove(LIMIT).await.unwrap();
+    // The next container of the name, made before the end of this one was seen.
+    fs::create_dir(&memory).unwrap();
     let rest = async { while watch.recv().await.is_some() {} };
     timeout(LIMIT, rest).await.expect("the watch ends");
     assert_eq!(watch.recv().await, None);
@@ -375,6 +377,24 @@ fn what_is_above_hands_on_its_controllers() {
     deeper.enable_controllers();
     assert_eq!(written("a"), "+memory");
     assert!(!dir.path().join("a/box").exists());
+}
+
+#[tokio::test]
+async fn the_watch_ends_although_another_cgroup_has_the_name() {
+    let files = [
+        ("memory.events", "oom_kill 0\n"),
+        ("cgroup.events", "populated 1\nfrozen 0\n"),
+    ];
+    let (_dir, cgroup) = fake_unified(&files);
+    let dir = cgroup.primary_dir();
+    let watch = cgroup.watch_oom().unwrap();
+    fs::rename(&dir, dir.with_extension("old")).unwrap();
+    fs::create_dir(&dir).unwrap();
+    for (name, text) in files {
+        fs::write(dir.join(name), text).unwrap();
+        fs::remove_file(dir.with_extension("old").join(name)).unwrap();
+    }
+    assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), None);
 }
 
 #[tokio::test]

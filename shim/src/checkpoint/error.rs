@@ -130,6 +130,18 @@ pub(crate) enum CheckpointError {
         phase: super::transaction::Phase,
         cause: EffectError,
     },
+    /// It was begun, and the container has ended meanwhile: there is nothing to undo.
+    #[error(
+        "FIRN-ENDED: container {container} ended during its checkpoint: cannot {phase}: {}. hint: {}",
+        Chain(cause),
+        ended_hint(image)
+    )]
+    Ended {
+        container: String,
+        phase: super::transaction::Phase,
+        cause: EffectError,
+        image: Option<PathBuf>,
+    },
     /// It could not be undone.
     #[error(
         "FIRN-GPU-LOST: the GPU state of container {container} cannot be given back, it is left frozen: cannot {phase}: {}; \
@@ -171,6 +183,13 @@ pub(crate) enum CheckpointError {
     Cgroup(#[from] CgroupError),
 }
 
+fn ended_hint(image: &Option<PathBuf>) -> String {
+    match image {
+        Some(image) => format!("the dump in {} is complete and can be restored", image.display()),
+        None => "restore an earlier checkpoint, or start it anew".to_owned(),
+    }
+}
+
 fn lost_hint(image: &Option<PathBuf>) -> String {
     match image {
         Some(image) => format!(
@@ -197,10 +216,17 @@ impl CheckpointError {
         container: &str,
         failure: Failure<EffectError>,
         image: Option<PathBuf>,
+        is_alive: bool,
     ) -> Self {
         let container = container.to_owned();
         let Failure { phase, source, lost } = failure;
         match (phase, lost) {
+            _ if !is_alive => Self::Ended {
+                container,
+                phase,
+                cause: source,
+                image,
+            },
             (super::transaction::Phase::Inspect, unfrozen) => {
                 if let Some(error) = unfrozen {
                     log::error!("cannot freeze {container} again: {}", Chain(&error));
@@ -231,7 +257,7 @@ impl CheckpointError {
             Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => {
                 Code::FAILED_PRECONDITION
             }
-            Self::Undone { .. } => Code::ABORTED,
+            Self::Undone { .. } | Self::Ended { .. } => Code::ABORTED,
             Self::Lost { .. } => Code::DATA_LOSS,
             Self::NotEnded { .. } => Code::INTERNAL,
             Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => Code::UNKNOWN,

@@ -14,9 +14,11 @@ use super::error::{EffectError, EndError};
 use super::transaction::Effects;
 use super::{Request, dump};
 use crate::account::Account;
+use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::hold::{Hold, threads};
+use crate::logger::Chain;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::worker::{CudaProcess, Gpu, GpuError};
@@ -78,6 +80,21 @@ impl<'a> Live<'a> {
     /// Whether the image is complete.
     pub(super) fn complete(&self) -> bool {
         self.complete
+    }
+
+    /// What is held still, after a failure that could not be undone.
+    pub(super) fn take_held(&mut self) -> Option<Hold> {
+        self.held.take()
+    }
+
+    /// Turns the freezer off for a container that has ended: the runtime would take a frozen one for paused and not delete
+    /// it, and a client that has paused it cannot resume it any more.
+    pub(super) async fn leave_thawed(&mut self) {
+        if let Err(error) = self.thaw().await
+            && !matches!(&error, EffectError::Cgroup(error) if error.is_absent())
+        {
+            log::warn!("cannot thaw {}: {}", self.container.id, Chain(&error));
+        }
     }
 
     /// Ends the worker.
@@ -146,7 +163,7 @@ impl<'a> Live<'a> {
     }
 
     /// Refusals by what the CUDA processes are and do.
-    fn refuse_by_process(&self, all: &[i32], cuda: &[CudaProcess]) -> Result<(), EffectError> {
+    async fn refuse_by_process(&self, all: &[i32], cuda: &[CudaProcess]) -> Result<(), EffectError> {
         let tree = procfs::tree(self.container.init.pid(), all);
         for &CudaProcess { pid, .. } in cuda {
             if !tree.contains(&pid) {
@@ -157,10 +174,9 @@ impl<'a> Live<'a> {
             }
         }
         let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
-        refuse_by_signs(
-            firn_gpu::preflight::inspect(Path::new("/proc"), &pids)?,
-            pids.len(),
-        )
+        let processes = pids.len();
+        let findings = blocking(move || firn_gpu::preflight::inspect(Path::new("/proc"), &pids)).await?;
+        refuse_by_signs(findings, processes)
     }
 
     fn plugins(&self) -> PathBuf {
@@ -183,18 +199,22 @@ impl<'a> Live<'a> {
             .collect()
     }
 
-    fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
+    async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
-        let manifest = Manifest {
-            dump: self.request.flags.clone(),
-            driver: Some(source.driver),
-            gpus: source.gpus,
-            processes,
-            mounts: source.mounts,
-            versions: source.versions,
-            images: manifest::describe_images(&self.request.image)?,
-        };
-        Ok(manifest.write(&self.request.image)?)
+        let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
+        blocking(move || {
+            let manifest = Manifest {
+                dump,
+                driver: Some(source.driver),
+                gpus: source.gpus,
+                processes,
+                mounts: source.mounts,
+                versions: source.versions,
+                images: manifest::describe_images(&image)?,
+            };
+            Ok(manifest.write(&image)?)
+        })
+        .await
     }
 }
 
@@ -256,7 +276,7 @@ impl Effects for Live<'_> {
             .gpu
             .discover(pids.clone(), self.config.deadlines.discover)
             .await?;
-        self.refuse_by_process(&pids, &cuda)?;
+        self.refuse_by_process(&pids, &cuda).await?;
         self.account.mark(if first { "inspect" } else { "inspect-again" });
         Ok(cuda)
     }
@@ -343,8 +363,8 @@ impl Effects for Live<'_> {
         )
         .await?;
         self.account.mark("dump");
-        if let Err(error) = self.write_manifest(described) {
-            image.clear();
+        if let Err(error) = self.write_manifest(described).await {
+            blocking(move || image.clear()).await;
             return Err(error);
         }
         self.account.mark("manifest");

@@ -10,6 +10,7 @@ mod image;
 mod live;
 mod transaction;
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,14 +24,19 @@ use error::DumpError;
 pub(crate) use image::error_lines;
 
 use crate::account::Account;
+use crate::blocking::blocking;
 use crate::cgroup::FreezerState;
 use crate::container::Container;
+use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::{Brand, Checkpoint, RuncError};
 use crate::worker::Gpu;
 use image::ImageDir;
 use live::Live;
 use transaction::Begun;
+
+/// CRIU's log in its work directory.
+const LOG: &str = "dump.log";
 
 /// Where a failed dump's log is kept, as the stock shim does.
 pub(crate) const KEPT_LOG: &str = "criu-dump.log";
@@ -95,8 +101,7 @@ pub(crate) async fn run(
 }
 
 async fn plain(container: &Container, request: &Request) -> Result<(), CheckpointError> {
-    let work = WorkDir::new(container, request);
-    work.make();
+    let work = WorkDir::new(container, request).await;
     let dumped = container
         .runc
         .checkpoint(request.call(&work.path, !request.exit, None, None))
@@ -107,12 +112,12 @@ async fn plain(container: &Container, request: &Request) -> Result<(), Checkpoin
         Err(_) if container.runc.brand().await == Brand::Youki => {
             Err(CheckpointError::by_runtime(container, Brand::Youki))
         }
-        Err(source) => Err(CheckpointError::Plain {
-            cause: source,
-            log: work.keep_log(container),
-        }),
+        Err(cause) => {
+            let log = work.keep_log(container).await;
+            Err(CheckpointError::Plain { cause, log })
+        }
     };
-    work.remove();
+    work.remove().await;
     result
 }
 
@@ -136,9 +141,16 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     } else {
         Ok(())
     };
+    let is_alive = procfs::is_alive(container.init.pid());
+    if let Err(transaction::Failure { lost: Some(_), .. }) = &result {
+        container.keep_held(live.take_held());
+    }
+    if result.is_err() && !is_alive {
+        live.leave_thawed().await;
+    }
     live.end().await;
     account.end(&container.bundle, result.is_ok() && ended.is_ok());
-    result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image))?;
+    result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image, is_alive))?;
     ended.map_err(|cause| CheckpointError::NotEnded {
         container: container.id.clone(),
         image: request.image.clone(),
@@ -168,7 +180,25 @@ struct WorkDir {
 }
 
 impl WorkDir {
-    fn new(container: &Container, request: &Request) -> Self {
+    /// Made, as crun does not, and without the log of an earlier dump, whose errors are not this one's.
+    async fn new(container: &Container, request: &Request) -> Self {
+        let work = Self::choose(container, request);
+        let path = work.path.clone();
+        blocking(move || {
+            if let Err(error) = std::fs::create_dir_all(&path) {
+                log::warn!("cannot make {}: {error}", path.display());
+            }
+            if let Err(error) = std::fs::remove_file(path.join(LOG))
+                && error.kind() != ErrorKind::NotFound
+            {
+                log::warn!("cannot remove the log of an earlier dump: {error}");
+            }
+        })
+        .await;
+        work
+    }
+
+    fn choose(container: &Container, request: &Request) -> Self {
         match &request.work {
             Some(path) => Self {
                 path: path.clone(),
@@ -181,31 +211,33 @@ impl WorkDir {
         }
     }
 
-    /// Makes it: runc would do that itself, crun does not.
-    fn make(&self) {
-        if let Err(error) = std::fs::create_dir_all(&self.path) {
-            log::warn!("cannot make {}: {error}", self.path.display());
-        }
-    }
-
     /// Copies the dump log to where users look for it.
-    fn keep_log(&self, container: &Container) -> PathBuf {
-        let kept = container.bundle.join(KEPT_LOG);
-        if let Err(error) = std::fs::copy(self.path.join("dump.log"), &kept) {
-            log::warn!("cannot keep CRIU's log: {error}");
-            // That of an earlier failure must not be taken for this one's.
-            let _ = std::fs::remove_file(&kept);
-        }
-        kept
+    async fn keep_log(&self, container: &Container) -> PathBuf {
+        let (log, kept) = (self.path.join(LOG), container.bundle.join(KEPT_LOG));
+        blocking(move || {
+            if let Err(error) = std::fs::copy(log, &kept) {
+                log::warn!("cannot keep CRIU's log: {error}");
+                // That of an earlier failure must not be taken for this one's.
+                let _ = std::fs::remove_file(&kept);
+            }
+            kept
+        })
+        .await
     }
 
-    fn remove(&self) {
-        if self.ours
-            && let Err(error) = std::fs::remove_dir_all(&self.path)
-            && error.kind() != std::io::ErrorKind::NotFound
-        {
-            log::warn!("cannot remove {}: {error}", self.path.display());
+    async fn remove(self) {
+        let Self { path, ours } = self;
+        if !ours {
+            return;
         }
+        blocking(move || {
+            if let Err(error) = std::fs::remove_dir_all(&path)
+                && error.kind() != ErrorKind::NotFound
+            {
+                log::warn!("cannot remove {}: {error}", path.display());
+            }
+        })
+        .await;
     }
 }
 
@@ -217,31 +249,33 @@ async fn dump(
     plugins: &Path,
     deadline: Duration,
 ) -> Result<ImageDir, DumpError> {
-    let image = ImageDir::open(&request.image)?;
-    let work = WorkDir::new(container, request);
+    let path = request.image.clone();
+    let image = blocking(move || ImageDir::open(&path)).await?;
+    let work = WorkDir::new(container, request).await;
     let dumped = container
         .runc
         .checkpoint(request.call(&work.path, true, Some(plugins), Some(deadline)))
         .await;
     let result = match dumped {
         Ok(()) => image.check_complete(),
-        Err(source) => Err(failed(container, &work, source)),
+        Err(source) => Err(failed(container, &work, source).await),
     };
-    work.remove();
+    work.remove().await;
     match result {
         Ok(()) => Ok(image),
         Err(error) => {
-            image.clear();
+            blocking(move || image.clear()).await;
             Err(error)
         }
     }
 }
 
-fn failed(container: &Container, work: &WorkDir, source: RuncError) -> DumpError {
-    let log = work.keep_log(container);
+async fn failed(container: &Container, work: &WorkDir, source: RuncError) -> DumpError {
+    let log = work.keep_log(container).await;
+    let read = log.clone();
     DumpError::Failed {
         cause: source,
-        lines: image::error_lines(&log),
+        lines: blocking(move || error_lines(&read)).await,
         log,
     }
 }

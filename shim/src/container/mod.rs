@@ -20,6 +20,7 @@ pub(crate) use exits::{Exits, Owner};
 pub(crate) use process::{Process, StdioPaths};
 
 use crate::cgroup::{Cgroup, CgroupError, OomWatch};
+use crate::hold::Hold;
 use crate::options::RuncOptions;
 use crate::reaper::Exit;
 use crate::restore;
@@ -40,6 +41,8 @@ pub(crate) struct Container {
     pub operation: tokio::sync::RwLock<()>,
     /// What Start has to bring back; absent in a container that was not made from a checkpoint.
     checkpoint: Mutex<Option<restore::Prepared>>,
+    /// Threads that must not run again because their GPU state was lost.
+    held: Mutex<Option<Hold>>,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
     /// Tells when memory runs out; set once there are processes and the host accounts memory.
@@ -106,6 +109,7 @@ impl Container {
             private_pids: facts.private_pids,
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
+            held: Mutex::new(None),
             status: Mutex::new(Status {
                 state,
                 execs: BTreeMap::new(),
@@ -189,6 +193,11 @@ impl Container {
     /// Puts it back after a restore that failed: it may be tried again.
     pub(crate) fn put_checkpoint(&self, prepared: restore::Prepared) {
         *self.checkpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(prepared);
+    }
+
+    /// Holds these threads for as long as the container is known.
+    pub(crate) fn keep_held(&self, hold: Option<Hold>) {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = hold;
     }
 
     /// Puts an exec under its id; whether the id was free.

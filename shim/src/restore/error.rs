@@ -10,7 +10,7 @@ use ttrpc::Code;
 use crate::cgroup::CgroupError;
 use crate::hold::HoldError;
 use crate::logger::Chain;
-use crate::runc::RuncError;
+use crate::runc::{PidFileError, RuncError};
 use crate::worker::GpuError;
 
 /// The cause of a refusal.
@@ -59,10 +59,8 @@ pub(crate) enum Cause {
         lines: Vec<String>,
         log: PathBuf,
     },
-    #[error("cannot read the pid file")]
-    PidFile(#[source] std::io::Error),
-    #[error("the pid file holds no pid")]
-    Pid,
+    #[error(transparent)]
+    PidFile(#[from] PidFileError),
     #[error("the restored container has no process {pid} with a thread {tid}, which the manifest names")]
     ProcessMissing { pid: i32, tid: i32 },
     #[error("CUDA process {pid} of the restored container is not in the manifest")]
@@ -168,7 +166,7 @@ impl Cause {
     fn code(&self) -> &'static str {
         match self {
             Self::Criu(error) => error.code(),
-            Self::Runtime { .. } | Self::PidFile(_) | Self::Pid | Self::Continue { .. } => "FIRN-RESTORE",
+            Self::Runtime { .. } | Self::PidFile(_) | Self::Continue { .. } => "FIRN-RESTORE",
             Self::CgroupBusy => "FIRN-CGROUP-BUSY",
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
             Self::Cgroup(_) => "FIRN-FREEZER",
@@ -192,7 +190,7 @@ impl Cause {
             Self::Runtime { .. } => {
                 "the log names what CRIU could not restore; the checkpoint can be used again"
             }
-            Self::PidFile(_) | Self::Pid | Self::Continue { .. } | Self::Cgroup(_) => {
+            Self::PidFile(_) | Self::Continue { .. } | Self::Cgroup(_) => {
                 "try again; the checkpoint can be used again"
             }
             Self::CgroupBusy => "stop the container that is in it, or restore under another id",

@@ -16,6 +16,7 @@ mod abandon;
 mod error;
 mod prepare;
 mod run;
+mod stopped;
 
 pub(crate) use abandon::abandon;
 pub(crate) use error::RestoreError;

@@ -10,6 +10,7 @@ use firn_oci::{Decision, Spec, edit, mounts};
 
 use super::RestoreError;
 use super::error::Refusal;
+use crate::blocking::blocking;
 use crate::cgroup::{Cgroup, CgroupError};
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
@@ -52,7 +53,8 @@ pub(crate) async fn prepare(
         image: image.to_owned(),
         cause: source,
     };
-    let manifest = Manifest::read_for(&spec, image).map_err(|error| refused(error.into()))?;
+    let (read, of) = (image.to_owned(), spec.clone());
+    let manifest = blocking(move || read_image(&of, &read)).await.map_err(refused)?;
     let Some(manifest) = manifest else {
         // Another shim's image of a container without GPU.
         return Ok(Prepared {
@@ -61,9 +63,6 @@ pub(crate) async fn prepare(
             gpu: None,
         });
     };
-    manifest
-        .verify_images(image)
-        .map_err(|error| refused(error.into()))?;
     let gpu = match !manifest.gpus.is_empty() {
         true => Some(
             gpu_part(id, options, bundle, spec, &manifest, runc, reaper)
@@ -77,6 +76,15 @@ pub(crate) async fn prepare(
         flags: manifest.dump,
         gpu,
     })
+}
+
+/// The manifest, when there is one, of an image that is as it was made.
+fn read_image(spec: &Spec, image: &Path) -> Result<Option<Manifest>, Refusal> {
+    let manifest = Manifest::read_for(spec, image)?;
+    if let Some(manifest) = &manifest {
+        manifest.verify_images(image)?;
+    }
+    Ok(manifest)
 }
 
 async fn gpu_part(

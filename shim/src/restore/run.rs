@@ -14,14 +14,16 @@ use super::RestoreError;
 use super::abandon::{abandon, work_dir};
 use super::error::{Cause, Refusal};
 use super::prepare::{GpuPart, Prepared, in_use};
+use super::stopped::was_stopped;
 use crate::account::Account;
+use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::checkpoint::error_lines;
 use crate::container::Container;
 use crate::hold::RunOnly;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::{Brand, Restore, RuncError};
+use crate::runc::{Brand, Restore, RuncError, read_pid};
 use crate::worker::Gpu;
 
 /// Restores `container`; `stdio` gives the runtime the container's stdio. Returns the pid of its init.
@@ -49,45 +51,50 @@ pub(crate) async fn run(
         plugins: gpu.map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins)),
         deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
     };
+    let log = work.join("restore.log");
+    forget_log(&log).await;
     let Some(gpu) = gpu else {
-        return match container.runc.restore(restore, stdio).await {
-            Ok(()) => read_pid(pid_file).map_err(|cause| failed(prepared, cause)),
-            Err(_) if container.runc.brand().await == Brand::Youki => Err(RestoreError::Refused {
-                image: prepared.image.clone(),
-                cause: Refusal::Runtime {
-                    runtime: Brand::Youki.name(),
-                },
-            }),
-            Err(source) => {
-                let log = work.join("restore.log");
-                Err(RestoreError::Plain {
-                    error: source,
-                    lines: error_lines(&log),
-                    log,
-                })
-            }
-        };
+        return plain(container, prepared, restore, log, stdio).await;
     };
     // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
     free_cgroup(container).map_err(|cause| failed(prepared, cause))?;
     let mut account = Account::begin("restore", &container.id);
-    let restored = restore_gpu(
-        container,
-        gpu,
-        restore,
-        pid_file,
-        &work,
-        reaper,
-        &mut account,
-        stdio,
-    )
-    .await;
+    let restored = restore_gpu(container, gpu, restore, log, reaper, &mut account, stdio).await;
     account.end(&container.bundle, restored.is_ok());
     match restored {
         Ok(pid) => Ok(pid),
         Err(cause) => {
             abandon(container).await;
             Err(failed(prepared, cause))
+        }
+    }
+}
+
+/// As the stock shim does it, but for a CRIU that dies under the runtime.
+async fn plain(
+    container: &Container,
+    prepared: &Prepared,
+    restore: Restore<'_>,
+    log: PathBuf,
+    stdio: impl FnOnce(&mut Command) + Send,
+) -> Result<i32, RestoreError> {
+    let pid_file = restore.pid_file;
+    let was_free = free_cgroup(container).is_ok();
+    match container.runc.restore(restore, stdio).await {
+        Ok(()) => read_pid(pid_file).map_err(|cause| failed(prepared, cause.into())),
+        Err(_) if container.runc.brand().await == Brand::Youki => Err(RestoreError::Refused {
+            image: prepared.image.clone(),
+            cause: Refusal::Runtime {
+                runtime: Brand::Youki.name(),
+            },
+        }),
+        Err(error) => {
+            let lines = last_errors(&log).await;
+            // The runtime had no chance to clean up.
+            if matches!(error, RuncError::CriuDied { .. }) && was_free {
+                abandon(container).await;
+            }
+            Err(RestoreError::Plain { error, lines, log })
         }
     }
 }
@@ -108,33 +115,29 @@ fn failed(prepared: &Prepared, cause: Cause) -> RestoreError {
     }
 }
 
-#[expect(
-    clippy::too_many_arguments,
-    reason = "one caller, which has just taken them apart"
-)]
 async fn restore_gpu(
     container: &Container,
     gpu: &GpuPart,
     restore: Restore<'_>,
-    pid_file: &Path,
-    work: &Path,
+    log: PathBuf,
     reaper: &Reaper,
     account: &mut Account,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, Cause> {
     gpu.criu.write(Operation::Restore)?;
     // The worker starts up while CRIU works.
+    let (image, pid_file) = (restore.image.to_owned(), restore.pid_file);
     let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone());
     driver.warm_up()?;
-    container
-        .runc
-        .restore(restore, stdio)
-        .await
-        .map_err(|source| runtime(source, work))?;
+    if let Err(error) = container.runc.restore(restore, stdio).await {
+        let lines = last_errors(&log).await;
+        return Err(Cause::Runtime { error, lines, log });
+    }
     account.mark("criu-restore");
     let pid = read_pid(pid_file)?;
     let pids = Cgroup::of_pid(pid)?.pids()?;
-    let repaired = devnodes::repair(pid, &Spec::load(&container.bundle)?)?;
+    let spec = Spec::load(&container.bundle)?;
+    let repaired = blocking(move || devnodes::repair(pid, &spec)).await?;
     log::debug!("device nodes repaired: {repaired:?}");
     account.mark("dev-repair");
 
@@ -153,7 +156,10 @@ async fn restore_gpu(
     given_back?;
     // For the next dump of this container, which must not leave its tasks stopped. Before anything runs: it may fail.
     gpu.criu.write(Operation::Dump)?;
-    for pid in pids {
+    let stopped =
+        move |pid: &i32| procfs::inner_pid(&pid.to_string()).is_some_and(|inner| was_stopped(&image, inner));
+    let running = blocking(move || pids.into_iter().filter(|pid| !stopped(pid)).collect::<Vec<_>>()).await;
+    for pid in running {
         match kill(Pid::from_raw(pid), Signal::SIGCONT) {
             Ok(()) | Err(Errno::ESRCH) => {}
             Err(source) => return Err(Cause::Continue { pid, source }),
@@ -196,18 +202,20 @@ fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>),
     Ok((cuda, tids))
 }
 
-fn runtime(source: RuncError, work: &Path) -> Cause {
-    let log = work.join("restore.log");
-    Cause::Runtime {
-        error: source,
-        lines: error_lines(&log),
-        log,
-    }
+/// Removes the log of an earlier restore, whose errors are not this one's.
+async fn forget_log(log: &Path) {
+    let log = log.to_owned();
+    blocking(move || {
+        if let Err(error) = std::fs::remove_file(&log)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            log::warn!("cannot remove {}: {error}", log.display());
+        }
+    })
+    .await;
 }
 
-fn read_pid(path: &Path) -> Result<i32, Cause> {
-    let text = std::fs::read_to_string(path).map_err(Cause::PidFile)?;
-    let pid = text.trim().parse().ok();
-    // 0 and less would be groups of processes to kill(2).
-    pid.filter(|pid| *pid > 0).ok_or(Cause::Pid)
+async fn last_errors(log: &Path) -> Vec<String> {
+    let log = log.to_owned();
+    blocking(move || error_lines(&log)).await
 }

@@ -2,10 +2,9 @@
 
 use firn_gpu::protocol::Reply;
 
-use super::{RuncError, last_error};
+use super::{RuncError, last_error, read_pid};
 use crate::checkpoint::error_lines;
 use crate::fuzz::file;
-use crate::task::read_pid;
 
 /// The runtime's log, CRIU's log, a pid file, a line of the driver worker.
 pub fn runtime_output(bytes: &[u8]) {

@@ -10,6 +10,7 @@ mod criu;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod verbs;
+mod watchdog;
 
 use std::fmt;
 use std::fs::File;
@@ -68,6 +69,9 @@ pub(crate) enum RuncError {
         /// Its exit status and all that it printed.
         said: String,
     },
+    /// CRIU has died and the runtime has not noticed; it was ended.
+    #[error("CRIU died during {verb}")]
+    CriuDied { verb: &'static str },
     /// What the runtime printed is not what its interface promises.
     #[error("cannot read the output of {verb}: {detail}")]
     Output { verb: &'static str, detail: String },
@@ -227,26 +231,24 @@ impl Runc {
                 },
             )
         })?;
-        let exit = match deadline {
-            None => Some(child.wait().await),
-            Some(limit) => tokio::time::timeout(limit, child.wait()).await.ok(),
-        };
-        if let Some(exit) = exit
-            && exit.code == 0
-        {
-            return Ok(());
-        }
-        end_group(child.pid()).await;
-        let Some(exit) = exit else {
-            let limit = deadline.unwrap_or_default();
-            return Err(self.spawn_error(
+        let exit = tokio::select! {
+            exit = child.wait() => Ok(exit),
+            limit = passed(deadline) => Err(self.spawn_error(
                 verb,
                 OutputError::TimedOut {
                     program: program(),
                     limit,
                 },
-            ));
+            )),
+            () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),
         };
+        if let Ok(exit) = &exit
+            && exit.code == 0
+        {
+            return Ok(());
+        }
+        end_group(child.pid()).await;
+        let exit = exit?;
         let stderr = said.map(read_from_start).unwrap_or_default();
         let message = match String::from_utf8_lossy(&stderr).lines().next() {
             Some(line) => self.said(exit.code, line),
@@ -302,6 +304,17 @@ impl Runc {
     }
 }
 
+/// Ends when a deadline has passed, which is given back; never without one.
+async fn passed(deadline: Option<Duration>) -> Duration {
+    match deadline {
+        None => std::future::pending().await,
+        Some(limit) => {
+            tokio::time::sleep(limit).await;
+            limit
+        }
+    }
+}
+
 /// Kills a process group and waits until it is empty.
 async fn end_group(leader: i32) {
     let group = Pid::from_raw(leader);
@@ -324,6 +337,25 @@ fn read_from_start(mut file: File) -> Vec<u8> {
         log::debug!("cannot read what the runtime said: {error}");
     }
     text
+}
+
+/// A pid file without a pid.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PidFileError {
+    #[error("cannot read the pid file")]
+    Read(#[source] std::io::Error),
+    #[error("no pid in {}", path.display())]
+    Pid { path: PathBuf },
+}
+
+/// The pid that the runtime wrote to its pid file.
+pub(crate) fn read_pid(path: &Path) -> Result<i32, PidFileError> {
+    let text = std::fs::read_to_string(path).map_err(PidFileError::Read)?;
+    let pid = text.trim().parse().ok();
+    // 0 and less would be groups of processes to kill(2).
+    pid.filter(|pid| *pid > 0).ok_or_else(|| PidFileError::Pid {
+        path: path.to_owned(),
+    })
 }
 
 #[derive(Deserialize)]

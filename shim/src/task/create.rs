@@ -29,6 +29,14 @@ pub(super) async fn create(
 ) -> Result<CreateTaskResponse, TaskError> {
     reserve(service, &request.id)?;
     match build(service, &request).await {
+        Ok(container) if service.is_abandoned(&request.id) => {
+            discard(&container).await;
+            if !request.rootfs.is_empty() {
+                unmount(&container.bundle.join("rootfs")).await;
+            }
+            service.containers().remove(&request.id);
+            Err(TaskError::NoContainer { id: request.id })
+        }
         Ok(container) => {
             service.publisher.publish(&event(&request, container.init.pid()));
             service
@@ -76,17 +84,16 @@ async fn build(service: &Arc<Service>, request: &CreateTaskRequest) -> Result<Ar
         mounts::mount_all(&request.rootfs, &rootfs, &service.reaper).await?;
     }
     let built = build_mounted(service, request, &bundle, options).await;
-    if built.is_err()
-        && !request.rootfs.is_empty()
-        && let Err(error) = mounts::unmount_recursive(&rootfs).await
-    {
-        log::warn!(
-            "cannot unmount {}: {}",
-            rootfs.display(),
-            crate::logger::Chain(&error)
-        );
+    if built.is_err() && !request.rootfs.is_empty() {
+        unmount(&rootfs).await;
     }
     built
+}
+
+async fn unmount(rootfs: &Path) {
+    if let Err(error) = mounts::unmount_recursive(rootfs).await {
+        log::warn!("cannot unmount {}: {}", rootfs.display(), Chain(&error));
+    }
 }
 
 async fn build_mounted(
@@ -178,7 +185,7 @@ async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Resul
     }
     let settled = async {
         container.init.set_copier(stdio.start().await?);
-        let pid = read_pid(&pid_file)?;
+        let pid = runc::read_pid(&pid_file)?;
         container.init.set_pid(pid);
         Ok::<i32, TaskError>(pid)
     };
@@ -226,19 +233,6 @@ pub(super) async fn open_stdio(
         gid: container.options.io_gid,
     };
     Ok(config.prepare(owner, &service.reaper).await?)
-}
-
-/// The pid that the runtime wrote to its pid file.
-pub(crate) fn read_pid(path: &Path) -> Result<i32, TaskError> {
-    let text = std::fs::read_to_string(path).map_err(|source| TaskError::File {
-        what: "read the pid file",
-        source,
-    })?;
-    let pid = text.trim().parse().ok();
-    // 0 and less would be groups of processes to kill(2).
-    pid.filter(|pid| *pid > 0).ok_or_else(|| TaskError::PidFile {
-        path: path.to_owned(),
-    })
 }
 
 fn event(request: &CreateTaskRequest, pid: i32) -> TaskCreate {

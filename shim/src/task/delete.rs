@@ -25,6 +25,10 @@ pub(super) async fn delete(
     service: &Arc<Service>,
     request: DeleteRequest,
 ) -> Result<DeleteResponse, TaskError> {
+    if request.exec_id.is_empty() {
+        // containerd does not tell that its client has gone in the middle of a Create: it deletes and shuts down.
+        service.abandon(&request.id);
+    }
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
     if request.exec_id.is_empty() {
@@ -113,7 +117,7 @@ async fn drain(process: &Process) {
 
 /// Ends the shim once it has no containers.
 pub(super) async fn shutdown(service: &Arc<Service>, _: ShutdownRequest) -> Result<Empty, TaskError> {
-    if service.containers().is_empty() {
+    if !service.is_used() {
         service.shutdown.trigger();
     }
     Ok(Empty::default())

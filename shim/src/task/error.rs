@@ -10,7 +10,7 @@ use crate::container::{Action, ExecRefused, InitState, NotAllowed};
 use crate::logger::Chain;
 use crate::options;
 use crate::restore::RestoreError;
-use crate::runc::{RuncError, Said};
+use crate::runc::{PidFileError, RuncError, Said};
 use crate::{cgroup, mounts, stdio};
 
 /// A request that failed.
@@ -79,8 +79,8 @@ pub(crate) enum TaskError {
         #[source]
         source: std::io::Error,
     },
-    #[error("no pid in {}", path.display())]
-    PidFile { path: std::path::PathBuf },
+    #[error(transparent)]
+    PidFile(#[from] PidFileError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
@@ -135,7 +135,7 @@ impl TaskError {
             | Self::Stdio(_)
             | Self::Cgroup(_)
             | Self::File { .. }
-            | Self::PidFile { .. } => Code::UNKNOWN,
+            | Self::PidFile(_) => Code::UNKNOWN,
         }
     }
 }

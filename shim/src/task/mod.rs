@@ -29,8 +29,6 @@ use containerd_shim_protos::api::{
 use containerd_shim_protos::shim_async::Task;
 use ttrpc::r#async::TtrpcContext;
 
-#[cfg(any(test, fuzzing))]
-pub(crate) use create::read_pid;
 pub(crate) use error::TaskError;
 
 use crate::container::{Container, Exits};
@@ -56,6 +54,8 @@ pub(crate) struct Service {
 enum Slot {
     /// Create is under way; the id is taken.
     Reserved,
+    /// As before, but the client has asked to delete it: nobody waits for it any more.
+    Abandoned,
     Ready(Arc<Container>),
 }
 
@@ -77,8 +77,27 @@ impl Service {
     fn container(&self, id: &str) -> Result<Arc<Container>, TaskError> {
         match self.containers().get(id) {
             Some(Slot::Ready(container)) => Ok(container.clone()),
-            Some(Slot::Reserved) | None => Err(TaskError::NoContainer { id: id.to_owned() }),
+            Some(Slot::Reserved | Slot::Abandoned) | None => {
+                Err(TaskError::NoContainer { id: id.to_owned() })
+            }
         }
+    }
+
+    /// Notes that a container which is being made is not wanted any more.
+    fn abandon(&self, id: &str) {
+        if let Some(slot @ Slot::Reserved) = self.containers().get_mut(id) {
+            *slot = Slot::Abandoned;
+        }
+    }
+
+    fn is_abandoned(&self, id: &str) -> bool {
+        matches!(self.containers().get(id), Some(Slot::Abandoned))
+    }
+
+    /// Whether there is a container, or one being made, that somebody wants.
+    fn is_used(&self) -> bool {
+        let containers = self.containers();
+        containers.values().any(|slot| !matches!(slot, Slot::Abandoned))
     }
 
     fn containers(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use containerd_shim_protos::api::{StartRequest, StartResponse};
 use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 
-use super::create::{INIT_PID, open_stdio, read_pid};
+use super::create::{INIT_PID, open_stdio};
 use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit};
 use crate::container::{Action, Container, InitState, Owner, Process};
 use crate::logger::Chain;
 use crate::restore;
-use crate::runc::Exec;
+use crate::runc::{Exec, read_pid};
 
 pub(super) async fn start(service: &Arc<Service>, request: StartRequest) -> Result<StartResponse, TaskError> {
     let container = service.container(&request.id)?;
