@@ -81,6 +81,11 @@ impl<'h> Container<'h> {
         Ok(Self::new(host, id))
     }
 
+    /// A container that another client has made, or makes.
+    pub fn known(host: &'h GpuHost, id: &str) -> Self {
+        Self::new(host, id)
+    }
+
     fn new(host: &'h GpuHost, id: &str) -> Self {
         Self {
             host,
