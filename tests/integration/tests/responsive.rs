@@ -471,3 +471,8 @@ fn nobody_waits(cgroup: Cgroup, name: &str) -> Result<()> {
 fn nobody_waits_for_others_on_forky() -> Result<()> {
     nobody_waits(Cgroup::Auto, "rs-f")
 }
+
+#[test]
+fn nobody_waits_for_others_on_forky_with_cgroup_v2() -> Result<()> {
+    nobody_waits(Cgroup::V2, "rs-f2")
+}
