@@ -6,6 +6,7 @@ use std::os::fd::{AsFd as _, AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -156,7 +157,7 @@ fn watch_v2(dir: &Path) -> io::Result<Source> {
     // Order matters: a kill between the two calls is counted here and seen as a change that adds nothing.
     let kills = AtomicU64::new(count_kills(dir)?);
     Ok(Source::V2 {
-        changes: watched(Changes(inotify))?,
+        changes: watched(Changes(Some(inotify)))?,
         cgroup: Incarnation::of(dir)?,
         kills,
     })
@@ -184,9 +185,9 @@ async fn v2_event(
         return Ok(false);
     }
     let mut ready = changes.readable().await?;
-    match ready.try_io(|changes| Ok(changes.get_ref().0.read_events()?)) {
+    match ready.try_io(|changes| changes.get_ref().read()) {
         Err(_not_ready) => Ok(false),
-        Ok(drained) => drained.map(|_| false),
+        Ok(drained) => drained.map(|()| false),
     }
 }
 
@@ -200,13 +201,33 @@ fn count_kills(dir: &Path) -> io::Result<u64> {
     Ok(events.map_or(0, |events| events.get("oom_kill")))
 }
 
-/// An inotify instance as the reactor wants it.
+/// An inotify instance as the reactor wants it. Present until it is dropped.
+///
+/// The kernel takes some 10 ms to close one, which nothing else of the shim must wait for.
 #[derive(Debug)]
-struct Changes(Inotify);
+struct Changes(Option<Inotify>);
+
+impl Changes {
+    /// Takes what has happened.
+    fn read(&self) -> io::Result<()> {
+        match &self.0 {
+            Some(inotify) => Ok(inotify.read_events().map(drop)?),
+            None => Ok(()),
+        }
+    }
+}
 
 impl AsRawFd for Changes {
     fn as_raw_fd(&self) -> RawFd {
-        self.0.as_fd().as_raw_fd()
+        self.0.as_ref().map_or(-1, |inotify| inotify.as_fd().as_raw_fd())
+    }
+}
+
+impl Drop for Changes {
+    fn drop(&mut self) {
+        let inotify = self.0.take();
+        // Without a thread it is closed here, late and not never.
+        let _detached = thread::Builder::new().spawn(move || drop(inotify));
     }
 }
 

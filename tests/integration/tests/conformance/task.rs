@@ -1,5 +1,7 @@
 //! 1.4: the task service, but for its states, execs, and how containers are made and deleted.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use containerd_shim_protos::api::{
     ConnectRequest, ConnectResponse, Empty, ShutdownRequest, StateRequest, StateResponse, WaitRequest,
@@ -181,6 +183,10 @@ fn term_all(place: &Place<'_>, edit: impl FnOnce(&mut Value)) -> Result<String> 
     let mut seen = vec![format!("kill of exec {}", raw.kill("r", "x", 0, true))];
     // runc has an opinion of its own on what "all" is; a process that it does reach ends by this signal.
     seen.push(format!("kill of all {}", raw.kill("r", "", 15, true)));
+    // If it reaches the exec, that has to end by it before the next signal comes.
+    let _not_reached = wait_for("the end of the exec", Duration::from_secs(1), || {
+        Ok(raw.state("r", "x").contains("STOPPED").then_some(()))
+    });
     seen.push(raw.state("r", ""));
     seen.push(format!("kill {}", raw.kill("r", "", 9, true)));
     seen.push(format!("exec {}", raw.waited(wait)));
