@@ -26,6 +26,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// A connection to the shim of a container.
 pub struct Task {
     client: Client,
+    address: String,
     service: &'static str,
     id: String,
     // Last, so that the client's own tasks end before it.
@@ -73,6 +74,7 @@ impl Task {
             .with_context(|| format!("connect to {address}"))?;
         Ok(Self {
             client,
+            address,
             service: SERVICES[usize::from(version == 3)],
             id: id.to_owned(),
             runtime,
@@ -111,7 +113,9 @@ impl Task {
         limit: Duration,
     ) -> ttrpc::Result<Pending<Answer>> {
         let call = call(self.service, method, request, limit)?;
-        Ok(Pending(self.runtime.spawn(answer(self.client.clone(), call))))
+        // A connection of its own: two threads that send on one may send in another order than they have numbered.
+        let client = self.runtime.block_on(Client::connect(&self.address))?;
+        Ok(Pending(self.runtime.spawn(answer(client, call))))
     }
 
     /// Waits for an answer.

@@ -85,7 +85,7 @@ pub const POINTS: &[Point] = &[
 const HERE: &str = "/run/mount-points";
 
 /// Id of the container that is made by hand.
-const ID: &str = "by-hand";
+const ID: &str = "mounted";
 
 /// A shim that is asked by hand for another container beside the one that containerd has it run.
 struct Lab<'p> {
@@ -304,7 +304,10 @@ fn targets(place: &Place<'_>) -> Result<String> {
 
 fn loop_device(place: &Place<'_>) -> Result<String> {
     let lab = Lab::new(place)?;
-    let image = lab.path("image");
+    // Loop devices are the machine's, and shown to all nodes.
+    let name = format!("image-{}", place.node().name());
+    let image = lab.path(&name);
+    let backed = || backed_by_loop(&name);
     std::fs::File::create(&image)?.set_len(8 << 20)?;
     let made = Command::new("mkfs.ext4")
         .args(["-q", "-O", "^has_journal", "-d"])
@@ -313,25 +316,25 @@ fn loop_device(place: &Place<'_>) -> Result<String> {
     ensure!(made.context("mkfs.ext4")?.success(), "mkfs.ext4 failed");
     let mut seen = String::new();
     for options in [&["loop"][..], &["loop", "ro"], &["loop", "direct-io", "ro"]] {
-        let shown = lab.shows(&[mount("ext4", &format!("{HERE}/image"), "", options)], || {
-            Ok(format!("backing {}", backed_by_loop()?))
+        let shown = lab.shows(&[mount("ext4", &format!("{HERE}/{name}"), "", options)], || {
+            Ok(format!("backing {}", backed()?))
         })?;
         writeln!(seen, "{options:?}: {shown}")?;
         firn_node::wait_for(
             "the end of the loop device",
             std::time::Duration::from_secs(10),
-            || Ok((backed_by_loop()? == 0).then_some(())),
+            || Ok((backed()? == 0).then_some(())),
         )?;
     }
     lab.end()?;
     Ok(seen)
 }
 
-/// How many loop devices show a file of a lab.
-fn backed_by_loop() -> Result<usize> {
+/// How many loop devices show the file of this name.
+fn backed_by_loop(name: &str) -> Result<usize> {
     let files = std::fs::read_dir("/sys/block")?.flatten().filter_map(|device| {
         let file = std::fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
-        file.starts_with(HERE).then_some(())
+        file.trim_end().ends_with(name).then_some(())
     });
     Ok(files.count())
 }

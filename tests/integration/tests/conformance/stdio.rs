@@ -455,10 +455,18 @@ fn file_exec(place: &Place<'_>) -> Result<String> {
         stderr: &uri,
         ..Stdio::default()
     };
-    // The stock shim loses the second line when the process ends before both copies have begun.
-    client.exec("e", &stdio, "sleep 0.5; echo out; echo err >&2")?;
+    // The stock shim loses a line when the process ends before both copies have begun.
+    let script = "echo out; echo err >&2; until [ -e /logged ]; do sleep 0.05; done";
+    client.exec("e", &stdio, script)?;
+    let seen = wait_for("both lines", Duration::from_secs(30), || {
+        let seen = sorted(&place.node().read(&log).unwrap_or_default());
+        Ok(seen
+            .contains("out")
+            .then_some(seen)
+            .filter(|seen| seen.contains("err")))
+    })?;
+    place.node().write(format!("{BUNDLES}/{ID}/rootfs/logged"), "")?;
     client.finish("e")?;
-    let seen = sorted(&place.node().read(&log)?);
     client.end()?;
     Ok(seen)
 }
