@@ -109,7 +109,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     append.args(LEFT_OUT.map(|path| format!("--exclude={path}")));
     append.arg(format!("--transform=flags=rh;s,^\\.,./node/roots/{name},"));
     check(append.arg("."))?;
-    check(Command::new("xz").args(["-9", "-T2", "--force"]).arg(&tar))?;
+    check(Command::new("xz").args(["-6", "-T2", "--force"]).arg(&tar))?;
     let packed = fs::metadata(&out)?.len();
     println!("{}: {}", out.display(), mib(packed));
     check_size(packed, LIMIT, &sizes)

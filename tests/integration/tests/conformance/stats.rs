@@ -67,6 +67,8 @@ const FICKLE: &[&str] = &[
     "pg_pg_out",
     "throttled",
     "kernel",
+    // Counted in ticks: a short program may take none.
+    "usage.user",
     "workingset",
     "pgscan",
     "pgsteal",
