@@ -49,6 +49,8 @@ struct Outcome {
     tests: Tests,
     /// What was left out, and why: the lines `skipped: ...` of a suite.
     skipped: BTreeSet<String>,
+    /// Name of each test that failed, and how it begins to say why.
+    failures: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,14 +66,15 @@ impl Outcome {
             verdict: if passed { Verdict::Passed } else { Verdict::Failed },
             tests: Tests::default(),
             skipped: BTreeSet::new(),
+            failures: Vec::new(),
         }
     }
 
     fn skipped(why: impl Into<String>) -> Self {
         Self {
             verdict: Verdict::Skipped,
-            tests: Tests::default(),
             skipped: BTreeSet::from([why.into()]),
+            ..Self::new(true)
         }
     }
 }
@@ -119,6 +122,40 @@ impl Tests {
 
     fn total(self) -> u64 {
         self.passed + self.failed + self.ignored
+    }
+}
+
+/// Reads of a test program's output what the tests that failed say, so that the summary can repeat it: where only the end
+/// of a log is kept, nothing else is known of them.
+#[derive(Default)]
+struct Failures {
+    told: Vec<String>,
+    /// Lines that still belong to the last of them.
+    wanted: usize,
+}
+
+impl Failures {
+    /// Lines of each failure that are kept, and the characters of each line.
+    const LINES: usize = 8;
+    const WIDTH: usize = 200;
+
+    /// Takes the next line of the output: a section per failed test begins with `---- NAME ----`, in libtest with
+    /// `---- NAME stdout ----`.
+    fn line(&mut self, line: &str) {
+        if let Some(name) = line.strip_prefix("---- ").and_then(|line| line.strip_suffix(" ----")) {
+            let name = name.strip_suffix(" stdout").unwrap_or(name);
+            self.told.push(name.to_owned());
+            self.wanted = Self::LINES;
+        } else if line == "failures:" {
+            self.wanted = 0;
+        } else if let Some(last) = self.told.last_mut()
+            && self.wanted > 0
+            && !line.trim().is_empty()
+        {
+            last.push_str("\n    ");
+            last.extend(line.chars().take(Self::WIDTH));
+            self.wanted -= 1;
+        }
     }
 }
 
@@ -236,6 +273,11 @@ fn summarize(done: &[(String, Outcome, Duration)], took: Duration) -> ExitCode {
     if !failed.is_empty() {
         println!("\nfailed: {}", failed.join(", "));
     }
+    for (name, outcome, _) in done {
+        for failure in &outcome.failures {
+            println!("{name}: {failure}");
+        }
+    }
     println!(
         "\ntest result: {}. {} passed; {} failed; {} ignored; finished in {:.2}s",
         if failed.is_empty() { "ok" } else { "FAILED" },
@@ -332,16 +374,18 @@ fn through(command: &mut Command, out: &mut impl Write) -> Result<Outcome> {
     let Some(stdout) = child.stdout.take() else {
         bail!("{shown} has no output");
     };
-    let mut outcome = Outcome::new(true);
+    let (mut outcome, mut failures) = (Outcome::new(true), Failures::default());
     for line in BufReader::new(stdout).split(b'\n') {
         let line = line.with_context(|| format!("read from {shown}"))?;
         out.write_all(&line).and_then(|()| out.write_all(b"\n"))?;
         let line = String::from_utf8_lossy(&line);
         outcome.tests += Tests::of_line(&line);
+        failures.line(&line);
         outcome
             .skipped
             .extend(line.strip_prefix("skipped: ").map(str::to_owned));
     }
+    outcome.failures = failures.told;
     let status = child.wait().with_context(|| format!("wait for {shown}"))?;
     if !status.success() {
         writeln!(out, "{shown}: {status}")?;
@@ -387,6 +431,11 @@ mod tests {
         let (outcome, printed) = shell(&format!("{one}; exit 3"));
         assert_eq!((outcome.verdict, outcome.tests.passed), (Verdict::Failed, 1));
         assert!(printed.contains("exit status: 3"), "{printed}");
+        let (outcome, _) = shell(
+            "printf '%s\\n' 'test a ... FAILED' '' failures: '' '---- a stdout ----' 'panicked at b:' '' 'left: 1' \
+             '---- c: d ----' 'not so' '' failures: a 'c: d'; exit 1",
+        );
+        assert_eq!(outcome.failures, ["a\n    panicked at b:\n    left: 1", "c: d\n    not so"]);
         let (outcome, _) = shell("for i in 1 2; do echo 'skipped: no Go here'; done");
         assert_eq!(outcome.verdict, Verdict::Passed);
         assert_eq!(outcome.skipped, BTreeSet::from(["no Go here".to_owned()]));
