@@ -142,7 +142,10 @@ impl Failures {
     /// Takes the next line of the output: a section per failed test begins with `---- NAME ----`, in libtest with
     /// `---- NAME stdout ----`.
     fn line(&mut self, line: &str) {
-        if let Some(name) = line.strip_prefix("---- ").and_then(|line| line.strip_suffix(" ----")) {
+        if let Some(name) = line
+            .strip_prefix("---- ")
+            .and_then(|line| line.strip_suffix(" ----"))
+        {
             let name = name.strip_suffix(" stdout").unwrap_or(name);
             self.told.push(name.to_owned());
             self.wanted = Self::LINES;
@@ -435,7 +438,10 @@ mod tests {
             "printf '%s\\n' 'test a ... FAILED' '' failures: '' '---- a stdout ----' 'panicked at b:' '' 'left: 1' \
              '---- c: d ----' 'not so' '' failures: a 'c: d'; exit 1",
         );
-        assert_eq!(outcome.failures, ["a\n    panicked at b:\n    left: 1", "c: d\n    not so"]);
+        assert_eq!(
+            outcome.failures,
+            ["a\n    panicked at b:\n    left: 1", "c: d\n    not so"]
+        );
         let (outcome, _) = shell("for i in 1 2; do echo 'skipped: no Go here'; done");
         assert_eq!(outcome.verdict, Verdict::Passed);
         assert_eq!(outcome.skipped, BTreeSet::from(["no Go here".to_owned()]));
