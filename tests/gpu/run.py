@@ -26,6 +26,7 @@ import cases
 import cdi
 import host as hosts
 import image
+import kills
 
 
 class Report:
@@ -183,7 +184,7 @@ def play(case, setup, report, all_cases_end):
 
 def chosen(args):
     """The cases that the arguments name."""
-    known = cases.all_cases([float(size) for size in args.sizes.split(",")], args.mib)
+    known = [*cases.all_cases([float(size) for size in args.sizes.split(",")], args.mib), kills.case(args.kill_gib)]
     if args.cases:
         names = args.cases.split(",")
         unknown = [name for name in names if not any(name == case.name or name in case.groups for case in known)]
@@ -201,6 +202,7 @@ def arguments():
     parser.add_argument("--cases", help="comma list of cases, or `sizes`; default: all that fit the machine")
     parser.add_argument("--sizes", default="0.5,8,32", help="GiB of the size cases")
     parser.add_argument("--mib", type=int, default=1024, help="MiB of each buffer in the other cases")
+    parser.add_argument("--kill-gib", type=float, default=8, help="GiB of the process in the case `kills`")
     parser.add_argument("--runtime", default="io.containerd.firn.v2", help="containerd runtime to test")
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")

@@ -1,7 +1,9 @@
 """What the scripts conclude from what they see, on made-up readings. Run by selftest.sh."""
 
+import concurrent.futures
 import os
 import stat
+import subprocess
 import tempfile
 import unittest
 from unittest import mock
@@ -9,6 +11,7 @@ from unittest import mock
 import cases
 import cdi
 import host as hosts
+import kills
 
 
 class Compare(unittest.TestCase):
@@ -112,6 +115,50 @@ class Cdi(unittest.TestCase):
         self.gpus[0]["minor"] = 4
         with self.assertRaisesRegex(cdi.NoDriver, "nvidia4"):
             cdi.spec(self.gpus, [], dev=self.dev)
+
+
+class Kills(unittest.TestCase):
+    """A kill counts only if its victim was there at its moment and the client was told of a failure."""
+
+    def setUp(self):
+        self.victim = subprocess.Popen(["sleep", "1000"])
+        self.addCleanup(self.victim.wait)
+        self.addCleanup(self.victim.kill)
+        self.pool = concurrent.futures.ThreadPoolExecutor(1)
+        self.addCleanup(self.pool.shutdown)
+        self.container = mock.Mock()
+        self.container.name = "c"
+
+    def kill(self, returncode, programs):
+        def call():
+            self.victim.wait()
+            return subprocess.CompletedProcess([], returncode, "", "it failed")
+
+        def of(program):
+            return programs.get(program, [])
+
+        with mock.patch.object(kills, "running", of), mock.patch.object(kills, "INTO_CRIU", 0):
+            return kills.killed(self.pool, {}, 1, self.container, call, "criu", "dump")
+
+    def test_the_victim_dies_and_the_client_is_told(self):
+        self.assertEqual(self.kill(1, {"criu": [self.victim.pid]}), "it failed")
+
+    def test_success_after_a_kill_is_a_failure(self):
+        with self.assertRaisesRegex(hosts.Failed, "told of success"):
+            self.kill(0, {"criu": [self.victim.pid]})
+
+    def test_a_call_that_ends_before_the_moment_is_a_failure(self):
+        self.victim.kill()
+        with self.assertRaisesRegex(hosts.Failed, "ended before dump: exit status 1: it failed"):
+            self.kill(1, {})
+
+    def test_a_process_is_found_by_its_name_and_forgotten_when_it_has_ended(self):
+        self.assertIn(self.victim.pid, kills.running("sleep"))
+        self.victim.kill()
+        while os.waitid(os.P_PID, self.victim.pid, os.WEXITED | os.WNOWAIT) is None:
+            pass
+        self.assertNotIn(self.victim.pid, kills.running("sleep"))
+        self.assertEqual(kills.status(self.victim.pid, "TracerPid"), 0)
 
 
 if __name__ == "__main__":

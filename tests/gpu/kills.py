@@ -1,0 +1,199 @@
+"""Programs killed in the middle of a checkpoint or restore: the counter goes on, or nothing of the container is left.
+
+The moment of each kill is read off the machine (which programs run, how much memory the workload has), so that it is the
+same for any shim.
+"""
+
+import concurrent.futures
+import contextlib
+import glob
+import os
+import signal
+import time
+
+import cases
+from cases import Case
+from host import NAMESPACE, Container, Deadline, Failed
+
+# What a transaction runs; none of it may outlive the transaction.
+PROGRAMS = ("firn-gpu", "criu", "runc")
+WORKLOAD = "gpu-counter"
+# Into a dump or restore by CRIU, which takes seconds for the sizes here.
+INTO_CRIU = 0.4
+
+
+def case(gib):
+    """The kill matrix of a process with `gib` GiB of GPU memory."""
+    return Case("kills", 300, 1, lambda setup, end, record: kills(setup, end, record, gib))
+
+
+def running(program):
+    """Pids of the processes that run it, but for zombies."""
+    found = []
+    for path in glob.glob("/proc/[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            with open(f"{path}/comm", encoding="utf-8") as file:
+                comm = file.read().strip()
+            with open(f"{path}/stat", encoding="utf-8") as file:
+                state = file.read().rsplit(")", 1)[1].split()[0]
+            if comm == program[:15] and state not in "ZX":
+                found.append(int(path.rsplit("/", 1)[1]))
+    return found
+
+
+def shims(name):
+    """Pids of the shim that was started for a container."""
+    found = []
+    for pid in running("containerd-shim-firn-v2"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+            if name.encode() in file.read().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def status(pid, name):
+    """A field of /proc/PID/status as a number, 0 when the process has gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith(name + ":"):
+                return int(line.split()[1])
+    return 0
+
+
+class Moments:
+    """When to kill; each waits for its moment and returns."""
+
+    def __init__(self, call, gib):
+        self._call = call
+        self._memory = gib * (1 << 20)
+
+    def reach(self, moment):
+        """Wait for it while the client's call lasts."""
+        end = time.monotonic() + 90
+        condition = getattr(self, moment)()
+        while not next(condition):
+            if self._call.done():
+                raise Failed(f"the call ended before {moment}: {outcome(self._call)}")
+            if time.monotonic() > end:
+                raise Failed(f"{moment} was not reached")
+            time.sleep(0.01)
+
+    def take(self):
+        """The driver is copying GPU memory into the process."""
+        while True:
+            grown = any(status(pid, "RssAnon") > self._memory / 4 for pid in running(WORKLOAD))
+            yield grown and running("firn-gpu")
+
+    def dump(self):
+        """CRIU is writing or reading the image."""
+        while not running("criu"):
+            yield False
+        time.sleep(INTO_CRIU)
+        yield True
+
+    criu_restore = dump
+
+    def driver_restore(self):
+        """The driver is copying memory back onto the GPU: CRIU has come and gone."""
+        while not running("criu"):
+            yield False
+        while running("criu"):
+            yield False
+        while True:
+            yield running(WORKLOAD) and running("firn-gpu")
+
+
+def outcome(call):
+    """What the client was told."""
+    done = call.result()
+    return f"exit status {done.returncode}: {done.stderr.strip()}"
+
+
+def victims(program, name):
+    """Whom to kill."""
+    return shims(name) if program == "shim" else running(program)
+
+
+def killed(pool, record, gib, container, call, program, moment):
+    """Run `call` and kill the program at the moment; the call must fail. Returns what the client was told."""
+    future = pool.submit(call)
+    Moments(future, gib).reach(moment)
+    pids = victims(program, container.name)
+    if not pids:
+        raise Failed(f"no {program} to kill at {moment}; the client: {outcome(future)}")
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    told = future.result()
+    if told.returncode == 0:
+        raise Failed(f"{program} was killed at {moment}, and the client was told of success")
+    record.setdefault("kills", []).append(f"{program} at {moment}: {told.stderr.strip()[:200]}")
+    return told.stderr.strip()
+
+
+def nothing_runs(end):
+    """No program of a transaction is left."""
+    end.until("the transaction's programs to end", lambda: not any(map(running, PROGRAMS)), 30)
+
+
+def goes_on(container, end, context):
+    """The workload runs as before: verified counts, no tracer, not frozen."""
+    if (state := container.status(end)) != "RUNNING":
+        raise Failed(f"{container.name} is {state}; {context}")
+    nothing_runs(end)
+    traced = [pid for pid in container.pids(end) if status(pid, "TracerPid")]
+    if traced:
+        raise Failed(f"{traced} are still traced; {context}")
+    cases.wait_for_counts(container, end, 1, cases.counts(container), 2, context)
+
+
+def is_gone(container, end, context):
+    """Nothing of the container is left on the machine."""
+    nothing_runs(end)
+    end.until(f"the workload to be gone; {context}", lambda: not running(WORKLOAD), 30)
+    end.until("its shim to be gone", lambda: not shims(container.name), 30)
+    cgroups = glob.glob(f"/sys/fs/cgroup/{NAMESPACE}/{container.name}") + glob.glob(f"/sys/fs/cgroup/*/{NAMESPACE}/{container.name}")
+    if cgroups:
+        raise Failed(f"cgroups are left: {cgroups}; {context}")
+    cases.wait_for_free_gpus(end)
+
+
+def kills(setup, end, record, gib):
+    """Kill what takes part, at several moments of a checkpoint and of a restore."""
+    source_gpus, target_gpus = setup.pick(1)
+    workload = cases.counter(["--mib", f"{gib * 1024:.0f}"], gpus=1)
+    source, target = Container(setup.host, "kills"), Container(setup.host, "kills-b")
+    image = "firn.test/checkpoint/kills:latest"
+    record.update(gib=gib, counters=1, uuid_before=source_gpus)
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
+        before = cases.wait_for_counts(source, end, 1, {}, 3)
+        for program, moment in (("firn-gpu", "take"), ("criu", "dump"), ("runc", "dump")):
+            said = killed(pool, record, gib, source, lambda: source.checkpoint(image, end), program, moment)
+            goes_on(source, end, f"{program} was killed at {moment}: {said}")
+        done = source.checkpoint(image, end)
+        went_on = cases.wait_for_counts(source, end, 1, cases.counts(source), 2)
+        if done.returncode:
+            raise Failed(f"the checkpoint after the kills failed: {done.stderr.strip()}")
+        for program, moment in (("shim", "dump"),):
+            lost = "firn.test/checkpoint/lost:latest"
+            said = killed(pool, record, gib, source, lambda: source.checkpoint(lost, end), program, moment)
+            is_gone(source, end, f"{program} was killed at {moment}: {said}")
+        source.remove(end)
+
+        cases.grant(setup, source_gpus, target_gpus)
+        restore = ("containers", "restore", "--rw", "--live", target.name, image)
+        for program, moment in (("criu", "criu_restore"), ("runc", "criu_restore"), ("firn-gpu", "driver_restore"),
+                                ("shim", "driver_restore")):
+            said = killed(pool, record, gib, target, lambda: setup.host.ctr(*restore, check=False, deadline=end, output=target.output),
+                          program, moment)
+            target.remove(end)
+            is_gone(target, end, f"{program} was killed at {moment}: {said}")
+        target.restore(image, end)
+        after = cases.wait_for_counts(target, end, 1, {}, 3, "restored")
+        record["uuid_after"] = cases.check_holders(target, end, target_gpus, gib)
+        record.update(cases.compare(before, went_on, after))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        cases.clean_up(setup, [source, target], image)
