@@ -281,9 +281,11 @@ mod tests {
                     .unwrap()
                     .ends_with("/containerd-shim-firn-v2")
             );
+            let passed: Vec<_> = runtime["pod_annotations"].as_array().unwrap().iter().collect();
+            let known = [names::ANNOTATION_GPU_MAP, names::ANNOTATION_IPC];
             assert_eq!(
-                runtime["pod_annotations"][0].as_str(),
-                Some(names::ANNOTATION_GPU_MAP)
+                passed.iter().filter_map(|name| name.as_str()).collect::<Vec<_>>(),
+                known
             );
         }
     }

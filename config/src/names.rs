@@ -17,6 +17,9 @@ pub const HOOK_PROGRAM: &str = "firn-hook";
 /// Annotation: which GPU of the source becomes which GPU of this node, `GPU-old=GPU-new,...`.
 pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 
+/// Annotation: `none` says that the container's processes share no GPU memory with each other.
+pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
+
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
 pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";
 

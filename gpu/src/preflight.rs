@@ -12,6 +12,7 @@
 //!   environment in /proc is that of its start, what the program sets later is not seen.
 //! - MPS: an open file in the pipe directory of an MPS daemon shows a client; a pipe directory that is only named or
 //!   only present may be unused.
+//! - Libraries that exist to share GPU memory between processes: of NVSHMEM, and of UCX for CUDA.
 //! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all.
 
 use std::ffi::OsStr;
@@ -36,6 +37,9 @@ const DRIVER_RANGE: std::ops::Range<u64> = 0x2_0000_0000..0x4_0000_0000;
 /// Where an MPS daemon has its pipes when `CUDA_MPS_PIPE_DIRECTORY` does not say otherwise.
 const MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
 
+/// File names, at their beginning, of libraries that share GPU memory between processes.
+const SHARING_LIBRARIES: [&str; 2] = ["libnvshmem", "libuct_cuda"];
+
 /// How sure a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -56,6 +60,8 @@ pub enum Sign {
         shm_disabled: bool,
         nvls_disabled: bool,
     },
+    /// A library that shares GPU memory between processes is loaded.
+    SharingLibrary { file: String },
     /// The process is, or may be, a client of the MPS daemon whose pipes are in `directory`.
     Mps { directory: PathBuf },
     /// The container has more than one CUDA process.
@@ -84,21 +90,24 @@ pub struct Unreadable {
 
 /// Looks at the CUDA processes `pids` through the proc filesystem at `proc_root`. A process that has ended shows nothing.
 pub fn inspect(proc_root: &Path, pids: &[i32]) -> Result<Vec<Finding>, Unreadable> {
-    let mut findings = Vec::new();
+    let (mut findings, mut alive) = (Vec::new(), Vec::new());
     for &pid in pids {
-        findings.extend(inspect_one(proc_root, pid)?);
+        if let Some(found) = inspect_one(proc_root, pid)? {
+            findings.extend(found);
+            alive.push(pid);
+        }
     }
-    if pids.len() > 1 {
+    if alive.len() > 1 {
         findings.push(Finding {
             pid: None,
-            sign: Sign::MultipleCudaProcesses { pids: pids.to_vec() },
+            sign: Sign::MultipleCudaProcesses { pids: alive },
             certainty: Certainty::Certain,
         });
     }
     Ok(findings)
 }
 
-fn inspect_one(proc_root: &Path, pid: i32) -> Result<Vec<Finding>, Unreadable> {
+fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<Vec<Finding>>, Unreadable> {
     let read = |name| {
         maps::read(proc_root, pid, name).map_err(|source| Unreadable {
             pid,
@@ -107,19 +116,18 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Vec<Finding>, Unreadable> {
         })
     };
     let (Some(maps), Some(environment)) = (read("maps")?, read("environ")?) else {
-        return Ok(Vec::new());
+        return Ok(None);
     };
     let mut findings = managed_memory(&maps);
     findings.extend(nccl(&maps, &environment));
+    findings.extend(sharing_library(&maps));
     findings.extend(mps(proc_root, pid, &environment)?);
-    Ok(findings
-        .into_iter()
-        .map(|(sign, certainty)| Finding {
-            pid: Some(pid),
-            sign,
-            certainty,
-        })
-        .collect())
+    let of_process = |(sign, certainty)| Finding {
+        pid: Some(pid),
+        sign,
+        certainty,
+    };
+    Ok(Some(findings.into_iter().map(of_process).collect()))
 }
 
 fn managed_memory(maps: &[u8]) -> Vec<(Sign, Certainty)> {
@@ -158,6 +166,19 @@ fn nccl(maps: &[u8], environment: &[u8]) -> Option<(Sign, Certainty)> {
         nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
     };
     Some((sign, Certainty::Certain))
+}
+
+fn sharing_library(maps: &[u8]) -> Option<(Sign, Certainty)> {
+    let is_one = |name: &&[u8]| {
+        SHARING_LIBRARIES
+            .iter()
+            .any(|library| name.starts_with(library.as_bytes()))
+    };
+    let file = maps::mappings(maps)
+        .map(|mapping| mapping.file_name())
+        .find(is_one)?;
+    let file = String::from_utf8_lossy(file).into_owned();
+    Some((Sign::SharingLibrary { file }, Certainty::Suspected))
 }
 
 fn mps(proc_root: &Path, pid: i32, environment: &[u8]) -> Result<Option<(Sign, Certainty)>, Unreadable> {

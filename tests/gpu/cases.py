@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import cdi
 import host as hosts
@@ -68,7 +68,8 @@ def all_cases(sizes, mib):
         return lambda setup, end, record: round_trip(setup, end, record, name, workload, **kind)
 
     found = [
-        Case("four", 90, 1, trip("four", counter(["--mib", f"{mib}", "--procs", "4"]), memory=4 * mib / 1024, workers=4)),
+        Case("four", 90, 1, trip("four", sharing_nothing(
+            counter(["--mib", f"{mib}", "--procs", "4"])), memory=4 * mib / 1024, workers=4)),
         Case("two-gpu", 90, 2, trip("two-gpu", counter(["--mib", f"{mib}", "--gpu", "0,1"], 2), memory=mib / 1024, workers=2)),
         Case("task-checkpoint", 60, 1, lambda setup, end, record: task_checkpoint(
             setup, end, record, "task", counter(["--mib", f"{mib}"]), mib / 1024)),
@@ -103,6 +104,11 @@ class Workload:
 def counter(arguments, gpus=1):
     """gpu-counter in the test image."""
     return Workload(COUNTER_IMAGE, ["/usr/bin/gpu-counter", *arguments], gpus=gpus)
+
+
+def sharing_nothing(workload):
+    """The same, with its owner's word that its processes share no GPU memory: several are refused otherwise."""
+    return replace(workload, options=[*workload.options, "--annotation", "firn.dev/ipc=none"])
 
 
 def counts(container):

@@ -107,6 +107,16 @@ fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
 }
 
 #[test]
+fn libraries_that_share_memory_are_named_and_others_of_ucx_are_not() {
+    let maps = "7f00-7f10 r-xp 00000000 fe:01 5    /opt/ucx/lib/libuct.so.0.0.0\n\
+        7f20-7f30 r-xp 00000000 fe:01 6    /opt/ucx/lib/ucx/libuct_cuda.so.0.0.0\n\
+        7f40-7f50 r-xp 00000000 fe:01 7    /opt/nvshmem/lib/libnvshmem_host.so.3\n";
+    let file = "libuct_cuda.so.0.0.0".to_owned();
+    let found = (Sign::SharingLibrary { file }, Certainty::Suspected);
+    assert_eq!(signs(maps, ""), [found]);
+}
+
+#[test]
 fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_surroundings() {
     let mps = |directory: &str, certainty| {
         [(
@@ -152,7 +162,13 @@ fn several_cuda_processes_are_a_finding_of_their_own() {
         sign: Sign::MultipleCudaProcesses { pids: vec![7, 8] },
         certainty: Certainty::Certain,
     };
-    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), [several]);
+    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), [several.clone()]);
+    assert_eq!(
+        inspect(root.path(), &[7, 8, 9]).unwrap(),
+        [several],
+        "9 has ended"
+    );
+    assert_eq!(inspect(root.path(), &[7, 9]).unwrap(), []);
 }
 
 #[test]

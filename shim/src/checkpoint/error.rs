@@ -41,6 +41,13 @@ pub(crate) enum EffectError {
     },
     #[error("process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others")]
     Nccl { pid: i32, comm: String },
+    #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
+    SharingLibrary { pid: i32, comm: String, file: String },
+    #[error(
+        "CUDA processes {} may share GPU memory, which the driver takes and cannot give back",
+        listed(processes)
+    )]
+    Ipc { processes: Vec<(i32, String)> },
     #[error("{runtime} cannot do it")]
     Runtime { runtime: &'static str },
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
@@ -67,6 +74,20 @@ pub(crate) enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
+}
+
+/// Pids and names, `7 (python), 8 (python)`; the first few of many.
+fn listed(processes: &[(i32, String)]) -> String {
+    const SHOWN: usize = 8;
+    let mut names: Vec<String> = processes
+        .iter()
+        .take(SHOWN)
+        .map(|(pid, comm)| format!("{pid} ({comm})"))
+        .collect();
+    if processes.len() > SHOWN {
+        names.push(format!("{} more", processes.len() - SHOWN));
+    }
+    names.join(", ")
 }
 
 /// `runc checkpoint` failed, or left no complete image.
@@ -274,6 +295,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::OutsideTree { .. } => "FIRN-EXEC",
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
         EffectError::Nccl { .. } => "FIRN-NCCL",
+        EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => "FIRN-IPC",
         EffectError::Runtime { .. } => "FIRN-RUNTIME",
         EffectError::ByHook => "FIRN-GPU-HOOK",
         EffectError::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
@@ -301,6 +323,9 @@ fn hint(error: &EffectError) -> &str {
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Nccl { .. } => {
             "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment"
+        }
+        EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => {
+            "if they share none, create the container with the annotation firn.dev/ipc=none"
         }
         EffectError::Runtime { .. } => {
             "run the container with runc: leave BinaryName out of the runtime's options"

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use firn_config::Config;
 use firn_gpu::CudaState;
-use firn_gpu::preflight::{Certainty, Finding, Sign};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
 use firn_oci::{Grant, Spec, mounts};
 
 use super::error::{EffectError, EndError};
+use super::refuse::{self, Policy};
 use super::transaction::Effects;
 use super::{Request, dump};
 use crate::account::Account;
@@ -29,9 +29,10 @@ const VERSION_LIMIT: Duration = Duration::from_secs(5);
 /// How long the processes of an ended container may take to give back their memory.
 const END: Duration = Duration::from_secs(120);
 
-/// What the manifest says of the source node.
+/// What the container's owner has said of it, and what the manifest says of the source node.
 #[derive(Clone)]
 struct Source {
+    policy: Policy,
     driver: DriverVersion,
     gpus: Vec<manifest::SourceGpu>,
     mounts: Vec<mounts::RequiredMount>,
@@ -142,6 +143,7 @@ impl<'a> Live<'a> {
                 .to_owned(),
         };
         Ok(Source {
+            policy: Policy::of(&spec),
             driver: DriverVersion {
                 driver: inventory.driver_version,
                 cuda: inventory.cuda_version,
@@ -163,7 +165,12 @@ impl<'a> Live<'a> {
     }
 
     /// Refusals by what the CUDA processes are and do.
-    async fn refuse_by_process(&self, all: &[i32], cuda: &[CudaProcess]) -> Result<(), EffectError> {
+    async fn refuse_by_process(
+        &self,
+        policy: Policy,
+        all: &[i32],
+        cuda: &[CudaProcess],
+    ) -> Result<(), EffectError> {
         let tree = procfs::tree(self.container.init.pid(), all);
         for &CudaProcess { pid, .. } in cuda {
             if !tree.contains(&pid) {
@@ -174,9 +181,8 @@ impl<'a> Live<'a> {
             }
         }
         let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
-        let processes = pids.len();
         let findings = blocking(move || firn_gpu::preflight::inspect(Path::new("/proc"), &pids)).await?;
-        refuse_by_signs(findings, processes)
+        refuse::by_signs(&findings, policy)
     }
 
     fn plugins(&self) -> PathBuf {
@@ -218,43 +224,6 @@ impl<'a> Live<'a> {
     }
 }
 
-/// Refusals by what the CUDA processes show from outside. What is only suspected is left to the driver, which refuses
-/// without harm; memory shared between ranks it would take and could not give back.
-fn refuse_by_signs(findings: Vec<Finding>, processes: usize) -> Result<(), EffectError> {
-    for Finding { pid, sign, certainty } in findings {
-        let pid = pid.unwrap_or_default();
-        let comm = || procfs::comm(pid);
-        match (certainty, sign) {
-            (Certainty::Certain, Sign::ManagedMemory { bytes, .. }) => {
-                return Err(EffectError::ManagedMemory {
-                    pid,
-                    comm: comm(),
-                    bytes,
-                });
-            }
-            (Certainty::Certain, Sign::Mps { directory }) => {
-                return Err(EffectError::Mps {
-                    pid,
-                    comm: comm(),
-                    directory,
-                });
-            }
-            (
-                _,
-                Sign::Nccl {
-                    p2p_disabled,
-                    shm_disabled,
-                    nvls_disabled,
-                },
-            ) if processes > 1 && !(p2p_disabled && shm_disabled && nvls_disabled) => {
-                return Err(EffectError::Nccl { pid, comm: comm() });
-            }
-            (_, sign) => log::debug!("pid {pid}: {sign:?}"),
-        }
-    }
-    Ok(())
-}
-
 impl Effects for Live<'_> {
     type Error = EffectError;
 
@@ -269,14 +238,16 @@ impl Effects for Live<'_> {
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
         let pids = self.cgroup.pids()?;
         let first = self.source.is_none();
-        if first {
-            self.source = Some(self.look_around().await?);
-        }
+        let source = match self.source.take() {
+            Some(source) => source,
+            None => self.look_around().await?,
+        };
+        let policy = self.source.insert(source).policy;
         let cuda = self
             .gpu
             .discover(pids.clone(), self.config.deadlines.discover)
             .await?;
-        self.refuse_by_process(&pids, &cuda).await?;
+        self.refuse_by_process(policy, &pids, &cuda).await?;
         self.account.mark(if first { "inspect" } else { "inspect-again" });
         Ok(cuda)
     }
@@ -370,67 +341,5 @@ impl Effects for Live<'_> {
         self.account.mark("manifest");
         self.complete = true;
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn finding(sign: Sign, certainty: Certainty) -> Vec<Finding> {
-        vec![Finding {
-            pid: Some(7),
-            sign,
-            certainty,
-        }]
-    }
-
-    fn nccl(p2p_disabled: bool, shm_disabled: bool, nvls_disabled: bool) -> Vec<Finding> {
-        finding(
-            Sign::Nccl {
-                p2p_disabled,
-                shm_disabled,
-                nvls_disabled,
-            },
-            Certainty::Certain,
-        )
-    }
-
-    #[test]
-    fn ranks_that_may_share_memory_are_refused_and_others_are_not() {
-        for (p2p, shm, nvls) in [
-            (false, false, true),
-            (true, false, true),
-            (false, true, true),
-            (true, true, false),
-        ] {
-            let refused = refuse_by_signs(nccl(p2p, shm, nvls), 2);
-            assert!(matches!(refused, Err(EffectError::Nccl { pid: 7, .. })));
-        }
-        assert!(
-            refuse_by_signs(nccl(true, true, true), 2).is_ok(),
-            "a job over sockets can be moved"
-        );
-        assert!(
-            refuse_by_signs(nccl(false, false, false), 1).is_ok(),
-            "one rank shares with nobody"
-        );
-    }
-
-    #[test]
-    fn managed_memory_is_refused_when_it_is_certain() {
-        let managed = || Sign::ManagedMemory {
-            ranges: 1,
-            bytes: 1 << 26,
-        };
-        let refused = refuse_by_signs(finding(managed(), Certainty::Certain), 1);
-        assert!(matches!(
-            refused,
-            Err(EffectError::ManagedMemory {
-                bytes: 67_108_864,
-                ..
-            })
-        ));
-        assert!(refuse_by_signs(finding(managed(), Certainty::Suspected), 1).is_ok());
     }
 }

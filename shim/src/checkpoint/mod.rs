@@ -8,6 +8,7 @@
 mod error;
 mod image;
 mod live;
+mod refuse;
 mod transaction;
 
 use std::io::ErrorKind;

@@ -32,3 +32,5 @@ pub const STOCK: &str = "io.containerd.runc.v2";
 pub const IMAGE: &str = "localhost/firn-test:latest";
 /// Where gpu-counter writes its lines in a container.
 pub const LOG: &str = "/counter.log";
+/// Options of `ctr run` for a container of several CUDA processes that share no GPU memory.
+pub const SHARES_NOTHING: [&str; 2] = ["--annotation", "firn.dev/ipc=none"];

@@ -3,34 +3,39 @@
 //! Needs root. Every story is told with `ctr` on real containerd, runc and CRIU; only the driver is simulated.
 
 use anyhow::{Context, Result};
-use firn_lab::{Container, FIRN, GpuHost, STOCK, SimGpu, on};
+use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, STOCK, SimGpu, on};
 use firn_node::{Cgroup, Suite};
 
 /// What is moved.
 struct Job {
     gpus: &'static [&'static str],
     counters: usize,
+    options: &'static [&'static str],
     arguments: &'static [&'static str],
 }
 
 const ONE: Job = Job {
     gpus: &["0"],
     counters: 1,
+    options: &[],
     arguments: &[],
 };
 const FOUR_PROCESSES: Job = Job {
     gpus: &["0"],
     counters: 4,
+    options: &SHARES_NOTHING,
     arguments: &["--procs", "4"],
 };
 const TWO_GPUS: Job = Job {
     gpus: &["0", "1"],
     counters: 2,
+    options: &[],
     arguments: &["--gpu", "0,1"],
 };
 const TWO_THREADS: Job = Job {
     gpus: &["0"],
     counters: 2,
+    options: &[],
     arguments: &["--threads", "2"],
 };
 
@@ -56,7 +61,7 @@ fn expected(host: &GpuHost, job: &Job) -> Vec<String> {
 /// The whole way: the source goes on after its checkpoint, the copy goes on on other GPUs of another node.
 fn moves(suite: Suite, cgroup: Cgroup, name: &str, job: &Job) -> Result<()> {
     on(pair(suite, cgroup, name)?, |[a, b]| {
-        let source = Container::count(a, "job", job.gpus, job.counters, job.arguments)?;
+        let source = Container::count_with(a, "job", job.gpus, job.counters, job.options, job.arguments)?;
         let before = source.goes_on(3)?;
         assert_eq!(source.gpus_in_use()?, expected(a, job));
 
@@ -237,7 +242,7 @@ fn ends_with_its_checkpoint(suite: Suite, cgroup: Cgroup, name: &str, job: &Job)
             "job",
             job.gpus,
             job.counters,
-            &["--runtime", runtime],
+            &[job.options, &["--runtime", runtime]].concat(),
             job.arguments,
         )?;
         source.goes_on(3)?;
@@ -275,7 +280,7 @@ fn restored_after_exit(suite: Suite, name: &str, job: &Job) -> Result<()> {
             "job",
             job.gpus,
             job.counters,
-            &["--runtime", runtime],
+            &[job.options, &["--runtime", runtime]].concat(),
             job.arguments,
         )?;
         source.goes_on(3)?;

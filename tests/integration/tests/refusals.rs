@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, failure, on};
+use firn_lab::{BUNDLES, Container, FIRN, GpuHost, LOG, SHARES_NOTHING, SimGpu, failure, on};
 use firn_node::{Cgroup, Suite, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -14,15 +14,15 @@ fn host(suite: Suite, name: &str, gpu: u32) -> Result<GpuHost> {
     GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(gpu)])
 }
 
-/// A checkpoint of a running counter fails with this code, leaves no image, and the counter goes on.
-fn fails(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<()> {
+/// A checkpoint of a running counter fails with this code, leaves no image, and the counter goes on. Gives what was said.
+fn fails(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<String> {
     let said = failure(job.checkpoint("checkpoint/failed"))?;
     ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
     ensure!(said.contains("hint: "), "no hint in:\n{said}");
     ensure!(!host.has_image("checkpoint/failed")?, "there is an image");
     ensure!(job.status()? == "RUNNING", "the task is {}", job.status()?);
     job.goes_on(3)?;
-    Ok(())
+    Ok(said)
 }
 
 fn managed_memory(suite: Suite, name: &str) -> Result<()> {
@@ -45,6 +45,83 @@ fn managed_memory_is_refused_before_any_side_effect_on_forky() -> Result<()> {
 #[test]
 fn managed_memory_is_refused_before_any_side_effect_on_trixie() -> Result<()> {
     managed_memory(Suite::Trixie, "rf-uvmt")
+}
+
+/// One process opens the memory of another: nothing shows that from outside.
+fn importing<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
+    let job = Container::count_with(host, "job", &["0"], 1, options, &["--ipc"])?;
+    job.goes_on(3)?;
+    wait_for("the importer", LIMIT, || Ok((imported(host)? > 0).then_some(())))?;
+    Ok(job)
+}
+
+/// How often the importer has read the memory of the other.
+fn imported(host: &GpuHost) -> Result<usize> {
+    let log = host.node().read(format!("{BUNDLES}/job/rootfs{LOG}"))?;
+    Ok(log.lines().filter(|line| line.starts_with("importer ")).count())
+}
+
+fn shared_memory(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    on(
+        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        |[host]| {
+            host.watch_runc()?;
+            let job = importing(host, &[])?;
+            let said = fails(&job, host, "FIRN-IPC")?;
+            ensure!(said.contains("firn.dev/ipc=none"), "no remedy in:\n{said}");
+            for pid in job.pids()? {
+                ensure!(
+                    said.contains(&format!("{pid} (gpu-counter)")),
+                    "no {pid} in:\n{said}"
+                );
+            }
+            ensure!(!host.runc_has("checkpoint")?, "runc was called");
+            let before = imported(host)?;
+            wait_for("the importer to go on", LIMIT, || {
+                Ok((imported(host)? > before + 2).then_some(()))
+            })?;
+
+            job.task(&["pause"])?;
+            let said = failure(job.task(&["checkpoint", "--image-path", "/tmp/image"]))?;
+            ensure!(said.contains("FIRN-IPC:"), "{said}");
+            ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
+            job.stands_still()?;
+            ensure!(
+                !host.node().path("/tmp/image").exists(),
+                "an image directory is left"
+            );
+            job.task(&["resume"])?;
+            job.goes_on(3)?;
+            job.remove()?;
+            host.idle()
+        },
+    )
+}
+
+#[test]
+fn processes_that_share_memory_are_refused_and_go_on_on_forky_with_cgroup_v2() -> Result<()> {
+    shared_memory(Suite::Forky, Cgroup::V2, "rf-ipcf")
+}
+
+#[test]
+fn processes_that_share_memory_are_refused_and_go_on_on_trixie() -> Result<()> {
+    shared_memory(Suite::Trixie, Cgroup::Auto, "rf-ipct")
+}
+
+#[test]
+fn memory_that_is_shared_though_its_owner_said_no_is_lost_and_the_image_named() -> Result<()> {
+    on([host(Suite::Forky, "rf-ipcl", 1)?], |[host]| {
+        let job = importing(host, &SHARES_NOTHING)?;
+        let said = failure(job.task(&["checkpoint", "--image-path", "/tmp/image"]))?;
+        ensure!(
+            said.contains("FIRN-GPU-LOST:") && said.contains("CUDA_ERROR_INVALID_VALUE"),
+            "{said}"
+        );
+        ensure!(said.contains("/tmp/image is complete"), "{said}");
+        job.stands_still()?;
+        job.remove()?;
+        host.idle()
+    })
 }
 
 #[test]
@@ -168,7 +245,7 @@ fn a_driver_that_fails_a_checkpoint_costs_nothing_on_trixie() -> Result<()> {
 #[test]
 fn when_one_of_four_processes_fails_all_four_go_on() -> Result<()> {
     on([host(Suite::Forky, "rf-four", 1)?], |[host]| {
-        let job = Container::count(host, "job", &["0"], 4, &["--procs", "4"])?;
+        let job = Container::count_with(host, "job", &["0"], 4, &SHARES_NOTHING, &["--procs", "4"])?;
         job.goes_on(3)?;
         for call in ["lock", "checkpoint"] {
             let fault = [

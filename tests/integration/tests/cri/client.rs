@@ -56,7 +56,11 @@ impl<'h> Cri<'h> {
         let config = json!({
             "metadata": { "name": name, "namespace": "default", "uid": format!("uid-{name}"), "attempt": 0 },
             "logDirectory": format!("{LOGS}/{name}"),
-            "annotations": { "firn.dev/gpu-map": map, "other.dev/annotation": "not passed on" },
+            "annotations": {
+                "firn.dev/gpu-map": map,
+                "firn.dev/ipc": "none",
+                "other.dev/annotation": "not passed on",
+            },
             "linux": { "cgroupParent": PARENT, "securityContext": { "namespaceOptions": options } },
         });
         self.pod_of(config)

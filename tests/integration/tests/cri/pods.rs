@@ -105,10 +105,11 @@ fn one_shim(cri: Cri<'_>) -> Result<String> {
             .node()
             .read(format!("{BUNDLES}/{}/config.json", one.id))?,
     )?;
-    let passed =
-        ["firn.dev/gpu-map", "other.dev/annotation"].map(|name| !spec["annotations"][name].is_null());
+    let names = ["firn.dev/gpu-map", "firn.dev/ipc", "other.dev/annotation"];
+    let passed = names.map(|name| !spec["annotations"][name].is_null());
+    let ours = cri.way == Way::Path;
     ensure!(
-        passed == [cri.way == Way::Path, false],
+        passed == [ours, ours, false],
         "annotations of the pod that reached the container: {passed:?}"
     );
     let seen = format!(

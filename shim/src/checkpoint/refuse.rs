@@ -1,0 +1,223 @@
+//! Refusals by what the processes of a container are and show, before anything is touched.
+//!
+//! What is only suspected is left to the driver where that refuses without harm, as it does managed memory. Memory that
+//! processes share it takes, and cannot give it back: several CUDA processes are refused unless something says that they
+//! share none.
+
+use firn_config::names;
+use firn_gpu::preflight::{Certainty, Finding, Sign};
+use firn_oci::Spec;
+
+use super::error::EffectError;
+use crate::procfs;
+
+/// Value of the annotation by which a container's owner says that its processes share no GPU memory.
+const SHARES_NOTHING: &str = "none";
+
+/// What the container's owner has said about it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Policy {
+    shares_nothing: bool,
+}
+
+impl Policy {
+    pub(super) fn of(spec: &Spec) -> Self {
+        Self {
+            shares_nothing: spec.annotation(names::ANNOTATION_IPC) == Some(SHARES_NOTHING),
+        }
+    }
+}
+
+/// Refusals by what the CUDA processes show from outside.
+pub(super) fn by_signs(findings: &[Finding], policy: Policy) -> Result<(), EffectError> {
+    for Finding { pid, sign, certainty } in findings {
+        let pid = pid.unwrap_or_default();
+        let comm = || procfs::comm(pid);
+        match (certainty, sign) {
+            (Certainty::Certain, Sign::ManagedMemory { bytes, .. }) => {
+                return Err(EffectError::ManagedMemory {
+                    pid,
+                    comm: comm(),
+                    bytes: *bytes,
+                });
+            }
+            (Certainty::Certain, Sign::Mps { directory }) => {
+                return Err(EffectError::Mps {
+                    pid,
+                    comm: comm(),
+                    directory: directory.clone(),
+                });
+            }
+            (_, sign) => log::debug!("pid {pid}: {sign:?}"),
+        }
+    }
+    if policy.shares_nothing {
+        return Ok(());
+    }
+    by_sharing(findings)
+}
+
+/// Refuses CUDA processes that may share GPU memory: several, unless all are ranks of NCCL that talk over sockets and
+/// nothing else speaks for sharing.
+fn by_sharing(findings: &[Finding]) -> Result<(), EffectError> {
+    let several = findings.iter().find_map(|finding| match &finding.sign {
+        Sign::MultipleCudaProcesses { pids } => Some(pids),
+        _ => None,
+    });
+    let Some(pids) = several else {
+        return Ok(());
+    };
+    let mut sockets_only = 0;
+    for Finding { pid, sign, .. } in findings {
+        let pid = pid.unwrap_or_default();
+        let comm = || procfs::comm(pid);
+        match sign {
+            Sign::Nccl {
+                p2p_disabled: true,
+                shm_disabled: true,
+                nvls_disabled: true,
+            } => sockets_only += 1,
+            Sign::Nccl { .. } => return Err(EffectError::Nccl { pid, comm: comm() }),
+            Sign::SharingLibrary { file } => {
+                return Err(EffectError::SharingLibrary {
+                    pid,
+                    comm: comm(),
+                    file: file.clone(),
+                });
+            }
+            Sign::ManagedMemory { .. } | Sign::Mps { .. } | Sign::MultipleCudaProcesses { .. } => {}
+        }
+    }
+    if sockets_only == pids.len() {
+        return Ok(());
+    }
+    Err(EffectError::Ipc {
+        processes: pids.iter().map(|&pid| (pid, procfs::comm(pid))).collect(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAYS_NOTHING: Policy = Policy {
+        shares_nothing: false,
+    };
+    const SHARES_NOTHING: Policy = Policy { shares_nothing: true };
+
+    fn finding(pid: i32, sign: Sign, certainty: Certainty) -> Finding {
+        Finding {
+            pid: Some(pid),
+            sign,
+            certainty,
+        }
+    }
+
+    fn nccl(pid: i32, p2p_disabled: bool, shm_disabled: bool, nvls_disabled: bool) -> Finding {
+        let sign = Sign::Nccl {
+            p2p_disabled,
+            shm_disabled,
+            nvls_disabled,
+        };
+        finding(pid, sign, Certainty::Certain)
+    }
+
+    fn over_sockets(pid: i32) -> Finding {
+        nccl(pid, true, true, true)
+    }
+
+    /// As the inspection of these processes finds it; one alone is no finding.
+    fn of(pids: &[i32], mut findings: Vec<Finding>) -> Vec<Finding> {
+        if pids.len() > 1 {
+            findings.push(Finding {
+                pid: None,
+                sign: Sign::MultipleCudaProcesses { pids: pids.to_vec() },
+                certainty: Certainty::Certain,
+            });
+        }
+        findings
+    }
+
+    #[test]
+    fn one_process_shares_with_nobody() {
+        assert!(by_signs(&[], SAYS_NOTHING).is_ok());
+        assert!(by_signs(&of(&[7], vec![nccl(7, false, false, false)]), SAYS_NOTHING).is_ok());
+    }
+
+    #[test]
+    fn several_processes_are_refused_unless_their_owner_says_that_they_share_nothing() {
+        let two = of(&[7, 8], vec![]);
+        let Err(EffectError::Ipc { processes }) = by_signs(&two, SAYS_NOTHING) else {
+            panic!("not refused");
+        };
+        assert_eq!(processes.iter().map(|(pid, _)| *pid).collect::<Vec<_>>(), [7, 8]);
+        assert!(by_signs(&two, SHARES_NOTHING).is_ok());
+    }
+
+    #[test]
+    fn ranks_are_allowed_only_when_every_transport_that_shares_is_off_in_every_one() {
+        for bits in 0..1 << 6 {
+            let off = |bit: i32| bits & 1 << bit != 0;
+            let ranks = vec![nccl(7, off(0), off(1), off(2)), nccl(8, off(3), off(4), off(5))];
+            let found = by_signs(&of(&[7, 8], ranks), SAYS_NOTHING);
+            match bits {
+                0b111_111 => assert!(found.is_ok(), "a job over sockets can be moved"),
+                _ => assert!(
+                    matches!(found, Err(EffectError::Nccl { .. })),
+                    "{bits:b}: {found:?}"
+                ),
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_over_sockets_say_nothing_about_others_or_about_other_libraries() {
+        let with_another = of(&[7, 8, 9], vec![over_sockets(7), over_sockets(8)]);
+        assert!(matches!(
+            by_signs(&with_another, SAYS_NOTHING),
+            Err(EffectError::Ipc { .. })
+        ));
+        let ucx = Sign::SharingLibrary {
+            file: "libuct_cuda.so.0".into(),
+        };
+        let with_ucx = vec![
+            over_sockets(7),
+            over_sockets(8),
+            finding(8, ucx, Certainty::Suspected),
+        ];
+        assert!(matches!(
+            by_signs(&of(&[7, 8], with_ucx.clone()), SAYS_NOTHING),
+            Err(EffectError::SharingLibrary { pid: 8, .. })
+        ));
+        assert!(by_signs(&of(&[7, 8], with_ucx), SHARES_NOTHING).is_ok());
+    }
+
+    #[test]
+    fn managed_memory_is_refused_when_it_is_certain_whatever_the_owner_says() {
+        let managed = |certainty| {
+            let sign = Sign::ManagedMemory {
+                ranges: 1,
+                bytes: 1 << 26,
+            };
+            vec![finding(7, sign, certainty)]
+        };
+        for policy in [SAYS_NOTHING, SHARES_NOTHING] {
+            assert!(matches!(
+                by_signs(&managed(Certainty::Certain), policy),
+                Err(EffectError::ManagedMemory {
+                    bytes: 67_108_864,
+                    ..
+                })
+            ));
+            assert!(by_signs(&managed(Certainty::Suspected), policy).is_ok());
+        }
+    }
+
+    #[test]
+    fn only_the_word_none_says_that_nothing_is_shared() {
+        for (value, shares_nothing) in [("none", true), ("", false), ("None", false), ("all", false)] {
+            let spec: Spec = serde_json::json!({"annotations": {"firn.dev/ipc": value}}).into();
+            assert_eq!(Policy::of(&spec).shares_nothing, shares_nothing, "{value:?}");
+        }
+    }
+}
