@@ -4,6 +4,7 @@
 mod bench;
 mod bundle;
 mod demo;
+mod faults;
 mod fuzz;
 mod node;
 mod supervise;
@@ -23,6 +24,7 @@ use supervise::supervised;
 enum Cmd {
     Demo(demo::Cmd),
     Test(test::Cmd),
+    Faults(faults::Cmd),
     Fuzz(fuzz::Cmd),
     Bench(bench::Cmd),
     Node(node::Cmd),
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         Cmd::Demo(cmd) => supervised(|| demo::run(&cmd)),
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| bench::run(cmd)),
+        Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),
         Cmd::Fuzz(cmd) => fuzz::run(&cmd),
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::GpuBundle(cmd) => bundle::run(cmd).map(|()| ExitCode::SUCCESS),

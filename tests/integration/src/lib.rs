@@ -6,9 +6,11 @@
 
 mod archive;
 mod build;
+mod census;
 mod container;
 mod counter;
 mod events;
+pub mod faults;
 mod gpu;
 mod host;
 mod said;
@@ -16,6 +18,7 @@ mod task;
 
 pub use archive::Archive;
 pub use build::{Built, Profile};
+pub use census::{Census, ShimUse};
 pub use container::{BUNDLES, Container, Move, nothing_left};
 pub use counter::{Line, Lines};
 pub use events::{Event, Events};

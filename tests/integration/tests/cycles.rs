@@ -4,12 +4,10 @@
 //! `FIRN_CYCLES=1000 cargo test -p firn-integration --test cycles -- --nocapture` is the whole; a plain run is shorter.
 //! The figures are printed.
 
-use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, IMAGE, SimGpu, on};
+use firn_lab::{Census, Container, FIRN, GpuHost, IMAGE, ShimUse, SimGpu, on};
 use firn_node::{Cgroup, Suite, wait_for};
 
 /// Cycles of a plain run, per kind.
@@ -67,136 +65,6 @@ fn move_once(host: &GpuHost) -> Result<()> {
     host.remove_image("checkpoint/job")
 }
 
-/// What there is on a node, by kind; of each the names that tell what is new.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Census(BTreeMap<&'static str, Vec<String>>);
-
-/// How the names of a kind are had.
-const KINDS: &[(&str, &str)] = &[
-    ("mounts", "cut -d' ' -f5 /proc/self/mountinfo"),
-    ("cgroups", "find /sys/fs/cgroup -type d"),
-    ("sockets", "find /run/containerd/s -type s 2>/dev/null || true"),
-    // But what clients and daemons leave, with any shim: the fifos of detached execs, the unpacked image of a restore.
-    (
-        "files",
-        "find /run/containerd /run/runc /run/firn /tmp \
-            '(' -path /run/containerd/fifo -o -name 'ctrd-checkpoint*' ')' -prune -o -print 2>/dev/null || true",
-    ),
-];
-
-impl Census {
-    fn take(host: &GpuHost) -> Result<Self> {
-        let mut kinds: BTreeMap<_, Vec<String>> = BTreeMap::new();
-        for (kind, script) in KINDS {
-            let said = host.node().run(&["sh", "-c", script])?.stdout;
-            kinds.insert(*kind, said.lines().map(str::to_owned).collect());
-        }
-        let processes = host.node().processes().into_iter();
-        kinds.insert("processes", processes.map(|process| process.command).collect());
-        kinds.values_mut().for_each(|names| names.sort());
-        Ok(Self(kinds))
-    }
-
-    /// Waits until the node is as it was then.
-    fn comes_back(&self, host: &GpuHost) -> Result<Self> {
-        let mut now = Self::take(host)?;
-        let waited = wait_for("the node to be as before", SETTLED, || {
-            now = Self::take(host)?;
-            Ok((now == *self).then_some(()))
-        });
-        ensure!(waited.is_ok(), "{}", self.difference(&now));
-        Ok(now)
-    }
-
-    fn difference(&self, now: &Self) -> String {
-        let mut told = Vec::new();
-        for (kind, names) in &self.0 {
-            let new = now.0[kind].iter().filter(|name| !names.contains(name));
-            let gone = names.iter().filter(|name| !now.0[kind].contains(name));
-            told.push(format!(
-                "{kind}: {} then, {} now; new: {:?}; gone: {:?}",
-                names.len(),
-                now.0[kind].len(),
-                new.collect::<Vec<_>>(),
-                gone.collect::<Vec<_>>()
-            ));
-        }
-        told.join("\n")
-    }
-}
-
-impl fmt::Display for Census {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let counts = self
-            .0
-            .iter()
-            .map(|(kind, names)| format!("{} {kind}", names.len()));
-        f.write_str(&counts.collect::<Vec<_>>().join(", "))
-    }
-}
-
-/// What a shim has.
-#[derive(Debug)]
-struct Shim {
-    threads: i64,
-    rss_kib: i64,
-    private_kib: i64,
-    descriptors: Vec<String>,
-}
-
-impl Shim {
-    /// The shim of a container.
-    fn of(host: &GpuHost, id: &str) -> Result<Self> {
-        let pid = host.node().read(format!("{BUNDLES}/{id}/shim.pid"));
-        let pid = match pid {
-            Ok(pid) => pid,
-            Err(_) => pid_of(host, id)?,
-        };
-        let pid = pid.trim();
-        let status = host.node().read(format!("/proc/{pid}/status"))?;
-        let rollup = host.node().read(format!("/proc/{pid}/smaps_rollup"))?;
-        let list = host
-            .node()
-            .run(&["sh", "-c", &format!("ls -l /proc/{pid}/fd | sed 's/.* -> //'")])?;
-        let private = number(&rollup, "Private_Clean:")? + number(&rollup, "Private_Dirty:")?;
-        Ok(Self {
-            threads: number(&status, "Threads:")?,
-            rss_kib: number(&status, "VmRSS:")?,
-            private_kib: private,
-            descriptors: list.stdout.lines().skip(1).map(str::to_owned).collect(),
-        })
-    }
-}
-
-impl fmt::Display for Shim {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            threads,
-            rss_kib,
-            private_kib,
-            descriptors,
-        } = self;
-        let count = descriptors.len();
-        write!(
-            f,
-            "{count} descriptors, {threads} threads, {rss_kib} KiB resident, {private_kib} KiB private"
-        )
-    }
-}
-
-fn pid_of(host: &GpuHost, id: &str) -> Result<String> {
-    let processes = host.node().processes().into_iter();
-    let mut shims = processes.filter(|process| process.command.starts_with("containerd-shim"));
-    let shim = shims.find(|process| process.args.windows(2).any(|pair| pair == ["-id", id]));
-    Ok(shim.with_context(|| format!("{id} has no shim"))?.pid.to_string())
-}
-
-fn number(text: &str, field: &str) -> Result<i64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(field));
-    let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
-    number.with_context(|| format!("no {field} in:\n{text}"))
-}
-
 fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     let count = match std::env::var("FIRN_CYCLES") {
         Ok(count) => count.parse().context("FIRN_CYCLES")?,
@@ -227,7 +95,7 @@ fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
             if done % PER_REPORT == 0 {
                 told(&format!(
                     "{done} cycles of each kind: {}",
-                    Shim::of(host, "anchor")?
+                    ShimUse::of(host, "anchor")?
                 ));
             }
         }
@@ -253,10 +121,10 @@ fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
 }
 
 /// The shim of the group once threads that wait for more work have ended; with the descriptors and threads of `then`.
-fn settled(host: &GpuHost, then: Option<&Shim>) -> Result<Shim> {
-    let mut last = Shim::of(host, "anchor")?;
+fn settled(host: &GpuHost, then: Option<&ShimUse>) -> Result<ShimUse> {
+    let mut last = ShimUse::of(host, "anchor")?;
     let waited = wait_for("the shim to come to rest", SETTLED, || {
-        last = Shim::of(host, "anchor")?;
+        last = ShimUse::of(host, "anchor")?;
         let as_then = then.is_none_or(|then| last.descriptors.len() <= then.descriptors.len());
         Ok((last.threads == 1 && as_then).then_some(()))
     });

@@ -1,12 +1,12 @@
 #!/bin/sh
 # Runs the suites in this bundle, as root: run.sh [NAME...] [-- ARGUMENTS OF THE TEST PROGRAMS]
-# or a benchmark: run.sh bench shim [OPTIONS]
+# or a benchmark: run.sh bench shim [OPTIONS], or the fault matrix: run.sh faults [OPTIONS]
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 export FIRN_NODE_DIR="$here/node" FIRN_BUILT_DIR="$here/bin"
-if [ "${1:-}" = bench ]; then
-    exec "$here/bin/xtask" "$@"
-fi
+case ${1:-} in
+bench | faults) exec "$here/bin/xtask" "$@" ;;
+esac
 suites=
 while [ $# -gt 0 ]; do
     case $1 in

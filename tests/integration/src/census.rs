@@ -1,0 +1,154 @@
+//! What there is on a node and what a shim has, to be compared later: nothing may pile up.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_node::wait_for;
+
+use crate::{BUNDLES, GpuHost};
+
+/// How long a node may take to be as before.
+const SETTLED: Duration = Duration::from_secs(30);
+
+/// What there is on a node, by kind; of each the names that tell what is new.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Census(BTreeMap<String, Vec<String>>);
+
+/// Prints all names, after a line for each kind. Left out is what clients and daemons leave, with any shim: the fifos of
+/// detached execs, the unpacked image of a restore; and what is kept to be read: the account of a
+/// checkpoint, runc's note of it, the log of a dump that failed.
+const SCRIPT: &str = "
+    echo '== mounts'; cut -d' ' -f5 /proc/self/mountinfo
+    echo '== cgroups'; find /sys/fs/cgroup -type d
+    echo '== sockets'; find /run/containerd/s -type s 2>/dev/null
+    echo '== files'; find /run/containerd /run/runc /run/firn /tmp /srv /var/lib/containerd/io.containerd.runtime.v2.task \
+        '(' -path /run/containerd/fifo -o -name 'ctrd-checkpoint*' -o -name rootfs -o \
+        -path '/run/containerd/runc/*/checkpoint' ')' -prune -o \
+        '!' -name criu-dump.log '!' -name firn-account.json -print 2>/dev/null
+    true";
+
+impl Census {
+    /// Looks.
+    pub fn take(host: &GpuHost) -> Result<Self> {
+        let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        let said = host.node().run(&["sh", "-c", SCRIPT])?.stdout;
+        let mut names = kinds.entry("other".to_owned()).or_default();
+        for line in said.lines() {
+            match line.strip_prefix("== ") {
+                Some(kind) => names = kinds.entry(kind.to_owned()).or_default(),
+                None => names.push(line.to_owned()),
+            }
+        }
+        let processes = host.node().processes().into_iter();
+        let processes = processes.map(|process| process.command).collect();
+        kinds.insert("processes".to_owned(), processes);
+        kinds.retain(|kind, _| kind != "other");
+        kinds.values_mut().for_each(|names| names.sort());
+        Ok(Self(kinds))
+    }
+
+    /// Waits until the node is as it was then.
+    pub fn comes_back(&self, host: &GpuHost) -> Result<Self> {
+        let mut now = Self::take(host)?;
+        let waited = wait_for("the node to be as before", SETTLED, || {
+            now = Self::take(host)?;
+            Ok((now == *self).then_some(()))
+        });
+        ensure!(waited.is_ok(), "{}", self.difference(&now));
+        Ok(now)
+    }
+
+    fn difference(&self, now: &Self) -> String {
+        let mut told = Vec::new();
+        for (kind, names) in &self.0 {
+            let new = now.0[kind].iter().filter(|name| !names.contains(name));
+            let gone = names.iter().filter(|name| !now.0[kind].contains(name));
+            let (new, gone) = (new.collect::<Vec<_>>(), gone.collect::<Vec<_>>());
+            let (then, now) = (names.len(), now.0[kind].len());
+            if !new.is_empty() || !gone.is_empty() || then != now {
+                told.push(format!(
+                    "{kind}: {then} then, {now} now; new: {new:?}; gone: {gone:?}"
+                ));
+            }
+        }
+        told.join("\n")
+    }
+}
+
+impl fmt::Display for Census {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts = self
+            .0
+            .iter()
+            .map(|(kind, names)| format!("{} {kind}", names.len()));
+        f.write_str(&counts.collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// What a shim has of the node's resources.
+#[derive(Debug)]
+pub struct ShimUse {
+    /// Threads.
+    pub threads: i64,
+    /// Resident memory.
+    pub rss_kib: i64,
+    /// Memory that it shares with nobody.
+    pub private_kib: i64,
+    /// What its descriptors lead to.
+    pub descriptors: Vec<String>,
+}
+
+impl ShimUse {
+    /// The shim of a container.
+    pub fn of(host: &GpuHost, id: &str) -> Result<Self> {
+        let pid = host.node().read(format!("{BUNDLES}/{id}/shim.pid"));
+        let pid = match pid {
+            Ok(pid) => pid,
+            Err(_) => pid_of(host, id)?,
+        };
+        let pid = pid.trim();
+        let status = host.node().read(format!("/proc/{pid}/status"))?;
+        let rollup = host.node().read(format!("/proc/{pid}/smaps_rollup"))?;
+        let list = host
+            .node()
+            .run(&["sh", "-c", &format!("ls -l /proc/{pid}/fd | sed 's/.* -> //'")])?;
+        let private = number(&rollup, "Private_Clean:")? + number(&rollup, "Private_Dirty:")?;
+        Ok(Self {
+            threads: number(&status, "Threads:")?,
+            rss_kib: number(&status, "VmRSS:")?,
+            private_kib: private,
+            descriptors: list.stdout.lines().skip(1).map(str::to_owned).collect(),
+        })
+    }
+}
+
+impl fmt::Display for ShimUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            threads,
+            rss_kib,
+            private_kib,
+            descriptors,
+        } = self;
+        let count = descriptors.len();
+        write!(
+            f,
+            "{count} descriptors, {threads} threads, {rss_kib} KiB resident, {private_kib} KiB private"
+        )
+    }
+}
+
+fn pid_of(host: &GpuHost, id: &str) -> Result<String> {
+    let processes = host.node().processes().into_iter();
+    let mut shims = processes.filter(|process| process.command.starts_with("containerd-shim"));
+    let shim = shims.find(|process| process.args.windows(2).any(|pair| pair == ["-id", id]));
+    Ok(shim.with_context(|| format!("{id} has no shim"))?.pid.to_string())
+}
+
+fn number(text: &str, field: &str) -> Result<i64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(field));
+    let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+    number.with_context(|| format!("no {field} in:\n{text}"))
+}

@@ -1,0 +1,124 @@
+//! The fault matrix: for every phase of a checkpoint and of a restore, everything that can fail in it, and what is left of
+//! the workload afterwards.
+//!
+//! firn promises one of two ends. Checkpoint: the workload runs, or is paused, as before with its GPU state; or the image is
+//! complete and valid, and the container has ended if that was asked. Restore: the workload runs on its new GPUs, or
+//! nothing of it is left and the image is still good. Cells are made by rule ([`all`]), tried on a few hosts one after the
+//! other ([`run`]), and each is judged by what a user would notice.
+
+mod attempt;
+mod cell;
+mod counting;
+mod disk;
+mod ground;
+mod inject;
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use firn_node::Suite;
+
+use attempt::attempt;
+use ground::Ground;
+
+pub use attempt::Outcome;
+pub use cell::{Cell, Fault, Flow, From, Phase, Subject, Why, all, quick};
+
+/// How often a cell is tried again when the host could not be made.
+const HOSTS: usize = 2;
+
+/// What came of a cell.
+#[derive(Clone, Debug)]
+pub struct Tried {
+    pub cell: Cell,
+    /// Within the promise; else why not.
+    pub outcome: Result<Outcome, String>,
+    pub took: Duration,
+}
+
+/// Tries the cells, on so many hosts at a time, and tells each as it is done.
+pub fn run(suite: Suite, cells: &[Cell], jobs: usize, told: impl Fn(&Tried) + Sync) -> Result<Vec<Tried>> {
+    let shards = Mutex::new(shards(cells, jobs));
+    let done = Mutex::new(Vec::new());
+    let next = || shards.lock().unwrap_or_else(|broken| broken.into_inner()).pop();
+    let work = |job: usize| -> Result<()> {
+        while let Some(shard) = next() {
+            try_all(suite, &shard, &format!("ft{job}"), |tried| {
+                told(&tried);
+                done.lock()
+                    .unwrap_or_else(|broken| broken.into_inner())
+                    .push(tried);
+            })?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..jobs.max(1))
+            .map(|job| scope.spawn(move || work(job)))
+            .collect();
+        workers
+            .into_iter()
+            .map(|worker| {
+                worker
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect::<Result<Vec<()>>>()
+    })?;
+    let mut done = done.into_inner().unwrap_or_else(|broken| broken.into_inner());
+    done.sort_by_key(|tried| cells.iter().position(|cell| *cell == tried.cell));
+    Ok(done)
+}
+
+/// Cells of one kind of host together, in pieces that keep all jobs busy.
+fn shards(cells: &[Cell], jobs: usize) -> Vec<Vec<Cell>> {
+    let mut shards = Vec::new();
+    let size = (cells.len() / (jobs.max(1) * 4)).clamp(8, 60);
+    let mut rest = cells;
+    while let Some(first) = rest.first() {
+        let alike = rest
+            .iter()
+            .take_while(|cell| cell.subject == first.subject)
+            .count();
+        let (now, later) = rest.split_at(alike.min(size));
+        shards.push(now.to_vec());
+        rest = later;
+    }
+    shards.reverse();
+    shards
+}
+
+/// Tries cells of one kind of host one after the other. After one outside of the promise the host is made anew.
+fn try_all(suite: Suite, cells: &[Cell], name: &str, mut told: impl FnMut(Tried)) -> Result<()> {
+    let mut rest = cells;
+    let mut made = 0;
+    while let Some(first) = rest.first() {
+        made += 1;
+        let ground = match Ground::new(suite, first.subject, &format!("{name}-{made}")) {
+            Ok(ground) => ground,
+            Err(error) if made > HOSTS * cells.len() => return Err(error),
+            Err(error) => {
+                eprintln!("{error:#}");
+                continue;
+            }
+        };
+        let mut job = None;
+        while let Some((cell, later)) = rest.split_first() {
+            rest = later;
+            let begun = Instant::now();
+            let outcome =
+                attempt(&ground, &mut job, cell).map_err(|error| format!("{error:#}\n{}", ground.host.log()));
+            let broken = outcome.is_err();
+            told(Tried {
+                cell: *cell,
+                outcome,
+                took: begun.elapsed(),
+            });
+            if broken {
+                break;
+            }
+        }
+    }
+    Ok(())
+}

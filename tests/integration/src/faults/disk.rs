@@ -1,0 +1,142 @@
+//! File systems that fail: full, without a working device, read-only.
+
+use anyhow::{Result, bail};
+
+use super::cell::{Cell, Disk, Fault, Flow};
+use crate::GpuHost;
+
+/// Where a failing file system of a checkpoint is mounted.
+const MOUNT: &str = "/srv/disk";
+/// File systems of their own from the beginning, so that they can be filled: containerd's bundles and its work directories.
+const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";
+const WORKS: &str = "/var/lib/containerd/io.containerd.runtime.v2.task";
+
+/// Gives containerd's bundles and work directories file systems of their own.
+pub(super) fn prepare(host: &GpuHost) -> Result<()> {
+    let node = host.node();
+    for path in [BUNDLES, WORKS] {
+        node.run(&["mkdir", "-p", path])?;
+        node.run(&["mount", "-t", "tmpfs", "-o", "size=8m,mode=0711", "tmpfs", path])?;
+    }
+    Ok(())
+}
+
+/// A file system that fails, or is about to.
+pub(super) struct Failing<'h> {
+    host: &'h GpuHost,
+    what: What,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum What {
+    /// Mounted at [`MOUNT`] for the image.
+    Image,
+    /// Mounted there for the image, and filled later.
+    Manifest,
+    /// Mounted there for CRIU's work directory.
+    Work,
+    /// One that is there gets full, or read-only.
+    Full(&'static str),
+    ReadOnly(&'static str),
+    /// The pages of an image that is being restored.
+    Pages,
+}
+
+impl<'h> Failing<'h> {
+    /// Makes it; what can only be done later is done by [`Failing::begin`].
+    pub(super) fn new(host: &'h GpuHost, cell: &Cell) -> Result<Self> {
+        let what = match (cell.flow, cell.fault) {
+            (Flow::Checkpoint, Fault::NoSpaceForManifest) => What::Manifest,
+            (
+                Flow::Checkpoint,
+                Fault::NoSpace(Disk::Image) | Fault::ReadOnly(Disk::Image) | Fault::Io(Disk::Image),
+            ) => What::Image,
+            (
+                Flow::Checkpoint,
+                Fault::NoSpace(Disk::Work) | Fault::ReadOnly(Disk::Work) | Fault::Io(Disk::Work),
+            ) => What::Work,
+            (_, Fault::NoSpace(Disk::Bundle)) => What::Full(BUNDLES),
+            (_, Fault::ReadOnly(Disk::Bundle)) => What::ReadOnly(BUNDLES),
+            (Flow::Restore, Fault::NoSpace(Disk::Work)) => What::Full(WORKS),
+            (Flow::Restore, Fault::ReadOnly(Disk::Work)) => What::ReadOnly(WORKS),
+            (Flow::Restore, Fault::Io(Disk::Image)) => What::Pages,
+            _ => bail!("{cell} has no failing file system"),
+        };
+        let disk = Self { host, what };
+        let script = match (what, cell.fault) {
+            (What::Manifest, _) => "mount -t tmpfs -o size=64m tmpfs $MOUNT; mkdir $MOUNT/to",
+            // Room in bytes and for a few files: full in the middle of the dump.
+            (What::Image, Fault::NoSpace(_)) => {
+                "mount -t tmpfs -o size=64m,nr_inodes=10 tmpfs $MOUNT; mkdir $MOUNT/to"
+            }
+            (_, Fault::NoSpace(_)) => {
+                "mount -t tmpfs -o size=16k tmpfs $MOUNT; mkdir $MOUNT/to
+                dd if=/dev/zero of=$MOUNT/fill bs=4k count=4 2>/dev/null"
+            }
+            (_, Fault::Io(_)) => {
+                "mkdir -p $MOUNT.back; mount -t tmpfs -o size=512k tmpfs $MOUNT.back
+                truncate -s 32M $MOUNT.back/img; busybox mke2fs $MOUNT.back/img >/dev/null
+                mount -o loop,sync -t ext2 $MOUNT.back/img $MOUNT; mkdir $MOUNT/to
+                dd if=/dev/zero of=$MOUNT.back/fill bs=4k 2>/dev/null || true"
+            }
+            _ => {
+                "mount -t tmpfs -o size=1m tmpfs $MOUNT; mkdir $MOUNT/to
+                mount -o remount,ro $MOUNT"
+            }
+        };
+        match what {
+            What::Image | What::Manifest | What::Work => disk.shell(&format!("mkdir -p $MOUNT; {script}"))?,
+            What::Full(_) | What::ReadOnly(_) if cell.flow == Flow::Checkpoint => disk.begin()?,
+            What::Full(_) | What::ReadOnly(_) | What::Pages => {}
+        }
+        Ok(disk)
+    }
+
+    /// Where the image goes, if it goes onto this file system.
+    pub(super) fn image(&self) -> Option<String> {
+        matches!(self.what, What::Image | What::Manifest).then(|| format!("{MOUNT}/to/image"))
+    }
+
+    /// Where CRIU works, if it is on this file system.
+    pub(super) fn work(&self) -> Option<String> {
+        (self.what == What::Work).then(|| format!("{MOUNT}/to"))
+    }
+
+    /// Lets it fail from now on.
+    pub(super) fn begin(&self) -> Result<()> {
+        let fill = |path| format!("dd if=/dev/zero of={path}/fill bs=4k 2>/dev/null || true");
+        match self.what {
+            What::Image | What::Work => Ok(()),
+            What::Manifest => self.shell(&fill(MOUNT)),
+            What::Full(path) => self.shell(&fill(path)),
+            What::ReadOnly(path) => self.shell(&format!("mount -o remount,ro {path}")),
+            // Memory at address 0 cannot be read: EIO.
+            What::Pages => self.shell(
+                "for pages in /tmp/ctrd-checkpoint*/pages-*.img; do mount --bind /proc/1/mem $pages; done",
+            ),
+        }
+    }
+
+    /// Takes it away.
+    pub(super) fn end(self) -> Result<()> {
+        match self.what {
+            What::Image | What::Manifest | What::Work => self.shell(
+                "umount $MOUNT; rmdir $MOUNT
+                [ ! -d $MOUNT.back ] || { umount $MOUNT.back; rmdir $MOUNT.back; }",
+            ),
+            What::Full(path) => self.shell(&format!("rm -f {path}/fill")),
+            What::ReadOnly(path) => self.shell(&format!("mount -o remount,rw {path}")),
+            // The daemon could not remove it either.
+            What::Pages => self.shell(
+                "for pages in /tmp/ctrd-checkpoint*/pages-*.img; do
+                    umount $pages || true
+                done; rm -rf /tmp/ctrd-checkpoint*",
+            ),
+        }
+    }
+
+    fn shell(&self, script: &str) -> Result<()> {
+        let script = format!("set -eu; MOUNT={MOUNT}; {script}");
+        self.host.node().run(&["sh", "-c", &script]).map(drop)
+    }
+}

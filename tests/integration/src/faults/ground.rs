@@ -1,0 +1,361 @@
+//! A host on which cells are tried one after the other, and the container that they are tried on.
+
+use std::cell::RefCell;
+use std::process::Child;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
+use containerd_shim_protos::protobuf::MessageField;
+use containerd_shim_protos::shim::oci::CheckpointOptions;
+use firn_node::{CgroupMode, Suite, wait_for};
+
+use super::cell::{From, Subject};
+use super::counting::Counting;
+use super::{disk, inject};
+use crate::{Archive, Census, Container, FIRN, GpuHost, Pending, STOCK, SimGpu, Task, any};
+
+/// The container.
+pub(super) const ID: &str = "job";
+/// A good image of such a container, in containerd's store.
+pub(super) const TEMPLATE: &str = "checkpoint/template";
+/// GPU memory of each counter.
+const MIB: usize = 1;
+/// How long an answer may take.
+const ANSWER: Duration = Duration::from_secs(60);
+/// How long the node may take to come to rest.
+const QUIET: Duration = Duration::from_secs(40);
+
+/// Restored containers get the second GPU; deadlines that a hang soon passes and a busy machine does not.
+const CONFIG: &str = "[restore]\ngpus = [\"1\"]\n[deadlines]\n";
+const SHORT: &str = "discover = \"1500ms\"\nlock = \"1s\"\ncheckpoint = \"1500ms\"\ndump = \"4s\"\n\
+    runc-restore = \"4s\"\nrestore = \"1500ms\"\nunlock = \"1s\"\n";
+
+/// See the module head.
+pub(super) struct Ground {
+    pub host: GpuHost,
+    suite: Suite,
+    pub subject: Subject,
+    /// The template, taken out of containerd, to make images of its kind from.
+    template: RefCell<Option<Archive>>,
+    images: std::cell::Cell<usize>,
+}
+
+/// A container that counts.
+pub(super) struct Job<'g> {
+    ground: &'g Ground,
+    pub container: Container<'g>,
+    pub counting: Counting,
+}
+
+/// A checkpoint that is under way.
+pub(super) enum Call {
+    Raw(Task, Option<Pending<Empty>>),
+    Client(Child),
+}
+
+/// What a checkpoint is asked for.
+pub(super) struct Asked<'a> {
+    pub image: &'a str,
+    pub work: Option<String>,
+    pub exit: bool,
+}
+
+impl Ground {
+    /// Starts a host and makes the template.
+    pub(super) fn new(suite: Suite, subject: Subject, name: &str) -> Result<Self> {
+        let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+        let host = GpuHost::for_test(suite, subject.cgroup, name, &gpus)?;
+        disk::prepare(&host)?;
+        inject::prepare(&host)?;
+        if suite == Suite::Trixie {
+            // Its ctr tells only this runtime that a container shall end with its dump.
+            host.drop_in()?;
+        }
+        let ground = Self {
+            host,
+            suite,
+            subject,
+            template: RefCell::new(None),
+            images: std::cell::Cell::new(0),
+        };
+        ground.configure(false)?;
+        ground.host.node().run(&["mkdir", "-p", "/srv/images"])?;
+        let mut job = ground.start()?;
+        job.container.checkpoint(TEMPLATE)?;
+        job.counting.goes_on(2)?;
+        job.end()?;
+        ground
+            .template
+            .replace(Some(Archive::export(&ground.host, TEMPLATE)?));
+        Ok(ground)
+    }
+
+    /// Writes firn's configuration, with short deadlines where something hangs.
+    pub(super) fn configure(&self, hangs: bool) -> Result<()> {
+        let deadlines = if hangs { SHORT } else { "" };
+        self.host.configure(&format!("{CONFIG}{deadlines}"))
+    }
+
+    fn counters(&self) -> usize {
+        self.subject.processes
+    }
+
+    /// Counts in a new container.
+    pub(super) fn start(&self) -> Result<Job<'_>> {
+        let runtime = if self.suite == Suite::Trixie { STOCK } else { FIRN };
+        let options = ["--runtime", runtime, "--annotation", "firn.dev/ipc=none"];
+        let (mib, processes) = (MIB.to_string(), self.counters().to_string());
+        let arguments = ["--mib", &mib, "--interval-ms", "20", "--procs", &processes];
+        let counters = self.counters();
+        let container = Container::count_with(&self.host, ID, &["0"], counters, &options, &arguments)?;
+        let mut job = Job {
+            ground: self,
+            container,
+            counting: self.counting(),
+        };
+        job.counting.goes_on(2)?;
+        Ok(job)
+    }
+
+    fn counting(&self) -> Counting {
+        Counting::new(&self.host, ID, self.counters(), MIB << 20)
+    }
+
+    /// A container that was restored counts on, on the second GPU.
+    pub(super) fn restored(&self) -> Result<Job<'_>> {
+        let container = Container::known(&self.host, ID).counting(self.counters());
+        let mut job = Job {
+            ground: self,
+            container,
+            counting: self.counting().restored(),
+        };
+        let status = job.container.status()?;
+        ensure!(status == "RUNNING", "the restored task is {status}");
+        // What its source has written comes first.
+        job.counting.goes_on(3)?;
+        let (used, second) = (job.container.gpus_in_use()?, &self.host.gpus()[1].uuid);
+        ensure!(used == [second.clone()], "it uses {used:?}, not {second}");
+        Ok(job)
+    }
+
+    /// Restores an image, which must work.
+    pub(super) fn restores(&self, image: &str) -> Result<()> {
+        Container::restore(&self.host, ID, image, self.counters())?;
+        self.restored()?.end()
+    }
+
+    /// The image in this directory of the node is complete: a container made of it counts on.
+    pub(super) fn is_good_image(&self, dir: &str) -> Result<()> {
+        ensure!(self.manifest_of(dir), "the image in {dir} has no manifest");
+        self.images.set(self.images.get() + 1);
+        let (name, from) = (
+            format!("checkpoint/cell-{}", self.images.get()),
+            self.host.node().path(dir),
+        );
+        let mut template = self.template.borrow_mut();
+        let archive = template.as_mut().context("no template")?;
+        archive.edit(|to| {
+            for entry in std::fs::read_dir(to)? {
+                std::fs::remove_file(entry?.path())?;
+            }
+            for entry in std::fs::read_dir(&from)? {
+                let entry = entry?;
+                std::fs::copy(entry.path(), to.join(entry.file_name()))?;
+            }
+            Ok(())
+        })?;
+        archive.import(&self.host, &name)?;
+        self.restores(&name)
+            .with_context(|| format!("restore the image in {dir}"))?;
+        self.host.remove_image(&name)
+    }
+
+    pub(super) fn manifest_of(&self, dir: &str) -> bool {
+        self.host.node().path(dir).join("firn.json").is_file()
+    }
+
+    /// Waits until neither a checkpoint nor a restore is under way any more.
+    pub(super) fn is_quiet(&self) -> Result<()> {
+        let at_work = |command: &str| matches!(command, "runc" | "criu" | "firn-gpu" | "firn-hook");
+        let mut left = Vec::new();
+        let waited = wait_for("the node to come to rest", QUIET, || {
+            let processes = self.host.node().processes().into_iter();
+            left = processes.filter(|process| at_work(&process.command)).collect();
+            Ok(left.is_empty().then_some(()))
+        });
+        ensure!(waited.is_ok(), "still at work: {left:?}");
+        Ok(())
+    }
+
+    /// Removes what containerd knows of the container; nothing else of it must be left.
+    pub(super) fn forget(&self) -> Result<()> {
+        // The task is there when the flow has come that far, and the daemon keeps what a killed client has made.
+        let _ = self.host.node().run(&["ctr", "tasks", "delete", "--force", ID]);
+        let known = self.host.node().run(&["ctr", "containers", "list", "--quiet"])?;
+        if known.stdout.lines().any(|id| id == ID) {
+            self.host.node().run(&["ctr", "containers", "delete", ID])?;
+        }
+        crate::nothing_left(&self.host, ID)?;
+        self.host.idle()
+    }
+
+    /// What is on the node now.
+    pub(super) fn census(&self) -> Result<Census> {
+        Census::take(&self.host)
+    }
+}
+
+impl<'g> Job<'g> {
+    /// Begins a checkpoint: by the shim's own service, or by `ctr`, which pauses and resumes around it.
+    pub(super) fn checkpoint(&self, asked: &Asked<'_>, by_client: bool) -> Result<Call> {
+        if by_client {
+            let mut command = vec!["ctr", "tasks", "checkpoint", "--image-path", asked.image];
+            command.extend(asked.exit.then_some("--exit"));
+            command.push(ID);
+            return Ok(Call::Client(self.ground.host.node().spawn(&command)?));
+        }
+        let mut options = CheckpointOptions::new();
+        options.exit = asked.exit;
+        options.work_path = asked.work.clone().unwrap_or_default();
+        let mut request = CheckpointTaskRequest::new();
+        request.id = ID.to_owned();
+        request.path = asked.image.to_owned();
+        request.options = MessageField::some(any(&options, "containerd.runc.v1.CheckpointOptions")?);
+        let task = Task::of(&self.ground.host, ID)?;
+        let pending = task.begin("Checkpoint", &request, ANSWER)?;
+        Ok(Call::Raw(task, Some(pending)))
+    }
+
+    /// Pauses it, if that is where the checkpoint begins.
+    pub(super) fn comes_from(&self, from: From) -> Result<()> {
+        match from {
+            From::Running => Ok(()),
+            From::Paused => self.container.task(&["pause"]).map(drop),
+        }
+    }
+
+    /// The real state of its freezer, not what anybody remembers.
+    pub(super) fn freezer(&self) -> Result<From> {
+        let host = &self.ground.host;
+        let v2 = host.node().record().cgroup == CgroupMode::V2;
+        let (file, frozen) = match v2 {
+            true => ("cgroup.events", "frozen 1"),
+            false => ("freezer.state", "FROZEN"),
+        };
+        let cgroups = host.node().remnants(ID)?.cgroups;
+        let state = cgroups
+            .iter()
+            .find_map(|cgroup| std::fs::read_to_string(cgroup.join(file)).ok());
+        let state = state.with_context(|| format!("no {file} in {cgroups:?}"))?;
+        match state.lines().any(|line| line == frozen) {
+            true => Ok(From::Paused),
+            false => Ok(From::Running),
+        }
+    }
+
+    /// Whether its first process lives.
+    pub(super) fn is_alive(&self) -> bool {
+        let processes = self.ground.host.node().processes();
+        processes.iter().any(|process| {
+            process
+                .args
+                .first()
+                .is_some_and(|program| program == "/bin/gpu-counter")
+        })
+    }
+
+    /// It is paused, or runs, in every respect: containerd's status, the freezer, what it writes. Runs afterwards.
+    pub(super) fn is(&mut self, state: From) -> Result<()> {
+        let expected = match state {
+            From::Running => "RUNNING",
+            From::Paused => "PAUSED",
+        };
+        self.container.becomes(expected)?;
+        let freezer = self.freezer()?;
+        ensure!(freezer == state, "the freezer says {freezer:?}");
+        self.is_traced_by_nobody()?;
+        if state == From::Paused {
+            self.counting.stands_still()?;
+            self.container.task(&["resume"])?;
+            self.container.becomes("RUNNING")?;
+        }
+        self.counting.goes_on(2)
+    }
+
+    fn is_traced_by_nobody(&self) -> Result<()> {
+        let node = self.ground.host.node();
+        for process in node.processes() {
+            if process.command != "gpu-counter" {
+                continue;
+            }
+            let status = node.read(format!("/proc/{}/status", process.pid))?;
+            let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:\t"));
+            ensure!(tracer == Some("0"), "pid {} is traced by {tracer:?}", process.pid);
+        }
+        Ok(())
+    }
+
+    /// A checkpoint without fault works and costs it nothing.
+    pub(super) fn checkpoints(&mut self) -> Result<()> {
+        let image = "/srv/images/again";
+        let asked = Asked {
+            image,
+            work: None,
+            exit: false,
+        };
+        let mut call = self.checkpoint(&asked, false)?;
+        call.finish()?.map_err(anyhow::Error::msg)?;
+        ensure!(self.ground.manifest_of(image), "no image");
+        self.ground.host.node().run(&["rm", "-r", image])?;
+        self.counting.goes_on(2)
+    }
+
+    /// Removes it.
+    pub(super) fn end(self) -> Result<()> {
+        self.container.remove()?;
+        self.ground.host.idle()
+    }
+}
+
+impl Call {
+    /// Whether the answer is there.
+    pub(super) fn is_over(&mut self) -> Result<bool> {
+        match self {
+            Self::Raw(_, pending) => Ok(pending.as_ref().is_none_or(Pending::is_there)),
+            Self::Client(child) => Ok(child.try_wait()?.is_some()),
+        }
+    }
+
+    /// Kills the client.
+    pub(super) fn kill(&mut self) -> Result<()> {
+        match self {
+            Self::Raw(..) => bail!("no client takes part"),
+            Self::Client(child) => Ok(child.kill()?),
+        }
+    }
+
+    /// Waits for the answer: what the client was told.
+    pub(super) fn finish(&mut self) -> Result<Result<(), String>> {
+        match self {
+            Self::Raw(task, pending) => {
+                let pending = pending.take().context("the answer was taken")?;
+                Ok(match task.end(pending) {
+                    Ok(_) => Ok(()),
+                    Err(ttrpc::Error::RpcStatus(status)) => Err(status.message().to_owned()),
+                    Err(error) => Err(format!("no answer: {error}")),
+                })
+            }
+            Self::Client(child) => {
+                let mut said = String::new();
+                if let Some(mut stderr) = child.stderr.take() {
+                    std::io::Read::read_to_string(&mut stderr, &mut said)?;
+                }
+                match child.wait()?.success() {
+                    true => Ok(Ok(())),
+                    false => Ok(Err(said.trim().to_owned())),
+                }
+            }
+        }
+    }
+}
