@@ -15,6 +15,7 @@ mod events;
 #[doc(hidden)]
 pub mod fuzz;
 mod hold;
+mod journal;
 mod logger;
 mod mounts;
 mod options;

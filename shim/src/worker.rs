@@ -16,6 +16,7 @@ use firn_gpu::{CudaState, GpuPair, Inventory};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
+use crate::journal::{Journal, Role};
 use crate::procfs;
 use crate::reaper::{Child, Reaper};
 
@@ -125,11 +126,14 @@ pub(crate) struct Gpu {
     worker: Option<Worker>,
     /// Killed and not known to be gone.
     dying: Option<Child>,
+    /// Learns the worker's pid.
+    journal: Option<Journal>,
 }
 
 struct Worker {
     child: Child,
     stream: BufReader<UnixStream>,
+    is_noted: bool,
 }
 
 impl Gpu {
@@ -140,6 +144,15 @@ impl Gpu {
             reaper,
             worker: None,
             dying: None,
+            journal: None,
+        }
+    }
+
+    /// Has the pids of its workers noted in a transaction's journal.
+    pub(crate) fn with_journal(self, journal: Journal) -> Self {
+        Self {
+            journal: Some(journal),
+            ..self
         }
     }
 
@@ -296,7 +309,12 @@ impl Gpu {
     ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
         let began = Instant::now();
         self.gone().await?;
+        let journal = self.journal.clone();
         let worker = self.worker()?;
+        if let Some(journal) = journal.filter(|_| !worker.is_noted) {
+            journal.child(Role::Worker, worker.child.pid()).await;
+            worker.is_noted = true;
+        }
         let result = match tokio::time::timeout(limit, worker.exchange(op, request)).await {
             Ok(result) => result,
             Err(_) => Err(GpuError::Deadline { op, limit }),
@@ -371,6 +389,7 @@ impl Worker {
         Ok(Self {
             child,
             stream: BufReader::new(UnixStream::from_std(ours)?),
+            is_noted: false,
         })
     }
 

@@ -10,6 +10,7 @@ use super::transaction::Failure;
 use crate::cgroup::CgroupError;
 use crate::container::Container;
 use crate::hold::HoldError;
+use crate::journal::{JournalError, Phase};
 use crate::logger::Chain;
 use crate::runc::{Brand, RuncError};
 use crate::worker::GpuError;
@@ -64,6 +65,8 @@ pub(crate) enum EffectError {
     Cgroup(#[from] CgroupError),
     #[error("cannot hold the threads")]
     Hold(#[from] HoldError),
+    #[error("cannot keep the journal")]
+    Journal(#[from] JournalError),
     #[error("CRIU failed")]
     Dump(#[from] DumpError),
     #[error("cannot write the manifest")]
@@ -102,6 +105,8 @@ pub(crate) enum DumpError {
     },
     #[error("the image in {} is incomplete: {missing} is missing", image.display())]
     Incomplete { image: PathBuf, missing: &'static str },
+    #[error("cannot keep the journal")]
+    Journal(#[from] JournalError),
     #[error("cannot use the image directory {}", image.display())]
     ImageDir {
         image: PathBuf,
@@ -148,7 +153,7 @@ pub(crate) enum CheckpointError {
     )]
     Undone {
         container: String,
-        phase: super::transaction::Phase,
+        phase: Phase,
         cause: EffectError,
     },
     /// It was begun, and the container has ended meanwhile: there is nothing to undo.
@@ -159,7 +164,7 @@ pub(crate) enum CheckpointError {
     )]
     Ended {
         container: String,
-        phase: super::transaction::Phase,
+        phase: Phase,
         cause: EffectError,
         image: Option<PathBuf>,
     },
@@ -173,7 +178,7 @@ pub(crate) enum CheckpointError {
     )]
     Lost {
         container: String,
-        phase: super::transaction::Phase,
+        phase: Phase,
         cause: EffectError,
         lost: EffectError,
         image: Option<PathBuf>,
@@ -248,7 +253,7 @@ impl CheckpointError {
                 cause: source,
                 image,
             },
-            (super::transaction::Phase::Inspect, unfrozen) => {
+            (Phase::Inspect, unfrozen) => {
                 if let Some(error) = unfrozen {
                     log::error!("cannot freeze {container} again: {}", Chain(&error));
                 }
@@ -304,6 +309,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Gpu(error) => error.code(),
         EffectError::Cgroup(_) => "FIRN-FREEZER",
         EffectError::Hold(_) => "FIRN-HOLD",
+        EffectError::Journal(error) => error.code(),
         EffectError::Dump(_) => "FIRN-DUMP",
         EffectError::Manifest(error) => error.code(),
         EffectError::Image(error) => error.code(),
@@ -336,6 +342,7 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Grant(error) => error.hint(),
         EffectError::Gpu(error) => error.hint(),
         EffectError::Cgroup(_) => "see whether a process of the container hangs in the kernel (state D)",
+        EffectError::Journal(error) => error.hint(),
         EffectError::Hold(_) => "detach the debugger from the container's processes",
         EffectError::Dump(_) => "the log names what CRIU could not dump",
         EffectError::Manifest(error) => error.hint(),

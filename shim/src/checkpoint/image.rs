@@ -5,6 +5,7 @@ use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use super::DumpError;
+use crate::journal::ImageWas;
 
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
 const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
@@ -16,33 +17,45 @@ const QUOTED: usize = 3;
 const TAIL: u64 = 256 << 10;
 
 /// An image directory and what it was before the dump.
-pub(super) struct ImageDir {
+pub(crate) struct ImageDir {
     path: PathBuf,
-    created: bool,
-    was_empty: bool,
+    was: ImageWas,
 }
 
 impl ImageDir {
-    /// Makes the directory when there is none.
-    pub(super) fn open(path: &Path) -> Result<Self, DumpError> {
-        let error = |source| DumpError::ImageDir {
-            image: path.to_owned(),
-            source,
-        };
-        let created = match fs::create_dir(path) {
-            Ok(()) => true,
-            Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
-            Err(e) if e.kind() == ErrorKind::NotFound => {
-                fs::create_dir_all(path).map_err(error)?;
-                true
+    /// What is there now. Nothing is made yet.
+    pub(super) fn find(path: &Path) -> Result<Self, DumpError> {
+        let was = match fs::read_dir(path) {
+            Ok(mut entries) if entries.next().is_none() => ImageWas::Empty,
+            Ok(_) => ImageWas::Filled,
+            Err(error) if error.kind() == ErrorKind::NotFound => ImageWas::Absent,
+            Err(source) => {
+                return Err(DumpError::ImageDir {
+                    image: path.to_owned(),
+                    source,
+                });
             }
-            Err(e) => return Err(error(e)),
         };
-        let was_empty = fs::read_dir(path).map_err(error)?.next().is_none();
-        Ok(Self {
+        Ok(Self::known(path, was))
+    }
+
+    /// One that was found before.
+    pub(crate) fn known(path: &Path, was: ImageWas) -> Self {
+        Self {
             path: path.to_owned(),
-            created,
-            was_empty,
+            was,
+        }
+    }
+
+    pub(super) fn was(&self) -> ImageWas {
+        self.was
+    }
+
+    /// Makes the directory when there is none.
+    pub(super) fn make(&self) -> Result<(), DumpError> {
+        fs::create_dir_all(&self.path).map_err(|source| DumpError::ImageDir {
+            image: self.path.clone(),
+            source,
         })
     }
 
@@ -58,16 +71,15 @@ impl ImageDir {
     }
 
     /// Removes what a failed dump left, unless others had put something there before.
-    pub(super) fn clear(&self) {
-        if !self.was_empty {
-            return;
-        }
-        let cleared = if self.created {
-            fs::remove_dir_all(&self.path)
-        } else {
-            self.remove_entries()
+    pub(crate) fn clear(&self) {
+        let cleared = match self.was {
+            ImageWas::Filled => return,
+            ImageWas::Absent => fs::remove_dir_all(&self.path),
+            ImageWas::Empty => self.remove_entries(),
         };
-        if let Err(error) = cleared {
+        if let Err(error) = cleared
+            && error.kind() != ErrorKind::NotFound
+        {
             log::warn!("cannot clear {}: {error}", self.path.display());
         }
     }
@@ -108,10 +120,16 @@ pub(crate) fn error_lines(log: &Path) -> Vec<String> {
 mod tests {
     use super::*;
 
+    fn open(path: &Path) -> ImageDir {
+        let image = ImageDir::find(path).unwrap();
+        image.make().unwrap();
+        image
+    }
+
     #[test]
     fn a_directory_that_was_there_is_emptied_and_kept() {
         let dir = tempfile::tempdir().unwrap();
-        let image = ImageDir::open(dir.path()).unwrap();
+        let image = open(dir.path());
         fs::write(dir.path().join("core-1.img"), "x").unwrap();
         fs::create_dir(dir.path().join("sub")).unwrap();
         image.clear();
@@ -122,7 +140,7 @@ mod tests {
     fn a_directory_that_was_made_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a/b");
-        let image = ImageDir::open(&path).unwrap();
+        let image = open(&path);
         fs::write(path.join("core-1.img"), "x").unwrap();
         image.clear();
         assert!(!path.exists());
@@ -132,7 +150,7 @@ mod tests {
     fn files_of_others_are_never_removed() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("theirs"), "x").unwrap();
-        let image = ImageDir::open(dir.path()).unwrap();
+        let image = open(dir.path());
         fs::write(dir.path().join("core-1.img"), "x").unwrap();
         image.clear();
         assert!(dir.path().join("theirs").exists());
@@ -141,7 +159,7 @@ mod tests {
     #[test]
     fn an_image_without_its_last_files_is_incomplete() {
         let dir = tempfile::tempdir().unwrap();
-        let image = ImageDir::open(dir.path()).unwrap();
+        let image = open(dir.path());
         fs::write(dir.path().join("inventory.img"), "x").unwrap();
         assert!(matches!(
             image.check_complete(),

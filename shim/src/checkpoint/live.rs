@@ -18,6 +18,7 @@ use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::hold::{Hold, threads};
+use crate::journal::{Journal, Phase};
 use crate::logger::Chain;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -48,6 +49,7 @@ pub(super) struct Live<'a> {
     gpu: Gpu,
     reaper: &'a Reaper,
     account: &'a mut Account,
+    journal: Journal,
     held: Option<Hold>,
     /// Read once, by the first inspection.
     source: Option<Source>,
@@ -63,6 +65,7 @@ impl<'a> Live<'a> {
         gpu: Gpu,
         reaper: &'a Reaper,
         account: &'a mut Account,
+        journal: Journal,
     ) -> Self {
         Self {
             container,
@@ -72,6 +75,7 @@ impl<'a> Live<'a> {
             gpu,
             reaper,
             account,
+            journal,
             held: None,
             source: None,
             complete: false,
@@ -105,6 +109,9 @@ impl<'a> Live<'a> {
 
     /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
     pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
+        if let Err(error) = self.journal.enter(Phase::Finish).await {
+            log::warn!("{}", Chain(&error));
+        }
         self.cgroup.kill_all(END).await?;
         self.container.runc.ensure_deleted().await?;
         // The client may ask for the exit at once.
@@ -227,6 +234,14 @@ impl<'a> Live<'a> {
 impl Effects for Live<'_> {
     type Error = EffectError;
 
+    async fn enter(&mut self, phase: Phase) -> Result<(), EffectError> {
+        Ok(self.journal.enter(phase).await?)
+    }
+
+    async fn leave(&mut self, phase: Phase, ok: bool) {
+        self.journal.leave(phase, ok).await;
+    }
+
     async fn freeze(&mut self) -> Result<(), EffectError> {
         Ok(self.cgroup.freeze(self.config.deadlines.freeze).await?)
     }
@@ -248,6 +263,7 @@ impl Effects for Live<'_> {
             .discover(pids.clone(), self.config.deadlines.discover)
             .await?;
         self.refuse_by_process(policy, &pids, &cuda).await?;
+        self.journal.cuda(&cuda).await?;
         self.account.mark(if first { "inspect" } else { "inspect-again" });
         Ok(cuda)
     }
@@ -331,6 +347,7 @@ impl Effects for Live<'_> {
             self.request,
             &self.plugins(),
             self.config.deadlines.dump,
+            &self.journal,
         )
         .await?;
         self.account.mark("dump");

@@ -22,17 +22,17 @@ use firn_oci::{Spec, edit};
 
 pub(crate) use error::CheckpointError;
 use error::DumpError;
-pub(crate) use image::error_lines;
+pub(crate) use image::{ImageDir, error_lines};
 
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::FreezerState;
 use crate::container::Container;
+use crate::journal::{self, Begin, Journal, Outcome};
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::{Brand, Checkpoint, RuncError};
 use crate::worker::Gpu;
-use image::ImageDir;
 use live::Live;
 use transaction::Begun;
 
@@ -64,6 +64,7 @@ impl Request {
         leave_running: bool,
         plugins: Option<&'a Path>,
         deadline: Option<Duration>,
+        journal: &'a Journal,
     ) -> Checkpoint<'a> {
         Checkpoint {
             image: &self.image,
@@ -74,6 +75,21 @@ impl Request {
             leave_running,
             plugins,
             deadline,
+            journal,
+        }
+    }
+
+    fn begin(&self, container: &Container, was_frozen: bool) -> Begin {
+        let work = WorkDir::choose(container, self);
+        Begin {
+            op: journal::Operation::Checkpoint,
+            container: container.id.clone(),
+            gpu: container.gpu,
+            exit: self.exit,
+            image: self.image.clone(),
+            work: work.path,
+            work_is_ours: work.ours,
+            was_frozen,
         }
     }
 }
@@ -102,10 +118,37 @@ pub(crate) async fn run(
 }
 
 async fn plain(container: &Container, request: &Request) -> Result<(), CheckpointError> {
+    let refused = |cause| CheckpointError::Refused {
+        container: container.id.clone(),
+        cause,
+    };
+    let was_frozen = container
+        .cgroup()
+        .and_then(|cgroup| cgroup.freezer_state())
+        .is_ok_and(|state| state != FreezerState::Thawed);
+    let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
+        .await
+        .map_err(|error| refused(error.into()))?;
+    let path = request.image.clone();
+    // What cannot be used as an image directory is for the runtime to tell.
+    if let Ok(image) = blocking(move || ImageDir::find(&path)).await {
+        let noted = journal.image(image.was()).await;
+        noted.map_err(|error| refused(error.into()))?;
+    }
     let work = WorkDir::new(container, request).await;
+    let entered = journal.enter(journal::Phase::Dump).await;
+    entered.map_err(|error| refused(error.into()))?;
     let dumped = container
         .runc
-        .checkpoint(request.call(&work.path, !request.exit, None, None))
+        .checkpoint(request.call(&work.path, !request.exit, None, None, &journal))
+        .await;
+    journal.leave(journal::Phase::Dump, dumped.is_ok()).await;
+    journal
+        .end(if dumped.is_ok() {
+            Outcome::Done
+        } else {
+            Outcome::Failed
+        })
         .await;
     let result = match dumped {
         Ok(()) => Ok(()),
@@ -133,8 +176,23 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     let mut account = Account::begin("checkpoint", &container.id);
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
         .map_err(CheckpointError::Program)?;
-    let gpu = Gpu::new(worker, reaper.clone());
-    let mut live = Live::new(container, request, &config, cgroup, gpu, reaper, &mut account);
+    let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
+        .await
+        .map_err(|error| CheckpointError::Refused {
+            container: container.id.clone(),
+            cause: error.into(),
+        })?;
+    let gpu = Gpu::new(worker, reaper.clone()).with_journal(journal.clone());
+    let mut live = Live::new(
+        container,
+        request,
+        &config,
+        cgroup,
+        gpu,
+        reaper,
+        &mut account,
+        journal.clone(),
+    );
     let result = transact(&mut live, was_frozen, request.exit).await;
     let image = live.complete().then(|| request.image.clone());
     let ended = if result.is_ok() && request.exit {
@@ -150,6 +208,14 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         live.leave_thawed().await;
     }
     live.end().await;
+    journal
+        .end(match &result {
+            Ok(()) => Outcome::Done,
+            Err(_) if !is_alive => Outcome::Ended,
+            Err(transaction::Failure { lost: Some(_), .. }) => Outcome::Lost,
+            Err(_) => Outcome::Failed,
+        })
+        .await;
     account.end(&container.bundle, result.is_ok() && ended.is_ok());
     result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image, is_alive))?;
     ended.map_err(|cause| CheckpointError::NotEnded {
@@ -249,14 +315,15 @@ async fn dump(
     request: &Request,
     plugins: &Path,
     deadline: Duration,
+    journal: &Journal,
 ) -> Result<ImageDir, DumpError> {
     let path = request.image.clone();
-    let image = blocking(move || ImageDir::open(&path)).await?;
+    let image = blocking(move || ImageDir::find(&path)).await?;
+    journal.image(image.was()).await?;
+    let image = blocking(move || image.make().map(|()| image)).await?;
     let work = WorkDir::new(container, request).await;
-    let dumped = container
-        .runc
-        .checkpoint(request.call(&work.path, true, Some(plugins), Some(deadline)))
-        .await;
+    let call = request.call(&work.path, true, Some(plugins), Some(deadline), journal);
+    let dumped = container.runc.checkpoint(call).await;
     let result = match dumped {
         Ok(()) => image.check_complete(),
         Err(source) => Err(failed(container, &work, source).await),

@@ -26,6 +26,8 @@ use std::future::Future;
 
 use firn_gpu::CudaState;
 
+pub(crate) use crate::journal::Phase;
+use crate::logger::Chain;
 use crate::worker::CudaProcess;
 
 /// What the transaction does to the world. Every method is bounded in time by its implementation.
@@ -33,6 +35,10 @@ pub(crate) trait Effects: Send {
     /// Why an effect failed.
     type Error: std::error::Error + Send + Sync + 'static;
 
+    /// Notes durably that `phase` is about to begin.
+    fn enter(&mut self, phase: Phase) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Notes what became of `phase`.
+    fn leave(&mut self, phase: Phase, ok: bool) -> impl Future<Output = ()> + Send;
     /// Turns the freezer on; nothing to do when it is.
     fn freeze(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Turns the freezer off; nothing to do when it is.
@@ -61,28 +67,6 @@ pub(crate) trait Effects: Send {
     ) -> impl Future<Output = Result<Vec<(i32, CudaState)>, Self::Error>> + Send;
     /// Dumps the frozen container and completes the image; a failure leaves no image and all tasks alive.
     fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;
-}
-
-/// Where a checkpoint failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    Inspect,
-    Lock,
-    Take,
-    Dump,
-    GiveBack,
-}
-
-impl std::fmt::Display for Phase {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Inspect => "inspect the container",
-            Self::Lock => "lock the CUDA processes",
-            Self::Take => "take the GPU state",
-            Self::Dump => "dump the container",
-            Self::GiveBack => "give the GPU state back",
-        })
-    }
 }
 
 /// A checkpoint that failed. Unless it says [`Failure::lost`], the workload goes on as before.
@@ -131,7 +115,12 @@ impl<'e, E: Effects> Begun<'e, E> {
     /// Refuses what cannot be checkpointed, then locks all CUDA processes. The application's threads must run for
     /// that, also in a container that the client has paused.
     pub(crate) async fn lock(self) -> Result<Locked<'e, E>, Failure<E::Error>> {
-        let processes = match self.effects.inspect().await {
+        let entered = self.effects.enter(Phase::Inspect).await;
+        let inspected = match entered {
+            Ok(()) => self.effects.inspect().await,
+            Err(error) => Err(error),
+        };
+        let processes = match inspected {
             Ok(processes) => processes,
             Err(source) => {
                 return Err(Failure {
@@ -143,6 +132,7 @@ impl<'e, E: Effects> Begun<'e, E> {
         };
         let pids = pids(&processes);
         let free = async {
+            self.effects.enter(Phase::Lock).await?;
             self.effects.thaw().await?;
             self.effects.expect_running(&pids).await
         };
@@ -160,6 +150,7 @@ impl<'e, E: Effects> Begun<'e, E> {
             });
         }
         let locked = self.effects.lock(&pids).await;
+        self.effects.leave(Phase::Lock, locked.is_ok()).await;
         let at = Locked {
             at: self,
             locked: processes.clone(),
@@ -176,7 +167,9 @@ impl<'e, E: Effects> Begun<'e, E> {
 impl<'e, E: Effects> Locked<'e, E> {
     /// Takes the GPU state, no thread of the application running from the last freeze on.
     pub(crate) async fn take(mut self) -> Result<Taken<'e, E>, Failure<E::Error>> {
-        match self.try_take().await {
+        let taken = self.try_take().await;
+        self.at.effects.leave(Phase::Take, taken.is_ok()).await;
+        match taken {
             Ok(()) => Ok(Taken(self)),
             Err(source) => Err(self.fail(Phase::Take, source).await),
         }
@@ -184,6 +177,7 @@ impl<'e, E: Effects> Locked<'e, E> {
 
     async fn try_take(&mut self) -> Result<(), E::Error> {
         let effects = &mut *self.at.effects;
+        effects.enter(Phase::Take).await?;
         for round in 1.. {
             effects.freeze().await?;
             self.processes = effects.inspect().await?;
@@ -210,6 +204,7 @@ impl<'e, E: Effects> Locked<'e, E> {
     }
 
     async fn fail(self, phase: Phase, source: E::Error) -> Failure<E::Error> {
+        note(self.at.effects, Phase::Undo).await;
         let lost = self.way_back().await.err().map(|(_, again)| again);
         Failure { phase, source, lost }
     }
@@ -232,7 +227,13 @@ impl<'e, E: Effects> Taken<'e, E> {
     /// Dumps the container. After a failure the GPU state is given back.
     pub(crate) async fn dump(self) -> Result<Dumped<'e, E>, Failure<E::Error>> {
         let at = self.0;
-        match at.at.effects.dump(&at.processes).await {
+        let effects = &mut *at.at.effects;
+        let dumped = match effects.enter(Phase::Dump).await {
+            Ok(()) => effects.dump(&at.processes).await,
+            Err(error) => Err(error),
+        };
+        effects.leave(Phase::Dump, dumped.is_ok()).await;
+        match dumped {
             Ok(()) => Ok(Dumped(at)),
             Err(source) => Err(at.fail(Phase::Dump, source).await),
         }
@@ -247,7 +248,15 @@ impl<E: Effects> Dumped<'_, E> {
             source,
             lost: Some(again),
         };
+        note(self.0.at.effects, Phase::GiveBack).await;
         self.0.way_back().await.map_err(lost)
+    }
+}
+
+/// Notes a phase that has to happen, whether it can be noted or not.
+async fn note<E: Effects>(effects: &mut E, phase: Phase) {
+    if let Err(error) = effects.enter(phase).await {
+        log::warn!("{}", Chain(&error));
     }
 }
 

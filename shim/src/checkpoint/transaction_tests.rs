@@ -78,6 +78,12 @@ impl World {
 impl Effects for World {
     type Error = Told;
 
+    async fn enter(&mut self, _: Phase) -> Result<(), Told> {
+        self.call("enter")
+    }
+
+    async fn leave(&mut self, _: Phase, _: bool) {}
+
     async fn freeze(&mut self) -> Result<(), Told> {
         self.call("freeze")?;
         self.frozen = true;

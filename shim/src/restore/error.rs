@@ -9,6 +9,7 @@ use ttrpc::Code;
 
 use crate::cgroup::CgroupError;
 use crate::hold::HoldError;
+use crate::journal::JournalError;
 use crate::logger::Chain;
 use crate::runc::{PidFileError, RuncError};
 use crate::worker::GpuError;
@@ -51,6 +52,8 @@ pub(crate) enum Refusal {
 pub(crate) enum Cause {
     #[error("the container's cgroup is in use by other processes")]
     CgroupBusy,
+    #[error("cannot keep the journal")]
+    Journal(#[from] JournalError),
     #[error("cannot write CRIU's configuration")]
     Criu(#[from] firn_oci::criu::CriuError),
     #[error("{}", Chain(error))]
@@ -168,6 +171,7 @@ impl Cause {
             Self::Criu(error) => error.code(),
             Self::Runtime { .. } | Self::PidFile(_) | Self::Continue { .. } => "FIRN-RESTORE",
             Self::CgroupBusy => "FIRN-CGROUP-BUSY",
+            Self::Journal(error) => error.code(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
             Self::Cgroup(_) => "FIRN-FREEZER",
             Self::Spec(error) => error.code(),
@@ -194,6 +198,7 @@ impl Cause {
                 "try again; the checkpoint can be used again"
             }
             Self::CgroupBusy => "stop the container that is in it, or restore under another id",
+            Self::Journal(error) => error.hint(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => {
                 "copy the checkpoint from its origin again"
             }

@@ -3,9 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use firn_oci::criu::Operation;
 use firn_oci::manifest::CudaProcess;
-use firn_oci::{Spec, devnodes};
+use firn_oci::{Spec, criu, devnodes};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -21,6 +20,8 @@ use crate::cgroup::Cgroup;
 use crate::checkpoint::error_lines;
 use crate::container::Container;
 use crate::hold::RunOnly;
+use crate::journal::{Begin, Journal, Operation, Outcome, Phase};
+use crate::logger::Chain;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::{Brand, Restore, RuncError, read_pid};
@@ -40,6 +41,19 @@ pub(crate) async fn run(
     let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
     let gpu = prepared.gpu.as_ref();
+    let begin = Begin {
+        op: Operation::Restore,
+        container: container.id.clone(),
+        gpu: gpu.is_some(),
+        exit: false,
+        image: prepared.image.clone(),
+        work: work.clone(),
+        work_is_ours: container.options.criu_work_path.is_empty(),
+        was_frozen: false,
+    };
+    let journal = Journal::begin(&container.bundle, begin)
+        .await
+        .map_err(|error| failed(prepared, error.into()))?;
     let restore = Restore {
         image: &prepared.image,
         work: &work,
@@ -50,23 +64,52 @@ pub(crate) async fn run(
         flags: &prepared.flags,
         plugins: gpu.map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins)),
         deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
+        journal: &journal,
     };
     let log = work.join("restore.log");
     forget_log(&log).await;
-    let Some(gpu) = gpu else {
-        return plain(container, prepared, restore, log, stdio).await;
+    let restored = match gpu {
+        None => plain(container, prepared, restore, log, stdio).await,
+        Some(gpu) => {
+            let restored = with_gpu(container, gpu, restore, log, reaper, stdio).await;
+            restored.map_err(|cause| failed(prepared, cause))
+        }
     };
+    journal
+        .end(if restored.is_ok() {
+            Outcome::Done
+        } else {
+            Outcome::Failed
+        })
+        .await;
+    restored
+}
+
+async fn with_gpu(
+    container: &Container,
+    gpu: &GpuPart,
+    restore: Restore<'_>,
+    log: PathBuf,
+    reaper: &Reaper,
+    stdio: impl FnOnce(&mut Command) + Send,
+) -> Result<i32, Cause> {
     // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
-    free_cgroup(container).map_err(|cause| failed(prepared, cause))?;
+    free_cgroup(container)?;
+    let journal = restore.journal;
     let mut account = Account::begin("restore", &container.id);
     let restored = restore_gpu(container, gpu, restore, log, reaper, &mut account, stdio).await;
     account.end(&container.bundle, restored.is_ok());
-    match restored {
-        Ok(pid) => Ok(pid),
-        Err(cause) => {
-            abandon(container).await;
-            Err(failed(prepared, cause))
-        }
+    if restored.is_err() {
+        enter(journal, Phase::Abandon).await;
+        abandon(container).await;
+    }
+    restored
+}
+
+/// Notes a phase that has to happen, whether it can be noted or not.
+async fn enter(journal: &Journal, phase: Phase) {
+    if let Err(error) = journal.enter(phase).await {
+        log::warn!("{}", Chain(&error));
     }
 }
 
@@ -78,8 +121,9 @@ async fn plain(
     log: PathBuf,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, RestoreError> {
-    let pid_file = restore.pid_file;
+    let (pid_file, journal) = (restore.pid_file, restore.journal);
     let was_free = free_cgroup(container).is_ok();
+    enter(journal, Phase::CriuRestore).await;
     match container.runc.restore(restore, stdio).await {
         Ok(()) => read_pid(pid_file).map_err(|cause| failed(prepared, cause.into())),
         Err(_) if container.runc.brand().await == Brand::Youki => Err(RestoreError::Refused {
@@ -92,6 +136,7 @@ async fn plain(
             let lines = last_errors(&log).await;
             // The runtime had no chance to clean up.
             if matches!(error, RuncError::CriuDied { .. }) && was_free {
+                enter(journal, Phase::Abandon).await;
                 abandon(container).await;
             }
             Err(RestoreError::Plain { error, lines, log })
@@ -124,16 +169,19 @@ async fn restore_gpu(
     account: &mut Account,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, Cause> {
-    gpu.criu.write(Operation::Restore)?;
+    let journal = restore.journal;
+    journal.enter(Phase::CriuRestore).await?;
+    gpu.criu.write(criu::Operation::Restore)?;
     // The worker starts up while CRIU works.
     let (image, pid_file) = (restore.image.to_owned(), restore.pid_file);
-    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone());
+    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone()).with_journal(journal.clone());
     driver.warm_up()?;
     if let Err(error) = container.runc.restore(restore, stdio).await {
         let lines = last_errors(&log).await;
         return Err(Cause::Runtime { error, lines, log });
     }
     account.mark("criu-restore");
+    journal.enter(Phase::DevRepair).await?;
     let pid = read_pid(pid_file)?;
     let pids = Cgroup::of_pid(pid)?.pids()?;
     let spec = Spec::load(&container.bundle)?;
@@ -149,13 +197,15 @@ async fn restore_gpu(
     if let Some(other) = found.iter().find(|process| !cuda.contains(&process.pid)) {
         return Err(Cause::Unlisted { pid: other.pid });
     }
+    journal.enter(Phase::GiveBack).await?;
     let only = RunOnly::start(tids).await?;
     let given_back = give_back(&mut driver, &cuda, gpu, account).await;
     driver.end().await;
     only.stop().await?;
     given_back?;
     // For the next dump of this container, which must not leave its tasks stopped. Before anything runs: it may fail.
-    gpu.criu.write(Operation::Dump)?;
+    gpu.criu.write(criu::Operation::Dump)?;
+    journal.enter(Phase::Continue).await?;
     let stopped =
         move |pid: &i32| procfs::inner_pid(&pid.to_string()).is_some_and(|inner| was_stopped(&image, inner));
     let running = blocking(move || pids.into_iter().filter(|pid| !stopped(pid)).collect::<Vec<_>>()).await;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use firn_oci::manifest::DumpFlags;
 
 use super::{Brand, Runc, RuncError};
+use crate::journal::Journal;
 
 fn apply(flags: &DumpFlags, command: &mut Command) {
     for (set, flag) in [
@@ -38,6 +39,8 @@ pub(crate) struct Checkpoint<'a> {
     pub plugins: Option<&'a Path>,
     /// Longest time for the call; a stock dump has none.
     pub deadline: Option<Duration>,
+    /// Learns the runtime's pid.
+    pub journal: &'a Journal,
 }
 
 /// Arguments of `restore`.
@@ -60,6 +63,8 @@ pub(crate) struct Restore<'a> {
     pub plugins: Option<&'a Path>,
     /// Longest time for the call.
     pub deadline: Option<Duration>,
+    /// Learns the runtime's pid.
+    pub journal: &'a Journal,
 }
 
 /// Environment variable from which CRIU takes its plugin directory.
@@ -94,7 +99,8 @@ impl Runc {
         let said = tempfile::tempfile().map_err(prepare)?;
         let stderr = said.try_clone().map_err(prepare)?;
         command.arg(&self.id).stdout(Stdio::null()).stderr(stderr);
-        self.run_criu("checkpoint", &mut command, Some(said), checkpoint.deadline)
+        let limits = (checkpoint.deadline, checkpoint.journal);
+        self.run_criu("checkpoint", &mut command, Some(said), limits)
             .await
     }
 
@@ -128,7 +134,7 @@ impl Runc {
         }
         command.arg("--bundle").arg(restore.bundle).arg(&self.id);
         stdio(&mut command);
-        self.run_criu("restore", &mut command, None, restore.deadline)
-            .await
+        let limits = (restore.deadline, restore.journal);
+        self.run_criu("restore", &mut command, None, limits).await
     }
 }

@@ -25,6 +25,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::Deserialize;
 
+use crate::journal::{Journal, Role};
 use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::reaper::{OutputError, Reaper};
@@ -217,7 +218,7 @@ impl Runc {
         verb: &'static str,
         command: &mut Command,
         said: Option<File>,
-        deadline: Option<Duration>,
+        (deadline, journal): (Option<Duration>, &Journal),
     ) -> Result<(), RuncError> {
         let from = self.logged();
         command.process_group(0);
@@ -231,6 +232,7 @@ impl Runc {
                 },
             )
         })?;
+        journal.child(Role::Runc, child.pid()).await;
         let exit = tokio::select! {
             exit = child.wait() => Ok(exit),
             limit = passed(deadline) => Err(self.spawn_error(

@@ -1,0 +1,493 @@
+//! The journal of a transaction: what a checkpoint or restore is about to do is on disk before it is done.
+//!
+//! One file in the bundle, [`FILE`], for as long as the transaction lasts; none when nothing is under way. Each line is
+//! one JSON object, written by one call and synced, and is never changed. A last line that is cut short counts as not
+//! written.
+//!
+//! ```text
+//! begin                          which operation, on which container, with which image and work directory
+//! enter PHASE ... leave PHASE    the intent, and what became of it
+//! image                          what the image directory was, before the first file is put there
+//! cuda, child                    processes that the operation touches or has started
+//! end                            the outcome; the file goes with it, unless GPU state was lost
+//! ```
+//!
+//! Who reads it: [`crate::recovery`], for a shim that was killed, and `checkpoint` after a panic.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::blocking::blocking;
+use crate::procfs;
+use crate::worker::CudaProcess;
+
+/// The journal, in the bundle.
+pub(crate) const FILE: &str = "firn-journal";
+
+/// Format of the lines.
+const VERSION: u32 = 1;
+
+/// More than any transaction writes.
+const LIMIT: u64 = 1 << 20;
+
+/// What is done to the container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Operation {
+    Checkpoint,
+    Restore,
+}
+
+/// Part of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Phase {
+    /// Nothing has been touched.
+    Inspect,
+    /// The CUDA processes are made to wait at the driver.
+    Lock,
+    /// The driver takes the GPU state into the processes' memory.
+    Take,
+    /// CRIU writes the image, then firn its manifest.
+    Dump,
+    /// The driver gives the GPU state back and unlocks: the end of a checkpoint that goes on, and of a restore.
+    GiveBack,
+    /// The container ends, its image is complete.
+    Finish,
+    /// The way back of a checkpoint.
+    Undo,
+    /// CRIU brings the processes back, stopped.
+    CriuRestore,
+    /// Device nodes are made those of the new GPUs.
+    DevRepair,
+    /// Stopped processes go on.
+    Continue,
+    /// The way back of a restore.
+    Abandon,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Inspect => "inspect the container",
+            Self::Lock => "lock the CUDA processes",
+            Self::Take => "take the GPU state",
+            Self::Dump => "dump the container",
+            Self::GiveBack => "give the GPU state back",
+            Self::Finish => "end the container",
+            Self::Undo => "undo the checkpoint",
+            Self::CriuRestore => "restore the processes",
+            Self::DevRepair => "repair the device nodes",
+            Self::Continue => "continue the processes",
+            Self::Abandon => "undo the restore",
+        })
+    }
+}
+
+/// What an image directory was before the dump.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ImageWas {
+    /// There was none.
+    Absent,
+    /// It held nothing.
+    Empty,
+    /// Somebody has put something there.
+    Filled,
+}
+
+/// A program that works for the transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Role {
+    /// The OCI runtime; CRIU is in its process group.
+    Runc,
+    /// The driver worker.
+    Worker,
+}
+
+/// How a transaction ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Outcome {
+    /// As it was asked for.
+    Done,
+    /// Nothing has changed.
+    Failed,
+    /// The container has ended meanwhile.
+    Ended,
+    /// The container is frozen, its GPU state could not be given back.
+    Lost,
+}
+
+/// What an operation is and works on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Begin {
+    pub op: Operation,
+    pub container: String,
+    pub gpu: bool,
+    /// The container ends with its dump.
+    pub exit: bool,
+    pub image: PathBuf,
+    pub work: PathBuf,
+    /// The work directory is no one else's.
+    pub work_is_ours: bool,
+    pub was_frozen: bool,
+}
+
+/// A child of the shim, told from a later owner of its pid by the time of its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ChildProcess {
+    pub role: Role,
+    pub pid: i32,
+    /// Clock ticks since the boot.
+    pub started: u64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Cuda {
+    pid: i32,
+    restore_tid: i32,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+enum Line {
+    Begin {
+        version: u32,
+        boot: String,
+        shim: u32,
+        #[serde(flatten)]
+        begin: Begin,
+    },
+    Enter {
+        phase: Phase,
+    },
+    Leave {
+        phase: Phase,
+        ok: bool,
+    },
+    Image {
+        was: ImageWas,
+    },
+    Cuda {
+        processes: Vec<Cuda>,
+    },
+    Child(ChildProcess),
+    End {
+        outcome: Outcome,
+    },
+}
+
+/// The journal cannot be kept: nothing may be begun.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write {}", path.display())]
+pub(crate) struct JournalError {
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+impl JournalError {
+    /// The code that users see.
+    #[expect(clippy::unused_self, reason = "as all errors with a code")]
+    pub(crate) fn code(&self) -> &'static str {
+        "FIRN-JOURNAL"
+    }
+
+    /// What the operator can do.
+    #[expect(clippy::unused_self, reason = "as all errors with a hint")]
+    pub(crate) fn hint(&self) -> &'static str {
+        "see that containerd's state directory is writable and not full"
+    }
+}
+
+/// The journal of a transaction that is under way; cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Journal(Arc<Open>);
+
+#[derive(Debug)]
+struct Open {
+    file: File,
+    path: PathBuf,
+}
+
+impl Journal {
+    /// Begins a transaction of the container in `bundle`.
+    pub(crate) async fn begin(bundle: &Path, begin: Begin) -> Result<Self, JournalError> {
+        let (path, dir) = (bundle.join(FILE), bundle.to_owned());
+        let at = path.clone();
+        let open = move || {
+            let mut options = OpenOptions::new();
+            let file = options.append(true).create(true).mode(0o600).open(&at)?;
+            // What an earlier transaction has left was dealt with.
+            file.set_len(0)?;
+            File::open(dir)?.sync_all()?;
+            Ok(file)
+        };
+        let file = blocking(open).await.map_err(|source| JournalError {
+            path: path.clone(),
+            source,
+        })?;
+        let journal = Self(Arc::new(Open { file, path }));
+        let line = Line::Begin {
+            version: VERSION,
+            boot: boot(),
+            shim: std::process::id(),
+            begin,
+        };
+        journal.write(line).await?;
+        Ok(journal)
+    }
+
+    /// `phase` is about to begin.
+    pub(crate) async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
+        self.write(Line::Enter { phase }).await
+    }
+
+    /// What became of `phase`.
+    pub(crate) async fn leave(&self, phase: Phase, ok: bool) {
+        self.note(Line::Leave { phase, ok }).await;
+    }
+
+    /// The image directory is about to be written to.
+    pub(crate) async fn image(&self, was: ImageWas) -> Result<(), JournalError> {
+        self.write(Line::Image { was }).await
+    }
+
+    /// These processes of the container use CUDA and may be locked from now on.
+    pub(crate) async fn cuda(&self, processes: &[CudaProcess]) -> Result<(), JournalError> {
+        let processes = processes
+            .iter()
+            .map(|&CudaProcess { pid, restore_tid, .. }| Cuda { pid, restore_tid });
+        self.write(Line::Cuda {
+            processes: processes.collect(),
+        })
+        .await
+    }
+
+    /// A child works for the transaction.
+    pub(crate) async fn child(&self, role: Role, pid: i32) {
+        // One that has ended already needs no note.
+        if let Some(started) = procfs::started(pid) {
+            self.note(Line::Child(ChildProcess { role, pid, started })).await;
+        }
+    }
+
+    /// The transaction is over.
+    pub(crate) async fn end(self, outcome: Outcome) {
+        self.note(Line::End { outcome }).await;
+        if outcome == Outcome::Lost {
+            return;
+        }
+        let path = self.0.path.clone();
+        if let Err(error) = blocking(move || fs::remove_file(path)).await {
+            log::warn!("cannot remove {}: {error}", self.0.path.display());
+        }
+    }
+
+    /// What comes too late to be refused.
+    async fn note(&self, line: Line) {
+        if let Err(error) = self.write(line).await {
+            log::warn!("{}", crate::logger::Chain(&error));
+        }
+    }
+
+    async fn write(&self, line: Line) -> Result<(), JournalError> {
+        let open = self.0.clone();
+        let written = blocking(move || {
+            let mut bytes = serde_json::to_vec(&line)?;
+            bytes.push(b'\n');
+            (&open.file).write_all(&bytes)?;
+            open.file.sync_data()
+        });
+        written.await.map_err(|source| JournalError {
+            path: self.0.path.clone(),
+            source,
+        })
+    }
+}
+
+/// A transaction as its journal tells it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub begin: Begin,
+    /// The phase that was entered last.
+    pub phase: Option<Phase>,
+    /// The driver was asked to take GPU state.
+    pub taking: bool,
+    /// What the image directory was; none before it was written to.
+    pub image_was: Option<ImageWas>,
+    /// The image is complete.
+    pub dumped: bool,
+    /// Every CUDA process that was ever seen.
+    pub cuda: Vec<CudaProcess>,
+    pub children: Vec<ChildProcess>,
+    pub outcome: Option<Outcome>,
+    /// Pids still mean what they did.
+    pub same_boot: bool,
+}
+
+impl Record {
+    /// The journal in `bundle`; none when no transaction was under way.
+    pub(crate) fn read(bundle: &Path) -> io::Result<Option<Self>> {
+        let mut text = Vec::new();
+        match File::open(bundle.join(FILE)) {
+            Ok(file) => io::Read::read_to_end(&mut io::Read::take(file, LIMIT), &mut text)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        Ok(Self::parse(&text))
+    }
+
+    /// None when there is not even a whole first line: then nothing was begun.
+    fn parse(text: &[u8]) -> Option<Self> {
+        let whole = text.iter().rposition(|byte| *byte == b'\n')?;
+        let mut lines = text[..whole]
+            .split(|byte| *byte == b'\n')
+            .map(serde_json::from_slice)
+            .map_while(Result::ok);
+        let Some(Line::Begin {
+            version: VERSION,
+            boot: of,
+            begin,
+            ..
+        }) = lines.next()
+        else {
+            return None;
+        };
+        let mut record = Self {
+            begin,
+            phase: None,
+            taking: false,
+            image_was: None,
+            dumped: false,
+            cuda: Vec::new(),
+            children: Vec::new(),
+            outcome: None,
+            same_boot: of == boot(),
+        };
+        lines.for_each(|line| record.add(line));
+        Some(record)
+    }
+
+    fn add(&mut self, line: Line) {
+        match line {
+            Line::Begin { .. } => {}
+            Line::Enter { phase } => {
+                self.phase = Some(phase);
+                self.taking |= phase == Phase::Take;
+            }
+            Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::Dump,
+            Line::Image { was } => self.image_was = Some(was),
+            Line::Cuda { processes } => {
+                for Cuda { pid, restore_tid } in processes {
+                    if !self.cuda.iter().any(|known| known.pid == pid) {
+                        self.cuda.push(CudaProcess { pid, restore_tid });
+                    }
+                }
+            }
+            Line::Child(child) => self.children.push(child),
+            Line::End { outcome } => self.outcome = Some(outcome),
+        }
+    }
+}
+
+/// Names this boot of the host; empty, and then like no other, when the kernel does not tell.
+fn boot() -> String {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn begin() -> Begin {
+        Begin {
+            op: Operation::Checkpoint,
+            container: "c".to_owned(),
+            gpu: true,
+            exit: false,
+            image: "/image".into(),
+            work: "/work".into(),
+            work_is_ours: true,
+            was_frozen: true,
+        }
+    }
+
+    fn cuda(pid: i32) -> CudaProcess {
+        CudaProcess {
+            pid,
+            restore_tid: pid + 1,
+        }
+    }
+
+    #[tokio::test]
+    async fn what_was_written_is_read_back_and_the_end_removes_it() {
+        let bundle = tempfile::tempdir().unwrap();
+        assert_eq!(Record::read(bundle.path()).unwrap(), None);
+        let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
+        journal.enter(Phase::Lock).await.unwrap();
+        journal.cuda(&[cuda(7)]).await.unwrap();
+        journal.leave(Phase::Lock, true).await;
+        journal.enter(Phase::Take).await.unwrap();
+        journal.image(ImageWas::Empty).await.unwrap();
+        journal.cuda(&[cuda(7), cuda(9)]).await.unwrap();
+        let me = i32::try_from(std::process::id()).unwrap();
+        journal.child(Role::Runc, me).await;
+        let record = Record::read(bundle.path()).unwrap().unwrap();
+        assert_eq!(record.begin, begin());
+        assert_eq!(record.phase, Some(Phase::Take));
+        assert!(record.taking && !record.dumped && record.same_boot);
+        assert_eq!(record.image_was, Some(ImageWas::Empty));
+        assert_eq!(record.cuda, [cuda(7), cuda(9)]);
+        let child = ChildProcess {
+            role: Role::Runc,
+            pid: me,
+            started: procfs::started(me).unwrap(),
+        };
+        assert_eq!(record.children, [child]);
+        journal.end(Outcome::Done).await;
+        assert!(!bundle.path().join(FILE).exists());
+    }
+
+    #[tokio::test]
+    async fn a_line_that_was_cut_short_was_not_written() {
+        let bundle = tempfile::tempdir().unwrap();
+        let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
+        journal.enter(Phase::Dump).await.unwrap();
+        journal.leave(Phase::Dump, true).await;
+        let text = fs::read(bundle.path().join(FILE)).unwrap();
+        let ends: Vec<usize> = (0..text.len()).filter(|at| text[*at] == b'\n').collect();
+        for cut in 0..text.len() {
+            let record = Record::parse(&text[..cut]);
+            assert_eq!(record.is_some(), cut > ends[0], "of {cut} bytes");
+            let Some(record) = record else { continue };
+            assert_eq!(record.phase.is_some(), cut > ends[1], "of {cut} bytes");
+            assert!(!record.dumped, "of {cut} bytes");
+        }
+        assert!(Record::parse(&text).unwrap().dumped);
+    }
+
+    #[tokio::test]
+    async fn a_new_transaction_knows_nothing_of_the_last_one() {
+        let bundle = tempfile::tempdir().unwrap();
+        let lost = Journal::begin(bundle.path(), begin()).await.unwrap();
+        lost.enter(Phase::Take).await.unwrap();
+        lost.end(Outcome::Lost).await;
+        assert_eq!(
+            Record::read(bundle.path()).unwrap().unwrap().outcome,
+            Some(Outcome::Lost)
+        );
+        Journal::begin(bundle.path(), begin()).await.unwrap();
+        let record = Record::read(bundle.path()).unwrap().unwrap();
+        assert!(!record.taking && record.outcome.is_none());
+    }
+}
