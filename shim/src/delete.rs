@@ -11,7 +11,7 @@ use std::future::Future;
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use containerd_shim_protos::api::DeleteResponse;
 use firn_oci::Spec;
@@ -25,12 +25,15 @@ use crate::logger::{self, Chain};
 use crate::mounts;
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
+use crate::recovery::Recovery;
 use crate::runc::Runc;
 
 /// How long the container's processes may take to die.
 const KILL_LIMIT: Duration = Duration::from_secs(1);
-/// How long each of the other steps may take; together they stay below containerd's 5 s.
+/// How long each of the other steps may take.
 const STEP_LIMIT: Duration = Duration::from_millis(1500);
+/// How long all of them may take together: containerd waits 5 s.
+const TOTAL_LIMIT: Duration = Duration::from_millis(4500);
 /// 128 + SIGKILL: what becomes of a container without a shim.
 const EXIT_STATUS: u32 = 137;
 /// Pid of the container's first process, in the bundle.
@@ -98,29 +101,47 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     });
     let runc = Runc::new(&args.id, &args.namespace, bundle, &options, reaper);
     let cgroup = own_cgroup(args, bundle, &options);
+    let recovery = Recovery::of(bundle);
 
+    // CRIU goes on without its shim, holds the tasks, and writes to an image.
+    let steps = Steps::begin();
+    if let Some(recovery) = &recovery {
+        recovery.tell();
+        recovery.end_programs(KILL_LIMIT).await;
+    }
     // Order matters: a restore that was cut off leaves processes that the runtime does not know, and a frozen cgroup
     // would keep the runtime waiting, so the processes go first. Then the mount that a cut off restore leaves in the
     // runtime's state, which would make the runtime's own cleaning fail.
     if let Some(cgroup) = &cgroup {
-        attempt("kill the container", KILL_LIMIT * 2, cgroup.kill_all(KILL_LIMIT)).await;
+        let killed = cgroup.kill_all(KILL_LIMIT);
+        steps.attempt("kill the container", KILL_LIMIT * 2, killed).await;
     }
     // What `ctr containers restore` makes runs under its source's cgroup name, which may be somebody else's.
     strays::kill(&bundle.join("rootfs"), KILL_LIMIT).await;
-    unmount("unmount the runtime's state", &runc.state_dir()).await;
-    attempt(
-        "remove the container from the runtime",
-        STEP_LIMIT,
-        runc.delete(true),
-    )
-    .await;
+    steps
+        .unmount("unmount the runtime's state", &runc.state_dir())
+        .await;
+    let deleted = runc.delete(true);
+    steps
+        .attempt("remove the container from the runtime", STEP_LIMIT, deleted)
+        .await;
     if let Some(cgroup) = &cgroup {
-        attempt("remove the cgroup", STEP_LIMIT, cgroup.remove(KILL_LIMIT)).await;
+        let removed = cgroup.remove(KILL_LIMIT);
+        steps.attempt("remove the cgroup", STEP_LIMIT, removed).await;
     }
-    unmount("unmount the root file system", &bundle.join("rootfs")).await;
+    let rootfs = bundle.join("rootfs");
+    steps.unmount("unmount the root file system", &rootfs).await;
     // CRIU's mounts (.criu.cgyard.*): containerd removes the directory next, and must not walk into a cgroup.
-    unmount("unmount the work directory", &bundle.join("work")).await;
+    let work = bundle.join("work");
+    steps.unmount("unmount the work directory", &work).await;
     remove_dead_socket(bundle);
+    if let Some(recovery) = &recovery {
+        let cleared = async {
+            recovery.clear().await;
+            Ok::<(), std::convert::Infallible>(())
+        };
+        steps.attempt("clear the image", TOTAL_LIMIT, cleared).await;
+    }
 }
 
 /// The cgroup that the spec names, when it is this container's alone: its name ends with the id, as containerd's do.
@@ -139,22 +160,38 @@ fn own_cgroup(args: &Args, bundle: &Path, options: &RuncOptions) -> Option<Cgrou
     }
 }
 
-async fn unmount(what: &'static str, path: &Path) {
-    // `work` is a link; a container that was never created has no state.
-    if let Ok(path) = path.canonicalize() {
-        attempt(what, STEP_LIMIT, mounts::unmount_recursive(&path)).await;
-    }
+/// The steps of the cleaning, which share the time that there is.
+struct Steps {
+    end: Instant,
 }
 
-async fn attempt<T, E: std::error::Error>(
-    what: &str,
-    limit: Duration,
-    step: impl Future<Output = Result<T, E>>,
-) {
-    match tokio::time::timeout(limit, step).await {
-        Ok(Ok(_)) => {}
-        Ok(Err(error)) => log::warn!("cannot {what}: {}", Chain(&error)),
-        Err(_) => log::warn!("cannot {what}: not done within {limit:?}"),
+impl Steps {
+    fn begin() -> Self {
+        Self {
+            end: Instant::now() + TOTAL_LIMIT,
+        }
+    }
+
+    async fn unmount(&self, what: &'static str, path: &Path) {
+        // `work` is a link; a container that was never created has no state.
+        if let Ok(path) = path.canonicalize() {
+            self.attempt(what, STEP_LIMIT, mounts::unmount_recursive(&path))
+                .await;
+        }
+    }
+
+    async fn attempt<T, E: std::error::Error>(
+        &self,
+        what: &str,
+        limit: Duration,
+        step: impl Future<Output = Result<T, E>>,
+    ) {
+        let limit = limit.min(self.end.saturating_duration_since(Instant::now()));
+        match tokio::time::timeout(limit, step).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => log::warn!("cannot {what}: {}", Chain(&error)),
+            Err(_) => log::warn!("cannot {what}: not done within {limit:?}"),
+        }
     }
 }
 

@@ -246,6 +246,17 @@ impl Journal {
         Ok(journal)
     }
 
+    /// Goes on with the journal of a transaction whose code has failed.
+    pub(crate) async fn resume(bundle: &Path) -> Result<Self, JournalError> {
+        let path = bundle.join(FILE);
+        let at = path.clone();
+        let opened = blocking(move || OpenOptions::new().append(true).open(at)).await;
+        match opened {
+            Ok(file) => Ok(Self(Arc::new(Open { file, path }))),
+            Err(source) => Err(JournalError { path, source }),
+        }
+    }
+
     /// `phase` is about to begin.
     pub(crate) async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
         self.write(Line::Enter { phase }).await

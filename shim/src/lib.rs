@@ -21,6 +21,7 @@ mod mounts;
 mod options;
 mod procfs;
 mod reaper;
+mod recovery;
 mod restore;
 mod runc;
 mod server;

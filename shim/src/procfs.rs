@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
 pub(crate) fn inner_pid(task: &str) -> Option<i32> {
@@ -28,6 +30,28 @@ pub(crate) fn is_alive(pid: i32) -> bool {
 /// Scheduler state of a process or thread.
 pub(crate) fn state(tid: i32) -> Option<char> {
     stat_field(tid, 0)?.chars().next()
+}
+
+/// Process group of a process.
+pub(crate) fn group(pid: i32) -> Option<i32> {
+    stat_field(pid, 2)?.parse().ok()
+}
+
+/// Whether the working directory of a process is `dir`.
+pub(crate) fn is_in(pid: i32, dir: &Path) -> bool {
+    let cwd = fs::metadata(format!("/proc/{pid}/cwd"));
+    match (cwd, fs::metadata(dir)) {
+        (Ok(cwd), Ok(dir)) => (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()),
+        _ => false,
+    }
+}
+
+/// Every process.
+pub(crate) fn all() -> Vec<i32> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|process| process.file_name().to_str()?.parse().ok())
+        .collect()
 }
 
 /// When a process was started, in clock ticks since the boot.

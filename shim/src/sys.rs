@@ -131,6 +131,24 @@ pub(crate) fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
     Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
 }
 
+/// Holds on to a process: the descriptor means this one also when another has got its number.
+pub(crate) fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes two numbers and no memory.
+    let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
+    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made the descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Sends SIGKILL to the process that a descriptor of [`pidfd_open`] means.
+pub(crate) fn pidfd_kill(process: impl AsFd) -> Result<(), Errno> {
+    let fd = process.as_fd().as_raw_fd();
+    let no_info = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: without siginfo the call takes numbers only; a descriptor of another kind is refused.
+    let rc = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, no_info, 0) };
+    Errno::result(rc).map(drop)
+}
+
 /// Whether `pid` is a child of this process that nobody has waited for: alive, or a zombie. Its number is not taken
 /// again while that is so.
 pub(crate) fn is_unreaped_child(pid: i32) -> bool {

@@ -65,8 +65,16 @@ pub(crate) enum EffectError {
     Cgroup(#[from] CgroupError),
     #[error("cannot hold the threads")]
     Hold(#[from] HoldError),
+    #[error(transparent)]
+    Config(#[from] firn_config::ConfigError),
+    #[error(transparent)]
+    Program(#[from] firn_config::ProgramError),
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
+    #[error("it was killed")]
+    Killed,
+    #[error("firn itself has failed, as containerd's log tells")]
+    Panicked,
     #[error("CRIU failed")]
     Dump(#[from] DumpError),
     #[error("cannot write the manifest")]
@@ -309,7 +317,11 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Gpu(error) => error.code(),
         EffectError::Cgroup(_) => "FIRN-FREEZER",
         EffectError::Hold(_) => "FIRN-HOLD",
+        EffectError::Config(error) => error.code(),
+        EffectError::Program(error) => error.code(),
         EffectError::Journal(error) => error.code(),
+        EffectError::Killed => "FIRN-ENDED",
+        EffectError::Panicked => "FIRN-INTERNAL",
         EffectError::Dump(_) => "FIRN-DUMP",
         EffectError::Manifest(error) => error.code(),
         EffectError::Image(error) => error.code(),
@@ -342,7 +354,11 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Grant(error) => error.hint(),
         EffectError::Gpu(error) => error.hint(),
         EffectError::Cgroup(_) => "see whether a process of the container hangs in the kernel (state D)",
+        EffectError::Config(error) => error.hint(),
+        EffectError::Program(error) => error.hint(),
         EffectError::Journal(error) => error.hint(),
+        EffectError::Killed => "restore an earlier checkpoint, or start it anew",
+        EffectError::Panicked => "report it with containerd's log",
         EffectError::Hold(_) => "detach the debugger from the container's processes",
         EffectError::Dump(_) => "the log names what CRIU could not dump",
         EffectError::Manifest(error) => error.hint(),

@@ -26,8 +26,10 @@ impl ImageDir {
     /// What is there now. Nothing is made yet.
     pub(super) fn find(path: &Path) -> Result<Self, DumpError> {
         let was = match fs::read_dir(path) {
-            Ok(mut entries) if entries.next().is_none() => ImageWas::Empty,
-            Ok(_) => ImageWas::Filled,
+            Ok(mut entries) => match entries.next() {
+                None => ImageWas::Empty,
+                Some(_) => ImageWas::Filled,
+            },
             Err(error) if error.kind() == ErrorKind::NotFound => ImageWas::Absent,
             Err(source) => {
                 return Err(DumpError::ImageDir {

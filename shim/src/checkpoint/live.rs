@@ -1,6 +1,7 @@
 //! The effects of a checkpoint on a real container.
 
 use std::collections::BTreeSet;
+use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,12 +17,13 @@ use super::{Request, dump};
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
-use crate::container::Container;
+use crate::container::{Container, Cut};
 use crate::hold::{Hold, threads};
 use crate::journal::{Journal, Phase};
 use crate::logger::Chain;
 use crate::procfs;
 use crate::reaper::Reaper;
+use crate::runc::Bounds;
 use crate::worker::{CudaProcess, Gpu, GpuError};
 
 /// How long a tool may take to tell its version.
@@ -40,17 +42,22 @@ struct Source {
     versions: Versions,
 }
 
+/// What a checkpoint works with.
+pub(super) struct Tools<'a> {
+    pub cgroup: Cgroup,
+    pub gpu: Gpu,
+    pub reaper: &'a Reaper,
+    pub account: &'a mut Account,
+    pub journal: Journal,
+    pub cut: Cut,
+}
+
 /// A container under checkpoint.
 pub(super) struct Live<'a> {
     container: &'a Container,
     request: &'a Request,
     config: &'a Config,
-    cgroup: Cgroup,
-    gpu: Gpu,
-    reaper: &'a Reaper,
-    account: &'a mut Account,
-    journal: Journal,
-    held: Option<Hold>,
+    tools: Tools<'a>,
     /// Read once, by the first inspection.
     source: Option<Source>,
     complete: bool,
@@ -61,22 +68,13 @@ impl<'a> Live<'a> {
         container: &'a Container,
         request: &'a Request,
         config: &'a Config,
-        cgroup: Cgroup,
-        gpu: Gpu,
-        reaper: &'a Reaper,
-        account: &'a mut Account,
-        journal: Journal,
+        tools: Tools<'a>,
     ) -> Self {
         Self {
             container,
             request,
             config,
-            cgroup,
-            gpu,
-            reaper,
-            account,
-            journal,
-            held: None,
+            tools,
             source: None,
             complete: false,
         }
@@ -87,16 +85,22 @@ impl<'a> Live<'a> {
         self.complete
     }
 
-    /// What is held still, after a failure that could not be undone.
-    pub(super) fn take_held(&mut self) -> Option<Hold> {
-        self.held.take()
+    /// Kills the container, which is to end: whatever holds it is not waited for.
+    pub(super) async fn kill(&mut self) {
+        if let Err(error) = self.tools.cgroup.kill_all(END).await
+            && !error.is_absent()
+        {
+            log::warn!("cannot kill {}: {}", self.container.id, Chain(&error));
+        }
+        // Order matters: they are let go of when they cannot run any more.
+        drop(self.container.take_held());
     }
 
     /// Turns the freezer off for a container that has ended: the runtime would take a frozen one for paused and not delete
     /// it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {
-        if let Err(error) = self.thaw().await
-            && !matches!(&error, EffectError::Cgroup(error) if error.is_absent())
+        if let Err(error) = self.tools.cgroup.thaw(self.config.deadlines.freeze).await
+            && !error.is_absent()
         {
             log::warn!("cannot thaw {}: {}", self.container.id, Chain(&error));
         }
@@ -104,27 +108,27 @@ impl<'a> Live<'a> {
 
     /// Ends the worker.
     pub(super) async fn end(mut self) {
-        self.gpu.end().await;
+        self.tools.gpu.end().await;
     }
 
     /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
     pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
-        if let Err(error) = self.journal.enter(Phase::Finish).await {
+        if let Err(error) = self.tools.journal.enter(Phase::Finish).await {
             log::warn!("{}", Chain(&error));
         }
-        self.cgroup.kill_all(END).await?;
+        self.tools.cgroup.kill_all(END).await?;
         self.container.runc.ensure_deleted().await?;
         // The client may ask for the exit at once.
         tokio::time::timeout(END, self.container.init.wait())
             .await
             .map_err(|_| EndError::StillThere)?;
-        self.account.mark("end");
+        self.tools.account.mark("end");
         Ok(())
     }
 
     /// The node, the grant and the tools, and refusals that need no look at the processes.
     async fn look_around(&mut self) -> Result<Source, EffectError> {
-        let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
+        let inventory = self.tools.gpu.inventory(self.config.deadlines.inventory).await?;
         if !inventory.checkpoint_api {
             return Err(EffectError::NoCheckpointApi {
                 version: inventory.driver_version,
@@ -164,7 +168,11 @@ impl<'a> Live<'a> {
     /// What a tool says of its version, for people; empty when it says nothing.
     async fn version_of(&self, program: &str) -> String {
         let mut command = std::process::Command::new(program);
-        let output = self.reaper.output(command.arg("--version"), VERSION_LIMIT).await;
+        let output = self
+            .tools
+            .reaper
+            .output(command.arg("--version"), VERSION_LIMIT)
+            .await;
         let text = output
             .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
             .unwrap_or_default();
@@ -215,6 +223,10 @@ impl<'a> Live<'a> {
     async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
+        let of = image.clone();
+        // Every byte of it is read: that may take its time.
+        let described = blocking(move || manifest::describe_images(&of));
+        let images = unless_cut(&self.tools.cut, described).await?;
         blocking(move || {
             let manifest = Manifest {
                 dump,
@@ -223,7 +235,7 @@ impl<'a> Live<'a> {
                 processes,
                 mounts: source.mounts,
                 versions: source.versions,
-                images: manifest::describe_images(&image)?,
+                images,
             };
             Ok(manifest.write(&image)?)
         })
@@ -231,40 +243,70 @@ impl<'a> Live<'a> {
     }
 }
 
+/// Waits for an effect, unless the container is to end meanwhile. A driver worker that was cut off is ended later.
+async fn unless_cut<T, E: Into<EffectError>>(
+    cut: &Cut,
+    effect: impl Future<Output = Result<T, E>>,
+) -> Result<T, EffectError> {
+    tokio::select! {
+        biased;
+        () = cut.asked() => Err(EffectError::Killed),
+        done = effect => done.map_err(Into::into),
+    }
+}
+
 impl Effects for Live<'_> {
     type Error = EffectError;
 
     async fn enter(&mut self, phase: Phase) -> Result<(), EffectError> {
-        Ok(self.journal.enter(phase).await?)
+        Ok(self.tools.journal.enter(phase).await?)
     }
 
     async fn leave(&mut self, phase: Phase, ok: bool) {
-        self.journal.leave(phase, ok).await;
+        self.tools.journal.leave(phase, ok).await;
+    }
+
+    fn is_ended(&self) -> bool {
+        self.tools.cut.is_asked() || !procfs::is_alive(self.container.init.pid())
     }
 
     async fn freeze(&mut self) -> Result<(), EffectError> {
-        Ok(self.cgroup.freeze(self.config.deadlines.freeze).await?)
+        unless_cut(
+            &self.tools.cut,
+            self.tools.cgroup.freeze(self.config.deadlines.freeze),
+        )
+        .await
     }
 
     async fn thaw(&mut self) -> Result<(), EffectError> {
-        Ok(self.cgroup.thaw(self.config.deadlines.freeze).await?)
+        unless_cut(
+            &self.tools.cut,
+            self.tools.cgroup.thaw(self.config.deadlines.freeze),
+        )
+        .await
     }
 
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
-        let pids = self.cgroup.pids()?;
+        let pids = self.tools.cgroup.pids()?;
         let first = self.source.is_none();
         let source = match self.source.take() {
             Some(source) => source,
-            None => self.look_around().await?,
+            None => {
+                let cut = self.tools.cut.clone();
+                unless_cut(&cut, self.look_around()).await?
+            }
         };
         let policy = self.source.insert(source).policy;
-        let cuda = self
+        let found = self
+            .tools
             .gpu
-            .discover(pids.clone(), self.config.deadlines.discover)
-            .await?;
+            .discover(pids.clone(), self.config.deadlines.discover);
+        let cuda = unless_cut(&self.tools.cut, found).await?;
         self.refuse_by_process(policy, &pids, &cuda).await?;
-        self.journal.cuda(&cuda).await?;
-        self.account.mark(if first { "inspect" } else { "inspect-again" });
+        self.tools.journal.cuda(&cuda).await?;
+        self.tools
+            .account
+            .mark(if first { "inspect" } else { "inspect-again" });
         Ok(cuda)
     }
 
@@ -286,46 +328,55 @@ impl Effects for Live<'_> {
     }
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
-        let tids = threads(&self.cgroup.pids()?, &except)?;
-        self.held = Some(Hold::seize(tids).await?);
+        let tids = threads(&self.tools.cgroup.pids()?, &except)?;
+        self.container.keep_held(Hold::seize(tids).await?);
         Ok(())
     }
 
     async fn release(&mut self) -> Result<(), EffectError> {
-        match self.held.take() {
+        match self.container.take_held() {
             None => Ok(()),
             Some(hold) => Ok(hold.release().await?),
         }
     }
 
     async fn lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        self.gpu.lock(pids, self.config.deadlines.lock).await?;
-        self.account.mark("lock");
+        unless_cut(
+            &self.tools.cut,
+            self.tools.gpu.lock(pids, self.config.deadlines.lock),
+        )
+        .await?;
+        self.tools.account.mark("lock");
         Ok(())
     }
 
     async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        self.gpu
-            .checkpoint(pids, self.config.deadlines.checkpoint)
-            .await?;
-        self.account.mark("gpu-checkpoint");
+        let taken = self.tools.gpu.checkpoint(pids, self.config.deadlines.checkpoint);
+        unless_cut(&self.tools.cut, taken).await?;
+        self.tools.account.mark("gpu-checkpoint");
         Ok(())
     }
 
     async fn give_back(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        self.gpu.restore(pids, &[], self.config.deadlines.restore).await?;
-        self.account.mark("gpu-restore");
+        let given = self.tools.gpu.restore(pids, &[], self.config.deadlines.restore);
+        unless_cut(&self.tools.cut, given).await?;
+        self.tools.account.mark("gpu-restore");
         Ok(())
     }
 
     async fn unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        self.gpu.unlock(pids, self.config.deadlines.unlock).await?;
-        self.account.mark("unlock");
+        unless_cut(
+            &self.tools.cut,
+            self.tools.gpu.unlock(pids, self.config.deadlines.unlock),
+        )
+        .await?;
+        self.tools.account.mark("unlock");
         Ok(())
     }
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
-        let states = self.gpu.states(pids, self.config.deadlines.discover).await?;
+        let states = self.tools.gpu.states(pids, self.config.deadlines.discover);
+        let states = unless_cut(&self.tools.cut, states).await?;
         for &(pid, state) in &states {
             if matches!(state, CudaState::Failed | CudaState::Unknown(_)) {
                 return Err(GpuError::State {
@@ -340,22 +391,25 @@ impl Effects for Live<'_> {
     }
 
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
-        self.account.mark("freeze");
+        self.tools.account.mark("freeze");
         let described = self.describe(processes);
         let image = dump(
             self.container,
             self.request,
             &self.plugins(),
-            self.config.deadlines.dump,
-            &self.journal,
+            Bounds {
+                deadline: Some(self.config.deadlines.dump),
+                journal: &self.tools.journal,
+                cut: &self.tools.cut,
+            },
         )
         .await?;
-        self.account.mark("dump");
+        self.tools.account.mark("dump");
         if let Err(error) = self.write_manifest(described).await {
             blocking(move || image.clear()).await;
             return Err(error);
         }
-        self.account.mark("manifest");
+        self.tools.account.mark("manifest");
         self.complete = true;
         Ok(())
     }

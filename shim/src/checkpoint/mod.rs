@@ -21,19 +21,21 @@ use firn_oci::manifest::DumpFlags;
 use firn_oci::{Spec, edit};
 
 pub(crate) use error::CheckpointError;
-use error::DumpError;
+use error::{DumpError, EffectError};
 pub(crate) use image::{ImageDir, error_lines};
 
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::FreezerState;
 use crate::container::Container;
-use crate::journal::{self, Begin, Journal, Outcome};
+use crate::journal::{self, Begin, Journal, Outcome, Record};
+use crate::logger::Chain;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::{Brand, Checkpoint, RuncError};
+use crate::recovery::Recovery;
+use crate::runc::{Bounds, Brand, Checkpoint, RuncError};
 use crate::worker::Gpu;
-use live::Live;
+use live::{Live, Tools};
 use transaction::Begun;
 
 /// CRIU's log in its work directory.
@@ -41,6 +43,12 @@ const LOG: &str = "dump.log";
 
 /// Where a failed dump's log is kept, as the stock shim does.
 pub(crate) const KEPT_LOG: &str = "criu-dump.log";
+
+/// How long a freezer may take to be set back after a dump of a container without GPUs.
+const RESET: Duration = Duration::from_secs(10);
+
+/// How long the programs of a checkpoint whose code has failed may take to end.
+const PROGRAMS: Duration = Duration::from_secs(30);
 
 /// What the client asked for.
 pub(crate) struct Request {
@@ -63,8 +71,7 @@ impl Request {
         work: &'a Path,
         leave_running: bool,
         plugins: Option<&'a Path>,
-        deadline: Option<Duration>,
-        journal: &'a Journal,
+        bounds: Bounds<'a>,
     ) -> Checkpoint<'a> {
         Checkpoint {
             image: &self.image,
@@ -74,8 +81,7 @@ impl Request {
             empty_namespaces: &self.empty_namespaces,
             leave_running,
             plugins,
-            deadline,
-            journal,
+            bounds,
         }
     }
 
@@ -131,18 +137,31 @@ async fn plain(container: &Container, request: &Request) -> Result<(), Checkpoin
         .map_err(|error| refused(error.into()))?;
     let path = request.image.clone();
     // What cannot be used as an image directory is for the runtime to tell.
-    if let Ok(image) = blocking(move || ImageDir::find(&path)).await {
+    let image = blocking(move || ImageDir::find(&path)).await.ok();
+    if let Some(image) = &image {
         let noted = journal.image(image.was()).await;
         noted.map_err(|error| refused(error.into()))?;
     }
     let work = WorkDir::new(container, request).await;
+    let under_way = container.begin_transaction();
+    let bounds = Bounds {
+        deadline: None,
+        journal: &journal,
+        cut: &under_way.cut,
+    };
     let entered = journal.enter(journal::Phase::Dump).await;
     entered.map_err(|error| refused(error.into()))?;
     let dumped = container
         .runc
-        .checkpoint(request.call(&work.path, !request.exit, None, None, &journal))
+        .checkpoint(request.call(&work.path, !request.exit, None, bounds))
         .await;
     journal.leave(journal::Phase::Dump, dumped.is_ok()).await;
+    match image {
+        _ if dumped.is_ok() => {}
+        // Order matters: it is being killed, which a freezer that is turned on would hold up.
+        Some(image) if under_way.cut.is_asked() => blocking(move || image.clear()).await,
+        _ => reset_freezer(container, was_frozen).await,
+    }
     journal
         .end(if dumped.is_ok() {
             Outcome::Done
@@ -165,6 +184,94 @@ async fn plain(container: &Container, request: &Request) -> Result<(), Checkpoin
     result
 }
 
+/// A CRIU that was killed may have left the freezer other than it found it.
+async fn reset_freezer(container: &Container, was_frozen: bool) {
+    let reset = async {
+        let cgroup = container.cgroup()?;
+        let is_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
+        match was_frozen {
+            true if !is_frozen => cgroup.freeze(RESET).await,
+            false if is_frozen => cgroup.thaw(RESET).await,
+            _ => Ok(()),
+        }
+    };
+    if procfs::is_alive(container.init.pid())
+        && let Err(error) = reset.await
+        && !error.is_absent()
+    {
+        log::warn!("cannot reset the freezer of {}: {}", container.id, Chain(&error));
+    }
+}
+
+/// Takes back what a checkpoint has begun whose code has failed, by its journal.
+pub(crate) async fn take_back(container: &Container, reaper: &Reaper) -> CheckpointError {
+    let refused = CheckpointError::Refused {
+        container: container.id.clone(),
+        cause: EffectError::Panicked,
+    };
+    let Some(recovery) = Recovery::of(&container.bundle) else {
+        return refused;
+    };
+    // Order matters: CRIU holds the tasks, and works on an image that is not complete.
+    recovery.end_programs(PROGRAMS).await;
+    let undone = match container.gpu {
+        true => undo_gpu(container, recovery.record(), reaper).await,
+        false => {
+            reset_freezer(container, recovery.record().begin.was_frozen).await;
+            Ok(())
+        }
+    };
+    let failure = |lost| transaction::Failure {
+        phase: recovery.record().phase.unwrap_or(journal::Phase::Inspect),
+        source: EffectError::Panicked,
+        lost,
+    };
+    let is_alive = procfs::is_alive(container.init.pid());
+    let failure = match undone {
+        Err(lost) if is_alive => failure(Some(lost)),
+        _ => failure(None),
+    };
+    recovery.clear().await;
+    recovery.forget(&container.bundle).await;
+    let image = recovery
+        .is_complete()
+        .then(|| recovery.record().begin.image.clone());
+    CheckpointError::from_failure(&container.id, failure, image, is_alive)
+}
+
+async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Result<(), EffectError> {
+    let config = Config::load()?;
+    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
+    let journal = Journal::resume(&container.bundle).await?;
+    let begin = &record.begin;
+    let request = Request {
+        image: begin.image.clone(),
+        work: None,
+        parent: None,
+        exit: begin.exit,
+        flags: DumpFlags::default(),
+        empty_namespaces: Vec::new(),
+    };
+    let under_way = container.begin_transaction();
+    let mut account = Account::begin("undo", &container.id);
+    let mut live = Live::new(
+        container,
+        &request,
+        &config,
+        Tools {
+            cgroup: container.cgroup()?,
+            gpu: Gpu::new(worker, reaper.clone()).with_journal(journal.clone()),
+            reaper,
+            account: &mut account,
+            journal,
+            cut: under_way.cut.clone(),
+        },
+    );
+    let undone = transaction::take_back(&mut live, &record.cuda, begin.was_frozen, record.taking).await;
+    live.end().await;
+    undone
+}
+
 async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
     match container.runc.brand().await {
         Brand::Runc => {}
@@ -182,18 +289,26 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
             container: container.id.clone(),
             cause: error.into(),
         })?;
+    let under_way = container.begin_transaction();
+    let cut = &under_way.cut;
     let gpu = Gpu::new(worker, reaper.clone()).with_journal(journal.clone());
     let mut live = Live::new(
         container,
         request,
         &config,
-        cgroup,
-        gpu,
-        reaper,
-        &mut account,
-        journal.clone(),
+        Tools {
+            cgroup,
+            gpu,
+            reaper,
+            account: &mut account,
+            journal: journal.clone(),
+            cut: cut.clone(),
+        },
     );
     let result = transact(&mut live, was_frozen, request.exit).await;
+    if result.is_err() && cut.is_asked() {
+        live.kill().await;
+    }
     let image = live.complete().then(|| request.image.clone());
     let ended = if result.is_ok() && request.exit {
         live.finish_container().await
@@ -201,11 +316,9 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         Ok(())
     };
     let is_alive = procfs::is_alive(container.init.pid());
-    if let Err(transaction::Failure { lost: Some(_), .. }) = &result {
-        container.keep_held(live.take_held());
-    }
     if result.is_err() && !is_alive {
         live.leave_thawed().await;
+        drop(container.take_held());
     }
     live.end().await;
     journal
@@ -229,7 +342,7 @@ async fn transact(
     live: &mut Live<'_>,
     was_frozen: bool,
     exit: bool,
-) -> Result<(), transaction::Failure<error::EffectError>> {
+) -> Result<(), transaction::Failure<EffectError>> {
     let dumped = Begun::new(live, was_frozen)
         .lock()
         .await?
@@ -314,15 +427,14 @@ async fn dump(
     container: &Container,
     request: &Request,
     plugins: &Path,
-    deadline: Duration,
-    journal: &Journal,
+    bounds: Bounds<'_>,
 ) -> Result<ImageDir, DumpError> {
     let path = request.image.clone();
     let image = blocking(move || ImageDir::find(&path)).await?;
-    journal.image(image.was()).await?;
+    bounds.journal.image(image.was()).await?;
     let image = blocking(move || image.make().map(|()| image)).await?;
     let work = WorkDir::new(container, request).await;
-    let call = request.call(&work.path, true, Some(plugins), Some(deadline), journal);
+    let call = request.call(&work.path, true, Some(plugins), bounds);
     let dumped = container.runc.checkpoint(call).await;
     let result = match dumped {
         Ok(()) => image.check_complete(),

@@ -35,6 +35,8 @@ pub(crate) trait Effects: Send {
     /// Why an effect failed.
     type Error: std::error::Error + Send + Sync + 'static;
 
+    /// Whether the container has ended or is about to be killed: then there is no way back, and nothing to give back.
+    fn is_ended(&self) -> bool;
     /// Notes durably that `phase` is about to begin.
     fn enter(&mut self, phase: Phase) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Notes what became of `phase`.
@@ -138,7 +140,7 @@ impl<'e, E: Effects> Begun<'e, E> {
         };
         if let Err(source) = free.await {
             // Not the way back of the others: nothing is locked by us, and what somebody else has locked stays so.
-            let lost = if self.was_frozen {
+            let lost = if self.was_frozen && !self.effects.is_ended() {
                 self.effects.freeze().await.err()
             } else {
                 None
@@ -204,23 +206,61 @@ impl<'e, E: Effects> Locked<'e, E> {
     }
 
     async fn fail(self, phase: Phase, source: E::Error) -> Failure<E::Error> {
+        if self.at.effects.is_ended() {
+            let lost = None;
+            return Failure { phase, source, lost };
+        }
         note(self.at.effects, Phase::Undo).await;
-        let lost = self.way_back().await.err().map(|(_, again)| again);
+        let lost = self.way_back().await.err().and_then(|stuck| stuck.again);
         Failure { phase, source, lost }
     }
 
-    /// Undoes everything; once more when that fails, as a worker that was cut off may have been the only trouble.
-    async fn way_back(self) -> Result<(), (E::Error, E::Error)> {
-        let Self {
-            at, locked, taking, ..
-        } = self;
-        let Err(first) = undo(at.effects, &locked, at.was_frozen, taking).await else {
-            return Ok(());
-        };
-        undo(at.effects, &locked, at.was_frozen, taking)
-            .await
-            .map_err(|again| (first, again))
+    async fn way_back(self) -> Result<(), Stuck<E::Error>> {
+        way_back(self.at.effects, &self.locked, self.at.was_frozen, self.taking).await
     }
+}
+
+/// A way back that failed.
+struct Stuck<E> {
+    first: E,
+    /// None when the container has ended meanwhile.
+    again: Option<E>,
+}
+
+/// Undoes everything; once more when that fails, as a worker that was cut off may have been the only trouble.
+async fn way_back<E: Effects>(
+    effects: &mut E,
+    locked: &[CudaProcess],
+    was_frozen: bool,
+    taking: bool,
+) -> Result<(), Stuck<E::Error>> {
+    let Err(first) = undo(effects, locked, was_frozen, taking).await else {
+        return Ok(());
+    };
+    if effects.is_ended() {
+        return Err(Stuck { first, again: None });
+    }
+    match undo(effects, locked, was_frozen, taking).await {
+        Ok(()) => Ok(()),
+        Err(_) if effects.is_ended() => Err(Stuck { first, again: None }),
+        Err(again) => Err(Stuck {
+            first,
+            again: Some(again),
+        }),
+    }
+}
+
+/// The way back of a transaction that has ended without it: its code failed. `locked` are the processes that it has
+/// seen, `taking` whether it may have taken GPU state.
+pub(crate) async fn take_back<E: Effects>(
+    effects: &mut E,
+    locked: &[CudaProcess],
+    was_frozen: bool,
+    taking: bool,
+) -> Result<(), E::Error> {
+    note(effects, Phase::Undo).await;
+    let done = way_back(effects, locked, was_frozen, taking).await;
+    done.map_err(|stuck| stuck.again.unwrap_or(stuck.first))
 }
 
 impl<'e, E: Effects> Taken<'e, E> {
@@ -243,10 +283,10 @@ impl<'e, E: Effects> Taken<'e, E> {
 impl<E: Effects> Dumped<'_, E> {
     /// The container goes on: GPU state back, unlocked, freezer as it was found. A failure leaves the image valid.
     pub(crate) async fn run_on(self) -> Result<(), Failure<E::Error>> {
-        let lost = |(source, again)| Failure {
+        let lost = |stuck: Stuck<E::Error>| Failure {
             phase: Phase::GiveBack,
-            source,
-            lost: Some(again),
+            source: stuck.first,
+            lost: stuck.again,
         };
         note(self.0.at.effects, Phase::GiveBack).await;
         self.0.way_back().await.map_err(lost)

@@ -21,6 +21,13 @@ struct World {
     fail: Option<(usize, bool)>,
     failing: Option<&'static str>,
     dumped: Option<Vec<i32>>,
+    /// The container is killed by the call that fails, and no call works any more.
+    killed: bool,
+    ended: bool,
+    /// The call that fails panics.
+    panics: bool,
+    /// What the journal says.
+    taking: bool,
 }
 
 impl World {
@@ -34,12 +41,17 @@ impl World {
 
     /// Every effect passes here. A call that fails has done half of its work when `half` says how.
     fn call(&mut self, name: &'static str) -> Result<(), Told> {
+        if self.ended {
+            return Err(Told(name));
+        }
         let nth = self.calls.len();
         self.calls.push(name);
         if let Some((at, for_good)) = self.fail
             && (nth == at || for_good && self.failing == Some(name))
         {
             self.failing = Some(name);
+            assert!(!std::mem::take(&mut self.panics), "{name} panics");
+            self.ended = self.killed;
             return Err(Told(name));
         }
         Ok(())
@@ -78,8 +90,14 @@ impl World {
 impl Effects for World {
     type Error = Told;
 
-    async fn enter(&mut self, _: Phase) -> Result<(), Told> {
-        self.call("enter")
+    fn is_ended(&self) -> bool {
+        self.ended
+    }
+
+    async fn enter(&mut self, phase: Phase) -> Result<(), Told> {
+        self.call("enter")?;
+        self.taking |= phase == Phase::Take;
+        Ok(())
     }
 
     async fn leave(&mut self, _: Phase, _: bool) {}
@@ -289,7 +307,8 @@ fn any_single_failure_leaves_the_workload_as_before() {
             let result = block_on(leave_running(&mut world));
             let name = world.failing.expect("told to fail");
             failed.insert(name);
-            // Giving back is tried again, so one failure there is no failure of the checkpoint.
+            // Giving back is tried again, and done whether it can be noted or not: one failure there is none of the
+            // checkpoint.
             if world.dumped.is_some() {
                 assert!(result.is_ok(), "{name} at {nth}");
             } else {
@@ -299,7 +318,7 @@ fn any_single_failure_leaves_the_workload_as_before() {
             }
             world.as_before(was_frozen);
         }
-        assert_eq!(failed.len(), 12, "not every effect was made to fail: {failed:?}");
+        assert_eq!(failed.len(), 13, "not every effect was made to fail: {failed:?}");
     }
 }
 
@@ -365,7 +384,13 @@ fn an_effect_that_fails_for_good_never_lets_code_run_without_its_gpu_state() {
             world.fail = Some((nth, true));
             // The world itself complains when code runs too early.
             let Err(failure) = block_on(leave_running(&mut world)) else {
-                panic!("{name} at {nth} failed for good, and the checkpoint did not");
+                let noting = *name == "enter" && world.dumped.is_some();
+                assert!(
+                    noting,
+                    "{name} at {nth} failed for good, and the checkpoint did not"
+                );
+                world.as_before(was_frozen);
+                continue;
             };
             if failure.lost.is_none() {
                 world.as_before(was_frozen);
@@ -403,5 +428,42 @@ fn processes_that_never_stop_coming_end_the_checkpoint_and_nothing_else() {
         assert_eq!((failure.phase, failure.lost), (Phase::Take, None));
         assert_eq!(world.dumped, None);
         world.as_before(was_frozen);
+    }
+}
+
+#[test]
+fn nothing_is_undone_for_a_container_that_is_killed() {
+    for was_frozen in [false, true] {
+        let mut world = World::new([10, 20], was_frozen);
+        block_on(leave_running(&mut world)).unwrap();
+        for nth in 0..world.calls.len() {
+            let mut world = World::new([10, 20], was_frozen);
+            (world.fail, world.killed) = (Some((nth, false)), true);
+            let Err(failure) = block_on(leave_running(&mut world)) else {
+                panic!("{:?} at {nth} was not told", world.failing);
+            };
+            assert_eq!(failure.lost, None, "{:?}", world.calls);
+        }
+    }
+}
+
+#[test]
+fn a_transaction_that_panics_is_taken_back_by_what_was_noted() {
+    for was_frozen in [false, true] {
+        let mut world = World::new([10, 20], was_frozen);
+        block_on(leave_running(&mut world)).unwrap();
+        for nth in 0..world.calls.len() {
+            let mut world = World::new([10, 20], was_frozen);
+            (world.fail, world.panics) = (Some((nth, false)), true);
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                block_on(leave_running(&mut world)).map_err(drop)
+            }));
+            assert!(panicked.is_err(), "no panic at {nth}");
+            world.fail = None;
+            let processes = block_on(world.inspect()).unwrap();
+            let taking = world.taking;
+            block_on(take_back(&mut world, &processes, was_frozen, taking)).unwrap();
+            world.as_before(was_frozen);
+        }
     }
 }

@@ -5,6 +5,7 @@
 //! dump. The status lock is held for a few instructions only, never over an `await` or a runtime call.
 
 mod admission;
+mod cut;
 mod exits;
 mod process;
 
@@ -16,6 +17,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 pub(crate) use admission::{Action, InitState, NotAllowed, admit};
+pub(crate) use cut::{Cut, UnderWay};
 pub(crate) use exits::{Exits, Owner};
 pub(crate) use process::{Process, StdioPaths};
 
@@ -41,8 +43,10 @@ pub(crate) struct Container {
     pub operation: tokio::sync::RwLock<()>,
     /// What Start has to bring back; absent in a container that was not made from a checkpoint.
     checkpoint: Mutex<Option<restore::Prepared>>,
-    /// Threads that must not run again because their GPU state was lost.
+    /// Threads that must not run because their GPU state is not where they left it. Here, and not with the transaction
+    /// that holds them: they stay held whatever becomes of that.
     held: Mutex<Option<Hold>>,
+    transaction: cut::Slot,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
     /// Tells when memory runs out; set once there are processes and the host accounts memory.
@@ -110,6 +114,7 @@ impl Container {
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
+            transaction: cut::Slot::default(),
             status: Mutex::new(Status {
                 state,
                 execs: BTreeMap::new(),
@@ -195,9 +200,24 @@ impl Container {
         *self.checkpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(prepared);
     }
 
-    /// Holds these threads for as long as the container is known.
-    pub(crate) fn keep_held(&self, hold: Option<Hold>) {
-        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = hold;
+    /// Holds these threads until they are taken back.
+    pub(crate) fn keep_held(&self, hold: Hold) {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(hold);
+    }
+
+    /// Takes back what is held.
+    pub(crate) fn take_held(&self) -> Option<Hold> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// A checkpoint or restore begins, which can be cut off. The caller holds the operation lock.
+    pub(crate) fn begin_transaction(&self) -> UnderWay<'_> {
+        self.transaction.begin()
+    }
+
+    /// The container is to end: cuts off the checkpoint or restore that is under way, if one is.
+    pub(crate) fn cut_off(&self) -> Option<Cut> {
+        self.transaction.cut_off()
     }
 
     /// Puts an exec under its id; whether the id was free.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use crate::sys;
+use crate::{procfs, sys};
 
 /// Pause between two looks at who is left.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -47,14 +47,9 @@ fn find(rootfs: &Path) -> Vec<i32> {
     if is_same(&own, &host) || parent.is_none_or(|bundle| bundle.dev() == own.dev()) {
         return Vec::new();
     }
-    let Ok(processes) = fs::read_dir("/proc") else {
-        return Vec::new();
-    };
-    let pids = processes
-        .flatten()
-        .filter_map(|process| process.file_name().to_str()?.parse().ok());
-    pids.filter(|pid: &i32| fs::metadata(format!("/proc/{pid}/root")).is_ok_and(|root| is_same(&root, &own)))
-        .collect()
+    let mut pids = procfs::all();
+    pids.retain(|pid| fs::metadata(format!("/proc/{pid}/root")).is_ok_and(|root| is_same(&root, &own)));
+    pids
 }
 
 fn is_same(a: &Metadata, b: &Metadata) -> bool {

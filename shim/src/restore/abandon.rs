@@ -63,21 +63,24 @@ async fn kill_cgroup(container: &Container, spec: &Spec) {
 }
 
 /// Unmounts what a killed CRIU or runc left: the rootfs bind in runc's state directory, the cgroup tree in the work
-/// directory. Order matters: a recursive delete of the work directory would otherwise walk into cgroupfs.
+/// directory.
 async fn sweep(state: &Path, work: &Path) {
-    let criu_root = state.join("criu-root");
-    let yards = std::fs::read_dir(work)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path());
-    let yards = yards.filter(|path| {
-        path.file_name()
-            .is_some_and(|name| name.to_string_lossy().starts_with(CGYARD))
-    });
-    for path in yards.chain([criu_root]) {
-        if let Err(error) = mounts::unmount_below(&path).await {
-            log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
-        }
+    unmount_yards(work).await;
+    unmount(&state.join("criu-root")).await;
+}
+
+/// Unmounts the cgroup tree that a killed CRIU left in its work directory. Order matters: a recursive delete of that
+/// directory would otherwise walk into cgroupfs.
+pub(crate) async fn unmount_yards(work: &Path) {
+    let entries = std::fs::read_dir(work).into_iter().flatten().flatten();
+    let is_yard = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(CGYARD);
+    for yard in entries.filter(is_yard) {
+        unmount(&yard.path()).await;
+    }
+}
+
+async fn unmount(path: &Path) {
+    if let Err(error) = mounts::unmount_below(path).await {
+        log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
     }
 }

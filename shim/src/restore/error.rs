@@ -52,6 +52,8 @@ pub(crate) enum Refusal {
 pub(crate) enum Cause {
     #[error("the container's cgroup is in use by other processes")]
     CgroupBusy,
+    #[error("the container was killed")]
+    Killed,
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
     #[error("cannot write CRIU's configuration")]
@@ -171,6 +173,7 @@ impl Cause {
             Self::Criu(error) => error.code(),
             Self::Runtime { .. } | Self::PidFile(_) | Self::Continue { .. } => "FIRN-RESTORE",
             Self::CgroupBusy => "FIRN-CGROUP-BUSY",
+            Self::Killed => "FIRN-ENDED",
             Self::Journal(error) => error.code(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
             Self::Cgroup(_) => "FIRN-FREEZER",
@@ -198,6 +201,7 @@ impl Cause {
                 "try again; the checkpoint can be used again"
             }
             Self::CgroupBusy => "stop the container that is in it, or restore under another id",
+            Self::Killed => "the checkpoint can be used again",
             Self::Journal(error) => error.hint(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => {
                 "copy the checkpoint from its origin again"

@@ -18,7 +18,7 @@ mod prepare;
 mod run;
 mod stopped;
 
-pub(crate) use abandon::abandon;
+pub(crate) use abandon::{abandon, unmount_yards};
 pub(crate) use error::RestoreError;
 pub(crate) use prepare::{Prepared, prepare};
 pub(crate) use run::run;

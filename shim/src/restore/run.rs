@@ -24,7 +24,7 @@ use crate::journal::{Begin, Journal, Operation, Outcome, Phase};
 use crate::logger::Chain;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::{Brand, Restore, RuncError, read_pid};
+use crate::runc::{Bounds, Brand, Restore, RuncError, read_pid};
 use crate::worker::Gpu;
 
 /// Restores `container`; `stdio` gives the runtime the container's stdio. Returns the pid of its init.
@@ -54,6 +54,7 @@ pub(crate) async fn run(
     let journal = Journal::begin(&container.bundle, begin)
         .await
         .map_err(|error| failed(prepared, error.into()))?;
+    let under_way = container.begin_transaction();
     let restore = Restore {
         image: &prepared.image,
         work: &work,
@@ -63,8 +64,11 @@ pub(crate) async fn run(
         no_pivot: container.options.no_pivot_root,
         flags: &prepared.flags,
         plugins: gpu.map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins)),
-        deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
-        journal: &journal,
+        bounds: Bounds {
+            deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
+            journal: &journal,
+            cut: &under_way.cut,
+        },
     };
     let log = work.join("restore.log");
     forget_log(&log).await;
@@ -95,7 +99,7 @@ async fn with_gpu(
 ) -> Result<i32, Cause> {
     // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
     free_cgroup(container)?;
-    let journal = restore.journal;
+    let Bounds { journal, .. } = restore.bounds;
     let mut account = Account::begin("restore", &container.id);
     let restored = restore_gpu(container, gpu, restore, log, reaper, &mut account, stdio).await;
     account.end(&container.bundle, restored.is_ok());
@@ -121,7 +125,7 @@ async fn plain(
     log: PathBuf,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, RestoreError> {
-    let (pid_file, journal) = (restore.pid_file, restore.journal);
+    let (pid_file, Bounds { journal, .. }) = (restore.pid_file, restore.bounds);
     let was_free = free_cgroup(container).is_ok();
     enter(journal, Phase::CriuRestore).await;
     match container.runc.restore(restore, stdio).await {
@@ -135,7 +139,7 @@ async fn plain(
         Err(error) => {
             let lines = last_errors(&log).await;
             // The runtime had no chance to clean up.
-            if matches!(error, RuncError::CriuDied { .. }) && was_free {
+            if matches!(error, RuncError::CriuDied { .. } | RuncError::Cut { .. }) && was_free {
                 enter(journal, Phase::Abandon).await;
                 abandon(container).await;
             }
@@ -169,7 +173,7 @@ async fn restore_gpu(
     account: &mut Account,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, Cause> {
-    let journal = restore.journal;
+    let Bounds { journal, cut, .. } = restore.bounds;
     journal.enter(Phase::CriuRestore).await?;
     gpu.criu.write(criu::Operation::Restore)?;
     // The worker starts up while CRIU works.
@@ -178,9 +182,31 @@ async fn restore_gpu(
     driver.warm_up()?;
     if let Err(error) = container.runc.restore(restore, stdio).await {
         let lines = last_errors(&log).await;
-        return Err(Cause::Runtime { error, lines, log });
+        return Err(match error {
+            RuncError::Cut { .. } => Cause::Killed,
+            error => Cause::Runtime { error, lines, log },
+        });
     }
     account.mark("criu-restore");
+    let restored = tokio::select! {
+        biased;
+        () = cut.asked() => Err(Cause::Killed),
+        restored = bring_back(container, gpu, &mut driver, image, pid_file, journal, account) => restored,
+    };
+    driver.end().await;
+    restored
+}
+
+/// Gives the stopped processes their GPU state and lets them run.
+async fn bring_back(
+    container: &Container,
+    gpu: &GpuPart,
+    driver: &mut Gpu,
+    image: PathBuf,
+    pid_file: &Path,
+    journal: &Journal,
+    account: &mut Account,
+) -> Result<i32, Cause> {
     journal.enter(Phase::DevRepair).await?;
     let pid = read_pid(pid_file)?;
     let pids = Cgroup::of_pid(pid)?.pids()?;
@@ -199,8 +225,7 @@ async fn restore_gpu(
     }
     journal.enter(Phase::GiveBack).await?;
     let only = RunOnly::start(tids).await?;
-    let given_back = give_back(&mut driver, &cuda, gpu, account).await;
-    driver.end().await;
+    let given_back = give_back(driver, &cuda, gpu, account).await;
     only.stop().await?;
     given_back?;
     // For the next dump of this container, which must not leave its tasks stopped. Before anything runs: it may fail.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use firn_oci::manifest::DumpFlags;
 
 use super::{Brand, Runc, RuncError};
+use crate::container::Cut;
 use crate::journal::Journal;
 
 fn apply(flags: &DumpFlags, command: &mut Command) {
@@ -20,6 +21,17 @@ fn apply(flags: &DumpFlags, command: &mut Command) {
             command.arg(flag);
         }
     }
+}
+
+/// What a call that starts CRIU is bound by.
+#[derive(Clone, Copy)]
+pub(crate) struct Bounds<'a> {
+    /// Longest time for the call; a stock one has none.
+    pub deadline: Option<Duration>,
+    /// Learns the runtime's pid.
+    pub journal: &'a Journal,
+    /// Ends the call before its time, and hears of CRIU's end.
+    pub cut: &'a Cut,
 }
 
 /// Arguments of `checkpoint`.
@@ -37,10 +49,7 @@ pub(crate) struct Checkpoint<'a> {
     pub leave_running: bool,
     /// Directory with CRIU's plugins, when it is not CRIU's own.
     pub plugins: Option<&'a Path>,
-    /// Longest time for the call; a stock dump has none.
-    pub deadline: Option<Duration>,
-    /// Learns the runtime's pid.
-    pub journal: &'a Journal,
+    pub bounds: Bounds<'a>,
 }
 
 /// Arguments of `restore`.
@@ -61,10 +70,7 @@ pub(crate) struct Restore<'a> {
     pub flags: &'a DumpFlags,
     /// Directory with CRIU's plugins, when it is not CRIU's own.
     pub plugins: Option<&'a Path>,
-    /// Longest time for the call.
-    pub deadline: Option<Duration>,
-    /// Learns the runtime's pid.
-    pub journal: &'a Journal,
+    pub bounds: Bounds<'a>,
 }
 
 /// Environment variable from which CRIU takes its plugin directory.
@@ -99,8 +105,7 @@ impl Runc {
         let said = tempfile::tempfile().map_err(prepare)?;
         let stderr = said.try_clone().map_err(prepare)?;
         command.arg(&self.id).stdout(Stdio::null()).stderr(stderr);
-        let limits = (checkpoint.deadline, checkpoint.journal);
-        self.run_criu("checkpoint", &mut command, Some(said), limits)
+        self.run_criu("checkpoint", &mut command, Some(said), checkpoint.bounds)
             .await
     }
 
@@ -134,7 +139,6 @@ impl Runc {
         }
         command.arg("--bundle").arg(restore.bundle).arg(&self.id);
         stdio(&mut command);
-        let limits = (restore.deadline, restore.journal);
-        self.run_criu("restore", &mut command, None, limits).await
+        self.run_criu("restore", &mut command, None, restore.bounds).await
     }
 }

@@ -25,13 +25,13 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::Deserialize;
 
-use crate::journal::{Journal, Role};
+use crate::journal::Role;
 use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::reaper::{OutputError, Reaper};
 
 pub(crate) use brand::Brand;
-pub(crate) use criu::{Checkpoint, Restore};
+pub(crate) use criu::{Bounds, Checkpoint, Restore};
 pub(crate) use verbs::{Create, Exec};
 
 /// Longest time for calls that only touch runc's state or the cgroup.
@@ -73,6 +73,9 @@ pub(crate) enum RuncError {
     /// CRIU has died and the runtime has not noticed; it was ended.
     #[error("CRIU died during {verb}")]
     CriuDied { verb: &'static str },
+    /// The container was killed meanwhile; the call was ended for that.
+    #[error("the container was killed during {verb}")]
+    Cut { verb: &'static str },
     /// What the runtime printed is not what its interface promises.
     #[error("cannot read the output of {verb}: {detail}")]
     Output { verb: &'static str, detail: String },
@@ -218,7 +221,7 @@ impl Runc {
         verb: &'static str,
         command: &mut Command,
         said: Option<File>,
-        (deadline, journal): (Option<Duration>, &Journal),
+        bounds: Bounds<'_>,
     ) -> Result<(), RuncError> {
         let from = self.logged();
         command.process_group(0);
@@ -232,6 +235,12 @@ impl Runc {
                 },
             )
         })?;
+        let Bounds {
+            deadline,
+            journal,
+            cut,
+        } = bounds;
+        let _at_work = cut.criu();
         journal.child(Role::Runc, child.pid()).await;
         let exit = tokio::select! {
             exit = child.wait() => Ok(exit),
@@ -243,6 +252,7 @@ impl Runc {
                 },
             )),
             () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),
+            () = cut.asked() => Err(RuncError::Cut { verb }),
         };
         if let Ok(exit) = &exit
             && exit.code == 0

@@ -33,7 +33,16 @@ pub(super) async fn checkpoint(
         },
         empty_namespaces: options.empty_namespaces,
     };
-    let result = checkpoint::run(&container, &request, &service.reaper).await;
+    // A task of its own, so that what it has begun is taken back also when its code fails.
+    let (of, reaper) = (container.clone(), service.reaper.clone());
+    let transaction = tokio::spawn(async move { checkpoint::run(&of, &request, &reaper).await });
+    let result = match transaction.await {
+        Ok(result) => result,
+        Err(panic) => {
+            log::error!("checkpoint of {}: {panic}", container.id);
+            Err(checkpoint::take_back(&container, &service.reaper).await)
+        }
+    };
     if let Err(CheckpointError::Lost { .. }) = result {
         // The client resumes what it has paused: that must not happen.
         container.set_state(InitState::Lost);

@@ -16,7 +16,7 @@ use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::runc::{self, Runc};
 use crate::stdio::{self, StdioConfig};
-use crate::{mounts, restore};
+use crate::{mounts, recovery, restore};
 
 /// Others may enter and not list it: user namespaces need that.
 const ROOTFS_MODE: u32 = 0o711;
@@ -71,6 +71,7 @@ async fn build(service: &Arc<Service>, request: &CreateTaskRequest) -> Result<Ar
     let bundle = PathBuf::from(&request.bundle);
     let options = RuncOptions::from_any(request.options.as_ref())?;
     options.save(&bundle)?;
+    recovery::recover(&bundle).await;
     let rootfs = bundle.join("rootfs");
     if !request.rootfs.is_empty() {
         if let Err(source) = std::fs::DirBuilder::new().mode(ROOTFS_MODE).create(&rootfs)

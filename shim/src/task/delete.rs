@@ -34,6 +34,10 @@ pub(super) async fn delete(
     if request.exec_id.is_empty() {
         // What cannot be deleted is refused at once, also while a dump is under way.
         container.admit(Action::Delete)?;
+        if container.state() == InitState::CreatedCheckpoint {
+            // A restore that is under way is not wanted any more.
+            drop(container.cut_off());
+        }
         let _operation = container.operation.write().await;
         delete_init(&container).await?;
         service.containers().remove(&request.id);

@@ -43,6 +43,10 @@ const ANSWER: Duration = Duration::from_secs(2);
 /// Init has ended. What it left in the container goes with it.
 pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, exit: Exit) {
     container.set_init_gone();
+    if container.gpu {
+        // The runtime's own dump of a container without GPUs ends it by itself.
+        drop(container.cut_off());
+    }
     let was_paused = container.state() == InitState::Paused;
     if container.private_pids && !was_paused && !container.is_being_killed() {
         init_gone(service, container, exit);

@@ -10,6 +10,9 @@ use super::state::find;
 use super::{SIGKILL, Service, TaskError};
 use crate::container::InitState;
 
+/// How long CRIU may take to end before the tasks are killed all the same.
+const CRIU: Duration = Duration::from_secs(5);
+
 /// How long killed processes may take to be gone.
 const KILLED: Duration = Duration::from_secs(30);
 
@@ -23,8 +26,22 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             return Ok(Empty::default());
         }
         let _killing = container.killing();
+        let cut = match request.signal {
+            SIGKILL => container.cut_off(),
+            _ => None,
+        };
+        if let Some(cut) = &cut {
+            // Order matters: CRIU first, which holds the tasks and may have turned the freezer on.
+            cut.untraced(CRIU).await;
+            if container.init.pid() == 0 {
+                // Of a restore that was cut off nothing is left; its Start tells.
+                return Ok(Empty::default());
+            }
+        }
         return match container.runc.kill(request.signal, request.all).await {
             Ok(()) => Ok(Empty::default()),
+            // The transaction that was cut off has killed it.
+            Err(error) if cut.is_some() && (error.is_finished() || error.is_absent()) => Ok(Empty::default()),
             Err(error) if error.is_finished() => Err(TaskError::Finished),
             Err(error) if error.is_absent() => Err(TaskError::Absent),
             Err(source) => Err(TaskError::Kill(source.into())),

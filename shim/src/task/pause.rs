@@ -7,11 +7,16 @@ use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
 
 use super::{Service, TaskError};
 use crate::cgroup::FreezerState;
-use crate::container::{Action, InitState};
+use crate::container::{Action, Container, InitState};
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let _operation = container.operation.write().await;
+    let freezer = freezer(&container);
+    if container.state() == InitState::Paused && freezer == Some(FreezerState::Thawed) {
+        // Somebody else has resumed it.
+        container.set_state(InitState::Running);
+    }
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
     if let Err(source) = container.runc.pause().await {
@@ -32,10 +37,13 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
 pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let _operation = container.operation.write().await;
+    // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off or on.
+    let freezer = freezer(&container);
+    if container.state() == InitState::Running && freezer == Some(FreezerState::Frozen) {
+        container.set_state(InitState::Paused);
+    }
     container.admit(Action::Resume)?;
-    // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off.
-    let freezer = container.cgroup().and_then(|cgroup| cgroup.freezer_state());
-    if !matches!(freezer, Ok(FreezerState::Thawed)) {
+    if freezer != Some(FreezerState::Thawed) {
         container
             .runc
             .resume()
@@ -51,4 +59,9 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
         ..TaskResumed::default()
     });
     Ok(Empty::default())
+}
+
+/// The freezer as it is; none when it cannot be told.
+fn freezer(container: &Container) -> Option<FreezerState> {
+    container.cgroup().and_then(|cgroup| cgroup.freezer_state()).ok()
 }

@@ -278,6 +278,16 @@ impl GpuHost {
         Ok(self.node.read(VERBS)?.lines().any(|called| called == verb))
     }
 
+    /// How long containerd's log is.
+    pub fn log_length(&self) -> Result<usize> {
+        Ok(self.node.read(Node::CONTAINERD_LOG)?.len())
+    }
+
+    /// What containerd's log has become since it was this long.
+    pub fn log_since(&self, length: usize) -> Result<String> {
+        Ok(self.node.read(Node::CONTAINERD_LOG)?.split_off(length))
+    }
+
     /// What containerd's log holds at its end, for messages of a test that failed.
     pub fn log(&self) -> String {
         let log = self.node.read(Node::CONTAINERD_LOG).unwrap_or_default();

@@ -161,6 +161,17 @@ impl<'h> Pod<'h> {
         drop(hold);
         said(client)
     }
+
+    /// As [`Pod::stuck`], but `kill` has the call end while runc stands still.
+    fn cut_off(&self, verb: &str, client: &[&str], kill: impl FnOnce() -> Result<()>) -> Result<Said> {
+        let hold = Hold::on(self.host, verb)?;
+        let client = self.host.node().spawn(client)?;
+        hold.reached()?;
+        kill().with_context(|| format!("while runc {verb} is stuck"))?;
+        let ended = said(client)?;
+        drop(hold);
+        Ok(ended)
+    }
 }
 
 /// Sleeps on when a dump has interrupted its sleep.
@@ -284,22 +295,20 @@ fn stuck_update(pod: &Pod<'_>) -> Result<()> {
     held.remove()
 }
 
-/// A kill reaches a container in the middle of a pause or a dump, which then fails.
+/// A kill reaches a container in the middle of a pause, which then fails, and of a dump, which is not waited for.
 fn kills(pod: &Pod<'_>) -> Result<()> {
-    for (verb, command) in [
-        ("pause", &["ctr", "tasks", "pause", "held"][..]),
-        (
-            "checkpoint",
-            &["ctr", "tasks", "checkpoint", "--image-path", "/tmp/image", "held"],
-        ),
-    ] {
-        let held = run(pod.host, "held")?;
-        let ended = pod.stuck(verb, command, || pod.is_killed("held"))?;
-        ensure!(!ended.ok, "{verb} of a dead container: {}", ended.text);
-        held.remove()?;
-        pod.host.node().run(&["rm", "-rf", "/tmp/image"])?;
-    }
-    Ok(())
+    let held = run(pod.host, "held")?;
+    let pause = ["ctr", "tasks", "pause", "held"];
+    let ended = pod.stuck("pause", &pause, || pod.is_killed("held"))?;
+    ensure!(!ended.ok, "pause of a dead container: {}", ended.text);
+    held.remove()?;
+
+    let held = run(pod.host, "held")?;
+    let dump = ["ctr", "tasks", "checkpoint", "--image-path", "/tmp/image", "held"];
+    let ended = pod.cut_off("checkpoint", &dump, || pod.is_killed("held"))?;
+    ensure!(!ended.ok, "checkpoint of a dead container: {}", ended.text);
+    held.remove()?;
+    pod.host.node().run(&["rm", "-rf", "/tmp/image"]).map(drop)
 }
 
 /// A kill reaches a container beside an exec whose runtime hangs; its end is told after that exec's.
@@ -403,7 +412,7 @@ fn gpu_checkpoint(pod: &Pod<'_>) -> Result<()> {
     pod.stuck("checkpoint", &dump, looks)?.succeeded()?;
     held.goes_on(2)?;
     host.node().run(&["rm", "-r", "/tmp/image"])?;
-    let ended = pod.stuck("checkpoint", &dump, || pod.is_killed("held"))?;
+    let ended = pod.cut_off("checkpoint", &dump, || pod.is_killed("held"))?;
     ensure!(ended.text.contains("FIRN-ENDED:"), "{}", ended.text);
     ensure!(
         !host.node().path("/tmp/image").exists(),
@@ -423,13 +432,15 @@ fn gpu_checkpoint(pod: &Pod<'_>) -> Result<()> {
         })?;
         looks()?;
         pod.others_live()?;
+        ensure!(client.try_wait()?.is_none(), "the driver was not stuck");
         if killed {
             pod.is_killed("held")?;
+        } else {
+            host.no_faults()?;
+            host.node().run(&["kill", "-KILL", &worker.pid.to_string()])?;
         }
-        ensure!(client.try_wait()?.is_none(), "the driver was not stuck");
-        host.no_faults()?;
-        host.node().run(&["kill", "-KILL", &worker.pid.to_string()])?;
         let ended = said(client)?;
+        host.no_faults()?;
         let code = if killed { "FIRN-ENDED:" } else { "FIRN-WORKER:" };
         ensure!(ended.text.contains(code), "{}", ended.text);
         if !killed {

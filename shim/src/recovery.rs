@@ -1,0 +1,195 @@
+//! Recovery from a checkpoint or restore whose shim was killed, by what its journal says.
+//!
+//! A killed shim takes runc along, and not CRIU: that one goes on, holds the tasks, and may finish an image that nobody
+//! asked for any more. It is ended first. Then, once the container is dead, an image that is not complete is cleared from
+//! a directory that had nothing in it before; a complete one is kept. Every step may be repeated.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_config::names;
+use tokio::time::{Instant, sleep};
+
+use crate::blocking::blocking;
+use crate::checkpoint::ImageDir;
+use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
+use crate::{procfs, restore, sys};
+
+/// CRIU's name as the kernel has it.
+const CRIU: &str = "criu";
+
+/// Pause between two looks at who is left.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// How long the programs of a transaction may take to end when a container is made in its bundle.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// A transaction that nobody has ended.
+pub(crate) struct Recovery(Record);
+
+impl Recovery {
+    /// That of the container in `bundle`, if there is one.
+    pub(crate) fn of(bundle: &Path) -> Option<Self> {
+        match Record::read(bundle) {
+            Ok(record) => Some(Self(record?)),
+            Err(error) => {
+                log::warn!("cannot read {}: {error}", bundle.join(journal::FILE).display());
+                None
+            }
+        }
+    }
+
+    /// Kills the runtime and CRIU of the transaction and waits until they are gone.
+    pub(crate) async fn end_programs(&self, limit: Duration) {
+        let begun = Instant::now();
+        loop {
+            let record = self.0.clone();
+            let left = blocking(move || kill(&record)).await;
+            if left.is_empty() {
+                return;
+            }
+            if begun.elapsed() >= limit {
+                return log::warn!("cannot end {left:?}: still there after {limit:?}");
+            }
+            sleep(PAUSE).await;
+        }
+    }
+
+    /// Removes what the transaction has left outside the container.
+    pub(crate) async fn clear(&self) {
+        let Record { begin, .. } = &self.0;
+        restore::unmount_yards(&begin.work).await;
+        if begin.op != Operation::Checkpoint {
+            return;
+        }
+        if begin.work_is_ours
+            && let Err(error) = remove(begin.work.clone()).await
+        {
+            log::warn!("cannot remove {}: {error}", begin.work.display());
+        }
+        if let (false, None, Some(was)) = (self.is_complete(), self.0.outcome, self.0.image_was) {
+            let image = ImageDir::known(&begin.image, was);
+            blocking(move || image.clear()).await;
+        }
+    }
+
+    /// What the transaction did before its shim was killed, and what is left of it.
+    pub(crate) fn tell(&self) {
+        let Record {
+            begin,
+            phase,
+            outcome,
+            ..
+        } = &self.0;
+        if outcome.is_none() {
+            let phase = phase.unwrap_or(journal::Phase::Inspect);
+            log::warn!("the shim of {} was killed when about to {phase}", begin.container);
+        }
+        if begin.op == Operation::Checkpoint && self.is_complete() {
+            log::warn!(
+                "the checkpoint of {} in {} is complete and can be restored",
+                begin.container,
+                begin.image.display()
+            );
+        }
+    }
+
+    /// Removes the journal: there is nothing left to do.
+    pub(crate) async fn forget(&self, bundle: &Path) {
+        if let Err(error) = remove_file(bundle.join(journal::FILE)).await {
+            log::warn!("cannot remove the journal: {error}");
+        }
+    }
+
+    /// What the journal tells.
+    pub(crate) fn record(&self) -> &Record {
+        &self.0
+    }
+
+    /// Whether the image can be restored.
+    pub(crate) fn is_complete(&self) -> bool {
+        let Record { begin, image_was, .. } = &self.0;
+        let has_manifest = || {
+            begin.gpu
+                && image_was.is_some_and(|was| was != ImageWas::Filled)
+                && begin.image.join(names::MANIFEST).is_file()
+        };
+        self.0.dumped || has_manifest()
+    }
+}
+
+/// Ends whatever a transaction has left that was under way in this bundle before a container is made in it.
+pub(crate) async fn recover(bundle: &Path) {
+    let Some(recovery) = Recovery::of(bundle) else {
+        return;
+    };
+    recovery.tell();
+    recovery.end_programs(LIMIT).await;
+    recovery.clear().await;
+    recovery.forget(bundle).await;
+}
+
+async fn remove(dir: PathBuf) -> std::io::Result<()> {
+    blocking(move || absent_is_fine(std::fs::remove_dir_all(dir))).await
+}
+
+async fn remove_file(file: PathBuf) -> std::io::Result<()> {
+    blocking(move || absent_is_fine(std::fs::remove_file(file))).await
+}
+
+fn absent_is_fine(removed: std::io::Result<()>) -> std::io::Result<()> {
+    match removed {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
+/// Kills once whoever works for the transaction, and tells who is left.
+fn kill(record: &Record) -> Vec<i32> {
+    // Pids of another boot, or of programs that the kernel has ended with it, say nothing.
+    if !record.same_boot {
+        return Vec::new();
+    }
+    let works = |pid: &i32| works_for(record, *pid) && procfs::is_alive(*pid);
+    let mut left = procfs::all();
+    left.retain(|pid| {
+        // Order matters: what a descriptor is open on is looked at after it is held, and is who gets the signal.
+        let Ok(process) = sys::pidfd_open(*pid) else {
+            return false;
+        };
+        let works = works(pid);
+        if works && let Err(errno) = sys::pidfd_kill(process) {
+            log::debug!("cannot kill {pid}: {errno}");
+        }
+        works
+    });
+    left
+}
+
+/// Whether a process is the runtime of the transaction, or CRIU in its process group or work directory.
+fn works_for(record: &Record, pid: i32) -> bool {
+    let runtimes = || record.children.iter().filter(|child| child.role == Role::Runc);
+    let is = |child: &ChildProcess| pid == child.pid && procfs::started(pid) == Some(child.started);
+    if runtimes().any(is) {
+        return true;
+    }
+    if procfs::comm(pid) != CRIU {
+        return false;
+    }
+    // The number of a group is not given away while somebody is in it. A process that has it and is not its leader
+    // of then shows that it was, and that this group is another one.
+    let taken = |child: &ChildProcess| procfs::started(child.pid).is_some_and(|at| at != child.started);
+    let in_group = |child: &ChildProcess| {
+        procfs::group(pid) == Some(child.pid)
+            && procfs::started(pid).is_some_and(|at| at >= child.started)
+            && !taken(child)
+    };
+    let in_work = || {
+        let Record { begin, .. } = record;
+        begin.work_is_ours && procfs::is_in(pid, &begin.work)
+    };
+    runtimes().any(in_group) || in_work()
+}
+
+#[cfg(test)]
+mod tests;
