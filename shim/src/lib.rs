@@ -19,6 +19,7 @@ mod journal;
 mod logger;
 mod mounts;
 mod options;
+mod panics;
 mod procfs;
 mod reaper;
 mod recovery;

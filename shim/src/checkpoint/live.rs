@@ -329,14 +329,15 @@ impl Effects for Live<'_> {
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
         let tids = threads(&self.tools.cgroup.pids()?, &except)?;
-        self.container.keep_held(Hold::seize(tids).await?);
+        let hold = unless_cut(&self.tools.cut, Hold::seize(tids)).await?;
+        self.container.keep_held(hold);
         Ok(())
     }
 
     async fn release(&mut self) -> Result<(), EffectError> {
         match self.container.take_held() {
             None => Ok(()),
-            Some(hold) => Ok(hold.release().await?),
+            Some(hold) => unless_cut(&self.tools.cut, hold.release()).await,
         }
     }
 

@@ -268,6 +268,9 @@ async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Re
         },
     );
     let undone = transaction::take_back(&mut live, &record.cuda, begin.was_frozen, record.taking).await;
+    if undone.is_err() && under_way.cut.is_asked() {
+        live.kill().await;
+    }
     live.end().await;
     undone
 }
@@ -306,7 +309,8 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         },
     );
     let result = transact(&mut live, was_frozen, request.exit).await;
-    if result.is_err() && cut.is_asked() {
+    let is_cut = result.is_err() && cut.is_asked();
+    if is_cut {
         live.kill().await;
     }
     let image = live.complete().then(|| request.image.clone());
@@ -315,7 +319,8 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     } else {
         Ok(())
     };
-    let is_alive = procfs::is_alive(container.init.pid());
+    // A killed process that frees its memory is no zombie yet.
+    let is_alive = !is_cut && procfs::is_alive(container.init.pid());
     if result.is_err() && !is_alive {
         live.leave_thawed().await;
         drop(container.take_held());

@@ -54,6 +54,8 @@ pub(crate) enum Cause {
     CgroupBusy,
     #[error("the container was killed")]
     Killed,
+    #[error("firn itself has failed, as containerd's log tells")]
+    Panicked,
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
     #[error("cannot write CRIU's configuration")]
@@ -174,6 +176,7 @@ impl Cause {
             Self::Runtime { .. } | Self::PidFile(_) | Self::Continue { .. } => "FIRN-RESTORE",
             Self::CgroupBusy => "FIRN-CGROUP-BUSY",
             Self::Killed => "FIRN-ENDED",
+            Self::Panicked => "FIRN-INTERNAL",
             Self::Journal(error) => error.code(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
             Self::Cgroup(_) => "FIRN-FREEZER",
@@ -202,6 +205,7 @@ impl Cause {
             }
             Self::CgroupBusy => "stop the container that is in it, or restore under another id",
             Self::Killed => "the checkpoint can be used again",
+            Self::Panicked => "report it with containerd's log; the checkpoint can be used again",
             Self::Journal(error) => error.hint(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => {
                 "copy the checkpoint from its origin again"

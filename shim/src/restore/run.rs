@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use firn_oci::manifest::CudaProcess;
 use firn_oci::{Spec, criu, devnodes};
@@ -22,10 +23,15 @@ use crate::container::Container;
 use crate::hold::RunOnly;
 use crate::journal::{Begin, Journal, Operation, Outcome, Phase};
 use crate::logger::Chain;
+use crate::panics::caught;
 use crate::procfs;
 use crate::reaper::Reaper;
+use crate::recovery::Recovery;
 use crate::runc::{Bounds, Brand, Restore, RuncError, read_pid};
 use crate::worker::Gpu;
+
+/// How long runc and CRIU may take to end when firn's own code has failed.
+const PROGRAMS: Duration = Duration::from_secs(30);
 
 /// Restores `container`; `stdio` gives the runtime the container's stdio. Returns the pid of its init.
 ///
@@ -72,11 +78,20 @@ pub(crate) async fn run(
     };
     let log = work.join("restore.log");
     forget_log(&log).await;
-    let restored = match gpu {
-        None => plain(container, prepared, restore, log, stdio).await,
-        Some(gpu) => {
-            let restored = with_gpu(container, gpu, restore, log, reaper, stdio).await;
-            restored.map_err(|cause| failed(prepared, cause))
+    let restoring = async {
+        match gpu {
+            None => plain(container, prepared, restore, log, stdio).await,
+            Some(gpu) => {
+                let restored = with_gpu(container, gpu, restore, log, reaper, stdio).await;
+                restored.map_err(|cause| failed(prepared, cause))
+            }
+        }
+    };
+    let restored = match caught(restoring).await {
+        Ok(restored) => restored,
+        Err(_) => {
+            take_back(container, gpu.is_some(), &journal).await;
+            Err(failed(prepared, Cause::Panicked))
         }
     };
     journal
@@ -87,6 +102,18 @@ pub(crate) async fn run(
         })
         .await;
     restored
+}
+
+/// The way back of a restore whose code has failed.
+async fn take_back(container: &Container, gpu: bool, journal: &Journal) {
+    enter(journal, Phase::Abandon).await;
+    if let Some(recovery) = Recovery::of(&container.bundle) {
+        recovery.end_programs(PROGRAMS).await;
+    }
+    // Without GPU the cgroup may be one that others are in.
+    if gpu {
+        abandon(container).await;
+    }
 }
 
 async fn with_gpu(

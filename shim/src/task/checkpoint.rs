@@ -10,6 +10,7 @@ use super::{Service, TaskError};
 use crate::checkpoint::{self, CheckpointError, Request};
 use crate::container::{Action, InitState};
 use crate::options::CheckpointOptions;
+use crate::panics::caught;
 
 pub(super) async fn checkpoint(
     service: &Arc<Service>,
@@ -33,15 +34,9 @@ pub(super) async fn checkpoint(
         },
         empty_namespaces: options.empty_namespaces,
     };
-    // A task of its own, so that what it has begun is taken back also when its code fails.
-    let (of, reaper) = (container.clone(), service.reaper.clone());
-    let transaction = tokio::spawn(async move { checkpoint::run(&of, &request, &reaper).await });
-    let result = match transaction.await {
+    let result = match caught(checkpoint::run(&container, &request, &service.reaper)).await {
         Ok(result) => result,
-        Err(panic) => {
-            log::error!("checkpoint of {}: {panic}", container.id);
-            Err(checkpoint::take_back(&container, &service.reaper).await)
-        }
+        Err(_) => Err(checkpoint::take_back(&container, &service.reaper).await),
     };
     if let Err(CheckpointError::Lost { .. }) = result {
         // The client resumes what it has paused: that must not happen.

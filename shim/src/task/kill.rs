@@ -9,6 +9,7 @@ use nix::errno::Errno;
 use super::state::find;
 use super::{SIGKILL, Service, TaskError};
 use crate::container::InitState;
+use crate::procfs;
 
 /// How long CRIU may take to end before the tasks are killed all the same.
 const CRIU: Duration = Duration::from_secs(5);
@@ -41,7 +42,7 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
         return match container.runc.kill(request.signal, request.all).await {
             Ok(()) => Ok(Empty::default()),
             // The transaction that was cut off has killed it.
-            Err(error) if cut.is_some() && (error.is_finished() || error.is_absent()) => Ok(Empty::default()),
+            Err(_) if cut.is_some() && !procfs::is_alive(container.init.pid()) => Ok(Empty::default()),
             Err(error) if error.is_finished() => Err(TaskError::Finished),
             Err(error) if error.is_absent() => Err(TaskError::Absent),
             Err(source) => Err(TaskError::Kill(source.into())),

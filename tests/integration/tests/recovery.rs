@@ -39,6 +39,8 @@ while [ -e /run/hold-criu ]; do sleep 0.05; done
 enum Stop {
     /// A call of the driver.
     Driver(&'static str),
+    /// The driver when it is to give back, after it has refused to take.
+    Undo,
     /// CRIU, before this action of its script.
     Criu(&'static str),
     /// runc, before this verb.
@@ -78,6 +80,7 @@ const POINTS: &[Point] = &[
     point(Stop::Driver("lock"), "lock", true, true),
     point(Stop::Driver("checkpoint"), "take", true, false),
     point(Stop::Driver("checkpoint"), "take", false, true),
+    point(Stop::Undo, "undo", false, false),
     point(Stop::Criu("post-dump"), "dump", false, false),
     point(Stop::Criu("post-dump"), "dump", true, true),
     complete(Stop::Driver("restore"), "give-back", false, false),
@@ -104,6 +107,10 @@ impl Stop {
         host.node().run(&["rm", "-f", STUCK])?;
         match self {
             Self::Driver(call) => host.fault(&["--call", call, "--hang"]),
+            Self::Undo => {
+                host.fault(&["--call", "checkpoint", "--after", "--error", "CUDA_ERROR_UNKNOWN"])?;
+                host.fault(&["--call", "restore", "--hang"])
+            }
             Self::Criu(action) => host.node().write("/run/hold-criu", action),
             Self::Runc(verb) => host.node().write("/run/hold-runc", verb),
         }
@@ -111,11 +118,10 @@ impl Stop {
 
     fn is_reached(self, host: &GpuHost) -> Result<bool> {
         match self {
-            Self::Driver(_) => Ok(host
-                .node()
-                .run(&["simgpu", "fault", "list"])?
-                .stdout
-                .contains("\"seen\": 1")),
+            Self::Driver(_) | Self::Undo => {
+                let faults = host.node().run(&["simgpu", "fault", "list"])?.stdout;
+                Ok(!faults.contains("\"seen\": 0"))
+            }
             Self::Criu(_) | Self::Runc(_) => Ok(host.node().path(STUCK).exists()),
         }
     }
@@ -294,6 +300,13 @@ fn restore_broken(
     Stop::lift(host)
 }
 
+fn delete_restore(host: &GpuHost) -> Result<()> {
+    let begun = Instant::now();
+    host.node().run(&["ctr", "tasks", "delete", "job"])?;
+    ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
+    Ok(())
+}
+
 fn kill_restore(host: &GpuHost) -> Result<()> {
     let task = Task::of(host, "job")?;
     let begun = Instant::now();
@@ -317,10 +330,28 @@ fn restores(host: &GpuHost) -> Result<()> {
         restore_broken(host, stop, phase, kill_shim).with_context(|| format!("{stop:?}, shim killed"))?;
         restore_broken(host, stop, phase, kill_restore).with_context(|| format!("{stop:?}, killed"))?;
     }
+    let (stop, phase) = RESTORE_POINTS[0];
+    restore_broken(host, stop, phase, delete_restore).context("deleted")?;
     let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
     job.goes_on(2)?;
     job.remove()?;
     host.idle()
+}
+
+/// A client deletes the container by force, as `ctr` does it, in the middle of a dump.
+fn deleted(host: &GpuHost) -> Result<()> {
+    let point = point(Stop::Criu("post-dump"), "dump", false, false);
+    let (job, task, pending) = begin(host, &point)?;
+    let begun = Instant::now();
+    // It warns of the exit code by its own.
+    let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
+    ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
+    let ended = told(&task.end(pending), |_| "success".to_owned());
+    ensure!(ended.contains("FIRN-ENDED:"), "the checkpoint tells: {ended}");
+    job.forget()?;
+    host.idle()?;
+    image_is(host, false)?;
+    Stop::lift(host)
 }
 
 /// containerd is killed, or the client, in the middle of a dump, which goes on; the container stays as the client has left
@@ -451,7 +482,8 @@ fn a_shim_that_is_killed_leaves_nothing_on_cgroup_v2() -> Result<()> {
 #[test]
 fn a_container_that_is_killed_ends_at_once() -> Result<()> {
     on([host(Suite::Forky, Cgroup::Auto, "rc-k", 1)?], |[host]| {
-        at_points(host, POINTS, killed_at)
+        at_points(host, POINTS, killed_at)?;
+        deleted(host)
     })
 }
 
