@@ -39,6 +39,107 @@ pub fn manifest(bytes: &[u8]) {
     }
 }
 
+/// An image directory: entries apart by two NULs, each its kind (`f`ile, `l`ink, `d`irectory, `p`ipe), its name, a line
+/// end, and its content or target. The manifest is a body, to which a fitting head is made.
+pub fn image(bytes: &[u8]) {
+    let dir = std::env::temp_dir().join(format!("firn-fuzz-image-{}", std::process::id()));
+    let empty = || {
+        std::fs::remove_dir_all(&dir).ok();
+        std::fs::create_dir(&dir).expect("the temporary directory is writable");
+    };
+    empty();
+    for entry in entries(bytes) {
+        entry.lay(&dir);
+    }
+    if let Ok(Some(manifest)) = Manifest::read(&dir)
+        && manifest.verify_images(&dir).is_ok()
+    {
+        is_whole(&manifest, &dir);
+        let here = inventory(195, 4);
+        decided(
+            &crate::fixtures::spec(195, &[0, 1]),
+            &manifest,
+            &here,
+            &config(&[], &[]),
+        );
+    }
+    std::fs::remove_dir_all(&dir).ok();
+}
+
+struct Entry<'a> {
+    kind: u8,
+    name: &'a str,
+    content: &'a [u8],
+}
+
+fn entries(bytes: &[u8]) -> Vec<Entry<'_>> {
+    let mut entries = Vec::new();
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let end = rest.windows(2).position(|two| two == [0, 0]);
+        let (entry, after) = end.map_or((rest, &[][..]), |end| (&rest[..end], &rest[end + 2..]));
+        rest = after;
+        let Some((kind, entry)) = entry.split_first() else {
+            continue;
+        };
+        let line = entry
+            .iter()
+            .position(|byte| *byte == b'\n')
+            .unwrap_or(entry.len());
+        let (name, content) = (&entry[..line], entry.get(line + 1..).unwrap_or_default());
+        if let Ok(name) = std::str::from_utf8(name)
+            && !name.is_empty()
+            && !name.contains(['/', '\0'])
+            && !matches!(name, "." | "..")
+        {
+            entries.push(Entry {
+                kind: *kind,
+                name,
+                content,
+            });
+        }
+    }
+    entries
+}
+
+impl Entry<'_> {
+    /// Makes it, unless there is one of its name.
+    fn lay(&self, dir: &Path) {
+        let path = dir.join(self.name);
+        let made = match (self.kind, std::str::from_utf8(self.content)) {
+            (b'l', Ok(target)) => std::os::unix::fs::symlink(target, &path),
+            (b'd', _) => std::fs::create_dir(&path),
+            (b'p', _) => nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).map_err(Into::into),
+            (_, Ok(body)) if self.name == "firn.json" => std::fs::write(
+                &path,
+                crate::manifest::sealed(body.trim_matches([' ', '\t', '\r', '\n'])),
+            ),
+            _ => std::fs::write(&path, self.content),
+        };
+        drop(made);
+    }
+}
+
+/// What the manifest lists is there, in regular files of the directory itself, and nothing else that CRIU reads.
+fn is_whole(manifest: &Manifest, dir: &Path) {
+    for image in &manifest.images {
+        let found = std::fs::symlink_metadata(dir.join(&image.name)).expect("it is there");
+        assert!(
+            found.is_file() && found.len() == image.size,
+            "{image:?}: {found:?}"
+        );
+    }
+    for entry in std::fs::read_dir(dir).expect("it is there").flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let read = name.ends_with(".img") || matches!(&*name, "descriptors.json" | "parent");
+        assert!(
+            !read || manifest.images.iter().any(|image| image.name == name),
+            "{name}"
+        );
+    }
+}
+
 fn views(spec: &Spec) {
     if spec.gpu_by_hook() {
         assert!(spec.asks_for_gpu(), "a GPU by hook is a GPU that is asked for");
@@ -284,31 +385,23 @@ fn read_manifest(bytes: &[u8]) {
 }
 
 #[cfg(test)]
+#[path = "../../fuzz/kept.rs"]
+mod kept;
+
+#[cfg(test)]
 mod tests {
-    /// Runs one function over the kept inputs of a target, which are also the first that the fuzzer runs.
-    fn corpus(target: &str, run: fn(&[u8])) {
-        let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../fuzz/corpus")
-            .join(target);
-        let mut files: Vec<_> = std::fs::read_dir(&dir)
-            .unwrap()
-            .map(|file| file.unwrap().path())
-            .collect();
-        files.sort();
-        assert!(!files.is_empty(), "{} is empty", dir.display());
-        for file in files {
-            println!("{}", file.display());
-            run(&std::fs::read(&file).unwrap());
-        }
+    #[test]
+    fn corpus_of_specs() {
+        super::kept::run("config_json", super::spec);
     }
 
     #[test]
-    fn corpus_of_specs() {
-        corpus("config_json", super::spec);
+    fn corpus_of_images() {
+        super::kept::run("image", super::image);
     }
 
     #[test]
     fn corpus_of_manifests() {
-        corpus("manifest", super::manifest);
+        super::kept::run("manifest", super::manifest);
     }
 }

@@ -27,26 +27,11 @@ pub(crate) fn dir() -> std::path::PathBuf {
 }
 
 #[cfg(test)]
+#[path = "../../fuzz/kept.rs"]
+mod kept;
+
+#[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    /// The kept inputs are also the first that the fuzzer runs.
-    fn corpus(target: &str, run: fn(&[u8])) {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../fuzz/corpus")
-            .join(target);
-        let mut files: Vec<_> = std::fs::read_dir(&dir)
-            .unwrap()
-            .map(|file| file.unwrap().path())
-            .collect();
-        files.sort();
-        assert!(!files.is_empty(), "{} is empty", dir.display());
-        for file in files {
-            println!("{}", file.display());
-            run(&std::fs::read(&file).unwrap());
-        }
-    }
-
     #[test]
     fn the_kept_inputs_pass() {
         // One after the other: some share a file.
@@ -62,7 +47,7 @@ mod tests {
             ("runtime_output", super::runtime_output),
             ("stdio", super::stdio),
         ] {
-            corpus(target, run);
+            super::kept::run(target, run);
         }
     }
 }

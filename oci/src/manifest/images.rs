@@ -1,21 +1,28 @@
 //! CRIU's files in the image directory: described at the dump, compared before a restore.
 //!
-//! Of every file the size is kept, of small ones a checksum too. Small files are the metadata without which nothing can
-//! be restored; large ones are memory, too long to be read twice, where a truncated copy shows in the size.
+//! Every file has its size and a checksum. That of a large file, which is memory, is taken block by block on several
+//! threads: a dump stands still meanwhile.
+//!
+//! What was compared can be changed before CRIU reads it. [`Verified`] tells whether it was.
 
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use serde::{Deserialize, Serialize};
 
-use super::{open_regular, read_at_most, sha256};
+use super::dir::{ImageDir, read_at_most};
+use super::{blocks, sha256};
 
-/// Files below this size have a checksum.
-const CHECKSUM_BELOW: u64 = 1 << 20;
+/// Files from this size on are summed up in blocks.
+const LARGE: u64 = 1 << 20;
 
 /// Files without which CRIU has not finished a dump.
 const ESSENTIAL: [&str; 2] = ["inventory.img", "pstree.img"];
+
+/// A link to the image of an earlier pre-dump, in which CRIU looks for memory too.
+const PARENT: &str = "parent";
 
 /// A file of the image directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +34,9 @@ pub struct ImageFile {
     /// Its checksum in hexadecimal, for small files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
+    /// The checksum of the checksums of its blocks, for large files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256_of_blocks: Option<String>,
 }
 
 /// CRIU's files are not those of a finished dump.
@@ -45,6 +55,12 @@ pub enum ImageError {
     /// A file has another content.
     #[error("{} of the checkpoint is damaged: its checksum does not match", path.display())]
     Checksum { path: PathBuf },
+    /// A file that CRIU would read was added.
+    #[error("{} does not belong to the checkpoint", path.display())]
+    Added { path: PathBuf },
+    /// A file was written to after it was compared.
+    #[error("{} of the checkpoint was changed after it was checked", path.display())]
+    Changed { path: PathBuf },
     /// A file or the directory cannot be read.
     #[error("cannot read {} of the checkpoint", path.display())]
     Read { path: PathBuf, source: io::Error },
@@ -55,7 +71,8 @@ impl ImageError {
     pub fn code(&self) -> &'static str {
         match self {
             Self::Missing { .. } | Self::Size { .. } => "FIRN-IMAGE-TRUNCATED",
-            Self::Checksum { .. } => "FIRN-IMAGE-CORRUPT",
+            Self::Checksum { .. } | Self::Added { .. } => "FIRN-IMAGE-CORRUPT",
+            Self::Changed { .. } => "FIRN-IMAGE-CHANGED",
             Self::Read { .. } => "FIRN-IMAGE-UNREADABLE",
         }
     }
@@ -64,59 +81,125 @@ impl ImageError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Read { .. } => "check the checkpoint directory; CRIU's files must be regular files",
+            Self::Changed { .. } => "restore from a copy of the checkpoint to which nobody writes",
             _ => "copy the checkpoint from its origin again, or make it again",
         }
     }
 }
 
-/// Describes CRIU's files of a finished dump, in order of their names.
-pub fn describe(dir: &Path) -> Result<Vec<ImageFile>, ImageError> {
-    let unreadable = |source| ImageError::Read {
-        path: dir.to_owned(),
-        source,
-    };
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(unreadable)? {
-        // CRIU's and runc's names are ASCII; whatever else lies there is not part of the image.
-        let Ok(name) = entry.map_err(unreadable)?.file_name().into_string() else {
-            continue;
+/// An image whose files were those of the dump when they were compared.
+#[derive(Debug)]
+pub struct Verified {
+    path: PathBuf,
+    stamps: Vec<(String, Stamp)>,
+}
+
+/// What changes with every write to a file: inode, size, and both times in nanoseconds.
+type Stamp = (u64, u64, [i64; 4]);
+
+impl Verified {
+    /// Whether the files are still those that were compared. To be asked right before CRIU reads them.
+    pub fn unchanged(&self) -> Result<(), ImageError> {
+        let unreadable = |source| ImageError::Read {
+            path: self.path.clone(),
+            source,
         };
-        if name.ends_with(".img") || name == names::RUNC_DESCRIPTORS {
-            let (size, sha256) = measure(&dir.join(&name), None)?;
-            files.push(ImageFile { name, size, sha256 });
+        let dir = ImageDir::open(&self.path).map_err(unreadable)?;
+        let same = |(name, before): &&(String, Stamp)| {
+            dir.metadata(name)
+                .is_ok_and(|metadata| stamp(&metadata) == *before)
+        };
+        match self.stamps.iter().find(|file| !same(file)) {
+            None => Ok(()),
+            Some((name, _)) => Err(ImageError::Changed {
+                path: self.path.join(name),
+            }),
         }
     }
-    files.sort_by(|a, b| a.name.cmp(&b.name));
-    essential(&files, dir)?;
+}
+
+fn stamp(metadata: &std::fs::Metadata) -> Stamp {
+    let times = [
+        metadata.mtime(),
+        metadata.mtime_nsec(),
+        metadata.ctime(),
+        metadata.ctime_nsec(),
+    ];
+    (metadata.ino(), metadata.len(), times)
+}
+
+/// Whether CRIU or runc reads a file of this name.
+fn is_image(name: &str) -> bool {
+    name.ends_with(".img") || name == names::RUNC_DESCRIPTORS
+}
+
+/// Describes CRIU's files of a finished dump, in order of their names.
+pub fn describe(path: &Path) -> Result<Vec<ImageFile>, ImageError> {
+    let unreadable = |source| ImageError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let dir = ImageDir::open(path).map_err(unreadable)?;
+    let mut names = dir.names().map_err(unreadable)?;
+    no_parent(&names, path)?;
+    names.retain(|name| is_image(name));
+    names.sort();
+    let files: Vec<ImageFile> = names
+        .into_iter()
+        .map(|name| measure(&dir, &path.join(&name), name, None).map(|(file, _)| file))
+        .collect::<Result<_, _>>()?;
+    essential(&files, path)?;
     Ok(files)
 }
 
 /// Compares CRIU's files with their description.
-pub(super) fn verify(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
-    essential(files, dir)?;
+pub(super) fn verify(files: &[ImageFile], path: &Path) -> Result<Verified, ImageError> {
+    essential(files, path)?;
+    let unreadable = |source| ImageError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let dir = ImageDir::open(path).map_err(unreadable)?;
+    let names = dir.names().map_err(unreadable)?;
+    no_parent(&names, path)?;
+    let listed: std::collections::HashSet<&str> = files.iter().map(|file| &*file.name).collect();
+    if let Some(name) = names
+        .iter()
+        .find(|name| is_image(name) && !listed.contains(&***name))
+    {
+        return Err(ImageError::Added {
+            path: path.join(name),
+        });
+    }
+    let mut stamps = Vec::with_capacity(files.len());
     for file in files {
-        let path = dir.join(&file.name);
-        let (size, sha256) = match measure(&path, Some(file)) {
+        let (found, stamp) = match measure(&dir, &path.join(&file.name), file.name.clone(), Some(file)) {
             Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 return Err(ImageError::Missing {
-                    dir: dir.to_owned(),
+                    dir: path.to_owned(),
                     name: file.name.clone(),
                 });
             }
             other => other?,
         };
-        if size != file.size {
+        let path = || path.join(&file.name);
+        if found.size != file.size {
             return Err(ImageError::Size {
-                path,
-                found: size,
+                path: path(),
+                found: found.size,
                 expected: file.size,
             });
         }
-        if file.sha256.is_some() && sha256 != file.sha256 {
-            return Err(ImageError::Checksum { path });
+        let differs = |a: &Option<String>, b: &Option<String>| a.is_some() && a != b;
+        if differs(&file.sha256, &found.sha256) || differs(&file.sha256_of_blocks, &found.sha256_of_blocks) {
+            return Err(ImageError::Checksum { path: path() });
         }
+        stamps.push((found.name, stamp));
     }
-    Ok(())
+    Ok(Verified {
+        path: path.to_owned(),
+        stamps,
+    })
 }
 
 fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
@@ -132,17 +215,43 @@ fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
     }
 }
 
-/// Size and, for a small file, checksum. A file whose size is not the expected one is not read.
-fn measure(path: &Path, expected: Option<&ImageFile>) -> Result<(u64, Option<String>), ImageError> {
+/// Memory that lies in another directory is not described, and CRIU would follow the link wherever it leads.
+fn no_parent(names: &[String], dir: &Path) -> Result<(), ImageError> {
+    match names.iter().any(|name| name == PARENT) {
+        false => Ok(()),
+        true => Err(ImageError::Added {
+            path: dir.join(PARENT),
+        }),
+    }
+}
+
+/// A file as it is. One that is not as `expected` by its size, or has no checksum there, is not read.
+fn measure(
+    dir: &ImageDir,
+    path: &Path,
+    name: String,
+    expected: Option<&ImageFile>,
+) -> Result<(ImageFile, Stamp), ImageError> {
     let unreadable = |source| ImageError::Read {
         path: path.to_owned(),
         source,
     };
-    let file = open_regular(path).map_err(unreadable)?;
-    let size = file.metadata().map_err(unreadable)?.len();
-    if size >= CHECKSUM_BELOW || expected.is_some_and(|expected| expected.size != size) {
-        return Ok((size, None));
+    let file = dir.file(&name).map_err(unreadable)?;
+    // Before the content: what is written while it is read shows later.
+    let metadata = file.metadata().map_err(unreadable)?;
+    let size = metadata.len();
+    let fits = expected.is_none_or(|expected| expected.size == size);
+    let mut found = ImageFile {
+        name,
+        size,
+        sha256: None,
+        sha256_of_blocks: None,
+    };
+    if fits && size < LARGE {
+        let bytes = read_at_most(&file, LARGE).map_err(unreadable)?;
+        found.sha256 = bytes.map(|bytes| sha256(&bytes));
+    } else if fits && expected.is_none_or(|expected| expected.sha256_of_blocks.is_some()) {
+        found.sha256_of_blocks = Some(blocks::checksum(&file, size).map_err(unreadable)?);
     }
-    let bytes = read_at_most(file, CHECKSUM_BELOW).map_err(unreadable)?;
-    Ok((size, bytes.map(|bytes| sha256(&bytes))))
+    Ok((found, stamp(&metadata)))
 }

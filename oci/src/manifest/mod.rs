@@ -11,36 +11,38 @@
 //! that are skipped. Sizes and counts are bounded.
 //!
 //! **The manifest is untrusted at restore**: it may refuse a restore and never grants one. What it names is compared
-//! with the target's own spec, and used only if the spec gives the same. The checksums find damage, not malice.
+//! with the target's own spec, and used only if the spec gives the same. The checksums find damage, not malice, and say
+//! nothing of what is written after they were compared: [`Verified`] does.
 //!
 //! **An image without manifest** was made by another shim, or its dump was interrupted. Nothing in CRIU's files tells
 //! whether it holds GPU state, so the target decides: a container that asks for a GPU needs a manifest
 //! ([`Manifest::read_for`]); one that does not could not use GPU state anyway and is restored as runc alone would.
 
+mod blocks;
 mod check;
+mod dir;
 mod images;
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid};
-use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
 
 pub use crate::mounts::RequiredMount;
-pub use images::{ImageError, ImageFile, describe as describe_images};
+pub use dir::ImageDir;
+pub use images::{ImageError, ImageFile, Verified, describe as describe_images};
 
 /// Largest manifest that is written or read: room for the files of some ten thousand threads.
 pub const MAX_BYTES: u64 = 4 << 20;
 
 const FORMAT: &str = "firn-checkpoint";
 const MAJOR: u64 = 1;
-const MINOR: u64 = 0;
+/// 1: large files have a checksum too.
+const MINOR: u64 = 1;
 
 /// What a checkpoint holds besides CRIU's images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -260,7 +262,8 @@ impl Manifest {
     /// Reads the manifest of an image directory, if it has one.
     pub fn read(dir: &Path) -> Result<Option<Self>, ManifestError> {
         let path = dir.join(names::MANIFEST);
-        match open_regular(&path).and_then(|file| read_at_most(file, MAX_BYTES)) {
+        let file = ImageDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
+        match file.and_then(|file| dir::read_at_most(&file, MAX_BYTES)) {
             Ok(Some(bytes)) => Self::decode(&bytes, &path).map(Some),
             Ok(None) => Err(ManifestError::TooLarge { path }),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -277,7 +280,7 @@ impl Manifest {
     }
 
     /// Whether CRIU's files are those of the dump.
-    pub fn verify_images(&self, dir: &Path) -> Result<(), ImageError> {
+    pub fn verify_images(&self, dir: &Path) -> Result<Verified, ImageError> {
         images::verify(&self.images, dir)
     }
 
@@ -309,28 +312,12 @@ impl Manifest {
     }
 }
 
-/// Opens a file of the image directory, which is hostile: no symlink is followed, no fifo waited for.
-fn open_regular(path: &Path) -> io::Result<File> {
-    let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-    let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-    }
-    Ok(file)
-}
-
-/// The whole file, or nothing if it is larger than `limit`.
-fn read_at_most(file: File, limit: u64) -> io::Result<Option<Vec<u8>>> {
-    let mut bytes = Vec::new();
-    file.take(limit + 1).read_to_end(&mut bytes)?;
-    Ok(Some(bytes).filter(|bytes| bytes.len() as u64 <= limit))
-}
-
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    hex(&Sha256::digest(bytes))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A file with this body and a checksum that fits it.

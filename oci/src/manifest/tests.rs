@@ -98,10 +98,11 @@ fn a_newer_minor_version_is_read() {
     let mut body = serde_json::to_value(manifest()).unwrap();
     body["field_of_the_future"] = json!({"deep": [1, 2]});
     body["gpus"][0]["also"] = json!(1);
-    let content =
-        String::from_utf8(sealed(&body.to_string()))
-            .unwrap()
-            .replacen("\"minor\":0", "\"minor\":7", 1);
+    let content = String::from_utf8(sealed(&body.to_string())).unwrap().replacen(
+        &format!("\"minor\":{MINOR}"),
+        "\"minor\":7",
+        1,
+    );
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("firn.json"), content).unwrap();
     assert_eq!(Manifest::read(dir.path()).unwrap(), Some(manifest()));
@@ -243,6 +244,9 @@ fn changed_images_are_refused_by_name() {
     assert_eq!(check("pages-1.img", Some(&[7; 1 << 20])), "FIRN-IMAGE-TRUNCATED");
     assert_eq!(check("pstree.img", Some(&[8; 30])), "FIRN-IMAGE-CORRUPT");
     assert_eq!(check("descriptors.json", Some(&[8; 20])), "FIRN-IMAGE-CORRUPT");
+    let mut pages = vec![7; 2 << 20];
+    pages[(2 << 20) - 1] = 8;
+    assert_eq!(check("pages-1.img", Some(&pages)), "FIRN-IMAGE-CORRUPT");
     manifest.verify_images(dir.path()).unwrap();
 }
 
@@ -272,4 +276,86 @@ fn an_image_file_that_is_a_link_is_not_followed() {
         manifest.verify_images(dir.path()).unwrap_err().code(),
         "FIRN-IMAGE-UNREADABLE"
     );
+}
+
+#[test]
+fn what_criu_would_read_besides_is_refused_and_no_dump_has_it() {
+    let (dir, manifest) = image();
+    let added = |name: &str| {
+        let code = manifest.verify_images(dir.path()).unwrap_err().code();
+        std::fs::remove_file(dir.path().join(name)).unwrap();
+        code
+    };
+    std::fs::write(dir.path().join("core-9.img"), "x").unwrap();
+    assert_eq!(added("core-9.img"), "FIRN-IMAGE-CORRUPT");
+    std::os::unix::fs::symlink("/etc", dir.path().join("parent")).unwrap();
+    assert!(
+        describe_images(dir.path()).is_err(),
+        "memory in another directory"
+    );
+    assert_eq!(added("parent"), "FIRN-IMAGE-CORRUPT");
+    std::fs::write(dir.path().join("dump.log"), "x").unwrap();
+    manifest.verify_images(dir.path()).unwrap();
+}
+
+#[test]
+fn an_image_that_is_written_to_after_its_check_is_told() {
+    let (dir, manifest) = image();
+    let verified = manifest.verify_images(dir.path()).unwrap();
+    verified.unchanged().unwrap();
+    let path = dir.path().join("pages-1.img");
+    let content = std::fs::read(&path).unwrap();
+    std::fs::rename(&path, dir.path().join("moved")).unwrap();
+    assert_eq!(verified.unchanged().unwrap_err().code(), "FIRN-IMAGE-CHANGED");
+    // The same content, in another file.
+    std::fs::write(&path, content).unwrap();
+    assert_eq!(verified.unchanged().unwrap_err().code(), "FIRN-IMAGE-CHANGED");
+    manifest.verify_images(dir.path()).unwrap().unchanged().unwrap();
+}
+
+#[test]
+fn a_manifest_of_minor_version_0_has_no_checksums_of_large_files() {
+    let (dir, mut manifest) = image();
+    let pages = manifest.images.iter_mut().find(|file| file.name == "pages-1.img");
+    pages.unwrap().sha256_of_blocks = None;
+    manifest.verify_images(dir.path()).unwrap();
+    std::fs::write(dir.path().join("pages-1.img"), "short").unwrap();
+    assert_eq!(
+        manifest.verify_images(dir.path()).unwrap_err().code(),
+        "FIRN-IMAGE-TRUNCATED"
+    );
+}
+
+#[test]
+fn what_is_no_regular_file_of_the_directory_is_not_even_opened() {
+    use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let outside = tempfile::NamedTempFile::new().unwrap();
+    let watch = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
+    nix::unistd::mkfifo(&path("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    std::fs::create_dir(path("directory")).unwrap();
+    std::os::unix::fs::symlink(outside.path(), path("link")).unwrap();
+    for watched in [outside.path(), &path("fifo"), &path("directory")] {
+        watch.add_watch(watched, AddWatchFlags::IN_OPEN).unwrap();
+    }
+    let image = ImageDir::open(dir.path()).unwrap();
+    let above = format!("../{}", outside.path().file_name().unwrap().display());
+    let absolute = outside.path().to_str().unwrap();
+    for name in [
+        "fifo",
+        "directory",
+        "link",
+        &above,
+        absolute,
+        "..",
+        ".",
+        "",
+        "a\0",
+    ] {
+        assert!(image.file(name).is_err(), "{name:?}");
+    }
+    assert_eq!(watch.read_events().err(), Some(nix::errno::Errno::EAGAIN));
+    std::fs::File::open(outside.path()).unwrap();
+    assert_eq!(watch.read_events().unwrap().len(), 1);
 }

@@ -1,11 +1,12 @@
 //! What a restore decides before anything is started: it may be refused here without leaving a trace.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
 use firn_oci::criu::{CriuConfig, Operation};
-use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest};
+use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
 use firn_oci::{Decision, Spec, edit, mounts};
 
 use super::RestoreError;
@@ -23,6 +24,8 @@ pub(crate) struct Prepared {
     pub image: PathBuf,
     /// Flags of the dump, which the restore repeats.
     pub flags: DumpFlags,
+    /// What its files were when they were checked; absent without a manifest.
+    pub verified: Option<Arc<Verified>>,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
 }
@@ -55,11 +58,12 @@ pub(crate) async fn prepare(
     };
     let (read, of) = (image.to_owned(), spec.clone());
     let manifest = blocking(move || read_image(&of, &read)).await.map_err(refused)?;
-    let Some(manifest) = manifest else {
+    let Some((manifest, verified)) = manifest else {
         // Another shim's image of a container without GPU.
         return Ok(Prepared {
             image: image.to_owned(),
             flags: DumpFlags::default(),
+            verified: None,
             gpu: None,
         });
     };
@@ -74,17 +78,18 @@ pub(crate) async fn prepare(
     Ok(Prepared {
         image: image.to_owned(),
         flags: manifest.dump,
+        verified: Some(Arc::new(verified)),
         gpu,
     })
 }
 
 /// The manifest, when there is one, of an image that is as it was made.
-fn read_image(spec: &Spec, image: &Path) -> Result<Option<Manifest>, Refusal> {
-    let manifest = Manifest::read_for(spec, image)?;
-    if let Some(manifest) = &manifest {
-        manifest.verify_images(image)?;
-    }
-    Ok(manifest)
+fn read_image(spec: &Spec, image: &Path) -> Result<Option<(Manifest, Verified)>, Refusal> {
+    let Some(manifest) = Manifest::read_for(spec, image)? else {
+        return Ok(None);
+    };
+    let verified = manifest.verify_images(image)?;
+    Ok(Some((manifest, verified)))
 }
 
 async fn gpu_part(

@@ -44,6 +44,7 @@ pub(crate) async fn run(
     reaper: &Reaper,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, RestoreError> {
+    check_again(prepared).await?;
     let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
     let gpu = prepared.gpu.as_ref();
@@ -144,7 +145,19 @@ async fn enter(journal: &Journal, phase: Phase) {
     }
 }
 
-/// As the stock shim does it, but for a CRIU that dies under the runtime.
+/// Order matters: right before CRIU reads them. What is written from now on is between CRIU and whoever writes.
+async fn check_again(prepared: &Prepared) -> Result<(), RestoreError> {
+    let Some(verified) = prepared.verified.clone() else {
+        return Ok(());
+    };
+    let unchanged = blocking(move || verified.unchanged()).await;
+    unchanged.map_err(|error| RestoreError::Refused {
+        image: prepared.image.clone(),
+        cause: error.into(),
+    })
+}
+
+/// As the stock shim does it, but that nothing is left of a restore that failed.
 async fn plain(
     container: &Container,
     prepared: &Prepared,
@@ -165,8 +178,8 @@ async fn plain(
         }),
         Err(error) => {
             let lines = last_errors(&log).await;
-            // The runtime had no chance to clean up.
-            if matches!(error, RuncError::CriuDied { .. } | RuncError::Cut { .. }) && was_free {
+            // The runtime may have been killed before it could clean up, and CRIU too.
+            if was_free {
                 enter(journal, Phase::Abandon).await;
                 abandon(container).await;
             }

@@ -3,10 +3,10 @@
 //! CRIU keeps that in the task's `core-PID.img`: two magic numbers, the length of a protobuf message, and the message,
 //! whose field 3 (`tc`) has the state as its field 1. The image is untrusted: whatever is not understood was running.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use firn_oci::manifest::ImageDir;
 use protobuf::CodedInputStream;
 
 /// Both magic numbers of a core image, and the length of what follows.
@@ -26,7 +26,8 @@ const STOPPED: u32 = 3;
 /// Whether the task that has this pid in the container was stopped.
 pub(super) fn was_stopped(image: &Path, pid: i32) -> bool {
     let mut bytes = Vec::new();
-    let read = File::open(image.join(format!("core-{pid}.img")))
+    let read = ImageDir::open(image)
+        .and_then(|dir| dir.file(&format!("core-{pid}.img")))
         .and_then(|file| file.take(LIMIT).read_to_end(&mut bytes));
     read.is_ok() && task_state(&bytes) == Some(STOPPED)
 }
