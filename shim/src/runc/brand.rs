@@ -4,6 +4,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use super::Runc;
+use crate::reaper::OutputError;
 
 /// How long the question may take.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -43,17 +44,23 @@ impl Brand {
 }
 
 impl Runc {
-    /// Asks the runtime. One that gives no answer is taken for runc, and its own errors are told.
+    /// Asks the runtime, until it has answered once. One that gives no answer is taken for runc, and its own errors are
+    /// told.
     pub(crate) async fn brand(&self) -> Brand {
-        let mut command = Command::new(&self.binary);
-        command.arg("--version").stdin(Stdio::null());
-        match self.reaper.output(&mut command, LIMIT).await {
-            Ok(output) => Brand::read(&String::from_utf8_lossy(&output.stdout)),
+        match self.brand.get_or_try_init(|| self.ask()).await {
+            Ok(brand) => *brand,
             Err(error) => {
                 log::warn!("cannot ask {} for its version: {error}", self.binary.display());
                 Brand::Runc
             }
         }
+    }
+
+    async fn ask(&self) -> Result<Brand, OutputError> {
+        let mut command = Command::new(&self.binary);
+        command.arg("--version").stdin(Stdio::null());
+        let output = self.reaper.output(&mut command, LIMIT).await?;
+        Ok(Brand::read(&String::from_utf8_lossy(&output.stdout)))
     }
 }
 

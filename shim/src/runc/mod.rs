@@ -24,6 +24,7 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::Deserialize;
+use tokio::sync::OnceCell;
 
 use crate::journal::Role;
 use crate::logger::Chain;
@@ -48,6 +49,7 @@ pub(crate) struct Runc {
     root: PathBuf,
     log: PathBuf,
     systemd_cgroup: bool,
+    brand: OnceCell<Brand>,
     reaper: Reaper,
 }
 
@@ -139,6 +141,7 @@ impl Runc {
             root: options.root(namespace),
             log: bundle.join("log.json"),
             systemd_cgroup: options.systemd_cgroup,
+            brand: OnceCell::new(),
             reaper,
         }
     }
@@ -296,10 +299,13 @@ impl Runc {
 
     fn failure(&self, verb: &'static str, code: u32, output: &[u8], from: u64) -> RuncError {
         let output = String::from_utf8_lossy(output);
-        let message = last_error(&self.log, from).unwrap_or_else(|| match output.trim() {
-            "" => format!("{} {verb} failed", self.binary.display()),
-            text => text.to_owned(),
-        });
+        let program = self.binary.display();
+        let message =
+            last_error(&self.log, from).unwrap_or_else(|| match (output.trim(), code.checked_sub(128)) {
+                ("", Some(signal @ 1..)) => format!("{program} {verb} was ended by signal {signal}"),
+                ("", _) => format!("{program} {verb} failed"),
+                (text, _) => text.to_owned(),
+            });
         let state = self.state_dir();
         // crun tells it by the file that it misses.
         let absent =

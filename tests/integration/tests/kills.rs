@@ -1,0 +1,250 @@
+//! A restore whose CRIU or runc is killed or stands still: the client is told why, nothing of the container is left, no
+//! process has run on from half of its state, and the image restores afterwards.
+
+use std::process::Child;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, nothing_left, on};
+use firn_node::{Cgroup, Process, Suite, wait_for};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// CRIU runs this script at each of its steps, and waits for it. At the step that /run/step names it stands still.
+const STANDING: &str = "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = \"$(cat /run/step)\" ] || exit 0\n\
+                        touch /run/stuck\nexec sleep 1234\n";
+
+/// A step at which only the first task is made, and one at which all are complete and none has run.
+const STEPS: [&str; 2] = ["setup-namespaces", "post-restore"];
+
+/// A container without GPU. A lone sleep would end when it is restored.
+const WORK: [&str; 3] = ["sh", "-c", "while :; do sleep 0.1; done"];
+
+/// What is done to a restore in its middle.
+#[derive(Clone, Copy, Debug)]
+struct Blow {
+    /// Who is hit.
+    program: &'static str,
+    signal: &'static str,
+    /// What the client is told.
+    cause: &'static str,
+}
+
+const CRIU_KILLED: Blow = Blow {
+    program: "criu",
+    signal: "KILL",
+    cause: "",
+};
+const RUNC_KILLED: Blow = Blow {
+    program: "runc",
+    signal: "KILL",
+    cause: "ended by signal 9",
+};
+/// Ended by the deadline of the restore.
+const CRIU_STOPPED: Blow = Blow {
+    program: "criu",
+    signal: "STOP",
+    cause: "did not end within",
+};
+
+struct Case<'h> {
+    host: &'h GpuHost,
+    image: &'static str,
+    counters: usize,
+}
+
+impl Case<'_> {
+    /// Hits a restore at this step. Its client is told, and nothing is left.
+    fn hit(&self, step: &str, blow: Blow) -> Result<()> {
+        let node = self.host.node();
+        node.run(&["rm", "-f", "/run/stuck"])?;
+        node.write("/run/step", step)?;
+        let restore = [
+            "ctr",
+            "containers",
+            "restore",
+            "--rw",
+            "--live",
+            "job",
+            self.image,
+        ];
+        let client = node.spawn(&restore)?;
+        wait_for("CRIU to stand still", LIMIT, || {
+            Ok(node.path("/run/stuck").exists().then_some(()))
+        })?;
+        let job = Container::known(self.host, "job");
+        let carried = job.lines()?;
+        let victim = self.oldest(blow.program)?;
+        node.run(&["kill", &format!("-{}", blow.signal), &victim.to_string()])?;
+        let said = failure(client)?;
+        let code = if self.counters > 0 {
+            "FIRN-RESTORE: "
+        } else {
+            "OCI runtime restore failed: "
+        };
+        ensure!(said.contains(code) && said.contains(blow.cause), "{said}");
+        ensure!(
+            self.counters == 0 || job.lines()?.0 == carried.0,
+            "a process has run on from half of its state"
+        );
+        node.write("/run/step", "none")?;
+        // Before the client does anything about it.
+        self.swept()?;
+        node.run(&["ctr", "tasks", "delete", "job"])?;
+        job.forget()?;
+        nothing_left(self.host, "job")?;
+        self.host.idle()
+    }
+
+    /// The first process of this name: the tasks that CRIU makes have its name until they are complete.
+    fn oldest(&self, program: &str) -> Result<i32> {
+        let mut processes = self.host.node().processes();
+        processes.sort_by_key(|process| process.pid);
+        let mut named = processes.iter().filter(|process| process.command == program);
+        named
+            .next()
+            .map(|process| process.pid)
+            .with_context(|| format!("no {program} in {processes:?}"))
+    }
+
+    /// Nothing of the container is left on the node but what its task has: shim, bundle and rootfs.
+    fn swept(&self) -> Result<()> {
+        let mut left = (Vec::<Process>::new(), firn_node::Remnants::default());
+        let waited = wait_for("nothing but the task", LIMIT, || {
+            let of_restore = |process: &Process| {
+                let sleeps = process.args.first().is_some_and(|program| program == "sleep");
+                let for_ever = process.args.get(1).is_some_and(|span| span == "infinity");
+                matches!(process.command.as_str(), "criu" | "runc" | "gpu-counter") || sleeps && !for_ever
+            };
+            left.0 = self
+                .host
+                .node()
+                .processes()
+                .into_iter()
+                .filter(of_restore)
+                .collect();
+            left.1 = self.host.node().remnants("job")?;
+            left.1
+                .processes
+                .retain(|process| !process.command.starts_with("containerd-shim"));
+            left.1.mounts.retain(|mount| !mount.ends_with("/job/rootfs"));
+            left.1
+                .state
+                .retain(|path| !path.to_string_lossy().contains("io.containerd.runtime.v2.task"));
+            Ok((left.0.is_empty() && left.1.is_empty()).then_some(()))
+        });
+        ensure!(waited.is_ok(), "left: {:?}\n{}", left.0, left.1);
+        Ok(())
+    }
+
+    fn restores(&self) -> Result<()> {
+        let (job, _) = Container::restore(self.host, "job", self.image, self.counters)?;
+        match self.counters {
+            0 => job.becomes("RUNNING")?,
+            _ => drop(job.goes_on(3)?),
+        }
+        job.remove()?;
+        self.host.idle()
+    }
+}
+
+/// What a client says that must fail.
+fn failure(client: Child) -> Result<String> {
+    let output = client.wait_with_output()?;
+    let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    ensure!(!output.status.success(), "success was reported: {said}");
+    Ok(said)
+}
+
+fn stand_still(host: &GpuHost) -> Result<()> {
+    let node = host.node();
+    node.write("/run/action", STANDING)?;
+    node.run(&["chmod", "755", "/run/action"])?;
+    node.write("/run/step", "none")?;
+    node.run(&["mkdir", "-p", "/etc/criu"])?;
+    node.write("/etc/criu/runc.conf", "action-script /run/action\n")
+}
+
+fn with_gpu(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    on(
+        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        |[host]| {
+            let image = "checkpoint/job";
+            let job = Container::count_with(host, "job", &["0"], 2, &SHARES_NOTHING, &["--procs", "2"])?;
+            job.goes_on(3)?;
+            job.checkpoint(image)?;
+            job.remove()?;
+            stand_still(host)?;
+            let case = Case {
+                host,
+                image,
+                counters: 2,
+            };
+            for blow in [CRIU_KILLED, RUNC_KILLED] {
+                for step in STEPS {
+                    case.hit(step, blow)
+                        .with_context(|| format!("{blow:?} in {step}"))?;
+                }
+            }
+            host.configure("[deadlines]\nrunc-restore = \"3s\"\n")?;
+            case.hit("post-restore", CRIU_STOPPED).context("CRIU stopped")?;
+            host.configure("")?;
+            case.restores()
+        },
+    )
+}
+
+fn plain(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    on(
+        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        |[host]| {
+            let image = "checkpoint/job";
+            let job = Container::run(host, "job", &["--runtime", FIRN], &WORK)?;
+            job.checkpoint(image)?;
+            job.remove()?;
+            stand_still(host)?;
+            let case = Case {
+                host,
+                image,
+                counters: 0,
+            };
+            for blow in [CRIU_KILLED, RUNC_KILLED] {
+                for step in STEPS {
+                    case.hit(step, blow)
+                        .with_context(|| format!("{blow:?} in {step}"))?;
+                }
+            }
+            case.restores()
+        },
+    )
+}
+
+#[test]
+fn a_gpu_restore_that_is_hit_leaves_nothing_on_forky() -> Result<()> {
+    with_gpu(Suite::Forky, Cgroup::Auto, "ki-gpf")
+}
+
+#[test]
+fn a_gpu_restore_that_is_hit_leaves_nothing_on_forky_with_cgroup_v2() -> Result<()> {
+    with_gpu(Suite::Forky, Cgroup::V2, "ki-gpf2")
+}
+
+#[test]
+fn a_gpu_restore_that_is_hit_leaves_nothing_on_trixie() -> Result<()> {
+    with_gpu(Suite::Trixie, Cgroup::Auto, "ki-gpt")
+}
+
+#[test]
+fn a_plain_restore_that_is_hit_leaves_nothing_on_forky() -> Result<()> {
+    plain(Suite::Forky, Cgroup::Auto, "ki-plf")
+}
+
+#[test]
+fn a_plain_restore_that_is_hit_leaves_nothing_on_forky_with_cgroup_v2() -> Result<()> {
+    plain(Suite::Forky, Cgroup::V2, "ki-plf2")
+}
+
+#[test]
+fn a_plain_restore_that_is_hit_leaves_nothing_on_trixie() -> Result<()> {
+    plain(Suite::Trixie, Cgroup::Auto, "ki-plt")
+}
