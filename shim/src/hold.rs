@@ -25,6 +25,9 @@ use crate::procfs::{is_traced, state};
 
 /// How long a thread may take to reach or to leave its trap.
 const TRAP: Duration = Duration::from_secs(10);
+/// How long it may take until all are traced. A v1 freezer keeps the kernel from tracing a thread that a signal has
+/// stopped until it thaws.
+const START: Duration = Duration::from_secs(30);
 /// How often stops are looked for.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -51,6 +54,9 @@ pub(crate) enum HoldError {
     /// The kernel did not let go of it.
     #[error("thread {tid} is still traced after {} s", TRAP.as_secs())]
     StillTraced { tid: i32 },
+    /// The kernel is still about to trace one of them; it goes on when they thaw, and lets them go then.
+    #[error("threads were not traced within {} s", START.as_secs())]
+    NotTraced,
     /// The tracing thread could not be started or has gone.
     #[error("the tracing thread is gone")]
     Tracer,
@@ -148,7 +154,10 @@ impl Tracer {
             .name("tracer".into())
             .spawn(trace)
             .map_err(|_| HoldError::Tracer)?;
-        is_ready.await.map_err(|_| HoldError::Tracer)??;
+        tokio::time::timeout(START, is_ready)
+            .await
+            .map_err(|_| HoldError::NotTraced)?
+            .map_err(|_| HoldError::Tracer)??;
         Ok(Self { stop, thread, tids })
     }
 

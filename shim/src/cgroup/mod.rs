@@ -224,6 +224,11 @@ impl Cgroup {
         }
     }
 
+    /// Whether the freezer is that of cgroup v1.
+    pub(crate) fn is_v1(&self) -> bool {
+        self.version == Version::V1
+    }
+
     /// Whether the container's own directory exists.
     pub(crate) fn exists(&self) -> bool {
         self.primary().is_some_and(|place| place.dir().is_dir())

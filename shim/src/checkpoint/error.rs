@@ -34,6 +34,10 @@ pub(crate) enum EffectError {
         "CUDA process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out"
     )]
     OutsideTree { pid: i32, comm: String },
+    #[error(
+        "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
+    )]
+    Stopped { pid: i32, comm: String },
     #[error("CUDA process {pid} ({comm}) is {state} already")]
     NotRunning {
         pid: i32,
@@ -306,6 +310,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Mps { .. } => "FIRN-MPS",
         EffectError::Mig { .. } => "FIRN-GPU-MIG",
         EffectError::OutsideTree { .. } => "FIRN-EXEC",
+        EffectError::Stopped { .. } => "FIRN-STOPPED",
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
         EffectError::Nccl { .. } => "FIRN-NCCL",
         EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => "FIRN-IPC",
@@ -338,6 +343,7 @@ fn hint(error: &EffectError) -> &str {
         EffectError::OutsideTree { .. } => {
             "end the exec'd process, or start it from the container's own init"
         }
+        EffectError::Stopped { .. } => "continue it (kill -CONT), or use a node with cgroup v2",
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Nccl { .. } => {
             "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment"

@@ -186,6 +186,7 @@ impl<'a> Live<'a> {
         all: &[i32],
         cuda: &[CudaProcess],
     ) -> Result<(), EffectError> {
+        self.refuse_stopped(all)?;
         let tree = procfs::tree(self.container.init.pid(), all);
         for &CudaProcess { pid, .. } in cuda {
             if !tree.contains(&pid) {
@@ -198,6 +199,18 @@ impl<'a> Live<'a> {
         let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
         let findings = blocking(move || firn_gpu::preflight::inspect(Path::new("/proc"), &pids)).await?;
         refuse::by_signs(&findings, policy)
+    }
+
+    /// A process that a signal has stopped cannot be traced while a v1 freezer holds it, by firn and by CRIU.
+    fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
+        let stopped = pids.iter().find(|pid| procfs::state(**pid) == Some('T'));
+        match stopped.filter(|_| self.tools.cgroup.is_v1()) {
+            None => Ok(()),
+            Some(&pid) => Err(EffectError::Stopped {
+                pid,
+                comm: procfs::comm(pid),
+            }),
+        }
     }
 
     fn plugins(&self) -> PathBuf {
@@ -348,7 +361,8 @@ impl Effects for Live<'_> {
         )
         .await?;
         self.tools.account.mark("lock");
-        Ok(())
+        // Of a container that its client has paused only a thaw shows it.
+        self.refuse_stopped(&self.tools.cgroup.pids()?)
     }
 
     async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {

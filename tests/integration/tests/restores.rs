@@ -2,10 +2,11 @@
 //! no process, mount, cgroup or state, and an image that can be used again.
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Archive, Container, DRIVER, GpuHost, SimGpu, failure, nothing_left, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Archive, BUNDLES, Container, DRIVER, FIRN, GpuHost, SimGpu, failure, nothing_left, on};
+use firn_node::{Cgroup, CgroupMode, Suite, wait_for};
 use serde_json::{Value, json};
 
 /// A node with one GPU that no other node has.
@@ -365,4 +366,81 @@ fn a_gpu_that_the_cgroup_denies_fails_the_restore_and_leaves_nothing() -> Result
             restores(b, "checkpoint/job")
         },
     )
+}
+
+/// Beside the counter a loop that adds a line to /beats at each turn; its pid is in /pid.
+const BEATING: &str = "(while :; do echo x >>/beats; sleep 0.05; done) & echo $! >/pid; \
+                       exec /bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+
+fn beats(host: &GpuHost) -> Result<usize> {
+    Ok(host.node().read(format!("{BUNDLES}/job/rootfs/beats"))?.len())
+}
+
+fn beats_on(host: &GpuHost) -> Result<()> {
+    let before = beats(host)?;
+    wait_for("the loop to go on", Duration::from_secs(30), || {
+        Ok((beats(host)? > before).then_some(()))
+    })
+}
+
+/// The counter goes on and the loop is stopped, from this number of beats on.
+fn only_the_counter_goes_on(job: &Container<'_>, host: &GpuHost, from: usize) -> Result<()> {
+    job.goes_on(3)?;
+    let stat = job.exec(&["sh", "-c", "cat /proc/$(cat /pid)/stat"])?;
+    ensure!(stat.contains(") T "), "not stopped: {stat}");
+    ensure!(beats(host)? == from, "{} beats after {from}", beats(host)?);
+    Ok(())
+}
+
+/// A process that a signal has stopped is so after the dump and after the restore, which continues the others. A v1
+/// freezer keeps it from being dumped: refused, and nothing is changed.
+fn stopped_process(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    on(
+        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        |[host]| {
+            let grant = host.ctr_gpu_options(&["0"])?;
+            let options = [
+                &["--runtime", FIRN][..],
+                &grant.iter().map(String::as_str).collect::<Vec<_>>(),
+            ]
+            .concat();
+            let job = Container::run(host, "job", &options, &["sh", "-c", BEATING])?.counting(1);
+            job.goes_on(3)?;
+            beats_on(host)?;
+            job.exec(&["sh", "-c", "kill -STOP $(cat /pid)"])?;
+            let stopped = beats(host)?;
+            only_the_counter_goes_on(&job, host, stopped).context("before the dump")?;
+            if host.node().record().cgroup == CgroupMode::V1 {
+                let said = failure(job.checkpoint("checkpoint/job"))?;
+                ensure!(said.contains("FIRN-STOPPED: "), "{said}");
+                only_the_counter_goes_on(&job, host, stopped).context("after the refusal")?;
+                job.remove()?;
+                return host.idle();
+            }
+            job.checkpoint("checkpoint/job")?;
+            only_the_counter_goes_on(&job, host, stopped).context("after the dump")?;
+            job.remove()?;
+            let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+            only_the_counter_goes_on(&job, host, stopped).context("after the restore")?;
+            job.exec(&["sh", "-c", "kill -CONT $(cat /pid)"])?;
+            beats_on(host)?;
+            job.remove()?;
+            host.idle()
+        },
+    )
+}
+
+#[test]
+fn a_stopped_process_stays_stopped_on_forky() -> Result<()> {
+    stopped_process(Suite::Forky, Cgroup::Auto, "rf-stf")
+}
+
+#[test]
+fn a_stopped_process_stays_stopped_on_forky_with_cgroup_v2() -> Result<()> {
+    stopped_process(Suite::Forky, Cgroup::V2, "rf-stf2")
+}
+
+#[test]
+fn a_stopped_process_stays_stopped_on_trixie() -> Result<()> {
+    stopped_process(Suite::Trixie, Cgroup::Auto, "rf-stt")
 }
