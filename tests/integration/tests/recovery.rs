@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, Pending, SimGpu, Task, nothing_left, on, told};
+use firn_lab::{BUNDLES, Container, FIRN, GpuHost, Pending, SimGpu, Task, failure, nothing_left, on, told};
 use firn_node::{Cgroup, Suite, wait_for};
 use serde_json::Value;
 
@@ -338,6 +338,56 @@ fn restores(host: &GpuHost) -> Result<()> {
     host.idle()
 }
 
+/// Phases that panic, whether the container was paused, and whether its image is complete by then.
+const PANICS: &[(&str, bool, bool)] = &[
+    ("lock", false, false),
+    ("take", true, false),
+    ("dump", false, false),
+    ("give-back", true, true),
+];
+
+/// firn's own code fails in the middle: a checkpoint is taken back, of a restore nothing is left.
+fn code_fails(host: &GpuHost) -> Result<()> {
+    const TOLD: &str = "/run/firn-panic";
+    let job = count(host)?;
+    for &(phase, paused, complete) in PANICS {
+        if paused {
+            job.task(&["pause"])?;
+        }
+        host.node().write(TOLD, phase)?;
+        let task = Task::of(host, "job")?;
+        let ended = told(&task.end(checkpoint(&task, false)?), |_| "success".to_owned());
+        ensure!(ended.contains("FIRN-INTERNAL:"), "{phase}: {ended}");
+        if paused {
+            ensure!(
+                job.status()? == "PAUSED" && freezer(host, &job)?,
+                "{phase}: it runs"
+            );
+            job.task(&["resume"])?;
+        }
+        job.goes_on(2).context(phase)?;
+        image_is(host, complete).context(phase)?;
+    }
+    host.node().run(&["rm", TOLD])?;
+    job.checkpoint("checkpoint/job")?;
+    job.goes_on(2)?;
+    job.remove()?;
+    for phase in ["criu-restore", "dev-repair", "give-back", "continue"] {
+        host.node().write(TOLD, phase)?;
+        let said = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
+        ensure!(said.contains("FIRN-INTERNAL:"), "{phase}: {said}");
+        let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
+        host.node().run(&["ctr", "containers", "delete", "job"])?;
+        nothing_left(host, "job").context(phase)?;
+        host.idle()?;
+    }
+    host.node().run(&["rm", TOLD])?;
+    let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+    job.goes_on(2)?;
+    job.remove()?;
+    host.idle()
+}
+
 /// A client deletes the container by force, as `ctr` does it, in the middle of a dump.
 fn deleted(host: &GpuHost) -> Result<()> {
     let point = point(Stop::Criu("post-dump"), "dump", false, false);
@@ -507,5 +557,12 @@ fn a_checkpoint_whose_client_has_gone_ends_as_it_would() -> Result<()> {
         left_alone(host)?;
         criu_killed(host)?;
         freezer_of_others(host)
+    })
+}
+
+#[test]
+fn what_firn_cannot_finish_itself_is_taken_back() -> Result<()> {
+    on([host(Suite::Forky, Cgroup::V2, "rc-p", 1)?], |[host]| {
+        code_fails(host)
     })
 }
