@@ -26,6 +26,7 @@ use crate::mounts;
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
+use crate::restore;
 use crate::runc::Runc;
 
 /// How long the container's processes may take to die.
@@ -134,6 +135,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     // CRIU's mounts (.criu.cgyard.*): containerd removes the directory next, and must not walk into a cgroup.
     let work = bundle.join("work");
     steps.unmount("unmount the work directory", &work).await;
+    restore::remove_roots(&work.join(restore::LOG)).await;
     remove_dead_socket(bundle);
     if let Some(recovery) = &recovery {
         let cleared = async {

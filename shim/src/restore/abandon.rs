@@ -8,6 +8,7 @@ use std::time::Duration;
 use firn_oci::Spec;
 
 use super::prepare::is_own;
+use super::roots::remove_roots;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::logger::Chain;
@@ -19,6 +20,9 @@ const GONE: Duration = Duration::from_secs(20);
 /// Mounts that a CRIU which was killed leaves below its work directory.
 const CGYARD: &str = ".criu.cgyard.";
 
+/// CRIU's log in its work directory.
+pub(crate) const LOG: &str = "restore.log";
+
 /// Kills what was restored and removes what runc and CRIU left.
 pub(crate) async fn abandon(container: &Container) {
     // runc and CRIU are gone: the call has succeeded, or was killed together with them.
@@ -26,7 +30,9 @@ pub(crate) async fn abandon(container: &Container) {
         Ok(spec) => kill_cgroup(container, &spec).await,
         Err(error) => log::warn!("cannot tell the cgroup of {}: {}", container.id, Chain(&error)),
     }
-    sweep(&container.runc.state_dir(), &work_dir(container)).await;
+    let work = work_dir(container);
+    sweep(&container.runc.state_dir(), &work).await;
+    remove_roots(&work.join(LOG)).await;
     if let Err(error) = container.runc.ensure_deleted().await {
         log::warn!("cannot delete {}: {}", container.id, Chain(&error));
     }

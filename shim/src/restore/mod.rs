@@ -15,10 +15,12 @@
 mod abandon;
 mod error;
 mod prepare;
+mod roots;
 mod run;
 mod stopped;
 
-pub(crate) use abandon::{abandon, unmount_yards};
+pub(crate) use abandon::{LOG, abandon, unmount_yards};
 pub(crate) use error::RestoreError;
 pub(crate) use prepare::{Prepared, prepare};
+pub(crate) use roots::remove_roots;
 pub(crate) use run::run;

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::RestoreError;
-use super::abandon::{abandon, work_dir};
+use super::abandon::{LOG, abandon, work_dir};
 use super::error::{Cause, Refusal};
 use super::prepare::{GpuPart, Prepared, in_use};
 use super::stopped::was_stopped;
@@ -77,7 +77,7 @@ pub(crate) async fn run(
             cut: &under_way.cut,
         },
     };
-    let log = work.join("restore.log");
+    let log = work.join(LOG);
     forget_log(&log).await;
     let restoring = async {
         match gpu {
