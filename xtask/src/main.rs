@@ -7,6 +7,7 @@ mod demo;
 mod faults;
 mod fuzz;
 mod node;
+mod soak;
 mod supervise;
 mod test;
 
@@ -28,6 +29,7 @@ enum Cmd {
     Fuzz(fuzz::Cmd),
     Bench(bench::Cmd),
     Node(node::Cmd),
+    Soak(soak::Cmd),
     GpuBundle(bundle::Cmd),
     SuiteBundle(bundle::suites::Cmd),
 }
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
         Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),
         Cmd::Fuzz(cmd) => fuzz::run(&cmd),
         Cmd::Node(cmd) => node::run(cmd),
+        Cmd::Soak(cmd) => supervised(|| soak::run(&cmd)),
         Cmd::GpuBundle(cmd) => bundle::run(cmd).map(|()| ExitCode::SUCCESS),
         Cmd::SuiteBundle(cmd) => bundle::suites::run(cmd).map(|()| ExitCode::SUCCESS),
     };

@@ -12,6 +12,7 @@ mod counting;
 mod disk;
 mod ground;
 mod inject;
+mod soak;
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -24,6 +25,7 @@ use ground::Ground;
 
 pub use attempt::Outcome;
 pub use cell::{Cell, Fault, Flow, From, Phase, Subject, Why, all, quick};
+pub use soak::{Soak, Soaked, soak};
 
 /// How often a cell is tried again when the host could not be made.
 const HOSTS: usize = 2;

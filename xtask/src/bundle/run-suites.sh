@@ -1,11 +1,12 @@
 #!/bin/sh
 # Runs the suites in this bundle, as root: run.sh [NAME...] [-- ARGUMENTS OF THE TEST PROGRAMS]
-# or a benchmark: run.sh bench shim [OPTIONS], or the fault matrix: run.sh faults [OPTIONS]
+# or a benchmark: run.sh bench shim [OPTIONS], or the fault matrix: run.sh faults [OPTIONS],
+# or run.sh soak [OPTIONS]
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 export FIRN_NODE_DIR="$here/node" FIRN_BUILT_DIR="$here/bin"
 case ${1:-} in
-bench | faults) exec "$here/bin/xtask" "$@" ;;
+bench | faults | soak) exec "$here/bin/xtask" "$@" ;;
 esac
 suites=
 while [ $# -gt 0 ]; do

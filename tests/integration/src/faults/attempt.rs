@@ -181,7 +181,7 @@ fn restore(ground: &Ground, cell: &Cell) -> Result<Outcome> {
     ensure!(struck, "the fault did not happen");
     if outcome == Outcome::NothingLeft {
         ground.configure(false)?;
-        ground.restores(TEMPLATE).context("a second restore")?;
+        ground.restores().context("a second restore")?;
         before.comes_back(&ground.host).context("something is left")?;
     }
     Ok(outcome)

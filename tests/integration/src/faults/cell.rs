@@ -376,8 +376,8 @@ impl Cell {
         }
         match self.fault {
             Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
-                // For ever only where a second try could help; a restore has none.
-                let retried = !restores && matches!(self.phase, Phase::GiveBack | Phase::Unlock);
+                // For ever only where there is a second try; a restore has none.
+                let retried = !restores && !matches!(self.phase, Phase::Lock | Phase::Take);
                 (self.phase.call().is_none() || (often == Often::Always && !retried))
                     .then_some(Why::NoSuchCall)
             }

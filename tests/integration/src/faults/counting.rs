@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_node::wait_for;
 use firn_workloads::counter::checksum;
 
-use crate::{BUNDLES, GpuHost, LOG, Lines};
+use crate::{BUNDLES, GpuHost, Lines};
 
 /// How long a few iterations may take.
 const STEP: Duration = Duration::from_secs(30);
@@ -32,10 +32,10 @@ pub(super) struct Counting {
 }
 
 impl Counting {
-    /// The log of a container with so many counters of so many bytes each.
-    pub(super) fn new(host: &GpuHost, id: &str, counters: usize, bytes: usize) -> Self {
+    /// This log in a container with so many counters of so many bytes each.
+    pub(super) fn new(host: &GpuHost, id: &str, log: &str, counters: usize, bytes: usize) -> Self {
         Self {
-            log: host.node().path(format!("{BUNDLES}/{id}/rootfs{LOG}")),
+            log: host.node().path(format!("{BUNDLES}/{id}/rootfs{log}")),
             offset: 0,
             begun: String::new(),
             last: BTreeMap::new(),

@@ -74,9 +74,9 @@ impl<'h> Failing<'h> {
                 dd if=/dev/zero of=$MOUNT/fill bs=4k count=4 2>/dev/null"
             }
             (_, Fault::Io(_)) => {
-                "mkdir -p $MOUNT.back; mount -t tmpfs -o size=512k tmpfs $MOUNT.back
-                truncate -s 32M $MOUNT.back/img; busybox mke2fs $MOUNT.back/img >/dev/null
-                mount -o loop,sync -t ext2 $MOUNT.back/img $MOUNT; mkdir $MOUNT/to
+                "mkdir -p $MOUNT.back; mount -t tmpfs -o size=2m tmpfs $MOUNT.back
+                truncate -s 8M $MOUNT.back/img; loop=$(losetup --find --show $MOUNT.back/img)
+                busybox mke2fs $loop >/dev/null; mount -o sync -t ext2 $loop $MOUNT; mkdir $MOUNT/to
                 dd if=/dev/zero of=$MOUNT.back/fill bs=4k 2>/dev/null || true"
             }
             _ => {
@@ -122,7 +122,9 @@ impl<'h> Failing<'h> {
         match self.what {
             What::Image | What::Manifest | What::Work => self.shell(
                 "umount $MOUNT; rmdir $MOUNT
-                [ ! -d $MOUNT.back ] || { umount $MOUNT.back; rmdir $MOUNT.back; }",
+                [ -d $MOUNT.back ] || exit 0
+                losetup --detach $(losetup --noheadings --output NAME --associated $MOUNT.back/img)
+                umount $MOUNT.back; rmdir $MOUNT.back",
             ),
             What::Full(path) => self.shell(&format!("rm -f {path}/fill")),
             What::ReadOnly(path) => self.shell(&format!("mount -o remount,rw {path}")),

@@ -1,6 +1,6 @@
 //! A host on which cells are tried one after the other, and the container that they are tried on.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::process::Child;
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use firn_node::{CgroupMode, Suite, wait_for};
 use super::cell::{From, Subject};
 use super::counting::Counting;
 use super::{disk, inject};
-use crate::{Archive, Census, Container, FIRN, GpuHost, Pending, STOCK, SimGpu, Task, any};
+use crate::{Archive, Census, Container, FIRN, GpuHost, Pending, SHARES_NOTHING, STOCK, SimGpu, Task, any};
 
 /// The container.
 pub(super) const ID: &str = "job";
@@ -21,6 +21,8 @@ pub(super) const ID: &str = "job";
 pub(super) const TEMPLATE: &str = "checkpoint/template";
 /// GPU memory of each counter.
 const MIB: usize = 1;
+/// Number of the container that the template is made of.
+const TEMPLATE_JOB: usize = 1;
 /// How long an answer may take.
 const ANSWER: Duration = Duration::from_secs(60);
 /// How long the node may take to come to rest.
@@ -38,7 +40,10 @@ pub(super) struct Ground {
     pub subject: Subject,
     /// The template, taken out of containerd, to make images of its kind from.
     template: RefCell<Option<Archive>>,
-    images: std::cell::Cell<usize>,
+    images: Cell<usize>,
+    /// Containers so far. Each writes a log of its own, so that what a restored one has in its root file system from the
+    /// template is not taken for its own lines.
+    jobs: Cell<usize>,
 }
 
 /// A container that counts.
@@ -61,6 +66,11 @@ pub(super) struct Asked<'a> {
     pub exit: bool,
 }
 
+/// Where a container writes its lines.
+fn log(job: usize) -> String {
+    format!("/counter-{job}.log")
+}
+
 impl Ground {
     /// Starts a host and makes the template.
     pub(super) fn new(suite: Suite, subject: Subject, name: &str) -> Result<Self> {
@@ -77,7 +87,8 @@ impl Ground {
             suite,
             subject,
             template: RefCell::new(None),
-            images: std::cell::Cell::new(0),
+            images: Cell::new(0),
+            jobs: Cell::new(0),
         };
         ground.configure(false)?;
         ground.host.node().run(&["mkdir", "-p", "/srv/images"])?;
@@ -104,48 +115,63 @@ impl Ground {
     /// Counts in a new container.
     pub(super) fn start(&self) -> Result<Job<'_>> {
         let runtime = if self.suite == Suite::Trixie { STOCK } else { FIRN };
-        let options = ["--runtime", runtime, "--annotation", "firn.dev/ipc=none"];
+        let options = [&["--runtime", runtime][..], &SHARES_NOTHING].concat();
         let (mib, processes) = (MIB.to_string(), self.counters().to_string());
-        let arguments = ["--mib", &mib, "--interval-ms", "20", "--procs", &processes];
+        self.jobs.set(self.jobs.get() + 1);
+        let log = log(self.jobs.get());
+        let arguments = [
+            "--mib",
+            &mib,
+            "--interval-ms",
+            "20",
+            "--procs",
+            &processes,
+            "--out",
+            &log,
+        ];
         let counters = self.counters();
         let container = Container::count_with(&self.host, ID, &["0"], counters, &options, &arguments)?;
         let mut job = Job {
             ground: self,
             container,
-            counting: self.counting(),
+            counting: self.counting(&log),
         };
         job.counting.goes_on(2)?;
         Ok(job)
     }
 
-    fn counting(&self) -> Counting {
-        Counting::new(&self.host, ID, self.counters(), MIB << 20)
+    fn counting(&self, log: &str) -> Counting {
+        Counting::new(&self.host, ID, log, self.counters(), MIB << 20)
     }
 
-    /// A container that was restored counts on, on the second GPU.
+    /// A container that was restored from the template counts on, on the second GPU.
     pub(super) fn restored(&self) -> Result<Job<'_>> {
+        self.counts_on(self.counting(&log(TEMPLATE_JOB)).restored())
+    }
+
+    fn counts_on(&self, counting: Counting) -> Result<Job<'_>> {
         let container = Container::known(&self.host, ID).counting(self.counters());
         let mut job = Job {
             ground: self,
             container,
-            counting: self.counting().restored(),
+            counting,
         };
         let status = job.container.status()?;
         ensure!(status == "RUNNING", "the restored task is {status}");
-        // What its source has written comes first.
+        // What its source has written may come first.
         job.counting.goes_on(3)?;
         let (used, second) = (job.container.gpus_in_use()?, &self.host.gpus()[1].uuid);
         ensure!(used == [second.clone()], "it uses {used:?}, not {second}");
         Ok(job)
     }
 
-    /// Restores an image, which must work.
-    pub(super) fn restores(&self, image: &str) -> Result<()> {
-        Container::restore(&self.host, ID, image, self.counters())?;
+    /// Restores the template, which must work.
+    pub(super) fn restores(&self) -> Result<()> {
+        Container::restore(&self.host, ID, TEMPLATE, self.counters())?;
         self.restored()?.end()
     }
 
-    /// The image in this directory of the node is complete: a container made of it counts on.
+    /// The image in this directory of the node, of the last container, is complete: one made of it counts on.
     pub(super) fn is_good_image(&self, dir: &str) -> Result<()> {
         ensure!(self.manifest_of(dir), "the image in {dir} has no manifest");
         self.images.set(self.images.get() + 1);
@@ -166,8 +192,11 @@ impl Ground {
             Ok(())
         })?;
         archive.import(&self.host, &name)?;
-        self.restores(&name)
-            .with_context(|| format!("restore the image in {dir}"))?;
+        let back = || {
+            Container::restore(&self.host, ID, &name, self.counters())?;
+            self.counts_on(self.counting(&log(self.jobs.get())))?.end()
+        };
+        back().with_context(|| format!("restore the image in {dir}"))?;
         self.host.remove_image(&name)
     }
 

@@ -1,0 +1,173 @@
+//! Checkpoints and restores by the hundred, every third disturbed: nothing is lost and nothing piles up.
+
+use std::fmt;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_node::{Suite, wait_for};
+
+use super::attempt::attempt;
+use super::cell::{Cell, Fault, Flow, Often, Subject, Victim, all};
+use super::ground::{Ground, ID};
+use crate::ShimUse;
+
+/// One cycle of so many is disturbed.
+const DISTURBED: u64 = 3;
+/// Cycles before the shim is measured: what is made once and kept is made in them.
+const WARM_UP: usize = 12;
+/// What a shim's private memory may have grown by. Samples of one run that does not leak lie 256 apart.
+const GROWTH_KIB: i64 = 384;
+/// How long a shim may take to come to rest.
+const SETTLED: Duration = Duration::from_secs(30);
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug)]
+pub struct Soak {
+    pub suite: Suite,
+    pub subject: Subject,
+    /// Checkpoints, and as many restores.
+    pub cycles: usize,
+    /// Chooses the faults.
+    pub seed: u64,
+}
+
+/// What was done. Whatever is lost or left is an error.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Soaked {
+    pub checkpoints: usize,
+    pub restores: usize,
+    pub disturbed: usize,
+}
+
+impl fmt::Display for Soaked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            checkpoints,
+            restores,
+            disturbed,
+        } = self;
+        write!(
+            f,
+            "{checkpoints} checkpoints, {restores} restores, {disturbed} of them disturbed"
+        )
+    }
+}
+
+/// Faults of a flow that leave a living container, so that all of them can happen to one.
+fn faults(subject: Subject, flow: Flow) -> Vec<Cell> {
+    let (cells, _) = all();
+    let ends = |fault: Fault| {
+        matches!(
+            fault,
+            Fault::Kill(Victim::Shim)
+                | Fault::DriverError(Often::Always)
+                | Fault::DriverHang(Often::Always)
+                | Fault::WorkerCrash(Often::Always)
+        )
+    };
+    cells
+        .into_iter()
+        .filter(|cell| cell.subject == subject && cell.flow == flow && !cell.exit && !ends(cell.fault))
+        .collect()
+}
+
+/// xorshift64*: the same faults for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % limit
+    }
+
+    /// A cell in one of three cases.
+    fn fault(&mut self, cells: &[Cell]) -> Option<Cell> {
+        let chosen = self.below(DISTURBED) == 0;
+        let at = usize::try_from(self.below(cells.len() as u64)).unwrap_or_default();
+        chosen.then(|| cells[at])
+    }
+}
+
+/// Runs it; tells each cycle.
+pub fn soak(what: &Soak, told: impl Fn(&str)) -> Result<Soaked> {
+    let ground = Ground::new(what.suite, what.subject, "soak")?;
+    let done = cycles(what, &ground, &told);
+    if done.is_err() {
+        eprintln!("{}", ground.host.log());
+    }
+    done
+}
+
+fn cycles(what: &Soak, ground: &Ground, told: &impl Fn(&str)) -> Result<Soaked> {
+    let empty = ground.census()?;
+    let (mut random, mut done) = (Random(what.seed.max(1)), Soaked::default());
+
+    let cells = faults(what.subject, Flow::Checkpoint);
+    ensure!(!cells.is_empty(), "there are no cells of {}", what.subject);
+    let (mut job, mut young) = (Some(ground.start()?), None);
+    while done.checkpoints < what.cycles {
+        if done.checkpoints == WARM_UP.min(what.cycles / 2) {
+            young = Some(settled(ground, None)?);
+        }
+        let cycle = match random.fault(&cells) {
+            Some(cell) => {
+                done.disturbed += 1;
+                let outcome = attempt(ground, &mut job, &cell).with_context(|| cell.to_string())?;
+                ensure!(job.is_some(), "{cell}: {outcome}, and no container");
+                format!("{cell}: {outcome}")
+            }
+            None => {
+                ground.configure(false)?;
+                job.as_mut().context("no container")?.checkpoints()?;
+                "checkpoint".to_owned()
+            }
+        };
+        done.checkpoints += 1;
+        told(&format!("{:>4} {cycle}", done.checkpoints));
+    }
+    let young = young.context("no cycles")?;
+    let old = settled(ground, Some(&young))?;
+    told(&format!("the shim before: {young}; after: {old}"));
+    let growth = old.private_kib - young.private_kib;
+    ensure!(
+        growth <= GROWTH_KIB,
+        "the shim has {growth} KiB more private memory"
+    );
+    job.take().context("no container")?.end()?;
+    empty.comes_back(&ground.host)?;
+
+    let cells = faults(what.subject, Flow::Restore);
+    while done.restores < what.cycles {
+        let cycle = match random.fault(&cells) {
+            Some(cell) => {
+                done.disturbed += 1;
+                let outcome = attempt(ground, &mut None, &cell).with_context(|| cell.to_string())?;
+                format!("{cell}: {outcome}")
+            }
+            None => {
+                ground.configure(false)?;
+                ground.restores()?;
+                "restore".to_owned()
+            }
+        };
+        done.restores += 1;
+        told(&format!("{:>4} {cycle}", done.restores));
+    }
+    let after = empty.comes_back(&ground.host)?;
+    told(&format!("the node before: {empty}; after: {after}"));
+    Ok(done)
+}
+
+/// The shim once threads that wait for more work have ended, with no more descriptors than `then`.
+fn settled(ground: &Ground, then: Option<&ShimUse>) -> Result<ShimUse> {
+    let mut last = ShimUse::of(&ground.host, ID)?;
+    let waited = wait_for("the shim to come to rest", SETTLED, || {
+        last = ShimUse::of(&ground.host, ID)?;
+        let as_then = then.is_none_or(|then| last.descriptors.len() <= then.descriptors.len());
+        Ok((last.threads == 1 && as_then).then_some(()))
+    });
+    ensure!(waited.is_ok(), "then {then:?}, now {last:?}");
+    Ok(last)
+}

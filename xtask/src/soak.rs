@@ -1,0 +1,69 @@
+//! `cargo xtask soak`: checkpoints and restores by the hundred, every third disturbed.
+
+use std::process::ExitCode;
+use std::time::{Instant, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::faults::{Soak, Subject, soak};
+use firn_node::{Cgroup, Suite};
+use nix::unistd::geteuid;
+
+/// Checkpoint and restore one workload by the hundred, with a random fault in one of three
+///
+/// Four processes count in GPU memory. Checkpoints that leave them running come first, then restores of an image. The faults
+/// are those of `cargo xtask faults` that leave a container; each cycle is judged as there. Exit status 0 only if nothing
+/// was lost and nothing has piled up: descriptors, threads and memory of the shim, processes, mounts, cgroups, files of the
+/// node. Needs root.
+#[derive(clap::Args)]
+pub struct Cmd {
+    /// Checkpoints, and as many restores
+    #[arg(long, default_value_t = 200)]
+    cycles: usize,
+    /// Chooses the faults; printed, to repeat a run
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Processes of the workload
+    #[arg(long, default_value_t = 4)]
+    processes: usize,
+    /// Debian suite of the node
+    #[arg(long, default_value = "forky")]
+    suite: Suite,
+    /// Give the node cgroup v2, else v1
+    #[arg(long)]
+    v2: bool,
+}
+
+/// Runs it and prints the result.
+pub fn run(cmd: &Cmd) -> Result<ExitCode> {
+    ensure!(
+        geteuid().is_root(),
+        "test nodes need root\nhint: sudo -E cargo xtask soak"
+    );
+    let seed = match cmd.seed {
+        Some(seed) => seed,
+        None => SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .context("the clock is before 1970")?
+            .as_secs(),
+    };
+    println!("seed {seed}");
+    let begun = Instant::now();
+    let what = Soak {
+        suite: cmd.suite,
+        subject: Subject {
+            cgroup: if cmd.v2 { Cgroup::V2 } else { Cgroup::V1 },
+            processes: cmd.processes,
+        },
+        cycles: cmd.cycles,
+        seed,
+    };
+    let done = soak(&what, |cycle| {
+        println!("{:>5} s {cycle}", begun.elapsed().as_secs())
+    })
+    .with_context(|| format!("seed {seed}"))?;
+    println!(
+        "{done}: nothing lost, nothing left, {} s",
+        begun.elapsed().as_secs()
+    );
+    Ok(ExitCode::SUCCESS)
+}
