@@ -108,11 +108,12 @@ fn ended(
         Ok(()) => "success",
         Err(said) => said,
     };
-    let exists = ground.host.node().path(image).exists();
+    let exists = || ground.host.node().path(image).exists();
     let remove_image = || ground.host.node().run(&["rm", "-r", image]).map(drop);
     if cell.fault == Fault::Kill(Victim::Shim) {
+        // What its shim has begun is cleaned up by the time that nothing else is left of the container.
         ground.forget()?;
-        if !exists {
+        if !exists() {
             return Ok(Outcome::Ended);
         }
         ensure!(ground.manifest_of(image), "a half image is left in {image}");
@@ -147,7 +148,7 @@ fn ended(
         cell.from
     };
     job.is(state).with_context(|| said.to_owned())?;
-    if answer.is_ok() || cell.fault.needs_client() && exists {
+    if answer.is_ok() || cell.fault.needs_client() && exists() {
         ensure!(!cell.exit, "it lives on, although success was reported");
         ensure!(
             ground.manifest_of(image),
@@ -156,7 +157,7 @@ fn ended(
         remove_image()?;
         return Ok(Outcome::Done);
     }
-    ensure!(!exists, "half an image is left in {image}: {said}");
+    ensure!(!exists(), "half an image is left in {image}: {said}");
     ensure!(
         said.contains("FIRN-") || cell.fault.needs_client(),
         "no code: {said}"
