@@ -20,6 +20,8 @@ pub struct Config {
     pub criu: Criu,
     /// How long each phase of a checkpoint or restore may take.
     pub deadlines: Deadlines,
+    /// What is checkpointed.
+    pub checkpoint: Checkpoint,
     /// Which GPUs restored containers get.
     pub restore: Restore,
 }
@@ -99,6 +101,25 @@ impl Default for Deadlines {
             unlock: Duration::from_secs(10),
         }
     }
+}
+
+/// `[checkpoint]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Checkpoint {
+    /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation comes first.
+    pub exec: Exec,
+}
+
+/// What becomes of processes that CRIU leaves out of a dump.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Exec {
+    /// The container is not checkpointed while it has such processes.
+    #[default]
+    Refuse,
+    /// They are left out.
+    Omit,
 }
 
 /// `[restore]`
@@ -260,6 +281,14 @@ mod tests {
     }
 
     #[test]
+    fn processes_of_execs_are_refused_unless_the_file_says_omit() {
+        assert_eq!(parse("[checkpoint]\n").unwrap().checkpoint.exec, Exec::Refuse);
+        let omit = parse("[checkpoint]\nexec = \"omit\"\n").unwrap();
+        assert_eq!(omit.checkpoint.exec, Exec::Omit);
+        assert!(complaint("[checkpoint]\nexec = \"include\"\n").contains("include"));
+    }
+
+    #[test]
     fn an_unreadable_file_is_not_taken_for_a_missing_one() {
         let dir = tempfile::tempdir().unwrap();
         let error = Config::load_from(dir.path()).unwrap_err();
@@ -282,7 +311,11 @@ mod tests {
                     .ends_with("/containerd-shim-firn-v2")
             );
             let passed: Vec<_> = runtime["pod_annotations"].as_array().unwrap().iter().collect();
-            let known = [names::ANNOTATION_GPU_MAP, names::ANNOTATION_IPC];
+            let known = [
+                names::ANNOTATION_GPU_MAP,
+                names::ANNOTATION_IPC,
+                names::ANNOTATION_EXEC,
+            ];
             assert_eq!(
                 passed.iter().filter_map(|name| name.as_str()).collect::<Vec<_>>(),
                 known

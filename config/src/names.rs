@@ -20,6 +20,9 @@ pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 /// Annotation: `none` says that the container's processes share no GPU memory with each other.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 
+/// Annotation: `omit` leaves processes out of a checkpoint that are not in the tree of init, `refuse` refuses it.
+pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
+
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
 pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";
 

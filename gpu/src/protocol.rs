@@ -21,6 +21,8 @@ pub enum Request {
     Inventory,
     /// Which of these processes are CUDA processes, with their restore threads. Works while they are frozen.
     Discover { pids: Vec<i32> },
+    /// How much GPU memory each process uses, on all GPUs together.
+    Memory { pids: Vec<i32> },
     /// State of each process. The driver waits for a process that is frozen or stopped.
     State { pids: Vec<i32> },
     /// Lock all; `timeout_ms` is handed to the driver (which may overrun it).
@@ -56,6 +58,9 @@ pub struct ProcessReply {
     /// Its restore thread; only in replies to `discover`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore_tid: Option<i32>,
+    /// Bytes of GPU memory in use; only in replies to `memory`, absent where the driver does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_bytes: Option<u64>,
     /// Time that the call took, in microseconds.
     pub micros: u64,
     /// The call's failure.

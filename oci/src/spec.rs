@@ -260,6 +260,15 @@ impl Spec {
         self.list("/mounts", "mounts")
     }
 
+    /// Paths that the runtime hides or makes read-only, by a mount each.
+    pub fn hidden_paths(&self) -> impl Iterator<Item = &Path> {
+        let kinds = ["/linux/maskedPaths", "/linux/readonlyPaths"];
+        kinds
+            .into_iter()
+            .flat_map(|kind| self.array(kind))
+            .filter_map(|path| path.as_str().map(Path::new))
+    }
+
     /// The container's cgroup as the spec names it.
     pub fn cgroups_path(&self) -> Option<&str> {
         self.value.pointer("/linux/cgroupsPath")?.as_str()

@@ -101,6 +101,29 @@ fn parent(pid: i32) -> Option<i32> {
     field(&pid.to_string(), "PPid:")?.trim().parse().ok()
 }
 
+/// Bytes of memory of a process that no file is behind, in memory or swapped out; none when it has gone.
+pub(crate) fn anonymous(pid: i32) -> u64 {
+    let bytes = |name| {
+        let text = field(&pid.to_string(), name)?;
+        let kib: u64 = text.split_whitespace().next()?.parse().ok()?;
+        Some(kib << 10)
+    };
+    bytes("RssAnon:").unwrap_or(0) + bytes("VmSwap:").unwrap_or(0)
+}
+
+/// The mount that an open file is on.
+pub(crate) fn mount_of(pid: i32, fd: i32) -> Option<u32> {
+    let info = text(&format!("{pid}/fdinfo"), &fd.to_string())?;
+    let line = info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?;
+    line.trim().parse().ok()
+}
+
+/// Whether no thread of a process is left.
+pub(crate) fn has_ended(pid: i32) -> bool {
+    let threads = || fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
+    !is_alive(pid) && threads() <= 1
+}
+
 fn field(task: &str, name: &str) -> Option<String> {
     let status = text(task, "status")?;
     status
@@ -150,6 +173,17 @@ mod tests {
         assert_eq!(comm(tid), "\u{fffd}?) Z (");
         leave.send(()).unwrap();
         thread.join().unwrap();
+    }
+
+    #[test]
+    fn anonymous_memory_is_what_a_process_has_written() {
+        let before = anonymous(me());
+        let written = vec![1_u8; 32 << 20];
+        assert!(anonymous(me()) >= before + (16 << 20), "{before}");
+        drop(written);
+        assert!(!has_ended(me()));
+        assert!(has_ended(i32::MAX));
+        assert_eq!(anonymous(i32::MAX), 0);
     }
 
     #[test]

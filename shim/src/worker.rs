@@ -195,6 +195,14 @@ impl Gpu {
         Ok(found)
     }
 
+    /// GPU memory that these use together, in bytes; `None` when the driver tells of none of them.
+    pub(crate) async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<Option<u64>, GpuError> {
+        let request = Request::Memory { pids: pids.to_vec() };
+        let (_, replies) = self.call("memory", &request, deadline).await?;
+        let known = replies.into_iter().filter_map(|reply| reply.gpu_bytes);
+        Ok(known.reduce(u64::saturating_add))
+    }
+
     /// State of each process; one that has ended is left out.
     pub(crate) async fn states(
         &mut self,

@@ -5,15 +5,25 @@
 mod names;
 mod raw;
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_uint};
 use std::ptr;
 
 use crate::GpuUuid;
 use crate::sys::LoadError;
-use raw::{Device, Memory, PciInfo, Return, Table};
+use raw::{Device, Memory, PciInfo, ProcessInfo, Return, Table};
 
 /// `NVML_ERROR_NOT_SUPPORTED`.
 const NOT_SUPPORTED: Return = 3;
+
+/// `NVML_ERROR_INSUFFICIENT_SIZE`.
+const INSUFFICIENT_SIZE: Return = 7;
+
+/// `NVML_VALUE_NOT_AVAILABLE` as a number of bytes.
+const NOT_AVAILABLE: u64 = u64::MAX;
+
+/// Processes on one GPU of which NVML is asked at most.
+const MOST_PROCESSES: usize = 4096;
 
 /// Buffer sizes of nvml.h for the texts read here: driver version, UUID and name need at most 80, 96 and 96.
 const TEXT: usize = 128;
@@ -57,6 +67,10 @@ pub trait Nvml: Send + Sync {
 
     /// GPUs in NVML's order; one that does not answer (lost, no permission) is an error in its place.
     fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError>;
+
+    /// GPU memory in use by each process, in bytes, all GPUs together. Processes of which the driver does not tell are
+    /// left out; in some virtual machines these are all.
+    fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError>;
 }
 
 /// libnvidia-ml.so.1, opened and initialised.
@@ -72,12 +86,47 @@ impl NvmlLibrary {
         Ok(Self { table })
     }
 
-    fn gpu(&self, index: c_uint) -> Result<NvmlGpu, NvmlError> {
-        let table = &self.table;
+    fn count(&self) -> Result<c_uint, NvmlError> {
+        let mut count: c_uint = 0;
+        // SAFETY: the library is initialised and the pointer is to a live unsigned int.
+        check("nvmlDeviceGetCount_v2", unsafe {
+            (self.table.count)(&raw mut count)
+        })?;
+        Ok(count)
+    }
+
+    fn device(&self, index: c_uint) -> Result<Device, NvmlError> {
         let mut device = Device(ptr::null_mut());
         // SAFETY: the library is initialised and the pointer is to a live handle, which the call sets.
-        let result = unsafe { (table.handle_by_index)(index, &raw mut device) };
+        let result = unsafe { (self.table.handle_by_index)(index, &raw mut device) };
         check("nvmlDeviceGetHandleByIndex_v2", result)?;
+        Ok(device)
+    }
+
+    /// The processes that compute on a GPU; none where NVML cannot list them.
+    fn processes(&self, device: Device) -> Result<Vec<ProcessInfo>, NvmlError> {
+        let call = "nvmlDeviceGetComputeRunningProcesses_v3";
+        let Some(list) = self.table.processes else {
+            return Ok(Vec::new());
+        };
+        let mut found = vec![ProcessInfo::default(); 64];
+        loop {
+            let mut count = c_uint::try_from(found.len()).unwrap_or_default();
+            // SAFETY: `device` comes from the library, and the buffer has room for `count` entries.
+            let result = unsafe { list(device, &raw mut count, found.as_mut_ptr()) };
+            if result == INSUFFICIENT_SIZE && found.len() < MOST_PROCESSES {
+                found.resize(found.len() * 2, ProcessInfo::default());
+                continue;
+            }
+            let listed = if supported(call, result)? { count } else { 0 };
+            found.truncate(usize::try_from(listed).unwrap_or_default());
+            return Ok(found);
+        }
+    }
+
+    fn gpu(&self, index: c_uint) -> Result<NvmlGpu, NvmlError> {
+        let table = &self.table;
+        let device = self.device(index)?;
 
         let uuid = text("nvmlDeviceGetUUID", |buffer, length| {
             // SAFETY: `device` comes from the library, and `text` gives a live buffer and its length.
@@ -147,12 +196,33 @@ impl Nvml for NvmlLibrary {
     }
 
     fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError> {
-        let mut count: c_uint = 0;
-        // SAFETY: the library is initialised and the pointer is to a live unsigned int.
-        check("nvmlDeviceGetCount_v2", unsafe {
-            (self.table.count)(&raw mut count)
-        })?;
-        Ok((0..count).map(|index| self.gpu(index)).collect())
+        Ok((0..self.count()?).map(|index| self.gpu(index)).collect())
+    }
+
+    fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError> {
+        let mut used = BTreeMap::new();
+        for index in 0..self.count()? {
+            // A GPU that does not answer is left out of the inventory too.
+            let Ok(device) = self.device(index) else { continue };
+            for info in self.processes(device)? {
+                add(&mut used, info);
+            }
+        }
+        Ok(used)
+    }
+}
+
+fn add(used: &mut BTreeMap<i32, u64>, info: ProcessInfo) {
+    let ProcessInfo {
+        pid,
+        used_gpu_memory: bytes,
+        ..
+    } = info;
+    if let Ok(pid) = i32::try_from(pid)
+        && bytes != NOT_AVAILABLE
+    {
+        let sum: &mut u64 = used.entry(pid).or_default();
+        *sum = sum.saturating_add(bytes);
     }
 }
 
@@ -210,6 +280,22 @@ mod tests {
         assert!(!supported("nvmlDeviceGetMigMode", NOT_SUPPORTED).unwrap());
         assert!(supported("nvmlDeviceGetMigMode", 0).unwrap());
         assert!(supported("nvmlDeviceGetMigMode", 15).is_err());
+    }
+
+    #[test]
+    fn memory_of_a_process_is_summed_and_what_is_not_available_is_left_out() {
+        let mut used = BTreeMap::new();
+        for (pid, used_gpu_memory) in [(7, 5), (8, NOT_AVAILABLE), (7, 6), (9, 1), (u32::MAX, 1)] {
+            add(
+                &mut used,
+                ProcessInfo {
+                    pid,
+                    used_gpu_memory,
+                    ..ProcessInfo::default()
+                },
+            );
+        }
+        assert_eq!(used, BTreeMap::from([(7, 11), (9, 1)]));
     }
 
     #[test]

@@ -36,6 +36,16 @@ pub(super) struct Memory {
     pub used: u64,
 }
 
+/// `nvmlProcessInfo_t` of `nvmlDeviceGetComputeRunningProcesses_v3`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct ProcessInfo {
+    pub pid: c_uint,
+    pub used_gpu_memory: u64,
+    pub gpu_instance_id: c_uint,
+    pub compute_instance_id: c_uint,
+}
+
 pub(super) type Init = unsafe extern "C" fn() -> Return;
 pub(super) type SystemText = unsafe extern "C" fn(*mut c_char, c_uint) -> Return;
 pub(super) type Count = unsafe extern "C" fn(*mut c_uint) -> Return;
@@ -45,6 +55,8 @@ pub(super) type DeviceNumber = unsafe extern "C" fn(Device, *mut c_uint) -> Retu
 pub(super) type DevicePci = unsafe extern "C" fn(Device, *mut PciInfo) -> Return;
 pub(super) type DeviceMemory = unsafe extern "C" fn(Device, *mut Memory) -> Return;
 pub(super) type DeviceMigMode = unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> Return;
+
+pub(super) type DeviceProcesses = unsafe extern "C" fn(Device, *mut c_uint, *mut ProcessInfo) -> Return;
 
 /// The functions, those that old libraries lack as options.
 pub(super) struct Table {
@@ -57,6 +69,7 @@ pub(super) struct Table {
     pub pci_info: DevicePci,
     pub memory_info: DeviceMemory,
     pub minor_number: DeviceNumber,
+    pub processes: Option<DeviceProcesses>,
     pub persistence_mode: Option<DeviceNumber>,
     pub mig_mode: Option<DeviceMigMode>,
 }
@@ -83,6 +96,9 @@ impl Table {
             memory_info: unsafe { library.symbol("nvmlDeviceGetMemoryInfo") }?,
             // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t, unsigned int *).
             minor_number: unsafe { library.symbol("nvmlDeviceGetMinorNumber") }?,
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t, unsigned int *,
+            // nvmlProcessInfo_t *).
+            processes: unsafe { library.symbol("nvmlDeviceGetComputeRunningProcesses_v3") }.ok(),
             // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t, nvmlEnableState_t *), whose enum
             // has the values 0 and 1 and the size of an unsigned int.
             persistence_mode: unsafe { library.symbol("nvmlDeviceGetPersistenceMode") }.ok(),
@@ -111,6 +127,10 @@ mod tests {
         assert_eq!(offset_of!(Memory, total), 0);
         assert_eq!(offset_of!(Memory, free), 8);
         assert_eq!(offset_of!(Memory, used), 16);
+
+        assert_eq!(size_of::<ProcessInfo>(), 24);
+        assert_eq!(offset_of!(ProcessInfo, used_gpu_memory), 8);
+        assert_eq!(offset_of!(ProcessInfo, compute_instance_id), 20);
 
         assert_eq!(size_of::<Device>(), size_of::<usize>());
     }

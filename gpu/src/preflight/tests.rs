@@ -162,12 +162,9 @@ fn several_cuda_processes_are_a_finding_of_their_own() {
         sign: Sign::MultipleCudaProcesses { pids: vec![7, 8] },
         certainty: Certainty::Certain,
     };
-    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), [several.clone()]);
-    assert_eq!(
-        inspect(root.path(), &[7, 8, 9]).unwrap(),
-        [several],
-        "9 has ended"
-    );
+    let several = [several];
+    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), several);
+    assert_eq!(inspect(root.path(), &[7, 8, 9]).unwrap(), several, "9 has ended");
     assert_eq!(inspect(root.path(), &[7, 9]).unwrap(), []);
 }
 

@@ -17,6 +17,7 @@ fn requests_survive_the_round_trip() {
     };
     round_trip_request(Request::Inventory);
     round_trip_request(Request::Discover { pids: vec![] });
+    round_trip_request(Request::Memory { pids: vec![1] });
     round_trip_request(Request::State { pids: vec![1, 2] });
     round_trip_request(Request::Lock {
         pids: vec![1],
@@ -41,6 +42,7 @@ fn replies_survive_the_round_trip() {
         pid: 1,
         state,
         restore_tid: Some(2),
+        gpu_bytes: Some(1 << 40),
         micros: 3,
         error,
     };

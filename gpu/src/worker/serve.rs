@@ -120,6 +120,7 @@ impl Session {
                 Ok(())
             }
             Request::Discover { pids } => self.discover(&distinct(pids)?),
+            Request::Memory { pids } => self.memory(&distinct(pids)?),
             Request::State { pids } => self.each(&distinct(pids)?, |ask, pid| ask.state(pid)),
             Request::Lock { pids, timeout_ms } => self.each(&distinct(pids)?, |ask, pid| {
                 ask.change(pid, |c| c.lock(pid, timeout_ms))
@@ -162,6 +163,7 @@ impl Session {
                     pid,
                     state: None,
                     restore_tid: None,
+                    gpu_bytes: None,
                     micros: 0,
                     error: None,
                 };
@@ -173,6 +175,24 @@ impl Session {
             return Ok(());
         }
         self.each(&candidates, |ask, pid| ask.discover(pid))
+    }
+
+    /// What NVML tells of these processes.
+    fn memory(&self, pids: &[i32]) -> Result<(), Refusal<'_>> {
+        let started = Instant::now();
+        let used = self.node.libraries.nvml().and_then(|nvml| nvml.memory_in_use());
+        let used = used.map_err(Refusal::Nvml)?;
+        let replies: Vec<Reply> = pids
+            .iter()
+            .map(|&pid| {
+                Reply::Process(ProcessReply {
+                    gpu_bytes: used.get(&pid).copied(),
+                    ..reply(pid, started, None)
+                })
+            })
+            .collect();
+        self.replies.send(&replies);
+        Ok(())
     }
 
     /// cuInit where the driver's restore demands it.
@@ -281,6 +301,7 @@ fn reply(pid: i32, started: Instant, state: Option<Result<CudaState, DriverError
         pid,
         state,
         restore_tid: None,
+        gpu_bytes: None,
         micros: micros(started),
         error,
     }
@@ -296,6 +317,7 @@ fn not_started(pid: i32, error: &io::Error) -> ProcessReply {
         pid,
         state: None,
         restore_tid: None,
+        gpu_bytes: None,
         micros: 0,
         error: Some(error),
     }

@@ -23,6 +23,7 @@ pub fn cgroups_path(bytes: &[u8]) {
         mount_point: point.into(),
         fs_type: fs_type.into(),
         super_options: "rw,freezer".into(),
+        ..MountEntry::default()
     };
     for entries in [
         vec![entry(MOUNT_POINT, "/", "cgroup2")],

@@ -207,6 +207,7 @@ mod tests {
             mount_point: mount_point.into(),
             fs_type: fs_type.into(),
             super_options: options.into(),
+            ..MountEntry::default()
         }
     }
 

@@ -11,6 +11,7 @@ mod freezer;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod locate;
+mod memory;
 mod oom;
 mod read;
 mod v1;
@@ -25,6 +26,7 @@ use protobuf::well_known_types::any::Any;
 
 pub(crate) use freezer::FreezerState;
 use locate::Hierarchies;
+pub(crate) use memory::MemoryLimit;
 pub(crate) use oom::OomWatch;
 
 /// Lists the processes of a cgroup.

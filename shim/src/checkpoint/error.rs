@@ -33,11 +33,54 @@ pub(crate) enum EffectError {
     #[error(
         "CUDA process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out"
     )]
+    CudaOutsideTree { pid: i32, comm: String },
+    #[error("process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out")]
     OutsideTree { pid: i32, comm: String },
     #[error(
         "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
     )]
     Stopped { pid: i32, comm: String },
+    #[error(
+        "the driver copies {} of GPU memory into host memory{}, and the host has {} left",
+        mib(*needed),
+        with_image(*image),
+        mib(*left)
+    )]
+    HostMemory { needed: u64, image: u64, left: u64 },
+    #[error(
+        "the driver copies {} of GPU memory into host memory, and the limit of cgroup {} leaves {}",
+        mib(*needed),
+        dir.display(),
+        mib(*left)
+    )]
+    CgroupMemory { needed: u64, dir: PathBuf, left: u64 },
+    #[error(
+        "the checkpoint writes {} or more, and the file system of {} has {} free",
+        mib(*needed),
+        dir.display(),
+        mib(*free)
+    )]
+    Space { dir: PathBuf, needed: u64, free: u64 },
+    #[error(
+        "{} is a mount of {} of a {fs_type} file system that is not in the spec, which CRIU cannot dump",
+        point.display(),
+        root.display()
+    )]
+    ForeignMount {
+        point: PathBuf,
+        fs_type: String,
+        root: PathBuf,
+    },
+    #[error(
+        "descriptor {fd} of process {pid} ({comm}) is {} on a mount that the container does not have",
+        path.display()
+    )]
+    ForeignStdio {
+        pid: i32,
+        comm: String,
+        fd: i32,
+        path: PathBuf,
+    },
     #[error("CUDA process {pid} ({comm}) is {state} already")]
     NotRunning {
         pid: i32,
@@ -103,6 +146,18 @@ fn listed(processes: &[(i32, String)]) -> String {
         names.push(format!("{} more", processes.len() - SHOWN));
     }
     names.join(", ")
+}
+
+/// Megabytes; a part of one counts as one.
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes.div_ceil(1 << 20))
+}
+
+fn with_image(bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        bytes => format!(" and the image takes {} of it, being on a tmpfs", mib(bytes)),
+    }
 }
 
 /// `runc checkpoint` failed, or left no complete image.
@@ -309,8 +364,12 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::ManagedMemory { .. } => "FIRN-UVM",
         EffectError::Mps { .. } => "FIRN-MPS",
         EffectError::Mig { .. } => "FIRN-GPU-MIG",
-        EffectError::OutsideTree { .. } => "FIRN-EXEC",
         EffectError::Stopped { .. } => "FIRN-STOPPED",
+        EffectError::CudaOutsideTree { .. } | EffectError::OutsideTree { .. } => "FIRN-EXEC",
+        EffectError::HostMemory { .. } | EffectError::CgroupMemory { .. } => "FIRN-HOST-MEMORY",
+        EffectError::Space { .. } => "FIRN-IMAGE-SPACE",
+        EffectError::ForeignMount { .. } => "FIRN-FOREIGN-MOUNT",
+        EffectError::ForeignStdio { .. } => "FIRN-STDIO",
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
         EffectError::Nccl { .. } => "FIRN-NCCL",
         EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => "FIRN-IPC",
@@ -340,10 +399,23 @@ fn hint(error: &EffectError) -> &str {
         EffectError::ManagedMemory { .. } => "start the program with plain device memory (cudaMalloc)",
         EffectError::Mps { .. } => "start the container without MPS",
         EffectError::Mig { .. } => "use whole GPUs for containers that are to be checkpointed",
-        EffectError::OutsideTree { .. } => {
+        EffectError::CudaOutsideTree { .. } => {
             "end the exec'd process, or start it from the container's own init"
         }
         EffectError::Stopped { .. } => "continue it (kill -CONT), or use a node with cgroup v2",
+        EffectError::OutsideTree { .. } => {
+            "wait for its end or end it, or let it be left out: annotation firn.dev/exec=omit, or exec = \"omit\" under \
+             [checkpoint] in the configuration"
+        }
+        EffectError::HostMemory { .. } => {
+            "make room in the host's memory, or let the image go to a file system on disk"
+        }
+        EffectError::CgroupMemory { .. } => {
+            "raise the memory limit by as much as the container has GPU memory"
+        }
+        EffectError::Space { .. } => "make room there, or let the checkpoint go to another file system",
+        EffectError::ForeignMount { .. } => "unmount it, or give it to the container in its spec",
+        EffectError::ForeignStdio { .. } => "start the process with pipes, or with files of the container",
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Nccl { .. } => {
             "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment"

@@ -13,7 +13,7 @@ use firn_oci::{Grant, Spec, mounts};
 use super::error::{EffectError, EndError};
 use super::refuse::{self, Policy};
 use super::transaction::Effects;
-use super::{Request, dump};
+use super::{Request, dump, foreign, room};
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
@@ -36,6 +36,9 @@ const END: Duration = Duration::from_secs(120);
 #[derive(Clone)]
 struct Source {
     policy: Policy,
+    known: foreign::Known,
+    /// Bytes of memory in use on its GPUs, whoever uses it.
+    gpu_memory_in_use: u64,
     driver: DriverVersion,
     gpus: Vec<manifest::SourceGpu>,
     mounts: Vec<mounts::RequiredMount>,
@@ -60,6 +63,8 @@ pub(super) struct Live<'a> {
     tools: Tools<'a>,
     /// Read once, by the first inspection.
     source: Option<Source>,
+    /// Processes that the dump leaves out, of which the log has been told.
+    omitted: BTreeSet<i32>,
     complete: bool,
 }
 
@@ -76,6 +81,7 @@ impl<'a> Live<'a> {
             config,
             tools,
             source: None,
+            omitted: BTreeSet::new(),
             complete: false,
         }
     }
@@ -154,7 +160,14 @@ impl<'a> Live<'a> {
                 .to_owned(),
         };
         Ok(Source {
-            policy: Policy::of(&spec),
+            policy: Policy::of(&spec, self.config),
+            known: foreign::Known::of(&spec)?,
+            gpu_memory_in_use: inventory
+                .gpus
+                .iter()
+                .filter(|gpu| grant.gpus.iter().any(|granted| granted.uuid == gpu.uuid))
+                .map(|gpu| gpu.memory_total.saturating_sub(gpu.memory_free))
+                .sum(),
             driver: DriverVersion {
                 driver: inventory.driver_version,
                 cuda: inventory.cuda_version,
@@ -179,26 +192,57 @@ impl<'a> Live<'a> {
         text.lines().next().unwrap_or_default().trim().to_owned()
     }
 
-    /// Refusals by what the CUDA processes are and do.
+    /// Refusals by what the processes are and do. Gives those that are dumped.
     async fn refuse_by_process(
-        &self,
+        &mut self,
         policy: Policy,
         all: &[i32],
         cuda: &[CudaProcess],
-    ) -> Result<(), EffectError> {
+    ) -> Result<Vec<i32>, EffectError> {
         self.refuse_stopped(all)?;
-        let tree = procfs::tree(self.container.init.pid(), all);
-        for &CudaProcess { pid, .. } in cuda {
-            if !tree.contains(&pid) {
-                return Err(EffectError::OutsideTree {
-                    pid,
-                    comm: procfs::comm(pid),
-                });
+        let tree = refuse::by_tree(self.container.init.pid(), all, cuda, policy)?;
+        for pid in tree.omitted {
+            if self.omitted.insert(pid) {
+                log::warn!(
+                    "the checkpoint of {} leaves out process {pid} ({}), which is no child of init",
+                    self.container.id,
+                    procfs::comm(pid)
+                );
             }
         }
         let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
         let findings = blocking(move || firn_gpu::preflight::inspect(Path::new("/proc"), &pids)).await?;
-        refuse::by_signs(&findings, policy)
+        refuse::by_signs(&findings, policy)?;
+        Ok(tree.dumped.into_iter().collect())
+    }
+
+    /// Refusals by what lies around the processes: room for what a checkpoint makes, mounts, standard streams.
+    async fn refuse_by_surroundings(
+        &mut self,
+        dumped: Vec<i32>,
+        cuda: &[CudaProcess],
+    ) -> Result<(), EffectError> {
+        let source = self.source.as_ref().expect("it was read before");
+        let (known, in_use) = (source.known.clone(), source.gpu_memory_in_use);
+        let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
+        let gpu_memory = match pids.is_empty() {
+            true => 0,
+            // Some virtual machines do not tell it by process: then all that is in use on the container's GPUs.
+            false => {
+                let told = (self.tools.gpu).memory(&pids, self.config.deadlines.inventory);
+                unless_cut(&self.tools.cut, told).await?.unwrap_or(in_use)
+            }
+        };
+        let limit = self.tools.cgroup.memory_limit()?;
+        let image = self.request.image.clone();
+        let work = (self.request.work.clone()).unwrap_or_else(|| self.container.bundle.clone());
+        let init = self.container.init.pid();
+        blocking(move || {
+            room::check(room::Needs::of(&dumped, gpu_memory), limit, &image, &work)?;
+            foreign::by_mounts(init, &known)?;
+            foreign::by_stdio(init, &dumped)
+        })
+        .await
     }
 
     /// A process that a signal has stopped cannot be traced while a v1 freezer holds it, by firn and by CRIU.
@@ -315,7 +359,10 @@ impl Effects for Live<'_> {
             .gpu
             .discover(pids.clone(), self.config.deadlines.discover);
         let cuda = unless_cut(&self.tools.cut, found).await?;
-        self.refuse_by_process(policy, &pids, &cuda).await?;
+        let dumped = self.refuse_by_process(policy, &pids, &cuda).await?;
+        if first {
+            self.refuse_by_surroundings(dumped, &cuda).await?;
+        }
         self.tools.journal.cuda(&cuda).await?;
         self.tools
             .account

@@ -6,9 +6,11 @@
 //! nothing that fails after CRIU can cost the workload.
 
 mod error;
+mod foreign;
 mod image;
 mod live;
 mod refuse;
+mod room;
 mod transaction;
 
 use std::io::ErrorKind;

@@ -85,14 +85,19 @@ fn listed(bytes: &[u8]) {
     };
     for entry in mountinfo::parse(bytes) {
         let fields = [
+            entry.device.as_bytes(),
             entry.root.as_os_str().as_bytes(),
             entry.mount_point.as_os_str().as_bytes(),
             entry.fs_type.as_bytes(),
             entry.super_options.as_bytes(),
         ];
-        let [root, point, fs_type, options] = fields.map(escape);
+        let [device, root, point, fs_type, options] = fields.map(escape);
+        let id = entry.id.to_string();
         let line = [
-            &b"36 35 98:0 "[..],
+            id.as_bytes(),
+            b" 35 ",
+            &device,
+            b" ",
             &root,
             b" ",
             &point,

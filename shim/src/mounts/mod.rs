@@ -25,7 +25,7 @@ use containerd_shim_protos::types::mount::Mount;
 use nix::sched::{CloneFlags, unshare};
 use tokio::sync::oneshot;
 
-pub(crate) use mountinfo::{MountEntry, mounted};
+pub(crate) use mountinfo::{MountEntry, mounted, of_process};
 
 use crate::logger::Chain;
 use crate::reaper::{OutputError, Reaper};

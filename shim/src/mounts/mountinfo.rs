@@ -9,8 +9,12 @@ use std::path::PathBuf;
 const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
 /// One mount.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MountEntry {
+    /// Its number, which no other mount of the machine has.
+    pub id: u32,
+    /// `major:minor` of the file system.
+    pub device: String,
     /// What of the file system is seen at the mount point.
     pub root: PathBuf,
     /// Where.
@@ -19,6 +23,11 @@ pub(crate) struct MountEntry {
     pub fs_type: String,
     /// Options of the file system, as opposed to those of the mount.
     pub super_options: String,
+}
+
+/// All mounts that a process sees, in the order in which they were made.
+pub(crate) fn of_process(pid: i32) -> io::Result<Vec<MountEntry>> {
+    Ok(parse(&std::fs::read(format!("/proc/{pid}/mountinfo"))?))
 }
 
 /// All mounts, in the order in which they were made.
@@ -33,13 +42,17 @@ pub(super) fn parse(text: &[u8]) -> Vec<MountEntry> {
 
 fn entry(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let root = path(fields.nth(3)?);
+    let id = text(fields.next()?).parse().ok()?;
+    let device = text(fields.nth(1)?);
+    let root = path(fields.next()?);
     let mount_point = path(fields.next()?);
     // A varying number of optional fields ends with a dash.
     fields.find(|field| *field == b"-")?;
     let fs_type = text(fields.next()?);
     let super_options = text(fields.nth(1)?);
     Some(MountEntry {
+        id,
+        device,
         root,
         mount_point,
         fs_type,
@@ -87,6 +100,7 @@ mod tests {
             garbage\n";
         let entries = parse(text);
         assert_eq!(entries.len(), 2);
+        assert_eq!((entries[0].id, entries[0].device.as_str()), (36, "98:0"));
         assert_eq!(entries[0].root, PathBuf::from("/mnt1"));
         assert_eq!(entries[0].mount_point, PathBuf::from("/mnt/with space\\x"));
         assert_eq!(entries[0].super_options, "rw,errors=continue");

@@ -161,6 +161,124 @@ fn a_cuda_process_that_was_started_by_exec_is_refused() -> Result<()> {
     })
 }
 
+/// Starts a program in a container that outlives its client.
+fn exec<'a>(job: &Container<'_>, host: &GpuHost, exec_id: &'a str, command: &[&'a str]) -> Result<()> {
+    let exec = ["ctr", "tasks", "exec", "--detach", "--exec-id", exec_id, job.id()];
+    host.node().run(&[&exec[..], command].concat()).map(drop)
+}
+
+#[test]
+fn a_process_of_exec_is_refused_or_left_out_as_the_owner_says() -> Result<()> {
+    on([host(Suite::Forky, "rf-omit", 1)?], |[host]| {
+        host.watch_runc()?;
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        exec(&job, host, "shell", &["sleep", "1000"])?;
+        let said = fails(&job, host, "FIRN-EXEC")?;
+        ensure!(
+            said.contains("(sleep)") && said.contains("firn.dev/exec=omit"),
+            "{said}"
+        );
+        ensure!(!host.runc_has("checkpoint")?, "runc was called");
+        job.task(&["pause"])?;
+        let said = failure(job.task(&["checkpoint"]))?;
+        ensure!(said.contains("FIRN-EXEC:"), "{said}");
+        ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
+        job.stands_still()?;
+        job.task(&["resume"])?;
+        ensure!(job.pids()?.len() == 2, "{:?}", job.pids()?);
+
+        host.configure("[checkpoint]\nexec = \"omit\"\n")?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        ensure!(job.pids()?.len() == 2, "the exec has ended: {:?}", job.pids()?);
+        ensure!(host.log().contains("leaves out process"), "the log does not tell");
+        job.remove()?;
+        host.idle()?;
+
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        ensure!(copy.pids()?.len() == 1, "{:?}", copy.pids()?);
+        copy.remove()?;
+
+        let strict = ["--annotation", "firn.dev/exec=refuse"];
+        let job = Container::count_with(host, "job", &["0"], 1, &strict, &[])?;
+        job.goes_on(3)?;
+        exec(&job, host, "shell", &["sleep", "1000"])?;
+        fails(&job, host, "FIRN-EXEC")?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn gpu_memory_that_the_containers_limit_has_no_room_for_is_refused() -> Result<()> {
+    on([host(Suite::Forky, "rf-room", 1)?], |[host]| {
+        host.watch_runc()?;
+        let limit = ["--memory-limit", "100663296"];
+        let arguments = ["--reserve-mib", "200"];
+        let job = Container::count_with(host, "job", &["0"], 1, &limit, &arguments)?;
+        job.goes_on(3)?;
+        let said = fails(&job, host, "FIRN-HOST-MEMORY")?;
+        ensure!(said.contains("/default/job leaves 9"), "{said}");
+        ensure!(!host.runc_has("checkpoint")?, "runc was called");
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// A part of a file system whose whole the container does not have, as a hook binds it into a container from outside.
+const MOUNT_BEHIND: &str = "mkdir /whole /foreign && mount -t tmpfs whole /whole && mkdir /whole/part && \
+     mount --bind /whole/part /foreign && umount -l /whole";
+
+#[test]
+fn a_mount_made_behind_the_runtime_is_refused_and_named() -> Result<()> {
+    on([host(Suite::Forky, "rf-mount", 1)?], |[host]| {
+        host.watch_runc()?;
+        let options = host.ctr_gpu_options(&["0"])?;
+        let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
+        options.extend(["--runtime", FIRN, "--privileged"]);
+        let script = "mount -t tmpfs mine /tmp; exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+        let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
+        job.goes_on(3)?;
+        // What the container has mounted itself is its own.
+        job.checkpoint("checkpoint/before")?;
+        job.goes_on(3)?;
+
+        let namespace = format!("--mount=/proc/{}/ns/mnt", job.pid()?);
+        host.node()
+            .run(&["nsenter", &namespace, "sh", "-ec", MOUNT_BEHIND])?;
+        let said = fails(&job, host, "FIRN-FOREIGN-MOUNT")?;
+        ensure!(said.contains("/foreign is a mount of /part of a tmpfs"), "{said}");
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn a_standard_stream_in_a_file_of_the_host_is_refused_and_named() -> Result<()> {
+    on([host(Suite::Forky, "rf-stdio", 1)?], |[host]| {
+        host.watch_runc()?;
+        host.node().write("/tmp/outside", "text\n")?;
+        let options = host.ctr_gpu_options(&["0"])?;
+        let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
+        let bind = "type=bind,src=/proc,dst=/hosts,options=rbind";
+        options.extend(["--runtime", FIRN, "--privileged", "--mount", bind]);
+        let script =
+            "exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 </hosts/1/root/tmp/outside";
+        let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
+        job.goes_on(3)?;
+        let said = fails(&job, host, "FIRN-STDIO")?;
+        ensure!(
+            said.contains("/tmp/outside") && said.contains("(gpu-counter)"),
+            "{said}"
+        );
+        ensure!(!host.runc_has("checkpoint")?, "runc was called");
+        job.remove()?;
+        host.idle()
+    })
+}
+
 /// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the checkpoint that it spoils.
 type Fault = (&'static str, &'static [&'static str]);
 
@@ -347,16 +465,26 @@ fn after_a_failed_dump_the_counter_goes_on_or_stays_paused_on_trixie() -> Result
 fn a_full_disk_costs_nothing_and_leaves_no_half_an_image() -> Result<()> {
     on([host(Suite::Forky, "rf-full", 1)?], |[host]| {
         let node = host.node();
-        node.run(&["mkdir", "/tmp/small"])?;
-        node.run(&["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", "/tmp/small"])?;
+        // Too small for the image, which is seen before, and with room for too few files, which CRIU runs into.
+        let disks = [
+            ("/tmp/small", "size=2m", "FIRN-IMAGE-SPACE:"),
+            ("/tmp/few", "nr_inodes=6", "FIRN-DUMP:"),
+        ];
+        host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
-        for options in [&["checkpoint"][..], &["checkpoint", "--exit"]] {
-            let said = failure(job.task(&[options, &["--image-path", "/tmp/small/image"]].concat()))?;
-            assert!(said.contains("FIRN-DUMP:"), "{said}");
-            assert!(!node.path("/tmp/small/image").exists(), "half an image is left");
-            assert_eq!(job.status()?, "RUNNING");
-            job.goes_on(3)?;
+        for (disk, option, code) in disks {
+            node.run(&["mkdir", disk])?;
+            node.run(&["mount", "-t", "tmpfs", "-o", option, "tmpfs", disk])?;
+            let image = format!("{disk}/image");
+            for options in [&["checkpoint"][..], &["checkpoint", "--exit"]] {
+                let said = failure(job.task(&[options, &["--image-path", &image]].concat()))?;
+                assert!(said.contains(code), "{said}");
+                assert!(!node.path(&image).exists(), "half an image is left");
+                assert_eq!(job.status()?, "RUNNING");
+                job.goes_on(3)?;
+            }
+            assert_eq!(host.runc_has("checkpoint")?, code == "FIRN-DUMP:");
         }
         job.remove()?;
         host.idle()

@@ -23,6 +23,9 @@ pub struct Options {
     /// Size of each buffer
     #[arg(long, default_value_t = 64)]
     mib: usize,
+    /// Device memory that each process allocates besides, and never uses
+    #[arg(long, default_value_t = 0)]
+    reserve_mib: usize,
     /// Device ordinals; each thread has a buffer on each
     #[arg(long, value_delimiter = ',', default_value = "0")]
     gpu: Vec<i32>,
@@ -116,6 +119,10 @@ fn watch(children: Vec<Child>) -> Result<()> {
 fn compute(options: &Options) -> Result<()> {
     let driver = Arc::new(Driver::open()?);
     driver.init()?;
+    if options.reserve_mib > 0 {
+        driver.set_current(driver.primary_context(options.gpu[0])?)?;
+        driver.allocate(options.reserve_mib << 20)?;
+    }
     let (tell, ended) = mpsc::channel();
     for number in 0..options.threads {
         for &gpu in &options.gpu {

@@ -360,4 +360,8 @@ impl Nvml for Fake {
         }
         Ok(gpus)
     }
+
+    fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError> {
+        Ok(BTreeMap::from([(7, 3 << 30)]))
+    }
 }

@@ -59,6 +59,7 @@ impl<'h> Cri<'h> {
             "annotations": {
                 "firn.dev/gpu-map": map,
                 "firn.dev/ipc": "none",
+                "firn.dev/exec": "refuse",
                 "other.dev/annotation": "not passed on",
             },
             "linux": { "cgroupParent": PARENT, "securityContext": { "namespaceOptions": options } },

@@ -105,11 +105,16 @@ fn one_shim(cri: Cri<'_>) -> Result<String> {
             .node()
             .read(format!("{BUNDLES}/{}/config.json", one.id))?,
     )?;
-    let names = ["firn.dev/gpu-map", "firn.dev/ipc", "other.dev/annotation"];
+    let names = [
+        "firn.dev/gpu-map",
+        "firn.dev/ipc",
+        "firn.dev/exec",
+        "other.dev/annotation",
+    ];
     let passed = names.map(|name| !spec["annotations"][name].is_null());
     let ours = cri.way == Way::Path;
     ensure!(
-        passed == [ours, ours, false],
+        passed == [ours, ours, ours, false],
         "annotations of the pod that reached the container: {passed:?}"
     );
     let seen = format!(
