@@ -388,6 +388,41 @@ fn code_fails(host: &GpuHost) -> Result<()> {
     host.idle()
 }
 
+/// A loop without GPU.
+fn idle_loop(host: &GpuHost) -> Result<Container<'_>> {
+    let script = "while :; do echo x >>/log; sleep 0.05; done";
+    Container::run(host, "job", &["--runtime", FIRN], &["sh", "-c", script])
+}
+
+/// A container without GPU is killed in the middle of its dump, or its shim is: nothing is left either.
+fn without_gpu(host: &GpuHost) -> Result<()> {
+    for shim in [false, true] {
+        let job = idle_loop(host)?;
+        let stop = Stop::Criu("post-dump");
+        stop.set(host)?;
+        let task = Task::of(host, "job")?;
+        let pending = checkpoint(&task, true)?;
+        stop.reached(host, "dump")?;
+        if shim {
+            kill_shim(host)?;
+            task_is_gone(&job)?;
+        } else {
+            task.kill("", 9, false)
+                .map_err(|error| anyhow::anyhow!("kill: {error}"))?;
+        }
+        ensure!(task.end(pending).is_err(), "a dump that was broken off");
+        if shim {
+            job.forget()?;
+        } else {
+            job.remove()?;
+        }
+        host.idle()?;
+        image_is(host, false)?;
+        Stop::lift(host)?;
+    }
+    Ok(())
+}
+
 /// A client deletes the container by force, as `ctr` does it, in the middle of a dump.
 fn deleted(host: &GpuHost) -> Result<()> {
     let point = point(Stop::Criu("post-dump"), "dump", false, false);
@@ -444,10 +479,9 @@ fn left_alone(host: &GpuHost) -> Result<()> {
 /// on when it is resumed.
 fn criu_killed(host: &GpuHost) -> Result<()> {
     for gpu in [true, false] {
-        let loop_ = ["sh", "-c", "while :; do echo x >>/log; sleep 0.05; done"];
         let job = match gpu {
             true => count(host)?,
-            false => Container::run(host, "job", &["--runtime", FIRN], &loop_)?,
+            false => idle_loop(host)?,
         };
         job.task(&["pause"])?;
         let stop = Stop::Criu("post-dump");
@@ -533,7 +567,8 @@ fn a_shim_that_is_killed_leaves_nothing_on_cgroup_v2() -> Result<()> {
 fn a_container_that_is_killed_ends_at_once() -> Result<()> {
     on([host(Suite::Forky, Cgroup::Auto, "rc-k", 1)?], |[host]| {
         at_points(host, POINTS, killed_at)?;
-        deleted(host)
+        deleted(host)?;
+        without_gpu(host)
     })
 }
 
