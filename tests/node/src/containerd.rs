@@ -10,6 +10,8 @@ use crate::node::Node;
 use crate::wait::wait_for;
 
 const CONFIG: &str = "/etc/containerd/config.toml";
+/// Variables of containerd's environment, where Debian's services look for them.
+const ENVIRONMENT: &str = "/etc/default/containerd";
 const SOCKET: &str = "/run/containerd/containerd.sock";
 const PID_FILE: &str = "/run/containerd.pid";
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -28,7 +30,8 @@ impl Node {
             let _ = fs::remove_file(self.path(stale));
         }
         let start = format!(
-            "echo $$ >{PID_FILE}.new; mv {PID_FILE}.new {PID_FILE}; exec containerd >>{} 2>&1 </dev/null",
+            "set -a; [ ! -e {ENVIRONMENT} ] || . {ENVIRONMENT}; set +a
+            echo $$ >{PID_FILE}.new; mv {PID_FILE}.new {PID_FILE}; exec containerd >>{} 2>&1 </dev/null",
             Self::CONTAINERD_LOG
         );
         let started = self
