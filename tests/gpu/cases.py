@@ -74,6 +74,8 @@ def all_cases(sizes, mib):
         Case("task-checkpoint", 60, 1, lambda setup, end, record: task_checkpoint(
             setup, end, record, "task", counter(["--mib", f"{mib}"]), mib / 1024)),
         Case("managed", 60, 1, managed),
+        Case("ipc", 60, 1, ipc),
+        Case("nccl", 180, 2, nccl),
         Case("torch", 180, 1, torch),
         Case("cpu", 60, 0, trip("cpu", cpu), ("no-gpu",)),
         Case("cpu-python", 60, 0, trip("cpu-python", python(["-c", PYTHON_COUNTER])), ("no-gpu",)),
@@ -325,17 +327,83 @@ def managed(setup, end, record):
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         wait_for_counts(container, end, 1, {}, 3)
-        done, record["checkpoint_s"] = timed(container.checkpoint, image, end)
-        if not done.returncode:
-            raise Failed("the checkpoint of managed memory succeeded")
-        code = re.search(r"FIRN-[A-Z0-9-]+", done.stderr)
-        if not code:
-            raise Failed(f"refused without a FIRN code: {done.stderr.strip()}")
-        record["refusal"] = done.stderr.strip()
-        record["code"] = code[0]
+        refuse(container, image, end, record)
         seen = counts(container)
-        went_on = wait_for_counts(container, end, 1, seen, 3, f"refused: {done.stderr.strip()}")
+        went_on = wait_for_counts(container, end, 1, seen, 3, f"refused: {record['refusal']}")
         record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
+    finally:
+        clean_up(setup, [container], image)
+
+
+def refuse(container, image, end, record, codes=None):
+    """Ask for a checkpoint that must be refused; with `codes`, by one of them and before the driver is asked for anything."""
+    done, record["checkpoint_s"] = timed(container.checkpoint, image, end)
+    record["refusal"] = done.stderr.strip()
+    record["code"] = refusal(done, codes, container.account())
+
+
+def refusal(done, codes, account):
+    """The code by which a checkpoint was refused; anything else is a failure."""
+    said = done.stderr.strip()
+    if not done.returncode:
+        raise Failed("the checkpoint succeeded")
+    code = re.search(r"FIRN-[A-Z0-9-]+", said)
+    if not code:
+        raise Failed(f"refused without a FIRN code: {said}")
+    if codes and code[0] not in codes:
+        raise Failed(f"refused with {code[0]}, not {' or '.join(codes)}: {said}")
+    if codes and "lock" in account:
+        raise Failed(f"refused after the lock ({account}): {said}")
+    return code[0]
+
+
+def ipc(setup, end, record):
+    """Memory that two processes share by cudaIpc shows no sign, and could not be restored: refused, and both go on."""
+    uuids, _ = setup.pick(1)
+    container = Container(setup.host, "ipc")
+    workload = counter(["--mib", "64", "--ipc"])
+    record.update(gib=0.0625, counters=2, uuid_before=uuids)
+    image = "firn.test/checkpoint/ipc:latest"
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        wait_for_counts(container, end, 1, {}, 3)
+        wait_for_imports(container, end, 3)
+        refuse(container, image, end, record, ["FIRN-IPC"])
+        seen, imported = counts(container), imports(container)
+        went_on = wait_for_counts(container, end, 1, seen, 3, f"refused: {record['refusal']}")
+        wait_for_imports(container, end, imported + 3)
+        record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
+    finally:
+        clean_up(setup, [container], image)
+
+
+def imports(container):
+    """How often the process that imported the other's memory has read it."""
+    return sum(line.startswith("importer ") and line.endswith(" ok") for line in container.lines())
+
+
+def wait_for_imports(container, end, number):
+    """Wait until the importer has read so often."""
+    end.until(f"{number} reads of shared memory", lambda: imports(container) >= number)
+
+
+def nccl(setup, end, record):
+    """Two ranks of NCCL with its default transport may share GPU memory: refused, and they train on."""
+    uuids = [gpu["uuid"] for gpu in setup.gpus][:2]
+    container = Container(setup.host, "nccl")
+    # The default size of /dev/shm is small for NCCL.
+    shm = ["--mount", "type=tmpfs,src=shm,dst=/dev/shm,options=mode=1777:size=1g"]
+    workload = script(setup, "ddp.py", [], 2, shm)
+    record.update(gib=0.1, counters=2, uuid_before=uuids)
+    image = "firn.test/checkpoint/nccl:latest"
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        end.until("the ranks to train", lambda: reached(container, 3), 120)
+        refuse(container, image, end, record, ["FIRN-NCCL", "FIRN-IPC"])
+        # A step ends when both ranks have summed their gradients: one that hangs holds the other.
+        record["iter_before"] = max(losses(container.lines()))
+        record["iter_after"] = record["iter_before"] + 5
+        end.until("the ranks to train on", lambda: reached(container, record["iter_after"]), 60)
     finally:
         clean_up(setup, [container], image)
 
@@ -419,13 +487,18 @@ def losses(lines):
 
 def training(setup, steps):
     """train.py with the machine's Python and PyTorch."""
-    script = f"{setup.host.work}/train"
-    os.makedirs(script, exist_ok=True)
-    shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"), script)
-    mount = ["--mount", f"type=bind,src={script},dst=/train,options=bind:ro"]
+    return script(setup, "train.py", ["--steps", str(steps)], 1)
+
+
+def script(setup, name, arguments, gpus, options=()):
+    """A script that lies beside this one, with the machine's Python and PyTorch."""
+    directory = f"{setup.host.work}/train"
+    os.makedirs(directory, exist_ok=True)
+    shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), directory)
+    mount = [*options, "--mount", f"type=bind,src={directory},dst=/train,options=bind:ro"]
     if not cdi.known_to_loader():
         mount += ["--env", f"LD_LIBRARY_PATH={cdi.library_dir()}"]
-    return python(["/train/train.py", "--steps", str(steps)], mount, gpus=1)
+    return python([f"/train/{name}", *arguments], mount, gpus=gpus)
 
 
 def python(arguments, options=(), gpus=0):

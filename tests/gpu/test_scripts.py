@@ -61,6 +61,41 @@ class Counts(unittest.TestCase):
         self.assertEqual(cases.counts(container), {workers[0]: {0: "5", 1: "7"}, workers[1]: {0: "6"}})
 
 
+class Refusal(unittest.TestCase):
+    """`refusal` believes a refusal only by its code, and one by name only if nothing had been begun."""
+
+    def refusal(self, said, codes=None, account=None, status=1):
+        return cases.refusal(mock.Mock(returncode=status, stderr=said), codes, account or {})
+
+    def test_its_code(self):
+        said = "ctr: FIRN-IPC: cannot checkpoint container ipc: CUDA processes 7 (gpu-counter) ...\n"
+        self.assertEqual(self.refusal(said), "FIRN-IPC")
+        self.assertEqual(self.refusal(said, ["FIRN-NCCL", "FIRN-IPC"], {"inspect": 3, "total": 4}), "FIRN-IPC")
+
+    def test_success(self):
+        with self.assertRaisesRegex(hosts.Failed, "succeeded"):
+            self.refusal("", status=0)
+
+    def test_no_code_or_another(self):
+        with self.assertRaisesRegex(hosts.Failed, "without a FIRN code: ctr: no"):
+            self.refusal("ctr: no")
+        with self.assertRaisesRegex(hosts.Failed, "FIRN-DUMP, not FIRN-IPC"):
+            self.refusal("FIRN-DUMP: ...", ["FIRN-IPC"])
+
+    def test_too_late(self):
+        with self.assertRaisesRegex(hosts.Failed, "after the lock"):
+            self.refusal("FIRN-IPC: ...", ["FIRN-IPC"], {"inspect": 1, "lock": 2})
+
+    def test_reads_of_the_importer(self):
+        container = mock.Mock(lines=lambda: [
+            "counter pid=7 thread=0 gpu=0 uuid=GPU-a iter=0 checksum=5 ok",
+            "importer pid=8 gpu=0 iter=0 first=0x00000001 ok",
+            "importer pid=8 gpu=0 iter=1 first=0x00000001",
+            "importer pid=8 gpu=0 iter=2 first=0x00000002 ok",
+        ])
+        self.assertEqual(cases.imports(container), 2)
+
+
 class Cdi(unittest.TestCase):
     """The spec grants the nodes that are there, as they are."""
 

@@ -25,13 +25,30 @@ fn fails(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<String> {
     Ok(said)
 }
 
+/// As [`fails`], before anything was touched, running and paused; `host` watches runc.
+fn refused(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<String> {
+    let said = fails(job, host, code)?;
+    let node = host.node();
+    node.write("/tmp/kept/before", "of somebody else\n")?;
+    job.task(&["pause"])?;
+    let paused = failure(job.task(&["checkpoint", "--image-path", "/tmp/kept"]))?;
+    ensure!(paused.contains(&format!("{code}:")), "{paused}");
+    ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
+    job.stands_still()?;
+    let left = node.run(&["ls", "-A", "/tmp/kept"])?.stdout;
+    ensure!(left == "before\n", "the image directory holds {left}");
+    job.task(&["resume"])?;
+    job.goes_on(3)?;
+    ensure!(!host.runc_has("checkpoint")?, "runc was called");
+    Ok(said)
+}
+
 fn managed_memory(suite: Suite, name: &str) -> Result<()> {
     on([host(suite, name, 1)?], |[host]| {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &["--managed"])?;
         job.goes_on(3)?;
-        fails(&job, host, "FIRN-UVM")?;
-        assert!(!host.runc_has("checkpoint")?, "runc was called");
+        refused(&job, host, "FIRN-UVM")?;
         job.remove()?;
         host.idle()
     })
@@ -67,7 +84,7 @@ fn shared_memory(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
         |[host]| {
             host.watch_runc()?;
             let job = importing(host, &[])?;
-            let said = fails(&job, host, "FIRN-IPC")?;
+            let said = refused(&job, host, "FIRN-IPC")?;
             ensure!(said.contains("firn.dev/ipc=none"), "no remedy in:\n{said}");
             for pid in job.pids()? {
                 ensure!(
@@ -75,23 +92,10 @@ fn shared_memory(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
                     "no {pid} in:\n{said}"
                 );
             }
-            ensure!(!host.runc_has("checkpoint")?, "runc was called");
             let before = imported(host)?;
             wait_for("the importer to go on", LIMIT, || {
                 Ok((imported(host)? > before + 2).then_some(()))
             })?;
-
-            job.task(&["pause"])?;
-            let said = failure(job.task(&["checkpoint", "--image-path", "/tmp/image"]))?;
-            ensure!(said.contains("FIRN-IPC:"), "{said}");
-            ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
-            job.stands_still()?;
-            ensure!(
-                !host.node().path("/tmp/image").exists(),
-                "an image directory is left"
-            );
-            job.task(&["resume"])?;
-            job.goes_on(3)?;
             job.remove()?;
             host.idle()
         },
@@ -174,18 +178,11 @@ fn a_process_of_exec_is_refused_or_left_out_as_the_owner_says() -> Result<()> {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         exec(&job, host, "shell", &["sleep", "1000"])?;
-        let said = fails(&job, host, "FIRN-EXEC")?;
+        let said = refused(&job, host, "FIRN-EXEC")?;
         ensure!(
             said.contains("(sleep)") && said.contains("firn.dev/exec=omit"),
             "{said}"
         );
-        ensure!(!host.runc_has("checkpoint")?, "runc was called");
-        job.task(&["pause"])?;
-        let said = failure(job.task(&["checkpoint"]))?;
-        ensure!(said.contains("FIRN-EXEC:"), "{said}");
-        ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
-        job.stands_still()?;
-        job.task(&["resume"])?;
         ensure!(job.pids()?.len() == 2, "{:?}", job.pids()?);
 
         host.configure("[checkpoint]\nexec = \"omit\"\n")?;
@@ -219,9 +216,8 @@ fn gpu_memory_that_the_containers_limit_has_no_room_for_is_refused() -> Result<(
         let arguments = ["--reserve-mib", "200"];
         let job = Container::count_with(host, "job", &["0"], 1, &limit, &arguments)?;
         job.goes_on(3)?;
-        let said = fails(&job, host, "FIRN-HOST-MEMORY")?;
+        let said = refused(&job, host, "FIRN-HOST-MEMORY")?;
         ensure!(said.contains("/default/job leaves 9"), "{said}");
-        ensure!(!host.runc_has("checkpoint")?, "runc was called");
         job.remove()?;
         host.idle()
     })
@@ -268,15 +264,74 @@ fn a_standard_stream_in_a_file_of_the_host_is_refused_and_named() -> Result<()> 
             "exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 </hosts/1/root/tmp/outside";
         let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
         job.goes_on(3)?;
-        let said = fails(&job, host, "FIRN-STDIO")?;
+        let said = refused(&job, host, "FIRN-STDIO")?;
         ensure!(
             said.contains("/tmp/outside") && said.contains("(gpu-counter)"),
             "{said}"
         );
-        ensure!(!host.runc_has("checkpoint")?, "runc was called");
         job.remove()?;
         host.idle()
     })
+}
+
+/// A process that has the pipe of an MPS daemon open, then a driver whose library has lost one of the checkpoint calls:
+/// that in the container is the one that it was started with.
+fn set_ups(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    on(
+        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        |[host]| {
+            host.watch_runc()?;
+            let options = host.ctr_gpu_options(&["0"])?;
+            let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
+            options.extend(["--runtime", FIRN]);
+            let script = "mkdir -p /tmp/nvidia-mps; mkfifo /tmp/nvidia-mps/control; exec 9<>/tmp/nvidia-mps/control; \
+                      exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+            let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
+            job.goes_on(3)?;
+            let said = refused(&job, host, "FIRN-MPS")?;
+            ensure!(said.contains("/tmp/nvidia-mps"), "{said}");
+            job.remove()?;
+
+            let job = Container::count(host, "job", &["0"], 1, &[])?;
+            job.goes_on(3)?;
+            let rename = "sed -i --follow-symlinks s/cuCheckpointProcessLock/cuCheckpointProcessL0ck/g $(find /usr/lib -name libcuda.so.1)";
+            host.node().run(&["sh", "-ec", rename])?;
+            refused(&job, host, "FIRN-DRIVER-TOO-OLD")?;
+            job.remove()?;
+            host.idle()
+        },
+    )
+}
+
+#[test]
+fn mps_and_an_old_driver_are_refused_on_forky_with_cgroup_v2() -> Result<()> {
+    set_ups(Suite::Forky, Cgroup::V2, "rf-setf")
+}
+
+#[test]
+fn mps_and_an_old_driver_are_refused_on_trixie() -> Result<()> {
+    set_ups(Suite::Trixie, Cgroup::Auto, "rf-sett")
+}
+
+#[test]
+fn a_gpu_in_mig_mode_is_refused() -> Result<()> {
+    on(
+        [GpuHost::for_test(
+            Suite::Forky,
+            Cgroup::V2,
+            "rf-mig",
+            &[SimGpu::h200(1).mig()],
+        )?],
+        |[host]| {
+            host.watch_runc()?;
+            let job = Container::count(host, "job", &["0"], 1, &[])?;
+            job.goes_on(3)?;
+            let said = refused(&job, host, "FIRN-GPU-MIG")?;
+            ensure!(said.contains(&host.uuids()[0]), "{said}");
+            job.remove()?;
+            host.idle()
+        },
+    )
 }
 
 /// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the checkpoint that it spoils.
