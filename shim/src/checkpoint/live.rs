@@ -237,8 +237,11 @@ impl<'a> Live<'a> {
         let image = self.request.image.clone();
         let work = (self.request.work.clone()).unwrap_or_else(|| self.container.bundle.clone());
         let init = self.container.init.pid();
+        let has_parent = self.request.parent.is_some();
         blocking(move || {
-            room::check(room::Needs::of(&dumped, gpu_memory), limit, &image, &work)?;
+            // What the parent image holds is not written again.
+            let written = if has_parent { &[] } else { &dumped[..] };
+            room::check(room::Needs::of(written, gpu_memory), limit, &image, &work)?;
             foreign::by_mounts(init, &known)?;
             foreign::by_stdio(init, &dumped)
         })
