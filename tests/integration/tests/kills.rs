@@ -5,7 +5,7 @@ use std::process::Child;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, nothing_left, on};
+use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, on};
 use firn_node::{Cgroup, Process, Suite, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -19,6 +19,14 @@ const STEPS: [&str; 2] = ["setup-namespaces", "post-restore"];
 
 /// A container without GPU. A lone sleep would end when it is restored.
 const WORK: [&str; 3] = ["sh", "-c", "while :; do sleep 0.1; done"];
+
+/// Puts containers into one shim.
+const GROUP: [&str; 4] = [
+    "--runtime",
+    FIRN,
+    "--annotation",
+    "io.containerd.runc.v2.group=pod",
+];
 
 /// What is done to a restore in its middle.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +59,8 @@ struct Case<'h> {
     host: &'h GpuHost,
     image: &'static str,
     counters: usize,
+    /// A container of the same shim.
+    neighbour: Option<Container<'h>>,
 }
 
 impl Case<'_> {
@@ -92,8 +102,18 @@ impl Case<'_> {
         self.swept()?;
         node.run(&["ctr", "tasks", "delete", "job"])?;
         job.forget()?;
-        nothing_left(self.host, "job")?;
-        self.host.idle()
+        self.at_peace()
+    }
+
+    /// Nothing works on the node but the neighbour.
+    fn at_peace(&self) -> Result<()> {
+        match &self.neighbour {
+            None => self.host.idle(),
+            Some(neighbour) => {
+                ensure!(neighbour.status()? == "RUNNING", "the neighbour was hit");
+                Ok(())
+            }
+        }
     }
 
     /// The first process of this name: the tasks that CRIU makes have its name until they are complete.
@@ -144,7 +164,7 @@ impl Case<'_> {
             _ => drop(job.goes_on(3)?),
         }
         job.remove()?;
-        self.host.idle()
+        self.at_peace()
     }
 }
 
@@ -179,6 +199,7 @@ fn with_gpu(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
                 host,
                 image,
                 counters: 2,
+                neighbour: None,
             };
             for blow in [CRIU_KILLED, RUNC_KILLED] {
                 for step in STEPS {
@@ -199,7 +220,8 @@ fn plain(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
         [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
         |[host]| {
             let image = "checkpoint/job";
-            let job = Container::run(host, "job", &["--runtime", FIRN], &WORK)?;
+            let neighbour = Container::run(host, "neighbour", &GROUP, &["sleep", "infinity"])?;
+            let job = Container::run(host, "job", &GROUP, &WORK)?;
             job.checkpoint(image)?;
             job.remove()?;
             stand_still(host)?;
@@ -207,6 +229,7 @@ fn plain(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
                 host,
                 image,
                 counters: 0,
+                neighbour: Some(neighbour),
             };
             for blow in [CRIU_KILLED, RUNC_KILLED] {
                 for step in STEPS {
@@ -214,7 +237,9 @@ fn plain(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
                         .with_context(|| format!("{blow:?} in {step}"))?;
                 }
             }
-            case.restores()
+            case.restores()?;
+            case.neighbour.map_or(Ok(()), Container::remove)?;
+            host.idle()
         },
     )
 }
