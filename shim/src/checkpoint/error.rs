@@ -418,7 +418,8 @@ fn hint(error: &EffectError) -> &str {
         EffectError::ForeignStdio { .. } => "start the process with pipes, or with files of the container",
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Nccl { .. } => {
-            "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment"
+            "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment; if its \
+             processes share nothing, create the container with the annotation firn.dev/ipc=none"
         }
         EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => {
             "if they share none, create the container with the annotation firn.dev/ipc=none"

@@ -112,6 +112,37 @@ fn processes_that_share_memory_are_refused_and_go_on_on_trixie() -> Result<()> {
     shared_memory(Suite::Trixie, Cgroup::Auto, "rf-ipct")
 }
 
+/// Two CUDA processes that have a library loaded under NCCL's name.
+fn ranks<'h>(host: &'h GpuHost, settings: &str) -> Result<Container<'h>> {
+    let options = host.ctr_gpu_options(&["0"])?;
+    let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
+    options.extend(["--runtime", FIRN]);
+    let script = format!(
+        "cp $(find / -xdev -name libgcc_s.so.1 | head -n 1) /tmp/libnccl.so.2; export LD_PRELOAD=/tmp/libnccl.so.2 {settings}; \
+         exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 --procs 2"
+    );
+    let job = Container::run(host, "job", &options, &["sh", "-c", &script])?.counting(2);
+    job.goes_on(3)?;
+    Ok(job)
+}
+
+#[test]
+fn ranks_of_nccl_are_refused_unless_they_talk_over_sockets() -> Result<()> {
+    on([host(Suite::Forky, "rf-nccl", 1)?], |[host]| {
+        host.watch_runc()?;
+        let job = ranks(host, "NCCL_P2P_DISABLE=1")?;
+        let said = refused(&job, host, "FIRN-NCCL")?;
+        ensure!(said.contains("NCCL_SHM_DISABLE=1"), "no remedy in:\n{said}");
+        job.remove()?;
+
+        let job = ranks(host, "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0")?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
 #[test]
 fn memory_that_is_shared_though_its_owner_said_no_is_lost_and_the_image_named() -> Result<()> {
     on([host(Suite::Forky, "rf-ipcl", 1)?], |[host]| {
