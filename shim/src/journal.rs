@@ -242,8 +242,14 @@ impl Journal {
             shim: std::process::id(),
             begin,
         };
-        journal.write(line).await?;
-        Ok(journal)
+        match journal.write(line).await {
+            Ok(()) => Ok(journal),
+            Err(error) => {
+                // Nothing has begun.
+                journal.remove().await;
+                Err(error)
+            }
+        }
     }
 
     /// Goes on with the journal of a transaction whose code has failed.
@@ -297,9 +303,12 @@ impl Journal {
     /// The transaction is over.
     pub(crate) async fn end(self, outcome: Outcome) {
         self.note(Line::End { outcome }).await;
-        if outcome == Outcome::Lost {
-            return;
+        if outcome != Outcome::Lost {
+            self.remove().await;
         }
+    }
+
+    async fn remove(&self) {
         let path = self.0.path.clone();
         if let Err(error) = blocking(move || fs::remove_file(path)).await {
             log::warn!("cannot remove {}: {error}", self.0.path.display());

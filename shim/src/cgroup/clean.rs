@@ -40,22 +40,24 @@ impl Cgroup {
     }
 
     async fn kill_once(&self, dir: &Path, pids: &[i32]) -> Result<(), CgroupError> {
-        if self.version == Version::V2 {
-            match read::write(&dir.join(KILL), "1") {
-                Ok(()) => return Ok(()),
+        let whole = match self.version {
+            Version::V1 => false,
+            Version::V2 => match read::write(&dir.join(KILL), "1") {
+                Ok(()) => true,
                 // Kernels before 5.14.
-                Err(error) if error.is_absent() => {}
+                Err(error) if error.is_absent() => false,
                 Err(error) => return Err(error),
-            }
-        }
-        for pid in pids {
+            },
+        };
+        for pid in pids.iter().filter(|_| !whole) {
             match kill(Pid::from_raw(*pid), Signal::SIGKILL) {
                 Ok(()) | Err(Errno::ESRCH) => {}
                 Err(errno) => log::warn!("cannot kill process {pid} of {}: {errno}", dir.display()),
             }
         }
-        // Order matters: signals sent to a frozen v1 cgroup hit before its processes can fork once more.
-        if self.version == Version::V1 && self.dir("freezer").is_some() {
+        // Order matters: signals sent to a frozen v1 cgroup hit before its processes can fork once more. Those of a v2 one
+        // die frozen, and the runtime takes what is left for paused and does not delete it.
+        if self.version == Version::V2 || self.dir("freezer").is_some() {
             match self.thaw(PAUSE).await {
                 Err(error @ CgroupError::ThawTimeout { .. }) => log::debug!("{error}"),
                 Err(error) if error.is_absent() => {}
