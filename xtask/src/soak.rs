@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::{Instant, SystemTime};
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::faults::{Soak, Subject, soak};
+use firn_lab::faults::{Soak, Subject, has_cgroup_v1, soak};
 use firn_node::{Cgroup, Suite};
 use nix::unistd::geteuid;
 
@@ -28,7 +28,7 @@ pub struct Cmd {
     /// Debian suite of the node
     #[arg(long, default_value = "forky")]
     suite: Suite,
-    /// Give the node cgroup v2, else v1
+    /// Give the node cgroup v2 also where it could have v1
     #[arg(long)]
     v2: bool,
 }
@@ -51,7 +51,10 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     let what = Soak {
         suite: cmd.suite,
         subject: Subject {
-            cgroup: if cmd.v2 { Cgroup::V2 } else { Cgroup::V1 },
+            cgroup: match cmd.v2 || !has_cgroup_v1() {
+                true => Cgroup::V2,
+                false => Cgroup::V1,
+            },
             processes: cmd.processes,
         },
         cycles: cmd.cycles,

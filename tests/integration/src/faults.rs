@@ -24,11 +24,11 @@ use attempt::attempt;
 use ground::Ground;
 
 pub use attempt::Outcome;
-pub use cell::{Cell, Fault, Flow, From, Phase, Subject, Why, all, quick};
+pub use cell::{Cell, Fault, Flow, From, Phase, Subject, Why, all, has_cgroup_v1, quick};
 pub use soak::{Soak, Soaked, soak};
 
-/// How often a cell is tried again when the host could not be made.
-const HOSTS: usize = 2;
+/// How often it is tried to make a host.
+const TRIES: usize = 3;
 
 /// What came of a cell.
 #[derive(Clone, Debug)]
@@ -94,17 +94,19 @@ fn shards(cells: &[Cell], jobs: usize) -> Vec<Vec<Cell>> {
 /// Tries cells of one kind of host one after the other. After one outside of the promise the host is made anew.
 fn try_all(suite: Suite, cells: &[Cell], name: &str, mut told: impl FnMut(Tried)) -> Result<()> {
     let mut rest = cells;
-    let mut made = 0;
+    let (mut made, mut failed) = (0, 0);
     while let Some(first) = rest.first() {
         made += 1;
         let ground = match Ground::new(suite, first.subject, &format!("{name}-{made}")) {
             Ok(ground) => ground,
-            Err(error) if made > HOSTS * cells.len() => return Err(error),
+            Err(error) if failed + 1 == TRIES => return Err(error),
             Err(error) => {
+                failed += 1;
                 eprintln!("{error:#}");
                 continue;
             }
         };
+        failed = 0;
         let mut job = None;
         while let Some((cell, later)) = rest.split_first() {
             rest = later;

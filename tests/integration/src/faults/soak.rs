@@ -15,6 +15,8 @@ use crate::ShimUse;
 const DISTURBED: u64 = 3;
 /// Cycles before the shim is measured: what is made once and kept is made in them.
 const WARM_UP: usize = 12;
+/// Cycles between two reports on the shim.
+const PER_REPORT: usize = 25;
 /// What a shim's private memory may have grown by. Samples of one run that does not leak lie 256 apart.
 const GROWTH_KIB: i64 = 384;
 /// How long a shim may take to come to rest.
@@ -125,6 +127,9 @@ fn cycles(what: &Soak, ground: &Ground, told: &impl Fn(&str)) -> Result<Soaked> 
             }
         };
         done.checkpoints += 1;
+        if done.checkpoints.is_multiple_of(PER_REPORT) {
+            told(&format!("the shim: {}", settled(ground, None)?));
+        }
         told(&format!("{:>4} {cycle}", done.checkpoints));
     }
     let young = young.context("no cycles")?;
