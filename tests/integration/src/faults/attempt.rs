@@ -5,6 +5,7 @@ use std::fmt;
 use anyhow::{Context, Result, bail, ensure};
 
 use super::cell::{Cell, Fault, Flow, From, Often, Victim};
+use super::disk::Failing;
 use super::ground::{Asked, Call, Ground, ID, Job, TEMPLATE};
 use super::inject::Injection;
 use crate::Census;
@@ -81,10 +82,17 @@ fn checkpoint<'g>(ground: &'g Ground, kept: &mut Option<Job<'g>>, cell: &Cell) -
     ground.after(cell.fault)?;
     let struck = injection.has_struck()?;
     injection.disarm()?;
-    let end = ended(ground, &mut job, cell, answer, &image);
-    if let Some(disk) = injection.disk {
-        disk.end()?;
-    }
+    let (holds_image, disk) = (disk.is_some_and(|disk| disk.image().is_some()), injection.disk);
+    let end_disk = || disk.map_or(Ok(()), Failing::end);
+    // An image can be judged as long as it is there; whoever resumes the container wants its bundle back.
+    let end = if holds_image {
+        let end = ended(ground, &mut job, cell, answer, &image);
+        end_disk()?;
+        end
+    } else {
+        end_disk()?;
+        ended(ground, &mut job, cell, answer, &image)
+    };
     let outcome = end?;
     ensure!(struck, "the fault did not happen");
     if matches!(outcome, Outcome::Undone | Outcome::Done) {

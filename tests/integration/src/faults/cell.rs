@@ -405,6 +405,8 @@ impl Cell {
             Fault::RuncError(_) | Fault::RuncHang(_) | Fault::RuncKill(_) | Fault::CriuError => {
                 (!self.phase.runs_criu()).then_some(Why::NoRuntime)
             }
+            // The journal is open in it.
+            Fault::ReadOnly(Disk::Bundle) if restores && self.phase.runs_criu() => Some(Why::NoDevice),
             Fault::NoSpace(disk) | Fault::ReadOnly(disk) => match self.phase.runs_criu() {
                 false => Some(Why::NoRuntime),
                 true => (restores && disk == Disk::Image).then_some(Why::OnlyRead),
