@@ -13,8 +13,6 @@ use crate::ShimUse;
 
 /// One cycle of so many is disturbed.
 const DISTURBED: u64 = 3;
-/// Cycles before the shim is measured: what is made once and kept is made in them.
-const WARM_UP: usize = 12;
 /// Cycles between two reports on the shim.
 const PER_REPORT: usize = 25;
 /// What a shim's private memory may have grown by. Samples of one run that does not leak lie 256 apart.
@@ -110,7 +108,8 @@ fn cycles(what: &Soak, ground: &Ground, told: &impl Fn(&str)) -> Result<Soaked> 
     ensure!(!cells.is_empty(), "there are no cells of {}", what.subject);
     let (mut job, mut young) = (Some(ground.start()?), None);
     while done.checkpoints < what.cycles {
-        if done.checkpoints == WARM_UP.min(what.cycles / 2) {
+        // What is made once and kept, by any of the faults, is made in the first half.
+        if done.checkpoints == what.cycles / 2 {
             young = Some(settled(ground, None)?);
         }
         let cycle = match random.fault(&cells) {
