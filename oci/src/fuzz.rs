@@ -3,6 +3,8 @@
 //! The fuzz targets (fuzz/) call these functions with what they make up, the unit tests with the kept corpus. What is
 //! asserted is worked out from the JSON itself, not by the code that is under test.
 
+use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 
 use firn_config::Restore;
@@ -103,18 +105,18 @@ fn entries(bytes: &[u8]) -> Vec<Entry<'_>> {
 }
 
 impl Entry<'_> {
-    /// Makes it, unless there is one of its name.
+    /// Makes it, unless there is one of its name: nothing is written through a link or into a pipe.
     fn lay(&self, dir: &Path) {
         let path = dir.join(self.name);
+        let write = |content: &[u8]| File::create_new(&path)?.write_all(content);
         let made = match (self.kind, std::str::from_utf8(self.content)) {
             (b'l', Ok(target)) => std::os::unix::fs::symlink(target, &path),
             (b'd', _) => std::fs::create_dir(&path),
             (b'p', _) => nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).map_err(Into::into),
-            (_, Ok(body)) if self.name == "firn.json" => std::fs::write(
-                &path,
-                crate::manifest::sealed(body.trim_matches([' ', '\t', '\r', '\n'])),
-            ),
-            _ => std::fs::write(&path, self.content),
+            (_, Ok(body)) if self.name == "firn.json" => write(&crate::manifest::sealed(
+                body.trim_matches([' ', '\t', '\r', '\n']),
+            )),
+            _ => write(self.content),
         };
         drop(made);
     }
