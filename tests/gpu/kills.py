@@ -152,6 +152,8 @@ def is_gone(container, end, context):
     nothing_runs(end)
     end.until(f"the workload to be gone; {context}", lambda: not running(WORKLOAD), 30)
     end.until("its shim to be gone", lambda: not shims(container.name), 30)
+    # Of a shim that was killed containerd hears only by and by.
+    end.until("containerd to have cleaned up", lambda: not os.path.exists(container.bundle()), 30)
     cgroups = glob.glob(f"/sys/fs/cgroup/{NAMESPACE}/{container.name}") + glob.glob(f"/sys/fs/cgroup/*/{NAMESPACE}/{container.name}")
     if cgroups:
         raise Failed(f"cgroups are left: {cgroups}; {context}")
@@ -188,8 +190,11 @@ def kills(setup, end, record, gib):
                                 ("shim", "driver_restore")):
             said = killed(pool, record, gib, target, lambda: setup.host.ctr(*restore, check=False, deadline=end, output=target.output),
                           program, moment)
-            target.remove(end)
+            if program != "shim":
+                # ctr leaves the task that could not be started.
+                target.remove(end)
             is_gone(target, end, f"{program} was killed at {moment}: {said}")
+            target.remove(end)
         target.restore(image, end)
         after = cases.wait_for_counts(target, end, 1, {}, 3, "restored")
         record["uuid_after"] = cases.check_holders(target, end, target_gpus, gib)
