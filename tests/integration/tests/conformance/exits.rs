@@ -192,8 +192,10 @@ fn by_signal(place: &Place<'_>) -> Result<String> {
     for signal in [1, 6, 9, 11, 15, 34] {
         let exec = format!("x{signal}");
         raw.exec_is_up("r", &exec, SLEEP)?;
-        raw.kill("r", &exec, signal, false);
+        let killed = raw.kill("r", &exec, signal, false);
+        ensure!(killed == "ok", "signal {signal}: {killed}");
         let waited = raw.wait("r", &exec)?;
+        ensure!(waited.starts_with("code "), "after signal {signal}: {waited}");
         codes.push(waited.split(' ').nth(1).unwrap_or_default().to_owned());
     }
     raw.kill("r", "", 9, false);
