@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use firn_lab::told;
-use firn_node::{CgroupMode, wait_for};
+use firn_node::{CgroupMode, Process, wait_for};
 
 use crate::raw::{LIMIT, Raw, pid};
 use crate::task::without_pid_namespace;
@@ -191,7 +191,13 @@ fn by_signal(place: &Place<'_>) -> Result<String> {
     let mut codes = Vec::new();
     for signal in [1, 6, 9, 11, 15, 34] {
         let exec = format!("x{signal}");
-        raw.exec_is_up("r", &exec, SLEEP)?;
+        let seconds = format!("{}", 1000 + signal);
+        raw.exec_runs("r", &exec, &format!("exec sleep {seconds}"))?;
+        // A signal that reaches the shell in the middle of its exec may be lost, with any shim.
+        wait_for(&format!("{exec} to sleep"), LIMIT, || {
+            let sleeps = |process: &Process| process.command == "sleep" && process.args.contains(&seconds);
+            Ok(place.node().processes().iter().any(sleeps).then_some(()))
+        })?;
         let killed = raw.kill("r", &exec, signal, false);
         ensure!(killed == "ok", "signal {signal}: {killed}");
         let waited = raw.wait("r", &exec)?;
