@@ -77,6 +77,7 @@ def all_cases(sizes, mib):
         Case("ipc", 60, 1, ipc),
         Case("nccl", 180, 2, nccl),
         Case("torch", 180, 1, torch),
+        Case("torch-managed", 180, 1, torch_managed),
         Case("cpu", 60, 0, trip("cpu", cpu), ("no-gpu",)),
         Case("cpu-python", 60, 0, trip("cpu-python", python(["-c", PYTHON_COUNTER])), ("no-gpu",)),
         Case("cpu-task-checkpoint", 60, 0, lambda setup, end, record: task_checkpoint(
@@ -458,6 +459,28 @@ def torch(setup, end, record, steps=80, interrupt_at=20):
         clean_up(setup, [source, target], image)
 
 
+def torch_managed(setup, end, record, steps=60, interrupt_at=10):
+    """A training that holds managed memory is refused, and prints the losses of an uninterrupted run."""
+    reference = losses(play_out(setup, end, "torch-managed-reference", steps))
+    uuids, _ = setup.pick(1)
+    container = Container(setup.host, "torch-managed")
+    workload = training(setup, steps, ["--managed-mib", "4"])
+    image = "firn.test/checkpoint/torch-managed:latest"
+    record.update(gib=0.1, counters=1, uuid_before=uuids)
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        end.until("the training to reach the step", lambda: reached(container, interrupt_at), 90)
+        refuse(container, image, end, record, ["FIRN-UVM"])
+        record["iter_before"] = max(losses(container.lines()))
+        status = container.exit_status(end, 90)
+        after = losses(container.lines())
+        if status or after != reference or sorted(after) != list(range(steps)):
+            raise Failed(f"refused at step {record['iter_before']}, ended with {status}: {' / '.join(container.lines()[-3:])}")
+        record.update(iter_after=steps - 1, losses_equal=len(after))
+    finally:
+        clean_up(setup, [container], image)
+
+
 def play_out(setup, end, name, steps):
     """Run the training without interruption; returns what it printed."""
     container = Container(setup.host, name)
@@ -485,9 +508,9 @@ def losses(lines):
     return {int(match[1]): match[2] for match in found if match}
 
 
-def training(setup, steps):
+def training(setup, steps, arguments=()):
     """train.py with the machine's Python and PyTorch."""
-    return script(setup, "train.py", ["--steps", str(steps)], 1)
+    return script(setup, "train.py", ["--steps", str(steps), *arguments], 1)
 
 
 def script(setup, name, arguments, gpus, options=()):
