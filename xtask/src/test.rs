@@ -14,6 +14,11 @@ use nix::unistd::geteuid;
 
 use crate::{fuzz, workspace};
 
+mod failures;
+mod summary;
+
+use failures::{Failure, Failures};
+
 /// Check and test everything, as CI does
 ///
 /// Formatting, lints, licences (where cargo-deny is installed), unit tests of all crates, the scripts of tests/gpu, the
@@ -49,8 +54,9 @@ struct Outcome {
     tests: Tests,
     /// What was left out, and why: the lines `skipped: ...` of a suite.
     skipped: BTreeSet<String>,
-    /// Name of each test that failed, and how it begins to say why.
-    failures: Vec<String>,
+    /// The tests that were wrong once and right when they were asked again: the lines `wavered: ...` of a suite.
+    wavered: Vec<String>,
+    failures: Vec<Failure>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +72,7 @@ impl Outcome {
             verdict: if passed { Verdict::Passed } else { Verdict::Failed },
             tests: Tests::default(),
             skipped: BTreeSet::new(),
+            wavered: Vec::new(),
             failures: Vec::new(),
         }
     }
@@ -77,6 +84,13 @@ impl Outcome {
             ..Self::new(true)
         }
     }
+}
+
+/// A check that was made.
+struct Done {
+    name: String,
+    outcome: Outcome,
+    took: Duration,
 }
 
 /// Sum of the lines in which test programs tell how they ended.
@@ -118,47 +132,6 @@ impl Tests {
             }
         }
         tests
-    }
-
-    fn total(self) -> u64 {
-        self.passed + self.failed + self.ignored
-    }
-}
-
-/// Reads of a test program's output what the tests that failed say, so that the summary can repeat it: where only the end
-/// of a log is kept, nothing else is known of them.
-#[derive(Default)]
-struct Failures {
-    told: Vec<String>,
-    /// Lines that still belong to the last of them.
-    wanted: usize,
-}
-
-impl Failures {
-    /// Lines of each failure that are kept, and the characters of each line.
-    const LINES: usize = 8;
-    const WIDTH: usize = 200;
-
-    /// Takes the next line of the output: a section per failed test begins with `---- NAME ----`, in libtest with
-    /// `---- NAME stdout ----`.
-    fn line(&mut self, line: &str) {
-        if let Some(name) = line
-            .strip_prefix("---- ")
-            .and_then(|line| line.strip_suffix(" ----"))
-        {
-            let name = name.strip_suffix(" stdout").unwrap_or(name);
-            self.told.push(name.to_owned());
-            self.wanted = Self::LINES;
-        } else if line == "failures:" {
-            self.wanted = 0;
-        } else if let Some(last) = self.told.last_mut()
-            && self.wanted > 0
-            && !line.trim().is_empty()
-        {
-            last.push_str("\n    ");
-            last.extend(line.chars().take(Self::WIDTH));
-            self.wanted -= 1;
-        }
     }
 }
 
@@ -246,63 +219,15 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
             println!("error: {error:#}");
             Outcome::new(false)
         });
-        done.push((check.name, outcome, begun.elapsed()));
+        done.push(Done {
+            name: check.name,
+            outcome,
+            took: begun.elapsed(),
+        });
     }
-    Ok(summarize(&done, begun.elapsed()))
-}
-
-fn summarize(done: &[(String, Outcome, Duration)], took: Duration) -> ExitCode {
-    println!("\n== summary");
-    let (mut all, mut failed) = (Tests::default(), Vec::new());
-    for (name, outcome, took) in done {
-        let word = match outcome.verdict {
-            Verdict::Passed => "ok",
-            Verdict::Failed => "FAILED",
-            Verdict::Skipped => "skipped",
-        };
-        all += outcome.tests;
-        if outcome.verdict == Verdict::Failed {
-            failed.push(name.as_str());
-        }
-        println!(
-            "{word:>8} {:>7.1} s  {name}{}",
-            took.as_secs_f64(),
-            counted(outcome.tests)
-        );
-        for why in &outcome.skipped {
-            println!("{:>21}skipped: {why}", "");
-        }
-    }
-    if !failed.is_empty() {
-        println!("\nfailed: {}", failed.join(", "));
-    }
-    for (name, outcome, _) in done {
-        for failure in &outcome.failures {
-            println!("{name}: {failure}");
-        }
-    }
-    println!(
-        "\ntest result: {}. {} passed; {} failed; {} ignored; finished in {:.2}s",
-        if failed.is_empty() { "ok" } else { "FAILED" },
-        all.passed,
-        all.failed,
-        all.ignored,
-        took.as_secs_f64()
-    );
-    match failed.is_empty() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    }
-}
-
-fn counted(tests: Tests) -> String {
-    match tests.total() {
-        0 => String::new(),
-        _ => format!(
-            ": {} passed, {} failed, {} ignored",
-            tests.passed, tests.failed, tests.ignored
-        ),
-    }
+    print!("\n{}", summary::of(&done, begun.elapsed()));
+    let failed = done.iter().any(|done| done.outcome.verdict == Verdict::Failed);
+    Ok(ExitCode::from(u8::from(failed)))
 }
 
 /// Licences, duplicates and origins of the dependencies, by `deny.toml`.
@@ -387,6 +312,9 @@ fn through(command: &mut Command, out: &mut impl Write) -> Result<Outcome> {
         outcome
             .skipped
             .extend(line.strip_prefix("skipped: ").map(str::to_owned));
+        outcome
+            .wavered
+            .extend(line.strip_prefix("wavered: ").map(str::to_owned));
     }
     outcome.failures = failures.told;
     let status = child.wait().with_context(|| format!("wait for {shown}"))?;
@@ -438,10 +366,10 @@ mod tests {
             "printf '%s\\n' 'test a ... FAILED' '' failures: '' '---- a stdout ----' 'panicked at b:' '' 'left: 1' \
              '---- c: d ----' 'not so' '' failures: a 'c: d'; exit 1",
         );
-        assert_eq!(
-            outcome.failures,
-            ["a\n    panicked at b:\n    left: 1", "c: d\n    not so"]
-        );
+        let told: Vec<String> = outcome.failures.iter().map(Failure::short).collect();
+        assert_eq!(told, ["a: panicked at b: | left: 1", "c: d: not so"]);
+        let (outcome, _) = shell("echo 'wavered: a: -1 | +2'");
+        assert_eq!(outcome.wavered, ["a: -1 | +2"]);
         let (outcome, _) = shell("for i in 1 2; do echo 'skipped: no Go here'; done");
         assert_eq!(outcome.verdict, Verdict::Passed);
         assert_eq!(outcome.skipped, BTreeSet::from(["no Go here".to_owned()]));

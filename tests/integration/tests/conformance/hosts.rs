@@ -131,7 +131,7 @@ impl Pair {
         self.kind
     }
 
-    /// Runs a test on them. Hosts on which it has failed, or left something, are not used again.
+    /// Runs a test on them, which leaves nothing there. Hosts on which it has failed are not used again.
     pub fn with_both(&self, test: impl FnOnce(&Place<'_>, &Place<'_>) -> Result<()>) -> Result<()> {
         let mut kept = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         // Not back in its place if the test panics.
@@ -144,9 +144,7 @@ impl Pair {
         let [stock, firn] = &hosts;
         let [stock, firn] =
             [(stock, Shim::Stock), (firn, Shim::Firn)].map(|(host, shim)| Place { host, shim });
-        let tested = test(&stock, &firn)
-            .and_then(|()| stock.host.idle().context("with the stock shim"))
-            .and_then(|()| firn.host.idle().context("with firn"));
+        let tested = test(&stock, &firn);
         match tested {
             Ok(()) => *kept = Some(hosts),
             Err(_) => eprintln!("{}", firn.host.log()),

@@ -29,7 +29,9 @@ mod stdio;
 mod systemd;
 mod task;
 mod upgrade;
+mod wavering;
 
+use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -38,6 +40,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use similar::TextDiff;
 
 use crate::hosts::{Kind, Pair};
+use crate::wavering::Wavered;
 
 pub use crate::hosts::Place;
 
@@ -154,26 +157,35 @@ fn points() -> Vec<Point> {
     .concat()
 }
 
-fn main() {
+fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // Hosts are made when they are wanted first, and one is used by one test at a time.
     arguments.test_threads.get_or_insert(2);
     let pairs = Kind::all().map(|kind| Arc::new(Pair::new(kind)));
-    let mut trials = vec![Trial::test("docs/parity.md lists the differences", || {
-        listed().map_err(failed)
-    })];
+    let wavered = Arc::new(Wavered::default());
+    let mut trials = vec![
+        Trial::test("docs/parity.md lists the differences", || {
+            listed().map_err(failed)
+        }),
+        Trial::test("a difference that stays fails its trial", || {
+            wavering::is_strict().map_err(failed)
+        }),
+    ];
     // Neighbours are of different kinds, so that tests that run at the same time do not wait for each other's hosts.
     for point in points() {
         for pair in pairs.iter().filter(|pair| point.on.includes(pair.kind())) {
-            let pair = Arc::clone(pair);
+            let (pair, wavered) = (Arc::clone(pair), Arc::clone(&wavered));
             let name = format!("{}: {}", pair.kind(), point.name);
-            trials.push(Trial::test(name, move || prove(&pair, point).map_err(failed)));
+            trials.push(Trial::test(name.clone(), move || {
+                wavered.prove(&name, || prove(&pair, point)).map_err(failed)
+            }));
         }
     }
     let conclusion = libtest_mimic::run(&arguments, trials);
-    // Ends the hosts.
-    drop(pairs);
-    conclusion.exit();
+    match wavered.tell() {
+        true => conclusion.exit_code(),
+        false => ExitCode::FAILURE,
+    }
 }
 
 fn failed(error: anyhow::Error) -> Failed {
@@ -181,10 +193,9 @@ fn failed(error: anyhow::Error) -> Failed {
 }
 
 /// How often the stock shim is asked: where its answer depends on a race of its own, another one of its answers counts too.
-/// Firn is asked once.
 const REFERENCES: usize = 3;
 
-/// Runs a point's scenario with both shims.
+/// Runs a point's scenario with both shims, with firn once.
 fn prove(pair: &Pair, point: Point) -> Result<()> {
     let mut shown: Option<Result<String>> = None;
     let mut asked = 0;
@@ -193,13 +204,13 @@ fn prove(pair: &Pair, point: Point) -> Result<()> {
         // Whether it can be the stock shim's fault.
         let mut doubted = true;
         let proved = pair.with_both(|stock, firn| {
-            let stock = reference(point, stock)?;
+            let expected = reference(point, stock)?;
             doubted = false;
-            let firn = match shown.get_or_insert_with(|| (point.scenario)(firn)) {
+            let firn = match shown.get_or_insert_with(|| answer(point, firn)) {
                 Ok(firn) => firn,
-                Err(error) => bail!("with firn: {error:#}\nthe stock shim shows\n{stock}"),
+                Err(error) => bail!("with firn: {error:#}\nthe stock shim shows\n{expected}"),
             };
-            compare(point, &stock, firn).inspect_err(|_| doubted = true)
+            compare(point, &expected, firn).inspect_err(|_| doubted = true)
         });
         match proved {
             Err(error) if doubted && asked < REFERENCES => {
@@ -210,9 +221,16 @@ fn prove(pair: &Pair, point: Point) -> Result<()> {
     }
 }
 
+/// What a shim shows, which leaves nothing on its host.
+fn answer(point: Point, place: &Place<'_>) -> Result<String> {
+    let shown = (point.scenario)(place)?;
+    place.host.idle()?;
+    Ok(shown)
+}
+
 /// What the stock shim shows.
 fn reference(point: Point, stock: &Place<'_>) -> Result<String> {
-    let shown = (point.scenario)(stock).context("with the stock shim")?;
+    let shown = answer(point, stock).context("with the stock shim")?;
     ensure!(
         shown.contains(point.expected),
         "the stock shim does not show {:?}:\n{shown}",

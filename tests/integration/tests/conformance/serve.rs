@@ -7,7 +7,7 @@ use containerd_shim_protos::api::ConnectRequest;
 use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::types::introspection::RuntimeInfo;
 use firn_lab::{Task, any};
-use firn_node::{Node, wait_for};
+use firn_node::wait_for;
 use protobuf::Message;
 use serde_json::{Value, json};
 
@@ -116,7 +116,7 @@ fn stays(place: &Place<'_>) -> Result<String> {
     let mut log = String::new();
     wait_for("a line of the shim", STEP, || {
         log += &bundle.log();
-        Ok(log.contains("level=info").then_some(()))
+        Ok(HOW_IT_IS.iter().any(|words| log.contains(words)).then_some(()))
     })?;
     let answer = shim
         .task
@@ -136,15 +136,25 @@ fn pids(task: &Task, id: &str) -> Result<(u32, u32)> {
     Ok((answer.shim_pid, answer.task_pid))
 }
 
+/// What a shim says when SIGUSR1 asks it how it is: the stock one dumps its goroutines, firn counts its tasks.
+const HOW_IT_IS: [&str; 2] = ["goroutine stack dump", " tasks alive"];
+
 fn logs(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &[], "sleep 1000")?;
     let task = Task::of(place.host, "c")?;
     let (shim, _) = pids(&task, "c")?;
+    let before = place.host.log_length()?;
     place.node().run(&["kill", "-s", "USR1", &shim.to_string()])?;
     let pid = format!("pid={shim}");
+    // containerd and the shim say other things meanwhile, and the end of what is there may be half a line.
     let line = wait_for("a line of the shim in containerd's log", STEP, || {
-        let log = place.node().read(Node::CONTAINERD_LOG)?;
-        Ok(log.lines().rfind(|line| line.contains(&pid)).map(str::to_owned))
+        let log = place.host.log_since(before)?;
+        let lines = log.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        let asked_for = |line: &&str| {
+            HOW_IT_IS.iter().any(|words| line.contains(words))
+                && line.split_whitespace().any(|word| word == pid)
+        };
+        Ok(lines.into_iter().find(asked_for).map(str::to_owned))
     })?;
     let fields = ["level=info", "namespace=default"].map(|field| line.contains(field));
     drop(task);
