@@ -1,0 +1,134 @@
+//! What can be wrong with CDI files and with what is asked of them.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::names::BadName;
+use crate::version::BadVersion;
+
+/// A CDI file that cannot be used. The others are not affected.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// It cannot be read.
+    #[error("cannot read it")]
+    Read(#[from] io::Error),
+    /// It is no regular file.
+    #[error("it is no regular file")]
+    Irregular,
+    /// It is larger than any CDI file.
+    #[error("it is larger than {limit} bytes")]
+    TooLarge { limit: u64 },
+    /// Its lists and objects are nested more deeply than those of any CDI file.
+    #[error("it is nested too deeply")]
+    TooDeep,
+    /// It is not JSON, or its fields are not those of a CDI file.
+    #[error("it is not valid: {0}")]
+    Json(serde_json::Error),
+    /// It is not YAML, or its fields are not those of a CDI file.
+    #[error("it is not valid: {0}")]
+    Yaml(serde_yaml_ng::Error),
+    /// Its version does not fit.
+    #[error("{0}")]
+    Version(#[from] BadVersion),
+    /// Its kind or a device has no proper name.
+    #[error("{0}")]
+    Name(#[from] BadName),
+    /// It has no devices.
+    #[error("it has no devices")]
+    NoDevices,
+    /// Two of its devices have one name.
+    #[error("it has two devices {0:?}")]
+    Twice(String),
+    /// An edit cannot be made in any spec.
+    #[error("{of}: {what}")]
+    Edit { of: String, what: String },
+}
+
+/// Devices that cannot be given to a container.
+#[derive(Debug, thiserror::Error)]
+pub enum CdiError {
+    /// No file describes such devices.
+    #[error("no CDI file in {} describes {kind}{}", join(dirs), broken_files(broken))]
+    NoSpec {
+        kind: String,
+        dirs: Vec<PathBuf>,
+        broken: Vec<String>,
+    },
+    /// There is no such device.
+    #[error("no CDI device {name}: there are {}{}", list(known), broken_files(broken))]
+    Unknown {
+        name: String,
+        known: Vec<String>,
+        broken: Vec<String>,
+    },
+    /// Several files of one directory describe the device.
+    #[error("CDI device {name} is described by {}", join(paths))]
+    Ambiguous { name: String, paths: Vec<PathBuf> },
+    /// A node of the device is not on the host, or not as the file says.
+    #[error("CDI device {name} needs {}", path.display())]
+    Node {
+        name: String,
+        path: PathBuf,
+        source: io::Error,
+    },
+    /// A node is of another type than the file says.
+    #[error("CDI device {name} needs {} to be of type {wanted}, and it is of type {found}", path.display())]
+    NodeType {
+        name: String,
+        path: PathBuf,
+        wanted: String,
+        found: &'static str,
+    },
+    /// The container's spec is not of the shape that the edit needs.
+    #[error("the container's spec has a malformed entry in {part}")]
+    Spec { part: &'static str },
+}
+
+impl CdiError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::NoSpec { .. } => "FIRN-NO-CDI-SPEC",
+            Self::Unknown { .. } | Self::Ambiguous { .. } | Self::Node { .. } | Self::NodeType { .. } => {
+                "FIRN-CDI-DEVICE"
+            }
+            Self::Spec { .. } => "FIRN-SPEC-INVALID",
+        }
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NoSpec { .. } => {
+                "`firn cdi generate --output /etc/cdi/nvidia.yaml` (or nvidia-ctk cdi generate) writes one"
+            }
+            Self::Unknown { .. } => "`firn cdi list` shows the devices of this node",
+            Self::Ambiguous { .. } => "remove all of these files but one",
+            Self::Node { .. } | Self::NodeType { .. } => {
+                "write the node's CDI file anew: its devices have changed since"
+            }
+            Self::Spec { .. } => "create the container anew with a valid spec",
+        }
+    }
+}
+
+fn join(paths: &[PathBuf]) -> String {
+    let shown: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
+    shown.join(" and ")
+}
+
+fn list(names: &[String]) -> String {
+    const SHOWN: usize = 20;
+    match names.len().checked_sub(SHOWN) {
+        Some(more @ 1..) => format!("{} and {more} more", names[..SHOWN].join(", ")),
+        _ if names.is_empty() => "none".to_owned(),
+        _ => names.join(", "),
+    }
+}
+
+fn broken_files(broken: &[String]) -> String {
+    match broken.is_empty() {
+        true => String::new(),
+        false => format!("; not used: {}", broken.join("; ")),
+    }
+}

@@ -1,0 +1,377 @@
+//! A CDI file: devices of one kind, and what each asks to be changed in a container's spec.
+//!
+//! Files are root's, but they may be broken: sizes are bounded, and a file is used as a whole or not at all. Fields that
+//! this version does not know are passed over, so that a newer file of a known version stays of use.
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::OFlag;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::{FileError, names, version};
+
+/// Largest file that is read. A node of eight divided GPUs has some 200 KiB.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// Deepest nesting of brackets in YAML, those in strings included. A CDI file has four levels.
+const MAX_DEPTH: usize = 200;
+
+/// Stages at which a hook can be run.
+const HOOKS: [&str; 6] = [
+    "prestart",
+    "createRuntime",
+    "createContainer",
+    "startContainer",
+    "poststart",
+    "poststop",
+];
+
+/// A CDI file.
+#[derive(Clone, Debug)]
+pub struct CdiFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// `vendor/class` of all of its devices.
+    pub kind: String,
+    /// Its devices, in the order of the file.
+    pub devices: Vec<Device>,
+    /// Made once, when any of the devices is given.
+    pub edits: Edits,
+    pub(crate) version: String,
+    pub(crate) annotated: bool,
+}
+
+/// A device.
+#[derive(Clone, Debug)]
+pub struct Device {
+    /// Name without the kind.
+    pub name: String,
+    /// What it asks for.
+    pub edits: Edits,
+    pub(crate) annotated: bool,
+}
+
+/// Changes of a container's spec.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Edits {
+    /// `KEY=value`.
+    #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub env: Vec<String>,
+    /// Device nodes.
+    #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub device_nodes: Vec<DeviceNode>,
+    /// Network interfaces of the host.
+    #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub net_devices: Vec<NetDevice>,
+    /// Mounts.
+    #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<Mount>,
+    /// Hooks.
+    #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub hooks: Vec<Hook>,
+    /// Groups of the container's process.
+    #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub additional_gids: Vec<u32>,
+    /// Cache and memory bandwidth, as it stands.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub intel_rdt: Option<Map<String, Value>>,
+}
+
+/// A device node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceNode {
+    /// In the container.
+    pub path: String,
+    /// On the host, where it differs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_path: Option<String>,
+    /// `b`, `c`, `u` or `p`.
+    #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
+    /// With no type or number 0 the host's node tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub major: Option<i64>,
+    /// Goes with the major number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub minor: Option<i64>,
+    /// Permission bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file_mode: Option<u32>,
+    /// Of the device cgroup: some of `rwm`, or `none`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub permissions: Option<String>,
+    /// Owner.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// Group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gid: Option<u32>,
+}
+
+/// A network interface of the host that moves into the container.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NetDevice {
+    /// On the host.
+    pub host_interface_name: String,
+    /// In the container.
+    pub name: String,
+}
+
+/// A mount.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Mount {
+    /// On the host.
+    pub host_path: String,
+    /// In the container.
+    pub container_path: String,
+    /// Options.
+    #[serde(
+        default,
+        deserialize_with = "or_default",
+        skip_serializing_if = "Vec::is_empty"
+    )]
+    pub options: Vec<String>,
+    /// File system.
+    #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
+}
+
+/// A hook.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Hook {
+    /// When it is run.
+    pub hook_name: String,
+    /// The program.
+    pub path: String,
+    /// Its arguments, the first one is its name.
+    #[serde(
+        default,
+        deserialize_with = "or_default",
+        skip_serializing_if = "Vec::is_empty"
+    )]
+    pub args: Vec<String>,
+    /// Its environment.
+    #[serde(
+        default,
+        deserialize_with = "or_default",
+        skip_serializing_if = "Vec::is_empty"
+    )]
+    pub env: Vec<String>,
+    /// Seconds that it may take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout: Option<i64>,
+}
+
+/// As the file has it.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Raw {
+    #[serde(default)]
+    cdi_version: String,
+    #[serde(default)]
+    kind: String,
+    #[serde(default, deserialize_with = "or_default")]
+    annotations: Map<String, Value>,
+    #[serde(default, deserialize_with = "or_default")]
+    devices: Vec<RawDevice>,
+    #[serde(default, deserialize_with = "or_default")]
+    container_edits: Edits,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct RawDevice {
+    #[serde(default)]
+    name: String,
+    #[serde(default, deserialize_with = "or_default")]
+    annotations: Map<String, Value>,
+    #[serde(default, deserialize_with = "or_default")]
+    container_edits: Edits,
+}
+
+/// Go writes an empty list or object as `null`.
+fn or_default<'de, T: Default + Deserialize<'de>, D: serde::Deserializer<'de>>(
+    from: D,
+) -> Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
+impl CdiFile {
+    /// Reads a file.
+    pub fn read(path: &Path) -> Result<Self, FileError> {
+        // A fifo in the directory must not hold anybody up.
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(OFlag::O_NONBLOCK.bits())
+            .open(path)?;
+        if !file.metadata()?.is_file() {
+            return Err(FileError::Irregular);
+        }
+        let mut bytes = Vec::new();
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(FileError::TooLarge { limit: MAX_BYTES });
+        }
+        Self::parse(path, &bytes)
+    }
+
+    /// Takes what a file holds: JSON if its name ends so, else YAML.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, FileError> {
+        let raw: Raw = match path.extension().is_some_and(|extension| extension == "json") {
+            true => serde_json::from_slice(bytes).map_err(FileError::Json)?,
+            false => from_yaml(bytes)?,
+        };
+        let devices = raw.devices.into_iter().map(|device| Device {
+            name: device.name,
+            edits: device.container_edits,
+            annotated: !device.annotations.is_empty(),
+        });
+        let file = Self {
+            path: path.to_owned(),
+            version: raw.cdi_version,
+            kind: raw.kind,
+            annotated: !raw.annotations.is_empty(),
+            devices: devices.collect(),
+            edits: raw.container_edits,
+        };
+        file.check()?;
+        Ok(file)
+    }
+
+    fn check(&self) -> Result<(), FileError> {
+        names::check_kind(&self.kind)?;
+        self.edits.check("containerEdits")?;
+        let mut seen = BTreeSet::new();
+        for device in &self.devices {
+            names::check_device(&device.name)?;
+            if !seen.insert(&device.name) {
+                return Err(FileError::Twice(device.name.clone()));
+            }
+            let of = format!("device {:?}", device.name);
+            device.edits.check(&of)?;
+            if device.edits == Edits::default() {
+                return Err(FileError::Edit {
+                    of,
+                    what: "it has no edits".to_owned(),
+                });
+            }
+        }
+        if self.devices.is_empty() {
+            return Err(FileError::NoDevices);
+        }
+        Ok(version::check(self)?)
+    }
+}
+
+impl Edits {
+    fn check(&self, of: &str) -> Result<(), FileError> {
+        match self.fault() {
+            None => Ok(()),
+            Some(what) => Err(FileError::Edit {
+                of: of.to_owned(),
+                what,
+            }),
+        }
+    }
+
+    /// What could be made in no spec.
+    fn fault(&self) -> Option<String> {
+        env_fault(&self.env)
+            .or_else(|| self.device_nodes.iter().find_map(DeviceNode::fault))
+            .or_else(|| self.hooks.iter().find_map(Hook::fault))
+            .or_else(|| {
+                let empty = |mount: &&Mount| mount.host_path.is_empty() || mount.container_path.is_empty();
+                let mount = self.mounts.iter().find(empty)?;
+                Some(format!(
+                    "mount of {:?} at {:?} lacks a path",
+                    mount.host_path, mount.container_path
+                ))
+            })
+            .or_else(|| self.net_fault())
+            .or_else(|| {
+                let id = self.intel_rdt.as_ref()?.get("closID")?.as_str()?;
+                let bad =
+                    id != "/" && (id.len() >= 4096 || id == "." || id == ".." || id.contains(['/', '\n']));
+                bad.then(|| "intelRdt has a closID that is no file name".to_owned())
+            })
+    }
+
+    fn net_fault(&self) -> Option<String> {
+        let mut seen = (BTreeSet::new(), BTreeSet::new());
+        for device in &self.net_devices {
+            let (from, to) = (&device.host_interface_name, &device.name);
+            if from.is_empty() || to.is_empty() {
+                return Some("a network device has no name".to_owned());
+            }
+            if !seen.0.insert(from) || !seen.1.insert(to) {
+                return Some(format!("network device {from:?} or {to:?} is there twice"));
+            }
+        }
+        None
+    }
+}
+
+impl DeviceNode {
+    fn fault(&self) -> Option<String> {
+        let path = &self.path;
+        if path.is_empty() {
+            return Some("a device node has no path".to_owned());
+        }
+        if let Some(kind) = &self.kind
+            && !matches!(kind.as_str(), "" | "b" | "c" | "u" | "p")
+        {
+            return Some(format!("device node {path} has type {kind:?}, not b, c, u or p"));
+        }
+        let permissions = self.permissions.as_deref().unwrap_or_default();
+        let known = permissions == "none" || permissions.chars().all(|c| "rwm".contains(c));
+        (!known).then(|| format!("device node {path} has permissions {permissions:?}, not some of rwm"))
+    }
+}
+
+impl Hook {
+    fn fault(&self) -> Option<String> {
+        let Self { hook_name, path, .. } = self;
+        if !HOOKS.contains(&hook_name.as_str()) {
+            return Some(format!("hook {path:?} has the unknown name {hook_name:?}"));
+        }
+        if path.is_empty() {
+            return Some(format!("a {hook_name} hook has no path"));
+        }
+        env_fault(&self.env)
+    }
+}
+
+/// The parser's time grows with the square of the nesting, which it limits too late.
+fn from_yaml(bytes: &[u8]) -> Result<Raw, FileError> {
+    let (mut depth, mut deepest) = (0_usize, 0);
+    for byte in bytes {
+        match byte {
+            b'[' | b'{' => depth += 1,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        deepest = deepest.max(depth);
+    }
+    if deepest > MAX_DEPTH {
+        return Err(FileError::TooDeep);
+    }
+    serde_yaml_ng::from_slice(bytes).map_err(FileError::Yaml)
+}
+
+fn env_fault(env: &[String]) -> Option<String> {
+    let is_pair = |pair: &&String| !pair.starts_with('=') && pair.contains('=');
+    let bad = env.iter().find(|pair| !is_pair(pair))?;
+    Some(format!("{bad:?} in env is not KEY=value"))
+}
+
+#[cfg(test)]
+mod tests;

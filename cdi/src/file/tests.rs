@@ -1,0 +1,141 @@
+use serde_json::{Value, json};
+
+use super::*;
+
+const TWO_GPUS: &str = include_str!("../../tests/fixtures/two-gpus.yaml");
+
+fn parse(name: &str, text: &str) -> Result<CdiFile, FileError> {
+    CdiFile::parse(Path::new(name), text.as_bytes())
+}
+
+fn of_device(edits: &Value) -> Result<CdiFile, FileError> {
+    let device = json!({"name": "0", "containerEdits": edits});
+    let file = json!({"cdiVersion": "1.1.0", "kind": "v/c", "devices": [device]});
+    parse("x.json", &file.to_string())
+}
+
+#[test]
+fn yaml_and_json_give_the_same() {
+    let yaml = parse("gpus.yaml", TWO_GPUS).unwrap();
+    let value: Value = serde_yaml_ng::from_str(TWO_GPUS).unwrap();
+    let json = parse("gpus.json", &value.to_string()).unwrap();
+    assert_eq!(yaml.edits, json.edits);
+    let names = |file: &CdiFile| file.devices.iter().map(|d| d.name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&yaml), names(&json));
+    assert_eq!(names(&yaml).len(), 5);
+    assert_eq!(yaml.devices[0].edits, yaml.devices[1].edits, "an alias");
+    assert_eq!(yaml.edits.hooks.len(), 4);
+}
+
+#[test]
+fn what_go_writes_as_null_is_nothing() {
+    let text = r#"{"cdiVersion": "0.6.0", "kind": "v/c", "annotations": null, "containerEdits": null, "devices": [
+        {"name": "d", "annotations": null, "containerEdits": {"env": null, "deviceNodes": [{"path": "/dev/x"}], "mounts": null}}
+    ]}"#;
+    assert_eq!(
+        parse("x.json", text).unwrap().devices[0].edits.device_nodes.len(),
+        1
+    );
+}
+
+#[test]
+fn unknown_fields_are_passed_over() {
+    let edits = json!({"env": ["A=b"], "future": {"a": 1}});
+    assert!(of_device(&edits).is_ok());
+}
+
+#[test]
+fn edits_that_fit_no_spec_are_refused_with_the_device() {
+    for (edits, word) in [
+        (json!({}), "no edits"),
+        (json!({"env": ["=b"]}), "not KEY=value"),
+        (json!({"env": ["A"]}), "not KEY=value"),
+        (json!({"deviceNodes": [{"path": ""}]}), "no path"),
+        (
+            json!({"deviceNodes": [{"path": "/dev/x", "type": "d"}]}),
+            "type \"d\"",
+        ),
+        (
+            json!({"deviceNodes": [{"path": "/dev/x", "permissions": "rx"}]}),
+            "permissions \"rx\"",
+        ),
+        (
+            json!({"mounts": [{"hostPath": "", "containerPath": "/a"}]}),
+            "lacks a path",
+        ),
+        (
+            json!({"mounts": [{"hostPath": "/a", "containerPath": ""}]}),
+            "lacks a path",
+        ),
+        (
+            json!({"hooks": [{"hookName": "late", "path": "/a"}]}),
+            "unknown name \"late\"",
+        ),
+        (
+            json!({"hooks": [{"hookName": "poststop", "path": ""}]}),
+            "no path",
+        ),
+        (
+            json!({"hooks": [{"hookName": "poststop", "path": "/a", "env": ["x"]}]}),
+            "not KEY=value",
+        ),
+        (
+            json!({"netDevices": [{"hostInterfaceName": "", "name": "a"}]}),
+            "no name",
+        ),
+        (
+            json!({"netDevices": [{"hostInterfaceName": "a", "name": "x"}, {"hostInterfaceName": "b", "name": "x"}]}),
+            "twice",
+        ),
+        (json!({"intelRdt": {"closID": "a/b"}}), "closID"),
+    ] {
+        let said = of_device(&edits).unwrap_err().to_string();
+        assert!(
+            said.contains("device \"0\": ") && said.contains(word),
+            "{edits}: {said}"
+        );
+    }
+}
+
+#[test]
+fn a_file_has_devices_with_names_of_their_own() {
+    let device = json!({"name": "0", "containerEdits": {"env": ["A=b"]}});
+    let with = |kind: &str, devices: Value| {
+        let file = json!({"cdiVersion": "1.0.0", "kind": kind, "devices": devices});
+        parse("x.json", &file.to_string())
+    };
+    assert!(with("v/c", json!([device])).is_ok());
+    for (kind, devices, word) in [
+        ("v/c", json!([]), "no devices"),
+        ("v/c", json!([device, device]), "two devices \"0\""),
+        (
+            "v/c",
+            json!([{"name": "-", "containerEdits": {"env": ["A=b"]}}]),
+            "device \"-\"",
+        ),
+        ("gpu", json!([device]), "kind \"gpu\""),
+    ] {
+        let said = with(kind, devices).unwrap_err().to_string();
+        assert!(said.contains(word), "{said}");
+    }
+}
+
+#[test]
+fn broken_texts_are_errors_and_cost_little() {
+    for text in ["", "[", "3", "null", "a: [b", "{\"devices\": 3}", "\u{0}"] {
+        assert!(parse("x.yaml", text).is_err(), "{text:?}");
+        assert!(parse("x.json", text).is_err(), "{text:?}");
+    }
+    // Aliases of aliases: 9^9 strings, were they followed.
+    let mut bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n".to_owned();
+    for i in 1..9 {
+        let alias = format!("*a{}", i - 1);
+        bomb += &format!("a{i}: &a{i} [{}]\n", [alias.as_str(); 9].join(","));
+    }
+    bomb += "kind: v/c\ncdiVersion: 0.5.0\ndevices: *a8\n";
+    assert!(parse("x.yaml", &bomb).is_err());
+    for deep in ["[", "{a: ", "[[]", "- ", "? "] {
+        let deep = deep.repeat(100_000);
+        assert!(parse("x.yaml", &deep).is_err() && parse("x.json", &deep).is_err());
+    }
+}
