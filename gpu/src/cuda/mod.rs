@@ -15,8 +15,14 @@ use raw::{
     CheckpointArgs, CheckpointTable, GetErrorName, LockArgs, Pair, RestoreArgs, Result32, Table, UnlockArgs,
 };
 
-/// `CUDA_ERROR_NOT_INITIALIZED`: the driver wants cuInit in this process first.
+/// `CUDA_ERROR_NOT_INITIALIZED`: the driver wants cuInit in this process first, or the process asked about has no CUDA.
 pub(crate) const NOT_INITIALIZED: i32 = 3;
+
+/// `CUDA_ERROR_OPERATING_SYSTEM`: there is no process of that pid.
+pub(crate) const OPERATING_SYSTEM: i32 = 304;
+
+/// The call that makes the driver usable in this process.
+pub(crate) const INIT: &str = "cuInit";
 
 /// The user mode driver of this node.
 pub trait Driver: Send + Sync {
@@ -93,7 +99,7 @@ impl Driver for Cuda {
     fn init(&self) -> Result<(), DriverError> {
         // SAFETY: cuInit takes no pointer; it may be called at any time, from any thread and again.
         let result = unsafe { (self.table.init)(0) };
-        self.check("cuInit", result)
+        self.check(INIT, result)
     }
 
     fn checkpointer(&self) -> Result<&dyn Checkpointer, &LoadError> {

@@ -13,7 +13,7 @@ use std::time::Instant;
 use super::chain;
 use super::discover::{self, Sign};
 use super::node::{Node, Refusal};
-use crate::cuda::{Checkpointer, Driver, NOT_INITIALIZED};
+use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
 use crate::protocol::{DriverError, ProcessReply, Reply, Request};
 use crate::{CudaState, GpuPair};
 
@@ -252,13 +252,24 @@ struct Ask<'a> {
 impl Ask<'_> {
     fn discover(&self, pid: i32) -> ProcessReply {
         let started = Instant::now();
-        // Any error here is the driver's way to say that it does not know the process.
         // The state is not asked for: unlike this call it waits until the process can run.
-        let tid = self.call(|c| c.restore_tid(pid)).ok();
+        let (restore_tid, error) = match self.call(|c| c.restore_tid(pid)) {
+            Ok(tid) => (Some(tid), None),
+            Err(error) if self.has_no_cuda(pid, &error) => (None, None),
+            Err(error) => (None, Some(error)),
+        };
         ProcessReply {
-            restore_tid: tid,
+            restore_tid,
+            error,
             ..reply(pid, started, None)
         }
+    }
+
+    /// Whether this is how the driver tells of a process without CUDA, or the process has ended since it was looked at.
+    /// Whatever else the driver answers says nothing, and a process whose GPU state is passed over is lost with it.
+    fn has_no_cuda(&self, pid: i32, error: &DriverError) -> bool {
+        let told = error.call != INIT && matches!(error.code, NOT_INITIALIZED | OPERATING_SYSTEM);
+        told || discover::sign(&self.node.proc_root, pid) == Sign::None
     }
 
     fn state(&self, pid: i32) -> ProcessReply {

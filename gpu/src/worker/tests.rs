@@ -315,7 +315,31 @@ fn discovery_finds_the_processes_with_a_restore_thread_and_asks_only_about_likel
     let tids: Vec<_> = replies.iter().map(|reply| reply.restore_tid).collect();
     assert_eq!(tids, [Some(1011), None, None, None]);
     assert!(replies.iter().all(|reply| reply.error.is_none()), "{replies:?}");
-    assert_eq!(fake.asked_for_tid(), [11, 12]);
+    assert_eq!(fake.asked_for_tid(), [11, 12, 12], "once more after cuInit");
+    shim.close();
+}
+
+#[test]
+fn a_process_that_the_driver_cannot_tell_of_is_not_taken_for_one_without_cuda() {
+    let fake = Fake::with_processes(&[11]);
+    fake.maps(11, "/dev/nvidia-uvm");
+    fake.refuse_tid();
+    let mut shim = Shim::start(&fake);
+    let replies = shim.done(&Request::Discover { pids: vec![11] });
+    let error = replies[0].error.as_ref().map(|error| error.code);
+    assert_eq!((replies[0].restore_tid, error), (None, Some(999)));
+    shim.close();
+}
+
+#[test]
+fn without_cuinit_the_driver_tells_nothing_of_a_process() {
+    let fake = Fake::with_processes(&[]);
+    fake.maps(12, "/usr/lib/libcuda.so.1");
+    fake.refuse_init();
+    let mut shim = Shim::start(&fake);
+    let replies = shim.done(&Request::Discover { pids: vec![12] });
+    let error = replies[0].error.as_ref().map(|error| error.call.as_str());
+    assert_eq!(error, Some("cuInit"));
     shim.close();
 }
 

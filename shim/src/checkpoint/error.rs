@@ -100,6 +100,8 @@ pub(crate) enum EffectError {
     Runtime { runtime: &'static str },
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
     ByHook,
+    #[error("it is to follow the dump in {}, and GPU memory cannot be dumped in parts", parent.display())]
+    Parent { parent: PathBuf },
     #[error("driver {version} has no process checkpoint")]
     NoCheckpointApi { version: String },
     #[error("cannot look at the processes")]
@@ -304,6 +306,14 @@ impl CheckpointError {
         }
     }
 
+    /// Of one whose journal cannot be kept.
+    pub(super) fn unwritten(container: &Container, error: JournalError) -> Self {
+        Self::Refused {
+            container: container.id.clone(),
+            cause: error.into(),
+        }
+    }
+
     /// From a transaction that failed; `image` when its dump is complete.
     pub(super) fn from_failure(
         container: &str,
@@ -375,6 +385,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => "FIRN-IPC",
         EffectError::Runtime { .. } => "FIRN-RUNTIME",
         EffectError::ByHook => "FIRN-GPU-HOOK",
+        EffectError::Parent { .. } => "FIRN-PARENT",
         EffectError::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
         EffectError::Unreadable(_) => "FIRN-PROC",
         EffectError::Grant(error) => error.code(),
@@ -428,6 +439,7 @@ fn hint(error: &EffectError) -> &str {
             "run the container with runc: leave BinaryName out of the runtime's options"
         }
         EffectError::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
+        EffectError::Parent { .. } => "ask for the checkpoint without a parent path",
         EffectError::NoCheckpointApi { .. } => "install driver 570 or later (580 to restore onto other GPUs)",
         EffectError::Unreadable(_) => "the process may have ended meanwhile: try again",
         EffectError::Grant(error) => error.hint(),

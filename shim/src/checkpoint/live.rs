@@ -134,6 +134,9 @@ impl<'a> Live<'a> {
 
     /// The node, the grant and the tools, and refusals that need no look at the processes.
     async fn look_around(&mut self) -> Result<Source, EffectError> {
+        if let Some(parent) = self.request.parent.clone() {
+            return Err(EffectError::Parent { parent });
+        }
         let inventory = self.tools.gpu.inventory(self.config.deadlines.inventory).await?;
         if !inventory.checkpoint_api {
             return Err(EffectError::NoCheckpointApi {
@@ -237,11 +240,8 @@ impl<'a> Live<'a> {
         let image = self.request.image.clone();
         let work = (self.request.work.clone()).unwrap_or_else(|| self.container.bundle.clone());
         let init = self.container.init.pid();
-        let has_parent = self.request.parent.is_some();
         blocking(move || {
-            // What the parent image holds is not written again.
-            let written = if has_parent { &[] } else { &dumped[..] };
-            room::check(room::Needs::of(written, gpu_memory), limit, &image, &work)?;
+            room::check(room::Needs::of(&dumped, gpu_memory), limit, &image, &work)?;
             foreign::by_mounts(init, &known)?;
             foreign::by_stdio(init, &dumped)
         })

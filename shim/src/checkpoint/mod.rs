@@ -126,33 +126,49 @@ pub(crate) async fn run(
 }
 
 async fn plain(container: &Container, request: &Request) -> Result<(), CheckpointError> {
-    let refused = |cause| CheckpointError::Refused {
-        container: container.id.clone(),
-        cause,
-    };
     let was_frozen = container
         .cgroup()
         .and_then(|cgroup| cgroup.freezer_state())
         .is_ok_and(|state| state != FreezerState::Thawed);
     let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
         .await
-        .map_err(|error| refused(error.into()))?;
+        .map_err(|error| CheckpointError::unwritten(container, error))?;
+    let dumped = dump_plain(container, request, was_frozen, &journal).await;
+    journal
+        .end(if dumped.is_ok() {
+            Outcome::Done
+        } else {
+            Outcome::Failed
+        })
+        .await;
+    dumped
+}
+
+async fn dump_plain(
+    container: &Container,
+    request: &Request,
+    was_frozen: bool,
+    journal: &Journal,
+) -> Result<(), CheckpointError> {
     let path = request.image.clone();
     // What cannot be used as an image directory is for the runtime to tell.
     let image = blocking(move || ImageDir::find(&path)).await.ok();
-    if let Some(image) = &image {
-        let noted = journal.image(image.was()).await;
-        noted.map_err(|error| refused(error.into()))?;
-    }
+    let noted = async {
+        if let Some(image) = &image {
+            journal.image(image.was()).await?;
+        }
+        journal.enter(journal::Phase::Dump).await
+    };
+    noted
+        .await
+        .map_err(|error| CheckpointError::unwritten(container, error))?;
     let work = WorkDir::new(container, request).await;
     let under_way = container.begin_transaction();
     let bounds = Bounds {
         deadline: None,
-        journal: &journal,
+        journal,
         cut: &under_way.cut,
     };
-    let entered = journal.enter(journal::Phase::Dump).await;
-    entered.map_err(|error| refused(error.into()))?;
     let dumped = container
         .runc
         .checkpoint(request.call(&work.path, !request.exit, None, bounds))
@@ -164,13 +180,6 @@ async fn plain(container: &Container, request: &Request) -> Result<(), Checkpoin
         Some(image) if under_way.cut.is_asked() => blocking(move || image.clear()).await,
         _ => reset_freezer(container, was_frozen).await,
     }
-    journal
-        .end(if dumped.is_ok() {
-            Outcome::Done
-        } else {
-            Outcome::Failed
-        })
-        .await;
     let result = match dumped {
         Ok(()) => Ok(()),
         // It has done nothing: it does not know the word.
@@ -290,10 +299,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         .map_err(CheckpointError::Program)?;
     let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
         .await
-        .map_err(|error| CheckpointError::Refused {
-            container: container.id.clone(),
-            cause: error.into(),
-        })?;
+        .map_err(|error| CheckpointError::unwritten(container, error))?;
     let under_way = container.begin_transaction();
     let cut = &under_way.cut;
     let gpu = Gpu::new(worker, reaper.clone()).with_journal(journal.clone());
@@ -466,3 +472,6 @@ async fn failed(container: &Container, work: &WorkDir, source: RuncError) -> Dum
         log,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use containerd_shim_protos::api::{
-    Empty, KillRequest, StateRequest, StateResponse, WaitRequest, WaitResponse,
+    CheckpointTaskRequest, Empty, KillRequest, StateRequest, StateResponse, WaitRequest, WaitResponse,
 };
+use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use containerd_shim_protos::shim::oci::CheckpointOptions;
 use protobuf::Message;
 use serde_json::Value;
 use tokio::runtime::{Builder, Runtime};
@@ -141,6 +143,15 @@ impl Task {
         request.signal = signal;
         request.all = all;
         self.call::<Empty>("Kill", &request).map(drop)
+    }
+
+    /// Begins a checkpoint into this directory of the node, as a client asks for it that has not paused the container, or has.
+    pub fn checkpoint(&self, image: &str, options: &CheckpointOptions) -> Result<Pending<Empty>> {
+        let mut request = CheckpointTaskRequest::new();
+        request.id = self.id.clone();
+        request.path = image.to_owned();
+        request.options = MessageField::some(any(options, "containerd.runc.v1.CheckpointOptions")?);
+        Ok(self.begin("Checkpoint", &request, LIMIT)?)
     }
 
     /// Begins to wait for the end of its init, or of an exec.

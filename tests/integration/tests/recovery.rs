@@ -7,9 +7,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
-use containerd_shim_protos::protobuf::MessageField;
-use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use containerd_shim_protos::api::Empty;
+use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_lab::{BUNDLES, Container, FIRN, GpuHost, Pending, SimGpu, Task, failure, nothing_left, on, told};
 use firn_node::{Cgroup, Suite, wait_for};
 use serde_json::Value;
@@ -160,15 +159,9 @@ fn count(host: &GpuHost) -> Result<Container<'_>> {
 
 /// A checkpoint as a client of the shim asks for it that has not paused the container, or has.
 fn checkpoint(task: &Task, exit: bool) -> Result<Pending<Empty>> {
-    let mut request = CheckpointTaskRequest::new();
-    request.id = "job".to_owned();
-    request.path = IMAGE.to_owned();
-    request.options = MessageField::some(Any {
-        type_url: "containerd.runc.v1.CheckpointOptions".to_owned(),
-        value: if exit { vec![0x08, 1] } else { Vec::new() },
-        ..Any::default()
-    });
-    Ok(task.begin("Checkpoint", &request, LIMIT)?)
+    let mut options = CheckpointOptions::new();
+    options.exit = exit;
+    task.checkpoint(IMAGE, &options)
 }
 
 fn begin<'h>(host: &'h GpuHost, point: &Point) -> Result<(Container<'h>, Task, Pending<Empty>)> {

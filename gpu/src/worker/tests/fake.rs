@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier, Condvar, Mutex};
 
 use tempfile::TempDir;
 
-use crate::cuda::{Checkpointer, Driver, NOT_INITIALIZED};
+use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
 use crate::nvml::{Nvml, NvmlError, NvmlGpu};
 use crate::protocol::DriverError;
 use crate::sys::LoadError;
@@ -56,6 +56,7 @@ struct Inner {
     init_refused: bool,
     init_demanded: bool,
     state_refused: bool,
+    tid_refused: bool,
     /// Persistence mode by the byte that fills the UUID.
     persistence: BTreeMap<u8, bool>,
     a_gpu_is_lost: bool,
@@ -154,6 +155,10 @@ impl Fake {
         self.inner.lock().unwrap().state_refused = true;
     }
 
+    pub(super) fn refuse_tid(&self) {
+        self.inner.lock().unwrap().tid_refused = true;
+    }
+
     pub(super) fn inits(&self) -> usize {
         self.inner.lock().unwrap().inits
     }
@@ -241,7 +246,7 @@ impl Driver for Fake {
     fn init(&self) -> Result<(), DriverError> {
         let mut inner = self.inner.lock().unwrap();
         if inner.init_refused {
-            return Err(error("cuInit", 100, "CUDA_ERROR_NO_DEVICE"));
+            return Err(error(INIT, 100, "CUDA_ERROR_NO_DEVICE"));
         }
         inner.inits += 1;
         Ok(())
@@ -259,14 +264,15 @@ impl Checkpointer for Fake {
     fn restore_tid(&self, pid: i32) -> Result<i32, DriverError> {
         let mut inner = self.inner.lock().unwrap();
         inner.asked_for_tid.push(pid);
-        if inner.states.contains_key(&pid) {
+        let call = "cuCheckpointProcessGetRestoreThreadId";
+        if inner.tid_refused {
+            Err(error(call, 999, "CUDA_ERROR_UNKNOWN"))
+        } else if inner.states.contains_key(&pid) {
             Ok(1000 + pid)
+        } else if self.root.path().join(pid.to_string()).exists() {
+            Err(error(call, NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"))
         } else {
-            Err(error(
-                "cuCheckpointProcessGetRestoreThreadId",
-                1,
-                "CUDA_ERROR_INVALID_VALUE",
-            ))
+            Err(error(call, OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM"))
         }
     }
 

@@ -5,15 +5,14 @@ use std::process::Child;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
-use containerd_shim_protos::protobuf::MessageField;
+use containerd_shim_protos::api::Empty;
 use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_node::{CgroupMode, Suite, wait_for};
 
 use super::cell::{From, Subject};
 use super::counting::Counting;
 use super::{disk, inject};
-use crate::{Archive, Census, Container, FIRN, GpuHost, Pending, SHARES_NOTHING, STOCK, SimGpu, Task, any};
+use crate::{Archive, Census, Container, FIRN, GpuHost, Pending, SHARES_NOTHING, STOCK, SimGpu, Task};
 
 /// The container.
 pub(super) const ID: &str = "job";
@@ -23,8 +22,6 @@ pub(super) const TEMPLATE: &str = "checkpoint/template";
 const MIB: usize = 1;
 /// Number of the container that the template is made of.
 const TEMPLATE_JOB: usize = 1;
-/// How long an answer may take.
-const ANSWER: Duration = Duration::from_secs(60);
 /// How long the node may take to come to rest.
 const QUIET: Duration = Duration::from_secs(40);
 
@@ -247,12 +244,8 @@ impl<'g> Job<'g> {
         let mut options = CheckpointOptions::new();
         options.exit = asked.exit;
         options.work_path = asked.work.clone().unwrap_or_default();
-        let mut request = CheckpointTaskRequest::new();
-        request.id = ID.to_owned();
-        request.path = asked.image.to_owned();
-        request.options = MessageField::some(any(&options, "containerd.runc.v1.CheckpointOptions")?);
         let task = Task::of(&self.ground.host, ID)?;
-        let pending = task.begin("Checkpoint", &request, ANSWER)?;
+        let pending = task.checkpoint(asked.image, &options)?;
         Ok(Call::Raw(task, Some(pending)))
     }
 

@@ -1,0 +1,100 @@
+//! Checkpoints of containers without GPU. Needs root.
+
+use std::fs;
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+
+use super::*;
+use crate::container::{Facts, Process, StdioPaths};
+use crate::options::RuncOptions;
+use crate::runc::Runc;
+
+/// One page: what a tmpfs of the smallest size holds.
+const PAGE: usize = 4096;
+
+fn container(bundle: &Path, reaper: &Reaper) -> Container {
+    let options = RuncOptions {
+        binary_name: "/nonexistent/runc".to_owned(),
+        ..RuncOptions::default()
+    };
+    let runc = Runc::new("job", "default", bundle, &options, reaper.clone());
+    let init = Process::new("", StdioPaths::default(), Vec::new());
+    let facts = Facts {
+        gpu: false,
+        private_pids: true,
+    };
+    Container::new("job", bundle.to_owned(), runc, options, init, facts, None)
+}
+
+fn request(image: PathBuf) -> Request {
+    Request {
+        image,
+        work: None,
+        parent: None,
+        exit: false,
+        flags: DumpFlags::default(),
+        empty_namespaces: Vec::new(),
+    }
+}
+
+/// A path that exists nowhere, `length` bytes long.
+fn long_path(length: usize) -> PathBuf {
+    let mut path = "/nonexistent".to_owned();
+    while path.len() + 202 <= length {
+        path += &format!("/{}", "d".repeat(200));
+    }
+    let rest = length - path.len();
+    path += &format!("/{}", "d".repeat(rest - 1));
+    assert_eq!(path.len(), length);
+    path.into()
+}
+
+/// How long the first line of the journal is.
+async fn first_line(reaper: &Reaper, image: PathBuf) -> usize {
+    let bundle = tempfile::tempdir().unwrap();
+    let container = container(bundle.path(), reaper);
+    let begin = request(image).begin(&container, false);
+    // That of the test has the bundle's path in it.
+    let bundle_bytes = bundle.path().as_os_str().len();
+    Journal::begin(bundle.path(), begin).await.unwrap();
+    let line = fs::read(bundle.path().join(journal::FILE)).unwrap();
+    line.len() - bundle_bytes
+}
+
+#[tokio::test]
+async fn a_disk_that_gets_full_after_the_journals_first_line_leaves_nothing() {
+    if let Err(errno) = unshare(CloneFlags::CLONE_NEWNS) {
+        eprintln!("skipped: needs root for a mount namespace ({errno})");
+        return;
+    }
+    let private = MsFlags::MS_PRIVATE | MsFlags::MS_REC;
+    mount(None::<&str>, "/", None::<&str>, private, None::<&str>).unwrap();
+    let (reaper, bundle) = (Reaper::start().unwrap(), tempfile::tempdir().unwrap());
+    let page = Some("size=4096");
+    mount(
+        Some("tmpfs"),
+        bundle.path(),
+        Some("tmpfs"),
+        MsFlags::empty(),
+        page,
+    )
+    .unwrap();
+    // Room for the first line, and for no other.
+    let short = 300;
+    let line = first_line(&reaper, long_path(short)).await + bundle.path().as_os_str().len();
+    let image = long_path(short + PAGE - line - 8);
+    let container = container(bundle.path(), &reaper);
+    let refused = run(&container, &request(image.clone()), &reaper)
+        .await
+        .unwrap_err();
+    let said = refused.to_string();
+    let left = fs::read_dir(bundle.path()).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    umount2(bundle.path(), MntFlags::MNT_DETACH).unwrap();
+    assert!(
+        said.starts_with("FIRN-JOURNAL: ") && said.contains("No space left"),
+        "{said}"
+    );
+    assert!(left.is_empty(), "{left:?}");
+}
