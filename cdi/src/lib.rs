@@ -8,6 +8,7 @@
 mod error;
 mod file;
 mod inject;
+pub mod ldcache;
 mod names;
 mod registry;
 mod version;
@@ -15,4 +16,4 @@ mod version;
 pub use error::{CdiError, FileError};
 pub use file::{CdiFile, Device, DeviceNode, Edits, Hook, Mount, NetDevice};
 pub use names::{BadName, DeviceName};
-pub use registry::{DIRECTORIES, Registry};
+pub use registry::Registry;

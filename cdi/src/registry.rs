@@ -5,9 +5,6 @@ use std::path::{Path, PathBuf};
 
 use crate::{CdiError, CdiFile, Device, DeviceName, FileError};
 
-/// Where CDI files are, least important first.
-pub const DIRECTORIES: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
-
 /// The CDI files of a node, and which of them describes which device.
 #[derive(Debug, Default)]
 pub struct Registry {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 
 const EXIT_STATUS: &str = "Exit status: 0 all is well, 1 something is wrong or failed, 2 wrong usage.";
 
@@ -19,6 +19,8 @@ pub enum Command {
     Inspect(InspectArgs),
     Plan(PlanArgs),
     Doctor(DoctorArgs),
+    #[command(subcommand)]
+    Cdi(CdiCommand),
 }
 
 /// Show what a checkpoint holds and whether its files are whole.
@@ -65,6 +67,53 @@ pub struct PlanArgs {
     after_help = "Exit status: 0 nothing failed (warnings may remain), 1 a check failed, 2 wrong usage."
 )]
 pub struct DoctorArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Write and show the node's CDI files, which say what a container needs for a GPU.
+#[derive(Debug, Subcommand)]
+pub enum CdiCommand {
+    Generate(CdiGenerateArgs),
+    List(CdiListArgs),
+}
+
+/// Describe this node's NVIDIA GPUs in a CDI file.
+///
+/// For nodes that have the driver and no container toolkit of NVIDIA's. Names each GPU by its index and its UUID, and all of
+/// them as `all`, so that `ctr run --device nvidia.com/gpu=0` gives a container the GPU with its driver's libraries. Write it
+/// anew when the driver or the GPUs change.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 done, 1 failed, and nothing was written, 2 wrong usage.")]
+pub struct CdiGenerateArgs {
+    /// File to write, such as /etc/cdi/nvidia.yaml. `-` shows it and writes nothing.
+    #[arg(long, value_name = "FILE", default_value = "-")]
+    pub output: Option<PathBuf>,
+    /// Default: what the name of the file says, else YAML.
+    #[arg(long)]
+    pub format: Option<CdiFormat>,
+    /// Directory below which the driver is installed.
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    pub driver_root: PathBuf,
+    /// Also if another tool has written a CDI file of these GPUs.
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// How a CDI file is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CdiFormat {
+    Yaml,
+    Json,
+}
+
+/// Show which devices the CDI files describe.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 all files can be used, 1 one is broken or a device is described twice, 2 wrong usage."
+)]
+pub struct CdiListArgs {
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

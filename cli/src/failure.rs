@@ -47,6 +47,7 @@ macro_rules! coded {
 }
 
 coded!(
+    crate::cdi::NoDriver,
     firn_config::ConfigError,
     firn_config::ProgramError,
     firn_oci::DecideError,

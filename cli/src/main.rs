@@ -1,9 +1,11 @@
 //! firn: what a person asks about checkpoints and about a node.
 //!
-//! Nothing here changes anything: no file is written, no container touched. The driver is asked by way of `firn-gpu`.
+//! Nothing here changes anything but `cdi generate`, which writes the file that it is told to. The driver is asked by way of
+//! `firn-gpu`.
 #![forbid(unsafe_code)]
 
 mod args;
+mod cdi;
 mod doctor;
 mod failure;
 mod inspect;
@@ -22,6 +24,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Cdi(command) => cdi::run(&command),
     };
     match result {
         Ok(true) => ExitCode::SUCCESS,

@@ -20,6 +20,8 @@ pub struct Config {
     pub criu: Criu,
     /// How long each phase of a checkpoint or restore may take.
     pub deadlines: Deadlines,
+    /// How containers get their GPUs.
+    pub create: Create,
     /// What is checkpointed.
     pub checkpoint: Checkpoint,
     /// Which GPUs restored containers get.
@@ -99,6 +101,22 @@ impl Default for Deadlines {
             runc_restore: Duration::from_secs(1800),
             restore: Duration::from_secs(600),
             unlock: Duration::from_secs(10),
+        }
+    }
+}
+
+/// `[create]`
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Create {
+    /// Where CDI files are; those of a later directory come first.
+    pub cdi_dirs: Vec<PathBuf>,
+}
+
+impl Default for Create {
+    fn default() -> Self {
+        Self {
+            cdi_dirs: ["/etc/cdi", "/var/run/cdi"].map(PathBuf::from).to_vec(),
         }
     }
 }

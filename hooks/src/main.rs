@@ -1,20 +1,38 @@
 //! firn-hook: what firn has the OCI runtime run at points of a container's life.
 #![forbid(unsafe_code)]
 
+mod libraries;
 mod loopback;
+mod rootfs;
 mod state;
 
 use std::process::ExitCode;
+
+use anyhow::Result;
+use nix::sys::stat::{Mode, umask};
+
+use rootfs::Rootfs;
+use state::State;
 
 const HELP: &str = "\
 firn-hook: OCI hook of firn, run by runc and not by people
 
 usage: firn-hook createRuntime < state.json
+       firn-hook create-symlinks [--link TEXT::PATH]... < state.json
+       firn-hook update-ldcache [--library PATH]... < state.json
 
-  createRuntime   brings up the loopback interface of the container's network
-                  namespace, which runc does at create but not at restore.
-                  Does nothing when the container uses the runtime's own
-                  network namespace. Safe to repeat.
+  createRuntime     brings up the loopback interface of the container's network
+                    namespace, which runc does at create but not at restore.
+                    Does nothing when the container uses the runtime's own
+                    network namespace.
+  create-symlinks   makes symbolic links in the container's root file system,
+                    and the directories that they need. What is there and no
+                    link stays.
+  update-ldcache    adds libraries to the container's /etc/ld.so.cache, before
+                    others of the same name.
+
+All are safe to repeat. The last two are hooks of the stage createContainer, and
+are in the CDI files that `firn cdi generate` writes.
 
 The container's state, as the OCI runtime specification defines it, is read
 from standard input. Errors go to standard error.
@@ -23,19 +41,32 @@ exit status: 0 done or nothing to do, 1 failed, 2 wrong usage
 ";
 
 fn main() -> ExitCode {
-    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
-    let result = match arguments.as_slice() {
-        [one] if one == "createRuntime" => {
-            state::container_pid(std::io::stdin()).and_then(loopback::bring_up)
+    // Files of the container are for all of its users, whatever the runtime's own are for.
+    umask(Mode::from_bits_truncate(0o022));
+    let arguments: Vec<String> = std::env::args_os()
+        .skip(1)
+        .map(|argument| argument.to_string_lossy().into_owned())
+        .collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match words[..] {
+        ["createRuntime"] => create_runtime(),
+        ["create-symlinks", ref options @ ..] => {
+            let Some(links) = values(options, "--link") else {
+                return wrong_usage();
+            };
+            rootfs().and_then(|rootfs| libraries::create_symlinks(&rootfs, &links))
         }
-        [one] if one == "--help" || one == "-h" => {
+        ["update-ldcache", ref options @ ..] => {
+            let Some(paths) = values(options, "--library") else {
+                return wrong_usage();
+            };
+            rootfs().and_then(|rootfs| libraries::update_ldcache(&rootfs, &paths))
+        }
+        ["--help" | "-h"] => {
             print!("{HELP}");
             Ok(())
         }
-        _ => {
-            eprintln!("firn-hook: wrong usage. hint: firn-hook --help");
-            return ExitCode::from(2);
-        }
+        _ => return wrong_usage(),
     };
     result.map_or_else(
         |error| {
@@ -44,4 +75,26 @@ fn main() -> ExitCode {
         },
         |()| ExitCode::SUCCESS,
     )
+}
+
+fn create_runtime() -> Result<()> {
+    loopback::bring_up(State::read(std::io::stdin())?.pid()?)
+}
+
+fn rootfs() -> Result<Rootfs> {
+    Rootfs::open(&State::read(std::io::stdin())?.rootfs()?)
+}
+
+/// The values of an option that is given any number of times; none when there is anything else.
+fn values(options: &[&str], name: &str) -> Option<Vec<String>> {
+    let pairs = options.chunks(2).map(|pair| match pair {
+        [option, value] if *option == name => Some((*value).to_owned()),
+        _ => None,
+    });
+    pairs.collect()
+}
+
+fn wrong_usage() -> ExitCode {
+    eprintln!("firn-hook: wrong usage. hint: firn-hook --help");
+    ExitCode::from(2)
 }

@@ -1,47 +1,80 @@
 //! The container's state as the OCI runtime hands it to hooks.
 
+use std::fs::File;
 use std::io::Read;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 /// Largest state that is read; annotations make up most of it.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// The process id of the container's init, in this pid namespace.
-pub fn container_pid(input: impl Read) -> Result<i32> {
+/// Largest spec that is read.
+const MAX_SPEC: u64 = 16 << 20;
+
+/// The state of a container.
+#[derive(Debug)]
+pub struct State(Value);
+
+impl State {
+    /// Reads it.
+    pub fn read(input: impl Read) -> Result<Self> {
+        Ok(Self(json(input, MAX_BYTES, "the container's state")?))
+    }
+
+    /// The process id of the container's init, in this pid namespace.
+    pub fn pid(&self) -> Result<i32> {
+        let pid = self.0["pid"]
+            .as_i64()
+            .and_then(|pid| i32::try_from(pid).ok())
+            .filter(|pid| *pid > 0);
+        pid.context("the container's state has no pid")
+    }
+
+    /// The container's root file system, as the spec in its bundle names it.
+    pub fn rootfs(&self) -> Result<PathBuf> {
+        let bundle = self.0["bundle"]
+            .as_str()
+            .context("the container's state has no bundle")?;
+        ensure!(!bundle.is_empty(), "the container's state has no bundle");
+        let path = Path::new(bundle).join("config.json");
+        let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+        let spec = json(file, MAX_SPEC, &path.display().to_string())?;
+        let root = spec.pointer("/root/path").and_then(Value::as_str);
+        let root = root.filter(|root| !root.is_empty());
+        Ok(Path::new(bundle).join(root.with_context(|| format!("{} names no root", path.display()))?))
+    }
+}
+
+fn json(input: impl Read, limit: u64, what: &str) -> Result<Value> {
     let mut bytes = Vec::new();
     input
-        .take(MAX_BYTES + 1)
+        .take(limit + 1)
         .read_to_end(&mut bytes)
-        .context("cannot read the container's state")?;
-    ensure!(
-        bytes.len() as u64 <= MAX_BYTES,
-        "the container's state is larger than {MAX_BYTES} bytes"
-    );
-    let state: serde_json::Value =
-        serde_json::from_slice(&bytes).context("the container's state is not valid JSON")?;
-    let pid = state["pid"]
-        .as_i64()
-        .and_then(|pid| i32::try_from(pid).ok())
-        .filter(|pid| *pid > 0);
-    pid.context("the container's state has no pid")
+        .with_context(|| format!("cannot read {what}"))?;
+    ensure!(bytes.len() as u64 <= limit, "{what} is larger than {limit} bytes");
+    serde_json::from_slice(&bytes).with_context(|| format!("{what} is not valid JSON"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn state(text: &str) -> Result<State> {
+        State::read(text.as_bytes())
+    }
+
     #[test]
     fn the_pid_is_read() {
-        assert_eq!(
-            container_pid(&br#"{"ociVersion":"1.2.0","id":"c","pid":42}"#[..]).unwrap(),
-            42
-        );
+        let state = state(r#"{"ociVersion":"1.2.0","id":"c","pid":42}"#).unwrap();
+        assert_eq!(state.pid().unwrap(), 42);
+        assert!(state.rootfs().is_err());
     }
 
     #[test]
     fn a_state_without_pid_is_an_error() {
-        for state in [
+        for text in [
             "",
             "{",
             "[]",
@@ -50,8 +83,25 @@ mod tests {
             r#"{"pid":"42"}"#,
             r#"{"pid":99999999999}"#,
         ] {
-            assert!(container_pid(state.as_bytes()).is_err(), "{state}");
+            assert!(state(text).and_then(|state| state.pid()).is_err(), "{text}");
         }
-        assert!(container_pid(std::io::repeat(b' ').take(2 << 20)).is_err());
+        assert!(State::read(std::io::repeat(b' ').take(2 << 20)).is_err());
+    }
+
+    #[test]
+    fn the_root_is_that_of_the_bundles_spec() {
+        let bundle = tempfile::tempdir().unwrap();
+        let state = state(&serde_json::json!({"bundle": bundle.path()}).to_string()).unwrap();
+        assert!(state.rootfs().is_err());
+        for (root, expected) in [
+            ("rootfs", bundle.path().join("rootfs")),
+            ("/run/root", "/run/root".into()),
+        ] {
+            let spec = serde_json::json!({"root": {"path": root}});
+            std::fs::write(bundle.path().join("config.json"), spec.to_string()).unwrap();
+            assert_eq!(state.rootfs().unwrap(), expected);
+        }
+        std::fs::write(bundle.path().join("config.json"), "{}").unwrap();
+        assert!(state.rootfs().is_err());
     }
 }

@@ -11,7 +11,7 @@ use nix::fcntl::OFlag;
 ///
 /// The caller is the only writer of that name. The temporary name is fixed, so that what a killed writer has left is
 /// taken over by the next instead of piling up.
-pub(crate) fn write(dir: &Path, name: &str, bytes: &[u8], mode: u32) -> io::Result<()> {
+pub fn write(dir: &Path, name: &str, bytes: &[u8], mode: u32) -> io::Result<()> {
     let temporary = dir.join(format!(".{name}.tmp"));
     let result =
         write_new(&temporary, bytes, mode).and_then(|()| std::fs::rename(&temporary, dir.join(name)));

@@ -21,6 +21,7 @@ mod map;
 pub mod mounts;
 mod spec;
 
+pub use atomic::write as write_file;
 pub use decide::{DecideError, Decision};
 pub use grant::{Basis, Grant, GrantError};
 pub use map::{GpuMap, MapError, MapOrigin};

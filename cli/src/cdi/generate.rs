@@ -1,0 +1,264 @@
+//! `firn cdi generate`: a CDI file for a node that has nothing but NVIDIA's driver.
+//!
+//! Device nodes are named without their numbers: whoever gives the device looks them up, and they change with a restart.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use firn_cdi::{CdiFile, DeviceNode, Edits, Hook, Mount, Registry};
+use firn_config::{Config, find_program, names};
+use firn_gpu::{Gpu, Inventory};
+use serde::Serialize;
+
+use super::driver::DriverFiles;
+use crate::args::{CdiFormat, CdiGenerateArgs};
+use crate::failure::Failure;
+use crate::program;
+
+/// Kind of NVIDIA's GPUs.
+const KIND: &str = "nvidia.com/gpu";
+
+/// Oldest version that has all that is used here.
+const VERSION: &str = "0.5.0";
+
+/// A CDI file as it is written.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Document {
+    cdi_version: &'static str,
+    kind: &'static str,
+    devices: Vec<Named>,
+    container_edits: Edits,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Named {
+    name: String,
+    container_edits: Edits,
+}
+
+/// A CDI file that is in the way.
+#[derive(Debug, thiserror::Error)]
+enum InTheWay {
+    /// At the place of the new one.
+    #[error("{} was not written by firn", .0.display())]
+    Foreign(PathBuf),
+    /// In another place: every name would be there twice.
+    #[error("{} describes {KIND} already", .0.display())]
+    Another(PathBuf),
+}
+
+impl InTheWay {
+    fn failure(&self) -> Failure {
+        Failure::new("FIRN-CDI-EXISTS", self.hint(), self)
+    }
+
+    fn hint(&self) -> &'static str {
+        match self {
+            Self::Foreign(_) => "write to another file, or replace this one with --force",
+            Self::Another(_) => "use that one, or remove it, or write beside it with --force",
+        }
+    }
+}
+
+/// True: it is written or shown.
+pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
+    let told = |failure: Failure| anyhow!("{failure}");
+    let config = Config::load().map_err(Failure::from).map_err(told)?;
+    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())
+        .map_err(Failure::from)
+        .map_err(told)?;
+    let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
+    if let Some(output) = output.filter(|_| !args.force) {
+        check(output, &config.create.cdi_dirs).map_err(|error| told(error.failure()))?;
+    }
+    let inventory = program::inventory(&config).context("cannot read the GPUs of this node")?;
+    let files = DriverFiles::find(&args.driver_root, &inventory.driver_version)
+        .map_err(Failure::from)
+        .map_err(told)?;
+    let document = document(&inventory, &files, &hook)?;
+    let format = args
+        .format
+        .unwrap_or_else(|| match output.and_then(Path::extension) {
+            Some(extension) if extension == "json" => CdiFormat::Json,
+            _ => CdiFormat::Yaml,
+        });
+    let text = text(&document, format, &inventory.driver_version)?;
+    match output {
+        None => std::io::stdout().write_all(text.as_bytes())?,
+        Some(path) => {
+            write(path, &text)?;
+            let count = document.devices.len();
+            println!(
+                "{}: {count} names of {} GPUs",
+                path.display(),
+                inventory.gpus.len()
+            );
+        }
+    }
+    Ok(true)
+}
+
+/// Whether a file may be written here without harm to another tool's.
+fn check(output: &Path, dirs: &[PathBuf]) -> Result<(), InTheWay> {
+    if output.exists() && !CdiFile::read(output).is_ok_and(|file| is_ours(&file)) {
+        return Err(InTheWay::Foreign(output.to_owned()));
+    }
+    let place = |path: &Path| {
+        let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
+        dir.zip(path.file_name().map(ToOwned::to_owned))
+    };
+    let registry = Registry::read(dirs);
+    let mut others = registry
+        .files()
+        .iter()
+        .filter(|file| file.kind == KIND && place(&file.path) != place(output));
+    match others.next() {
+        Some(other) => Err(InTheWay::Another(other.path.clone())),
+        None => Ok(()),
+    }
+}
+
+/// Whether firn has written a CDI file: its hooks run firn-hook.
+fn is_ours(file: &CdiFile) -> bool {
+    let hooks = &file.edits.hooks;
+    let of_firn = |hook: &Hook| Path::new(&hook.path).file_name() == Some(names::HOOK_PROGRAM.as_ref());
+    !hooks.is_empty() && hooks.iter().all(of_firn)
+}
+
+fn document(inventory: &Inventory, files: &DriverFiles, hook: &Path) -> Result<Document> {
+    let mut devices = Vec::new();
+    let mut all = Vec::new();
+    for (index, gpu) in inventory.gpus.iter().enumerate() {
+        let node = node(&node_of(gpu)?);
+        all.push(node.clone());
+        for name in [index.to_string(), gpu.uuid.to_string()] {
+            devices.push(named(name, vec![node.clone()]));
+        }
+    }
+    if devices.is_empty() {
+        return Err(anyhow!(
+            "this node has no NVIDIA GPU. hint: `firn doctor` tells what it has"
+        ));
+    }
+    devices.push(named("all".to_owned(), all));
+    let common = inventory
+        .common_nodes
+        .iter()
+        .filter(|common| common.path.parent() == Some(Path::new("/dev")));
+    Ok(Document {
+        cdi_version: VERSION,
+        kind: KIND,
+        devices,
+        container_edits: Edits {
+            env: vec!["NVIDIA_VISIBLE_DEVICES=void".to_owned()],
+            device_nodes: common.map(|common| node(&common.path)).collect(),
+            mounts: files
+                .files
+                .iter()
+                .map(|(inside, host)| mount(host, inside))
+                .collect(),
+            hooks: hooks(files, hook),
+            ..Edits::default()
+        },
+    })
+}
+
+fn named(name: String, device_nodes: Vec<DeviceNode>) -> Named {
+    Named {
+        name,
+        container_edits: Edits {
+            device_nodes,
+            ..Edits::default()
+        },
+    }
+}
+
+fn node_of(gpu: &Gpu) -> Result<PathBuf> {
+    let node = gpu.node.as_ref().with_context(|| {
+        format!(
+            "FIRN-GPU-NO-NODE: GPU {} has no device node on this host. \
+             hint: `nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes",
+            gpu.uuid
+        )
+    })?;
+    Ok(node.path.clone())
+}
+
+fn node(path: &Path) -> DeviceNode {
+    DeviceNode {
+        path: path.display().to_string(),
+        permissions: Some("rwm".to_owned()),
+        ..DeviceNode::default()
+    }
+}
+
+fn mount(host: &Path, inside: &str) -> Mount {
+    let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
+    Mount {
+        host_path: host.display().to_string(),
+        container_path: inside.to_owned(),
+        options: options.map(str::to_owned).to_vec(),
+        kind: None,
+    }
+}
+
+fn hooks(files: &DriverFiles, program: &Path) -> Vec<Hook> {
+    let hook = |verb: &str, option: &str, values: Vec<String>| {
+        let pairs = values.into_iter().flat_map(|value| [option.to_owned(), value]);
+        Hook {
+            hook_name: "createContainer".to_owned(),
+            path: program.display().to_string(),
+            args: [names::HOOK_PROGRAM.to_owned(), verb.to_owned()]
+                .into_iter()
+                .chain(pairs)
+                .collect(),
+            env: Vec::new(),
+            timeout: None,
+        }
+    };
+    let links = files.links.iter().map(|(link, text)| format!("{text}::{link}"));
+    vec![
+        hook("create-symlinks", "--link", links.collect()),
+        hook(
+            "update-ldcache",
+            "--library",
+            files.libraries.iter().cloned().collect(),
+        ),
+    ]
+}
+
+fn text(document: &Document, format: CdiFormat, driver: &str) -> Result<String> {
+    Ok(match format {
+        CdiFormat::Json => serde_json::to_string_pretty(document)? + "\n",
+        CdiFormat::Yaml => {
+            let head = format!(
+                "# GPUs of this node with driver {driver}, by `firn cdi generate`: \
+                 to be made again when either changes.\n"
+            );
+            head + &serde_yaml_ng::to_string(document)?
+        }
+    })
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    let (Some(dir), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str())) else {
+        return Err(anyhow!("{} is no path of a file", path.display()));
+    };
+    let dir = if dir.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        dir
+    };
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(dir)
+        .with_context(|| format!("cannot make {}", dir.display()))?;
+    firn_oci::write_file(dir, name, text.as_bytes(), 0o644)
+        .with_context(|| format!("cannot write {}", path.display()))
+}

@@ -1,0 +1,274 @@
+//! A container's root file system, as a hook may touch it.
+//!
+//! What is in it comes from an image and is hostile: every path is resolved by the kernel inside of it (`openat2` with
+//! `RESOLVE_IN_ROOT`), and links of /proc are not followed: at that stage /proc/1/root is the host's root. Changes are made
+//! by renaming, beside a directory that is held open.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::path::{Component, Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat, renameat};
+use nix::sys::stat::{Mode, fstatat, mkdirat};
+use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
+
+/// Name of what is being written.
+const TEMPORARY: &str = ".firn-hook.tmp";
+
+/// A container's root file system.
+pub struct Rootfs {
+    root: OwnedFd,
+}
+
+/// What stands where a symbolic link is to be.
+enum Place {
+    Free,
+    Link(PathBuf),
+    Other,
+}
+
+impl Rootfs {
+    /// Opens it.
+    pub fn open(path: &Path) -> Result<Self> {
+        let root = open(
+            path,
+            OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )
+        .with_context(|| format!("cannot open the root file system {}", path.display()))?;
+        Ok(Self { root })
+    }
+
+    /// Makes a symbolic link with this text, and the directories that it needs. A link with another text is replaced;
+    /// anything else stays: false.
+    pub fn symlink(&self, text: &Path, link: &Path) -> Result<bool> {
+        let (dir, name) = self.parent(link)?;
+        match place(&dir, name)? {
+            Place::Link(same) if same == text => return Ok(true),
+            Place::Other => return Ok(false),
+            Place::Free | Place::Link(_) => {}
+        }
+        clear(&dir)?;
+        symlinkat(text, &dir, TEMPORARY).context("cannot make a symbolic link")?;
+        renameat(&dir, TEMPORARY, &dir, name)
+            .with_context(|| format!("cannot put the link at {}", link.display()))?;
+        Ok(true)
+    }
+
+    /// A regular file of at most this many bytes; none when there is none, an error when it is something else.
+    pub fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
+        // Order matters: a fifo must not hold us up before it is seen to be none.
+        let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+        let file = match self.resolve(path, flags) {
+            Ok(file) => File::from(file),
+            Err(Errno::ENOENT) => return Ok(None),
+            Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
+        };
+        ensure!(
+            file.metadata()?.is_file(),
+            "{} is no regular file",
+            path.display()
+        );
+        let mut bytes = Vec::new();
+        file.take(limit + 1)
+            .read_to_end(&mut bytes)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        ensure!(
+            bytes.len() as u64 <= limit,
+            "{} is larger than {limit} bytes",
+            path.display()
+        );
+        Ok(Some(bytes))
+    }
+
+    /// Writes a file as a whole, in the place of what was there, and the directories that it needs.
+    pub fn write(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        let (dir, name) = self.parent(path)?;
+        clear(&dir)?;
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
+        let file = openat(&dir, TEMPORARY, flags, Mode::from_bits_truncate(0o644))
+            .with_context(|| format!("cannot write beside {}", path.display()))?;
+        File::from(file)
+            .write_all(bytes)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        renameat(&dir, TEMPORARY, &dir, name).with_context(|| format!("cannot replace {}", path.display()))
+    }
+
+    /// The directory of a path, made where it is missing, and the path's last name.
+    fn parent<'p>(&self, path: &'p Path) -> Result<(OwnedFd, &'p Path)> {
+        let name = path.file_name().map(Path::new);
+        let (Some(name), Some(parent)) = (name.filter(|_| path.is_absolute()), path.parent()) else {
+            bail!("{} is no absolute path of a file", path.display());
+        };
+        let mut reached = PathBuf::from("/");
+        let mut dir = self.directory(&reached)?;
+        for part in parent.components() {
+            let part = match part {
+                Component::Normal(part) => part,
+                Component::RootDir => continue,
+                _ => bail!("{} is not a plain path", path.display()),
+            };
+            reached.push(part);
+            dir = match self.directory(&reached) {
+                Ok(dir) => dir,
+                Err(Errno::ENOENT) => {
+                    mkdirat(&dir, part, Mode::from_bits_truncate(0o755))
+                        .with_context(|| format!("cannot make {}", reached.display()))?;
+                    self.directory(&reached)
+                        .with_context(|| format!("cannot open {}", reached.display()))?
+                }
+                Err(error) => {
+                    return Err(error).with_context(|| format!("cannot open {}", reached.display()));
+                }
+            };
+        }
+        Ok((dir, name))
+    }
+
+    fn directory(&self, path: &Path) -> Result<OwnedFd, Errno> {
+        self.resolve(path, OFlag::O_PATH | OFlag::O_DIRECTORY)
+    }
+
+    fn resolve(&self, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
+        let how = OpenHow::new()
+            .flags(flags | OFlag::O_CLOEXEC)
+            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        openat2(&self.root, path, how)
+    }
+}
+
+fn place(dir: &OwnedFd, name: &Path) -> Result<Place> {
+    match readlinkat(dir, name) {
+        Ok(text) => Ok(Place::Link(text.into())),
+        Err(Errno::ENOENT) => Ok(Place::Free),
+        // It is there and no link.
+        Err(Errno::EINVAL) => Ok(Place::Other),
+        Err(error) => Err(error).with_context(|| format!("cannot look at {}", name.display())),
+    }
+}
+
+/// Removes what a hook that was killed has left.
+fn clear(dir: &OwnedFd) -> Result<()> {
+    let flags = match fstatat(dir, TEMPORARY, AtFlags::AT_SYMLINK_NOFOLLOW) {
+        Err(Errno::ENOENT) => return Ok(()),
+        Ok(found) if found.st_mode & nix::libc::S_IFMT == nix::libc::S_IFDIR => UnlinkatFlags::RemoveDir,
+        _ => UnlinkatFlags::NoRemoveDir,
+    };
+    unlinkat(dir, TEMPORARY, flags).with_context(|| format!("cannot remove {TEMPORARY}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    /// A root, and a directory beside it that nothing may reach.
+    fn root() -> (TempDir, PathBuf, PathBuf, Rootfs) {
+        let dir = tempfile::tempdir().unwrap();
+        let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
+        fs::create_dir(&root).unwrap();
+        fs::create_dir(&outside).unwrap();
+        let rootfs = Rootfs::open(&root).unwrap();
+        (dir, root, outside, rootfs)
+    }
+
+    fn link(rootfs: &Rootfs, text: &str, at: &str) -> Result<bool> {
+        rootfs.symlink(Path::new(text), Path::new(at))
+    }
+
+    #[test]
+    fn links_are_made_with_their_directories_and_again() {
+        let (_dir, root, _, rootfs) = root();
+        for _ in 0..2 {
+            assert!(link(&rootfs, "libcuda.so.580", "/usr/lib/x/libcuda.so.1").unwrap());
+        }
+        let made = root.join("usr/lib/x/libcuda.so.1");
+        assert_eq!(fs::read_link(&made).unwrap(), Path::new("libcuda.so.580"));
+        assert!(link(&rootfs, "libcuda.so.590", "/usr/lib/x/libcuda.so.1").unwrap());
+        assert_eq!(fs::read_link(&made).unwrap(), Path::new("libcuda.so.590"));
+        assert_eq!(fs::read_dir(root.join("usr/lib/x")).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_is_no_link_stays() {
+        let (_dir, root, _, rootfs) = root();
+        fs::write(root.join("file"), "of the image").unwrap();
+        fs::create_dir(root.join("dir")).unwrap();
+        for at in ["/file", "/dir"] {
+            assert!(!link(&rootfs, "other", at).unwrap());
+        }
+        assert_eq!(fs::read(root.join("file")).unwrap(), b"of the image");
+    }
+
+    #[test]
+    fn links_of_the_image_lead_nowhere_outside() {
+        let (_dir, root, outside, rootfs) = root();
+        symlink(&outside, root.join("absolute")).unwrap();
+        symlink("../../../../..", root.join("up")).unwrap();
+        symlink("/proc/self/root", root.join("magic")).unwrap();
+        symlink("inside", root.join("relative")).unwrap();
+        fs::create_dir(root.join("inside")).unwrap();
+        let text = Path::new(&outside).to_str().unwrap();
+
+        // A link to a place outside is one to the same place inside, which is not there.
+        assert!(rootfs.write(Path::new("/absolute/f"), b"x").is_err());
+        assert!(
+            rootfs
+                .write(&Path::new("/up").join(&text[1..]).join("f"), b"x")
+                .is_ok()
+        );
+        assert!(root.join(&text[1..]).join("f").is_file());
+        assert!(rootfs.write(Path::new("/magic/etc/f"), b"x").is_err());
+        assert!(link(&rootfs, "text", "/relative/l").unwrap());
+        assert!(root.join("inside/l").is_symlink());
+        assert!(link(&rootfs, "text", "/../../x").is_err());
+        assert!(link(&rootfs, "text", "relative").is_err());
+        assert_eq!(fs::read_dir(&outside).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn links_of_proc_are_not_followed() {
+        let rootfs = Rootfs::open(Path::new("/")).unwrap();
+        let own = format!("/proc/{}/root/etc/passwd", std::process::id());
+        assert!(rootfs.read(Path::new("/etc/passwd"), 1 << 20).unwrap().is_some());
+        assert!(rootfs.read(Path::new(&own), 1 << 20).is_err());
+    }
+
+    #[test]
+    fn files_are_read_up_to_a_limit_and_nothing_else_is() {
+        let (_dir, root, outside, rootfs) = root();
+        fs::write(outside.join("secret"), "x").unwrap();
+        symlink(outside.join("secret"), root.join("link")).unwrap();
+        fs::write(root.join("f"), "12345").unwrap();
+        nix::unistd::mkfifo(&root.join("fifo"), Mode::S_IRUSR).unwrap();
+        let read = |path: &str| rootfs.read(Path::new(path), 5);
+        assert_eq!(read("/f").unwrap().unwrap(), b"12345");
+        assert!(rootfs.read(Path::new("/f"), 4).is_err());
+        assert_eq!(read("/absent").unwrap(), None);
+        assert_eq!(read("/link").unwrap(), None);
+        assert!(read("/fifo").is_err());
+    }
+
+    #[test]
+    fn files_are_replaced_as_a_whole_and_not_written_through() {
+        let (_dir, root, outside, rootfs) = root();
+        fs::write(outside.join("f"), "untouched").unwrap();
+        fs::create_dir(root.join("etc")).unwrap();
+        symlink(outside.join("f"), root.join("etc/f")).unwrap();
+        symlink(outside.join("f"), root.join("etc").join(TEMPORARY)).unwrap();
+        rootfs.write(Path::new("/etc/f"), b"new").unwrap();
+        assert_eq!(fs::read(outside.join("f")).unwrap(), b"untouched");
+        assert!(!root.join("etc/f").is_symlink());
+        assert_eq!(fs::read(root.join("etc/f")).unwrap(), b"new");
+        fs::create_dir(root.join("etc").join(TEMPORARY)).unwrap();
+        rootfs.write(Path::new("/etc/f"), b"newer").unwrap();
+        assert_eq!(fs::read(root.join("etc/f")).unwrap(), b"newer");
+    }
+}
