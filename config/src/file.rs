@@ -26,6 +26,8 @@ pub struct Config {
     pub checkpoint: Checkpoint,
     /// Which GPUs restored containers get.
     pub restore: Restore,
+    /// Containers with the annotation `firn.dev/nccl`.
+    pub nccl: Nccl,
 }
 
 /// `[worker]`
@@ -149,6 +151,20 @@ pub struct Restore {
     pub gpus: Vec<String>,
     /// Pairs `GPU-old=GPU-new` for checkpoints that hold a GPU named on the left.
     pub gpu_map: Vec<String>,
+}
+
+/// `[nccl]`
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Nccl {
+    /// MiB that a tmpfs at /dev/shm has at least.
+    pub shm_mib: u32,
+}
+
+impl Default for Nccl {
+    fn default() -> Self {
+        Self { shm_mib: 1024 }
+    }
 }
 
 /// A configuration file that cannot be used.
@@ -332,6 +348,7 @@ mod tests {
             let known = [
                 names::ANNOTATION_GPU_MAP,
                 names::ANNOTATION_IPC,
+                names::ANNOTATION_NCCL,
                 names::ANNOTATION_EXEC,
             ];
             assert_eq!(

@@ -20,6 +20,9 @@ pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 /// Annotation: `none` says that the container's processes share no GPU memory with each other.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 
+/// Annotation: `sockets` makes the ranks of NCCL in the container talk over TCP, so that they can be checkpointed.
+pub const ANNOTATION_NCCL: &str = "firn.dev/nccl";
+
 /// Annotation: `omit` leaves processes out of a checkpoint that are not in the tree of init, `refuse` refuses it.
 pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
 

@@ -155,17 +155,36 @@ fn is_managed(mapping: &Mapping<'_>) -> bool {
         && (mapping.start, mapping.len()) != UVM_BASELINE
 }
 
+/// What [`Sign::Nccl`] says of a process, whether NCCL shows in its mappings or, linked statically, does not. A process that
+/// has ended shows nothing.
+pub fn nccl_settings(proc_root: &Path, pid: i32) -> Result<Option<Finding>, Unreadable> {
+    const ENVIRON: &str = "environ";
+    let environment = maps::read(proc_root, pid, ENVIRON).map_err(|source| Unreadable {
+        pid,
+        what: ENVIRON,
+        source,
+    })?;
+    Ok(environment.map(|environment| Finding {
+        pid: Some(pid),
+        sign: settings(&environment),
+        certainty: Certainty::Certain,
+    }))
+}
+
 fn nccl(maps: &[u8], environment: &[u8]) -> Option<(Sign, Certainty)> {
     maps::mappings(maps).find(|mapping| mapping.file_name().starts_with(b"libnccl"))?;
+    Some((settings(environment), Certainty::Certain))
+}
+
+fn settings(environment: &[u8]) -> Sign {
     let number =
         |name| variable(environment, name).and_then(|v| std::str::from_utf8(v).ok()?.trim().parse().ok());
     let is_set = |name| number(name).is_some_and(|n: i64| n != 0);
-    let sign = Sign::Nccl {
+    Sign::Nccl {
         p2p_disabled: is_set("NCCL_P2P_DISABLE"),
         shm_disabled: is_set("NCCL_SHM_DISABLE"),
         nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
-    };
-    Some((sign, Certainty::Certain))
+    }
 }
 
 fn sharing_library(maps: &[u8]) -> Option<(Sign, Certainty)> {

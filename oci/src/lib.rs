@@ -19,6 +19,7 @@ mod grant;
 pub mod manifest;
 mod map;
 pub mod mounts;
+pub mod nccl;
 mod spec;
 
 pub use atomic::write as write_file;

@@ -107,6 +107,20 @@ fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
 }
 
 #[test]
+fn settings_of_nccl_are_read_without_its_library_too() {
+    let environment = "NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0";
+    let root = processes(&[(7, "", environment)]);
+    let found = nccl_settings(root.path(), 7).unwrap().unwrap();
+    let expected = Sign::Nccl {
+        p2p_disabled: true,
+        shm_disabled: false,
+        nvls_disabled: true,
+    };
+    assert_eq!((found.pid, found.sign), (Some(7), expected));
+    assert_eq!(nccl_settings(root.path(), 8).unwrap(), None);
+}
+
+#[test]
 fn libraries_that_share_memory_are_named_and_others_of_ucx_are_not() {
     let maps = "7f00-7f10 r-xp 00000000 fe:01 5    /opt/ucx/lib/libuct.so.0.0.0\n\
         7f20-7f30 r-xp 00000000 fe:01 6    /opt/ucx/lib/ucx/libuct_cuda.so.0.0.0\n\

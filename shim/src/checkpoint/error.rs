@@ -87,8 +87,15 @@ pub(crate) enum EffectError {
         comm: String,
         state: &'static str,
     },
-    #[error("process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others")]
-    Nccl { pid: i32, comm: String },
+    #[error(
+        "process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others: it was started without {}",
+        missing.join(", ")
+    )]
+    Nccl {
+        pid: i32,
+        comm: String,
+        missing: Vec<&'static str>,
+    },
     #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
     SharingLibrary { pid: i32, comm: String, file: String },
     #[error(
@@ -270,6 +277,8 @@ pub(crate) enum CheckpointError {
     Program(firn_config::ProgramError),
     #[error("cannot read the container's spec")]
     Spec(#[from] firn_oci::SpecError),
+    #[error("{}: cannot prepare the container for ranks of NCCL: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    Nccl(#[from] firn_oci::nccl::NcclError),
     #[error("cannot edit the container's spec")]
     Edit(#[from] firn_oci::edit::EditError),
     #[error("FIRN-CRIU-CONFIG: cannot prepare CRIU's configuration. hint: {}", .0.hint())]
@@ -360,6 +369,7 @@ impl CheckpointError {
             Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => {
                 Code::FAILED_PRECONDITION
             }
+            Self::Nccl(_) => Code::INVALID_ARGUMENT,
             Self::Undone { .. } | Self::Ended { .. } => Code::ABORTED,
             Self::Lost { .. } => Code::DATA_LOSS,
             Self::NotEnded { .. } => Code::INTERNAL,
@@ -429,11 +439,13 @@ fn hint(error: &EffectError) -> &str {
         EffectError::ForeignStdio { .. } => "start the process with pipes, or with files of the container",
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Nccl { .. } => {
-            "start the job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment; if its \
-             processes share nothing, create the container with the annotation firn.dev/ipc=none"
+            "create the container with the annotation firn.dev/nccl=sockets, or start the job with NCCL_P2P_DISABLE=1, \
+             NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment; if its processes share nothing, create the \
+             container with the annotation firn.dev/ipc=none"
         }
         EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => {
-            "if they share none, create the container with the annotation firn.dev/ipc=none"
+            "if they share none, create the container with the annotation firn.dev/ipc=none; ranks of NCCL: \
+             firn.dev/nccl=sockets"
         }
         EffectError::Runtime { .. } => {
             "run the container with runc: leave BinaryName out of the runtime's options"

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use firn_config::Config;
@@ -214,7 +214,7 @@ impl<'a> Live<'a> {
             }
         }
         let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
-        let findings = blocking(move || firn_gpu::preflight::inspect(Path::new("/proc"), &pids)).await?;
+        let findings = blocking(move || refuse::inspect(&pids, policy)).await?;
         refuse::by_signs(&findings, policy)?;
         Ok(tree.dumped.into_iter().collect())
     }

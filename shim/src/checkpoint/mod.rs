@@ -20,7 +20,7 @@ use std::time::Duration;
 use firn_config::{Config, find_program, names};
 use firn_oci::criu::{CriuConfig, Operation};
 use firn_oci::manifest::DumpFlags;
-use firn_oci::{Spec, edit};
+use firn_oci::{Spec, edit, nccl};
 
 pub(crate) use error::CheckpointError;
 use error::{DumpError, EffectError};
@@ -102,11 +102,13 @@ impl Request {
     }
 }
 
-/// Makes the bundle of a new GPU container one whose dump will work: CRIU without its CUDA plugin.
+/// Makes the bundle of a new GPU container one whose dump will work: CRIU without its CUDA plugin, and ranks of NCCL that
+/// share no GPU memory, where the container asks for that.
 pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<(), CheckpointError> {
     let config = Config::load().map_err(CheckpointError::Config)?;
     let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
     criu.write(Operation::Dump)?;
+    nccl::over_sockets(&mut spec, u64::from(config.nccl.shm_mib) << 20)?;
     edit::set_criu_config(&mut spec, &criu.path())?;
     spec.save(bundle)?;
     Ok(())

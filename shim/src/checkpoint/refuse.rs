@@ -5,10 +5,11 @@
 //! share none.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use firn_config::{Config, Exec, names};
-use firn_gpu::preflight::{Certainty, Finding, Sign};
-use firn_oci::Spec;
+use firn_gpu::preflight::{self, Certainty, Finding, Sign, Unreadable};
+use firn_oci::{Spec, nccl};
 
 use super::error::EffectError;
 use crate::procfs;
@@ -24,6 +25,8 @@ const OMIT: &str = "omit";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Policy {
     shares_nothing: bool,
+    /// Its CUDA processes are ranks of NCCL that talk over sockets.
+    sockets: bool,
     exec: Exec,
 }
 
@@ -31,6 +34,7 @@ impl Policy {
     pub(super) fn of(spec: &Spec, config: &Config) -> Self {
         Self {
             shares_nothing: spec.annotation(names::ANNOTATION_IPC) == Some(SHARES_NOTHING),
+            sockets: nccl::is_asked(spec),
             exec: match spec.annotation(names::ANNOTATION_EXEC) {
                 None => config.checkpoint.exec,
                 Some(OMIT) => Exec::Omit,
@@ -89,6 +93,24 @@ fn decide(
     }
 }
 
+/// What the CUDA processes show from outside.
+///
+/// Of ranks that the container's owner has announced NCCL need not show: it may be linked into the program.
+pub(super) fn inspect(pids: &[i32], policy: Policy) -> Result<Vec<Finding>, Unreadable> {
+    let proc_root = Path::new("/proc");
+    let mut findings = preflight::inspect(proc_root, pids)?;
+    if policy.sockets {
+        for &pid in pids {
+            let is_settings =
+                |finding: &Finding| finding.pid == Some(pid) && matches!(finding.sign, Sign::Nccl { .. });
+            if !findings.iter().any(is_settings) {
+                findings.extend(preflight::nccl_settings(proc_root, pid)?);
+            }
+        }
+    }
+    Ok(findings)
+}
+
 /// Refusals by what the CUDA processes show from outside.
 pub(super) fn by_signs(findings: &[Finding], policy: Policy) -> Result<(), EffectError> {
     for Finding { pid, sign, certainty } in findings {
@@ -133,12 +155,27 @@ fn by_sharing(findings: &[Finding]) -> Result<(), EffectError> {
         let pid = pid.unwrap_or_default();
         let comm = || procfs::comm(pid);
         match sign {
-            Sign::Nccl {
-                p2p_disabled: true,
-                shm_disabled: true,
-                nvls_disabled: true,
-            } => sockets_only += 1,
-            Sign::Nccl { .. } => return Err(EffectError::Nccl { pid, comm: comm() }),
+            &Sign::Nccl {
+                p2p_disabled,
+                shm_disabled,
+                nvls_disabled,
+            } => {
+                let settings = [
+                    (p2p_disabled, "NCCL_P2P_DISABLE=1"),
+                    (shm_disabled, "NCCL_SHM_DISABLE=1"),
+                    (nvls_disabled, "NCCL_NVLS_ENABLE=0"),
+                ];
+                let missing: Vec<_> = settings
+                    .iter()
+                    .filter(|(is_set, _)| !is_set)
+                    .map(|(_, name)| *name)
+                    .collect();
+                if !missing.is_empty() {
+                    let comm = comm();
+                    return Err(EffectError::Nccl { pid, comm, missing });
+                }
+                sockets_only += 1;
+            }
             Sign::SharingLibrary { file } => {
                 return Err(EffectError::SharingLibrary {
                     pid,
@@ -163,6 +200,7 @@ mod tests {
 
     const SAYS_NOTHING: Policy = Policy {
         shares_nothing: false,
+        sockets: false,
         exec: Exec::Refuse,
     };
     const SHARES_NOTHING: Policy = Policy {
@@ -225,16 +263,21 @@ mod tests {
 
     #[test]
     fn ranks_are_allowed_only_when_every_transport_that_shares_is_off_in_every_one() {
-        for bits in 0..1 << 6 {
+        for bits in 0_i32..1 << 6 {
             let off = |bit: i32| bits & 1 << bit != 0;
             let ranks = vec![nccl(7, off(0), off(1), off(2)), nccl(8, off(3), off(4), off(5))];
             let found = by_signs(&of(&[7, 8], ranks), SAYS_NOTHING);
             match bits {
                 0b111_111 => assert!(found.is_ok(), "a job over sockets can be moved"),
-                _ => assert!(
-                    matches!(found, Err(EffectError::Nccl { .. })),
-                    "{bits:b}: {found:?}"
-                ),
+                _ => {
+                    let Err(EffectError::Nccl { pid, missing, .. }) = found else {
+                        panic!("{bits:b}: {found:?}");
+                    };
+                    let of_pid = if pid == 7 { bits & 0b111 } else { bits >> 3 };
+                    let off = usize::try_from(of_pid.count_ones()).unwrap();
+                    assert_eq!(missing.len(), 3 - off, "{bits:b}: {missing:?}");
+                    assert_eq!(missing.contains(&"NCCL_SHM_DISABLE=1"), of_pid & 0b010 == 0);
+                }
             }
         }
     }

@@ -37,6 +37,8 @@ pub(crate) struct Container {
     pub init: Arc<Process>,
     /// Whether the spec asks for GPUs; a container that does not is treated as the stock shim would.
     pub gpu: bool,
+    /// Whether its dumps take established TCP connections along, whatever the client says.
+    pub open_tcp: bool,
     /// Whether its processes die with init because they share a private pid namespace.
     pub private_pids: bool,
     /// Serialises operations that change the container; execs start beside each other.
@@ -110,6 +112,7 @@ impl Container {
             options,
             init: Arc::new(init),
             gpu: facts.gpu,
+            open_tcp: facts.open_tcp,
             private_pids: facts.private_pids,
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
@@ -325,5 +328,6 @@ impl Container {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
     pub gpu: bool,
+    pub open_tcp: bool,
     pub private_pids: bool,
 }

@@ -27,7 +27,7 @@ pub(super) async fn checkpoint(
         parent: path(&options.parent_path),
         exit: options.exit,
         flags: DumpFlags {
-            open_tcp: options.open_tcp,
+            open_tcp: options.open_tcp || container.open_tcp,
             external_unix_sockets: options.external_unix_sockets,
             terminal: options.terminal,
             file_locks: options.file_locks,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
-use firn_oci::Spec;
+use firn_oci::{Spec, nccl};
 use protobuf::MessageField;
 
 use super::state::pid_field;
@@ -104,8 +104,10 @@ async fn build_mounted(
     options: RuncOptions,
 ) -> Result<Arc<Container>, TaskError> {
     let spec = Spec::load(bundle)?;
+    let gpu = spec.asks_for_gpu();
     let facts = Facts {
-        gpu: spec.asks_for_gpu(),
+        gpu,
+        open_tcp: gpu && nccl::is_asked(&spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };
     let checkpoint = Some(Path::new(&request.checkpoint)).filter(|image| !image.as_os_str().is_empty());

@@ -2,10 +2,11 @@
 //!
 //! One line per iteration, thread and GPU:
 //! `counter pid=7 thread=0 gpu=0 uuid=GPU-... iter=12 checksum=123456 ok`. Exits with 1 on the first wrong element or
-//! driver error, naming it. Holds no descriptor but the standard ones and the driver's.
+//! driver error, naming it. Holds no descriptor but the standard ones and the driver's, and with `--ranks` TCP connections.
 
 #![forbid(unsafe_code)]
 
+mod ranks;
 mod run;
 
 use std::process::ExitCode;

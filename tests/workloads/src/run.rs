@@ -16,6 +16,8 @@ use firn_workloads::driver::{Driver, IpcHandle};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 
+use crate::ranks::Ranks;
+
 /// Computes in GPU memory and checks all of it in every iteration.
 #[derive(Clone, Parser)]
 #[command(name = "gpu-counter", version, args_override_self = true)]
@@ -35,6 +37,9 @@ pub struct Options {
     /// Threads per process
     #[arg(long, default_value_t = 1)]
     threads: usize,
+    /// Processes that talk to each other over TCP in every iteration; rank N computes on the Nth of the devices
+    #[arg(long, default_value_t = 1, conflicts_with_all = ["procs", "threads", "ipc"])]
+    ranks: usize,
     /// Use managed memory
     #[arg(long)]
     managed: bool,
@@ -53,6 +58,9 @@ pub struct Options {
     /// Started by another gpu-counter: end with it
     #[arg(long, hide = true)]
     child: bool,
+    /// Started by --ranks: which it is
+    #[arg(long, hide = true)]
+    rank: Option<usize>,
     /// Started by --ipc: the handle to open
     #[arg(long, hide = true)]
     import: Option<String>,
@@ -70,7 +78,7 @@ pub fn run(options: &Options) -> Result<()> {
     if let Some(handle) = &options.import {
         return import(options, handle);
     }
-    if options.procs > 1 {
+    if options.procs > 1 || (options.ranks > 1 && options.rank.is_none()) {
         return supervise(options);
     }
     compute(options)
@@ -78,12 +86,17 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// Starts the children and waits for them; the first failure ends all.
 fn supervise(options: &Options) -> Result<()> {
-    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    let given: Vec<String> = std::env::args().skip(1).collect();
+    let start = |more: &[String]| spawn(&[&given, more, &["--child".to_owned()]].concat());
     // The last of repeated options counts.
-    arguments.extend(["--procs=1".to_owned(), "--child".to_owned()]);
-    let children = (0..options.procs)
-        .map(|_| spawn(&arguments))
-        .collect::<Result<Vec<_>>>()?;
+    let children = match options.ranks {
+        1 => (0..options.procs)
+            .map(|_| start(&["--procs=1".to_owned()]))
+            .collect::<Result<Vec<_>>>()?,
+        ranks => (0..ranks)
+            .map(|rank| start(&[format!("--rank={rank}")]))
+            .collect::<Result<Vec<_>>>()?,
+    };
     watch(children)
 }
 
@@ -124,8 +137,12 @@ fn compute(options: &Options) -> Result<()> {
         driver.allocate(options.reserve_mib << 20)?;
     }
     let (tell, ended) = mpsc::channel();
+    let gpus = match options.rank {
+        Some(rank) => std::slice::from_ref(options.gpu.get(rank).context("fewer devices than ranks")?),
+        None => &options.gpu,
+    };
     for number in 0..options.threads {
-        for &gpu in &options.gpu {
+        for &gpu in gpus {
             let (driver, options, tell) = (Arc::clone(&driver), options.clone(), tell.clone());
             let exports = options.ipc && number == 0 && gpu == options.gpu[0];
             thread::spawn(move || {
@@ -149,6 +166,10 @@ fn work(
 ) -> Result<()> {
     driver.set_current(driver.primary_context(gpu)?)?;
     let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;
+    let mut ranks = match options.rank {
+        Some(rank) => Some(Ranks::join(rank, options.ranks)?),
+        None => None,
+    };
     let watcher = match importer {
         Some(tell) => {
             let child = start_importer(driver, &counter, gpu)?;
@@ -161,6 +182,9 @@ fn work(
         let checksum = counter
             .step()
             .with_context(|| format!("thread {number} on gpu {gpu}"))?;
+        if let Some(ranks) = &mut ranks {
+            ranks.agree(iteration)?;
+        }
         let uuid = driver.uuid(gpu)?;
         let pid = std::process::id();
         say(

@@ -1,0 +1,320 @@
+//! What makes a job of several ranks of NCCL one that can be checkpointed.
+//!
+//! The driver takes GPU memory that ranks share and cannot give it back. NCCL shares it by peer-to-peer access, through
+//! host memory and by NVLink multicast, unless it was started with these transports off: its ranks then talk over TCP.
+//! Connections on the loopback interface lie within the container's network namespace and travel with it. A container
+//! asks for that by the annotation `firn.dev/nccl` with the value `sockets`; [`over_sockets`] does it to its spec.
+//!
+//! A variable that the user has set otherwise is an error: what was meant is not for firn to guess, and a job that
+//! silently keeps a transport is lost at its first checkpoint.
+
+use std::net::IpAddr;
+
+use firn_config::names;
+use serde_json::{Value, json};
+
+use crate::{Spec, SpecError};
+
+/// Value of the annotation.
+const SOCKETS: &str = "sockets";
+
+/// Which values of a variable the user may have set.
+type Fits = fn(&str) -> bool;
+
+/// Environment variables: name, value, and which other values mean the same.
+///
+/// `NCCL_NET` keeps NCCL from the InfiniBand transport and from plugins. The last two keep libuv, and the rendezvous of
+/// PyTorch that is built on it, from io_uring, of which CRIU can dump none; a seccomp profile that blocks io_uring, as
+/// containerd's default does, has the same effect.
+const ENVIRONMENT: [(&str, &str, Fits); 8] = [
+    ("NCCL_P2P_DISABLE", "1", is_on),
+    ("NCCL_SHM_DISABLE", "1", is_on),
+    ("NCCL_NVLS_ENABLE", "0", is_off),
+    ("NCCL_NET", "Socket", |value| value.eq_ignore_ascii_case("socket")),
+    ("NCCL_SOCKET_IFNAME", "lo", |value| matches!(value, "lo" | "=lo")),
+    ("MASTER_ADDR", "127.0.0.1", is_loopback),
+    ("UV_USE_IO_URING", "0", is_off),
+    ("USE_LIBUV", "0", is_off),
+];
+
+/// Where programs look for POSIX shared memory.
+const SHM: &str = "/dev/shm";
+
+/// A container that cannot be given what its annotation asks for.
+#[derive(Debug, thiserror::Error)]
+pub enum NcclError {
+    /// The annotation has a value that means nothing.
+    #[error("annotation firn.dev/nccl has the value {value:?}")]
+    Value { value: String },
+    /// The user has set a variable to something else.
+    #[error("the environment has {name}={value}, and firn.dev/nccl=sockets needs {name}={needed}")]
+    Contrary {
+        name: &'static str,
+        value: String,
+        needed: &'static str,
+    },
+    /// The spec is not of the shape that the edit needs.
+    #[error("cannot edit the spec")]
+    Spec(#[from] SpecError),
+}
+
+impl NcclError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Value { .. } | Self::Contrary { .. } => "FIRN-NCCL-SETTING",
+            Self::Spec(error) => error.code(),
+        }
+    }
+
+    /// What the user can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Value { .. } => "write firn.dev/nccl=sockets, or leave the annotation out",
+            Self::Contrary { .. } => {
+                "leave the variable out of the container's environment, or the annotation"
+            }
+            Self::Spec(error) => error.hint(),
+        }
+    }
+}
+
+/// Whether the container asks for ranks that talk over sockets.
+pub fn is_asked(spec: &Spec) -> bool {
+    spec.annotation(names::ANNOTATION_NCCL) == Some(SOCKETS)
+}
+
+/// Edits the spec of a new container that asks for it: the environment, and a tmpfs at /dev/shm of at least `shm` bytes
+/// where the spec has a smaller one. Safe to repeat.
+pub fn over_sockets(spec: &mut Spec, shm: u64) -> Result<(), NcclError> {
+    match spec.annotation(names::ANNOTATION_NCCL) {
+        None => return Ok(()),
+        Some(SOCKETS) => {}
+        Some(other) => {
+            let value = other.chars().take(64).collect();
+            return Err(NcclError::Value { value });
+        }
+    }
+    set_environment(spec)?;
+    Ok(enlarge_shm(spec, shm)?)
+}
+
+fn set_environment(spec: &mut Spec) -> Result<(), NcclError> {
+    const PART: &str = "process.env";
+    let process = spec.object_mut(&["process"], "process")?;
+    let list = process.entry("env").or_insert(Value::Null);
+    if list.is_null() {
+        *list = json!([]);
+    }
+    let list = list.as_array_mut().ok_or(SpecError::Malformed {
+        part: PART,
+        source: None,
+    })?;
+    for (name, needed, fits) in ENVIRONMENT {
+        let value_of = |entry: &Value| {
+            entry
+                .as_str()?
+                .strip_prefix(name)?
+                .strip_prefix('=')
+                .map(str::to_owned)
+        };
+        // Of a name that is there twice, programs disagree about which counts.
+        let values: Vec<String> = list.iter().filter_map(value_of).collect();
+        if let Some(value) = values.iter().find(|value| !fits(value.trim())) {
+            let value = value.chars().take(64).collect();
+            return Err(NcclError::Contrary { name, value, needed });
+        }
+        if values.is_empty() {
+            list.push(json!(format!("{name}={needed}")));
+        }
+    }
+    Ok(())
+}
+
+fn is_on(value: &str) -> bool {
+    value.parse::<i64>().is_ok_and(|number| number != 0)
+}
+
+fn is_off(value: &str) -> bool {
+    value.parse::<i64>() == Ok(0)
+}
+
+fn is_loopback(value: &str) -> bool {
+    value == "localhost" || value.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// A bind mount, as pods have it, is not firn's to size; a tmpfs without a size is half of the host's memory.
+fn enlarge_shm(spec: &mut Spec, shm: u64) -> Result<(), SpecError> {
+    let is_small = |option: &str| size_of(option).is_some_and(|size| size < shm);
+    for (at, mount) in spec.mounts()?.iter().enumerate() {
+        let is_shm = mount.destination == std::path::Path::new(SHM) && mount.kind == "tmpfs";
+        // Of several sizes the kernel takes the last.
+        let last = mount.options.iter().rposition(|option| size_of(option).is_some());
+        let Some(option) = last.filter(|last| is_shm && is_small(&mount.options[*last])) else {
+            continue;
+        };
+        let mounts = spec.object_mut(&[], "mounts")?;
+        mounts["mounts"][at]["options"][option] = json!(format!("size={}k", shm.div_ceil(1024)));
+    }
+    Ok(())
+}
+
+/// Bytes of an option `size=`; none for a share of the memory (`50%`), and for what the kernel will not take either.
+fn size_of(option: &str) -> Option<u64> {
+    let text = option.strip_prefix("size=")?;
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn asking(env: &[&str], mounts: Value) -> Spec {
+        Spec::from(json!({
+            "annotations": {"firn.dev/nccl": "sockets", "a": "b"},
+            "process": {"args": ["train"], "env": env},
+            "mounts": mounts,
+        }))
+    }
+
+    fn shm(options: &[&str]) -> Value {
+        json!([
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": options},
+        ])
+    }
+
+    fn env(spec: &Spec) -> Vec<String> {
+        let list = spec.array("/process/env").iter();
+        list.map(|entry| entry.as_str().unwrap().to_owned()).collect()
+    }
+
+    #[test]
+    fn what_ranks_need_is_added_behind_what_the_user_has_set() {
+        let mut spec = asking(&["PATH=/bin", "NCCL_DEBUG=INFO", "NCCL_P2P_DISABLE=2"], json!([]));
+        over_sockets(&mut spec, GIB).unwrap();
+        assert_eq!(
+            env(&spec),
+            [
+                "PATH=/bin",
+                "NCCL_DEBUG=INFO",
+                "NCCL_P2P_DISABLE=2",
+                "NCCL_SHM_DISABLE=1",
+                "NCCL_NVLS_ENABLE=0",
+                "NCCL_NET=Socket",
+                "NCCL_SOCKET_IFNAME=lo",
+                "MASTER_ADDR=127.0.0.1",
+                "UV_USE_IO_URING=0",
+                "USE_LIBUV=0"
+            ]
+        );
+        let once = spec.clone();
+        over_sockets(&mut spec, GIB).unwrap();
+        assert_eq!(spec, once);
+    }
+
+    #[test]
+    fn without_the_annotation_nothing_is_changed() {
+        let mut spec =
+            Spec::from(json!({"process": {"env": ["NCCL_P2P_DISABLE=0"]}, "mounts": shm(&["size=64k"])}));
+        let before = spec.clone();
+        over_sockets(&mut spec, GIB).unwrap();
+        assert_eq!(spec, before);
+        assert!(!is_asked(&spec) && is_asked(&asking(&[], json!([]))));
+    }
+
+    #[test]
+    fn a_setting_to_the_contrary_is_named_and_nothing_overridden() {
+        for (setting, needed) in [
+            ("NCCL_P2P_DISABLE=0", "NCCL_P2P_DISABLE=1"),
+            ("NCCL_SHM_DISABLE=", "NCCL_SHM_DISABLE=1"),
+            ("NCCL_NVLS_ENABLE=1", "NCCL_NVLS_ENABLE=0"),
+            ("NCCL_NVLS_ENABLE=2", "NCCL_NVLS_ENABLE=0"),
+            ("NCCL_NET=IB", "NCCL_NET=Socket"),
+            ("NCCL_SOCKET_IFNAME=eth0", "NCCL_SOCKET_IFNAME=lo"),
+            ("NCCL_SOCKET_IFNAME=^lo", "NCCL_SOCKET_IFNAME=lo"),
+            ("MASTER_ADDR=10.0.0.7", "MASTER_ADDR=127.0.0.1"),
+            ("UV_USE_IO_URING=1", "UV_USE_IO_URING=0"),
+            ("USE_LIBUV=true", "USE_LIBUV=0"),
+        ] {
+            let name = setting.split_once('=').unwrap().0;
+            let again = format!("{name}={}", needed.split_once('=').unwrap().1);
+            for environment in [vec![setting], vec![again.as_str(), setting]] {
+                let error = over_sockets(&mut asking(&environment, json!([])), GIB).unwrap_err();
+                assert_eq!(error.code(), "FIRN-NCCL-SETTING");
+                let said = error.to_string();
+                assert!(said.contains(setting) && said.contains(needed), "{said}");
+            }
+        }
+    }
+
+    #[test]
+    fn settings_that_mean_the_same_stay() {
+        let set = [
+            "NCCL_NET=socket",
+            "NCCL_SOCKET_IFNAME==lo",
+            "MASTER_ADDR=localhost",
+            "NCCL_NVLS_ENABLE= 0",
+        ];
+        let mut spec = asking(&set, json!([]));
+        over_sockets(&mut spec, GIB).unwrap();
+        assert_eq!(env(&spec)[..4], set);
+        let mut spec = asking(&["MASTER_ADDR=::1"], json!([]));
+        over_sockets(&mut spec, GIB).unwrap();
+    }
+
+    #[test]
+    fn another_value_of_the_annotation_is_refused() {
+        for value in ["", "Sockets", "shm"] {
+            let mut spec = Spec::from(json!({"annotations": {"firn.dev/nccl": value}}));
+            let error = over_sockets(&mut spec, GIB).unwrap_err();
+            assert_eq!(error.code(), "FIRN-NCCL-SETTING", "{value:?}");
+        }
+    }
+
+    #[test]
+    fn a_small_tmpfs_for_shared_memory_grows_and_others_stay() {
+        let grown = |mounts: Value| {
+            let mut spec = asking(&[], mounts);
+            over_sockets(&mut spec, GIB).unwrap();
+            spec.value()["mounts"].clone()
+        };
+        assert_eq!(
+            grown(shm(&["nosuid", "mode=1777", "size=65536k"])),
+            shm(&["nosuid", "mode=1777", "size=1048576k"])
+        );
+        assert_eq!(grown(shm(&["size=64M"])), shm(&["size=1048576k"]));
+        for stays in [
+            shm(&["size=2g", "mode=1777"]),
+            shm(&["size=64m", "size=1073741824"]),
+            shm(&["mode=1777"]),
+            shm(&["size=50%"]),
+            shm(&["size=99999999999999999999k"]),
+            json!([{"destination": "/dev/shm", "type": "bind", "source": "/run/shm", "options": ["rbind", "size=64k"]}]),
+            json!([{"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["size=64k"]}]),
+        ] {
+            assert_eq!(grown(stays.clone()), stays);
+        }
+    }
+
+    #[test]
+    fn a_spec_of_another_shape_is_refused() {
+        let mut spec =
+            Spec::from(json!({"annotations": {"firn.dev/nccl": "sockets"}, "process": {"env": 7}}));
+        assert_eq!(
+            over_sockets(&mut spec, GIB).unwrap_err().code(),
+            "FIRN-SPEC-INVALID"
+        );
+    }
+}

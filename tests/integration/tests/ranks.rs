@@ -1,0 +1,177 @@
+//! Jobs of several ranks in one container: processes that compute on a GPU each and talk over TCP. With the annotation
+//! `firn.dev/nccl: sockets` such a job is checkpointed and moved with its connections; without it is refused.
+//!
+//! Needs root.
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, SimGpu, failure, nothing_left, on};
+use firn_node::{Cgroup, Suite};
+
+const SOCKETS: [&str; 2] = ["--annotation", "firn.dev/nccl=sockets"];
+
+/// Two ranks, on a GPU each.
+const RANKS: [&str; 4] = ["--ranks", "2", "--gpu", "0,1"];
+
+/// A node with two GPUs that no other node has.
+fn host(cgroup: Cgroup, name: &str, first: u32) -> Result<GpuHost> {
+    let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
+    GpuHost::for_test(Suite::Forky, cgroup, name, &gpus)
+}
+
+fn job<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
+    Container::count_with(host, "job", &["0", "1"], 2, options, &RANKS)
+}
+
+/// UUIDs of the GPUs that hold memory of rank 0 and of rank 1, as the driver's tool tells.
+fn gpus_of_ranks(host: &GpuHost, job: &Container<'_>) -> Result<[String; 2]> {
+    let inside = job.lines()?.last();
+    let pid_of = |gpu: u32| {
+        let key = inside.keys().find(|(_, _, of)| *of == gpu);
+        key.map(|(pid, _, _)| *pid).context("no such rank")
+    };
+    let smi = host.node().run(&["simgpu", "smi"])?.stdout;
+    let gpu_of = |gpu: u32| -> Result<String> {
+        let inner = pid_of(gpu)?;
+        let mut uuid = "";
+        for line in smi.lines() {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            match words[..] {
+                ["gpu", _, name, ..] => uuid = name,
+                [process, .., memory] if memory != "used=0MiB" => {
+                    let Some(pid) = process.strip_prefix("pid=") else {
+                        continue;
+                    };
+                    let status = host.node().run(&["cat", &format!("/proc/{pid}/status")])?.stdout;
+                    let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+                    if ids.and_then(|ids| ids.split_whitespace().last()) == Some(&*inner.to_string()) {
+                        return Ok(uuid.to_owned());
+                    }
+                }
+                _ => {}
+            }
+        }
+        anyhow::bail!("rank {gpu} (pid {inner}) has no memory on any GPU:\n{smi}")
+    };
+    Ok([gpu_of(0)?, gpu_of(1)?])
+}
+
+/// Established connections in the container, each counted at both of its ends.
+fn connections(job: &Container<'_>) -> Result<usize> {
+    let table = job.exec(&["cat", "/proc/net/tcp"])?;
+    let established = |line: &&str| line.split_whitespace().nth(3) == Some("01");
+    Ok(table.lines().filter(established).count())
+}
+
+/// Ranks are checkpointed, go on, and are brought back on another node with their GPUs the other way round.
+fn ranks_move(cgroup: Cgroup, name: &str) -> Result<()> {
+    on(
+        [
+            host(cgroup, &format!("{name}-a"), 1)?,
+            host(cgroup, &format!("{name}-b"), 3)?,
+        ],
+        |[a, b]| {
+            let source = job(a, &SOCKETS)?;
+            source.goes_on(3)?;
+            assert_eq!(connections(&source)?, 2);
+            assert_eq!(
+                gpus_of_ranks(a, &source)?,
+                [a.uuids()[0].clone(), a.uuids()[1].clone()]
+            );
+            let room = source.exec(&["df", "-k", "/dev/shm"])?;
+            assert!(room.contains(" 1048576 "), "{room}");
+
+            source.checkpoint("checkpoint/job")?;
+            source.goes_on(3)?;
+            assert_eq!(connections(&source)?, 2);
+            source.remove()?;
+            a.idle()?;
+
+            let (from, to) = (a.uuids(), b.uuids());
+            let map = [format!("{}={}", from[0], to[1]), format!("{}={}", from[1], to[0])];
+            b.configure(&format!("[restore]\ngpu-map = {map:?}\n"))?;
+            a.send_image("checkpoint/job", b)?;
+            let (copy, _) = Container::restore(b, "job", "checkpoint/job", 2)?;
+            copy.goes_on(5)?;
+            assert_eq!(connections(&copy)?, 2);
+            assert_eq!(gpus_of_ranks(b, &copy)?, [to[1].clone(), to[0].clone()]);
+
+            // A restored job is one that can be checkpointed.
+            b.remove_image("checkpoint/job")?;
+            copy.checkpoint("checkpoint/again")?;
+            copy.goes_on(3)?;
+            copy.remove()?;
+            b.idle()
+        },
+    )
+}
+
+#[test]
+fn ranks_over_sockets_move_with_their_connections_on_forky() -> Result<()> {
+    ranks_move(Cgroup::V2, "rk-f")
+}
+
+// Not on trixie: CRIU 4.1 asks TCP sockets for SO_PASSSEC, which Linux has refused since 6.16.
+
+/// A checkpoint is refused with this code before runc is called, and the job goes on with its connections.
+fn refused(host: &GpuHost, job: &Container<'_>, code: &str) -> Result<String> {
+    let said = failure(job.checkpoint("checkpoint/job"))?;
+    ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
+    ensure!(!host.runc_has("checkpoint")?, "runc was called");
+    job.goes_on(3)?;
+    ensure!(
+        connections(job)? == 2,
+        "{} ends of connections",
+        connections(job)?
+    );
+    Ok(said)
+}
+
+#[test]
+fn ranks_that_may_share_memory_are_refused_and_go_on() -> Result<()> {
+    on([host(Cgroup::Auto, "rk-r", 1)?], |[host]| {
+        host.watch_runc()?;
+        let unannounced = job(host, &[])?;
+        unannounced.goes_on(3)?;
+        let said = refused(host, &unannounced, "FIRN-IPC")?;
+        ensure!(said.contains("firn.dev/nccl=sockets"), "no remedy in:\n{said}");
+        unannounced.remove()?;
+
+        // What a launcher takes out of the environment again is seen.
+        let grant = host.ctr_gpu_options(&["0", "1"])?;
+        let mut options = vec!["--runtime", firn_lab::FIRN];
+        options.extend(grant.iter().map(String::as_str));
+        options.extend(SOCKETS);
+        let launcher = "unset NCCL_SHM_DISABLE; exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 \
+                        --ranks 2 --gpu 0,1";
+        let launched = Container::run(host, "job", &options, &["sh", "-c", launcher])?.counting(2);
+        launched.goes_on(3)?;
+        let said = refused(host, &launched, "FIRN-NCCL")?;
+        ensure!(said.contains("without NCCL_SHM_DISABLE=1. hint"), "{said}");
+        launched.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn a_setting_to_the_contrary_is_refused_at_create_and_nothing_is_left() -> Result<()> {
+    on([host(Cgroup::Auto, "rk-c", 1)?], |[host]| {
+        host.watch_runc()?;
+        for (options, named) in [
+            (
+                [&SOCKETS[..], &["--env", "NCCL_P2P_DISABLE=0"]].concat(),
+                "NCCL_P2P_DISABLE=0",
+            ),
+            (vec!["--annotation", "firn.dev/nccl=shm"], "\"shm\""),
+        ] {
+            let said = failure(job(host, &options).map(drop))?;
+            ensure!(
+                said.contains("FIRN-NCCL-SETTING:") && said.contains(named),
+                "{said}"
+            );
+            ensure!(!host.runc_has("create")?, "runc was called");
+            host.node().run(&["ctr", "containers", "delete", "job"])?;
+            nothing_left(host, "job")?;
+        }
+        host.idle()
+    })
+}
