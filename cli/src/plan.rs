@@ -34,6 +34,7 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
                 "accepted": result.is_ok(),
                 "map": gpus.map(|(decision, _)| &decision.map),
                 "basis": gpus.map(|(decision, _)| basis(decision)),
+                "warnings": gpus.map(|(decision, _)| &decision.warnings),
                 "failure": result.as_ref().err(),
             })
         );
@@ -106,6 +107,9 @@ fn print(accepted: &Accepted) {
             format!(" (minor {}, {})", gpu.minor, gpu.pci_address)
         });
         println!("gpu     {} {name} -> {}{minor}", pair.old, pair.new);
+    }
+    for warning in &decision.warnings {
+        println!("warning {warning}");
     }
 }
 

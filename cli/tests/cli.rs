@@ -118,6 +118,7 @@ impl Node {
                 restore_tid: 9,
                 state: CudaState::Running,
             }],
+            topology: source.topology,
             mounts: vec![],
             versions: Versions {
                 firn: "0.1.0".into(),

@@ -151,6 +151,52 @@ pub struct Restore {
     pub gpus: Vec<String>,
     /// Pairs `GPU-old=GPU-new` for checkpoints that hold a GPU named on the left.
     pub gpu_map: Vec<String>,
+    /// How GPUs are chosen where no map says it. A container's annotation comes first.
+    pub policy: RemapPolicy,
+}
+
+/// How GPUs of this node are chosen for those of a checkpoint.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RemapPolicy {
+    /// GPUs that are still there stay; the others are chosen such that links between GPUs are kept.
+    #[default]
+    Auto,
+    /// As `Auto`, from more GPUs than are needed.
+    Subset,
+    /// Every GPU stays.
+    Strict,
+    /// By the order of minors.
+    Index,
+    /// By a map, and not at all without one.
+    Explicit,
+}
+
+impl RemapPolicy {
+    /// The words for them, in the configuration and in the annotation.
+    pub const WORDS: [(&'static str, Self); 5] = [
+        ("auto", Self::Auto),
+        ("subset", Self::Subset),
+        ("strict", Self::Strict),
+        ("index", Self::Index),
+        ("explicit", Self::Explicit),
+    ];
+
+    /// The policy that this word stands for.
+    pub fn of_word(word: &str) -> Option<Self> {
+        Self::WORDS
+            .iter()
+            .find(|(known, _)| *known == word)
+            .map(|(_, policy)| *policy)
+    }
+
+    /// Its word.
+    pub fn word(self) -> &'static str {
+        Self::WORDS
+            .iter()
+            .find(|(_, policy)| *policy == self)
+            .map_or("auto", |(word, _)| word)
+    }
 }
 
 /// `[nccl]`
@@ -259,6 +305,18 @@ mod tests {
         Config::load_from(file.path())
     }
 
+    #[test]
+    fn policies_have_the_same_words_in_the_file_and_in_the_annotation() {
+        for (word, policy) in RemapPolicy::WORDS {
+            let config = parse(&format!("[restore]\npolicy = \"{word}\"")).unwrap();
+            assert_eq!(config.restore.policy, policy);
+            assert_eq!((RemapPolicy::of_word(word), policy.word()), (Some(policy), word));
+        }
+        assert_eq!(parse("").unwrap().restore.policy, RemapPolicy::Auto);
+        assert_eq!(RemapPolicy::of_word("Auto"), None);
+        assert!(parse("[restore]\npolicy = \"Auto\"").is_err());
+    }
+
     fn complaint(text: &str) -> String {
         let error = parse(text).unwrap_err();
         let cause = std::error::Error::source(&error).unwrap().to_string();
@@ -347,6 +405,7 @@ mod tests {
             let passed: Vec<_> = runtime["pod_annotations"].as_array().unwrap().iter().collect();
             let known = [
                 names::ANNOTATION_GPU_MAP,
+                names::ANNOTATION_REMAP_POLICY,
                 names::ANNOTATION_IPC,
                 names::ANNOTATION_NCCL,
                 names::ANNOTATION_EXEC,

@@ -13,5 +13,7 @@ pub mod names;
 mod programs;
 
 pub use duration::{BadDuration, parse_duration};
-pub use file::{Checkpoint, Config, ConfigError, Create, Criu, Deadlines, Exec, Hook, Nccl, Restore, Worker};
+pub use file::{
+    Checkpoint, Config, ConfigError, Create, Criu, Deadlines, Exec, Hook, Nccl, RemapPolicy, Restore, Worker,
+};
 pub use programs::{ProgramError, find_program};

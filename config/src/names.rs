@@ -17,6 +17,9 @@ pub const HOOK_PROGRAM: &str = "firn-hook";
 /// Annotation: which GPU of the source becomes which GPU of this node, `GPU-old=GPU-new,...`.
 pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 
+/// Annotation: how GPUs of this node are chosen for those of the source, in the words of [`crate::RemapPolicy`].
+pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
+
 /// Annotation: `none` says that the container's processes share no GPU memory with each other.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 

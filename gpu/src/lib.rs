@@ -21,7 +21,9 @@ pub mod protocol;
     reason = "dlopen and dlsym, an inherited descriptor, leaving without exit handlers"
 )]
 mod sys;
+mod topology;
 mod types;
 pub mod worker;
 
+pub use topology::{Link, PciePath, Topology};
 pub use types::{BadUuid, CudaState, DeviceNode, Gpu, GpuPair, GpuUuid, Inventory, NodeType};

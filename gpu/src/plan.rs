@@ -4,16 +4,23 @@
 //! same chip with enough memory. A [`GpuMap`] is therefore a bijection from all source GPUs into the grant, in which
 //! every pair has the same PCI device id and model name and the new GPU has no less memory than the old one. The same
 //! input gives the same map, in whatever order GPUs are listed.
+//!
+//! Which of these maps is taken is the [`Policy`]'s to say. Those that search keep NVLinks: a program that reached a GPU
+//! over one goes on believing that it does.
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Gpu, GpuPair, GpuUuid};
+use crate::{Gpu, GpuPair, GpuUuid, Topology};
 
+mod choose;
 mod error;
+mod search;
 #[cfg(test)]
 mod tests;
+mod warning;
 
 pub use error::{MapSyntax, PlanError, Side};
+pub use warning::{LostLink, Warning};
 
 /// First driver branch whose restore can change GPUs.
 const REMAP_BRANCH: u32 = 580;
@@ -26,6 +33,8 @@ pub struct SourceGpu {
     pub name: String,
     /// `(device << 16) | vendor`, which stands for the chip.
     pub pci_device_id: u32,
+    /// PCI address.
+    pub pci_address: String,
     /// Total memory in bytes.
     pub memory_total: u64,
     /// N of `/dev/nvidiaN` on the source.
@@ -41,6 +50,7 @@ impl From<&Gpu> for SourceGpu {
             uuid: gpu.uuid.clone(),
             name: gpu.name.clone(),
             pci_device_id: gpu.pci_device_id,
+            pci_address: gpu.pci_address.clone(),
             memory_total: gpu.memory_total,
             minor: gpu.minor,
             mig: gpu.mig,
@@ -48,12 +58,18 @@ impl From<&Gpu> for SourceGpu {
     }
 }
 
-/// How the map is chosen.
+/// How the map is chosen. The grant has as many GPUs as the checkpoint had, unless the policy says otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// A GPU that is in both grants stays; the others are paired in minor order, those with most memory first.
-    /// Both grants have the same number of GPUs.
+    /// GPUs that are in both grants stay, the others are chosen such that NVLinks are kept; of several such maps the one
+    /// is taken that keeps most GPUs near each other, in the order of minors.
     Auto,
+    /// As `Auto`, from a grant that may have more GPUs than are needed.
+    Subset,
+    /// Every GPU stays.
+    Strict,
+    /// The first GPU becomes the first, the second the second, in the order of minors.
+    Index,
     /// The operator's map. The grant may have GPUs that are not in it.
     Explicit(Vec<GpuPair>),
 }
@@ -63,10 +79,14 @@ pub enum Policy {
 pub struct Demand<'a> {
     /// GPUs of the checkpointed container.
     pub source: &'a [SourceGpu],
+    /// How they reached each other.
+    pub source_topology: &'a Topology,
     /// Full driver version that made the checkpoint.
     pub source_driver: &'a str,
     /// GPUs that the target container is granted.
     pub grant: &'a [Gpu],
+    /// How the GPUs of this node reach each other.
+    pub target_topology: &'a Topology,
     /// Full driver version of this node.
     pub target_driver: &'a str,
     pub policy: &'a Policy,
@@ -94,8 +114,16 @@ impl GpuMap {
     }
 }
 
+/// A map, and what is to be known of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub map: GpuMap,
+    /// What a restore with it does not keep.
+    pub warnings: Vec<Warning>,
+}
+
 /// Decides the map, or why there is none.
-pub fn plan(demand: &Demand<'_>) -> Result<GpuMap, PlanError> {
+pub fn plan(demand: &Demand<'_>) -> Result<Plan, PlanError> {
     if demand.source_driver != demand.target_driver {
         return Err(PlanError::DriverVersionMismatch {
             made: demand.source_driver.to_owned(),
@@ -109,20 +137,35 @@ pub fn plan(demand: &Demand<'_>) -> Result<GpuMap, PlanError> {
     refuse_twice(Side::Source, source.iter().map(|gpu| &gpu.uuid))?;
     refuse_twice(Side::Target, grant.iter().map(|gpu| &gpu.uuid))?;
     refuse_mig(&source, &grant)?;
+    refuse_count(&source, &grant, demand.policy)?;
 
-    let few = grant.len() < source.len();
-    let map = match demand.policy {
-        Policy::Explicit(_) if few => return Err(count_mismatch(&source, &grant)),
-        Policy::Explicit(pairs) => explicit(&source, &grant, pairs)?,
-        Policy::Auto if grant.len() != source.len() => return Err(count_mismatch(&source, &grant)),
-        Policy::Auto => auto(&source, grant)?,
+    let (targets, cut) = match demand.policy {
+        Policy::Explicit(pairs) => (choose::explicit(&source, &grant, pairs)?, None),
+        Policy::Strict => (choose::strict(&source, &grant)?, None),
+        Policy::Index => (choose::index(&source, &grant)?, None),
+        Policy::Auto | Policy::Subset => choose::best(demand, &source, &grant)?,
     };
+    let chosen: Vec<(&SourceGpu, &Gpu)> = source
+        .iter()
+        .zip(&targets)
+        .map(|(old, at)| (*old, grant[*at]))
+        .collect();
+    let map = GpuMap(chosen.iter().map(|(old, new)| pair(old, new)).collect());
     if !map.is_identity() && branch(demand.target_driver).is_some_and(|branch| branch < REMAP_BRANCH) {
         return Err(PlanError::DriverTooOldForRemap {
             here: demand.target_driver.to_owned(),
         });
     }
-    Ok(map)
+    let mut warnings = warning::of(demand, &chosen);
+    warnings.extend(cut);
+    Ok(Plan { map, warnings })
+}
+
+fn pair(old: &SourceGpu, new: &Gpu) -> GpuPair {
+    GpuPair {
+        old: old.uuid.clone(),
+        new: new.uuid.clone(),
+    }
 }
 
 /// Reads `GPU-old=GPU-new,...`, the form of the annotation and of the configuration.
@@ -144,11 +187,18 @@ fn parse_pair(text: &str) -> Result<GpuPair, MapSyntax> {
     })
 }
 
-fn count_mismatch(source: &[&SourceGpu], grant: &[&Gpu]) -> PlanError {
-    PlanError::GpuCountMismatch {
+fn refuse_count(source: &[&SourceGpu], grant: &[&Gpu], policy: &Policy) -> Result<(), PlanError> {
+    let enough = match policy {
+        Policy::Subset | Policy::Explicit(_) => grant.len() >= source.len(),
+        Policy::Auto | Policy::Strict | Policy::Index => grant.len() == source.len(),
+    };
+    if enough {
+        return Ok(());
+    }
+    Err(PlanError::GpuCountMismatch {
         had: source.iter().map(|gpu| gpu.uuid.clone()).collect(),
         granted: grant.iter().map(|gpu| gpu.uuid.clone()).collect(),
-    }
+    })
 }
 
 fn refuse_twice<'a>(side: Side, uuids: impl Iterator<Item = &'a GpuUuid>) -> Result<(), PlanError> {
@@ -177,126 +227,6 @@ fn refuse_mig(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<(), PlanError> {
         }),
         None => Ok(()),
     }
-}
-
-/// The operator's pairs, checked and put into the source's order.
-fn explicit(source: &[&SourceGpu], grant: &[&Gpu], pairs: &[GpuPair]) -> Result<GpuMap, PlanError> {
-    for (i, pair) in pairs.iter().enumerate() {
-        if pairs[..i].iter().any(|earlier| earlier.old == pair.old) {
-            return Err(PlanError::MapDuplicate {
-                side: Side::Source,
-                uuid: pair.old.clone(),
-            });
-        }
-        if pairs[..i].iter().any(|earlier| earlier.new == pair.new) {
-            return Err(PlanError::MapDuplicate {
-                side: Side::Target,
-                uuid: pair.new.clone(),
-            });
-        }
-        if !source.iter().any(|gpu| gpu.uuid == pair.old) {
-            return Err(PlanError::MapUnknownSource {
-                uuid: pair.old.clone(),
-                had: source.iter().map(|gpu| gpu.uuid.clone()).collect(),
-            });
-        }
-    }
-    let missing: Vec<GpuUuid> = source
-        .iter()
-        .filter(|gpu| !pairs.iter().any(|pair| pair.old == gpu.uuid))
-        .map(|gpu| gpu.uuid.clone())
-        .collect();
-    if !missing.is_empty() {
-        return Err(PlanError::MapIncomplete { missing });
-    }
-    let mut map = Vec::with_capacity(source.len());
-    for old in source {
-        // Every source GPU has a pair, as just checked.
-        for pair in pairs.iter().filter(|pair| pair.old == old.uuid) {
-            let new =
-                grant
-                    .iter()
-                    .find(|gpu| gpu.uuid == pair.new)
-                    .ok_or_else(|| PlanError::MapUnknownTarget {
-                        uuid: pair.new.clone(),
-                        granted: grant.iter().map(|gpu| gpu.uuid.clone()).collect(),
-                    })?;
-            fits(old, &[new])?;
-            map.push(pair.clone());
-        }
-    }
-    Ok(GpuMap(map))
-}
-
-/// GPUs of both sides stay. Of the others the one with most memory chooses first: whatever it takes, those after it
-/// need no more than it does, so that a map is found whenever there is one. (Letting GPUs stay loses none either: the
-/// two partners that it splits from each other fit each other, because fitting is transitive.)
-fn auto(source: &[&SourceGpu], mut grant: Vec<&Gpu>) -> Result<GpuMap, PlanError> {
-    let mut map: Vec<(usize, GpuPair)> = Vec::with_capacity(source.len());
-    let mut rest: Vec<(usize, &SourceGpu)> = Vec::new();
-    for (place, old) in source.iter().copied().enumerate() {
-        match grant.iter().position(|new| new.uuid == old.uuid) {
-            Some(at) => {
-                let new = grant.remove(at);
-                fits(old, &[new])?;
-                map.push((
-                    place,
-                    GpuPair {
-                        old: old.uuid.clone(),
-                        new: new.uuid.clone(),
-                    },
-                ));
-            }
-            None => rest.push((place, old)),
-        }
-    }
-    // Stable, so that equal ones stay in minor order.
-    rest.sort_by_key(|(_, old)| std::cmp::Reverse(old.memory_total));
-    for (place, old) in rest {
-        let at = fits(old, &grant)?;
-        let new = grant.remove(at);
-        map.push((
-            place,
-            GpuPair {
-                old: old.uuid.clone(),
-                new: new.uuid.clone(),
-            },
-        ));
-    }
-    map.sort_by_key(|(place, _)| *place);
-    Ok(GpuMap(map.into_iter().map(|(_, pair)| pair).collect()))
-}
-
-/// The first of `candidates` that can take the place of `old`.
-fn fits(old: &SourceGpu, candidates: &[&Gpu]) -> Result<usize, PlanError> {
-    let same_model = |new: &&Gpu| new.pci_device_id == old.pci_device_id && new.name == old.name;
-    let found = candidates
-        .iter()
-        .position(|new| same_model(new) && new.memory_total >= old.memory_total);
-    if let Some(at) = found {
-        return Ok(at);
-    }
-    let largest = candidates
-        .iter()
-        .copied()
-        .filter(same_model)
-        .max_by_key(|new| new.memory_total);
-    Err(match largest {
-        Some(new) => PlanError::GpuMemoryTooSmall {
-            old: old.uuid.clone(),
-            needs: old.memory_total,
-            new: new.uuid.clone(),
-            has: new.memory_total,
-        },
-        None => PlanError::GpuModelMismatch {
-            old: old.uuid.clone(),
-            model: format!("{} [{:08x}]", old.name, old.pci_device_id),
-            candidates: candidates
-                .iter()
-                .map(|new| format!("{} {} [{:08x}]", new.uuid, new.name, new.pci_device_id))
-                .collect(),
-        },
-    })
 }
 
 /// Number before the first dot of a driver version; `None` for a version of an unknown form, which refuses nothing.

@@ -9,6 +9,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::Topology;
+
 #[cfg(test)]
 mod tests;
 
@@ -156,6 +158,9 @@ pub struct Inventory {
     pub checkpoint_api: bool,
     /// GPUs in NVML order.
     pub gpus: Vec<Gpu>,
+    /// How they reach each other, as far as it is told.
+    #[serde(default, skip_serializing_if = "Topology::is_empty")]
+    pub topology: Topology,
     /// The driver's nodes that belong to no single GPU and exist on the host: `/dev/nvidiactl`, `/dev/nvidia-uvm`, ...
     pub common_nodes: Vec<DeviceNode>,
 }

@@ -1,11 +1,12 @@
 //! Which GPUs a restore gets: grant, map and planner put together, for the shim and for `firn plan`.
 
 use firn_config::Restore;
-use firn_gpu::plan::{self, Demand, PlanError, Policy};
+use firn_gpu::plan::{self, Demand, PlanError, Policy, Warning};
 use firn_gpu::{Gpu, GpuUuid, Inventory};
 
 use crate::manifest::{Manifest, SourceGpu};
-use crate::{GpuMap, Grant, GrantError, MapError, Spec};
+use crate::policy::{self, PolicyError};
+use crate::{Grant, GrantError, Spec};
 
 /// What a restore does with the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,14 +15,16 @@ pub struct Decision {
     pub grant: Grant,
     /// A pair for every GPU of the checkpoint.
     pub map: plan::GpuMap,
+    /// What the restore does not keep.
+    pub warnings: Vec<Warning>,
 }
 
 /// A restore whose GPUs cannot be decided.
 #[derive(Debug, thiserror::Error)]
 pub enum DecideError {
-    /// A map that someone wrote cannot be read.
-    #[error("cannot read the GPU map")]
-    Map(#[from] MapError),
+    /// How the GPUs are to be chosen is not clear.
+    #[error("cannot tell how to choose GPUs")]
+    Policy(#[from] PolicyError),
     /// What the container may use is not clear.
     #[error("cannot tell which GPUs the container may use")]
     Grant(#[from] GrantError),
@@ -34,7 +37,7 @@ impl DecideError {
     /// The code shown to users.
     pub fn code(&self) -> &'static str {
         match self {
-            Self::Map(error) => error.code(),
+            Self::Policy(error) => error.code(),
             Self::Grant(error) => error.code(),
             Self::Plan(error) => error.code(),
         }
@@ -43,7 +46,7 @@ impl DecideError {
     /// What the operator can do.
     pub fn hint(&self) -> &'static str {
         match self {
-            Self::Map(error) => error.hint(),
+            Self::Policy(error) => error.hint(),
             Self::Grant(error) => error.hint(),
             Self::Plan(error) => error.hint(),
         }
@@ -59,24 +62,27 @@ impl Decision {
         config: &Restore,
     ) -> Result<Self, DecideError> {
         let uuids: Vec<GpuUuid> = manifest.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        let written = GpuMap::find(spec, config, &uuids)?;
+        let (policy, written) = policy::find(spec, config, &uuids)?;
         let mut grant = Grant::at_restore(spec, inventory, config, written.as_ref())?;
-        let policy = match written {
-            Some(map) => Policy::Explicit(map.pairs),
-            None => {
-                grant.narrow(&uuids);
-                Policy::Auto
-            }
-        };
+        match policy {
+            Policy::Auto | Policy::Strict | Policy::Index => grant.narrow(&uuids),
+            Policy::Subset | Policy::Explicit(_) => {}
+        }
         let source: Vec<plan::SourceGpu> = manifest.gpus.iter().map(for_planner).collect();
-        let map = plan::plan(&Demand {
+        let plan = plan::plan(&Demand {
             source: &source,
+            source_topology: &manifest.topology,
             source_driver: manifest.driver.as_ref().map_or("", |driver| &driver.driver),
             grant: &grant.gpus,
+            target_topology: &inventory.topology,
             target_driver: &inventory.driver_version,
             policy: &policy,
         })?;
-        Ok(Self { grant, map })
+        Ok(Self {
+            grant,
+            map: plan.map,
+            warnings: plan.warnings,
+        })
     }
 
     /// The GPUs that the container gets: those on the right side of the map, in the order of the grant.
@@ -91,6 +97,7 @@ fn for_planner(gpu: &SourceGpu) -> plan::SourceGpu {
         uuid: gpu.uuid.clone(),
         name: gpu.name.clone(),
         pci_device_id: gpu.pci_device_id,
+        pci_address: gpu.pci_address.clone(),
         memory_total: gpu.memory_total,
         minor: gpu.minor,
         // A GPU in MIG mode is refused at the checkpoint.
@@ -103,6 +110,7 @@ mod tests {
     use super::*;
     use crate::Basis;
     use crate::fixtures::{config, inventory, manifest, spec, uuid};
+    use firn_config::RemapPolicy;
     use serde_json::json;
 
     fn made(spec: &Spec, sources: &[u8], config: &Restore) -> Result<Vec<(GpuUuid, GpuUuid)>, DecideError> {
@@ -130,6 +138,58 @@ mod tests {
     fn a_pool_of_the_configuration_gives_as_many_as_needed() {
         let pairs = made(&spec(240, &[0]), &[9], &config(&["3", "1"], &[])).unwrap();
         assert_eq!(pairs, [(uuid(9), uuid(3))]);
+    }
+
+    #[test]
+    fn policies_choose_inside_the_pool_and_inside_the_nodes_of_the_spec() {
+        let with = |policy, gpus: &[&str]| Restore {
+            policy,
+            ..config(gpus, &[])
+        };
+        // The whole pool is looked at, and the lowest minor taken; else the left of it.
+        let pool = &["3", "1"];
+        let pairs = made(&spec(240, &[0]), &[9], &with(RemapPolicy::Subset, pool)).unwrap();
+        assert_eq!(pairs, [(uuid(9), uuid(1))]);
+        let pairs = made(&spec(240, &[0]), &[9], &with(RemapPolicy::Index, pool)).unwrap();
+        assert_eq!(pairs, [(uuid(9), uuid(3))]);
+        let pairs = made(&spec(240, &[0]), &[1], &with(RemapPolicy::Strict, pool)).unwrap();
+        assert_eq!(pairs, [(uuid(1), uuid(1))]);
+        let error = made(&spec(240, &[0]), &[9], &with(RemapPolicy::Strict, pool)).unwrap_err();
+        assert_eq!(error.code(), "FIRN-GPU-STRICT");
+
+        let mut pod = spec(195, &[1, 2]);
+        let annotations = pod.object_mut(&["annotations"], "annotations").unwrap();
+        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
+        annotations.insert("firn.dev/remap-policy".into(), json!("subset"));
+        let pairs = made(&pod, &[0], &with(RemapPolicy::Strict, &["0"])).unwrap();
+        assert_eq!(pairs, [(uuid(0), uuid(1))], "GPU 0 is not the pod's");
+    }
+
+    #[test]
+    fn links_of_the_checkpoint_are_found_again_on_the_node() {
+        use firn_gpu::Link;
+        let link = |a, b, nvlinks| Link {
+            nvlinks: Some(nvlinks),
+            ..Link::between(uuid(a), uuid(b))
+        };
+        let mut made_there = manifest(&[8, 9]);
+        made_there.topology.links = vec![link(8, 9, 18)];
+        let mut node = inventory(195, 4);
+        node.topology.links = vec![link(0, 1, 0), link(0, 2, 0), link(1, 2, 18)];
+        let decide = |policy| {
+            let restore = Restore {
+                policy,
+                ..config(&["0", "1", "2"], &[])
+            };
+            Decision::make(&spec(240, &[0]), &made_there, &node, &restore)
+        };
+        let decision = decide(RemapPolicy::Subset).unwrap();
+        let targets: Vec<GpuUuid> = decision.targets().into_iter().map(|gpu| gpu.uuid).collect();
+        assert_eq!(targets, [uuid(1), uuid(2)]);
+        // Both are elsewhere on the bus.
+        assert_eq!(decision.warnings.len(), 2, "{:?}", decision.warnings);
+        // By the left of the pool.
+        assert_eq!(decide(RemapPolicy::Auto).unwrap_err().code(), "FIRN-GPU-TOPOLOGY");
     }
 
     #[test]

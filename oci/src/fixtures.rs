@@ -1,6 +1,6 @@
 //! Nodes and specs for the tests of this crate.
 
-use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
+use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid, Inventory, NodeType, Topology};
 use serde_json::json;
 
 use crate::Spec;
@@ -39,6 +39,7 @@ pub(crate) fn inventory(major: u64, count: u8) -> Inventory {
         cuda_version: 13000,
         checkpoint_api: true,
         gpus: (0..count).map(gpu).collect(),
+        topology: Topology::default(),
         common_nodes: vec![
             node("/dev/nvidia-uvm".into(), major + 1, 0),
             node("/dev/nvidia-uvm-tools".into(), major + 1, 1),
@@ -85,6 +86,7 @@ pub(crate) fn config(gpus: &[&str], pairs: &[(u8, u8)]) -> firn_config::Restore 
             .iter()
             .map(|(old, new)| format!("{}={}", uuid(*old), uuid(*new)))
             .collect(),
+        ..firn_config::Restore::default()
     }
 }
 
@@ -114,6 +116,7 @@ pub(crate) fn manifest(gpus: &[u8]) -> Manifest {
             destination: "/data".into(),
             source_name: "data".into(),
         }],
+        topology: Topology::default(),
         versions: Versions {
             firn: "0.1.0".into(),
             ..Versions::default()

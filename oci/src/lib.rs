@@ -20,10 +20,12 @@ pub mod manifest;
 mod map;
 pub mod mounts;
 pub mod nccl;
+mod policy;
 mod spec;
 
 pub use atomic::write as write_file;
 pub use decide::{DecideError, Decision};
 pub use grant::{Basis, Grant, GrantError};
 pub use map::{GpuMap, MapError, MapOrigin};
+pub use policy::PolicyError;
 pub use spec::{DeviceRule, Spec, SpecDevice, SpecError, SpecMount};

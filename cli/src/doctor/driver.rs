@@ -110,6 +110,7 @@ mod tests {
             cuda_version: 13000,
             checkpoint_api: true,
             gpus: vec![serde_json::from_str(gpu).unwrap()],
+            topology: firn_gpu::Topology::default(),
             common_nodes: vec![],
         };
         change(&mut inventory);

@@ -2,6 +2,7 @@
 //!
 //! The library is opened and initialised once and never shut down: the worker that uses it lives for one transaction.
 
+mod links;
 mod names;
 mod raw;
 
@@ -9,9 +10,12 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_uint};
 use std::ptr;
 
-use crate::GpuUuid;
 use crate::sys::LoadError;
+use crate::{GpuUuid, Link};
 use raw::{Device, Memory, PciInfo, ProcessInfo, Return, Table};
+
+/// `NVML_ERROR_INVALID_ARGUMENT`.
+const INVALID_ARGUMENT: Return = 2;
 
 /// `NVML_ERROR_NOT_SUPPORTED`.
 const NOT_SUPPORTED: Return = 3;
@@ -71,6 +75,9 @@ pub trait Nvml: Send + Sync {
     /// GPU memory in use by each process, in bytes, all GPUs together. Processes of which the driver does not tell are
     /// left out; in some virtual machines these are all.
     fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError>;
+
+    /// The ways between GPUs, as far as NVML tells them.
+    fn links(&self) -> Vec<Link>;
 }
 
 /// libnvidia-ml.so.1, opened and initialised.
@@ -197,6 +204,10 @@ impl Nvml for NvmlLibrary {
 
     fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError> {
         Ok((0..self.count()?).map(|index| self.gpu(index)).collect())
+    }
+
+    fn links(&self) -> Vec<Link> {
+        self.all_links()
     }
 
     fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError> {

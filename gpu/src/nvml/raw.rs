@@ -56,6 +56,11 @@ pub(super) type DevicePci = unsafe extern "C" fn(Device, *mut PciInfo) -> Return
 pub(super) type DeviceMemory = unsafe extern "C" fn(Device, *mut Memory) -> Return;
 pub(super) type DeviceMigMode = unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> Return;
 
+/// A number about one NVLink of a device.
+pub(super) type LinkNumber = unsafe extern "C" fn(Device, c_uint, *mut c_uint) -> Return;
+pub(super) type LinkPci = unsafe extern "C" fn(Device, c_uint, *mut PciInfo) -> Return;
+/// A number about two devices.
+pub(super) type PairNumber = unsafe extern "C" fn(Device, Device, *mut c_uint) -> Return;
 pub(super) type DeviceProcesses = unsafe extern "C" fn(Device, *mut c_uint, *mut ProcessInfo) -> Return;
 
 /// The functions, those that old libraries lack as options.
@@ -72,6 +77,10 @@ pub(super) struct Table {
     pub processes: Option<DeviceProcesses>,
     pub persistence_mode: Option<DeviceNumber>,
     pub mig_mode: Option<DeviceMigMode>,
+    pub nvlink_state: Option<LinkNumber>,
+    pub nvlink_remote: Option<LinkPci>,
+    pub nvlink_remote_type: Option<LinkNumber>,
+    pub common_ancestor: Option<PairNumber>,
 }
 
 impl Table {
@@ -104,6 +113,18 @@ impl Table {
             persistence_mode: unsafe { library.symbol("nvmlDeviceGetPersistenceMode") }.ok(),
             // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t, unsigned int *, unsigned int *).
             mig_mode: unsafe { library.symbol("nvmlDeviceGetMigMode") }.ok(),
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t, unsigned int, nvmlEnableState_t *), whose
+            // enum has the values 0 and 1 and the size of an unsigned int.
+            nvlink_state: unsafe { library.symbol("nvmlDeviceGetNvLinkState") }.ok(),
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t, unsigned int, nvmlPciInfo_t *),
+            // the struct being that of nvmlDeviceGetPciInfo_v3.
+            nvlink_remote: unsafe { library.symbol("nvmlDeviceGetNvLinkRemotePciInfo_v2") }.ok(),
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t, unsigned int,
+            // nvmlIntNvLinkDeviceType_t *), whose enum has values from 0 to 255 and the size of an unsigned int.
+            nvlink_remote_type: unsafe { library.symbol("nvmlDeviceGetNvLinkRemoteDeviceType") }.ok(),
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t, nvmlDevice_t,
+            // nvmlGpuTopologyLevel_t *), whose enum has values from 0 to 50 and the size of an unsigned int.
+            common_ancestor: unsafe { library.symbol("nvmlDeviceGetTopologyCommonAncestor") }.ok(),
         })
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::warning::LostLink;
 use crate::{BadUuid, GpuUuid};
 
 /// Which node an error speaks of.
@@ -60,6 +61,17 @@ pub enum PlanError {
         new: GpuUuid,
         has: u64,
     },
+    #[error(
+        "the policy strict wants the GPUs of the checkpoint, and the target is not granted {} (but {})",
+        list(missing),
+        list(granted)
+    )]
+    StrictUnmet {
+        missing: Vec<GpuUuid>,
+        granted: Vec<GpuUuid>,
+    },
+    #[error("no choice of the granted GPUs keeps the NVLinks of the checkpoint: in order, {lost}")]
+    TopologyUnsatisfied { lost: LostLink },
     #[error("the GPU map has no pair for {} of the checkpoint", list(missing))]
     MapIncomplete { missing: Vec<GpuUuid> },
     #[error("the GPU map names {uuid}, which the checkpoint did not have ({})", list(had))]
@@ -84,6 +96,8 @@ impl PlanError {
             Self::GpuCountMismatch { .. } => "FIRN-GPU-COUNT",
             Self::GpuModelMismatch { .. } => "FIRN-GPU-MODEL",
             Self::GpuMemoryTooSmall { .. } => "FIRN-GPU-MEMORY",
+            Self::StrictUnmet { .. } => "FIRN-GPU-STRICT",
+            Self::TopologyUnsatisfied { .. } => "FIRN-GPU-TOPOLOGY",
             Self::MapIncomplete { .. } => "FIRN-MAP-INCOMPLETE",
             Self::MapUnknownSource { .. } => "FIRN-MAP-UNKNOWN-SOURCE",
             Self::MapUnknownTarget { .. } => "FIRN-MAP-UNKNOWN-TARGET",
@@ -109,9 +123,17 @@ impl PlanError {
             Self::GpuListedTwice {
                 side: Side::Target, ..
             } => "name every GPU once in the target's specification",
-            Self::GpuCountMismatch { .. } => "grant as many GPUs as the checkpointed container had",
+            Self::GpuCountMismatch { .. } => {
+                "grant as many GPUs as the checkpointed container had; from more, the policy subset takes some"
+            }
             Self::GpuModelMismatch { .. } => "grant GPUs of the same model as those of the checkpoint",
             Self::GpuMemoryTooSmall { .. } => "grant a GPU with at least as much memory",
+            Self::StrictUnmet { .. } => {
+                "restore on the node of the checkpoint with the same GPUs, or choose another policy: firn.dev/remap-policy"
+            }
+            Self::TopologyUnsatisfied { .. } => {
+                "grant GPUs with as many NVLinks between them; if the program needs none, firn.dev/remap-policy=index"
+            }
             Self::MapIncomplete { .. } => "give every GPU of the checkpoint a pair, also those that stay",
             Self::MapUnknownSource { .. } => "the left side of each pair is a GPU of the checkpoint",
             Self::MapUnknownTarget { .. } => "grant that GPU to the target, or map to one that it has",

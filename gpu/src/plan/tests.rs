@@ -1,3 +1,6 @@
+mod links;
+mod policies;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -36,11 +39,23 @@ fn pair(old: u8, new: u8) -> GpuPair {
 }
 
 fn planned(source: &[SourceGpu], grant: &[Gpu], policy: &Policy) -> Result<GpuMap, PlanError> {
+    linked(source, grant, [&Topology::default(); 2], policy).map(|plan| plan.map)
+}
+
+/// With the ways between the GPUs of both sides.
+fn linked(
+    source: &[SourceGpu],
+    grant: &[Gpu],
+    topologies: [&Topology; 2],
+    policy: &Policy,
+) -> Result<Plan, PlanError> {
     let driver = "580.95.05";
     plan(&Demand {
         source,
+        source_topology: topologies[0],
         source_driver: driver,
         grant,
+        target_topology: topologies[1],
         target_driver: driver,
         policy,
     })
@@ -254,14 +269,18 @@ fn every_refusal_has_its_code_and_names_both_sides() {
 #[test]
 fn the_driver_must_be_the_same_and_new_enough_to_change_gpus() {
     let (had, granted) = ([source(0, 80)], [gpu(5, 80)]);
+    let nothing = Topology::default();
     let demand = |source_driver, target_driver, grant| {
         plan(&Demand {
             source: &had,
+            source_topology: &nothing,
             source_driver,
             grant,
+            target_topology: &nothing,
             target_driver,
             policy: &Policy::Auto,
         })
+        .map(|plan| plan.map)
     };
     let error = demand("580.95.05", "580.105.08", &granted).unwrap_err();
     assert_eq!(error.code(), "FIRN-DRIVER-VERSION");

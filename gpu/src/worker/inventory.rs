@@ -12,7 +12,7 @@ use nix::sys::stat::{major, minor};
 use super::node::{Node, Refusal};
 use super::{chain, complain};
 use crate::nvml::NvmlGpu;
-use crate::{DeviceNode, Gpu, Inventory, NodeType};
+use crate::{DeviceNode, Gpu, Inventory, NodeType, Topology};
 
 /// Nodes of the driver that belong to no single GPU; those in /dev/nvidia-caps follow them.
 const COMMON_NODES: [&str; 4] = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"];
@@ -34,11 +34,17 @@ impl Node {
             Err(_) => (0, false),
         };
         let common_nodes = common_nodes(&self.dev_root);
+        let mut links = nvml.links();
+        links.sort_by(|a, b| a.gpus.cmp(&b.gpus));
+        let numa = (gpus.iter())
+            .filter_map(|gpu| Some((gpu.uuid.clone(), numa_node(&self.sys_root, &gpu.pci_address)?)))
+            .collect();
         Ok(Inventory {
             driver_version,
             cuda_version,
             checkpoint_api,
             gpus,
+            topology: Topology { links, numa },
             common_nodes,
         })
     }
@@ -58,6 +64,17 @@ impl Node {
             node,
         }
     }
+}
+
+/// NUMA node of a PCI device; none on a machine that has but one, or does not tell.
+fn numa_node(sys_root: &Path, address: &str) -> Option<u32> {
+    let (domain, device) = address.split_once(':')?;
+    // NVML has a domain of eight digits, sysfs one of four or more.
+    let domain = u32::from_str_radix(domain, 16).ok()?;
+    let device = format!("{domain:04x}:{}", device.to_ascii_lowercase());
+    let file = sys_root.join("bus/pci/devices").join(device).join("numa_node");
+    // -1 stands for none.
+    fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
 fn common_nodes(dev_root: &Path) -> Vec<DeviceNode> {
@@ -100,6 +117,24 @@ fn device_node(dev_root: &Path, name: &str) -> Option<DeviceNode> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_numa_node_is_that_of_the_pci_device() {
+        let sys = tempfile::tempdir().unwrap();
+        for (device, node) in [
+            ("0000:1a:00.0", "1\n"),
+            ("0000:17:00.0", "-1\n"),
+            ("10000:01:00.0", "0"),
+        ] {
+            let device = sys.path().join("bus/pci/devices").join(device);
+            fs::create_dir_all(&device).unwrap();
+            fs::write(device.join("numa_node"), node).unwrap();
+        }
+        assert_eq!(numa_node(sys.path(), "00000000:1A:00.0"), Some(1));
+        assert_eq!(numa_node(sys.path(), "00000000:17:00.0"), None);
+        assert_eq!(numa_node(sys.path(), "00010000:01:00.0"), Some(0));
+        assert_eq!(numa_node(sys.path(), "00000000:18:00.0"), None);
+    }
 
     #[test]
     fn nodes_are_told_from_files_and_links() {

@@ -44,11 +44,12 @@ impl Libraries for HostLibraries {
     }
 }
 
-/// Libraries, and where /proc and /dev are.
+/// Libraries, and where /proc, /dev and /sys are.
 pub(super) struct Node {
     pub libraries: Box<dyn Libraries>,
     pub proc_root: PathBuf,
     pub dev_root: PathBuf,
+    pub sys_root: PathBuf,
     initialised: OnceLock<Result<(), DriverError>>,
 }
 
@@ -57,19 +58,21 @@ impl Node {
         libraries: Box<dyn Libraries>,
         proc_root: impl Into<PathBuf>,
         dev_root: impl Into<PathBuf>,
+        sys_root: impl Into<PathBuf>,
     ) -> Self {
-        let (proc_root, dev_root) = (proc_root.into(), dev_root.into());
+        let (proc_root, dev_root, sys_root) = (proc_root.into(), dev_root.into(), sys_root.into());
         Self {
             libraries,
             proc_root,
             dev_root,
+            sys_root,
             initialised: OnceLock::new(),
         }
     }
 
     /// This machine.
     pub(super) fn host() -> Self {
-        Self::new(Box::<HostLibraries>::default(), "/proc", "/dev")
+        Self::new(Box::<HostLibraries>::default(), "/proc", "/dev", "/sys")
     }
 
     /// cuInit, once in the life of the process.

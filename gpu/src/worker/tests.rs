@@ -437,6 +437,8 @@ fn the_inventory_joins_gpus_with_nodes() {
     );
     assert!(inventory.gpus.iter().all(|gpu| gpu.node.is_none()));
     assert_eq!(inventory.common_nodes, []);
+    let link = inventory.topology.link(&uuids[0], &uuids[1]).unwrap();
+    assert_eq!((link.nvlinks, link.path), (Some(18), None));
     shim.close();
 }
 

@@ -4,6 +4,8 @@ use std::collections::HashSet;
 use std::hash::Hash;
 use std::path::{Component, Path};
 
+use firn_gpu::{GpuUuid, Link};
+
 use super::Manifest;
 
 const MAX_GPUS: usize = 64;
@@ -40,6 +42,7 @@ impl Manifest {
                     .all(|node| absolute(&node.path)),
             ),
             ("gpus", self.gpus.is_empty() || self.driver.is_some()),
+            ("topology", self.has_good_topology()),
             (
                 "processes",
                 self.processes.len() <= MAX_PROCESSES && distinct(self.processes.iter().map(|p| p.pid)),
@@ -74,6 +77,18 @@ impl Manifest {
             .into_iter()
             .find(|(_, good)| !good)
             .map_or(Ok(()), |(field, _)| Err(field))
+    }
+
+    /// One link for two different GPUs of the checkpoint, and no more.
+    fn has_good_topology(&self) -> bool {
+        let uuids: HashSet<&GpuUuid> = self.gpus.iter().map(|gpu| &gpu.uuid).collect();
+        let links = &self.topology.links;
+        let good =
+            |link: &Link| link.gpus[0] < link.gpus[1] && link.gpus.iter().all(|gpu| uuids.contains(gpu));
+        links.len() <= uuids.len() * uuids.len()
+            && links.iter().all(good)
+            && distinct(links.iter().map(|link| &link.gpus))
+            && self.topology.numa.keys().all(|gpu| uuids.contains(gpu))
     }
 }
 

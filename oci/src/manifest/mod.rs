@@ -27,7 +27,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid};
+use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid, Topology};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
@@ -41,8 +41,8 @@ pub const MAX_BYTES: u64 = 4 << 20;
 
 const FORMAT: &str = "firn-checkpoint";
 const MAJOR: u64 = 1;
-/// 1: large files have a checksum too.
-const MINOR: u64 = 1;
+/// 1: large files have a checksum too. 2: how the GPUs reached each other.
+const MINOR: u64 = 2;
 
 /// What a checkpoint holds besides CRIU's images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,6 +53,9 @@ pub struct Manifest {
     pub driver: Option<DriverVersion>,
     /// GPUs that the source's spec granted: all of them must be mapped, also those that no process used.
     pub gpus: Vec<SourceGpu>,
+    /// How these reached each other, as far as it was told; nothing in images of minor versions 0 and 1.
+    #[serde(default, skip_serializing_if = "Topology::is_empty")]
+    pub topology: Topology,
     /// Processes whose GPU state lies in the images. Empty: the images hold no GPU state.
     pub processes: Vec<CudaProcess>,
     /// Bind mounts that the restore will need.

@@ -47,6 +47,58 @@ fn what_is_written_is_read() {
 }
 
 #[test]
+fn the_topology_is_kept_and_images_from_before_it_have_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b] = [0, 1].map(|i| manifest().gpus[i].uuid.clone());
+    let mut linked = manifest();
+    linked.topology.links = vec![firn_gpu::Link {
+        nvlinks: Some(18),
+        ..firn_gpu::Link::between(a.clone(), b.clone())
+    }];
+    linked.topology.numa = [(b.clone(), 1)].into();
+    linked.write(dir.path()).unwrap();
+    assert_eq!(Manifest::read(dir.path()).unwrap(), Some(linked.clone()));
+
+    // As firn 0.1 with minor version 1 wrote it.
+    let body = serde_json::to_string(&manifest()).unwrap();
+    assert!(!body.contains("topology"));
+    let old = String::from_utf8(sealed(&body))
+        .unwrap()
+        .replace(r#""minor":2"#, r#""minor":1"#);
+    std::fs::write(dir.path().join("firn.json"), old).unwrap();
+    let read = Manifest::read(dir.path()).unwrap().unwrap();
+    assert!(read.topology.is_empty());
+
+    let stranger = firn_gpu::GpuUuid::from_bytes([9; 16]);
+    for topology in [
+        firn_gpu::Topology {
+            links: vec![linked.topology.links[0].clone(); 2],
+            ..Default::default()
+        },
+        firn_gpu::Topology {
+            links: vec![firn_gpu::Link::between(a.clone(), stranger.clone())],
+            ..Default::default()
+        },
+        firn_gpu::Topology {
+            links: vec![firn_gpu::Link::between(a.clone(), a.clone())],
+            ..Default::default()
+        },
+        firn_gpu::Topology {
+            numa: [(stranger.clone(), 0)].into(),
+            ..Default::default()
+        },
+    ] {
+        let bad = Manifest {
+            topology,
+            ..manifest()
+        };
+        let body = serde_json::to_string(&bad).unwrap();
+        assert_eq!(refusal(&sealed(&body)), "FIRN-MANIFEST-CORRUPT");
+        assert!(bad.write(dir.path()).is_err());
+    }
+}
+
+#[test]
 fn every_truncation_is_refused() {
     let (dir, manifest) = image();
     manifest.write(dir.path()).unwrap();

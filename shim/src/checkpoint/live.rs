@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use firn_config::Config;
-use firn_gpu::CudaState;
+use firn_gpu::{CudaState, Topology};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
 use firn_oci::{Grant, Spec, mounts};
 
@@ -41,6 +41,7 @@ struct Source {
     gpu_memory_in_use: u64,
     driver: DriverVersion,
     gpus: Vec<manifest::SourceGpu>,
+    topology: Topology,
     mounts: Vec<mounts::RequiredMount>,
     versions: Versions,
 }
@@ -176,6 +177,11 @@ impl<'a> Live<'a> {
                 cuda: inventory.cuda_version,
             },
             gpus: grant.gpus.iter().map(Into::into).collect(),
+            topology: (inventory.topology).of(&grant
+                .gpus
+                .iter()
+                .map(|gpu| gpu.uuid.clone())
+                .collect::<Vec<_>>()),
             mounts: mounts::required(&spec)?,
             versions,
         })
@@ -292,6 +298,7 @@ impl<'a> Live<'a> {
                 dump,
                 driver: Some(source.driver),
                 gpus: source.gpus,
+                topology: source.topology,
                 processes,
                 mounts: source.mounts,
                 versions: source.versions,

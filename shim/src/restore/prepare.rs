@@ -125,6 +125,9 @@ async fn gpu_part(
     for pair in decision.map.pairs() {
         log::info!("gpu map: {} -> {}", pair.old, pair.new);
     }
+    for warning in &decision.warnings {
+        log::warn!("restore of {id}: {warning}");
+    }
 
     let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
     let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;

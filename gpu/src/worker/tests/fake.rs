@@ -11,7 +11,7 @@ use crate::nvml::{Nvml, NvmlError, NvmlGpu};
 use crate::protocol::DriverError;
 use crate::sys::LoadError;
 use crate::worker::node::{Libraries, Node};
-use crate::{CudaState, GpuPair, GpuUuid};
+use crate::{CudaState, GpuPair, GpuUuid, Link};
 
 /// A door in a call: the call says that it has come and waits until the door is opened.
 #[derive(Default)]
@@ -109,6 +109,7 @@ impl Fake {
             Box::new(Opened(Arc::clone(self))),
             self.root.path(),
             self.root.path().join("dev"),
+            self.root.path().join("sys"),
         )
     }
 
@@ -369,5 +370,12 @@ impl Nvml for Fake {
 
     fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError> {
         Ok(BTreeMap::from([(7, 3 << 30)]))
+    }
+
+    fn links(&self) -> Vec<Link> {
+        let uuid = |n: u8| GpuUuid::from_bytes([n; 16]);
+        let mut joined = Link::between(uuid(2), uuid(1));
+        joined.nvlinks = Some(18);
+        vec![joined]
     }
 }
