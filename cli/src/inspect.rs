@@ -1,6 +1,7 @@
 //! `firn inspect`: what a checkpoint holds and whether it is whole.
 
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 use anyhow::Result;
 use firn_oci::manifest::{ImageFile, Manifest, describe_images};
@@ -56,7 +57,7 @@ fn look(dir: &Path) -> (Option<Found>, Option<Failure>) {
                 failure,
             )
         }
-        None => match describe_images(dir) {
+        None => match describe_images(dir, &AtomicBool::new(false)) {
             Ok(images) => (
                 Some(Found {
                     manifest: None,

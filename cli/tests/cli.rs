@@ -3,6 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::sync::atomic::AtomicBool;
 
 use firn_gpu::{CudaState, Inventory};
 use firn_oci::manifest::{
@@ -125,7 +126,7 @@ impl Node {
                 criu: "4.2.1".into(),
                 ..Versions::default()
             },
-            images: describe_images(&self.path("image")).expect("images"),
+            images: describe_images(&self.path("image"), &AtomicBool::new(false)).expect("images"),
         }
     }
 

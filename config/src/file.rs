@@ -77,7 +77,10 @@ pub struct Deadlines {
     /// The driver's copy of GPU memory into host memory, all processes together.
     #[serde(deserialize_with = "duration")]
     pub checkpoint: Duration,
-    /// `runc checkpoint`.
+    /// Holding the threads that must not run while the driver works.
+    #[serde(deserialize_with = "duration")]
+    pub hold: Duration,
+    /// `runc checkpoint`, and once more for the checksums of what it has written.
     #[serde(deserialize_with = "duration")]
     pub dump: Duration,
     /// `runc restore`.
@@ -89,6 +92,12 @@ pub struct Deadlines {
     /// The driver's unlock of all processes.
     #[serde(deserialize_with = "duration")]
     pub unlock: Duration,
+    /// The end of a container that is killed, or was to end with its checkpoint: the kernel takes back its memory.
+    #[serde(deserialize_with = "duration")]
+    pub end: Duration,
+    /// The end of a driver worker that was killed: a call of the driver may hold it in the kernel.
+    #[serde(deserialize_with = "duration")]
+    pub worker_end: Duration,
 }
 
 impl Default for Deadlines {
@@ -99,10 +108,13 @@ impl Default for Deadlines {
             freeze: Duration::from_secs(10),
             lock: Duration::from_secs(10),
             checkpoint: Duration::from_secs(600),
+            hold: Duration::from_secs(30),
             dump: Duration::from_secs(1800),
             runc_restore: Duration::from_secs(1800),
             restore: Duration::from_secs(600),
             unlock: Duration::from_secs(10),
+            end: Duration::from_secs(120),
+            worker_end: Duration::from_secs(10),
         }
     }
 }

@@ -25,9 +25,6 @@ use crate::procfs::{is_traced, state};
 
 /// How long a thread may take to reach or to leave its trap.
 const TRAP: Duration = Duration::from_secs(10);
-/// How long it may take until all are traced. A v1 freezer keeps the kernel from tracing a thread that a signal has
-/// stopped until it thaws.
-const START: Duration = Duration::from_secs(30);
 /// How often stops are looked for.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -55,8 +52,8 @@ pub(crate) enum HoldError {
     #[error("thread {tid} is still traced after {} s", TRAP.as_secs())]
     StillTraced { tid: i32 },
     /// The kernel is still about to trace one of them; it goes on when they thaw, and lets them go then.
-    #[error("threads were not traced within {} s", START.as_secs())]
-    NotTraced,
+    #[error("threads were not traced within {} s", limit.as_secs_f32())]
+    NotTraced { limit: Duration },
     /// The tracing thread could not be started or has gone.
     #[error("the tracing thread is gone")]
     Tracer,
@@ -87,9 +84,11 @@ pub(crate) fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, 
 pub(crate) struct Hold(Tracer);
 
 impl Hold {
-    /// Seizes and interrupts `tids`. Call it while they are frozen.
-    pub(crate) async fn seize(tids: Vec<i32>) -> Result<Self, HoldError> {
-        Tracer::start(tids, |_| Ok(()), |_| ()).await.map(Self)
+    /// Seizes and interrupts `tids` within `limit`. Call it while they are frozen.
+    ///
+    /// A v1 freezer keeps the kernel from tracing a thread that a signal has stopped until it thaws.
+    pub(crate) async fn seize(tids: Vec<i32>, limit: Duration) -> Result<Self, HoldError> {
+        Tracer::start(tids, limit, |_| Ok(()), |_| ()).await.map(Self)
     }
 
     /// Lets all go. Call it while they are frozen, or they run on.
@@ -102,10 +101,11 @@ impl Hold {
 pub(crate) struct RunOnly(Tracer);
 
 impl RunOnly {
-    /// Lets `tids` run although their processes are stopped.
-    pub(crate) async fn start(tids: Vec<i32>) -> Result<Self, HoldError> {
+    /// Lets `tids` run, within `limit`, although their processes are stopped.
+    pub(crate) async fn start(tids: Vec<i32>, limit: Duration) -> Result<Self, HoldError> {
         Tracer::start(
             tids,
+            limit,
             |tids| tids.iter().try_for_each(|tid| wake(*tid)),
             |tids| {
                 for tid in tids {
@@ -134,6 +134,7 @@ impl Tracer {
     /// Traces `tids` from a new thread: `ready` brings them where they are wanted, `serve` looks after them from then on.
     async fn start(
         tids: Vec<i32>,
+        limit: Duration,
         ready: fn(&[i32]) -> Result<(), HoldError>,
         serve: fn(&[i32]),
     ) -> Result<Self, HoldError> {
@@ -154,9 +155,9 @@ impl Tracer {
             .name("tracer".into())
             .spawn(trace)
             .map_err(|_| HoldError::Tracer)?;
-        tokio::time::timeout(START, is_ready)
+        tokio::time::timeout(limit, is_ready)
             .await
-            .map_err(|_| HoldError::NotTraced)?
+            .map_err(|_| HoldError::NotTraced { limit })?
             .map_err(|_| HoldError::Tracer)??;
         Ok(Self { stop, thread, tids })
     }
@@ -287,7 +288,7 @@ mod tests {
         tick();
         runtime().block_on(async {
             let tids = threads(&[ticker.pid()], &BTreeSet::new()).unwrap();
-            let hold = Hold::seize(tids).await.unwrap();
+            let hold = Hold::seize(tids, TRAP).await.unwrap();
             until("trapped", || state(ticker.pid()) == Some('t'));
             hold.release().await.unwrap();
         });
@@ -304,7 +305,7 @@ mod tests {
         kill(pid, Signal::SIGSTOP).unwrap();
         until("stopped", || state(ticker.pid()) == Some('T'));
         runtime().block_on(async {
-            let only = RunOnly::start(vec![ticker.pid()]).await.unwrap();
+            let only = RunOnly::start(vec![ticker.pid()], TRAP).await.unwrap();
             until("running", || matches!(state(ticker.pid()), Some('S' | 'R')));
             // Its children die while it is traced: SIGCHLD must reach it, or it would never tick again.
             for _ in 0..20 {
@@ -323,8 +324,8 @@ mod tests {
     fn a_process_that_is_traced_already_is_refused() {
         let (ticker, _tick) = Ticker::start();
         runtime().block_on(async {
-            let first = Hold::seize(vec![ticker.pid()]).await.unwrap();
-            let second = Hold::seize(vec![ticker.pid()]).await;
+            let first = Hold::seize(vec![ticker.pid()], TRAP).await.unwrap();
+            let second = Hold::seize(vec![ticker.pid()], TRAP).await;
             assert!(
                 matches!(second, Err(HoldError::Seize { .. })),
                 "a debugger's tracee was taken over"

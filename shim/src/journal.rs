@@ -14,6 +14,9 @@
 //!
 //! Who reads it: [`crate::recovery`], for a shim that was killed, and `checkpoint` after a panic.
 
+#[cfg(debug_assertions)]
+mod told;
+
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -267,7 +270,7 @@ impl Journal {
     pub(crate) async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
         self.write(Line::Enter { phase }).await?;
         #[cfg(debug_assertions)]
-        fail(phase);
+        told::obey(phase).await;
         Ok(())
     }
 
@@ -420,20 +423,6 @@ impl Record {
             Line::End { outcome } => self.outcome = Some(outcome),
         }
     }
-}
-
-/// File in which a test names the phase that panics. What ships does not look.
-#[cfg(debug_assertions)]
-const PANIC: &str = "/run/firn-panic";
-
-#[cfg(debug_assertions)]
-fn fail(phase: Phase) {
-    let told = fs::read_to_string(PANIC).ok();
-    let phase = serde_json::to_value(phase).ok();
-    assert!(
-        told.is_none() || told.as_deref() != phase.as_ref().and_then(|phase| phase.as_str()),
-        "told to panic"
-    );
 }
 
 /// Names this boot of the host; empty, and then like no other, when the kernel does not tell.

@@ -20,9 +20,6 @@ use crate::journal::{Journal, Role};
 use crate::procfs;
 use crate::reaper::{Child, Reaper};
 
-/// How long a killed worker may take to be gone.
-const GONE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
-
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
 
@@ -126,6 +123,8 @@ pub(crate) struct Gpu {
     worker: Option<Worker>,
     /// Killed and not known to be gone.
     dying: Option<Child>,
+    /// How long it may take to be gone.
+    end: Duration,
     /// Learns the worker's pid.
     journal: Option<Journal>,
 }
@@ -137,13 +136,14 @@ struct Worker {
 }
 
 impl Gpu {
-    /// A driver whose worker is `program`; nothing is started yet.
-    pub(crate) fn new(program: PathBuf, reaper: Reaper) -> Self {
+    /// A driver whose worker is `program` and may take `end` to be gone when it is killed; nothing is started yet.
+    pub(crate) fn new(program: PathBuf, reaper: Reaper, end: Duration) -> Self {
         Self {
             program,
             reaper,
             worker: None,
             dying: None,
+            end,
             journal: None,
         }
     }
@@ -360,7 +360,7 @@ impl Gpu {
     async fn gone(&mut self) -> Result<(), GpuError> {
         let Some(child) = &self.dying else { return Ok(()) };
         let pid = child.pid();
-        tokio::time::timeout(GONE, child.wait())
+        tokio::time::timeout(self.end, child.wait())
             .await
             .map_err(|_| GpuError::Stuck { pid })?;
         self.dying = None;
@@ -446,7 +446,7 @@ mod tests {
         let program = directory.path().join("firn-gpu");
         std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").unwrap();
         std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
-        let mut gpu = Gpu::new(program, Reaper::start().unwrap());
+        let mut gpu = Gpu::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
         gpu.warm_up().unwrap();
         let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
         // As in a call that cannot be interrupted: SIGKILL takes it to its end, not over it.

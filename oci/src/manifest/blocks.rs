@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
 use sha2::{Digest, Sha256};
@@ -19,8 +19,9 @@ const THREADS: u64 = 16;
 
 type Block = (u64, [u8; 32]);
 
-/// The checksum of the first `size` bytes, in hexadecimal. A file that ends before is an error.
-pub(super) fn checksum(file: &File, size: u64) -> io::Result<String> {
+/// The checksum of the first `size` bytes, in hexadecimal. A file that ends before is an error, and so is being told to
+/// stop, which is heeded after each block.
+pub(super) fn checksum(file: &File, size: u64, stop: &AtomicBool) -> io::Result<String> {
     let blocks = size.div_ceil(BLOCK);
     let processors = thread::available_parallelism().map_or(1, |n| n.get() as u64);
     let next = AtomicU64::new(0);
@@ -30,6 +31,9 @@ pub(super) fn checksum(file: &File, size: u64) -> io::Result<String> {
         while let block = next.fetch_add(1, Ordering::Relaxed)
             && block < blocks
         {
+            if stop.load(Ordering::Relaxed) {
+                return Err(io::Error::other("it was cut off"));
+            }
             let from = block * BLOCK;
             done.push((
                 block,
@@ -78,6 +82,10 @@ fn of_block(file: &File, from: u64, length: u64, buffer: &mut [u8]) -> io::Resul
 mod tests {
     use super::*;
 
+    fn checksum(file: &File, size: u64) -> io::Result<String> {
+        super::checksum(file, size, &AtomicBool::new(false))
+    }
+
     #[test]
     fn every_byte_and_the_order_of_blocks_count() {
         let size = 3 * BLOCK + 17;
@@ -96,6 +104,19 @@ mod tests {
         assert_eq!(checksum(&file, size).unwrap(), blank);
         assert!(seen.insert(checksum(&file, size - 1).unwrap()));
         assert!(checksum(&file, size + 1).is_err(), "a file that is too short");
+    }
+
+    #[test]
+    fn a_file_that_would_take_for_ever_is_left_when_told_to() {
+        let file = tempfile::tempfile().unwrap();
+        let size = 1 << 40;
+        file.set_len(size).unwrap();
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let working = scope.spawn(|| super::checksum(&file, size, &stop));
+            stop.store(true, Ordering::Relaxed);
+            assert!(working.join().unwrap().is_err());
+        });
     }
 
     #[test]

@@ -8,6 +8,7 @@
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
 use serde::{Deserialize, Serialize};
@@ -133,8 +134,9 @@ fn is_image(name: &str) -> bool {
     name.ends_with(".img") || name == names::RUNC_DESCRIPTORS
 }
 
-/// Describes CRIU's files of a finished dump, in order of their names.
-pub fn describe(path: &Path) -> Result<Vec<ImageFile>, ImageError> {
+/// Describes CRIU's files of a finished dump, in order of their names. Whoever does not want to wait for that any more
+/// sets `stop`, and it fails soon.
+pub fn describe(path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
     let unreadable = |source| ImageError::Read {
         path: path.to_owned(),
         source,
@@ -146,11 +148,14 @@ pub fn describe(path: &Path) -> Result<Vec<ImageFile>, ImageError> {
     names.sort();
     let files: Vec<ImageFile> = names
         .into_iter()
-        .map(|name| measure(&dir, &path.join(&name), name, None).map(|(file, _)| file))
+        .map(|name| measure(&dir, &path.join(&name), name, None, stop).map(|(file, _)| file))
         .collect::<Result<_, _>>()?;
     essential(&files, path)?;
     Ok(files)
 }
+
+/// Nobody stops a comparison: no container stands still for it.
+static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// Compares CRIU's files with their description.
 pub(super) fn verify(files: &[ImageFile], path: &Path) -> Result<Verified, ImageError> {
@@ -173,7 +178,8 @@ pub(super) fn verify(files: &[ImageFile], path: &Path) -> Result<Verified, Image
     }
     let mut stamps = Vec::with_capacity(files.len());
     for file in files {
-        let (found, stamp) = match measure(&dir, &path.join(&file.name), file.name.clone(), Some(file)) {
+        let name = file.name.clone();
+        let (found, stamp) = match measure(&dir, &path.join(&name), name, Some(file), &NEVER) {
             Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 return Err(ImageError::Missing {
                     dir: path.to_owned(),
@@ -231,6 +237,7 @@ fn measure(
     path: &Path,
     name: String,
     expected: Option<&ImageFile>,
+    stop: &AtomicBool,
 ) -> Result<(ImageFile, Stamp), ImageError> {
     let unreadable = |source| ImageError::Read {
         path: path.to_owned(),
@@ -251,7 +258,7 @@ fn measure(
         let bytes = read_at_most(&file, LARGE).map_err(unreadable)?;
         found.sha256 = bytes.map(|bytes| sha256(&bytes));
     } else if fits && expected.is_none_or(|expected| expected.sha256_of_blocks.is_some()) {
-        found.sha256_of_blocks = Some(blocks::checksum(&file, size).map_err(unreadable)?);
+        found.sha256_of_blocks = Some(blocks::checksum(&file, size, stop).map_err(unreadable)?);
     }
     Ok((found, stamp(&metadata)))
 }

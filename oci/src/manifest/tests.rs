@@ -2,6 +2,7 @@ use super::*;
 use crate::Spec;
 use crate::fixtures::spec;
 use serde_json::{Value, json};
+use std::sync::atomic::AtomicBool;
 
 fn manifest() -> Manifest {
     crate::fixtures::manifest(&[0, 1])
@@ -19,7 +20,7 @@ fn image() -> (tempfile::TempDir, Manifest) {
         std::fs::write(dir.path().join(name), vec![7; size]).unwrap();
     }
     let manifest = Manifest {
-        images: describe_images(dir.path()).unwrap(),
+        images: describe_images(dir.path(), &AtomicBool::new(false)).unwrap(),
         ..manifest()
     };
     (dir, manifest)
@@ -40,7 +41,7 @@ fn what_is_written_is_read() {
     manifest.verify_images(dir.path()).unwrap();
     assert!(manifest.has_gpu_state());
     assert_eq!(
-        describe_images(dir.path()).unwrap(),
+        describe_images(dir.path(), &AtomicBool::new(false)).unwrap(),
         manifest.images,
         "the manifest does not describe itself"
     );
@@ -307,7 +308,9 @@ fn an_unfinished_dump_cannot_be_described_and_no_list_passes_for_a_dump() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("pages-1.img"), "x").unwrap();
     assert_eq!(
-        describe_images(dir.path()).unwrap_err().code(),
+        describe_images(dir.path(), &AtomicBool::new(false))
+            .unwrap_err()
+            .code(),
         "FIRN-IMAGE-TRUNCATED"
     );
     assert_eq!(
@@ -342,7 +345,7 @@ fn what_criu_would_read_besides_is_refused_and_no_dump_has_it() {
     assert_eq!(added("core-9.img"), "FIRN-IMAGE-CORRUPT");
     std::os::unix::fs::symlink("/etc", dir.path().join("parent")).unwrap();
     assert!(
-        describe_images(dir.path()).is_err(),
+        describe_images(dir.path(), &AtomicBool::new(false)).is_err(),
         "memory in another directory"
     );
     assert_eq!(added("parent"), "FIRN-IMAGE-CORRUPT");

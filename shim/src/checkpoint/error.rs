@@ -1,6 +1,7 @@
 //! Why a checkpoint failed, with the code and the remedy that users see.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use firn_oci::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
@@ -179,6 +180,8 @@ pub(crate) enum DumpError {
         lines: Vec<String>,
         log: PathBuf,
     },
+    #[error("the checksums of the image were not made within {} s", limit.as_secs_f32())]
+    Checksums { limit: Duration },
     #[error("the image in {} is incomplete: {missing} is missing", image.display())]
     Incomplete { image: PathBuf, missing: &'static str },
     #[error("cannot keep the journal")]
@@ -463,6 +466,9 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Killed => "restore an earlier checkpoint, or start it anew",
         EffectError::Panicked => "report it with containerd's log",
         EffectError::Hold(_) => "detach the debugger from the container's processes",
+        EffectError::Dump(DumpError::Checksums { .. }) => {
+            "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration"
+        }
         EffectError::Dump(_) => "the log names what CRIU could not dump",
         EffectError::Manifest(error) => error.hint(),
         EffectError::Image(error) => error.hint(),

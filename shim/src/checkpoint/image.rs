@@ -3,8 +3,16 @@
 use std::fs;
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use firn_oci::manifest::{ImageFile, describe_images};
 
 use super::DumpError;
+use super::error::EffectError;
+use crate::blocking::blocking;
+use crate::container::Cut;
 use crate::journal::ImageWas;
 
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
@@ -99,6 +107,26 @@ impl ImageDir {
     }
 }
 
+/// CRIU's files with their checksums. Every byte of them is read while the container stands still, so that nobody waits
+/// for it longer than `limit`, or once the container is to end.
+pub(super) async fn describe(
+    image: &Path,
+    limit: Duration,
+    cut: &Cut,
+) -> Result<Vec<ImageFile>, EffectError> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let (of, heeded) = (image.to_owned(), stop.clone());
+    let described = blocking(move || describe_images(&of, &heeded));
+    let result = tokio::select! {
+        biased;
+        () = cut.asked() => Err(EffectError::Killed),
+        described = described => described.map_err(Into::into),
+        () = tokio::time::sleep(limit) => Err(DumpError::Checksums { limit }.into()),
+    };
+    stop.store(true, Ordering::Relaxed);
+    result
+}
+
 /// The last errors of a CRIU log, without their time stamps.
 pub(crate) fn error_lines(log: &Path) -> Vec<String> {
     let mut text = Vec::new();
@@ -172,6 +200,27 @@ mod tests {
         ));
         fs::write(dir.path().join("pstree.img"), "x").unwrap();
         assert!(image.check_complete().is_ok());
+    }
+
+    #[tokio::test]
+    async fn checksums_that_take_too_long_are_left_and_nobody_reads_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let pages = fs::File::create(dir.path().join("pages-1.img")).unwrap();
+        // The test would not end before a thread that reads all of it.
+        pages.set_len(1 << 40).unwrap();
+        let limit = Duration::from_millis(50);
+        let late = describe(dir.path(), limit, &Cut::default()).await.unwrap_err();
+        assert!(
+            matches!(late, EffectError::Dump(DumpError::Checksums { .. })),
+            "{late}"
+        );
+        let cut = Cut::default();
+        let kill = async {
+            tokio::task::yield_now().await;
+            cut.ask();
+        };
+        let (killed, ()) = tokio::join!(describe(dir.path(), Duration::MAX, &cut), kill);
+        assert!(matches!(killed, Err(EffectError::Killed)), "{killed:?}");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use firn_oci::{Grant, Spec, mounts};
 use super::error::{EffectError, EndError};
 use super::refuse::{self, Policy};
 use super::transaction::Effects;
-use super::{Request, dump, foreign, room};
+use super::{Request, dump, foreign, image, room};
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
@@ -26,11 +26,8 @@ use crate::reaper::Reaper;
 use crate::runc::Bounds;
 use crate::worker::{CudaProcess, Gpu, GpuError};
 
-/// How long a tool may take to tell its version.
+/// How long a tool may take to tell its version, which is for people only: it is left out after that.
 const VERSION_LIMIT: Duration = Duration::from_secs(5);
-
-/// How long the processes of an ended container may take to give back their memory.
-const END: Duration = Duration::from_secs(120);
 
 /// What the container's owner has said of it, and what the manifest says of the source node.
 #[derive(Clone)]
@@ -94,7 +91,7 @@ impl<'a> Live<'a> {
 
     /// Kills the container, which is to end: whatever holds it is not waited for.
     pub(super) async fn kill(&mut self) {
-        if let Err(error) = self.tools.cgroup.kill_all(END).await
+        if let Err(error) = self.tools.cgroup.kill_all(self.config.deadlines.end).await
             && !error.is_absent()
         {
             log::warn!("cannot kill {}: {}", self.container.id, Chain(&error));
@@ -123,10 +120,11 @@ impl<'a> Live<'a> {
         if let Err(error) = self.tools.journal.enter(Phase::Finish).await {
             log::warn!("{}", Chain(&error));
         }
-        self.tools.cgroup.kill_all(END).await?;
+        let limit = self.config.deadlines.end;
+        self.tools.cgroup.kill_all(limit).await?;
         self.container.runc.ensure_deleted().await?;
         // The client may ask for the exit at once.
-        tokio::time::timeout(END, self.container.init.wait())
+        tokio::time::timeout(limit, self.container.init.wait())
             .await
             .map_err(|_| EndError::StillThere)?;
         self.tools.account.mark("end");
@@ -289,10 +287,7 @@ impl<'a> Live<'a> {
     async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
-        let of = image.clone();
-        // Every byte of it is read: that may take its time.
-        let described = blocking(move || manifest::describe_images(&of));
-        let images = unless_cut(&self.tools.cut, described).await?;
+        let images = image::describe(&image, self.config.deadlines.dump, &self.tools.cut).await?;
         blocking(move || {
             let manifest = Manifest {
                 dump,
@@ -399,7 +394,8 @@ impl Effects for Live<'_> {
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
         let tids = threads(&self.tools.cgroup.pids()?, &except)?;
-        let hold = unless_cut(&self.tools.cut, Hold::seize(tids)).await?;
+        let hold = Hold::seize(tids, self.config.deadlines.hold);
+        let hold = unless_cut(&self.tools.cut, hold).await?;
         self.container.keep_held(hold);
         Ok(())
     }

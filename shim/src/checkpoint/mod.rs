@@ -32,6 +32,7 @@ use crate::cgroup::FreezerState;
 use crate::container::Container;
 use crate::journal::{self, Begin, Journal, Outcome, Record};
 use crate::logger::Chain;
+use crate::panics::caught;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
@@ -216,8 +217,46 @@ async fn reset_freezer(container: &Container, was_frozen: bool) {
     }
 }
 
-/// Takes back what a checkpoint has begun whose code has failed, by its journal.
+/// Takes back what a checkpoint has begun whose code has failed, by its journal; once more when that fails too.
 pub(crate) async fn take_back(container: &Container, reaper: &Reaper) -> CheckpointError {
+    for _ in 0..2 {
+        if let Ok(error) = caught(try_take_back(container, reaper)).await {
+            return error;
+        }
+    }
+    give_up(container).await
+}
+
+/// The way back has failed, and nobody knows where: a container with GPUs must not run on.
+async fn give_up(container: &Container) -> CheckpointError {
+    let frozen = async { container.cgroup()?.freeze(RESET).await };
+    if container.gpu
+        && let Err(error) = frozen.await
+        && !error.is_absent()
+    {
+        log::error!("cannot freeze {}: {}", container.id, Chain(&error));
+    }
+    let complete = Recovery::of(&container.bundle).filter(Recovery::is_complete);
+    let image = complete.map(|recovery| recovery.record().begin.image.clone());
+    let outcome = if container.gpu {
+        Outcome::Lost
+    } else {
+        Outcome::Failed
+    };
+    match Journal::resume(&container.bundle).await {
+        Ok(journal) => journal.end(outcome).await,
+        Err(error) => log::warn!("{}", Chain(&error)),
+    }
+    let failure = transaction::Failure {
+        phase: journal::Phase::Undo,
+        source: EffectError::Panicked,
+        lost: container.gpu.then_some(EffectError::Panicked),
+    };
+    let is_alive = procfs::is_alive(container.init.pid());
+    CheckpointError::from_failure(&container.id, failure, image, is_alive)
+}
+
+async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointError {
     let refused = CheckpointError::Refused {
         container: container.id.clone(),
         cause: EffectError::Panicked,
@@ -273,7 +312,7 @@ async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Re
         &config,
         Tools {
             cgroup: container.cgroup()?,
-            gpu: Gpu::new(worker, reaper.clone()).with_journal(journal.clone()),
+            gpu: Gpu::new(worker, reaper.clone(), config.deadlines.worker_end).with_journal(journal.clone()),
             reaper,
             account: &mut account,
             journal,
@@ -304,7 +343,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         .map_err(|error| CheckpointError::unwritten(container, error))?;
     let under_way = container.begin_transaction();
     let cut = &under_way.cut;
-    let gpu = Gpu::new(worker, reaper.clone()).with_journal(journal.clone());
+    let gpu = Gpu::new(worker, reaper.clone(), config.deadlines.worker_end).with_journal(journal.clone());
     let mut live = Live::new(
         container,
         request,

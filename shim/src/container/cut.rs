@@ -19,7 +19,7 @@ struct Progress {
 pub(crate) struct Cut(Arc<watch::Sender<Progress>>);
 
 impl Cut {
-    fn ask(&self) {
+    pub(crate) fn ask(&self) {
         self.0.send_modify(|progress| progress.asked = true);
     }
 

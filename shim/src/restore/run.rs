@@ -79,10 +79,14 @@ pub(crate) async fn run(
     };
     let log = work.join(LOG);
     forget_log(&log).await;
+    // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
+    let free = free_cgroup(container);
+    let is_free = free.is_ok();
     let restoring = async {
         match gpu {
-            None => plain(container, prepared, restore, log, stdio).await,
+            None => plain(container, prepared, restore, log, is_free, stdio).await,
             Some(gpu) => {
+                free.map_err(|cause| failed(prepared, cause))?;
                 let restored = with_gpu(container, gpu, restore, log, reaper, stdio).await;
                 restored.map_err(|cause| failed(prepared, cause))
             }
@@ -91,7 +95,12 @@ pub(crate) async fn run(
     let restored = match caught(restoring).await {
         Ok(restored) => restored,
         Err(_) => {
-            take_back(container, gpu.is_some(), &journal).await;
+            // Once more when that fails too: every step of it may be repeated.
+            for _ in 0..2 {
+                if caught(take_back(container, is_free, &journal)).await.is_ok() {
+                    break;
+                }
+            }
             Err(failed(prepared, Cause::Panicked))
         }
     };
@@ -106,13 +115,13 @@ pub(crate) async fn run(
 }
 
 /// The way back of a restore whose code has failed.
-async fn take_back(container: &Container, gpu: bool, journal: &Journal) {
+async fn take_back(container: &Container, was_free: bool, journal: &Journal) {
     enter(journal, Phase::Abandon).await;
     if let Some(recovery) = Recovery::of(&container.bundle) {
         recovery.end_programs(PROGRAMS).await;
     }
-    // Without GPU the cgroup may be one that others are in.
-    if gpu {
+    // Else others are in its cgroup.
+    if was_free {
         abandon(container).await;
     }
 }
@@ -125,8 +134,6 @@ async fn with_gpu(
     reaper: &Reaper,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, Cause> {
-    // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
-    free_cgroup(container)?;
     let Bounds { journal, .. } = restore.bounds;
     let mut account = Account::begin("restore", &container.id);
     let restored = restore_gpu(container, gpu, restore, log, reaper, &mut account, stdio).await;
@@ -163,10 +170,10 @@ async fn plain(
     prepared: &Prepared,
     restore: Restore<'_>,
     log: PathBuf,
+    was_free: bool,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, RestoreError> {
     let (pid_file, Bounds { journal, .. }) = (restore.pid_file, restore.bounds);
-    let was_free = free_cgroup(container).is_ok();
     enter(journal, Phase::CriuRestore).await;
     match container.runc.restore(restore, stdio).await {
         Ok(()) => read_pid(pid_file).map_err(|cause| failed(prepared, cause.into())),
@@ -218,7 +225,8 @@ async fn restore_gpu(
     gpu.criu.write(criu::Operation::Restore)?;
     // The worker starts up while CRIU works.
     let (image, pid_file) = (restore.image.to_owned(), restore.pid_file);
-    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone()).with_journal(journal.clone());
+    let worker_end = gpu.config.deadlines.worker_end;
+    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone(), worker_end).with_journal(journal.clone());
     driver.warm_up()?;
     if let Err(error) = container.runc.restore(restore, stdio).await {
         let lines = last_errors(&log).await;
@@ -264,7 +272,7 @@ async fn bring_back(
         return Err(Cause::Unlisted { pid: other.pid });
     }
     journal.enter(Phase::GiveBack).await?;
-    let only = RunOnly::start(tids).await?;
+    let only = RunOnly::start(tids, gpu.config.deadlines.hold).await?;
     let given_back = give_back(driver, &cuda, gpu, account).await;
     only.stop().await?;
     given_back?;

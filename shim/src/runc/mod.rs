@@ -14,10 +14,11 @@ mod watchdog;
 
 use std::fmt;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -149,6 +150,24 @@ impl Runc {
     /// Directory in which the runtime keeps this container's state.
     pub(crate) fn state_dir(&self) -> PathBuf {
         self.root.join(&self.id)
+    }
+
+    /// Makes a call that others may be made beside, with a log of its own: in one that they share the last error may be
+    /// another call's. Calls under the container's lock share theirs, in which crun's init tells `start` of its errors.
+    async fn beside<T>(&self, call: impl AsyncFnOnce(&Self) -> Result<T, RuncError>) -> Result<T, RuncError> {
+        static CALLS: AtomicU64 = AtomicU64::new(0);
+        let number = CALLS.fetch_add(1, Ordering::Relaxed);
+        let own = Self {
+            log: self.log.with_extension(format!("{number}.json")),
+            ..self.clone()
+        };
+        let done = call(&own).await;
+        if let Err(error) = std::fs::remove_file(&own.log)
+            && error.kind() != ErrorKind::NotFound
+        {
+            log::warn!("cannot remove {}: {error}", own.log.display());
+        }
+        done
     }
 
     fn command(&self, verb: &str) -> Command {
@@ -416,6 +435,8 @@ fn last_error(log: &Path, from: u64) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -470,5 +491,40 @@ mod tests {
         assert!(failed("container does not exist").is_absent());
         assert!(failed("container not running").is_finished());
         assert!(!failed("permission denied").is_finished());
+    }
+
+    /// Both fail, and the log of the first ends with the error of the second.
+    const BOTH_FAIL: &str = r#"#!/bin/sh
+while [ "$1" != kill ] && [ "$1" != ps ]; do
+    [ "$1" = --log ] && log=$2
+    shift
+done
+here=$(dirname "$0")
+while [ "$1" = ps ] && [ ! -e "$here/kill" ]; do sleep 0.01; done
+echo "{\"level\":\"error\",\"msg\":\"of $1\"}" >>"$log"
+touch "$here/$1"
+while [ ! -e "$here/ps" ]; do sleep 0.01; done
+exit 1
+"#;
+
+    #[tokio::test]
+    async fn calls_beside_each_other_fail_with_their_own_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let runtime = dir.path().join("runtime");
+        std::fs::write(&runtime, BOTH_FAIL).unwrap();
+        std::fs::set_permissions(&runtime, PermissionsExt::from_mode(0o755)).unwrap();
+        let options = RuncOptions {
+            binary_name: runtime.display().to_string(),
+            ..RuncOptions::default()
+        };
+        let runc = Runc::new("job", "default", dir.path(), &options, Reaper::start().unwrap());
+        let (killed, listed) = tokio::join!(runc.kill(9, false), runc.ps());
+        assert_eq!(killed.unwrap_err().to_string(), "of kill");
+        assert_eq!(listed.unwrap_err().to_string(), "of ps");
+        let names = std::fs::read_dir(dir.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        let logs = names.filter(|name| name.to_string_lossy().ends_with(".json"));
+        assert_eq!(logs.count(), 0, "a log was left");
     }
 }

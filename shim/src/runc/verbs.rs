@@ -70,6 +70,10 @@ impl Runc {
         exec: Exec<'_>,
         stdio: impl FnOnce(&mut Command),
     ) -> Result<(), RuncError> {
+        self.beside(async |runc| runc.exec_alone(exec, stdio).await).await
+    }
+
+    async fn exec_alone(&self, exec: Exec<'_>, stdio: impl FnOnce(&mut Command)) -> Result<(), RuncError> {
         let prepare = |source| RuncError::Prepare { verb: "exec", source };
         let mut process = tempfile::NamedTempFile::with_prefix("firn-exec").map_err(prepare)?;
         process.write_all(exec.process).map_err(prepare)?;
@@ -90,12 +94,15 @@ impl Runc {
 
     /// `kill`: sends `signal` to init, or to every process of the container.
     pub(crate) async fn kill(&self, signal: u32, all: bool) -> Result<(), RuncError> {
-        let mut command = self.command("kill");
-        if all {
-            command.arg("--all");
-        }
-        command.arg(&self.id).arg(signal.to_string());
-        self.output("kill", &mut command, SHORT).await.map(drop)
+        self.beside(async |runc| {
+            let mut command = runc.command("kill");
+            if all {
+                command.arg("--all");
+            }
+            command.arg(&runc.id).arg(signal.to_string());
+            runc.output("kill", &mut command, SHORT).await.map(drop)
+        })
+        .await
     }
 
     /// `delete`; with `force` a running container is killed first.
@@ -134,11 +141,11 @@ impl Runc {
     /// `ps`: the processes of the container, by their pids on the host.
     pub(crate) async fn ps(&self) -> Result<Vec<i32>, RuncError> {
         let stdout = self
-            .output(
-                "ps",
-                self.command("ps").args(["--format", "json"]).arg(&self.id),
-                SHORT,
-            )
+            .beside(async |runc| {
+                let mut command = runc.command("ps");
+                command.args(["--format", "json"]).arg(&runc.id);
+                runc.output("ps", &mut command, SHORT).await
+            })
             .await?;
         // A container without processes is printed as `null`.
         serde_json::from_slice::<Option<Vec<i32>>>(&stdout)
@@ -151,10 +158,12 @@ impl Runc {
 
     /// `update`: new limits, an OCI LinuxResources as JSON.
     pub(crate) async fn update(&self, resources: &[u8]) -> Result<(), RuncError> {
-        let mut command = self.command("update");
-        command.arg("--resources=-").arg(&self.id);
-        self.output_with_input("update", &mut command, resources, SHORT)
-            .await
-            .map(drop)
+        self.beside(async |runc| {
+            let mut command = runc.command("update");
+            command.arg("--resources=-").arg(&runc.id);
+            let updated = runc.output_with_input("update", &mut command, resources, SHORT);
+            updated.await.map(drop)
+        })
+        .await
     }
 }

@@ -1,5 +1,6 @@
 //! A container in the lab, driven by `ctr`.
 
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -21,6 +22,10 @@ pub struct Container<'h> {
     counters: usize,
     /// How often its log was carried into an image before the dump that goes with it.
     carried: usize,
+}
+
+fn restore_command<'a>(id: &'a str, image: &'a str) -> [&'a str; 7] {
+    ["ctr", "containers", "restore", "--rw", "--live", id, image]
 }
 
 /// What a checkpoint and restore took.
@@ -159,11 +164,15 @@ impl<'h> Container<'h> {
         archive.import(self.host, image)
     }
 
+    /// Begins to restore `image` as a container with this id. Gives the client.
+    pub fn begin_restore(host: &GpuHost, id: &str, image: &str) -> Result<Child> {
+        host.node().spawn(&restore_command(id, image))
+    }
+
     /// Restores `image` as a container with this id.
     pub fn restore(host: &'h GpuHost, id: &str, image: &str, counters: usize) -> Result<(Self, Move)> {
         let begun = Instant::now();
-        host.node()
-            .run(&["ctr", "containers", "restore", "--rw", "--live", id, image])?;
+        host.node().run(&restore_command(id, image))?;
         let container = Self {
             counters,
             carried: 1,

@@ -176,8 +176,7 @@ fn ended(
 fn restore(ground: &Ground, cell: &Cell) -> Result<Outcome> {
     let before = ground.census()?;
     let injection = Injection::arm(&ground.host, cell)?;
-    let client = ["ctr", "containers", "restore", "--rw", "--live", ID, TEMPLATE];
-    let mut call = Call::Client(ground.host.node().spawn(&client)?);
+    let mut call = Call::Client(crate::Container::begin_restore(&ground.host, ID, TEMPLATE)?);
     injection.strike(&mut call)?;
     let answer = call.finish()?;
     ground.after(cell.fault)?;

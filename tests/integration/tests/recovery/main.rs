@@ -4,12 +4,16 @@
 //!
 //! The journal tells which phase is under way; a driver call, CRIU or runc that stands still keeps it there.
 
+mod others;
+mod panics;
+mod restores;
+
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::Empty;
 use containerd_shim_protos::shim::oci::CheckpointOptions;
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, Pending, SimGpu, Task, failure, nothing_left, on, told};
+use firn_lab::{BUNDLES, Container, FIRN, GpuHost, Pending, SimGpu, Task, on, told};
 use firn_node::{Cgroup, Suite, wait_for};
 use serde_json::Value;
 
@@ -19,13 +23,16 @@ const AT_ONCE: Duration = Duration::from_secs(8);
 const IMAGE: &str = "/tmp/image";
 const STUCK: &str = "/run/stuck";
 
-/// A runc that stands still in one verb, and a script of CRIU's that does in one action.
+/// A runc that stands still in one verb, and fails after one that it has carried out, and a script of CRIU's that does in one action.
 const RUNC: &str = r#"#!/bin/sh
 case " $* " in *" $(cat /run/hold-runc 2>/dev/null || echo none) "*)
     touch /run/stuck
     while [ -e /run/hold-runc ]; do sleep 0.05; done
 esac
-exec /usr/sbin/runc "$@"
+/usr/sbin/runc "$@"
+code=$?
+case " $* " in *" $(cat /run/fail-runc 2>/dev/null || echo none) "*) exit 1 ;; esac
+exit $code
 "#;
 const CRIU: &str = r#"#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = "$(cat /run/hold-criu 2>/dev/null)" ] || exit 0
@@ -264,123 +271,6 @@ fn at_points<'p>(host: &GpuHost, points: impl IntoIterator<Item = &'p Point>, st
     Ok(())
 }
 
-/// A restore of "job" that stands still in this phase is broken off by `break_off`; nothing is left, and the image is good.
-fn restore_broken(
-    host: &GpuHost,
-    stop: Stop,
-    phase: &str,
-    break_off: fn(&GpuHost) -> Result<()>,
-) -> Result<()> {
-    stop.set(host)?;
-    let restore = [
-        "ctr",
-        "containers",
-        "restore",
-        "--rw",
-        "--live",
-        "job",
-        "checkpoint/job",
-    ];
-    let client = host.node().spawn(&restore)?;
-    stop.reached(host, phase)?;
-    break_off(host)?;
-    let said = client.wait_with_output()?;
-    ensure!(!said.status.success(), "the restore succeeded");
-    let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
-    host.node().run(&["ctr", "containers", "delete", "job"])?;
-    nothing_left(host, "job")?;
-    host.idle()?;
-    Stop::lift(host)
-}
-
-fn delete_restore(host: &GpuHost) -> Result<()> {
-    let begun = Instant::now();
-    host.node().run(&["ctr", "tasks", "delete", "job"])?;
-    ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
-    Ok(())
-}
-
-fn kill_restore(host: &GpuHost) -> Result<()> {
-    let task = Task::of(host, "job")?;
-    let begun = Instant::now();
-    task.kill("", 9, false)
-        .map_err(|error| anyhow::anyhow!("kill: {error}"))?;
-    ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
-    Ok(())
-}
-
-const RESTORE_POINTS: [(Stop, &str); 3] = [
-    (Stop::Criu("post-restore"), "criu-restore"),
-    (Stop::Driver("restore"), "give-back"),
-    (Stop::Driver("unlock"), "give-back"),
-];
-
-fn restores(host: &GpuHost) -> Result<()> {
-    let job = count(host)?;
-    job.checkpoint("checkpoint/job")?;
-    job.remove()?;
-    for (stop, phase) in RESTORE_POINTS {
-        restore_broken(host, stop, phase, kill_shim).with_context(|| format!("{stop:?}, shim killed"))?;
-        restore_broken(host, stop, phase, kill_restore).with_context(|| format!("{stop:?}, killed"))?;
-    }
-    let (stop, phase) = RESTORE_POINTS[0];
-    restore_broken(host, stop, phase, delete_restore).context("deleted")?;
-    let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
-    job.goes_on(2)?;
-    job.remove()?;
-    host.idle()
-}
-
-/// Phases that panic, whether the container was paused, and whether its image is complete by then.
-const PANICS: &[(&str, bool, bool)] = &[
-    ("lock", false, false),
-    ("take", true, false),
-    ("dump", false, false),
-    ("give-back", true, true),
-];
-
-/// firn's own code fails in the middle: a checkpoint is taken back, of a restore nothing is left.
-fn code_fails(host: &GpuHost) -> Result<()> {
-    const TOLD: &str = "/run/firn-panic";
-    let job = count(host)?;
-    for &(phase, paused, complete) in PANICS {
-        if paused {
-            job.task(&["pause"])?;
-        }
-        host.node().write(TOLD, phase)?;
-        let task = Task::of(host, "job")?;
-        let ended = told(&task.end(checkpoint(&task, false)?), |_| "success".to_owned());
-        ensure!(ended.contains("FIRN-INTERNAL:"), "{phase}: {ended}");
-        if paused {
-            ensure!(
-                job.status()? == "PAUSED" && freezer(host, &job)?,
-                "{phase}: it runs"
-            );
-            job.task(&["resume"])?;
-        }
-        job.goes_on(2).context(phase)?;
-        image_is(host, complete).context(phase)?;
-    }
-    host.node().run(&["rm", TOLD])?;
-    job.checkpoint("checkpoint/job")?;
-    job.goes_on(2)?;
-    job.remove()?;
-    for phase in ["criu-restore", "dev-repair", "give-back", "continue"] {
-        host.node().write(TOLD, phase)?;
-        let said = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
-        ensure!(said.contains("FIRN-INTERNAL:"), "{phase}: {said}");
-        let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
-        host.node().run(&["ctr", "containers", "delete", "job"])?;
-        nothing_left(host, "job").context(phase)?;
-        host.idle()?;
-    }
-    host.node().run(&["rm", TOLD])?;
-    let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
-    job.goes_on(2)?;
-    job.remove()?;
-    host.idle()
-}
-
 /// A loop without GPU.
 fn idle_loop(host: &GpuHost) -> Result<Container<'_>> {
     let script = "while :; do echo x >>/log; sleep 0.05; done";
@@ -432,82 +322,6 @@ fn deleted(host: &GpuHost) -> Result<()> {
     Stop::lift(host)
 }
 
-/// containerd is killed, or the client, in the middle of a dump, which goes on; the container stays as the client has left
-/// it, and can be resumed.
-fn left_alone(host: &GpuHost) -> Result<()> {
-    for containerd in [true, false] {
-        let job = count(host)?;
-        let stop = Stop::Criu("post-dump");
-        stop.set(host)?;
-        let dump = ["ctr", "tasks", "checkpoint", "--image-path", IMAGE, "job"];
-        let mut client = host.node().spawn(&dump)?;
-        stop.reached(host, "dump")?;
-        if containerd {
-            host.node().kill_containerd()?;
-        } else {
-            client.kill()?;
-        }
-        Stop::lift(host)?;
-        client.wait()?;
-        wait_for("the end of the checkpoint", LIMIT, || {
-            Ok(phase(host).is_none().then_some(()))
-        })?;
-        host.node().start_containerd()?;
-        if job.status()? == "PAUSED" {
-            job.stands_still()?;
-            job.task(&["resume"])?;
-        }
-        job.goes_on(2)?;
-        image_is(host, true)?;
-        job.checkpoint("checkpoint/next")?;
-        job.goes_on(2)?;
-        job.remove()?;
-        host.remove_image("checkpoint/next")?;
-        host.idle()?;
-    }
-    Ok(())
-}
-
-/// CRIU is killed in the dump of a container that its client has paused: it stays paused, with and without GPU, and goes
-/// on when it is resumed.
-fn criu_killed(host: &GpuHost) -> Result<()> {
-    for gpu in [true, false] {
-        let job = match gpu {
-            true => count(host)?,
-            false => idle_loop(host)?,
-        };
-        job.task(&["pause"])?;
-        let stop = Stop::Criu("post-dump");
-        // What is no GPU container has no configuration of CRIU's by firn and reads the same file.
-        stop.set(host)?;
-        let task = Task::of(host, "job")?;
-        let pending = checkpoint(&task, false)?;
-        stop.reached(host, "dump")?;
-        let criu = host.node().processes().into_iter();
-        let criu = criu
-            .filter(|process| process.command == "criu")
-            .map(|criu| criu.pid.to_string());
-        for pid in criu {
-            host.node().run(&["kill", "-KILL", &pid])?;
-        }
-        Stop::lift(host)?;
-        ensure!(task.end(pending).is_err(), "a dump without CRIU");
-        ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
-        ensure!(freezer(host, &job)?, "the freezer is off");
-        job.task(&["resume"])?;
-        ensure!(!freezer(host, &job)?, "the freezer is on");
-        if gpu {
-            job.goes_on(2)?;
-            image_is(host, false)?;
-        } else {
-            host.node().run(&["rm", "-rf", IMAGE])?;
-        }
-        job.remove()?;
-        host.idle()?;
-    }
-    Ok(())
-}
-
 /// Whether the freezer of a container is on.
 fn freezer(host: &GpuHost, job: &Container<'_>) -> Result<bool> {
     let look = "for f in /sys/fs/cgroup/freezer/default/job/freezer.state /sys/fs/cgroup/default/job/cgroup.freeze; do \
@@ -515,31 +329,6 @@ fn freezer(host: &GpuHost, job: &Container<'_>) -> Result<bool> {
     let state = host.node().run(&["sh", "-c", look])?.stdout;
     ensure!(!state.is_empty(), "no freezer of {}", job.id());
     Ok(matches!(state.trim(), "FROZEN" | "1"))
-}
-
-/// Resume, Pause and Kill act on what the freezer is, whoever has turned it.
-fn freezer_of_others(host: &GpuHost) -> Result<()> {
-    let job = count(host)?;
-    let runc = |verb: &str| {
-        let root = ["--root", "/run/containerd/runc/default", verb, "job"];
-        host.node()
-            .run(&[&["/usr/sbin/runc"], &root[..]].concat())
-            .map(drop)
-    };
-    runc("pause")?;
-    job.task(&["resume"])?;
-    job.goes_on(2)?;
-    job.task(&["pause"])?;
-    runc("resume")?;
-    job.task(&["pause"])
-        .context("pause of what somebody has resumed")?;
-    job.stands_still()?;
-    runc("resume")?;
-    job.task(&["resume"])?;
-    job.goes_on(2)?;
-    runc("pause")?;
-    job.remove()?;
-    host.idle()
 }
 
 #[test]
@@ -573,24 +362,13 @@ fn a_container_that_is_killed_ends_at_once_on_cgroup_v2() -> Result<()> {
 }
 
 #[test]
-fn a_restore_that_is_broken_off_leaves_nothing() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-r", 1)?], |[host]| {
-        restores(host)
-    })
-}
-
-#[test]
-fn a_checkpoint_whose_client_has_gone_ends_as_it_would() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-c", 1)?], |[host]| {
-        left_alone(host)?;
-        criu_killed(host)?;
-        freezer_of_others(host)
-    })
-}
-
-#[test]
-fn what_firn_cannot_finish_itself_is_taken_back() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::V2, "rc-p", 1)?], |[host]| {
-        code_fails(host)
+fn a_shim_that_is_killed_leaves_nothing_on_trixie() -> Result<()> {
+    on([host(Suite::Trixie, Cgroup::Auto, "rc-st", 1)?], |[host]| {
+        at_points(
+            host,
+            POINTS[3..].iter().step_by(5).chain([&FINISH]),
+            shim_killed_at,
+        )?;
+        restores::broken_off_at(host, &restores::POINTS[1..2])
     })
 }

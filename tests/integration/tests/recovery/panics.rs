@@ -1,0 +1,110 @@
+//! firn's own code panics, as a shim that is built for tests does when it is told to.
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, Task, failure, nothing_left, on, told};
+use firn_node::{Cgroup, Suite};
+
+use super::{checkpoint, count, freezer, host, idle_loop, image_is};
+
+/// Names the phases.
+const TOLD: &str = "/run/firn-panic";
+
+/// What a checkpoint tells whose code panics in these phases.
+fn panics_in(host: &GpuHost, phases: &str) -> Result<String> {
+    host.node().write(TOLD, phases)?;
+    let task = Task::of(host, "job")?;
+    let ended = task.end(checkpoint(&task, false)?);
+    Ok(told(&ended, |_| "success".to_owned()))
+}
+
+/// Phases that panic, whether the container was paused, and whether its image is complete by then.
+const PANICS: &[(&str, bool, bool)] = &[
+    ("lock", false, false),
+    ("take", true, false),
+    ("dump", false, false),
+    ("give-back", true, true),
+];
+
+/// firn's own code fails in the middle: a checkpoint is taken back, of a restore nothing is left.
+fn code_fails(host: &GpuHost) -> Result<()> {
+    let job = count(host)?;
+    for &(phase, paused, complete) in PANICS {
+        if paused {
+            job.task(&["pause"])?;
+        }
+        let ended = panics_in(host, phase)?;
+        ensure!(ended.contains("FIRN-INTERNAL:"), "{phase}: {ended}");
+        if paused {
+            ensure!(
+                job.status()? == "PAUSED" && freezer(host, &job)?,
+                "{phase}: it runs"
+            );
+            job.task(&["resume"])?;
+        }
+        job.goes_on(2).context(phase)?;
+        image_is(host, complete).context(phase)?;
+    }
+    // The way back fails too, once.
+    let said = panics_in(host, "take undo")?;
+    ensure!(said.contains("FIRN-INTERNAL:"), "{said}");
+    job.goes_on(2)?;
+    image_is(host, false)?;
+    host.node().run(&["rm", TOLD])?;
+    job.checkpoint("checkpoint/job")?;
+    job.goes_on(2)?;
+    job.remove()?;
+    for phase in ["criu-restore", "dev-repair", "give-back abandon", "continue"] {
+        host.node().write(TOLD, phase)?;
+        let said = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
+        ensure!(said.contains("FIRN-INTERNAL:"), "{phase}: {said}");
+        let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
+        host.node().run(&["ctr", "containers", "delete", "job"])?;
+        nothing_left(host, "job").context(phase)?;
+        host.idle()?;
+    }
+    host.node().run(&["rm", TOLD])?;
+    let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+    job.goes_on(2)?;
+    job.remove()?;
+    host.idle()
+}
+
+/// No way back works: what may have lost its GPU state does not run on, and can be removed.
+fn every_way_back_fails(host: &GpuHost) -> Result<()> {
+    let job = count(host)?;
+    let said = panics_in(host, "take undo undo")?;
+    ensure!(said.contains("FIRN-GPU-LOST:"), "{said}");
+    job.stands_still()?;
+    host.node().run(&["rm", TOLD])?;
+    job.remove()?;
+    host.idle()
+}
+
+/// A restore without GPU has made the processes, fails, and panics when they are to be killed.
+fn a_plain_way_back_fails(host: &GpuHost) -> Result<()> {
+    let job = idle_loop(host)?;
+    job.checkpoint("checkpoint/plain")?;
+    job.remove()?;
+    host.node().write("/run/fail-runc", "restore")?;
+    host.node().write(TOLD, "abandon")?;
+    let said = failure(Container::restore(host, "job", "checkpoint/plain", 0).map(drop))?;
+    ensure!(said.contains("FIRN-INTERNAL:"), "{said}");
+    let processes = host.node().processes();
+    let is_loop = |args: &[String]| args.iter().any(|arg| arg.contains("echo x"));
+    let left = processes.iter().find(|process| is_loop(&process.args));
+    ensure!(left.is_none(), "it runs: {left:?}");
+    host.node().run(&["rm", TOLD, "/run/fail-runc"])?;
+    let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
+    host.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(host, "job")?;
+    host.idle()
+}
+
+#[test]
+fn what_firn_cannot_finish_itself_is_taken_back() -> Result<()> {
+    on([host(Suite::Forky, Cgroup::V2, "rc-p", 1)?], |[host]| {
+        code_fails(host)?;
+        every_way_back_fails(host)?;
+        a_plain_way_back_fails(host)
+    })
+}
