@@ -15,6 +15,8 @@ pub enum Flow {
 /// A phase of a checkpoint or restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
+    /// Deciding on a restore, in Create.
+    Prepare,
     /// Looking for CUDA processes and asking for their state.
     Inspect,
     Lock,
@@ -29,6 +31,12 @@ pub enum Phase {
     /// The driver's restore.
     GiveBack,
     Unlock,
+    /// The end of a container that was to end with its checkpoint.
+    Finish,
+    /// Letting the tasks of a restored container run.
+    Continue,
+    /// The way back of a restore whose driver has failed.
+    Abandon,
 }
 
 /// When in the life of a runc the fault happens.
@@ -95,6 +103,8 @@ pub enum Fault {
     NoSpaceForManifest,
     Io(Disk),
     ReadOnly(Disk),
+    /// No device node can be made in the container's /dev.
+    Mknod,
 }
 
 /// How often a fault of the driver happens, and when.
@@ -152,6 +162,9 @@ pub enum Why {
     OnlyRead,
     NoDevice,
     NoV1,
+    NoWorker,
+    NoNode,
+    NotEnded,
 }
 
 impl fmt::Display for Why {
@@ -164,6 +177,9 @@ impl fmt::Display for Why {
             Self::OnlyRead => "a restore writes nothing into the image",
             Self::NoDevice => "without device-mapper nothing makes a file system fail that is in use",
             Self::NoV1 => "this host has no hierarchies of cgroup v1",
+            Self::NoWorker => "the driver's worker has ended by then",
+            Self::NoNode => "only the repair of /dev makes device nodes",
+            Self::NotEnded => "a container that runs on is not ended",
             Self::NoFreezerAtRestore => "a restore begins from nothing and asks for no exit",
         })
     }
@@ -179,15 +195,19 @@ const PHASES: [(Flow, &[Phase]); 2] = [
             Phase::Dump,
             Phase::GiveBack,
             Phase::Unlock,
+            Phase::Finish,
         ],
     ),
     (
         Flow::Restore,
         &[
+            Phase::Prepare,
             Phase::CriuRestore,
             Phase::DevRepair,
             Phase::GiveBack,
             Phase::Unlock,
+            Phase::Continue,
+            Phase::Abandon,
         ],
     ),
 ];
@@ -252,7 +272,7 @@ fn faults() -> Vec<Fault> {
     for disk in [Disk::Image, Disk::Work, Disk::Bundle] {
         faults.extend([Fault::NoSpace(disk), Fault::Io(disk), Fault::ReadOnly(disk)]);
     }
-    faults.push(Fault::NoSpaceForManifest);
+    faults.extend([Fault::NoSpaceForManifest, Fault::Mknod]);
     faults
 }
 
@@ -305,7 +325,7 @@ pub fn quick() -> Vec<Cell> {
     let (all, _) = all();
     let mut turn = 0;
     let mut chosen: Vec<Cell> = Vec::new();
-    for cell in all.iter().filter(|cell| cell.fault.is_plain()) {
+    for cell in all.iter().filter(|cell| cell.is_plain()) {
         let alike =
             |other: &&Cell| (other.flow, other.phase, other.fault) == (cell.flow, cell.phase, cell.fault);
         if chosen.iter().any(|chosen| alike(&chosen)) {
@@ -349,7 +369,12 @@ impl Phase {
             Self::Take => Some("checkpoint"),
             Self::GiveBack => Some("restore"),
             Self::Unlock => Some("unlock"),
-            Self::Dump | Self::CriuRestore => None,
+            Self::Prepare
+            | Self::Dump
+            | Self::CriuRestore
+            | Self::Finish
+            | Self::Continue
+            | Self::Abandon => None,
         }
     }
 
@@ -373,7 +398,7 @@ impl Fault {
                 matches!(moment, Moment::PreDump | Moment::PreRestore)
             }
             Self::CriuKillAt(moment) => matches!(moment, Moment::PostDump | Moment::PreResume),
-            Self::CriuError | Self::NoSpaceForManifest => true,
+            Self::CriuError | Self::NoSpaceForManifest | Self::Mknod => true,
             Self::CriuFault(number) => matches!(number, 2 | 3),
             Self::NoSpace(disk) => disk != Disk::Work,
             Self::Io(disk) => disk == Disk::Image,
@@ -383,6 +408,16 @@ impl Fault {
 }
 
 impl Cell {
+    fn is_plain(&self) -> bool {
+        // Of these phases one victim each.
+        let victim = match self.phase {
+            Phase::Prepare => Victim::Worker,
+            Phase::Finish | Phase::Continue | Phase::Abandon => Victim::Shim,
+            _ => return self.fault.is_plain(),
+        };
+        self.fault == Fault::Kill(victim)
+    }
+
     fn why_not(&self) -> Option<Why> {
         let restores = self.flow == Flow::Restore;
         if self.subject.cgroup == Cgroup::V1 && !has_cgroup_v1() {
@@ -394,6 +429,9 @@ impl Cell {
         if self.exit && matches!(self.phase, Phase::GiveBack | Phase::Unlock) {
             return Some(Why::NothingGivenBack);
         }
+        if self.phase == Phase::Finish && !self.exit {
+            return Some(Why::NotEnded);
+        }
         match self.fault {
             Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
                 // For ever only where there is a second try; a restore has none.
@@ -401,7 +439,9 @@ impl Cell {
                 (self.phase.call().is_none() || (often == Often::Always && !retried))
                     .then_some(Why::NoSuchCall)
             }
+            Fault::Kill(Victim::Worker) if self.phase == Phase::Abandon => Some(Why::NoWorker),
             Fault::Kill(_) => None,
+            Fault::Mknod => (self.phase != Phase::DevRepair).then_some(Why::NoNode),
             Fault::RuncError(_) | Fault::RuncHang(_) | Fault::RuncKill(_) | Fault::CriuError => {
                 (!self.phase.runs_criu()).then_some(Why::NoRuntime)
             }
@@ -467,6 +507,10 @@ impl fmt::Display for Cell {
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Prepare => "prepare",
+            Self::Finish => "finish",
+            Self::Continue => "continue",
+            Self::Abandon => "abandon",
             Self::Inspect => "inspect",
             Self::Lock => "lock",
             Self::Take => "take",
@@ -532,6 +576,7 @@ impl fmt::Display for Fault {
             Self::NoSpaceForManifest => f.write_str("enospc-manifest"),
             Self::Io(disk) => write!(f, "eio-{disk}"),
             Self::ReadOnly(disk) => write!(f, "erofs-{disk}"),
+            Self::Mknod => f.write_str("mknod"),
         }
     }
 }

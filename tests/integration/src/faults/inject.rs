@@ -23,6 +23,15 @@ const DELAY_MS: &str = "1000";
 const RUNC: &str = include_str!("runc.sh");
 const CRIU: &str = include_str!("criu.sh");
 const ACTION: &str = include_str!("action.sh");
+const WORKER: &str = include_str!("worker.sh");
+
+/// What a shim that is built for tests looks at when it enters a phase, and what it makes when it is held there.
+const HOLD_PHASE: &str = "/run/firn-hold";
+const HELD_PHASE: &str = "/run/firn-held";
+
+/// Leaves the /dev of a restored container, run in it, without nodes of GPUs and without a free inode.
+const FILL_DEV: &str = "set -e; rm -f /dev/nvidia[0-9]; mount -t tmpfs -o remount,nr_inodes=200 tmpfs /dev
+    i=0; while touch /dev/fill$i; do i=$((i + 1)); [ $i -lt 200 ]; done 2>/dev/null";
 
 /// Puts the scripts before the node's runc and CRIU. They do nothing until they are told to.
 pub(super) fn prepare(host: &GpuHost) -> Result<()> {
@@ -32,6 +41,7 @@ pub(super) fn prepare(host: &GpuHost) -> Result<()> {
         (RUNC, "/usr/local/sbin/runc".to_owned()),
         (CRIU, "/usr/local/sbin/criu".to_owned()),
         (ACTION, format!("{DIR}/action.sh")),
+        (WORKER, format!("{DIR}/firn-gpu")),
     ] {
         let file = tempfile::NamedTempFile::new()?;
         std::fs::write(file.path(), script)?;
@@ -52,8 +62,10 @@ pub(super) struct Injection<'h> {
 enum Point {
     /// A script of the simulated driver, which acts from this matching call on.
     Driver { nth: u64 },
-    /// A script before runc or CRIU, or CRIU's action script.
+    /// A script before runc, CRIU or the worker, or CRIU's action script.
     Script,
+    /// The shim itself, which waits when it enters a phase.
+    Held,
     /// Nothing: the surroundings are what fails.
     None,
 }
@@ -64,6 +76,7 @@ enum Strike {
     None,
     Kill(Victim),
     Disk,
+    FillDev,
 }
 
 impl<'h> Injection<'h> {
@@ -98,6 +111,14 @@ impl<'h> Injection<'h> {
                 match cell.phase {
                     Phase::Dump => at(Moment::PreDump, "hold")?,
                     Phase::CriuRestore => at(Moment::PreResume, "hold")?,
+                    Phase::Prepare => tell(host, "worker", "hold")?,
+                    Phase::Finish | Phase::Continue | Phase::Abandon => {
+                        if cell.phase == Phase::Abandon {
+                            host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+                        }
+                        host.node().write(HOLD_PHASE, cell.phase.to_string())?;
+                        injection.point = Point::Held;
+                    }
                     _ => {
                         // Who dies with its call in the driver dies in the worst moment.
                         let stuck = matches!(victim, Victim::Worker | Victim::Shim);
@@ -118,6 +139,10 @@ impl<'h> Injection<'h> {
             Fault::CriuErrorAt(moment) => at(moment, "error")?,
             Fault::CriuHangAt(moment) => at(moment, "stop-criu")?,
             Fault::CriuKillAt(moment) => at(moment, "kill-criu")?,
+            Fault::Mknod => {
+                injection.strike = Strike::FillDev;
+                runc(Runc::After, "hold")?;
+            }
             Fault::CriuError => tell(host, "criu", "error")?,
             Fault::CriuFault(number) => tell(host, "criu", &format!("fault {number}"))?,
             Fault::NoSpace(_) | Fault::Io(_) | Fault::ReadOnly(_) | Fault::NoSpaceForManifest => {
@@ -169,6 +194,7 @@ impl<'h> Injection<'h> {
         match self.strike {
             Strike::None => {}
             Strike::Disk => self.disk.as_ref().context("no disk")?.begin()?,
+            Strike::FillDev => fill_dev(node)?,
             Strike::Kill(Victim::Client) => call.kill()?,
             Strike::Kill(Victim::Containerd) => node.kill_containerd()?,
             Strike::Kill(Victim::Worker) => kill(node, |process| process.command == "firn-gpu")?,
@@ -178,6 +204,7 @@ impl<'h> Injection<'h> {
                     && pairs.any(|pair| pair[0] == "-id" && pair[1] == ID)
             })?,
         }
+        node.run(&["rm", "-f", HOLD_PHASE])?;
         remove(node, "hold")
     }
 
@@ -187,6 +214,7 @@ impl<'h> Injection<'h> {
         match self.point {
             Point::None => Ok(true),
             Point::Script => Ok(node.path(DIR).join("struck").exists()),
+            Point::Held => Ok(node.path(HELD_PHASE).exists()),
             Point::Driver { nth } => {
                 let script = match std::fs::read(node.path(DRIVER_SCRIPT)) {
                     Ok(script) => script,
@@ -204,7 +232,8 @@ impl<'h> Injection<'h> {
     /// Ends every disturbance but that of a file system.
     pub(super) fn disarm(&self) -> Result<()> {
         self.host.no_faults()?;
-        for file in ["runc", "criu", "action", "struck", "hold"] {
+        self.host.node().run(&["rm", "-f", HOLD_PHASE, HELD_PHASE])?;
+        for file in ["runc", "criu", "action", "worker", "struck", "hold"] {
             remove(self.host.node(), file)?;
         }
         Ok(())
@@ -226,6 +255,14 @@ fn remove(node: &Node, name: &str) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+fn fill_dev(node: &Node) -> Result<()> {
+    let processes = node.processes();
+    let task = processes.iter().find(|process| process.command == "gpu-counter");
+    let pid = task.context("no restored task")?.pid.to_string();
+    let shell = ["nsenter", "--target", &pid, "--mount", "/bin/sh", "-c", FILL_DEV];
+    node.run(&shell).map(drop)
 }
 
 fn kill(node: &Node, who: impl Fn(&firn_node::Process) -> bool) -> Result<()> {
