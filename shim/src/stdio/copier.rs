@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, yield_now};
 use tokio::time::{Instant, timeout_at};
 
 use super::binary::Logger;
@@ -103,10 +103,13 @@ impl Copier {
             let before = self.progress.now();
             let pause = deadline.min(Instant::now() + idle);
             let ended = async { while self.outputs.join_next().await.is_some() {} };
-            if timeout_at(pause, ended).await.is_err()
-                && (self.progress.now() == before || Instant::now() >= deadline)
-            {
-                return false;
+            if timeout_at(pause, ended).await.is_err() {
+                // A shim that stood still itself (a machine that was suspended, or is too busy) finds the time over and
+                // something to copy at once: the copies come first.
+                yield_now().await;
+                if self.progress.now() == before || Instant::now() >= deadline {
+                    return false;
+                }
             }
         }
         true

@@ -12,6 +12,9 @@ use crate::{Archive, FIRN, GpuHost, IMAGE, LOG, Lines};
 /// How long a step of a workload may take.
 const STEP: Duration = Duration::from_secs(60);
 
+/// How long a node may take to be rid of what a container had.
+const GONE: Duration = Duration::from_secs(30);
+
 /// Where containerd keeps bundles.
 pub const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/default";
 
@@ -363,7 +366,7 @@ impl<'h> Container<'h> {
 /// Waits until nothing is left of a container on a node: processes, mounts, cgroups, state directories.
 pub fn nothing_left(host: &GpuHost, id: &str) -> Result<()> {
     let mut last = Remnants::default();
-    let waited = wait_for(&format!("nothing of {id}"), Duration::from_secs(15), || {
+    let waited = wait_for(&format!("nothing of {id}"), GONE, || {
         last = host.node().remnants(id)?;
         Ok(last.is_empty().then_some(()))
     });

@@ -30,7 +30,7 @@ const WATCHER: &str = include_str!("watcher.sh");
 const SHOWN: usize = 80;
 
 /// How long a node may take to be rid of what a container had.
-const GONE: Duration = Duration::from_secs(15);
+const GONE: Duration = Duration::from_secs(30);
 
 /// A node with firn, simulated GPUs and the test image. Ends when it is dropped.
 pub struct GpuHost {

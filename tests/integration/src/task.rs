@@ -2,11 +2,14 @@
 
 mod exec;
 
+use std::future::{Future, poll_fn};
+use std::task::Poll;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use containerd_shim_protos::api::{
-    CheckpointTaskRequest, Empty, KillRequest, StateRequest, StateResponse, WaitRequest, WaitResponse,
+    CheckpointTaskRequest, ConnectRequest, ConnectResponse, Empty, KillRequest, StateRequest, StateResponse,
+    WaitRequest, WaitResponse,
 };
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
@@ -120,6 +123,30 @@ impl Task {
         Ok(Pending(self.runtime.spawn(answer(client, call))))
     }
 
+    /// As [`Task::begin`], and makes sure that the shim has taken the call before anything else is done.
+    pub fn begin_known<Answer: Message>(
+        &self,
+        method: &str,
+        request: &impl Message,
+        limit: Duration,
+    ) -> ttrpc::Result<Pending<Answer>> {
+        let called = call(self.service, method, request, limit)?;
+        // The shim takes the calls of a connection in their order: the answer to a second one says that it has the first.
+        let second = call(self.service, "Connect", &ConnectRequest::new(), LIMIT)?;
+        self.runtime.block_on(async {
+            let client = Client::connect(&self.address).await?;
+            let mut first = Box::pin(answer(client.clone(), called));
+            // Sends it.
+            let early = poll_fn(|context| Poll::Ready(first.as_mut().poll(context))).await;
+            let pending = match early {
+                Poll::Ready(answer) => self.runtime.spawn(std::future::ready(answer)),
+                Poll::Pending => self.runtime.spawn(first),
+            };
+            let _known: ttrpc::Result<ConnectResponse> = answer(client, second).await;
+            Ok(Pending(pending))
+        })
+    }
+
     /// Waits for an answer.
     pub fn end<Answer>(&self, pending: Pending<Answer>) -> ttrpc::Result<Answer> {
         self.runtime
@@ -154,12 +181,12 @@ impl Task {
         Ok(self.begin("Checkpoint", &request, LIMIT)?)
     }
 
-    /// Begins to wait for the end of its init, or of an exec.
+    /// Begins to wait for the end of its init, or of an exec; the shim knows of it.
     pub fn wait(&self, exec: &str) -> ttrpc::Result<Pending<WaitResponse>> {
         let mut request = WaitRequest::new();
         request.id = self.id.clone();
         request.exec_id = exec.to_owned();
-        self.begin("Wait", &request, LIMIT)
+        self.begin_known("Wait", &request, LIMIT)
     }
 }
 

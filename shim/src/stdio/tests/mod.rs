@@ -278,15 +278,42 @@ async fn a_client_that_reads_slowly_loses_nothing() {
                 0 => return count,
                 read => count += read,
             }
-            thread::sleep(Duration::from_millis(10));
+            thread::sleep(Duration::from_millis(40));
         }
     });
+    // Less than it takes to read all, and much more than from one piece to the next.
     let slow = Patience {
-        idle: Duration::from_millis(150),
+        idle: Duration::from_secs(1),
         limit: LIMIT,
     };
     assert_eq!(copier.drain(slow).await, Drained::Complete);
     assert_eq!(read.await.unwrap(), 130_000);
+}
+
+#[tokio::test]
+async fn what_came_while_the_shim_stood_still_is_copied() {
+    let client = Client::new();
+    let stdout = client.reader("stdout");
+    let (go, done) = (client.path("go"), client.path("done"));
+    let script = format!(
+        "until [ -e {} ]; do sleep 0.01; done; echo late; exec >&-; : > {}",
+        go.display(),
+        done.display()
+    );
+    let mut prepared = client.prepare("", "stdout", "", false).await;
+    let _child = client.spawn(&mut prepared, &script);
+    let copier = prepared.start().await.unwrap();
+    let stands_still = async {
+        fs::write(&go, "").unwrap();
+        let begun = Instant::now();
+        while !done.exists() || begun.elapsed() < 2 * HASTY.idle {
+            assert!(begun.elapsed() < LIMIT, "nothing is written");
+            thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let (drained, ()) = tokio::join!(copier.drain(HASTY), stands_still);
+    assert_eq!(drained, Drained::Complete);
+    assert_eq!(read_all(stdout).await, "late\n");
 }
 
 #[tokio::test]
@@ -296,6 +323,8 @@ async fn a_stream_that_never_ends_is_cut_at_the_limit() {
     let mut prepared = client.prepare("", "stdout", "", false).await;
     let child = client.spawn(&mut prepared, "exec yes");
     let copier = prepared.start().await.unwrap();
+    // Its beginning is read before the time runs, however long it takes to come.
+    assert_eq!(read_line(&stdout).await, "y\n");
     let read = spawn_blocking(move || std::io::copy(&mut stdout, &mut std::io::sink()).unwrap());
     let patience = Patience {
         idle: LIMIT,

@@ -30,7 +30,7 @@ pub const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 /// What containers by hand have as root file system.
 const ROOT: &str = "/run/by-hand-root";
 /// How long what is waited for may take.
-pub const STEP: Duration = Duration::from_secs(15);
+pub const STEP: Duration = Duration::from_secs(60);
 /// Ends with 3 when it is asked to.
 const SCRIPT: &str = "trap 'exit 3' TERM; while :; do sleep 0.05; done";
 /// Becomes what containerd is to a shim: its parent, with this place in the OOM killer's order.
@@ -278,10 +278,9 @@ impl Shim<'_> {
         wait_for("the end of the shim", STEP, || Ok((!self.lives()).then_some(())))
     }
 
-    /// Whether its process is there. A zombie that the node's init has not reaped yet is not.
+    /// Whether its process is there.
     pub fn lives(&self) -> bool {
-        self.proc("status")
-            .is_ok_and(|status| !status.contains("State:\tZ"))
+        self.place.has_process(self.pid)
     }
 
     /// A file of its process.

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use crate::Place;
 
 /// How long anything here may take.
-pub const LIMIT: Duration = Duration::from_secs(30);
+pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// Where fifos, logs and loggers are on the node.
 const DIR: &str = "/tmp/stdio";

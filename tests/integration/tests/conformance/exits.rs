@@ -120,7 +120,9 @@ fn rest_is_killed(place: &Place<'_>) -> Result<String> {
     raw.run_with("r", init, without_pid_namespace)?;
     let mut events = place.host.watch_events()?;
     raw.exec_runs("r", "x", "exec sleep 4321")?;
-    raw.exec_runs("r", "go", "touch /tmp/go")?;
+    place
+        .node()
+        .write(format!("{}/rootfs/tmp/go", Raw::bundle("r")), "")?;
     let seen = ends(&events.of("r", "/tasks/exit", "r")?);
     let sleeps = || {
         let all = place.node().processes();

@@ -4,8 +4,10 @@ use std::sync::{Mutex, PoisonError};
 use std::{fmt, fs};
 
 use anyhow::{Context, Result};
-use firn_lab::{Container, GpuHost, IMAGE, STOCK, Said, SimGpu};
-use firn_node::{Cgroup, CgroupMode, Node, Suite};
+use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, Said, SimGpu};
+use firn_node::{Cgroup, CgroupMode, Node, Suite, wait_for};
+
+use crate::byhand::STEP;
 
 /// A kind of host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +103,30 @@ impl Place<'_> {
     pub fn start(&self, id: &str, options: &[&str], script: &str) -> Result<Container<'_>> {
         let options = [&["--runtime", STOCK], options].concat();
         Container::run(self.host, id, &options, &["sh", "-c", script])
+    }
+
+    /// Waits until a container has made this file in its root directory.
+    pub fn has_file(&self, id: &str, name: &str) -> Result<()> {
+        let file = self.node().path(format!("{BUNDLES}/{id}/rootfs/{name}"));
+        wait_for(&format!("{name} of {id}"), STEP, || {
+            Ok(file.exists().then_some(()))
+        })
+    }
+
+    /// Waits until the daemon has done away with a container's task whose shim was killed.
+    pub fn is_cleaned_up(&self, id: &str) -> Result<()> {
+        let bundle = self.node().path(format!("{BUNDLES}/{id}"));
+        wait_for("the daemon to clean up", STEP, || {
+            let tasks = self.host.ctr(&["tasks", "list", "--quiet"], "")?.stdout;
+            let known = tasks.lines().any(|task| task == id);
+            Ok((!known && !bundle.exists()).then_some(()))
+        })
+    }
+
+    /// Whether a process of the node is there. A zombie that the node's init has not reaped yet is not.
+    pub fn has_process(&self, pid: u32) -> bool {
+        let status = self.node().read(format!("/proc/{pid}/status"));
+        status.is_ok_and(|status| !status.contains("State:\tZ"))
     }
 
     /// `ctr run --rm` in the foreground.

@@ -11,6 +11,7 @@ use containerd_shim_protos::types::mount::Mount;
 use firn_lab::{Container, Task, nothing_left, told};
 use serde_json::{Value, json};
 
+use crate::byhand::STEP;
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -320,11 +321,9 @@ fn loop_device(place: &Place<'_>) -> Result<String> {
             Ok(format!("backing {}", backed()?))
         })?;
         writeln!(seen, "{options:?}: {shown}")?;
-        firn_node::wait_for(
-            "the end of the loop device",
-            std::time::Duration::from_secs(10),
-            || Ok((backed()? == 0).then_some(())),
-        )?;
+        firn_node::wait_for("the end of the loop device", STEP, || {
+            Ok((backed()? == 0).then_some(()))
+        })?;
     }
     lab.end()?;
     Ok(seen)
@@ -522,14 +521,21 @@ fn unmount_nested(place: &Place<'_>) -> Result<String> {
 fn unmount_busy(place: &Place<'_>) -> Result<String> {
     let lab = Lab::new(place)?;
     let created = lab.create(&[bind("source", "", &["rbind"])]);
-    let user = format!("cd {HERE}/bundle/rootfs; echo in; exec sleep 0.4");
+    let user = format!("cd {HERE}/bundle/rootfs; echo in; exec sleep 1000");
     let mut user = place.node().spawn(&["sh", "-c", &user])?;
     let mut word = [0; 2];
     std::io::Read::read_exact(user.stdout.as_mut().context("no pipe")?, &mut word)?;
-    let begun = std::time::Instant::now();
-    let deleted = lab.delete();
-    let waited = begun.elapsed().as_millis() >= 200;
+    let request = DeleteRequest {
+        id: ID.to_owned(),
+        ..DeleteRequest::default()
+    };
+    let delete = lab.task.begin::<DeleteResponse>("Delete", &request, STEP)?;
+    // A span, not a condition: a shim that does not wait answers in it.
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let waited = !delete.is_there();
+    user.kill()?;
     user.wait()?;
+    let deleted = lab.task.end(delete);
     let seen = format!(
         "{}\n{}, {} mounts, waited: {waited}",
         brief(&created),

@@ -29,7 +29,7 @@ pub const POINTS: &[Point] = &[
 ];
 
 /// How long a child may take to end.
-const STEP: Duration = Duration::from_secs(30);
+const STEP: Duration = Duration::from_secs(60);
 
 const LIMIT: &[&str] = &["--null-io", "--memory-limit", "33554432"];
 
@@ -76,7 +76,7 @@ fn of_exec(place: &Place<'_>) -> Result<String> {
 }
 
 fn of_children(place: &Place<'_>) -> Result<String> {
-    let events = place.host.watch_events()?;
+    let mut events = place.host.watch_events()?;
     let script = format!(
         "for n in 1 2 3; do {HOG}; echo $? >>/codes; until [ -e /next$n ]; do sleep 0.05; done; done; sleep 1000"
     );
@@ -87,6 +87,8 @@ fn of_children(place: &Place<'_>) -> Result<String> {
             let codes = place.node().read(inside("codes")).unwrap_or_default();
             Ok((codes.lines().count() == n).then_some(()))
         })?;
+        // Two that come at once are told as one.
+        events.wait_for(ID, "/tasks/oom", n)?;
         place.node().write(inside(&format!("next{n}")), "")?;
     }
     let codes = place.node().read(inside("codes"))?;
@@ -100,8 +102,9 @@ fn of_children(place: &Place<'_>) -> Result<String> {
 }
 
 fn after_restore(place: &Place<'_>) -> Result<String> {
-    let script = format!("until [ -e /go ]; do sleep 0.1; done; exec {HOG}");
+    let script = format!(">/up; until [ -e /go ]; do sleep 0.1; done; exec {HOG}");
     let container = place.start(ID, LIMIT, &script)?;
+    place.has_file(ID, "up")?;
     container.checkpoint("checkpoint/oom")?;
     container.remove()?;
     let events = place.host.watch_events()?;

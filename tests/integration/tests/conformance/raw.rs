@@ -26,7 +26,7 @@ const DIR: &str = "/run/raw";
 pub const IMAGE: &str = "/run/raw/image";
 
 /// How long an answer to a call that was begun may take.
-pub const LIMIT: Duration = Duration::from_secs(20);
+pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// The zero time of Go, in seconds.
 const ZERO_TIME: i64 = -62_135_596_800;
@@ -158,7 +158,27 @@ impl<'h> Raw<'h> {
         self.make_with(id, script, edit)?;
         let started = self.start(id, "");
         ensure!(started == "pid set", "start: {started}");
-        Ok(())
+        self.is_up(id, "init.pid", script)
+    }
+
+    /// Waits until a process runs its script and is no more the runtime's preparation for it, which takes signals in its
+    /// own way and cannot be dumped; or until it has ended.
+    fn is_up(&self, id: &str, pid_file: &str, script: &str) -> Result<()> {
+        let node = self.place.node();
+        let pid = node.read(format!("{}/{pid_file}", Self::bundle(id)))?;
+        let pid: u32 = pid.trim().parse()?;
+        // A script that becomes another program does so at once.
+        let program = script
+            .strip_prefix("exec ")
+            .and_then(|rest| rest.split(' ').next());
+        wait_for(&format!("{id}'s {pid_file} to be up"), LIMIT, || {
+            let comm = node.read(format!("/proc/{pid}/comm")).unwrap_or_default();
+            let is_up = match program {
+                Some(program) => comm.trim_end() == program,
+                None => !comm.starts_with("runc"),
+            };
+            Ok((is_up || !self.place.has_process(pid)).then_some(()))
+        })
     }
 
     /// Adds and starts an exec without stdio that runs this script.
@@ -173,15 +193,8 @@ impl<'h> Raw<'h> {
     /// As [`Raw::exec_runs`], and waits until it is this script that runs and not the runtime's preparation for it,
     /// which takes signals in its own way.
     pub fn exec_is_up(&self, id: &str, exec: &str, script: &str) -> Result<()> {
-        let mark = format!("/tmp/{exec}-is-up");
-        self.exec_runs(id, exec, &format!("touch {mark}; {script}"))?;
-        let mark = self
-            .place
-            .node()
-            .path(format!("{}/rootfs{mark}", Self::bundle(id)));
-        wait_for(&format!("{exec} to be up"), LIMIT, || {
-            Ok(mark.exists().then_some(()))
-        })
+        self.exec_runs(id, exec, script)?;
+        self.is_up(id, &format!("{exec}.pid"), script)
     }
 
     /// Start.
@@ -384,10 +397,10 @@ impl<'h> Raw<'h> {
         Ok(parent.context("no parent")?.trim().parse()?)
     }
 
-    /// Begins a Wait.
+    /// Begins a Wait, of which the shim knows then.
     pub fn begin_wait(&self, id: &str, exec: &str) -> Result<Pending<WaitResponse>> {
         let request = request!(WaitRequest { id, exec_id: exec });
-        Ok(self.task.begin("Wait", &request, LIMIT)?)
+        Ok(self.task.begin_known("Wait", &request, LIMIT)?)
     }
 
     /// What a Wait that was begun has answered.

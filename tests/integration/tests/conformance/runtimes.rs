@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use firn_lab::{BUNDLES, Container, STOCK, Task, failure, nothing_left, told};
+use firn_lab::{Container, STOCK, Task, failure, nothing_left, told};
 use firn_node::wait_for;
 use serde_json::json;
 
@@ -53,10 +53,10 @@ pub const POINTS: &[Point] = &[
     ),
 ];
 
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Ends with 74 when it is told to.
-const SCRIPT: &str = "trap 'exit 74' USR1; while :; do sleep 0.05; done";
+const SCRIPT: &str = "trap 'exit 74' USR1; >/trapped; while :; do sleep 0.05; done";
 
 /// Counts in its memory and writes to its disk.
 const COUNT: &str = "n=0; while :; do n=$((n+1)); echo $n >>/n; sleep 0.05; done";
@@ -77,6 +77,7 @@ const YOUKI_PATH: &str = "/usr/local/bin/an-oci-runtime";
 
 fn life(place: &Place<'_>, runtime: &str) -> Result<String> {
     let container = place.start("c", &["--runc-binary", runtime], SCRIPT)?;
+    place.has_file("c", "trapped")?;
     let exec = [
         "tasks",
         "exec",
@@ -183,9 +184,7 @@ fn errors_of_crun(place: &Place<'_>) -> Result<String> {
 fn killed_shim_with_crun(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &["--runc-binary", "crun"], SCRIPT)?;
     kill_shim(place, "c")?;
-    wait_for("the task to be known as ended", LIMIT, || {
-        Ok((container.status().map_or(true, |status| status == "STOPPED")).then_some(()))
-    })?;
+    place.is_cleaned_up("c")?;
     let deleted = place.host.ctr(&["tasks", "delete", "c"], "")?;
     container.forget()?;
     Ok(format!("{:?} 137", deleted.code))
@@ -204,11 +203,7 @@ pub fn kill_shim(place: &Place<'_>, id: &str) -> Result<()> {
 /// Ends the container through its shim's end: what crun does not know any more the stock shim does not delete.
 fn end_shim(place: &Place<'_>) -> Result<()> {
     if kill_shim(place, "c").is_ok() {
-        let bundle = place.node().path(format!("{BUNDLES}/c"));
-        wait_for("the daemon to clean up", LIMIT, || {
-            let tasks = place.host.ctr(&["tasks", "list", "--quiet"], "")?.stdout;
-            Ok((!bundle.exists() || tasks.is_empty()).then_some(()))
-        })?;
+        place.is_cleaned_up("c")?;
     }
     for left in ["tasks", "containers"] {
         place.host.ctr(&[left, "delete", "c"], "")?;

@@ -209,7 +209,7 @@ fn strangers(place: &Place<'_>) -> Result<String> {
             "--clear-groups".into(),
         ];
         command
-            .args(["10", "setpriv"])
+            .args(["60", "setpriv"])
             .args(identity)
             .args(["perl", "-e", ASK, &shim.socket]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;

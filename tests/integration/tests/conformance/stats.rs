@@ -97,9 +97,9 @@ const STABLE: &[&str] = &[
     "oom_kill",
 ];
 
-/// Does a little of everything that is counted, and then stays with two children. A restore
-/// interrupts sleeps and waits.
-const WORK: &str = "dd if=/dev/zero of=/file bs=1M count=4 2>/dev/null; cat /file >/dev/null; mkfifo /fifo; cat /fifo & cat /fifo & >/worked; while :; do wait; done";
+/// Does a little of everything that is counted, and then stays with two children, whose program it has written: pages of
+/// the image's are counted for whoever was the first to read them. A restore interrupts sleeps and waits.
+const WORK: &str = "dd if=/dev/zero of=/file bs=1M count=4 2>/dev/null; cat /file >/dev/null; mkfifo /fifo; mkdir /own; cp /bin/busybox /own; /own/busybox cat /fifo & /own/busybox cat /fifo & >/worked; while :; do wait; done";
 
 fn works<'p>(place: &'p Place<'p>, options: &[&str]) -> Result<Client<'p>> {
     let client = Client::start_with(place, &[&["--null-io"], options].concat(), WORK)?;

@@ -49,7 +49,7 @@ pub const POINTS: &[Point] = &[
     .on(On::Systemd),
 ];
 
-const SCRIPT: &str = "trap 'exit 74' USR1; while :; do sleep 0.05; done";
+const SCRIPT: &str = "trap 'exit 74' USR1; >/trapped; while :; do sleep 0.05; done";
 
 const LIMIT: std::time::Duration = std::time::Duration::from_secs(20);
 
@@ -97,6 +97,7 @@ fn cgroup(place: &Place<'_>, container: &Container<'_>) -> Result<String> {
 
 fn life(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &OPTIONS, SCRIPT)?;
+    place.has_file("c", "trapped")?;
     let cgroup = cgroup(place, &container)?;
     let exec = container.exec(&["sh", "-c", "cat /proc/self/cgroup"])?;
     let listed = container.pids()?.contains(&container.pid()?.to_string());
@@ -183,9 +184,7 @@ fn gpu_checkpoint(place: &Place<'_>) -> Result<String> {
 fn killed_shim(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &OPTIONS, SCRIPT)?;
     kill_shim(place, "c")?;
-    wait_for("the task to be known as ended", LIMIT, || {
-        Ok((container.status().map_or(true, |status| status == "STOPPED")).then_some(()))
-    })?;
+    place.is_cleaned_up("c")?;
     let deleted = place.host.ctr(&["tasks", "delete", "c"], "")?;
     container.forget()?;
     Ok(format!("{:?}, {}", deleted.code, no_scope(place)?))

@@ -232,7 +232,7 @@ fn wait_while_paused(place: &Place<'_>) -> Result<String> {
     let other = Task::of(place.host, "c")?;
     let one = raw.begin_wait("r", "")?;
     let request = request!(WaitRequest { id: "r" });
-    let two = other.begin::<WaitResponse>("Wait", &request, LIMIT)?;
+    let two = other.begin_known::<WaitResponse>("Wait", &request, LIMIT)?;
     // A client that goes away takes no other's answer along.
     let gone = Task::of(place.host, "c")?;
     drop(gone.begin::<WaitResponse>("Wait", &request, LIMIT)?);

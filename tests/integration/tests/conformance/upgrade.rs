@@ -73,7 +73,7 @@ pub const POINTS: &[Point] = &[
 ];
 
 const NONE: Value = Value::Null;
-const LIVE: &str = "trap 'exit 7' TERM; while :; do sleep 0.05; done";
+const LIVE: &str = "trap 'exit 7' TERM; >/trapped; while :; do sleep 0.05; done";
 
 /// Kills the shim of a container, changes the bundle, and has `delete` clean up.
 fn delete(
@@ -103,7 +103,7 @@ fn delete(
         answer.pid == init,
         answer.exit_status,
         (begun..=now()).contains(&answer.exited_at.seconds),
-        place.node().path(format!("/proc/{init}")).exists(),
+        place.has_process(init),
         mounts.contains(&format!("{}/rootfs", bundle.dir)),
     );
     place.node().run(&["rm", "-f", &shim.socket])?;
@@ -198,6 +198,7 @@ impl Place<'_> {
             false => &["--annotation", &annotation],
         };
         let container = self.start(id, options, LIVE)?;
+        self.has_file(id, "trapped")?;
         let pid = shim_pid(self, id)?;
         match shim {
             Some(shim) => ensure!(pid == shim, "{id} has a shim of its own"),
