@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::{GpuHost, IMAGE};
 
 /// How long an event may take, on a machine that has much else to do.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// An event of a task.
 #[derive(Clone, Debug)]

@@ -69,7 +69,10 @@ impl Containerd {
 
 fn start<'h>(host: &'h GpuHost, id: &str, options: &[&str]) -> Result<Container<'h>> {
     let options = [&["--runtime", STOCK], options].concat();
-    Container::run(host, id, &options, &["sh", "-c", LIVE])
+    let container = Container::run(host, id, &options, &["sh", "-c", LIVE])?;
+    // From then on it ends when it is asked to.
+    counts_on(host, id, 1)?;
+    Ok(container)
 }
 
 /// What containerd has on record of the shim of a container.

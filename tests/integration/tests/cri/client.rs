@@ -22,9 +22,9 @@ pub const LOGS: &str = "/var/log/pods";
 /// Where containerd keeps the bundles of pods.
 pub const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/k8s.io";
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(60);
 /// How long something that nobody waits for may take to go.
-const SOON: Duration = Duration::from_secs(3);
+const SOON: Duration = Duration::from_secs(8);
 
 /// containerd's CRI services, and the way in which pods get their shim.
 #[derive(Clone, Copy)]
@@ -262,6 +262,12 @@ impl Ctr<'_> {
             Ok((status["state"] == "CONTAINER_EXITED")
                 .then(|| format!("{} {}", status["exitCode"], status["reason"])))
         })
+    }
+
+    /// Makes an empty file in its root directory, without a process in it.
+    pub fn touch(&self, name: &str) -> Result<()> {
+        let file = format!("{BUNDLES}/{}/rootfs/{name}", self.id);
+        self.cri.host.node().write(file, "")
     }
 
     /// Its statistics.

@@ -86,7 +86,7 @@ pub const POINTS: &[Point] = &[
 /// Sleeps, and ends when asked to.
 pub const SLEEP: &str = "trap 'exit 143' TERM; while :; do sleep 0.05; done";
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn one_shim(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
@@ -130,9 +130,13 @@ fn one_shim(cri: Cri<'_>) -> Result<String> {
 
 fn next_attempt(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
-    let first = pod.start("c", SLEEP)?;
+    let first = pod.start(
+        "c",
+        "trap 'exit 143' TERM; echo ready; while :; do sleep 0.05; done",
+    )?;
     let shims = pod.shims();
-    first.stop(10)?;
+    pod.logs("c", "ready")?;
+    first.stop(30)?;
     let how = first.ended()?.replace('"', "");
     let second = pod.start_with(
         "c",
@@ -169,8 +173,13 @@ fn shared_processes(cri: Cri<'_>) -> Result<String> {
     let left = "sleep 987654 & sleep 987654 & while [ ! -e /end ]; do sleep 0.05; done";
     let container = pod.start("c", left)?;
     let behind = "ps -o args | grep -c '[s]leep 987654'";
-    let before = other.exec(behind)?;
-    container.exec("touch /end")?;
+    let mut before = String::new();
+    // Its own shell names them too.
+    wait_for("what it leaves behind", LIMIT, || {
+        before = other.exec(behind)?;
+        Ok(before.contains("\"3\\n\"").then_some(()))
+    })?;
+    container.touch("end")?;
     let how = container.ended()?;
     // Its container has ended, and so must they: nobody else would end them.
     wait_for("the end of what it has left", LIMIT, || {
@@ -197,7 +206,10 @@ fn own_users(cri: Cri<'_>) -> Result<String> {
 
 /// Waits until containerd's CRI services serve again.
 fn serves(cri: Cri<'_>) -> Result<()> {
-    wait_for("CRI to serve", LIMIT, || Ok(cri.call("Version", &json!({})).ok())).map(drop)
+    wait_for("CRI to serve", LIMIT, || {
+        Ok(cri.call("ListPodSandbox", &json!({})).ok())
+    })
+    .map(drop)
 }
 
 fn restart(cri: Cri<'_>) -> Result<String> {
@@ -211,7 +223,7 @@ fn restart(cri: Cri<'_>) -> Result<String> {
         container.state()?,
         container.exec("echo here")?
     );
-    container.exec("touch /end")?;
+    container.touch("end")?;
     let seen = format!("{alive}\nended {}", container.ended()?);
     pod.remove(&[&container])?;
     Ok(seen)
@@ -222,7 +234,7 @@ fn end_unseen(cri: Cri<'_>) -> Result<String> {
     let container = pod.start("c", "while [ ! -e /end ]; do sleep 0.05; done; exit 9")?;
     let node = cri.host.node();
     node.kill_containerd()?;
-    node.write(format!("{BUNDLES}/{}/rootfs/end", container.id), "")?;
+    container.touch("end")?;
     let pid: i32 = node
         .read(format!("{BUNDLES}/{}/init.pid", container.id))?
         .parse()?;

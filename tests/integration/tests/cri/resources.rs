@@ -39,11 +39,10 @@ fn stats(cri: Cri<'_>) -> Result<String> {
     let linux = &of_pod["stats"]["linux"];
     let listed = linux["containers"].as_array().map_or(0, Vec::len);
     let seen = format!(
-        "cpu {}, memory {}, usage {}, files {}\nthe pod: cpu {}, memory {}, processes {}, containers {listed}",
+        "cpu {}, memory {}, usage {}\nthe pod: cpu {}, memory {}, processes {}, containers {listed}",
         counted(&own["cpu"]["usageCoreNanoSeconds"]),
         counted(&own["memory"]["workingSetBytes"]),
         counted(&own["memory"]["usageBytes"]),
-        counted(&own["writableLayer"]["usedBytes"]),
         counted(&linux["cpu"]["usageCoreNanoSeconds"]),
         counted(&linux["memory"]["workingSetBytes"]),
         counted(&linux["process"]["processCount"]),

@@ -91,9 +91,14 @@ fn exec_terminal(cri: Cri<'_>) -> Result<String> {
 
 fn logs(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
-    // The two streams are read by different readers: the pauses keep their order.
-    let script = "echo one; sleep 0.3; echo two >&2; sleep 0.3; printf three; sleep 0.3";
+    // The two streams are read by different readers: one line waits for the other.
+    let script = "go() { until [ -e /$1 ]; do sleep 0.05; done; }; \
+        echo one; go 1; echo two >&2; go 2; printf three; sleep 0.3";
     let container = pod.start("c", script)?;
+    for (line, file) in [("one", "1"), ("two", "2")] {
+        pod.logs("c", line)?;
+        container.touch(file)?;
+    }
     // Longer than one line of a log may be.
     let long = pod.start(
         "long",
@@ -132,7 +137,7 @@ fn log_reopened(cri: Cri<'_>) -> Result<String> {
     let log = format!("{LOGS}/pod/c.log");
     node.run(&["mv", &log, &format!("{log}.1")])?;
     cri.call("ReopenContainerLog", &json!({ "containerId": container.id }))?;
-    container.exec("touch /go")?;
+    container.touch("go")?;
     let new = pod.logs("c", "two")?;
     pod.remove(&[&container])?;
     Ok(format!("old {old:?}\nnew {new:?}"))
