@@ -67,8 +67,13 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>>
     let decision = Decision::make(&spec, &manifest, &inventory, &config.restore)
         .map_err(Failure::from)
         .and_then(|decision| {
-            mounts::check(&spec, bundle, &manifest.mounts)
-                .map(|()| decision)
+            let driver = mounts::Driver {
+                version: &inventory.driver_version,
+                dirs: &mounts::LIBRARY_DIRS,
+            };
+            let empty = bundle.join(firn_config::names::BUNDLE_EMPTY);
+            mounts::settle(&mut spec.clone(), bundle, &manifest.mounts, driver, &empty)
+                .map(|_| decision)
                 .map_err(Failure::from)
         });
     Ok(decision.map(|decision| Accepted {

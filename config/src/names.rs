@@ -47,6 +47,9 @@ pub const BUNDLE_CRIU_CONFIG: &str = "firn-criu.conf";
 /// Empty directory in the bundle that CRIU is given as its plugin directory, so that it loads no CUDA plugin.
 pub const BUNDLE_CRIU_LIBS: &str = "firn-criu-libs";
 
+/// Empty file in the bundle that a restored container gets where it had a file of the driver that it can do without.
+pub const BUNDLE_EMPTY: &str = "firn-empty";
+
 /// The checkpoint manifest, in the CRIU image directory.
 pub const MANIFEST: &str = "firn.json";
 

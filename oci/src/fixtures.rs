@@ -115,6 +115,7 @@ pub(crate) fn manifest(gpus: &[u8]) -> Manifest {
         mounts: vec![RequiredMount {
             destination: "/data".into(),
             source_name: "data".into(),
+            in_use: true,
         }],
         topology: Topology::default(),
         versions: Versions {

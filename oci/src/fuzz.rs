@@ -378,12 +378,20 @@ fn read_manifest(bytes: &[u8]) {
     if let Ok(decision) = Decision::make(&given, &manifest, &here, &config(&[], &[])) {
         assert!(decision.targets().iter().all(|gpu| may.contains(&gpu)));
     }
-    let mounted = mounts::check(&given, nowhere, &manifest.mounts);
-    assert_eq!(
-        mounted.is_ok(),
-        manifest.mounts.is_empty(),
-        "the spec mounts nothing"
-    );
+    let (mut mounted, empty) = (given.clone(), Path::new("/empty"));
+    let driver = mounts::Driver {
+        version: &here.driver_version,
+        dirs: &["/nonexistent/lib"],
+    };
+    match mounts::settle(&mut mounted, nowhere, &manifest.mounts, driver, empty) {
+        Ok(_) => assert!(
+            mounted
+                .mounts()
+                .is_ok_and(|all| all.iter().all(|mount| mount.source == empty)),
+            "the spec mounts nothing, so there is nothing but empty files to mount"
+        ),
+        Err(_) => assert_eq!(mounted, given, "a refusal changes nothing"),
+    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,26 @@
 //! The mounts that a restore needs.
 //!
 //! CRIU rebuilds the mount tree of the dump. A bind mount was left out of the image and must be there again, at the
-//! same destination, from whatever source the target's own spec gives; without it the restore fails late and unclearly.
-//! The manifest's list is only compared with the spec: nothing in it is ever mounted.
+//! same destination, from whatever source the target gives; without it the restore fails late and unclearly. For each
+//! such mount, the first that there is:
+//!
+//! 1. the mount of the target's own spec at this destination;
+//! 2. a file of this node's driver: where the spec names a library of the driver that lies elsewhere on this node, and
+//!    where the spec does not have the destination, which then has to be the place of that library on this node;
+//! 3. nothing, for what a driver's container toolkit mounts and no process needs to go on: sockets of the driver's
+//!    daemons, firmware, and tools that no process had in use. It gets an empty file;
+//! 4. else the restore is refused.
+//!
+//! The manifest is untrusted: its list is only compared. What is mounted are sources of the target's spec, files that are
+//! named after this node's driver version and lie where the loader looks, and firn's own empty files, and these only at
+//! the places that are listed here.
 
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use crate::{Spec, SpecError};
 
@@ -17,6 +31,68 @@ pub struct RequiredMount {
     pub destination: PathBuf,
     /// Last part of the source's path: driver libraries carry the driver version there. Shown to people, never opened.
     pub source_name: String,
+    /// Whether a process had something of it open or mapped.
+    #[serde(default = "in_use")]
+    pub in_use: bool,
+}
+
+/// What a manifest says that does not say it.
+fn in_use() -> bool {
+    true
+}
+
+/// Where the loader looks for the libraries of a driver.
+pub const LIBRARY_DIRS: [&str; 7] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/nvidia/lib",
+    "/opt/nvidia/lib64",
+];
+
+/// Sockets of the driver's daemons.
+const SOCKETS: [&str; 4] = [
+    "/run/nvidia-persistenced/socket",
+    "/var/run/nvidia-persistenced/socket",
+    "/run/nvidia-fabricmanager/socket",
+    "/var/run/nvidia-fabricmanager/socket",
+];
+
+/// Firmware: `VERSION/gsp_*.bin` below these.
+const FIRMWARE: [&str; 2] = ["/lib/firmware/nvidia", "/usr/lib/firmware/nvidia"];
+
+/// Tools of the driver, in /usr/bin.
+const TOOLS: [&str; 8] = [
+    "nvidia-smi",
+    "nvidia-debugdump",
+    "nvidia-persistenced",
+    "nvidia-modprobe",
+    "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server",
+    "nvidia-imex",
+    "nvidia-imex-ctl",
+];
+
+/// The driver of this node, as far as its files go.
+#[derive(Clone, Copy, Debug)]
+pub struct Driver<'a> {
+    /// Full version, as the running driver tells it.
+    pub version: &'a str,
+    /// Where its libraries may be: [`LIBRARY_DIRS`].
+    pub dirs: &'a [&'a str],
+}
+
+/// What [`settle`] has decided.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settled {
+    /// Destinations that get a file of this node's driver, and the file.
+    pub from_driver: Vec<(PathBuf, PathBuf)>,
+    /// Destinations that get an empty file.
+    pub empty: Vec<PathBuf>,
+    /// Bind mounts of the spec that the checkpoint did not have: the restored container will not have them.
+    pub extra: Vec<PathBuf>,
 }
 
 /// A mount that a restore needs and cannot have.
@@ -52,7 +128,10 @@ impl MountError {
     /// What the operator can do.
     pub fn hint(&self) -> &'static str {
         match self {
-            Self::NotInSpec { .. } => "give the restored container the same mounts as the source had",
+            Self::NotInSpec { .. } => {
+                "give the restored container the same mounts as the source had; the driver's libraries have to be at the same \
+             places as on the source"
+            }
             Self::SourceMissing { .. } => {
                 "make the path, or install the same driver and CDI spec as on the source (file names of the driver \
                  carry its version)"
@@ -75,94 +154,153 @@ pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
         .map(|m| RequiredMount {
             source_name: name(&m.source),
             destination: m.destination,
+            in_use: true,
         })
         .collect())
 }
 
-/// Whether everything that a restore will mount is there: each required mount has its place in the spec, and the
-/// source of each bind mount of the spec exists. A relative source counts from the bundle.
-pub fn check(spec: &Spec, bundle: &Path, required: &[RequiredMount]) -> Result<(), MountError> {
+/// Notes which mounts no process had in use, by the paths that processes had open or mapped.
+pub fn mark_unused(mounts: &mut [RequiredMount], used: &BTreeSet<PathBuf>) {
+    for mount in mounts {
+        mount.in_use = used.iter().any(|path| path.starts_with(&mount.destination));
+    }
+}
+
+/// Makes the spec one whose mounts are all there and among which are all that the checkpoint needs. A relative source
+/// counts from the bundle, where `empty` is firn's empty file, which is to be made before anything is mounted.
+pub fn settle(
+    spec: &mut Spec,
+    bundle: &Path,
+    required: &[RequiredMount],
+    driver: Driver<'_>,
+    empty: &Path,
+) -> Result<Settled, MountError> {
     let mounts = spec.mounts()?;
-    for mount in mounts.iter().filter(|mount| mount.is_bind()) {
-        if !bundle.join(&mount.source).exists() {
-            let (source_path, destination) = (mount.source.clone(), mount.destination.clone());
+    let mut settled = Settled::default();
+    // Compared by components, so that a trailing or doubled slash makes no difference.
+    let wanted_at = |destination: &Path| required.iter().find(|wanted| wanted.destination == destination);
+    let mut sources = Vec::new();
+    for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
+        let wanted = wanted_at(&mount.destination);
+        if wanted.is_none() {
+            settled.extra.push(mount.destination.clone());
+        }
+        if bundle.join(&mount.source).exists() {
+            continue;
+        }
+        let name = mount.source.file_name().unwrap_or_default();
+        if let Some((_, file)) = driver.libraries(name).next() {
+            settled
+                .from_driver
+                .push((mount.destination.clone(), file.clone()));
+            sources.push((at, file));
+        } else if can_be_empty(&mount.destination, wanted.is_some_and(|wanted| wanted.in_use)) {
+            settled.empty.push(mount.destination.clone());
+            sources.push((at, empty.to_owned()));
+        } else {
             return Err(MountError::SourceMissing {
-                source_path,
-                destination,
+                source_path: mount.source.clone(),
+                destination: mount.destination.clone(),
             });
         }
     }
-    // Compared by components, so that a trailing or doubled slash makes no difference.
+    let mut added = Vec::new();
     let given = |wanted: &&RequiredMount| mounts.iter().any(|mount| mount.destination == wanted.destination);
-    match required.iter().find(|wanted| !given(wanted)) {
-        None => Ok(()),
-        Some(wanted) => {
-            let RequiredMount {
+    for wanted in required.iter().filter(|wanted| !given(wanted)) {
+        let destination = wanted.destination.clone();
+        if let Some(file) = driver.library_at(&destination) {
+            settled.from_driver.push((destination.clone(), file.clone()));
+            added.push((destination, file));
+        } else if can_be_empty(&destination, wanted.in_use) {
+            settled.empty.push(destination.clone());
+            added.push((destination, empty.to_owned()));
+        } else {
+            return Err(MountError::NotInSpec {
                 destination,
-                source_name,
-            } = wanted.clone();
-            Err(MountError::NotInSpec {
-                destination,
-                source_name,
-            })
+                source_name: wanted.source_name.clone(),
+            });
         }
     }
+    write(spec, sources, added)?;
+    Ok(settled)
+}
+
+/// Gives mounts of the spec other sources, and adds mounts.
+fn write(
+    spec: &mut Spec,
+    sources: Vec<(usize, PathBuf)>,
+    added: Vec<(PathBuf, PathBuf)>,
+) -> Result<(), SpecError> {
+    if sources.is_empty() && added.is_empty() {
+        return Ok(());
+    }
+    const PART: &str = "mounts";
+    let list = spec.object_mut(&[], PART)?.entry(PART).or_insert(Value::Null);
+    if list.is_null() {
+        *list = json!([]);
+    }
+    let list = list.as_array_mut().ok_or(SpecError::Malformed {
+        part: PART,
+        source: None,
+    })?;
+    for (at, source) in sources {
+        list[at]["source"] = json!(source);
+    }
+    for (destination, source) in added {
+        let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
+        list.push(json!({"destination": destination, "type": "bind", "source": source, "options": options}));
+    }
+    Ok(())
+}
+
+impl Driver<'_> {
+    /// Libraries of this driver with this name: the directory, and the file with the driver's full version that the name
+    /// leads to.
+    fn libraries(&self, name: &OsStr) -> impl Iterator<Item = (PathBuf, PathBuf)> {
+        let is_name = |text: &str| text.starts_with("lib") && text.contains(".so");
+        let suffix = format!(".so.{}", self.version);
+        let dirs = match name
+            .to_str()
+            .filter(|text| is_name(text) && !self.version.is_empty())
+        {
+            Some(_) => self.dirs,
+            None => &[],
+        };
+        dirs.iter().filter_map(move |dir| {
+            let file = Path::new(dir).join(name).canonicalize().ok()?;
+            let is_ours = file.is_file() && file.file_name()?.to_str()?.ends_with(&suffix);
+            is_ours.then(|| (PathBuf::from(dir), file))
+        })
+    }
+
+    /// The library of this driver whose place on this node is this path.
+    fn library_at(&self, path: &Path) -> Option<PathBuf> {
+        let (parent, name) = (path.parent()?, path.file_name()?);
+        // Most distributions have merged /lib into /usr/lib.
+        let is_here = |dir: &Path| {
+            dir == parent
+                || dir
+                    .strip_prefix("/usr")
+                    .is_ok_and(|dir| Path::new("/").join(dir) == parent)
+        };
+        self.libraries(name)
+            .find(|(dir, _)| is_here(dir))
+            .map(|(_, file)| file)
+    }
+}
+
+/// Whether no process needs the file at this place to go on.
+fn can_be_empty(destination: &Path, in_use: bool) -> bool {
+    let below = |dir: &str| destination.strip_prefix(dir).ok();
+    let is_firmware = |rest: &Path| {
+        let parts: Vec<_> = rest.iter().filter_map(OsStr::to_str).collect();
+        matches!(parts[..], [version, file] if version != ".." && file.starts_with("gsp") && file.ends_with(".bin"))
+    };
+    let is_tool = |rest: &Path| TOOLS.iter().any(|tool| rest == Path::new(tool));
+    SOCKETS.iter().any(|socket| destination == Path::new(socket))
+        || FIRMWARE.iter().filter_map(|dir| below(dir)).any(is_firmware)
+        || (!in_use && below("/usr/bin").is_some_and(is_tool))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn spec(source: &Path, destination: &str) -> Spec {
-        Spec::from(json!({"mounts": [
-            {"destination": "/proc", "type": "proc", "source": "proc"},
-            {"destination": destination, "source": source, "options": ["ro", "rbind"]},
-        ]}))
-    }
-
-    #[test]
-    fn bind_mounts_are_required_others_are_not() {
-        let required = required(&spec(
-            Path::new("/usr/lib/libcuda.so.580.95.05"),
-            "/lib/libcuda.so",
-        ))
-        .unwrap();
-        assert_eq!(required.len(), 1);
-        assert_eq!(required[0].destination, Path::new("/lib/libcuda.so"));
-        assert_eq!(required[0].source_name, "libcuda.so.580.95.05");
-    }
-
-    #[test]
-    fn a_spec_with_all_mounts_passes_wherever_they_come_from() {
-        let dir = tempfile::tempdir().unwrap();
-        let needed = required(&spec(Path::new("/elsewhere"), "/data")).unwrap();
-        check(&spec(dir.path(), "/data/"), Path::new("/"), &needed).unwrap();
-        std::fs::write(dir.path().join("hosts"), "").unwrap();
-        check(&spec(Path::new("hosts"), "/data"), dir.path(), &needed).unwrap();
-    }
-
-    #[test]
-    fn a_missing_mount_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let needed = required(&spec(Path::new("/x/libcuda.so.1"), "/data")).unwrap();
-        let error = check(&spec(dir.path(), "/other"), Path::new("/"), &needed).unwrap_err();
-        assert_eq!(error.code(), "FIRN-MOUNT-NOT-IN-SPEC");
-        assert!(
-            error.to_string().contains("/data") && error.to_string().contains("libcuda.so.1"),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_missing_source_is_named() {
-        let error = check(
-            &spec(Path::new("/nonexistent/libcuda.so.1"), "/data"),
-            Path::new("/"),
-            &[],
-        )
-        .unwrap_err();
-        assert_eq!(error.code(), "FIRN-MOUNT-SOURCE-MISSING");
-        assert!(error.to_string().contains("/nonexistent/libcuda.so.1"), "{error}");
-    }
-}
+mod tests;

@@ -1,9 +1,11 @@
 //! What /proc tells of the processes of a container.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
 pub(crate) fn inner_pid(task: &str) -> Option<i32> {
@@ -138,6 +140,28 @@ fn text(task: &str, file: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
+/// Paths that these processes have open, mapped, or as their program and directories, as they see them themselves; none when
+/// one cannot be looked at.
+pub(crate) fn files(pids: &[i32]) -> Option<BTreeSet<PathBuf>> {
+    let mut files = BTreeSet::new();
+    for pid in pids {
+        let process = PathBuf::from(format!("/proc/{pid}"));
+        for entry in fs::read_dir(process.join("fd")).ok()? {
+            // One that is closed meanwhile is not open.
+            files.extend(fs::read_link(entry.ok()?.path()));
+        }
+        for link in ["exe", "cwd"] {
+            files.insert(fs::read_link(process.join(link)).ok()?);
+        }
+        let maps = fs::read(process.join("maps")).ok()?;
+        let mapped = maps
+            .split(|byte| *byte == b'\n')
+            .filter_map(|line| line.iter().position(|byte| *byte == b'/').map(|at| &line[at..]));
+        files.extend(mapped.map(|path| PathBuf::from(OsStr::from_bytes(path))));
+    }
+    Some(files)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,6 +208,15 @@ mod tests {
         assert!(!has_ended(me()));
         assert!(has_ended(i32::MAX));
         assert_eq!(anonymous(i32::MAX), 0);
+    }
+
+    #[test]
+    fn files_in_use_are_those_that_are_open_mapped_or_run() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let program = std::env::current_exe().unwrap();
+        let used = files(&[me()]).unwrap();
+        assert!(used.contains(file.path()) && used.contains(&program), "{used:?}");
+        assert_eq!(files(&[i32::MAX]), None);
     }
 
     #[test]

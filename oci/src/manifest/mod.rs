@@ -41,8 +41,8 @@ pub const MAX_BYTES: u64 = 4 << 20;
 
 const FORMAT: &str = "firn-checkpoint";
 const MAJOR: u64 = 1;
-/// 1: large files have a checksum too. 2: how the GPUs reached each other.
-const MINOR: u64 = 2;
+/// 1: large files have a checksum too. 2: how the GPUs reached each other. 3: which mounts were in use.
+const MINOR: u64 = 3;
 
 /// What a checkpoint holds besides CRIU's images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

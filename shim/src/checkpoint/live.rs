@@ -288,14 +288,20 @@ impl<'a> Live<'a> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
         let images = image::describe(&image, self.config.deadlines.dump, &self.tools.cut).await?;
+        let pids = self.tools.cgroup.pids();
         blocking(move || {
+            let mut mounts = source.mounts;
+            // What cannot be looked at may be in use.
+            if let Some(used) = pids.ok().and_then(|pids| procfs::files(&pids)) {
+                mounts::mark_unused(&mut mounts, &used);
+            }
             let manifest = Manifest {
                 dump,
                 driver: Some(source.driver),
                 gpus: source.gpus,
                 topology: source.topology,
                 processes,
-                mounts: source.mounts,
+                mounts,
                 versions: source.versions,
                 images,
             };

@@ -31,6 +31,8 @@ pub(crate) enum Refusal {
     Decide(#[from] firn_oci::DecideError),
     #[error(transparent)]
     Mount(#[from] MountError),
+    #[error("cannot make {}", path.display())]
+    EmptyFile { path: PathBuf, source: std::io::Error },
     #[error(transparent)]
     Edit(#[from] firn_oci::edit::EditError),
     #[error(transparent)]
@@ -137,6 +139,7 @@ impl Refusal {
             Self::Gpu(error) => error.code(),
             Self::Decide(error) => error.code(),
             Self::Mount(error) => error.code(),
+            Self::EmptyFile { .. } => "FIRN-SPEC-UNWRITABLE",
             Self::Edit(error) => error.code(),
             Self::Criu(error) => error.code(),
             Self::Spec(error) => error.code(),
@@ -156,6 +159,7 @@ impl Refusal {
             Self::Gpu(error) => error.hint(),
             Self::Decide(error) => error.hint(),
             Self::Mount(error) => error.hint(),
+            Self::EmptyFile { .. } => "check that the bundle's file system is writable and not full",
             Self::Edit(error) => error.hint(),
             Self::Criu(error) => error.hint(),
             Self::Spec(error) => error.hint(),

@@ -135,7 +135,7 @@ async fn gpu_part(
     edit::strip_gpu_hooks(&mut spec)?;
     edit::add_restore_hook(&mut spec, &hook)?;
     edit::set_criu_config(&mut spec, &criu.path())?;
-    mounts::check(&spec, bundle, &manifest.mounts)?;
+    settle_mounts(&mut spec, bundle, manifest, &inventory.driver_version)?;
     spec.save(bundle)?;
     criu.write(Operation::Restore)?;
     Ok(GpuPart {
@@ -145,6 +145,39 @@ async fn gpu_part(
         config,
         worker,
     })
+}
+
+/// Gives the spec the mounts that the checkpoint needs, and says what is not as it was.
+fn settle_mounts(spec: &mut Spec, bundle: &Path, manifest: &Manifest, version: &str) -> Result<(), Refusal> {
+    let driver = mounts::Driver {
+        version,
+        dirs: &mounts::LIBRARY_DIRS,
+    };
+    let empty = bundle.join(names::BUNDLE_EMPTY);
+    let settled = mounts::settle(spec, bundle, &manifest.mounts, driver, &empty)?;
+    if !settled.empty.is_empty() {
+        std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
+    }
+    for (destination, file) in &settled.from_driver {
+        log::info!(
+            "mount {}: {} of this node's driver",
+            destination.display(),
+            file.display()
+        );
+    }
+    for destination in &settled.empty {
+        log::warn!(
+            "mount {}: this node has none, it will be empty",
+            destination.display()
+        );
+    }
+    for destination in &settled.extra {
+        log::warn!(
+            "mount {}: the checkpoint did not have it, it will not be there",
+            destination.display()
+        );
+    }
+    Ok(())
 }
 
 /// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the container gets one

@@ -1,0 +1,222 @@
+use super::*;
+use serde_json::json;
+
+const VERSION: &str = "580.95.05";
+
+/// A node with libraries of a driver: its directory, and a bundle beside it.
+struct Node {
+    dir: tempfile::TempDir,
+}
+
+impl Node {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["lib", "bundle"] {
+            std::fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        let node = Self { dir };
+        std::fs::write(node.library(), "").unwrap();
+        std::os::unix::fs::symlink("libcuda.so.580.95.05", node.path("lib/libcuda.so.1")).unwrap();
+        node
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn library(&self) -> PathBuf {
+        self.path("lib/libcuda.so.580.95.05")
+    }
+
+    fn empty(&self) -> PathBuf {
+        self.path("bundle/empty")
+    }
+
+    fn settle(&self, spec: &mut Spec, required: &[RequiredMount]) -> Result<Settled, MountError> {
+        let dir = self.path("lib");
+        let dirs = [dir.to_str().unwrap()];
+        let driver = Driver {
+            version: VERSION,
+            dirs: &dirs,
+        };
+        settle(spec, &self.path("bundle"), required, driver, &self.empty())
+    }
+}
+
+fn spec(source: &Path, destination: &str) -> Spec {
+    Spec::from(json!({"mounts": [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": destination, "source": source, "options": ["ro", "rbind"]},
+    ]}))
+}
+
+fn needed(destination: impl Into<PathBuf>, in_use: bool) -> RequiredMount {
+    RequiredMount {
+        destination: destination.into(),
+        source_name: "source".into(),
+        in_use,
+    }
+}
+
+fn source_at(spec: &Spec, destination: &Path) -> PathBuf {
+    let mounts = spec.mounts().unwrap();
+    let mount = mounts.into_iter().find(|mount| mount.destination == destination);
+    mount.unwrap().source
+}
+
+#[test]
+fn bind_mounts_are_required_others_are_not() {
+    let required = required(&spec(
+        Path::new("/usr/lib/libcuda.so.580.95.05"),
+        "/lib/libcuda.so",
+    ))
+    .unwrap();
+    assert_eq!(required.len(), 1);
+    assert_eq!(required[0].destination, Path::new("/lib/libcuda.so"));
+    assert_eq!(required[0].source_name, "libcuda.so.580.95.05");
+    assert!(required[0].in_use);
+}
+
+#[test]
+fn what_no_process_has_open_or_mapped_is_not_in_use() {
+    let mut mounts = [
+        needed("/data", true),
+        needed("/usr/bin/nvidia-smi", true),
+        needed("/dat", true),
+    ];
+    let used = ["/data/set/7", "/usr/bin/nvidia-smi-other", "/"].map(PathBuf::from);
+    mark_unused(&mut mounts, &BTreeSet::from(used));
+    assert_eq!(mounts.map(|mount| mount.in_use), [true, false, false]);
+}
+
+#[test]
+fn a_spec_with_all_mounts_stays_wherever_they_come_from() {
+    let node = Node::new();
+    std::fs::write(node.path("bundle/hosts"), "").unwrap();
+    for mut spec in [spec(node.dir.path(), "/data/"), spec(Path::new("hosts"), "/data")] {
+        let before = spec.clone();
+        let settled = node.settle(&mut spec, &[needed("/data", true)]).unwrap();
+        assert_eq!((settled, spec), (Settled::default(), before));
+    }
+}
+
+#[test]
+fn a_missing_mount_is_named() {
+    let node = Node::new();
+    let error = node
+        .settle(&mut spec(node.dir.path(), "/other"), &[needed("/data", false)])
+        .unwrap_err();
+    assert_eq!(error.code(), "FIRN-MOUNT-NOT-IN-SPEC");
+    let said = error.to_string();
+    assert!(said.contains("/data") && said.contains("source"), "{said}");
+}
+
+#[test]
+fn a_missing_source_is_named() {
+    let error = Node::new()
+        .settle(&mut spec(Path::new("/nonexistent/file"), "/data"), &[])
+        .unwrap_err();
+    assert_eq!(error.code(), "FIRN-MOUNT-SOURCE-MISSING");
+    assert!(error.to_string().contains("/nonexistent/file"), "{error}");
+}
+
+#[test]
+fn a_library_of_the_driver_is_found_where_this_node_has_it() {
+    let node = Node::new();
+    for name in ["libcuda.so.580.95.05", "libcuda.so.1"] {
+        let mut spec = spec(&Path::new("/usr/lib64").join(name), "/usr/lib64/libcuda.so.1");
+        let settled = node
+            .settle(&mut spec, &[needed("/usr/lib64/libcuda.so.1", true)])
+            .unwrap();
+        let library = node.library().canonicalize().unwrap();
+        assert_eq!(
+            settled.from_driver,
+            [("/usr/lib64/libcuda.so.1".into(), library.clone())]
+        );
+        assert_eq!(source_at(&spec, Path::new("/usr/lib64/libcuda.so.1")), library);
+    }
+}
+
+#[test]
+fn a_library_that_the_spec_lacks_is_added_at_its_own_place_only() {
+    let node = Node::new();
+    let mut given = Spec::from(json!({}));
+    let settled = node.settle(&mut given, &[needed(node.library(), true)]).unwrap();
+    assert_eq!(
+        settled.from_driver,
+        [(node.library(), node.library().canonicalize().unwrap())]
+    );
+    let mount = &given.mounts().unwrap()[0];
+    assert!(
+        mount.is_bind() && mount.options.contains(&"ro".to_owned()),
+        "{mount:?}"
+    );
+    for elsewhere in ["/etc/libcuda.so.580.95.05", "/usr/lib/../etc/libcuda.so.1"] {
+        let mut given = Spec::from(json!({}));
+        let error = node.settle(&mut given, &[needed(elsewhere, false)]).unwrap_err();
+        assert_eq!(error.code(), "FIRN-MOUNT-NOT-IN-SPEC", "{elsewhere}");
+        assert_eq!(given, Spec::from(json!({})));
+    }
+}
+
+#[test]
+fn only_files_of_the_running_driver_are_taken() {
+    let node = Node::new();
+    std::fs::write(node.path("lib/libother.so.570.1"), "").unwrap();
+    std::fs::write(node.path("lib/shadow.so.580.95.05"), "").unwrap();
+    std::fs::create_dir(node.path("lib/libdir.so.580.95.05")).unwrap();
+    std::os::unix::fs::symlink("/etc/hostname", node.path("lib/libevil.so.1")).unwrap();
+    for name in [
+        "libother.so.570.1",
+        "shadow.so.580.95.05",
+        "libdir.so.580.95.05",
+        "libevil.so.1",
+        "..",
+    ] {
+        let destination = node.path("lib").join(name);
+        assert!(
+            node.settle(&mut Spec::from(json!({})), &[needed(&destination, false)])
+                .is_err(),
+            "{name}"
+        );
+        let source = Path::new("/nonexistent").join(name);
+        assert!(node.settle(&mut spec(&source, "/x"), &[]).is_err(), "{name}");
+    }
+}
+
+#[test]
+fn sockets_firmware_and_unused_tools_may_be_absent() {
+    let node = Node::new();
+    for (destination, in_use, absent) in [
+        ("/run/nvidia-persistenced/socket", true, true),
+        ("/var/run/nvidia-fabricmanager/socket", false, true),
+        ("/lib/firmware/nvidia/580.95.05/gsp_ga10x.bin", true, true),
+        ("/usr/bin/nvidia-smi", false, true),
+        ("/usr/bin/nvidia-smi", true, false),
+        ("/usr/bin/python3", false, false),
+        ("/run/nvidia-persistenced", false, false),
+        ("/lib/firmware/nvidia/gsp_ga10x.bin", false, false),
+        ("/lib/firmware/nvidia/../gsp_ga10x.bin", false, false),
+        ("/tmp/nvidia-mps", false, false),
+    ] {
+        let required = [needed(destination, in_use)];
+        for mut given in [
+            spec(Path::new("/nonexistent/x"), destination),
+            Spec::from(json!({})),
+        ] {
+            let settled = node.settle(&mut given, &required);
+            assert_eq!(settled.is_ok(), absent, "{destination} {in_use} {settled:?}");
+            if let Ok(settled) = settled {
+                assert_eq!(settled.empty, [PathBuf::from(destination)]);
+                assert_eq!(source_at(&given, Path::new(destination)), node.empty());
+            }
+        }
+    }
+}
+
+#[test]
+fn mounts_that_the_checkpoint_did_not_have_are_told() {
+    let node = Node::new();
+    let settled = node.settle(&mut spec(node.dir.path(), "/new"), &[]).unwrap();
+    assert_eq!(settled.extra, [PathBuf::from("/new")]);
+}
