@@ -96,7 +96,9 @@ impl GpuError {
                 "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it"
             }
             Self::Deadline { .. } => "raise the phase's time under [deadlines] in the configuration",
-            Self::Stuck { .. } => "the driver hangs in the kernel (state D): dmesg may hold the reason",
+            Self::Stuck { .. } => {
+                "the driver hangs in the kernel (state D): dmesg may hold the reason; worker-end under [deadlines] bounds the wait"
+            }
             Self::Refused { hint, .. } => hint,
             Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
                 "the process uses what this driver cannot checkpoint or restore: managed memory, or memory shared with others"

@@ -465,6 +465,9 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Journal(error) => error.hint(),
         EffectError::Killed => "restore an earlier checkpoint, or start it anew",
         EffectError::Panicked => "report it with containerd's log",
+        EffectError::Hold(HoldError::NotTraced { .. }) => {
+            "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
+        }
         EffectError::Hold(_) => "detach the debugger from the container's processes",
         EffectError::Dump(DumpError::Checksums { .. }) => {
             "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration"

@@ -46,7 +46,8 @@ struct Source {
 /// What a checkpoint works with.
 pub(super) struct Tools<'a> {
     pub cgroup: Cgroup,
-    pub gpu: Gpu,
+    /// The driver worker.
+    pub worker: PathBuf,
     pub reaper: &'a Reaper,
     pub account: &'a mut Account,
     pub journal: Journal,
@@ -59,6 +60,7 @@ pub(super) struct Live<'a> {
     request: &'a Request,
     config: &'a Config,
     tools: Tools<'a>,
+    gpu: Gpu,
     /// Read once, by the first inspection.
     source: Option<Source>,
     /// Processes that the dump leaves out, of which the log has been told.
@@ -73,11 +75,15 @@ impl<'a> Live<'a> {
         config: &'a Config,
         tools: Tools<'a>,
     ) -> Self {
+        let reaper = tools.reaper.clone();
+        let gpu = Gpu::new(tools.worker.clone(), reaper, config.deadlines.worker_end)
+            .with_journal(tools.journal.clone());
         Self {
             container,
             request,
             config,
             tools,
+            gpu,
             source: None,
             omitted: BTreeSet::new(),
             complete: false,
@@ -112,7 +118,7 @@ impl<'a> Live<'a> {
 
     /// Ends the worker.
     pub(super) async fn end(mut self) {
-        self.tools.gpu.end().await;
+        self.gpu.end().await;
     }
 
     /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
@@ -136,7 +142,7 @@ impl<'a> Live<'a> {
         if let Some(parent) = self.request.parent.clone() {
             return Err(EffectError::Parent { parent });
         }
-        let inventory = self.tools.gpu.inventory(self.config.deadlines.inventory).await?;
+        let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
         if !inventory.checkpoint_api {
             return Err(EffectError::NoCheckpointApi {
                 version: inventory.driver_version,
@@ -236,7 +242,7 @@ impl<'a> Live<'a> {
             true => 0,
             // Some virtual machines do not tell it by process: then all that is in use on the container's GPUs.
             false => {
-                let told = (self.tools.gpu).memory(&pids, self.config.deadlines.inventory);
+                let told = self.gpu.memory(&pids, self.config.deadlines.inventory);
                 unless_cut(&self.tools.cut, told).await?.unwrap_or(in_use)
             }
         };
@@ -365,10 +371,7 @@ impl Effects for Live<'_> {
             }
         };
         let policy = self.source.insert(source).policy;
-        let found = self
-            .tools
-            .gpu
-            .discover(pids.clone(), self.config.deadlines.discover);
+        let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
         let cuda = unless_cut(&self.tools.cut, found).await?;
         let dumped = self.refuse_by_process(policy, &pids, &cuda).await?;
         if first {
@@ -414,25 +417,21 @@ impl Effects for Live<'_> {
     }
 
     async fn lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cut(
-            &self.tools.cut,
-            self.tools.gpu.lock(pids, self.config.deadlines.lock),
-        )
-        .await?;
+        unless_cut(&self.tools.cut, self.gpu.lock(pids, self.config.deadlines.lock)).await?;
         self.tools.account.mark("lock");
         // Of a container that its client has paused only a thaw shows it.
         self.refuse_stopped(&self.tools.cgroup.pids()?)
     }
 
     async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        let taken = self.tools.gpu.checkpoint(pids, self.config.deadlines.checkpoint);
+        let taken = self.gpu.checkpoint(pids, self.config.deadlines.checkpoint);
         unless_cut(&self.tools.cut, taken).await?;
         self.tools.account.mark("gpu-checkpoint");
         Ok(())
     }
 
     async fn give_back(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        let given = self.tools.gpu.restore(pids, &[], self.config.deadlines.restore);
+        let given = self.gpu.restore(pids, &[], self.config.deadlines.restore);
         unless_cut(&self.tools.cut, given).await?;
         self.tools.account.mark("gpu-restore");
         Ok(())
@@ -441,7 +440,7 @@ impl Effects for Live<'_> {
     async fn unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         unless_cut(
             &self.tools.cut,
-            self.tools.gpu.unlock(pids, self.config.deadlines.unlock),
+            self.gpu.unlock(pids, self.config.deadlines.unlock),
         )
         .await?;
         self.tools.account.mark("unlock");
@@ -449,7 +448,7 @@ impl Effects for Live<'_> {
     }
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
-        let states = self.tools.gpu.states(pids, self.config.deadlines.discover);
+        let states = self.gpu.states(pids, self.config.deadlines.discover);
         let states = unless_cut(&self.tools.cut, states).await?;
         for &(pid, state) in &states {
             if matches!(state, CudaState::Failed | CudaState::Unknown(_)) {

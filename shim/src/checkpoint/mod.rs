@@ -37,7 +37,6 @@ use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Brand, Checkpoint, RuncError};
-use crate::worker::Gpu;
 use live::{Live, Tools};
 use transaction::Begun;
 
@@ -312,7 +311,7 @@ async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Re
         &config,
         Tools {
             cgroup: container.cgroup()?,
-            gpu: Gpu::new(worker, reaper.clone(), config.deadlines.worker_end).with_journal(journal.clone()),
+            worker,
             reaper,
             account: &mut account,
             journal,
@@ -343,14 +342,13 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         .map_err(|error| CheckpointError::unwritten(container, error))?;
     let under_way = container.begin_transaction();
     let cut = &under_way.cut;
-    let gpu = Gpu::new(worker, reaper.clone(), config.deadlines.worker_end).with_journal(journal.clone());
     let mut live = Live::new(
         container,
         request,
         &config,
         Tools {
             cgroup,
-            gpu,
+            worker,
             reaper,
             account: &mut account,
             journal: journal.clone(),

@@ -161,6 +161,10 @@ impl Runc {
             log: self.log.with_extension(format!("{number}.json")),
             ..self.clone()
         };
+        // A full disk keeps nobody from killing.
+        if File::create(&own.log).is_err() {
+            return call(self).await;
+        }
         let done = call(&own).await;
         if let Err(error) = std::fs::remove_file(&own.log)
             && error.kind() != ErrorKind::NotFound

@@ -566,3 +566,24 @@ fn no_damaged_or_hostile_image_gains_anything() -> Result<()> {
         host.idle()
     })
 }
+
+/// What depends on runc, CRIU and containerd, and on the shim no more.
+#[test]
+fn no_damaged_or_hostile_image_gains_anything_on_trixie() -> Result<()> {
+    let host = GpuHost::for_test(Suite::Trixie, Cgroup::Auto, "im-t", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let anchor = Container::run(host, "anchor", &["--runtime", FIRN], &["sleep", "100000"])?;
+        let (other, _) = image(host, "other", "1")?;
+        let (four, spec) = image(host, "four", "4")?;
+        let job = Job::new(host, spec)?;
+        manifest_damages(&job, "/srv/four", &four, &other)?;
+        additions(&job, "/srv/four", &four)?;
+        changed_later(&job, "/srv/four", &four)?;
+        drop(job);
+        anchor.remove()?;
+        wrong_processes(host, "checkpoint/four")?;
+        without_gpu(host)?;
+        restores(host, "four", 4)?;
+        host.idle()
+    })
+}

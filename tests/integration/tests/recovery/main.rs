@@ -253,6 +253,22 @@ fn killed_at(host: &GpuHost, point: &Point) -> Result<()> {
     Stop::lift(host)
 }
 
+/// The container is killed when its image is complete and it has been ended: that is what was asked for.
+fn killed_in_finish(host: &GpuHost) -> Result<()> {
+    let (job, task, pending) = begin(host, &FINISH)?;
+    let begun = Instant::now();
+    task.kill("", 9, false)
+        .map_err(|error| anyhow::anyhow!("kill: {error}"))?;
+    ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
+    Stop::lift(host)?;
+    let ended = told(&task.end(pending), |_| "success".to_owned());
+    ensure!(ended == "success", "the checkpoint tells: {ended}");
+    job.becomes("STOPPED")?;
+    job.remove()?;
+    host.idle()?;
+    image_is(host, true)
+}
+
 type Story = fn(&GpuHost, &Point) -> Result<()>;
 
 /// The story at each point.
@@ -349,6 +365,7 @@ fn a_shim_that_is_killed_leaves_nothing_on_cgroup_v2() -> Result<()> {
 fn a_container_that_is_killed_ends_at_once() -> Result<()> {
     on([host(Suite::Forky, Cgroup::Auto, "rc-k", 1)?], |[host]| {
         at_points(host, POINTS, killed_at)?;
+        killed_in_finish(host)?;
         deleted(host)?;
         without_gpu(host)
     })
