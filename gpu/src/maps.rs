@@ -67,6 +67,14 @@ pub(crate) fn read(proc_root: &Path, pid: i32, name: &str) -> io::Result<Option<
     }
 }
 
+/// Name of a process, for messages.
+pub(crate) fn comm(proc_root: &Path, pid: i32) -> String {
+    let bytes = read(proc_root, pid, "comm").ok().flatten().unwrap_or_default();
+    String::from_utf8_lossy(&bytes)
+        .trim_end()
+        .replace(char::is_control, "?")
+}
+
 /// Whether `error` says that the process has ended.
 pub(crate) fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::ESRCH as i32)

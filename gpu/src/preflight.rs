@@ -1,7 +1,7 @@
 //! Signs, read from /proc alone, that the driver's checkpoint of a process would be refused or could not be restored.
 //!
-//! Nothing is stopped and nothing is asked of the driver. What to do about a finding is the caller's decision; what
-//! decides between `Certain` and `Suspected` is whether the sign has another explanation.
+//! Nothing is stopped and nothing is asked of the driver. What decides between `Certain` and `Suspected` is whether the sign
+//! has another explanation; what is refused for a sign, [`judge`] says.
 //!
 //! - Managed memory: each managed allocation is a shared writable mapping of /dev/nvidia-uvm whose file offset equals
 //!   its address. The driver's own such mapping is one of 2 MiB at 0x204a00000. Others in the low range that the driver
@@ -13,6 +13,7 @@
 //! - MPS: an open file in the pipe directory of an MPS daemon shows a client; a pipe directory that is only named or
 //!   only present may be unused.
 //! - Libraries that exist to share GPU memory between processes: of NVSHMEM, and of UCX for CUDA.
+//! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA (`descriptors`).
 //! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all.
 
 use std::ffi::OsStr;
@@ -25,8 +26,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::maps::{self, Mapping};
 
+mod descriptors;
+mod judge;
 #[cfg(test)]
 mod tests;
+
+pub use judge::{Owner, Refusal, judge};
 
 /// The driver's own mapping of /dev/nvidia-uvm in every CUDA process.
 const UVM_BASELINE: (u64, u64) = (0x2_04a0_0000, 2 << 20);
@@ -64,6 +69,14 @@ pub enum Sign {
     SharingLibrary { file: String },
     /// The process is, or may be, a client of the MPS daemon whose pipes are in `directory`.
     Mps { directory: PathBuf },
+    /// It has an io_uring.
+    IoUring,
+    /// It has an RDMA device open.
+    Rdma { file: String },
+    /// It has an IMEX channel open, through which GPUs of several machines share memory.
+    Imex { file: String },
+    /// It has a GPU open and uses no CUDA.
+    LeakedGpu { file: String },
     /// The container has more than one CUDA process.
     MultipleCudaProcesses { pids: Vec<i32> },
 }
@@ -88,15 +101,33 @@ pub struct Unreadable {
     pub source: io::Error,
 }
 
-/// Looks at the CUDA processes `pids` through the proc filesystem at `proc_root`. A process that has ended shows nothing.
-pub fn inspect(proc_root: &Path, pids: &[i32]) -> Result<Vec<Finding>, Unreadable> {
+/// The processes of a workload.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject<'a> {
+    /// All that CRIU dumps.
+    pub dumped: &'a [i32],
+    /// Those that the driver knows.
+    pub cuda: &'a [i32],
+    /// The owner has announced these as ranks of NCCL: it need not show, as it may be linked into the program.
+    pub ranks: bool,
+}
+
+/// Looks at processes through the proc filesystem at `proc_root`. One that has ended shows nothing.
+pub fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Finding>, Unreadable> {
     let (mut findings, mut alive) = (Vec::new(), Vec::new());
-    for &pid in pids {
+    for &pid in subject.cuda {
         if let Some(found) = inspect_one(proc_root, pid)? {
+            let shows_nccl = found
+                .iter()
+                .any(|finding| matches!(finding.sign, Sign::Nccl { .. }));
+            if subject.ranks && !shows_nccl {
+                findings.extend(nccl_settings(proc_root, pid)?);
+            }
             findings.extend(found);
             alive.push(pid);
         }
     }
+    findings.extend(descriptors::inspect(proc_root, subject)?);
     if alive.len() > 1 {
         findings.push(Finding {
             pid: None,
@@ -157,7 +188,7 @@ fn is_managed(mapping: &Mapping<'_>) -> bool {
 
 /// What [`Sign::Nccl`] says of a process, whether NCCL shows in its mappings or, linked statically, does not. A process that
 /// has ended shows nothing.
-pub fn nccl_settings(proc_root: &Path, pid: i32) -> Result<Option<Finding>, Unreadable> {
+fn nccl_settings(proc_root: &Path, pid: i32) -> Result<Option<Finding>, Unreadable> {
     const ENVIRON: &str = "environ";
     let environment = maps::read(proc_root, pid, ENVIRON).map_err(|source| Unreadable {
         pid,

@@ -4,6 +4,16 @@ use tempfile::TempDir;
 
 use super::*;
 
+/// Of CUDA processes.
+fn inspect(proc_root: &Path, cuda: &[i32]) -> Result<Vec<Finding>, Unreadable> {
+    let subject = Subject {
+        dumped: &[],
+        cuda,
+        ranks: false,
+    };
+    super::inspect(proc_root, &subject)
+}
+
 /// What every CUDA process maps, shortened from an H200 with driver 580.
 const BASELINE: &str = "\
 200000000-200200000 ---p 00000000 00:00 0
@@ -116,8 +126,17 @@ fn settings_of_nccl_are_read_without_its_library_too() {
         shm_disabled: false,
         nvls_disabled: true,
     };
-    assert_eq!((found.pid, found.sign), (Some(7), expected));
+    assert_eq!((found.pid, &found.sign), (Some(7), &expected));
     assert_eq!(nccl_settings(root.path(), 8).unwrap(), None);
+    let ranks = |ranks| {
+        let subject = Subject {
+            dumped: &[7],
+            cuda: &[7],
+            ranks,
+        };
+        super::inspect(root.path(), &subject).unwrap()
+    };
+    assert_eq!((ranks(true), ranks(false)), (vec![found], vec![]));
 }
 
 #[test]

@@ -19,16 +19,8 @@ use crate::worker::GpuError;
 /// A failure of one effect of the transaction, or a refusal.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EffectError {
-    #[error(
-        "process {pid} ({comm}) uses {bytes} bytes of managed (UVM) memory, which the driver cannot checkpoint"
-    )]
-    ManagedMemory { pid: i32, comm: String, bytes: u64 },
-    #[error("process {pid} ({comm}) is a client of the MPS daemon at {}", directory.display())]
-    Mps {
-        pid: i32,
-        comm: String,
-        directory: PathBuf,
-    },
+    #[error(transparent)]
+    Preflight(#[from] firn_gpu::preflight::Refusal),
     #[error("GPU {uuid} is in MIG mode, whose memory the driver cannot checkpoint")]
     Mig { uuid: String },
     #[error(
@@ -88,22 +80,6 @@ pub(crate) enum EffectError {
         comm: String,
         state: &'static str,
     },
-    #[error(
-        "process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others: it was started without {}",
-        missing.join(", ")
-    )]
-    Nccl {
-        pid: i32,
-        comm: String,
-        missing: Vec<&'static str>,
-    },
-    #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
-    SharingLibrary { pid: i32, comm: String, file: String },
-    #[error(
-        "CUDA processes {} may share GPU memory, which the driver takes and cannot give back",
-        listed(processes)
-    )]
-    Ipc { processes: Vec<(i32, String)> },
     #[error("{runtime} cannot do it")]
     Runtime { runtime: &'static str },
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
@@ -142,20 +118,6 @@ pub(crate) enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
-}
-
-/// Pids and names, `7 (python), 8 (python)`; the first few of many.
-fn listed(processes: &[(i32, String)]) -> String {
-    const SHOWN: usize = 8;
-    let mut names: Vec<String> = processes
-        .iter()
-        .take(SHOWN)
-        .map(|(pid, comm)| format!("{pid} ({comm})"))
-        .collect();
-    if processes.len() > SHOWN {
-        names.push(format!("{} more", processes.len() - SHOWN));
-    }
-    names.join(", ")
 }
 
 /// Megabytes; a part of one counts as one.
@@ -384,8 +346,7 @@ impl CheckpointError {
 /// The code that users see.
 fn code(error: &EffectError) -> &'static str {
     match error {
-        EffectError::ManagedMemory { .. } => "FIRN-UVM",
-        EffectError::Mps { .. } => "FIRN-MPS",
+        EffectError::Preflight(refusal) => refusal.code(),
         EffectError::Mig { .. } => "FIRN-GPU-MIG",
         EffectError::Stopped { .. } => "FIRN-STOPPED",
         EffectError::CudaOutsideTree { .. } | EffectError::OutsideTree { .. } => "FIRN-EXEC",
@@ -394,8 +355,6 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::ForeignMount { .. } => "FIRN-FOREIGN-MOUNT",
         EffectError::ForeignStdio { .. } => "FIRN-STDIO",
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
-        EffectError::Nccl { .. } => "FIRN-NCCL",
-        EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => "FIRN-IPC",
         EffectError::Runtime { .. } => "FIRN-RUNTIME",
         EffectError::ByHook => "FIRN-GPU-HOOK",
         EffectError::Parent { .. } => "FIRN-PARENT",
@@ -420,8 +379,7 @@ fn code(error: &EffectError) -> &'static str {
 
 fn hint(error: &EffectError) -> &str {
     match error {
-        EffectError::ManagedMemory { .. } => "start the program with plain device memory (cudaMalloc)",
-        EffectError::Mps { .. } => "start the container without MPS",
+        EffectError::Preflight(refusal) => refusal.hint(),
         EffectError::Mig { .. } => "use whole GPUs for containers that are to be checkpointed",
         EffectError::CudaOutsideTree { .. } => {
             "end the exec'd process, or start it from the container's own init"
@@ -441,15 +399,6 @@ fn hint(error: &EffectError) -> &str {
         EffectError::ForeignMount { .. } => "unmount it, or give it to the container in its spec",
         EffectError::ForeignStdio { .. } => "start the process with pipes, or with files of the container",
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
-        EffectError::Nccl { .. } => {
-            "create the container with the annotation firn.dev/nccl=sockets, or start the job with NCCL_P2P_DISABLE=1, \
-             NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment; if its processes share nothing, create the \
-             container with the annotation firn.dev/ipc=none"
-        }
-        EffectError::SharingLibrary { .. } | EffectError::Ipc { .. } => {
-            "if they share none, create the container with the annotation firn.dev/ipc=none; ranks of NCCL: \
-             firn.dev/nccl=sockets"
-        }
         EffectError::Runtime { .. } => {
             "run the container with runc: leave BinaryName out of the runtime's options"
         }

@@ -223,10 +223,11 @@ impl<'a> Live<'a> {
                 );
             }
         }
-        let pids: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
-        let findings = blocking(move || refuse::inspect(&pids, policy)).await?;
-        refuse::by_signs(&findings, policy)?;
-        Ok(tree.dumped.into_iter().collect())
+        let cuda: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
+        let dumped: Vec<i32> = tree.dumped.into_iter().collect();
+        let seen = dumped.clone();
+        blocking(move || refuse::by_signs(&seen, &cuda, policy)).await?;
+        Ok(dumped)
     }
 
     /// Refusals by what lies around the processes: room for what a checkpoint makes, mounts, standard streams.

@@ -1,14 +1,12 @@
 //! Refusals by what the processes of a container are and show, before anything is touched.
 //!
-//! What is only suspected is left to the driver where that refuses without harm, as it does managed memory. Memory that
-//! processes share it takes, and cannot give it back: several CUDA processes are refused unless something says that they
-//! share none.
+//! What signs mean is decided in [`firn_gpu::preflight`], which `firn audit` asks too.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use firn_config::{Config, Exec, names};
-use firn_gpu::preflight::{self, Certainty, Finding, Sign, Unreadable};
+use firn_gpu::preflight::{self, Owner, Subject};
 use firn_oci::{Spec, nccl};
 
 use super::error::EffectError;
@@ -93,105 +91,25 @@ fn decide(
     }
 }
 
-/// What the CUDA processes show from outside.
-///
-/// Of ranks that the container's owner has announced NCCL need not show: it may be linked into the program.
-pub(super) fn inspect(pids: &[i32], policy: Policy) -> Result<Vec<Finding>, Unreadable> {
+/// Refusals by what the processes that are dumped show from outside.
+pub(super) fn by_signs(dumped: &[i32], cuda: &[i32], policy: Policy) -> Result<(), EffectError> {
     let proc_root = Path::new("/proc");
-    let mut findings = preflight::inspect(proc_root, pids)?;
-    if policy.sockets {
-        for &pid in pids {
-            let is_settings =
-                |finding: &Finding| finding.pid == Some(pid) && matches!(finding.sign, Sign::Nccl { .. });
-            if !findings.iter().any(is_settings) {
-                findings.extend(preflight::nccl_settings(proc_root, pid)?);
-            }
-        }
-    }
-    Ok(findings)
-}
-
-/// Refusals by what the CUDA processes show from outside.
-pub(super) fn by_signs(findings: &[Finding], policy: Policy) -> Result<(), EffectError> {
-    for Finding { pid, sign, certainty } in findings {
-        let pid = pid.unwrap_or_default();
-        let comm = || procfs::comm(pid);
-        match (certainty, sign) {
-            (Certainty::Certain, Sign::ManagedMemory { bytes, .. }) => {
-                return Err(EffectError::ManagedMemory {
-                    pid,
-                    comm: comm(),
-                    bytes: *bytes,
-                });
-            }
-            (Certainty::Certain, Sign::Mps { directory }) => {
-                return Err(EffectError::Mps {
-                    pid,
-                    comm: comm(),
-                    directory: directory.clone(),
-                });
-            }
-            (_, sign) => log::debug!("pid {pid}: {sign:?}"),
-        }
-    }
-    if policy.shares_nothing {
-        return Ok(());
-    }
-    by_sharing(findings)
-}
-
-/// Refuses CUDA processes that may share GPU memory: several, unless all are ranks of NCCL that talk over sockets and
-/// nothing else speaks for sharing.
-fn by_sharing(findings: &[Finding]) -> Result<(), EffectError> {
-    let several = findings.iter().find_map(|finding| match &finding.sign {
-        Sign::MultipleCudaProcesses { pids } => Some(pids),
-        _ => None,
-    });
-    let Some(pids) = several else {
-        return Ok(());
+    let subject = Subject {
+        dumped,
+        cuda,
+        ranks: policy.sockets,
     };
-    let mut sockets_only = 0;
-    for Finding { pid, sign, .. } in findings {
-        let pid = pid.unwrap_or_default();
-        let comm = || procfs::comm(pid);
-        match sign {
-            &Sign::Nccl {
-                p2p_disabled,
-                shm_disabled,
-                nvls_disabled,
-            } => {
-                let settings = [
-                    (p2p_disabled, "NCCL_P2P_DISABLE=1"),
-                    (shm_disabled, "NCCL_SHM_DISABLE=1"),
-                    (nvls_disabled, "NCCL_NVLS_ENABLE=0"),
-                ];
-                let missing: Vec<_> = settings
-                    .iter()
-                    .filter(|(is_set, _)| !is_set)
-                    .map(|(_, name)| *name)
-                    .collect();
-                if !missing.is_empty() {
-                    let comm = comm();
-                    return Err(EffectError::Nccl { pid, comm, missing });
-                }
-                sockets_only += 1;
-            }
-            Sign::SharingLibrary { file } => {
-                return Err(EffectError::SharingLibrary {
-                    pid,
-                    comm: comm(),
-                    file: file.clone(),
-                });
-            }
-            Sign::ManagedMemory { .. } | Sign::Mps { .. } | Sign::MultipleCudaProcesses { .. } => {}
-        }
+    let findings = preflight::inspect(proc_root, &subject)?;
+    for finding in &findings {
+        log::debug!("preflight: {finding:?}");
     }
-    if sockets_only == pids.len() {
-        return Ok(());
+    let owner = Owner {
+        shares_nothing: policy.shares_nothing,
+    };
+    match preflight::judge(proc_root, &findings, owner).into_iter().next() {
+        None => Ok(()),
+        Some(refusal) => Err(refusal.into()),
     }
-    Err(EffectError::Ipc {
-        processes: pids.iter().map(|&pid| (pid, procfs::comm(pid))).collect(),
-    })
 }
 
 #[cfg(test)]
@@ -203,127 +121,10 @@ mod tests {
         sockets: false,
         exec: Exec::Refuse,
     };
-    const SHARES_NOTHING: Policy = Policy {
-        shares_nothing: true,
-        ..SAYS_NOTHING
-    };
     const OMITS: Policy = Policy {
         exec: Exec::Omit,
         ..SAYS_NOTHING
     };
-
-    fn finding(pid: i32, sign: Sign, certainty: Certainty) -> Finding {
-        Finding {
-            pid: Some(pid),
-            sign,
-            certainty,
-        }
-    }
-
-    fn nccl(pid: i32, p2p_disabled: bool, shm_disabled: bool, nvls_disabled: bool) -> Finding {
-        let sign = Sign::Nccl {
-            p2p_disabled,
-            shm_disabled,
-            nvls_disabled,
-        };
-        finding(pid, sign, Certainty::Certain)
-    }
-
-    fn over_sockets(pid: i32) -> Finding {
-        nccl(pid, true, true, true)
-    }
-
-    /// As the inspection of these processes finds it; one alone is no finding.
-    fn of(pids: &[i32], mut findings: Vec<Finding>) -> Vec<Finding> {
-        if pids.len() > 1 {
-            findings.push(Finding {
-                pid: None,
-                sign: Sign::MultipleCudaProcesses { pids: pids.to_vec() },
-                certainty: Certainty::Certain,
-            });
-        }
-        findings
-    }
-
-    #[test]
-    fn one_process_shares_with_nobody() {
-        assert!(by_signs(&[], SAYS_NOTHING).is_ok());
-        assert!(by_signs(&of(&[7], vec![nccl(7, false, false, false)]), SAYS_NOTHING).is_ok());
-    }
-
-    #[test]
-    fn several_processes_are_refused_unless_their_owner_says_that_they_share_nothing() {
-        let two = of(&[7, 8], vec![]);
-        let Err(EffectError::Ipc { processes }) = by_signs(&two, SAYS_NOTHING) else {
-            panic!("not refused");
-        };
-        assert_eq!(processes.iter().map(|(pid, _)| *pid).collect::<Vec<_>>(), [7, 8]);
-        assert!(by_signs(&two, SHARES_NOTHING).is_ok());
-    }
-
-    #[test]
-    fn ranks_are_allowed_only_when_every_transport_that_shares_is_off_in_every_one() {
-        for bits in 0_i32..1 << 6 {
-            let off = |bit: i32| bits & 1 << bit != 0;
-            let ranks = vec![nccl(7, off(0), off(1), off(2)), nccl(8, off(3), off(4), off(5))];
-            let found = by_signs(&of(&[7, 8], ranks), SAYS_NOTHING);
-            match bits {
-                0b111_111 => assert!(found.is_ok(), "a job over sockets can be moved"),
-                _ => {
-                    let Err(EffectError::Nccl { pid, missing, .. }) = found else {
-                        panic!("{bits:b}: {found:?}");
-                    };
-                    let of_pid = if pid == 7 { bits & 0b111 } else { bits >> 3 };
-                    let off = usize::try_from(of_pid.count_ones()).unwrap();
-                    assert_eq!(missing.len(), 3 - off, "{bits:b}: {missing:?}");
-                    assert_eq!(missing.contains(&"NCCL_SHM_DISABLE=1"), of_pid & 0b010 == 0);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn ranks_over_sockets_say_nothing_about_others_or_about_other_libraries() {
-        let with_another = of(&[7, 8, 9], vec![over_sockets(7), over_sockets(8)]);
-        assert!(matches!(
-            by_signs(&with_another, SAYS_NOTHING),
-            Err(EffectError::Ipc { .. })
-        ));
-        let ucx = Sign::SharingLibrary {
-            file: "libuct_cuda.so.0".into(),
-        };
-        let with_ucx = vec![
-            over_sockets(7),
-            over_sockets(8),
-            finding(8, ucx, Certainty::Suspected),
-        ];
-        assert!(matches!(
-            by_signs(&of(&[7, 8], with_ucx.clone()), SAYS_NOTHING),
-            Err(EffectError::SharingLibrary { pid: 8, .. })
-        ));
-        assert!(by_signs(&of(&[7, 8], with_ucx), SHARES_NOTHING).is_ok());
-    }
-
-    #[test]
-    fn managed_memory_is_refused_when_it_is_certain_whatever_the_owner_says() {
-        let managed = |certainty| {
-            let sign = Sign::ManagedMemory {
-                ranges: 1,
-                bytes: 1 << 26,
-            };
-            vec![finding(7, sign, certainty)]
-        };
-        for policy in [SAYS_NOTHING, SHARES_NOTHING] {
-            assert!(matches!(
-                by_signs(&managed(Certainty::Certain), policy),
-                Err(EffectError::ManagedMemory {
-                    bytes: 67_108_864,
-                    ..
-                })
-            ));
-            assert!(by_signs(&managed(Certainty::Suspected), policy).is_ok());
-        }
-    }
 
     #[test]
     fn only_the_word_none_says_that_nothing_is_shared() {

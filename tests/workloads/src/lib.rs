@@ -4,3 +4,4 @@
 
 pub mod counter;
 pub mod driver;
+pub mod habits;

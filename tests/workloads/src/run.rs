@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use firn_workloads::counter::Counter;
 use firn_workloads::driver::{Driver, IpcHandle};
+use firn_workloads::habits;
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 
@@ -46,6 +47,12 @@ pub struct Options {
     /// Let a child process open the first buffer by legacy IPC
     #[arg(long)]
     ipc: bool,
+    /// Hold an io_uring
+    #[arg(long)]
+    io_uring: bool,
+    /// Fork a child that has what it inherits and does nothing
+    #[arg(long)]
+    fork: bool,
     /// Pause between iterations
     #[arg(long, default_value_t = 200)]
     interval_ms: u64,
@@ -130,8 +137,16 @@ fn watch(children: Vec<Child>) -> Result<()> {
 
 /// One thread per thread and GPU asked for; the first failure ends the process.
 fn compute(options: &Options) -> Result<()> {
+    let _ring = match options.io_uring {
+        true => Some(habits::io_uring().context("cannot set up an io_uring")?),
+        false => None,
+    };
     let driver = Arc::new(Driver::open()?);
     driver.init()?;
+    if options.fork {
+        driver.set_current(driver.primary_context(options.gpu[0])?)?;
+        habits::idle_fork().context("cannot fork")?;
+    }
     if options.reserve_mib > 0 {
         driver.set_current(driver.primary_context(options.gpu[0])?)?;
         driver.allocate(options.reserve_mib << 20)?;

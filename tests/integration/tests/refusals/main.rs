@@ -70,6 +70,29 @@ fn managed_memory_is_refused_before_any_side_effect_on_trixie() -> Result<()> {
     managed_memory(Suite::Trixie, "rf-uvmt")
 }
 
+/// What CRIU cannot dump is seen before anything is touched, and the same program goes on.
+fn undumpable(name: &str, habit: &str, code: &str) -> Result<()> {
+    on([host(Suite::Forky, name, 1)?], |[host]| {
+        host.watch_runc()?;
+        let job = Container::count(host, "job", &["0"], 1, &[habit])?;
+        job.goes_on(3)?;
+        let said = refused(&job, host, code)?;
+        ensure!(said.contains("(gpu-counter)"), "no process in:\n{said}");
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn an_io_uring_is_refused_before_any_side_effect() -> Result<()> {
+    undumpable("rf-ring", "--io-uring", "FIRN-IO-URING")
+}
+
+#[test]
+fn a_forked_child_that_still_has_gpus_open_is_refused_before_any_side_effect() -> Result<()> {
+    undumpable("rf-fork", "--fork", "FIRN-GPU-FD")
+}
+
 /// One process opens the memory of another: nothing shows that from outside.
 fn importing<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
     let job = Container::count_with(host, "job", &["0"], 1, options, &["--ipc"])?;
