@@ -24,7 +24,6 @@ fn container(bundle: &Path, reaper: &Reaper) -> Container {
         open_tcp: false,
         gpu: false,
         private_pids: true,
-        open_tcp: false,
     };
     Container::new("job", bundle.to_owned(), runc, options, init, facts, None)
 }
