@@ -125,12 +125,32 @@ impl Default for Deadlines {
 pub struct Create {
     /// Where CDI files are; those of a later directory come first.
     pub cdi_dirs: Vec<PathBuf>,
+    /// Hooks of NVIDIA's that would mount GPUs behind the spec.
+    pub hooks: Conversion,
+    /// Whether the variable `NVIDIA_VISIBLE_DEVICES` gives GPUs. Images set it too.
+    pub visible_devices: bool,
+    /// Whether mounts below /var/run/nvidia-container-devices give GPUs.
+    pub volume_mounts: bool,
+}
+
+/// What becomes of a hook that would mount GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Conversion {
+    /// The GPUs that it names become edits of the spec, by CDI.
+    #[default]
+    Convert,
+    /// It is run; the container cannot be checkpointed.
+    Keep,
 }
 
 impl Default for Create {
     fn default() -> Self {
         Self {
             cdi_dirs: ["/etc/cdi", "/var/run/cdi"].map(PathBuf::from).to_vec(),
+            hooks: Conversion::default(),
+            visible_devices: false,
+            volume_mounts: false,
         }
     }
 }
@@ -390,6 +410,20 @@ mod tests {
         let omit = parse("[checkpoint]\nexec = \"omit\"\n").unwrap();
         assert_eq!(omit.checkpoint.exec, Exec::Omit);
         assert!(complaint("[checkpoint]\nexec = \"include\"\n").contains("include"));
+    }
+
+    #[test]
+    fn names_of_gpus_give_none_unless_the_file_says_so() {
+        let create = parse("[create]\n").unwrap().create;
+        assert_eq!(create, Create::default());
+        assert!(!create.visible_devices && !create.volume_mounts && create.hooks == Conversion::Convert);
+        let said = parse(
+            "[create]\nhooks = \"keep\"\nvisible-devices = true\nvolume-mounts = true\ncdi-dirs = []\n",
+        );
+        let create = said.unwrap().create;
+        assert!(create.visible_devices && create.volume_mounts && create.cdi_dirs.is_empty());
+        assert_eq!(create.hooks, Conversion::Keep);
+        assert!(complaint("[create]\nhooks = \"drop\"\n").contains("drop"));
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod programs;
 
 pub use duration::{BadDuration, parse_duration};
 pub use file::{
-    Checkpoint, Config, ConfigError, Create, Criu, Deadlines, Exec, Hook, Nccl, RemapPolicy, Restore, Worker,
+    Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, Hook, Nccl, RemapPolicy,
+    Restore, Worker,
 };
 pub use programs::{ProgramError, find_program};

@@ -1,11 +1,13 @@
 //! firn-hook: what firn has the OCI runtime run at points of a container's life.
 #![forbid(unsafe_code)]
 
+mod convert;
 mod libraries;
 mod loopback;
 mod rootfs;
 mod state;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -20,6 +22,7 @@ firn-hook: OCI hook of firn, run by runc and not by people
 usage: firn-hook createRuntime < state.json
        firn-hook create-symlinks [--link TEXT::PATH]... < state.json
        firn-hook update-ldcache [--library PATH]... < state.json
+       firn-hook convert BUNDLE [--restore]
 
   createRuntime     brings up the loopback interface of the container's network
                     namespace, which runc does at create but not at restore.
@@ -31,8 +34,12 @@ usage: firn-hook createRuntime < state.json
   update-ldcache    adds libraries to the container's /etc/ld.so.cache, before
                     others of the same name.
 
-All are safe to repeat. The last two are hooks of the stage createContainer, and
-are in the CDI files that `firn cdi generate` writes.
+  convert           makes GPUs that a hook or a name in the bundle's spec asks
+                    for edits of the spec, by the node's CDI files. Run by the
+                    shim. Prints one JSON object.
+
+All are safe to repeat. create-symlinks and update-ldcache are hooks of the
+stage createContainer, and are in the CDI files of `firn cdi generate`.
 
 The container's state, as the OCI runtime specification defines it, is read
 from standard input. Errors go to standard error.
@@ -62,6 +69,8 @@ fn main() -> ExitCode {
             };
             rootfs().and_then(|rootfs| libraries::update_ldcache(&rootfs, &paths))
         }
+        ["convert", bundle] => return convert::run(Path::new(bundle), false),
+        ["convert", bundle, "--restore"] => return convert::run(Path::new(bundle), true),
         ["--help" | "-h"] => {
             print!("{HELP}");
             Ok(())

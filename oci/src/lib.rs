@@ -4,6 +4,7 @@
 //! comes from a checkpoint image or from inside a container is hostile until checked.
 #![forbid(unsafe_code)]
 
+mod ask;
 mod atomic;
 pub mod criu;
 mod decide;
@@ -23,6 +24,7 @@ pub mod nccl;
 mod policy;
 mod spec;
 
+pub use ask::{Ask, Form, Request, drop_mounting_hooks, settle};
 pub use atomic::write as write_file;
 pub use decide::{DecideError, Decision};
 pub use grant::{Basis, Grant, GrantError};

@@ -303,6 +303,11 @@ impl Spec {
         Some(Path::new(self.value.pointer("/root/path")?.as_str()?))
     }
 
+    /// The JSON.
+    pub fn into_value(self) -> Value {
+        self.value
+    }
+
     /// The JSON as it stands.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn value(&self) -> &Value {

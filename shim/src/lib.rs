@@ -9,6 +9,7 @@ mod bootstrap;
 mod cgroup;
 mod checkpoint;
 mod container;
+mod convert;
 mod delete;
 mod events;
 #[cfg(any(test, fuzzing))]

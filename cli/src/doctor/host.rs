@@ -51,7 +51,7 @@ fn cdi(directories: &[&str]) -> Check {
         None => Check::warn(
             NAME,
             format!("no CDI spec for nvidia.com/gpu in {}", directories.join(" or ")),
-            "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`; GPUs injected by a hook cannot be restored",
+            "`firn cdi generate --output /etc/cdi/nvidia.yaml`; GPUs that a hook mounts cannot be checkpointed",
         ),
     }
 }

@@ -109,6 +109,9 @@ pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<(), Checkp
     let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
     criu.write(Operation::Dump)?;
     nccl::over_sockets(&mut spec, u64::from(config.nccl.shm_mib) << 20)?;
+    if firn_oci::drop_mounting_hooks(&mut spec)? > 0 {
+        log::info!("the hook disable-device-node-modification is left out: CRIU cannot dump what it mounts");
+    }
     edit::set_criu_config(&mut spec, &criu.path())?;
     spec.save(bundle)?;
     Ok(())

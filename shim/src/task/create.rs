@@ -16,7 +16,7 @@ use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::runc::{self, Runc};
 use crate::stdio::{self, StdioConfig};
-use crate::{mounts, recovery, restore};
+use crate::{convert, mounts, recovery, restore};
 
 /// Others may enter and not list it: user namespaces need that.
 const ROOTFS_MODE: u32 = 0o711;
@@ -103,14 +103,15 @@ async fn build_mounted(
     bundle: &Path,
     options: RuncOptions,
 ) -> Result<Arc<Container>, TaskError> {
+    let checkpoint = Some(Path::new(&request.checkpoint)).filter(|image| !image.as_os_str().is_empty());
     let spec = Spec::load(bundle)?;
+    let spec = convert::settled(spec, bundle, checkpoint.is_some(), &service.reaper).await?;
     let gpu = spec.asks_for_gpu();
     let facts = Facts {
         gpu,
         open_tcp: gpu && nccl::is_asked(&spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };
-    let checkpoint = Some(Path::new(&request.checkpoint)).filter(|image| !image.as_os_str().is_empty());
     let runc = Runc::new(
         &request.id,
         &service.namespace,

@@ -7,6 +7,7 @@ use ttrpc::Code;
 
 use crate::checkpoint::CheckpointError;
 use crate::container::{Action, ExecRefused, InitState, NotAllowed};
+use crate::convert::ConvertError;
 use crate::logger::Chain;
 use crate::options;
 use crate::restore::RestoreError;
@@ -82,6 +83,8 @@ pub(crate) enum TaskError {
     #[error(transparent)]
     PidFile(#[from] PidFileError),
     #[error(transparent)]
+    Convert(#[from] ConvertError),
+    #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     Restore(#[from] RestoreError),
@@ -113,6 +116,7 @@ impl TaskError {
             Self::Options(_) => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
+            Self::Convert(_) => Code::FAILED_PRECONDITION,
             Self::Checkpoint(error) => error.rpc_code(),
             Self::Restore(error) => error.rpc_code(),
             Self::Closing => Code::UNAVAILABLE,

@@ -4,7 +4,7 @@
 //! Needs root. The specs are those that the real tools write; only the driver is simulated.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, FIRN, GpuHost, SimGpu, on};
+use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, on};
 use firn_node::{Cgroup, Suite};
 
 /// The CDI file of a node.
@@ -61,8 +61,11 @@ fn moves(a: &GpuHost, b: &GpuHost, options: &[&str], expected: &str) -> Result<(
     copy.goes_on(5)?;
     ensure!(copy.gpus_in_use()? == [expected], "not on the other node's GPU");
     copy.remove()?;
-    a.idle()?;
-    b.idle()
+    for host in [a, b] {
+        host.remove_image("checkpoint/job")?;
+        host.idle()?;
+    }
+    Ok(())
 }
 
 #[test]
@@ -79,5 +82,149 @@ fn a_node_with_nothing_but_the_driver_gives_its_gpus_by_firns_own_cdi_file() -> 
         let said = format!("{:#}", refused.err().context("a second file was written")?);
         ensure!(said.contains("FIRN-CDI-EXISTS"), "{said}");
         moves(a, b, &["--device", "nvidia.com/gpu=0"], &b.uuids()[0])
+    })
+}
+
+/// Stands for a tool that ctr wants to see, and that must not be run.
+const NEVER: &str = "#!/bin/sh\necho \"$0\" >> /run/hook-ran\nexit 1\n";
+
+/// NVIDIA's hook, as far as it matters here: it mounts a part of a file system into the container, behind the runtime.
+const HOOK: &str = r#"#!/bin/sh -e
+echo "$0" >> /run/hook-ran
+bundle=$(sed 's/.*"bundle":"\([^"]*\)".*/\1/')
+mkdir -p /run/driver/part "$bundle/rootfs/foreign"
+mount -t tmpfs driver /run/driver && mkdir /run/driver/part
+mount --bind /run/driver/part "$bundle/rootfs/foreign"
+umount -l /run/driver
+"#;
+
+/// Puts NVIDIA's hook into every spec before the shim sees it, as docker does.
+const AS_DOCKER: &str = r#"#!/bin/sh
+hook='{"path":"/usr/local/bin/nvidia-container-runtime-hook","args":["nvidia-container-runtime-hook","prestart"]}'
+case " $* " in *" start "*) sed -i "s|^{|{\"hooks\":{\"prestart\":[$hook]},|" config.json ;; esac
+exec /usr/local/libexec/containerd-shim-firn-v2 "$@"
+"#;
+
+const SHIM: &str = "/usr/local/bin/containerd-shim-firn-v2";
+
+fn install(host: &GpuHost, script: &str, path: &str) -> Result<()> {
+    let file = tempfile::NamedTempFile::new()?;
+    std::fs::write(file.path(), script)?;
+    host.node().install(file.path(), path, 0o755)
+}
+
+/// Makes every container of this node one that has NVIDIA's hook.
+fn as_docker(host: &GpuHost) -> Result<()> {
+    host.node().install(
+        host.node().path(SHIM),
+        "/usr/local/libexec/containerd-shim-firn-v2",
+        0o755,
+    )?;
+    install(host, AS_DOCKER, SHIM)?;
+    install(host, HOOK, "/usr/local/bin/nvidia-container-runtime-hook")
+}
+
+fn hook_ran(host: &GpuHost) -> bool {
+    host.node().path("/run/hook-ran").exists()
+}
+
+#[test]
+fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
+    on(pair("ak-ask")?, |[a, b]| {
+        for host in [&*a, &*b] {
+            install(host, NEVER, "/usr/local/bin/nvidia-container-cli")?;
+        }
+        // By the hook of `ctr run --gpus`.
+        moves(a, b, &["--gpus", "0"], &b.uuids()[0])?;
+
+        // By a name alone, where the operator lets it count.
+        let mounted = "type=bind,src=/dev/null,dst=/var/run/nvidia-container-devices/0,options=rbind";
+        let by_mount = [
+            "--mount",
+            mounted,
+            "--env",
+            "NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices",
+        ];
+        for host in [&*a, &*b] {
+            host.configure("[create]\nvisible-devices = true\nvolume-mounts = true\n")?;
+        }
+        moves(a, b, &by_mount, &b.uuids()[0])?;
+
+        // By a name that means nothing on the other node, whose configuration says what it stands for.
+        let uuid = format!("NVIDIA_VISIBLE_DEVICES={}", a.uuids()[0]);
+        b.configure("[create]\nvisible-devices = true\n[restore]\ngpus = [\"1\"]\n")?;
+        moves(a, b, &["--env", &uuid], &b.uuids()[1])?;
+        ensure!(!hook_ran(a) && !hook_ran(b), "nvidia-container-cli was run");
+        Ok(())
+    })
+}
+
+#[test]
+fn a_hook_that_mounts_behind_the_runtime_is_replaced_by_what_it_would_have_given() -> Result<()> {
+    on(pair("ak-hook")?, |[a, b]| {
+        as_docker(a)?;
+        as_docker(b)?;
+        let all = ["--env", "NVIDIA_VISIBLE_DEVICES=0"];
+        // Left as it is, it makes a container that cannot be dumped.
+        a.configure("[create]\nhooks = \"keep\"\n")?;
+        let kept = Container::run(
+            a,
+            "kept",
+            &[&["--runtime", FIRN], &all[..]].concat(),
+            &["sleep", "1000"],
+        )?;
+        ensure!(hook_ran(a), "the hook was not run");
+        let said = format!(
+            "{:#}",
+            kept.checkpoint("checkpoint/kept")
+                .err()
+                .context("it was dumped")?
+        );
+        ensure!(said.contains("FIRN-GPU-HOOK"), "{said}");
+        kept.remove()?;
+        a.node().run(&["rm", "/run/hook-ran"])?;
+
+        a.configure("")?;
+        moves(a, b, &all, &b.uuids()[0])?;
+        ensure!(!hook_ran(a) && !hook_ran(b), "the hook was run");
+        Ok(())
+    })
+}
+
+#[test]
+fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Result<()> {
+    on([host("ak-none", &[SimGpu::h200(1)])?], |[host]| {
+        // As images of nvidia/cuda do.
+        let image = ["--runtime", FIRN, "--env", "NVIDIA_VISIBLE_DEVICES=all"];
+        let plain = Container::run(host, "plain", &image, &["sleep", "1000"])?;
+        let written = host.node().read(format!("{BUNDLES}/plain/config.json"))?;
+        ensure!(written.starts_with("{\"ociVersion\""), "written anew: {written}");
+        let known = host
+            .node()
+            .run(&["ctr", "containers", "info", "--spec", "plain"])?
+            .stdout;
+        let [written, known]: [serde_json::Value; 2] =
+            [serde_json::from_str(&written)?, serde_json::from_str(&known)?];
+        ensure!(written == known, "{written:#}");
+        ensure!(written.pointer("/linux/devices").is_none(), "it has devices");
+        plain.remove()?;
+
+        install(host, NEVER, "/usr/local/bin/nvidia-container-cli")?;
+        let fails = |gpu: &str, code: &str| {
+            // ctr leaves the snapshot of a container that it could not start.
+            let id = format!("job-{gpu}");
+            let options = ["--runtime", FIRN, "--gpus", gpu];
+            let said = Container::run(host, &id, &options, &["sleep", "1000"]);
+            let said = format!("{:#}", said.err().context("it was started")?);
+            ensure!(said.contains(code) && said.contains("hint: "), "{said}");
+            Container::known(host, &id).nothing_left()
+        };
+        fails(
+            "7",
+            "FIRN-CDI-DEVICE: cannot give the container the GPUs that it asks for (7)",
+        )?;
+        host.node().run(&["rm", CDI])?;
+        fails("0", "FIRN-NO-CDI-SPEC")?;
+        host.idle()
     })
 }

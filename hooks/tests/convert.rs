@@ -1,0 +1,162 @@
+//! `firn-hook convert`, over CDI files of a node of two GPUs.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+
+struct Bundle {
+    dir: tempfile::TempDir,
+}
+
+impl Bundle {
+    fn new(spec: &Value) -> Self {
+        let bundle = Self {
+            dir: tempfile::tempdir().expect("a directory"),
+        };
+        fs::create_dir(bundle.path("cdi")).expect("a directory");
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cdi/tests/fixtures");
+        fs::copy(fixtures.join("two-gpus.yaml"), bundle.path("cdi/nvidia.yaml")).expect("copied");
+        fs::write(bundle.path("config.json"), spec.to_string()).expect("written");
+        bundle.configure("");
+        bundle
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn configure(&self, more: &str) {
+        let text = format!("[create]\ncdi-dirs = [{:?}]\n{more}", self.path("cdi"));
+        fs::write(self.path("config.toml"), text).expect("written");
+    }
+
+    fn convert(&self, options: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_firn-hook"))
+            .arg("convert")
+            .arg(self.dir.path())
+            .args(options)
+            .env("FIRN_CONFIG", self.path("config.toml"))
+            .output()
+            .expect("firn-hook starts")
+    }
+
+    fn spec(&self) -> Value {
+        serde_json::from_slice(&fs::read(self.path("config.json")).expect("read")).expect("JSON")
+    }
+
+    /// What it refuses with; the spec stays as it is.
+    fn refusal(&self) -> Value {
+        let before = self.spec();
+        let refused = self.convert(&[]);
+        assert_eq!(refused.status.code(), Some(1));
+        assert_eq!(self.spec(), before);
+        serde_json::from_slice(&refused.stdout).expect("JSON")
+    }
+}
+
+fn spec(devices: &str) -> Value {
+    json!({
+        "ociVersion": "1.2.0",
+        "process": {"args": ["sh"], "env": [format!("NVIDIA_VISIBLE_DEVICES={devices}")]},
+        "hooks": {"prestart": [
+            {"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["nvidia-container-runtime-hook", "prestart"]},
+        ]},
+        "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
+        "future": [1],
+    })
+}
+
+fn gpus(spec: &Value) -> Vec<&str> {
+    let paths = spec["linux"]["devices"].as_array().expect("devices").iter();
+    let paths = paths.filter_map(|device| device["path"].as_str());
+    paths
+        .filter(|path| path.starts_with("/dev/nvidia") && path.ends_with(|c: char| c.is_ascii_digit()))
+        .collect()
+}
+
+#[test]
+fn what_a_hook_would_have_mounted_is_in_the_spec_afterwards() {
+    let uuid = "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1";
+    for (asked, expected) in [
+        ("0", &["/dev/nvidia0"][..]),
+        (uuid, &["/dev/nvidia1"]),
+        ("nvidia.com/gpu=1,0", &["/dev/nvidia1", "/dev/nvidia0"]),
+        ("all", &["/dev/nvidia0", "/dev/nvidia1"]),
+    ] {
+        let bundle = Bundle::new(&spec(asked));
+        let done = bundle.convert(&[]);
+        assert_eq!(done.status.code(), Some(0), "{done:?}");
+        let spec = bundle.spec();
+        assert_eq!(gpus(&spec), expected);
+        assert_eq!(spec["hooks"]["prestart"], json!([]));
+        assert_eq!(spec["process"]["env"][0], "NVIDIA_VISIBLE_DEVICES=void");
+        assert!(spec["mounts"].as_array().expect("mounts").len() > 5);
+        assert_eq!(spec["future"], json!([1]));
+        let hooks = spec["hooks"]["createContainer"].to_string();
+        assert!(hooks.contains("create-symlinks") && !hooks.contains("disable-device-node-modification"));
+    }
+}
+
+#[test]
+fn a_container_that_asks_for_no_gpu_is_not_touched() {
+    let bundle = Bundle::new(&spec("void"));
+    let before = fs::metadata(bundle.path("config.json")).expect("there");
+    let done = bundle.convert(&[]);
+    assert_eq!(done.status.code(), Some(0));
+    assert_eq!(done.stdout, b"{\"devices\":[]}\n");
+    let after = fs::metadata(bundle.path("config.json")).expect("there");
+    assert_eq!(
+        (before.ino(), before.mtime_nsec()),
+        (after.ino(), after.mtime_nsec())
+    );
+    assert_eq!(bundle.spec(), spec("void"));
+}
+
+#[test]
+fn refusals_have_a_code_and_a_hint_and_leave_the_spec() {
+    let unknown = Bundle::new(&spec("7")).refusal();
+    assert_eq!(unknown["code"], "FIRN-CDI-DEVICE");
+    let message = unknown["message"].as_str().expect("a text");
+    assert!(
+        message.contains("nvidia.com/gpu=7") && message.contains("nvidia.com/gpu=all"),
+        "{message}"
+    );
+    assert!(
+        unknown["hint"]
+            .as_str()
+            .expect("a text")
+            .contains("firn cdi list")
+    );
+    assert_eq!(Bundle::new(&spec("-")).refusal()["code"], "FIRN-CDI-DEVICE");
+
+    let bare = Bundle::new(&spec("0"));
+    fs::remove_file(bare.path("cdi/nvidia.yaml")).expect("removed");
+    let refusal = bare.refusal();
+    assert_eq!(refusal["code"], "FIRN-NO-CDI-SPEC");
+    assert!(
+        refusal["hint"]
+            .as_str()
+            .expect("a text")
+            .contains("firn cdi generate")
+    );
+}
+
+#[test]
+fn at_a_restore_the_configured_gpus_stand_for_those_of_another_node() {
+    let elsewhere = "GPU-00000000-0000-4000-8000-000000000000";
+    let bundle = Bundle::new(&spec(elsewhere));
+    bundle.configure("[restore]\ngpus = [\"1\"]\n");
+    assert_eq!(bundle.refusal()["code"], "FIRN-CDI-DEVICE", "not a restore");
+    assert_eq!(bundle.convert(&["--restore"]).status.code(), Some(0));
+    assert_eq!(gpus(&bundle.spec()), ["/dev/nvidia1"]);
+
+    // The kubelet's grant is not widened.
+    let mut granted = spec(elsewhere);
+    granted["annotations"] = json!({"io.kubernetes.cri.container-type": "container"});
+    let bundle = Bundle::new(&granted);
+    bundle.configure("[restore]\ngpus = [\"1\"]\n");
+    assert_eq!(bundle.convert(&["--restore"]).status.code(), Some(1));
+}

@@ -1,0 +1,164 @@
+//! GPUs that a container asks for by a hook or by name become edits of its spec, before the runtime sees it.
+//!
+//! What is asked for is read here, off the spec alone. The edits come from the node's CDI files, which `firn-hook convert`
+//! reads in a process of its own: a parser of YAML has no place in a shim. Its result is looked at again before it is used.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use firn_config::{Config, Conversion, find_program, names};
+use firn_oci::{Ask, Form, Request, Spec, SpecError};
+use serde::Deserialize;
+
+use crate::reaper::{OutputError, Reaper};
+
+/// How long the helper may take. It reads some small files.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A container that cannot be given the GPUs that it asks for. Nothing has been started.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConvertError {
+    #[error("{}: {}. hint: {}", .0.code(), crate::logger::Chain(.0), .0.hint())]
+    Config(firn_config::ConfigError),
+    #[error("{}: {}. hint: {}", .0.code(), crate::logger::Chain(.0), .0.hint())]
+    Program(firn_config::ProgramError),
+    #[error("{}: {}. hint: {}", .0.code(), crate::logger::Chain(.0), .0.hint())]
+    Spec(SpecError),
+    /// As the helper tells it.
+    #[error("{code}: cannot give the container the GPUs that it asks for ({asked}): {message}. hint: {hint}")]
+    Refused {
+        code: String,
+        asked: String,
+        message: String,
+        hint: String,
+    },
+    #[error("FIRN-CONVERT: cannot run firn-hook: {}. hint: see that firn-hook is of the shim's version", crate::logger::Chain(.0))]
+    Run(OutputError),
+    #[error(
+        "FIRN-CONVERT: firn-hook has not done what it was told: {said}. hint: see that firn-hook is of the shim's version"
+    )]
+    Helper { said: String },
+}
+
+/// What the helper says when it fails.
+#[derive(Deserialize)]
+struct Refusal {
+    code: String,
+    message: String,
+    hint: String,
+}
+
+/// The container's spec, with the GPUs in it that it asks for. One that asks for none is not touched, nor is one that asks in
+/// a way that the operator does not let count.
+pub(crate) async fn settled(
+    spec: Spec,
+    bundle: &Path,
+    restores: bool,
+    reaper: &Reaper,
+) -> Result<Spec, ConvertError> {
+    let Ask::Request(request) = Ask::of(&spec) else {
+        return Ok(spec);
+    };
+    let config = Config::load().map_err(ConvertError::Config)?;
+    if !counts(request.form, &config) {
+        return Ok(spec);
+    }
+    let hook =
+        find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(ConvertError::Program)?;
+    let mut command = Command::new(hook);
+    command.arg("convert").arg(bundle);
+    if restores {
+        command.arg("--restore");
+    }
+    let output = reaper
+        .output(&mut command, LIMIT)
+        .await
+        .map_err(ConvertError::Run)?;
+    if !output.success() {
+        return Err(refused(&request, &output.stdout, &output.stderr));
+    }
+    let spec = Spec::load(bundle).map_err(ConvertError::Spec)?;
+    if Ask::of(&spec) != Ask::Nodes {
+        return Err(ConvertError::Helper {
+            said: "the spec has no GPU".to_owned(),
+        });
+    }
+    log::info!("{}", told(&request, &output.stdout));
+    Ok(spec)
+}
+
+/// Whether what asks is taken for a request of whoever made the container.
+fn counts(form: Form, config: &Config) -> bool {
+    match form {
+        Form::Cli | Form::RuntimeHook => config.create.hooks == Conversion::Convert,
+        Form::Volumes => config.create.volume_mounts,
+        Form::Variable => config.create.visible_devices,
+    }
+}
+
+fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
+    match serde_json::from_slice::<Refusal>(stdout) {
+        Ok(refusal) => ConvertError::Refused {
+            code: refusal.code,
+            asked: request.devices.join(", "),
+            message: refusal.message,
+            hint: refusal.hint,
+        },
+        Err(_) => ConvertError::Helper {
+            said: String::from_utf8_lossy(stderr).trim().to_owned(),
+        },
+    }
+}
+
+fn told(request: &Request, stdout: &[u8]) -> String {
+    let given = serde_json::from_slice::<serde_json::Value>(stdout).unwrap_or_default();
+    let by = match request.form {
+        Form::Cli => "a hook that runs nvidia-container-cli",
+        Form::RuntimeHook => "a hook of NVIDIA's container runtime",
+        Form::Volumes => "mounts that stand for devices",
+        Form::Variable => "NVIDIA_VISIBLE_DEVICES",
+    };
+    format!(
+        "{} asked for by {by}: CDI devices {}",
+        request.devices.join(", "),
+        given["devices"]
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_count_only_where_the_operator_lets_them() {
+        let mut config = Config::default();
+        for form in [Form::Cli, Form::RuntimeHook] {
+            assert!(counts(form, &config), "{form:?}");
+        }
+        for form in [Form::Variable, Form::Volumes] {
+            assert!(!counts(form, &config), "{form:?}");
+        }
+        config.create.hooks = Conversion::Keep;
+        config.create.visible_devices = true;
+        assert!(!counts(Form::RuntimeHook, &config) && counts(Form::Variable, &config));
+        assert!(!counts(Form::Volumes, &config));
+        config.create.volume_mounts = true;
+        assert!(counts(Form::Volumes, &config));
+    }
+
+    #[test]
+    fn the_helpers_refusal_is_passed_on_and_its_nonsense_is_not() {
+        let request = Request {
+            form: Form::Cli,
+            devices: vec!["0".to_owned(), "1".to_owned()],
+        };
+        let said = br#"{"code":"FIRN-NO-CDI-SPEC","message":"none","hint":"make one"}"#;
+        assert_eq!(
+            refused(&request, said, b"").to_string(),
+            "FIRN-NO-CDI-SPEC: cannot give the container the GPUs that it asks for (0, 1): none. hint: make one"
+        );
+        let nonsense = refused(&request, b"", b"wrong usage\n").to_string();
+        assert!(nonsense.starts_with("FIRN-CONVERT: ") && nonsense.contains(": wrong usage. "));
+    }
+}
