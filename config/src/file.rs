@@ -56,6 +56,9 @@ pub struct Criu {
     /// the container's bundle.
     #[serde(deserialize_with = "absolute")]
     pub libs_dir: Option<PathBuf>,
+    /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put it.
+    #[serde(deserialize_with = "absolute")]
+    pub amdgpu_plugin: Option<PathBuf>,
 }
 
 /// `[deadlines]`: the longest that each phase may take before it is cut off and undone.

@@ -50,6 +50,9 @@ pub const BUNDLE_CRIU_LIBS: &str = "firn-criu-libs";
 /// Empty file in the bundle that a restored container gets where it had a file of the driver that it can do without.
 pub const BUNDLE_EMPTY: &str = "firn-empty";
 
+/// Directory in the bundle with nothing but CRIU's plugin for AMD's GPUs.
+pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
+
 /// The checkpoint manifest, in the CRIU image directory.
 pub const MANIFEST: &str = "firn.json";
 

@@ -158,6 +158,78 @@ fn checked(path: &Path) -> Result<&str, CriuError> {
     })
 }
 
+/// Where CRIU's packages put plugins.
+pub const PLUGIN_DIRS: [&str; 6] = [
+    "/usr/lib/criu",
+    "/usr/local/lib/criu",
+    "/usr/lib/x86_64-linux-gnu/criu",
+    "/usr/lib64/criu",
+    "/usr/local/lib64/criu",
+    "/usr/libexec/criu",
+];
+
+const AMD_PLUGIN: &str = "amdgpu_plugin.so";
+
+/// CRIU has no plugin for AMD's GPUs, or cannot be given it alone.
+#[derive(Debug, thiserror::Error)]
+pub enum AmdPluginError {
+    /// It is nowhere.
+    #[error("CRIU's plugin for AMD's GPUs is not there: {}", looked_at.display())]
+    Missing { looked_at: PathBuf },
+    /// The directory that holds nothing else cannot be made.
+    #[error("cannot make {}", path.display())]
+    Directory { path: PathBuf, source: io::Error },
+}
+
+impl AmdPluginError {
+    /// The code shown to users.
+    pub fn code(&self) -> &'static str {
+        "FIRN-AMD-PLUGIN"
+    }
+
+    /// What the operator can do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => {
+                "install CRIU's amdgpu plugin, or name it by [criu] amdgpu-plugin in the configuration"
+            }
+            Self::Directory { .. } => "check that the bundle's file system is writable and not full",
+        }
+    }
+}
+
+/// A plugin directory in the bundle with the plugin for AMD's GPUs and no other: the one that is configured, else the
+/// first in `dirs`. Safe to repeat.
+pub fn amd_plugins(
+    bundle: &Path,
+    configured: Option<&Path>,
+    dirs: &[&str],
+) -> Result<PathBuf, AmdPluginError> {
+    let found = match configured {
+        Some(plugin) => Some(plugin.to_owned()).filter(|plugin| plugin.is_file()),
+        None => dirs
+            .iter()
+            .map(|dir| Path::new(dir).join(AMD_PLUGIN))
+            .find(|plugin| plugin.is_file()),
+    };
+    let plugin = found.ok_or_else(|| AmdPluginError::Missing {
+        looked_at: configured.map_or_else(|| dirs.join(", ").into(), Path::to_owned),
+    })?;
+    let dir = bundle.join(names::BUNDLE_AMD_LIBS);
+    let made = || {
+        match std::fs::remove_dir_all(&dir) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        std::fs::create_dir(&dir)?;
+        std::os::unix::fs::symlink(plugin, dir.join(AMD_PLUGIN))
+    };
+    match made() {
+        Ok(()) => Ok(dir),
+        Err(source) => Err(AmdPluginError::Directory { path: dir, source }),
+    }
+}
+
 fn make_directory(path: &Path) -> Result<(), CriuError> {
     match std::fs::create_dir(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -259,6 +331,40 @@ mod tests {
             config.write(Operation::Dump),
             Err(CriuError::Read { .. })
         ));
+    }
+
+    #[test]
+    fn the_plugin_for_amd_is_given_alone() {
+        let node = tempfile::tempdir().unwrap();
+        let at = |name: &str| node.path().join(name);
+        for name in [
+            "criu/amdgpu_plugin.so",
+            "criu/cuda_plugin.so",
+            "own/amdgpu_plugin.so",
+        ] {
+            std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
+            std::fs::write(at(name), "").unwrap();
+        }
+        let dirs = [at("none"), at("criu"), at("own")];
+        let dirs: Vec<&str> = dirs.iter().map(|dir| dir.to_str().unwrap()).collect();
+        let own = at("own/amdgpu_plugin.so");
+        for (configured, expected) in [
+            (None, at("criu/amdgpu_plugin.so")),
+            (Some(own.as_path()), own.clone()),
+        ] {
+            let dir = amd_plugins(node.path(), configured, &dirs).unwrap();
+            let entries: Vec<_> = std::fs::read_dir(&dir)
+                .unwrap()
+                .map(|entry| entry.unwrap().path())
+                .collect();
+            assert_eq!(entries, [dir.join("amdgpu_plugin.so")]);
+            assert_eq!(std::fs::read_link(&entries[0]).unwrap(), expected);
+        }
+        for configured in [None, Some(at("none/amdgpu_plugin.so"))] {
+            let error = amd_plugins(node.path(), configured.as_deref(), &dirs[..1]).unwrap_err();
+            assert_eq!(error.code(), "FIRN-AMD-PLUGIN");
+            assert!(error.to_string().contains("none"), "{error}");
+        }
     }
 
     #[test]

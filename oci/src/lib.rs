@@ -23,6 +23,7 @@ pub mod mounts;
 pub mod nccl;
 mod policy;
 mod spec;
+mod vendor;
 
 pub use ask::{Ask, Form, Request, drop_mounting_hooks, settle};
 pub use atomic::write as write_file;
@@ -31,3 +32,4 @@ pub use grant::{Basis, Grant, GrantError};
 pub use map::{GpuMap, MapError, MapOrigin};
 pub use policy::PolicyError;
 pub use spec::{DeviceRule, Spec, SpecDevice, SpecError, SpecMount};
+pub use vendor::{OtherGpu, other_gpu};

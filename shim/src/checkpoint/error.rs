@@ -82,6 +82,15 @@ pub(crate) enum EffectError {
     },
     #[error("{runtime} cannot do it")]
     Runtime { runtime: &'static str },
+    #[error("process {pid} ({comm}) has /dev/kfd open, and the container has NVIDIA's GPUs besides AMD's")]
+    MixedGpus { pid: i32, comm: String },
+    #[error(
+        "process {pid} ({comm}) has {} open, of a GPU or accelerator whose state nothing can carry",
+        path.display()
+    )]
+    UnknownGpu { pid: i32, comm: String, path: PathBuf },
+    #[error(transparent)]
+    AmdPlugin(#[from] firn_oci::criu::AmdPluginError),
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
     ByHook,
     #[error("it is to follow the dump in {}, and GPU memory cannot be dumped in parts", parent.display())]
@@ -270,6 +279,12 @@ fn lost_hint(image: &Option<PathBuf>) -> String {
 }
 
 impl CheckpointError {
+    /// Before anything was begun.
+    pub(super) fn refused(container: &Container, cause: EffectError) -> Self {
+        let container = container.id.clone();
+        Self::Refused { container, cause }
+    }
+
     /// Of a container whose runtime cannot do it.
     pub(super) fn by_runtime(container: &Container, brand: Brand) -> Self {
         Self::Refused {
@@ -356,6 +371,9 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::ForeignStdio { .. } => "FIRN-STDIO",
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
         EffectError::Runtime { .. } => "FIRN-RUNTIME",
+        EffectError::MixedGpus { .. } => "FIRN-GPU-MIXED",
+        EffectError::UnknownGpu { .. } => "FIRN-GPU-VENDOR",
+        EffectError::AmdPlugin(error) => error.code(),
         EffectError::ByHook => "FIRN-GPU-HOOK",
         EffectError::Parent { .. } => "FIRN-PARENT",
         EffectError::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
@@ -402,6 +420,12 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Runtime { .. } => {
             "run the container with runc: leave BinaryName out of the runtime's options"
         }
+        EffectError::MixedGpus { .. } => "use GPUs of one vendor in a container that is to be checkpointed",
+        EffectError::UnknownGpu { .. } => {
+            "close the device before the checkpoint; NVIDIA's GPUs for computing and, by CRIU's plugin, AMD's can be \
+             checkpointed"
+        }
+        EffectError::AmdPlugin(error) => error.hint(),
         EffectError::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
         EffectError::Parent { .. } => "ask for the checkpoint without a parent path",
         EffectError::NoCheckpointApi { .. } => "install driver 570 or later (580 to restore onto other GPUs)",

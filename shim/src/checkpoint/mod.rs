@@ -12,13 +12,14 @@ mod live;
 mod refuse;
 mod room;
 mod transaction;
+mod vendor;
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
-use firn_oci::criu::{CriuConfig, Operation};
+use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::DumpFlags;
 use firn_oci::{Spec, edit, nccl};
 
@@ -39,6 +40,7 @@ use crate::recovery::Recovery;
 use crate::runc::{Bounds, Brand, Checkpoint, RuncError};
 use live::{Live, Tools};
 use transaction::Begun;
+use vendor::Others;
 
 /// CRIU's log in its work directory.
 const LOG: &str = "dump.log";
@@ -123,14 +125,42 @@ pub(crate) async fn run(
     request: &Request,
     reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
+    let others = other_gpus(container).await?;
     if container.gpu {
         gpu(container, request, reaper).await
     } else {
-        plain(container, request).await
+        plain(container, request, others).await
     }
 }
 
-async fn plain(container: &Container, request: &Request) -> Result<(), CheckpointError> {
+/// What processes have open of GPUs that are not NVIDIA's; a container that was given none is not looked at.
+async fn other_gpus(container: &Container) -> Result<Others, CheckpointError> {
+    if !container.other_gpus {
+        return Ok(Others::Unused);
+    }
+    let (cgroup, nvidia) = (container.cgroup()?, container.gpu);
+    let looked = blocking(move || vendor::look(&cgroup.pids()?, nvidia)).await;
+    looked.map_err(|cause| CheckpointError::refused(container, cause))
+}
+
+/// CRIU's plugins for a dump of what the processes have open; none: CRIU's own choice.
+fn plugins_for(container: &Container, others: Others) -> Result<Option<PathBuf>, CheckpointError> {
+    if others == Others::Unused {
+        return Ok(None);
+    }
+    let config = Config::load().map_err(CheckpointError::Config)?;
+    let plugins = criu::amd_plugins(
+        &container.bundle,
+        config.criu.amdgpu_plugin.as_deref(),
+        &criu::PLUGIN_DIRS,
+    );
+    plugins
+        .map(Some)
+        .map_err(|cause| CheckpointError::refused(container, cause.into()))
+}
+
+async fn plain(container: &Container, request: &Request, others: Others) -> Result<(), CheckpointError> {
+    let plugins = plugins_for(container, others)?;
     let was_frozen = container
         .cgroup()
         .and_then(|cgroup| cgroup.freezer_state())
@@ -138,7 +168,7 @@ async fn plain(container: &Container, request: &Request) -> Result<(), Checkpoin
     let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
         .await
         .map_err(|error| CheckpointError::unwritten(container, error))?;
-    let dumped = dump_plain(container, request, was_frozen, &journal).await;
+    let dumped = dump_plain(container, request, was_frozen, plugins.as_deref(), &journal).await;
     journal
         .end(if dumped.is_ok() {
             Outcome::Done
@@ -153,6 +183,7 @@ async fn dump_plain(
     container: &Container,
     request: &Request,
     was_frozen: bool,
+    plugins: Option<&Path>,
     journal: &Journal,
 ) -> Result<(), CheckpointError> {
     let path = request.image.clone();
@@ -176,7 +207,7 @@ async fn dump_plain(
     };
     let dumped = container
         .runc
-        .checkpoint(request.call(&work.path, !request.exit, None, bounds))
+        .checkpoint(request.call(&work.path, !request.exit, plugins, bounds))
         .await;
     journal.leave(journal::Phase::Dump, dumped.is_ok()).await;
     match image {

@@ -21,6 +21,7 @@ fn container(bundle: &Path, reaper: &Reaper) -> Container {
     let runc = Runc::new("job", "default", bundle, &options, reaper.clone());
     let init = Process::new("", StdioPaths::default(), Vec::new());
     let facts = Facts {
+        other_gpus: false,
         open_tcp: false,
         gpu: false,
         private_pids: true,

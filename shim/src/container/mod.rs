@@ -37,6 +37,8 @@ pub(crate) struct Container {
     pub init: Arc<Process>,
     /// Whether the spec asks for GPUs; a container that does not is treated as the stock shim would.
     pub gpu: bool,
+    /// Whether the spec gives it GPUs or accelerators that are not NVIDIA's.
+    pub other_gpus: bool,
     /// Whether its dumps take established TCP connections along, whatever the client says.
     pub open_tcp: bool,
     /// Whether its processes die with init because they share a private pid namespace.
@@ -112,6 +114,7 @@ impl Container {
             options,
             init: Arc::new(init),
             gpu: facts.gpu,
+            other_gpus: facts.other_gpus,
             open_tcp: facts.open_tcp,
             private_pids: facts.private_pids,
             operation: tokio::sync::RwLock::new(()),
@@ -328,6 +331,7 @@ impl Container {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
     pub gpu: bool,
+    pub other_gpus: bool,
     pub open_tcp: bool,
     pub private_pids: bool,
 }

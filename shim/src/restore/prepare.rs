@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
-use firn_oci::criu::{CriuConfig, Operation};
+use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
 use firn_oci::{Decision, Spec, edit, mounts};
 
@@ -13,6 +13,7 @@ use super::RestoreError;
 use super::error::Refusal;
 use crate::blocking::blocking;
 use crate::cgroup::{Cgroup, CgroupError};
+use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
 use crate::runc::{Brand, Runc};
@@ -26,6 +27,8 @@ pub(crate) struct Prepared {
     pub flags: DumpFlags,
     /// What its files were when they were checked; absent without a manifest.
     pub verified: Option<Arc<Verified>>,
+    /// CRIU's plugins for AMD's GPUs; absent: as `gpu` says, or CRIU's own choice.
+    pub amd_plugins: Option<PathBuf>,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
 }
@@ -64,6 +67,7 @@ pub(crate) async fn prepare(
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,
+            amd_plugins: amd_plugins(bundle, &spec).map_err(refused)?,
             gpu: None,
         });
     };
@@ -78,9 +82,26 @@ pub(crate) async fn prepare(
     Ok(Prepared {
         image: image.to_owned(),
         flags: manifest.dump,
+        amd_plugins: None,
         verified: Some(Arc::new(verified)),
         gpu,
     })
+}
+
+/// CRIU's plugins for a container with AMD's GPUs. Whether the image holds anything of them is not known here: where there is
+/// no plugin, CRIU tells.
+fn amd_plugins(bundle: &Path, spec: &Spec) -> Result<Option<PathBuf>, Refusal> {
+    if !spec.has_amd_gpus() {
+        return Ok(None);
+    }
+    let config = Config::load()?;
+    match criu::amd_plugins(bundle, config.criu.amdgpu_plugin.as_deref(), &criu::PLUGIN_DIRS) {
+        Ok(plugins) => Ok(Some(plugins)),
+        Err(error) => {
+            log::warn!("{}", Chain(&error));
+            Ok(None)
+        }
+    }
 }
 
 /// The manifest, when there is one, of an image that is as it was made.

@@ -70,7 +70,9 @@ pub(crate) async fn run(
         console_socket: console,
         no_pivot: container.options.no_pivot_root,
         flags: &prepared.flags,
-        plugins: gpu.map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins)),
+        plugins: gpu
+            .map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins))
+            .or(prepared.amd_plugins.as_deref()),
         bounds: Bounds {
             deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
             journal: &journal,

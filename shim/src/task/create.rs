@@ -109,6 +109,7 @@ async fn build_mounted(
     let gpu = spec.asks_for_gpu();
     let facts = Facts {
         gpu,
+        other_gpus: spec.has_other_gpus(),
         open_tcp: gpu && nccl::is_asked(&spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };

@@ -1,0 +1,50 @@
+//! GPUs and accelerators that are not NVIDIA's: what processes have open of them, and what that means for a checkpoint.
+
+use std::fs;
+
+use firn_oci::{OtherGpu, other_gpu};
+
+use super::error::EffectError;
+use crate::procfs;
+
+/// How a container's GPUs are dumped that are not NVIDIA's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Others {
+    /// No process has any open.
+    Unused,
+    /// By CRIU's plugin for AMD's GPUs.
+    Amd,
+}
+
+/// Looks at what the processes have open. With NVIDIA's GPUs (`nvidia`) a container must have nothing else open, and nodes
+/// of graphics are AMD's only where AMD's driver is open too.
+pub(super) fn look(pids: &[i32], nvidia: bool) -> Result<Others, EffectError> {
+    let mut open = Vec::new();
+    for &pid in pids {
+        // A process that has ended has nothing open; one that cannot be looked at is CRIU's to complain about.
+        let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else {
+            continue;
+        };
+        let links = entries
+            .flatten()
+            .filter_map(|entry| fs::read_link(entry.path()).ok());
+        open.extend(links.filter_map(|path| Some((other_gpu(&path)?, pid, path))));
+    }
+    let is_amd = open.iter().any(|(kind, ..)| *kind == OtherGpu::Amd);
+    let stranger = open.into_iter().find(|(kind, ..)| match kind {
+        OtherGpu::Amd => nvidia,
+        OtherGpu::Graphics => nvidia || !is_amd,
+        OtherGpu::Accelerator => true,
+    });
+    match stranger {
+        None if is_amd => Ok(Others::Amd),
+        None => Ok(Others::Unused),
+        Some((kind, pid, path)) => {
+            let comm = procfs::comm(pid);
+            Err(match kind {
+                OtherGpu::Amd => EffectError::MixedGpus { pid, comm },
+                OtherGpu::Graphics | OtherGpu::Accelerator => EffectError::UnknownGpu { pid, comm, path },
+            })
+        }
+    }
+}
