@@ -18,6 +18,7 @@ pub struct Args {
 pub enum Command {
     Inspect(InspectArgs),
     Plan(PlanArgs),
+    Audit(AuditArgs),
     Doctor(DoctorArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
@@ -34,6 +35,29 @@ pub enum Command {
 pub struct InspectArgs {
     /// The image directory.
     pub dir: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Tell whether a workload can be checkpointed here and restored there, before anything is stopped.
+///
+/// Looks for what a checkpoint is refused for, as the shim does, and for what speaks against it; adds up GPUs, memory and
+/// time. Reads /proc and the container's bundle, and asks the driver which processes it knows. Touches nothing.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 it can, 1 it cannot or the audit failed, 2 wrong usage, 3 nothing refuses it and something \
+                  speaks against it."
+)]
+pub struct AuditArgs {
+    /// Id of a running container, a pid, or an image directory.
+    pub subject: String,
+    /// Namespace of the container in containerd.
+    #[arg(long, short, default_value = "default")]
+    pub namespace: String,
+    /// The node to restore on: the output of `firn-gpu inventory --json` there.
+    #[arg(long, value_name = "FILE")]
+    pub target: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod audit;
 mod cdi;
 mod doctor;
 mod failure;
@@ -18,11 +19,19 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Args, Command};
+use audit::Verdict;
+
+/// Exit status of an audit that found no reason to refuse, and something that speaks against it.
+const SUSPECTED: u8 = 3;
 
 fn main() -> ExitCode {
     let result = match Args::parse().command {
         Command::Inspect(args) => inspect::run(&args),
         Command::Plan(args) => plan::run(&args),
+        Command::Audit(args) => match audit::run(&args) {
+            Ok(Verdict::Suspected) => return ExitCode::from(SUSPECTED),
+            verdict => verdict.map(|verdict| verdict == Verdict::Can),
+        },
         Command::Doctor(args) => doctor::run(&args),
         Command::Cdi(command) => cdi::run(&command),
     };

@@ -60,7 +60,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>>
         }));
     };
     let inventory = match &args.inventory {
-        Some(file) => read_inventory(file)?,
+        Some(file) => program::read_inventory(file)?,
         None => program::inventory(config).context("cannot read the GPUs of this node")?,
     };
     let bundle = args.spec.parent().unwrap_or(Path::new("."));
@@ -89,12 +89,6 @@ fn read(args: &PlanArgs) -> Result<(Spec, Option<Manifest>), Failure> {
         manifest.verify_images(&args.dir)?;
     }
     Ok((spec, manifest))
-}
-
-fn read_inventory(file: &Path) -> Result<Inventory> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    serde_json::from_str(&text)
-        .with_context(|| format!("{} is no output of firn-gpu inventory --json", file.display()))
 }
 
 fn print(accepted: &Accepted) {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use firn_config::{Config, find_program, names};
 use firn_gpu::Inventory;
+use firn_gpu::protocol::ProcessReply;
 
 /// Most output that is read.
 const MAX_BYTES: u64 = 4 << 20;
@@ -91,11 +92,32 @@ pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
 
 /// Driver version and GPUs of this node, as the driver worker sees them.
 pub fn inventory(config: &Config) -> Result<Inventory> {
+    ask(config, &["inventory", "--json"], config.deadlines.inventory)
+}
+
+/// What the driver knows of these processes.
+pub fn discover(config: &Config, pids: &[i32]) -> Result<Vec<ProcessReply>> {
+    let pids: Vec<String> = pids.iter().map(i32::to_string).collect();
+    let mut arguments = vec!["discover"];
+    arguments.extend(pids.iter().map(String::as_str));
+    ask(config, &arguments, config.deadlines.discover)
+}
+
+/// What another node's `firn-gpu inventory --json` has printed.
+pub fn read_inventory(file: &Path) -> Result<Inventory> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    serde_json::from_str(&text)
+        .with_context(|| format!("{} is no output of firn-gpu inventory --json", file.display()))
+}
+
+/// What the driver worker prints as JSON.
+fn ask<T: serde::de::DeserializeOwned>(config: &Config, arguments: &[&str], limit: Duration) -> Result<T> {
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
         .map_err(|error| anyhow!(crate::failure::Failure::from(error).to_string()))?;
-    let said = run(&worker, &["inventory", "--json"], config.deadlines.inventory)?;
+    let said = run(&worker, arguments, limit)?;
     if !said.success {
         bail!("{}", said.stderr.trim().trim_start_matches("firn-gpu: "));
     }
-    serde_json::from_str(&said.stdout).with_context(|| format!("{} printed no inventory", worker.display()))
+    serde_json::from_str(&said.stdout)
+        .with_context(|| format!("{} {} printed something else", worker.display(), arguments[0]))
 }

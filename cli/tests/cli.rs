@@ -364,3 +364,162 @@ fn wrong_usage_and_help() {
         );
     }
 }
+
+/// A process that does nothing, for as long as this lives.
+struct Idle(std::process::Child);
+
+impl Idle {
+    fn start(script: &str, environment: &[(&str, &str)]) -> Self {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).envs(environment.iter().copied());
+        Self(command.spawn().expect("sh starts"))
+    }
+
+    fn pid(&self) -> String {
+        self.0.id().to_string()
+    }
+}
+
+impl Drop for Idle {
+    fn drop(&mut self) {
+        let _ended = self.0.kill().and_then(|()| self.0.wait());
+    }
+}
+
+impl Node {
+    /// From now on the driver takes every process for one that uses CUDA.
+    fn all_use_cuda(&self) {
+        let process = r#"{\"pid\":%d,\"state\":null,\"restore_tid\":%d,\"gpu_bytes\":1048576,\"micros\":1}"#;
+        let script = format!(
+            "case $1 in discover) shift; c='['; for p; do printf \"$c{process}\" $p $p; c=,; done; echo ']';; *) cat {};; esac",
+            self.path("inventory.json").display()
+        );
+        self.program("firn-gpu", &script);
+    }
+
+    /// Exit status and what was found of one signal.
+    fn audit(&self, arguments: &[&str], signal: &str) -> (Option<i32>, Value) {
+        let output = self.firn(&[&["audit", "--json"], arguments].concat());
+        let report = value(&output);
+        let found = report["signals"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .find(|s| s["signal"] == signal);
+        (output.status.code(), found.cloned().unwrap_or_default())
+    }
+}
+
+#[test]
+fn audit_tells_that_a_process_can_be_moved_and_what_that_takes() {
+    let node = Node::new();
+    node.all_use_cuda();
+    let idle = Idle::start("exec sleep 1000", &[]);
+    let output = node.firn(&["audit", &idle.pid(), "--json", "--target", "inventory.json"]);
+    let report = value(&output);
+    assert_eq!(output.status.code(), Some(0), "{report:#}");
+    assert_eq!(
+        (&report["verdict"], &report["gpu_bytes"]),
+        (&json!("can"), &json!(1 << 20))
+    );
+    assert_eq!(report["processes"][0]["cuda"], json!(true));
+    let map = report["plan"]["map"].as_array().expect("a map");
+    assert_eq!(
+        map.len(),
+        2,
+        "outside a container every GPU of the node is needed"
+    );
+    assert!(report["estimate"]["checkpoint_s"].as_f64().expect("seconds") > 0.0);
+    assert!(
+        report["signals"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .all(|s| s["certainty"] == "none")
+    );
+
+    let mut other = inventory();
+    other["driver_version"] = json!("580.105.08");
+    node.write("other.json", &other.to_string());
+    let there = "gpus_without_place_on_the_target";
+    let (status, signal) = node.audit(&[&idle.pid(), "--target", "other.json"], there);
+    assert_eq!(
+        (status, &signal["failure"]["code"]),
+        (Some(1), &json!("FIRN-DRIVER-VERSION"))
+    );
+    let shown = text(&node.firn(&["audit", &idle.pid()]));
+    assert!(
+        shown.contains("none       io_uring") && shown.contains("can be checkpointed"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn audit_tells_what_is_refused_from_what_is_suspected() {
+    let node = Node::new();
+    node.all_use_cuda();
+    let idle = Idle::start("exec sleep 1000", &[("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")]);
+    let (status, signal) = node.audit(&[&idle.pid()], "mps");
+    assert_eq!(
+        (status, &signal["certainty"], &signal["refused"]),
+        (Some(3), &json!("suspected"), &json!(false))
+    );
+    assert!(signal["detail"].as_str().expect("a text").contains("/run/mps"));
+
+    let two = Idle::start("sleep 1000 & echo; wait", &[]);
+    let children = format!("/proc/{0}/task/{0}/children", two.pid());
+    while std::fs::read_to_string(&children).expect("children").is_empty() {
+        std::thread::yield_now();
+    }
+    let (status, signal) = node.audit(&[&two.pid()], "shared_gpu_memory");
+    assert_eq!(
+        (status, &signal["failure"]["code"]),
+        (Some(1), &json!("FIRN-IPC"))
+    );
+    let child = std::fs::read_to_string(&children).expect("children");
+    let _ended = Command::new("kill").arg(child.trim()).status();
+}
+
+#[test]
+fn audit_of_an_image_tells_whether_it_is_whole_and_fits_this_node() {
+    let node = Node::new();
+    let (status, signal) = node.audit(&["image"], "damaged_image");
+    assert_eq!((status, &signal["certainty"]), (Some(0), &json!("none")));
+    let mut small = inventory();
+    small["gpus"].as_array_mut().expect("a list").clear();
+    node.write("small.json", &small.to_string());
+    let there = "gpus_without_place_on_the_target";
+    let (status, signal) = node.audit(&["image", "--target", "small.json"], there);
+    assert_eq!(
+        (status, &signal["failure"]["code"]),
+        (Some(1), &json!("FIRN-GPU-COUNT"))
+    );
+    node.write("image/pages-1.img", "short");
+    let (status, signal) = node.audit(&["image"], "damaged_image");
+    assert_eq!(
+        (status, &signal["failure"]["code"]),
+        (Some(1), &json!("FIRN-IMAGE-TRUNCATED"))
+    );
+}
+
+#[test]
+fn audit_names_what_it_cannot_find() {
+    let node = Node::new();
+    for (arguments, said) in [
+        (
+            &["no-such-container"][..],
+            "no container no-such-container runs in namespace default",
+        ),
+        (
+            &["a/b"],
+            "neither an image directory, a pid nor the id of a container",
+        ),
+        (&["2147483647"], "there is no process 2147483647"),
+    ] {
+        let output = node.firn(&[&["audit"], arguments].concat());
+        assert_eq!(output.status.code(), Some(1));
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(told.contains(said), "{told}");
+    }
+    assert_eq!(node.firn(&["audit"]).status.code(), Some(2));
+}

@@ -68,7 +68,7 @@ impl Decision {
             Policy::Auto | Policy::Strict | Policy::Index => grant.narrow(&uuids),
             Policy::Subset | Policy::Explicit(_) => {}
         }
-        let source: Vec<plan::SourceGpu> = manifest.gpus.iter().map(for_planner).collect();
+        let source: Vec<plan::SourceGpu> = manifest.gpus.iter().map(Into::into).collect();
         let plan = plan::plan(&Demand {
             source: &source,
             source_topology: &manifest.topology,
@@ -92,16 +92,18 @@ impl Decision {
     }
 }
 
-fn for_planner(gpu: &SourceGpu) -> plan::SourceGpu {
-    plan::SourceGpu {
-        uuid: gpu.uuid.clone(),
-        name: gpu.name.clone(),
-        pci_device_id: gpu.pci_device_id,
-        pci_address: gpu.pci_address.clone(),
-        memory_total: gpu.memory_total,
-        minor: gpu.minor,
-        // A GPU in MIG mode is refused at the checkpoint.
-        mig: false,
+impl From<&SourceGpu> for plan::SourceGpu {
+    fn from(gpu: &SourceGpu) -> Self {
+        Self {
+            uuid: gpu.uuid.clone(),
+            name: gpu.name.clone(),
+            pci_device_id: gpu.pci_device_id,
+            pci_address: gpu.pci_address.clone(),
+            memory_total: gpu.memory_total,
+            minor: gpu.minor,
+            // A GPU in MIG mode is refused at the checkpoint.
+            mig: false,
+        }
     }
 }
 

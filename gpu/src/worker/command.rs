@@ -3,14 +3,17 @@
 use std::env;
 use std::ffi::OsString;
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
+use std::io::{self, BufRead, BufReader, Write as _};
 use std::os::fd::RawFd;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{self, Command};
+use std::thread;
 
 use super::node::{Node, Refusal};
 use super::serve::serve;
 use super::{chain, complain};
+use crate::protocol::{ProcessReply, Reply, Request};
 use crate::{CudaState, DeviceNode, Inventory, NodeType, sys};
 
 const OK: u8 = 0;
@@ -23,6 +26,7 @@ firn-gpu: driver worker of the firn container runtime
 usage:
   firn-gpu serve --fd N        answer requests on the socket that is descriptor N (started by the shim)
   firn-gpu inventory [--json]  print driver version and GPUs of this node
+  firn-gpu discover PID...     print which of these processes use CUDA, with their GPU memory, as JSON
   firn-gpu state PID...        print the CUDA state of processes
   firn-gpu --help | --version
 
@@ -34,6 +38,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage
 enum Action {
     Serve { fd: RawFd },
     Inventory { json: bool },
+    Discover { pids: Vec<i32> },
     State { pids: Vec<i32> },
     Help,
     Version,
@@ -64,6 +69,8 @@ enum CommandError {
     Print(#[source] io::Error),
     #[error("{message}. hint: {hint}")]
     Refused { message: String, hint: &'static str },
+    #[error("{message}. hint: {hint}")]
+    Failed { message: String, hint: String },
     #[error(transparent)]
     Json(#[from] serde_json::Error),
 }
@@ -118,16 +125,12 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError>
             Some(other) => return Err(UsageError::Unknown(other)),
             None => Action::Inventory { json: false },
         },
-        Some("state") => {
-            let pids = args.by_ref().map(number).collect::<Result<Vec<_>, _>>()?;
-            if pids.is_empty() {
-                return Err(UsageError::Missing {
-                    what: "state",
-                    needed: "a PID",
-                });
-            }
-            Action::State { pids }
-        }
+        Some("discover") => Action::Discover {
+            pids: pids("discover", &mut args)?,
+        },
+        Some("state") => Action::State {
+            pids: pids("state", &mut args)?,
+        },
         Some("--help" | "-h" | "help") => Action::Help,
         Some("--version" | "-V") => Action::Version,
         _ => return Err(UsageError::Unknown(command)),
@@ -136,6 +139,15 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError>
         Some(extra) => Err(UsageError::Unknown(extra)),
         None => Ok(action),
     }
+}
+
+fn pids(what: &'static str, args: &mut impl Iterator<Item = OsString>) -> Result<Vec<i32>, UsageError> {
+    let pids = args.map(number).collect::<Result<Vec<_>, _>>()?;
+    if pids.is_empty() {
+        let needed = "a PID";
+        return Err(UsageError::Missing { what, needed });
+    }
+    Ok(pids)
 }
 
 fn number(arg: OsString) -> Result<i32, UsageError> {
@@ -166,6 +178,10 @@ fn run(action: Action) -> Result<u8, CommandError> {
                 print(&describe(&inventory))
             }
         }
+        Action::Discover { pids } => {
+            leave_cuda_variables()?;
+            discover(pids)
+        }
         Action::State { pids } => {
             leave_cuda_variables()?;
             state(&Node::host(), &pids)
@@ -188,6 +204,52 @@ fn leave_cuda_variables() -> Result<(), CommandError> {
         again.env_remove(name);
     }
     Err(CommandError::Exec(again.exec()))
+}
+
+/// As a session with the shim would answer. Where the driver does not tell the memory of processes, none has any.
+fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
+    let (ours, theirs) = UnixStream::pair().map_err(CommandError::Serve)?;
+    thread::spawn(move || serve(theirs, Node::host()));
+    let mut session = BufReader::new(ours);
+    let mut found = answers(&mut session, &Request::Discover { pids: pids.clone() })?;
+    let memory = answers(&mut session, &Request::Memory { pids }).unwrap_or_default();
+    for process in &mut found {
+        let told = memory.iter().find(|told| told.pid == process.pid);
+        process.gpu_bytes = told.and_then(|told| told.gpu_bytes);
+    }
+    found.sort_by_key(|process| process.pid);
+    if let Some(ProcessReply {
+        pid,
+        error: Some(error),
+        ..
+    }) = found.iter().find(|process| process.error.is_some())
+    {
+        return Err(CommandError::Refused {
+            message: format!("the driver does not tell of process {pid}: {error}"),
+            hint: "try again: the process may have ended meanwhile",
+        });
+    }
+    print(&(serde_json::to_string_pretty(&found)? + "\n"))
+}
+
+/// What a session answers of each process.
+fn answers(
+    session: &mut BufReader<UnixStream>,
+    request: &Request,
+) -> Result<Vec<ProcessReply>, CommandError> {
+    let mut line = serde_json::to_vec(request)?;
+    line.push(b'\n');
+    session.get_mut().write_all(&line).map_err(CommandError::Serve)?;
+    let mut found = Vec::new();
+    loop {
+        let mut line = String::new();
+        session.read_line(&mut line).map_err(CommandError::Serve)?;
+        match serde_json::from_str(&line)? {
+            Reply::Process(reply) => found.push(reply),
+            Reply::Failed { message, hint } => return Err(CommandError::Failed { message, hint }),
+            Reply::Done { .. } | Reply::Inventory { .. } => return Ok(found),
+        }
+    }
 }
 
 fn state(node: &Node, pids: &[i32]) -> Result<u8, CommandError> {
@@ -289,6 +351,7 @@ mod tests {
         assert_eq!(parsed("inventory"), Ok(Action::Inventory { json: false }));
         assert_eq!(parsed("inventory --json"), Ok(Action::Inventory { json: true }));
         assert_eq!(parsed("state 1 2"), Ok(Action::State { pids: vec![1, 2] }));
+        assert_eq!(parsed("discover 7"), Ok(Action::Discover { pids: vec![7] }));
         assert_eq!(parsed("--version"), Ok(Action::Version));
         assert_eq!(parsed("--help"), Ok(Action::Help));
     }

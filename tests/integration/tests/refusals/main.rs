@@ -54,6 +54,11 @@ fn managed_memory(suite: Suite, name: &str) -> Result<()> {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &["--managed"])?;
         job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-UVM"),
+            "audit: {status}: {report}"
+        );
         refused(&job, host, "FIRN-UVM")?;
         job.remove()?;
         host.idle()
@@ -70,12 +75,47 @@ fn managed_memory_is_refused_before_any_side_effect_on_trixie() -> Result<()> {
     managed_memory(Suite::Trixie, "rf-uvmt")
 }
 
+/// What `firn audit` says of the container: its exit status and JSON.
+fn audited(host: &GpuHost) -> Result<(String, String)> {
+    let script = "firn audit job --json > /tmp/audit; echo $?";
+    let status = host.node().run(&["sh", "-c", script])?.stdout;
+    Ok((status.trim().to_owned(), host.node().read("/tmp/audit")?))
+}
+
+#[test]
+fn a_container_that_can_be_checkpointed_is_told_so_and_is_not_touched() -> Result<()> {
+    on([host(Suite::Forky, "rf-audit", 1)?], |[host]| {
+        host.watch_runc()?;
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(status == "0", "status {status}: {report}");
+        ensure!(report.contains(&host.uuids()[0]), "no GPU in {report}");
+        ensure!(report.contains(r#""cuda": true"#), "no CUDA process in {report}");
+        job.task(&["pause"])?;
+        let (status, report) = audited(host)?;
+        ensure!(status == "0", "paused: status {status}: {report}");
+        ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        ensure!(!host.runc_has("checkpoint")?, "runc was called");
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
 /// What CRIU cannot dump is seen before anything is touched, and the same program goes on.
 fn undumpable(name: &str, habit: &str, code: &str) -> Result<()> {
     on([host(Suite::Forky, name, 1)?], |[host]| {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &[habit])?;
         job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains(code),
+            "audit: {status}: {report}"
+        );
         let said = refused(&job, host, code)?;
         ensure!(said.contains("(gpu-counter)"), "no process in:\n{said}");
         job.remove()?;

@@ -1,0 +1,293 @@
+//! The signals of an audit: what was looked for, where, what was found, and whether it refuses a checkpoint or restore.
+
+use firn_config::{Config, Exec, names};
+use firn_gpu::plan::{Plan, PlanError};
+use firn_gpu::preflight::{self, Finding, Owner, Refusal, Sign};
+use firn_gpu::protocol::ProcessReply;
+use firn_gpu::{Gpu, Inventory};
+use firn_oci::GrantError;
+use firn_oci::manifest::Manifest;
+use serde::Serialize;
+
+use super::subject::{Subject, comm};
+use super::{Verdict, shown};
+use crate::failure::Failure;
+use crate::text;
+
+/// How sure it is that what is looked for is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Certainty {
+    None,
+    Suspected,
+    Certain,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Signal {
+    pub signal: &'static str,
+    pub certainty: Certainty,
+    /// Whether a checkpoint or restore is refused for it.
+    pub refused: bool,
+    /// What told it.
+    pub source: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failure: Option<Failure>,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub detail: String,
+}
+
+#[derive(Debug, Default)]
+pub struct Signals {
+    pub all: Vec<Signal>,
+}
+
+/// What the preflight looks for, and where; in the order of [`kind`].
+const KINDS: [(&str, &str); 7] = [
+    ("managed_memory", "/proc/PID/maps"),
+    ("mps", "/proc/PID/fd and environ"),
+    (
+        "shared_gpu_memory",
+        "the number of CUDA processes, /proc/PID/maps and environ",
+    ),
+    ("imex", "/proc/PID/fd"),
+    ("rdma", "/proc/PID/fd"),
+    ("io_uring", "/proc/PID/fd and maps"),
+    (
+        "gpu_descriptors_without_cuda",
+        "/proc/PID/fd, the driver's restore threads",
+    ),
+];
+
+/// Of signs and of what they refuse.
+fn kind(sign: &Sign) -> usize {
+    match sign {
+        Sign::ManagedMemory { .. } => 0,
+        Sign::Mps { .. } => 1,
+        Sign::Nccl { .. } | Sign::SharingLibrary { .. } | Sign::MultipleCudaProcesses { .. } => 2,
+        Sign::Imex { .. } => 3,
+        Sign::Rdma { .. } => 4,
+        Sign::IoUring => 5,
+        Sign::LeakedGpu { .. } => 6,
+    }
+}
+
+fn kind_refused(refusal: &Refusal) -> usize {
+    match refusal {
+        Refusal::ManagedMemory { .. } => 0,
+        Refusal::Mps { .. } => 1,
+        Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => 2,
+        Refusal::Imex { .. } => 3,
+        Refusal::Rdma { .. } => 4,
+        Refusal::IoUring { .. } => 5,
+        Refusal::LeakedGpu { .. } => 6,
+    }
+}
+
+impl Signals {
+    /// What it comes to.
+    pub fn verdict(&self) -> Verdict {
+        if self.all.iter().any(|signal| signal.refused) {
+            Verdict::Cannot
+        } else if self
+            .all
+            .iter()
+            .any(|signal| signal.certainty == Certainty::Suspected)
+        {
+            Verdict::Suspected
+        } else {
+            Verdict::Can
+        }
+    }
+
+    fn add(&mut self, signal: &'static str, source: &'static str, failure: Option<Failure>) {
+        self.all.push(Signal {
+            signal,
+            certainty: if failure.is_some() {
+                Certainty::Certain
+            } else {
+                Certainty::None
+            },
+            refused: failure.is_some(),
+            source,
+            failure,
+            detail: String::new(),
+        });
+    }
+
+    /// What the shim's transaction would see.
+    pub fn of_preflight(&mut self, findings: &[Finding], refusals: &[Refusal], owner: Owner) {
+        let several = (findings.iter()).any(|f| matches!(f.sign, Sign::MultipleCudaProcesses { .. }));
+        for (at, (signal, source)) in KINDS.into_iter().enumerate() {
+            let seen: Vec<&Finding> = findings.iter().filter(|f| kind(&f.sign) == at).collect();
+            let refusal = refusals.iter().find(|refusal| kind_refused(refusal) == at);
+            let certain = seen.iter().any(|f| f.certainty == preflight::Certainty::Certain);
+            // That memory is shared is never seen, only what may share it; and the driver takes what its owner answers for.
+            let certainty = match (at, refusal.is_some()) {
+                (2, true) | (3, true) => Certainty::Suspected,
+                (2, false) => Certainty::None,
+                (3, false) if owner.shares_nothing => Certainty::None,
+                _ if seen.is_empty() => Certainty::None,
+                _ if certain => Certainty::Certain,
+                _ => Certainty::Suspected,
+            };
+            let detail = match at {
+                2 if several && refusal.is_none() => "several CUDA processes, which share none".to_owned(),
+                2 => String::new(),
+                _ => seen.first().map(|finding| described(finding)).unwrap_or_default(),
+            };
+            self.all.push(Signal {
+                signal,
+                certainty,
+                refused: refusal.is_some(),
+                source,
+                failure: refusal.map(|refusal| Failure::new(refusal.code(), refusal.hint(), refusal)),
+                detail,
+            });
+        }
+    }
+
+    pub fn of_driver(&mut self, inventory: &Inventory) {
+        let failure = (!inventory.checkpoint_api).then(|| Failure {
+            code: "FIRN-DRIVER-TOO-OLD",
+            message: format!("driver {} has no process checkpoint", inventory.driver_version),
+            hint: "install driver 570 or later (580 to restore onto other GPUs)",
+        });
+        self.add("driver_without_checkpoint", "libcuda's symbols", failure);
+    }
+
+    /// Processes that CRIU leaves out.
+    pub fn of_execs(&mut self, subject: &Subject, known: &[ProcessReply], config: &Config) {
+        let uses_cuda = |pid: &&i32| {
+            let mut all = known.iter();
+            all.any(|process| process.pid == **pid && process.restore_tid.is_some())
+        };
+        let omits = match subject
+            .spec
+            .as_ref()
+            .and_then(|spec| spec.annotation(names::ANNOTATION_EXEC))
+        {
+            None => config.checkpoint.exec == Exec::Omit,
+            Some(word) => word == "omit",
+        };
+        let with_cuda = subject.outside.iter().find(uses_cuda);
+        let refused = with_cuda.or_else(|| subject.outside.first().filter(|_| !omits));
+        let failure = refused.map(|pid| Failure {
+            code: "FIRN-EXEC",
+            message: format!("process {pid} ({}) is no child of init, so CRIU would leave it out", comm(*pid)),
+            hint: "end it, or let it be left out: annotation firn.dev/exec=omit; one that uses CUDA is always refused",
+        });
+        self.add("processes_of_exec", "/proc/PID/status", failure);
+    }
+
+    pub fn of_hook(&mut self, by_hook: bool) {
+        let failure = by_hook.then(|| Failure {
+            code: "FIRN-GPU-HOOK",
+            message: "the container got its GPUs from a hook, whose mounts CRIU does not know".to_owned(),
+            hint: "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
+        });
+        self.add("gpus_from_a_hook", "config.json of the bundle", failure);
+    }
+
+    pub fn of_grant(&mut self, grant: Result<(), GrantError>) {
+        let failure = grant
+            .err()
+            .map(|error| Failure::new(error.code(), error.hint(), &error));
+        self.add("unknown_gpus", "config.json of the bundle", failure);
+    }
+
+    pub fn of_gpus(&mut self, gpus: &[Gpu]) {
+        let failure = gpus.iter().find(|gpu| gpu.mig).map(|gpu| Failure {
+            code: "FIRN-GPU-MIG",
+            message: format!(
+                "GPU {} is in MIG mode, whose memory the driver cannot checkpoint",
+                gpu.uuid
+            ),
+            hint: "use whole GPUs for containers that are to be checkpointed",
+        });
+        self.add("mig", "NVML", failure);
+    }
+
+    /// The driver copies GPU memory into that of the host.
+    pub fn of_host_memory(&mut self, needed: u64) {
+        let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+            let value = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+            Some(value.split_whitespace().next()?.parse::<u64>().ok()? << 10)
+        });
+        let failure = available.filter(|left| *left < needed).map(|left| Failure {
+            code: "FIRN-HOST-MEMORY",
+            message: format!(
+                "the driver copies {} of GPU memory into host memory, and the host has {} left",
+                text::bytes(needed),
+                text::bytes(left)
+            ),
+            hint: "make room in the host's memory",
+        });
+        self.add("too_little_host_memory", "/proc/meminfo", failure);
+    }
+
+    /// Whether the GPUs find a place. Gives the plan as JSON.
+    pub fn of_plan(
+        &mut self,
+        plan: Result<Plan, PlanError>,
+        target: &Inventory,
+    ) -> Option<serde_json::Value> {
+        const NAME: &str = "gpus_without_place_on_the_target";
+        const SOURCE: &str = "the target's inventory";
+        match plan {
+            Ok(plan) => {
+                self.add(NAME, SOURCE, None);
+                if let Some(signal) = self.all.last_mut() {
+                    signal.detail = format!("driver {}, {} GPUs", target.driver_version, target.gpus.len());
+                }
+                Some(shown(&plan))
+            }
+            Err(error) => {
+                self.add(
+                    NAME,
+                    SOURCE,
+                    Some(Failure::new(error.code(), error.hint(), &error)),
+                );
+                None
+            }
+        }
+    }
+
+    /// Whether an image is whole. Gives its manifest.
+    pub fn of_image(&mut self, manifest: Result<Option<Manifest>, Failure>) -> Option<Manifest> {
+        let (manifest, failure) = match manifest {
+            Ok(Some(manifest)) => (Some(manifest), None),
+            Ok(None) => (None, None),
+            Err(failure) => (None, Some(failure)),
+        };
+        let none = manifest.is_none() && failure.is_none();
+        self.add(
+            "damaged_image",
+            "firn.json and the checksums of all files",
+            failure,
+        );
+        if let Some(signal) = self.all.last_mut().filter(|_| none) {
+            signal.certainty = Certainty::Suspected;
+            signal.detail = "no firn.json: it restores only into a container that asks for no GPU".to_owned();
+        }
+        manifest
+    }
+}
+
+/// What a sign shows, for one that refuses nothing.
+fn described(finding: &Finding) -> String {
+    let pid = finding.pid.unwrap_or_default();
+    let what = match &finding.sign {
+        Sign::ManagedMemory { ranges, bytes } => {
+            format!(
+                "{ranges} mappings of {} that may be the driver's own",
+                text::bytes(*bytes)
+            )
+        }
+        Sign::Mps { directory } => format!("pipes of an MPS daemon may be used: {}", directory.display()),
+        Sign::LeakedGpu { file } => format!("{file} is open, and the driver knows no CUDA there"),
+        Sign::Rdma { file } | Sign::Imex { file } | Sign::SharingLibrary { file } => file.clone(),
+        Sign::IoUring | Sign::Nccl { .. } | Sign::MultipleCudaProcesses { .. } => return String::new(),
+    };
+    format!("process {pid} ({}): {what}", comm(pid))
+}

@@ -1,0 +1,311 @@
+//! `firn audit`: whether a workload can be checkpointed here, and restored here or there, before anything is stopped.
+//!
+//! The signs and what is refused for them are those of the shim's transaction ([`firn_gpu::preflight`]). Nothing is touched:
+//! files of /proc and of the bundle are read, and the driver is asked which processes it knows.
+
+mod estimate;
+mod findings;
+mod subject;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use firn_config::{Config, names};
+use firn_gpu::plan::{self, Demand, Plan, Policy};
+use firn_gpu::preflight::{self, Owner};
+use firn_gpu::{Gpu, Inventory};
+use firn_oci::manifest::Manifest;
+use firn_oci::{Grant, nccl};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::args::AuditArgs;
+use crate::failure::Failure;
+use crate::{program, text};
+use estimate::Estimate;
+use findings::{Certainty, Signal, Signals};
+use subject::Subject;
+
+/// What the audit comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    Can,
+    Cannot,
+    /// Nothing refuses it, and something speaks against it.
+    Suspected,
+}
+
+#[derive(Debug, Serialize)]
+struct Process {
+    pid: i32,
+    comm: String,
+    cuda: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu_bytes: Option<u64>,
+    anonymous_bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    subject: String,
+    verdict: Verdict,
+    processes: Vec<Process>,
+    gpus: Vec<String>,
+    gpu_bytes: u64,
+    image_bytes: u64,
+    estimate: Estimate,
+    signals: Vec<Signal>,
+    /// Onto which GPUs it would be restored.
+    plan: Option<serde_json::Value>,
+}
+
+/// The verdict, after it has been printed.
+pub fn run(args: &AuditArgs) -> Result<Verdict> {
+    let config = Config::load()
+        .map_err(Failure::from)
+        .map_err(|failure| anyhow::anyhow!("{failure}"))?;
+    let report = match image(&args.subject) {
+        Some(dir) => of_image(&dir, args, &config)?,
+        None => of_workload(args, &config)?,
+    };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print(&report);
+    }
+    Ok(report.verdict)
+}
+
+/// The directory, if the subject is one that holds an image.
+fn image(subject: &str) -> Option<PathBuf> {
+    let dir = Path::new(subject);
+    let is_image = [names::MANIFEST, "inventory.img"]
+        .iter()
+        .any(|name| dir.join(name).is_file());
+    is_image.then(|| dir.to_owned())
+}
+
+fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
+    let subject = match args.subject.parse() {
+        Ok(pid) => Subject::of_pid(pid)?,
+        Err(_) => Subject::of_container(&args.subject, &args.namespace)?,
+    };
+    let inventory = program::inventory(config).context("cannot read the GPUs of this node")?;
+    let mut everything = subject.tree.clone();
+    everything.extend(&subject.outside);
+    let known =
+        program::discover(config, &everything).context("cannot ask the driver about the processes")?;
+    let cuda: Vec<i32> = (known.iter())
+        .filter(|process| process.restore_tid.is_some() && subject.tree.contains(&process.pid))
+        .map(|process| process.pid)
+        .collect();
+
+    let owner = Owner {
+        shares_nothing: (subject.spec.as_ref())
+            .is_some_and(|spec| spec.annotation(names::ANNOTATION_IPC) == Some("none")),
+    };
+    let looked_at = preflight::Subject {
+        dumped: &subject.tree,
+        cuda: &cuda,
+        ranks: subject.spec.as_ref().is_some_and(nccl::is_asked),
+    };
+    let found = preflight::inspect(Path::new("/proc"), &looked_at)?;
+    let refusals = preflight::judge(Path::new("/proc"), &found, owner);
+
+    let mut signals = Signals::default();
+    signals.of_preflight(&found, &refusals, owner);
+    signals.of_driver(&inventory);
+    signals.of_execs(&subject, &known, config);
+    let gpus = granted(&subject, &inventory, &mut signals);
+    signals.of_gpus(&gpus);
+
+    let bytes_of = |pid: i32| known.iter().find(|process| process.pid == pid)?.gpu_bytes;
+    let told: Vec<u64> = cuda.iter().filter_map(|pid| bytes_of(*pid)).collect();
+    let in_use = || {
+        gpus.iter()
+            .map(|gpu| gpu.memory_total.saturating_sub(gpu.memory_free))
+            .sum()
+    };
+    let gpu_bytes: u64 = match (cuda.is_empty(), told.is_empty()) {
+        (true, _) => 0,
+        (false, true) => in_use(),
+        (false, false) => told.iter().sum(),
+    };
+    let processes: Vec<Process> = (subject.tree.iter())
+        .map(|&pid| Process {
+            pid,
+            comm: subject::comm(pid),
+            cuda: cuda.contains(&pid),
+            gpu_bytes: bytes_of(pid),
+            anonymous_bytes: subject::anonymous(pid),
+        })
+        .collect();
+    let anonymous: u64 = processes.iter().map(|process| process.anonymous_bytes).sum();
+    signals.of_host_memory(gpu_bytes);
+
+    let sources: Vec<plan::SourceGpu> = gpus.iter().map(Into::into).collect();
+    let plan = match (&args.target, sources.is_empty()) {
+        (Some(target), false) => {
+            let target = program::read_inventory(target)?;
+            let source = (&sources[..], &inventory.topology, &inventory.driver_version[..]);
+            signals.of_plan(onto(source, &target), &target)
+        }
+        _ => None,
+    };
+    let image_bytes = gpu_bytes.saturating_add(anonymous);
+    let largest = told.iter().copied().max().unwrap_or(gpu_bytes);
+    Ok(Report {
+        subject: subject.name,
+        verdict: signals.verdict(),
+        processes,
+        gpus: sources.iter().map(|gpu| gpu.uuid.to_string()).collect(),
+        gpu_bytes,
+        image_bytes,
+        estimate: Estimate::of(largest, image_bytes),
+        signals: signals.all,
+        plan,
+    })
+}
+
+/// The GPUs that the driver wants mapped: those that the spec grants, or all where there is none.
+fn granted(subject: &Subject, inventory: &Inventory, signals: &mut Signals) -> Vec<Gpu> {
+    let Some(spec) = &subject.spec else {
+        return inventory.gpus.clone();
+    };
+    signals.of_hook(spec.gpu_by_hook());
+    match Grant::of_spec(spec, inventory) {
+        Ok(grant) => {
+            signals.of_grant(Ok(()));
+            grant.gpus
+        }
+        Err(error) => {
+            signals.of_grant(Err(error));
+            Vec::new()
+        }
+    }
+}
+
+/// Whether the GPUs find a place on a node, whichever of its GPUs they are granted.
+fn onto(
+    (source, topology, driver): (&[plan::SourceGpu], &firn_gpu::Topology, &str),
+    target: &Inventory,
+) -> Result<Plan, plan::PlanError> {
+    let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();
+    plan::plan(&Demand {
+        source,
+        source_topology: topology,
+        source_driver: driver,
+        grant: &whole,
+        target_topology: &target.topology,
+        target_driver: &target.driver_version,
+        policy: &Policy::Subset,
+    })
+}
+
+fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
+    let mut signals = Signals::default();
+    let manifest = Manifest::read(dir).map_err(Failure::from).and_then(|manifest| {
+        let Some(manifest) = manifest else { return Ok(None) };
+        manifest.verify_images(dir).map_err(Failure::from)?;
+        Ok(Some(manifest))
+    });
+    let manifest = signals.of_image(manifest);
+    let (gpus, processes) = manifest.as_ref().map_or((&[][..], 0), |manifest| {
+        (&manifest.gpus[..], manifest.processes.len())
+    });
+    let mut plan = None;
+    if let Some(manifest) = manifest.as_ref().filter(|manifest| !manifest.gpus.is_empty()) {
+        let target = match &args.target {
+            Some(file) => program::read_inventory(file)?,
+            None => program::inventory(config).context("cannot read the GPUs of this node")?,
+        };
+        let sources: Vec<plan::SourceGpu> = manifest.gpus.iter().map(Into::into).collect();
+        let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
+        plan = signals.of_plan(onto((&sources, &manifest.topology, driver), &target), &target);
+    }
+    let image_bytes: u64 = (manifest.iter())
+        .flat_map(|manifest| &manifest.images)
+        .map(|file| file.size)
+        .sum();
+    let largest = image_bytes / u64::try_from(processes.max(1)).unwrap_or(1);
+    Ok(Report {
+        subject: format!("image {}", dir.display()),
+        verdict: signals.verdict(),
+        processes: Vec::new(),
+        gpus: gpus.iter().map(|gpu| gpu.uuid.to_string()).collect(),
+        gpu_bytes: 0,
+        image_bytes,
+        estimate: Estimate::of(largest, image_bytes),
+        signals: signals.all,
+        plan,
+    })
+}
+
+fn print(report: &Report) {
+    println!("subject    {}", report.subject);
+    for process in report.processes.iter().filter(|process| process.cuda) {
+        let memory = process.gpu_bytes.map_or_else(
+            || "GPU memory not told".to_owned(),
+            |b| text::bytes(b) + " of GPU memory",
+        );
+        println!("process    {} ({}), {memory}", process.pid, process.comm);
+    }
+    for gpu in &report.gpus {
+        println!("gpu        {gpu}");
+    }
+    if report.gpu_bytes > 0 {
+        println!(
+            "memory     {} of the host for GPU memory",
+            text::bytes(report.gpu_bytes)
+        );
+    }
+    println!("image      {} or more", text::bytes(report.image_bytes));
+    let Estimate {
+        checkpoint_s,
+        restore_s,
+        basis,
+    } = report.estimate;
+    println!("time       checkpoint about {checkpoint_s} s, restore about {restore_s} s: {basis}");
+    for Signal {
+        signal,
+        certainty,
+        refused,
+        source,
+        failure,
+        detail,
+    } in &report.signals
+    {
+        let word = match (refused, certainty) {
+            (true, _) => "REFUSED",
+            (_, Certainty::None) => "none",
+            (_, Certainty::Suspected) => "suspected",
+            (_, Certainty::Certain) => "there",
+        };
+        let detail = match (failure, detail.is_empty()) {
+            (Some(failure), _) => format!(": {failure}"),
+            (None, false) => format!(": {detail}"),
+            (None, true) => String::new(),
+        };
+        println!("{word:10} {signal} (by {source}){detail}");
+    }
+    if let Some(plan) = &report.plan {
+        for pair in plan["map"].as_array().into_iter().flatten() {
+            println!("map        {} -> {}", pair["old"], pair["new"]);
+        }
+    }
+    println!(
+        "verdict    {}",
+        match report.verdict {
+            Verdict::Can => "can be checkpointed and restored, as far as can be seen",
+            Verdict::Cannot => "cannot",
+            Verdict::Suspected => "nothing refuses it, and something speaks against it",
+        }
+    );
+}
+
+/// A plan as JSON.
+fn shown(plan: &Plan) -> serde_json::Value {
+    let warnings: Vec<String> = plan.warnings.iter().map(ToString::to_string).collect();
+    json!({"map": plan.map, "warnings": warnings})
+}

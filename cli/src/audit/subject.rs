@@ -1,0 +1,187 @@
+//! Which processes are audited, from a container's id, any of its pids, or a process that is in no container.
+//!
+//! containerd is not asked: its shims keep bundles where they can be read, and /proc tells the rest.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use firn_oci::Spec;
+
+/// Where containerd's shims have their bundles: NAMESPACE/ID.
+const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";
+
+/// The processes of a workload, and the container that they are in.
+#[derive(Debug)]
+pub struct Subject {
+    pub name: String,
+    pub spec: Option<Spec>,
+    /// What a dump takes: a process and its descendants.
+    pub tree: Vec<i32>,
+    /// Others of the container.
+    pub outside: Vec<i32>,
+}
+
+impl Subject {
+    pub fn of_container(id: &str, namespace: &str) -> Result<Self> {
+        if id.contains('/') || namespace.contains('/') {
+            bail!("{id} is neither an image directory, a pid nor the id of a container");
+        }
+        let bundle = Path::new(BUNDLES).join(namespace).join(id);
+        if !bundle.is_dir() {
+            bail!("no container {id} runs in namespace {namespace}. hint: --namespace, or give a pid of it");
+        }
+        Self::of_bundle(format!("container {id} in namespace {namespace}"), &bundle)
+    }
+
+    pub fn of_pid(pid: i32) -> Result<Self> {
+        if !Path::new("/proc").join(pid.to_string()).is_dir() {
+            bail!("there is no process {pid}");
+        }
+        if let Some(bundle) = cgroup(pid).and_then(|path| bundle_of(&path)) {
+            let name = format!("container {} of process {pid}", bundle.display());
+            return Self::of_bundle(name, &bundle);
+        }
+        let (tree, _) = split(pid, &all_processes());
+        Ok(Self {
+            name: format!("process {pid} ({}), in no container of containerd", comm(pid)),
+            spec: None,
+            tree,
+            outside: Vec::new(),
+        })
+    }
+
+    fn of_bundle(name: String, bundle: &Path) -> Result<Self> {
+        let spec = Spec::load(bundle).with_context(|| format!("read the spec of {name}"))?;
+        let file = bundle.join("init.pid");
+        let text = fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
+        let init: i32 = (text.trim().parse()).with_context(|| format!("{} holds no pid", file.display()))?;
+        let cgroup = cgroup(init).with_context(|| format!("the first process of {name} has ended"))?;
+        let is_in = |pid: &i32| self::cgroup(*pid).is_some_and(|path| is_below(&path, &cgroup));
+        let members: Vec<i32> = all_processes().into_iter().filter(is_in).collect();
+        let (tree, outside) = split(init, &members);
+        Ok(Self {
+            name,
+            spec: Some(spec),
+            tree,
+            outside,
+        })
+    }
+}
+
+fn is_below(path: &str, cgroup: &str) -> bool {
+    path == cgroup
+        || path
+            .strip_prefix(cgroup)
+            .is_some_and(|rest| rest.starts_with('/'))
+}
+
+/// The bundle of the container whose cgroup this is: named by its id, or by systemd `PREFIX-ID.scope`.
+fn bundle_of(cgroup: &str) -> Option<PathBuf> {
+    let name = cgroup.rsplit('/').next()?.trim_end_matches(".scope");
+    let short = name.rsplit_once('-').map_or(name, |(_, id)| id);
+    let namespaces: Vec<PathBuf> = fs::read_dir(BUNDLES)
+        .ok()?
+        .flatten()
+        .map(|dir| dir.path())
+        .collect();
+    let bundles = [name, short].into_iter().filter(|id| !id.is_empty());
+    bundles
+        .flat_map(|id| namespaces.iter().map(move |namespace| namespace.join(id)))
+        .find(|bundle| bundle.join("config.json").is_file())
+}
+
+/// A process and its descendants among these, and the others that have not ended.
+fn split(init: i32, members: &[i32]) -> (Vec<i32>, Vec<i32>) {
+    let parents: BTreeMap<i32, i32> = (members.iter())
+        .filter_map(|&pid| Some((pid, field(pid, "PPid:")?.parse().ok()?)))
+        .collect();
+    let descends = |pid: i32| {
+        let (mut at, mut seen) = (pid, BTreeSet::new());
+        while at != init {
+            match parents.get(&at) {
+                Some(&parent) if seen.insert(at) => at = parent,
+                _ => return false,
+            }
+        }
+        true
+    };
+    let (tree, others): (Vec<i32>, Vec<i32>) = members.iter().partition(|pid| descends(**pid));
+    let alive = |pid: &i32| field(*pid, "State:").is_some_and(|state| !state.starts_with(['Z', 'X']));
+    (tree, others.into_iter().filter(alive).collect())
+}
+
+fn all_processes() -> Vec<i32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
+/// The cgroup of a process, in the first hierarchy in which it is not in the root.
+fn cgroup(pid: i32) -> Option<String> {
+    let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let hierarchy = |line: &str| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        Some((fields.next()?.to_owned(), fields.next()?.to_owned()))
+    };
+    let all: Vec<(String, String)> = text.lines().filter_map(hierarchy).collect();
+    // The unified one, or those that runc makes cgroups in wherever they are mounted.
+    let order = ["", "devices", "freezer", "memory"];
+    order.into_iter().find_map(|name| {
+        let (_, path) = all
+            .iter()
+            .find(|(controllers, _)| controllers.split(',').any(|c| c == name))?;
+        (path != "/").then(|| path.clone())
+    })
+}
+
+/// A line of /proc/PID/status.
+fn field(pid: i32, name: &str) -> Option<String> {
+    let bytes = fs::read(format!("/proc/{pid}/status")).ok()?;
+    let text = String::from_utf8_lossy(&bytes);
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    Some(line.trim().to_owned())
+}
+
+/// Name of a process.
+pub fn comm(pid: i32) -> String {
+    field(pid, "Name:").unwrap_or_default()
+}
+
+/// Bytes of memory of a process that no file is behind.
+pub fn anonymous(pid: i32) -> u64 {
+    let kib = |name| {
+        let text = field(pid, name)?;
+        text.split_whitespace().next()?.parse::<u64>().ok()
+    };
+    (kib("RssAnon:").unwrap_or(0) + kib("VmSwap:").unwrap_or(0)) << 10
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_in_no_container_is_taken_with_its_descendants() {
+        let me = i32::try_from(std::process::id()).unwrap();
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let subject = Subject::of_pid(me).unwrap();
+        assert!(subject.tree.contains(&me) && subject.tree.contains(&pid));
+        assert!(!subject.tree.contains(&1) && subject.outside.is_empty() && subject.spec.is_none());
+        assert_eq!(Subject::of_pid(pid).unwrap().tree, [pid]);
+        let (tree, outside) = split(pid, &[me, pid]);
+        assert_eq!((tree, outside), (vec![pid], vec![me]));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(Subject::of_pid(i32::MAX).is_err());
+    }
+
+    #[test]
+    fn cgroups_are_compared_by_whole_names() {
+        assert!(is_below("/default/job", "/default/job") && is_below("/default/job/x", "/default/job"));
+        assert!(!is_below("/default/job2", "/default/job"));
+    }
+}
