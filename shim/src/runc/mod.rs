@@ -13,8 +13,8 @@ mod verbs;
 mod watchdog;
 
 use std::fmt;
-use std::fs::File;
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -25,6 +25,7 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
 use crate::journal::Role;
@@ -166,12 +167,28 @@ impl Runc {
             return call(self).await;
         }
         let done = call(&own).await;
-        if let Err(error) = std::fs::remove_file(&own.log)
-            && error.kind() != ErrorKind::NotFound
-        {
-            log::warn!("cannot remove {}: {error}", own.log.display());
+        if let Err(error) = own.move_log(&self.log) {
+            log::warn!("cannot keep {}: {error}", own.log.display());
         }
         done
+    }
+
+    /// Adds its log to this one, where users look for it, and marks it as not of those who share that one.
+    fn move_log(&self, to: &Path) -> io::Result<()> {
+        let said = std::fs::read(&self.log)?;
+        std::fs::remove_file(&self.log)?;
+        let mut marked = Vec::new();
+        let entries = serde_json::Deserializer::from_slice(&said).into_iter::<Map<String, Value>>();
+        for mut entry in entries.map_while(Result::ok) {
+            entry.insert(BESIDE.to_owned(), Value::Bool(true));
+            serde_json::to_writer(&mut marked, &entry)?;
+            marked.push(b'\n');
+        }
+        if marked.is_empty() {
+            return Ok(());
+        }
+        let mut log = OpenOptions::new().append(true).create(true).open(to)?;
+        log.write_all(&marked)
     }
 
     fn command(&self, verb: &str) -> Command {
@@ -399,8 +416,13 @@ pub(crate) fn read_pid(path: &Path) -> Result<i32, PidFileError> {
     })
 }
 
+/// Key of log entries of calls that were made beside others.
+const BESIDE: &str = "beside";
+
 #[derive(Deserialize)]
 struct LogLine {
+    #[serde(default)]
+    beside: bool,
     #[serde(default)]
     level: String,
     #[serde(default, alias = "message")]
@@ -424,7 +446,7 @@ fn last_error(log: &Path, from: u64) -> Option<String> {
     loop {
         let mut entries = serde_json::Deserializer::from_slice(text).into_iter::<LogLine>();
         for entry in entries.by_ref().map_while(Result::ok) {
-            if entry.level.eq_ignore_ascii_case("error") {
+            if !entry.beside && entry.level.eq_ignore_ascii_case("error") {
                 last = Some(entry.msg.trim().to_owned());
             }
         }
@@ -525,10 +547,17 @@ exit 1
         let (killed, listed) = tokio::join!(runc.kill(9, false), runc.ps());
         assert_eq!(killed.unwrap_err().to_string(), "of kill");
         assert_eq!(listed.unwrap_err().to_string(), "of ps");
+        let log = std::fs::read_to_string(dir.path().join("log.json")).unwrap();
+        assert!(log.contains("of kill") && log.contains("of ps"), "{log}");
+        let quoted = last_error(&dir.path().join("log.json"), 0);
+        assert_eq!(
+            quoted, None,
+            "a call that shares the log fails with another's error"
+        );
         let names = std::fs::read_dir(dir.path())
             .unwrap()
             .map(|entry| entry.unwrap().file_name());
         let logs = names.filter(|name| name.to_string_lossy().ends_with(".json"));
-        assert_eq!(logs.count(), 0, "a log was left");
+        assert_eq!(logs.count(), 1, "a log was left");
     }
 }
