@@ -100,7 +100,8 @@ impl CdiError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::NoSpec { .. } => {
-                "`firn cdi generate --output /etc/cdi/nvidia.yaml` (or nvidia-ctk cdi generate) writes one"
+                "`firn cdi generate --output /etc/cdi/nvidia.yaml` writes one; `[create] hooks = \"keep\"` in firn's \
+                 configuration runs a hook of NVIDIA's as it is"
             }
             Self::Unknown { .. } => "`firn cdi list` shows the devices of this node",
             Self::Ambiguous { .. } => "remove all of these files but one",

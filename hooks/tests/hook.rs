@@ -95,3 +95,17 @@ fn failures_and_wrong_usage_are_told_apart() {
     let output = hook("--help", "");
     assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("exit status"));
 }
+
+/// What is shipped for podman and CRI-O names a call that the hook knows.
+#[test]
+fn the_shipped_hooks_file_calls_the_hook_as_it_wants_to_be_called() {
+    let file: serde_json::Value =
+        serde_json::from_str(include_str!("../../config/hooks.d/50-firn.json")).expect("JSON");
+    assert_eq!(file["version"], "1.0.0");
+    assert_eq!(file["stages"], serde_json::json!(["createRuntime"]));
+    assert_eq!(file["hook"]["args"][0], "firn-hook");
+    let verb = file["hook"]["args"][1].as_str().expect("a word");
+    let own = serde_json::json!({"ociVersion": "1.2.0", "id": "c", "pid": std::process::id()});
+    let done = hook(verb, &own.to_string());
+    assert!(done.status.success(), "{done:?}");
+}

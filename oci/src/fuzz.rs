@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::fixtures::{config, inventory, uuid};
 use crate::manifest::Manifest;
 use crate::spec::parse_device;
-use crate::{Basis, Decision, GpuMap, Grant, Spec, edit, mounts};
+use crate::{Ask, Basis, Decision, GpuMap, Grant, Spec, edit, mounts, settle};
 
 /// A container's `config.json`.
 pub fn spec(json: &[u8]) {
@@ -145,6 +145,14 @@ fn is_whole(manifest: &Manifest, dir: &Path) {
 fn views(spec: &Spec) {
     if spec.gpu_by_hook() {
         assert!(spec.asks_for_gpu(), "a GPU by hook is a GPU that is asked for");
+    }
+    if let Ask::Request(request) = Ask::of(spec) {
+        assert!(!request.devices.is_empty(), "nothing is asked for");
+    }
+    let mut settled = spec.clone();
+    if settle(&mut settled).is_ok() {
+        assert!(!settled.gpu_by_hook(), "a hook is left");
+        assert_eq!(settle(&mut settled).ok(), Some(0), "settled twice");
     }
     if let (Ok(all), Ok(required)) = (spec.mounts(), mounts::required(spec)) {
         for needed in required {

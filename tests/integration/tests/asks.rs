@@ -22,8 +22,8 @@ const COUNT: [&str; 7] = [
 ];
 
 /// A node whose CDI file is firn's own.
-fn host(name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
-    let host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, name, gpus)?;
+fn host(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
+    let host = GpuHost::for_test(suite, Cgroup::Auto, name, gpus)?;
     host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
     host.node().run(&["firn", "cdi", "generate", "--output", CDI])?;
     Ok(host)
@@ -31,11 +31,11 @@ fn host(name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
 
 /// Two nodes whose GPUs have nothing in common: on the second one there is one more before it, so that minor, index and
 /// device numbers differ too.
-fn pair(name: &str) -> Result<[GpuHost; 2]> {
+fn pair(suite: Suite, name: &str) -> Result<[GpuHost; 2]> {
     let [first, second] = [1, 3].map(SimGpu::h200);
     Ok([
-        host(&format!("{name}-a"), &[first])?,
-        host(&format!("{name}-b"), &[SimGpu::h200(2), second])?,
+        host(suite, &format!("{name}-a"), &[first])?,
+        host(suite, &format!("{name}-b"), &[SimGpu::h200(2), second])?,
     ])
 }
 
@@ -70,7 +70,7 @@ fn moves(a: &GpuHost, b: &GpuHost, options: &[&str], expected: &str) -> Result<(
 
 #[test]
 fn a_node_with_nothing_but_the_driver_gives_its_gpus_by_firns_own_cdi_file() -> Result<()> {
-    on(pair("ak-gen")?, |[a, b]| {
+    on(pair(Suite::Forky, "ak-gen")?, |[a, b]| {
         let listed = a.node().run(&["firn", "cdi", "list"])?.stdout;
         ensure!(
             listed.contains(&format!("nvidia.com/gpu={}", a.uuids()[0])),
@@ -130,7 +130,7 @@ fn hook_ran(host: &GpuHost) -> bool {
 
 #[test]
 fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
-    on(pair("ak-ask")?, |[a, b]| {
+    on(pair(Suite::Forky, "ak-ask")?, |[a, b]| {
         for host in [&*a, &*b] {
             install(host, NEVER, "/usr/local/bin/nvidia-container-cli")?;
         }
@@ -160,8 +160,18 @@ fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
 }
 
 #[test]
+fn gpus_that_an_older_ctr_asks_for_by_its_hook_move() -> Result<()> {
+    on(pair(Suite::Trixie, "ak-old")?, |[a, b]| {
+        install(a, NEVER, "/usr/local/bin/nvidia-container-cli")?;
+        moves(a, b, &["--gpus", "0"], &b.uuids()[0])?;
+        ensure!(!hook_ran(a), "nvidia-container-cli was run");
+        Ok(())
+    })
+}
+
+#[test]
 fn a_hook_that_mounts_behind_the_runtime_is_replaced_by_what_it_would_have_given() -> Result<()> {
-    on(pair("ak-hook")?, |[a, b]| {
+    on(pair(Suite::Forky, "ak-hook")?, |[a, b]| {
         as_docker(a)?;
         as_docker(b)?;
         let all = ["--env", "NVIDIA_VISIBLE_DEVICES=0"];
@@ -193,7 +203,7 @@ fn a_hook_that_mounts_behind_the_runtime_is_replaced_by_what_it_would_have_given
 
 #[test]
 fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Result<()> {
-    on([host("ak-none", &[SimGpu::h200(1)])?], |[host]| {
+    on([host(Suite::Forky, "ak-none", &[SimGpu::h200(1)])?], |[host]| {
         // As images of nvidia/cuda do.
         let image = ["--runtime", FIRN, "--env", "NVIDIA_VISIBLE_DEVICES=all"];
         let plain = Container::run(host, "plain", &image, &["sleep", "1000"])?;
