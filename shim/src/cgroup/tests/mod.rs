@@ -3,6 +3,7 @@
 
 mod metrics;
 
+use std::cell::Cell;
 use std::fs;
 use std::io::{Error, ErrorKind};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -25,6 +26,9 @@ const LIMIT: Duration = Duration::from_secs(20);
 struct Scratch {
     cgroup: Cgroup,
     name: String,
+    /// A file of each process that is in it for good.
+    entered: TempDir,
+    spawned: Cell<usize>,
 }
 
 impl Scratch {
@@ -69,7 +73,12 @@ impl Scratch {
                 fs::create_dir(&dir).ok()?;
             }
         }
-        Some(Self { cgroup, name })
+        Some(Self {
+            cgroup,
+            name,
+            entered: TempDir::new().ok()?,
+            spawned: Cell::new(0),
+        })
     }
 
     /// Starts a shell in the cgroup, or in one below.
@@ -80,9 +89,18 @@ impl Scratch {
             fs::create_dir_all(&dir).unwrap();
             enter += &format!("echo $$ > {}/cgroup.procs && ", dir.display());
         }
+        let mark = self.entered.path().join(self.spawned.get().to_string());
+        self.spawned.set(self.spawned.get() + 1);
+        let script = format!("{enter} : > {} && {{ {script}\n}}", mark.display());
         let mut command = std::process::Command::new("sh");
-        command.arg("-c").arg(format!("{enter} {{ {script}\n}}"));
+        command.arg("-c").arg(script);
         reaper.spawn(&mut command).unwrap()
+    }
+
+    /// Waits until all that were spawned are in it, in every hierarchy.
+    async fn all_entered(&self) {
+        let here = || fs::read_dir(self.entered.path()).unwrap().count();
+        until("the processes to enter", || here() == self.spawned.get()).await;
     }
 }
 
@@ -141,7 +159,7 @@ async fn a_cgroup_is_found_by_its_process_and_by_its_path() {
     assert!(by_spec.pids().unwrap().is_empty());
     let outer = scratch.spawn(&reaper, "", "exec sleep 1000");
     let inner = scratch.spawn(&reaper, "inner", "exec sleep 1000");
-    until("the processes to enter", || by_spec.pids().unwrap().len() == 2).await;
+    scratch.all_entered().await;
     let mut expected = [outer.pid(), inner.pid()];
     expected.sort_unstable();
     assert_eq!(by_spec.pids().unwrap(), expected);
@@ -159,6 +177,7 @@ async fn frozen_processes_stand_still_until_thawed() {
             scratch.spawn(&reaper, "", &script),
             scratch.spawn(&reaper, "inner", &script),
         ];
+        scratch.all_entered().await;
         until("the first beat", || beat.exists()).await;
         let cgroup = &scratch.cgroup;
         assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Thawed);
@@ -188,10 +207,7 @@ async fn processes_that_fork_all_the_time_freeze_too() {
     let reaper = Reaper::start().unwrap();
     for scratch in Scratch::all() {
         let _child = scratch.spawn(&reaper, "", "while :; do /bin/true & /bin/true; done");
-        until("the process to enter", || {
-            !scratch.cgroup.pids().unwrap().is_empty()
-        })
-        .await;
+        scratch.all_entered().await;
         for _ in 0..5 {
             scratch.cgroup.freeze(LIMIT).await.unwrap();
             assert_eq!(scratch.cgroup.freezer_state().unwrap(), FreezerState::Frozen);
@@ -260,10 +276,7 @@ async fn frozen_processes_are_killed_and_their_cgroups_removed() {
             scratch.spawn(&reaper, "", "trap '' TERM INT; sleep 1000"),
             scratch.spawn(&reaper, "inner", "sleep 1000; sleep 1000"),
         ];
-        until("the processes to enter", || {
-            scratch.cgroup.pids().unwrap().len() >= 2
-        })
-        .await;
+        scratch.all_entered().await;
         scratch.cgroup.freeze(LIMIT).await.unwrap();
         scratch.cgroup.kill_all(LIMIT).await.unwrap();
         assert!(scratch.cgroup.pids().unwrap().is_empty());
