@@ -67,11 +67,21 @@ fn called(place: &Place<'_>, bundle: &Bundle<'_>) -> Result<String> {
         let words = line
             .split(' ')
             .map(|word| if word.starts_with("/tmp/") { "TMP" } else { word });
-        words.collect::<Vec<_>>().join(" ").replace(&bundle.dir, "BUNDLE")
+        let shown = words.collect::<Vec<_>>().join(" ").replace(&bundle.dir, "BUNDLE");
+        without_number(&shown)
     });
     let calls = lines.collect::<Vec<_>>().join("\n");
     place.node().run(&["rm", CALLS, RUNTIME])?;
     Ok(calls)
+}
+
+/// Firn gives a call that others may be made beside a log of its own, whose lines it then adds to the one that all share.
+fn without_number(call: &str) -> String {
+    let Some((before, rest)) = call.split_once("BUNDLE/log.") else {
+        return call.to_owned();
+    };
+    let rest = rest.trim_start_matches(|c: char| c.is_ascii_digit());
+    format!("{before}BUNDLE/log.{}", rest.trim_start_matches('.'))
 }
 
 fn all(options: Options) -> Result<Any> {
