@@ -36,6 +36,8 @@ const GONE: Duration = Duration::from_secs(30);
 pub struct GpuHost {
     node: Node,
     gpus: Vec<SimGpu>,
+    /// NVLinks between them, `0-1=4`.
+    nvlinks: Vec<String>,
 }
 
 impl GpuHost {
@@ -74,6 +76,7 @@ impl GpuHost {
         let host = Self {
             node,
             gpus: gpus.to_vec(),
+            nvlinks: Vec::new(),
         };
         host.set_up(built, driver)
             .with_context(|| format!("set up node {}", host.node.name()))?;
@@ -93,6 +96,7 @@ impl GpuHost {
         let host = Self {
             node: node.start()?,
             gpus: gpus.to_vec(),
+            nvlinks: Vec::new(),
         };
         let built = Built::for_tests()?;
         // Order matters: at its start containerd asks the shims what they can do.
@@ -138,6 +142,9 @@ impl GpuHost {
                 "uuid={uuid},name={name},mem={mib}M,minor={minor},mig={mig}"
             ));
         }
+        for links in &self.nvlinks {
+            setup.extend(["--nvlinks".to_owned(), links.clone()]);
+        }
         node.run(&setup)?;
         let cdi = node.run(&["simgpu", "cdi"])?.stdout;
         node.write(CDI, cdi)
@@ -148,6 +155,12 @@ impl GpuHost {
         self.node.run(&["simgpu", "teardown"])?;
         self.gpus = gpus.to_vec();
         self.plug_in(driver)
+    }
+
+    /// Joins GPUs of the node, which must be idle, by NVLinks: `0-1=4` for four between the first and the second.
+    pub fn join_gpus(&mut self, nvlinks: &[&str]) -> Result<()> {
+        self.nvlinks = nvlinks.iter().map(ToString::to_string).collect();
+        self.replace_gpus(&self.gpus.clone(), DRIVER)
     }
 
     /// Lets the node run on after this program.

@@ -81,6 +81,7 @@ mod tests {
             cuda_version: 13000,
             common,
             gpus: vec![gpu],
+            links: vec![],
         };
         let spec = specification(&table);
         let names: Vec<&str> = spec["devices"]

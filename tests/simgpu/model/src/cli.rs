@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use simgpu_model::fault::{self, Action, Call, Rule, When};
-use simgpu_model::paths;
+use simgpu_model::{NvLinks, paths};
 
 use crate::setup::{GpuRequest, Request};
 use crate::{cdi, install, loops, setup, smi};
@@ -62,6 +62,12 @@ struct SetupArgs {
     /// Number of GPUs when none is described
     #[arg(long, default_value_t = 2, conflicts_with = "gpu")]
     gpus: usize,
+    /// NVLinks between two GPUs, by their places: 0-1=4
+    #[arg(long = "nvlinks", value_parser = parse_links)]
+    nvlinks: Vec<NvLinks>,
+    /// NVLinks of every GPU to switches
+    #[arg(long)]
+    nvswitch: Option<u32>,
     /// Driver version
     #[arg(long, default_value = DRIVER)]
     driver: String,
@@ -149,6 +155,11 @@ pub fn run(cli: Cli) -> Result<()> {
                     driver_version: args.driver,
                     cuda_version: args.cuda,
                     gpus,
+                    links: args
+                        .nvlinks
+                        .into_iter()
+                        .chain(args.nvswitch.map(NvLinks::ToSwitches))
+                        .collect(),
                 },
             )?;
             for gpu in table.gpus {
@@ -242,6 +253,12 @@ fn parse_gpu(text: &str) -> Result<GpuRequest> {
     Ok(gpu)
 }
 
+fn parse_links(text: &str) -> Result<NvLinks> {
+    let (pair, count) = text.split_once('=').context("NVLinks are A-B=COUNT")?;
+    let (a, b) = pair.split_once('-').context("NVLinks are A-B=COUNT")?;
+    Ok(NvLinks::Between(a.parse()?, b.parse()?, count.parse()?))
+}
+
 fn parse_size(text: &str) -> Result<u64> {
     let (digits, unit) = match text.char_indices().find(|(_, c)| !c.is_ascii_digit()) {
         Some((at, _)) => text.split_at(at),
@@ -277,7 +294,7 @@ fn parse_switch(text: &str) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use super::{parse_gpu, parse_size};
+    use super::{NvLinks, parse_gpu, parse_links, parse_size};
 
     #[test]
     fn reads_gpu_descriptions() {
@@ -289,6 +306,14 @@ mod tests {
         assert!(gpu.mig);
         for bad in ["mem=1X", "uuid=1", "colour=red", "minor"] {
             assert!(parse_gpu(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn reads_links() {
+        assert_eq!(parse_links("0-1=4").unwrap(), NvLinks::Between(0, 1, 4));
+        for bad in ["0-1", "0=4", "a-1=4", ""] {
+            assert!(parse_links(bad).is_err(), "{bad}");
         }
     }
 

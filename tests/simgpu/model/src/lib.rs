@@ -19,7 +19,9 @@ pub use mapping::Mapping;
 pub use memory::{CHUNK, GpuMemory, Run, punch};
 pub use process::{CudaProcess, SERVICE_PREFIX, TOKEN_PREFIX, service_comm, token_comm};
 pub use slots::{SLOT_COUNT, SLOT_TABLE_SIZE, Slots};
-pub use table::{Control, GpuInfo, Node, NodeTable, TABLE_SIZE, TableError, punch_managed};
+pub use table::{
+    Control, GpuInfo, Node, NodeTable, NvLinkEnd, NvLinks, TABLE_SIZE, TableError, punch_managed,
+};
 pub use uuid::{BadUuid, Uuid};
 
 /// A size or offset as the index type; every platform that the simulator runs on has 64-bit addresses.

@@ -6,8 +6,8 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
-use simgpu_model::{Control, GpuInfo, GpuMemory, Node, NodeTable, TableError, Uuid, paths};
+use anyhow::{Context, Result, bail, ensure};
+use simgpu_model::{Control, GpuInfo, GpuMemory, Node, NodeTable, NvLinks, TableError, Uuid, paths};
 
 use crate::loops;
 
@@ -32,6 +32,7 @@ pub struct Request {
     pub driver_version: String,
     pub cuda_version: i32,
     pub gpus: Vec<GpuRequest>,
+    pub links: Vec<NvLinks>,
 }
 
 impl GpuRequest {
@@ -77,6 +78,7 @@ pub fn setup(dev: &Path, request: Request) -> Result<NodeTable> {
         let same = table.driver_version == request.driver_version
             && table.cuda_version == request.cuda_version
             && table.gpus.len() == request.gpus.len()
+            && table.links == request.links
             && request
                 .gpus
                 .iter()
@@ -104,14 +106,24 @@ pub fn setup(dev: &Path, request: Request) -> Result<NodeTable> {
             bail!("two GPUs have the same UUID or minor number: {}", gpu.uuid);
         }
     }
+    for links in &request.links {
+        if let NvLinks::Between(a, b, _) = links {
+            ensure!(
+                a != b && *a.max(b) < gpus.len(),
+                "NVLinks between {a} and {b}, of {} GPUs",
+                gpus.len()
+            );
+        }
+    }
     let mut made = Vec::new();
-    let table = make(
-        dev,
-        &request.driver_version,
-        request.cuda_version,
+    let table = NodeTable {
+        driver_version: request.driver_version,
+        cuda_version: request.cuda_version,
+        common: Vec::new(),
         gpus,
-        &mut made,
-    );
+        links: request.links,
+    };
+    let table = make(dev, table, &mut made);
     if table.is_err() {
         made.iter().for_each(|path| {
             // The error that made us give up is the one to report.
@@ -121,19 +133,13 @@ pub fn setup(dev: &Path, request: Request) -> Result<NodeTable> {
     table
 }
 
-fn make(
-    dev: &Path,
-    driver_version: &str,
-    cuda_version: i32,
-    mut gpus: Vec<GpuInfo>,
-    made: &mut Vec<PathBuf>,
-) -> Result<NodeTable> {
+fn make(dev: &Path, mut table: NodeTable, made: &mut Vec<PathBuf>) -> Result<NodeTable> {
     let mut attach = |name: &str, file: &File| {
         let node = loops::attach(dev, name, file)?;
         made.push(dev.join(name));
         Ok::<Node, anyhow::Error>(node)
     };
-    for gpu in &mut gpus {
+    for gpu in &mut table.gpus {
         let file = loops::backing(&gpu.node.name, GpuMemory::device_size(gpu.memory))?;
         GpuMemory::format(&file, gpu.memory).with_context(|| format!("cannot make {}", gpu.node.name))?;
         gpu.node = attach(&gpu.node.name, &file)?;
@@ -143,13 +149,7 @@ fn make(
     let control = loops::backing(paths::CONTROL, Control::device_size())?;
     Control::format(&control)?;
     let node = attach(paths::CONTROL, &control)?;
-    let (driver_version, common) = (driver_version.to_owned(), vec![node, uvm, tools]);
-    let table = NodeTable {
-        driver_version,
-        cuda_version,
-        common,
-        gpus,
-    };
+    table.common = vec![node, uvm, tools];
     let device = File::options()
         .read(true)
         .write(true)

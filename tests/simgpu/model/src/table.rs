@@ -77,6 +77,27 @@ pub struct NodeTable {
     pub common: Vec<Node>,
     /// GPUs in NVML order.
     pub gpus: Vec<GpuInfo>,
+    /// What joins them.
+    #[serde(default)]
+    pub links: Vec<NvLinks>,
+}
+
+/// NVLinks of GPUs, which are named by their places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NvLinks {
+    /// So many links between two GPUs.
+    Between(usize, usize, u32),
+    /// So many links of every GPU, all of them to switches.
+    ToSwitches(u32),
+}
+
+/// Where one NVLink of a GPU ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NvLinkEnd {
+    /// At the GPU in this place.
+    Gpu(usize),
+    /// At a switch.
+    Switch,
 }
 
 /// A control device that cannot be used.
@@ -122,6 +143,17 @@ impl NodeTable {
     /// The node with this name that belongs to no single GPU.
     pub fn common_node(&self, name: &str) -> Option<&Node> {
         self.common.iter().find(|node| node.name == name)
+    }
+
+    /// Where the NVLinks of the GPU in this place end, in their order.
+    pub fn nvlinks(&self, gpu: usize) -> Vec<NvLinkEnd> {
+        let of = |links: &NvLinks| match *links {
+            NvLinks::Between(a, b, count) if a == gpu => vec![NvLinkEnd::Gpu(b); count as usize],
+            NvLinks::Between(a, b, count) if b == gpu => vec![NvLinkEnd::Gpu(a); count as usize],
+            NvLinks::Between(..) => Vec::new(),
+            NvLinks::ToSwitches(count) => vec![NvLinkEnd::Switch; count as usize],
+        };
+        self.links.iter().flat_map(of).collect()
     }
 
     /// The GPU with this UUID.

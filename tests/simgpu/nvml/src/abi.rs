@@ -6,6 +6,7 @@
 pub(crate) enum Error {
     Uninitialized = 1,
     InvalidArgument = 2,
+    NotSupported = 3,
     NotFound = 6,
     InsufficientSize = 7,
     DriverNotLoaded = 9,

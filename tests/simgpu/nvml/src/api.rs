@@ -6,6 +6,7 @@ use std::ffi::{CStr, c_char, c_void};
 
 use crate::abi::{Error, Memory, PciInfo, ProcessInfo};
 use crate::library;
+use simgpu_model::{GpuInfo, NvLinkEnd};
 
 type Handle = *mut c_void;
 
@@ -179,31 +180,117 @@ unsafe extern "C" fn nvmlDeviceGetMinorNumber(device: Handle, minor: *mut u32) -
     })
 }
 
+fn pci_info(info: &GpuInfo) -> Result<PciInfo, Error> {
+    let field = |at| {
+        let hex = info.pci_address.split([':', '.']).nth(at);
+        hex.and_then(|hex| u32::from_str_radix(hex, 16).ok())
+            .ok_or(Error::Unknown)
+    };
+    let mut found = PciInfo {
+        bus_id_legacy: [0; 16],
+        domain: field(0)?,
+        bus: field(1)?,
+        device: field(2)?,
+        pci_device_id: info.pci_device_id,
+        pci_subsystem_id: info.pci_device_id,
+        bus_id: [0; 32],
+    };
+    let address = info.pci_address.as_bytes();
+    // NVML's older form has a domain of four digits.
+    let legacy = address.strip_prefix(b"0000").unwrap_or(address);
+    let room = legacy.len().min(found.bus_id_legacy.len() - 1);
+    found.bus_id_legacy[..room].copy_from_slice(&legacy[..room]);
+    let room = address.len().min(found.bus_id.len() - 1);
+    found.bus_id[..room].copy_from_slice(&address[..room]);
+    Ok(found)
+}
+
+/// Where an active NVLink of a device ends. Devices without any have none of these calls; a device has 18 links at most.
+fn nvlink_end(device: Handle, link: u32) -> Result<Option<NvLinkEnd>, Error> {
+    let place = place(device)?;
+    let uuid = library::with_device(place, |device| device.info.uuid)?;
+    library::with_control(|control| {
+        let table = &control.table;
+        let gpu = table
+            .gpus
+            .iter()
+            .position(|gpu| gpu.uuid == uuid)
+            .ok_or(Error::Unknown)?;
+        let ends = table.nvlinks(gpu);
+        if ends.is_empty() {
+            return Err(Error::NotSupported);
+        }
+        if link >= MOST_LINKS {
+            return Err(Error::InvalidArgument);
+        }
+        Ok(ends.get(link as usize).copied())
+    })?
+}
+
+/// `nvmlIntNvLinkDeviceType_t`
+const TYPE_GPU: u32 = 0;
+const TYPE_SWITCH: u32 = 2;
+
+/// `NVML_NVLINK_MAX_LINKS`
+const MOST_LINKS: u32 = 18;
+
+/// `NVML_TOPOLOGY_NODE`
+const SAME_NODE: u32 = 40;
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetNvLinkState(device: Handle, link: u32, active: *mut u32) -> i32 {
+    answer(|| {
+        let end = nvlink_end(device, link)?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(active, u32::from(end.is_some())) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetNvLinkRemoteDeviceType(device: Handle, link: u32, kind: *mut u32) -> i32 {
+    answer(|| {
+        let found = match nvlink_end(device, link)?.ok_or(Error::NotSupported)? {
+            NvLinkEnd::Gpu(_) => TYPE_GPU,
+            NvLinkEnd::Switch => TYPE_SWITCH,
+        };
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(kind, found) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetNvLinkRemotePciInfo_v2(
+    device: Handle,
+    link: u32,
+    pci: *mut PciInfo,
+) -> i32 {
+    answer(|| {
+        let NvLinkEnd::Gpu(at) = nvlink_end(device, link)?.ok_or(Error::NotSupported)? else {
+            return Err(Error::NotSupported);
+        };
+        let info = library::with_control(|control| control.table.gpus.get(at).cloned())?;
+        let found = pci_info(&info.ok_or(Error::Unknown)?)?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(pci, found) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: *mut u32) -> i32 {
+    answer(|| {
+        for device in [one, other] {
+            library::with_device(place(device)?, |_| ())?;
+        }
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(level, SAME_NODE) }
+    })
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlDeviceGetPciInfo_v3(device: Handle, pci: *mut PciInfo) -> i32 {
     answer(|| {
         let info = library::with_device(place(device)?, |device| device.info.clone())?;
-        let field = |at| {
-            let hex = info.pci_address.split([':', '.']).nth(at);
-            hex.and_then(|hex| u32::from_str_radix(hex, 16).ok())
-                .ok_or(Error::Unknown)
-        };
-        let mut found = PciInfo {
-            bus_id_legacy: [0; 16],
-            domain: field(0)?,
-            bus: field(1)?,
-            device: field(2)?,
-            pci_device_id: info.pci_device_id,
-            pci_subsystem_id: info.pci_device_id,
-            bus_id: [0; 32],
-        };
-        let address = info.pci_address.as_bytes();
-        // NVML's older form has a domain of four digits.
-        let legacy = address.strip_prefix(b"0000").unwrap_or(address);
-        let room = legacy.len().min(found.bus_id_legacy.len() - 1);
-        found.bus_id_legacy[..room].copy_from_slice(&legacy[..room]);
-        let room = address.len().min(found.bus_id.len() - 1);
-        found.bus_id[..room].copy_from_slice(&address[..room]);
+        let found = pci_info(&info)?;
         // SAFETY: the caller keeps NVML's contract.
         unsafe { give(pci, found) }
     })

@@ -1,0 +1,124 @@
+//! Which GPUs a restore takes, by policy and by the NVLinks between them: on a node whose GPUs are joined otherwise than those
+//! of the source.
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, SimGpu, failure, nothing_left, on};
+use firn_node::{Cgroup, Suite};
+
+/// A node with four GPUs that no other node has, joined in pairs.
+fn host(name: &str, first: u32, nvlinks: &[&str]) -> Result<GpuHost> {
+    let gpus: Vec<SimGpu> = (first..first + 4).map(SimGpu::h200).collect();
+    let mut host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, name, &gpus)?;
+    host.join_gpus(nvlinks)?;
+    Ok(host)
+}
+
+/// A job whose counters are on all of its GPUs, checkpointed on `from` and sent to `to`.
+fn send(from: &GpuHost, to: &GpuHost, gpus: &[&str]) -> Result<()> {
+    let devices = gpus.join(",");
+    let job = Container::count_with(from, "job", gpus, gpus.len(), &[], &["--gpu", &devices])?;
+    job.goes_on(3)?;
+    job.checkpoint("checkpoint/job")?;
+    job.remove()?;
+    from.idle()?;
+    from.send_image("checkpoint/job", to).map(drop)
+}
+
+/// The restore is refused with this code before runc is called, and nothing is left.
+fn refused(host: &GpuHost, restore: &str, code: &str) -> Result<()> {
+    host.configure(&format!("[restore]\n{restore}\n"))?;
+    let said = failure(Container::restore(host, "job", "checkpoint/job", 2).map(drop))?;
+    ensure!(
+        said.contains(&format!("{code}:")),
+        "{restore}: not {code} but:\n{said}"
+    );
+    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    ensure!(!host.runc_has("restore")?, "runc was called");
+    host.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(host, "job")?;
+    host.idle()
+}
+
+/// The restore goes on, on these GPUs. Gives what containerd's log says of it.
+fn restored(host: &GpuHost, restore: &str, counters: usize, on: &[usize]) -> Result<String> {
+    host.configure(&format!("[restore]\n{restore}\n"))?;
+    let before = host.log_length()?;
+    let (job, _) = Container::restore(host, "job", "checkpoint/job", counters).context(restore.to_owned())?;
+    job.goes_on(3)?;
+    let expected: Vec<String> = on.iter().map(|at| host.uuids()[*at].clone()).collect();
+    let used = job.gpus_in_use()?;
+    ensure!(used == expected, "{restore}: on {used:?}, not on {expected:?}");
+    job.remove()?;
+    host.idle()?;
+    host.log_since(before)
+}
+
+#[test]
+fn two_joined_gpus_become_two_joined_ones_and_each_policy_does_as_it_says() -> Result<()> {
+    let hosts = [
+        host("rm-2a", 1, &["0-1=4", "2-3=4"])?,
+        host("rm-2b", 5, &["0-3=4", "1-2=4"])?,
+    ];
+    on(hosts, |[a, b]| {
+        send(a, b, &["0", "1"])?;
+        b.watch_runc()?;
+        refused(
+            b,
+            r#"gpus = ["0", "1"]
+policy = "strict""#,
+            "FIRN-GPU-STRICT",
+        )?;
+        refused(b, r#"gpus = ["0", "1"]"#, "FIRN-GPU-TOPOLOGY")?;
+        refused(
+            b,
+            r#"gpus = ["0", "3"]
+policy = "explicit""#,
+            "FIRN-MAP-MISSING",
+        )?;
+
+        let log = restored(
+            b,
+            r#"gpus = ["0", "1", "2", "3"]
+policy = "subset""#,
+            2,
+            &[0, 3],
+        )?;
+        ensure!(!log.contains("NVLinks between them"), "links were lost:\n{log}");
+        ensure!(
+            log.contains("go on believing in"),
+            "no word of the bus id in:\n{log}"
+        );
+        restored(b, r#"gpus = ["1", "2"]"#, 2, &[1, 2])?;
+        let log = restored(
+            b,
+            r#"gpus = ["0", "1"]
+policy = "index""#,
+            2,
+            &[0, 1],
+        )?;
+        ensure!(
+            log.contains("had 4 NVLinks between them"),
+            "nothing is told in:\n{log}"
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn four_gpus_are_permuted_such_that_pairs_stay_joined() -> Result<()> {
+    let hosts = [
+        host("rm-4a", 11, &["0-1=4", "2-3=4"])?,
+        host("rm-4b", 15, &["0-3=4", "1-2=4"])?,
+    ];
+    on(hosts, |[a, b]| {
+        send(a, b, &["0", "1", "2", "3"])?;
+        b.watch_runc()?;
+        let log = restored(b, "", 4, &[0, 1, 2, 3])?;
+        let [a, b] = [a.uuids(), b.uuids()];
+        for (old, new) in [(0, 0), (1, 3), (2, 1), (3, 2)] {
+            let pair = format!("gpu map: {} -> {}", a[old], b[new]);
+            ensure!(log.contains(&pair), "no {pair} in:\n{log}");
+        }
+        Ok(())
+    })
+}
