@@ -238,7 +238,7 @@ fn what_is_missing_is_named_and_nothing_is_written() {
     node.write(&format!("root/usr/lib64/libcuda.so.{DRIVER}"), "");
     fails("FIRN-GPU-NO-NODE");
     node.write("inventory.json", "");
-    fails("printed no inventory");
+    fails("cannot read the GPUs of this node");
 }
 
 #[test]

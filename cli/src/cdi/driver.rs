@@ -66,8 +66,7 @@ impl DriverFiles {
     /// Finds the files of this version below a root.
     pub fn find(root: &Path, version: &str) -> Result<Self, NoDriver> {
         let dirs = directories(root);
-        let has_driver = |dir: &&PathBuf| root.join(dir).join(format!("libcuda.so.{version}")).exists();
-        let Some(dir) = dirs.iter().find(has_driver) else {
+        let Some((home, seen)) = dirs.iter().find_map(|dir| home(root, dir, version)) else {
             return Err(NoDriver {
                 version: version.to_owned(),
                 root: root.to_owned(),
@@ -75,7 +74,12 @@ impl DriverFiles {
             });
         };
         let mut found = Self::default();
-        found.add_libraries(root, dir, version);
+        found.add_libraries(root, &home, version);
+        if seen != home {
+            found.add_links(root, &seen);
+        }
+        let sonames = found.links.keys().filter(|link| !link.ends_with(".so")).cloned();
+        found.libraries.extend(sonames);
         for tool in TOOLS {
             if root.join(tool).is_file() {
                 found
@@ -87,44 +91,71 @@ impl DriverFiles {
         Ok(found)
     }
 
+    /// The libraries of a directory, and the links to them there.
     fn add_libraries(&mut self, root: &Path, dir: &Path, version: &str) {
         let host = root.join(dir);
-        let inside = |name: &str| format!("/{}/{name}", dir.display());
         let names = names_of(&host);
         let full = format!(".so.{version}");
-        let is_file = |name: &str| name.ends_with(&full);
-        for name in names.iter().filter(|name| is_file(name)) {
+        for name in names.iter().filter(|name| name.ends_with(&full)) {
             let file = host.join(name);
             // What a container is shown is the file, not a link that leads elsewhere.
             self.files
-                .insert(inside(name), file.canonicalize().unwrap_or(file));
-            self.libraries.insert(inside(name));
+                .insert(inside(dir, name), file.canonicalize().unwrap_or(file));
+            self.libraries.insert(inside(dir, name));
         }
-        for name in names.iter().filter(|name| !is_file(name)) {
-            // The name in this directory that a link says, if the file behind it is one of the driver's.
-            let text = std::fs::read_link(host.join(name)).ok();
-            let next = text
-                .as_deref()
-                .and_then(Path::file_name)
-                .and_then(|name| name.to_str());
-            let file = host.join(name).canonicalize().ok();
-            let of_driver = file.is_some_and(|file| self.files.values().any(|known| *known == file));
-            if let Some(next) = next.filter(|_| of_driver) {
-                self.links.insert(inside(name), next.to_owned());
-            }
-        }
+        self.add_links(root, dir);
         for stem in SONAMES {
             let file = format!("{stem}{full}");
             if !names.contains(&file) {
                 continue;
             }
             let (soname, plain) = (format!("{stem}.so.1"), format!("{stem}.so"));
-            self.links.entry(inside(&soname)).or_insert(file);
-            self.links.entry(inside(&plain)).or_insert(soname);
+            self.links.entry(inside(dir, &soname)).or_insert(file);
+            self.links.entry(inside(dir, &plain)).or_insert(soname);
         }
-        let sonames = self.links.keys().filter(|link| !link.ends_with(".so")).cloned();
-        self.libraries.extend(sonames);
     }
+
+    /// The links in a directory that lead to the driver's files.
+    fn add_links(&mut self, root: &Path, dir: &Path) {
+        let host = root.join(dir);
+        for name in names_of(&host) {
+            let link = inside(dir, &name);
+            let Ok(text) = std::fs::read_link(host.join(&name)) else {
+                continue;
+            };
+            if self.files.contains_key(&link) {
+                continue;
+            }
+            let file = host.join(&name).canonicalize().ok();
+            let known = file.and_then(|file| self.files.iter().find(|(_, host)| **host == file));
+            let Some((path, _)) = known else {
+                continue;
+            };
+            // A way through other directories is one that the container does not have.
+            let is_beside = text.components().count() == 1;
+            let text = text.to_str().filter(|_| is_beside).unwrap_or(path).to_owned();
+            self.links.entry(link).or_insert(text);
+        }
+    }
+}
+
+/// Path in the container.
+fn inside(dir: &Path, name: &str) -> String {
+    format!("/{}/{name}", dir.display())
+}
+
+/// The directory of the driver's libraries, if it is this one or a link in this one leads there; and this one.
+fn home(root: &Path, dir: &Path, version: &str) -> Option<(PathBuf, PathBuf)> {
+    let name = format!("libcuda.so.{version}");
+    if root.join(dir).join(&name).exists() {
+        return Some((dir.to_owned(), dir.to_owned()));
+    }
+    let file = root.join(dir).join("libcuda.so.1").canonicalize().ok()?;
+    let below = file.strip_prefix(root.canonicalize().ok()?).ok()?;
+    let home = below
+        .parent()
+        .filter(|_| file.file_name() == Some(name.as_ref()))?;
+    Some((home.to_owned(), dir.to_owned()))
 }
 
 /// Directories below the root that may hold the driver, those that the loader knows first.
@@ -240,6 +271,18 @@ mod tests {
     }
 
     #[test]
+    fn a_library_that_is_itself_a_link_is_mounted_and_not_linked() {
+        let root = root("opt/store", &["libcuda"], &[]);
+        let dir = root.path().join("usr/lib64");
+        fs::create_dir_all(&dir).unwrap();
+        symlink("../../opt/store/libcuda", dir.join("libcuda.so.580.95.05")).unwrap();
+        let found = DriverFiles::find(root.path(), VERSION).unwrap();
+        let host = &found.files["/usr/lib64/libcuda.so.580.95.05"];
+        assert!(host.ends_with("opt/store/libcuda"), "{host:?}");
+        assert!(!found.links.contains_key("/usr/lib64/libcuda.so.580.95.05"));
+    }
+
+    #[test]
     fn the_loaders_cache_names_directories_that_nobody_knows() {
         let root = root("opt/strange", &["libcuda.so.580.95.05"], &[]);
         assert!(DriverFiles::find(root.path(), VERSION).is_err());
@@ -252,6 +295,37 @@ mod tests {
         .unwrap();
         let found = DriverFiles::find(root.path(), VERSION).unwrap();
         assert!(found.files.contains_key("/opt/strange/libcuda.so.580.95.05"));
+    }
+
+    /// Debian keeps several drivers and chooses by links through /etc/alternatives.
+    #[test]
+    fn a_driver_that_links_lead_to_is_found_with_all_of_its_names() {
+        let current = "usr/lib/x86_64-linux-gnu/nvidia/current";
+        let root = root(
+            current,
+            &["libcuda.so.580.95.05", "libnvidia-nvvm.so.580.95.05"],
+            &[],
+        );
+        let (path, dir) = (root.path(), root.path().join("usr/lib/x86_64-linux-gnu"));
+        fs::create_dir_all(path.join("etc/alternatives")).unwrap();
+        for (name, file) in [
+            ("libcuda.so.1", "libcuda"),
+            ("libnvidia-nvvm.so.4", "libnvidia-nvvm"),
+        ] {
+            let chosen = path.join("etc/alternatives").join(name);
+            symlink(path.join(current).join(format!("{file}.so.{VERSION}")), &chosen).unwrap();
+            symlink(&chosen, dir.join(name)).unwrap();
+        }
+        let found = DriverFiles::find(path, VERSION).unwrap();
+        let libcuda = format!("/{current}/libcuda.so.{VERSION}");
+        assert!(found.files.contains_key(&libcuda));
+        assert_eq!(found.links["/usr/lib/x86_64-linux-gnu/libcuda.so.1"], libcuda);
+        let nvvm = "/usr/lib/x86_64-linux-gnu/libnvidia-nvvm.so.4";
+        assert_eq!(
+            found.links[nvvm],
+            format!("/{current}/libnvidia-nvvm.so.{VERSION}")
+        );
+        assert!(found.libraries.contains(nvvm));
     }
 
     #[test]
