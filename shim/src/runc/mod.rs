@@ -3,7 +3,7 @@
 //! One [`Runc`] per container. Every call is a child of the shim's main thread with a parent-death signal, so a killed
 //! shim leaves no runtime process behind. Nothing here keeps state or takes a lock: who may call what and when is
 //! decided by `container`. The command lines are those of containerd's own runc shim, because runtimes are tested
-//! against them.
+//! against them; but the file for the log is another one where calls are made beside each other.
 
 mod brand;
 mod criu;
