@@ -104,6 +104,42 @@ policy = "index""#,
     })
 }
 
+/// Older drivers as the documentation has them; none was seen.
+#[test]
+fn a_driver_without_maps_restores_onto_the_same_gpu_and_one_without_checkpoints_does_nothing() -> Result<()> {
+    let gpus = [SimGpu::h200(21), SimGpu::h200(22)];
+    let host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "rm-old", &gpus)?;
+    on([host], |[host]| {
+        host.replace_gpus(&gpus, "570.124.06")?;
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        host.idle()?;
+        host.watch_runc()?;
+        refused(host, r#"gpus = ["1"]"#, "FIRN-DRIVER-TOO-OLD")?;
+        restored(host, r#"gpus = ["0"]"#, 1, &[0])?;
+
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        // What runs keeps its library; firn-gpu opens the one that is there.
+        let install = [
+            "simgpu",
+            "install",
+            "--from",
+            "/tmp/simgpu",
+            "--driver",
+            "550.163.01",
+        ];
+        host.node().run(&install)?;
+        let said = failure(job.checkpoint("checkpoint/none"))?;
+        ensure!(said.contains("FIRN-DRIVER-TOO-OLD:"), "{said}");
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
 #[test]
 fn four_gpus_are_permuted_such_that_pairs_stay_joined() -> Result<()> {
     let hosts = [

@@ -85,8 +85,15 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     Ok(())
 }
 
+/// First driver branch that takes a map.
+const REMAP_BRANCH: u32 = 580;
+
 /// The GPU that each of the process's GPUs becomes.
 fn targets(process: &Process, control: &Control, pairs: &[(Uuid, Uuid)]) -> Result<Vec<GpuInfo>, Error> {
+    // Not measured: the documentation has no map before 580, where its place in the arguments was reserved.
+    if control.table.branch() < REMAP_BRANCH && !pairs.is_empty() {
+        return Err(Error::INVALID_VALUE);
+    }
     let mut targets: Vec<GpuInfo> = Vec::new();
     for (current, seen) in process.current.iter().zip(&process.seen) {
         let wanted = match pairs.iter().find(|(old, _)| old == current) {

@@ -20,7 +20,7 @@ pub use memory::{CHUNK, GpuMemory, Run, punch};
 pub use process::{CudaProcess, SERVICE_PREFIX, TOKEN_PREFIX, service_comm, token_comm};
 pub use slots::{SLOT_COUNT, SLOT_TABLE_SIZE, Slots};
 pub use table::{
-    Control, GpuInfo, Node, NodeTable, NvLinkEnd, NvLinks, TABLE_SIZE, TableError, punch_managed,
+    Control, GpuInfo, Node, NodeTable, NvLinkEnd, NvLinks, TABLE_SIZE, TableError, branch_of, punch_managed,
 };
 pub use uuid::{BadUuid, Uuid};
 

@@ -100,6 +100,15 @@ pub enum NvLinkEnd {
     Switch,
 }
 
+/// Number of a driver's branch; 0 for a version of another form.
+pub fn branch_of(driver_version: &str) -> u32 {
+    let branch = driver_version
+        .split('.')
+        .next()
+        .and_then(|text| text.parse().ok());
+    branch.unwrap_or(0)
+}
+
 /// A control device that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
@@ -154,6 +163,11 @@ impl NodeTable {
             NvLinks::ToSwitches(count) => vec![NvLinkEnd::Switch; count as usize],
         };
         self.links.iter().flat_map(of).collect()
+    }
+
+    /// Number of the driver's branch, 580.
+    pub fn branch(&self) -> u32 {
+        branch_of(&self.driver_version)
     }
 
     /// The GPU with this UUID.
