@@ -41,6 +41,15 @@ pub(crate) enum ConvertError {
     Helper { said: String },
 }
 
+/// The code of a node without any CDI file of the kind, as the helper tells it.
+const NO_SPEC: &str = "FIRN-NO-CDI-SPEC";
+
+impl ConvertError {
+    fn is_no_spec(&self) -> bool {
+        matches!(self, Self::Refused { code, .. } if code == NO_SPEC)
+    }
+}
+
 /// What the helper says when it fails.
 #[derive(Deserialize)]
 struct Refusal {
@@ -76,7 +85,12 @@ pub(crate) async fn settled(
         .await
         .map_err(ConvertError::Run)?;
     if !output.success() {
-        return Err(refused(&request, &output.stdout, &output.stderr));
+        let error = refused(&request, &output.stdout, &output.stderr);
+        if is_hook(request.form) && !restores && error.is_no_spec() {
+            log::warn!("{error}. The container keeps its hook, and cannot be checkpointed");
+            return Ok(spec);
+        }
+        return Err(error);
     }
     let spec = Spec::load(bundle).map_err(ConvertError::Spec)?;
     if Ask::of(&spec) != Ask::Nodes {
@@ -86,6 +100,14 @@ pub(crate) async fn settled(
     }
     log::info!("{}", told(&request, &output.stdout));
     Ok(spec)
+}
+
+/// Whether the container gets its GPUs also if nothing is converted.
+fn is_hook(form: Form) -> bool {
+    match form {
+        Form::Cli | Form::RuntimeHook => true,
+        Form::Volumes | Form::Variable => false,
+    }
 }
 
 /// Whether what asks is taken for a request of whoever made the container.
@@ -154,8 +176,10 @@ mod tests {
             devices: vec!["0".to_owned(), "1".to_owned()],
         };
         let said = br#"{"code":"FIRN-NO-CDI-SPEC","message":"none","hint":"make one"}"#;
+        let error = refused(&request, said, b"");
+        assert!(error.is_no_spec());
         assert_eq!(
-            refused(&request, said, b"").to_string(),
+            error.to_string(),
             "FIRN-NO-CDI-SPEC: cannot give the container the GPUs that it asks for (0, 1): none. hint: make one"
         );
         let nonsense = refused(&request, b"", b"wrong usage\n").to_string();

@@ -234,7 +234,13 @@ fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Resu
             "FIRN-CDI-DEVICE: cannot give the container the GPUs that it asks for (7)",
         )?;
         host.node().run(&["rm", CDI])?;
-        fails("0", "FIRN-NO-CDI-SPEC")?;
+        // A hook gives the GPUs as it does without firn.
+        install(host, HOOK, "/usr/local/bin/nvidia-container-cli")?;
+        let options = ["--runtime", FIRN, "--gpus", "0"];
+        let kept = Container::run(host, "kept", &options, &["sleep", "1000"])?;
+        ensure!(hook_ran(host), "the hook was not run");
+        ensure!(host.log().contains("FIRN-NO-CDI-SPEC"), "nobody was told");
+        kept.remove()?;
         host.idle()
     })
 }
