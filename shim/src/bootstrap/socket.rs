@@ -189,10 +189,20 @@ mod tests {
         assert_eq!((mode(&path), mode(path.parent().unwrap())), (0o600, 0o700));
         assert!(matches!(claim(&path).unwrap(), Socket::Taken));
         drop(listener);
+        is_dead(&path);
         assert!(
             matches!(claim(&path).unwrap(), Socket::Ours(_)),
             "a dead socket is replaced"
         );
+    }
+
+    /// Waits until nobody listens: a program that another test just starts has our descriptors until it runs.
+    fn is_dead(path: &Path) {
+        let begun = std::time::Instant::now();
+        while is_alive(path) {
+            assert!(begun.elapsed().as_secs() < 20, "somebody listens");
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
     }
 
     #[test]
@@ -214,6 +224,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sock");
         drop(UnixListener::bind(&path).unwrap());
+        is_dead(&path);
         let claims: Vec<_> = (0..8)
             .map(|_| {
                 std::thread::spawn({

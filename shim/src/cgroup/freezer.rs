@@ -131,7 +131,11 @@ fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
     let gone = || CgroupError::Gone { path: dir.to_owned() };
     let events = FlatKeyed::read(&dir.join("cgroup.events"))?.ok_or_else(gone)?;
     if events.get("frozen") == 1 {
-        return Ok(FreezerState::Frozen);
+        return Ok(if is_frozen_below(dir)? {
+            FreezerState::Frozen
+        } else {
+            FreezerState::Freezing
+        });
     }
     let asked = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
     Ok(if asked == 1 {
@@ -139,4 +143,19 @@ fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
     } else {
         FreezerState::Thawed
     })
+}
+
+/// Whether all cgroups below with processes in them are frozen: the kernel tells that a cgroup is, as soon as its own
+/// processes are.
+fn is_frozen_below(dir: &Path) -> Result<bool, CgroupError> {
+    for child in read::children(dir)? {
+        // One without the file has gone meanwhile.
+        if let Some(events) = FlatKeyed::read(&child.join("cgroup.events"))?
+            && events.get("populated") == 1
+            && !(events.get("frozen") == 1 && is_frozen_below(&child)?)
+        {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }

