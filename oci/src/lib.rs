@@ -19,10 +19,13 @@ mod gpu_path;
 mod grant;
 pub mod manifest;
 mod map;
+pub mod mountinfo;
 pub mod mounts;
 pub mod nccl;
 mod policy;
+pub mod procfs;
 mod spec;
+pub mod surroundings;
 mod vendor;
 
 pub use ask::{Ask, Form, Request, drop_mounting_hooks, settle};

@@ -21,7 +21,6 @@ mod logger;
 mod mounts;
 mod options;
 mod panics;
-mod procfs;
 mod reaper;
 mod recovery;
 mod restore;
@@ -31,6 +30,8 @@ mod stdio;
 mod sys;
 mod task;
 mod worker;
+
+use firn_oci::procfs;
 
 pub use actions::{ActionError, run};
 pub use logger::Chain;

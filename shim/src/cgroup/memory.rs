@@ -1,18 +1,11 @@
 //! How much memory a cgroup may still take.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use firn_oci::surroundings::MemoryLimit;
 
 use super::read::{self, FlatKeyed, MAX};
 use super::{Cgroup, CgroupError, Version};
-
-/// The tightest of the limits that hold for a cgroup.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct MemoryLimit {
-    /// The cgroup that it is set on: the container's, or one above.
-    pub dir: PathBuf,
-    /// Bytes left below it, those that the kernel can take back from caches included.
-    pub left: u64,
-}
 
 impl Cgroup {
     /// The limit with least left, of the cgroup and those above. None without memory controller or limit.

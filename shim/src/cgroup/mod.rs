@@ -26,7 +26,6 @@ use protobuf::well_known_types::any::Any;
 
 pub(crate) use freezer::FreezerState;
 use locate::Hierarchies;
-pub(crate) use memory::MemoryLimit;
 pub(crate) use oom::OomWatch;
 
 /// Lists the processes of a cgroup.

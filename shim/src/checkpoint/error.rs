@@ -33,47 +33,8 @@ pub(crate) enum EffectError {
         "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
     )]
     Stopped { pid: i32, comm: String },
-    #[error(
-        "the driver copies {} of GPU memory into host memory{}, and the host has {} left",
-        mib(*needed),
-        with_image(*image),
-        mib(*left)
-    )]
-    HostMemory { needed: u64, image: u64, left: u64 },
-    #[error(
-        "the driver copies {} of GPU memory into host memory, and the limit of cgroup {} leaves {}",
-        mib(*needed),
-        dir.display(),
-        mib(*left)
-    )]
-    CgroupMemory { needed: u64, dir: PathBuf, left: u64 },
-    #[error(
-        "the checkpoint writes {} or more, and the file system of {} has {} free",
-        mib(*needed),
-        dir.display(),
-        mib(*free)
-    )]
-    Space { dir: PathBuf, needed: u64, free: u64 },
-    #[error(
-        "{} is a mount of {} of a {fs_type} file system that is not in the spec, which CRIU cannot dump",
-        point.display(),
-        root.display()
-    )]
-    ForeignMount {
-        point: PathBuf,
-        fs_type: String,
-        root: PathBuf,
-    },
-    #[error(
-        "descriptor {fd} of process {pid} ({comm}) is {} on a mount that the container does not have",
-        path.display()
-    )]
-    ForeignStdio {
-        pid: i32,
-        comm: String,
-        fd: i32,
-        path: PathBuf,
-    },
+    #[error(transparent)]
+    Surroundings(#[from] firn_oci::surroundings::Refusal),
     #[error("CUDA process {pid} ({comm}) is {state} already")]
     NotRunning {
         pid: i32,
@@ -82,13 +43,6 @@ pub(crate) enum EffectError {
     },
     #[error("{runtime} cannot do it")]
     Runtime { runtime: &'static str },
-    #[error("process {pid} ({comm}) has /dev/kfd open, and the container has NVIDIA's GPUs besides AMD's")]
-    MixedGpus { pid: i32, comm: String },
-    #[error(
-        "process {pid} ({comm}) has {} open, of a GPU or accelerator whose state nothing can carry",
-        path.display()
-    )]
-    UnknownGpu { pid: i32, comm: String, path: PathBuf },
     #[error(transparent)]
     AmdPlugin(#[from] firn_oci::criu::AmdPluginError),
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
@@ -127,18 +81,6 @@ pub(crate) enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
-}
-
-/// Megabytes; a part of one counts as one.
-fn mib(bytes: u64) -> String {
-    format!("{} MiB", bytes.div_ceil(1 << 20))
-}
-
-fn with_image(bytes: u64) -> String {
-    match bytes {
-        0 => String::new(),
-        bytes => format!(" and the image takes {} of it, being on a tmpfs", mib(bytes)),
-    }
 }
 
 /// `runc checkpoint` failed, or left no complete image.
@@ -365,14 +307,9 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Mig { .. } => "FIRN-GPU-MIG",
         EffectError::Stopped { .. } => "FIRN-STOPPED",
         EffectError::CudaOutsideTree { .. } | EffectError::OutsideTree { .. } => "FIRN-EXEC",
-        EffectError::HostMemory { .. } | EffectError::CgroupMemory { .. } => "FIRN-HOST-MEMORY",
-        EffectError::Space { .. } => "FIRN-IMAGE-SPACE",
-        EffectError::ForeignMount { .. } => "FIRN-FOREIGN-MOUNT",
-        EffectError::ForeignStdio { .. } => "FIRN-STDIO",
+        EffectError::Surroundings(refusal) => refusal.code(),
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
         EffectError::Runtime { .. } => "FIRN-RUNTIME",
-        EffectError::MixedGpus { .. } => "FIRN-GPU-MIXED",
-        EffectError::UnknownGpu { .. } => "FIRN-GPU-VENDOR",
         EffectError::AmdPlugin(error) => error.code(),
         EffectError::ByHook => "FIRN-GPU-HOOK",
         EffectError::Parent { .. } => "FIRN-PARENT",
@@ -407,23 +344,10 @@ fn hint(error: &EffectError) -> &str {
             "wait for its end or end it, or let it be left out: annotation firn.dev/exec=omit, or exec = \"omit\" under \
              [checkpoint] in the configuration"
         }
-        EffectError::HostMemory { .. } => {
-            "make room in the host's memory, or let the image go to a file system on disk"
-        }
-        EffectError::CgroupMemory { .. } => {
-            "raise the memory limit by as much as the container has GPU memory"
-        }
-        EffectError::Space { .. } => "make room there, or let the checkpoint go to another file system",
-        EffectError::ForeignMount { .. } => "unmount it, or give it to the container in its spec",
-        EffectError::ForeignStdio { .. } => "start the process with pipes, or with files of the container",
+        EffectError::Surroundings(refusal) => refusal.hint(),
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Runtime { .. } => {
             "run the container with runc: leave BinaryName out of the runtime's options"
-        }
-        EffectError::MixedGpus { .. } => "use GPUs of one vendor in a container that is to be checkpointed",
-        EffectError::UnknownGpu { .. } => {
-            "close the device before the checkpoint; NVIDIA's GPUs for computing and, by CRIU's plugin, AMD's can be \
-             checkpointed"
         }
         EffectError::AmdPlugin(error) => error.hint(),
         EffectError::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",

@@ -8,12 +8,12 @@ use std::time::Duration;
 use firn_config::Config;
 use firn_gpu::{CudaState, Topology};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
-use firn_oci::{Grant, Spec, mounts};
+use firn_oci::{Grant, Spec, mounts, surroundings};
 
 use super::error::{EffectError, EndError};
 use super::refuse::{self, Policy};
 use super::transaction::Effects;
-use super::{Request, dump, foreign, image, room};
+use super::{Request, dump, image};
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
@@ -33,7 +33,7 @@ const VERSION_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 struct Source {
     policy: Policy,
-    known: foreign::Known,
+    known: surroundings::Known,
     /// Bytes of memory in use on its GPUs, whoever uses it.
     gpu_memory_in_use: u64,
     driver: DriverVersion,
@@ -169,7 +169,7 @@ impl<'a> Live<'a> {
         };
         Ok(Source {
             policy: Policy::of(&spec, self.config),
-            known: foreign::Known::of(&spec)?,
+            known: surroundings::Known::of(&spec)?,
             gpu_memory_in_use: inventory
                 .gpus
                 .iter()
@@ -252,9 +252,10 @@ impl<'a> Live<'a> {
         let work = (self.request.work.clone()).unwrap_or_else(|| self.container.bundle.clone());
         let init = self.container.init.pid();
         blocking(move || {
-            room::check(room::Needs::of(&dumped, gpu_memory), limit, &image, &work)?;
-            foreign::by_mounts(init, &known)?;
-            foreign::by_stdio(init, &dumped)
+            let needs = surroundings::Needs::of(&dumped, gpu_memory);
+            surroundings::by_room(needs, limit, &image, &work)?;
+            surroundings::by_mounts(init, &known)?;
+            Ok(surroundings::by_stdio(init, &dumped)?)
         })
         .await
     }

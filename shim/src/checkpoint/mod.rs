@@ -6,13 +6,10 @@
 //! nothing that fails after CRIU can cost the workload.
 
 mod error;
-mod foreign;
 mod image;
 mod live;
 mod refuse;
-mod room;
 mod transaction;
-mod vendor;
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -21,6 +18,7 @@ use std::time::Duration;
 use firn_config::{Config, find_program, names};
 use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::DumpFlags;
+use firn_oci::surroundings::{Others, by_vendor};
 use firn_oci::{Spec, edit, nccl};
 
 pub(crate) use error::CheckpointError;
@@ -40,7 +38,6 @@ use crate::recovery::Recovery;
 use crate::runc::{Bounds, Brand, Checkpoint, RuncError};
 use live::{Live, Tools};
 use transaction::Begun;
-use vendor::Others;
 
 /// CRIU's log in its work directory.
 const LOG: &str = "dump.log";
@@ -139,7 +136,7 @@ async fn other_gpus(container: &Container) -> Result<Others, CheckpointError> {
         return Ok(Others::Unused);
     }
     let (cgroup, nvidia) = (container.cgroup()?, container.gpu);
-    let looked = blocking(move || vendor::look(&cgroup.pids()?, nvidia)).await;
+    let looked = blocking(move || Ok(by_vendor(&cgroup.pids()?, nvidia)?)).await;
     looked.map_err(|cause| CheckpointError::refused(container, cause))
 }
 

@@ -4,7 +4,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use super::flags::Options;
-use super::{idmap, mountinfo, overlay};
+use firn_oci::mountinfo;
+
+use super::{idmap, overlay};
 
 /// The options of a mount, a line each; and all of it as mountinfo.
 pub fn mounts(bytes: &[u8]) {

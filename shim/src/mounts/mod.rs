@@ -14,7 +14,6 @@ mod helper;
 mod idmap;
 mod loopdev;
 mod mount;
-mod mountinfo;
 mod overlay;
 mod unmount;
 
@@ -25,7 +24,7 @@ use containerd_shim_protos::types::mount::Mount;
 use nix::sched::{CloneFlags, unshare};
 use tokio::sync::oneshot;
 
-pub(crate) use mountinfo::{MountEntry, mounted, of_process};
+pub(crate) use firn_oci::mountinfo::{MountEntry, mounted};
 
 use crate::logger::Chain;
 use crate::reaper::{OutputError, Reaper};

@@ -8,11 +8,10 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use firn_oci::{Spec, SpecError};
-
-use super::error::EffectError;
-use crate::mounts::{self, MountEntry};
+use super::Refusal;
+use crate::mountinfo::{self, MountEntry};
 use crate::procfs;
+use crate::{Spec, SpecError};
 
 /// File systems that CRIU cannot mount again by itself.
 const UNKNOWN_TO_CRIU: [&str; 9] = [
@@ -21,7 +20,7 @@ const UNKNOWN_TO_CRIU: [&str; 9] = [
 
 /// Mount points that CRIU or runc has means for, or that they decide about.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Known {
+pub struct Known {
     /// Each alone.
     points: BTreeSet<PathBuf>,
     /// Last names of bind mounts. What lies at or below such a name is left to CRIU: a recursive bind brings more along
@@ -33,7 +32,7 @@ pub(super) struct Known {
 const DEVICES: [&str; 7] = ["console", "full", "null", "random", "tty", "urandom", "zero"];
 
 impl Known {
-    pub(super) fn of(spec: &Spec) -> Result<Self, SpecError> {
+    pub fn of(spec: &Spec) -> Result<Self, SpecError> {
         let mut known = Self {
             points: DEVICES.iter().map(|name| Path::new("/dev").join(name)).collect(),
             names: BTreeSet::new(),
@@ -63,14 +62,14 @@ fn clean(path: &Path) -> PathBuf {
 }
 
 /// Refuses a mount that is not of the container and that CRIU cannot dump; `init` is its first process.
-pub(super) fn by_mounts(init: i32, known: &Known) -> Result<(), EffectError> {
+pub fn by_mounts(init: i32, known: &Known) -> Result<(), Refusal> {
     // Gone, or not to be read: what follows tells better why.
-    let Ok(entries) = mounts::of_process(init) else {
+    let Ok(entries) = mountinfo::of_process(init) else {
         return Ok(());
     };
     match undumpable(&entries, known) {
         None => Ok(()),
-        Some(entry) => Err(EffectError::ForeignMount {
+        Some(entry) => Err(Refusal::ForeignMount {
             point: entry.mount_point.clone(),
             fs_type: entry.fs_type.clone(),
             root: entry.root.clone(),
@@ -99,8 +98,8 @@ fn undumpable<'a>(entries: &'a [MountEntry], known: &Known) -> Option<&'a MountE
 
 /// Refuses a process whose standard input, output or error is a regular file on a mount of the host that the container
 /// does not have.
-pub(super) fn by_stdio(init: i32, pids: &[i32]) -> Result<(), EffectError> {
-    let (Ok(own), Ok(hosts)) = (mounts::of_process(init), mounts::mounted()) else {
+pub fn by_stdio(init: i32, pids: &[i32]) -> Result<(), Refusal> {
+    let (Ok(own), Ok(hosts)) = (mountinfo::of_process(init), mountinfo::mounted()) else {
         return Ok(());
     };
     let ids = |entries: Vec<MountEntry>| entries.into_iter().map(|entry| entry.id).collect::<BTreeSet<_>>();
@@ -114,7 +113,7 @@ pub(super) fn by_stdio(init: i32, pids: &[i32]) -> Result<(), EffectError> {
             let outside =
                 procfs::mount_of(pid, fd).is_some_and(|id| hosts.contains(&id) && !own.contains(&id));
             if outside {
-                return Err(EffectError::ForeignStdio {
+                return Err(Refusal::ForeignStdio {
                     pid,
                     comm: procfs::comm(pid),
                     fd,

@@ -9,8 +9,7 @@ use std::path::{Path, PathBuf};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
 
-use super::error::EffectError;
-use crate::cgroup::MemoryLimit;
+use super::Refusal;
 use crate::procfs;
 
 /// What CRIU writes into its work directory at least: its log.
@@ -18,7 +17,7 @@ const LOG_BYTES: u64 = 256 << 10;
 
 /// What a checkpoint of a container will take, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Needs {
+pub struct Needs {
     /// GPU memory of all its processes.
     gpu: u64,
     /// What they have in anonymous memory already.
@@ -26,7 +25,7 @@ pub(super) struct Needs {
 }
 
 impl Needs {
-    pub(super) fn of(pids: &[i32], gpu: u64) -> Self {
+    pub fn of(pids: &[i32], gpu: u64) -> Self {
         let anonymous = pids.iter().map(|&pid| procfs::anonymous(pid));
         Self {
             gpu,
@@ -37,6 +36,15 @@ impl Needs {
     fn image(self) -> u64 {
         self.gpu.saturating_add(self.anonymous)
     }
+}
+
+/// The tightest of the limits that hold for a cgroup.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryLimit {
+    /// The cgroup that it is set on: the container's, or one above.
+    pub dir: PathBuf,
+    /// Bytes left below it, those that the kernel can take back from caches included.
+    pub left: u64,
 }
 
 /// A file system that will be written to.
@@ -66,12 +74,7 @@ impl Space {
 }
 
 /// Refuses a checkpoint for which there is no room; the image goes to `image`, CRIU's log to `work`.
-pub(super) fn check(
-    needs: Needs,
-    limit: Option<MemoryLimit>,
-    image: &Path,
-    work: &Path,
-) -> Result<(), EffectError> {
+pub fn check(needs: Needs, limit: Option<MemoryLimit>, image: &Path, work: &Path) -> Result<(), Refusal> {
     let image = Space::of(image);
     by_memory(
         needs,
@@ -99,11 +102,11 @@ fn by_memory(
     available: Option<u64>,
     limit: Option<MemoryLimit>,
     image_in_memory: bool,
-) -> Result<(), EffectError> {
+) -> Result<(), Refusal> {
     if let Some(MemoryLimit { dir, left }) = limit
         && left < needs.gpu
     {
-        return Err(EffectError::CgroupMemory {
+        return Err(Refusal::CgroupMemory {
             needed: needs.gpu,
             dir,
             left,
@@ -112,7 +115,7 @@ fn by_memory(
     // Pages of a tmpfs are charged to CRIU, which is not in the container's cgroup.
     let image = if image_in_memory { needs.image() } else { 0 };
     match available {
-        Some(left) if left < needs.gpu.saturating_add(image) => Err(EffectError::HostMemory {
+        Some(left) if left < needs.gpu.saturating_add(image) => Err(Refusal::HostMemory {
             needed: needs.gpu,
             image,
             left,
@@ -121,12 +124,12 @@ fn by_memory(
     }
 }
 
-fn by_space(space: Space, needed: u64) -> Result<(), EffectError> {
+fn by_space(space: Space, needed: u64) -> Result<(), Refusal> {
     let Space { dir, free, .. } = space;
     if needed <= free {
         return Ok(());
     }
-    Err(EffectError::Space { dir, needed, free })
+    Err(Refusal::Space { dir, needed, free })
 }
 
 #[cfg(test)]
@@ -159,7 +162,7 @@ mod tests {
         assert!(by_memory(NEEDS, None, None, false).is_ok(), "nothing is known");
         assert!(matches!(
             by_memory(NEEDS, Some(GIB), limit(GIB), false),
-            Err(EffectError::CgroupMemory { left: GIB, .. })
+            Err(Refusal::CgroupMemory { left: GIB, .. })
         ));
     }
 
@@ -168,7 +171,7 @@ mod tests {
         assert!(by_memory(NEEDS, Some(17 * GIB), limit(8 * GIB), true).is_ok());
         assert!(matches!(
             by_memory(NEEDS, Some(17 * GIB - 1), limit(8 * GIB), true),
-            Err(EffectError::HostMemory { needed, image, .. }) if (needed, image) == (8 * GIB, 9 * GIB)
+            Err(Refusal::HostMemory { needed, image, .. }) if (needed, image) == (8 * GIB, 9 * GIB)
         ));
     }
 
@@ -182,7 +185,7 @@ mod tests {
         assert!(by_space(space(9 * GIB), NEEDS.image()).is_ok());
         assert!(matches!(
             by_space(space(9 * GIB - 1), NEEDS.image()),
-            Err(EffectError::Space { .. })
+            Err(Refusal::Space { .. })
         ));
     }
 

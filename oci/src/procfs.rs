@@ -8,12 +8,12 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
-pub(crate) fn inner_pid(task: &str) -> Option<i32> {
+pub fn inner_pid(task: &str) -> Option<i32> {
     field(task, "NSpid:")?.split_whitespace().last()?.parse().ok()
 }
 
 /// Thread of `pid` that has the id `inner_tid` in its own pid namespace.
-pub(crate) fn outer_tid(pid: i32, inner_tid: i32) -> Option<i32> {
+pub fn outer_tid(pid: i32, inner_tid: i32) -> Option<i32> {
     fs::read_dir(format!("/proc/{pid}/task"))
         .ok()?
         .flatten()
@@ -25,22 +25,22 @@ pub(crate) fn outer_tid(pid: i32, inner_tid: i32) -> Option<i32> {
 }
 
 /// Whether a process exists and has not ended.
-pub(crate) fn is_alive(pid: i32) -> bool {
+pub fn is_alive(pid: i32) -> bool {
     state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
 /// Scheduler state of a process or thread.
-pub(crate) fn state(tid: i32) -> Option<char> {
+pub fn state(tid: i32) -> Option<char> {
     stat_field(tid, 0)?.chars().next()
 }
 
 /// Process group of a process.
-pub(crate) fn group(pid: i32) -> Option<i32> {
+pub fn group(pid: i32) -> Option<i32> {
     stat_field(pid, 2)?.parse().ok()
 }
 
 /// Whether the working directory of a process is `dir`.
-pub(crate) fn is_in(pid: i32, dir: &Path) -> bool {
+pub fn is_in(pid: i32, dir: &Path) -> bool {
     let cwd = fs::metadata(format!("/proc/{pid}/cwd"));
     match (cwd, fs::metadata(dir)) {
         (Ok(cwd), Ok(dir)) => (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()),
@@ -49,7 +49,7 @@ pub(crate) fn is_in(pid: i32, dir: &Path) -> bool {
 }
 
 /// Every process.
-pub(crate) fn all() -> Vec<i32> {
+pub fn all() -> Vec<i32> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     processes
         .filter_map(|process| process.file_name().to_str()?.parse().ok())
@@ -57,7 +57,7 @@ pub(crate) fn all() -> Vec<i32> {
 }
 
 /// When a process was started, in clock ticks since the boot.
-pub(crate) fn started(pid: i32) -> Option<u64> {
+pub fn started(pid: i32) -> Option<u64> {
     stat_field(pid, 19)?.parse().ok()
 }
 
@@ -69,19 +69,19 @@ fn stat_field(tid: i32, nth: usize) -> Option<String> {
 }
 
 /// Whether a tracer holds the thread; not when it has gone.
-pub(crate) fn is_traced(tid: i32) -> bool {
+pub fn is_traced(tid: i32) -> bool {
     field(&tid.to_string(), "TracerPid:").is_some_and(|pid| pid.trim() != "0")
 }
 
 /// Name of a process, for messages.
-pub(crate) fn comm(pid: i32) -> String {
+pub fn comm(pid: i32) -> String {
     text(&pid.to_string(), "comm")
         .map(|name| name.trim_end().replace(char::is_control, "?"))
         .unwrap_or_default()
 }
 
 /// Those of `pids` that are `root` or descend from it.
-pub(crate) fn tree(root: i32, pids: &[i32]) -> BTreeSet<i32> {
+pub fn tree(root: i32, pids: &[i32]) -> BTreeSet<i32> {
     let parents: BTreeMap<i32, i32> = pids.iter().filter_map(|&pid| Some((pid, parent(pid)?))).collect();
     let descends = |mut pid: i32| {
         // A parent chain has no cycle, but it is read while processes come and go.
@@ -104,7 +104,7 @@ fn parent(pid: i32) -> Option<i32> {
 }
 
 /// Bytes of memory of a process that no file is behind, in memory or swapped out; none when it has gone.
-pub(crate) fn anonymous(pid: i32) -> u64 {
+pub fn anonymous(pid: i32) -> u64 {
     let bytes = |name| {
         let text = field(&pid.to_string(), name)?;
         let kib: u64 = text.split_whitespace().next()?.parse().ok()?;
@@ -114,14 +114,14 @@ pub(crate) fn anonymous(pid: i32) -> u64 {
 }
 
 /// The mount that an open file is on.
-pub(crate) fn mount_of(pid: i32, fd: i32) -> Option<u32> {
+pub fn mount_of(pid: i32, fd: i32) -> Option<u32> {
     let info = text(&format!("{pid}/fdinfo"), &fd.to_string())?;
     let line = info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?;
     line.trim().parse().ok()
 }
 
 /// Whether no thread of a process is left.
-pub(crate) fn has_ended(pid: i32) -> bool {
+pub fn has_ended(pid: i32) -> bool {
     let threads = || fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     !is_alive(pid) && threads() <= 1
 }
@@ -142,7 +142,7 @@ fn text(task: &str, file: &str) -> Option<String> {
 
 /// Paths that these processes have open, mapped, or as their program and directories, as they see them themselves; none when
 /// one cannot be looked at.
-pub(crate) fn files(pids: &[i32]) -> Option<BTreeSet<PathBuf>> {
+pub fn files(pids: &[i32]) -> Option<BTreeSet<PathBuf>> {
     let mut files = BTreeSet::new();
     for pid in pids {
         let process = PathBuf::from(format!("/proc/{pid}"));

@@ -2,14 +2,13 @@
 
 use std::fs;
 
-use firn_oci::{OtherGpu, other_gpu};
-
-use super::error::EffectError;
+use super::Refusal;
 use crate::procfs;
+use crate::{OtherGpu, other_gpu};
 
 /// How a container's GPUs are dumped that are not NVIDIA's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Others {
+pub enum Others {
     /// No process has any open.
     Unused,
     /// By CRIU's plugin for AMD's GPUs.
@@ -18,7 +17,7 @@ pub(super) enum Others {
 
 /// Looks at what the processes have open. With NVIDIA's GPUs (`nvidia`) a container must have nothing else open, and nodes
 /// of graphics are AMD's only where AMD's driver is open too.
-pub(super) fn look(pids: &[i32], nvidia: bool) -> Result<Others, EffectError> {
+pub fn look(pids: &[i32], nvidia: bool) -> Result<Others, Refusal> {
     let mut open = Vec::new();
     for &pid in pids {
         // A process that has ended has nothing open; one that cannot be looked at is CRIU's to complain about.
@@ -42,8 +41,8 @@ pub(super) fn look(pids: &[i32], nvidia: bool) -> Result<Others, EffectError> {
         Some((kind, pid, path)) => {
             let comm = procfs::comm(pid);
             Err(match kind {
-                OtherGpu::Amd => EffectError::MixedGpus { pid, comm },
-                OtherGpu::Graphics | OtherGpu::Accelerator => EffectError::UnknownGpu { pid, comm, path },
+                OtherGpu::Amd => Refusal::MixedGpus { pid, comm },
+                OtherGpu::Graphics | OtherGpu::Accelerator => Refusal::UnknownGpu { pid, comm, path },
             })
         }
     }

@@ -10,7 +10,7 @@ const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
 /// One mount.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct MountEntry {
+pub struct MountEntry {
     /// Its number, which no other mount of the machine has.
     pub id: u32,
     /// `major:minor` of the file system.
@@ -26,17 +26,17 @@ pub(crate) struct MountEntry {
 }
 
 /// All mounts that a process sees, in the order in which they were made.
-pub(crate) fn of_process(pid: i32) -> io::Result<Vec<MountEntry>> {
+pub fn of_process(pid: i32) -> io::Result<Vec<MountEntry>> {
     Ok(parse(&std::fs::read(format!("/proc/{pid}/mountinfo"))?))
 }
 
 /// All mounts, in the order in which they were made.
-pub(crate) fn mounted() -> io::Result<Vec<MountEntry>> {
+pub fn mounted() -> io::Result<Vec<MountEntry>> {
     Ok(parse(&std::fs::read(MOUNTINFO)?))
 }
 
 /// Lines that are not as documented are left out: the kernel does not write them.
-pub(super) fn parse(text: &[u8]) -> Vec<MountEntry> {
+pub fn parse(text: &[u8]) -> Vec<MountEntry> {
     text.split(|byte| *byte == b'\n').filter_map(entry).collect()
 }
 

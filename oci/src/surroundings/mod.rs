@@ -1,0 +1,111 @@
+//! Refusals of a checkpoint by what lies around a container's processes, for the shim's transaction and for `firn audit`
+//! alike: room for what a checkpoint makes, mounts and streams from outside, GPUs that are not NVIDIA's.
+//!
+//! Only /proc and figures of the host are read; nothing is touched.
+
+mod foreign;
+mod room;
+mod vendor;
+
+use std::path::PathBuf;
+
+pub use foreign::{Known, by_mounts, by_stdio};
+pub use room::{MemoryLimit, Needs, check as by_room};
+pub use vendor::{Others, look as by_vendor};
+
+/// Why a container is not checkpointed. Nothing has been touched.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error(
+        "the driver copies {} of GPU memory into host memory{}, and the host has {} left",
+        mib(*needed),
+        with_image(*image),
+        mib(*left)
+    )]
+    HostMemory { needed: u64, image: u64, left: u64 },
+    #[error(
+        "the driver copies {} of GPU memory into host memory, and the limit of cgroup {} leaves {}",
+        mib(*needed),
+        dir.display(),
+        mib(*left)
+    )]
+    CgroupMemory { needed: u64, dir: PathBuf, left: u64 },
+    #[error(
+        "the checkpoint writes {} or more, and the file system of {} has {} free",
+        mib(*needed),
+        dir.display(),
+        mib(*free)
+    )]
+    Space { dir: PathBuf, needed: u64, free: u64 },
+    #[error(
+        "{} is a mount of {} of a {fs_type} file system that is not in the spec, which CRIU cannot dump",
+        point.display(),
+        root.display()
+    )]
+    ForeignMount {
+        point: PathBuf,
+        fs_type: String,
+        root: PathBuf,
+    },
+    #[error(
+        "descriptor {fd} of process {pid} ({comm}) is {} on a mount that the container does not have",
+        path.display()
+    )]
+    ForeignStdio {
+        pid: i32,
+        comm: String,
+        fd: i32,
+        path: PathBuf,
+    },
+    #[error("process {pid} ({comm}) has /dev/kfd open, and the container has NVIDIA's GPUs besides AMD's")]
+    MixedGpus { pid: i32, comm: String },
+    #[error(
+        "process {pid} ({comm}) has {} open, of a GPU or accelerator whose state nothing can carry",
+        path.display()
+    )]
+    UnknownGpu { pid: i32, comm: String, path: PathBuf },
+}
+
+impl Refusal {
+    /// Its code in docs/errors.md.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::HostMemory { .. } | Self::CgroupMemory { .. } => "FIRN-HOST-MEMORY",
+            Self::Space { .. } => "FIRN-IMAGE-SPACE",
+            Self::ForeignMount { .. } => "FIRN-FOREIGN-MOUNT",
+            Self::ForeignStdio { .. } => "FIRN-STDIO",
+            Self::MixedGpus { .. } => "FIRN-GPU-MIXED",
+            Self::UnknownGpu { .. } => "FIRN-GPU-VENDOR",
+        }
+    }
+
+    /// What to do.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::HostMemory { .. } => {
+                "make room in the host's memory, or let the image go to a file system on disk"
+            }
+            Self::CgroupMemory { .. } => "raise the memory limit by as much as the container has GPU memory",
+            Self::Space { .. } => "make room there, or let the checkpoint go to another file system",
+            Self::ForeignMount { .. } => "unmount it, or give it to the container in its spec",
+            Self::ForeignStdio { .. } => "start the process with pipes, or with files of the container",
+            Self::MixedGpus { .. } => "use GPUs of one vendor in a container that is to be checkpointed",
+            Self::UnknownGpu { .. } => {
+                "close the device before the checkpoint; NVIDIA's GPUs for computing and, by CRIU's plugin, AMD's can be \
+                 checkpointed"
+            }
+        }
+    }
+}
+
+/// Megabytes; a part of one counts as one.
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes.div_ceil(1 << 20))
+}
+
+fn with_image(bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        bytes => format!(" and the image takes {} of it, being on a tmpfs", mib(bytes)),
+    }
+}
