@@ -67,6 +67,9 @@ const DRIVER_NEEDS: [&str; 6] = [
     "libc.so.6",
 ];
 
+/// What the cases run in containers.
+const WORKLOADS: [&str; 2] = ["gpu-counter", "gpu-sample"];
+
 /// Packs the archive for GPU machines.
 #[derive(Debug, clap::Args)]
 pub struct Cmd {
@@ -167,7 +170,7 @@ fn tools(forky: &Path, stage: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// firn's programs and the workload, in release builds.
+/// firn's programs and the workloads, in release builds.
 fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     const MUSL: &str = "x86_64-unknown-linux-musl";
     let bin = stage.join("bin");
@@ -177,7 +180,7 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     }
     let built = build(workspace, &["containerd-shim-firn-v2"], musl.then_some(MUSL))?;
     copy_into(&built.join("containerd-shim-firn-v2"), &bin)?;
-    let others = ["firn-gpu", "firn-hook", "firn", "gpu-counter"];
+    let others = ["firn-gpu", "firn-hook", "firn", WORKLOADS[0], WORKLOADS[1]];
     let built = build(workspace, &others, None)?;
     for name in others {
         copy_into(&built.join(name), &bin)?;
@@ -185,7 +188,7 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The root of the test image: busybox, this Debian's loader and libraries, and the workload where it was built.
+/// The root of the test image: busybox, this Debian's loader and libraries, and the workloads where they were built.
 fn rootfs(busybox: &Path, stage: &Path) -> anyhow::Result<()> {
     let root = stage.join("rootfs");
     let (bin, lib) = (root.join("usr/bin"), root.join(LIBRARIES));
@@ -224,9 +227,11 @@ fn rootfs(busybox: &Path, stage: &Path) -> anyhow::Result<()> {
     for name in DRIVER_NEEDS {
         elf::copy_library(name, &host, &lib)?;
     }
-    let counter = stage.join("bin/gpu-counter");
-    if counter.exists() {
-        elf::copy_needed(&copy_into(&counter, &bin)?, &host, &lib)?;
+    for workload in WORKLOADS {
+        let program = stage.join("bin").join(workload);
+        if program.exists() {
+            elf::copy_needed(&copy_into(&program, &bin)?, &host, &lib)?;
+        }
     }
     symlink(
         Path::new("../lib/x86_64-linux-gnu").join(elf::LOADER),

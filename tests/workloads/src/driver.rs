@@ -7,14 +7,21 @@ use std::ptr;
 
 use libloading::Library;
 
+const LIBRARY: &str = "libcuda.so.1";
+
 /// The driver library, or a call into it, failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
     /// The library is not there.
-    #[error("cannot open libcuda.so.1; hint: is a driver installed, or LD_LIBRARY_PATH set?")]
-    Open(#[source] libloading::Error),
+    #[error("cannot open {name}; hint: is a driver installed, or LD_LIBRARY_PATH set?")]
+    Open {
+        /// The library.
+        name: &'static str,
+        /// What the loader said.
+        source: libloading::Error,
+    },
     /// The library is too old.
-    #[error("libcuda.so.1 lacks {name}")]
+    #[error("the driver's library lacks {name}")]
     Missing {
         /// The function.
         name: &'static str,
@@ -103,13 +110,13 @@ struct RestoreArgs {
 type Raw = *mut c_void;
 
 macro_rules! functions {
-    ($($name:ident: fn($($argument:ty),*);)*) => {
+    ($table:ident: $($name:ident: fn($($argument:ty),*);)*) => {
         #[allow(non_snake_case, reason = "the names are the driver's")]
-        struct Functions {
+        struct $table {
             $($name: unsafe extern "C" fn($($argument),*) -> c_int,)*
         }
 
-        impl Functions {
+        impl $table {
             fn load(library: &Library) -> Result<Self> {
                 Ok(Self {
                     $($name: {
@@ -124,6 +131,7 @@ macro_rules! functions {
 }
 
 functions! {
+    Functions:
     cuInit: fn(c_uint);
     cuGetErrorName: fn(c_int, *mut *const c_char);
     cuDeviceGetCount: fn(*mut c_int);
@@ -157,7 +165,7 @@ functions! {
 /// The opened driver library.
 pub struct Driver {
     call: Functions,
-    _library: Library,
+    library: Library,
 }
 
 /// A context; valid in every thread that makes it current.
@@ -181,22 +189,32 @@ pub enum Argument {
 }
 
 macro_rules! call {
-    ($driver:ident.$name:ident($($argument:expr),*)) => {{
+    ($driver:ident.$name:ident($($argument:expr),*)) => {
+        call!($driver, $driver.call, $name($($argument),*))
+    };
+    ($driver:ident, $table:expr, $name:ident($($argument:expr),*)) => {{
         // SAFETY: the arguments are of the types that the driver API gives this function; pointers go to live values
         // of the caller.
-        let code = unsafe { ($driver.call.$name)($($argument),*) };
+        let code = unsafe { ($table.$name)($($argument),*) };
         $driver.check(stringify!($name), code)
     }};
 }
+
+mod rare;
+
+pub use rare::{Allocation, VMM_GRANULE, open_nvml};
 
 impl Driver {
     /// Opens the library. Makes no call into it.
     pub fn open() -> Result<Self> {
         // SAFETY: loading the driver runs its constructors, which is what every CUDA program does.
-        let library = unsafe { Library::new("libcuda.so.1") }.map_err(DriverError::Open)?;
+        let library = unsafe { Library::new(LIBRARY) }.map_err(|source| DriverError::Open {
+            name: LIBRARY,
+            source,
+        })?;
         Ok(Self {
             call: Functions::load(&library)?,
-            _library: library,
+            library,
         })
     }
 
