@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 import cdi
+import firn_cli
 import host as hosts
 from host import Container, Deadline, Failed
 
@@ -98,10 +99,12 @@ class Workload:
     options: list = field(default_factory=list)
     kind: str = cdi.KIND
     gpus: int = 0
+    # Other names for the GPUs than their UUIDs.
+    devices: list = None
 
     def ctr_options(self, uuids):
         """The options of `ctr run` that grant these GPUs."""
-        return [*self.options, *(word for uuid in uuids for word in ("--device", f"{self.kind}={uuid}"))]
+        return [*self.options, *(word for name in self.devices or uuids for word in ("--device", f"{self.kind}={name}"))]
 
 
 def counter(arguments, gpus=1):
@@ -389,7 +392,7 @@ def wait_for_imports(container, end, number):
 
 
 def nccl(setup, end, record):
-    """Two ranks of NCCL with its default transport may share GPU memory: refused, and they train on."""
+    """Two ranks of NCCL with its default transport may share GPU memory: refused by audit and checkpoint, and they train on."""
     uuids = [gpu["uuid"] for gpu in setup.gpus][:2]
     container = Container(setup.host, "nccl")
     # The default size of /dev/shm is small for NCCL.
@@ -400,6 +403,9 @@ def nccl(setup, end, record):
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         end.until("the ranks to train", lambda: reached(container, 3), 120)
+        audited = firn_cli.audit(setup, container, end)
+        record["audit"] = audited.verdict
+        firn_cli.must_refuse(audited, ["FIRN-NCCL", "FIRN-IPC"])
         refuse(container, image, end, record, ["FIRN-NCCL", "FIRN-IPC"])
         # A step ends when both ranks have summed their gradients: one that hangs holds the other.
         record["iter_before"] = max(losses(container.lines()))
@@ -444,19 +450,24 @@ def torch(setup, end, record, steps=80, interrupt_at=20):
         after = losses(target.lines())
         if status or target.lines()[-1:] != ["done"]:
             raise Failed(f"the restored training ended with {status}: {' / '.join(target.lines()[-3:])}")
-        first = min(after)
-        if first <= max(before) or first - 1 not in went_on or sorted(after) != list(range(first, steps)):
-            raise Failed(f"restored at step {first} of {max(before)} to {max(went_on)}, printed {sorted(after)}")
-        for run, seen in (("source", went_on), ("restored", after)):
-            wrong = [step for step, loss in seen.items() if loss != reference[step]]
-            if wrong:
-                raise Failed(f"{run}: loss {seen[wrong[0]]} at step {wrong[0]}, uninterrupted {reference[wrong[0]]}")
-        record.update(
-            iter_before=max(before), iter_after=first, checksum_source=reference[steps - 1],
-            checksum_restored=after[steps - 1], checksum_of_iter=steps - 1, losses_equal=len(after),
-        )
+        record.update(compare_losses(reference, before, went_on, after))
     finally:
         clean_up(setup, [source, target], image)
+
+
+def compare_losses(reference, before, source, restored):
+    """The restored training goes on where the source was frozen, with the losses of the uninterrupted run; returns what shows it."""
+    steps, first = len(reference), min(restored)
+    if first <= max(before) or first - 1 not in source or sorted(restored) != list(range(first, steps)):
+        raise Failed(f"restored at step {first} of {max(before)} to {max(source)}, printed {sorted(restored)}")
+    for run, seen in (("source", source), ("restored", restored)):
+        wrong = [step for step, loss in seen.items() if loss != reference[step]]
+        if wrong:
+            raise Failed(f"{run}: loss {seen[wrong[0]]} at step {wrong[0]}, uninterrupted {reference[wrong[0]]}")
+    return {
+        "iter_before": max(before), "iter_after": first, "checksum_source": reference[steps - 1],
+        "checksum_restored": restored[steps - 1], "checksum_of_iter": steps - 1, "losses_equal": len(restored),
+    }
 
 
 def torch_managed(setup, end, record, steps=60, interrupt_at=10):
@@ -517,7 +528,8 @@ def script(setup, name, arguments, gpus, options=()):
     """A script that lies beside this one, with the machine's Python and PyTorch."""
     directory = f"{setup.host.work}/train"
     os.makedirs(directory, exist_ok=True)
-    shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), directory)
+    for needed in (name, "ddp.py"):
+        shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), needed), directory)
     mount = [*options, "--mount", f"type=bind,src={directory},dst=/train,options=bind:ro"]
     if not cdi.known_to_loader():
         mount += ["--env", f"LD_LIBRARY_PATH={cdi.library_dir()}"]

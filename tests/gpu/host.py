@@ -12,6 +12,8 @@ import time
 INSTALL_DIR = "/opt/firn-gpu"
 # Also the name of the cgroup that ctr puts the containers into.
 NAMESPACE = "firn-gpu"
+# Where firn's programs look for containers: below the state directory that containerd has by default.
+BUNDLES = "/run/containerd/io.containerd.runtime.v2.task"
 CRIU_CONFIG = "/etc/criu/runc.conf"
 FIRN_CONFIG = "/etc/firn/config.toml"
 
@@ -95,6 +97,9 @@ class Host:
         self._command("mount", "-t", "tmpfs", "-o", f"{self._options},mode=0755", "firn-gpu", self.memory)
         os.makedirs(f"{self.memory}/tmp")
         self.put(CRIU_CONFIG, "network-lock skip\n")
+        self._hide_bundles()
+        os.makedirs(BUNDLES, exist_ok=True)
+        os.symlink(f"{self.work}/state/{os.path.basename(BUNDLES)}/{NAMESPACE}", f"{BUNDLES}/{NAMESPACE}")
         config = f"{self.work}/containerd.toml"
         with open(config, "w", encoding="utf-8") as file:
             file.write(_CONTAINERD_CONFIG.format(work=self.work, memory=self.memory))
@@ -123,6 +128,7 @@ class Host:
             except subprocess.TimeoutExpired:
                 self._daemon.kill()
                 self._daemon.wait()
+        self._hide_bundles()
         for path, text in self._saved.items():
             if text is None:
                 with contextlib.suppress(FileNotFoundError):
@@ -136,6 +142,11 @@ class Host:
         for cgroup in glob.glob(f"/sys/fs/cgroup/{NAMESPACE}") + glob.glob(f"/sys/fs/cgroup/*/{NAMESPACE}"):
             with contextlib.suppress(OSError):
                 os.rmdir(cgroup)
+
+    def _hide_bundles(self):
+        """Remove the link to the bundles; empty directories above it stay, as a containerd of the machine may count on them."""
+        if os.path.islink(f"{BUNDLES}/{NAMESPACE}"):
+            os.unlink(f"{BUNDLES}/{NAMESPACE}")
 
     def daemon_log(self):
         """containerd's log, which holds the shims' lines too."""
@@ -167,6 +178,10 @@ class Host:
             return subprocess.Popen(
                 command, env=self.env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
+
+    def run(self, *command, deadline, check=True):
+        """Run a program with the environment of the daemon."""
+        return self._command(*command, deadline=deadline, check=check)
 
     def _command(self, *command, deadline=None, check=True, output=None):
         shown = " ".join(command[:1] + command[5:] if command[0] == "ctr" else command)

@@ -73,14 +73,14 @@ def call(operation, pid, pairs):
     print(answer + (f" {value.value}" if operation in ("state", "tid") and code == 0 else ""))
 
 
-def ask(operation, pid, pairs=(), limit=LIMIT):
+def ask(operation, pid, pairs=(), limit=LIMIT, environment=None):
     """The answer to one call and the time it took."""
     words = [f"{old}={new}" for old, new in pairs]
     began = time.monotonic()
     try:
         done = subprocess.run(
             [sys.executable, __file__, "--call", operation, str(pid), *words],
-            capture_output=True, text=True, timeout=limit, check=False)
+            capture_output=True, text=True, timeout=limit, check=False, env=environment)
         answer = done.stdout.strip() or f"exit {done.returncode}"
     except subprocess.TimeoutExpired:
         answer = "hangs"

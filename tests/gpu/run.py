@@ -27,6 +27,9 @@ import cdi
 import host as hosts
 import image
 import kills
+import moves
+import ranks
+import samples
 
 
 class Report:
@@ -69,12 +72,14 @@ class Report:
             if record.get(f"{operation}_ms")
         ]
         failures = [f"- {record['case']}: {record['error']}" for record in self._records if "error" in record]
+        own = [line for record in self._records if "table" in record for line in (*record["table"], "")]
         table = [
             f"{time.strftime('%Y-%m-%d')}: {machine}", "",
+            *own,
+            *(["Phases as the shim measured them:", "", *measured, ""] if measured else []),
             "| case | GiB | counters | checkpoint s | restore s | iteration | checksum | GPU before | GPU after | result |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *(row(record) for record in self._records),
-            *(["", "Phases as the shim measured them:", "", *measured] if measured else []),
             *(["", "Failures:", "", *failures] if failures else []),
         ]
         text = "\n".join(table)
@@ -182,9 +187,22 @@ def play(case, setup, report, all_cases_end):
     report.say(f"{case.name}: {record['result']} after {record['seconds']} s" + (f": {record['error']}" if "error" in record else ""))
 
 
-def chosen(args):
+def known_cases(args):
+    """All cases."""
+    sizes = [float(size) for size in args.sizes.split(",")]
+    return [
+        *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), kills.case(args.kill_gib),
+    ]
+
+
+def listing(known):
+    """A line for each case."""
+    lines = [f"{'case':22}{'GPUs':>5}{'limit s':>9}  groups"]
+    return lines + [f"{case.name:22}{case.needs:5}{case.seconds:9}  {' '.join(case.groups)}".rstrip() for case in known]
+
+
+def chosen(args, known):
     """The cases that the arguments name."""
-    known = [*cases.all_cases([float(size) for size in args.sizes.split(",")], args.mib), kills.case(args.kill_gib)]
     if args.cases:
         names = args.cases.split(",")
         unknown = [name for name in names if not any(name == case.name or name in case.groups for case in known)]
@@ -199,7 +217,8 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", help="archive or directory made by `cargo xtask gpu-bundle`")
     parser.add_argument("--out", default="gpu-run", help="directory for logs and records (default: gpu-run)")
-    parser.add_argument("--cases", help="comma list of cases, or `sizes`; default: all that fit the machine")
+    parser.add_argument("--cases", help="comma list of cases and groups (--list shows them); default: all that fit the machine")
+    parser.add_argument("--list", action="store_true", help="show the cases, the GPUs that they need and their time limits, and end")
     parser.add_argument("--sizes", default="0.5,8,32", help="GiB of the size cases")
     parser.add_argument("--mib", type=int, default=1024, help="MiB of each buffer in the other cases")
     parser.add_argument("--kill-gib", type=float, default=8, help="GiB of the process in the case `kills`")
@@ -215,7 +234,11 @@ def arguments():
 def main():
     """Set up, run, clean up; exit status 1 when a case failed."""
     args = arguments()
-    selected = chosen(args)
+    known = known_cases(args)
+    if args.list:
+        print("\n".join(listing(known)))
+        return
+    selected = chosen(args, known)
     if os.geteuid() != 0:
         sys.exit("needs root: containers, mounts and device nodes")
     report = Report(args.out)

@@ -1,6 +1,7 @@
 """What the scripts conclude from what they see, on made-up readings. Run by selftest.sh."""
 
 import concurrent.futures
+import json
 import os
 import stat
 import subprocess
@@ -10,8 +11,14 @@ from unittest import mock
 
 import cases
 import cdi
+import ddp
+import firn_cli
 import host as hosts
 import kills
+import moves
+import ranks
+import run
+import samples
 
 
 class Compare(unittest.TestCase):
@@ -150,6 +157,193 @@ class Cdi(unittest.TestCase):
         self.gpus[0]["minor"] = 4
         with self.assertRaisesRegex(cdi.NoDriver, "nvidia4"):
             cdi.spec(self.gpus, [], dev=self.dev)
+
+
+class FirnCli(unittest.TestCase):
+    """Answers of firn's programs are believed only if they are whole and consistent."""
+
+    def report(self, verdict, *signals):
+        processes = [{"pid": 7, "cuda": True}, {"pid": 8, "cuda": False}]
+        return json.dumps({"verdict": verdict, "processes": processes, "signals": signals})
+
+    def signal(self, name, certainty, code=None):
+        failure = {"failure": {"code": code, "message": "m", "hint": "h"}} if code else {}
+        return {"signal": name, "certainty": certainty, "refused": code is not None, "source": "s", **failure}
+
+    def test_audit(self):
+        text = self.report(
+            "cannot", self.signal("managed_memory", "certain", "FIRN-UVM"), self.signal("imex", "suspected"), self.signal("mps", "none"))
+        found = firn_cli.parse_audit(1, text)
+        self.assertEqual((found.verdict, found.codes, found.suspected, found.cuda), ("cannot", ["FIRN-UVM"], ["imex"], [7]))
+        firn_cli.must_refuse(found, ["FIRN-IPC", "FIRN-UVM"])
+        with self.assertRaisesRegex(hosts.Failed, "not FIRN-IPC"):
+            firn_cli.must_refuse(found, ["FIRN-IPC"])
+        with self.assertRaisesRegex(hosts.Failed, "says can"):
+            firn_cli.must_refuse(firn_cli.parse_audit(0, self.report("can")), ["FIRN-IPC"])
+
+    def test_audit_that_failed_or_contradicts_itself(self):
+        with self.assertRaisesRegex(hosts.Failed, "no answer: firn: no container x"):
+            firn_cli.parse_audit(1, "", "firn: no container x")
+        with self.assertRaisesRegex(hosts.Failed, "says can and ends with 1"):
+            firn_cli.parse_audit(1, self.report("can"))
+
+    def test_plan(self):
+        accepted = {"accepted": True, "map": [{"old": "a", "new": "b"}, {"old": "b", "new": "a"}], "failure": None}
+        self.assertEqual(firn_cli.parse_plan(json.dumps(accepted)), {"a": "b", "b": "a"})
+        with self.assertRaisesRegex(hosts.Failed, "FIRN-X"):
+            firn_cli.parse_plan(json.dumps({"accepted": False, "map": None, "failure": {"code": "FIRN-X"}}))
+
+    def test_links(self):
+        links = firn_cli.nvlinks({"topology": {"links": [
+            {"gpus": ["a", "b"], "nvlinks": 18}, {"gpus": ["b", "c"], "nvlinks": 2}, {"gpus": ["a", "c"], "path": "node"}]}})
+        self.assertEqual(links, {frozenset("ab"): 18, frozenset("bc"): 2})
+        self.assertEqual(firn_cli.links_kept(links, {"a": "b", "b": "a"}), ["18 -> 18"])
+        with self.assertRaisesRegex(hosts.Failed, r"joined by 18 NVLinks, their partners by 2"):
+            firn_cli.links_kept(links, {"a": "b", "b": "c", "c": "a"})
+
+
+class Moves(unittest.TestCase):
+    """Where memory is, and where it should be."""
+
+    def test_rotation_moves_every_gpu(self):
+        self.assertEqual(moves.rotation(["a", "b"]), {"a": "b", "b": "a"})
+        self.assertEqual(moves.rotation(["a", "b", "c"]), {"a": "b", "b": "c", "c": "a"})
+
+    def test_memory_that_did_not_move(self):
+        swap = {"a": "b", "b": "a"}
+        moves.check_moved({7: "a", 8: "b"}, {7: "b", 8: "a"}, swap)
+        for after in ({7: "a", 8: "b"}, {7: "b"}, {}):
+            with self.assertRaisesRegex(hosts.Failed, "should be on"):
+                moves.check_moved({7: "a", 8: "b"}, after, swap)
+
+    def test_placement_is_by_the_larger_part_and_the_inner_pid(self):
+        rows = [{"pid": "70", "gpu_uuid": uuid, "used_memory": size} for uuid, size in (("a", "500"), ("b", "2500"))]
+        rows.append({"pid": "99", "gpu_uuid": "a", "used_memory": "9000"})
+        container = mock.Mock(pids=lambda end: [70, 71])
+        with mock.patch.object(cdi, "query", return_value=rows), mock.patch.object(moves, "inner_pid", return_value=1):
+            self.assertEqual(moves.placement(container, None), {1: "b"})
+        with mock.patch.object(cdi, "query", return_value=rows[2:]), self.assertRaisesRegex(hosts.Failed, "cannot be told"):
+            moves.placement(container, None)
+        self.assertEqual(moves.parse_inner_pid("Name:\tx\nNSpid:\t4711\t12\nThreads:\t1\n"), 12)
+        self.assertEqual(moves.inner_pid(os.getpid()), os.getpid())
+
+    def test_every_cdi_file_of_the_gpus_is_set_aside(self):
+        found = ["/nonexistent/a", "/nonexistent/b"]
+        host = mock.Mock(put=lambda path, text: found.remove(path) if path in found else None)
+        with mock.patch.object(cdi, "existing", lambda: found[0] if found else None), \
+                mock.patch("builtins.open", mock.mock_open(read_data="kind: nvidia.com/gpu")):
+            self.assertEqual(moves.set_aside(host), dict.fromkeys(["/nonexistent/a", "/nonexistent/b"], "kind: nvidia.com/gpu"))
+
+
+class Losses(unittest.TestCase):
+    """A training is believed only with the losses of the uninterrupted run."""
+
+    REFERENCE = dict(enumerate("abcdef"))
+
+    def test_goes_on(self):
+        shown = cases.compare_losses(self.REFERENCE, {0: "a", 1: "b"}, {0: "a", 1: "b", 2: "c"}, {2: "c", 3: "d", 4: "e", 5: "f"})
+        self.assertEqual((shown["iter_before"], shown["iter_after"], shown["losses_equal"]), (1, 2, 4))
+
+    def test_began_again_skipped_or_differs(self):
+        source = {0: "a", 1: "b", 2: "c"}
+        for restored in (self.REFERENCE, {5: "f"}, {2: "c", 4: "e", 5: "f"}):
+            with self.assertRaisesRegex(hosts.Failed, "restored at step"):
+                cases.compare_losses(self.REFERENCE, {0: "a", 1: "b"}, source, restored)
+        with self.assertRaisesRegex(hosts.Failed, "restored: loss x at step 4, uninterrupted e"):
+            cases.compare_losses(self.REFERENCE, {1: "b"}, source, {2: "c", 3: "d", 4: "x", 5: "f"})
+        with self.assertRaisesRegex(hosts.Failed, "source: loss x"):
+            cases.compare_losses(self.REFERENCE, {1: "b"}, {1: "b", 2: "x"}, {2: "c", 3: "d", 4: "e", 5: "f"})
+
+
+class Ranks(unittest.TestCase):
+    """Rates are read as they are printed; a rank that fails ends its job."""
+
+    def test_rates(self):
+        lines = ["NCCL version 2", "all_reduce mib=64 gbps=12.50", "all_reduce mib=256 gbps=20.00", "all_reduce mib=256"]
+        self.assertEqual(ranks.rates(lines), {64: 12.5, 256: 20.0})
+        shown = ranks.table(2, {"default": {64: 100.0, 256: 300.0}, "sockets": {64: 2.0}})
+        self.assertEqual(shown[-2:], ["| 64 | 100 | 2 | 50.0 |", "| 256 | 300 | - | - |"])
+
+    def test_ranks_end_together(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
+            program.write("import sys, time\nif sys.argv[1] != sys.argv[-1]: time.sleep(100)\nsys.exit(int(sys.argv[-1]))\n")
+            program.flush()
+            ddp.start(program.name, ["0"], 1)
+            with self.assertRaisesRegex(SystemExit, r"the ranks ended: \[-9, 1\]"):
+                ddp.start(program.name, ["1"], 2)
+
+
+class Samples(unittest.TestCase):
+    """What the driver's answers come to, and whether the audit had said so."""
+
+    GOOD = {(step, 7): "CUDA_SUCCESS" for step in ("lock", "checkpoint", "restore", "unlock")}
+
+    def test_conclusions(self):
+        refused = {("lock", 7): "CUDA_SUCCESS", ("checkpoint", 7): "CUDA_ERROR_NOT_SUPPORTED", ("unlock", 7): "CUDA_SUCCESS"}
+        importer = {**self.GOOD, ("restore", 7): "CUDA_ERROR_INVALID_VALUE"}
+        for answers, left_open, computes_on, outcome in (
+            (self.GOOD, [], True, "works"), (self.GOOD, [], False, "lost"), (refused, [], True, "refused"), (refused, [], False, "lost"),
+            (importer, [], True, "lost"), (self.GOOD, ["/dev/nvidia0"], True, "undumpable"), ({}, ["/dev/nvidiactl"], True, "undumpable"),
+            ({("lock", 7): "hangs"}, [], True, "refused"),
+        ):
+            self.assertEqual(samples.conclude(answers, left_open, computes_on)[0], outcome, (answers, left_open, computes_on))
+        self.assertIn("restore: CUDA_ERROR_INVALID_VALUE", samples.conclude(importer, [], False)[1])
+
+    def test_agreement(self):
+        wanted = {
+            ("can", "works"): "agrees", ("can", "refused"): "MISSED", ("can", "lost"): "MISSED", ("can", "undumpable"): "MISSED",
+            ("cannot", "works"): "cautious", ("cannot", "refused"): "agrees", ("cannot", "lost"): "agrees",
+            ("cannot", "undumpable"): "agrees", ("suspected", "works"): "cautious", ("suspected", "refused"): "warned",
+            ("suspected", "undumpable"): "warned", ("suspected", "lost"): "MISSED",
+        }
+        self.assertEqual({key: samples.agreement(*key) for key in wanted}, wanted)
+        self.assertEqual(samples.agreement("can", "lost", False), "the owner's word was false")
+        self.assertEqual(samples.agreement("can", "lost", True), "MISSED")
+
+    def test_lines_by_process(self):
+        lines = ["sample two pid=7 iter=0 ok", "sample two pid=8 iter=0 ok", "sample two pid=7 iter=1 ok", "sample two pid=8 iter=1",
+                 "gpu-sample pid=8: cuMemAlloc_v2 answered CUDA_ERROR_UNKNOWN"]
+        self.assertEqual(samples.printed(lines), {"pid=7": 2, "pid=8": 1})
+
+    def test_files_of_gpus(self):
+        with open("/dev/null", "rb"):
+            self.assertEqual(samples.gpu_files([os.getpid(), 1 << 22]), [])
+
+    def test_a_missed_sample_fails_the_case_and_the_others_are_played(self):
+        record = {}
+        rows = [{"sample": sample.name(), "agreement": "agrees", "seen": "a|b"} for sample in samples.SAMPLES]
+        rows[2]["agreement"] = "MISSED"
+        with mock.patch.object(samples, "play", side_effect=rows), self.assertRaisesRegex(hosts.Failed, rows[2]["sample"] + "$"):
+            samples.samples(mock.Mock(), None, record)
+        self.assertEqual(len(record["samples"]), len(samples.SAMPLES))
+        self.assertEqual(record["table"][-1].count("|"), 7)
+
+    def test_every_sample_has_a_name_of_its_own(self):
+        names = [sample.name() for sample in samples.SAMPLES]
+        self.assertEqual(len(names), len(set(names)))
+        self.assertGreaterEqual(len({sample.habit for sample in samples.SAMPLES}), 10)
+
+
+class Choice(unittest.TestCase):
+    """Cases are chosen by name and by group, and shown with what they need."""
+
+    def setUp(self):
+        with mock.patch("sys.argv", ["run.py", "--cases", "bare,ddp"]):
+            self.args = run.arguments()
+        self.known = run.known_cases(self.args)
+
+    def test_chosen(self):
+        self.assertEqual([case.name for case in run.chosen(self.args, self.known)], ["bare", "ddp-sockets", "ddp-sockets-4"])
+        self.args.cases = "bare,nothing"
+        with self.assertRaisesRegex(SystemExit, "unknown case nothing"):
+            run.chosen(self.args, self.known)
+
+    def test_listed(self):
+        names = [case.name for case in self.known]
+        self.assertEqual(len(names), len(set(names)))
+        lines = run.listing(self.known)
+        self.assertEqual([line.split()[0] for line in lines[1:]], names)
+        self.assertIn(["ddp-sockets-4", "4", "300", "ddp"], [line.split() for line in lines])
 
 
 class Kills(unittest.TestCase):
