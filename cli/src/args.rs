@@ -58,6 +58,9 @@ pub struct AuditArgs {
     /// The node to restore on: the output of `firn-gpu inventory --json` there.
     #[arg(long, value_name = "FILE")]
     pub target: Option<PathBuf>,
+    /// Where the image will be written; without, the directory for temporary files, where containerd makes it.
+    #[arg(long, value_name = "DIR")]
+    pub image_dir: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

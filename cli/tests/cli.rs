@@ -388,8 +388,9 @@ impl Drop for Idle {
 
 impl Node {
     /// From now on the driver takes every process for one that uses CUDA.
-    fn all_use_cuda(&self) {
-        let process = r#"{\"pid\":%d,\"state\":null,\"restore_tid\":%d,\"gpu_bytes\":1048576,\"micros\":1}"#;
+    fn all_use_cuda(&self, bytes: u64) {
+        let process =
+            format!(r#"{{\"pid\":%d,\"state\":null,\"restore_tid\":%d,\"gpu_bytes\":{bytes},\"micros\":1}}"#);
         let script = format!(
             "case $1 in discover) shift; c='['; for p; do printf \"$c{process}\" $p $p; c=,; done; echo ']';; *) cat {};; esac",
             self.path("inventory.json").display()
@@ -413,7 +414,7 @@ impl Node {
 #[test]
 fn audit_tells_that_a_process_can_be_moved_and_what_that_takes() {
     let node = Node::new();
-    node.all_use_cuda();
+    node.all_use_cuda(1 << 20);
     let idle = Idle::start("exec sleep 1000", &[]);
     let output = node.firn(&["audit", &idle.pid(), "--json", "--target", "inventory.json"]);
     let report = value(&output);
@@ -457,7 +458,7 @@ fn audit_tells_that_a_process_can_be_moved_and_what_that_takes() {
 #[test]
 fn audit_tells_what_is_refused_from_what_is_suspected() {
     let node = Node::new();
-    node.all_use_cuda();
+    node.all_use_cuda(1 << 20);
     let idle = Idle::start("exec sleep 1000", &[("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")]);
     let (status, signal) = node.audit(&[&idle.pid()], "mps");
     assert_eq!(
@@ -478,6 +479,28 @@ fn audit_tells_what_is_refused_from_what_is_suspected() {
     );
     let child = std::fs::read_to_string(&children).expect("children");
     let _ended = Command::new("kill").arg(child.trim()).status();
+}
+
+#[test]
+fn audit_tells_where_there_is_no_room() {
+    let node = Node::new();
+    node.all_use_cuda(1 << 60);
+    let idle = Idle::start("exec sleep 1000", &[]);
+    let arguments = [&idle.pid(), "--image-dir", "image"];
+    for (signal, code) in [
+        ("too_little_memory", "FIRN-HOST-MEMORY"),
+        ("too_little_image_space", "FIRN-IMAGE-SPACE"),
+    ] {
+        let (status, found) = node.audit(&arguments, signal);
+        assert_eq!(
+            (status, &found["failure"]["code"]),
+            (Some(1), &json!(code)),
+            "{found:#}"
+        );
+    }
+    let (_, found) = node.audit(&arguments, "too_little_image_space");
+    let message = found["failure"]["message"].as_str().expect("a text");
+    assert!(message.contains("the file system of image has "), "{message}");
 }
 
 #[test]

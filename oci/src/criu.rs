@@ -198,13 +198,8 @@ impl AmdPluginError {
     }
 }
 
-/// A plugin directory in the bundle with the plugin for AMD's GPUs and no other: the one that is configured, else the
-/// first in `dirs`. Safe to repeat.
-pub fn amd_plugins(
-    bundle: &Path,
-    configured: Option<&Path>,
-    dirs: &[&str],
-) -> Result<PathBuf, AmdPluginError> {
+/// CRIU's plugin for AMD's GPUs: the one that is configured, else the first in `dirs`.
+pub fn amd_plugin(configured: Option<&Path>, dirs: &[&str]) -> Result<PathBuf, AmdPluginError> {
     let found = match configured {
         Some(plugin) => Some(plugin.to_owned()).filter(|plugin| plugin.is_file()),
         None => dirs
@@ -212,9 +207,18 @@ pub fn amd_plugins(
             .map(|dir| Path::new(dir).join(AMD_PLUGIN))
             .find(|plugin| plugin.is_file()),
     };
-    let plugin = found.ok_or_else(|| AmdPluginError::Missing {
+    found.ok_or_else(|| AmdPluginError::Missing {
         looked_at: configured.map_or_else(|| dirs.join(", ").into(), Path::to_owned),
-    })?;
+    })
+}
+
+/// A plugin directory in the bundle with the plugin for AMD's GPUs and no other. Safe to repeat.
+pub fn amd_plugins(
+    bundle: &Path,
+    configured: Option<&Path>,
+    dirs: &[&str],
+) -> Result<PathBuf, AmdPluginError> {
+    let plugin = amd_plugin(configured, dirs)?;
     let dir = bundle.join(names::BUNDLE_AMD_LIBS);
     let made = || {
         match std::fs::remove_dir_all(&dir) {

@@ -5,11 +5,13 @@ use firn_gpu::plan::{Plan, PlanError};
 use firn_gpu::preflight::{self, Finding, Owner, Refusal, Sign};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Gpu, Inventory};
-use firn_oci::GrantError;
 use firn_oci::manifest::Manifest;
+use firn_oci::procfs::comm;
+use firn_oci::surroundings::{Others, Refusal as Refused};
+use firn_oci::{GrantError, criu};
 use serde::Serialize;
 
-use super::subject::{Subject, comm};
+use super::subject::Subject;
 use super::{Verdict, shown};
 use crate::failure::Failure;
 use crate::text;
@@ -208,22 +210,42 @@ impl Signals {
         self.add("mig", "NVML", failure);
     }
 
-    /// The driver copies GPU memory into that of the host.
-    pub fn of_host_memory(&mut self, needed: u64) {
-        let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-            let value = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-            Some(value.split_whitespace().next()?.parse::<u64>().ok()? << 10)
-        });
-        let failure = available.filter(|left| *left < needed).map(|left| Failure {
-            code: "FIRN-HOST-MEMORY",
-            message: format!(
-                "the driver copies {} of GPU memory into host memory, and the host has {} left",
-                text::bytes(needed),
-                text::bytes(left)
-            ),
-            hint: "make room in the host's memory",
-        });
-        self.add("too_little_host_memory", "/proc/meminfo", failure);
+    /// Room for what a checkpoint makes.
+    pub fn of_room(&mut self, refusals: &[Refused]) {
+        let first = |memory: bool| {
+            let is_of = |refusal: &&Refused| matches!(refusal, Refused::Space { .. }) != memory;
+            refusals.iter().find(is_of).map(of_refused)
+        };
+        self.add("too_little_memory", "/proc/meminfo", first(true));
+        self.add(
+            "too_little_image_space",
+            "the file systems of --image-dir and of the bundle",
+            first(false),
+        );
+    }
+
+    /// Mounts and streams from outside the container.
+    pub fn of_outside(&mut self, mounts: Result<(), Refused>, stdio: Result<(), Refused>) {
+        let failure = |found: Result<(), Refused>| found.err().as_ref().map(of_refused);
+        self.add(
+            "foreign_mounts",
+            "/proc/PID/mountinfo, config.json of the bundle",
+            failure(mounts),
+        );
+        self.add("streams_in_host_files", "/proc/PID/fd and fdinfo", failure(stdio));
+    }
+
+    /// GPUs that are not NVIDIA's, and what CRIU needs for AMD's.
+    pub fn of_vendors(&mut self, found: Result<Others, Refused>, config: &Config) {
+        let plugin = || criu::amd_plugin(config.criu.amdgpu_plugin.as_deref(), &criu::PLUGIN_DIRS).err();
+        let plugin = matches!(found, Ok(Others::Amd)).then(plugin).flatten();
+        self.add(
+            "gpus_of_other_vendors",
+            "/proc/PID/fd",
+            found.err().as_ref().map(of_refused),
+        );
+        let failure = plugin.map(|error| Failure::new(error.code(), error.hint(), &error));
+        self.add("amd_gpus_without_plugin", "CRIU's plugin directories", failure);
     }
 
     /// Whether the GPUs find a place. Gives the plan as JSON.
@@ -272,6 +294,10 @@ impl Signals {
         }
         manifest
     }
+}
+
+fn of_refused(refusal: &Refused) -> Failure {
+    Failure::new(refusal.code(), refusal.hint(), refusal)
 }
 
 /// What a sign shows, for one that refuses nothing.

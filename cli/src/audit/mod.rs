@@ -1,6 +1,7 @@
 //! `firn audit`: whether a workload can be checkpointed here, and restored here or there, before anything is stopped.
 //!
-//! The signs and what is refused for them are those of the shim's transaction ([`firn_gpu::preflight`]). Nothing is touched:
+//! The signs and what is refused for them are those of the shim's transaction ([`firn_gpu::preflight`],
+//! [`firn_oci::surroundings`]). Nothing is touched:
 //! files of /proc and of the bundle are read, and the driver is asked which processes it knows.
 
 mod estimate;
@@ -15,7 +16,8 @@ use firn_gpu::plan::{self, Demand, Plan, Policy};
 use firn_gpu::preflight::{self, Owner};
 use firn_gpu::{Gpu, Inventory};
 use firn_oci::manifest::Manifest;
-use firn_oci::{Grant, nccl};
+use firn_oci::surroundings::{self, Known, Needs};
+use firn_oci::{Grant, Spec, nccl, procfs};
 use serde::Serialize;
 use serde_json::json;
 
@@ -44,6 +46,19 @@ struct Process {
     #[serde(skip_serializing_if = "Option::is_none")]
     gpu_bytes: Option<u64>,
     anonymous_bytes: u64,
+}
+
+impl Process {
+    /// One that uses no CUDA.
+    fn of(pid: i32) -> Self {
+        Self {
+            pid,
+            comm: procfs::comm(pid),
+            cuda: false,
+            gpu_bytes: None,
+            anonymous_bytes: procfs::anonymous(pid),
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -91,9 +106,12 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         Ok(pid) => Subject::of_pid(pid)?,
         Err(_) => Subject::of_container(&args.subject, &args.namespace)?,
     };
-    let inventory = program::inventory(config).context("cannot read the GPUs of this node")?;
     let mut everything = subject.tree.clone();
     everything.extend(&subject.outside);
+    if subject.spec.as_ref().is_some_and(|spec| !spec.asks_for_gpu()) {
+        return Ok(without_nvidia(subject, &everything, config));
+    }
+    let inventory = program::inventory(config).context("cannot read the GPUs of this node")?;
     let known =
         program::discover(config, &everything).context("cannot ask the driver about the processes")?;
     let cuda: Vec<i32> = (known.iter())
@@ -119,6 +137,15 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     signals.of_execs(&subject, &known, config);
     let gpus = granted(&subject, &inventory, &mut signals);
     signals.of_gpus(&gpus);
+    if subject.spec.as_ref().is_none_or(Spec::has_other_gpus) {
+        let nvidia = subject.spec.is_some() || !cuda.is_empty();
+        signals.of_vendors(surroundings::by_vendor(&everything, nvidia), config);
+    }
+    if let Some(spec) = &subject.spec {
+        let known = Known::of(spec).context("cannot use the container's spec")?;
+        let mounts = surroundings::by_mounts(subject.init, &known);
+        signals.of_outside(mounts, surroundings::by_stdio(subject.init, &subject.tree));
+    }
 
     let bytes_of = |pid: i32| known.iter().find(|process| process.pid == pid)?.gpu_bytes;
     let told: Vec<u64> = cuda.iter().filter_map(|pid| bytes_of(*pid)).collect();
@@ -132,17 +159,17 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         (false, true) => in_use(),
         (false, false) => told.iter().sum(),
     };
-    let processes: Vec<Process> = (subject.tree.iter())
+    let processes = (subject.tree.iter())
         .map(|&pid| Process {
-            pid,
-            comm: subject::comm(pid),
             cuda: cuda.contains(&pid),
             gpu_bytes: bytes_of(pid),
-            anonymous_bytes: subject::anonymous(pid),
+            ..Process::of(pid)
         })
         .collect();
-    let anonymous: u64 = processes.iter().map(|process| process.anonymous_bytes).sum();
-    signals.of_host_memory(gpu_bytes);
+    let needs = Needs::of(&subject.tree, gpu_bytes);
+    let image_dir = args.image_dir.clone().unwrap_or_else(std::env::temp_dir);
+    let work = subject.bundle.as_deref().unwrap_or(&image_dir);
+    signals.of_room(&surroundings::by_room(needs, None, &image_dir, work));
 
     let sources: Vec<plan::SourceGpu> = gpus.iter().map(Into::into).collect();
     let plan = match (&args.target, sources.is_empty()) {
@@ -153,7 +180,7 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         }
         _ => None,
     };
-    let image_bytes = gpu_bytes.saturating_add(anonymous);
+    let image_bytes = needs.image();
     let largest = told.iter().copied().max().unwrap_or(gpu_bytes);
     Ok(Report {
         subject: subject.name,
@@ -166,6 +193,26 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         signals: signals.all,
         plan,
     })
+}
+
+/// A container that has none of NVIDIA's GPUs: the shim leaves all but those of other vendors to CRIU.
+fn without_nvidia(subject: Subject, everything: &[i32], config: &Config) -> Report {
+    let mut signals = Signals::default();
+    if subject.spec.as_ref().is_some_and(Spec::has_other_gpus) {
+        signals.of_vendors(surroundings::by_vendor(everything, false), config);
+    }
+    let image_bytes = Needs::of(&subject.tree, 0).image();
+    Report {
+        subject: subject.name,
+        verdict: signals.verdict(),
+        processes: subject.tree.iter().map(|&pid| Process::of(pid)).collect(),
+        gpus: Vec::new(),
+        gpu_bytes: 0,
+        image_bytes,
+        estimate: Estimate::of(0, image_bytes),
+        signals: signals.all,
+        plan: None,
+    }
 }
 
 /// The GPUs that the driver wants mapped: those that the spec grants, or all where there is none.

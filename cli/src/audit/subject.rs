@@ -2,12 +2,11 @@
 //!
 //! containerd is not asked: its shims keep bundles where they can be read, and /proc tells the rest.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use firn_oci::Spec;
+use firn_oci::{Spec, procfs};
 
 /// Where containerd's shims have their bundles: NAMESPACE/ID.
 const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";
@@ -17,6 +16,9 @@ const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";
 pub struct Subject {
     pub name: String,
     pub spec: Option<Spec>,
+    pub bundle: Option<PathBuf>,
+    /// The first process.
+    pub init: i32,
     /// What a dump takes: a process and its descendants.
     pub tree: Vec<i32>,
     /// Others of the container.
@@ -43,10 +45,15 @@ impl Subject {
             let name = format!("container {} of process {pid}", bundle.display());
             return Self::of_bundle(name, &bundle);
         }
-        let (tree, _) = split(pid, &all_processes());
+        let (tree, _) = split(pid, &procfs::all());
         Ok(Self {
-            name: format!("process {pid} ({}), in no container of containerd", comm(pid)),
+            name: format!(
+                "process {pid} ({}), in no container of containerd",
+                procfs::comm(pid)
+            ),
             spec: None,
+            bundle: None,
+            init: pid,
             tree,
             outside: Vec::new(),
         })
@@ -59,11 +66,13 @@ impl Subject {
         let init: i32 = (text.trim().parse()).with_context(|| format!("{} holds no pid", file.display()))?;
         let cgroup = cgroup(init).with_context(|| format!("the first process of {name} has ended"))?;
         let is_in = |pid: &i32| self::cgroup(*pid).is_some_and(|path| is_below(&path, &cgroup));
-        let members: Vec<i32> = all_processes().into_iter().filter(is_in).collect();
+        let members: Vec<i32> = procfs::all().into_iter().filter(is_in).collect();
         let (tree, outside) = split(init, &members);
         Ok(Self {
             name,
             spec: Some(spec),
+            bundle: Some(bundle.to_owned()),
+            init,
             tree,
             outside,
         })
@@ -94,29 +103,10 @@ fn bundle_of(cgroup: &str) -> Option<PathBuf> {
 
 /// A process and its descendants among these, and the others that have not ended.
 fn split(init: i32, members: &[i32]) -> (Vec<i32>, Vec<i32>) {
-    let parents: BTreeMap<i32, i32> = (members.iter())
-        .filter_map(|&pid| Some((pid, field(pid, "PPid:")?.parse().ok()?)))
-        .collect();
-    let descends = |pid: i32| {
-        let (mut at, mut seen) = (pid, BTreeSet::new());
-        while at != init {
-            match parents.get(&at) {
-                Some(&parent) if seen.insert(at) => at = parent,
-                _ => return false,
-            }
-        }
-        true
-    };
-    let (tree, others): (Vec<i32>, Vec<i32>) = members.iter().partition(|pid| descends(**pid));
-    let alive = |pid: &i32| field(*pid, "State:").is_some_and(|state| !state.starts_with(['Z', 'X']));
-    (tree, others.into_iter().filter(alive).collect())
-}
-
-fn all_processes() -> Vec<i32> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect()
+    let tree = procfs::tree(init, members);
+    let is_outside = |pid: &i32| !tree.contains(pid) && !procfs::has_ended(*pid);
+    let outside = members.iter().copied().filter(is_outside).collect();
+    (tree.into_iter().collect(), outside)
 }
 
 /// The cgroup of a process, in the first hierarchy in which it is not in the root.
@@ -135,28 +125,6 @@ fn cgroup(pid: i32) -> Option<String> {
             .find(|(controllers, _)| controllers.split(',').any(|c| c == name))?;
         (path != "/").then(|| path.clone())
     })
-}
-
-/// A line of /proc/PID/status.
-fn field(pid: i32, name: &str) -> Option<String> {
-    let bytes = fs::read(format!("/proc/{pid}/status")).ok()?;
-    let text = String::from_utf8_lossy(&bytes);
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    Some(line.trim().to_owned())
-}
-
-/// Name of a process.
-pub fn comm(pid: i32) -> String {
-    field(pid, "Name:").unwrap_or_default()
-}
-
-/// Bytes of memory of a process that no file is behind.
-pub fn anonymous(pid: i32) -> u64 {
-    let kib = |name| {
-        let text = field(pid, name)?;
-        text.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    (kib("RssAnon:").unwrap_or(0) + kib("VmSwap:").unwrap_or(0)) << 10
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ mod vendor;
 use std::path::PathBuf;
 
 pub use foreign::{Known, by_mounts, by_stdio};
-pub use room::{MemoryLimit, Needs, check as by_room};
-pub use vendor::{Others, look as by_vendor};
+pub use room::{MemoryLimit, Needs, by_room};
+pub use vendor::{Others, by_vendor};
 
 /// Why a container is not checkpointed. Nothing has been touched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

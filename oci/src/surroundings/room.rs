@@ -33,7 +33,8 @@ impl Needs {
         }
     }
 
-    fn image(self) -> u64 {
+    /// What the image will take, at least.
+    pub fn image(self) -> u64 {
         self.gpu.saturating_add(self.anonymous)
     }
 }
@@ -73,20 +74,20 @@ impl Space {
     }
 }
 
-/// Refuses a checkpoint for which there is no room; the image goes to `image`, CRIU's log to `work`.
-pub fn check(needs: Needs, limit: Option<MemoryLimit>, image: &Path, work: &Path) -> Result<(), Refusal> {
+/// Why there is no room for a checkpoint; the image goes to `image`, CRIU's log to `work`.
+pub fn by_room(needs: Needs, limit: Option<MemoryLimit>, image: &Path, work: &Path) -> Vec<Refusal> {
     let image = Space::of(image);
-    by_memory(
-        needs,
-        available(),
-        limit,
-        image.as_ref().is_some_and(|space| space.in_memory),
-    )?;
+    let in_memory = image.as_ref().is_some_and(|space| space.in_memory);
+    let memory = by_memory(needs, available(), limit, in_memory);
     let places = [(image, needs.image()), (Space::of(work), LOG_BYTES)];
-    places
+    let spaces = places
         .into_iter()
-        .filter_map(|(space, needed)| Some((space?, needed)))
-        .try_for_each(|(space, needed)| by_space(space, needed))
+        .filter_map(|(space, needed)| Some(by_space(space?, needed)));
+    [memory]
+        .into_iter()
+        .chain(spaces)
+        .filter_map(Result::err)
+        .collect()
 }
 
 /// Memory that the host can still give; none where it cannot be told.
@@ -198,6 +199,19 @@ mod tests {
         assert!(Space::of(Path::new("/dev/shm")).is_none_or(|space| space.in_memory));
         assert!(available().is_some_and(|bytes| bytes > 0));
         let nothing = Needs { gpu: 0, anonymous: 0 };
-        assert!(check(nothing, None, dir.path(), dir.path()).is_ok());
+        assert_eq!(by_room(nothing, None, dir.path(), dir.path()), []);
+        let everything = Needs {
+            gpu: u64::MAX,
+            anonymous: 0,
+        };
+        let codes: Vec<_> = by_room(everything, None, dir.path(), dir.path())
+            .iter()
+            .map(Refusal::code)
+            .collect();
+        assert_eq!(
+            codes,
+            ["FIRN-HOST-MEMORY", "FIRN-IMAGE-SPACE"],
+            "every reason is told"
+        );
     }
 }

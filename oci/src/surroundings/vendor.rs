@@ -17,7 +17,7 @@ pub enum Others {
 
 /// Looks at what the processes have open. With NVIDIA's GPUs (`nvidia`) a container must have nothing else open, and nodes
 /// of graphics are AMD's only where AMD's driver is open too.
-pub fn look(pids: &[i32], nvidia: bool) -> Result<Others, Refusal> {
+pub fn by_vendor(pids: &[i32], nvidia: bool) -> Result<Others, Refusal> {
     let mut open = Vec::new();
     for &pid in pids {
         // A process that has ended has nothing open; one that cannot be looked at is CRIU's to complain about.

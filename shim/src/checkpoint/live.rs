@@ -253,7 +253,12 @@ impl<'a> Live<'a> {
         let init = self.container.init.pid();
         blocking(move || {
             let needs = surroundings::Needs::of(&dumped, gpu_memory);
-            surroundings::by_room(needs, limit, &image, &work)?;
+            if let Some(refusal) = surroundings::by_room(needs, limit, &image, &work)
+                .into_iter()
+                .next()
+            {
+                return Err(refusal.into());
+            }
             surroundings::by_mounts(init, &known)?;
             Ok(surroundings::by_stdio(init, &dumped)?)
         })

@@ -54,8 +54,15 @@ fn beats_on(host: &GpuHost) -> Result<()> {
     })
 }
 
-/// A checkpoint is refused with this code, for this node, before runc is called, and the container goes on.
+/// A checkpoint is refused with this code, for this node, before runc is called, and the container goes on; an audit says so
+/// beforehand.
 fn refused(host: &GpuHost, job: &Container<'_>, code: &str, named: &str) -> Result<()> {
+    let audit = ["sh", "-c", "firn audit job --json; echo exit $?"];
+    let report = host.node().run(&audit)?.stdout;
+    ensure!(
+        report.contains("exit 1") && report.contains(code) && report.contains(named),
+        "{report}"
+    );
     let said = failure(job.checkpoint("checkpoint/job"))?;
     ensure!(
         said.contains(&format!("{code}:")) && said.contains(named),

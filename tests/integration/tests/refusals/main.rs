@@ -369,6 +369,11 @@ fn a_mount_made_behind_the_runtime_is_refused_and_named() -> Result<()> {
         let namespace = format!("--mount=/proc/{}/ns/mnt", job.pid()?);
         host.node()
             .run(&["nsenter", &namespace, "sh", "-ec", MOUNT_BEHIND])?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-FOREIGN-MOUNT") && !report.contains("FIRN-STDIO"),
+            "audit: {status}: {report}"
+        );
         let said = fails(&job, host, "FIRN-FOREIGN-MOUNT")?;
         ensure!(said.contains("/foreign is a mount of /part of a tmpfs"), "{said}");
         job.remove()?;
@@ -389,6 +394,11 @@ fn a_standard_stream_in_a_file_of_the_host_is_refused_and_named() -> Result<()> 
             "exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 </hosts/1/root/tmp/outside";
         let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
         job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-STDIO") && !report.contains("FIRN-FOREIGN-MOUNT"),
+            "audit: {status}: {report}"
+        );
         let said = refused(&job, host, "FIRN-STDIO")?;
         ensure!(
             said.contains("/tmp/outside") && said.contains("(gpu-counter)"),
