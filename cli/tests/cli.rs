@@ -63,7 +63,10 @@ impl Node {
                 env!("CARGO_PKG_VERSION")
             ),
         );
-        node.program("firn-hook", "true");
+        node.program(
+            "firn-hook",
+            &format!("echo firn-hook {}", env!("CARGO_PKG_VERSION")),
+        );
         node.program("runc", "echo runc version 1.3.6");
         node.program("criu", "echo Version: 4.2.1");
         node.program("iptables-restore", "true");
@@ -327,6 +330,11 @@ fn doctor_finds_each_thing_that_is_missing() {
         ("fail", "fail")
     );
     assert_eq!(status(&all, "criu libs"), "fail");
+    for script in ["echo firn-hook 9.9.9", "echo 'wrong usage' >&2; exit 2"] {
+        node.program("firn-hook", script);
+        let (_, all) = checks(&node);
+        assert_eq!(status(&all, "firn-hook"), "fail", "{script}");
+    }
 
     node.configure("[restore]\ngpu = \"typo\"");
     let output = node.firn(&["doctor"]);

@@ -23,6 +23,7 @@ usage: firn-hook createRuntime < state.json
        firn-hook create-symlinks [--link TEXT::PATH]... < state.json
        firn-hook update-ldcache [--library PATH]... < state.json
        firn-hook convert BUNDLE [--restore]
+       firn-hook --help | --version
 
   createRuntime     brings up the loopback interface of the container's network
                     namespace, which runc does at create but not at restore.
@@ -71,6 +72,10 @@ fn main() -> ExitCode {
         }
         ["convert", bundle] => return convert::run(Path::new(bundle), false),
         ["convert", bundle, "--restore"] => return convert::run(Path::new(bundle), true),
+        ["--version" | "-V"] => {
+            println!("firn-hook {}", env!("CARGO_PKG_VERSION"));
+            Ok(())
+        }
         ["--help" | "-h"] => {
             print!("{HELP}");
             Ok(())

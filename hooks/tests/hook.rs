@@ -24,6 +24,14 @@ fn hook(argument: &str, state: &str) -> Output {
     child.wait_with_output().expect("the hook ends")
 }
 
+#[test]
+fn its_version_is_that_of_the_release() {
+    let said = hook("--version", "");
+    assert!(said.status.success());
+    let expected = concat!("firn-hook ", env!("CARGO_PKG_VERSION"), "\n");
+    assert_eq!(String::from_utf8_lossy(&said.stdout), expected);
+}
+
 /// Whether a process of this namespace can talk to another by TCP.
 fn loopback_works() -> bool {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));

@@ -1,14 +1,17 @@
 //! Checks of the kernel's interfaces and of files on the host.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+use firn_cdi::Registry;
+use firn_config::Config;
 
 use super::Check;
 
-pub fn checks() -> Vec<Check> {
-    vec![
-        cgroups(Path::new("/sys/fs/cgroup")),
-        cdi(&["/etc/cdi", "/var/run/cdi"]),
-    ]
+/// Kind of NVIDIA's GPUs.
+const KIND: &str = "nvidia.com/gpu";
+
+pub fn checks(config: &Config) -> Vec<Check> {
+    vec![cgroups(Path::new("/sys/fs/cgroup")), cdi(&config.create.cdi_dirs)]
 }
 
 fn cgroups(root: &Path) -> Check {
@@ -34,26 +37,36 @@ fn cgroups(root: &Path) -> Check {
     }
 }
 
-/// A spec of NVIDIA's lets containerd write device nodes and library mounts into the container's own spec.
-fn cdi(directories: &[&str]) -> Check {
+/// A CDI file for NVIDIA's GPUs lets containerd write device nodes and library mounts into the container's own spec.
+fn cdi(dirs: &[PathBuf]) -> Check {
     const NAME: &str = "cdi";
-    let entries = directories
-        .iter()
-        .filter_map(|dir| std::fs::read_dir(dir).ok())
-        .flatten()
-        .flatten();
-    let nvidia = |path: &std::path::PathBuf| {
-        let is_spec = path.extension().is_some_and(|e| e == "yaml" || e == "json");
-        is_spec && std::fs::read_to_string(path).is_ok_and(|text| text.contains("nvidia.com/gpu"))
-    };
-    match entries.map(|entry| entry.path()).find(nvidia) {
-        Some(path) => Check::ok(NAME, path.display().to_string()),
-        None => Check::warn(
+    let registry = Registry::read(dirs);
+    let mut wrong: Vec<String> = (registry.broken().iter())
+        .map(|(path, error)| format!("{} is not used: {}", path.display(), error))
+        .collect();
+    let conflicts = registry.devices().filter(|(_, files)| files.len() > 1);
+    wrong.extend(conflicts.map(|(name, files)| {
+        let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+        format!("{name} is in conflict: {}", files.join(", "))
+    }));
+    let ours = registry.files().iter().filter(|file| file.kind == KIND);
+    let files: Vec<String> = ours.map(|file| file.path.display().to_string()).collect();
+    if files.is_empty() {
+        let shown: Vec<String> = dirs.iter().map(|dir| dir.display().to_string()).collect();
+        wrong.insert(0, format!("no CDI file for {KIND} in {}", shown.join(" or ")));
+        return Check::warn(
             NAME,
-            format!("no CDI spec for nvidia.com/gpu in {}", directories.join(" or ")),
+            wrong.join("\n"),
             "`firn cdi generate --output /etc/cdi/nvidia.yaml`; GPUs that a hook mounts cannot be checkpointed",
-        ),
+        );
     }
+    let found = files.join(", ");
+    if wrong.is_empty() {
+        return Check::ok(NAME, found);
+    }
+    wrong.insert(0, found);
+    let remedy = "mend or remove these files; `firn cdi list` shows the devices of this node";
+    Check::warn(NAME, wrong.join("\n"), remedy)
 }
 
 #[cfg(test)]
@@ -74,13 +87,37 @@ mod tests {
     }
 
     #[test]
-    fn a_cdi_spec_counts_when_it_is_about_nvidia() {
+    fn cdi_files_are_read_as_a_container_would_get_them() {
         let dir = tempfile::tempdir().unwrap();
-        let directories = ["/nonexistent", dir.path().to_str().unwrap()];
-        assert_eq!(cdi(&directories).status, Status::Warn);
-        std::fs::write(dir.path().join("other.yaml"), "kind: vendor.com/net").unwrap();
-        assert_eq!(cdi(&directories).status, Status::Warn);
-        std::fs::write(dir.path().join("nvidia.yaml"), "kind: nvidia.com/gpu").unwrap();
-        assert_eq!(cdi(&directories).status, Status::Ok);
+        let dirs = ["/nonexistent".into(), dir.path().to_owned()];
+        let write = |name: &str, kind: &str| {
+            let edits = serde_json::json!({"env": ["A=1"]});
+            let devices = [serde_json::json!({"name": "0", "containerEdits": edits})];
+            let text = serde_json::json!({"cdiVersion": "0.6.0", "kind": kind, "devices": devices});
+            std::fs::write(dir.path().join(name), text.to_string()).unwrap();
+        };
+        let none = cdi(&dirs);
+        assert_eq!(none.status, Status::Warn);
+        assert!(none.remedy.unwrap().contains("firn cdi generate"));
+        write("other.json", "vendor.com/net");
+        assert_eq!(cdi(&dirs).status, Status::Warn);
+        // It names the kind, and is no CDI file.
+        std::fs::write(dir.path().join("broken.yaml"), "kind: nvidia.com/gpu").unwrap();
+        let broken = cdi(&dirs);
+        assert_eq!(broken.status, Status::Warn);
+        assert!(
+            broken.found.contains("no CDI file") && broken.found.contains("broken.yaml is not used: "),
+            "{broken:?}"
+        );
+        std::fs::remove_file(dir.path().join("broken.yaml")).unwrap();
+        write("a.json", "nvidia.com/gpu");
+        assert_eq!(cdi(&dirs).status, Status::Ok);
+        write("b.json", "nvidia.com/gpu");
+        let twice = cdi(&dirs);
+        assert_eq!(twice.status, Status::Warn);
+        assert!(
+            twice.found.contains("nvidia.com/gpu=0 is in conflict: ") && twice.found.contains("b.json"),
+            "{twice:?}"
+        );
     }
 }

@@ -68,7 +68,7 @@ impl Check {
 pub fn run(args: &DoctorArgs) -> Result<bool> {
     let (check, config) = configuration();
     let mut checks = vec![check];
-    checks.extend(host::checks());
+    checks.extend(host::checks(&config));
     checks.extend(programs::checks(&config));
     checks.extend(driver::checks(&config));
     if args.json {

@@ -19,8 +19,8 @@ pub fn checks(config: &Config) -> Vec<Check> {
         criu(&path),
         criu_libs(config.criu.libs_dir.as_deref()),
         iptables(&path),
-        worker(config),
-        hook(config),
+        own(names::WORKER_PROGRAM, config.worker.path.as_deref()),
+        own(names::HOOK_PROGRAM, config.hook.path.as_deref()),
     ]
 }
 
@@ -87,37 +87,29 @@ fn iptables(path: &OsStr) -> Check {
     }
 }
 
-fn worker(config: &Config) -> Check {
-    const NAME: &str = "firn-gpu";
+/// One of firn's own programs, which has to be of this release.
+fn own(name: &'static str, configured: Option<&Path>) -> Check {
     let ours = env!("CARGO_PKG_VERSION");
-    let worker = match find_program(names::WORKER_PROGRAM, config.worker.path.as_deref()) {
-        Ok(worker) => worker,
-        Err(error) => return missing(NAME, error.into()),
+    let program = match find_program(name, configured) {
+        Ok(program) => program,
+        Err(error) => return missing(name, error.into()),
     };
-    let shown = worker.display();
-    match program::run(&worker, &["--version"], LIMIT) {
+    let shown = program.display();
+    match program::run(&program, &["--version"], LIMIT) {
         Ok(said) if said.success && said.stdout.split_whitespace().any(|word| word == ours) => {
-            Check::ok(NAME, format!("{shown} {ours}"))
+            Check::ok(name, format!("{shown} {ours}"))
         }
         Ok(said) if said.success => Check::fail(
-            NAME,
+            name,
             format!("{shown} is {}, firn is {ours}", first_line(&said.stdout)),
             "install firn's programs from one release",
         ),
         Ok(said) => Check::fail(
-            NAME,
+            name,
             format!("{shown} fails: {}", last_line(&said.stderr)),
-            "install it anew",
+            "install firn's programs from one release",
         ),
-        Err(error) => Check::fail(NAME, format!("{error:#}"), "install it anew"),
-    }
-}
-
-fn hook(config: &Config) -> Check {
-    const NAME: &str = "firn-hook";
-    match find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()) {
-        Ok(hook) => Check::ok(NAME, hook.display().to_string()),
-        Err(error) => missing(NAME, error.into()),
+        Err(error) => Check::fail(name, format!("{error:#}"), "install it anew"),
     }
 }
 

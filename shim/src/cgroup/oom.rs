@@ -72,6 +72,9 @@ impl Cgroup {
         let dir = self.dir("memory").ok_or(CgroupError::NoMemory)?;
         let source = match self.version {
             Version::V1 => watch_v1(&dir),
+            Version::V2 if dir.is_dir() && !dir.join(MEMORY_EVENTS).exists() => {
+                return Err(CgroupError::NoMemory);
+            }
             Version::V2 => watch_v2(&dir),
         };
         let source = source.map_err(|source| CgroupError::OomWatch { path: dir, source })?;

@@ -8,6 +8,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::state::{exited_at, pid_field};
 use super::{SIGKILL, Service};
+use crate::cgroup::CgroupError;
 use crate::container::{Container, InitState, Owner, Process};
 use crate::logger::Chain;
 use crate::reaper::Exit;
@@ -128,6 +129,10 @@ pub(super) fn watch_oom(service: &Arc<Service>, container: &Arc<Container>) {
     let watch = container.cgroup().and_then(|cgroup| cgroup.watch_oom());
     let watch = match watch {
         Ok(watch) => Arc::clone(container.oom.get_or_init(|| Arc::new(watch))),
+        // Nothing is wrong with a container of a host that accounts no memory.
+        Err(error @ CgroupError::NoMemory) => {
+            return log::debug!("no OOM events for {}: {}", container.id, Chain(&error));
+        }
         Err(error) => return log::warn!("no OOM events for {}: {}", container.id, Chain(&error)),
     };
     let (service, id) = (service.clone(), container.id.clone());

@@ -366,6 +366,14 @@ async fn running_out_of_memory_is_told_and_the_watch_ends_with_the_cgroup() {
 }
 
 #[tokio::test]
+async fn a_host_that_accounts_no_memory_is_told_from_a_cgroup_that_has_gone() {
+    let (dir, cgroup) = fake_unified(&[("cgroup.events", "populated 1\nfrozen 0\n")]);
+    assert!(matches!(cgroup.watch_oom(), Err(CgroupError::NoMemory)));
+    drop(dir);
+    assert!(matches!(cgroup.watch_oom(), Err(CgroupError::OomWatch { .. })));
+}
+
+#[tokio::test]
 async fn each_growth_of_the_kill_count_is_an_event() {
     let (_dir, cgroup) = fake_unified(&[
         ("memory.events", "oom 1\noom_kill 1\n"),
