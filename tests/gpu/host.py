@@ -262,6 +262,10 @@ class Container:
         except FileNotFoundError:
             return []
 
+    def has_ended(self):
+        """Whether the attached client has, which it does with the task."""
+        return self._attached.poll() is not None
+
     def exit_status(self, deadline, at_most):
         """Wait for the task's end; the attached client passes its status on."""
         try:

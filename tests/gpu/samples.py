@@ -122,7 +122,10 @@ def wait_for_lines(container, processes, beyond, end, at_most=30):
     """Wait until each of so many processes has printed two more lines; returns all counts."""
 
     def ready():
+        ended = container.has_ended()
         now = printed(container.lines())
+        if ended:
+            raise Failed(f"{container.name} has ended")
         return now if len(now) == processes and all(count >= beyond.get(pid, 0) + 2 for pid, count in now.items()) else None
 
     try:

@@ -305,6 +305,13 @@ class Samples(unittest.TestCase):
                  "gpu-sample pid=8: cuMemAlloc_v2 answered CUDA_ERROR_UNKNOWN"]
         self.assertEqual(samples.printed(lines), {"pid=7": 2, "pid=8": 1})
 
+    def test_a_sample_that_ends_is_not_waited_for(self):
+        container = mock.Mock(lines=lambda: ["gpu-sample pid=1: the driver's library lacks cuMemCreate"], has_ended=lambda: True)
+        container.name = "sample-vmm"
+        with self.assertRaisesRegex(hosts.Failed, "sample-vmm has ended; it printed last: .* lacks cuMemCreate"):
+            samples.wait_for_lines(container, 1, {}, hosts.Deadline(60))
+        self.assertFalse(samples.goes_on(container, 1, hosts.Deadline(60)))
+
     def test_files_of_gpus(self):
         with open("/dev/null", "rb"):
             self.assertEqual(samples.gpu_files([os.getpid(), 1 << 22]), [])

@@ -91,6 +91,8 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("gpu-sample pid={}: {error:#}", std::process::id());
+            // Who attaches to a container only after its start would not see why it ended.
+            thread::sleep(Duration::from_secs(2));
             ExitCode::FAILURE
         }
     }
