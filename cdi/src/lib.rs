@@ -5,6 +5,7 @@
 //! YAML parser has no place in the shim.
 #![forbid(unsafe_code)]
 
+mod convert;
 mod error;
 mod file;
 mod inject;
@@ -13,6 +14,7 @@ mod names;
 mod registry;
 mod version;
 
+pub use convert::{ConvertError, convert};
 pub use error::{CdiError, FileError};
 pub use file::{CdiFile, Device, DeviceNode, Edits, Hook, Mount, NetDevice};
 pub use names::{BadName, DeviceName};

@@ -48,6 +48,7 @@ macro_rules! coded {
 
 coded!(
     crate::cdi::NoDriver,
+    firn_cdi::ConvertError,
     firn_config::ConfigError,
     firn_config::ProgramError,
     firn_oci::DecideError,

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use firn_config::Config;
 use firn_gpu::Inventory;
 use firn_oci::manifest::Manifest;
-use firn_oci::{Basis, Decision, Spec, mounts};
+use firn_oci::{Ask, Basis, Decision, Spec, mounts};
 use serde_json::json;
 
 use crate::args::PlanArgs;
@@ -49,7 +49,7 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
 
 /// What the shim would decide at Create. The outer error is a failure to ask, not an answer.
 fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>> {
-    let (spec, manifest) = match read(args) {
+    let (spec, manifest) = match read(args, config) {
         Ok(both) => both,
         Err(failure) => return Ok(Err(failure)),
     };
@@ -82,13 +82,23 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>>
     }))
 }
 
-fn read(args: &PlanArgs) -> Result<(Spec, Option<Manifest>), Failure> {
-    let spec = Spec::load_file(&args.spec)?;
+fn read(args: &PlanArgs, config: &Config) -> Result<(Spec, Option<Manifest>), Failure> {
+    let spec = created(Spec::load_file(&args.spec)?, config)?;
     let manifest = Manifest::read_for(&spec, &args.dir)?;
     if let Some(manifest) = &manifest {
         manifest.verify_images(&args.dir)?;
     }
     Ok((spec, manifest))
+}
+
+/// The spec as the shim would make it at Create.
+fn created(spec: Spec, config: &Config) -> Result<Spec, Failure> {
+    match Ask::of(&spec) {
+        Ask::Request(request) if request.form.counts(&config.create) => {
+            Ok(firn_cdi::convert(spec, config, true)?.0)
+        }
+        Ask::Request(_) | Ask::Nodes | Ask::Nothing => Ok(spec),
+    }
 }
 
 fn print(accepted: &Accepted) {

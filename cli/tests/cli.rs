@@ -254,6 +254,36 @@ fn plan_names_why_a_restore_would_be_refused() {
 }
 
 #[test]
+fn plan_decides_by_the_spec_that_create_would_make_of_a_hook() {
+    let node = Node::new();
+    let hook = json!({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]});
+    let spec = json!({
+        "process": {"env": ["NVIDIA_VISIBLE_DEVICES=1"]},
+        "hooks": {"prestart": [hook]},
+    });
+    node.write("config.json", &spec.to_string());
+    let planned = || value(&node.firn(&["plan", "image", "--spec", "config.json", "--json"]));
+    let configure =
+        |more: &str| node.configure(&format!("[create]\ncdi-dirs = [{:?}]\n{more}", node.dir.path()));
+    configure("");
+    assert_eq!(planned()["failure"]["code"], "FIRN-NO-CDI-SPEC");
+
+    let nodes = json!([{"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1}]);
+    let devices = [json!({"name": "1", "containerEdits": {"deviceNodes": nodes}})];
+    let file = json!({"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices});
+    node.write("nvidia.json", &file.to_string());
+    let found = planned();
+    assert_eq!(found["accepted"], json!(true), "{found:#}");
+    assert_eq!(found["map"], json!([{"old": uuid(0), "new": uuid(1)}]));
+    let after = std::fs::read_to_string(node.path("config.json")).expect("read");
+    assert_eq!(after, spec.to_string(), "the file is only read");
+
+    configure("hooks = \"keep\"");
+    let found = planned();
+    assert_eq!(found["accepted"], json!(false), "{found:#}");
+}
+
+#[test]
 fn plan_says_when_the_driver_cannot_be_asked() {
     let node = Node::new();
     node.program(

@@ -6,15 +6,11 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use firn_cdi::{BadName, CdiError, DeviceName, Registry};
 use firn_config::{Config, ConfigError};
-use firn_oci::{Ask, Request, Spec, SpecError, settle};
+use firn_oci::{Spec, SpecError};
 use serde_json::json;
 
-/// Kind of devices that are named by index or UUID alone.
-const KIND: &str = "nvidia.com/gpu";
-
-/// A container that cannot be given the GPUs that it asks for.
+/// A spec that stays as it is.
 #[derive(Debug, thiserror::Error)]
 enum ConvertError {
     #[error(transparent)]
@@ -22,9 +18,7 @@ enum ConvertError {
     #[error("cannot use the container's spec")]
     Spec(#[from] SpecError),
     #[error(transparent)]
-    Cdi(#[from] CdiError),
-    #[error(transparent)]
-    Name(#[from] BadName),
+    Convert(#[from] firn_cdi::ConvertError),
 }
 
 impl ConvertError {
@@ -32,8 +26,7 @@ impl ConvertError {
         match self {
             Self::Config(error) => error.code(),
             Self::Spec(error) => error.code(),
-            Self::Cdi(error) => error.code(),
-            Self::Name(_) => "FIRN-CDI-DEVICE",
+            Self::Convert(error) => error.code(),
         }
     }
 
@@ -41,8 +34,7 @@ impl ConvertError {
         match self {
             Self::Config(error) => error.hint(),
             Self::Spec(error) => error.hint(),
-            Self::Cdi(error) => error.hint(),
-            Self::Name(_) => "`firn cdi list` shows the devices of this node",
+            Self::Convert(error) => error.hint(),
         }
     }
 }
@@ -72,36 +64,9 @@ pub fn run(bundle: &Path, restores: bool) -> ExitCode {
 
 /// Names of the devices that the container has been given.
 fn convert(bundle: &Path, restores: bool) -> Result<Vec<String>, ConvertError> {
-    let spec = Spec::load(bundle)?;
-    let Ask::Request(request) = Ask::of(&spec) else {
-        return Ok(Vec::new());
-    };
-    let config = Config::load()?;
-    let names = names(&spec, request, &config, restores)?;
-    let mut value = spec.into_value();
-    Registry::read(&config.create.cdi_dirs).inject(&mut value, &names)?;
-    let mut spec = Spec::from(value);
-    settle(&mut spec)?;
-    spec.save(bundle)?;
+    let (spec, names) = firn_cdi::convert(Spec::load(bundle)?, &Config::load()?, restores)?;
+    if !names.is_empty() {
+        spec.save(bundle)?;
+    }
     Ok(names.iter().map(ToString::to_string).collect())
-}
-
-/// What is asked for, as names of CDI devices. The spec of a restored container may be another node's: what it may use here
-/// is then said by the configuration, and the restore picks among it.
-fn names(
-    spec: &Spec,
-    request: Request,
-    config: &Config,
-    restores: bool,
-) -> Result<Vec<DeviceName>, ConvertError> {
-    let pool = &config.restore.gpus;
-    let asked = match restores && !spec.is_cri() && !pool.is_empty() {
-        true => pool.clone(),
-        false => request.devices,
-    };
-    let name = |device: &String| match device.contains('=') {
-        true => device.parse(),
-        false => DeviceName::new(KIND, device),
-    };
-    Ok(asked.iter().map(name).collect::<Result<_, _>>()?)
 }

@@ -7,6 +7,7 @@
 
 use std::path::Path;
 
+use firn_config::{Conversion, Create};
 use serde_json::Value;
 
 use crate::gpu_path::{self, GpuPath, classify};
@@ -49,6 +50,25 @@ pub enum Form {
     Volumes,
     /// The variable alone: for NVIDIA's container runtime, which wraps runc. Images set it too.
     Variable,
+}
+
+impl Form {
+    /// Whether the container gets its GPUs also if nothing is converted.
+    pub fn is_hook(self) -> bool {
+        match self {
+            Self::Cli | Self::RuntimeHook => true,
+            Self::Volumes | Self::Variable => false,
+        }
+    }
+
+    /// Whether what asks is taken for a request of whoever made the container.
+    pub fn counts(self, create: &Create) -> bool {
+        match self {
+            Self::Cli | Self::RuntimeHook => create.hooks == Conversion::Convert,
+            Self::Volumes => create.volume_mounts,
+            Self::Variable => create.visible_devices,
+        }
+    }
 }
 
 impl Ask {
@@ -303,6 +323,23 @@ mod tests {
         ] {
             assert_eq!(ask(spec.clone()), expected, "{spec}");
         }
+    }
+
+    #[test]
+    fn names_count_only_where_the_operator_lets_them() {
+        let mut create = Create::default();
+        for form in [Form::Cli, Form::RuntimeHook] {
+            assert!(form.counts(&create), "{form:?}");
+        }
+        for form in [Form::Variable, Form::Volumes] {
+            assert!(!form.counts(&create), "{form:?}");
+        }
+        create.hooks = Conversion::Keep;
+        create.visible_devices = true;
+        assert!(!Form::RuntimeHook.counts(&create) && Form::Variable.counts(&create));
+        assert!(!Form::Volumes.counts(&create));
+        create.volume_mounts = true;
+        assert!(Form::Volumes.counts(&create));
     }
 
     #[test]

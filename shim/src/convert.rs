@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use firn_config::{Config, Conversion, find_program, names};
+use firn_config::{Config, find_program, names};
 use firn_oci::{Ask, Form, Request, Spec, SpecError};
 use serde::Deserialize;
 
@@ -70,7 +70,7 @@ pub(crate) async fn settled(
         return Ok(spec);
     };
     let config = Config::load().map_err(ConvertError::Config)?;
-    if !counts(request.form, &config) {
+    if !request.form.counts(&config.create) {
         return Ok(spec);
     }
     let hook =
@@ -86,7 +86,7 @@ pub(crate) async fn settled(
         .map_err(ConvertError::Run)?;
     if !output.success() {
         let error = refused(&request, &output.stdout, &output.stderr);
-        if is_hook(request.form) && !restores && error.is_no_spec() {
+        if request.form.is_hook() && !restores && error.is_no_spec() {
             log::warn!("{error}. The container keeps its hook, and cannot be checkpointed");
             return Ok(spec);
         }
@@ -100,23 +100,6 @@ pub(crate) async fn settled(
     }
     log::info!("{}", told(&request, &output.stdout));
     Ok(spec)
-}
-
-/// Whether the container gets its GPUs also if nothing is converted.
-fn is_hook(form: Form) -> bool {
-    match form {
-        Form::Cli | Form::RuntimeHook => true,
-        Form::Volumes | Form::Variable => false,
-    }
-}
-
-/// Whether what asks is taken for a request of whoever made the container.
-fn counts(form: Form, config: &Config) -> bool {
-    match form {
-        Form::Cli | Form::RuntimeHook => config.create.hooks == Conversion::Convert,
-        Form::Volumes => config.create.volume_mounts,
-        Form::Variable => config.create.visible_devices,
-    }
 }
 
 fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
@@ -151,23 +134,6 @@ fn told(request: &Request, stdout: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_count_only_where_the_operator_lets_them() {
-        let mut config = Config::default();
-        for form in [Form::Cli, Form::RuntimeHook] {
-            assert!(counts(form, &config), "{form:?}");
-        }
-        for form in [Form::Variable, Form::Volumes] {
-            assert!(!counts(form, &config), "{form:?}");
-        }
-        config.create.hooks = Conversion::Keep;
-        config.create.visible_devices = true;
-        assert!(!counts(Form::RuntimeHook, &config) && counts(Form::Variable, &config));
-        assert!(!counts(Form::Volumes, &config));
-        config.create.volume_mounts = true;
-        assert!(counts(Form::Volumes, &config));
-    }
 
     #[test]
     fn the_helpers_refusal_is_passed_on_and_its_nonsense_is_not() {

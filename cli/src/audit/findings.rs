@@ -8,7 +8,7 @@ use firn_gpu::{Gpu, Inventory};
 use firn_oci::manifest::Manifest;
 use firn_oci::procfs::comm;
 use firn_oci::surroundings::{Others, Refusal as Refused};
-use firn_oci::{GrantError, criu};
+use firn_oci::{Ask, GrantError, Spec, criu};
 use serde::Serialize;
 
 use super::subject::Subject;
@@ -136,6 +136,7 @@ impl Signals {
             let detail = match at {
                 2 if several && refusal.is_none() => "several CUDA processes, which share none".to_owned(),
                 2 => String::new(),
+                _ if refusal.is_some() => String::new(),
                 _ => seen.first().map(|finding| described(finding)).unwrap_or_default(),
             };
             self.all.push(Signal {
@@ -182,13 +183,18 @@ impl Signals {
         self.add("processes_of_exec", "/proc/PID/status", failure);
     }
 
-    pub fn of_hook(&mut self, by_hook: bool) {
-        let failure = by_hook.then(|| Failure {
+    /// Create has left the hook as it was; what it would do with it now tells why, or that it has to be done anew.
+    pub fn of_hook(&mut self, spec: &Spec, config: &Config) {
+        let failure = spec.gpu_by_hook().then(|| Failure {
             code: "FIRN-GPU-HOOK",
             message: "the container got its GPUs from a hook, whose mounts CRIU does not know".to_owned(),
             hint: "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
         });
+        let detail = failure.as_ref().map(|_| created_anew(spec, config));
         self.add("gpus_from_a_hook", "config.json of the bundle", failure);
+        if let (Some(signal), Some(detail)) = (self.all.last_mut(), detail) {
+            signal.detail = detail;
+        }
     }
 
     pub fn of_grant(&mut self, grant: Result<(), GrantError>) {
@@ -296,6 +302,23 @@ impl Signals {
     }
 }
 
+/// What the shim would make of a hook in a new container's spec.
+fn created_anew(spec: &Spec, config: &Config) -> String {
+    let Ask::Request(request) = Ask::of(spec) else {
+        return "its hook names no devices".to_owned();
+    };
+    if !request.form.counts(&config.create) {
+        return "the configuration lets hooks be: [create] hooks".to_owned();
+    }
+    match firn_cdi::convert(spec.clone(), config, false) {
+        Ok((_, names)) => {
+            let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+            format!("created anew it would get CDI devices {}", names.join(", "))
+        }
+        Err(error) => format!("created anew it would not be converted: {}", Failure::from(error)),
+    }
+}
+
 fn of_refused(refusal: &Refused) -> Failure {
     Failure::new(refusal.code(), refusal.hint(), refusal)
 }
@@ -316,4 +339,40 @@ fn described(finding: &Finding) -> String {
         Sign::IoUring | Sign::Nccl { .. } | Sign::MultipleCudaProcesses { .. } => return String::new(),
     };
     format!("process {pid} ({}): {what}", comm(pid))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_create_would_make_of_a_hook_now_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = Config::default();
+        config.create.cdi_dirs = vec![dir.path().to_owned()];
+        let hook = json!({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]});
+        let spec = |devices: &str| {
+            let env = [format!("NVIDIA_VISIBLE_DEVICES={devices}")];
+            Spec::from(json!({"process": {"env": env}, "hooks": {"prestart": [hook]}}))
+        };
+        let told = |devices: &str, config: &Config| {
+            let mut signals = Signals::default();
+            signals.of_hook(&spec(devices), config);
+            let signal = signals.all.pop().unwrap();
+            assert_eq!(signal.failure.unwrap().code, "FIRN-GPU-HOOK");
+            signal.detail
+        };
+        assert!(told("0", &config).contains("FIRN-NO-CDI-SPEC: "));
+        let edits = json!({"deviceNodes": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
+        let devices = [json!({"name": "0", "containerEdits": edits})];
+        let file = json!({"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices});
+        std::fs::write(dir.path().join("nvidia.json"), file.to_string()).unwrap();
+        assert!(told("0", &config).ends_with("CDI devices nvidia.com/gpu=0"));
+        assert!(told("7", &config).contains("FIRN-CDI-DEVICE: "));
+        assert!(told("void", &config).contains("no devices"));
+        config.create.hooks = firn_config::Conversion::Keep;
+        assert!(told("0", &config).contains("[create] hooks"));
+    }
 }

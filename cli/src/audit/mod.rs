@@ -135,7 +135,7 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     signals.of_preflight(&found, &refusals, owner);
     signals.of_driver(&inventory);
     signals.of_execs(&subject, &known, config);
-    let gpus = granted(&subject, &inventory, &mut signals);
+    let gpus = granted(&subject, &inventory, config, &mut signals);
     signals.of_gpus(&gpus);
     if subject.spec.as_ref().is_none_or(Spec::has_other_gpus) {
         let nvidia = subject.spec.is_some() || !cuda.is_empty();
@@ -216,11 +216,11 @@ fn without_nvidia(subject: Subject, everything: &[i32], config: &Config) -> Repo
 }
 
 /// The GPUs that the driver wants mapped: those that the spec grants, or all where there is none.
-fn granted(subject: &Subject, inventory: &Inventory, signals: &mut Signals) -> Vec<Gpu> {
+fn granted(subject: &Subject, inventory: &Inventory, config: &Config, signals: &mut Signals) -> Vec<Gpu> {
     let Some(spec) = &subject.spec else {
         return inventory.gpus.clone();
     };
-    signals.of_hook(spec.gpu_by_hook());
+    signals.of_hook(spec, config);
     match Grant::of_spec(spec, inventory) {
         Ok(grant) => {
             signals.of_grant(Ok(()));
@@ -330,7 +330,8 @@ fn print(report: &Report) {
             (_, Certainty::Certain) => "there",
         };
         let detail = match (failure, detail.is_empty()) {
-            (Some(failure), _) => format!(": {failure}"),
+            (Some(failure), true) => format!(": {failure}"),
+            (Some(failure), false) => format!(": {failure}; {detail}"),
             (None, false) => format!(": {detail}"),
             (None, true) => String::new(),
         };
