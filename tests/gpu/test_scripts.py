@@ -19,6 +19,7 @@ import moves
 import ranks
 import run
 import samples
+import simgpu_smi
 
 
 class Compare(unittest.TestCase):
@@ -329,6 +330,20 @@ class Samples(unittest.TestCase):
         names = [sample.name() for sample in samples.SAMPLES]
         self.assertEqual(len(names), len(set(names)))
         self.assertGreaterEqual(len({sample.habit for sample in samples.SAMPLES}), 10)
+
+
+class SimgpuSmi(unittest.TestCase):
+    """Simulated GPUs are shown as nvidia-smi shows real ones."""
+
+    def test_rows(self):
+        gpus, processes = simgpu_smi.parse(
+            "driver 580.1 cuda 13000\n"
+            "gpu 0 GPU-a NVIDIA H200 00000000:17:00.0 minor=0 node=7:3 used=12MiB total=64MiB\n"
+            "  pid=12 gpu-counter state=running used=12MiB\n"
+            "gpu 1 GPU-b NVIDIA H200 00000000:1F:00.0 minor=1 node=7:4 used=0MiB total=64MiB\n"
+            "  pid=12 gpu-counter state=running used=0MiB\n")
+        self.assertEqual([(gpu["uuid"], gpu["name"], gpu["memory.used"]) for gpu in gpus], [("GPU-a", "NVIDIA H200", "12"), ("GPU-b", "NVIDIA H200", "0")])
+        self.assertEqual(processes, [{"pid": "12", "gpu_uuid": "GPU-a", "used_memory": "12"}])
 
 
 class Choice(unittest.TestCase):
