@@ -55,6 +55,9 @@ pub struct AuditArgs {
     /// Namespace of the container in containerd.
     #[arg(long, short, default_value = "default")]
     pub namespace: String,
+    /// The state directory of containerd; that of k3s is /run/k3s/containerd.
+    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
+    pub state: PathBuf,
     /// The node to restore on: the output of `firn-gpu inventory --json` there.
     #[arg(long, value_name = "FILE")]
     pub target: Option<PathBuf>,

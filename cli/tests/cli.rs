@@ -542,6 +542,22 @@ fn audit_tells_where_there_is_no_room() {
 }
 
 #[test]
+fn audit_looks_for_containers_where_it_is_told_that_containerd_keeps_its_state() {
+    let node = Node::new();
+    let bundle = node.path("state/io.containerd.runtime.v2.task/ns/job");
+    std::fs::create_dir_all(&bundle).expect("a directory");
+    let tell = |state: &str| {
+        let output = node.firn(&["audit", "job", "-n", "ns", "--state", state]);
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(tell("elsewhere").contains("no container job runs in namespace ns"));
+    assert!(tell("state").contains("read the spec of container job in namespace ns"));
+    std::fs::write(bundle.join("config.json"), "{}").expect("written");
+    assert!(tell("state").contains("state/io.containerd.runtime.v2.task/ns/job/init.pid"));
+}
+
+#[test]
 fn audit_of_an_image_tells_whether_it_is_whole_and_fits_this_node() {
     let node = Node::new();
     let (status, signal) = node.audit(&["image"], "damaged_image");

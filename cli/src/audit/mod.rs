@@ -103,8 +103,8 @@ fn image(subject: &str) -> Option<PathBuf> {
 
 fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     let subject = match args.subject.parse() {
-        Ok(pid) => Subject::of_pid(pid)?,
-        Err(_) => Subject::of_container(&args.subject, &args.namespace)?,
+        Ok(pid) => Subject::of_pid(pid, &args.state)?,
+        Err(_) => Subject::of_container(&args.subject, &args.namespace, &args.state)?,
     };
     let mut everything = subject.tree.clone();
     everything.extend(&subject.outside);

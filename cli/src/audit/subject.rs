@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use firn_oci::{Spec, procfs};
 
-/// Where containerd's shims have their bundles: NAMESPACE/ID.
-const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";
+/// Where containerd's shims have their bundles, below its state directory: NAMESPACE/ID.
+const BUNDLES: &str = "io.containerd.runtime.v2.task";
 
 /// The processes of a workload, and the container that they are in.
 #[derive(Debug)]
@@ -26,22 +26,25 @@ pub struct Subject {
 }
 
 impl Subject {
-    pub fn of_container(id: &str, namespace: &str) -> Result<Self> {
+    pub fn of_container(id: &str, namespace: &str, state: &Path) -> Result<Self> {
         if id.contains('/') || namespace.contains('/') {
             bail!("{id} is neither an image directory, a pid nor the id of a container");
         }
-        let bundle = Path::new(BUNDLES).join(namespace).join(id);
+        let bundle = state.join(BUNDLES).join(namespace).join(id);
         if !bundle.is_dir() {
-            bail!("no container {id} runs in namespace {namespace}. hint: --namespace, or give a pid of it");
+            bail!(
+                "no container {id} runs in namespace {namespace}. hint: --namespace, or --state where containerd's is not {}",
+                state.display()
+            );
         }
         Self::of_bundle(format!("container {id} in namespace {namespace}"), &bundle)
     }
 
-    pub fn of_pid(pid: i32) -> Result<Self> {
+    pub fn of_pid(pid: i32, state: &Path) -> Result<Self> {
         if !Path::new("/proc").join(pid.to_string()).is_dir() {
             bail!("there is no process {pid}");
         }
-        if let Some(bundle) = cgroup(pid).and_then(|path| bundle_of(&path)) {
+        if let Some(bundle) = cgroup(pid).and_then(|path| bundle_of(&path, &state.join(BUNDLES))) {
             let name = format!("container {} of process {pid}", bundle.display());
             return Self::of_bundle(name, &bundle);
         }
@@ -87,10 +90,10 @@ fn is_below(path: &str, cgroup: &str) -> bool {
 }
 
 /// The bundle of the container whose cgroup this is: named by its id, or by systemd `PREFIX-ID.scope`.
-fn bundle_of(cgroup: &str) -> Option<PathBuf> {
+fn bundle_of(cgroup: &str, bundles: &Path) -> Option<PathBuf> {
     let name = cgroup.rsplit('/').next()?.trim_end_matches(".scope");
     let short = name.rsplit_once('-').map_or(name, |(_, id)| id);
-    let namespaces: Vec<PathBuf> = fs::read_dir(BUNDLES)
+    let namespaces: Vec<PathBuf> = fs::read_dir(bundles)
         .ok()?
         .flatten()
         .map(|dir| dir.path())
@@ -134,17 +137,18 @@ mod tests {
     #[test]
     fn a_process_in_no_container_is_taken_with_its_descendants() {
         let me = i32::try_from(std::process::id()).unwrap();
+        let state = Path::new("/run/containerd");
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        let subject = Subject::of_pid(me).unwrap();
+        let subject = Subject::of_pid(me, state).unwrap();
         assert!(subject.tree.contains(&me) && subject.tree.contains(&pid));
         assert!(!subject.tree.contains(&1) && subject.outside.is_empty() && subject.spec.is_none());
-        assert_eq!(Subject::of_pid(pid).unwrap().tree, [pid]);
+        assert_eq!(Subject::of_pid(pid, state).unwrap().tree, [pid]);
         let (tree, outside) = split(pid, &[me, pid]);
         assert_eq!((tree, outside), (vec![pid], vec![me]));
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(Subject::of_pid(i32::MAX).is_err());
+        assert!(Subject::of_pid(i32::MAX, state).is_err());
     }
 
     #[test]
