@@ -14,7 +14,7 @@ import time
 RENDEZVOUS = "/dev/shm/firn-rendezvous"
 SETTINGS = {
     "NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 
