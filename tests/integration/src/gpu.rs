@@ -11,6 +11,10 @@ pub struct SimGpu {
     pub mib: u64,
     /// Whether it is divided.
     pub mig: bool,
+    /// N of `/dev/nvidiaN`; its place among the node's GPUs when nothing is said.
+    pub minor: Option<u32>,
+    /// Address on the PCI bus; one that goes with its place when nothing is said.
+    pub pci: Option<String>,
 }
 
 impl SimGpu {
@@ -21,6 +25,8 @@ impl SimGpu {
             name: "NVIDIA H200".to_owned(),
             mib: 1024,
             mig: false,
+            minor: None,
+            pci: None,
         }
     }
 
@@ -33,6 +39,13 @@ impl SimGpu {
     /// Of another model.
     pub fn model(mut self, name: &str) -> Self {
         self.name = name.to_owned();
+        self
+    }
+
+    /// With this minor number, at this address (`00000000:9D:00.0`).
+    pub fn at(mut self, minor: u32, pci: &str) -> Self {
+        self.minor = Some(minor);
+        self.pci = Some(pci.to_owned());
         self
     }
 

@@ -38,6 +38,8 @@ pub struct GpuHost {
     gpus: Vec<SimGpu>,
     /// NVLinks between them, `0-1=4`.
     nvlinks: Vec<String>,
+    /// Whether the kernel has picked other numbers for UVM's nodes than on other nodes.
+    other_majors: bool,
 }
 
 impl GpuHost {
@@ -77,6 +79,7 @@ impl GpuHost {
             node,
             gpus: gpus.to_vec(),
             nvlinks: Vec::new(),
+            other_majors: false,
         };
         host.set_up(built, driver)
             .with_context(|| format!("set up node {}", host.node.name()))?;
@@ -97,6 +100,7 @@ impl GpuHost {
             node: node.start()?,
             gpus: gpus.to_vec(),
             nvlinks: Vec::new(),
+            other_majors: false,
         };
         let built = Built::for_tests()?;
         // Order matters: at its start containerd asks the shims what they can do.
@@ -134,13 +138,19 @@ impl GpuHost {
         let node = &self.node;
         node.run(&["simgpu", "install", "--from", LIBRARIES, "--driver", driver])?;
         let mut setup: Vec<String> = ["simgpu", "setup", "--driver", driver].map(String::from).into();
-        for (minor, gpu) in self.gpus.iter().enumerate() {
-            let SimGpu { uuid, name, mib, mig } = gpu;
-            let mig = if *mig { "on" } else { "off" };
+        for (place, gpu) in (0..).zip(&self.gpus) {
+            let SimGpu { uuid, name, mib, .. } = gpu;
+            let mig = if gpu.mig { "on" } else { "off" };
+            let minor = gpu.minor.unwrap_or(place);
+            let pci = gpu.pci.as_ref().map(|pci| format!(",pci={pci}"));
             setup.push("--gpu".to_owned());
             setup.push(format!(
-                "uuid={uuid},name={name},mem={mib}M,minor={minor},mig={mig}"
+                "uuid={uuid},name={name},mem={mib}M,minor={minor},mig={mig}{}",
+                pci.unwrap_or_default()
             ));
+        }
+        if self.other_majors {
+            setup.push("--other-majors".to_owned());
         }
         for links in &self.nvlinks {
             setup.extend(["--nvlinks".to_owned(), links.clone()]);
@@ -155,6 +165,13 @@ impl GpuHost {
         self.node.run(&["simgpu", "teardown"])?;
         self.gpus = gpus.to_vec();
         self.plug_in(driver)
+    }
+
+    /// Gives the nodes whose numbers the kernel picks others, as a machine has that has loaded its drivers in another order.
+    /// The node must be idle.
+    pub fn renumber(&mut self) -> Result<()> {
+        self.other_majors = true;
+        self.replace_gpus(&self.gpus.clone(), DRIVER)
     }
 
     /// Joins GPUs of the node, which must be idle, by NVLinks: `0-1=4` for four between the first and the second.

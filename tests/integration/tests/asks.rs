@@ -24,19 +24,51 @@ const COUNT: [&str; 7] = [
 /// A node whose CDI file is firn's own.
 fn host(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
     let host = GpuHost::for_test(suite, Cgroup::Auto, name, gpus)?;
-    host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
-    host.node().run(&["firn", "cdi", "generate", "--output", CDI])?;
+    generate(&host)?;
     Ok(host)
 }
 
-/// Two nodes whose GPUs have nothing in common: on the second one there is one more before it, so that minor, index and
-/// device numbers differ too.
+fn generate(host: &GpuHost) -> Result<()> {
+    host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
+    host.node()
+        .run(&["firn", "cdi", "generate", "--output", CDI])
+        .map(drop)
+}
+
+/// Two nodes whose GPUs have nothing in common but the model: neither UUID, minor number nor PCI address. On the second one the
+/// first GPU has another minor number, the second GPU has that of the first node's, and UVM's nodes are another driver's in
+/// the kernel's count.
 fn pair(suite: Suite, name: &str) -> Result<[GpuHost; 2]> {
-    let [first, second] = [1, 3].map(SimGpu::h200);
-    Ok([
-        host(suite, &format!("{name}-a"), &[first])?,
-        host(suite, &format!("{name}-b"), &[SimGpu::h200(2), second])?,
-    ])
+    let a = host(suite, &format!("{name}-a"), &[SimGpu::h200(1)])?;
+    let gpus = [
+        SimGpu::h200(2).at(3, "00000000:9D:00.0"),
+        SimGpu::h200(3).at(0, "00000000:C3:00.0"),
+    ];
+    let mut b = GpuHost::for_test(suite, Cgroup::Auto, &format!("{name}-b"), &gpus)?;
+    b.renumber()?;
+    generate(&b)?;
+    let [of_a, of_b] = [&a, &b].map(|host| major(host, UVM));
+    ensure!(of_a? != of_b?, "UVM has the same major number on both nodes");
+    Ok([a, b])
+}
+
+/// The nodes of a driver, as a program sees them: name, major and minor number.
+const NODES: [&str; 3] = ["sh", "-c", "stat -c '%n %t:%T' /dev/nvidia*"];
+
+const UVM: &str = "/dev/nvidia-uvm";
+
+fn major(host: &GpuHost, node: &str) -> Result<String> {
+    Ok(host.node().run(&["stat", "-c", "%t", node])?.stdout)
+}
+
+/// The container has nodes of its node's devices, and no other.
+fn has_nodes_of(container: &Container<'_>, host: &GpuHost) -> Result<()> {
+    let (has, there) = (container.exec(&NODES)?, host.node().run(&NODES)?.stdout);
+    ensure!(has.contains(UVM), "no {UVM} in:\n{has}");
+    for line in has.lines() {
+        ensure!(there.contains(line), "{line} is not among:\n{there}");
+    }
+    Ok(())
 }
 
 /// Runs a counter with these options of `ctr run`.
@@ -60,6 +92,7 @@ fn moves(a: &GpuHost, b: &GpuHost, options: &[&str], expected: &str) -> Result<(
     let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
     copy.goes_on(5)?;
     ensure!(copy.gpus_in_use()? == [expected], "not on the other node's GPU");
+    has_nodes_of(&copy, b)?;
     copy.remove()?;
     for host in [a, b] {
         host.remove_image("checkpoint/job")?;
@@ -81,7 +114,8 @@ fn a_node_with_nothing_but_the_driver_gives_its_gpus_by_firns_own_cdi_file() -> 
             .run(&["firn", "cdi", "generate", "--output", "/etc/cdi/other.yaml"]);
         let said = format!("{:#}", refused.err().context("a second file was written")?);
         ensure!(said.contains("FIRN-CDI-EXISTS"), "{said}");
-        moves(a, b, &["--device", "nvidia.com/gpu=0"], &b.uuids()[0])
+        // The spec says /dev/nvidia0, which is another GPU there.
+        moves(a, b, &["--device", "nvidia.com/gpu=0"], &b.uuids()[1])
     })
 }
 

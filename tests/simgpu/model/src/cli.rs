@@ -71,6 +71,9 @@ struct SetupArgs {
     /// Driver version
     #[arg(long, default_value = DRIVER)]
     driver: String,
+    /// Give UVM's nodes another major number: the kernel picks that of the real ones when the driver is loaded
+    #[arg(long)]
+    other_majors: bool,
     /// CUDA version (13000 is 13.0)
     #[arg(long, default_value_t = 13000)]
     cuda: i32,
@@ -160,6 +163,7 @@ pub fn run(cli: Cli) -> Result<()> {
                         .into_iter()
                         .chain(args.nvswitch.map(NvLinks::ToSwitches))
                         .collect(),
+                    other_majors: args.other_majors,
                 },
             )?;
             for gpu in table.gpus {

@@ -18,6 +18,11 @@ use simgpu_model::Node;
 const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
 const LOOP_CLR_FD: libc::c_ulong = 0x4C01;
+const BLKPG: libc::c_ulong = 0x1269;
+const ADD_PARTITION: i32 = 1;
+/// LO_FLAGS_PARTSCAN, and the word of `struct loop_info64` in whose upper half the flags are.
+const PARTSCAN: u64 = 8;
+const FLAGS_AT: usize = 6;
 const BLOCK_SIZE: u32 = 4096;
 const NAME: &str = "simgpu:";
 
@@ -31,6 +36,26 @@ struct LoopConfig {
 }
 
 const _: () = assert!(size_of::<LoopConfig>() == 304);
+
+/// `struct blkpg_ioctl_arg`.
+#[repr(C)]
+struct PartitionCall {
+    op: i32,
+    flags: i32,
+    length: i32,
+    data: *const Partition,
+}
+
+/// `struct blkpg_partition`.
+#[repr(C)]
+struct Partition {
+    start: i64,
+    length: i64,
+    number: i32,
+    names: [u8; 128],
+}
+
+const _: () = assert!(size_of::<Partition>() == 152 && size_of::<PartitionCall>() == 24);
 
 /// Anonymous memory for node `name`, sparse.
 pub fn backing(name: &str, size: u64) -> Result<File> {
@@ -46,8 +71,15 @@ pub fn backing(name: &str, size: u64) -> Result<File> {
     Ok(file)
 }
 
+/// Whether a loop device can have a partition, which the kernel then removes with what is behind the device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Partitions {
+    None,
+    One,
+}
+
 /// Puts `backing` behind a free loop device and makes its node `name` in `dev`.
-pub fn attach(dev: &Path, name: &str, backing: &File) -> Result<Node> {
+pub fn attach(dev: &Path, name: &str, backing: &File, partitions: Partitions) -> Result<Node> {
     let path = dev.join(name);
     let control = open_control(dev)?;
     for _ in 0..64 {
@@ -61,12 +93,15 @@ pub fn attach(dev: &Path, name: &str, backing: &File) -> Result<Node> {
         let device = File::options().read(true).write(true).open(&path);
         let device = device.with_context(|| format!("cannot open {}", path.display()))?;
         let fd = u32::try_from(backing.as_raw_fd())?;
-        let config = LoopConfig {
+        let mut config = LoopConfig {
             fd,
             block_size: BLOCK_SIZE,
             info: [0; 29],
             reserved: [0; 8],
         };
+        if partitions == Partitions::One {
+            config.info[FLAGS_AT] = PARTSCAN << 32;
+        }
         // SAFETY: the argument is a loop_config that lives through the call; the kernel only reads it.
         if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &raw const config) } == 0 {
             return Ok(node);
@@ -81,8 +116,61 @@ pub fn attach(dev: &Path, name: &str, backing: &File) -> Result<Node> {
     bail!("no loop device stayed free long enough to take it")
 }
 
-/// Takes the memory from behind the loop device at `path`; deferred by the kernel until its last user closes it.
+/// Makes the node of a device that can have a partition that of a partition over the whole of it: the same bytes under another major number.
+pub fn renumber(dev: &Path, node: &Node, size: u64) -> Result<Node> {
+    let path = dev.join(&node.name);
+    let device = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+    add_partition(&device, i64::try_from(size)?).context("cannot make a partition")?;
+    let below = format!("/sys/dev/block/{}:{}", node.major, node.minor);
+    let disk = fs::canonicalize(below).context("cannot find a loop device")?;
+    let number = disk.file_name().context("a block device without name")?;
+    let partition = numbered(&node.name, &disk.join(format!("{}p1", number.to_string_lossy())))?;
+    make_node(&path, partition.device())?;
+    Ok(partition)
+}
+
+fn add_partition(device: &File, length: i64) -> io::Result<()> {
+    let partition = Partition {
+        start: 0,
+        length,
+        number: 1,
+        names: [0; 128],
+    };
+    let call = PartitionCall {
+        op: ADD_PARTITION,
+        flags: 0,
+        length: 152,
+        data: &raw const partition,
+    };
+    // SAFETY: the argument and what it points to live through the call; the kernel only reads them.
+    match unsafe { libc::ioctl(device.as_raw_fd(), BLKPG, &raw const call) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The device of which the node at `path` is a partition.
+fn disk_of(path: &Path) -> io::Result<Option<u64>> {
+    let number = fs::metadata(path)?.rdev();
+    let (major, minor) = (libc::major(number), libc::minor(number));
+    let here = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}"))?;
+    let Some(disk) = here.parent().filter(|_| here.join("partition").exists()) else {
+        return Ok(None);
+    };
+    let node = numbered("disk", disk).map_err(io::Error::other)?;
+    Ok(Some(node.device()))
+}
+
+/// Takes the memory from behind the loop device at `path`, or of which that is a partition; deferred by the kernel until its
+/// last user closes it.
 pub fn detach(path: &Path) -> io::Result<()> {
+    if let Some(disk) = disk_of(path)? {
+        let own = path.with_file_name(format!(".simgpu-disk-{}", std::process::id()));
+        make_node(&own, disk).map_err(io::Error::other)?;
+        let done = detach(&own);
+        fs::remove_file(&own)?;
+        return done;
+    }
     let device = File::open(path)?;
     // SAFETY: the request takes no argument.
     match unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CLR_FD) } {
@@ -146,8 +234,13 @@ fn make_node(path: &Path, device: u64) -> Result<()> {
 }
 
 fn loop_node(name: &str, number: i32) -> Result<Node> {
-    let path = format!("/sys/block/loop{number}/dev");
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    numbered(name, Path::new(&format!("/sys/block/loop{number}")))
+}
+
+/// A node of the block device that has this directory of sysfs.
+fn numbered(name: &str, sysfs: &Path) -> Result<Node> {
+    let path = sysfs.join("dev");
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let (major, minor) = text
         .trim()
         .split_once(':')

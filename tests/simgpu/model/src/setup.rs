@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use simgpu_model::{Control, GpuInfo, GpuMemory, Node, NodeTable, NvLinks, TableError, Uuid, paths};
 
-use crate::loops;
+use crate::loops::{self, Partitions};
 
 const UVM_SIZE: u64 = 1 << 47;
 const TOOLS_SIZE: u64 = 1 << 20;
@@ -33,6 +33,8 @@ pub struct Request {
     pub cuda_version: i32,
     pub gpus: Vec<GpuRequest>,
     pub links: Vec<NvLinks>,
+    /// Whether the nodes whose numbers the kernel picks have another major number than those of other nodes.
+    pub other_majors: bool,
 }
 
 impl GpuRequest {
@@ -79,6 +81,7 @@ pub fn setup(dev: &Path, request: Request) -> Result<NodeTable> {
             && table.cuda_version == request.cuda_version
             && table.gpus.len() == request.gpus.len()
             && table.links == request.links
+            && has_other_majors(&table) == request.other_majors
             && request
                 .gpus
                 .iter()
@@ -123,7 +126,7 @@ pub fn setup(dev: &Path, request: Request) -> Result<NodeTable> {
         gpus,
         links: request.links,
     };
-    let table = make(dev, table, &mut made);
+    let table = make(dev, table, request.other_majors, &mut made);
     if table.is_err() {
         made.iter().for_each(|path| {
             // The error that made us give up is the one to report.
@@ -133,22 +136,41 @@ pub fn setup(dev: &Path, request: Request) -> Result<NodeTable> {
     table
 }
 
-fn make(dev: &Path, mut table: NodeTable, made: &mut Vec<PathBuf>) -> Result<NodeTable> {
-    let mut attach = |name: &str, file: &File| {
-        let node = loops::attach(dev, name, file)?;
+/// Whether the control device and UVM's have different major numbers.
+fn has_other_majors(table: &NodeTable) -> bool {
+    let major = |name| table.common_node(name).map(|node| node.major);
+    major(paths::CONTROL) != major(paths::UVM)
+}
+
+fn make(dev: &Path, mut table: NodeTable, other_majors: bool, made: &mut Vec<PathBuf>) -> Result<NodeTable> {
+    let mut attach = |name: &str, file: &File, partitions| {
+        let node = loops::attach(dev, name, file, partitions)?;
         made.push(dev.join(name));
         Ok::<Node, anyhow::Error>(node)
     };
     for gpu in &mut table.gpus {
         let file = loops::backing(&gpu.node.name, GpuMemory::device_size(gpu.memory))?;
         GpuMemory::format(&file, gpu.memory).with_context(|| format!("cannot make {}", gpu.node.name))?;
-        gpu.node = attach(&gpu.node.name, &file)?;
+        gpu.node = attach(&gpu.node.name, &file, Partitions::None)?;
     }
-    let uvm = attach(paths::UVM, &loops::backing(paths::UVM, UVM_SIZE)?)?;
-    let tools = attach(paths::UVM_TOOLS, &loops::backing(paths::UVM_TOOLS, TOOLS_SIZE)?)?;
+    let partitions = if other_majors {
+        Partitions::One
+    } else {
+        Partitions::None
+    };
+    let mut uvm = attach(paths::UVM, &loops::backing(paths::UVM, UVM_SIZE)?, partitions)?;
+    let mut tools = attach(
+        paths::UVM_TOOLS,
+        &loops::backing(paths::UVM_TOOLS, TOOLS_SIZE)?,
+        partitions,
+    )?;
+    if other_majors {
+        uvm = loops::renumber(dev, &uvm, UVM_SIZE)?;
+        tools = loops::renumber(dev, &tools, TOOLS_SIZE)?;
+    }
     let control = loops::backing(paths::CONTROL, Control::device_size())?;
     Control::format(&control)?;
-    let node = attach(paths::CONTROL, &control)?;
+    let node = attach(paths::CONTROL, &control, Partitions::None)?;
     table.common = vec![node, uvm, tools];
     let device = File::options()
         .read(true)
