@@ -21,6 +21,9 @@ pub enum FileError {
     /// Its lists and objects are nested more deeply than those of any CDI file.
     #[error("it is nested too deeply")]
     TooDeep,
+    /// Its aliases stand for more than any CDI file holds.
+    #[error("its aliases stand for too much")]
+    TooMuch,
     /// It is not JSON, or its fields are not those of a CDI file.
     #[error("it is not valid: {0}")]
     Json(serde_json::Error),

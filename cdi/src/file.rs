@@ -12,13 +12,14 @@ use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::bounded::from_yaml;
 use crate::{FileError, names, version};
 
 /// Largest file that is read. A node of eight divided GPUs has some 200 KiB.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// Deepest nesting of brackets in YAML, those in strings included. A CDI file has four levels.
-const MAX_DEPTH: usize = 200;
+/// Most entries that a list of edits may have. A node of eight GPUs has some 100 mounts.
+const MAX_ENTRIES: usize = 4096;
 
 /// Stages at which a hook can be run.
 const HOOKS: [&str; 6] = [
@@ -285,7 +286,8 @@ impl Edits {
 
     /// What could be made in no spec.
     fn fault(&self) -> Option<String> {
-        env_fault(&self.env)
+        self.size_fault()
+            .or_else(|| env_fault(&self.env))
             .or_else(|| self.device_nodes.iter().find_map(DeviceNode::fault))
             .or_else(|| self.hooks.iter().find_map(Hook::fault))
             .or_else(|| {
@@ -303,6 +305,20 @@ impl Edits {
                     id != "/" && (id.len() >= 4096 || id == "." || id == ".." || id.contains(['/', '\n']));
                 bad.then(|| "intelRdt has a closID that is no file name".to_owned())
             })
+    }
+
+    /// Each entry is compared with all others when it is made in a spec.
+    fn size_fault(&self) -> Option<String> {
+        let lists = [
+            ("env", self.env.len()),
+            ("deviceNodes", self.device_nodes.len()),
+            ("netDevices", self.net_devices.len()),
+            ("mounts", self.mounts.len()),
+            ("hooks", self.hooks.len()),
+            ("additionalGids", self.additional_gids.len()),
+        ];
+        let (list, many) = lists.into_iter().find(|(_, entries)| *entries > MAX_ENTRIES)?;
+        Some(format!("{list} has {many} entries, more than {MAX_ENTRIES}"))
     }
 
     fn net_fault(&self) -> Option<String> {
@@ -348,23 +364,6 @@ impl Hook {
         }
         env_fault(&self.env)
     }
-}
-
-/// The parser's time grows with the square of the nesting, which it limits too late.
-fn from_yaml(bytes: &[u8]) -> Result<Raw, FileError> {
-    let (mut depth, mut deepest) = (0_usize, 0);
-    for byte in bytes {
-        match byte {
-            b'[' | b'{' => depth += 1,
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-        deepest = deepest.max(depth);
-    }
-    if deepest > MAX_DEPTH {
-        return Err(FileError::TooDeep);
-    }
-    serde_yaml_ng::from_slice(bytes).map_err(FileError::Yaml)
 }
 
 fn env_fault(env: &[String]) -> Option<String> {

@@ -27,6 +27,9 @@ const ORDER: u8 = if cfg!(target_endian = "little") { 2 } else { 3 };
 const IN_EXTENSION: u64 = 1 << 62;
 /// Most libraries that are read.
 const MAX_LIBRARIES: usize = 100_000;
+/// How often each byte of a cache may be part of a name or path: a name is often the end of a path. Entries that all point
+/// to the same long text would be many times the cache.
+const MAX_SHARED: usize = 4;
 
 /// Flags of an ELF library for this machine's C library.
 const NATIVE: u32 = if cfg!(target_arch = "aarch64") {
@@ -70,7 +73,13 @@ pub fn parse(bytes: &[u8]) -> Option<Vec<Library>> {
     let count = usize::try_from(word(cache, 20)?)
         .ok()
         .filter(|n| *n <= MAX_LIBRARIES)?;
-    (0..count).map(|i| library(cache, HEADER + i * ENTRY)).collect()
+    let mut left = cache.len() * MAX_SHARED;
+    let libraries = (0..count).map(|i| {
+        let library = library(cache, HEADER + i * ENTRY)?;
+        left = left.checked_sub(library.name.len() + library.path.len())?;
+        Some(library)
+    });
+    libraries.collect()
 }
 
 fn library(cache: &[u8], at: usize) -> Option<Library> {
@@ -224,6 +233,23 @@ mod tests {
         old.resize(12, 0);
         old.extend(u32::MAX.to_ne_bytes());
         assert_eq!(parse(&old), None);
+    }
+
+    #[test]
+    fn entries_that_share_one_long_text_are_not_copied() {
+        let count = 60_000_u32;
+        let text_at = u32::try_from(HEADER).unwrap() + count * 24;
+        let mut cache = MAGIC.to_vec();
+        cache.extend(count.to_ne_bytes());
+        cache.extend([0; 4]);
+        cache.resize(HEADER, 0);
+        for _ in 0..count {
+            let words = [NATIVE, text_at, text_at, 0, 0, 0];
+            cache.extend(words.into_iter().flat_map(u32::to_ne_bytes));
+        }
+        cache.extend([b'x'; 4000]);
+        cache.push(0);
+        assert_eq!(parse(&cache), None);
     }
 
     #[test]

@@ -5,9 +5,13 @@
 //! YAML parser has no place in the shim.
 #![forbid(unsafe_code)]
 
+mod bounded;
 mod convert;
 mod error;
 mod file;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
 mod inject;
 pub mod ldcache;
 mod names;

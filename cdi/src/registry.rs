@@ -42,6 +42,14 @@ impl Registry {
         registry
     }
 
+    /// One file alone.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn of(file: CdiFile) -> Self {
+        let mut registry = Self::default();
+        registry.add(0, file);
+        registry
+    }
+
     fn add(&mut self, priority: usize, file: CdiFile) {
         let nowhere = || Found {
             priority,

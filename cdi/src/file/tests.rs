@@ -134,8 +134,31 @@ fn broken_texts_are_errors_and_cost_little() {
     }
     bomb += "kind: v/c\ncdiVersion: 0.5.0\ndevices: *a8\n";
     assert!(parse("x.yaml", &bomb).is_err());
+    // A long list, and as many aliases: the square of what the text holds.
+    let (long, many) = (
+        "x,".repeat(100_000),
+        "{name: a, containerEdits: {env: *l}},".repeat(100_000),
+    );
+    let square = format!("l: &l [{long}]\nkind: v/c\ncdiVersion: 0.5.0\ndevices: [{many}]\n");
+    assert!(matches!(parse("x.yaml", &square), Err(FileError::TooMuch)));
     for deep in ["[", "{a: ", "[[]", "- ", "? "] {
         let deep = deep.repeat(100_000);
         assert!(parse("x.yaml", &deep).is_err() && parse("x.json", &deep).is_err());
     }
+}
+
+#[test]
+fn lists_that_are_longer_than_any_are_refused() {
+    let env: Vec<String> = (0..5000).map(|i| format!("A{i}=b")).collect();
+    let said = of_device(&json!({ "env": env })).unwrap_err().to_string();
+    assert_eq!(said, "device \"0\": env has 5000 entries, more than 4096");
+}
+
+#[test]
+fn aliases_of_ordinary_files_are_followed() {
+    let tagged = "cdiVersion: 0.5.0\nkind: v/c\ncontainerEdits: {env: [!x A=b]}\ndevices:\n\
+                  - {name: a, containerEdits: &e {env: [\"A=*\"], mounts: [{hostPath: /a, containerPath: /a}]}}\n\
+                  - {name: b, containerEdits: *e}\n";
+    let file = parse("x.yaml", tagged).unwrap();
+    assert_eq!(file.devices[0].edits, file.devices[1].edits);
 }

@@ -1,0 +1,134 @@
+//! YAML whose aliases are counted before they are followed.
+//!
+//! An alias stands for all that its anchor holds, aliases included: some hundred bytes can stand for more than any machine
+//! has memory for. So the text is first walked as the parser would walk it, with nothing kept, and given up when it has
+//! become too much.
+
+use std::cell::Cell;
+use std::fmt;
+
+use serde::de::{
+    DeserializeOwned, DeserializeSeed, Deserializer, EnumAccess, Error, IgnoredAny, MapAccess, SeqAccess,
+    VariantAccess, Visitor,
+};
+
+use crate::FileError;
+
+/// Most values that a file may stand for, bytes of texts included.
+pub(crate) const MAX_VALUES: usize = 8 << 20;
+
+/// Deepest nesting of brackets, those in strings included. A CDI file has four levels.
+const MAX_DEPTH: usize = 200;
+
+/// Takes what the text holds.
+pub(crate) fn from_yaml<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FileError> {
+    // The parser's time grows with the square of the nesting, which it limits too late.
+    if depth(bytes) > MAX_DEPTH {
+        return Err(FileError::TooDeep);
+    }
+    if bytes.contains(&b'*') {
+        let left = Cell::new(MAX_VALUES);
+        let walked = Walk(&left).deserialize(serde_yaml_ng::Deserializer::from_slice(bytes));
+        if left.get() == 0 {
+            return Err(FileError::TooMuch);
+        }
+        walked.map_err(FileError::Yaml)?;
+    }
+    serde_yaml_ng::from_slice(bytes).map_err(FileError::Yaml)
+}
+
+fn depth(bytes: &[u8]) -> usize {
+    let (mut depth, mut deepest) = (0_usize, 0);
+    for byte in bytes {
+        match byte {
+            b'[' | b'{' => depth += 1,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        deepest = deepest.max(depth);
+    }
+    deepest
+}
+
+/// Walks a value, as long as something is left.
+#[derive(Clone, Copy)]
+struct Walk<'a>(&'a Cell<usize>);
+
+impl Walk<'_> {
+    fn take<E: Error>(self, more: usize) -> Result<(), E> {
+        self.0.set(self.0.get().saturating_sub(1 + more));
+        match self.0.get() {
+            0 => Err(E::custom("it stands for too much")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Walk<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Walk<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("any value")
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<(), E> {
+        self.take(0)
+    }
+
+    fn visit_bool<E: Error>(self, _: bool) -> Result<(), E> {
+        self.take(0)
+    }
+
+    fn visit_u64<E: Error>(self, _: u64) -> Result<(), E> {
+        self.take(0)
+    }
+
+    fn visit_i64<E: Error>(self, _: i64) -> Result<(), E> {
+        self.take(0)
+    }
+
+    fn visit_u128<E: Error>(self, _: u128) -> Result<(), E> {
+        self.take(0)
+    }
+
+    fn visit_i128<E: Error>(self, _: i128) -> Result<(), E> {
+        self.take(0)
+    }
+
+    fn visit_f64<E: Error>(self, _: f64) -> Result<(), E> {
+        self.take(0)
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<(), E> {
+        self.take(text.len())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut values: A) -> Result<(), A::Error> {
+        self.take(0)?;
+        while values.next_element_seed(self)?.is_some() {}
+        Ok(())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut values: A) -> Result<(), A::Error> {
+        self.take(0)?;
+        while values.next_key_seed(self)?.is_some() {
+            values.next_value_seed(self)?;
+        }
+        Ok(())
+    }
+
+    /// A value with a tag.
+    fn visit_enum<A: EnumAccess<'de>>(self, value: A) -> Result<(), A::Error> {
+        self.take(0)?;
+        let (IgnoredAny, tagged) = value.variant()?;
+        tagged.newtype_variant_seed(self)
+    }
+}
