@@ -4,17 +4,19 @@
 //! has another explanation; what is refused for a sign, [`judge`] says.
 //!
 //! - Managed memory: each managed allocation is a shared writable mapping of /dev/nvidia-uvm whose file offset equals
-//!   its address. The driver's own such mapping is one of 2 MiB at 0x204a00000. Others in the low range that the driver
-//!   keeps for itself may be its own as well (semaphore pools look the same), those elsewhere are managed memory.
+//!   its address. The driver has such mappings of its own, one of 2 MiB for each context, in the low range that it keeps for
+//!   itself. What is larger there may be its own as well (semaphore pools look the same), those elsewhere are managed memory.
 //!   A suspicion needs no refusal: the driver refuses managed memory itself, before anything is lost.
 //! - NCCL: the transports over peer-to-peer access and over shared memory share GPU memory between processes, which
 //!   checkpoints well and cannot be restored. They are off only when the process was started with them off: the
 //!   environment in /proc is that of its start, what the program sets later is not seen.
 //! - MPS: an open file in the pipe directory of an MPS daemon shows a client; a pipe directory that is only named or
 //!   only present may be unused.
-//! - Libraries that exist to share GPU memory between processes: of NVSHMEM, and of UCX for CUDA.
+//! - Libraries that exist to share GPU memory between processes: UCX's for CUDA, and the plugins that NVSHMEM loads when it is
+//!   initialised. NVSHMEM itself says nothing: every PyTorch process has it.
 //! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA (`descriptors`).
-//! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all.
+//! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all. Processes that only use NVML
+//!   (nvidia-smi, monitors) are known to the driver, too, and have no memory: /dev/nvidia-uvm is not mapped in them.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -33,8 +35,8 @@ mod tests;
 
 pub use judge::{Owner, Refusal, judge};
 
-/// The driver's own mapping of /dev/nvidia-uvm in every CUDA process.
-const UVM_BASELINE: (u64, u64) = (0x2_04a0_0000, 2 << 20);
+/// Size of the driver's own mapping of /dev/nvidia-uvm for each context. The first lies at 0x204a00000.
+const UVM_BASELINE: u64 = 2 << 20;
 
 /// Addresses that the driver keeps for itself; programs get none of them.
 const DRIVER_RANGE: std::ops::Range<u64> = 0x2_0000_0000..0x4_0000_0000;
@@ -43,7 +45,7 @@ const DRIVER_RANGE: std::ops::Range<u64> = 0x2_0000_0000..0x4_0000_0000;
 const MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
 
 /// File names, at their beginning, of libraries that share GPU memory between processes.
-const SHARING_LIBRARIES: [&str; 2] = ["libnvshmem", "libuct_cuda"];
+const SHARING_LIBRARIES: [&str; 3] = ["nvshmem_bootstrap", "nvshmem_transport", "libuct_cuda"];
 
 /// How sure a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,7 +79,7 @@ pub enum Sign {
     Imex { file: String },
     /// It has a GPU open and uses no CUDA.
     LeakedGpu { file: String },
-    /// The container has more than one CUDA process.
+    /// The container has more than one CUDA process with memory.
     MultipleCudaProcesses { pids: Vec<i32> },
 }
 
@@ -114,31 +116,35 @@ pub struct Subject<'a> {
 
 /// Looks at processes through the proc filesystem at `proc_root`. One that has ended shows nothing.
 pub fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Finding>, Unreadable> {
-    let (mut findings, mut alive) = (Vec::new(), Vec::new());
+    let (mut findings, mut with_memory) = (Vec::new(), Vec::new());
     for &pid in subject.cuda {
-        if let Some(found) = inspect_one(proc_root, pid)? {
+        let Some((found, has_memory)) = inspect_one(proc_root, pid)? else {
+            continue;
+        };
+        if has_memory {
             let shows_nccl = found
                 .iter()
                 .any(|finding| matches!(finding.sign, Sign::Nccl { .. }));
             if subject.ranks && !shows_nccl {
                 findings.extend(nccl_settings(proc_root, pid)?);
             }
-            findings.extend(found);
-            alive.push(pid);
+            with_memory.push(pid);
         }
+        findings.extend(found);
     }
     findings.extend(descriptors::inspect(proc_root, subject)?);
-    if alive.len() > 1 {
+    if with_memory.len() > 1 {
         findings.push(Finding {
             pid: None,
-            sign: Sign::MultipleCudaProcesses { pids: alive },
+            sign: Sign::MultipleCudaProcesses { pids: with_memory },
             certainty: Certainty::Certain,
         });
     }
     Ok(findings)
 }
 
-fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<Vec<Finding>>, Unreadable> {
+/// What a process shows, and whether it can have GPU memory.
+fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)>, Unreadable> {
     let read = |name| {
         maps::read(proc_root, pid, name).map_err(|source| Unreadable {
             pid,
@@ -158,7 +164,9 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<Vec<Finding>>, Unrea
         sign,
         certainty,
     };
-    Ok(Some(findings.into_iter().map(of_process).collect()))
+    // Also where the node has another path, or none any more.
+    let has_memory = maps::mappings(&maps).any(|mapping| mapping.file_name().starts_with(b"nvidia-uvm"));
+    Ok(Some((findings.into_iter().map(of_process).collect(), has_memory)))
 }
 
 fn managed_memory(maps: &[u8]) -> Vec<(Sign, Certainty)> {
@@ -183,7 +191,7 @@ fn is_managed(mapping: &Mapping<'_>) -> bool {
     mapping.path == b"/dev/nvidia-uvm"
         && mapping.perms == b"rw-s"
         && mapping.offset == mapping.start
-        && (mapping.start, mapping.len()) != UVM_BASELINE
+        && !(DRIVER_RANGE.contains(&mapping.start) && mapping.len() == UVM_BASELINE)
 }
 
 /// What [`Sign::Nccl`] says of a process, whether NCCL shows in its mappings or, linked statically, does not. A process that

@@ -4,8 +4,9 @@
 //! two settings that GPU containers need: a plugin directory without CRIU's CUDA plugin (firn drives the driver itself),
 //! and, at a restore, tasks that stay stopped until their GPU state is back.
 //!
-//! A user's own file keeps its effect: its lines come first, firn's follow, and of two values CRIU takes the last. runc
-//! reads the file that the annotation `org.criu.config` names, else /etc/criu/runc.conf; an empty annotation means no
+//! A user's own file keeps its effect: its lines come first, firn's follow, and of two values CRIU takes the last. One
+//! default comes before them: CRIU carries deleted files that are still open up to 1 MiB, and NCCL's and PyTorch's in
+//! /dev/shm are larger. runc reads the file that the annotation `org.criu.config` names, else /etc/criu/runc.conf; an empty annotation means no
 //! file; a file that does not exist is ignored. So does firn. The file is read anew for every operation.
 
 use std::io::{self, Read};
@@ -17,6 +18,9 @@ use crate::{Spec, atomic};
 
 /// Largest user's file that is read.
 const MAX_BYTES: u64 = 64 << 10;
+
+/// Deleted files in the image: as large as they are.
+const ANY_GHOST: &str = "ghost-limit 1024G";
 
 /// What CRIU is about to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,7 +110,11 @@ impl CriuConfig {
     }
 
     fn content(&self, operation: Operation) -> Result<String, CriuError> {
-        let mut content = self.users_lines()?;
+        let mut content = match operation {
+            Operation::Dump => format!("{ANY_GHOST}\n"),
+            Operation::Restore => String::new(),
+        };
+        content.push_str(&self.users_lines()?);
         if !content.is_empty() && !content.ends_with('\n') {
             content.push('\n');
         }
@@ -269,14 +277,15 @@ mod tests {
             let config = CriuConfig::new(&spec(users_file), bundle.path(), None);
             let libs_dir = bundle.path().join("firn-criu-libs");
             let libdir = format!("libdir {}", libs_dir.display());
-            assert_eq!(written(&config, Operation::Dump).join("\n"), libdir);
+            let dump = [ANY_GHOST.to_owned(), libdir.clone()];
+            assert_eq!(written(&config, Operation::Dump), dump);
             assert_eq!(
                 written(&config, Operation::Restore),
-                [libdir.clone(), "leave-stopped".to_owned()]
+                [libdir, "leave-stopped".to_owned()]
             );
             assert_eq!(
                 written(&config, Operation::Dump),
-                [libdir],
+                dump,
                 "a dump must not leave tasks stopped"
             );
             assert_eq!(std::fs::read_dir(&libs_dir).unwrap().count(), 0);
@@ -303,8 +312,11 @@ mod tests {
                 "leave-stopped"
             ]
         );
-        std::fs::write(&users, "").unwrap();
-        assert_eq!(written(&config, Operation::Dump), ["libdir /empty"]);
+        std::fs::write(&users, "ghost-limit 2M").unwrap();
+        assert_eq!(
+            written(&config, Operation::Dump),
+            [ANY_GHOST, "ghost-limit 2M", "libdir /empty"]
+        );
         assert!(!bundle.path().join("firn-criu-libs").exists());
     }
 

@@ -47,6 +47,8 @@ SAMPLES = [
     Sample("two", 2),
     Sample("fork"),
     Sample("nvml"),
+    Sample("monitored", 2),
+    Sample("init"),
     Sample("two", 2, word=True),
     Sample("ipc", 2, word=False),
 ]
@@ -95,6 +97,7 @@ def play(setup, sample, end):
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         wait_for_lines(container, sample.processes, {}, end)
+        keep_signs(setup, container, end)
         audited = firn_cli.audit(setup, container, end)
         if sample.word is None:
             outcome, seen = by_driver(setup, container, audited.cuda, sample.processes, end)
@@ -106,6 +109,15 @@ def play(setup, sample, end):
         }
     finally:
         cases.clean_up(setup, [container], directories=[directory])
+
+
+def keep_signs(setup, container, end):
+    """Keep what /proc shows of the driver in the container's processes."""
+    with open(f"{setup.evidence}/{container.name}.proc", "w", encoding="utf-8") as file:
+        for pid in container.pids(end):
+            with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
+                mapped = [line for line in maps if "nvidia" in line]
+            file.writelines([f"{pid}: open {' '.join(gpu_files([pid])) or 'nothing'}\n", *mapped])
 
 
 def printed(lines):

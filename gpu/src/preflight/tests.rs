@@ -70,14 +70,22 @@ fn managed_memory_is_told_from_the_drivers_own_mapping() {
 }
 
 #[test]
-fn a_further_mapping_among_the_drivers_own_is_a_suspicion() {
-    let pool = "204e00000-205000000 rw-s 204e00000 00:06 612    /dev/nvidia-uvm\n";
+fn every_context_has_a_mapping_of_the_drivers_own() {
+    // As on an H200, a process with three contexts.
+    let contexts = "209e00000-20a000000 rw-s 209e00000 00:27 12    /dev/nvidia-uvm\n\
+        20f200000-20f400000 rw-s 20f200000 00:27 12    /dev/nvidia-uvm\n";
+    assert_eq!(signs(contexts, ""), []);
+}
+
+#[test]
+fn a_larger_mapping_among_the_drivers_own_is_a_suspicion() {
+    let pool = "204e00000-205200000 rw-s 204e00000 00:06 612    /dev/nvidia-uvm\n";
     assert_eq!(
         signs(pool, ""),
         [(
             Sign::ManagedMemory {
                 ranges: 1,
-                bytes: 2 << 20
+                bytes: 4 << 20
             },
             Certainty::Suspected
         )]
@@ -147,6 +155,35 @@ fn libraries_that_share_memory_are_named_and_others_of_ucx_are_not() {
     let file = "libuct_cuda.so.0.0.0".to_owned();
     let found = (Sign::SharingLibrary { file }, Certainty::Suspected);
     assert_eq!(signs(maps, ""), [found]);
+}
+
+#[test]
+fn nvshmem_is_told_when_it_is_initialised_and_not_when_pytorch_has_loaded_it() {
+    let loaded = "7f40-7f50 r-xp 00000000 fe:01 7    /venv/nvidia/nvshmem/lib/libnvshmem_host.so.3\n";
+    assert_eq!(signs(loaded, ""), []);
+    let file = "nvshmem_bootstrap_uid.so.3";
+    let initialised = format!("{loaded}7f60-7f70 r-xp 00000000 fe:01 8    /venv/nvidia/nvshmem/lib/{file}\n");
+    let file = file.to_owned();
+    assert_eq!(
+        signs(&initialised, ""),
+        [(Sign::SharingLibrary { file }, Certainty::Suspected)]
+    );
+}
+
+#[test]
+fn a_process_that_only_uses_nvml_does_not_count_among_those_that_may_share_memory() {
+    let root = processes(&[(7, "", ""), (8, "", ""), (9, "", "")]);
+    let nvml = "7f6a00000000-7f6a00001000 rw-s 00000000 00:06 610    /dev/nvidiactl\n";
+    fs::write(root.path().join("8/maps"), nvml).unwrap();
+    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), []);
+    let moved = "204a00000-204c00000 rw-s 204a00000 00:06 612    /host/dev/nvidia-uvm (deleted)\n";
+    fs::write(root.path().join("8/maps"), moved).unwrap();
+    let found = inspect(root.path(), &[7, 8]).unwrap();
+    assert!(
+        found
+            .iter()
+            .any(|f| f.sign == Sign::MultipleCudaProcesses { pids: vec![7, 8] })
+    );
 }
 
 #[test]

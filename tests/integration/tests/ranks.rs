@@ -22,6 +22,32 @@ fn job<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
     Container::count_with(host, "job", &["0", "1"], 2, options, &RANKS)
 }
 
+/// The ranks of a job over sockets, by way of a shell.
+fn launched<'h>(host: &'h GpuHost, before: &str) -> Result<Container<'h>> {
+    let grant = host.ctr_gpu_options(&["0", "1"])?;
+    let mut options = vec!["--runtime", firn_lab::FIRN];
+    options.extend(grant.iter().map(String::as_str));
+    options.extend(SOCKETS);
+    let launcher =
+        format!("{before}; exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 --ranks 2 --gpu 0,1");
+    Ok(Container::run(host, "job", &options, &["sh", "-c", &launcher])?.counting(2))
+}
+
+/// As NCCL does between its threads: a file in /dev/shm, larger than CRIU takes unasked, which is deleted and stays open.
+const DELETED_FILE: &str =
+    "yes firn | head -c 4194304 >/dev/shm/nccl-firn; exec 9</dev/shm/nccl-firn; rm /dev/shm/nccl-firn";
+
+/// Checksum of that file, by the descriptor of the container's first process.
+fn deleted_file(job: &Container<'_>) -> Result<String> {
+    let said = job.exec(&["sh", "-c", "ls -l /proc/1/fd/9; md5sum /proc/1/fd/9"])?;
+    ensure!(said.contains("nccl-firn (deleted)"), "not deleted: {said}");
+    let sum = said
+        .lines()
+        .last()
+        .and_then(|line| line.split_whitespace().next());
+    Ok(sum.context("no checksum")?.to_owned())
+}
+
 /// UUIDs of the GPUs that hold memory of rank 0 and of rank 1, as the driver's tool tells.
 fn gpus_of_ranks(host: &GpuHost, job: &Container<'_>) -> Result<[String; 2]> {
     let inside = job.lines()?.last();
@@ -70,8 +96,9 @@ fn ranks_move(cgroup: Cgroup, name: &str) -> Result<()> {
             host(cgroup, &format!("{name}-b"), 3)?,
         ],
         |[a, b]| {
-            let source = job(a, &SOCKETS)?;
+            let source = launched(a, DELETED_FILE)?;
             source.goes_on(3)?;
+            let file = deleted_file(&source)?;
             assert_eq!(connections(&source)?, 2);
             assert_eq!(
                 gpus_of_ranks(a, &source)?,
@@ -94,6 +121,7 @@ fn ranks_move(cgroup: Cgroup, name: &str) -> Result<()> {
             copy.goes_on(5)?;
             assert_eq!(connections(&copy)?, 2);
             assert_eq!(gpus_of_ranks(b, &copy)?, [to[1].clone(), to[0].clone()]);
+            assert_eq!(deleted_file(&copy)?, file);
 
             // A restored job is one that can be checkpointed.
             b.remove_image("checkpoint/job")?;
@@ -137,13 +165,7 @@ fn ranks_that_may_share_memory_are_refused_and_go_on() -> Result<()> {
         unannounced.remove()?;
 
         // What a launcher takes out of the environment again is seen.
-        let grant = host.ctr_gpu_options(&["0", "1"])?;
-        let mut options = vec!["--runtime", firn_lab::FIRN];
-        options.extend(grant.iter().map(String::as_str));
-        options.extend(SOCKETS);
-        let launcher = "unset NCCL_SHM_DISABLE; exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 \
-                        --ranks 2 --gpu 0,1";
-        let launched = Container::run(host, "job", &options, &["sh", "-c", launcher])?.counting(2);
+        let launched = launched(host, "unset NCCL_SHM_DISABLE")?;
         launched.goes_on(3)?;
         let said = refused(host, &launched, "FIRN-NCCL")?;
         ensure!(said.contains("without NCCL_SHM_DISABLE=1. hint"), "{said}");

@@ -78,12 +78,17 @@ enum Habit {
     Fork,
     /// NVML and no CUDA
     Nvml,
+    /// A process that computes, and another with NVML and no CUDA
+    Monitored,
+    /// CUDA, and no context
+    Init,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
     Alone,
     Importer,
+    Monitor,
 }
 
 fn main() -> ExitCode {
@@ -103,7 +108,7 @@ fn run(options: &Options) -> Result<()> {
         prctl::set_pdeathsig(Signal::SIGKILL).context("cannot tie this process to its parent")?;
     }
     match (options.habit, options.part) {
-        (Habit::Nvml, _) => {
+        (Habit::Nvml, _) | (_, Some(Part::Monitor)) => {
             let _library = open_nvml()?;
             return options.go_on(|_| Ok(()));
         }
@@ -112,10 +117,13 @@ fn run(options: &Options) -> Result<()> {
     }
     let driver = Driver::open()?;
     driver.init()?;
+    if options.habit == Habit::Init {
+        return options.go_on(|_| Ok(()));
+    }
     driver.set_current(driver.primary_context(0)?)?;
     match options.part {
         Some(Part::Importer) => importer(&driver, options),
-        Some(Part::Alone) => compute(&driver, options, driver.allocate(MEMORY)?, MEMORY),
+        Some(Part::Alone | Part::Monitor) => compute(&driver, options, driver.allocate(MEMORY)?, MEMORY),
         None => owner(&driver, options),
     }
 }
@@ -124,7 +132,11 @@ fn run(options: &Options) -> Result<()> {
 fn owner(driver: &Driver, options: &Options) -> Result<()> {
     let plain = || driver.allocate(MEMORY);
     let (address, bytes) = match options.habit {
-        Habit::Plain | Habit::Two | Habit::Nvml => (plain()?, MEMORY),
+        Habit::Plain | Habit::Two | Habit::Nvml | Habit::Init => (plain()?, MEMORY),
+        Habit::Monitored => {
+            options.start(Part::Monitor, &[], Stdio::null())?;
+            (plain()?, MEMORY)
+        }
         Habit::Managed => (driver.allocate_managed(MEMORY)?, MEMORY),
         Habit::ManagedSmall => (driver.allocate_managed(SMALL)?, SMALL),
         Habit::ManagedVariable => (driver.variable(&CString::new(MANAGED_VARIABLE)?, "block")?, SMALL),
@@ -200,8 +212,11 @@ fn importer(driver: &Driver, options: &Options) -> Result<()> {
     let address = match &options.handle {
         Some(hex) => driver.import(parse_handle(hex)?)?,
         None => {
-            let allocation = driver.import_descriptor(std::io::stdin().as_fd())?;
+            // The driver takes the number 0 for no descriptor.
+            let descriptor = std::io::stdin().as_fd().try_clone_to_owned()?;
+            let allocation = driver.import_descriptor(descriptor.as_fd())?;
             // A descriptor that stays open would be a sign of its own.
+            drop(descriptor);
             dup2_stdin(File::open("/dev/null")?)?;
             driver.map(allocation, 0, VMM_GRANULE)?
         }
