@@ -47,6 +47,18 @@ pub const BUNDLE_CRIU_CONFIG: &str = "firn-criu.conf";
 /// Empty directory in the bundle that CRIU is given as its plugin directory, so that it loads no CUDA plugin.
 pub const BUNDLE_CRIU_LIBS: &str = "firn-criu-libs";
 
+/// Link to firn-hook, in the bundle, that CRIU is given as a script of a restore.
+pub const BUNDLE_CRIU_SCRIPT: &str = "firn-criu-script";
+
+/// Why that script has failed, in the bundle.
+pub const BUNDLE_SCRIPT_REFUSAL: &str = "firn-criu-script.json";
+
+/// Environment variable in which CRIU tells a script why it is run.
+pub const ENV_CRIU_ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
+
+/// Environment variable in which CRIU tells a script the pid of the container's init.
+pub const ENV_CRIU_INIT: &str = "CRTOOLS_INIT_PID";
+
 /// Empty file in the bundle that a restored container gets where it had a file of the driver that it can do without.
 pub const BUNDLE_EMPTY: &str = "firn-empty";
 

@@ -5,12 +5,14 @@ mod convert;
 mod libraries;
 mod loopback;
 mod rootfs;
+mod script;
 mod state;
 
 use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use firn_config::names;
 use nix::sys::stat::{Mode, umask};
 
 use rootfs::Rootfs;
@@ -34,6 +36,10 @@ usage: firn-hook createRuntime < state.json
                     link stays.
   update-ldcache    adds libraries to the container's /etc/ld.so.cache, before
                     others of the same name.
+
+  without arguments it is a script of CRIU's, called by a link in a bundle at a
+  restore: before CRIU opens files again it makes the GPU nodes in the
+  container's /dev those of the bundle's spec.
 
   convert           makes GPUs that a hook or a name in the bundle's spec asks
                     for edits of the spec, by the node's CDI files. Run by the
@@ -80,6 +86,10 @@ fn main() -> ExitCode {
             print!("{HELP}");
             Ok(())
         }
+        [] => match std::env::var(names::ENV_CRIU_ACTION) {
+            Ok(action) => return script::run(&action),
+            Err(_) => return wrong_usage(),
+        },
         _ => return wrong_usage(),
     };
     result.map_or_else(

@@ -117,3 +117,30 @@ fn the_shipped_hooks_file_calls_the_hook_as_it_wants_to_be_called() {
     let done = hook(verb, &own.to_string());
     assert!(done.status.success(), "{done:?}");
 }
+
+/// As CRIU calls it: by a link, without arguments.
+#[test]
+fn as_a_script_it_acts_at_one_moment_and_leaves_its_reason() {
+    let bundle = tempfile::tempdir().expect("a directory");
+    let link = bundle.path().join("firn-criu-script");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_firn-hook"), &link).expect("linked");
+    let call = |action: &str| {
+        Command::new(&link)
+            .env("CRTOOLS_SCRIPT_ACTION", action)
+            .env("CRTOOLS_INIT_PID", std::process::id().to_string())
+            .output()
+            .expect("the hook starts")
+    };
+    for action in ["pre-restore", "post-restore", "pre-dump"] {
+        assert!(call(action).status.success(), "{action}");
+    }
+    let failed = call("post-setup-namespaces");
+    assert_eq!(failed.status.code(), Some(1));
+    let left = std::fs::read(bundle.path().join("firn-criu-script.json")).expect("a reason");
+    let left: serde_json::Value = serde_json::from_slice(&left).expect("JSON");
+    assert_eq!(left["code"], "FIRN-SPEC-UNREADABLE");
+    assert!(String::from_utf8_lossy(&failed.stderr).contains("FIRN-SPEC-UNREADABLE: "));
+    std::fs::write(bundle.path().join("config.json"), "{}").expect("written");
+    assert!(call("post-setup-namespaces").status.success());
+    assert_eq!(hook("", "{}").status.code(), Some(2), "it is no script then");
+}

@@ -1,12 +1,14 @@
 //! The CRIU configuration file of a GPU container.
 //!
 //! runc hands CRIU one such file per container, whose lines override what runc asks for. It is the only way to reach
-//! two settings that GPU containers need: a plugin directory without CRIU's CUDA plugin (firn drives the driver itself),
-//! and, at a restore, tasks that stay stopped until their GPU state is back.
+//! what GPU containers need: a plugin directory without CRIU's CUDA plugin (firn drives the driver itself), and, at a
+//! restore, firn-hook as a script that sets /dev right before CRIU opens files, and tasks that stay stopped until their GPU
+//! state is back.
 //!
-//! A user's own file keeps its effect: its lines come first, firn's follow, and of two values CRIU takes the last. One
-//! default comes before them: CRIU carries deleted files that are still open up to 1 MiB, and NCCL's and PyTorch's in
-//! /dev/shm are larger. runc reads the file that the annotation `org.criu.config` names, else /etc/criu/runc.conf; an empty annotation means no
+//! A user's own file keeps its effect: its lines come first, firn's follow, and of two values CRIU takes the last, but for
+//! scripts, all of which it runs. One default comes before them: CRIU carries deleted files that are still open up to 1 MiB, and
+//! NCCL's and PyTorch's in /dev/shm are larger. runc reads the file that the annotation `org.criu.config` names, else
+//! /etc/criu/runc.conf; an empty annotation means no
 //! file; a file that does not exist is ignored. So does firn. The file is read anew for every operation.
 
 use std::io::{self, Read};
@@ -27,7 +29,7 @@ const ANY_GHOST: &str = "ghost-limit 1024G";
 pub enum Operation {
     /// Write an image.
     Dump,
-    /// Make processes from an image; they stay stopped.
+    /// Make processes from an image.
     Restore,
 }
 
@@ -71,13 +73,42 @@ impl CriuError {
 pub struct CriuConfig {
     bundle: PathBuf,
     users_file: Option<PathBuf>,
-    /// The operator's plugin directory; none means the empty one in the bundle.
-    libs_dir: Option<PathBuf>,
+    driver: Driver,
+    /// firn-hook, for a restore.
+    script: Option<PathBuf>,
+}
+
+/// Who gives processes their GPU state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Driver {
+    /// firn, to tasks that stay stopped until then. With the operator's plugin directory; none means the empty one in the
+    /// bundle.
+    Firn { libs_dir: Option<PathBuf> },
+    /// CRIU, by a plugin from where it looks for them.
+    Criu,
 }
 
 impl CriuConfig {
     /// For the container of this bundle. `libs_dir` is the configuration's `[criu] libs-dir`.
     pub fn new(spec: &Spec, bundle: &Path, libs_dir: Option<&Path>) -> Self {
+        let libs_dir = libs_dir.map(Path::to_owned);
+        Self::driven(spec, bundle, Driver::Firn { libs_dir })
+    }
+
+    /// For a container whose GPU state is CRIU's own affair.
+    pub fn of_criu(spec: &Spec, bundle: &Path) -> Self {
+        Self::driven(spec, bundle, Driver::Criu)
+    }
+
+    /// With firn-hook as a script of restores.
+    pub fn with_script(self, hook: &Path) -> Self {
+        Self {
+            script: Some(hook.to_owned()),
+            ..self
+        }
+    }
+
+    fn driven(spec: &Spec, bundle: &Path, driver: Driver) -> Self {
         let users_file = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
             Some("") => None,
             Some(path) => Some(path.into()),
@@ -86,7 +117,8 @@ impl CriuConfig {
         Self {
             bundle: bundle.to_owned(),
             users_file,
-            libs_dir: libs_dir.map(Path::to_owned),
+            driver,
+            script: None,
         }
     }
 
@@ -98,8 +130,11 @@ impl CriuConfig {
     /// Writes the file for the operation that comes next.
     pub fn write(&self, operation: Operation) -> Result<(), CriuError> {
         let content = self.content(operation)?;
-        if self.libs_dir.is_none() {
+        if self.driver == (Driver::Firn { libs_dir: None }) {
             make_directory(&self.bundle.join(names::BUNDLE_CRIU_LIBS))?;
+        }
+        if let Some(hook) = &self.script {
+            make_link(hook, &self.bundle.join(names::BUNDLE_CRIU_SCRIPT))?;
         }
         atomic::write(&self.bundle, names::BUNDLE_CRIU_CONFIG, content.as_bytes(), 0o600).map_err(|source| {
             CriuError::Write {
@@ -110,20 +145,27 @@ impl CriuConfig {
     }
 
     fn content(&self, operation: Operation) -> Result<String, CriuError> {
-        let mut content = match operation {
-            Operation::Dump => format!("{ANY_GHOST}\n"),
-            Operation::Restore => String::new(),
+        let mut content = match (operation, &self.driver) {
+            (Operation::Dump, Driver::Firn { .. }) => format!("{ANY_GHOST}\n"),
+            _ => String::new(),
         };
         content.push_str(&self.users_lines()?);
         if !content.is_empty() && !content.ends_with('\n') {
             content.push('\n');
         }
-        let default = self.bundle.join(names::BUNDLE_CRIU_LIBS);
-        let default = default.as_path();
-        let libs_dir = checked(self.libs_dir.as_deref().unwrap_or(default))?;
-        content.push_str(&format!("libdir {libs_dir}\n"));
+        if let Driver::Firn { libs_dir } = &self.driver {
+            let default = self.bundle.join(names::BUNDLE_CRIU_LIBS);
+            let libs_dir = checked(libs_dir.as_deref().unwrap_or(&default))?;
+            content.push_str(&format!("libdir {libs_dir}\n"));
+        }
         if operation == Operation::Restore {
-            content.push_str("leave-stopped\n");
+            if self.script.is_some() {
+                let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
+                content.push_str(&format!("action-script {}\n", checked(&link)?));
+            }
+            if self.driver != Driver::Criu {
+                content.push_str("leave-stopped\n");
+            }
         }
         Ok(content)
     }
@@ -252,6 +294,18 @@ fn make_directory(path: &Path) -> Result<(), CriuError> {
     }
 }
 
+/// CRIU gives a script no argument: by the link firn-hook learns the bundle. Safe to repeat.
+fn make_link(to: &Path, path: &Path) -> Result<(), CriuError> {
+    let made = match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => std::os::unix::fs::symlink(to, path),
+    };
+    made.map_err(|source| CriuError::Write {
+        path: path.to_owned(),
+        source,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -318,6 +372,28 @@ mod tests {
             [ANY_GHOST, "ghost-limit 2M", "libdir /empty"]
         );
         assert!(!bundle.path().join("firn-criu-libs").exists());
+    }
+
+    #[test]
+    fn the_script_is_for_restores_and_beside_the_users() {
+        let bundle = tempfile::tempdir().unwrap();
+        let users = bundle.path().join("users.conf");
+        std::fs::write(&users, "action-script /users").unwrap();
+        let link = bundle.path().join("firn-criu-script");
+        let ours = format!("action-script {}", link.display());
+        let spec = spec(users.to_str().unwrap());
+        let plugins = CriuConfig::of_criu(&spec, bundle.path()).with_script(Path::new("/a hook"));
+        for _ in 0..2 {
+            let lines = written(&plugins, Operation::Restore);
+            assert_eq!(lines, ["action-script /users", &ours], "CRIU's own restore");
+            assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/a hook"));
+        }
+        assert_eq!(written(&plugins, Operation::Dump), ["action-script /users"]);
+        let own =
+            CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).with_script(Path::new("/hook"));
+        let lines = written(&own, Operation::Restore);
+        assert_eq!(lines[1..], ["libdir /empty", &ours, "leave-stopped"]);
+        assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/hook"));
     }
 
     #[test]

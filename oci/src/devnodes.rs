@@ -1,8 +1,9 @@
 //! GPU nodes in the /dev of a restored container.
 //!
 //! CRIU brings /dev back as it was at the dump: with the source's nodes and numbers, whatever the spec of the restored
-//! container says. [`repair`] makes the GPU nodes those of the spec. It runs between `runc restore`, which leaves the
-//! tasks stopped, and the driver's restore, which opens the nodes.
+//! container says. [`repair`] makes the GPU nodes those of the spec. It runs when CRIU has the container's mounts and opens no
+//! file yet ([`crate::script`]), and for NVIDIA's GPUs once more between `runc restore`, which leaves the tasks stopped, and
+//! the driver's restore, which opens the nodes.
 //!
 //! The content of a container is hostile: directories are opened beneath the container's root without following any
 //! link, entries are removed and made relative to them, and a new node is checked before its owner and mode are set. A
@@ -19,11 +20,15 @@ use firn_gpu::{DeviceNode, NodeType};
 use nix::dir::Dir;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2};
-use nix::sys::stat::{Mode, SFlag, fstat, fstatat, major, makedev, minor, mkdirat, mknodat};
+use nix::sys::stat::{Mode, SFlag, fstat, fstatat, lstat, major, makedev, minor, mkdirat, mknodat};
 use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, unlinkat};
 
-use crate::gpu_path::{DIRECTORIES, classify};
+use crate::gpu_path::{DIRECTORIES, is_gpu};
+use crate::mountinfo::{self, MountEntry};
 use crate::{Spec, SpecDevice, SpecError};
+
+/// Where a container's device nodes are.
+const DEV: &str = "/dev";
 
 /// A /dev that cannot be repaired.
 #[derive(Debug, thiserror::Error)]
@@ -78,63 +83,164 @@ pub struct DevRepair {
 
 /// Makes the GPU nodes in the /dev of this process's root those of the spec. Safe to repeat.
 pub fn repair(pid: i32, spec: &Spec) -> Result<DevRepair, DevError> {
-    repair_below(
-        &PathBuf::from(format!("/proc/{pid}/root")),
-        Path::new("/dev"),
-        spec,
-    )
+    let root = PathBuf::from(format!("/proc/{pid}/root"));
+    repair_below(&root, Path::new(DEV), spec)
 }
 
-fn repair_below(root: &Path, host_dev: &Path, spec: &Spec) -> Result<DevRepair, DevError> {
-    let devices = spec.devices()?;
-    let wanted: Vec<&SpecDevice> = devices
-        .iter()
-        .filter(|d| classify(&d.node.path).is_some())
-        .collect();
-    let step = |action, path: &Path| {
-        let path = path.to_owned();
-        move |source: std::io::Error| DevError::Step { action, path, source }
-    };
-    let host = host_dev.metadata().map_err(step("look at", host_dev))?.dev();
-    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    let root_fd = open(root, flags, Mode::empty()).map_err(|e| step("open", root)(e.into()))?;
-
+/// As [`repair`], while CRIU makes the container and no file of it is open.
+///
+/// Its first process is then in a mount namespace of CRIU's, with the container's file systems beside each other under
+/// names of CRIU's, and from there nothing leads into the container's own. Its /dev is told by what it is: a tmpfs that the
+/// host does not have mounted, with GPU nodes in it.
+pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError> {
+    let root = PathBuf::from(format!("/proc/{init}/root"));
+    let root_fd = open_root(&root)?;
+    let mounts = mountinfo::of_process(init).map_err(step("list the mounts of", &root))?;
+    let hosts = mountinfo::mounted().map_err(step("list the mounts around", &root))?;
+    let is_hosts = |mount: &MountEntry| hosts.iter().any(|host| host.device == mount.device);
+    let is_own =
+        |mount: &&MountEntry| mount.fs_type == "tmpfs" && mount.root == Path::new("/") && !is_hosts(mount);
     let mut done = DevRepair::default();
-    for name in DIRECTORIES {
-        let path = if name.is_empty() {
-            PathBuf::from("/dev")
-        } else {
-            Path::new("/dev").join(name)
-        };
-        let in_here: Vec<&SpecDevice> = wanted
-            .iter()
-            .copied()
-            .filter(|d| d.node.path.parent() == Some(&path))
-            .collect();
-        let opened = open_directory(&root_fd, &path, !in_here.is_empty() && !name.is_empty());
-        let Some(fd) = opened.map_err(|e| step("open", &path)(e.into()))? else {
+    for mount in mounts.iter().filter(is_own) {
+        // What is mounted over cannot be opened, and is no /dev.
+        let Ok(Some(fd)) = open_directory(&root_fd, &mount.mount_point, false) else {
             continue;
         };
-        let device = fstat(&fd).map_err(|e| step("look at", &path)(e.into()))?.st_dev;
-        if device == host {
-            continue;
-        }
-        let mut directory = Directory {
+        let dev = Place {
             fd,
-            path,
-            user_namespace: spec.has_namespace("user"),
+            path: Path::new(DEV),
         };
-        directory.remove_others(&in_here, &mut done)?;
-        for node in in_here {
-            directory.provide(node, &mut done)?;
+        if dev.is_of(&mount.device) && dev.has_gpus() {
+            dev.repair(host_device(Path::new(DEV))?, spec, &mut done)?;
         }
     }
     Ok(done)
 }
 
-/// Opens a directory beneath the container's root, without following links; none if it is not there and not to be made.
+/// The device node at this path of the host; none when there is none, or something else.
+pub fn of_host(path: &Path) -> Option<DeviceNode> {
+    let id = DeviceId::of_stat(&lstat(path).ok()?)?;
+    Some(DeviceNode {
+        path: path.to_owned(),
+        kind: id.kind,
+        major: id.major,
+        minor: id.minor,
+    })
+}
+
+fn repair_below(root: &Path, host_dev: &Path, spec: &Spec) -> Result<DevRepair, DevError> {
+    let mut done = DevRepair::default();
+    let place = Place {
+        fd: open_root(root)?,
+        path: Path::new("/"),
+    };
+    place.repair(host_device(host_dev)?, spec, &mut done)?;
+    Ok(done)
+}
+
+fn step<E: Into<std::io::Error>>(action: &'static str, path: &Path) -> impl FnOnce(E) -> DevError {
+    let path = path.to_owned();
+    move |source| DevError::Step {
+        action,
+        path,
+        source: source.into(),
+    }
+}
+
+/// The file system of the host's /dev.
+fn host_device(host_dev: &Path) -> Result<u64, DevError> {
+    let metadata = host_dev.metadata().map_err(step("look at", host_dev))?;
+    Ok(metadata.dev())
+}
+
+fn open_root(root: &Path) -> Result<OwnedFd, DevError> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    open(root, flags, Mode::empty()).map_err(step("open", root))
+}
+
+/// A directory that is at this path of the container.
+struct Place<'p> {
+    fd: OwnedFd,
+    path: &'p Path,
+}
+
+impl Place<'_> {
+    /// A directory of the container that is this one or below it.
+    fn open(&self, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
+        open_directory(&self.fd, path.strip_prefix(self.path).unwrap_or(path), make)
+    }
+
+    /// Whether it is on this file system, `major:minor`.
+    fn is_of(&self, device: &str) -> bool {
+        let stat = fstat(&self.fd);
+        stat.is_ok_and(|stat| format!("{}:{}", major(stat.st_dev), minor(stat.st_dev)) == device)
+    }
+
+    fn has_gpus(&self) -> bool {
+        DIRECTORIES.iter().any(|name| {
+            let path = directory(name);
+            let Ok(Some(fd)) = self.open(&path, false) else {
+                return false;
+            };
+            let directory = Directory {
+                fd,
+                path,
+                user_namespace: false,
+            };
+            let is_device = |name: &CString| {
+                let entry = directory.entry(name, &directory.path);
+                matches!(entry, Ok(Some(Entry::Device(_))))
+            };
+            directory
+                .gpu_names()
+                .is_ok_and(|names| names.iter().any(is_device))
+        })
+    }
+
+    fn repair(&self, host: u64, spec: &Spec, done: &mut DevRepair) -> Result<(), DevError> {
+        let devices = spec.devices()?;
+        let is_wanted = |device: &&SpecDevice| is_gpu(&device.node.path);
+        let wanted: Vec<&SpecDevice> = devices.iter().filter(is_wanted).collect();
+        for name in DIRECTORIES {
+            let path = directory(name);
+            let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
+            let in_here: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
+            let opened = self.open(&path, !in_here.is_empty() && !name.is_empty());
+            let Some(fd) = opened.map_err(step("open", &path))? else {
+                continue;
+            };
+            if fstat(&fd).map_err(step("look at", &path))?.st_dev == host {
+                continue;
+            }
+            let mut directory = Directory {
+                fd,
+                path,
+                user_namespace: spec.has_namespace("user"),
+            };
+            directory.remove_others(&in_here, done)?;
+            for node in in_here {
+                directory.provide(node, done)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The path of one of [`DIRECTORIES`].
+fn directory(name: &str) -> PathBuf {
+    match name {
+        "" => PathBuf::from(DEV),
+        name => Path::new(DEV).join(name),
+    }
+}
+
+/// Opens a directory beneath another, without following links; none if it is not there and not to be made.
 fn open_directory(root: &OwnedFd, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
-    let relative = path.strip_prefix("/").unwrap_or(path);
+    let or_itself = |path: &Path| match path.as_os_str().is_empty() {
+        true => PathBuf::from("."),
+        false => path.to_owned(),
+    };
+    let relative = or_itself(path.strip_prefix("/").unwrap_or(path));
     let how = OpenHow::new()
         .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
         .resolve(
@@ -142,15 +248,15 @@ fn open_directory(root: &OwnedFd, path: &Path, make: bool) -> Result<Option<Owne
                 | ResolveFlag::RESOLVE_NO_SYMLINKS
                 | ResolveFlag::RESOLVE_NO_MAGICLINKS,
         );
-    match openat2(root, relative, how) {
+    match openat2(root, &relative, how) {
         Err(Errno::ENOENT) if make => {
             let (parent, name) = (relative.parent(), relative.file_name());
             let (Some(parent), Some(name)) = (parent, name) else {
                 return Err(Errno::ENOENT);
             };
-            let parent = openat2(root, parent, how)?;
+            let parent = openat2(root, &or_itself(parent), how)?;
             mkdirat(&parent, name, Mode::from_bits_truncate(0o755))?;
-            openat2(root, relative, how).map(Some)
+            openat2(root, &relative, how).map(Some)
         }
         Err(Errno::ENOENT) => Ok(None),
         other => other.map(Some),
@@ -210,7 +316,7 @@ impl Directory {
             let mut names = Vec::new();
             for entry in Dir::from_fd(again)?.iter() {
                 let name = entry?.file_name().to_owned();
-                if classify(&self.path.join(OsStr::from_bytes(name.as_bytes()))).is_some() {
+                if is_gpu(&self.path.join(OsStr::from_bytes(name.as_bytes()))) {
                     names.push(name);
                 }
             }

@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::gpu_path::{self, GpuPath, classify};
 use crate::spec::parse_device;
+use crate::vendor::other_gpu;
 use crate::{DeviceRule, Spec, SpecError};
 
 /// An edit that cannot be made.
@@ -73,6 +74,33 @@ pub fn replace_gpus(
     let targets: Vec<DeviceNode> = targets.iter().map(node_of).collect::<Result<_, _>>()?;
     let moves = replace_devices(spec, &targets, common)?;
     replace_rules(spec, &moves)?;
+    Ok(report(&moves))
+}
+
+/// Gives nodes of GPUs that are not NVIDIA's the numbers that their paths have on this host, as `look` tells them. One
+/// that this host does not have is dropped: which device it would open here is not known.
+pub fn renumber_other_gpus(
+    spec: &mut Spec,
+    look: impl Fn(&Path) -> Option<DeviceNode>,
+) -> Result<DeviceEdit, EditError> {
+    let (mut moves, mut new) = (Vec::new(), Vec::new());
+    let old = spec.array("/linux/devices").to_vec();
+    for entry in &old {
+        let from = parse_device(entry)?.map(|device| device.node);
+        match from.filter(|node| other_gpu(&node.path).is_some()) {
+            None => new.push(entry.clone()),
+            Some(from) => {
+                let to = look(&from.path);
+                new.extend(to.as_ref().map(|to| with_node(entry, to)));
+                moves.push(Move { from: Some(from), to });
+            }
+        }
+    }
+    if new != old {
+        spec.object_mut(&["linux"], "linux")?
+            .insert("devices".to_owned(), Value::Array(new));
+        replace_rules(spec, &moves)?;
+    }
     Ok(report(&moves))
 }
 

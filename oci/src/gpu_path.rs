@@ -7,6 +7,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::vendor::{OtherGpu, other_gpu};
+
 /// What a device path of a container is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GpuPath {
@@ -40,6 +42,11 @@ pub(crate) fn classify(path: &Path) -> Option<GpuPath> {
 /// Whether the path is a node of NVIDIA's driver.
 pub(crate) fn is_nvidia(path: &Path) -> bool {
     matches!(classify(path), Some(GpuPath::Gpu | GpuPath::Control))
+}
+
+/// Whether the path is a node that opens a GPU, of whichever vendor.
+pub(crate) fn is_gpu(path: &Path) -> bool {
+    classify(path).is_some() || other_gpu(path) == Some(OtherGpu::Amd)
 }
 
 /// Whether a hook of the spec runs one of NVIDIA's programs, itself or through containerd's `oci-hook`.

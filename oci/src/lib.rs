@@ -24,6 +24,7 @@ pub mod mounts;
 pub mod nccl;
 mod policy;
 pub mod procfs;
+pub mod script;
 mod spec;
 pub mod surroundings;
 mod vendor;

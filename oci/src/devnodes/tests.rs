@@ -75,6 +75,7 @@ fn nodes_of_the_source_make_room_for_those_of_the_spec() {
     container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
     container.node("/dev/nvidia1", SFlag::S_IFCHR, 5);
     container.node("/dev/nvidia-uvm", SFlag::S_IFCHR, 7);
+    container.node("/dev/kfd", SFlag::S_IFCHR, 7);
     container.node("/dev/null", SFlag::S_IFCHR, 3);
     container.node("/dev/nvidia-caps/nvidia-cap1", SFlag::S_IFCHR, 3);
     let wanted = json!([
@@ -86,7 +87,10 @@ fn nodes_of_the_source_make_room_for_those_of_the_spec() {
     let done = container.repair(wanted.clone()).unwrap();
     let mut removed = paths(&done.removed);
     removed.sort_unstable();
-    assert_eq!(removed, ["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia0"]);
+    assert_eq!(
+        removed,
+        ["/dev/kfd", "/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia0"]
+    );
     assert_eq!(paths(&done.made), ["/dev/nvidia2", "/dev/nvidia-uvm"]);
     assert_eq!(container.stat("/dev/nvidia0"), None);
     assert_eq!(
@@ -269,6 +273,28 @@ fn the_dev_of_another_mount_namespace_is_repaired_and_the_hosts_is_not() {
     let dev = PathBuf::from(format!("/proc/{}/root/dev", process.0.id()));
     assert!(dev.join("nvidia78").exists() && !dev.join("nvidia77").exists());
     assert!(!Path::new("/dev/nvidia78").exists());
+}
+
+#[test]
+fn the_dev_of_a_container_that_is_not_put_together_is_found_by_what_it_is() {
+    let mounts = "mount -t tmpfs none /tmp && cd /tmp && mkdir mnt-7 mnt-8 && \
+        mount -t tmpfs tmpfs mnt-7 && mount -t tmpfs tmpfs mnt-8 && \
+        mkdir mnt-7/dri && mknod mnt-7/dri/renderD128 c 1 3 && mknod mnt-8/null c 1 3";
+    let Some(process) = Process::start(mounts) else {
+        return;
+    };
+    let spec = Spec::from(json!({"linux": {"devices": [
+        {"path": "/dev/dri/renderD129", "type": "c", "major": 1, "minor": 5},
+        {"path": "/dev/kfd", "type": "c", "major": 1, "minor": 7},
+    ]}}));
+    let pid = process.0.id().cast_signed();
+    let done = repair_unassembled(pid, &spec).unwrap();
+    assert_eq!(paths(&done.removed), ["/dev/dri/renderD128"]);
+    assert_eq!(paths(&done.made), ["/dev/kfd", "/dev/dri/renderD129"]);
+    let yard = PathBuf::from(format!("/proc/{pid}/root/tmp"));
+    assert!(yard.join("mnt-7/dri/renderD129").exists() && !yard.join("mnt-8/kfd").exists());
+    assert_eq!(repair_unassembled(pid, &spec).unwrap(), DevRepair::default());
+    assert!(!Path::new("/dev/kfd").exists());
 }
 
 #[test]

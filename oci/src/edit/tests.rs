@@ -254,3 +254,38 @@ fn a_cgroup_is_renamed_in_both_forms() {
     rename_cgroup(&mut without, "new").unwrap();
     assert_eq!(without.cgroups_path(), None);
 }
+
+#[test]
+fn nodes_of_other_vendors_get_the_numbers_of_this_host() {
+    let entry = |path: &str, major: u64, minor: u64| serde_json::json!({"path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o660});
+    let rule = |major: u64, minor: u64| serde_json::json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rw"});
+    let spec = |devices: [Value; 3], rules: Vec<Value>| {
+        Spec::from(json!({"linux": {"devices": devices, "resources": {"devices": rules}}}))
+    };
+    let fuse = entry("/dev/fuse", 10, 229);
+    let (kfd, render) = ("/dev/kfd", "/dev/dri/renderD129");
+    let mut moved = spec(
+        [fuse.clone(), entry(kfd, 511, 0), entry(render, 226, 129)],
+        vec![rule(511, 0), rule(10, 229), rule(226, 129)],
+    );
+    let node = |path: &Path, major, minor| DeviceNode {
+        path: path.to_owned(),
+        kind: NodeType::Char,
+        major,
+        minor,
+    };
+    let host = |path: &Path| Some(node(path, if path == Path::new(kfd) { 507 } else { 226 }, 130));
+    let edit = renumber_other_gpus(&mut moved, host).unwrap();
+    assert_eq!(edit.added.len(), 2);
+    let expected = spec(
+        [fuse.clone(), entry(kfd, 507, 130), entry(render, 226, 130)],
+        vec![rule(507, 130), rule(10, 229), rule(226, 130)],
+    );
+    assert_eq!(moved, expected);
+    assert!(renumber_other_gpus(&mut moved, host).unwrap().is_empty());
+
+    let edit = renumber_other_gpus(&mut moved, |path| host(path).filter(|_| path == Path::new(kfd))).unwrap();
+    assert_eq!(edit.dropped[0].path, Path::new(render));
+    assert_eq!(paths(&moved), ["/dev/fuse", kfd]);
+    assert_eq!(allowed(&moved), ["507:130", "10:229"]);
+}

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use firn_oci::devnodes::DevError;
 use firn_oci::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
+use firn_oci::script::Refusal as ScriptRefusal;
 use ttrpc::Code;
 
 use crate::cgroup::CgroupError;
@@ -80,6 +81,8 @@ pub(crate) enum Cause {
     Spec(#[from] firn_oci::SpecError),
     #[error("cannot repair /dev of the container")]
     Dev(#[from] DevError),
+    #[error("firn-hook has ended it")]
+    Script(#[source] ScriptRefusal),
     #[error("cannot let the restore threads run")]
     Hold(#[from] HoldError),
     #[error("the driver refused")]
@@ -174,7 +177,7 @@ impl Refusal {
 }
 
 impl Cause {
-    fn code(&self) -> &'static str {
+    fn code(&self) -> &str {
         match self {
             Self::Criu(error) => error.code(),
             Self::Runtime { .. } | Self::PidFile(_) | Self::Continue { .. } => "FIRN-RESTORE",
@@ -186,6 +189,7 @@ impl Cause {
             Self::Cgroup(_) => "FIRN-FREEZER",
             Self::Spec(error) => error.code(),
             Self::Dev(error) => error.code(),
+            Self::Script(refusal) => &refusal.code,
             Self::Hold(_) => "FIRN-HOLD",
             Self::Gpu(error) => error.code(),
         }
@@ -216,6 +220,7 @@ impl Cause {
             }
             Self::Spec(error) => error.hint(),
             Self::Dev(error) => error.hint(),
+            Self::Script(refusal) => &refusal.hint,
             Self::Hold(_) => "detach debuggers; the checkpoint can be used again",
             Self::Gpu(error) => error.hint(),
         }

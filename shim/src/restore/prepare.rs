@@ -7,7 +7,7 @@ use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
 use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
-use firn_oci::{Decision, Spec, edit, mounts};
+use firn_oci::{Decision, Spec, devnodes, edit, mounts};
 
 use super::RestoreError;
 use super::error::Refusal;
@@ -27,10 +27,18 @@ pub(crate) struct Prepared {
     pub flags: DumpFlags,
     /// What its files were when they were checked; absent without a manifest.
     pub verified: Option<Arc<Verified>>,
-    /// CRIU's plugins for AMD's GPUs; absent: as `gpu` says, or CRIU's own choice.
-    pub amd_plugins: Option<PathBuf>,
+    /// Absent when the spec gives no GPUs but NVIDIA's.
+    pub others: Option<OtherPart>,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
+}
+
+/// What a restore has to do with GPUs that are not NVIDIA's.
+pub(crate) struct OtherPart {
+    /// CRIU's plugins for AMD's GPUs; absent: CRIU's own choice.
+    pub plugins: Option<PathBuf>,
+    /// With firn-hook as a script; absent where CRIU cannot be given it.
+    pub criu: Option<CriuConfig>,
 }
 
 /// The GPU side of a restore.
@@ -67,7 +75,7 @@ pub(crate) async fn prepare(
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,
-            amd_plugins: amd_plugins(bundle, &spec).map_err(refused)?,
+            others: other_part(bundle, spec, runc).await.map_err(refused)?,
             gpu: None,
         });
     };
@@ -82,26 +90,44 @@ pub(crate) async fn prepare(
     Ok(Prepared {
         image: image.to_owned(),
         flags: manifest.dump,
-        amd_plugins: None,
+        others: None,
         verified: Some(Arc::new(verified)),
         gpu,
     })
 }
 
-/// CRIU's plugins for a container with AMD's GPUs. Whether the image holds anything of them is not known here: where there is
-/// no plugin, CRIU tells.
-fn amd_plugins(bundle: &Path, spec: &Spec) -> Result<Option<PathBuf>, Refusal> {
-    if !spec.has_amd_gpus() {
+/// The state of GPUs that are not NVIDIA's is in CRIU's images, or nothing has them open: which, is not known here. So what is
+/// missing on this node refuses nothing.
+async fn other_part(bundle: &Path, mut spec: Spec, runc: &Runc) -> Result<Option<OtherPart>, Refusal> {
+    if !spec.has_other_gpus() {
         return Ok(None);
     }
     let config = Config::load()?;
-    match criu::amd_plugins(bundle, config.criu.amdgpu_plugin.as_deref(), &criu::PLUGIN_DIRS) {
-        Ok(plugins) => Ok(Some(plugins)),
-        Err(error) => {
-            log::warn!("{}", Chain(&error));
-            Ok(None)
-        }
-    }
+    let plugins = match spec.has_amd_gpus() {
+        true => unless_missing(criu::amd_plugins(
+            bundle,
+            config.criu.amdgpu_plugin.as_deref(),
+            &criu::PLUGIN_DIRS,
+        )),
+        false => None,
+    };
+    let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
+    let is_runc = runc.brand().await == Brand::Runc;
+    let mut others = OtherPart { plugins, criu: None };
+    let Some(hook) = hook.filter(|_| is_runc) else {
+        return Ok(Some(others));
+    };
+    let edited = edit::renumber_other_gpus(&mut spec, devnodes::of_host)?;
+    log::debug!("spec edited for the target's GPUs: {edited:?}");
+    let criu = CriuConfig::of_criu(&spec, bundle).with_script(&hook);
+    edit::set_criu_config(&mut spec, &criu.path())?;
+    spec.save(bundle)?;
+    others.criu = Some(criu);
+    Ok(Some(others))
+}
+
+fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
+    found.inspect_err(|error| log::warn!("{}", Chain(error))).ok()
 }
 
 /// The manifest, when there is one, of an image that is as it was made.
@@ -150,7 +176,7 @@ async fn gpu_part(
         log::warn!("restore of {id}: {warning}");
     }
 
-    let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
+    let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()).with_script(&hook);
     let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
     log::debug!("spec edited for the target's GPUs: {edited:?}");
     edit::strip_gpu_hooks(&mut spec)?;

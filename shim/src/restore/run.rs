@@ -4,8 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use firn_oci::devnodes::{self, DevRepair};
 use firn_oci::manifest::CudaProcess;
-use firn_oci::{Spec, criu, devnodes};
+use firn_oci::script::Refusal as ScriptRefusal;
+use firn_oci::{Spec, criu};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -72,7 +74,10 @@ pub(crate) async fn run(
         flags: &prepared.flags,
         plugins: gpu
             .map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins))
-            .or(prepared.amd_plugins.as_deref()),
+            .or(prepared
+                .others
+                .as_ref()
+                .and_then(|others| others.plugins.as_deref())),
         bounds: Bounds {
             deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
             journal: &journal,
@@ -177,8 +182,20 @@ async fn plain(
 ) -> Result<i32, RestoreError> {
     let (pid_file, Bounds { journal, .. }) = (restore.pid_file, restore.bounds);
     enter(journal, Phase::CriuRestore).await;
+    let criu = prepared.others.as_ref().and_then(|others| others.criu.as_ref());
+    if let Some(criu) = criu {
+        forget_refusal(container).await;
+        criu.write(criu::Operation::Restore)
+            .map_err(|error| failed(prepared, error.into()))?;
+    }
     match container.runc.restore(restore, stdio).await {
-        Ok(()) => read_pid(pid_file).map_err(|cause| failed(prepared, cause.into())),
+        Ok(()) => {
+            // For the next dump, to which the script has nothing to say.
+            if let Some(Err(error)) = criu.map(|criu| criu.write(criu::Operation::Dump)) {
+                log::warn!("{}", Chain(&error));
+            }
+            read_pid(pid_file).map_err(|cause| failed(prepared, cause.into()))
+        }
         Err(_) if container.runc.brand().await == Brand::Youki => Err(RestoreError::Refused {
             image: prepared.image.clone(),
             cause: Refusal::Runtime {
@@ -192,7 +209,10 @@ async fn plain(
                 enter(journal, Phase::Abandon).await;
                 abandon(container).await;
             }
-            Err(RestoreError::Plain { error, lines, log })
+            match refusal_of_script(container).await {
+                Some(refusal) => Err(failed(prepared, Cause::Script(refusal))),
+                None => Err(RestoreError::Plain { error, lines, log }),
+            }
         }
     }
 }
@@ -224,6 +244,7 @@ async fn restore_gpu(
 ) -> Result<i32, Cause> {
     let Bounds { journal, cut, .. } = restore.bounds;
     journal.enter(Phase::CriuRestore).await?;
+    forget_refusal(container).await;
     gpu.criu.write(criu::Operation::Restore)?;
     // The worker starts up while CRIU works.
     let (image, pid_file) = (restore.image.to_owned(), restore.pid_file);
@@ -232,9 +253,10 @@ async fn restore_gpu(
     driver.warm_up()?;
     if let Err(error) = container.runc.restore(restore, stdio).await {
         let lines = last_errors(&log).await;
-        return Err(match error {
-            RuncError::Cut { .. } => Cause::Killed,
-            error => Cause::Runtime { error, lines, log },
+        return Err(match (error, refusal_of_script(container).await) {
+            (RuncError::Cut { .. }, _) => Cause::Killed,
+            (_, Some(refusal)) => Cause::Script(refusal),
+            (error, None) => Cause::Runtime { error, lines, log },
         });
     }
     account.mark("criu-restore");
@@ -262,7 +284,12 @@ async fn bring_back(
     let pids = Cgroup::of_pid(pid)?.pids()?;
     let spec = Spec::load(&container.bundle)?;
     let repaired = blocking(move || devnodes::repair(pid, &spec)).await?;
-    log::debug!("device nodes repaired: {repaired:?}");
+    if repaired != DevRepair::default() {
+        log::warn!(
+            "device nodes of {} were not as CRIU's script had left them: {repaired:?}",
+            container.id
+        );
+    }
     account.mark("dev-repair");
 
     let (cuda, tids) = find(&gpu.processes, &pids)?;
@@ -325,6 +352,17 @@ fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>),
         tids.push(procfs::outer_tid(pid, process.restore_tid).ok_or_else(missing)?);
     }
     Ok((cuda, tids))
+}
+
+/// Why firn-hook, as CRIU's script, has ended a restore; none when something else has.
+async fn refusal_of_script(container: &Container) -> Option<ScriptRefusal> {
+    let bundle = container.bundle.clone();
+    blocking(move || ScriptRefusal::take(&bundle)).await
+}
+
+/// Forgets why an earlier restore was ended.
+async fn forget_refusal(container: &Container) {
+    let _ = refusal_of_script(container).await;
 }
 
 /// Removes the log of an earlier restore, whose errors are not this one's.

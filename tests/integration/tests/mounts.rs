@@ -83,6 +83,10 @@ fn mounts_of_the_target(suite: Suite, name: &str) -> Result<()> {
                     "{told}"
                 );
             }
+            ensure!(
+                !told.contains("were not as CRIU's script had left them"),
+                "the nodes were set right too late:\n{told}"
+            );
             let after = uvm(&copy.exec(&stat)?);
             assert_ne!(after, before, "the nodes do not differ: this shows nothing");
             assert_eq!(after, uvm(&b.node().run(&stat)?.stdout));

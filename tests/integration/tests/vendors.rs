@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, failure, on};
+use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, failure, nothing_left, on};
 use firn_node::{Cgroup, Suite, wait_for};
 
 const KFD: &str = "/dev/kfd";
@@ -21,10 +21,15 @@ const NOTING: &str = "#!/bin/sh\ncase \" $* \" in *' checkpoint '*) verb=checkpo
 
 /// A node with an NVIDIA GPU and with nodes of AMD's names.
 fn host(name: &str) -> Result<GpuHost> {
-    let host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+    host_with(Suite::Forky, name, "3")
+}
+
+/// One where these nodes open the memory device of this number.
+fn host_with(suite: Suite, name: &str, minor: &str) -> Result<GpuHost> {
+    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
     host.node().run(&["mkdir", "-p", "/dev/dri"])?;
     for path in [KFD, RENDER] {
-        host.node().run(&["mknod", path, "c", "1", "3"])?;
+        host.node().run(&["mknod", "-m", "666", path, "c", "1", minor])?;
     }
     Ok(host)
 }
@@ -137,4 +142,80 @@ fn amds_gpus_are_dumped_and_restored_with_their_plugin_and_no_other() -> Result<
         copy.remove()?;
         host.idle()
     })
+}
+
+/// Which devices its first process has open, and which the nodes open.
+fn devices(job: &Container<'_>) -> Result<Vec<String>> {
+    let stat = [
+        "stat",
+        "-L",
+        "-c",
+        "%t:%T",
+        "/proc/1/fd/3",
+        "/proc/1/fd/4",
+        KFD,
+        RENDER,
+    ];
+    Ok(job.exec(&stat)?.lines().map(str::to_owned).collect())
+}
+
+/// On the other node the same names open other devices. CRIU opens the container's files itself, from its /dev.
+fn files_are_opened_on_the_target(suite: Suite, name: &str) -> Result<()> {
+    let hosts = [
+        host_with(suite, &format!("{name}-a"), "3")?,
+        host_with(suite, &format!("{name}-b"), "5")?,
+    ];
+    on(hosts, |[a, b]| {
+        for host in [&*a, &*b] {
+            host.node()
+                .write("/usr/lib/criu/amdgpu_plugin.so", "no library")?;
+            host.replace_runc(NOTING)?;
+        }
+        // What an operator has CRIU do is done too.
+        let script = "#!/bin/sh\necho $CRTOOLS_SCRIPT_ACTION >>/run/operators\n";
+        let file = tempfile::NamedTempFile::new()?;
+        std::fs::write(file.path(), script)?;
+        b.node().install(file.path(), "/run/script", 0o755)?;
+        b.node()
+            .write("/etc/criu/runc.conf", "action-script /run/script\n")?;
+
+        let job = with_open(a, &[KFD, RENDER])?;
+        assert_eq!(devices(&job)?, ["1:3"; 4]);
+        job.checkpoint("checkpoint/job")?;
+        a.send_image("checkpoint/job", b)?;
+        let (copy, _) = Container::restore(b, "job", "checkpoint/job", 0)?;
+        beats_on(b)?;
+        assert_eq!(devices(&copy)?, ["1:5"; 4]);
+        let operators = b.node().read("/run/operators")?;
+        ensure!(operators.contains("post-setup-namespaces"), "{operators}");
+        b.remove_image("checkpoint/job")?;
+        copy.checkpoint("checkpoint/again")?;
+        beats_on(b)?;
+        copy.remove()?;
+
+        // A /dev that cannot be set right: the restore ends, and says why.
+        job.exec(&["sh", "-c", "mv /dev/dri /dev/other && ln -s other /dev/dri"])?;
+        a.remove_image("checkpoint/job")?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        a.send_image("checkpoint/job", b)?;
+        let said = failure(Container::restore(b, "job", "checkpoint/job", 0).map(drop))?;
+        for part in ["FIRN-DEV-REPAIR:", "/dev/dri", "hint: "] {
+            ensure!(said.contains(part), "no {part} in:\n{said}");
+        }
+        b.node().run(&["ctr", "containers", "delete", "job"])?;
+        nothing_left(b, "job")?;
+        a.idle()?;
+        b.idle()
+    })
+}
+
+#[test]
+fn what_criu_opens_itself_is_the_targets_on_forky() -> Result<()> {
+    files_are_opened_on_the_target(Suite::Forky, "vn-f")
+}
+
+#[test]
+fn what_criu_opens_itself_is_the_targets_on_trixie() -> Result<()> {
+    files_are_opened_on_the_target(Suite::Trixie, "vn-t")
 }

@@ -1,0 +1,108 @@
+//! What firn-hook does as CRIU's action script.
+//!
+//! CRIU calls it at several points of a restore. One counts: the container's file systems are there, and no file has been
+//! opened again. That is the moment to set the GPU nodes of its /dev right: a node that a process had open, and AMD's
+//! render nodes, are opened by CRIU itself.
+//!
+//! CRIU tells of a script only that it has failed. So the reason is left in the bundle, for the shim.
+
+use std::io::{self, Read};
+use std::path::Path;
+
+use firn_config::names;
+use serde::{Deserialize, Serialize};
+
+use crate::devnodes::{self, DevError, DevRepair};
+use crate::{Spec, atomic};
+
+/// CRIU's name of the moment.
+pub const MOMENT: &str = "post-setup-namespaces";
+
+/// Largest reason that is read.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// Why firn-hook has not done what it was called for, in words for people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Refusal {
+    /// `FIRN-...`.
+    pub code: String,
+    /// What failed.
+    pub message: String,
+    /// What to do.
+    pub hint: String,
+}
+
+/// Makes the GPU nodes in the /dev of the container whose first process this is those of the bundle's spec. What fails is left
+/// in the bundle.
+pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, Refusal> {
+    let repaired = Spec::load(bundle)
+        .map_err(DevError::from)
+        .and_then(|spec| devnodes::repair_unassembled(init, &spec));
+    repaired.map_err(|error| {
+        let refusal = Refusal::of(&error);
+        // CRIU's log has it too.
+        let _ = refusal.leave(bundle);
+        refusal
+    })
+}
+
+impl Refusal {
+    fn of(error: &DevError) -> Self {
+        let mut message = error.to_string();
+        let mut cause = std::error::Error::source(error);
+        while let Some(error) = cause {
+            message = format!("{message}: {error}");
+            cause = error.source();
+        }
+        Self {
+            code: error.code().to_owned(),
+            message,
+            hint: error.hint().to_owned(),
+        }
+    }
+
+    fn leave(&self, bundle: &Path) -> io::Result<()> {
+        atomic::write(
+            bundle,
+            names::BUNDLE_SCRIPT_REFUSAL,
+            &serde_json::to_vec(self)?,
+            0o600,
+        )
+    }
+
+    /// The one that was left in this bundle; it is there no more then.
+    pub fn take(bundle: &Path) -> Option<Self> {
+        let path = bundle.join(names::BUNDLE_SCRIPT_REFUSAL);
+        let mut text = Vec::new();
+        let file = std::fs::File::open(&path).ok()?;
+        file.take(MAX_BYTES).read_to_end(&mut text).ok()?;
+        if let Err(error) = std::fs::remove_file(&path) {
+            log::warn!("cannot remove {}: {error}", path.display());
+        }
+        serde_json::from_slice(&text).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fails_is_left_for_the_shim_once() {
+        let bundle = tempfile::tempdir().unwrap();
+        assert_eq!(Refusal::take(bundle.path()), None);
+        let own = i32::try_from(std::process::id()).unwrap();
+        let refusal = run(bundle.path(), own).unwrap_err();
+        assert_eq!(refusal.code, "FIRN-SPEC-UNREADABLE");
+        assert!(refusal.message.contains("config.json: No such file"), "{refusal}");
+        assert_eq!(Refusal::take(bundle.path()), Some(refusal));
+        assert_eq!(Refusal::take(bundle.path()), None);
+
+        std::fs::write(bundle.path().join(names::BUNDLE_SPEC), "{}").unwrap();
+        assert_eq!(run(bundle.path(), own), Ok(DevRepair::default()));
+        let gone = run(bundle.path(), i32::MAX).unwrap_err();
+        assert_eq!(gone.code, "FIRN-DEV-REPAIR");
+        assert!(gone.message.contains("/proc/2147483647/root"), "{gone}");
+    }
+}
