@@ -117,6 +117,7 @@ impl Node {
                 cuda: source.cuda_version,
             }),
             gpus: vec![SourceGpu::from(&source.gpus[0])],
+            job: None,
             processes: vec![CudaProcess {
                 pid: 7,
                 restore_tid: 9,

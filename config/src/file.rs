@@ -134,6 +134,9 @@ pub struct Create {
     pub visible_devices: bool,
     /// Whether mounts below /var/run/nvidia-container-devices give GPUs.
     pub volume_mounts: bool,
+    /// The driver's cuda-checkpoint, which makes launch jobs; `None`: there are none.
+    #[serde(deserialize_with = "absolute")]
+    pub launch_jobs: Option<PathBuf>,
 }
 
 /// What becomes of a hook that would mount GPUs.
@@ -154,6 +157,7 @@ impl Default for Create {
             hooks: Conversion::default(),
             visible_devices: false,
             volume_mounts: false,
+            launch_jobs: None,
         }
     }
 }
@@ -419,6 +423,7 @@ mod tests {
     fn names_of_gpus_give_none_unless_the_file_says_so() {
         let create = parse("[create]\n").unwrap().create;
         assert_eq!(create, Create::default());
+        assert!(create.launch_jobs.is_none());
         assert!(!create.visible_devices && !create.volume_mounts && create.hooks == Conversion::Convert);
         let said = parse(
             "[create]\nhooks = \"keep\"\nvisible-devices = true\nvolume-mounts = true\ncdi-dirs = []\n",

@@ -230,6 +230,6 @@ fn refuse_mig(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<(), PlanError> {
 }
 
 /// Number before the first dot of a driver version; `None` for a version of an unknown form, which refuses nothing.
-fn branch(version: &str) -> Option<u32> {
+pub(crate) fn branch(version: &str) -> Option<u32> {
     version.split('.').next()?.parse().ok()
 }

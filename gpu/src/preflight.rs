@@ -12,6 +12,7 @@
 //!   environment in /proc is that of its start, what the program sets later is not seen.
 //! - MPS: an open file in the pipe directory of an MPS daemon shows a client; a pipe directory that is only named or
 //!   only present may be unused.
+//! - Launch jobs: the variable `CUDA_CHECKPOINT_JOB_FILE` in the environment that the process was started with.
 //! - Libraries that exist to share GPU memory between processes: UCX's for CUDA, and the plugins that NVSHMEM loads when it is
 //!   initialised. NVSHMEM itself says nothing: every PyTorch process has it.
 //! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA (`descriptors`).
@@ -66,7 +67,10 @@ pub enum Sign {
         p2p_disabled: bool,
         shm_disabled: bool,
         nvls_disabled: bool,
+        cumem_disabled: bool,
     },
+    /// It was started as one of the launch job that has this file.
+    LaunchJob { file: PathBuf },
     /// A library that shares GPU memory between processes is loaded.
     SharingLibrary { file: String },
     /// The process is, or may be, a client of the MPS daemon whose pipes are in `directory`.
@@ -158,6 +162,7 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)
     let mut findings = managed_memory(&maps);
     findings.extend(nccl(&maps, &environment));
     findings.extend(sharing_library(&maps));
+    findings.extend(launch_job(&environment));
     findings.extend(mps(proc_root, pid, &environment)?);
     let of_process = |(sign, certainty)| Finding {
         pid: Some(pid),
@@ -223,6 +228,7 @@ fn settings(environment: &[u8]) -> Sign {
         p2p_disabled: is_set("NCCL_P2P_DISABLE"),
         shm_disabled: is_set("NCCL_SHM_DISABLE"),
         nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
+        cumem_disabled: number("NCCL_CUMEM_ENABLE") == Some(0),
     }
 }
 
@@ -237,6 +243,12 @@ fn sharing_library(maps: &[u8]) -> Option<(Sign, Certainty)> {
         .find(is_one)?;
     let file = String::from_utf8_lossy(file).into_owned();
     Some((Sign::SharingLibrary { file }, Certainty::Suspected))
+}
+
+fn launch_job(environment: &[u8]) -> Option<(Sign, Certainty)> {
+    let file = variable(environment, "CUDA_CHECKPOINT_JOB_FILE").filter(|value| !value.is_empty())?;
+    let file = PathBuf::from(OsStr::from_bytes(file));
+    Some((Sign::LaunchJob { file }, Certainty::Certain))
 }
 
 fn mps(proc_root: &Path, pid: i32, environment: &[u8]) -> Result<Option<(Sign, Certainty)>, Unreadable> {

@@ -43,12 +43,13 @@ fn hanging_driver() -> TempDir {
 }
 
 /// A worker whose first libraries are those in `libraries`, and the shim's end of its socket.
-fn serve(libraries: Option<&Path>) -> (Child, BufReader<UnixStream>) {
+fn serve(libraries: Option<&Path>, more: &[&str]) -> (Child, BufReader<UnixStream>) {
     let (ours, theirs) = UnixStream::pair().expect("socket pair");
     ours.set_read_timeout(Some(DEADLINE)).expect("read timeout");
     let mut command = Command::new(PROGRAM);
     command
         .args(["serve", "--fd", "3"])
+        .args(more)
         .stdin(Stdio::null())
         .stdout(Stdio::null());
     command.env("CUDA_VISIBLE_DEVICES", "7").env("FIRN_TEST", "kept");
@@ -112,7 +113,7 @@ fn run(args: &[&str]) -> (Option<i32>, String, String) {
 #[test]
 fn the_worker_ends_with_the_socket_although_the_driver_hangs_in_a_call_and_at_exit() {
     let driver = hanging_driver();
-    let (mut child, mut stream) = serve(Some(driver.path()));
+    let (mut child, mut stream) = serve(Some(driver.path()), &[]);
     ask(
         &mut stream,
         &Request::Lock {
@@ -131,21 +132,26 @@ fn the_worker_ends_with_the_socket_although_the_driver_hangs_in_a_call_and_at_ex
 
 #[test]
 fn the_worker_does_not_inherit_what_hides_gpus() {
-    let (mut child, mut stream) = serve(None);
-    ask(&mut stream, &Request::Discover { pids: vec![] });
-    assert!(matches!(read(&mut stream), Reply::Done { .. }));
-    let environment = fs::read_to_string(format!("/proc/{}/environ", child.id())).unwrap();
-    let names: Vec<_> = environment
-        .split('\0')
-        .filter_map(|entry| entry.split_once('='))
-        .collect();
-    assert!(names.contains(&("FIRN_TEST", "kept")));
-    assert!(
-        !names.iter().any(|(name, _)| name.starts_with("CUDA_")),
-        "{names:?}"
-    );
-    drop(stream);
-    assert_eq!(wait(&mut child).code(), Some(0));
+    for (more, left) in [
+        (&[][..], vec![]),
+        (&["--job", "/job"][..], vec![("CUDA_CHECKPOINT_JOB_FILE", "/job")]),
+    ] {
+        let (mut child, mut stream) = serve(None, more);
+        ask(&mut stream, &Request::Discover { pids: vec![] });
+        assert!(matches!(read(&mut stream), Reply::Done { .. }));
+        let environment = fs::read_to_string(format!("/proc/{}/environ", child.id())).unwrap();
+        let all: Vec<_> = environment
+            .split('\0')
+            .filter_map(|entry| entry.split_once('='))
+            .collect();
+        assert!(all.contains(&("FIRN_TEST", "kept")));
+        let of_cuda: Vec<_> = (all.into_iter())
+            .filter(|(name, _)| name.starts_with("CUDA_"))
+            .collect();
+        assert_eq!(of_cuda, left);
+        drop(stream);
+        assert_eq!(wait(&mut child).code(), Some(0));
+    }
 }
 
 #[test]

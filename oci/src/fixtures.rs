@@ -112,6 +112,7 @@ pub(crate) fn manifest(gpus: &[u8]) -> Manifest {
             restore_tid: 4,
             state: CudaState::Running,
         }],
+        job: None,
         mounts: vec![RequiredMount {
             destination: "/data".into(),
             source_name: "data".into(),

@@ -17,6 +17,7 @@ mod fixtures;
 pub mod fuzz;
 mod gpu_path;
 mod grant;
+pub mod job;
 pub mod manifest;
 mod map;
 pub mod mountinfo;

@@ -6,7 +6,7 @@
 //! cut-off call did to a process is unknown until [`Gpu::states`] has been asked.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -129,6 +129,8 @@ pub(crate) struct Gpu {
     end: Duration,
     /// Learns the worker's pid.
     journal: Option<Journal>,
+    /// The file of the launch job that it works on.
+    job: Option<PathBuf>,
 }
 
 struct Worker {
@@ -147,7 +149,13 @@ impl Gpu {
             dying: None,
             end,
             journal: None,
+            job: None,
         }
+    }
+
+    /// Works on the processes of the launch job with this file, one after the other.
+    pub(crate) fn for_job(self, job: Option<PathBuf>) -> Self {
+        Self { job, ..self }
     }
 
     /// Has the pids of its workers noted in a transaction's journal.
@@ -342,7 +350,7 @@ impl Gpu {
 
     fn worker(&mut self) -> Result<&mut Worker, GpuError> {
         if self.worker.is_none() {
-            self.worker = Some(Worker::start(&self.program, &self.reaper)?);
+            self.worker = Some(Worker::start(&self.program, self.job.as_deref(), &self.reaper)?);
         }
         self.worker.as_mut().ok_or(GpuError::Died { op: "start" })
     }
@@ -371,7 +379,7 @@ impl Gpu {
 }
 
 impl Worker {
-    fn start(program: &PathBuf, reaper: &Reaper) -> Result<Self, GpuError> {
+    fn start(program: &Path, job: Option<&Path>, reaper: &Reaper) -> Result<Self, GpuError> {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
         ours.set_nonblocking(true)?;
         let mut command = Command::new(program);
@@ -381,6 +389,9 @@ impl Worker {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .env_clear();
+        if let Some(job) = job {
+            command.arg("--job").arg(job);
+        }
         for name in ["PATH", "LD_LIBRARY_PATH"] {
             if let Some(value) = std::env::var_os(name) {
                 command.env(name, value);
@@ -393,7 +404,7 @@ impl Worker {
             }])
             .map_err(|_| std::io::Error::from(std::io::ErrorKind::InvalidInput))?;
         let child = reaper.spawn(&mut command).map_err(|source| GpuError::Start {
-            program: program.clone(),
+            program: program.to_owned(),
             source,
         })?;
         Ok(Self {

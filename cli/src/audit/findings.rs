@@ -61,12 +61,19 @@ const KINDS: [(&str, &str); 7] = [
     ),
 ];
 
+/// Said of what only a driver's launch job makes possible.
+const JOB: &str = "several CUDA processes of one launch job, which may share memory by cudaIpc alone; that the driver gives it \
+                   back is documented and was not tried";
+
 /// Of signs and of what they refuse.
 fn kind(sign: &Sign) -> usize {
     match sign {
         Sign::ManagedMemory { .. } => 0,
         Sign::Mps { .. } => 1,
-        Sign::Nccl { .. } | Sign::SharingLibrary { .. } | Sign::MultipleCudaProcesses { .. } => 2,
+        Sign::Nccl { .. }
+        | Sign::SharingLibrary { .. }
+        | Sign::LaunchJob { .. }
+        | Sign::MultipleCudaProcesses { .. } => 2,
         Sign::Imex { .. } => 3,
         Sign::Rdma { .. } => 4,
         Sign::IoUring => 5,
@@ -78,7 +85,11 @@ fn kind_refused(refusal: &Refusal) -> usize {
     match refusal {
         Refusal::ManagedMemory { .. } => 0,
         Refusal::Mps { .. } => 1,
-        Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => 2,
+        Refusal::Nccl { .. }
+        | Refusal::NcclInJob { .. }
+        | Refusal::OutsideJob { .. }
+        | Refusal::SharingLibrary { .. }
+        | Refusal::Ipc { .. } => 2,
         Refusal::Imex { .. } => 3,
         Refusal::Rdma { .. } => 4,
         Refusal::IoUring { .. } => 5,
@@ -118,7 +129,7 @@ impl Signals {
     }
 
     /// What the shim's transaction would see.
-    pub fn of_preflight(&mut self, findings: &[Finding], refusals: &[Refusal], owner: Owner) {
+    pub fn of_preflight(&mut self, findings: &[Finding], refusals: &[Refusal], owner: Owner<'_>) {
         let several = (findings.iter()).any(|f| matches!(f.sign, Sign::MultipleCudaProcesses { .. }));
         for (at, (signal, source)) in KINDS.into_iter().enumerate() {
             let seen: Vec<&Finding> = findings.iter().filter(|f| kind(&f.sign) == at).collect();
@@ -127,6 +138,7 @@ impl Signals {
             // That memory is shared is never seen, only what may share it; and the driver takes what its owner answers for.
             let certainty = match (at, refusal.is_some()) {
                 (2, true) | (3, true) => Certainty::Suspected,
+                (2, false) if several && owner.job.is_some() => Certainty::Suspected,
                 (2, false) => Certainty::None,
                 (3, false) if owner.shares_nothing => Certainty::None,
                 _ if seen.is_empty() => Certainty::None,
@@ -134,6 +146,7 @@ impl Signals {
                 _ => Certainty::Suspected,
             };
             let detail = match at {
+                2 if several && refusal.is_none() && owner.job.is_some() => JOB.to_owned(),
                 2 if several && refusal.is_none() => "several CUDA processes, which share none".to_owned(),
                 2 => String::new(),
                 _ if refusal.is_some() => String::new(),
@@ -336,7 +349,9 @@ fn described(finding: &Finding) -> String {
         Sign::Mps { directory } => format!("pipes of an MPS daemon may be used: {}", directory.display()),
         Sign::LeakedGpu { file } => format!("{file} is open, and the driver knows no CUDA there"),
         Sign::Rdma { file } | Sign::Imex { file } | Sign::SharingLibrary { file } => file.clone(),
-        Sign::IoUring | Sign::Nccl { .. } | Sign::MultipleCudaProcesses { .. } => return String::new(),
+        Sign::IoUring | Sign::Nccl { .. } | Sign::LaunchJob { .. } | Sign::MultipleCudaProcesses { .. } => {
+            return String::new();
+        }
     };
     format!("process {pid} ({}): {what}", comm(pid))
 }

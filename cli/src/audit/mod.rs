@@ -17,7 +17,7 @@ use firn_gpu::preflight::{self, Owner};
 use firn_gpu::{Gpu, Inventory};
 use firn_oci::manifest::Manifest;
 use firn_oci::surroundings::{self, Known, Needs};
-use firn_oci::{Grant, Spec, nccl, procfs};
+use firn_oci::{Grant, Spec, job, nccl, procfs};
 use serde::Serialize;
 use serde_json::json;
 
@@ -119,9 +119,12 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         .map(|process| process.pid)
         .collect();
 
+    let job = (subject.spec.as_ref().zip(subject.bundle.as_ref()))
+        .and_then(|(spec, bundle)| job::of_bundle(spec, bundle));
     let owner = Owner {
         shares_nothing: (subject.spec.as_ref())
             .is_some_and(|spec| spec.annotation(names::ANNOTATION_IPC) == Some("none")),
+        job: job.as_ref().map(|job| &*job.file),
     };
     let looked_at = preflight::Subject {
         dumped: &subject.tree,

@@ -11,9 +11,11 @@ use crate::maps;
 
 /// What the container's owner has said.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Owner {
+pub struct Owner<'a> {
     /// Its processes share no GPU memory.
     pub shares_nothing: bool,
+    /// They share it by cudaIpc alone, and are the launch job with this file.
+    pub job: Option<&'a Path>,
 }
 
 /// Why a workload is not checkpointed. Nothing has been touched.
@@ -38,6 +40,21 @@ pub enum Refusal {
         comm: String,
         missing: Vec<&'static str>,
     },
+    #[error(
+        "process {pid} ({comm}) is a rank of NCCL that may share GPU memory in ways that a launch job does not give back: it was \
+         started without {}",
+        missing.join(", ")
+    )]
+    NcclInJob {
+        pid: i32,
+        comm: String,
+        missing: Vec<&'static str>,
+    },
+    #[error(
+        "process {pid} ({comm}) is not of the container's launch job: it was started without CUDA_CHECKPOINT_JOB_FILE={}",
+        file.display()
+    )]
+    OutsideJob { pid: i32, comm: String, file: PathBuf },
     #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
     SharingLibrary { pid: i32, comm: String, file: String },
     #[error("process {pid} ({comm}) has {file} open, by which GPU memory is shared with other machines")]
@@ -64,8 +81,10 @@ impl Refusal {
         match self {
             Self::ManagedMemory { .. } => "FIRN-UVM",
             Self::Mps { .. } => "FIRN-MPS",
-            Self::Nccl { .. } => "FIRN-NCCL",
-            Self::SharingLibrary { .. } | Self::Imex { .. } | Self::Ipc { .. } => "FIRN-IPC",
+            Self::Nccl { .. } | Self::NcclInJob { .. } => "FIRN-NCCL",
+            Self::OutsideJob { .. } | Self::SharingLibrary { .. } | Self::Imex { .. } | Self::Ipc { .. } => {
+                "FIRN-IPC"
+            }
             Self::IoUring { .. } => "FIRN-IO-URING",
             Self::Rdma { .. } => "FIRN-RDMA",
             Self::LeakedGpu { .. } => "FIRN-GPU-FD",
@@ -82,6 +101,10 @@ impl Refusal {
                  NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its environment; if its processes share nothing, create the \
                  container with the annotation firn.dev/ipc=none"
             }
+            Self::NcclInJob { .. } => {
+                "start the job with NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_ENABLE=0 in its environment"
+            }
+            Self::OutsideJob { .. } => "start it with the environment that the container's init was given",
             Self::SharingLibrary { .. } | Self::Ipc { .. } => {
                 "if they share none, create the container with the annotation firn.dev/ipc=none; ranks of NCCL: \
                  firn.dev/nccl=sockets"
@@ -102,7 +125,7 @@ impl Refusal {
 }
 
 /// Every reason to refuse that the findings give, the first being what the transaction tells.
-pub fn judge(proc_root: &Path, findings: &[Finding], owner: Owner) -> Vec<Refusal> {
+pub fn judge(proc_root: &Path, findings: &[Finding], owner: Owner<'_>) -> Vec<Refusal> {
     let comm = |pid| maps::comm(proc_root, pid);
     let mut refusals = Vec::new();
     for finding in findings {
@@ -133,20 +156,21 @@ pub fn judge(proc_root: &Path, findings: &[Finding], owner: Owner) -> Vec<Refusa
                 file: file.clone(),
             }),
             Sign::Nccl { .. }
+            | Sign::LaunchJob { .. }
             | Sign::SharingLibrary { .. }
             | Sign::Imex { .. }
             | Sign::MultipleCudaProcesses { .. } => {}
         }
     }
     if !owner.shares_nothing {
-        refusals.extend(by_sharing(findings, &comm));
+        refusals.extend(by_sharing(findings, owner.job, &comm));
     }
     refusals
 }
 
 /// Refuses CUDA processes that may share GPU memory: one that shares it with other machines, and several, unless all are
-/// ranks of NCCL that talk over sockets and nothing else speaks for sharing.
-fn by_sharing(findings: &[Finding], comm: &dyn Fn(i32) -> String) -> Option<Refusal> {
+/// ranks of NCCL that talk over sockets, or of one launch job, and nothing else speaks for sharing.
+fn by_sharing(findings: &[Finding], job: Option<&Path>, comm: &dyn Fn(i32) -> String) -> Option<Refusal> {
     for Finding { pid, sign, .. } in findings {
         if let Sign::Imex { file } = sign {
             let (pid, file) = (pid.unwrap_or_default(), file.clone());
@@ -161,6 +185,9 @@ fn by_sharing(findings: &[Finding], comm: &dyn Fn(i32) -> String) -> Option<Refu
         Sign::MultipleCudaProcesses { pids } => Some(pids),
         _ => None,
     })?;
+    if let Some(file) = job {
+        return by_job(findings, pids, file, comm);
+    }
     let mut sockets_only = 0;
     for Finding { pid, sign, .. } in findings {
         let pid = pid.unwrap_or_default();
@@ -169,17 +196,13 @@ fn by_sharing(findings: &[Finding], comm: &dyn Fn(i32) -> String) -> Option<Refu
                 p2p_disabled,
                 shm_disabled,
                 nvls_disabled,
+                cumem_disabled: _,
             } => {
-                let settings = [
+                let missing = unset(&[
                     (p2p_disabled, "NCCL_P2P_DISABLE=1"),
                     (shm_disabled, "NCCL_SHM_DISABLE=1"),
-                    (nvls_disabled, "NCCL_NVLS_ENABLE=0"),
-                ];
-                let missing: Vec<_> = settings
-                    .iter()
-                    .filter(|(is_set, _)| !is_set)
-                    .map(|(_, name)| *name)
-                    .collect();
+                    (nvls_disabled, NVLS_OFF),
+                ]);
                 if !missing.is_empty() {
                     let comm = comm(pid);
                     return Some(Refusal::Nccl { pid, comm, missing });
@@ -199,12 +222,58 @@ fn by_sharing(findings: &[Finding], comm: &dyn Fn(i32) -> String) -> Option<Refu
             | Sign::Rdma { .. }
             | Sign::Imex { .. }
             | Sign::LeakedGpu { .. }
+            | Sign::LaunchJob { .. }
             | Sign::MultipleCudaProcesses { .. } => {}
         }
     }
     (sockets_only != pids.len()).then(|| Refusal::Ipc {
         processes: pids.iter().map(|&pid| (pid, comm(pid))).collect(),
     })
+}
+
+/// Refuses processes that are not of the launch job, and what it does not give back: it covers cudaIpc, and neither memory
+/// that is shared by exported handles, as NCCL and NVSHMEM do, nor multicast.
+fn by_job(findings: &[Finding], pids: &[i32], file: &Path, comm: &dyn Fn(i32) -> String) -> Option<Refusal> {
+    for &pid in pids {
+        let is_in = |finding: &Finding| {
+            finding.pid == Some(pid) && matches!(&finding.sign, Sign::LaunchJob { file: of } if of == file)
+        };
+        if !findings.iter().any(is_in) {
+            let (comm, file) = (comm(pid), file.to_owned());
+            return Some(Refusal::OutsideJob { pid, comm, file });
+        }
+    }
+    findings.iter().find_map(|Finding { pid, sign, .. }| {
+        let pid = pid.unwrap_or_default();
+        match sign {
+            &Sign::Nccl {
+                nvls_disabled,
+                cumem_disabled,
+                ..
+            } => {
+                let missing = unset(&[(cumem_disabled, "NCCL_CUMEM_ENABLE=0"), (nvls_disabled, NVLS_OFF)]);
+                (!missing.is_empty()).then(|| Refusal::NcclInJob {
+                    pid,
+                    comm: comm(pid),
+                    missing,
+                })
+            }
+            Sign::SharingLibrary { file } => Some(Refusal::SharingLibrary {
+                pid,
+                comm: comm(pid),
+                file: file.clone(),
+            }),
+            _ => None,
+        }
+    })
+}
+
+const NVLS_OFF: &str = "NCCL_NVLS_ENABLE=0";
+
+/// The settings that a process was started without.
+fn unset(settings: &[(bool, &'static str)]) -> Vec<&'static str> {
+    let missing = settings.iter().filter(|(is_set, _)| !is_set);
+    missing.map(|(_, name)| *name).collect()
 }
 
 /// Pids and names, `7 (python), 8 (python)`; the first few of many.
@@ -225,12 +294,16 @@ fn listed(processes: &[(i32, String)]) -> String {
 mod tests {
     use super::*;
 
-    const SAYS_NOTHING: Owner = Owner {
+    const SAYS_NOTHING: Owner<'_> = Owner {
         shares_nothing: false,
+        job: None,
     };
-    const SHARES_NOTHING: Owner = Owner { shares_nothing: true };
+    const SHARES_NOTHING: Owner<'_> = Owner {
+        shares_nothing: true,
+        job: None,
+    };
 
-    fn first(findings: &[Finding], owner: Owner) -> Option<Refusal> {
+    fn first(findings: &[Finding], owner: Owner<'_>) -> Option<Refusal> {
         judge(Path::new("/nonexistent"), findings, owner)
             .into_iter()
             .next()
@@ -249,8 +322,13 @@ mod tests {
             p2p_disabled,
             shm_disabled,
             nvls_disabled,
+            cumem_disabled: false,
         };
         finding(pid, sign, Certainty::Certain)
+    }
+
+    fn in_job(pid: i32, file: &str) -> Finding {
+        finding(pid, Sign::LaunchJob { file: file.into() }, Certainty::Certain)
     }
 
     fn over_sockets(pid: i32) -> Finding {
@@ -326,6 +404,57 @@ mod tests {
             Some(Refusal::SharingLibrary { pid: 8, .. })
         ));
         assert!(first(&of(&[7, 8], with_ucx), SHARES_NOTHING).is_none());
+    }
+
+    #[test]
+    fn processes_of_one_launch_job_may_share_what_it_covers_and_nothing_else() {
+        let job = Owner {
+            job: Some(Path::new("/job")),
+            ..SAYS_NOTHING
+        };
+        let both = || vec![in_job(7, "/job"), in_job(8, "/job")];
+        assert_eq!(first(&of(&[7, 8], both()), job), None);
+        // Whoever has not said so gets the file's name without what goes with it.
+        assert_eq!(
+            first(&of(&[7, 8], both()), SAYS_NOTHING).unwrap().code(),
+            "FIRN-IPC"
+        );
+        for other in [
+            vec![in_job(7, "/job")],
+            vec![in_job(7, "/job"), in_job(8, "/proc/self/fd/3")],
+        ] {
+            let Some(Refusal::OutsideJob { pid: 8, .. }) = first(&of(&[7, 8], other), job) else {
+                panic!("a process of no job, or of another, was taken");
+            };
+        }
+        let rank = |nvls_disabled, cumem_disabled| Sign::Nccl {
+            p2p_disabled: false,
+            shm_disabled: false,
+            nvls_disabled,
+            cumem_disabled,
+        };
+        for (nvls, cumem, missing) in [
+            (true, true, None),
+            (false, true, Some(vec!["NCCL_NVLS_ENABLE=0"])),
+            (true, false, Some(vec!["NCCL_CUMEM_ENABLE=0"])),
+        ] {
+            let mut findings = both();
+            findings.push(finding(8, rank(nvls, cumem), Certainty::Certain));
+            match (first(&of(&[7, 8], findings), job), missing) {
+                (None, None) => {}
+                (Some(Refusal::NcclInJob { pid: 8, missing, .. }), Some(expected)) => {
+                    assert_eq!(missing, expected);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        let file = "libnvshmem_host.so.3".to_owned();
+        let mut findings = both();
+        findings.push(finding(7, Sign::SharingLibrary { file }, Certainty::Suspected));
+        assert_eq!(first(&of(&[7, 8], findings), job).unwrap().code(), "FIRN-IPC");
+        let file = "/dev/nvidia-caps-imex-channels/channel0".to_owned();
+        let imex = [finding(7, Sign::Imex { file }, Certainty::Suspected)];
+        assert_eq!(first(&imex, job).unwrap().code(), "FIRN-IPC");
     }
 
     #[test]

@@ -54,6 +54,30 @@ fn a_plain_cuda_process_shows_nothing() {
 }
 
 #[test]
+fn a_launch_job_shows_by_the_variable_that_names_its_file() {
+    let file = PathBuf::from("/run/job");
+    assert_eq!(
+        signs("", "A=b CUDA_CHECKPOINT_JOB_FILE=/run/job"),
+        [(Sign::LaunchJob { file }, Certainty::Certain)]
+    );
+    assert_eq!(signs("", "CUDA_CHECKPOINT_JOB_FILE="), []);
+    let found = signs(
+        "7f10-7f20 r-xp 00000000 fe:01 9 /usr/lib/libnccl.so.2\n",
+        "NCCL_CUMEM_ENABLE=0",
+    );
+    assert!(
+        matches!(
+            found[0].0,
+            Sign::Nccl {
+                cumem_disabled: true,
+                ..
+            }
+        ),
+        "{found:?}"
+    );
+}
+
+#[test]
 fn managed_memory_is_told_from_the_drivers_own_mapping() {
     let managed = "7f5fd0000000-7f5fd4000000 rw-s 7f5fd0000000 00:06 612    /dev/nvidia-uvm\n\
         7f5fe0000000-7f5fe0200000 rw-s 7f5fe0000000 00:06 612    /dev/nvidia-uvm\n";
@@ -109,6 +133,7 @@ fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
                 p2p_disabled,
                 shm_disabled,
                 nvls_disabled,
+                cumem_disabled: false,
             },
             Certainty::Certain,
         )]
@@ -133,6 +158,7 @@ fn settings_of_nccl_are_read_without_its_library_too() {
         p2p_disabled: true,
         shm_disabled: false,
         nvls_disabled: true,
+        cumem_disabled: false,
     };
     assert_eq!((found.pid, &found.sign), (Some(7), &expected));
     assert_eq!(nccl_settings(root.path(), 8).unwrap(), None);

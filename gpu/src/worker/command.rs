@@ -7,12 +7,13 @@ use std::io::{self, BufRead, BufReader, Write as _};
 use std::os::fd::RawFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{self, Command};
 use std::thread;
 
 use super::node::{Node, Refusal};
-use super::serve::serve;
-use super::{chain, complain};
+use super::serve::{Pace, serve};
+use super::{chain, complain, job};
 use crate::protocol::{ProcessReply, Reply, Request};
 use crate::{CudaState, DeviceNode, Inventory, NodeType, sys};
 
@@ -24,10 +25,14 @@ const HELP: &str = "\
 firn-gpu: driver worker of the firn container runtime
 
 usage:
-  firn-gpu serve --fd N        answer requests on the socket that is descriptor N (started by the shim)
+  firn-gpu serve --fd N [--job FILE]
+                               answer requests on the socket that is descriptor N, for the processes of a launch job
+                               one after the other (started by the shim)
   firn-gpu inventory [--json]  print driver version and GPUs of this node
   firn-gpu discover PID...     print which of these processes use CUDA, with their GPU memory, as JSON
   firn-gpu state PID...        print the CUDA state of processes
+  firn-gpu job --tool PATH --file FILE
+                               let NVIDIA's cuda-checkpoint at PATH make the file of a launch job (started by the shim)
   firn-gpu --help | --version
 
 exit codes: 0 done, 1 failed, 2 wrong usage
@@ -36,10 +41,27 @@ exit codes: 0 done, 1 failed, 2 wrong usage
 /// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]
 enum Action {
-    Serve { fd: RawFd },
-    Inventory { json: bool },
-    Discover { pids: Vec<i32> },
-    State { pids: Vec<i32> },
+    Serve {
+        fd: RawFd,
+        job: Option<PathBuf>,
+    },
+    Job {
+        tool: PathBuf,
+        file: PathBuf,
+    },
+    /// What `job` has the tool start.
+    KeepJob {
+        file: PathBuf,
+    },
+    Inventory {
+        json: bool,
+    },
+    Discover {
+        pids: Vec<i32>,
+    },
+    State {
+        pids: Vec<i32>,
+    },
     Help,
     Version,
 }
@@ -67,6 +89,8 @@ enum CommandError {
     Serve(#[source] io::Error),
     #[error("cannot print")]
     Print(#[source] io::Error),
+    #[error("cannot keep the file of the launch job")]
+    Job(#[source] io::Error),
     #[error("{message}. hint: {hint}")]
     Refused { message: String, hint: &'static str },
     #[error("{message}. hint: {hint}")]
@@ -112,14 +136,25 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError>
                 what: "serve",
                 needed: "--fd N",
             };
-            match args.next() {
-                Some(flag) if flag == "--fd" => Action::Serve {
-                    fd: number(args.next().ok_or(missing)?)?,
-                },
+            let fd = match args.next() {
+                Some(flag) if flag == "--fd" => number(args.next().ok_or(missing)?)?,
                 Some(other) => return Err(UsageError::Unknown(other)),
                 None => return Err(missing),
-            }
+            };
+            let job = match args.next() {
+                Some(flag) if flag == "--job" => Some(file("--job", args.next())?),
+                Some(other) => return Err(UsageError::Unknown(other)),
+                None => None,
+            };
+            Action::Serve { fd, job }
         }
+        Some("job") => Action::Job {
+            tool: option("--tool", &mut args)?,
+            file: option("--file", &mut args)?,
+        },
+        Some(job::KEEP) => Action::KeepJob {
+            file: file(job::KEEP, args.next())?,
+        },
         Some("inventory") => match args.next() {
             Some(flag) if flag == "--json" => Action::Inventory { json: true },
             Some(other) => return Err(UsageError::Unknown(other)),
@@ -150,6 +185,23 @@ fn pids(what: &'static str, args: &mut impl Iterator<Item = OsString>) -> Result
     Ok(pids)
 }
 
+/// The value of an option that has to come next.
+fn option(name: &'static str, args: &mut impl Iterator<Item = OsString>) -> Result<PathBuf, UsageError> {
+    match args.next() {
+        Some(flag) if flag == name => file(name, args.next()),
+        Some(other) => Err(UsageError::Unknown(other)),
+        None => Err(UsageError::Missing {
+            what: "job",
+            needed: name,
+        }),
+    }
+}
+
+fn file(what: &'static str, arg: Option<OsString>) -> Result<PathBuf, UsageError> {
+    let needed = "a path";
+    arg.map(PathBuf::from).ok_or(UsageError::Missing { what, needed })
+}
+
 fn number(arg: OsString) -> Result<i32, UsageError> {
     let parsed = arg
         .to_str()
@@ -162,14 +214,32 @@ fn run(action: Action) -> Result<u8, CommandError> {
     match action {
         Action::Help => print(HELP),
         Action::Version => print(concat!("firn-gpu ", env!("CARGO_PKG_VERSION"), "\n")),
-        Action::Serve { fd } => {
-            leave_cuda_variables()?;
+        Action::Serve { fd, job } => {
+            leave_cuda_variables(job.as_deref())?;
             let socket = sys::inherited_socket(fd).map_err(CommandError::Serve)?;
-            serve(socket, Node::host()).map_err(CommandError::Serve)?;
+            let pace = match job {
+                Some(_) => Pace::InOrder,
+                None => Pace::AtOnce,
+            };
+            serve(socket, Node::host(), pace).map_err(CommandError::Serve)?;
+            Ok(OK)
+        }
+        Action::Job { tool, file } => {
+            leave_cuda_variables(None)?;
+            match job::make(&Node::host(), &tool, &file) {
+                Ok(()) => Ok(OK),
+                Err(refusal) => {
+                    print(&(serde_json::to_string(&refusal.reply())? + "\n"))?;
+                    Ok(FAILED)
+                }
+            }
+        }
+        Action::KeepJob { file } => {
+            job::keep(&file).map_err(CommandError::Job)?;
             Ok(OK)
         }
         Action::Inventory { json } => {
-            leave_cuda_variables()?;
+            leave_cuda_variables(None)?;
             let node = Node::host();
             let inventory = node.inventory()?;
             if json {
@@ -179,37 +249,39 @@ fn run(action: Action) -> Result<u8, CommandError> {
             }
         }
         Action::Discover { pids } => {
-            leave_cuda_variables()?;
+            leave_cuda_variables(None)?;
             discover(pids)
         }
         Action::State { pids } => {
-            leave_cuda_variables()?;
+            leave_cuda_variables(None)?;
             state(&Node::host(), &pids)
         }
     }
 }
 
-/// Starts this program again without the variables that libcuda would heed; returns when there are none.
-fn leave_cuda_variables() -> Result<(), CommandError> {
-    let names: Vec<OsString> = env::vars_os()
-        .map(|(name, _)| name)
-        .filter(|name| name.as_encoded_bytes().starts_with(b"CUDA_"))
-        .collect();
-    if names.is_empty() {
+/// Starts this program again without the variables that libcuda would heed but for that of its launch job; returns when
+/// they are as they should be.
+fn leave_cuda_variables(job: Option<&Path>) -> Result<(), CommandError> {
+    let wanted = job.map(|file| (OsString::from(job::VARIABLE), file.as_os_str().to_owned()));
+    let (kept, others): (Vec<_>, Vec<_>) = env::vars_os()
+        .filter(|(name, _)| name.as_encoded_bytes().starts_with(b"CUDA_"))
+        .partition(|variable| Some(variable) == wanted.as_ref());
+    if others.is_empty() && kept.len() == usize::from(wanted.is_some()) {
         return Ok(());
     }
     let mut again = Command::new("/proc/self/exe");
     again.arg0("firn-gpu").args(env::args_os().skip(1));
-    for name in names {
+    for (name, _) in others {
         again.env_remove(name);
     }
+    again.envs(wanted);
     Err(CommandError::Exec(again.exec()))
 }
 
 /// As a session with the shim would answer. Where the driver does not tell the memory of processes, none has any.
 fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
     let (ours, theirs) = UnixStream::pair().map_err(CommandError::Serve)?;
-    thread::spawn(move || serve(theirs, Node::host()));
+    thread::spawn(move || serve(theirs, Node::host(), Pace::AtOnce));
     let mut session = BufReader::new(ours);
     let mut found = answers(&mut session, &Request::Discover { pids: pids.clone() })?;
     let memory = answers(&mut session, &Request::Memory { pids }).unwrap_or_default();
@@ -347,7 +419,14 @@ mod tests {
 
     #[test]
     fn command_lines() {
-        assert_eq!(parsed("serve --fd 3"), Ok(Action::Serve { fd: 3 }));
+        assert_eq!(parsed("serve --fd 3"), Ok(Action::Serve { fd: 3, job: None }));
+        let job = Some("/j".into());
+        assert_eq!(parsed("serve --fd 3 --job /j"), Ok(Action::Serve { fd: 3, job }));
+        let (tool, file) = ("/bin/t".into(), "/b/f".into());
+        assert_eq!(
+            parsed("job --tool /bin/t --file /b/f"),
+            Ok(Action::Job { tool, file })
+        );
         assert_eq!(parsed("inventory"), Ok(Action::Inventory { json: false }));
         assert_eq!(parsed("inventory --json"), Ok(Action::Inventory { json: true }));
         assert_eq!(parsed("state 1 2"), Ok(Action::State { pids: vec![1, 2] }));
@@ -373,6 +452,9 @@ mod tests {
             parsed("inventory --json more").unwrap_err(),
             "unknown argument \"more\""
         );
+        assert_eq!(parsed("serve --fd 3 --job").unwrap_err(), "--job needs a path");
+        assert_eq!(parsed("job").unwrap_err(), "job needs --tool");
+        assert_eq!(parsed("job --tool").unwrap_err(), "--tool needs a path");
         assert_eq!(parsed("state").unwrap_err(), "state needs a PID");
         assert_eq!(parsed("state -1").unwrap_err(), "\"-1\" is not a positive number");
     }

@@ -2,13 +2,15 @@
 //!
 //! Rules that the shim relies on:
 //! - `serve --fd N` answers the lines of [`protocol`](crate::protocol) on a socket that the shim left open as
-//!   descriptor N, one request after the other, all processes of a request in parallel.
+//!   descriptor N, one request after the other, all processes of a request in parallel; those of a launch job
+//!   (`--job FILE`) one after the other, in the order of the request.
 //! - The worker keeps no deadline. It ends at once when the other end of the socket is closed, also while driver calls
 //!   are in flight: the main thread does nothing but read, and the process leaves without the driver's exit handlers,
 //!   which would wait for those calls.
 //! - A panic ends the process, so that the shim sees the end of the stream instead of silence.
 //! - Variables that hide GPUs from libcuda or change how it works (`CUDA_VISIBLE_DEVICES`, `CUDA_MPS_...`, in short
-//!   `CUDA_*`) are not for this process: when there are any it runs itself anew without them.
+//!   `CUDA_*`) are not for this process: when there are any it runs itself anew without them. Only
+//!   `CUDA_CHECKPOINT_JOB_FILE` is set, for a launch job.
 //! - cuInit is not called to ask, lock, checkpoint or unlock: the driver does these without it. It is called before a
 //!   restore, when a GPU that it may go to has persistence mode off or NVML cannot tell (the driver's restore demands
 //!   one or the other), and whenever a call answers `CUDA_ERROR_NOT_INITIALIZED`, which is then repeated.
@@ -16,6 +18,7 @@
 mod command;
 mod discover;
 mod inventory;
+mod job;
 mod node;
 mod serve;
 #[cfg(test)]

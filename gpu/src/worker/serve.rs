@@ -3,6 +3,7 @@
 //! Two kinds of threads beside the main one, which only reads: one that carries out requests in their order, and, while
 //! a request on processes is in flight, one per process. Replies are whole lines under one lock.
 
+use std::collections::BTreeSet;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -27,14 +28,22 @@ enum Line {
     TooLong,
 }
 
+/// How the driver is called for several processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pace {
+    AtOnce,
+    /// One after the other, in the order of the request: as those of a launch job want it.
+    InOrder,
+}
+
 /// Serves `socket` until its other end is closed, and does not wait for calls that are still in the driver then.
-pub(super) fn serve(socket: UnixStream, node: Node) -> io::Result<()> {
+pub(super) fn serve(socket: UnixStream, node: Node, pace: Pace) -> io::Result<()> {
     let replies = Replies {
         socket: Mutex::new(socket.try_clone()?),
     };
     let (queue, requests) = mpsc::channel();
     thread::Builder::new().name("requests".into()).spawn(move || {
-        let session = Session { node, replies };
+        let session = Session { node, replies, pace };
         for line in requests {
             session.answer(line);
         }
@@ -91,6 +100,7 @@ impl Replies {
 struct Session {
     node: Node,
     replies: Replies,
+    pace: Pace,
 }
 
 impl Session {
@@ -217,7 +227,7 @@ impl Session {
         })
     }
 
-    /// Does `work` on all of `pids` in parallel and sends each result as soon as it is there.
+    /// Does `work` on all of `pids` and sends each result as soon as it is there.
     fn each(
         &self,
         pids: &[i32],
@@ -229,6 +239,12 @@ impl Session {
             driver,
             checkpointer,
         };
+        if self.pace == Pace::InOrder {
+            for &pid in pids {
+                self.replies.send(&[Reply::Process(work(&ask, pid))]);
+            }
+            return Ok(());
+        }
         thread::scope(|scope| {
             for &pid in pids {
                 let (ask, work) = (&ask, &work);
@@ -335,12 +351,13 @@ fn not_started(pid: i32, error: &io::Error) -> ProcessReply {
 }
 
 /// The processes of a request, each once.
+/// Each pid once, in the order of the request.
 fn distinct(mut pids: Vec<i32>) -> Result<Vec<i32>, Refusal<'static>> {
     if let Some(&bad) = pids.iter().find(|pid| **pid <= 0) {
         return Err(Refusal::BadPid(bad));
     }
-    pids.sort_unstable();
-    pids.dedup();
+    let mut seen = BTreeSet::new();
+    pids.retain(|pid| seen.insert(*pid));
     Ok(pids)
 }
 

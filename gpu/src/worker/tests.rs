@@ -1,6 +1,6 @@
 //! The worker over a real socket pair, with a fake driver behind the traits.
 
-mod fake;
+pub(super) mod fake;
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::Shutdown;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::serve::serve;
+use super::serve::{Pace, serve};
 use crate::protocol::{DriverError, ProcessReply, Reply, Request};
 use crate::{CudaState, GpuPair, GpuUuid};
 use fake::{Fake, Gate};
@@ -25,10 +25,14 @@ struct Shim {
 
 impl Shim {
     fn start(fake: &Arc<Fake>) -> Self {
+        Self::start_at(fake, Pace::AtOnce)
+    }
+
+    fn start_at(fake: &Arc<Fake>, pace: Pace) -> Self {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_read_timeout(Some(DEADLINE)).unwrap();
         let node = fake.node();
-        let worker = thread::spawn(move || serve(theirs, node).unwrap());
+        let worker = thread::spawn(move || serve(theirs, node, pace).unwrap());
         Self {
             stream: BufReader::new(ours),
             worker: Some(worker),
@@ -498,5 +502,22 @@ fn a_driver_that_wants_cuinit_gets_it_and_is_asked_again() {
     assert_eq!(states(&replies), [(11, Some(CudaState::Locked))]);
     assert_eq!(replies[0].error, None);
     assert_eq!(fake.inits(), 1);
+    shim.close();
+}
+
+#[test]
+fn processes_of_a_launch_job_are_worked_on_one_after_the_other() {
+    let fake = Fake::with_processes(&[11, 12, 13]);
+    let gate = fake.hang(12);
+    let mut shim = Shim::start_at(&fake, Pace::InOrder);
+    shim.ask(&lock(&[13, 12, 11]));
+    assert_eq!(states(&[shim.read_process()]), [(13, Some(CudaState::Locked))]);
+    gate.entered();
+    // Nobody has come to the last one yet.
+    assert_eq!(fake.state_of(11), Some(CudaState::Running));
+    gate.open();
+    assert_eq!(states(&[shim.read_process()]), [(12, Some(CudaState::Locked))]);
+    assert_eq!(states(&[shim.read_process()]), [(11, Some(CudaState::Locked))]);
+    assert!(matches!(shim.read(), Reply::Done { .. }));
     shim.close();
 }

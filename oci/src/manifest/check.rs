@@ -54,6 +54,7 @@ impl Manifest {
                     .all(|process| process.pid > 0 && process.restore_tid > 0),
             ),
             ("processes", self.processes.is_empty() || !self.gpus.is_empty()),
+            ("job", self.job.as_ref().is_none_or(|job| absolute(&job.file))),
             ("mounts", self.mounts.len() <= MAX_MOUNTS),
             (
                 "mounts",

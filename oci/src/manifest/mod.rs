@@ -42,7 +42,8 @@ pub const MAX_BYTES: u64 = 4 << 20;
 const FORMAT: &str = "firn-checkpoint";
 const MAJOR: u64 = 1;
 /// 1: large files have a checksum too. 2: how the GPUs reached each other. 3: which mounts were in use.
-const MINOR: u64 = 3;
+/// 4: launch jobs.
+const MINOR: u64 = 4;
 
 /// What a checkpoint holds besides CRIU's images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,6 +59,9 @@ pub struct Manifest {
     pub topology: Topology,
     /// Processes whose GPU state lies in the images. Empty: the images hold no GPU state.
     pub processes: Vec<CudaProcess>,
+    /// The launch job that the processes are; nothing in images of minor versions below 4.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<LaunchJob>,
     /// Bind mounts that the restore will need.
     pub mounts: Vec<RequiredMount>,
     /// Who made the dump.
@@ -130,6 +134,13 @@ pub struct CudaProcess {
     pub restore_tid: i32,
     /// Its state before firn touched it.
     pub state: CudaState,
+}
+
+/// A launch job, whose file is among the images.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaunchJob {
+    /// Where the processes look for the job's file. Compared, never opened.
+    pub file: PathBuf,
 }
 
 /// Versions of what made the dump; shown to people.

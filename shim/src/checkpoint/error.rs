@@ -81,6 +81,8 @@ pub(crate) enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
+    #[error("cannot keep the launch job")]
+    Job(#[from] firn_oci::job::JobError),
 }
 
 /// `runc checkpoint` failed, or left no complete image.
@@ -195,6 +197,8 @@ pub(crate) enum CheckpointError {
     Spec(#[from] firn_oci::SpecError),
     #[error("{}: cannot prepare the container for ranks of NCCL: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
     Nccl(#[from] firn_oci::nccl::NcclError),
+    #[error("{}: cannot start the container as a launch job: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    Job(#[from] firn_oci::job::JobError),
     #[error("cannot edit the container's spec")]
     Edit(#[from] firn_oci::edit::EditError),
     #[error("FIRN-CRIU-CONFIG: cannot prepare CRIU's configuration. hint: {}", .0.hint())]
@@ -288,7 +292,7 @@ impl CheckpointError {
     /// Code of the RPC's answer.
     pub(crate) fn rpc_code(&self) -> Code {
         match self {
-            Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => {
+            Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) | Self::Job(_) => {
                 Code::FAILED_PRECONDITION
             }
             Self::Nccl(_) => Code::INVALID_ARGUMENT,
@@ -329,6 +333,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Image(error) => error.code(),
         EffectError::Mount(error) => error.code(),
         EffectError::Spec(error) => error.code(),
+        EffectError::Job(error) => error.code(),
     }
 }
 
@@ -374,5 +379,6 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Image(error) => error.hint(),
         EffectError::Mount(error) => error.hint(),
         EffectError::Spec(error) => error.hint(),
+        EffectError::Job(error) => error.hint(),
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use firn_config::Config;
 use firn_gpu::{CudaState, Topology};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
-use firn_oci::{Grant, Spec, mounts, surroundings};
+use firn_oci::{Grant, Spec, job, mounts, surroundings};
 
 use super::error::{EffectError, EndError};
 use super::refuse::{self, Policy};
@@ -39,6 +39,7 @@ struct Source {
     driver: DriverVersion,
     gpus: Vec<manifest::SourceGpu>,
     topology: Topology,
+    job: Option<manifest::LaunchJob>,
     mounts: Vec<mounts::RequiredMount>,
     versions: Versions,
 }
@@ -77,7 +78,8 @@ impl<'a> Live<'a> {
     ) -> Self {
         let reaper = tools.reaper.clone();
         let gpu = Gpu::new(tools.worker.clone(), reaper, config.deadlines.worker_end)
-            .with_journal(tools.journal.clone());
+            .with_journal(tools.journal.clone())
+            .for_job(container.job());
         Self {
             container,
             request,
@@ -186,6 +188,7 @@ impl<'a> Live<'a> {
                 .iter()
                 .map(|gpu| gpu.uuid.clone())
                 .collect::<Vec<_>>()),
+            job: job::of_bundle(&spec, &self.container.bundle),
             mounts: mounts::required(&spec)?,
             versions,
         })
@@ -226,7 +229,12 @@ impl<'a> Live<'a> {
         let cuda: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
         let dumped: Vec<i32> = tree.dumped.into_iter().collect();
         let seen = dumped.clone();
-        blocking(move || refuse::by_signs(&seen, &cuda, policy)).await?;
+        let job = self.source.as_ref().and_then(|source| source.job.clone());
+        blocking(move || {
+            let job = job.as_ref().map(|job| &*job.file);
+            refuse::by_signs(&seen, &cuda, policy, job)
+        })
+        .await?;
         Ok(dumped)
     }
 
@@ -300,6 +308,10 @@ impl<'a> Live<'a> {
     async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
+        if source.job.is_some() {
+            let (bundle, image) = (self.container.bundle.clone(), image.clone());
+            blocking(move || job::keep(&bundle, &image)).await?;
+        }
         let images = image::describe(&image, self.config.deadlines.dump, &self.tools.cut).await?;
         let pids = self.tools.cgroup.pids();
         blocking(move || {
@@ -314,6 +326,7 @@ impl<'a> Live<'a> {
                 gpus: source.gpus,
                 topology: source.topology,
                 processes,
+                job: source.job,
                 mounts,
                 versions: source.versions,
                 images,

@@ -7,6 +7,7 @@
 
 mod error;
 mod image;
+mod job;
 mod live;
 mod refuse;
 mod transaction;
@@ -24,6 +25,7 @@ use firn_oci::{Spec, edit, nccl};
 pub(crate) use error::CheckpointError;
 use error::{DumpError, EffectError};
 pub(crate) use image::{ImageDir, error_lines};
+pub(crate) use job::begin as begin_job;
 
 use crate::account::Account;
 use crate::blocking::blocking;

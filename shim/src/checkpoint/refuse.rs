@@ -92,7 +92,12 @@ fn decide(
 }
 
 /// Refusals by what the processes that are dumped show from outside.
-pub(super) fn by_signs(dumped: &[i32], cuda: &[i32], policy: Policy) -> Result<(), EffectError> {
+pub(super) fn by_signs(
+    dumped: &[i32],
+    cuda: &[i32],
+    policy: Policy,
+    job: Option<&Path>,
+) -> Result<(), EffectError> {
     let proc_root = Path::new("/proc");
     let subject = Subject {
         dumped,
@@ -105,6 +110,7 @@ pub(super) fn by_signs(dumped: &[i32], cuda: &[i32], policy: Policy) -> Result<(
     }
     let owner = Owner {
         shares_nothing: policy.shares_nothing,
+        job,
     };
     match preflight::judge(proc_root, &findings, owner).into_iter().next() {
         None => Ok(()),

@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use firn_config::names;
 use tokio::sync::watch;
 
 pub(crate) use admission::{Action, InitState, NotAllowed, admit};
@@ -191,6 +192,12 @@ impl Container {
         let cgroup = Cgroup::of_pid(self.init.pid())?;
         *known = Some(cgroup.clone());
         Ok(cgroup)
+    }
+
+    /// The file of the launch job that its CUDA processes are, in its bundle.
+    pub(crate) fn job(&self) -> Option<PathBuf> {
+        let file = self.bundle.join(names::BUNDLE_JOB);
+        file.is_file().then_some(file)
     }
 
     /// Takes what Start has to restore.

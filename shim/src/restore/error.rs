@@ -48,6 +48,8 @@ pub(crate) enum Refusal {
     CgroupBusy { path: String },
     #[error("cannot look at the cgroup")]
     Cgroup(#[from] CgroupError),
+    #[error(transparent)]
+    Job(#[from] firn_oci::job::JobError),
 }
 
 /// The cause of a restore that had begun.
@@ -150,6 +152,7 @@ impl Refusal {
             Self::NoGpuAsked => "FIRN-GPU-COUNT",
             Self::CgroupBusy { .. } => "FIRN-CGROUP-BUSY",
             Self::Cgroup(_) => "FIRN-FREEZER",
+            Self::Job(error) => error.code(),
         }
     }
 
@@ -171,6 +174,7 @@ impl Refusal {
             Self::Runtime { .. } => {
                 "run the container with runc: leave BinaryName out of the runtime's options"
             }
+            Self::Job(error) => error.hint(),
             Self::NoGpuAsked => "grant the container as many GPUs as it had when it was checkpointed",
         }
     }

@@ -7,7 +7,7 @@ use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
 use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
-use firn_oci::{Decision, Spec, devnodes, edit, mounts};
+use firn_oci::{Decision, Spec, devnodes, edit, job, mounts};
 
 use super::RestoreError;
 use super::error::Refusal;
@@ -51,6 +51,8 @@ pub(crate) struct GpuPart {
     pub config: Config,
     /// The driver worker.
     pub worker: PathBuf,
+    /// The file of the launch job that the processes are.
+    pub job: Option<PathBuf>,
 }
 
 /// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
@@ -81,7 +83,7 @@ pub(crate) async fn prepare(
     };
     let gpu = match !manifest.gpus.is_empty() {
         true => Some(
-            gpu_part(id, options, bundle, spec, &manifest, runc, reaper)
+            gpu_part(id, options, bundle, spec, (&manifest, image), runc, reaper)
                 .await
                 .map_err(refused)?,
         ),
@@ -144,7 +146,7 @@ async fn gpu_part(
     options: &RuncOptions,
     bundle: &Path,
     mut spec: Spec,
-    manifest: &Manifest,
+    (manifest, image): (&Manifest, &Path),
     runc: &Runc,
     reaper: &Reaper,
 ) -> Result<GpuPart, Refusal> {
@@ -182,6 +184,8 @@ async fn gpu_part(
     edit::strip_gpu_hooks(&mut spec)?;
     edit::add_restore_hook(&mut spec, &hook)?;
     edit::set_criu_config(&mut spec, &criu.path())?;
+    let is_allowed = config.create.launch_jobs.is_some();
+    let is_job = job::bring(&mut spec, manifest.job.as_ref(), image, bundle, is_allowed)?;
     settle_mounts(&mut spec, bundle, manifest, &inventory.driver_version)?;
     spec.save(bundle)?;
     criu.write(Operation::Restore)?;
@@ -191,6 +195,7 @@ async fn gpu_part(
         criu,
         config,
         worker,
+        job: is_job.then(|| bundle.join(names::BUNDLE_JOB)),
     })
 }
 

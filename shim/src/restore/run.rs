@@ -249,7 +249,9 @@ async fn restore_gpu(
     // The worker starts up while CRIU works.
     let (image, pid_file) = (restore.image.to_owned(), restore.pid_file);
     let worker_end = gpu.config.deadlines.worker_end;
-    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone(), worker_end).with_journal(journal.clone());
+    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone(), worker_end)
+        .with_journal(journal.clone())
+        .for_job(gpu.job.clone());
     driver.warm_up()?;
     if let Err(error) = container.runc.restore(restore, stdio).await {
         let lines = last_errors(&log).await;

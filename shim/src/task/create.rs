@@ -137,6 +137,10 @@ async fn build_mounted(
     };
     // A restore of GPU state has edited the bundle already.
     if facts.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
+        let spec = match checkpoint {
+            None => crate::checkpoint::begin_job(spec, bundle, &service.reaper).await?,
+            Some(_) => spec,
+        };
         crate::checkpoint::prepare_bundle(bundle, spec)?;
     }
     let restoring = prepared.is_some();

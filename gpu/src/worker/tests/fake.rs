@@ -63,10 +63,11 @@ struct Inner {
 }
 
 /// The fake driver, its NVML and its proc filesystem.
-pub(super) struct Fake {
+pub(in crate::worker) struct Fake {
     inner: Mutex<Inner>,
     missing: Option<LoadError>,
     loadable: bool,
+    version: &'static str,
     root: TempDir,
 }
 
@@ -82,12 +83,19 @@ impl Fake {
             inner: Mutex::new(inner),
             missing,
             loadable,
+            version: "580.95.05",
             root: tempfile::tempdir().unwrap(),
         })
     }
 
     pub(super) fn with_processes(processes: &[i32]) -> Arc<Self> {
         Self::new(processes, true, None)
+    }
+
+    /// A driver of another version that does the same.
+    pub(in crate::worker) fn of_version(version: &'static str) -> Self {
+        let fake = Arc::into_inner(Self::with_processes(&[])).unwrap();
+        Self { version, ..fake }
     }
 
     pub(super) fn without_driver() -> Arc<Self> {
@@ -104,7 +112,7 @@ impl Fake {
         Self::new(&[], true, Some(missing))
     }
 
-    pub(super) fn node(self: &Arc<Self>) -> Node {
+    pub(in crate::worker) fn node(self: &Arc<Self>) -> Node {
         Node::new(
             Box::new(Opened(Arc::clone(self))),
             self.root.path(),
@@ -158,6 +166,10 @@ impl Fake {
 
     pub(super) fn refuse_tid(&self) {
         self.inner.lock().unwrap().tid_refused = true;
+    }
+
+    pub(super) fn state_of(&self, pid: i32) -> Option<CudaState> {
+        self.inner.lock().unwrap().states.get(&pid).copied()
     }
 
     pub(super) fn inits(&self) -> usize {
@@ -337,7 +349,7 @@ impl Checkpointer for Fake {
 
 impl Nvml for Fake {
     fn driver_version(&self) -> Result<String, NvmlError> {
-        Ok("580.95.05".to_owned())
+        Ok(self.version.to_owned())
     }
 
     fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError> {
