@@ -235,7 +235,11 @@ impl Signals {
             let is_of = |refusal: &&Refused| matches!(refusal, Refused::Space { .. }) != memory;
             refusals.iter().find(is_of).map(of_refused)
         };
-        self.add("too_little_memory", "/proc/meminfo", first(true));
+        self.add(
+            "too_little_memory",
+            "/proc/meminfo, memory limits of the cgroup and those above",
+            first(true),
+        );
         self.add(
             "too_little_image_space",
             "the file systems of --image-dir and of the bundle",

@@ -16,7 +16,7 @@ use firn_gpu::plan::{self, Demand, Plan, Policy};
 use firn_gpu::preflight::{self, Owner};
 use firn_gpu::{Gpu, Inventory};
 use firn_oci::manifest::Manifest;
-use firn_oci::surroundings::{self, Known, Needs};
+use firn_oci::surroundings::{self, Known, MemoryLimit, Needs};
 use firn_oci::{Grant, Spec, job, nccl, procfs};
 use serde::Serialize;
 use serde_json::json;
@@ -172,7 +172,8 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     let needs = Needs::of(&subject.tree, gpu_bytes);
     let image_dir = args.image_dir.clone().unwrap_or_else(std::env::temp_dir);
     let work = subject.bundle.as_deref().unwrap_or(&image_dir);
-    signals.of_room(&surroundings::by_room(needs, None, &image_dir, work));
+    let limit = MemoryLimit::of(subject.init);
+    signals.of_room(&surroundings::by_room(needs, limit, &image_dir, work));
 
     let sources: Vec<plan::SourceGpu> = gpus.iter().map(Into::into).collect();
     let plan = match (&args.target, sources.is_empty()) {

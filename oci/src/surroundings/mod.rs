@@ -4,13 +4,15 @@
 //! Only /proc and figures of the host are read; nothing is touched.
 
 mod foreign;
+mod limit;
 mod room;
 mod vendor;
 
 use std::path::PathBuf;
 
 pub use foreign::{Known, by_mounts, by_stdio};
-pub use room::{MemoryLimit, Needs, by_room};
+pub use limit::MemoryLimit;
+pub use room::{Needs, by_room};
 pub use vendor::{Others, by_vendor};
 
 /// Why a container is not checkpointed. Nothing has been touched.
@@ -85,7 +87,9 @@ impl Refusal {
             Self::HostMemory { .. } => {
                 "make room in the host's memory, or let the image go to a file system on disk"
             }
-            Self::CgroupMemory { .. } => "raise the memory limit by as much as the container has GPU memory",
+            Self::CgroupMemory { .. } => {
+                "raise the memory limit, of that cgroup, by as much as the container has GPU memory"
+            }
             Self::Space { .. } => "make room there, or let the checkpoint go to another file system",
             Self::ForeignMount { .. } => "unmount it, or give it to the container in its spec",
             Self::ForeignStdio { .. } => "start the process with pipes, or with files of the container",

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
 
-use super::Refusal;
+use super::{MemoryLimit, Refusal};
 use crate::procfs;
 
 /// What CRIU writes into its work directory at least: its log.
@@ -37,15 +37,6 @@ impl Needs {
     pub fn image(self) -> u64 {
         self.gpu.saturating_add(self.anonymous)
     }
-}
-
-/// The tightest of the limits that hold for a cgroup.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemoryLimit {
-    /// The cgroup that it is set on: the container's, or one above.
-    pub dir: PathBuf,
-    /// Bytes left below it, those that the kernel can take back from caches included.
-    pub left: u64,
 }
 
 /// A file system that will be written to.

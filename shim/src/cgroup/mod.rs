@@ -11,7 +11,6 @@ mod freezer;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod locate;
-mod memory;
 mod oom;
 mod read;
 mod v1;

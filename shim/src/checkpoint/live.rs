@@ -8,6 +8,7 @@ use std::time::Duration;
 use firn_config::Config;
 use firn_gpu::{CudaState, Topology};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
+use firn_oci::surroundings::MemoryLimit;
 use firn_oci::{Grant, Spec, job, mounts, surroundings};
 
 use super::error::{EffectError, EndError};
@@ -255,12 +256,12 @@ impl<'a> Live<'a> {
                 unless_cut(&self.tools.cut, told).await?.unwrap_or(in_use)
             }
         };
-        let limit = self.tools.cgroup.memory_limit()?;
         let image = self.request.image.clone();
         let work = (self.request.work.clone()).unwrap_or_else(|| self.container.bundle.clone());
         let init = self.container.init.pid();
         blocking(move || {
             let needs = surroundings::Needs::of(&dumped, gpu_memory);
+            let limit = MemoryLimit::of(init);
             if let Some(refusal) = surroundings::by_room(needs, limit, &image, &work)
                 .into_iter()
                 .next()

@@ -341,8 +341,38 @@ fn gpu_memory_that_the_containers_limit_has_no_room_for_is_refused() -> Result<(
         let arguments = ["--reserve-mib", "200"];
         let job = Container::count_with(host, "job", &["0"], 1, &limit, &arguments)?;
         job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-HOST-MEMORY") && report.contains("/default/job leaves 9"),
+            "audit: {status}: {report}"
+        );
         let said = refused(&job, host, "FIRN-HOST-MEMORY")?;
         ensure!(said.contains("/default/job leaves 9"), "{said}");
+        job.remove()?;
+
+        let enough = ["--memory-limit", "536870912"];
+        let job = Container::count_with(host, "job", &["0"], 1, &enough, &arguments)?;
+        job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(status == "0", "audit: {status}: {report}");
+        // A limit above the container's, as a pod has it.
+        let limit = |v1: &str, v2: &str| {
+            let script = "for dir in $(find /sys/fs/cgroup -path '*/default/job' -name job); do \
+                          test ! -e $dir/../memory.limit_in_bytes || echo $0 > $dir/../memory.limit_in_bytes; \
+                          test ! -e $dir/../memory.max || echo $1 > $dir/../memory.max; done";
+            host.node().run(&["sh", "-ec", script, v1, v2])
+        };
+        limit("100663296", "100663296")?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("/default leaves 9"),
+            "audit: {status}: {report}"
+        );
+        let said = refused(&job, host, "FIRN-HOST-MEMORY")?;
+        ensure!(said.contains("/default leaves 9"), "{said}");
+        limit("-1", "max")?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
         job.remove()?;
         host.idle()
     })
