@@ -4,8 +4,10 @@
 mod convert;
 mod libraries;
 mod loopback;
+mod replay;
 mod rootfs;
 mod script;
+mod soname;
 mod state;
 
 use std::path::Path;
@@ -25,6 +27,7 @@ usage: firn-hook createRuntime < state.json
        firn-hook create-symlinks [--link TEXT::PATH]... < state.json
        firn-hook update-ldcache [--library PATH]... < state.json
        firn-hook convert BUNDLE [--restore]
+       firn-hook replay BUNDLE
        firn-hook --help | --version
 
   createRuntime     brings up the loopback interface of the container's network
@@ -44,6 +47,11 @@ usage: firn-hook createRuntime < state.json
   convert           makes GPUs that a hook or a name in the bundle's spec asks
                     for edits of the spec, by the node's CDI files. Run by the
                     shim. Prints one JSON object.
+
+  replay            makes, in the root file system of a bundle that is to be restored,
+                    the links and the cache entries that its createContainer
+                    hooks make: runc runs none of these at a restore. Run by the
+                    shim. Knows firn's and NVIDIA's.
 
 All are safe to repeat. create-symlinks and update-ldcache are hooks of the
 stage createContainer, and are in the CDI files of `firn cdi generate`.
@@ -78,6 +86,7 @@ fn main() -> ExitCode {
         }
         ["convert", bundle] => return convert::run(Path::new(bundle), false),
         ["convert", bundle, "--restore"] => return convert::run(Path::new(bundle), true),
+        ["replay", bundle] => replay::run(Path::new(bundle)),
         ["--version" | "-V"] => {
             println!("firn-hook {}", env!("CARGO_PKG_VERSION"));
             Ok(())

@@ -1,10 +1,11 @@
-//! The container's state as the OCI runtime hands it to hooks.
+//! The container's state as the OCI runtime hands it to hooks, and the bundle that it names.
 
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use firn_config::names;
 use serde_json::Value;
 
 /// Largest state that is read; annotations make up most of it.
@@ -38,13 +39,23 @@ impl State {
             .as_str()
             .context("the container's state has no bundle")?;
         ensure!(!bundle.is_empty(), "the container's state has no bundle");
-        let path = Path::new(bundle).join("config.json");
-        let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-        let spec = json(file, MAX_SPEC, &path.display().to_string())?;
-        let root = spec.pointer("/root/path").and_then(Value::as_str);
-        let root = root.filter(|root| !root.is_empty());
-        Ok(Path::new(bundle).join(root.with_context(|| format!("{} names no root", path.display()))?))
+        let bundle = Path::new(bundle);
+        root(bundle, &spec(bundle)?)
     }
+}
+
+/// The spec in a bundle.
+pub fn spec(bundle: &Path) -> Result<Value> {
+    let path = bundle.join(names::BUNDLE_SPEC);
+    let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+    json(file, MAX_SPEC, &path.display().to_string())
+}
+
+/// The root file system that the spec of this bundle names.
+pub fn root(bundle: &Path, spec: &Value) -> Result<PathBuf> {
+    let root = spec.pointer("/root/path").and_then(Value::as_str);
+    let root = root.filter(|root| !root.is_empty());
+    Ok(bundle.join(root.with_context(|| format!("the spec in {} names no root", bundle.display()))?))
 }
 
 fn json(input: impl Read, limit: u64, what: &str) -> Result<Value> {

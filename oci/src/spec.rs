@@ -213,6 +213,11 @@ impl Spec {
         by_node || self.gpu_hooks().next().is_some()
     }
 
+    /// Whether hooks run when the container is created, in its namespaces. A restore runs none of them.
+    pub fn has_create_hooks(&self) -> bool {
+        !self.array("/hooks/createContainer").is_empty()
+    }
+
     /// Whether a hook of NVIDIA's injects the GPU behind the spec's back, instead of device nodes in the spec (CDI).
     /// Such a container cannot be restored: runc restore knows nothing of what the hook has mounted.
     pub fn gpu_by_hook(&self) -> bool {

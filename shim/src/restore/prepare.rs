@@ -1,7 +1,9 @@
 //! What a restore decides before anything is started: it may be refused here without leaving a trace.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
+use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
@@ -18,6 +20,9 @@ use crate::options::RuncOptions;
 use crate::reaper::Reaper;
 use crate::runc::{Brand, Runc};
 use crate::worker::Gpu;
+
+/// How long firn-hook may take to make some links and a file.
+const REPLAY: Duration = Duration::from_secs(30);
 
 /// A checkpoint that Start can restore.
 pub(crate) struct Prepared {
@@ -188,6 +193,9 @@ async fn gpu_part(
     let is_job = job::bring(&mut spec, manifest.job.as_ref(), image, bundle, is_allowed)?;
     settle_mounts(&mut spec, bundle, manifest, &inventory.driver_version)?;
     spec.save(bundle)?;
+    if spec.has_create_hooks() {
+        replay_hooks(&hook, bundle, reaper).await;
+    }
     criu.write(Operation::Restore)?;
     Ok(GpuPart {
         pairs: decision.map.for_driver().to_vec(),
@@ -197,6 +205,23 @@ async fn gpu_part(
         worker,
         job: is_job.then(|| bundle.join(names::BUNDLE_JOB)),
     })
+}
+
+/// Makes what the container's hooks have made in its files, which a restore need not bring along. What was running does
+/// not need it: so a failure refuses nothing.
+async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
+    let mut command = Command::new(hook);
+    command.arg("replay").arg(bundle);
+    let said = match reaper.output(&mut command, REPLAY).await {
+        Ok(output) if output.success() => return,
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(error) => Chain(&error).to_string(),
+    };
+    log::warn!(
+        "the driver's links and the loader's cache cannot be made in {}, so that programs which are started in the container may \
+         not find its libraries: {said}",
+        bundle.display()
+    );
 }
 
 /// Gives the spec the mounts that the checkpoint needs, and says what is not as it was.

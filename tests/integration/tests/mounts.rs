@@ -3,7 +3,7 @@
 //! Needs root.
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, DRIVER, GpuHost, SimGpu, failure, nothing_left, on};
+use firn_lab::{Container, DRIVER, FIRN, GpuHost, SimGpu, failure, nothing_left, on};
 use firn_node::{Cgroup, Suite};
 
 const SOCKET: &str = "/run/nvidia-persistenced/socket";
@@ -93,6 +93,57 @@ fn mounts_of_the_target(suite: Suite, name: &str) -> Result<()> {
             b.remove_image("checkpoint/job")?;
             copy.checkpoint("checkpoint/again")?;
             copy.goes_on(3)?;
+            copy.remove()?;
+            b.idle()
+        },
+    )
+}
+
+/// What a container needs to find the driver's libraries by their short names, and nothing of it is in its image.
+const TRACES: [&str; 3] = [
+    "sh",
+    "-c",
+    "cd /usr/lib/x86_64-linux-gnu; readlink libcuda.so.1; readlink libnvidia-ml.so.1; md5sum /etc/ld.so.cache",
+];
+
+#[test]
+fn programs_started_after_a_restore_without_written_files_find_the_driver() -> Result<()> {
+    on(
+        [host(Suite::Forky, "mt-l-a", 1)?, host(Suite::Forky, "mt-l-b", 2)?],
+        |[a, b]| {
+            for host in [&*a, &*b] {
+                host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
+                let generate = ["firn", "cdi", "generate", "--output", "/etc/cdi/nvidia.yaml"];
+                host.node().run(&generate)?;
+            }
+            let options = ["--runtime", FIRN, "--device", "nvidia.com/gpu=0"];
+            let count = ["/bin/gpu-counter", "--out", "/counter.log", "--interval-ms", "50"];
+            let source = Container::run(a, "job", &options, &count)?.counting(1);
+            source.goes_on(3)?;
+            let made = source.exec(&TRACES)?;
+            ensure!(
+                made.contains(DRIVER) && made.contains("ld.so.cache"),
+                "the hooks have made nothing: {made}"
+            );
+            let checkpoint = [
+                "ctr",
+                "containers",
+                "checkpoint",
+                "--task",
+                "job",
+                "checkpoint/job",
+            ];
+            a.node().run(&checkpoint)?;
+            source.remove()?;
+            a.send_image("checkpoint/job", b)?;
+
+            let restore = ["ctr", "containers", "restore", "--live", "job", "checkpoint/job"];
+            b.node().run(&restore)?;
+            let copy = Container::known(b, "job").counting(1);
+            copy.goes_on(3)?;
+            assert_eq!(copy.exec(&TRACES)?, made);
+            let again = copy.exec(&["/bin/gpu-counter", "--iterations", "2"])?;
+            ensure!(again.contains("iter=1 "), "{again}");
             copy.remove()?;
             b.idle()
         },
