@@ -202,7 +202,7 @@ macro_rules! call {
 
 mod rare;
 
-pub use rare::{Allocation, VMM_GRANULE, open_nvml};
+pub use rare::{Allocation, Nvml, VMM_GRANULE};
 
 impl Driver {
     /// Opens the library. Makes no call into it.

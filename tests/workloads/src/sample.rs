@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
-use firn_workloads::driver::{Driver, IpcHandle, VMM_GRANULE, open_nvml};
+use firn_workloads::driver::{Driver, IpcHandle, Nvml, VMM_GRANULE};
 use firn_workloads::habits;
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
@@ -109,8 +109,13 @@ fn run(options: &Options) -> Result<()> {
     }
     match (options.habit, options.part) {
         (Habit::Nvml, _) | (_, Some(Part::Monitor)) => {
-            let _library = open_nvml()?;
-            return options.go_on(|_| Ok(()));
+            let nvml = Nvml::open()?;
+            let devices = nvml.devices()?;
+            return options.go_on(|_| {
+                let found = nvml.devices()?;
+                ensure!(found == devices, "{found} GPUs, not {devices}");
+                Ok(())
+            });
         }
         (Habit::Two, None) => return two(options),
         _ => {}

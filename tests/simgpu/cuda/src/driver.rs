@@ -1,4 +1,4 @@
-//! The driver as loaded in this process: started by the first cuInit, once.
+//! The driver as loaded in this process: started by the first cuInit or by NVML, once.
 
 use std::sync::mpsc;
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -9,7 +9,7 @@ use simgpu_model::GpuInfo;
 use crate::error::Error;
 use crate::gate::{Gate, Passed};
 use crate::hardware::{self, Hardware};
-use crate::process::Process;
+use crate::process::{Nvml, Process};
 use crate::service::{self, Service};
 
 /// See the module head.
@@ -44,20 +44,49 @@ impl Entered {
     }
 }
 
-/// Begins a call of the application; waits while the process is locked. A forked child has no driver.
+/// Begins a call of the application; waits while the process is locked.
 pub(crate) fn enter() -> Result<Entered, Error> {
-    let driver = DRIVER
-        .get()
-        .filter(|driver| driver.pid == std::process::id())
-        .ok_or(Error::NOT_INITIALIZED)?;
-    Ok(Entered {
+    let driver = own().ok_or(Error::NOT_INITIALIZED)?;
+    let entered = Entered {
         driver,
         _passed: driver.gate.pass(),
-    })
+    };
+    if entered.process().ordinals.is_empty() {
+        return Err(Error::NOT_INITIALIZED);
+    }
+    Ok(entered)
+}
+
+/// The driver of this process. A forked child has none.
+fn own() -> Option<&'static Driver> {
+    DRIVER.get().filter(|driver| driver.pid == std::process::id())
 }
 
 /// cuInit: starts the driver, or says that it runs.
 pub(crate) fn start() -> Result<(), Error> {
+    let driver = run()?;
+    let _passed = driver.gate.pass();
+    let mut process = driver.process();
+    if process.ordinals.is_empty() {
+        process.ordinals = visible(
+            &process.seen,
+            std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref(),
+        );
+    }
+    match process.ordinals.is_empty() {
+        true => Err(Error::NO_DEVICE),
+        false => Ok(()),
+    }
+}
+
+/// nvmlInit: a process that uses NVML alone is known to the driver as one with CUDA is.
+pub(crate) fn attach(nvml: Nvml) -> Result<(), Error> {
+    run()?.process().nvml = Some(nvml);
+    Ok(())
+}
+
+/// The driver, started if it does not run.
+fn run() -> Result<&'static Driver, Error> {
     let starting = STARTING.lock().expect("nothing panics while starting");
     if DRIVER.get().is_none() {
         let (tell, told) = mpsc::channel();
@@ -77,7 +106,7 @@ pub(crate) fn start() -> Result<(), Error> {
         told.recv().map_err(|_| Error::UNKNOWN)??;
     }
     drop(starting);
-    enter().map(drop)
+    own().ok_or(Error::NOT_INITIALIZED)
 }
 
 /// Opens the devices and makes the channel; runs in what becomes the restore thread.
@@ -91,14 +120,13 @@ fn begin() -> Result<(Driver, Service), Error> {
             memories.push(memory);
         }
     }
-    let ordinals = visible(&seen, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
-    if ordinals.is_empty() {
+    if seen.is_empty() {
         return Err(Error::NO_DEVICE);
     }
     let token = service::fresh_token().map_err(|_| Error::UNKNOWN)?;
     let hardware = Hardware::enter(control, memories, token)?;
     let service = Service::new(token).map_err(|_| Error::UNKNOWN)?;
-    let process = Mutex::new(Process::new(seen, ordinals, hardware));
+    let process = Mutex::new(Process::new(seen, hardware));
     Ok((
         Driver {
             gate: Gate::default(),

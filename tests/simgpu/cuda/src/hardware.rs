@@ -13,7 +13,7 @@ use simgpu_model::{Control, GpuInfo, GpuMemory, Mapping, paths, punch, punch_man
 
 use crate::error::Error;
 
-/// Where every CUDA process has its first mapping of the UVM device, offset equal to address.
+/// Where every process with a context has its first mapping of the UVM device, offset equal to address.
 const UVM_BASE: usize = 0x2_04a0_0000;
 const UVM_BASE_SIZE: usize = 2 << 20;
 
@@ -28,7 +28,8 @@ pub(crate) struct Hardware {
     control: Control,
     uvm: File,
     uvm_slot: usize,
-    _uvm_base: Mapping,
+    /// The driver has one for each context, this one whatever their number.
+    uvm_base: Option<Mapping>,
     gpus: Vec<OpenGpu>,
 }
 
@@ -77,14 +78,12 @@ impl Hardware {
             .write(true)
             .open(path)
             .map_err(|_| Error::UNKNOWN)?;
-        let base = Mapping::shared(uvm.as_fd(), UVM_BASE, UVM_BASE_SIZE, Some(UVM_BASE));
-        let base = base.map_err(|_| Error::UNKNOWN)?;
         let uvm_slot = control.claim(token, uvm.as_fd()).ok_or(Error::OUT_OF_MEMORY)?;
         let mut hardware = Self {
             control,
             uvm,
             uvm_slot,
-            _uvm_base: base,
+            uvm_base: None,
             gpus: Vec::new(),
         };
         for memory in gpus {
@@ -97,6 +96,15 @@ impl Hardware {
             }
         }
         Ok(hardware)
+    }
+
+    /// Maps what a process with contexts has of the UVM device.
+    pub(crate) fn map_base(&mut self) -> Result<(), Error> {
+        if self.uvm_base.is_none() {
+            let base = Mapping::shared(self.uvm.as_fd(), UVM_BASE, UVM_BASE_SIZE, Some(UVM_BASE));
+            self.uvm_base = Some(base.map_err(|_| Error::UNKNOWN)?);
+        }
+        Ok(())
     }
 
     /// Frees all memory and closes everything.

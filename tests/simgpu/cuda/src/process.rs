@@ -51,15 +51,24 @@ pub(crate) struct Context {
     pub(crate) primary: bool,
 }
 
+/// NVML's part in a checkpoint: it closes and opens again what it has of the devices.
+#[derive(Clone, Copy)]
+pub(crate) struct Nvml {
+    pub(crate) close: extern "C" fn(),
+    pub(crate) open: extern "C" fn(),
+}
+
 /// See the module head.
 pub(crate) struct Process {
     pub(crate) state: State,
-    /// All GPUs that could be opened at cuInit, as they were then: what the process goes on reporting.
+    /// All GPUs that could be opened when the driver was started, as they were then: what the process goes on reporting.
     pub(crate) seen: Vec<GpuInfo>,
     /// Where each of them is now.
     pub(crate) current: Vec<Uuid>,
-    /// Device ordinals, as places in `seen`.
+    /// Device ordinals, as places in `seen`; none before cuInit.
     pub(crate) ordinals: Vec<usize>,
+    /// What NVML has open, if it is in use.
+    pub(crate) nvml: Option<Nvml>,
     /// The open devices; none while checkpointed.
     pub(crate) hardware: Option<Hardware>,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
@@ -75,13 +84,14 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    pub(crate) fn new(seen: Vec<GpuInfo>, ordinals: Vec<usize>, hardware: Hardware) -> Self {
+    pub(crate) fn new(seen: Vec<GpuInfo>, hardware: Hardware) -> Self {
         Self {
             state: State::Running,
             current: seen.iter().map(|gpu| gpu.uuid).collect(),
             saved: seen.iter().map(|_| None).collect(),
             seen,
-            ordinals,
+            ordinals: Vec::new(),
+            nvml: None,
             hardware: Some(hardware),
             allocations: BTreeMap::new(),
             contexts: HashMap::new(),

@@ -52,6 +52,9 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
     if let Some(hardware) = process.hardware.take() {
         hardware.leave();
     }
+    if let Some(nvml) = process.nvml {
+        (nvml.close)();
+    }
     process.state = State::Checkpointed;
     Ok(())
 }
@@ -65,8 +68,12 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     let control = hardware::open_control().ok_or(Error::INVALID_VALUE)?;
     let targets = targets(process, &control, pairs)?;
     let memories: Result<Vec<_>, _> = targets.iter().map(hardware::open_gpu).collect();
-    let hardware = Hardware::enter(control, memories.map_err(|_| Error::INVALID_VALUE)?, token)?;
-    let mapped = match load(process, &hardware) {
+    let mut hardware = Hardware::enter(control, memories.map_err(|_| Error::INVALID_VALUE)?, token)?;
+    let loaded = match process.contexts.is_empty() {
+        true => load(process, &hardware),
+        false => hardware.map_base().and_then(|()| load(process, &hardware)),
+    };
+    let mapped = match loaded {
         Ok(mapped) => mapped,
         Err(error) => {
             hardware.leave();
@@ -81,6 +88,9 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     process.saved.iter_mut().for_each(|region| *region = None);
     process.current = targets.iter().map(|gpu| gpu.uuid).collect();
     process.hardware = Some(hardware);
+    if let Some(nvml) = process.nvml {
+        (nvml.open)();
+    }
     process.state = State::Locked;
     Ok(())
 }

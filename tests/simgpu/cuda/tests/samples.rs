@@ -5,11 +5,12 @@ mod support;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
+use std::time::Instant;
 
-use support::{Node, TWO, missing};
+use support::{Node, TWO, device_uses, missing};
 
 /// Number of processes that print, by habit.
-const HABITS: [(&str, usize); 10] = [
+const HABITS: [(&str, usize); 12] = [
     ("plain", 1),
     ("managed", 1),
     ("managed-small", 1),
@@ -20,6 +21,8 @@ const HABITS: [(&str, usize); 10] = [
     ("two", 2),
     ("fork", 1),
     ("nvml", 1),
+    ("monitored", 2),
+    ("init", 1),
 ];
 
 #[test]
@@ -54,5 +57,47 @@ fn every_sample_computes_in_each_of_its_processes() {
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(ended.is_none(), "{habit}: {ended:?}: {errors}");
         assert_eq!(lines.len(), processes, "{habit}: {errors}");
+    }
+}
+
+/// As seen on an H200: the driver knows who only uses NVML, or has no context; they have devices open and no UVM mapped.
+#[test]
+fn processes_without_a_context_are_checkpointed_and_go_on() {
+    require!(missing());
+    let node = Node::new(TWO);
+    for habit in ["nvml", "init"] {
+        let began = Instant::now();
+        let mut command = node.command("gpu-sample");
+        let mut sample = command
+            .args([habit, "--interval-ms", "10"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(sample.stdout.take().unwrap()).lines();
+        let mut next = |what: &str| match lines.next() {
+            Some(Ok(line)) if line.ends_with(" ok") => {}
+            other => panic!("{habit} {what}: {other:?}"),
+        };
+        next("begins");
+        let pid = i32::try_from(sample.id()).unwrap();
+        let before = device_uses(&node, pid);
+        for device in ["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1"] {
+            let fd = format!("fd {}", node.dev().join(device).display());
+            assert!(before.contains(&fd), "{habit}: {device} is not open: {before:?}");
+        }
+        assert!(
+            !before.iter().any(|line| line.contains(" rw-s 204a00000")),
+            "{habit}: {before:?}"
+        );
+        assert_eq!(node.step("lock,checkpoint", pid, &[]), ["SUCCESS"; 2], "{habit}");
+        assert_eq!(device_uses(&node, pid), [""; 0], "{habit}");
+        let swap = &[(0, 1), (1, 0)];
+        assert_eq!(node.step("restore,unlock", pid, swap), ["SUCCESS"; 2], "{habit}");
+        assert_eq!(device_uses(&node, pid).len(), before.len(), "{habit}");
+        // More than it can have printed before, with one line in 10 ms.
+        let most = began.elapsed().as_millis() / 10 + 1;
+        (0..most + 3).for_each(|_| next("goes on"));
+        sample.kill().unwrap();
+        sample.wait().unwrap();
     }
 }

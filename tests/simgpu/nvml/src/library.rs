@@ -1,8 +1,9 @@
 //! The library's state between nvmlInit and nvmlShutdown.
 
 use std::fs::File;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use libloading::Library as Shared;
 use simgpu_model::{Control, CudaProcess, GpuInfo, GpuMemory, paths};
 
 use crate::abi::Error;
@@ -16,23 +17,67 @@ pub(crate) struct Device {
 struct Library {
     /// nvmlInit calls without nvmlShutdown.
     users: usize,
+    /// None while the process is checkpointed.
+    open: Option<Open>,
+}
+
+struct Open {
     control: Control,
     devices: Vec<Device>,
 }
 
 static LIBRARY: Mutex<Option<Library>> = Mutex::new(None);
+static RESTORED: Condvar = Condvar::new();
 
 fn library() -> MutexGuard<'static, Option<Library>> {
-    LIBRARY.lock().expect("nothing panics with the library locked")
+    LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// nvmlInit
 pub(crate) fn init() -> Result<(), Error> {
-    let mut library = library();
-    if let Some(library) = library.as_mut() {
-        library.users += 1;
-        return Ok(());
+    if library().is_none() {
+        attach();
     }
+    let mut library = library();
+    match library.as_mut() {
+        Some(library) => library.users += 1,
+        None => {
+            let open = Some(open()?);
+            *library = Some(Library { users: 1, open });
+        }
+    }
+    Ok(())
+}
+
+/// Makes the process known to the driver, which closes and opens what NVML has. Without GPUs it has nothing to do with it.
+fn attach() {
+    type Attach = extern "C" fn(extern "C" fn(), extern "C" fn()) -> i32;
+    // SAFETY: the simulated library's constructors do nothing.
+    let Ok(driver) = (unsafe { Shared::new("libcuda.so.1") }) else {
+        return;
+    };
+    // SAFETY: the type is the function's.
+    if let Ok(attach) = unsafe { driver.get::<Attach>("simgpu_attach") } {
+        attach(before_checkpoint, after_restore);
+    }
+    // Its threads run from now on.
+    std::mem::forget(driver);
+}
+
+extern "C" fn before_checkpoint() {
+    if let Some(library) = library().as_mut() {
+        library.open = None;
+    }
+}
+
+extern "C" fn after_restore() {
+    if let Some(library) = library().as_mut() {
+        library.open = open().ok();
+    }
+    RESTORED.notify_all();
+}
+
+fn open() -> Result<Open, Error> {
     let dev = paths::dev_dir();
     let control = Control::open(&dev).map_err(|_| Error::DriverNotLoaded)?;
     let open = |info: &GpuInfo| {
@@ -46,12 +91,7 @@ pub(crate) fn init() -> Result<(), Error> {
         })
     };
     let devices = control.table.gpus.iter().filter_map(open).collect();
-    *library = Some(Library {
-        users: 1,
-        control,
-        devices,
-    });
-    Ok(())
+    Ok(Open { control, devices })
 }
 
 /// nvmlShutdown
@@ -65,14 +105,27 @@ pub(crate) fn shutdown() -> Result<(), Error> {
     Ok(())
 }
 
+/// Asks what is open. Whether NVML's functions wait in a checkpointed process, as those of CUDA do, was not measured.
+fn with_open<T>(ask: impl FnOnce(&Open) -> Result<T, Error>) -> Result<T, Error> {
+    let closed =
+        |library: &mut Option<Library>| library.as_ref().is_some_and(|library| library.open.is_none());
+    let library = RESTORED
+        .wait_while(library(), closed)
+        .unwrap_or_else(PoisonError::into_inner);
+    ask(library
+        .as_ref()
+        .and_then(|library| library.open.as_ref())
+        .ok_or(Error::Uninitialized)?)
+}
+
 /// Asks the control device.
 pub(crate) fn with_control<T>(ask: impl FnOnce(&Control) -> T) -> Result<T, Error> {
-    Ok(ask(&library().as_ref().ok_or(Error::Uninitialized)?.control))
+    with_open(|open| Ok(ask(&open.control)))
 }
 
 /// Asks all devices.
 pub(crate) fn with_devices<T>(ask: impl FnOnce(&[Device]) -> Result<T, Error>) -> Result<T, Error> {
-    ask(&library().as_ref().ok_or(Error::Uninitialized)?.devices)
+    with_open(|open| ask(&open.devices))
 }
 
 /// Asks the device at a place.

@@ -183,31 +183,44 @@ impl Driver {
 
 const NVML: &str = "libnvidia-ml.so.1";
 
-/// Opens NVML and asks it for the GPUs; whoever holds the library keeps it initialised.
-pub fn open_nvml() -> Result<Library> {
-    // SAFETY: loading the library runs its constructors, which is what every program that uses it does.
-    let library = unsafe { Library::new(NVML) }.map_err(|source| DriverError::Open { name: NVML, source })?;
-    for (name, count) in [("nvmlInit_v2", false), ("nvmlDeviceGetCount_v2", true)] {
-        let missing = |source| DriverError::Missing { name, source };
-        let mut number: c_uint = 0;
-        let code = if count {
-            // SAFETY: the type is that of the function with this name in NVML.
-            let function = unsafe { library.get::<unsafe extern "C" fn(*mut c_uint) -> c_int>(name) };
-            // SAFETY: the pointer goes to a live variable.
-            unsafe { function.map_err(missing)?(&raw mut number) }
-        } else {
-            // SAFETY: the type is that of the function with this name in NVML.
-            let function = unsafe { library.get::<unsafe extern "C" fn() -> c_int>(name) };
-            // SAFETY: the function takes nothing.
-            unsafe { function.map_err(missing)?() }
-        };
-        if code != 0 {
-            return Err(DriverError::Call {
-                call: name,
-                name: format!("nvmlReturn {code}"),
-                code,
-            });
-        }
+/// NVML, initialised for as long as this lives.
+pub struct Nvml(Library);
+
+impl Nvml {
+    /// Loads and initialises it.
+    pub fn open() -> Result<Self> {
+        // SAFETY: loading the library runs its constructors, which is what every program that uses it does.
+        let library =
+            unsafe { Library::new(NVML) }.map_err(|source| DriverError::Open { name: NVML, source })?;
+        let name = "nvmlInit_v2";
+        // SAFETY: the type is that of the function with this name in NVML.
+        let function = unsafe { library.get::<unsafe extern "C" fn() -> c_int>(name) };
+        let function = function.map_err(|source| DriverError::Missing { name, source })?;
+        // SAFETY: the function takes nothing.
+        succeeded(name, unsafe { function() })?;
+        Ok(Self(library))
     }
-    Ok(library)
+
+    /// Number of GPUs that it shows.
+    pub fn devices(&self) -> Result<u32> {
+        let name = "nvmlDeviceGetCount_v2";
+        let mut number: c_uint = 0;
+        // SAFETY: the type is that of the function with this name in NVML.
+        let function = unsafe { self.0.get::<unsafe extern "C" fn(*mut c_uint) -> c_int>(name) };
+        let function = function.map_err(|source| DriverError::Missing { name, source })?;
+        // SAFETY: the pointer goes to a live variable.
+        succeeded(name, unsafe { function(&raw mut number) })?;
+        Ok(number)
+    }
+}
+
+fn succeeded(call: &'static str, code: c_int) -> Result<()> {
+    match code {
+        0 => Ok(()),
+        _ => Err(DriverError::Call {
+            call,
+            name: format!("nvmlReturn {code}"),
+            code,
+        }),
+    }
 }

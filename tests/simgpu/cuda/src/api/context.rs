@@ -28,6 +28,11 @@ pub(super) fn current_gpu(process: &Process) -> Result<usize, Error> {
 }
 
 fn make(process: &mut Process, gpu: usize, primary: bool) -> Result<usize, Error> {
+    process
+        .hardware
+        .as_mut()
+        .ok_or(Error::ILLEGAL_STATE)?
+        .map_base()?;
     let memory = process.allocate(gpu, CHUNK)?;
     let number = process.fresh_handle();
     process.contexts.insert(

@@ -6,6 +6,7 @@ use simgpu_model::fault::Call;
 
 use super::give;
 use crate::error::{Error, answer, describe};
+use crate::process::Nvml;
 use crate::{caller, driver, hardware};
 
 #[unsafe(no_mangle)]
@@ -17,6 +18,12 @@ extern "C" fn cuInit(flags: u32) -> i32 {
         let own = i32::try_from(std::process::id()).map_err(|_| Error::UNKNOWN)?;
         caller::disturbed(Call::Init, own, driver::start)
     })
+}
+
+/// Not of the driver's API: what the simulated NVML calls when it is initialised.
+#[unsafe(no_mangle)]
+extern "C" fn simgpu_attach(close: extern "C" fn(), open: extern "C" fn()) -> i32 {
+    answer(|| driver::attach(Nvml { close, open }))
 }
 
 #[unsafe(no_mangle)]

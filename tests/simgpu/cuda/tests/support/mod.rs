@@ -183,7 +183,7 @@ impl Node {
 
     /// Makes checkpoint calls about a process; gives the answers, one word per call (and its value).
     pub fn step(&self, calls: &str, pid: i32, pairs: &[(usize, usize)]) -> Vec<String> {
-        let mut caller = self.caller(calls, pid, pairs);
+        let mut caller = self.patient_caller(calls, pid, pairs);
         caller
             .answers(PATIENCE)
             .unwrap_or_else(|| panic!("{calls} did not return"))
@@ -396,17 +396,7 @@ impl Counter {
 
     /// Descriptors and mappings that it has of the node's devices.
     pub fn device_uses(&self, node: &Node) -> Vec<String> {
-        let dev = node.dev();
-        let fds = fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
-        let fds = fds
-            .flatten()
-            .filter_map(|fd| fs::read_link(fd.path()).ok())
-            .filter(|to| to.starts_with(&dev));
-        let mut uses: Vec<String> = fds.map(|to| format!("fd {}", to.display())).collect();
-        let maps = self.maps();
-        let mapped = maps.lines().filter(|line| line.contains(dev.to_str().unwrap()));
-        uses.extend(mapped.map(str::to_owned));
-        uses
+        device_uses(node, self.pid())
     }
 
     /// Its memory map.
@@ -450,4 +440,19 @@ fn read_lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
         }
     });
     lines
+}
+
+/// Descriptors and mappings that a process has of the node's devices.
+pub fn device_uses(node: &Node, pid: i32) -> Vec<String> {
+    let dev = node.dev();
+    let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let fds = fds
+        .flatten()
+        .filter_map(|fd| fs::read_link(fd.path()).ok())
+        .filter(|to| to.starts_with(&dev));
+    let mut uses: Vec<String> = fds.map(|to| format!("fd {}", to.display())).collect();
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let mapped = maps.lines().filter(|line| line.contains(dev.to_str().unwrap()));
+    uses.extend(mapped.map(str::to_owned));
+    uses
 }
