@@ -200,8 +200,11 @@ def timed(operation, *args):
     return result, round(time.monotonic() - began, 3)
 
 
-def round_trip(setup, end, record, name, workload, memory=0.0, workers=1):
-    """Run, checkpoint, see the source go on, remove it, restore (on another GPU where there is one), compare."""
+def round_trip(setup, end, record, name, workload, memory=0.0, workers=1, see=lambda container, end: None):
+    """Run, checkpoint, see the source go on, remove it, restore (on another GPU where there is one), compare.
+
+    `see` looks at the container before the checkpoint, after it, and after the restore.
+    """
     source_gpus, target_gpus = setup.pick(workload.gpus)
     source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
     image = f"firn.test/checkpoint/{name}:latest"
@@ -209,6 +212,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1):
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
         before = wait_for_counts(source, end, workers, {}, 3)
+        see(source, end)
         check_holders(source, end, source_gpus, memory)
 
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
@@ -216,6 +220,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1):
         went_on = wait_for_counts(source, end, workers, counts(source), 2, f"checkpoint said: {done.stderr.strip() or 'done'}")
         if done.returncode:
             raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
+        see(source, end)
         source.keep_evidence(setup.evidence)
         source.remove(end)
         if source_gpus:
@@ -224,6 +229,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1):
         grant(setup, source_gpus, target_gpus)
         _, record["restore_s"] = timed(target.restore, image, end)
         after = wait_for_counts(target, end, workers, {}, 3, "restored")
+        see(target, end)
         record["restore_ms"] = target.account()
         record["uuid_after"] = check_holders(target, end, target_gpus, memory)
         record.update(compare(before, went_on, after))

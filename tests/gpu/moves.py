@@ -7,6 +7,7 @@ import cases
 import cdi
 import firn_cli
 import host as hosts
+import samples
 from cases import Case
 from host import Container, Failed
 
@@ -17,12 +18,25 @@ SOCKETS = ["--annotation", "firn.dev/nccl=sockets"]
 def all_cases(mib):
     """The cases, with buffers of `mib` MiB."""
     found = [Case("bare", 120, 1, lambda setup, end, record: bare(setup, end, record, mib))]
+    found.append(Case("monitored", 60, 1, monitored(mib)))
     for count, name in ((2, "two-permuted"), (4, "four-permuted")):
         found.append(Case(name, 150, count, permuting(name, ranks(count, mib), count, mib), ("permuted",)))
     # The only sign of where one process on two GPUs has what: it has more on the first.
     swapped = cases.counter(["--mib", f"{mib}", "--gpu", "0,1", "--reserve-mib", f"{mib}"], 2)
     found.append(Case("two-swapped", 150, 2, permuting("two-swapped", swapped, 2, mib), ("permuted",)))
     return found
+
+
+def monitored(mib):
+    """The case of a counter, and of a process beside it that only uses NVML and goes on as well."""
+    workload = cases.counter(["--mib", f"{mib}"])
+    workload.argv = ["/bin/sh", "-c", f"gpu-sample nvml & exec {' '.join(workload.argv)}"]
+    return lambda setup, end, record: cases.round_trip(setup, end, record, "monitored", workload, mib / 1024, see=watched)
+
+
+def watched(container, end):
+    """Wait until the monitor has seen its GPUs twice more."""
+    samples.wait_for_lines(container, 1, samples.printed(container.lines()), end)
 
 
 def ranks(count, mib):

@@ -113,9 +113,9 @@ impl GpuHost {
 
     fn set_up(&self, built: &Built, driver: &str) -> Result<()> {
         self.install(built, driver)?;
-        let counter = built.program("gpu-counter");
         Image::new(IMAGE)
-            .program(counter, "/bin/gpu-counter")
+            .program(built.program("gpu-counter"), "/bin/gpu-counter")
+            .program(built.program("gpu-sample"), "/bin/gpu-sample")
             .import(&self.node)
     }
 

@@ -31,7 +31,7 @@ pub use task::{Pending, Task, any, told};
 pub const FIRN: &str = "io.containerd.firn.v2";
 /// containerd's own runtime.
 pub const STOCK: &str = "io.containerd.runc.v2";
-/// The image that [`GpuHost::start`] imports: busybox and gpu-counter.
+/// The image that [`GpuHost::start`] imports: busybox, gpu-counter and gpu-sample.
 pub const IMAGE: &str = "localhost/firn-test:latest";
 /// Where gpu-counter writes its lines in a container.
 pub const LOG: &str = "/counter.log";

@@ -2,9 +2,11 @@
 //!
 //! Needs root. Every story is told with `ctr` on real containerd, runc and CRIU; only the driver is simulated.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, STOCK, SimGpu, on};
-use firn_node::{Cgroup, Suite};
+use firn_node::{Cgroup, Suite, wait_for};
 
 /// What is moved.
 struct Job {
@@ -90,6 +92,41 @@ fn moves(suite: Suite, cgroup: Cgroup, name: &str, job: &Job) -> Result<()> {
             "memory is not on the target's GPUs"
         );
         assert_eq!(copy.status()?, "RUNNING");
+        copy.remove()?;
+        b.idle()
+    })
+}
+
+/// A process that only watches GPUs, by NVML, is known to the driver. It shares no memory, and moves with the one beside it.
+#[test]
+fn a_monitor_moves_with_the_process_beside_it() -> Result<()> {
+    let sees = |job: &Container<'_>| -> Result<()> {
+        let lines = || -> Result<usize> { Ok(job.exec(&["cat", "/dev/shm/monitor.log"])?.lines().count()) };
+        let before = lines()?;
+        wait_for("the monitor to go on", Duration::from_secs(30), || {
+            Ok((lines()? > before + 2).then_some(()))
+        })
+    };
+    on(pair(Suite::Forky, Cgroup::Auto, "mv-mon")?, |[a, b]| {
+        let grant = a.ctr_gpu_options(&["0"])?;
+        let mut options = vec!["--runtime", FIRN];
+        options.extend(grant.iter().map(String::as_str));
+        let script =
+            "gpu-sample nvml >/dev/shm/monitor.log & exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+        let source = Container::run(a, "job", &options, &["sh", "-c", script])?.counting(1);
+        source.goes_on(3)?;
+        sees(&source)?;
+        source.checkpoint("checkpoint/job")?;
+        source.goes_on(3)?;
+        sees(&source)?;
+        source.remove()?;
+        a.idle()?;
+
+        a.send_image("checkpoint/job", b)?;
+        let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        sees(&copy)?;
+        assert_eq!(copy.gpus_in_use()?, expected(b, &ONE));
         copy.remove()?;
         b.idle()
     })

@@ -42,13 +42,14 @@ const LEFT_OUT: [&str; 22] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 6] = [
+const PROGRAMS: [&str; 7] = [
     "firn-gpu",
     "firn-hook",
     "firn",
     "simgpu",
     "cuda-step",
     "gpu-counter",
+    "gpu-sample",
 ];
 
 /// The simulated driver.
