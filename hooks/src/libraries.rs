@@ -2,18 +2,25 @@
 //!
 //! Made in the container's own files, before its program starts. Repeating it changes nothing.
 
+use std::ffi::OsStr;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use firn_cdi::ldcache::{self, Library};
+use firn_oci::Spec;
+use serde_json::Value;
 
 use crate::rootfs::Rootfs;
+use crate::soname;
 
 /// The loader's cache.
 const CACHE: &str = "/etc/ld.so.cache";
 
 /// Largest cache that is read. That of a desktop has some 200 KiB.
 const MAX_BYTES: u64 = 16 << 20;
+
+/// Libraries that every driver has.
+const DRIVER: [&str; 2] = ["libcuda.so.", "libnvidia-ml.so."];
 
 /// Makes links, each given as `TEXT::PATH`.
 pub fn create_symlinks(rootfs: &Rootfs, links: &[String]) -> Result<()> {
@@ -58,6 +65,62 @@ pub fn update_ldcache(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
     let all: Vec<Library> = ours.iter().cloned().chain(others).collect();
     let cache = ldcache::write(&all).context("the loader's cache would be too large")?;
     rootfs.write(path, &cache)
+}
+
+/// Makes both for the libraries of NVIDIA's driver that the spec mounts one by one. A container without its GPUs is not touched.
+pub fn provide_mounted(rootfs: &Rootfs, spec: &Value) -> Result<()> {
+    if !Spec::from(spec.clone()).asks_for_gpu() {
+        return Ok(());
+    }
+    let file = |source: &Path| {
+        let file = source.canonicalize().ok()?;
+        file.file_name()?.to_str().map(str::to_owned)
+    };
+    let mounted: Vec<_> = mounts(spec)
+        .filter_map(|(at, source)| Some((at, source, file(source)?)))
+        .collect();
+    // All of a driver's files are named after its version.
+    let version = |name: &str| {
+        DRIVER
+            .iter()
+            .find_map(|library| name.strip_prefix(library).map(str::to_owned))
+    };
+    let Some(version) = mounted.iter().find_map(|(.., name)| version(name)) else {
+        return Ok(());
+    };
+    let suffix = format!(".so.{version}");
+    let ours = mounted.iter().filter(|(.., name)| name.ends_with(&suffix));
+    let (links, libraries) = by_own_names(ours.map(|(at, source, _)| (*at, *source)));
+    create_symlinks(rootfs, &links)?;
+    update_ldcache(rootfs, &libraries)
+}
+
+/// Links to libraries from the names that they give themselves, and their paths by these.
+pub fn by_own_names<'s>(mounted: impl Iterator<Item = (&'s Path, &'s Path)>) -> (Vec<String>, Vec<String>) {
+    let (mut links, mut libraries) = (Vec::new(), Vec::new());
+    for (at, source) in mounted {
+        let (Some(dir), Some(file)) = (at.parent(), at.file_name().and_then(OsStr::to_str)) else {
+            continue;
+        };
+        let Some(name) = soname::of(source) else {
+            continue;
+        };
+        let path = dir.join(&name).display().to_string();
+        if name != file {
+            links.push(format!("{file}::{path}"));
+        }
+        libraries.push(path);
+    }
+    (links, libraries)
+}
+
+/// Destination and source of the spec's mounts.
+pub fn mounts(spec: &Value) -> impl Iterator<Item = (&Path, &Path)> {
+    let mounts = spec["mounts"].as_array().into_iter().flatten();
+    mounts.filter_map(|mount| {
+        let path = |key: &str| mount[key].as_str().map(Path::new);
+        Some((path("destination")?, path("source").unwrap_or(Path::new(""))))
+    })
 }
 
 #[cfg(test)]
@@ -125,5 +188,40 @@ mod tests {
             Path::new("libcuda.so.580")
         );
         assert!(create_symlinks(&rootfs, &["libcuda.so.580".to_owned()]).is_err());
+    }
+
+    #[test]
+    fn mounted_libraries_of_a_driver_are_found_and_others_are_left() {
+        let root = tempfile::tempdir().unwrap();
+        let host = tempfile::tempdir().unwrap();
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let mut paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+        let libc = paths.find(|path| path.contains("/libc.so")).unwrap();
+        for name in ["libcuda.so.580.1", "libnvidia-x.so.580.1", "libother.so.3"] {
+            fs::copy(libc, host.path().join(name)).unwrap();
+        }
+        let mount =
+            |name: &str, at: &str| serde_json::json!({"source": host.path().join(name), "destination": at});
+        let mut spec = serde_json::json!({"mounts": [
+            mount("libcuda.so.580.1", "/usr/lib64/libcuda.so.580.1"),
+            mount("libother.so.3", "/other/libother.so.3"),
+            mount("none", "/usr/lib64/none"),
+        ]});
+        let rootfs = Rootfs::open(root.path()).unwrap();
+        provide_mounted(&rootfs, &spec).unwrap();
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0, "no GPU, no trace");
+
+        spec["linux"] =
+            serde_json::json!({"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
+        for _ in 0..2 {
+            provide_mounted(&rootfs, &spec).unwrap();
+            let link = root.path().join("usr/lib64/libc.so.6");
+            assert_eq!(fs::read_link(link).unwrap(), Path::new("libcuda.so.580.1"));
+            assert_eq!(
+                cache(root.path()),
+                [("libc.so.6".to_owned(), "/usr/lib64/libc.so.6".to_owned())]
+            );
+            assert!(!root.path().join("other").exists());
+        }
     }
 }

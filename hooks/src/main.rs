@@ -24,6 +24,7 @@ const HELP: &str = "\
 firn-hook: OCI hook of firn, run by runc and not by people
 
 usage: firn-hook createRuntime < state.json
+       firn-hook createContainer < state.json
        firn-hook create-symlinks [--link TEXT::PATH]... < state.json
        firn-hook update-ldcache [--library PATH]... < state.json
        firn-hook convert BUNDLE [--restore]
@@ -34,6 +35,10 @@ usage: firn-hook createRuntime < state.json
                     namespace, which runc does at create but not at restore.
                     Does nothing when the container uses the runtime's own
                     network namespace.
+  createContainer   makes the links and the entries of /etc/ld.so.cache that
+                    libraries of NVIDIA's driver need which are mounted into
+                    the container one by one. Does nothing when the container
+                    has no NVIDIA GPU.
   create-symlinks   makes symbolic links in the container's root file system,
                     and the directories that they need. What is there and no
                     link stays.
@@ -54,7 +59,8 @@ usage: firn-hook createRuntime < state.json
                     shim. Knows firn's and NVIDIA's.
 
 All are safe to repeat. create-symlinks and update-ldcache are hooks of the
-stage createContainer, and are in the CDI files of `firn cdi generate`.
+stage createContainer, and are in the CDI files of `firn cdi generate`. At
+the stage poststop there is nothing to do.
 
 The container's state, as the OCI runtime specification defines it, is read
 from standard input. Errors go to standard error.
@@ -72,6 +78,7 @@ fn main() -> ExitCode {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match words[..] {
         ["createRuntime"] => create_runtime(),
+        ["createContainer"] => create_container(),
         ["create-symlinks", ref options @ ..] => {
             let Some(links) = values(options, "--link") else {
                 return wrong_usage();
@@ -112,6 +119,13 @@ fn main() -> ExitCode {
 
 fn create_runtime() -> Result<()> {
     loopback::bring_up(State::read(std::io::stdin())?.pid()?)
+}
+
+fn create_container() -> Result<()> {
+    let state = State::read(std::io::stdin())?;
+    let bundle = state.bundle()?;
+    let spec = state::spec(bundle)?;
+    libraries::provide_mounted(&Rootfs::open(&state::root(bundle, &spec)?)?, &spec)
 }
 
 fn rootfs() -> Result<Rootfs> {

@@ -12,9 +12,9 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::Value;
 
-use crate::libraries::{create_symlinks, update_ldcache};
+use crate::libraries::{by_own_names, create_symlinks, mounts, update_ldcache};
 use crate::rootfs::Rootfs;
-use crate::{soname, state};
+use crate::state;
 
 /// What one hook makes.
 #[derive(Debug, PartialEq, Eq)]
@@ -93,34 +93,14 @@ fn values(options: &[&str], name: &str) -> Vec<String> {
     found
 }
 
-/// Destination and source of the spec's mounts.
-fn mounts(spec: &Value) -> impl Iterator<Item = (&Path, &Path)> {
-    let mounts = spec["mounts"].as_array().into_iter().flatten();
-    mounts.filter_map(|mount| {
-        let path = |key: &str| mount[key].as_str().map(Path::new);
-        Some((path("destination")?, path("source").unwrap_or(Path::new(""))))
-    })
-}
-
 /// The libraries that are mounted into these directories: links from their own names, and their paths by these.
 fn named(spec: &Value, folders: &[String]) -> (Vec<String>, Vec<String>) {
-    let (mut links, mut libraries) = (Vec::new(), Vec::new());
-    for folder in folders {
-        let here = mounts(spec).filter(|(at, _)| at.parent() == Some(Path::new(folder)));
-        for (at, source) in here {
-            let (Some(file), Some(name)) =
-                (at.file_name().and_then(|name| name.to_str()), soname::of(source))
-            else {
-                continue;
-            };
-            let path = Path::new(folder).join(&name).display().to_string();
-            if name != file {
-                links.push(format!("{file}::{path}"));
-            }
-            libraries.push(path);
-        }
-    }
-    (links, libraries)
+    let is_here = |at: &Path| {
+        let folder = at.parent().and_then(Path::to_str);
+        folder.is_some_and(|folder| folders.iter().any(|one| one == folder))
+    };
+    let here = mounts(spec).filter(|(at, _)| is_here(at));
+    by_own_names(here)
 }
 
 #[cfg(test)]

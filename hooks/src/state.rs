@@ -35,12 +35,14 @@ impl State {
 
     /// The container's root file system, as the spec in its bundle names it.
     pub fn rootfs(&self) -> Result<PathBuf> {
-        let bundle = self.0["bundle"]
-            .as_str()
-            .context("the container's state has no bundle")?;
-        ensure!(!bundle.is_empty(), "the container's state has no bundle");
-        let bundle = Path::new(bundle);
+        let bundle = self.bundle()?;
         root(bundle, &spec(bundle)?)
+    }
+
+    /// The container's bundle.
+    pub fn bundle(&self) -> Result<&Path> {
+        let bundle = self.0["bundle"].as_str().filter(|bundle| !bundle.is_empty());
+        Ok(Path::new(bundle.context("the container's state has no bundle")?))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Runs the hook as runc does. Needs root for network namespaces; without, the tests say so and end.
+//! Runs the hook as runc does. Needs root for network namespaces.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -44,7 +44,7 @@ fn loopback_works() -> bool {
 fn in_a_new_namespace(check: fn(pid: String)) {
     let thread = std::thread::spawn(move || match unshare(CloneFlags::CLONE_NEWNET) {
         Ok(()) => check(nix::unistd::gettid().to_string()),
-        Err(Errno::EPERM) => eprintln!("skipped: a new network namespace needs root"),
+        Err(Errno::EPERM) => panic!("a new network namespace needs root"),
         Err(e) => panic!("unshare: {e}"),
     });
     thread.join().expect("the check passed");
@@ -97,6 +97,7 @@ fn failures_and_wrong_usage_are_told_apart() {
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/proc/2147483646/ns/net"));
     assert_eq!(hook("createRuntime", "{}").status.code(), Some(1));
+    assert_eq!(hook("createContainer", "{}").status.code(), Some(1));
     let output = hook("poststop", "{}");
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("--help"));
@@ -104,18 +105,30 @@ fn failures_and_wrong_usage_are_told_apart() {
     assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("exit status"));
 }
 
-/// What is shipped for podman and CRI-O names a call that the hook knows.
+/// What is shipped for podman and CRI-O names calls that the hook knows.
 #[test]
-fn the_shipped_hooks_file_calls_the_hook_as_it_wants_to_be_called() {
-    let file: serde_json::Value =
-        serde_json::from_str(include_str!("../../config/hooks.d/50-firn.json")).expect("JSON");
-    assert_eq!(file["version"], "1.0.0");
-    assert_eq!(file["stages"], serde_json::json!(["createRuntime"]));
-    assert_eq!(file["hook"]["args"][0], "firn-hook");
-    let verb = file["hook"]["args"][1].as_str().expect("a word");
-    let own = serde_json::json!({"ociVersion": "1.2.0", "id": "c", "pid": std::process::id()});
-    let done = hook(verb, &own.to_string());
-    assert!(done.status.success(), "{done:?}");
+fn the_shipped_hooks_files_call_the_hook_as_it_wants_to_be_called() {
+    let bundle = tempfile::tempdir().expect("a directory");
+    std::fs::create_dir(bundle.path().join("root")).expect("made");
+    std::fs::write(bundle.path().join("config.json"), r#"{"root": {"path": "root"}}"#).expect("written");
+    let own = serde_json::json!({
+        "ociVersion": "1.2.0", "id": "c", "pid": std::process::id(), "bundle": bundle.path(),
+    });
+    for (text, stage) in [
+        (include_str!("../../config/hooks.d/50-firn.json"), "createRuntime"),
+        (
+            include_str!("../../config/hooks.d/51-firn-libraries.json"),
+            "createContainer",
+        ),
+    ] {
+        let file: serde_json::Value = serde_json::from_str(text).expect("JSON");
+        assert_eq!(file["version"], "1.0.0");
+        assert_eq!(file["when"], serde_json::json!({"always": true}));
+        assert_eq!(file["stages"], serde_json::json!([stage]));
+        assert_eq!(file["hook"]["args"], serde_json::json!(["firn-hook", stage]));
+        let done = hook(stage, &own.to_string());
+        assert!(done.status.success(), "{done:?}");
+    }
 }
 
 /// As CRIU calls it: by a link, without arguments.

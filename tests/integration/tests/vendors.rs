@@ -43,7 +43,11 @@ fn with_open<'h>(host: &'h GpuHost, open: &[&str]) -> Result<Container<'h>> {
         .collect();
     let script = opening.concat() + "while :; do echo x >>/beats; sleep 0.05; done";
     let options = ["--runtime", FIRN, "--device", KFD, "--device", RENDER];
-    let job = Container::run(host, "job", &options, &["sh", "-c", &script])?;
+    beating(host, &options, &script)
+}
+
+fn beating<'h>(host: &'h GpuHost, options: &[&str], script: &str) -> Result<Container<'h>> {
+    let job = Container::run(host, "job", options, &["sh", "-c", script])?;
     beats_on(host)?;
     Ok(job)
 }
@@ -117,6 +121,48 @@ fn gpus_of_unknown_vendors_and_mixes_are_refused_when_they_are_in_use() -> Resul
         idle.checkpoint("checkpoint/job")?;
         beats_on(host)?;
         idle.remove()?;
+        host.idle()
+    })
+}
+
+/// A CDI file as AMD's toolkit writes it, with the hook that its runtime adds for a tracker of GPUs.
+const AMD_CDI: &str = r#"{"cdiVersion": "0.6.0", "kind": "amd.com/gpu", "devices": [{"name": "0", "containerEdits": {
+    "deviceNodes": [{"path": "/dev/kfd"}, {"path": "/dev/dri/renderD128"}],
+    "hooks": [{"hookName": "poststop", "path": "/usr/local/bin/amd-ctk", "args": ["amd-ctk", "gpu-tracker", "release"]}]
+}}]}"#;
+
+/// How often AMD's tracker was told that the container has let go of its GPUs.
+fn released(host: &GpuHost) -> usize {
+    let told = host.node().read("/run/released").unwrap_or_default();
+    told.lines().filter(|line| *line == "gpu-tracker release").count()
+}
+
+#[test]
+fn the_end_of_a_restored_container_is_told_to_amds_tracker() -> Result<()> {
+    on([host("vn-h")?], |[host]| {
+        let tracker = tempfile::NamedTempFile::new()?;
+        std::fs::write(
+            tracker.path(),
+            "#!/bin/sh\ncat >/dev/null\necho \"$@\" >>/run/released\n",
+        )?;
+        host.node()
+            .install(tracker.path(), "/usr/local/bin/amd-ctk", 0o755)?;
+        host.node().write("/etc/cdi/amd.json", AMD_CDI)?;
+        host.node()
+            .write("/usr/lib/criu/amdgpu_plugin.so", "no library")?;
+        host.replace_runc(NOTING)?;
+        let script = format!("exec 3<{KFD}; while :; do echo x >>/beats; sleep 0.05; done");
+        let job = beating(host, &["--runtime", FIRN, "--device", "amd.com/gpu=0"], &script)?;
+        job.checkpoint("checkpoint/job")?;
+        beats_on(host)?;
+        assert_eq!(released(host), 0, "it still has them");
+        job.remove()?;
+        assert_eq!(released(host), 1);
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 0)?;
+        beats_on(host)?;
+        assert_eq!(released(host), 1, "the restored container has them");
+        copy.remove()?;
+        assert_eq!(released(host), 2);
         host.idle()
     })
 }
