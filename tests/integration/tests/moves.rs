@@ -111,8 +111,7 @@ fn a_monitor_moves_with_the_process_beside_it() -> Result<()> {
         let grant = a.ctr_gpu_options(&["0"])?;
         let mut options = vec!["--runtime", FIRN];
         options.extend(grant.iter().map(String::as_str));
-        let script =
-            "gpu-sample nvml >/dev/shm/monitor.log & exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+        let script = "gpu-sample nvml >/dev/shm/monitor.log & exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
         let source = Container::run(a, "job", &options, &["sh", "-c", script])?.counting(1);
         source.goes_on(3)?;
         sees(&source)?;
