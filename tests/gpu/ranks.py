@@ -10,6 +10,8 @@ from host import Container, Failed
 
 # As much as NCCL wants; with the annotation it is firn that gives it.
 SHM = ["--mount", "type=tmpfs,src=shm,dst=/dev/shm,options=mode=1777:size=1g"]
+# Threads of each rank that serve sockets, and sockets for each of them.
+MORE = ["--env", "NCCL_SOCKET_NTHREADS=4", "--env", "NCCL_NSOCKS_PERTHREAD=4"]
 STEPS = 80
 
 
@@ -92,11 +94,11 @@ def play_out(setup, end, name, workload, uuids):
 
 
 def bandwidth(setup, end, record, name, count):
-    """Measure all_reduce with NCCL's own choice of transport, and over sockets. Nothing is judged but that both ran."""
+    """Measure all_reduce with NCCL's own choice of transport, and over sockets. Nothing is judged but that all ran."""
     uuids = [gpu["uuid"] for gpu in setup.gpus][:count]
     record.update(counters=count, uuid_before=uuids)
     measured = {}
-    for transport, options in (("default", SHM), ("sockets", moves.SOCKETS)):
+    for transport, options in (("default", SHM), ("sockets", moves.SOCKETS), ("more-sockets", [*moves.SOCKETS, *MORE])):
         workload = cases.script(setup, "bandwidth.py", ["--ranks", f"{count}"], count, options)
         lines = play_out(setup, end, f"{name}-{transport}", workload, uuids)
         measured[transport] = rates(lines)
@@ -114,9 +116,7 @@ def rates(lines):
 
 def table(count, measured):
     """The rates for people."""
-    lines = [f"all_reduce of {count} ranks, GB/s on the bus:", "", "| MiB | default | sockets | factor |", "|---|---|---|---|"]
-    for size, default in sorted(measured["default"].items()):
-        sockets = measured["sockets"].get(size)
-        factor = f"{default / sockets:.1f}" if sockets else "-"
-        lines.append(f"| {size} | {default:g} | {f'{sockets:g}' if sockets else '-'} | {factor} |")
+    lines = [f"all_reduce of {count} ranks, GB/s on the bus:", "", f"| MiB | {' | '.join(measured)} |", "|---" * (len(measured) + 1) + "|"]
+    for size in sorted(measured["default"]):
+        lines.append(f"| {size} | {' | '.join(f'{rates.get(size, 0):g}' for rates in measured.values())} |")
     return lines
