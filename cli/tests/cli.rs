@@ -1,8 +1,9 @@
 //! Runs `firn` as a person does, on a checkpoint directory and with stand-ins for the programs that it calls.
 
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::atomic::AtomicBool;
 
 use firn_gpu::{CudaState, Inventory};
@@ -411,6 +412,11 @@ impl Idle {
     fn start(script: &str, environment: &[(&str, &str)]) -> Self {
         let mut command = Command::new("sh");
         command.args(["-c", script]).envs(environment.iter().copied());
+        // Nobody who waits for the end of the test's output is to wait for it.
+        command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0);
         Self(command.spawn().expect("sh starts"))
     }
 
@@ -421,7 +427,9 @@ impl Idle {
 
 impl Drop for Idle {
     fn drop(&mut self) {
-        let _ended = self.0.kill().and_then(|()| self.0.wait());
+        let group = format!("-{}", self.0.id());
+        let _killed = Command::new("kill").args(["-KILL", "--", &group]).status();
+        let _ended = self.0.wait();
     }
 }
 
@@ -435,6 +443,18 @@ impl Node {
             self.path("inventory.json").display()
         );
         self.program("firn-gpu", &script);
+    }
+
+    /// A library that makes whatever loads it look as if it had GPU memory.
+    fn map_uvm(&self) -> String {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let library = maps.lines().find_map(|line| {
+            let at = line.find('/')?;
+            line.ends_with("/libgcc_s.so.1").then(|| &line[at..])
+        });
+        let copy = self.path("nvidia-uvm.so");
+        std::fs::copy(library.expect("this program has one"), &copy).expect("copied");
+        copy.to_str().expect("a text").to_owned()
     }
 
     /// Exit status and what was found of one signal.
@@ -506,7 +526,8 @@ fn audit_tells_what_is_refused_from_what_is_suspected() {
     );
     assert!(signal["detail"].as_str().expect("a text").contains("/run/mps"));
 
-    let two = Idle::start("sleep 1000 & echo; wait", &[]);
+    let mapped = node.map_uvm();
+    let two = Idle::start("sleep 1000 & echo; wait", &[("LD_PRELOAD", &mapped)]);
     let children = format!("/proc/{0}/task/{0}/children", two.pid());
     while std::fs::read_to_string(&children).expect("children").is_empty() {
         std::thread::yield_now();
@@ -516,8 +537,6 @@ fn audit_tells_what_is_refused_from_what_is_suspected() {
         (status, &signal["failure"]["code"]),
         (Some(1), &json!("FIRN-IPC"))
     );
-    let child = std::fs::read_to_string(&children).expect("children");
-    let _ended = Command::new("kill").arg(child.trim()).status();
 }
 
 #[test]
