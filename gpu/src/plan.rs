@@ -10,7 +10,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Gpu, GpuPair, GpuUuid, Topology};
+use crate::{DeviceNode, Gpu, GpuPair, GpuUuid, Topology};
 
 mod choose;
 mod error;
@@ -39,8 +39,11 @@ pub struct SourceGpu {
     pub memory_total: u64,
     /// N of `/dev/nvidiaN` on the source.
     pub minor: u32,
-    /// Whether MIG mode was on.
+    /// Its device node on the source.
     #[serde(default)]
+    pub node: Option<DeviceNode>,
+    /// Whether MIG mode was on. A checkpoint is refused then, and no manifest says so.
+    #[serde(skip)]
     pub mig: bool,
 }
 
@@ -53,6 +56,7 @@ impl From<&Gpu> for SourceGpu {
             pci_address: gpu.pci_address.clone(),
             memory_total: gpu.memory_total,
             minor: gpu.minor,
+            node: gpu.node.clone(),
             mig: gpu.mig,
         }
     }

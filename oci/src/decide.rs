@@ -4,7 +4,7 @@ use firn_config::Restore;
 use firn_gpu::plan::{self, Demand, PlanError, Policy, Warning};
 use firn_gpu::{Gpu, GpuUuid, Inventory};
 
-use crate::manifest::{Manifest, SourceGpu};
+use crate::manifest::Manifest;
 use crate::policy::{self, PolicyError};
 use crate::{Grant, GrantError, Spec};
 
@@ -68,9 +68,8 @@ impl Decision {
             Policy::Auto | Policy::Strict | Policy::Index => grant.narrow(&uuids),
             Policy::Subset | Policy::Explicit(_) => {}
         }
-        let source: Vec<plan::SourceGpu> = manifest.gpus.iter().map(Into::into).collect();
         let plan = plan::plan(&Demand {
-            source: &source,
+            source: &manifest.gpus,
             source_topology: &manifest.topology,
             source_driver: manifest.driver.as_ref().map_or("", |driver| &driver.driver),
             grant: &grant.gpus,
@@ -89,21 +88,6 @@ impl Decision {
     pub fn targets(&self) -> Vec<Gpu> {
         let mapped = |gpu: &&Gpu| self.map.pairs().iter().any(|pair| pair.new == gpu.uuid);
         self.grant.gpus.iter().filter(mapped).cloned().collect()
-    }
-}
-
-impl From<&SourceGpu> for plan::SourceGpu {
-    fn from(gpu: &SourceGpu) -> Self {
-        Self {
-            uuid: gpu.uuid.clone(),
-            name: gpu.name.clone(),
-            pci_device_id: gpu.pci_device_id,
-            pci_address: gpu.pci_address.clone(),
-            memory_total: gpu.memory_total,
-            minor: gpu.minor,
-            // A GPU in MIG mode is refused at the checkpoint.
-            mig: false,
-        }
     }
 }
 

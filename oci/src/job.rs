@@ -20,8 +20,9 @@ use serde_json::{Value, json};
 use crate::manifest::{ImageDir, LaunchJob};
 use crate::{Spec, SpecError, atomic};
 
-/// Value of the annotation.
+/// Values of the annotation.
 const JOB: &str = "job";
+const NONE: &str = "none";
 
 /// The variable that names the job's file.
 pub const VARIABLE: &str = "CUDA_CHECKPOINT_JOB_FILE";
@@ -99,6 +100,11 @@ impl JobError {
 /// Whether the container asks to be one launch job.
 pub fn is_asked(spec: &Spec) -> bool {
     spec.annotation(names::ANNOTATION_IPC) == Some(JOB)
+}
+
+/// Whether the container's owner says that its processes share no GPU memory.
+pub fn shares_nothing(spec: &Spec) -> bool {
+    spec.annotation(names::ANNOTATION_IPC) == Some(NONE)
 }
 
 /// The job that the container in this bundle is.
@@ -254,6 +260,24 @@ mod tests {
             "process": {"env": env, "user": {"uid": me, "gid": nix::unistd::Gid::current().as_raw()}},
             "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
         }))
+    }
+
+    #[test]
+    fn the_annotations_words_are_none_and_job() {
+        for (value, nothing, one_job) in [
+            ("none", true, false),
+            ("job", false, true),
+            ("", false, false),
+            ("None", false, false),
+            ("all", false, false),
+        ] {
+            let spec = Spec::from(json!({"annotations": {"firn.dev/ipc": value}}));
+            assert_eq!(
+                (shares_nothing(&spec), is_asked(&spec)),
+                (nothing, one_job),
+                "{value:?}"
+            );
+        }
     }
 
     #[test]

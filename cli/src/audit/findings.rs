@@ -1,13 +1,13 @@
 //! The signals of an audit: what was looked for, where, what was found, and whether it refuses a checkpoint or restore.
 
-use firn_config::{Config, Exec, names};
+use firn_config::Config;
 use firn_gpu::plan::{Plan, PlanError};
 use firn_gpu::preflight::{self, Finding, Owner, Refusal, Sign};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Gpu, Inventory};
 use firn_oci::manifest::Manifest;
 use firn_oci::procfs::comm;
-use firn_oci::surroundings::{Others, Refusal as Refused};
+use firn_oci::surroundings::{self, Others, Refusal as Refused, exec_policy};
 use firn_oci::{Ask, GrantError, Spec, criu};
 use serde::Serialize;
 
@@ -164,45 +164,22 @@ impl Signals {
     }
 
     pub fn of_driver(&mut self, inventory: &Inventory) {
-        let failure = (!inventory.checkpoint_api).then(|| Failure {
-            code: "FIRN-DRIVER-TOO-OLD",
-            message: format!("driver {} has no process checkpoint", inventory.driver_version),
-            hint: "install driver 570 or later (580 to restore onto other GPUs)",
-        });
+        let failure = refused(surroundings::by_driver(inventory));
         self.add("driver_without_checkpoint", "libcuda's symbols", failure);
     }
 
     /// Processes that CRIU leaves out.
     pub fn of_execs(&mut self, subject: &Subject, known: &[ProcessReply], config: &Config) {
-        let uses_cuda = |pid: &&i32| {
-            let mut all = known.iter();
-            all.any(|process| process.pid == **pid && process.restore_tid.is_some())
-        };
-        let omits = match subject
-            .spec
-            .as_ref()
-            .and_then(|spec| spec.annotation(names::ANNOTATION_EXEC))
-        {
-            None => config.checkpoint.exec == Exec::Omit,
-            Some(word) => word == "omit",
-        };
-        let with_cuda = subject.outside.iter().find(uses_cuda);
-        let refused = with_cuda.or_else(|| subject.outside.first().filter(|_| !omits));
-        let failure = refused.map(|pid| Failure {
-            code: "FIRN-EXEC",
-            message: format!("process {pid} ({}) is no child of init, so CRIU would leave it out", comm(*pid)),
-            hint: "end it, or let it be left out: annotation firn.dev/exec=omit; one that uses CUDA is always refused",
-        });
+        let of_cuda = known.iter().filter(|process| process.restore_tid.is_some());
+        let cuda: Vec<i32> = of_cuda.map(|process| process.pid).collect();
+        let exec = exec_policy(subject.spec.as_ref(), config);
+        let failure = refused(surroundings::by_outside(&subject.outside, &cuda, exec));
         self.add("processes_of_exec", "/proc/PID/status", failure);
     }
 
     /// Create has left the hook as it was; what it would do with it now tells why, or that it has to be done anew.
     pub fn of_hook(&mut self, spec: &Spec, config: &Config) {
-        let failure = spec.gpu_by_hook().then(|| Failure {
-            code: "FIRN-GPU-HOOK",
-            message: "the container got its GPUs from a hook, whose mounts CRIU does not know".to_owned(),
-            hint: "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
-        });
+        let failure = refused(surroundings::by_hook(spec));
         let detail = failure.as_ref().map(|_| created_anew(spec, config));
         self.add("gpus_from_a_hook", "config.json of the bundle", failure);
         if let (Some(signal), Some(detail)) = (self.all.last_mut(), detail) {
@@ -218,15 +195,7 @@ impl Signals {
     }
 
     pub fn of_gpus(&mut self, gpus: &[Gpu]) {
-        let failure = gpus.iter().find(|gpu| gpu.mig).map(|gpu| Failure {
-            code: "FIRN-GPU-MIG",
-            message: format!(
-                "GPU {} is in MIG mode, whose memory the driver cannot checkpoint",
-                gpu.uuid
-            ),
-            hint: "use whole GPUs for containers that are to be checkpointed",
-        });
-        self.add("mig", "NVML", failure);
+        self.add("mig", "NVML", refused(surroundings::by_mig(gpus)));
     }
 
     /// Room for what a checkpoint makes.
@@ -249,24 +218,19 @@ impl Signals {
 
     /// Mounts and streams from outside the container.
     pub fn of_outside(&mut self, mounts: Result<(), Refused>, stdio: Result<(), Refused>) {
-        let failure = |found: Result<(), Refused>| found.err().as_ref().map(of_refused);
         self.add(
             "foreign_mounts",
             "/proc/PID/mountinfo, config.json of the bundle",
-            failure(mounts),
+            refused(mounts),
         );
-        self.add("streams_in_host_files", "/proc/PID/fd and fdinfo", failure(stdio));
+        self.add("streams_in_host_files", "/proc/PID/fd and fdinfo", refused(stdio));
     }
 
     /// GPUs that are not NVIDIA's, and what CRIU needs for AMD's.
     pub fn of_vendors(&mut self, found: Result<Others, Refused>, config: &Config) {
         let plugin = || criu::amd_plugin(config.criu.amdgpu_plugin.as_deref(), &criu::PLUGIN_DIRS).err();
         let plugin = matches!(found, Ok(Others::Amd)).then(plugin).flatten();
-        self.add(
-            "gpus_of_other_vendors",
-            "/proc/PID/fd",
-            found.err().as_ref().map(of_refused),
-        );
+        self.add("gpus_of_other_vendors", "/proc/PID/fd", refused(found));
         let failure = plugin.map(|error| Failure::new(error.code(), error.hint(), &error));
         self.add("amd_gpus_without_plugin", "CRIU's plugin directories", failure);
     }
@@ -334,6 +298,10 @@ fn created_anew(spec: &Spec, config: &Config) -> String {
         }
         Err(error) => format!("created anew it would not be converted: {}", Failure::from(error)),
     }
+}
+
+fn refused<T>(found: Result<T, Refused>) -> Option<Failure> {
+    found.err().as_ref().map(of_refused)
 }
 
 fn of_refused(refusal: &Refused) -> Failure {

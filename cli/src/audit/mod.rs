@@ -122,8 +122,7 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     let job = (subject.spec.as_ref().zip(subject.bundle.as_ref()))
         .and_then(|(spec, bundle)| job::of_bundle(spec, bundle));
     let owner = Owner {
-        shares_nothing: (subject.spec.as_ref())
-            .is_some_and(|spec| spec.annotation(names::ANNOTATION_IPC) == Some("none")),
+        shares_nothing: subject.spec.as_ref().is_some_and(job::shares_nothing),
         job: job.as_ref().map(|job| &*job.file),
     };
     let looked_at = preflight::Subject {
@@ -271,9 +270,11 @@ fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
             Some(file) => program::read_inventory(file)?,
             None => program::inventory(config).context("cannot read the GPUs of this node")?,
         };
-        let sources: Vec<plan::SourceGpu> = manifest.gpus.iter().map(Into::into).collect();
         let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
-        plan = signals.of_plan(onto((&sources, &manifest.topology, driver), &target), &target);
+        plan = signals.of_plan(
+            onto((&manifest.gpus, &manifest.topology, driver), &target),
+            &target,
+        );
     }
     let image_bytes: u64 = (manifest.iter())
         .flat_map(|manifest| &manifest.images)

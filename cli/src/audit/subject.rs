@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use firn_oci::surroundings::Tree;
 use firn_oci::{Spec, procfs};
 
 /// Where containerd's shims have their bundles, below its state directory: NAMESPACE/ID.
@@ -106,10 +107,8 @@ fn bundle_of(cgroup: &str, bundles: &Path) -> Option<PathBuf> {
 
 /// A process and its descendants among these, and the others that have not ended.
 fn split(init: i32, members: &[i32]) -> (Vec<i32>, Vec<i32>) {
-    let tree = procfs::tree(init, members);
-    let is_outside = |pid: &i32| !tree.contains(pid) && !procfs::has_ended(*pid);
-    let outside = members.iter().copied().filter(is_outside).collect();
-    (tree.into_iter().collect(), outside)
+    let Tree { dumped, outside } = Tree::of(init, members);
+    (dumped.into_iter().collect(), outside)
 }
 
 /// The cgroup of a process, in the first hierarchy in which it is not in the root.

@@ -27,13 +27,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid, Topology};
+use firn_gpu::{CudaState, Topology};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
 
 pub use crate::mounts::RequiredMount;
 pub use dir::ImageDir;
+pub use firn_gpu::plan::SourceGpu;
 pub use images::{ImageError, ImageFile, Verified, describe as describe_images};
 
 /// Largest manifest that is written or read: room for the files of some ten thousand threads.
@@ -90,39 +91,6 @@ pub struct DriverVersion {
     pub driver: String,
     /// CUDA version as `cuDriverGetVersion` codes it.
     pub cuda: i32,
-}
-
-/// A GPU of the source.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SourceGpu {
-    /// UUID.
-    pub uuid: GpuUuid,
-    /// Model name.
-    pub name: String,
-    /// PCI device and vendor id, as in the inventory.
-    pub pci_device_id: u32,
-    /// PCI address.
-    pub pci_address: String,
-    /// Total memory in bytes.
-    pub memory_total: u64,
-    /// N of `/dev/nvidiaN`.
-    pub minor: u32,
-    /// The device node on the source.
-    pub node: Option<DeviceNode>,
-}
-
-impl From<&Gpu> for SourceGpu {
-    fn from(gpu: &Gpu) -> Self {
-        Self {
-            uuid: gpu.uuid.clone(),
-            name: gpu.name.clone(),
-            pci_device_id: gpu.pci_device_id,
-            pci_address: gpu.pci_address.clone(),
-            memory_total: gpu.memory_total,
-            minor: gpu.minor,
-            node: gpu.node.clone(),
-        }
-    }
 }
 
 /// A process whose GPU state was checkpointed.

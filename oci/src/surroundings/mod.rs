@@ -1,23 +1,40 @@
 //! Refusals of a checkpoint by what lies around a container's processes, for the shim's transaction and for `firn audit`
-//! alike: room for what a checkpoint makes, mounts and streams from outside, GPUs that are not NVIDIA's.
+//! alike: the driver, how the container got its GPUs, processes that a dump leaves out, room for what a checkpoint makes, mounts
+//! and streams from outside, GPUs that are not NVIDIA's.
 //!
 //! Only /proc and figures of the host are read; nothing is touched.
 
 mod foreign;
 mod limit;
+mod node;
 mod room;
+mod tree;
 mod vendor;
 
 use std::path::PathBuf;
 
 pub use foreign::{Known, by_mounts, by_stdio};
 pub use limit::MemoryLimit;
+pub use node::{by_driver, by_hook, by_mig};
 pub use room::{Needs, by_room};
+pub use tree::{Tree, by_outside, exec_policy};
 pub use vendor::{Others, by_vendor};
 
 /// Why a container is not checkpointed. Nothing has been touched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
+    #[error("driver {version} has no process checkpoint")]
+    NoCheckpointApi { version: String },
+    #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
+    ByHook,
+    #[error("GPU {uuid} is in MIG mode, whose memory the driver cannot checkpoint")]
+    Mig { uuid: String },
+    #[error(
+        "CUDA process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out"
+    )]
+    CudaExec { pid: i32, comm: String },
+    #[error("process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out")]
+    Exec { pid: i32, comm: String },
     #[error(
         "the driver copies {} of GPU memory into host memory{}, and the host has {} left",
         mib(*needed),
@@ -72,6 +89,10 @@ impl Refusal {
     /// Its code in docs/errors.md.
     pub fn code(&self) -> &'static str {
         match self {
+            Self::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
+            Self::ByHook => "FIRN-GPU-HOOK",
+            Self::Mig { .. } => "FIRN-GPU-MIG",
+            Self::CudaExec { .. } | Self::Exec { .. } => "FIRN-EXEC",
             Self::HostMemory { .. } | Self::CgroupMemory { .. } => "FIRN-HOST-MEMORY",
             Self::Space { .. } => "FIRN-IMAGE-SPACE",
             Self::ForeignMount { .. } => "FIRN-FOREIGN-MOUNT",
@@ -84,6 +105,14 @@ impl Refusal {
     /// What to do.
     pub fn hint(&self) -> &'static str {
         match self {
+            Self::NoCheckpointApi { .. } => "install driver 570 or later (580 to restore onto other GPUs)",
+            Self::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
+            Self::Mig { .. } => "use whole GPUs for containers that are to be checkpointed",
+            Self::CudaExec { .. } => "end the exec'd process, or start it from the container's own init",
+            Self::Exec { .. } => {
+                "wait for its end or end it, or let it be left out: annotation firn.dev/exec=omit, or exec = \"omit\" under \
+                 [checkpoint] in the configuration"
+            }
             Self::HostMemory { .. } => {
                 "make room in the host's memory, or let the image go to a file system on disk"
             }

@@ -21,14 +21,6 @@ use crate::worker::GpuError;
 pub(crate) enum EffectError {
     #[error(transparent)]
     Preflight(#[from] firn_gpu::preflight::Refusal),
-    #[error("GPU {uuid} is in MIG mode, whose memory the driver cannot checkpoint")]
-    Mig { uuid: String },
-    #[error(
-        "CUDA process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out"
-    )]
-    CudaOutsideTree { pid: i32, comm: String },
-    #[error("process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out")]
-    OutsideTree { pid: i32, comm: String },
     #[error(
         "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
     )]
@@ -45,12 +37,8 @@ pub(crate) enum EffectError {
     Runtime { runtime: &'static str },
     #[error(transparent)]
     AmdPlugin(#[from] firn_oci::criu::AmdPluginError),
-    #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
-    ByHook,
     #[error("it is to follow the dump in {}, and GPU memory cannot be dumped in parts", parent.display())]
     Parent { parent: PathBuf },
-    #[error("driver {version} has no process checkpoint")]
-    NoCheckpointApi { version: String },
     #[error("cannot look at the processes")]
     Unreadable(#[from] firn_gpu::preflight::Unreadable),
     #[error("cannot tell which GPUs the container has")]
@@ -308,16 +296,12 @@ impl CheckpointError {
 fn code(error: &EffectError) -> &'static str {
     match error {
         EffectError::Preflight(refusal) => refusal.code(),
-        EffectError::Mig { .. } => "FIRN-GPU-MIG",
         EffectError::Stopped { .. } => "FIRN-STOPPED",
-        EffectError::CudaOutsideTree { .. } | EffectError::OutsideTree { .. } => "FIRN-EXEC",
         EffectError::Surroundings(refusal) => refusal.code(),
         EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
         EffectError::Runtime { .. } => "FIRN-RUNTIME",
         EffectError::AmdPlugin(error) => error.code(),
-        EffectError::ByHook => "FIRN-GPU-HOOK",
         EffectError::Parent { .. } => "FIRN-PARENT",
-        EffectError::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",
         EffectError::Unreadable(_) => "FIRN-PROC",
         EffectError::Grant(error) => error.code(),
         EffectError::Gpu(error) => error.code(),
@@ -340,24 +324,14 @@ fn code(error: &EffectError) -> &'static str {
 fn hint(error: &EffectError) -> &str {
     match error {
         EffectError::Preflight(refusal) => refusal.hint(),
-        EffectError::Mig { .. } => "use whole GPUs for containers that are to be checkpointed",
-        EffectError::CudaOutsideTree { .. } => {
-            "end the exec'd process, or start it from the container's own init"
-        }
         EffectError::Stopped { .. } => "continue it (kill -CONT), or use a node with cgroup v2",
-        EffectError::OutsideTree { .. } => {
-            "wait for its end or end it, or let it be left out: annotation firn.dev/exec=omit, or exec = \"omit\" under \
-             [checkpoint] in the configuration"
-        }
         EffectError::Surroundings(refusal) => refusal.hint(),
         EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
         EffectError::Runtime { .. } => {
             "run the container with runc: leave BinaryName out of the runtime's options"
         }
         EffectError::AmdPlugin(error) => error.hint(),
-        EffectError::ByHook => "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)",
         EffectError::Parent { .. } => "ask for the checkpoint without a parent path",
-        EffectError::NoCheckpointApi { .. } => "install driver 570 or later (580 to restore onto other GPUs)",
         EffectError::Unreadable(_) => "the process may have ended meanwhile: try again",
         EffectError::Grant(error) => error.hint(),
         EffectError::Gpu(error) => error.hint(),

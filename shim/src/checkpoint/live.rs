@@ -8,7 +8,7 @@ use std::time::Duration;
 use firn_config::Config;
 use firn_gpu::{CudaState, Topology};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
-use firn_oci::surroundings::MemoryLimit;
+use firn_oci::surroundings::{MemoryLimit, Tree};
 use firn_oci::{Grant, Spec, job, mounts, surroundings};
 
 use super::error::{EffectError, EndError};
@@ -146,21 +146,11 @@ impl<'a> Live<'a> {
             return Err(EffectError::Parent { parent });
         }
         let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
-        if !inventory.checkpoint_api {
-            return Err(EffectError::NoCheckpointApi {
-                version: inventory.driver_version,
-            });
-        }
+        surroundings::by_driver(&inventory)?;
         let spec = Spec::load(&self.container.bundle)?;
-        if spec.gpu_by_hook() {
-            return Err(EffectError::ByHook);
-        }
+        surroundings::by_hook(&spec)?;
         let grant = Grant::of_spec(&spec, &inventory)?;
-        if let Some(gpu) = grant.gpus.iter().find(|gpu| gpu.mig) {
-            return Err(EffectError::Mig {
-                uuid: gpu.uuid.to_string(),
-            });
-        }
+        surroundings::by_mig(&grant.gpus)?;
         let versions = Versions {
             firn: env!("CARGO_PKG_VERSION").to_owned(),
             criu: self.version_of("criu").await,
@@ -217,8 +207,10 @@ impl<'a> Live<'a> {
         cuda: &[CudaProcess],
     ) -> Result<Vec<i32>, EffectError> {
         self.refuse_stopped(all)?;
-        let tree = refuse::by_tree(self.container.init.pid(), all, cuda, policy)?;
-        for pid in tree.omitted {
+        let cuda: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
+        let tree = Tree::of(self.container.init.pid(), all);
+        surroundings::by_outside(&tree.outside, &cuda, policy.exec)?;
+        for pid in tree.outside {
             if self.omitted.insert(pid) {
                 log::warn!(
                     "the checkpoint of {} leaves out process {pid} ({}), which is no child of init",
@@ -227,7 +219,6 @@ impl<'a> Live<'a> {
                 );
             }
         }
-        let cuda: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
         let dumped: Vec<i32> = tree.dumped.into_iter().collect();
         let seen = dumped.clone();
         let job = self.source.as_ref().and_then(|source| source.job.clone());
