@@ -10,8 +10,6 @@ from host import Container, Failed
 
 # As much as NCCL wants; with the annotation it is firn that gives it.
 SHM = ["--mount", "type=tmpfs,src=shm,dst=/dev/shm,options=mode=1777:size=1g"]
-# Threads of each rank that serve sockets, and sockets for each of them.
-MORE = ["--env", "NCCL_SOCKET_NTHREADS=4", "--env", "NCCL_NSOCKS_PERTHREAD=4"]
 STEPS = 80
 
 
@@ -94,11 +92,11 @@ def play_out(setup, end, name, workload, uuids):
 
 
 def bandwidth(setup, end, record, name, count):
-    """Measure all_reduce with NCCL's own choice of transport, and over sockets. Nothing is judged but that all ran."""
+    """Measure all_reduce with NCCL's own choice of transport, and over sockets. Nothing is judged but that both ran."""
     uuids = [gpu["uuid"] for gpu in setup.gpus][:count]
     record.update(counters=count, uuid_before=uuids)
     measured = {}
-    for transport, options in (("default", SHM), ("sockets", moves.SOCKETS), ("more-sockets", [*moves.SOCKETS, *MORE])):
+    for transport, options in (("default", SHM), ("sockets", moves.SOCKETS)):
         workload = cases.script(setup, "bandwidth.py", ["--ranks", f"{count}"], count, options)
         lines = play_out(setup, end, f"{name}-{transport}", workload, uuids)
         measured[transport] = rates(lines)
