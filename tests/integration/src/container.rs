@@ -137,6 +137,15 @@ impl<'h> Container<'h> {
         })
     }
 
+    /// Checkpoints a container that was restored from `image`, which goes: with it, containerd 1.7 would leave the task out. What
+    /// was restored is what can be checkpointed and goes on.
+    pub fn checkpoints_again(&self, image: &str) -> Result<()> {
+        self.host.remove_image(image)?;
+        self.checkpoint("checkpoint/again")?;
+        self.goes_on(3)?;
+        self.host.remove_image("checkpoint/again")
+    }
+
     /// Checkpoints the task into a directory of the node; the container ends.
     pub fn checkpoint_and_exit(&self, dir: &str) -> Result<Move> {
         let begun = Instant::now();

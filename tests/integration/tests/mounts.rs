@@ -90,9 +90,7 @@ fn mounts_of_the_target(suite: Suite, name: &str) -> Result<()> {
             let after = uvm(&copy.exec(&stat)?);
             assert_ne!(after, before, "the nodes do not differ: this shows nothing");
             assert_eq!(after, uvm(&b.node().run(&stat)?.stdout));
-            b.remove_image("checkpoint/job")?;
-            copy.checkpoint("checkpoint/again")?;
-            copy.goes_on(3)?;
+            copy.checkpoints_again("checkpoint/job")?;
             copy.remove()?;
             b.idle()
         },

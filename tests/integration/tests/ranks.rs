@@ -126,10 +126,7 @@ fn ranks_move(cgroup: Cgroup, name: &str) -> Result<()> {
             assert_eq!(gpus_of_ranks(b, &copy)?, [to[1].clone(), to[0].clone()]);
             assert_eq!(deleted_file(&copy)?, file);
 
-            // A restored job is one that can be checkpointed.
-            b.remove_image("checkpoint/job")?;
-            copy.checkpoint("checkpoint/again")?;
-            copy.goes_on(3)?;
+            copy.checkpoints_again("checkpoint/job")?;
             copy.remove()?;
             b.idle()
         },
@@ -297,8 +294,7 @@ fn a_launch_job_keeps_its_file_and_variable_through_a_checkpoint() -> Result<()>
             std::fs::read(bundled)? == b"a job of two",
             "not the bundle's file"
         );
-        host.remove_image("checkpoint/job")?;
-        copy.checkpoint("checkpoint/again")?;
+        copy.checkpoints_again("checkpoint/job")?;
         is_job(&copy, "a job of two")?;
         copy.remove()?;
         host.idle()

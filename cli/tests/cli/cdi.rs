@@ -1,47 +1,26 @@
 //! `firn cdi`, over a driver's directory and CDI directories of the test's own.
 
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::Path;
+use std::process::Output;
 
 use firn_cdi::{DeviceName, Registry};
 use serde_json::{Value, json};
 
-const DRIVER: &str = "580.95.05";
-
-struct Node {
-    dir: tempfile::TempDir,
-}
-
-fn uuid(i: u32) -> String {
-    format!("GPU-0{i}0{i}0{i}0{i}-0000-0000-0000-000000000000")
-}
+use crate::node::{DRIVER, Node, inventory_of, said, uuid, value};
 
 /// A node of two GPUs whose nodes are ones that every machine has.
 fn inventory() -> Value {
+    let mut inventory = inventory_of([("/dev/null", 1, 3), ("/dev/zero", 1, 5)]);
     let node = |path: &str, minor: u32| json!({"path": path, "type": "c", "major": 1, "minor": minor});
-    let gpu = |i: u32, path: &str, minor: u32| {
-        json!({
-            "uuid": uuid(i), "name": "Simulated", "pci_device_id": 1,
-            "pci_address": format!("00000000:0{i}:00.0"), "memory_total": 8u64 << 30, "memory_free": 1,
-            "minor": i, "mig": false, "persistence": true, "node": node(path, minor),
-        })
-    };
-    json!({
-        "driver_version": DRIVER, "cuda_version": 13000, "checkpoint_api": true,
-        "gpus": [gpu(0, "/dev/null", 3), gpu(1, "/dev/zero", 5)],
-        "common_nodes": [node("/dev/full", 7), node("/dev/nvidia-caps/nvidia-cap1", 1)],
-    })
+    inventory["common_nodes"] = json!([node("/dev/full", 7), node("/dev/nvidia-caps/nvidia-cap1", 1)]);
+    inventory
 }
 
 impl Node {
-    fn new() -> Self {
-        let node = Self {
-            dir: tempfile::tempdir().expect("a directory"),
-        };
-        for dir in ["bin", "root/usr/lib64"] {
-            std::fs::create_dir_all(node.path(dir)).expect("a directory");
-        }
+    /// With a driver's libraries below `root`, and CDI directories `etc` and `run`.
+    fn with_driver() -> Self {
+        let node = Self::empty();
+        std::fs::create_dir_all(node.path("root/usr/lib64")).expect("a directory");
         for name in ["libcuda", "libnvidia-ml"] {
             node.write(&format!("root/usr/lib64/{name}.so.{DRIVER}"), name);
         }
@@ -52,38 +31,8 @@ impl Node {
         );
         node.program("firn-hook", "true");
         let (etc, run) = (node.path("etc"), node.path("run"));
-        let bin = node.path("bin");
-        let (worker, hook) = (bin.join("firn-gpu"), bin.join("firn-hook"));
-        node.write(
-            "config.toml",
-            &format!(
-                "[worker]\npath = {worker:?}\n[hook]\npath = {hook:?}\n[create]\ncdi-dirs = [{etc:?}, {run:?}]\n"
-            ),
-        );
+        node.configure(&format!("[create]\ncdi-dirs = [{etc:?}, {run:?}]"));
         node
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    fn write(&self, name: &str, text: &str) {
-        std::fs::write(self.path(name), text).expect("written");
-    }
-
-    fn program(&self, name: &str, script: &str) {
-        self.write(&format!("bin/{name}"), &format!("#!/bin/sh\n{script}\n"));
-        let mode = std::fs::Permissions::from_mode(0o755);
-        std::fs::set_permissions(self.path("bin").join(name), mode).expect("made executable");
-    }
-
-    fn firn(&self, arguments: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_firn"))
-            .args(arguments)
-            .current_dir(self.dir.path())
-            .env("FIRN_CONFIG", self.path("config.toml"))
-            .output()
-            .expect("firn starts")
     }
 
     fn generate(&self, options: &[&str]) -> Output {
@@ -102,12 +51,6 @@ impl Node {
     }
 }
 
-fn said(output: &Output) -> String {
-    [&output.stdout[..], &output.stderr]
-        .map(String::from_utf8_lossy)
-        .concat()
-}
-
 fn paths(list: &Value, key: &str) -> Vec<String> {
     let entries = list.as_array().expect("a list").iter();
     entries
@@ -117,7 +60,7 @@ fn paths(list: &Value, key: &str) -> Vec<String> {
 
 #[test]
 fn what_is_generated_gives_a_container_its_gpu_and_the_driver() {
-    let node = Node::new();
+    let node = Node::with_driver();
     for file in ["etc/nvidia.yaml", "etc/nvidia.json"] {
         let done = node.generate(&["--output", file]);
         assert_eq!(done.status.code(), Some(0), "{}", said(&done));
@@ -164,7 +107,7 @@ fn what_is_generated_gives_a_container_its_gpu_and_the_driver() {
 
 #[test]
 fn without_a_file_nothing_is_written() {
-    let node = Node::new();
+    let node = Node::with_driver();
     let listing = || {
         let mut names: Vec<_> = std::fs::read_dir(node.dir.path())
             .expect("listed")
@@ -187,7 +130,7 @@ fn without_a_file_nothing_is_written() {
 
 #[test]
 fn files_of_other_tools_are_not_overwritten_unless_told() {
-    let node = Node::new();
+    let node = Node::with_driver();
     std::fs::create_dir(node.path("etc")).expect("made");
     let theirs = json!({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": [
         {"name": "0", "containerEdits": {"env": ["A=b"]}}
@@ -222,7 +165,7 @@ fn files_of_other_tools_are_not_overwritten_unless_told() {
 
 #[test]
 fn what_is_missing_is_named_and_nothing_is_written() {
-    let node = Node::new();
+    let node = Node::with_driver();
     let fails = |word: &str| {
         let failed = node.generate(&["--output", "etc/nvidia.yaml"]);
         assert_eq!(failed.status.code(), Some(1));
@@ -243,7 +186,7 @@ fn what_is_missing_is_named_and_nothing_is_written() {
 
 #[test]
 fn list_shows_devices_conflicts_and_broken_files() {
-    let node = Node::new();
+    let node = Node::with_driver();
     let list = || node.firn(&["cdi", "list"]);
     assert_eq!(said(&list()), "no CDI devices\n");
     node.generate(&["--output", "etc/nvidia.yaml"]);
@@ -260,7 +203,7 @@ fn list_shows_devices_conflicts_and_broken_files() {
     );
     std::fs::copy(node.path("etc/nvidia.yaml"), node.path("etc/copy.yaml")).expect("copied");
     assert!(said(&list()).contains("nvidia.com/gpu=0  in conflict: "));
-    let value: Value = serde_json::from_slice(&node.firn(&["cdi", "list", "--json"]).stdout).expect("JSON");
-    assert_eq!(value["devices"][0]["files"].as_array().map(Vec::len), Some(2));
-    assert_eq!(value["broken"].as_array().map(Vec::len), Some(1));
+    let listed = value(&node.firn(&["cdi", "list", "--json"]));
+    assert_eq!(listed["devices"][0]["files"].as_array().map(Vec::len), Some(2));
+    assert_eq!(listed["broken"].as_array().map(Vec::len), Some(1));
 }

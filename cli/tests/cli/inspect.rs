@@ -1,0 +1,56 @@
+//! `firn inspect`.
+
+use serde_json::{Value, json};
+
+use crate::node::{Node, text, uuid, value};
+
+#[test]
+fn inspect_shows_what_a_checkpoint_holds() {
+    let node = Node::new();
+    let output = node.firn(&["inspect", "image"]);
+    let shown = text(&output);
+    assert_eq!(output.status.code(), Some(0), "{shown}");
+    for part in [
+        "580.95.05 (CUDA 13.0)",
+        &uuid(0),
+        "8.0 GiB",
+        "pid 7",
+        "tcp-established",
+        "3 files, 2.0 MiB",
+        "whole",
+    ] {
+        assert!(shown.contains(part), "{part:?} is missing in\n{shown}");
+    }
+    let output = value(&node.firn(&["inspect", "--json", "image"]));
+    assert_eq!(output["manifest"]["gpus"][0]["uuid"], json!(uuid(0)));
+    assert_eq!(output["failure"], Value::Null);
+}
+
+#[test]
+fn inspect_names_what_is_damaged() {
+    let node = Node::new();
+    let code = || value(&node.firn(&["inspect", "--json", "image"]))["failure"]["code"].clone();
+    node.write("image/pages-1.img", "short");
+    assert_eq!(code(), "FIRN-IMAGE-TRUNCATED");
+    let output = node.firn(&["inspect", "image"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text(&output).contains("pages-1.img") && text(&output).contains("hint: "),
+        "{}",
+        text(&output)
+    );
+    node.write("image/firn.json", "{");
+    assert_eq!(code(), "FIRN-MANIFEST-CORRUPT");
+}
+
+#[test]
+fn inspect_tells_a_finished_image_without_manifest_from_an_unfinished_one() {
+    let node = Node::new();
+    std::fs::remove_file(node.path("image/firn.json")).expect("removed");
+    let output = node.firn(&["inspect", "image"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(text(&output).contains("not made by firn"));
+    std::fs::remove_file(node.path("image/pstree.img")).expect("removed");
+    assert_eq!(node.firn(&["inspect", "image"]).status.code(), Some(1));
+    assert_eq!(node.firn(&["inspect", "nowhere"]).status.code(), Some(1));
+}
