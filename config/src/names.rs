@@ -63,6 +63,9 @@ pub const ENV_CRIU_INIT: &str = "CRTOOLS_INIT_PID";
 /// The file of the container's launch job, in its bundle.
 pub const BUNDLE_JOB: &str = "firn-cuda-job";
 
+/// File in the bundle that says that the cgroup which the spec names is somebody else's.
+pub const BUNDLE_OTHERS_CGROUP: &str = "firn-cgroup-of-others";
+
 /// Empty file in the bundle that a restored container gets where it had a file of the driver that it can do without.
 pub const BUNDLE_EMPTY: &str = "firn-empty";
 

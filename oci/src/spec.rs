@@ -442,6 +442,18 @@ mod tests {
     }
 
     #[test]
+    fn a_spec_that_cannot_be_written_leaves_the_old_one() {
+        let bundle = tempfile::tempdir().unwrap();
+        let old = Spec::from(json!({"old": true}));
+        old.save(bundle.path()).unwrap();
+        // Root writes where it may not; a directory in the way of the temporary file stops it, too.
+        std::fs::create_dir(bundle.path().join(".config.json.tmp")).unwrap();
+        let error = Spec::from(json!({})).save(bundle.path()).unwrap_err();
+        assert_eq!(error.code(), "FIRN-SPEC-UNWRITABLE");
+        assert_eq!(Spec::load(bundle.path()).unwrap(), old);
+    }
+
+    #[test]
     fn what_is_no_spec_is_refused() {
         let bundle = tempfile::tempdir().unwrap();
         assert_eq!(

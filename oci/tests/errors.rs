@@ -1,4 +1,4 @@
-//! docs/errors.md lists every code that the sources use, and no others.
+//! docs/errors.md lists every code that the sources use, and no others; each is named by a test.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -28,6 +28,47 @@ fn codes_of_sources(dir: &Path, found: &mut BTreeSet<String>) {
             codes(&std::fs::read_to_string(&path).expect("sources are text"), found);
         }
     }
+}
+
+/// Codes in tests: files of test programs, test modules, and what follows `#[cfg(test)]` in other sources.
+fn codes_of_tests(dir: &Path, is_test: bool, found: &mut BTreeSet<String>) {
+    for entry in std::fs::read_dir(dir).expect("the sources are there") {
+        let path = entry.expect("the sources can be listed").path();
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let is_test = is_test || name.trim_end_matches(".rs").ends_with("tests");
+        if path.is_dir() {
+            codes_of_tests(&path, is_test, found);
+        } else if name.ends_with(".rs") {
+            let text = std::fs::read_to_string(&path).expect("sources are text");
+            let from = if is_test {
+                Some(0)
+            } else {
+                text.find("#[cfg(test)]")
+            };
+            codes(from.map_or("", |from| &text[from..]), found);
+        }
+    }
+}
+
+#[test]
+fn every_code_is_named_by_a_test() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let (mut used, mut tested) = (BTreeSet::new(), BTreeSet::new());
+    for name in CRATES {
+        codes_of_sources(&root.join(name).join("src"), &mut used);
+        codes_of_tests(&root.join(name).join("src"), false, &mut tested);
+        let tests = root.join(name).join("tests");
+        if tests.is_dir() {
+            codes_of_tests(&tests, true, &mut tested);
+        }
+    }
+    codes_of_tests(&root.join("tests/integration/tests"), true, &mut tested);
+    let untested: Vec<_> = used.difference(&tested).collect();
+    assert!(untested.is_empty(), "no test names {untested:?}");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use containerd_shim_protos::api::DeleteResponse;
+use firn_config::names;
 use firn_oci::Spec;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{Message, MessageField};
@@ -146,8 +147,12 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     }
 }
 
-/// The cgroup that the spec names, when it is this container's alone: its name ends with the id, as containerd's do.
+/// The cgroup that the spec names, when it is this container's alone: its name ends with the id, as containerd's do, and a
+/// restore has not found others in it.
 fn own_cgroup(args: &Args, bundle: &Path, options: &RuncOptions) -> Option<Cgroup> {
+    if bundle.join(names::BUNDLE_OTHERS_CGROUP).exists() {
+        return None;
+    }
     let spec = Spec::load(bundle).ok()?;
     let path = spec.cgroups_path()?;
     if path.rsplit(['/', ':']).next() != Some(&args.id) {

@@ -414,3 +414,12 @@ fn what_is_no_regular_file_of_the_directory_is_not_even_opened() {
     std::fs::File::open(outside.path()).unwrap();
     assert_eq!(watch.read_events().unwrap().len(), 1);
 }
+
+#[test]
+fn a_manifest_that_cannot_be_written_is_not_there() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join(".firn.json.tmp")).unwrap();
+    let error = manifest().write(dir.path()).unwrap_err();
+    assert_eq!(error.code(), "FIRN-MANIFEST-UNWRITABLE");
+    assert_eq!(Manifest::read(dir.path()).unwrap(), None);
+}

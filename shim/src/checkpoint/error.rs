@@ -356,3 +356,60 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Job(error) => error.hint(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(phase: Phase, source: EffectError) -> CheckpointError {
+        let failure = Failure {
+            phase,
+            source,
+            lost: None,
+        };
+        CheckpointError::from_failure("job", failure, None, true)
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_and_a_freezer_that_fails_are_told_apart() {
+        let source = std::io::ErrorKind::PermissionDenied.into();
+        let unreadable = firn_gpu::preflight::Unreadable {
+            pid: 7,
+            what: "maps",
+            source,
+        };
+        let error = failed(Phase::Inspect, unreadable.into());
+        let said = error.to_string();
+        assert!(
+            said.starts_with("FIRN-PROC: cannot checkpoint container job: ") && said.contains("process 7"),
+            "{said}"
+        );
+        assert_eq!(error.rpc_code(), Code::FAILED_PRECONDITION);
+
+        let path = PathBuf::from("/sys/fs/cgroup/box");
+        let error = failed(Phase::Take, CgroupError::Gone { path }.into());
+        let said = error.to_string();
+        assert!(
+            said.starts_with("FIRN-FREEZER: ")
+                && said.contains("the workload goes on")
+                && said.contains("/box"),
+            "{said}"
+        );
+        assert_eq!(error.rpc_code(), Code::ABORTED);
+    }
+
+    #[test]
+    fn a_container_that_has_not_ended_is_told_with_its_image() {
+        let error = CheckpointError::NotEnded {
+            container: "job".to_owned(),
+            image: "/images/job".into(),
+            cause: EndError::StillThere,
+        };
+        let said = error.to_string();
+        assert!(
+            said.starts_with("FIRN-NOT-ENDED: ") && said.contains("in /images/job is complete"),
+            "{said}"
+        );
+        assert_eq!(error.rpc_code(), Code::INTERNAL);
+    }
+}

@@ -166,7 +166,7 @@ async fn gpu_part(
             });
         }
     }
-    find_free_cgroup(id, options, &mut spec)?;
+    find_free_cgroup(id, options, &mut spec, bundle)?;
     let config = Config::load()?;
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
@@ -259,11 +259,11 @@ fn settle_mounts(spec: &mut Spec, bundle: &Path, manifest: &Manifest, version: &
 
 /// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the container gets one
 /// of its own beside it: what a failed restore kills must be nobody else's.
-fn find_free_cgroup(id: &str, options: &RuncOptions, spec: &mut Spec) -> Result<(), Refusal> {
+fn find_free_cgroup(id: &str, options: &RuncOptions, spec: &mut Spec, bundle: &Path) -> Result<(), Refusal> {
     if !is_own(id, spec) {
         edit::rename_cgroup(spec, id)?;
     }
-    if in_use(id, options, spec)? {
+    if in_use(id, options, spec, bundle)? {
         return Err(Refusal::CgroupBusy {
             path: spec.cgroups_path().unwrap_or_default().to_owned(),
         });
@@ -277,12 +277,25 @@ pub(super) fn is_own(id: &str, spec: &Spec) -> bool {
         .is_some_and(|path| path.rsplit(['/', ':']).next() == Some(id))
 }
 
-/// Whether processes are in the cgroup that the spec names.
-pub(super) fn in_use(id: &str, options: &RuncOptions, spec: &Spec) -> Result<bool, CgroupError> {
-    match spec.cgroups_path() {
-        None => Ok(false),
-        Some(path) => Ok(!Cgroup::by_spec(path, id, options.systemd_cgroup)?
-            .pids()?
-            .is_empty()),
+/// Whether processes are in the cgroup that the spec names. The action `delete`, which follows a refusal, is told in the bundle.
+pub(super) fn in_use(
+    id: &str,
+    options: &RuncOptions,
+    spec: &Spec,
+    bundle: &Path,
+) -> Result<bool, CgroupError> {
+    let Some(path) = spec.cgroups_path() else {
+        return Ok(false);
+    };
+    let pids = Cgroup::by_spec(path, id, options.systemd_cgroup)?.pids()?;
+    let mark = bundle.join(names::BUNDLE_OTHERS_CGROUP);
+    let marked = match (pids.is_empty(), mark.exists()) {
+        (false, _) => std::fs::write(&mark, ""),
+        (true, true) => std::fs::remove_file(&mark),
+        (true, false) => Ok(()),
+    };
+    if let Err(error) = marked {
+        log::warn!("cannot write or remove {}: {error}", mark.display());
     }
+    Ok(!pids.is_empty())
 }

@@ -219,7 +219,7 @@ async fn plain(
 
 fn free_cgroup(container: &Container) -> Result<(), Cause> {
     let spec = Spec::load(&container.bundle)?;
-    if in_use(&container.id, &container.options, &spec)? {
+    if in_use(&container.id, &container.options, &spec, &container.bundle)? {
         Err(Cause::CgroupBusy)
     } else {
         Ok(())

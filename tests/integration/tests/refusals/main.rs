@@ -1,6 +1,7 @@
 //! What cannot be checkpointed is refused with its code, and a checkpoint that fails later is undone: the workload goes on
 //! as before, and no image is left.
 
+mod others;
 mod undone;
 
 use std::time::Duration;

@@ -1,0 +1,70 @@
+//! Refusals for what others do to a container: another tool at the driver, a debugger, a stranger in its cgroup; and for a file
+//! that its spec names.
+
+use anyhow::{Result, ensure};
+use firn_lab::{Container, failure, nothing_left, on};
+use firn_node::{Suite, wait_for};
+
+use super::{LIMIT, fails, host};
+
+/// Traces a process, which runs on, until it is killed itself; says so by its own pid in a file.
+const DEBUGGER: &str = "syscall(101, 0x4206, $ARGV[0] + 0, 0, 0) == 0 or die $!; \
+    open F, '>', '/tmp/debugger.new'; print F $$; close F; rename '/tmp/debugger.new', '/tmp/debugger'; sleep 1000";
+
+/// Puts a process into the container's cgroups and gives its pid.
+const STRANGER: &str = "setsid sleep 1000 >/dev/null 2>&1 & \
+    for dir in /sys/fs/cgroup /sys/fs/cgroup/*; do \
+        test -e $dir/cgroup.procs || continue; \
+        mkdir -p $dir/default/job; echo $! 2>/dev/null >$dir/default/job/cgroup.procs || true; \
+    done; echo $!";
+
+#[test]
+fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
+    on([host(Suite::Forky, "rf-other", 1)?], |[host]| {
+        let unreadable = ["--annotation", "org.criu.config=/etc"];
+        let said = failure(Container::count_with(host, "job", &["0"], 1, &unreadable, &[]).map(drop))?;
+        ensure!(said.contains("FIRN-CRIU-CONFIG:"), "{said}");
+        host.node().run(&["ctr", "containers", "delete", "job"])?;
+        nothing_left(host, "job")?;
+
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let pid = job.pid()?.to_string();
+        host.node().run(&["cuda-step", "lock", &pid])?;
+        let said = failure(job.checkpoint("checkpoint/job"))?;
+        ensure!(
+            said.contains("FIRN-GPU-STATE:") && said.contains("is locked already"),
+            "{said}"
+        );
+        // Who has locked it has to unlock it.
+        job.stands_still()?;
+        host.node().run(&["cuda-step", "unlock", &pid])?;
+        job.goes_on(3)?;
+
+        let mut debugger = host.node().spawn(&["perl", "-e", DEBUGGER, &pid])?;
+        let its_pid = wait_for("the debugger", LIMIT, || {
+            Ok(host.node().read("/tmp/debugger").ok())
+        })?;
+        let said = fails(&job, host, "FIRN-HOLD")?;
+        ensure!(said.contains("detach the debugger"), "{said}");
+        host.node().run(&["kill", "-KILL", &its_pid])?;
+        debugger.wait()?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.remove()?;
+
+        let stranger = host.node().run(&["sh", "-c", STRANGER])?.stdout;
+        let said = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
+        ensure!(
+            said.contains("FIRN-CGROUP-BUSY:") && said.contains("/default/job"),
+            "{said}"
+        );
+        host.node().run(&["ctr", "containers", "delete", "job"])?;
+        let stranger = stranger.trim();
+        host.node().run(&["kill", "-KILL", stranger])?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        copy.remove()?;
+        host.idle()
+    })
+}
