@@ -1,6 +1,6 @@
 //! The CDI files of a node.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use crate::{CdiError, CdiFile, Device, DeviceName, FileError};
@@ -78,6 +78,23 @@ impl Registry {
     /// Files that are used, by directory and name.
     pub fn files(&self) -> &[CdiFile] {
         &self.files
+    }
+
+    /// Directories of the host from which these files mount libraries.
+    pub fn library_dirs(&self) -> Vec<PathBuf> {
+        let edits = self.files.iter().flat_map(|file| {
+            let devices = file.devices.iter().map(|device| &device.edits);
+            std::iter::once(&file.edits).chain(devices)
+        });
+        let sources = edits
+            .flat_map(|edits| &edits.mounts)
+            .map(|mount| Path::new(&mount.host_path));
+        let libraries = sources.filter(|source| {
+            let name = source.file_name().and_then(|name| name.to_str());
+            source.is_absolute() && name.is_some_and(|name| name.starts_with("lib") && name.contains(".so"))
+        });
+        let dirs: BTreeSet<PathBuf> = libraries.filter_map(Path::parent).map(Path::to_owned).collect();
+        dirs.into_iter().collect()
     }
 
     /// Names of all devices, and the file that describes each; several where they are in conflict.
@@ -173,6 +190,25 @@ mod tests {
     fn from(registry: &Registry, name: &str) -> Result<String, CdiError> {
         let (_, device) = registry.device(&name.parse().unwrap())?;
         Ok(device.edits.env[0].clone())
+    }
+
+    #[test]
+    fn directories_of_libraries_are_those_of_the_host() {
+        let (_root, dirs) = dirs();
+        let mount = |host: &str, inside: &str| json!({"hostPath": host, "containerPath": inside});
+        let text = json!({
+            "cdiVersion": "0.6.0",
+            "kind": "v/gpu",
+            "devices": [{"name": "0", "containerEdits": {"mounts": [mount("/driver/lib64/libb.so.1", "/lib/libb.so.1")]}}],
+            "containerEdits": {"mounts": [
+                mount("/driver/lib/liba.so.580", "/usr/lib64/liba.so.580"),
+                mount("/driver/lib/libc.so.580", "/usr/lib64/libc.so.580"),
+                mount("/driver/bin/smi", "/usr/bin/smi"),
+            ]},
+        });
+        fs::write(dirs[0].join("a.json"), text.to_string()).unwrap();
+        let found = Registry::read(&dirs).library_dirs();
+        assert_eq!(found, [Path::new("/driver/lib"), Path::new("/driver/lib64")]);
     }
 
     #[test]

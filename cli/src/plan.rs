@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use firn_cdi::Registry;
 use firn_config::Config;
 use firn_gpu::Inventory;
 use firn_oci::manifest::Manifest;
@@ -67,9 +68,12 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>>
     let decision = Decision::make(&spec, &manifest, &inventory, &config.restore)
         .map_err(Failure::from)
         .and_then(|decision| {
+            let by_cdi = Registry::read(&config.create.cdi_dirs).library_dirs();
+            let by_cdi = by_cdi.iter().filter_map(|dir| dir.to_str());
+            let dirs: Vec<&str> = mounts::LIBRARY_DIRS.into_iter().chain(by_cdi).collect();
             let driver = mounts::Driver {
                 version: &inventory.driver_version,
-                dirs: &mounts::LIBRARY_DIRS,
+                dirs: &dirs,
             };
             let empty = bundle.join(firn_config::names::BUNDLE_EMPTY);
             mounts::settle(&mut spec.clone(), bundle, &manifest.mounts, driver, &empty)

@@ -1,4 +1,4 @@
-//! Turns what asks for GPUs in a container's spec into edits of the spec.
+//! Turns what asks for GPUs in a container's spec into edits of the spec, and tells what else the node's CDI files say.
 //!
 //! Run by the shim, in a process of its own, before the runtime sees the bundle. The spec is replaced as a whole or not at
 //! all. What was done, or why nothing could be, is one JSON object on standard output.
@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
+use firn_cdi::Registry;
 use firn_config::{Config, ConfigError};
 use firn_oci::{Spec, SpecError};
 use serde_json::json;
@@ -60,6 +61,16 @@ pub fn run(bundle: &Path, restores: bool) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Tells from where the node's CDI files mount libraries.
+pub fn library_dirs() -> anyhow::Result<()> {
+    let config = Config::load()?;
+    println!(
+        "{}",
+        json!(Registry::read(&config.create.cdi_dirs).library_dirs())
+    );
+    Ok(())
 }
 
 /// Names of the devices that the container has been given.

@@ -28,6 +28,7 @@ usage: firn-hook createRuntime < state.json
        firn-hook create-symlinks [--link TEXT::PATH]... < state.json
        firn-hook update-ldcache [--library PATH]... < state.json
        firn-hook convert BUNDLE [--restore]
+       firn-hook library-dirs
        firn-hook replay BUNDLE
        firn-hook --help | --version
 
@@ -53,6 +54,8 @@ usage: firn-hook createRuntime < state.json
                     for edits of the spec, by the node's CDI files. Run by the
                     shim. Prints one JSON object.
 
+  library-dirs      prints the directories from which the node's CDI files mount
+                    libraries, as a JSON list. Run by the shim.
   replay            makes, in the root file system of a bundle that is to be restored,
                     the links and the cache entries that its createContainer
                     hooks make: runc runs none of these at a restore. Run by the
@@ -93,6 +96,7 @@ fn main() -> ExitCode {
         }
         ["convert", bundle] => return convert::run(Path::new(bundle), false),
         ["convert", bundle, "--restore"] => return convert::run(Path::new(bundle), true),
+        ["library-dirs"] => convert::library_dirs(),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["--version" | "-V"] => {
             println!("firn-hook {}", env!("CARGO_PKG_VERSION"));

@@ -5,14 +5,16 @@
 //! runs none of them, as they expect a container that is being created. NVIDIA's hook leaves names of libraries to ldconfig; here
 //! they are read from the libraries.
 //!
-//! Nothing is made below a mount: CRIU brings that, or the host.
+//! Nothing is made below a mount: CRIU brings that, or the host. Nor is what would lead nowhere: the hooks may be those of a
+//! node that has the libraries elsewhere than the source.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
 
 use anyhow::Result;
 use serde_json::Value;
 
-use crate::libraries::{by_own_names, create_symlinks, mounts, update_ldcache};
+use crate::libraries::{by_own_names, create_symlinks, mounts, provide_mounted, update_ldcache};
 use crate::rootfs::Rootfs;
 use crate::state;
 
@@ -31,31 +33,103 @@ enum Made {
 pub fn run(bundle: &Path) -> Result<()> {
     let spec = state::spec(bundle)?;
     let hooks = spec.pointer("/hooks/createContainer").and_then(Value::as_array);
-    let made: Vec<Made> = hooks.into_iter().flatten().filter_map(made_by).collect();
-    if made.is_empty() {
-        return Ok(());
-    }
-    let rootfs = Rootfs::open(&state::root(bundle, &spec)?)?;
-    let below_a_mount = |link: &String| {
-        let path = link.split_once("::").map_or("", |(_, path)| path);
-        mounts(&spec).any(|(at, _)| at != Path::new("/") && Path::new(path).starts_with(at))
-    };
-    for made in made {
+    let (mut links, mut libraries, mut any) = (Vec::new(), Vec::new(), false);
+    for made in hooks.into_iter().flatten().filter_map(made_by) {
+        any = true;
         match made {
-            Made::Links(links) => {
-                let links: Vec<String> = links.into_iter().filter(|link| !below_a_mount(link)).collect();
-                create_symlinks(&rootfs, &links)?;
-            }
-            Made::Libraries(libraries) => update_ldcache(&rootfs, &libraries)?,
+            Made::Links(more) => links.extend(more),
+            Made::Libraries(more) => libraries.extend(more),
             Made::Folders(folders) => {
-                let (links, libraries) = named(&spec, &folders);
-                let links: Vec<String> = links.into_iter().filter(|link| !below_a_mount(link)).collect();
-                create_symlinks(&rootfs, &links)?;
-                update_ldcache(&rootfs, &libraries)?;
+                let (more, named) = named(&spec, &folders);
+                links.extend(more);
+                libraries.extend(named);
             }
         }
     }
-    Ok(())
+    if !any {
+        return Ok(());
+    }
+    let mut container = Container {
+        rootfs: Rootfs::open(&state::root(bundle, &spec)?)?,
+        spec: &spec,
+        links: BTreeSet::new(),
+    };
+    let linked = container.link(links)?;
+    match container.cache(libraries)? && linked {
+        true => Ok(()),
+        // The libraries are where the source had them, and the hooks are this node's.
+        false => provide_mounted(&container.rootfs, &spec),
+    }
+}
+
+/// The container that is to be restored, of which only the root file system is there.
+struct Container<'s> {
+    rootfs: Rootfs,
+    spec: &'s Value,
+    /// Links that lead somewhere.
+    links: BTreeSet<PathBuf>,
+}
+
+impl Container<'_> {
+    /// Makes those links, given as `TEXT::PATH`, that will lead somewhere, but for those below a mount. False when some are
+    /// left out because they would not.
+    fn link(&mut self, links: Vec<String>) -> Result<bool> {
+        let (mut useful, mut rest) = (Vec::new(), links);
+        rest.retain(|link| !self.is_mounted(Path::new(path_of(link))));
+        // A link may lead to one that comes later.
+        loop {
+            let (found, left): (Vec<_>, Vec<_>) = rest.into_iter().partition(|link| {
+                let (text, path) = link.split_once("::").unwrap_or_default();
+                let dir = Path::new(path).parent().unwrap_or(Path::new("/"));
+                self.will_have(&plain(&dir.join(text)))
+            });
+            rest = left;
+            if found.is_empty() {
+                break;
+            }
+            self.links
+                .extend(found.iter().map(|link| PathBuf::from(path_of(link))));
+            useful.extend(found);
+        }
+        create_symlinks(&self.rootfs, &useful)?;
+        Ok(rest.is_empty())
+    }
+
+    /// Puts those libraries into the loader's cache that will be there. False when some will not.
+    fn cache(&self, libraries: Vec<String>) -> Result<bool> {
+        let (useful, rest): (Vec<_>, Vec<_>) = libraries
+            .into_iter()
+            .partition(|path| self.will_have(Path::new(path)));
+        update_ldcache(&self.rootfs, &useful)?;
+        Ok(rest.is_empty())
+    }
+
+    /// Whether something will be at this path.
+    fn will_have(&self, path: &Path) -> bool {
+        self.is_mounted(path) || self.links.contains(path) || self.rootfs.has(path)
+    }
+
+    /// Whether the path is a mount, or below one.
+    fn is_mounted(&self, path: &Path) -> bool {
+        mounts(self.spec).any(|(at, _)| at != Path::new("/") && path.starts_with(at))
+    }
+}
+
+fn path_of(link: &str) -> &str {
+    link.split_once("::").map_or("", |(_, path)| path)
+}
+
+/// The path without `..`, as far as names tell.
+fn plain(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(plain.pop()),
+            Component::CurDir => {}
+            part => plain.push(part),
+        }
+    }
+    plain
 }
 
 fn made_by(hook: &Value) -> Option<Made> {
@@ -183,7 +257,9 @@ mod tests {
             ],
             "hooks": {"createContainer": [
                 hook("nvidia-cdi-hook create-symlinks --link ../card1::/dev/dri/by-path/card --link libc.so.6::/usr/lib64/libc.so"),
+                hook("nvidia-cdi-hook create-symlinks --link libc.so.570::/usr/lib64/libc.so.5 --link libc.so.5::/usr/lib64/libc5.so"),
                 hook("nvidia-cdi-hook update-ldcache --folder /usr/lib64"),
+                {"path": "/bin/firn-hook", "args": ["firn-hook", "update-ldcache", "--library", "/usr/lib/libc.so.6"]},
             ]},
         });
         std::fs::write(bundle.path().join("config.json"), spec.to_string()).unwrap();
@@ -193,6 +269,8 @@ mod tests {
             assert_eq!(link("usr/lib64/libc.so"), Path::new("libc.so.6"));
             assert_eq!(link("usr/lib64/libc.so.6"), Path::new("libc.so.580.95.05"));
             assert!(!at("dev").exists(), "what is below a mount is not ours");
+            let nowhere = ["usr/lib64/libc.so.5", "usr/lib64/libc5.so"];
+            assert!(nowhere.iter().all(|path| !at(path).is_symlink()));
             let cache = firn_cdi::ldcache::parse(&std::fs::read(at("etc/ld.so.cache")).unwrap()).unwrap();
             assert_eq!(cache.len(), 1);
             assert_eq!(

@@ -84,6 +84,11 @@ impl Rootfs {
         Ok(Some(bytes))
     }
 
+    /// Whether something is at this path.
+    pub fn has(&self, path: &Path) -> bool {
+        self.resolve(path, OFlag::O_PATH).is_ok()
+    }
+
     /// Writes a file as a whole, in the place of what was there, and the directories that it needs.
     pub fn write(&self, path: &Path, bytes: &[u8]) -> Result<()> {
         let (dir, name) = self.parent(path)?;

@@ -6,10 +6,13 @@
 //!
 //! 1. the mount of the target's own spec at this destination;
 //! 2. a file of this node's driver: where the spec names a library of the driver that lies elsewhere on this node, and
-//!    where the spec does not have the destination, which then has to be the place of that library on this node;
+//!    where the spec does not have the destination, which then has to be the place of that library on this node, or the
+//!    spec has that library at another destination;
 //! 3. nothing, for what a driver's container toolkit mounts and no process needs to go on: sockets of the driver's
 //!    daemons, firmware, and tools that no process had in use. It gets an empty file;
 //! 4. else the restore is refused.
+//!
+//! Bind mounts that the checkpoint did not have are taken out of the spec: CRIU does not make them.
 //!
 //! The manifest is untrusted: its list is only compared. What is mounted are sources of the target's spec, files that are
 //! named after this node's driver version and lie where the loader looks, and firn's own empty files, and these only at
@@ -17,12 +20,12 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::{Spec, SpecError};
+use crate::{Spec, SpecError, SpecMount};
 
 /// A bind mount that the container had at the dump.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,7 +83,7 @@ const TOOLS: [&str; 8] = [
 pub struct Driver<'a> {
     /// Full version, as the running driver tells it.
     pub version: &'a str,
-    /// Where its libraries may be: [`LIBRARY_DIRS`].
+    /// Where its libraries may be: [`LIBRARY_DIRS`], and where the node's CDI files say.
     pub dirs: &'a [&'a str],
 }
 
@@ -91,7 +94,7 @@ pub struct Settled {
     pub from_driver: Vec<(PathBuf, PathBuf)>,
     /// Destinations that get an empty file.
     pub empty: Vec<PathBuf>,
-    /// Bind mounts of the spec that the checkpoint did not have: the restored container will not have them.
+    /// Bind mounts that the spec had and the checkpoint not: the restored container will not have them.
     pub extra: Vec<PathBuf>,
 }
 
@@ -129,8 +132,8 @@ impl MountError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::NotInSpec { .. } => {
-                "give the restored container the same mounts as the source had; the driver's libraries have to be at the same \
-             places as on the source"
+                "give the restored container the same mounts as the source had; libraries of the driver may be at other places, but \
+                 have to be of the same version"
             }
             Self::SourceMissing { .. } => {
                 "make the path, or install the same driver and CDI spec as on the source (file names of the driver \
@@ -179,12 +182,13 @@ pub fn settle(
     let mut settled = Settled::default();
     // Compared by components, so that a trailing or doubled slash makes no difference.
     let wanted_at = |destination: &Path| required.iter().find(|wanted| wanted.destination == destination);
-    let mut sources = Vec::new();
+    let mut changes = Changes::default();
     for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
-        let wanted = wanted_at(&mount.destination);
-        if wanted.is_none() {
+        let Some(wanted) = wanted_at(&mount.destination) else {
             settled.extra.push(mount.destination.clone());
-        }
+            changes.dropped.push(at);
+            continue;
+        };
         if bundle.join(&mount.source).exists() {
             continue;
         }
@@ -193,10 +197,10 @@ pub fn settle(
             settled
                 .from_driver
                 .push((mount.destination.clone(), file.clone()));
-            sources.push((at, file));
-        } else if can_be_empty(&mount.destination, wanted.is_some_and(|wanted| wanted.in_use)) {
+            changes.sources.push((at, file));
+        } else if can_be_empty(&mount.destination, wanted.in_use) {
             settled.empty.push(mount.destination.clone());
-            sources.push((at, empty.to_owned()));
+            changes.sources.push((at, empty.to_owned()));
         } else {
             return Err(MountError::SourceMissing {
                 source_path: mount.source.clone(),
@@ -204,16 +208,16 @@ pub fn settle(
             });
         }
     }
-    let mut added = Vec::new();
     let given = |wanted: &&RequiredMount| mounts.iter().any(|mount| mount.destination == wanted.destination);
     for wanted in required.iter().filter(|wanted| !given(wanted)) {
         let destination = wanted.destination.clone();
-        if let Some(file) = driver.library_at(&destination) {
+        let library = driver.library_at(&destination);
+        if let Some(file) = library.or_else(|| driver.mounted_elsewhere(&mounts, bundle, &destination)) {
             settled.from_driver.push((destination.clone(), file.clone()));
-            added.push((destination, file));
+            changes.added.push((destination, file));
         } else if can_be_empty(&destination, wanted.in_use) {
             settled.empty.push(destination.clone());
-            added.push((destination, empty.to_owned()));
+            changes.added.push((destination, empty.to_owned()));
         } else {
             return Err(MountError::NotInSpec {
                 destination,
@@ -221,56 +225,81 @@ pub fn settle(
             });
         }
     }
-    write(spec, sources, added)?;
+    changes.make(spec)?;
     Ok(settled)
 }
 
-/// Gives mounts of the spec other sources, and adds mounts.
-fn write(
-    spec: &mut Spec,
+/// What changes in the mounts of a spec.
+#[derive(Default)]
+struct Changes {
+    /// Other sources, by the place in the list.
     sources: Vec<(usize, PathBuf)>,
+    /// Places in the list, in order.
+    dropped: Vec<usize>,
+    /// Destinations and sources.
     added: Vec<(PathBuf, PathBuf)>,
-) -> Result<(), SpecError> {
-    if sources.is_empty() && added.is_empty() {
-        return Ok(());
+}
+
+impl Changes {
+    fn make(self, spec: &mut Spec) -> Result<(), SpecError> {
+        if self.sources.is_empty() && self.dropped.is_empty() && self.added.is_empty() {
+            return Ok(());
+        }
+        const PART: &str = "mounts";
+        let list = spec.object_mut(&[], PART)?.entry(PART).or_insert(Value::Null);
+        if list.is_null() {
+            *list = json!([]);
+        }
+        let list = list.as_array_mut().ok_or(SpecError::Malformed {
+            part: PART,
+            source: None,
+        })?;
+        for (at, source) in self.sources {
+            list[at]["source"] = json!(source);
+        }
+        for at in self.dropped.into_iter().rev() {
+            list.remove(at);
+        }
+        for (destination, source) in self.added {
+            let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
+            list.push(
+                json!({"destination": destination, "type": "bind", "source": source, "options": options}),
+            );
+        }
+        Ok(())
     }
-    const PART: &str = "mounts";
-    let list = spec.object_mut(&[], PART)?.entry(PART).or_insert(Value::Null);
-    if list.is_null() {
-        *list = json!([]);
-    }
-    let list = list.as_array_mut().ok_or(SpecError::Malformed {
-        part: PART,
-        source: None,
-    })?;
-    for (at, source) in sources {
-        list[at]["source"] = json!(source);
-    }
-    for (destination, source) in added {
-        let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
-        list.push(json!({"destination": destination, "type": "bind", "source": source, "options": options}));
-    }
-    Ok(())
 }
 
 impl Driver<'_> {
     /// Libraries of this driver with this name: the directory, and the file with the driver's full version that the name
     /// leads to.
     fn libraries(&self, name: &OsStr) -> impl Iterator<Item = (PathBuf, PathBuf)> {
-        let is_name = |text: &str| text.starts_with("lib") && text.contains(".so");
-        let suffix = format!(".so.{}", self.version);
-        let dirs = match name
-            .to_str()
-            .filter(|text| is_name(text) && !self.version.is_empty())
-        {
-            Some(_) => self.dirs,
-            None => &[],
-        };
+        let dirs = if is_library(name) { self.dirs } else { &[] };
         dirs.iter().filter_map(move |dir| {
-            let file = Path::new(dir).join(name).canonicalize().ok()?;
-            let is_ours = file.is_file() && file.file_name()?.to_str()?.ends_with(&suffix);
-            is_ours.then(|| (PathBuf::from(dir), file))
+            let file = self.own(&Path::new(dir).join(name))?;
+            Some((PathBuf::from(dir), file))
         })
+    }
+
+    /// The file to which a path leads, when it is one of this driver.
+    fn own(&self, path: &Path) -> Option<PathBuf> {
+        let file = path.canonicalize().ok()?;
+        let version = file.file_name()?.to_str()?.strip_suffix(self.version)?;
+        let is_own = !self.version.is_empty() && version.ends_with(".so.") && file.is_file();
+        is_own.then_some(file)
+    }
+
+    /// The library of this driver that the spec has under this name at another destination. The container gets no other
+    /// file by it than it was given.
+    fn mounted_elsewhere(&self, mounts: &[SpecMount], bundle: &Path, path: &Path) -> Option<PathBuf> {
+        let name = path.file_name().filter(|name| is_library(name))?;
+        let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+        if !path.components().all(is_plain) {
+            return None;
+        }
+        let has_name = |mount: &&SpecMount| mount.is_bind() && mount.destination.file_name() == Some(name);
+        let mut same = mounts.iter().filter(has_name);
+        same.find_map(|mount| self.own(&bundle.join(&mount.source)))
     }
 
     /// The library of this driver whose place on this node is this path.
@@ -287,6 +316,11 @@ impl Driver<'_> {
             .find(|(dir, _)| is_here(dir))
             .map(|(_, file)| file)
     }
+}
+
+fn is_library(name: &OsStr) -> bool {
+    let text = name.to_str().unwrap_or_default();
+    text.starts_with("lib") && text.contains(".so")
 }
 
 /// Whether no process needs the file at this place to go on.

@@ -114,7 +114,10 @@ fn a_missing_mount_is_named() {
 #[test]
 fn a_missing_source_is_named() {
     let error = Node::new()
-        .settle(&mut spec(Path::new("/nonexistent/file"), "/data"), &[])
+        .settle(
+            &mut spec(Path::new("/nonexistent/file"), "/data"),
+            &[needed("/data", true)],
+        )
         .unwrap_err();
     assert_eq!(error.code(), "FIRN-MOUNT-SOURCE-MISSING");
     assert!(error.to_string().contains("/nonexistent/file"), "{error}");
@@ -180,7 +183,11 @@ fn only_files_of_the_running_driver_are_taken() {
             "{name}"
         );
         let source = Path::new("/nonexistent").join(name);
-        assert!(node.settle(&mut spec(&source, "/x"), &[]).is_err(), "{name}");
+        let wanted = [needed("/x", true)];
+        assert!(node.settle(&mut spec(&source, "/x"), &wanted).is_err(), "{name}");
+        let mut given = spec(&node.path("lib").join(name), "/elsewhere/lib.so");
+        let wanted = [needed(Path::new("/usr/lib64").join(name), true)];
+        assert!(node.settle(&mut given, &wanted).is_err(), "{name}");
     }
 }
 
@@ -215,8 +222,34 @@ fn sockets_firmware_and_unused_tools_may_be_absent() {
 }
 
 #[test]
-fn mounts_that_the_checkpoint_did_not_have_are_told() {
+fn mounts_that_the_checkpoint_did_not_have_are_told_and_left_out() {
     let node = Node::new();
-    let settled = node.settle(&mut spec(node.dir.path(), "/new"), &[]).unwrap();
-    assert_eq!(settled.extra, [PathBuf::from("/new")]);
+    for source in [node.dir.path(), Path::new("/nonexistent")] {
+        let mut given = spec(source, "/new");
+        let settled = node.settle(&mut given, &[]).unwrap();
+        assert_eq!(settled.extra, [PathBuf::from("/new")]);
+        let left = given.mounts().unwrap();
+        assert_eq!(left.len(), 1);
+        assert_eq!(left[0].destination, Path::new("/proc"));
+    }
+}
+
+/// The spec is of another distribution than the checkpoint: it has the same library elsewhere.
+#[test]
+fn a_library_that_the_spec_has_elsewhere_is_where_the_checkpoint_needs_it() {
+    let node = Node::new();
+    let library = node.library().canonicalize().unwrap();
+    for name in ["libcuda.so.580.95.05", "libcuda.so.1"] {
+        let needs = Path::new("/usr/lib64").join(name);
+        let mut given = spec(&node.library(), &format!("/usr/lib/x86_64-linux-gnu/{name}"));
+        let settled = node.settle(&mut given, &[needed(&needs, true)]).unwrap();
+        assert_eq!(settled.from_driver, [(needs.clone(), library.clone())]);
+        assert_eq!(settled.extra.len(), 1);
+        assert_eq!(source_at(&given, &needs), library);
+        assert_eq!(given.mounts().unwrap().len(), 2);
+
+        let mut given = spec(&node.library(), &format!("/usr/lib/x86_64-linux-gnu/{name}"));
+        let up = Path::new("/usr/../etc").join(name);
+        assert!(node.settle(&mut given, &[needed(up, true)]).is_err());
+    }
 }

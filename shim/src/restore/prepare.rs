@@ -9,6 +9,7 @@ use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
 use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
+use firn_oci::mounts::MountError;
 use firn_oci::{Decision, Spec, devnodes, edit, job, mounts};
 
 use super::RestoreError;
@@ -21,8 +22,8 @@ use crate::reaper::Reaper;
 use crate::runc::{Brand, Runc};
 use crate::worker::Gpu;
 
-/// How long firn-hook may take to make some links and a file.
-const REPLAY: Duration = Duration::from_secs(30);
+/// How long firn-hook may take. It reads or makes some small files.
+const HELPER: Duration = Duration::from_secs(30);
 
 /// A checkpoint that Start can restore.
 pub(crate) struct Prepared {
@@ -191,7 +192,8 @@ async fn gpu_part(
     edit::set_criu_config(&mut spec, &criu.path())?;
     let is_allowed = config.create.launch_jobs.is_some();
     let is_job = job::bring(&mut spec, manifest.job.as_ref(), image, bundle, is_allowed)?;
-    settle_mounts(&mut spec, bundle, manifest, &inventory.driver_version)?;
+    let version = &inventory.driver_version;
+    settle_mounts(&mut spec, bundle, manifest, version, &hook, reaper).await?;
     spec.save(bundle)?;
     if spec.has_create_hooks() {
         replay_hooks(&hook, bundle, reaper).await;
@@ -212,7 +214,7 @@ async fn gpu_part(
 async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
     let mut command = Command::new(hook);
     command.arg("replay").arg(bundle);
-    let said = match reaper.output(&mut command, REPLAY).await {
+    let said = match reaper.output(&mut command, HELPER).await {
         Ok(output) if output.success() => return,
         Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         Err(error) => Chain(&error).to_string(),
@@ -225,13 +227,28 @@ async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
 }
 
 /// Gives the spec the mounts that the checkpoint needs, and says what is not as it was.
-fn settle_mounts(spec: &mut Spec, bundle: &Path, manifest: &Manifest, version: &str) -> Result<(), Refusal> {
-    let driver = mounts::Driver {
-        version,
-        dirs: &mounts::LIBRARY_DIRS,
-    };
+async fn settle_mounts(
+    spec: &mut Spec,
+    bundle: &Path,
+    manifest: &Manifest,
+    version: &str,
+    hook: &Path,
+    reaper: &Reaper,
+) -> Result<(), Refusal> {
     let empty = bundle.join(names::BUNDLE_EMPTY);
-    let settled = mounts::settle(spec, bundle, &manifest.mounts, driver, &empty)?;
+    let mut settle = |dirs: &[&str]| {
+        let driver = mounts::Driver { version, dirs };
+        mounts::settle(spec, bundle, &manifest.mounts, driver, &empty)
+    };
+    let settled = match settle(&mounts::LIBRARY_DIRS) {
+        Err(error @ MountError::SourceMissing { .. }) => {
+            let by_cdi = library_dirs(hook, reaper).await;
+            let by_cdi = by_cdi.iter().map(String::as_str);
+            let dirs: Vec<&str> = mounts::LIBRARY_DIRS.into_iter().chain(by_cdi).collect();
+            settle(&dirs).map_err(|_| error)?
+        }
+        settled => settled?,
+    };
     if !settled.empty.is_empty() {
         std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
     }
@@ -255,6 +272,25 @@ fn settle_mounts(spec: &mut Spec, bundle: &Path, manifest: &Manifest, version: &
         );
     }
     Ok(())
+}
+
+/// From where the node's CDI files mount libraries. Asked only when a file is nowhere else: the shim reads no YAML.
+async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
+    let asked = reaper
+        .output(Command::new(hook).arg("library-dirs"), HELPER)
+        .await;
+    let said = match asked {
+        Ok(output) if output.success() => output.stdout,
+        Ok(output) => {
+            log::warn!("firn-hook: {}", String::from_utf8_lossy(&output.stderr).trim());
+            return Vec::new();
+        }
+        Err(error) => {
+            log::warn!("{}", Chain(&error));
+            return Vec::new();
+        }
+    };
+    serde_json::from_slice(&said).unwrap_or_default()
 }
 
 /// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the container gets one

@@ -26,7 +26,8 @@ fn uvm(said: &str) -> String {
     said.trim().to_owned()
 }
 
-fn mounts_of_the_target(suite: Suite, name: &str) -> Result<()> {
+/// The target has its driver in `dir`; `cdi`, if any, is a CDI file of it that says so.
+fn mounts_of_the_target(suite: Suite, name: &str, dir: &str, cdi: Option<&str>) -> Result<()> {
     on(
         [
             host(suite, &format!("{name}-a"), 1)?,
@@ -34,10 +35,7 @@ fn mounts_of_the_target(suite: Suite, name: &str) -> Result<()> {
         ],
         |[a, b]| {
             let name = format!("libnvidia-extra.so.{DRIVER}");
-            let (library, elsewhere) = (
-                format!("/usr/lib64/{name}"),
-                format!("/usr/local/nvidia/lib64/{name}"),
-            );
+            let (library, elsewhere) = (format!("/usr/lib64/{name}"), format!("{dir}/{name}"));
             for (path, text) in [
                 (SOCKET, "socket\n"),
                 (TOOL, "tool\n"),
@@ -57,6 +55,9 @@ fn mounts_of_the_target(suite: Suite, name: &str) -> Result<()> {
             source.remove()?;
             a.send_image("checkpoint/job", b)?;
 
+            if cdi.is_some() {
+                b.node().write(&elsewhere, "of the target\n")?;
+            }
             let said = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
             ensure!(
                 said.contains("FIRN-MOUNT-SOURCE-MISSING:") && said.contains(&library),
@@ -67,6 +68,9 @@ fn mounts_of_the_target(suite: Suite, name: &str) -> Result<()> {
             nothing_left(b, "job")?;
 
             b.node().write(&elsewhere, "of the target\n")?;
+            if let Some(cdi) = cdi {
+                b.node().write("/etc/cdi/other.yaml", cdi)?;
+            }
             let log = b.log_length()?;
             let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
             copy.goes_on(3)?;
@@ -148,12 +152,65 @@ fn programs_started_after_a_restore_without_written_files_find_the_driver() -> R
     )
 }
 
+/// The source's CDI file has the libraries in the directory of one distribution, the target's in that of another, and the spec of
+/// the restored container is made by the target's.
+#[test]
+fn libraries_stay_where_the_checkpoint_has_them() -> Result<()> {
+    on(
+        [host(Suite::Forky, "mt-d-a", 1)?, host(Suite::Forky, "mt-d-b", 2)?],
+        |[a, b]| {
+            for host in [&*a, &*b] {
+                host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
+                let generate = ["firn", "cdi", "generate", "--output", "/etc/cdi/nvidia.json"];
+                host.node().run(&generate)?;
+                host.configure("[create]\nvisible-devices = true\n")?;
+            }
+            let there = "/hostPath/!s#/usr/lib/x86_64-linux-gnu#/usr/lib64#g";
+            a.node().run(&["sed", "-i", there, "/etc/cdi/nvidia.json"])?;
+            let options = ["--runtime", FIRN, "--env", "NVIDIA_VISIBLE_DEVICES=0"];
+            let count = ["/bin/gpu-counter", "--out", "/counter.log", "--interval-ms", "50"];
+            let source = Container::run(a, "job", &options, &count)?.counting(1);
+            source.goes_on(3)?;
+            let mounted = ["sh", "-c", "grep libcuda /proc/1/mountinfo | cut -d ' ' -f 5"];
+            let library = format!("/usr/lib64/libcuda.so.{DRIVER}\n");
+            assert_eq!(source.exec(&mounted)?, library);
+            // Without its written files, too: what this node's hooks would make leads nowhere there.
+            let checkpoint = [
+                "ctr",
+                "containers",
+                "checkpoint",
+                "--task",
+                "job",
+                "checkpoint/job",
+            ];
+            a.node().run(&checkpoint)?;
+            source.remove()?;
+            a.send_image("checkpoint/job", b)?;
+            let restore = ["ctr", "containers", "restore", "--live", "job", "checkpoint/job"];
+            b.node().run(&restore)?;
+            let copy = Container::known(b, "job").counting(1);
+            copy.goes_on(3)?;
+            assert_eq!(copy.exec(&mounted)?, library);
+            let again = copy.exec(&["/bin/gpu-counter", "--iterations", "2"])?;
+            ensure!(again.contains("iter=1 "), "{again}");
+            b.remove_image("checkpoint/job")?;
+            copy.checkpoint("checkpoint/again")?;
+            copy.goes_on(3)?;
+            copy.remove()?;
+            b.idle()
+        },
+    )
+}
+
 #[test]
 fn a_node_without_daemons_and_with_its_driver_elsewhere_restores_on_forky() -> Result<()> {
-    mounts_of_the_target(Suite::Forky, "mt-f")
+    // Where only a CDI file leads.
+    let cdi = "cdiVersion: 0.5.0\nkind: example.com/driver\ndevices: [{name: '0', containerEdits: {env: [A=B]}}]\n\
+        containerEdits: {mounts: [{hostPath: /srv/driver/lib/libany.so.1, containerPath: /usr/lib64/libany.so.1}]}\n";
+    mounts_of_the_target(Suite::Forky, "mt-f", "/srv/driver/lib", Some(cdi))
 }
 
 #[test]
 fn a_node_without_daemons_and_with_its_driver_elsewhere_restores_on_trixie() -> Result<()> {
-    mounts_of_the_target(Suite::Trixie, "mt-t")
+    mounts_of_the_target(Suite::Trixie, "mt-t", "/usr/local/nvidia/lib64", None)
 }
