@@ -8,7 +8,7 @@ use firn_oci::{Ask, Request, Spec, SpecError, settle};
 use crate::{BadName, CdiError, DeviceName, Registry};
 
 /// Kind of devices that are named by index or UUID alone.
-const KIND: &str = "nvidia.com/gpu";
+pub const KIND: &str = "nvidia.com/gpu";
 
 /// A container that cannot be given the GPUs that it asks for.
 #[derive(Debug, thiserror::Error)]
@@ -43,12 +43,23 @@ impl ConvertError {
 
 /// The spec with the GPUs in it that it asks for, and their names; none, and the spec as it is, when it asks for none.
 pub fn convert(spec: Spec, config: &Config, restores: bool) -> Result<(Spec, Vec<DeviceName>), ConvertError> {
+    let registry = || Registry::read(&config.create.cdi_dirs);
+    convert_by(spec, config, restores, registry)
+}
+
+/// As [`convert`], by other CDI files than this node's.
+pub fn convert_by(
+    spec: Spec,
+    config: &Config,
+    restores: bool,
+    registry: impl FnOnce() -> Registry,
+) -> Result<(Spec, Vec<DeviceName>), ConvertError> {
     let Ask::Request(request) = Ask::of(&spec) else {
         return Ok((spec, Vec::new()));
     };
     let names = names(&spec, request, config, restores)?;
     let mut value = spec.into_value();
-    Registry::read(&config.create.cdi_dirs).inject(&mut value, &names)?;
+    registry().inject(&mut value, &names)?;
     let mut spec = Spec::from(value);
     settle(&mut spec)?;
     Ok((spec, names))

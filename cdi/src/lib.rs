@@ -18,7 +18,7 @@ mod names;
 mod registry;
 mod version;
 
-pub use convert::{ConvertError, convert};
+pub use convert::{ConvertError, KIND, convert, convert_by};
 pub use error::{CdiError, FileError};
 pub use file::{CdiFile, Device, DeviceNode, Edits, Hook, Mount, NetDevice};
 pub use names::{BadName, DeviceName};

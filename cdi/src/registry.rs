@@ -43,8 +43,7 @@ impl Registry {
     }
 
     /// One file alone.
-    #[cfg(any(test, fuzzing))]
-    pub(crate) fn of(file: CdiFile) -> Self {
+    pub fn of(file: CdiFile) -> Self {
         let mut registry = Self::default();
         registry.add(0, file);
         registry

@@ -1,11 +1,14 @@
 //! `firn plan`: which GPUs a restore would use.
+//!
+//! For another node, of which only the inventory is here, what its files would tell is left out: its mounts, and its CDI
+//! files. Names of GPUs are then taken as a CDI file of that node would have them that gives each by index and UUID.
 
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use firn_cdi::Registry;
+use firn_cdi::{CdiFile, Registry};
 use firn_config::Config;
-use firn_gpu::Inventory;
+use firn_gpu::{DeviceNode, Inventory};
 use firn_oci::manifest::Manifest;
 use firn_oci::{Ask, Basis, Decision, Spec, mounts};
 use serde_json::json;
@@ -19,7 +22,13 @@ struct Accepted {
     manifest: Option<Manifest>,
     /// Absent when the checkpoint holds no GPU state.
     gpus: Option<(Decision, Inventory)>,
+    /// What was not looked at.
+    unseen: Vec<&'static str>,
 }
+
+const UNSEEN_MOUNTS: &str = "mounts and libraries: they are looked for on the node itself";
+const UNSEEN_CDI: &str =
+    "CDI files of that node: what the spec asks for is taken as its GPUs by index, UUID or all";
 
 /// True: the restore would be accepted.
 pub fn run(args: &PlanArgs) -> Result<bool> {
@@ -36,6 +45,7 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
                 "map": gpus.map(|(decision, _)| &decision.map),
                 "basis": gpus.map(|(decision, _)| basis(decision)),
                 "warnings": gpus.map(|(decision, _)| &decision.warnings),
+                "unseen": result.as_ref().ok().map(|accepted| &accepted.unseen),
                 "failure": result.as_ref().err(),
             })
         );
@@ -50,24 +60,34 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
 
 /// What the shim would decide at Create. The outer error is a failure to ask, not an answer.
 fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>> {
-    let (spec, manifest) = match read(args, config) {
-        Ok(both) => both,
+    let there = args
+        .inventory
+        .as_deref()
+        .map(program::read_inventory)
+        .transpose()?;
+    let (spec, manifest, by_names) = match read(args, config, there.as_ref()) {
+        Ok(all) => all,
         Err(failure) => return Ok(Err(failure)),
     };
+    let is_there = there.is_some();
     let Some(manifest) = manifest.filter(Manifest::has_gpu_state) else {
         return Ok(Ok(Accepted {
             manifest: None,
             gpus: None,
+            unseen: Vec::new(),
         }));
     };
-    let inventory = match &args.inventory {
-        Some(file) => program::read_inventory(file)?,
+    let inventory = match there {
+        Some(inventory) => inventory,
         None => program::inventory(config).context("cannot read the GPUs of this node")?,
     };
     let bundle = args.spec.parent().unwrap_or(Path::new("."));
     let decision = Decision::make(&spec, &manifest, &inventory, &config.restore)
         .map_err(Failure::from)
         .and_then(|decision| {
+            if is_there {
+                return Ok(decision);
+            }
             let by_cdi = Registry::read(&config.create.cdi_dirs).library_dirs();
             let by_cdi = by_cdi.iter().filter_map(|dir| dir.to_str());
             let dirs: Vec<&str> = mounts::LIBRARY_DIRS.into_iter().chain(by_cdi).collect();
@@ -83,26 +103,58 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>>
     Ok(decision.map(|decision| Accepted {
         manifest: Some(manifest),
         gpus: Some((decision, inventory)),
+        unseen: [(is_there, UNSEEN_MOUNTS), (is_there && by_names, UNSEEN_CDI)]
+            .into_iter()
+            .filter_map(|(is_so, what)| is_so.then_some(what))
+            .collect(),
     }))
 }
 
-fn read(args: &PlanArgs, config: &Config) -> Result<(Spec, Option<Manifest>), Failure> {
-    let spec = created(Spec::load_file(&args.spec)?, config)?;
+/// Spec and manifest, and whether the spec asked for GPUs in a way that Create converts.
+fn read(
+    args: &PlanArgs,
+    config: &Config,
+    there: Option<&Inventory>,
+) -> Result<(Spec, Option<Manifest>, bool), Failure> {
+    let (spec, by_names) = created(Spec::load_file(&args.spec)?, config, there)?;
     let manifest = Manifest::read_for(&spec, &args.dir)?;
     if let Some(manifest) = &manifest {
         manifest.verify_images(&args.dir)?;
     }
-    Ok((spec, manifest))
+    Ok((spec, manifest, by_names))
 }
 
-/// The spec as the shim would make it at Create.
-fn created(spec: Spec, config: &Config) -> Result<Spec, Failure> {
+/// The spec as the shim would make it at Create, and whether it converts it.
+fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Spec, bool), Failure> {
     match Ask::of(&spec) {
         Ask::Request(request) if request.form.counts(&config.create) => {
-            Ok(firn_cdi::convert(spec, config, true)?.0)
+            let converted = match there {
+                None => firn_cdi::convert(spec, config, true),
+                Some(inventory) => firn_cdi::convert_by(spec, config, true, || registry_of(inventory)),
+            };
+            Ok((converted?.0, true))
         }
-        Ask::Request(_) | Ask::Nodes | Ask::Nothing => Ok(spec),
+        Ask::Request(_) | Ask::Nodes | Ask::Nothing => Ok((spec, false)),
     }
+}
+
+/// CDI devices of a node of which nothing but its GPUs is known.
+fn registry_of(inventory: &Inventory) -> Registry {
+    let with =
+        |name: &str, nodes: &[&DeviceNode]| json!({"name": name, "containerEdits": {"deviceNodes": nodes}});
+    let nodes: Vec<&DeviceNode> = inventory
+        .gpus
+        .iter()
+        .filter_map(|gpu| gpu.node.as_ref())
+        .collect();
+    let mut devices = vec![with("all", &nodes)];
+    for (index, gpu) in inventory.gpus.iter().enumerate() {
+        let own: Vec<&DeviceNode> = gpu.node.iter().collect();
+        devices.extend([index.to_string(), gpu.uuid.to_string()].map(|name| with(&name, &own)));
+    }
+    let file = json!({"cdiVersion": "0.5.0", "kind": firn_cdi::KIND, "devices": devices});
+    let file = CdiFile::parse(Path::new("inventory.json"), file.to_string().as_bytes());
+    file.map(Registry::of).unwrap_or_default()
 }
 
 fn print(accepted: &Accepted) {
@@ -123,6 +175,9 @@ fn print(accepted: &Accepted) {
     }
     for warning in &decision.warnings {
         println!("warning {warning}");
+    }
+    for what in &accepted.unseen {
+        println!("unseen  {what}");
     }
 }
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use firn_cdi::{CdiFile, DeviceNode, Edits, Hook, Mount, Registry};
+use firn_cdi::{CdiFile, DeviceNode, Edits, Hook, KIND, Mount, Registry};
 use firn_config::{Config, find_program, names};
 use firn_gpu::{Gpu, Inventory};
 use serde::Serialize;
@@ -17,9 +17,6 @@ use super::driver::DriverFiles;
 use crate::args::{CdiFormat, CdiGenerateArgs};
 use crate::failure::Failure;
 use crate::program;
-
-/// Kind of NVIDIA's GPUs.
-const KIND: &str = "nvidia.com/gpu";
 
 /// Oldest version that has all that is used here.
 const VERSION: &str = "0.5.0";

@@ -83,6 +83,60 @@ fn plan_decides_by_the_spec_that_create_would_make_of_a_hook() {
     assert_eq!(found["accepted"], json!(false), "{found:#}");
 }
 
+/// Nothing of this node is taken for something of the other.
+#[test]
+fn plan_for_another_node_goes_by_its_inventory_alone_and_says_what_it_has_not_seen() {
+    let node = Node::new();
+    let hook = json!({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]});
+    let asking = |what: &str| {
+        let env = format!("NVIDIA_VISIBLE_DEVICES={what}");
+        let spec = json!({"process": {"env": [env]}, "hooks": {"prestart": [hook]}});
+        node.write("config.json", &spec.to_string());
+    };
+    let nodes = json!([{"path": "/dev/null", "type": "c", "major": 1, "minor": 3}]);
+    let devices = [json!({"name": "1", "containerEdits": {"deviceNodes": nodes}})];
+    let file = json!({"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices});
+    node.write("nvidia.json", &file.to_string());
+    node.configure(&format!("[create]\ncdi-dirs = [{:?}]", node.dir.path()));
+    let mut there = inventory();
+    for (i, gpu) in (0..).zip(there["gpus"].as_array_mut().expect("a list")) {
+        gpu["uuid"] = json!(uuid(i + 5));
+        gpu["node"]["major"] = json!(240);
+    }
+    node.write("there.json", &there.to_string());
+    let planned = || {
+        let arguments = [
+            "plan",
+            "image",
+            "--spec",
+            "config.json",
+            "--inventory",
+            "there.json",
+        ];
+        let output = node.firn(&[&arguments[..], &["--json"]].concat());
+        (value(&output), text(&node.firn(&arguments)))
+    };
+    for what in ["1", &uuid(6)] {
+        asking(what);
+        let (found, shown) = planned();
+        assert_eq!(
+            found["map"],
+            json!([{"old": uuid(0), "new": uuid(6)}]),
+            "{what}: {found:#}"
+        );
+        assert_eq!(found["unseen"].as_array().map(Vec::len), Some(2));
+        assert!(
+            shown.contains("unseen  mounts") && shown.contains("unseen  CDI files"),
+            "{shown}"
+        );
+    }
+    asking("7");
+    assert_eq!(planned().0["failure"]["code"], "FIRN-CDI-DEVICE");
+    node.grant(0);
+    let (found, _) = planned();
+    assert_eq!(found["unseen"].as_array().map(Vec::len), Some(1), "{found:#}");
+}
+
 #[test]
 fn plan_says_when_the_driver_cannot_be_asked() {
     let node = Node::new();
