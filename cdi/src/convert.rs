@@ -2,7 +2,8 @@
 //!
 //! `firn-hook convert` does it to a bundle, for the shim; the command line does it in memory, to tell what the shim would do.
 
-use firn_config::Config;
+use firn_config::{Config, Toolkit};
+use firn_oci::edit::{self, EditError};
 use firn_oci::{Ask, Request, Spec, SpecError, settle};
 
 use crate::{BadName, CdiError, DeviceName, Registry};
@@ -10,11 +11,16 @@ use crate::{BadName, CdiError, DeviceName, Registry};
 /// Kind of devices that are named by index or UUID alone.
 pub const KIND: &str = "nvidia.com/gpu";
 
+/// Kind of devices for which NVIDIA's container runtime makes up a CDI file at every start: the same devices.
+const MADE_UP: &str = "runtime.nvidia.com/gpu";
+
 /// A container that cannot be given the GPUs that it asks for.
 #[derive(Debug, thiserror::Error)]
 pub enum ConvertError {
     #[error("cannot use the container's spec")]
     Spec(#[from] SpecError),
+    #[error(transparent)]
+    Edit(#[from] EditError),
     #[error(transparent)]
     Cdi(#[from] CdiError),
     #[error(transparent)]
@@ -26,6 +32,7 @@ impl ConvertError {
     pub fn code(&self) -> &'static str {
         match self {
             Self::Spec(error) => error.code(),
+            Self::Edit(error) => error.code(),
             Self::Cdi(error) => error.code(),
             Self::Name(_) => "FIRN-CDI-DEVICE",
         }
@@ -35,6 +42,7 @@ impl ConvertError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Spec(error) => error.hint(),
+            Self::Edit(error) => error.hint(),
             Self::Cdi(error) => error.hint(),
             Self::Name(_) => "`firn cdi list` shows the devices of this node",
         }
@@ -42,27 +50,53 @@ impl ConvertError {
 }
 
 /// The spec with the GPUs in it that it asks for, and their names; none, and the spec as it is, when it asks for none.
-pub fn convert(spec: Spec, config: &Config, restores: bool) -> Result<(Spec, Vec<DeviceName>), ConvertError> {
+///
+/// `wrapper` is the configuration of NVIDIA's container runtime where that is what makes the container.
+pub fn convert(
+    spec: Spec,
+    config: &Config,
+    wrapper: Option<&Toolkit>,
+    restores: bool,
+) -> Result<(Spec, Vec<DeviceName>), ConvertError> {
     let registry = || Registry::read(&config.create.cdi_dirs);
-    convert_by(spec, config, restores, registry)
+    convert_by(spec, config, wrapper, restores, registry)
 }
 
 /// As [`convert`], by other CDI files than this node's.
 pub fn convert_by(
     spec: Spec,
     config: &Config,
+    wrapper: Option<&Toolkit>,
     restores: bool,
     registry: impl FnOnce() -> Registry,
 ) -> Result<(Spec, Vec<DeviceName>), ConvertError> {
-    let Ask::Request(request) = Ask::of(&spec) else {
+    let ask = match wrapper {
+        None => Ask::of(&spec),
+        Some(toolkit) => Ask::of_wrapped(&spec, toolkit),
+    };
+    let Ask::Request(request) = ask else {
         return Ok((spec, Vec::new()));
     };
-    let names = names(&spec, request, config, restores)?;
-    let mut value = spec.into_value();
-    registry().inject(&mut value, &names)?;
-    let mut spec = Spec::from(value);
-    settle(&mut spec)?;
-    Ok((spec, names))
+    let (is_hook, granted) = (request.form.is_hook(), spec.gpu_nodes());
+    // The nodes of a restored container's spec may be another node's, and so may the names beside them.
+    if !is_hook && !granted.is_empty() && restores && !spec.is_cri() {
+        return Ok((spec, Vec::new()));
+    }
+    let registry = registry();
+    let names = names(&spec, request, &registry, config, restores)?;
+    let mut value = spec.clone();
+    if restores && !spec.is_cri() {
+        edit::drop_nodes(&mut value)?;
+    }
+    let mut value = value.into_value();
+    registry.inject(&mut value, &names)?;
+    let mut edited = Spec::from(value);
+    settle(&mut edited)?;
+    // Nodes are a grant, and a name beside them, which may be an image's, adds libraries to it and no GPU.
+    if !is_hook && !granted.is_empty() && !edited.gpu_nodes().is_subset(&granted) {
+        return Ok((spec, Vec::new()));
+    }
+    Ok((edited, names))
 }
 
 /// What is asked for, as names of CDI devices. The spec of a restored container may be another node's: what it may use here
@@ -70,6 +104,7 @@ pub fn convert_by(
 fn names(
     spec: &Spec,
     request: Request,
+    registry: &Registry,
     config: &Config,
     restores: bool,
 ) -> Result<Vec<DeviceName>, ConvertError> {
@@ -78,9 +113,15 @@ fn names(
         true => pool.clone(),
         false => request.devices,
     };
-    let name = |device: &String| match device.contains('=') {
-        true => device.parse(),
-        false => DeviceName::new(KIND, device),
+    let name = |device: &String| {
+        let name = match device.contains('=') {
+            true => device.parse(),
+            false => DeviceName::new(KIND, device),
+        }?;
+        match name.kind() == MADE_UP && !registry.has_kind(MADE_UP) {
+            true => DeviceName::new(KIND, name.device()),
+            false => Ok(name),
+        }
     };
-    Ok(asked.iter().map(name).collect::<Result<_, _>>()?)
+    Ok(asked.iter().map(name).collect::<Result<_, BadName>>()?)
 }

@@ -129,8 +129,8 @@ fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Sp
     match Ask::of(&spec) {
         Ask::Request(request) if request.form.counts(&config.create) => {
             let converted = match there {
-                None => firn_cdi::convert(spec, config, true),
-                Some(inventory) => firn_cdi::convert_by(spec, config, true, || registry_of(inventory)),
+                None => firn_cdi::convert(spec, config, None, true),
+                Some(inventory) => firn_cdi::convert_by(spec, config, None, true, || registry_of(inventory)),
             };
             Ok((converted?.0, true))
         }

@@ -134,6 +134,8 @@ pub struct Create {
     pub visible_devices: bool,
     /// Whether mounts below /var/run/nvidia-container-devices give GPUs.
     pub volume_mounts: bool,
+    /// Whether annotations `cdi.k8s.io/...` give GPUs. Where containerd acts on them, they are in the spec already.
+    pub cdi_annotations: bool,
     /// The driver's cuda-checkpoint, which makes launch jobs; `None`: there are none.
     #[serde(deserialize_with = "absolute")]
     pub launch_jobs: Option<PathBuf>,
@@ -157,6 +159,7 @@ impl Default for Create {
             hooks: Conversion::default(),
             visible_devices: false,
             volume_mounts: false,
+            cdi_annotations: false,
             launch_jobs: None,
         }
     }
@@ -424,12 +427,14 @@ mod tests {
         let create = parse("[create]\n").unwrap().create;
         assert_eq!(create, Create::default());
         assert!(create.launch_jobs.is_none());
-        assert!(!create.visible_devices && !create.volume_mounts && create.hooks == Conversion::Convert);
+        assert!(!create.visible_devices && !create.volume_mounts && !create.cdi_annotations);
+        assert_eq!(create.hooks, Conversion::Convert);
         let said = parse(
-            "[create]\nhooks = \"keep\"\nvisible-devices = true\nvolume-mounts = true\ncdi-dirs = []\n",
+            "[create]\nhooks = \"keep\"\nvisible-devices = true\nvolume-mounts = true\ncdi-annotations = true\ncdi-dirs = []\n",
         );
         let create = said.unwrap().create;
-        assert!(create.visible_devices && create.volume_mounts && create.cdi_dirs.is_empty());
+        assert!(create.visible_devices && create.volume_mounts && create.cdi_annotations);
+        assert!(create.cdi_dirs.is_empty());
         assert_eq!(create.hooks, Conversion::Keep);
         assert!(complaint("[create]\nhooks = \"drop\"\n").contains("drop"));
     }

@@ -11,6 +11,7 @@ mod duration;
 mod file;
 pub mod names;
 mod programs;
+mod toolkit;
 
 pub use duration::{BadDuration, parse_duration};
 pub use file::{
@@ -18,3 +19,4 @@ pub use file::{
     Restore, Worker,
 };
 pub use programs::{ProgramError, find_program};
+pub use toolkit::Toolkit;

@@ -66,7 +66,8 @@ fn search(
         })
 }
 
-fn is_program(path: &Path) -> bool {
+/// Whether the path is a file that can be run.
+pub(crate) fn is_program(path: &Path) -> bool {
     path.metadata()
         .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use firn_cdi::Registry;
-use firn_config::{Config, ConfigError};
+use firn_config::{Config, ConfigError, Toolkit};
 use firn_oci::{Spec, SpecError};
 use serde_json::json;
 
@@ -40,9 +40,9 @@ impl ConvertError {
     }
 }
 
-/// Converts the spec of a bundle.
-pub fn run(bundle: &Path, restores: bool) -> ExitCode {
-    match convert(bundle, restores) {
+/// Converts the spec of a bundle, whose container NVIDIA's `wrapper` of runc would make.
+pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
+    match convert(bundle, wrapper, restores) {
         Ok(devices) => {
             println!("{}", json!({"devices": devices}));
             ExitCode::SUCCESS
@@ -74,8 +74,10 @@ pub fn library_dirs() -> anyhow::Result<()> {
 }
 
 /// Names of the devices that the container has been given.
-fn convert(bundle: &Path, restores: bool) -> Result<Vec<String>, ConvertError> {
-    let (spec, names) = firn_cdi::convert(Spec::load(bundle)?, &Config::load()?, restores)?;
+fn convert(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> Result<Vec<String>, ConvertError> {
+    let toolkit = wrapper.map(Toolkit::load).transpose()?;
+    let spec = Spec::load(bundle)?;
+    let (spec, names) = firn_cdi::convert(spec, &Config::load()?, toolkit.as_ref(), restores)?;
     if !names.is_empty() {
         spec.save(bundle)?;
     }

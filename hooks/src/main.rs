@@ -27,7 +27,7 @@ usage: firn-hook createRuntime < state.json
        firn-hook createContainer < state.json
        firn-hook create-symlinks [--link TEXT::PATH]... < state.json
        firn-hook update-ldcache [--library PATH]... < state.json
-       firn-hook convert BUNDLE [--restore]
+       firn-hook convert BUNDLE [--restore] [--wrapper PATH]
        firn-hook library-dirs
        firn-hook replay BUNDLE
        firn-hook --help | --version
@@ -52,7 +52,8 @@ usage: firn-hook createRuntime < state.json
 
   convert           makes GPUs that a hook or a name in the bundle's spec asks
                     for edits of the spec, by the node's CDI files. Run by the
-                    shim. Prints one JSON object.
+                    shim. Prints one JSON object. --wrapper names NVIDIA's
+                    wrapper of runc, whose configuration says what counts.
 
   library-dirs      prints the directories from which the node's CDI files mount
                     libraries, as a JSON list. Run by the shim.
@@ -94,10 +95,20 @@ fn main() -> ExitCode {
             };
             rootfs().and_then(|rootfs| libraries::update_ldcache(&rootfs, &paths))
         }
-        ["convert", bundle] => return convert::run(Path::new(bundle), false),
-        ["convert", bundle, "--restore"] => return convert::run(Path::new(bundle), true),
         ["library-dirs"] => convert::library_dirs(),
         ["replay", bundle] => replay::run(Path::new(bundle)),
+        ["convert", bundle, ref options @ ..] => {
+            let (restores, options) = match options {
+                ["--restore", options @ ..] => (true, options),
+                options => (false, options),
+            };
+            let wrapper = match options {
+                [] => None,
+                ["--wrapper", wrapper] => Some(Path::new(*wrapper)),
+                _ => return wrong_usage(),
+            };
+            return convert::run(Path::new(bundle), wrapper, restores);
+        }
         ["--version" | "-V"] => {
             println!("firn-hook {}", env!("CARGO_PKG_VERSION"));
             Ok(())

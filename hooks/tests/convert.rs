@@ -39,6 +39,7 @@ impl Bundle {
             .arg(self.dir.path())
             .args(options)
             .env("FIRN_CONFIG", self.path("config.toml"))
+            .env("NVIDIA_CTK_CONFIG_FILE_PATH", self.path("toolkit.toml"))
             .output()
             .expect("firn-hook starts")
     }
@@ -159,4 +160,60 @@ fn at_a_restore_the_configured_gpus_stand_for_those_of_another_node() {
     let bundle = Bundle::new(&granted);
     bundle.configure("[restore]\ngpus = [\"1\"]\n");
     assert_eq!(bundle.convert(&["--restore"]).status.code(), Some(1));
+}
+
+/// As the Kubernetes device plugin asks with PASS_DEVICE_SPECS: nodes, and a name for the rest.
+fn with_nodes(minor: u64, devices: &str) -> Value {
+    let numbers = json!({"path": format!("/dev/nvidia{minor}"), "type": "c", "major": 195, "minor": minor});
+    json!({
+        "ociVersion": "1.2.0",
+        "process": {"args": ["sh"], "env": [format!("NVIDIA_VISIBLE_DEVICES={devices}")]},
+        "linux": {"devices": [numbers]},
+    })
+}
+
+#[test]
+fn a_name_beside_nodes_adds_libraries_and_no_gpu() {
+    let bundle = Bundle::new(&with_nodes(1, "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1"));
+    assert_eq!(bundle.convert(&[]).status.code(), Some(0));
+    let spec = bundle.spec();
+    assert_eq!(gpus(&spec), ["/dev/nvidia1"]);
+    assert!(spec["mounts"].as_array().expect("mounts").len() > 5);
+
+    // An image's own variable is no grant beside one.
+    let image = with_nodes(1, "all");
+    let bundle = Bundle::new(&image);
+    assert_eq!(bundle.convert(&[]).stdout, b"{\"devices\":[]}\n");
+    assert_eq!(bundle.spec(), image);
+}
+
+#[test]
+fn what_nvidias_wrapper_would_give_is_given_by_its_configuration() {
+    let wrapper = ["--wrapper", "/usr/bin/nvidia-container-runtime"];
+    let bundle = Bundle::new(&with_nodes(1, "runtime.nvidia.com/gpu=1"));
+    let done = bundle.convert(&wrapper);
+    assert_eq!(done.stdout, b"{\"devices\":[\"nvidia.com/gpu=1\"]}\n");
+    assert_eq!(gpus(&bundle.spec()), ["/dev/nvidia1"]);
+
+    let named = with_nodes(1, "1");
+    let bundle = Bundle::new(&named);
+    let hardened = "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n";
+    fs::write(bundle.path("toolkit.toml"), hardened).expect("written");
+    assert_eq!(bundle.convert(&wrapper).stdout, b"{\"devices\":[]}\n");
+    assert_eq!(bundle.spec(), named);
+
+    let mut annotated = with_nodes(1, "void");
+    annotated["linux"] = json!({});
+    annotated["annotations"] = json!({"cdi.k8s.io/plugin_a": "nvidia.com/gpu=0,nvidia.com/gpu=1"});
+    let bundle = Bundle::new(&annotated);
+    assert_eq!(bundle.convert(&wrapper).status.code(), Some(0));
+    assert_eq!(gpus(&bundle.spec()), ["/dev/nvidia0", "/dev/nvidia1"]);
+}
+
+#[test]
+fn at_a_restore_by_the_wrapper_nodes_of_the_other_node_are_left_behind() {
+    let bundle = Bundle::new(&with_nodes(7, "1"));
+    let options = ["--restore", "--wrapper", "/usr/bin/nvidia-container-runtime"];
+    assert_eq!(bundle.convert(&options).status.code(), Some(0));
+    assert_eq!(gpus(&bundle.spec()), ["/dev/nvidia1"]);
 }

@@ -4,11 +4,15 @@
 //! hook there that mounts GPUs behind the runtime's back, or only a name; runc knows nothing of what a hook has mounted, and
 //! a container that was made so cannot be dumped. [`Request`] says which devices are meant, so that they can be made edits of
 //! the spec instead.
+//!
+//! A hook or a name may be there beside nodes (Kubernetes' device plugin with PASS_DEVICE_SPECS): the nodes are then not all that the
+//! container is to get. CDI's own edits say `void` in the variable, so that nobody gives GPUs twice.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
-use firn_config::{Conversion, Create};
-use serde_json::Value;
+use firn_config::{Conversion, Create, Toolkit};
+use serde_json::{Value, json};
 
 use crate::gpu_path::{self, GpuPath, classify};
 use crate::{Spec, SpecError};
@@ -18,6 +22,9 @@ const VARIABLE: &str = "NVIDIA_VISIBLE_DEVICES";
 
 /// Where a mount of /dev/null stands for a device; the variable then has this path as its value.
 const VOLUMES: &str = "/var/run/nvidia-container-devices";
+
+/// Beginning of the keys of annotations that name CDI devices.
+const ANNOTATION: &str = "cdi.k8s.io/";
 
 /// How a spec asks for GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,9 +53,13 @@ pub enum Form {
     Cli,
     /// A hook of NVIDIA's container runtime, as docker and hooks.d files write it. It goes by the variable.
     RuntimeHook,
+    /// Whatever NVIDIA's container runtime goes by, where that is the OCI runtime: it would edit the spec behind firn.
+    Wrapper,
+    /// Annotations that name CDI devices, which containerd has passed on and not acted on.
+    Annotations,
     /// Mounts that stand for devices, as the Kubernetes device plugin makes them.
     Volumes,
-    /// The variable alone: for NVIDIA's container runtime, which wraps runc. Images set it too.
+    /// The variable alone: for NVIDIA's container runtime. Images set it too.
     Variable,
 }
 
@@ -56,15 +67,16 @@ impl Form {
     /// Whether the container gets its GPUs also if nothing is converted.
     pub fn is_hook(self) -> bool {
         match self {
-            Self::Cli | Self::RuntimeHook => true,
-            Self::Volumes | Self::Variable => false,
+            Self::Cli | Self::RuntimeHook | Self::Wrapper => true,
+            Self::Annotations | Self::Volumes | Self::Variable => false,
         }
     }
 
     /// Whether what asks is taken for a request of whoever made the container.
     pub fn counts(self, create: &Create) -> bool {
         match self {
-            Self::Cli | Self::RuntimeHook => create.hooks == Conversion::Convert,
+            Self::Cli | Self::RuntimeHook | Self::Wrapper => create.hooks == Conversion::Convert,
+            Self::Annotations => create.cdi_annotations,
             Self::Volumes => create.volume_mounts,
             Self::Variable => create.visible_devices,
         }
@@ -72,28 +84,53 @@ impl Form {
 }
 
 impl Ask {
-    /// How this spec asks. Looks at nothing else.
+    /// How this spec asks, where runc makes the container. Looks at nothing else.
     pub fn of(spec: &Spec) -> Self {
-        let devices = spec.array("/linux/devices").iter();
-        let mut paths = devices.filter_map(|device| device["path"].as_str());
-        if paths.any(|path| classify(Path::new(path)) == Some(GpuPath::Gpu)) {
-            return Self::Nodes;
-        }
-        let requests = [by_cli, by_runtime_hook, by_volumes, by_variable];
-        let request = requests.into_iter().find_map(|request| request(spec));
+        let requests = [by_cli, by_runtime_hook, by_annotations, by_volumes, by_variable];
+        Self::decided(spec, requests.into_iter().find_map(|request| request(spec)))
+    }
+
+    /// How this spec asks, where NVIDIA's wrapper of runc makes the container, which is configured so.
+    pub fn of_wrapped(spec: &Spec, toolkit: &Toolkit) -> Self {
+        let request = by_cli(spec).or_else(|| by_wrapper(spec, toolkit));
+        Self::decided(spec, request)
+    }
+
+    fn decided(spec: &Spec, request: Option<Request>) -> Self {
         match request {
             Some(request) if !request.devices.is_empty() => Self::Request(request),
+            _ if !spec.gpu_nodes().is_empty() => Self::Nodes,
             _ => Self::Nothing,
         }
     }
 }
 
-/// Removes from a spec what has asked for GPUs that are now its edits. Returns how many entries there were.
+impl Spec {
+    /// Paths of the nodes of single GPUs.
+    pub fn gpu_nodes(&self) -> BTreeSet<&str> {
+        let devices = self.array("/linux/devices").iter();
+        devices
+            .filter_map(|device| device["path"].as_str())
+            .filter(|path| classify(Path::new(path)) == Some(GpuPath::Gpu))
+            .collect()
+    }
+}
+
+/// Removes from a spec what has asked for GPUs that are now its edits. Returns how many hooks and mounts there were.
 pub fn settle(spec: &mut Spec) -> Result<usize, SpecError> {
     let is_volume = |mount: &Value| volume(mount).is_some();
     let hooks = remove(spec, &["hooks"], "prestart", gpu_path::is_nvidia_hook)?
         + remove(spec, &["hooks"], "createRuntime", gpu_path::is_nvidia_hook)?;
-    Ok(hooks + remove(spec, &[], "mounts", is_volume)? + drop_mounting_hooks(spec)?)
+    let removed = hooks + remove(spec, &[], "mounts", is_volume)? + drop_mounting_hooks(spec)?;
+    if variable(spec).is_some_and(|names| list(names).next().is_some()) {
+        let env = spec.object_mut(&["process"], "process")?.get_mut("env");
+        for pair in env.and_then(Value::as_array_mut).into_iter().flatten() {
+            if pair.as_str().and_then(value_of).is_some() {
+                *pair = json!(format!("{VARIABLE}=void"));
+            }
+        }
+    }
+    Ok(removed)
 }
 
 /// Removes the one hook of NVIDIA's CDI files that leaves mounts: they are not in the spec, and what they hide, a file below
@@ -156,7 +193,7 @@ fn by_cli(spec: &Spec) -> Option<Request> {
 fn by_runtime_hook(spec: &Spec) -> Option<Request> {
     let programs = ["nvidia-container-runtime-hook", "nvidia-container-toolkit"];
     early_hooks(spec).find(|(program, _)| programs.contains(program))?;
-    let devices = match variable(spec)? {
+    let devices = match variable(spec).or_else(|| old_image(spec))? {
         VOLUMES => volumes(spec),
         names => list(names).collect(),
     };
@@ -164,6 +201,48 @@ fn by_runtime_hook(spec: &Spec) -> Option<Request> {
         form: Form::RuntimeHook,
         devices,
     })
+}
+
+fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
+    let bounding = spec.array("/process/capabilities/bounding");
+    let may_name = toolkit.visible_devices || bounding.contains(&json!("CAP_SYS_ADMIN"));
+    let named = || match variable(spec).or_else(|| old_image(spec)) {
+        Some(names) if may_name => list(names).collect(),
+        _ => Vec::new(),
+    };
+    let mounted = || match toolkit.volume_mounts {
+        true => volumes(spec),
+        false => Vec::new(),
+    };
+    let annotated = || annotations(spec, &toolkit.annotations);
+    let mut asked = [&annotated as &dyn Fn() -> Vec<String>, &mounted, &named].into_iter();
+    let devices = asked.find_map(|asked| Some(asked()).filter(|devices| !devices.is_empty()))?;
+    Some(Request {
+        form: Form::Wrapper,
+        devices,
+    })
+}
+
+fn by_annotations(spec: &Spec) -> Option<Request> {
+    let devices = annotations(spec, &[ANNOTATION.to_owned()]);
+    (!devices.is_empty()).then_some(Request {
+        form: Form::Annotations,
+        devices,
+    })
+}
+
+/// CDI devices that annotations name. Where there are nodes, containerd has acted on them.
+fn annotations(spec: &Spec, prefixes: &[String]) -> Vec<String> {
+    if !spec.gpu_nodes().is_empty() {
+        return Vec::new();
+    }
+    let all = spec.annotations().into_iter().flatten();
+    let mut found: Vec<(&String, &str)> = all
+        .filter(|(key, _)| prefixes.iter().any(|prefix| key.starts_with(prefix)))
+        .filter_map(|(key, value)| Some((key, value.as_str()?)))
+        .collect();
+    found.sort_unstable();
+    found.into_iter().flat_map(|(_, names)| list(names)).collect()
 }
 
 fn by_volumes(spec: &Spec) -> Option<Request> {
@@ -184,17 +263,28 @@ fn by_variable(spec: &Spec) -> Option<Request> {
 fn variable(spec: &Spec) -> Option<&str> {
     let pairs = spec.array("/process/env").iter().filter_map(Value::as_str);
     // Of a variable that is there twice the last one counts.
-    pairs
-        .filter_map(|pair| pair.strip_prefix(VARIABLE)?.strip_prefix('='))
-        .next_back()
+    pairs.filter_map(value_of).next_back()
 }
 
-/// Names in a list; those that mean no device are none.
+fn value_of(pair: &str) -> Option<&str> {
+    pair.strip_prefix(VARIABLE)?.strip_prefix('=')
+}
+
+/// What NVIDIA's tools take images for that are older than the variable: they say which CUDA they have, and nothing else.
+fn old_image(spec: &Spec) -> Option<&'static str> {
+    let has = |name: &str| {
+        let mut pairs = spec.array("/process/env").iter().filter_map(Value::as_str);
+        pairs.any(|pair| pair.split('=').next() == Some(name))
+    };
+    (has("CUDA_VERSION") && !has("NVIDIA_REQUIRE_CUDA")).then_some("all")
+}
+
+/// Names in a list; `none` is none, and `void` voids the list.
 fn list(names: &str) -> impl Iterator<Item = String> {
-    names
-        .split(',')
-        .map(str::trim)
-        .filter(|name| !matches!(*name, "" | "void" | "none"))
+    let names = || names.split(',').map(str::trim);
+    let is_void = names().any(|name| name == "void");
+    names()
+        .filter(move |name| !is_void && !matches!(*name, "" | "none"))
         .map(str::to_owned)
 }
 
@@ -202,7 +292,7 @@ fn volumes(spec: &Spec) -> Vec<String> {
     spec.array("/mounts").iter().filter_map(volume).collect()
 }
 
-/// The device that a mount stands for: below the directory its name, or `cdi/VENDOR/CLASS/NAME`.
+/// The device that a mount stands for: below the directory its name, or `cdi/VENDOR/CLASS/NAME`, or `cdi/VENDOR/CLASS=NAME`.
 fn volume(mount: &Value) -> Option<String> {
     let below = mount["destination"]
         .as_str()?
@@ -213,171 +303,10 @@ fn volume(mount: &Value) -> Option<String> {
         _ if mount["source"] != "/dev/null" => None,
         [name] if !name.is_empty() => Some(name.to_owned()),
         ["cdi", vendor, class, name] => Some(format!("{vendor}/{class}={name}")),
+        ["cdi", vendor, device] if device.contains('=') => Some(format!("{vendor}/{device}")),
         _ => None,
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    fn ask(spec: Value) -> Ask {
-        Ask::of(&Spec::from(spec))
-    }
-
-    fn request(form: Form, devices: &[&str]) -> Ask {
-        Ask::Request(Request {
-            form,
-            devices: devices.iter().map(ToString::to_string).collect(),
-        })
-    }
-
-    fn env(value: &str) -> Value {
-        json!({"env": ["PATH=/bin", format!("NVIDIA_VISIBLE_DEVICES={value}")]})
-    }
-
-    /// As contrib/nvidia of containerd 2.1 writes it.
-    fn oci_hook(words: &[&str]) -> Value {
-        let begin = [
-            "containerd",
-            "oci-hook",
-            "--",
-            "/usr/bin/nvidia-container-cli",
-            "--load-kmods",
-            "configure",
-        ];
-        let args = [
-            &begin,
-            words,
-            &["--utility", "--compute", "--pid={{pid}}", "{{rootfs}}"],
-        ]
-        .concat();
-        json!({"createRuntime": [{"path": "/usr/bin/containerd", "args": args, "env": ["PATH=/usr/bin"]}]})
-    }
-
-    /// As docker writes it.
-    fn prestart() -> Value {
-        let path = "/usr/bin/nvidia-container-runtime-hook";
-        json!({"prestart": [{"path": path, "args": ["nvidia-container-runtime-hook", "prestart"]}]})
-    }
-
-    #[test]
-    fn every_way_of_asking_is_told_from_the_others() {
-        let device = |path: &str| json!({"devices": [{"path": path, "type": "c", "major": 195, "minor": 0}]});
-        let stands_for = |at: &str| json!({"source": "/dev/null", "destination": format!("{VOLUMES}/{at}")});
-        for (spec, expected) in [
-            (json!({}), Ask::Nothing),
-            (json!({"linux": device("/dev/fuse")}), Ask::Nothing),
-            (json!({"linux": device("/dev/kfd")}), Ask::Nothing),
-            (json!({"linux": device("/dev/nvidiactl")}), Ask::Nothing),
-            (json!({"linux": device("/dev/nvidia0")}), Ask::Nodes),
-            (
-                json!({"linux": device("/dev/nvidia0"), "hooks": prestart(), "process": env("all")}),
-                Ask::Nodes,
-            ),
-            (
-                json!({"hooks": oci_hook(&["--device=0,1"])}),
-                request(Form::Cli, &["0", "1"]),
-            ),
-            (
-                json!({"hooks": oci_hook(&["--device=0", "--device=GPU-1"])}),
-                request(Form::Cli, &["0", "GPU-1"]),
-            ),
-            (json!({"hooks": oci_hook(&[])}), Ask::Nothing),
-            (json!({"hooks": prestart()}), Ask::Nothing),
-            (json!({"hooks": prestart(), "process": env("void")}), Ask::Nothing),
-            (
-                json!({"hooks": prestart(), "process": env("all")}),
-                request(Form::RuntimeHook, &["all"]),
-            ),
-            (
-                json!({"hooks": prestart(), "process": env(VOLUMES), "mounts": [stands_for("GPU-1")]}),
-                request(Form::RuntimeHook, &["GPU-1"]),
-            ),
-            (json!({"process": env("all")}), request(Form::Variable, &["all"])),
-            (
-                json!({"process": env(" 0, GPU-2 ,,void")}),
-                request(Form::Variable, &["0", "GPU-2"]),
-            ),
-            (
-                json!({"process": env("nvidia.com/gpu=0")}),
-                request(Form::Variable, &["nvidia.com/gpu=0"]),
-            ),
-            (json!({"process": env("void")}), Ask::Nothing),
-            (json!({"process": env("none")}), Ask::Nothing),
-            (json!({"process": env("")}), Ask::Nothing),
-            (
-                json!({"process": env(VOLUMES), "mounts": [stands_for("GPU-1"), stands_for("cdi/nvidia.com/gpu/2")]}),
-                request(Form::Volumes, &["GPU-1", "nvidia.com/gpu=2"]),
-            ),
-            (
-                json!({"mounts": [{"source": "/srv", "destination": format!("{VOLUMES}/GPU-1")}, stands_for("a/b"), stands_for("")]}),
-                Ask::Nothing,
-            ),
-            (
-                json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=void"]}}),
-                Ask::Nothing,
-            ),
-        ] {
-            assert_eq!(ask(spec.clone()), expected, "{spec}");
-        }
-    }
-
-    #[test]
-    fn names_count_only_where_the_operator_lets_them() {
-        let mut create = Create::default();
-        for form in [Form::Cli, Form::RuntimeHook] {
-            assert!(form.counts(&create), "{form:?}");
-        }
-        for form in [Form::Variable, Form::Volumes] {
-            assert!(!form.counts(&create), "{form:?}");
-        }
-        create.hooks = Conversion::Keep;
-        create.visible_devices = true;
-        assert!(!Form::RuntimeHook.counts(&create) && Form::Variable.counts(&create));
-        assert!(!Form::Volumes.counts(&create));
-        create.volume_mounts = true;
-        assert!(Form::Volumes.counts(&create));
-    }
-
-    #[test]
-    fn what_has_asked_is_removed_and_nothing_else() {
-        let others = json!({"path": "/usr/bin/cni", "args": ["cni"]});
-        let links =
-            json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "create-symlinks"]});
-        let params = json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "disable-device-node-modification"]});
-        let mut spec = Spec::from(json!({
-            "hooks": {
-                "prestart": [others, prestart()["prestart"][0]],
-                "createRuntime": [oci_hook(&["--device=0"])["createRuntime"][0]],
-                "createContainer": [links, params],
-            },
-            "mounts": [
-                {"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-1")},
-                {"source": "/dev/null", "destination": "/etc/null"},
-            ],
-        }));
-        assert_eq!(settle(&mut spec).unwrap(), 4);
-        let expected = json!({
-            "hooks": {"prestart": [others], "createRuntime": [], "createContainer": [links]},
-            "mounts": [{"source": "/dev/null", "destination": "/etc/null"}],
-        });
-        assert_eq!(spec, Spec::from(expected.clone()));
-        assert_eq!(settle(&mut spec).unwrap(), 0);
-        assert_eq!(spec, Spec::from(expected));
-    }
-
-    #[test]
-    fn specs_of_another_shape_ask_for_nothing() {
-        for spec in [
-            json!([]),
-            json!({"hooks": [], "mounts": {}, "process": 3, "linux": "x"}),
-            json!({"hooks": {"prestart": [3, {"path": 3, "args": 3}, {"path": "nvidia-container-runtime-hook"}]}}),
-            json!({"process": {"env": [3, "NVIDIA_VISIBLE_DEVICES"]}, "mounts": [3, {"destination": 3}]}),
-        ] {
-            assert_eq!(ask(spec), Ask::Nothing);
-        }
-    }
-}
+mod tests;

@@ -104,6 +104,31 @@ pub fn renumber_other_gpus(
     Ok(report(&moves))
 }
 
+/// Takes the nodes of NVIDIA's driver out of a spec, with the rules that open them and nothing else: numbers of another node
+/// are other devices here.
+pub fn drop_nodes(spec: &mut Spec) -> Result<(), EditError> {
+    let devices = spec.devices()?.into_iter().map(|device| device.node);
+    let moves: Vec<Move> = devices
+        .filter(|node| gpu_path::is_nvidia(&node.path))
+        .map(|node| Move {
+            from: Some(node),
+            to: None,
+        })
+        .collect();
+    if moves.is_empty() {
+        return Ok(());
+    }
+    replace_rules(spec, &moves)?;
+    let linux = spec.object_mut(&["linux"], "linux")?;
+    if let Some(devices) = linux.get_mut("devices").and_then(Value::as_array_mut) {
+        devices.retain(|entry| {
+            let path = entry["path"].as_str().unwrap_or_default();
+            !gpu_path::is_nvidia(Path::new(path))
+        });
+    }
+    Ok(())
+}
+
 /// Removes prestart and createRuntime hooks of NVIDIA's, which runc would run at restore, against a half-built
 /// container whose devices and mounts the spec already holds. Returns how many there were.
 pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, EditError> {

@@ -13,7 +13,7 @@ use firn_gpu::{DeviceNode, NodeType};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use crate::{atomic, gpu_path};
+use crate::{Ask, atomic, gpu_path};
 
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
@@ -218,7 +218,7 @@ impl Spec {
         !self.array("/hooks/createContainer").is_empty()
     }
 
-    /// Whether a hook of NVIDIA's injects the GPU behind the spec's back, instead of device nodes in the spec (CDI).
+    /// Whether a hook of NVIDIA's injects the GPU, or its libraries, behind the spec's back, instead of CDI's edits.
     /// Such a container cannot be restored: runc restore knows nothing of what the hook has mounted.
     pub fn gpu_by_hook(&self) -> bool {
         let devices = self.array("/linux/devices").iter();
@@ -226,6 +226,7 @@ impl Spec {
             .filter_map(|d| d["path"].as_str())
             .filter(|p| gpu_path::is_nvidia(Path::new(p)));
         nodes.next().is_none() && self.gpu_hooks().next().is_some()
+            || matches!(Ask::of(self), Ask::Request(request) if request.form.is_hook())
     }
 
     fn gpu_hooks(&self) -> impl Iterator<Item = &Value> {
@@ -238,7 +239,11 @@ impl Spec {
 
     /// Value of an annotation.
     pub fn annotation(&self, key: &str) -> Option<&str> {
-        self.value.get("annotations")?.get(key)?.as_str()
+        self.annotations()?.get(key)?.as_str()
+    }
+
+    pub(crate) fn annotations(&self) -> Option<&Map<String, Value>> {
+        self.value.get("annotations")?.as_object()
     }
 
     /// Whether the CRI plugin wrote this spec: it then holds what the kubelet granted on this node, and nothing in it

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, Toolkit, find_program, names};
 use firn_oci::{Ask, Form, Request, Spec, SpecError};
 use serde::Deserialize;
 
@@ -58,20 +58,44 @@ struct Refusal {
     hint: String,
 }
 
+/// What a container is made of.
+pub(crate) struct Settled {
+    pub spec: Spec,
+    /// The OCI runtime to call instead of NVIDIA's wrapper of it, which has nothing left to do and must not edit the spec.
+    pub runtime: Option<String>,
+    /// Whether it gets GPUs.
+    pub gpu: bool,
+}
+
 /// The container's spec, with the GPUs in it that it asks for. One that asks for none is not touched, nor is one that asks in
 /// a way that the operator does not let count.
 pub(crate) async fn settled(
     spec: Spec,
     bundle: &Path,
+    wrapper: Option<&Path>,
     restores: bool,
     reaper: &Reaper,
-) -> Result<Spec, ConvertError> {
-    let Ask::Request(request) = Ask::of(&spec) else {
-        return Ok(spec);
+) -> Result<Settled, ConvertError> {
+    let toolkit = wrapper
+        .map(Toolkit::load)
+        .transpose()
+        .map_err(ConvertError::Config)?;
+    let runtime = || toolkit.as_ref()?.runtime().map(str::to_owned);
+    let ask = match &toolkit {
+        None => Ask::of(&spec),
+        Some(toolkit) => Ask::of_wrapped(&spec, toolkit),
     };
-    let config = Config::load().map_err(ConvertError::Config)?;
+    let request = match ask {
+        Ask::Request(request) => request,
+        Ask::Nodes => return Ok(Settled::given(spec, runtime())),
+        Ask::Nothing => return Ok(Settled::left(spec, false)),
+    };
+    let (config, is_hook) = (
+        Config::load().map_err(ConvertError::Config)?,
+        request.form.is_hook(),
+    );
     if !request.form.counts(&config.create) {
-        return Ok(spec);
+        return Ok(Settled::left(spec, is_hook));
     }
     let hook =
         find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(ConvertError::Program)?;
@@ -80,26 +104,65 @@ pub(crate) async fn settled(
     if restores {
         command.arg("--restore");
     }
+    if let Some(wrapper) = wrapper {
+        command.arg("--wrapper").arg(wrapper);
+    }
     let output = reaper
         .output(&mut command, LIMIT)
         .await
         .map_err(ConvertError::Run)?;
     if !output.success() {
         let error = refused(&request, &output.stdout, &output.stderr);
-        if request.form.is_hook() && !restores && error.is_no_spec() {
-            log::warn!("{error}. The container keeps its hook, and cannot be checkpointed");
-            return Ok(spec);
+        if is_hook && !restores && error.is_no_spec() {
+            log::warn!("{error}. {}", kept(request.form));
+            return Ok(Settled::left(spec, true));
         }
         return Err(error);
     }
-    let spec = Spec::load(bundle).map_err(ConvertError::Spec)?;
-    if Ask::of(&spec) != Ask::Nodes {
+    let given: Given = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    let converted = Spec::load(bundle).map_err(ConvertError::Spec)?;
+    if converted.gpu_nodes().is_empty() {
         return Err(ConvertError::Helper {
             said: "the spec has no GPU".to_owned(),
         });
     }
-    log::info!("{}", told(&request, &output.stdout));
-    Ok(spec)
+    if !given.devices.is_empty() {
+        log::info!("{}", told(&request, &given.devices));
+    }
+    Ok(Settled::given(converted, runtime()))
+}
+
+impl Settled {
+    /// GPUs are in the spec.
+    fn given(spec: Spec, runtime: Option<String>) -> Self {
+        let gpu = spec.asks_for_gpu();
+        Self { spec, runtime, gpu }
+    }
+
+    /// The spec is as it was; whoever makes the container may give it GPUs.
+    fn left(spec: Spec, may_get: bool) -> Self {
+        let gpu = may_get || spec.asks_for_gpu();
+        Self {
+            spec,
+            runtime: None,
+            gpu,
+        }
+    }
+}
+
+/// What the helper says when it is done.
+#[derive(Default, Deserialize)]
+struct Given {
+    devices: Vec<String>,
+}
+
+fn kept(form: Form) -> &'static str {
+    match form {
+        Form::Wrapper => {
+            "NVIDIA's container runtime gives it the GPUs; with its hook it cannot be checkpointed"
+        }
+        _ => "The container keeps its hook, and cannot be checkpointed",
+    }
 }
 
 fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
@@ -116,18 +179,19 @@ fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
     }
 }
 
-fn told(request: &Request, stdout: &[u8]) -> String {
-    let given = serde_json::from_slice::<serde_json::Value>(stdout).unwrap_or_default();
+fn told(request: &Request, devices: &[String]) -> String {
     let by = match request.form {
         Form::Cli => "a hook that runs nvidia-container-cli",
         Form::RuntimeHook => "a hook of NVIDIA's container runtime",
+        Form::Wrapper => "what NVIDIA's container runtime goes by",
+        Form::Annotations => "annotations",
         Form::Volumes => "mounts that stand for devices",
         Form::Variable => "NVIDIA_VISIBLE_DEVICES",
     };
     format!(
         "{} asked for by {by}: CDI devices {}",
         request.devices.join(", "),
-        given["devices"]
+        devices.join(", ")
     )
 }
 

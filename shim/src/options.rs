@@ -12,6 +12,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use firn_config::Toolkit;
 use serde::{Deserialize, Serialize};
 
 pub use decode::DecodeError;
@@ -113,6 +114,11 @@ impl RuncOptions {
         } else {
             &self.binary_name
         }
+    }
+
+    /// NVIDIA's wrapper of runc, where that is the OCI runtime.
+    pub fn wrapper(&self) -> Option<&Path> {
+        Toolkit::is_wrapper(&self.binary_name).then(|| Path::new(&self.binary_name))
     }
 
     /// The OCI runtime's `--root` for a namespace.

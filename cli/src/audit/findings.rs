@@ -291,7 +291,7 @@ fn created_anew(spec: &Spec, config: &Config) -> String {
     if !request.form.counts(&config.create) {
         return "the configuration lets hooks be: [create] hooks".to_owned();
     }
-    match firn_cdi::convert(spec.clone(), config, false) {
+    match firn_cdi::convert(spec.clone(), config, None, false) {
         Ok((_, names)) => {
             let names: Vec<String> = names.iter().map(ToString::to_string).collect();
             format!("created anew it would get CDI devices {}", names.join(", "))

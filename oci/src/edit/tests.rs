@@ -289,3 +289,20 @@ fn nodes_of_other_vendors_get_the_numbers_of_this_host() {
     assert_eq!(paths(&moved), ["/dev/fuse", kfd]);
     assert_eq!(allowed(&moved), ["507:130", "10:229"]);
 }
+
+#[test]
+fn the_drivers_nodes_go_with_their_rules_and_nothing_else() {
+    let mut spec = spec(240, &[0, 1]);
+    for _ in 0..2 {
+        drop_nodes(&mut spec).unwrap();
+        assert_eq!(paths(&spec), ["/dev/fuse"]);
+        assert_eq!(allowed(&spec), ["10:229"]);
+        let denied = spec
+            .device_rules()
+            .unwrap()
+            .iter()
+            .filter(|rule| !rule.allow)
+            .count();
+        assert_eq!(denied, 1, "the rule that closes all others is gone");
+    }
+}

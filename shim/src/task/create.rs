@@ -101,12 +101,14 @@ async fn build_mounted(
     service: &Arc<Service>,
     request: &CreateTaskRequest,
     bundle: &Path,
-    options: RuncOptions,
+    mut options: RuncOptions,
 ) -> Result<Arc<Container>, TaskError> {
     let checkpoint = Some(Path::new(&request.checkpoint)).filter(|image| !image.as_os_str().is_empty());
     let spec = Spec::load(bundle)?;
-    let spec = convert::settled(spec, bundle, checkpoint.is_some(), &service.reaper).await?;
-    let gpu = spec.asks_for_gpu();
+    let restores = checkpoint.is_some();
+    let settled = convert::settled(spec, bundle, options.wrapper(), restores, &service.reaper).await?;
+    let convert::Settled { spec, runtime, gpu } = settled;
+    options.binary_name = runtime.unwrap_or(options.binary_name);
     let facts = Facts {
         gpu,
         other_gpus: spec.has_other_gpus(),

@@ -193,6 +193,63 @@ fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
     })
 }
 
+const WRAPPER: &str = "/usr/local/bin/nvidia-container-runtime";
+
+/// NVIDIA's container runtime as it does in its mode `legacy`: of runc's commands it takes `create`, puts its hook into the
+/// spec, and leaves the rest to runc.
+const WRAPPING: &str = r#"#!/bin/sh -e
+hook='{"path":"/usr/local/bin/nvidia-container-runtime-hook","args":["nvidia-container-runtime-hook","prestart"]}'
+for word; do
+    [ "$word" != create ] || echo create >>/run/wrapper-ran
+    [ "$before" != --bundle ] || sed -i "s|^{|{\"hooks\":{\"prestart\":[$hook]},|" "$word/config.json"
+    before=$word
+done
+exec /usr/sbin/runc "$@"
+"#;
+
+#[test]
+fn what_nvidias_wrapper_of_runc_would_give_moves_and_the_wrapper_is_not_called() -> Result<()> {
+    on(pair(Suite::Forky, "ak-wrap")?, |[a, b]| {
+        for host in [&*a, &*b] {
+            install(host, WRAPPING, WRAPPER)?;
+            install(host, HOOK, "/usr/local/bin/nvidia-container-runtime-hook")?;
+            // ctr names a runtime to no other shim.
+            host.drop_in()?;
+        }
+        let wrapped = ["--runtime", "io.containerd.runc.v2", "--runc-binary", WRAPPER];
+        // As Kubernetes' device plugin asks with PASS_DEVICE_SPECS: a node, and a name for the libraries.
+        let asked = ["--device", "/dev/nvidia0", "--env", "NVIDIA_VISIBLE_DEVICES=0"];
+        let options = [&wrapped[..], &asked].concat();
+        moves(a, b, &options, &b.uuids()[0])?;
+        for host in [&*a, &*b] {
+            ensure!(
+                !host.node().path("/run/wrapper-ran").exists(),
+                "the wrapper was called"
+            );
+            ensure!(!hook_ran(host), "the hook was run");
+        }
+
+        // Where firn cannot, the wrapper gives the GPUs as it does without firn, and nothing is lost.
+        a.node().run(&["rm", CDI])?;
+        let kept = Container::run(a, "kept", &options, &["sleep", "1000"])?;
+        ensure!(hook_ran(a), "the hook was not run");
+        ensure!(a.log().contains("FIRN-NO-CDI-SPEC"), "nobody was told");
+        let said = kept.checkpoint("checkpoint/kept");
+        let said = format!("{:#}", said.err().context("it was dumped")?);
+        ensure!(said.contains("FIRN-GPU-HOOK"), "{said}");
+        ensure!(kept.status()? == "RUNNING", "it does not run");
+        kept.remove()?;
+        // Who asks for nothing gets what the wrapper makes of it.
+        a.node().run(&["rm", "/run/wrapper-ran"])?;
+        Container::run(a, "plain", &wrapped, &["sleep", "1000"])?.remove()?;
+        ensure!(
+            a.node().path("/run/wrapper-ran").exists(),
+            "the wrapper was not called"
+        );
+        a.idle()
+    })
+}
+
 #[test]
 fn gpus_that_an_older_ctr_asks_for_by_its_hook_move() -> Result<()> {
     on(pair(Suite::Trixie, "ak-old")?, |[a, b]| {

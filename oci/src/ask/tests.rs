@@ -1,0 +1,275 @@
+use serde_json::json;
+
+use super::*;
+
+fn ask(spec: Value) -> Ask {
+    Ask::of(&Spec::from(spec))
+}
+
+fn request(form: Form, devices: &[&str]) -> Ask {
+    Ask::Request(Request {
+        form,
+        devices: devices.iter().map(ToString::to_string).collect(),
+    })
+}
+
+fn env(value: &str) -> Value {
+    json!({"env": ["PATH=/bin", format!("NVIDIA_VISIBLE_DEVICES={value}")]})
+}
+
+/// As contrib/nvidia of containerd 2.1 writes it.
+fn oci_hook(words: &[&str]) -> Value {
+    let begin = [
+        "containerd",
+        "oci-hook",
+        "--",
+        "/usr/bin/nvidia-container-cli",
+        "--load-kmods",
+        "configure",
+    ];
+    let args = [
+        &begin,
+        words,
+        &["--utility", "--compute", "--pid={{pid}}", "{{rootfs}}"],
+    ]
+    .concat();
+    json!({"createRuntime": [{"path": "/usr/bin/containerd", "args": args, "env": ["PATH=/usr/bin"]}]})
+}
+
+/// As docker writes it.
+fn prestart() -> Value {
+    let path = "/usr/bin/nvidia-container-runtime-hook";
+    json!({"prestart": [{"path": path, "args": ["nvidia-container-runtime-hook", "prestart"]}]})
+}
+
+#[test]
+fn every_way_of_asking_is_told_from_the_others() {
+    let device = |path: &str| json!({"devices": [{"path": path, "type": "c", "major": 195, "minor": 0}]});
+    let stands_for = |at: &str| json!({"source": "/dev/null", "destination": format!("{VOLUMES}/{at}")});
+    for (spec, expected) in [
+        (json!({}), Ask::Nothing),
+        (json!({"linux": device("/dev/fuse")}), Ask::Nothing),
+        (json!({"linux": device("/dev/kfd")}), Ask::Nothing),
+        (json!({"linux": device("/dev/nvidiactl")}), Ask::Nothing),
+        (json!({"linux": device("/dev/nvidia0")}), Ask::Nodes),
+        // Nodes of an unprivileged device plugin, or of a privileged container, and a hook for the rest.
+        (
+            json!({"linux": device("/dev/nvidia0"), "hooks": prestart(), "process": env("GPU-1")}),
+            request(Form::RuntimeHook, &["GPU-1"]),
+        ),
+        (
+            json!({"linux": device("/dev/nvidia0"), "process": env("GPU-1")}),
+            request(Form::Variable, &["GPU-1"]),
+        ),
+        // Finished edits: CDI's own variable, also with what containerd has acted on.
+        (
+            json!({"linux": device("/dev/nvidia0"), "process": env("void"), "hooks": prestart()}),
+            Ask::Nodes,
+        ),
+        (
+            json!({"linux": device("/dev/nvidia0"), "annotations": {"cdi.k8s.io/p": "nvidia.com/gpu=0"}}),
+            Ask::Nodes,
+        ),
+        (
+            json!({"annotations": {"cdi.k8s.io/b": "nvidia.com/gpu=1,nvidia.com/gpu=2", "cdi.k8s.io/a": "v/c=0", "a": "b"}}),
+            request(
+                Form::Annotations,
+                &["v/c=0", "nvidia.com/gpu=1", "nvidia.com/gpu=2"],
+            ),
+        ),
+        // An image older than the variable.
+        (
+            json!({"hooks": prestart(), "process": {"env": ["CUDA_VERSION=8.0"]}}),
+            request(Form::RuntimeHook, &["all"]),
+        ),
+        (
+            json!({"hooks": prestart(), "process": {"env": ["CUDA_VERSION=8.0", "NVIDIA_REQUIRE_CUDA=cuda>=8"]}}),
+            Ask::Nothing,
+        ),
+        (json!({"process": {"env": ["CUDA_VERSION=8.0"]}}), Ask::Nothing),
+        (
+            json!({"hooks": oci_hook(&["--device=0,1"])}),
+            request(Form::Cli, &["0", "1"]),
+        ),
+        (
+            json!({"hooks": oci_hook(&["--device=0", "--device=GPU-1"])}),
+            request(Form::Cli, &["0", "GPU-1"]),
+        ),
+        (json!({"hooks": oci_hook(&[])}), Ask::Nothing),
+        (json!({"hooks": prestart()}), Ask::Nothing),
+        (json!({"hooks": prestart(), "process": env("void")}), Ask::Nothing),
+        (
+            json!({"hooks": prestart(), "process": env("all")}),
+            request(Form::RuntimeHook, &["all"]),
+        ),
+        (
+            json!({"hooks": prestart(), "process": env(VOLUMES), "mounts": [stands_for("GPU-1")]}),
+            request(Form::RuntimeHook, &["GPU-1"]),
+        ),
+        (json!({"process": env("all")}), request(Form::Variable, &["all"])),
+        (
+            json!({"process": env(" 0, GPU-2 ,,none")}),
+            request(Form::Variable, &["0", "GPU-2"]),
+        ),
+        (json!({"process": env("0,void")}), Ask::Nothing),
+        (
+            json!({"process": env("nvidia.com/gpu=0")}),
+            request(Form::Variable, &["nvidia.com/gpu=0"]),
+        ),
+        (json!({"process": env("void")}), Ask::Nothing),
+        (json!({"process": env("none")}), Ask::Nothing),
+        (json!({"process": env("")}), Ask::Nothing),
+        (
+            json!({"process": env(VOLUMES), "mounts": [stands_for("GPU-1"), stands_for("cdi/nvidia.com/gpu/2"),
+                stands_for("cdi/nvidia.com/gpu=3"), stands_for("imex/0")]}),
+            request(Form::Volumes, &["GPU-1", "nvidia.com/gpu=2", "nvidia.com/gpu=3"]),
+        ),
+        (
+            json!({"mounts": [{"source": "/srv", "destination": format!("{VOLUMES}/GPU-1")}, stands_for("a/b"), stands_for("")]}),
+            Ask::Nothing,
+        ),
+        (
+            json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=void"]}}),
+            Ask::Nothing,
+        ),
+    ] {
+        assert_eq!(ask(spec.clone()), expected, "{spec}");
+    }
+}
+
+#[test]
+fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
+    let toolkit = |visible_devices, volume_mounts, annotations: &[&str]| Toolkit {
+        visible_devices,
+        volume_mounts,
+        annotations: annotations.iter().map(ToString::to_string).collect(),
+        runtimes: Vec::new(),
+    };
+    let default = toolkit(true, false, &["cdi.k8s.io/"]);
+    let hardened = toolkit(false, true, &[]);
+    let node = json!({"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
+    let mounts = json!([{"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-2")}]);
+    let annotation = json!({"cdi.k8s.io/p": "nvidia.com/gpu=3"});
+    let mut privileged = env("GPU-1");
+    privileged["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
+    let asked = |name: &str| request(Form::Wrapper, &[name]);
+    for (toolkit, spec, expected) in [
+        (&default, json!({}), Ask::Nothing),
+        (&default, json!({"process": env("void")}), Ask::Nothing),
+        (&default, json!({"process": env("GPU-1")}), asked("GPU-1")),
+        (
+            &default,
+            json!({"process": {"env": ["CUDA_VERSION=8.0"]}}),
+            asked("all"),
+        ),
+        (
+            &default,
+            json!({"process": env("GPU-1"), "mounts": mounts}),
+            asked("GPU-1"),
+        ),
+        (
+            &default,
+            json!({"process": env("GPU-1"), "annotations": annotation}),
+            asked("nvidia.com/gpu=3"),
+        ),
+        // Kubernetes' device plugin with PASS_DEVICE_SPECS: the wrapper adds the libraries.
+        (
+            &default,
+            json!({"process": env("GPU-1"), "linux": node}),
+            asked("GPU-1"),
+        ),
+        (
+            &default,
+            json!({"process": env("void"), "linux": node}),
+            Ask::Nodes,
+        ),
+        (
+            &default,
+            json!({"linux": node, "annotations": annotation}),
+            Ask::Nodes,
+        ),
+        // docker's own hook, or ctr's.
+        (
+            &default,
+            json!({"hooks": prestart(), "process": env("GPU-1")}),
+            asked("GPU-1"),
+        ),
+        (
+            &default,
+            json!({"hooks": oci_hook(&["--device=0"])}),
+            request(Form::Cli, &["0"]),
+        ),
+        (&hardened, json!({"process": env("GPU-1")}), Ask::Nothing),
+        (&hardened, json!({"process": privileged}), asked("GPU-1")),
+        (
+            &hardened,
+            json!({"process": env(VOLUMES), "mounts": mounts}),
+            asked("GPU-2"),
+        ),
+        (&hardened, json!({"annotations": annotation}), Ask::Nothing),
+    ] {
+        assert_eq!(
+            Ask::of_wrapped(&Spec::from(spec.clone()), toolkit),
+            expected,
+            "{spec}"
+        );
+    }
+}
+
+#[test]
+fn names_count_only_where_the_operator_lets_them() {
+    let mut create = Create::default();
+    for form in [Form::Cli, Form::RuntimeHook, Form::Wrapper] {
+        assert!(form.counts(&create), "{form:?}");
+    }
+    for form in [Form::Variable, Form::Volumes, Form::Annotations] {
+        assert!(!form.counts(&create), "{form:?}");
+    }
+    create.hooks = Conversion::Keep;
+    create.visible_devices = true;
+    assert!(!Form::RuntimeHook.counts(&create) && Form::Variable.counts(&create));
+    assert!(!Form::Volumes.counts(&create));
+    create.volume_mounts = true;
+    create.cdi_annotations = true;
+    assert!(Form::Volumes.counts(&create) && Form::Annotations.counts(&create));
+}
+
+#[test]
+fn what_has_asked_is_removed_and_nothing_else() {
+    let others = json!({"path": "/usr/bin/cni", "args": ["cni"]});
+    let links = json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "create-symlinks"]});
+    let params = json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "disable-device-node-modification"]});
+    let mut spec = Spec::from(json!({
+        "hooks": {
+            "prestart": [others, prestart()["prestart"][0]],
+            "createRuntime": [oci_hook(&["--device=0"])["createRuntime"][0]],
+            "createContainer": [links, params],
+        },
+        "mounts": [
+            {"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-1")},
+            {"source": "/dev/null", "destination": "/etc/null"},
+        ],
+        "process": {"env": ["A=b", "NVIDIA_VISIBLE_DEVICES=1", "NVIDIA_VISIBLE_DEVICES=0"]},
+    }));
+    assert_eq!(settle(&mut spec).unwrap(), 4);
+    let expected = json!({
+        "hooks": {"prestart": [others], "createRuntime": [], "createContainer": [links]},
+        "mounts": [{"source": "/dev/null", "destination": "/etc/null"}],
+        "process": {"env": ["A=b", "NVIDIA_VISIBLE_DEVICES=void", "NVIDIA_VISIBLE_DEVICES=void"]},
+    });
+    assert_eq!(spec, Spec::from(expected.clone()));
+    assert_eq!(settle(&mut spec).unwrap(), 0);
+    assert_eq!(spec, Spec::from(expected));
+}
+
+#[test]
+fn specs_of_another_shape_ask_for_nothing() {
+    for spec in [
+        json!([]),
+        json!({"hooks": [], "mounts": {}, "process": 3, "linux": "x"}),
+        json!({"hooks": {"prestart": [3, {"path": 3, "args": 3}, {"path": "nvidia-container-runtime-hook"}]}}),
+        json!({"process": {"env": [3, "NVIDIA_VISIBLE_DEVICES"]}, "mounts": [3, {"destination": 3}]}),
+    ] {
+        assert_eq!(ask(spec), Ask::Nothing);
+    }
+}
