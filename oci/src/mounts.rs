@@ -189,7 +189,15 @@ pub fn settle(
             changes.dropped.push(at);
             continue;
         };
-        if bundle.join(&mount.source).exists() {
+        let source = bundle.join(&mount.source);
+        // runc follows a link, CRIU does not, and fails.
+        if source.is_symlink()
+            && let Ok(file) = source.canonicalize()
+        {
+            changes.sources.push((at, file));
+            continue;
+        }
+        if source.exists() {
             continue;
         }
         let name = mount.source.file_name().unwrap_or_default();

@@ -253,3 +253,15 @@ fn a_library_that_the_spec_has_elsewhere_is_where_the_checkpoint_needs_it() {
         assert!(node.settle(&mut given, &[needed(up, true)]).is_err());
     }
 }
+
+#[test]
+fn links_are_followed_for_criu_which_does_not() {
+    let node = Node::new();
+    let mut spec = spec(&node.path("lib/libcuda.so.1"), "/usr/lib/libcuda.so.1");
+    let settled = node
+        .settle(&mut spec, &[needed("/usr/lib/libcuda.so.1", true)])
+        .unwrap();
+    assert_eq!(settled, Settled::default());
+    let file = node.library().canonicalize().unwrap();
+    assert_eq!(spec.array("/mounts")[1]["source"], json!(file));
+}

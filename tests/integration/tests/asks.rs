@@ -193,6 +193,46 @@ fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
     })
 }
 
+/// Options of ctr that give the libraries of the driver by hand, as who grants nodes has to.
+fn libraries() -> Vec<String> {
+    let mount = |name: &str| {
+        let path = format!("/usr/lib/x86_64-linux-gnu/{name}");
+        format!("type=bind,src={path},dst={path},options=rbind:ro")
+    };
+    let mounts = ["libcuda.so.1", "libnvidia-ml.so.1"].map(mount);
+    mounts
+        .into_iter()
+        .flat_map(|mount| ["--mount".to_owned(), mount])
+        .collect()
+}
+
+#[test]
+fn plain_nodes_and_privileged_containers_move() -> Result<()> {
+    on(pair(Suite::Forky, "ak-node")?, |[a, b]| {
+        let libraries = libraries();
+        let with = |options: &[&'static str]| -> Vec<String> {
+            let options = options.iter().map(ToString::to_string);
+            options.chain(libraries.iter().cloned()).collect()
+        };
+        let moved = |options: Vec<String>, expected: &str| {
+            let options: Vec<&str> = options.iter().map(String::as_str).collect();
+            moves(a, b, &options, expected)
+        };
+        let nodes = [
+            "--device",
+            "/dev/nvidia0",
+            "--device",
+            "/dev/nvidiactl",
+            "--device",
+            UVM,
+        ];
+        moved(with(&nodes), &b.uuids()[1])?;
+        // Every GPU of its node is a privileged container's; on one with more somebody has to say which.
+        b.configure("[restore]\ngpus = [\"0\"]\n")?;
+        moved(with(&["--privileged"]), &b.uuids()[0])
+    })
+}
+
 const WRAPPER: &str = "/usr/local/bin/nvidia-container-runtime";
 
 /// NVIDIA's container runtime as it does in its mode `legacy`: of runc's commands it takes `create`, puts its hook into the
