@@ -15,7 +15,7 @@ use crate::{Gpu, GpuUuid, Link, Topology};
 /// More GPUs than this on a side are not searched.
 const MOST_GPUS: usize = 16;
 
-/// Places that are tried at most: about 3 ms on a machine of 2024.
+/// Places that are tried at most: about 3 ms in a release build.
 pub(super) const MOST_STEPS: u32 = 20_000;
 
 /// Places in the grant, as bits.

@@ -18,6 +18,9 @@ const STRANGER: &str = "setsid sleep 1000 >/dev/null 2>&1 & \
         mkdir -p $dir/default/job; echo $! 2>/dev/null >$dir/default/job/cgroup.procs || true; \
     done; echo $!";
 
+/// Who is in the container's cgroups.
+const MEMBERS: &str = "cat /sys/fs/cgroup/default/job/cgroup.procs /sys/fs/cgroup/*/default/job/cgroup.procs 2>/dev/null || true";
+
 #[test]
 fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
     on([host(Suite::Forky, "rf-other", 1)?], |[host]| {
@@ -62,6 +65,10 @@ fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
         host.node().run(&["ctr", "containers", "delete", "job"])?;
         let stranger = stranger.trim();
         host.node().run(&["kill", "-KILL", stranger])?;
+        wait_for("its end", LIMIT, || {
+            let left = host.node().run(&["sh", "-c", MEMBERS])?.stdout;
+            Ok(left.is_empty().then_some(()))
+        })?;
         let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
         copy.goes_on(3)?;
         copy.remove()?;
