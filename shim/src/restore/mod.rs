@@ -21,6 +21,6 @@ mod stopped;
 
 pub(crate) use abandon::{LOG, abandon, unmount_yards};
 pub(crate) use error::RestoreError;
-pub(crate) use prepare::{Prepared, prepare};
+pub(crate) use prepare::{Prepared, in_use, prepare};
 pub(crate) use roots::remove_roots;
 pub(crate) use run::run;

@@ -313,8 +313,9 @@ pub(super) fn is_own(id: &str, spec: &Spec) -> bool {
         .is_some_and(|path| path.rsplit(['/', ':']).next() == Some(id))
 }
 
-/// Whether processes are in the cgroup that the spec names. The action `delete`, which follows a refusal, is told in the bundle.
-pub(super) fn in_use(
+/// Whether processes are in the cgroup that the spec names, before there are any of the container. The action `delete`, which
+/// follows when it cannot be made, is told in the bundle.
+pub(crate) fn in_use(
     id: &str,
     options: &RuncOptions,
     spec: &Spec,

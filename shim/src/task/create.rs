@@ -109,6 +109,14 @@ async fn build_mounted(
     let settled = convert::settled(spec, bundle, options.wrapper(), restores, &service.reaper).await?;
     let convert::Settled { spec, runtime, gpu } = settled;
     options.binary_name = runtime.unwrap_or(options.binary_name);
+    if !restores {
+        // The runtime refuses a cgroup that has processes, and what is cleaned then must be nobody else's.
+        match restore::in_use(&request.id, &options, &spec, bundle) {
+            Ok(false) => {}
+            Ok(true) => log::warn!("others are in the cgroup of {}", request.id),
+            Err(error) => log::warn!("cannot look at the cgroup of {}: {}", request.id, Chain(&error)),
+        }
+    }
     let facts = Facts {
         gpu,
         other_gpus: spec.has_other_gpus(),

@@ -63,6 +63,9 @@ fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
             "{said}"
         );
         host.node().run(&["ctr", "containers", "delete", "job"])?;
+        let said = failure(Container::count(host, "job", &["0"], 1, &[]).map(drop))?;
+        ensure!(said.contains("cgroup is not empty"), "{said}");
+        host.node().run(&["ctr", "containers", "delete", "job"])?;
         let stranger = stranger.trim();
         host.node().run(&["kill", "-KILL", stranger])?;
         wait_for("its end", LIMIT, || {
