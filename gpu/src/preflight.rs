@@ -17,7 +17,8 @@
 //!   initialised. NVSHMEM itself says nothing: every PyTorch process has it.
 //! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA (`descriptors`).
 //! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all. Processes that only use NVML
-//!   (nvidia-smi, monitors) are known to the driver, too, and have no memory: /dev/nvidia-uvm is not mapped in them.
+//!   (nvidia-smi, monitors) are known to the driver, too, and cannot have any: libcuda is not mapped in them. That no context is
+//!   there, for which /dev/nvidia-uvm is mapped, does not say so: cuMemCreate needs none.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -83,7 +84,7 @@ pub enum Sign {
     Imex { file: String },
     /// It has a GPU open and uses no CUDA.
     LeakedGpu { file: String },
-    /// The container has more than one CUDA process with memory.
+    /// The container has more than one CUDA process, those with NVML alone not counted.
     MultipleCudaProcesses { pids: Vec<i32> },
 }
 
@@ -120,34 +121,34 @@ pub struct Subject<'a> {
 
 /// Looks at processes through the proc filesystem at `proc_root`. One that has ended shows nothing.
 pub fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Finding>, Unreadable> {
-    let (mut findings, mut with_memory) = (Vec::new(), Vec::new());
+    let (mut findings, mut with_cuda) = (Vec::new(), Vec::new());
     for &pid in subject.cuda {
-        let Some((found, has_memory)) = inspect_one(proc_root, pid)? else {
+        let Some((found, has_cuda)) = inspect_one(proc_root, pid)? else {
             continue;
         };
-        if has_memory {
+        if has_cuda {
             let shows_nccl = found
                 .iter()
                 .any(|finding| matches!(finding.sign, Sign::Nccl { .. }));
             if subject.ranks && !shows_nccl {
                 findings.extend(nccl_settings(proc_root, pid)?);
             }
-            with_memory.push(pid);
+            with_cuda.push(pid);
         }
         findings.extend(found);
     }
     findings.extend(descriptors::inspect(proc_root, subject)?);
-    if with_memory.len() > 1 {
+    if with_cuda.len() > 1 {
         findings.push(Finding {
             pid: None,
-            sign: Sign::MultipleCudaProcesses { pids: with_memory },
+            sign: Sign::MultipleCudaProcesses { pids: with_cuda },
             certainty: Certainty::Certain,
         });
     }
     Ok(findings)
 }
 
-/// What a process shows, and whether it can have GPU memory.
+/// What a process shows, and whether it uses CUDA and not NVML alone.
 fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)>, Unreadable> {
     let read = |name| {
         maps::read(proc_root, pid, name).map_err(|source| Unreadable {
@@ -169,9 +170,10 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)
         sign,
         certainty,
     };
-    // Also where the node has another path, or none any more.
-    let has_memory = maps::mappings(&maps).any(|mapping| mapping.file_name().starts_with(b"nvidia-uvm"));
-    Ok(Some((findings.into_iter().map(of_process).collect(), has_memory)))
+    // Also where a file has another path, or none any more.
+    let of_cuda = |name: &[u8]| name.starts_with(b"libcuda.so") || name.starts_with(b"nvidia-uvm");
+    let has_cuda = maps::mappings(&maps).any(|mapping| of_cuda(mapping.file_name()));
+    Ok(Some((findings.into_iter().map(of_process).collect(), has_cuda)))
 }
 
 fn managed_memory(maps: &[u8]) -> Vec<(Sign, Certainty)> {

@@ -42,6 +42,7 @@ SAMPLES = [
     Sample("vmm"),
     Sample("vmm-exported"),
     Sample("vmm-imported", 2),
+    Sample("vmm-broker", 2),
     Sample("ipc", 2),
     Sample("ipc-closed", 2),
     Sample("two", 2),

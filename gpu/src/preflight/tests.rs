@@ -202,14 +202,15 @@ fn a_process_that_only_uses_nvml_does_not_count_among_those_that_may_share_memor
     let nvml = "7f6a00000000-7f6a00001000 rw-s 00000000 00:06 610    /dev/nvidiactl\n";
     fs::write(root.path().join("8/maps"), nvml).unwrap();
     assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), []);
-    let moved = "204a00000-204c00000 rw-s 204a00000 00:06 612    /host/dev/nvidia-uvm (deleted)\n";
-    fs::write(root.path().join("8/maps"), moved).unwrap();
-    let found = inspect(root.path(), &[7, 8]).unwrap();
-    assert!(
-        found
-            .iter()
-            .any(|f| f.sign == Sign::MultipleCudaProcesses { pids: vec![7, 8] })
-    );
+    for of_cuda in [
+        "204a00000-204c00000 rw-s 204a00000 00:06 612    /host/dev/nvidia-uvm (deleted)\n",
+        "7f6a20000000-7f6a25000000 r-xp 00000000 fe:01 99    /usr/lib/libcuda.so.580.159.04\n",
+    ] {
+        fs::write(root.path().join("8/maps"), of_cuda).unwrap();
+        let found = inspect(root.path(), &[7, 8]).unwrap();
+        let several = Sign::MultipleCudaProcesses { pids: vec![7, 8] };
+        assert!(found.iter().any(|finding| finding.sign == several), "{of_cuda}");
+    }
 }
 
 #[test]

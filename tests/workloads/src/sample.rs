@@ -68,6 +68,8 @@ enum Habit {
     VmmExported,
     /// The same, imported by another process
     VmmImported,
+    /// The same of a process without a context
+    VmmBroker,
     /// Memory that another process has opened by legacy IPC
     Ipc,
     /// The same, closed again
@@ -122,8 +124,14 @@ fn run(options: &Options) -> Result<()> {
     }
     let driver = Driver::open()?;
     driver.init()?;
-    if options.habit == Habit::Init {
-        return options.go_on(|_| Ok(()));
+    match (options.habit, options.part) {
+        (Habit::Init, _) => return options.go_on(|_| Ok(())),
+        (Habit::VmmBroker, None) => {
+            let memory = driver.create(0, VMM_GRANULE, true)?;
+            options.start(Part::Importer, &[], driver.export_descriptor(memory)?.into())?;
+            return options.go_on(|_| Ok(()));
+        }
+        _ => {}
     }
     driver.set_current(driver.primary_context(0)?)?;
     match options.part {
@@ -137,7 +145,7 @@ fn run(options: &Options) -> Result<()> {
 fn owner(driver: &Driver, options: &Options) -> Result<()> {
     let plain = || driver.allocate(MEMORY);
     let (address, bytes) = match options.habit {
-        Habit::Plain | Habit::Two | Habit::Nvml | Habit::Init => (plain()?, MEMORY),
+        Habit::Plain => (plain()?, MEMORY),
         Habit::Monitored => {
             options.start(Part::Monitor, &[], Stdio::null())?;
             (plain()?, MEMORY)
@@ -187,6 +195,9 @@ fn owner(driver: &Driver, options: &Options) -> Result<()> {
             let address = plain()?;
             habits::idle_fork().context("cannot fork")?;
             (address, MEMORY)
+        }
+        Habit::Two | Habit::Nvml | Habit::Init | Habit::VmmBroker => {
+            unreachable!("these have no context of their own")
         }
     };
     compute(driver, options, address, bytes)

@@ -89,6 +89,8 @@ fn processes_without_a_context_are_checkpointed_and_go_on() {
             !before.iter().any(|line| line.contains(" rw-s 204a00000")),
             "{habit}: {before:?}"
         );
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        assert_eq!(maps.contains("libcuda"), habit == "init", "{habit}: {maps}");
         assert_eq!(node.step("lock,checkpoint", pid, &[]), ["SUCCESS"; 2], "{habit}");
         assert_eq!(device_uses(&node, pid), [""; 0], "{habit}");
         let swap = &[(0, 1), (1, 0)];

@@ -1,9 +1,15 @@
 //! The library's state between nvmlInit and nvmlShutdown.
 
+use std::ffi::{CStr, OsStr, c_void};
 use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use libloading::Library as Shared;
+use libloading::os::unix::Library as Shared;
 use simgpu_model::{Control, CudaProcess, GpuInfo, GpuMemory, paths};
 
 use crate::abi::Error;
@@ -52,8 +58,7 @@ pub(crate) fn init() -> Result<(), Error> {
 /// Makes the process known to the driver, which closes and opens what NVML has. Without GPUs it has nothing to do with it.
 fn attach() {
     type Attach = extern "C" fn(extern "C" fn(), extern "C" fn()) -> i32;
-    // SAFETY: the simulated library's constructors do nothing.
-    let Ok(driver) = (unsafe { Shared::new("libcuda.so.1") }) else {
+    let Some(driver) = driver() else {
         return;
     };
     // SAFETY: the type is the function's.
@@ -62,6 +67,49 @@ fn attach() {
     }
     // Its threads run from now on.
     std::mem::forget(driver);
+}
+
+/// libcuda, as the program has it, or else a copy without its name: NVIDIA's NVML does not map libcuda. By its soname the
+/// copy is what a program gets that loads libcuda later.
+fn driver() -> Option<Shared> {
+    const NAME: &str = "libcuda.so.1";
+    // SAFETY: the simulated library's constructors do nothing; so below.
+    if let Ok(loaded) = unsafe { Shared::open(Some(NAME), libc::RTLD_NOW | libc::RTLD_NOLOAD) } {
+        return Some(loaded);
+    }
+    // SAFETY: the name is a C string; the new descriptor is nobody else's.
+    let copy = unsafe { libc::memfd_create(c"simgpu-driver".as_ptr(), libc::MFD_CLOEXEC) };
+    if copy < 0 {
+        return None;
+    }
+    // SAFETY: as above.
+    let mut copy = unsafe { File::from_raw_fd(copy) };
+    io::copy(&mut File::open(own_directory()?.join(NAME)).ok()?, &mut copy).ok()?;
+    // SAFETY: as above.
+    let opened = unsafe {
+        Shared::open(
+            Some(format!("/proc/self/fd/{}", copy.as_raw_fd())),
+            libc::RTLD_NOW,
+        )
+    };
+    opened.ok()
+}
+
+/// Where this library lies.
+fn own_directory() -> Option<PathBuf> {
+    let mut info = MaybeUninit::<libc::Dl_info>::uninit();
+    // SAFETY: the address is one of this library's, and `info` is there to be filled.
+    let found = unsafe { libc::dladdr(init as *const c_void, info.as_mut_ptr()) };
+    if found == 0 {
+        return None;
+    }
+    // SAFETY: it was found, so the struct is filled.
+    let info = unsafe { info.assume_init() };
+    // SAFETY: the loader keeps the name for as long as the library is loaded.
+    let name = unsafe { CStr::from_ptr(info.dli_fname) };
+    Path::new(OsStr::from_bytes(name.to_bytes()))
+        .parent()
+        .map(Path::to_owned)
 }
 
 extern "C" fn before_checkpoint() {
