@@ -125,3 +125,6 @@ fn names(
     };
     Ok(asked.iter().map(name).collect::<Result<_, BadName>>()?)
 }
+
+#[cfg(test)]
+mod tests;

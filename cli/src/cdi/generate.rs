@@ -85,6 +85,9 @@ pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
             _ => CdiFormat::Yaml,
         });
     let text = text(&document, format, &inventory.driver_version)?;
+    for gpu in inventory.gpus.iter().filter(|gpu| gpu.mig) {
+        eprintln!("{}", left_out(gpu));
+    }
     match output {
         None => std::io::stdout().write_all(text.as_bytes())?,
         Some(path) => {
@@ -163,6 +166,15 @@ fn document(inventory: &Inventory, files: &DriverFiles, hook: &Path) -> Result<D
             ..Edits::default()
         },
     })
+}
+
+/// What is not in the file of a GPU that is divided.
+fn left_out(gpu: &Gpu) -> String {
+    format!(
+        "GPU {} is in MIG mode: its instances are left out, and without them the GPU is of no use to a container. hint: \
+         `nvidia-ctk cdi generate` describes instances; a container that has one cannot be checkpointed (FIRN-GPU-MIG)",
+        gpu.uuid
+    )
 }
 
 fn named(name: String, device_nodes: Vec<DeviceNode>) -> Named {

@@ -106,6 +106,22 @@ fn what_is_generated_gives_a_container_its_gpu_and_the_driver() {
 }
 
 #[test]
+fn a_divided_gpu_is_told_as_left_out() {
+    let node = Node::with_driver();
+    let mut divided = inventory();
+    divided["gpus"][1]["mig"] = json!(true);
+    node.write("inventory.json", &divided.to_string());
+    let done = node.generate(&["--output", "etc/nvidia.yaml"]);
+    assert_eq!(done.status.code(), Some(0), "{}", said(&done));
+    let told = said(&done);
+    assert!(
+        told.contains(&format!("GPU {} is in MIG mode", uuid(1))),
+        "{told}"
+    );
+    assert!(!told.contains(&uuid(0)), "{told}");
+}
+
+#[test]
 fn without_a_file_nothing_is_written() {
     let node = Node::with_driver();
     let listing = || {

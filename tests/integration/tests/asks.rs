@@ -180,9 +180,13 @@ fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
             "NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices",
         ];
         for host in [&*a, &*b] {
-            host.configure("[create]\nvisible-devices = true\nvolume-mounts = true\n")?;
+            host.configure(
+                "[create]\nvisible-devices = true\nvolume-mounts = true\ncdi-annotations = true\n",
+            )?;
         }
         moves(a, b, &by_mount, &b.uuids()[0])?;
+        let by_annotation = ["--annotation", "cdi.k8s.io/plugin_a=nvidia.com/gpu=0"];
+        moves(a, b, &by_annotation, &b.uuids()[0])?;
 
         // By a name that means nothing on the other node, whose configuration says what it stands for.
         let uuid = format!("NVIDIA_VISIBLE_DEVICES={}", a.uuids()[0]);
@@ -209,6 +213,7 @@ fn libraries() -> Vec<String> {
 #[test]
 fn plain_nodes_and_privileged_containers_move() -> Result<()> {
     on(pair(Suite::Forky, "ak-node")?, |[a, b]| {
+        let [a, b] = [&*a, &*b];
         let libraries = libraries();
         let with = |options: &[&'static str]| -> Vec<String> {
             let options = options.iter().map(ToString::to_string);
@@ -227,6 +232,26 @@ fn plain_nodes_and_privileged_containers_move() -> Result<()> {
             UVM,
         ];
         moved(with(&nodes), &b.uuids()[1])?;
+        // A node and nothing else, which is of no use for CUDA.
+        let alone = ["--runtime", FIRN, "--device", "/dev/nvidia0"];
+        // A sleep that CRIU restores ends early.
+        let idle = ["sh", "-c", "while :; do sleep 1; done"];
+        let source = Container::run(a, "alone", &alone, &idle)?;
+        source.checkpoint("checkpoint/alone")?;
+        source.remove()?;
+        a.send_image("checkpoint/alone", b)?;
+        let (copy, _) = Container::restore(b, "alone", "checkpoint/alone", 0)?;
+        ensure!(copy.status()? == "RUNNING", "it does not run");
+        let (has, there) = (copy.exec(&NODES)?, b.node().run(&NODES)?.stdout);
+        ensure!(
+            has.lines().count() == 1 && there.contains(&has),
+            "{has} of:\n{there}"
+        );
+        copy.remove()?;
+        for host in [a, b] {
+            host.remove_image("checkpoint/alone")?;
+        }
+
         // Every GPU of its node is a privileged container's; on one with more somebody has to say which.
         b.configure("[restore]\ngpus = [\"0\"]\n")?;
         moved(with(&["--privileged"]), &b.uuids()[0])
