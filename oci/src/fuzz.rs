@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::fixtures::{config, inventory, uuid};
 use crate::manifest::Manifest;
 use crate::spec::parse_device;
-use crate::{Ask, Basis, Decision, GpuMap, Grant, Spec, edit, mounts, settle};
+use crate::{Ask, Basis, Decision, Form, GpuMap, Grant, Spec, edit, mounts, settle};
 
 /// A container's `config.json`.
 pub fn spec(json: &[u8]) {
@@ -153,6 +153,11 @@ fn views(spec: &Spec) {
     if settle(&mut settled).is_ok() {
         assert!(!settled.gpu_by_hook(), "a hook is left");
         assert_eq!(settle(&mut settled).ok(), Some(0), "settled twice");
+        let again = Ask::of(&settled);
+        assert!(
+            !matches!(&again, Ask::Request(request) if request.form != Form::Annotations),
+            "{again:?} is left"
+        );
     }
     if let (Ok(all), Ok(required)) = (spec.mounts(), mounts::required(spec)) {
         for needed in required {

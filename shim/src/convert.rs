@@ -117,6 +117,10 @@ pub(crate) async fn settled(
             log::warn!("{error}. {}", kept(request.form));
             return Ok(Settled::left(spec, true));
         }
+        if !is_hook && !spec.gpu_nodes().is_empty() {
+            log::warn!("{error}. The container has its device nodes, and nothing is added to them");
+            return Ok(Settled::given(spec, runtime()));
+        }
         return Err(error);
     }
     let given: Given = serde_json::from_slice(&output.stdout).unwrap_or_default();

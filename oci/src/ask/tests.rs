@@ -273,3 +273,13 @@ fn specs_of_another_shape_ask_for_nothing() {
         assert_eq!(ask(spec), Ask::Nothing);
     }
 }
+
+#[test]
+fn a_hook_counts_beside_nodes_unless_it_has_nothing_to_do() {
+    let node = json!({"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
+    for (variable, by_hook) in [("all", true), ("GPU-1", true), ("void", false), ("none", false)] {
+        let spec = Spec::from(json!({"linux": node, "hooks": prestart(), "process": env(variable)}));
+        assert_eq!(spec.gpu_by_hook(), by_hook, "{variable}");
+        assert!(spec.asks_for_gpu());
+    }
+}

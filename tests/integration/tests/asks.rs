@@ -397,6 +397,10 @@ fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Resu
         ensure!(hook_ran(host), "the hook was not run");
         ensure!(host.log().contains("FIRN-NO-CDI-SPEC"), "nobody was told");
         kept.remove()?;
+        // Nodes stay what they are beside a name that cannot be given.
+        host.configure("[create]\nvisible-devices = true\n")?;
+        let by_hand = [&image[..], &["--device", "/dev/nvidia0"]].concat();
+        Container::run(host, "nodes", &by_hand, &["sleep", "1000"])?.remove()?;
         host.idle()
     })
 }
