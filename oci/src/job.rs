@@ -11,7 +11,6 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
@@ -33,6 +32,9 @@ pub const FILE: &str = "/run/firn-cuda-job";
 /// Its name in an image. It ends as CRIU's do, so that it is described and compared with them.
 pub const IN_IMAGE: &str = "firn-cuda-job.img";
 
+/// As firn-gpu makes it: whoever is in the container can write it, as a memfd that all have inherited. The bundle is root's.
+const MODE: u32 = 0o666;
+
 /// More than it ever has.
 const MOST_BYTES: u64 = 1 << 20;
 
@@ -49,6 +51,8 @@ pub enum JobError {
         "the container's environment has {VARIABLE}={value}, and the annotation firn.dev/ipc=job sets it"
     )]
     Contrary { value: String },
+    #[error("the spec has a mount at {FILE}, where the file of the launch job belongs")]
+    Taken,
     /// As the driver worker tells it.
     #[error("this node cannot make a launch job: {message}")]
     Refused { message: String, hint: String },
@@ -86,6 +90,7 @@ impl JobError {
             Self::Contrary { .. } => {
                 "leave the variable out of the container's environment, or the annotation"
             }
+            Self::Taken => "mount it elsewhere, or leave the annotation out",
             Self::Refused { hint, .. } => hint,
             Self::NotAsked => "give the container the annotation that its source had",
             Self::Elsewhere { .. } => "restore with the firn that made the checkpoint",
@@ -120,14 +125,13 @@ pub fn add(spec: &mut Spec, bundle: &Path) -> Result<(), JobError> {
         return Err(JobError::UserNamespace);
     }
     set_variable(spec)?;
-    let is_ours = spec
-        .mounts()?
-        .iter()
-        .any(|mount| mount.destination == Path::new(FILE));
-    if is_ours {
-        return Ok(());
-    }
     let source = bundle.join(names::BUNDLE_JOB);
+    let mut mounts = spec.mounts()?.into_iter();
+    match mounts.rfind(|mount| mount.destination == Path::new(FILE)) {
+        Some(mount) if mount.source == source => return Ok(()),
+        Some(_) => return Err(JobError::Taken),
+        None => {}
+    }
     let root = spec.object_mut(&[], "mounts")?;
     let mounts = root.entry("mounts").or_insert(Value::Null);
     if mounts.is_null() {
@@ -171,17 +175,6 @@ fn set_variable(spec: &mut Spec) -> Result<(), JobError> {
         list.push(json!(format!("{VARIABLE}={FILE}")));
     }
     Ok(())
-}
-
-/// Gives the job's file in the bundle to the user that the container's init runs as.
-pub fn hand_over(spec: &Spec, bundle: &Path) -> Result<(), JobError> {
-    let path = bundle.join(names::BUNDLE_JOB);
-    let (uid, gid) = spec.user();
-    chown(&path, Some(uid), Some(gid)).map_err(|source| JobError::File {
-        what: "hand over",
-        path,
-        source,
-    })
 }
 
 /// Puts the job's file, as it is when all processes are checkpointed, into the image.
@@ -228,12 +221,11 @@ pub fn bring(
             path: image.join(IN_IMAGE),
             source,
         })?;
-    atomic::write(bundle, names::BUNDLE_JOB, &bytes, 0o600).map_err(|source| JobError::File {
+    atomic::write(bundle, names::BUNDLE_JOB, &bytes, MODE).map_err(|source| JobError::File {
         what: "write",
         path: bundle.join(names::BUNDLE_JOB),
         source,
     })?;
-    hand_over(spec, bundle)?;
     add(spec, bundle)?;
     Ok(true)
 }
@@ -254,10 +246,9 @@ mod tests {
     use super::*;
 
     fn asking(env: &[&str]) -> Spec {
-        let me = nix::unistd::Uid::current().as_raw();
         Spec::from(json!({
             "annotations": {"firn.dev/ipc": "job"},
-            "process": {"env": env, "user": {"uid": me, "gid": nix::unistd::Gid::current().as_raw()}},
+            "process": {"env": env},
             "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
         }))
     }
@@ -306,6 +297,14 @@ mod tests {
         assert_eq!(error.code(), "FIRN-LAUNCH-JOB");
         assert!(error.to_string().contains("=/proc/self/fd/3,"), "{error}");
         let mut spec = asking(&[]);
+        let mounts = &mut spec.object_mut(&[], "mounts").unwrap()["mounts"];
+        let mine = json!({"destination": FILE, "source": "/mine", "options": ["bind"]});
+        mounts.as_array_mut().unwrap().push(mine);
+        assert!(matches!(
+            add(&mut spec, Path::new("/bundle")),
+            Err(JobError::Taken)
+        ));
+        let mut spec = asking(&[]);
         let linux = spec.object_mut(&["linux"], "linux").unwrap();
         linux.insert("namespaces".to_owned(), json!([{"type": "user"}]));
         assert!(matches!(
@@ -331,7 +330,7 @@ mod tests {
         assert!(bring(&mut again, Some(&job), image.path(), other.path(), true).unwrap());
         let file = other.path().join("firn-cuda-job");
         assert_eq!(std::fs::read(&file).unwrap(), b"opaque");
-        assert_eq!(file.metadata().unwrap().mode() & 0o777, 0o600);
+        assert_eq!(file.metadata().unwrap().mode() & 0o777, 0o666);
         assert_eq!(of_bundle(&again, other.path()), Some(job));
         assert_eq!(again.mounts().unwrap().len(), 2);
     }

@@ -308,15 +308,6 @@ impl Spec {
             .unwrap_or(false)
     }
 
-    /// User and group that init runs as.
-    pub fn user(&self) -> (u32, u32) {
-        let id = |of: &str| {
-            let id = self.value.pointer(&format!("/process/user/{of}"))?.as_u64()?;
-            u32::try_from(id).ok()
-        };
-        (id("uid").unwrap_or(0), id("gid").unwrap_or(0))
-    }
-
     /// The root file system, as given: absolute, or relative to the bundle.
     pub fn root_path(&self) -> Option<&Path> {
         Some(Path::new(self.value.pointer("/root/path")?.as_str()?))

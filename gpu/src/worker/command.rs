@@ -226,7 +226,7 @@ fn run(action: Action) -> Result<u8, CommandError> {
         }
         Action::Job { tool, file } => {
             leave_cuda_variables(None)?;
-            match job::make(&Node::host(), &tool, &file) {
+            match job::make(&Node::host(), &tool, &file, job::LIMIT) {
                 Ok(()) => Ok(OK),
                 Err(refusal) => {
                     print(&(serde_json::to_string(&refusal.reply())? + "\n"))?;
@@ -235,7 +235,7 @@ fn run(action: Action) -> Result<u8, CommandError> {
             }
         }
         Action::KeepJob { file } => {
-            job::keep(&file).map_err(CommandError::Job)?;
+            job::keep(env::var_os(job::VARIABLE).as_deref(), &file).map_err(CommandError::Job)?;
             Ok(OK)
         }
         Action::Inventory { json } => {

@@ -350,7 +350,6 @@ fn not_started(pid: i32, error: &io::Error) -> ProcessReply {
     }
 }
 
-/// The processes of a request, each once.
 /// Each pid once, in the order of the request.
 fn distinct(mut pids: Vec<i32>) -> Result<Vec<i32>, Refusal<'static>> {
     if let Some(&bad) = pids.iter().find(|pid| **pid <= 0) {

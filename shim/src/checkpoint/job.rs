@@ -43,7 +43,6 @@ pub(crate) async fn begin(mut spec: Spec, bundle: &Path, reaper: &Reaper) -> Res
         }
         .into());
     }
-    job::hand_over(&spec, bundle)?;
     log::info!(
         "the container is a launch job: {} is {}",
         job::VARIABLE,
