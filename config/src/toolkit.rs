@@ -1,7 +1,8 @@
 //! The configuration of NVIDIA's container runtime, a wrapper around runc that turns what asks for GPUs into edits of the
 //! spec: firn does that in its stead, and by the rules that the operator has given it.
 //!
-//! Only what firn has to know is read; other keys are the wrapper's own matter. No file, or no key: the wrapper's defaults.
+//! Keys that say what counts as a request and which devices are meant are read. Where one has a value that firn does not
+//! follow, it says so, and the container is the wrapper's. No file, or no key: the wrapper's defaults.
 
 use std::ffi::OsStr;
 use std::io;
@@ -27,15 +28,37 @@ const ENV_DIR: &str = "XDG_CONFIG_HOME";
 /// The file in it.
 const FILE: &str = "nvidia-container-runtime/config.toml";
 
+/// Kind of devices that are named without one.
+const DEFAULT_KIND: &str = "nvidia.com/gpu";
+
+/// Where the wrapper looks for CDI files.
+const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
+
+/// Where the wrapper looks for runtimes beside PATH.
+const RUNTIME_DIRS: [&str; 6] = [
+    "/usr/local/sbin",
+    "/usr/local/bin",
+    "/usr/sbin",
+    "/usr/bin",
+    "/sbin",
+    "/bin",
+];
+
 /// What NVIDIA's container runtime takes for a request of GPUs, and which runtime it calls.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Toolkit {
     /// Whether the variable `NVIDIA_VISIBLE_DEVICES` gives GPUs to containers that are not privileged.
     pub visible_devices: bool,
     /// Whether mounts below /var/run/nvidia-container-devices do.
     pub volume_mounts: bool,
+    /// Variables that take the place of `NVIDIA_VISIBLE_DEVICES` where one of them is set.
+    pub variables: Vec<String>,
     /// Beginnings of the keys of annotations that name CDI devices.
     pub annotations: Vec<String>,
+    /// Whether annotations count only if all devices that they name have a kind.
+    pub only_full_names: bool,
+    /// The key whose value firn does not follow: the container is to be the wrapper's.
+    pub not_followed: Option<&'static str>,
     /// The OCI runtimes that it looks for, in this order.
     pub runtimes: Vec<String>,
 }
@@ -48,6 +71,8 @@ struct File {
     visible_devices: bool,
     #[serde(rename = "accept-nvidia-visible-devices-as-volume-mounts")]
     volume_mounts: bool,
+    #[serde(rename = "swarm-resource")]
+    swarm_resource: String,
     #[serde(rename = "nvidia-container-runtime")]
     runtime: Runtime,
 }
@@ -57,6 +82,7 @@ impl Default for File {
         Self {
             visible_devices: true,
             volume_mounts: false,
+            swarm_resource: String::new(),
             runtime: Runtime::default(),
         }
     }
@@ -66,6 +92,7 @@ impl Default for File {
 #[serde(default)]
 struct Runtime {
     runtimes: Option<Vec<String>>,
+    mode: String,
     modes: Modes,
 }
 
@@ -79,6 +106,8 @@ struct Modes {
 #[serde(default, rename_all = "kebab-case")]
 struct Cdi {
     annotation_prefixes: Option<Vec<String>>,
+    default_kind: Option<String>,
+    spec_dirs: Option<Vec<String>>,
 }
 
 impl Toolkit {
@@ -91,19 +120,20 @@ impl Toolkit {
     /// What this wrapper is configured to do.
     pub fn load(wrapper: &Path) -> Result<Self, ConfigError> {
         let given = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-        if let Some(file) = given(ENV_FILE) {
-            return Self::load_from(Path::new(&file));
-        }
         // NVIDIA's operator installs the wrapper with a configuration beside it, and lets a script name that.
         let beside = wrapper.parent().map(|dir| dir.join(".config").join(FILE));
-        match (beside.filter(|file| file.exists()), given(ENV_DIR)) {
-            (Some(file), _) => Self::load_from(&file),
-            (None, Some(dir)) => Self::load_from(&Path::new(&dir).join(FILE)),
-            (None, None) => Self::load_from(&Path::new("/etc").join(FILE)),
-        }
+        let file = match (beside.filter(|file| file.exists()), given(ENV_DIR)) {
+            (Some(file), _) => file,
+            (None, Some(dir)) => Path::new(&dir).join(FILE),
+            (None, None) => Path::new("/etc").join(FILE),
+        };
+        let mode = wrapper.file_name().and_then(OsStr::to_str);
+        let mode = mode.and_then(|name| name.strip_prefix(PROGRAMS[0])?.strip_prefix('.'));
+        Self::load_from(&given(ENV_FILE).map_or(file, PathBuf::from), mode)
     }
 
-    fn load_from(path: &Path) -> Result<Self, ConfigError> {
+    /// By this file, in the mode that the program's name says.
+    fn load_from(path: &Path, mode: Option<&str>) -> Result<Self, ConfigError> {
         let text = match std::fs::read_to_string(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
             read => read.map_err(|source| ConfigError::Read {
@@ -111,34 +141,66 @@ impl Toolkit {
                 source,
             })?,
         };
-        let File {
-            visible_devices,
-            volume_mounts,
-            runtime,
-        } = toml::from_str(&text).map_err(|e| ConfigError::Invalid {
+        let file: File = toml::from_str(&text).map_err(|e| ConfigError::Invalid {
             path: path.to_owned(),
             source: Box::new(e),
         })?;
+        let mode = mode.unwrap_or(&file.runtime.mode).to_owned();
+        Ok(Self::of(file, &mode))
+    }
+
+    fn of(file: File, mode: &str) -> Self {
+        let Runtime {
+            runtimes,
+            modes: Modes { cdi },
+            ..
+        } = file.runtime;
         let or = |given: Option<Vec<String>>, default: &[&str]| {
             given.unwrap_or_else(|| default.iter().map(ToString::to_string).collect())
         };
-        Ok(Self {
-            visible_devices,
-            volume_mounts,
-            annotations: or(runtime.modes.cdi.annotation_prefixes, &["cdi.k8s.io/"]),
-            runtimes: or(runtime.runtimes, &["runc", "crun"]),
-        })
+        // By annotations alone the wrapper knows devices of its mode cdi, to which auto comes by full names.
+        let (is_cdi, is_auto) = (mode == "cdi", matches!(mode, "" | "auto"));
+        let annotations = match is_cdi || is_auto {
+            true => or(cdi.annotation_prefixes, &["cdi.k8s.io/"]),
+            false => Vec::new(),
+        };
+        let other_kind = cdi.default_kind.is_some_and(|kind| kind != DEFAULT_KIND);
+        let other_dirs = cdi.spec_dirs.is_some_and(|dirs| dirs != SPEC_DIRS);
+        let not_followed = match () {
+            () if !is_cdi && !is_auto && !matches!(mode, "legacy" | "jit-cdi") => Some("mode"),
+            () if is_cdi && other_kind => Some("modes.cdi.default-kind"),
+            () if (is_cdi || is_auto) && other_dirs => Some("modes.cdi.spec-dirs"),
+            () => None,
+        };
+        let variables = file.swarm_resource.split(',').map(str::trim);
+        Self {
+            visible_devices: file.visible_devices,
+            volume_mounts: file.volume_mounts,
+            variables: variables
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect(),
+            annotations,
+            only_full_names: is_auto,
+            not_followed,
+            runtimes: or(runtimes, &["runc", "crun"]),
+        }
     }
 
     /// The runtime that it calls: the first that there is.
-    pub fn runtime(&self) -> Option<&str> {
+    pub fn runtime(&self) -> Option<PathBuf> {
         let path = std::env::var_os("PATH").unwrap_or_default();
-        let dirs: Vec<PathBuf> = std::env::split_paths(&path).collect();
-        let is_there = |name: &&String| match name.contains('/') {
-            true => is_program(Path::new(name)),
-            false => dirs.iter().any(|dir| is_program(&dir.join(name))),
+        let dirs: Vec<PathBuf> = std::env::split_paths(&path)
+            .chain(RUNTIME_DIRS.map(PathBuf::from))
+            .collect();
+        let find = |name: &String| match name.contains('/') {
+            true => Some(PathBuf::from(name)).filter(|path| is_program(path)),
+            false => dirs
+                .iter()
+                .map(|dir| dir.join(name))
+                .find(|path| is_program(path)),
         };
-        self.runtimes.iter().find(is_there).map(String::as_str)
+        self.runtimes.iter().find_map(find)
     }
 }
 
@@ -149,7 +211,7 @@ mod tests {
     fn read(text: &str) -> Result<Toolkit, ConfigError> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
-        Toolkit::load_from(file.path())
+        Toolkit::load_from(file.path(), None)
     }
 
     #[test]
@@ -158,7 +220,9 @@ mod tests {
         assert!(default.visible_devices && !default.volume_mounts);
         assert_eq!(default.annotations, ["cdi.k8s.io/"]);
         assert_eq!(default.runtimes, ["runc", "crun"]);
-        assert_eq!(Toolkit::load_from(Path::new("/nonexistent")).unwrap(), default);
+        let none = Toolkit::load_from(Path::new("/nonexistent"), None);
+        assert_eq!(none.unwrap(), default);
+        assert!(default.only_full_names && default.not_followed.is_none());
     }
 
     /// As the wrapper's package ships it, hardened.
@@ -189,6 +253,42 @@ mod tests {
     }
 
     #[test]
+    fn what_firn_does_not_follow_is_named() {
+        let runtime = "[nvidia-container-runtime]\nmode =";
+        let cdi = "[nvidia-container-runtime.modes.cdi]\n";
+        for (text, expected) in [
+            (format!("{runtime} \"auto\""), None),
+            (format!("{runtime} \"legacy\""), None),
+            (format!("{runtime} \"csv\""), Some("mode")),
+            (format!("{runtime} \"later\""), Some("mode")),
+            (
+                format!("{runtime} \"cdi\"\n{cdi}default-kind = \"management.nvidia.com/gpu\""),
+                Some("modes.cdi.default-kind"),
+            ),
+            (
+                format!("{cdi}spec-dirs = [\"/opt/cdi\"]"),
+                Some("modes.cdi.spec-dirs"),
+            ),
+            (
+                format!(
+                    "{cdi}default-kind = \"nvidia.com/gpu\"\nspec-dirs = [\"/etc/cdi\", \"/var/run/cdi\"]"
+                ),
+                None,
+            ),
+        ] {
+            assert_eq!(read(&text).unwrap().not_followed, expected, "{text}");
+        }
+        let of = |wrapper: &str| Toolkit::load(Path::new(wrapper)).unwrap();
+        assert_eq!(
+            of("/x/nvidia-container-runtime.experimental").not_followed,
+            Some("mode")
+        );
+        assert!(of("/x/nvidia-container-runtime.legacy").annotations.is_empty());
+        let swarm = read("swarm-resource = \"DOCKER_RESOURCE_GPU, OTHER\"").unwrap();
+        assert_eq!(swarm.variables, ["DOCKER_RESOURCE_GPU", "OTHER"]);
+    }
+
+    #[test]
     fn the_wrapper_is_known_by_its_name() {
         for (runtime, expected) in [
             ("/usr/bin/nvidia-container-runtime", true),
@@ -208,8 +308,9 @@ mod tests {
             runtimes: runtimes.iter().map(ToString::to_string).collect(),
             ..read("").unwrap()
         };
-        assert_eq!(toolkit(&["no-such-runtime", "sh"]).runtime(), Some("sh"));
-        assert_eq!(toolkit(&["/bin/sh", "sh"]).runtime(), Some("/bin/sh"));
+        let found = toolkit(&["no-such-runtime", "sh"]).runtime().unwrap();
+        assert!(found.is_absolute() && found.ends_with("sh"));
+        assert_eq!(toolkit(&["/bin/sh", "sh"]).runtime(), Some("/bin/sh".into()));
         assert_eq!(toolkit(&["/etc/passwd"]).runtime(), None);
     }
 }

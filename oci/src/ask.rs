@@ -125,7 +125,8 @@ pub fn settle(spec: &mut Spec) -> Result<usize, SpecError> {
     if variable(spec).is_some_and(|names| list(names).next().is_some()) {
         let env = spec.object_mut(&["process"], "process")?.get_mut("env");
         for pair in env.and_then(Value::as_array_mut).into_iter().flatten() {
-            if pair.as_str().and_then(value_of).is_some() {
+            let is_variable = |pair: &str| pair.split('=').next() == Some(VARIABLE);
+            if pair.as_str().is_some_and(is_variable) {
                 *pair = json!(format!("{VARIABLE}=void"));
             }
         }
@@ -206,21 +207,60 @@ fn by_runtime_hook(spec: &Spec) -> Option<Request> {
 fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
     let bounding = spec.array("/process/capabilities/bounding");
     let may_name = toolkit.visible_devices || bounding.contains(&json!("CAP_SYS_ADMIN"));
-    let named = || match variable(spec).or_else(|| old_image(spec)) {
-        Some(names) if may_name => list(names).collect(),
-        _ => Vec::new(),
+    let named = || match may_name {
+        true => list(&wrappers_variable(spec, toolkit)).collect(),
+        false => Vec::new(),
     };
     let mounted = || match toolkit.volume_mounts {
         true => volumes(spec),
         false => Vec::new(),
     };
-    let annotated = || annotations(spec, &toolkit.annotations);
+    let annotated = || {
+        let names = annotations(spec, &toolkit.annotations);
+        match toolkit.only_full_names && names.iter().any(|name| !name.contains('=')) {
+            true => Vec::new(),
+            false => names,
+        }
+    };
     let mut asked = [&annotated as &dyn Fn() -> Vec<String>, &mounted, &named].into_iter();
     let devices = asked.find_map(|asked| Some(asked()).filter(|devices| !devices.is_empty()))?;
     Some(Request {
         form: Form::Wrapper,
         devices,
     })
+}
+
+/// Names in the variables that the wrapper goes by.
+fn wrappers_variable(spec: &Spec, toolkit: &Toolkit) -> String {
+    let preferred: Vec<&str> = toolkit
+        .variables
+        .iter()
+        .filter_map(|name| of_env(spec, name))
+        .collect();
+    match preferred.is_empty() {
+        false => preferred.join(","),
+        true => variable(spec)
+            .or_else(|| old_image(spec))
+            .unwrap_or_default()
+            .to_owned(),
+    }
+}
+
+/// What the wrapper would give beside GPUs, and firn does not: the variable or place that asks for it.
+pub fn asks_for_more(spec: &Spec) -> Option<&'static str> {
+    const SWITCHES: [&str; 4] = ["NVIDIA_GDS", "NVIDIA_MOFED", "NVIDIA_GDRCOPY", "NVIDIA_NVSWITCH"];
+    const CHANNELS: &str = "NVIDIA_IMEX_CHANNELS";
+    let is_on = |name: &&&str| of_env(spec, name) == Some("enabled");
+    let is_channel = |mount: &Value| {
+        let below = mount["destination"]
+            .as_str()
+            .and_then(|at| at.strip_prefix(VOLUMES));
+        below.is_some_and(|below| below.starts_with("/imex/"))
+    };
+    let switch = SWITCHES.iter().find(is_on).copied();
+    let channels = of_env(spec, CHANNELS).is_some_and(|names| list(names).next().is_some())
+        || spec.array("/mounts").iter().any(is_channel);
+    switch.or_else(|| channels.then_some(CHANNELS))
 }
 
 fn by_annotations(spec: &Spec) -> Option<Request> {
@@ -261,21 +301,20 @@ fn by_variable(spec: &Spec) -> Option<Request> {
 }
 
 fn variable(spec: &Spec) -> Option<&str> {
-    let pairs = spec.array("/process/env").iter().filter_map(Value::as_str);
-    // Of a variable that is there twice the last one counts.
-    pairs.filter_map(value_of).next_back()
+    of_env(spec, VARIABLE)
 }
 
-fn value_of(pair: &str) -> Option<&str> {
-    pair.strip_prefix(VARIABLE)?.strip_prefix('=')
+fn of_env<'s>(spec: &'s Spec, name: &str) -> Option<&'s str> {
+    let pairs = spec.array("/process/env").iter().filter_map(Value::as_str);
+    // Of a variable that is there twice the last one counts.
+    pairs
+        .filter_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
+        .next_back()
 }
 
 /// What NVIDIA's tools take images for that are older than the variable: they say which CUDA they have, and nothing else.
 fn old_image(spec: &Spec) -> Option<&'static str> {
-    let has = |name: &str| {
-        let mut pairs = spec.array("/process/env").iter().filter_map(Value::as_str);
-        pairs.any(|pair| pair.split('=').next() == Some(name))
-    };
+    let has = |name: &str| of_env(spec, name).is_some_and(|value| !value.is_empty());
     (has("CUDA_VERSION") && !has("NVIDIA_REQUIRE_CUDA")).then_some("all")
 }
 

@@ -30,7 +30,7 @@ mod spec;
 pub mod surroundings;
 mod vendor;
 
-pub use ask::{Ask, Form, Request, drop_mounting_hooks, settle};
+pub use ask::{Ask, Form, Request, asks_for_more, drop_mounting_hooks, settle};
 pub use atomic::write as write_file;
 pub use decide::{DecideError, Decision};
 pub use grant::{Basis, Grant, GrantError};

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, Toolkit, find_program, names};
-use firn_oci::{Ask, Form, Request, Spec, SpecError};
+use firn_oci::{Ask, Form, Request, Spec, SpecError, asks_for_more};
 use serde::Deserialize;
 
 use crate::reaper::{OutputError, Reaper};
@@ -80,14 +80,24 @@ pub(crate) async fn settled(
         .map(Toolkit::load)
         .transpose()
         .map_err(ConvertError::Config)?;
-    let runtime = || toolkit.as_ref()?.runtime().map(str::to_owned);
+    let runtime = toolkit.as_ref().and_then(Toolkit::runtime);
+    let runtime = runtime.map(|path| path.to_string_lossy().into_owned());
     let ask = match &toolkit {
         None => Ask::of(&spec),
         Some(toolkit) => Ask::of_wrapped(&spec, toolkit),
     };
+    if let Some(toolkit) = &toolkit
+        && ask != Ask::Nothing
+        && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
+    {
+        log::warn!(
+            "the container's GPUs are left to NVIDIA's container runtime, as firn does not follow {reason}"
+        );
+        return Ok(Settled::left(spec, true));
+    }
     let request = match ask {
         Ask::Request(request) => request,
-        Ask::Nodes => return Ok(Settled::given(spec, runtime())),
+        Ask::Nodes => return Ok(Settled::given(spec, runtime)),
         Ask::Nothing => return Ok(Settled::left(spec, false)),
     };
     let (config, is_hook) = (
@@ -119,7 +129,7 @@ pub(crate) async fn settled(
         }
         if !is_hook && !spec.gpu_nodes().is_empty() {
             log::warn!("{error}. The container has its device nodes, and nothing is added to them");
-            return Ok(Settled::given(spec, runtime()));
+            return Ok(Settled::given(spec, runtime));
         }
         return Err(error);
     }
@@ -133,7 +143,7 @@ pub(crate) async fn settled(
     if !given.devices.is_empty() {
         log::info!("{}", told(&request, &given.devices));
     }
-    Ok(Settled::given(converted, runtime()))
+    Ok(Settled::given(converted, runtime))
 }
 
 impl Settled {
@@ -152,6 +162,15 @@ impl Settled {
             gpu,
         }
     }
+}
+
+/// Why NVIDIA's wrapper has to make a container, by its configuration or by what it would give beside GPUs.
+fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'static str> {
+    let no_runtime = (!has_runtime).then_some("its choice of a runtime");
+    toolkit
+        .not_followed
+        .or_else(|| asks_for_more(spec))
+        .or(no_runtime)
 }
 
 /// What the helper says when it is done.

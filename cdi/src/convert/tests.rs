@@ -24,7 +24,7 @@ fn toolkit() -> Toolkit {
         visible_devices: true,
         volume_mounts: true,
         annotations: vec!["cdi.k8s.io/".to_owned()],
-        runtimes: Vec::new(),
+        ..Toolkit::default()
     }
 }
 

@@ -143,10 +143,15 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
         visible_devices,
         volume_mounts,
         annotations: annotations.iter().map(ToString::to_string).collect(),
-        runtimes: Vec::new(),
+        only_full_names: true,
+        ..Toolkit::default()
     };
     let default = toolkit(true, false, &["cdi.k8s.io/"]);
     let hardened = toolkit(false, true, &[]);
+    let swarm = Toolkit {
+        variables: vec!["DOCKER_RESOURCE_GPU".to_owned()],
+        ..default.clone()
+    };
     let node = json!({"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
     let mounts = json!([{"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-2")}]);
     let annotation = json!({"cdi.k8s.io/p": "nvidia.com/gpu=3"});
@@ -199,6 +204,18 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
             json!({"hooks": oci_hook(&["--device=0"])}),
             request(Form::Cli, &["0"]),
         ),
+        // Bare names leave the mode that knows annotations.
+        (
+            &default,
+            json!({"process": env("GPU-1"), "annotations": {"cdi.k8s.io/p": "0"}}),
+            asked("GPU-1"),
+        ),
+        (
+            &swarm,
+            json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "DOCKER_RESOURCE_GPU=GPU-1"]}}),
+            asked("GPU-1"),
+        ),
+        (&swarm, json!({"process": env("GPU-1")}), asked("GPU-1")),
         (&hardened, json!({"process": env("GPU-1")}), Ask::Nothing),
         (&hardened, json!({"process": privileged}), asked("GPU-1")),
         (
@@ -282,4 +299,22 @@ fn a_hook_counts_beside_nodes_unless_it_has_nothing_to_do() {
         assert_eq!(spec.gpu_by_hook(), by_hook, "{variable}");
         assert!(spec.asks_for_gpu());
     }
+}
+
+#[test]
+fn what_the_wrapper_would_give_beside_gpus_is_named() {
+    let with = |pair: &str| Spec::from(json!({"process": {"env": ["A=b", pair]}}));
+    for (pair, expected) in [
+        ("NVIDIA_VISIBLE_DEVICES=all", None),
+        ("NVIDIA_GDS=disabled", None),
+        ("NVIDIA_GDS=enabled", Some("NVIDIA_GDS")),
+        ("NVIDIA_MOFED=enabled", Some("NVIDIA_MOFED")),
+        ("NVIDIA_IMEX_CHANNELS=0", Some("NVIDIA_IMEX_CHANNELS")),
+        ("NVIDIA_IMEX_CHANNELS=", None),
+    ] {
+        assert_eq!(asks_for_more(&with(pair)), expected, "{pair}");
+    }
+    let channel = json!({"source": "/dev/null", "destination": format!("{VOLUMES}/imex/0")});
+    let spec = Spec::from(json!({ "mounts": [channel] }));
+    assert_eq!(asks_for_more(&spec), Some("NVIDIA_IMEX_CHANNELS"));
 }

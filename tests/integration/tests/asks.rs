@@ -294,6 +294,18 @@ fn what_nvidias_wrapper_of_runc_would_give_moves_and_the_wrapper_is_not_called()
             ensure!(!hook_ran(host), "the hook was run");
         }
 
+        // Settings that firn does not follow are the wrapper's.
+        let file = "/etc/nvidia-container-runtime/config.toml";
+        a.node()
+            .write(file, "[nvidia-container-runtime]\nmode = \"csv\"\n")?;
+        Container::run(a, "other", &options, &["sleep", "1000"])?.remove()?;
+        ensure!(
+            a.node().path("/run/wrapper-ran").exists(),
+            "the wrapper was not called"
+        );
+        ensure!(a.log().contains("does not follow mode"), "nobody was told");
+        a.node().run(&["rm", file, "/run/wrapper-ran", "/run/hook-ran"])?;
+
         // Where firn cannot, the wrapper gives the GPUs as it does without firn, and nothing is lost.
         a.node().run(&["rm", CDI])?;
         let kept = Container::run(a, "kept", &options, &["sleep", "1000"])?;
