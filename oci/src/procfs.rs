@@ -113,6 +113,30 @@ pub fn anonymous(pid: i32) -> u64 {
     bytes("RssAnon:").unwrap_or(0) + bytes("VmSwap:").unwrap_or(0)
 }
 
+/// Bytes of the files that no path leads to any more and that these processes have open or mapped, each file once: CRIU puts them
+/// into the image. Shared memory and memfds are such files, too.
+pub fn unlinked(pids: &[i32]) -> u64 {
+    let mut files = BTreeMap::new();
+    let dirs = |pid: &i32| ["fd", "map_files"].map(|dir| format!("/proc/{pid}/{dir}"));
+    for dir in pids.iter().flat_map(dirs) {
+        // A process, or a file of it, may be gone.
+        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            let link = fs::read_link(&path).unwrap_or_default();
+            if !link.as_os_str().as_bytes().ends_with(b" (deleted)") {
+                continue;
+            }
+            if let Ok(file) = fs::metadata(&path)
+                && file.is_file()
+                && file.nlink() == 0
+            {
+                files.insert((file.dev(), file.ino()), file.blocks().saturating_mul(512));
+            }
+        }
+    }
+    files.into_values().fold(0, u64::saturating_add)
+}
+
 /// The mount that an open file is on.
 pub fn mount_of(pid: i32, fd: i32) -> Option<u32> {
     let info = text(&format!("{pid}/fdinfo"), &fd.to_string())?;
@@ -164,7 +188,32 @@ pub fn files(pids: &[i32]) -> Option<BTreeSet<PathBuf>> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
+
+    #[test]
+    fn files_without_a_path_count_once_and_only_for_what_they_hold() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![1; 4 << 20]).unwrap();
+        // A hole takes nothing.
+        file.set_len(1 << 30).unwrap();
+        let named = tempfile::NamedTempFile::new().unwrap();
+        fs::write(named.path(), vec![1; 4 << 20]).unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("100")
+            .stdin(file.try_clone().unwrap())
+            .stdout(file.try_clone().unwrap())
+            .stderr(named.reopen().unwrap())
+            .spawn()
+            .unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let found = unlinked(&[pid, pid, i32::MAX]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, file.metadata().unwrap().blocks() * 512);
+        assert!((4 << 20..8 << 20).contains(&found), "{found}");
+    }
 
     fn me() -> i32 {
         i32::try_from(std::process::id()).unwrap()

@@ -22,6 +22,8 @@ pub struct Needs {
     gpu: u64,
     /// What they have in anonymous memory already.
     anonymous: u64,
+    /// What files hold that only they have: deleted ones, and shared memory.
+    unlinked: u64,
 }
 
 impl Needs {
@@ -30,12 +32,14 @@ impl Needs {
         Self {
             gpu,
             anonymous: anonymous.fold(0, u64::saturating_add),
+            unlinked: procfs::unlinked(pids),
         }
     }
 
     /// What the image will take, at least.
     pub fn image(self) -> u64 {
-        self.gpu.saturating_add(self.anonymous)
+        let memory = self.gpu.saturating_add(self.anonymous);
+        memory.saturating_add(self.unlinked)
     }
 }
 
@@ -132,7 +136,8 @@ mod tests {
 
     const NEEDS: Needs = Needs {
         gpu: 8 * GIB,
-        anonymous: GIB,
+        anonymous: GIB / 2,
+        unlinked: GIB / 2,
     };
 
     fn limit(left: u64) -> Option<MemoryLimit> {
@@ -168,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_needs_space_for_anonymous_and_gpu_memory() {
+    fn an_image_needs_space_for_anonymous_and_gpu_memory_and_files_without_a_path() {
         let space = |free| Space {
             dir: "/images".into(),
             free,
@@ -189,11 +194,16 @@ mod tests {
         assert!(later.free > 0);
         assert!(Space::of(Path::new("/dev/shm")).is_none_or(|space| space.in_memory));
         assert!(available().is_some_and(|bytes| bytes > 0));
-        let nothing = Needs { gpu: 0, anonymous: 0 };
+        let nothing = Needs {
+            gpu: 0,
+            anonymous: 0,
+            unlinked: 0,
+        };
         assert_eq!(by_room(nothing, None, dir.path(), dir.path()), []);
         let everything = Needs {
             gpu: u64::MAX,
             anonymous: 0,
+            unlinked: 0,
         };
         let codes: Vec<_> = by_room(everything, None, dir.path(), dir.path())
             .iter()
