@@ -25,7 +25,7 @@ use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, unlinkat};
 
 use crate::gpu_path::{DIRECTORIES, is_gpu};
 use crate::mountinfo::{self, MountEntry};
-use crate::{Spec, SpecDevice, SpecError};
+use crate::{Spec, SpecDevice, SpecError, other_gpu};
 
 /// Where a container's device nodes are.
 const DEV: &str = "/dev";
@@ -117,8 +117,18 @@ pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError>
     Ok(done)
 }
 
+/// The nodes of AMD's GPUs that this host has, and of the graphics side of any GPU.
+pub fn other_gpus_of_host() -> Vec<DeviceNode> {
+    let graphics = std::fs::read_dir("/dev/dri").into_iter().flatten().flatten();
+    let paths = graphics.map(|entry| entry.path()).chain(["/dev/kfd".into()]);
+    paths
+        .filter(|path| other_gpu(path).is_some())
+        .filter_map(|path| of_host(&path))
+        .collect()
+}
+
 /// The device node at this path of the host; none when there is none, or something else.
-pub fn of_host(path: &Path) -> Option<DeviceNode> {
+fn of_host(path: &Path) -> Option<DeviceNode> {
     let id = DeviceId::of_stat(&lstat(path).ok()?)?;
     Some(DeviceNode {
         path: path.to_owned(),

@@ -4,6 +4,7 @@
 //! only allowed when it is named in the spec's device list too.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::path::Path;
 
 use firn_config::names;
@@ -12,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::gpu_path::{self, GpuPath, classify};
 use crate::spec::parse_device;
-use crate::vendor::other_gpu;
+use crate::vendor::{OtherGpu, other_gpu};
 use crate::{DeviceRule, Spec, SpecError};
 
 /// An edit that cannot be made.
@@ -60,6 +61,19 @@ impl DeviceEdit {
     }
 }
 
+impl fmt::Display for DeviceEdit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let told = |nodes: &[DeviceNode], what: &'static str| -> Vec<String> {
+            let one =
+                |node: &DeviceNode| format!("{} ({}:{}) {what}", node.path.display(), node.major, node.minor);
+            nodes.iter().map(one).collect()
+        };
+        let mut all = told(&self.dropped, "is gone");
+        all.extend(told(&self.added, "is new"));
+        f.write_str(&all.join(", "))
+    }
+}
+
 /// Gives the container exactly the GPUs `targets`, and the driver's common nodes with this host's numbers.
 ///
 /// Entries of `linux.devices` and their rules under `linux.resources.devices` change together: a rule that names the
@@ -77,31 +91,48 @@ pub fn replace_gpus(
     Ok(report(&moves))
 }
 
-/// Gives nodes of GPUs that are not NVIDIA's the numbers that their paths have on this host, as `look` tells them. One
-/// that this host does not have is dropped: which device it would open here is not known.
-pub fn renumber_other_gpus(
-    spec: &mut Spec,
-    look: impl Fn(&Path) -> Option<DeviceNode>,
-) -> Result<DeviceEdit, EditError> {
+/// Makes nodes of AMD's GPUs, and of the graphics side of any GPU, ones of this host, which has `host`.
+///
+/// The number of `/dev/kfd` is the kernel's choice, and its name says what it opens: it gets the one that it has here. Nodes of
+/// graphics have the same numbers on every host, and containers have them under other names: the number is what was granted.
+/// Of both, what this host does not have is dropped: which device it would open here is not known.
+pub fn settle_other_gpus(spec: &mut Spec, host: &[DeviceNode]) -> Result<DeviceEdit, EditError> {
     let (mut moves, mut new) = (Vec::new(), Vec::new());
     let old = spec.array("/linux/devices").to_vec();
     for entry in &old {
         let from = parse_device(entry)?.map(|device| device.node);
-        match from.filter(|node| other_gpu(&node.path).is_some()) {
-            None => new.push(entry.clone()),
-            Some(from) => {
-                let to = look(&from.path);
-                new.extend(to.as_ref().map(|to| with_node(entry, to)));
-                moves.push(Move { from: Some(from), to });
-            }
-        }
+        let class = from.as_ref().and_then(|node| other_gpu(&node.path));
+        let (Some(from), Some(class @ (OtherGpu::Amd | OtherGpu::Graphics))) = (from, class) else {
+            new.push(entry.clone());
+            continue;
+        };
+        let mut here = host.iter().filter(|node| other_gpu(&node.path) == Some(class));
+        let to = match class {
+            OtherGpu::Amd => here.next().cloned(),
+            _ => here
+                .any(|node| number(node) == number(&from))
+                .then(|| from.clone()),
+        };
+        new.extend(to.as_ref().map(|to| match *to == from {
+            true => entry.clone(),
+            false => with_node(entry, to),
+        }));
+        moves.push(Move { from: Some(from), to });
     }
+    let done = report(&moves);
     if new != old {
+        let rules = spec.device_rules()?;
+        // What the container could not open is not opened to it.
+        moves.retain(|m| m.from.as_ref().is_some_and(|from| DeviceRule::open(&rules, from)));
+        replace_rules(spec, &moves)?;
         spec.object_mut(&["linux"], "linux")?
             .insert("devices".to_owned(), Value::Array(new));
-        replace_rules(spec, &moves)?;
     }
-    Ok(report(&moves))
+    Ok(done)
+}
+
+fn number(node: &DeviceNode) -> (NodeType, u64, u64) {
+    (node.kind, node.major, node.minor)
 }
 
 /// Takes the nodes of NVIDIA's driver out of a spec, with the rules that open them and nothing else: numbers of another node

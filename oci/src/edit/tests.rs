@@ -255,39 +255,100 @@ fn a_cgroup_is_renamed_in_both_forms() {
     assert_eq!(without.cgroups_path(), None);
 }
 
-#[test]
-fn nodes_of_other_vendors_get_the_numbers_of_this_host() {
-    let entry = |path: &str, major: u64, minor: u64| serde_json::json!({"path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o660});
-    let rule = |major: u64, minor: u64| serde_json::json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rw"});
-    let spec = |devices: [Value; 3], rules: Vec<Value>| {
-        Spec::from(json!({"linux": {"devices": devices, "resources": {"devices": rules}}}))
-    };
-    let fuse = entry("/dev/fuse", 10, 229);
-    let (kfd, render) = ("/dev/kfd", "/dev/dri/renderD129");
-    let mut moved = spec(
-        [fuse.clone(), entry(kfd, 511, 0), entry(render, 226, 129)],
-        vec![rule(511, 0), rule(10, 229), rule(226, 129)],
-    );
-    let node = |path: &Path, major, minor| DeviceNode {
-        path: path.to_owned(),
+fn entry(path: &str, major: u64, minor: u64) -> Value {
+    json!({"path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o660})
+}
+
+fn rule(major: u64, minor: u64) -> Value {
+    json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rw"})
+}
+
+fn given(devices: &[Value], rules: &[Value]) -> Spec {
+    Spec::from(json!({"linux": {"devices": devices, "resources": {"devices": rules}}}))
+}
+
+fn nodes(nodes: &[(&str, u64, u64)]) -> Vec<DeviceNode> {
+    let node = |&(path, major, minor): &(&str, u64, u64)| DeviceNode {
+        path: path.into(),
         kind: NodeType::Char,
         major,
         minor,
     };
-    let host = |path: &Path| Some(node(path, if path == Path::new(kfd) { 507 } else { 226 }, 130));
-    let edit = renumber_other_gpus(&mut moved, host).unwrap();
-    assert_eq!(edit.added.len(), 2);
-    let expected = spec(
-        [fuse.clone(), entry(kfd, 507, 130), entry(render, 226, 130)],
-        vec![rule(507, 130), rule(10, 229), rule(226, 130)],
-    );
-    assert_eq!(moved, expected);
-    assert!(renumber_other_gpus(&mut moved, host).unwrap().is_empty());
+    nodes.iter().map(node).collect()
+}
 
-    let edit = renumber_other_gpus(&mut moved, |path| host(path).filter(|_| path == Path::new(kfd))).unwrap();
-    assert_eq!(edit.dropped[0].path, Path::new(render));
-    assert_eq!(paths(&moved), ["/dev/fuse", kfd]);
-    assert_eq!(allowed(&moved), ["507:130", "10:229"]);
+/// `spec` as it is under a host with these nodes, and what was done; once more it is nothing.
+fn settled(spec: &Spec, host: &[(&str, u64, u64)]) -> (Spec, DeviceEdit) {
+    let mut after = spec.clone();
+    let edit = settle_other_gpus(&mut after, &nodes(host)).unwrap();
+    let again = after.clone();
+    assert!(settle_other_gpus(&mut after, &nodes(host)).unwrap().is_empty());
+    assert_eq!(after, again, "not idempotent");
+    (after, edit)
+}
+
+const KFD: &str = "/dev/kfd";
+
+#[test]
+fn amds_common_node_gets_the_number_of_this_host() {
+    let render = "/dev/dri/renderD129";
+    let fuse = entry("/dev/fuse", 10, 229);
+    let before = given(
+        &[fuse.clone(), entry(KFD, 511, 0), entry(render, 226, 129)],
+        &[rule(511, 0), rule(10, 229), rule(226, 129)],
+    );
+    let (after, edit) = settled(&before, &[(KFD, 507, 0), (render, 226, 129)]);
+    let expected = given(
+        &[fuse, entry(KFD, 507, 0), entry(render, 226, 129)],
+        &[rule(507, 0), rule(10, 229), rule(226, 129)],
+    );
+    assert_eq!(after, expected);
+    assert_eq!(
+        edit.to_string(),
+        "/dev/kfd (511:0) is gone, /dev/kfd (507:0) is new"
+    );
+
+    let (after, edit) = settled(&before, &[(render, 226, 129)]);
+    assert_eq!(edit.to_string(), "/dev/kfd (511:0) is gone");
+    assert_eq!(paths(&after), ["/dev/fuse", render]);
+    assert_eq!(allowed(&after), ["10:229", "226:129"]);
+}
+
+/// The container has the second GPU of its host under the name of the first.
+#[test]
+fn a_node_under_another_name_stays_the_device_that_was_granted() {
+    let (first, second) = ("/dev/dri/renderD128", "/dev/dri/renderD129");
+    let before = given(
+        &[entry(KFD, 511, 0), entry(first, 226, 129)],
+        &[rule(511, 0), rule(226, 129)],
+    );
+    let host = [(KFD, 511, 0), (first, 226, 128), (second, 226, 129)];
+    let (after, edit) = settled(&before, &host);
+    assert_eq!((after, edit.is_empty()), (before.clone(), true));
+
+    let unknown_name = given(&[entry("/dev/dri/renderD140", 226, 129)], &[rule(226, 129)]);
+    assert_eq!(settled(&unknown_name, &host).0, unknown_name);
+
+    // A host that has only the first: it is another's.
+    let (after, edit) = settled(&before, &host[..2]);
+    assert_eq!(
+        (paths(&after), allowed(&after)),
+        (vec![KFD.to_owned()], vec!["511:0".to_owned()])
+    );
+    assert_eq!(edit.to_string(), "/dev/dri/renderD128 (226:129) is gone");
+}
+
+#[test]
+fn what_no_rule_opens_is_not_opened_and_accelerators_are_left() {
+    let render = "/dev/dri/renderD128";
+    let accel = "/dev/accel/accel0";
+    let before = given(
+        &[entry(KFD, 511, 0), entry(render, 226, 128), entry(accel, 261, 0)],
+        &[rule(511, 0)],
+    );
+    let (after, _) = settled(&before, &[(KFD, 507, 0), (render, 226, 128)]);
+    assert_eq!(paths(&after), [KFD, render, accel]);
+    assert_eq!(allowed(&after), ["507:0"]);
 }
 
 #[test]

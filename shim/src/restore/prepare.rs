@@ -125,8 +125,10 @@ async fn other_part(bundle: &Path, mut spec: Spec, runc: &Runc) -> Result<Option
     let Some(hook) = hook.filter(|_| is_runc) else {
         return Ok(Some(others));
     };
-    let edited = edit::renumber_other_gpus(&mut spec, devnodes::of_host)?;
-    log::debug!("spec edited for the target's GPUs: {edited:?}");
+    let edited = edit::settle_other_gpus(&mut spec, &devnodes::other_gpus_of_host())?;
+    if !edited.is_empty() {
+        log::warn!("nodes in {} are not as they were: {edited}", bundle.display());
+    }
     let criu = CriuConfig::of_criu(&spec, bundle).with_script(&hook);
     edit::set_criu_config(&mut spec, &criu.path())?;
     spec.save(bundle)?;

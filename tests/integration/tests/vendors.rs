@@ -11,6 +11,7 @@ use firn_node::{Cgroup, Suite, wait_for};
 
 const KFD: &str = "/dev/kfd";
 const RENDER: &str = "/dev/dri/renderD128";
+const OTHER_RENDER: &str = "/dev/dri/renderD129";
 
 /// CRIU's log of a restore of the container, in its work directory.
 const RESTORE_LOG: &str = "/var/lib/containerd/io.containerd.runtime.v2.task/default/job/restore.log";
@@ -27,13 +28,15 @@ fn host(name: &str) -> Result<GpuHost> {
     host_with(Suite::Forky, Cgroup::Auto, name, "3")
 }
 
-/// One where these nodes open the memory device of this number.
+/// One where these nodes open the memory device of this number, and another node of graphics that of the number 3.
 fn host_with(suite: Suite, cgroup: Cgroup, name: &str, minor: &str) -> Result<GpuHost> {
     let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?;
     host.node().run(&["mkdir", "-p", "/dev/dri"])?;
     for path in [KFD, RENDER] {
         host.node().run(&["mknod", "-m", "666", path, "c", "1", minor])?;
     }
+    host.node()
+        .run(&["mknod", "-m", "666", OTHER_RENDER, "c", "1", "3"])?;
     Ok(host)
 }
 
@@ -208,7 +211,8 @@ fn devices(job: &Container<'_>) -> Result<Vec<String>> {
     Ok(job.exec(&stat)?.lines().map(str::to_owned).collect())
 }
 
-/// On the other node the same names open other devices. CRIU opens the container's files itself, from its /dev.
+/// On the other node the same names open other devices. CRIU opens the container's files itself, from its /dev. Of AMD's common
+/// node the name counts; of a node of graphics the number: which one the container was given.
 ///
 /// `more` are lines that the operator gives CRIU.
 fn files_are_opened_on_the_target(suite: Suite, cgroup: Cgroup, name: &str, more: &str) -> Result<()> {
@@ -236,7 +240,7 @@ fn files_are_opened_on_the_target(suite: Suite, cgroup: Cgroup, name: &str, more
         a.send_image("checkpoint/job", b)?;
         let (copy, _) = Container::restore(b, "job", "checkpoint/job", 0)?;
         beats_on(b)?;
-        assert_eq!(devices(&copy)?, ["1:5"; 4]);
+        assert_eq!(devices(&copy)?, ["1:5", "1:3", "1:5", "1:3"]);
         let operators = b.node().read("/run/operators")?;
         ensure!(operators.contains("post-setup-namespaces"), "{operators}");
         let log = b.node().read(RESTORE_LOG)?;
