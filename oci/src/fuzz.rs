@@ -7,14 +7,14 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use firn_config::Restore;
+use firn_config::{Restore, Toolkit};
 use firn_gpu::{DeviceNode, Gpu, Inventory};
 use serde_json::{Value, json};
 
 use crate::fixtures::{config, inventory, uuid};
 use crate::manifest::Manifest;
 use crate::spec::parse_device;
-use crate::{Ask, Basis, Decision, Form, GpuMap, Grant, Spec, edit, mounts, settle};
+use crate::{Ask, Basis, Decision, Form, GpuMap, Grant, Spec, asks_for_more, edit, mounts, settle};
 
 /// A container's `config.json`.
 pub fn spec(json: &[u8]) {
@@ -149,6 +149,16 @@ fn views(spec: &Spec) {
     if let Ask::Request(request) = Ask::of(spec) {
         assert!(!request.devices.is_empty(), "nothing is asked for");
     }
+    let toolkit = Toolkit {
+        visible_devices: true,
+        volume_mounts: true,
+        annotations: vec!["cdi.k8s.io/".to_owned()],
+        ..Toolkit::default()
+    };
+    if let Ask::Request(request) = Ask::of_wrapped(spec, &toolkit) {
+        assert!(!request.devices.is_empty(), "the wrapper is asked for nothing");
+    }
+    asks_for_more(spec);
     let mut settled = spec.clone();
     if settle(&mut settled).is_ok() {
         assert!(!settled.gpu_by_hook(), "a hook is left");
