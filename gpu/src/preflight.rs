@@ -17,8 +17,9 @@
 //!   initialised. NVSHMEM itself says nothing: every PyTorch process has it.
 //! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA (`descriptors`).
 //! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all. Processes that only use NVML
-//!   (nvidia-smi, monitors) are known to the driver, too, and cannot have any: libcuda is not mapped in them. That no context is
-//!   there, for which /dev/nvidia-uvm is mapped, does not say so: cuMemCreate needs none.
+//!   (nvidia-smi, monitors) are known to the driver, too, and cannot have any: no node of the driver's is mapped in them, as some
+//!   are in every process that has called cuInit. libcuda is mapped in both, and /dev/nvidia-uvm only where there is a context,
+//!   which cuMemCreate does not need.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -170,9 +171,8 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)
         sign,
         certainty,
     };
-    // Also where a file has another path, or none any more.
-    let of_cuda = |name: &[u8]| name.starts_with(b"libcuda.so") || name.starts_with(b"nvidia-uvm");
-    let has_cuda = maps::mappings(&maps).any(|mapping| of_cuda(mapping.file_name()));
+    // By the name, as a node may have another path, or none any more.
+    let has_cuda = maps::mappings(&maps).any(|mapping| mapping.file_name().starts_with(b"nvidia"));
     Ok(Some((findings.into_iter().map(of_process).collect(), has_cuda)))
 }
 

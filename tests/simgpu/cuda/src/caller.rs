@@ -48,9 +48,21 @@ pub(crate) fn request(call: Call, pid: i32, request: &Request) -> Result<(), Err
     })
 }
 
+/// Has a request of the process's own carried out.
+pub(crate) fn ask(channel: &OwnedFd, request: &Request) -> Result<(), Error> {
+    match send(channel, request).map_err(|_| Error::UNKNOWN)? {
+        0 => Ok(()),
+        code => Err(Error(code)),
+    }
+}
+
 fn exchange(process: &CudaProcess, request: &Request) -> io::Result<i32> {
+    send(&channel(process)?, request)
+}
+
+fn send(channel: &OwnedFd, request: &Request) -> io::Result<i32> {
     let (mine, theirs) = wire::socket_pair()?;
-    wire::send_with(&channel(process)?, &request.encode(), &theirs)?;
+    wire::send_with(channel, &request.encode(), &theirs)?;
     drop(theirs);
     let answer = wire::receive::<4>(&mine)?.ok_or(io::ErrorKind::UnexpectedEof)?;
     // The process closes its end after the answer. Until then CRIU would find a socket of this network namespace in it.

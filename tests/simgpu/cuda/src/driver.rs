@@ -1,21 +1,26 @@
 //! The driver as loaded in this process: started by the first cuInit or by NVML, once.
 
+use std::os::fd::OwnedFd;
 use std::sync::mpsc;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::thread;
 
 use simgpu_model::GpuInfo;
 
+use crate::caller;
 use crate::error::Error;
 use crate::gate::{Gate, Passed};
 use crate::hardware::{self, Hardware};
-use crate::process::{Nvml, Process};
+use crate::process::Process;
 use crate::service::{self, Service};
+use crate::wire::Request;
 
 /// See the module head.
 pub(crate) struct Driver {
     pub(crate) gate: Gate,
     process: Mutex<Process>,
+    /// To the restore thread.
+    channel: OwnedFd,
     pid: u32,
 }
 
@@ -66,6 +71,10 @@ fn own() -> Option<&'static Driver> {
 pub(crate) fn start() -> Result<(), Error> {
     let driver = run()?;
     let _passed = driver.gate.pass();
+    if driver.process().seen.is_empty() {
+        // The restore thread holds what belongs to the process.
+        caller::ask(&driver.channel, &Request::Init)?;
+    }
     let mut process = driver.process();
     if process.ordinals.is_empty() {
         process.ordinals = visible(
@@ -80,9 +89,8 @@ pub(crate) fn start() -> Result<(), Error> {
 }
 
 /// nvmlInit: a process that uses NVML alone is known to the driver as one with CUDA is.
-pub(crate) fn attach(nvml: Nvml) -> Result<(), Error> {
-    run()?.process().nvml = Some(nvml);
-    Ok(())
+pub(crate) fn attach() -> Result<(), Error> {
+    run().map(drop)
 }
 
 /// The driver, started if it does not run.
@@ -109,8 +117,25 @@ fn run() -> Result<&'static Driver, Error> {
     own().ok_or(Error::NOT_INITIALIZED)
 }
 
-/// Opens the devices and makes the channel; runs in what becomes the restore thread.
+/// Makes the channel; runs in what becomes the restore thread.
 fn begin() -> Result<(Driver, Service), Error> {
+    let nodes = hardware::open_nodes();
+    if nodes.is_empty() {
+        return Err(Error::NO_DEVICE);
+    }
+    let service = Service::new(service::fresh_token().map_err(|_| Error::UNKNOWN)?);
+    let service = service.map_err(|_| Error::UNKNOWN)?;
+    let driver = Driver {
+        gate: Gate::default(),
+        process: Mutex::new(Process::new(nodes)),
+        channel: service.channel().map_err(|_| Error::UNKNOWN)?,
+        pid: std::process::id(),
+    };
+    Ok((driver, service))
+}
+
+/// What cuInit adds; runs in the restore thread. Returns the process's token.
+pub(crate) fn initialise(process: &mut Process) -> Result<u64, Error> {
     let control = hardware::open_control().ok_or(Error::NO_DEVICE)?;
     let mut seen: Vec<GpuInfo> = Vec::new();
     let mut memories = Vec::new();
@@ -124,17 +149,8 @@ fn begin() -> Result<(Driver, Service), Error> {
         return Err(Error::NO_DEVICE);
     }
     let token = service::fresh_token().map_err(|_| Error::UNKNOWN)?;
-    let hardware = Hardware::enter(control, memories, token)?;
-    let service = Service::new(token).map_err(|_| Error::UNKNOWN)?;
-    let process = Mutex::new(Process::new(seen, hardware));
-    Ok((
-        Driver {
-            gate: Gate::default(),
-            process,
-            pid: std::process::id(),
-        },
-        service,
-    ))
+    process.initialise(seen, Hardware::enter(control, memories, token)?);
+    Ok(token)
 }
 
 /// Places of the GPUs that CUDA_VISIBLE_DEVICES lets through, in its order; it ends at the first entry that names none.

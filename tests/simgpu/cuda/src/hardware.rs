@@ -38,6 +38,23 @@ pub(crate) fn open_control() -> Option<Control> {
     Control::open(&paths::dev_dir()).ok()
 }
 
+/// Opens all nodes that can be opened, and maps none.
+pub(crate) fn open_nodes() -> Vec<File> {
+    let Some(control) = open_control() else {
+        return Vec::new();
+    };
+    let gpus = control.table.gpus.iter().map(|gpu| gpu.node.name.as_str());
+    let names = [paths::CONTROL, paths::UVM].into_iter().chain(gpus);
+    let open = |name| {
+        File::options()
+            .read(true)
+            .write(true)
+            .open(paths::dev_dir().join(name))
+            .ok()
+    };
+    names.filter_map(open).collect()
+}
+
 /// Opens a GPU; makes its node first when it is missing, which takes the right to. A node with another number (left
 /// over from another host) is not used.
 pub(crate) fn open_gpu(gpu: &GpuInfo) -> io::Result<GpuMemory> {

@@ -1,6 +1,7 @@
 //! What the driver knows of the process that it is loaded in. Lies in ordinary memory, so CRIU carries it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::File;
 
 use simgpu_model::{CHUNK, GpuInfo, Mapping, Uuid};
 
@@ -51,25 +52,18 @@ pub(crate) struct Context {
     pub(crate) primary: bool,
 }
 
-/// NVML's part in a checkpoint: it closes and opens again what it has of the devices.
-#[derive(Clone, Copy)]
-pub(crate) struct Nvml {
-    pub(crate) close: extern "C" fn(),
-    pub(crate) open: extern "C" fn(),
-}
-
 /// See the module head.
 pub(crate) struct Process {
     pub(crate) state: State,
-    /// All GPUs that could be opened when the driver was started, as they were then: what the process goes on reporting.
+    /// All GPUs that could be opened at cuInit, as they were then: what the process goes on reporting. None before.
     pub(crate) seen: Vec<GpuInfo>,
     /// Where each of them is now.
     pub(crate) current: Vec<Uuid>,
     /// Device ordinals, as places in `seen`; none before cuInit.
     pub(crate) ordinals: Vec<usize>,
-    /// What NVML has open, if it is in use.
-    pub(crate) nvml: Option<Nvml>,
-    /// The open devices; none while checkpointed.
+    /// The nodes that a process has open, and not mapped, that uses NVML alone.
+    pub(crate) nodes: Vec<File>,
+    /// The open devices; none before cuInit, and while checkpointed.
     pub(crate) hardware: Option<Hardware>,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     /// Per GPU, what a checkpoint saved of its memory.
@@ -84,15 +78,15 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    pub(crate) fn new(seen: Vec<GpuInfo>, hardware: Hardware) -> Self {
+    pub(crate) fn new(nodes: Vec<File>) -> Self {
         Self {
             state: State::Running,
-            current: seen.iter().map(|gpu| gpu.uuid).collect(),
-            saved: seen.iter().map(|_| None).collect(),
-            seen,
+            current: Vec::new(),
+            saved: Vec::new(),
+            seen: Vec::new(),
             ordinals: Vec::new(),
-            nvml: None,
-            hardware: Some(hardware),
+            nodes,
+            hardware: None,
             allocations: BTreeMap::new(),
             contexts: HashMap::new(),
             modules: HashMap::new(),
@@ -103,6 +97,15 @@ impl Process {
             next_id: 1,
             next_handle: 1,
         }
+    }
+
+    /// cuInit: these GPUs are there for CUDA.
+    pub(crate) fn initialise(&mut self, seen: Vec<GpuInfo>, hardware: Hardware) {
+        self.current = seen.iter().map(|gpu| gpu.uuid).collect();
+        self.saved = seen.iter().map(|_| None).collect();
+        self.seen = seen;
+        self.hardware = Some(hardware);
+        self.nodes.clear();
     }
 
     /// A handle that was never given before; looks like an aligned pointer.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use simgpu_model::Uuid;
 
-use crate::driver::Driver;
+use crate::driver::{self, Driver};
 use crate::error::{Error, answer};
 use crate::event::Handshake;
 use crate::process::State;
@@ -43,6 +43,11 @@ impl Service {
         Ok(service)
     }
 
+    /// What callers send requests to.
+    pub(crate) fn channel(&self) -> io::Result<OwnedFd> {
+        self.far.try_clone()
+    }
+
     /// Serves callers for the life of the process.
     pub(crate) fn serve(mut self, driver: &Driver) {
         loop {
@@ -64,6 +69,7 @@ impl Service {
                 Request::Unlock => unlock(driver),
                 // The answer is in this thread's name; that it comes shows that the thread can run.
                 Request::State => Ok(()),
+                Request::Init => self.init(driver),
             });
             self.show(driver.process().state);
             // A caller that is gone by now reads the state back some other time.
@@ -89,6 +95,13 @@ impl Service {
             }
         })?;
         driver.process().state = State::Locked;
+        Ok(())
+    }
+
+    /// By the process itself, which waits.
+    fn init(&self, driver: &Driver) -> Result<(), Error> {
+        let token = driver::initialise(&mut driver.process())?;
+        self.handshake.show(token);
         Ok(())
     }
 

@@ -52,9 +52,7 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
     if let Some(hardware) = process.hardware.take() {
         hardware.leave();
     }
-    if let Some(nvml) = process.nvml {
-        (nvml.close)();
-    }
+    process.nodes.clear();
     process.state = State::Checkpointed;
     Ok(())
 }
@@ -63,6 +61,11 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
 pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64) -> Result<(), Error> {
     if process.has_imported() {
         return Err(Error::INVALID_VALUE);
+    }
+    if process.seen.is_empty() {
+        process.nodes = hardware::open_nodes();
+        process.state = State::Locked;
+        return Ok(());
     }
     // A control device that cannot be opened was not measured; a GPU's gives the same.
     let control = hardware::open_control().ok_or(Error::INVALID_VALUE)?;
@@ -88,9 +91,6 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     process.saved.iter_mut().for_each(|region| *region = None);
     process.current = targets.iter().map(|gpu| gpu.uuid).collect();
     process.hardware = Some(hardware);
-    if let Some(nvml) = process.nvml {
-        (nvml.open)();
-    }
     process.state = State::Locked;
     Ok(())
 }

@@ -14,11 +14,17 @@ use simgpu_model::Uuid;
 /// What a caller asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Request {
-    Lock { timeout_ms: u32 },
+    Lock {
+        timeout_ms: u32,
+    },
     Checkpoint,
-    Restore { pairs: Vec<(Uuid, Uuid)> },
+    Restore {
+        pairs: Vec<(Uuid, Uuid)>,
+    },
     Unlock,
     State,
+    /// Made by the process itself.
+    Init,
 }
 
 const MAX_MESSAGE: usize = 16 << 10;
@@ -38,6 +44,7 @@ impl Request {
             }
             Self::Unlock => vec![4],
             Self::State => vec![5],
+            Self::Init => vec![6],
         }
     }
 
@@ -58,6 +65,7 @@ impl Request {
             }
             (4, []) => Some(Self::Unlock),
             (5, []) => Some(Self::State),
+            (6, []) => Some(Self::Init),
             _ => None,
         }
     }

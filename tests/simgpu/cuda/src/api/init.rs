@@ -6,7 +6,6 @@ use simgpu_model::fault::Call;
 
 use super::give;
 use crate::error::{Error, answer, describe};
-use crate::process::Nvml;
 use crate::{caller, driver, hardware};
 
 #[unsafe(no_mangle)]
@@ -22,8 +21,8 @@ extern "C" fn cuInit(flags: u32) -> i32 {
 
 /// Not of the driver's API: what the simulated NVML calls when it is initialised.
 #[unsafe(no_mangle)]
-extern "C" fn simgpu_attach(close: extern "C" fn(), open: extern "C" fn()) -> i32 {
-    answer(|| driver::attach(Nvml { close, open }))
+extern "C" fn simgpu_attach() -> i32 {
+    answer(driver::attach)
 }
 
 #[unsafe(no_mangle)]
