@@ -6,6 +6,7 @@
 
 mod ask;
 mod atomic;
+pub mod cgroups;
 pub mod criu;
 mod decide;
 pub mod devnodes;

@@ -3,13 +3,14 @@
 //! The host memory that the driver copies GPU memory into is anonymous memory of the process itself, and charged like it: where
 //! a limit has not the room, the kernel kills the workload in the middle of its checkpoint.
 
-use std::fs;
-use std::path::{Component, Path, PathBuf};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
-use crate::mountinfo::{self, MountEntry};
+use nix::errno::Errno;
 
-/// Where cgroup2 has to be mounted for a host to count as unified, as containerd and runc do.
-const UNIFIED: &str = "/sys/fs/cgroup";
+use crate::cgroups::{Hierarchies, UNIFIED, Version};
+use crate::mountinfo;
 
 /// The tightest of the limits that hold for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,67 +41,62 @@ const V2: Files = Files {
 };
 
 impl MemoryLimit {
-    /// The limit with least left for the cgroup of a process, of its own and those above. None without one, and where it
-    /// cannot be told.
-    pub fn of(pid: i32) -> Option<Self> {
-        let mounts = mountinfo::mounted().ok()?;
-        let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-        Self::tightest(&mounts, &cgroups, Path::new(UNIFIED))
+    /// The limit with least left for the cgroups of these processes, of their own and those above. None without one. A process
+    /// that has ended has none.
+    pub fn of(pids: &[i32]) -> io::Result<Option<Self>> {
+        let mounts = mountinfo::mounted()?;
+        let Some(host) = Hierarchies::from_mounts(&mounts, Path::new(UNIFIED)) else {
+            return Ok(None);
+        };
+        let mut known = BTreeSet::new();
+        for pid in pids {
+            match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
+                Ok(cgroups) => known.insert(cgroups),
+                Err(error) if is_gone(&error) => continue,
+                Err(error) => return Err(error),
+            };
+        }
+        let limits = known.iter().map(|cgroups| Self::tightest(&host, cgroups));
+        let limits: Vec<Option<Self>> = limits.collect::<io::Result<_>>()?;
+        Ok(limits.into_iter().flatten().min_by_key(|limit| limit.left))
     }
 
     /// `cgroups` is what /proc/PID/cgroup says.
-    fn tightest(mounts: &[MountEntry], cgroups: &str, unified: &Path) -> Option<Self> {
-        // The last mount at a point hides the others.
-        let top = mounts.iter().rev().find(|mount| mount.mount_point == unified);
-        let (mount, files, controller) = match top.filter(|top| top.fs_type == "cgroup2") {
-            Some(mount) => (mount, V2, ""),
-            None => (of_memory(mounts, unified)?, V1, "memory"),
+    fn tightest(host: &Hierarchies, cgroups: &str) -> io::Result<Option<Self>> {
+        let (files, controller) = match host.version {
+            Version::V1 => (V1, "memory"),
+            Version::V2 => (V2, ""),
         };
-        let path = cgroups.lines().find_map(|line| {
-            let mut fields = line.splitn(3, ':').skip(1);
-            let (names, path) = (fields.next()?, fields.next()?);
-            names.split(',').any(|name| name == controller).then_some(path)
-        })?;
-        // With a mount of a part of the hierarchy, the part's own path comes first in the kernel's names.
-        let path = Path::new(path);
-        let path = path.strip_prefix(&mount.root).unwrap_or(path);
-        let names = path
-            .components()
-            .filter(|part| matches!(part, Component::Normal(_)));
-        let below: PathBuf = names.collect();
-        let limits = below.ancestors().filter_map(|part| {
-            let dir = mount.mount_point.join(part);
-            let left = left(&dir, &files)?;
-            Some(Self { dir, left })
-        });
-        limits.min_by_key(|limit| limit.left)
+        let mut places = host.of_process(cgroups);
+        let Some(place) = places.remove(controller) else {
+            return Ok(None);
+        };
+        let mut tightest: Option<Self> = None;
+        for path in place.path.ancestors() {
+            let dir = place.mount_point.join(path);
+            if let Some(left) = left(&dir, &files)?
+                && tightest.as_ref().is_none_or(|limit| left < limit.left)
+            {
+                tightest = Some(Self { dir, left });
+            }
+        }
+        Ok(tightest)
     }
 }
 
-/// The mount of the memory controller of version 1. A node in a node shows the outer one's too; the one below /sys/fs/cgroup
-/// is that of the tools.
-fn of_memory<'a>(mounts: &'a [MountEntry], unified: &Path) -> Option<&'a MountEntry> {
-    let is_of = |mount: &&MountEntry| {
-        mount.fs_type == "cgroup" && mount.super_options.split(',').any(|option| option == "memory")
-    };
-    let preferred = |mount: &&MountEntry| mount.mount_point.starts_with(unified);
-    let mut all = mounts.iter().filter(is_of);
-    all.clone().rfind(preferred).or_else(|| all.next())
-}
-
 /// What one cgroup may still take; none without a limit.
-fn left(dir: &Path, files: &Files) -> Option<u64> {
-    let number = |name| {
-        fs::read_to_string(dir.join(name))
-            .ok()?
-            .trim()
-            .parse::<u64>()
-            .ok()
+fn left(dir: &Path, files: &Files) -> io::Result<Option<u64>> {
+    let number = |name| -> io::Result<Option<u64>> {
+        match text(&dir.join(name))?.as_deref().map(str::trim) {
+            None | Some("max" | "-1") => Ok(None),
+            Some(number) => number.parse().map(Some).map_err(io::Error::other),
+        }
     };
-    // The word `max` is no number.
-    let limit = number(files.limit)?;
-    let usage = number(files.usage).unwrap_or(0);
-    let stat = fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let Some(limit) = number(files.limit)? else {
+        return Ok(None);
+    };
+    let usage = number(files.usage)?.unwrap_or(0);
+    let stat = text(&dir.join("memory.stat"))?.unwrap_or_default();
     let caches = stat.lines().filter_map(|line| {
         let (name, bytes) = line.split_once(' ')?;
         files
@@ -109,12 +105,33 @@ fn left(dir: &Path, files: &Files) -> Option<u64> {
             .then(|| bytes.trim().parse::<u64>().ok())?
     });
     let caches = caches.fold(0, u64::saturating_add);
-    Some(limit.saturating_sub(usage.saturating_sub(caches)))
+    Ok(Some(limit.saturating_sub(usage.saturating_sub(caches))))
+}
+
+/// A file of a cgroup; none where there is no such cgroup, or not this controller.
+fn text(path: &Path) -> io::Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// ENODEV: a cgroup that is removed while its file is open. ESRCH: a process that ends.
+fn is_gone(error: &io::Error) -> bool {
+    let gone = [Errno::ENODEV, Errno::ESRCH].map(|errno| Some(errno as i32));
+    error.kind() == io::ErrorKind::NotFound || gone.contains(&error.raw_os_error())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mountinfo::MountEntry;
+
+    fn tightest(mounts: &[MountEntry], cgroups: &str, unified: &Path) -> Option<MemoryLimit> {
+        let host = Hierarchies::from_mounts(mounts, unified)?;
+        MemoryLimit::tightest(&host, cgroups).unwrap()
+    }
 
     fn write(dir: &Path, files: &[(&str, &str)]) {
         fs::create_dir_all(dir).unwrap();
@@ -143,7 +160,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let (pod, own) = (root.path().join("pod"), root.path().join("pod/box"));
         let mounts = [mount(root.path(), "/", "cgroup2", "rw")];
-        let tightest = || MemoryLimit::tightest(&mounts, "0::/pod/box\n", root.path());
+        let tightest = || self::tightest(&mounts, "0::/pod/box\n", root.path());
         assert_eq!(tightest(), None);
         write(&own, &[("memory.max", "max\n"), ("memory.current", "700\n")]);
         assert_eq!(tightest(), None);
@@ -161,7 +178,7 @@ mod tests {
         assert_eq!(tightest(), limit(&pod, 0), "above its limit");
         write(root.path(), &[("memory.max", "10\n"), ("memory.current", "20\n")]);
         let part = [mount(root.path(), "/node", "cgroup2", "rw")];
-        let of_part = MemoryLimit::tightest(&part, "0::/node/pod/box\n", root.path());
+        let of_part = self::tightest(&part, "0::/node/pod/box\n", root.path());
         assert_eq!(of_part.unwrap().left, 0);
     }
 
@@ -188,15 +205,27 @@ mod tests {
             mount(&root.path().join("unified"), "/", "cgroup2", "rw"),
         ];
         let cgroups = "9:cpu,cpuacct:/other\n4:memory:/node/pod/box\n0::/elsewhere\n";
-        let found = MemoryLimit::tightest(&mounts, cgroups, root.path());
+        let found = self::tightest(&mounts, cgroups, root.path());
         assert_eq!(found, limit(&own, 550));
-        let elsewhere = MemoryLimit::tightest(&mounts[..1], "4:memory:/pod/box\n", root.path());
+        let elsewhere = self::tightest(&mounts[..1], "4:memory:/pod/box\n", root.path());
         assert_eq!(elsewhere.unwrap().left, 1);
-        assert_eq!(MemoryLimit::tightest(&mounts, "3:pids:/a\n", root.path()), None);
+        assert_eq!(self::tightest(&mounts, "3:pids:/a\n", root.path()), None);
     }
 
     #[test]
     fn a_process_that_has_ended_has_none() {
-        assert_eq!(MemoryLimit::of(i32::MAX), None);
+        assert_eq!(MemoryLimit::of(&[i32::MAX]).unwrap(), None);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_taken_for_no_limit() {
+        let root = tempfile::tempdir().unwrap();
+        let mounts = [mount(root.path(), "/", "cgroup2", "rw")];
+        let host = Hierarchies::from_mounts(&mounts, root.path()).unwrap();
+        write(&root.path().join("box"), &[("memory.max", "many\n")]);
+        assert!(MemoryLimit::tightest(&host, "0::/box\n").is_err());
+        fs::remove_file(root.path().join("box/memory.max")).unwrap();
+        fs::create_dir(root.path().join("box/memory.max")).unwrap();
+        assert!(MemoryLimit::tightest(&host, "0::/box\n").is_err());
     }
 }

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::path::{Component, Path};
 
 use containerd_shim_protos::{cgroups, cgroups_v2};
+use firn_oci::cgroups::{Hierarchies, membership};
+use firn_oci::mountinfo::MountEntry;
 use protobuf::Message;
 
-use super::locate::{Hierarchies, membership};
+use super::locate::by_spec;
 use super::{Cgroup, Place, Version, v1, v2};
 use crate::fuzz::dir;
-use crate::mounts::MountEntry;
 
 const MOUNT_POINT: &str = "/sys/fs/cgroup";
 
@@ -34,14 +35,14 @@ pub fn cgroups_path(bytes: &[u8]) {
     ] {
         let host = Hierarchies::from_mounts(&entries, Path::new(MOUNT_POINT)).expect("there is a hierarchy");
         for systemd in [false, true] {
-            if let Ok(cgroup) = host.by_spec(path, "c1", systemd) {
+            if let Ok(cgroup) = by_spec(&host, path, "c1", systemd) {
                 is_below(&cgroup, &entries);
             }
         }
         // The second field of a line is a list, the rest a path as the kernel gives it.
         for (_, path) in path.lines().filter_map(membership) {
             let path = path.to_str().expect("it was text");
-            if let Ok(cgroup) = host.by_spec(path, "c1", false) {
+            if let Ok(cgroup) = by_spec(&host, path, "c1", false) {
                 is_below(&cgroup, &entries);
             }
         }

@@ -21,10 +21,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_oci::cgroups::{Place, Version};
 use protobuf::well_known_types::any::Any;
 
 pub(crate) use freezer::FreezerState;
-use locate::Hierarchies;
 pub(crate) use oom::OomWatch;
 
 /// Lists the processes of a cgroup.
@@ -32,31 +32,6 @@ const PROCS: &str = "cgroup.procs";
 
 /// v1 hierarchies that tell where the container's own cgroup is, best first.
 const PRIMARY: [&str; 5] = ["freezer", "devices", "memory", "pids", "cpu"];
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
-    V1,
-    V2,
-}
-
-/// The directory of a cgroup in one hierarchy.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Place {
-    /// Where the hierarchy is mounted.
-    mount_point: PathBuf,
-    /// The cgroup, relative to the mount point.
-    path: PathBuf,
-}
-
-impl Place {
-    fn dir(&self) -> PathBuf {
-        self.mount_point.join(&self.path)
-    }
-
-    fn is_root(&self) -> bool {
-        self.path.as_os_str().is_empty()
-    }
-}
 
 /// A container's cgroup. It need not exist (any more).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -196,12 +171,12 @@ impl CgroupError {
 impl Cgroup {
     /// The cgroup that a process is in.
     pub(crate) fn of_pid(pid: i32) -> Result<Self, CgroupError> {
-        Hierarchies::of_host()?.of_pid(pid)
+        locate::of_pid(locate::host()?, pid)
     }
 
     /// The cgroup that a spec's `cgroupsPath` names, whether it exists or not: what a restore will run in.
     pub(crate) fn by_spec(cgroups_path: &str, id: &str, systemd: bool) -> Result<Self, CgroupError> {
-        Hierarchies::of_host()?.by_spec(cgroups_path, id, systemd)
+        locate::by_spec(locate::host()?, cgroups_path, id, systemd)
     }
 
     /// v2: has the cgroups above hand on every controller that they have themselves, as far as the kernel allows.

@@ -69,6 +69,8 @@ pub(crate) enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
+    #[error("cannot read the memory limits of the container")]
+    Limit(#[source] std::io::Error),
     #[error("cannot keep the launch job")]
     Job(#[from] firn_oci::job::JobError),
 }
@@ -305,7 +307,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Unreadable(_) => "FIRN-PROC",
         EffectError::Grant(error) => error.code(),
         EffectError::Gpu(error) => error.code(),
-        EffectError::Cgroup(_) => "FIRN-FREEZER",
+        EffectError::Cgroup(_) | EffectError::Limit(_) => "FIRN-FREEZER",
         EffectError::Hold(_) => "FIRN-HOLD",
         EffectError::Config(error) => error.code(),
         EffectError::Program(error) => error.code(),
@@ -335,6 +337,7 @@ fn hint(error: &EffectError) -> &str {
         EffectError::Unreadable(_) => "the process may have ended meanwhile: try again",
         EffectError::Grant(error) => error.hint(),
         EffectError::Gpu(error) => error.hint(),
+        EffectError::Limit(_) => "see that the cgroup hierarchies are mounted and readable",
         EffectError::Cgroup(_) => "see whether a process of the container hangs in the kernel (state D)",
         EffectError::Config(error) => error.hint(),
         EffectError::Program(error) => error.hint(),

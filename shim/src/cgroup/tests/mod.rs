@@ -42,8 +42,8 @@ impl Scratch {
     }
 
     fn v1() -> Option<Self> {
-        let host = Hierarchies::of_host().ok()?;
-        let cgroup = host.by_spec(&unique(), "", false).ok()?;
+        let host = locate::host().ok()?;
+        let cgroup = locate::by_spec(host, &unique(), "", false).ok()?;
         (cgroup.version == Version::V1)
             .then(|| Self::make(cgroup))
             .flatten()
