@@ -127,13 +127,19 @@ impl CriuConfig {
         self.bundle.join(names::BUNDLE_CRIU_CONFIG)
     }
 
-    /// Writes the file for the operation that comes next.
+    /// Writes the file for the operation that comes next. Where firn has nothing to add to dumps, runc is led to the user's
+    /// own file: nothing of firn's comes before a dump then that would read it anew.
     pub fn write(&self, operation: Operation) -> Result<(), CriuError> {
+        if let (Operation::Dump, Driver::Criu, Some(users_file)) = (operation, &self.driver, &self.users_file)
+        {
+            return make_link(users_file, &self.path());
+        }
         let content = self.content(operation)?;
         if self.driver == (Driver::Firn { libs_dir: None }) {
             make_directory(&self.bundle.join(names::BUNDLE_CRIU_LIBS))?;
         }
         if let Some(hook) = &self.script {
+            // CRIU gives a script no argument: by the link firn-hook learns the bundle.
             make_link(hook, &self.bundle.join(names::BUNDLE_CRIU_SCRIPT))?;
         }
         atomic::write(&self.bundle, names::BUNDLE_CRIU_CONFIG, content.as_bytes(), 0o600).map_err(|source| {
@@ -294,7 +300,7 @@ fn make_directory(path: &Path) -> Result<(), CriuError> {
     }
 }
 
-/// CRIU gives a script no argument: by the link firn-hook learns the bundle. Safe to repeat.
+/// Safe to repeat.
 fn make_link(to: &Path, path: &Path) -> Result<(), CriuError> {
     let made = match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -389,6 +395,11 @@ mod tests {
             assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/a hook"));
         }
         assert_eq!(written(&plugins, Operation::Dump), ["action-script /users"]);
+        std::fs::write(&users, "ghost-limit 2M").unwrap();
+        let dumps = std::fs::read_to_string(plugins.path()).unwrap();
+        assert_eq!(dumps, "ghost-limit 2M", "as it is at the dump");
+        assert_eq!(written(&plugins, Operation::Restore), ["ghost-limit 2M", &ours]);
+        assert_eq!(std::fs::read_to_string(&users).unwrap(), "ghost-limit 2M");
         let own =
             CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).with_script(Path::new("/hook"));
         let lines = written(&own, Operation::Restore);

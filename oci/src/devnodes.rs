@@ -23,7 +23,7 @@ use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2};
 use nix::sys::stat::{Mode, SFlag, fstat, fstatat, lstat, major, makedev, minor, mkdirat, mknodat};
 use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, unlinkat};
 
-use crate::gpu_path::{DIRECTORIES, is_gpu};
+use crate::gpu_path::{DIRECTORIES, GRAPHICS, is_gpu};
 use crate::mountinfo::{self, MountEntry};
 use crate::{Spec, SpecDevice, SpecError, other_gpu};
 
@@ -79,6 +79,8 @@ pub struct DevRepair {
     pub made: Vec<PathBuf>,
     /// Nodes of GPUs that the spec does not give.
     pub removed: Vec<PathBuf>,
+    /// Why nodes of graphics are as they were. Nobody computes by them, and the cgroup opens none but the spec's.
+    pub left: Option<String>,
 }
 
 /// Makes the GPU nodes in the /dev of this process's root those of the spec. Safe to repeat.
@@ -211,29 +213,52 @@ impl Place<'_> {
         let devices = spec.devices()?;
         let is_wanted = |device: &&SpecDevice| is_gpu(&device.node.path);
         let wanted: Vec<&SpecDevice> = devices.iter().filter(is_wanted).collect();
+        let user_namespace = spec.has_namespace("user");
         for name in DIRECTORIES {
-            let path = directory(name);
-            let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
-            let in_here: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
-            let opened = self.open(&path, !in_here.is_empty() && !name.is_empty());
-            let Some(fd) = opened.map_err(step("open", &path))? else {
-                continue;
-            };
-            if fstat(&fd).map_err(step("look at", &path))?.st_dev == host {
-                continue;
-            }
-            let mut directory = Directory {
-                fd,
-                path,
-                user_namespace: spec.has_namespace("user"),
-            };
-            directory.remove_others(&in_here, done)?;
-            for node in in_here {
-                directory.provide(node, done)?;
+            match self.repair_directory(name, host, &wanted, user_namespace, done) {
+                Err(error) if name == GRAPHICS => done.left = Some(chain(&error)),
+                repaired => repaired?,
             }
         }
         Ok(())
     }
+
+    fn repair_directory(
+        &self,
+        name: &str,
+        host: u64,
+        wanted: &[&SpecDevice],
+        user_namespace: bool,
+        done: &mut DevRepair,
+    ) -> Result<(), DevError> {
+        let path = directory(name);
+        let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
+        let wanted: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
+        let opened = self.open(&path, !wanted.is_empty() && !name.is_empty());
+        let Some(fd) = opened.map_err(step("open", &path))? else {
+            return Ok(());
+        };
+        if fstat(&fd).map_err(step("look at", &path))?.st_dev == host {
+            return Ok(());
+        }
+        let mut directory = Directory {
+            fd,
+            path,
+            user_namespace,
+        };
+        directory.remove_others(&wanted, done)?;
+        for node in wanted {
+            directory.provide(node, done)?;
+        }
+        Ok(())
+    }
+}
+
+/// What failed, and the causes of that.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    let causes: Vec<String> = causes.map(ToString::to_string).collect();
+    causes.join(": ")
 }
 
 /// The path of one of [`DIRECTORIES`].

@@ -21,7 +21,10 @@ pub(crate) enum GpuPath {
 }
 
 /// Directories that hold nodes of GPUs, relative to `/dev`; the empty one is `/dev` itself.
-pub(crate) const DIRECTORIES: [&str; 4] = ["", "nvidia-caps", "nvidia-caps-imex-channels", "dri"];
+pub(crate) const DIRECTORIES: [&str; 4] = ["", "nvidia-caps", "nvidia-caps-imex-channels", GRAPHICS];
+
+/// The one that holds nodes of graphics.
+pub(crate) const GRAPHICS: &str = "dri";
 
 /// Classifies an absolute device path.
 pub(crate) fn classify(path: &Path) -> Option<GpuPath> {

@@ -49,15 +49,9 @@ pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, Refusal> {
 
 impl Refusal {
     fn of(error: &DevError) -> Self {
-        let mut message = error.to_string();
-        let mut cause = std::error::Error::source(error);
-        while let Some(error) = cause {
-            message = format!("{message}: {error}");
-            cause = error.source();
-        }
         Self {
             code: error.code().to_owned(),
-            message,
+            message: devnodes::chain(error),
             hint: error.hint().to_owned(),
         }
     }

@@ -243,6 +243,25 @@ impl Drop for Process {
 }
 
 #[test]
+fn a_directory_of_graphics_that_is_none_keeps_no_node_of_computing_from_being_made() {
+    let container = Container::new();
+    container.node("/dev/other/renderD128", SFlag::S_IFCHR, 3);
+    symlink("other", container.path("/dev/dri")).unwrap();
+    let wanted = json!([
+        {"path": "/dev/kfd", "type": "c", "major": 1, "minor": 5},
+        {"path": "/dev/dri/renderD128", "type": "c", "major": 1, "minor": 5},
+    ]);
+    let done = container.repair(wanted).unwrap();
+    assert_eq!(paths(&done.made), ["/dev/kfd"]);
+    let left = done.left.unwrap();
+    assert!(
+        left.contains("cannot open /dev/dri") && left.contains("symbolic"),
+        "{left}"
+    );
+    assert_eq!(container.stat("/dev/other/renderD128"), Some((true, 3, 0o600)));
+}
+
+#[test]
 fn the_dev_of_another_mount_namespace_is_repaired_and_the_hosts_is_not() {
     let process = Process::start("mount -t tmpfs tmpfs /dev && mknod /dev/nvidia77 c 1 3");
     let done = process.repair(json!([{"path": "/dev/nvidia78", "type": "c", "major": 1, "minor": 5}]));

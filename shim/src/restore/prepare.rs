@@ -33,15 +33,15 @@ pub(crate) struct Prepared {
     pub flags: DumpFlags,
     /// What its files were when they were checked; absent without a manifest.
     pub verified: Option<Arc<Verified>>,
-    /// Absent when the spec gives no GPUs but NVIDIA's.
+    /// Absent when the spec gives none of AMD's GPUs.
     pub others: Option<OtherPart>,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
 }
 
-/// What a restore has to do with GPUs that are not NVIDIA's.
+/// What a restore has to do with AMD's GPUs.
 pub(crate) struct OtherPart {
-    /// CRIU's plugins for AMD's GPUs; absent: CRIU's own choice.
+    /// CRIU's plugins for them; absent: CRIU's own choice.
     pub plugins: Option<PathBuf>,
     /// With firn-hook as a script; absent where CRIU cannot be given it.
     pub criu: Option<CriuConfig>,
@@ -104,21 +104,18 @@ pub(crate) async fn prepare(
     })
 }
 
-/// The state of GPUs that are not NVIDIA's is in CRIU's images, or nothing has them open: which, is not known here. So what is
-/// missing on this node refuses nothing.
+/// The state of AMD's GPUs is in CRIU's images, or nothing has them open: which, is not known here. So what is missing on this
+/// node refuses nothing. Nodes of graphics and of accelerators alone are the stock way's: nothing carries their state.
 async fn other_part(bundle: &Path, mut spec: Spec, runc: &Runc) -> Result<Option<OtherPart>, Refusal> {
-    if !spec.has_other_gpus() {
+    if !spec.has_amd_gpus() {
         return Ok(None);
     }
     let config = Config::load()?;
-    let plugins = match spec.has_amd_gpus() {
-        true => unless_missing(criu::amd_plugins(
-            bundle,
-            config.criu.amdgpu_plugin.as_deref(),
-            &criu::PLUGIN_DIRS,
-        )),
-        false => None,
-    };
+    let plugins = unless_missing(criu::amd_plugins(
+        bundle,
+        config.criu.amdgpu_plugin.as_deref(),
+        &criu::PLUGIN_DIRS,
+    ));
     let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
     let is_runc = runc.brand().await == Brand::Runc;
     let mut others = OtherPart { plugins, criu: None };

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_oci::devnodes::{self, DevRepair};
+use firn_oci::devnodes;
 use firn_oci::manifest::CudaProcess;
 use firn_oci::script::Refusal as ScriptRefusal;
 use firn_oci::{Spec, criu};
@@ -286,7 +286,10 @@ async fn bring_back(
     let pids = Cgroup::of_pid(pid)?.pids()?;
     let spec = Spec::load(&container.bundle)?;
     let repaired = blocking(move || devnodes::repair(pid, &spec)).await?;
-    if repaired != DevRepair::default() {
+    if let Some(left) = &repaired.left {
+        log::warn!("nodes of graphics of {} are as they were: {left}", container.id);
+    }
+    if !(repaired.made.is_empty() && repaired.removed.is_empty()) {
         log::warn!(
             "device nodes of {} were not as CRIU's script had left them: {repaired:?}",
             container.id

@@ -131,6 +131,34 @@ fn gpus_of_unknown_vendors_and_mixes_are_refused_when_they_are_in_use() -> Resul
     })
 }
 
+/// A privileged container has such nodes of every host, and mostly none of AMD's. Nothing of firn's touches its restore.
+#[test]
+fn nodes_of_graphics_and_accelerators_alone_leave_a_restore_as_it_is() -> Result<()> {
+    on([host("vn-s")?], |[host]| {
+        let accel = "/dev/accel/accel0";
+        host.node().run(&["mkdir", "/dev/accel"])?;
+        host.node().run(&["mknod", "-m", "666", accel, "c", "1", "3"])?;
+        let options = ["--runtime", FIRN, "--device", RENDER, "--device", accel];
+        let script =
+            "mv /dev/dri /dev/other; ln -s other /dev/dri; while :; do echo x >>/beats; sleep 0.05; done";
+        let job = beating(host, &options, script)?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        // The host has other numbers, and a configuration that cannot be read.
+        host.node().run(&["rm", RENDER, accel])?;
+        host.node().write("/etc/firn/config.toml", "no configuration")?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 0)?;
+        beats_on(host)?;
+        let spec = host.node().read(format!("{BUNDLES}/job/config.json"))?;
+        for part in [RENDER, accel] {
+            ensure!(spec.contains(part), "{part} is gone from the spec");
+        }
+        ensure!(!spec.contains("org.criu.config"), "CRIU is given a file");
+        copy.remove()?;
+        host.idle()
+    })
+}
+
 /// A CDI file as AMD's toolkit writes it, with the hook that its runtime adds for a tracker of GPUs.
 const AMD_CDI: &str = r#"{"cdiVersion": "0.6.0", "kind": "amd.com/gpu", "devices": [{"name": "0", "containerEdits": {
     "deviceNodes": [{"path": "/dev/kfd"}, {"path": "/dev/dri/renderD128"}],
@@ -191,6 +219,9 @@ fn amds_gpus_are_dumped_and_restored_with_their_plugin_and_no_other() -> Result<
         beats_on(host)?;
         let notes = host.node().read(NOTES)?;
         assert_eq!(notes, "checkpoint amdgpu_plugin.so\nrestore amdgpu_plugin.so\n");
+        // The operator has no file of CRIU's settings.
+        copy.checkpoint("checkpoint/again")?;
+        beats_on(host)?;
         copy.remove()?;
         host.idle()
     })
@@ -258,13 +289,13 @@ fn files_are_opened_on_the_target(suite: Suite, cgroup: Cgroup, name: &str, more
         copy.remove()?;
 
         // A /dev that cannot be set right: the restore ends, and says why.
-        job.exec(&["sh", "-c", "mv /dev/dri /dev/other && ln -s other /dev/dri"])?;
+        job.exec(&["ln", "-s", "other", "/dev/nvidia-caps"])?;
         a.remove_image("checkpoint/job")?;
         job.checkpoint("checkpoint/job")?;
         job.remove()?;
         a.send_image("checkpoint/job", b)?;
         let said = failure(Container::restore(b, "job", "checkpoint/job", 0).map(drop))?;
-        for part in ["FIRN-DEV-REPAIR:", "/dev/dri", "hint: "] {
+        for part in ["FIRN-DEV-REPAIR:", "/dev/nvidia-caps", "hint: "] {
             ensure!(said.contains(part), "no {part} in:\n{said}");
         }
         b.node().run(&["ctr", "containers", "delete", "job"])?;
