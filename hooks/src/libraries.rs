@@ -10,8 +10,8 @@ use firn_cdi::ldcache::{self, Library};
 use firn_oci::Spec;
 use serde_json::Value;
 
-use crate::rootfs::Rootfs;
-use crate::soname;
+use crate::rootfs::{Rootfs, is_mounted};
+use crate::{soname, state};
 
 /// The loader's cache.
 const CACHE: &str = "/etc/ld.so.cache";
@@ -30,17 +30,34 @@ pub fn create_symlinks(rootfs: &Rootfs, links: &[String]) -> Result<()> {
             .with_context(|| format!("{given:?} is not TEXT::PATH"))?;
         let made = rootfs
             .symlink(Path::new(text), Path::new(link))
-            .with_context(|| format!("cannot make the link {link}"))?;
-        if !made {
-            eprintln!("firn-hook: {link} of the image is no symbolic link and stays as it is");
+            .with_context(|| format!("cannot make the link {link}"));
+        match made {
+            Ok(true) => {}
+            Ok(false) => eprintln!("firn-hook: {link} of the image is no symbolic link and stays as it is"),
+            Err(error) => below_mount(error)?,
         }
     }
     Ok(())
 }
 
+/// What is mounted is another's: it is told, and is no failure.
+fn below_mount(error: anyhow::Error) -> Result<()> {
+    match is_mounted(&error) {
+        true => {
+            eprintln!("firn-hook: what is mounted is not changed: {error:#}");
+            Ok(())
+        }
+        false => Err(error),
+    }
+}
+
 /// Lets the loader find libraries, each given by its path, before others of the same name. A cache of an unknown form
 /// stays: the C library is none that would read ours.
 pub fn update_ldcache(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
+    update(rootfs, libraries).or_else(below_mount)
+}
+
+fn update(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
     let path = Path::new(CACHE);
     let known = match rootfs.read(path, MAX_BYTES)? {
         None => Vec::new(),
@@ -67,11 +84,16 @@ pub fn update_ldcache(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
     rootfs.write(path, &cache)
 }
 
-/// Makes both for the libraries of NVIDIA's driver that the spec mounts one by one. A container without its GPUs is not touched.
-pub fn provide_mounted(rootfs: &Rootfs, spec: &Value) -> Result<()> {
+/// Makes both in a container of podman's or CRI-O's. One without NVIDIA's GPUs is not touched, nor looked at.
+pub fn provide(bundle: &Path, spec: &Value) -> Result<()> {
     if !Spec::from(spec.clone()).asks_for_gpu() {
         return Ok(());
     }
+    provide_mounted(&Rootfs::open(&state::root(bundle, spec)?)?, spec)
+}
+
+/// Makes both for the libraries of NVIDIA's driver that the spec mounts one by one.
+pub fn provide_mounted(rootfs: &Rootfs, spec: &Value) -> Result<()> {
     let file = |source: &Path| {
         let file = source.canonicalize().ok()?;
         file.file_name()?.to_str().map(str::to_owned)
@@ -207,14 +229,15 @@ mod tests {
             mount("libother.so.3", "/other/libother.so.3"),
             mount("none", "/usr/lib64/none"),
         ]});
-        let rootfs = Rootfs::open(root.path()).unwrap();
-        provide_mounted(&rootfs, &spec).unwrap();
+        provide(Path::new("/none"), &spec).unwrap();
+        spec["root"] = serde_json::json!({"path": root.path()});
+        provide(host.path(), &spec).unwrap();
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0, "no GPU, no trace");
 
         spec["linux"] =
             serde_json::json!({"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
         for _ in 0..2 {
-            provide_mounted(&rootfs, &spec).unwrap();
+            provide(host.path(), &spec).unwrap();
             let link = root.path().join("usr/lib64/libc.so.6");
             assert_eq!(fs::read_link(link).unwrap(), Path::new("libcuda.so.580.1"));
             assert_eq!(

@@ -39,7 +39,7 @@ usage: firn-hook createRuntime < state.json
   createContainer   makes the links and the entries of /etc/ld.so.cache that
                     libraries of NVIDIA's driver need which are mounted into
                     the container one by one. Does nothing when the container
-                    has no NVIDIA GPU.
+                    has no NVIDIA GPU. Succeeds also when it cannot make them.
   create-symlinks   makes symbolic links in the container's root file system,
                     and the directories that they need. What is there and no
                     link stays.
@@ -82,7 +82,10 @@ fn main() -> ExitCode {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match words[..] {
         ["createRuntime"] => create_runtime(),
-        ["createContainer"] => create_container(),
+        ["createContainer"] => {
+            create_container();
+            Ok(())
+        }
         ["create-symlinks", ref options @ ..] => {
             let Some(links) = values(options, "--link") else {
                 return wrong_usage();
@@ -136,11 +139,16 @@ fn create_runtime() -> Result<()> {
     loopback::bring_up(State::read(std::io::stdin())?.pid()?)
 }
 
-fn create_container() -> Result<()> {
-    let state = State::read(std::io::stdin())?;
-    let bundle = state.bundle()?;
-    let spec = state::spec(bundle)?;
-    libraries::provide_mounted(&Rootfs::open(&state::root(bundle, &spec)?)?, &spec)
+/// podman and CRI-O run it for every container, and one whose hook fails is not started. So nothing is a failure here.
+fn create_container() {
+    let provide = || {
+        let state = State::read(std::io::stdin())?;
+        let bundle = state.bundle()?;
+        libraries::provide(bundle, &state::spec(bundle)?)
+    };
+    if let Err(error) = provide() {
+        eprintln!("firn-hook: programs of the container may not find the driver's libraries: {error:#}");
+    }
 }
 
 fn rootfs() -> Result<Rootfs> {

@@ -1,8 +1,9 @@
 //! A container's root file system, as a hook may touch it.
 //!
 //! What is in it comes from an image and is hostile: every path is resolved by the kernel inside of it (`openat2` with
-//! `RESOLVE_IN_ROOT`), and links of /proc are not followed: at that stage /proc/1/root is the host's root. Changes are made
-//! by renaming, beside a directory that is held open.
+//! `RESOLVE_IN_ROOT`), and links of /proc are not followed: at that stage /proc/1/root is the host's root. Nothing is read or
+//! changed below a mount, which may be a directory of the host ([`is_mounted`]). Changes are made by renaming, beside a directory
+//! that is held open.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -138,11 +139,16 @@ impl Rootfs {
     }
 
     fn resolve(&self, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
-        let how = OpenHow::new()
-            .flags(flags | OFlag::O_CLOEXEC)
-            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        let how = OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(
+            ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | ResolveFlag::RESOLVE_NO_XDEV,
+        );
         openat2(&self.root, path, how)
     }
+}
+
+/// Whether this has failed because a mount is in the way.
+pub fn is_mounted(error: &anyhow::Error) -> bool {
+    error.root_cause().downcast_ref() == Some(&Errno::EXDEV)
 }
 
 fn place(dir: &OwnedFd, name: &Path) -> Result<Place> {

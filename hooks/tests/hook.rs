@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use nix::errno::Errno;
@@ -97,7 +98,6 @@ fn failures_and_wrong_usage_are_told_apart() {
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/proc/2147483646/ns/net"));
     assert_eq!(hook("createRuntime", "{}").status.code(), Some(1));
-    assert_eq!(hook("createContainer", "{}").status.code(), Some(1));
     let output = hook("poststop", "{}");
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("--help"));
@@ -156,4 +156,75 @@ fn as_a_script_it_acts_at_one_moment_and_leaves_its_reason() {
     std::fs::write(bundle.path().join("config.json"), "{}").expect("written");
     assert!(call("post-setup-namespaces").status.success());
     assert_eq!(hook("", "{}").status.code(), Some(2), "it is no script then");
+}
+
+/// A container that has the host's /etc mounted, in a mount namespace as at the stage createContainer. Gives the hook's output.
+fn with_etc_mounted(bundle: &Path, options: &str) -> Output {
+    let at = |path: &str| bundle.join(path);
+    for dir in ["root/etc", "root/usr/lib64", "host/etc", "driver"] {
+        std::fs::create_dir_all(at(dir)).expect("made");
+    }
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("read");
+    let mut paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let libc = paths.find(|path| path.contains("/libc.so")).expect("a C library");
+    std::fs::copy(libc, at("driver/libcuda.so.580.1")).expect("copied");
+    let spec = serde_json::json!({
+        "root": {"path": "root"},
+        "mounts": [
+            {"source": at("driver/libcuda.so.580.1"), "destination": "/usr/lib64/libcuda.so.580.1"},
+            {"source": at("host/etc"), "destination": "/etc"},
+        ],
+        "linux": {"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]},
+    });
+    std::fs::write(at("config.json"), spec.to_string()).expect("written");
+    let state = serde_json::json!({"bundle": bundle}).to_string();
+    let script = format!(
+        "mount --bind host/etc root/etc && mount -o remount,bind,{options} root/etc && echo '{state}' | {} createContainer",
+        env!("CARGO_BIN_EXE_firn-hook")
+    );
+    Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-c", &script])
+        .current_dir(bundle)
+        .output()
+        .expect("a mount namespace")
+}
+
+#[test]
+fn nothing_is_written_through_a_mount_and_the_container_starts() {
+    for options in ["rw", "ro"] {
+        let bundle = tempfile::tempdir().expect("a directory");
+        let output = with_etc_mounted(bundle.path(), options);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{options}: {said}");
+        let hosts = std::fs::read_dir(bundle.path().join("host/etc")).expect("read");
+        assert_eq!(hosts.count(), 0, "{options}: the host's files are as they were");
+        assert!(said.contains("/etc/ld.so.cache"), "{options}: {said}");
+        let link = bundle.path().join("root/usr/lib64/libc.so.6");
+        assert_eq!(
+            std::fs::read_link(link).expect("a link"),
+            Path::new("libcuda.so.580.1")
+        );
+    }
+}
+
+#[test]
+fn no_failure_keeps_a_container_from_starting() {
+    let bundle = tempfile::tempdir().expect("a directory");
+    let state = serde_json::json!({"bundle": bundle.path()}).to_string();
+    for (spec, says) in [
+        ("no JSON", true),
+        (r#"{"linux": {"devices": [{"path": "/dev/fuse"}]}}"#, false),
+        (r#"{"linux": {"devices": [{"path": "/dev/nvidia0"}]}}"#, true),
+        (
+            r#"{"root": {"path": "none"}, "linux": {"devices": [{"path": "/dev/nvidia0"}]}}"#,
+            true,
+        ),
+    ] {
+        std::fs::write(bundle.path().join("config.json"), spec).expect("written");
+        let output = hook("createContainer", &state);
+        assert!(output.status.success(), "{spec}");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(told.starts_with("firn-hook: "), says, "{spec}: {told}");
+    }
+    assert!(hook("createContainer", "{}").status.success());
 }
