@@ -16,6 +16,7 @@ use super::RestoreError;
 use super::error::Refusal;
 use crate::blocking::blocking;
 use crate::cgroup::{Cgroup, CgroupError};
+use crate::convert::Settled;
 use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
@@ -33,7 +34,7 @@ pub(crate) struct Prepared {
     pub flags: DumpFlags,
     /// What its files were when they were checked; absent without a manifest.
     pub verified: Option<Arc<Verified>>,
-    /// Absent when the spec gives none of AMD's GPUs.
+    /// Absent when the spec gives none of AMD's GPUs, or the container is given NVIDIA's.
     pub others: Option<OtherPart>,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
@@ -67,10 +68,11 @@ pub(crate) async fn prepare(
     options: &RuncOptions,
     bundle: &Path,
     image: &Path,
-    spec: Spec,
+    settled: &Settled,
     runc: &Runc,
     reaper: &Reaper,
 ) -> Result<Prepared, RestoreError> {
+    let spec = settled.spec.clone();
     let refused = |source| RestoreError::Refused {
         image: image.to_owned(),
         cause: source,
@@ -83,7 +85,11 @@ pub(crate) async fn prepare(
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,
-            others: other_part(bundle, spec, runc).await.map_err(refused)?,
+            others: match settled.gpu {
+                // Its spec and CRIU's file in its bundle are those of a container with NVIDIA's GPUs.
+                true => None,
+                false => other_part(bundle, spec, runc).await.map_err(refused)?,
+            },
             gpu: None,
         });
     };
@@ -334,4 +340,37 @@ pub(crate) fn in_use(
         log::warn!("cannot write or remove {}: {error}", mark.display());
     }
     Ok(!pids.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A wrapper of runc gives it NVIDIA's GPUs, which its spec does not tell.
+    #[tokio::test]
+    async fn what_is_done_for_amds_gpus_is_left_out_where_nvidias_are_given() {
+        let reaper = Reaper::start().unwrap();
+        let options = RuncOptions {
+            binary_name: "/nonexistent/runc".to_owned(),
+            ..RuncOptions::default()
+        };
+        for gpu in [false, true] {
+            let (bundle, image) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            let node = serde_json::json!({"path": "/dev/kfd", "type": "c", "major": 511, "minor": 0});
+            let settled = Settled {
+                spec: Spec::from(serde_json::json!({"linux": {"devices": [node]}})),
+                runtime: None,
+                gpu,
+            };
+            let runc = Runc::new("c", "default", bundle.path(), &options, reaper.clone());
+            let (bundle, image) = (bundle.path(), image.path());
+            let prepared = prepare("c", &options, bundle, image, &settled, &runc, &reaper).await;
+            assert_eq!(
+                prepared.unwrap().others.is_some(),
+                !gpu,
+                "with NVIDIA's GPUs: {gpu}"
+            );
+            assert!(!gpu || std::fs::read_dir(bundle).unwrap().next().is_none());
+        }
+    }
 }

@@ -107,11 +107,13 @@ async fn build_mounted(
     let spec = Spec::load(bundle)?;
     let restores = checkpoint.is_some();
     let settled = convert::settled(spec, bundle, options.wrapper(), restores, &service.reaper).await?;
-    let convert::Settled { spec, runtime, gpu } = settled;
-    options.binary_name = runtime.unwrap_or(options.binary_name);
+    let (spec, gpu) = (&settled.spec, settled.gpu);
+    if let Some(runtime) = &settled.runtime {
+        options.binary_name.clone_from(runtime);
+    }
     if !restores {
         // The runtime refuses a cgroup that has processes, and what is cleaned then must be nobody else's.
-        match restore::in_use(&request.id, &options, &spec, bundle) {
+        match restore::in_use(&request.id, &options, spec, bundle) {
             Ok(false) => {}
             Ok(true) => log::warn!("others are in the cgroup of {}", request.id),
             Err(error) => log::warn!("cannot look at the cgroup of {}: {}", request.id, Chain(&error)),
@@ -120,7 +122,7 @@ async fn build_mounted(
     let facts = Facts {
         gpu,
         other_gpus: spec.has_other_gpus(),
-        open_tcp: gpu && nccl::is_asked(&spec),
+        open_tcp: gpu && nccl::is_asked(spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };
     let runc = Runc::new(
@@ -137,7 +139,7 @@ async fn build_mounted(
                 &options,
                 bundle,
                 image,
-                spec.clone(),
+                &settled,
                 &runc,
                 &service.reaper,
             )
@@ -147,6 +149,7 @@ async fn build_mounted(
     };
     // A restore of GPU state has edited the bundle already.
     if facts.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
+        let spec = settled.spec;
         let spec = match checkpoint {
             None => crate::checkpoint::begin_job(spec, bundle, &service.reaper).await?,
             Some(_) => spec,
