@@ -127,29 +127,28 @@ fn programs_started_after_a_restore_without_written_files_find_the_driver() -> R
                 made.contains(DRIVER) && made.contains("ld.so.cache"),
                 "the hooks have made nothing: {made}"
             );
-            let checkpoint = [
-                "ctr",
-                "containers",
-                "checkpoint",
-                "--task",
-                "job",
-                "checkpoint/job",
-            ];
-            a.node().run(&checkpoint)?;
-            source.remove()?;
-            a.send_image("checkpoint/job", b)?;
-
-            let restore = ["ctr", "containers", "restore", "--live", "job", "checkpoint/job"];
-            b.node().run(&restore)?;
-            let copy = Container::known(b, "job").counting(1);
-            copy.goes_on(3)?;
+            let copy = without_written_files(a, source, b)?;
             assert_eq!(copy.exec(&TRACES)?, made);
-            let again = copy.exec(&["/bin/gpu-counter", "--iterations", "2"])?;
-            ensure!(again.contains("iter=1 "), "{again}");
             copy.remove()?;
             b.idle()
         },
     )
+}
+
+/// Moves a job from `a` to `b` without the files that it has written. It goes on, and programs started in it find the driver.
+fn without_written_files<'b>(a: &GpuHost, source: Container<'_>, b: &'b GpuHost) -> Result<Container<'b>> {
+    let image = ["--task", "job", "checkpoint/job"];
+    a.node()
+        .run(&[&["ctr", "containers", "checkpoint"][..], &image].concat())?;
+    source.remove()?;
+    a.send_image("checkpoint/job", b)?;
+    let restore = ["ctr", "containers", "restore", "--live", "job", "checkpoint/job"];
+    b.node().run(&restore)?;
+    let copy = Container::known(b, "job").counting(1);
+    copy.goes_on(3)?;
+    let again = copy.exec(&["/bin/gpu-counter", "--iterations", "2"])?;
+    ensure!(again.contains("iter=1 "), "{again}");
+    Ok(copy)
 }
 
 /// The source's CDI file has the libraries in the directory of one distribution, the target's in that of another, and the spec of
@@ -175,27 +174,9 @@ fn libraries_stay_where_the_checkpoint_has_them() -> Result<()> {
             let library = format!("/usr/lib64/libcuda.so.{DRIVER}\n");
             assert_eq!(source.exec(&mounted)?, library);
             // Without its written files, too: what this node's hooks would make leads nowhere there.
-            let checkpoint = [
-                "ctr",
-                "containers",
-                "checkpoint",
-                "--task",
-                "job",
-                "checkpoint/job",
-            ];
-            a.node().run(&checkpoint)?;
-            source.remove()?;
-            a.send_image("checkpoint/job", b)?;
-            let restore = ["ctr", "containers", "restore", "--live", "job", "checkpoint/job"];
-            b.node().run(&restore)?;
-            let copy = Container::known(b, "job").counting(1);
-            copy.goes_on(3)?;
+            let copy = without_written_files(a, source, b)?;
             assert_eq!(copy.exec(&mounted)?, library);
-            let again = copy.exec(&["/bin/gpu-counter", "--iterations", "2"])?;
-            ensure!(again.contains("iter=1 "), "{again}");
-            b.remove_image("checkpoint/job")?;
-            copy.checkpoint("checkpoint/again")?;
-            copy.goes_on(3)?;
+            copy.checkpoints_again("checkpoint/job")?;
             copy.remove()?;
             b.idle()
         },
