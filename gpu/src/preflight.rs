@@ -171,9 +171,18 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)
         sign,
         certainty,
     };
-    // By the name, as a node may have another path, or none any more.
-    let has_cuda = maps::mappings(&maps).any(|mapping| mapping.file_name().starts_with(b"nvidia"));
+    let has_cuda = maps::mappings(&maps).any(|mapping| is_node(mapping.file_name()));
     Ok(Some((findings.into_iter().map(of_process).collect(), has_cuda)))
+}
+
+/// Whether a file is a node of the driver's, by its name: it may have another path, or none any more.
+fn is_node(name: &[u8]) -> bool {
+    let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
+    match name.strip_prefix(b"nvidia") {
+        Some(b"ctl") => true,
+        Some(rest) => rest.starts_with(b"-uvm") || (!rest.is_empty() && rest.iter().all(u8::is_ascii_digit)),
+        None => false,
+    }
 }
 
 fn managed_memory(maps: &[u8]) -> Vec<(Sign, Certainty)> {

@@ -336,12 +336,13 @@ fn replace_rules(spec: &mut Spec, moves: &[Move]) -> Result<(), EditError> {
     let mut new: Vec<Value> = Vec::new();
     for (entry, rule) in old.iter().zip(&rules) {
         let speaks_of = |m: &&Move| m.from.as_ref().is_some_and(|from| rule.is_exactly(from));
-        let mut moved = moves.iter().filter(speaks_of).peekable();
-        if !rule.allow || moved.peek().is_none() {
+        let moved: Vec<&Move> = moves.iter().filter(speaks_of).collect();
+        let stays = |m: &&Move| m.to.as_ref().is_some_and(|to| rule.is_exactly(to));
+        if !rule.allow || moved.iter().all(stays) {
             new.push(entry.clone());
             continue;
         }
-        for to in moved.filter_map(|m| m.to.as_ref()) {
+        for to in moved.iter().filter_map(|m| m.to.as_ref()) {
             let mut fields = entry.as_object().cloned().unwrap_or_default();
             set_numbers(&mut fields, to);
             let entry = Value::Object(fields);

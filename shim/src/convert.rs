@@ -88,6 +88,8 @@ pub(crate) async fn settled(
     };
     if let Some(toolkit) = &toolkit
         && ask != Ask::Nothing
+        // At a restore the wrapper gives nothing.
+        && !restores
         && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
     {
         log::warn!(

@@ -171,7 +171,7 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     let needs = Needs::of(&subject.tree, gpu_bytes);
     let image_dir = args.image_dir.clone().unwrap_or_else(std::env::temp_dir);
     let work = subject.bundle.as_deref().unwrap_or(&image_dir);
-    let limit = MemoryLimit::of(&subject.tree).context("cannot read the memory limits of the container")?;
+    let limit = MemoryLimit::of(&cuda).context("cannot read the memory limits of the container")?;
     signals.of_room(&surroundings::by_room(needs, limit, &image_dir, work));
 
     let sources: Vec<plan::SourceGpu> = gpus.iter().map(Into::into).collect();

@@ -200,7 +200,8 @@ fn nvshmem_is_told_when_it_is_initialised_and_not_when_pytorch_has_loaded_it() {
 fn a_process_that_only_uses_nvml_does_not_count_among_those_that_may_share_memory() {
     let root = processes(&[(7, "", ""), (8, "", ""), (9, "", "")]);
     // As on an H200.
-    let nvml = "7f6a00000000-7f6a00001000 r-xp 0001b000 fe:10 73    /usr/lib/libnvidia-ml.so.1\n\
+    let nvml = "5581c0000000-5581c0020000 r-xp 00003000 fe:10 12    /usr/bin/nvidia-smi\n\
+        7f6a00000000-7f6a00001000 r-xp 0001b000 fe:10 73    /usr/lib/libnvidia-ml.so.1\n\
         7f6a20000000-7f6a25000000 r-xp 00000000 fe:01 99    /usr/lib/libcuda.so.580.159.04\n";
     fs::write(root.path().join("8/maps"), nvml).unwrap();
     assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), []);
@@ -208,6 +209,7 @@ fn a_process_that_only_uses_nvml_does_not_count_among_those_that_may_share_memor
         "204a00000-204c00000 rw-s 204a00000 00:06 612    /host/dev/nvidia-uvm (deleted)\n",
         // After cuInit, without a context.
         "7f31837a7000-7f31837a8000 r--s 00000000 00:27 11    /dev/nvidiactl\n",
+        "7f31837a8000-7f31837b8000 -w-s 00000000 00:27 14    /dev/nvidia0 (deleted)\n",
     ] {
         fs::write(root.path().join("8/maps"), of_cuda).unwrap();
         let found = inspect(root.path(), &[7, 8]).unwrap();

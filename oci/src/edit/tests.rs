@@ -45,6 +45,16 @@ fn a_spec_that_fits_is_left_as_it_is() {
 }
 
 #[test]
+fn a_rule_that_stands_twice_stays_so() {
+    let mut value = spec(195, &[0]).value().clone();
+    let rules = &mut value["linux"]["resources"]["devices"];
+    let twice = json!({"allow": true, "type": "c", "major": 195, "minor": 2, "access": "rwm"});
+    rules.as_array_mut().unwrap().extend([twice.clone(), twice]);
+    let (after, _) = edited(&Spec::from(value), &inventory(195, 4), &[0, 2]);
+    assert_eq!(allowed(&after).iter().filter(|rule| *rule == "195:2").count(), 2);
+}
+
+#[test]
 fn another_gpu_of_the_same_node_takes_the_place_of_the_first() {
     let (after, edit) = edited(&spec(195, &[0]), &inventory(195, 4), &[3]);
     assert_eq!(

@@ -41,8 +41,8 @@ const V2: Files = Files {
 };
 
 impl MemoryLimit {
-    /// The limit with least left for the cgroups of these processes, of their own and those above. None without one. A process
-    /// that has ended has none.
+    /// The limit with least left for the cgroups of these processes, which are to take GPU memory: of their own and those above.
+    /// None without one. A process that has ended has none.
     pub fn of(pids: &[i32]) -> io::Result<Option<Self>> {
         let mounts = mountinfo::mounted()?;
         let Some(host) = Hierarchies::from_mounts(&mounts, Path::new(UNIFIED)) else {

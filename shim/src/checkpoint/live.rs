@@ -252,7 +252,7 @@ impl<'a> Live<'a> {
         let init = self.container.init.pid();
         blocking(move || {
             let needs = surroundings::Needs::of(&dumped, gpu_memory);
-            let limit = MemoryLimit::of(&dumped).map_err(EffectError::Limit)?;
+            let limit = MemoryLimit::of(&pids).map_err(EffectError::Limit)?;
             if let Some(refusal) = surroundings::by_room(needs, limit, &image, &work)
                 .into_iter()
                 .next()
