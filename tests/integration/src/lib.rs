@@ -14,6 +14,7 @@ pub mod faults;
 mod gpu;
 mod host;
 mod said;
+mod stall;
 mod task;
 
 pub use archive::Archive;
@@ -25,6 +26,7 @@ pub use events::{Event, Events};
 pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost, on};
 pub use said::{Said, failure};
+pub use stall::StallFs;
 pub use task::{Pending, Task, any, told};
 
 /// containerd's runtime name for firn.

@@ -48,7 +48,7 @@ const LEFT_OUT: [&str; 28] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 7] = [
+const PROGRAMS: [&str; 8] = [
     "firn-gpu",
     "firn-hook",
     "firn",
@@ -56,6 +56,7 @@ const PROGRAMS: [&str; 7] = [
     "cuda-step",
     "gpu-counter",
     "gpu-sample",
+    "stall-fs",
 ];
 
 /// The simulated driver.
