@@ -15,6 +15,7 @@ mod maps;
 mod nvml;
 pub mod plan;
 pub mod preflight;
+pub mod procfile;
 pub mod protocol;
 #[allow(
     unsafe_code,

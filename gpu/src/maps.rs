@@ -2,11 +2,13 @@
 //!
 //! Paths are those that the process itself sees, container or not: `/dev/nvidia-uvm`, `/usr/lib/.../libcuda.so.580.1`.
 
-use std::fs;
 use std::io;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use nix::errno::Errno;
+
+use crate::procfile;
 
 /// One line of the file.
 #[derive(Debug, PartialEq, Eq)]
@@ -53,15 +55,28 @@ fn hex(digits: &[u8]) -> Option<u64> {
     u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
 }
 
-/// The mappings in the text of a maps file; lines of another shape are passed over.
-pub(crate) fn mappings(text: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
-    text.split(|b| *b == b'\n').filter_map(Mapping::parse)
+/// Visits the mappings of process `pid` until told to stop; `None` when the process is gone. Lines of another shape are
+/// passed over.
+pub(crate) fn each(
+    proc_root: &Path,
+    pid: i32,
+    mut visit: impl FnMut(Mapping<'_>) -> ControlFlow<()>,
+) -> io::Result<Option<()>> {
+    let path = proc_root.join(pid.to_string()).join("maps");
+    unless_gone(procfile::each(&path, b'\n', procfile::LINES, |line| {
+        Mapping::parse(line).map_or(ControlFlow::Continue(()), &mut visit)
+    }))
 }
 
 /// File `name` of process `pid`; `None` when the process is gone.
 pub(crate) fn read(proc_root: &Path, pid: i32, name: &str) -> io::Result<Option<Vec<u8>>> {
-    match fs::read(proc_root.join(pid.to_string()).join(name)) {
-        Ok(text) => Ok(Some(text)),
+    unless_gone(procfile::read(&proc_root.join(pid.to_string()).join(name)))
+}
+
+/// Nothing of a process that is gone.
+pub(crate) fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Ok(read) => Ok(Some(read)),
         Err(error) if is_gone(&error) => Ok(None),
         Err(error) => Err(error),
     }
@@ -90,7 +105,7 @@ mod tests {
             7f10-7f20 rw-p 00000000 00:00 0 \n\
             nonsense\n\
             7f30-7f40 r--p 00001000 fe:00 77   /a b/libcuda.so.580.1 (deleted)\n";
-        let found: Vec<_> = mappings(text).collect();
+        let found: Vec<_> = text.split(|b| *b == b'\n').filter_map(Mapping::parse).collect();
         assert_eq!(found.len(), 3);
         assert_eq!(found[0].path, b"/dev/nvidia-uvm");
         assert_eq!(

@@ -21,15 +21,20 @@
 //!   are in every process that has called cuInit. libcuda is mapped in both, and /dev/nvidia-uvm only where there is a context,
 //!   which cuMemCreate does not need.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
+use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::sys::stat::Mode;
 use serde::{Deserialize, Serialize};
 
 use crate::maps::{self, Mapping};
+use crate::procfile;
 
 mod descriptors;
 mod judge;
@@ -151,28 +156,28 @@ pub fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Finding>, 
 
 /// What a process shows, and whether it uses CUDA and not NVML alone.
 fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)>, Unreadable> {
-    let read = |name| {
-        maps::read(proc_root, pid, name).map_err(|source| Unreadable {
-            pid,
-            what: name,
-            source,
-        })
-    };
-    let (Some(maps), Some(environment)) = (read("maps")?, read("environ")?) else {
+    let Some(mapped) = Mapped::read(proc_root, pid)? else {
         return Ok(None);
     };
-    let mut findings = managed_memory(&maps);
-    findings.extend(nccl(&maps, &environment));
-    findings.extend(sharing_library(&maps));
-    findings.extend(launch_job(&environment));
+    let Some(environment) = Environment::read(proc_root, pid)? else {
+        return Ok(None);
+    };
+    let mut findings = mapped.managed_memory();
+    if mapped.nccl {
+        findings.push((environment.nccl_settings(), Certainty::Certain));
+    }
+    findings.extend(mapped.sharing_library());
+    findings.extend(environment.launch_job());
     findings.extend(mps(proc_root, pid, &environment)?);
     let of_process = |(sign, certainty)| Finding {
         pid: Some(pid),
         sign,
         certainty,
     };
-    let has_cuda = maps::mappings(&maps).any(|mapping| is_node(mapping.file_name()));
-    Ok(Some((findings.into_iter().map(of_process).collect(), has_cuda)))
+    Ok(Some((
+        findings.into_iter().map(of_process).collect(),
+        mapped.has_node,
+    )))
 }
 
 /// Whether a file is a node of the driver's, by its name: it may have another path, or none any more.
@@ -185,22 +190,65 @@ fn is_node(name: &[u8]) -> bool {
     }
 }
 
-fn managed_memory(maps: &[u8]) -> Vec<(Sign, Certainty)> {
-    let (mut certain, mut suspected) = ((0, 0), (0, 0));
-    for mapping in maps::mappings(maps).filter(is_managed) {
-        let sum = if DRIVER_RANGE.contains(&mapping.start) {
-            &mut suspected
-        } else {
-            &mut certain
-        };
-        sum.0 += 1;
-        sum.1 += mapping.len();
+/// What the mappings of a process show.
+#[derive(Default)]
+struct Mapped {
+    /// Ranges and bytes of managed memory outside the driver's range, and of what may be in it.
+    managed: [(usize, u64); 2],
+    nccl: bool,
+    sharing: Option<String>,
+    /// Whether a node of the driver's is mapped.
+    has_node: bool,
+}
+
+impl Mapped {
+    fn read(proc_root: &Path, pid: i32) -> Result<Option<Self>, Unreadable> {
+        let mut mapped = Self::default();
+        let read = maps::each(proc_root, pid, |mapping| {
+            mapped.add(&mapping);
+            ControlFlow::Continue(())
+        });
+        let read = read.map_err(|source| Unreadable {
+            pid,
+            what: "maps",
+            source,
+        })?;
+        Ok(read.map(|()| mapped))
     }
-    [(certain, Certainty::Certain), (suspected, Certainty::Suspected)]
-        .into_iter()
-        .filter(|((ranges, _), _)| *ranges > 0)
-        .map(|((ranges, bytes), certainty)| (Sign::ManagedMemory { ranges, bytes }, certainty))
-        .collect()
+
+    fn add(&mut self, mapping: &Mapping<'_>) {
+        if is_managed(mapping) {
+            let [certain, suspected] = &mut self.managed;
+            let sum = match DRIVER_RANGE.contains(&mapping.start) {
+                true => suspected,
+                false => certain,
+            };
+            sum.0 += 1;
+            sum.1 = sum.1.saturating_add(mapping.len());
+        }
+        let name = mapping.file_name();
+        self.has_node |= is_node(name);
+        self.nccl |= name.starts_with(b"libnccl");
+        let shares = |library: &&str| name.starts_with(library.as_bytes());
+        if self.sharing.is_none() && SHARING_LIBRARIES.iter().any(shares) {
+            self.sharing = Some(String::from_utf8_lossy(name).into_owned());
+        }
+    }
+
+    fn managed_memory(&self) -> Vec<(Sign, Certainty)> {
+        let sums = self
+            .managed
+            .into_iter()
+            .zip([Certainty::Certain, Certainty::Suspected]);
+        sums.filter(|((ranges, _), _)| *ranges > 0)
+            .map(|((ranges, bytes), certainty)| (Sign::ManagedMemory { ranges, bytes }, certainty))
+            .collect()
+    }
+
+    fn sharing_library(&self) -> Option<(Sign, Certainty)> {
+        let file = self.sharing.clone()?;
+        Some((Sign::SharingLibrary { file }, Certainty::Suspected))
+    }
 }
 
 fn is_managed(mapping: &Mapping<'_>) -> bool {
@@ -213,60 +261,85 @@ fn is_managed(mapping: &Mapping<'_>) -> bool {
 /// What [`Sign::Nccl`] says of a process, whether NCCL shows in its mappings or, linked statically, does not. A process that
 /// has ended shows nothing.
 fn nccl_settings(proc_root: &Path, pid: i32) -> Result<Option<Finding>, Unreadable> {
-    const ENVIRON: &str = "environ";
-    let environment = maps::read(proc_root, pid, ENVIRON).map_err(|source| Unreadable {
-        pid,
-        what: ENVIRON,
-        source,
-    })?;
+    let environment = Environment::read(proc_root, pid)?;
     Ok(environment.map(|environment| Finding {
         pid: Some(pid),
-        sign: settings(&environment),
+        sign: environment.nccl_settings(),
         certainty: Certainty::Certain,
     }))
 }
 
-fn nccl(maps: &[u8], environment: &[u8]) -> Option<(Sign, Certainty)> {
-    maps::mappings(maps).find(|mapping| mapping.file_name().starts_with(b"libnccl"))?;
-    Some((settings(environment), Certainty::Certain))
-}
+/// The variables that are looked at.
+const VARIABLES: [&str; 6] = [
+    LAUNCH_JOB,
+    MPS_PIPES,
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_CUMEM_ENABLE",
+];
+const LAUNCH_JOB: &str = "CUDA_CHECKPOINT_JOB_FILE";
+const MPS_PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
-fn settings(environment: &[u8]) -> Sign {
-    let number =
-        |name| variable(environment, name).and_then(|v| std::str::from_utf8(v).ok()?.trim().parse().ok());
-    let is_set = |name| number(name).is_some_and(|n: i64| n != 0);
-    Sign::Nccl {
-        p2p_disabled: is_set("NCCL_P2P_DISABLE"),
-        shm_disabled: is_set("NCCL_SHM_DISABLE"),
-        nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
-        cumem_disabled: number("NCCL_CUMEM_ENABLE") == Some(0),
+/// Those of [`VARIABLES`] that a process was started with. Of one that is there several times the first counts.
+#[derive(Default)]
+struct Environment(BTreeMap<&'static str, Vec<u8>>);
+
+impl Environment {
+    fn read(proc_root: &Path, pid: i32) -> Result<Option<Self>, Unreadable> {
+        let what = "environ";
+        let mut found = Self::default();
+        let path = proc_root.join(pid.to_string()).join(what);
+        let read = procfile::each(&path, 0, procfile::WHOLE, |entry| {
+            let value = |name: &str| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=");
+            for name in VARIABLES {
+                if let Some(value) = value(name) {
+                    found.0.entry(name).or_insert_with(|| value.to_vec());
+                }
+            }
+            ControlFlow::Continue(())
+        });
+        let read = maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
+        Ok(read.map(|()| found))
+    }
+
+    fn get(&self, name: &str) -> Option<&[u8]> {
+        self.0.get(name).map(Vec::as_slice)
+    }
+
+    /// A path; an empty one is none.
+    fn path(&self, name: &str) -> Option<&Path> {
+        let value = self.get(name).filter(|value| !value.is_empty())?;
+        Some(Path::new(OsStr::from_bytes(value)))
+    }
+
+    fn nccl_settings(&self) -> Sign {
+        let number = |name| {
+            self.get(name)
+                .and_then(|v| std::str::from_utf8(v).ok()?.trim().parse().ok())
+        };
+        let is_set = |name| number(name).is_some_and(|n: i64| n != 0);
+        Sign::Nccl {
+            p2p_disabled: is_set("NCCL_P2P_DISABLE"),
+            shm_disabled: is_set("NCCL_SHM_DISABLE"),
+            nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
+            cumem_disabled: number("NCCL_CUMEM_ENABLE") == Some(0),
+        }
+    }
+
+    fn launch_job(&self) -> Option<(Sign, Certainty)> {
+        let file = self.path(LAUNCH_JOB)?.to_owned();
+        Some((Sign::LaunchJob { file }, Certainty::Certain))
     }
 }
 
-fn sharing_library(maps: &[u8]) -> Option<(Sign, Certainty)> {
-    let is_one = |name: &&[u8]| {
-        SHARING_LIBRARIES
-            .iter()
-            .any(|library| name.starts_with(library.as_bytes()))
-    };
-    let file = maps::mappings(maps)
-        .map(|mapping| mapping.file_name())
-        .find(is_one)?;
-    let file = String::from_utf8_lossy(file).into_owned();
-    Some((Sign::SharingLibrary { file }, Certainty::Suspected))
-}
-
-fn launch_job(environment: &[u8]) -> Option<(Sign, Certainty)> {
-    let file = variable(environment, "CUDA_CHECKPOINT_JOB_FILE").filter(|value| !value.is_empty())?;
-    let file = PathBuf::from(OsStr::from_bytes(file));
-    Some((Sign::LaunchJob { file }, Certainty::Certain))
-}
-
-fn mps(proc_root: &Path, pid: i32, environment: &[u8]) -> Result<Option<(Sign, Certainty)>, Unreadable> {
-    let named = variable(environment, "CUDA_MPS_PIPE_DIRECTORY").filter(|value| !value.is_empty());
-    let directory = named.map_or(Path::new(MPS_DIRECTORY), |value| {
-        Path::new(OsStr::from_bytes(value))
-    });
+fn mps(
+    proc_root: &Path,
+    pid: i32,
+    environment: &Environment,
+) -> Result<Option<(Sign, Certainty)>, Unreadable> {
+    let named = environment.path(MPS_PIPES);
+    let directory = named.unwrap_or(Path::new(MPS_DIRECTORY));
     let process = proc_root.join(pid.to_string());
     let found = |certainty| {
         Some((
@@ -285,9 +358,8 @@ fn mps(proc_root: &Path, pid: i32, environment: &[u8]) -> Result<Option<(Sign, C
     })? {
         return Ok(found(Certainty::Certain));
     }
-    let control = directory.strip_prefix("/").unwrap_or(directory).join("control");
-    let present = fs::symlink_metadata(process.join("root").join(control)).is_ok();
-    Ok(if named.is_some() || present {
+    let present = || exists_in(&process.join("root"), &directory.join("control"));
+    Ok(if named.is_some() || present() {
         found(Certainty::Suspected)
     } else {
         None
@@ -307,9 +379,13 @@ fn has_open_file_in(descriptors: &Path, directory: &Path) -> io::Result<bool> {
         .any(|to| to.starts_with(directory)))
 }
 
-/// Value of `name` in the NUL-separated environment.
-fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
-    environment
-        .split(|b| *b == 0)
-        .find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
+/// Whether a process finds something at `path`, which is the process's to choose: no link of it leads out of its root.
+fn exists_in(root: &Path, path: &Path) -> bool {
+    let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
+    let how = OpenHow::new()
+        .flags(flags | OFlag::O_NOFOLLOW)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    open(root, flags | OFlag::O_DIRECTORY, Mode::empty())
+        .and_then(|root| openat2(root, path, how))
+        .is_ok()
 }

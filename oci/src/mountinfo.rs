@@ -2,11 +2,17 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStringExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use firn_gpu::procfile;
 
 /// The mounts of this thread's namespace.
 const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
+
+/// Bytes of such a list at most. A container may make mounts up to the kernel's bound (`fs.mount-max`, 100,000).
+const LONGEST: u64 = 64 << 20;
 
 /// One mount.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,12 +33,21 @@ pub struct MountEntry {
 
 /// All mounts that a process sees, in the order in which they were made.
 pub fn of_process(pid: i32) -> io::Result<Vec<MountEntry>> {
-    Ok(parse(&std::fs::read(format!("/proc/{pid}/mountinfo"))?))
+    read(Path::new(&format!("/proc/{pid}/mountinfo")))
 }
 
 /// All mounts, in the order in which they were made.
 pub fn mounted() -> io::Result<Vec<MountEntry>> {
-    Ok(parse(&std::fs::read(MOUNTINFO)?))
+    read(Path::new(MOUNTINFO))
+}
+
+fn read(file: &Path) -> io::Result<Vec<MountEntry>> {
+    let mut mounts = Vec::new();
+    procfile::each(file, b'\n', LONGEST, |line| {
+        mounts.extend(entry(line));
+        ControlFlow::Continue(())
+    })?;
+    Ok(mounts)
 }
 
 /// Lines that are not as documented are left out: the kernel does not write them.

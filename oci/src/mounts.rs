@@ -18,7 +18,6 @@
 //! named after this node's driver version and lie where the loader looks, and firn's own empty files, and these only at
 //! the places that are listed here.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
@@ -87,8 +86,8 @@ pub struct Driver<'a> {
     pub dirs: &'a [&'a str],
 }
 
-/// What [`settle`] has decided.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// What [`decide`] has decided.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settled {
     /// Destinations that get a file of this node's driver, and the file.
     pub from_driver: Vec<(PathBuf, PathBuf)>,
@@ -96,6 +95,14 @@ pub struct Settled {
     pub empty: Vec<PathBuf>,
     /// Bind mounts that the spec had and the checkpoint not: the restored container will not have them.
     pub extra: Vec<PathBuf>,
+    changes: Changes,
+}
+
+impl Settled {
+    /// Makes the spec whose mounts were looked at one whose mounts are all there.
+    pub fn apply(&mut self, spec: &mut Spec) -> Result<(), SpecError> {
+        std::mem::take(&mut self.changes).make(spec)
+    }
 }
 
 /// A mount that a restore needs and cannot have.
@@ -162,17 +169,32 @@ pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
         .collect())
 }
 
-/// Notes which mounts no process had in use, by the paths that processes had open or mapped.
-pub fn mark_unused(mounts: &mut [RequiredMount], used: &BTreeSet<PathBuf>) {
-    for mount in mounts {
-        mount.in_use = used.iter().any(|path| path.starts_with(&mount.destination));
+/// Notes which mounts no process had in use, in their order.
+pub fn mark_unused(mounts: &mut [RequiredMount], used: &[bool]) {
+    for (mount, used) in mounts.iter_mut().zip(used) {
+        mount.in_use = *used;
     }
 }
 
-/// Makes the spec one whose mounts are all there and among which are all that the checkpoint needs. A relative source
-/// counts from the bundle, where `empty` is firn's empty file, which is to be made before anything is mounted.
+/// Makes the spec what [`decide`] has decided.
 pub fn settle(
     spec: &mut Spec,
+    bundle: &Path,
+    required: &[RequiredMount],
+    driver: Driver<'_>,
+    empty: &Path,
+) -> Result<Settled, MountError> {
+    let mut settled = decide(spec, bundle, required, driver, empty)?;
+    settled.apply(spec)?;
+    Ok(settled)
+}
+
+/// What makes a spec one whose mounts are all there and among which are all that the checkpoint needs. A relative source
+/// counts from the bundle, where `empty` is firn's empty file, which is to be made before anything is mounted.
+///
+/// Sources are looked at: on a file system that hangs it does not come back.
+pub fn decide(
+    spec: &Spec,
     bundle: &Path,
     required: &[RequiredMount],
     driver: Driver<'_>,
@@ -182,7 +204,7 @@ pub fn settle(
     let mut settled = Settled::default();
     // Compared by components, so that a trailing or doubled slash makes no difference.
     let wanted_at = |destination: &Path| required.iter().find(|wanted| wanted.destination == destination);
-    let mut changes = Changes::default();
+    let changes = &mut settled.changes;
     for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
         let Some(wanted) = wanted_at(&mount.destination) else {
             settled.extra.push(mount.destination.clone());
@@ -233,12 +255,11 @@ pub fn settle(
             });
         }
     }
-    changes.make(spec)?;
     Ok(settled)
 }
 
 /// What changes in the mounts of a spec.
-#[derive(Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Changes {
     /// Other sources, by the place in the list.
     sources: Vec<(usize, PathBuf)>,

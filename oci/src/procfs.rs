@@ -3,9 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
+use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+use firn_gpu::procfile;
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
 pub fn inner_pid(task: &str) -> Option<i32> {
@@ -82,31 +85,40 @@ pub fn comm(pid: i32) -> String {
 
 /// Those of `pids` that are `root` or descend from it.
 pub fn tree(root: i32, pids: &[i32]) -> BTreeSet<i32> {
+    tree_by(root, pids, parent)
+}
+
+/// The parent of each is read once, however long the chains are.
+fn tree_by(root: i32, pids: &[i32], parent: impl Fn(i32) -> Option<i32>) -> BTreeSet<i32> {
     let parents: BTreeMap<i32, i32> = pids.iter().filter_map(|&pid| Some((pid, parent(pid)?))).collect();
-    let descends = |mut pid: i32| {
-        // A parent chain has no cycle, but it is read while processes come and go.
-        for _ in 0..=pids.len() {
-            if pid == root {
-                return true;
+    let mut known = BTreeMap::from([(root, true)]);
+    for &pid in pids {
+        let (mut chain, mut at) = (Vec::new(), Some(pid));
+        let descends = loop {
+            let Some(pid) = at else { break false };
+            // A parent chain has no cycle, but it is read while processes come and go.
+            if let Some(descends) = known.insert(pid, false) {
+                known.insert(pid, descends);
+                break descends;
             }
-            match parents.get(&pid) {
-                Some(&parent) => pid = parent,
-                None => return false,
-            }
-        }
-        false
-    };
-    pids.iter().copied().filter(|&pid| descends(pid)).collect()
+            chain.push(pid);
+            at = parents.get(&pid).copied();
+        };
+        known.extend(chain.into_iter().map(|pid| (pid, descends)));
+    }
+    let descends = |pid: &i32| known.get(pid) == Some(&true);
+    pids.iter().copied().filter(descends).collect()
 }
 
 fn parent(pid: i32) -> Option<i32> {
-    field(&pid.to_string(), "PPid:")?.trim().parse().ok()
+    stat_field(pid, 1)?.parse().ok()
 }
 
 /// Bytes of memory of a process that no file is behind, in memory or swapped out; none when it has gone.
 pub fn anonymous(pid: i32) -> u64 {
+    let status = text(&pid.to_string(), "status").unwrap_or_default();
     let bytes = |name| {
-        let text = field(&pid.to_string(), name)?;
+        let text = status.lines().find_map(|line| line.strip_prefix(name))?;
         let kib: u64 = text.split_whitespace().next()?.parse().ok()?;
         Some(kib << 10)
     };
@@ -116,7 +128,7 @@ pub fn anonymous(pid: i32) -> u64 {
 /// Bytes of the files that no path leads to any more and that these processes have open or mapped, each file once: CRIU puts them
 /// into the image. Shared memory and memfds are such files, too.
 pub fn unlinked(pids: &[i32]) -> u64 {
-    let mut files = BTreeMap::new();
+    let (mut files, mut bytes) = (BTreeSet::new(), 0_u64);
     let dirs = |pid: &i32| ["fd", "map_files"].map(|dir| format!("/proc/{pid}/{dir}"));
     for dir in pids.iter().flat_map(dirs) {
         // A process, or a file of it, may be gone.
@@ -129,13 +141,18 @@ pub fn unlinked(pids: &[i32]) -> u64 {
             if let Ok(file) = fs::metadata(&path)
                 && file.is_file()
                 && file.nlink() == 0
+                && files.len() < MOST_UNLINKED
+                && files.insert((file.dev(), file.ino()))
             {
-                files.insert((file.dev(), file.ino()), file.blocks().saturating_mul(512));
+                bytes = bytes.saturating_add(file.blocks().saturating_mul(512));
             }
         }
     }
-    files.into_values().fold(0, u64::saturating_add)
+    bytes
 }
+
+/// How many files without a path are told apart. Those beyond count for nothing: what is known is what is needed at least.
+const MOST_UNLINKED: usize = 1 << 18;
 
 /// The mount that an open file is on.
 pub fn mount_of(pid: i32, fd: i32) -> Option<u32> {
@@ -146,8 +163,8 @@ pub fn mount_of(pid: i32, fd: i32) -> Option<u32> {
 
 /// Whether no thread of a process is left.
 pub fn has_ended(pid: i32) -> bool {
-    let threads = || fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
-    !is_alive(pid) && threads() <= 1
+    let more = || fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|mut threads| threads.nth(1).is_some());
+    !is_alive(pid) && !more()
 }
 
 fn field(task: &str, name: &str) -> Option<String> {
@@ -160,30 +177,39 @@ fn field(task: &str, name: &str) -> Option<String> {
 
 /// A process names itself, in any bytes: a name in UTF-8 that was cut at 15 of them is none any more.
 fn text(task: &str, file: &str) -> Option<String> {
-    let bytes = fs::read(format!("/proc/{task}/{file}")).ok()?;
+    let bytes = procfile::read(Path::new(&format!("/proc/{task}/{file}"))).ok()?;
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Paths that these processes have open, mapped, or as their program and directories, as they see them themselves; none when
-/// one cannot be looked at.
-pub fn files(pids: &[i32]) -> Option<BTreeSet<PathBuf>> {
-    let mut files = BTreeSet::new();
+/// Which of `places` these processes have something of open, mapped, or as their program and directory, by the paths that they
+/// see themselves; none when one cannot be looked at.
+pub fn in_use(pids: &[i32], places: &[PathBuf]) -> Option<Vec<bool>> {
+    let mut used = vec![false; places.len()];
+    let mut note = |path: &Path| {
+        for (place, used) in places.iter().zip(&mut used) {
+            *used |= path.starts_with(place);
+        }
+    };
     for pid in pids {
         let process = PathBuf::from(format!("/proc/{pid}"));
         for entry in fs::read_dir(process.join("fd")).ok()? {
             // One that is closed meanwhile is not open.
-            files.extend(fs::read_link(entry.ok()?.path()));
+            if let Ok(path) = fs::read_link(entry.ok()?.path()) {
+                note(&path);
+            }
         }
         for link in ["exe", "cwd"] {
-            files.insert(fs::read_link(process.join(link)).ok()?);
+            note(&fs::read_link(process.join(link)).ok()?);
         }
-        let maps = fs::read(process.join("maps")).ok()?;
-        let mapped = maps
-            .split(|byte| *byte == b'\n')
-            .filter_map(|line| line.iter().position(|byte| *byte == b'/').map(|at| &line[at..]));
-        files.extend(mapped.map(|path| PathBuf::from(OsStr::from_bytes(path))));
+        let read = procfile::each(&process.join("maps"), b'\n', procfile::LINES, |line| {
+            if let Some(at) = line.iter().position(|byte| *byte == b'/') {
+                note(Path::new(OsStr::from_bytes(&line[at..])));
+            }
+            ControlFlow::Continue(())
+        });
+        read.ok()?;
     }
-    Some(files)
+    Some(used)
 }
 
 #[cfg(test)]
@@ -263,9 +289,33 @@ mod tests {
     fn files_in_use_are_those_that_are_open_mapped_or_run() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let program = std::env::current_exe().unwrap();
-        let used = files(&[me()]).unwrap();
-        assert!(used.contains(file.path()) && used.contains(&program), "{used:?}");
-        assert_eq!(files(&[i32::MAX]), None);
+        let directory = program.parent().unwrap().to_owned();
+        let mut beside = program.clone().into_os_string();
+        beside.push("-other");
+        let places = [file.path().to_owned(), program, directory, beside.into()];
+        assert_eq!(in_use(&[me()], &places), Some(vec![true, true, true, false]));
+        assert_eq!(in_use(&[i32::MAX], &places), None);
+    }
+
+    #[test]
+    fn in_a_chain_of_32000_processes_nothing_is_read_twice() {
+        const LENGTH: i32 = 32_000;
+        let pids: Vec<i32> = (1..=LENGTH).collect();
+        let reads = std::cell::Cell::new(0);
+        let parent = |pid: i32| {
+            reads.set(reads.get() + 1);
+            (pid > 1).then(|| pid - 1)
+        };
+        let begun = std::time::Instant::now();
+        assert_eq!(tree_by(1, &pids, parent).len(), pids.len());
+        assert_eq!(tree_by(LENGTH / 2, &pids, parent).len(), pids.len() / 2 + 1);
+        assert_eq!(tree_by(LENGTH + 1, &pids, parent).len(), 0);
+        assert_eq!(reads.get(), 3 * LENGTH);
+        // Where every chain is followed to its end, it takes minutes in such a build.
+        assert!(begun.elapsed().as_secs() < 5, "{:?}", begun.elapsed());
+        let cycle = |pid: i32| Some(if pid == 7 { 8 } else { 7 });
+        assert_eq!(tree_by(1, &[7, 8], cycle), BTreeSet::new());
+        assert_eq!(tree_by(8, &[7, 8], cycle), BTreeSet::from([7, 8]));
     }
 
     #[test]

@@ -3,8 +3,9 @@
 //! CRIU cannot dump an io_uring, an RDMA device or a GPU. Of the last the driver's checkpoint rids CUDA processes; a child
 //! that was forked from one and has not started another program keeps the descriptors, and nothing rids it of them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
@@ -28,6 +29,7 @@ struct Found {
 pub(super) fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Finding>, Unreadable> {
     let mut findings = Vec::new();
     let mut holders = Vec::new();
+    let cuda: BTreeSet<i32> = subject.cuda.iter().copied().collect();
     for &pid in subject.dumped {
         let Some(found) = look(proc_root, pid)? else {
             continue;
@@ -48,26 +50,30 @@ pub(super) fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Fin
         if let Some(file) = found.imex {
             add(Sign::Imex { file }, Certainty::Suspected);
         }
-        if found.gpu.is_some() && !subject.cuda.contains(&pid) {
+        if found.gpu.is_some() && !cuda.contains(&pid) {
             holders.push(pid);
         }
     }
-    findings.extend(leaked(proc_root, subject, &holders)?);
+    findings.extend(leaked(proc_root, cuda, &holders)?);
     Ok(findings)
 }
 
 /// Descriptors of GPUs in processes without CUDA. One that was forked from a CUDA process has them from there; any other
 /// may be about to start CUDA.
-fn leaked(proc_root: &Path, subject: &Subject<'_>, holders: &[i32]) -> Result<Vec<Finding>, Unreadable> {
+fn leaked(proc_root: &Path, cuda: BTreeSet<i32>, holders: &[i32]) -> Result<Vec<Finding>, Unreadable> {
     if holders.is_empty() {
         return Ok(Vec::new());
     }
     // Between fork and exec every child has them.
     thread::sleep(EXEC);
     let mut findings = Vec::new();
+    let mut descent = Descent {
+        cuda,
+        known: BTreeMap::new(),
+    };
     for &pid in holders {
         if let Some(file) = look(proc_root, pid)?.and_then(|found| found.gpu) {
-            let forked = is_forked(proc_root, pid, subject.cuda);
+            let forked = descent.is_forked(pid, |pid| parent(proc_root, pid));
             findings.push(Finding {
                 pid: Some(pid),
                 sign: Sign::LeakedGpu { file },
@@ -82,17 +88,31 @@ fn leaked(proc_root: &Path, subject: &Subject<'_>, holders: &[i32]) -> Result<Ve
     Ok(findings)
 }
 
-/// Whether a process descends from one of `cuda`.
-fn is_forked(proc_root: &Path, mut pid: i32, cuda: &[i32]) -> bool {
-    let mut seen = BTreeSet::new();
-    while seen.insert(pid) {
-        match parent(proc_root, pid) {
-            Some(parent) if cuda.contains(&parent) => return true,
-            Some(parent) => pid = parent,
-            None => return false,
-        }
+/// Which processes descend from CUDA processes. The parent of each is read once, however long the chains are.
+struct Descent {
+    cuda: BTreeSet<i32>,
+    known: BTreeMap<i32, bool>,
+}
+
+impl Descent {
+    fn is_forked(&mut self, mut pid: i32, parent: impl Fn(i32) -> Option<i32>) -> bool {
+        let mut chain = Vec::new();
+        let forked = loop {
+            // What comes back to itself, because pids were taken again meanwhile, descends from nothing.
+            if let Some(known) = self.known.insert(pid, false) {
+                self.known.insert(pid, known);
+                break known;
+            }
+            chain.push(pid);
+            match parent(pid) {
+                Some(parent) if self.cuda.contains(&parent) => break true,
+                Some(parent) => pid = parent,
+                None => break false,
+            }
+        };
+        self.known.extend(chain.into_iter().map(|pid| (pid, forked)));
+        forked
     }
-    false
 }
 
 fn parent(proc_root: &Path, pid: i32) -> Option<i32> {
@@ -105,15 +125,18 @@ fn parent(proc_root: &Path, pid: i32) -> Option<i32> {
 /// What a process has; nothing of one that has ended.
 fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadable> {
     let unreadable = |what| move |source| Unreadable { pid, what, source };
-    let Some(text) = maps::read(proc_root, pid, "maps").map_err(unreadable("maps"))? else {
+    let mut found = Found::default();
+    let read = maps::each(proc_root, pid, |mapping| {
+        // A ring stays mapped when its descriptor is closed.
+        found.io_uring = mapping.path.starts_with(b"anon_inode:[io_uring]");
+        match found.io_uring {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    });
+    if read.map_err(unreadable("maps"))?.is_none() {
         return Ok(None);
-    };
-    // A ring stays mapped when its descriptor is closed.
-    let io_uring = maps::mappings(&text).any(|mapping| mapping.path.starts_with(b"anon_inode:[io_uring]"));
-    let mut found = Found {
-        io_uring,
-        ..Found::default()
-    };
+    }
     let entries = match fs::read_dir(proc_root.join(pid.to_string()).join("fd")) {
         Ok(entries) => entries,
         Err(error) if maps::is_gone(&error) => return Ok(None),
@@ -225,6 +248,34 @@ mod tests {
     /// Whichever of the two comes first.
     fn found_rdma(root: &TempDir) -> String {
         look(root.path(), 4).unwrap().unwrap().rdma.unwrap()
+    }
+
+    #[test]
+    fn in_a_chain_of_32000_processes_every_parent_is_read_once() {
+        const LENGTH: i32 = 32_000;
+        let reads = std::cell::Cell::new(0);
+        let parent = |pid| {
+            reads.set(reads.get() + 1);
+            (pid > 1).then(|| pid - 1)
+        };
+        for (cuda, forked) in [(1, true), (LENGTH + 1, false)] {
+            reads.set(0);
+            let mut descent = Descent {
+                cuda: BTreeSet::from([cuda]),
+                known: BTreeMap::new(),
+            };
+            assert!((2..=LENGTH).all(|pid| descent.is_forked(pid, parent) == forked));
+            assert!(descent.is_forked(LENGTH, parent) == forked);
+            assert!(reads.get() <= LENGTH, "{}", reads.get());
+        }
+        let mut descent = Descent {
+            cuda: BTreeSet::from([1]),
+            known: BTreeMap::new(),
+        };
+        assert!(
+            !descent.is_forked(7, |pid| Some(if pid == 7 { 8 } else { 7 })),
+            "a cycle"
+        );
     }
 
     #[test]

@@ -278,3 +278,33 @@ fn a_process_that_has_ended_shows_nothing_and_one_that_cannot_be_read_is_an_erro
     let error = inspect(root.path(), &[7]).unwrap_err();
     assert_eq!(error.to_string(), "cannot read maps of process 7");
 }
+
+#[test]
+fn an_environment_as_long_as_a_process_likes_is_not_read_to_its_end() {
+    let root = processes(&[(7, "", "A=b")]);
+    let environ = fs::OpenOptions::new()
+        .write(true)
+        .open(root.path().join("7/environ"));
+    environ.unwrap().set_len(3 << 30).unwrap();
+    let error = inspect(root.path(), &[7]).unwrap_err();
+    assert_eq!(error.to_string(), "cannot read environ of process 7");
+    let cause = std::error::Error::source(&error).unwrap();
+    assert_eq!(cause.to_string(), "it is longer than 8 MiB");
+}
+
+#[test]
+fn links_of_a_process_are_followed_in_its_own_root() {
+    let root = processes(&[(7, "", "")]);
+    // A directory of the host, and what is there for the process under the same name.
+    let host = tempfile::tempdir().unwrap();
+    fs::write(host.path().join("control"), "").unwrap();
+    symlink(host.path(), root.path().join("7/root/tmp/nvidia-mps")).unwrap();
+    assert_eq!(inspect(root.path(), &[7]).unwrap(), []);
+    let inside = root
+        .path()
+        .join("7/root")
+        .join(host.path().strip_prefix("/").unwrap());
+    fs::create_dir_all(&inside).unwrap();
+    fs::write(inside.join("control"), "").unwrap();
+    assert_eq!(inspect(root.path(), &[7]).unwrap().len(), 1);
+}

@@ -9,6 +9,7 @@
 //! Of these, CUDA processes are those that have a restore thread: the state alone also answers for others. That one has
 //! none is taken from the two answers that a driver was seen to give for such processes, and from no other error.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use crate::maps;
@@ -26,24 +27,22 @@ pub(super) enum Sign {
 
 /// Looks at the mappings of `pid`. A process that has ended shows none.
 pub(super) fn sign(proc_root: &Path, pid: i32) -> Sign {
-    match maps::read(proc_root, pid, "maps") {
-        Ok(Some(text)) => sign_in(&text),
-        Ok(None) => Sign::None,
-        Err(_) => Sign::Device,
-    }
-}
-
-fn sign_in(text: &[u8]) -> Sign {
     let mut sign = Sign::None;
-    for mapping in maps::mappings(text) {
+    let read = maps::each(proc_root, pid, |mapping| {
         if mapping.path.starts_with(b"/dev/nvidia") {
-            return Sign::Device;
+            sign = Sign::Device;
+            return ControlFlow::Break(());
         }
         if mapping.file_name().starts_with(b"libcuda.so") {
             sign = Sign::Library;
         }
+        ControlFlow::Continue(())
+    });
+    match read {
+        Ok(Some(())) => sign,
+        Ok(None) => Sign::None,
+        Err(_) => Sign::Device,
     }
-    sign
 }
 
 #[cfg(test)]
@@ -53,6 +52,12 @@ mod tests {
     #[test]
     fn libcuda_and_nodes_are_seen_and_lookalikes_are_not() {
         let line = |path: &str| format!("7f10-7f20 r--p 00000000 00:00 0    {path}\n");
+        let sign_in = |text: &[u8]| {
+            let proc_root = tempfile::tempdir().unwrap();
+            std::fs::create_dir(proc_root.path().join("7")).unwrap();
+            std::fs::write(proc_root.path().join("7/maps"), text).unwrap();
+            sign(proc_root.path(), 7)
+        };
         assert_eq!(sign_in(b""), Sign::None);
         assert_eq!(sign_in(line("/usr/lib/libcudart.so.12").as_bytes()), Sign::None);
         assert_eq!(sign_in(line("/opt/libcuda.so.d/data").as_bytes()), Sign::None);

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use super::Refusal;
@@ -63,8 +64,7 @@ fn clean(path: &Path) -> PathBuf {
 
 /// Refuses a mount that is not of the container and that CRIU cannot dump; `init` is its first process.
 pub fn by_mounts(init: i32, known: &Known) -> Result<(), Refusal> {
-    // Gone, or not to be read: what follows tells better why.
-    let Ok(entries) = mountinfo::of_process(init) else {
+    let Some(entries) = mounts_of(init)? else {
         return Ok(());
     };
     match undumpable(&entries, known) {
@@ -77,15 +77,23 @@ pub fn by_mounts(init: i32, known: &Known) -> Result<(), Refusal> {
     }
 }
 
+/// None when the process is gone or its mounts are not to be read: what follows tells better why.
+fn mounts_of(pid: i32) -> Result<Option<Vec<MountEntry>>, Refusal> {
+    match mountinfo::of_process(pid) {
+        Ok(mounts) => Ok(Some(mounts)),
+        Err(error) if error.kind() == ErrorKind::FileTooLarge => Err(Refusal::TooManyMounts { pid }),
+        Err(_) => Ok(None),
+    }
+}
+
 /// The first mount that CRIU can neither find outside by the spec nor make itself: neither a part of a file system that is
 /// mounted in the container as a whole or by the spec, nor one of a kind that CRIU can mount.
 fn undumpable<'a>(entries: &'a [MountEntry], known: &Known) -> Option<&'a MountEntry> {
     let is_whole = |entry: &MountEntry| entry.root == Path::new("/");
     let is_ours = |entry: &MountEntry| entry.mount_point == Path::new("/") || known.has(&entry.mount_point);
-    let has_source = |part: &MountEntry| {
-        let same = entries.iter().filter(|entry| entry.device == part.device);
-        same.into_iter().any(|entry| is_whole(entry) || is_ours(entry))
-    };
+    let sources = entries.iter().filter(|entry| is_whole(entry) || is_ours(entry));
+    let sources: BTreeSet<&str> = sources.map(|entry| entry.device.as_str()).collect();
+    let has_source = |part: &MountEntry| sources.contains(part.device.as_str());
     entries.iter().find(|entry| {
         let fails = if is_whole(entry) {
             UNKNOWN_TO_CRIU.contains(&entry.fs_type.as_str())
@@ -99,7 +107,7 @@ fn undumpable<'a>(entries: &'a [MountEntry], known: &Known) -> Option<&'a MountE
 /// Refuses a process whose standard input, output or error is a regular file on a mount of the host that the container
 /// does not have.
 pub fn by_stdio(init: i32, pids: &[i32]) -> Result<(), Refusal> {
-    let (Ok(own), Ok(hosts)) = (mountinfo::of_process(init), mountinfo::mounted()) else {
+    let (Some(own), Ok(hosts)) = (mounts_of(init)?, mountinfo::mounted()) else {
         return Ok(());
     };
     let ids = |entries: Vec<MountEntry>| entries.into_iter().map(|entry| entry.id).collect::<BTreeSet<_>>();

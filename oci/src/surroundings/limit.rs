@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use firn_gpu::procfile;
 use nix::errno::Errno;
 
 use crate::cgroups::{Hierarchies, UNIFIED, Version};
@@ -50,8 +51,8 @@ impl MemoryLimit {
         };
         let mut known = BTreeSet::new();
         for pid in pids {
-            match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
-                Ok(cgroups) => known.insert(cgroups),
+            match procfile::read(Path::new(&format!("/proc/{pid}/cgroup"))) {
+                Ok(cgroups) => known.insert(String::from_utf8_lossy(&cgroups).into_owned()),
                 Err(error) if is_gone(&error) => continue,
                 Err(error) => return Err(error),
             };

@@ -76,6 +76,8 @@ pub enum Refusal {
         fd: i32,
         path: PathBuf,
     },
+    #[error("process {pid} has made more mounts than are looked at")]
+    TooManyMounts { pid: i32 },
     #[error("process {pid} ({comm}) has /dev/kfd open, and the container has NVIDIA's GPUs besides AMD's")]
     MixedGpus { pid: i32, comm: String },
     #[error(
@@ -97,6 +99,7 @@ impl Refusal {
             Self::Space { .. } => "FIRN-IMAGE-SPACE",
             Self::ForeignMount { .. } => "FIRN-FOREIGN-MOUNT",
             Self::ForeignStdio { .. } => "FIRN-STDIO",
+            Self::TooManyMounts { .. } => "FIRN-PROC",
             Self::MixedGpus { .. } => "FIRN-GPU-MIXED",
             Self::UnknownGpu { .. } => "FIRN-GPU-VENDOR",
         }
@@ -122,6 +125,7 @@ impl Refusal {
             Self::Space { .. } => "make room there, or let the checkpoint go to another file system",
             Self::ForeignMount { .. } => "unmount it, or give it to the container in its spec",
             Self::ForeignStdio { .. } => "start the process with pipes, or with files of the container",
+            Self::TooManyMounts { .. } => "unmount what the container does not need",
             Self::MixedGpus { .. } => "use GPUs of one vendor in a container that is to be checkpointed",
             Self::UnknownGpu { .. } => {
                 "close the device before the checkpoint; NVIDIA's GPUs for computing and, by CRIU's plugin, AMD's can be \

@@ -44,7 +44,8 @@ pub fn exec_policy(spec: Option<&Spec>, config: &Config) -> Exec {
 
 /// Refuses processes that CRIU would leave out, as those of execs, unless they are to be; one that uses CUDA always.
 pub fn by_outside(outside: &[i32], cuda: &[i32], exec: Exec) -> Result<(), Refusal> {
-    if let Some(&pid) = outside.iter().find(|pid| cuda.contains(pid)) {
+    let with_cuda: BTreeSet<i32> = cuda.iter().copied().collect();
+    if let Some(&pid) = outside.iter().find(|pid| with_cuda.contains(pid)) {
         let comm = procfs::comm(pid);
         return Err(Refusal::CudaExec { pid, comm });
     }

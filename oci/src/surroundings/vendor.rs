@@ -1,5 +1,6 @@
 //! GPUs and accelerators that are not NVIDIA's: what processes have open of them, and what that means for a checkpoint.
 
+use std::collections::BTreeMap;
 use std::fs;
 
 use super::Refusal;
@@ -18,7 +19,9 @@ pub enum Others {
 /// Looks at what the processes have open. With NVIDIA's GPUs (`nvidia`) a container must have nothing else open, and nodes
 /// of graphics are AMD's only where AMD's driver is open too.
 pub fn by_vendor(pids: &[i32], nvidia: bool) -> Result<Others, Refusal> {
-    let mut open = Vec::new();
+    // The first of each kind, and how many others came before it.
+    let mut open = BTreeMap::new();
+    let mut count = 0_usize;
     for &pid in pids {
         // A process that has ended has nothing open; one that cannot be looked at is CRIU's to complain about.
         let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else {
@@ -27,18 +30,24 @@ pub fn by_vendor(pids: &[i32], nvidia: bool) -> Result<Others, Refusal> {
         let links = entries
             .flatten()
             .filter_map(|entry| fs::read_link(entry.path()).ok());
-        open.extend(links.filter_map(|path| Some((other_gpu(&path)?, pid, path))));
+        for path in links {
+            if let Some(kind) = other_gpu(&path) {
+                open.entry(kind).or_insert((count, pid, path));
+                count += 1;
+            }
+        }
     }
-    let is_amd = open.iter().any(|(kind, ..)| *kind == OtherGpu::Amd);
-    let stranger = open.into_iter().find(|(kind, ..)| match kind {
+    let is_amd = open.contains_key(&OtherGpu::Amd);
+    let strangers = open.into_iter().filter(|(kind, _)| match kind {
         OtherGpu::Amd => nvidia,
         OtherGpu::Graphics => nvidia || !is_amd,
         OtherGpu::Accelerator => true,
     });
+    let stranger = strangers.min_by_key(|(_, (before, ..))| *before);
     match stranger {
         None if is_amd => Ok(Others::Amd),
         None => Ok(Others::Unused),
-        Some((kind, pid, path)) => {
+        Some((kind, (_, pid, path))) => {
             let comm = procfs::comm(pid);
             Err(match kind {
                 OtherGpu::Amd => Refusal::MixedGpus { pid, comm },

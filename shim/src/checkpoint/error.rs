@@ -334,6 +334,9 @@ fn hint(error: &EffectError) -> &str {
         }
         EffectError::AmdPlugin(error) => error.hint(),
         EffectError::Parent { .. } => "ask for the checkpoint without a parent path",
+        EffectError::Unreadable(error) if error.source.kind() == std::io::ErrorKind::FileTooLarge => {
+            "no program needs so much of it: end the process"
+        }
         EffectError::Unreadable(_) => "the process may have ended meanwhile: try again",
         EffectError::Grant(error) => error.hint(),
         EffectError::Gpu(error) => error.hint(),

@@ -308,8 +308,9 @@ impl<'a> Live<'a> {
         let pids = self.tools.cgroup.pids();
         blocking(move || {
             let mut mounts = source.mounts;
+            let places: Vec<PathBuf> = mounts.iter().map(|mount| mount.destination.clone()).collect();
             // What cannot be looked at may be in use.
-            if let Some(used) = pids.ok().and_then(|pids| procfs::files(&pids)) {
+            if let Some(used) = pids.ok().and_then(|pids| procfs::in_use(&pids, &places)) {
                 mounts::mark_unused(&mut mounts, &used);
             }
             let manifest = Manifest {
