@@ -6,9 +6,14 @@
 //! processes were finished. The worker works on all processes of a request in parallel and keeps no deadline of its
 //! own: the shim does, by killing it.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
-use crate::{CudaState, GpuPair, Inventory};
+use crate::{CudaState, GpuPair, GpuUuid, Inventory};
+
+/// Bytes of GPU memory by GPU.
+pub type GpuMemory = BTreeMap<GpuUuid, u64>;
 
 #[cfg(test)]
 mod tests;
@@ -21,7 +26,7 @@ pub enum Request {
     Inventory,
     /// Which of these processes are CUDA processes, with their restore threads. Works while they are frozen.
     Discover { pids: Vec<i32> },
-    /// How much GPU memory each process uses, on all GPUs together.
+    /// How much GPU memory each process uses, on all GPUs together and on each.
     Memory { pids: Vec<i32> },
     /// State of each process. The driver waits for a process that is frozen or stopped.
     State { pids: Vec<i32> },
@@ -30,7 +35,16 @@ pub enum Request {
     /// Copy the GPU state of all into their own memory and release the GPUs.
     Checkpoint { pids: Vec<i32> },
     /// Bring the GPU state of all back. An empty `pairs` means the same GPUs.
-    Restore { pids: Vec<i32>, pairs: Vec<GpuPair> },
+    ///
+    /// `needs` is the memory that they had, where it is known. A GPU that has less free is answered with
+    /// [`Reply::NoMemory`], and the driver is not called: it spoils the state of a process whose restore fails for
+    /// want of memory (docs/gpu-evidence.md).
+    Restore {
+        pids: Vec<i32>,
+        pairs: Vec<GpuPair>,
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        needs: GpuMemory,
+    },
     /// Let all call the driver again.
     Unlock { pids: Vec<i32> },
 }
@@ -61,6 +75,9 @@ pub struct ProcessReply {
     /// Bytes of GPU memory in use; only in replies to `memory`, absent where the driver does not tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_bytes: Option<u64>,
+    /// The same by GPU.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub gpu_memory: GpuMemory,
     /// Time that the call took, in microseconds.
     pub micros: u64,
     /// The call's failure.
@@ -76,6 +93,8 @@ pub enum Reply {
     Inventory { inventory: Inventory },
     /// One process is finished.
     Process(ProcessReply),
+    /// A restore was not begun: `gpu` has `free` bytes of memory free, and `needed` bytes are needed.
+    NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
     /// The request is finished: every process has had its line.
     Done { micros: u64 },
     /// The request as a whole could not be carried out (no driver library, malformed request).

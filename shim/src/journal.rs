@@ -8,6 +8,7 @@
 //! begin                          which operation, on which container, with which image and work directory
 //! enter PHASE ... leave PHASE    the intent, and what became of it
 //! image                          what the image directory was, before the first file is put there
+//! memory                         GPU memory that the processes had when they were locked
 //! cuda, child                    processes that the operation touches or has started
 //! end                            the outcome; the file goes with it, unless GPU state was lost
 //! ```
@@ -24,6 +25,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use firn_gpu::protocol::GpuMemory;
 use serde::{Deserialize, Serialize};
 
 use crate::blocking::blocking;
@@ -182,6 +184,10 @@ enum Line {
     Cuda {
         processes: Vec<Cuda>,
     },
+    /// GPU memory that the processes had when they were locked.
+    Memory {
+        gpus: GpuMemory,
+    },
     Child(ChildProcess),
     End {
         outcome: Outcome,
@@ -295,6 +301,11 @@ impl Journal {
         .await
     }
 
+    /// What the processes need of each GPU when their state is given back.
+    pub(crate) async fn memory(&self, gpus: &GpuMemory) -> Result<(), JournalError> {
+        self.write(Line::Memory { gpus: gpus.clone() }).await
+    }
+
     /// A child works for the transaction.
     pub(crate) async fn child(&self, role: Role, pid: i32) {
         // One that has ended already needs no note.
@@ -354,6 +365,8 @@ pub(crate) struct Record {
     pub dumped: bool,
     /// Every CUDA process that was ever seen.
     pub cuda: Vec<CudaProcess>,
+    /// Bytes of GPU memory that they had.
+    pub memory: GpuMemory,
     pub children: Vec<ChildProcess>,
     pub outcome: Option<Outcome>,
     /// Pids still mean what they did.
@@ -395,6 +408,7 @@ impl Record {
             image_was: None,
             dumped: false,
             cuda: Vec::new(),
+            memory: GpuMemory::new(),
             children: Vec::new(),
             outcome: None,
             same_boot: of == boot(),
@@ -412,6 +426,7 @@ impl Record {
             }
             Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::Dump,
             Line::Image { was } => self.image_was = Some(was),
+            Line::Memory { gpus } => self.memory = gpus,
             Line::Cuda { processes } => {
                 for Cuda { pid, restore_tid } in processes {
                     if !self.cuda.iter().any(|known| known.pid == pid) {
@@ -433,6 +448,8 @@ fn boot() -> String {
 
 #[cfg(test)]
 mod tests {
+    use firn_gpu::GpuUuid;
+
     use super::*;
 
     fn begin() -> Begin {
@@ -466,6 +483,8 @@ mod tests {
         journal.enter(Phase::Take).await.unwrap();
         journal.image(ImageWas::Empty).await.unwrap();
         journal.cuda(&[cuda(7), cuda(9)]).await.unwrap();
+        let memory = GpuMemory::from([(GpuUuid::from_bytes([1; 16]), 4 << 30)]);
+        journal.memory(&memory).await.unwrap();
         let me = i32::try_from(std::process::id()).unwrap();
         journal.child(Role::Runc, me).await;
         let record = Record::read(bundle.path()).unwrap().unwrap();
@@ -474,6 +493,7 @@ mod tests {
         assert!(record.taking && !record.dumped && record.same_boot);
         assert_eq!(record.image_was, Some(ImageWas::Empty));
         assert_eq!(record.cuda, [cuda(7), cuda(9)]);
+        assert_eq!(record.memory, memory);
         let child = ChildProcess {
             role: Role::Runc,
             pid: me,

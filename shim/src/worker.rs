@@ -11,8 +11,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
-use firn_gpu::protocol::{DriverError, ProcessReply, Reply, Request};
-use firn_gpu::{CudaState, GpuPair, Inventory};
+use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
+use firn_gpu::{CudaState, GpuPair, GpuUuid, Inventory};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
@@ -52,6 +52,13 @@ pub(crate) enum GpuError {
         #[source]
         source: serde_json::Error,
     },
+    /// The restore was not begun: the driver spoils the state of a process that it cannot find room for.
+    #[error(
+        "{gpu} has {} MiB of memory free, and {} MiB are needed",
+        free >> 20,
+        needed.div_ceil(1 << 20)
+    )]
+    NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
     /// The worker refused the request as a whole.
     #[error("{message}")]
     Refused { message: String, hint: String },
@@ -77,6 +84,7 @@ impl GpuError {
         match self {
             Self::Start { .. } | Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => "FIRN-WORKER",
             Self::Deadline { .. } | Self::Stuck { .. } => "FIRN-GPU-TIMEOUT",
+            Self::NoMemory { .. } => "FIRN-GPU-OCCUPIED",
             Self::Refused { .. } => "FIRN-DRIVER-MISSING",
             Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
                 "FIRN-GPU-UNSUPPORTED"
@@ -98,6 +106,9 @@ impl GpuError {
             Self::Deadline { .. } => "raise the phase's time under [deadlines] in the configuration",
             Self::Stuck { .. } => {
                 "the driver hangs in the kernel (state D): dmesg may hold the reason; worker-end under [deadlines] bounds the wait"
+            }
+            Self::NoMemory { .. } => {
+                "end what uses that GPU, which nvidia-smi lists; then resume the container"
             }
             Self::Refused { hint, .. } => hint,
             Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
@@ -205,12 +216,16 @@ impl Gpu {
         Ok(found)
     }
 
-    /// GPU memory that these use together, in bytes; `None` when the driver tells of none of them.
-    pub(crate) async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<Option<u64>, GpuError> {
+    /// GPU memory that these use together on each GPU; empty when NVML reports it for none of them.
+    pub(crate) async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<GpuMemory, GpuError> {
         let request = Request::Memory { pids: pids.to_vec() };
         let (_, replies) = self.call("memory", &request, deadline).await?;
-        let known = replies.into_iter().filter_map(|reply| reply.gpu_bytes);
-        Ok(known.reduce(u64::saturating_add))
+        let mut together = GpuMemory::new();
+        for (gpu, bytes) in replies.into_iter().flat_map(|reply| reply.gpu_memory) {
+            let sum = together.entry(gpu).or_default();
+            *sum = sum.saturating_add(bytes);
+        }
+        Ok(together)
     }
 
     /// State of each process; one that has ended is left out.
@@ -265,15 +280,19 @@ impl Gpu {
     }
 
     /// Moves the GPU state of all back, onto other GPUs when `pairs` is not empty. They stay locked.
+    ///
+    /// Not begun when a GPU has less memory free than `needs` says.
     pub(crate) async fn restore(
         &mut self,
         pids: &[i32],
         pairs: &[GpuPair],
+        needs: &GpuMemory,
         deadline: Duration,
     ) -> Result<(), GpuError> {
         let request = Request::Restore {
             pids: pids.to_vec(),
             pairs: pairs.to_vec(),
+            needs: needs.clone(),
         };
         self.all("restore", pids, &request, deadline, CudaState::Locked)
             .await
@@ -342,7 +361,10 @@ impl Gpu {
             began.elapsed().as_millis(),
             result.is_ok()
         );
-        if !matches!(result, Ok(_) | Err(GpuError::Refused { .. })) {
+        if !matches!(
+            result,
+            Ok(_) | Err(GpuError::Refused { .. } | GpuError::NoMemory { .. })
+        ) {
             self.end().await;
         }
         result
@@ -438,6 +460,9 @@ impl Worker {
                 Reply::Inventory { inventory: found } => inventory = Some(found),
                 Reply::Process(reply) => processes.push(reply),
                 Reply::Done { .. } => return Ok((inventory, processes)),
+                Reply::NoMemory { gpu, free, needed } => {
+                    return Err(GpuError::NoMemory { gpu, free, needed });
+                }
                 Reply::Failed { message, hint } => return Err(GpuError::Refused { message, hint }),
             }
         }

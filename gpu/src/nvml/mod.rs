@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_uint};
 use std::ptr;
 
+use crate::protocol::GpuMemory;
 use crate::sys::LoadError;
 use crate::{GpuUuid, Link};
 use raw::{Device, Memory, PciInfo, ProcessInfo, Return, Table};
@@ -72,9 +73,9 @@ pub trait Nvml: Send + Sync {
     /// GPUs in NVML's order; one that does not answer (lost, no permission) is an error in its place.
     fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError>;
 
-    /// GPU memory in use by each process, in bytes, all GPUs together. Processes of which the driver does not tell are
-    /// left out; in some virtual machines these are all.
-    fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError>;
+    /// GPU memory in use by each process. Processes whose memory NVML does not report are left out; in some virtual
+    /// machines these are all.
+    fn memory_in_use(&self) -> Result<BTreeMap<i32, GpuMemory>, NvmlError>;
 
     /// The ways between GPUs, as far as NVML tells them.
     fn links(&self) -> Vec<Link>;
@@ -131,14 +132,19 @@ impl NvmlLibrary {
         }
     }
 
+    fn uuid(&self, device: Device) -> Result<GpuUuid, NvmlError> {
+        let uuid = text("nvmlDeviceGetUUID", |buffer, length| {
+            // SAFETY: `device` comes from the library, and `text` gives a live buffer and its length.
+            unsafe { (self.table.uuid)(device, buffer, length) }
+        })?;
+        Ok(uuid.parse()?)
+    }
+
     fn gpu(&self, index: c_uint) -> Result<NvmlGpu, NvmlError> {
         let table = &self.table;
         let device = self.device(index)?;
 
-        let uuid = text("nvmlDeviceGetUUID", |buffer, length| {
-            // SAFETY: `device` comes from the library, and `text` gives a live buffer and its length.
-            unsafe { (table.uuid)(device, buffer, length) }
-        })?;
+        let uuid = self.uuid(device)?;
         let name = text("nvmlDeviceGetName", |buffer, length| {
             // SAFETY: `device` comes from the library, and `text` gives a live buffer and its length.
             unsafe { (table.name)(device, buffer, length) }
@@ -161,7 +167,7 @@ impl NvmlLibrary {
         })?;
 
         Ok(NvmlGpu {
-            uuid: uuid.parse()?,
+            uuid,
             name,
             pci_device_id: pci.pci_device_id,
             pci_address: until_nul(&pci.bus_id),
@@ -210,20 +216,25 @@ impl Nvml for NvmlLibrary {
         self.all_links()
     }
 
-    fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError> {
+    fn memory_in_use(&self) -> Result<BTreeMap<i32, GpuMemory>, NvmlError> {
         let mut used = BTreeMap::new();
         for index in 0..self.count()? {
             // A GPU that does not answer is left out of the inventory too.
             let Ok(device) = self.device(index) else { continue };
-            for info in self.processes(device)? {
-                add(&mut used, info);
+            let processes = self.processes(device)?;
+            if processes.is_empty() {
+                continue;
+            }
+            let uuid = self.uuid(device)?;
+            for info in processes {
+                add(&mut used, &uuid, info);
             }
         }
         Ok(used)
     }
 }
 
-fn add(used: &mut BTreeMap<i32, u64>, info: ProcessInfo) {
+fn add(used: &mut BTreeMap<i32, GpuMemory>, gpu: &GpuUuid, info: ProcessInfo) {
     let ProcessInfo {
         pid,
         used_gpu_memory: bytes,
@@ -232,7 +243,7 @@ fn add(used: &mut BTreeMap<i32, u64>, info: ProcessInfo) {
     if let Ok(pid) = i32::try_from(pid)
         && bytes != NOT_AVAILABLE
     {
-        let sum: &mut u64 = used.entry(pid).or_default();
+        let sum: &mut u64 = used.entry(pid).or_default().entry(gpu.clone()).or_default();
         *sum = sum.saturating_add(bytes);
     }
 }
@@ -296,9 +307,11 @@ mod tests {
     #[test]
     fn memory_of_a_process_is_summed_and_what_is_not_available_is_left_out() {
         let mut used = BTreeMap::new();
+        let gpu = |n: u8| GpuUuid::from_bytes([n; 16]);
         for (pid, used_gpu_memory) in [(7, 5), (8, NOT_AVAILABLE), (7, 6), (9, 1), (u32::MAX, 1)] {
             add(
                 &mut used,
+                &gpu(u8::from(pid == 9)),
                 ProcessInfo {
                     pid,
                     used_gpu_memory,
@@ -306,7 +319,8 @@ mod tests {
                 },
             );
         }
-        assert_eq!(used, BTreeMap::from([(7, 11), (9, 1)]));
+        let one = |n: u8, bytes: u64| GpuMemory::from([(gpu(n), bytes)]);
+        assert_eq!(used, BTreeMap::from([(7, one(0, 11)), (9, one(1, 1))]));
     }
 
     #[test]

@@ -27,6 +27,7 @@ fn requests_survive_the_round_trip() {
     round_trip_request(Request::Restore {
         pids: vec![1],
         pairs: vec![pair],
+        needs: GpuMemory::from([(GpuUuid::from_bytes([7; 16]), 1 << 40)]),
     });
     round_trip_request(Request::Unlock { pids: vec![1] });
 }
@@ -43,6 +44,7 @@ fn replies_survive_the_round_trip() {
         state,
         restore_tid: Some(2),
         gpu_bytes: Some(1 << 40),
+        gpu_memory: GpuMemory::from([(GpuUuid::from_bytes([7; 16]), 1 << 40)]),
         micros: 3,
         error,
     };
@@ -50,6 +52,11 @@ fn replies_survive_the_round_trip() {
         Reply::Process(reply(Some(CudaState::Checkpointed), None)),
         Reply::Process(reply(Some(CudaState::Unknown(4)), Some(error.clone()))),
         Reply::Process(reply(None, Some(error))),
+        Reply::NoMemory {
+            gpu: GpuUuid::from_bytes([7; 16]),
+            free: 1,
+            needed: 1 << 40,
+        },
         Reply::Done { micros: 5 },
         Reply::Failed {
             message: "m".into(),

@@ -319,7 +319,7 @@ fn answers(
         match serde_json::from_str(&line)? {
             Reply::Process(reply) => found.push(reply),
             Reply::Failed { message, hint } => return Err(CommandError::Failed { message, hint }),
-            Reply::Done { .. } | Reply::Inventory { .. } => return Ok(found),
+            Reply::Done { .. } | Reply::Inventory { .. } | Reply::NoMemory { .. } => return Ok(found),
         }
     }
 }

@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
+use crate::GpuUuid;
 use crate::cuda::{Checkpointer, Cuda, Driver};
 use crate::nvml::{Nvml, NvmlError, NvmlLibrary};
 use crate::protocol::DriverError;
@@ -105,6 +106,8 @@ pub(super) enum Refusal<'a> {
     Init(#[source] DriverError),
     #[error("no inventory of GPUs")]
     Nvml(#[source] NvmlError),
+    #[error("{gpu} has {free} bytes of memory free, and {needed} are needed")]
+    NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
 }
 
 impl Refusal<'_> {
@@ -123,6 +126,7 @@ impl Refusal<'_> {
                 "install the NVIDIA driver, or set LD_LIBRARY_PATH of the shim to the directory of its libraries"
             }
             Self::Nvml(_) => "see whether nvidia-smi works and the nvidia kernel module is loaded",
+            Self::NoMemory { .. } => "end what uses the GPU: nvidia-smi lists it",
         }
     }
 }

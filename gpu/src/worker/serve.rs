@@ -15,11 +15,14 @@ use super::chain;
 use super::discover::{self, Sign};
 use super::node::{Node, Refusal};
 use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
-use crate::protocol::{DriverError, ProcessReply, Reply, Request};
+use crate::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
 use crate::{CudaState, GpuPair};
 
 /// Longest request in bytes; a pid takes 8 at most, a pair 100.
 const LINE_LIMIT: usize = 1 << 20;
+
+/// What a process takes of a GPU beyond the bytes that NVML reports for it: 6 MiB on an H100 with driver 580.
+const OVERHEAD: u64 = 16 << 20;
 
 /// A line that was read.
 enum Line {
@@ -110,6 +113,7 @@ impl Session {
             Ok(()) => Reply::Done {
                 micros: micros(started),
             },
+            Err(Refusal::NoMemory { gpu, free, needed }) => Reply::NoMemory { gpu, free, needed },
             Err(refusal) => Reply::Failed {
                 message: chain(&refusal),
                 hint: refusal.hint().to_owned(),
@@ -138,8 +142,9 @@ impl Session {
             Request::Checkpoint { pids } => self.each(&distinct(pids)?, |ask, pid| {
                 ask.change(pid, |c| c.checkpoint(pid))
             }),
-            Request::Restore { pids, pairs } => {
+            Request::Restore { pids, pairs, needs } => {
                 let pids = distinct(pids)?;
+                self.expect_memory(&pids, &needs)?;
                 self.ready_for_restore(&pairs)?;
                 self.each(&pids, |ask, pid| ask.change(pid, |c| c.restore(pid, &pairs)))
             }
@@ -174,6 +179,7 @@ impl Session {
                     state: None,
                     restore_tid: None,
                     gpu_bytes: None,
+                    gpu_memory: GpuMemory::new(),
                     micros: 0,
                     error: None,
                 };
@@ -196,12 +202,48 @@ impl Session {
             .iter()
             .map(|&pid| {
                 Reply::Process(ProcessReply {
-                    gpu_bytes: used.get(&pid).copied(),
+                    gpu_bytes: used.get(&pid).map(|memory| memory.values().sum()),
+                    gpu_memory: used.get(&pid).cloned().unwrap_or_default(),
                     ..reply(pid, started, None)
                 })
             })
             .collect();
         self.replies.send(&replies);
+        Ok(())
+    }
+
+    /// Refuses a restore onto a GPU without room for it. What NVML does not report is no reason to refuse.
+    fn expect_memory(&self, pids: &[i32], needs: &GpuMemory) -> Result<(), Refusal<'static>> {
+        if needs.is_empty() {
+            return Ok(());
+        }
+        let Ok(nvml) = self.node.libraries.nvml() else {
+            return Ok(());
+        };
+        let (Ok(gpus), Ok(used)) = (nvml.gpus(), nvml.memory_in_use()) else {
+            return Ok(());
+        };
+        for gpu in gpus.into_iter().flatten() {
+            let Some(&bytes) = needs.get(&gpu.uuid) else {
+                continue;
+            };
+            let has_others = used
+                .iter()
+                .any(|(pid, memory)| !pids.contains(pid) && memory.contains_key(&gpu.uuid));
+            // What others leave must do for all of it; a GPU that nobody uses had room for it before.
+            let needed = if has_others {
+                bytes.saturating_add(OVERHEAD)
+            } else {
+                bytes
+            };
+            if gpu.memory_free < needed {
+                return Err(Refusal::NoMemory {
+                    gpu: gpu.uuid,
+                    free: gpu.memory_free,
+                    needed,
+                });
+            }
+        }
         Ok(())
     }
 
@@ -329,6 +371,7 @@ fn reply(pid: i32, started: Instant, state: Option<Result<CudaState, DriverError
         state,
         restore_tid: None,
         gpu_bytes: None,
+        gpu_memory: GpuMemory::new(),
         micros: micros(started),
         error,
     }
@@ -345,6 +388,7 @@ fn not_started(pid: i32, error: &io::Error) -> ProcessReply {
         state: None,
         restore_tid: None,
         gpu_bytes: None,
+        gpu_memory: GpuMemory::new(),
         micros: 0,
         error: Some(error),
     }

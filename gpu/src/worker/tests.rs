@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::serve::{Pace, serve};
-use crate::protocol::{DriverError, ProcessReply, Reply, Request};
+use crate::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
 use crate::{CudaState, GpuPair, GpuUuid};
 use fake::{Fake, Gate};
 
@@ -140,6 +140,7 @@ fn a_process_goes_through_all_states_and_keeps_its_map() {
     let restore = Request::Restore {
         pids: pids.clone(),
         pairs: pairs.clone(),
+        needs: GpuMemory::new(),
     };
     assert_eq!(states(&shim.done(&restore)), all(CudaState::Locked));
     assert_eq!(fake.restored(), [(11, pairs.clone()), (12, pairs)]);
@@ -456,6 +457,7 @@ fn cuinit_is_called_for_a_restore_onto_a_gpu_without_persistence_mode_only() {
     let restore = |pairs: &[GpuPair]| Request::Restore {
         pids: vec![11],
         pairs: pairs.to_vec(),
+        needs: GpuMemory::new(),
     };
     let cycle = |shim: &mut Shim, pairs: &[GpuPair]| {
         shim.done(&lock(&[11]));
@@ -483,6 +485,7 @@ fn a_restore_for_which_cuinit_fails_touches_nothing() {
     let (message, hint) = shim.failed(&Request::Restore {
         pids: vec![11],
         pairs: vec![],
+        needs: GpuMemory::new(),
     });
     assert!(
         message.ends_with("cuInit answered CUDA_ERROR_NO_DEVICE"),
@@ -519,5 +522,40 @@ fn processes_of_a_launch_job_are_worked_on_one_after_the_other() {
     assert_eq!(states(&[shim.read_process()]), [(12, Some(CudaState::Locked))]);
     assert_eq!(states(&[shim.read_process()]), [(11, Some(CudaState::Locked))]);
     assert!(matches!(shim.read(), Reply::Done { .. }));
+    shim.close();
+}
+
+/// The fake's GPUs have 140 GiB free each; process 7 uses GPU 1.
+#[test]
+fn a_restore_without_room_for_it_never_reaches_the_driver() {
+    let fake = Fake::with_processes(&[11]);
+    let mut shim = Shim::start(&fake);
+    shim.done(&lock(&[11]));
+    shim.done(&Request::Checkpoint { pids: vec![11] });
+    let gpu = |n: u8| GpuUuid::from_bytes([n; 16]);
+    let restore = |n: u8, bytes: u64| Request::Restore {
+        pids: vec![11],
+        pairs: Vec::new(),
+        needs: GpuMemory::from([(gpu(n), bytes)]),
+    };
+    let all = 140 << 30;
+    shim.ask(&restore(2, all + 1));
+    let refused = shim.read();
+    let expected = Reply::NoMemory {
+        gpu: gpu(2),
+        free: all,
+        needed: all + 1,
+    };
+    assert_eq!(refused, expected);
+    // Others are on this one: their context and ours need some megabytes that NVML reports for nobody.
+    shim.ask(&restore(1, all));
+    let refused = shim.read();
+    assert!(
+        matches!(refused, Reply::NoMemory { needed, .. } if needed > all),
+        "{refused:?}"
+    );
+    assert_eq!(fake.restored(), []);
+    shim.done(&restore(2, all));
+    assert_eq!(fake.restored(), [(11, Vec::new())]);
     shim.close();
 }

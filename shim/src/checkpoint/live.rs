@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use firn_config::Config;
+use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaState, Topology};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
 use firn_oci::surroundings::{MemoryLimit, Tree};
@@ -67,6 +68,8 @@ pub(super) struct Live<'a> {
     source: Option<Source>,
     /// Processes that the dump leaves out, of which the log has been told.
     omitted: BTreeSet<i32>,
+    /// GPU memory that the processes had when they were locked, as far as NVML reports it.
+    needs: GpuMemory,
     complete: bool,
 }
 
@@ -89,8 +92,14 @@ impl<'a> Live<'a> {
             gpu,
             source: None,
             omitted: BTreeSet::new(),
+            needs: GpuMemory::new(),
             complete: false,
         }
+    }
+
+    /// For a way back alone: what its journal says of the GPU memory.
+    pub(super) fn with_needs(self, needs: GpuMemory) -> Self {
+        Self { needs, ..self }
     }
 
     /// Whether the image is complete.
@@ -244,7 +253,11 @@ impl<'a> Live<'a> {
             // Some virtual machines do not tell it by process: then all that is in use on the container's GPUs.
             false => {
                 let told = self.gpu.memory(&pids, self.config.deadlines.inventory);
-                unless_cut(&self.tools.cut, told).await?.unwrap_or(in_use)
+                let known = unless_cut(&self.tools.cut, told).await?;
+                match known.is_empty() {
+                    true => in_use,
+                    false => known.values().copied().fold(0, u64::saturating_add),
+                }
             }
         };
         let image = self.request.image.clone();
@@ -437,6 +450,10 @@ impl Effects for Live<'_> {
     }
 
     async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        // Order matters: they allocate nothing more once they are locked, and have no GPU memory once it is taken.
+        let needs = self.gpu.memory(pids, self.config.deadlines.inventory);
+        self.needs = unless_cut(&self.tools.cut, needs).await?;
+        self.tools.journal.memory(&self.needs).await?;
         let taken = self.gpu.checkpoint(pids, self.config.deadlines.checkpoint);
         unless_cut(&self.tools.cut, taken).await?;
         self.tools.account.mark("gpu-checkpoint");
@@ -444,7 +461,9 @@ impl Effects for Live<'_> {
     }
 
     async fn give_back(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        let given = self.gpu.restore(pids, &[], self.config.deadlines.restore);
+        let given = self
+            .gpu
+            .restore(pids, &[], &self.needs, self.config.deadlines.restore);
         unless_cut(&self.tools.cut, given).await?;
         self.tools.account.mark("gpu-restore");
         Ok(())

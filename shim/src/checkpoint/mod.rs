@@ -350,7 +350,8 @@ async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Re
             journal,
             cut: under_way.cut.clone(),
         },
-    );
+    )
+    .with_needs(record.memory.clone());
     let undone = transaction::take_back(&mut live, &record.cuda, begin.was_frozen, record.taking).await;
     if undone.is_err() && under_way.cut.is_asked() {
         live.kill().await;

@@ -54,6 +54,7 @@ fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
         image_was: None,
         dumped: false,
         cuda: Vec::new(),
+        memory: std::collections::BTreeMap::new(),
         children,
         outcome: None,
         same_boot: true,

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use firn_gpu::protocol::GpuMemory;
 use firn_oci::devnodes;
 use firn_oci::manifest::CudaProcess;
 use firn_oci::script::Refusal as ScriptRefusal;
@@ -333,7 +334,7 @@ async fn give_back(
     account: &mut Account,
 ) -> Result<(), Cause> {
     driver
-        .restore(pids, &gpu.pairs, gpu.config.deadlines.restore)
+        .restore(pids, &gpu.pairs, &GpuMemory::new(), gpu.config.deadlines.restore)
         .await?;
     account.mark("gpu-restore");
     driver.unlock(pids, gpu.config.deadlines.unlock).await?;

@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
 use crate::nvml::{Nvml, NvmlError, NvmlGpu};
-use crate::protocol::DriverError;
+use crate::protocol::{DriverError, GpuMemory};
 use crate::sys::LoadError;
 use crate::worker::node::{Libraries, Node};
 use crate::{CudaState, GpuPair, GpuUuid, Link};
@@ -380,8 +380,9 @@ impl Nvml for Fake {
         Ok(gpus)
     }
 
-    fn memory_in_use(&self) -> Result<BTreeMap<i32, u64>, NvmlError> {
-        Ok(BTreeMap::from([(7, 3 << 30)]))
+    fn memory_in_use(&self) -> Result<BTreeMap<i32, GpuMemory>, NvmlError> {
+        let on_gpu_1 = |bytes| GpuMemory::from([(GpuUuid::from_bytes([1; 16]), bytes)]);
+        Ok(BTreeMap::from([(7, on_gpu_1(3 << 30))]))
     }
 
     fn links(&self) -> Vec<Link> {

@@ -68,6 +68,8 @@ pub(crate) struct Process {
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     /// Per GPU, what a checkpoint saved of its memory.
     pub(crate) saved: Vec<Option<Mapping>>,
+    /// A restore found too little GPU memory: no other one works.
+    pub(crate) is_spoilt: bool,
     pub(crate) contexts: HashMap<usize, Context>,
     pub(crate) modules: HashMap<usize, Vec<Kernel>>,
     pub(crate) functions: HashMap<usize, Kernel>,
@@ -83,6 +85,7 @@ impl Process {
             state: State::Running,
             current: Vec::new(),
             saved: Vec::new(),
+            is_spoilt: false,
             seen: Vec::new(),
             ordinals: Vec::new(),
             nodes,

@@ -59,6 +59,9 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
 
 /// Opens the devices again and copies GPU memory back; the process stays checkpointed when anything fails.
 pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64) -> Result<(), Error> {
+    if process.is_spoilt {
+        return Err(Error::OPERATING_SYSTEM);
+    }
     if process.has_imported() {
         return Err(Error::INVALID_VALUE);
     }
@@ -80,6 +83,11 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
         Ok(mapped) => mapped,
         Err(error) => {
             hardware.leave();
+            // Seen on an H100: it is never restored after that, also when there is room again, and its nodes stay open.
+            if error == Error::OUT_OF_MEMORY {
+                process.is_spoilt = true;
+                process.nodes = hardware::open_nodes();
+            }
             return Err(error);
         }
     };

@@ -220,13 +220,11 @@ fn refuses_targets_that_do_not_fit_and_can_be_tried_again() {
     let pid = counter.pid();
     assert_eq!(node.step("lock,checkpoint", pid, &[]), ["SUCCESS", "SUCCESS"]);
     let other_model = &[(0, 1), (1, 0), (2, 2), (3, 3)];
-    let too_small = &[(0, 2), (1, 1), (2, 0), (3, 3)];
     let twice = &[(0, 3), (1, 1), (2, 2), (3, 3)];
     assert_eq!(
         node.step("restore,state", pid, other_model),
         ["INVALID_VALUE", "2"]
     );
-    assert_eq!(node.step("restore,state", pid, too_small), ["OUT_OF_MEMORY", "2"]);
     assert_eq!(node.step("restore,state", pid, twice), ["INVALID_VALUE", "2"]);
     assert_eq!(
         [0, 1, 2, 3].map(|gpu| node.used(gpu)),
@@ -239,6 +237,26 @@ fn refuses_targets_that_do_not_fit_and_can_be_tried_again() {
     assert_eq!(node.used(3), 20);
     counter.drain();
     counter.iteration();
+}
+
+#[test]
+fn a_restore_that_finds_too_little_memory_spoils_the_state() {
+    require!(missing());
+    let node = Node::new(&["mem=64M", "mem=64M"]);
+    let counter = node.counter(&["--mib", "40"]);
+    counter.iteration();
+    let pid = counter.pid();
+    assert_eq!(node.step("lock,checkpoint", pid, &[]), ["SUCCESS", "SUCCESS"]);
+    let other = node.counter(&["--mib", "40"]);
+    other.iteration();
+    assert_eq!(node.step("restore,state", pid, &[]), ["OUT_OF_MEMORY", "2"]);
+    other.kill();
+    assert_eq!(node.used(0), 0, "a failed restore takes nothing");
+    assert_eq!(
+        node.step("restore,state,unlock,lock", pid, &[]),
+        ["OPERATING_SYSTEM", "2", "ILLEGAL_STATE", "ILLEGAL_STATE"]
+    );
+    counter.kill();
 }
 
 #[test]
