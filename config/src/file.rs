@@ -171,6 +171,21 @@ impl Default for Create {
 pub struct Checkpoint {
     /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation comes first.
     pub exec: Exec,
+    /// Image directories of GPU containers that others than root may enter.
+    pub open_image_dir: OpenImageDir,
+}
+
+/// What becomes of an image directory that others than its owner may enter, or that is not root's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OpenImageDir {
+    /// An empty one is made root's alone; one with files in it is refused.
+    #[default]
+    Tighten,
+    /// It is refused.
+    Refuse,
+    /// It is used as it is. The files are root's alone all the same, where the file system knows owners.
+    Allow,
 }
 
 /// What becomes of processes that CRIU leaves out of a dump.
@@ -420,6 +435,17 @@ mod tests {
         let omit = parse("[checkpoint]\nexec = \"omit\"\n").unwrap();
         assert_eq!(omit.checkpoint.exec, Exec::Omit);
         assert!(complaint("[checkpoint]\nexec = \"include\"\n").contains("include"));
+    }
+
+    #[test]
+    fn image_directories_that_others_may_enter_are_closed_unless_the_file_says_otherwise() {
+        assert_eq!(
+            parse("").unwrap().checkpoint.open_image_dir,
+            OpenImageDir::Tighten
+        );
+        let refuse = parse("[checkpoint]\nopen-image-dir = \"refuse\"\n").unwrap();
+        assert_eq!(refuse.checkpoint.open_image_dir, OpenImageDir::Refuse);
+        assert!(complaint("[checkpoint]\nopen-image-dir = \"open\"\n").contains("open"));
     }
 
     #[test]

@@ -15,8 +15,8 @@ mod toolkit;
 
 pub use duration::{BadDuration, parse_duration};
 pub use file::{
-    Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, Hook, Nccl, RemapPolicy,
-    Restore, Worker,
+    Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, Hook, Nccl, OpenImageDir,
+    RemapPolicy, Restore, Worker,
 };
 pub use programs::{ProgramError, find_program};
 pub use toolkit::Toolkit;

@@ -72,6 +72,9 @@ pub const BUNDLE_EMPTY: &str = "firn-empty";
 /// Directory in the bundle with nothing but CRIU's plugin for AMD's GPUs.
 pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 
+/// How the names of the temporary directories begin that containerd makes for checkpoints, and removes.
+pub const CONTAINERD_CHECKPOINT: &str = "ctrd-checkpoint";
+
 /// The checkpoint manifest, in the CRIU image directory.
 pub const MANIFEST: &str = "firn.json";
 

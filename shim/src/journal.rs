@@ -107,6 +107,13 @@ pub(crate) enum ImageWas {
     Filled,
 }
 
+/// Which directory that was, as its path may name another one later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DirId {
+    pub dev: u64,
+    pub ino: u64,
+}
+
 /// A program that works for the transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -180,6 +187,8 @@ enum Line {
     },
     Image {
         was: ImageWas,
+        #[serde(default)]
+        id: Option<DirId>,
     },
     Cuda {
         processes: Vec<Cuda>,
@@ -286,8 +295,8 @@ impl Journal {
     }
 
     /// The image directory is about to be written to.
-    pub(crate) async fn image(&self, was: ImageWas) -> Result<(), JournalError> {
-        self.write(Line::Image { was }).await
+    pub(crate) async fn image(&self, was: ImageWas, id: Option<DirId>) -> Result<(), JournalError> {
+        self.write(Line::Image { was, id }).await
     }
 
     /// These processes of the container use CUDA and may be locked from now on.
@@ -361,6 +370,8 @@ pub(crate) struct Record {
     pub taking: bool,
     /// What the image directory was; none before it was written to.
     pub image_was: Option<ImageWas>,
+    /// Which directory it is; none before it was made, and in journals of earlier versions.
+    pub image_id: Option<DirId>,
     /// The image is complete.
     pub dumped: bool,
     /// Every CUDA process that was ever seen.
@@ -406,6 +417,7 @@ impl Record {
             phase: None,
             taking: false,
             image_was: None,
+            image_id: None,
             dumped: false,
             cuda: Vec::new(),
             memory: GpuMemory::new(),
@@ -425,7 +437,10 @@ impl Record {
                 self.taking |= phase == Phase::Take;
             }
             Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::Dump,
-            Line::Image { was } => self.image_was = Some(was),
+            Line::Image { was, id } => {
+                self.image_was = Some(was);
+                self.image_id = id;
+            }
             Line::Memory { gpus } => self.memory = gpus,
             Line::Cuda { processes } => {
                 for Cuda { pid, restore_tid } in processes {
@@ -481,7 +496,8 @@ mod tests {
         journal.cuda(&[cuda(7)]).await.unwrap();
         journal.leave(Phase::Lock, true).await;
         journal.enter(Phase::Take).await.unwrap();
-        journal.image(ImageWas::Empty).await.unwrap();
+        let id = DirId { dev: 1, ino: 2 };
+        journal.image(ImageWas::Empty, Some(id)).await.unwrap();
         journal.cuda(&[cuda(7), cuda(9)]).await.unwrap();
         let memory = GpuMemory::from([(GpuUuid::from_bytes([1; 16]), 4 << 30)]);
         journal.memory(&memory).await.unwrap();
@@ -491,7 +507,10 @@ mod tests {
         assert_eq!(record.begin, begin());
         assert_eq!(record.phase, Some(Phase::Take));
         assert!(record.taking && !record.dumped && record.same_boot);
-        assert_eq!(record.image_was, Some(ImageWas::Empty));
+        assert_eq!(
+            (record.image_was, record.image_id),
+            (Some(ImageWas::Empty), Some(id))
+        );
         assert_eq!(record.cuda, [cuda(7), cuda(9)]);
         assert_eq!(record.memory, memory);
         let child = ChildProcess {

@@ -68,8 +68,8 @@ impl Recovery {
             log::warn!("cannot remove {}: {error}", begin.work.display());
         }
         if let (false, None, Some(was)) = (self.is_complete(), self.0.outcome, self.0.image_was) {
-            let image = ImageDir::known(&begin.image, was);
-            blocking(move || image.clear()).await;
+            let (path, id) = (begin.image.clone(), self.0.image_id);
+            blocking(move || ImageDir::known(&path, was, id).clear()).await;
         }
     }
 

@@ -13,6 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
+use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Pid, getpid, getppid};
 
 /// Arguments of `PR_SCHED_CORE`, of the width that prctl reads: a new cookie, for the caller, for its process group.
@@ -77,6 +78,17 @@ pub(crate) fn die_with_parent(command: &mut Command) {
     // SAFETY: between fork and exec the closure makes two system calls through nix, allocates nothing, takes no
     // lock and touches no memory of the parent but the copied `parent`.
     unsafe { command.pre_exec(arm) };
+}
+
+/// Has the child and all that it starts make files that only root can read.
+pub(crate) fn make_private_files(command: &mut Command) {
+    let cut = || {
+        umask(Mode::from_bits_truncate(0o077));
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes one system call that cannot fail, allocates nothing, takes no lock
+    // and touches no memory of the parent.
+    unsafe { command.pre_exec(cut) };
 }
 
 fn arm_parent_death(parent: Pid) -> io::Result<()> {

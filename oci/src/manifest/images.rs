@@ -134,14 +134,24 @@ fn is_image(name: &str) -> bool {
     name.ends_with(".img") || name == names::RUNC_DESCRIPTORS
 }
 
+/// Whether a file of this name is part of a checkpoint.
+pub fn is_of_image(name: &str) -> bool {
+    is_image(name) || name == names::MANIFEST
+}
+
 /// Describes CRIU's files of a finished dump, in order of their names. Whoever does not want to wait for that any more
 /// sets `stop`, and it fails soon.
 pub fn describe(path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
+    describe_by(path, path, stop)
+}
+
+/// As [`describe`], where `way` leads to the directory and errors call it `path`.
+pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
     let unreadable = |source| ImageError::Read {
         path: path.to_owned(),
         source,
     };
-    let dir = ImageDir::open(path).map_err(unreadable)?;
+    let dir = ImageDir::open(way).map_err(unreadable)?;
     let mut names = dir.names().map_err(unreadable)?;
     no_parent(&names, path)?;
     names.retain(|name| is_image(name));

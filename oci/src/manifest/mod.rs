@@ -35,7 +35,10 @@ use sha2::{Digest, Sha256};
 pub use crate::mounts::RequiredMount;
 pub use dir::ImageDir;
 pub use firn_gpu::plan::SourceGpu;
-pub use images::{ImageError, ImageFile, Verified, describe as describe_images};
+pub use images::{
+    ImageError, ImageFile, Verified, describe as describe_images, describe_by as describe_images_by,
+    is_of_image,
+};
 
 /// Largest manifest that is written or read: room for the files of some ten thousand threads.
 pub const MAX_BYTES: u64 = 4 << 20;
@@ -210,7 +213,12 @@ impl Manifest {
 
     /// Writes the manifest into the image directory. To be called last, when `runc checkpoint` has succeeded.
     pub fn write(&self, dir: &Path) -> Result<(), ManifestError> {
-        let path = dir.join(names::MANIFEST);
+        self.write_by(dir, dir)
+    }
+
+    /// As [`Manifest::write`], where errors name the directory `shown`.
+    pub fn write_by(&self, dir: &Path, shown: &Path) -> Result<(), ManifestError> {
+        let path = shown.join(names::MANIFEST);
         let bytes = self.encode(&path)?;
         crate::atomic::write(dir, names::MANIFEST, &bytes, 0o600)
             .map_err(|source| ManifestError::Write { path, source })

@@ -67,7 +67,10 @@ mod tests {
     #[test]
     fn a_container_may_say_that_its_execs_are_left_out_and_that_they_are_not() {
         let node = |exec| Config {
-            checkpoint: firn_config::Checkpoint { exec },
+            checkpoint: firn_config::Checkpoint {
+                exec,
+                ..firn_config::Checkpoint::default()
+            },
             ..Config::default()
         };
         for (annotation, of_node, expected) in [

@@ -1,6 +1,6 @@
 //! Why a checkpoint failed, with the code and the remedy that users see.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_oci::manifest::{ImageError, ManifestError};
@@ -91,12 +91,55 @@ pub(crate) enum DumpError {
     Incomplete { image: PathBuf, missing: &'static str },
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
+    #[error("the image directory {} has gone, or is another one, or files of it have gone", image.display())]
+    Gone { image: PathBuf },
+    #[error("others may enter the image directory {} (owner {owner}, mode {mode:o})", image.display())]
+    OpenToOthers { image: PathBuf, mode: u32, owner: u32 },
     #[error("cannot use the image directory {}", image.display())]
     ImageDir {
         image: PathBuf,
         #[source]
         source: std::io::Error,
     },
+}
+
+impl DumpError {
+    pub(super) fn gone(image: &Path) -> Self {
+        Self::Gone {
+            image: image.to_owned(),
+        }
+    }
+
+    pub(super) fn dir(image: &Path, source: std::io::Error) -> Self {
+        Self::ImageDir {
+            image: image.to_owned(),
+            source,
+        }
+    }
+
+    fn code(&self) -> &'static str {
+        match self {
+            Self::Gone { .. } => "FIRN-IMAGE-GONE",
+            Self::OpenToOthers { .. } => "FIRN-IMAGE-OPEN",
+            _ => "FIRN-DUMP",
+        }
+    }
+
+    fn hint(&self) -> &'static str {
+        match self {
+            Self::Gone { .. } => {
+                "leave the client running, and the directory alone, until the checkpoint has ended"
+            }
+            Self::OpenToOthers { .. } => {
+                "name a new or empty directory, or make it root's with mode 700; see open-image-dir in the configuration"
+            }
+            Self::ImageDir { .. } => "name a directory, not a link to one, on a file system that answers",
+            Self::Checksums { .. } => {
+                "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration"
+            }
+            _ => "the log names what CRIU could not dump",
+        }
+    }
 }
 
 fn quoted(lines: &[String]) -> String {
@@ -314,7 +357,7 @@ fn code(error: &EffectError) -> &'static str {
         EffectError::Journal(error) => error.code(),
         EffectError::Killed => "FIRN-ENDED",
         EffectError::Panicked => "FIRN-INTERNAL",
-        EffectError::Dump(_) => "FIRN-DUMP",
+        EffectError::Dump(error) => error.code(),
         EffectError::Manifest(error) => error.code(),
         EffectError::Image(error) => error.code(),
         EffectError::Mount(error) => error.code(),
@@ -351,10 +394,7 @@ fn hint(error: &EffectError) -> &str {
             "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
         }
         EffectError::Hold(_) => "detach the debugger from the container's processes",
-        EffectError::Dump(DumpError::Checksums { .. }) => {
-            "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration"
-        }
-        EffectError::Dump(_) => "the log names what CRIU could not dump",
+        EffectError::Dump(error) => error.hint(),
         EffectError::Manifest(error) => error.hint(),
         EffectError::Image(error) => error.hint(),
         EffectError::Mount(error) => error.hint(),

@@ -1,22 +1,22 @@
 //! The directory that receives an image, and CRIU's log beside it.
 
+mod dir;
+
 use std::fs;
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use firn_oci::manifest::{ImageFile, describe_images};
+use firn_oci::manifest::{ImageFile, describe_images_by};
+
+pub(crate) use dir::ImageDir;
 
 use super::DumpError;
 use super::error::EffectError;
 use crate::blocking::blocking;
 use crate::container::Cut;
-use crate::journal::ImageWas;
-
-/// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
-const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
 
 /// How many of CRIU's last errors are quoted.
 const QUOTED: usize = 3;
@@ -24,99 +24,16 @@ const QUOTED: usize = 3;
 /// How much of the end of a log is searched for them.
 const TAIL: u64 = 256 << 10;
 
-/// An image directory and what it was before the dump.
-pub(crate) struct ImageDir {
-    path: PathBuf,
-    was: ImageWas,
-}
-
-impl ImageDir {
-    /// What is there now. Nothing is made yet.
-    pub(super) fn find(path: &Path) -> Result<Self, DumpError> {
-        let was = match fs::read_dir(path) {
-            Ok(mut entries) => match entries.next() {
-                None => ImageWas::Empty,
-                Some(_) => ImageWas::Filled,
-            },
-            Err(error) if error.kind() == ErrorKind::NotFound => ImageWas::Absent,
-            Err(source) => {
-                return Err(DumpError::ImageDir {
-                    image: path.to_owned(),
-                    source,
-                });
-            }
-        };
-        Ok(Self::known(path, was))
-    }
-
-    /// One that was found before.
-    pub(crate) fn known(path: &Path, was: ImageWas) -> Self {
-        Self {
-            path: path.to_owned(),
-            was,
-        }
-    }
-
-    pub(super) fn was(&self) -> ImageWas {
-        self.was
-    }
-
-    /// Makes the directory when there is none.
-    pub(super) fn make(&self) -> Result<(), DumpError> {
-        fs::create_dir_all(&self.path).map_err(|source| DumpError::ImageDir {
-            image: self.path.clone(),
-            source,
-        })
-    }
-
-    /// Whether CRIU got to the end.
-    pub(super) fn check_complete(&self) -> Result<(), DumpError> {
-        match LAST.into_iter().find(|name| !self.path.join(name).is_file()) {
-            None => Ok(()),
-            Some(missing) => Err(DumpError::Incomplete {
-                image: self.path.clone(),
-                missing,
-            }),
-        }
-    }
-
-    /// Removes what a failed dump left, unless others had put something there before.
-    pub(crate) fn clear(&self) {
-        let cleared = match self.was {
-            ImageWas::Filled => return,
-            ImageWas::Absent => fs::remove_dir_all(&self.path),
-            ImageWas::Empty => self.remove_entries(),
-        };
-        if let Err(error) = cleared
-            && error.kind() != ErrorKind::NotFound
-        {
-            log::warn!("cannot clear {}: {error}", self.path.display());
-        }
-    }
-
-    fn remove_entries(&self) -> std::io::Result<()> {
-        for entry in fs::read_dir(&self.path)? {
-            let entry = entry?;
-            if entry.file_type()?.is_dir() {
-                fs::remove_dir_all(entry.path())?;
-            } else {
-                fs::remove_file(entry.path())?;
-            }
-        }
-        Ok(())
-    }
-}
-
 /// CRIU's files with their checksums. Every byte of them is read while the container stands still, so that nobody waits
 /// for it longer than `limit`, or once the container is to end.
 pub(super) async fn describe(
-    image: &Path,
+    image: &ImageDir,
     limit: Duration,
     cut: &Cut,
 ) -> Result<Vec<ImageFile>, EffectError> {
     let stop = Arc::new(AtomicBool::new(false));
-    let (of, heeded) = (image.to_owned(), stop.clone());
-    let described = blocking(move || describe_images(&of, &heeded));
+    let (of, heeded) = (image.clone(), stop.clone());
+    let described = blocking(move || describe_images_by(&of.inside(), of.path(), &heeded));
     let result = tokio::select! {
         biased;
         () = cut.asked() => Err(EffectError::Killed),
@@ -150,58 +67,6 @@ pub(crate) fn error_lines(log: &Path) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn open(path: &Path) -> ImageDir {
-        let image = ImageDir::find(path).unwrap();
-        image.make().unwrap();
-        image
-    }
-
-    #[test]
-    fn a_directory_that_was_there_is_emptied_and_kept() {
-        let dir = tempfile::tempdir().unwrap();
-        let image = open(dir.path());
-        fs::write(dir.path().join("core-1.img"), "x").unwrap();
-        fs::create_dir(dir.path().join("sub")).unwrap();
-        image.clear();
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn a_directory_that_was_made_is_removed() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("a/b");
-        let image = open(&path);
-        fs::write(path.join("core-1.img"), "x").unwrap();
-        image.clear();
-        assert!(!path.exists());
-    }
-
-    #[test]
-    fn files_of_others_are_never_removed() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("theirs"), "x").unwrap();
-        let image = open(dir.path());
-        fs::write(dir.path().join("core-1.img"), "x").unwrap();
-        image.clear();
-        assert!(dir.path().join("theirs").exists());
-    }
-
-    #[test]
-    fn an_image_without_its_last_files_is_incomplete() {
-        let dir = tempfile::tempdir().unwrap();
-        let image = open(dir.path());
-        fs::write(dir.path().join("inventory.img"), "x").unwrap();
-        assert!(matches!(
-            image.check_complete(),
-            Err(DumpError::Incomplete {
-                missing: "pstree.img",
-                ..
-            })
-        ));
-        fs::write(dir.path().join("pstree.img"), "x").unwrap();
-        assert!(image.check_complete().is_ok());
-    }
-
     #[tokio::test]
     async fn checksums_that_take_too_long_are_left_and_nobody_reads_on() {
         let dir = tempfile::tempdir().unwrap();
@@ -209,7 +74,8 @@ mod tests {
         // The test would not end before a thread that reads all of it.
         pages.set_len(1 << 40).unwrap();
         let limit = Duration::from_millis(50);
-        let late = describe(dir.path(), limit, &Cut::default()).await.unwrap_err();
+        let image = ImageDir::find(dir.path(), false).await.unwrap();
+        let late = describe(&image, limit, &Cut::default()).await.unwrap_err();
         assert!(
             matches!(late, EffectError::Dump(DumpError::Checksums { .. })),
             "{late}"
@@ -219,7 +85,7 @@ mod tests {
             tokio::task::yield_now().await;
             cut.ask();
         };
-        let (killed, ()) = tokio::join!(describe(dir.path(), Duration::MAX, &cut), kill);
+        let (killed, ()) = tokio::join!(describe(&image, Duration::MAX, &cut), kill);
         assert!(matches!(killed, Err(EffectError::Killed)), "{killed:?}");
     }
 

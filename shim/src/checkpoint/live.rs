@@ -261,19 +261,21 @@ impl<'a> Live<'a> {
             }
         };
         let image = self.request.image.clone();
+        let others = self.config.checkpoint.open_image_dir;
         let work = (self.request.work.clone()).unwrap_or_else(|| self.container.bundle.clone());
         let init = self.container.init.pid();
         blocking(move || {
             let needs = surroundings::Needs::of(&dumped, gpu_memory);
             let limit = MemoryLimit::of(&pids).map_err(EffectError::Limit)?;
-            if let Some(refusal) = surroundings::by_room(needs, limit, &image, &work)
+            if let Some(refusal) = surroundings::by_room(needs, limit, &image.inside(), &work)
                 .into_iter()
                 .next()
             {
                 return Err(refusal.into());
             }
             surroundings::by_mounts(init, &known)?;
-            Ok(surroundings::by_stdio(init, &dumped)?)
+            surroundings::by_stdio(init, &dumped)?;
+            Ok(image.admit(others)?)
         })
         .await
     }
@@ -314,7 +316,7 @@ impl<'a> Live<'a> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
         if source.job.is_some() {
-            let (bundle, image) = (self.container.bundle.clone(), image.clone());
+            let (bundle, image) = (self.container.bundle.clone(), image.inside());
             blocking(move || job::keep(&bundle, &image)).await?;
         }
         let images = image::describe(&image, self.config.deadlines.dump, &self.tools.cut).await?;
@@ -337,7 +339,9 @@ impl<'a> Live<'a> {
                 versions: source.versions,
                 images,
             };
-            Ok(manifest.write(&image)?)
+            manifest.write_by(&image.inside(), image.path())?;
+            image.seal();
+            Ok(image.check()?)
         })
         .await
     }
@@ -498,10 +502,11 @@ impl Effects for Live<'_> {
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.tools.account.mark("freeze");
         let described = self.describe(processes);
-        let image = dump(
+        dump(
             self.container,
             self.request,
             &self.plugins(),
+            self.config.checkpoint.open_image_dir,
             Bounds {
                 deadline: Some(self.config.deadlines.dump),
                 journal: &self.tools.journal,
@@ -511,7 +516,7 @@ impl Effects for Live<'_> {
         .await?;
         self.tools.account.mark("dump");
         if let Err(error) = self.write_manifest(described).await {
-            blocking(move || image.clear()).await;
+            self.request.image.at(|image| image.clear()).await;
             return Err(error);
         }
         self.tools.account.mark("manifest");

@@ -12,11 +12,13 @@ mod live;
 mod refuse;
 mod transaction;
 
+use std::fs::{DirBuilder, Permissions};
 use std::io::ErrorKind;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, OpenImageDir, find_program, names};
 use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::DumpFlags;
 use firn_oci::surroundings::{Others, by_vendor};
@@ -31,7 +33,7 @@ use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::FreezerState;
 use crate::container::Container;
-use crate::journal::{self, Begin, Journal, Outcome, Record};
+use crate::journal::{self, Begin, ImageWas, Journal, Outcome, Record};
 use crate::logger::Chain;
 use crate::panics::caught;
 use crate::procfs;
@@ -56,7 +58,7 @@ const PROGRAMS: Duration = Duration::from_secs(30);
 /// What the client asked for.
 pub(crate) struct Request {
     /// Directory that receives the image.
-    pub image: PathBuf,
+    pub image: ImageDir,
     /// CRIU's work directory; none means a temporary one in the bundle.
     pub work: Option<PathBuf>,
     /// Image of an earlier pre-dump.
@@ -71,13 +73,14 @@ pub(crate) struct Request {
 impl Request {
     fn call<'a>(
         &'a self,
+        image: &'a Path,
         work: &'a Path,
         leave_running: bool,
         plugins: Option<&'a Path>,
         bounds: Bounds<'a>,
     ) -> Checkpoint<'a> {
         Checkpoint {
-            image: &self.image,
+            image,
             work,
             parent: self.parent.as_deref(),
             flags: &self.flags,
@@ -95,7 +98,7 @@ impl Request {
             container: container.id.clone(),
             gpu: container.gpu,
             exit: self.exit,
-            image: self.image.clone(),
+            image: self.image.path().to_owned(),
             work: work.path,
             work_is_ours: work.ours,
             was_frozen,
@@ -116,6 +119,21 @@ pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<(), Checkp
     edit::set_criu_config(&mut spec, &criu.path())?;
     spec.save(bundle)?;
     Ok(())
+}
+
+/// The image directory that was found for a checkpoint of `container`. What is wrong with one of a container without GPUs is
+/// for the runtime to report.
+pub(crate) fn usable(
+    container: &Container,
+    found: Result<ImageDir, DumpError>,
+    path: &Path,
+) -> Result<ImageDir, CheckpointError> {
+    match found {
+        Err(error) if container.gpu || matches!(error, DumpError::Gone { .. }) => {
+            Err(CheckpointError::refused(container, error.into()))
+        }
+        found => Ok(found.unwrap_or_else(|_| ImageDir::unopened(path))),
+    }
 }
 
 /// Checkpoints `container`. The caller holds its operation lock.
@@ -185,18 +203,21 @@ async fn dump_plain(
     plugins: Option<&Path>,
     journal: &Journal,
 ) -> Result<(), CheckpointError> {
-    let path = request.image.clone();
-    // What cannot be used as an image directory is for the runtime to tell.
-    let image = blocking(move || ImageDir::find(&path)).await.ok();
+    let image = &request.image;
     let noted = async {
-        if let Some(image) = &image {
-            journal.image(image.was()).await?;
-        }
+        journal.image(image.was(), image.id()).await?;
         journal.enter(journal::Phase::Dump).await
     };
     noted
         .await
         .map_err(|error| CheckpointError::unwritten(container, error))?;
+    // A client's own directory is left as open as it is: the stock shim does so.
+    match image.at(|image| image.enter(None)).await {
+        Ok(()) => {}
+        Err(gone @ DumpError::Gone { .. }) => return Err(CheckpointError::refused(container, gone.into())),
+        // What cannot be used as an image directory is for the runtime to report.
+        Err(error) => log::debug!("{}", Chain(&error)),
+    }
     let work = WorkDir::new(container, request).await;
     let under_way = container.begin_transaction();
     let bounds = Bounds {
@@ -204,18 +225,36 @@ async fn dump_plain(
         journal,
         cut: &under_way.cut,
     };
+    let inside = image.inside();
     let dumped = container
         .runc
-        .checkpoint(request.call(&work.path, !request.exit, plugins, bounds))
+        .checkpoint(request.call(&inside, &work.path, !request.exit, plugins, bounds))
+        .await
+        .map_err(|error| error.with_path(&inside, image.path()));
+    let gone = image.at(|image| image.check()).await.err();
+    journal
+        .leave(journal::Phase::Dump, dumped.is_ok() && gone.is_none())
         .await;
-    journal.leave(journal::Phase::Dump, dumped.is_ok()).await;
-    match image {
-        _ if dumped.is_ok() => {}
-        // Order matters: it is being killed, which a freezer that is turned on would hold up.
-        Some(image) if under_way.cut.is_asked() => blocking(move || image.clear()).await,
-        _ => reset_freezer(container, was_frozen).await,
+    if dumped.is_err() && !under_way.cut.is_asked() {
+        // Order matters: one that is being killed would be held up by a freezer that is turned on.
+        reset_freezer(container, was_frozen).await;
+    }
+    if gone.is_some() || dumped.is_err() && under_way.cut.is_asked() {
+        image.at(|image| image.clear()).await;
+    } else if dumped.is_ok() {
+        image.at(|image| image.seal()).await;
     }
     let result = match dumped {
+        _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
+            &container.id,
+            transaction::Failure {
+                phase: journal::Phase::Dump,
+                source: cause.into(),
+                lost: None,
+            },
+            None,
+            procfs::is_alive(container.init.pid()),
+        )),
         Ok(()) => Ok(()),
         // It has done nothing: it does not know the word.
         Err(_) if container.runc.brand().await == Brand::Youki => {
@@ -329,7 +368,7 @@ async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Re
     let journal = Journal::resume(&container.bundle).await?;
     let begin = &record.begin;
     let request = Request {
-        image: begin.image.clone(),
+        image: ImageDir::unopened(&begin.image),
         work: None,
         parent: None,
         exit: begin.exit,
@@ -394,7 +433,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     if is_cut {
         live.kill().await;
     }
-    let image = live.complete().then(|| request.image.clone());
+    let image = live.complete().then(|| request.image.path().to_owned());
     let ended = if result.is_ok() && request.exit {
         live.finish_container().await
     } else {
@@ -419,7 +458,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image, is_alive))?;
     ended.map_err(|cause| CheckpointError::NotEnded {
         container: container.id.clone(),
-        image: request.image.clone(),
+        image: request.image.path().to_owned(),
         cause,
     })
 }
@@ -451,7 +490,7 @@ impl WorkDir {
         let work = Self::choose(container, request);
         let path = work.path.clone();
         blocking(move || {
-            if let Err(error) = std::fs::create_dir_all(&path) {
+            if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(&path) {
                 log::warn!("cannot make {}: {error}", path.display());
             }
             if let Err(error) = std::fs::remove_file(path.join(LOG))
@@ -481,7 +520,10 @@ impl WorkDir {
     async fn keep_log(&self, container: &Container) -> PathBuf {
         let (log, kept) = (self.path.join(LOG), container.bundle.join(KEPT_LOG));
         blocking(move || {
-            if let Err(error) = std::fs::copy(log, &kept) {
+            let copied = std::fs::copy(log, &kept);
+            if let Err(error) =
+                copied.and_then(|_| std::fs::set_permissions(&kept, Permissions::from_mode(0o600)))
+            {
                 log::warn!("cannot keep CRIU's log: {error}");
                 // That of an earlier failure must not be taken for this one's.
                 let _ = std::fs::remove_file(&kept);
@@ -513,24 +555,30 @@ async fn dump(
     container: &Container,
     request: &Request,
     plugins: &Path,
+    others: OpenImageDir,
     bounds: Bounds<'_>,
-) -> Result<ImageDir, DumpError> {
-    let path = request.image.clone();
-    let image = blocking(move || ImageDir::find(&path)).await?;
-    bounds.journal.image(image.was()).await?;
-    let image = blocking(move || image.make().map(|()| image)).await?;
+) -> Result<(), DumpError> {
+    let image = &request.image;
+    bounds.journal.image(image.was(), image.id()).await?;
+    image.at(move |image| image.enter(Some(others))).await?;
+    if image.was() == ImageWas::Absent {
+        bounds.journal.image(image.was(), image.id()).await?;
+    }
     let work = WorkDir::new(container, request).await;
-    let call = request.call(&work.path, true, Some(plugins), bounds);
+    let inside = image.inside();
+    let call = request.call(&inside, &work.path, true, Some(plugins), bounds);
     let dumped = container.runc.checkpoint(call).await;
+    let checked = image.at(|image| image.check()).await;
     let result = match dumped {
-        Ok(()) => image.check_complete(),
-        Err(source) => Err(failed(container, &work, source).await),
+        _ if checked.is_err() => checked,
+        Ok(()) => image.at(|image| image.check_complete()).await,
+        Err(source) => Err(failed(container, &work, source.with_path(&inside, image.path())).await),
     };
     work.remove().await;
     match result {
-        Ok(()) => Ok(image),
+        Ok(()) => Ok(()),
         Err(error) => {
-            blocking(move || image.clear()).await;
+            image.at(|image| image.clear()).await;
             Err(error)
         }
     }

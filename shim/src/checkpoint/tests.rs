@@ -31,7 +31,7 @@ fn container(bundle: &Path, reaper: &Reaper) -> Container {
 
 fn request(image: PathBuf) -> Request {
     Request {
-        image,
+        image: ImageDir::unopened(&image),
         work: None,
         parent: None,
         exit: false,

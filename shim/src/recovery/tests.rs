@@ -52,6 +52,7 @@ fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
         phase: Some(Phase::Dump),
         taking: true,
         image_was: None,
+        image_id: None,
         dumped: false,
         cuda: Vec::new(),
         memory: std::collections::BTreeMap::new(),
@@ -121,7 +122,7 @@ async fn cut_off(image: &Path, was: ImageWas, files: &[&str], leave: Option<bool
     let journal = Journal::begin(bundle.path(), begin(image, &work, true));
     let journal = journal.await.unwrap();
     journal.enter(Phase::Dump).await.unwrap();
-    journal.image(was).await.unwrap();
+    journal.image(was, None).await.unwrap();
     for dir in [image, &work] {
         fs::create_dir_all(dir).unwrap();
     }

@@ -9,6 +9,7 @@ use firn_oci::manifest::DumpFlags;
 use super::{Brand, Runc, RuncError};
 use crate::container::Cut;
 use crate::journal::Journal;
+use crate::sys;
 
 fn apply(flags: &DumpFlags, command: &mut Command) {
     for (set, flag) in [
@@ -36,7 +37,7 @@ pub(crate) struct Bounds<'a> {
 
 /// Arguments of `checkpoint`.
 pub(crate) struct Checkpoint<'a> {
-    /// CRIU image directory.
+    /// CRIU image directory, which is there.
     pub image: &'a Path,
     /// Where CRIU writes its logs.
     pub work: &'a Path,
@@ -105,6 +106,8 @@ impl Runc {
         let said = tempfile::tempfile().map_err(prepare)?;
         let stderr = said.try_clone().map_err(prepare)?;
         command.arg(&self.id).stdout(Stdio::null()).stderr(stderr);
+        // CRIU makes its files readable for everybody.
+        sys::make_private_files(&mut command);
         self.run_criu("checkpoint", &mut command, Some(said), checkpoint.bounds)
             .await
     }

@@ -119,6 +119,19 @@ impl RuncError {
         matches!(self, Self::Failed { message, .. } if message.contains("does not exist"))
     }
 
+    /// With `path` where it says `way`, the runtime's way to it.
+    pub(crate) fn with_path(self, way: &Path, path: &Path) -> Self {
+        let named = |text: String| text.replace(&*way.to_string_lossy(), &path.to_string_lossy());
+        match self {
+            Self::Failed { verb, message, said } => Self::Failed {
+                verb,
+                message: named(message),
+                said: named(said),
+            },
+            other => other,
+        }
+    }
+
     /// Whether the signalled process has ended already (same remark as for [`RuncError::is_absent`]).
     pub(crate) fn is_finished(&self) -> bool {
         matches!(self, Self::Failed { message, .. } if {

@@ -1,13 +1,13 @@
 //! Checkpoint: the RPC around the transaction.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_oci::manifest::DumpFlags;
 
 use super::{Service, TaskError};
-use crate::checkpoint::{self, CheckpointError, Request};
+use crate::checkpoint::{self, CheckpointError, ImageDir, Request};
 use crate::container::{Action, InitState};
 use crate::options::CheckpointOptions;
 use crate::panics::caught;
@@ -17,12 +17,15 @@ pub(super) async fn checkpoint(
     request: CheckpointTaskRequest,
 ) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
+    // Order matters: a client that goes away while this waits takes its directory along.
+    let path_of_image = Path::new(&request.path);
+    let found = ImageDir::find(path_of_image, !container.gpu).await;
     let _operation = container.operation.write().await;
     container.admit(Action::Checkpoint)?;
     let options = CheckpointOptions::from_any(request.options.as_ref())?;
     let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));
     let request = Request {
-        image: PathBuf::from(&request.path),
+        image: checkpoint::usable(&container, found, path_of_image)?,
         work: path(&options.work_path),
         parent: path(&options.parent_path),
         exit: options.exit,
