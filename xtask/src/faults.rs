@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Instant, UNIX_EPOCH};
 
 use anyhow::{Result, ensure};
-use firn_lab::faults::{self, Cell, Outcome, Tried, Why};
+use firn_lab::faults::{self, Cell, Outcome, Pairs, Tried, Why};
 use firn_node::Suite;
 use nix::unistd::geteuid;
 use serde_json::json;
@@ -25,6 +25,13 @@ pub struct Cmd {
     /// Only cells whose names contain all of these, as in checkpoint/lock/driver-hang/paused/exit/v2/4
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
+    /// So many pairs of faults, drawn at random, instead of single faults: the second happens while firn still deals with the
+    /// first. Pairs whose second fault finds no occasion are judged and not counted
+    #[arg(long, value_name = "COUNT", conflicts_with = "quick")]
+    pairs: Option<usize>,
+    /// Draws the same pairs again
+    #[arg(long, requires = "pairs")]
+    seed: Option<u64>,
     /// Debian suite of the nodes
     #[arg(long, default_value = "forky")]
     suite: Suite,
@@ -41,15 +48,34 @@ pub struct Cmd {
 
 /// Tries the cells and prints the table.
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
+    let wanted = |cell: &Cell| {
+        let name = cell.to_string();
+        cmd.only.iter().all(|part| name.contains(part))
+    };
     let (all, left_out) = faults::all();
-    let cells = if cmd.quick { faults::quick() } else { all };
-    let cells: Vec<Cell> = cells
-        .into_iter()
-        .filter(|cell| cmd.only.iter().all(|part| cell.to_string().contains(part)))
-        .collect();
-    ensure!(!cells.is_empty(), "no cell has such a name");
+    let seed = cmd
+        .seed
+        .unwrap_or_else(|| UNIX_EPOCH.elapsed().map_or(1, |time| time.as_secs()));
+    let mut draw: Draw<'_> = match cmd.pairs {
+        None => {
+            let cells = if cmd.quick { faults::quick() } else { all };
+            let mut cells: Vec<Cell> = cells.into_iter().filter(wanted).collect();
+            Box::new(move |_| std::mem::take(&mut cells))
+        }
+        Some(count) => {
+            let mut pairs = Pairs::new(seed, wanted);
+            let left = pairs.left();
+            eprintln!("seed {seed}: {count} of {left} pairs");
+            Box::new(move |tried| {
+                let whole = tried.iter().filter(|tried| tried.whole || tried.outcome.is_err());
+                // More than this are in vain.
+                let limit = (2 * count).saturating_sub(tried.len());
+                pairs.draw(count.saturating_sub(whole.count()).min(limit))
+            })
+        }
+    };
     if cmd.list {
-        cells.iter().for_each(|cell| println!("{cell}"));
+        draw(&[]).iter().for_each(|cell| println!("{cell}"));
         return Ok(ExitCode::SUCCESS);
     }
     ensure!(
@@ -57,33 +83,60 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         "test nodes need root\nhint: sudo -E cargo xtask faults"
     );
     let begun = Instant::now();
-    let tried = faults::run(cmd.suite, &cells, cmd.jobs, |tried| tell(tried, begun))?;
-    let outside: Vec<&Tried> = tried.iter().filter(|tried| tried.outcome.is_err()).collect();
+    let mut tried = Vec::new();
+    loop {
+        let cells = draw(&tried);
+        if cells.is_empty() {
+            break;
+        }
+        tried.extend(faults::run(cmd.suite, &cells, cmd.jobs, |tried| {
+            tell(tried, begun)
+        })?);
+    }
+    ensure!(!tried.is_empty(), "no cell has such a name");
     if cmd.json {
         println!("{:#}", as_json(&tried));
     } else {
-        print_table(&tried, &left_out);
+        print_table(&tried, cmd.pairs.map_or(&left_out, |_| &[]));
+    }
+    Ok(print_summary(cmd, seed, &tried, begun))
+}
+
+/// Gives the cells to try next; none when that is all.
+type Draw<'a> = Box<dyn FnMut(&[Tried]) -> Vec<Cell> + 'a>;
+
+/// How many there were, and how to repeat each that is outside of the promise.
+fn print_summary(cmd: &Cmd, seed: u64, tried: &[Tried], begun: Instant) -> ExitCode {
+    let outside: Vec<&Tried> = tried.iter().filter(|tried| tried.outcome.is_err()).collect();
+    if !cmd.json {
+        let whole = tried.iter().filter(|tried| tried.whole).count();
+        let what = match cmd.pairs {
+            None => format!("{} cells", tried.len()),
+            Some(_) => format!("seed {seed}: {} pairs, both faults in {whole}", tried.len()),
+        };
+        let (outside, seconds) = (outside.len(), begun.elapsed().as_secs_f64());
+        println!("\n{what}, {outside} outside of the promise, {seconds:.0} s");
+    }
+    for Tried { cell, outcome, .. } in &outside {
+        let why = outcome.as_ref().err().map(|why| first_line(why));
+        println!("OUTSIDE {cell}: {}", why.unwrap_or_default());
+        let pairs = if cell.second.is_some() { " --pairs 1" } else { "" };
         println!(
-            "\n{} cells, {} outside of the promise, {:.0} s",
-            tried.len(),
-            outside.len(),
-            begun.elapsed().as_secs_f64()
+            "  again: cargo xtask faults --suite {}{pairs} --only {cell}",
+            cmd.suite
         );
     }
-    for tried in &outside {
-        let why = tried.outcome.as_ref().err().map(|why| first_line(why));
-        println!("OUTSIDE {}: {}", tried.cell, why.unwrap_or_default());
-    }
     match outside.is_empty() {
-        true => Ok(ExitCode::SUCCESS),
-        false => Ok(ExitCode::FAILURE),
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
     }
 }
 
 /// The progress, one line per cell; all that is known of one that is outside.
 fn tell(tried: &Tried, begun: Instant) {
     let what = match &tried.outcome {
-        Ok(outcome) => outcome.to_string(),
+        Ok(outcome) if tried.whole => outcome.to_string(),
+        Ok(outcome) => format!("{outcome} (one fault)"),
         Err(why) => format!("OUTSIDE: {why}"),
     };
     let (at, took) = (begun.elapsed().as_secs(), tried.took.as_secs_f64());
@@ -98,7 +151,15 @@ fn first_line(text: &str) -> &str {
 fn print_table(tried: &[Tried], left_out: &[(Why, usize)]) {
     let mut rows: Vec<(String, BTreeMap<Option<Outcome>, usize>)> = Vec::new();
     for tried in tried {
-        let name = format!("{:?} {} {}", tried.cell.flow, tried.cell.phase, tried.cell.fault).to_lowercase();
+        let Cell {
+            flow, first, second, ..
+        } = tried.cell;
+        // Of pairs the phases: hardly two have the same faults.
+        let what = match second {
+            None => format!("{} {}", first.phase, first.fault),
+            Some(second) => format!("{}, then {}", first.phase, second.phase),
+        };
+        let name = format!("{flow:?} {what}").to_lowercase();
         let outcome = tried.outcome.as_ref().ok().copied();
         let at = rows.iter().position(|(row, _)| *row == name).unwrap_or_else(|| {
             rows.push((name, BTreeMap::new()));
@@ -114,7 +175,9 @@ fn print_table(tried: &[Tried], left_out: &[(Why, usize)]) {
         });
         println!("{name:<55} {}", told.collect::<Vec<_>>().join(", "));
     }
-    println!("\nno cells:");
+    if !left_out.is_empty() {
+        println!("\nno cells:");
+    }
     for (why, count) in left_out {
         println!("{count:>6} combinations: {why}");
     }
@@ -124,6 +187,7 @@ fn as_json(tried: &[Tried]) -> serde_json::Value {
     let cells = tried.iter().map(|tried| {
         json!({
             "cell": tried.cell.to_string(),
+            "whole": tried.whole,
             "outcome": tried.outcome.as_ref().ok().map(ToString::to_string),
             "outside": tried.outcome.as_ref().err(),
             "seconds": tried.took.as_secs_f64(),

@@ -14,6 +14,9 @@ const HOLD: &str = "/run/firn-hold";
 /// Tells the test that it waits.
 const HELD: &str = "/run/firn-held";
 
+/// Tells the test that one has panicked.
+const PANICKED: &str = "/run/firn-panicked";
+
 /// Does in this phase what the files say.
 pub(super) async fn obey(phase: Phase) {
     let phase = serde_json::to_value(phase).unwrap_or_default();
@@ -32,6 +35,7 @@ pub(super) async fn obey(phase: Phase) {
     if let Some(at) = named {
         phases.remove(at);
         let _ = fs::write(PANIC, phases.join(" "));
+        let _ = fs::write(PANICKED, "");
     }
     assert!(named.is_none(), "told to panic");
 }

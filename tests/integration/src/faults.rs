@@ -12,6 +12,10 @@ mod counting;
 mod disk;
 mod ground;
 mod inject;
+mod names;
+mod pairs;
+mod random;
+mod rules;
 mod soak;
 
 use std::sync::Mutex;
@@ -24,7 +28,8 @@ use attempt::attempt;
 use ground::Ground;
 
 pub use attempt::Outcome;
-pub use cell::{Cell, Fault, Flow, From, Phase, Subject, Why, all, has_cgroup_v1, quick};
+pub use cell::{Cell, Fault, FaultAt, Flow, From, Phase, Subject, Why, all, has_cgroup_v1, quick};
+pub use pairs::Pairs;
 pub use soak::{Soak, Soaked, soak};
 
 /// How often it is tried to make a host.
@@ -36,6 +41,8 @@ pub struct Tried {
     pub cell: Cell,
     /// Within the promise; else why not.
     pub outcome: Result<Outcome, String>,
+    /// Whether all of its faults have happened: the second of a pair may find no occasion.
+    pub whole: bool,
     pub took: Duration,
 }
 
@@ -111,12 +118,13 @@ fn try_all(suite: Suite, cells: &[Cell], name: &str, mut told: impl FnMut(Tried)
         while let Some((cell, later)) = rest.split_first() {
             rest = later;
             let begun = Instant::now();
-            let outcome =
+            let attempt =
                 attempt(&ground, &mut job, cell).map_err(|error| format!("{error:#}\n{}", ground.host.log()));
-            let broken = outcome.is_err();
+            let broken = attempt.is_err();
             told(Tried {
                 cell: *cell,
-                outcome,
+                whole: attempt.as_ref().is_ok_and(|attempt| attempt.whole),
+                outcome: attempt.map(|attempt| attempt.outcome),
                 took: begun.elapsed(),
             });
             if broken {

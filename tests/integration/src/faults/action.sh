@@ -1,7 +1,8 @@
 #!/bin/sh
-# CRIU's action script. /srv/fault/action says once: MOMENT error|kill-criu|stop-criu|kill-runc|stop-runc|hold
+# CRIU's action script. /srv/fault/action-MOMENT says once: error|kill-criu|stop-criu|kill-runc|stop-runc|hold NUMBER
 dir=/srv/fault
-{ read -r moment action <$dir/action; } 2>/dev/null && [ "$moment" = "$CRTOOLS_SCRIPT_ACTION" ] || exit 0
+told=$dir/action-$CRTOOLS_SCRIPT_ACTION
+{ read -r action number <"$told"; } 2>/dev/null || exit 0
 parent() {
     while read -r key value; do
         [ "$key" != PPid: ] || echo "$value"
@@ -10,13 +11,13 @@ parent() {
 criu=$PPID
 while [ "$(cat /proc/$criu/comm)" != criu ]; do criu=$(parent "$criu"); done
 runc=$(parent "$criu")
-mv $dir/action $dir/struck
+mv "$told" "$dir/struck-$number"
 case $action in
 error) exit 1 ;;
 kill-criu) kill -KILL "$criu" ;;
 stop-criu) kill -STOP "$criu" ;;
 kill-runc) kill -KILL "$runc" ;;
 stop-runc) kill -STOP "$runc" ;;
-hold) while [ -e $dir/hold ]; do sleep 0.02; done ;;
+hold) while [ -e "$dir/hold-$number" ]; do sleep 0.02; done ;;
 esac
 exit 0

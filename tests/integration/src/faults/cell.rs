@@ -1,6 +1,5 @@
 //! The cells of the matrix, made by rule: what fails, when, and of which container.
 
-use std::fmt;
 use std::sync::OnceLock;
 
 use firn_node::Cgroup;
@@ -37,6 +36,8 @@ pub enum Phase {
     Continue,
     /// The way back of a restore whose driver has failed.
     Abandon,
+    /// The way back of a checkpoint, which begins by asking for the processes' states: only as the second of a pair.
+    Undo,
 }
 
 /// When in the life of a runc the fault happens.
@@ -105,6 +106,15 @@ pub enum Fault {
     ReadOnly(Disk),
     /// No device node can be made in the container's /dev.
     Mknod,
+    /// firn's own code fails when it enters the phase.
+    Panic,
+}
+
+/// What goes wrong, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultAt {
+    pub phase: Phase,
+    pub fault: Fault,
 }
 
 /// How often a fault of the driver happens, and when.
@@ -129,12 +139,20 @@ pub struct Subject {
     pub processes: usize,
 }
 
-/// One cell of the matrix.
+impl Subject {
+    /// Groups and sorts by it.
+    pub(super) fn key(self) -> (usize, bool) {
+        (self.processes, self.cgroup == Cgroup::V2)
+    }
+}
+
+/// One cell of the matrix, or a pair of two that differ in their fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cell {
     pub flow: Flow,
-    pub phase: Phase,
-    pub fault: Fault,
+    pub first: FaultAt,
+    /// What goes wrong after that, in the same operation.
+    pub second: Option<FaultAt>,
     pub from: From,
     pub exit: bool,
     pub subject: Subject,
@@ -164,28 +182,11 @@ pub enum Why {
     NoV1,
     NoWorker,
     NoNode,
+    NoPhase,
     NotEnded,
 }
 
-impl fmt::Display for Why {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NothingGivenBack => "a container that ends with its dump gets nothing back",
-            Self::NoSuchCall => "the phase calls the driver not at all, or not that call",
-            Self::NoRuntime => "runc and CRIU do not run in the phase, and nothing is written",
-            Self::NotItsMoment => "CRIU has that moment in the other flow",
-            Self::OnlyRead => "a restore writes nothing into the image",
-            Self::NoDevice => "without device-mapper nothing makes a file system fail that is in use",
-            Self::NoV1 => "this host has no hierarchies of cgroup v1",
-            Self::NoWorker => "the driver's worker has ended by then",
-            Self::NoNode => "only the repair of /dev makes device nodes",
-            Self::NotEnded => "a container that runs on is not ended",
-            Self::NoFreezerAtRestore => "a restore begins from nothing and asks for no exit",
-        })
-    }
-}
-
-const PHASES: [(Flow, &[Phase]); 2] = [
+pub(super) const PHASES: [(Flow, &[Phase]); 2] = [
     (
         Flow::Checkpoint,
         &[
@@ -224,7 +225,7 @@ const MOMENTS: [Moment; 6] = [
 /// CRIU's numbers, from `enum faults` of its `fault-injection.h`. With CRIU 4.1.1 and 4.2.1 and these workloads 1, 3 and 5
 /// break a dump, 2 (of more than one process) and 6 a restore; 4 concerns links that these workloads do not have. Those from
 /// 127 on choose other ways, which must work as well; two of them stand for all.
-const CRIU_FAULTS: [(u32, Flow); 8] = [
+pub(super) const CRIU_FAULTS: [(u32, Flow); 8] = [
     (1, Flow::Checkpoint),
     (3, Flow::Checkpoint),
     (5, Flow::Checkpoint),
@@ -238,7 +239,7 @@ const CRIU_FAULTS: [(u32, Flow); 8] = [
 /// Coprime to the number of cells of each kind, so that [`quick`] goes through all of the other axes.
 const TURN: usize = 5;
 
-fn faults() -> Vec<Fault> {
+pub(super) fn faults() -> Vec<Fault> {
     let mut faults = Vec::new();
     for often in [Often::Once, Often::OnceAfter, Often::Always] {
         faults.extend([
@@ -272,7 +273,7 @@ fn faults() -> Vec<Fault> {
     for disk in [Disk::Image, Disk::Work, Disk::Bundle] {
         faults.extend([Fault::NoSpace(disk), Fault::Io(disk), Fault::ReadOnly(disk)]);
     }
-    faults.extend([Fault::NoSpaceForManifest, Fault::Mknod]);
+    faults.extend([Fault::NoSpaceForManifest, Fault::Mknod, Fault::Panic]);
     faults
 }
 
@@ -302,8 +303,8 @@ pub fn all() -> (Vec<Cell>, Vec<(Why, usize)>) {
                     ] {
                         let cell = Cell {
                             flow,
-                            phase,
-                            fault,
+                            first: FaultAt { phase, fault },
+                            second: None,
                             from,
                             exit,
                             subject,
@@ -326,8 +327,7 @@ pub fn quick() -> Vec<Cell> {
     let mut turn = 0;
     let mut chosen: Vec<Cell> = Vec::new();
     for cell in all.iter().filter(|cell| cell.is_plain()) {
-        let alike =
-            |other: &&Cell| (other.flow, other.phase, other.fault) == (cell.flow, cell.phase, cell.fault);
+        let alike = |other: &&Cell| (other.flow, other.first) == (cell.flow, cell.first);
         if chosen.iter().any(|chosen| alike(&chosen)) {
             continue;
         }
@@ -335,7 +335,7 @@ pub fn quick() -> Vec<Cell> {
         chosen.push(*kind[turn % kind.len()]);
         turn += TURN;
     }
-    chosen.sort_by_key(|cell| (cell.subject.processes, cell.subject.cgroup == Cgroup::V2));
+    chosen.sort_by_key(|cell| cell.subject.key());
     chosen
 }
 
@@ -352,231 +352,10 @@ impl Moment {
         }
     }
 
-    fn flow(self) -> Flow {
+    pub(super) fn flow(self) -> Flow {
         match self {
             Self::PreDump | Self::NetworkLock | Self::PostDump => Flow::Checkpoint,
             Self::PreRestore | Self::PostRestore | Self::PreResume => Flow::Restore,
-        }
-    }
-}
-
-impl Phase {
-    /// The driver call that the phase makes, as simgpu's faults name it.
-    pub fn call(self) -> Option<&'static str> {
-        match self {
-            Self::Inspect | Self::DevRepair => Some("tid"),
-            Self::Lock => Some("lock"),
-            Self::Take => Some("checkpoint"),
-            Self::GiveBack => Some("restore"),
-            Self::Unlock => Some("unlock"),
-            Self::Prepare
-            | Self::Dump
-            | Self::CriuRestore
-            | Self::Finish
-            | Self::Continue
-            | Self::Abandon => None,
-        }
-    }
-
-    /// Whether runc and CRIU run in it.
-    pub fn runs_criu(self) -> bool {
-        matches!(self, Self::Dump | Self::CriuRestore)
-    }
-}
-
-impl Fault {
-    /// Whether it is one of the few that are tried in every run of the tests; hangs take their deadlines' time.
-    fn is_plain(self) -> bool {
-        match self {
-            Self::DriverError(often) => often != Often::OnceAfter,
-            Self::WorkerCrash(often) => often == Often::Once,
-            Self::DriverHang(_) | Self::RuncHang(_) | Self::RuncHangAt(_) | Self::CriuErrorAt(_) => false,
-            Self::Kill(victim) => victim != Victim::Client,
-            Self::RuncError(when) => when == Runc::After,
-            Self::RuncKill(when) => when == Runc::Before,
-            Self::CriuHangAt(moment) | Self::RuncKillAt(moment) => {
-                matches!(moment, Moment::PreDump | Moment::PreRestore)
-            }
-            Self::CriuKillAt(moment) => matches!(moment, Moment::PostDump | Moment::PreResume),
-            Self::CriuError | Self::NoSpaceForManifest | Self::Mknod => true,
-            Self::CriuFault(number) => matches!(number, 2 | 3),
-            Self::NoSpace(disk) => disk != Disk::Work,
-            Self::Io(disk) => disk == Disk::Image,
-            Self::ReadOnly(_) => false,
-        }
-    }
-}
-
-impl Cell {
-    fn is_plain(&self) -> bool {
-        // Of these phases one victim each.
-        let victim = match self.phase {
-            Phase::Prepare => Victim::Worker,
-            Phase::Finish | Phase::Continue | Phase::Abandon => Victim::Shim,
-            _ => return self.fault.is_plain(),
-        };
-        self.fault == Fault::Kill(victim)
-    }
-
-    fn why_not(&self) -> Option<Why> {
-        let restores = self.flow == Flow::Restore;
-        if self.subject.cgroup == Cgroup::V1 && !has_cgroup_v1() {
-            return Some(Why::NoV1);
-        }
-        if restores && (self.exit || self.from == From::Paused) {
-            return Some(Why::NoFreezerAtRestore);
-        }
-        if self.exit && matches!(self.phase, Phase::GiveBack | Phase::Unlock) {
-            return Some(Why::NothingGivenBack);
-        }
-        if self.phase == Phase::Finish && !self.exit {
-            return Some(Why::NotEnded);
-        }
-        match self.fault {
-            Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
-                // For ever only where there is a second try; a restore has none.
-                let retried = !restores && !matches!(self.phase, Phase::Lock | Phase::Take);
-                (self.phase.call().is_none() || (often == Often::Always && !retried))
-                    .then_some(Why::NoSuchCall)
-            }
-            Fault::Kill(Victim::Worker) if self.phase == Phase::Abandon => Some(Why::NoWorker),
-            Fault::Kill(_) => None,
-            Fault::Mknod => (self.phase != Phase::DevRepair).then_some(Why::NoNode),
-            Fault::RuncError(_) | Fault::RuncHang(_) | Fault::RuncKill(_) | Fault::CriuError => {
-                (!self.phase.runs_criu()).then_some(Why::NoRuntime)
-            }
-            // The journal is open in it.
-            Fault::ReadOnly(Disk::Bundle) if restores && self.phase.runs_criu() => Some(Why::NoDevice),
-            Fault::NoSpace(disk) | Fault::ReadOnly(disk) => match self.phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true => (restores && disk == Disk::Image).then_some(Why::OnlyRead),
-            },
-            Fault::Io(disk) => match self.phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true => {
-                    let other = disk == Disk::Bundle || (restores && disk == Disk::Work);
-                    other.then_some(Why::NoDevice)
-                }
-            },
-            Fault::NoSpaceForManifest => (self.phase != Phase::Dump).then_some(Why::NoRuntime),
-            Fault::CriuErrorAt(moment)
-            | Fault::CriuHangAt(moment)
-            | Fault::CriuKillAt(moment)
-            | Fault::RuncKillAt(moment)
-            | Fault::RuncHangAt(moment) => match self.phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true => (moment.flow() != self.flow).then_some(Why::NotItsMoment),
-            },
-            Fault::CriuFault(number) => match self.phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true => (!CRIU_FAULTS.contains(&(number, self.flow))).then_some(Why::NotItsMoment),
-            },
-        }
-    }
-}
-
-impl fmt::Display for Subject {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let cgroup = match self.cgroup {
-            Cgroup::V2 => "v2",
-            Cgroup::V1 | Cgroup::Auto => "v1",
-        };
-        write!(f, "{cgroup}/{}", self.processes)
-    }
-}
-
-impl fmt::Display for Cell {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let flow = match self.flow {
-            Flow::Checkpoint => "checkpoint",
-            Flow::Restore => "restore",
-        };
-        write!(f, "{flow}/{}/{}/", self.phase, self.fault)?;
-        if self.flow == Flow::Checkpoint {
-            let from = match self.from {
-                From::Running => "running",
-                From::Paused => "paused",
-            };
-            let end = if self.exit { "exit" } else { "stay" };
-            write!(f, "{from}/{end}/")?;
-        }
-        self.subject.fmt(f)
-    }
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Prepare => "prepare",
-            Self::Finish => "finish",
-            Self::Continue => "continue",
-            Self::Abandon => "abandon",
-            Self::Inspect => "inspect",
-            Self::Lock => "lock",
-            Self::Take => "take",
-            Self::Dump => "dump",
-            Self::CriuRestore => "criu",
-            Self::DevRepair => "dev-repair",
-            Self::GiveBack => "give-back",
-            Self::Unlock => "unlock",
-        })
-    }
-}
-
-impl fmt::Display for Often {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Once => "",
-            Self::OnceAfter => "-after",
-            Self::Always => "-always",
-        })
-    }
-}
-
-impl fmt::Display for Runc {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Before => "",
-            Self::After => "-after",
-        })
-    }
-}
-
-impl fmt::Display for Disk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Image => "image",
-            Self::Work => "work",
-            Self::Bundle => "bundle",
-        })
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::DriverError(often) => write!(f, "driver-error{often}"),
-            Self::DriverHang(often) => write!(f, "driver-hang{often}"),
-            Self::WorkerCrash(often) => write!(f, "worker-crash{often}"),
-            Self::Kill(Victim::Worker) => f.write_str("kill-worker"),
-            Self::Kill(Victim::Shim) => f.write_str("kill-shim"),
-            Self::Kill(Victim::Containerd) => f.write_str("kill-containerd"),
-            Self::Kill(Victim::Client) => f.write_str("kill-client"),
-            Self::RuncError(when) => write!(f, "runc-error{when}"),
-            Self::RuncHang(when) => write!(f, "runc-hang{when}"),
-            Self::RuncKill(when) => write!(f, "runc-kill{when}"),
-            Self::RuncKillAt(moment) => write!(f, "runc-kill-at-{}", moment.name()),
-            Self::RuncHangAt(moment) => write!(f, "runc-hang-at-{}", moment.name()),
-            Self::CriuError => f.write_str("criu-error"),
-            Self::CriuErrorAt(moment) => write!(f, "criu-error-at-{}", moment.name()),
-            Self::CriuHangAt(moment) => write!(f, "criu-hang-at-{}", moment.name()),
-            Self::CriuKillAt(moment) => write!(f, "criu-kill-at-{}", moment.name()),
-            Self::CriuFault(number) => write!(f, "criu-fault-{number}"),
-            Self::NoSpace(disk) => write!(f, "enospc-{disk}"),
-            Self::NoSpaceForManifest => f.write_str("enospc-manifest"),
-            Self::Io(disk) => write!(f, "eio-{disk}"),
-            Self::ReadOnly(disk) => write!(f, "erofs-{disk}"),
-            Self::Mknod => f.write_str("mknod"),
         }
     }
 }

@@ -2,11 +2,11 @@
 
 use anyhow::{Result, bail};
 
-use super::cell::{Cell, Disk, Fault, Flow};
+use super::cell::{Disk, Fault, FaultAt, Flow};
 use crate::GpuHost;
 
-/// Where a failing file system of a checkpoint is mounted.
-const MOUNT: &str = "/srv/disk";
+/// Where failing file systems of a checkpoint are mounted, each below a number.
+const MOUNTS: &str = "/srv/disk";
 /// File systems of their own from the beginning, so that they can be filled: containerd's bundles and its work directories.
 const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";
 const WORKS: &str = "/var/lib/containerd/io.containerd.runtime.v2.task";
@@ -24,16 +24,17 @@ pub(super) fn prepare(host: &GpuHost) -> Result<()> {
 /// A file system that fails, or is about to.
 pub(super) struct Failing<'h> {
     host: &'h GpuHost,
+    mount: String,
     what: What,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum What {
-    /// Mounted at [`MOUNT`] for the image.
+    /// Mounted for the image.
     Image,
-    /// Mounted there for the image, and filled later.
+    /// The same, and filled later.
     Manifest,
-    /// Mounted there for CRIU's work directory.
+    /// Mounted for CRIU's work directory.
     Work,
     /// One that is there gets full, or read-only.
     Full(&'static str),
@@ -44,8 +45,8 @@ enum What {
 
 impl<'h> Failing<'h> {
     /// Makes it; what can only be done later is done by [`Failing::begin`].
-    pub(super) fn new(host: &'h GpuHost, cell: &Cell) -> Result<Self> {
-        let what = match (cell.flow, cell.fault) {
+    pub(super) fn new(host: &'h GpuHost, flow: Flow, at: FaultAt, number: usize) -> Result<Self> {
+        let what = match (flow, at.fault) {
             (Flow::Checkpoint, Fault::NoSpaceForManifest) => What::Manifest,
             (
                 Flow::Checkpoint,
@@ -60,10 +61,11 @@ impl<'h> Failing<'h> {
             (Flow::Restore, Fault::NoSpace(Disk::Work)) => What::Full(WORKS),
             (Flow::Restore, Fault::ReadOnly(Disk::Work)) => What::ReadOnly(WORKS),
             (Flow::Restore, Fault::Io(Disk::Image)) => What::Pages,
-            _ => bail!("{cell} has no failing file system"),
+            _ => bail!("{at} has no failing file system"),
         };
-        let disk = Self { host, what };
-        let script = match (what, cell.fault) {
+        let mount = format!("{MOUNTS}{number}");
+        let disk = Self { host, mount, what };
+        let script = match (what, at.fault) {
             (What::Manifest, _) => "mount -t tmpfs -o size=64m tmpfs $MOUNT; mkdir $MOUNT/to",
             // Room in bytes and for a few files: full in the middle of the dump.
             (What::Image, Fault::NoSpace(_)) => {
@@ -86,7 +88,7 @@ impl<'h> Failing<'h> {
         };
         match what {
             What::Image | What::Manifest | What::Work => disk.shell(&format!("mkdir -p $MOUNT; {script}"))?,
-            What::Full(_) | What::ReadOnly(_) if cell.flow == Flow::Checkpoint => disk.begin()?,
+            What::Full(_) | What::ReadOnly(_) if flow == Flow::Checkpoint => disk.begin()?,
             What::Full(_) | What::ReadOnly(_) | What::Pages => {}
         }
         Ok(disk)
@@ -94,20 +96,20 @@ impl<'h> Failing<'h> {
 
     /// Where the image goes, if it goes onto this file system.
     pub(super) fn image(&self) -> Option<String> {
-        matches!(self.what, What::Image | What::Manifest).then(|| format!("{MOUNT}/to/image"))
+        matches!(self.what, What::Image | What::Manifest).then(|| format!("{}/to/image", self.mount))
     }
 
     /// Where CRIU works, if it is on this file system.
     pub(super) fn work(&self) -> Option<String> {
-        (self.what == What::Work).then(|| format!("{MOUNT}/to"))
+        (self.what == What::Work).then(|| format!("{}/to", self.mount))
     }
 
     /// Lets it fail from now on.
     pub(super) fn begin(&self) -> Result<()> {
-        let fill = |path| format!("dd if=/dev/zero of={path}/fill bs=4k 2>/dev/null || true");
+        let fill = |path: &str| format!("dd if=/dev/zero of={path}/fill bs=4k 2>/dev/null || true");
         match self.what {
             What::Image | What::Work => Ok(()),
-            What::Manifest => self.shell(&fill(MOUNT)),
+            What::Manifest => self.shell(&fill(&self.mount)),
             What::Full(path) => self.shell(&fill(path)),
             What::ReadOnly(path) => self.shell(&format!("mount -o remount,ro {path}")),
             // Memory at address 0 cannot be read: EIO.
@@ -138,7 +140,7 @@ impl<'h> Failing<'h> {
     }
 
     fn shell(&self, script: &str) -> Result<()> {
-        let script = format!("set -eu; MOUNT={MOUNT}; {script}");
+        let script = format!("set -eu; MOUNT={}; {script}", self.mount);
         self.host.node().run(&["sh", "-c", &script]).map(drop)
     }
 }

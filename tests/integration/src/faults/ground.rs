@@ -201,13 +201,18 @@ impl Ground {
         self.host.node().path(dir).join("firn.json").is_file()
     }
 
+    /// What works for a checkpoint or restore.
+    pub(super) fn at_work(&self) -> Vec<firn_node::Process> {
+        let at_work = |command: &str| matches!(command, "runc" | "criu" | "firn-gpu" | "firn-hook");
+        let processes = self.host.node().processes().into_iter();
+        processes.filter(|process| at_work(&process.command)).collect()
+    }
+
     /// Waits until neither a checkpoint nor a restore is under way any more.
     pub(super) fn is_quiet(&self) -> Result<()> {
-        let at_work = |command: &str| matches!(command, "runc" | "criu" | "firn-gpu" | "firn-hook");
         let mut left = Vec::new();
         let waited = wait_for("the node to come to rest", QUIET, || {
-            let processes = self.host.node().processes().into_iter();
-            left = processes.filter(|process| at_work(&process.command)).collect();
+            left = self.at_work();
             Ok(left.is_empty().then_some(()))
         });
         ensure!(waited.is_ok(), "still at work: {left:?}");
@@ -297,11 +302,19 @@ impl<'g> Job<'g> {
         let freezer = self.freezer()?;
         ensure!(freezer == state, "the freezer says {freezer:?}");
         self.is_traced_by_nobody()?;
-        if state == From::Paused {
-            self.counting.stands_still()?;
-            self.container.task(&["resume"])?;
-            self.container.becomes("RUNNING")?;
+        match state {
+            From::Running => self.counting.goes_on(2),
+            From::Paused => self.is_resumed(),
         }
+    }
+
+    /// It is paused or suspended, for a client to resume; runs afterwards, with all that it had.
+    pub(super) fn is_resumed(&mut self) -> Result<()> {
+        self.container.becomes("PAUSED")?;
+        self.counting.stands_still()?;
+        self.container.task(&["resume"])?;
+        self.container.becomes("RUNNING")?;
+        self.is_traced_by_nobody()?;
         self.counting.goes_on(2)
     }
 

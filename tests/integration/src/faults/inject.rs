@@ -1,13 +1,12 @@
 //! How each fault is brought about on a node, and the proof that it was.
 
-use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use firn_node::{Node, wait_for};
 use serde_json::Value;
 
-use super::cell::{Cell, Fault, Flow, Moment, Often, Phase, Runc, Victim};
+use super::cell::{Cell, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
 use super::disk::Failing;
 use super::ground::{Call, ID};
 use crate::GpuHost;
@@ -15,7 +14,7 @@ use crate::GpuHost;
 const DIR: &str = "/srv/fault";
 /// The simulated driver's fault script.
 const DRIVER_SCRIPT: &str = "/run/simgpu/faults.json";
-/// How long the flow may take to reach the point at which it is disturbed.
+/// How long the flow may take to reach the points at which it is disturbed.
 const REACHED: Duration = Duration::from_secs(60);
 /// How long a driver call is held up for a kill, which comes as soon as the call has begun.
 const DELAY_MS: &str = "1000";
@@ -28,6 +27,13 @@ const WORKER: &str = include_str!("worker.sh");
 /// What a shim that is built for tests looks at when it enters a phase, and what it makes when it is held there.
 const HOLD_PHASE: &str = "/run/firn-hold";
 const HELD_PHASE: &str = "/run/firn-held";
+/// Phases in which such a shim panics, and what it makes before it does.
+const PANIC_PHASES: &str = "/run/firn-panic";
+const PANICKED: &str = "/run/firn-panicked";
+/// All of these.
+const PHASE_FILES: &str = "/run/firn-hold /run/firn-held /run/firn-panic /run/firn-panicked";
+/// How long a flow must be over before nobody expects a second fault any more.
+const OVER: Duration = Duration::from_secs(1);
 
 /// Leaves the /dev of a restored container, run in it, without nodes of GPUs and without a free inode.
 const FILL_DEV: &str = "set -e; rm -f /dev/nvidia[0-9]; mount -t tmpfs -o remount,nr_inodes=200 tmpfs /dev
@@ -50,22 +56,34 @@ pub(super) fn prepare(host: &GpuHost) -> Result<()> {
     node.write("/etc/criu/runc.conf", format!("action-script {DIR}/action.sh\n"))
 }
 
-/// A fault that is set up.
-pub(super) struct Injection<'h> {
+/// The faults of a cell, set up.
+pub(super) struct Injections<'h> {
     host: &'h GpuHost,
+    list: Vec<Injection<'h>>,
+}
+
+/// A fault that is set up.
+struct Injection<'h> {
+    host: &'h GpuHost,
+    fault: Fault,
+    /// Which of the cell's faults it is: part of the names of its files.
+    number: usize,
     point: Point,
     strike: Strike,
-    pub(super) disk: Option<Failing<'h>>,
+    struck: std::cell::Cell<bool>,
+    disk: Option<Failing<'h>>,
 }
 
 /// What disturbs the flow, or holds it up for a strike from outside.
 enum Point {
-    /// A script of the simulated driver, which acts from this matching call on.
-    Driver { nth: u64 },
+    /// A rule of the simulated driver's script, which acts from this matching call on.
+    Driver { rule: usize, nth: u64 },
     /// A script before runc, CRIU or the worker, or CRIU's action script.
     Script,
     /// The shim itself, which waits when it enters a phase.
     Held,
+    /// The shim itself, which panics when it enters this phase.
+    Panic(String),
     /// Nothing: the surroundings are what fails.
     None,
 }
@@ -79,44 +97,152 @@ enum Strike {
     FillDev,
 }
 
-impl<'h> Injection<'h> {
-    /// Sets the fault of a cell up.
+impl<'h> Injections<'h> {
+    /// Sets the faults of a cell up.
     pub(super) fn arm(host: &'h GpuHost, cell: &Cell) -> Result<Self> {
+        let mut injections = Self {
+            host,
+            list: Vec::new(),
+        };
+        let mut rules = 0;
+        if cell.first.phase == Phase::Abandon {
+            host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+            rules += 1;
+        }
+        for at in cell.faults() {
+            let injection = Injection::arm(host, cell, at, injections.list.first(), rules)?;
+            rules += usize::from(matches!(injection.point, Point::Driver { .. }));
+            injections.list.push(injection);
+        }
+        Ok(injections)
+    }
+
+    /// Waits until the flow has come to each point at which something is to be done to it, and does it. `is_quiet` tells
+    /// that a flow is over whose client has gone.
+    pub(super) fn strike(&self, call: &mut Call, is_quiet: impl Fn() -> bool) -> Result<()> {
+        let strikes = |injection: &&Injection<'_>| injection.strike != Strike::None;
+        let mut pending: Vec<&Injection<'_>> = self.list.iter().filter(strikes).collect();
+        let mut over = None;
+        wait_for("the fault's point", REACHED, || {
+            for injection in &pending {
+                if injection.is_reached()? {
+                    injection.strike(call)?;
+                }
+            }
+            pending.retain(|injection| !injection.struck.get());
+            // The first is sure to come; of a second that has no occasion nothing is told.
+            let surely = pending.iter().any(|injection| injection.number == 0);
+            if !(call.is_over()? && is_quiet()) {
+                over = None;
+            } else if over.get_or_insert_with(Instant::now).elapsed() > OVER {
+                ensure!(!surely, "the flow was over before the fault's point");
+                pending.clear();
+            }
+            Ok(pending.is_empty().then_some(()))
+        })
+    }
+
+    /// The faults that have happened.
+    pub(super) fn happened(&self) -> Result<Vec<Fault>> {
+        let mut happened = Vec::new();
+        for injection in &self.list {
+            let struck = match injection.strike {
+                Strike::None => injection.is_reached()?,
+                _ => injection.struck.get(),
+            };
+            if struck {
+                happened.push(injection.fault);
+            }
+        }
+        Ok(happened)
+    }
+
+    /// Where the image goes, if a file system fails there.
+    pub(super) fn image(&self) -> Option<String> {
+        self.disks().find_map(Failing::image)
+    }
+
+    /// Where CRIU works, if a file system fails there.
+    pub(super) fn work(&self) -> Option<String> {
+        self.disks().find_map(Failing::work)
+    }
+
+    fn disks(&self) -> impl Iterator<Item = &Failing<'h>> {
+        self.list.iter().filter_map(|injection| injection.disk.as_ref())
+    }
+
+    /// Ends every disturbance but those of file systems.
+    pub(super) fn disarm(&self) -> Result<()> {
+        self.host.no_faults()?;
+        let node = self.host.node();
+        let rm = format!(
+            "rm -f {PHASE_FILES} {DIR}/runc-* {DIR}/action-* {DIR}/criu {DIR}/worker {DIR}/struck-* {DIR}/hold-*"
+        );
+        node.run(&["sh", "-c", &rm]).map(drop)
+    }
+
+    /// Takes the failing file systems away.
+    pub(super) fn end_disks(self) -> Result<()> {
+        let mut disks = self.list.into_iter().filter_map(|injection| injection.disk);
+        disks.try_for_each(Failing::end)
+    }
+}
+
+impl<'h> Injection<'h> {
+    /// Sets a fault of a cell up, which follows `first` if that is there; the driver's script has so many rules already.
+    fn arm(host: &'h GpuHost, cell: &Cell, at: FaultAt, first: Option<&Self>, rules: usize) -> Result<Self> {
+        let number = usize::from(first.is_some());
         let mut injection = Self {
             host,
+            fault: at.fault,
+            number,
             point: Point::Script,
             strike: Strike::None,
+            struck: std::cell::Cell::new(false),
             disk: None,
+        };
+        let follows = first.map_or_else(Vec::new, Self::followed);
+        let driver = |often: Often, action: &[&str]| -> Result<Point> {
+            let call = at.phase.call().context("a phase without driver call")?;
+            // Of several processes a late one, so that some have been through it.
+            let late = cell.subject.processes > 1 && first.is_none() && often != Often::Always;
+            let nth: u64 = if late { 3 } else { 1 };
+            let nth_text = nth.to_string();
+            let mut arguments = vec!["--call", call, "--nth", &nth_text];
+            if often != Often::Always {
+                arguments.extend(["--times", "1"]);
+            }
+            arguments.extend(follows.iter().map(String::as_str));
+            arguments.extend((often == Often::OnceAfter).then_some("--after"));
+            arguments.extend(action);
+            host.fault(&arguments)?;
+            Ok(Point::Driver { rule: rules, nth })
         };
         let verb = match cell.flow {
             Flow::Checkpoint => "checkpoint",
             Flow::Restore => "restore",
         };
+        let tell = |name: &str, text: &str| tell(host, name, text, number);
         let runc = |when: Runc, action: &str| {
             let when = match when {
                 Runc::Before => "before",
                 Runc::After => "after",
             };
-            tell(host, "runc", &format!("{verb} {when} {action}"))
+            tell(&format!("runc-{when}"), &format!("{verb} {action}"))
         };
-        let at = |moment: Moment, action: &str| tell(host, "action", &format!("{} {action}", moment.name()));
-        match cell.fault {
-            Fault::DriverError(often) => {
-                injection.driver(cell, often, &["--error", "CUDA_ERROR_UNKNOWN"])?;
-            }
-            Fault::DriverHang(often) => injection.driver(cell, often, &["--hang"])?,
-            Fault::WorkerCrash(often) => injection.driver(cell, often, &["--crash"])?,
+        let moment = |moment: Moment, action: &str| tell(&format!("action-{}", moment.name()), action);
+        match at.fault {
+            Fault::DriverError(often) => injection.point = driver(often, &["--error", "CUDA_ERROR_UNKNOWN"])?,
+            Fault::DriverHang(often) => injection.point = driver(often, &["--hang"])?,
+            Fault::WorkerCrash(often) => injection.point = driver(often, &["--crash"])?,
             Fault::Kill(victim) => {
                 injection.strike = Strike::Kill(victim);
-                match cell.phase {
-                    Phase::Dump => at(Moment::PreDump, "hold")?,
-                    Phase::CriuRestore => at(Moment::PreResume, "hold")?,
-                    Phase::Prepare => tell(host, "worker", "hold")?,
-                    Phase::Finish | Phase::Continue | Phase::Abandon => {
-                        if cell.phase == Phase::Abandon {
-                            host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
-                        }
-                        host.node().write(HOLD_PHASE, cell.phase.to_string())?;
+                match at.phase {
+                    Phase::Dump => moment(Moment::PreDump, "hold")?,
+                    Phase::CriuRestore => moment(Moment::PreResume, "hold")?,
+                    Phase::Prepare => tell("worker", "hold")?,
+                    Phase::Finish | Phase::Continue | Phase::Abandon | Phase::Undo => {
+                        host.node().write(HOLD_PHASE, at.phase.to_string())?;
                         injection.point = Point::Held;
                     }
                     _ => {
@@ -127,28 +253,38 @@ impl<'h> Injection<'h> {
                         } else {
                             &["--delay-ms", DELAY_MS]
                         };
-                        injection.driver(cell, Often::Once, action)?;
+                        injection.point = driver(Often::Once, action)?;
                     }
                 }
+            }
+            Fault::Panic => {
+                let phase = match at.phase {
+                    Phase::CriuRestore => "criu-restore".to_owned(),
+                    phase => phase.to_string(),
+                };
+                let node = host.node();
+                let others = node.read(PANIC_PHASES).unwrap_or_default();
+                node.write(PANIC_PHASES, format!("{others} {phase}"))?;
+                injection.point = Point::Panic(phase);
             }
             Fault::RuncError(when) => runc(when, "error")?,
             Fault::RuncHang(when) => runc(when, "stop")?,
             Fault::RuncKill(when) => runc(when, "kill")?,
-            Fault::RuncKillAt(moment) => at(moment, "kill-runc")?,
-            Fault::RuncHangAt(moment) => at(moment, "stop-runc")?,
-            Fault::CriuErrorAt(moment) => at(moment, "error")?,
-            Fault::CriuHangAt(moment) => at(moment, "stop-criu")?,
-            Fault::CriuKillAt(moment) => at(moment, "kill-criu")?,
+            Fault::RuncKillAt(at) => moment(at, "kill-runc")?,
+            Fault::RuncHangAt(at) => moment(at, "stop-runc")?,
+            Fault::CriuErrorAt(at) => moment(at, "error")?,
+            Fault::CriuHangAt(at) => moment(at, "stop-criu")?,
+            Fault::CriuKillAt(at) => moment(at, "kill-criu")?,
             Fault::Mknod => {
                 injection.strike = Strike::FillDev;
                 runc(Runc::After, "hold")?;
             }
-            Fault::CriuError => tell(host, "criu", "error")?,
-            Fault::CriuFault(number) => tell(host, "criu", &format!("fault {number}"))?,
+            Fault::CriuError => tell("criu", "error -")?,
+            Fault::CriuFault(fault) => tell("criu", &format!("fault {fault}"))?,
             Fault::NoSpace(_) | Fault::Io(_) | Fault::ReadOnly(_) | Fault::NoSpaceForManifest => {
-                injection.disk = Some(Failing::new(host, cell)?);
+                injection.disk = Some(Failing::new(host, cell.flow, at, number)?);
                 injection.strike = Strike::Disk;
-                match (cell.flow, cell.fault) {
+                match (cell.flow, at.fault) {
                     (Flow::Restore, _) => runc(Runc::Before, "hold")?,
                     (_, Fault::NoSpaceForManifest) => runc(Runc::After, "hold")?,
                     _ => {
@@ -161,100 +297,74 @@ impl<'h> Injection<'h> {
         Ok(injection)
     }
 
-    fn driver(&mut self, cell: &Cell, often: Often, action: &[&str]) -> Result<()> {
-        let call = cell.phase.call().context("a phase without driver call")?;
-        // Of several processes a late one, so that some have been through it.
-        let nth: u64 = if cell.subject.processes > 1 { 3 } else { 1 };
-        let (nth_text, mut arguments) = (nth.to_string(), vec!["--call", call]);
-        if often != Often::Always {
-            arguments.extend(["--nth", &nth_text, "--times", "1"]);
-        }
-        arguments.extend((often == Often::OnceAfter).then_some("--after"));
-        arguments.extend(action);
-        self.host.fault(&arguments)?;
-        self.point = Point::Driver {
-            nth: if often == Often::Always { 1 } else { nth },
+    /// Makes a rule of the driver's script wait for this fault.
+    fn followed(&self) -> Vec<String> {
+        let (option, what) = match &self.point {
+            Point::None => return Vec::new(),
+            Point::Driver { rule, .. } => ("--follows-rule", rule.to_string()),
+            Point::Script => ("--follows-file", format!("{DIR}/struck-{}", self.number)),
+            Point::Held => ("--follows-file", HELD_PHASE.to_owned()),
+            Point::Panic(_) => ("--follows-file", PANICKED.to_owned()),
         };
-        Ok(())
+        vec![option.to_owned(), what]
     }
 
-    /// Waits until the flow has come to the point, if something is to be done to it there, and does it.
-    pub(super) fn strike(&self, call: &mut Call) -> Result<()> {
-        if self.strike == Strike::None {
-            return Ok(());
-        }
-        wait_for("the fault's point", REACHED, || {
-            if self.has_struck()? {
-                return Ok(Some(()));
-            }
-            ensure!(!call.is_over()?, "the flow was over before the fault's point");
-            Ok(None)
-        })?;
+    /// Does to the flow what is to be done. Nothing is done when who is to be killed is not there.
+    fn strike(&self, call: &mut Call) -> Result<()> {
         let node = self.host.node();
-        match self.strike {
-            Strike::None => {}
-            Strike::Disk => self.disk.as_ref().context("no disk")?.begin()?,
-            Strike::FillDev => fill_dev(node)?,
-            Strike::Kill(Victim::Client) => call.kill()?,
-            Strike::Kill(Victim::Containerd) => node.kill_containerd()?,
+        let done = match self.strike {
+            Strike::None => true,
+            Strike::Disk => self.disk.as_ref().context("no disk")?.begin().map(|()| true)?,
+            Strike::FillDev => fill_dev(node).map(|()| true)?,
+            Strike::Kill(Victim::Client) => call.kill().map(|()| true)?,
+            Strike::Kill(Victim::Containerd) => node.kill_containerd().map(|()| true)?,
             Strike::Kill(Victim::Worker) => kill(node, |process| process.command == "firn-gpu")?,
             Strike::Kill(Victim::Shim) => kill(node, |process| {
                 let mut pairs = process.args.windows(2);
                 process.command.starts_with("containerd-shim")
                     && pairs.any(|pair| pair[0] == "-id" && pair[1] == ID)
             })?,
-        }
-        node.run(&["rm", "-f", HOLD_PHASE])?;
-        remove(node, "hold")
+        };
+        self.struck.set(done);
+        let hold = match self.point {
+            Point::Held => HOLD_PHASE.to_owned(),
+            _ => format!("{DIR}/hold-{}", self.number),
+        };
+        node.run(&["rm", "-f", &hold]).map(drop)
     }
 
-    /// Whether the fault has happened.
-    pub(super) fn has_struck(&self) -> Result<bool> {
+    /// Whether the flow has come to the fault's point.
+    fn is_reached(&self) -> Result<bool> {
         let node = self.host.node();
-        match self.point {
+        match &self.point {
             Point::None => Ok(true),
-            Point::Script => Ok(node.path(DIR).join("struck").exists()),
+            Point::Script => Ok(node.path(DIR).join(format!("struck-{}", self.number)).exists()),
             Point::Held => Ok(node.path(HELD_PHASE).exists()),
-            Point::Driver { nth } => {
+            Point::Panic(phase) => {
+                let phases = node.read(PANIC_PHASES)?;
+                Ok(!phases.split_whitespace().any(|named| named == phase))
+            }
+            Point::Driver { rule, nth } => {
                 let script = match std::fs::read(node.path(DRIVER_SCRIPT)) {
                     Ok(script) => script,
                     Err(error) => bail!("{DRIVER_SCRIPT}: {error}"),
                 };
                 // It is replaced as a whole.
                 let script: Value = serde_json::from_slice(&script)?;
-                Ok(script["rules"][0]["seen"]
+                Ok(script["rules"][rule]["seen"]
                     .as_u64()
-                    .is_some_and(|seen| seen >= nth))
+                    .is_some_and(|seen| seen >= *nth))
             }
         }
     }
-
-    /// Ends every disturbance but that of a file system.
-    pub(super) fn disarm(&self) -> Result<()> {
-        self.host.no_faults()?;
-        self.host.node().run(&["rm", "-f", HOLD_PHASE, HELD_PHASE])?;
-        for file in ["runc", "criu", "action", "worker", "struck", "hold"] {
-            remove(self.host.node(), file)?;
-        }
-        Ok(())
-    }
 }
 
-/// Tells a script what to do.
-fn tell(host: &GpuHost, name: &str, text: &str) -> Result<()> {
+/// Tells a script what to do, in the name of a fault.
+fn tell(host: &GpuHost, name: &str, text: &str, number: usize) -> Result<()> {
     let node = host.node();
     // Order matters: who is told to hold looks for this file.
-    node.write(format!("{DIR}/hold"), "")?;
-    node.write(format!("{DIR}/{name}"), format!("{text}\n"))
-}
-
-fn remove(node: &Node, name: &str) -> Result<()> {
-    match std::fs::remove_file(node.path(Path::new(DIR).join(name))) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("remove {DIR}/{name}"))
-        }
-        _ => Ok(()),
-    }
+    node.write(format!("{DIR}/hold-{number}"), "")?;
+    node.write(format!("{DIR}/{name}"), format!("{text} {number}\n"))
 }
 
 fn fill_dev(node: &Node) -> Result<()> {
@@ -265,15 +375,18 @@ fn fill_dev(node: &Node) -> Result<()> {
     node.run(&shell).map(drop)
 }
 
-fn kill(node: &Node, who: impl Fn(&firn_node::Process) -> bool) -> Result<()> {
+/// Kills them; false when there are none.
+fn kill(node: &Node, who: impl Fn(&firn_node::Process) -> bool) -> Result<bool> {
     let pids: Vec<String> = node
         .processes()
         .iter()
         .filter(|process| who(process))
         .map(|process| process.pid.to_string())
         .collect();
-    ensure!(!pids.is_empty(), "who is to be killed is not there");
+    if pids.is_empty() {
+        return Ok(false);
+    }
     let mut command = vec!["kill", "-KILL"];
     command.extend(pids.iter().map(String::as_str));
-    node.run(&command).map(drop)
+    node.run(&command).map(|_| true)
 }

@@ -1,22 +1,26 @@
 #!/bin/sh
-# Stands before the node's runc in PATH. /srv/fault/runc says once: VERB before|after error|kill|stop|hold
+# Stands before the node's runc in PATH. /srv/fault/runc-before and runc-after say once: VERB error|kill|stop|hold NUMBER
 dir=/srv/fault real=/usr/sbin/runc
-{ read -r verb when action <$dir/runc; } 2>/dev/null || exec $real "$@"
-case " $* " in *" $verb "*) ;; *) exec $real "$@" ;; esac
-code=0
-if [ "$when" = after ]; then
-    $real "$@"
-    code=$?
-fi
-mv $dir/runc $dir/struck
-case $action in
-error)
-    echo "runc $verb fails as scripted" >&2
-    exit 1
-    ;;
-kill) kill -KILL $$ ;;
-stop) kill -STOP $$ ;;
-hold) while [ -e $dir/hold ]; do sleep 0.02; done ;;
-esac
-[ "$when" = after ] && exit $code
-exec $real "$@"
+words=" $* "
+is_told() {
+    { read -r verb action number <"$dir/runc-$1"; } 2>/dev/null || return 1
+    case $words in *" $verb "*) ;; *) return 1 ;; esac
+}
+act() {
+    mv "$dir/runc-$1" "$dir/struck-$number"
+    case $action in
+    error)
+        echo "runc $verb fails as scripted" >&2
+        exit 1
+        ;;
+    kill) kill -KILL $$ ;;
+    stop) kill -STOP $$ ;;
+    hold) while [ -e "$dir/hold-$number" ]; do sleep 0.02; done ;;
+    esac
+}
+! is_told before || act before
+is_told after || exec $real "$@"
+$real "$@"
+code=$?
+act after
+exit $code

@@ -9,6 +9,7 @@ use firn_node::{Suite, wait_for};
 use super::attempt::attempt;
 use super::cell::{Cell, Fault, Flow, Often, Subject, Victim, all};
 use super::ground::{Ground, ID};
+use super::random::Random;
 use crate::ShimUse;
 
 /// One cycle of so many is disturbed.
@@ -67,27 +68,15 @@ fn faults(subject: Subject, flow: Flow) -> Vec<Cell> {
     };
     cells
         .into_iter()
-        .filter(|cell| cell.subject == subject && cell.flow == flow && !cell.exit && !ends(cell.fault))
+        .filter(|cell| cell.subject == subject && cell.flow == flow && !cell.exit && !ends(cell.first.fault))
         .collect()
 }
 
-/// xorshift64*: the same faults for the same seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % limit
-    }
-
-    /// A cell in one of three cases.
-    fn fault(&mut self, cells: &[Cell]) -> Option<Cell> {
-        let chosen = self.below(DISTURBED) == 0;
-        let at = usize::try_from(self.below(cells.len() as u64)).unwrap_or_default();
-        chosen.then(|| cells[at])
-    }
+/// A cell in one of three cases.
+fn fault(random: &mut Random, cells: &[Cell]) -> Option<Cell> {
+    let chosen = random.below(DISTURBED) == 0;
+    let at = random.index(cells.len());
+    chosen.then(|| cells[at])
 }
 
 /// Runs it; tells each cycle.
@@ -102,7 +91,7 @@ pub fn soak(what: &Soak, told: impl Fn(&str)) -> Result<Soaked> {
 
 fn cycles(what: &Soak, ground: &Ground, told: &impl Fn(&str)) -> Result<Soaked> {
     let empty = ground.census()?;
-    let (mut random, mut done) = (Random(what.seed.max(1)), Soaked::default());
+    let (mut random, mut done) = (Random::new(what.seed), Soaked::default());
 
     let cells = faults(what.subject, Flow::Checkpoint);
     ensure!(!cells.is_empty(), "there are no cells of {}", what.subject);
@@ -112,10 +101,12 @@ fn cycles(what: &Soak, ground: &Ground, told: &impl Fn(&str)) -> Result<Soaked> 
         if done.checkpoints == what.cycles / 2 {
             young = Some(settled(ground, None)?);
         }
-        let cycle = match random.fault(&cells) {
+        let cycle = match fault(&mut random, &cells) {
             Some(cell) => {
                 done.disturbed += 1;
-                let outcome = attempt(ground, &mut job, &cell).with_context(|| cell.to_string())?;
+                let outcome = attempt(ground, &mut job, &cell)
+                    .with_context(|| cell.to_string())?
+                    .outcome;
                 ensure!(job.is_some(), "{cell}: {outcome}, and no container");
                 format!("{cell}: {outcome}")
             }
@@ -144,10 +135,12 @@ fn cycles(what: &Soak, ground: &Ground, told: &impl Fn(&str)) -> Result<Soaked> 
 
     let cells = faults(what.subject, Flow::Restore);
     while done.restores < what.cycles {
-        let cycle = match random.fault(&cells) {
+        let cycle = match fault(&mut random, &cells) {
             Some(cell) => {
                 done.disturbed += 1;
-                let outcome = attempt(ground, &mut None, &cell).with_context(|| cell.to_string())?;
+                let outcome = attempt(ground, &mut None, &cell)
+                    .with_context(|| cell.to_string())?
+                    .outcome;
                 format!("{cell}: {outcome}")
             }
             None => {

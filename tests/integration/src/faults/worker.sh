@@ -1,7 +1,7 @@
 #!/bin/sh
-# Stands before firn's driver worker. /srv/fault/worker says once: hold
+# Stands before firn's driver worker. /srv/fault/worker says once: hold NUMBER
 dir=/srv/fault
-if mv $dir/worker $dir/struck 2>/dev/null; then
-    while [ -e $dir/hold ]; do sleep 0.02; done
+if { read -r _ number <$dir/worker; } 2>/dev/null && mv $dir/worker "$dir/struck-$number" 2>/dev/null; then
+    while [ -e "$dir/hold-$number" ]; do sleep 0.02; done
 fi
 exec /usr/local/bin/firn-gpu "$@"

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use simgpu_model::fault::{self, Action, Call, Rule, When};
+use simgpu_model::fault::{self, Action, Call, Follows, Rule, When};
 use simgpu_model::{NvLinks, paths};
 
 use crate::setup::{GpuRequest, Request};
@@ -117,6 +117,12 @@ struct FaultArgs {
     /// How often (default: for ever)
     #[arg(long)]
     times: Option<u64>,
+    /// Only when the rule at this place of the script has acted
+    #[arg(long, conflicts_with = "follows_file")]
+    follows_rule: Option<usize>,
+    /// Only when this file is there
+    #[arg(long)]
+    follows_file: Option<PathBuf>,
     /// Carry the call out first
     #[arg(long)]
     after: bool,
@@ -222,11 +228,13 @@ impl FaultArgs {
             ActionArgs { hang: true, .. } => Action::Hang,
             ActionArgs { .. } => Action::Crash,
         };
+        let file = self.follows_file.map(Follows::File);
         let when = if self.after { When::After } else { When::Before };
         Rule {
             call,
             pid: self.pid,
             comm: self.comm,
+            follows: self.follows_rule.map(Follows::Rule).or(file),
             nth: self.nth,
             times: self.times,
             when,

@@ -11,7 +11,8 @@
 //! `nth` matching call on (default 1), `times` times (default for ever). `when` is `before` (default: the call is not
 //! carried out when the action is an error) or `after` (it is carried out, then the action follows). Actions:
 //! `{"error": NAME}`, `{"delay_ms": N}`, `"hang"`, `"crash"` (abort the caller). `seen` counts matching calls over
-//! all callers and is kept by the library. The first rule that acts wins.
+//! all callers and is kept by the library. A rule that `follows` another (`{"rule": 0}`, its place in the list) or a file
+//! (`{"file": PATH}`) matches nothing before that rule has acted or that file is there. The first rule that acts wins.
 
 use std::fs::{self, File};
 use std::io;
@@ -64,6 +65,16 @@ pub enum Action {
     Crash,
 }
 
+/// What must have happened before a rule matches anything.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Follows {
+    /// The rule at this place has acted.
+    Rule(usize),
+    /// This file has been made.
+    File(PathBuf),
+}
+
 /// One scripted fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -76,6 +87,9 @@ pub struct Rule {
     /// Only processes with this name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm: Option<String>,
+    /// Only from then on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub follows: Option<Follows>,
     /// First matching call that it acts on, from 1.
     #[serde(default = "first")]
     pub nth: u64,
@@ -140,25 +154,32 @@ impl Rule {
     }
 }
 
+impl Script {
+    /// Counts a call; the rule that acts on it.
+    fn hit(&mut self, call: Call, pid: i32, comm: &str) -> Option<Rule> {
+        let acted: Vec<bool> = self.rules.iter().map(|rule| rule.seen >= rule.nth).collect();
+        let begun = |rule: &Rule| match &rule.follows {
+            None => true,
+            Some(Follows::Rule(place)) => acted.get(*place).is_some_and(|acted| *acted),
+            Some(Follows::File(path)) => path.exists(),
+        };
+        let mut acting = None;
+        for rule in &mut self.rules {
+            if rule.matches(call, pid, comm) && begun(rule) && rule.hit() && acting.is_none() {
+                acting = Some(rule.clone());
+            }
+        }
+        acting
+    }
+}
+
 /// The rule that acts on this call about process `pid`, if the script in `state` has one; counts the call.
 pub fn consult(state: &Path, call: Call, pid: i32) -> Result<Option<Rule>, FaultError> {
     if !state.join("faults.json").exists() {
         return Ok(None);
     }
     let comm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    edit(state, |script| {
-        let mut acting = None;
-        for rule in script
-            .rules
-            .iter_mut()
-            .filter(|rule| rule.matches(call, pid, comm.trim_end()))
-        {
-            if rule.hit() && acting.is_none() {
-                acting = Some(rule.clone());
-            }
-        }
-        acting
-    })
+    edit(state, |script| script.hit(call, pid, comm.trim_end()))
 }
 
 /// Changes the script in `state` under its lock.
@@ -213,6 +234,25 @@ mod tests {
         let mut rule = rule(r#"{"call":"lock","nth":2,"times":2,"action":"hang"}"#);
         let acted: Vec<bool> = (0..5).map(|_| rule.hit()).collect();
         assert_eq!(acted, [false, true, true, false, false]);
+    }
+
+    #[test]
+    fn a_rule_that_follows_another_counts_from_then_on() {
+        let text = r#"{"rules":[{"call":"lock","nth":2,"times":1,"action":"crash"},
+            {"call":"state","times":1,"follows":{"rule":0},"action":"hang"}]}"#;
+        let mut script: Script = serde_json::from_str(text).unwrap();
+        let mut act = |call| script.hit(call, 7, "a").map(|rule| rule.action);
+        let calls = [
+            Call::State,
+            Call::Lock,
+            Call::State,
+            Call::Lock,
+            Call::State,
+            Call::State,
+        ];
+        let acted = calls.map(&mut act);
+        let (crash, hang) = (Some(Action::Crash), Some(Action::Hang));
+        assert_eq!(acted, [None, None, None, crash, hang, None]);
     }
 
     #[test]

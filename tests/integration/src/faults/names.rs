@@ -1,0 +1,144 @@
+//! How cells, phases and faults are called.
+
+use std::fmt;
+
+use firn_node::Cgroup;
+
+use super::cell::{Cell, Disk, Fault, FaultAt, Flow, From, Often, Phase, Runc, Subject, Victim, Why};
+
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let cgroup = match self.cgroup {
+            Cgroup::V2 => "v2",
+            Cgroup::V1 | Cgroup::Auto => "v1",
+        };
+        write!(f, "{cgroup}/{}", self.processes)
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let flow = match self.flow {
+            Flow::Checkpoint => "checkpoint",
+            Flow::Restore => "restore",
+        };
+        write!(f, "{flow}/{}", self.first)?;
+        if let Some(second) = self.second {
+            write!(f, "+{second}")?;
+        }
+        f.write_str("/")?;
+        if self.flow == Flow::Checkpoint {
+            let from = match self.from {
+                From::Running => "running",
+                From::Paused => "paused",
+            };
+            let end = if self.exit { "exit" } else { "stay" };
+            write!(f, "{from}/{end}/")?;
+        }
+        self.subject.fmt(f)
+    }
+}
+
+impl fmt::Display for FaultAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.phase, self.fault)
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prepare => "prepare",
+            Self::Finish => "finish",
+            Self::Continue => "continue",
+            Self::Abandon => "abandon",
+            Self::Undo => "undo",
+            Self::Inspect => "inspect",
+            Self::Lock => "lock",
+            Self::Take => "take",
+            Self::Dump => "dump",
+            Self::CriuRestore => "criu",
+            Self::DevRepair => "dev-repair",
+            Self::GiveBack => "give-back",
+            Self::Unlock => "unlock",
+        })
+    }
+}
+
+impl fmt::Display for Often {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Once => "",
+            Self::OnceAfter => "-after",
+            Self::Always => "-always",
+        })
+    }
+}
+
+impl fmt::Display for Runc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Before => "",
+            Self::After => "-after",
+        })
+    }
+}
+
+impl fmt::Display for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Image => "image",
+            Self::Work => "work",
+            Self::Bundle => "bundle",
+        })
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::DriverError(often) => write!(f, "driver-error{often}"),
+            Self::DriverHang(often) => write!(f, "driver-hang{often}"),
+            Self::WorkerCrash(often) => write!(f, "worker-crash{often}"),
+            Self::Kill(Victim::Worker) => f.write_str("kill-worker"),
+            Self::Kill(Victim::Shim) => f.write_str("kill-shim"),
+            Self::Kill(Victim::Containerd) => f.write_str("kill-containerd"),
+            Self::Kill(Victim::Client) => f.write_str("kill-client"),
+            Self::RuncError(when) => write!(f, "runc-error{when}"),
+            Self::RuncHang(when) => write!(f, "runc-hang{when}"),
+            Self::RuncKill(when) => write!(f, "runc-kill{when}"),
+            Self::RuncKillAt(moment) => write!(f, "runc-kill-at-{}", moment.name()),
+            Self::RuncHangAt(moment) => write!(f, "runc-hang-at-{}", moment.name()),
+            Self::CriuError => f.write_str("criu-error"),
+            Self::CriuErrorAt(moment) => write!(f, "criu-error-at-{}", moment.name()),
+            Self::CriuHangAt(moment) => write!(f, "criu-hang-at-{}", moment.name()),
+            Self::CriuKillAt(moment) => write!(f, "criu-kill-at-{}", moment.name()),
+            Self::CriuFault(number) => write!(f, "criu-fault-{number}"),
+            Self::NoSpace(disk) => write!(f, "enospc-{disk}"),
+            Self::NoSpaceForManifest => f.write_str("enospc-manifest"),
+            Self::Io(disk) => write!(f, "eio-{disk}"),
+            Self::ReadOnly(disk) => write!(f, "erofs-{disk}"),
+            Self::Mknod => f.write_str("mknod"),
+            Self::Panic => f.write_str("panic"),
+        }
+    }
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NothingGivenBack => "a container that ends with its dump gets nothing back",
+            Self::NoSuchCall => "the phase calls the driver not at all, or not that call",
+            Self::NoRuntime => "runc and CRIU do not run in the phase, and nothing is written",
+            Self::NotItsMoment => "CRIU has that moment in the other flow",
+            Self::OnlyRead => "a restore writes nothing into the image",
+            Self::NoDevice => "without device-mapper nothing makes a file system fail that is in use",
+            Self::NoV1 => "this host has no hierarchies of cgroup v1",
+            Self::NoWorker => "the driver's worker has ended by then",
+            Self::NoNode => "only the repair of /dev makes device nodes",
+            Self::NoPhase => "no code of firn's runs that has a phase of its own",
+            Self::NotEnded => "a container that runs on is not ended",
+            Self::NoFreezerAtRestore => "a restore begins from nothing and asks for no exit",
+        })
+    }
+}

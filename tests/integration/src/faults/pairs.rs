@@ -1,0 +1,299 @@
+//! Pairs of faults: something goes wrong, and something else while firn still works on the same checkpoint or restore.
+//!
+//! There are tens of thousands, so a sample is drawn; the same seed draws the same. Every pair of phases gets its turn,
+//! as otherwise the many faults of CRIU would crowd out what is rare.
+
+use std::collections::BTreeMap;
+
+use super::cell::{
+    Cell, Disk, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Subject, Victim, all, faults,
+};
+use super::random::Random;
+
+/// Pairs that have not been drawn yet.
+pub struct Pairs {
+    /// By the phases of both.
+    kinds: Vec<Vec<Cell>>,
+    random: Random,
+}
+
+impl Pairs {
+    /// All pairs that `wanted` takes.
+    pub fn new(seed: u64, wanted: impl Fn(&Cell) -> bool) -> Self {
+        let (cells, _) = all();
+        let mut candidates: Vec<((Flow, Subject), Vec<FaultAt>)> = Vec::new();
+        let mut kinds: BTreeMap<_, Vec<Cell>> = BTreeMap::new();
+        for first in &cells {
+            let key = (first.flow, first.subject);
+            if candidates.last().is_none_or(|(last, _)| *last != key) {
+                candidates.push((key, can_go_wrong(&cells, key)));
+            }
+            let seconds = candidates.last().into_iter().flat_map(|(_, seconds)| seconds);
+            for second in seconds.filter(|second| first.can_be_followed_by(**second)) {
+                let cell = Cell {
+                    second: Some(*second),
+                    ..*first
+                };
+                if wanted(&cell) {
+                    let kind = (cell.flow, first.first.phase, second.phase);
+                    kinds.entry(kind).or_default().push(cell);
+                }
+            }
+        }
+        Self {
+            kinds: kinds.into_values().collect(),
+            random: Random::new(seed),
+        }
+    }
+
+    /// How many are left.
+    pub fn left(&self) -> usize {
+        self.kinds.iter().map(Vec::len).sum()
+    }
+
+    /// Draws so many, or all that are left; those of one kind of host stand together.
+    pub fn draw(&mut self, count: usize) -> Vec<Cell> {
+        let mut drawn: Vec<Cell> = std::iter::from_fn(|| self.next()).take(count).collect();
+        drawn.sort_by_key(|cell| cell.subject.key());
+        drawn
+    }
+
+    fn next(&mut self) -> Option<Cell> {
+        if self.kinds.is_empty() {
+            return None;
+        }
+        let kind = self.random.index(self.kinds.len());
+        let cells = &mut self.kinds[kind];
+        let cell = cells.swap_remove(self.random.index(cells.len()));
+        if cells.is_empty() {
+            self.kinds.swap_remove(kind);
+        }
+        Some(cell)
+    }
+}
+
+/// What firn does when something has gone wrong.
+enum After {
+    /// The flow goes on.
+    Forward,
+    /// It is undone; with GPU state to give back, or without.
+    Back { taken: bool },
+    /// What gives the GPU state back is tried again.
+    Again,
+    /// Nothing that a second fault could hit.
+    Nothing,
+}
+
+/// Everything that can go wrong in this flow, the way back of a checkpoint included.
+fn can_go_wrong(cells: &[Cell], (flow, subject): (Flow, Subject)) -> Vec<FaultAt> {
+    let mut found: Vec<FaultAt> = Vec::new();
+    for cell in cells {
+        if (cell.flow, cell.subject) == (flow, subject) && !found.contains(&cell.first) {
+            found.push(cell.first);
+        }
+    }
+    if flow == Flow::Checkpoint {
+        let in_undo =
+            |fault: &Fault| fault.is_the_drivers() || matches!(fault, Fault::Kill(_) | Fault::Panic);
+        found.extend(faults().into_iter().filter(in_undo).map(|fault| FaultAt {
+            phase: Phase::Undo,
+            fault,
+        }));
+    }
+    found
+}
+
+impl Cell {
+    fn can_be_followed_by(&self, second: FaultAt) -> bool {
+        let first = self.first;
+        let after = self.after();
+        if second.fault.is_of_a_disk() {
+            // It stands there from the beginning, or begins to fail when runc is called.
+            let other = first.fault.disk() != second.fault.disk();
+            return other && first.phase.runs_criu() && !matches!(after, After::Nothing);
+        }
+        if self.flow == Flow::Restore && first.fault.is_of_a_disk() {
+            return second.phase == Phase::Abandon || second.place() > first.place();
+        }
+        // The shim waits in one phase only.
+        if first.is_held() && second.is_held() {
+            return false;
+        }
+        match after {
+            After::Nothing => false,
+            After::Forward => {
+                let happens = match second.phase {
+                    Phase::Undo | Phase::Abandon => false,
+                    Phase::GiveBack | Phase::Unlock => !self.exit,
+                    Phase::Finish => self.exit,
+                    _ => true,
+                };
+                happens && second.place() > first.place() && first.fault != second.fault
+            }
+            After::Back { .. } if self.flow == Flow::Restore => second.phase == Phase::Abandon,
+            After::Back { taken } => match second.phase {
+                // Disks fail from the beginning: nothing says when a call of the driver is one of the way back.
+                Phase::Undo => !first.fault.is_of_a_disk() || !second.fault.is_the_drivers(),
+                Phase::GiveBack => taken && second.fault != Fault::Panic,
+                Phase::Unlock => true,
+                _ => false,
+            },
+            After::Again => match second.phase {
+                Phase::Undo => second.fault.is_the_drivers(),
+                Phase::GiveBack | Phase::Unlock => {
+                    // What was carried out is not asked for again.
+                    let done = first.fault.often() == Some(Often::OnceAfter) && self.subject.processes == 1;
+                    let asked = second.phase > first.phase || (second.phase == first.phase && !done);
+                    asked && second.fault != Fault::Panic
+                }
+                _ => false,
+            },
+        }
+    }
+
+    fn after(&self) -> After {
+        let FaultAt { phase, fault } = self.first;
+        let refused = matches!(
+            phase,
+            Phase::Inspect | Phase::Prepare | Phase::Finish | Phase::Abandon
+        );
+        match fault {
+            Fault::Kill(Victim::Shim) => After::Nothing,
+            // Create is given up with its client.
+            Fault::Kill(_) if phase == Phase::Prepare => After::Nothing,
+            Fault::Kill(Victim::Client | Victim::Containerd) | Fault::CriuFault(127..) => After::Forward,
+            // It has nothing to do while CRIU writes, and another takes its place.
+            Fault::Kill(Victim::Worker) if phase == Phase::Dump => After::Forward,
+            _ if refused => After::Nothing,
+            _ if self.flow == Flow::Restore => After::Back { taken: true },
+            _ => match phase {
+                Phase::GiveBack | Phase::Unlock => After::Again,
+                Phase::Dump => After::Back { taken: true },
+                Phase::Take => After::Back {
+                    taken: fault.is_the_drivers()
+                        && (fault.often() == Some(Often::OnceAfter) || self.subject.processes > 1),
+                },
+                _ => After::Back { taken: false },
+            },
+        }
+    }
+}
+
+impl FaultAt {
+    /// Whether the shim waits for it.
+    fn is_held(self) -> bool {
+        let waits = matches!(
+            self.phase,
+            Phase::Finish | Phase::Continue | Phase::Abandon | Phase::Undo
+        );
+        waits && matches!(self.fault, Fault::Kill(_))
+    }
+
+    /// When it happens, in the course of a flow in which nothing fails.
+    fn place(self) -> (Phase, usize) {
+        let moment = |moment: Moment| match moment {
+            Moment::PreDump | Moment::PreRestore => 2,
+            Moment::NetworkLock | Moment::PostRestore => 3,
+            Moment::PostDump | Moment::PreResume => 4,
+        };
+        let within = match self.fault {
+            Fault::RuncError(when) | Fault::RuncHang(when) | Fault::RuncKill(when) => match when {
+                Runc::Before => 0,
+                Runc::After => 5,
+            },
+            Fault::CriuError | Fault::CriuFault(_) => 1,
+            Fault::CriuErrorAt(at)
+            | Fault::CriuHangAt(at)
+            | Fault::CriuKillAt(at)
+            | Fault::RuncKillAt(at)
+            | Fault::RuncHangAt(at) => moment(at),
+            Fault::Kill(_) => match self.phase {
+                Phase::Dump => moment(Moment::PreDump),
+                Phase::CriuRestore => moment(Moment::PreResume),
+                _ => 0,
+            },
+            Fault::NoSpaceForManifest => 6,
+            _ => 0,
+        };
+        (self.phase, within)
+    }
+}
+
+impl Fault {
+    pub(super) fn is_the_drivers(self) -> bool {
+        self.often().is_some()
+    }
+
+    fn often(self) -> Option<Often> {
+        match self {
+            Self::DriverError(often) | Self::DriverHang(often) | Self::WorkerCrash(often) => Some(often),
+            _ => None,
+        }
+    }
+
+    fn is_of_a_disk(self) -> bool {
+        self.disk().is_some()
+    }
+
+    /// The disk that fails.
+    fn disk(self) -> Option<Disk> {
+        match self {
+            Self::NoSpace(disk) | Self::Io(disk) | Self::ReadOnly(disk) => Some(disk),
+            Self::NoSpaceForManifest => Some(Disk::Image),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::super::cell::{Cell, Phase};
+    use super::Pairs;
+
+    fn names(cells: &[Cell]) -> Vec<String> {
+        cells.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn a_seed_always_draws_the_same_and_no_pair_twice() {
+        let draw = |seed| names(&Pairs::new(seed, |_| true).draw(400));
+        assert_eq!(draw(7), draw(7));
+        assert_ne!(draw(7), draw(8));
+        assert_eq!(draw(7).into_iter().collect::<BTreeSet<_>>().len(), 400);
+    }
+
+    #[test]
+    fn all_that_are_wanted_are_drawn_in_the_end() {
+        let wanted = |cell: &Cell| {
+            cell.to_string()
+                .starts_with("checkpoint/take/driver-hang-after+undo/")
+        };
+        let mut pairs = Pairs::new(1, wanted);
+        let count = pairs.left();
+        assert!(count > 0);
+        assert_eq!(pairs.draw(count + 1).len(), count);
+        assert_eq!(pairs.left(), 0);
+    }
+
+    #[test]
+    fn faults_that_end_a_flow_are_followed_by_those_of_its_way_back_alone() {
+        let of = |start: &str| -> BTreeSet<Phase> {
+            let mut pairs = Pairs::new(1, |cell| cell.to_string().starts_with(start));
+            let all = pairs.draw(usize::MAX);
+            all.iter().filter_map(|cell| Some(cell.second?.phase)).collect()
+        };
+        assert!(of("checkpoint/inspect/driver-error+").is_empty());
+        assert!(of("checkpoint/dump/kill-shim+").is_empty());
+        assert_eq!(
+            of("checkpoint/lock/driver-error+"),
+            [Phase::Unlock, Phase::Undo].into()
+        );
+        assert_eq!(
+            of("restore/criu/criu-error+"),
+            [Phase::CriuRestore, Phase::Abandon].into()
+        );
+        assert!(of("checkpoint/lock/kill-client+").contains(&Phase::Dump));
+    }
+}

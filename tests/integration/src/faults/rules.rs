@@ -1,0 +1,134 @@
+//! Which combinations of phase and fault are cells.
+
+use firn_node::Cgroup;
+
+use super::cell::{
+    CRIU_FAULTS, Cell, Disk, Fault, FaultAt, Flow, From, Moment, Often, Phase, Runc, Victim, Why,
+    has_cgroup_v1,
+};
+
+impl Phase {
+    /// The driver call that the phase makes, as simgpu's faults name it.
+    pub fn call(self) -> Option<&'static str> {
+        match self {
+            Self::Inspect | Self::DevRepair => Some("tid"),
+            Self::Lock => Some("lock"),
+            Self::Take => Some("checkpoint"),
+            Self::GiveBack => Some("restore"),
+            Self::Unlock => Some("unlock"),
+            Self::Undo => Some("state"),
+            Self::Prepare
+            | Self::Dump
+            | Self::CriuRestore
+            | Self::Finish
+            | Self::Continue
+            | Self::Abandon => None,
+        }
+    }
+
+    /// Whether runc and CRIU run in it.
+    pub fn runs_criu(self) -> bool {
+        matches!(self, Self::Dump | Self::CriuRestore)
+    }
+}
+
+impl Fault {
+    /// Whether it is one of the few that are tried in every run of the tests; hangs take their deadlines' time.
+    fn is_plain(self) -> bool {
+        match self {
+            Self::DriverError(often) => often != Often::OnceAfter,
+            Self::WorkerCrash(often) => often == Often::Once,
+            Self::DriverHang(_) | Self::RuncHang(_) | Self::RuncHangAt(_) | Self::CriuErrorAt(_) => false,
+            Self::Kill(victim) => victim != Victim::Client,
+            Self::RuncError(when) => when == Runc::After,
+            Self::RuncKill(when) => when == Runc::Before,
+            Self::CriuHangAt(moment) | Self::RuncKillAt(moment) => {
+                matches!(moment, Moment::PreDump | Moment::PreRestore)
+            }
+            Self::CriuKillAt(moment) => matches!(moment, Moment::PostDump | Moment::PreResume),
+            // Panics have a test of their own, in the suite `recovery`.
+            Self::Panic => false,
+            Self::CriuError | Self::NoSpaceForManifest | Self::Mknod => true,
+            Self::CriuFault(number) => matches!(number, 2 | 3),
+            Self::NoSpace(disk) => disk != Disk::Work,
+            Self::Io(disk) => disk == Disk::Image,
+            Self::ReadOnly(_) => false,
+        }
+    }
+}
+
+impl Cell {
+    /// What goes wrong, in order.
+    pub(super) fn faults(&self) -> impl Iterator<Item = FaultAt> {
+        [Some(self.first), self.second].into_iter().flatten()
+    }
+
+    pub(super) fn is_plain(&self) -> bool {
+        // Of these phases one victim each.
+        let FaultAt { phase, fault } = self.first;
+        let victim = match phase {
+            Phase::Prepare => Victim::Worker,
+            Phase::Finish | Phase::Continue | Phase::Abandon => Victim::Shim,
+            _ => return fault.is_plain(),
+        };
+        fault == Fault::Kill(victim)
+    }
+
+    pub(super) fn why_not(&self) -> Option<Why> {
+        let FaultAt { phase, fault } = self.first;
+        let restores = self.flow == Flow::Restore;
+        if self.subject.cgroup == Cgroup::V1 && !has_cgroup_v1() {
+            return Some(Why::NoV1);
+        }
+        if restores && (self.exit || self.from == From::Paused) {
+            return Some(Why::NoFreezerAtRestore);
+        }
+        if self.exit && matches!(phase, Phase::GiveBack | Phase::Unlock) {
+            return Some(Why::NothingGivenBack);
+        }
+        if phase == Phase::Finish && !self.exit {
+            return Some(Why::NotEnded);
+        }
+        match fault {
+            Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
+                // For ever only where there is a second try; a restore has none.
+                let retried = !restores && !matches!(phase, Phase::Lock | Phase::Take);
+                (phase.call().is_none() || (often == Often::Always && !retried)).then_some(Why::NoSuchCall)
+            }
+            Fault::Kill(Victim::Worker) if phase == Phase::Abandon => Some(Why::NoWorker),
+            Fault::Kill(_) => None,
+            // The shim's journal knows no such phase.
+            Fault::Panic => matches!(phase, Phase::Prepare | Phase::Unlock).then_some(Why::NoPhase),
+            Fault::Mknod => (phase != Phase::DevRepair).then_some(Why::NoNode),
+            Fault::RuncError(_) | Fault::RuncHang(_) | Fault::RuncKill(_) | Fault::CriuError => {
+                (!phase.runs_criu()).then_some(Why::NoRuntime)
+            }
+            // The journal is open in it.
+            Fault::ReadOnly(Disk::Bundle) if restores && phase.runs_criu() => Some(Why::NoDevice),
+            Fault::NoSpace(disk) | Fault::ReadOnly(disk) => match phase.runs_criu() {
+                false => Some(Why::NoRuntime),
+                true => (restores && disk == Disk::Image).then_some(Why::OnlyRead),
+            },
+            Fault::Io(disk) => match phase.runs_criu() {
+                false => Some(Why::NoRuntime),
+                true => {
+                    let other = disk == Disk::Bundle || (restores && disk == Disk::Work);
+                    other.then_some(Why::NoDevice)
+                }
+            },
+            Fault::NoSpaceForManifest => (phase != Phase::Dump).then_some(Why::NoRuntime),
+            Fault::CriuErrorAt(moment)
+            | Fault::CriuHangAt(moment)
+            | Fault::CriuKillAt(moment)
+            | Fault::RuncKillAt(moment)
+            | Fault::RuncHangAt(moment) => match phase.runs_criu() {
+                false => Some(Why::NoRuntime),
+                true => (moment.flow() != self.flow).then_some(Why::NotItsMoment),
+            },
+            Fault::CriuFault(number) => match phase.runs_criu() {
+                false => Some(Why::NoRuntime),
+                true => (!CRIU_FAULTS.contains(&(number, self.flow))).then_some(Why::NotItsMoment),
+            },
+        }
+    }
+}
