@@ -176,6 +176,11 @@ fn gpu_memory_is_free_after_a_checkpoint_and_what_others_wrote_there_does_not_co
             let said = host.ctr(&run, "")?;
             assert_eq!(said.code, Some(0), "{said}");
 
+            succeed(host, "restore,unlock", &job.pids()?, &[])?;
+            // Every element is verified: nothing of the other's is in the job's memory.
+            job.goes_on(3)?;
+
+            succeed(host, "lock,checkpoint", &job.pids()?, &[])?;
             let options = [&["--runtime", STOCK], &options[..]].concat();
             let other = Container::run(host, "other", &options, &["/bin/gpu-counter", "--mib", "40"])?;
             firn_node::wait_for("memory of the other", std::time::Duration::from_secs(20), || {
@@ -183,9 +188,8 @@ fn gpu_memory_is_free_after_a_checkpoint_and_what_others_wrote_there_does_not_co
             })?;
             fail(host, "restore", &job.pids()?, &[], "CUDA_ERROR_OUT_OF_MEMORY")?;
             other.remove()?;
-            succeed(host, "restore,unlock", &job.pids()?, &[])?;
-            // Every element is verified: nothing of the other's is in the job's memory.
-            job.goes_on(3)?;
+            // As the driver does it: the failed restore has spoilt the state.
+            fail(host, "restore", &job.pids()?, &[], "CUDA_ERROR_OPERATING_SYSTEM")?;
             job.remove()?;
             host.idle()
         },
