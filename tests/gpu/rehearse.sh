@@ -4,6 +4,8 @@
 #     cargo build -p simgpu-model -p simgpu-cuda -p simgpu-nvml && cargo xtask gpu-bundle
 #     GPUS=4 tests/gpu/rehearse.sh --bundle target/gpu-bundle.tar.xz --out OUT --cases bare,permuted,samples --mib 32
 #
+# With SLOW_MS=5000 each checkpoint call of the driver takes 5 s longer, as it does for many GiB (the case `patient`).
+#
 # The samples `vmm*` and `managed-variable` fail here: simgpu lacks their calls. Cases with PyTorch need real GPUs.
 set -euo pipefail
 
@@ -46,5 +48,6 @@ for ((gpu = 0; gpu < ${GPUS:-2}; gpu++)); do
 done
 simgpu setup "${setup[@]}"
 trap 'simgpu teardown' EXIT
+[ -z "${SLOW_MS-}" ] || simgpu fault add --call checkpoint --after --delay-ms "$SLOW_MS"
 export PYTHONDONTWRITEBYTECODE=1
 python3 "$here/run.py" --memory 4g "$@"

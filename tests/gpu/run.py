@@ -28,6 +28,7 @@ import host as hosts
 import image
 import kills
 import moves
+import patient
 import ranks
 import samples
 
@@ -192,6 +193,7 @@ def known_cases(args):
     sizes = [float(size) for size in args.sizes.split(",")]
     return [
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), kills.case(args.kill_gib),
+        *patient.all_cases(args.patient_gib, args.mib),
     ]
 
 
@@ -209,7 +211,8 @@ def chosen(args, known):
         if unknown:
             sys.exit(f"unknown case {', '.join(unknown)}\nhint: one of {', '.join(case.name for case in known)}")
         return [case for case in known if case.name in names or set(names) & set(case.groups)]
-    return [case for case in known if ("no-gpu" in case.groups) == args.no_gpu]
+    by_default = [case for case in known if "asked-for" not in case.groups]
+    return [case for case in by_default if ("no-gpu" in case.groups) == args.no_gpu]
 
 
 def arguments():
@@ -222,6 +225,7 @@ def arguments():
     parser.add_argument("--sizes", default="0.5,8,32", help="GiB of the size cases")
     parser.add_argument("--mib", type=int, default=1024, help="MiB of each buffer in the other cases")
     parser.add_argument("--kill-gib", type=float, default=8, help="GiB of the process in the case `kills`")
+    parser.add_argument("--patient-gib", type=float, default=64, help="GiB of the process in the case `patient`")
     parser.add_argument("--runtime", default="io.containerd.firn.v2", help="containerd runtime to test")
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")

@@ -16,6 +16,7 @@ import firn_cli
 import host as hosts
 import kills
 import moves
+import patient
 import ranks
 import run
 import samples
@@ -52,6 +53,38 @@ class Compare(unittest.TestCase):
     def test_other_memory(self):
         with self.assertRaisesRegex(hosts.Failed, "checksum of 1 is x, not b"):
             self.compare({0: "a"}, {0: "a", 1: "b", 2: "c"}, {1: "x", 2: "c"})
+
+
+class Patient(unittest.TestCase):
+    """What a suspended container and whoever takes its GPU's memory show."""
+
+    def went_on(self, iterations):
+        record = {}
+        with mock.patch.object(cases, "counts", return_value={(("pid", "1"),): dict.fromkeys(iterations, "a")}):
+            patient.went_on(None, record)
+        return record
+
+    def test_counts_without_a_gap(self):
+        self.assertEqual(self.went_on([0, 1, 2, 3]), {"iter_before": 0, "iter_after": 3})
+
+    def test_lost_an_iteration(self):
+        with self.assertRaisesRegex(hosts.Failed, "missing"):
+            self.went_on([0, 1, 3])
+
+    def test_resumed_or_not(self):
+        container = mock.Mock(host=mock.Mock())
+        container.host.ctr.return_value = mock.Mock(returncode=0)
+        with mock.patch.object(patient.kills, "goes_on"):
+            suspended = patient.comes_back(container, hosts.Deadline(5), "ctr: FIRN-GPU-SUSPENDED: x", 0)
+            alone = patient.comes_back(container, hosts.Deadline(5), "ctr: FIRN-DRIVER: x", 0)
+        self.assertTrue(suspended.startswith("was suspended, went on when resumed"), suspended)
+        self.assertTrue(alone.startswith("went on, answer"), alone)
+        container.host.ctr.assert_called_once()
+
+    def test_a_code_is_told(self):
+        patient.expect_code("ctr: FIRN-DRIVER: x")
+        with self.assertRaisesRegex(hosts.Failed, "no code"):
+            patient.expect_code("ctr: EOF")
 
 
 class Counts(unittest.TestCase):
