@@ -1,18 +1,17 @@
 //! What asks for GPUs in a container's spec becomes edits of the spec, by the CDI files of this node.
 //!
 //! `firn-hook convert` does it to a bundle, for the shim; the command line does it in memory, to tell what the shim would do.
+//!
+//! Names in a spec may be an image's, or a pod's author's. They give devices only where the operator lets them count, only GPUs of
+//! NVIDIA's kind, and nothing beyond the device nodes that the spec has already.
 
-use firn_config::{Config, Toolkit};
+use std::collections::BTreeSet;
+
+use firn_config::Config;
 use firn_oci::edit::{self, EditError};
-use firn_oci::{Ask, Request, Spec, SpecError, settle};
+use firn_oci::{Ask, KIND, RUNTIME_KIND, Request, Rules, Spec, SpecError, settle};
 
 use crate::{BadName, CdiError, DeviceName, Registry};
-
-/// Kind of devices that are named by index or UUID alone.
-pub const KIND: &str = "nvidia.com/gpu";
-
-/// Kind of devices for which NVIDIA's container runtime makes up a CDI file at every start: the same devices.
-const MADE_UP: &str = "runtime.nvidia.com/gpu";
 
 /// A container that cannot be given the GPUs that it asks for.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +24,9 @@ pub enum ConvertError {
     Cdi(#[from] CdiError),
     #[error(transparent)]
     Name(#[from] BadName),
+    /// A device of another kind, which only the operator can give.
+    #[error("CDI device {name} is no GPU of the kind {KIND}")]
+    Kind { name: DeviceName },
 }
 
 impl ConvertError {
@@ -35,6 +37,7 @@ impl ConvertError {
             Self::Edit(error) => error.code(),
             Self::Cdi(error) => error.code(),
             Self::Name(_) => "FIRN-CDI-DEVICE",
+            Self::Kind { .. } => "FIRN-CDI-KIND",
         }
     }
 
@@ -45,86 +48,137 @@ impl ConvertError {
             Self::Edit(error) => error.hint(),
             Self::Cdi(error) => error.hint(),
             Self::Name(_) => "`firn cdi list` shows the devices of this node",
+            Self::Kind { .. } => {
+                "variables, mounts, annotations and hooks name GPUs alone; let containerd give other CDI devices: \
+                 `ctr run --device`, or a device plugin"
+            }
         }
     }
 }
 
-/// The spec with the GPUs in it that it asks for, and their names; none, and the spec as it is, when it asks for none.
-///
-/// `wrapper` is the configuration of NVIDIA's container runtime where that is what makes the container.
+/// A spec after its conversion.
+#[derive(Debug)]
+pub struct Converted {
+    /// With the GPUs in it that it asks for; as it was, when there are no names.
+    pub spec: Spec,
+    /// Names of the devices that it has been given.
+    pub names: Vec<DeviceName>,
+    /// What the devices have, and the container's device nodes do not grant.
+    pub left_out: BTreeSet<String>,
+}
+
+impl Converted {
+    fn unchanged(spec: Spec) -> Self {
+        Self {
+            spec,
+            names: Vec::new(),
+            left_out: BTreeSet::new(),
+        }
+    }
+}
+
+/// The spec with the GPUs in it that it asks for by these rules.
 pub fn convert(
     spec: Spec,
     config: &Config,
-    wrapper: Option<&Toolkit>,
+    rules: &Rules,
     restores: bool,
-) -> Result<(Spec, Vec<DeviceName>), ConvertError> {
+) -> Result<Converted, ConvertError> {
     let registry = || Registry::read(&config.create.cdi_dirs);
-    convert_by(spec, config, wrapper, restores, registry)
+    convert_by(spec, config, rules, restores, registry)
 }
 
 /// As [`convert`], by other CDI files than this node's.
 pub fn convert_by(
     spec: Spec,
     config: &Config,
-    wrapper: Option<&Toolkit>,
+    rules: &Rules,
     restores: bool,
     registry: impl FnOnce() -> Registry,
-) -> Result<(Spec, Vec<DeviceName>), ConvertError> {
-    let ask = match wrapper {
-        None => Ask::of(&spec),
-        Some(toolkit) => Ask::of_wrapped(&spec, toolkit),
+) -> Result<Converted, ConvertError> {
+    let Ask::Request(request) = Ask::of(&spec, rules) else {
+        return Ok(Converted::unchanged(spec));
     };
-    let Ask::Request(request) = ask else {
-        return Ok((spec, Vec::new()));
-    };
-    let (is_hook, granted) = (request.form.is_hook(), spec.gpu_nodes());
+    if !request.form.counts(&config.create) {
+        return Ok(Converted::unchanged(spec));
+    }
+    let granted = !spec.gpu_nodes().is_empty() && !spec.opens_all_devices();
     // The nodes of a restored container's spec may be another node's, and so may the names beside them.
-    if !is_hook && !granted.is_empty() && restores && !spec.is_cri() {
-        return Ok((spec, Vec::new()));
+    let from_elsewhere = restores && !spec.is_cri();
+    if !request.form.is_hook() && !spec.gpu_nodes().is_empty() && from_elsewhere {
+        return Ok(Converted::unchanged(spec));
     }
     let registry = registry();
-    let names = names(&spec, request, &registry, config, restores)?;
-    let mut value = spec.clone();
-    if restores && !spec.is_cri() {
-        edit::drop_nodes(&mut value)?;
+    let names = match from_elsewhere && !config.restore.gpus.is_empty() {
+        // What it may use here is said by the configuration, and the restore picks among it.
+        true => parsed(&config.restore.gpus, &registry)?,
+        false => asked(&spec, &request, &registry)?,
+    };
+    if names.is_empty() {
+        return Ok(Converted::unchanged(spec));
     }
-    let mut value = value.into_value();
-    registry.inject(&mut value, &names)?;
-    let mut edited = Spec::from(value);
-    settle(&mut edited)?;
-    // Nodes are a grant, and a name beside them, which may be an image's, adds libraries to it and no GPU.
-    if !is_hook && !granted.is_empty() && !edited.gpu_nodes().is_subset(&granted) {
-        return Ok((spec, Vec::new()));
+    let mut edited = spec;
+    if from_elsewhere {
+        edit::drop_nodes(&mut edited)?;
     }
-    Ok((edited, names))
+    let mut value = edited.into_value();
+    let left_out = match granted && !from_elsewhere {
+        true => registry.inject_beside_nodes(&mut value, &names)?,
+        false => registry.inject(&mut value, &names).map(|()| BTreeSet::new())?,
+    };
+    let mut spec = Spec::from(value);
+    settle(&mut spec)?;
+    Ok(Converted {
+        spec,
+        names,
+        left_out,
+    })
 }
 
-/// What is asked for, as names of CDI devices. The spec of a restored container may be another node's: what it may use here
-/// is then said by the configuration, and the restore picks among it.
-fn names(
-    spec: &Spec,
-    request: Request,
-    registry: &Registry,
-    config: &Config,
-    restores: bool,
-) -> Result<Vec<DeviceName>, ConvertError> {
-    let pool = &config.restore.gpus;
-    let asked = match restores && !spec.is_cri() && !pool.is_empty() {
-        true => pool.clone(),
-        false => request.devices,
-    };
+/// What is asked for, as names of CDI devices. One of another kind is refused, unless the spec has all of its edits: containerd
+/// has acted on the annotation that names it.
+fn asked(spec: &Spec, request: &Request, registry: &Registry) -> Result<Vec<DeviceName>, ConvertError> {
+    let foreign: BTreeSet<&str> = request.foreign().collect();
+    for name in &foreign {
+        let name: DeviceName = name.parse()?;
+        if !is_given(spec, &name, registry) {
+            return Err(ConvertError::Kind { name });
+        }
+    }
+    let devices = request.devices.iter();
+    let gpus: Vec<String> = devices
+        .filter(|device| !foreign.contains(device.as_str()))
+        .cloned()
+        .collect();
+    Ok(parsed(&gpus, registry)?)
+}
+
+fn is_given(spec: &Spec, name: &DeviceName, registry: &Registry) -> bool {
+    let mut before = spec.clone().into_value();
+    let mut after = before.clone();
+    let injected = registry.inject(&mut after, std::slice::from_ref(name));
+    // Hooks are appended, whatever is there.
+    for spec in [&mut before, &mut after] {
+        spec.as_object_mut().and_then(|spec| spec.remove("hooks"));
+    }
+    injected.is_ok() && after == before
+}
+
+fn parsed(devices: &[String], registry: &Registry) -> Result<Vec<DeviceName>, BadName> {
     let name = |device: &String| {
         let name = match device.contains('=') {
             true => device.parse(),
             false => DeviceName::new(KIND, device),
         }?;
-        match name.kind() == MADE_UP && !registry.has_kind(MADE_UP) {
+        match name.kind() == RUNTIME_KIND && !registry.has_kind(RUNTIME_KIND) {
             true => DeviceName::new(KIND, name.device()),
             false => Ok(name),
         }
     };
-    Ok(asked.iter().map(name).collect::<Result<_, BadName>>()?)
+    devices.iter().map(name).collect()
 }
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 #[cfg(test)]
 mod tests;

@@ -82,6 +82,15 @@ pub enum CdiError {
         wanted: String,
         found: &'static str,
     },
+    /// The container's device nodes are its grant, and an edit would give it more.
+    #[error(
+        "{edit} of CDI device {name} (in {}) is more than the container's device nodes grant", file.display()
+    )]
+    Beyond {
+        name: String,
+        file: PathBuf,
+        edit: String,
+    },
     /// The container's spec is not of the shape that the edit needs.
     #[error("the container's spec has a malformed entry in {part}")]
     Spec { part: &'static str },
@@ -95,6 +104,7 @@ impl CdiError {
             Self::Unknown { .. } | Self::Ambiguous { .. } | Self::Node { .. } | Self::NodeType { .. } => {
                 "FIRN-CDI-DEVICE"
             }
+            Self::Beyond { .. } => "FIRN-CDI-GRANT",
             Self::Spec { .. } => "FIRN-SPEC-INVALID",
         }
     }
@@ -110,6 +120,9 @@ impl CdiError {
             Self::Ambiguous { .. } => "remove all of these files but one",
             Self::Node { .. } | Self::NodeType { .. } => {
                 "write the node's CDI file anew: its devices have changed since"
+            }
+            Self::Beyond { .. } => {
+                "name the granted GPUs alone, or `void`, in NVIDIA_VISIBLE_DEVICES; or let CDI give the devices, without nodes"
             }
             Self::Spec { .. } => "create the container anew with a valid spec",
         }

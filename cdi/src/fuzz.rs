@@ -1,4 +1,4 @@
-//! What must hold for a CDI file and for a loader's cache, whatever their bytes are.
+//! What must hold for a CDI file, for names of devices in a spec and for a loader's cache, whatever their bytes are.
 //!
 //! The fuzz targets (fuzz/) call these functions with what they make up, the unit tests with the kept corpus.
 
@@ -11,6 +11,8 @@ use crate::bounded::MAX_VALUES;
 use crate::file::Edits;
 use crate::ldcache::{self, Library};
 use crate::{CdiFile, DeviceName, Registry};
+
+pub use crate::convert::fuzz::gpu_requests;
 
 /// A CDI file, read as JSON and as YAML.
 pub fn cdi_file(bytes: &[u8]) {
@@ -31,7 +33,7 @@ pub fn cdi_file(bytes: &[u8]) {
             .map(|device| DeviceName::new(&file.kind, &device.name).expect("it was checked"))
             .collect();
         assert_eq!(names.len(), file.devices.len(), "two devices have one name");
-        let registry = Registry::of(file);
+        let registry = Registry::of([file]);
         for name in names {
             let mut spec = json!({"mounts": [{"destination": "/proc"}], "process": {"env": ["A=a", "A=b"]}});
             if registry.inject(&mut spec, std::slice::from_ref(&name)).is_err() {
@@ -148,6 +150,7 @@ mod tests {
     #[test]
     fn the_kept_inputs_pass() {
         super::kept::run("cdi_file", super::cdi_file);
+        super::kept::run("gpu_requests", super::gpu_requests);
         super::kept::run("ld_so_cache", super::ld_so_cache);
     }
 }

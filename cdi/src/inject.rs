@@ -19,21 +19,31 @@ type Object = Map<String, Value>;
 impl Registry {
     /// Gives these devices to a container: edits its spec.
     pub fn inject(&self, spec: &mut Value, names: &[DeviceName]) -> Result<(), CdiError> {
+        self.inject_edits(spec, names, |_, _, edits, _| Ok(edits.clone()))
+    }
+
+    /// Makes of each device's edits, and its file's, those that `choose` gives for them and the spec as it is.
+    pub(crate) fn inject_edits(
+        &self,
+        spec: &mut Value,
+        names: &[DeviceName],
+        mut choose: impl FnMut(&Path, &DeviceName, &Edits, &Value) -> Result<Edits, CdiError>,
+    ) -> Result<(), CdiError> {
         let (mut files, mut given) = (BTreeSet::new(), BTreeSet::new());
-        let mut edits = Vec::new();
+        let mut all = Vec::new();
         for name in names {
             let (file, device) = self.device(name)?;
             if !given.insert(name) {
                 continue;
             }
             if files.insert(&file.path) {
-                edits.push((name, &file.edits));
+                all.push((&file.path, name, &file.edits));
             }
-            edits.push((name, &device.edits));
+            all.push((&file.path, name, &device.edits));
         }
         let mut edited = spec.clone();
-        for (name, edits) in edits {
-            edits.apply(&mut edited, name)?;
+        for (file, name, edits) in all {
+            choose(file, name, edits, spec)?.apply(&mut edited, name)?;
         }
         *spec = edited;
         Ok(())

@@ -5,6 +5,7 @@
 //! YAML parser has no place in the shim.
 #![forbid(unsafe_code)]
 
+mod beside;
 mod bounded;
 mod convert;
 mod error;
@@ -18,8 +19,9 @@ mod names;
 mod registry;
 mod version;
 
-pub use convert::{ConvertError, KIND, convert, convert_by};
+pub use convert::{ConvertError, Converted, convert, convert_by};
 pub use error::{CdiError, FileError};
 pub use file::{CdiFile, Device, DeviceNode, Edits, Hook, Mount, NetDevice};
+pub use firn_oci::KIND;
 pub use names::{BadName, DeviceName};
 pub use registry::Registry;

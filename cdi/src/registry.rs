@@ -42,10 +42,10 @@ impl Registry {
         registry
     }
 
-    /// One file alone.
-    pub fn of(file: CdiFile) -> Self {
+    /// These files, and no others.
+    pub fn of(files: impl IntoIterator<Item = CdiFile>) -> Self {
         let mut registry = Self::default();
-        registry.add(0, file);
+        files.into_iter().for_each(|file| registry.add(0, file));
         registry
     }
 

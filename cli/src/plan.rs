@@ -10,7 +10,7 @@ use firn_cdi::{CdiFile, Registry};
 use firn_config::Config;
 use firn_gpu::{DeviceNode, Inventory};
 use firn_oci::manifest::Manifest;
-use firn_oci::{Ask, Basis, Decision, Spec, mounts};
+use firn_oci::{Ask, Basis, Decision, Rules, Spec, mounts};
 use serde_json::json;
 
 use crate::args::PlanArgs;
@@ -126,16 +126,14 @@ fn read(
 
 /// The spec as the shim would make it at Create, and whether it converts it.
 fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Spec, bool), Failure> {
-    match Ask::of(&spec) {
-        Ask::Request(request) if request.form.counts(&config.create) => {
-            let converted = match there {
-                None => firn_cdi::convert(spec, config, None, true),
-                Some(inventory) => firn_cdi::convert_by(spec, config, None, true, || registry_of(inventory)),
-            };
-            Ok((converted?.0, true))
-        }
-        Ask::Request(_) | Ask::Nodes | Ask::Nothing => Ok((spec, false)),
-    }
+    let rules = Rules::of(&spec, None)?;
+    let by_names =
+        matches!(Ask::of(&spec, &rules), Ask::Request(request) if request.form.counts(&config.create));
+    let converted = match there {
+        None => firn_cdi::convert(spec, config, &rules, true),
+        Some(inventory) => firn_cdi::convert_by(spec, config, &rules, true, || registry_of(inventory)),
+    };
+    Ok((converted?.spec, by_names))
 }
 
 /// CDI devices of a node of which nothing but its GPUs is known.
@@ -154,7 +152,7 @@ fn registry_of(inventory: &Inventory) -> Registry {
     }
     let file = json!({"cdiVersion": "0.5.0", "kind": firn_cdi::KIND, "devices": devices});
     let file = CdiFile::parse(Path::new("inventory.json"), file.to_string().as_bytes());
-    file.map(Registry::of).unwrap_or_default()
+    file.map(|file| Registry::of([file])).unwrap_or_default()
 }
 
 fn print(accepted: &Accepted) {

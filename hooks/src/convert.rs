@@ -6,9 +6,9 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use firn_cdi::Registry;
-use firn_config::{Config, ConfigError, Toolkit};
-use firn_oci::{Spec, SpecError};
+use firn_cdi::{Converted, Registry};
+use firn_config::{Config, ConfigError};
+use firn_oci::{Rules, Spec, SpecError};
 use serde_json::json;
 
 /// A spec that stays as it is.
@@ -43,8 +43,9 @@ impl ConvertError {
 /// Converts the spec of a bundle, whose container NVIDIA's `wrapper` of runc would make.
 pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
     match convert(bundle, wrapper, restores) {
-        Ok(devices) => {
-            println!("{}", json!({"devices": devices}));
+        Ok(Converted { names, left_out, .. }) => {
+            let devices: Vec<String> = names.iter().map(ToString::to_string).collect();
+            println!("{}", json!({"devices": devices, "left_out": left_out}));
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -73,13 +74,13 @@ pub fn library_dirs() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Names of the devices that the container has been given.
-fn convert(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> Result<Vec<String>, ConvertError> {
-    let toolkit = wrapper.map(Toolkit::load).transpose()?;
+/// What the container has been given.
+fn convert(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> Result<Converted, ConvertError> {
     let spec = Spec::load(bundle)?;
-    let (spec, names) = firn_cdi::convert(spec, &Config::load()?, toolkit.as_ref(), restores)?;
-    if !names.is_empty() {
-        spec.save(bundle)?;
+    let rules = Rules::of(&spec, wrapper)?;
+    let converted = firn_cdi::convert(spec, &Config::load()?, &rules, restores)?;
+    if !converted.names.is_empty() {
+        converted.spec.save(bundle)?;
     }
-    Ok(names.iter().map(ToString::to_string).collect())
+    Ok(converted)
 }

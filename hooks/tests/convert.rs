@@ -78,6 +78,12 @@ fn gpus(spec: &Value) -> Vec<&str> {
         .collect()
 }
 
+/// Names of the devices that it has given.
+fn given(done: &Output) -> Value {
+    assert_eq!(done.status.code(), Some(0), "{done:?}");
+    serde_json::from_slice::<Value>(&done.stdout).expect("JSON")["devices"].clone()
+}
+
 #[test]
 fn what_a_hook_would_have_mounted_is_in_the_spec_afterwards() {
     let uuid = "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1";
@@ -107,7 +113,7 @@ fn a_container_that_asks_for_no_gpu_is_not_touched() {
     let before = fs::metadata(bundle.path("config.json")).expect("there");
     let done = bundle.convert(&[]);
     assert_eq!(done.status.code(), Some(0));
-    assert_eq!(done.stdout, b"{\"devices\":[]}\n");
+    assert_eq!(given(&done), json!([]));
     let after = fs::metadata(bundle.path("config.json")).expect("there");
     assert_eq!(
         (before.ino(), before.mtime_nsec()),
@@ -174,32 +180,101 @@ fn with_nodes(minor: u64, devices: &str) -> Value {
 
 #[test]
 fn a_name_beside_nodes_adds_libraries_and_no_gpu() {
-    let bundle = Bundle::new(&with_nodes(1, "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1"));
-    assert_eq!(bundle.convert(&[]).status.code(), Some(0));
+    let uuid = "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1";
+    let bundle = Bundle::new(&with_nodes(1, uuid));
+    assert_eq!(
+        given(&bundle.convert(&[])),
+        json!([]),
+        "the operator lets no variable count"
+    );
+    assert_eq!(bundle.spec(), with_nodes(1, uuid));
+
+    bundle.configure("visible-devices = true\n");
+    assert_eq!(
+        given(&bundle.convert(&[])),
+        json!([format!("nvidia.com/gpu={uuid}")])
+    );
     let spec = bundle.spec();
-    assert_eq!(gpus(&spec), ["/dev/nvidia1"]);
-    assert!(spec["mounts"].as_array().expect("mounts").len() > 5);
+    assert_eq!(spec["linux"], with_nodes(1, uuid)["linux"], "no node and no rule");
+    let mounts = spec["mounts"].as_array().expect("mounts");
+    assert!(mounts.len() > 4);
+    for mount in mounts {
+        assert!(mount["options"].to_string().contains("\"ro\""), "{mount}");
+    }
 
     // An image's own variable is no grant beside one.
-    let image = with_nodes(1, "all");
-    let bundle = Bundle::new(&image);
-    assert_eq!(bundle.convert(&[]).stdout, b"{\"devices\":[]}\n");
-    assert_eq!(bundle.spec(), image);
+    let bundle = Bundle::new(&with_nodes(1, "all"));
+    bundle.configure("visible-devices = true\n");
+    let refusal = bundle.refusal();
+    assert_eq!(refusal["code"], "FIRN-CDI-GRANT");
+    let message = refusal["message"].as_str().expect("a text");
+    let file = bundle.path("cdi/nvidia.yaml").display().to_string();
+    assert!(
+        message.contains("/dev/nvidia0") && message.contains(&file),
+        "{message}"
+    );
+}
+
+/// An image's author alone can do this.
+#[test]
+fn names_of_other_devices_give_nothing() {
+    let backup = json!({
+        "cdiVersion": "0.6.0",
+        "kind": "vendor.example/backup",
+        "devices": [{"name": "host", "containerEdits": {
+            "deviceNodes": [{"path": "/dev/sda", "type": "b", "major": 8, "minor": 0}],
+            "mounts": [{"hostPath": "/", "containerPath": "/host", "options": ["rbind", "rw"]}],
+        }}],
+    });
+    let names = "0,vendor.example/backup=host";
+    for (spec, options) in [
+        (spec(names), &[][..]),
+        (with_nodes(0, names), &[]),
+        (
+            with_nodes(0, names),
+            &["--wrapper", "/usr/bin/nvidia-container-runtime"],
+        ),
+    ] {
+        let bundle = Bundle::new(&spec);
+        bundle.configure("visible-devices = true\n");
+        fs::write(bundle.path("cdi/backup.json"), backup.to_string()).expect("written");
+        let refused = bundle.convert(options);
+        assert_eq!(refused.status.code(), Some(1));
+        assert_eq!(bundle.spec(), spec);
+        let refusal: Value = serde_json::from_slice(&refused.stdout).expect("JSON");
+        assert_eq!(refusal["code"], "FIRN-CDI-KIND");
+        let message = refusal["message"].as_str().expect("a text");
+        assert!(message.contains("vendor.example/backup=host"), "{message}");
+    }
+}
+
+#[test]
+fn the_toolkits_settings_hold_for_its_hook() {
+    let bundle = Bundle::new(&spec("all"));
+    let hardened = "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n";
+    fs::write(bundle.path("toolkit.toml"), hardened).expect("written");
+    assert_eq!(given(&bundle.convert(&[])), json!([]));
+    assert_eq!(bundle.spec(), spec("all"));
+
+    let mut privileged = spec("all");
+    privileged["process"]["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
+    let bundle = Bundle::new(&privileged);
+    fs::write(bundle.path("toolkit.toml"), hardened).expect("written");
+    assert_eq!(given(&bundle.convert(&[])), json!(["nvidia.com/gpu=all"]));
 }
 
 #[test]
 fn what_nvidias_wrapper_would_give_is_given_by_its_configuration() {
     let wrapper = ["--wrapper", "/usr/bin/nvidia-container-runtime"];
     let bundle = Bundle::new(&with_nodes(1, "runtime.nvidia.com/gpu=1"));
-    let done = bundle.convert(&wrapper);
-    assert_eq!(done.stdout, b"{\"devices\":[\"nvidia.com/gpu=1\"]}\n");
+    assert_eq!(given(&bundle.convert(&wrapper)), json!(["nvidia.com/gpu=1"]));
     assert_eq!(gpus(&bundle.spec()), ["/dev/nvidia1"]);
 
     let named = with_nodes(1, "1");
     let bundle = Bundle::new(&named);
     let hardened = "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n";
     fs::write(bundle.path("toolkit.toml"), hardened).expect("written");
-    assert_eq!(bundle.convert(&wrapper).stdout, b"{\"devices\":[]}\n");
+    assert_eq!(given(&bundle.convert(&wrapper)), json!([]));
     assert_eq!(bundle.spec(), named);
 
     let mut annotated = with_nodes(1, "void");

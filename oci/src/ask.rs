@@ -11,11 +11,20 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use firn_config::{Conversion, Create, Toolkit};
+use firn_config::{ConfigError, Conversion, Create, Toolkit};
 use serde_json::{Value, json};
 
 use crate::gpu_path::{self, GpuPath, classify};
 use crate::{Spec, SpecError};
+
+/// Kind of devices that are named by index or UUID alone.
+pub const KIND: &str = "nvidia.com/gpu";
+
+/// Kind of devices for which NVIDIA's container runtime makes up a CDI file at every start: the same devices.
+pub const RUNTIME_KIND: &str = "runtime.nvidia.com/gpu";
+
+/// Programs of NVIDIA's hook.
+const HOOK_PROGRAMS: [&str; 2] = ["nvidia-container-runtime-hook", "nvidia-container-toolkit"];
 
 /// Variable that names devices, for NVIDIA's hook.
 const VARIABLE: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -44,6 +53,29 @@ pub struct Request {
     pub form: Form,
     /// Indices, UUIDs, `all`, or full names of CDI devices.
     pub devices: Vec<String>,
+}
+
+/// By whose settings names in a spec count, beside firn's own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Rules {
+    /// Nobody's: there is neither a hook of NVIDIA's toolkit nor its wrapper of runc.
+    #[default]
+    Own,
+    /// Those of NVIDIA's toolkit, whose hook is in the spec.
+    Hook(Toolkit),
+    /// Those of NVIDIA's toolkit, whose wrapper of runc would make the container.
+    Wrapper(Toolkit),
+}
+
+impl Rules {
+    /// Those for this spec; `wrapper` is NVIDIA's wrapper of runc, where that is the OCI runtime.
+    pub fn of(spec: &Spec, wrapper: Option<&Path>) -> Result<Self, ConfigError> {
+        match (wrapper, toolkit_hook(spec)) {
+            (Some(wrapper), _) => Toolkit::load(wrapper).map(Self::Wrapper),
+            (None, Some(hook)) => Toolkit::load(hook).map(Self::Hook),
+            (None, None) => Ok(Self::Own),
+        }
+    }
 }
 
 /// What asks for devices by name.
@@ -83,16 +115,29 @@ impl Form {
     }
 }
 
-impl Ask {
-    /// How this spec asks, where runc makes the container. Looks at nothing else.
-    pub fn of(spec: &Spec) -> Self {
-        let requests = [by_cli, by_runtime_hook, by_annotations, by_volumes, by_variable];
-        Self::decided(spec, requests.into_iter().find_map(|request| request(spec)))
+impl Request {
+    /// Full names of devices of other kinds than NVIDIA's GPUs. Such a device is never given for its name in a variable, a mount, an
+    /// annotation or a hook: those may be an image's, or anybody's who may make a pod.
+    pub fn foreign(&self) -> impl Iterator<Item = &str> {
+        let is_foreign = |name: &&str| {
+            let kind = name.split_once('=').map(|(kind, _)| kind);
+            kind.is_some_and(|kind| kind != KIND && kind != RUNTIME_KIND)
+        };
+        self.devices.iter().map(String::as_str).filter(is_foreign)
     }
+}
 
-    /// How this spec asks, where NVIDIA's wrapper of runc makes the container, which is configured so.
-    pub fn of_wrapped(spec: &Spec, toolkit: &Toolkit) -> Self {
-        let request = by_cli(spec).or_else(|| by_wrapper(spec, toolkit));
+impl Ask {
+    /// How this spec asks, by these rules. Looks at nothing else.
+    pub fn of(spec: &Spec, rules: &Rules) -> Self {
+        let request = by_cli(spec).or_else(|| match rules {
+            Rules::Wrapper(toolkit) => by_wrapper(spec, toolkit),
+            Rules::Hook(toolkit) => by_runtime_hook(spec, toolkit),
+            Rules::Own => {
+                let requests = [by_annotations, by_volumes, by_variable];
+                requests.into_iter().find_map(|request| request(spec))
+            }
+        });
         Self::decided(spec, request)
     }
 
@@ -167,13 +212,13 @@ fn remove(
     Ok(before - entries.len())
 }
 
-/// Words of the early hooks, each with its hook's program.
+/// Words of the early hooks, each with the path of its hook's program.
 fn early_hooks(spec: &Spec) -> impl Iterator<Item = (&str, Vec<&str>)> {
     let kinds = ["/hooks/prestart", "/hooks/createRuntime"];
     kinds.into_iter().flat_map(|kind| spec.array(kind)).map(|hook| {
         let args = hook["args"].as_array().into_iter().flatten();
         let path = hook["path"].as_str().unwrap_or_default();
-        (name_of(path), args.filter_map(Value::as_str).collect())
+        (path, args.filter_map(Value::as_str).collect())
     })
 }
 
@@ -191,30 +236,50 @@ fn by_cli(spec: &Spec) -> Option<Request> {
     })
 }
 
-fn by_runtime_hook(spec: &Spec) -> Option<Request> {
-    let programs = ["nvidia-container-runtime-hook", "nvidia-container-toolkit"];
-    early_hooks(spec).find(|(program, _)| programs.contains(program))?;
-    let devices = match variable(spec).or_else(|| old_image(spec))? {
-        VOLUMES => volumes(spec),
-        names => list(names).collect(),
+/// The program of NVIDIA's hook, where the spec has it.
+fn toolkit_hook(spec: &Spec) -> Option<&Path> {
+    let (path, _) = early_hooks(spec).find(|(path, _)| HOOK_PROGRAMS.contains(&name_of(path)))?;
+    Some(Path::new(path))
+}
+
+/// Whether NVIDIA's hook is in the spec, and something there names devices for it, whatever its settings are.
+pub(crate) fn hook_has_names(spec: &Spec) -> bool {
+    let has_names = || match named(spec, &[]).as_str() {
+        VOLUMES => !volumes(spec).is_empty(),
+        names => list(names).next().is_some(),
     };
+    by_cli(spec).is_some_and(|request| !request.devices.is_empty())
+        || toolkit_hook(spec).is_some() && has_names()
+}
+
+/// As NVIDIA's hook goes by its settings: mounts come before the variable, and the variable counts for a container that is not
+/// privileged only where the operator has not turned that off.
+fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
+    let devices = Some(by_mounts(spec, toolkit)).filter(|devices| !devices.is_empty());
     Some(Request {
         form: Form::RuntimeHook,
-        devices,
+        devices: devices.unwrap_or_else(|| by_name(spec, toolkit)),
     })
 }
 
-fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
+/// What the variable names, where the toolkit's settings let it.
+fn by_name(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
     let bounding = spec.array("/process/capabilities/bounding");
-    let may_name = toolkit.visible_devices || bounding.contains(&json!("CAP_SYS_ADMIN"));
-    let named = || match may_name {
-        true => list(&wrappers_variable(spec, toolkit)).collect(),
+    match toolkit.visible_devices || bounding.contains(&json!("CAP_SYS_ADMIN")) {
+        true => list(&named(spec, &toolkit.variables)).collect(),
         false => Vec::new(),
-    };
-    let mounted = || match toolkit.volume_mounts {
+    }
+}
+
+/// What mounts stand for, where the toolkit's settings let them.
+fn by_mounts(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
+    match toolkit.volume_mounts {
         true => volumes(spec),
         false => Vec::new(),
-    };
+    }
+}
+
+fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
     let annotated = || {
         let names = annotations(spec, &toolkit.annotations);
         match toolkit.only_full_names && names.iter().any(|name| !name.contains('=')) {
@@ -222,6 +287,7 @@ fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
             false => names,
         }
     };
+    let (mounted, named) = (|| by_mounts(spec, toolkit), || by_name(spec, toolkit));
     let mut asked = [&annotated as &dyn Fn() -> Vec<String>, &mounted, &named].into_iter();
     let devices = asked.find_map(|asked| Some(asked()).filter(|devices| !devices.is_empty()))?;
     Some(Request {
@@ -230,13 +296,9 @@ fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
     })
 }
 
-/// Names in the variables that the wrapper goes by.
-fn wrappers_variable(spec: &Spec, toolkit: &Toolkit) -> String {
-    let preferred: Vec<&str> = toolkit
-        .variables
-        .iter()
-        .filter_map(|name| of_env(spec, name))
-        .collect();
+/// Names in the variables that NVIDIA's toolkit goes by: those `preferred`, else its own.
+fn named(spec: &Spec, preferred: &[String]) -> String {
+    let preferred: Vec<&str> = preferred.iter().filter_map(|name| of_env(spec, name)).collect();
     match preferred.is_empty() {
         false => preferred.join(","),
         true => variable(spec)

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::fixtures::{config, inventory, uuid};
 use crate::manifest::Manifest;
 use crate::spec::parse_device;
-use crate::{Ask, Basis, Decision, Form, GpuMap, Grant, Spec, asks_for_more, edit, mounts, settle};
+use crate::{Ask, Basis, Decision, Form, GpuMap, Grant, Rules, Spec, asks_for_more, edit, mounts, settle};
 
 /// A container's `config.json`.
 pub fn spec(json: &[u8]) {
@@ -146,24 +146,27 @@ fn views(spec: &Spec) {
     if spec.gpu_by_hook() {
         assert!(spec.asks_for_gpu(), "a GPU by hook is a GPU that is asked for");
     }
-    if let Ask::Request(request) = Ask::of(spec) {
-        assert!(!request.devices.is_empty(), "nothing is asked for");
-    }
     let toolkit = Toolkit {
         visible_devices: true,
         volume_mounts: true,
         annotations: vec!["cdi.k8s.io/".to_owned()],
         ..Toolkit::default()
     };
-    if let Ask::Request(request) = Ask::of_wrapped(spec, &toolkit) {
-        assert!(!request.devices.is_empty(), "the wrapper is asked for nothing");
+    for rules in [
+        Rules::Own,
+        Rules::Hook(toolkit.clone()),
+        Rules::Wrapper(toolkit.clone()),
+    ] {
+        if let Ask::Request(request) = Ask::of(spec, &rules) {
+            assert!(!request.devices.is_empty(), "nothing is asked for: {rules:?}");
+        }
     }
     asks_for_more(spec);
     let mut settled = spec.clone();
     if settle(&mut settled).is_ok() {
         assert!(!settled.gpu_by_hook(), "a hook is left");
         assert_eq!(settle(&mut settled).ok(), Some(0), "settled twice");
-        let again = Ask::of(&settled);
+        let again = Ask::of(&settled, &Rules::Own);
         assert!(
             !matches!(&again, Ask::Request(request) if request.form != Form::Annotations),
             "{again:?} is left"

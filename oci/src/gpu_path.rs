@@ -11,7 +11,7 @@ use crate::vendor::{OtherGpu, other_gpu};
 
 /// What a device path of a container is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GpuPath {
+pub enum GpuPath {
     /// `/dev/nvidiaN`: one GPU.
     Gpu,
     /// Other nodes of NVIDIA's driver: `/dev/nvidiactl`, `/dev/nvidia-uvm`, `/dev/nvidia-caps/...`.
@@ -27,7 +27,7 @@ pub(crate) const DIRECTORIES: [&str; 4] = ["", "nvidia-caps", "nvidia-caps-imex-
 pub(crate) const GRAPHICS: &str = "dri";
 
 /// Classifies an absolute device path.
-pub(crate) fn classify(path: &Path) -> Option<GpuPath> {
+pub fn classify(path: &Path) -> Option<GpuPath> {
     let below_dev = path.strip_prefix("/dev").ok()?;
     let name = below_dev.file_name()?.to_str()?;
     match below_dev.parent()?.to_str()? {

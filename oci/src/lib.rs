@@ -31,9 +31,10 @@ mod spec;
 pub mod surroundings;
 mod vendor;
 
-pub use ask::{Ask, Form, Request, asks_for_more, drop_mounting_hooks, settle};
+pub use ask::{Ask, Form, KIND, RUNTIME_KIND, Request, Rules, asks_for_more, drop_mounting_hooks, settle};
 pub use atomic::write as write_file;
 pub use decide::{DecideError, Decision};
+pub use gpu_path::{GpuPath, classify};
 pub use grant::{Basis, Grant, GrantError};
 pub use map::{GpuMap, MapError, MapOrigin};
 pub use policy::PolicyError;

@@ -360,9 +360,14 @@ fn can_be_empty(destination: &Path, in_use: bool) -> bool {
         matches!(parts[..], [version, file] if version != ".." && file.starts_with("gsp") && file.ends_with(".bin"))
     };
     let is_tool = |rest: &Path| TOOLS.iter().any(|tool| rest == Path::new(tool));
-    SOCKETS.iter().any(|socket| destination == Path::new(socket))
+    is_daemon_socket(destination)
         || FIRMWARE.iter().filter_map(|dir| below(dir)).any(is_firmware)
         || (!in_use && below("/usr/bin").is_some_and(is_tool))
+}
+
+/// Whether this is the socket of one of the driver's daemons.
+pub fn is_daemon_socket(destination: &Path) -> bool {
+    SOCKETS.iter().any(|socket| destination == Path::new(socket))
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use firn_gpu::{DeviceNode, NodeType};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use crate::{Ask, atomic, gpu_path};
+use crate::{ask, atomic, gpu_path};
 
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
@@ -136,6 +136,16 @@ impl DeviceRule {
         !typed || all(self.major) || all(self.minor)
     }
 
+    /// Whether the rule speaks about all devices, to read and to write.
+    fn speaks_of_all(&self) -> bool {
+        let all = |number: Option<i64>| number.is_none_or(|n| n < 0);
+        matches!(self.kind.as_deref(), None | Some("" | "a"))
+            && all(self.major)
+            && all(self.minor)
+            && self.access.contains('r')
+            && self.access.contains('w')
+    }
+
     /// Whether these rules, in order, let the device be opened for reading or writing.
     pub(crate) fn open(rules: &[Self], node: &DeviceNode) -> bool {
         let mut open = (false, false);
@@ -225,8 +235,7 @@ impl Spec {
         let mut nodes = devices
             .filter_map(|d| d["path"].as_str())
             .filter(|p| gpu_path::is_nvidia(Path::new(p)));
-        nodes.next().is_none() && self.gpu_hooks().next().is_some()
-            || matches!(Ask::of(self), Ask::Request(request) if request.form.is_hook())
+        nodes.next().is_none() && self.gpu_hooks().next().is_some() || ask::hook_has_names(self)
     }
 
     fn gpu_hooks(&self) -> impl Iterator<Item = &Value> {
@@ -263,6 +272,13 @@ impl Spec {
     /// Rules of the device cgroup, in the order in which they apply.
     pub fn device_rules(&self) -> Result<Vec<DeviceRule>, SpecError> {
         self.list("/linux/resources/devices", "linux.resources.devices")
+    }
+
+    /// Whether its rules open every device of the host: it is privileged, and its nodes are no choice of anybody's.
+    pub fn opens_all_devices(&self) -> bool {
+        let rules = self.device_rules().unwrap_or_default();
+        let last = rules.iter().rfind(|rule| rule.speaks_of_all());
+        last.is_some_and(|rule| rule.allow)
     }
 
     /// Mounts, in order.
@@ -462,6 +478,28 @@ mod tests {
             let error = Spec::load(bundle.path()).unwrap_err();
             assert_eq!(error.code(), "FIRN-SPEC-INVALID", "{:.20}", text);
         }
+    }
+
+    #[test]
+    fn rules_that_open_everything_are_those_of_privileged_containers() {
+        let opens = |rules: Value| {
+            Spec::from(json!({"linux": {"resources": {"devices": rules}}})).opens_all_devices()
+        };
+        let all = json!({"allow": true, "type": "a", "access": "rwm"});
+        let none = json!({"allow": false, "access": "rwm"});
+        let one = json!({"allow": false, "type": "c", "major": 1, "minor": 3, "access": "rwm"});
+        assert!(opens(json!([none, all])) && opens(json!([all, one])));
+        assert!(!opens(json!([all, none])) && !opens(json!([])) && !opens(json!([one])));
+        for (key, value) in [
+            ("type", json!("c")),
+            ("major", json!(195)),
+            ("access", json!("rm")),
+        ] {
+            let mut less = all.clone();
+            less[key] = value;
+            assert!(!opens(json!([less])), "{less}");
+        }
+        assert!(!opens(json!([3])));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, Toolkit, find_program, names};
-use firn_oci::{Ask, Form, Request, Spec, SpecError, asks_for_more};
+use firn_oci::{Ask, Form, Request, Rules, Spec, SpecError, asks_for_more};
 use serde::Deserialize;
 
 use crate::reaper::{OutputError, Reaper};
@@ -33,6 +33,11 @@ pub(crate) enum ConvertError {
         message: String,
         hint: String,
     },
+    #[error(
+        "FIRN-CDI-KIND: CDI device {name} is no GPU. hint: let containerd give other CDI devices: `ctr run --device`, or a device \
+         plugin"
+    )]
+    Foreign { name: String },
     #[error("FIRN-CONVERT: cannot run firn-hook: {}. hint: see that firn-hook is of the shim's version", crate::logger::Chain(.0))]
     Run(OutputError),
     #[error(
@@ -76,26 +81,22 @@ pub(crate) async fn settled(
     restores: bool,
     reaper: &Reaper,
 ) -> Result<Settled, ConvertError> {
-    let toolkit = wrapper
-        .map(Toolkit::load)
-        .transpose()
-        .map_err(ConvertError::Config)?;
-    let runtime = toolkit.as_ref().and_then(Toolkit::runtime);
-    let runtime = runtime.map(|path| path.to_string_lossy().into_owned());
-    let ask = match &toolkit {
-        None => Ask::of(&spec),
-        Some(toolkit) => Ask::of_wrapped(&spec, toolkit),
-    };
-    if let Some(toolkit) = &toolkit
-        && ask != Ask::Nothing
+    let rules = Rules::of(&spec, wrapper).map_err(ConvertError::Config)?;
+    let ask = Ask::of(&spec, &rules);
+    let mut runtime = None;
+    if let Rules::Wrapper(toolkit) = &rules {
+        runtime = toolkit.runtime().map(|path| path.to_string_lossy().into_owned());
         // At a restore the wrapper gives nothing.
-        && !restores
-        && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
-    {
-        log::warn!(
-            "the container's GPUs are left to NVIDIA's container runtime, as firn does not follow {reason}"
-        );
-        return Ok(Settled::left(spec, true));
+        if !restores
+            && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
+            && ask != Ask::Nothing
+        {
+            refuse_foreign(&ask)?;
+            log::warn!(
+                "the container's GPUs are left to NVIDIA's container runtime, as firn does not follow {reason}"
+            );
+            return Ok(Settled::left(spec, true));
+        }
     }
     let request = match ask {
         Ask::Request(request) => request,
@@ -137,13 +138,15 @@ pub(crate) async fn settled(
     }
     let given: Given = serde_json::from_slice(&output.stdout).unwrap_or_default();
     let converted = Spec::load(bundle).map_err(ConvertError::Spec)?;
-    if converted.gpu_nodes().is_empty() {
-        return Err(ConvertError::Helper {
-            said: "the spec has no GPU".to_owned(),
-        });
-    }
-    if !given.devices.is_empty() {
-        log::info!("{}", told(&request, &given.devices));
+    match (given.devices.is_empty(), converted.gpu_nodes().is_empty()) {
+        (true, true) => return Ok(Settled::left(spec, is_hook)),
+        (true, false) => {}
+        (false, false) => log::info!("{}", told(&request, &given)),
+        (false, true) => {
+            return Err(ConvertError::Helper {
+                said: "the spec has no GPU".to_owned(),
+            });
+        }
     }
     Ok(Settled::given(converted, runtime))
 }
@@ -166,6 +169,17 @@ impl Settled {
     }
 }
 
+/// The wrapper gives devices of every kind to who names them.
+fn refuse_foreign(ask: &Ask) -> Result<(), ConvertError> {
+    let Ask::Request(request) = ask else { return Ok(()) };
+    match request.foreign().next() {
+        None => Ok(()),
+        Some(name) => Err(ConvertError::Foreign {
+            name: name.to_owned(),
+        }),
+    }
+}
+
 /// Why NVIDIA's wrapper has to make a container, by its configuration or by what it would give beside GPUs.
 fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'static str> {
     let no_runtime = (!has_runtime).then_some("its choice of a runtime");
@@ -179,6 +193,9 @@ fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'stati
 #[derive(Default, Deserialize)]
 struct Given {
     devices: Vec<String>,
+    /// What they have, and the container's nodes do not grant.
+    #[serde(default)]
+    left_out: Vec<String>,
 }
 
 fn kept(form: Form) -> &'static str {
@@ -204,7 +221,7 @@ fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
     }
 }
 
-fn told(request: &Request, devices: &[String]) -> String {
+fn told(request: &Request, given: &Given) -> String {
     let by = match request.form {
         Form::Cli => "a hook that runs nvidia-container-cli",
         Form::RuntimeHook => "a hook of NVIDIA's container runtime",
@@ -213,16 +230,64 @@ fn told(request: &Request, devices: &[String]) -> String {
         Form::Volumes => "mounts that stand for devices",
         Form::Variable => "NVIDIA_VISIBLE_DEVICES",
     };
-    format!(
-        "{} asked for by {by}: CDI devices {}",
-        request.devices.join(", "),
-        devices.join(", ")
-    )
+    let devices = given.devices.join(", ");
+    let told = format!(
+        "{} asked for by {by}: CDI devices {devices}",
+        request.devices.join(", ")
+    );
+    match given.left_out.is_empty() {
+        true => told,
+        false => format!(
+            "{told}, without {}, which the container's device nodes do not grant",
+            given.left_out.join(", ")
+        ),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_wrapper_is_left_no_name_of_another_kind() {
+        let ask = |name: &str| {
+            Ask::Request(Request {
+                form: Form::Wrapper,
+                devices: vec!["0".to_owned(), name.to_owned()],
+            })
+        };
+        for ask in [
+            Ask::Nothing,
+            Ask::Nodes,
+            ask("nvidia.com/gpu=1"),
+            ask("runtime.nvidia.com/gpu=1"),
+        ] {
+            assert!(refuse_foreign(&ask).is_ok(), "{ask:?}");
+        }
+        let refused = refuse_foreign(&ask("vendor.example/backup=host"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            refused.starts_with("FIRN-CDI-KIND: ") && refused.contains("vendor.example/backup=host"),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn what_is_left_out_beside_nodes_is_told() {
+        let request = Request {
+            form: Form::Variable,
+            devices: vec!["0".to_owned()],
+        };
+        let said = br#"{"devices": ["nvidia.com/gpu=0"], "left_out": ["/dev/dri/card1"]}"#;
+        let given: Given = serde_json::from_slice(said).unwrap();
+        assert!(
+            told(&request, &given)
+                .ends_with("without /dev/dri/card1, which the container's device nodes do not grant")
+        );
+        let given: Given = serde_json::from_slice(br#"{"devices": ["nvidia.com/gpu=0"]}"#).unwrap();
+        assert!(told(&request, &given).ends_with("CDI devices nvidia.com/gpu=0"));
+    }
 
     #[test]
     fn the_helpers_refusal_is_passed_on_and_its_nonsense_is_not() {

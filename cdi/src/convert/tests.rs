@@ -1,8 +1,11 @@
 use std::path::Path;
 
+use firn_config::{Create, Toolkit};
 use serde_json::{Value, json};
 
+use super::fuzz::{Case, check};
 use super::*;
+use crate::CdiFile;
 
 /// A node with this CDI file alone.
 fn node(file: &str) -> (tempfile::TempDir, Config) {
@@ -51,11 +54,11 @@ fn finished_edits_of_every_kind_are_left_as_they_are() {
         let registry = Registry::read(&config.create.cdi_dirs);
         registry.inject(&mut spec, &[device.parse().unwrap()]).unwrap();
         let spec = Spec::from(spec);
-        assert_eq!(Ask::of(&spec), Ask::Nodes, "{device}");
         assert!(spec.asks_for_gpu() && !spec.gpu_by_hook());
-        for wrapper in [None, Some(&toolkit())] {
-            let (after, names) = convert(spec.clone(), &config, wrapper, false).unwrap();
-            assert_eq!((&after, names.len()), (&spec, 0), "{device}");
+        for rules in [Rules::Own, Rules::Wrapper(toolkit())] {
+            assert_eq!(Ask::of(&spec, &rules), Ask::Nodes, "{device}");
+            let after = convert(spec.clone(), &config, &rules, false).unwrap();
+            assert_eq!((&after.spec, after.names.len()), (&spec, 0), "{device}");
         }
     }
 }
@@ -66,14 +69,13 @@ fn every_strategy_of_the_device_plugin_ends_in_the_same_edits() {
     let uuid = "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1";
     let root = "/var/run/nvidia-container-devices";
     let env = |value: &str| json!([format!("NVIDIA_VISIBLE_DEVICES={value}")]);
-    let node_of_it = json!([{"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1}]);
     let stands_for = json!([{"source": "/dev/null", "destination": format!("{root}/{uuid}")}]);
     let annotation = json!({"cdi.k8s.io/nvidia-device-plugin_x": format!("nvidia.com/gpu={uuid}")});
     let (_dir, config) = node("two-gpus.yaml");
+    let rules = Rules::Wrapper(toolkit());
     let mut all = Vec::new();
     for (pointer, value, variable) in [
         ("/none", json!(null), uuid),
-        ("/linux/devices", node_of_it, uuid),
         ("/mounts", stands_for, root),
         ("/annotations", annotation, "void"),
     ] {
@@ -82,13 +84,362 @@ fn every_strategy_of_the_device_plugin_ends_in_the_same_edits() {
         if let Some(place) = spec.pointer_mut(pointer) {
             *place = value;
         }
-        let (edited, names) = convert(Spec::from(spec), &config, Some(&toolkit()), false).unwrap();
-        assert_eq!(names.len(), 1, "{pointer}");
-        assert_eq!(Ask::of(&edited), Ask::Nodes, "{pointer}");
-        assert_eq!(Ask::of_wrapped(&edited, &toolkit()), Ask::Nodes, "{pointer}");
-        let mut edited = edited.into_value();
+        let edited = convert(Spec::from(spec), &config, &rules, false).unwrap();
+        assert_eq!((edited.names.len(), edited.left_out.len()), (1, 0), "{pointer}");
+        for rules in [&Rules::Own, &rules] {
+            assert_eq!(Ask::of(&edited.spec, rules), Ask::Nodes, "{pointer}");
+        }
+        let mut edited = edited.spec.into_value();
         edited["annotations"] = json!({});
         all.push(edited);
     }
     assert!(all.iter().all(|edited| *edited == all[0]), "{all:#?}");
+
+    // With PASS_DEVICE_SPECS the nodes are the grant, and the name adds what goes with them.
+    let nodes: Vec<Value> = [
+        "nvidiactl",
+        "nvidia-uvm",
+        "nvidia-uvm-tools",
+        "nvidia-modeset",
+        "nvidia1",
+    ]
+    .map(|name| json!({"path": format!("/dev/{name}"), "type": "c", "major": 195, "minor": 1}))
+    .to_vec();
+    let spec =
+        json!({"linux": {"devices": nodes}, "mounts": [], "annotations": {}, "process": {"env": env(uuid)}});
+    let edited = convert(Spec::from(spec), &config, &rules, false).unwrap();
+    let left: Vec<&str> = edited.left_out.iter().map(String::as_str).collect();
+    assert_eq!(
+        left,
+        [
+            "/dev/dri/card2",
+            "/dev/dri/renderD129",
+            "/run/nvidia-persistenced/socket"
+        ]
+    );
+    let edited = edited.spec.into_value();
+    assert_eq!(edited["linux"], json!({"devices": nodes}));
+    let is_socket = |mount: &Value| mount["destination"] == "/run/nvidia-persistenced/socket";
+    let mut mounts = all[0]["mounts"].as_array().unwrap().clone();
+    mounts.retain(|mount| !is_socket(mount));
+    assert_eq!(edited["mounts"], json!(mounts));
+    assert_eq!(edited["process"], all[0]["process"]);
+    let hooks = edited["hooks"]["createContainer"].to_string();
+    assert!(hooks.contains("update-ldcache") && hooks.contains("create-symlinks"));
+}
+
+fn gpu(minor: u64) -> Value {
+    json!({"path": format!("/dev/nvidia{minor}"), "type": "c", "major": 195, "minor": minor})
+}
+
+fn file(kind: &str, name: &str, edits: Value, common: Value) -> CdiFile {
+    let devices = [json!({"name": name, "containerEdits": edits})];
+    let text = json!({"cdiVersion": "1.1.0", "kind": kind, "devices": devices, "containerEdits": common});
+    CdiFile::parse(
+        &Path::new("/etc/cdi").join(format!("{name}.json")),
+        text.to_string().as_bytes(),
+    )
+    .unwrap()
+}
+
+/// With `visible-devices = true`, a variable with these names in a container that has GPU 0, and these edits in the file of `0`.
+fn beside_nodes(common: Value) -> Result<Converted, ConvertError> {
+    let spec = json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "linux": {"devices": [gpu(0)]}});
+    let mut config = Config::default();
+    config.create.visible_devices = true;
+    let nvidia = file(KIND, "0", json!({"deviceNodes": [gpu(0)]}), common);
+    convert_by(spec.into(), &config, &Rules::Own, false, || {
+        Registry::of([nvidia])
+    })
+}
+
+#[test]
+fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
+    let mount = |options: &[&str], kind: &str| json!({"mounts": [{"hostPath": "/srv", "containerPath": "/srv", "options": options, "type": kind}]});
+    let hook = |stage: &str, path: &str, verb: &str| json!({"hooks": [{"hookName": stage, "path": path, "args": ["x", verb]}]});
+    for (edits, told) in [
+        (json!({"deviceNodes": [gpu(1)]}), "device node /dev/nvidia1"),
+        (
+            json!({"deviceNodes": [{"path": "/dev/sda", "type": "b", "major": 8, "minor": 0}]}),
+            "device node /dev/sda",
+        ),
+        (mount(&["rbind"], "bind"), "mount of /srv at /srv"),
+        (mount(&["rbind", "rw"], ""), "mount of /srv at /srv"),
+        (mount(&["rbind", "ro", "rw"], ""), "mount of /srv at /srv"),
+        (mount(&["ro"], "ext4"), "mount of /srv at /srv"),
+        (mount(&["ro"], ""), "mount of /srv at /srv"),
+        (
+            json!({"mounts": [{"hostPath": "/dev/sda", "containerPath": "/x", "options": ["bind", "ro"]}]}),
+            "mount of /dev/sda at /x",
+        ),
+        (
+            json!({"mounts": [{"hostPath": "/usr/../dev/sda", "containerPath": "/x", "options": ["bind", "ro"]}]}),
+            "mount of /usr/../dev/sda",
+        ),
+        (
+            json!({"netDevices": [{"hostInterfaceName": "eth1", "name": "eth1"}]}),
+            "network device eth1",
+        ),
+        (json!({"intelRdt": {"closID": "x"}}), "intelRdt"),
+        (
+            hook("createRuntime", "/usr/bin/nvidia-cdi-hook", "update-ldcache"),
+            "createRuntime hook /usr/bin/nvidia-cdi-hook",
+        ),
+        (
+            hook("createContainer", "/usr/bin/other", "update-ldcache"),
+            "createContainer hook /usr/bin/other",
+        ),
+        (
+            hook("createContainer", "/usr/bin/nvidia-cdi-hook", "chmod"),
+            "createContainer hook /usr/bin/nvidia-cdi-hook",
+        ),
+    ] {
+        let error = beside_nodes(edits.clone()).unwrap_err();
+        assert_eq!(error.code(), "FIRN-CDI-GRANT", "{edits}");
+        let said = error.to_string();
+        assert!(
+            said.starts_with(told) && said.contains("/etc/cdi/0.json"),
+            "{edits}: {said}"
+        );
+    }
+    for (edits, left) in [
+        (mount(&["rbind", "ro"], ""), &[][..]),
+        (mount(&["rro"], "bind"), &[]),
+        (
+            hook("createContainer", "/usr/bin/nvidia-cdi-hook", "update-ldcache"),
+            &[],
+        ),
+        (json!({"additionalGids": [44]}), &["group 44"]),
+        (
+            json!({"deviceNodes": [{"path": "/dev/nvidiactl", "type": "c", "major": 195, "minor": 255}]}),
+            &["/dev/nvidiactl"],
+        ),
+        (
+            json!({"mounts": [{"hostPath": "/tmp/nvidia-mps", "containerPath": "/tmp/nvidia-mps", "options": ["rbind"]}]}),
+            &["/tmp/nvidia-mps"],
+        ),
+    ] {
+        let made = beside_nodes(edits.clone()).unwrap();
+        assert!(made.left_out.iter().eq(left), "{edits}: {:?}", made.left_out);
+        assert_eq!(made.names.len(), 1);
+    }
+}
+
+/// Every node of the host is a privileged container's, which no one has chosen.
+#[test]
+fn nodes_of_a_privileged_container_are_no_grant() {
+    let mut config = Config::default();
+    config.create.visible_devices = true;
+    let socket = json!({"mounts": [{"hostPath": "/s", "containerPath": "/s", "options": ["bind"]}]});
+    let convert = |rules: Value| {
+        let spec = json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "linux": {
+            "devices": [gpu(0)],
+            "resources": {"devices": rules},
+        }});
+        let nvidia = file(KIND, "0", json!({"deviceNodes": [gpu(0)]}), socket.clone());
+        convert_by(spec.into(), &config, &Rules::Own, false, || {
+            Registry::of([nvidia])
+        })
+    };
+    let all = json!({"allow": true, "access": "rwm"});
+    let none = json!({"allow": false, "access": "rwm"});
+    convert(json!([none, all])).unwrap();
+    for rules in [
+        json!([]),
+        json!([all, none]),
+        json!([{"allow": true, "access": "m"}]),
+        json!([{"allow": true, "type": "c", "access": "rwm"}]),
+    ] {
+        assert_eq!(
+            convert(rules.clone()).unwrap_err().code(),
+            "FIRN-CDI-GRANT",
+            "{rules}"
+        );
+    }
+}
+
+#[test]
+fn devices_of_another_kind_are_refused_unless_containerd_has_given_them() {
+    let nic = || {
+        file(
+            "vendor.example/nic",
+            "a",
+            json!({"deviceNodes": [{"path": "/dev/nic", "type": "c", "major": 9, "minor": 9}]}),
+            json!({}),
+        )
+    };
+    let nvidia = || file(KIND, "0", json!({"deviceNodes": [gpu(0)]}), json!({}));
+    let mut config = Config::default();
+    config.create.cdi_annotations = true;
+    let convert = |spec: Spec| {
+        convert_by(spec, &config, &Rules::Own, false, || {
+            Registry::of([nic(), nvidia()])
+        })
+    };
+    let annotated = json!({"annotations": {"cdi.k8s.io/a": "vendor.example/nic=a"}});
+    let error = convert(annotated.clone().into()).unwrap_err();
+    assert_eq!(error.code(), "FIRN-CDI-KIND");
+    assert!(error.to_string().contains("vendor.example/nic=a"), "{error}");
+    assert!(error.hint().contains("ctr run --device"));
+
+    let mut acted_on = annotated;
+    Registry::of([nic()])
+        .inject(&mut acted_on, &["vendor.example/nic=a".parse().unwrap()])
+        .unwrap();
+    let left = convert(acted_on.clone().into()).unwrap();
+    assert_eq!((left.names.len(), left.spec), (0, acted_on.clone().into()));
+    acted_on["annotations"]["cdi.k8s.io/b"] = json!("nvidia.com/gpu=0");
+    let given = convert(acted_on.into()).unwrap();
+    assert_eq!(given.names, ["nvidia.com/gpu=0".parse().unwrap()]);
+}
+
+/// Numbers that look random and are the same every time.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 >> 16).unwrap() % sides
+    }
+
+    fn coin(&mut self) -> bool {
+        self.roll(2) == 0
+    }
+
+    fn some<T: Clone>(&mut self, of: &[T]) -> Vec<T> {
+        of.iter().filter(|_| self.roll(3) == 0).cloned().collect()
+    }
+}
+
+/// Anything that may be in a CDI file.
+fn any_edits(dice: &mut Dice) -> Value {
+    let nodes = [
+        gpu(0),
+        gpu(1),
+        json!({"path": "/dev/nvidiactl", "type": "c", "major": 195, "minor": 255}),
+        json!({"path": "/dev/dri/card0", "type": "c", "major": 226, "minor": 0}),
+        json!({"path": "/dev/sda", "type": "b", "major": 8, "minor": 0}),
+        json!({"path": "/dev/nvidia0", "type": "b", "major": 8, "minor": 0}),
+    ];
+    let mount = |at: &str, options: &[&str]| json!({"hostPath": at, "containerPath": at, "options": options});
+    let mounts = [
+        mount("/usr/lib/libcuda.so", &["ro", "rbind"]),
+        mount("/run/nvidia-persistenced/socket", &["rbind"]),
+        mount("/srv", &["rbind", "rw"]),
+        mount("/dev/sdb", &["bind", "ro"]),
+        json!({"hostPath": "/dev/sdb", "containerPath": "/disk", "type": "ext4", "options": ["ro"]}),
+    ];
+    let hook =
+        |stage: &str, path: &str| json!({"hookName": stage, "path": path, "args": ["x", "update-ldcache"]});
+    let hooks = [
+        hook("createContainer", "/usr/bin/nvidia-cdi-hook"),
+        hook("createContainer", "/usr/bin/sh"),
+        hook("prestart", "/usr/bin/nvidia-cdi-hook"),
+    ];
+    let nodes = match dice.coin() {
+        true => dice.some(&nodes[..4]),
+        false => dice.some(&nodes),
+    };
+    let (mounts, hooks) = match dice.coin() {
+        true => (dice.some(&mounts[..2]), dice.some(&hooks[..1])),
+        false => (dice.some(&mounts), dice.some(&hooks)),
+    };
+    let mut edits = json!({"env": ["A=b"], "deviceNodes": nodes, "mounts": mounts, "hooks": hooks});
+    if dice.roll(8) == 0 {
+        edits["netDevices"] = json!([{"hostInterfaceName": "eth1", "name": "eth1"}]);
+        edits["additionalGids"] = json!([44]);
+    }
+    edits
+}
+
+fn any_case(dice: &mut Dice) -> Case {
+    const NAMES: [&str; 7] = [
+        "0",
+        "all",
+        "nvidia.com/gpu=0",
+        "runtime.nvidia.com/gpu=0",
+        "vendor.example/backup=0",
+        "void",
+        "7",
+    ];
+    let mut kinds = vec!["nvidia.com/gpu", "vendor.example/backup"];
+    kinds.extend(dice.coin().then_some("runtime.nvidia.com/gpu"));
+    let files = kinds.iter().map(|kind| {
+        let (edits, common) = (any_edits(dice), any_edits(dice));
+        file(kind, "0", edits, common)
+    });
+    let files = files.collect();
+    let names = |dice: &mut Dice| match dice.coin() {
+        true => NAMES[dice.roll(4)].to_owned(),
+        false => dice.some(&NAMES).join(","),
+    };
+    let mut spec = json!({"linux": {"devices": dice.some(&[gpu(0), json!({"path": "/dev/nvidiactl", "type": "c", "major": 195, "minor": 255})])}});
+    let mut env = vec!["PATH=/bin".to_owned()];
+    if dice.coin() {
+        env.push(format!("NVIDIA_VISIBLE_DEVICES={}", names(dice)));
+    }
+    env.extend((dice.roll(8) == 0).then(|| "CUDA_VERSION=8.0".to_owned()));
+    spec["process"] = json!({ "env": env });
+    if dice.roll(4) == 0 {
+        spec["annotations"] = json!({"cdi.k8s.io/a": names(dice)});
+    }
+    if dice.roll(4) == 0 {
+        let at = ["0", "cdi/nvidia.com/gpu/0", "cdi/vendor.example/backup/0"][dice.roll(3)];
+        let at = format!("/var/run/nvidia-container-devices/{at}");
+        spec["mounts"] = json!([{"source": "/dev/null", "destination": at}]);
+    }
+    let toolkit = Toolkit {
+        visible_devices: dice.coin(),
+        volume_mounts: dice.coin(),
+        annotations: dice.some(&["cdi.k8s.io/".to_owned()]),
+        only_full_names: dice.coin(),
+        ..Toolkit::default()
+    };
+    let rules = match dice.roll(3) {
+        0 => Rules::Own,
+        1 => Rules::Wrapper(toolkit),
+        _ => {
+            let path = "/usr/bin/nvidia-container-runtime-hook";
+            spec["hooks"] = json!({"prestart": [{"path": path, "args": ["hook", "prestart"]}]});
+            Rules::Hook(toolkit)
+        }
+    };
+    let create = Create {
+        visible_devices: dice.coin(),
+        volume_mounts: dice.coin(),
+        cdi_annotations: dice.coin(),
+        ..Create::default()
+    };
+    Case {
+        spec,
+        files,
+        create,
+        rules,
+    }
+}
+
+#[test]
+fn names_never_give_more_than_the_operator_grants() {
+    let mut dice = Dice(0x5eed);
+    let mut seen = std::collections::BTreeMap::new();
+    for _ in 0..5_000 {
+        let beside = |case: &Case| !Spec::from(case.spec.clone()).gpu_nodes().is_empty();
+        let case = any_case(&mut dice);
+        let beside = beside(&case);
+        let came_to = check(case).expect("none is privileged");
+        *seen.entry((beside, came_to)).or_insert(0) += 1;
+    }
+    for all in [
+        (false, Ok(true)),
+        (true, Ok(true)),
+        (false, Err("FIRN-CDI-KIND")),
+        (true, Err("FIRN-CDI-GRANT")),
+    ] {
+        assert!(
+            seen.get(&all).is_some_and(|times| *times > 20),
+            "{all:?} of {seen:?}"
+        );
+    }
 }

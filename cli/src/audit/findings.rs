@@ -8,7 +8,7 @@ use firn_gpu::{Gpu, Inventory};
 use firn_oci::manifest::Manifest;
 use firn_oci::procfs::comm;
 use firn_oci::surroundings::{self, Others, Refusal as Refused, exec_policy};
-use firn_oci::{Ask, GrantError, Spec, criu};
+use firn_oci::{Ask, GrantError, Rules, Spec, criu};
 use serde::Serialize;
 
 use super::subject::Subject;
@@ -285,15 +285,19 @@ impl Signals {
 
 /// What the shim would make of a hook in a new container's spec.
 fn created_anew(spec: &Spec, config: &Config) -> String {
-    let Ask::Request(request) = Ask::of(spec) else {
+    let rules = match Rules::of(spec, None) {
+        Ok(rules) => rules,
+        Err(error) => return format!("created anew it would be refused: {}", Failure::from(error)),
+    };
+    let Ask::Request(request) = Ask::of(spec, &rules) else {
         return "its hook names no devices".to_owned();
     };
     if !request.form.counts(&config.create) {
         return "the configuration lets hooks be: [create] hooks".to_owned();
     }
-    match firn_cdi::convert(spec.clone(), config, None, false) {
-        Ok((_, names)) => {
-            let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+    match firn_cdi::convert(spec.clone(), config, &rules, false) {
+        Ok(converted) => {
+            let names: Vec<String> = converted.names.iter().map(ToString::to_string).collect();
             format!("created anew it would get CDI devices {}", names.join(", "))
         }
         Err(error) => format!("created anew it would not be converted: {}", Failure::from(error)),

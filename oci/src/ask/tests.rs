@@ -2,8 +2,24 @@ use serde_json::json;
 
 use super::*;
 
+/// By the defaults of NVIDIA's toolkit, where its hook is in the spec.
 fn ask(spec: Value) -> Ask {
-    Ask::of(&Spec::from(spec))
+    let spec = Spec::from(spec);
+    let rules = match toolkit_hook(&spec) {
+        Some(_) => Rules::Hook(toolkit(true, false, &[])),
+        None => Rules::Own,
+    };
+    Ask::of(&spec, &rules)
+}
+
+fn toolkit(visible_devices: bool, volume_mounts: bool, annotations: &[&str]) -> Toolkit {
+    Toolkit {
+        visible_devices,
+        volume_mounts,
+        annotations: annotations.iter().map(ToString::to_string).collect(),
+        only_full_names: true,
+        ..Toolkit::default()
+    }
 }
 
 fn request(form: Form, devices: &[&str]) -> Ask {
@@ -103,8 +119,8 @@ fn every_way_of_asking_is_told_from_the_others() {
             request(Form::RuntimeHook, &["all"]),
         ),
         (
-            json!({"hooks": prestart(), "process": env(VOLUMES), "mounts": [stands_for("GPU-1")]}),
-            request(Form::RuntimeHook, &["GPU-1"]),
+            json!({"hooks": prestart(), "process": env("GPU-2"), "mounts": [stands_for("GPU-1")]}),
+            request(Form::RuntimeHook, &["GPU-2"]),
         ),
         (json!({"process": env("all")}), request(Form::Variable, &["all"])),
         (
@@ -139,13 +155,6 @@ fn every_way_of_asking_is_told_from_the_others() {
 
 #[test]
 fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
-    let toolkit = |visible_devices, volume_mounts, annotations: &[&str]| Toolkit {
-        visible_devices,
-        volume_mounts,
-        annotations: annotations.iter().map(ToString::to_string).collect(),
-        only_full_names: true,
-        ..Toolkit::default()
-    };
     let default = toolkit(true, false, &["cdi.k8s.io/"]);
     let hardened = toolkit(false, true, &[]);
     let swarm = Toolkit {
@@ -226,11 +235,92 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
         (&hardened, json!({"annotations": annotation}), Ask::Nothing),
     ] {
         assert_eq!(
-            Ask::of_wrapped(&Spec::from(spec.clone()), toolkit),
+            Ask::of(&Spec::from(spec.clone()), &Rules::Wrapper(toolkit.clone())),
             expected,
             "{spec}"
         );
     }
+}
+
+#[test]
+fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
+    let hardened = toolkit(false, true, &[]);
+    let swarm = Toolkit {
+        variables: vec!["DOCKER_RESOURCE_GPU".to_owned()],
+        ..toolkit(true, false, &[])
+    };
+    let mounts = json!([{"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-2")}]);
+    let mut privileged = env("GPU-1");
+    privileged["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
+    let old = json!({"env": ["CUDA_VERSION=8.0"]});
+    let asked = |name: &str| request(Form::RuntimeHook, &[name]);
+    for (toolkit, spec, expected) in [
+        (&hardened, json!({"process": env("all")}), Ask::Nothing),
+        (&hardened, json!({"process": old}), Ask::Nothing),
+        (&hardened, json!({"process": privileged}), asked("GPU-1")),
+        (
+            &hardened,
+            json!({"process": env("all"), "mounts": mounts}),
+            asked("GPU-2"),
+        ),
+        (
+            &toolkit(false, false, &[]),
+            json!({"process": env(VOLUMES), "mounts": mounts}),
+            Ask::Nothing,
+        ),
+        (
+            &swarm,
+            json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "DOCKER_RESOURCE_GPU=GPU-1"]}}),
+            asked("GPU-1"),
+        ),
+        // The wrapper goes by annotations, its hook does not.
+        (
+            &toolkit(false, false, &["cdi.k8s.io/"]),
+            json!({"annotations": {"cdi.k8s.io/p": "nvidia.com/gpu=3"}}),
+            Ask::Nothing,
+        ),
+    ] {
+        let mut spec = spec;
+        spec["hooks"] = prestart();
+        let spec = Spec::from(spec);
+        assert_eq!(
+            Ask::of(&spec, &Rules::Hook(toolkit.clone())),
+            expected,
+            "{spec:?}"
+        );
+    }
+}
+
+#[test]
+fn the_settings_are_those_of_who_would_give_the_gpus() {
+    let [plain, hooked] = [json!({}), json!({"hooks": prestart()})].map(Spec::from);
+    let wrapper = Path::new("/nonexistent/nvidia-container-runtime");
+    assert_eq!(Rules::of(&plain, None).unwrap(), Rules::Own);
+    assert!(matches!(Rules::of(&hooked, None).unwrap(), Rules::Hook(_)));
+    for spec in [&plain, &hooked] {
+        assert!(matches!(
+            Rules::of(spec, Some(wrapper)).unwrap(),
+            Rules::Wrapper(_)
+        ));
+    }
+}
+
+#[test]
+fn devices_of_other_kinds_are_told_apart() {
+    let devices = [
+        "0",
+        "GPU-1",
+        "nvidia.com/gpu=0",
+        "runtime.nvidia.com/gpu=1",
+        "v/disk=a",
+        "x=nvidia.com/gpu",
+    ];
+    let request = Request {
+        form: Form::Variable,
+        devices: devices.map(str::to_owned).to_vec(),
+    };
+    let foreign: Vec<&str> = request.foreign().collect();
+    assert_eq!(foreign, ["v/disk=a", "x=nvidia.com/gpu"]);
 }
 
 #[test]

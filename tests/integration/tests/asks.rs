@@ -282,8 +282,17 @@ fn what_nvidias_wrapper_of_runc_would_give_moves_and_the_wrapper_is_not_called()
             host.drop_in()?;
         }
         let wrapped = ["--runtime", "io.containerd.runc.v2", "--runc-binary", WRAPPER];
-        // As Kubernetes' device plugin asks with PASS_DEVICE_SPECS: a node, and a name for the libraries.
-        let asked = ["--device", "/dev/nvidia0", "--env", "NVIDIA_VISIBLE_DEVICES=0"];
+        // As Kubernetes' device plugin asks with PASS_DEVICE_SPECS: nodes, and a name for the libraries.
+        let asked = [
+            "--device",
+            "/dev/nvidia0",
+            "--device",
+            "/dev/nvidiactl",
+            "--device",
+            UVM,
+            "--env",
+            "NVIDIA_VISIBLE_DEVICES=0",
+        ];
         let options = [&wrapped[..], &asked].concat();
         moves(a, b, &options, &b.uuids()[0])?;
         for host in [&*a, &*b] {
@@ -413,6 +422,67 @@ fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Resu
         host.configure("[create]\nvisible-devices = true\n")?;
         let by_hand = [&image[..], &["--device", "/dev/nvidia0"]].concat();
         Container::run(host, "nodes", &by_hand, &["sleep", "1000"])?.remove()?;
+        host.idle()
+    })
+}
+
+/// A CDI file that gives a disk of the host and its whole root, as one for a backup may.
+const BACKUP: &str = r#"{"cdiVersion": "0.6.0", "kind": "vendor.example/backup", "devices": [{"name": "host", "containerEdits": {
+    "deviceNodes": [{"path": "/dev/backup", "type": "b", "major": 7, "minor": 99}],
+    "mounts": [{"hostPath": "/", "containerPath": "/host", "options": ["rbind", "rw"]}]}}]}"#;
+
+/// What an image's variables can do alone, on nodes where the operator lets them count.
+#[test]
+fn names_of_an_image_give_no_more_than_the_operator_grants() -> Result<()> {
+    let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+    on([host(Suite::Forky, "ak-more", &gpus)?], |[host]| {
+        host.node().write("/etc/cdi/backup.json", BACKUP)?;
+        host.configure("[create]\nvisible-devices = true\n")?;
+        let refused = |id: &str, options: &[&str]| {
+            let names = [
+                "--runtime",
+                FIRN,
+                "--env",
+                "NVIDIA_VISIBLE_DEVICES=0,vendor.example/backup=host",
+            ];
+            let said = Container::run(host, id, &[&names[..], options].concat(), &["sleep", "1000"]);
+            let said = format!("{:#}", said.err().context("it was started")?);
+            ensure!(
+                said.contains("FIRN-CDI-KIND") && said.contains("hint: "),
+                "{said}"
+            );
+            Container::known(host, id).nothing_left()
+        };
+        refused("backup", &[])?;
+
+        // Its nodes are its grant, whatever it names beside them.
+        let options = [
+            "--runtime",
+            FIRN,
+            "--device",
+            "/dev/nvidia1",
+            "--env",
+            "NVIDIA_VISIBLE_DEVICES=all",
+        ];
+        let granted = Container::run(host, "granted", &options, &["sleep", "1000"])?;
+        let has = granted.exec(&["sh", "-c", "ls /dev/nvidia*"])?;
+        ensure!(has == "/dev/nvidia1\n", "it has {has}");
+        ensure!(host.log().contains("FIRN-CDI-GRANT"), "nobody was told");
+        granted.remove()?;
+
+        // NVIDIA's hook goes by the settings of NVIDIA's toolkit, and so does firn in its place.
+        host.configure("")?;
+        as_docker(host)?;
+        refused("by-hook", &[])?;
+        host.node().write(
+            "/etc/nvidia-container-runtime/config.toml",
+            "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n",
+        )?;
+        let options = ["--runtime", FIRN, "--env", "NVIDIA_VISIBLE_DEVICES=all"];
+        let hardened = Container::run(host, "hardened", &options, &["sleep", "1000"])?;
+        let has = hardened.exec(&["sh", "-c", "ls /dev"])?;
+        ensure!(!has.contains("nvidia"), "it has {has}");
+        hardened.remove()?;
         host.idle()
     })
 }

@@ -1,0 +1,151 @@
+//! The edits of CDI devices in a spec whose device nodes are the grant already.
+//!
+//! Kubernetes' device plugin can hand out nodes and a name for the rest: the libraries. The name may be the image's or the pod's, and
+//! the nodes are the operator's. So of the device's edits those are made that give nothing: variables, read-only bind mounts, and
+//! hooks that make links and the loader's cache. What NVIDIA's files have for every GPU, and a container can do without, is left out:
+//! other nodes of the driver, nodes of graphics, sockets of its daemons, groups. Anything else would widen the grant, and is refused.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use firn_oci::mounts::is_daemon_socket;
+use firn_oci::{GpuPath, classify};
+use serde_json::{Value, json};
+
+use crate::file::{Edits, Hook, Mount};
+use crate::{CdiError, DeviceName, Registry};
+
+/// Where clients of the MPS daemon find it.
+const MPS: &str = "/tmp/nvidia-mps";
+
+/// What hooks of NVIDIA's, or of firn's, may do beside nodes: they change files of the container alone.
+const HOOKS: [(&str, &[&str]); 3] = [
+    ("nvidia-cdi-hook", &OF_NVIDIA),
+    ("nvidia-ctk", &OF_NVIDIA),
+    ("firn-hook", &["create-symlinks", "update-ldcache"]),
+];
+const OF_NVIDIA: [&str; 5] = [
+    "create-symlinks",
+    "update-ldcache",
+    "enable-cuda-compat",
+    "update-application-profile",
+    "disable-device-node-modification",
+];
+
+impl Registry {
+    /// Adds to a container what these devices have beside their nodes. Gives what was left out, for people.
+    pub fn inject_beside_nodes(
+        &self,
+        spec: &mut Value,
+        names: &[DeviceName],
+    ) -> Result<BTreeSet<String>, CdiError> {
+        let mut left_out = BTreeSet::new();
+        self.inject_edits(spec, names, |file, name, edits, spec| {
+            let (edits, left) = harmless(edits, spec).map_err(|edit| CdiError::Beyond {
+                name: name.to_string(),
+                file: file.to_owned(),
+                edit,
+            })?;
+            left_out.extend(left);
+            Ok(edits)
+        })?;
+        Ok(left_out)
+    }
+}
+
+/// Of these edits those that give the container nothing, and what is left out; or the edit that would give it more than its nodes.
+fn harmless(edits: &Edits, spec: &Value) -> Result<(Edits, Vec<String>), String> {
+    let mut left = Vec::new();
+    let list = |pointer| {
+        spec.pointer(pointer)
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+    };
+    for node in &edits.device_nodes {
+        let path = Path::new(&node.path);
+        if list("/linux/devices").any(|device| device["path"] == json!(node.path)) {
+            continue;
+        }
+        match classify(path) {
+            Some(GpuPath::Control | GpuPath::Graphics) => left.push(node.path.clone()),
+            Some(GpuPath::Gpu) | None => return Err(format!("device node {}", node.path)),
+        }
+    }
+    if let Some(device) = edits.net_devices.first() {
+        return Err(format!("network device {}", device.host_interface_name));
+    }
+    if edits.intel_rdt.is_some() {
+        return Err("intelRdt".to_owned());
+    }
+    let mut mounts = Vec::new();
+    for mount in &edits.mounts {
+        match mount.is_harmless() {
+            true => mounts.push(mount.clone()),
+            false if mount.is_dispensable() => left.push(mount.container_path.clone()),
+            false => {
+                return Err(format!(
+                    "mount of {} at {}, which is no read-only bind mount of files",
+                    mount.host_path, mount.container_path
+                ));
+            }
+        }
+    }
+    if let Some(hook) = edits.hooks.iter().find(|hook| !hook.is_harmless()) {
+        return Err(format!("{} hook {}", hook.hook_name, hook.path));
+    }
+    let gids = edits.additional_gids.iter();
+    let has_not = |gid: &&u32| !list("/process/user/additionalGids").any(|other| other == &json!(gid));
+    left.extend(gids.filter(has_not).map(|gid| format!("group {gid}")));
+    let made = Edits {
+        env: edits.env.clone(),
+        mounts,
+        hooks: edits.hooks.clone(),
+        ..Edits::default()
+    };
+    Ok((made, left))
+}
+
+impl Mount {
+    /// Whether nothing can be written through it, and no device be opened.
+    fn is_harmless(&self) -> bool {
+        let has = |names: &[&str]| self.options.iter().any(|option| names.contains(&option.as_str()));
+        let is_bind = match self.kind.as_deref() {
+            None | Some("" | "none") => has(&["bind", "rbind"]),
+            Some(kind) => kind == "bind",
+        };
+        let in_dev = [&self.host_path, &self.container_path]
+            .into_iter()
+            .any(|path| below_dev(path));
+        is_bind && has(&["ro", "rro"]) && !has(&["rw", "rrw"]) && !in_dev
+    }
+
+    fn is_dispensable(&self) -> bool {
+        let at = Path::new(&self.container_path);
+        is_daemon_socket(at) || at == Path::new(MPS)
+    }
+}
+
+/// Whether a path leads to /dev or below, as far as names tell. One with `..` may.
+fn below_dev(path: &str) -> bool {
+    let path = Path::new(path);
+    let leads_up = path
+        .components()
+        .any(|part| part == std::path::Component::ParentDir);
+    leads_up || path.starts_with("/dev") || !path.has_root()
+}
+
+impl Hook {
+    fn is_harmless(&self) -> bool {
+        let program = Path::new(&self.path).file_name().and_then(|name| name.to_str());
+        let known = HOOKS.iter().find(|(name, _)| Some(*name) == program);
+        let verb = match self.args.get(1).map(String::as_str) {
+            Some("hook") => self.args.get(2).map(String::as_str),
+            verb => verb,
+        };
+        self.hook_name == "createContainer"
+            && known
+                .zip(verb)
+                .is_some_and(|((_, verbs), verb)| verbs.contains(&verb))
+    }
+}
