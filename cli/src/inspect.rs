@@ -9,6 +9,7 @@ use serde_json::json;
 
 use crate::args::InspectArgs;
 use crate::failure::Failure;
+use crate::output::{self, line};
 use crate::text;
 
 /// What was found. A checkpoint without manifest is whole if CRIU finished it.
@@ -24,17 +25,14 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
         let (manifest, images) = found
             .as_ref()
             .map_or((None, &[][..]), |f| (f.manifest.as_ref(), &f.images));
-        println!(
-            "{:#}",
-            json!({"manifest": manifest, "images": images, "failure": failure})
-        );
+        output::json(&json!({"manifest": manifest, "images": images, "failure": failure}))?;
     } else {
         if let Some(found) = &found {
             print(found);
         }
         match &failure {
-            None => println!("integrity  whole"),
-            Some(failure) => println!("integrity  {failure}"),
+            None => line!("integrity  whole"),
+            Some(failure) => line!("integrity  {failure}"),
         }
     }
     Ok(failure.is_none())
@@ -73,12 +71,12 @@ fn look(dir: &Path) -> (Option<Found>, Option<Failure>) {
 fn print(found: &Found) {
     match &found.manifest {
         Some(manifest) => print_manifest(manifest),
-        None => println!(
-            "manifest   none: not made by firn. It restores only into a container that asks for no GPU"
-        ),
+        None => {
+            line!("manifest   none: not made by firn. It restores only into a container that asks for no GPU")
+        }
     }
     let size = found.images.iter().map(|file| file.size).sum();
-    println!("images     {} files, {}", found.images.len(), text::bytes(size));
+    line!("images     {} files, {}", found.images.len(), text::bytes(size));
 }
 
 fn print_manifest(manifest: &Manifest) {
@@ -94,9 +92,9 @@ fn print_manifest(manifest: &Manifest) {
         .filter(|(_, v)| !v.is_empty())
         .map(|(name, v)| format!("{name} {v}"))
         .collect();
-    println!("made by    {}", made_by.join(", "));
+    line!("made by    {}", made_by.join(", "));
     if let Some(driver) = &manifest.driver {
-        println!(
+        line!(
             "driver     {} (CUDA {})",
             driver.driver,
             text::cuda_version(driver.cuda)
@@ -104,16 +102,19 @@ fn print_manifest(manifest: &Manifest) {
     }
     for gpu in &manifest.gpus {
         let memory = text::bytes(gpu.memory_total);
-        println!(
+        line!(
             "gpu        {} {}, {memory}, minor {}, {}",
-            gpu.uuid, gpu.name, gpu.minor, gpu.pci_address
+            gpu.uuid,
+            gpu.name,
+            gpu.minor,
+            gpu.pci_address
         );
     }
     match manifest.processes.as_slice() {
-        [] => println!("processes  none with GPU state"),
+        [] => line!("processes  none with GPU state"),
         processes => {
             let pids: Vec<String> = processes.iter().map(|process| process.pid.to_string()).collect();
-            println!(
+            line!(
                 "processes  {} with GPU state: pid {} in the container",
                 pids.len(),
                 pids.join(", ")
@@ -131,7 +132,7 @@ fn print_manifest(manifest: &Manifest) {
         .filter(|(_, set)| *set)
         .map(|(name, _)| *name)
         .collect();
-    println!(
+    line!(
         "dumped     {}",
         if flags.is_empty() {
             "without options".to_owned()
@@ -140,7 +141,7 @@ fn print_manifest(manifest: &Manifest) {
         }
     );
     for mount in &manifest.mounts {
-        println!(
+        line!(
             "mount      {} (from {})",
             mount.destination.display(),
             mount.source_name

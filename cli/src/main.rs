@@ -3,6 +3,7 @@
 //! Nothing here changes anything but `cdi generate`, which writes the file that it is told to. The driver is asked by way of
 //! `firn-gpu`.
 #![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod args;
 mod audit;
@@ -10,6 +11,7 @@ mod cdi;
 mod doctor;
 mod failure;
 mod inspect;
+mod output;
 mod plan;
 mod program;
 mod text;
@@ -36,10 +38,14 @@ fn main() -> ExitCode {
         Command::Cdi(command) => cdi::run(&command),
     };
     match result {
+        Ok(_) if !output::is_complete() => {
+            output::note!("firn: cannot write to standard output");
+            ExitCode::FAILURE
+        }
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("firn: {error:#}");
+            output::note!("firn: {error:#}");
             ExitCode::FAILURE
         }
     }

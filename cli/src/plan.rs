@@ -15,6 +15,7 @@ use serde_json::json;
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
+use crate::output::{self, line};
 use crate::program;
 
 /// A restore that would be accepted.
@@ -38,21 +39,18 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
     let result = decide(args, &config)?;
     if args.json {
         let gpus = result.as_ref().ok().and_then(|accepted| accepted.gpus.as_ref());
-        println!(
-            "{:#}",
-            json!({
-                "accepted": result.is_ok(),
-                "map": gpus.map(|(decision, _)| &decision.map),
-                "basis": gpus.map(|(decision, _)| basis(decision)),
-                "warnings": gpus.map(|(decision, _)| &decision.warnings),
-                "unseen": result.as_ref().ok().map(|accepted| &accepted.unseen),
-                "failure": result.as_ref().err(),
-            })
-        );
+        output::json(&json!({
+            "accepted": result.is_ok(),
+            "map": gpus.map(|(decision, _)| &decision.map),
+            "basis": gpus.map(|(decision, _)| basis(decision)),
+            "warnings": gpus.map(|(decision, _)| &decision.warnings),
+            "unseen": result.as_ref().ok().map(|accepted| &accepted.unseen),
+            "failure": result.as_ref().err(),
+        }))?;
     } else {
         match &result {
             Ok(accepted) => print(accepted),
-            Err(failure) => println!("{failure}"),
+            Err(failure) => line!("{failure}"),
         }
     }
     Ok(result.is_ok())
@@ -157,11 +155,11 @@ fn registry_of(inventory: &Inventory) -> Registry {
 
 fn print(accepted: &Accepted) {
     let (Some(manifest), Some((decision, inventory))) = (&accepted.manifest, &accepted.gpus) else {
-        println!("the checkpoint holds no GPU state: it would be restored as runc alone would");
+        line!("the checkpoint holds no GPU state: it would be restored as runc alone would");
         return;
     };
-    println!("driver  {} on both sides", inventory.driver_version);
-    println!("grant   {}", basis(decision));
+    line!("driver  {} on both sides", inventory.driver_version);
+    line!("grant   {}", basis(decision));
     for pair in decision.map.pairs() {
         let old = manifest.gpus.iter().find(|gpu| gpu.uuid == pair.old);
         let new = inventory.gpus.iter().find(|gpu| gpu.uuid == pair.new);
@@ -169,13 +167,13 @@ fn print(accepted: &Accepted) {
         let minor = new.map_or_else(String::new, |gpu| {
             format!(" (minor {}, {})", gpu.minor, gpu.pci_address)
         });
-        println!("gpu     {} {name} -> {}{minor}", pair.old, pair.new);
+        line!("gpu     {} {name} -> {}{minor}", pair.old, pair.new);
     }
     for warning in &decision.warnings {
-        println!("warning {warning}");
+        line!("warning {warning}");
     }
     for what in &accepted.unseen {
-        println!("unseen  {what}");
+        line!("unseen  {what}");
     }
 }
 

@@ -11,6 +11,7 @@ mod duration;
 mod file;
 pub mod names;
 mod programs;
+pub mod text;
 mod toolkit;
 
 pub use duration::{BadDuration, parse_duration};

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use firn_cdi::{Converted, Registry};
 use firn_config::{Config, ConfigError};
 use firn_oci::{Rules, Spec, SpecError};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// A spec that stays as it is.
 #[derive(Debug, thiserror::Error)]
@@ -45,8 +45,10 @@ pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
     match convert(bundle, wrapper, restores) {
         Ok(Converted { names, left_out, .. }) => {
             let devices: Vec<String> = names.iter().map(ToString::to_string).collect();
-            println!("{}", json!({"devices": devices, "left_out": left_out}));
-            ExitCode::SUCCESS
+            said(
+                &json!({"devices": devices, "left_out": left_out}),
+                ExitCode::SUCCESS,
+            )
         }
         Err(error) => {
             let mut message = error.to_string();
@@ -55,10 +57,20 @@ pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
                 message = format!("{message}: {error}");
                 cause = error.source();
             }
-            println!(
-                "{}",
-                json!({"code": error.code(), "message": message, "hint": error.hint()})
-            );
+            said(
+                &json!({"code": error.code(), "message": message, "hint": error.hint()}),
+                ExitCode::FAILURE,
+            )
+        }
+    }
+}
+
+/// Says this to the shim, and ends so.
+fn said(what: &Value, code: ExitCode) -> ExitCode {
+    match crate::answer(&format!("{what}\n")) {
+        Ok(()) => code,
+        Err(error) => {
+            tell!("firn-hook: {error:#}");
             ExitCode::FAILURE
         }
     }
@@ -67,11 +79,8 @@ pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
 /// Tells from where the node's CDI files mount libraries.
 pub fn library_dirs() -> anyhow::Result<()> {
     let config = Config::load()?;
-    println!(
-        "{}",
-        json!(Registry::read(&config.create.cdi_dirs).library_dirs())
-    );
-    Ok(())
+    let dirs = json!(Registry::read(&config.create.cdi_dirs).library_dirs());
+    crate::answer(&format!("{dirs}\n"))
 }
 
 /// What the container has been given.

@@ -33,7 +33,7 @@ pub fn create_symlinks(rootfs: &Rootfs, links: &[String]) -> Result<()> {
             .with_context(|| format!("cannot make the link {link}"));
         match made {
             Ok(true) => {}
-            Ok(false) => eprintln!("firn-hook: {link} of the image is no symbolic link and stays as it is"),
+            Ok(false) => tell!("firn-hook: {link} of the image is no symbolic link and stays as it is"),
             Err(error) => below_mount(error)?,
         }
     }
@@ -44,7 +44,7 @@ pub fn create_symlinks(rootfs: &Rootfs, links: &[String]) -> Result<()> {
 fn below_mount(error: anyhow::Error) -> Result<()> {
     match is_mounted(&error) {
         true => {
-            eprintln!("firn-hook: what is mounted is not changed: {error:#}");
+            tell!("firn-hook: what is mounted is not changed: {error:#}");
             Ok(())
         }
         false => Err(error),
@@ -64,7 +64,7 @@ fn update(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
         Some(bytes) => match ldcache::parse(&bytes) {
             Some(known) => known,
             None => {
-                eprintln!("firn-hook: {CACHE} of the image is of an unknown form and stays as it is");
+                tell!("firn-hook: {CACHE} of the image is of an unknown form and stays as it is");
                 return Ok(());
             }
         },

@@ -1,5 +1,14 @@
 //! firn-hook: what firn has the OCI runtime run at points of a container's life.
 #![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+/// A line for people, in the log of whoever runs this: it quotes what images and containers have written.
+macro_rules! tell {
+    ($($text:tt)*) => {
+        // Nobody is left to tell when this fails.
+        drop(firn_config::text::write_line(std::io::stderr().lock(), format_args!($($text)*)))
+    };
+}
 
 mod convert;
 mod libraries;
@@ -10,10 +19,11 @@ mod script;
 mod soname;
 mod state;
 
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use firn_config::names;
 use nix::sys::stat::{Mode, umask};
 
@@ -112,14 +122,8 @@ fn main() -> ExitCode {
             };
             return convert::run(Path::new(bundle), wrapper, restores);
         }
-        ["--version" | "-V"] => {
-            println!("firn-hook {}", env!("CARGO_PKG_VERSION"));
-            Ok(())
-        }
-        ["--help" | "-h"] => {
-            print!("{HELP}");
-            Ok(())
-        }
+        ["--version" | "-V"] => answer(concat!("firn-hook ", env!("CARGO_PKG_VERSION"), "\n")),
+        ["--help" | "-h"] => answer(HELP),
         [] => match std::env::var(names::ENV_CRIU_ACTION) {
             Ok(action) => return script::run(&action),
             Err(_) => return wrong_usage(),
@@ -128,11 +132,18 @@ fn main() -> ExitCode {
     };
     result.map_or_else(
         |error| {
-            eprintln!("firn-hook: {error:#}");
+            tell!("firn-hook: {error:#}");
             ExitCode::FAILURE
         },
         |()| ExitCode::SUCCESS,
     )
+}
+
+/// Says this on standard output, as it stands.
+fn answer(text: &str) -> Result<()> {
+    std::io::stdout()
+        .write_all(text.as_bytes())
+        .context("cannot write to standard output")
 }
 
 fn create_runtime() -> Result<()> {
@@ -147,7 +158,7 @@ fn create_container() {
         libraries::provide(bundle, &state::spec(bundle)?)
     };
     if let Err(error) = provide() {
-        eprintln!("firn-hook: programs of the container may not find the driver's libraries: {error:#}");
+        tell!("firn-hook: programs of the container may not find the driver's libraries: {error:#}");
     }
 }
 
@@ -165,6 +176,6 @@ fn values(options: &[&str], name: &str) -> Option<Vec<String>> {
 }
 
 fn wrong_usage() -> ExitCode {
-    eprintln!("firn-hook: wrong usage. hint: firn-hook --help");
+    tell!("firn-hook: wrong usage. hint: firn-hook --help");
     ExitCode::from(2)
 }

@@ -16,16 +16,16 @@ pub fn run(action: &str) -> ExitCode {
     let bundle = Path::new(&called).parent().filter(|dir| dir.is_absolute());
     let init = std::env::var(names::ENV_CRIU_INIT).ok();
     let (Some(bundle), Some(init)) = (bundle, init.and_then(|pid| pid.parse().ok())) else {
-        eprintln!("firn-hook: CRIU does not call its script as it should");
+        tell!("firn-hook: CRIU does not call its script as it should");
         return ExitCode::FAILURE;
     };
     match script::run(bundle, init) {
         Ok(repaired) => {
-            eprintln!("firn-hook: device nodes: {repaired:?}");
+            tell!("firn-hook: device nodes: {repaired:?}");
             ExitCode::SUCCESS
         }
         Err(refusal) => {
-            eprintln!("firn-hook: {}: {refusal}. hint: {}", refusal.code, refusal.hint);
+            tell!("firn-hook: {}: {refusal}. hint: {}", refusal.code, refusal.hint);
             ExitCode::FAILURE
         }
     }

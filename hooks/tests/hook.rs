@@ -33,6 +33,27 @@ fn its_version_is_that_of_the_release() {
     assert_eq!(String::from_utf8_lossy(&said.stdout), expected);
 }
 
+#[test]
+fn what_others_have_written_does_nothing_to_a_terminal() {
+    let bundle = tempfile::tempdir().expect("a directory");
+    let root = bundle.path().join("x\u{1b}[2J\n\u{202e}");
+    let spec = serde_json::json!({"root": {"path": root}});
+    std::fs::write(bundle.path().join("config.json"), spec.to_string()).expect("written");
+    let state = serde_json::json!({"bundle": bundle.path()}).to_string();
+    {
+        let said = hook("update-ldcache", &state);
+        assert_eq!(said.status.code(), Some(1));
+        let said = String::from_utf8(said.stderr).expect("text");
+        assert!(said.contains(r"x\u{1b}[2J\n\u{202e}"), "{said}");
+        assert!(
+            said.trim_end()
+                .chars()
+                .all(|c| !c.is_control() && c != '\u{202e}'),
+            "{said:?}"
+        );
+    }
+}
+
 /// Whether a process of this namespace can talk to another by TCP.
 fn loopback_works() -> bool {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));

@@ -105,6 +105,7 @@ impl fmt::Display for Quoted<'_> {
                 '\n' => f.write_str("\\n")?,
                 '\t' => f.write_str("\\t")?,
                 c if c.is_control() => write!(f, "\\x{:02x}", u32::from(c))?,
+                c if firn_config::text::acts(c) => write!(f, "{}", c.escape_unicode())?,
                 c => f.write_char(c)?,
             }
         }

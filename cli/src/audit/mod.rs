@@ -23,6 +23,7 @@ use serde_json::json;
 
 use crate::args::AuditArgs;
 use crate::failure::Failure;
+use crate::output::{self, line};
 use crate::{program, text};
 use estimate::Estimate;
 use findings::{Certainty, Signal, Signals};
@@ -85,7 +86,7 @@ pub fn run(args: &AuditArgs) -> Result<Verdict> {
         None => of_workload(args, &config)?,
     };
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        output::json(&report)?;
     } else {
         print(&report);
     }
@@ -295,30 +296,30 @@ fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
 }
 
 fn print(report: &Report) {
-    println!("subject    {}", report.subject);
+    line!("subject    {}", report.subject);
     for process in report.processes.iter().filter(|process| process.cuda) {
         let memory = process.gpu_bytes.map_or_else(
             || "GPU memory not told".to_owned(),
             |b| text::bytes(b) + " of GPU memory",
         );
-        println!("process    {} ({}), {memory}", process.pid, process.comm);
+        line!("process    {} ({}), {memory}", process.pid, process.comm);
     }
     for gpu in &report.gpus {
-        println!("gpu        {gpu}");
+        line!("gpu        {gpu}");
     }
     if report.gpu_bytes > 0 {
-        println!(
+        line!(
             "memory     {} of the host for GPU memory",
             text::bytes(report.gpu_bytes)
         );
     }
-    println!("image      {} or more", text::bytes(report.image_bytes));
+    line!("image      {} or more", text::bytes(report.image_bytes));
     let Estimate {
         checkpoint_s,
         restore_s,
         basis,
     } = report.estimate;
-    println!("time       checkpoint about {checkpoint_s} s, restore about {restore_s} s: {basis}");
+    line!("time       checkpoint about {checkpoint_s} s, restore about {restore_s} s: {basis}");
     for Signal {
         signal,
         certainty,
@@ -340,14 +341,14 @@ fn print(report: &Report) {
             (None, false) => format!(": {detail}"),
             (None, true) => String::new(),
         };
-        println!("{word:10} {signal} (by {source}){detail}");
+        line!("{word:10} {signal} (by {source}){detail}");
     }
     if let Some(plan) = &report.plan {
         for pair in plan["map"].as_array().into_iter().flatten() {
-            println!("map        {} -> {}", pair["old"], pair["new"]);
+            line!("map        {} -> {}", pair["old"], pair["new"]);
         }
     }
-    println!(
+    line!(
         "verdict    {}",
         match report.verdict {
             Verdict::Can => "can be checkpointed and restored, as far as can be seen",

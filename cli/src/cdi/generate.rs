@@ -3,7 +3,6 @@
 //! Device nodes are named without their numbers: whoever gives the device looks them up, and they change with a restart.
 
 use std::fs;
-use std::io::Write;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
@@ -16,6 +15,7 @@ use serde::Serialize;
 use super::driver::DriverFiles;
 use crate::args::{CdiFormat, CdiGenerateArgs};
 use crate::failure::Failure;
+use crate::output::{self, line, note};
 use crate::program;
 
 /// Oldest version that has all that is used here.
@@ -86,14 +86,14 @@ pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
         });
     let text = text(&document, format, &inventory.driver_version)?;
     for gpu in inventory.gpus.iter().filter(|gpu| gpu.mig) {
-        eprintln!("{}", left_out(gpu));
+        note!("{}", left_out(gpu));
     }
     match output {
-        None => std::io::stdout().write_all(text.as_bytes())?,
+        None => output::raw(&text),
         Some(path) => {
             write(path, &text)?;
             let count = document.devices.len();
-            println!(
+            line!(
                 "{}: {count} names of {} GPUs",
                 path.display(),
                 inventory.gpus.len()

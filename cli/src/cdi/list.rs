@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::args::CdiListArgs;
 use crate::failure::Failure;
+use crate::output::{self, line};
 
 /// True: every file can be used and no device is described twice.
 pub fn run(args: &CdiListArgs) -> Result<bool> {
@@ -14,7 +15,7 @@ pub fn run(args: &CdiListArgs) -> Result<bool> {
     let registry = Registry::read(&config.create.cdi_dirs);
     let conflicts = registry.devices().any(|(_, files)| files.len() > 1);
     if args.json {
-        println!("{:#}", as_json(&registry));
+        output::json(&as_json(&registry))?;
     } else {
         print(&registry);
     }
@@ -25,15 +26,15 @@ fn print(registry: &Registry) {
     for (name, files) in registry.devices() {
         let files: Vec<_> = files.iter().map(|file| file.display().to_string()).collect();
         match files.len() {
-            1 => println!("{name}  {}", files[0]),
-            _ => println!("{name}  in conflict: {}", files.join(", ")),
+            1 => line!("{name}  {}", files[0]),
+            _ => line!("{name}  in conflict: {}", files.join(", ")),
         }
     }
     for (path, error) in registry.broken() {
-        println!("not used: {}: {error}", path.display());
+        line!("not used: {}: {error}", path.display());
     }
     if registry.files().is_empty() {
-        println!("no CDI devices");
+        line!("no CDI devices");
     }
 }
 

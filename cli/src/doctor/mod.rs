@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::args::DoctorArgs;
 use crate::failure::Failure;
+use crate::output::{self, line};
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -72,7 +73,7 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
     checks.extend(programs::checks(&config));
     checks.extend(driver::checks(&config));
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&checks)?);
+        output::json(&checks)?;
     } else {
         print(&checks);
     }
@@ -112,10 +113,10 @@ fn print(checks: &[Check]) {
         };
         let found = check.found.replace('\n', "\n                  ");
         match &check.remedy {
-            None => println!("{status}  {:<10}  {found}", check.name),
-            Some(remedy) => println!("{status}  {:<10}  {found}. hint: {remedy}", check.name),
+            None => line!("{status}  {:<10}  {found}", check.name),
+            Some(remedy) => line!("{status}  {:<10}  {found}. hint: {remedy}", check.name),
         }
     }
     let count = |status| checks.iter().filter(|check| check.status == status).count();
-    println!("{} failed, {} warnings", count(Status::Fail), count(Status::Warn));
+    line!("{} failed, {} warnings", count(Status::Fail), count(Status::Warn));
 }

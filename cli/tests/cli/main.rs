@@ -22,3 +22,65 @@ fn wrong_usage_and_help() {
         );
     }
 }
+
+/// The program's output, with no byte of it that a terminal would act on.
+fn harmless(output: &std::process::Output) -> String {
+    let said = String::from_utf8(node::said(output).into_bytes()).expect("text");
+    let acts = said
+        .chars()
+        .find(|c| *c != '\n' && (c.is_control() || matches!(c, '\u{202a}'..='\u{202e}')));
+    assert_eq!(acts, None, "{said:?}");
+    said
+}
+
+#[test]
+fn what_others_have_written_does_nothing_to_a_terminal() {
+    const HOSTILE: &str = "\u{1b}]0;x\u{7}\r\nverdict    can\u{202e}\u{9b}2J";
+    const SHOWN: &str = r"\u{1b}]0;x\u{7}\r\nverdict    can\u{202e}\u{9b}2J";
+    let node = Node::new();
+    // A manifest has no control characters, and marks of direction are none.
+    let mut manifest = node.manifest();
+    manifest.versions.criu = "x\u{202e}y".to_owned();
+    manifest.gpus[0].name = "x\u{202e}y".to_owned();
+    manifest.write(&node.path("image")).expect("a manifest");
+    let shown = harmless(&node.firn(&["inspect", "image"]));
+    assert_eq!(shown.matches(r"x\u{202e}y").count(), 2, "{shown}");
+    let output = node.firn(&["inspect", "image", "--json"]);
+    harmless(&output);
+    assert_eq!(node::value(&output)["manifest"]["gpus"][0]["name"], "x\u{202e}y");
+    let shown = harmless(&node.firn(&["plan", "image", "--spec", HOSTILE]));
+    assert!(shown.contains(SHOWN), "{shown}");
+
+    node.program("runc", &format!("printf '%s' '{HOSTILE}'"));
+    harmless(&node.firn(&["doctor"]));
+    harmless(&node.firn(&["doctor", "--json"]));
+    std::fs::create_dir(node.path("cdi")).expect("a directory");
+    node.write(&format!("cdi/{}.json", HOSTILE.replace('/', "")), "{}");
+    node.configure("[create]\ncdi-dirs = [\"cdi\"]");
+    let shown = harmless(&node.firn(&["cdi", "list"]));
+    assert!(shown.contains("not used: ") && shown.contains(SHOWN), "{shown}");
+    harmless(&node.firn(&["cdi", "list", "--json"]));
+    // An error that ends the program.
+    let shown = harmless(&node.firn(&["audit", HOSTILE]));
+    assert!(shown.contains(SHOWN), "{shown}");
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure_and_a_full_disk_is_one() {
+    let node = Node::new();
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = node.command(&["inspect", "image"]).stdout(writer).output();
+    let output = output.expect("firn starts");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    assert_eq!(node::said(&output), "");
+
+    let full = std::fs::File::options().write(true).open("/dev/full");
+    let output = node
+        .command(&["inspect", "image"])
+        .stdout(full.expect("/dev/full"))
+        .output();
+    let output = output.expect("firn starts");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(node::said(&output).contains("cannot write to standard output"));
+}

@@ -119,7 +119,8 @@ impl Node {
         );
     }
 
-    fn manifest(&self) -> Manifest {
+    /// That of the checkpoint in `image`, as its files are now.
+    pub fn manifest(&self) -> Manifest {
         let source: Inventory = serde_json::from_value(inventory()).expect("an inventory");
         Manifest {
             dump: DumpFlags {
@@ -149,14 +150,18 @@ impl Node {
     }
 
     pub fn firn(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().expect("firn starts")
+    }
+
+    pub fn command(&self, arguments: &[&str]) -> Command {
         let path = format!("{}:/usr/bin:/bin", self.path("bin").display());
-        Command::new(env!("CARGO_BIN_EXE_firn"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_firn"));
+        command
             .args(arguments)
             .current_dir(self.dir.path())
             .env("PATH", path)
-            .env("FIRN_CONFIG", self.path("config.toml"))
-            .output()
-            .expect("firn starts")
+            .env("FIRN_CONFIG", self.path("config.toml"));
+        command
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! The texts of the plain variants are those of containerd's own shim, because clients look for them.
 
+use firn_config::text::printable;
 use nix::errno::Errno;
 use ttrpc::Code;
 
@@ -144,41 +145,10 @@ impl TaskError {
     }
 }
 
+/// Line ends stay in the text, which clients know from containerd's own shim.
 impl From<TaskError> for ttrpc::Error {
     fn from(error: TaskError) -> Self {
         let text = Chain(&error).to_string();
         ttrpc::Error::RpcStatus(ttrpc::get_status(error.code(), printable(&text)))
-    }
-}
-
-/// The text as a terminal may be given it: it quotes images, logs and names that others have written. Line ends stay,
-/// which clients know from containerd's own shim.
-fn printable(text: &str) -> String {
-    let harmless = |c: char| {
-        let invisible = matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
-        matches!(c, '\n' | '\t') || !(c.is_control() || invisible)
-    };
-    let mut shown = String::with_capacity(text.len());
-    for c in text.chars() {
-        match harmless(c) {
-            true => shown.push(c),
-            false => shown.extend(c.escape_default()),
-        }
-    }
-    shown
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_would_act_on_a_terminal_is_shown() {
-        let plain = "FIRN-DUMP: cannot: \"ä\" c:\\x\n\tat";
-        assert_eq!(printable(plain), plain);
-        assert_eq!(
-            printable("a\u{1b}[2J\r\u{7}\u{9b}\u{202e}b\0"),
-            "a\\u{1b}[2J\\r\\u{7}\\u{9b}\\u{202e}b\\u{0}"
-        );
     }
 }
