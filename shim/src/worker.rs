@@ -345,7 +345,7 @@ impl Gpu {
         limit: Duration,
     ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
         let began = Instant::now();
-        self.gone().await?;
+        self.gone(self.end).await?;
         let journal = self.journal.clone();
         let worker = self.worker()?;
         if let Some(journal) = journal.filter(|_| !worker.is_noted) {
@@ -383,16 +383,16 @@ impl Gpu {
             child.kill();
             self.dying = Some(child);
         }
-        if let Err(error) = self.gone().await {
+        if let Err(error) = self.gone(self.end).await {
             log::error!("{error}");
         }
     }
 
     /// Waits until the worker that was killed last is gone.
-    async fn gone(&mut self) -> Result<(), GpuError> {
+    pub(crate) async fn gone(&mut self, limit: Duration) -> Result<(), GpuError> {
         let Some(child) = &self.dying else { return Ok(()) };
         let pid = child.pid();
-        tokio::time::timeout(self.end, child.wait())
+        tokio::time::timeout(limit, child.wait())
             .await
             .map_err(|_| GpuError::Stuck { pid })?;
         self.dying = None;

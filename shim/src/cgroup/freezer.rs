@@ -1,6 +1,7 @@
 //! The freezer: stops and continues all processes of a cgroup at once, without signals.
 //!
-//! Both calls may be repeated, and end in a known state: a freeze that does not succeed in time thaws what it froze.
+//! All calls may be repeated, and end in a known state: a [`Cgroup::freeze`] that does not succeed in time thaws what it
+//! froze, a [`Cgroup::keep_frozen`] leaves the cgroup freezing: each thread stops as soon as it can.
 //! A future dropped half way leaves the cgroup freezing; whoever drops it thaws.
 
 use std::path::{Path, PathBuf};
@@ -23,6 +24,13 @@ const V1_KICK: Duration = Duration::from_millis(500);
 
 /// How long v1 is thawed then.
 const V1_KICK_PAUSE: Duration = Duration::from_millis(10);
+
+/// Whether a v1 freezer that hangs may be turned off for a moment.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kick {
+    Allowed,
+    Never,
+}
 
 /// State of the freezer, that of parents included: `Frozen` means that no process of the cgroup can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,24 +57,43 @@ impl Cgroup {
     pub(crate) async fn freeze(&self, limit: Duration) -> Result<(), CgroupError> {
         let dir = self.own_freezer_dir()?;
         let before = self.freezer_state()?;
+        let frozen = self.try_freeze(&dir, limit, Kick::Allowed).await;
+        if matches!(frozen, Err(CgroupError::FreezeTimeout { .. })) && before == FreezerState::Thawed {
+            self.order(&dir, FreezerState::Thawed)?;
+        }
+        frozen
+    }
+
+    /// Freezes processes of which none may run: never thaws, not even for the moment that helps a v1 freezer on.
+    pub(crate) async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
+        self.try_freeze(&self.own_freezer_dir()?, limit, Kick::Never)
+            .await
+    }
+
+    /// Turns the freezer on, and does not wait for the threads.
+    pub(crate) fn begin_freeze(&self) -> Result<(), CgroupError> {
+        self.order(&self.own_freezer_dir()?, FreezerState::Frozen)
+    }
+
+    async fn try_freeze(&self, dir: &Path, limit: Duration, kick: Kick) -> Result<(), CgroupError> {
         let begun = Instant::now();
-        let mut kick = begun + V1_KICK;
+        let mut kick_at = begun + V1_KICK;
         let mut pause = FASTEST;
-        self.order(&dir, FreezerState::Frozen)?;
+        self.order(dir, FreezerState::Frozen)?;
         while self.freezer_state()? != FreezerState::Frozen {
             if begun.elapsed() >= limit {
-                if before == FreezerState::Thawed {
-                    self.order(&dir, FreezerState::Thawed)?;
-                }
-                return Err(CgroupError::FreezeTimeout { path: dir, limit });
+                return Err(CgroupError::FreezeTimeout {
+                    path: dir.to_owned(),
+                    limit,
+                });
             }
             if self.version == Version::V1 {
-                if Instant::now() >= kick {
-                    self.order(&dir, FreezerState::Thawed)?;
+                if kick == Kick::Allowed && Instant::now() >= kick_at {
+                    self.order(dir, FreezerState::Thawed)?;
                     sleep(V1_KICK_PAUSE).await;
-                    kick = Instant::now() + V1_KICK;
+                    kick_at = Instant::now() + V1_KICK;
                 }
-                self.order(&dir, FreezerState::Frozen)?;
+                self.order(dir, FreezerState::Frozen)?;
             }
             sleep(pause).await;
             pause = (pause * 2).min(SLOWEST);

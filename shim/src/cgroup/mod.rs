@@ -105,7 +105,7 @@ pub(crate) enum CgroupError {
     /// The host has no freezer.
     #[error("cgroup freezer is not available. hint: mount the v1 freezer controller or use cgroup v2")]
     NoFreezer,
-    /// The cgroup did not freeze in time; it has been thawed if it was thawed before.
+    /// The cgroup did not freeze in time.
     #[error("cgroup {} did not freeze within {limit:?}", path.display())]
     FreezeTimeout {
         /// The directory.

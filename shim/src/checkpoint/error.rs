@@ -87,10 +87,10 @@ pub(crate) enum DumpError {
     },
     #[error("the checksums of the image were not made within {} s", limit.as_secs_f32())]
     Checksums { limit: Duration },
+    #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
+    Stalled { what: &'static str, limit: Duration },
     #[error("the image in {} is incomplete: {missing} is missing", image.display())]
     Incomplete { image: PathBuf, missing: &'static str },
-    #[error("cannot keep the journal")]
-    Journal(#[from] JournalError),
     #[error("the image directory {} has gone, or is another one, or files of it have gone", image.display())]
     Gone { image: PathBuf },
     #[error("others may enter the image directory {} (owner {owner}, mode {mode:o})", image.display())]
@@ -134,7 +134,7 @@ impl DumpError {
                 "name a new or empty directory, or make it root's with mode 700; see open-image-dir in the configuration"
             }
             Self::ImageDir { .. } => "name a directory, not a link to one, on a file system that answers",
-            Self::Checksums { .. } => {
+            Self::Checksums { .. } | Self::Stalled { .. } => {
                 "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration"
             }
             _ => "the log names what CRIU could not dump",
@@ -290,23 +290,22 @@ impl CheckpointError {
         is_alive: bool,
     ) -> Self {
         let container = container.to_owned();
-        let Failure { phase, source, lost } = failure;
-        match (phase, lost) {
+        let Failure {
+            phase,
+            source,
+            suspended,
+        } = failure;
+        match (phase, suspended) {
             _ if !is_alive => Self::Ended {
                 container,
                 phase,
                 cause: source,
                 image,
             },
-            (Phase::Inspect, unfrozen) => {
-                if let Some(error) = unfrozen {
-                    log::error!("cannot freeze {container} again: {}", Chain(&error));
-                }
-                Self::Refused {
-                    container,
-                    cause: source,
-                }
-            }
+            (Phase::Inspect, None) => Self::Refused {
+                container,
+                cause: source,
+            },
             (_, None) => Self::Undone {
                 container,
                 phase,
@@ -411,7 +410,7 @@ mod tests {
         let failure = Failure {
             phase,
             source,
-            lost: None,
+            suspended: None,
         };
         CheckpointError::from_failure("job", failure, None, true)
     }

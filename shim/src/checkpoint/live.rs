@@ -12,10 +12,10 @@ use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
 use firn_oci::surroundings::{MemoryLimit, Tree};
 use firn_oci::{Grant, Spec, job, mounts, surroundings};
 
-use super::error::{EffectError, EndError};
+use super::error::{DumpError, EffectError, EndError};
 use super::refuse::{self, Policy};
 use super::transaction::Effects;
-use super::{Request, dump, image};
+use super::{Found, Leftovers, Request, bounded, dump, image};
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
@@ -70,6 +70,8 @@ pub(super) struct Live<'a> {
     omitted: BTreeSet<i32>,
     /// GPU memory that the processes had when they were locked, as far as NVML reports it.
     needs: GpuMemory,
+    /// What the dump has left, to be tidied once the workload is as it shall be.
+    leftovers: Leftovers,
     complete: bool,
 }
 
@@ -93,6 +95,7 @@ impl<'a> Live<'a> {
             source: None,
             omitted: BTreeSet::new(),
             needs: GpuMemory::new(),
+            leftovers: Leftovers::default(),
             complete: false,
         }
     }
@@ -105,6 +108,18 @@ impl<'a> Live<'a> {
     /// Whether the image is complete.
     pub(super) fn complete(&self) -> bool {
         self.complete
+    }
+
+    /// Cleans up after the dump; `failure` is told what CRIU's log and the image directory say.
+    pub(super) async fn tidy(&mut self, failure: Option<&mut EffectError>) {
+        let failed = failure.filter(|error| matches!(error, EffectError::Dump(DumpError::Failed { .. })));
+        let (leftovers, cut) = (std::mem::take(&mut self.leftovers), &self.tools.cut);
+        let tidied = leftovers.tidy(self.container, failed.is_some(), self.complete, cut);
+        match (failed, tidied.await) {
+            (Some(error), Found { gone: Some(gone), .. }) => *error = gone.into(),
+            (Some(EffectError::Dump(DumpError::Failed { lines, .. })), found) => *lines = found.lines,
+            _ => {}
+        }
     }
 
     /// Kills the container, which is to end: whatever holds it is not waited for.
@@ -315,13 +330,15 @@ impl<'a> Live<'a> {
     async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
+        let (limit, cut) = (self.config.deadlines.dump, &self.tools.cut);
         if source.job.is_some() {
             let (bundle, image) = (self.container.bundle.clone(), image.inside());
-            blocking(move || job::keep(&bundle, &image)).await?;
+            let keep = move || job::keep(&bundle, &image);
+            bounded("keep the launch job", limit, cut, keep).await??;
         }
-        let images = image::describe(&image, self.config.deadlines.dump, &self.tools.cut).await?;
+        let images = image::describe(&image, limit, cut).await?;
         let pids = self.tools.cgroup.pids();
-        blocking(move || {
+        let write = move || {
             let mut mounts = source.mounts;
             let places: Vec<PathBuf> = mounts.iter().map(|mount| mount.destination.clone()).collect();
             // What cannot be looked at may be in use.
@@ -342,8 +359,8 @@ impl<'a> Live<'a> {
             manifest.write_by(&image.inside(), image.path())?;
             image.seal();
             Ok(image.check()?)
-        })
-        .await
+        };
+        bounded("write the manifest", limit, cut, write).await?
     }
 }
 
@@ -382,6 +399,14 @@ impl Effects for Live<'_> {
         .await
     }
 
+    async fn keep_frozen(&mut self) -> Result<(), EffectError> {
+        unless_cut(
+            &self.tools.cut,
+            self.tools.cgroup.keep_frozen(self.config.deadlines.freeze),
+        )
+        .await
+    }
+
     async fn thaw(&mut self) -> Result<(), EffectError> {
         unless_cut(
             &self.tools.cut,
@@ -415,7 +440,8 @@ impl Effects for Live<'_> {
     }
 
     async fn expect_running(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        for (pid, state) in self.states(pids).await? {
+        let states = self.gpu.states(pids, self.config.deadlines.discover);
+        for (pid, state) in unless_cut(&self.tools.cut, states).await? {
             let state = match state {
                 CudaState::Running => continue,
                 CudaState::Locked => "locked",
@@ -437,6 +463,10 @@ impl Effects for Live<'_> {
         let hold = unless_cut(&self.tools.cut, hold).await?;
         self.container.keep_held(hold);
         Ok(())
+    }
+
+    fn is_held(&self) -> bool {
+        self.container.is_held()
     }
 
     async fn release(&mut self) -> Result<(), EffectError> {
@@ -484,8 +514,18 @@ impl Effects for Live<'_> {
     }
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
-        let states = self.gpu.states(pids, self.config.deadlines.discover);
-        let states = unless_cut(&self.tools.cut, states).await?;
+        // What was begun takes its time, also when the one who has begun it was killed.
+        let limit = self
+            .config
+            .deadlines
+            .checkpoint
+            .max(self.config.deadlines.discover);
+        let gpu = &mut self.gpu;
+        let states = unless_cut(&self.tools.cut, async {
+            gpu.gone(limit).await?;
+            gpu.states(pids, limit).await
+        })
+        .await?;
         for &(pid, state) in &states {
             if matches!(state, CudaState::Failed | CudaState::Unknown(_)) {
                 return Err(GpuError::State {
@@ -502,23 +542,18 @@ impl Effects for Live<'_> {
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.tools.account.mark("freeze");
         let described = self.describe(processes);
-        dump(
-            self.container,
-            self.request,
-            &self.plugins(),
-            self.config.checkpoint.open_image_dir,
-            Bounds {
-                deadline: Some(self.config.deadlines.dump),
-                journal: &self.tools.journal,
-                cut: &self.tools.cut,
-            },
-        )
-        .await?;
+        let (plugins, limit) = (self.plugins(), self.config.deadlines.dump);
+        let bounds = Bounds {
+            deadline: Some(limit),
+            journal: &self.tools.journal,
+            cut: &self.tools.cut,
+            freezer: Some(&self.tools.cgroup),
+        };
+        let others = self.config.checkpoint.open_image_dir;
+        let left = &mut self.leftovers;
+        dump(self.container, self.request, &plugins, others, bounds, left).await?;
         self.tools.account.mark("dump");
-        if let Err(error) = self.write_manifest(described).await {
-            self.request.image.at(|image| image.clear()).await;
-            return Err(error);
-        }
+        self.write_manifest(described).await?;
         self.tools.account.mark("manifest");
         self.complete = true;
         Ok(())

@@ -32,16 +32,16 @@ pub(crate) use job::begin as begin_job;
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::FreezerState;
-use crate::container::Container;
+use crate::container::{Container, Cut};
 use crate::journal::{self, Begin, ImageWas, Journal, Outcome, Record};
 use crate::logger::Chain;
 use crate::panics::caught;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
-use crate::runc::{Bounds, Brand, Checkpoint, RuncError};
+use crate::runc::{Bounds, Brand, Checkpoint};
 use live::{Live, Tools};
-use transaction::Begun;
+use transaction::{Back, Begun};
 
 /// CRIU's log in its work directory.
 const LOG: &str = "dump.log";
@@ -51,6 +51,12 @@ pub(crate) const KEPT_LOG: &str = "criu-dump.log";
 
 /// How long a freezer may take to be set back after a dump of a container without GPUs.
 const RESET: Duration = Duration::from_secs(10);
+
+/// How long a checkpoint that is over may wait for the file systems of its image and log.
+const TIDY: Duration = Duration::from_secs(30);
+
+/// The same once the container is killed.
+const TIDY_KILLED: Duration = Duration::from_secs(5);
 
 /// How long the programs of a checkpoint whose code has failed may take to end.
 const PROGRAMS: Duration = Duration::from_secs(30);
@@ -218,12 +224,15 @@ async fn dump_plain(
         // What cannot be used as an image directory is for the runtime to report.
         Err(error) => log::debug!("{}", Chain(&error)),
     }
-    let work = WorkDir::new(container, request).await;
+    let work = WorkDir::choose(container, request);
+    let made = work.clone();
+    blocking(move || made.make()).await;
     let under_way = container.begin_transaction();
     let bounds = Bounds {
         deadline: None,
         journal,
         cut: &under_way.cut,
+        freezer: None,
     };
     let inside = image.inside();
     let dumped = container
@@ -231,26 +240,28 @@ async fn dump_plain(
         .checkpoint(request.call(&inside, &work.path, !request.exit, plugins, bounds))
         .await
         .map_err(|error| error.with_path(&inside, image.path()));
-    let gone = image.at(|image| image.check()).await.err();
-    journal
-        .leave(journal::Phase::Dump, dumped.is_ok() && gone.is_none())
-        .await;
     if dumped.is_err() && !under_way.cut.is_asked() {
         // Order matters: one that is being killed would be held up by a freezer that is turned on.
         reset_freezer(container, was_frozen).await;
     }
-    if gone.is_some() || dumped.is_err() && under_way.cut.is_asked() {
-        image.at(|image| image.clear()).await;
-    } else if dumped.is_ok() {
+    let gone = image.at(|image| image.check()).await.err();
+    let complete = dumped.is_ok() && gone.is_none();
+    journal.leave(journal::Phase::Dump, complete).await;
+    if complete {
         image.at(|image| image.seal()).await;
     }
+    let is_left = gone.is_some() || dumped.is_err() && under_way.cut.is_asked();
+    let left = Leftovers {
+        image: is_left.then(|| image.clone()),
+        work: Some(work),
+    };
     let result = match dumped {
         _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
             &container.id,
             transaction::Failure {
                 phase: journal::Phase::Dump,
                 source: cause.into(),
-                lost: None,
+                suspended: None,
             },
             None,
             procfs::is_alive(container.init.pid()),
@@ -260,12 +271,13 @@ async fn dump_plain(
         Err(_) if container.runc.brand().await == Brand::Youki => {
             Err(CheckpointError::by_runtime(container, Brand::Youki))
         }
-        Err(cause) => {
-            let log = work.keep_log(container).await;
-            Err(CheckpointError::Plain { cause, log })
-        }
+        Err(cause) => Err(CheckpointError::Plain {
+            cause,
+            log: container.bundle.join(KEPT_LOG),
+        }),
     };
-    work.remove().await;
+    let keep_log = matches!(result, Err(CheckpointError::Plain { .. }));
+    left.tidy(container, keep_log, complete, &under_way.cut).await;
     result
 }
 
@@ -321,7 +333,7 @@ async fn give_up(container: &Container) -> CheckpointError {
     let failure = transaction::Failure {
         phase: journal::Phase::Undo,
         source: EffectError::Panicked,
-        lost: container.gpu.then_some(EffectError::Panicked),
+        suspended: container.gpu.then_some(EffectError::Panicked),
     };
     let is_alive = procfs::is_alive(container.init.pid());
     CheckpointError::from_failure(&container.id, failure, image, is_alive)
@@ -335,7 +347,13 @@ async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointErro
     let Some(recovery) = Recovery::of(&container.bundle) else {
         return refused;
     };
-    // Order matters: CRIU holds the tasks, and works on an image that is not complete.
+    // Order matters: tasks run on when CRIU is ended, which holds them.
+    if recovery.record().taking
+        && let Err(error) = container.cgroup().and_then(|cgroup| cgroup.begin_freeze())
+    {
+        log::warn!("cannot freeze {}: {}", container.id, Chain(&error));
+    }
+    // It works on an image that is not complete.
     recovery.end_programs(PROGRAMS).await;
     let undone = match container.gpu {
         true => undo_gpu(container, recovery.record(), reaper).await,
@@ -344,10 +362,10 @@ async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointErro
             Ok(())
         }
     };
-    let failure = |lost| transaction::Failure {
+    let failure = |suspended| transaction::Failure {
         phase: recovery.record().phase.unwrap_or(journal::Phase::Inspect),
         source: EffectError::Panicked,
-        lost,
+        suspended,
     };
     let is_alive = procfs::is_alive(container.init.pid());
     let failure = match undone {
@@ -391,7 +409,12 @@ async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Re
         },
     )
     .with_needs(record.memory.clone());
-    let undone = transaction::take_back(&mut live, &record.cuda, begin.was_frozen, record.taking).await;
+    let back = Back {
+        locked: &record.cuda,
+        was_frozen: begin.was_frozen,
+        taking: record.taking,
+    };
+    let undone = transaction::take_back(&mut live, back).await;
     if undone.is_err() && under_way.cut.is_asked() {
         live.kill().await;
     }
@@ -428,7 +451,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
             cut: cut.clone(),
         },
     );
-    let result = transact(&mut live, was_frozen, request.exit).await;
+    let mut result = transact(&mut live, was_frozen, request.exit).await;
     let is_cut = result.is_err() && cut.is_asked();
     if is_cut {
         live.kill().await;
@@ -445,12 +468,16 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         live.leave_thawed().await;
         drop(container.take_held());
     }
+    live.tidy(result.as_mut().err().map(|failure| &mut failure.source))
+        .await;
     live.end().await;
     journal
         .end(match &result {
             Ok(()) => Outcome::Done,
             Err(_) if !is_alive => Outcome::Ended,
-            Err(transaction::Failure { lost: Some(_), .. }) => Outcome::Lost,
+            Err(transaction::Failure {
+                suspended: Some(_), ..
+            }) => Outcome::Lost,
             Err(_) => Outcome::Failed,
         })
         .await;
@@ -479,30 +506,13 @@ async fn transact(
 }
 
 /// CRIU's work directory: the client's, or a temporary one.
+#[derive(Clone)]
 struct WorkDir {
     path: PathBuf,
     ours: bool,
 }
 
 impl WorkDir {
-    /// Made, as crun does not, and without the log of an earlier dump, whose errors are not this one's.
-    async fn new(container: &Container, request: &Request) -> Self {
-        let work = Self::choose(container, request);
-        let path = work.path.clone();
-        blocking(move || {
-            if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(&path) {
-                log::warn!("cannot make {}: {error}", path.display());
-            }
-            if let Err(error) = std::fs::remove_file(path.join(LOG))
-                && error.kind() != ErrorKind::NotFound
-            {
-                log::warn!("cannot remove the log of an earlier dump: {error}");
-            }
-        })
-        .await;
-        work
-    }
-
     fn choose(container: &Container, request: &Request) -> Self {
         match &request.work {
             Some(path) => Self {
@@ -516,81 +526,154 @@ impl WorkDir {
         }
     }
 
-    /// Copies the dump log to where users look for it.
-    async fn keep_log(&self, container: &Container) -> PathBuf {
-        let (log, kept) = (self.path.join(LOG), container.bundle.join(KEPT_LOG));
-        blocking(move || {
-            let copied = std::fs::copy(log, &kept);
-            if let Err(error) =
-                copied.and_then(|_| std::fs::set_permissions(&kept, Permissions::from_mode(0o600)))
-            {
-                log::warn!("cannot keep CRIU's log: {error}");
-                // That of an earlier failure must not be taken for this one's.
-                let _ = std::fs::remove_file(&kept);
-            }
-            kept
-        })
-        .await
+    /// Makes it, as crun does not, without the log of an earlier dump, whose errors are not this one's.
+    fn make(&self) {
+        let path = &self.path;
+        if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(path) {
+            log::warn!("cannot make {}: {error}", path.display());
+        }
+        if let Err(error) = std::fs::remove_file(path.join(LOG))
+            && error.kind() != ErrorKind::NotFound
+        {
+            log::warn!("cannot remove the log of an earlier dump: {error}");
+        }
     }
 
-    async fn remove(self) {
-        let Self { path, ours } = self;
-        if !ours {
-            return;
+    /// Copies the dump log to where users look for it.
+    fn keep_log(&self, kept: &Path) {
+        let copied = std::fs::copy(self.path.join(LOG), kept);
+        if let Err(error) = copied.and_then(|_| std::fs::set_permissions(kept, Permissions::from_mode(0o600)))
+        {
+            log::warn!("cannot keep CRIU's log: {error}");
+            // That of an earlier failure must not be taken for this one's.
+            let _ = std::fs::remove_file(kept);
         }
-        blocking(move || {
-            if let Err(error) = std::fs::remove_dir_all(&path)
-                && error.kind() != ErrorKind::NotFound
-            {
-                log::warn!("cannot remove {}: {error}", path.display());
-            }
-        })
-        .await;
+    }
+
+    fn remove(self) {
+        let Self { path, ours } = self;
+        if ours
+            && let Err(error) = std::fs::remove_dir_all(&path)
+            && error.kind() != ErrorKind::NotFound
+        {
+            log::warn!("cannot remove {}: {error}", path.display());
+        }
     }
 }
 
-/// One `runc checkpoint` of a GPU container, which stays frozen, into an image directory that a failure leaves as it was
-/// found.
+/// One `runc checkpoint` of a GPU container, which stays frozen. Nothing is cleaned up here, also after a failure: see
+/// [`Leftovers`].
 async fn dump(
     container: &Container,
     request: &Request,
     plugins: &Path,
     others: OpenImageDir,
     bounds: Bounds<'_>,
-) -> Result<(), DumpError> {
+    left: &mut Leftovers,
+) -> Result<(), EffectError> {
+    let Bounds { journal, cut, .. } = bounds;
+    let limit = bounds.deadline.unwrap_or(Duration::MAX);
     let image = &request.image;
-    bounds.journal.image(image.was(), image.id()).await?;
-    image.at(move |image| image.enter(Some(others))).await?;
+    journal.image(image.was(), image.id()).await?;
+    left.image = Some(image.clone());
+    let entered = image.clone();
+    let enter = move || entered.enter(Some(others));
+    bounded("enter the image directory", limit, cut, enter).await??;
     if image.was() == ImageWas::Absent {
-        bounds.journal.image(image.was(), image.id()).await?;
+        journal.image(image.was(), image.id()).await?;
     }
-    let work = WorkDir::new(container, request).await;
+    let work = WorkDir::choose(container, request);
+    left.work = Some(work.clone());
+    let made = work.clone();
+    bounded("make CRIU's work directory", limit, cut, move || made.make()).await?;
     let inside = image.inside();
     let call = request.call(&inside, &work.path, true, Some(plugins), bounds);
-    let dumped = container.runc.checkpoint(call).await;
-    let checked = image.at(|image| image.check()).await;
-    let result = match dumped {
-        _ if checked.is_err() => checked,
-        Ok(()) => image.at(|image| image.check_complete()).await,
-        Err(source) => Err(failed(container, &work, source.with_path(&inside, image.path())).await),
-    };
-    work.remove().await;
-    match result {
-        Ok(()) => Ok(()),
-        Err(error) => {
-            image.at(|image| image.clear()).await;
-            Err(error)
-        }
+    container
+        .runc
+        .checkpoint(call)
+        .await
+        .map_err(|source| DumpError::Failed {
+            cause: source.with_path(&inside, image.path()),
+            lines: Vec::new(),
+            log: container.bundle.join(KEPT_LOG),
+        })?;
+    let image = image.clone();
+    let look = move || image.check().and_then(|()| image.check_complete());
+    Ok(bounded("look at the image", limit, cut, look).await??)
+}
+
+/// Does `work` on files while the container stands still: nobody waits for it longer than `limit`, or once the container is
+/// to end.
+async fn bounded<T: Send + 'static>(
+    what: &'static str,
+    limit: Duration,
+    cut: &Cut,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, EffectError> {
+    tokio::select! {
+        biased;
+        () = cut.asked() => Err(EffectError::Killed),
+        done = blocking(work) => Ok(done),
+        () = tokio::time::sleep(limit) => Err(DumpError::Stalled { what, limit }.into()),
     }
 }
 
-async fn failed(container: &Container, work: &WorkDir, source: RuncError) -> DumpError {
-    let log = work.keep_log(container).await;
-    let read = log.clone();
-    DumpError::Failed {
-        cause: source,
-        lines: blocking(move || error_lines(&read)).await,
-        log,
+/// What was found when a failed dump was cleaned up.
+#[derive(Default)]
+struct Found {
+    /// The last errors of CRIU's log.
+    lines: Vec<String>,
+    /// That the image directory has gone, which makes CRIU fail too.
+    gone: Option<DumpError>,
+}
+
+/// What a dump has left beside a complete image. Order matters: it is cleaned up when the workload is as it shall be, which
+/// must not wait for a file system.
+#[derive(Default)]
+struct Leftovers {
+    image: Option<ImageDir>,
+    work: Option<WorkDir>,
+}
+
+impl Leftovers {
+    /// Keeps CRIU's log when that is wanted, and removes everything but a complete image. What does not end in time is left
+    /// to itself.
+    async fn tidy(self, container: &Container, keep_log: bool, complete: bool, cut: &Cut) -> Found {
+        let Self { image, work } = self;
+        let kept = keep_log.then(|| container.bundle.join(KEPT_LOG));
+        let tidy = move || {
+            let mut found = Found::default();
+            if let (Some(work), Some(kept)) = (&work, kept) {
+                work.keep_log(&kept);
+                found.lines = error_lines(&kept);
+            }
+            if let (Some(image), false) = (image, complete) {
+                found.gone = image.check().err();
+                image.clear();
+            }
+            if let Some(work) = work {
+                work.remove();
+            }
+            found
+        };
+        let killed = async {
+            cut.asked().await;
+            tokio::time::sleep(TIDY_KILLED).await;
+        };
+        let late = async {
+            tokio::select! {
+                () = tokio::time::sleep(TIDY) => {}
+                () = killed => {}
+            }
+        };
+        tokio::select! {
+            biased;
+            found = blocking(tidy) => found,
+            () = late => {
+                log::warn!("the files of the checkpoint of {} cannot be tidied in time", container.id);
+                Found::default()
+            }
+        }
     }
 }
 

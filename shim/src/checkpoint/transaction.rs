@@ -3,7 +3,7 @@
 //! ```text
 //! Begun --lock--> Locked --take--> Taken --dump--> Dumped --finish--> gone (exit) or running on (leave running)
 //!   |               |                |               |
-//!   +---------------+----- fail -----+---------------+--> undo --> the workload as before, or Lost
+//!   +---------------+----- fail -----+---------------+--> undo --> the workload as before, or Suspended
 //! ```
 //!
 //! | phase   | freezer | driver state   | application threads           |
@@ -15,8 +15,10 @@
 //!
 //! There is one way back, [`undo`], for every failure: it trusts no record of what was done but asks the driver for
 //! the state of every process, gives back what was taken and unlocks what is locked, and leaves the freezer as it was
-//! found. Only when the driver will not give a state back is the workload [`Failure::lost`]: it then stays frozen,
-//! because code that runs without its GPU state would compute garbage, and the image, if any, is named in the error.
+//! found. It may be taken again at any time. What it cannot give back now is [`Failure::suspended`]: the container stays
+//! frozen, its GPU state in its own memory, until somebody takes the way back once more or ends it.
+//!
+//! After a failure threads are stopped before anything else happens: no note, no file.
 //!
 //! The module knows no containerd, no runc and no driver: what it touches is behind [`Effects`], so that every
 //! failure of every phase is tested.
@@ -41,8 +43,10 @@ pub(crate) trait Effects: Send {
     fn enter(&mut self, phase: Phase) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Notes what became of `phase`.
     fn leave(&mut self, phase: Phase, ok: bool) -> impl Future<Output = ()> + Send;
-    /// Turns the freezer on; nothing to do when it is.
+    /// Turns the freezer on; nothing to do when it is. A failure turns it off.
     fn freeze(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Turns the freezer on for threads that must not run: a failure leaves it on, and whoever can stop stops.
+    fn keep_frozen(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Turns the freezer off; nothing to do when it is.
     fn thaw(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// CUDA processes of the container, and a refusal of what cannot be checkpointed. No side effect; works while
@@ -52,7 +56,9 @@ pub(crate) trait Effects: Send {
     fn expect_running(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Holds all threads but the restore threads; called while frozen.
     fn hold(&mut self, except: BTreeSet<i32>) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// Lets go of what is held; called while frozen. Nothing to do when nothing is held.
+    /// Whether threads are held.
+    fn is_held(&self) -> bool;
+    /// Lets go of what is held, which runs on unless it is frozen. Nothing to do when nothing is held.
     fn release(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Locks all of these.
     fn lock(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
@@ -62,24 +68,36 @@ pub(crate) trait Effects: Send {
     fn give_back(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Unlocks all of these.
     fn unlock(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// State of each as the driver tells: running, locked or checkpointed; a process that has gone is left out.
+    /// State of each as the driver tells: running, locked or checkpointed; a process that has gone is left out. The driver
+    /// ends what it has begun with a process before it answers, also for a caller that was killed: this waits for that.
     fn states(
         &mut self,
         pids: &[i32],
     ) -> impl Future<Output = Result<Vec<(i32, CudaState)>, Self::Error>> + Send;
-    /// Dumps the frozen container and completes the image; a failure leaves no image and all tasks alive.
+    /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and the freezer off when CRIU
+    /// was killed; it cleans nothing up, which would keep the way back waiting.
     fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;
 }
 
-/// A checkpoint that failed. Unless it says [`Failure::lost`], the workload goes on as before.
+/// A checkpoint that failed. Unless it says [`Failure::suspended`], the workload goes on as before.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {phase}")]
 pub(crate) struct Failure<E: std::error::Error + 'static> {
     pub phase: Phase,
     #[source]
     pub source: E,
-    /// Why the way back failed too: the workload is frozen without its GPU state.
-    pub lost: Option<E>,
+    /// Why the way back failed too: the workload stands still until that is mended.
+    pub suspended: Option<E>,
+}
+
+/// What a way back has to undo.
+#[derive(Clone, Copy)]
+pub(crate) struct Back<'p> {
+    /// All processes that may be locked or taken.
+    pub locked: &'p [CudaProcess],
+    pub was_frozen: bool,
+    /// Whether the driver may have been asked to take GPU state: from then on no thread may run before it is back.
+    pub taking: bool,
 }
 
 /// Nothing has been touched.
@@ -128,7 +146,7 @@ impl<'e, E: Effects> Begun<'e, E> {
                 return Err(Failure {
                     phase: Phase::Inspect,
                     source,
-                    lost: None,
+                    suspended: None,
                 });
             }
         };
@@ -140,29 +158,23 @@ impl<'e, E: Effects> Begun<'e, E> {
         };
         if let Err(source) = free.await {
             // Not the way back of the others: nothing is locked by us, and what somebody else has locked stays so.
-            let lost = if self.was_frozen && !self.effects.is_ended() {
-                self.effects.freeze().await.err()
-            } else {
-                None
-            };
+            if self.was_frozen && !self.effects.is_ended() {
+                refreeze(self.effects).await;
+            }
             return Err(Failure {
                 phase: Phase::Inspect,
                 source,
-                lost,
+                suspended: None,
             });
         }
         let locked = self.effects.lock(&pids).await;
-        self.effects.leave(Phase::Lock, locked.is_ok()).await;
         let at = Locked {
             at: self,
             locked: processes.clone(),
             processes,
             taking: false,
         };
-        match locked {
-            Ok(()) => Ok(at),
-            Err(source) => Err(at.fail(Phase::Lock, source).await),
-        }
+        at.entered(Phase::Lock, locked).await
     }
 }
 
@@ -170,11 +182,7 @@ impl<'e, E: Effects> Locked<'e, E> {
     /// Takes the GPU state, no thread of the application running from the last freeze on.
     pub(crate) async fn take(mut self) -> Result<Taken<'e, E>, Failure<E::Error>> {
         let taken = self.try_take().await;
-        self.at.effects.leave(Phase::Take, taken.is_ok()).await;
-        match taken {
-            Ok(()) => Ok(Taken(self)),
-            Err(source) => Err(self.fail(Phase::Take, source).await),
-        }
+        self.entered(Phase::Take, taken).await.map(Taken)
     }
 
     async fn try_take(&mut self) -> Result<(), E::Error> {
@@ -198,69 +206,134 @@ impl<'e, E: Effects> Locked<'e, E> {
         effects.hold(restore_tids(&self.processes)).await?;
         effects.thaw().await?;
         self.taking = true;
-        let taken = effects.take(&pids(&self.processes)).await;
-        // Also after a failure: what is thawed and held must be frozen before it is let go.
-        effects.freeze().await?;
-        effects.release().await?;
-        taken
+        effects.take(&pids(&self.processes)).await?;
+        // What is thawed and held must be frozen before it is let go.
+        effects.keep_frozen().await?;
+        effects.release().await
     }
 
-    async fn fail(self, phase: Phase, source: E::Error) -> Failure<E::Error> {
+    /// Notes what became of `phase`, and goes back when it failed.
+    async fn entered(self, phase: Phase, done: Result<(), E::Error>) -> Result<Self, Failure<E::Error>> {
+        let Err(source) = done else {
+            self.at.effects.leave(phase, true).await;
+            return Ok(self);
+        };
         if self.at.effects.is_ended() {
-            let lost = None;
-            return Failure { phase, source, lost };
+            return Err(Failure {
+                phase,
+                source,
+                suspended: None,
+            });
         }
+        // Order matters: CRIU that is killed leaves the tasks thawed, and a note may hang on its file system.
+        if self.taking && !self.at.effects.is_held() {
+            stop(self.at.effects).await;
+        }
+        self.at.effects.leave(phase, false).await;
         note(self.at.effects, Phase::Undo).await;
-        let lost = self.way_back().await.err().and_then(|stuck| stuck.again);
-        Failure { phase, source, lost }
+        let suspended = self.way_back().await.err().and_then(|stuck| stuck.last);
+        Err(Failure {
+            phase,
+            source,
+            suspended,
+        })
     }
 
     async fn way_back(self) -> Result<(), Stuck<E::Error>> {
-        way_back(self.at.effects, &self.locked, self.at.was_frozen, self.taking).await
+        let back = Back {
+            locked: &self.locked,
+            was_frozen: self.at.was_frozen,
+            taking: self.taking,
+        };
+        way_back(self.at.effects, back).await
     }
 }
 
 /// A way back that failed.
 struct Stuck<E> {
     first: E,
-    /// None when the container has ended meanwhile.
-    again: Option<E>,
+    /// What was in the way in the end; none when the container has ended meanwhile.
+    last: Option<E>,
 }
 
-/// Undoes everything; once more when that fails, as a worker that was cut off may have been the only trouble.
-async fn way_back<E: Effects>(
-    effects: &mut E,
-    locked: &[CudaProcess],
-    was_frozen: bool,
-    taking: bool,
-) -> Result<(), Stuck<E::Error>> {
-    let Err(first) = undo(effects, locked, was_frozen, taking).await else {
+/// What was in the way of an attempt.
+enum Hindrance<E> {
+    /// Threads cannot be stopped or held.
+    Threads(E),
+    Other(E),
+}
+
+impl<E> Hindrance<E> {
+    fn into_error(self) -> E {
+        match self {
+            Self::Threads(error) | Self::Other(error) => error,
+        }
+    }
+}
+
+/// Undoes everything; once more when that fails, as a worker that was cut off may have been the only trouble. When threads
+/// cannot be stopped, a last attempt is made while they run: the driver allows that, their calls of it wait. On an error no
+/// thread runs that can be stopped.
+async fn way_back<E: Effects>(effects: &mut E, back: Back<'_>) -> Result<(), Stuck<E::Error>> {
+    let Err(hindrance) = undo(effects, back, Threads::Held).await else {
         return Ok(());
     };
+    let first = hindrance.into_error();
     if effects.is_ended() {
-        return Err(Stuck { first, again: None });
+        return Err(Stuck { first, last: None });
     }
-    match undo(effects, locked, was_frozen, taking).await {
+    let mut again = undo(effects, back, Threads::Held).await;
+    if let Err(Hindrance::Threads(error)) = &again
+        && back.taking
+        && !effects.is_ended()
+    {
+        log::warn!(
+            "threads go on while their GPU state is given back: {}",
+            Chain(error)
+        );
+        again = undo(effects, back, Threads::Running).await;
+    }
+    match again {
         Ok(()) => Ok(()),
-        Err(_) if effects.is_ended() => Err(Stuck { first, again: None }),
-        Err(again) => Err(Stuck {
-            first,
-            again: Some(again),
-        }),
+        Err(_) if effects.is_ended() => Err(Stuck { first, last: None }),
+        Err(last) => {
+            stop(effects).await;
+            Err(Stuck {
+                first,
+                last: Some(last.into_error()),
+            })
+        }
     }
 }
 
-/// The way back of a transaction that has ended without it: its code failed. `locked` are the processes that it has
-/// seen, `taking` whether it may have taken GPU state.
-pub(crate) async fn take_back<E: Effects>(
-    effects: &mut E,
-    locked: &[CudaProcess],
-    was_frozen: bool,
-    taking: bool,
-) -> Result<(), E::Error> {
+/// The way back of a transaction that has ended without it: its code failed, or it was hindered.
+pub(crate) async fn take_back<E: Effects>(effects: &mut E, back: Back<'_>) -> Result<(), E::Error> {
+    if back.taking && !effects.is_held() {
+        stop(effects).await;
+    }
     note(effects, Phase::Undo).await;
-    let done = way_back(effects, locked, was_frozen, taking).await;
-    done.map_err(|stuck| stuck.again.unwrap_or(stuck.first))
+    let done = way_back(effects, back).await;
+    done.map_err(|stuck| stuck.last.unwrap_or(stuck.first))
+}
+
+/// Lets no thread run any more, as far as that can be had. What is held stays held until it is frozen: nobody traces a
+/// container for as long as it is suspended.
+async fn stop<E: Effects>(effects: &mut E) {
+    let stopped = match effects.keep_frozen().await {
+        Ok(()) => effects.release().await,
+        failed => failed,
+    };
+    if let Err(error) = stopped {
+        log::warn!("cannot stop the threads: {}", Chain(&error));
+    }
+}
+
+/// Turns the freezer on again for the client that had. That a thread takes its time to stop is no failure: it has its GPU
+/// state.
+async fn refreeze<E: Effects>(effects: &mut E) {
+    if let Err(error) = effects.keep_frozen().await {
+        log::warn!("the container is not frozen again yet: {}", Chain(&error));
+    }
 }
 
 impl<'e, E: Effects> Taken<'e, E> {
@@ -272,24 +345,20 @@ impl<'e, E: Effects> Taken<'e, E> {
             Ok(()) => effects.dump(&at.processes).await,
             Err(error) => Err(error),
         };
-        effects.leave(Phase::Dump, dumped.is_ok()).await;
-        match dumped {
-            Ok(()) => Ok(Dumped(at)),
-            Err(source) => Err(at.fail(Phase::Dump, source).await),
-        }
+        at.entered(Phase::Dump, dumped).await.map(Dumped)
     }
 }
 
 impl<E: Effects> Dumped<'_, E> {
     /// The container goes on: GPU state back, unlocked, freezer as it was found. A failure leaves the image valid.
     pub(crate) async fn run_on(self) -> Result<(), Failure<E::Error>> {
-        let lost = |stuck: Stuck<E::Error>| Failure {
+        let suspended = |stuck: Stuck<E::Error>| Failure {
             phase: Phase::GiveBack,
             source: stuck.first,
-            lost: stuck.again,
+            suspended: stuck.last,
         };
         note(self.0.at.effects, Phase::GiveBack).await;
-        self.0.way_back().await.map_err(lost)
+        self.0.way_back().await.map_err(suspended)
     }
 }
 
@@ -300,37 +369,38 @@ async fn note<E: Effects>(effects: &mut E, phase: Phase) {
     }
 }
 
+/// What threads do while the driver gives GPU state back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Threads {
+    Held,
+    Running,
+}
+
 /// Gives every process back what was taken, whatever was done before, and leaves the freezer as it was found.
 ///
-/// Safe to repeat. On an error after something was taken the container is left frozen, or its threads held.
+/// Safe to repeat. What it has stopped or held stays so on an error.
 async fn undo<E: Effects>(
     effects: &mut E,
-    locked: &[CudaProcess],
-    was_frozen: bool,
-    taking: bool,
-) -> Result<(), E::Error> {
-    let pids = pids(locked);
-    if !taking {
-        // Every process has its GPU state, so its threads may run: nothing needs holding, which may be what failed.
-        effects.release().await?;
-        effects.thaw().await?;
-        settle(effects, &pids).await?;
-        return if was_frozen {
-            effects.freeze().await
-        } else {
-            Ok(())
-        };
+    back: Back<'_>,
+    threads: Threads,
+) -> Result<(), Hindrance<E::Error>> {
+    // Of a process that has its GPU state the threads may run: nothing needs holding, which may be what failed.
+    if back.taking && threads == Threads::Held {
+        if !effects.is_held() {
+            effects.keep_frozen().await.map_err(Hindrance::Threads)?;
+            let held = effects.hold(restore_tids(back.locked)).await;
+            held.map_err(Hindrance::Threads)?;
+        }
+    } else {
+        effects.release().await.map_err(Hindrance::Other)?;
     }
-    // Order matters: CRIU that is killed leaves the tasks thawed, and none may run without its GPU state.
-    effects.freeze().await?;
-    effects.release().await?;
-    effects.hold(restore_tids(locked)).await?;
-    effects.thaw().await?;
-    let settled = settle(effects, &pids).await;
-    effects.freeze().await?;
-    settled?;
-    effects.release().await?;
-    if was_frozen { Ok(()) } else { effects.thaw().await }
+    effects.thaw().await.map_err(Hindrance::Other)?;
+    let settled = settle(effects, &pids(back.locked)).await;
+    settled.map_err(Hindrance::Other)?;
+    if back.was_frozen {
+        refreeze(effects).await;
+    }
+    effects.release().await.map_err(Hindrance::Other)
 }
 
 /// Brings every process from the state that the driver tells to running.

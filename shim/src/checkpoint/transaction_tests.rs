@@ -8,18 +8,32 @@ use super::*;
 #[error("{0} was told to fail")]
 struct Told(&'static str);
 
+/// A call that fails: the n-th of all; every later call of the same name too when `for_good`.
+#[derive(Clone, Copy, Debug)]
+struct Fault {
+    nth: usize,
+    for_good: bool,
+}
+
 /// A container of CUDA processes that complains when application code runs without its GPU state.
 #[derive(Default)]
 struct World {
     frozen: bool,
+    /// The freezer was turned on, and a thread has not stopped.
+    freezing: bool,
     held: bool,
     states: BTreeMap<i32, CudaState>,
     /// Processes that appear at the n-th freeze.
     appear: BTreeMap<usize, i32>,
     calls: Vec<&'static str>,
-    /// Fail the n-th call of all; every later call of the same name too when `for_good`.
-    fail: Option<(usize, bool)>,
-    failing: Option<&'static str>,
+    faults: Vec<Fault>,
+    failing: BTreeSet<&'static str>,
+    /// How often threads could not be stopped or held that must not run.
+    unstoppable: usize,
+    /// CRIU was killed and has left the tasks thawed: they are to be stopped by the next call.
+    criu_died: bool,
+    /// Nothing could stop them yet.
+    let_run: bool,
     dumped: Option<Vec<i32>>,
     /// The container is killed by the call that fails, and no call works any more.
     killed: bool,
@@ -39,29 +53,46 @@ impl World {
         }
     }
 
-    /// Every effect passes here. A call that fails has done half of its work when `half` says how.
+    /// Of two processes, with these faults, after a checkpoint that leaves it running.
+    fn after(was_frozen: bool, faults: &[Fault]) -> (Self, Result<(), Failure<Told>>) {
+        let mut world = Self::new([10, 20], was_frozen);
+        world.faults = faults.to_vec();
+        let result = block_on(leave_running(&mut world));
+        (world, result)
+    }
+
+    /// Every effect passes here.
     fn call(&mut self, name: &'static str) -> Result<(), Told> {
         if self.ended {
             return Err(Told(name));
         }
+        self.check();
+        if std::mem::take(&mut self.criu_died) {
+            assert_eq!(name, "keep_frozen", "tasks run after {:?}", self.calls);
+        }
         let nth = self.calls.len();
         self.calls.push(name);
-        if let Some((at, for_good)) = self.fail
-            && (nth == at || for_good && self.failing == Some(name))
-        {
-            self.failing = Some(name);
+        let now = self.faults.iter().find(|fault| fault.nth == nth);
+        if now.is_some_and(|fault| fault.for_good) {
+            self.failing.insert(name);
+        }
+        if now.is_some() || self.failing.contains(name) {
             assert!(!std::mem::take(&mut self.panics), "{name} panics");
             self.ended = self.killed;
+            if matches!(name, "keep_frozen" | "hold") {
+                self.unstoppable += 1;
+            }
             return Err(Told(name));
         }
         Ok(())
     }
 
+    /// No thread runs without its GPU state, unless CRIU has just died, or what stops threads has failed twice.
     fn check(&self) {
         let runs = !self.frozen && !self.held;
         let taken = self.states.values().any(|s| *s == CudaState::Checkpointed);
         assert!(
-            !(runs && taken),
+            !(runs && taken) || self.let_run || self.unstoppable > 1,
             "application code ran without its GPU state: {:?}",
             self.calls
         );
@@ -82,8 +113,47 @@ impl World {
             self.states,
             self.calls
         );
-        assert_eq!(self.frozen, was_frozen, "freezer: {:?}", self.calls);
+        let freezer = self.frozen || self.freezing;
+        assert_eq!(freezer, was_frozen, "freezer: {:?}", self.calls);
         assert!(!self.held, "still held: {:?}", self.calls);
+    }
+
+    /// No thread runs but those that nothing could stop, and nobody has to look after it.
+    fn suspended(&self) {
+        assert!(self.frozen || self.freezing, "it runs: {:?}", self.calls);
+        assert!(
+            self.frozen || self.unstoppable > 0,
+            "not even stopped: {:?}",
+            self.calls
+        );
+        // Unless that fails, what is frozen is let go in the end: nobody goes on tracing it.
+        let last = self.calls.len() - 1;
+        let failed =
+            self.failing.contains(self.calls[last]) || self.faults.iter().any(|fault| fault.nth == last);
+        assert!(!self.held || failed, "held for ever: {:?}", self.calls);
+    }
+
+    /// The way back, once more, when nothing is in the way any more: the container runs as it did.
+    fn resumes(&mut self) {
+        (self.faults, self.failing) = (Vec::new(), BTreeSet::new());
+        self.unstoppable = 0;
+        self.let_run = self.freezing;
+        let locked = self.processes();
+        let back = Back {
+            locked: &locked,
+            was_frozen: false,
+            taking: self.taking,
+        };
+        block_on(take_back(self, back)).expect("nothing is in the way");
+        self.as_before(false);
+    }
+
+    fn processes(&self) -> Vec<CudaProcess> {
+        let process = |&pid: &i32| CudaProcess {
+            pid,
+            restore_tid: pid + 1,
+        };
+        self.states.keys().map(process).collect()
     }
 }
 
@@ -103,7 +173,10 @@ impl Effects for World {
     async fn leave(&mut self, _: Phase, _: bool) {}
 
     async fn freeze(&mut self) -> Result<(), Told> {
-        self.call("freeze")?;
+        if let Err(told) = self.call("freeze") {
+            self.frozen = false;
+            return Err(told);
+        }
         self.frozen = true;
         let freezes = self.calls.iter().filter(|c| **c == "freeze").count();
         if let Some(pid) = self.appear.remove(&freezes) {
@@ -112,23 +185,24 @@ impl Effects for World {
         Ok(())
     }
 
+    async fn keep_frozen(&mut self) -> Result<(), Told> {
+        if let Err(told) = self.call("keep_frozen") {
+            self.freezing = !self.frozen;
+            return Err(told);
+        }
+        (self.frozen, self.freezing, self.let_run) = (true, false, false);
+        Ok(())
+    }
+
     async fn thaw(&mut self) -> Result<(), Told> {
         self.call("thaw")?;
-        self.frozen = false;
-        self.check();
+        (self.frozen, self.freezing) = (false, false);
         Ok(())
     }
 
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, Told> {
         self.call("inspect")?;
-        Ok(self
-            .states
-            .keys()
-            .map(|&pid| CudaProcess {
-                pid,
-                restore_tid: pid + 1,
-            })
-            .collect())
+        Ok(self.processes())
     }
 
     async fn expect_running(&mut self, pids: &[i32]) -> Result<(), Told> {
@@ -161,10 +235,13 @@ impl Effects for World {
         Ok(())
     }
 
+    fn is_held(&self) -> bool {
+        self.held
+    }
+
     async fn release(&mut self) -> Result<(), Told> {
         self.call("release")?;
         self.held = false;
-        self.check();
         Ok(())
     }
 
@@ -193,7 +270,7 @@ impl Effects for World {
     }
 
     async fn give_back(&mut self, pids: &[i32]) -> Result<(), Told> {
-        assert!(!self.frozen && self.held);
+        assert!(!self.frozen && (self.held || self.unstoppable > 1));
         self.call("give_back")?;
         self.set(pids, CudaState::Checkpointed, CudaState::Locked);
         Ok(())
@@ -225,7 +302,7 @@ impl Effects for World {
         );
         if let Err(told) = self.call("dump") {
             // CRIU that is killed leaves the freezer off.
-            self.frozen = false;
+            (self.frozen, self.criu_died, self.let_run) = (false, true, true);
             return Err(told);
         }
         assert!(
@@ -294,46 +371,141 @@ fn a_process_that_appears_after_the_lock_is_taken_too() {
     world.as_before(false);
 }
 
-#[test]
-fn any_single_failure_leaves_the_workload_as_before() {
-    for was_frozen in [false, true] {
-        let mut world = World::new([10, 20], was_frozen);
-        block_on(leave_running(&mut world)).unwrap();
-        let calls = world.calls.len();
-        let mut failed = BTreeSet::new();
-        for nth in 0..calls {
-            let mut world = World::new([10, 20], was_frozen);
-            world.fail = Some((nth, false));
-            let result = block_on(leave_running(&mut world));
-            let name = world.failing.expect("told to fail");
-            failed.insert(name);
-            // Giving back is tried again, and done whether it can be noted or not: one failure there is none of the
-            // checkpoint.
-            if world.dumped.is_some() {
-                assert!(result.is_ok(), "{name} at {nth}");
-            } else {
-                let failure = result.expect_err("must fail");
-                assert_eq!(failure.source, Told(name), "the cause is the first failure");
-                assert!(failure.lost.is_none(), "{name} at {nth}: {:?}", world.calls);
-            }
+/// How many calls a checkpoint of this container makes with these faults.
+fn calls(was_frozen: bool, faults: &[Fault]) -> usize {
+    World::after(was_frozen, faults).0.calls.len()
+}
+
+/// That the end is one of those that are promised.
+fn is_as_promised(world: &mut World, result: Result<(), Failure<Told>>, was_frozen: bool) {
+    match result {
+        Ok(()) => {
+            assert!(world.dumped.is_some(), "done without an image: {:?}", world.calls);
             world.as_before(was_frozen);
         }
-        assert_eq!(failed.len(), 13, "not every effect was made to fail: {failed:?}");
+        Err(Failure { suspended: None, .. }) => {
+            assert!(world.dumped.is_none(), "undone with an image: {:?}", world.calls);
+            world.as_before(was_frozen);
+        }
+        Err(Failure {
+            suspended: Some(_), ..
+        }) => {
+            world.suspended();
+            world.resumes();
+        }
     }
 }
 
 #[test]
-fn a_driver_that_never_gives_back_is_told_as_lost_and_nothing_runs() {
-    let mut world = World::new([10], false);
-    block_on(leave_running(&mut world)).unwrap();
+fn any_single_failure_leaves_the_workload_as_before() {
+    for was_frozen in [false, true] {
+        let mut failed = BTreeSet::new();
+        for nth in 0..calls(was_frozen, &[]) {
+            let (mut world, result) = World::after(was_frozen, &[Fault { nth, for_good: false }]);
+            let name = world.calls[nth];
+            failed.insert(name);
+            // Giving back is tried again, and done whether it can be noted or not: one failure there is none of the
+            // checkpoint.
+            if world.dumped.is_none() {
+                let failure = result.as_ref().expect_err("must fail");
+                assert_eq!(failure.source, Told(name), "the cause is the first failure");
+                assert_eq!(failure.suspended, None, "{name} at {nth}: {:?}", world.calls);
+            } else {
+                assert!(result.is_ok(), "{name} at {nth}");
+            }
+            is_as_promised(&mut world, result, was_frozen);
+        }
+        assert_eq!(failed.len(), 14, "not every effect was made to fail: {failed:?}");
+    }
+}
+
+#[test]
+fn any_two_failures_end_as_promised() {
+    for was_frozen in [false, true] {
+        let mut suspended = 0;
+        for first in 0..calls(was_frozen, &[]) {
+            for (one, other) in [(false, false), (false, true), (true, false), (true, true)] {
+                let fault = Fault {
+                    nth: first,
+                    for_good: one,
+                };
+                for second in first + 1..calls(was_frozen, &[fault]) {
+                    let faults = [
+                        fault,
+                        Fault {
+                            nth: second,
+                            for_good: other,
+                        },
+                    ];
+                    let (mut world, result) = World::after(was_frozen, &faults);
+                    suspended +=
+                        usize::from(result.as_ref().is_err_and(|failure| failure.suspended.is_some()));
+                    is_as_promised(&mut world, result, was_frozen);
+                }
+            }
+        }
+        assert!(suspended > 0, "no pair of failures has hindered the way back");
+    }
+}
+
+#[test]
+fn a_driver_that_never_gives_back_suspends_the_container_until_it_does() {
+    let (world, _) = World::after(false, &[]);
     let nth = world.calls.iter().position(|c| *c == "give_back").unwrap();
-    let mut world = World::new([10], false);
-    world.fail = Some((nth, true));
-    let failure = block_on(leave_running(&mut world)).unwrap_err();
+    let (mut world, result) = World::after(false, &[Fault { nth, for_good: true }]);
+    let failure = result.unwrap_err();
     assert_eq!(failure.phase, Phase::GiveBack);
-    assert_eq!(failure.lost, Some(Told("give_back")));
+    assert_eq!(failure.suspended, Some(Told("give_back")));
     assert!(world.frozen, "code ran without its GPU state");
     assert!(world.dumped.is_some(), "the image is valid all the same");
+    assert!(
+        world
+            .states
+            .values()
+            .all(|state| *state == CudaState::Checkpointed),
+        "{:?}",
+        world.states
+    );
+    // As often as somebody asks.
+    let locked = world.processes();
+    let back = Back {
+        locked: &locked,
+        was_frozen: false,
+        taking: true,
+    };
+    for _ in 0..3 {
+        assert_eq!(block_on(take_back(&mut world, back)), Err(Told("give_back")));
+        world.suspended();
+    }
+    world.resumes();
+}
+
+#[test]
+fn threads_that_cannot_be_stopped_cost_no_gpu_state() {
+    for was_frozen in [false, true] {
+        let (clean, _) = World::after(was_frozen, &[]);
+        for name in ["keep_frozen", "hold"] {
+            let held = clean.calls.iter().position(|call| *call == "hold").unwrap();
+            // From the first one after the GPU state was taken.
+            let taken = clean.calls.iter().position(|call| *call == "take").unwrap();
+            let after = clean
+                .calls
+                .iter()
+                .skip(taken)
+                .position(|call| *call == name)
+                .unwrap();
+            assert!(taken + after > held);
+            let fault = Fault {
+                nth: taken + after,
+                for_good: true,
+            };
+            let (mut world, result) = World::after(was_frozen, &[fault]);
+            if let Err(failure) = &result {
+                assert_eq!(failure.suspended, None, "{name}: {:?}", world.calls);
+            }
+            is_as_promised(&mut world, result, was_frozen);
+        }
+    }
 }
 
 #[test]
@@ -348,12 +520,17 @@ fn undo_may_be_repeated() {
             .await
             .unwrap();
         drop(taken);
-        let processes = world.inspect().await.unwrap();
-        undo(&mut world, &processes, false, true).await.unwrap();
-        world.as_before(false);
-        undo(&mut world, &processes, false, true).await.unwrap();
+        let locked = world.processes();
+        let back = Back {
+            locked: &locked,
+            was_frozen: false,
+            taking: true,
+        };
+        for _ in 0..2 {
+            assert!(undo(&mut world, back, Threads::Held).await.is_ok());
+            world.as_before(false);
+        }
     });
-    world.as_before(false);
 }
 
 #[test]
@@ -362,7 +539,7 @@ fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
         let mut world = World::new([10, 20], was_frozen);
         world.states.insert(20, CudaState::Locked);
         let failure = block_on(leave_running(&mut world)).unwrap_err();
-        assert_eq!((failure.phase, failure.lost), (Phase::Inspect, None));
+        assert_eq!((failure.phase, failure.suspended), (Phase::Inspect, None));
         assert_eq!(
             world.states[&20],
             CudaState::Locked,
@@ -376,46 +553,21 @@ fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
 #[test]
 fn an_effect_that_fails_for_good_never_lets_code_run_without_its_gpu_state() {
     for was_frozen in [false, true] {
-        let mut world = World::new([10, 20], was_frozen);
-        block_on(leave_running(&mut world)).unwrap();
-        let calls = world.calls.clone();
-        for (nth, name) in calls.iter().enumerate() {
-            let mut world = World::new([10, 20], was_frozen);
-            world.fail = Some((nth, true));
+        for nth in 0..calls(was_frozen, &[]) {
             // The world itself complains when code runs too early.
-            let Err(failure) = block_on(leave_running(&mut world)) else {
-                let noting = *name == "enter" && world.dumped.is_some();
-                assert!(
-                    noting,
-                    "{name} at {nth} failed for good, and the checkpoint did not"
-                );
-                world.as_before(was_frozen);
-                continue;
-            };
-            if failure.lost.is_none() {
-                world.as_before(was_frozen);
-            }
-            let taken = world
-                .states
-                .values()
-                .any(|state| *state == CudaState::Checkpointed);
-            assert!(
-                failure.lost.is_some() || !taken,
-                "{name} at {nth}: nobody was told of the loss"
-            );
+            let (mut world, result) = World::after(was_frozen, &[Fault { nth, for_good: true }]);
+            is_as_promised(&mut world, result, was_frozen);
         }
     }
 }
 
 #[test]
 fn a_debugger_on_a_thread_costs_nothing() {
-    let mut world = World::new([10], false);
-    block_on(leave_running(&mut world)).unwrap();
+    let (world, _) = World::after(false, &[]);
     let nth = world.calls.iter().position(|call| *call == "hold").unwrap();
-    let mut world = World::new([10], false);
-    world.fail = Some((nth, true));
-    let failure = block_on(leave_running(&mut world)).unwrap_err();
-    assert_eq!((failure.phase, failure.lost), (Phase::Take, None));
+    let (world, result) = World::after(false, &[Fault { nth, for_good: true }]);
+    let failure = result.unwrap_err();
+    assert_eq!((failure.phase, failure.suspended), (Phase::Take, None));
     world.as_before(false);
 }
 
@@ -425,7 +577,7 @@ fn processes_that_never_stop_coming_end_the_checkpoint_and_nothing_else() {
         let mut world = World::new([10], was_frozen);
         world.appear = (1..=ROUNDS + 1).zip((40..).step_by(10)).collect();
         let failure = block_on(leave_running(&mut world)).unwrap_err();
-        assert_eq!((failure.phase, failure.lost), (Phase::Take, None));
+        assert_eq!((failure.phase, failure.suspended), (Phase::Take, None));
         assert_eq!(world.dumped, None);
         world.as_before(was_frozen);
     }
@@ -434,15 +586,13 @@ fn processes_that_never_stop_coming_end_the_checkpoint_and_nothing_else() {
 #[test]
 fn nothing_is_undone_for_a_container_that_is_killed() {
     for was_frozen in [false, true] {
-        let mut world = World::new([10, 20], was_frozen);
-        block_on(leave_running(&mut world)).unwrap();
-        for nth in 0..world.calls.len() {
+        for nth in 0..calls(was_frozen, &[]) {
             let mut world = World::new([10, 20], was_frozen);
-            (world.fail, world.killed) = (Some((nth, false)), true);
+            (world.faults, world.killed) = (vec![Fault { nth, for_good: false }], true);
             let Err(failure) = block_on(leave_running(&mut world)) else {
-                panic!("{:?} at {nth} was not told", world.failing);
+                panic!("{:?} was not told", world.calls.last());
             };
-            assert_eq!(failure.lost, None, "{:?}", world.calls);
+            assert_eq!(failure.suspended, None, "{:?}", world.calls);
         }
     }
 }
@@ -450,19 +600,21 @@ fn nothing_is_undone_for_a_container_that_is_killed() {
 #[test]
 fn a_transaction_that_panics_is_taken_back_by_what_was_noted() {
     for was_frozen in [false, true] {
-        let mut world = World::new([10, 20], was_frozen);
-        block_on(leave_running(&mut world)).unwrap();
-        for nth in 0..world.calls.len() {
+        for nth in 0..calls(was_frozen, &[]) {
             let mut world = World::new([10, 20], was_frozen);
-            (world.fail, world.panics) = (Some((nth, false)), true);
+            (world.faults, world.panics) = (vec![Fault { nth, for_good: false }], true);
             let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 block_on(leave_running(&mut world)).map_err(drop)
             }));
             assert!(panicked.is_err(), "no panic at {nth}");
-            world.fail = None;
-            let processes = block_on(world.inspect()).unwrap();
-            let taking = world.taking;
-            block_on(take_back(&mut world, &processes, was_frozen, taking)).unwrap();
+            world.faults = Vec::new();
+            let locked = world.processes();
+            let back = Back {
+                locked: &locked,
+                was_frozen,
+                taking: world.taking,
+            };
+            block_on(take_back(&mut world, back)).unwrap();
             world.as_before(was_frozen);
         }
     }

@@ -218,6 +218,11 @@ impl Container {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(hold);
     }
 
+    /// Whether threads are held.
+    pub(crate) fn is_held(&self) -> bool {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
     /// Takes back what is held.
     pub(crate) fn take_held(&self) -> Option<Hold> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).take()

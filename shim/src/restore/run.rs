@@ -83,6 +83,7 @@ pub(crate) async fn run(
             deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
             journal: &journal,
             cut: &under_way.cut,
+            freezer: None,
         },
     };
     let log = work.join(LOG);

@@ -7,6 +7,7 @@ use std::time::Duration;
 use firn_oci::manifest::DumpFlags;
 
 use super::{Brand, Runc, RuncError};
+use crate::cgroup::Cgroup;
 use crate::container::Cut;
 use crate::journal::Journal;
 use crate::sys;
@@ -33,6 +34,8 @@ pub(crate) struct Bounds<'a> {
     pub journal: &'a Journal,
     /// Ends the call before its time, and hears of CRIU's end.
     pub cut: &'a Cut,
+    /// Turned on before CRIU is killed, whose tasks run on then: theirs must not.
+    pub freezer: Option<&'a Cgroup>,
 }
 
 /// Arguments of `checkpoint`.

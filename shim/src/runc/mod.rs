@@ -295,6 +295,7 @@ impl Runc {
             deadline,
             journal,
             cut,
+            freezer,
         } = bounds;
         let _at_work = cut.criu();
         journal.child(Role::Runc, child.pid()).await;
@@ -314,6 +315,12 @@ impl Runc {
             && exit.code == 0
         {
             return Ok(());
+        }
+        if let Some(cgroup) = freezer
+            && !cut.is_asked()
+            && let Err(error) = cgroup.begin_freeze()
+        {
+            log::warn!("cannot freeze the tasks before CRIU is ended: {}", Chain(&error));
         }
         end_group(child.pid()).await;
         let exit = exit?;

@@ -258,7 +258,7 @@ fn fake_unified(files: &[(&str, &str)]) -> (TempDir, Cgroup) {
 }
 
 #[tokio::test]
-async fn a_freeze_that_does_not_succeed_is_undone() {
+async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_run() {
     let (_dir, cgroup) = fake_unified(&[
         ("cgroup.freeze", "0"),
         ("cgroup.events", "populated 1\nfrozen 0\n"),
@@ -268,6 +268,13 @@ async fn a_freeze_that_does_not_succeed_is_undone() {
     assert_eq!(
         fs::read_to_string(cgroup.primary_dir().join("cgroup.freeze")).unwrap(),
         "0"
+    );
+    // Of processes none of which may run it is not.
+    let error = cgroup.keep_frozen(Duration::from_millis(20)).await.unwrap_err();
+    assert!(matches!(error, CgroupError::FreezeTimeout { .. }), "{error}");
+    assert_eq!(
+        fs::read_to_string(cgroup.primary_dir().join("cgroup.freeze")).unwrap(),
+        "1"
     );
 
     // Its own processes are frozen, and not yet those of a cgroup below.
