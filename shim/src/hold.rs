@@ -18,13 +18,15 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::ptrace;
-use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 
 use crate::procfs::{is_traced, state};
+use crate::sys;
 
 /// How long a thread may take to reach or to leave its trap.
 const TRAP: Duration = Duration::from_secs(10);
+/// How long threads that run may take to reach a trap in which they are let go: one in an uninterruptible sleep has none.
+const PARK: Duration = Duration::from_secs(5);
 /// How often stops are looked for.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -88,7 +90,11 @@ impl Hold {
     ///
     /// A v1 freezer keeps the kernel from tracing a thread that a signal has stopped until it thaws.
     pub(crate) async fn seize(tids: Vec<i32>, limit: Duration) -> Result<Self, HoldError> {
-        Tracer::start(tids, limit, |_| Ok(()), |_| ()).await.map(Self)
+        // From the trap of the interrupt they are let go: nothing needs to be looked after.
+        let nothing: fn(&[i32]) = |_| ();
+        Tracer::start(tids, limit, |_| Ok(()), nothing, nothing)
+            .await
+            .map(Self)
     }
 
     /// Lets all go. Call it while they are frozen, or they run on.
@@ -112,6 +118,7 @@ impl RunOnly {
                     step(*tid);
                 }
             },
+            park,
         )
         .await
         .map(Self)
@@ -131,12 +138,14 @@ struct Tracer {
 }
 
 impl Tracer {
-    /// Traces `tids` from a new thread: `ready` brings them where they are wanted, `serve` looks after them from then on.
+    /// Traces `tids` from a new thread: `ready` brings them where they are wanted, `serve` looks after them from then on, and
+    /// `part` brings them where they are let go.
     async fn start(
         tids: Vec<i32>,
         limit: Duration,
         ready: fn(&[i32]) -> Result<(), HoldError>,
         serve: fn(&[i32]),
+        part: fn(&[i32]),
     ) -> Result<Self, HoldError> {
         let (stop, stopped) = channel();
         let (report, is_ready) = tokio::sync::oneshot::channel();
@@ -148,6 +157,7 @@ impl Tracer {
             if !failed && !abandoned {
                 wait_for_stop(&stopped, || serve(&traced));
             }
+            part(&traced);
             // The end of this thread lets go of all, wherever they are: one that a v1 freezer caught before it trapped
             // could not be detached by a call. A thread of a stopped process returns to the stop.
         };
@@ -215,22 +225,57 @@ fn wake(tid: i32) -> Result<(), HoldError> {
     Ok(())
 }
 
+/// Why a thread stands in a trap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trap {
+    /// For the tracing itself: it was interrupted, or its process is stopped. What signals it has wait.
+    Tracing,
+    /// A signal, of any number, is about to be delivered to it. It is when the thread is sent on its way with it, and lost
+    /// otherwise.
+    Signal(i32),
+}
+
+impl Trap {
+    /// That of a tracee; none when it runs or is gone.
+    ///
+    /// It is asked of the thread: the reaper may have taken the notice that `waitpid` would give.
+    fn of(tid: i32) -> Option<Self> {
+        match ptrace::getsiginfo(Pid::from_raw(tid)) {
+            Ok(info) if info.si_code >> 8 == libc::PTRACE_EVENT_STOP => Some(Self::Tracing),
+            Ok(info) => Some(Self::Signal(info.si_signo)),
+            // A group stop has no siginfo.
+            Err(Errno::EINVAL) => Some(Self::Tracing),
+            Err(_) => None,
+        }
+    }
+}
+
 /// Sends a thread that has trapped on its way, with the signal that it trapped for. Whether it had.
-///
-/// Why it trapped is asked of the thread: the reaper may have taken the notice that `waitpid` would give.
 fn step(tid: i32) -> bool {
-    let pid = Pid::from_raw(tid);
-    let signal = match ptrace::getsiginfo(pid) {
-        // Traps of the tracing itself (interrupt, group stop) carry no signal for the program.
-        Ok(info) if info.si_code >> 8 == libc::PTRACE_EVENT_STOP => None,
-        Ok(info) => Signal::try_from(info.si_signo)
-            .ok()
-            .filter(|signal| *signal != Signal::SIGTRAP),
-        // A group stop has no siginfo.
-        Err(Errno::EINVAL) => None,
-        Err(_) => return false,
+    let signal = match Trap::of(tid) {
+        Some(Trap::Tracing) => 0,
+        Some(Trap::Signal(signal)) => signal,
+        None => return false,
     };
-    ptrace::cont(pid, signal).is_ok()
+    sys::ptrace_cont(tid, signal).is_ok()
+}
+
+/// Brings threads that run to a trap of the tracing itself, where they can be let go: one that is let go while a signal is
+/// about to be delivered loses it, when the reaper has taken the notice.
+fn park(tids: &[i32]) {
+    let begun = Instant::now();
+    let mut left = tids.to_vec();
+    while !left.is_empty() && begun.elapsed() < PARK {
+        left.retain(|tid| {
+            let is_there = ptrace::interrupt(Pid::from_raw(*tid)).is_ok();
+            match Trap::of(*tid) {
+                Some(Trap::Tracing) => false,
+                Some(Trap::Signal(signal)) => sys::ptrace_cont(*tid, signal).is_ok(),
+                None => is_there,
+            }
+        });
+        std::thread::sleep(POLL);
+    }
 }
 
 #[cfg(test)]
@@ -238,9 +283,11 @@ mod tests {
     use std::io::{BufRead, BufReader};
     use std::process::{Child, Command, Stdio};
 
-    use nix::sys::signal::kill;
+    use nix::sys::signal::{Signal, kill};
 
     use super::*;
+    use crate::reaper::Reaper;
+    use crate::sys::testing;
 
     struct Ticker(Child);
 
@@ -317,6 +364,129 @@ mod tests {
         kill(pid, Signal::SIGCONT).unwrap();
         for _ in 0..20 {
             assert_eq!(tick(), "tick");
+        }
+    }
+
+    /// Real-time: those of the C library come before.
+    const REAL_TIME: i32 = 40;
+    /// Comes after all of those.
+    const LAST: i32 = 41;
+
+    /// Of the processes that the tests signal: it prints what it gets until its standard input ends.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn who_prints_signals() {
+        testing::print_signals(&[libc::SIGTRAP, REAL_TIME, LAST]);
+        println!("tid {}", nix::unistd::gettid());
+        let _ = std::io::stdin().lines().next();
+    }
+
+    struct Printer {
+        child: Child,
+        tid: i32,
+        lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+    }
+
+    impl Printer {
+        fn start() -> Self {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args([
+                    "--exact",
+                    "hold::tests::who_prints_signals",
+                    "--ignored",
+                    "--nocapture",
+                ])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            let told = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
+            let tid = told.unwrap();
+            Self { child, tid, lines }
+        }
+
+        fn pid(&self) -> i32 {
+            self.child.id().try_into().unwrap()
+        }
+
+        fn queue(&self, signal: i32, value: usize) {
+            testing::queue(self.pid(), self.tid, signal, value);
+        }
+
+        /// What it has got, in order by signal, once it has got all that was queued before.
+        fn got(&mut self) -> Vec<(i32, usize)> {
+            self.queue(LAST, 0);
+            let mut got = Vec::new();
+            loop {
+                let line = self.lines.next().unwrap().unwrap();
+                let Some(told) = line.split_once("got ") else {
+                    continue;
+                };
+                let (signal, value) = told.1.split_once(' ').unwrap();
+                let (signal, value) = (signal.parse().unwrap(), value.parse().unwrap());
+                if signal == LAST {
+                    got.sort_by_key(|(signal, _)| *signal);
+                    return got;
+                }
+                got.push((signal, value));
+            }
+        }
+    }
+
+    impl Drop for Printer {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    /// SIGTRAP, then the real-time ones.
+    fn queued(count: usize) -> Vec<(i32, usize)> {
+        let mut all = vec![(libc::SIGTRAP, 7)];
+        all.extend((0..count).map(|value| (REAL_TIME, value)));
+        all
+    }
+
+    #[test]
+    fn signals_that_come_while_threads_are_held_arrive_afterwards() {
+        let mut printer = Printer::start();
+        runtime().block_on(async {
+            let _reaper = Reaper::start().unwrap();
+            let tids = threads(&[printer.pid()], &BTreeSet::new()).unwrap();
+            let hold = Hold::seize(tids, TRAP).await.unwrap();
+            until("trapped", || state(printer.tid) == Some('t'));
+            for (signal, value) in queued(50) {
+                printer.queue(signal, value);
+            }
+            // The reaper takes the notices.
+            tokio::time::sleep(POLL * 20).await;
+            hold.release().await.unwrap();
+        });
+        assert_eq!(printer.got(), queued(50));
+    }
+
+    #[test]
+    fn a_thread_that_alone_runs_gets_every_signal_once() {
+        let mut printer = Printer::start();
+        let pid = Pid::from_raw(printer.pid());
+        // They come before, while it runs, and when it is let go.
+        for served in [0, 5, 20, 40, 200] {
+            kill(pid, Signal::SIGSTOP).unwrap();
+            until("stopped", || state(printer.tid) == Some('T'));
+            printer.queue(REAL_TIME, 0);
+            runtime().block_on(async {
+                let _reaper = Reaper::start().unwrap();
+                let only = RunOnly::start(vec![printer.tid], TRAP).await.unwrap();
+                for (signal, value) in queued(100).into_iter().filter(|queued| *queued != (REAL_TIME, 0)) {
+                    printer.queue(signal, value);
+                }
+                tokio::time::sleep(POLL * served).await;
+                only.stop().await.unwrap();
+            });
+            until("stopped again", || state(printer.tid) == Some('T'));
+            kill(pid, Signal::SIGCONT).unwrap();
+            assert_eq!(printer.got(), queued(100), "let go after {served} ms");
         }
     }
 

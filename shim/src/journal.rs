@@ -32,6 +32,14 @@ use crate::blocking::blocking;
 use crate::procfs;
 use crate::worker::CudaProcess;
 
+/// A failpoint between two phases: a shim that was built for tests waits here while a test names it.
+pub(crate) async fn point(name: &str) {
+    #[cfg(debug_assertions)]
+    told::hold(name).await;
+    #[cfg(not(debug_assertions))]
+    let _ = name;
+}
+
 /// The journal, in the bundle.
 pub(crate) const FILE: &str = "firn-journal";
 

@@ -161,6 +161,16 @@ pub(crate) fn pidfd_kill(process: impl AsFd) -> Result<(), Errno> {
     Errno::result(rc).map(drop)
 }
 
+/// Sends a stopped tracee on its way with a signal, given as a number (real-time ones are not among nix's `Signal`), or none: 0.
+pub(crate) fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
+    let nowhere = std::ptr::null_mut::<libc::c_void>();
+    let signal =
+        std::ptr::without_provenance_mut::<libc::c_void>(usize::try_from(signal).unwrap_or_default());
+    // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A thread that is no
+    // tracee of the caller, and a number that is no signal, are refused.
+    Errno::result(unsafe { libc::ptrace(libc::PTRACE_CONT, tid, nowhere, signal) }).map(drop)
+}
+
 /// Whether `pid` is a child of this process that nobody has waited for: alive, or a zombie. Its number is not taken
 /// again while that is so.
 pub(crate) fn is_unreaped_child(pid: i32) -> bool {
@@ -272,6 +282,76 @@ pub(crate) fn map_owners(tree: impl AsFd, namespace: impl AsFd) -> io::Result<()
     };
     Errno::result(rc)?;
     Ok(())
+}
+
+/// Signals with a value, for tests of who must not lose any.
+#[cfg(test)]
+pub(crate) mod testing {
+    use std::io::Write;
+    use std::mem::MaybeUninit;
+
+    use super::*;
+
+    /// `siginfo_t` of a queued signal, as the kernel has it.
+    #[repr(C)]
+    struct Queued {
+        signal: i32,
+        errno: i32,
+        code: i32,
+        pad: i32,
+        pid: i32,
+        uid: u32,
+        value: usize,
+        rest: [u64; 12],
+    }
+
+    /// Queues a signal with a value to one thread.
+    pub(crate) fn queue(pid: i32, tid: i32, signal: i32, value: usize) {
+        assert_eq!(size_of::<Queued>(), size_of::<libc::siginfo_t>());
+        let info = Queued {
+            signal,
+            errno: 0,
+            code: libc::SI_QUEUE,
+            pad: 0,
+            pid: getpid().as_raw(),
+            uid: 0,
+            value,
+            rest: [0; 12],
+        };
+        // SAFETY: the call reads one siginfo_t, of which `info` has the size and the layout, and which outlives the call.
+        let rc = unsafe { libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, tid, signal, &raw const info) };
+        Errno::result(rc).unwrap();
+    }
+
+    extern "C" fn print(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+        // SAFETY: the kernel passes a siginfo_t to a handler that was set with SA_SIGINFO.
+        let info = unsafe { &*info };
+        // SAFETY: those who send have queued it with a value.
+        let value = unsafe { info.si_value() }.sival_ptr.addr();
+        let mut line = [0; 32];
+        let mut room = &mut line[..];
+        let _ = writeln!(room, "got {signal} {value}");
+        let (left, whole) = (room.len(), line.len());
+        // SAFETY: write may be called in a handler; the bytes are those of `line`, which outlives the call.
+        unsafe { libc::write(1, line.as_ptr().cast(), whole - left) };
+    }
+
+    /// From now on prints every one of these signals with its value.
+    pub(crate) fn print_signals(signals: &[i32]) {
+        for signal in signals {
+            let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+            // SAFETY: all bits zero are an action: the default one with an empty mask and no flags.
+            let action = unsafe { action.assume_init_mut() };
+            action.sa_sigaction = print as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
+            // One after the other, in the order of their numbers.
+            // SAFETY: the mask is that of the action, which outlives the call.
+            Errno::result(unsafe { libc::sigfillset(&raw mut action.sa_mask) }).unwrap();
+            // SAFETY: the action outlives the call, and its handler calls nothing that a handler may not call.
+            let rc = unsafe { libc::sigaction(*signal, &raw const *action, std::ptr::null_mut()) };
+            Errno::result(rc).unwrap();
+        }
+    }
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::container::{Container, Cut};
 use crate::hold::{Hold, threads};
-use crate::journal::{Journal, Phase};
+use crate::journal::{self, Journal, Phase};
 use crate::logger::Chain;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -155,7 +155,9 @@ impl<'a> Live<'a> {
         }
         let limit = self.config.deadlines.end;
         self.tools.cgroup.kill_all(limit).await?;
+        journal::point("finish-killed").await;
         self.container.runc.ensure_deleted().await?;
+        journal::point("finish-deleted").await;
         // The client may ask for the exit at once.
         tokio::time::timeout(limit, self.container.init.wait())
             .await

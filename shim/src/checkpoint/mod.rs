@@ -192,6 +192,7 @@ async fn plain(container: &Container, request: &Request, others: Others) -> Resu
         .await
         .map_err(|error| CheckpointError::unwritten(container, error))?;
     let dumped = dump_plain(container, request, was_frozen, plugins.as_deref(), &journal).await;
+    journal::point("dump-over").await;
     journal
         .end(if dumped.is_ok() {
             Outcome::Done
@@ -240,9 +241,10 @@ async fn dump_plain(
         .checkpoint(request.call(&inside, &work.path, !request.exit, plugins, bounds))
         .await
         .map_err(|error| error.with_path(&inside, image.path()));
+    journal::point("dump-left").await;
     if dumped.is_err() && !under_way.cut.is_asked() {
         // Order matters: one that is being killed would be held up by a freezer that is turned on.
-        reset_freezer(container, was_frozen).await;
+        reset_freezer(container, was_frozen, &under_way.cut).await;
     }
     let gone = image.at(|image| image.check()).await.err();
     let complete = dumped.is_ok() && gone.is_none();
@@ -278,18 +280,32 @@ async fn dump_plain(
     };
     let keep_log = matches!(result, Err(CheckpointError::Plain { .. }));
     left.tidy(container, keep_log, complete, &under_way.cut).await;
+    journal::point("dump-tidied").await;
     result
 }
 
-/// A CRIU that was killed may have left the freezer other than it found it.
-async fn reset_freezer(container: &Container, was_frozen: bool) {
+/// A CRIU that was killed may have left the freezer other than it found it. One that is being killed is left thawed: with
+/// cgroup v1 it could not end.
+async fn reset_freezer(container: &Container, was_frozen: bool, cut: &Cut) {
     let reset = async {
         let cgroup = container.cgroup()?;
         let is_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
-        match was_frozen {
-            true if !is_frozen => cgroup.freeze(RESET).await,
-            false if is_frozen => cgroup.thaw(RESET).await,
-            _ => Ok(()),
+        let set = async {
+            match was_frozen {
+                true if !is_frozen => cgroup.freeze(RESET).await,
+                false if is_frozen => cgroup.thaw(RESET).await,
+                _ => Ok(()),
+            }
+        };
+        let set = tokio::select! {
+            biased;
+            () = cut.asked() => Ok(()),
+            set = set => set,
+        };
+        journal::point("dump-reset").await;
+        match cut.is_asked() {
+            true => cgroup.thaw(RESET).await,
+            false => set,
         }
     };
     if procfs::is_alive(container.init.pid())
@@ -358,7 +374,8 @@ async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointErro
     let undone = match container.gpu {
         true => undo_gpu(container, recovery.record(), reaper).await,
         false => {
-            reset_freezer(container, recovery.record().begin.was_frozen).await;
+            let under_way = container.begin_transaction();
+            reset_freezer(container, recovery.record().begin.was_frozen, &under_way.cut).await;
             Ok(())
         }
     };
@@ -452,6 +469,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         },
     );
     let mut result = transact(&mut live, was_frozen, request.exit).await;
+    journal::point("checkpoint-transacted").await;
     let is_cut = result.is_err() && cut.is_asked();
     if is_cut {
         live.kill().await;
@@ -471,6 +489,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     live.tidy(result.as_mut().err().map(|failure| &mut failure.source))
         .await;
     live.end().await;
+    journal::point("checkpoint-worker-gone").await;
     journal
         .end(match &result {
             Ok(()) => Outcome::Done,
@@ -481,6 +500,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
             Err(_) => Outcome::Failed,
         })
         .await;
+    journal::point("checkpoint-ended").await;
     account.end(&container.bundle, result.is_ok() && ended.is_ok());
     result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image, is_alive))?;
     ended.map_err(|cause| CheckpointError::NotEnded {

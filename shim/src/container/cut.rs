@@ -3,7 +3,7 @@
 //! Who kills asks for it by [`Container::cut_off`](super::Container::cut_off). The transaction leaves whatever it waits
 //! for, ends CRIU first, which holds the tasks by ptrace, and then the tasks; [`Cut::untraced`] tells when CRIU is gone.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -71,13 +71,22 @@ impl Slot {
         UnderWay { slot: self, cut }
     }
 
+    /// Whoever gets the transaction can rely on its end: it cannot be committed any more.
     pub(super) fn cut_off(&self) -> Option<Cut> {
-        let cut = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        cut.inspect(Cut::ask)
+        let current = self.lock();
+        current.clone().inspect(Cut::ask)
+    }
+
+    pub(super) fn is_taken(&self) -> bool {
+        self.lock().is_some()
     }
 
     fn set(&self, cut: Option<Cut>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = cut;
+        *self.lock() = cut;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Cut>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -85,6 +94,31 @@ impl Slot {
 pub(crate) struct UnderWay<'a> {
     slot: &'a Slot,
     pub cut: Cut,
+}
+
+impl UnderWay<'_> {
+    /// Ends a transaction that has succeeded, unless it was cut off: then it comes back, to be rolled back.
+    ///
+    /// Order matters: `publish` makes known what a kill needs from now on. Nobody comes between it and the end: who kills finds
+    /// the transaction and cuts it off, or finds what was published.
+    pub(crate) fn commit(self, publish: impl FnOnce()) -> Result<(), Self> {
+        let mut current = self.slot.lock();
+        if self.cut.is_asked() {
+            drop(current);
+            return Err(self);
+        }
+        publish();
+        *current = None;
+        drop(current);
+        Ok(())
+    }
+
+    /// Ends a transaction that has failed. Whether it was cut off, and whoever has done that relies on the container's end.
+    pub(crate) fn end(self) -> bool {
+        let mut current = self.slot.lock();
+        *current = None;
+        self.cut.is_asked()
+    }
 }
 
 impl Drop for UnderWay<'_> {
@@ -108,6 +142,27 @@ mod tests {
         drop(first);
         assert!(slot.cut_off().is_none());
         assert!(!slot.begin().cut.is_asked(), "the next one was cut off too");
+    }
+
+    #[tokio::test]
+    async fn a_kill_cuts_a_transaction_off_or_finds_what_it_has_published() {
+        let slot = Slot::default();
+        let mut published = false;
+        assert!(slot.begin().commit(|| published = true).is_ok() && published);
+        assert!(slot.cut_off().is_none(), "a committed transaction was cut off");
+
+        let under_way = slot.begin();
+        assert!(slot.cut_off().is_some());
+        let Err(under_way) = under_way.commit(|| panic!("it was published")) else {
+            panic!("a transaction that was cut off was committed");
+        };
+        assert!(
+            slot.cut_off().is_some(),
+            "a rollback is no part of the transaction"
+        );
+        assert!(under_way.end(), "nobody hears of the kill");
+        assert!(slot.cut_off().is_none());
+        assert!(!slot.begin().end());
     }
 
     #[tokio::test]

@@ -238,6 +238,11 @@ impl Container {
         self.transaction.cut_off()
     }
 
+    /// Whether a checkpoint or restore is under way.
+    pub(crate) fn is_in_transaction(&self) -> bool {
+        self.transaction.is_taken()
+    }
+
     /// Puts an exec under its id; whether the id was free.
     pub(crate) fn add_exec(&self, process: Arc<Process>) -> bool {
         let mut status = self.status();

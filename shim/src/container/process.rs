@@ -48,9 +48,13 @@ impl Process {
         }
     }
 
-    /// Marks the process as started; whether it was not before.
+    /// Marks the process as started; whether it was not before. A start that failed earlier is forgotten.
     pub(crate) fn begin(&self) -> bool {
-        !self.begun.swap(true, Ordering::Relaxed)
+        if self.begun.swap(true, Ordering::Relaxed) {
+            return false;
+        }
+        self.exit.send_replace(None);
+        true
     }
 
     /// Whether it was started, and that did not fail.
@@ -60,12 +64,12 @@ impl Process {
 
     /// Start has failed: whoever waits hears of it, and it may be tried again.
     pub(crate) fn fail(&self) {
+        self.begun.store(false, Ordering::Relaxed);
         self.exit.send_replace(Some(Exit {
             pid: 0,
             code: 0,
             at: SystemTime::now(),
         }));
-        self.begun.store(false, Ordering::Relaxed);
     }
 
     /// Pid on the host; 0 until it is known.
@@ -78,9 +82,11 @@ impl Process {
         *lock(&self.pid) = pid;
     }
 
-    /// How it ended; absent while it has not, and when it never ran.
+    /// How it ended; absent while it has not, and when it was never started. One that was killed before it had a pid has ended.
     pub(crate) fn exit(&self) -> Option<Exit> {
-        self.exit.borrow().filter(|exit| exit.pid != 0)
+        self.exit
+            .borrow()
+            .filter(|exit| exit.pid != 0 || self.has_begun())
     }
 
     /// Ends every [`Process::wait`].

@@ -17,16 +17,21 @@ const HELD: &str = "/run/firn-held";
 /// Tells the test that one has panicked.
 const PANICKED: &str = "/run/firn-panicked";
 
-/// Does in this phase what the files say.
-pub(super) async fn obey(phase: Phase) {
-    let phase = serde_json::to_value(phase).unwrap_or_default();
-    let is_held = || fs::read_to_string(HOLD).is_ok_and(|named| phase == *named);
+/// Waits at this point for as long as it is named.
+pub(super) async fn hold(point: &str) {
+    let is_held = || fs::read_to_string(HOLD).is_ok_and(|named| point == named);
     if is_held() {
         let _ = fs::write(HELD, "");
     }
     while is_held() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
+}
+
+/// Does in this phase what the files say.
+pub(super) async fn obey(phase: Phase) {
+    let phase = serde_json::to_value(phase).unwrap_or_default();
+    hold(phase.as_str().unwrap_or_default()).await;
     let Ok(told) = fs::read_to_string(PANIC) else {
         return;
     };

@@ -4,8 +4,9 @@
 //! Create: prepare -- refusals, GPU map, spec edits; nothing is started --> Prepared
 //! Start:  run     -- runc restore, tasks stay stopped
 //!                 -- /dev repaired, driver restore with the map, unlock
-//!                 -- continue --> running
-//!         any failure --> abandon: nothing of the container is left, the image is as it was
+//!                 -- continue --> Restored
+//!         stdio is connected -- commit, unless it was killed meanwhile --> running
+//!         any failure, and a kill before the commit --> abandon: nothing of the container is left, the image is as it was
 //! ```
 //!
 //! The image is untrusted: it may make a restore be refused, what it may use comes from the target's own spec and
@@ -19,8 +20,8 @@ mod roots;
 mod run;
 mod stopped;
 
-pub(crate) use abandon::{LOG, abandon, unmount_yards};
+pub(crate) use abandon::{LOG, unmount_yards};
 pub(crate) use error::RestoreError;
 pub(crate) use prepare::{Prepared, in_use, prepare};
 pub(crate) use roots::remove_roots;
-pub(crate) use run::run;
+pub(crate) use run::{Restored, run};

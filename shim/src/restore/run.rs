@@ -22,9 +22,9 @@ use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::checkpoint::error_lines;
-use crate::container::Container;
+use crate::container::{Container, Cut};
 use crate::hold::RunOnly;
-use crate::journal::{Begin, Journal, Operation, Outcome, Phase};
+use crate::journal::{Begin, Journal, Operation, Outcome, Phase, point};
 use crate::logger::Chain;
 use crate::panics::caught;
 use crate::procfs;
@@ -36,17 +36,61 @@ use crate::worker::Gpu;
 /// How long runc and CRIU may take to end when firn's own code has failed.
 const PROGRAMS: Duration = Duration::from_secs(30);
 
-/// Restores `container`; `stdio` gives the runtime the container's stdio. Returns the pid of its init.
+/// A container whose processes run again. It is committed or abandoned, for its transaction is not over.
+#[must_use]
+pub(crate) struct Restored {
+    pid: i32,
+    journal: Journal,
+    /// Whether nobody else was in its cgroup.
+    was_free: bool,
+}
+
+impl Restored {
+    /// Pid of init.
+    pub(crate) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// The container goes on.
+    pub(crate) async fn commit(self) {
+        self.journal.end(Outcome::Done).await;
+    }
+
+    /// Nothing of the container is left but its bundle. The error is that of one that was killed.
+    pub(crate) async fn abandon(self, container: &Container, prepared: &Prepared) -> RestoreError {
+        // Once more when firn's own code fails: every step of it may be repeated.
+        for _ in 0..2 {
+            if caught(roll_back(container, self.was_free, &self.journal))
+                .await
+                .is_ok()
+            {
+                break;
+            }
+        }
+        // Only what the runtime knows: somebody else is in the cgroup.
+        if !self.was_free
+            && let Err(error) = container.runc.ensure_deleted().await
+        {
+            log::warn!("cannot delete {}: {}", container.id, Chain(&error));
+        }
+        self.journal.end(Outcome::Failed).await;
+        failed(prepared, Cause::Killed)
+    }
+}
+
+/// Restores `container`; `stdio` gives the runtime the container's stdio.
 ///
-/// The caller holds the container's operation lock. After a failure nothing of the container is left but its bundle.
+/// The caller holds the container's operation lock, and has begun the transaction that `cut` cuts off. After a failure
+/// nothing of the container is left but its bundle.
 pub(crate) async fn run(
     container: &Container,
     prepared: &Prepared,
     pid_file: &Path,
     console: Option<PathBuf>,
     reaper: &Reaper,
+    cut: &Cut,
     stdio: impl FnOnce(&mut Command) + Send,
-) -> Result<i32, RestoreError> {
+) -> Result<Restored, RestoreError> {
     check_again(prepared).await?;
     let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
@@ -64,7 +108,11 @@ pub(crate) async fn run(
     let journal = Journal::begin(&container.bundle, begin)
         .await
         .map_err(|error| failed(prepared, error.into()))?;
-    let under_way = container.begin_transaction();
+    point("restore-journalled").await;
+    if cut.is_asked() {
+        journal.end(Outcome::Failed).await;
+        return Err(failed(prepared, Cause::Killed));
+    }
     let restore = Restore {
         image: &prepared.image,
         work: &work,
@@ -82,7 +130,7 @@ pub(crate) async fn run(
         bounds: Bounds {
             deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
             journal: &journal,
-            cut: &under_way.cut,
+            cut,
             freezer: None,
         },
     };
@@ -113,24 +161,31 @@ pub(crate) async fn run(
             Err(failed(prepared, Cause::Panicked))
         }
     };
-    journal
-        .end(if restored.is_ok() {
-            Outcome::Done
-        } else {
-            Outcome::Failed
-        })
-        .await;
-    restored
+    match restored {
+        Ok(pid) => Ok(Restored {
+            pid,
+            journal,
+            was_free: is_free,
+        }),
+        Err(error) => {
+            journal.end(Outcome::Failed).await;
+            Err(error)
+        }
+    }
 }
 
 /// The way back of a restore whose code has failed.
 async fn take_back(container: &Container, was_free: bool, journal: &Journal) {
-    enter(journal, Phase::Abandon).await;
     if let Some(recovery) = Recovery::of(&container.bundle) {
         recovery.end_programs(PROGRAMS).await;
     }
-    // Else others are in its cgroup.
+    roll_back(container, was_free, journal).await;
+}
+
+/// Ends what was restored, unless others were in its cgroup before.
+async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
     if was_free {
+        enter(journal, Phase::Abandon).await;
         abandon(container).await;
     }
 }
@@ -147,9 +202,9 @@ async fn with_gpu(
     let mut account = Account::begin("restore", &container.id);
     let restored = restore_gpu(container, gpu, restore, log, reaper, &mut account, stdio).await;
     account.end(&container.bundle, restored.is_ok());
+    point("restore-accounted").await;
     if restored.is_err() {
-        enter(journal, Phase::Abandon).await;
-        abandon(container).await;
+        roll_back(container, true, journal).await;
     }
     restored
 }
@@ -192,11 +247,16 @@ async fn plain(
     }
     match container.runc.restore(restore, stdio).await {
         Ok(()) => {
+            point("restore-running").await;
             // For the next dump, to which the script has nothing to say.
             if let Some(Err(error)) = criu.map(|criu| criu.write(criu::Operation::Dump)) {
                 log::warn!("{}", Chain(&error));
             }
-            read_pid(pid_file).map_err(|cause| failed(prepared, cause.into()))
+            let pid = read_pid(pid_file).map_err(|cause| failed(prepared, cause.into()));
+            if pid.is_err() {
+                roll_back(container, was_free, journal).await;
+            }
+            pid
         }
         Err(_) if container.runc.brand().await == Brand::Youki => Err(RestoreError::Refused {
             image: prepared.image.clone(),
@@ -207,14 +267,12 @@ async fn plain(
         Err(error) => {
             let lines = last_errors(&log).await;
             // The runtime may have been killed before it could clean up, and CRIU too.
-            if was_free {
-                enter(journal, Phase::Abandon).await;
-                abandon(container).await;
-            }
-            match refusal_of_script(container).await {
-                Some(refusal) => Err(failed(prepared, Cause::Script(refusal))),
-                None => Err(RestoreError::Plain { error, lines, log }),
-            }
+            roll_back(container, was_free, journal).await;
+            Err(match (error, refusal_of_script(container).await) {
+                (RuncError::Cut { .. }, _) => failed(prepared, Cause::Killed),
+                (_, Some(refusal)) => failed(prepared, Cause::Script(refusal)),
+                (error, None) => RestoreError::Plain { error, lines, log },
+            })
         }
     }
 }
@@ -264,12 +322,15 @@ async fn restore_gpu(
         });
     }
     account.mark("criu-restore");
+    point("restore-stopped").await;
     let restored = tokio::select! {
         biased;
         () = cut.asked() => Err(Cause::Killed),
         restored = bring_back(container, gpu, &mut driver, image, pid_file, journal, account) => restored,
     };
+    point("restore-continued").await;
     driver.end().await;
+    point("restore-worker-gone").await;
     restored
 }
 

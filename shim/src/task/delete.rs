@@ -9,7 +9,9 @@ use containerd_shim_protos::events::task::TaskDelete;
 use super::start::exec_pid_file;
 use super::state::{exited_at, find, pid_field};
 use super::{Service, TaskError};
+use crate::cgroup::FreezerState;
 use crate::container::{Action, Container, InitState, Process};
+use crate::logger::Chain;
 use crate::mounts;
 use crate::reaper::Exit;
 use crate::stdio::Patience;
@@ -84,6 +86,7 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
     let has_ended = container.init.exit().is_some();
     if has_ended {
         drain(&container.init).await;
+        thaw(container).await;
     }
     match container.runc.delete(false).await {
         Ok(()) => {}
@@ -111,6 +114,26 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         .map_err(TaskError::Unmount)?;
     container.set_state(InitState::Deleted);
     Ok(())
+}
+
+/// How long the freezer of a container without processes may take to be turned off.
+const THAW: Duration = Duration::from_secs(2);
+
+/// The runtime takes a frozen cgroup for a paused container, which it does not delete, also when nobody is left in it. Who was
+/// about to freeze a container when it was killed leaves one.
+async fn thaw(container: &Container) {
+    let thawed = async {
+        let cgroup = container.cgroup()?;
+        match cgroup.freezer_state()? {
+            FreezerState::Thawed => Ok(()),
+            _ => cgroup.thaw(THAW).await,
+        }
+    };
+    if let Err(error) = thawed.await
+        && !error.is_absent()
+    {
+        log::debug!("cannot thaw {}: {}", container.id, Chain(&error));
+    }
 }
 
 async fn drain(process: &Process) {

@@ -1,7 +1,7 @@
 //! Exits of container processes: who ended, in which order it is told, and out-of-memory events before them.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -66,6 +66,20 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
         container.is_killed(ANSWER).await;
         init_gone(&service, &container, exit);
     });
+}
+
+/// A restore was cut off by who has the client's word that the container ends. There was no init that could have run, but
+/// whoever waits for its end has to hear of one.
+pub(super) async fn restore_killed(service: &Service, container: &Container) {
+    container.set_init_gone();
+    container.init.begin();
+    container.is_killed(ANSWER).await;
+    let exit = Exit {
+        pid: 0,
+        code: 128 + SIGKILL,
+        at: SystemTime::now(),
+    };
+    init_ended(service, container, exit);
 }
 
 /// Tells that what init left could not be dealt with; that there is nothing of it any more is no failure.

@@ -5,17 +5,28 @@ use std::time::Duration;
 
 use containerd_shim_protos::api::{Empty, KillRequest};
 use nix::errno::Errno;
+use tokio::task::JoinError;
+use tokio::time::{Instant, sleep};
 
 use super::state::find;
 use super::{SIGKILL, Service, TaskError};
-use crate::container::InitState;
+use crate::cgroup::{CgroupError, FreezerState};
+use crate::container::{Container, InitState};
+use crate::logger::Chain;
 use crate::procfs;
+use crate::runc::RuncError;
 
 /// How long CRIU may take to end before the tasks are killed all the same.
 const CRIU: Duration = Duration::from_secs(5);
 
 /// How long killed processes may take to be gone.
 const KILLED: Duration = Duration::from_secs(30);
+
+/// How often is looked whether a killed init is held up.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long the freezer may take to be turned off.
+const THAW: Duration = Duration::from_secs(5);
 
 pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
@@ -39,8 +50,13 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
                 return Ok(Empty::default());
             }
         }
-        return match container.runc.kill(request.signal, request.all).await {
-            Ok(()) => Ok(Empty::default()),
+        return match signal_init(&container, request.signal, request.all).await {
+            Ok(()) => {
+                if request.signal == SIGKILL {
+                    see_to_the_end(&container);
+                }
+                Ok(Empty::default())
+            }
             // The transaction that was cut off has killed it.
             Err(_) if cut.is_some() && !procfs::is_alive(container.init.pid()) => Ok(Empty::default()),
             Err(error) if error.is_finished() => Err(TaskError::Finished),
@@ -59,5 +75,73 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
         Ok(()) => Ok(Empty::default()),
         Err(Errno::ESRCH) => Err(TaskError::Finished),
         Err(source) => Err(TaskError::KillExec(source)),
+    }
+}
+
+/// Has the runtime send a signal. When init is dead of a SIGKILL the runtime is not waited for: runc may look for 10 s whether
+/// one that was paused is frozen.
+async fn signal_init(container: &Arc<Container>, signal: u32, all: bool) -> Result<(), RuncError> {
+    let pid = container.init.pid();
+    let was_alive = procfs::is_alive(pid);
+    let killing = container.clone();
+    let mut call = tokio::spawn(async move { killing.runc.kill(signal, all).await });
+    let dead = async {
+        while signal != SIGKILL || procfs::is_alive(pid) {
+            sleep(LOOK).await;
+        }
+    };
+    tokio::select! {
+        biased;
+        done = &mut call => match done.map_err(JoinError::try_into_panic) {
+            Ok(done) => done,
+            Err(Ok(panic)) => std::panic::resume_unwind(panic),
+            // The runtime is shutting down, and this task with it.
+            Err(Err(_)) => std::future::pending().await,
+        },
+        () = dead, if was_alive => Ok(()),
+    }
+}
+
+/// Sees to it that a SIGKILL which was acknowledged ends init. With cgroup v1 none that is frozen does: the runtime thaws it
+/// when it kills, and a pause, a checkpoint or an update that is under way may freeze it once more.
+fn see_to_the_end(container: &Arc<Container>) {
+    if !container.cgroup().is_ok_and(|cgroup| cgroup.is_v1()) {
+        return;
+    }
+    let container = container.clone();
+    tokio::spawn(async move {
+        let begun = Instant::now();
+        while procfs::is_alive(container.init.pid())
+            && container.init.exit().is_none()
+            && begun.elapsed() < KILLED
+        {
+            sleep(LOOK).await;
+            // A transaction that is cut off ends it.
+            if container.is_in_transaction() {
+                continue;
+            }
+            if let Err(error) = let_it_end(&container).await
+                && !error.is_absent()
+            {
+                log::warn!(
+                    "cannot thaw {}, which was killed: {}",
+                    container.id,
+                    Chain(&error)
+                );
+            }
+        }
+    });
+}
+
+async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
+    let cgroup = container.cgroup()?;
+    if cgroup.freezer_state()? == FreezerState::Thawed {
+        return Ok(());
+    }
+    // Of a container with GPUs no other process may run on either: its state may be at the driver.
+    if container.gpu {
+        cgroup.kill_all(KILLED).await
+    } else {
+        cgroup.thaw(THAW).await
     }
 }

@@ -9,7 +9,8 @@ use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 use super::create::{INIT_PID, open_stdio};
 use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit};
-use crate::container::{Action, Container, InitState, Owner, Process};
+use crate::container::{Action, Container, Cut, InitState, Owner, Process};
+use crate::journal::point;
 use crate::logger::Chain;
 use crate::restore;
 use crate::runc::{Exec, read_pid};
@@ -67,53 +68,83 @@ async fn restore_init(
     container: &Arc<Container>,
     prepared: restore::Prepared,
 ) -> Result<(), TaskError> {
-    let mut stdio = match open_stdio(service, container, &container.init).await {
-        Ok(stdio) => stdio,
-        Err(error) => {
-            container.put_checkpoint(prepared);
-            return Err(error);
+    // From here on whoever kills or deletes the container finds a transaction to cut off, or the pid of init.
+    let under_way = container.begin_transaction();
+    point("restore-begun").await;
+    let expectation = service.exits.expect();
+    let cut = under_way.cut.clone();
+    let failed = match bring_up(service, container, &prepared, &cut).await {
+        Ok(restored) => {
+            let pid = restored.pid();
+            let owner = Owner {
+                container: Arc::downgrade(container),
+                process: container.init.clone(),
+            };
+            match under_way.commit(|| container.init.set_pid(pid)) {
+                Ok(()) => {
+                    point("restore-committed").await;
+                    restored.commit().await;
+                    exit::watch_oom(service, container);
+                    if let Some(early) = expectation.claim(pid, owner.clone()) {
+                        exit::handle(service, &owner, early);
+                    }
+                    return Ok(());
+                }
+                Err(under_way) => {
+                    let error = restored.abandon(container, &prepared).await;
+                    (under_way, error.into())
+                }
+            }
         }
+        Err(error) => (under_way, error),
     };
+    let (under_way, error) = failed;
+    // The image is still good: the client may try again.
+    container.put_checkpoint(prepared);
+    if under_way.end() {
+        exit::restore_killed(service, container).await;
+    }
+    Err(error)
+}
+
+/// Restores the container and connects its stdio. A failure leaves nothing of it.
+async fn bring_up(
+    service: &Arc<Service>,
+    container: &Arc<Container>,
+    prepared: &restore::Prepared,
+    cut: &Cut,
+) -> Result<restore::Restored, TaskError> {
+    let mut stdio = open_stdio(service, container, &container.init).await?;
     let pid_file = container.bundle.join(INIT_PID);
     let console = stdio.console_socket().map(std::path::Path::to_owned);
-    let expectation = service.exits.expect();
+    let attach = |command: &mut std::process::Command| stdio.attach(command);
     let restored = restore::run(
         container,
-        &prepared,
+        prepared,
         &pid_file,
         console,
         &service.reaper,
-        |command| {
-            stdio.attach(command);
-        },
-    );
-    let pid = match restored.await {
-        Ok(pid) => pid,
+        cut,
+        attach,
+    )
+    .await;
+    let restored = match restored {
+        Ok(restored) => restored,
         Err(error) => {
             stdio.abort().await;
-            // The image is still good: the client may try again.
-            container.put_checkpoint(prepared);
             return Err(error.into());
         }
     };
+    point("restore-restored").await;
     match stdio.start().await {
         Ok(copier) => container.init.set_copier(copier),
         Err(error) => {
-            restore::abandon(container).await;
-            container.put_checkpoint(prepared);
+            restored.abandon(container, prepared).await;
             return Err(error.into());
         }
     }
-    container.init.set_pid(pid);
-    exit::watch_oom(service, container);
-    let owner = Owner {
-        container: Arc::downgrade(container),
-        process: container.init.clone(),
-    };
-    if let Some(early) = expectation.claim(pid, owner.clone()) {
-        exit::handle(service, &owner, early);
-    }
-    Ok(())
+    point("restore-connected").await;
+    Ok(restored)
 }
 
 async fn start_exec(

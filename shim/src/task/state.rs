@@ -84,7 +84,7 @@ pub(super) async fn wait(service: &Arc<Service>, request: WaitRequest) -> Result
     let exit = process.wait().await.ok_or(TaskError::Closing)?;
     Ok(WaitResponse {
         exit_status: exit.code,
-        exited_at: exited_at(Some(&exit).filter(|exit| exit.pid != 0)),
+        exited_at: exited_at(process.exit().as_ref()),
         ..WaitResponse::default()
     })
 }
