@@ -95,6 +95,9 @@ pub struct Deadlines {
     /// The driver's unlock of all processes.
     #[serde(deserialize_with = "duration")]
     pub unlock: Duration,
+    /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller was cut off.
+    #[serde(deserialize_with = "duration")]
+    pub rollback: Duration,
     /// The end of a container that is killed, or was to end with its checkpoint: the kernel takes back its memory.
     #[serde(deserialize_with = "duration")]
     pub end: Duration,
@@ -116,6 +119,7 @@ impl Default for Deadlines {
             runc_restore: Duration::from_secs(1800),
             restore: Duration::from_secs(600),
             unlock: Duration::from_secs(10),
+            rollback: Duration::from_secs(600),
             end: Duration::from_secs(120),
             worker_end: Duration::from_secs(10),
         }

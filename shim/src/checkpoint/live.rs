@@ -517,11 +517,7 @@ impl Effects for Live<'_> {
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
         // What was begun takes its time, also when the one who has begun it was killed.
-        let limit = self
-            .config
-            .deadlines
-            .checkpoint
-            .max(self.config.deadlines.discover);
+        let limit = self.config.deadlines.rollback;
         let gpu = &mut self.gpu;
         let states = unless_cut(&self.tools.cut, async {
             gpu.gone(limit).await?;
