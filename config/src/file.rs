@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{names, parse_duration};
 
@@ -71,6 +71,12 @@ pub struct Deadlines {
     /// Finding the CUDA processes of a container and their state.
     #[serde(deserialize_with = "duration")]
     pub discover: Duration,
+    /// Each look at what the container's processes, its mounts or the image's file system show.
+    #[serde(deserialize_with = "duration")]
+    pub look: Duration,
+    /// Comparing an image with its checksums before a restore.
+    #[serde(deserialize_with = "duration")]
+    pub verify: Duration,
     /// Freezing or thawing the container's cgroup.
     #[serde(deserialize_with = "duration")]
     pub freeze: Duration,
@@ -111,6 +117,8 @@ impl Default for Deadlines {
         Self {
             inventory: Duration::from_secs(30),
             discover: Duration::from_secs(10),
+            look: Duration::from_secs(30),
+            verify: Duration::from_secs(1800),
             freeze: Duration::from_secs(10),
             lock: Duration::from_secs(10),
             checkpoint: Duration::from_secs(600),
@@ -193,7 +201,7 @@ pub enum OpenImageDir {
 }
 
 /// What becomes of processes that CRIU leaves out of a dump.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exec {
     /// The container is not checkpointed while it has such processes.

@@ -125,12 +125,15 @@ pub enum MountError {
     Spec(#[from] SpecError),
 }
 
+/// Code of [`MountError::SourceMissing`].
+pub const SOURCE_MISSING: &str = "FIRN-MOUNT-SOURCE-MISSING";
+
 impl MountError {
     /// The code shown to users.
     pub fn code(&self) -> &'static str {
         match self {
             Self::NotInSpec { .. } => "FIRN-MOUNT-NOT-IN-SPEC",
-            Self::SourceMissing { .. } => "FIRN-MOUNT-SOURCE-MISSING",
+            Self::SourceMissing { .. } => SOURCE_MISSING,
             Self::Spec(error) => error.code(),
         }
     }

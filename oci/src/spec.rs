@@ -286,6 +286,11 @@ impl Spec {
         self.list("/mounts", "mounts")
     }
 
+    /// The mounts as they are written.
+    pub fn written_mounts(&self) -> serde_json::Value {
+        self.value.get("mounts").cloned().unwrap_or_default()
+    }
+
     /// Paths that the runtime hides or makes read-only, by a mount each.
     pub fn hidden_paths(&self) -> impl Iterator<Item = &Path> {
         let kinds = ["/linux/maskedPaths", "/linux/readonlyPaths"];

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::args::{Action, Args, ArgsError, USAGE};
 use crate::bootstrap::{self, InfoError, StartError};
 use crate::delete::{self, DeleteError};
+use crate::look::{self, ChildError};
 use crate::server::{self, ServerError};
 use crate::task::{Service, TaskService};
 
@@ -23,6 +24,9 @@ pub enum ActionError {
     /// `delete` failed.
     #[error(transparent)]
     Delete(#[from] DeleteError),
+    /// `look` failed.
+    #[error(transparent)]
+    Look(#[from] ChildError),
     /// `-info` failed.
     #[error(transparent)]
     Info(#[from] InfoError),
@@ -42,6 +46,7 @@ impl From<&ActionError> for ExitCode {
             ActionError::Args(_)
             | ActionError::Start(_)
             | ActionError::Delete(_)
+            | ActionError::Look(_)
             | ActionError::Info(_)
             | ActionError::Server(_)
             | ActionError::Print(_) => Self::FAILURE,
@@ -57,6 +62,7 @@ pub fn run(words: impl IntoIterator<Item = OsString>) -> Result<(), ActionError>
         Action::Version => print(&bootstrap::version(std::env::args_os().next()))?,
         Action::Info => bootstrap::info()?,
         Action::Start => bootstrap::start(&args)?,
+        Action::Look => look::run_child()?,
         Action::Delete => delete::delete(&args)?,
         Action::Serve => server::run(&args, |context| Arc::new(TaskService(Service::start(context))))?,
     }

@@ -4,6 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+use crate::look;
+
 /// What `-h` prints.
 pub const USAGE: &str = "\
 usage: containerd-shim-firn-v2 [flags] [start | delete]
@@ -35,6 +37,8 @@ pub enum Action {
     Start,
     /// Clean up after a dead shim.
     Delete,
+    /// Look at files for the shim that has started this process.
+    Look,
     /// Print the features of the runtime.
     Info,
     /// Print the version.
@@ -128,6 +132,7 @@ impl Args {
         }
         match question {
             Some(question) => args.action = question,
+            None if args.action == Action::Look => {}
             None if args.namespace.is_empty() => return Err(ArgsError::Required("namespace")),
             None if args.id.is_empty() => return Err(ArgsError::Required("id")),
             None => {}
@@ -194,6 +199,7 @@ fn action(word: &OsStr) -> Result<Action, ArgsError> {
     match word.to_str() {
         Some("start") => Ok(Action::Start),
         Some("delete") => Ok(Action::Delete),
+        Some(look::ACTION) => Ok(Action::Look),
         Some("") => Ok(Action::Serve),
         _ => Err(ArgsError::UnknownAction(word.to_owned())),
     }

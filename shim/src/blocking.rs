@@ -1,5 +1,45 @@
 //! The way for work that may block, as on files of an image: beside the one thread that answers clients.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::container::Cut;
+
+/// Why work that blocks is not waited for any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    Late,
+    Cut,
+}
+
+/// As [`blocking`], but not waited for longer than `limit` and once the container is to end. The work is told by the flag that it
+/// is to stop; where it hangs in the kernel, its thread is left.
+pub(crate) async fn stoppable<T: Send + 'static>(
+    limit: Duration,
+    cut: &Cut,
+    work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
+) -> Result<T, Left> {
+    let stop = Stop::default();
+    let heeded = stop.0.clone();
+    tokio::select! {
+        biased;
+        () = cut.asked() => Err(Left::Cut),
+        done = blocking(move || work(&heeded)) => Ok(done),
+        () = tokio::time::sleep(limit) => Err(Left::Late),
+    }
+}
+
+/// Set when it is dropped.
+#[derive(Default)]
+struct Stop(Arc<AtomicBool>);
+
+impl Drop for Stop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Runs `work` on another thread, to its end also if the caller goes away.
 ///
 /// Not for spawning processes, which the kernel ends together with the thread that spawned them.
@@ -12,5 +52,40 @@ pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
         Err(Ok(panic)) => std::panic::resume_unwind(panic),
         // Refused by a runtime that is shutting down, and this task with it.
         Err(Err(_)) => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn work_that_is_left_is_told_to_stop() {
+        for asked in [false, true] {
+            let (said, mut stopped) = tokio::sync::mpsc::channel(1);
+            let cut = Cut::default();
+            let work = move |stop: &AtomicBool| {
+                while !stop.load(Ordering::Relaxed) {
+                    std::thread::yield_now();
+                }
+                said.blocking_send(()).unwrap();
+            };
+            let kill = async {
+                tokio::task::yield_now().await;
+                if asked {
+                    cut.ask();
+                }
+            };
+            let limit = if asked {
+                Duration::from_secs(600)
+            } else {
+                Duration::from_millis(10)
+            };
+            let (left, ()) = tokio::join!(stoppable(limit, &cut, work), kill);
+            assert_eq!(left, Err(if asked { Left::Cut } else { Left::Late }));
+            stopped.recv().await.unwrap();
+        }
+        let done = stoppable(Duration::from_secs(600), &Cut::default(), |_| 7).await;
+        assert_eq!(done, Ok(7));
     }
 }

@@ -18,6 +18,7 @@ pub mod fuzz;
 mod hold;
 mod journal;
 mod logger;
+mod look;
 mod mounts;
 mod options;
 mod panics;

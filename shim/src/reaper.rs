@@ -140,7 +140,7 @@ impl Reaper {
             .await
     }
 
-    /// As [`Reaper::output`], with `input` on the command's stdin.
+    /// As [`Reaper::output`], with `input` on the command's stdin. Also killed when nobody waits for its output any more.
     ///
     /// With empty `input` the command's stdin is left as the caller set it.
     pub async fn output_with_input(
@@ -160,24 +160,25 @@ impl Reaper {
             source,
         })?;
         let pipes = Pipes::take(&mut child);
-        let mut pipes = match pipes {
-            Ok(pipes) => pipes,
-            Err(source) => {
-                child.kill();
-                return Err(OutputError::Pipe { program, source });
-            }
-        };
+        let child = Killed(child);
+        let mut pipes = pipes.map_err(|source| OutputError::Pipe {
+            program: program.clone(),
+            source,
+        })?;
         let ended = tokio::time::timeout(limit, async {
             tokio::select! {
-                exit = child.wait() => exit,
-                () = pipes.pump(input) => child.wait().await,
+                exit = child.0.wait() => exit,
+                () = pipes.pump(input) => child.0.wait().await,
             }
         });
         let Ok(exit) = ended.await else {
-            child.kill();
+            child.0.kill();
             // In an uninterruptible sleep even SIGKILL waits; the reaper gets it whenever it ends.
-            let _gone = tokio::time::timeout(KILL_GRACE, child.wait()).await;
-            return Err(OutputError::TimedOut { program, limit });
+            let _gone = tokio::time::timeout(KILL_GRACE, child.0.wait()).await;
+            pipes.stderr.drain();
+            let said = String::from_utf8_lossy(&pipes.stderr.bytes);
+            let last = said.trim_end().lines().last().unwrap_or_default().to_owned();
+            return Err(OutputError::TimedOut { program, limit, last });
         };
         // Everything that the command itself wrote is in the pipes by now.
         pipes.stdout.drain();
@@ -187,6 +188,15 @@ impl Reaper {
             stdout: pipes.stdout.bytes,
             stderr: pipes.stderr.bytes,
         })
+    }
+}
+
+/// Kills a command when its end is not waited for any more; one that has ended is not signalled.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        self.0.kill();
     }
 }
 
@@ -300,6 +310,8 @@ pub enum OutputError {
         program: String,
         /// How long it had.
         limit: Duration,
+        /// The last line that it complained.
+        last: String,
     },
 }
 

@@ -164,11 +164,8 @@ pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<Ima
     Ok(files)
 }
 
-/// Nobody stops a comparison: no container stands still for it.
-static NEVER: AtomicBool = AtomicBool::new(false);
-
-/// Compares CRIU's files with their description.
-pub(super) fn verify(files: &[ImageFile], path: &Path) -> Result<Verified, ImageError> {
+/// Compares CRIU's files with their description. Whoever does not want to wait for that any more sets `stop`, and it fails soon.
+pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Result<Verified, ImageError> {
     essential(files, path)?;
     let unreadable = |source| ImageError::Read {
         path: path.to_owned(),
@@ -189,7 +186,7 @@ pub(super) fn verify(files: &[ImageFile], path: &Path) -> Result<Verified, Image
     let mut stamps = Vec::with_capacity(files.len());
     for file in files {
         let name = file.name.clone();
-        let (found, stamp) = match measure(&dir, &path.join(&name), name, Some(file), &NEVER) {
+        let (found, stamp) = match measure(&dir, &path.join(&name), name, Some(file), stop) {
             Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 return Err(ImageError::Missing {
                     dir: path.to_owned(),

@@ -25,6 +25,7 @@ mod images;
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
 use firn_gpu::{CudaState, Topology};
@@ -271,7 +272,12 @@ impl Manifest {
 
     /// Whether CRIU's files are those of the dump.
     pub fn verify_images(&self, dir: &Path) -> Result<Verified, ImageError> {
-        images::verify(&self.images, dir)
+        self.verify_images_until(dir, &AtomicBool::new(false))
+    }
+
+    /// As [`Manifest::verify_images`], for who may not want to wait to its end: it fails soon after `stop` is set.
+    pub fn verify_images_until(&self, dir: &Path, stop: &AtomicBool) -> Result<Verified, ImageError> {
+        images::verify(&self.images, dir, stop)
     }
 
     pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<Self, ManifestError> {

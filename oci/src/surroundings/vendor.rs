@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 use std::fs;
 
+use serde::{Deserialize, Serialize};
+
 use super::Refusal;
 use crate::procfs;
 use crate::{OtherGpu, other_gpu};
 
 /// How a container's GPUs are dumped that are not NVIDIA's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Others {
     /// No process has any open.
     Unused,

@@ -13,6 +13,7 @@ use crate::container::Container;
 use crate::hold::HoldError;
 use crate::journal::{JournalError, Phase};
 use crate::logger::Chain;
+use crate::look::LookError;
 use crate::runc::{Brand, RuncError};
 use crate::worker::GpuError;
 
@@ -41,6 +42,8 @@ pub(crate) enum EffectError {
     Parent { parent: PathBuf },
     #[error("cannot look at the processes")]
     Unreadable(#[from] firn_gpu::preflight::Unreadable),
+    #[error(transparent)]
+    Look(LookError),
     #[error("cannot tell which GPUs the container has")]
     Grant(#[from] firn_oci::GrantError),
     #[error("the driver refused")]
@@ -73,6 +76,15 @@ pub(crate) enum EffectError {
     Limit(#[source] std::io::Error),
     #[error("cannot keep the launch job")]
     Job(#[from] firn_oci::job::JobError),
+}
+
+impl From<LookError> for EffectError {
+    fn from(error: LookError) -> Self {
+        match error {
+            LookError::Killed => Self::Killed,
+            error => Self::Look(error),
+        }
+    }
 }
 
 /// `runc checkpoint` failed, or left no complete image.
@@ -166,17 +178,17 @@ pub(crate) enum CheckpointError {
     /// Nothing was begun.
     #[error(
         "{}: cannot checkpoint container {container}: {}. hint: {}",
-        code(cause),
+        cause.code(),
         Chain(cause),
-        hint(cause)
+        cause.hint()
     )]
     Refused { container: String, cause: EffectError },
     /// It was begun and undone: the workload goes on.
     #[error(
         "{}: checkpoint of container {container} failed, the workload goes on: cannot {phase}: {}. hint: {}",
-        code(cause),
+        cause.code(),
         Chain(cause),
-        hint(cause)
+        cause.hint()
     )]
     Undone {
         container: String,
@@ -336,69 +348,74 @@ impl CheckpointError {
     }
 }
 
-/// The code that users see.
-fn code(error: &EffectError) -> &'static str {
-    match error {
-        EffectError::Preflight(refusal) => refusal.code(),
-        EffectError::Stopped { .. } => "FIRN-STOPPED",
-        EffectError::Surroundings(refusal) => refusal.code(),
-        EffectError::NotRunning { .. } => "FIRN-GPU-STATE",
-        EffectError::Runtime { .. } => "FIRN-RUNTIME",
-        EffectError::AmdPlugin(error) => error.code(),
-        EffectError::Parent { .. } => "FIRN-PARENT",
-        EffectError::Unreadable(_) => "FIRN-PROC",
-        EffectError::Grant(error) => error.code(),
-        EffectError::Gpu(error) => error.code(),
-        EffectError::Cgroup(_) | EffectError::Limit(_) => "FIRN-FREEZER",
-        EffectError::Hold(_) => "FIRN-HOLD",
-        EffectError::Config(error) => error.code(),
-        EffectError::Program(error) => error.code(),
-        EffectError::Journal(error) => error.code(),
-        EffectError::Killed => "FIRN-ENDED",
-        EffectError::Panicked => "FIRN-INTERNAL",
-        EffectError::Dump(error) => error.code(),
-        EffectError::Manifest(error) => error.code(),
-        EffectError::Image(error) => error.code(),
-        EffectError::Mount(error) => error.code(),
-        EffectError::Spec(error) => error.code(),
-        EffectError::Job(error) => error.code(),
+impl EffectError {
+    /// The code that users see.
+    pub(crate) fn code(&self) -> &str {
+        match self {
+            Self::Preflight(refusal) => refusal.code(),
+            Self::Stopped { .. } => "FIRN-STOPPED",
+            Self::Surroundings(refusal) => refusal.code(),
+            Self::NotRunning { .. } => "FIRN-GPU-STATE",
+            Self::Runtime { .. } => "FIRN-RUNTIME",
+            Self::AmdPlugin(error) => error.code(),
+            Self::Parent { .. } => "FIRN-PARENT",
+            Self::Unreadable(_) => "FIRN-PROC",
+            Self::Look(error) => error.code(),
+            Self::Grant(error) => error.code(),
+            Self::Gpu(error) => error.code(),
+            Self::Cgroup(_) | Self::Limit(_) => "FIRN-FREEZER",
+            Self::Hold(_) => "FIRN-HOLD",
+            Self::Config(error) => error.code(),
+            Self::Program(error) => error.code(),
+            Self::Journal(error) => error.code(),
+            Self::Killed => "FIRN-ENDED",
+            Self::Panicked => "FIRN-INTERNAL",
+            Self::Dump(error) => error.code(),
+            Self::Manifest(error) => error.code(),
+            Self::Image(error) => error.code(),
+            Self::Mount(error) => error.code(),
+            Self::Spec(error) => error.code(),
+            Self::Job(error) => error.code(),
+        }
     }
-}
 
-fn hint(error: &EffectError) -> &str {
-    match error {
-        EffectError::Preflight(refusal) => refusal.hint(),
-        EffectError::Stopped { .. } => "continue it (kill -CONT), or use a node with cgroup v2",
-        EffectError::Surroundings(refusal) => refusal.hint(),
-        EffectError::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
-        EffectError::Runtime { .. } => {
-            "run the container with runc: leave BinaryName out of the runtime's options"
+    /// What the operator can do.
+    pub(crate) fn hint(&self) -> &str {
+        match self {
+            Self::Preflight(refusal) => refusal.hint(),
+            Self::Stopped { .. } => "continue it (kill -CONT), or use a node with cgroup v2",
+            Self::Surroundings(refusal) => refusal.hint(),
+            Self::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
+            Self::Runtime { .. } => {
+                "run the container with runc: leave BinaryName out of the runtime's options"
+            }
+            Self::AmdPlugin(error) => error.hint(),
+            Self::Parent { .. } => "ask for the checkpoint without a parent path",
+            Self::Unreadable(error) if error.source.kind() == std::io::ErrorKind::FileTooLarge => {
+                "no program needs so much of it: end the process"
+            }
+            Self::Unreadable(_) => "the process may have ended meanwhile: try again",
+            Self::Look(error) => error.hint(),
+            Self::Grant(error) => error.hint(),
+            Self::Gpu(error) => error.hint(),
+            Self::Limit(_) => "see that the cgroup hierarchies are mounted and readable",
+            Self::Cgroup(_) => "see whether a process of the container hangs in the kernel (state D)",
+            Self::Config(error) => error.hint(),
+            Self::Program(error) => error.hint(),
+            Self::Journal(error) => error.hint(),
+            Self::Killed => "restore an earlier checkpoint, or start it anew",
+            Self::Panicked => "report it with containerd's log",
+            Self::Hold(HoldError::NotTraced { .. }) => {
+                "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
+            }
+            Self::Hold(_) => "detach the debugger from the container's processes",
+            Self::Dump(error) => error.hint(),
+            Self::Manifest(error) => error.hint(),
+            Self::Image(error) => error.hint(),
+            Self::Mount(error) => error.hint(),
+            Self::Spec(error) => error.hint(),
+            Self::Job(error) => error.hint(),
         }
-        EffectError::AmdPlugin(error) => error.hint(),
-        EffectError::Parent { .. } => "ask for the checkpoint without a parent path",
-        EffectError::Unreadable(error) if error.source.kind() == std::io::ErrorKind::FileTooLarge => {
-            "no program needs so much of it: end the process"
-        }
-        EffectError::Unreadable(_) => "the process may have ended meanwhile: try again",
-        EffectError::Grant(error) => error.hint(),
-        EffectError::Gpu(error) => error.hint(),
-        EffectError::Limit(_) => "see that the cgroup hierarchies are mounted and readable",
-        EffectError::Cgroup(_) => "see whether a process of the container hangs in the kernel (state D)",
-        EffectError::Config(error) => error.hint(),
-        EffectError::Program(error) => error.hint(),
-        EffectError::Journal(error) => error.hint(),
-        EffectError::Killed => "restore an earlier checkpoint, or start it anew",
-        EffectError::Panicked => "report it with containerd's log",
-        EffectError::Hold(HoldError::NotTraced { .. }) => {
-            "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
-        }
-        EffectError::Hold(_) => "detach the debugger from the container's processes",
-        EffectError::Dump(error) => error.hint(),
-        EffectError::Manifest(error) => error.hint(),
-        EffectError::Image(error) => error.hint(),
-        EffectError::Mount(error) => error.hint(),
-        EffectError::Spec(error) => error.hint(),
-        EffectError::Job(error) => error.hint(),
     }
 }
 

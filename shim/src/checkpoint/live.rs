@@ -9,11 +9,11 @@ use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaState, Topology};
 use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
-use firn_oci::surroundings::{MemoryLimit, Tree};
 use firn_oci::{Grant, Spec, job, mounts, surroundings};
+use serde::de::DeserializeOwned;
 
 use super::error::{DumpError, EffectError, EndError};
-use super::refuse::{self, Policy};
+use super::refuse::Policy;
 use super::transaction::Effects;
 use super::{Found, Leftovers, Request, bounded, dump, image};
 use crate::account::Account;
@@ -23,6 +23,7 @@ use crate::container::{Container, Cut};
 use crate::hold::{Hold, threads};
 use crate::journal::{self, Journal, Phase};
 use crate::logger::Chain;
+use crate::look::{self, LeftOut};
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::Bounds;
@@ -35,7 +36,6 @@ const VERSION_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 struct Source {
     policy: Policy,
-    known: surroundings::Known,
     /// Bytes of memory in use on its GPUs, whoever uses it.
     gpu_memory_in_use: u64,
     driver: DriverVersion,
@@ -66,8 +66,8 @@ pub(super) struct Live<'a> {
     gpu: Gpu,
     /// Read once, by the first inspection.
     source: Option<Source>,
-    /// Processes that the dump leaves out, of which the log has been told.
-    omitted: BTreeSet<i32>,
+    /// How many processes the dump leaves out, as the log was told.
+    omitted: usize,
     /// GPU memory that the processes had when they were locked, as far as NVML reports it.
     needs: GpuMemory,
     /// What the dump has left, to be tidied once the workload is as it shall be.
@@ -93,7 +93,7 @@ impl<'a> Live<'a> {
             tools,
             gpu,
             source: None,
-            omitted: BTreeSet::new(),
+            omitted: 0,
             needs: GpuMemory::new(),
             leftovers: Leftovers::default(),
             complete: false,
@@ -188,7 +188,6 @@ impl<'a> Live<'a> {
         };
         Ok(Source {
             policy: Policy::of(&spec, self.config),
-            known: surroundings::Known::of(&spec)?,
             gpu_memory_in_use: inventory
                 .gpus
                 .iter()
@@ -225,45 +224,50 @@ impl<'a> Live<'a> {
         text.lines().next().unwrap_or_default().trim().to_owned()
     }
 
-    /// Refusals by what the processes are and do. Gives those that are dumped.
+    async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {
+        let limit = self.config.deadlines.look;
+        Ok(look::look(&request, self.tools.reaper, limit, &self.tools.cut).await?)
+    }
+
+    /// Refusals by what the processes are and do.
     async fn refuse_by_process(
         &mut self,
         policy: Policy,
         all: &[i32],
         cuda: &[CudaProcess],
-    ) -> Result<Vec<i32>, EffectError> {
-        self.refuse_stopped(all)?;
-        let cuda: Vec<i32> = cuda.iter().map(|p| p.pid).collect();
-        let tree = Tree::of(self.container.init.pid(), all);
-        surroundings::by_outside(&tree.outside, &cuda, policy.exec)?;
-        for pid in tree.outside {
-            if self.omitted.insert(pid) {
-                log::warn!(
-                    "the checkpoint of {} leaves out process {pid} ({}), which is no child of init",
-                    self.container.id,
-                    procfs::comm(pid)
-                );
-            }
-        }
-        let dumped: Vec<i32> = tree.dumped.into_iter().collect();
-        let seen = dumped.clone();
+    ) -> Result<(), EffectError> {
+        self.refuse_stopped(all).await?;
         let job = self.source.as_ref().and_then(|source| source.job.clone());
-        blocking(move || {
-            let job = job.as_ref().map(|job| &*job.file);
-            refuse::by_signs(&seen, &cuda, policy, job)
-        })
-        .await?;
-        Ok(dumped)
+        let request = look::Request::Processes {
+            init: self.container.init.pid(),
+            pids: all.to_vec(),
+            cuda: cuda.iter().map(|process| process.pid).collect(),
+            policy,
+            job: job.map(|job| job.file),
+        };
+        let left_out: LeftOut = self.look(request).await?;
+        if left_out.count != std::mem::replace(&mut self.omitted, left_out.count) && left_out.count > 0 {
+            let named = left_out.some.iter().map(|(pid, comm)| format!("{pid} ({comm})"));
+            let named: Vec<String> = named.collect();
+            let more = if named.len() < left_out.count { ", ..." } else { "" };
+            log::warn!(
+                "the checkpoint of {} leaves out processes that are no children of init, {} of them: {}{more}",
+                self.container.id,
+                left_out.count,
+                named.join(", ")
+            );
+        }
+        Ok(())
     }
 
     /// Refusals by what lies around the processes: room for what a checkpoint makes, mounts, standard streams.
     async fn refuse_by_surroundings(
         &mut self,
-        dumped: Vec<i32>,
+        all: Vec<i32>,
         cuda: &[CudaProcess],
     ) -> Result<(), EffectError> {
         let source = self.source.as_ref().expect("it was read before");
-        let (known, in_use) = (source.known.clone(), source.gpu_memory_in_use);
+        let in_use = source.gpu_memory_in_use;
         let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
         let gpu_memory = match pids.is_empty() {
             true => 0,
@@ -277,32 +281,36 @@ impl<'a> Live<'a> {
                 }
             }
         };
-        let image = self.request.image.clone();
-        let others = self.config.checkpoint.open_image_dir;
-        let work = (self.request.work.clone()).unwrap_or_else(|| self.container.bundle.clone());
-        let init = self.container.init.pid();
-        blocking(move || {
-            let needs = surroundings::Needs::of(&dumped, gpu_memory);
-            let limit = MemoryLimit::of(&pids).map_err(EffectError::Limit)?;
-            if let Some(refusal) = surroundings::by_room(needs, limit, &image.inside(), &work)
-                .into_iter()
-                .next()
-            {
-                return Err(refusal.into());
-            }
-            surroundings::by_mounts(init, &known)?;
-            surroundings::by_stdio(init, &dumped)?;
-            Ok(image.admit(others)?)
+        let bundle = &self.container.bundle;
+        self.look::<()>(look::Request::Surroundings {
+            init: self.container.init.pid(),
+            pids: all,
+            cuda: pids,
+            gpu_memory,
+            image: self.request.image.inside(),
+            work: self.request.work.as_ref().unwrap_or(bundle).clone(),
+            bundle: bundle.clone(),
         })
-        .await
+        .await?;
+        let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
+        let (limit, cut) = (self.config.deadlines.look, &self.tools.cut);
+        let admitted = bounded("look at the image directory", limit, cut, move || {
+            image.admit(others)
+        });
+        Ok(admitted.await??)
     }
 
     /// A process that a signal has stopped cannot be traced while a v1 freezer holds it, by firn and by CRIU.
-    fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
-        let stopped = pids.iter().find(|pid| procfs::state(**pid) == Some('T'));
-        match stopped.filter(|_| self.tools.cgroup.is_v1()) {
+    async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
+        if !self.tools.cgroup.is_v1() {
+            return Ok(());
+        }
+        let pids = pids.to_vec();
+        // Beside the runtime's thread because there may be many. The kernel answers by itself: nothing hangs.
+        let stopped = blocking(move || pids.into_iter().find(|pid| procfs::state(*pid) == Some('T'))).await;
+        match stopped {
             None => Ok(()),
-            Some(&pid) => Err(EffectError::Stopped {
+            Some(pid) => Err(EffectError::Stopped {
                 pid,
                 comm: procfs::comm(pid),
             }),
@@ -329,6 +337,25 @@ impl<'a> Live<'a> {
             .collect()
     }
 
+    /// Which of the mounts processes have in use; none when that cannot be seen: then all of them may be.
+    async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
+        let Ok(pids) = self.tools.cgroup.pids() else {
+            return Ok(None);
+        };
+        let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
+        match self.look(look::Request::InUse { pids, places }).await {
+            Err(EffectError::Look(error)) => {
+                log::warn!(
+                    "all mounts of {} may be in use: {}",
+                    self.container.id,
+                    Chain(&error)
+                );
+                Ok(None)
+            }
+            seen => seen,
+        }
+    }
+
     async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
@@ -339,14 +366,11 @@ impl<'a> Live<'a> {
             bounded("keep the launch job", limit, cut, keep).await??;
         }
         let images = image::describe(&image, limit, cut).await?;
-        let pids = self.tools.cgroup.pids();
+        let mut mounts = source.mounts;
+        if let Some(used) = self.in_use(&mounts).await? {
+            mounts::mark_unused(&mut mounts, &used);
+        }
         let write = move || {
-            let mut mounts = source.mounts;
-            let places: Vec<PathBuf> = mounts.iter().map(|mount| mount.destination.clone()).collect();
-            // What cannot be looked at may be in use.
-            if let Some(used) = pids.ok().and_then(|pids| procfs::in_use(&pids, &places)) {
-                mounts::mark_unused(&mut mounts, &used);
-            }
             let manifest = Manifest {
                 dump,
                 driver: Some(source.driver),
@@ -430,9 +454,9 @@ impl Effects for Live<'_> {
         let policy = self.source.insert(source).policy;
         let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
         let cuda = unless_cut(&self.tools.cut, found).await?;
-        let dumped = self.refuse_by_process(policy, &pids, &cuda).await?;
+        self.refuse_by_process(policy, &pids, &cuda).await?;
         if first {
-            self.refuse_by_surroundings(dumped, &cuda).await?;
+            self.refuse_by_surroundings(pids, &cuda).await?;
         }
         self.tools.journal.cuda(&cuda).await?;
         self.tools
@@ -460,7 +484,9 @@ impl Effects for Live<'_> {
     }
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
-        let tids = threads(&self.tools.cgroup.pids()?, &except)?;
+        let pids = self.tools.cgroup.pids()?;
+        // As for `refuse_stopped`.
+        let tids = blocking(move || threads(&pids, &except)).await?;
         let hold = Hold::seize(tids, self.config.deadlines.hold);
         let hold = unless_cut(&self.tools.cut, hold).await?;
         self.container.keep_held(hold);
@@ -482,7 +508,7 @@ impl Effects for Live<'_> {
         unless_cut(&self.tools.cut, self.gpu.lock(pids, self.config.deadlines.lock)).await?;
         self.tools.account.mark("lock");
         // Of a container that its client has paused only a thaw shows it.
-        self.refuse_stopped(&self.tools.cgroup.pids()?)
+        self.refuse_stopped(&self.tools.cgroup.pids()?).await
     }
 
     async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {

@@ -21,13 +21,14 @@ use std::time::Duration;
 use firn_config::{Config, OpenImageDir, find_program, names};
 use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::DumpFlags;
-use firn_oci::surroundings::{Others, by_vendor};
+use firn_oci::surroundings::Others;
 use firn_oci::{Spec, edit, nccl};
 
-pub(crate) use error::CheckpointError;
-use error::{DumpError, EffectError};
+use error::DumpError;
+pub(crate) use error::{CheckpointError, EffectError};
 pub(crate) use image::{ImageDir, error_lines};
 pub(crate) use job::begin as begin_job;
+pub(crate) use refuse::{Policy, by_signs};
 
 use crate::account::Account;
 use crate::blocking::blocking;
@@ -35,6 +36,7 @@ use crate::cgroup::FreezerState;
 use crate::container::{Container, Cut};
 use crate::journal::{self, Begin, ImageWas, Journal, Outcome, Record};
 use crate::logger::Chain;
+use crate::look;
 use crate::panics::caught;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -148,7 +150,7 @@ pub(crate) async fn run(
     request: &Request,
     reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
-    let others = other_gpus(container).await?;
+    let others = other_gpus(container, reaper).await?;
     if container.gpu {
         gpu(container, request, reaper).await
     } else {
@@ -157,13 +159,18 @@ pub(crate) async fn run(
 }
 
 /// What processes have open of GPUs that are not NVIDIA's; a container that was given none is not looked at.
-async fn other_gpus(container: &Container) -> Result<Others, CheckpointError> {
+async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<Others, CheckpointError> {
     if !container.other_gpus {
         return Ok(Others::Unused);
     }
-    let (cgroup, nvidia) = (container.cgroup()?, container.gpu);
-    let looked = blocking(move || Ok(by_vendor(&cgroup.pids()?, nvidia)?)).await;
-    looked.map_err(|cause| CheckpointError::refused(container, cause))
+    let config = Config::load().map_err(CheckpointError::Config)?;
+    let request = look::Request::Vendors {
+        pids: container.cgroup()?.pids()?,
+        nvidia: container.gpu,
+    };
+    let under_way = container.begin_transaction();
+    let looked = look::look(&request, reaper, config.deadlines.look, &under_way.cut).await;
+    looked.map_err(|cause| CheckpointError::refused(container, cause.into()))
 }
 
 /// CRIU's plugins for a dump of what the processes have open; none: CRIU's own choice.

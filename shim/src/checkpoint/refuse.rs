@@ -8,17 +8,18 @@ use firn_config::{Config, Exec};
 use firn_gpu::preflight::{self, Owner, Subject};
 use firn_oci::surroundings::exec_policy;
 use firn_oci::{Spec, job, nccl};
+use serde::{Deserialize, Serialize};
 
 use super::error::EffectError;
 
 /// What the container's owner has said about it, and for what he has not the node's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Policy {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Policy {
     shares_nothing: bool,
     /// Its CUDA processes are ranks of NCCL that talk over sockets.
     sockets: bool,
     /// What becomes of processes that CRIU leaves out.
-    pub(super) exec: Exec,
+    pub(crate) exec: Exec,
 }
 
 impl Policy {
@@ -31,8 +32,8 @@ impl Policy {
     }
 }
 
-/// Refusals by what the processes that are dumped show from outside.
-pub(super) fn by_signs(
+/// Refusals by what the processes that are dumped show from outside. Not in the shim's own process: see [`crate::look`].
+pub(crate) fn by_signs(
     dumped: &[i32],
     cuda: &[i32],
     policy: Policy,
@@ -45,9 +46,6 @@ pub(super) fn by_signs(
         ranks: policy.sockets,
     };
     let findings = preflight::inspect(proc_root, &subject)?;
-    for finding in &findings {
-        log::debug!("preflight: {finding:?}");
-    }
     let owner = Owner {
         shares_nothing: policy.shares_nothing,
         job,

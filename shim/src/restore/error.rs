@@ -1,10 +1,10 @@
 //! Why a restore was refused or failed, with the code and the remedy that users see.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use firn_oci::devnodes::DevError;
 use firn_oci::manifest::{ImageError, ManifestError};
-use firn_oci::mounts::MountError;
 use firn_oci::script::Refusal as ScriptRefusal;
 use ttrpc::Code;
 
@@ -12,6 +12,7 @@ use crate::cgroup::CgroupError;
 use crate::hold::HoldError;
 use crate::journal::JournalError;
 use crate::logger::Chain;
+use crate::look::LookError;
 use crate::runc::{PidFileError, RuncError};
 use crate::worker::GpuError;
 
@@ -31,7 +32,11 @@ pub(crate) enum Refusal {
     #[error(transparent)]
     Decide(#[from] firn_oci::DecideError),
     #[error(transparent)]
-    Mount(#[from] MountError),
+    Look(#[from] LookError),
+    #[error("the image could not be read within {} s", limit.as_secs_f32())]
+    ImageLate { limit: Duration },
+    #[error("nobody waits for the container any more")]
+    Killed,
     #[error("cannot make {}", path.display())]
     EmptyFile { path: PathBuf, source: std::io::Error },
     #[error(transparent)]
@@ -135,7 +140,7 @@ impl RestoreError {
 }
 
 impl Refusal {
-    fn code(&self) -> &'static str {
+    fn code(&self) -> &str {
         match self {
             Self::Config(error) => error.code(),
             Self::Program(error) => error.code(),
@@ -143,7 +148,9 @@ impl Refusal {
             Self::Image(error) => error.code(),
             Self::Gpu(error) => error.code(),
             Self::Decide(error) => error.code(),
-            Self::Mount(error) => error.code(),
+            Self::Look(error) => error.code(),
+            Self::ImageLate { .. } => "FIRN-LOOK-TIMEOUT",
+            Self::Killed => "FIRN-ENDED",
             Self::EmptyFile { .. } => "FIRN-SPEC-UNWRITABLE",
             Self::Edit(error) => error.code(),
             Self::Criu(error) => error.code(),
@@ -164,7 +171,11 @@ impl Refusal {
             Self::Image(error) => error.hint(),
             Self::Gpu(error) => error.hint(),
             Self::Decide(error) => error.hint(),
-            Self::Mount(error) => error.hint(),
+            Self::Look(error) => error.hint(),
+            Self::ImageLate { .. } => {
+                "see whether the image's file system is slow, or raise verify under [deadlines] in the configuration"
+            }
+            Self::Killed => "the checkpoint can be used again",
             Self::EmptyFile { .. } => "check that the bundle's file system is writable and not full",
             Self::Edit(error) => error.hint(),
             Self::Criu(error) => error.hint(),

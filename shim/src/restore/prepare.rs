@@ -9,15 +9,16 @@ use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
 use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
-use firn_oci::mounts::MountError;
 use firn_oci::{Decision, Spec, devnodes, edit, job, mounts};
 
 use super::RestoreError;
 use super::error::Refusal;
-use crate::blocking::blocking;
+use crate::blocking::{Left, stoppable};
 use crate::cgroup::{Cgroup, CgroupError};
+use crate::container::Cut;
 use crate::convert::Settled;
 use crate::logger::Chain;
+use crate::look;
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
 use crate::runc::{Brand, Runc};
@@ -63,6 +64,7 @@ pub(crate) struct GpuPart {
 }
 
 /// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
+#[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
 pub(crate) async fn prepare(
     id: &str,
     options: &RuncOptions,
@@ -71,14 +73,14 @@ pub(crate) async fn prepare(
     settled: &Settled,
     runc: &Runc,
     reaper: &Reaper,
+    cut: &Cut,
 ) -> Result<Prepared, RestoreError> {
     let spec = settled.spec.clone();
     let refused = |source| RestoreError::Refused {
         image: image.to_owned(),
         cause: source,
     };
-    let (read, of) = (image.to_owned(), spec.clone());
-    let manifest = blocking(move || read_image(&of, &read)).await.map_err(refused)?;
+    let manifest = read_image(spec.clone(), image, cut).await.map_err(refused)?;
     let Some((manifest, verified)) = manifest else {
         // Another shim's image of a container without GPU.
         return Ok(Prepared {
@@ -95,7 +97,7 @@ pub(crate) async fn prepare(
     };
     let gpu = match !manifest.gpus.is_empty() {
         true => Some(
-            gpu_part(id, options, bundle, spec, (&manifest, image), runc, reaper)
+            gpu_part(id, options, bundle, spec, (&manifest, image), runc, reaper, cut)
                 .await
                 .map_err(refused)?,
         ),
@@ -143,15 +145,30 @@ fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
     found.inspect_err(|error| log::warn!("{}", Chain(error))).ok()
 }
 
-/// The manifest, when there is one, of an image that is as it was made.
-fn read_image(spec: &Spec, image: &Path) -> Result<Option<(Manifest, Verified)>, Refusal> {
-    let Some(manifest) = Manifest::read_for(spec, image)? else {
-        return Ok(None);
-    };
-    let verified = manifest.verify_images(image)?;
-    Ok(Some((manifest, verified)))
+/// The manifest, when there is one, of an image that is as it was made. Every byte of it is read, unless nobody waits for the
+/// container any more.
+async fn read_image(spec: Spec, image: &Path, cut: &Cut) -> Result<Option<(Manifest, Verified)>, Refusal> {
+    let limit = Config::load()?.deadlines.verify;
+    let path = image.to_owned();
+    let read = stoppable(limit, cut, move |stop| {
+        let Some(manifest) = Manifest::read_for(&spec, &path)? else {
+            return Ok(None);
+        };
+        let verified = manifest.verify_images_until(&path, stop)?;
+        Ok(Some((manifest, verified)))
+    });
+    read.await.map_err(|left| left_image(left, limit))?
 }
 
+/// An image that is not waited for any more.
+pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
+    match left {
+        Left::Late => Refusal::ImageLate { limit },
+        Left::Cut => Refusal::Killed,
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "what a restore knows of its container")]
 async fn gpu_part(
     id: &str,
     options: &RuncOptions,
@@ -160,6 +177,7 @@ async fn gpu_part(
     (manifest, image): (&Manifest, &Path),
     runc: &Runc,
     reaper: &Reaper,
+    cut: &Cut,
 ) -> Result<GpuPart, Refusal> {
     if !spec.asks_for_gpu() {
         return Err(Refusal::NoGpuAsked);
@@ -197,8 +215,13 @@ async fn gpu_part(
     edit::set_criu_config(&mut spec, &criu.path())?;
     let is_allowed = config.create.launch_jobs.is_some();
     let is_job = job::bring(&mut spec, manifest.job.as_ref(), image, bundle, is_allowed)?;
+    let looks = Looks {
+        reaper,
+        limit: config.deadlines.look,
+        cut,
+    };
     let version = &inventory.driver_version;
-    settle_mounts(&mut spec, bundle, manifest, version, &hook, reaper).await?;
+    settle_mounts(&mut spec, bundle, manifest, version, &hook, looks).await?;
     spec.save(bundle)?;
     if spec.has_create_hooks() {
         replay_hooks(&hook, bundle, reaper).await;
@@ -231,6 +254,14 @@ async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
     );
 }
 
+/// What a look at the node needs.
+#[derive(Clone, Copy)]
+struct Looks<'a> {
+    reaper: &'a Reaper,
+    limit: Duration,
+    cut: &'a Cut,
+}
+
 /// Gives the spec the mounts that the checkpoint needs, and says what is not as it was.
 async fn settle_mounts(
     spec: &mut Spec,
@@ -238,22 +269,30 @@ async fn settle_mounts(
     manifest: &Manifest,
     version: &str,
     hook: &Path,
-    reaper: &Reaper,
+    looks: Looks<'_>,
 ) -> Result<(), Refusal> {
     let empty = bundle.join(names::BUNDLE_EMPTY);
-    let mut settle = |dirs: &[&str]| {
-        let driver = mounts::Driver { version, dirs };
-        mounts::settle(spec, bundle, &manifest.mounts, driver, &empty)
+    let mounts = spec.written_mounts();
+    let decide = async |dirs: Vec<String>| {
+        let request = look::Request::Mounts {
+            mounts: mounts.clone(),
+            bundle: bundle.to_owned(),
+            required: manifest.mounts.clone(),
+            version: version.to_owned(),
+            dirs,
+            empty: empty.clone(),
+        };
+        look::look::<mounts::Settled>(&request, looks.reaper, looks.limit, looks.cut).await
     };
-    let settled = match settle(&mounts::LIBRARY_DIRS) {
-        Err(error @ MountError::SourceMissing { .. }) => {
-            let by_cdi = library_dirs(hook, reaper).await;
-            let by_cdi = by_cdi.iter().map(String::as_str);
-            let dirs: Vec<&str> = mounts::LIBRARY_DIRS.into_iter().chain(by_cdi).collect();
-            settle(&dirs).map_err(|_| error)?
+    let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
+    let mut settled = match decide(dirs.clone()).await {
+        Err(error) if error.code() == mounts::SOURCE_MISSING => {
+            let by_cdi = library_dirs(hook, looks.reaper).await;
+            decide([dirs, by_cdi].concat()).await.map_err(|_| error)?
         }
         settled => settled?,
     };
+    settled.apply(spec)?;
     if !settled.empty.is_empty() {
         std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
     }
@@ -364,7 +403,17 @@ mod tests {
             };
             let runc = Runc::new("c", "default", bundle.path(), &options, reaper.clone());
             let (bundle, image) = (bundle.path(), image.path());
-            let prepared = prepare("c", &options, bundle, image, &settled, &runc, &reaper).await;
+            let prepared = prepare(
+                "c",
+                &options,
+                bundle,
+                image,
+                &settled,
+                &runc,
+                &reaper,
+                &Cut::default(),
+            )
+            .await;
             assert_eq!(
                 prepared.unwrap().others.is_some(),
                 !gpu,

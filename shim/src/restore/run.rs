@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
 use firn_oci::devnodes;
 use firn_oci::manifest::CudaProcess;
@@ -16,10 +17,10 @@ use nix::unistd::Pid;
 use super::RestoreError;
 use super::abandon::{LOG, abandon, work_dir};
 use super::error::{Cause, Refusal};
-use super::prepare::{GpuPart, Prepared, in_use};
+use super::prepare::{GpuPart, Prepared, in_use, left_image};
 use super::stopped::was_stopped;
 use crate::account::Account;
-use crate::blocking::blocking;
+use crate::blocking::{blocking, stoppable};
 use crate::cgroup::Cgroup;
 use crate::checkpoint::error_lines;
 use crate::container::{Container, Cut};
@@ -91,7 +92,7 @@ pub(crate) async fn run(
     cut: &Cut,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<Restored, RestoreError> {
-    check_again(prepared).await?;
+    check_again(prepared, cut).await?;
     let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
     let gpu = prepared.gpu.as_ref();
@@ -217,15 +218,22 @@ async fn enter(journal: &Journal, phase: Phase) {
 }
 
 /// Order matters: right before CRIU reads them. What is written from now on is between CRIU and whoever writes.
-async fn check_again(prepared: &Prepared) -> Result<(), RestoreError> {
+async fn check_again(prepared: &Prepared, cut: &Cut) -> Result<(), RestoreError> {
+    let refused = |cause| RestoreError::Refused {
+        image: prepared.image.clone(),
+        cause,
+    };
     let Some(verified) = prepared.verified.clone() else {
         return Ok(());
     };
-    let unchanged = blocking(move || verified.unchanged()).await;
-    unchanged.map_err(|error| RestoreError::Refused {
-        image: prepared.image.clone(),
-        cause: error.into(),
-    })
+    let limit = Config::load()
+        .map_err(|error| refused(error.into()))?
+        .deadlines
+        .look;
+    let unchanged = stoppable(limit, cut, move |_| verified.unchanged()).await;
+    unchanged
+        .map_err(|left| refused(left_image(left, limit)))?
+        .map_err(|error| refused(error.into()))
 }
 
 /// As the stock shim does it, but that nothing is left of a restore that failed.

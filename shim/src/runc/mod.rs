@@ -306,6 +306,7 @@ impl Runc {
                 OutputError::TimedOut {
                     program: program(),
                     limit,
+                    last: String::new(),
                 },
             )),
             () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),

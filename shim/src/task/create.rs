@@ -11,7 +11,7 @@ use protobuf::MessageField;
 
 use super::state::pid_field;
 use super::{Service, Slot, TaskError, exit};
-use crate::container::{Container, Facts, Owner, Process, StdioPaths};
+use crate::container::{Container, Cut, Facts, Owner, Process, StdioPaths};
 use crate::logger::Chain;
 use crate::options::RuncOptions;
 use crate::runc::{self, Runc};
@@ -27,8 +27,8 @@ pub(super) async fn create(
     service: &Arc<Service>,
     request: CreateTaskRequest,
 ) -> Result<CreateTaskResponse, TaskError> {
-    reserve(service, &request.id)?;
-    match build(service, &request).await {
+    let cut = reserve(service, &request.id)?;
+    match build(service, &request, &cut).await {
         Ok(container) if service.is_abandoned(&request.id) => {
             discard(&container).await;
             if !request.rootfs.is_empty() {
@@ -58,16 +58,21 @@ pub(super) async fn create(
     }
 }
 
-fn reserve(service: &Service, id: &str) -> Result<(), TaskError> {
+fn reserve(service: &Service, id: &str) -> Result<Cut, TaskError> {
     let mut containers = service.containers();
     if containers.contains_key(id) {
         return Err(TaskError::ContainerExists { id: id.to_owned() });
     }
-    containers.insert(id.to_owned(), Slot::Reserved);
-    Ok(())
+    let cut = Cut::default();
+    containers.insert(id.to_owned(), Slot::Reserved(cut.clone()));
+    Ok(cut)
 }
 
-async fn build(service: &Arc<Service>, request: &CreateTaskRequest) -> Result<Arc<Container>, TaskError> {
+async fn build(
+    service: &Arc<Service>,
+    request: &CreateTaskRequest,
+    cut: &Cut,
+) -> Result<Arc<Container>, TaskError> {
     let bundle = PathBuf::from(&request.bundle);
     let options = RuncOptions::from_any(request.options.as_ref())?;
     options.save(&bundle)?;
@@ -84,7 +89,7 @@ async fn build(service: &Arc<Service>, request: &CreateTaskRequest) -> Result<Ar
         }
         mounts::mount_all(&request.rootfs, &rootfs, &service.reaper).await?;
     }
-    let built = build_mounted(service, request, &bundle, options).await;
+    let built = build_mounted(service, request, &bundle, options, cut).await;
     if built.is_err() && !request.rootfs.is_empty() {
         unmount(&rootfs).await;
     }
@@ -102,6 +107,7 @@ async fn build_mounted(
     request: &CreateTaskRequest,
     bundle: &Path,
     mut options: RuncOptions,
+    cut: &Cut,
 ) -> Result<Arc<Container>, TaskError> {
     let checkpoint = Some(Path::new(&request.checkpoint)).filter(|image| !image.as_os_str().is_empty());
     let spec = Spec::load(bundle)?;
@@ -142,6 +148,7 @@ async fn build_mounted(
                 &settled,
                 &runc,
                 &service.reaper,
+                cut,
             )
             .await?,
         ),

@@ -31,7 +31,7 @@ use ttrpc::r#async::TtrpcContext;
 
 pub(crate) use error::TaskError;
 
-use crate::container::{Container, Exits};
+use crate::container::{Container, Cut, Exits};
 use crate::events::Publisher;
 use crate::logger::Chain;
 use crate::reaper::Reaper;
@@ -52,8 +52,8 @@ pub(crate) struct Service {
 
 /// A container id that is in use.
 enum Slot {
-    /// Create is under way; the id is taken.
-    Reserved,
+    /// Create is under way; the id is taken. Whoever abandons it cuts short what it waits for.
+    Reserved(Cut),
     /// As before, but the client has asked to delete it: nobody waits for it any more.
     Abandoned,
     Ready(Arc<Container>),
@@ -77,7 +77,7 @@ impl Service {
     fn container(&self, id: &str) -> Result<Arc<Container>, TaskError> {
         match self.containers().get(id) {
             Some(Slot::Ready(container)) => Ok(container.clone()),
-            Some(Slot::Reserved | Slot::Abandoned) | None => {
+            Some(Slot::Reserved(_) | Slot::Abandoned) | None => {
                 Err(TaskError::NoContainer { id: id.to_owned() })
             }
         }
@@ -85,7 +85,10 @@ impl Service {
 
     /// Notes that a container which is being made is not wanted any more.
     fn abandon(&self, id: &str) {
-        if let Some(slot @ Slot::Reserved) = self.containers().get_mut(id) {
+        if let Some(slot) = self.containers().get_mut(id)
+            && let Slot::Reserved(cut) = slot
+        {
+            cut.ask();
             *slot = Slot::Abandoned;
         }
     }
