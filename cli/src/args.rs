@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 const EXIT_STATUS: &str = "Exit status: 0 all is well, 1 something is wrong or failed, 2 wrong usage.";
 
-/// Looks at checkpoints of GPU containers and at nodes that run them.
+/// Looks at checkpoints of GPU containers and at nodes that run them, and restores image directories.
 #[derive(Debug, Parser)]
 #[command(name = "firn", version, after_help = EXIT_STATUS)]
 pub struct Args {
@@ -19,6 +19,7 @@ pub enum Command {
     Inspect(InspectArgs),
     Plan(PlanArgs),
     Audit(AuditArgs),
+    Restore(RestoreArgs),
     Doctor(DoctorArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
@@ -84,6 +85,40 @@ pub struct PlanArgs {
     /// Plan for another node: the output of `firn-gpu inventory --json` there.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Bring a container back from an image directory, such as one that an error of firn's names.
+///
+/// containerd makes the task, and ctr and nerdctl go on with the container afterwards. The container must still be known to
+/// containerd (`ctr containers list`) and have no task any more (`ctr tasks delete --force ID`). The directory stays.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 the container runs, 1 it was not restored and nothing of it is left, 2 wrong usage."
+)]
+pub struct RestoreArgs {
+    /// Id of the container.
+    pub id: String,
+    /// The image directory.
+    #[arg(long)]
+    pub dir: PathBuf,
+    /// Namespace of the container in containerd.
+    #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
+    pub namespace: String,
+    /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
+    #[arg(
+        long,
+        short,
+        value_name = "SOCKET",
+        env = "CONTAINERD_ADDRESS",
+        default_value = "/run/containerd/containerd.sock"
+    )]
+    pub address: PathBuf,
+    /// File that receives what the container writes to its standard output and error; without, nothing does.
+    #[arg(long, value_name = "FILE")]
+    pub log: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -1,6 +1,7 @@
 //! firn: what a person asks about checkpoints and about a node.
 //!
-//! Nothing here changes anything but `cdi generate`, which writes the file that it is told to. The driver is asked by way of
+//! Nothing here changes anything but `cdi generate`, which writes the file that it is told to, and `restore`, which has
+//! containerd start a container. The driver is asked by way of
 //! `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
@@ -14,6 +15,7 @@ mod inspect;
 mod output;
 mod plan;
 mod program;
+mod restore;
 mod text;
 
 use std::process::ExitCode;
@@ -34,6 +36,7 @@ fn main() -> ExitCode {
             Ok(Verdict::Suspected) => return ExitCode::from(SUSPECTED),
             verdict => verdict.map(|verdict| verdict == Verdict::Can),
         },
+        Command::Restore(args) => restore::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cdi(command) => cdi::run(&command),
     };

@@ -72,6 +72,10 @@ pub const BUNDLE_EMPTY: &str = "firn-empty";
 /// Directory in the bundle with nothing but CRIU's plugin for AMD's GPUs.
 pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 
+/// Field of `containerd.runc.v1.Options` in which `firn restore` sends the image directory to the shim: containerd 1.7 hands on
+/// the one of its own (`criu_image_path`) for the stock shim alone, and would start the container afresh.
+pub const OPTION_RESTORE_DIR: u32 = 15_001;
+
 /// How the names of the temporary directories begin that containerd makes for checkpoints, and removes.
 pub const CONTAINERD_CHECKPOINT: &str = "ctrd-checkpoint";
 

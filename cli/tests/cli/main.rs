@@ -14,7 +14,7 @@ fn wrong_usage_and_help() {
     let node = Node::new();
     assert_eq!(node.firn(&["plan", "image"]).status.code(), Some(2));
     assert_eq!(node.firn(&["thaw"]).status.code(), Some(2));
-    for command in ["inspect", "plan", "doctor"] {
+    for command in ["inspect", "plan", "doctor", "restore"] {
         let output = node.firn(&[command, "--help"]);
         assert!(
             output.status.success() && text(&output).contains("Exit status: "),

@@ -8,6 +8,7 @@ use std::io::{self, Read};
 use std::path::PathBuf;
 
 use containerd_shim_protos::shim::oci;
+use firn_config::names;
 use protobuf::well_known_types::any::Any;
 use protobuf::{CodedInputStream, Message, UnknownValueRef};
 
@@ -103,6 +104,16 @@ impl RuncOptions {
             RUNTIME_OPTIONS => RuntimeOptions::parse(&any.value)?.into_runc(),
             other => Err(DecodeError::UnknownType(other.to_owned())),
         }
+    }
+
+    /// The image directory that `firn restore` names; containerd does not know the field.
+    pub(crate) fn restore_dir(any: Option<&Any>) -> Result<Option<PathBuf>, DecodeError> {
+        let Some(any) = any.filter(|any| type_name(any) == RUNC_OPTIONS) else {
+            return Ok(None);
+        };
+        let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
+        let dir = unknown_string(&sent, names::OPTION_RESTORE_DIR);
+        Ok(Some(dir).filter(|dir| !dir.is_empty()).map(PathBuf::from))
     }
 
     fn from_toml(text: &str) -> Result<Self, DecodeError> {

@@ -214,3 +214,27 @@ fn checkpoint_options_with_a_parent() {
     let wrong = CheckpointOptions::from_any(Some(&any("containerd.runc.v1.Options", vec![])));
     assert!(matches!(wrong, Err(DecodeError::UnknownType(_))));
 }
+
+#[test]
+fn the_image_directory_of_firn_restore_is_found_in_runcs_options_alone() {
+    let mut options = containerd_shim_protos::shim::oci::Options::new();
+    options.criu_image_path = "/srv/containerds".to_owned();
+    let number = firn_config::names::OPTION_RESTORE_DIR;
+    let named = |options: &containerd_shim_protos::shim::oci::Options, type_url: &str| {
+        let any = Any {
+            type_url: type_url.to_owned(),
+            value: options.write_to_bytes().unwrap(),
+            ..Any::default()
+        };
+        RuncOptions::restore_dir(Some(&any)).unwrap()
+    };
+    assert_eq!(named(&options, "containerd.runc.v1.Options"), None);
+    let fields = options.special_fields.mut_unknown_fields();
+    fields.add_length_delimited(number, b"/srv/image".to_vec());
+    assert_eq!(
+        named(&options, "containerd.runc.v1.Options"),
+        Some("/srv/image".into())
+    );
+    assert_eq!(named(&options, "runtimeoptions.v1.Options"), None);
+    assert_eq!(RuncOptions::restore_dir(None).unwrap(), None);
+}

@@ -156,6 +156,30 @@ impl StdioConfig {
 }
 
 impl Prepared {
+    /// Makes pipes of what the client wants nowhere. The runtime opens /dev/null in the container when it creates one, and not
+    /// when it restores one: that would get the host's, with which CRIU cannot dump it again.
+    pub(crate) fn avoid_null(&mut self, owner: Owner) -> Result<(), Error> {
+        let Wiring::Pipes { outputs, .. } = &mut self.wiring else {
+            return Ok(());
+        };
+        if self.ends.stdin.is_none() {
+            // Nobody writes: it is at its end, as /dev/null is.
+            self.ends.stdin = Some(pipe(owner, Stream::Stdin)?.0);
+        }
+        let streams = [
+            (Stream::Stdout, &mut self.ends.stdout),
+            (Stream::Stderr, &mut self.ends.stderr),
+        ];
+        for (stream, end) in streams {
+            if end.is_none() {
+                let (read, write) = pipe(owner, stream)?;
+                outputs.push((stream, read, Output::Discard));
+                *end = Some(write);
+            }
+        }
+        Ok(())
+    }
+
     /// The socket for the runtime's `--console-socket`, for a process with a terminal.
     pub(crate) fn console_socket(&self) -> Option<&Path> {
         match &self.wiring {

@@ -109,7 +109,11 @@ async fn build_mounted(
     mut options: RuncOptions,
     cut: &Cut,
 ) -> Result<Arc<Container>, TaskError> {
-    let checkpoint = Some(Path::new(&request.checkpoint)).filter(|image| !image.as_os_str().is_empty());
+    let named = RuncOptions::restore_dir(request.options.as_ref())?;
+    let checkpoint = match &*request.checkpoint {
+        "" => named.as_deref(),
+        unpacked => Some(Path::new(unpacked)),
+    };
     let spec = Spec::load(bundle)?;
     let restores = checkpoint.is_some();
     let settled = convert::settled(spec, bundle, options.wrapper(), restores, &service.reaper).await?;
@@ -257,11 +261,25 @@ pub(super) async fn open_stdio(
         stderr: &process.stdio.stderr,
         terminal: process.stdio.terminal,
     })?;
-    let owner = stdio::Owner {
+    Ok(config.prepare(owner(container), &service.reaper).await?)
+}
+
+/// Stdio for a process of an image.
+pub(super) async fn open_stdio_to_restore(
+    service: &Service,
+    container: &Container,
+    process: &Process,
+) -> Result<stdio::Prepared, TaskError> {
+    let mut stdio = open_stdio(service, container, process).await?;
+    stdio.avoid_null(owner(container))?;
+    Ok(stdio)
+}
+
+fn owner(container: &Container) -> stdio::Owner {
+    stdio::Owner {
         uid: container.options.io_uid,
         gid: container.options.io_gid,
-    };
-    Ok(config.prepare(owner, &service.reaper).await?)
+    }
 }
 
 fn event(request: &CreateTaskRequest, pid: i32) -> TaskCreate {

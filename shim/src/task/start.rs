@@ -6,7 +6,7 @@ use std::sync::Arc;
 use containerd_shim_protos::api::{StartRequest, StartResponse};
 use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 
-use super::create::{INIT_PID, open_stdio};
+use super::create::{INIT_PID, open_stdio, open_stdio_to_restore};
 use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit};
 use crate::container::{Action, Container, Cut, InitState, Owner, Process};
@@ -114,7 +114,7 @@ async fn bring_up(
     prepared: &restore::Prepared,
     cut: &Cut,
 ) -> Result<restore::Restored, TaskError> {
-    let mut stdio = open_stdio(service, container, &container.init).await?;
+    let mut stdio = open_stdio_to_restore(service, container, &container.init).await?;
     let pid_file = container.bundle.join(INIT_PID);
     let console = stdio.console_socket().map(std::path::Path::to_owned);
     let attach = |command: &mut std::process::Command| stdio.attach(command);

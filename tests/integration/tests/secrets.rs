@@ -309,3 +309,118 @@ fn memory_goes_nowhere_but_into_the_directory_that_was_asked_for_on_forky() -> R
 fn memory_goes_nowhere_but_into_the_directory_that_was_asked_for_on_trixie() -> Result<()> {
     replaced(Suite::Trixie, "se-rt")
 }
+
+/// Ends a container with its checkpoint, and deletes its task.
+fn ends(host: &GpuHost, job: &Container<'_>, image: &str) -> Result<u64> {
+    let mut options = CheckpointOptions::new();
+    options.exit = true;
+    let before = job.lines()?.reached(1);
+    let task = Task::of(host, job.id())?;
+    let pending = task.checkpoint(image, &options)?;
+    let said = told(&task.end(pending), |_| "done".to_owned());
+    ensure!(said == "done", "{said}");
+    job.becomes("STOPPED")?;
+    let _ = job.task(&["delete"]);
+    Ok(before)
+}
+
+/// containerd 1.7 names no image to shims that it does not know: a container that such a shim starts afresh is not let run.
+fn started_afresh_by_others(host: &GpuHost) -> Result<()> {
+    shell(
+        host,
+        "cp $(command -v containerd-shim-runc-v2) /usr/local/bin/containerd-shim-other-v2",
+    )?;
+    let options = ["--runtime", "io.containerd.other.v2"];
+    let other = Container::run(
+        host,
+        "other",
+        &options,
+        &["sh", "-c", "echo x >>/ran; sleep 1000"],
+    )?;
+    other.task(&["kill", "--signal", "SIGKILL"])?;
+    other.becomes("STOPPED")?;
+    let _ = other.task(&["delete"]);
+    let said = failure(
+        host.node()
+            .run(&["firn", "restore", "--dir", "/srv/image", "other"]),
+    )?;
+    ensure!(
+        said.contains("FIRN-RESTORE-CLIENT: ") && said.contains("afresh"),
+        "{said}"
+    );
+    ensure!(other.status().is_err(), "a task is left");
+    other.forget()
+}
+
+fn restored(suite: Suite, name: &str) -> Result<()> {
+    on([host(suite, name)?], |[host]| {
+        let node = host.node();
+        let restore =
+            |more: &[&str]| node.run(&[&["firn", "restore", "--dir", "/srv/image", "job"], more].concat());
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let said = failure(restore(&[]))?;
+        ensure!(
+            said.contains("FIRN-IMAGE-TRUNCATED: ") || said.contains("cannot find /srv/image"),
+            "{said}"
+        );
+        let before = ends(host, &job, "/srv/image")?;
+        for round in 0..2 {
+            if round == 0 {
+                restore(&["--log", "/srv/log"])?;
+            } else {
+                let said = restore(&["--json"])?.stdout;
+                let told: serde_json::Value = serde_json::from_str(&said)?;
+                ensure!(
+                    told["container"] == "job" && told["pid"].as_i64() == Some(job.pid()?.into()),
+                    "{said}"
+                );
+            }
+            // The same counter in the same GPU memory, without a step left out.
+            let lines = job.goes_on(3)?;
+            ensure!(
+                lines.0.iter().any(|line| line.iter == before + 1),
+                "it was started afresh"
+            );
+            ensure!(job.gpus_in_use()? == host.uuids());
+            // It is a container as any other: also to be refused while it runs.
+            let said = failure(restore(&[]))?;
+            ensure!(
+                said.contains("FIRN-TASK-EXISTS: ") && said.contains("hint: "),
+                "{said}"
+            );
+            if round == 0 {
+                shell(host, "rm -r /srv/image")?;
+                ends(host, &job, "/srv/image")?;
+            }
+        }
+        if suite == Suite::Trixie {
+            started_afresh_by_others(host)?;
+        }
+        // What the shim refuses is shown as it says it, and no task is left.
+        ends(host, &job, "/srv/other")?;
+        shell(host, "echo x >>/srv/image/core-1.img")?;
+        let said = failure(restore(&[]))?;
+        ensure!(
+            said.contains("FIRN-IMAGE-") && said.matches("hint: ").count() == 1,
+            "{said}"
+        );
+        ensure!(job.status().is_err(), "a task is left");
+        job.forget()?;
+        let said = failure(restore(&[]))?;
+        ensure!(said.contains("FIRN-NO-CONTAINER: "), "{said}");
+        let said = failure(restore(&["--address", "/nowhere"]))?;
+        ensure!(said.contains("FIRN-CONTAINERD: "), "{said}");
+        host.idle()
+    })
+}
+
+#[test]
+fn a_directory_is_restored_through_containerd_on_forky() -> Result<()> {
+    restored(Suite::Forky, "se-df")
+}
+
+#[test]
+fn a_directory_is_restored_through_containerd_on_trixie() -> Result<()> {
+    restored(Suite::Trixie, "se-dt")
+}

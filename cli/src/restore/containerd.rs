@@ -1,0 +1,270 @@
+//! The calls of containerd's API that a restore needs.
+//!
+//! The messages are written by hand, with the fields that are used: what is left out is skipped when it is read, and a
+//! default when it is sent.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use prost::Message;
+use tokio::net::UnixStream;
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::metadata::AsciiMetadataValue;
+use tonic::metadata::errors::InvalidMetadataValue;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+use tonic_prost::ProstCodec;
+
+/// How long containerd may take to accept a connection.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// `google.protobuf.Any`
+#[derive(Clone, PartialEq, Message)]
+pub struct Any {
+    #[prost(string, tag = "1")]
+    pub type_url: String,
+    #[prost(bytes = "vec", tag = "2")]
+    pub value: Vec<u8>,
+}
+
+/// `containerd.types.Mount`
+#[derive(Clone, PartialEq, Message)]
+pub struct Mount {
+    #[prost(string, tag = "1")]
+    pub r#type: String,
+    #[prost(string, tag = "2")]
+    pub source: String,
+    #[prost(string, tag = "3")]
+    pub target: String,
+    #[prost(string, repeated, tag = "4")]
+    pub options: Vec<String>,
+}
+
+/// `containerd.services.containers.v1.Container`
+#[derive(Clone, PartialEq, Message)]
+pub struct Container {
+    #[prost(string, tag = "1")]
+    pub id: String,
+    #[prost(map = "string, string", tag = "2")]
+    pub labels: HashMap<String, String>,
+    #[prost(message, optional, tag = "4")]
+    pub runtime: Option<Runtime>,
+    /// The OCI spec, as JSON.
+    #[prost(message, optional, tag = "5")]
+    pub spec: Option<Any>,
+    #[prost(string, tag = "6")]
+    pub snapshotter: String,
+    #[prost(string, tag = "7")]
+    pub snapshot_key: String,
+}
+
+/// `containerd.services.containers.v1.Container.Runtime`
+#[derive(Clone, PartialEq, Message)]
+pub struct Runtime {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(message, optional, tag = "2")]
+    pub options: Option<Any>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct GetContainer {
+    #[prost(string, tag = "1")]
+    id: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct GotContainer {
+    #[prost(message, optional, tag = "1")]
+    container: Option<Container>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct GetMounts {
+    #[prost(string, tag = "1")]
+    snapshotter: String,
+    #[prost(string, tag = "2")]
+    key: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct GotMounts {
+    #[prost(message, repeated, tag = "1")]
+    mounts: Vec<Mount>,
+}
+
+/// `containerd.services.tasks.v1.CreateTaskRequest`
+#[derive(Clone, PartialEq, Message)]
+pub struct CreateTask {
+    #[prost(string, tag = "1")]
+    pub container_id: String,
+    #[prost(message, repeated, tag = "3")]
+    pub rootfs: Vec<Mount>,
+    #[prost(string, tag = "4")]
+    pub stdin: String,
+    #[prost(string, tag = "5")]
+    pub stdout: String,
+    #[prost(string, tag = "6")]
+    pub stderr: String,
+    #[prost(bool, tag = "7")]
+    pub terminal: bool,
+    #[prost(message, optional, tag = "9")]
+    pub options: Option<Any>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct OfTask {
+    #[prost(string, tag = "1")]
+    container_id: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Created {
+    #[prost(uint32, tag = "2")]
+    pid: u32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Started {
+    #[prost(uint32, tag = "1")]
+    pid: u32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Nothing {}
+
+/// containerd cannot be asked, or has refused.
+#[derive(Debug, thiserror::Error)]
+pub enum CallError {
+    #[error("cannot connect to containerd at {}", socket.display())]
+    Connect {
+        socket: PathBuf,
+        source: tonic::transport::Error,
+    },
+    #[error("the namespace {namespace:?} cannot be sent")]
+    Namespace {
+        namespace: String,
+        source: InvalidMetadataValue,
+    },
+    #[error("containerd's {call} failed: {}", status.message())]
+    Call { call: &'static str, status: Box<Status> },
+}
+
+impl CallError {
+    /// Whether what was asked for is not there.
+    pub fn is_absent(&self) -> bool {
+        matches!(self, Self::Call { status, .. } if status.code() == Code::NotFound)
+    }
+}
+
+/// A connection, for one namespace.
+pub struct Containerd {
+    channel: Channel,
+    namespace: AsciiMetadataValue,
+}
+
+impl Containerd {
+    pub async fn connect(socket: &Path, namespace: &str) -> Result<Self, CallError> {
+        let value = namespace.parse().map_err(|source| CallError::Namespace {
+            namespace: namespace.to_owned(),
+            source,
+        })?;
+        let path = socket.to_owned();
+        let dial = tower::service_fn(move |_| {
+            let path = path.clone();
+            async move { UnixStream::connect(path).await.map(TokioIo::new) }
+        });
+        // Not looked at: the connection is a socket's.
+        let endpoint = Endpoint::from_static("http://containerd").connect_timeout(CONNECT);
+        let channel = endpoint.connect_with_connector(dial).await;
+        Ok(Self {
+            channel: channel.map_err(|source| CallError::Connect {
+                socket: socket.to_owned(),
+                source,
+            })?,
+            namespace: value,
+        })
+    }
+
+    pub async fn container(&self, id: &str) -> Result<Container, CallError> {
+        let request = GetContainer { id: id.to_owned() };
+        let got: GotContainer = self
+            .call("/containerd.services.containers.v1.Containers/Get", request)
+            .await?;
+        Ok(got.container.unwrap_or_default())
+    }
+
+    /// What has to be mounted for a container's root file system.
+    pub async fn mounts(&self, container: &Container) -> Result<Vec<Mount>, CallError> {
+        if container.snapshot_key.is_empty() {
+            return Ok(Vec::new());
+        }
+        let request = GetMounts {
+            snapshotter: container.snapshotter.clone(),
+            key: container.snapshot_key.clone(),
+        };
+        let got: GotMounts = self
+            .call("/containerd.services.snapshots.v1.Snapshots/Mounts", request)
+            .await?;
+        Ok(got.mounts)
+    }
+
+    pub async fn has_task(&self, id: &str) -> Result<bool, CallError> {
+        let call = "/containerd.services.tasks.v1.Tasks/Get";
+        let got: Result<Nothing, _> = self.call(call, of_task(id)).await;
+        match got {
+            Ok(_) => Ok(true),
+            Err(error) if error.is_absent() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives the pid of its init; 0 as long as there is none.
+    pub async fn create(&self, task: CreateTask) -> Result<u32, CallError> {
+        let call = "/containerd.services.tasks.v1.Tasks/Create";
+        let created: Created = self.call(call, task).await?;
+        Ok(created.pid)
+    }
+
+    /// Gives the pid of its init.
+    pub async fn start(&self, id: &str) -> Result<u32, CallError> {
+        let call = "/containerd.services.tasks.v1.Tasks/Start";
+        let started: Started = self.call(call, of_task(id)).await?;
+        Ok(started.pid)
+    }
+
+    pub async fn delete(&self, id: &str) -> Result<(), CallError> {
+        let call = "/containerd.services.tasks.v1.Tasks/Delete";
+        let _deleted: Nothing = self.call(call, of_task(id)).await?;
+        Ok(())
+    }
+
+    async fn call<Q, A>(&self, call: &'static str, message: Q) -> Result<A, CallError>
+    where
+        Q: Message + Send + Sync + 'static,
+        A: Message + Default + Send + Sync + 'static,
+    {
+        let failed = |status| CallError::Call {
+            call: call.rsplit('.').next().unwrap_or(call),
+            status: Box::new(status),
+        };
+        let mut request = Request::new(message);
+        let metadata = request.metadata_mut();
+        metadata.insert("containerd-namespace", self.namespace.clone());
+        let mut grpc = Grpc::new(self.channel.clone());
+        let ready = grpc.ready().await;
+        ready.map_err(|error| failed(Status::unavailable(error.to_string())))?;
+        let path = PathAndQuery::from_static(call);
+        let answer = grpc.unary(request, path, ProstCodec::default()).await;
+        Ok(answer.map_err(failed)?.into_inner())
+    }
+}
+
+fn of_task(id: &str) -> OfTask {
+    OfTask {
+        container_id: id.to_owned(),
+    }
+}
