@@ -123,7 +123,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     steps
         .unmount("unmount the runtime's state", &runc.state_dir())
         .await;
-    let deleted = runc.delete(true);
+    let deleted = runc.ensure_deleted();
     steps
         .attempt("remove the container from the runtime", STEP_LIMIT, deleted)
         .await;

@@ -22,6 +22,7 @@ mod look;
 mod mounts;
 mod options;
 mod panics;
+mod pidfd;
 mod reaper;
 mod recovery;
 mod restore;

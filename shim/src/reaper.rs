@@ -23,7 +23,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use nix::errno::Errno;
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
@@ -258,6 +258,15 @@ impl Child {
     pub fn signal(&self, signal: Signal) -> bool {
         let table = table();
         table.children.contains_key(&self.pid()) && kill(Pid::from_raw(self.pid()), signal).is_ok()
+    }
+
+    /// Sends SIGKILL to its process group, which it leads, when it was not reaped yet: until then the number is nobody else's.
+    pub fn kill_group(&self) {
+        let table = table();
+        if table.children.contains_key(&self.pid()) {
+            // There is nobody in it when it has not made one, or all are gone.
+            let _none = killpg(Pid::from_raw(self.pid()), Signal::SIGKILL);
+        }
     }
 
     /// Sends SIGKILL, when the process is still there.

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use crate::blocking::blocking;
 use crate::checkpoint::ImageDir;
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
-use crate::{procfs, restore, sys};
+use crate::{pidfd, procfs, restore};
 
 /// CRIU's name as the kernel has it.
 const CRIU: &str = "criu";
@@ -153,15 +153,10 @@ fn kill(record: &Record) -> Vec<i32> {
     let works = |pid: &i32| works_for(record, *pid) && procfs::is_alive(*pid);
     let mut left = procfs::all();
     left.retain(|pid| {
-        // Order matters: what a descriptor is open on is looked at after it is held, and is who gets the signal.
-        let Ok(process) = sys::pidfd_open(*pid) else {
-            return false;
-        };
-        let works = works(pid);
-        if works && let Err(errno) = sys::pidfd_kill(process) {
-            log::debug!("cannot kill {pid}: {errno}");
-        }
-        works
+        works(pid)
+            && pidfd::signal(*pid, libc::SIGKILL, || works(pid))
+                .inspect_err(|error| log::debug!("cannot kill {pid}: {error}"))
+                .unwrap_or(true)
     });
     left
 }
@@ -176,14 +171,7 @@ fn works_for(record: &Record, pid: i32) -> bool {
     if procfs::comm(pid) != CRIU {
         return false;
     }
-    // The number of a group is not given away while somebody is in it. A process that has it and is not its leader
-    // of then shows that it was, and that this group is another one.
-    let taken = |child: &ChildProcess| procfs::started(child.pid).is_some_and(|at| at != child.started);
-    let in_group = |child: &ChildProcess| {
-        procfs::group(pid) == Some(child.pid)
-            && procfs::started(pid).is_some_and(|at| at >= child.started)
-            && !taken(child)
-    };
+    let in_group = |child: &ChildProcess| pidfd::is_in_group(pid, child.pid, child.started);
     let in_work = || {
         let Record { begin, .. } = record;
         begin.work_is_ours && procfs::is_in(pid, &begin.work)

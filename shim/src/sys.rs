@@ -152,12 +152,12 @@ pub(crate) fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sends SIGKILL to the process that a descriptor of [`pidfd_open`] means.
-pub(crate) fn pidfd_kill(process: impl AsFd) -> Result<(), Errno> {
+/// Sends a signal, given as a number, to the process that a descriptor of [`pidfd_open`] means.
+pub(crate) fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
     let fd = process.as_fd().as_raw_fd();
     let no_info = std::ptr::null::<libc::siginfo_t>();
     // SAFETY: without siginfo the call takes numbers only; a descriptor of another kind is refused.
-    let rc = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, no_info, 0) };
+    let rc = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, no_info, 0) };
     Errno::result(rc).map(drop)
 }
 

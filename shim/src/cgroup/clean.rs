@@ -4,13 +4,11 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use nix::errno::Errno;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use tokio::time::{Instant, sleep};
 
 use super::read;
 use super::{Cgroup, CgroupError, Version};
+use crate::pidfd;
 
 /// Pause between two looks at who is left.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -50,9 +48,8 @@ impl Cgroup {
             },
         };
         for pid in pids.iter().filter(|_| !whole) {
-            match kill(Pid::from_raw(*pid), Signal::SIGKILL) {
-                Ok(()) | Err(Errno::ESRCH) => {}
-                Err(errno) => log::warn!("cannot kill process {pid} of {}: {errno}", dir.display()),
+            if let Err(error) = pidfd::signal(*pid, libc::SIGKILL, || self.holds(*pid)) {
+                log::warn!("cannot kill process {pid} of {}: {error}", dir.display());
             }
         }
         // Order matters: signals sent to a frozen v1 cgroup hit before its processes can fork once more. Those of a v2 one

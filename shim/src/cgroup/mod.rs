@@ -218,6 +218,16 @@ impl Cgroup {
         Ok(pids.into_iter().collect())
     }
 
+    /// Whether a process is in the cgroup, or below.
+    pub(crate) fn holds(&self, pid: i32) -> bool {
+        let (Some(own), Ok(its)) = (self.primary(), Self::of_pid(pid)) else {
+            return false;
+        };
+        its.places
+            .values()
+            .any(|place| place.mount_point == own.mount_point && place.path.starts_with(&own.path))
+    }
+
     /// What the cgroup used and may use, as the message that containerd expects for this kind of host.
     pub(crate) fn stats(&self) -> Result<Any, CgroupError> {
         if !self.exists() {

@@ -156,7 +156,10 @@ impl<'a> Live<'a> {
         let limit = self.config.deadlines.end;
         self.tools.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;
-        self.container.runc.ensure_deleted().await?;
+        // Not the transaction's own cut: the end of init, which was wanted, asks for that.
+        let hooks = self.container.begin_hooks();
+        self.container.runc.finish(hooks.cut.asked()).await?;
+        drop(hooks);
         journal::point("finish-deleted").await;
         // The client may ask for the exit at once.
         tokio::time::timeout(limit, self.container.init.wait())

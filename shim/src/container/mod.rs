@@ -52,6 +52,8 @@ pub(crate) struct Container {
     /// that holds them: they stay held whatever becomes of that.
     held: Mutex<Option<Hold>>,
     transaction: cut::Slot,
+    /// A call of the runtime that runs hooks.
+    hooks: cut::Slot,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
     /// Tells when memory runs out; set once there are processes and the host accounts memory.
@@ -122,6 +124,7 @@ impl Container {
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
             transaction: cut::Slot::default(),
+            hooks: cut::Slot::default(),
             status: Mutex::new(Status {
                 state,
                 execs: BTreeMap::new(),
@@ -236,6 +239,16 @@ impl Container {
     /// The container is to end: cuts off the checkpoint or restore that is under way, if one is.
     pub(crate) fn cut_off(&self) -> Option<Cut> {
         self.transaction.cut_off()
+    }
+
+    /// Hooks run from now on, for as long as they take. The caller holds the operation lock.
+    pub(crate) fn begin_hooks(&self) -> UnderWay<'_> {
+        self.hooks.begin()
+    }
+
+    /// The container is killed: whoever runs hooks is not waited for any more. Whether somebody does.
+    pub(crate) fn cut_hooks(&self) -> bool {
+        self.hooks.cut_off().is_some()
     }
 
     /// Whether a checkpoint or restore is under way.

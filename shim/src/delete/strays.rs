@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use crate::{procfs, sys};
+use crate::{pidfd, procfs};
 
 /// Pause between two looks at who is left.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -16,7 +16,10 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub(super) async fn kill(rootfs: &Path, limit: Duration) {
     let begun = Instant::now();
     loop {
-        let strays = find(rootfs);
+        let Some(own) = root_of_its_own(rootfs) else {
+            return;
+        };
+        let strays = find(&own);
         if strays.is_empty() {
             return;
         }
@@ -27,29 +30,31 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
             );
         }
         for pid in strays {
-            if let Err(errno) = sys::kill(pid, libc::SIGKILL.unsigned_abs())
-                && errno != nix::errno::Errno::ESRCH
-            {
-                log::warn!("cannot kill {pid}: {errno}");
+            if let Err(error) = pidfd::signal(pid, libc::SIGKILL, || lives_in(pid, &own)) {
+                log::warn!("cannot kill {pid}: {error}");
             }
         }
         sleep(PAUSE).await;
     }
 }
 
-/// All processes whose root directory is `rootfs`. None unless something is mounted there that is not the host's own
-/// root: an empty directory, or a container that runs on the host's root, says nothing about who belongs to it.
-fn find(rootfs: &Path) -> Vec<i32> {
-    let (Ok(own), Ok(host)) = (fs::metadata(rootfs), fs::metadata("/")) else {
-        return Vec::new();
-    };
-    let parent = rootfs.parent().and_then(|bundle| fs::metadata(bundle).ok());
-    if is_same(&own, &host) || parent.is_none_or(|bundle| bundle.dev() == own.dev()) {
-        return Vec::new();
-    }
+/// The directory, when something is mounted there that is not the host's own root: an empty directory, or a container that runs
+/// on the host's root, says nothing about who belongs to it.
+fn root_of_its_own(rootfs: &Path) -> Option<Metadata> {
+    let (own, host) = (fs::metadata(rootfs).ok()?, fs::metadata("/").ok()?);
+    let parent = fs::metadata(rootfs.parent()?).ok()?;
+    (!is_same(&own, &host) && parent.dev() != own.dev()).then_some(own)
+}
+
+/// All processes whose root directory that is.
+fn find(own: &Metadata) -> Vec<i32> {
     let mut pids = procfs::all();
-    pids.retain(|pid| fs::metadata(format!("/proc/{pid}/root")).is_ok_and(|root| is_same(&root, &own)));
+    pids.retain(|pid| lives_in(*pid, own));
     pids
+}
+
+fn lives_in(pid: i32, own: &Metadata) -> bool {
+    fs::metadata(format!("/proc/{pid}/root")).is_ok_and(|root| is_same(&root, own))
 }
 
 fn is_same(a: &Metadata, b: &Metadata) -> bool {
@@ -62,17 +67,23 @@ mod tests {
 
     #[test]
     fn processes_of_the_host_are_no_strays() {
-        assert_eq!(find(Path::new("/")), Vec::<i32>::new());
-        assert_eq!(
-            find(Path::new("/proc/self/root")),
-            Vec::<i32>::new(),
-            "the host's root by another name"
-        );
-        assert_eq!(
-            find(tempfile::tempdir().unwrap().path()),
-            Vec::<i32>::new(),
-            "nothing is mounted"
-        );
-        assert_eq!(find(Path::new("/nonexistent/rootfs")), Vec::<i32>::new());
+        let directory = tempfile::tempdir().unwrap();
+        for (rootfs, why) in [
+            (Path::new("/"), "the host's root"),
+            (Path::new("/proc/self/root"), "the host's root by another name"),
+            (directory.path(), "nothing is mounted"),
+            (Path::new("/nonexistent/rootfs"), "there is none"),
+        ] {
+            assert!(root_of_its_own(rootfs).is_none(), "{why}");
+        }
+    }
+
+    #[test]
+    fn who_lives_there_is_found_and_nobody_else() {
+        let (here, tmp) = (fs::metadata("/").unwrap(), fs::metadata("/proc").unwrap());
+        let me = i32::try_from(std::process::id()).unwrap();
+        assert!(lives_in(me, &here) && find(&here).contains(&me));
+        assert!(!lives_in(me, &tmp) && !find(&tmp).contains(&me));
+        assert!(root_of_its_own(Path::new("/proc")).is_some());
     }
 }

@@ -98,7 +98,7 @@ pub(crate) enum Cause {
     Continue {
         pid: i32,
         #[source]
-        source: nix::errno::Errno,
+        source: std::io::Error,
     },
 }
 

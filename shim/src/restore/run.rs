@@ -10,9 +10,6 @@ use firn_oci::devnodes;
 use firn_oci::manifest::CudaProcess;
 use firn_oci::script::Refusal as ScriptRefusal;
 use firn_oci::{Spec, criu};
-use nix::errno::Errno;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 
 use super::RestoreError;
 use super::abandon::{LOG, abandon, work_dir};
@@ -28,6 +25,7 @@ use crate::hold::RunOnly;
 use crate::journal::{Begin, Journal, Operation, Outcome, Phase, point};
 use crate::logger::Chain;
 use crate::panics::caught;
+use crate::pidfd;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
@@ -354,7 +352,8 @@ async fn bring_back(
 ) -> Result<i32, Cause> {
     journal.enter(Phase::DevRepair).await?;
     let pid = read_pid(pid_file)?;
-    let pids = Cgroup::of_pid(pid)?.pids()?;
+    let cgroup = Cgroup::of_pid(pid)?;
+    let pids = cgroup.pids()?;
     let spec = Spec::load(&container.bundle)?;
     let repaired = blocking(move || devnodes::repair(pid, &spec)).await?;
     if let Some(left) = &repaired.left {
@@ -388,10 +387,9 @@ async fn bring_back(
         move |pid: &i32| procfs::inner_pid(&pid.to_string()).is_some_and(|inner| was_stopped(&image, inner));
     let running = blocking(move || pids.into_iter().filter(|pid| !stopped(pid)).collect::<Vec<_>>()).await;
     for pid in running {
-        match kill(Pid::from_raw(pid), Signal::SIGCONT) {
-            Ok(()) | Err(Errno::ESRCH) => {}
-            Err(source) => return Err(Cause::Continue { pid, source }),
-        }
+        // One that is gone may have left its number to somebody else.
+        let sent = pidfd::signal(pid, libc::SIGCONT, || cgroup.holds(pid));
+        sent.map_err(|source| Cause::Continue { pid, source })?;
     }
     account.mark("continue");
     Ok(pid)

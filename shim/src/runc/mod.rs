@@ -9,6 +9,7 @@ mod brand;
 mod criu;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+mod hooks;
 mod verbs;
 mod watchdog;
 
@@ -21,23 +22,22 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
-use nix::sys::signal::{Signal, killpg};
-use nix::unistd::Pid;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
+use crate::blocking::blocking;
 use crate::journal::Role;
 use crate::logger::Chain;
 use crate::options::RuncOptions;
-use crate::reaper::{OutputError, Reaper};
+use crate::reaper::{Child, OutputError, Reaper};
+use crate::{pidfd, procfs};
 
 pub(crate) use brand::Brand;
 pub(crate) use criu::{Bounds, Checkpoint, Restore};
 pub(crate) use verbs::{Create, Exec};
 
-/// Longest time for calls that only touch runc's state or the cgroup.
+/// Longest time for calls that only touch runc's state or the cgroup, and for those that remove by force what has failed.
 const SHORT: Duration = Duration::from_secs(60);
 
 /// How long killed processes of a dump or restore may take to be gone.
@@ -291,6 +291,7 @@ impl Runc {
                 },
             )
         })?;
+        let started = procfs::started(child.pid());
         let Bounds {
             deadline,
             journal,
@@ -323,7 +324,7 @@ impl Runc {
         {
             log::warn!("cannot freeze the tasks before CRIU is ended: {}", Chain(&error));
         }
-        end_group(child.pid()).await;
+        end_group(&child, started).await;
         let exit = exit?;
         let stderr = said.map(read_from_start).unwrap_or_default();
         let message = match String::from_utf8_lossy(&stderr).lines().next() {
@@ -394,17 +395,23 @@ async fn passed(deadline: Option<Duration>) -> Duration {
     }
 }
 
-/// Kills a process group and waits until it is empty.
-async fn end_group(leader: i32) {
-    let group = Pid::from_raw(leader);
+/// Kills the process group of a child that was started at `started`, and waits until nobody lives in it.
+async fn end_group(child: &Child, started: Option<u64>) {
+    let leader = child.pid();
+    child.kill_group();
+    // It was there when its time was looked at, or the kernel shows no processes.
+    let Some(started) = started else { return };
     let begun = Instant::now();
-    while killpg(group, Signal::SIGKILL) != Err(Errno::ESRCH) {
+    while let left = blocking(move || pidfd::kill_group(leader, started)).await
+        && !left.is_empty()
+    {
         if begun.elapsed() > GROUP_END {
-            log::warn!("processes of group {leader} do not end");
+            log::warn!("processes {left:?} of group {leader} do not end");
             return;
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
+    let _gone = tokio::time::timeout(GROUP_END, child.wait()).await;
 }
 
 fn read_from_start(mut file: File) -> Vec<u8> {

@@ -57,11 +57,11 @@ impl Runc {
         self.run("create", &mut command).await
     }
 
-    /// `start`: lets init of a created container exec the user's program.
-    pub(crate) async fn start(&self) -> Result<(), RuncError> {
-        self.output("start", self.command("start").arg(&self.id), SHORT)
+    /// `start`: lets init of a created container exec the user's program, and runs its hooks for as long as they take or until
+    /// `cut` ends.
+    pub(crate) async fn start(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
+        self.run_hooks("start", self.command("start").arg(&self.id), cut)
             .await
-            .map(drop)
     }
 
     /// `exec`: another process in the container.
@@ -105,22 +105,31 @@ impl Runc {
         .await
     }
 
-    /// `delete`; with `force` a running container is killed first.
-    pub(crate) async fn delete(&self, force: bool) -> Result<(), RuncError> {
-        let mut command = self.command("delete");
-        if force {
-            command.arg("--force");
-        }
-        self.output("delete", command.arg(&self.id), SHORT)
+    /// `delete` of a container that does not run, and its hooks for as long as they take or until `cut` ends.
+    pub(crate) async fn delete(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
+        self.run_hooks("delete", self.command("delete").arg(&self.id), cut)
             .await
-            .map(drop)
     }
 
-    /// `delete --force` of a container that may be gone already.
-    pub(crate) async fn ensure_deleted(&self) -> Result<(), RuncError> {
-        match self.delete(true).await {
+    /// `delete --force`, which kills: of a container whose image is complete. Its hooks have time until `cut` ends; what is left
+    /// then is for `delete`.
+    pub(crate) async fn finish(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
+        let mut command = self.command("delete");
+        command.arg("--force").arg(&self.id);
+        match self.run_hooks("delete", &mut command, cut).await {
+            Err(RuncError::Cut { .. }) => Ok(()),
             Err(error) if error.is_absent() => Ok(()),
             result => result,
+        }
+    }
+
+    /// `delete --force` of what has failed, or of a container without shim, which may be gone already. Nobody waits for its hooks.
+    pub(crate) async fn ensure_deleted(&self) -> Result<(), RuncError> {
+        let mut command = self.command("delete");
+        command.arg("--force").arg(&self.id);
+        match self.output("delete", &mut command, SHORT).await {
+            Err(error) if error.is_absent() => Ok(()),
+            result => result.map(drop),
         }
     }
 

@@ -88,7 +88,8 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         drain(&container.init).await;
         thaw(container).await;
     }
-    match container.runc.delete(false).await {
+    let hooks = container.begin_hooks();
+    match container.runc.delete(hooks.cut.asked()).await {
         Ok(()) => {}
         // A dump that ended the container, or a restore that was never started, leaves nothing to delete.
         Err(error) if error.is_absent() => {}

@@ -89,6 +89,12 @@ pub(crate) enum TaskError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     Restore(#[from] RestoreError),
+    #[error(
+        "FIRN-BUSY: cannot update container {id}: another operation, such as its checkpoint, has been under way for {} s. \
+         hint: try again when that is over",
+        waited.as_secs()
+    )]
+    Busy { id: String, waited: std::time::Duration },
     #[error("the shim is shutting down")]
     Closing,
 }
@@ -120,7 +126,7 @@ impl TaskError {
             Self::Convert(_) => Code::FAILED_PRECONDITION,
             Self::Checkpoint(error) => error.rpc_code(),
             Self::Restore(error) => error.rpc_code(),
-            Self::Closing => Code::UNAVAILABLE,
+            Self::Busy { .. } | Self::Closing => Code::UNAVAILABLE,
             Self::Kill(_)
             | Self::KillExec(_)
             | Self::ExecSpec(_)

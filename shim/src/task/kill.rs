@@ -38,9 +38,9 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             return Ok(Empty::default());
         }
         let _killing = container.killing();
-        let cut = match request.signal {
-            SIGKILL => container.cut_off(),
-            _ => None,
+        let (cut, hooks) = match request.signal {
+            SIGKILL => (container.cut_off(), container.cut_hooks()),
+            _ => (None, false),
         };
         if let Some(cut) = &cut {
             // Order matters: CRIU first, which holds the tasks and may have turned the freezer on.
@@ -57,8 +57,13 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
                 }
                 Ok(Empty::default())
             }
-            // The transaction that was cut off has killed it.
-            Err(_) if cut.is_some() && !procfs::is_alive(container.init.pid()) => Ok(Empty::default()),
+            // The transaction that was cut off has killed it, or what was left of it were hooks.
+            Err(_)
+                if (cut.is_some() || hooks)
+                    && (container.init.exit().is_some() || !procfs::is_alive(container.init.pid())) =>
+            {
+                Ok(Empty::default())
+            }
             Err(error) if error.is_finished() => Err(TaskError::Finished),
             Err(error) if error.is_absent() => Err(TaskError::Absent),
             Err(source) => Err(TaskError::Kill(source.into())),

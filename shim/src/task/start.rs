@@ -12,8 +12,12 @@ use super::{SIGKILL, Service, TaskError, exit};
 use crate::container::{Action, Container, Cut, InitState, Owner, Process};
 use crate::journal::point;
 use crate::logger::Chain;
+use crate::procfs;
 use crate::restore;
 use crate::runc::{Exec, read_pid};
+
+/// How often is looked whether init, which was killed, is dead.
+const DYING: std::time::Duration = std::time::Duration::from_millis(20);
 
 pub(super) async fn start(service: &Arc<Service>, request: StartRequest) -> Result<StartResponse, TaskError> {
     let container = service.container(&request.id)?;
@@ -35,7 +39,14 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
     container.begin_start();
     let started = match container.take_checkpoint() {
         None => {
-            let started = container.runc.start().await;
+            let hooks = container.begin_hooks();
+            let killed = async {
+                hooks.cut.asked().await;
+                while procfs::is_alive(container.init.pid()) {
+                    tokio::time::sleep(DYING).await;
+                }
+            };
+            let started = container.runc.start(killed).await;
             started.map_err(|source| TaskError::Runtime {
                 verb: "start",
                 source,

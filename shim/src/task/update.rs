@@ -1,14 +1,26 @@
 //! Update: new limits, handed to the runtime as the client wrote them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 
 use super::{Service, TaskError};
 use crate::container::Action;
 
+/// How long an update waits for another operation. The kubelet gives the call 2 minutes, of which the runtime may take one, and
+/// tries again after an error; a call that it has given up must not change the limits later.
+const PATIENCE: Duration = Duration::from_secs(30);
+
 pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
+    container.admit(Action::Update)?;
+    // The runtime looks at the freezer, and may turn it off and on: not while somebody relies on it.
+    let operation = tokio::time::timeout(PATIENCE, container.operation.write());
+    let _operation = operation.await.map_err(|_| TaskError::Busy {
+        id: request.id,
+        waited: PATIENCE,
+    })?;
     container.admit(Action::Update)?;
     let resources = request.resources.into_option().unwrap_or_default().value;
     container

@@ -64,18 +64,18 @@ const CHECKPOINT_EXIT: &[&str] = &["dump", "finish", "finish-killed", "finish-de
 const DUMP: &[&str] = &["dump", "dump-left", "dump-tidied", "dump-over"];
 const DUMP_FAILED: &[&str] = &["dump-left", "dump-reset", "dump-tidied"];
 
-fn hold(host: &GpuHost, point: &str) -> Result<()> {
+pub fn hold(host: &GpuHost, point: &str) -> Result<()> {
     host.node().run(&["rm", "-f", HELD])?;
     host.node().write(HOLD, point)
 }
 
-fn held(host: &GpuHost) -> Result<()> {
+pub fn held(host: &GpuHost) -> Result<()> {
     wait_for("the point", LIMIT, || {
         Ok(host.node().path(HELD).exists().then_some(()))
     })
 }
 
-fn go_on(host: &GpuHost) -> Result<()> {
+pub fn go_on(host: &GpuHost) -> Result<()> {
     host.node().run(&["rm", "-f", HOLD]).map(drop)
 }
 

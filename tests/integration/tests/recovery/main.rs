@@ -5,6 +5,7 @@
 //! The journal tells which phase is under way; a driver call, CRIU or runc that stands still keeps it there.
 
 mod acknowledged;
+mod hooks;
 mod others;
 mod panics;
 mod restores;

@@ -1,0 +1,104 @@
+//! Calls in which the runtime runs the container's hooks: those take the time that they take, as with the stock shim, until
+//! somebody asks for the container's end.
+
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use super::{Runc, RuncError, end_group, read_from_start};
+use crate::procfs;
+use crate::reaper::OutputError;
+
+impl Runc {
+    /// Runs a command to its end, or until `cut` ends: then neither it nor a hook of it is left.
+    pub(super) async fn run_hooks(
+        &self,
+        verb: &'static str,
+        command: &mut Command,
+        cut: impl Future<Output = ()>,
+    ) -> Result<(), RuncError> {
+        let from = self.logged();
+        let prepare = |source| RuncError::Prepare { verb, source };
+        // A file: what a hook leaves behind may keep it open. In memory: a full disk keeps nobody from deleting.
+        let said =
+            memfd_create(c"firn-runtime", MFdFlags::MFD_CLOEXEC).map_err(|errno| prepare(errno.into()))?;
+        let said = File::from(said);
+        command
+            .process_group(0)
+            .stdout(said.try_clone().map_err(prepare)?)
+            .stderr(said.try_clone().map_err(prepare)?);
+        let child = self.reaper.spawn(command).map_err(|source| {
+            let program = self.binary.display().to_string();
+            self.spawn_error(verb, OutputError::Spawn { program, source })
+        })?;
+        let started = procfs::started(child.pid());
+        let exit = tokio::select! {
+            biased;
+            exit = child.wait() => exit,
+            () = cut => {
+                end_group(&child, started).await;
+                return Err(RuncError::Cut { verb });
+            }
+        };
+        match exit.code {
+            0 => Ok(()),
+            code => Err(self.failure(verb, code, &read_from_start(said), from)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::options::RuncOptions;
+    use crate::reaper::Reaper;
+
+    fn runtime(dir: &Path, script: &str) -> Runc {
+        let runtime = dir.join("runtime");
+        std::fs::write(&runtime, format!("#!/bin/sh\ncd {}\n{script}\n", dir.display())).unwrap();
+        std::fs::set_permissions(&runtime, PermissionsExt::from_mode(0o755)).unwrap();
+        let options = RuncOptions {
+            binary_name: runtime.display().to_string(),
+            ..RuncOptions::default()
+        };
+        Runc::new("job", "default", dir, &options, Reaper::start().unwrap())
+    }
+
+    /// Time passes at once when nothing but a timer is waited for: any deadline would be met before the hook ends.
+    #[tokio::test(start_paused = true)]
+    async fn hooks_of_start_and_delete_get_the_time_that_they_need() {
+        let dir = tempfile::tempdir().unwrap();
+        let runc = runtime(dir.path(), "sleep 0.3; echo \"$0 said so\"; exit $(cat code)");
+        std::fs::write(dir.path().join("code"), "0").unwrap();
+        runc.start(pending()).await.unwrap();
+        runc.delete(pending()).await.unwrap();
+        std::fs::write(dir.path().join("code"), "3").unwrap();
+        let failed = runc.start(pending()).await.unwrap_err().to_string();
+        assert!(failed.contains("runtime said so"), "{failed}");
+    }
+
+    #[tokio::test]
+    async fn of_a_call_that_is_cut_off_no_hook_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let runc = runtime(dir.path(), "sleep 1000 & echo $! >new; mv new hook; wait");
+        let hook = dir.path().join("hook");
+        let begun = Instant::now();
+        let cut = async {
+            while !hook.exists() {
+                assert!(begun.elapsed() < Duration::from_secs(10), "no hook");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let cut = runc.delete(cut).await;
+        assert!(matches!(cut, Err(RuncError::Cut { verb: "delete" })), "{cut:?}");
+        let pid: i32 = std::fs::read_to_string(&hook).unwrap().trim().parse().unwrap();
+        assert!(!procfs::is_alive(pid), "the hook goes on");
+    }
+}
