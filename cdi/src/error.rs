@@ -10,11 +10,8 @@ use crate::version::BadVersion;
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// It cannot be read.
-    #[error("cannot read it")]
-    Read(#[from] io::Error),
-    /// It is no regular file.
-    #[error("it is no regular file")]
-    Irregular,
+    #[error("cannot read it: {0}")]
+    Read(io::Error),
     /// It is larger than any CDI file.
     #[error("it is larger than {limit} bytes")]
     TooLarge { limit: u64 },

@@ -5,10 +5,9 @@
 
 use std::collections::BTreeSet;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use nix::fcntl::OFlag;
+use firn_oci::open_regular;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -209,16 +208,11 @@ fn or_default<'de, T: Default + Deserialize<'de>, D: serde::Deserializer<'de>>(
 impl CdiFile {
     /// Reads a file.
     pub fn read(path: &Path) -> Result<Self, FileError> {
-        // A fifo in the directory must not hold anybody up.
-        let file = std::fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(OFlag::O_NONBLOCK.bits())
-            .open(path)?;
-        if !file.metadata()?.is_file() {
-            return Err(FileError::Irregular);
-        }
+        let file = open_regular(path).map_err(FileError::Read)?;
         let mut bytes = Vec::new();
-        file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+        file.take(MAX_BYTES + 1)
+            .read_to_end(&mut bytes)
+            .map_err(FileError::Read)?;
         if bytes.len() as u64 > MAX_BYTES {
             return Err(FileError::TooLarge { limit: MAX_BYTES });
         }

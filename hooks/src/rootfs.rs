@@ -2,7 +2,8 @@
 //!
 //! What is in it comes from an image and is hostile: every path is resolved by the kernel inside of it (`openat2` with
 //! `RESOLVE_IN_ROOT`), and links of /proc are not followed: at that stage /proc/1/root is the host's root. Nothing is read or
-//! changed below a mount, which may be a directory of the host ([`is_mounted`]). Changes are made by renaming, beside a directory
+//! changed below a mount, which may be a directory of the host ([`is_mounted`]). A file is opened only when it is known to be a
+//! regular one, and no link. Changes are made by renaming, beside a directory
 //! that is held open.
 
 use std::fs::File;
@@ -11,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use firn_oci::reopen_regular;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat, renameat};
 use nix::sys::stat::{Mode, fstatat, mkdirat};
@@ -61,18 +63,12 @@ impl Rootfs {
 
     /// A regular file of at most this many bytes; none when there is none, an error when it is something else.
     pub fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
-        // Order matters: a fifo must not hold us up before it is seen to be none.
-        let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
-        let file = match self.resolve(path, flags) {
-            Ok(file) => File::from(file),
+        let found = match self.resolve(path, OFlag::O_PATH | OFlag::O_NOFOLLOW) {
+            Ok(found) => found,
             Err(Errno::ENOENT) => return Ok(None),
             Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
         };
-        ensure!(
-            file.metadata()?.is_file(),
-            "{} is no regular file",
-            path.display()
-        );
+        let file = reopen_regular(found).with_context(|| format!("cannot open {}", path.display()))?;
         let mut bytes = Vec::new();
         file.take(limit + 1)
             .read_to_end(&mut bytes)
@@ -259,12 +255,26 @@ mod tests {
         symlink(outside.join("secret"), root.join("link")).unwrap();
         fs::write(root.join("f"), "12345").unwrap();
         nix::unistd::mkfifo(&root.join("fifo"), Mode::S_IRUSR).unwrap();
+        // A number that no driver has: whoever opens such a node is told ENXIO.
+        let number = nix::sys::stat::makedev(60, 250);
+        nix::sys::stat::mknod(
+            &root.join("device"),
+            nix::sys::stat::SFlag::S_IFCHR,
+            Mode::S_IRUSR,
+            number,
+        )
+        .unwrap();
+        symlink("device", root.join("to-device")).unwrap();
+        symlink("/", root.join("to-root")).unwrap();
         let read = |path: &str| rootfs.read(Path::new(path), 5);
         assert_eq!(read("/f").unwrap().unwrap(), b"12345");
         assert!(rootfs.read(Path::new("/f"), 4).is_err());
         assert_eq!(read("/absent").unwrap(), None);
-        assert_eq!(read("/link").unwrap(), None);
-        assert!(read("/fifo").is_err());
+        assert_eq!(read("/to-root/f").unwrap().unwrap(), b"12345");
+        for path in ["/link", "/fifo", "/device", "/to-device", "/to-root", "/"] {
+            let said = format!("{:#}", read(path).unwrap_err());
+            assert_eq!(said, format!("cannot open {path}: not a regular file"));
+        }
     }
 
     #[test]

@@ -7,6 +7,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use firn_oci::open_regular;
+
 /// Most program headers and dynamic entries that are looked at.
 const MOST: u64 = 1024;
 /// Longest name.
@@ -20,7 +22,7 @@ const SONAME: u64 = 14;
 
 /// The name of the library in a file; none when the file is no library of this machine's kind, or has no plain name.
 pub fn of(path: &Path) -> Option<String> {
-    Elf(File::open(path).ok()?).soname().ok().flatten()
+    Elf(open_regular(path).ok()?).soname().ok().flatten()
 }
 
 /// A 64-bit ELF file in this machine's byte order.

@@ -9,13 +9,25 @@ use nix::errno::Errno;
 use nix::sched::{CloneFlags, unshare};
 
 fn hook(argument: &str, state: &str) -> Output {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_firn-hook"))
-        .arg(argument)
+    hook_with(argument, &[], state)
+}
+
+fn hook_with(argument: &str, options: &[&str], state: &str) -> Output {
+    run(
+        env!("CARGO_BIN_EXE_firn-hook"),
+        &[&[argument], options].concat(),
+        state,
+    )
+}
+
+fn run(program: &str, arguments: &[&str], state: &str) -> Output {
+    let mut child = Command::new(program)
+        .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .expect("the hook starts");
+        .expect("the program starts");
     // The hook may end without reading its input.
     let _ = child
         .stdin
@@ -52,6 +64,78 @@ fn what_others_have_written_does_nothing_to_a_terminal() {
             "{said:?}"
         );
     }
+}
+
+/// Every path of an image by which a hook might be made to open a device, to wait, or to leave the image.
+#[test]
+fn nothing_is_opened_in_the_place_of_the_cache_but_a_regular_file() {
+    let bundle = tempfile::tempdir().expect("a directory");
+    let hosts = tempfile::tempdir().expect("a directory");
+    let at = |path: &str| bundle.path().join("rootfs").join(path);
+    let spec = serde_json::json!({"root": {"path": "rootfs"}});
+    std::fs::write(bundle.path().join("config.json"), spec.to_string()).expect("written");
+    let state = serde_json::json!({"bundle": bundle.path()}).to_string();
+    let shell = |script: &str| {
+        let script = format!("rm -rf rootfs && mkdir -p rootfs/etc && cd rootfs && {script}");
+        let done = Command::new("sh")
+            .args(["-ec", &script])
+            .current_dir(bundle.path())
+            .status();
+        assert!(done.expect("sh starts").success(), "{script}: needs root");
+    };
+    // A number that no driver has: whoever opens the node is told ENXIO. Nobody writes into the fifo.
+    for script in [
+        "mknod etc/ld.so.cache c 60 250",
+        "mkfifo etc/ld.so.cache",
+        "mkdir etc/ld.so.cache",
+        "ln -s /dev/watchdog etc/ld.so.cache",
+        "mknod node c 60 250 && ln -s ../node etc/ld.so.cache",
+        "rmdir etc && mkdir usr && ln -s usr etc && mkfifo usr/ld.so.cache",
+    ] {
+        shell(script);
+        let output = hook("update-ldcache", &state);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{script}: {said}");
+        assert!(
+            said.contains("/etc/ld.so.cache: not a regular file"),
+            "{script}: {said}"
+        );
+    }
+    // A link that leads out of the image leads nowhere.
+    std::fs::write(hosts.path().join("ld.so.cache"), "the host's").expect("written");
+    shell(&format!("rmdir etc && ln -s {} etc", hosts.path().display()));
+    assert_eq!(
+        hook_with("update-ldcache", &["--library", "/lib/x.so"], &state)
+            .status
+            .code(),
+        Some(1)
+    );
+    // A directory of the host that is mounted there is not looked at.
+    shell("true");
+    let script = format!(
+        "mount --bind {} {} && exec {} update-ldcache --library /lib/x.so",
+        hosts.path().display(),
+        at("etc").display(),
+        env!("CARGO_BIN_EXE_firn-hook")
+    );
+    let output = run(
+        "unshare",
+        &["--mount", "--propagation", "private", "sh", "-ec", &script],
+        &state,
+    );
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        output.status.success() && said.contains("what is mounted is not changed"),
+        "{said}"
+    );
+    let left = std::fs::read(hosts.path().join("ld.so.cache")).expect("read");
+    assert_eq!(
+        (
+            left.as_slice(),
+            std::fs::read_dir(hosts.path()).expect("listed").count()
+        ),
+        (&b"the host's"[..], 1)
+    );
 }
 
 /// Whether a process of this namespace can talk to another by TCP.

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use firn_config::names;
 
-use crate::{Spec, atomic};
+use crate::{Spec, atomic, open_regular};
 
 /// Largest user's file that is read.
 const MAX_BYTES: u64 = 64 << 10;
@@ -180,7 +180,7 @@ impl CriuConfig {
         let Some(path) = &self.users_file else {
             return Ok(String::new());
         };
-        let file = match std::fs::File::open(path) {
+        let file = match open_regular(path) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
             Err(source) => {

@@ -6,8 +6,8 @@
 //! the driver's restore, which opens the nodes.
 //!
 //! The content of a container is hostile: directories are opened beneath the container's root without following any
-//! link, entries are removed and made relative to them, and a new node is checked before its owner and mode are set. A
-//! /dev that is the host's own is left alone. Nodes that are not about GPUs are not looked at.
+//! link or mount below /dev, entries are removed and made relative to them, and a new node is checked before its owner and mode
+//! are set. A /dev that is the host's own is left alone. Nodes that are not about GPUs are not looked at.
 
 use std::ffi::{CString, OsStr};
 use std::fs::Permissions;
@@ -105,13 +105,10 @@ pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError>
     let mut done = DevRepair::default();
     for mount in mounts.iter().filter(is_own) {
         // What is mounted over cannot be opened, and is no /dev.
-        let Ok(Some(fd)) = open_directory(&root_fd, &mount.mount_point, false) else {
+        let Ok(Some(fd)) = open_mounted(&root_fd, &mount.mount_point) else {
             continue;
         };
-        let dev = Place {
-            fd,
-            path: Path::new(DEV),
-        };
+        let dev = Dev { fd };
         if dev.is_of(&mount.device) && dev.has_gpus() {
             dev.repair(host_device(Path::new(DEV))?, spec, &mut done)?;
         }
@@ -142,11 +139,10 @@ fn of_host(path: &Path) -> Option<DeviceNode> {
 
 fn repair_below(root: &Path, host_dev: &Path, spec: &Spec) -> Result<DevRepair, DevError> {
     let mut done = DevRepair::default();
-    let place = Place {
-        fd: open_root(root)?,
-        path: Path::new("/"),
-    };
-    place.repair(host_device(host_dev)?, spec, &mut done)?;
+    let fd = open_mounted(&open_root(root)?, Path::new(DEV)).map_err(step("open", Path::new(DEV)))?;
+    if let Some(fd) = fd {
+        Dev { fd }.repair(host_device(host_dev)?, spec, &mut done)?;
+    }
     Ok(done)
 }
 
@@ -170,16 +166,15 @@ fn open_root(root: &Path) -> Result<OwnedFd, DevError> {
     open(root, flags, Mode::empty()).map_err(step("open", root))
 }
 
-/// A directory that is at this path of the container.
-struct Place<'p> {
+/// A container's /dev.
+struct Dev {
     fd: OwnedFd,
-    path: &'p Path,
 }
 
-impl Place<'_> {
-    /// A directory of the container that is this one or below it.
+impl Dev {
+    /// A directory of it, by its path in the container.
     fn open(&self, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
-        open_directory(&self.fd, path.strip_prefix(self.path).unwrap_or(path), make)
+        open_directory(&self.fd, path.strip_prefix(DEV).unwrap_or(path), make)
     }
 
     /// Whether it is on this file system, `major:minor`.
@@ -234,9 +229,12 @@ impl Place<'_> {
         let path = directory(name);
         let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
         let wanted: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
-        let opened = self.open(&path, !wanted.is_empty() && !name.is_empty());
-        let Some(fd) = opened.map_err(step("open", &path))? else {
-            return Ok(());
+        let fd = match self.open(&path, !wanted.is_empty() && !name.is_empty()) {
+            // What is mounted there is another's.
+            Err(Errno::EXDEV) if wanted.is_empty() => return Ok(()),
+            Ok(None) => return Ok(()),
+            Ok(Some(fd)) => fd,
+            Err(error) => return Err(step("open", &path)(error)),
         };
         if fstat(&fd).map_err(step("look at", &path))?.st_dev == host {
             return Ok(());
@@ -269,29 +267,45 @@ fn directory(name: &str) -> PathBuf {
     }
 }
 
-/// Opens a directory beneath another, without following links; none if it is not there and not to be made.
-fn open_directory(root: &OwnedFd, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
-    let or_itself = |path: &Path| match path.as_os_str().is_empty() {
+const BENEATH: ResolveFlag = ResolveFlag::RESOLVE_BENEATH
+    .union(ResolveFlag::RESOLVE_NO_SYMLINKS)
+    .union(ResolveFlag::RESOLVE_NO_MAGICLINKS);
+
+fn how(resolve: ResolveFlag) -> OpenHow {
+    OpenHow::new()
+        .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+        .resolve(resolve)
+}
+
+/// Opens the directory at this path beneath a container's root, which a file system may be mounted on, without following
+/// links; none if it is not there.
+fn open_mounted(root: &OwnedFd, path: &Path) -> Result<Option<OwnedFd>, Errno> {
+    let relative = or_itself(path.strip_prefix("/").unwrap_or(path));
+    match openat2(root, &relative, how(BENEATH)) {
+        Err(Errno::ENOENT) => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+fn or_itself(path: &Path) -> PathBuf {
+    match path.as_os_str().is_empty() {
         true => PathBuf::from("."),
         false => path.to_owned(),
-    };
-    let relative = or_itself(path.strip_prefix("/").unwrap_or(path));
-    let how = OpenHow::new()
-        .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
-        .resolve(
-            ResolveFlag::RESOLVE_BENEATH
-                | ResolveFlag::RESOLVE_NO_SYMLINKS
-                | ResolveFlag::RESOLVE_NO_MAGICLINKS,
-        );
-    match openat2(root, &relative, how) {
+    }
+}
+
+/// Opens a directory beneath another, on the same mount, without following links; none if it is not there and not to be made.
+fn open_directory(dir: &OwnedFd, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
+    let (relative, how) = (or_itself(path), how(BENEATH | ResolveFlag::RESOLVE_NO_XDEV));
+    match openat2(dir, &relative, how) {
         Err(Errno::ENOENT) if make => {
             let (parent, name) = (relative.parent(), relative.file_name());
             let (Some(parent), Some(name)) = (parent, name) else {
                 return Err(Errno::ENOENT);
             };
-            let parent = openat2(root, &or_itself(parent), how)?;
+            let parent = openat2(dir, &or_itself(parent), how)?;
             mkdirat(&parent, name, Mode::from_bits_truncate(0o755))?;
-            openat2(root, &relative, how).map(Some)
+            openat2(dir, &relative, how).map(Some)
         }
         Err(Errno::ENOENT) => Ok(None),
         other => other.map(Some),

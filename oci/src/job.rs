@@ -17,7 +17,7 @@ use firn_config::names;
 use serde_json::{Value, json};
 
 use crate::manifest::{ImageDir, LaunchJob};
-use crate::{Spec, SpecError, atomic};
+use crate::{Spec, SpecError, atomic, open_regular};
 
 /// Values of the annotation.
 const JOB: &str = "job";
@@ -180,7 +180,7 @@ fn set_variable(spec: &mut Spec) -> Result<(), JobError> {
 /// Puts the job's file, as it is when all processes are checkpointed, into the image.
 pub fn keep(bundle: &Path, image: &Path) -> Result<(), JobError> {
     let path = bundle.join(names::BUNDLE_JOB);
-    let bytes = File::open(&path).and_then(|file| whole(&file));
+    let bytes = open_regular(&path).and_then(|file| whole(&file));
     let bytes = bytes.map_err(|source| JobError::File {
         what: "read",
         path,

@@ -3,6 +3,7 @@
 use std::os::unix::fs::{FileTypeExt, symlink};
 
 use super::*;
+use nix::fcntl::AT_FDCWD;
 use serde_json::json;
 
 /// A container root with a /dev of its own, and a stand-in for the host's /dev, on another file system.
@@ -25,7 +26,7 @@ impl Container {
         let path = self.path(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         mknodat(
-            nix::fcntl::AT_FDCWD,
+            AT_FDCWD,
             &path,
             kind,
             Mode::from_bits_truncate(0o600),
@@ -169,6 +170,50 @@ fn a_directory_of_nodes_that_is_a_link_is_refused() {
         "{error}"
     );
     assert_eq!(std::fs::read_dir(outside.path()).unwrap().count(), 0);
+}
+
+/// Files of the host that a volume shows below /dev are none of the container's nodes.
+#[test]
+fn what_is_mounted_below_dev_is_not_touched() {
+    let hosts = tempfile::tempdir().unwrap();
+    let node = |name: &str| {
+        mknodat(
+            AT_FDCWD,
+            &hosts.path().join(name),
+            SFlag::S_IFCHR,
+            Mode::S_IRUSR,
+            makedev(1, 3),
+        )
+    };
+    node("nvidia-cap7").unwrap();
+    node("renderD129").unwrap();
+    let mounts = format!(
+        "mount -t tmpfs tmpfs /dev && mkdir /dev/nvidia-caps /dev/dri && mknod /dev/nvidia77 c 1 3 && \
+         mount --bind {0} /dev/nvidia-caps && mount --bind {0} /dev/dri",
+        hosts.path().display()
+    );
+    let process = Process::start(&mounts);
+    let done = process.repair(json!([]));
+    assert_eq!(paths(&done.removed), ["/dev/nvidia77"]);
+    let left = || std::fs::read_dir(hosts.path()).unwrap().count();
+    assert_eq!(left(), 2, "nodes of the host are gone");
+
+    // Where a node is wanted there, that is an error, and only told for graphics.
+    let repair = |path: &str| {
+        let devices = json!([{"path": path, "type": "c", "major": 1, "minor": 5}]);
+        let spec = Spec::from(json!({"linux": {"devices": devices}}));
+        repair(process.0.id().cast_signed(), &spec)
+    };
+    let error = repair("/dev/nvidia-caps/nvidia-cap1").unwrap_err();
+    assert_eq!(error.code(), "FIRN-DEV-REPAIR");
+    assert!(
+        error.to_string().contains("cannot open /dev/nvidia-caps"),
+        "{error}"
+    );
+    assert!(error.hint().contains("no mounts"));
+    let done = repair("/dev/dri/renderD128").unwrap();
+    assert!(done.left.unwrap().contains("cannot open /dev/dri"));
+    assert_eq!(left(), 2, "nodes were made on the host");
 }
 
 #[test]

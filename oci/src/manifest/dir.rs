@@ -5,12 +5,14 @@
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use nix::dir::Dir;
 use nix::fcntl::{OFlag, open, openat};
 use nix::sys::stat::Mode;
+
+use crate::reopen_regular;
 
 /// A directory with CRIU's files.
 #[derive(Debug)]
@@ -25,11 +27,7 @@ impl ImageDir {
 
     /// Opens a regular file of it for reading.
     pub fn file(&self, name: &str) -> io::Result<File> {
-        let found = self.find(name)?;
-        if !found.metadata()?.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-        }
-        File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))
+        reopen_regular(self.find(name)?)
     }
 
     /// What lies there under this name, whatever it is.
