@@ -1,34 +1,23 @@
 //! `firn inspect`: what a checkpoint holds and whether it is whole.
 
-use std::path::Path;
-use std::sync::atomic::AtomicBool;
-
 use anyhow::Result;
-use firn_oci::manifest::{ImageFile, Manifest, describe_images};
+use firn_oci::manifest::Manifest;
 use serde_json::json;
 
 use crate::args::InspectArgs;
-use crate::failure::Failure;
+use crate::image::{self, Found};
 use crate::output::{self, line};
 use crate::text;
 
-/// What was found. A checkpoint without manifest is whole if CRIU finished it.
-struct Found {
-    manifest: Option<Manifest>,
-    images: Vec<ImageFile>,
-}
-
 /// True: the checkpoint is whole.
 pub fn run(args: &InspectArgs) -> Result<bool> {
-    let (found, failure) = look(&args.dir);
+    let (found, failure) = image::look(&args.dir);
     if args.json {
-        let (manifest, images) = found
-            .as_ref()
-            .map_or((None, &[][..]), |f| (f.manifest.as_ref(), &f.images));
+        let Found { manifest, images } = &found;
         output::json(&json!({"manifest": manifest, "images": images, "failure": failure}))?;
     } else {
-        if let Some(found) = &found {
-            print(found);
+        if !found.images.is_empty() {
+            print(&found);
         }
         match &failure {
             None => line!("integrity  whole"),
@@ -36,36 +25,6 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
         }
     }
     Ok(failure.is_none())
-}
-
-fn look(dir: &Path) -> (Option<Found>, Option<Failure>) {
-    let manifest = match Manifest::read(dir) {
-        Ok(manifest) => manifest,
-        Err(error) => return (None, Some(error.into())),
-    };
-    match manifest {
-        Some(manifest) => {
-            let failure = manifest.verify_images(dir).err().map(Failure::from);
-            let images = manifest.images.clone();
-            (
-                Some(Found {
-                    manifest: Some(manifest),
-                    images,
-                }),
-                failure,
-            )
-        }
-        None => match describe_images(dir, &AtomicBool::new(false)) {
-            Ok(images) => (
-                Some(Found {
-                    manifest: None,
-                    images,
-                }),
-                None,
-            ),
-            Err(error) => (None, Some(error.into())),
-        },
-    }
 }
 
 fn print(found: &Found) {

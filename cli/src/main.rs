@@ -11,6 +11,7 @@ mod audit;
 mod cdi;
 mod doctor;
 mod failure;
+mod image;
 mod inspect;
 mod output;
 mod plan;

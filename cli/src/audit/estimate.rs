@@ -22,8 +22,9 @@ const CHECKSUMS: (f64, f64) = (9.5 * GIB, 0.0);
 /// Seconds, roughly.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Estimate {
-    /// Until the workload runs on.
-    pub checkpoint_s: f64,
+    /// Until the workload runs on; none for an image, which is made.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint_s: Option<f64>,
     pub restore_s: f64,
     pub basis: &'static str,
 }
@@ -34,7 +35,16 @@ impl Estimate {
         let back = seconds(largest, GIVE_BACK);
         let checkpoint = seconds(largest, TAKE) + seconds(image, DUMP) + seconds(image, CHECKSUMS) + back;
         Self {
-            checkpoint_s: tenths(checkpoint),
+            checkpoint_s: Some(tenths(checkpoint)),
+            ..Self::of_restore(largest, image)
+        }
+    }
+
+    /// Of an image.
+    pub fn of_restore(largest: u64, image: u64) -> Self {
+        let back = seconds(largest, GIVE_BACK);
+        Self {
+            checkpoint_s: None,
             restore_s: tenths(seconds(image, CHECKSUMS) + seconds(image, RESTORE) + back),
             basis: BASIS,
         }
@@ -60,7 +70,7 @@ mod tests {
         for (gib, checkpoint, restore) in [(8_u64, 11.1, 8.0), (32, 41.2, 27.8)] {
             let found = Estimate::of(gib << 30, (gib << 30) + (300 << 20));
             assert!(
-                (found.checkpoint_s / checkpoint - 1.0).abs() < 0.25,
+                (found.checkpoint_s.unwrap() / checkpoint - 1.0).abs() < 0.25,
                 "{gib} GiB: {found:?}"
             );
             assert!(

@@ -5,7 +5,6 @@ use firn_gpu::plan::{Plan, PlanError};
 use firn_gpu::preflight::{self, Finding, Owner, Refusal, Sign};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Gpu, Inventory};
-use firn_oci::manifest::Manifest;
 use firn_oci::procfs::comm;
 use firn_oci::surroundings::{self, Others, Refusal as Refused, exec_policy};
 use firn_oci::{Ask, GrantError, Rules, Spec, criu};
@@ -37,6 +36,13 @@ pub struct Signal {
     pub failure: Option<Failure>,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub detail: String,
+}
+
+impl Signal {
+    /// Whether there is nothing to say of it.
+    pub fn is_quiet(&self) -> bool {
+        !self.refused && self.certainty == Certainty::None && self.detail.is_empty()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -262,14 +268,19 @@ impl Signals {
         }
     }
 
-    /// Whether an image is whole. Gives its manifest.
-    pub fn of_image(&mut self, manifest: Result<Option<Manifest>, Failure>) -> Option<Manifest> {
-        let (manifest, failure) = match manifest {
-            Ok(Some(manifest)) => (Some(manifest), None),
-            Ok(None) => (None, None),
-            Err(failure) => (None, Some(failure)),
-        };
-        let none = manifest.is_none() && failure.is_none();
+    /// What is named is no workload.
+    pub fn of_subject(&mut self, failure: Failure) {
+        self.add("no_workload", "/proc/PID/stat", Some(failure));
+    }
+
+    /// A checkpoint or restore of the container that has not ended.
+    pub fn of_transaction(&mut self, failure: Option<Failure>) {
+        self.add("unfinished_transaction", "firn-journal of the bundle", failure);
+    }
+
+    /// Whether an image is whole.
+    pub fn of_image(&mut self, failure: Option<Failure>, has_manifest: bool) {
+        let none = failure.is_none() && !has_manifest;
         self.add(
             "damaged_image",
             "firn.json and the checksums of all files",
@@ -279,7 +290,6 @@ impl Signals {
             signal.certainty = Certainty::Suspected;
             signal.detail = "no firn.json: it restores only into a container that asks for no GPU".to_owned();
         }
-        manifest
     }
 }
 

@@ -10,12 +10,11 @@ mod subject;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use firn_config::{Config, names};
 use firn_gpu::plan::{self, Demand, Plan, Policy};
 use firn_gpu::preflight::{self, Owner};
 use firn_gpu::{Gpu, Inventory};
-use firn_oci::manifest::Manifest;
 use firn_oci::surroundings::{self, Known, MemoryLimit, Needs};
 use firn_oci::{Grant, Spec, job, nccl, procfs};
 use serde::Serialize;
@@ -24,7 +23,7 @@ use serde_json::json;
 use crate::args::AuditArgs;
 use crate::failure::Failure;
 use crate::output::{self, line};
-use crate::{program, text};
+use crate::{image, program, text};
 use estimate::Estimate;
 use findings::{Certainty, Signal, Signals};
 use subject::Subject;
@@ -69,11 +68,29 @@ struct Report {
     processes: Vec<Process>,
     gpus: Vec<String>,
     gpu_bytes: u64,
-    image_bytes: u64,
-    estimate: Estimate,
+    /// None where it cannot be told.
+    image_bytes: Option<u64>,
+    estimate: Option<Estimate>,
     signals: Vec<Signal>,
     /// Onto which GPUs it would be restored.
     plan: Option<serde_json::Value>,
+}
+
+impl Report {
+    /// Of what is no workload.
+    fn without_workload(subject: String, signals: Signals) -> Self {
+        Self {
+            subject,
+            verdict: signals.verdict(),
+            processes: Vec::new(),
+            gpus: Vec::new(),
+            gpu_bytes: 0,
+            image_bytes: None,
+            estimate: None,
+            signals: signals.all,
+            plan: None,
+        }
+    }
 }
 
 /// The verdict, after it has been printed.
@@ -81,7 +98,7 @@ pub fn run(args: &AuditArgs) -> Result<Verdict> {
     let config = Config::load()
         .map_err(Failure::from)
         .map_err(|failure| anyhow::anyhow!("{failure}"))?;
-    let report = match image(&args.subject) {
+    let report = match image_dir(&args.subject) {
         Some(dir) => of_image(&dir, args, &config)?,
         None => of_workload(args, &config)?,
     };
@@ -94,7 +111,7 @@ pub fn run(args: &AuditArgs) -> Result<Verdict> {
 }
 
 /// The directory, if the subject is one that holds an image.
-fn image(subject: &str) -> Option<PathBuf> {
+fn image_dir(subject: &str) -> Option<PathBuf> {
     let dir = Path::new(subject);
     let is_image = [names::MANIFEST, "inventory.img"]
         .iter()
@@ -107,10 +124,26 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         Ok(pid) => Subject::of_pid(pid, &args.state)?,
         Err(_) => Subject::of_container(&args.subject, &args.namespace, &args.state)?,
     };
+    if let Some(dir) = args.image_dir.as_deref().filter(|dir| !dir.is_dir()) {
+        bail!(
+            "--image-dir {} is no directory. hint: name the one that the image goes to, or one on the same file system",
+            dir.display()
+        );
+    }
+    let mut signals = Signals::default();
+    if let Some(failure) = subject.unfit() {
+        signals.of_subject(failure);
+        return Ok(Report::without_workload(subject.name, signals));
+    }
+    signals.of_transaction(
+        subject
+            .under_way()
+            .context("cannot read the journal of the container")?,
+    );
     let mut everything = subject.tree.clone();
     everything.extend(&subject.outside);
     if subject.spec.as_ref().is_some_and(|spec| !spec.asks_for_gpu()) {
-        return Ok(without_nvidia(subject, &everything, config));
+        return Ok(without_nvidia(subject, &everything, config, signals));
     }
     let inventory = program::inventory(config).context("cannot read the GPUs of this node")?;
     let known =
@@ -134,7 +167,6 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     let found = preflight::inspect(Path::new("/proc"), &looked_at)?;
     let refusals = preflight::judge(Path::new("/proc"), &found, owner);
 
-    let mut signals = Signals::default();
     signals.of_preflight(&found, &refusals, owner);
     signals.of_driver(&inventory);
     signals.of_execs(&subject, &known, config);
@@ -192,16 +224,15 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         processes,
         gpus: sources.iter().map(|gpu| gpu.uuid.to_string()).collect(),
         gpu_bytes,
-        image_bytes,
-        estimate: Estimate::of(largest, image_bytes),
+        image_bytes: Some(image_bytes),
+        estimate: Some(Estimate::of(largest, image_bytes)),
         signals: signals.all,
         plan,
     })
 }
 
 /// A container that has none of NVIDIA's GPUs: the shim leaves all but those of other vendors to CRIU.
-fn without_nvidia(subject: Subject, everything: &[i32], config: &Config) -> Report {
-    let mut signals = Signals::default();
+fn without_nvidia(subject: Subject, everything: &[i32], config: &Config, mut signals: Signals) -> Report {
     if subject.spec.as_ref().is_some_and(Spec::has_other_gpus) {
         signals.of_vendors(surroundings::by_vendor(everything, false), config);
     }
@@ -212,8 +243,8 @@ fn without_nvidia(subject: Subject, everything: &[i32], config: &Config) -> Repo
         processes: subject.tree.iter().map(|&pid| Process::of(pid)).collect(),
         gpus: Vec::new(),
         gpu_bytes: 0,
-        image_bytes,
-        estimate: Estimate::of(0, image_bytes),
+        image_bytes: Some(image_bytes),
+        estimate: Some(Estimate::of(0, image_bytes)),
         signals: signals.all,
         plan: None,
     }
@@ -256,17 +287,15 @@ fn onto(
 
 fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
     let mut signals = Signals::default();
-    let manifest = Manifest::read(dir).map_err(Failure::from).and_then(|manifest| {
-        let Some(manifest) = manifest else { return Ok(None) };
-        manifest.verify_images(dir).map_err(Failure::from)?;
-        Ok(Some(manifest))
-    });
-    let manifest = signals.of_image(manifest);
-    let (gpus, processes) = manifest.as_ref().map_or((&[][..], 0), |manifest| {
+    let (found, failure) = image::look(dir);
+    let is_whole = failure.is_none();
+    signals.of_image(failure, found.manifest.is_some());
+    let manifest = found.manifest.as_ref().filter(|_| is_whole);
+    let (gpus, processes) = manifest.map_or((&[][..], 0), |manifest| {
         (&manifest.gpus[..], manifest.processes.len())
     });
     let mut plan = None;
-    if let Some(manifest) = manifest.as_ref().filter(|manifest| !manifest.gpus.is_empty()) {
+    if let Some(manifest) = manifest.filter(|manifest| !manifest.gpus.is_empty()) {
         let target = match &args.target {
             Some(file) => program::read_inventory(file)?,
             None => program::inventory(config).context("cannot read the GPUs of this node")?,
@@ -277,10 +306,7 @@ fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
             &target,
         );
     }
-    let image_bytes: u64 = (manifest.iter())
-        .flat_map(|manifest| &manifest.images)
-        .map(|file| file.size)
-        .sum();
+    let image_bytes = found.bytes();
     let largest = image_bytes / u64::try_from(processes.max(1)).unwrap_or(1);
     Ok(Report {
         subject: format!("image {}", dir.display()),
@@ -288,15 +314,27 @@ fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
         processes: Vec::new(),
         gpus: gpus.iter().map(|gpu| gpu.uuid.to_string()).collect(),
         gpu_bytes: 0,
-        image_bytes,
-        estimate: Estimate::of(largest, image_bytes),
+        image_bytes: Some(image_bytes).filter(|_| is_whole),
+        estimate: is_whole.then(|| Estimate::of_restore(largest, image_bytes)),
         signals: signals.all,
         plan,
     })
 }
 
+/// The verdict, what speaks against it, what it takes, and in one line what was looked for in vain.
 fn print(report: &Report) {
+    line!(
+        "verdict    {}",
+        match report.verdict {
+            Verdict::Can => "can be checkpointed and restored, as far as can be seen",
+            Verdict::Cannot => "cannot",
+            Verdict::Suspected => "nothing refuses it, and something speaks against it",
+        }
+    );
     line!("subject    {}", report.subject);
+    for signal in report.signals.iter().filter(|signal| !signal.is_quiet()) {
+        print_signal(signal);
+    }
     for process in report.processes.iter().filter(|process| process.cuda) {
         let memory = process.gpu_bytes.map_or_else(
             || "GPU memory not told".to_owned(),
@@ -313,49 +351,52 @@ fn print(report: &Report) {
             text::bytes(report.gpu_bytes)
         );
     }
-    line!("image      {} or more", text::bytes(report.image_bytes));
-    let Estimate {
+    if let Some(bytes) = report.image_bytes {
+        line!("image      {} or more", text::bytes(bytes));
+    }
+    if let Some(Estimate {
         checkpoint_s,
         restore_s,
         basis,
-    } = report.estimate;
-    line!("time       checkpoint about {checkpoint_s} s, restore about {restore_s} s: {basis}");
-    for Signal {
-        signal,
-        certainty,
-        refused,
-        source,
-        failure,
-        detail,
-    } in &report.signals
+    }) = report.estimate
     {
-        let word = match (refused, certainty) {
-            (true, _) => "REFUSED",
-            (_, Certainty::None) => "none",
-            (_, Certainty::Suspected) => "suspected",
-            (_, Certainty::Certain) => "there",
-        };
-        let detail = match (failure, detail.is_empty()) {
-            (Some(failure), true) => format!(": {failure}"),
-            (Some(failure), false) => format!(": {failure}; {detail}"),
-            (None, false) => format!(": {detail}"),
-            (None, true) => String::new(),
-        };
-        line!("{word:10} {signal} (by {source}){detail}");
+        let checkpoint = checkpoint_s.map_or_else(String::new, |s| format!("checkpoint about {s} s, "));
+        line!("time       {checkpoint}restore about {restore_s} s: {basis}");
     }
     if let Some(plan) = &report.plan {
         for pair in plan["map"].as_array().into_iter().flatten() {
             line!("map        {} -> {}", pair["old"], pair["new"]);
         }
     }
-    line!(
-        "verdict    {}",
-        match report.verdict {
-            Verdict::Can => "can be checkpointed and restored, as far as can be seen",
-            Verdict::Cannot => "cannot",
-            Verdict::Suspected => "nothing refuses it, and something speaks against it",
-        }
-    );
+    let quiet = report.signals.iter().filter(|signal| signal.is_quiet());
+    let quiet: Vec<&str> = quiet.map(|signal| signal.signal).collect();
+    if !quiet.is_empty() {
+        line!("none of    {}", quiet.join(", "));
+    }
+}
+
+fn print_signal(signal: &Signal) {
+    let Signal {
+        signal,
+        certainty,
+        refused,
+        source,
+        failure,
+        detail,
+    } = signal;
+    let word = match (refused, certainty) {
+        (true, _) => "REFUSED",
+        (_, Certainty::None) => "none",
+        (_, Certainty::Suspected) => "suspected",
+        (_, Certainty::Certain) => "there",
+    };
+    let detail = match (failure, detail.is_empty()) {
+        (Some(failure), true) => format!(": {failure}"),
+        (Some(failure), false) => format!(": {failure}; {detail}"),
+        (None, false) => format!(": {detail}"),
+        (None, true) => String::new(),
+    };
+    line!("{word:10} {signal} (by {source}){detail}");
 }
 
 /// A plan as JSON.

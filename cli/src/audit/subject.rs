@@ -3,11 +3,15 @@
 //! containerd is not asked: its shims keep bundles where they can be read, and /proc tells the rest.
 
 use std::fs;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use firn_oci::surroundings::Tree;
-use firn_oci::{Spec, procfs};
+use firn_oci::{Spec, open_regular, procfs};
+use serde_json::Value;
+
+use crate::failure::Failure;
 
 /// Where containerd's shims have their bundles, below its state directory: NAMESPACE/ID.
 const BUNDLES: &str = "io.containerd.runtime.v2.task";
@@ -26,7 +30,53 @@ pub struct Subject {
     pub outside: Vec<i32>,
 }
 
+/// The journal of a checkpoint or restore of the container in a bundle, while it is under way and where it could not be ended.
+const JOURNAL: &str = "firn-journal";
+
+/// Most bytes of it that are read.
+const MAX_JOURNAL: u64 = 1 << 20;
+
 impl Subject {
+    /// Why no checkpoint of this process can be begun, whatever it has open.
+    pub fn unfit(&self) -> Option<Failure> {
+        const HINT: &str = "name a process of a workload, or the id of a container";
+        let own = i32::try_from(std::process::id()).unwrap_or_default();
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.init)).unwrap_or_default();
+        let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+        // PF_KTHREAD, of the ninth field.
+        let flags: u64 = fields
+            .get(6)
+            .and_then(|flags| flags.parse().ok())
+            .unwrap_or_default();
+        let what = match self.init {
+            1 => "is the first of this node, with all others below it",
+            _ if flags & 0x0020_0000 != 0 => "is a thread of the kernel",
+            _ if fields.first() == Some(&"Z") => "has ended",
+            _ if self.tree.contains(&own) => "has this audit below it",
+            _ => return None,
+        };
+        let message = format!("process {} {what}", self.init);
+        Some(Failure {
+            code: "FIRN-SUBJECT",
+            message,
+            hint: HINT,
+        })
+    }
+
+    /// What a checkpoint or restore that is under way, or has not ended well, keeps another from.
+    pub fn under_way(&self) -> io::Result<Option<Failure>> {
+        let Some(bundle) = &self.bundle else {
+            return Ok(None);
+        };
+        let mut text = String::new();
+        match open_regular(&bundle.join(JOURNAL)) {
+            Ok(file) => file.take(MAX_JOURNAL).read_to_string(&mut text)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        Ok(told_by(&text))
+    }
+
     pub fn of_container(id: &str, namespace: &str, state: &Path) -> Result<Self> {
         if id.contains('/') || namespace.contains('/') {
             bail!("{id} is neither an image directory, a pid nor the id of a container");
@@ -80,6 +130,33 @@ impl Subject {
             tree,
             outside,
         })
+    }
+}
+
+/// What the lines of a journal come to.
+fn told_by(journal: &str) -> Option<Failure> {
+    let lines = journal.lines().map(serde_json::from_str::<Value>);
+    let lines: Vec<Value> = lines.map_while(Result::ok).collect();
+    let value = |event: &str, key: &str| {
+        let line = lines.iter().rfind(|line| line["event"] == event)?;
+        line[key].as_str().map(str::to_owned)
+    };
+    let operation = value("begin", "op")?;
+    match value("end", "outcome").as_deref() {
+        Some("suspended" | "lost") => Some(Failure {
+            code: "FIRN-GPU-SUSPENDED",
+            message: "the container is frozen since a checkpoint that failed, and its GPU state could not be given back".to_owned(),
+            hint: "`ctr tasks resume` tries again; kill and delete it to give it up",
+        }),
+        Some(_) => None,
+        None => {
+            let phase = value("enter", "phase").map_or_else(String::new, |phase| format!(" (phase {phase})"));
+            Some(Failure {
+                code: "FIRN-BUSY",
+                message: format!("a {operation} of the container is under way{phase}, or its shim was killed in it"),
+                hint: "wait until it has ended",
+            })
+        }
     }
 }
 

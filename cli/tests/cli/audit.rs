@@ -111,7 +111,9 @@ fn audit_tells_that_a_process_can_be_moved_and_what_that_takes() {
     );
     let shown = text(&node.firn(&["audit", &idle.pid()]));
     assert!(
-        shown.contains("none       io_uring") && shown.contains("can be checkpointed"),
+        shown.starts_with("verdict    can be checkpointed")
+            && shown.contains("\nnone of ")
+            && shown.contains(" io_uring"),
         "{shown}"
     );
 }
@@ -199,6 +201,123 @@ fn audit_of_an_image_tells_whether_it_is_whole_and_fits_this_node() {
         (status, &signal["failure"]["code"]),
         (Some(1), &json!("FIRN-IMAGE-TRUNCATED"))
     );
+}
+
+#[test]
+fn audit_tells_no_size_and_no_time_of_an_image_that_is_not_whole() {
+    let node = Node::new();
+    let report = || value(&node.firn(&["audit", "image", "--json"]));
+    let whole = report();
+    assert!(whole["image_bytes"].as_u64().expect("bytes") > 2 << 20);
+    assert!(whole["estimate"]["restore_s"].as_f64().expect("seconds") > 0.0);
+    assert_eq!(whole["estimate"]["checkpoint_s"], json!(null), "it is made");
+    node.write("image/firn.json", "{");
+    let damaged = report();
+    assert_eq!(damaged["verdict"], "cannot");
+    assert_eq!([&damaged["image_bytes"], &damaged["estimate"]], [&json!(null); 2]);
+    let output = node.firn(&["audit", "image"]);
+    assert_eq!(output.status.code(), Some(1));
+    let shown = text(&output);
+    assert!(shown.starts_with("verdict    cannot\n"), "{shown}");
+    assert!(
+        shown.contains("FIRN-MANIFEST-CORRUPT") && !shown.contains("about"),
+        "{shown}"
+    );
+}
+
+/// The journals are those that the shim writes.
+#[test]
+fn audit_of_a_container_goes_by_its_journal() {
+    let node = Node::new();
+    let idle = Idle::start("exec sleep 1000", &[]);
+    let bundle = "state/io.containerd.runtime.v2.task/default/job";
+    std::fs::create_dir_all(node.path(bundle)).expect("a directory");
+    node.write(&format!("{bundle}/config.json"), "{}");
+    node.write(&format!("{bundle}/init.pid"), &idle.pid());
+    let audit = |arguments: &[&str]| {
+        node.audit(
+            &[&["job", "--state", "state"], arguments].concat(),
+            "unfinished_transaction",
+        )
+    };
+    let (status, signal) = audit(&[]);
+    assert_eq!((status, &signal["certainty"]), (Some(0), &json!("none")));
+    let begin = r#"{"event":"begin","version":1,"boot":"b","shim":7,"op":"checkpoint","container":"job","gpu":true,"exit":false}"#;
+    let begun = format!("{begin}\n{{\"event\":\"enter\",\"phase\":\"take\"}}\n");
+    let end = |outcome: &str| format!("{begun}{{\"event\":\"end\",\"outcome\":\"{outcome}\"}}\n");
+    for (journal, code, told) in [
+        (
+            begun.clone(),
+            "FIRN-BUSY",
+            "a checkpoint of the container is under way (phase take)",
+        ),
+        (format!("{begun}{{\"event\":\"e"), "FIRN-BUSY", "under way"),
+        (
+            begin.replace("checkpoint", "restore") + "\n",
+            "FIRN-BUSY",
+            "a restore of the container",
+        ),
+        (end("suspended"), "FIRN-GPU-SUSPENDED", "could not be given back"),
+        (end("lost"), "FIRN-GPU-SUSPENDED", "could not be given back"),
+    ] {
+        node.write(&format!("{bundle}/firn-journal"), &journal);
+        let (status, signal) = audit(&[]);
+        assert_eq!(
+            (status, &signal["failure"]["code"]),
+            (Some(1), &json!(code)),
+            "{journal}"
+        );
+        let message = signal["failure"]["message"].as_str().expect("a text");
+        assert!(message.contains(told), "{message}");
+        assert_eq!(signal["refused"], json!(true));
+    }
+    for journal in [end("done"), end("failed"), String::new()] {
+        node.write(&format!("{bundle}/firn-journal"), &journal);
+        assert_eq!(audit(&[]).0, Some(0), "{journal}");
+    }
+    let shown = text(&node.firn(&["audit", "job", "--state", "state"]));
+    assert!(shown.starts_with("verdict    can"), "{shown}");
+}
+
+#[test]
+fn audit_refuses_what_is_no_workload() {
+    let node = Node::new();
+    node.all_use_cuda(1 << 20);
+    let own = std::process::id().to_string();
+    let refused = |pid: &str, told: &str| {
+        let (status, signal) = node.audit(&[pid], "no_workload");
+        assert_eq!(
+            (status, &signal["failure"]["code"]),
+            (Some(1), &json!("FIRN-SUBJECT")),
+            "{pid}"
+        );
+        let message = signal["failure"]["message"].as_str().expect("a text");
+        assert!(message.contains(told), "{message}");
+    };
+    refused("1", "is the first of this node");
+    refused(&own, "has this audit below it");
+    let mut ended = Command::new("true").spawn().expect("true starts");
+    let stat = format!("/proc/{}/stat", ended.id());
+    while !std::fs::read_to_string(&stat)
+        .expect("it is there")
+        .contains(") Z ")
+    {
+        std::thread::yield_now();
+    }
+    refused(&ended.id().to_string(), "has ended");
+    ended.wait().expect("it has ended");
+}
+
+#[test]
+fn audit_wants_a_directory_for_the_image() {
+    let node = Node::new();
+    let idle = Idle::start("exec sleep 1000", &[]);
+    for dir in ["/nope", "inventory.json"] {
+        let output = node.firn(&["audit", &idle.pid(), "--image-dir", dir]);
+        assert_eq!(output.status.code(), Some(1), "{dir}");
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(told.contains(dir) && told.contains("hint: "), "{told}");
+    }
 }
 
 #[test]

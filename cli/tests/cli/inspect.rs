@@ -50,6 +50,28 @@ fn inspect_tells_a_finished_image_without_manifest_from_an_unfinished_one() {
     let output = node.firn(&["inspect", "image"]);
     assert_eq!(output.status.code(), Some(0));
     assert!(text(&output).contains("not made by firn"));
+
+    // firn writes its manifest last: what has NVIDIA's driver among its files was not finished.
+    for (name, content) in [
+        ("files.img", "\0/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05\0"),
+        ("mountpoints-12.img", "x/dev/nvidia0x"),
+    ] {
+        node.write(&format!("image/{name}"), content);
+        let output = node.firn(&["inspect", "image"]);
+        assert_eq!(output.status.code(), Some(1), "{name}");
+        let shown = text(&output);
+        assert!(
+            shown.contains("FIRN-MANIFEST-MISSING") && shown.contains("not finished"),
+            "{shown}"
+        );
+        let shown = value(&node.firn(&["inspect", "image", "--json"]));
+        assert_eq!(shown["failure"]["code"], "FIRN-MANIFEST-MISSING");
+        let shown = value(&node.firn(&["audit", "image", "--json"]));
+        assert_eq!(shown["verdict"], "cannot");
+        node.write(&format!("image/{name}"), "/usr/lib/libc.so.6 /dev/null");
+        assert_eq!(node.firn(&["inspect", "image"]).status.code(), Some(0), "{name}");
+        std::fs::remove_file(node.path("image").join(name)).expect("removed");
+    }
     std::fs::remove_file(node.path("image/pstree.img")).expect("removed");
     assert_eq!(node.firn(&["inspect", "image"]).status.code(), Some(1));
     assert_eq!(node.firn(&["inspect", "nowhere"]).status.code(), Some(1));

@@ -1,0 +1,64 @@
+//! An image directory: whether it is whole, and what it holds.
+
+use std::io::Read;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use firn_oci::manifest::{ImageDir, ImageFile, Manifest, ManifestError, describe_images};
+
+use crate::failure::Failure;
+
+/// What was found in an image directory.
+#[derive(Default)]
+pub struct Found {
+    pub manifest: Option<Manifest>,
+    pub images: Vec<ImageFile>,
+}
+
+impl Found {
+    pub fn bytes(&self) -> u64 {
+        self.images.iter().map(|file| file.size).sum()
+    }
+}
+
+/// Most bytes of a file that are looked through for names of files.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// What files of a container with an NVIDIA GPU are called: one is mapped, open or mounted.
+const DRIVER: [&[u8]; 3] = [b"/libcuda.so.", b"/libnvidia-ml.so.", b"/dev/nvidia"];
+
+/// What a directory holds, as far as it can be told, and why it is not whole.
+pub fn look(dir: &Path) -> (Found, Option<Failure>) {
+    let manifest = match Manifest::read(dir) {
+        Ok(manifest) => manifest,
+        Err(error) => return (Found::default(), Some(error.into())),
+    };
+    if let Some(manifest) = manifest {
+        let failure = manifest.verify_images(dir).err().map(Failure::from);
+        let images = manifest.images.clone();
+        let manifest = Some(manifest);
+        return (Found { manifest, images }, failure);
+    }
+    let images = match describe_images(dir, &AtomicBool::new(false)) {
+        Ok(images) => images,
+        Err(error) => return (Found::default(), Some(error.into())),
+    };
+    // firn writes its manifest last, and for every container that has NVIDIA's GPUs.
+    let failure = names_driver(dir, &images).then(|| ManifestError::Missing { dir: dir.to_owned() }.into());
+    let manifest = None;
+    (Found { manifest, images }, failure)
+}
+
+/// Whether CRIU's lists of files and mounts name NVIDIA's driver.
+fn names_driver(dir: &Path, images: &[ImageFile]) -> bool {
+    let is_list =
+        |name: &str| matches!(name, "files.img" | "reg-files.img") || name.starts_with("mountpoints-");
+    let names = |image: &ImageFile| {
+        let mut bytes = Vec::new();
+        let file = ImageDir::open(dir).and_then(|dir| dir.file(&image.name));
+        let read = file.and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes));
+        let has = |needle: &&[u8]| bytes.windows(needle.len()).any(|window| window == *needle);
+        read.is_ok() && DRIVER.iter().any(has)
+    };
+    images.iter().filter(|image| is_list(&image.name)).any(names)
+}
