@@ -63,11 +63,9 @@ impl Census {
     fn difference(&self, now: &Self) -> String {
         let mut told = Vec::new();
         for (kind, names) in &self.0 {
-            let new = now.0[kind].iter().filter(|name| !names.contains(name));
-            let gone = names.iter().filter(|name| !now.0[kind].contains(name));
-            let (new, gone) = (new.collect::<Vec<_>>(), gone.collect::<Vec<_>>());
+            let (new, gone) = (beyond(&now.0[kind], names), beyond(names, &now.0[kind]));
             let (then, now) = (names.len(), now.0[kind].len());
-            if !new.is_empty() || !gone.is_empty() || then != now {
+            if !new.is_empty() || !gone.is_empty() {
                 told.push(format!(
                     "{kind}: {then} then, {now} now; new: {new:?}; gone: {gone:?}"
                 ));
@@ -75,6 +73,19 @@ impl Census {
         }
         told.join("\n")
     }
+}
+
+/// Names of `these` that those others lack, as often as they lack them.
+fn beyond<'a>(these: &'a [String], others: &[String]) -> Vec<&'a String> {
+    let mut others: Vec<&String> = others.iter().collect();
+    let mut found = Vec::new();
+    for name in these {
+        match others.iter().position(|other| *other == name) {
+            Some(at) => drop(others.swap_remove(at)),
+            None => found.push(name),
+        }
+    }
+    found
 }
 
 impl fmt::Display for Census {

@@ -17,6 +17,7 @@ mod pairs;
 mod random;
 mod rules;
 mod soak;
+mod stalls;
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};

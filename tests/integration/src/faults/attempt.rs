@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::cell::{Cell, Fault, Flow, From, Often, Victim};
 use super::ground::{Asked, Call, Ground, ID, Job, TEMPLATE};
 use super::inject::Injections;
+use super::stalls;
 use crate::Census;
 
 /// What came of a cell that is within the promise.
@@ -60,7 +61,10 @@ pub(super) struct Attempt {
 pub(super) fn attempt<'g>(ground: &'g Ground, job: &mut Option<Job<'g>>, cell: &Cell) -> Result<Attempt> {
     ground.configure(cell.faults().any(|at| at.fault.hangs()))?;
     match cell.flow {
-        Flow::Checkpoint => checkpoint(ground, job, cell),
+        Flow::Checkpoint => match cell.first.fault {
+            Fault::Stall(stall) => stalls::attempt(ground, job, cell, stall),
+            _ => checkpoint(ground, job, cell),
+        },
         Flow::Restore => {
             if let Some(job) = job.take() {
                 job.end()?;
@@ -112,7 +116,7 @@ fn checkpoint<'g>(ground: &'g Ground, kept: &mut Option<Job<'g>>, cell: &Cell) -
     };
     let before = ground.census()?;
     job.comes_from(cell.from)?;
-    let injections = Injections::arm(&ground.host, cell)?;
+    let injections = Injections::arm(&ground.host, cell, None)?;
     let image = injections.image();
     let holds_image = image.is_some();
     let image = image.unwrap_or_else(|| "/srv/images/cell".to_owned());
@@ -240,7 +244,7 @@ fn ended(
 
 fn restore(ground: &Ground, cell: &Cell) -> Result<Attempt> {
     let before = ground.census()?;
-    let injections = Injections::arm(&ground.host, cell)?;
+    let injections = Injections::arm(&ground.host, cell, None)?;
     let mut call = Call::Client(crate::Container::begin_restore(&ground.host, ID, TEMPLATE)?);
     injections.strike(&mut call, || ground.at_work().is_empty())?;
     let answer = call.finish()?;
@@ -321,7 +325,11 @@ impl Fault {
     fn hangs(self) -> bool {
         matches!(
             self,
-            Self::DriverHang(_) | Self::RuncHang(_) | Self::RuncHangAt(_) | Self::CriuHangAt(_)
+            Self::DriverHang(_)
+                | Self::RuncHang(_)
+                | Self::RuncHangAt(_)
+                | Self::CriuHangAt(_)
+                | Self::Stall(_)
         )
     }
 

@@ -4,6 +4,8 @@ use std::sync::OnceLock;
 
 use firn_node::Cgroup;
 
+use super::stalls::Stall;
+
 /// What is going on when the fault happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Flow {
@@ -108,6 +110,8 @@ pub enum Fault {
     Mknod,
     /// firn's own code fails when it enters the phase.
     Panic,
+    /// A file system hangs.
+    Stall(Stall),
 }
 
 /// What goes wrong, and when.
@@ -183,6 +187,7 @@ pub enum Why {
     NoWorker,
     NoNode,
     NoPhase,
+    OnceIsEnough,
     NotEnded,
 }
 
@@ -274,6 +279,7 @@ pub(super) fn faults() -> Vec<Fault> {
         faults.extend([Fault::NoSpace(disk), Fault::Io(disk), Fault::ReadOnly(disk)]);
     }
     faults.extend([Fault::NoSpaceForManifest, Fault::Mknod, Fault::Panic]);
+    faults.extend(Stall::all().map(Fault::Stall));
     faults
 }
 

@@ -27,7 +27,7 @@ const QUIET: Duration = Duration::from_secs(40);
 
 /// Restored containers get the second GPU; deadlines that a hang soon passes and a busy machine does not.
 const CONFIG: &str = "[worker]\npath = \"/srv/fault/firn-gpu\"\n[restore]\ngpus = [\"1\"]\n[deadlines]\n";
-const SHORT: &str = "discover = \"1500ms\"\nlock = \"1500ms\"\ncheckpoint = \"1500ms\"\ndump = \"4s\"\n\
+const SHORT: &str = "look = \"1500ms\"\ndiscover = \"1500ms\"\nlock = \"1500ms\"\ncheckpoint = \"1500ms\"\ndump = \"4s\"\n\
     runc-restore = \"4s\"\nrestore = \"1500ms\"\nunlock = \"1500ms\"\n";
 
 /// See the module head.
@@ -111,8 +111,13 @@ impl Ground {
 
     /// Counts in a new container.
     pub(super) fn start(&self) -> Result<Job<'_>> {
+        self.start_with(&[])
+    }
+
+    /// The same, with more options of `ctr run`.
+    pub(super) fn start_with(&self, more: &[&str]) -> Result<Job<'_>> {
         let runtime = if self.suite == Suite::Trixie { STOCK } else { FIRN };
-        let options = [&["--runtime", runtime][..], &SHARES_NOTHING].concat();
+        let options = [&["--runtime", runtime][..], &SHARES_NOTHING, more].concat();
         let (mib, processes) = (MIB.to_string(), self.counters().to_string());
         self.jobs.set(self.jobs.get() + 1);
         let log = log(self.jobs.get());

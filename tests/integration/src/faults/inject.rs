@@ -9,7 +9,8 @@ use serde_json::Value;
 use super::cell::{Cell, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
 use super::disk::Failing;
 use super::ground::{Call, ID};
-use crate::GpuHost;
+use super::stalls::{Since, Stall};
+use crate::{GpuHost, StallFs};
 
 const DIR: &str = "/srv/fault";
 /// The simulated driver's fault script.
@@ -72,6 +73,7 @@ struct Injection<'h> {
     strike: Strike,
     struck: std::cell::Cell<bool>,
     disk: Option<Failing<'h>>,
+    stall: Option<&'h StallFs<'h>>,
 }
 
 /// What disturbs the flow, or holds it up for a strike from outside.
@@ -95,11 +97,13 @@ enum Strike {
     Kill(Victim),
     Disk,
     FillDev,
+    Stall(Stall),
 }
 
 impl<'h> Injections<'h> {
     /// Sets the faults of a cell up.
-    pub(super) fn arm(host: &'h GpuHost, cell: &Cell) -> Result<Self> {
+    /// `stall` is the file system that can hang, if the cell has one.
+    pub(super) fn arm(host: &'h GpuHost, cell: &Cell, stall: Option<&'h StallFs<'h>>) -> Result<Self> {
         let mut injections = Self {
             host,
             list: Vec::new(),
@@ -110,7 +114,8 @@ impl<'h> Injections<'h> {
             rules += 1;
         }
         for at in cell.faults() {
-            let injection = Injection::arm(host, cell, at, injections.list.first(), rules)?;
+            let mut injection = Injection::arm(host, cell, at, injections.list.first(), rules)?;
+            injection.stall = stall;
             rules += usize::from(matches!(injection.point, Point::Driver { .. }));
             injections.list.push(injection);
         }
@@ -200,6 +205,7 @@ impl<'h> Injection<'h> {
             strike: Strike::None,
             struck: std::cell::Cell::new(false),
             disk: None,
+            stall: None,
         };
         let follows = first.map_or_else(Vec::new, Self::followed);
         let driver = |often: Often, action: &[&str]| -> Result<Point> {
@@ -275,6 +281,17 @@ impl<'h> Injection<'h> {
             Fault::CriuErrorAt(at) => moment(at, "error")?,
             Fault::CriuHangAt(at) => moment(at, "stop-criu")?,
             Fault::CriuKillAt(at) => moment(at, "kill-criu")?,
+            Fault::Stall(stall) => {
+                match stall.since {
+                    Since::Begin => injection.point = Point::None,
+                    Since::Dump => runc(Runc::Before, "hold")?,
+                    Since::Manifest => runc(Runc::After, "hold")?,
+                    Since::Cleanup => runc(Runc::After, "hold-error")?,
+                }
+                if stall.since != Since::Begin {
+                    injection.strike = Strike::Stall(stall);
+                }
+            }
             Fault::Mknod => {
                 injection.strike = Strike::FillDev;
                 runc(Runc::After, "hold")?;
@@ -315,6 +332,9 @@ impl<'h> Injection<'h> {
         let done = match self.strike {
             Strike::None => true,
             Strike::Disk => self.disk.as_ref().context("no disk")?.begin().map(|()| true)?,
+            Strike::Stall(stall) => stall
+                .begin(self.stall.context("no file system")?)
+                .map(|()| true)?,
             Strike::FillDev => fill_dev(node).map(|()| true)?,
             Strike::Kill(Victim::Client) => call.kill().map(|()| true)?,
             Strike::Kill(Victim::Containerd) => node.kill_containerd().map(|()| true)?,

@@ -5,6 +5,7 @@ use std::fmt;
 use firn_node::Cgroup;
 
 use super::cell::{Cell, Disk, Fault, FaultAt, Flow, From, Often, Phase, Runc, Subject, Victim, Why};
+use super::stalls::{Operation, Place, Since, Stall, Then};
 
 impl fmt::Display for Subject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -120,6 +121,7 @@ impl fmt::Display for Fault {
             Self::ReadOnly(disk) => write!(f, "erofs-{disk}"),
             Self::Mknod => f.write_str("mknod"),
             Self::Panic => f.write_str("panic"),
+            Self::Stall(stall) => stall.fmt(f),
         }
     }
 }
@@ -137,8 +139,38 @@ impl fmt::Display for Why {
             Self::NoWorker => "the driver's worker has ended by then",
             Self::NoNode => "only the repair of /dev makes device nodes",
             Self::NoPhase => "no code of firn's runs that has a phase of its own",
+            Self::OnceIsEnough => "a file system that hangs is tried with one process that runs on",
             Self::NotEnded => "a container that runs on is not ended",
             Self::NoFreezerAtRestore => "a restore begins from nothing and asks for no exit",
         })
+    }
+}
+
+impl fmt::Display for Stall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let operation = match self.operation {
+            Operation::Stat => "stat",
+            Operation::Statfs => "statfs",
+            Operation::Open => "open",
+            Operation::Create => "create",
+            Operation::Write => "write",
+            Operation::Unlink => "unlink",
+        };
+        let place = match self.place {
+            Place::Image => "image",
+            Place::Work => "work",
+            Place::Bind => "bind",
+        };
+        let since = match self.since {
+            Since::Begin | Since::Dump => "",
+            Since::Manifest => "-manifest",
+            Since::Cleanup => "-cleanup",
+        };
+        let then = match self.then {
+            Then::GoesOn => "",
+            Then::Ended => "-then-end",
+            Then::Killed => "-and-kill",
+        };
+        write!(f, "stall-{operation}-{place}{since}{then}")
     }
 }

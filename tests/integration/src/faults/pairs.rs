@@ -23,6 +23,11 @@ impl Pairs {
         let (cells, _) = all();
         let mut candidates: Vec<((Flow, Subject), Vec<FaultAt>)> = Vec::new();
         let mut kinds: BTreeMap<_, Vec<Cell>> = BTreeMap::new();
+        // Hangs of file systems are rows of their own.
+        let cells: Vec<Cell> = cells
+            .into_iter()
+            .filter(|cell| !cell.hangs_a_file_system())
+            .collect();
         for first in &cells {
             let key = (first.flow, first.subject);
             if candidates.last().is_none_or(|(last, _)| *last != key) {
@@ -149,6 +154,10 @@ impl Cell {
                 _ => false,
             },
         }
+    }
+
+    fn hangs_a_file_system(&self) -> bool {
+        matches!(self.first.fault, Fault::Stall(_))
     }
 
     fn after(&self) -> After {

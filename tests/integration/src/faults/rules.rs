@@ -47,7 +47,7 @@ impl Fault {
             }
             Self::CriuKillAt(moment) => matches!(moment, Moment::PostDump | Moment::PreResume),
             // Panics have a test of their own, in the suite `recovery`.
-            Self::Panic => false,
+            Self::Panic | Self::Stall(_) => false,
             Self::CriuError | Self::NoSpaceForManifest | Self::Mknod => true,
             Self::CriuFault(number) => matches!(number, 2 | 3),
             Self::NoSpace(disk) => disk != Disk::Work,
@@ -99,6 +99,11 @@ impl Cell {
             Fault::Kill(_) => None,
             // The shim's journal knows no such phase.
             Fault::Panic => matches!(phase, Phase::Prepare | Phase::Unlock).then_some(Why::NoPhase),
+            Fault::Stall(stall) if restores || phase != stall.phase() => Some(Why::NoRuntime),
+            Fault::Stall(_) => {
+                let other = self.exit || self.from == From::Paused || self.subject.processes > 1;
+                other.then_some(Why::OnceIsEnough)
+            }
             Fault::Mknod => (phase != Phase::DevRepair).then_some(Why::NoNode),
             Fault::RuncError(_) | Fault::RuncHang(_) | Fault::RuncKill(_) | Fault::CriuError => {
                 (!phase.runs_criu()).then_some(Why::NoRuntime)

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Stands before the node's runc in PATH. /srv/fault/runc-before and runc-after say once: VERB error|kill|stop|hold NUMBER
+# Stands before the node's runc in PATH. /srv/fault/runc-before and runc-after say once: VERB ACTION NUMBER;
+# actions: error, kill, stop, hold, hold-error
 dir=/srv/fault real=/usr/sbin/runc
 words=" $* "
 is_told() {
@@ -15,8 +16,9 @@ act() {
         ;;
     kill) kill -KILL $$ ;;
     stop) kill -STOP $$ ;;
-    hold) while [ -e "$dir/hold-$number" ]; do sleep 0.02; done ;;
+    hold | hold-error) while [ -e "$dir/hold-$number" ]; do sleep 0.02; done ;;
     esac
+    [ "$action" != hold-error ] || exit 1
 }
 ! is_told before || act before
 is_told after || exec $real "$@"

@@ -64,6 +64,7 @@ fn faults(subject: Subject, flow: Flow) -> Vec<Cell> {
                 | Fault::DriverError(Often::Always)
                 | Fault::DriverHang(Often::Always)
                 | Fault::WorkerCrash(Often::Always)
+                | Fault::Stall(_)
         )
     };
     cells
