@@ -10,7 +10,7 @@
 //! image                          what the image directory was, before the first file is put there
 //! memory                         GPU memory that the processes had when they were locked
 //! cuda, child                    processes that the operation touches or has started
-//! end                            the outcome; the file goes with it, unless GPU state was lost
+//! end                            the outcome; the file goes with it, unless the container is suspended
 //! ```
 //!
 //! Who reads it: [`crate::recovery`], for a shim that was killed, and `checkpoint` after a panic.
@@ -142,8 +142,9 @@ pub(crate) enum Outcome {
     Failed,
     /// The container has ended meanwhile.
     Ended,
-    /// The container is frozen, its GPU state could not be given back.
-    Lost,
+    /// The container is frozen, its GPU state could not be given back yet.
+    #[serde(alias = "lost")]
+    Suspended,
 }
 
 /// What an operation is and works on.
@@ -334,7 +335,8 @@ impl Journal {
     /// The transaction is over.
     pub(crate) async fn end(self, outcome: Outcome) {
         self.note(Line::End { outcome }).await;
-        if outcome != Outcome::Lost {
+        // The way back is taken by it.
+        if outcome != Outcome::Suspended {
             self.remove().await;
         }
     }
@@ -552,12 +554,12 @@ mod tests {
     #[tokio::test]
     async fn a_new_transaction_knows_nothing_of_the_last_one() {
         let bundle = tempfile::tempdir().unwrap();
-        let lost = Journal::begin(bundle.path(), begin()).await.unwrap();
-        lost.enter(Phase::Take).await.unwrap();
-        lost.end(Outcome::Lost).await;
+        let suspended = Journal::begin(bundle.path(), begin()).await.unwrap();
+        suspended.enter(Phase::Take).await.unwrap();
+        suspended.end(Outcome::Suspended).await;
         assert_eq!(
             Record::read(bundle.path()).unwrap().unwrap().outcome,
-            Some(Outcome::Lost)
+            Some(Outcome::Suspended)
         );
         Journal::begin(bundle.path(), begin()).await.unwrap();
         let record = Record::read(bundle.path()).unwrap().unwrap();

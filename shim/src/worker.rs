@@ -23,6 +23,9 @@ use crate::reaper::{Child, Reaper};
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
 
+/// The driver's call that gives GPU state back.
+const RESTORE: &str = "cuCheckpointProcessRestore";
+
 /// A call of the driver worker that failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GpuError {
@@ -91,6 +94,19 @@ impl GpuError {
             }
             Self::Process { .. } => "FIRN-GPU-DRIVER",
             Self::State { .. } => "FIRN-GPU-STATE",
+        }
+    }
+
+    /// Whether the driver will never give this GPU state back. Seen of a restore that finds too little memory: that one, and
+    /// every later one, which answers as for a process that is gone (docs/gpu-evidence.md).
+    pub(crate) fn is_final(&self) -> bool {
+        match self {
+            Self::State { state, .. } => *state == Some(CudaState::Failed),
+            Self::Process { source, .. } => {
+                let spoilt = ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"];
+                source.call == RESTORE && spoilt.contains(&&*source.name)
+            }
+            _ => false,
         }
     }
 

@@ -62,6 +62,8 @@ pub(crate) enum EffectError {
     Killed,
     #[error("firn itself has failed, as containerd's log tells")]
     Panicked,
+    #[error("there is no journal of its checkpoint")]
+    NoJournal,
     #[error("CRIU failed")]
     Dump(#[from] DumpError),
     #[error("cannot write the manifest")]
@@ -207,19 +209,20 @@ pub(crate) enum CheckpointError {
         cause: EffectError,
         image: Option<PathBuf>,
     },
-    /// It could not be undone.
+    /// It could not be undone, for now or, by the driver's word, for ever.
     #[error(
-        "FIRN-GPU-LOST: the GPU state of container {container} cannot be given back, it is left frozen: cannot {phase}: {}; \
-         then: {}. hint: {}",
-        Chain(cause),
-        Chain(lost),
-        lost_hint(image)
+        "{}: container {container} is suspended, its GPU state cannot be given back: {}: {}{}. hint: {}",
+        suspended_code(suspended),
+        suspended.code(),
+        Chain(suspended),
+        before(failed),
+        suspended_hint(suspended, image)
     )]
-    Lost {
+    Suspended {
         container: String,
-        phase: Phase,
-        cause: EffectError,
-        lost: EffectError,
+        /// Why its checkpoint had failed before, if it had.
+        failed: Option<(Phase, EffectError)>,
+        suspended: EffectError,
         image: Option<PathBuf>,
     },
     /// The image is complete, the container is not at its end.
@@ -259,13 +262,34 @@ fn ended_hint(image: &Option<PathBuf>) -> String {
     }
 }
 
-fn lost_hint(image: &Option<PathBuf>) -> String {
+fn is_final(error: &EffectError) -> bool {
+    matches!(error, EffectError::Gpu(error) if error.is_final())
+}
+
+fn suspended_code(error: &EffectError) -> &'static str {
+    if is_final(error) {
+        "FIRN-GPU-LOST"
+    } else {
+        "FIRN-GPU-SUSPENDED"
+    }
+}
+
+fn before(failed: &Option<(Phase, EffectError)>) -> String {
+    match failed {
+        Some((phase, cause)) => format!(" (after it could not {phase}: {})", Chain(cause)),
+        None => String::new(),
+    }
+}
+
+fn suspended_hint(error: &EffectError, image: &Option<PathBuf>) -> String {
+    let hint = match error {
+        _ if is_final(error) => "delete it",
+        EffectError::Gpu(error @ GpuError::NoMemory { .. }) => error.hint(),
+        _ => "resume it to try again (`ctr tasks resume`), or kill and delete it",
+    };
     match image {
-        Some(image) => format!(
-            "the dump in {} is complete: delete the container and restore it from there",
-            image.display()
-        ),
-        None => "delete the container; the driver's log (dmesg) may tell the cause".to_owned(),
+        Some(image) => format!("{hint}; the dump in {} is complete", image.display()),
+        None => hint.to_owned(),
     }
 }
 
@@ -323,11 +347,11 @@ impl CheckpointError {
                 phase,
                 cause: source,
             },
-            (_, Some(lost)) => Self::Lost {
+            (_, Some(suspended)) => Self::Suspended {
                 container,
-                phase,
-                cause: source,
-                lost,
+                // There is one cause where only the way back failed.
+                failed: (phase != Phase::GiveBack).then_some((phase, source)),
+                suspended,
                 image,
             },
         }
@@ -341,7 +365,8 @@ impl CheckpointError {
             }
             Self::Nccl(_) => Code::INVALID_ARGUMENT,
             Self::Undone { .. } | Self::Ended { .. } => Code::ABORTED,
-            Self::Lost { .. } => Code::DATA_LOSS,
+            Self::Suspended { suspended, .. } if is_final(suspended) => Code::DATA_LOSS,
+            Self::Suspended { .. } => Code::FAILED_PRECONDITION,
             Self::NotEnded { .. } => Code::INTERNAL,
             Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => Code::UNKNOWN,
         }
@@ -370,6 +395,7 @@ impl EffectError {
             Self::Journal(error) => error.code(),
             Self::Killed => "FIRN-ENDED",
             Self::Panicked => "FIRN-INTERNAL",
+            Self::NoJournal => "FIRN-JOURNAL",
             Self::Dump(error) => error.code(),
             Self::Manifest(error) => error.code(),
             Self::Image(error) => error.code(),
@@ -405,6 +431,7 @@ impl EffectError {
             Self::Journal(error) => error.hint(),
             Self::Killed => "restore an earlier checkpoint, or start it anew",
             Self::Panicked => "report it with containerd's log",
+            Self::NoJournal => "kill and delete it",
             Self::Hold(HoldError::NotTraced { .. }) => {
                 "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
             }
@@ -458,6 +485,63 @@ mod tests {
             "{said}"
         );
         assert_eq!(error.rpc_code(), Code::ABORTED);
+    }
+
+    #[test]
+    fn what_can_be_tried_again_is_suspended_and_only_the_drivers_word_makes_it_lost() {
+        let restore = |name: &str| {
+            EffectError::from(GpuError::Process {
+                pid: 7,
+                source: firn_gpu::protocol::DriverError {
+                    call: "cuCheckpointProcessRestore".to_owned(),
+                    code: 1,
+                    name: name.to_owned(),
+                },
+            })
+        };
+        let said = |phase, suspended| {
+            let failure = Failure {
+                phase,
+                source: EffectError::Panicked,
+                suspended: Some(suspended),
+            };
+            let image = Some(PathBuf::from("/images/job"));
+            let error = CheckpointError::from_failure("job", failure, image, true);
+            (error.to_string(), error.rpc_code())
+        };
+        let (text, code) = said(Phase::GiveBack, restore("CUDA_ERROR_NOT_SUPPORTED"));
+        assert!(
+            text.starts_with("FIRN-GPU-SUSPENDED: container job is suspended"),
+            "{text}"
+        );
+        assert!(
+            text.contains("/images/job is complete") && text.contains("resume"),
+            "{text}"
+        );
+        assert!(text.len() < 320 && !text.contains("firn itself"), "{text}");
+        assert_eq!(code, Code::FAILED_PRECONDITION);
+        // Why the checkpoint failed is another thing than why it cannot be undone.
+        let (text, _) = said(Phase::Dump, EffectError::NoJournal);
+        assert!(
+            text.contains("no journal") && text.contains("firn itself"),
+            "{text}"
+        );
+        // A tenant has the memory: what to do about that.
+        let gpu = firn_gpu::GpuUuid::from_bytes([7; 16]);
+        let (free, needed) = (1 << 30, 2 << 30);
+        let (text, _) = said(Phase::GiveBack, GpuError::NoMemory { gpu, free, needed }.into());
+        assert!(
+            text.contains("FIRN-GPU-OCCUPIED: ") && text.contains("hint: end what uses that GPU"),
+            "{text}"
+        );
+        for name in ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"] {
+            let (text, code) = said(Phase::GiveBack, restore(name));
+            assert!(
+                text.starts_with("FIRN-GPU-LOST: ") && text.contains("hint: delete it"),
+                "{text}"
+            );
+            assert_eq!(code, Code::DATA_LOSS);
+        }
     }
 
     #[test]

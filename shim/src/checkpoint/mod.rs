@@ -33,7 +33,7 @@ pub(crate) use refuse::{Policy, by_signs};
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::FreezerState;
-use crate::container::{Container, Cut};
+use crate::container::{Container, Cut, InitState};
 use crate::journal::{self, Begin, ImageWas, Journal, Outcome, Record};
 use crate::logger::Chain;
 use crate::look;
@@ -333,22 +333,67 @@ pub(crate) async fn take_back(container: &Container, reaper: &Reaper) -> Checkpo
     give_up(container).await
 }
 
+/// Takes the way back of a suspended container once more. Afterwards it runs, also when its client had paused it.
+pub(crate) async fn resume(container: &Container, reaper: &Reaper) -> Result<(), CheckpointError> {
+    match caught(try_resume(container, reaper)).await {
+        Ok(resumed) => resumed,
+        Err(_) => Err(give_up(container).await),
+    }
+}
+
+async fn try_resume(container: &Container, reaper: &Reaper) -> Result<(), CheckpointError> {
+    let recovery = Recovery::of(&container.bundle);
+    let undone = match &recovery {
+        Some(recovery) => undo_gpu(container, recovery.record(), false, reaper).await,
+        None => Err(EffectError::NoJournal),
+    };
+    undone.map_err(|suspended| {
+        let failure = transaction::Failure {
+            phase: journal::Phase::GiveBack,
+            source: EffectError::Killed,
+            suspended: Some(suspended),
+        };
+        stopped(container, failure, recovery.as_ref().and_then(image_of))
+    })
+}
+
+/// A transaction that has failed as the client hears of it. A container that is left as it is stays suspended.
+fn stopped(
+    container: &Container,
+    failure: transaction::Failure<EffectError>,
+    image: Option<PathBuf>,
+) -> CheckpointError {
+    // A killed process that frees its memory is no zombie yet.
+    let is_killed = matches!(failure.suspended, Some(EffectError::Killed));
+    // Order matters: an init that ends from now on is thawed by who hears of its end.
+    if failure.suspended.is_some() && !is_killed {
+        container.set_state(InitState::Suspended);
+    }
+    let is_alive = !is_killed && procfs::is_alive(container.init.pid());
+    CheckpointError::from_failure(&container.id, failure, image, is_alive)
+}
+
+/// The image that a transaction has completed.
+fn image_of(recovery: &Recovery) -> Option<PathBuf> {
+    let is_complete = recovery.is_complete();
+    is_complete.then(|| recovery.record().begin.image.clone())
+}
+
 /// The way back has failed, and nobody knows where: a container with GPUs must not run on.
 async fn give_up(container: &Container) -> CheckpointError {
-    let frozen = async { container.cgroup()?.freeze(RESET).await };
+    let frozen = async { container.cgroup()?.keep_frozen(RESET).await };
     if container.gpu
         && let Err(error) = frozen.await
         && !error.is_absent()
     {
         log::error!("cannot freeze {}: {}", container.id, Chain(&error));
     }
-    let complete = Recovery::of(&container.bundle).filter(Recovery::is_complete);
-    let image = complete.map(|recovery| recovery.record().begin.image.clone());
     let outcome = if container.gpu {
-        Outcome::Lost
+        Outcome::Suspended
     } else {
         Outcome::Failed
     };
+    let image = Recovery::of(&container.bundle).as_ref().and_then(image_of);
     match Journal::resume(&container.bundle).await {
         Ok(journal) => journal.end(outcome).await,
         Err(error) => log::warn!("{}", Chain(&error)),
@@ -358,17 +403,12 @@ async fn give_up(container: &Container) -> CheckpointError {
         source: EffectError::Panicked,
         suspended: container.gpu.then_some(EffectError::Panicked),
     };
-    let is_alive = procfs::is_alive(container.init.pid());
-    CheckpointError::from_failure(&container.id, failure, image, is_alive)
+    stopped(container, failure, image)
 }
 
 async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointError {
-    let refused = CheckpointError::Refused {
-        container: container.id.clone(),
-        cause: EffectError::Panicked,
-    };
     let Some(recovery) = Recovery::of(&container.bundle) else {
-        return refused;
+        return CheckpointError::refused(container, EffectError::Panicked);
     };
     // Order matters: tasks run on when CRIU is ended, which holds them.
     if recovery.record().taking
@@ -378,33 +418,40 @@ async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointErro
     }
     // It works on an image that is not complete.
     recovery.end_programs(PROGRAMS).await;
+    let was_frozen = recovery.record().begin.was_frozen;
     let undone = match container.gpu {
-        true => undo_gpu(container, recovery.record(), reaper).await,
+        true => undo_gpu(container, recovery.record(), was_frozen, reaper).await,
         false => {
             let under_way = container.begin_transaction();
-            reset_freezer(container, recovery.record().begin.was_frozen, &under_way.cut).await;
+            reset_freezer(container, was_frozen, &under_way.cut).await;
             Ok(())
         }
     };
-    let failure = |suspended| transaction::Failure {
+    let is_alive = procfs::is_alive(container.init.pid());
+    let failure = transaction::Failure {
         phase: recovery.record().phase.unwrap_or(journal::Phase::Inspect),
         source: EffectError::Panicked,
-        suspended,
+        suspended: undone.err().filter(|_| is_alive),
     };
-    let is_alive = procfs::is_alive(container.init.pid());
-    let failure = match undone {
-        Err(lost) if is_alive => failure(Some(lost)),
-        _ => failure(None),
-    };
-    recovery.clear().await;
-    recovery.forget(&container.bundle).await;
-    let image = recovery
-        .is_complete()
-        .then(|| recovery.record().begin.image.clone());
-    CheckpointError::from_failure(&container.id, failure, image, is_alive)
+    if tokio::time::timeout(TIDY, recovery.clear()).await.is_err() {
+        log::warn!(
+            "the files of the checkpoint of {} cannot be tidied in time",
+            container.id
+        );
+    }
+    if failure.suspended.is_none() {
+        recovery.forget(&container.bundle).await;
+    }
+    stopped(container, failure, image_of(&recovery))
 }
 
-async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Result<(), EffectError> {
+/// The way back by the journal of a transaction that is over.
+async fn undo_gpu(
+    container: &Container,
+    record: &Record,
+    was_frozen: bool,
+    reaper: &Reaper,
+) -> Result<(), EffectError> {
     let config = Config::load()?;
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
     let journal = Journal::resume(&container.bundle).await?;
@@ -428,21 +475,31 @@ async fn undo_gpu(container: &Container, record: &Record, reaper: &Reaper) -> Re
             worker,
             reaper,
             account: &mut account,
-            journal,
+            journal: journal.clone(),
             cut: under_way.cut.clone(),
         },
     )
     .with_needs(record.memory.clone());
     let back = Back {
         locked: &record.cuda,
-        was_frozen: begin.was_frozen,
+        was_frozen,
         taking: record.taking,
     };
     let undone = transaction::take_back(&mut live, back).await;
-    if undone.is_err() && under_way.cut.is_asked() {
+    let is_cut = undone.is_err() && under_way.cut.is_asked();
+    if is_cut {
         live.kill().await;
     }
+    if is_cut || undone.is_err() && !procfs::is_alive(container.init.pid()) {
+        live.leave_thawed().await;
+    }
     live.end().await;
+    journal
+        .end(match &undone {
+            Ok(()) => Outcome::Failed,
+            Err(_) => Outcome::Suspended,
+        })
+        .await;
     undone
 }
 
@@ -481,6 +538,10 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     if is_cut {
         live.kill().await;
     }
+    // Order matters: an init that ends from now on is thawed by who hears of its end.
+    if result.as_ref().is_err_and(|failure| failure.suspended.is_some()) {
+        container.set_state(InitState::Suspended);
+    }
     let image = live.complete().then(|| request.image.path().to_owned());
     let ended = if result.is_ok() && request.exit {
         live.finish_container().await
@@ -503,7 +564,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
             Err(_) if !is_alive => Outcome::Ended,
             Err(transaction::Failure {
                 suspended: Some(_), ..
-            }) => Outcome::Lost,
+            }) => Outcome::Suspended,
             Err(_) => Outcome::Failed,
         })
         .await;

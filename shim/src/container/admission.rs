@@ -15,8 +15,8 @@ pub(crate) enum InitState {
     Pausing,
     /// The freezer is on.
     Paused,
-    /// The freezer is on and stays so: the GPU state of the processes could not be given back.
-    Lost,
+    /// The freezer is on: the GPU state of the processes is in their memory and could not be given back. Resume tries again.
+    Suspended,
     /// Init has ended.
     Stopped,
     /// Nothing is left of it.
@@ -52,9 +52,10 @@ impl fmt::Display for NotAllowed {
             state
         };
         match (action, state) {
-            (_, InitState::Lost) => write!(
+            (_, InitState::Suspended) => write!(
                 f,
-                "FIRN-GPU-LOST: cannot {action} a container whose GPU state was lost. hint: kill and delete it"
+                "FIRN-GPU-SUSPENDED: cannot {action} a suspended container, whose GPU state could not be given back. \
+                 hint: resume it (`ctr tasks resume`), or kill and delete it"
             ),
             (Action::Delete, InitState::Deleted) => {
                 write!(f, "cannot {action} a {state} process: not found")
@@ -82,7 +83,7 @@ impl fmt::Display for InitState {
             Self::Created | Self::CreatedCheckpoint => "created",
             Self::Running => "running",
             Self::Pausing => "pausing",
-            Self::Paused | Self::Lost => "paused",
+            Self::Paused | Self::Suspended => "paused",
             Self::Stopped => "stopped",
             Self::Deleted => "deleted",
         })
@@ -108,10 +109,13 @@ impl fmt::Display for Action {
 /// Whether a paused task is really frozen is for Resume to see: a dump that was cut off may have thawed it.
 pub(crate) fn admit(action: Action, state: InitState) -> Result<(), NotAllowed> {
     use Action::{Checkpoint, Delete, Exec, Pause, Resume, Start, Update};
-    use InitState::{Created, CreatedCheckpoint, Deleted, Lost, Paused, Pausing, Running, Stopped};
+    use InitState::{Created, CreatedCheckpoint, Deleted, Paused, Pausing, Running, Stopped, Suspended};
     let allowed = match (state, action) {
-        (Created | CreatedCheckpoint | Running | Pausing | Paused | Lost, Update) => true,
+        (Created | CreatedCheckpoint | Running | Pausing | Paused, Update) => true,
         (Stopped | Deleted, Update) => false,
+        // With cgroup v1 and systemd the runtime may thaw what it updates.
+        (Suspended, Start | Pause | Checkpoint | Exec | Update) => false,
+        (Suspended, Resume | Delete) => true,
         (Created, Start | Delete | Exec) => true,
         (Created, Pause | Resume | Checkpoint) => false,
         (CreatedCheckpoint, Start | Delete) => true,
@@ -121,7 +125,6 @@ pub(crate) fn admit(action: Action, state: InitState) -> Result<(), NotAllowed> 
         (Pausing, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,
         (Paused, Resume | Checkpoint) => true,
         (Paused, Start | Pause | Exec | Delete) => false,
-        (Lost, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,
         (Stopped, Delete) => true,
         (Stopped, Start | Pause | Resume | Checkpoint | Exec) => false,
         (Deleted, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,
@@ -163,16 +166,20 @@ mod tests {
     }
 
     #[test]
-    fn nothing_wakes_a_task_whose_gpu_state_was_lost() {
+    fn a_suspended_task_is_resumed_or_deleted_and_nothing_else() {
         for action in [
             Action::Start,
             Action::Pause,
-            Action::Resume,
             Action::Checkpoint,
             Action::Exec,
+            Action::Update,
         ] {
-            let refused = admit(action, InitState::Lost).unwrap_err().to_string();
-            assert!(refused.starts_with("FIRN-GPU-LOST"), "{refused}");
+            let refused = admit(action, InitState::Suspended).unwrap_err().to_string();
+            assert!(refused.starts_with("FIRN-GPU-SUSPENDED: "), "{refused}");
+            assert!(refused.contains("hint: resume it"), "{refused}");
+        }
+        for action in [Action::Resume, Action::Delete] {
+            assert_eq!(admit(action, InitState::Suspended), Ok(()));
         }
     }
 

@@ -87,7 +87,7 @@ struct Status {
 /// Why an exec cannot begin.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ExecRefused {
-    /// The GPU state of the container was lost.
+    /// The container is suspended.
     #[error(transparent)]
     State(#[from] NotAllowed),
     /// Init has ended; the container is about to stop.
@@ -168,12 +168,11 @@ impl Container {
         self.status().state
     }
 
-    /// A new state, unless the present one is final: init has ended, or the GPU state was lost.
+    /// A new state, unless init has ended.
     pub(crate) fn set_state(&self, state: InitState) {
         let mut status = self.status();
         let is_final = match status.state {
             InitState::Stopped | InitState::Deleted => state != InitState::Deleted,
-            InitState::Lost => state != InitState::Stopped,
             _ => false,
         };
         if !is_final {
@@ -297,7 +296,7 @@ impl Container {
         if status.init_gone {
             return Err(ExecRefused::InitGone { id: self.id.clone() });
         }
-        if status.state == InitState::Lost {
+        if status.state == InitState::Suspended {
             admit(Action::Exec, status.state)?;
         }
         status.running_execs += 1;

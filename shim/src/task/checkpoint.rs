@@ -7,8 +7,8 @@ use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_oci::manifest::DumpFlags;
 
 use super::{Service, TaskError};
-use crate::checkpoint::{self, CheckpointError, ImageDir, Request};
-use crate::container::{Action, InitState};
+use crate::checkpoint::{self, ImageDir, Request};
+use crate::container::Action;
 use crate::options::CheckpointOptions;
 use crate::panics::caught;
 
@@ -41,10 +41,6 @@ pub(super) async fn checkpoint(
         Ok(result) => result,
         Err(_) => Err(checkpoint::take_back(&container, &service.reaper).await),
     };
-    if let Err(CheckpointError::Lost { .. }) = result {
-        // The client resumes what it has paused: that must not happen.
-        container.set_state(InitState::Lost);
-    }
     result?;
     Ok(Empty::default())
 }

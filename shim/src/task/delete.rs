@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::events::task::TaskDelete;
 
+use super::kill::give_up;
 use super::start::exec_pid_file;
 use super::state::{exited_at, find, pid_field};
 use super::{Service, TaskError};
@@ -36,8 +37,11 @@ pub(super) async fn delete(
     if request.exec_id.is_empty() {
         // What cannot be deleted is refused at once, also while a dump is under way.
         container.admit(Action::Delete)?;
-        if container.state() == InitState::CreatedCheckpoint {
-            // A restore that is under way is not wanted any more.
+        if matches!(
+            container.state(),
+            InitState::CreatedCheckpoint | InitState::Suspended
+        ) {
+            // A restore or resume that is under way is not wanted any more.
             drop(container.cut_off());
         }
         let _operation = container.operation.write().await;
@@ -77,11 +81,18 @@ pub(super) async fn delete(
 /// How long the exit of a process that was deleted before it ran may take to arrive.
 const LAST_EXIT: Duration = Duration::from_secs(2);
 
+/// The same for a suspended container, which is thawed first.
+const GIVEN_UP: Duration = Duration::from_secs(10);
+
 /// 128 + SIGKILL.
 const KILLED: u32 = 137;
 
 async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
     container.admit(Action::Delete)?;
+    if container.state() == InitState::Suspended {
+        give_up(container).await?;
+        let _ended = tokio::time::timeout(GIVEN_UP, container.init.wait()).await;
+    }
     // Only what has ended lets go of its streams.
     let has_ended = container.init.exit().is_some();
     if has_ended {

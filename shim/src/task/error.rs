@@ -116,7 +116,7 @@ impl TaskError {
             }
             Self::ContainerExists { .. } | Self::ExecExists { .. } => Code::ALREADY_EXISTS,
             Self::NotAllowed(NotAllowed {
-                state: InitState::Lost,
+                state: InitState::Suspended,
                 ..
             }) => Code::FAILED_PRECONDITION,
             Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,

@@ -48,8 +48,10 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
         // The runtime's own dump of a container without GPUs ends it by itself.
         drop(container.cut_off());
     }
-    let was_paused = container.state() == InitState::Paused;
-    if container.private_pids && !was_paused && !container.is_being_killed() {
+    let was = container.state();
+    // What is frozen does not end, and the runtime does not delete it.
+    let is_frozen = matches!(was, InitState::Paused | InitState::Pausing | InitState::Suspended);
+    if container.private_pids && !is_frozen && !container.is_being_killed() {
         init_gone(service, container, exit);
         return;
     }
@@ -59,8 +61,10 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
         if !container.private_pids {
             tidy(&container, "end", container.runc.kill(SIGKILL, true).await);
         }
-        if was_paused {
-            // What is frozen does not end.
+        if was == InitState::Suspended {
+            drop(container.take_held());
+            thaw(&container).await;
+        } else if is_frozen {
             tidy(&container, "thaw", container.runc.resume().await);
         }
         container.is_killed(ANSWER).await;
@@ -80,6 +84,19 @@ pub(super) async fn restore_killed(service: &Service, container: &Container) {
         at: SystemTime::now(),
     };
     init_ended(service, container, exit);
+}
+
+/// How long the freezer of a suspended container may take.
+const THAW: Duration = Duration::from_secs(10);
+
+/// Turns off a freezer that firn has turned on, of which the runtime need not know.
+async fn thaw(container: &Container) {
+    let thawed = async { container.cgroup()?.thaw(THAW).await };
+    if let Err(error) = thawed.await
+        && !error.is_absent()
+    {
+        log::warn!("cannot thaw {}: {}", container.id, Chain(&error));
+    }
 }
 
 /// Tells that what init left could not be dealt with; that there is nothing of it any more is no failure.

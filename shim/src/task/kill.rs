@@ -32,12 +32,11 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
     if process.exec_id.is_empty() {
-        if container.state() == InitState::Lost && request.signal == SIGKILL {
-            // Frozen for good: with cgroup v1 a signal alone would not end it. No thread runs again.
-            container.cgroup()?.kill_all(KILLED).await?;
+        let _killing = container.killing();
+        if container.state() == InitState::Suspended && request.signal == SIGKILL {
+            give_up(&container).await?;
             return Ok(Empty::default());
         }
-        let _killing = container.killing();
         let (cut, hooks) = match request.signal {
             SIGKILL => (container.cut_off(), container.cut_hooks()),
             _ => (None, false),
@@ -149,4 +148,14 @@ async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
     } else {
         cgroup.thaw(THAW).await
     }
+}
+
+/// Kills a suspended container. Frozen as it is, a signal alone would not end it with cgroup v1; no thread runs again.
+pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
+    // A resume that is under way is not wanted any more.
+    drop(container.cut_off());
+    container.cgroup()?.kill_all(KILLED).await?;
+    // Order matters: they are let go of when they cannot run any more.
+    drop(container.take_held());
+    Ok(())
 }

@@ -1,4 +1,4 @@
-//! Pause and Resume.
+//! Pause and Resume. Of a suspended container Resume is the way back of its checkpoint, once more.
 
 use std::sync::Arc;
 
@@ -7,6 +7,7 @@ use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
 
 use super::{Service, TaskError};
 use crate::cgroup::FreezerState;
+use crate::checkpoint;
 use crate::container::{Action, Container, InitState};
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
@@ -37,6 +38,10 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
 pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let _operation = container.operation.write().await;
+    if container.state() == InitState::Suspended {
+        checkpoint::resume(&container, &service.reaper).await?;
+        return Ok(resumed(service, &container));
+    }
     // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off or on.
     let freezer = freezer(&container);
     if container.state() == InitState::Running && freezer == Some(FreezerState::Frozen) {
@@ -53,12 +58,16 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
                 source,
             })?;
     }
+    Ok(resumed(service, &container))
+}
+
+fn resumed(service: &Service, container: &Container) -> Empty {
     container.set_state(InitState::Running);
     service.publisher.publish(&TaskResumed {
-        container_id: request.id,
+        container_id: container.id.clone(),
         ..TaskResumed::default()
     });
-    Ok(Empty::default())
+    Empty::default()
 }
 
 /// The freezer as it is; none when it cannot be told.

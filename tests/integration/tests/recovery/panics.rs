@@ -69,13 +69,20 @@ fn code_fails(host: &GpuHost) -> Result<()> {
     host.idle()
 }
 
-/// No way back works: what may have lost its GPU state does not run on, and can be removed.
+/// No way back works: what may be without its GPU state does not run on, until one does.
 fn every_way_back_fails(host: &GpuHost) -> Result<()> {
     let job = count(host)?;
     let said = panics_in(host, "take undo undo")?;
-    ensure!(said.contains("FIRN-GPU-LOST:"), "{said}");
+    ensure!(said.contains("FIRN-GPU-SUSPENDED:"), "{said}");
+    job.stands_still()?;
+    // One more, of Resume; the last one works.
+    host.node().write(TOLD, "undo")?;
+    let said = failure(job.task(&["resume"]))?;
+    ensure!(said.contains("FIRN-GPU-SUSPENDED:"), "{said}");
     job.stands_still()?;
     host.node().run(&["rm", TOLD])?;
+    job.task(&["resume"])?;
+    job.goes_on(2)?;
     job.remove()?;
     host.idle()
 }

@@ -239,12 +239,12 @@ fn ranks_of_nccl_are_refused_unless_they_talk_over_sockets() -> Result<()> {
 }
 
 #[test]
-fn memory_that_is_shared_though_its_owner_said_no_is_lost_and_the_image_named() -> Result<()> {
+fn memory_that_is_shared_though_its_owner_said_no_stays_suspended_and_the_image_named() -> Result<()> {
     on([host(Suite::Forky, "rf-ipcl", 1)?], |[host]| {
         let job = importing(host, &SHARES_NOTHING)?;
         let said = failure(job.task(&["checkpoint", "--image-path", "/tmp/image"]))?;
         ensure!(
-            said.contains("FIRN-GPU-LOST:") && said.contains("CUDA_ERROR_INVALID_VALUE"),
+            said.contains("FIRN-GPU-SUSPENDED:") && said.contains("CUDA_ERROR_INVALID_VALUE"),
             "{said}"
         );
         ensure!(said.contains("/tmp/image is complete"), "{said}");

@@ -1,10 +1,14 @@
 //! Checkpoints that fail after they have begun: by the driver, by CRIU, by a disk.
 
-use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, FIRN, SHARES_NOTHING, failure, on};
-use firn_node::Suite;
+use std::time::{Duration, Instant};
 
-use super::{fails, host};
+use anyhow::{Context, Result, ensure};
+use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
+use containerd_shim_protos::shim::oci::CheckpointOptions;
+use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, Task, failure, on, told};
+use firn_node::{Cgroup, Suite, wait_for};
+
+use super::{LIMIT, fails, host};
 
 /// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the checkpoint that it spoils.
 type Fault = (&'static str, &'static [&'static str]);
@@ -143,25 +147,180 @@ fn gpu_state_that_the_driver_gives_back_at_the_second_try_is_not_lost() -> Resul
     })
 }
 
-#[test]
-fn a_container_that_lost_its_gpu_state_never_runs_again_and_its_image_is_named() -> Result<()> {
-    on([host(Suite::Forky, "rf-lost", 1)?], |[host]| {
+/// How long the driver copies in these tests.
+const COPY: Duration = Duration::from_secs(4);
+
+/// The driver goes on with a copy whose caller was cut off, and answers nobody before it is done: that is waited for.
+fn cut_off_in_the_copy(suite: Suite, name: &str) -> Result<()> {
+    on([host(suite, name, 1)?], |[host]| {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
-        host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
-        let said = failure(job.task(&["checkpoint", "--image-path", "/tmp/image"]))?;
-        assert!(
-            said.contains("FIRN-GPU-LOST:") && said.contains("/tmp/image is complete"),
-            "{said}"
-        );
-        job.stands_still()?;
-        assert!(host.node().path("/tmp/image/firn.json").exists());
-        // Also when the client resumes it, as ctr does after every checkpoint.
-        let _ = job.task(&["resume"]);
-        job.stands_still()?;
+        let copy = COPY.as_millis().to_string();
+        let slow = ["--transfer-ms", &copy, "--times", "1"];
+
+        // By a deadline, shorter than the copy, as are those of all other calls of the way back.
+        let short =
+            "[deadlines]\ndiscover = \"1s\"\ncheckpoint = \"1s\"\nrestore = \"1s\"\nunlock = \"1s\"\n";
+        host.configure(short)?;
+        host.fault(&[&["--call", "checkpoint"], &slow[..]].concat())?;
+        fails(&job, host, "FIRN-GPU-TIMEOUT")?;
+        host.no_faults()?;
+        host.fault(&[&["--call", "restore"], &slow[..]].concat())?;
+        job.checkpoint("checkpoint/slow")?;
+        job.goes_on(3)?;
+        host.no_faults()?;
+
+        // By the end of firn-gpu.
+        host.configure("[deadlines]\ndiscover = \"1s\"\n")?;
+        host.fault(&[&["--call", "checkpoint"], &slow[..]].concat())?;
+        let task = Task::of(host, job.id())?;
+        let pending = task.checkpoint("/tmp/image", &CheckpointOptions::new())?;
+        wait_for("the copy", LIMIT, || {
+            let seen = host.node().run(&["simgpu", "fault", "list"])?.stdout;
+            Ok(seen.contains("\"seen\": 1").then_some(()))
+        })?;
+        host.node().run(&["pkill", "-9", "-x", "firn-gpu"])?;
+        let killed = Instant::now();
+        let said = told(&task.end(pending), |_| "success".to_owned());
+        ensure!(said.contains("FIRN-WORKER:"), "{said}");
+        ensure!(killed.elapsed() > COPY / 2, "nothing was copied: {said}");
+        job.goes_on(3)?;
+        host.no_faults()?;
         job.remove()?;
         host.idle()
     })
+}
+
+#[test]
+fn a_copy_whose_caller_was_cut_off_costs_nothing_on_forky() -> Result<()> {
+    cut_off_in_the_copy(Suite::Forky, "rf-copf")
+}
+
+#[test]
+fn a_copy_whose_caller_was_cut_off_costs_nothing_on_trixie() -> Result<()> {
+    cut_off_in_the_copy(Suite::Trixie, "rf-copt")
+}
+
+/// The driver does not give the GPU state back: the container is suspended, and its counter stands.
+fn suspended<'h>(host: &'h GpuHost) -> Result<Container<'h>> {
+    let job = Container::count(host, "job", &["0"], 1, &[])?;
+    job.goes_on(3)?;
+    host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+    let task = Task::of(host, job.id())?;
+    let pending = task.checkpoint("/tmp/image", &CheckpointOptions::new())?;
+    let said = told(&task.end(pending), |_| "success".to_owned());
+    ensure!(
+        said.contains("FIRN-GPU-SUSPENDED:") && said.contains("/tmp/image is complete"),
+        "{said}"
+    );
+    ensure!(host.node().path("/tmp/image/firn.json").exists(), "no image");
+    is_suspended(&job)?;
+    host.node().run(&["rm", "-r", "/tmp/image"])?;
+    Ok(job)
+}
+
+fn is_suspended(job: &Container<'_>) -> Result<()> {
+    ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
+    job.stands_still()
+}
+
+fn suspended_and_resumed(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let job = suspended(host)?;
+        // While the driver refuses, every client hears so, as often as it asks; ctr asks after every checkpoint.
+        for _ in 0..2 {
+            let said = failure(job.task(&["resume"]))?;
+            ensure!(
+                said.contains("FIRN-GPU-SUSPENDED:") && said.contains("CUDA_ERROR_UNKNOWN"),
+                "{said}"
+            );
+            is_suspended(&job)?;
+        }
+        for refused in [&["checkpoint"][..], &["pause"]] {
+            let said = failure(job.task(refused))?;
+            ensure!(said.contains("FIRN-GPU-SUSPENDED:"), "{refused:?}: {said}");
+        }
+        is_suspended(&job)?;
+        host.no_faults()?;
+        job.task(&["resume"])?;
+        ensure!(job.status()? == "RUNNING", "the task is {}", job.status()?);
+        job.goes_on(3)?;
+        // It is a container as any other again.
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn a_suspended_container_goes_on_when_it_is_resumed_on_forky() -> Result<()> {
+    suspended_and_resumed(Suite::Forky, Cgroup::V2, "rf-susf")
+}
+
+#[test]
+fn a_suspended_container_goes_on_when_it_is_resumed_on_trixie() -> Result<()> {
+    suspended_and_resumed(Suite::Trixie, Cgroup::Auto, "rf-sust")
+}
+
+/// However a suspended container ends, nothing of it is left.
+fn suspended_and_ended(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+    let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let ends: [fn(&GpuHost, &Container<'_>) -> Result<()>; 3] = [
+            // From the host, as the kernel does for want of memory.
+            |host, job| {
+                let pid = job.pid()?.to_string();
+                host.node().run(&["kill", "-9", &pid])?;
+                // No signal ends what a freezer of cgroup v1 holds; Kill turns that off.
+                if host.node().path("/sys/fs/cgroup/freezer").exists() {
+                    job.task(&["kill", "--signal", "SIGKILL"])?;
+                }
+                Ok(())
+            },
+            |_, job| job.task(&["kill", "--signal", "SIGKILL"]).map(drop),
+            // A client may ask the shim for it without a kill.
+            |host, job| {
+                let mut request = DeleteRequest::new();
+                request.id = job.id().to_owned();
+                let task = Task::of(host, job.id())?;
+                let deleted: DeleteResponse = task.call("Delete", &request)?;
+                ensure!(deleted.exit_status == 137, "exit status {}", deleted.exit_status);
+                // As containerd would, which has not heard of it.
+                let ended: ttrpc::Result<Empty> = task.call("Shutdown", &ShutdownRequest::new());
+                drop(ended);
+                wait_for("the shim's end", LIMIT, || {
+                    Ok(job.status().is_err().then_some(()))
+                })
+            },
+        ];
+        for (nth, end) in ends.into_iter().enumerate() {
+            let job = suspended(host)?;
+            end(host, &job).with_context(|| format!("end {nth}"))?;
+            host.no_faults()?;
+            wait_for("the end", LIMIT, || {
+                Ok((!job.status().is_ok_and(|status| status == "PAUSED")).then_some(()))
+            })
+            .with_context(|| format!("end {nth}"))?;
+            if job.status().is_ok() {
+                let deleted = host.node().run(&["ctr", "tasks", "delete", job.id()]);
+                deleted.with_context(|| format!("end {nth}"))?;
+            }
+            job.forget().with_context(|| format!("end {nth}"))?;
+        }
+        host.idle()
+    })
+}
+
+#[test]
+fn a_suspended_container_can_be_ended_on_forky() -> Result<()> {
+    suspended_and_ended(Suite::Forky, Cgroup::V2, "rf-sef")
+}
+
+#[test]
+fn a_suspended_container_can_be_ended_on_trixie() -> Result<()> {
+    suspended_and_ended(Suite::Trixie, Cgroup::Auto, "rf-set")
 }
 
 /// CRIU dumps no open device: one held by a program without CUDA makes a dump fail after the GPU state was taken. Unless it

@@ -14,12 +14,12 @@ use crate::wire::{self, Request};
 
 /// Looks at a process without disturbing it: works while it is frozen or stopped, as the driver's call does.
 pub(crate) fn look(call: Call, pid: i32) -> Result<CudaProcess, Error> {
-    disturbed(call, pid, || find(pid))
+    disturbed(call, pid, |_| find(pid))
 }
 
 /// Asks a process for its state: waits until its restore thread can run, as the driver does.
 pub(crate) fn state(pid: i32) -> Result<i32, Error> {
-    disturbed(Call::State, pid, || {
+    disturbed(Call::State, pid, |_| {
         exchange(&find(pid)?, &Request::State).map_err(|_| Error::UNKNOWN)?;
         Ok(find(pid)?.state)
     })
@@ -37,11 +37,12 @@ fn find(pid: i32) -> Result<CudaProcess, Error> {
 }
 
 /// Has a request carried out by the restore thread of `pid`.
-pub(crate) fn request(call: Call, pid: i32, request: &Request) -> Result<(), Error> {
-    disturbed(call, pid, || {
+/// It is made for how many milliseconds its copy is to take.
+pub(crate) fn request(call: Call, pid: i32, request: impl FnOnce(u32) -> Request) -> Result<(), Error> {
+    disturbed(call, pid, |slow_ms| {
         let process = find(pid)?;
         // A process that dies meanwhile was not measured.
-        match exchange(&process, request).map_err(|_| Error::UNKNOWN)? {
+        match exchange(&process, &request(slow_ms)).map_err(|_| Error::UNKNOWN)? {
             0 => Ok(()),
             code => Err(Error(code)),
         }
@@ -90,20 +91,23 @@ fn take(result: libc::c_long) -> io::Result<OwnedFd> {
 pub(crate) fn disturbed<T>(
     call: Call,
     pid: i32,
-    carry_out: impl FnOnce() -> Result<T, Error>,
+    carry_out: impl FnOnce(u32) -> Result<T, Error>,
 ) -> Result<T, Error> {
     let rule = fault::consult(&paths::state_dir(), call, pid).map_err(|error| {
         eprintln!("simgpu: {error}");
         Error::UNKNOWN
     })?;
-    let Some(rule) = rule else { return carry_out() };
+    let Some(rule) = rule else { return carry_out(0) };
+    if let Action::TransferMs(slow_ms) = rule.action {
+        return carry_out(slow_ms);
+    }
     match rule.when {
         When::Before => {
             act(&rule.action)?;
-            carry_out()
+            carry_out(0)
         }
         When::After => {
-            let done = carry_out()?;
+            let done = carry_out(0)?;
             act(&rule.action)?;
             Ok(done)
         }
@@ -120,6 +124,8 @@ fn act(action: &Action) -> Result<(), Error> {
             thread::sleep(Duration::from_millis(*delay));
             Ok(())
         }
+        // A part of the call itself.
+        Action::TransferMs(_) => Ok(()),
         Action::Hang => loop {
             thread::park();
         },

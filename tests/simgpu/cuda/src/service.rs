@@ -13,6 +13,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use simgpu_model::Uuid;
@@ -64,8 +65,8 @@ impl Service {
             };
             let code = answer(|| match Request::decode(&bytes).ok_or(Error::INVALID_VALUE)? {
                 Request::Lock { timeout_ms } => self.lock(driver, &connection, timeout_ms),
-                Request::Checkpoint => checkpoint(driver),
-                Request::Restore { pairs } => self.restore(driver, &pairs),
+                Request::Checkpoint { slow_ms } => checkpoint(driver, slow_ms),
+                Request::Restore { slow_ms, pairs } => self.restore(driver, slow_ms, &pairs),
                 Request::Unlock => unlock(driver),
                 // The answer is in this thread's name; that it comes shows that the thread can run.
                 Request::State => Ok(()),
@@ -105,8 +106,9 @@ impl Service {
         Ok(())
     }
 
-    fn restore(&self, driver: &Driver, pairs: &[(Uuid, Uuid)]) -> Result<(), Error> {
+    fn restore(&self, driver: &Driver, slow_ms: u32, pairs: &[(Uuid, Uuid)]) -> Result<(), Error> {
         require(driver, State::Checkpointed)?;
+        thread::sleep(Duration::from_millis(slow_ms.into()));
         // Two processes restored from one image must not own memory under one token.
         let token = fresh_token().map_err(|_| Error::UNKNOWN)?;
         transfer::restore(&mut driver.process(), pairs, token)?;
@@ -123,8 +125,11 @@ impl Service {
     }
 }
 
-fn checkpoint(driver: &Driver) -> Result<(), Error> {
+/// A copy that takes its time is ended whatever becomes of its caller, and whoever asks for the state waits for that: so
+/// seen on an H100 and an H200.
+fn checkpoint(driver: &Driver, slow_ms: u32) -> Result<(), Error> {
     require(driver, State::Locked)?;
+    thread::sleep(Duration::from_millis(slow_ms.into()));
     transfer::checkpoint(&mut driver.process())
 }
 

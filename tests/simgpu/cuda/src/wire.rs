@@ -17,8 +17,12 @@ pub(crate) enum Request {
     Lock {
         timeout_ms: u32,
     },
-    Checkpoint,
+    Checkpoint {
+        /// How long the copy takes.
+        slow_ms: u32,
+    },
     Restore {
+        slow_ms: u32,
         pairs: Vec<(Uuid, Uuid)>,
     },
     Unlock,
@@ -34,9 +38,9 @@ impl Request {
     pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Lock { timeout_ms } => [&[1][..], &timeout_ms.to_le_bytes()].concat(),
-            Self::Checkpoint => vec![2],
-            Self::Restore { pairs } => {
-                let mut bytes = vec![3];
+            Self::Checkpoint { slow_ms } => [&[2][..], &slow_ms.to_le_bytes()].concat(),
+            Self::Restore { slow_ms, pairs } => {
+                let mut bytes = [&[3][..], &slow_ms.to_le_bytes()].concat();
                 pairs
                     .iter()
                     .for_each(|(old, new)| bytes.extend([old.0, new.0].concat()));
@@ -53,13 +57,20 @@ impl Request {
             (1, rest) => Some(Self::Lock {
                 timeout_ms: u32::from_le_bytes(rest.try_into().ok()?),
             }),
-            (2, []) => Some(Self::Checkpoint),
-            (3, rest) if rest.len() % PAIR == 0 => {
+            (2, rest) => Some(Self::Checkpoint {
+                slow_ms: u32::from_le_bytes(rest.try_into().ok()?),
+            }),
+            (3, rest) => {
+                let (slow_ms, rest) = rest.split_first_chunk()?;
+                if rest.len() % PAIR != 0 {
+                    return None;
+                }
                 let pair = |pair: &[u8]| {
                     let (old, new) = pair.split_at(PAIR / 2);
                     Some((Uuid(old.try_into().ok()?), Uuid(new.try_into().ok()?)))
                 };
                 Some(Self::Restore {
+                    slow_ms: u32::from_le_bytes(*slow_ms),
                     pairs: rest.chunks_exact(PAIR).map(pair).collect::<Option<_>>()?,
                 })
             }
@@ -214,14 +225,14 @@ mod tests {
         let pairs = vec![(Uuid([1; 16]), Uuid([2; 16])), (Uuid([3; 16]), Uuid([4; 16]))];
         let requests = [
             Request::Lock { timeout_ms: 70_000 },
-            Request::Checkpoint,
-            Request::Restore { pairs },
+            Request::Checkpoint { slow_ms: 5 },
+            Request::Restore { slow_ms: 0, pairs },
             Request::Unlock,
         ];
         for request in requests {
             assert_eq!(Request::decode(&request.encode()), Some(request));
         }
-        for bad in [&[][..], &[1, 2], &[3, 1], &[9]] {
+        for bad in [&[][..], &[1, 2], &[2], &[3, 1], &[3, 0, 0, 0, 0, 1], &[9]] {
             assert_eq!(Request::decode(bad), None);
         }
     }

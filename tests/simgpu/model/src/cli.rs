@@ -139,6 +139,9 @@ struct ActionArgs {
     /// Wait this long
     #[arg(long)]
     delay_ms: Option<u64>,
+    /// Have the process copy its memory for so long
+    #[arg(long)]
+    transfer_ms: Option<u32>,
     /// Never return
     #[arg(long)]
     hang: bool,
@@ -225,6 +228,10 @@ impl FaultArgs {
                 delay_ms: Some(delay),
                 ..
             } => Action::DelayMs(delay),
+            ActionArgs {
+                transfer_ms: Some(transfer),
+                ..
+            } => Action::TransferMs(transfer),
             ActionArgs { hang: true, .. } => Action::Hang,
             ActionArgs { .. } => Action::Crash,
         };

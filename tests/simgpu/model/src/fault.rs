@@ -10,7 +10,7 @@
 //! `comm` (of the process called about; of the caller itself for init) are optional filters. The rule acts from its
 //! `nth` matching call on (default 1), `times` times (default for ever). `when` is `before` (default: the call is not
 //! carried out when the action is an error) or `after` (it is carried out, then the action follows). Actions:
-//! `{"error": NAME}`, `{"delay_ms": N}`, `"hang"`, `"crash"` (abort the caller). `seen` counts matching calls over
+//! `{"error": NAME}`, `{"delay_ms": N}`, `{"transfer_ms": N}` (checkpoint and restore: the copy takes that long), `"hang"`, `"crash"` (abort the caller). `seen` counts matching calls over
 //! all callers and is kept by the library. A rule that `follows` another (`{"rule": 0}`, its place in the list) or a file
 //! (`{"file": PATH}`) matches nothing before that rule has acted or that file is there. The first rule that acts wins.
 
@@ -59,6 +59,8 @@ pub enum Action {
     Error(String),
     /// Wait.
     DelayMs(u64),
+    /// Have the process copy its memory for so long, whatever becomes of the caller.
+    TransferMs(u32),
     /// Never return.
     Hang,
     /// Abort the calling process.

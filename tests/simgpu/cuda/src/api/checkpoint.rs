@@ -27,12 +27,12 @@ unsafe extern "C" fn cuCheckpointProcessGetRestoreThreadId(pid: i32, tid: *mut i
 unsafe extern "C" fn cuCheckpointProcessLock(pid: i32, args: *const LockArgs) -> i32 {
     // SAFETY: null or valid, by the driver API's contract.
     let timeout_ms = unsafe { args.as_ref() }.map_or(0, |args| args.timeout_ms);
-    answer(|| caller::request(Call::Lock, pid, &Request::Lock { timeout_ms }))
+    answer(|| caller::request(Call::Lock, pid, |_| Request::Lock { timeout_ms }))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuCheckpointProcessCheckpoint(pid: i32, _args: *const c_void) -> i32 {
-    answer(|| caller::request(Call::Checkpoint, pid, &Request::Checkpoint))
+    answer(|| caller::request(Call::Checkpoint, pid, |slow_ms| Request::Checkpoint { slow_ms }))
 }
 
 #[unsafe(no_mangle)]
@@ -53,11 +53,11 @@ unsafe extern "C" fn cuCheckpointProcessRestore(pid: i32, args: *const RestoreAr
             .iter()
             .map(|pair| (Uuid(pair.old.bytes), Uuid(pair.new.bytes)))
             .collect();
-        caller::request(Call::Restore, pid, &Request::Restore { pairs })
+        caller::request(Call::Restore, pid, |slow_ms| Request::Restore { slow_ms, pairs })
     })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuCheckpointProcessUnlock(pid: i32, _args: *const c_void) -> i32 {
-    answer(|| caller::request(Call::Unlock, pid, &Request::Unlock))
+    answer(|| caller::request(Call::Unlock, pid, |_| Request::Unlock))
 }

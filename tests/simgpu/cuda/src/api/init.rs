@@ -15,7 +15,7 @@ extern "C" fn cuInit(flags: u32) -> i32 {
             return Err(Error::INVALID_VALUE);
         }
         let own = i32::try_from(std::process::id()).map_err(|_| Error::UNKNOWN)?;
-        caller::disturbed(Call::Init, own, driver::start)
+        caller::disturbed(Call::Init, own, |_| driver::start())
     })
 }
 
