@@ -5,6 +5,8 @@
 //! threads of the process cannot run, so a worker that overruns is killed, and the next call starts a new one. What a
 //! cut-off call did to a process is unknown until [`Gpu::states`] has been asked.
 
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -22,6 +24,18 @@ use crate::reaper::{Child, Reaper};
 
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
+
+/// How long a lock of several processes is tried at a time.
+const LOCK_TRY: Duration = Duration::from_secs(1);
+
+/// The shortest limit for one.
+const LEAST: Duration = Duration::from_millis(100);
+
+/// A pause between two tries of a lock, never the same: ranks go through their steps in equal times.
+fn jitter() -> Duration {
+    let random = RandomState::new().build_hasher().finish();
+    Duration::from_millis(50 + random % 250)
+}
 
 /// The driver's call that gives GPU state back.
 const RESTORE: &str = "cuCheckpointProcessRestore";
@@ -94,6 +108,15 @@ impl GpuError {
             }
             Self::Process { .. } => "FIRN-GPU-DRIVER",
             Self::State { .. } => "FIRN-GPU-STATE",
+        }
+    }
+
+    /// Whether a call took too long: cut off here, or given up by the driver.
+    fn is_late(&self) -> bool {
+        match self {
+            Self::Deadline { .. } => true,
+            Self::Process { source, .. } => source.name == "CUDA_ERROR_NOT_READY",
+            _ => false,
         }
     }
 
@@ -271,7 +294,33 @@ impl Gpu {
     }
 
     /// Locks all; afterwards none of them calls into the driver.
+    ///
+    /// Several may be ranks that wait for each other: one lock keeps a kernel from its GPU for which another rank's waits,
+    /// and that one's lock waits for its end. Then all are let go, and it is tried again somewhat later.
     pub(crate) async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let end = Instant::now() + deadline;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let is_last = pids.len() < 2 || left <= LOCK_TRY;
+            // The driver takes 0 for no limit.
+            let limit = if is_last { left.max(LEAST) } else { LOCK_TRY };
+            match self.try_lock(pids, limit).await {
+                Err(error) if !is_last && error.is_late() => {
+                    log::debug!("tries the lock again: {error}");
+                }
+                done => return done,
+            }
+            let states = self.states(pids, deadline).await?;
+            let locked = states.iter().filter(|(_, state)| *state == CudaState::Locked);
+            let locked: Vec<i32> = locked.map(|(pid, _)| *pid).collect();
+            if !locked.is_empty() {
+                self.unlock(&locked, deadline).await?;
+            }
+            tokio::time::sleep(jitter()).await;
+        }
+    }
+
+    async fn try_lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
         let timeout_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX);
         let request = Request::Lock {
             pids: pids.to_vec(),

@@ -36,6 +36,34 @@ fn launched<'h>(host: &'h GpuHost, before: &str) -> Result<Container<'h>> {
     Ok(Container::run(host, "job", &options, &["sh", "-c", &launcher])?.counting(2))
 }
 
+/// A lock of ranks that wait for each other never ends: all are let go, and it is tried again.
+#[test]
+fn ranks_that_wait_for_each_other_are_locked_at_another_try() -> Result<()> {
+    on([host(Cgroup::Auto, "rk-lock", 1)?], |[host]| {
+        let job = job(host, &SOCKETS)?;
+        job.goes_on(3)?;
+        // The driver gives one rank up when its time is over, or keeps no time.
+        for late in [&["--error", "CUDA_ERROR_NOT_READY"][..], &["--hang"]] {
+            for nth in ["1", "2"] {
+                host.fault(&[&["--call", "lock", "--nth", nth, "--times", "2"], late].concat())?;
+                let image = format!("checkpoint/{}-{nth}", late.len());
+                job.checkpoint(&image).with_context(|| late.join(" "))?;
+                host.no_faults()?;
+                job.goes_on(3)?;
+            }
+        }
+        // For as long as the deadline says.
+        host.configure("[deadlines]\nlock = \"3s\"\n")?;
+        host.fault(&["--call", "lock", "--nth", "2", "--error", "CUDA_ERROR_NOT_READY"])?;
+        let said = failure(job.checkpoint("checkpoint/never"))?;
+        ensure!(said.contains("CUDA_ERROR_NOT_READY"), "{said}");
+        host.no_faults()?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
 /// As NCCL does between its threads: a file in /dev/shm, larger than CRIU takes unasked, which is deleted and stays open.
 const DELETED_FILE: &str =
     "yes firn | head -c 4194304 >/dev/shm/nccl-firn; exec 9</dev/shm/nccl-firn; rm /dev/shm/nccl-firn";
