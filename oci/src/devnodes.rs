@@ -267,9 +267,8 @@ fn directory(name: &str) -> PathBuf {
     }
 }
 
-const BENEATH: ResolveFlag = ResolveFlag::RESOLVE_BENEATH
-    .union(ResolveFlag::RESOLVE_NO_SYMLINKS)
-    .union(ResolveFlag::RESOLVE_NO_MAGICLINKS);
+/// No links, also not those of /proc.
+const BENEATH: ResolveFlag = ResolveFlag::RESOLVE_BENEATH.union(ResolveFlag::RESOLVE_NO_SYMLINKS);
 
 fn how(resolve: ResolveFlag) -> OpenHow {
     OpenHow::new()

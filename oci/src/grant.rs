@@ -312,6 +312,25 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_that_a_rule_closes_again_is_not_granted() {
+        let rules = json!([
+            {"allow": true, "access": "rwm"},
+            {"allow": false, "type": "c", "major": 195, "minor": 1, "access": "rw"},
+        ]);
+        let spec = Spec::from(json!({"linux": {"resources": {"devices": rules}}}));
+        let grant = Grant::of_spec(&spec, &inventory(195, 3)).unwrap();
+        assert_eq!((indices(&grant), grant.basis), (vec![0, 2], Basis::Everything));
+    }
+
+    #[test]
+    fn a_node_of_another_type_is_another_device() {
+        let device = json!({"path": "/dev/nvidia0", "type": "b", "major": 195, "minor": 0});
+        let spec = Spec::from(json!({"linux": {"devices": [device]}}));
+        let error = Grant::of_spec(&spec, &inventory(195, 2)).unwrap_err();
+        assert!(error.to_string().contains("/dev/nvidia0 (b 195:0)"), "{error}");
+    }
+
+    #[test]
     fn rules_that_only_let_nodes_be_made_open_nothing() {
         let mut spec = spec(195, &[1]);
         let list = spec.object_mut(&["linux", "resources"], "").unwrap()["devices"]
@@ -362,6 +381,17 @@ mod tests {
         assert_eq!(narrowed(&["3", "1", "2"], &[9]), [3]);
         assert_eq!(narrowed(&["3", "1", "2"], &[9, 2]), [2, 3]);
         assert_eq!(narrowed(&["3"], &[8, 9]), [3], "too few stay too few");
+        assert_eq!(
+            narrowed(&["3", "1"], &[9, 1]),
+            [3, 1],
+            "as many stay in their order"
+        );
+        for basis in [Basis::Everything, Basis::Map(MapOrigin::Config)] {
+            let gpus = inventory(195, 3).gpus;
+            let mut grant = Grant { gpus, basis };
+            grant.narrow(&[uuid(2)]);
+            assert_eq!(indices(&grant), [0, 1, 2], "{basis:?}");
+        }
         let mut nodes = Grant::of_spec(&spec(195, &[0, 1]), &inventory(195, 4)).unwrap();
         nodes.narrow(&[uuid(0)]);
         assert_eq!(indices(&nodes), [0, 1], "what a spec grants is not cut");
@@ -398,6 +428,9 @@ mod tests {
             assert_eq!(error.code(), "FIRN-GPU-UNKNOWN");
             assert!(error.to_string().contains(name), "{error}");
         }
+        let long = "9".repeat(1000);
+        let error = at(&config(&[&long], &[]), None).unwrap_err();
+        assert!(error.to_string().len() < 200, "{error}");
         assert_eq!(
             at(&config(&[], &[]), Some(&map_to(5))).unwrap_err().code(),
             "FIRN-GPU-UNKNOWN"

@@ -499,6 +499,8 @@ mod tests {
             ("type", json!("c")),
             ("major", json!(195)),
             ("access", json!("rm")),
+            ("access", json!("wm")),
+            ("minor", json!(0)),
         ] {
             let mut less = all.clone();
             less[key] = value;

@@ -144,7 +144,8 @@ fn file(kind: &str, name: &str, edits: Value, common: Value) -> CdiFile {
 
 /// With `visible-devices = true`, a variable with these names in a container that has GPU 0, and these edits in the file of `0`.
 fn beside_nodes(common: Value) -> Result<Converted, ConvertError> {
-    let spec = json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "linux": {"devices": [gpu(0)]}});
+    let process = json!({"env": ["NVIDIA_VISIBLE_DEVICES=0"], "user": {"additionalGids": [7]}});
+    let spec = json!({"process": process, "linux": {"devices": [gpu(0)]}});
     let mut config = Config::default();
     config.create.visible_devices = true;
     let nvidia = file(KIND, "0", json!({"deviceNodes": [gpu(0)]}), common);
@@ -177,6 +178,14 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
             "mount of /usr/../dev/sda",
         ),
         (
+            json!({"mounts": [{"hostPath": "dev/sda", "containerPath": "/x", "options": ["bind", "ro"]}]}),
+            "mount of dev/sda",
+        ),
+        (
+            json!({"hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-ctk", "args": ["nvidia-ctk", "hook", "chmod"]}]}),
+            "createContainer hook /usr/bin/nvidia-ctk",
+        ),
+        (
             json!({"netDevices": [{"hostInterfaceName": "eth1", "name": "eth1"}]}),
             "network device eth1",
         ),
@@ -205,6 +214,11 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
     for (edits, left) in [
         (mount(&["rbind", "ro"], ""), &[][..]),
         (mount(&["rro"], "bind"), &[]),
+        (mount(&["bind", "ro"], "none"), &[]),
+        (
+            json!({"hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-ctk", "args": ["nvidia-ctk", "hook", "update-ldcache"]}]}),
+            &[],
+        ),
         (
             hook("createContainer", "/usr/bin/nvidia-cdi-hook", "update-ldcache"),
             &[],
@@ -223,6 +237,33 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
         assert!(made.left_out.iter().eq(left), "{edits}: {:?}", made.left_out);
         assert_eq!(made.names.len(), 1);
     }
+    let made = beside_nodes(json!({"env": ["A=b"], "additionalGids": [7]})).unwrap();
+    assert!(
+        made.left_out.is_empty(),
+        "the process has the group: {:?}",
+        made.left_out
+    );
+    let made = made.spec.into_value();
+    assert_eq!(
+        made["process"]["env"],
+        json!(["NVIDIA_VISIBLE_DEVICES=void", "A=b"])
+    );
+    assert_eq!(made["process"]["user"], json!({"additionalGids": [7]}));
+}
+
+#[test]
+fn the_runtimes_own_kind_means_the_same_gpus_unless_a_file_describes_it() {
+    let mut config = Config::default();
+    config.create.visible_devices = true;
+    let of = |kind: &str, minor: u64| file(kind, "0", json!({"deviceNodes": [gpu(minor)]}), json!({}));
+    let given = |files: Vec<CdiFile>| {
+        let spec = json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=runtime.nvidia.com/gpu=0"]}});
+        let made = convert_by(spec.into(), &config, &Rules::Own, false, || Registry::of(files)).unwrap();
+        made.names[0].to_string()
+    };
+    assert_eq!(given(vec![of(KIND, 0)]), "nvidia.com/gpu=0");
+    let described = of(RUNTIME_KIND, 1);
+    assert_eq!(given(vec![of(KIND, 0), described]), "runtime.nvidia.com/gpu=0");
 }
 
 /// Every node of the host is a privileged container's, which no one has chosen.
@@ -281,6 +322,9 @@ fn devices_of_another_kind_are_refused_unless_containerd_has_given_them() {
     assert_eq!(error.code(), "FIRN-CDI-KIND");
     assert!(error.to_string().contains("vendor.example/nic=a"), "{error}");
     assert!(error.hint().contains("ctr run --device"));
+    // One that no file describes was not given either.
+    let unknown = json!({"annotations": {"cdi.k8s.io/a": "vendor.example/other=a"}});
+    assert_eq!(convert(unknown.into()).unwrap_err().code(), "FIRN-CDI-KIND");
 
     let mut acted_on = annotated;
     Registry::of([nic()])
@@ -291,6 +335,78 @@ fn devices_of_another_kind_are_refused_unless_containerd_has_given_them() {
     acted_on["annotations"]["cdi.k8s.io/b"] = json!("nvidia.com/gpu=0");
     let given = convert(acted_on.into()).unwrap();
     assert_eq!(given.names, ["nvidia.com/gpu=0".parse().unwrap()]);
+}
+
+/// What a name in a spec is worth at a restore, where the spec may be another node's.
+#[test]
+fn at_a_restore_specs_of_another_node_lose_their_nodes_and_those_of_pods_are_grants() {
+    let nvidia = || {
+        let of = |minor: u64| {
+            file(
+                KIND,
+                &minor.to_string(),
+                json!({"deviceNodes": [gpu(minor)]}),
+                json!({}),
+            )
+        };
+        Registry::of([of(0), of(1)])
+    };
+    let hook = json!({"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]}]});
+    let hooked = |mut spec: Value| {
+        spec["hooks"] = hook.clone();
+        spec
+    };
+    let pod = |mut spec: Value| {
+        spec["annotations"] = json!({"io.kubernetes.cri.container-type": "container"});
+        spec
+    };
+    let named = |devices: Value| json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "linux": {"devices": devices}});
+    let (bare, with_node) = (named(json!([])), named(json!([gpu(1)])));
+    let in_pool = |pool: &[&str]| {
+        let mut config = Config::default();
+        config.create.visible_devices = true;
+        config.restore.gpus = pool.iter().map(ToString::to_string).collect();
+        config
+    };
+    let none = &[][..];
+    for (spec, restores, pool, expected) in [
+        (bare.clone(), true, none, Ok(&["/dev/nvidia0"][..])),
+        (bare.clone(), true, &["1"], Ok(&["/dev/nvidia1"])),
+        (bare.clone(), false, &["1"], Ok(&["/dev/nvidia0"])),
+        (pod(bare.clone()), true, &["1"], Ok(&["/dev/nvidia0"])),
+        // A variable adds nothing to nodes that may be another node's.
+        (with_node.clone(), true, none, Ok(&["/dev/nvidia1"])),
+        (with_node.clone(), true, &["0"], Ok(&["/dev/nvidia1"])),
+        (with_node.clone(), false, none, Err("FIRN-CDI-GRANT")),
+        (pod(with_node.clone()), true, none, Err("FIRN-CDI-GRANT")),
+        // A hook's devices take their place.
+        (hooked(with_node.clone()), true, none, Ok(&["/dev/nvidia0"])),
+        (hooked(with_node.clone()), true, &["1"], Ok(&["/dev/nvidia1"])),
+        (
+            hooked(with_node.clone()),
+            true,
+            &["1", "0"],
+            Ok(&["/dev/nvidia0", "/dev/nvidia1"]),
+        ),
+        (hooked(with_node.clone()), false, none, Err("FIRN-CDI-GRANT")),
+        (
+            pod(hooked(with_node.clone())),
+            true,
+            &["0"],
+            Err("FIRN-CDI-GRANT"),
+        ),
+    ] {
+        let rules = match spec.get("hooks") {
+            Some(_) => Rules::Hook(toolkit()),
+            None => Rules::Own,
+        };
+        let converted = convert_by(spec.clone().into(), &in_pool(pool), &rules, restores, nvidia);
+        let gpus = converted
+            .as_ref()
+            .map(|converted| converted.spec.gpu_nodes().into_iter().collect::<Vec<_>>());
+        let gpus = gpus.as_deref().map_err(|error| error.code());
+        assert_eq!(gpus, expected, "{spec}, {restores}, {pool:?}");
+    }
 }
 
 /// Numbers that look random and are the same every time.

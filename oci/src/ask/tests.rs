@@ -246,9 +246,10 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
 fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
     let hardened = toolkit(false, true, &[]);
     let swarm = Toolkit {
-        variables: vec!["DOCKER_RESOURCE_GPU".to_owned()],
+        variables: vec!["DOCKER_RESOURCE_GPU".to_owned(), "OTHER".to_owned()],
         ..toolkit(true, false, &[])
     };
+    let both = json!({"env": ["OTHER=GPU-2", "DOCKER_RESOURCE_GPU=GPU-1"]});
     let mounts = json!([{"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-2")}]);
     let mut privileged = env("GPU-1");
     privileged["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
@@ -272,6 +273,11 @@ fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
             &swarm,
             json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "DOCKER_RESOURCE_GPU=GPU-1"]}}),
             asked("GPU-1"),
+        ),
+        (
+            &swarm,
+            json!({"process": both}),
+            request(Form::RuntimeHook, &["GPU-1", "GPU-2"]),
         ),
         // The wrapper goes by annotations, its hook does not.
         (
@@ -388,6 +394,15 @@ fn a_hook_counts_beside_nodes_unless_it_has_nothing_to_do() {
         let spec = Spec::from(json!({"linux": node, "hooks": prestart(), "process": env(variable)}));
         assert_eq!(spec.gpu_by_hook(), by_hook, "{variable}");
         assert!(spec.asks_for_gpu());
+    }
+    let stands_for = json!([{"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-1")}]);
+    for (mounts, by_hook) in [(json!([]), false), (stands_for, true)] {
+        let spec = json!({"linux": node, "hooks": prestart(), "process": env(VOLUMES), "mounts": mounts});
+        assert_eq!(Spec::from(spec).gpu_by_hook(), by_hook);
+    }
+    for (words, by_hook) in [(&["--device=0"][..], true), (&[], false)] {
+        let spec = json!({"linux": node, "hooks": oci_hook(words)});
+        assert_eq!(Spec::from(spec).gpu_by_hook(), by_hook, "{words:?}");
     }
 }
 
