@@ -112,7 +112,7 @@ impl RunOnly {
         Tracer::start(
             tids,
             limit,
-            |tids| tids.iter().try_for_each(|tid| wake(*tid)),
+            |tids| tids.iter().try_for_each(|tid| wake(*tid, TRAP)),
             |tids| {
                 for tid in tids {
                     step(*tid);
@@ -152,9 +152,10 @@ impl Tracer {
         let traced = tids.clone();
         let trace = move || {
             let held = seize(&traced).and_then(|()| ready(&traced));
-            let failed = held.is_err();
-            let abandoned = report.send(held).is_err();
-            if !failed && !abandoned {
+            let is_held = held.is_ok();
+            // When nobody waits for it any more, nobody holds the other end of `stopped` either.
+            let _nobody = report.send(held);
+            if is_held {
                 wait_for_stop(&stopped, || serve(&traced));
             }
             part(&traced);
@@ -176,14 +177,14 @@ impl Tracer {
     async fn finish(self) -> Result<(), HoldError> {
         let Self { stop, thread, tids } = self;
         drop(stop);
-        let begun = Instant::now();
-        while !thread.is_finished() || tids.iter().any(|tid| is_traced(*tid)) {
+        let begun = tokio::time::Instant::now();
+        while let Some(&tid) = tids.iter().find(|tid| is_traced(**tid)) {
             if begun.elapsed() > TRAP {
-                let tid = tids.into_iter().find(|tid| is_traced(*tid)).unwrap_or_default();
                 return Err(HoldError::StillTraced { tid });
             }
             tokio::time::sleep(POLL).await;
         }
+        // It has ended, for its end lets go of them; or all of them are dead, and then it does at once.
         thread.join().map_err(|_| HoldError::Tracer)
     }
 }
@@ -208,16 +209,12 @@ fn seize(tids: &[i32]) -> Result<(), HoldError> {
     Ok(())
 }
 
-/// Lets a group-stopped, interrupted thread run: it traps for the interrupt and again for the group stop.
-fn wake(tid: i32) -> Result<(), HoldError> {
+/// Lets a group-stopped, interrupted thread run: it traps for the interrupt, and may do so again for the group stop, which is
+/// for who serves it.
+fn wake(tid: i32, limit: Duration) -> Result<(), HoldError> {
     let begun = Instant::now();
-    let mut traps = 0;
-    while traps < 2 {
-        if step(tid) {
-            traps += 1;
-        } else if traps == 1 && state(tid) != Some('t') && state(tid) != Some('T') {
-            return Ok(());
-        } else if begun.elapsed() > TRAP {
+    while !step(tid) {
+        if begun.elapsed() > limit {
             return Err(HoldError::NotStopped { tid });
         }
         std::thread::sleep(POLL);
@@ -265,7 +262,10 @@ fn step(tid: i32) -> bool {
 fn park(tids: &[i32]) {
     let begun = Instant::now();
     let mut left = tids.to_vec();
-    while !left.is_empty() && begun.elapsed() < PARK {
+    while !left.is_empty() {
+        if begun.elapsed() > PARK {
+            return;
+        }
         left.retain(|tid| {
             let is_there = ptrace::interrupt(Pid::from_raw(*tid)).is_ok();
             match Trap::of(*tid) {
@@ -338,6 +338,7 @@ mod tests {
             let hold = Hold::seize(tids, TRAP).await.unwrap();
             until("trapped", || state(ticker.pid()) == Some('t'));
             hold.release().await.unwrap();
+            assert!(!is_traced(ticker.pid()), "it was not waited for");
         });
         for _ in 0..20 {
             assert_eq!(tick(), "tick");
@@ -359,6 +360,7 @@ mod tests {
                 assert_eq!(tick(), "tick");
             }
             only.stop().await.unwrap();
+            assert!(!is_traced(ticker.pid()), "it was not waited for");
         });
         until("stopped again", || state(ticker.pid()) == Some('T'));
         kill(pid, Signal::SIGCONT).unwrap();
@@ -488,6 +490,85 @@ mod tests {
             kill(pid, Signal::SIGCONT).unwrap();
             assert_eq!(printer.got(), queued(100), "let go after {served} ms");
         }
+    }
+
+    #[test]
+    fn all_threads_are_listed_but_those_that_are_left_out() {
+        let printer = Printer::start();
+        let pid = printer.pid();
+        let all = threads(&[pid], &BTreeSet::new()).unwrap();
+        assert!(all.contains(&pid) && all.contains(&printer.tid));
+        let others = threads(&[pid], &BTreeSet::from([printer.tid])).unwrap();
+        assert_eq!(others.len() + 1, all.len());
+        assert!(others.contains(&pid) && !others.contains(&printer.tid));
+        let gone = i32::MAX;
+        assert_eq!(threads(&[gone, pid], &BTreeSet::new()).unwrap(), all);
+    }
+
+    /// Of the processes that the tests run: it cannot open anything.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn who_can_open_nothing() {
+        let none = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, 0, 0);
+        none.unwrap();
+        let threads = threads(&[nix::unistd::getpid().as_raw()], &BTreeSet::new());
+        assert!(
+            matches!(threads, Err(HoldError::Threads { .. })),
+            "threads would run on"
+        );
+    }
+
+    #[test]
+    fn threads_that_cannot_be_listed_are_not_taken_for_none() {
+        let name = "hold::tests::who_can_open_nothing";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let mut child = child
+            .args(["--exact", name, "--ignored", "--nocapture"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let said = std::io::read_to_string(child.stdout.take().unwrap()).unwrap();
+        // The reaper of another test may have had it.
+        let _ = child.wait();
+        assert!(said.contains("1 passed"), "{said}");
+    }
+
+    #[test]
+    fn a_thread_that_has_ended_needs_no_holding() {
+        // A shell that was replaced waits for no child.
+        let mut child = Command::new("sh")
+            .args(["-c", "true & echo $!; exec sleep 1000"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let told = BufReader::new(child.stdout.take().unwrap()).lines().next();
+        let zombie: i32 = told.unwrap().unwrap().parse().unwrap();
+        until("dead", || state(zombie) == Some('Z'));
+        runtime().block_on(async {
+            let hold = Hold::seize(vec![zombie], TRAP).await.unwrap();
+            hold.release().await.unwrap();
+        });
+        child.kill().unwrap();
+        let _ = child.wait();
+    }
+
+    #[test]
+    fn who_never_traps_or_is_never_let_go_is_told() {
+        let (ticker, _tick) = Ticker::start();
+        let tid = ticker.pid();
+        let never = wake(tid, POLL * 5);
+        assert!(matches!(never, Err(HoldError::NotStopped { .. })), "{never:?}");
+        runtime().block_on(async {
+            let debugger = Hold::seize(vec![tid], TRAP).await.unwrap();
+            let mut other = Hold::seize(Vec::new(), TRAP).await.unwrap();
+            other.0.tids.push(tid);
+            // Time passes at once.
+            tokio::time::pause();
+            let stuck = other.release().await;
+            tokio::time::resume();
+            assert!(matches!(stuck, Err(HoldError::StillTraced { .. })), "{stuck:?}");
+            debugger.release().await.unwrap();
+        });
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod bundle;
 mod demo;
 mod faults;
 mod fuzz;
+mod mutants;
 mod node;
 mod soak;
 mod supervise;
@@ -27,6 +28,7 @@ enum Cmd {
     Test(test::Cmd),
     Faults(faults::Cmd),
     Fuzz(fuzz::Cmd),
+    Mutants(mutants::Cmd),
     Bench(bench::Cmd),
     Node(node::Cmd),
     Soak(soak::Cmd),
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Cmd::Bench(cmd) => supervised(|| bench::run(cmd)),
         Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),
         Cmd::Fuzz(cmd) => fuzz::run(&cmd),
+        Cmd::Mutants(cmd) => mutants::run(&cmd),
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::Soak(cmd) => supervised(|| soak::run(&cmd)),
         Cmd::GpuBundle(cmd) => bundle::run(cmd).map(|()| ExitCode::SUCCESS),

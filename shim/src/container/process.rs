@@ -131,3 +131,45 @@ impl Process {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ended(pid: i32, code: u32) -> Exit {
+        let at = SystemTime::UNIX_EPOCH;
+        Exit { pid, code, at }
+    }
+
+    #[tokio::test]
+    async fn a_start_that_failed_is_no_exit_and_may_be_tried_again() {
+        let exec = Process::new("exec", StdioPaths::default(), Vec::new());
+        assert!(!exec.has_begun() && exec.begin() && exec.has_begun());
+        assert!(!exec.begin(), "it was started twice");
+        exec.fail();
+        assert_eq!(exec.exit(), None, "one that never ran has ended");
+        assert_eq!(exec.wait().await.unwrap().pid, 0, "who waits does so for ever");
+        assert!(!exec.has_begun() && exec.begin());
+        let waiting = tokio::time::timeout(std::time::Duration::from_millis(20), exec.wait());
+        assert!(
+            waiting.await.is_err(),
+            "the end of the start that failed is its end"
+        );
+        assert_eq!(exec.pid(), 0);
+        exec.set_pid(7);
+        exec.set_exit(ended(7, 3));
+        assert_eq!((exec.pid(), exec.exit()), (7, Some(ended(7, 3))));
+        assert_eq!(exec.wait().await, Some(ended(7, 3)));
+    }
+
+    #[test]
+    fn one_that_was_killed_before_it_had_a_pid_has_ended() {
+        let init = Process::new("", StdioPaths::default(), Vec::new());
+        init.set_exit(ended(0, 137));
+        assert_eq!(init.exit(), None, "it was deleted, and never started");
+        let killed = Process::new("", StdioPaths::default(), Vec::new());
+        killed.begin();
+        killed.set_exit(ended(0, 137));
+        assert_eq!(killed.exit(), Some(ended(0, 137)));
+    }
+}

@@ -1,0 +1,136 @@
+//! `cargo xtask mutants`: small changes to the code that promises rest on, each of which some unit test has to notice.
+//!
+//! Which files, and which changes are equivalent to the code as it is and why, is written in .cargo/mutants.toml. It is not part
+//! of `cargo xtask test`: each change is built and tested, which takes hours for all.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::workspace;
+
+/// Where cargo-mutants leaves what came of it, below the target directory.
+const OUTPUT: &str = "target/mutants";
+
+/// Changes the code that promises rest on and sees whether unit tests notice
+///
+/// Needs cargo-mutants. Fails when a change is noticed by no test and not listed as equivalent in .cargo/mutants.toml. Works on a
+/// copy of the tree.
+#[derive(clap::Args)]
+pub struct Cmd {
+    /// One of the files that .cargo/mutants.toml names; all when none is named
+    #[arg(long = "file")]
+    files: Vec<PathBuf>,
+    /// Show the changes and make none
+    #[arg(long)]
+    list: bool,
+    /// How many changes are tried at a time
+    #[arg(long, default_value_t = 1)]
+    jobs: usize,
+}
+
+pub fn run(cmd: &Cmd) -> Result<ExitCode> {
+    let root = workspace()?;
+    is_installed()?;
+    for file in &cmd.files {
+        ensure!(
+            root.join(file).is_file(),
+            "no file {} in the workspace",
+            file.display()
+        );
+    }
+    let mut mutants = Command::new("cargo");
+    mutants
+        .args(["mutants", "--workspace", "--no-shuffle"])
+        .current_dir(&root);
+    for file in &cmd.files {
+        // Not its own option for files, which adds to those of the settings. A change is named after its place.
+        mutants
+            .arg("--re")
+            .arg(format!("^{}:", file.display().to_string().replace('.', r"\.")));
+    }
+    if cmd.list {
+        let status = mutants.arg("--list").status().context("run cargo-mutants")?;
+        return Ok(exit_code(status.success()));
+    }
+    let output = root.join(OUTPUT);
+    fs::create_dir_all(&output).with_context(|| format!("make {}", output.display()))?;
+    let status = mutants
+        .arg("--output")
+        .arg(&output)
+        .args(["--jobs", &cmd.jobs.to_string()])
+        .status()
+        .context("run cargo-mutants")?;
+    match status.code() {
+        // All were noticed; or some were not; or some never ended, which is noticed too.
+        Some(0 | 2 | 3) => {}
+        _ => bail!("cargo-mutants: {status}"),
+    }
+    let survivors = survivors(&output.join("mutants.out/missed.txt"))?;
+    for survivor in &survivors {
+        println!("survives: {survivor}");
+    }
+    println!("{} survive", survivors.len());
+    Ok(exit_code(survivors.is_empty()))
+}
+
+fn exit_code(good: bool) -> ExitCode {
+    if good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+fn is_installed() -> Result<()> {
+    let version = Command::new("cargo")
+        .args(["mutants", "--version"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    ensure!(
+        version.is_ok_and(|status| status.success()),
+        "cargo-mutants is not installed: cargo install cargo-mutants --locked"
+    );
+    Ok(())
+}
+
+/// One line for each change that no test has noticed.
+fn survivors(missed: &Path) -> Result<Vec<String>> {
+    match fs::read_to_string(missed) {
+        Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error).with_context(|| format!("read {}", missed.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_is_a_survivor_and_no_file_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let missed = dir.path().join("missed.txt");
+        assert!(survivors(&missed).unwrap().is_empty());
+        fs::write(&missed, "a.rs:1: replace + with -\na.rs:2: delete !\n").unwrap();
+        assert_eq!(survivors(&missed).unwrap().len(), 2);
+    }
+
+    /// What the settings name is there: a file that was moved must not drop out unseen.
+    #[test]
+    fn the_files_of_the_settings_exist() {
+        let root = workspace().unwrap();
+        let text = fs::read_to_string(root.join(".cargo/mutants.toml")).unwrap();
+        let globs = text.split("examine_globs = [").nth(1).unwrap();
+        let globs = globs.split(']').next().unwrap();
+        let named: Vec<&str> = globs.split('"').skip(1).step_by(2).collect();
+        assert!(named.len() > 10, "{named:?}");
+        for file in named {
+            assert!(root.join(file).is_file(), "no {file}");
+        }
+    }
+}
