@@ -42,7 +42,11 @@ impl Census {
             }
         }
         let processes = host.node().processes().into_iter();
-        let processes = processes.map(|process| process.command).collect();
+        // Clients that were killed end when they end.
+        let processes = processes
+            .map(|process| process.command)
+            .filter(|command| command != "ctr");
+        let processes = processes.collect();
         kinds.insert("processes".to_owned(), processes);
         kinds.retain(|kind, _| kind != "other");
         kinds.values_mut().for_each(|names| names.sort());

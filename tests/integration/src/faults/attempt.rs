@@ -228,8 +228,13 @@ fn ended(
         (_, false) => cell.from,
     };
     job.is(state).with_context(|| said.to_owned())?;
-    if answer.is_ok() || happened.is_unheard() && exists() {
-        ensure!(!cell.exit, "it lives on, although success was reported");
+    // firn's own code that fails when the image is complete leaves it there.
+    let panicked = happened.faults.contains(&Fault::Panic);
+    if answer.is_ok() || (happened.is_unheard() || panicked) && exists() {
+        ensure!(
+            !cell.exit || panicked,
+            "it lives on, although success was reported"
+        );
         ensure!(
             ground.manifest_of(image),
             "success was reported, or a half image is left in {image}"

@@ -28,7 +28,7 @@ const QUIET: Duration = Duration::from_secs(40);
 /// Restored containers get the second GPU; deadlines that a hang soon passes and a busy machine does not.
 const CONFIG: &str = "[worker]\npath = \"/srv/fault/firn-gpu\"\n[restore]\ngpus = [\"1\"]\n[deadlines]\n";
 const SHORT: &str = "look = \"1500ms\"\ndiscover = \"1500ms\"\nlock = \"1500ms\"\ncheckpoint = \"1500ms\"\ndump = \"4s\"\n\
-    runc-restore = \"4s\"\nrestore = \"1500ms\"\nunlock = \"1500ms\"\n";
+    runc-restore = \"4s\"\nrestore = \"1500ms\"\nunlock = \"1500ms\"\nrollback = \"2s\"\n";
 
 /// See the module head.
 pub(super) struct Ground {
@@ -304,8 +304,11 @@ impl<'g> Job<'g> {
             From::Paused => "PAUSED",
         };
         self.container.becomes(expected)?;
-        let freezer = self.freezer()?;
-        ensure!(freezer == state, "the freezer says {freezer:?}");
+        // A thread that sleeps in the kernel stops when it wakes up.
+        let frozen = wait_for("the freezer", QUIET, || {
+            Ok((self.freezer()? == state).then_some(()))
+        });
+        ensure!(frozen.is_ok(), "the freezer says {:?}", self.freezer()?);
         self.is_traced_by_nobody()?;
         match state {
             From::Running => self.counting.goes_on(2),
