@@ -222,6 +222,9 @@ pub struct Restore {
     pub gpu_map: Vec<String>,
     /// How GPUs are chosen where no map says it. A container's annotation comes first.
     pub policy: RemapPolicy,
+    /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may make a pod names the
+    /// checkpoint as the container's image.
+    pub cri: bool,
 }
 
 /// How GPUs of this node are chosen for those of a checkpoint.

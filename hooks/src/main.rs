@@ -11,6 +11,7 @@ macro_rules! tell {
 }
 
 mod convert;
+mod image;
 mod libraries;
 mod loopback;
 mod replay;
@@ -40,6 +41,8 @@ usage: firn-hook createRuntime < state.json
        firn-hook convert BUNDLE [--restore] [--wrapper PATH]
        firn-hook library-dirs
        firn-hook replay BUNDLE
+       firn-hook check-image BUNDLE IMAGE
+       firn-hook check-tasks BUNDLE INIT [PID]...
        firn-hook --help | --version
 
   createRuntime     brings up the loopback interface of the container's network
@@ -71,6 +74,12 @@ usage: firn-hook createRuntime < state.json
                     the links and the cache entries that its createContainer
                     hooks make: runc runs none of these at a restore. Run by the
                     shim. Knows firn's and NVIDIA's.
+  check-image       compares CRIU's files in the directory IMAGE with the bundle's
+                    spec. Run by the shim before a restore. Prints what exceeds the
+                    spec, as a JSON object, or null.
+  check-tasks       compares processes that are restored and stopped, of which
+                    INIT is the container's first, with the bundle's spec, and prints
+                    the same. Run by the shim.
 
 All are safe to repeat. create-symlinks and update-ldcache are hooks of the
 stage createContainer, and are in the CDI files of `firn cdi generate`. At
@@ -110,6 +119,8 @@ fn main() -> ExitCode {
         }
         ["library-dirs"] => convert::library_dirs(),
         ["replay", bundle] => replay::run(Path::new(bundle)),
+        ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
+        ["check-image", bundle, image] => image::check(Path::new(bundle), Path::new(image)),
         ["convert", bundle, ref options @ ..] => {
             let (restores, options) = match options {
                 ["--restore", options @ ..] => (true, options),

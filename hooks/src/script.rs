@@ -1,15 +1,20 @@
 //! firn-hook as a script that CRIU runs at a restore. CRIU gives it no argument: the link by which it is called lies in the
 //! bundle.
 
+use std::fs::File;
 use std::path::Path;
 use std::process::ExitCode;
 
 use firn_config::names;
-use firn_oci::script;
+use firn_oci::Spec;
+use firn_oci::criu_image::{self, ImageFault};
+use firn_oci::script::{self, Refusal};
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, setns};
 
 /// Does what there is to do at this moment, if anything.
 pub fn run(action: &str) -> ExitCode {
-    if action != script::MOMENT {
+    if ![script::MOMENT, script::MOUNTED].contains(&action) {
         return ExitCode::SUCCESS;
     }
     let called = std::env::args_os().next().unwrap_or_default();
@@ -19,6 +24,16 @@ pub fn run(action: &str) -> ExitCode {
         tell!("firn-hook: CRIU does not call its script as it should");
         return ExitCode::FAILURE;
     };
+    if action == script::MOUNTED {
+        return match restrict(bundle, init) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(fault) => {
+                let refusal = Refusal::by(&fault, bundle);
+                tell!("firn-hook: {}: {refusal}", refusal.code);
+                ExitCode::FAILURE
+            }
+        };
+    }
     match script::run(bundle, init) {
         Ok(repaired) => {
             tell!("firn-hook: device nodes: {repaired:?}");
@@ -29,4 +44,28 @@ pub fn run(action: &str) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Gives bind mounts the flags that the spec asks for and that CRIU has lost. Last, as this process is in the container's mount namespace
+/// afterwards. A path leads to the mount that lies above: all that can go wrong is that another one is restricted.
+fn restrict(bundle: &Path, init: i32) -> Result<(), ImageFault> {
+    let spec = Spec::load(bundle)?;
+    let loosened = criu_image::loosened(&spec, init)?;
+    if loosened.is_empty() {
+        return Ok(());
+    }
+    let fault = |what: String, source: &dyn std::fmt::Display| ImageFault::Unreadable {
+        file: what,
+        reason: source.to_string(),
+    };
+    let namespace = format!("/proc/{init}/ns/mnt");
+    let file = File::open(&namespace).map_err(|source| fault(namespace.clone(), &source))?;
+    setns(file, CloneFlags::CLONE_NEWNS).map_err(|source| fault(namespace, &source))?;
+    for (point, flags) in loosened {
+        let flags = MsFlags::from_bits_truncate(flags.into()) | MsFlags::MS_BIND | MsFlags::MS_REMOUNT;
+        tell!("firn-hook: the mount {} gets its flags again", point.display());
+        mount(None::<&str>, &point, None::<&str>, flags, None::<&str>)
+            .map_err(|source| fault(format!("the mount {}", point.display()), &source))?;
+    }
+    Ok(())
 }

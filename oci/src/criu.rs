@@ -3,7 +3,7 @@
 //! runc hands CRIU one such file per container, whose lines override what runc asks for. It is the only way to reach
 //! what GPU containers need: a plugin directory without CRIU's CUDA plugin (firn drives the driver itself), and, at a
 //! restore, firn-hook as a script that sets /dev right before CRIU opens files, and tasks that stay stopped until their GPU
-//! state is back.
+//! state is back. At restores of all containers it keeps CRIU from applying what the image says of cgroups.
 //!
 //! A user's own file keeps its effect: its lines come first, firn's follow, and of two values CRIU takes the last, but for
 //! scripts, all of which it runs. One default comes before them: CRIU carries deleted files that are still open up to 1 MiB, and
@@ -76,6 +76,37 @@ pub struct CriuConfig {
     driver: Driver,
     /// firn-hook, for a restore.
     script: Option<PathBuf>,
+    /// How restores treat the image's cgroups.
+    cgroups: Cgroups,
+    /// Restored tasks run at once, whoever gives them their GPU state.
+    runs: bool,
+}
+
+/// What of an image's cgroups a restore uses. No directory, no owner and no value of a file is ever made from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cgroups {
+    /// Nothing: tasks stay in the cgroup of CRIU, which is the container's, as the runtime has put it there.
+    Ignored,
+    /// The root of the cgroup namespace, which CRIU makes only where it puts tasks into cgroups: those of the image have to be
+    /// there.
+    Existing,
+}
+
+impl Cgroups {
+    fn of(spec: &Spec) -> Self {
+        match spec.has_namespace("cgroup") {
+            true => Self::Existing,
+            false => Self::Ignored,
+        }
+    }
+
+    /// As CRIU names it.
+    fn mode(self) -> &'static str {
+        match self {
+            Self::Ignored => "ignore",
+            Self::Existing => "none",
+        }
+    }
 }
 
 /// Who gives processes their GPU state.
@@ -108,6 +139,11 @@ impl CriuConfig {
         }
     }
 
+    /// For an image without GPU state: there is nothing to wait for.
+    pub fn without_state(self) -> Self {
+        Self { runs: true, ..self }
+    }
+
     fn driven(spec: &Spec, bundle: &Path, driver: Driver) -> Self {
         let users_file = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
             Some("") => None,
@@ -119,6 +155,8 @@ impl CriuConfig {
             users_file,
             driver,
             script: None,
+            cgroups: Cgroups::of(spec),
+            runs: false,
         }
     }
 
@@ -169,7 +207,9 @@ impl CriuConfig {
                 let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
                 content.push_str(&format!("action-script {}\n", checked(&link)?));
             }
-            if self.driver != Driver::Criu {
+            // Without a blank, after which CRIU would take the value for another option's.
+            content.push_str(&format!("manage-cgroups={}\n", self.cgroups.mode()));
+            if self.driver != Driver::Criu && !self.runs {
                 content.push_str("leave-stopped\n");
             }
         }
@@ -341,7 +381,11 @@ mod tests {
             assert_eq!(written(&config, Operation::Dump), dump);
             assert_eq!(
                 written(&config, Operation::Restore),
-                [libdir, "leave-stopped".to_owned()]
+                [
+                    libdir,
+                    "manage-cgroups=ignore".to_owned(),
+                    "leave-stopped".to_owned()
+                ]
             );
             assert_eq!(
                 written(&config, Operation::Dump),
@@ -369,6 +413,7 @@ mod tests {
                 "tcp-established",
                 "libdir /usr/lib/criu",
                 "libdir /empty",
+                "manage-cgroups=ignore",
                 "leave-stopped"
             ]
         );
@@ -391,20 +436,45 @@ mod tests {
         let plugins = CriuConfig::of_criu(&spec, bundle.path()).with_script(Path::new("/a hook"));
         for _ in 0..2 {
             let lines = written(&plugins, Operation::Restore);
-            assert_eq!(lines, ["action-script /users", &ours], "CRIU's own restore");
+            let ours = ["action-script /users", &ours, "manage-cgroups=ignore"];
+            assert_eq!(lines, ours, "CRIU's own restore");
             assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/a hook"));
         }
         assert_eq!(written(&plugins, Operation::Dump), ["action-script /users"]);
         std::fs::write(&users, "ghost-limit 2M").unwrap();
         let dumps = std::fs::read_to_string(plugins.path()).unwrap();
         assert_eq!(dumps, "ghost-limit 2M", "as it is at the dump");
-        assert_eq!(written(&plugins, Operation::Restore), ["ghost-limit 2M", &ours]);
+        assert_eq!(
+            written(&plugins, Operation::Restore),
+            ["ghost-limit 2M", &ours, "manage-cgroups=ignore"]
+        );
         assert_eq!(std::fs::read_to_string(&users).unwrap(), "ghost-limit 2M");
         let own =
             CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).with_script(Path::new("/hook"));
         let lines = written(&own, Operation::Restore);
-        assert_eq!(lines[1..], ["libdir /empty", &ours, "leave-stopped"]);
+        assert_eq!(
+            lines[1..],
+            ["libdir /empty", &ours, "manage-cgroups=ignore", "leave-stopped"]
+        );
         assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/hook"));
+    }
+
+    #[test]
+    fn only_a_cgroup_namespace_has_criu_look_at_the_images_cgroups() {
+        let bundle = tempfile::tempdir().unwrap();
+        for (namespace, mode) in [
+            ("cgroup", "manage-cgroups=none"),
+            ("pid", "manage-cgroups=ignore"),
+        ] {
+            let namespaces = json!([{ "type": namespace }]);
+            let spec = Spec::from(
+                json!({"linux": {"namespaces": namespaces}, "annotations": {"org.criu.config": ""}}),
+            );
+            let config = CriuConfig::of_criu(&spec, bundle.path());
+            assert_eq!(written(&config, Operation::Restore), [mode]);
+            let config = CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).without_state();
+            assert_eq!(written(&config, Operation::Restore), ["libdir /empty", mode]);
+        }
     }
 
     #[test]

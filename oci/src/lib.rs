@@ -8,6 +8,7 @@ mod ask;
 mod atomic;
 pub mod cgroups;
 pub mod criu;
+pub mod criu_image;
 mod decide;
 pub mod devnodes;
 pub mod edit;

@@ -19,12 +19,16 @@ const LONGEST: u64 = 64 << 20;
 pub struct MountEntry {
     /// Its number, which no other mount of the machine has.
     pub id: u32,
+    /// Number of the mount that it is in.
+    pub parent: u32,
     /// `major:minor` of the file system.
     pub device: String,
     /// What of the file system is seen at the mount point.
     pub root: PathBuf,
     /// Where.
     pub mount_point: PathBuf,
+    /// Options of the mount itself: `ro`, `nosuid` and the like.
+    pub options: String,
     /// Type of file system.
     pub fs_type: String,
     /// Options of the file system, as opposed to those of the mount.
@@ -58,18 +62,22 @@ pub fn parse(text: &[u8]) -> Vec<MountEntry> {
 fn entry(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|byte| *byte == b' ');
     let id = text(fields.next()?).parse().ok()?;
-    let device = text(fields.nth(1)?);
+    let parent = text(fields.next()?).parse().ok()?;
+    let device = text(fields.next()?);
     let root = path(fields.next()?);
     let mount_point = path(fields.next()?);
+    let options = text(fields.next()?);
     // A varying number of optional fields ends with a dash.
     fields.find(|field| *field == b"-")?;
     let fs_type = text(fields.next()?);
     let super_options = text(fields.nth(1)?);
     Some(MountEntry {
         id,
+        parent,
         device,
         root,
         mount_point,
+        options,
         fs_type,
         super_options,
     })

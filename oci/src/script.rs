@@ -4,6 +4,8 @@
 //! opened again. That is the moment to set the GPU nodes of its /dev right: a node that a process had open, and AMD's
 //! render nodes, are opened by CRIU itself.
 //!
+//! Another is that at which all is made and nothing runs: mounts get the flags that CRIU has lost.
+//!
 //! CRIU tells of a script only that it has failed. So the reason is left in the bundle, for the shim.
 
 use std::io::{self, Read};
@@ -12,11 +14,15 @@ use std::path::Path;
 use firn_config::names;
 use serde::{Deserialize, Serialize};
 
+use crate::criu_image::ImageFault;
 use crate::devnodes::{self, DevError, DevRepair};
 use crate::{Spec, atomic};
 
 /// CRIU's name of the moment.
 pub const MOMENT: &str = "post-setup-namespaces";
+
+/// When all mounts are there, no task runs, and a script that fails still ends the restore.
+pub const MOUNTED: &str = "post-restore";
 
 /// Largest reason that is read.
 const MAX_BYTES: u64 = 64 << 10;
@@ -36,9 +42,12 @@ pub struct Refusal {
 /// Makes the GPU nodes in the /dev of the container whose first process this is those of the bundle's spec. What fails is left
 /// in the bundle.
 pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, Refusal> {
-    let repaired = Spec::load(bundle)
-        .map_err(DevError::from)
-        .and_then(|spec| devnodes::repair_unassembled(init, &spec));
+    let repaired = Spec::load(bundle).map_err(DevError::from).and_then(|spec| {
+        match spec.asks_for_gpu() || spec.has_other_gpus() {
+            true => devnodes::repair_unassembled(init, &spec),
+            false => Ok(DevRepair::default()),
+        }
+    });
     repaired.map_err(|error| {
         let refusal = Refusal::of(&error);
         // CRIU's log has it too.
@@ -48,6 +57,18 @@ pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, Refusal> {
 }
 
 impl Refusal {
+    /// What of a restored container exceeds its spec. Left in the bundle.
+    pub fn by(fault: &ImageFault, bundle: &Path) -> Self {
+        let refusal = Self {
+            code: fault.code().to_owned(),
+            message: fault.to_string(),
+            hint: fault.hint().to_owned(),
+        };
+        // CRIU's log has it too.
+        let _ = refusal.leave(bundle);
+        refusal
+    }
+
     fn of(error: &DevError) -> Self {
         Self {
             code: error.code().to_owned(),

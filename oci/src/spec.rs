@@ -4,6 +4,8 @@
 //! of the parts that matter here; an entry that is not what the runtime specification says is an error where firn
 //! would act on it, and runc's affair everywhere else.
 
+mod privileges;
+
 use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -13,6 +15,7 @@ use firn_gpu::{DeviceNode, NodeType};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+pub(crate) use self::privileges::capability;
 use crate::{ask, atomic, gpu_path};
 
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.

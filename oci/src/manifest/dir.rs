@@ -31,12 +31,12 @@ impl ImageDir {
     }
 
     /// What lies there under this name, whatever it is.
-    pub(super) fn metadata(&self, name: &str) -> io::Result<Metadata> {
+    pub(crate) fn metadata(&self, name: &str) -> io::Result<Metadata> {
         self.find(name)?.metadata()
     }
 
     /// Names of all that lies there; those that are no text are left out, as CRIU's are ASCII.
-    pub(super) fn names(&self) -> io::Result<Vec<String>> {
+    pub(crate) fn names(&self) -> io::Result<Vec<String>> {
         let own = openat(
             &self.0,
             ".",
@@ -65,7 +65,7 @@ impl ImageDir {
 }
 
 /// The whole file, or nothing if it is larger than `limit`.
-pub(super) fn read_at_most(file: &File, limit: u64) -> io::Result<Option<Vec<u8>>> {
+pub(crate) fn read_at_most(file: &File, limit: u64) -> io::Result<Option<Vec<u8>>> {
     if file.metadata()?.len() > limit {
         return Ok(None);
     }

@@ -35,6 +35,7 @@ use sha2::{Digest, Sha256};
 
 pub use crate::mounts::RequiredMount;
 pub use dir::ImageDir;
+pub(crate) use dir::read_at_most;
 pub use firn_gpu::plan::SourceGpu;
 pub use images::{
     ImageError, ImageFile, Verified, describe as describe_images, describe_by as describe_images_by,

@@ -8,6 +8,7 @@ use firn_oci::manifest::{ImageError, ManifestError};
 use firn_oci::script::Refusal as ScriptRefusal;
 use ttrpc::Code;
 
+use super::compare::Differs;
 use crate::cgroup::CgroupError;
 use crate::hold::HoldError;
 use crate::journal::JournalError;
@@ -26,7 +27,13 @@ pub(crate) enum Refusal {
     #[error(transparent)]
     Manifest(#[from] ManifestError),
     #[error(transparent)]
-    Image(#[from] ImageError),
+    Damaged(#[from] ImageError),
+    #[error(transparent)]
+    Image(Differs),
+    #[error(
+        "restores by a create call of Kubernetes are off: whoever may make a pod could restore an image of theirs"
+    )]
+    Cri,
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] GpuError),
     #[error(transparent)]
@@ -80,6 +87,10 @@ pub(crate) enum Cause {
     PidFile(#[from] PidFileError),
     #[error("the restored container has no process {pid} with a thread {tid}, which the manifest names")]
     ProcessMissing { pid: i32, tid: i32 },
+    #[error("process {pid} of the restored container is not in the container's cgroup {path}")]
+    Outside { pid: i32, path: String },
+    #[error(transparent)]
+    Exceeds(Differs),
     #[error("CUDA process {pid} of the restored container is not in the manifest")]
     Unlisted { pid: i32 },
     #[error("cannot use the restored container's cgroup")]
@@ -145,7 +156,9 @@ impl Refusal {
             Self::Config(error) => error.code(),
             Self::Program(error) => error.code(),
             Self::Manifest(error) => error.code(),
+            Self::Damaged(error) => error.code(),
             Self::Image(error) => error.code(),
+            Self::Cri => "FIRN-RESTORE-CRI",
             Self::Gpu(error) => error.code(),
             Self::Decide(error) => error.code(),
             Self::Look(error) => error.code(),
@@ -168,7 +181,9 @@ impl Refusal {
             Self::Config(error) => error.hint(),
             Self::Program(error) => error.hint(),
             Self::Manifest(error) => error.hint(),
+            Self::Damaged(error) => error.hint(),
             Self::Image(error) => error.hint(),
+            Self::Cri => "cri = true under [restore] in the configuration allows them",
             Self::Gpu(error) => error.hint(),
             Self::Decide(error) => error.hint(),
             Self::Look(error) => error.hint(),
@@ -201,6 +216,8 @@ impl Cause {
             Self::Panicked => "FIRN-INTERNAL",
             Self::Journal(error) => error.code(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
+            Self::Outside { .. } => "FIRN-IMAGE-PRIVILEGE",
+            Self::Exceeds(error) => error.code(),
             Self::Cgroup(_) => "FIRN-FREEZER",
             Self::Spec(error) => error.code(),
             Self::Dev(error) => error.code(),
@@ -233,6 +250,8 @@ impl Cause {
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => {
                 "copy the checkpoint from its origin again"
             }
+            Self::Outside { .. } => "restore from where you trust the checkpoint's origin",
+            Self::Exceeds(error) => error.hint(),
             Self::Spec(error) => error.hint(),
             Self::Dev(error) => error.hint(),
             Self::Script(refusal) => &refusal.hint,

@@ -3,6 +3,7 @@
 //! ```text
 //! Create: prepare -- refusals, GPU map, spec edits; nothing is started --> Prepared
 //! Start:  run     -- runc restore, tasks stay stopped
+//!                 -- tasks compared with the spec
 //!                 -- /dev repaired, driver restore with the map, unlock
 //!                 -- continue --> Restored
 //!         stdio is connected -- commit, unless it was killed meanwhile --> running
@@ -14,6 +15,7 @@
 //! not completely back is never continued.
 
 mod abandon;
+mod compare;
 mod error;
 mod prepare;
 mod roots;

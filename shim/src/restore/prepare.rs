@@ -11,8 +11,8 @@ use firn_oci::criu::{self, CriuConfig, Operation};
 use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
 use firn_oci::{Decision, Spec, devnodes, edit, job, mounts};
 
-use super::RestoreError;
 use super::error::Refusal;
+use super::{RestoreError, compare};
 use crate::blocking::{Left, stoppable};
 use crate::cgroup::{Cgroup, CgroupError};
 use crate::container::Cut;
@@ -35,17 +35,18 @@ pub(crate) struct Prepared {
     pub flags: DumpFlags,
     /// What its files were when they were checked; absent without a manifest.
     pub verified: Option<Arc<Verified>>,
-    /// Absent when the spec gives none of AMD's GPUs, or the container is given NVIDIA's.
-    pub others: Option<OtherPart>,
+    /// What CRIU is told of an image without GPU state; absent where it cannot be told.
+    pub plain: PlainPart,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
 }
 
-/// What a restore has to do with AMD's GPUs.
-pub(crate) struct OtherPart {
-    /// CRIU's plugins for them; absent: CRIU's own choice.
+/// The restore of an image without GPU state.
+#[derive(Default)]
+pub(crate) struct PlainPart {
+    /// CRIU's plugins for AMD's GPUs; absent: CRIU's own choice.
     pub plugins: Option<PathBuf>,
-    /// With firn-hook as a script; absent where CRIU cannot be given it.
+    /// Absent where the runtime is not runc.
     pub criu: Option<CriuConfig>,
 }
 
@@ -59,6 +60,8 @@ pub(crate) struct GpuPart {
     pub config: Config,
     /// The driver worker.
     pub worker: PathBuf,
+    /// firn-hook.
+    pub hook: PathBuf,
     /// The file of the launch job that the processes are.
     pub job: Option<PathBuf>,
 }
@@ -75,70 +78,97 @@ pub(crate) async fn prepare(
     reaper: &Reaper,
     cut: &Cut,
 ) -> Result<Prepared, RestoreError> {
-    let spec = settled.spec.clone();
-    let refused = |source| RestoreError::Refused {
+    let prepared = prepare_unless_refused(id, options, bundle, image, settled, runc, reaper, cut).await;
+    prepared.map_err(|cause| RestoreError::Refused {
         image: image.to_owned(),
-        cause: source,
-    };
-    let manifest = read_image(spec.clone(), image, cut).await.map_err(refused)?;
-    let Some((manifest, verified)) = manifest else {
-        // Another shim's image of a container without GPU.
-        return Ok(Prepared {
-            image: image.to_owned(),
-            flags: DumpFlags::default(),
-            verified: None,
-            others: match settled.gpu {
-                // Its spec and CRIU's file in its bundle are those of a container with NVIDIA's GPUs.
-                true => None,
-                false => other_part(bundle, spec, runc).await.map_err(refused)?,
-            },
-            gpu: None,
-        });
-    };
-    let gpu = match !manifest.gpus.is_empty() {
-        true => Some(
-            gpu_part(id, options, bundle, spec, (&manifest, image), runc, reaper, cut)
-                .await
-                .map_err(refused)?,
-        ),
-        false => None,
-    };
-    Ok(Prepared {
-        image: image.to_owned(),
-        flags: manifest.dump,
-        others: None,
-        verified: Some(Arc::new(verified)),
-        gpu,
+        cause,
     })
 }
 
-/// The state of AMD's GPUs is in CRIU's images, or nothing has them open: which, is not known here. So what is missing on this
-/// node refuses nothing. Nodes of graphics and of accelerators alone are the stock way's: nothing carries their state.
-async fn other_part(bundle: &Path, mut spec: Spec, runc: &Runc) -> Result<Option<OtherPart>, Refusal> {
-    if !spec.has_amd_gpus() {
-        return Ok(None);
+#[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
+async fn prepare_unless_refused(
+    id: &str,
+    options: &RuncOptions,
+    bundle: &Path,
+    image: &Path,
+    settled: &Settled,
+    runc: &Runc,
+    reaper: &Reaper,
+    cut: &Cut,
+) -> Result<Prepared, Refusal> {
+    let spec = settled.spec.clone();
+    if spec.is_cri() && !Config::load()?.restore.cri {
+        return Err(Refusal::Cri);
     }
-    let config = Config::load()?;
-    let plugins = unless_missing(criu::amd_plugins(
-        bundle,
-        config.criu.amdgpu_plugin.as_deref(),
-        &criu::PLUGIN_DIRS,
-    ));
-    let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
-    let is_runc = runc.brand().await == Brand::Runc;
-    let mut others = OtherPart { plugins, criu: None };
-    let Some(hook) = hook.filter(|_| is_runc) else {
-        return Ok(Some(others));
+    let manifest = read_image(spec.clone(), image, cut).await?;
+    let mut prepared = Prepared {
+        image: image.to_owned(),
+        flags: DumpFlags::default(),
+        verified: None,
+        plain: PlainPart::default(),
+        gpu: None,
     };
-    let edited = edit::settle_other_gpus(&mut spec, &devnodes::other_gpus_of_host())?;
-    if !edited.is_empty() {
-        log::warn!("nodes in {} are not as they were: {edited}", bundle.display());
+    match &manifest {
+        Some((manifest, _)) if !manifest.gpus.is_empty() => {
+            let made_of = (manifest, image);
+            prepared.gpu = Some(gpu_part(id, options, bundle, spec, made_of, runc, reaper, cut).await?);
+        }
+        // Another shim's image of a container without GPU, or such a one of firn's.
+        _ => prepared.plain = plain_part(bundle, spec, settled.gpu, manifest.is_some(), runc).await?,
     }
-    let criu = CriuConfig::of_criu(&spec, bundle).with_script(&hook);
-    edit::set_criu_config(&mut spec, &criu.path())?;
-    spec.save(bundle)?;
-    others.criu = Some(criu);
-    Ok(Some(others))
+    // Order matters: with the spec that the runtime will read.
+    compare::image(bundle, image, reaper).await?;
+    if let Some((manifest, verified)) = manifest {
+        prepared.flags = manifest.dump;
+        prepared.verified = Some(Arc::new(verified));
+    }
+    Ok(prepared)
+}
+
+/// What CRIU is told where no GPU state is in the image. With AMD's GPUs that is in CRIU's images, or nothing has them open: which, is
+/// not known here. So what is missing on this node refuses nothing. Nodes of graphics and of accelerators alone are the stock
+/// way's: nothing carries their state.
+async fn plain_part(
+    bundle: &Path,
+    mut spec: Spec,
+    may_have_gpus: bool,
+    is_firns: bool,
+    runc: &Runc,
+) -> Result<PlainPart, Refusal> {
+    let mut plain = PlainPart::default();
+    let is_runc = runc.brand().await == Brand::Runc;
+    let config = Config::load()?;
+    let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
+    let with_script = |criu: CriuConfig| match &hook {
+        Some(hook) => criu.with_script(hook),
+        None => criu,
+    };
+    if may_have_gpus {
+        // Its spec and CRIU's file in its bundle are those of a container with NVIDIA's GPUs, and made later.
+        let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
+        plain.criu = is_runc.then(|| with_script(criu).without_state());
+        return Ok(plain);
+    }
+    let criu = with_script(CriuConfig::of_criu(&spec, bundle));
+    if spec.has_amd_gpus() && !is_firns {
+        plain.plugins = unless_missing(criu::amd_plugins(
+            bundle,
+            config.criu.amdgpu_plugin.as_deref(),
+            &criu::PLUGIN_DIRS,
+        ));
+        if is_runc {
+            let edited = edit::settle_other_gpus(&mut spec, &devnodes::other_gpus_of_host())?;
+            if !edited.is_empty() {
+                log::warn!("nodes in {} are not as they were: {edited}", bundle.display());
+            }
+        }
+    }
+    if is_runc {
+        edit::set_criu_config(&mut spec, &criu.path())?;
+        spec.save(bundle)?;
+        plain.criu = Some(criu);
+    }
+    Ok(plain)
 }
 
 fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
@@ -233,6 +263,7 @@ async fn gpu_part(
         criu,
         config,
         worker,
+        hook,
         job: is_job.then(|| bundle.join(names::BUNDLE_JOB)),
     })
 }
@@ -394,32 +425,16 @@ mod tests {
             ..RuncOptions::default()
         };
         for gpu in [false, true] {
-            let (bundle, image) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            let bundle = tempfile::tempdir().unwrap();
             let node = serde_json::json!({"path": "/dev/kfd", "type": "c", "major": 511, "minor": 0});
-            let settled = Settled {
-                spec: Spec::from(serde_json::json!({"linux": {"devices": [node]}})),
-                runtime: None,
-                gpu,
-            };
+            let spec = Spec::from(serde_json::json!({"linux": {"devices": [node]}}));
             let runc = Runc::new("c", "default", bundle.path(), &options, reaper.clone());
-            let (bundle, image) = (bundle.path(), image.path());
-            let prepared = prepare(
-                "c",
-                &options,
-                bundle,
-                image,
-                &settled,
-                &runc,
-                &reaper,
-                &Cut::default(),
-            )
-            .await;
-            assert_eq!(
-                prepared.unwrap().others.is_some(),
-                !gpu,
-                "with NVIDIA's GPUs: {gpu}"
-            );
-            assert!(!gpu || std::fs::read_dir(bundle).unwrap().next().is_none());
+            let plain = plain_part(bundle.path(), spec, gpu, false, &runc).await.unwrap();
+            assert!(plain.criu.is_some());
+            let edited =
+                Spec::load(bundle.path()).is_ok_and(|spec| spec.annotation("org.criu.config").is_some());
+            assert_eq!(edited, !gpu, "with NVIDIA's GPUs: {gpu}");
+            assert!(!gpu || std::fs::read_dir(bundle.path()).unwrap().next().is_none());
         }
     }
 }

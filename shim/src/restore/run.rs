@@ -11,14 +11,13 @@ use firn_oci::manifest::CudaProcess;
 use firn_oci::script::Refusal as ScriptRefusal;
 use firn_oci::{Spec, criu};
 
-use super::RestoreError;
 use super::abandon::{LOG, abandon, work_dir};
 use super::error::{Cause, Refusal};
 use super::prepare::{GpuPart, Prepared, in_use, left_image};
 use super::stopped::was_stopped;
+use super::{RestoreError, compare};
 use crate::account::Account;
 use crate::blocking::{blocking, stoppable};
-use crate::cgroup::Cgroup;
 use crate::checkpoint::error_lines;
 use crate::container::{Container, Cut};
 use crate::hold::RunOnly;
@@ -122,10 +121,7 @@ pub(crate) async fn run(
         flags: &prepared.flags,
         plugins: gpu
             .map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins))
-            .or(prepared
-                .others
-                .as_ref()
-                .and_then(|others| others.plugins.as_deref())),
+            .or(prepared.plain.plugins.as_deref()),
         bounds: Bounds {
             deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
             journal: &journal,
@@ -245,7 +241,7 @@ async fn plain(
 ) -> Result<i32, RestoreError> {
     let (pid_file, Bounds { journal, .. }) = (restore.pid_file, restore.bounds);
     enter(journal, Phase::CriuRestore).await;
-    let criu = prepared.others.as_ref().and_then(|others| others.criu.as_ref());
+    let criu = prepared.plain.criu.as_ref();
     if let Some(criu) = criu {
         forget_refusal(container).await;
         criu.write(criu::Operation::Restore)
@@ -332,7 +328,7 @@ async fn restore_gpu(
     let restored = tokio::select! {
         biased;
         () = cut.asked() => Err(Cause::Killed),
-        restored = bring_back(container, gpu, &mut driver, image, pid_file, journal, account) => restored,
+        restored = bring_back(container, gpu, &mut driver, image, pid_file, reaper, (journal, account)) => restored,
     };
     point("restore-continued").await;
     driver.end().await;
@@ -347,13 +343,14 @@ async fn bring_back(
     driver: &mut Gpu,
     image: PathBuf,
     pid_file: &Path,
-    journal: &Journal,
-    account: &mut Account,
+    reaper: &Reaper,
+    (journal, account): (&Journal, &mut Account),
 ) -> Result<i32, Cause> {
     journal.enter(Phase::DevRepair).await?;
     let pid = read_pid(pid_file)?;
-    let cgroup = Cgroup::of_pid(pid)?;
-    let pids = cgroup.pids()?;
+    // Order matters: whom CRIU has made is not known before, nor where its /dev is.
+    let (cgroup, pids) = compare::tasks(container, &gpu.hook, pid, reaper).await?;
+    account.mark("compare");
     let spec = Spec::load(&container.bundle)?;
     let repaired = blocking(move || devnodes::repair(pid, &spec)).await?;
     if let Some(left) = &repaired.left {

@@ -130,6 +130,7 @@ const PHASES: [(&str, &str); 13] = [
     ("manifest", "firn writes what the restore will need to know"),
     ("end", "the container ends"),
     ("criu-restore", "CRIU makes the processes again, stopped"),
+    ("compare", "they have no more than the container's spec allows"),
     ("dev-repair", "/dev of the container gets the node of the new GPU"),
     ("gpu-restore", "the driver moves GPU memory back"),
     ("unlock", "the GPU takes work again"),

@@ -36,6 +36,13 @@ pub const POINTS: &[Point] = &[
     )
     .firn_only()
     .on(&[Suite::Forky]),
+    Point::new(
+        "checkpoint: no container from one where the operator has not allowed it",
+        "FIRN-RESTORE-CRI",
+        off,
+    )
+    .firn_only()
+    .on(&[Suite::Forky]),
     Point::new("checkpoint: containerd 1.7 has none", "Unimplemented", none).on(&[Suite::Trixie]),
 ];
 
@@ -54,6 +61,13 @@ fn checkpoint(container: &Ctr<'_>) -> Result<()> {
 ///
 /// containerd 2.1 pulls the image of the source again, whether it is there or not: its own content is the registry.
 fn restore<'h>(pod: &Pod<'h>, special: &serde_json::Value) -> Result<Ctr<'h>> {
+    pod.cri.host.configure("[restore]\ncri = true\n")?;
+    let restored = restore_as_configured(pod, special);
+    pod.cri.host.configure("")?;
+    restored
+}
+
+fn restore_as_configured<'h>(pod: &Pod<'h>, special: &serde_json::Value) -> Result<Ctr<'h>> {
     let mut registry = pod.cri.host.node().spawn(&[CLIENT, "registry", BLOBS])?;
     let mut ready = String::new();
     let said = registry.stdout.take().context("no output")?;
@@ -144,6 +158,22 @@ fn plain(cri: Cri<'_>) -> Result<String> {
     Ok(format!(
         "{state}\n{seen}\ngoes on in another pod, {shims} shim, {exec}, ended {how}"
     ))
+}
+
+/// Whoever may make a pod could restore an image of theirs.
+fn off(cri: Cri<'_>) -> Result<String> {
+    pulled(cri)?;
+    let pod = cri.pod("pod")?;
+    let container = pod.start("c", COUNT)?;
+    beyond(&container, 3)?;
+    checkpoint(&container)?;
+    pod.remove(&[&container])?;
+    let other = cri.pod("other")?;
+    let said = failure(restore_as_configured(&other, &json!({ "image": { "image": ARCHIVE } })).map(drop))?;
+    other.remove(&[])?;
+    std::fs::remove_file(cri.host.node().path(ARCHIVE))?;
+    ensure!(said.contains("hint: cri = true under [restore]"), "{said}");
+    Ok(said)
 }
 
 fn gpu(cri: Cri<'_>) -> Result<String> {

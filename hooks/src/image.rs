@@ -1,0 +1,24 @@
+//! Compares what is to be restored with the spec of the container that it becomes. The shim has a child of its own do it: a file
+//! that cannot be read to its end, and one that takes all memory, are this process's.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use firn_oci::Spec;
+use firn_oci::criu_image::{self, Host};
+
+/// Prints what in an image exceeds the bundle's spec, or null.
+pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
+    let spec = Spec::load(bundle)?;
+    let fault = criu_image::check(&spec, image, &Host::this()).err();
+    crate::answer(&format!("{}\n", serde_json::to_string(&fault)?))
+}
+
+/// Prints what of restored processes, the first of which is the container's init, exceeds the bundle's spec, or null.
+pub(crate) fn check_tasks(bundle: &Path, pids: &[&str]) -> Result<()> {
+    let spec = Spec::load(bundle)?;
+    let pids: Vec<i32> = pids.iter().map(|pid| pid.parse()).collect::<Result<_, _>>()?;
+    let init = *pids.first().context("no process")?;
+    let fault = criu_image::check_made(&spec, init, &pids, &Host::this()).err();
+    crate::answer(&format!("{}\n", serde_json::to_string(&fault)?))
+}
