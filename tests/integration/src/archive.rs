@@ -52,29 +52,48 @@ impl Archive {
 
     /// Changes the CRIU images; `edit` gets their directory.
     pub fn edit(&mut self, edit: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+        self.edit_part(|kind| kind == CRIU, edit)
+    }
+
+    /// Changes what the container has written to its root file system; `edit` gets a directory with that.
+    pub fn edit_rootfs(&mut self, edit: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+        self.edit_part(
+            |kind| kind.contains("image.layer") || kind.contains("image.rootfs.diff"),
+            edit,
+        )
+    }
+
+    fn edit_part(
+        &mut self,
+        is_it: impl Fn(&str) -> bool,
+        edit: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<()> {
         let manifests = self.index["manifests"]
             .as_array_mut()
             .context("an index without manifests")?;
-        let criu = manifests
+        let part = manifests
             .iter_mut()
-            .find(|manifest| manifest["mediaType"] == CRIU);
-        let criu = criu.context("no CRIU images in the index")?;
+            .find(|manifest| manifest["mediaType"].as_str().is_some_and(&is_it));
+        let part = part.context("no such part in the index")?;
         let (dir, packed) = (tempfile::tempdir()?, tempfile::NamedTempFile::new()?);
         tar(&[
             "-xf".as_ref(),
-            blob(self.layout.path(), criu)?.as_ref(),
+            blob(self.layout.path(), part)?.as_ref(),
             "-C".as_ref(),
             dir.path(),
         ])?;
         edit(dir.path())?;
+        let is_packed = part["mediaType"]
+            .as_str()
+            .is_some_and(|kind| kind.ends_with("gzip"));
         tar(&[
-            "-cf".as_ref(),
+            if is_packed { "-czf" } else { "-cf" }.as_ref(),
             packed.path(),
             "-C".as_ref(),
             dir.path(),
             ".".as_ref(),
         ])?;
-        put(self.layout.path(), criu, &fs::read(packed.path())?)
+        put(self.layout.path(), part, &fs::read(packed.path())?)
     }
 
     /// Gives it to a node's containerd under this name.

@@ -1,0 +1,569 @@
+//! Images that were changed to give a container more than its spec allows: each is refused, nothing is gained by it and nothing
+//! is left, and the image that it was made from restores afterwards.
+//!
+//! The images are real ones, of containers without any privilege; firn's manifest is made to fit again, as an attacker would. The
+//! same images are given to containerd's own shim, and what came of it is printed as a table.
+
+mod cases;
+mod wire;
+
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Archive, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, failure, nothing_left, on};
+use firn_node::{Cgroup, Suite, wait_for};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::cases::{BELOW, CASES, Case, HOST_FILE, VICTIM, cgroup_below};
+
+/// What ctr gives a container unless it is told otherwise.
+const CAPABILITIES: [&str; 14] = [
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FSETID",
+    "FOWNER",
+    "MKNOD",
+    "NET_RAW",
+    "SETGID",
+    "SETUID",
+    "SETFCAP",
+    "SETPCAP",
+    "NET_BIND_SERVICE",
+    "SYS_CHROOT",
+    "KILL",
+    "AUDIT_WRITE",
+];
+
+const PLAIN: &str = "checkpoint/plain";
+const GPU: &str = "checkpoint/gpu";
+const HOSTILE: &str = "checkpoint/hostile";
+const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i >>/log; sleep 0.1; done";
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// No capability, a seccomp filter; no_new_privs and the namespaces are ctr's own.
+fn restrictions() -> Vec<String> {
+    let dropped = CAPABILITIES
+        .iter()
+        .flat_map(|name| ["--cap-drop".to_owned(), format!("CAP_{name}")]);
+    dropped.chain(["--seccomp".to_owned()]).collect()
+}
+
+/// Images of a container without and one with a GPU.
+fn images(host: &GpuHost) -> Result<()> {
+    let restrictions = restrictions();
+    let restrictions: Vec<&str> = restrictions.iter().map(String::as_str).collect();
+    let options = [&["--runtime", FIRN], &restrictions[..]].concat();
+    let plain = Container::run(host, "job", &options, &["sh", "-c", COUNT])?;
+    counts(host)?;
+    plain.checkpoint(PLAIN)?;
+    plain.remove()?;
+    let gpu = Container::count_with(host, "job", &["0"], 1, &restrictions, &[])?;
+    gpu.goes_on(3)?;
+    gpu.checkpoint(GPU)?;
+    gpu.remove()
+}
+
+/// Waits until the container without GPU writes on.
+fn counts(host: &GpuHost) -> Result<()> {
+    let log = host.node().path(format!("{}/job/rootfs/log", firn_lab::BUNDLES));
+    let length = || fs::metadata(&log).map_or(0, |log| log.len());
+    let before = length();
+    wait_for(
+        "more numbers",
+        LIMIT,
+        || Ok((length() > before + 4).then_some(())),
+    )
+}
+
+fn restores(host: &GpuHost, image: &str) -> Result<()> {
+    let (job, _) = Container::restore(host, "job", image, usize::from(image == GPU))?;
+    match image {
+        GPU => job.goes_on(3).map(drop)?,
+        _ => counts(host)?,
+    }
+    job.remove()?;
+    host.idle()
+}
+
+/// Makes firn's manifest one of the files as they are now.
+fn sign(dir: &Path) -> Result<()> {
+    let path = dir.join("firn.json");
+    let Ok(text) = fs::read(&path) else {
+        return Ok(());
+    };
+    let mut manifest: Value = serde_json::from_slice(&text)?;
+    let images = manifest["body"]["images"].as_array_mut().context("no images")?;
+    let names: Vec<String> = fs::read_dir(dir)?
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| name.ends_with(".img") || name == "descriptors.json")
+        .collect();
+    images.clear();
+    for name in names {
+        let file = dir.join(&name);
+        let is_file = file.metadata()?.is_file();
+        let bytes = if is_file { fs::read(file)? } else { Vec::new() };
+        images.push(match bytes.len() < 1 << 20 {
+            true => json!({ "name": name, "size": bytes.len(), "sha256": sum(&bytes) }),
+            false => {
+                let blocks: Vec<u8> = bytes.chunks(4 << 20).flat_map(Sha256::digest).collect();
+                json!({ "name": name, "size": bytes.len(), "sha256_of_blocks": sum(&blocks) })
+            }
+        });
+    }
+    let body = manifest["body"].take().to_string();
+    let (major, minor) = (&manifest["major"], &manifest["minor"]);
+    let sha256 = sum(body.as_bytes());
+    let text = format!(
+        r#"{{"format":"firn-checkpoint","major":{major},"minor":{minor},"sha256":"{sha256}","body":{body}}}"#
+    );
+    Ok(fs::write(path, text)?)
+}
+
+fn sum(bytes: &[u8]) -> String {
+    Sha256::digest(bytes)
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// The image as the attacker has changed it, of a container under this runtime.
+fn make(host: &GpuHost, image: &str, runtime: &str, edit: fn(&Path) -> Result<()>) -> Result<()> {
+    let mut archive = Archive::export(host, image)?;
+    archive.describe(IMAGE, runtime);
+    archive.edit(|dir| {
+        edit(dir)?;
+        sign(dir)
+    })?;
+    archive.import(host, HOSTILE)
+}
+
+/// firn refuses it before runc is called, and nothing is there afterwards.
+fn refused(host: &GpuHost, image: &str, case: &Case) -> Result<()> {
+    make(host, image, FIRN, case.edit)?;
+    let said = failure(Container::restore(host, "job", HOSTILE, 1).map(drop))?;
+    let code = match image {
+        GPU => case.by_manifest.unwrap_or(case.code),
+        _ => case.code,
+    };
+    let code = format!("{code}:");
+    ensure!(said.contains(&code), "not {code} but:\n{said}");
+    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    ensure!(
+        !host.runc_has("restore")? && !host.runc_has("create")?,
+        "runc was called"
+    );
+    host.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(host, "job")?;
+    ensure!(host.node().read(HOST_FILE)? == "the host's", "a file of the host");
+    host.remove_image(HOSTILE)
+}
+
+/// What the stock shim makes of it; nothing when it does not come to an end.
+fn by_stock(host: &GpuHost, case: &Case) -> Result<Option<String>> {
+    make(host, PLAIN, STOCK, case.edit)?;
+    let restore = [
+        "timeout",
+        "20",
+        "ctr",
+        "containers",
+        "restore",
+        "--rw",
+        "--live",
+        "job",
+        HOSTILE,
+    ];
+    let said = host.said(&restore, "")?;
+    let mut seen = match said.code {
+        Some(0) => gained(host)?,
+        Some(124) => return Ok(None),
+        _ => "not restored".to_owned(),
+    };
+    if host.node().read(HOST_FILE)? != "the host's" {
+        seen.push_str(", a file of the host written");
+        host.node().write(HOST_FILE, "the host's")?;
+    }
+    for last in [
+        &["ctr", "tasks", "kill", "--signal", "SIGKILL", "job"][..],
+        &["sleep", "1"],
+        &["ctr", "tasks", "delete", "--force", "job"],
+        &["ctr", "containers", "delete", "job"],
+        &["ctr", "images", "remove", "--sync", HOSTILE],
+    ] {
+        let said = host.said(&[&["timeout", "10"], last].concat(), "")?;
+        if said.code == Some(124) {
+            return Ok(None);
+        }
+    }
+    let left = |process: &firn_node::Process| process.args.iter().any(|argument| argument == COUNT);
+    match host.node().processes().iter().any(left) {
+        true => Ok(None),
+        false => Ok(Some(seen)),
+    }
+}
+
+/// What a restored container has that its spec does not give it.
+fn gained(host: &GpuHost) -> Result<String> {
+    let table = host.node().run(&["ctr", "tasks", "list"])?.stdout;
+    let pid = table
+        .lines()
+        .filter_map(|row| row.strip_prefix("job ")?.split_whitespace().next())
+        .next()
+        .context("no task")?
+        .to_owned();
+    let read = |file: &str| {
+        Ok::<_, anyhow::Error>(host.node().run(&["cat", &format!("/proc/{pid}/{file}")])?.stdout)
+    };
+    let status = read("status")?;
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.map(str::trim).unwrap_or_default().to_owned()
+    };
+    let mut seen = Vec::new();
+    for set in ["CapInh", "CapEff", "CapBnd", "CapAmb"] {
+        let value = field(&format!("{set}:"));
+        if value.chars().any(|digit| digit != '0') {
+            seen.push(format!("{set} {value}"));
+        }
+    }
+    for (name, expected) in [("NoNewPrivs:", "1"), ("Seccomp:", "2")] {
+        if field(name) != expected {
+            seen.push(format!("{name} {}", field(name)));
+        }
+    }
+    if !field("Uid:").starts_with('0') {
+        seen.push(format!(
+            "uid {}",
+            field("Uid:").split_whitespace().next().unwrap_or_default()
+        ));
+    }
+    for kind in ["net", "ipc", "uts", "pid", "mnt"] {
+        let link = |of: &str| host.node().run(&["readlink", &format!("/proc/{of}/ns/{kind}")]);
+        if link(&pid)?.stdout == link("1")?.stdout {
+            seen.push(format!("the host's {kind} namespace"));
+        }
+    }
+    if read("cgroup")?.contains(VICTIM) {
+        seen.push("the other's cgroup".to_owned());
+    }
+    if let Some(limit) = read("limits")?
+        .lines()
+        .find(|line| line.starts_with("Max open files"))
+        && !limit.contains(" 1024 ")
+    {
+        seen.push(limit.split_whitespace().take(4).collect::<Vec<_>>().join(" "));
+    }
+    let score = read("oom_score_adj")?;
+    if score.starts_with('-') {
+        seen.push(format!("oom_score_adj {}", score.trim()));
+    }
+    let policy = host
+        .node()
+        .run(&["chrt", "-p", &pid])
+        .map(|said| said.stdout)
+        .unwrap_or_default();
+    if policy.contains("SCHED_FIFO") {
+        seen.push("SCHED_FIFO".to_owned());
+    }
+    let mounts = read("mountinfo")?;
+    let options = |point: &str| {
+        let mut lines = mounts
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>());
+        lines
+            .find(|fields| fields.get(4) == Some(&point))
+            .and_then(|fields| Some(fields.get(5)?.to_string()))
+    };
+    for point in ["/proc/sys", "/sys"] {
+        if options(point).is_none_or(|options| options.starts_with("rw")) {
+            seen.push(format!("{point} writable"));
+        }
+    }
+    if options("/proc/keys").is_none() {
+        seen.push("/proc/keys open".to_owned());
+    }
+    if options("/mnt").is_some() {
+        seen.push("the mount".to_owned());
+    }
+    let fds = host.node().run(&["ls", "-l", &format!("/proc/{pid}/fd")])?.stdout;
+    let foreign = fds
+        .lines()
+        .filter(|line| line.contains(" -> /") && !line.contains("/dev/null"))
+        .count();
+    if foreign > 0 {
+        seen.push(format!("{foreign} descriptors of others"));
+    }
+    Ok(match seen.is_empty() {
+        true => "restored, nothing gained".to_owned(),
+        false => format!("restored with {}", seen.join(", ")),
+    })
+}
+
+/// Cgroups that an image adds below its container's own are not made, nor are their properties set.
+fn no_cgroup_is_made(host: &GpuHost) -> Result<()> {
+    make(host, PLAIN, FIRN, |dir| cgroup_below(dir, "pids.max", "7"))?;
+    let (job, _) = Container::restore(host, "job", HOSTILE, 0)?;
+    counts(host)?;
+    let made = host
+        .node()
+        .run(&["find", "/sys/fs/cgroup", "-name", BELOW])?
+        .stdout;
+    ensure!(made.is_empty(), "made:\n{made}");
+    let pid = job.pid()?;
+    let cgroups = host.node().run(&["cat", &format!("/proc/{pid}/cgroup")])?.stdout;
+    ensure!(cgroups.contains("/default/job"), "it is in\n{cgroups}");
+    job.remove()?;
+    host.remove_image(HOSTILE)
+}
+
+/// Device nodes that come with the root file system's own layer are there and of no use.
+fn no_device_is_opened(host: &GpuHost) -> Result<()> {
+    let mut archive = Archive::export(host, PLAIN)?;
+    archive.edit_rootfs(|dir| {
+        let mut mknod = Command::new("mknod");
+        let made = mknod
+            .arg("-m666")
+            .arg(dir.join("disk"))
+            .args(["c", "10", "237"])
+            .status()?;
+        ensure!(made.success(), "mknod");
+        Ok(())
+    })?;
+    archive.import(host, HOSTILE)?;
+    let (job, _) = Container::restore(host, "job", HOSTILE, 0)?;
+    counts(host)?;
+    let said = failure(job.exec(&["head", "-c1", "/disk"]))?;
+    ensure!(said.contains("Operation not permitted"), "{said}");
+    job.remove()?;
+    host.remove_image(HOSTILE)
+}
+
+/// Of two mounts of one source CRIU gives the second no flags: it would be writable after a restore.
+fn mounts_stay_read_only(host: &GpuHost) -> Result<()> {
+    host.node().run(&["mkdir", "-p", "/srv/shared"])?;
+    let mount = |point| format!("type=bind,src=/srv/shared,dst={point},options=rbind:ro:nosuid:nodev");
+    let (one, other) = (mount("/one"), mount("/other"));
+    let options = ["--runtime", FIRN, "--mount", &one, "--mount", &other];
+    let job = Container::run(host, "job", &options, &["sh", "-c", COUNT])?;
+    counts(host)?;
+    job.checkpoint(HOSTILE)?;
+    job.remove()?;
+    let (job, _) = Container::restore(host, "job", HOSTILE, 0)?;
+    counts(host)?;
+    let mounts = host
+        .node()
+        .run(&["cat", &format!("/proc/{}/mountinfo", job.pid()?)])?
+        .stdout;
+    for point in [" /one ", " /other "] {
+        let line = mounts.lines().find(|line| line.contains(point));
+        let line = line.with_context(|| format!("no{point}in\n{mounts}"))?;
+        ensure!(line.contains(&format!("{point}ro,nosuid,nodev,")), "{line}");
+    }
+    let said = failure(job.exec(&["touch", "/other/file"]))?;
+    ensure!(said.contains("Read-only file system"), "{said}");
+    job.remove()?;
+    host.remove_image(HOSTILE)
+}
+
+/// A node with images of containers without privileges, and another container.
+fn ground(suite: Suite, name: &str) -> Result<GpuHost> {
+    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+    host.node().write(HOST_FILE, "the host's")?;
+    images(&host)?;
+    Container::run(&host, VICTIM, &["--runtime", STOCK], &["sleep", "100000"])?;
+    Ok(host)
+}
+
+fn corpus(suite: Suite, name: &str) -> Result<()> {
+    on([ground(suite, name)?], |[host]| {
+        host.watch_runc()?;
+        for case in CASES {
+            for image in [PLAIN, GPU] {
+                refused(host, image, case).with_context(|| format!("{}, {image}", case.what))?;
+            }
+        }
+        no_cgroup_is_made(host)?;
+        no_device_is_opened(host)?;
+        mounts_stay_read_only(host)?;
+        for image in [PLAIN, GPU] {
+            let (job, _) = Container::restore(host, "job", image, usize::from(image == GPU))?;
+            match image {
+                GPU => job.goes_on(3).map(drop)?,
+                _ => counts(host)?,
+            }
+            job.remove()?;
+        }
+        Ok(())
+    })
+}
+
+/// What containerd's own shim makes of the same images: for people, as nothing of it is promised. A node on which a restore hangs
+/// is given up.
+fn stock(suite: Suite, name: &str) -> Result<()> {
+    let mut host = ground(suite, &format!("{name}-0"))?;
+    let good = Case {
+        what: "unchanged",
+        code: "restored",
+        by_manifest: None,
+        edit: |_| Ok(()),
+    };
+    let mut table = String::new();
+    for (number, case) in [&good].into_iter().chain(CASES).enumerate() {
+        let seen = by_stock(&host, case).with_context(|| case.what)?;
+        let seen = match seen {
+            Some(seen) => seen,
+            None => {
+                host = ground(suite, &format!("{name}-{}", number + 1))?;
+                "it hangs".to_owned()
+            }
+        };
+        writeln!(table, "| {} | {seen} | {} |", case.what, case.code)?;
+    }
+    println!("| image | stock shim ({suite:?}) | firn |\n|---|---|---|\n{table}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "a table for people"]
+fn what_the_stock_shim_makes_of_the_same_images_on_forky() -> Result<()> {
+    stock(Suite::Forky, "hs-f")
+}
+
+#[test]
+#[ignore = "a table for people"]
+fn what_the_stock_shim_makes_of_the_same_images_on_trixie() -> Result<()> {
+    stock(Suite::Trixie, "hs-t")
+}
+
+/// firn-hook as it is, but for the first comparison, which finds nothing.
+const BLIND: &str = "#!/bin/bash
+case \"$1\" in check-image) echo null ;; *) exec -a \"$0\" /usr/local/bin/firn-hook \"$@\" ;; esac
+";
+
+/// runc as it is, but that a container which it has restored is moved into another's cgroup.
+const ASTRAY: &str = "#!/bin/sh
+/usr/sbin/runc \"$@\"
+code=$?
+case \" $* \" in *' restore '*)
+  pid=$(cat /run/containerd/io.containerd.runtime.v2.task/default/job/*.pid)
+  for procs in $(find /sys/fs/cgroup -path '*/victim/cgroup.procs'); do echo $pid >$procs; done ;;
+esac
+exit $code
+";
+
+/// A restore by this image fails after runc was called, with this in its message, and nothing is left.
+fn undone(host: &GpuHost, image: &str, expected: &str) -> Result<()> {
+    let said = failure(Container::restore(host, "job", image, 1).map(drop))?;
+    ensure!(
+        said.contains("FIRN-IMAGE-PRIVILEGE:") && said.contains("was undone"),
+        "{said}"
+    );
+    ensure!(said.contains(expected), "no {expected:?} in:\n{said}");
+    // ctr leaves the task of a failed start, which was never running.
+    let _ = host.ctr(&["tasks", "delete", "--force", "job"], "")?;
+    host.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(host, "job")?;
+    let memory = host.gpu_memory()?;
+    ensure!(
+        memory.iter().all(|mib| *mib == 0),
+        "GPU memory in use: {memory:?}"
+    );
+    Ok(())
+}
+
+/// What gets past the first comparison is found in what CRIU has made, before any of it runs; and no process of others is
+/// touched.
+fn made(suite: Suite, name: &str) -> Result<()> {
+    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        host.node().write(HOST_FILE, "the host's")?;
+        images(host)?;
+        restores(host, GPU)?;
+        // It stops itself: whoever continues it lets it write.
+        let stopped = "kill -STOP $$; echo continued >/log; sleep 100000";
+        let script = format!("sh -c '{stopped}' & wait");
+        let victim = Container::run(host, VICTIM, &["--runtime", STOCK], &["sh", "-c", &script])?;
+        wait_for("the other's process to stop", LIMIT, || {
+            let processes = host.node().processes();
+            let own = processes
+                .iter()
+                .find(|process| process.args.last().is_some_and(|last| last == stopped));
+            let Some(own) = own else {
+                return Ok(None);
+            };
+            let status = host
+                .node()
+                .run(&["cat", &format!("/proc/{}/status", own.pid)])?
+                .stdout;
+            Ok(status.contains("T (stopped)").then_some(()))
+        })?;
+        host.replace_runc(ASTRAY)?;
+        undone(host, GPU, "is not in the container's cgroup")?;
+        let log = host
+            .node()
+            .path(format!("{}/{VICTIM}/rootfs/log", firn_lab::BUNDLES));
+        ensure!(!log.exists(), "a process of others was continued");
+        ensure!(victim.status()? == "RUNNING", "the other container has ended");
+        victim.remove()?;
+        host.replace_runc("#!/bin/sh\nexec /usr/sbin/runc \"$@\"\n")?;
+
+        host.node().write("/usr/local/bin/blind-hook", BLIND)?;
+        host.node().run(&["chmod", "755", "/usr/local/bin/blind-hook"])?;
+        host.configure("[hook]\npath = \"/usr/local/bin/blind-hook\"\n")?;
+        for (what, expected) in MADE {
+            let case = CASES.iter().find(|case| case.what == *what);
+            make(
+                host,
+                GPU,
+                FIRN,
+                case.with_context(|| format!("no case {what}"))?.edit,
+            )?;
+            undone(host, HOSTILE, expected).with_context(|| (*what).to_owned())?;
+            host.remove_image(HOSTILE)?;
+        }
+        host.configure("")?;
+        restores(host, GPU)
+    })
+}
+
+/// What CRIU makes of an image, and what of it is told.
+const MADE: &[(&str, &str)] = &[
+    ("all capabilities", "capabilities of thread"),
+    (
+        "one capability in the bounding set",
+        "the bounding capabilities of thread",
+    ),
+    ("no no_new_privs", "no_new_privs of thread"),
+    ("no seccomp", "seccomp of thread"),
+    ("another user", "a user id of thread"),
+    ("raised limits", "RLIMIT_NOFILE of process"),
+    ("the host's network namespace", "the network namespace"),
+    ("the host's uts namespace", "the uts namespace"),
+    ("a writable /proc/sys", "the mount /proc/sys"),
+    ("another /proc beside", "the mount /mnt"),
+];
+
+#[test]
+fn what_criu_has_made_is_compared_before_it_runs_on_forky() -> Result<()> {
+    made(Suite::Forky, "hm-f")
+}
+
+#[test]
+fn what_criu_has_made_is_compared_before_it_runs_on_trixie() -> Result<()> {
+    made(Suite::Trixie, "hm-t")
+}
+
+#[test]
+fn images_that_ask_for_more_than_the_spec_are_refused_on_forky() -> Result<()> {
+    corpus(Suite::Forky, "ho-f")
+}
+
+#[test]
+fn images_that_ask_for_more_than_the_spec_are_refused_on_trixie() -> Result<()> {
+    corpus(Suite::Trixie, "ho-t")
+}
