@@ -43,10 +43,18 @@ impl Differs {
     }
 }
 
+/// The configuration. One that cannot be read keeps no container without GPU from being restored: the defaults count, which
+/// allow least.
+pub(super) fn configured() -> Config {
+    Config::load().unwrap_or_else(|error| {
+        log::warn!("{}", Chain(&error));
+        Config::default()
+    })
+}
+
 /// Refuses an image that asks for more than the bundle's spec allows.
 pub(super) async fn image(bundle: &Path, image: &Path, reaper: &Reaper) -> Result<(), Refusal> {
-    let config = Config::load()?;
-    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
+    let hook = find_program(names::HOOK_PROGRAM, configured().hook.path.as_deref())?;
     let mut command = Command::new(hook);
     command.arg("check-image").arg(bundle).arg(image);
     ask(&mut command, reaper).await.map_err(Refusal::Image)

@@ -97,7 +97,7 @@ async fn prepare_unless_refused(
     cut: &Cut,
 ) -> Result<Prepared, Refusal> {
     let spec = settled.spec.clone();
-    if spec.is_cri() && !Config::load()?.restore.cri {
+    if spec.is_cri() && !compare::configured().restore.cri {
         return Err(Refusal::Cri);
     }
     let manifest = read_image(spec.clone(), image, cut).await?;
@@ -137,7 +137,7 @@ async fn plain_part(
 ) -> Result<PlainPart, Refusal> {
     let mut plain = PlainPart::default();
     let is_runc = runc.brand().await == Brand::Runc;
-    let config = Config::load()?;
+    let config = compare::configured();
     let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
     let with_script = |criu: CriuConfig| match &hook {
         Some(hook) => criu.with_script(hook),
