@@ -114,7 +114,7 @@ impl Step {
 }
 
 /// The phases in their order, and what each is, for whoever reads of it for the first time.
-const PHASES: [(&str, &str); 13] = [
+const PHASES: [(&str, &str); 14] = [
     (
         "inspect",
         "find the CUDA processes, refuse what cannot be restored",
