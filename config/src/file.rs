@@ -185,6 +185,17 @@ pub struct Checkpoint {
     pub exec: Exec,
     /// Image directories of GPU containers that others than root may enter.
     pub open_image_dir: OpenImageDir,
+    /// Where a complete image is put when its checkpoint has failed all the same, and containerd will remove it.
+    /// Default: [`names::RESCUE_DIR`].
+    #[serde(deserialize_with = "absolute")]
+    pub rescue_dir: Option<PathBuf>,
+}
+
+impl Checkpoint {
+    /// The directory for rescued images.
+    pub fn rescue_dir(&self) -> &Path {
+        self.rescue_dir.as_deref().unwrap_or(Path::new(names::RESCUE_DIR))
+    }
 }
 
 /// What becomes of an image directory that others than its owner may enter, or that is not root's.

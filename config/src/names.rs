@@ -76,6 +76,13 @@ pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 /// the one of its own (`criu_image_path`) for the stock shim alone, and would start the container afresh.
 pub const OPTION_RESTORE_DIR: u32 = 15_001;
 
+/// Where complete images are put that their client may remove, unless the configuration says otherwise.
+pub const RESCUE_DIR: &str = "/var/lib/firn/rescue";
+
+/// How the names of directories begin in which complete images are put beside containerd's temporary ones, where those are on
+/// another file system than the rescue directory.
+pub const RESCUE_BESIDE: &str = "firn-rescue-";
+
 /// How the names of the temporary directories begin that containerd makes for checkpoints, and removes.
 pub const CONTAINERD_CHECKPOINT: &str = "ctrd-checkpoint";
 

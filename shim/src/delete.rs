@@ -103,11 +103,13 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     });
     let runc = Runc::new(&args.id, &args.namespace, bundle, &options, reaper);
     let cgroup = own_cgroup(args, bundle, &options);
-    let recovery = Recovery::of(bundle);
+    let mut recovery = Recovery::of(bundle);
 
     // CRIU goes on without its shim, holds the tasks, and writes to an image.
     let steps = Steps::begin();
-    if let Some(recovery) = &recovery {
+    if let Some(recovery) = &mut recovery {
+        // Order matters: containerd removes its directory at this very moment.
+        recovery.rescue(bundle).await;
         recovery.tell();
         recovery.end_programs(KILL_LIMIT).await;
     }

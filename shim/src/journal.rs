@@ -203,6 +203,10 @@ enum Line {
         processes: Vec<Cuda>,
     },
     /// GPU memory that the processes had when they were locked.
+    /// The complete image gets a second place.
+    Rescue {
+        dir: PathBuf,
+    },
     Memory {
         gpus: GpuMemory,
     },
@@ -308,6 +312,12 @@ impl Journal {
         self.write(Line::Image { was, id }).await
     }
 
+    /// The image is complete, and is about to be rescued to `dir`.
+    pub(crate) async fn rescue(&self, dir: &Path) {
+        let dir = dir.to_owned();
+        self.note(Line::Rescue { dir }).await;
+    }
+
     /// These processes of the container use CUDA and may be locked from now on.
     pub(crate) async fn cuda(&self, processes: &[CudaProcess]) -> Result<(), JournalError> {
         let processes = processes
@@ -382,6 +392,8 @@ pub(crate) struct Record {
     pub image_was: Option<ImageWas>,
     /// Which directory it is; none before it was made, and in journals of earlier versions.
     pub image_id: Option<DirId>,
+    /// Where the image was put that its client may remove.
+    pub rescue: Option<PathBuf>,
     /// The image is complete.
     pub dumped: bool,
     /// Every CUDA process that was ever seen.
@@ -428,6 +440,7 @@ impl Record {
             taking: false,
             image_was: None,
             image_id: None,
+            rescue: None,
             dumped: false,
             cuda: Vec::new(),
             memory: GpuMemory::new(),
@@ -451,6 +464,7 @@ impl Record {
                 self.image_was = Some(was);
                 self.image_id = id;
             }
+            Line::Rescue { dir } => self.rescue = Some(dir),
             Line::Memory { gpus } => self.memory = gpus,
             Line::Cuda { processes } => {
                 for Cuda { pid, restore_tid } in processes {

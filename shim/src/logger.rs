@@ -114,7 +114,7 @@ impl fmt::Display for Quoted<'_> {
 }
 
 /// Time since 1970 as UTC, in nanoseconds, `2026-01-31T23:59:59.000000000Z`.
-struct Rfc3339(Duration);
+pub(crate) struct Rfc3339(pub(crate) Duration);
 
 impl fmt::Display for Rfc3339 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -7,11 +7,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::names;
+use firn_config::{Config, names};
 use tokio::time::{Instant, sleep};
 
 use crate::blocking::blocking;
-use crate::checkpoint::ImageDir;
+use crate::checkpoint::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::{pidfd, procfs, restore};
 
@@ -20,6 +20,9 @@ const CRIU: &str = "criu";
 
 /// Pause between two looks at who is left.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// How long an image may take to get a second place. The action `delete` has not much more.
+const RESCUE: Duration = Duration::from_millis(1500);
 
 /// How long the programs of a transaction may take to end when a container is made in its bundle.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -73,6 +76,56 @@ impl Recovery {
         }
     }
 
+    /// Gives a complete image a second place that its client may remove; containerd is at it already.
+    pub(crate) async fn rescue(&mut self, bundle: &Path) {
+        let Record {
+            begin,
+            rescue,
+            image_was,
+            image_id,
+            ..
+        } = &self.0;
+        if let Some(half) = rescue.clone().filter(|dir| !rescue::is_complete(dir)) {
+            blocking(move || rescue::remove(&half)).await;
+        }
+        if self.is_rescued() || !begin.gpu || !self.is_complete() {
+            return;
+        }
+        let root = Config::load().unwrap_or_default();
+        let dir = rescue::place(root.checkpoint.rescue_dir(), bundle, &begin.container);
+        let (path, was, id) = (
+            begin.image.clone(),
+            image_was.unwrap_or(ImageWas::Filled),
+            *image_id,
+        );
+        let put = blocking(move || {
+            let image = ImageDir::known(&path, was, id);
+            if !image.is_containerds() {
+                return None;
+            }
+            let beside = rescue::beside(&path, &dir);
+            match rescue::link(&image, &dir) {
+                Ok(()) => Some(dir),
+                Err(_) => rescue::link_beside(&image, &beside).ok().map(|()| beside),
+            }
+        });
+        if let Ok(Some(dir)) = tokio::time::timeout(RESCUE, put).await {
+            self.0.rescue = Some(dir);
+        }
+    }
+
+    fn is_rescued(&self) -> bool {
+        self.0.rescue.as_deref().is_some_and(rescue::is_complete)
+    }
+
+    /// Where the image is, if it is complete.
+    pub(crate) fn image(&self) -> &Path {
+        match &self.0.rescue {
+            Some(dir) if rescue::is_complete(dir) => dir,
+            _ => &self.0.begin.image,
+        }
+    }
+
     /// What the transaction did before its shim was killed, and what is left of it.
     pub(crate) fn tell(&self) {
         let Record {
@@ -85,11 +138,12 @@ impl Recovery {
             let phase = phase.unwrap_or(journal::Phase::Inspect);
             log::warn!("the shim of {} was killed when about to {phase}", begin.container);
         }
-        if begin.op == Operation::Checkpoint && self.is_complete() {
+        // Its client may have removed it since.
+        if begin.op == Operation::Checkpoint && self.is_complete() && self.image().exists() {
             log::warn!(
                 "the checkpoint of {} in {} is complete and can be restored",
                 begin.container,
-                begin.image.display()
+                self.image().display()
             );
         }
     }
@@ -114,15 +168,16 @@ impl Recovery {
                 && image_was.is_some_and(|was| was != ImageWas::Filled)
                 && begin.image.join(names::MANIFEST).is_file()
         };
-        self.0.dumped || has_manifest()
+        self.is_rescued() || self.0.dumped || has_manifest()
     }
 }
 
 /// Ends whatever a transaction has left that was under way in this bundle before a container is made in it.
 pub(crate) async fn recover(bundle: &Path) {
-    let Some(recovery) = Recovery::of(bundle) else {
+    let Some(mut recovery) = Recovery::of(bundle) else {
         return;
     };
+    recovery.rescue(bundle).await;
     recovery.tell();
     recovery.end_programs(LIMIT).await;
     recovery.clear().await;

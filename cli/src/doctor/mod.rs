@@ -2,6 +2,7 @@
 
 mod driver;
 mod host;
+mod images;
 mod programs;
 
 use anyhow::Result;
@@ -72,6 +73,7 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
     checks.extend(host::checks(&config));
     checks.extend(programs::checks(&config));
     checks.extend(driver::checks(&config));
+    checks.extend(images::checks(&config));
     if args.json {
         output::json(&checks)?;
     } else {

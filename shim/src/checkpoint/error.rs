@@ -7,6 +7,7 @@ use firn_oci::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
 use ttrpc::Code;
 
+use super::image::is_containerds;
 use super::transaction::Failure;
 use crate::cgroup::CgroupError;
 use crate::container::Container;
@@ -201,7 +202,7 @@ pub(crate) enum CheckpointError {
     #[error(
         "FIRN-ENDED: container {container} ended during its checkpoint: cannot {phase}: {}. hint: {}",
         Chain(cause),
-        ended_hint(image)
+        ended_hint(image, container)
     )]
     Ended {
         container: String,
@@ -216,7 +217,7 @@ pub(crate) enum CheckpointError {
         suspended.code(),
         Chain(suspended),
         before(failed),
-        suspended_hint(suspended, image)
+        suspended_hint(suspended, image, container)
     )]
     Suspended {
         container: String,
@@ -228,9 +229,10 @@ pub(crate) enum CheckpointError {
     /// The image is complete, the container is not at its end.
     #[error(
         "FIRN-NOT-ENDED: the checkpoint of container {container} in {} is complete and the container has not ended: {}. \
-         hint: kill the container",
+         hint: kill the container; {}",
         image.display(),
-        Chain(cause)
+        Chain(cause),
+        complete_hint(image, container)
     )]
     NotEnded {
         container: String,
@@ -255,9 +257,22 @@ pub(crate) enum CheckpointError {
     Cgroup(#[from] CgroupError),
 }
 
-fn ended_hint(image: &Option<PathBuf>) -> String {
+/// What to do with a complete image.
+fn complete_hint(image: &Path, container: &str) -> String {
+    let dir = image.display();
+    // Neither a link nor a copy of it could be made.
+    if is_containerds(image) {
+        return format!(
+            "the dump in {dir} is complete and can be restored, and containerd removes it: if it is still there, copy it, \
+             then `firn restore --dir COPY {container}`"
+        );
+    }
+    format!("the dump in {dir} is complete and can be restored: `firn restore --dir {dir} {container}`")
+}
+
+fn ended_hint(image: &Option<PathBuf>, container: &str) -> String {
     match image {
-        Some(image) => format!("the dump in {} is complete and can be restored", image.display()),
+        Some(image) => complete_hint(image, container),
         None => "restore an earlier checkpoint, or start it anew".to_owned(),
     }
 }
@@ -281,14 +296,14 @@ fn before(failed: &Option<(Phase, EffectError)>) -> String {
     }
 }
 
-fn suspended_hint(error: &EffectError, image: &Option<PathBuf>) -> String {
+fn suspended_hint(error: &EffectError, image: &Option<PathBuf>, container: &str) -> String {
     let hint = match error {
         _ if is_final(error) => "delete it",
         EffectError::Gpu(error @ GpuError::NoMemory { .. }) => error.hint(),
         _ => "resume it to try again (`ctr tasks resume`), or kill and delete it",
     };
     match image {
-        Some(image) => format!("{hint}; the dump in {} is complete", image.display()),
+        Some(image) => format!("{hint}; {}", complete_hint(image, container)),
         None => hint.to_owned(),
     }
 }
@@ -518,7 +533,7 @@ mod tests {
             text.contains("/images/job is complete") && text.contains("resume"),
             "{text}"
         );
-        assert!(text.len() < 320 && !text.contains("firn itself"), "{text}");
+        assert!(text.len() < 350 && !text.contains("firn itself"), "{text}");
         assert_eq!(code, Code::FAILED_PRECONDITION);
         // Why the checkpoint failed is another thing than why it cannot be undone.
         let (text, _) = said(Phase::Dump, EffectError::NoJournal);

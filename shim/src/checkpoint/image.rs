@@ -1,6 +1,7 @@
 //! The directory that receives an image, and CRIU's log beside it.
 
 mod dir;
+pub(crate) mod rescue;
 
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use firn_oci::manifest::{ImageFile, describe_images_by};
 
-pub(crate) use dir::ImageDir;
+pub(crate) use dir::{ImageDir, is_containerds};
 
 use super::DumpError;
 use super::error::EffectError;

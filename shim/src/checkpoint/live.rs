@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::future::Future;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::Config;
@@ -13,21 +13,25 @@ use firn_oci::{Grant, Spec, job, mounts, surroundings};
 use serde::de::DeserializeOwned;
 
 use super::error::{DumpError, EffectError, EndError};
+use super::image::rescue;
 use super::refuse::Policy;
 use super::transaction::Effects;
-use super::{Found, Leftovers, Request, bounded, dump, image};
+use super::{Found, ImageDir, Leftovers, Request, bounded, dump, image};
 use crate::account::Account;
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::container::{Container, Cut};
 use crate::hold::{Hold, threads};
-use crate::journal::{self, Journal, Phase};
+use crate::journal::{self, ImageWas, Journal, Phase};
 use crate::logger::Chain;
 use crate::look::{self, LeftOut};
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::Bounds;
 use crate::worker::{CudaProcess, Gpu, GpuError};
+
+/// How long the file system of the rescue directory is waited for.
+const RESCUE: Duration = Duration::from_secs(10);
 
 /// How long a tool may take to tell its version, which is for people only: it is left out after that.
 const VERSION_LIMIT: Duration = Duration::from_secs(5);
@@ -73,6 +77,8 @@ pub(super) struct Live<'a> {
     /// What the dump has left, to be tidied once the workload is as it shall be.
     leftovers: Leftovers,
     complete: bool,
+    /// The image's second place, if its client may remove the first.
+    rescued: Option<PathBuf>,
 }
 
 impl<'a> Live<'a> {
@@ -97,6 +103,7 @@ impl<'a> Live<'a> {
             needs: GpuMemory::new(),
             leftovers: Leftovers::default(),
             complete: false,
+            rescued: None,
         }
     }
 
@@ -119,6 +126,88 @@ impl<'a> Live<'a> {
             (Some(error), Found { gone: Some(gone), .. }) => *error = gone.into(),
             (Some(EffectError::Dump(DumpError::Failed { lines, .. })), found) => *lines = found.lines,
             _ => {}
+        }
+    }
+
+    /// Gives the image a second place while containerd may remove the first: when the shim is killed it does so at once.
+    async fn link_image(&self) -> Option<PathBuf> {
+        let image = self.request.image.clone();
+        if !image.is_containerds() {
+            return None;
+        }
+        let dir = self.rescue_dir();
+        let beside = rescue::beside(image.path(), &dir);
+        for (dir, link) in [
+            (dir, rescue::link as fn(&ImageDir, &Path) -> std::io::Result<()>),
+            (beside, rescue::link_beside),
+        ] {
+            self.tools.journal.rescue(&dir).await;
+            let (image, to) = (image.clone(), dir.clone());
+            let link = move || link(&image, &to);
+            match bounded("link the image", RESCUE, &self.tools.cut, link).await {
+                Ok(Ok(())) => return Some(dir),
+                Ok(Err(error)) => log::debug!("cannot link the image to {}: {error}", dir.display()),
+                Err(error) => {
+                    log::warn!("{}", Chain(&error));
+                    return None;
+                }
+            }
+        }
+        None
+    }
+
+    fn rescue_dir(&self) -> PathBuf {
+        let Container { bundle, id, .. } = self.container;
+        rescue::place(self.config.checkpoint.rescue_dir(), bundle, id)
+    }
+
+    /// Where the complete image is when the client reads an error that names it. None: it has gone.
+    pub(super) async fn keep_image(&mut self) -> Option<PathBuf> {
+        let linked = self.rescued.take();
+        let root = self.config.checkpoint.rescue_dir();
+        let is_beside = |dir: &PathBuf| !dir.starts_with(root);
+        let image = match linked.clone() {
+            Some(dir) if !is_beside(&dir) => return Some(dir),
+            Some(dir) => blocking(move || ImageDir::known(&dir, ImageWas::Filled, None)).await,
+            None if self.request.image.is_containerds() => self.request.image.clone(),
+            None => {
+                let path = self.request.image.path().to_owned();
+                return (!self.has_lost_image().await).then_some(path);
+            }
+        };
+        let dir = self.rescue_dir();
+        match rescue::copy_within(&image, &dir, self.config.deadlines.dump, &self.tools.cut).await {
+            Ok(()) => {
+                self.tools.journal.rescue(&dir).await;
+                if let Some(beside) = linked {
+                    let _late = tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&beside))).await;
+                }
+                Some(dir)
+            }
+            Err(error) => {
+                log::warn!("cannot copy the image to {}: {error}", dir.display());
+                let path = self.request.image.path().to_owned();
+                match linked {
+                    None if self.has_lost_image().await => None,
+                    linked => Some(linked.unwrap_or(path)),
+                }
+            }
+        }
+    }
+
+    /// Whether the image was taken away, as by a client that has gone.
+    pub(super) async fn has_lost_image(&self) -> bool {
+        let image = self.request.image.clone();
+        let look = move || image.check();
+        let looked = tokio::time::timeout(RESCUE, blocking(look)).await;
+        matches!(looked, Ok(Err(_)))
+    }
+
+    /// The client has the image: it needs no second place any more.
+    pub(super) async fn drop_rescue(&mut self) {
+        if let Some(dir) = self.rescued.take() {
+            let remove = move || rescue::remove(&dir);
+            let _late = tokio::time::timeout(RESCUE, blocking(remove)).await;
         }
     }
 
@@ -583,6 +672,7 @@ impl Effects for Live<'_> {
         self.write_manifest(described).await?;
         self.tools.account.mark("manifest");
         self.complete = true;
+        self.rescued = self.link_image().await;
         Ok(())
     }
 }

@@ -26,7 +26,7 @@ use firn_oci::{Spec, edit, nccl};
 
 use error::DumpError;
 pub(crate) use error::{CheckpointError, EffectError};
-pub(crate) use image::{ImageDir, error_lines};
+pub(crate) use image::{ImageDir, error_lines, rescue};
 pub(crate) use job::begin as begin_job;
 pub(crate) use refuse::{Policy, by_signs};
 
@@ -376,7 +376,7 @@ fn stopped(
 /// The image that a transaction has completed.
 fn image_of(recovery: &Recovery) -> Option<PathBuf> {
     let is_complete = recovery.is_complete();
-    is_complete.then(|| recovery.record().begin.image.clone())
+    is_complete.then(|| recovery.image().to_owned())
 }
 
 /// The way back has failed, and nobody knows where: a container with GPUs must not run on.
@@ -542,7 +542,6 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     if result.as_ref().is_err_and(|failure| failure.suspended.is_some()) {
         container.set_state(InitState::Suspended);
     }
-    let image = live.complete().then(|| request.image.path().to_owned());
     let ended = if result.is_ok() && request.exit {
         live.finish_container().await
     } else {
@@ -556,6 +555,16 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
     }
     live.tidy(result.as_mut().err().map(|failure| &mut failure.source))
         .await;
+    // Its client has gone, and has taken the image of a container that has ended along.
+    let gone = result.is_ok() && request.exit && live.has_lost_image().await;
+    let image = match live.complete() {
+        false => None,
+        true if result.is_err() || ended.is_err() || gone => live.keep_image().await,
+        true => {
+            live.drop_rescue().await;
+            None
+        }
+    };
     live.end().await;
     journal::point("checkpoint-worker-gone").await;
     journal
@@ -570,12 +579,22 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         .await;
     journal::point("checkpoint-ended").await;
     account.end(&container.bundle, result.is_ok() && ended.is_ok());
-    result.map_err(|failure| CheckpointError::from_failure(&container.id, failure, image, is_alive))?;
+    result
+        .map_err(|failure| CheckpointError::from_failure(&container.id, failure, image.clone(), is_alive))?;
     ended.map_err(|cause| CheckpointError::NotEnded {
         container: container.id.clone(),
-        image: request.image.path().to_owned(),
+        image: image.clone().unwrap_or_else(|| request.image.path().to_owned()),
         cause,
-    })
+    })?;
+    if gone {
+        return Err(CheckpointError::Ended {
+            container: container.id.clone(),
+            phase: journal::Phase::Finish,
+            cause: DumpError::gone(request.image.path()).into(),
+            image,
+        });
+    }
+    Ok(())
 }
 
 async fn transact(

@@ -53,6 +53,7 @@ fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
         taking: true,
         image_was: None,
         image_id: None,
+        rescue: None,
         dumped: false,
         cuda: Vec::new(),
         memory: std::collections::BTreeMap::new(),

@@ -424,3 +424,152 @@ fn a_directory_is_restored_through_containerd_on_forky() -> Result<()> {
 fn a_directory_is_restored_through_containerd_on_trixie() -> Result<()> {
     restored(Suite::Trixie, "se-dt")
 }
+
+const RESCUED: &str = "/var/lib/firn/rescue";
+
+/// The counter goes on from a rescued image, without a step left out.
+fn goes_on_from(host: &GpuHost, job: &Container<'_>, dir: &str, before: u64) -> Result<()> {
+    is_closed(host, dir)?;
+    host.node().run(&["firn", "restore", "--dir", dir, job.id()])?;
+    let lines = job.goes_on(3)?;
+    ensure!(
+        lines.0.iter().any(|line| line.iter == before + 1),
+        "it was started afresh"
+    );
+    ensure!(job.gpus_in_use()? == host.uuids());
+    shell(host, &format!("rm -r {dir}")).map(drop)
+}
+
+/// The one image that was rescued.
+fn rescued(host: &GpuHost, pattern: &str) -> Result<String> {
+    let dirs = shell(host, &format!("echo {pattern}"))?;
+    ensure!(
+        !dirs.contains('*') && !dirs.trim().contains(' '),
+        "rescued: {dirs}"
+    );
+    Ok(dirs.trim().to_owned())
+}
+
+/// What an error of a client names is there when the client has ended, and can be restored.
+fn named(suite: Suite, name: &str) -> Result<()> {
+    on([host(suite, name)?], |[host]| {
+        if suite == Suite::Trixie {
+            host.drop_in()?;
+        }
+        // Under the stock shim's name ctr 1.7 asks for a dump that the container survives.
+        let runtime: &[&str] = match suite {
+            Suite::Trixie => &["--runtime", "io.containerd.runc.v2"],
+            Suite::Forky => &[],
+        };
+        let job = Container::count_with(host, "job", &["0"], 1, runtime, &[])?;
+        job.goes_on(3)?;
+        // A node's /tmp is a file system of its own: from there the files are copied.
+        for root in [RESCUED, "/tmp/rescue"] {
+            host.configure(&format!("[checkpoint]\nrescue-dir = \"{root}\"\n"))?;
+            host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+            let said = failure(job.checkpoint("checkpoint/job"))?;
+            let dir = rescued(host, &format!("{root}/*"))?;
+            ensure!(said.contains(&format!("the dump in {dir} is complete")), "{said}");
+            ensure!(
+                said.contains(&format!("`firn restore --dir {dir} job`")),
+                "{said}"
+            );
+            ensure!(
+                !shell(host, "ls /tmp")?.contains("ctrd-checkpoint"),
+                "containerd's is left"
+            );
+            ensure!(readable(host)?.is_empty(), "readable: {}", readable(host)?);
+            job.stands_still()?;
+            let before = job.lines()?.reached(1);
+            host.no_faults()?;
+            let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
+            goes_on_from(host, &job, &dir, before)?;
+        }
+        // Nothing is kept of a checkpoint that has done what was asked.
+        job.checkpoint("checkpoint/job")?;
+        let kept = shell(
+            host,
+            &format!("ls -A {RESCUED} /tmp/rescue; ls -d /tmp/firn-rescue-* 2>/dev/null || true"),
+        )?;
+        ensure!(kept == format!("/tmp/rescue:\n\n{RESCUED}:\n"), "{kept}");
+        job.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn an_image_that_an_error_names_is_there_and_can_be_restored_on_forky() -> Result<()> {
+    named(Suite::Forky, "se-nf")
+}
+
+#[test]
+fn an_image_that_an_error_names_is_there_and_can_be_restored_on_trixie() -> Result<()> {
+    named(Suite::Trixie, "se-nt")
+}
+
+/// The shim is killed when the image is complete: containerd ends the container, and removes its directory.
+#[test]
+fn an_image_outlives_a_shim_that_is_killed() -> Result<()> {
+    on([host(Suite::Forky, "se-sk")?], |[host]| {
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let logged = host.log_length()?;
+        Stop::Phase("give-back").set(host)?;
+        let mut client = host.node().spawn(&[
+            "ctr",
+            "containers",
+            "checkpoint",
+            "--task",
+            "job",
+            "checkpoint/job",
+        ])?;
+        Stop::reached(host)?;
+        let before = job.lines()?.reached(1);
+        let shims = host.node().processes();
+        let shim = shims
+            .iter()
+            .find(|process| process.command.starts_with("containerd-shim"));
+        let pid = shim.context("no shim")?.pid.to_string();
+        host.node().run(&["kill", "-KILL", &pid])?;
+        client.wait()?;
+        wait_for("the end of the task", LIMIT, || {
+            Ok(job.status().is_err().then_some(()))
+        })?;
+        Stop::lift(host)?;
+        let dir = rescued(host, "/tmp/firn-rescue-*")?;
+        let told = format!("in {dir} is complete and can be restored");
+        wait_for("containerd to log what delete says", LIMIT, || {
+            Ok(host.log_since(logged)?.contains(&told).then_some(()))
+        })?;
+        goes_on_from(host, &job, &dir, before)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// A client that asks for the container's end with its checkpoint goes away when all is done but the answer.
+#[test]
+fn a_container_that_has_ended_with_its_checkpoint_is_not_lost_with_its_client() -> Result<()> {
+    on([host(Suite::Forky, "se-ex")?], |[host]| {
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        Stop::Phase("finish").set(host)?;
+        let mut client = host
+            .node()
+            .spawn(&["ctr", "tasks", "checkpoint", "--exit", "job"])?;
+        Stop::reached(host)?;
+        let before = job.lines()?.reached(1);
+        interrupt_ctr(host)?;
+        client.wait()?;
+        wait_for("the end of containerd's directory", LIMIT, || {
+            Ok((!shell(host, "ls /tmp")?.contains("ctrd-checkpoint")).then_some(()))
+        })?;
+        Stop::lift(host)?;
+        is_over(host, "job")?;
+        job.becomes("STOPPED")?;
+        let _ = job.task(&["delete"]);
+        goes_on_from(host, &job, &rescued(host, &format!("{RESCUED}/*"))?, before)?;
+        job.remove()?;
+        host.idle()
+    })
+}

@@ -144,6 +144,11 @@ impl ImageDir {
         }
     }
 
+    /// Whether containerd has made it, and will remove it.
+    pub(crate) fn is_containerds(&self) -> bool {
+        is_containerds(self.path())
+    }
+
     pub(crate) fn was(&self) -> ImageWas {
         self.0.was
     }
@@ -227,14 +232,9 @@ impl ImageDir {
         if !is_open_to_others(&metadata) {
             return Ok(());
         }
-        let closed = fchown(&open.dir, Some(own_uid()), None)
-            .and_then(|()| open.dir.set_permissions(Permissions::from_mode(0o700)));
-        let now = open.dir.metadata().map_err(failed)?;
-        if is_open_to_others(&now) {
-            if let Err(error) = closed {
-                log::warn!("cannot close {} to others: {error}", self.path().display());
-            }
-            return Err(self.open_to_others(&now));
+        if let Err(error) = close_to_others(&open.dir) {
+            log::warn!("cannot close {} to others: {error}", self.path().display());
+            return Err(self.open_to_others(&open.dir.metadata().map_err(failed)?));
         }
         log::warn!(
             "{} was open to others (mode {:o}, owner {}): it has mode 700 now",
@@ -384,11 +384,25 @@ fn own_uid() -> u32 {
     nix::unistd::geteuid().as_raw()
 }
 
+/// Makes a directory root's alone.
+pub(super) fn close_to_others(dir: &File) -> io::Result<()> {
+    if !is_open_to_others(&dir.metadata()?) {
+        return Ok(());
+    }
+    fchown(dir, Some(own_uid()), None)?;
+    dir.set_permissions(Permissions::from_mode(0o700))?;
+    match is_open_to_others(&dir.metadata()?) {
+        false => Ok(()),
+        // A file system without owners.
+        true => Err(ErrorKind::Unsupported.into()),
+    }
+}
+
 fn is_open_to_others(metadata: &Metadata) -> bool {
     metadata.mode() & OF_OTHERS != 0 || metadata.uid() != own_uid()
 }
 
-fn is_containerds(path: &Path) -> bool {
+pub(crate) fn is_containerds(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default();
     name.as_encoded_bytes()
         .starts_with(names::CONTAINERD_CHECKPOINT.as_bytes())
