@@ -24,6 +24,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
 use serde::{Deserialize, Serialize};
@@ -45,6 +47,9 @@ pub(crate) const FILE: &str = "firn-journal";
 
 /// Format of the lines.
 const VERSION: u32 = 1;
+
+/// How long the file system of the bundle may take for a line.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// More than any transaction writes.
 const LIMIT: u64 = 1 << 20;
@@ -247,6 +252,8 @@ pub(crate) struct Journal(Arc<Open>);
 struct Open {
     file: File,
     path: PathBuf,
+    /// A line was not written in time: no other one is waited for, and may come after it.
+    hangs: AtomicBool,
 }
 
 impl Journal {
@@ -262,11 +269,11 @@ impl Journal {
             File::open(dir)?.sync_all()?;
             Ok(file)
         };
-        let file = blocking(open).await.map_err(|source| JournalError {
+        let file = in_time(open).await.map_err(|source| JournalError {
             path: path.clone(),
             source,
         })?;
-        let journal = Self(Arc::new(Open { file, path }));
+        let journal = Self::new(file, path);
         let line = Line::Begin {
             version: VERSION,
             boot: boot(),
@@ -287,11 +294,16 @@ impl Journal {
     pub(crate) async fn resume(bundle: &Path) -> Result<Self, JournalError> {
         let path = bundle.join(FILE);
         let at = path.clone();
-        let opened = blocking(move || OpenOptions::new().append(true).open(at)).await;
+        let opened = in_time(move || OpenOptions::new().append(true).open(at)).await;
         match opened {
-            Ok(file) => Ok(Self(Arc::new(Open { file, path }))),
+            Ok(file) => Ok(Self::new(file, path)),
             Err(source) => Err(JournalError { path, source }),
         }
+    }
+
+    fn new(file: File, path: PathBuf) -> Self {
+        let hangs = AtomicBool::new(false);
+        Self(Arc::new(Open { file, path, hangs }))
     }
 
     /// `phase` is about to begin.
@@ -353,7 +365,7 @@ impl Journal {
 
     async fn remove(&self) {
         let path = self.0.path.clone();
-        if let Err(error) = blocking(move || fs::remove_file(path)).await {
+        if let Err(error) = in_time(move || fs::remove_file(path)).await {
             log::warn!("cannot remove {}: {error}", self.0.path.display());
         }
     }
@@ -367,17 +379,34 @@ impl Journal {
 
     async fn write(&self, line: Line) -> Result<(), JournalError> {
         let open = self.0.clone();
-        let written = blocking(move || {
+        let write = move || {
             let mut bytes = serde_json::to_vec(&line)?;
             bytes.push(b'\n');
             (&open.file).write_all(&bytes)?;
             open.file.sync_data()
-        });
-        written.await.map_err(|source| JournalError {
-            path: self.0.path.clone(),
-            source,
+        };
+        let written = match self.0.hangs.load(Ordering::Relaxed) {
+            true => Err(io::ErrorKind::TimedOut.into()),
+            false => in_time(write).await,
+        };
+        written.map_err(|source| {
+            if source.kind() == io::ErrorKind::TimedOut {
+                self.0.hangs.store(true, Ordering::Relaxed);
+            }
+            JournalError {
+                path: self.0.path.clone(),
+                source,
+            }
         })
     }
+}
+
+/// Does `work` on the journal's file system, which nobody waits for longer than [`PATIENCE`].
+async fn in_time<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    let late = |_| Err(io::ErrorKind::TimedOut.into());
+    tokio::time::timeout(PATIENCE, blocking(work))
+        .await
+        .unwrap_or_else(late)
 }
 
 /// A transaction as its journal tells it.
@@ -563,6 +592,27 @@ mod tests {
             assert!(!record.dumped, "of {cut} bytes");
         }
         assert!(Record::parse(&text).unwrap().dumped);
+    }
+
+    #[tokio::test]
+    async fn a_file_system_that_hangs_is_waited_for_once() {
+        let bundle = tempfile::tempdir().unwrap();
+        let path = bundle.path().join("pipe");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        // Full: who writes waits for a reader that does not read.
+        let reader = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        nix::fcntl::fcntl(&reader, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
+        (&reader).write_all(&[0; 4096]).unwrap();
+        let file = OpenOptions::new().append(true).open(&path).unwrap();
+        let journal = Journal::new(file, path);
+        tokio::time::pause();
+        let (late, ()) = tokio::join!(journal.enter(Phase::Take), tokio::time::advance(PATIENCE * 2));
+        assert_eq!(late.unwrap_err().source.kind(), io::ErrorKind::TimedOut);
+        // Time stands still from here on.
+        let next = journal.enter(Phase::Undo).await.unwrap_err();
+        assert_eq!(next.source.kind(), io::ErrorKind::TimedOut);
+        // Lets the thread that hangs go.
+        io::Read::read_exact(&mut &reader, &mut [0; 4096]).unwrap();
     }
 
     #[tokio::test]
