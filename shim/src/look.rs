@@ -231,11 +231,11 @@ mod tests {
         let cut = Cut::default();
         let echo = r#"grep -q '"pids":\[1,2\]' && echo '{"Ok":[3]}'"#;
         assert_eq!(ask_sh(echo, LIMIT, &cut).await.unwrap(), [3]);
-        let refuse = r#"echo '{"Err":{"code":"FIRN-X","message":"m","hint":"h"}}'"#;
+        let refuse = r#"echo '{"Err":{"code":"FIRN-PROC","message":"m","hint":"h"}}'"#;
         let refused = ask_sh(refuse, LIMIT, &cut).await.unwrap_err();
         assert_eq!(
             (refused.code(), refused.hint(), &*refused.to_string()),
-            ("FIRN-X", "h", "m")
+            ("FIRN-PROC", "h", "m")
         );
         for broken in [
             "echo nonsense",
