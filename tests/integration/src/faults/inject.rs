@@ -135,8 +135,8 @@ impl<'h> Injections<'h> {
                 }
             }
             pending.retain(|injection| !injection.struck.get());
-            // The first is sure to come; of a second that has no occasion nothing is told.
-            let surely = pending.iter().any(|injection| injection.number == 0);
+            // Of a pair one may keep the other from happening.
+            let surely = self.list.len() == 1;
             if !(call.is_over()? && is_quiet()) {
                 over = None;
             } else if over.get_or_insert_with(Instant::now).elapsed() > OVER {
