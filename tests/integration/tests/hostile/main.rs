@@ -440,6 +440,11 @@ fn what_the_stock_shim_makes_of_the_same_images_on_trixie() -> Result<()> {
     stock(Suite::Trixie, "hs-t")
 }
 
+/// firn-hook as it is, but for the first comparison, which finds nothing.
+const BLIND: &str = "#!/bin/bash
+case \"$1\" in check-image) echo null ;; *) exec -a \"$0\" /usr/local/bin/firn-hook \"$@\" ;; esac
+";
+
 /// runc as it is, but that a container which it has restored is moved into another's cgroup.
 const ASTRAY: &str = "#!/bin/sh
 /usr/sbin/runc \"$@\"
@@ -509,6 +514,46 @@ fn astray(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
+/// What gets past the first comparison is found in what CRIU has made, before any of it runs.
+fn made(suite: Suite, name: &str) -> Result<()> {
+    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        host.node().write(HOST_FILE, "the host's")?;
+        images(host)?;
+        host.node().write("/usr/local/bin/blind-hook", BLIND)?;
+        host.node().run(&["chmod", "755", "/usr/local/bin/blind-hook"])?;
+        host.configure("[hook]\npath = \"/usr/local/bin/blind-hook\"\n")?;
+        for (what, expected) in MADE {
+            let case = CASES.iter().find(|case| case.what == *what);
+            make(
+                host,
+                GPU,
+                FIRN,
+                case.with_context(|| format!("no case {what}"))?.edit,
+            )?;
+            undone(host, HOSTILE, expected).with_context(|| (*what).to_owned())?;
+            host.remove_image(HOSTILE)?;
+        }
+        host.configure("")?;
+        restores(host, GPU)
+    })
+}
+
+/// What CRIU makes of an image, and what of it is told.
+const MADE: &[(&str, &str)] = &[
+    (
+        "one capability in the bounding set",
+        "the bounding capabilities of thread",
+    ),
+    ("no no_new_privs", "no_new_privs of thread"),
+    ("no seccomp", "seccomp of thread"),
+    ("another user", "a user id of thread"),
+    ("raised limits", "RLIMIT_NOFILE of process"),
+    ("the host's network namespace", "the network namespace"),
+    ("the host's uts namespace", "the uts namespace"),
+    ("a writable /proc/sys", "the mount /proc/sys"),
+];
+
 #[test]
 fn processes_of_others_are_not_continued_on_forky() -> Result<()> {
     astray(Suite::Forky, "ha-f")
@@ -517,6 +562,16 @@ fn processes_of_others_are_not_continued_on_forky() -> Result<()> {
 #[test]
 fn processes_of_others_are_not_continued_on_trixie() -> Result<()> {
     astray(Suite::Trixie, "ha-t")
+}
+
+#[test]
+fn what_criu_has_made_is_compared_before_it_runs_on_forky() -> Result<()> {
+    made(Suite::Forky, "hm-f")
+}
+
+#[test]
+fn what_criu_has_made_is_compared_before_it_runs_on_trixie() -> Result<()> {
+    made(Suite::Trixie, "hm-t")
 }
 
 #[test]
