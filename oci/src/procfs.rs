@@ -44,8 +44,12 @@ pub fn group(pid: i32) -> Option<i32> {
 
 /// Whether the working directory of a process is `dir`.
 pub fn is_in(pid: i32, dir: &Path) -> bool {
-    let cwd = fs::metadata(format!("/proc/{pid}/cwd"));
-    match (cwd, fs::metadata(dir)) {
+    let cwd = PathBuf::from(format!("/proc/{pid}/cwd"));
+    // Order matters: what the process is in may be on a file system that hangs, and its name tells most of them apart.
+    if fs::read_link(&cwd).ok() != fs::canonicalize(dir).ok() {
+        return false;
+    }
+    match (fs::metadata(cwd), fs::metadata(dir)) {
         (Ok(cwd), Ok(dir)) => (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()),
         _ => false,
     }

@@ -40,6 +40,23 @@ impl Drop for Stop {
     }
 }
 
+/// How long files are waited for that are only tidied away, or read for a message.
+pub(crate) const TIDY: Duration = Duration::from_secs(10);
+
+/// As [`blocking`], for what changes nothing but a message or what lies about: nobody waits longer than [`TIDY`] for it.
+pub(crate) async fn tidy<T: Default + Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    match tokio::time::timeout(TIDY, blocking(work)).await {
+        Ok(done) => done,
+        Err(_) => {
+            log::warn!("cannot {what} within {} s: a file system hangs", TIDY.as_secs());
+            T::default()
+        }
+    }
+}
+
 /// Runs `work` on another thread, to its end also if the caller goes away.
 ///
 /// Not for spawning processes, which the kernel ends together with the thread that spawned them.

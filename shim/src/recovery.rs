@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::{Config, names};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
-use crate::blocking::blocking;
+use crate::blocking::{blocking, tidy};
 use crate::checkpoint::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::{pidfd, procfs, restore};
@@ -47,7 +47,9 @@ impl Recovery {
         let begun = Instant::now();
         loop {
             let record = self.0.clone();
-            let left = blocking(move || kill(&record)).await;
+            let Ok(left) = timeout(limit, blocking(move || kill(&record))).await else {
+                return log::warn!("cannot look for the programs of a transaction within {limit:?}");
+            };
             if left.is_empty() {
                 return;
             }
@@ -72,7 +74,10 @@ impl Recovery {
         }
         if let (false, None, Some(was)) = (self.is_complete(), self.0.outcome, self.0.image_was) {
             let (path, id) = (begin.image.clone(), self.0.image_id);
-            blocking(move || ImageDir::known(&path, was, id).clear()).await;
+            tidy("remove an incomplete image", move || {
+                ImageDir::known(&path, was, id).clear();
+            })
+            .await;
         }
     }
 
@@ -185,11 +190,15 @@ pub(crate) async fn recover(bundle: &Path) {
 }
 
 async fn remove(dir: PathBuf) -> std::io::Result<()> {
-    blocking(move || absent_is_fine(std::fs::remove_dir_all(dir))).await
+    let removed = tidy("remove CRIU's work directory", move || {
+        Some(std::fs::remove_dir_all(dir))
+    });
+    absent_is_fine(removed.await.unwrap_or(Ok(())))
 }
 
 async fn remove_file(file: PathBuf) -> std::io::Result<()> {
-    blocking(move || absent_is_fine(std::fs::remove_file(file))).await
+    let removed = tidy("remove the journal", move || Some(std::fs::remove_file(file)));
+    absent_is_fine(removed.await.unwrap_or(Ok(())))
 }
 
 fn absent_is_fine(removed: std::io::Result<()>) -> std::io::Result<()> {

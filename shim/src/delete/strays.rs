@@ -1,10 +1,9 @@
 //! Processes that live in the container's root file system, in whatever cgroup, whether the runtime knows them or not.
 
-use std::fs::{self, Metadata};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use tokio::time::{Instant, sleep};
 
 use crate::{pidfd, procfs};
@@ -19,7 +18,7 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
         let Some(own) = root_of_its_own(rootfs) else {
             return;
         };
-        let strays = find(&own);
+        let strays = find(own);
         if strays.is_empty() {
             return;
         }
@@ -30,7 +29,7 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
             );
         }
         for pid in strays {
-            if let Err(error) = pidfd::signal(pid, libc::SIGKILL, || lives_in(pid, &own)) {
+            if let Err(error) = pidfd::signal(pid, libc::SIGKILL, || lives_in(pid, own)) {
                 log::warn!("cannot kill {pid}: {error}");
             }
         }
@@ -40,25 +39,37 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
 
 /// The directory, when something is mounted there that is not the host's own root: an empty directory, or a container that runs
 /// on the host's root, says nothing about who belongs to it.
-fn root_of_its_own(rootfs: &Path) -> Option<Metadata> {
-    let (own, host) = (fs::metadata(rootfs).ok()?, fs::metadata("/").ok()?);
-    let parent = fs::metadata(rootfs.parent()?).ok()?;
-    (!is_same(&own, &host) && parent.dev() != own.dev()).then_some(own)
+fn root_of_its_own(rootfs: &Path) -> Option<Identity> {
+    let (own, host) = (identity(rootfs)?, identity(Path::new("/"))?);
+    let parent = identity(rootfs.parent()?)?;
+    (own != host && parent.device != own.device).then_some(own)
 }
 
 /// All processes whose root directory that is.
-fn find(own: &Metadata) -> Vec<i32> {
+fn find(own: Identity) -> Vec<i32> {
     let mut pids = procfs::all();
     pids.retain(|pid| lives_in(*pid, own));
     pids
 }
 
-fn lives_in(pid: i32, own: &Metadata) -> bool {
-    fs::metadata(format!("/proc/{pid}/root")).is_ok_and(|root| is_same(&root, own))
+fn lives_in(pid: i32, own: Identity) -> bool {
+    identity(Path::new(&format!("/proc/{pid}/root"))) == Some(own)
 }
 
-fn is_same(a: &Metadata, b: &Metadata) -> bool {
-    (a.dev(), a.ino()) == (b.dev(), b.ino())
+/// Which directory it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Identity {
+    device: (u32, u32),
+    inode: u64,
+}
+
+/// Asks no file server: the root of any container on the host may be on one that does not answer.
+fn identity(path: &Path) -> Option<Identity> {
+    let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
+    Some(Identity {
+        device: (found.stx_dev_major, found.stx_dev_minor),
+        inode: found.stx_ino,
+    })
 }
 
 #[cfg(test)]
@@ -80,10 +91,10 @@ mod tests {
 
     #[test]
     fn who_lives_there_is_found_and_nobody_else() {
-        let (here, tmp) = (fs::metadata("/").unwrap(), fs::metadata("/proc").unwrap());
+        let [here, proc] = ["/", "/proc"].map(|path| identity(Path::new(path)).unwrap());
         let me = i32::try_from(std::process::id()).unwrap();
-        assert!(lives_in(me, &here) && find(&here).contains(&me));
-        assert!(!lives_in(me, &tmp) && !find(&tmp).contains(&me));
+        assert!(lives_in(me, here) && find(here).contains(&me));
+        assert!(!lives_in(me, proc) && !find(proc).contains(&me));
         assert!(root_of_its_own(Path::new("/proc")).is_some());
     }
 }

@@ -19,6 +19,7 @@ mod unmount;
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use containerd_shim_protos::types::mount::Mount;
 use nix::sched::{CloneFlags, unshare};
@@ -141,6 +142,9 @@ pub(crate) enum MountError {
     },
 }
 
+/// How long a mount or unmount may take.
+const LIMIT: Duration = Duration::from_secs(60);
+
 /// Mounts everything onto `rootfs`, in order, or nothing. `reaper` runs the helpers of some types.
 pub(crate) async fn mount_all(mounts: &[Mount], rootfs: &Path, reaper: &Reaper) -> Result<(), MountError> {
     for mount in mounts {
@@ -193,7 +197,12 @@ async fn on_thread<T: Send + 'static>(
     let lost = |_| MountError::Thread {
         source: io::ErrorKind::BrokenPipe.into(),
     };
-    result.await.map_err(lost)?
+    // A file server that does not answer keeps its thread, and nobody else.
+    let late = |_| MountError::Thread {
+        source: io::ErrorKind::TimedOut.into(),
+    };
+    let ended = tokio::time::timeout(LIMIT, result).await;
+    ended.map_err(late)?.map_err(lost)?
 }
 
 #[cfg(test)]

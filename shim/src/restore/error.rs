@@ -71,6 +71,8 @@ pub(crate) enum Cause {
     CgroupBusy,
     #[error("the container was killed")]
     Killed,
+    #[error("cannot {what} within {} s", limit.as_secs_f32())]
+    Late { what: &'static str, limit: Duration },
     #[error("firn itself has failed, as containerd's log tells")]
     Panicked,
     #[error("cannot keep the journal")]
@@ -213,6 +215,7 @@ impl Cause {
             Self::Runtime { .. } | Self::PidFile(_) | Self::Continue { .. } => "FIRN-RESTORE",
             Self::CgroupBusy => "FIRN-CGROUP-BUSY",
             Self::Killed => "FIRN-ENDED",
+            Self::Late { .. } => "FIRN-LOOK-TIMEOUT",
             Self::Panicked => "FIRN-INTERNAL",
             Self::Journal(error) => error.code(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
@@ -245,6 +248,9 @@ impl Cause {
             }
             Self::CgroupBusy => "stop the container that is in it, or restore under another id",
             Self::Killed => "the checkpoint can be used again",
+            Self::Late { .. } => {
+                "see whether a file system of the container or of the image does not answer; the checkpoint can be used again"
+            }
             Self::Panicked => "report it with containerd's log; the checkpoint can be used again",
             Self::Journal(error) => error.hint(),
             Self::ProcessMissing { .. } | Self::Unlisted { .. } => {

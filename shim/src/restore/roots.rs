@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-use crate::blocking::blocking;
+use crate::blocking::tidy;
 
 /// How its name begins; mkdtemp adds the rest.
 const PREFIX: &str = "/tmp/.criu.mntns.";
@@ -18,7 +18,7 @@ const HEAD: u64 = 1 << 20;
 /// Removes the directory of the restore that has written the log, when there is one and it is empty.
 pub(crate) async fn remove_roots(log: &Path) {
     let log = log.to_owned();
-    blocking(move || {
+    tidy("remove what CRIU has left in /tmp", move || {
         let mut text = Vec::new();
         let read = File::open(log).and_then(|file| file.take(HEAD).read_to_end(&mut text));
         if read.is_err() {

@@ -1,5 +1,6 @@
 //! The restore itself.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use firn_oci::devnodes;
 use firn_oci::manifest::CudaProcess;
 use firn_oci::script::Refusal as ScriptRefusal;
 use firn_oci::{Spec, criu};
+use tokio::time::timeout;
 
 use super::abandon::{LOG, abandon, work_dir};
 use super::error::{Cause, Refusal};
@@ -17,7 +19,7 @@ use super::prepare::{GpuPart, Prepared, in_use, left_image};
 use super::stopped::was_stopped;
 use super::{RestoreError, compare};
 use crate::account::Account;
-use crate::blocking::{blocking, stoppable};
+use crate::blocking::{blocking, stoppable, tidy};
 use crate::checkpoint::error_lines;
 use crate::container::{Container, Cut};
 use crate::hold::RunOnly;
@@ -352,7 +354,10 @@ async fn bring_back(
     let (cgroup, pids) = compare::tasks(container, &gpu.hook, pid, reaper).await?;
     account.mark("compare");
     let spec = Spec::load(&container.bundle)?;
-    let repaired = blocking(move || devnodes::repair(pid, &spec)).await?;
+    let limit = gpu.config.deadlines.look;
+    let late = |what| move |_| Cause::Late { what, limit };
+    let repaired = timeout(limit, blocking(move || devnodes::repair(pid, &spec))).await;
+    let repaired = repaired.map_err(late("repair /dev of the container"))??;
     if let Some(left) = &repaired.left {
         log::warn!("nodes of graphics of {} are as they were: {left}", container.id);
     }
@@ -364,7 +369,8 @@ async fn bring_back(
     }
     account.mark("dev-repair");
 
-    let (cuda, tids) = find(&gpu.processes, &pids)?;
+    let (processes, of) = (gpu.processes.clone(), pids.clone());
+    let (cuda, tids) = blocking(move || find(&processes, &of)).await?;
     // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
     let found = driver
         .discover(pids.clone(), gpu.config.deadlines.discover)
@@ -382,7 +388,9 @@ async fn bring_back(
     journal.enter(Phase::Continue).await?;
     let stopped =
         move |pid: &i32| procfs::inner_pid(&pid.to_string()).is_some_and(|inner| was_stopped(&image, inner));
-    let running = blocking(move || pids.into_iter().filter(|pid| !stopped(pid)).collect::<Vec<_>>()).await;
+    let running = blocking(move || pids.into_iter().filter(|pid| !stopped(pid)).collect::<Vec<_>>());
+    let running = timeout(limit, running).await;
+    let running = running.map_err(late("read which processes were stopped"))?;
     for pid in running {
         // One that is gone may have left its number to somebody else.
         let sent = pidfd::signal(pid, libc::SIGCONT, || cgroup.holds(pid));
@@ -410,15 +418,16 @@ async fn give_back(
 /// Host pids and restore threads of the processes that the manifest names by their ids in the container.
 fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>), Cause> {
     let (mut cuda, mut tids) = (Vec::new(), Vec::new());
+    let inner = pids
+        .iter()
+        .filter_map(|pid| Some((procfs::inner_pid(&pid.to_string())?, *pid)));
+    let outer: BTreeMap<i32, i32> = inner.collect();
     for process in processes {
         let missing = || Cause::ProcessMissing {
             pid: process.pid,
             tid: process.restore_tid,
         };
-        let pid = pids
-            .iter()
-            .find(|pid| procfs::inner_pid(&pid.to_string()) == Some(process.pid));
-        let pid = *pid.ok_or_else(missing)?;
+        let pid = *outer.get(&process.pid).ok_or_else(missing)?;
         cuda.push(pid);
         tids.push(procfs::outer_tid(pid, process.restore_tid).ok_or_else(missing)?);
     }
@@ -428,7 +437,10 @@ fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>),
 /// Why firn-hook, as CRIU's script, has ended a restore; none when something else has.
 async fn refusal_of_script(container: &Container) -> Option<ScriptRefusal> {
     let bundle = container.bundle.clone();
-    blocking(move || ScriptRefusal::take(&bundle)).await
+    tidy("read what firn-hook has refused", move || {
+        ScriptRefusal::take(&bundle)
+    })
+    .await
 }
 
 /// Forgets why an earlier restore was ended.
@@ -439,7 +451,7 @@ async fn forget_refusal(container: &Container) {
 /// Removes the log of an earlier restore, whose errors are not this one's.
 async fn forget_log(log: &Path) {
     let log = log.to_owned();
-    blocking(move || {
+    tidy("remove the log of an earlier restore", move || {
         if let Err(error) = std::fs::remove_file(&log)
             && error.kind() != std::io::ErrorKind::NotFound
         {
@@ -451,5 +463,5 @@ async fn forget_log(log: &Path) {
 
 async fn last_errors(log: &Path) -> Vec<String> {
     let log = log.to_owned();
-    blocking(move || error_lines(&log)).await
+    tidy("read CRIU's log", move || error_lines(&log)).await
 }

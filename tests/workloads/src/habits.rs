@@ -40,3 +40,85 @@ pub fn idle_fork() -> nix::Result<Pid> {
         }
     }
 }
+
+/// The memory that /proc shows of a program, as `prctl(PR_SET_MM_MAP)` takes it: `struct prctl_mm_map`.
+#[repr(C)]
+struct MemoryMap {
+    code: [u64; 2],
+    data: [u64; 2],
+    brk: [u64; 2],
+    stack: u64,
+    arguments: [u64; 2],
+    environment: [u64; 2],
+    auxv: u64,
+    auxv_size: u32,
+    exe: u32,
+}
+
+/// Makes /proc/PID/environ as long as this, without having the memory.
+pub fn long_environment(bytes: usize) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: without an address and a file the call makes a mapping of its own, which nothing else uses.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, flags, -1, 0) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let start = u64::try_from(start.addr()).map_err(io::Error::other)?;
+    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    let fields: Vec<u64> = stat[stat.rfind(')').unwrap_or(0) + 1..]
+        .split_whitespace()
+        .map(|field| field.parse().unwrap_or(0))
+        .collect();
+    // Numbered as in proc(5); the first behind the name is the third.
+    let field = |number: usize| fields.get(number - 3).copied().unwrap_or(0);
+    let map = MemoryMap {
+        code: [field(26), field(27)],
+        data: [field(45), field(46)],
+        brk: [field(47), field(47)],
+        stack: field(28),
+        arguments: [field(48), field(49)],
+        environment: [start, start + u64::try_from(bytes).map_err(io::Error::other)?],
+        auxv: 0,
+        auxv_size: 0,
+        exe: u32::MAX,
+    };
+    let option = libc::c_ulong::try_from(libc::PR_SET_MM_MAP).map_err(io::Error::other)?;
+    let none: libc::c_ulong = 0;
+    // SAFETY: the kernel reads one struct of this size at the address of a live one, and only changes what /proc shows.
+    let rc = unsafe {
+        libc::prctl(
+            libc::PR_SET_MM,
+            option,
+            &raw const map,
+            size_of::<MemoryMap>(),
+            none,
+        )
+    };
+    match rc {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Forks a chain of processes, each the child of the one before, that wait for ever and end with their parents. To be called
+/// before there are threads.
+pub fn chain(length: usize) -> nix::Result<()> {
+    for at in 0..length {
+        // SAFETY: this program has one thread yet; the child calls prctl, fork and pause alone.
+        match unsafe { fork() } {
+            Ok(ForkResult::Child) => {
+                let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+            }
+            // The first is the program that goes on.
+            Ok(ForkResult::Parent { .. }) if at == 0 => return Ok(()),
+            Err(error) if at == 0 => return Err(error),
+            Ok(ForkResult::Parent { .. }) | Err(_) => break,
+        }
+    }
+    match length {
+        0 => Ok(()),
+        _ => loop {
+            pause();
+        },
+    }
+}

@@ -53,6 +53,15 @@ pub struct Options {
     /// Fork a child that has what it inherits and does nothing
     #[arg(long)]
     fork: bool,
+    /// Fork a chain of so many processes, each the child of the one before, that do nothing
+    #[arg(long, default_value_t = 0)]
+    chain: usize,
+    /// Hold so many descriptors, which the chain inherits
+    #[arg(long, default_value_t = 0)]
+    descriptors: usize,
+    /// Show an environment of so many MiB in /proc
+    #[arg(long, default_value_t = 0)]
+    environment_mib: usize,
     /// Pause between iterations
     #[arg(long, default_value_t = 200)]
     interval_ms: u64,
@@ -137,6 +146,14 @@ fn watch(children: Vec<Child>) -> Result<()> {
 
 /// One thread per thread and GPU asked for; the first failure ends the process.
 fn compute(options: &Options) -> Result<()> {
+    let null = || std::fs::File::open("/dev/null").context("cannot open /dev/null");
+    let _descriptors = (0..options.descriptors)
+        .map(|_| null())
+        .collect::<Result<Vec<_>>>()?;
+    habits::chain(options.chain).context("cannot fork a chain")?;
+    if options.environment_mib > 0 {
+        habits::long_environment(options.environment_mib << 20).context("cannot lengthen the environment")?;
+    }
     let _ring = match options.io_uring {
         true => Some(habits::io_uring().context("cannot set up an io_uring")?),
         false => None,

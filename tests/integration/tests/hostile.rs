@@ -1,0 +1,209 @@
+//! What a hostile container or a dead file server cannot do: make the shim large, or let other containers wait.
+//!
+//! The chain has 4,000 processes and not the 32,000 that a pid namespace can hold, as the machines that run this have other
+//! work; that cost grows with their number and not faster is shown by unit tests with 32,000. Each holds 25 descriptors: 100,000.
+//!
+//! Needs root.
+
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use containerd_shim_protos::api::{StateRequest, StateResponse};
+use firn_lab::{Built, Container, FIRN, GpuHost, SimGpu, StallFs, Task, failure, on};
+use firn_node::{Cgroup, Suite, wait_for};
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Puts containers into one shim.
+const GROUP: [&str; 2] = ["--annotation", "io.containerd.runc.v2.group=pod"];
+
+/// By how much the shim may grow over a refused checkpoint, and how large the one that ships may be, in KiB.
+const GROWTH: u64 = 4 << 10;
+const MEMORY: u64 = 8 << 10;
+
+/// How long a shim may take to say what state a container is in: the median.
+const ANSWER: Duration = Duration::from_millis(100);
+
+fn host(name: &str) -> Result<GpuHost> {
+    GpuHost::for_test(Suite::Forky, Cgroup::Auto, name, &[SimGpu::h200(1)])
+}
+
+/// A container that always runs, in the shim of the others.
+fn bystander(host: &GpuHost) -> Result<Container<'_>> {
+    let options = [&["--runtime", FIRN], &GROUP[..]].concat();
+    Container::run(
+        host,
+        "other",
+        &options,
+        &["sh", "-c", "while :; do sleep 1000; done"],
+    )
+}
+
+/// A counter in the shim of "other".
+fn counter<'h>(host: &'h GpuHost, options: &[&str], habits: &[&str]) -> Result<Container<'h>> {
+    let options = [&GROUP[..], options].concat();
+    let job = Container::count_with(host, "job", &["0"], 1, &options, habits)?;
+    job.goes_on(2)?;
+    Ok(job)
+}
+
+/// Asks for the state of "other" until the client has ended. Gives what that said, and the median of the answers.
+fn meanwhile(host: &GpuHost, mut client: Child) -> Result<(String, Duration)> {
+    let task = Task::of(host, "other")?;
+    let mut request = StateRequest::new();
+    request.id = "other".to_owned();
+    let mut answers = Vec::new();
+    let begun = Instant::now();
+    while answers.len() < 5 || client.try_wait()?.is_none() {
+        ensure!(begun.elapsed() < LIMIT, "the client does not end");
+        let asked = Instant::now();
+        let _state: StateResponse = task.call("State", &request)?;
+        answers.push(asked.elapsed());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = client.wait_with_output()?;
+    ensure!(!output.status.success(), "it was not refused");
+    answers.sort();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    Ok((said, answers[answers.len() / 2]))
+}
+
+/// Its memory in KiB, now or at most since it was last forgotten.
+fn memory(host: &GpuHost, shim: &str, field: &str) -> Result<u64> {
+    let status = host.node().read(format!("/proc/{shim}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
+    let kib = line.and_then(|line| line.split_whitespace().next());
+    Ok(kib.with_context(|| format!("no {field}"))?.parse()?)
+}
+
+/// A checkpoint is refused for this code; the shim stays small and answers.
+fn stays_calm(host: &GpuHost, habits: &[&str], processes: usize, code: &str, names: &str) -> Result<()> {
+    let job = counter(host, &[], habits)?;
+    wait_for("all of its processes", LIMIT, || {
+        Ok((job.pids()?.len() >= processes).then_some(()))
+    })?;
+    let shim = host.node().processes().into_iter();
+    let shim = shim.filter(|process| process.command.starts_with("containerd-shim"));
+    let [shim] = &shim.collect::<Vec<_>>()[..] else {
+        anyhow::bail!("not one shim");
+    };
+    let pid = shim.pid.to_string();
+    // Forgets the peak.
+    host.node().write(format!("/proc/{pid}/clear_refs"), "5")?;
+    let before = memory(host, &pid, "VmRSS:")?;
+    let dump = ["ctr", "tasks", "checkpoint", "--image-path", "/tmp/image", "job"];
+    let begun = Instant::now();
+    let (said, median) = meanwhile(host, host.node().spawn(&dump)?)?;
+    let (took, peak) = (begun.elapsed(), memory(host, &pid, "VmHWM:")?);
+    println!(
+        "{habits:?}: {took:?}, State within {median:?} (median), shim {before} KiB, then {peak} KiB at most"
+    );
+    ensure!(said.contains(code) && said.contains(names), "{said}");
+    ensure!(median < ANSWER, "State took {median:?}");
+    ensure!(peak < before + GROWTH, "{before} KiB before, {peak} KiB at most");
+    let ships = Built::for_tests()?.shim().metadata()?.len() < 8 << 20;
+    ensure!(!ships || peak < MEMORY, "{peak} KiB");
+    job.goes_on(2)?;
+    job.remove()
+}
+
+#[test]
+fn an_environment_of_3_gib_is_refused_and_the_shim_stays_small() -> Result<()> {
+    on([host("ho-env")?], |[host]| {
+        let other = bystander(host)?;
+        let habit = ["--environment-mib", "3072"];
+        stays_calm(host, &habit, 1, "FIRN-PROC:", "it is longer than 8 MiB")?;
+        other.remove()?;
+        host.idle()
+    })
+}
+
+#[test]
+fn thousands_of_processes_with_100000_descriptors_cost_the_shim_nothing() -> Result<()> {
+    on([host("ho-chain")?], |[host]| {
+        let other = bystander(host)?;
+        let habits = ["--chain", "4000", "--descriptors", "25", "--io-uring"];
+        stays_calm(host, &habits, 4001, "FIRN-IO-URING:", "gpu-counter")?;
+        other.remove()?;
+        host.idle()
+    })
+}
+
+/// The image's file system does not answer: the checkpoint is refused in time, and everybody goes on.
+#[test]
+fn an_image_directory_that_hangs_costs_nobody_anything() -> Result<()> {
+    on([host("ho-image")?], |[host]| {
+        host.configure("[deadlines]\nlook = \"2s\"\n")?;
+        let other = bystander(host)?;
+        let job = counter(host, &[], &[])?;
+        let fs = StallFs::mount(host, "/srv/images")?;
+        for operation in ["statfs", "stat"] {
+            fs.stall(&[operation])?;
+            let image = format!("/srv/images/{operation}");
+            let dump = ["ctr", "tasks", "checkpoint", "--image-path", &image, "job"];
+            let begun = Instant::now();
+            let (said, median) = meanwhile(host, host.node().spawn(&dump)?)?;
+            println!(
+                "{operation}: {:?}, State within {median:?}: {said}",
+                begun.elapsed()
+            );
+            ensure!(said.contains("FIRN-"), "{said}");
+            ensure!(
+                begun.elapsed() < Duration::from_secs(30),
+                "after {:?}",
+                begun.elapsed()
+            );
+            ensure!(median < ANSWER, "State took {median:?}");
+            job.goes_on(2)?;
+            fs.go_on()?;
+        }
+        job.task(&["checkpoint", "--image-path", "/srv/images/last"])?;
+        job.goes_on(2)?;
+        job.remove()?;
+        other.remove()?;
+        drop(fs);
+        host.idle()
+    })
+}
+
+/// The source of a bind mount does not answer when a container is restored: Create fails in time, other containers of the pod
+/// go on, and the next restore works when the file server is back.
+#[test]
+fn a_bind_source_that_hangs_fails_the_create_and_not_the_pod() -> Result<()> {
+    on([host("ho-bind")?], |[host]| {
+        host.configure("[deadlines]\nlook = \"2s\"\n")?;
+        let other = bystander(host)?;
+        host.node().run(&["mkdir", "-p", "/srv/data"])?;
+        let bind = ["--mount", "type=bind,src=/srv/data,dst=/data,options=rbind:rw"];
+        let job = counter(host, &bind, &[])?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        let fs = StallFs::mount(host, "/srv/data")?;
+        fs.stall(&["stat"])?;
+        let client = Container::begin_restore(host, "job", "checkpoint/job")?;
+        let (said, median) = meanwhile(host, client)?;
+        println!("State within {median:?}: {said}");
+        ensure!(
+            said.contains("FIRN-LOOK-TIMEOUT:") && said.contains("/srv/data"),
+            "{said}"
+        );
+        ensure!(median < ANSWER, "State took {median:?}");
+        ensure!(other.status()? == "RUNNING", "the other container has ended");
+        drop(fs);
+        // ctr leaves its own record of what it has not restored.
+        let _ = failure(host.node().run(&["ctr", "containers", "delete", "job"]));
+        let restored = Container::restore(host, "job", "checkpoint/job", 1);
+        let (job, _) = restored.context("when the file server is gone")?;
+        job.goes_on(2)?;
+        job.remove()?;
+        other.remove()?;
+        wait_for("no process in state D", LIMIT, || {
+            let left = host.node().processes().into_iter();
+            let left = left.filter(|process| process.args.iter().any(|arg| arg == "look"));
+            Ok((left.count() == 0).then_some(()))
+        })?;
+        host.remove_image("checkpoint/job")?;
+        host.idle()
+    })
+}
