@@ -31,7 +31,7 @@ pub(crate) use job::begin as begin_job;
 pub(crate) use refuse::{Policy, by_signs};
 
 use crate::account::Account;
-use crate::blocking::blocking;
+use crate::blocking::{blocking, tidy};
 use crate::cgroup::FreezerState;
 use crate::container::{Container, Cut, InitState};
 use crate::journal::{self, Begin, ImageWas, Journal, Outcome, Record};
@@ -234,7 +234,7 @@ async fn dump_plain(
     }
     let work = WorkDir::choose(container, request);
     let made = work.clone();
-    blocking(move || made.make()).await;
+    tidy("make CRIU's work directory", move || made.make()).await;
     let under_way = container.begin_transaction();
     let bounds = Bounds {
         deadline: None,
@@ -257,7 +257,13 @@ async fn dump_plain(
     let complete = dumped.is_ok() && gone.is_none();
     journal.leave(journal::Phase::Dump, complete).await;
     if complete {
-        image.at(|image| image.seal()).await;
+        let sealed = image.at(|image| {
+            image.seal();
+            Ok(())
+        });
+        if let Err(error) = sealed.await {
+            log::warn!("cannot close the image to others: {}", Chain(&error));
+        }
     }
     let is_left = gone.is_some() || dumped.is_err() && under_way.cut.is_asked();
     let left = Leftovers {

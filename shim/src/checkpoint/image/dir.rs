@@ -27,7 +27,7 @@ use crate::journal::{DirId, ImageWas};
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
 const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
 
-/// How long a look at the directory may take when the request begins.
+/// How long a look at the directory may take, when the request begins and for a container without GPUs.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// Permissions of anybody but the owner.
@@ -58,10 +58,14 @@ struct Watch {
 }
 
 impl ImageDir {
-    /// Does something with it that may block.
-    pub(crate) async fn at<T: Send + 'static>(&self, work: impl FnOnce(&Self) -> T + Send + 'static) -> T {
+    /// Does something with it that may block, and hang: then it has failed.
+    pub(crate) async fn at(
+        &self,
+        work: impl FnOnce(&Self) -> Result<(), DumpError> + Send + 'static,
+    ) -> Result<(), DumpError> {
         let image = self.clone();
-        blocking(move || work(&image)).await
+        let done = tokio::time::timeout(LIMIT, blocking(move || work(&image))).await;
+        done.map_err(|_| DumpError::dir(self.path(), ErrorKind::TimedOut.into()))?
     }
 
     /// Opens it, if it is there. Nothing is made yet, except by clients that have gone meanwhile.
