@@ -533,7 +533,7 @@ mod tests {
             text.contains("/images/job is complete") && text.contains("resume"),
             "{text}"
         );
-        assert!(text.len() < 350 && !text.contains("firn itself"), "{text}");
+        assert!(text.len() < 400 && !text.contains("firn itself"), "{text}");
         assert_eq!(code, Code::FAILED_PRECONDITION);
         // Why the checkpoint failed is another thing than why it cannot be undone.
         let (text, _) = said(Phase::Dump, EffectError::NoJournal);
