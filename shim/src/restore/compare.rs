@@ -98,3 +98,20 @@ async fn ask(command: &mut Command, reaper: &Reaper) -> Result<(), Differs> {
     };
     Err(Differs::Unknown { said })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_comparison_that_was_not_made_is_no_consent() {
+        let reaper = Reaper::start().unwrap();
+        for script in ["exit 1", "echo nonsense", "kill -KILL $$", ":"] {
+            let mut command = Command::new("sh");
+            let differs = ask(command.args(["-c", script]), &reaper).await.unwrap_err();
+            assert_eq!(differs.code(), "FIRN-IMAGE-CHECK", "{script}");
+        }
+        let mut command = Command::new("echo");
+        assert!(ask(command.arg("null"), &reaper).await.is_ok());
+    }
+}
