@@ -238,7 +238,7 @@ fn the_shipped_hooks_files_call_the_hook_as_it_wants_to_be_called() {
 
 /// As CRIU calls it: by a link, without arguments.
 #[test]
-fn as_a_script_it_acts_at_one_moment_and_leaves_its_reason() {
+fn as_a_script_it_acts_at_its_moments_and_leaves_its_reason() {
     let bundle = tempfile::tempdir().expect("a directory");
     let link = bundle.path().join("firn-criu-script");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_firn-hook"), &link).expect("linked");
@@ -249,7 +249,7 @@ fn as_a_script_it_acts_at_one_moment_and_leaves_its_reason() {
             .output()
             .expect("the hook starts")
     };
-    for action in ["pre-restore", "post-restore", "pre-dump"] {
+    for action in ["pre-restore", "post-resume", "pre-dump"] {
         assert!(call(action).status.success(), "{action}");
     }
     let failed = call("post-setup-namespaces");
@@ -260,6 +260,7 @@ fn as_a_script_it_acts_at_one_moment_and_leaves_its_reason() {
     assert!(String::from_utf8_lossy(&failed.stderr).contains("FIRN-SPEC-UNREADABLE: "));
     std::fs::write(bundle.path().join("config.json"), "{}").expect("written");
     assert!(call("post-setup-namespaces").status.success());
+    assert!(call("post-restore").status.success());
     assert_eq!(hook("", "{}").status.code(), Some(2), "it is no script then");
 }
 

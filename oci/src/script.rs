@@ -116,6 +116,13 @@ mod tests {
 
         std::fs::write(bundle.path().join(names::BUNDLE_SPEC), "{}").unwrap();
         assert_eq!(run(bundle.path(), own), Ok(DevRepair::default()));
+        assert_eq!(
+            run(bundle.path(), i32::MAX),
+            Ok(DevRepair::default()),
+            "without a GPU"
+        );
+        let gpu = r#"{"linux":{"devices":[{"path":"/dev/nvidia0","type":"c","major":195,"minor":0}]}}"#;
+        std::fs::write(bundle.path().join(names::BUNDLE_SPEC), gpu).unwrap();
         let gone = run(bundle.path(), i32::MAX).unwrap_err();
         assert_eq!(gone.code, "FIRN-DEV-REPAIR");
         assert!(gone.message.contains("/proc/2147483647/root"), "{gone}");

@@ -90,23 +90,28 @@ fn listed(bytes: &[u8]) {
             entry.device.as_bytes(),
             entry.root.as_os_str().as_bytes(),
             entry.mount_point.as_os_str().as_bytes(),
+            entry.options.as_bytes(),
             entry.fs_type.as_bytes(),
             entry.super_options.as_bytes(),
         ];
-        let [device, root, point, fs_type, options] = fields.map(escape);
-        let id = entry.id.to_string();
+        let [device, root, point, options, fs_type, super_options] = fields.map(escape);
+        let (id, parent) = (entry.id.to_string(), entry.parent.to_string());
         let line = [
             id.as_bytes(),
-            b" 35 ",
+            b" ",
+            parent.as_bytes(),
+            b" ",
             &device,
             b" ",
             &root,
             b" ",
             &point,
-            b" rw,noatime master:1 - ",
+            b" ",
+            &options,
+            b" master:1 - ",
             &fs_type,
             b" /dev/x ",
-            &options,
+            &super_options,
         ];
         assert_eq!(mountinfo::parse(&line.concat()), [entry]);
     }
