@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""Takes all free memory of the first GPU and whatever becomes free, until it is ended; prints `holds MIB` when it got more."""
+"""Takes the memory of the first GPU but for some, and all of it once somebody frees some, until it is ended.
+
+Prints `holds MIB` when it got more. What it leaves at first is for the driver, whose checkpoint call fails without any.
+"""
 
 import ctypes
 import sys
 import time
 
 STEPS = (1 << 30, 64 << 20, 2 << 20)
+LEFT = 1 << 30
 
 
 def checked(code):
@@ -22,11 +26,18 @@ def main():
     checked(cuda.cuDeviceGet(ctypes.byref(device), 0))
     checked(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
     checked(cuda.cuCtxSetCurrent(context))
+    free, total, left = ctypes.c_size_t(), ctypes.c_size_t(), LEFT
     while True:
         before = held
+        checked(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+        if held and free.value > LEFT + LEFT // 2:
+            left = 0
         for step in STEPS:
-            while cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(step)) == 0:
+            while free.value >= left + step:
+                if cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(step)):
+                    break
                 held += step
+                checked(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
         if held != before:
             print(f"holds {held >> 20}", flush=True)
         time.sleep(0.02)
