@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use firn_config::names;
 use serde_json::Value;
 
-use super::{Image, ImageFault, missing};
+use super::{Image, ImageFault};
 use crate::manifest::is_of_image;
 
 /// Files of images that are older than what is read here. CRIU would take them where a task's own file says nothing.
@@ -67,7 +67,10 @@ const PARENT: &str = "parent";
 /// the runtime's and CRIU's own.
 fn streams(image: &Image) -> Result<(), ImageFault> {
     const NAME: &str = names::RUNC_DESCRIPTORS;
-    let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
+    // runc's file: other runtimes write none, and runc does not restore without it.
+    let Some(bytes) = image.bytes(NAME)? else {
+        return Ok(());
+    };
     let named: Value = serde_json::from_slice(&bytes).map_err(|error| ImageFault::malformed(NAME, error))?;
     let named = named.as_array().map_or(&[][..], Vec::as_slice);
     match named.len() <= STREAMS && named.iter().all(Value::is_string) {

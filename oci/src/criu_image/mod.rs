@@ -170,7 +170,10 @@ pub fn check(spec: &Spec, image: &Path, host: &Host) -> Result<(), ImageFault> {
     let dir = ImageDir::open(image).map_err(|source| ImageFault::unreadable("the directory", &source))?;
     let image = Image { dir };
     entries::check(&image)?;
-    let inventory = Inventory::read(&image)?;
+    // Of what is no image CRIU makes nothing: that is the runtime's to report, with CRIU's log.
+    let Some(inventory) = Inventory::read(&image)? else {
+        return Ok(());
+    };
     let tasks = tasks::check(spec, &image, host)?;
     let namespaces = namespaces::check(spec, &image, &inventory, &tasks, host)?;
     cgroups::check(spec, &image, &inventory, &tasks, host)?;
@@ -270,7 +273,7 @@ struct Inventory {
 }
 
 impl Inventory {
-    fn read(image: &Image) -> Result<Self, ImageFault> {
+    fn read(image: &Image) -> Result<Option<Self>, ImageFault> {
         const NAME: &str = "inventory.img";
         /// Images with a common magic number.
         const VERSION: u32 = 2;
@@ -283,9 +286,10 @@ impl Inventory {
             // Without the last, namespaces lie in files that are named after tasks.
             Ok((message.required(1)?, message.number(4)?, own))
         })?;
-        match read.ok_or_else(|| missing(NAME))? {
-            (VERSION, Some(1), inventory) => Ok(inventory),
-            _ => Err(ImageFault::malformed(NAME, "the image is too old")),
+        match read {
+            None => Ok(None),
+            Some((VERSION, Some(1), inventory)) => Ok(Some(inventory)),
+            Some(_) => Err(ImageFault::malformed(NAME, "the image is too old")),
         }
     }
 }

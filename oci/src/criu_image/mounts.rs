@@ -272,7 +272,8 @@ impl Checked<'_> {
         }
         if self.known.masked.iter().any(|path| path == point) {
             let hides = match &mount.external {
-                Some(key) => key == NULL,
+                // By its own name the runtime mounts there what it masks with: crun until 1.21.
+                Some(key) => key == NULL || Path::new(key) == point,
                 None => mount.kind == TMPFS && is_read_only && self.is_alone(mount),
             };
             return match hides {
