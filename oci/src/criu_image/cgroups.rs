@@ -85,8 +85,10 @@ pub(super) fn check(
         if let Some(other) = names.iter().find(|name| !host.cgroups.contains(*name)) {
             return Err(exceeds("a hierarchy", other, "those of this node"));
         }
-        match &dirs[..] {
-            [dir] if dir.name.split('/').all(is_plain) || dir.name.is_empty() => {}
+        // A process that went into a cgroup below has an entry of its own there.
+        let may_have_others = !spec.has_namespace("cgroup");
+        match own(dirs) {
+            Some(_) if dirs.len() == 1 || may_have_others => {}
             _ => {
                 let found: Vec<&str> = dirs.iter().map(|dir| &*dir.name).collect();
                 return Err(exceeds(
@@ -141,6 +143,19 @@ fn exceeds(what: &str, found: &str, allowed: &str) -> ImageFault {
     ImageFault::exceeds(NAME, what, found, allowed)
 }
 
+/// The container's own cgroup of a hierarchy: the one that all others lie below.
+fn own(dirs: &[Dir]) -> Option<&Dir> {
+    let own = dirs.iter().min_by_key(|dir| dir.name.len())?;
+    let is_path = |name: &str| name.split('/').all(is_plain);
+    let is_below = |dir: &Dir| {
+        let below = dir.name.strip_prefix(&*own.name);
+        let below = below.and_then(|below| below.strip_prefix('/'));
+        std::ptr::eq(dir, own) || !own.name.is_empty() && below.is_some_and(is_path)
+    };
+    let is_own = own.name.is_empty() || is_path(&own.name);
+    (is_own && dirs.iter().all(is_below)).then_some(own)
+}
+
 fn is_plain(part: &str) -> bool {
     !matches!(part, "" | "." | "..")
 }
@@ -183,14 +198,14 @@ impl Cgroups {
         })
     }
 
-    /// Whether a member lies where the image describes the one cgroup of its hierarchy, which becomes the container's own.
+    /// Whether a member lies where the image describes the container's cgroup of its hierarchy, which becomes its own here.
     fn is_own(&self, member: &Member) -> Result<(), ImageFault> {
         let mut hierarchies = self
             .controllers
             .iter()
             .filter(|(names, _)| names.contains(&member.controller));
         let dir = match (hierarchies.next(), hierarchies.next()) {
-            (Some((_, dirs)), None) => dirs.first(),
+            (Some((_, dirs)), None) => own(dirs),
             _ => None,
         };
         let foreign = || exceeds("a cgroup", &member.path, "the container's own");
