@@ -535,9 +535,9 @@ mod tests {
 
     #[test]
     fn a_thread_that_has_ended_needs_no_holding() {
-        // A shell that was replaced waits for no child.
+        // A shell that was replaced before its child ends does not wait for it.
         let mut child = Command::new("sh")
-            .args(["-c", "true & echo $!; exec sleep 1000"])
+            .args(["-c", "sleep 0.2 & echo $!; exec sleep 1000"])
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
