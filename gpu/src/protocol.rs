@@ -87,7 +87,7 @@ pub struct ProcessReply {
 
 /// What the worker answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "reply", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum Reply {
     /// Answer to `inventory`, followed by `done`.
     Inventory { inventory: Inventory },

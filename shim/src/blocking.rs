@@ -4,6 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use tokio::sync::oneshot;
+use tokio::task::JoinError;
+
 use crate::container::Cut;
 
 /// Why work that blocks is not waited for any more.
@@ -61,11 +64,22 @@ pub(crate) async fn tidy<T: Default + Send + 'static>(
 ///
 /// Not for spawning processes, which the kernel ends together with the thread that spawned them.
 pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (send, done) = oneshot::channel();
+    run(Box::new(move || drop(send.send(work())))).await;
+    match done.await {
+        Ok(done) => done,
+        // The runtime is shutting down, and this task with it: `run` has panicked otherwise.
+        Err(_) => std::future::pending().await,
+    }
+}
+
+/// Boxed, because tokio's own code for a task is compiled once more for each kind of task: a tenth of the shim.
+async fn run(work: Box<dyn FnOnce() + Send>) {
     match tokio::task::spawn_blocking(work)
         .await
-        .map_err(|error| error.try_into_panic())
+        .map_err(JoinError::try_into_panic)
     {
-        Ok(done) => done,
+        Ok(()) => {}
         Err(Ok(panic)) => std::panic::resume_unwind(panic),
         // Refused by a runtime that is shutting down, and this task with it.
         Err(Err(_)) => std::future::pending().await,

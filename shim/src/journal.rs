@@ -207,11 +207,11 @@ enum Line {
     Cuda {
         processes: Vec<Cuda>,
     },
-    /// GPU memory that the processes had when they were locked.
     /// The complete image gets a second place.
     Rescue {
         dir: PathBuf,
     },
+    /// GPU memory that the processes had when they were locked.
     Memory {
         gpus: GpuMemory,
     },

@@ -553,7 +553,7 @@ mod tests {
     #[tokio::test]
     async fn a_gpu_without_room_for_the_state_is_named_and_the_worker_serves_on() {
         let directory = tempfile::tempdir().unwrap();
-        let answer = r#"{"reply":"no_memory","gpu":"GPU-01010101-0101-0101-0101-010101010101","free":1048576,"needed":8388609}"#;
+        let answer = r#"{"no_memory":{"gpu":"GPU-01010101-0101-0101-0101-010101010101","free":1048576,"needed":8388609}}"#;
         let script = format!("while read -r line <&3; do echo '{answer}' >&3; done");
         let program = program(directory.path(), &script);
         let mut gpu = Gpu::new(program, Reaper::start().unwrap(), Duration::from_secs(10));

@@ -81,8 +81,7 @@ fn fields_of_a_newer_version_are_passed_over() {
         }
     );
     let reply: Reply =
-        serde_json::from_str(r#"{"reply":"process","pid":7,"state":"locked","micros":1,"gpu_bytes":9}"#)
-            .unwrap();
+        serde_json::from_str(r#"{"process":{"pid":7,"state":"locked","micros":1,"gpu_bytes":9}}"#).unwrap();
     let Reply::Process(reply) = reply else { panic!() };
     assert_eq!(
         (reply.pid, reply.state, reply.restore_tid, reply.error),

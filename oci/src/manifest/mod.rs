@@ -301,7 +301,7 @@ impl Manifest {
         if sha256(envelope.body.get().as_bytes()) != envelope.sha256 {
             return Err(ManifestError::Checksum { path: path() });
         }
-        let manifest: Self = serde_json::from_str(envelope.body.get()).map_err(shape)?;
+        let manifest: Self = serde_json::from_slice(envelope.body.get().as_bytes()).map_err(shape)?;
         manifest
             .check()
             .map_err(|field| ManifestError::Value { path: path(), field })?;

@@ -6,8 +6,6 @@ pub(crate) mod rescue;
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_oci::manifest::{ImageFile, describe_images_by};
@@ -16,7 +14,7 @@ pub(crate) use dir::{ImageDir, is_containerds};
 
 use super::DumpError;
 use super::error::EffectError;
-use crate::blocking::blocking;
+use crate::blocking::{Left, stoppable};
 use crate::container::Cut;
 
 /// How many of CRIU's last errors are quoted.
@@ -32,17 +30,15 @@ pub(super) async fn describe(
     limit: Duration,
     cut: &Cut,
 ) -> Result<Vec<ImageFile>, EffectError> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let (of, heeded) = (image.clone(), stop.clone());
-    let described = blocking(move || describe_images_by(&of.inside(), of.path(), &heeded));
-    let result = tokio::select! {
-        biased;
-        () = cut.asked() => Err(EffectError::Killed),
-        described = described => described.map_err(Into::into),
-        () = tokio::time::sleep(limit) => Err(DumpError::Checksums { limit }.into()),
-    };
-    stop.store(true, Ordering::Relaxed);
-    result
+    let image = image.clone();
+    let described = stoppable(limit, cut, move |stop| {
+        describe_images_by(&image.inside(), image.path(), stop)
+    });
+    match described.await {
+        Ok(described) => Ok(described?),
+        Err(Left::Cut) => Err(EffectError::Killed),
+        Err(Left::Late) => Err(DumpError::Checksums { limit }.into()),
+    }
 }
 
 /// The last errors of a CRIU log, without their time stamps.

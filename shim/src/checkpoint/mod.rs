@@ -31,7 +31,7 @@ pub(crate) use job::begin as begin_job;
 pub(crate) use refuse::{Policy, by_signs};
 
 use crate::account::Account;
-use crate::blocking::{blocking, tidy};
+use crate::blocking::{Left, blocking, stoppable, tidy};
 use crate::cgroup::FreezerState;
 use crate::container::{Container, Cut, InitState};
 use crate::journal::{self, Begin, ImageWas, Journal, Outcome, Record};
@@ -55,10 +55,10 @@ pub(crate) const KEPT_LOG: &str = "criu-dump.log";
 const RESET: Duration = Duration::from_secs(10);
 
 /// How long a checkpoint that is over may wait for the file systems of its image and log.
-const TIDY: Duration = Duration::from_secs(30);
+const LEFTOVERS: Duration = Duration::from_secs(30);
 
 /// The same once the container is killed.
-const TIDY_KILLED: Duration = Duration::from_secs(5);
+const LEFTOVERS_KILLED: Duration = Duration::from_secs(5);
 
 /// How long the programs of a checkpoint whose code has failed may take to end.
 const PROGRAMS: Duration = Duration::from_secs(30);
@@ -439,7 +439,7 @@ async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointErro
         source: EffectError::Panicked,
         suspended: undone.err().filter(|_| is_alive),
     };
-    if tokio::time::timeout(TIDY, recovery.clear()).await.is_err() {
+    if tokio::time::timeout(LEFTOVERS, recovery.clear()).await.is_err() {
         log::warn!(
             "the files of the checkpoint of {} cannot be tidied in time",
             container.id
@@ -723,12 +723,11 @@ async fn bounded<T: Send + 'static>(
     cut: &Cut,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, EffectError> {
-    tokio::select! {
-        biased;
-        () = cut.asked() => Err(EffectError::Killed),
-        done = blocking(work) => Ok(done),
-        () = tokio::time::sleep(limit) => Err(DumpError::Stalled { what, limit }.into()),
-    }
+    let done = stoppable(limit, cut, move |_| work()).await;
+    done.map_err(|left| match left {
+        Left::Cut => EffectError::Killed,
+        Left::Late => DumpError::Stalled { what, limit }.into(),
+    })
 }
 
 /// What was found when a failed dump was cleaned up.
@@ -771,11 +770,11 @@ impl Leftovers {
         };
         let killed = async {
             cut.asked().await;
-            tokio::time::sleep(TIDY_KILLED).await;
+            tokio::time::sleep(LEFTOVERS_KILLED).await;
         };
         let late = async {
             tokio::select! {
-                () = tokio::time::sleep(TIDY) => {}
+                () = tokio::time::sleep(LEFTOVERS) => {}
                 () = killed => {}
             }
         };

@@ -60,8 +60,8 @@ pub(super) async fn image(bundle: &Path, image: &Path, reaper: &Reaper) -> Resul
     ask(&mut command, reaper).await.map_err(Refusal::Image)
 }
 
-/// The cgroup and the stopped processes, init first, of a container that CRIU has made. None has been touched: not before it is known that they are in
-/// the container's own cgroup, and have no more than its spec allows.
+/// The cgroup and the stopped processes, init first, of a container that CRIU has made. None has been touched: not before it is
+/// known that they are in the container's own cgroup, and have no more than its spec allows.
 pub(super) async fn tasks(
     container: &Container,
     hook: &Path,

@@ -178,8 +178,7 @@ fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
 /// The manifest, when there is one, of an image that is as it was made. Every byte of it is read, unless nobody waits for the
 /// container any more.
 async fn read_image(spec: Spec, image: &Path, cut: &Cut) -> Result<Option<(Manifest, Verified)>, Refusal> {
-    // A configuration that cannot be read keeps no container without GPU from being restored.
-    let limit = Config::load().unwrap_or_default().deadlines.verify;
+    let limit = compare::configured().deadlines.verify;
     let path = image.to_owned();
     let read = stoppable(limit, cut, move |stop| {
         let Some(manifest) = Manifest::read_for(&spec, &path)? else {

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
 use firn_oci::devnodes;
 use firn_oci::manifest::CudaProcess;
@@ -222,10 +221,7 @@ async fn check_again(prepared: &Prepared, cut: &Cut) -> Result<(), RestoreError>
     let Some(verified) = prepared.verified.clone() else {
         return Ok(());
     };
-    let limit = Config::load()
-        .map_err(|error| refused(error.into()))?
-        .deadlines
-        .look;
+    let limit = compare::configured().deadlines.look;
     let unchanged = stoppable(limit, cut, move |_| verified.unchanged()).await;
     unchanged
         .map_err(|left| refused(left_image(left, limit)))?

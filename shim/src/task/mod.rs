@@ -17,6 +17,7 @@ mod update;
 
 use std::collections::BTreeMap;
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
@@ -27,6 +28,7 @@ use containerd_shim_protos::api::{
     StateRequest, StateResponse, StatsRequest, StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
 };
 use containerd_shim_protos::shim_async::Task;
+use tokio::sync::oneshot;
 use ttrpc::r#async::TtrpcContext;
 
 pub(crate) use error::TaskError;
@@ -116,14 +118,20 @@ async fn detached<T: Send + 'static>(
     verb: &'static str,
     work: impl Future<Output = Result<T, TaskError>> + Send + 'static,
 ) -> ttrpc::Result<T> {
-    match tokio::spawn(work).await {
+    let (send, done) = oneshot::channel();
+    // Boxed for the reason that `blocking` boxes its work.
+    let work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move { drop(send.send(work.await)) });
+    let panic = tokio::spawn(work).await;
+    match done.await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error)) => {
             log::info!("{verb}: {}", Chain(&error));
             Err(error.into())
         }
-        Err(panic) => {
-            log::error!("{verb}: {panic}");
+        Err(_) => {
+            if let Err(panic) = panic {
+                log::error!("{verb}: {panic}");
+            }
             Err(ttrpc::Error::RpcStatus(ttrpc::get_status(
                 ttrpc::Code::INTERNAL,
                 format!("{verb} panicked"),
