@@ -15,10 +15,12 @@ const MAGIC: u32 = 0x5938_3330;
 struct Member {
     controller: String,
     path: String,
-    /// How much of the path the namespace hides.
+    /// How much of the path the namespace hides. CRIU makes a namespace with any, even with 0, which CRIU itself does not write: its
+    /// root would be that of the hierarchy.
     prefix: Option<u32>,
 }
 
+#[derive(Default)]
 struct Cgroups {
     /// By their ids.
     sets: Vec<(u32, Vec<Member>)>,
@@ -73,14 +75,19 @@ pub(super) fn check(
     tasks: &[Task],
     host: &Host,
 ) -> Result<(), ImageFault> {
-    let cgroups = image.read_one(NAME, MAGIC, Cgroups::read);
-    let cgroups = match cgroups? {
-        Some(cgroups) => cgroups,
-        None => Cgroups {
-            sets: Vec::new(),
-            controllers: Vec::new(),
-        },
-    };
+    let cgroups = image.read_one(NAME, MAGIC, Cgroups::read)?.unwrap_or_default();
+    let of_init = tasks.first().and_then(|init| *init.cgroups.first()?);
+    compare(spec, &cgroups, of_init, inventory.cgroups, host)
+}
+
+/// `of_init` and `of_criu` are the sets of the container's first process and of CRIU itself.
+fn compare(
+    spec: &Spec,
+    cgroups: &Cgroups,
+    of_init: Option<u32>,
+    of_criu: Option<u32>,
+    host: &Host,
+) -> Result<(), ImageFault> {
     for (names, dirs) in &cgroups.controllers {
         if let Some(other) = names.iter().find(|name| !host.cgroups.contains(*name)) {
             return Err(exceeds("a hierarchy", other, "those of this node"));
@@ -123,11 +130,10 @@ pub(super) fn check(
         return Ok(());
     }
     // As CRIU decides it by init's own set.
-    let set = tasks.first().and_then(|init| *init.cgroups.first()?);
     let has_root = cgroups
         .sets
         .iter()
-        .find(|(id, _)| Some(*id) == set && set != inventory.cgroups)
+        .find(|(id, _)| Some(*id) == of_init && of_init != of_criu)
         .is_some_and(|(_, members)| members.iter().any(|member| member.prefix.is_some()));
     match has_root {
         true => Ok(()),
@@ -170,7 +176,7 @@ impl Cgroups {
             Ok(Member {
                 controller: text(member, 1)?,
                 path: text(member, 2)?,
-                prefix: member.number(3)?.filter(|prefix| *prefix > 0),
+                prefix: member.number(3)?,
             })
         };
         let dir = |dir: &Message<'_>| Dir::read(dir, DEPTH);
@@ -225,3 +231,6 @@ impl Cgroups {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
