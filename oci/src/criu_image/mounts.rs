@@ -114,8 +114,8 @@ pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathB
         if wanted != found {
             let has = |option: &str| entry.options.split(',').any(|word| word == option);
             let times = TIMES.iter().filter(|(name, _)| has(name));
-            let flags = times.fold(wanted, |all, (_, flag)| all | flag);
-            all.push((entry.mount_point.clone(), flags));
+            let times: u32 = times.map(|(_, flag)| flag).sum();
+            all.push((entry.mount_point.clone(), wanted + times));
         }
     }
     Ok(all)
@@ -123,15 +123,12 @@ pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathB
 
 /// How the spec restricts a mount.
 fn restrictions(of_spec: &SpecMount) -> u32 {
-    RESTRICTIONS.iter().fold(0, |all, (set, unset, flag)| {
+    let is_set = |(set, unset, _): &&(&str, &str, u32)| {
         let is_word = |word: &&String| [*set, *unset].contains(&&***word) || **word == format!("r{set}");
         let last = of_spec.options.iter().rev().find(is_word);
-        if last.is_some_and(|word| word != unset) {
-            all | flag
-        } else {
-            all
-        }
-    })
+        last.is_some_and(|word| word != unset)
+    };
+    RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
 }
 
 fn compare(name: &str, known: Known, mounts: Vec<Mount>, host: &Host) -> Result<(), ImageFault> {
@@ -160,7 +157,7 @@ fn made(entry: &MountEntry, known: &Known) -> Mount {
     let is_null = entry.root.ends_with("null");
     let external = if known.masked.contains(point) {
         is_null.then(|| NULL.to_owned())
-    } else if known.mounts.iter().any(is_bind) || known.devices.contains(point) && kind != DEVPTS {
+    } else if known.mounts.iter().any(is_bind) || known.devices.contains(point) {
         Some(point.to_string_lossy().into_owned())
     } else {
         None
@@ -170,12 +167,8 @@ fn made(entry: &MountEntry, known: &Known) -> Mount {
         id: entry.id,
         device: numbers.unwrap_or_default(),
         parent: entry.parent,
-        flags: flags.fold(0, |all, (.., flag)| all | flag),
-        // What of a hierarchy a container sees is relative to the reader's own.
-        root: match kind {
-            CGROUP | CGROUP2 => PathBuf::from("/"),
-            _ => entry.root.clone(),
-        },
+        flags: flags.map(|(.., flag)| flag).sum(),
+        root: entry.root.clone(),
         point: point.clone(),
         external,
     }
@@ -184,7 +177,7 @@ fn made(entry: &MountEntry, known: &Known) -> Mount {
 /// None for paths that lead elsewhere.
 fn read(message: &Message<'_>) -> Result<Option<Mount>, WireError> {
     let text = |field| message.text(field)?.ok_or(WireError { field });
-    // Older CRIUs begin the mount point with a dot; what a mount shows of a cgroup hierarchy may lie above the container's own.
+    // Older CRIUs begin the mount point with a dot.
     let point = text(7)?;
     let (point, root) = (clean(point.strip_prefix('.').unwrap_or(point)), clean(text(6)?));
     let (Some(point), Some(root)) = (point, root) else {
@@ -213,6 +206,8 @@ struct Known {
     masked: Vec<PathBuf>,
     read_only: Vec<PathBuf>,
     read_only_root: bool,
+    /// Whether it has processes of its own.
+    has_pids: bool,
 }
 
 impl Known {
@@ -229,6 +224,7 @@ impl Known {
             masked: spec.masked_paths(),
             read_only: spec.read_only_paths(),
             read_only_root: spec.is_root_read_only(),
+            has_pids: spec.has_namespace("pid"),
         })
     }
 }
@@ -321,7 +317,8 @@ impl Checked<'_> {
                 // Under v1, cgroups are a tmpfs with a mount for each hierarchy.
                 let same = kind == Some(mount.kind)
                     || kind.is_some_and(is_cgroup) && (is_cgroup(mount.kind) || mount.kind == TMPFS);
-                same && (mount.root == Path::new("/") || kind.is_some_and(is_cgroup))
+                let is_whole = mount.root == Path::new("/") || kind.is_some_and(is_cgroup);
+                same && is_whole && !self.is_of_outside(mount)
             }
         };
         if !is_same {
@@ -335,6 +332,19 @@ impl Checked<'_> {
             return Err((point, "less restricted", "ro, nosuid, nodev or noexec there"));
         }
         Ok(())
+    }
+
+    /// Whether CRIU would bind what is to be new from a mount of outside: one of the same device, whatever its kind.
+    fn is_of_outside(&self, mount: &Mount) -> bool {
+        let is_new = match mount.kind {
+            TMPFS => true,
+            // Older kernels have one for all who share their processes.
+            PROC => self.known.has_pids,
+            _ => false,
+        };
+        let mut same = self.mounts.iter().filter(|other| other.device == mount.device);
+        let is_mask = |other: &Mount| self.known.masked.contains(&other.point);
+        is_new && same.any(|other| other.external.is_some() && !is_null(other) && !is_mask(other))
     }
 
     /// A hierarchy below the spec's mount of cgroups.
@@ -367,13 +377,12 @@ impl Checked<'_> {
     fn is_alone(&self, mount: &Mount) -> bool {
         let same = || self.mounts.iter().filter(|other| other.device == mount.device);
         let of_root = |root: &Mount| {
-            root.point == Path::new("/") && (!self.known.read_only_root || mount.flags & READ_ONLY != 0)
+            root.point == Path::new("/")
+                && mount.root.starts_with(&root.root)
+                && (!self.known.read_only_root || mount.flags & READ_ONLY != 0)
         };
-        let is_null = |other: &Mount| other.external.as_deref() == Some(NULL);
-        mount.external.is_none()
-            && mount.kind == TMPFS
-            && same().all(|other| other.kind == TMPFS && (other.external.is_none() || is_null(other)))
-            || mount.external.is_none() && same().any(of_root)
+        let is_inner = |other: &Mount| other.kind == TMPFS && (other.external.is_none() || is_null(other));
+        mount.external.is_none() && (same().all(is_inner) || same().any(of_root))
     }
 
     /// A path that the spec hides or makes read-only is so, if the container can see it.
@@ -412,8 +421,15 @@ impl Checked<'_> {
     }
 }
 
+fn is_null(mount: &Mount) -> bool {
+    mount.external.as_deref() == Some(NULL)
+}
+
 /// Whether a mount shows what lies at its mount point in the mount above.
 fn shows(above: &Mount, mount: &Mount) -> bool {
     let below = mount.point.strip_prefix(&above.point);
     below.is_ok_and(|below| above.root.join(below) == mount.root)
 }
+
+#[cfg(test)]
+mod tests;
