@@ -295,4 +295,6 @@ impl Inventory {
 }
 
 #[cfg(test)]
+mod fault_tests;
+#[cfg(test)]
 pub(crate) mod tests;
