@@ -29,6 +29,8 @@ pub struct MountEntry {
     pub mount_point: PathBuf,
     /// Options of the mount itself: `ro`, `nosuid` and the like.
     pub options: String,
+    /// Whether mounts that are made elsewhere can appear below it: it has a group of its own, or a master.
+    pub propagates: bool,
     /// Type of file system.
     pub fs_type: String,
     /// Options of the file system, as opposed to those of the mount.
@@ -68,7 +70,13 @@ fn entry(line: &[u8]) -> Option<MountEntry> {
     let mount_point = path(fields.next()?);
     let options = text(fields.next()?);
     // A varying number of optional fields ends with a dash.
-    fields.find(|field| *field == b"-")?;
+    let mut propagates = false;
+    loop {
+        match fields.next()? {
+            b"-" => break,
+            field => propagates |= field.starts_with(b"shared:") || field.starts_with(b"master:"),
+        }
+    }
     let fs_type = text(fields.next()?);
     let super_options = text(fields.nth(1)?);
     Some(MountEntry {
@@ -78,6 +86,7 @@ fn entry(line: &[u8]) -> Option<MountEntry> {
         root,
         mount_point,
         options,
+        propagates,
         fs_type,
         super_options,
     })
@@ -127,6 +136,7 @@ mod tests {
         assert_eq!(entries[0].root, PathBuf::from("/mnt1"));
         assert_eq!(entries[0].mount_point, PathBuf::from("/mnt/with space\\x"));
         assert_eq!(entries[0].super_options, "rw,errors=continue");
+        assert!(entries[0].propagates && !entries[1].propagates);
         assert_eq!(
             (entries[1].fs_type.as_str(), entries[1].super_options.as_str()),
             ("cgroup", "rw,cpu,cpuacct")

@@ -42,6 +42,10 @@ const RESTRICTIONS: [(&str, &str, u32); 4] = [
     ("noexec", "exec", 8),
 ];
 
+/// How mounts that are made elsewhere appear in one, as specs name it.
+const PRIVATE: [&str; 4] = ["private", "rprivate", "unbindable", "runbindable"];
+const PROPAGATED: [&str; 4] = ["shared", "rshared", "slave", "rslave"];
+
 /// By what name runc hands CRIU the file that hides others.
 const NULL: &str = "/dev/null";
 
@@ -54,6 +58,8 @@ struct Mount {
     device: u32,
     parent: u32,
     flags: u32,
+    /// Whether what is mounted elsewhere can appear below it.
+    propagates: bool,
     root: PathBuf,
     point: PathBuf,
     /// What CRIU is to bind there, by the name that it has for CRIU's caller.
@@ -131,6 +137,13 @@ fn restrictions(of_spec: &SpecMount) -> u32 {
     RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
 }
 
+/// Whether the spec says that nothing of elsewhere appears in a mount. Without a word of it, that is the runtime's to decide.
+fn is_private(of_spec: &SpecMount) -> bool {
+    let mut words = of_spec.options.iter().rev().map(|word| &**word);
+    let last = words.find(|word| PRIVATE.contains(word) || PROPAGATED.contains(word));
+    last.is_some_and(|word| PRIVATE.contains(&word))
+}
+
 fn compare(name: &str, known: Known, mounts: Vec<Mount>, host: &Host) -> Result<(), ImageFault> {
     let checked = Checked { known, mounts, host };
     checked.all().map_err(|(point, found, allowed)| {
@@ -168,6 +181,7 @@ fn made(entry: &MountEntry, known: &Known) -> Mount {
         device: numbers.unwrap_or_default(),
         parent: entry.parent,
         flags: flags.map(|(.., flag)| flag).sum(),
+        propagates: entry.propagates,
         root: entry.root.clone(),
         point: point.clone(),
         external,
@@ -183,8 +197,9 @@ fn read(message: &Message<'_>) -> Result<Option<Mount>, WireError> {
     let (Some(point), Some(root)) = (point, root) else {
         return Ok(None);
     };
+    let is_set = |field| Ok::<_, WireError>(message.number(field)?.is_some_and(|number: u32| number != 0));
     // Where older CRIUs name what is external.
-    if message.number(13)?.unwrap_or(0) != 0 {
+    if is_set(13)? {
         return Err(WireError { field: 13 });
     }
     Ok(Some(Mount {
@@ -193,6 +208,7 @@ fn read(message: &Message<'_>) -> Result<Option<Mount>, WireError> {
         device: message.required(3)?,
         parent: message.required(4)?,
         flags: message.required(5)?,
+        propagates: is_set(10)? || is_set(11)?,
         root,
         point,
         external: message.text(18)?.map(str::to_owned),
@@ -330,6 +346,13 @@ impl Checked<'_> {
         }
         if restrictions(of_spec) & !mount.flags != 0 {
             return Err((point, "less restricted", "ro, nosuid, nodev or noexec there"));
+        }
+        if mount.propagates && is_private(of_spec) {
+            return Err((
+                point,
+                "where the host's later mounts appear",
+                "a private one there",
+            ));
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ fn given() -> Value {
             {"destination": "/dev", "type": "tmpfs", "options": ["nosuid"]},
             {"destination": "/sys", "type": "sysfs", "options": ["nosuid", "nodev", "noexec", "ro"]},
             {"destination": "/sys/fs/cgroup", "type": "cgroup", "options": ["nosuid", "ro"]},
-            {"destination": "/data", "type": "bind", "source": "/srv", "options": ["rbind", "ro"]},
+            {"destination": "/data", "type": "bind", "source": "/srv", "options": ["rbind", "rprivate", "ro"]},
         ],
         "linux": {
             "namespaces": [{"type": "pid"}, {"type": "mount"}],
@@ -27,6 +27,13 @@ fn given() -> Value {
 fn given_read_only() -> Value {
     let mut spec = given();
     spec["root"] = json!({"readonly": true});
+    spec
+}
+
+/// The same with a bind mount in which mounts of the host appear.
+fn given_slave() -> Value {
+    let mut spec = given();
+    spec["mounts"][4]["options"] = json!(["rbind", "private", "rslave", "ro"]);
     spec
 }
 
@@ -115,12 +122,14 @@ fn mount(line: &str) -> Option<Mount> {
         "noexec" => 8,
         _ => 0,
     });
+    let propagates = words[4].contains("slave");
     Some(Mount {
         kind: kind.map_or(OTHER, |(_, kind)| *kind),
         id: id.parse().unwrap(),
         device: device.parse().unwrap(),
         parent: parent.parse().unwrap(),
         flags: flags.sum(),
+        propagates,
         root: root.into(),
         point: point.into(),
         external: external.first().map(|key| (*key).to_owned()),
@@ -176,6 +185,9 @@ fn mounts_that_show_no_more_than_the_spec_are_taken() {
                 "cgroup 20 5 93 rw / /sys/fs/cgroup/memory",
             ],
         ),
+        (given_slave, &["ext4 6 1 75 ro,slave /srv /data /data"]),
+        // Of this the spec says nothing.
+        (given, &["proc 2 1 71 nosuid,nodev,noexec,slave / /proc"]),
         // What the kernel has once may be bound as well.
         (given, &["sysfs 6 1 73 ro / /data /data"]),
         (given, &["cgroup2 6 1 74 ro / /data /data"]),
@@ -222,6 +234,10 @@ fn mounts_that_show_more_are_refused() {
         (
             "/sys/fs/cgroup is less restricted",
             (given, &["cgroup2 5 4 74 nosuid / /sys/fs/cgroup"]),
+        ),
+        (
+            "/data is where the host's later mounts appear",
+            (given, &["ext4 6 1 75 ro,slave /srv /data /data"]),
         ),
         // Others in the places of those of the spec.
         (
@@ -395,6 +411,14 @@ fn mounts_that_were_made_are_held_to_the_spec() {
             "/proc is less restricted",
             "2 1 0:71 / /proc rw,nosuid,nodev - proc proc rw",
         ),
+        (
+            "/data is where the host's later mounts appear",
+            "6 1 8:75 /srv /data ro shared:4 - ext4 /dev/sda1 rw",
+        ),
+        (
+            "/data is where the host's later mounts appear",
+            "6 1 8:75 /srv /data ro master:4 - ext4 /dev/sda1 rw",
+        ),
         // A tmpfs that comes from outside, once more.
         ("/dev is another mount", "6 1 0:72 / /data ro - tmpfs tmpfs rw"),
         (
@@ -478,4 +502,21 @@ fn bind_mounts_get_back_the_restrictions_that_they_have_lost() {
             ("/none".into(), ALL | RELATIME),
         ]
     );
+}
+
+#[test]
+fn groups_and_masters_are_read_of_an_image() {
+    let mount = [8, 5, 16, 1, 24, 2, 32, 0, 40, 0, 0x32, 1, b'/', 0x3a, 1, b'/'];
+    // Group and master are numbers, and 0 where there is none.
+    let cases: [(&[u8], bool); 4] = [
+        (&[], false),
+        (&[80, 0, 88, 0], false),
+        (&[80, 7, 88, 0], true),
+        (&[80, 0, 88, 7], true),
+    ];
+    for (fields, expected) in cases {
+        let bytes = [&mount[..], fields].concat();
+        let found = read(&Message::parse(&bytes).unwrap()).unwrap().unwrap();
+        assert_eq!(found.propagates, expected, "{fields:?}");
+    }
 }
