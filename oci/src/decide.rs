@@ -227,4 +227,19 @@ mod tests {
         );
         assert_eq!(decision.unwrap().grant.basis, Basis::Config);
     }
+
+    #[test]
+    fn whoever_is_refused_is_told_what_to_do_about_the_cause() {
+        let mut unknown = spec(195, &[0]);
+        let annotations = unknown.object_mut(&["annotations"], "annotations").unwrap();
+        annotations.insert("firn.dev/remap-policy".into(), json!("any"));
+        for (spec, sources, remedy) in [
+            (unknown, &[9][..], "write auto, subset, strict"),
+            (spec(240, &[7]), &[9], "firn.dev/gpu-map"),
+            (spec(195, &[0]), &[8, 9], "grant as many GPUs"),
+        ] {
+            let error = made(&spec, sources, &config(&[], &[])).unwrap_err();
+            assert!(error.hint().contains(remedy), "{error}: {}", error.hint());
+        }
+    }
 }

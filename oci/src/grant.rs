@@ -436,4 +436,20 @@ mod tests {
             "FIRN-GPU-UNKNOWN"
         );
     }
+
+    #[test]
+    fn whoever_is_refused_a_grant_is_told_what_to_do() {
+        let unresolved = Grant::of_spec(&spec(240, &[0]), &inventory(195, 2)).unwrap_err();
+        let unknown =
+            Grant::at_restore(&spec(195, &[0]), &inventory(195, 2), &config(&["9"], &[]), None).unwrap_err();
+        let malformed = Spec::from(json!({"linux": {"devices": [1]}}));
+        let malformed = Grant::of_spec(&malformed, &inventory(195, 2)).unwrap_err();
+        for (error, remedy) in [
+            (unresolved, "firn.dev/gpu-map"),
+            (unknown, "`firn doctor` lists the GPUs"),
+            (malformed, "create the container anew"),
+        ] {
+            assert!(error.hint().contains(remedy), "{error}: {}", error.hint());
+        }
+    }
 }
