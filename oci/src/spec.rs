@@ -15,6 +15,8 @@ use firn_gpu::{DeviceNode, NodeType};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+#[cfg(test)]
+pub(crate) use self::privileges::CAPABILITIES;
 pub(crate) use self::privileges::capability;
 use crate::{ask, atomic, gpu_path};
 

@@ -127,12 +127,6 @@ fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>>
     let beside = beside.into_iter().map(|id| inner(spec, "gid", id));
     // Without a security module there is nothing to read.
     let label = fs::read(format!("{dir}/attr/current")).unwrap_or_default();
-    let label = String::from_utf8_lossy(&label);
-    let label = label.trim_end_matches(['\0', '\n']);
-    let label = match label.split_once(" (").map_or(label, |(name, _)| name) {
-        "unconfined" => "",
-        label => label,
-    };
     Ok(Some(Thread {
         policy: 0,
         cgroups: None,
@@ -147,13 +141,23 @@ fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>>
                 ("bounding", set("CapBnd:")),
                 ("ambient", set("CapAmb:")),
             ],
-            label: label.to_owned(),
+            label: label_of(&label),
             no_new_privs: field("NoNewPrivs:") == "1",
         },
     }))
 }
 
-/// The id in the container's user namespace; one that is not in its map stays what it is of the host.
+/// A label without the mode behind it, as `AppArmor` tells it. One that confines nothing is none.
+fn label_of(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    let text = text.trim_end_matches(['\0', '\n']);
+    match text.split_once(" (").map_or(text, |(name, _)| name) {
+        "unconfined" => String::new(),
+        name => name.to_owned(),
+    }
+}
+
+/// The id in a user namespace that the spec makes; one that is not in its map is none that the spec allows.
 fn inner(spec: &Spec, kind: &str, id: u32) -> u32 {
     if !spec.has_namespace("user") || spec.namespace_path("user").is_some() {
         return id;
@@ -176,3 +180,6 @@ fn numbers<T: FromStr>(text: &str) -> Vec<T> {
 fn read(path: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
+
+#[cfg(test)]
+mod tests;

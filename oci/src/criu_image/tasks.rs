@@ -371,8 +371,7 @@ impl Allowed {
             };
             return exceeds("the security label", &found, label);
         }
-        let permitted = creds.capabilities[1].1 | self.bounding;
-        if REALTIME.contains(&thread.policy) && permitted & capability("CAP_SYS_NICE") == 0 {
+        if REALTIME.contains(&thread.policy) && self.bounding & capability("CAP_SYS_NICE") == 0 {
             return exceeds(
                 "the scheduling policy",
                 &thread.policy,
@@ -405,5 +404,23 @@ impl Allowed {
             }
         }
         Ok(thread.cgroups)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_of_capabilities_has_two_words_at_most() {
+        let ids: Vec<u8> = (1..=8).flat_map(|field| [field << 3, 0]).collect();
+        let read = |set: &[u8]| {
+            let creds = Creds::read(&Message::parse(&[&ids, set].concat()).unwrap());
+            creds.map(|creds| creds.capabilities[0])
+        };
+        assert_eq!(read(&[]), Ok(("inheritable", 0)), "older images lack some");
+        assert_eq!(read(&[72, 5]), Ok(("inheritable", 5)));
+        assert_eq!(read(&[72, 5, 72, 3]), Ok(("inheritable", 3 << 32 | 5)));
+        assert_eq!(read(&[72, 5, 72, 3, 72, 1]), Err(WireError { field: 9 }));
     }
 }

@@ -6,6 +6,8 @@ use serde_json::{Value, json};
 
 use super::*;
 
+mod tasks;
+
 /// A message as it is written.
 #[derive(Clone, Default)]
 struct Out(Vec<u8>);
@@ -330,9 +332,9 @@ const HOSTILE: &[Hostile] = &[
     ),
     ("a user id of thread 1 is 0", |image| image.user = 0),
     ("a group id of thread 1 is 0", |image| image.group = 0),
-    ("a user id of thread 1 is 70000", |image| {
+    ("a user id of thread 1 is 65536", |image| {
         image.spec["process"]["noNewPrivileges"] = json!(false);
-        image.user = 70_000;
+        image.user = 65_536;
     }),
     ("the scheduling policy of thread 1 is 1", |image| image.policy = 1),
     ("RLIMIT_NOFILE of process 1 is 4096", |image| image.nofile = 4096),

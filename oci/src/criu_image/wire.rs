@@ -222,4 +222,14 @@ mod tests {
         let nul = Message::parse(&[0x12, 3, b'a', 0, b'b']).unwrap();
         assert!(nul.text(2).is_err() && nul.bytes(2).is_ok());
     }
+    #[test]
+    fn numbers_of_fixed_width_are_passed_over_and_never_taken_for_others() {
+        // 1: 64 bits, 2: 32 bits, 3: 7
+        let bytes = [&[0x09][..], &[1; 8], &[0x15], &[1; 4], &[0x18, 7]].concat();
+        let message = Message::parse(&bytes).unwrap();
+        assert_eq!(message.number(3), Ok(Some(7)));
+        for field in [1, 2] {
+            assert!(message.number(field).is_err() && message.numbers(field).is_err());
+        }
+    }
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{Spec, SpecError};
 
 /// Capabilities in the order of the kernel's numbers.
-const CAPABILITIES: [&str; 41] = [
+pub(crate) const CAPABILITIES: [&str; 41] = [
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
     "CAP_DAC_READ_SEARCH",
