@@ -52,7 +52,7 @@ pub(crate) fn kill_group(leader: i32, started: u64) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use std::os::unix::process::CommandExt;
-    use std::process::{Child, Command};
+    use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -60,6 +60,7 @@ mod tests {
     fn sleeper(script: &str) -> (Child, i32) {
         let child = Command::new("sh")
             .args(["-c", script])
+            .stdin(Stdio::piped())
             .process_group(0)
             .spawn()
             .unwrap();
@@ -91,7 +92,8 @@ mod tests {
 
     #[test]
     fn a_group_is_killed_also_when_its_leader_is_gone_and_no_later_one() {
-        let (mut leader, group) = sleeper("sleep 1000 & exit 0");
+        // The leader ends with its standard input: when it is waited for.
+        let (mut leader, group) = sleeper("sleep 1000 & read gone");
         let started = procfs::started(group).unwrap();
         let (mut other, stranger) = sleeper("exec sleep 1000");
         let member = || {
