@@ -157,14 +157,17 @@ fn v1_state(dir: &Path) -> Result<FreezerState, CgroupError> {
 fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
     let gone = || CgroupError::Gone { path: dir.to_owned() };
     let events = FlatKeyed::read(&dir.join("cgroup.events"))?.ok_or_else(gone)?;
-    if events.get("frozen") == 1 {
+    let asked = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
+    // A kernel that thaws a cgroup whose last process has gone, while those of a cgroup below are dying, says for ever that it is
+    // frozen (seen with 6.18).
+    let is_forgotten = events.get("populated") == 0 && asked == 0;
+    if events.get("frozen") == 1 && !is_forgotten {
         return Ok(if is_frozen_below(dir)? {
             FreezerState::Frozen
         } else {
             FreezerState::Freezing
         });
     }
-    let asked = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
     Ok(if asked == 1 {
         FreezerState::Freezing
     } else {

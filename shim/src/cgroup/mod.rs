@@ -13,6 +13,8 @@ pub(crate) mod fuzz;
 mod locate;
 mod oom;
 mod read;
+#[cfg(test)]
+pub(crate) mod testing;
 mod v1;
 mod v2;
 

@@ -1,147 +1,20 @@
-//! Real cgroups with real processes, on every hierarchy that this host has; files in a directory where the host lacks
-//! a controller. Needs root; each test makes cgroups of its own and removes them.
-
 mod metrics;
 
-use std::cell::Cell;
 use std::fs;
 use std::io::{Error, ErrorKind};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
 
 use containerd_shim_protos::{cgroups, cgroups_v2};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use protobuf::Message as _;
 use tempfile::TempDir;
 use tokio::time::{sleep, timeout};
 
+use super::testing::{LIMIT, Scratch, fake, until};
 use super::*;
-use crate::reaper::{Child, Reaper};
+use crate::reaper::Reaper;
 
-/// Longest time for anything here that should happen.
-const LIMIT: Duration = Duration::from_secs(20);
-
-/// A cgroup for one test, removed with all that is in it.
-struct Scratch {
-    cgroup: Cgroup,
-    name: String,
-    /// A file of each process that is in it for good.
-    entered: TempDir,
-    spawned: Cell<usize>,
-}
-
-impl Scratch {
-    /// One per kind of hierarchy that can be used here. An empty list is said aloud.
-    fn all() -> Vec<Self> {
-        let found: Vec<_> = [Self::v1(), Self::v2()].into_iter().flatten().collect();
-        if found.is_empty() {
-            eprintln!("skipped: needs root and a writable cgroup hierarchy");
-        }
-        found
-    }
-
-    fn v1() -> Option<Self> {
-        let host = locate::host().ok()?;
-        let cgroup = locate::by_spec(host, &unique(), "", false).ok()?;
-        (cgroup.version == Version::V1)
-            .then(|| Self::make(cgroup))
-            .flatten()
-    }
-
-    fn v2() -> Option<Self> {
-        let mount = crate::mounts::mounted()
-            .unwrap()
-            .into_iter()
-            .rev()
-            .find(|mount| mount.fs_type == "cgroup2")?;
-        let place = Place {
-            mount_point: mount.mount_point,
-            path: unique().trim_start_matches('/').into(),
-        };
-        Self::make(Cgroup {
-            version: Version::V2,
-            places: [(String::new(), place)].into(),
-        })
-    }
-
-    fn make(cgroup: Cgroup) -> Option<Self> {
-        let name = cgroup.primary_dir().file_name()?.to_str()?.to_owned();
-        for dir in cgroup.own_dirs().ok()? {
-            // cpusets take no process before they are set up, and no test wants them.
-            if !dir.starts_with("/sys/fs/cgroup/cpuset") {
-                fs::create_dir(&dir).ok()?;
-            }
-        }
-        Some(Self {
-            cgroup,
-            name,
-            entered: TempDir::new().ok()?,
-            spawned: Cell::new(0),
-        })
-    }
-
-    /// Starts a shell in the cgroup, or in one below.
-    fn spawn(&self, reaper: &Reaper, below: &str, script: &str) -> Child {
-        let mut enter = String::new();
-        for dir in self.cgroup.own_dirs().unwrap().iter().filter(|dir| dir.exists()) {
-            let dir = dir.join(below);
-            fs::create_dir_all(&dir).unwrap();
-            enter += &format!("echo $$ > {}/cgroup.procs && ", dir.display());
-        }
-        let mark = self.entered.path().join(self.spawned.get().to_string());
-        self.spawned.set(self.spawned.get() + 1);
-        let script = format!("{enter} : > {} && {{ {script}\n}}", mark.display());
-        let mut command = std::process::Command::new("sh");
-        command.arg("-c").arg(script);
-        reaper.spawn(&mut command).unwrap()
-    }
-
-    /// Waits until all that were spawned are in it, in every hierarchy.
-    async fn all_entered(&self) {
-        let here = || fs::read_dir(self.entered.path()).unwrap().count();
-        until("the processes to enter", || here() == self.spawned.get()).await;
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        for version_dir in self.cgroup.own_dirs().unwrap() {
-            assert!(version_dir.ends_with(&self.name) && self.name.starts_with("firn-test-"));
-            let begun = Instant::now();
-            while version_dir.exists() && begun.elapsed() < LIMIT {
-                let _ = read::write(&version_dir.join("freezer.state"), "THAWED");
-                let _ = read::write(&version_dir.join("cgroup.freeze"), "0");
-                let mut pids = BTreeSet::new();
-                let _ = collect_pids(&version_dir, &mut pids);
-                for pid in pids {
-                    let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-                }
-                for child in read::children(&version_dir).unwrap_or_default() {
-                    let _ = fs::remove_dir(child);
-                }
-                let _ = fs::remove_dir(&version_dir);
-            }
-        }
-    }
-}
-
-fn unique() -> String {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    format!(
-        "/firn-test-{}-{}",
-        std::process::id(),
-        NEXT.fetch_add(1, Ordering::Relaxed)
-    )
-}
-
-/// Waits for something that should become true.
-async fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !condition() {
-        assert!(begun.elapsed() < LIMIT, "{what} did not happen");
-        sleep(Duration::from_millis(2)).await;
-    }
+/// A unified cgroup made of plain files.
+fn fake_unified(files: &[(&str, &str)]) -> (TempDir, Cgroup) {
+    fake(Version::V2, files)
 }
 
 #[tokio::test]
@@ -237,26 +110,6 @@ async fn an_empty_cgroup_freezes_at_once() {
     }
 }
 
-/// A unified cgroup made of plain files, which does what no kernel does on request.
-fn fake_unified(files: &[(&str, &str)]) -> (TempDir, Cgroup) {
-    let dir = TempDir::new().unwrap();
-    fs::create_dir(dir.path().join("box")).unwrap();
-    for (name, text) in files {
-        fs::write(dir.path().join("box").join(name), text).unwrap();
-    }
-    let place = Place {
-        mount_point: dir.path().to_owned(),
-        path: "box".into(),
-    };
-    (
-        dir,
-        Cgroup {
-            version: Version::V2,
-            places: [(String::new(), place)].into(),
-        },
-    )
-}
-
 #[tokio::test]
 async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_run() {
     let (_dir, cgroup) = fake_unified(&[
@@ -296,6 +149,17 @@ async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_
     ]);
     let error = cgroup.thaw(Duration::from_millis(20)).await.unwrap_err();
     assert!(matches!(error, CgroupError::ThawTimeout { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn nobody_waits_for_the_thaw_of_an_empty_cgroup_that_the_kernel_has_forgotten() {
+    let (_dir, cgroup) = fake_unified(&[
+        ("cgroup.freeze", "1"),
+        ("cgroup.events", "populated 0\nfrozen 1\n"),
+    ]);
+    assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Frozen);
+    cgroup.thaw(Duration::ZERO).await.unwrap();
+    assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Thawed);
 }
 
 #[tokio::test]
