@@ -263,4 +263,6 @@ impl Worker {
 }
 
 #[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
 mod tests;

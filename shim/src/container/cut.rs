@@ -130,6 +130,7 @@ impl Drop for UnderWay<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::logger::testing::warnings;
 
     #[tokio::test]
     async fn only_a_transaction_that_is_under_way_is_cut_off() {
@@ -176,5 +177,17 @@ mod tests {
         assert!(!waiting.is_finished());
         drop(criu);
         waiting.await.unwrap();
+    }
+    /// Time passes at once.
+    #[tokio::test(start_paused = true)]
+    async fn a_criu_that_does_not_end_is_told_and_not_waited_for_any_longer() {
+        let cut = Cut::default();
+        let criu = cut.criu();
+        warnings();
+        cut.untraced(Duration::from_secs(60)).await;
+        assert_eq!(warnings(), ["CRIU does not end"]);
+        drop(criu);
+        cut.untraced(Duration::from_secs(60)).await;
+        assert!(warnings().is_empty());
     }
 }

@@ -196,6 +196,12 @@ impl Container {
         Ok(cgroup)
     }
 
+    /// Has it be in this cgroup.
+    #[cfg(test)]
+    pub(crate) fn set_cgroup(&self, cgroup: Cgroup) {
+        *self.cgroup.lock().unwrap_or_else(PoisonError::into_inner) = Some(cgroup);
+    }
+
     /// The file of the launch job that its CUDA processes are, in its bundle.
     pub(crate) fn job(&self) -> Option<PathBuf> {
         let file = self.bundle.join(names::BUNDLE_JOB);

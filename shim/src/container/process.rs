@@ -134,7 +134,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+    use std::time::Duration;
+
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
+    use tokio::time::timeout;
+
     use super::*;
+    use crate::reaper::Reaper;
+    use crate::stdio::{Owner, Request, StdioConfig};
+
+    const SOON: Duration = Duration::from_secs(20);
 
     fn ended(pid: i32, code: u32) -> Exit {
         let at = SystemTime::UNIX_EPOCH;
@@ -171,5 +182,42 @@ mod tests {
         killed.begin();
         killed.set_exit(ended(0, 137));
         assert_eq!(killed.exit(), Some(ended(0, 137)));
+    }
+    #[tokio::test]
+    async fn stdin_ends_when_the_client_has_closed_it_also_before_it_was_there() {
+        let reaper = Reaper::start().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let stdin = dir.path().join("stdin");
+        mkfifo(&stdin, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        let request = Request {
+            id: "box",
+            namespace: "default",
+            stdin: stdin.to_str().unwrap(),
+            stdout: "",
+            stderr: "",
+            terminal: false,
+        };
+        for is_early in [true, false] {
+            let config = StdioConfig::parse(&request).unwrap();
+            let mut stdio = config.prepare(Owner::default(), &reaper).await.unwrap();
+            let mut reads = Command::new("cat");
+            stdio.attach(&mut reads);
+            let child = reaper.spawn(&mut reads).unwrap();
+            let process = Process::new("exec", StdioPaths::default(), Vec::new());
+            if is_early {
+                process.close_stdin();
+            }
+            process.set_copier(stdio.start().await.unwrap());
+            if !is_early {
+                let ended = timeout(Duration::from_millis(50), child.wait()).await;
+                assert!(ended.is_err(), "the client may come back");
+                process.close_stdin();
+            }
+            timeout(SOON, child.wait()).await.expect("the end of stdin");
+            let resized = process.with_copier(|copier| copier.resize(80, 25).is_ok());
+            assert_eq!(resized, Some(true), "one without a terminal takes no notice");
+            assert!(process.take_copier().is_some(), "nothing is drained");
+            assert!(process.take_copier().is_none() && process.with_copier(|_| ()).is_none());
+        }
     }
 }

@@ -180,3 +180,6 @@ fn publish_oom(service: &Service, id: &str) {
         ..TaskOOM::default()
     });
 }
+
+#[cfg(test)]
+mod tests;

@@ -159,3 +159,6 @@ pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
     drop(container.take_held());
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,6 +13,8 @@ mod kill;
 mod pause;
 mod start;
 mod state;
+#[cfg(test)]
+mod stub;
 mod update;
 
 use std::collections::BTreeMap;

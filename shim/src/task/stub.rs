@@ -1,0 +1,155 @@
+//! The task service over a runtime that is a shell script, for tests. Processes of its container are real ones.
+
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use tempfile::TempDir;
+
+use super::{Service, Slot};
+use crate::cgroup::Cgroup;
+use crate::cgroup::testing::{LIMIT, fake};
+use crate::container::{Container, Facts, InitState, Owner, Process, StdioPaths};
+use crate::events::testing::Published;
+use crate::options::RuncOptions;
+use crate::reaper::Reaper;
+use crate::runc::Runc;
+use crate::server::{Context, Shutdown};
+use crate::sys;
+
+/// The one container that there is.
+pub(super) const ID: &str = "box";
+
+/// What the spec of a plain container says.
+pub(super) const PLAIN: Facts = Facts {
+    gpu: false,
+    other_gpus: false,
+    open_tcp: false,
+    private_pids: true,
+};
+
+/// The same with GPUs.
+pub(super) const GPU: Facts = Facts { gpu: true, ..PLAIN };
+
+pub(super) struct Stub {
+    pub service: Arc<Service>,
+    pub events: Published,
+    dir: TempDir,
+    cgroup: (TempDir, Cgroup),
+}
+
+impl Stub {
+    /// A service whose runtime writes down how it is called, and sends the signals that it is asked for.
+    pub(super) async fn start() -> Self {
+        let (publisher, events) = Published::new();
+        let reaper = Reaper::start().unwrap();
+        let service = Service::start(Context {
+            namespace: "default".to_owned(),
+            reaper: reaper.clone(),
+            publisher,
+            shutdown: Shutdown::new(),
+        });
+        let dir = TempDir::new().unwrap();
+        // Options of the runtime itself come first.
+        let script = format!(
+            "#!/bin/sh\ncd {} && shift 6 && echo \"$*\" >>calls && pid=$(cat pid)\n[ ! -e $1 ] || . ./$1\n",
+            dir.path().display()
+        );
+        // Another process writes it: who is forked here at that moment would keep it open, and what is written is not run.
+        let mut write = Command::new("sh");
+        write.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]);
+        write.arg(dir.path().join("runtime"));
+        let written = reaper
+            .output_with_input(&mut write, script.as_bytes(), LIMIT)
+            .await;
+        assert!(written.unwrap().success());
+        let files = [
+            ("cgroup.freeze", "0"),
+            ("cgroup.events", "populated 1\nfrozen 0\n"),
+        ];
+        let stub = Self {
+            service,
+            events,
+            dir,
+            cgroup: fake(firn_oci::cgroups::Version::V2, &files),
+        };
+        stub.runtime_does("kill", "for signal; do :; done; kill -$signal $pid");
+        stub
+    }
+
+    /// What the runtime does from now on when it is called for `verb`. Init is `$pid`.
+    pub(super) fn runtime_does(&self, verb: &str, script: &str) {
+        std::fs::write(self.dir.path().join(verb), script).unwrap();
+    }
+
+    /// How the runtime was called.
+    pub(super) fn calls(&self) -> Vec<String> {
+        let calls = std::fs::read_to_string(self.dir.path().join("calls")).unwrap_or_default();
+        calls.lines().map(str::to_owned).collect()
+    }
+
+    /// A container that was made and has no process. The files of its cgroup are no kernel's.
+    pub(super) fn container(&self, facts: Facts) -> Arc<Container> {
+        let bundle = self.dir.path();
+        let options = RuncOptions {
+            binary_name: bundle.join("runtime").display().to_string(),
+            root: bundle.display().to_string(),
+            ..RuncOptions::default()
+        };
+        let runc = Runc::new(ID, "default", bundle, &options, self.service.reaper.clone());
+        let init = Process::new("", StdioPaths::default(), Vec::new());
+        let container = Container::new(ID, bundle.to_owned(), runc, options, init, facts, None);
+        container.set_cgroup(self.cgroup.1.clone());
+        let container = Arc::new(container);
+        let slot = Slot::Ready(container.clone());
+        self.service.containers().insert(ID.to_owned(), slot);
+        std::fs::write(bundle.join("pid"), "0").unwrap();
+        container
+    }
+
+    /// A container whose init sleeps.
+    pub(super) fn running(&self, facts: Facts) -> Arc<Container> {
+        let container = self.container(facts);
+        self.run_init(&container, &mut shell("exec sleep 1000"));
+        container
+    }
+
+    /// Has `command` be init, of a container that runs from now on. Gives its pid.
+    pub(super) fn run_init(&self, container: &Arc<Container>, command: &mut Command) -> i32 {
+        let pid = self.run(container, &container.init, command);
+        std::fs::write(self.dir.path().join("pid"), pid.to_string()).unwrap();
+        container.set_state(InitState::Running);
+        pid
+    }
+
+    /// Has a shell be an exec.
+    pub(super) fn run_exec(&self, container: &Arc<Container>, exec_id: &str, script: &str) -> i32 {
+        let exec = Arc::new(Process::new(exec_id, StdioPaths::default(), Vec::new()));
+        assert!(container.add_exec(exec.clone()));
+        container.begin_exec().unwrap();
+        self.run(container, &exec, &mut shell(script))
+    }
+
+    #[expect(clippy::zombie_processes, reason = "the reaper waits for it")]
+    fn run(&self, container: &Arc<Container>, process: &Arc<Process>, command: &mut Command) -> i32 {
+        assert!(process.begin());
+        sys::die_with_parent(command);
+        let expectation = self.service.exits.expect();
+        // Not by the reaper, which is not told of a container's processes by who starts them.
+        let child = command.stdin(Stdio::null()).spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        process.set_pid(pid);
+        let owner = Owner {
+            container: Arc::downgrade(container),
+            process: process.clone(),
+        };
+        let early = expectation.claim(pid, owner);
+        assert_eq!(early, None, "exits are handled by this thread");
+        pid
+    }
+}
+
+pub(super) fn shell(script: &str) -> Command {
+    let mut command = Command::new("sh");
+    command.args(["-c", script]);
+    command
+}
