@@ -35,6 +35,7 @@ const KINDS: [(&str, u32); 7] = [
 
 /// Restrictions of a mount, as specs and as the kernel names them.
 const READ_ONLY: u32 = 1;
+const ALL_RESTRICTIONS: u32 = 0xf;
 const RESTRICTIONS: [(&str, &str, u32); 4] = [
     ("ro", "rw", READ_ONLY),
     ("nosuid", "suid", 2),
@@ -222,8 +223,6 @@ struct Known {
     masked: Vec<PathBuf>,
     read_only: Vec<PathBuf>,
     read_only_root: bool,
-    /// Whether it has processes of its own.
-    has_pids: bool,
 }
 
 impl Known {
@@ -240,7 +239,6 @@ impl Known {
             masked: spec.masked_paths(),
             read_only: spec.read_only_paths(),
             read_only_root: spec.is_root_read_only(),
-            has_pids: spec.has_namespace("pid"),
         })
     }
 }
@@ -268,8 +266,36 @@ impl Checked<'_> {
             }
         }
         self.mounts.iter().try_for_each(|mount| self.one(mount))?;
+        self.none_is_of_outside()?;
         let hidden = self.known.masked.iter().chain(&self.known.read_only);
         hidden.into_iter().try_for_each(|path| self.is_hidden(path))
+    }
+
+    /// CRIU binds mounts of the same device from each other, whatever their kinds. So none but the mount itself that comes from
+    /// outside shows it less restricted.
+    fn none_is_of_outside(&self) -> Result<(), Wrong<'_>> {
+        // Files: no directory is bound from them.
+        let is_file =
+            |point: &PathBuf| self.known.masked.contains(point) || self.known.devices.contains(point);
+        let outside = |mount: &&Mount| mount.external.is_some() && !is_file(&mount.point);
+        let outside: Vec<&Mount> = self.mounts.iter().filter(outside).collect();
+        let is_less = |mount: &Mount, other: &Mount| {
+            mount.device == other.device && other.flags & ALL_RESTRICTIONS & !mount.flags != 0
+        };
+        // The root is made first, of what the runtime says.
+        let found = self.mounts.iter().find(|mount| {
+            mount.external.is_none()
+                && mount.point != Path::new("/")
+                && outside.iter().any(|other| is_less(mount, other))
+        });
+        match found {
+            None => Ok(()),
+            Some(mount) => Err((
+                &mount.point,
+                "of the device of a mount that is more restricted",
+                "one of its own",
+            )),
+        }
     }
 
     /// A mount that the spec has, or one that shows nothing more.
@@ -334,7 +360,7 @@ impl Checked<'_> {
                 let same = kind == Some(mount.kind)
                     || kind.is_some_and(is_cgroup) && (is_cgroup(mount.kind) || mount.kind == TMPFS);
                 let is_whole = mount.root == Path::new("/") || kind.is_some_and(is_cgroup);
-                same && is_whole && !self.is_of_outside(mount)
+                same && is_whole
             }
         };
         if !is_same {
@@ -355,19 +381,6 @@ impl Checked<'_> {
             ));
         }
         Ok(())
-    }
-
-    /// Whether CRIU would bind what is to be new from a mount of outside: one of the same device, whatever its kind.
-    fn is_of_outside(&self, mount: &Mount) -> bool {
-        let is_new = match mount.kind {
-            TMPFS => true,
-            // Older kernels have one for all who share their processes.
-            PROC => self.known.has_pids,
-            _ => false,
-        };
-        let mut same = self.mounts.iter().filter(|other| other.device == mount.device);
-        let is_mask = |other: &Mount| self.known.masked.contains(&other.point);
-        is_new && same.any(|other| other.external.is_some() && !is_null(other) && !is_mask(other))
     }
 
     /// A hierarchy below the spec's mount of cgroups.

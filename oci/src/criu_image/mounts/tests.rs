@@ -15,7 +15,6 @@ fn given() -> Value {
             {"destination": "/data", "type": "bind", "source": "/srv", "options": ["rbind", "rprivate", "ro"]},
         ],
         "linux": {
-            "namespaces": [{"type": "pid"}, {"type": "mount"}],
             "devices": [{"path": "/dev/gpu", "type": "c", "major": 195, "minor": 0}],
             "maskedPaths": ["/proc/keys", "/proc/acpi", "/sys/firmware"],
             "readonlyPaths": ["/proc/sys"],
@@ -34,13 +33,6 @@ fn given_read_only() -> Value {
 fn given_slave() -> Value {
     let mut spec = given();
     spec["mounts"][4]["options"] = json!(["rbind", "private", "rslave", "ro"]);
-    spec
-}
-
-/// The same with the host's processes.
-fn given_host_pids() -> Value {
-    let mut spec = given();
-    spec["linux"]["namespaces"] = json!([{"type": "mount"}]);
     spec
 }
 
@@ -120,6 +112,7 @@ fn mount(line: &str) -> Option<Mount> {
         "nosuid" => 2,
         "nodev" => 4,
         "noexec" => 8,
+        "relatime" => 1 << 21,
         _ => 0,
     });
     let propagates = words[4].contains("slave");
@@ -188,10 +181,18 @@ fn mounts_that_show_no_more_than_the_spec_are_taken() {
         (given_slave, &["ext4 6 1 75 ro,slave /srv /data /data"]),
         // Of this the spec says nothing.
         (given, &["proc 2 1 71 nosuid,nodev,noexec,slave / /proc"]),
-        // What the kernel has once may be bound as well.
-        (given, &["sysfs 6 1 73 ro / /data /data"]),
-        (given, &["cgroup2 6 1 74 ro / /data /data"]),
-        (given_host_pids, &["proc 6 1 71 ro / /data /data"]),
+        // What the kernel has once may be bound as well, if that is no less restricted.
+        (given, &["sysfs 6 1 73 ro,relatime / /data /data"]),
+        (given, &["cgroup2 6 1 74 ro,nosuid / /data /data"]),
+        (
+            given,
+            &["ext4 6 1 60 ro /srv /data /data", "overlay 20 1 60 ro /more /mnt"],
+        ),
+        // Two bind mounts of one device: each is bound by its own name.
+        (
+            given,
+            &["cgroup2 5 4 75 ro,nosuid / /sys/fs/cgroup /sys/fs/cgroup"],
+        ),
         // Masks out of the container's own /dev.
         (
             given,
@@ -200,8 +201,8 @@ fn mounts_that_show_no_more_than_the_spec_are_taken() {
                 "tmpfs 20 3 72 rw /more /dev/more",
             ],
         ),
-        (given, &["tmpfs 20 3 72 nosuid /null /dev/full /dev/null"]),
-        (given, &["tmpfs 9 2 72 nosuid /null /proc/acpi /proc/acpi"]),
+        (given, &["tmpfs 20 3 72 ro,nosuid /null /dev/full /dev/null"]),
+        (given, &["tmpfs 9 2 72 ro,nosuid /null /proc/acpi /proc/acpi"]),
         // What masks a path may be the runtime's own by its place.
         (given, &["ext4 9 2 95 rw /empty /proc/acpi /proc/acpi"]),
     ];
@@ -261,14 +262,49 @@ fn mounts_that_show_more_are_refused() {
             "/sys/fs/cgroup is another mount",
             (given, &["proc 5 4 71 ro,nosuid / /sys/fs/cgroup"]),
         ),
-        // CRIU would bind them from the other mount of the same device, which is of outside.
+        // CRIU would bind them from the other mount of the same device, which is of outside and more restricted.
         (
-            "/dev is another mount",
+            "/dev is of the device",
             (given, &["ext4 6 1 72 ro / /data /data"]),
         ),
         (
-            "/proc is another mount",
+            "/proc is of the device",
             (given, &["ext4 6 1 71 ro / /data /data"]),
+        ),
+        (
+            "/sys/fs/cgroup is of the device",
+            (
+                given_writable_cgroups,
+                &[
+                    "cgroup2 5 4 74 nosuid / /sys/fs/cgroup",
+                    "ext4 6 1 74 ro / /data /data",
+                ],
+            ),
+        ),
+        (
+            "/sys/fs/cgroup/x is of the device",
+            (given_writable_cgroups, &["cgroup 20 5 75 rw / /sys/fs/cgroup/x"]),
+        ),
+        (
+            "/mnt is of the device",
+            (
+                given,
+                &["ext4 6 1 60 ro / /data /data", "overlay 20 1 60 rw /more /mnt"],
+            ),
+        ),
+        (
+            "/mnt is of the device",
+            (
+                given,
+                &[
+                    "ext4 6 1 60 ro,noexec / /data /data",
+                    "overlay 20 1 60 ro /more /mnt",
+                ],
+            ),
+        ),
+        (
+            "/dev/console is of the device",
+            (given, &["devpts 20 3 75 nosuid /x /dev/console"]),
         ),
         (
             "/mnt is there",
@@ -370,7 +406,24 @@ fn mounts_that_show_more_are_refused() {
         ),
         (
             "/proc/sys is writable, or of another place",
-            (given_host_pids, &["proc 7 2 71 ro /sys /proc/sys /data"]),
+            (
+                given,
+                &[
+                    "proc 2 1 71 ro,nosuid,nodev,noexec / /proc",
+                    "proc 7 2 71 ro /sys /proc/sys /data",
+                ],
+            ),
+        ),
+        (
+            "/proc/sys is of the device",
+            (
+                given,
+                &[
+                    "proc 2 1 71 ro,nosuid,nodev,noexec / /proc",
+                    "proc 7 2 71 ro /sys /proc/sys",
+                    "ext4 6 1 71 ro,nosuid / /data /data",
+                ],
+            ),
         ),
     ];
     for (what, (spec, edits)) in CASES {
@@ -420,7 +473,7 @@ fn mounts_that_were_made_are_held_to_the_spec() {
             "6 1 8:75 /srv /data ro master:4 - ext4 /dev/sda1 rw",
         ),
         // A tmpfs that comes from outside, once more.
-        ("/dev is another mount", "6 1 0:72 / /data ro - tmpfs tmpfs rw"),
+        ("/dev is of the device", "6 1 0:72 / /data ro - tmpfs tmpfs rw"),
         (
             "/proc is another mount",
             "2 1 0:90 / /proc rw,nosuid,nodev,noexec - tmpfs tmpfs rw",
