@@ -96,6 +96,7 @@ fn listed(bytes: &[u8]) {
         ];
         let [device, root, point, options, fs_type, super_options] = fields.map(escape);
         let (id, parent) = (entry.id.to_string(), entry.parent.to_string());
+        let group: &[u8] = if entry.propagates { b" master:1" } else { b"" };
         let line = [
             id.as_bytes(),
             b" ",
@@ -108,7 +109,8 @@ fn listed(bytes: &[u8]) {
             &point,
             b" ",
             &options,
-            b" master:1 - ",
+            group,
+            b" - ",
             &fs_type,
             b" /dev/x ",
             &super_options,
