@@ -1,0 +1,141 @@
+//! A journal is read back as it was written, also when its writer was killed.
+
+use firn_gpu::GpuUuid;
+
+use super::*;
+
+fn begin() -> Begin {
+    Begin {
+        op: Operation::Checkpoint,
+        container: "c".to_owned(),
+        gpu: true,
+        exit: false,
+        image: "/image".into(),
+        work: "/work".into(),
+        work_is_ours: true,
+        was_frozen: true,
+    }
+}
+
+fn cuda(pid: i32) -> CudaProcess {
+    CudaProcess {
+        pid,
+        restore_tid: pid + 1,
+    }
+}
+
+#[tokio::test]
+async fn what_was_written_is_read_back_and_the_end_removes_it() {
+    let bundle = tempfile::tempdir().unwrap();
+    assert_eq!(Record::read(bundle.path()).unwrap(), None);
+    let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
+    journal.enter(Phase::Lock).await.unwrap();
+    journal.cuda(&[cuda(7)]).await.unwrap();
+    journal.leave(Phase::Lock, true).await;
+    journal.enter(Phase::Take).await.unwrap();
+    let id = DirId { dev: 1, ino: 2 };
+    journal.image(ImageWas::Empty, Some(id)).await.unwrap();
+    journal.cuda(&[cuda(7), cuda(9)]).await.unwrap();
+    journal.rescue(Path::new("/rescue")).await;
+    let memory = GpuMemory::from([(GpuUuid::from_bytes([1; 16]), 4 << 30)]);
+    journal.memory(&memory).await.unwrap();
+    let me = i32::try_from(std::process::id()).unwrap();
+    journal.child(Role::Runc, me).await;
+    let record = Record::read(bundle.path()).unwrap().unwrap();
+    assert_eq!(record.begin, begin());
+    assert_eq!(record.phase, Some(Phase::Take));
+    assert!(record.taking && !record.dumped && record.same_boot);
+    assert_eq!(
+        (record.image_was, record.image_id),
+        (Some(ImageWas::Empty), Some(id))
+    );
+    assert_eq!(record.rescue.as_deref(), Some(Path::new("/rescue")));
+    assert_eq!(record.cuda, [cuda(7), cuda(9)]);
+    assert_eq!(record.memory, memory);
+    let child = ChildProcess {
+        role: Role::Runc,
+        pid: me,
+        started: procfs::started(me).unwrap(),
+    };
+    assert_eq!(record.children, [child]);
+    journal.end(Outcome::Done).await;
+    assert!(!bundle.path().join(FILE).exists());
+}
+
+#[tokio::test]
+async fn a_line_that_was_cut_short_was_not_written() {
+    let bundle = tempfile::tempdir().unwrap();
+    let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
+    journal.enter(Phase::Dump).await.unwrap();
+    journal.leave(Phase::Dump, true).await;
+    let text = fs::read(bundle.path().join(FILE)).unwrap();
+    let ends: Vec<usize> = (0..text.len()).filter(|at| text[*at] == b'\n').collect();
+    for cut in 0..text.len() {
+        let record = Record::parse(&text[..cut]);
+        assert_eq!(record.is_some(), cut > ends[0], "of {cut} bytes");
+        let Some(record) = record else { continue };
+        assert_eq!(record.phase.is_some(), cut > ends[1], "of {cut} bytes");
+        assert!(!record.dumped && !record.taking, "of {cut} bytes");
+    }
+    assert!(Record::parse(&text).unwrap().dumped);
+}
+
+#[tokio::test]
+async fn a_journal_of_another_boot_is_told_from_one_of_this() {
+    let bundle = tempfile::tempdir().unwrap();
+    Journal::begin(bundle.path(), begin()).await.unwrap();
+    let text = fs::read_to_string(bundle.path().join(FILE)).unwrap();
+    let is_of_this = |text: &str| Record::parse(text.as_bytes()).unwrap().same_boot;
+    assert!(is_of_this(&text));
+    let this = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    for other in ["b3f2", ""] {
+        assert!(!is_of_this(&text.replace(this.trim(), other)), "{other:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_journal_that_cannot_be_kept_or_read_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = dir.path().join("file");
+    fs::write(&bundle, "").unwrap();
+    let error = Journal::begin(&bundle, begin()).await.unwrap_err();
+    assert_eq!(error.code(), "FIRN-JOURNAL");
+    assert!(error.hint().contains("writable"), "{}", error.hint());
+    assert!(Record::read(&bundle).is_err(), "taken for none");
+}
+
+#[tokio::test]
+async fn a_file_system_that_hangs_is_waited_for_once() {
+    let bundle = tempfile::tempdir().unwrap();
+    let path = bundle.path().join("pipe");
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    // Full: who writes waits for a reader that does not read.
+    let reader = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    nix::fcntl::fcntl(&reader, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
+    (&reader).write_all(&[0; 4096]).unwrap();
+    let file = OpenOptions::new().append(true).open(&path).unwrap();
+    let journal = Journal::new(file, path);
+    tokio::time::pause();
+    let (late, ()) = tokio::join!(journal.enter(Phase::Take), tokio::time::advance(PATIENCE * 2));
+    assert_eq!(late.unwrap_err().source.kind(), io::ErrorKind::TimedOut);
+    // Time stands still from here on.
+    let next = journal.enter(Phase::Undo).await.unwrap_err();
+    assert_eq!(next.source.kind(), io::ErrorKind::TimedOut);
+    // Lets the thread that hangs go.
+    io::Read::read_exact(&mut &reader, &mut [0; 4096]).unwrap();
+}
+
+#[tokio::test]
+async fn a_new_transaction_knows_nothing_of_the_last_one() {
+    let bundle = tempfile::tempdir().unwrap();
+    let suspended = Journal::begin(bundle.path(), begin()).await.unwrap();
+    suspended.enter(Phase::Take).await.unwrap();
+    suspended.end(Outcome::Suspended).await;
+    assert_eq!(
+        Record::read(bundle.path()).unwrap().unwrap().outcome,
+        Some(Outcome::Suspended)
+    );
+    Journal::begin(bundle.path(), begin()).await.unwrap();
+    let record = Record::read(bundle.path()).unwrap().unwrap();
+    assert!(!record.taking && record.outcome.is_none());
+}
