@@ -83,6 +83,11 @@ impl Recovery {
 
     /// Gives a complete image a second place that its client may remove; containerd is at it already.
     pub(crate) async fn rescue(&mut self, bundle: &Path) {
+        let config = Config::load().unwrap_or_default();
+        self.rescue_to(config.checkpoint.rescue_dir(), bundle).await;
+    }
+
+    async fn rescue_to(&mut self, root: &Path, bundle: &Path) {
         let Record {
             begin,
             rescue,
@@ -96,8 +101,7 @@ impl Recovery {
         if self.is_rescued() || !begin.gpu || !self.is_complete() {
             return;
         }
-        let root = Config::load().unwrap_or_default();
-        let dir = rescue::place(root.checkpoint.rescue_dir(), bundle, &begin.container);
+        let dir = rescue::place(root, bundle, &begin.container);
         let (path, was, id) = (
             begin.image.clone(),
             image_was.unwrap_or(ImageWas::Filled),

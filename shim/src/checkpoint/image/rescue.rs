@@ -141,24 +141,16 @@ pub(crate) fn remove(dir: &Path) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::os::unix::fs::MetadataExt;
 
     use firn_oci::manifest::{DumpFlags, Versions, describe_images};
 
     use super::*;
 
-    struct World {
-        _dir: tempfile::TempDir,
-        image: ImageDir,
-        client: PathBuf,
-        kept: PathBuf,
-    }
-
-    async fn world() -> World {
-        let dir = tempfile::tempdir().unwrap();
-        let client = dir.path().join("ctrd-checkpoint1");
-        fs::create_dir(&client).unwrap();
+    /// Makes a complete image.
+    pub(crate) fn make_image(client: &Path) -> Manifest {
+        fs::create_dir(client).unwrap();
         for name in ["inventory.img", "pstree.img", "pages-1.img", "other"] {
             fs::write(client.join(name), name).unwrap();
         }
@@ -171,9 +163,23 @@ mod tests {
             job: None,
             mounts: Vec::new(),
             versions: Versions::default(),
-            images: describe_images(&client, &AtomicBool::new(false)).unwrap(),
+            images: describe_images(client, &AtomicBool::new(false)).unwrap(),
         };
-        manifest.write(&client).unwrap();
+        manifest.write(client).unwrap();
+        manifest
+    }
+
+    struct World {
+        _dir: tempfile::TempDir,
+        image: ImageDir,
+        client: PathBuf,
+        kept: PathBuf,
+    }
+
+    async fn world() -> World {
+        let dir = tempfile::tempdir().unwrap();
+        let client = dir.path().join("ctrd-checkpoint1");
+        make_image(&client);
         let image = ImageDir::find(&client, false).await.unwrap();
         let kept = place(
             &dir.path().join("lib/rescue"),
