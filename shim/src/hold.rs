@@ -359,7 +359,9 @@ mod tests {
             for _ in 0..20 {
                 assert_eq!(tick(), "tick");
             }
+            let begun = Instant::now();
             only.stop().await.unwrap();
+            assert!(begun.elapsed() < PARK, "its stop was not known for one");
             assert!(!is_traced(ticker.pid()), "it was not waited for");
         });
         until("stopped again", || state(ticker.pid()) == Some('T'));
@@ -556,16 +558,20 @@ mod tests {
     fn who_never_traps_or_is_never_let_go_is_told() {
         let (ticker, _tick) = Ticker::start();
         let tid = ticker.pid();
+        let begun = Instant::now();
         let never = wake(tid, POLL * 5);
         assert!(matches!(never, Err(HoldError::NotStopped { .. })), "{never:?}");
+        assert!(begun.elapsed() > POLL * 5, "it was not waited for");
         runtime().block_on(async {
             let debugger = Hold::seize(vec![tid], TRAP).await.unwrap();
             let mut other = Hold::seize(Vec::new(), TRAP).await.unwrap();
             other.0.tids.push(tid);
             // Time passes at once.
             tokio::time::pause();
-            let stuck = other.release().await;
+            let stuck = tokio::time::timeout(TRAP * 4, other.release());
+            let (stuck, ()) = tokio::join!(stuck, tokio::time::advance(TRAP * 2));
             tokio::time::resume();
+            let stuck = stuck.expect("it is waited for no longer");
             assert!(matches!(stuck, Err(HoldError::StillTraced { .. })), "{stuck:?}");
             debugger.release().await.unwrap();
         });

@@ -431,5 +431,4 @@ fn restore_tids(processes: &[CudaProcess]) -> BTreeSet<i32> {
 }
 
 #[cfg(test)]
-#[path = "transaction_tests.rs"]
 mod tests;

@@ -1,5 +1,7 @@
 //! Every effect of a checkpoint fails in turn; afterwards the workload must be as before.
 
+mod way_back;
+
 use std::collections::BTreeMap;
 
 use super::*;
@@ -35,13 +37,14 @@ struct World {
     /// Nothing could stop them yet.
     let_run: bool,
     dumped: Option<Vec<i32>>,
-    /// The container is killed by the call that fails, and no call works any more.
-    killed: bool,
+    /// The container is killed in the n-th call of all, and no call works any more.
+    killed: Option<usize>,
     ended: bool,
     /// The call that fails panics.
     panics: bool,
     /// What the journal says.
     taking: bool,
+    phases: Vec<Phase>,
 }
 
 impl World {
@@ -78,7 +81,7 @@ impl World {
         }
         if now.is_some() || self.failing.contains(name) {
             assert!(!std::mem::take(&mut self.panics), "{name} panics");
-            self.ended = self.killed;
+            self.ended = self.killed == Some(nth);
             if matches!(name, "keep_frozen" | "hold") {
                 self.unstoppable += 1;
             }
@@ -167,6 +170,7 @@ impl Effects for World {
     async fn enter(&mut self, phase: Phase) -> Result<(), Told> {
         self.call("enter")?;
         self.taking |= phase == Phase::Take;
+        self.phases.push(phase);
         Ok(())
     }
 
@@ -509,31 +513,6 @@ fn threads_that_cannot_be_stopped_cost_no_gpu_state() {
 }
 
 #[test]
-fn undo_may_be_repeated() {
-    let mut world = World::new([10, 20], false);
-    block_on(async {
-        let taken = Begun::new(&mut world, false)
-            .lock()
-            .await
-            .unwrap()
-            .take()
-            .await
-            .unwrap();
-        drop(taken);
-        let locked = world.processes();
-        let back = Back {
-            locked: &locked,
-            was_frozen: false,
-            taking: true,
-        };
-        for _ in 0..2 {
-            assert!(undo(&mut world, back, Threads::Held).await.is_ok());
-            world.as_before(false);
-        }
-    });
-}
-
-#[test]
 fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
     for was_frozen in [false, true] {
         let mut world = World::new([10, 20], was_frozen);
@@ -580,42 +559,5 @@ fn processes_that_never_stop_coming_end_the_checkpoint_and_nothing_else() {
         assert_eq!((failure.phase, failure.suspended), (Phase::Take, None));
         assert_eq!(world.dumped, None);
         world.as_before(was_frozen);
-    }
-}
-
-#[test]
-fn nothing_is_undone_for_a_container_that_is_killed() {
-    for was_frozen in [false, true] {
-        for nth in 0..calls(was_frozen, &[]) {
-            let mut world = World::new([10, 20], was_frozen);
-            (world.faults, world.killed) = (vec![Fault { nth, for_good: false }], true);
-            let Err(failure) = block_on(leave_running(&mut world)) else {
-                panic!("{:?} was not told", world.calls.last());
-            };
-            assert_eq!(failure.suspended, None, "{:?}", world.calls);
-        }
-    }
-}
-
-#[test]
-fn a_transaction_that_panics_is_taken_back_by_what_was_noted() {
-    for was_frozen in [false, true] {
-        for nth in 0..calls(was_frozen, &[]) {
-            let mut world = World::new([10, 20], was_frozen);
-            (world.faults, world.panics) = (vec![Fault { nth, for_good: false }], true);
-            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                block_on(leave_running(&mut world)).map_err(drop)
-            }));
-            assert!(panicked.is_err(), "no panic at {nth}");
-            world.faults = Vec::new();
-            let locked = world.processes();
-            let back = Back {
-                locked: &locked,
-                was_frozen,
-                taking: world.taking,
-            };
-            block_on(take_back(&mut world, back)).unwrap();
-            world.as_before(was_frozen);
-        }
     }
 }
