@@ -74,7 +74,49 @@ fn identity(path: &Path) -> Option<Identity> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::process::{Child, Command, Stdio};
+
     use super::*;
+    use crate::mounts::testing::private_dir;
+
+    /// Of the processes that the tests run: it lives in the directory that it is told.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn who_lives_elsewhere() {
+        let mut lines = std::io::stdin().lines();
+        nix::unistd::chroot(lines.next().unwrap().unwrap().as_str()).unwrap();
+        println!("there");
+        let _ = lines.next();
+    }
+
+    #[tokio::test]
+    async fn who_lives_there_is_killed_and_nobody_else() {
+        let Some(rootfs) = private_dir() else { return };
+        let [mut stray, mut other] = [rootfs.path(), Path::new("/")].map(|root| {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args([
+                    "--exact",
+                    "delete::strays::tests::who_lives_elsewhere",
+                    "--ignored",
+                    "--nocapture",
+                ])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            writeln!(child.stdin.as_ref().unwrap(), "{}", root.display()).unwrap();
+            let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
+            assert!(lines.any(|line| line.unwrap().ends_with("there")));
+            child
+        });
+        let pid = |child: &Child| i32::try_from(child.id()).unwrap();
+        kill(rootfs.path(), Duration::from_secs(5)).await;
+        assert!(!procfs::is_alive(pid(&stray)) && procfs::is_alive(pid(&other)));
+        let _ = other.kill();
+        // The reaper of another test may have had them.
+        let _ = (stray.wait(), other.wait());
+    }
 
     #[test]
     fn processes_of_the_host_are_no_strays() {

@@ -206,4 +206,6 @@ async fn on_thread<T: Send + 'static>(
 }
 
 #[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
 mod tests;

@@ -6,49 +6,12 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use nix::mount::{MntFlags, MsFlags, mount as mount_call, umount2};
-use tempfile::TempDir;
-
+use super::testing::{private_dir, tmpfs_at};
 use super::*;
 
 /// As [`super::mount_all`], with a reaper of the test's own.
 async fn mount_all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
     super::mount_all(mounts, rootfs, &Reaper::start().unwrap()).await
-}
-
-/// A temporary directory in a private mount namespace, which ends with the test's thread and takes all mounts along.
-struct Private(TempDir);
-
-impl Private {
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-}
-
-impl Drop for Private {
-    fn drop(&mut self) {
-        // Or the directory could not be removed.
-        umount2(self.path(), MntFlags::MNT_DETACH).unwrap();
-    }
-}
-
-fn private_dir() -> Option<Private> {
-    if let Err(errno) = unshare(CloneFlags::CLONE_NEWNS) {
-        eprintln!("skipped: needs root for a mount namespace ({errno})");
-        return None;
-    }
-    mount_call(
-        None::<&str>,
-        "/",
-        None::<&str>,
-        MsFlags::MS_PRIVATE | MsFlags::MS_REC,
-        None::<&str>,
-    )
-    .unwrap();
-    let dir = TempDir::new().unwrap();
-    // Overlays want a file system that is not an overlay itself.
-    tmpfs_at(dir.path());
-    Some(Private(dir))
 }
 
 fn mount_of(fs_type: &str, source: impl AsRef<Path>, target: &str, options: &[&str]) -> Mount {
@@ -65,10 +28,6 @@ fn dir(parent: &Path, name: &str) -> PathBuf {
     let path = parent.join(name);
     fs::create_dir_all(&path).unwrap();
     path
-}
-
-fn tmpfs_at(path: &Path) {
-    mount_call(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
 }
 
 fn mounted_below(path: &Path) -> usize {
