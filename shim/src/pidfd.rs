@@ -2,6 +2,7 @@
 //! the number of a process that is gone.
 
 use std::io;
+use std::os::fd::OwnedFd;
 
 use nix::errno::Errno;
 
@@ -9,7 +10,16 @@ use crate::{procfs, sys};
 
 /// Sends a signal, if `is_meant` says so of the process that has this number when the descriptor is held. Whether it was sent.
 pub(crate) fn signal(pid: i32, signal: i32, is_meant: impl FnOnce() -> bool) -> io::Result<bool> {
-    let sent = match sys::pidfd_open(pid) {
+    send(sys::pidfd_open(pid), pid, signal, is_meant)
+}
+
+fn send(
+    opened: io::Result<OwnedFd>,
+    pid: i32,
+    signal: i32,
+    is_meant: impl FnOnce() -> bool,
+) -> io::Result<bool> {
+    let sent = match opened {
         // Order matters: what is looked at after the descriptor is held is who gets the signal.
         Ok(process) => is_meant().then(|| sys::pidfd_signal(process, signal)),
         // Kernels before 5.3.
@@ -88,6 +98,18 @@ mod tests {
             !signal(pid, libc::SIGKILL, || true).unwrap(),
             "nobody has the number"
         );
+        assert!(signal(-1, 0, || true).is_err(), "this is no number");
+    }
+
+    #[test]
+    fn a_kernel_without_descriptors_of_processes_gets_the_number() {
+        let none = || Err(Errno::ENOSYS.into());
+        let (mut child, pid) = sleeper("exec sleep 1000");
+        assert!(!send(none(), pid, libc::SIGKILL, || false).unwrap());
+        assert!(procfs::is_alive(pid), "a stranger was killed");
+        assert!(send(none(), pid, libc::SIGKILL, || true).unwrap());
+        until("dead", || !procfs::is_alive(pid));
+        let _ = child.wait();
     }
 
     #[test]
@@ -105,7 +127,7 @@ mod tests {
         let member = member().unwrap();
         // Whoever leads a group of this number and was started at another time has made another group.
         assert_eq!(kill_group(group, started + 1), Vec::<i32>::new());
-        assert!(procfs::is_alive(member));
+        assert!(procfs::is_alive(member) && is_in_group(member, group, started));
         let _ = leader.wait();
         until("all are dead", || kill_group(group, started).is_empty());
         assert!(!procfs::is_alive(member) && procfs::is_alive(stranger));

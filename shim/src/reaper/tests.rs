@@ -1,4 +1,5 @@
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::time::Instant;
 
 use super::*;
@@ -93,6 +94,23 @@ async fn only_orphans_are_signalled_by_their_number() {
         assert_eq!(reaper.signal(pid, 0), Err(Errno::ESRCH), "{pid}");
     }
     child.kill();
+}
+
+#[tokio::test]
+async fn all_of_a_childs_group_are_killed_with_it() {
+    let reaper = Reaper::start().unwrap();
+    let mut command = sh("sleep 1000 & echo there; wait");
+    let mut child = reaper
+        .spawn(command.process_group(0).stdout(Stdio::piped()))
+        .unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    stdout.read_exact(&mut [0; 6]).unwrap();
+    child.kill_group();
+    let exit = tokio::time::timeout(SOON, child.wait()).await.unwrap();
+    assert_eq!(exit.code, 137);
+    // End of file only when both are dead.
+    assert_eq!(stdout.read_to_end(&mut Vec::new()).unwrap(), 0);
+    child.kill_group();
 }
 
 #[tokio::test]
