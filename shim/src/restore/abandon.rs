@@ -90,3 +90,73 @@ async fn unmount(path: &Path) {
         log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Stub, container};
+    use super::*;
+    use crate::logger::testing::warnings;
+    use crate::mounts::mounted;
+    use crate::mounts::testing::{private_dir, tmpfs_at};
+    use crate::procfs;
+    use crate::reaper::Reaper;
+
+    #[tokio::test]
+    async fn nothing_but_the_bundle_is_left_and_a_second_time_finds_nothing_to_do() {
+        let reaper = Reaper::start().unwrap();
+        let (Some(_private), Some(stub)) = (private_dir(), Stub::new("true", &reaper)) else {
+            return;
+        };
+        let task = stub.scratch.spawn(&reaper, "", "sleep 1000");
+        stub.scratch.all_entered().await;
+        let container = &stub.container;
+        let (state, work) = (container.runc.state_dir(), work_dir(container));
+        assert!(work.starts_with(&container.bundle));
+        let left = [state.join("criu-root"), work.join(".criu.cgyard.Ab12Cd")];
+        let others = work.join("other");
+        for dir in left.iter().chain([&others]) {
+            std::fs::create_dir_all(dir).unwrap();
+            tmpfs_at(dir);
+        }
+        warnings();
+        for _ in 0..2 {
+            abandon(container).await;
+            assert_eq!(warnings(), Vec::<String>::new());
+        }
+        assert!(!procfs::is_alive(task.pid()));
+        assert!(!stub.scratch.cgroup.exists() && !state.exists());
+        let is_mounted = |dir: &Path| mounted().unwrap().iter().any(|mount| mount.mount_point == dir);
+        assert!(!left.iter().any(|dir| is_mounted(dir)) && is_mounted(&others));
+        unmount(&others).await;
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_done_is_told_and_keeps_nothing_else_from_being_done() {
+        let reaper = Reaper::start().unwrap();
+        let bundle = tempfile::tempdir().unwrap();
+        let mut container = container("box", bundle.path(), "false", &reaper);
+        // systemd has no such name for a cgroup.
+        container.options.systemd_cgroup = true;
+        std::fs::create_dir_all(container.runc.state_dir()).unwrap();
+        warnings();
+        abandon(&container).await;
+        let told = warnings();
+        assert!(
+            told[0].starts_with("cannot end the processes in cgroup /box: "),
+            "{told:?}"
+        );
+        assert!(told[1].starts_with("cannot delete box: "), "{told:?}");
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(!container.runc.state_dir().exists());
+    }
+
+    #[tokio::test]
+    async fn criu_works_in_the_bundle_unless_the_client_names_a_directory() {
+        let reaper = Reaper::start().unwrap();
+        let bundle = tempfile::tempdir().unwrap();
+        let mut container = container("box", bundle.path(), "true", &reaper);
+        assert_eq!(work_dir(&container), bundle.path().join("work"));
+        container.options.criu_work_path = "/elsewhere".to_owned();
+        assert_eq!(work_dir(&container), Path::new("/elsewhere"));
+    }
+}

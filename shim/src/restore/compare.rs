@@ -101,15 +101,79 @@ async fn ask(command: &mut Command, reaper: &Reaper) -> Result<(), Differs> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::Stub;
     use super::*;
+
+    /// Of the processes that the tests run: it tells what is configured.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn who_tells_what_is_configured() {
+        println!("look {}", configured().deadlines.look.as_secs());
+    }
+
+    #[tokio::test]
+    async fn the_operators_configuration_counts_unless_it_cannot_be_read() {
+        let reaper = Reaper::start().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("config.toml");
+        let default = Config::default().deadlines.look.as_secs();
+        for (text, look) in [("[deadlines]\nlook = \"7s\"\n", 7), ("nonsense", default)] {
+            std::fs::write(&file, text).unwrap();
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.env(names::ENV_CONFIG, &file);
+            let name = "restore::compare::tests::who_tells_what_is_configured";
+            child.args(["--exact", name, "--ignored", "--nocapture"]);
+            let output = reaper.output(&mut child, LIMIT).await.unwrap();
+            let said = String::from_utf8(output.stdout).unwrap();
+            assert!(said.contains(&format!("look {look}\n")), "{text}: {said}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_image_that_nobody_has_compared_is_refused() {
+        let reaper = Reaper::start().unwrap();
+        let nowhere = Path::new("/nonexistent");
+        assert!(image(nowhere, nowhere, &reaper).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn whom_criu_has_made_is_in_the_containers_cgroup_or_nothing_is_done_with_it() {
+        let reaper = Reaper::start().unwrap();
+        let Some(stub) = Stub::new("true", &reaper) else {
+            return;
+        };
+        let init = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
+        stub.scratch.all_entered().await;
+        let tasks = async |init| {
+            tasks(&stub.container, Path::new("true"), init, &reaper)
+                .await
+                .err()
+        };
+        let stranger = i32::try_from(std::process::id()).unwrap();
+        let outside = tasks(stranger).await;
+        assert!(matches!(outside, Some(Cause::Outside { .. })), "{outside:?}");
+        // One that says nothing has not compared it.
+        let unknown = tasks(init.pid()).await;
+        assert!(
+            matches!(unknown, Some(Cause::Exceeds(Differs::Unknown { .. }))),
+            "{unknown:?}"
+        );
+    }
 
     #[tokio::test]
     async fn a_comparison_that_was_not_made_is_no_consent() {
         let reaper = Reaper::start().unwrap();
-        for script in ["exit 1", "echo nonsense", "kill -KILL $$", ":"] {
+        for script in [
+            "exit 1",
+            "echo null; exit 1",
+            "echo nonsense",
+            "kill -KILL $$",
+            ":",
+        ] {
             let mut command = Command::new("sh");
             let differs = ask(command.args(["-c", script]), &reaper).await.unwrap_err();
             assert_eq!(differs.code(), "FIRN-IMAGE-CHECK", "{script}");
+            assert!(differs.hint().contains("firn-hook"), "{}", differs.hint());
         }
         let mut command = Command::new("echo");
         assert!(ask(command.arg("null"), &reaper).await.is_ok());

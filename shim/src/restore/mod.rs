@@ -21,6 +21,8 @@ mod prepare;
 mod roots;
 mod run;
 mod stopped;
+#[cfg(test)]
+mod testing;
 
 pub(crate) use abandon::{LOG, unmount_yards};
 pub(crate) use error::RestoreError;

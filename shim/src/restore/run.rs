@@ -446,18 +446,21 @@ async fn forget_refusal(container: &Container) {
 
 /// Removes the log of an earlier restore, whose errors are not this one's.
 async fn forget_log(log: &Path) {
-    let log = log.to_owned();
-    tidy("remove the log of an earlier restore", move || {
-        if let Err(error) = std::fs::remove_file(&log)
-            && error.kind() != std::io::ErrorKind::NotFound
-        {
-            log::warn!("cannot remove {}: {error}", log.display());
-        }
-    })
-    .await;
+    let path = log.to_owned();
+    let removed = tidy("remove the log of an earlier restore", move || {
+        Some(std::fs::remove_file(path))
+    });
+    if let Some(Err(error)) = removed.await
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        log::warn!("cannot remove {}: {error}", log.display());
+    }
 }
 
 async fn last_errors(log: &Path) -> Vec<String> {
     let log = log.to_owned();
     tidy("read CRIU's log", move || error_lines(&log)).await
 }
+
+#[cfg(test)]
+mod tests;

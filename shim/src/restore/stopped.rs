@@ -91,7 +91,16 @@ mod tests {
         let mut other = core(3);
         other[4] ^= 1;
         assert_eq!(task_state(&other), None);
+    }
+
+    #[test]
+    fn each_task_is_read_from_its_own_file() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(!was_stopped(dir.path(), 1));
+        for (pid, state) in [(1, 1), (7, 3)] {
+            std::fs::write(dir.path().join(format!("core-{pid}.img")), core(state)).unwrap();
+        }
+        for (pid, stopped) in [(1, false), (7, true), (8, false)] {
+            assert_eq!(was_stopped(dir.path(), pid), stopped, "{pid}");
+        }
     }
 }

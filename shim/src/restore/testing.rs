@@ -1,0 +1,94 @@
+//! A container with a cgroup of its own and a runtime that does nothing, for tests.
+
+use std::path::Path;
+
+use firn_oci::Spec;
+use firn_oci::manifest::DumpFlags;
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::Prepared;
+use super::prepare::PlainPart;
+use crate::cgroup::Cgroup;
+use crate::cgroup::testing::Scratch;
+use crate::container::{Container, Facts, Process, StdioPaths};
+use crate::journal::{Begin, Journal, Operation};
+use crate::options::RuncOptions;
+use crate::reaper::Reaper;
+use crate::runc::Runc;
+
+/// A container whose spec names the cgroup of its id. `runtime` is any program.
+pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper) -> Container {
+    let spec = json!({"linux": {"cgroupsPath": format!("/{id}")}});
+    Spec::from(spec).save(bundle).unwrap();
+    let options = RuncOptions {
+        binary_name: runtime.to_owned(),
+        root: bundle.join("root").display().to_string(),
+        ..RuncOptions::default()
+    };
+    let runc = Runc::new(id, "default", bundle, &options, reaper.clone());
+    let init = Process::new("", StdioPaths::default(), Vec::new());
+    let facts = Facts {
+        gpu: true,
+        other_gpus: false,
+        open_tcp: false,
+        private_pids: true,
+    };
+    Container::new(id, bundle.to_owned(), runc, options, init, facts, None)
+}
+
+/// A container in a cgroup that is there.
+pub(super) struct Stub {
+    pub container: Container,
+    pub scratch: Scratch,
+    _bundle: TempDir,
+}
+
+impl Stub {
+    /// None where cgroups cannot be made.
+    pub(super) fn new(runtime: &str, reaper: &Reaper) -> Option<Self> {
+        let is_found = |scratch: &Scratch| {
+            let path = format!("/{}", name(scratch));
+            Cgroup::by_spec(&path, "", false).is_ok_and(|cgroup| cgroup.exists())
+        };
+        let scratch = Scratch::all().into_iter().find(is_found)?;
+        let bundle = TempDir::new().unwrap();
+        Some(Self {
+            container: container(&name(&scratch), bundle.path(), runtime, reaper),
+            scratch,
+            _bundle: bundle,
+        })
+    }
+
+    /// The journal of a restore of it.
+    pub(super) async fn journal(&self) -> Journal {
+        let Container { id, bundle, .. } = &self.container;
+        let begin = Begin {
+            op: Operation::Restore,
+            container: id.clone(),
+            gpu: true,
+            exit: false,
+            image: "/image".into(),
+            work: bundle.join("work"),
+            work_is_ours: true,
+            was_frozen: false,
+        };
+        Journal::begin(bundle, begin).await.unwrap()
+    }
+}
+
+fn name(scratch: &Scratch) -> String {
+    let dir = scratch.cgroup.primary_dir();
+    dir.file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+/// What is to be restored from `image`.
+pub(super) fn prepared(image: &Path) -> Prepared {
+    Prepared {
+        image: image.to_owned(),
+        flags: DumpFlags::default(),
+        verified: None,
+        plain: PlainPart::default(),
+        gpu: None,
+    }
+}
