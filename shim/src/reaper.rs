@@ -404,7 +404,6 @@ impl Capture {
                     room = room.saturating_sub(count);
                     self.keep(&chunk[..count]);
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 _ => self.pipe = None,
             }
         }

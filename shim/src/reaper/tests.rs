@@ -1,4 +1,4 @@
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::time::Instant;
 
@@ -162,6 +162,23 @@ async fn output_does_not_wait_for_descendants() {
 }
 
 #[tokio::test]
+async fn what_is_in_a_pipe_at_the_end_is_taken_and_nothing_waited_for() {
+    // Somebody keeps it open.
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    writer.write_all(&[b'x'; 40_000]).unwrap();
+    let mut capture = Capture::new(Some(reader.into())).unwrap();
+    capture.drain();
+    assert_eq!(capture.bytes, [b'x'; 40_000]);
+    // Somebody writes faster than it is read.
+    let (reader, _writer) = std::io::pipe().unwrap();
+    let mut capture = Capture::new(Some(reader.into())).unwrap();
+    let (_, file) = capture.pipe.as_mut().unwrap();
+    *file = File::open("/dev/zero").unwrap();
+    capture.drain();
+    assert_eq!(capture.bytes.len(), MAX_PIPE);
+}
+
+#[tokio::test]
 async fn input_reaches_the_command() {
     let reaper = Reaper::start().unwrap();
     let input = vec![b'x'; 500_000];
@@ -177,11 +194,10 @@ async fn input_reaches_the_command() {
     assert_eq!(unread.exit.code, 5);
 }
 
-#[tokio::test]
-async fn an_overdue_command_is_killed() {
-    let reaper = Reaper::start().unwrap();
+/// Tells its pid by the pipe, which ends when it is dead.
+fn sleeper() -> (Command, std::io::PipeReader) {
     let mut command = sh("echo $$ >&3; exec sleep 1000");
-    let (mut reader, writer) = std::io::pipe().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
     command_fds::CommandFdExt::fd_mappings(
         &mut command,
         vec![command_fds::FdMapping {
@@ -190,12 +206,29 @@ async fn an_overdue_command_is_killed() {
         }],
     )
     .unwrap();
+    (command, reader)
+}
+
+#[tokio::test]
+async fn an_overdue_command_is_killed() {
+    let reaper = Reaper::start().unwrap();
+    let (mut command, mut reader) = sleeper();
     let result = reaper.output(&mut command, Duration::from_millis(300)).await;
     drop(command);
     assert!(matches!(result, Err(OutputError::TimedOut { .. })), "{result:?}");
     let mut pid = String::new();
     reader.read_to_string(&mut pid).unwrap();
     assert!(!std::fs::exists(format!("/proc/{}", pid.trim())).unwrap());
+}
+
+#[tokio::test]
+async fn a_command_that_nobody_waits_for_any_more_is_killed() {
+    let reaper = Reaper::start().unwrap();
+    let (mut command, mut reader) = sleeper();
+    let left = tokio::time::timeout(Duration::from_millis(300), reaper.output(&mut command, SOON)).await;
+    assert!(left.is_err());
+    drop(command);
+    reader.read_to_string(&mut String::new()).unwrap();
 }
 
 #[test]
