@@ -107,12 +107,16 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        for version_dir in self.cgroup.own_dirs().unwrap() {
+        let dirs = self.cgroup.own_dirs().unwrap();
+        for version_dir in &dirs {
             assert!(version_dir.ends_with(&self.name) && self.name.starts_with("firn-test-"));
+            // Order matters: they die in no hierarchy while they are frozen in one.
+            let _ = read::write(&version_dir.join("freezer.state"), "THAWED");
+            let _ = read::write(&version_dir.join("cgroup.freeze"), "0");
+        }
+        for version_dir in dirs {
             let begun = Instant::now();
             while version_dir.exists() && begun.elapsed() < LIMIT {
-                let _ = read::write(&version_dir.join("freezer.state"), "THAWED");
-                let _ = read::write(&version_dir.join("cgroup.freeze"), "0");
                 let mut pids = BTreeSet::new();
                 let _ = collect_pids(&version_dir, &mut pids);
                 for pid in pids {
