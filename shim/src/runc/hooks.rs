@@ -38,7 +38,7 @@ impl Runc {
             biased;
             exit = child.wait() => exit,
             () = cut => {
-                end_group(&child, started).await;
+                end_group(&child, started, std::future::ready(())).await;
                 return Err(RuncError::Cut { verb });
             }
         };

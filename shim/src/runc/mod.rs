@@ -20,11 +20,12 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
+use tokio::time::{sleep, timeout};
 
 use crate::blocking::blocking;
 use crate::journal::Role;
@@ -42,6 +43,9 @@ const SHORT: Duration = Duration::from_secs(60);
 
 /// How long killed processes of a dump or restore may take to be gone.
 const GROUP_END: Duration = Duration::from_secs(30);
+
+/// The same once the container is killed: a call that sleeps in a file system which hangs does not end before that answers.
+const GROUP_END_KILLED: Duration = Duration::from_secs(3);
 
 /// The OCI runtime of one container.
 #[derive(Clone)]
@@ -324,7 +328,7 @@ impl Runc {
         {
             log::warn!("cannot freeze the tasks before CRIU is ended: {}", Chain(&error));
         }
-        end_group(&child, started).await;
+        end_group(&child, started, cut.asked()).await;
         let exit = exit?;
         let stderr = said.map(read_from_start).unwrap_or_default();
         let message = match String::from_utf8_lossy(&stderr).lines().next() {
@@ -389,29 +393,37 @@ async fn passed(deadline: Option<Duration>) -> Duration {
     match deadline {
         None => std::future::pending().await,
         Some(limit) => {
-            tokio::time::sleep(limit).await;
+            sleep(limit).await;
             limit
         }
     }
 }
 
-/// Kills the process group of a child that was started at `started`, and waits until nobody lives in it.
-async fn end_group(child: &Child, started: Option<u64>) {
+/// Kills the process group of a child that was started at `started`, and waits until nobody lives in it, but not long once
+/// `killed` tells that the container is.
+async fn end_group(child: &Child, started: Option<u64>, killed: impl Future<Output = ()>) {
     let leader = child.pid();
     child.kill_group();
     // It was there when its time was looked at, or the kernel shows no processes.
     let Some(started) = started else { return };
-    let begun = Instant::now();
-    while let left = blocking(move || pidfd::kill_group(leader, started)).await
-        && !left.is_empty()
-    {
-        if begun.elapsed() > GROUP_END {
-            log::warn!("processes {left:?} of group {leader} do not end");
-            return;
+    let gone = async {
+        while blocking(move || !pidfd::kill_group(leader, started).is_empty()).await {
+            sleep(Duration::from_millis(5)).await;
         }
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        child.wait().await;
+    };
+    let killed = async {
+        killed.await;
+        sleep(GROUP_END_KILLED).await;
+    };
+    tokio::select! {
+        _ = timeout(GROUP_END, gone) => {}
+        () = killed => {}
     }
-    let _gone = tokio::time::timeout(GROUP_END, child.wait()).await;
+    let left = blocking(move || pidfd::kill_group(leader, started)).await;
+    if !left.is_empty() {
+        log::warn!("processes {left:?} of group {leader} do not end");
+    }
 }
 
 fn read_from_start(mut file: File) -> Vec<u8> {

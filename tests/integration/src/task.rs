@@ -26,7 +26,7 @@ use crate::{BUNDLES, GpuHost};
 const SERVICES: [&str; 2] = ["containerd.task.v2.Task", "containerd.task.v3.Task"];
 
 /// How long an answer may take.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(100);
 
 /// A connection to the shim of a container.
 pub struct Task {

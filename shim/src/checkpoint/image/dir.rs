@@ -43,6 +43,8 @@ struct Found {
     /// The path may be a link, as the stock shim allows it.
     links: bool,
     open: OnceLock<Open>,
+    /// It was cleared: one that is made later, by a call that had hung, must go again.
+    cleared: AtomicBool,
 }
 
 struct Open {
@@ -122,6 +124,7 @@ impl ImageDir {
             was,
             links,
             open: OnceLock::new(),
+            cleared: AtomicBool::new(false),
         }))
     }
 
@@ -227,7 +230,11 @@ impl ImageDir {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(DumpError::gone(path)),
             made => made.map_err(failed)?,
         }
-        self.keep(open(path, false).map_err(failed)?)
+        let opened = open(path, false).map_err(failed).and_then(|dir| self.keep(dir));
+        if opened.is_err() || self.0.cleared.load(Ordering::SeqCst) {
+            let _ = fs::remove_dir(path);
+        }
+        opened
     }
 
     fn tighten(&self, open: &Open) -> Result<(), DumpError> {
@@ -308,6 +315,7 @@ impl ImageDir {
 
     /// Removes what a failed dump left, unless others had put something there before.
     pub(crate) fn clear(&self) {
+        self.0.cleared.store(true, Ordering::SeqCst);
         let Some(open) = self.0.open.get() else { return };
         let cleared = match self.0.was {
             ImageWas::Filled => return,

@@ -191,7 +191,9 @@ pub(super) fn attempt<'g>(
         // With the container goes its shim: what hung then stays, and is no image.
         Then::Ended | Then::Killed => {}
     }
-    ground.host.node().run(&["rm", "-rf", stall.image()])?;
+    // CRIU's log stays in a work directory that the client has named.
+    let node = ground.host.node();
+    node.run(&["sh", "-c", &format!("rm -rf {} {WORK}/*", stall.image())])?;
     match stall.then {
         Then::GoesOn => {
             before.comes_back(&ground.host).context("something is left")?;

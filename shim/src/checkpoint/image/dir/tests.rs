@@ -53,6 +53,17 @@ fn a_directory_that_was_made_is_roots_alone_and_removed() {
 }
 
 #[test]
+fn a_directory_that_is_made_after_it_was_cleared_goes_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    let image = found(&path);
+    // The checkpoint has failed because making it took too long.
+    image.clear();
+    assert!(is_gone(image.enter(TIGHTEN)));
+    assert!(!path.exists());
+}
+
+#[test]
 fn files_of_others_are_never_removed() {
     let (_dir, path) = with_mode(0o700);
     fs::write(path.join("theirs"), "x").unwrap();
