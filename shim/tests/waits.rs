@@ -64,7 +64,10 @@ fn of_sources(dir: &Path, root: &Path, found: &mut Waits) {
             of_sources(&path, root, found);
             continue;
         }
-        if name_of.ends_with("tests.rs") || name_of == "fuzz.rs" || dir.ends_with("tests") {
+        if name_of.ends_with("tests.rs")
+            || ["fuzz.rs", "stub.rs", "testing.rs"].contains(&name_of.as_str())
+            || dir.ends_with("tests")
+        {
             continue;
         }
         let text = fs::read_to_string(&path).unwrap();
