@@ -6,6 +6,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::ops::AddAssign;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -35,11 +36,11 @@ pub struct Cmd {
 /// One thing that is checked.
 struct Check {
     name: String,
-    run: Box<dyn Fn() -> Result<Outcome>>,
+    run: Box<dyn FnOnce() -> Result<Outcome>>,
 }
 
 impl Check {
-    fn new(name: impl Into<String>, run: impl Fn() -> Result<Outcome> + 'static) -> Self {
+    fn new(name: impl Into<String>, run: impl FnOnce() -> Result<Outcome> + 'static) -> Self {
         Self {
             name: name.into(),
             run: Box::new(run),
@@ -163,10 +164,15 @@ fn fast() -> Vec<Check> {
     ]
 }
 
+/// The checks that need test nodes. The roots are made from now on, beside the checks before: this mostly waits for the
+/// mirror and the disk.
 fn slow() -> Result<Vec<Check>> {
+    let made = thread::spawn(roots);
     let mut checks = vec![
         Check::new("fuzz targets", fuzzed),
-        Check::new("roots of the test nodes", roots),
+        Check::new("roots of the test nodes", || {
+            made.join().unwrap_or_else(|_| bail!("making the roots panicked"))
+        }),
         Check::new("build of the suites", || {
             cargo(&["test", "--package", "firn-integration", "--no-run", "--locked"])
         }),
@@ -260,7 +266,7 @@ fn scripts() -> Result<Outcome> {
     through(&mut python, &mut io::stdout())
 }
 
-/// Makes the roots first, so that no test waits for the other's.
+/// Makes the roots before the suites, so that no test waits for the other's.
 fn roots() -> Result<Outcome> {
     let store = Store::open()?;
     for suite in Suite::ALL {
