@@ -30,7 +30,7 @@ pub enum ConvertError {
 }
 
 impl ConvertError {
-    /// Its code in docs/errors.md.
+    /// Its code in docs/reference/errors.md.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Spec(error) => error.code(),

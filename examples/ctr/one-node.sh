@@ -6,7 +6,7 @@
 # GPU=0            the GPU that it starts on, by its CDI name (nvidia.com/gpu=0)
 # MAP=GPU-a=GPU-b  restores it onto GPU-b what was on GPU-a (UUIDs of nvidia-smi -L); without it, onto the same GPU
 #
-# Needs containerd 2.x, root, and firn installed as docs/operations.md tells.
+# Needs containerd 2.x, root, and firn installed as docs/guide/install.md describes.
 set -euo pipefail
 
 if (($# < 2)); then

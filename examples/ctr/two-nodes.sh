@@ -11,7 +11,7 @@
 #
 #   two-nodes.sh "cargo xtask node exec demo-b --" "cargo xtask node exec demo-a --" job
 #
-# Both need firn installed as docs/operations.md tells, the same driver version, and the container's own image.
+# Both need firn installed as docs/guide/install.md describes, the same driver version, and the container's own image.
 # /etc/firn/config.toml of the target may say which GPUs restored containers get ([restore] gpus).
 set -euo pipefail
 

@@ -38,7 +38,7 @@ pub enum Request {
     ///
     /// `needs` is the memory that they had, where it is known. A GPU that has less free is answered with
     /// [`Reply::NoMemory`], and the driver is not called: it spoils the state of a process whose restore fails for
-    /// want of memory (docs/gpu-evidence.md).
+    /// want of memory (docs/evidence/gpu-runs.md).
     Restore {
         pids: Vec<i32>,
         pairs: Vec<GpuPair>,

@@ -7,7 +7,7 @@
 //! at the dump: it travels in the image as [`IN_IMAGE`], among the files whose checksums the manifest has.
 //!
 //! Asked for by the annotation `firn.dev/ipc` with the value `job`, where the node's configuration allows it. Nothing here
-//! has been tried on a driver that knows launch jobs ([docs/decisions/0011](../../docs/decisions/0011-launch-jobs.md)).
+//! has been tried on a driver that knows launch jobs ([docs/design/decisions/0011](../../docs/design/decisions/0011-launch-jobs.md)).
 
 use std::fs::File;
 use std::io::{self, Read};

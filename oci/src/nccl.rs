@@ -26,7 +26,7 @@ type Fits = fn(&str) -> bool;
 /// `NCCL_NET` keeps NCCL from the InfiniBand transport and from plugins. The last two keep libuv, and the rendezvous of
 /// PyTorch that is built on it, from io_uring, of which CRIU can dump none; a seccomp profile that blocks io_uring, as
 /// containerd's default does, has the same effect. With NCCL's own number of sockets a sum takes three times as long
-/// (docs/gpu-support.md); here the user's word counts.
+/// (docs/evidence/gpu-support.md); here the user's word counts.
 const ENVIRONMENT: [(&str, &str, Fits); 10] = [
     ("NCCL_P2P_DISABLE", "1", is_on),
     ("NCCL_SHM_DISABLE", "1", is_on),

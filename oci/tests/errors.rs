@@ -1,4 +1,4 @@
-//! docs/errors.md lists every code that the sources use, and no others; each is named by a test.
+//! docs/reference/errors.md lists every code that the sources use, and no others; each is named by a test.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -78,16 +78,17 @@ fn the_list_of_codes_is_complete_and_current() {
     for name in CRATES {
         codes_of_sources(&root.join(name).join("src"), &mut used);
     }
-    let list = std::fs::read_to_string(root.join("docs/errors.md")).expect("docs/errors.md is there");
+    let page = root.join("docs/reference/errors.md");
+    let list = std::fs::read_to_string(page).expect("docs/reference/errors.md is there");
     for row in list.lines().filter(|line| line.starts_with("| FIRN-")) {
         codes(row.split('|').nth(1).unwrap_or_default(), &mut listed);
     }
     assert!(used.len() > 40, "the sources are searched: {used:?}");
     let missing: Vec<_> = used.difference(&listed).collect();
     let stale: Vec<_> = listed.difference(&used).collect();
-    assert!(missing.is_empty(), "docs/errors.md lacks {missing:?}");
+    assert!(missing.is_empty(), "docs/reference/errors.md lacks {missing:?}");
     assert!(
         stale.is_empty(),
-        "docs/errors.md lists {stale:?}, which no source uses"
+        "docs/reference/errors.md lists {stale:?}, which no source uses"
     );
 }

@@ -121,7 +121,7 @@ impl GpuError {
     }
 
     /// Whether the driver will never give this GPU state back. Seen of a restore that finds too little memory: that one, and
-    /// every later one, which answers as for a process that is gone (docs/gpu-evidence.md).
+    /// every later one, which answers as for a process that is gone (docs/evidence/gpu-runs.md).
     pub(crate) fn is_final(&self) -> bool {
         match self {
             Self::State { state, .. } => *state == Some(CudaState::Failed),

@@ -1,4 +1,4 @@
-//! Keeps docs/waits.md true: every kind of wait in every file of the shim stands there, with its deadline.
+//! Keeps docs/reference/waits.md true: every kind of wait in every file of the shim stands there, with its deadline.
 #![allow(
     clippy::unwrap_used,
     reason = "a page or a source that cannot be read is a test that fails"
@@ -107,7 +107,7 @@ fn of_page(page: &str) -> Waits {
 #[test]
 fn every_wait_stands_in_the_list_with_its_deadline() {
     let shim = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let page = fs::read_to_string(shim.join("../docs/waits.md")).unwrap();
+    let page = fs::read_to_string(shim.join("../docs/reference/waits.md")).unwrap();
     let (listed, mut found) = (of_page(&page), Waits::new());
     of_sources(&shim.join("src"), &shim.join("src"), &mut found);
     assert!(found.len() > 40, "the sources are elsewhere: {found:?}");
@@ -116,7 +116,7 @@ fn every_wait_stands_in_the_list_with_its_deadline() {
         assert_eq!(
             listed.get(file),
             Some(waits),
-            "docs/waits.md, row {file}: say how long each wait lasts; second cell: {}",
+            "docs/reference/waits.md, row {file}: say how long each wait lasts; second cell: {}",
             cell.join(" ")
         );
     }

@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 /// Where the rates come from.
-const BASIS: &str = "rates of an H200 with driver 580.159.04 and images in memory (docs/gpu-evidence.md); without what a client \
-                     packs and moves";
+const BASIS: &str = "rates of an H200 with driver 580.159.04 and images in memory (docs/evidence/gpu-runs.md); \
+                     without what a client packs and moves";
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
@@ -64,7 +64,7 @@ fn tenths(seconds: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Of the tables in docs/gpu-evidence.md: GiB on the GPU, seconds in the shim.
+    /// Of the tables in docs/evidence/gpu-runs.md: GiB on the GPU, seconds in the shim.
     #[test]
     fn estimates_are_near_what_was_measured() {
         for (gib, checkpoint, restore) in [(8_u64, 11.1, 8.0), (32, 41.2, 27.8)] {

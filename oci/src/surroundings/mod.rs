@@ -88,7 +88,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Its code in docs/errors.md.
+    /// Its code in docs/reference/errors.md.
     pub fn code(&self) -> &'static str {
         match self {
             Self::NoCheckpointApi { .. } => "FIRN-DRIVER-TOO-OLD",

@@ -2,7 +2,7 @@
 //!
 //! One test per point, kind of daemon and cgroup version. Each runs its scenario with the stock shim first, whose answer
 //! must be the expected one, and then with firn, installed under the stock shim's name. Both must tell the same, unless
-//! the point says in what firn is better; docs/parity.md lists and argues these points, and a test holds it to them.
+//! the point says in what firn is better; docs/design/parity.md lists and argues these points, and a test holds it to them.
 //!
 //! `cargo test -p firn-integration --test conformance -- "forky v1: 1.4"` runs a part.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
@@ -53,7 +53,7 @@ pub struct Point {
     expected: &'static str,
     /// Where it can be seen.
     on: On,
-    /// Part of what firn shows instead; docs/parity.md says why.
+    /// Part of what firn shows instead; docs/design/parity.md says why.
     better: Option<&'static str>,
     scenario: Scenario,
 }
@@ -164,7 +164,7 @@ fn main() -> ExitCode {
     let pairs = Kind::all().map(|kind| Arc::new(Pair::new(kind)));
     let wavered = Arc::new(Wavered::default());
     let mut trials = vec![
-        Trial::test("docs/parity.md lists the differences", || {
+        Trial::test("docs/design/parity.md lists the differences", || {
             listed().map_err(failed)
         }),
         Trial::test("a difference that stays fails its trial", || {
@@ -258,9 +258,9 @@ fn compare(point: Point, stock: &str, firn: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether docs/parity.md has a row for every point in which firn differs, and for no other.
+/// Whether docs/design/parity.md has a row for every point in which firn differs, and for no other.
 fn listed() -> Result<()> {
-    let text = include_str!("../../../../docs/parity.md");
+    let text = include_str!("../../../../docs/design/parity.md");
     let rows: Vec<&str> = text
         .lines()
         .filter_map(|line| line.strip_prefix("| ")?.split(" | ").next())
@@ -272,12 +272,12 @@ fn listed() -> Result<()> {
         .map(|point| point.name)
         .collect();
     for name in &differ {
-        ensure!(rows.contains(name), "docs/parity.md has no row {name:?}");
+        ensure!(rows.contains(name), "docs/design/parity.md has no row {name:?}");
     }
     for row in &rows {
         ensure!(
             differ.contains(row),
-            "no point differs as docs/parity.md says: {row:?}"
+            "no point differs as docs/design/parity.md says: {row:?}"
         );
     }
     Ok(())

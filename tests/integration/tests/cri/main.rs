@@ -33,7 +33,7 @@ pub struct Point {
     suites: &'static [Suite],
     /// With firn in each of these ways.
     ways: &'static [Way],
-    /// Part of what firn shows instead; docs/parity.md says why.
+    /// Part of what firn shows instead; docs/design/parity.md says why.
     better: Option<&'static str>,
     /// Whether the stock shim can do it at all.
     stock: bool,
