@@ -3,6 +3,7 @@
 mod audit;
 mod cdi;
 mod doctor;
+mod documents;
 mod inspect;
 mod node;
 mod plan;

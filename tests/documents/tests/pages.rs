@@ -1,0 +1,273 @@
+//! The pages hold together, and name only what is in the code.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a page or a source that cannot be read is a test that fails"
+)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use firn_documents::{At, Page, pages, root};
+
+/// Longest line of a page, but for tables and words that cannot be broken.
+const WIDTH: usize = 120;
+
+/// Fails with all findings, `page:line: text`.
+fn none(findings: &[String], what: &str) {
+    assert!(findings.is_empty(), "{what}:\n{}", findings.join("\n"));
+}
+
+fn found(page: &Page, line: usize, text: impl std::fmt::Display) -> String {
+    format!("{}:{line}: {text}", page.path.display())
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap()
+}
+
+/// `docs/guide` and `../design/x.md`: `docs/design/x.md`.
+fn joined(dir: &Path, target: &str) -> PathBuf {
+    let mut path = PathBuf::new();
+    for part in dir.join(target).components() {
+        match part {
+            Component::ParentDir => assert!(path.pop(), "{target} leads out of the repository"),
+            Component::CurDir => {}
+            part => path.push(part),
+        }
+    }
+    path
+}
+
+#[test]
+fn every_relative_link_leads_to_a_file_and_to_one_of_its_headings() {
+    let pages = pages();
+    assert!(pages.len() > 30, "the pages are elsewhere: {}", pages.len());
+    let anchors: BTreeMap<&Path, Vec<String>> = pages
+        .iter()
+        .map(|page| (page.path.as_path(), page.anchors()))
+        .collect();
+    let mut broken = Vec::new();
+    for page in &pages {
+        for At { line, what: link } in page.links() {
+            if link.contains("://") || link.starts_with("mailto:") {
+                continue;
+            }
+            let (file, anchor) = match link.split_once('#') {
+                Some((file, anchor)) => (file, Some(anchor)),
+                None => (link.as_str(), None),
+            };
+            let target = match file {
+                "" => page.path.clone(),
+                file => joined(page.path.parent().unwrap(), file),
+            };
+            let is_there = root().join(&target).exists();
+            let has_anchor = match (anchor, anchors.get(target.as_path())) {
+                (None, _) => true,
+                (Some(anchor), Some(known)) => known.iter().any(|known| known == anchor),
+                (Some(_), None) => false,
+            };
+            if !is_there || !has_anchor {
+                broken.push(found(page, line, link));
+            }
+        }
+    }
+    none(&broken, "links that lead nowhere");
+}
+
+#[test]
+fn no_line_is_too_long() {
+    let mut long = Vec::new();
+    for page in pages() {
+        for (index, line) in page.text.lines().enumerate() {
+            let indent = line.len() - line.trim_start().len();
+            let can_be_broken =
+                line.trim().contains(' ') && line.find(' ').is_some_and(|at| at > 0 || indent > 0);
+            if line.chars().count() > WIDTH && !line.trim_start().starts_with('|') && can_be_broken {
+                long.push(found(
+                    &page,
+                    index + 1,
+                    format_args!("{} characters", line.chars().count()),
+                ));
+            }
+        }
+    }
+    none(&long, "lines of more than 120 characters");
+}
+
+/// Words of a text that begin so and go on with these characters.
+fn words<'t>(text: &'t str, prefix: &str, is_part: impl Fn(char) -> bool) -> Vec<&'t str> {
+    let starts = text.match_indices(prefix).map(|(at, _)| at);
+    starts
+        .map(|at| {
+            let rest = &text[at + prefix.len()..];
+            let length = rest.find(|c| !is_part(c)).unwrap_or(rest.len());
+            &text[at..at + prefix.len() + length]
+        })
+        .collect()
+}
+
+#[test]
+fn every_error_code_in_a_page_is_in_the_list() {
+    let is_code = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '-';
+    let list = read("docs/reference/errors.md");
+    let rows = list.lines().filter_map(|line| line.strip_prefix("| FIRN-"));
+    let known: BTreeSet<String> = rows
+        .map(|row| format!("FIRN-{}", row.split(' ').next().unwrap()))
+        .collect();
+    let mut unknown = Vec::new();
+    for page in pages() {
+        for (index, line) in page.text.lines().enumerate() {
+            for code in words(line, "FIRN-", is_code) {
+                let code = code.trim_end_matches('-');
+                // `FIRN-<CODE>`, `FIRN-CODE` and `FIRN-` stand for any.
+                if !["FIRN", "FIRN-CODE"].contains(&code) && !known.contains(code) {
+                    unknown.push(found(&page, index + 1, code));
+                }
+            }
+        }
+    }
+    none(&unknown, "error codes that docs/reference/errors.md lacks");
+}
+
+#[test]
+fn every_annotation_in_a_page_is_declared_and_described() {
+    let is_name = |c: char| c.is_ascii_lowercase() || c == '-';
+    let names = read("config/src/names.rs");
+    let quoted = names.lines().filter(|line| line.contains("pub const"));
+    let declared: BTreeSet<&str> = quoted
+        .flat_map(|line| words(line, "firn.dev/", is_name))
+        .collect();
+    assert!(declared.len() > 3, "the names are elsewhere: {declared:?}");
+    let mut unknown = Vec::new();
+    for page in pages() {
+        for (index, line) in page.text.lines().enumerate() {
+            for name in words(line, "firn.dev/", is_name) {
+                if name != "firn.dev/" && !declared.contains(name) {
+                    unknown.push(found(&page, index + 1, name));
+                }
+            }
+        }
+    }
+    none(&unknown, "annotations that config/src/names.rs lacks");
+    let page = read("docs/reference/annotations.md");
+    let described: BTreeSet<&str> = words(&page, "firn.dev/", is_name).into_iter().collect();
+    assert_eq!(declared, described, "docs/reference/annotations.md");
+}
+
+/// `section key` for each key of the shipped configuration file, where all of them are comments.
+fn shipped_keys() -> BTreeSet<(String, String)> {
+    let text = read("config/config.toml");
+    let mut section = String::new();
+    let mut keys = BTreeSet::new();
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            name.clone_into(&mut section);
+        } else if let Some((key, _)) = line.strip_prefix('#').and_then(|line| line.split_once(" = "))
+            && !key.contains(' ')
+        {
+            keys.insert((section.clone(), key.to_owned()));
+        }
+    }
+    keys
+}
+
+/// The keys that docs/reference/configuration.md describes: the first cells of its tables, below headings that name a section.
+fn described_keys() -> BTreeSet<(String, String)> {
+    let page = read("docs/reference/configuration.md");
+    let mut section = None;
+    let mut keys = BTreeSet::new();
+    for line in page.lines() {
+        if let Some(title) = line.strip_prefix("## ") {
+            section = title
+                .strip_prefix("`[")
+                .and_then(|title| title.strip_suffix("]`"))
+                .filter(|title| !title.contains('`'));
+            continue;
+        }
+        let Some(cell) = line.strip_prefix("| `").and_then(|row| row.split('`').next()) else {
+            continue;
+        };
+        // A row may name its section itself.
+        let own = cell.strip_prefix('[').and_then(|cell| cell.split_once("] "));
+        if let Some((section, key)) = own.or_else(|| section.map(|section| (section, cell))) {
+            keys.insert((section.to_owned(), key.to_owned()));
+        }
+    }
+    keys
+}
+
+#[test]
+fn the_configuration_page_describes_every_key_and_no_other() {
+    assert_eq!(described_keys(), shipped_keys());
+}
+
+#[test]
+fn every_configuration_key_in_a_page_exists() {
+    let known = shipped_keys();
+    let sections: BTreeSet<&str> = known.iter().map(|(section, _)| section.as_str()).collect();
+    let is_known = |section: &str, key: &str| known.contains(&(section.to_owned(), key.to_owned()));
+    let mut unknown = Vec::new();
+    for page in pages() {
+        for At { line, what } in page.spans() {
+            // `[section]`, `[section] key`, `[section] key = value`
+            let Some((section, key)) = what.strip_prefix('[').and_then(|span| span.split_once(']')) else {
+                continue;
+            };
+            let key = key.split('=').next().unwrap().trim();
+            let is_section = sections.contains(section);
+            // Sections of others' files, and links.
+            let is_ours = is_section || (!key.is_empty() && !section.contains(['.', '/', ' ']));
+            if is_ours && (!is_section || (!key.is_empty() && !is_known(section, key))) {
+                unknown.push(found(&page, line, what));
+            }
+        }
+        for block in page.blocks().iter().filter(|block| block.what.language == "toml") {
+            let mut section = String::new();
+            for (line, text) in (block.line..).zip(&block.what.lines) {
+                if let Some(name) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) {
+                    name.clone_into(&mut section);
+                } else if let Some((key, _)) = text.split_once('=')
+                    && !is_known(&section, key.trim())
+                {
+                    unknown.push(found(&page, line, text));
+                }
+            }
+        }
+    }
+    none(&unknown, "keys that config/config.toml lacks");
+}
+
+#[test]
+fn every_page_is_on_the_map() {
+    let map = Page::new("docs/README.md", read("docs/README.md"));
+    let linked: BTreeSet<PathBuf> = map
+        .links()
+        .iter()
+        .map(|link| joined(Path::new("docs"), &link.what))
+        .collect();
+    let all = pages();
+    let missing: Vec<_> = all
+        .iter()
+        .map(|page| &page.path)
+        .filter(|path| path.starts_with("docs") && !path.starts_with("docs/design/decisions"))
+        .filter(|path| *path != &map.path && !linked.contains(*path))
+        .collect();
+    assert!(missing.is_empty(), "docs/README.md does not link {missing:?}");
+    let list = Page::new("x.md", read("docs/design/decisions/README.md"));
+    let listed: BTreeSet<PathBuf> = list
+        .links()
+        .iter()
+        .map(|link| PathBuf::from(&link.what))
+        .collect();
+    let decisions = all
+        .iter()
+        .filter_map(|page| page.path.strip_prefix("docs/design/decisions").ok());
+    let missing: Vec<_> = decisions
+        .filter(|path| *path != Path::new("README.md") && !listed.contains(*path))
+        .collect();
+    assert!(
+        missing.is_empty(),
+        "docs/design/decisions/README.md does not link {missing:?}"
+    );
+}
