@@ -1,5 +1,5 @@
-//! The kept inputs of the fuzz targets, which are also the first that the fuzzer runs. A module of the unit tests of each
-//! crate that has targets.
+//! The corpus of the fuzz targets, which the fuzzer runs first. A module of the unit tests of each crate that
+//! has targets.
 
 use std::path::Path;
 

@@ -10,23 +10,24 @@ use firn_node::Suite;
 use nix::unistd::geteuid;
 use serde_json::json;
 
-/// Fail everything that can fail in a checkpoint or restore, and look what is left of the workload
+/// Fail everything that can fail in a checkpoint or restore, and check the workload afterwards
 ///
-/// For every phase: errors, hangs and crashes of driver calls, of runc and of CRIU, SIGKILL of worker, shim, containerd and
-/// client, and file systems that are full, read-only or broken; from running and from paused containers, with and without
-/// exit, with one and with four processes, under cgroup v1 and v2, with real containerd, runc and CRIU in test nodes.
-/// Each cell is judged by the workload's own lines, the freezer, containerd's status, a second checkpoint or restore, and a
-/// sweep of the node. Exit status 0 only if every cell is within firn's promise. Needs root.
+/// For every phase: errors, hangs and crashes of driver calls, of runc and of CRIU, SIGKILL of worker, shim,
+/// containerd and client, and file systems that are full, read-only or broken; from running and from paused
+/// containers, with and without exit, with one and with four processes, under cgroup v1 and v2, with real
+/// containerd, runc and CRIU in test nodes. Each case is evaluated by the workload's own lines, the freezer,
+/// containerd's status, a second checkpoint or restore, and a sweep of the node. Exit status 0 only if every
+/// case keeps firn's guarantees. Needs root.
 #[derive(clap::Args)]
 pub struct Cmd {
-    /// Only the cells that `cargo xtask test` tries
+    /// Only the cases of `cargo xtask test`
     #[arg(long)]
     quick: bool,
-    /// Only cells whose names contain all of these, as in checkpoint/lock/driver-hang/paused/exit/v2/4
+    /// Only cases whose names contain all of these, as in checkpoint/lock/driver-hang/paused/exit/v2/4
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
-    /// So many pairs of faults, drawn at random, instead of single faults: the second happens while firn still deals with the
-    /// first. Pairs whose second fault finds no occasion are judged and not counted
+    /// This number of random pairs of faults instead of single faults: the second happens while firn handles
+    /// the first. Pairs whose second fault does not happen are evaluated but not counted
     #[arg(long, value_name = "COUNT", conflicts_with = "quick")]
     pairs: Option<usize>,
     /// Draws the same pairs again
@@ -35,10 +36,10 @@ pub struct Cmd {
     /// Debian suite of the nodes
     #[arg(long, default_value = "forky")]
     suite: Suite,
-    /// Hosts at a time
+    /// Nodes at the same time
     #[arg(long, default_value_t = 2)]
     jobs: usize,
-    /// Name the cells and do nothing
+    /// List the cases and do nothing
     #[arg(long)]
     list: bool,
     /// Print the result as JSON; the progress goes to standard error
@@ -46,7 +47,7 @@ pub struct Cmd {
     json: bool,
 }
 
-/// Tries the cells and prints the table.
+/// Runs the cases and prints the table.
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     let wanted = |cell: &Cell| {
         let name = cell.to_string();
@@ -68,7 +69,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
             eprintln!("seed {seed}: {count} of {left} pairs");
             Box::new(move |tried| {
                 let whole = tried.iter().filter(|tried| tried.whole || tried.outcome.is_err());
-                // More than this are in vain.
+                // More than this would not help.
                 let limit = (2 * count).saturating_sub(tried.len());
                 pairs.draw(count.saturating_sub(whole.count()).min(limit))
             })
@@ -90,10 +91,10 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
             break;
         }
         tried.extend(faults::run(cmd.suite, &cells, cmd.jobs, |tried| {
-            tell(tried, begun)
+            report(tried, begun)
         })?);
     }
-    ensure!(!tried.is_empty(), "no cell has such a name");
+    ensure!(!tried.is_empty(), "no case has such a name");
     if cmd.json {
         println!("{:#}", as_json(&tried));
     } else {
@@ -102,20 +103,20 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     Ok(print_summary(cmd, seed, &tried, begun))
 }
 
-/// Gives the cells to try next; none when that is all.
+/// Returns the cases to run next; none at the end.
 type Draw<'a> = Box<dyn FnMut(&[Tried]) -> Vec<Cell> + 'a>;
 
-/// How many there were, and how to repeat each that is outside of the promise.
+/// Prints the number of cases, and how to repeat each that breaks a guarantee.
 fn print_summary(cmd: &Cmd, seed: u64, tried: &[Tried], begun: Instant) -> ExitCode {
     let outside: Vec<&Tried> = tried.iter().filter(|tried| tried.outcome.is_err()).collect();
     if !cmd.json {
         let whole = tried.iter().filter(|tried| tried.whole).count();
         let what = match cmd.pairs {
-            None => format!("{} cells", tried.len()),
+            None => format!("{} cases", tried.len()),
             Some(_) => format!("seed {seed}: {} pairs, both faults in {whole}", tried.len()),
         };
         let (outside, seconds) = (outside.len(), begun.elapsed().as_secs_f64());
-        println!("\n{what}, {outside} outside of the promise, {seconds:.0} s");
+        println!("\n{what}, {outside} outside of the guarantees, {seconds:.0} s");
     }
     for Tried { cell, outcome, .. } in &outside {
         let why = outcome.as_ref().err().map(|why| first_line(why));
@@ -132,8 +133,8 @@ fn print_summary(cmd: &Cmd, seed: u64, tried: &[Tried], begun: Instant) -> ExitC
     }
 }
 
-/// The progress, one line per cell; all that is known of one that is outside.
-fn tell(tried: &Tried, begun: Instant) {
+/// Prints the progress: one line per case, and the whole message of one that breaks a guarantee.
+fn report(tried: &Tried, begun: Instant) {
     let what = match &tried.outcome {
         Ok(outcome) if tried.whole => outcome.to_string(),
         Ok(outcome) => format!("{outcome} (one fault)"),
@@ -147,14 +148,14 @@ fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or_default()
 }
 
-/// A row per phase and fault, with how often each came of it.
+/// Prints a row per phase and fault, with the number of each outcome.
 fn print_table(tried: &[Tried], left_out: &[(Why, usize)]) {
     let mut rows: Vec<(String, BTreeMap<Option<Outcome>, usize>)> = Vec::new();
     for tried in tried {
         let Cell {
             flow, first, second, ..
         } = tried.cell;
-        // Of pairs the phases: hardly two have the same faults.
+        // Of pairs only the phases: few pairs have the same faults.
         let what = match second {
             None => format!("{} {}", first.phase, first.fault),
             Some(second) => format!("{}, then {}", first.phase, second.phase),
@@ -169,14 +170,14 @@ fn print_table(tried: &[Tried], left_out: &[(Why, usize)]) {
     }
     println!("\n{:<55} outcomes", "phase and fault");
     for (name, outcomes) in rows {
-        let told = outcomes.iter().map(|(outcome, count)| match outcome {
+        let counts = outcomes.iter().map(|(outcome, count)| match outcome {
             None => format!("{count} OUTSIDE"),
             Some(outcome) => format!("{count} {outcome}"),
         });
-        println!("{name:<55} {}", told.collect::<Vec<_>>().join(", "));
+        println!("{name:<55} {}", counts.collect::<Vec<_>>().join(", "));
     }
     if !left_out.is_empty() {
-        println!("\nno cells:");
+        println!("\nno cases:");
     }
     for (why, count) in left_out {
         println!("{count:>6} combinations: {why}");

@@ -1,9 +1,10 @@
 //! `cargo xtask fuzz`: the targets of fuzz/, built as cargo-fuzz builds them, without cargo-fuzz.
 //!
-//! No sanitizer is used, as the code is safe Rust: so the pinned stable compiler does, and a C++ compiler (libFuzzer is
-//! part of the crate libfuzzer-sys) is all that is needed besides. Dependencies are instrumented too, in a target
+//! No sanitizer is used, because the code is safe Rust. So the pinned stable compiler suffices, with a C++
+//! compiler for libFuzzer (a part of the crate libfuzzer-sys). Dependencies are instrumented too, in a target
 //! directory of their own.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -29,18 +30,19 @@ const FLAGS: [&str; 10] = [
     "fuzzing",
 ];
 
-/// Longest input, in bytes; more than any kept one.
+/// Longest input, in bytes; more than any input of the corpus.
 const MAX_LEN: u32 = 16 << 10;
-/// A target that holds more, in MiB, fails. They hold 30 or so.
+/// A target that uses more memory, in MiB, fails. Targets use about 30.
 const MEMORY: u32 = 512;
-/// An input that takes longer, in seconds, fails. Machines that run tests may be busy.
+/// An input that takes longer, in seconds, fails. A machine that runs tests may be busy.
 const INPUT_TIME: u32 = 60;
-/// Lines of a log that are shown of a target that failed.
+/// Lines of the log that are shown of a target that failed.
 const REASON: usize = 40;
 
-/// Lets the fuzz targets make up inputs
+/// Run the fuzz targets
 ///
-/// Runs the kept corpus first. An input that fails is left in fuzz/artifacts. Needs a C++ compiler.
+/// Runs the corpus first, then generated inputs. An input that fails is left in fuzz/artifacts. Needs a C++
+/// compiler.
 #[derive(clap::Args)]
 pub struct Cmd {
     /// Target; all when none is named
@@ -52,15 +54,15 @@ pub struct Cmd {
     seconds: Option<u32>,
 }
 
-/// How many of the targets held.
-pub struct Held {
+/// Numbers of targets.
+pub struct Counts {
     pub passed: u64,
     pub failed: u64,
 }
 
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
-    let targets = Targets::build()?;
-    let held = match &cmd.target {
+    let targets = Targets::build(Priority::Normal)?;
+    let counts = match &cmd.target {
         None => targets.run(&targets.names()?, seconds(cmd.seconds)?)?,
         Some(target) if cmd.files.is_empty() => {
             targets.run(std::slice::from_ref(target), seconds(cmd.seconds)?)?
@@ -73,47 +75,67 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
             });
         }
     };
-    Ok(match held.failed {
+    Ok(match counts.failed {
         0 => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     })
 }
 
-/// Runs all targets.
-pub fn all() -> Result<Held> {
-    let targets = Targets::build()?;
+/// Runs all targets at a low priority: other work goes first.
+pub fn all() -> Result<Counts> {
+    let targets = Targets::build(Priority::Low)?;
     targets.run(&targets.names()?, seconds(None)?)
 }
 
-fn seconds(asked: Option<u32>) -> Result<u32> {
+fn seconds(option: Option<u32>) -> Result<u32> {
     const DEFAULT: u32 = 6;
-    match (asked, std::env::var("FIRN_FUZZ_SECONDS")) {
+    match (option, std::env::var("FIRN_FUZZ_SECONDS")) {
         (Some(seconds), _) => Ok(seconds),
         (None, Ok(text)) => text.parse().context("FIRN_FUZZ_SECONDS is no number"),
         (None, Err(_)) => Ok(DEFAULT),
     }
 }
 
-/// The compiler that libfuzzer-sys will call.
+/// The C++ compiler that the build of libfuzzer-sys calls.
 pub fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned())
+}
+
+#[derive(Clone, Copy)]
+enum Priority {
+    Normal,
+    Low,
+}
+
+impl Priority {
+    fn command(self, program: impl AsRef<OsStr>) -> Command {
+        match self {
+            Self::Normal => Command::new(program),
+            Self::Low => {
+                let mut nice = Command::new("nice");
+                nice.args(["-n", "10"]).arg(program);
+                nice
+            }
+        }
+    }
 }
 
 /// The built targets.
 struct Targets {
     fuzz: PathBuf,
     programs: PathBuf,
-    /// Where targets keep files; in memory where that can be had.
+    priority: Priority,
+    /// Where targets keep files; in memory if possible.
     scratch: TempDir,
 }
 
 impl Targets {
-    fn build() -> Result<Self> {
+    fn build(priority: Priority) -> Result<Self> {
         let workspace = workspace()?;
         let (fuzz, dir) = (workspace.join("fuzz"), workspace.join("target/fuzz"));
-        // Named, so that build scripts and macros are not instrumented.
+        // Given explicitly, so that build scripts and macros are not instrumented.
         let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        let mut cargo = priority.command(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         cargo
             .args(["build", "--release", "--manifest-path"])
             .arg(fuzz.join("Cargo.toml"))
@@ -132,6 +154,7 @@ impl Targets {
         Ok(Self {
             fuzz,
             programs: dir.join(platform).join("release"),
+            priority,
             scratch: scratch.context("make a temporary directory")?,
         })
     }
@@ -146,13 +169,13 @@ impl Targets {
         Ok(names)
     }
 
-    /// The program of a target, with the limits that an input has.
+    /// The program of a target, with limits per input.
     fn command(&self, target: &str) -> Result<Command> {
         let program = self.programs.join(target);
         ensure!(program.is_file(), "there is no fuzz target {target}");
         let artifacts = self.fuzz.join("artifacts").join(target);
         fs::create_dir_all(&artifacts).with_context(|| format!("make {}", artifacts.display()))?;
-        let mut command = Command::new(program);
+        let mut command = self.priority.command(program);
         command
             .arg(format!("-artifact_prefix={}/", artifacts.display()))
             .arg(format!("-max_len={MAX_LEN}"))
@@ -163,16 +186,20 @@ impl Targets {
     }
 
     /// Runs targets, as many at a time as there are processors.
-    fn run(&self, targets: &[String], seconds: u32) -> Result<Held> {
+    fn run(&self, targets: &[String], seconds: u32) -> Result<Counts> {
         let waiting = Mutex::new(targets.iter());
-        let held = Mutex::new(Held { passed: 0, failed: 0 });
+        let counts = Mutex::new(Counts { passed: 0, failed: 0 });
         let work = || -> Result<()> {
             loop {
                 let next = waiting.lock().expect("nothing panics with it").next();
                 let Some(target) = next else { return Ok(()) };
                 let good = self.fuzz(target, seconds)?;
-                let mut held = held.lock().expect("nothing panics with it");
-                *(if good { &mut held.passed } else { &mut held.failed }) += 1;
+                let mut counts = counts.lock().expect("nothing panics with it");
+                *(if good {
+                    &mut counts.passed
+                } else {
+                    &mut counts.failed
+                }) += 1;
             }
         };
         let width = thread::available_parallelism().map_or(1, usize::from);
@@ -182,7 +209,7 @@ impl Targets {
                 .into_iter()
                 .try_for_each(|thread| thread.join().expect("nothing panics in it"))
         })?;
-        Ok(held.into_inner().expect("nothing panics with it"))
+        Ok(counts.into_inner().expect("nothing panics with it"))
     }
 
     fn fuzz(&self, target: &str, seconds: u32) -> Result<bool> {
@@ -192,7 +219,7 @@ impl Targets {
             self.scratch.path().join(target),
             self.scratch.path().join(format!("{target}.log")),
         );
-        fs::create_dir_all(&found).context("make a directory for what is found")?;
+        fs::create_dir_all(&found).context("make a directory for new inputs")?;
         let output = File::create(&log).context("make a log")?;
         let status = self
             .command(target)?
@@ -205,23 +232,23 @@ impl Targets {
             .status()
             .with_context(|| format!("run {target}"))?;
         let log = fs::read(&log).context("read the log")?;
-        // One call, as others print too.
+        // In one call: other threads print too.
         println!(
             "{}",
-            told(target, status.success(), &String::from_utf8_lossy(&log))
+            report(target, status.success(), &String::from_utf8_lossy(&log))
         );
         Ok(status.success())
     }
 }
 
-/// What came of a target; of one that failed, why, and how to see it again.
-fn told(target: &str, good: bool, log: &str) -> String {
+/// The result of a target; of one that failed, the reason and how to repeat it.
+fn report(target: &str, good: bool, log: &str) -> String {
     let after = |text: &'static str| log.lines().find_map(move |line| line.split_once(text));
     if good {
         let inputs = after("number_of_executed_units:").map_or("no", |(_, count)| count.trim());
         return format!("{target}: {inputs} inputs");
     }
-    // A panic tells of itself; what stops for another reason is in libFuzzer's last words.
+    // The message of a panic, or else the end of libFuzzer's log.
     let lines: Vec<&str> = log.lines().collect();
     let begin = lines.iter().position(|line| line.contains(" panicked at "));
     let begin = begin.unwrap_or(lines.len().saturating_sub(REASON));
@@ -239,22 +266,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_failed_is_told_with_its_reason_and_its_input() {
+    fn a_failure_is_reported_with_its_reason_and_input() {
         let log = "#2\tINITED cov: 3\nthread '<unnamed>' (7) panicked at shim/src/x.rs:1:2:\nleft: 3\n\
                    artifact_prefix='/f/'; Test unit written to /f/crash-0a\nstat::number_of_executed_units: 80\n";
-        let told_of = told("stdio", false, log);
+        let failed = report("stdio", false, log);
         assert!(
-            told_of.starts_with(
+            failed.starts_with(
                 "stdio: FAILED\n    thread '<unnamed>' (7) panicked at shim/src/x.rs:1:2:\n    left: 3\n"
             ),
-            "{told_of}"
+            "{failed}"
         );
         assert!(
-            told_of.ends_with("stdio: repeat it by: cargo xtask fuzz stdio /f/crash-0a"),
-            "{told_of}"
+            failed.ends_with("stdio: repeat it by: cargo xtask fuzz stdio /f/crash-0a"),
+            "{failed}"
         );
-        assert_eq!(told("stdio", true, log), "stdio: 80 inputs");
-        let killed = told("stdio", false, "");
+        assert_eq!(report("stdio", true, log), "stdio: 80 inputs");
+        let killed = report("stdio", false, "");
         assert_eq!(killed, "stdio: FAILED\nstdio: it left no input");
     }
 }

@@ -1,9 +1,7 @@
 //! Commands of the workspace: `cargo xtask NAME`.
 #![forbid(unsafe_code)]
 
-mod bench;
 mod bundle;
-mod demo;
 mod faults;
 mod fuzz;
 mod mutants;
@@ -24,29 +22,31 @@ use supervise::supervised;
 #[derive(Parser)]
 #[command(name = "cargo xtask")]
 enum Cmd {
-    Demo(demo::Cmd),
+    Demo(firn_demo::Cmd),
     Test(test::Cmd),
     Faults(faults::Cmd),
     Fuzz(fuzz::Cmd),
     Mutants(mutants::Cmd),
-    Bench(bench::Cmd),
+    Bench(firn_bench::Cmd),
     Node(node::Cmd),
     Soak(soak::Cmd),
-    GpuBundle(bundle::Cmd),
+    GpuBundle(bundle::gpu::Cmd),
     SuiteBundle(bundle::suites::Cmd),
 }
 
 fn main() -> ExitCode {
     let done = match Cmd::parse() {
-        Cmd::Demo(cmd) => supervised(|| demo::run(&cmd)),
+        Cmd::Demo(cmd) => {
+            supervised(|| firn_demo::run(&cmd, &workspace()?, bundle::gpu::stage_without_tools))
+        }
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
-        Cmd::Bench(cmd) => supervised(|| bench::run(cmd)),
+        Cmd::Bench(cmd) => supervised(|| firn_bench::run(cmd)),
         Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),
         Cmd::Fuzz(cmd) => fuzz::run(&cmd),
         Cmd::Mutants(cmd) => mutants::run(&cmd),
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::Soak(cmd) => supervised(|| soak::run(&cmd)),
-        Cmd::GpuBundle(cmd) => bundle::run(cmd).map(|()| ExitCode::SUCCESS),
+        Cmd::GpuBundle(cmd) => bundle::gpu::run(cmd).map(|()| ExitCode::SUCCESS),
         Cmd::SuiteBundle(cmd) => bundle::suites::run(cmd).map(|()| ExitCode::SUCCESS),
     };
     done.unwrap_or_else(|error| {

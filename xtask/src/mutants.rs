@@ -1,7 +1,9 @@
-//! `cargo xtask mutants`: small changes to the code that promises rest on, each of which some unit test has to notice.
+//! `cargo xtask mutants`: small changes to the code that the guarantees depend on. Some unit test has to fail
+//! for each.
 //!
-//! Which files, and which changes are equivalent to the code as it is and why, is written in .cargo/mutants.toml. It is not part
-//! of `cargo xtask test`: each change is built and tested, which takes hours for all.
+//! .cargo/mutants.toml lists the files, and the changes that are equivalent to the code as it is, with
+//! reasons. This is no part of `cargo xtask test`: each change is built and tested, which takes hours for
+//! all.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,22 +14,22 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace;
 
-/// Where cargo-mutants leaves what came of it, below the target directory.
+/// Where cargo-mutants writes its results.
 const OUTPUT: &str = "target/mutants";
 
-/// Changes the code that promises rest on and sees whether unit tests notice
+/// Change the code that the guarantees depend on, one place at a time, and run the unit tests
 ///
-/// Needs cargo-mutants. Fails when a change is noticed by no test and not listed as equivalent in .cargo/mutants.toml. Works on a
-/// copy of the tree.
+/// Needs cargo-mutants. Fails when no test fails for a change that is not listed as equivalent in
+/// .cargo/mutants.toml. Works on a copy of the tree.
 #[derive(clap::Args)]
 pub struct Cmd {
     /// One of the files that .cargo/mutants.toml names; all when none is named
     #[arg(long = "file")]
     files: Vec<PathBuf>,
-    /// Show the changes and make none
+    /// List the changes and make none
     #[arg(long)]
     list: bool,
-    /// How many changes are tried at a time
+    /// Changes that are tested at the same time
     #[arg(long, default_value_t = 1)]
     jobs: usize,
 }
@@ -47,7 +49,8 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         .args(["mutants", "--workspace", "--no-shuffle"])
         .current_dir(&root);
     for file in &cmd.files {
-        // Not its own option for files, which adds to those of the settings. A change is named after its place.
+        // `--file` of cargo-mutants would add to the files of the settings. A change is named after its
+        // place.
         mutants
             .arg("--re")
             .arg(format!("^{}:", file.display().to_string().replace('.', r"\.")));
@@ -65,7 +68,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         .status()
         .context("run cargo-mutants")?;
     match status.code() {
-        // All were noticed; or some were not; or some never ended, which is noticed too.
+        // 0: tests failed for all. 2: for some they did not. 3: some timed out, which counts as failed.
         Some(0 | 2 | 3) => {}
         _ => bail!("cargo-mutants: {status}"),
     }
@@ -98,7 +101,7 @@ fn is_installed() -> Result<()> {
     Ok(())
 }
 
-/// One line for each change that no test has noticed.
+/// One line for each change for which no test failed.
 fn survivors(missed: &Path) -> Result<Vec<String>> {
     match fs::read_to_string(missed) {
         Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
@@ -120,7 +123,7 @@ mod tests {
         assert_eq!(survivors(&missed).unwrap().len(), 2);
     }
 
-    /// What the settings name is there: a file that was moved must not drop out unseen.
+    /// A file that was moved must not be left out unnoticed.
     #[test]
     fn the_files_of_the_settings_exist() {
         let root = workspace().unwrap();

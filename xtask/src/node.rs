@@ -1,4 +1,4 @@
-//! `cargo xtask node`: test nodes for people. What a node is, is told in `tests/node`.
+//! `cargo xtask node`: test nodes to work in. `tests/node` describes what a node is.
 
 use std::env;
 use std::ffi::OsString;
@@ -11,11 +11,11 @@ use firn_node::{Cgroup, Node, Record, Status, Store, Suite};
 
 /// Make, enter and remove test nodes
 ///
-/// A test node is a Debian root with its own namespaces, /dev and cgroups, and with containerd, runc and CRIU inside:
-/// trixie has containerd 1.7, runc 1.1 and CRIU 4.1, forky has containerd 2.1, runc 1.3 and CRIU 4.2. The roots are
-/// made by debootstrap from the Debian mirror that apt is configured with (or $FIRN_DEBIAN_MIRROR) and cached in
-/// target/node. Needs root. Packages that the host lacks (debootstrap, iproute2) are installed with apt-get, which is
-/// said before; nothing else of the host is changed.
+/// A test node is a Debian root with its own namespaces, /dev and cgroups, and with containerd, runc and CRIU
+/// inside: trixie has containerd 1.7, runc 1.1 and CRIU 4.1, forky has containerd 2.1, runc 1.3 and CRIU 4.2.
+/// The roots are made by debootstrap from the Debian mirror that apt is configured with (or
+/// $FIRN_DEBIAN_MIRROR) and cached in target/node. Needs root. Packages that the host lacks (debootstrap,
+/// iproute2) are installed with apt-get; a message announces that. Nothing else of the host is changed.
 #[derive(Args)]
 pub struct Cmd {
     #[command(subcommand)]
@@ -54,7 +54,7 @@ enum Action {
         #[arg(required = true)]
         nodes: Vec<String>,
     },
-    /// Remove what crashed nodes left: processes, cgroups, loop devices, files
+    /// Remove what crashed nodes have left: processes, cgroups, loop devices, files
     Clean {
         /// Also stop the nodes that `start` left running
         #[arg(long)]
@@ -177,7 +177,7 @@ fn exec(name: &str, command: &[OsString]) -> Result<ExitCode> {
 
 fn status(mut command: Command) -> Result<ExitCode> {
     let status = command.status().context("enter the node")?;
-    // Ended by a signal: told as shells do, as far as a code is known.
+    // A signal has no code.
     Ok(status
         .code()
         .and_then(|code| u8::try_from(code).ok())

@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: checkpoints and restores by the hundred, every third disturbed.
+//! `cargo xtask soak`: hundreds of checkpoints and restores, a third of them with a fault.
 
 use std::process::ExitCode;
 use std::time::{Instant, SystemTime};
@@ -8,12 +8,12 @@ use firn_lab::faults::{Soak, Subject, has_cgroup_v1, soak};
 use firn_node::{Cgroup, Suite};
 use nix::unistd::geteuid;
 
-/// Checkpoint and restore one workload by the hundred, with a random fault in one of three
+/// Checkpoint and restore one workload hundreds of times, with a random fault in one of three
 ///
-/// Four processes count in GPU memory. Checkpoints that leave them running come first, then restores of an image. The faults
-/// are those of `cargo xtask faults` that leave a container; each cycle is judged as there. Exit status 0 only if nothing
-/// was lost and nothing has piled up: descriptors, threads and memory of the shim, processes, mounts, cgroups, files of the
-/// node. Needs root.
+/// Four processes count in GPU memory. Checkpoints that leave them running are first, then restores of an
+/// image. The faults are those of `cargo xtask faults` after which the container exists; each cycle is
+/// evaluated as there. Exit status 0 only if nothing was lost and nothing has piled up: descriptors, threads
+/// and memory of the shim, processes, mounts, cgroups, files of the node. Needs root.
 #[derive(clap::Args)]
 pub struct Cmd {
     /// Checkpoints, and as many restores

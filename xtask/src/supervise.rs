@@ -1,9 +1,9 @@
-//! A command that starts test nodes runs in a child process of itself, so that however it ends, somebody removes what
-//! is left of its nodes.
+//! A command that starts test nodes runs in a child process of itself. The parent removes what is left of the
+//! nodes, however the child ends.
 //!
-//! A node whose maker dies ends by itself (its guard sees to that), but its cgroups and loop devices stay until the
-//! next clean. The supervisor ignores Ctrl-C, which the child and all of its children get from the terminal too, passes
-//! on what was sent to it alone, waits, and cleans.
+//! A node ends when the process that made it dies (its guard kills it), but its cgroups and loop devices stay
+//! until the next clean. The parent ignores Ctrl-C, which the child and its children get from the terminal
+//! too, forwards signals that were sent to it alone, waits, and cleans.
 
 use std::env;
 use std::os::unix::process::ExitStatusExt;
@@ -20,11 +20,11 @@ const CHILD: &str = "FIRN_XTASK_SUPERVISED";
 
 const SIGNALS: [Signal; 3] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP];
 
-/// Runs `work` as the child, or this program again as the child and then cleans.
+/// In the child: runs `work`. Else starts the child, waits, and cleans.
 pub fn supervised(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
     let signals: SigSet = SIGNALS.into_iter().collect();
     if env::var_os(CHILD).is_some() {
-        // The mask was inherited, and would be by all that is started here.
+        // The mask was inherited, and children would inherit it.
         signals.thread_unblock()?;
         return work();
     }
@@ -34,22 +34,22 @@ pub fn supervised(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
         .env(CHILD, "1")
         .spawn()
         .context("start this program again")?;
-    pass_on(signals, &child)?;
+    forward(signals, &child)?;
     let ended = child.wait().context("wait for the command")?;
     if geteuid().is_root() {
         for node in Store::open()?.clean(false)? {
             eprintln!("removed node {node}");
         }
     }
-    // As shells tell it.
+    // As shells report a signal.
     let code = ended.code().or(ended.signal().map(|signal| 128 + signal));
     Ok(code
         .and_then(|code| u8::try_from(code).ok())
         .map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// Sends to the child what comes from now on, but for Ctrl-C, which it gets from the terminal.
-fn pass_on(signals: SigSet, child: &Child) -> Result<()> {
+/// Forwards signals to the child, except Ctrl-C, which it gets from the terminal.
+fn forward(signals: SigSet, child: &Child) -> Result<()> {
     let pid = Pid::from_raw(i32::try_from(child.id()).context("a pid")?);
     thread::spawn(move || {
         while let Ok(signal) = signals.wait() {

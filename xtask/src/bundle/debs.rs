@@ -1,6 +1,7 @@
 //! Debian packages of a suite that the host does not use, by apt with its own configuration, lists and cache.
 //!
-//! The mirror is the one that the host's apt uses for Debian; the host's package lists and database stay untouched.
+//! The mirror is the one that the host's apt uses for Debian; the host's package lists and database stay
+//! untouched.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,7 +28,7 @@ impl Package {
     }
 }
 
-/// Downloads `names` and everything that they depend on; what `cache` already holds is not fetched again.
+/// Downloads `names` and everything that they depend on, except what `cache` holds already.
 pub(super) fn fetch(cache: &Path, names: &[&str]) -> anyhow::Result<Vec<Package>> {
     for dir in ["etc", "state/lists/partial", "cache/archives/partial"] {
         fs::create_dir_all(cache.join(dir))?;
@@ -84,7 +85,8 @@ pub(super) fn fetch(cache: &Path, names: &[&str]) -> anyhow::Result<Vec<Package>
     Ok(packages)
 }
 
-/// Names and versions in the `Inst` lines of a simulated installation: `Inst libmd0 (1.1.0-2 Debian:testing [amd64])`.
+/// Names and versions in the `Inst` lines of a simulated installation:
+/// `Inst libmd0 (1.1.0-2 Debian:testing [amd64])`.
 fn installed(simulated: &str) -> Vec<(&str, &str)> {
     simulated
         .lines()

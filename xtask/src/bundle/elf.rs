@@ -13,8 +13,8 @@ pub(super) const LOADER: &str = "ld-linux-x86-64.so.2";
 
 /// Makes `program` start with the loader in `lib` and look for libraries there before anywhere else.
 ///
-/// `DT_RPATH`, not `DT_RUNPATH`: it also holds for the libraries of the libraries, and comes before LD_LIBRARY_PATH,
-/// which GPU machines like to set to the driver's directory.
+/// `DT_RPATH`, not `DT_RUNPATH`: it also holds for the libraries of the libraries, and comes before
+/// LD_LIBRARY_PATH, which GPU machines like to set to the driver's directory.
 pub(super) fn rebind(program: &Path, lib: &Path) -> anyhow::Result<()> {
     check(
         Command::new("patchelf")

@@ -1,8 +1,8 @@
 //! `cargo xtask suite-bundle`: one archive with which the suites of tests/integration run on another machine.
 //!
-//! For machines that have another cgroup set-up or kernel than this one and reach no packages. It holds the root of one
-//! Debian suite, the test programs, what they install on a node, and `xtask` for `bench`. Its `run.sh` needs root,
-//! util-linux and a glibc not older than this machine's.
+//! For machines with another cgroup set-up or kernel that cannot install packages. The archive has the root
+//! of one Debian suite, the test programs, the programs that they install on a node, and `xtask` for
+//! benchmarks and faults. Its `run.sh` needs root, util-linux and a glibc not older than this machine's.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -14,9 +14,10 @@ use firn_lab::{Built, Profile};
 use firn_node::{Store, Suite};
 use serde_json::Value;
 
-use super::{LIMIT, check, check_size, contents, copy_into, install_missing, mib, output, workspace};
+use super::{LIMIT, check, check_size, contents, copy_into, install_missing, mib, output};
+use crate::workspace;
 
-/// What tests do not need of a root.
+/// Parts of a root that tests do not need.
 const LEFT_OUT: [&str; 28] = [
     "./usr/share/doc/*",
     "./usr/share/man/*",
@@ -100,7 +101,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
     let sizes = contents(stage.path())?;
 
-    // Appended as it lies there: with its owners, modes and links.
+    // Appended with its owners, modes and links.
     let tar = out.with_extension("");
     check(
         Command::new("tar")
@@ -125,7 +126,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     check_size(packed, LIMIT, &sizes)
 }
 
-/// What the lab installs on a node, and this program for its benchmarks.
+/// The programs that the lab installs on a node, and this program for benchmarks and faults.
 fn programs(bin: &Path, release: bool) -> anyhow::Result<()> {
     let profile = if release { Profile::Release } else { Profile::Dev };
     let built = Built::build(profile)?;

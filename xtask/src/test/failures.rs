@@ -1,24 +1,25 @@
-//! What the tests that failed say of it, read off a test program's output.
+//! Failed tests and their messages, read from a test program's output.
 //!
-//! Where only a part of a log is kept, and that folded, the summary is all that is known of them: one short line each.
+//! A CI service may keep only the end of a log. So the summary repeats each failure in one short line.
 
 /// A test that failed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Failure {
     name: String,
-    said: Vec<String>,
+    /// Lines that the test printed.
+    output: Vec<String>,
 }
 
 impl Failure {
-    /// Lines that are kept of what a test has said, which may have a daemon's log in it.
+    /// Most lines of output that are kept per test; a daemon's log may be among them.
     const KEPT: usize = 400;
-    /// Characters of the short form, beside the name.
+    /// Most characters of the short form, without the name.
     const SHORT: usize = 200;
     /// Lines of the long form, and characters of each.
     const LINES: usize = 8;
     const WIDTH: usize = 160;
 
-    /// Its name and the first lines that tell why, as one line.
+    /// The name and the first lines of the message, as one line.
     pub fn short(&self) -> String {
         let why = self.why();
         let hunk = why.iter().position(|line| line.starts_with("@@"));
@@ -30,11 +31,11 @@ impl Failure {
             None => why.iter().map(|line| line.trim().to_owned()).collect(),
         };
         lines.truncate(Self::LINES);
-        let said: String = lines.join(" | ").chars().take(Self::SHORT).collect();
-        format!("{}: {said}", self.name)
+        let message: String = lines.join(" | ").chars().take(Self::SHORT).collect();
+        format!("{}: {message}", self.name)
     }
 
-    /// Its name, and below it the beginning of what it has said.
+    /// The name, and below it the beginning of the message.
     pub fn long(&self) -> String {
         let mut text = self.name.clone();
         for line in self.why().iter().take(Self::LINES) {
@@ -44,23 +45,23 @@ impl Failure {
         text
     }
 
-    /// From where it says why: other output may stand before.
+    /// The lines from the panic message or the error on; other output may precede it.
     fn why(&self) -> Vec<&str> {
         let begins = |line: &String| line.contains("panicked at") || line.starts_with("Error:");
-        let from = self.said.iter().position(begins).unwrap_or_default();
+        let from = self.output.iter().position(begins).unwrap_or_default();
         let ends = |line: &&str| !line.starts_with("note: run with") && *line != "stack backtrace:";
-        let lines = self.said[from..].iter().map(String::as_str);
-        // `thread 'NAME' panicked at PLACE`: the name is told already.
+        let lines = self.output[from..].iter().map(String::as_str);
+        // `thread 'NAME' panicked at PLACE`: the name is known already.
         let lines = lines.map(|line| line.find("panicked at").map_or(line, |at| &line[at..]));
         lines.take_while(ends).collect()
     }
 }
 
-/// The lines of a difference, each without the long beginning that it shares with the one before or after.
+/// The lines of a difference, each without the long prefix that it shares with the line before or after.
 fn apart(lines: &[&str]) -> Vec<String> {
-    /// Characters that are left of it, to be recognized by.
+    /// Characters of the prefix that are kept, to recognise the line.
     const LEFT: usize = 20;
-    // The sign is no part of it.
+    // Without the sign.
     let same = |one: &str, other: &str| {
         let pairs = one.chars().skip(1).zip(other.chars().skip(1));
         pairs.take_while(|(one, other)| one == other).count()
@@ -83,8 +84,8 @@ fn apart(lines: &[&str]) -> Vec<String> {
 /// Reads a test program's output line by line.
 #[derive(Default)]
 pub struct Failures {
-    pub told: Vec<Failure>,
-    /// Whether lines still belong to the last of them.
+    pub found: Vec<Failure>,
+    /// Whether the next line belongs to the last failure.
     open: bool,
 }
 
@@ -97,17 +98,17 @@ impl Failures {
             .and_then(|line| line.strip_suffix(" ----"))
         {
             let name = name.strip_suffix(" stdout").unwrap_or(name).to_owned();
-            let said = Vec::new();
-            self.told.push(Failure { name, said });
+            let output = Vec::new();
+            self.found.push(Failure { name, output });
             self.open = true;
         } else if line == "failures:" || line.starts_with("test result: ") {
             self.open = false;
-        } else if let Some(last) = self.told.last_mut()
+        } else if let Some(last) = self.found.last_mut()
             && self.open
-            && last.said.len() < Failure::KEPT
+            && last.output.len() < Failure::KEPT
             && !line.trim().is_empty()
         {
-            last.said.push(line.to_owned());
+            last.output.push(line.to_owned());
         }
     }
 }
@@ -119,33 +120,33 @@ mod tests {
     fn read(output: &str) -> Vec<Failure> {
         let mut failures = Failures::default();
         output.lines().for_each(|line| failures.line(line));
-        failures.told
+        failures.found
     }
 
     #[test]
-    fn of_a_difference_the_lines_that_differ_are_shown() {
-        let told = read(
+    fn a_difference_shows_the_lines_that_differ() {
+        let failures = read(
             "failures:\n\n---- forky v2: 1.1 server: its log ----\n-: only the stock shim shows it, +: only firn\n\
              @@ -1,2 +1,2 @@\n both\n-in the log [true, true]\n+in the log [true, false]\n\n\nfailures:\n    forky\n\n\
              test result: FAILED. 1 passed; 1 failed",
         );
         assert_eq!(
-            told[0].short(),
+            failures[0].short(),
             "forky v2: 1.1 server: its log: -in the log [true, true] | +in the log [true, false]"
         );
         assert!(
-            told[0].long().contains("\n    @@ -1,2 +1,2 @@"),
+            failures[0].long().contains("\n    @@ -1,2 +1,2 @@"),
             "{}",
-            told[0].long()
+            failures[0].long()
         );
-        assert_eq!(told.len(), 1);
+        assert_eq!(failures.len(), 1);
     }
 
     #[test]
     fn long_lines_that_differ_late_are_shown_where_they_differ() {
         let same = "x".repeat(500);
-        let told = read(&format!("---- a ----\n@@ -1 +1 @@\n-{same} one\n+{same} other"));
-        let short = told[0].short();
+        let failures = read(&format!("---- a ----\n@@ -1 +1 @@\n-{same} one\n+{same} other"));
+        let short = failures[0].short();
         assert!(short.chars().count() <= 204, "{short}");
         assert!(short.ends_with("xx other"), "{short}");
         let differ = apart(&[&format!("-{same} one"), &format!("+{same} other"), "+new"]);
@@ -154,12 +155,12 @@ mod tests {
     }
 
     #[test]
-    fn what_a_test_prints_before_it_fails_is_left_out() {
-        let told = read(
+    fn output_before_the_failure_is_left_out() {
+        let failures = read(
             "---- tests::b stdout ----\ncontainerd's log on n ends:\ntime=1 msg=2\n\nthread 'tests::b' panicked at b.rs:1:2:\n\
              left: 1\nnote: run with `RUST_BACKTRACE=1`\n---- c stdout ----\nlog\nError: no task",
         );
-        assert_eq!(told[0].short(), "tests::b: panicked at b.rs:1:2: | left: 1");
-        assert_eq!(told[1].short(), "c: Error: no task");
+        assert_eq!(failures[0].short(), "tests::b: panicked at b.rs:1:2: | left: 1");
+        assert_eq!(failures[1].short(), "c: Error: no task");
     }
 }

@@ -1,19 +1,20 @@
-//! What `cargo xtask test` tells at its end.
+//! The summary at the end of `cargo xtask test`.
 //!
-//! Of CI's log often only the end can be seen, cut to some length. What failed comes first therefore, a line each, then what
-//! was done, in few lines, and the details last.
+//! A CI service may show only the last lines of a log. So the failures come first, one line each, then the
+//! checks that passed, in few lines, and the details last.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::{Done, Tests, Verdict};
+use super::Done;
+use super::outcome::{Tests, Verdict};
 
-/// Characters of a line of the checks that passed.
+/// Width of the lines that list the checks that passed.
 const WIDTH: usize = 110;
-/// Failures of which more than the short line is told.
+/// Failures that are shown in detail.
 const DETAILED: usize = 5;
 
-/// The summary of these checks, which took so long together.
+/// The summary of these checks, which took `took` together.
 pub fn of(done: &[Done], took: Duration) -> String {
     let mut text = "== summary\n".to_owned();
     let mut line = |words: &str| {
@@ -31,9 +32,9 @@ pub fn of(done: &[Done], took: Duration) -> String {
         }
     }
     for check in done {
-        for wavered in &check.outcome.wavered {
-            let wavered: String = wavered.chars().take(300).collect();
-            line(&format!("WAVERED {}: {wavered}", check.name));
+        for flaky in &check.outcome.flaky {
+            let flaky: String = flaky.chars().take(300).collect();
+            line(&format!("FLAKY {}: {flaky}", check.name));
         }
     }
     let passed: Vec<String> = with(Verdict::Passed).map(counted).collect();
@@ -69,7 +70,7 @@ pub fn of(done: &[Done], took: Duration) -> String {
     text
 }
 
-/// A check, how long it took, and its tests.
+/// A check with its duration and the number of its tests.
 fn counted(done: &Done) -> String {
     let Tests {
         passed,
@@ -84,7 +85,7 @@ fn counted(done: &Done) -> String {
     text
 }
 
-/// These in as few lines as they need.
+/// The items in as few lines as possible.
 fn wrapped(before: &str, items: &[String]) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for item in items {
@@ -102,7 +103,8 @@ fn wrapped(before: &str, items: &[String]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test::{Failures, Outcome};
+    use crate::test::failures::Failures;
+    use crate::test::outcome::Outcome;
 
     fn done(name: &str, output: &str, passed: bool) -> Done {
         let mut failures = Failures::default();
@@ -110,10 +112,10 @@ mod tests {
         let mut outcome = Outcome::new(passed);
         outcome.tests = Tests {
             passed: 2,
-            failed: failures.told.len() as u64,
+            failed: failures.found.len() as u64,
             ignored: 0,
         };
-        outcome.failures = failures.told;
+        outcome.failures = failures.found;
         Done {
             name: name.into(),
             outcome,
@@ -122,13 +124,13 @@ mod tests {
     }
 
     #[test]
-    fn all_that_failed_is_told_before_anything_else() {
+    fn failures_come_first() {
         let many: String = (0..9)
             .map(|n| format!("---- t{n} ----\nwhy {n}\nmore {n}\n"))
             .collect();
-        let mut wavered = done("suite two", "", true);
-        wavered.outcome.wavered.push("x: -1 | +2".into());
-        let all = [done("format", "", true), done("suite one", &many, false), wavered];
+        let mut flaky = done("suite two", "", true);
+        flaky.outcome.flaky.push("x: -1 | +2".into());
+        let all = [done("format", "", true), done("suite one", &many, false), flaky];
         let text = of(&all, Duration::from_secs(3));
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(
@@ -143,7 +145,7 @@ mod tests {
             lines[10..13],
             [
                 "  t8: why 8 | more 8",
-                "WAVERED suite two: x: -1 | +2",
+                "FLAKY suite two: x: -1 | +2",
                 "ok: format 1.5 s, 2 passed; suite two 1.5 s, 2 passed"
             ]
         );

@@ -76,7 +76,7 @@ impl Wavered {
     pub fn tell(&self) -> bool {
         let wavered = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for line in wavered.iter() {
-            println!("wavered: {line}");
+            println!("flaky: {line}");
         }
         let few = few_enough(wavered.len());
         if !few {

@@ -1,14 +1,14 @@
-//! `cargo xtask bench shim`: what a container costs under either shim.
+//! `cargo xtask bench shim`: the costs of a container under either shim.
 //!
-//! Times are taken inside the node around `ctr`, so entering the node does not count; `ctr`, containerd and runc do, as
-//! for a user. Only what an exec writes is read here, from a fifo that the shim is given as containerd gives it one.
-//! Memory is that of shims whose containers have slept for a while, several of each at a time: one shim alone would be
-//! charged for all of its program's pages.
+//! Times are measured inside the node around `ctr`. They include `ctr`, containerd and runc, as for a user,
+//! but not entering the node. Only the output of an exec is read here, from a fifo as containerd makes it.
+//! Memory is that of shims whose containers have slept for a while, several of each at a time: a single shim
+//! would be charged for all pages of its program.
 
 mod crowd;
 mod idle;
 mod lost;
-mod memory;
+mod process;
 mod single;
 mod stdout;
 
@@ -21,34 +21,34 @@ use clap::builder::PossibleValuesParser;
 use firn_lab::{Built, FIRN, GpuHost, Profile, STOCK, SimGpu};
 use firn_node::{Node, Suite};
 
-use super::progress::Progress;
-use super::{Case, Output};
+use crate::progress::Progress;
+use crate::{Case, Output};
 
 /// The benchmark's name in its output and in the gates.
-pub(super) const NAME: &str = "shim";
+pub(crate) const NAME: &str = "shim";
 
 /// Start, stop, output, events and memory of containers without GPU
 #[derive(clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub(super) output: Output,
-    /// Readings of each shim; of what takes long, a part of them
+    pub(crate) output: Output,
+    /// Readings of each shim; fewer of cases that take long
     #[arg(short, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     n: u32,
-    /// Measure only this case, and what comes with it; may be given several times
+    /// Measure only this case, with those of its group; may be given several times
     #[arg(long = "case", value_name = "NAME", value_parser = PossibleValuesParser::new(cases()))]
     picked: Vec<String>,
 }
 
 impl Options {
-    /// Whether this case is to be shown and compared with its gate.
-    pub(super) fn wants(&self, case: &str) -> bool {
+    /// Whether this case is to be printed and compared with its gate.
+    pub(crate) fn wants(&self, case: &str) -> bool {
         self.picked.is_empty() || self.picked.iter().any(|picked| picked == case)
     }
 }
 
 /// Names of all cases.
-pub(super) fn cases() -> impl Iterator<Item = &'static str> {
+pub(crate) fn cases() -> impl Iterator<Item = &'static str> {
     GROUPS.iter().flat_map(|group| group.cases).map(|(name, _)| *name)
 }
 
@@ -61,12 +61,13 @@ struct Group {
 }
 
 enum Way {
-    /// One reading per round, of one shim after the other. One round for so many of the readings that are asked for.
+    /// One reading per round, of one shim after the other. `share` readings of the option `-n` make one
+    /// round.
     Rounds {
         share: u32,
         measure: fn(&Lab<'_>, Shim) -> Result<Readings>,
     },
-    /// All readings at once, of both shims side by side, in so many steps.
+    /// All readings at once, of both shims together, in so many steps.
     Once {
         steps: u32,
         measure: fn(&Lab<'_>, &mut Record, &mut Progress) -> Result<()>,
@@ -79,7 +80,7 @@ static GROUPS: &[Group] = &[
         cases: &[("run", "ms"), ("kill-delete", "ms"), ("run-delete", "ms")],
         way: Way::Rounds {
             share: 1,
-            measure: single::lives,
+            measure: single::start_and_end,
         },
     },
     Group {
@@ -182,7 +183,7 @@ static GROUPS: &[Group] = &[
     },
 ];
 
-/// What is compared.
+/// The shims that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shim {
     Stock,
@@ -206,7 +207,7 @@ impl Shim {
         }
     }
 
-    /// Both, the other one first every time.
+    /// Both, in the other order every round.
     fn in_turn(round: u32) -> [Self; 2] {
         if round.is_multiple_of(2) {
             [Self::Stock, Self::Firn]
@@ -216,7 +217,7 @@ impl Shim {
     }
 }
 
-/// Where it is measured.
+/// The node of the measurements.
 struct Lab<'a> {
     host: &'a GpuHost,
     shim: &'a Path,
@@ -227,13 +228,14 @@ impl Lab<'_> {
         self.host.node()
     }
 
-    /// `ctr run` with these options and what follows them.
+    /// `ctr run` with these options and arguments.
     fn run(&self, shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
         let runtime = ["--runtime", shim.runtime()];
         words(&[&["ctr", "run"], &runtime, self.host.limits(), options, rest])
     }
 
-    /// `ctr containers create` with these options and what follows them. It sets no limits that a node might lack.
+    /// `ctr containers create` with these options and arguments. It sets no limits, which the node may not
+    /// support.
     fn create(shim: Shim, options: &[&str], rest: &[&str]) -> Vec<String> {
         let runtime = ["--runtime", shim.runtime()];
         words(&[&["ctr", "containers", "create"], &runtime, options, rest])
@@ -269,8 +271,8 @@ impl Record {
     }
 }
 
-/// Measures what is wanted.
-pub(super) fn measure(options: &Options) -> Result<Vec<Case>> {
+/// Measures the groups of the wanted cases.
+pub(crate) fn measure(options: &Options) -> Result<Vec<Case>> {
     eprintln!("building release programs");
     let built = Built::build(Profile::Release)?;
     let name = format!("bench-shim-{}", std::process::id());
@@ -337,7 +339,6 @@ fn sizes(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<
         let bytes = fs::metadata(&path)
             .with_context(|| format!("look at {}", path.display()))?
             .len();
-        // A program is far smaller than what a float counts exactly.
         #[expect(clippy::cast_precision_loss, reason = "exact below 2^53")]
         record.add("binary", shim, bytes as f64 / f64::from(1 << 20));
     }

@@ -1,8 +1,8 @@
-//! What shows that a restored counter is the frozen one that goes on.
+//! The proof that a restored counter continues the checkpointed one.
 //!
-//! The source goes on after its checkpoint, so it prints the same iterations as the restored counter. Both check all of
-//! their GPU memory in every iteration and print its sum: equal sums for the same iteration, with none left out, mean
-//! that the memory came along.
+//! The source runs on after its checkpoint, so it computes the same iterations as the restored counter. Both
+//! check all of their GPU memory in every iteration and print its checksum: equal checksums for the same
+//! iteration, and no missing iteration, mean that the memory was restored.
 
 use anyhow::{Result, bail, ensure};
 use firn_lab::{Line, Lines};
@@ -10,9 +10,9 @@ use serde::Serialize;
 
 /// An iteration as the counter printed it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Iteration {
-    pub(super) iteration: u64,
-    pub(super) checksum: String,
+pub(crate) struct Iteration {
+    pub(crate) iteration: u64,
+    pub(crate) checksum: String,
 }
 
 impl From<&Line> for Iteration {
@@ -26,24 +26,24 @@ impl From<&Line> for Iteration {
 
 /// The counter before the checkpoint and after the restore.
 #[derive(Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Proof {
-    /// The last that was seen before the checkpoint was asked for.
-    pub(super) before: Iteration,
-    /// The last that was computed before the freeze, as the source tells afterwards.
-    pub(super) frozen_after: Iteration,
-    /// The first after the restore.
-    pub(super) after: Iteration,
-    /// What the source, going on, got for that iteration.
-    pub(super) source_got: Iteration,
-    /// The last that was seen after the restore.
-    pub(super) last: Iteration,
-    /// Iterations since the restore, all of them right.
-    pub(super) verified: usize,
+pub(crate) struct Proof {
+    /// The last iteration that was read before the checkpoint was requested.
+    pub(crate) before: Iteration,
+    /// The last iteration before the freeze, by the source's later output.
+    pub(crate) frozen_after: Iteration,
+    /// The first iteration after the restore.
+    pub(crate) after: Iteration,
+    /// The same iteration as the source computed it when it ran on.
+    pub(crate) source_got: Iteration,
+    /// The last iteration that was read after the restore.
+    pub(crate) last: Iteration,
+    /// Number of iterations since the restore, all of them correct.
+    pub(crate) verified: usize,
 }
 
 impl Proof {
     /// From the line seen before the checkpoint, all lines of the source, and those since the restore.
-    pub(super) fn of(before: &Line, source: &Lines, restored: &Lines) -> Result<Self> {
+    pub(crate) fn of(before: &Line, source: &Lines, restored: &Lines) -> Result<Self> {
         for (lines, whose) in [(source, "source"), (restored, "restored")] {
             if let Some(fault) = lines.fault() {
                 bail!("the {whose} counter is wrong: {fault}");
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_goes_on_is_proven() {
+    fn a_counter_that_continues_is_accepted() {
         let source = lines(&[1, 2, 3, 4, 5], 0);
         let proof = Proof::of(&source.0[1], &source, &lines(&[4, 5, 6], 0)).unwrap();
         assert_eq!((proof.before.iteration, proof.frozen_after.iteration), (2, 3));
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_began_again_or_jumped_is_not() {
+    fn a_counter_that_began_again_or_jumped_is_refused() {
         let source = [1, 2, 3, 4, 5];
         assert!(refusal(&source, &lines(&[1, 2], 0)).contains("began at iteration 1"));
         assert!(refusal(&source, &lines(&[9, 10], 0)).contains("never computed the one before"));
@@ -132,12 +132,12 @@ mod tests {
     }
 
     #[test]
-    fn another_memory_is_not() {
+    fn another_memory_is_refused() {
         assert!(refusal(&[1, 2, 3, 4, 5], &lines(&[4, 5], 7)).contains("checksum of iteration 4"));
     }
 
     #[test]
-    fn a_source_that_stood_still_is_not() {
+    fn a_source_that_stood_still_is_refused() {
         assert!(refusal(&[1, 2, 3], &lines(&[4, 5], 0)).contains("did not go on"));
     }
 }

@@ -1,9 +1,9 @@
-//! How fast output goes through a shim.
+//! The rate of output through a shim.
 //!
-//! An exec writes zeros into its stdout, the shim copies them into a fifo, and this program reads that, as containerd's
-//! client would: all three on the same machine. The time is that from the first byte to the last, so that how long runc
-//! takes for an exec does not count. Reading is one copy of 64 KiB at a time; so is writing. What the shim uses of the
-//! CPU for all of it, the exec's start and end too, does not depend on what else runs on the machine.
+//! An exec writes zeros to its stdout, the shim copies them to a fifo, and this program reads the fifo, as
+//! containerd's client would: all three on the same machine. The time is measured from the first byte to the
+//! last, so it does not include runc's time for the exec. Reads and writes have 64 KiB each. The shim's CPU
+//! time for all of it, including the exec's start and end, does not depend on other load of the machine.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,14 +17,14 @@ use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
-use super::memory::{Work, shim_of};
+use super::process::{Work, shim_of};
 use super::{Lab, Readings, Shim};
 
-/// In steps of what a pipe holds.
+/// Bytes of a read or write: the capacity of a pipe.
 const STEP: usize = 64 << 10;
 const STEPS: usize = 300_000_000 / STEP;
 
-/// Fifos in the node: stdout, and stderr, which the stock shim wants too.
+/// Fifos in the node: stdout, and stderr, which the stock shim needs too.
 const FIFOS: [&str; 2] = ["/run/bench-stdout", "/run/bench-stderr"];
 
 /// 300 MB.
@@ -51,7 +51,7 @@ fn rate(lab: &Lab<'_>) -> Result<f64> {
     let task = Task::of(lab.host, "stdout")?;
     let (step, steps) = (format!("bs={STEP}"), format!("count={STEPS}"));
     task.exec("writer", &["dd", "if=/dev/zero", &step, &steps], FIFOS)?;
-    // A shim may wait for a reader of either.
+    // A shim may wait for a reader of each.
     let mut unread = File::options();
     unread.read(true).custom_flags(OFlag::O_NONBLOCK.bits());
     let _unread = unread.open(lab.node().path(FIFOS[1])).context("open a fifo")?;
@@ -65,9 +65,9 @@ fn rate(lab: &Lab<'_>) -> Result<f64> {
     Ok(bytes as f64 / 1e6 / seconds)
 }
 
-/// Reads what is written; how many bytes come after the first read, and how long that takes.
+/// Reads the output. Returns the number of bytes after the first read, and the seconds that they took.
 fn read(node: &Node) -> Result<(usize, f64)> {
-    // Waits for the shim to open it for writing.
+    // Blocks until the shim opens it for writing.
     let mut fifo = File::open(node.path(FIFOS[0])).context("open the fifo")?;
     let mut buffer = vec![0; STEP];
     let first = fifo.read(&mut buffer).context("read the fifo")?;

@@ -6,15 +6,15 @@ use firn_node::Node;
 
 use super::{Lab, Readings, Shim};
 
-/// Prints the microseconds that a command took, after what it printed itself.
+/// Prints the microseconds that a command took; its own output goes to standard error.
 const TIMED: &str =
     r#"begun=$EPOCHREALTIME; "$@" >&2; ended=$EPOCHREALTIME; echo $((${ended/./} - ${begun/./}))"#;
 
-/// Execs in one container: a round has several, because to make the container takes longer.
+/// Execs in one container: a round has several, because creating the container takes longer.
 const EXECS: usize = 4;
 
 /// `ctr run --detach`, `ctr tasks rm --force`, and `ctr run --rm` of a program that ends at once.
-pub(super) fn lives(lab: &Lab<'_>, shim: Shim) -> Result<Readings> {
+pub(super) fn start_and_end(lab: &Lab<'_>, shim: Shim) -> Result<Readings> {
     let node = lab.node();
     let sleeping = lab.run(shim, &["--detach"], &[IMAGE, "timed", "sleep", "1000000"]);
     let short = lab.run(shim, &["--rm"], &[IMAGE, "timed", "true"]);
@@ -32,7 +32,7 @@ pub(super) fn lives(lab: &Lab<'_>, shim: Shim) -> Result<Readings> {
     ])
 }
 
-/// `ctr tasks exec` of a program that ends at once, until it has ended and is deleted.
+/// `ctr tasks exec` of a program that ends at once, until it is deleted.
 pub(super) fn execs(lab: &Lab<'_>, shim: Shim) -> Result<Readings> {
     let node = lab.node();
     node.run(&lab.run(shim, &["--detach"], &[IMAGE, "execs", "sleep", "1000000"]))?;

@@ -1,4 +1,4 @@
-//! What the kernel tells of a shim: its memory, its use of the CPU.
+//! Memory and CPU time of a shim, from /proc.
 
 use anyhow::{Context, Result, ensure};
 use firn_node::Node;
@@ -35,7 +35,7 @@ impl Memory {
     /// Of a process of the node.
     pub(super) fn of(node: &Node, pid: i32) -> Result<Self> {
         Self::parse(&node.read(format!("/proc/{pid}/smaps_rollup"))?)
-            .with_context(|| format!("the memory of {pid} is not told"))
+            .with_context(|| format!("cannot read the memory of {pid}"))
     }
 
     fn parse(rollup: &str) -> Option<Self> {
@@ -48,12 +48,12 @@ impl Memory {
     }
 }
 
-/// What a process has used of the CPU so far, all of its threads that are there.
+/// CPU time and context switches of a process so far: of the threads that have not ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Work {
     /// Microseconds on a CPU.
     pub(super) micros: f64,
-    /// How often it was given a CPU and gave it back.
+    /// Context switches.
     pub(super) switches: f64,
 }
 
@@ -65,12 +65,12 @@ impl Work {
         for task in std::fs::read_dir(&tasks).with_context(|| format!("list {}", tasks.display()))? {
             let task = task?.path();
             let read = |file| std::fs::read_to_string(task.join(file));
-            // A thread that ends meanwhile is not an idle one's.
+            // The thread has ended meanwhile.
             let (Ok(schedstat), Ok(status)) = (read("schedstat"), read("status")) else {
                 continue;
             };
-            let thread =
-                Self::parse(&schedstat, &status).with_context(|| format!("the work of {pid} is not told"))?;
+            let thread = Self::parse(&schedstat, &status)
+                .with_context(|| format!("cannot read the CPU time of {pid}"))?;
             work.micros += thread.micros;
             work.switches += thread.switches;
         }

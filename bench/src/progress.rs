@@ -1,10 +1,10 @@
-//! What a benchmark says while it measures, on standard error.
+//! The progress of a benchmark, on standard error.
 
 use std::io::{IsTerminal, Write, stderr};
 use std::time::Instant;
 
-/// One line: what is measured, how far it is, how long it took.
-pub(super) struct Progress {
+/// One line: what is measured, the steps done, and the time at the end.
+pub(crate) struct Progress {
     what: String,
     steps: u32,
     done: u32,
@@ -13,8 +13,8 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Says what begins, in so many steps.
-    pub(super) fn begin(what: &str, steps: u32) -> Self {
+    /// Prints the name of the measurement, which has so many steps.
+    pub(crate) fn begin(what: &str, steps: u32) -> Self {
         let progress = Self {
             what: what.to_owned(),
             steps,
@@ -27,7 +27,7 @@ impl Progress {
     }
 
     /// A step is done.
-    pub(super) fn step(&mut self) {
+    pub(crate) fn step(&mut self) {
         self.done += 1;
         if self.terminal {
             self.show();
@@ -35,7 +35,7 @@ impl Progress {
     }
 
     /// Everything is done.
-    pub(super) fn end(self) {
+    pub(crate) fn end(self) {
         let again = if self.terminal {
             format!("\r\x1b[K{}: ", self.what)
         } else {
@@ -49,7 +49,7 @@ impl Progress {
             true => eprint!("\r\x1b[K{}: {} of {}", self.what, self.done, self.steps),
             false => eprint!("{}: ", self.what),
         }
-        // Whoever reads it may be gone: the figures are what counts.
+        // The progress is not worth failing for.
         let _ = stderr().flush();
     }
 }

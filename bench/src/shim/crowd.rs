@@ -1,7 +1,7 @@
-//! Many containers: started at a time, and in pods, whose containers share a shim.
+//! Many containers: started at the same time, and in pods, whose containers share a shim.
 //!
-//! The containers are made before, so that the time is that of their tasks: `ctr tasks start --detach` for each of
-//! them, until the last one runs.
+//! The containers are created before, so the time is that of their tasks: `ctr tasks start --detach` for each
+//! of them, until the last one runs.
 
 use anyhow::Result;
 use firn_lab::IMAGE;
@@ -22,14 +22,14 @@ const AT_ONCE: &str = r#"for id; do ctr tasks start --detach "$id" & pids="${pid
 /// Starts the task of each of its arguments after the one before.
 const ONE_BY_ONE: &str = r#"for id; do ctr tasks start --detach "$id"; done"#;
 
-/// The first one makes the pod, as the pause container does; the others come at the same time.
+/// The first one creates the pod, as the pause container does; the others are started at the same time.
 const POD_AT_ONCE: &str = r#"ctr tasks start --detach "$1"; shift; for id; do ctr tasks start --detach "$id" & pids="${pids-} $!"; done; for pid in $pids; do wait "$pid"; done"#;
 
 /// Kills and removes its arguments, a few at a time.
 const REMOVE: &str = r#"printf '%s\n' "$@" | xargs -P 4 -n 5 ctr tasks rm --force >/dev/null; printf '%s\n' "$@" | xargs -n 50 ctr containers rm"#;
 
-/// As `REMOVE`, for a shim that may end before it has answered that the last task is deleted. containerd removes such
-/// a task by itself, a little later.
+/// As `REMOVE`, for a shim that may end before it has answered that the last task is deleted. containerd
+/// removes such a task by itself, a little later.
 const REMOVE_LENIENT: &str = r#"printf '%s\n' "$@" | xargs -P 4 -n 5 ctr tasks rm --force >/dev/null || { while ctr tasks ls -q | grep -qxF -f <(printf '%s\n' "$@"); do sleep 0.1; done; }
 printf '%s\n' "$@" | xargs -n 50 ctr containers rm"#;
 
@@ -63,7 +63,7 @@ fn starts(lab: &Lab<'_>, shim: Shim, count: usize, options: &[&str], how: &str) 
     Ok(took)
 }
 
-/// Makes a pod and starts its containers.
+/// Creates a pod and starts its containers.
 pub(super) fn pod(lab: &Lab<'_>, shim: Shim, name: &str) -> Result<Vec<String>> {
     let annotation = format!("{POD_ANNOTATION}={name}");
     let ids = make(lab, shim, name, POD, &["--annotation", &annotation])?;
@@ -71,7 +71,7 @@ pub(super) fn pod(lab: &Lab<'_>, shim: Shim, name: &str) -> Result<Vec<String>> 
     Ok(ids)
 }
 
-/// Makes containers without tasks and gives their ids.
+/// Creates containers without tasks and returns their ids.
 fn make(lab: &Lab<'_>, shim: Shim, prefix: &str, count: usize, options: &[&str]) -> Result<Vec<String>> {
     let id = format!("{prefix}-@");
     let create = Lab::create(shim, options, &[IMAGE, &id, "sleep", "1000000"]);

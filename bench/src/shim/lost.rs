@@ -1,4 +1,4 @@
-//! Events that a shim owes containerd and does not deliver.
+//! Events that a shim has to publish and does not.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,13 +13,13 @@ use super::{Lab, Progress, Record, Shim};
 /// Containers of each shim.
 pub(super) const RUNS: u32 = 100;
 
-/// What each of them has to be told of: its end and its deletion.
+/// The events of each container: its exit and its deletion.
 const TOPICS: [&str; 2] = ["/tasks/exit", "/tasks/delete"];
 
-/// How long the last shim may take to end.
+/// Deadline of the end of the last shim.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// `ctr run --rm` of a program that ends at once, over and over.
+/// `ctr run --rm` of a program that ends at once, again and again.
 pub(super) fn events(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
     let node = lab.node();
     let events = lab.host.watch_events()?;
@@ -29,15 +29,15 @@ pub(super) fn events(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress
             progress.step();
         }
     }
-    // A shim that has ended tells nothing any more.
+    // A shim that has ended publishes no more events.
     wait_for("the end of the last shim", LIMIT, || {
         let mut left = node.processes().into_iter();
         let shim = left.find(|process| process.command.starts_with("containerd-shim"));
         Ok(shim.is_none().then_some(()))
     })?;
-    let told = told(&events.until_now(lab.host)?);
+    let published = published(&events.until_now(lab.host)?);
     for shim in [Shim::Stock, Shim::Firn] {
-        record.add("lost-events", shim, f64::from(lost(shim, &told)?));
+        record.add("lost-events", shim, f64::from(lost(shim, &published)?));
     }
     Ok(())
 }
@@ -47,20 +47,20 @@ fn id(shim: Shim, round: u32) -> String {
 }
 
 /// Topics and containers of lines of `ctr events`: time, namespace, topic, and the event as JSON.
-fn told(lines: &[String]) -> BTreeSet<(String, String)> {
-    let heard = |line: &String| {
-        let (head, event) = line.split_once('{')?;
+fn published(lines: &[String]) -> BTreeSet<(String, String)> {
+    let event = |line: &String| {
+        let (head, json) = line.split_once('{')?;
         let topic = head.split_whitespace().last()?;
-        let event: Value = serde_json::from_str(&format!("{{{event}")).ok()?;
+        let event: Value = serde_json::from_str(&format!("{{{json}")).ok()?;
         Some((topic.to_owned(), event["container_id"].as_str()?.to_owned()))
     };
-    lines.iter().filter_map(heard).collect()
+    lines.iter().filter_map(event).collect()
 }
 
-/// How many events of a shim's containers are missing.
-fn lost(shim: Shim, told: &BTreeSet<(String, String)>) -> Result<u32> {
+/// Number of events of a shim's containers that are missing.
+fn lost(shim: Shim, published: &BTreeSet<(String, String)>) -> Result<u32> {
     let due = (0..RUNS).flat_map(|round| TOPICS.map(|topic| (topic.to_owned(), id(shim, round))));
-    let lost = due.filter(|event| !told.contains(event)).count();
+    let lost = due.filter(|event| !published.contains(event)).count();
     u32::try_from(lost).context("more events than containers")
 }
 
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_was_not_told_is_lost() {
+    fn an_event_that_was_not_published_is_lost() {
         let all = |shim| -> Vec<String> {
             let of = |round| TOPICS.map(|topic| line(topic, &id(shim, round)));
             (0..RUNS).flat_map(of).collect()
@@ -83,11 +83,11 @@ mod tests {
         let mut lines = all(Shim::Firn);
         lines.push(line("/tasks/start", &id(Shim::Stock, 0)));
         lines.push("no event\n".to_owned());
-        assert_eq!(lost(Shim::Firn, &told(&lines)).unwrap(), 0);
-        assert_eq!(lost(Shim::Stock, &told(&lines)).unwrap(), 2 * RUNS);
+        assert_eq!(lost(Shim::Firn, &published(&lines)).unwrap(), 0);
+        assert_eq!(lost(Shim::Stock, &published(&lines)).unwrap(), 2 * RUNS);
         lines.remove(3);
         // Twice the same is still one.
         lines.push(lines[0].clone());
-        assert_eq!(lost(Shim::Firn, &told(&lines)).unwrap(), 1);
+        assert_eq!(lost(Shim::Firn, &published(&lines)).unwrap(), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! What the demo says while it goes on. With `--json` it says it on standard error.
+//! The demo's progress as text: on standard output, with `--json` on standard error.
 
 use std::cell::Cell;
 use std::io::{IsTerminal, Write};
@@ -9,58 +9,58 @@ use anyhow::Result;
 /// Columns of a command line that is shown.
 const WIDTH: usize = 100;
 
-/// Tells people what happens.
-pub(super) struct Voice {
-    /// Standard output belongs to a program.
-    aside: bool,
+/// Prints the progress.
+pub(crate) struct Printer {
+    /// Whether standard output is left to the JSON.
+    to_stderr: bool,
     titles: Cell<u32>,
 }
 
-impl Voice {
-    pub(super) fn new(aside: bool) -> Self {
+impl Printer {
+    pub(crate) fn new(to_stderr: bool) -> Self {
         Self {
-            aside,
+            to_stderr,
             titles: Cell::new(0),
         }
     }
 
-    /// One or more lines.
-    pub(super) fn say(&self, text: &str) {
+    /// Prints one or more lines.
+    pub(crate) fn line(&self, text: &str) {
         self.write(&format!("{text}\n"));
     }
 
-    /// The next chapter.
-    pub(super) fn title(&self, text: &str) {
+    /// Prints the numbered heading of the next part.
+    pub(crate) fn title(&self, text: &str) {
         self.titles.set(self.titles.get() + 1);
         let bold = if self.terminal() {
             ("\x1b[1m", "\x1b[0m")
         } else {
             ("", "")
         };
-        self.say(&format!("\n{}{}. {text}{}", bold.0, self.titles.get(), bold.1));
+        self.line(&format!("\n{}{}. {text}{}", bold.0, self.titles.get(), bold.1));
     }
 
-    /// Something that takes a while.
-    pub(super) fn working<T>(&self, what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Prints what takes a while, and how long it took.
+    pub(crate) fn step<T>(&self, what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         self.write(&format!("{what} ... "));
         let begun = Instant::now();
         let done = work();
         let word = if done.is_ok() { "done" } else { "failed" };
-        self.say(&format!("{word} after {:.1} s", begun.elapsed().as_secs_f64()));
+        self.line(&format!("{word} after {:.1} s", begun.elapsed().as_secs_f64()));
         done
     }
 
     fn terminal(&self) -> bool {
-        if self.aside {
+        if self.to_stderr {
             std::io::stderr().is_terminal()
         } else {
             std::io::stdout().is_terminal()
         }
     }
 
-    /// A reader that has gone away is no reason to stop before the nodes are taken down.
+    /// Ignores errors: when nobody reads the output any more, the nodes have to be removed all the same.
     fn write(&self, text: &str) {
-        if self.aside {
+        if self.to_stderr {
             let _ = std::io::stderr().write_all(text.as_bytes());
         } else {
             let mut out = std::io::stdout();
@@ -70,7 +70,7 @@ impl Voice {
 }
 
 /// A command line that a shell would understand, broken before options where it gets long.
-pub(super) fn shown(argv: &[&str]) -> String {
+pub(crate) fn shown(argv: &[&str]) -> String {
     let plain = |word: &str| {
         word.bytes()
             .all(|byte| byte.is_ascii_alphanumeric() || b"-_./:=,@".contains(&byte))
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_that_a_shell_would_take_apart_are_quoted() {
+    fn words_that_a_shell_would_split_are_quoted() {
         assert_eq!(shown(&["ctr", "a=b,c", "two words"]), "ctr a=b,c 'two words'");
     }
 

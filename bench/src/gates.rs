@@ -1,19 +1,19 @@
-//! What a benchmark must reach: `bench/gates.toml`.
+//! The gates of a benchmark: `bench/gates.toml`.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::Case;
+use crate::Case;
 
-/// The file, also where this program runs without its sources.
-const GATES: &str = include_str!("../../../bench/gates.toml");
+/// The file, built in: this program also runs without its sources.
+const GATES: &str = include_str!("../gates.toml");
 
 /// Gates by benchmark and case.
 #[derive(Debug, Deserialize)]
 #[serde(transparent)]
-pub(super) struct Gates(BTreeMap<String, BTreeMap<String, Gate>>);
+pub(crate) struct Gates(BTreeMap<String, BTreeMap<String, Gate>>);
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -27,13 +27,14 @@ enum Gate {
 }
 
 impl Gates {
-    /// Those that this program was built with.
-    pub(super) fn read() -> Result<Self> {
+    /// The gates that this program was built with.
+    pub(crate) fn read() -> Result<Self> {
         toml::from_str(GATES).context("bench/gates.toml is not valid")
     }
 
-    /// Every gate of the `wanted` cases of `bench` that is not met, in words. A gate without a reading is missed too.
-    pub(super) fn missed(&self, bench: &str, cases: &[Case], wanted: impl Fn(&str) -> bool) -> Vec<String> {
+    /// The missed gates of the `wanted` cases of `bench`, as messages. A gate whose case was not measured is
+    /// missed too.
+    pub(crate) fn missed(&self, bench: &str, cases: &[Case], wanted: impl Fn(&str) -> bool) -> Vec<String> {
         let gates = self.0.get(bench).into_iter().flatten();
         gates
             .filter(|(name, _)| wanted(name))
@@ -48,7 +49,7 @@ impl Gates {
 impl Gate {
     fn missed(self, case: &Case) -> Option<String> {
         let (stock, firn) = (case.stock.median, case.firn.median);
-        // Without a division: of what the stock shim has none, firn may have none either.
+        // Without a division: where the stock shim has zero, firn must have zero too.
         let (met, gate) = match self {
             Self::MaxRatio(most) => (firn <= most * stock, format!("at most {most} of stock's")),
             Self::MinRatio(least) => (firn >= least * stock, format!("at least {least} of stock's")),
@@ -81,10 +82,10 @@ mod tests {
     fn a_ratio_above_the_gate_and_a_case_that_is_not_there_are_missed() {
         let gate = "[shim]\nrss = { max-ratio = 0.25 }\n";
         assert!(missed(gate, &[20.0], &[5.0]).is_empty());
-        let said = missed(gate, &[20.0], &[6.0]);
+        let misses = missed(gate, &[20.0], &[6.0]);
         assert!(
-            said.len() == 1 && said[0].contains("ratio 0.300; the gate is at most 0.25 of"),
-            "{said:?}"
+            misses.len() == 1 && misses[0].contains("ratio 0.300; the gate is at most 0.25 of"),
+            "{misses:?}"
         );
         assert_eq!(
             missed("[shim]\nspeed = { max-ratio = 1.0 }\n", &[1.0], &[1.0]).len(),
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_neither_has_any_of_is_no_miss() {
+    fn zero_of_both_meets_the_gate() {
         assert!(missed("[shim]\nrss = { max-ratio = 0.5 }\n", &[0.0], &[0.0]).is_empty());
         assert_eq!(
             missed("[shim]\nrss = { max-ratio = 0.5 }\n", &[0.0], &[0.1]).len(),
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gate_says_one_thing() {
+    fn a_gate_has_one_condition() {
         for wrong in [
             "{}",
             "{ max = 1, min-ratio = 1 }",
@@ -141,7 +142,7 @@ mod tests {
     #[test]
     fn every_gate_of_the_repository_is_of_a_case() {
         let gates = Gates::read().unwrap();
-        let known: Vec<&str> = crate::bench::shim::cases().collect();
+        let known: Vec<&str> = crate::shim::cases().collect();
         for name in gates.0["shim"].keys() {
             assert!(known.contains(&name.as_str()), "{name}");
         }

@@ -1,7 +1,8 @@
 //! The demo on this machine's own GPUs and container tools.
 //!
-//! The story itself is a case of `tests/gpu/run.py`, the one that is run on GPU machines: it has a containerd of its own
-//! and removes what it sets up. Here it is given firn's programs and a test image, and its record is told.
+//! The demo is a case of `tests/gpu/run.py`, the script for GPU machines, which runs a containerd of its own
+//! and removes what it sets up. This module gives it firn's programs and a test image, and prints the record
+//! that it writes.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -10,41 +11,45 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use super::account::{Step, before_and_after, position};
-use super::voice::Voice;
-use crate::{bundle, workspace};
+use crate::figures::{Step, before_and_after, position};
+use crate::printer::Printer;
 
 /// The case, and the size of its buffer in GiB.
 const CASE: &str = "size-0.5";
 const SIZE: &str = "0.5";
 
-/// What the machine must have.
+/// Programs that the machine must have.
 const TOOLS: [&str; 5] = ["containerd", "ctr", "runc", "criu", "python3"];
 
-/// Where the kernel module tells its version.
+/// The version of the kernel module.
 const DRIVER: &str = "/proc/driver/nvidia/version";
 
-/// Where run.py unpacks what it is given, in place of what an earlier run left there.
+/// Where run.py unpacks its bundle, in place of the files of an earlier run.
 const UNPACKED: &str = "/opt/firn-gpu";
 
-/// Runs the story, tells it, and fails when it did not end well.
-pub(super) fn run(voice: &Voice, json: bool) -> Result<()> {
+/// Runs the case and prints its record; an error if the case failed.
+pub(crate) fn run(
+    printer: &Printer,
+    json: bool,
+    workspace: &Path,
+    build: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
     check_machine(Path::new(DRIVER), &std::env::var_os("PATH").unwrap_or_default())?;
-    let work = workspace()?.join("target/demo-gpu");
+    let work = workspace.join("target/demo-gpu");
     let (stage, out) = (work.join("stage"), work.join("out"));
     if work.exists() {
         fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
     }
     fs::create_dir_all(&out).with_context(|| format!("make {}", out.display()))?;
-    voice.say("building firn and the workload");
-    bundle::stage_without_tools(&stage)?;
-    let ran = voice.working("running the story on this machine's GPUs", || play(&stage, &out));
+    printer.line("building firn and the workload");
+    build(&stage)?;
+    let ran = printer.step("running on this machine's GPUs", || play(workspace, &stage, &out));
     let removed = fs::remove_dir_all(UNPACKED);
     ran.with_context(|| format!("see {}", out.display()))?;
     removed.with_context(|| format!("remove {UNPACKED}"))?;
     let records = fs::read_to_string(out.join("cases.jsonl")).context("read the record")?;
     let record = find(&records)?;
-    tell(&record, voice)?;
+    print(&record, printer)?;
     if json {
         println!("{record}");
     }
@@ -70,11 +75,11 @@ fn check_machine(driver: &Path, path: &std::ffi::OsStr) -> Result<()> {
     Ok(())
 }
 
-fn play(stage: &Path, out: &Path) -> Result<()> {
+fn play(workspace: &Path, stage: &Path, out: &Path) -> Result<()> {
     let log = out.join("run.out");
     let file = File::create(&log).with_context(|| format!("make {}", log.display()))?;
     let status = Command::new("python3")
-        .arg(workspace()?.join("tests/gpu/run.py"))
+        .arg(workspace.join("tests/gpu/run.py"))
         .arg("--bundle")
         .arg(stage)
         .arg("--out")
@@ -85,10 +90,10 @@ fn play(stage: &Path, out: &Path) -> Result<()> {
         .status()
         .context("run python3")?;
     if !status.success() {
-        let said = fs::read_to_string(&log).unwrap_or_default();
-        let lines: Vec<&str> = said.lines().collect();
+        let output = fs::read_to_string(&log).unwrap_or_default();
+        let lines: Vec<&str> = output.lines().collect();
         bail!(
-            "the story did not end well:\n{}",
+            "the demo failed:\n{}",
             lines[lines.len().saturating_sub(12)..].join("\n")
         );
     }
@@ -106,10 +111,10 @@ fn find(records: &str) -> Result<Value> {
     Ok(record)
 }
 
-fn tell(record: &Value, voice: &Voice) -> Result<()> {
+fn print(record: &Value, printer: &Printer) -> Result<()> {
     for operation in ["checkpoint", "restore"] {
-        voice.title(&format!("ctr containers {operation}"));
-        voice.say(step(record, operation)?.table().trim_end());
+        printer.title(&format!("ctr containers {operation}"));
+        printer.line(step(record, operation)?.table().trim_end());
     }
     let word = |name: &str| match &record[name] {
         Value::Array(words) => words
@@ -120,14 +125,14 @@ fn tell(record: &Value, voice: &Voice) -> Result<()> {
         Value::String(word) => word.clone(),
         other => other.to_string(),
     };
-    voice.title("The proof");
-    voice.say(&before_and_after(&[
+    printer.title("The proof");
+    printer.line(&before_and_after(&[
         ("GPU", &word("uuid_before"), &word("uuid_after")),
         ("iteration", &word("iter_before"), &word("iter_after")),
     ]));
-    voice.say(&format!(
-        "      Iteration {} has the checksum {} before (the source went on after the checkpoint) and {} after;\n\
-         \x20     none was left out or repeated, and all {} GiB were right in every iteration.",
+    printer.line(&format!(
+        "      Iteration {} has the checksum {} before (the source ran on after the checkpoint) and {} after;\n\
+         \x20     none is missing or repeated, and all {} GiB were correct in every iteration.",
         word("checksum_of_iter"),
         word("checksum_source"),
         word("checksum_restored"),
@@ -163,7 +168,7 @@ mod tests {
          "result": "ok"}"#;
 
     #[test]
-    fn the_record_of_the_case_is_found_and_told() {
+    fn the_record_of_the_case_is_found() {
         let records = RECORDS.replace(",\n         ", ", ");
         let step = step(&find(&records).unwrap(), "checkpoint").unwrap();
         let table = step.table();

@@ -1,4 +1,4 @@
-//! Shims whose containers sleep: memory, and what they use of the CPU.
+//! Shims whose containers sleep: their memory and CPU time.
 
 use std::thread;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use anyhow::Result;
 use firn_lab::{IMAGE, Task};
 
 use super::crowd;
-use super::memory::{Memory, Work, shim_of};
+use super::process::{Memory, Work, shim_of};
 use super::{Lab, Progress, Record, Shim};
 
 /// Shims of each kind at a time.
@@ -15,15 +15,16 @@ pub(super) const SINGLE: u32 = 5;
 /// Pods of each kind at a time.
 pub(super) const PODS: u32 = 3;
 
-/// Shims of each kind that have worked before.
+/// Shims of each kind that have run execs before.
 pub(super) const USED: u32 = 2;
 /// Execs that each of them has run.
 const EXECS: u32 = 250;
 
-/// How long they have been idle by then. Part of what is measured: Go gives memory back only after a while.
-const SETTLE: Duration = Duration::from_secs(10);
+/// How long the shims are idle before the measurement. It matters for memory: Go releases it only after a
+/// while.
+const REST: Duration = Duration::from_secs(10);
 
-/// How long their use of the CPU is watched.
+/// How long their CPU time is measured.
 const SPAN: Duration = Duration::from_secs(20);
 
 /// A shim that does nothing, and the containers that it serves.
@@ -66,7 +67,7 @@ pub(super) fn pods(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) 
     })
 }
 
-/// Shims that have run execs and made a checkpoint: what of that stays.
+/// Shims that have run execs and made a checkpoint: the memory that they keep.
 pub(super) fn used(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
     let names = [
         "used-rss",
@@ -107,13 +108,13 @@ fn measure(
     for number in 0..count {
         for shim in Shim::in_turn(number) {
             let ids = start(shim, number)?;
-            // The shim bears the name of the first one, which made it.
+            // The shim has the id of the first container, which started it.
             let pid = shim_of(node, &ids[0])?;
             idle.push(Idle { shim, pid, ids });
             progress.step();
         }
     }
-    thread::sleep(SETTLE);
+    thread::sleep(REST);
     progress.step();
     let before: Vec<Work> = idle
         .iter()
@@ -139,6 +140,6 @@ fn measure(
 }
 
 fn per_second(count: f64) -> f64 {
-    // A thread that has ended takes its share along.
+    // The share of a thread that has ended is missing.
     count.max(0.0) / SPAN.as_secs_f64()
 }

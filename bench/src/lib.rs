@@ -1,7 +1,9 @@
-//! `cargo xtask bench`: firn against the stock shim. Never part of `cargo xtask test`: a busy machine is no failure.
+//! `cargo xtask bench`: firn against the stock shim. It is no part of `cargo xtask test`: a busy machine is
+//! no failure.
 //!
-//! Both are measured in the same node on the same containerd, in turns and in alternating order, so that what
-//! disturbs one disturbs the other. Figures that are no difference between the two are not reported.
+//! Both are measured in the same node on the same containerd, in turns and in alternating order, so that
+//! other load affects both. Figures that do not compare the two are not reported.
+#![forbid(unsafe_code)]
 
 mod gates;
 mod progress;
@@ -18,8 +20,8 @@ use gates::Gates;
 
 /// Compare firn with the stock shim
 ///
-/// Builds release programs and measures in a test node (forky, containerd 2.1). Needs root, and a machine with nothing
-/// else to do.
+/// Builds release programs and measures in a test node (forky, containerd 2.1). Needs root, and a machine
+/// with nothing else to do.
 #[derive(clap::Args)]
 pub struct Cmd {
     #[command(subcommand)]
@@ -71,7 +73,7 @@ pub fn run(cmd: Cmd) -> Result<ExitCode> {
     })
 }
 
-/// One thing that was measured.
+/// The result of a case.
 #[derive(Debug, Serialize)]
 struct Case {
     bench: &'static str,
@@ -79,7 +81,7 @@ struct Case {
     unit: &'static str,
     stock: Stats,
     firn: Stats,
-    /// Of the medians, firn / stock; absent where the stock shim has none of it.
+    /// firn / stock, of the medians; absent where the stock shim's is zero.
     ratio: Option<f64>,
 }
 
@@ -105,7 +107,7 @@ impl Case {
     }
 }
 
-/// What the readings of one shim come to.
+/// Statistics of the readings of one shim.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 struct Stats {
     median: f64,
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_stock_shim_has_none_of_has_no_ratio() {
+    fn a_case_of_which_stock_has_zero_has_no_ratio() {
         let case = Case::new("shim", "lost-events", "events", vec![0.0], vec![1.0]).unwrap();
         assert_eq!(
             serde_json::to_value(&case).unwrap()["ratio"],

@@ -1,39 +1,39 @@
-//! The demo's figures, and how people and programs get to see them.
+//! The demo's figures, as tables and as JSON.
 
 use std::time::Duration;
 
 use firn_lab::SimGpu;
 use serde::{Deserialize, Serialize};
 
-use super::proof::Proof;
-use super::voice::Voice;
+use crate::printer::Printer;
+use crate::proof::Proof;
 
-/// Everything that the demo has measured.
+/// The figures of a run.
 #[derive(Serialize)]
-pub(super) struct Account {
-    pub(super) suite: &'static str,
-    /// First line of what `containerd`, `runc` and `criu` say of their version.
-    pub(super) tools: Vec<String>,
-    pub(super) source_gpu: String,
-    pub(super) target_gpu: String,
-    pub(super) checkpoint: Step,
-    pub(super) image_bytes: u64,
-    pub(super) move_ms: f64,
-    pub(super) restore: Step,
-    pub(super) proof: Proof,
-    pub(super) total_s: f64,
+pub(crate) struct Figures {
+    pub(crate) suite: &'static str,
+    /// Versions of containerd, runc and CRIU.
+    pub(crate) tools: Vec<String>,
+    pub(crate) source_gpu: String,
+    pub(crate) target_gpu: String,
+    pub(crate) checkpoint: Step,
+    pub(crate) image_bytes: u64,
+    pub(crate) move_ms: f64,
+    pub(crate) restore: Step,
+    pub(crate) proof: Proof,
+    pub(crate) total_s: f64,
 }
 
-/// A step as the client saw it, and what the shim says of it.
+/// A checkpoint or restore, as measured by the client and by the shim.
 #[derive(Serialize)]
-pub(super) struct Step {
-    pub(super) client_ms: f64,
-    pub(super) shim: Transaction,
+pub(crate) struct Step {
+    pub(crate) client_ms: f64,
+    pub(crate) shim: Transaction,
 }
 
 /// `firn-account.json` in the bundle.
 #[derive(Deserialize, Serialize)]
-pub(super) struct Transaction {
+pub(crate) struct Transaction {
     phases: Vec<Phase>,
     total_ms: f64,
 }
@@ -44,9 +44,9 @@ struct Phase {
     ms: f64,
 }
 
-impl Account {
-    /// Says what has been shown.
-    pub(super) fn conclude(&self, voice: &Voice) {
+impl Figures {
+    /// Prints the proof.
+    pub(crate) fn conclude(&self, printer: &Printer) {
         let proof = &self.proof;
         let rows = [
             ("GPU", &self.source_gpu, &self.target_gpu),
@@ -57,13 +57,13 @@ impl Account {
             ),
             ("checksum", &proof.frozen_after.checksum, &proof.after.checksum),
         ];
-        voice.title("The proof");
-        voice.say(&before_and_after(&rows));
-        voice.say(&format!(
-            "      On node A iteration {} got the checksum {} too: the counter went on there after the checkpoint.\n\
-             \x20     {} iterations since the restore, {} to {}: none left out or repeated, every element of its \
-             memory right in each.\n\n\
-             The workload was not told, and did nothing for it. All of this took {:.0} s.",
+        printer.title("The proof");
+        printer.line(&before_and_after(&rows));
+        printer.line(&format!(
+            "      On node A iteration {} has the checksum {} too: the counter ran on there after the checkpoint.\n\
+             \x20     {} iterations since the restore, {} to {}: none missing or repeated, every element of its \
+             memory correct in each.\n\n\
+             The workload was not changed and took no part in it. The demo took {:.0} s.",
             proof.source_got.iteration,
             proof.source_got.checksum,
             proof.verified,
@@ -74,8 +74,8 @@ impl Account {
     }
 }
 
-/// A table of what something was and is.
-pub(super) fn before_and_after(rows: &[(&str, &String, &String)]) -> String {
+/// A table of values before and after the move.
+pub(crate) fn before_and_after(rows: &[(&str, &String, &String)]) -> String {
     let row = |name: &str, before: &str, after: &str| format!("      {name:<12}  {before:<42}  {after}\n");
     let head = row("", "before", "after");
     rows.iter().fold(head, |table, (name, before, after)| {
@@ -84,18 +84,18 @@ pub(super) fn before_and_after(rows: &[(&str, &String, &String)]) -> String {
 }
 
 impl Step {
-    /// From what the client waited, and phases in milliseconds.
-    pub(super) fn new(client_ms: f64, phases: Vec<(String, f64)>, total_ms: f64) -> Self {
+    /// From the time that the client measured, and the phases, all in milliseconds.
+    pub(crate) fn new(client_ms: f64, phases: Vec<(String, f64)>, total_ms: f64) -> Self {
         let phases = phases.into_iter().map(|(name, ms)| Phase { name, ms }).collect();
         let shim = Transaction { phases, total_ms };
         Self { client_ms, shim }
     }
 
     /// A table of the phases.
-    pub(super) fn table(&self) -> String {
+    pub(crate) fn table(&self) -> String {
         let mut phases: Vec<Phase> = Vec::new();
         for phase in &self.shim.phases {
-            // A phase that was gone through twice is one line.
+            // A phase that was entered twice is one line.
             match phases.iter_mut().find(|known| known.name == phase.name) {
                 Some(known) => known.ms += phase.ms,
                 None => phases.push(phase.clone()),
@@ -113,7 +113,7 @@ impl Step {
     }
 }
 
-/// The phases in their order, and what each is, for whoever reads of it for the first time.
+/// The phases in their order, each with a short description.
 const PHASES: [(&str, &str); 14] = [
     (
         "inspect",
@@ -121,19 +121,25 @@ const PHASES: [(&str, &str); 14] = [
     ),
     (
         "lock",
-        "the driver finishes what runs on the GPU and stops taking work",
+        "the driver finishes the work on the GPU and accepts no more",
     ),
-    ("inspect-again", "look for processes that came meanwhile"),
+    ("inspect-again", "look for processes that were started meanwhile"),
     ("gpu-checkpoint", "the driver moves GPU memory into host memory"),
     ("freeze", "no thread runs from here on"),
-    ("dump", "CRIU writes the processes, GPU memory within, to files"),
-    ("manifest", "firn writes what the restore will need to know"),
+    (
+        "dump",
+        "CRIU writes the processes, with their GPU memory, to files",
+    ),
+    ("manifest", "firn writes the description that the restore reads"),
     ("end", "the container ends"),
-    ("criu-restore", "CRIU makes the processes again, stopped"),
-    ("compare", "they have no more than the container's spec allows"),
-    ("dev-repair", "/dev of the container gets the node of the new GPU"),
-    ("gpu-restore", "the driver moves GPU memory back"),
-    ("unlock", "the GPU takes work again"),
+    ("criu-restore", "CRIU restores the processes, stopped"),
+    (
+        "compare",
+        "their privileges are compared with the container's spec",
+    ),
+    ("dev-repair", "the container's /dev gets the node of the new GPU"),
+    ("gpu-restore", "the driver copies the memory onto the GPU"),
+    ("unlock", "the GPU accepts work again"),
     ("continue", "all threads run"),
 ];
 
@@ -144,8 +150,8 @@ fn meaning(phase: &str) -> &'static str {
         .map_or("", |(_, what)| what)
 }
 
-/// Where a phase stands among all; unknown ones come last.
-pub(super) fn position(phase: &str) -> usize {
+/// The position of a phase in the order of all; unknown ones are last.
+pub(crate) fn position(phase: &str) -> usize {
     PHASES
         .iter()
         .position(|(name, _)| *name == phase)
@@ -153,12 +159,12 @@ pub(super) fn position(phase: &str) -> usize {
 }
 
 /// Milliseconds of a duration.
-pub(super) fn ms(duration: Duration) -> f64 {
+pub(crate) fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1000.0
 }
 
-/// A GPU for people.
-pub(super) fn gpu(gpu: &SimGpu) -> String {
+/// A GPU in words.
+pub(crate) fn gpu(gpu: &SimGpu) -> String {
     format!("{} ({}, {} MiB)", gpu.uuid, gpu.name, gpu.mib)
 }
 

@@ -1,0 +1,219 @@
+//! Archives for machines that cannot install packages: `cargo xtask gpu-bundle` and
+//! `cargo xtask suite-bundle`.
+
+mod debs;
+mod elf;
+pub mod gpu;
+pub mod suites;
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, bail, ensure};
+
+/// Largest archive: 64 MiB can be copied to a GPU machine, with the scripts.
+const LIMIT: u64 = 60 << 20;
+
+/// Refuses an archive of `packed` bytes that is too large, naming the biggest of its files.
+fn check_size(packed: u64, limit: u64, sizes: &BTreeMap<PathBuf, u64>) -> anyhow::Result<()> {
+    if packed <= limit {
+        return Ok(());
+    }
+    let (path, size) = sizes
+        .iter()
+        .max_by_key(|(_, size)| **size)
+        .context("the bundle is empty")?;
+    bail!(
+        "the bundle has {}, more than the limit of {}; its biggest file is {} with {}",
+        mib(packed),
+        mib(limit),
+        path.display(),
+        mib(*size)
+    );
+}
+
+/// Prints each directory with its size and the files above 1 MiB; returns all files.
+fn contents(stage: &Path) -> anyhow::Result<BTreeMap<PathBuf, u64>> {
+    let mut files = BTreeMap::new();
+    list(stage, stage, &mut files)?;
+    let mut dirs: BTreeMap<&Path, (usize, u64)> = BTreeMap::new();
+    for (path, size) in &files {
+        let dir = dirs.entry(path.parent().unwrap_or(path)).or_default();
+        *dir = (dir.0 + 1, dir.1 + size);
+    }
+    for (dir, (count, size)) in dirs {
+        println!("  {:>10}  {}/  {count} files", mib(size), dir.display());
+        for (path, size) in files
+            .iter()
+            .filter(|(path, size)| path.parent() == Some(dir) && **size >= 1 << 20)
+        {
+            println!("  {:>10}    {}", mib(*size), path.display());
+        }
+    }
+    Ok(files)
+}
+
+fn list(top: &Path, dir: &Path, files: &mut BTreeMap<PathBuf, u64>) -> anyhow::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let meta = path.symlink_metadata()?;
+        if meta.is_dir() {
+            list(top, &path, files)?;
+        } else if meta.is_file() {
+            files.insert(path.strip_prefix(top)?.to_owned(), meta.len());
+        }
+    }
+    Ok(())
+}
+
+/// Writes the archive (the same bytes for the same files) or the directory; returns its size.
+fn write_out(stage: &Path, out: &Path) -> anyhow::Result<u64> {
+    if let Some(parent) = out.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    if out.extension() == Some(OsStr::new("xz")) {
+        let options = [
+            "--sort=name",
+            "--mtime=@0",
+            "--owner=0",
+            "--group=0",
+            "--numeric-owner",
+            "--mode=go-w",
+        ];
+        check(
+            Command::new("tar")
+                .args(options)
+                .args(["--use-compress-program", "xz -6 -T2", "-cf"])
+                .arg(out)
+                .arg("-C")
+                .arg(stage)
+                .arg("."),
+        )?;
+        return Ok(fs::metadata(out)?.len());
+    }
+    if out.exists() {
+        ensure!(
+            out.join("bin/containerd").is_file() || fs::read_dir(out)?.next().is_none(),
+            "{} exists and is not an earlier bundle\nhint: name another directory",
+            out.display()
+        );
+        fs::remove_dir_all(out)?;
+    }
+    check(Command::new("cp").args(["-a", "--"]).arg(stage).arg(out))?;
+    fs::set_permissions(out, fs::Permissions::from_mode(0o755))?;
+    let mut files = BTreeMap::new();
+    list(out, out, &mut files)?;
+    Ok(files.values().sum())
+}
+
+/// Installs the packages of programs that are missing with apt, and prints their names before.
+fn install_missing(programs: &[(&str, &str)]) -> anyhow::Result<()> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let missing: Vec<&str> = programs
+        .iter()
+        .filter(|(program, _)| !std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+        .map(|(_, package)| *package)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    println!("installing by apt: {}", missing.join(" "));
+    check(Command::new("apt-get").arg("update").arg("-q"))?;
+    check(
+        Command::new("apt-get")
+            .args(["install", "-y", "-q", "--no-install-recommends"])
+            .args(missing),
+    )
+}
+
+fn copy_into(from: &Path, dir: &Path) -> anyhow::Result<PathBuf> {
+    let to = dir.join(from.file_name().context("a file has a name")?);
+    fs::copy(from, &to).with_context(|| format!("cannot copy {} to {}", from.display(), dir.display()))?;
+    Ok(to)
+}
+
+/// Runs a command to its end, its output going where ours goes.
+fn check(command: &mut Command) -> anyhow::Result<()> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let status = command
+        .status()
+        .with_context(|| format!("cannot run {program}"))?;
+    ensure!(status.success(), "{command:?}: {status}");
+    Ok(())
+}
+
+/// Runs a command and returns what it printed.
+fn output(command: &mut Command) -> anyhow::Result<String> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .with_context(|| format!("cannot run {program}"))?;
+    ensure!(
+        output.status.success(),
+        "{command:?}: {}: {}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    String::from_utf8(output.stdout).with_context(|| format!("{program} printed no text"))
+}
+
+fn mib(bytes: u64) -> String {
+    let tenths = bytes * 10 / (1 << 20);
+    format!("{}.{} MiB", tenths / 10, tenths % 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_shown_in_mebibytes() {
+        assert_eq!(mib(0), "0.0 MiB");
+        assert_eq!(mib((1 << 20) + (1 << 19)), "1.5 MiB");
+        assert_eq!(mib(LIMIT), "60.0 MiB");
+    }
+
+    #[test]
+    fn a_bundle_that_is_too_large_names_its_biggest_file() {
+        let sizes = BTreeMap::from([
+            ("bin/a".into(), 5 << 20),
+            ("bin/b".into(), 9 << 20),
+            ("lib/c".into(), 1),
+        ]);
+        check_size(10 << 20, 10 << 20, &sizes).unwrap();
+        let error = check_size((10 << 20) + 1, 10 << 20, &sizes)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("bin/b with 9.0 MiB"), "{error}");
+    }
+
+    #[test]
+    fn archives_of_the_same_files_are_equal() {
+        let dir = tempfile::tempdir().unwrap();
+        let archive = |name: &str| {
+            let stage = dir.path().join(name);
+            fs::create_dir(&stage).unwrap();
+            fs::write(stage.join("b"), "two").unwrap();
+            fs::write(stage.join("a"), "one").unwrap();
+            let out = dir.path().join(format!("{name}.tar.xz"));
+            assert!(write_out(&stage, &out).unwrap() > 0);
+            fs::read(out).unwrap()
+        };
+        assert_eq!(archive("first"), archive("second"));
+    }
+
+    #[test]
+    fn only_an_earlier_bundle_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let (stage, out) = (dir.path().join("stage"), dir.path().join("out"));
+        fs::create_dir(&stage).unwrap();
+        fs::create_dir(&out).unwrap();
+        fs::write(out.join("letter"), "dear").unwrap();
+        assert!(write_out(&stage, &out).is_err());
+        assert_eq!(fs::read_to_string(out.join("letter")).unwrap(), "dear");
+    }
+}

@@ -1,0 +1,171 @@
+//! The result of a check, read from the output of the program that makes it.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Write};
+use std::ops::AddAssign;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use super::failures::{Failure, Failures};
+
+/// The result of a check.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Outcome {
+    pub(super) verdict: Verdict,
+    pub(super) tests: Tests,
+    /// What a suite left out, and why: its lines `skipped: ...`.
+    pub(super) skipped: BTreeSet<String>,
+    /// Tests that failed once and passed when a suite repeated them: its lines `flaky: ...`.
+    pub(super) flaky: Vec<String>,
+    pub(super) failures: Vec<Failure>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Passed,
+    Failed,
+    Skipped,
+}
+
+impl Outcome {
+    pub(super) fn new(passed: bool) -> Self {
+        Self {
+            verdict: if passed { Verdict::Passed } else { Verdict::Failed },
+            tests: Tests::default(),
+            skipped: BTreeSet::new(),
+            flaky: Vec::new(),
+            failures: Vec::new(),
+        }
+    }
+
+    pub(super) fn skipped(why: impl Into<String>) -> Self {
+        Self {
+            verdict: Verdict::Skipped,
+            skipped: BTreeSet::from([why.into()]),
+            ..Self::new(true)
+        }
+    }
+}
+
+/// Sum of the counts in the closing lines of test programs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tests {
+    pub(super) passed: u64,
+    pub(super) failed: u64,
+    pub(super) ignored: u64,
+}
+
+impl AddAssign for Tests {
+    fn add_assign(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.ignored += other.ignored;
+    }
+}
+
+impl Tests {
+    /// Reads `test result: ok. 3 passed; 0 failed; 1 ignored; ...`; other lines count no tests.
+    fn of_line(line: &str) -> Self {
+        let mut tests = Self::default();
+        let Some((_, counts)) = line
+            .strip_prefix("test result: ")
+            .and_then(|result| result.split_once(". "))
+        else {
+            return tests;
+        };
+        for count in counts.split("; ") {
+            let Some((number, what)) = count.split_once(' ') else {
+                continue;
+            };
+            let number = number.parse().unwrap_or(0);
+            match what {
+                "passed" => tests.passed = number,
+                "failed" => tests.failed = number,
+                "ignored" => tests.ignored = number,
+                _ => {}
+            }
+        }
+        tests
+    }
+}
+
+/// Runs a program, copies its output to `out`, and reads the result from it.
+pub(super) fn through(command: &mut Command, out: &mut impl Write) -> Result<Outcome> {
+    let shown = format!("{command:?}");
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("run {shown}"))?;
+    let Some(stdout) = child.stdout.take() else {
+        bail!("{shown} has no output");
+    };
+    let (mut outcome, mut failures) = (Outcome::new(true), Failures::default());
+    for line in BufReader::new(stdout).split(b'\n') {
+        let line = line.with_context(|| format!("read from {shown}"))?;
+        out.write_all(&line).and_then(|()| out.write_all(b"\n"))?;
+        let line = String::from_utf8_lossy(&line);
+        outcome.tests += Tests::of_line(&line);
+        failures.line(&line);
+        outcome
+            .skipped
+            .extend(line.strip_prefix("skipped: ").map(str::to_owned));
+        outcome
+            .flaky
+            .extend(line.strip_prefix("flaky: ").map(str::to_owned));
+    }
+    outcome.failures = failures.found;
+    let status = child.wait().with_context(|| format!("wait for {shown}"))?;
+    if !status.success() {
+        writeln!(out, "{shown}: {status}")?;
+        outcome.verdict = Verdict::Failed;
+    }
+    Ok(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_closing_line_of_a_test_program_is_counted() {
+        let line = "test result: FAILED. 3 passed; 1 failed; 2 ignored; 0 measured; 4 filtered out; finished in 0.02s";
+        assert_eq!(
+            Tests::of_line(line),
+            Tests {
+                passed: 3,
+                failed: 1,
+                ignored: 2
+            }
+        );
+        assert_eq!(Tests::of_line("test moves::one ... ok"), Tests::default());
+    }
+
+    #[test]
+    fn the_result_is_read_from_status_and_output() {
+        let shell = |script: &str| {
+            let mut out = Vec::new();
+            let outcome = through(Command::new("sh").args(["-c", script]), &mut out).unwrap();
+            (outcome, String::from_utf8(out).unwrap())
+        };
+        let one = "echo 'test result: ok. 1 passed; 0 failed; 0 ignored'";
+        let (outcome, printed) = shell(one);
+        assert_eq!((outcome.verdict, outcome.tests.passed), (Verdict::Passed, 1));
+        assert!(printed.starts_with("test result: ok. 1 passed"), "{printed}");
+        let (outcome, printed) = shell(&format!("{one}; exit 3"));
+        assert_eq!((outcome.verdict, outcome.tests.passed), (Verdict::Failed, 1));
+        assert!(printed.contains("exit status: 3"), "{printed}");
+        let (outcome, _) = shell(
+            "printf '%s\\n' 'test a ... FAILED' '' failures: '' '---- a stdout ----' 'panicked at b:' '' 'left: 1' \
+             '---- c: d ----' 'not so' '' failures: a 'c: d'; exit 1",
+        );
+        let failures: Vec<String> = outcome.failures.iter().map(Failure::short).collect();
+        assert_eq!(failures, ["a: panicked at b: | left: 1", "c: d: not so"]);
+        let (outcome, _) = shell("echo 'flaky: a: -1 | +2'");
+        assert_eq!(outcome.flaky, ["a: -1 | +2"]);
+        let (outcome, _) = shell("for i in 1 2; do echo 'skipped: no Go here'; done");
+        assert_eq!(outcome.verdict, Verdict::Passed);
+        assert_eq!(outcome.skipped, BTreeSet::from(["no Go here".to_owned()]));
+    }
+}
