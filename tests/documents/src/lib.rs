@@ -42,21 +42,30 @@ pub struct Block {
 /// # Panics
 /// If a directory or file cannot be read.
 pub fn pages() -> Vec<Page> {
+    files(&["md"])
+}
+
+/// Every text file of the repository whose name ends with one of these extensions.
+///
+/// # Panics
+/// If a directory or file cannot be read.
+pub fn files(extensions: &[&str]) -> Vec<Page> {
     let root = root();
     let mut pages = Vec::new();
-    collect(&root, &root, &mut pages);
+    collect(&root, &root, extensions, &mut pages);
     pages.sort_by(|a, b| a.path.cmp(&b.path));
     pages
 }
 
-fn collect(dir: &Path, root: &Path, pages: &mut Vec<Page>) {
+fn collect(dir: &Path, root: &Path, extensions: &[&str], pages: &mut Vec<Page>) {
     let entries = fs::read_dir(dir).unwrap_or_else(|error| panic!("list {}: {error}", dir.display()));
     for entry in entries.flatten() {
         let (path, name) = (entry.path(), entry.file_name());
         let is_ours = !name.to_string_lossy().starts_with('.') && name != "target";
+        let extension = path.extension().unwrap_or_default();
         if is_ours && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            collect(&path, root, pages);
-        } else if path.extension().is_some_and(|extension| extension == "md") {
+            collect(&path, root, extensions, pages);
+        } else if extensions.iter().any(|wanted| extension == *wanted) {
             let text =
                 fs::read_to_string(&path).unwrap_or_else(|error| panic!("read {}: {error}", path.display()));
             let path = path.strip_prefix(root).unwrap_or(&path).to_owned();

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use firn_documents::{At, Page, pages, root};
+use firn_documents::{At, Page, files, pages, root};
 
 /// Longest line of a page, but for tables and words that cannot be broken.
 const WIDTH: usize = 120;
@@ -73,6 +73,52 @@ fn every_relative_link_leads_to_a_file_and_to_one_of_its_headings() {
         }
     }
     none(&broken, "links that lead nowhere");
+}
+
+/// Whether this is the path of a file or directory below one of the directories of the repository.
+fn is_ours(path: &str) -> bool {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
+    let first = path.split('/').next().unwrap_or_default();
+    !first.is_empty()
+        && path.contains('/')
+        && path.chars().all(is_part)
+        && !first.starts_with('.')
+        && root().join(first).is_dir()
+}
+
+#[test]
+fn every_path_in_a_page_is_there() {
+    let mut missing = Vec::new();
+    for page in pages() {
+        for At { line, what } in page.spans() {
+            let is_built = what.starts_with("target/");
+            if is_ours(&what) && !is_built && !root().join(&what).exists() {
+                missing.push(found(&page, line, what));
+            }
+        }
+    }
+    none(&missing, "files and directories that have gone");
+}
+
+#[test]
+fn every_page_that_the_sources_name_is_there() {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
+    let mut missing = Vec::new();
+    for page in files(&["rs", "toml", "sh", "py", "yaml"]) {
+        for (index, line) in page.text.lines().enumerate() {
+            let names = words(line, "docs/", is_part);
+            for name in names.iter().map(|name| name.trim_end_matches(['.', '/'])) {
+                let is_page = Path::new(name)
+                    .extension()
+                    .is_some_and(|extension| extension == "md");
+                // This file has paths of its own making.
+                if is_page && !page.path.ends_with("tests/pages.rs") && !root().join(name).is_file() {
+                    missing.push(found(&page, index + 1, name));
+                }
+            }
+        }
+    }
+    none(&missing, "pages that have gone");
 }
 
 #[test]
