@@ -9,6 +9,7 @@ mod node;
 mod soak;
 mod supervise;
 mod test;
+mod words;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -32,6 +33,7 @@ enum Cmd {
     Soak(soak::Cmd),
     GpuBundle(bundle::gpu::Cmd),
     SuiteBundle(bundle::suites::Cmd),
+    Words(words::Cmd),
 }
 
 fn main() -> ExitCode {
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::Soak(cmd) => supervised(|| soak::run(&cmd)),
         Cmd::GpuBundle(cmd) => bundle::gpu::run(cmd).map(|()| ExitCode::SUCCESS),
+        Cmd::Words(cmd) => words::run(&cmd),
         Cmd::SuiteBundle(cmd) => bundle::suites::run(cmd).map(|()| ExitCode::SUCCESS),
     };
     done.unwrap_or_else(|error| {

@@ -2,9 +2,9 @@
 //!
 //! The machine has a driver, a kernel and Python, but no packages: containerd, runc, CRIU and iptables are
 //! those of Debian forky with their own loader and libraries, so that the machine's glibc does not matter.
-//! Their paths are fixed to
-//! [`INSTALL_DIR`]: the kernel takes a program's interpreter by absolute path (`$ORIGIN` does not exist there), and runc
-//! runs itself again from a sealed copy in memory, from where no relative path leads to the libraries.
+//! Their paths are fixed to [`INSTALL_DIR`]: the kernel takes a program's interpreter by absolute path
+//! (`$ORIGIN` does not exist there), and runc runs itself again from a sealed copy in memory, from where no
+//! relative path leads to the libraries.
 //!
 //! firn's own programs use the machine's loader, because `firn-gpu` must open the machine's driver libraries;
 //! the shim is static where the musl target is installed. `tests/gpu/run.py` unpacks the archive and runs the

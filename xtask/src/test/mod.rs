@@ -20,7 +20,7 @@ use outcome::{Outcome, Verdict, through};
 
 /// Check and test everything, as CI does
 ///
-/// Formatting, lints, licences (where cargo-deny is installed), unit tests of all crates,
+/// Formatting, lints, licences (where cargo-deny is installed), unit tests of all crates, spelling and words,
 /// the scripts of tests/gpu, the suites that run containers in test nodes, and the fuzz targets (for
 /// $FIRN_FUZZ_SECONDS each, 6 by default). Needs root. The first run installs debootstrap and iproute2 with
 /// apt-get where they are missing, and makes two Debian roots in target/node from the mirror that apt is
@@ -97,6 +97,9 @@ fn fast() -> Vec<Check> {
         }),
         Check::new("unit tests of the lab", || {
             cargo(&["test", "--package", "firn-integration", "--lib", "--locked"])
+        }),
+        Check::new("words", || {
+            cargo(&["run", "--quiet", "--package", "firn-words", "--locked"])
         }),
         Check::new("scripts for GPU machines", scripts),
     ]
