@@ -317,3 +317,101 @@ fn every_page_is_on_the_map() {
         "docs/design/decisions/README.md does not link {missing:?}"
     );
 }
+
+/// Names of the suites in test nodes.
+fn suites() -> BTreeSet<String> {
+    let entries = fs::read_dir(root().join("tests/integration/tests")).unwrap();
+    let stem = |path: PathBuf| path.file_stem().unwrap().to_string_lossy().into_owned();
+    entries.map(|entry| stem(entry.unwrap().path())).collect()
+}
+
+#[test]
+fn every_package_and_suite_in_a_command_line_is_there() {
+    let manifests = files(&["toml"]);
+    let packages: BTreeSet<&str> = manifests
+        .iter()
+        .filter(|file| file.path.ends_with("Cargo.toml"))
+        .flat_map(|file| file.text.lines())
+        .filter_map(|line| line.strip_prefix("name = \"")?.strip_suffix('"'))
+        .collect();
+    let suites = suites();
+    let mut missing = Vec::new();
+    for page in pages() {
+        for At { line, what } in page.commands() {
+            let Some(arguments) = what.after(&["cargo"]) else {
+                continue;
+            };
+            for pair in arguments.windows(2) {
+                let is_there = match pair[0].as_str() {
+                    "-p" | "--package" => packages.contains(pair[1].as_str()),
+                    "--test" => {
+                        suites.contains(&pair[1]) || !arguments.iter().any(|word| word == "firn-integration")
+                    }
+                    _ => true,
+                };
+                if !is_there {
+                    missing.push(found(&page, line, pair.join(" ")));
+                }
+            }
+        }
+    }
+    none(&missing, "packages and suites that have gone");
+}
+
+/// Pages that name tests.
+const NAMING_TESTS: [&str; 3] = [
+    "docs/design/guarantees.md",
+    "docs/design/security.md",
+    "docs/guide/gpu-requests.md",
+];
+
+#[test]
+fn every_test_that_a_page_names_is_there() {
+    let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    let sources = files(&["rs"]);
+    let mut missing = Vec::new();
+    for page in pages() {
+        if !NAMING_TESTS.iter().any(|path| page.path == Path::new(path)) {
+            continue;
+        }
+        let mut count = 0;
+        for (index, line) in page.text.lines().enumerate() {
+            for name in line.split(|c| !is_part(c)).map(|name| name.trim_matches('_')) {
+                if name.matches('_').count() < 3 {
+                    continue;
+                }
+                count += 1;
+                if !sources.iter().any(|source| source.text.contains(name)) {
+                    missing.push(found(&page, index + 1, name));
+                }
+            }
+        }
+        assert!(count > 4, "the names are elsewhere: {}", page.path.display());
+    }
+    none(&missing, "tests that have gone");
+}
+
+#[test]
+fn every_suite_in_the_guarantees_is_there() {
+    let page = Page::new("docs/design/guarantees.md", read("docs/design/guarantees.md"));
+    let suites = suites();
+    let (mut missing, mut count) = (Vec::new(), 0);
+    for (index, row) in page
+        .text
+        .lines()
+        .enumerate()
+        .filter(|(_, line)| line.starts_with("| "))
+    {
+        let last = row.trim_end_matches(['|', ' ']).rsplit(" | ").next().unwrap();
+        let before_tests = last.split(';').map(|part| part.split(':').next().unwrap());
+        for name in before_tests.flat_map(|part| part.split(',')).map(str::trim) {
+            let is_name = !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase());
+            count += usize::from(is_name);
+            if is_name && !["fuzz", "firn"].contains(&name) && !suites.contains(name) {
+                missing.push(found(&page, index + 1, name));
+            }
+        }
+    }
+    assert!(count > 40, "the names are elsewhere: {count}");
+    none(&missing, "suites that have gone");
+}
