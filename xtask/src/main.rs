@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bundle;
+mod census;
 mod faults;
 mod fuzz;
 mod mutants;
@@ -29,6 +30,7 @@ enum Cmd {
     Fuzz(fuzz::Cmd),
     Mutants(mutants::Cmd),
     Bench(firn_bench::Cmd),
+    Census(census::Cmd),
     Node(node::Cmd),
     Soak(soak::Cmd),
     GpuBundle(bundle::gpu::Cmd),
@@ -43,6 +45,7 @@ fn main() -> ExitCode {
         }
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| firn_bench::run(cmd)),
+        Cmd::Census(cmd) => census::run(&cmd),
         Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),
         Cmd::Fuzz(cmd) => fuzz::run(&cmd),
         Cmd::Mutants(cmd) => mutants::run(&cmd),

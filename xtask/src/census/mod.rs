@@ -1,0 +1,269 @@
+//! `cargo xtask census`: the size of the tree in figures.
+
+#[cfg(test)]
+mod sizes;
+mod source;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::workspace;
+use source::{Source, crates, sources};
+
+/// Files with more lines are listed.
+const LONG_FILE: usize = 400;
+/// Functions of the product with as many lines are listed.
+const LONG_FUNCTION: usize = 60;
+
+/// The programs that are installed.
+const PROGRAMS: [&str; 4] = ["containerd-shim-firn-v2", "firn-gpu", "firn-hook", "firn"];
+
+/// Where release builds are found, in the order in which they are looked for.
+const RELEASES: [&str; 3] = [
+    "target/x86_64-unknown-linux-musl/release",
+    "target/aarch64-unknown-linux-musl/release",
+    "target/release",
+];
+
+/// Count lines, long files, public items, dependencies and program sizes
+///
+/// Lines are those that are not blank. A line belongs to a crate's code, to its comments, to its unit tests
+/// (modules `tests` and `fuzz`), or to the suites (crates below tests/, and directories `tests` of crates).
+#[derive(clap::Args)]
+pub struct Cmd {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Root of another checkout
+    #[arg(long, value_name = "DIR")]
+    root: Option<PathBuf>,
+}
+
+pub fn run(cmd: &Cmd) -> Result<ExitCode> {
+    let census = match &cmd.root {
+        Some(root) => Census::of(root)?,
+        None => Census::of(&workspace()?)?,
+    };
+    match cmd.json {
+        true => println!("{:#}", census.json()),
+        false => census.print(),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Census {
+    rows: Vec<Row>,
+    /// Lines and names of long files, the longest first.
+    long_files: Vec<(usize, String)>,
+    long_product_files: usize,
+    /// Lines and names of long functions of the product.
+    long_functions: Vec<(usize, String)>,
+    /// Packages of others that the shim is built from; `None` where cargo cannot resolve them offline.
+    shim_dependencies: Option<usize>,
+    /// Packages of others in Cargo.lock.
+    all_dependencies: usize,
+    /// Bytes of the release programs that have been built.
+    programs: Vec<(&'static str, u64)>,
+}
+
+#[derive(Default)]
+struct Row {
+    name: String,
+    files: usize,
+    code: usize,
+    comments: usize,
+    tests: usize,
+    suites: usize,
+    public_items: usize,
+}
+
+impl Row {
+    fn add(&mut self, source: &Source) {
+        self.files += 1;
+        self.code += source.code;
+        self.comments += source.comments;
+        self.tests += source.tests;
+        self.suites += source.suites;
+        self.public_items += source.public_items;
+    }
+
+    fn figures(&self) -> [(&'static str, usize); 6] {
+        [
+            ("files", self.files),
+            ("code", self.code),
+            ("comments", self.comments),
+            ("unit tests", self.tests),
+            ("suites", self.suites),
+            ("public items", self.public_items),
+        ]
+    }
+
+    fn sum<'r>(name: &str, rows: impl Iterator<Item = &'r Self>) -> Self {
+        let zero = Self {
+            name: name.to_owned(),
+            ..Self::default()
+        };
+        rows.fold(zero, |sum, row| Self {
+            name: sum.name,
+            files: sum.files + row.files,
+            code: sum.code + row.code,
+            comments: sum.comments + row.comments,
+            tests: sum.tests + row.tests,
+            suites: sum.suites + row.suites,
+            public_items: sum.public_items + row.public_items,
+        })
+    }
+}
+
+/// Whether a crate is installed on nodes, rather than used to build and test.
+fn is_product(krate: &Path) -> bool {
+    !["tests", "xtask", "bench", "fuzz"]
+        .iter()
+        .any(|tools| krate.starts_with(tools))
+}
+
+impl Census {
+    fn of(root: &Path) -> Result<Self> {
+        let crates = crates(root)?;
+        let (mut rows, mut long_files, mut long_functions) = (Vec::new(), Vec::new(), Vec::new());
+        let mut long_product_files = 0;
+        for krate in &crates {
+            let mut row = Row {
+                name: krate.display().to_string(),
+                ..Row::default()
+            };
+            for source in sources(root, krate, &crates)? {
+                row.add(&source);
+                let path = source.path.display();
+                if source.lines > LONG_FILE {
+                    long_files.push((source.lines, path.to_string()));
+                    long_product_files += usize::from(is_product(krate));
+                }
+                let long = source
+                    .functions
+                    .iter()
+                    .filter(|function| function.lines >= LONG_FUNCTION);
+                for function in long.filter(|_| is_product(krate)) {
+                    long_functions.push((
+                        function.lines,
+                        format!("{path}:{} {}", function.line, function.name),
+                    ));
+                }
+            }
+            rows.push(row);
+        }
+        long_files.sort_by(|a, b| b.cmp(a));
+        long_functions.sort_by(|a, b| b.cmp(a));
+        let lock = fs::read_to_string(root.join("Cargo.lock")).context("read Cargo.lock")?;
+        Ok(Self {
+            rows,
+            long_files,
+            long_product_files,
+            long_functions,
+            shim_dependencies: dependencies(root, "firn-shim"),
+            all_dependencies: lock.lines().filter(|line| line.starts_with("source = ")).count(),
+            programs: PROGRAMS
+                .iter()
+                .filter_map(|name| Some((*name, size(root, name)?)))
+                .collect(),
+        })
+    }
+
+    fn sums(&self) -> [Row; 2] {
+        let product = self.rows.iter().filter(|row| is_product(Path::new(&row.name)));
+        [Row::sum("product", product), Row::sum("all", self.rows.iter())]
+    }
+
+    fn print(&self) {
+        let heads = Row::default().figures().map(|(head, _)| format!("{head:>12}"));
+        println!("{:<20} {}", "crate", heads.join(" "));
+        for row in self.rows.iter().chain(&self.sums()) {
+            let figures = row.figures().map(|(_, figure)| format!("{figure:>12}"));
+            println!("{:<20} {}", row.name, figures.join(" "));
+        }
+        let (long, product) = (self.long_files.len(), self.long_product_files);
+        println!("\nfiles of more than {LONG_FILE} lines: {long}, of the product {product}");
+        self.long_files
+            .iter()
+            .for_each(|(lines, path)| println!("{lines:>6} {path}"));
+        let long = self.long_functions.len();
+        println!("\nfunctions of the product of {LONG_FUNCTION} lines or more: {long}");
+        self.long_functions
+            .iter()
+            .for_each(|(lines, name)| println!("{lines:>6} {name}"));
+        let shim = self
+            .shim_dependencies
+            .map_or("unknown".to_owned(), |count| count.to_string());
+        println!(
+            "\ndependencies: {shim} of the shim, {} in all",
+            self.all_dependencies
+        );
+        for (name, bytes) in &self.programs {
+            println!("{:>9} KiB {name}", bytes / 1024);
+        }
+    }
+
+    fn json(&self) -> Value {
+        let row = |row: &Row| {
+            let figures = row
+                .figures()
+                .map(|(head, figure)| (head.replace(' ', "_"), json!(figure)));
+            (row.name.clone(), Value::Object(figures.into_iter().collect()))
+        };
+        let rows: serde_json::Map<String, Value> = self.rows.iter().chain(&self.sums()).map(row).collect();
+        let programs = self
+            .programs
+            .iter()
+            .map(|(name, bytes)| ((*name).to_owned(), json!(bytes)));
+        json!({
+            "crates": rows,
+            "long_files": self.long_files,
+            "long_product_files": self.long_product_files,
+            "long_functions": self.long_functions,
+            "dependencies": { "shim": self.shim_dependencies, "all": self.all_dependencies },
+            "programs": programs.collect::<serde_json::Map<_, _>>(),
+        })
+    }
+}
+
+/// Number of packages, not of the workspace, that a package is built from.
+fn dependencies(root: &Path, package: &str) -> Option<usize> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo
+        .args([
+            "tree",
+            "--offline",
+            "--locked",
+            "--edges",
+            "normal",
+            "--prefix",
+            "none",
+        ])
+        .args(["--format", "{p}", "--package", package])
+        .current_dir(root);
+    let output = cargo.output().ok().filter(|output| output.status.success())?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    // `name v1.2.3`, of the workspace `name v1.2.3 (/path)`, repeated `name v1.2.3 (*)`, macros
+    // `(proc-macro)`.
+    let packages = text.lines().filter(|line| !line.contains("(/"));
+    let names = packages.map(|line| line.split_once(" (").map_or(line, |(name, _)| name));
+    Some(
+        names
+            .filter(|name| !name.is_empty())
+            .collect::<BTreeSet<_>>()
+            .len(),
+    )
+}
+
+/// Bytes of a release program.
+fn size(root: &Path, program: &str) -> Option<u64> {
+    let found = RELEASES
+        .iter()
+        .find_map(|dir| fs::metadata(root.join(dir).join(program)).ok())?;
+    Some(found.len())
+}
