@@ -8,6 +8,7 @@
 use std::collections::BTreeSet;
 
 use firn_config::Config;
+use firn_host::{Problem, Remedy, remedy};
 use firn_oci::edit::{self, EditError};
 use firn_oci::{Ask, KIND, RUNTIME_KIND, Request, Rules, Spec, SpecError, settle};
 
@@ -29,29 +30,21 @@ pub enum ConvertError {
     Kind { name: DeviceName },
 }
 
-impl ConvertError {
-    /// Its code in docs/reference/errors.md.
-    pub fn code(&self) -> &'static str {
+impl Problem for ConvertError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Spec(error) => error.code(),
-            Self::Edit(error) => error.code(),
-            Self::Cdi(error) => error.code(),
-            Self::Name(_) => "FIRN-CDI-DEVICE",
-            Self::Kind { .. } => "FIRN-CDI-KIND",
-        }
-    }
-
-    /// What to do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Spec(error) => error.hint(),
-            Self::Edit(error) => error.hint(),
-            Self::Cdi(error) => error.hint(),
-            Self::Name(_) => "`firn cdi list` shows the devices of this node",
-            Self::Kind { .. } => {
+            Self::Spec(error) => error.remedy(),
+            Self::Edit(error) => error.remedy(),
+            Self::Cdi(error) => error.remedy(),
+            Self::Name(_) => remedy(
+                "FIRN-CDI-DEVICE",
+                "`firn cdi list` shows the devices of this node",
+            ),
+            Self::Kind { .. } => remedy(
+                "FIRN-CDI-KIND",
                 "variables, mounts, annotations and hooks name GPUs alone; let containerd give other CDI devices: \
-                 `ctr run --device`, or a device plugin"
-            }
+                 `ctr run --device`, or a device plugin",
+            ),
         }
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use crate::names::BadName;
 use crate::version::BadVersion;
+use firn_host::{Problem, Remedy, remedy};
 
 /// A CDI file that cannot be used. The others are not affected.
 #[derive(Debug, thiserror::Error)]
@@ -93,35 +94,28 @@ pub enum CdiError {
     Spec { part: &'static str },
 }
 
-impl CdiError {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
+impl Problem for CdiError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::NoSpec { .. } => "FIRN-NO-CDI-SPEC",
-            Self::Unknown { .. } | Self::Ambiguous { .. } | Self::Node { .. } | Self::NodeType { .. } => {
-                "FIRN-CDI-DEVICE"
-            }
-            Self::Beyond { .. } => "FIRN-CDI-GRANT",
-            Self::Spec { .. } => "FIRN-SPEC-INVALID",
-        }
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::NoSpec { .. } => {
+            Self::NoSpec { .. } => remedy(
+                "FIRN-NO-CDI-SPEC",
                 "`firn cdi generate --output /etc/cdi/nvidia.yaml` writes one; `[create] hooks = \"keep\"` in firn's \
-                 configuration runs a hook of NVIDIA's as it is"
-            }
-            Self::Unknown { .. } => "`firn cdi list` shows the devices of this node",
-            Self::Ambiguous { .. } => "remove all of these files but one",
-            Self::Node { .. } | Self::NodeType { .. } => {
-                "write the node's CDI file anew: its devices have changed since"
-            }
-            Self::Beyond { .. } => {
-                "name the granted GPUs alone, or `void`, in NVIDIA_VISIBLE_DEVICES; or let CDI give the devices, without nodes"
-            }
-            Self::Spec { .. } => "create the container anew with a valid spec",
+                 configuration runs a hook of NVIDIA's as it is",
+            ),
+            Self::Unknown { .. } => remedy(
+                "FIRN-CDI-DEVICE",
+                "`firn cdi list` shows the devices of this node",
+            ),
+            Self::Ambiguous { .. } => remedy("FIRN-CDI-DEVICE", "remove all of these files but one"),
+            Self::Node { .. } | Self::NodeType { .. } => remedy(
+                "FIRN-CDI-DEVICE",
+                "write the node's CDI file anew: its devices have changed since",
+            ),
+            Self::Beyond { .. } => remedy(
+                "FIRN-CDI-GRANT",
+                "name the granted GPUs alone, or `void`, in NVIDIA_VISIBLE_DEVICES; or let CDI give the devices, without nodes",
+            ),
+            Self::Spec { .. } => remedy("FIRN-SPEC-INVALID", "create the container anew with a valid spec"),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use firn_oci::open_regular;
+use firn_host::open_regular;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 

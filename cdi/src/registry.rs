@@ -163,6 +163,7 @@ fn files_of(dir: &Path) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use firn_host::Problem;
     use std::fs;
 
     use serde_json::json;

@@ -4,9 +4,9 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use firn_oci::manifest::{ImageDir, ImageFile, Manifest, ManifestError, describe_images};
+use firn_image::manifest::{ImageDir, ImageFile, Manifest, ManifestError, describe_images};
 
-use crate::failure::Failure;
+use firn_host::ProblemReport;
 
 /// What was found in an image directory.
 #[derive(Default)]
@@ -28,13 +28,13 @@ const MOST_BYTES: u64 = 64 << 20;
 const DRIVER: [&[u8]; 3] = [b"/libcuda.so.", b"/libnvidia-ml.so.", b"/dev/nvidia"];
 
 /// What a directory holds, as far as it can be told, and why it is not whole.
-pub fn look(dir: &Path) -> (Found, Option<Failure>) {
+pub fn look(dir: &Path) -> (Found, Option<ProblemReport>) {
     let manifest = match Manifest::read(dir) {
         Ok(manifest) => manifest,
         Err(error) => return (Found::default(), Some(error.into())),
     };
     if let Some(manifest) = manifest {
-        let failure = manifest.verify_images(dir).err().map(Failure::from);
+        let failure = manifest.verify_images(dir).err().map(ProblemReport::from);
         let images = manifest.images.clone();
         let manifest = Some(manifest);
         return (Found { manifest, images }, failure);

@@ -1,7 +1,7 @@
 //! `firn inspect`: what a checkpoint holds and whether it is whole.
 
 use anyhow::Result;
-use firn_oci::manifest::Manifest;
+use firn_image::manifest::Manifest;
 use serde_json::json;
 
 use crate::args::InspectArgs;

@@ -10,7 +10,6 @@ mod args;
 mod audit;
 mod cdi;
 mod doctor;
-mod failure;
 mod image;
 mod inspect;
 mod output;

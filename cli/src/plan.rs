@@ -9,14 +9,15 @@ use anyhow::{Context, Result};
 use firn_cdi::{CdiFile, Registry};
 use firn_config::Config;
 use firn_gpu::{DeviceNode, Inventory};
-use firn_oci::manifest::Manifest;
-use firn_oci::{Ask, Basis, Decision, Rules, Spec, mounts};
+use firn_image::manifest::Manifest;
+use firn_oci::{Ask, Rules, Spec, mounts};
+use firn_remap::{Basis, Decision};
 use serde_json::json;
 
 use crate::args::PlanArgs;
-use crate::failure::Failure;
 use crate::output::{self, line};
 use crate::program;
+use firn_host::ProblemReport;
 
 /// A restore that would be accepted.
 struct Accepted {
@@ -34,7 +35,7 @@ const UNSEEN_CDI: &str =
 /// True: the restore would be accepted.
 pub fn run(args: &PlanArgs) -> Result<bool> {
     let config = Config::load()
-        .map_err(Failure::from)
+        .map_err(ProblemReport::from)
         .map_err(|failure| anyhow::anyhow!("{failure}"))?;
     let result = decide(args, &config)?;
     if args.json {
@@ -57,7 +58,7 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
 }
 
 /// What the shim would decide at Create. The outer error is a failure to ask, not an answer.
-fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>> {
+fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemReport>> {
     let there = args
         .inventory
         .as_deref()
@@ -81,7 +82,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>>
     };
     let bundle = args.spec.parent().unwrap_or(Path::new("."));
     let decision = Decision::make(&spec, &manifest, &inventory, &config.restore)
-        .map_err(Failure::from)
+        .map_err(ProblemReport::from)
         .and_then(|decision| {
             if is_there {
                 return Ok(decision);
@@ -96,7 +97,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, Failure>>
             let empty = bundle.join(firn_config::names::BUNDLE_EMPTY);
             mounts::settle(&mut spec.clone(), bundle, &manifest.mounts, driver, &empty)
                 .map(|_| decision)
-                .map_err(Failure::from)
+                .map_err(ProblemReport::from)
         });
     Ok(decision.map(|decision| Accepted {
         manifest: Some(manifest),
@@ -113,7 +114,7 @@ fn read(
     args: &PlanArgs,
     config: &Config,
     there: Option<&Inventory>,
-) -> Result<(Spec, Option<Manifest>, bool), Failure> {
+) -> Result<(Spec, Option<Manifest>, bool), ProblemReport> {
     let (spec, by_names) = created(Spec::load_file(&args.spec)?, config, there)?;
     let manifest = Manifest::read_for(&spec, &args.dir)?;
     if let Some(manifest) = &manifest {
@@ -123,7 +124,7 @@ fn read(
 }
 
 /// The spec as the shim would make it at Create, and whether it converts it.
-fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Spec, bool), Failure> {
+fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Spec, bool), ProblemReport> {
     let rules = Rules::of(&spec, None)?;
     let by_names =
         matches!(Ask::of(&spec, &rules), Ask::Request(request) if request.form.counts(&config.create));

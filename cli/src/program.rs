@@ -12,6 +12,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use firn_config::{Config, find_program, names};
 use firn_gpu::Inventory;
 use firn_gpu::protocol::ProcessReply;
+use firn_host::ProblemLine;
 
 /// Most output that is read.
 const MAX_BYTES: u64 = 4 << 20;
@@ -113,7 +114,7 @@ pub fn read_inventory(file: &Path) -> Result<Inventory> {
 /// What the driver worker prints as JSON.
 fn ask<T: serde::de::DeserializeOwned>(config: &Config, arguments: &[&str], limit: Duration) -> Result<T> {
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
-        .map_err(|error| anyhow!(crate::failure::Failure::from(error).to_string()))?;
+        .map_err(|error| anyhow!(ProblemLine(&error).to_string()))?;
     let said = run(&worker, arguments, limit)?;
     if !said.success {
         bail!("{}", said.stderr.trim().trim_start_matches("firn-gpu: "));

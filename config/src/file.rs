@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_host::{Problem, Remedy, remedy};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{names, parse_duration};
@@ -148,9 +149,6 @@ pub struct Create {
     pub volume_mounts: bool,
     /// Whether annotations `cdi.k8s.io/...` give GPUs. Where containerd acts on them, they are in the spec already.
     pub cdi_annotations: bool,
-    /// The driver's cuda-checkpoint, which makes launch jobs; `None`: there are none.
-    #[serde(deserialize_with = "absolute")]
-    pub launch_jobs: Option<PathBuf>,
 }
 
 /// What becomes of a hook that would mount GPUs.
@@ -172,7 +170,6 @@ impl Default for Create {
             visible_devices: false,
             volume_mounts: false,
             cdi_annotations: false,
-            launch_jobs: None,
         }
     }
 }
@@ -310,20 +307,17 @@ pub enum ConfigError {
     },
 }
 
-impl ConfigError {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
+impl Problem for ConfigError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Read { .. } => "FIRN-CONFIG-UNREADABLE",
-            Self::Invalid { .. } => "FIRN-CONFIG-INVALID",
-        }
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => "make the file readable for root, or remove it to use the defaults",
-            Self::Invalid { .. } => "correct the named key; `firn doctor` checks the file",
+            Self::Read { .. } => remedy(
+                "FIRN-CONFIG-UNREADABLE",
+                "make the file readable for root, or remove it to use the defaults",
+            ),
+            Self::Invalid { .. } => remedy(
+                "FIRN-CONFIG-INVALID",
+                "correct the named key; `firn doctor` checks the file",
+            ),
         }
     }
 }
@@ -478,7 +472,6 @@ mod tests {
     fn names_of_gpus_give_none_unless_the_file_says_so() {
         let create = parse("[create]\n").unwrap().create;
         assert_eq!(create, Create::default());
-        assert!(create.launch_jobs.is_none());
         assert!(!create.visible_devices && !create.volume_mounts && !create.cdi_annotations);
         assert_eq!(create.hooks, Conversion::Convert);
         let said = parse(

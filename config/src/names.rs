@@ -20,8 +20,7 @@ pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 /// Annotation: how GPUs of this node are chosen for those of the source, in the words of [`crate::RemapPolicy`].
 pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 
-/// Annotation: `none` says that the container's processes share no GPU memory with each other, `job` that they share it by
-/// cudaIpc alone and are to be one launch job.
+/// Annotation: `none` asserts that the container's processes share no GPU memory with each other.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 
 /// Annotation: `sockets` makes the ranks of NCCL in the container talk over TCP, so that they can be checkpointed.
@@ -59,9 +58,6 @@ pub const ENV_CRIU_ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
 
 /// Environment variable in which CRIU tells a script the pid of the container's init.
 pub const ENV_CRIU_INIT: &str = "CRTOOLS_INIT_PID";
-
-/// The file of the container's launch job, in its bundle.
-pub const BUNDLE_JOB: &str = "firn-cuda-job";
 
 /// File in the bundle that says that the cgroup which the spec names is somebody else's.
 pub const BUNDLE_OTHERS_CGROUP: &str = "firn-cgroup-of-others";

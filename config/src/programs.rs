@@ -1,5 +1,6 @@
 //! Where firn's own helper programs are.
 
+use firn_host::{Problem, Remedy, remedy};
 use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -15,19 +16,17 @@ pub enum ProgramError {
     NotFound { name: String, beside: PathBuf },
 }
 
-impl ProgramError {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
-        "FIRN-PROGRAM-MISSING"
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
+impl Problem for ProgramError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Configured(_) => "correct the path in the configuration file, or leave it out",
-            Self::NotFound { .. } => {
-                "install firn's programs into one directory, or set the path in the configuration file"
-            }
+            Self::Configured(_) => remedy(
+                "FIRN-PROGRAM-MISSING",
+                "correct the path in the configuration file, or leave it out",
+            ),
+            Self::NotFound { .. } => remedy(
+                "FIRN-PROGRAM-MISSING",
+                "install firn's programs into one directory, or set the path in the configuration file",
+            ),
         }
     }
 }

@@ -207,6 +207,7 @@ impl Toolkit {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use firn_host::Problem;
 
     fn read(text: &str) -> Result<Toolkit, ConfigError> {
         let file = tempfile::NamedTempFile::new().unwrap();

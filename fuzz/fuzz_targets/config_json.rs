@@ -2,5 +2,5 @@
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     firn_shim::fuzz::config_json(data);
-    firn_oci::fuzz::spec(data);
+    firn_remap::fuzz::spec(data);
 });

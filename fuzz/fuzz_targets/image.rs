@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_oci::fuzz::image(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_remap::fuzz::image(data));

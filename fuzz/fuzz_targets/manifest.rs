@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_oci::fuzz::manifest(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_remap::fuzz::manifest(data));

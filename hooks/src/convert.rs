@@ -8,6 +8,7 @@ use std::process::ExitCode;
 
 use firn_cdi::{Converted, Registry};
 use firn_config::{Config, ConfigError};
+use firn_host::{Problem, Remedy};
 use firn_oci::{Rules, Spec, SpecError};
 use serde_json::{Value, json};
 
@@ -22,20 +23,12 @@ enum ConvertError {
     Convert(#[from] firn_cdi::ConvertError),
 }
 
-impl ConvertError {
-    fn code(&self) -> &'static str {
+impl Problem for ConvertError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Config(error) => error.code(),
-            Self::Spec(error) => error.code(),
-            Self::Convert(error) => error.code(),
-        }
-    }
-
-    fn hint(&self) -> &'static str {
-        match self {
-            Self::Config(error) => error.hint(),
-            Self::Spec(error) => error.hint(),
-            Self::Convert(error) => error.hint(),
+            Self::Config(error) => error.remedy(),
+            Self::Spec(error) => error.remedy(),
+            Self::Convert(error) => error.remedy(),
         }
     }
 }

@@ -4,13 +4,14 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use firn_image::criu;
+use firn_image::criu::Host;
 use firn_oci::Spec;
-use firn_oci::criu_image::{self, Host};
 
 /// Prints what in an image exceeds the bundle's spec, or null.
 pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
     let spec = Spec::load(bundle)?;
-    let fault = criu_image::check(&spec, image, &Host::this()).err();
+    let fault = criu::check(&spec, image, &Host::this()).err();
     crate::answer(&format!("{}\n", serde_json::to_string(&fault)?))
 }
 
@@ -19,6 +20,6 @@ pub(crate) fn check_tasks(bundle: &Path, pids: &[&str]) -> Result<()> {
     let spec = Spec::load(bundle)?;
     let pids: Vec<i32> = pids.iter().map(|pid| pid.parse()).collect::<Result<_, _>>()?;
     let init = *pids.first().context("no process")?;
-    let fault = criu_image::check_made(&spec, init, &pids, &Host::this()).err();
+    let fault = criu::check_made(&spec, init, &pids, &Host::this()).err();
     crate::answer(&format!("{}\n", serde_json::to_string(&fault)?))
 }

@@ -6,15 +6,16 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use firn_config::names;
+use firn_host::Problem;
+use firn_image::criu::{self, ImageFault};
 use firn_oci::Spec;
-use firn_oci::criu_image::{self, ImageFault};
-use firn_oci::script::{self, Refusal};
+use firn_oci::criu_script;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns};
 
 /// Does what there is to do at this moment, if anything.
 pub fn run(action: &str) -> ExitCode {
-    if ![script::MOMENT, script::MOUNTED].contains(&action) {
+    if ![criu_script::MOMENT, criu_script::MOUNTED].contains(&action) {
         return ExitCode::SUCCESS;
     }
     let called = std::env::args_os().next().unwrap_or_default();
@@ -24,23 +25,22 @@ pub fn run(action: &str) -> ExitCode {
         tell!("firn-hook: CRIU does not call its script as it should");
         return ExitCode::FAILURE;
     };
-    if action == script::MOUNTED {
+    if action == criu_script::MOUNTED {
         return match restrict(bundle, init) {
             Ok(()) => ExitCode::SUCCESS,
             Err(fault) => {
-                let refusal = Refusal::by(&fault, bundle);
-                tell!("firn-hook: {}: {refusal}", refusal.code);
+                tell!("firn-hook: {}", criu_script::leave(bundle, fault.report()));
                 ExitCode::FAILURE
             }
         };
     }
-    match script::run(bundle, init) {
+    match criu_script::run(bundle, init) {
         Ok(repaired) => {
             tell!("firn-hook: device nodes: {repaired:?}");
             ExitCode::SUCCESS
         }
-        Err(refusal) => {
-            tell!("firn-hook: {}: {refusal}. hint: {}", refusal.code, refusal.hint);
+        Err(problem) => {
+            tell!("firn-hook: {}", problem);
             ExitCode::FAILURE
         }
     }
@@ -50,7 +50,7 @@ pub fn run(action: &str) -> ExitCode {
 /// afterwards. A path leads to the mount that lies above: all that can go wrong is that another one is restricted.
 fn restrict(bundle: &Path, init: i32) -> Result<(), ImageFault> {
     let spec = Spec::load(bundle)?;
-    let loosened = criu_image::loosened(&spec, init)?;
+    let loosened = criu::loosened(&spec, init)?;
     if loosened.is_empty() {
         return Ok(());
     }

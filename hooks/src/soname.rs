@@ -7,7 +7,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use firn_oci::open_regular;
+use firn_host::open_regular;
 
 /// Most program headers and dynamic entries that are looked at.
 const MOST: u64 = 1024;

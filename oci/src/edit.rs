@@ -9,9 +9,11 @@ use std::path::Path;
 
 use firn_config::names;
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, NodeType};
+use firn_host::{Problem, Remedy, remedy};
 use serde_json::{Map, Value, json};
 
-use crate::gpu_path::{self, GpuPath, classify};
+use crate::device_class;
+use crate::device_class::{GpuPath, classify};
 use crate::spec::parse_device;
 use crate::vendor::{OtherGpu, other_gpu};
 use crate::{DeviceRule, Spec, SpecError};
@@ -27,20 +29,14 @@ pub enum EditError {
     Spec(#[from] SpecError),
 }
 
-impl EditError {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
+impl Problem for EditError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::NoNode { .. } => "FIRN-GPU-NO-NODE",
-            Self::Spec(error) => error.code(),
-        }
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::NoNode { .. } => "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes",
-            Self::Spec(error) => error.hint(),
+            Self::NoNode { .. } => remedy(
+                "FIRN-GPU-NO-NODE",
+                "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes",
+            ),
+            Self::Spec(error) => error.remedy(),
         }
     }
 }
@@ -140,7 +136,7 @@ fn number(node: &DeviceNode) -> (NodeType, u64, u64) {
 pub fn drop_nodes(spec: &mut Spec) -> Result<(), EditError> {
     let devices = spec.devices()?.into_iter().map(|device| device.node);
     let moves: Vec<Move> = devices
-        .filter(|node| gpu_path::is_nvidia(&node.path))
+        .filter(|node| device_class::is_nvidia(&node.path))
         .map(|node| Move {
             from: Some(node),
             to: None,
@@ -154,7 +150,7 @@ pub fn drop_nodes(spec: &mut Spec) -> Result<(), EditError> {
     if let Some(devices) = linux.get_mut("devices").and_then(Value::as_array_mut) {
         devices.retain(|entry| {
             let path = entry["path"].as_str().unwrap_or_default();
-            !gpu_path::is_nvidia(Path::new(path))
+            !device_class::is_nvidia(Path::new(path))
         });
     }
     Ok(())
@@ -171,7 +167,7 @@ pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, EditError> {
     for kind in ["prestart", "createRuntime"] {
         if let Some(list) = hooks.get_mut(kind).and_then(Value::as_array_mut) {
             let before = list.len();
-            list.retain(|hook| !gpu_path::is_nvidia_hook(hook));
+            list.retain(|hook| !device_class::is_nvidia_hook(hook));
             stripped += before - list.len();
         }
     }

@@ -1,12 +1,11 @@
-//! Nodes and specs for the tests of this crate.
+//! Nodes and specs for unit tests, of this crate and of those above it.
 
-use firn_gpu::{CudaState, DeviceNode, Gpu, GpuUuid, Inventory, NodeType, Topology};
+use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType, Topology};
 use serde_json::json;
 
 use crate::Spec;
-use crate::manifest::{CudaProcess, DriverVersion, DumpFlags, Manifest, RequiredMount, SourceGpu, Versions};
 
-pub(crate) fn uuid(i: u8) -> GpuUuid {
+pub fn uuid(i: u8) -> GpuUuid {
     GpuUuid::from_bytes([i; 16])
 }
 
@@ -21,7 +20,7 @@ fn node(path: String, major: u64, minor: u64) -> DeviceNode {
 
 /// A node with `count` GPUs, UUID and minor counted from 0, nodes with this major number. The major number of
 /// nvidia-uvm is `major + 1`.
-pub(crate) fn inventory(major: u64, count: u8) -> Inventory {
+pub fn inventory(major: u64, count: u8) -> Inventory {
     let gpu = |i: u8| Gpu {
         uuid: uuid(i),
         name: "Simulated GPU".into(),
@@ -49,7 +48,7 @@ pub(crate) fn inventory(major: u64, count: u8) -> Inventory {
 }
 
 /// A spec as a CDI injection leaves it on a node with these major numbers: the common nodes, then the GPUs.
-pub(crate) fn spec(major: u64, minors: &[u64]) -> Spec {
+pub fn spec(major: u64, minors: &[u64]) -> Spec {
     let common = [
         ("nvidia-uvm", major + 1, 0),
         ("nvidia-uvm-tools", major + 1, 1),
@@ -79,7 +78,7 @@ pub(crate) fn spec(major: u64, minors: &[u64]) -> Spec {
 }
 
 /// `[restore]` with these GPUs and these pairs.
-pub(crate) fn config(gpus: &[&str], pairs: &[(u8, u8)]) -> firn_config::Restore {
+pub fn config(gpus: &[&str], pairs: &[(u8, u8)]) -> firn_config::Restore {
     firn_config::Restore {
         gpus: gpus.iter().map(|&gpu| gpu.to_owned()).collect(),
         gpu_map: pairs
@@ -87,42 +86,5 @@ pub(crate) fn config(gpus: &[&str], pairs: &[(u8, u8)]) -> firn_config::Restore 
             .map(|(old, new)| format!("{}={}", uuid(*old), uuid(*new)))
             .collect(),
         ..firn_config::Restore::default()
-    }
-}
-
-/// The manifest of a container with these GPUs and one CUDA process.
-pub(crate) fn manifest(gpus: &[u8]) -> Manifest {
-    let count = gpus.iter().max().map_or(0, |highest| highest + 1);
-    let source = inventory(195, count);
-    Manifest {
-        dump: DumpFlags {
-            open_tcp: true,
-            ..DumpFlags::default()
-        },
-        driver: Some(DriverVersion {
-            driver: source.driver_version.clone(),
-            cuda: source.cuda_version,
-        }),
-        gpus: gpus
-            .iter()
-            .map(|i| SourceGpu::from(&source.gpus[usize::from(*i)]))
-            .collect(),
-        processes: vec![CudaProcess {
-            pid: 1,
-            restore_tid: 4,
-            state: CudaState::Running,
-        }],
-        job: None,
-        mounts: vec![RequiredMount {
-            destination: "/data".into(),
-            source_name: "data".into(),
-            in_use: true,
-        }],
-        topology: Topology::default(),
-        versions: Versions {
-            firn: "0.1.0".into(),
-            ..Versions::default()
-        },
-        images: vec![],
     }
 }

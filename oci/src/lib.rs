@@ -1,45 +1,26 @@
-//! Bundle specs, GPU grants, device nodes and the checkpoint manifest.
+//! Container specs: how they request GPUs, their edits and mounts, CRIU's configuration, device nodes in /dev.
 //!
 //! Everything here works on files and plain data: no container runtime is called and no driver is loaded. Whatever
-//! comes from a checkpoint image or from inside a container is hostile until checked.
+//! comes from inside a container is hostile until checked.
 #![forbid(unsafe_code)]
 
-mod ask;
-mod atomic;
-pub mod cgroups;
-pub mod criu;
-pub mod criu_image;
-mod decide;
-pub mod devnodes;
+pub mod criu_config;
+pub mod criu_script;
+pub mod dev_repair;
+mod device_class;
 pub mod edit;
-#[cfg(any(test, fuzzing))]
-mod fixtures;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, fuzzing, feature = "fixtures"))]
 #[doc(hidden)]
-pub mod fuzz;
-mod gpu_path;
-mod grant;
-pub mod job;
-pub mod manifest;
-mod map;
-pub mod mountinfo;
+pub mod fixtures;
+mod gpu_request;
 pub mod mounts;
 pub mod nccl;
-mod policy;
-pub mod procfs;
-mod regular;
-pub mod script;
-mod spec;
-pub mod surroundings;
+pub mod spec;
 mod vendor;
 
-pub use ask::{Ask, Form, KIND, RUNTIME_KIND, Request, Rules, asks_for_more, drop_mounting_hooks, settle};
-pub use atomic::write as write_file;
-pub use decide::{DecideError, Decision};
-pub use gpu_path::{GpuPath, classify};
-pub use grant::{Basis, Grant, GrantError};
-pub use map::{GpuMap, MapError, MapOrigin};
-pub use policy::PolicyError;
-pub use regular::{open_regular, reopen_regular};
+pub use device_class::{GpuPath, classify};
+pub use gpu_request::{
+    Ask, Form, KIND, RUNTIME_KIND, Request, Rules, asks_for_more, drop_mounting_hooks, settle,
+};
 pub use spec::{DeviceRule, Spec, SpecDevice, SpecError, SpecMount};
 pub use vendor::{OtherGpu, other_gpu};

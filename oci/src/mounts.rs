@@ -21,6 +21,7 @@
 use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
+use firn_host::{Problem, Remedy, remedy};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -128,28 +129,20 @@ pub enum MountError {
 /// Code of [`MountError::SourceMissing`].
 pub const SOURCE_MISSING: &str = "FIRN-MOUNT-SOURCE-MISSING";
 
-impl MountError {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
+impl Problem for MountError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::NotInSpec { .. } => "FIRN-MOUNT-NOT-IN-SPEC",
-            Self::SourceMissing { .. } => SOURCE_MISSING,
-            Self::Spec(error) => error.code(),
-        }
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::NotInSpec { .. } => {
+            Self::NotInSpec { .. } => remedy(
+                "FIRN-MOUNT-NOT-IN-SPEC",
                 "give the restored container the same mounts as the source had; libraries of the driver may be at other places, but \
-                 have to be of the same version"
-            }
-            Self::SourceMissing { .. } => {
+                 have to be of the same version",
+            ),
+            Self::SourceMissing { .. } => remedy(
+                SOURCE_MISSING,
                 "make the path, or install the same driver and CDI spec as on the source (file names of the driver \
-                 carry its version)"
-            }
-            Self::Spec(error) => error.hint(),
+                 carry its version)",
+            ),
+            Self::Spec(error) => error.remedy(),
         }
     }
 }

@@ -11,6 +11,7 @@
 use std::net::IpAddr;
 
 use firn_config::names;
+use firn_host::{Problem, Remedy, remedy};
 use serde_json::{Value, json};
 
 use crate::{Spec, SpecError};
@@ -61,23 +62,18 @@ pub enum NcclError {
     Spec(#[from] SpecError),
 }
 
-impl NcclError {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
+impl Problem for NcclError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Value { .. } | Self::Contrary { .. } => "FIRN-NCCL-SETTING",
-            Self::Spec(error) => error.code(),
-        }
-    }
-
-    /// What the user can do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Value { .. } => "write firn.dev/nccl=sockets, or leave the annotation out",
-            Self::Contrary { .. } => {
-                "leave the variable out of the container's environment, or the annotation"
-            }
-            Self::Spec(error) => error.hint(),
+            Self::Value { .. } => remedy(
+                "FIRN-NCCL-SETTING",
+                "write firn.dev/nccl=sockets, or leave the annotation out",
+            ),
+            Self::Contrary { .. } => remedy(
+                "FIRN-NCCL-SETTING",
+                "leave the variable out of the container's environment, or the annotation",
+            ),
+            Self::Spec(error) => error.remedy(),
         }
     }
 }

@@ -15,10 +15,9 @@ use firn_gpu::{DeviceNode, NodeType};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-#[cfg(test)]
-pub(crate) use self::privileges::CAPABILITIES;
-pub(crate) use self::privileges::capability;
-use crate::{ask, atomic, gpu_path};
+pub use self::privileges::{CAPABILITIES, capability};
+use crate::{device_class, gpu_request};
+use firn_host::{Problem, Remedy, atomic_file, remedy};
 
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
@@ -52,24 +51,23 @@ pub enum SpecError {
     Write { path: PathBuf, source: io::Error },
 }
 
-impl SpecError {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
+impl Problem for SpecError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Read { .. } => "FIRN-SPEC-UNREADABLE",
+            Self::Read { .. } => remedy(
+                "FIRN-SPEC-UNREADABLE",
+                "check that the bundle exists and is readable for root",
+            ),
             Self::TooLarge { .. } | Self::Json { .. } | Self::NotAnObject { .. } | Self::Malformed { .. } => {
-                "FIRN-SPEC-INVALID"
+                remedy(
+                    "FIRN-SPEC-INVALID",
+                    "create the container again with a valid spec",
+                )
             }
-            Self::Write { .. } => "FIRN-SPEC-UNWRITABLE",
-        }
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => "check that the bundle exists and is readable for root",
-            Self::Write { .. } => "check that the bundle's file system is writable and not full",
-            _ => "create the container anew with a valid spec",
+            Self::Write { .. } => remedy(
+                "FIRN-SPEC-UNWRITABLE",
+                "check that the bundle's file system is writable and not full",
+            ),
         }
     }
 }
@@ -135,7 +133,7 @@ impl SpecMount {
 
 impl DeviceRule {
     /// Whether the rule speaks about this device and others too.
-    pub(crate) fn is_wildcard(&self) -> bool {
+    pub fn is_wildcard(&self) -> bool {
         let all = |number: Option<i64>| number.is_none_or(|n| n < 0);
         let typed = matches!(self.kind.as_deref(), Some("b" | "c"));
         !typed || all(self.major) || all(self.minor)
@@ -152,7 +150,7 @@ impl DeviceRule {
     }
 
     /// Whether these rules, in order, let the device be opened for reading or writing.
-    pub(crate) fn open(rules: &[Self], node: &DeviceNode) -> bool {
+    pub fn open(rules: &[Self], node: &DeviceNode) -> bool {
         let mut open = (false, false);
         for rule in rules.iter().filter(|rule| rule.covers(node)) {
             let (reads, writes) = (rule.access.contains('r'), rule.access.contains('w'));
@@ -165,7 +163,7 @@ impl DeviceRule {
     }
 
     /// Whether the rule speaks about this device alone.
-    pub(crate) fn is_exactly(&self, node: &DeviceNode) -> bool {
+    pub fn is_exactly(&self, node: &DeviceNode) -> bool {
         !self.is_wildcard() && self.covers(node)
     }
 
@@ -214,7 +212,7 @@ impl Spec {
             .map_or(0o600, |meta| meta.permissions().mode() & 0o777);
         serde_json::to_vec(&self.value)
             .map_err(io::Error::from)
-            .and_then(|bytes| atomic::write(bundle, names::BUNDLE_SPEC, &bytes, mode))
+            .and_then(|bytes| atomic_file::write(bundle, names::BUNDLE_SPEC, &bytes, mode))
             .map_err(|source| SpecError::Write { path, source })
     }
 
@@ -224,7 +222,7 @@ impl Spec {
         let devices = self.array("/linux/devices").iter();
         let by_node = devices
             .filter_map(|d| d["path"].as_str())
-            .any(|path| gpu_path::is_nvidia(Path::new(path)));
+            .any(|path| device_class::is_nvidia(Path::new(path)));
         by_node || self.gpu_hooks().next().is_some()
     }
 
@@ -239,8 +237,8 @@ impl Spec {
         let devices = self.array("/linux/devices").iter();
         let mut nodes = devices
             .filter_map(|d| d["path"].as_str())
-            .filter(|p| gpu_path::is_nvidia(Path::new(p)));
-        nodes.next().is_none() && self.gpu_hooks().next().is_some() || ask::hook_has_names(self)
+            .filter(|p| device_class::is_nvidia(Path::new(p)));
+        nodes.next().is_none() && self.gpu_hooks().next().is_some() || gpu_request::hook_has_names(self)
     }
 
     fn gpu_hooks(&self) -> impl Iterator<Item = &Value> {
@@ -248,7 +246,7 @@ impl Spec {
         early
             .into_iter()
             .flat_map(|kind| self.array(kind))
-            .filter(|hook| gpu_path::is_nvidia_hook(hook))
+            .filter(|hook| device_class::is_nvidia_hook(hook))
     }
 
     /// Value of an annotation.
@@ -256,7 +254,7 @@ impl Spec {
         self.annotations()?.get(key)?.as_str()
     }
 
-    pub(crate) fn annotations(&self) -> Option<&Map<String, Value>> {
+    pub fn annotations(&self) -> Option<&Map<String, Value>> {
         self.value.get("annotations")?.as_object()
     }
 
@@ -345,13 +343,12 @@ impl Spec {
     }
 
     /// The JSON as it stands.
-    #[cfg(any(test, fuzzing))]
-    pub(crate) fn value(&self) -> &Value {
+    pub fn value(&self) -> &Value {
         &self.value
     }
 
     /// Array at a JSON pointer; empty when there is none.
-    pub(crate) fn array(&self, pointer: &str) -> &[Value] {
+    pub fn array(&self, pointer: &str) -> &[Value] {
         self.value
             .pointer(pointer)
             .and_then(Value::as_array)
@@ -359,7 +356,7 @@ impl Spec {
     }
 
     /// Object at the path of keys, made where it is missing.
-    pub(crate) fn object_mut(
+    pub fn object_mut(
         &mut self,
         keys: &[&str],
         part: &'static str,
@@ -400,7 +397,7 @@ impl From<Value> for Spec {
 }
 
 /// Reads an entry of `linux.devices`; a fifo has no numbers and is left out.
-pub(crate) fn parse_device(entry: &Value) -> Result<Option<SpecDevice>, SpecError> {
+pub fn parse_device(entry: &Value) -> Result<Option<SpecDevice>, SpecError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
     struct Raw {

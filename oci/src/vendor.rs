@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use crate::Spec;
-use crate::gpu_path::{GpuPath, classify};
+use crate::device_class::{GpuPath, classify};
 
 /// What a node opens that no NVIDIA driver is behind, or not only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

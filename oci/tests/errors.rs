@@ -3,7 +3,20 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-const CRATES: [&str; 7] = ["config", "gpu", "oci", "cdi", "hooks", "cli", "shim"];
+const CRATES: [&str; 12] = [
+    "config",
+    "host",
+    "gpu",
+    "oci",
+    "image",
+    "remap",
+    "preflight",
+    "worker",
+    "cdi",
+    "hooks",
+    "cli",
+    "shim",
+];
 
 /// Every `FIRN-...` code in a text.
 fn codes(text: &str, found: &mut BTreeSet<String>) {

@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, Toolkit, find_program, names};
+use firn_host::Problem;
 use firn_oci::{Ask, Form, Request, Rules, Spec, SpecError, asks_for_more};
 use serde::Deserialize;
 

@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
+use firn_host::{Problem, Remedy, remedy};
 use serde::{Deserialize, Serialize};
 
 use crate::blocking::blocking;
@@ -230,17 +231,12 @@ pub(crate) struct JournalError {
     source: io::Error,
 }
 
-impl JournalError {
-    /// The code that users see.
-    #[expect(clippy::unused_self, reason = "as all errors with a code")]
-    pub(crate) fn code(&self) -> &'static str {
-        "FIRN-JOURNAL"
-    }
-
-    /// What the operator can do.
-    #[expect(clippy::unused_self, reason = "as all errors with a hint")]
-    pub(crate) fn hint(&self) -> &'static str {
-        "see that containerd's state directory is writable and not full"
+impl Problem for JournalError {
+    fn remedy(&self) -> Remedy<'_> {
+        remedy(
+            "FIRN-JOURNAL",
+            "see that containerd's state directory is writable and not full",
+        )
     }
 }
 

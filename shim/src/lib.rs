@@ -33,7 +33,7 @@ mod sys;
 mod task;
 mod worker;
 
-use firn_oci::procfs;
+use firn_host::procfs;
 
 pub use actions::{ActionError, run};
 pub use logger::Chain;

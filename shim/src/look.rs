@@ -5,7 +5,7 @@
 //! answer from standard output, within a deadline and unless the container is to end. What does not end is killed; in state D it
 //! is left to the reaper, and the shim goes on. Memory that a hostile /proc costs is that process's, not the shim's.
 //!
-//! What is looked at is bounded where it is read ([`firn_gpu::procfile`]), what is answered here ([`child`]).
+//! What is looked at is bounded where it is read ([`firn_host::bounded`]), what is answered here ([`child`]).
 
 mod child;
 
@@ -13,7 +13,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use firn_oci::manifest::RequiredMount;
+use firn_host::{Problem, ProblemReport, Remedy, remedy};
+use firn_oci::mounts::RequiredMount;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +36,6 @@ pub(crate) enum Request {
         pids: Vec<i32>,
         cuda: Vec<i32>,
         policy: Policy,
-        job: Option<PathBuf>,
     },
     /// Refusals by what lies around the processes: room for what a checkpoint makes, mounts, standard streams. Answer: `()`.
     Surroundings {
@@ -48,7 +48,7 @@ pub(crate) enum Request {
         /// Whose spec tells which mounts are the container's.
         bundle: PathBuf,
     },
-    /// What processes have open of GPUs that are not NVIDIA's. Answer: [`Others`](firn_oci::surroundings::Others).
+    /// What processes have open of GPUs that are not NVIDIA's. Answer: [`Others`](firn_preflight::environment::Others).
     Vendors { pids: Vec<i32>, nvidia: bool },
     /// Which of these places processes have in use. Answer: `Option<Vec<bool>>`, none where it cannot be seen.
     InUse { pids: Vec<i32>, places: Vec<PathBuf> },
@@ -88,20 +88,11 @@ pub(crate) struct LeftOut {
     pub count: usize,
 }
 
-/// Why what was looked at refuses what was to be done, as users see it.
-#[derive(Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
-#[error("{message}")]
-pub(crate) struct Refused {
-    pub code: String,
-    pub message: String,
-    pub hint: String,
-}
-
 /// A look that refuses, or that there was none.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LookError {
-    #[error(transparent)]
-    Refused(Refused),
+    #[error("{}", .0.message)]
+    Refused(ProblemReport),
     #[error("cannot see {subject} within {} s{}", limit.as_secs_f32(), at(last))]
     Late {
         subject: &'static str,
@@ -134,28 +125,18 @@ fn at(last: &str) -> String {
     }
 }
 
-impl LookError {
-    /// The code that users see.
-    pub(crate) fn code(&self) -> &str {
+impl Problem for LookError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Refused(refused) => &refused.code,
-            Self::Late { .. } => "FIRN-LOOK-TIMEOUT",
-            Self::Killed => "FIRN-ENDED",
-            Self::Failed { .. } | Self::Run { .. } | Self::Answer { .. } => "FIRN-PROC",
-        }
-    }
-
-    /// What the operator can do.
-    pub(crate) fn hint(&self) -> &str {
-        match self {
-            Self::Refused(refused) => &refused.hint,
-            Self::Late { .. } => {
+            Self::Refused(problem) => problem.remedy(),
+            Self::Late { .. } => remedy(
+                "FIRN-LOOK-TIMEOUT",
                 "see whether a file system of the container, of its mounts or of the image does not answer (dmesg, state D), or raise \
-                 look under [deadlines] in the configuration"
-            }
-            Self::Killed => "start it anew, or restore an earlier checkpoint",
+                 look under [deadlines] in the configuration",
+            ),
+            Self::Killed => remedy("FIRN-ENDED", "start it anew, or restore an earlier checkpoint"),
             Self::Failed { .. } | Self::Run { .. } | Self::Answer { .. } => {
-                "try again; report it with containerd's log"
+                remedy("FIRN-PROC", "try again; report it with containerd's log")
             }
         }
     }
@@ -200,7 +181,7 @@ async fn ask<T: DeserializeOwned>(
         }
         Err(source) => return Err(LookError::Run { subject, source }),
     };
-    let answer: Result<T, Refused> = serde_json::from_slice(&output.stdout).map_err(not_understood)?;
+    let answer: Result<T, ProblemReport> = serde_json::from_slice(&output.stdout).map_err(not_understood)?;
     answer.map_err(LookError::Refused)
 }
 

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use command_fds::{CommandFdExt, FdMapping};
 use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
 use firn_gpu::{CudaState, GpuPair, GpuUuid, Inventory};
+use firn_host::{Problem, Remedy, remedy};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
@@ -96,21 +97,6 @@ pub(crate) enum GpuError {
 }
 
 impl GpuError {
-    /// The code that users see.
-    pub(crate) fn code(&self) -> &'static str {
-        match self {
-            Self::Start { .. } | Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => "FIRN-WORKER",
-            Self::Deadline { .. } | Self::Stuck { .. } => "FIRN-GPU-TIMEOUT",
-            Self::NoMemory { .. } => "FIRN-GPU-OCCUPIED",
-            Self::Refused { .. } => "FIRN-DRIVER-MISSING",
-            Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
-                "FIRN-GPU-UNSUPPORTED"
-            }
-            Self::Process { .. } => "FIRN-GPU-DRIVER",
-            Self::State { .. } => "FIRN-GPU-STATE",
-        }
-    }
-
     /// Whether a call took too long: cut off here, or given up by the driver.
     fn is_late(&self) -> bool {
         match self {
@@ -132,29 +118,44 @@ impl GpuError {
             _ => false,
         }
     }
+}
 
-    /// What the operator can do.
-    pub(crate) fn hint(&self) -> &str {
+impl Problem for GpuError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Start { .. } => {
-                "install firn-gpu beside the shim, or name it under [worker] in the configuration"
-            }
-            Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => {
-                "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it"
-            }
-            Self::Deadline { .. } => "raise the phase's time under [deadlines] in the configuration",
-            Self::Stuck { .. } => {
-                "the driver hangs in the kernel (state D): dmesg may hold the reason; worker-end under [deadlines] bounds the wait"
-            }
-            Self::NoMemory { .. } => {
-                "end what uses that GPU, which nvidia-smi lists; then resume the container"
-            }
-            Self::Refused { hint, .. } => hint,
-            Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => {
-                "the process uses what this driver cannot checkpoint or restore: managed memory, or memory shared with others"
-            }
-            Self::Process { .. } => "the kernel log (dmesg) may hold the driver's reason",
-            Self::State { .. } => "see whether another tool works on the same process",
+            Self::Start { .. } => remedy(
+                "FIRN-WORKER",
+                "install firn-gpu beside the shim, or name it under [worker] in the configuration",
+            ),
+            Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => remedy(
+                "FIRN-WORKER",
+                "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it",
+            ),
+            Self::Deadline { .. } => remedy(
+                "FIRN-GPU-TIMEOUT",
+                "raise the phase's time under [deadlines] in the configuration",
+            ),
+            Self::Stuck { .. } => remedy(
+                "FIRN-GPU-TIMEOUT",
+                "the driver hangs in the kernel (state D): dmesg may hold the reason; worker-end under [deadlines] bounds the wait",
+            ),
+            Self::NoMemory { .. } => remedy(
+                "FIRN-GPU-OCCUPIED",
+                "end what uses that GPU, which nvidia-smi lists; then resume the container",
+            ),
+            Self::Refused { hint, .. } => remedy("FIRN-DRIVER-MISSING", hint),
+            Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => remedy(
+                "FIRN-GPU-UNSUPPORTED",
+                "the process uses what this driver cannot checkpoint or restore: managed memory, or memory shared with others",
+            ),
+            Self::Process { .. } => remedy(
+                "FIRN-GPU-DRIVER",
+                "the kernel log (dmesg) may hold the driver's reason",
+            ),
+            Self::State { .. } => remedy(
+                "FIRN-GPU-STATE",
+                "see whether another tool works on the same process",
+            ),
         }
     }
 }
@@ -179,8 +180,6 @@ pub(crate) struct Gpu {
     end: Duration,
     /// Learns the worker's pid.
     journal: Option<Journal>,
-    /// The file of the launch job that it works on.
-    job: Option<PathBuf>,
 }
 
 struct Worker {
@@ -199,13 +198,7 @@ impl Gpu {
             dying: None,
             end,
             journal: None,
-            job: None,
         }
-    }
-
-    /// Works on the processes of the launch job with this file, one after the other.
-    pub(crate) fn for_job(self, job: Option<PathBuf>) -> Self {
-        Self { job, ..self }
     }
 
     /// Has the pids of its workers noted in a transaction's journal.
@@ -437,7 +430,7 @@ impl Gpu {
 
     fn worker(&mut self) -> Result<&mut Worker, GpuError> {
         if self.worker.is_none() {
-            self.worker = Some(Worker::start(&self.program, self.job.as_deref(), &self.reaper)?);
+            self.worker = Some(Worker::start(&self.program, &self.reaper)?);
         }
         self.worker.as_mut().ok_or(GpuError::Died { op: "start" })
     }
@@ -466,7 +459,7 @@ impl Gpu {
 }
 
 impl Worker {
-    fn start(program: &Path, job: Option<&Path>, reaper: &Reaper) -> Result<Self, GpuError> {
+    fn start(program: &Path, reaper: &Reaper) -> Result<Self, GpuError> {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
         ours.set_nonblocking(true)?;
         let mut command = Command::new(program);
@@ -476,9 +469,6 @@ impl Worker {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .env_clear();
-        if let Some(job) = job {
-            command.arg("--job").arg(job);
-        }
         for name in ["PATH", "LD_LIBRARY_PATH"] {
             if let Some(value) = std::env::var_os(name) {
                 command.env(name, value);

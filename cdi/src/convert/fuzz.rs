@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use firn_config::{Config, Conversion, Create, Toolkit};
+use firn_host::Problem;
 use firn_oci::{Rules, Spec};
 use serde_json::{Value, json};
 
@@ -60,7 +61,7 @@ pub fn gpu_requests(bytes: &[u8]) {
 }
 
 /// Converts a pod's container, which is not privileged. Whether it was given anything, or the code of its refusal.
-pub(crate) fn check(case: Case) -> Option<Result<bool, &'static str>> {
+pub(crate) fn check(case: Case) -> Option<Result<bool, String>> {
     let Case {
         mut spec,
         files,
@@ -91,7 +92,7 @@ pub(crate) fn check(case: Case) -> Option<Result<bool, &'static str>> {
     let converted = convert_by(Spec::from(spec), &config, &rules, false, || Registry::of(files));
     let converted = match converted {
         Ok(converted) => converted,
-        Err(error) => return Some(Err(error.code())),
+        Err(error) => return Some(Err(error.code().to_owned())),
     };
     let (names, after) = (converted.names, converted.spec.into_value());
     if names.is_empty() || !lets {

@@ -550,8 +550,8 @@ fn names_never_give_more_than_the_operator_grants() {
     for all in [
         (false, Ok(true)),
         (true, Ok(true)),
-        (false, Err("FIRN-CDI-KIND")),
-        (true, Err("FIRN-CDI-GRANT")),
+        (false, Err("FIRN-CDI-KIND".to_owned())),
+        (true, Err("FIRN-CDI-GRANT".to_owned())),
     ] {
         assert!(
             seen.get(&all).is_some_and(|times| *times > 20),

@@ -1,6 +1,7 @@
 use std::path::PathBuf;
 
 use super::*;
+use firn_host::Problem;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))

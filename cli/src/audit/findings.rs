@@ -1,19 +1,22 @@
 //! The signals of an audit: what was looked for, where, what was found, and whether it refuses a checkpoint or restore.
 
 use firn_config::Config;
-use firn_gpu::plan::{Plan, PlanError};
-use firn_gpu::preflight::{self, Finding, Owner, Refusal, Sign};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Gpu, Inventory};
-use firn_oci::procfs::comm;
-use firn_oci::surroundings::{self, Others, Refusal as Refused, exec_policy};
-use firn_oci::{Ask, GrantError, Rules, Spec, criu};
+use firn_host::procfs::comm;
+use firn_oci::{Ask, Rules, Spec, criu_config};
+use firn_preflight::environment;
+use firn_preflight::environment::{Others, Refusal as Refused, exec_policy};
+use firn_preflight::process as preflight;
+use firn_preflight::process::{Finding, Owner, Refusal, Sign};
+use firn_remap::GrantError;
+use firn_remap::plan::{Plan, PlanError};
 use serde::Serialize;
 
 use super::subject::Subject;
 use super::{Verdict, shown};
-use crate::failure::Failure;
 use crate::text;
+use firn_host::{Problem, ProblemLine, ProblemReport};
 
 /// How sure it is that what is looked for is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -33,7 +36,7 @@ pub struct Signal {
     /// What told it.
     pub source: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub failure: Option<Failure>,
+    pub failure: Option<ProblemReport>,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub detail: String,
 }
@@ -67,19 +70,12 @@ const KINDS: [(&str, &str); 7] = [
     ),
 ];
 
-/// Said of what only a driver's launch job makes possible.
-const JOB: &str = "several CUDA processes of one launch job, which may share memory by cudaIpc alone; that the driver gives it \
-                   back is documented and was not tried";
-
 /// Of signs and of what they refuse.
 fn kind(sign: &Sign) -> usize {
     match sign {
         Sign::ManagedMemory { .. } => 0,
         Sign::Mps { .. } => 1,
-        Sign::Nccl { .. }
-        | Sign::SharingLibrary { .. }
-        | Sign::LaunchJob { .. }
-        | Sign::MultipleCudaProcesses { .. } => 2,
+        Sign::Nccl { .. } | Sign::SharingLibrary { .. } | Sign::MultipleCudaProcesses { .. } => 2,
         Sign::Imex { .. } => 3,
         Sign::Rdma { .. } => 4,
         Sign::IoUring => 5,
@@ -91,11 +87,7 @@ fn kind_refused(refusal: &Refusal) -> usize {
     match refusal {
         Refusal::ManagedMemory { .. } => 0,
         Refusal::Mps { .. } => 1,
-        Refusal::Nccl { .. }
-        | Refusal::NcclInJob { .. }
-        | Refusal::OutsideJob { .. }
-        | Refusal::SharingLibrary { .. }
-        | Refusal::Ipc { .. } => 2,
+        Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => 2,
         Refusal::Imex { .. } => 3,
         Refusal::Rdma { .. } => 4,
         Refusal::IoUring { .. } => 5,
@@ -119,7 +111,7 @@ impl Signals {
         }
     }
 
-    fn add(&mut self, signal: &'static str, source: &'static str, failure: Option<Failure>) {
+    fn add(&mut self, signal: &'static str, source: &'static str, failure: Option<ProblemReport>) {
         self.all.push(Signal {
             signal,
             certainty: if failure.is_some() {
@@ -135,7 +127,7 @@ impl Signals {
     }
 
     /// What the shim's transaction would see.
-    pub fn of_preflight(&mut self, findings: &[Finding], refusals: &[Refusal], owner: Owner<'_>) {
+    pub fn of_preflight(&mut self, findings: &[Finding], refusals: &[Refusal], owner: Owner) {
         let several = (findings.iter()).any(|f| matches!(f.sign, Sign::MultipleCudaProcesses { .. }));
         for (at, (signal, source)) in KINDS.into_iter().enumerate() {
             let seen: Vec<&Finding> = findings.iter().filter(|f| kind(&f.sign) == at).collect();
@@ -144,7 +136,6 @@ impl Signals {
             // That memory is shared is never seen, only what may share it; and the driver takes what its owner answers for.
             let certainty = match (at, refusal.is_some()) {
                 (2, true) | (3, true) => Certainty::Suspected,
-                (2, false) if several && owner.job.is_some() => Certainty::Suspected,
                 (2, false) => Certainty::None,
                 (3, false) if owner.shares_nothing => Certainty::None,
                 _ if seen.is_empty() => Certainty::None,
@@ -152,7 +143,6 @@ impl Signals {
                 _ => Certainty::Suspected,
             };
             let detail = match at {
-                2 if several && refusal.is_none() && owner.job.is_some() => JOB.to_owned(),
                 2 if several && refusal.is_none() => "several CUDA processes, which share none".to_owned(),
                 2 => String::new(),
                 _ if refusal.is_some() => String::new(),
@@ -163,14 +153,14 @@ impl Signals {
                 certainty,
                 refused: refusal.is_some(),
                 source,
-                failure: refusal.map(|refusal| Failure::new(refusal.code(), refusal.hint(), refusal)),
+                failure: refusal.map(|refusal| refusal.report()),
                 detail,
             });
         }
     }
 
     pub fn of_driver(&mut self, inventory: &Inventory) {
-        let failure = refused(surroundings::by_driver(inventory));
+        let failure = refused(environment::by_driver(inventory));
         self.add("driver_without_checkpoint", "libcuda's symbols", failure);
     }
 
@@ -179,13 +169,13 @@ impl Signals {
         let of_cuda = known.iter().filter(|process| process.restore_tid.is_some());
         let cuda: Vec<i32> = of_cuda.map(|process| process.pid).collect();
         let exec = exec_policy(subject.spec.as_ref(), config);
-        let failure = refused(surroundings::by_outside(&subject.outside, &cuda, exec));
+        let failure = refused(environment::by_outside(&subject.outside, &cuda, exec));
         self.add("processes_of_exec", "/proc/PID/status", failure);
     }
 
     /// Create has left the hook as it was; what it would do with it now tells why, or that it has to be done anew.
     pub fn of_hook(&mut self, spec: &Spec, config: &Config) {
-        let failure = refused(surroundings::by_hook(spec));
+        let failure = refused(environment::by_hook(spec));
         let detail = failure.as_ref().map(|_| created_anew(spec, config));
         self.add("gpus_from_a_hook", "config.json of the bundle", failure);
         if let (Some(signal), Some(detail)) = (self.all.last_mut(), detail) {
@@ -194,14 +184,12 @@ impl Signals {
     }
 
     pub fn of_grant(&mut self, grant: Result<(), GrantError>) {
-        let failure = grant
-            .err()
-            .map(|error| Failure::new(error.code(), error.hint(), &error));
+        let failure = grant.err().map(ProblemReport::from);
         self.add("unknown_gpus", "config.json of the bundle", failure);
     }
 
     pub fn of_gpus(&mut self, gpus: &[Gpu]) {
-        self.add("mig", "NVML", refused(surroundings::by_mig(gpus)));
+        self.add("mig", "NVML", refused(environment::by_mig(gpus)));
     }
 
     /// Room for what a checkpoint makes.
@@ -234,10 +222,11 @@ impl Signals {
 
     /// GPUs that are not NVIDIA's, and what CRIU needs for AMD's.
     pub fn of_vendors(&mut self, found: Result<Others, Refused>, config: &Config) {
-        let plugin = || criu::amd_plugin(config.criu.amdgpu_plugin.as_deref(), &criu::PLUGIN_DIRS).err();
+        let plugin =
+            || criu_config::amd_plugin(config.criu.amdgpu_plugin.as_deref(), &criu_config::PLUGIN_DIRS).err();
         let plugin = matches!(found, Ok(Others::Amd)).then(plugin).flatten();
         self.add("gpus_of_other_vendors", "/proc/PID/fd", refused(found));
-        let failure = plugin.map(|error| Failure::new(error.code(), error.hint(), &error));
+        let failure = plugin.map(ProblemReport::from);
         self.add("amd_gpus_without_plugin", "CRIU's plugin directories", failure);
     }
 
@@ -258,28 +247,24 @@ impl Signals {
                 Some(shown(&plan))
             }
             Err(error) => {
-                self.add(
-                    NAME,
-                    SOURCE,
-                    Some(Failure::new(error.code(), error.hint(), &error)),
-                );
+                self.add(NAME, SOURCE, Some(error.report()));
                 None
             }
         }
     }
 
     /// What is named is no workload.
-    pub fn of_subject(&mut self, failure: Failure) {
+    pub fn of_subject(&mut self, failure: ProblemReport) {
         self.add("no_workload", "/proc/PID/stat", Some(failure));
     }
 
     /// A checkpoint or restore of the container that has not ended.
-    pub fn of_transaction(&mut self, failure: Option<Failure>) {
+    pub fn of_transaction(&mut self, failure: Option<ProblemReport>) {
         self.add("unfinished_transaction", "firn-journal of the bundle", failure);
     }
 
     /// Whether an image is whole.
-    pub fn of_image(&mut self, failure: Option<Failure>, has_manifest: bool) {
+    pub fn of_image(&mut self, failure: Option<ProblemReport>, has_manifest: bool) {
         let none = failure.is_none() && !has_manifest;
         self.add(
             "damaged_image",
@@ -297,7 +282,7 @@ impl Signals {
 fn created_anew(spec: &Spec, config: &Config) -> String {
     let rules = match Rules::of(spec, None) {
         Ok(rules) => rules,
-        Err(error) => return format!("created anew it would be refused: {}", Failure::from(error)),
+        Err(error) => return format!("created anew it would be refused: {}", ProblemLine(&error)),
     };
     let Ask::Request(request) = Ask::of(spec, &rules) else {
         return "its hook names no devices".to_owned();
@@ -310,16 +295,16 @@ fn created_anew(spec: &Spec, config: &Config) -> String {
             let names: Vec<String> = converted.names.iter().map(ToString::to_string).collect();
             format!("created anew it would get CDI devices {}", names.join(", "))
         }
-        Err(error) => format!("created anew it would not be converted: {}", Failure::from(error)),
+        Err(error) => format!("created anew it would not be converted: {}", ProblemLine(&error)),
     }
 }
 
-fn refused<T>(found: Result<T, Refused>) -> Option<Failure> {
+fn refused<T>(found: Result<T, Refused>) -> Option<ProblemReport> {
     found.err().as_ref().map(of_refused)
 }
 
-fn of_refused(refusal: &Refused) -> Failure {
-    Failure::new(refusal.code(), refusal.hint(), refusal)
+fn of_refused(refusal: &Refused) -> ProblemReport {
+    refusal.report()
 }
 
 /// What a sign shows, for one that refuses nothing.
@@ -335,7 +320,7 @@ fn described(finding: &Finding) -> String {
         Sign::Mps { directory } => format!("pipes of an MPS daemon may be used: {}", directory.display()),
         Sign::LeakedGpu { file } => format!("{file} is open, and the driver knows no CUDA there"),
         Sign::Rdma { file } | Sign::Imex { file } | Sign::SharingLibrary { file } => file.clone(),
-        Sign::IoUring | Sign::Nccl { .. } | Sign::LaunchJob { .. } | Sign::MultipleCudaProcesses { .. } => {
+        Sign::IoUring | Sign::Nccl { .. } | Sign::MultipleCudaProcesses { .. } => {
             return String::new();
         }
     };

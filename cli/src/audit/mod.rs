@@ -1,7 +1,7 @@
 //! `firn audit`: whether a workload can be checkpointed here, and restored here or there, before anything is stopped.
 //!
-//! The signs and what is refused for them are those of the shim's transaction ([`firn_gpu::preflight`],
-//! [`firn_oci::surroundings`]). Nothing is touched:
+//! The signs and what is refused for them are those of the shim's transaction ([`firn_preflight::process`],
+//! [`firn_preflight::environment`]). Nothing is touched:
 //! files of /proc and of the bundle are read, and the driver is asked which processes it knows.
 
 mod estimate;
@@ -12,20 +12,25 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use firn_config::{Config, names};
-use firn_gpu::plan::{self, Demand, Plan, Policy};
-use firn_gpu::preflight::{self, Owner};
-use firn_gpu::{Gpu, Inventory};
-use firn_oci::surroundings::{self, Known, MemoryLimit, Needs};
-use firn_oci::{Grant, Spec, job, nccl, procfs};
+use firn_gpu::{Gpu, Inventory, SourceGpu};
+use firn_host::procfs;
+use firn_oci::{Spec, nccl};
+use firn_preflight::environment;
+use firn_preflight::environment::{Known, MemoryLimit, Needs};
+use firn_preflight::process as preflight;
+use firn_preflight::process::Owner;
+use firn_remap::Grant;
+use firn_remap::plan;
+use firn_remap::plan::{Demand, Plan, Policy};
 use serde::Serialize;
 use serde_json::json;
 
 use crate::args::AuditArgs;
-use crate::failure::Failure;
 use crate::output::{self, line};
 use crate::{image, program, text};
 use estimate::Estimate;
 use findings::{Certainty, Signal, Signals};
+use firn_host::ProblemReport;
 use subject::Subject;
 
 /// What the audit comes to.
@@ -96,7 +101,7 @@ impl Report {
 /// The verdict, after it has been printed.
 pub fn run(args: &AuditArgs) -> Result<Verdict> {
     let config = Config::load()
-        .map_err(Failure::from)
+        .map_err(ProblemReport::from)
         .map_err(|failure| anyhow::anyhow!("{failure}"))?;
     let report = match image_dir(&args.subject) {
         Some(dir) => of_image(&dir, args, &config)?,
@@ -153,11 +158,8 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
         .map(|process| process.pid)
         .collect();
 
-    let job = (subject.spec.as_ref().zip(subject.bundle.as_ref()))
-        .and_then(|(spec, bundle)| job::of_bundle(spec, bundle));
     let owner = Owner {
-        shares_nothing: subject.spec.as_ref().is_some_and(job::shares_nothing),
-        job: job.as_ref().map(|job| &*job.file),
+        shares_nothing: subject.spec.as_ref().is_some_and(preflight::shares_nothing),
     };
     let looked_at = preflight::Subject {
         dumped: &subject.tree,
@@ -174,12 +176,12 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     signals.of_gpus(&gpus);
     if subject.spec.as_ref().is_none_or(Spec::has_other_gpus) {
         let nvidia = subject.spec.is_some() || !cuda.is_empty();
-        signals.of_vendors(surroundings::by_vendor(&everything, nvidia), config);
+        signals.of_vendors(environment::by_vendor(&everything, nvidia), config);
     }
     if let Some(spec) = &subject.spec {
         let known = Known::of(spec).context("cannot use the container's spec")?;
-        let mounts = surroundings::by_mounts(subject.init, &known);
-        signals.of_outside(mounts, surroundings::by_stdio(subject.init, &subject.tree));
+        let mounts = environment::by_mounts(subject.init, &known);
+        signals.of_outside(mounts, environment::by_stdio(subject.init, &subject.tree));
     }
 
     let bytes_of = |pid: i32| known.iter().find(|process| process.pid == pid)?.gpu_bytes;
@@ -205,9 +207,9 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     let image_dir = args.image_dir.clone().unwrap_or_else(std::env::temp_dir);
     let work = subject.bundle.as_deref().unwrap_or(&image_dir);
     let limit = MemoryLimit::of(&cuda).context("cannot read the memory limits of the container")?;
-    signals.of_room(&surroundings::by_room(needs, limit, &image_dir, work));
+    signals.of_room(&environment::by_room(needs, limit, &image_dir, work));
 
-    let sources: Vec<plan::SourceGpu> = gpus.iter().map(Into::into).collect();
+    let sources: Vec<SourceGpu> = gpus.iter().map(Into::into).collect();
     let plan = match (&args.target, sources.is_empty()) {
         (Some(target), false) => {
             let target = program::read_inventory(target)?;
@@ -234,7 +236,7 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
 /// A container that has none of NVIDIA's GPUs: the shim leaves all but those of other vendors to CRIU.
 fn without_nvidia(subject: Subject, everything: &[i32], config: &Config, mut signals: Signals) -> Report {
     if subject.spec.as_ref().is_some_and(Spec::has_other_gpus) {
-        signals.of_vendors(surroundings::by_vendor(everything, false), config);
+        signals.of_vendors(environment::by_vendor(everything, false), config);
     }
     let image_bytes = Needs::of(&subject.tree, 0).image();
     Report {
@@ -270,7 +272,7 @@ fn granted(subject: &Subject, inventory: &Inventory, config: &Config, signals: &
 
 /// Whether the GPUs find a place on a node, whichever of its GPUs they are granted.
 fn onto(
-    (source, topology, driver): (&[plan::SourceGpu], &firn_gpu::Topology, &str),
+    (source, topology, driver): (&[SourceGpu], &firn_gpu::Topology, &str),
     target: &Inventory,
 ) -> Result<Plan, plan::PlanError> {
     let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();

@@ -7,11 +7,12 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use firn_oci::surroundings::Tree;
-use firn_oci::{Spec, open_regular, procfs};
+use firn_host::{open_regular, procfs};
+use firn_oci::Spec;
+use firn_preflight::environment::Tree;
 use serde_json::Value;
 
-use crate::failure::Failure;
+use firn_host::ProblemReport;
 
 /// Where containerd's shims have their bundles, below its state directory: NAMESPACE/ID.
 const BUNDLES: &str = "io.containerd.runtime.v2.task";
@@ -38,7 +39,7 @@ const MAX_JOURNAL: u64 = 1 << 20;
 
 impl Subject {
     /// Why no checkpoint of this process can be begun, whatever it has open.
-    pub fn unfit(&self) -> Option<Failure> {
+    pub fn unfit(&self) -> Option<ProblemReport> {
         const HINT: &str = "name a process of a workload, or the id of a container";
         let own = i32::try_from(std::process::id()).unwrap_or_default();
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.init)).unwrap_or_default();
@@ -56,15 +57,15 @@ impl Subject {
             _ => return None,
         };
         let message = format!("process {} {what}", self.init);
-        Some(Failure {
-            code: "FIRN-SUBJECT",
+        Some(ProblemReport {
+            code: "FIRN-SUBJECT".to_owned(),
             message,
-            hint: HINT,
+            hint: HINT.to_owned(),
         })
     }
 
     /// What a checkpoint or restore that is under way, or has not ended well, keeps another from.
-    pub fn under_way(&self) -> io::Result<Option<Failure>> {
+    pub fn under_way(&self) -> io::Result<Option<ProblemReport>> {
         let Some(bundle) = &self.bundle else {
             return Ok(None);
         };
@@ -134,7 +135,7 @@ impl Subject {
 }
 
 /// What the lines of a journal come to.
-fn told_by(journal: &str) -> Option<Failure> {
+fn told_by(journal: &str) -> Option<ProblemReport> {
     let lines = journal.lines().map(serde_json::from_str::<Value>);
     let lines: Vec<Value> = lines.map_while(Result::ok).collect();
     let value = |event: &str, key: &str| {
@@ -143,18 +144,18 @@ fn told_by(journal: &str) -> Option<Failure> {
     };
     let operation = value("begin", "op")?;
     match value("end", "outcome").as_deref() {
-        Some("suspended" | "lost") => Some(Failure {
-            code: "FIRN-GPU-SUSPENDED",
+        Some("suspended" | "lost") => Some(ProblemReport {
+            code: "FIRN-GPU-SUSPENDED".to_owned(),
             message: "the container is frozen since a checkpoint that failed, and its GPU state could not be given back".to_owned(),
-            hint: "`ctr tasks resume` tries again; kill and delete it to give it up",
+            hint: "`ctr tasks resume` tries again; kill and delete it to give it up".to_owned(),
         }),
         Some(_) => None,
         None => {
             let phase = value("enter", "phase").map_or_else(String::new, |phase| format!(" (phase {phase})"));
-            Some(Failure {
-                code: "FIRN-BUSY",
+            Some(ProblemReport {
+                code: "FIRN-BUSY".to_owned(),
                 message: format!("a {operation} of the container is under way{phase}, or its shim was killed in it"),
-                hint: "wait until it has ended",
+                hint: "wait until it has ended".to_owned(),
             })
         }
     }

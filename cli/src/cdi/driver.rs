@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use firn_cdi::ldcache;
+use firn_host::{Problem, Remedy, remedy};
 
 /// Where distributions and the driver's own installer put libraries.
 const DIRECTORIES: [&str; 7] = [
@@ -45,15 +46,12 @@ pub struct NoDriver {
     dirs: Vec<PathBuf>,
 }
 
-impl NoDriver {
-    /// The code shown to users.
-    pub fn code(&self) -> &'static str {
-        "FIRN-DRIVER-MISSING"
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
-        "name the directory below which the driver is installed: --driver-root"
+impl Problem for NoDriver {
+    fn remedy(&self) -> Remedy<'_> {
+        remedy(
+            "FIRN-DRIVER-MISSING",
+            "name the directory below which the driver is installed: --driver-root",
+        )
     }
 }
 

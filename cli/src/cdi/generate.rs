@@ -14,9 +14,9 @@ use serde::Serialize;
 
 use super::driver::DriverFiles;
 use crate::args::{CdiFormat, CdiGenerateArgs};
-use crate::failure::Failure;
 use crate::output::{self, line, note};
 use crate::program;
+use firn_host::{Problem, ProblemReport, Remedy, remedy};
 
 /// Oldest version that has all that is used here.
 const VERSION: &str = "0.5.0";
@@ -49,33 +49,30 @@ enum InTheWay {
     Another(PathBuf),
 }
 
-impl InTheWay {
-    fn failure(&self) -> Failure {
-        Failure::new("FIRN-CDI-EXISTS", self.hint(), self)
-    }
-
-    fn hint(&self) -> &'static str {
-        match self {
+impl Problem for InTheWay {
+    fn remedy(&self) -> Remedy<'_> {
+        let hint = match self {
             Self::Foreign(_) => "write to another file, or replace this one with --force",
-            Self::Another(_) => "use that one, or remove it, or write beside it with --force",
-        }
+            Self::Another(_) => "use that one, or remove it, or write to another directory with --force",
+        };
+        remedy("FIRN-CDI-EXISTS", hint)
     }
 }
 
 /// True: it is written or shown.
 pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
-    let told = |failure: Failure| anyhow!("{failure}");
-    let config = Config::load().map_err(Failure::from).map_err(told)?;
+    let told = |failure: ProblemReport| anyhow!("{failure}");
+    let config = Config::load().map_err(ProblemReport::from).map_err(told)?;
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())
-        .map_err(Failure::from)
+        .map_err(ProblemReport::from)
         .map_err(told)?;
     let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
     if let Some(output) = output.filter(|_| !args.force) {
-        check(output, &config.create.cdi_dirs).map_err(|error| told(error.failure()))?;
+        check(output, &config.create.cdi_dirs).map_err(|error| told(error.report()))?;
     }
     let inventory = program::inventory(&config).context("cannot read the GPUs of this node")?;
     let files = DriverFiles::find(&args.driver_root, &inventory.driver_version)
-        .map_err(Failure::from)
+        .map_err(ProblemReport::from)
         .map_err(told)?;
     let document = document(&inventory, &files, &hook)?;
     let format = args
@@ -268,6 +265,6 @@ fn write(path: &Path, text: &str) -> Result<()> {
         .mode(0o755)
         .create(dir)
         .with_context(|| format!("cannot make {}", dir.display()))?;
-    firn_oci::write_file(dir, name, text.as_bytes(), 0o644)
+    firn_host::atomic_file::write(dir, name, text.as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}", path.display()))
 }

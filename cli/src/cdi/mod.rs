@@ -4,8 +4,6 @@ mod driver;
 mod generate;
 mod list;
 
-pub use driver::NoDriver;
-
 use anyhow::Result;
 
 use crate::args::CdiCommand;

@@ -10,8 +10,8 @@ use firn_config::Config;
 use serde::Serialize;
 
 use crate::args::DoctorArgs;
-use crate::failure::Failure;
 use crate::output::{self, line};
+use firn_host::Problem;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -93,7 +93,7 @@ fn configuration() -> (Check, Config) {
             config,
         ),
         Err(error) => {
-            let failure = Failure::from(error);
+            let failure = error.report();
             (
                 Check::fail(
                     NAME,

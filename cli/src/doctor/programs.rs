@@ -7,8 +7,8 @@ use std::time::Duration;
 use firn_config::{Config, find_program, names};
 
 use super::Check;
-use crate::failure::Failure;
 use crate::program::{self, Said, in_path};
+use firn_host::ProblemReport;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -113,7 +113,7 @@ fn own(name: &'static str, configured: Option<&Path>) -> Check {
     }
 }
 
-fn missing(name: &'static str, failure: Failure) -> Check {
+fn missing(name: &'static str, failure: ProblemReport) -> Check {
     Check::fail(
         name,
         format!("{}: {}", failure.code, failure.message),

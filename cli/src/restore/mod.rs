@@ -10,15 +10,15 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use firn_oci::manifest::ImageError;
+use firn_image::manifest::ImageError;
 use prost::Message;
 use serde_json::json;
 
 use crate::args::RestoreArgs;
-use crate::failure::Failure;
 use crate::output::{self, line, note};
 use crate::text;
 use containerd::{Any, CallError, Container, Containerd, CreateTask};
+use firn_host::{Problem, ProblemLine, Remedy, remedy};
 
 /// Options of runc's shims, which firn has too.
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
@@ -63,31 +63,35 @@ pub enum RestoreError {
     Call(#[from] CallError),
 }
 
-impl RestoreError {
-    /// The code shown to users. What the shim has refused has a code of its own in its text.
-    pub fn code(&self) -> &'static str {
+impl Problem for RestoreError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::NoContainer { .. } => "FIRN-NO-CONTAINER",
-            Self::HasTask { .. } => "FIRN-TASK-EXISTS",
-            Self::Kubernetes { .. } | Self::Options { .. } | Self::Afresh { .. } => "FIRN-RESTORE-CLIENT",
-            Self::Image(error) => error.code(),
-            Self::Call(_) => "FIRN-CONTAINERD",
-        }
-    }
-
-    /// What the operator can do.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::NoContainer { .. } => {
+            Self::NoContainer { .. } => remedy(
+                "FIRN-NO-CONTAINER",
                 "see `ctr containers list` and --namespace; make the container again with `ctr containers create`, with the \
-                 same image and options, and restore into that"
-            }
-            Self::HasTask { .. } => "delete it: `ctr tasks delete --force ID`; the image is not touched",
-            Self::Kubernetes { .. } => "let the kubelet restore it from a checkpoint image",
-            Self::Options { .. } => "make the container with options of runc's shim, or with none",
-            Self::Afresh { .. } => "run it with io.containerd.firn.v2, and install the shim of this version",
-            Self::Image(error) => error.hint(),
-            Self::Call(_) => "see containerd's log; --address names its socket",
+                 same image and options, and restore into that",
+            ),
+            Self::HasTask { .. } => remedy(
+                "FIRN-TASK-EXISTS",
+                "delete it: `ctr tasks delete --force ID`; the image is not touched",
+            ),
+            Self::Kubernetes { .. } => remedy(
+                "FIRN-RESTORE-CLIENT",
+                "let the kubelet restore it from a checkpoint image",
+            ),
+            Self::Options { .. } => remedy(
+                "FIRN-RESTORE-CLIENT",
+                "make the container with options of runc's shim, or with none",
+            ),
+            Self::Afresh { .. } => remedy(
+                "FIRN-RESTORE-CLIENT",
+                "run it with io.containerd.firn.v2, and install the shim of this version",
+            ),
+            Self::Image(error) => error.remedy(),
+            Self::Call(_) => remedy(
+                "FIRN-CONTAINERD",
+                "see containerd's log; --address names its socket",
+            ),
         }
     }
 }
@@ -138,7 +142,7 @@ fn shown(error: &RestoreError) -> String {
         RestoreError::Call(call @ CallError::Call { .. }) if call.to_string().contains("FIRN-") => {
             call.to_string()
         }
-        error => Failure::new(error.code(), error.hint(), error).to_string(),
+        error => ProblemLine(error).to_string(),
     }
 }
 

@@ -6,10 +6,9 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::sync::atomic::AtomicBool;
 
+use firn_gpu::SourceGpu;
 use firn_gpu::{CudaState, Inventory};
-use firn_oci::manifest::{
-    CudaProcess, DriverVersion, DumpFlags, Manifest, SourceGpu, Versions, describe_images,
-};
+use firn_image::manifest::{CudaProcess, DriverVersion, DumpFlags, Manifest, Versions, describe_images};
 use serde_json::{Value, json};
 
 /// Version of the driver of every inventory.
@@ -132,7 +131,6 @@ impl Node {
                 cuda: source.cuda_version,
             }),
             gpus: vec![SourceGpu::from(&source.gpus[0])],
-            job: None,
             processes: vec![CudaProcess {
                 pid: 7,
                 restore_tid: 9,

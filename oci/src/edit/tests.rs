@@ -1,6 +1,5 @@
 use super::*;
 use crate::fixtures::{inventory, spec};
-use crate::{Basis, Grant};
 
 fn paths(spec: &Spec) -> Vec<String> {
     spec.devices()
@@ -79,8 +78,6 @@ fn the_numbers_of_another_node_are_replaced_everywhere() {
         allowed(&after),
         ["10:229", "196:0", "196:1", "195:255", "195:2", "195:3"]
     );
-    let grant = Grant::of_spec(&after, &inventory(195, 4)).unwrap();
-    assert_eq!((grant.gpus.len(), grant.basis), (2, Basis::Nodes));
 }
 
 /// The source's GPU 1 has the numbers that GPU 0 has here.
@@ -93,8 +90,6 @@ fn numbers_that_mean_another_gpu_here_do_not_leak() {
     }
     let (after, _) = edited(&spec(195, &[1]), &here, &[1]);
     assert_eq!(allowed(&after), ["10:229", "196:0", "196:1", "195:255", "195:0"]);
-    let grant = Grant::of_spec(&after, &here).unwrap();
-    assert_eq!(grant.gpus, [here.gpus[1].clone()]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{Spec, SpecError};
 
 /// Capabilities in the order of the kernel's numbers.
-pub(crate) const CAPABILITIES: [&str; 41] = [
+pub const CAPABILITIES: [&str; 41] = [
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
     "CAP_DAC_READ_SEARCH",
@@ -73,30 +73,30 @@ const RLIMITS: [&str; 16] = [
 ];
 
 /// Bit of a capability; none for a name that the kernel does not know.
-pub(crate) fn capability(name: &str) -> u64 {
+pub fn capability(name: &str) -> u64 {
     let number = CAPABILITIES.iter().position(|known| *known == name);
     number.map_or(0, |number| 1 << number)
 }
 
 impl Spec {
     /// A set of capabilities: `bounding`, `permitted` and so on. Nothing when the spec has none.
-    pub(crate) fn capabilities(&self, set: &str) -> u64 {
+    pub fn capabilities(&self, set: &str) -> u64 {
         let names = self.array(&format!("/process/capabilities/{set}"));
         let names = names.iter().filter_map(Value::as_str);
         names.fold(0, |all, name| all | capability(name))
     }
 
     /// Whether processes of the container may mount what they like.
-    pub(crate) fn may_mount(&self) -> bool {
+    pub fn may_mount(&self) -> bool {
         self.capabilities("bounding") & capability("CAP_SYS_ADMIN") != 0 && !self.has_namespace("user")
     }
 
-    pub(crate) fn no_new_privs(&self) -> bool {
+    pub fn no_new_privs(&self) -> bool {
         self.at("/process/noNewPrivileges").and_then(Value::as_bool) == Some(true)
     }
 
     /// Whether the runtime loads a seccomp filter that denies something.
-    pub(crate) fn has_seccomp(&self) -> bool {
+    pub fn has_seccomp(&self) -> bool {
         let allows = |action: &Value| action == "SCMP_ACT_ALLOW";
         let denies = |rule: &Value| !allows(&rule["action"]);
         match self.at("/linux/seccomp") {
@@ -108,14 +108,14 @@ impl Spec {
     }
 
     /// The label of the security module that confines the container.
-    pub(crate) fn label(&self) -> Option<&str> {
+    pub fn label(&self) -> Option<&str> {
         let labels = ["/process/apparmorProfile", "/process/selinuxLabel"];
         let mut labels = labels.into_iter().filter_map(|label| self.at(label)?.as_str());
         labels.find(|label| !matches!(*label, "" | "unconfined"))
     }
 
     /// Number, hard value and name of the limits that the spec sets.
-    pub(crate) fn rlimits(&self) -> Vec<(usize, u64, String)> {
+    pub fn rlimits(&self) -> Vec<(usize, u64, String)> {
         let limits = self.array("/process/rlimits").iter();
         let known = limits.filter_map(|limit| {
             let name = limit["type"].as_str()?;
@@ -125,13 +125,13 @@ impl Spec {
         known.collect()
     }
 
-    pub(crate) fn oom_score_adj(&self) -> Option<i32> {
+    pub fn oom_score_adj(&self) -> Option<i32> {
         let score = self.at("/process/oomScoreAdj")?.as_i64()?;
         score.try_into().ok()
     }
 
     /// The user, if the spec names one, and the groups of the container's process.
-    pub(crate) fn user(&self) -> (Option<u32>, Vec<u32>) {
+    pub fn user(&self) -> (Option<u32>, Vec<u32>) {
         let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
         let user = self.at("/process/user");
         let beside = self.array("/process/user/additionalGids").iter();
@@ -141,7 +141,7 @@ impl Spec {
     }
 
     /// Map of a new user namespace: first id inside, first outside, and how many. `kind` is `uid` or `gid`.
-    pub(crate) fn id_map(&self, kind: &str) -> Result<Vec<[u32; 3]>, SpecError> {
+    pub fn id_map(&self, kind: &str) -> Result<Vec<[u32; 3]>, SpecError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "camelCase")]
         struct Extent {
@@ -163,16 +163,16 @@ impl Spec {
     }
 
     /// Paths that the runtime hides by a mount each.
-    pub(crate) fn masked_paths(&self) -> Vec<PathBuf> {
+    pub fn masked_paths(&self) -> Vec<PathBuf> {
         self.paths("/linux/maskedPaths")
     }
 
     /// Paths that the runtime makes read-only by a mount each.
-    pub(crate) fn read_only_paths(&self) -> Vec<PathBuf> {
+    pub fn read_only_paths(&self) -> Vec<PathBuf> {
         self.paths("/linux/readonlyPaths")
     }
 
-    pub(crate) fn is_root_read_only(&self) -> bool {
+    pub fn is_root_read_only(&self) -> bool {
         self.at("/root/readonly").and_then(Value::as_bool) == Some(true)
     }
 

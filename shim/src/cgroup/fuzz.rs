@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Component, Path};
 
 use containerd_shim_protos::{cgroups, cgroups_v2};
-use firn_oci::cgroups::{Hierarchies, membership};
-use firn_oci::mountinfo::MountEntry;
+use firn_host::cgroup_mounts::{Hierarchies, membership};
+use firn_host::mountinfo::MountEntry;
 use protobuf::Message;
 
 use super::locate::by_spec;

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use firn_oci::cgroups::{Hierarchies, UNIFIED};
+use firn_host::cgroup_mounts::{Hierarchies, UNIFIED};
 
 use super::{Cgroup, CgroupError};
 use crate::mounts::mounted;
@@ -99,7 +99,7 @@ fn unit_path(slice: &str, prefix: &str, name: &str) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use firn_oci::mountinfo::MountEntry;
+    use firn_host::mountinfo::MountEntry;
 
     use super::*;
 

@@ -23,7 +23,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_oci::cgroups::{Place, Version};
+use firn_host::cgroup_mounts::{Place, Version};
 use protobuf::well_known_types::any::Any;
 
 pub(crate) use freezer::FreezerState;

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_oci::manifest::{ImageError, ManifestError};
+use firn_host::{Problem, Remedy, remedy};
+use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
 use ttrpc::Code;
 
@@ -22,13 +23,13 @@ use crate::worker::GpuError;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EffectError {
     #[error(transparent)]
-    Preflight(#[from] firn_gpu::preflight::Refusal),
+    Preflight(#[from] firn_preflight::process::Refusal),
     #[error(
         "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
     )]
     Stopped { pid: i32, comm: String },
     #[error(transparent)]
-    Surroundings(#[from] firn_oci::surroundings::Refusal),
+    Surroundings(#[from] firn_preflight::environment::Refusal),
     #[error("CUDA process {pid} ({comm}) is {state} already")]
     NotRunning {
         pid: i32,
@@ -38,15 +39,15 @@ pub(crate) enum EffectError {
     #[error("{runtime} cannot do it")]
     Runtime { runtime: &'static str },
     #[error(transparent)]
-    AmdPlugin(#[from] firn_oci::criu::AmdPluginError),
+    AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
     #[error("it is to follow the dump in {}, and GPU memory cannot be dumped in parts", parent.display())]
     Parent { parent: PathBuf },
     #[error("cannot look at the processes")]
-    Unreadable(#[from] firn_gpu::preflight::Unreadable),
+    Unreadable(#[from] firn_preflight::process::Unreadable),
     #[error(transparent)]
     Look(LookError),
     #[error("cannot tell which GPUs the container has")]
-    Grant(#[from] firn_oci::GrantError),
+    Grant(#[from] firn_remap::GrantError),
     #[error("the driver refused")]
     Gpu(#[from] GpuError),
     #[error("the freezer failed")]
@@ -77,8 +78,6 @@ pub(crate) enum EffectError {
     Spec(#[from] firn_oci::SpecError),
     #[error("cannot read the memory limits of the container")]
     Limit(#[source] std::io::Error),
-    #[error("cannot keep the launch job")]
-    Job(#[from] firn_oci::job::JobError),
 }
 
 impl From<LookError> for EffectError {
@@ -118,6 +117,32 @@ pub(crate) enum DumpError {
     },
 }
 
+impl Problem for DumpError {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Failed { .. } | Self::Incomplete { .. } => {
+                remedy("FIRN-DUMP", "the log names what CRIU could not dump")
+            }
+            Self::Checksums { .. } | Self::Stalled { .. } => remedy(
+                "FIRN-DUMP",
+                "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration",
+            ),
+            Self::Gone { .. } => remedy(
+                "FIRN-IMAGE-GONE",
+                "leave the client running, and the directory alone, until the checkpoint has ended",
+            ),
+            Self::OpenToOthers { .. } => remedy(
+                "FIRN-IMAGE-OPEN",
+                "name a new or empty directory, or make it root's with mode 700; see open-image-dir in the configuration",
+            ),
+            Self::ImageDir { .. } => remedy(
+                "FIRN-DUMP",
+                "name a directory, not a link to one, on a file system that answers",
+            ),
+        }
+    }
+}
+
 impl DumpError {
     pub(super) fn gone(image: &Path) -> Self {
         Self::Gone {
@@ -129,30 +154,6 @@ impl DumpError {
         Self::ImageDir {
             image: image.to_owned(),
             source,
-        }
-    }
-
-    fn code(&self) -> &'static str {
-        match self {
-            Self::Gone { .. } => "FIRN-IMAGE-GONE",
-            Self::OpenToOthers { .. } => "FIRN-IMAGE-OPEN",
-            _ => "FIRN-DUMP",
-        }
-    }
-
-    fn hint(&self) -> &'static str {
-        match self {
-            Self::Gone { .. } => {
-                "leave the client running, and the directory alone, until the checkpoint has ended"
-            }
-            Self::OpenToOthers { .. } => {
-                "name a new or empty directory, or make it root's with mode 700; see open-image-dir in the configuration"
-            }
-            Self::ImageDir { .. } => "name a directory, not a link to one, on a file system that answers",
-            Self::Checksums { .. } | Self::Stalled { .. } => {
-                "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration"
-            }
-            _ => "the log names what CRIU could not dump",
         }
     }
 }
@@ -247,12 +248,10 @@ pub(crate) enum CheckpointError {
     Spec(#[from] firn_oci::SpecError),
     #[error("{}: cannot prepare the container for ranks of NCCL: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
     Nccl(#[from] firn_oci::nccl::NcclError),
-    #[error("{}: cannot start the container as a launch job: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
-    Job(#[from] firn_oci::job::JobError),
     #[error("cannot edit the container's spec")]
     Edit(#[from] firn_oci::edit::EditError),
     #[error("FIRN-CRIU-CONFIG: cannot prepare CRIU's configuration. hint: {}", .0.hint())]
-    Criu(#[from] firn_oci::criu::CriuError),
+    Criu(#[from] firn_oci::criu_config::CriuError),
     #[error("cannot look at the container's cgroup")]
     Cgroup(#[from] CgroupError),
 }
@@ -375,7 +374,7 @@ impl CheckpointError {
     /// Code of the RPC's answer.
     pub(crate) fn rpc_code(&self) -> Code {
         match self {
-            Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) | Self::Job(_) => {
+            Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => {
                 Code::FAILED_PRECONDITION
             }
             Self::Nccl(_) => Code::INVALID_ARGUMENT,
@@ -388,75 +387,56 @@ impl CheckpointError {
     }
 }
 
-impl EffectError {
-    /// The code that users see.
-    pub(crate) fn code(&self) -> &str {
+impl Problem for EffectError {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Preflight(refusal) => refusal.code(),
-            Self::Stopped { .. } => "FIRN-STOPPED",
-            Self::Surroundings(refusal) => refusal.code(),
-            Self::NotRunning { .. } => "FIRN-GPU-STATE",
-            Self::Runtime { .. } => "FIRN-RUNTIME",
-            Self::AmdPlugin(error) => error.code(),
-            Self::Parent { .. } => "FIRN-PARENT",
-            Self::Unreadable(_) => "FIRN-PROC",
-            Self::Look(error) => error.code(),
-            Self::Grant(error) => error.code(),
-            Self::Gpu(error) => error.code(),
-            Self::Cgroup(_) | Self::Limit(_) => "FIRN-FREEZER",
-            Self::Hold(_) => "FIRN-HOLD",
-            Self::Config(error) => error.code(),
-            Self::Program(error) => error.code(),
-            Self::Journal(error) => error.code(),
-            Self::Killed => "FIRN-ENDED",
-            Self::Panicked => "FIRN-INTERNAL",
-            Self::NoJournal => "FIRN-JOURNAL",
-            Self::Dump(error) => error.code(),
-            Self::Manifest(error) => error.code(),
-            Self::Image(error) => error.code(),
-            Self::Mount(error) => error.code(),
-            Self::Spec(error) => error.code(),
-            Self::Job(error) => error.code(),
-        }
-    }
-
-    /// What the operator can do.
-    pub(crate) fn hint(&self) -> &str {
-        match self {
-            Self::Preflight(refusal) => refusal.hint(),
-            Self::Stopped { .. } => "continue it (kill -CONT), or use a node with cgroup v2",
-            Self::Surroundings(refusal) => refusal.hint(),
-            Self::NotRunning { .. } => "another tool has locked or checkpointed it: unlock it there first",
-            Self::Runtime { .. } => {
-                "run the container with runc: leave BinaryName out of the runtime's options"
-            }
-            Self::AmdPlugin(error) => error.hint(),
-            Self::Parent { .. } => "ask for the checkpoint without a parent path",
+            Self::Preflight(refusal) => refusal.remedy(),
+            Self::Surroundings(refusal) => refusal.remedy(),
+            Self::AmdPlugin(error) => error.remedy(),
+            Self::Look(error) => error.remedy(),
+            Self::Grant(error) => error.remedy(),
+            Self::Gpu(error) => error.remedy(),
+            Self::Config(error) => error.remedy(),
+            Self::Program(error) => error.remedy(),
+            Self::Journal(error) => error.remedy(),
+            Self::Dump(error) => error.remedy(),
+            Self::Manifest(error) => error.remedy(),
+            Self::Image(error) => error.remedy(),
+            Self::Mount(error) => error.remedy(),
+            Self::Spec(error) => error.remedy(),
+            Self::Stopped { .. } => remedy(
+                "FIRN-STOPPED",
+                "continue it (kill -CONT), or use a node with cgroup v2",
+            ),
+            Self::NotRunning { .. } => remedy(
+                "FIRN-GPU-STATE",
+                "another tool has locked or checkpointed it: unlock it there first",
+            ),
+            Self::Runtime { .. } => remedy(
+                "FIRN-RUNTIME",
+                "run the container with runc: leave BinaryName out of the runtime's options",
+            ),
+            Self::Parent { .. } => remedy("FIRN-PARENT", "ask for the checkpoint without a parent path"),
             Self::Unreadable(error) if error.source.kind() == std::io::ErrorKind::FileTooLarge => {
-                "no program needs so much of it: end the process"
+                remedy("FIRN-PROC", "no program needs so much of it: end the process")
             }
-            Self::Unreadable(_) => "the process may have ended meanwhile: try again",
-            Self::Look(error) => error.hint(),
-            Self::Grant(error) => error.hint(),
-            Self::Gpu(error) => error.hint(),
-            Self::Limit(_) => "see that the cgroup hierarchies are mounted and readable",
-            Self::Cgroup(_) => "see whether a process of the container hangs in the kernel (state D)",
-            Self::Config(error) => error.hint(),
-            Self::Program(error) => error.hint(),
-            Self::Journal(error) => error.hint(),
-            Self::Killed => "restore an earlier checkpoint, or start it anew",
-            Self::Panicked => "report it with containerd's log",
-            Self::NoJournal => "kill and delete it",
-            Self::Hold(HoldError::NotTraced { .. }) => {
-                "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
-            }
-            Self::Hold(_) => "detach the debugger from the container's processes",
-            Self::Dump(error) => error.hint(),
-            Self::Manifest(error) => error.hint(),
-            Self::Image(error) => error.hint(),
-            Self::Mount(error) => error.hint(),
-            Self::Spec(error) => error.hint(),
-            Self::Job(error) => error.hint(),
+            Self::Unreadable(_) => remedy("FIRN-PROC", "the process may have ended meanwhile: try again"),
+            Self::Limit(_) => remedy(
+                "FIRN-FREEZER",
+                "see that the cgroup hierarchies are mounted and readable",
+            ),
+            Self::Cgroup(_) => remedy(
+                "FIRN-FREEZER",
+                "see whether a process of the container hangs in the kernel (state D)",
+            ),
+            Self::Killed => remedy("FIRN-ENDED", "restore an earlier checkpoint, or start it again"),
+            Self::Panicked => remedy("FIRN-INTERNAL", "report it with containerd's log"),
+            Self::NoJournal => remedy("FIRN-JOURNAL", "kill and delete it"),
+            Self::Hold(HoldError::NotTraced { .. }) => remedy(
+                "FIRN-HOLD",
+                "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes",
+            ),
+            Self::Hold(_) => remedy("FIRN-HOLD", "detach the debugger from the container's processes"),
         }
     }
 }
@@ -477,7 +457,7 @@ mod tests {
     #[test]
     fn a_process_that_cannot_be_read_and_a_freezer_that_fails_are_told_apart() {
         let source = std::io::ErrorKind::PermissionDenied.into();
-        let unreadable = firn_gpu::preflight::Unreadable {
+        let unreadable = firn_preflight::process::Unreadable {
             pid: 7,
             what: "maps",
             source,

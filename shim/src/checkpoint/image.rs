@@ -8,7 +8,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 use std::time::Duration;
 
-use firn_oci::manifest::{ImageFile, describe_images_by};
+use firn_image::manifest::{ImageFile, describe_images_by};
 
 pub(crate) use dir::{ImageDir, is_containerds};
 

@@ -8,8 +8,11 @@ use std::time::Duration;
 use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaState, Topology};
-use firn_oci::manifest::{self, DriverVersion, Manifest, Versions};
-use firn_oci::{Grant, Spec, job, mounts, surroundings};
+use firn_image::manifest;
+use firn_image::manifest::{DriverVersion, Manifest, Versions};
+use firn_oci::{Spec, mounts};
+use firn_preflight::environment;
+use firn_remap::Grant;
 use serde::de::DeserializeOwned;
 
 use super::error::{DumpError, EffectError, EndError};
@@ -45,7 +48,6 @@ struct Source {
     driver: DriverVersion,
     gpus: Vec<manifest::SourceGpu>,
     topology: Topology,
-    job: Option<manifest::LaunchJob>,
     mounts: Vec<mounts::RequiredMount>,
     versions: Versions,
 }
@@ -90,8 +92,7 @@ impl<'a> Live<'a> {
     ) -> Self {
         let reaper = tools.reaper.clone();
         let gpu = Gpu::new(tools.worker.clone(), reaper, config.deadlines.worker_end)
-            .with_journal(tools.journal.clone())
-            .for_job(container.job());
+            .with_journal(tools.journal.clone());
         Self {
             container,
             request,
@@ -264,11 +265,11 @@ impl<'a> Live<'a> {
             return Err(EffectError::Parent { parent });
         }
         let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
-        surroundings::by_driver(&inventory)?;
+        environment::by_driver(&inventory)?;
         let spec = Spec::load(&self.container.bundle)?;
-        surroundings::by_hook(&spec)?;
+        environment::by_hook(&spec)?;
         let grant = Grant::of_spec(&spec, &inventory)?;
-        surroundings::by_mig(&grant.gpus)?;
+        environment::by_mig(&grant.gpus)?;
         let versions = Versions {
             firn: env!("CARGO_PKG_VERSION").to_owned(),
             criu: self.version_of("criu").await,
@@ -296,7 +297,6 @@ impl<'a> Live<'a> {
                 .iter()
                 .map(|gpu| gpu.uuid.clone())
                 .collect::<Vec<_>>()),
-            job: job::of_bundle(&spec, &self.container.bundle),
             mounts: mounts::required(&spec)?,
             versions,
         })
@@ -329,13 +329,11 @@ impl<'a> Live<'a> {
         cuda: &[CudaProcess],
     ) -> Result<(), EffectError> {
         self.refuse_stopped(all).await?;
-        let job = self.source.as_ref().and_then(|source| source.job.clone());
         let request = look::Request::Processes {
             init: self.container.init.pid(),
             pids: all.to_vec(),
             cuda: cuda.iter().map(|process| process.pid).collect(),
             policy,
-            job: job.map(|job| job.file),
         };
         let left_out: LeftOut = self.look(request).await?;
         if left_out.count != std::mem::replace(&mut self.omitted, left_out.count) && left_out.count > 0 {
@@ -452,11 +450,6 @@ impl<'a> Live<'a> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
         let (limit, cut) = (self.config.deadlines.dump, &self.tools.cut);
-        if source.job.is_some() {
-            let (bundle, image) = (self.container.bundle.clone(), image.inside());
-            let keep = move || job::keep(&bundle, &image);
-            bounded("keep the launch job", limit, cut, keep).await??;
-        }
         let images = image::describe(&image, limit, cut).await?;
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
@@ -469,7 +462,6 @@ impl<'a> Live<'a> {
                 gpus: source.gpus,
                 topology: source.topology,
                 processes,
-                job: source.job,
                 mounts,
                 versions: source.versions,
                 images,

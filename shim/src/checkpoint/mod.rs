@@ -7,7 +7,6 @@
 
 mod error;
 mod image;
-mod job;
 mod live;
 mod refuse;
 mod transaction;
@@ -19,15 +18,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::{Config, OpenImageDir, find_program, names};
-use firn_oci::criu::{self, CriuConfig, Operation};
-use firn_oci::manifest::DumpFlags;
-use firn_oci::surroundings::Others;
+use firn_image::manifest::DumpFlags;
+use firn_oci::criu_config;
+use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::{Spec, edit, nccl};
+use firn_preflight::environment::Others;
 
 use error::DumpError;
 pub(crate) use error::{CheckpointError, EffectError};
 pub(crate) use image::{ImageDir, error_lines, rescue};
-pub(crate) use job::begin as begin_job;
 pub(crate) use refuse::{Policy, by_signs};
 
 use crate::account::Account;
@@ -179,10 +178,10 @@ fn plugins_for(container: &Container, others: Others) -> Result<Option<PathBuf>,
         return Ok(None);
     }
     let config = Config::load().map_err(CheckpointError::Config)?;
-    let plugins = criu::amd_plugins(
+    let plugins = criu_config::amd_plugins(
         &container.bundle,
         config.criu.amdgpu_plugin.as_deref(),
-        &criu::PLUGIN_DIRS,
+        &criu_config::PLUGIN_DIRS,
     );
     plugins
         .map(Some)

@@ -1,13 +1,14 @@
 //! Refusals by what the processes of a container are and show, before anything is touched.
 //!
-//! What signs mean is decided in [`firn_gpu::preflight`], which `firn audit` asks too.
+//! What signs mean is decided in [`firn_preflight::process`], which `firn audit` asks too.
 
 use std::path::Path;
 
 use firn_config::{Config, Exec};
-use firn_gpu::preflight::{self, Owner, Subject};
-use firn_oci::surroundings::exec_policy;
-use firn_oci::{Spec, job, nccl};
+use firn_oci::{Spec, nccl};
+use firn_preflight::environment::exec_policy;
+use firn_preflight::process as preflight;
+use firn_preflight::process::{Owner, Subject};
 use serde::{Deserialize, Serialize};
 
 use super::error::EffectError;
@@ -25,7 +26,7 @@ pub(crate) struct Policy {
 impl Policy {
     pub(super) fn of(spec: &Spec, config: &Config) -> Self {
         Self {
-            shares_nothing: job::shares_nothing(spec),
+            shares_nothing: preflight::shares_nothing(spec),
             sockets: nccl::is_asked(spec),
             exec: exec_policy(Some(spec), config),
         }
@@ -33,12 +34,7 @@ impl Policy {
 }
 
 /// Refusals by what the processes that are dumped show from outside. Not in the shim's own process: see [`crate::look`].
-pub(crate) fn by_signs(
-    dumped: &[i32],
-    cuda: &[i32],
-    policy: Policy,
-    job: Option<&Path>,
-) -> Result<(), EffectError> {
+pub(crate) fn by_signs(dumped: &[i32], cuda: &[i32], policy: Policy) -> Result<(), EffectError> {
     let proc_root = Path::new("/proc");
     let subject = Subject {
         dumped,
@@ -48,7 +44,6 @@ pub(crate) fn by_signs(
     let findings = preflight::inspect(proc_root, &subject)?;
     let owner = Owner {
         shares_nothing: policy.shares_nothing,
-        job,
     };
     match preflight::judge(proc_root, &findings, owner).into_iter().next() {
         None => Ok(()),

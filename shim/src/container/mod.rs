@@ -14,7 +14,6 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use firn_config::names;
 use tokio::sync::watch;
 
 pub(crate) use admission::{Action, InitState, NotAllowed, admit};
@@ -200,12 +199,6 @@ impl Container {
     #[cfg(test)]
     pub(crate) fn set_cgroup(&self, cgroup: Cgroup) {
         *self.cgroup.lock().unwrap_or_else(PoisonError::into_inner) = Some(cgroup);
-    }
-
-    /// The file of the launch job that its CUDA processes are, in its bundle.
-    pub(crate) fn job(&self) -> Option<PathBuf> {
-        let file = self.bundle.join(names::BUNDLE_JOB);
-        file.is_file().then_some(file)
     }
 
     /// Takes what Start has to restore.

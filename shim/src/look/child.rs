@@ -6,11 +6,14 @@
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-use firn_oci::surroundings::{self, Known, MemoryLimit, Needs, Tree};
-use firn_oci::{Spec, mounts, procfs};
+use firn_host::procfs;
+use firn_host::{Problem, ProblemReport};
+use firn_oci::{Spec, mounts};
+use firn_preflight::environment;
+use firn_preflight::environment::{Known, MemoryLimit, Needs, Tree};
 use serde::Serialize;
 
-use super::{LeftOut, Refused, Request};
+use super::{LeftOut, Request};
 use crate::checkpoint::{EffectError, by_signs};
 use crate::logger::Chain;
 
@@ -49,14 +52,13 @@ fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
             pids,
             cuda,
             policy,
-            job,
         } => {
             at("the memory maps and environments of processes");
             let tree = Tree::of(init, &pids);
             let dumped: Vec<i32> = tree.dumped.into_iter().collect();
-            let refused = surroundings::by_outside(&tree.outside, &cuda, policy.exec)
+            let refused = environment::by_outside(&tree.outside, &cuda, policy.exec)
                 .map_err(EffectError::from)
-                .and_then(|()| by_signs(&dumped, &cuda, policy, job.as_deref()));
+                .and_then(|()| by_signs(&dumped, &cuda, policy));
             let named = tree.outside.iter().take(NAMED);
             json(refused.map(|()| LeftOut {
                 some: named.map(|pid| (*pid, procfs::comm(*pid))).collect(),
@@ -76,7 +78,7 @@ fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
             json(around(init, &dumped, &cuda, gpu_memory, [&image, &work], &bundle))
         }
         Request::Vendors { pids, nvidia } => {
-            json(surroundings::by_vendor(&pids, nvidia).map_err(EffectError::from))
+            json(environment::by_vendor(&pids, nvidia).map_err(EffectError::from))
         }
         Request::InUse { pids, places } => json(Ok::<_, EffectError>(procfs::in_use(&pids, &places))),
         Request::Mounts {
@@ -118,14 +120,14 @@ fn around(
     let needs = Needs::of(dumped, gpu_memory);
     let limit = MemoryLimit::of(cuda).map_err(EffectError::Limit)?;
     at(image);
-    let refusals = surroundings::by_room(needs, limit, image, work);
+    let refusals = environment::by_room(needs, limit, image, work);
     if let Some(refusal) = refusals.into_iter().next() {
         return Err(refusal.into());
     }
     let known = Known::of(&Spec::load(bundle)?)?;
-    surroundings::by_mounts(init, &known)?;
+    environment::by_mounts(init, &known)?;
     at("standard input, output or error of a process");
-    Ok(surroundings::by_stdio(init, dumped)?)
+    Ok(environment::by_stdio(init, dumped)?)
 }
 
 /// Says what comes next, for the message in case that it hangs.
@@ -138,10 +140,9 @@ fn json<T: Serialize>(answer: Result<T, EffectError>) -> serde_json::Result<Vec<
     let answer = answer.map_err(|error| {
         let mut message = Chain(&error).to_string();
         message.truncate(message.floor_char_boundary(MESSAGE));
-        Refused {
-            code: error.code().to_owned(),
+        ProblemReport {
             message,
-            hint: error.hint().to_owned(),
+            ..error.report()
         }
     });
     serde_json::to_vec(&answer)

@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use super::flags::Options;
-use firn_oci::mountinfo;
+use firn_host::mountinfo;
 
 use super::{idmap, overlay};
 

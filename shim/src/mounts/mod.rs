@@ -25,7 +25,7 @@ use containerd_shim_protos::types::mount::Mount;
 use nix::sched::{CloneFlags, unshare};
 use tokio::sync::oneshot;
 
-pub(crate) use firn_oci::mountinfo::mounted;
+pub(crate) use firn_host::mountinfo::mounted;
 
 use crate::logger::Chain;
 use crate::reaper::{OutputError, Reaper};

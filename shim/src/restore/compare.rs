@@ -6,8 +6,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
+use firn_host::{Problem, Remedy, remedy};
+use firn_image::criu::ImageFault;
 use firn_oci::Spec;
-use firn_oci::criu_image::ImageFault;
 
 use super::error::{Cause, Refusal};
 use crate::cgroup::Cgroup;
@@ -27,18 +28,11 @@ pub(crate) enum Differs {
     Unknown { said: String },
 }
 
-impl Differs {
-    pub(super) fn code(&self) -> &'static str {
+impl Problem for Differs {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Fault(fault) => fault.code(),
-            Self::Unknown { .. } => "FIRN-IMAGE-CHECK",
-        }
-    }
-
-    pub(super) fn hint(&self) -> &'static str {
-        match self {
-            Self::Fault(fault) => fault.hint(),
-            Self::Unknown { .. } => "see that firn-hook is of the shim's version",
+            Self::Fault(fault) => fault.remedy(),
+            Self::Unknown { .. } => remedy("FIRN-IMAGE-CHECK", "see that firn-hook is of the shim's version"),
         }
     }
 }

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use firn_oci::devnodes::DevError;
-use firn_oci::manifest::{ImageError, ManifestError};
-use firn_oci::script::Refusal as ScriptRefusal;
+use firn_host::{Problem, ProblemReport, Remedy, remedy};
+use firn_image::manifest::{ImageError, ManifestError};
+use firn_oci::dev_repair::DevError;
 use ttrpc::Code;
 
 use super::compare::Differs;
@@ -37,7 +37,7 @@ pub(crate) enum Refusal {
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] GpuError),
     #[error(transparent)]
-    Decide(#[from] firn_oci::DecideError),
+    Decide(#[from] firn_remap::DecideError),
     #[error(transparent)]
     Look(#[from] LookError),
     #[error("the image could not be read within {} s", limit.as_secs_f32())]
@@ -49,7 +49,7 @@ pub(crate) enum Refusal {
     #[error(transparent)]
     Edit(#[from] firn_oci::edit::EditError),
     #[error(transparent)]
-    Criu(#[from] firn_oci::criu::CriuError),
+    Criu(#[from] firn_oci::criu_config::CriuError),
     #[error("cannot use the container's spec")]
     Spec(#[from] firn_oci::SpecError),
     #[error("{runtime} cannot do it")]
@@ -60,8 +60,6 @@ pub(crate) enum Refusal {
     CgroupBusy { path: String },
     #[error("cannot look at the cgroup")]
     Cgroup(#[from] CgroupError),
-    #[error(transparent)]
-    Job(#[from] firn_oci::job::JobError),
 }
 
 /// The cause of a restore that had begun.
@@ -78,7 +76,7 @@ pub(crate) enum Cause {
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
     #[error("cannot write CRIU's configuration")]
-    Criu(#[from] firn_oci::criu::CriuError),
+    Criu(#[from] firn_oci::criu_config::CriuError),
     #[error("{}", Chain(error))]
     Runtime {
         error: RuncError,
@@ -101,8 +99,8 @@ pub(crate) enum Cause {
     Spec(#[from] firn_oci::SpecError),
     #[error("cannot repair /dev of the container")]
     Dev(#[from] DevError),
-    #[error("firn-hook has ended it")]
-    Script(#[source] ScriptRefusal),
+    #[error("firn-hook has ended it: {}", .0.message)]
+    Script(ProblemReport),
     #[error("cannot let the restore threads run")]
     Hold(#[from] HoldError),
     #[error("the driver refused")]
@@ -152,117 +150,99 @@ impl RestoreError {
     }
 }
 
-impl Refusal {
-    fn code(&self) -> &str {
+impl Problem for Refusal {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Config(error) => error.code(),
-            Self::Program(error) => error.code(),
-            Self::Manifest(error) => error.code(),
-            Self::Damaged(error) => error.code(),
-            Self::Image(error) => error.code(),
-            Self::Cri => "FIRN-RESTORE-CRI",
-            Self::Gpu(error) => error.code(),
-            Self::Decide(error) => error.code(),
-            Self::Look(error) => error.code(),
-            Self::ImageLate { .. } => "FIRN-LOOK-TIMEOUT",
-            Self::Killed => "FIRN-ENDED",
-            Self::EmptyFile { .. } => "FIRN-SPEC-UNWRITABLE",
-            Self::Edit(error) => error.code(),
-            Self::Criu(error) => error.code(),
-            Self::Spec(error) => error.code(),
-            Self::Runtime { .. } => "FIRN-RUNTIME",
-            Self::NoGpuAsked => "FIRN-GPU-COUNT",
-            Self::CgroupBusy { .. } => "FIRN-CGROUP-BUSY",
-            Self::Cgroup(_) => "FIRN-FREEZER",
-            Self::Job(error) => error.code(),
+            Self::Config(error) => error.remedy(),
+            Self::Program(error) => error.remedy(),
+            Self::Manifest(error) => error.remedy(),
+            Self::Damaged(error) => error.remedy(),
+            Self::Image(error) => error.remedy(),
+            Self::Cri => remedy(
+                "FIRN-RESTORE-CRI",
+                "cri = true under [restore] in the configuration allows them",
+            ),
+            Self::Gpu(error) => error.remedy(),
+            Self::Decide(error) => error.remedy(),
+            Self::Look(error) => error.remedy(),
+            Self::ImageLate { .. } => remedy(
+                "FIRN-LOOK-TIMEOUT",
+                "see whether the image's file system is slow, or raise verify under [deadlines] in the configuration",
+            ),
+            Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
+            Self::EmptyFile { .. } => remedy(
+                "FIRN-SPEC-UNWRITABLE",
+                "check that the bundle's file system is writable and not full",
+            ),
+            Self::Edit(error) => error.remedy(),
+            Self::Criu(error) => error.remedy(),
+            Self::Spec(error) => error.remedy(),
+            Self::Runtime { .. } => remedy(
+                "FIRN-RUNTIME",
+                "run the container with runc: leave BinaryName out of the runtime's options",
+            ),
+            Self::NoGpuAsked => remedy(
+                "FIRN-GPU-COUNT",
+                "grant the container as many GPUs as it had when it was checkpointed",
+            ),
+            Self::CgroupBusy { .. } => remedy(
+                "FIRN-CGROUP-BUSY",
+                "stop the container that is in it, or restore under another id",
+            ),
+            Self::Cgroup(_) => remedy("FIRN-FREEZER", "see that the cgroup hierarchies are mounted"),
         }
     }
+}
 
-    fn hint(&self) -> &str {
+impl Problem for Cause {
+    fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Config(error) => error.hint(),
-            Self::Program(error) => error.hint(),
-            Self::Manifest(error) => error.hint(),
-            Self::Damaged(error) => error.hint(),
-            Self::Image(error) => error.hint(),
-            Self::Cri => "cri = true under [restore] in the configuration allows them",
-            Self::Gpu(error) => error.hint(),
-            Self::Decide(error) => error.hint(),
-            Self::Look(error) => error.hint(),
-            Self::ImageLate { .. } => {
-                "see whether the image's file system is slow, or raise verify under [deadlines] in the configuration"
+            Self::Criu(error) => error.remedy(),
+            Self::Journal(error) => error.remedy(),
+            Self::Exceeds(error) => error.remedy(),
+            Self::Spec(error) => error.remedy(),
+            Self::Dev(error) => error.remedy(),
+            Self::Script(problem) => problem.remedy(),
+            Self::Gpu(error) => error.remedy(),
+            Self::Runtime { .. } => remedy(
+                "FIRN-RESTORE",
+                "the log names what CRIU could not restore; the checkpoint can be used again",
+            ),
+            Self::PidFile(_) | Self::Continue { .. } => {
+                remedy("FIRN-RESTORE", "try again; the checkpoint can be used again")
             }
-            Self::Killed => "the checkpoint can be used again",
-            Self::EmptyFile { .. } => "check that the bundle's file system is writable and not full",
-            Self::Edit(error) => error.hint(),
-            Self::Criu(error) => error.hint(),
-            Self::Spec(error) => error.hint(),
-            Self::CgroupBusy { .. } => "stop the container that is in it, or restore under another id",
-            Self::Cgroup(_) => "see that the cgroup hierarchies are mounted",
-            Self::Runtime { .. } => {
-                "run the container with runc: leave BinaryName out of the runtime's options"
-            }
-            Self::Job(error) => error.hint(),
-            Self::NoGpuAsked => "grant the container as many GPUs as it had when it was checkpointed",
+            Self::CgroupBusy => remedy(
+                "FIRN-CGROUP-BUSY",
+                "stop the container that is in it, or restore under another id",
+            ),
+            Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
+            Self::Late { .. } => remedy(
+                "FIRN-LOOK-TIMEOUT",
+                "see whether a file system of the container or of the image does not answer; the checkpoint can be used again",
+            ),
+            Self::Panicked => remedy(
+                "FIRN-INTERNAL",
+                "report it with containerd's log; the checkpoint can be used again",
+            ),
+            Self::ProcessMissing { .. } | Self::Unlisted { .. } => remedy(
+                "FIRN-MANIFEST-CORRUPT",
+                "copy the checkpoint from its origin again",
+            ),
+            Self::Outside { .. } => remedy(
+                "FIRN-IMAGE-PRIVILEGE",
+                "restore from where you trust the checkpoint's origin",
+            ),
+            Self::Cgroup(_) => remedy("FIRN-FREEZER", "try again; the checkpoint can be used again"),
+            Self::Hold(_) => remedy("FIRN-HOLD", "detach debuggers; the checkpoint can be used again"),
         }
     }
 }
 
 impl Cause {
-    fn code(&self) -> &str {
-        match self {
-            Self::Criu(error) => error.code(),
-            Self::Runtime { .. } | Self::PidFile(_) | Self::Continue { .. } => "FIRN-RESTORE",
-            Self::CgroupBusy => "FIRN-CGROUP-BUSY",
-            Self::Killed => "FIRN-ENDED",
-            Self::Late { .. } => "FIRN-LOOK-TIMEOUT",
-            Self::Panicked => "FIRN-INTERNAL",
-            Self::Journal(error) => error.code(),
-            Self::ProcessMissing { .. } | Self::Unlisted { .. } => "FIRN-MANIFEST-CORRUPT",
-            Self::Outside { .. } => "FIRN-IMAGE-PRIVILEGE",
-            Self::Exceeds(error) => error.code(),
-            Self::Cgroup(_) => "FIRN-FREEZER",
-            Self::Spec(error) => error.code(),
-            Self::Dev(error) => error.code(),
-            Self::Script(refusal) => &refusal.code,
-            Self::Hold(_) => "FIRN-HOLD",
-            Self::Gpu(error) => error.code(),
-        }
-    }
-
     fn quote(&self) -> String {
         match self {
             Self::Runtime { lines, log, .. } => quoted(lines, log),
             _ => String::new(),
-        }
-    }
-
-    fn hint(&self) -> &str {
-        match self {
-            Self::Criu(error) => error.hint(),
-            Self::Runtime { .. } => {
-                "the log names what CRIU could not restore; the checkpoint can be used again"
-            }
-            Self::PidFile(_) | Self::Continue { .. } | Self::Cgroup(_) => {
-                "try again; the checkpoint can be used again"
-            }
-            Self::CgroupBusy => "stop the container that is in it, or restore under another id",
-            Self::Killed => "the checkpoint can be used again",
-            Self::Late { .. } => {
-                "see whether a file system of the container or of the image does not answer; the checkpoint can be used again"
-            }
-            Self::Panicked => "report it with containerd's log; the checkpoint can be used again",
-            Self::Journal(error) => error.hint(),
-            Self::ProcessMissing { .. } | Self::Unlisted { .. } => {
-                "copy the checkpoint from its origin again"
-            }
-            Self::Outside { .. } => "restore from where you trust the checkpoint's origin",
-            Self::Exceeds(error) => error.hint(),
-            Self::Spec(error) => error.hint(),
-            Self::Dev(error) => error.hint(),
-            Self::Script(refusal) => &refusal.hint,
-            Self::Hold(_) => "detach debuggers; the checkpoint can be used again",
-            Self::Gpu(error) => error.hint(),
         }
     }
 }

@@ -7,9 +7,12 @@ use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
-use firn_oci::criu::{self, CriuConfig, Operation};
-use firn_oci::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
-use firn_oci::{Decision, Spec, devnodes, edit, job, mounts};
+use firn_host::Problem;
+use firn_image::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
+use firn_oci::criu_config;
+use firn_oci::criu_config::{CriuConfig, Operation};
+use firn_oci::{Spec, dev_repair, edit, mounts};
+use firn_remap::Decision;
 
 use super::error::Refusal;
 use super::{RestoreError, compare};
@@ -62,8 +65,6 @@ pub(crate) struct GpuPart {
     pub worker: PathBuf,
     /// firn-hook.
     pub hook: PathBuf,
-    /// The file of the launch job that the processes are.
-    pub job: Option<PathBuf>,
 }
 
 /// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
@@ -110,8 +111,7 @@ async fn prepare_unless_refused(
     };
     match &manifest {
         Some((manifest, _)) if !manifest.gpus.is_empty() => {
-            let made_of = (manifest, image);
-            prepared.gpu = Some(gpu_part(id, options, bundle, spec, made_of, runc, reaper, cut).await?);
+            prepared.gpu = Some(gpu_part(id, options, bundle, spec, manifest, runc, reaper, cut).await?);
         }
         // Another shim's image of a container without GPU, or such a one of firn's.
         _ => prepared.plain = plain_part(bundle, spec, settled.gpu, manifest.is_some(), runc).await?,
@@ -151,13 +151,13 @@ async fn plain_part(
     }
     let criu = with_script(CriuConfig::of_criu(&spec, bundle));
     if spec.has_amd_gpus() && !is_firns {
-        plain.plugins = unless_missing(criu::amd_plugins(
+        plain.plugins = unless_missing(criu_config::amd_plugins(
             bundle,
             config.criu.amdgpu_plugin.as_deref(),
-            &criu::PLUGIN_DIRS,
+            &criu_config::PLUGIN_DIRS,
         ));
         if is_runc {
-            let edited = edit::settle_other_gpus(&mut spec, &devnodes::other_gpus_of_host())?;
+            let edited = edit::settle_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
             if !edited.is_empty() {
                 log::warn!("nodes in {} are not as they were: {edited}", bundle.display());
             }
@@ -204,7 +204,7 @@ async fn gpu_part(
     options: &RuncOptions,
     bundle: &Path,
     mut spec: Spec,
-    (manifest, image): (&Manifest, &Path),
+    manifest: &Manifest,
     runc: &Runc,
     reaper: &Reaper,
     cut: &Cut,
@@ -243,8 +243,6 @@ async fn gpu_part(
     edit::strip_gpu_hooks(&mut spec)?;
     edit::add_restore_hook(&mut spec, &hook)?;
     edit::set_criu_config(&mut spec, &criu.path())?;
-    let is_allowed = config.create.launch_jobs.is_some();
-    let is_job = job::bring(&mut spec, manifest.job.as_ref(), image, bundle, is_allowed)?;
     let looks = Looks {
         reaper,
         limit: config.deadlines.look,
@@ -264,7 +262,6 @@ async fn gpu_part(
         config,
         worker,
         hook,
-        job: is_job.then(|| bundle.join(names::BUNDLE_JOB)),
     })
 }
 

@@ -6,10 +6,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
-use firn_oci::devnodes;
-use firn_oci::manifest::CudaProcess;
-use firn_oci::script::Refusal as ScriptRefusal;
-use firn_oci::{Spec, criu};
+use firn_host::ProblemReport;
+use firn_image::manifest::CudaProcess;
+use firn_oci::criu_script;
+use firn_oci::dev_repair;
+use firn_oci::{Spec, criu_config};
 use tokio::time::timeout;
 
 use super::abandon::{LOG, abandon, work_dir};
@@ -242,14 +243,14 @@ async fn plain(
     let criu = prepared.plain.criu.as_ref();
     if let Some(criu) = criu {
         forget_refusal(container).await;
-        criu.write(criu::Operation::Restore)
+        criu.write(criu_config::Operation::Restore)
             .map_err(|error| failed(prepared, error.into()))?;
     }
     match container.runc.restore(restore, stdio).await {
         Ok(()) => {
             point("restore-running").await;
             // For the next dump, to which the script has nothing to say.
-            if let Some(Err(error)) = criu.map(|criu| criu.write(criu::Operation::Dump)) {
+            if let Some(Err(error)) = criu.map(|criu| criu.write(criu_config::Operation::Dump)) {
                 log::warn!("{}", Chain(&error));
             }
             let pid = read_pid(pid_file).map_err(|cause| failed(prepared, cause.into()));
@@ -305,13 +306,11 @@ async fn restore_gpu(
     let Bounds { journal, cut, .. } = restore.bounds;
     journal.enter(Phase::CriuRestore).await?;
     forget_refusal(container).await;
-    gpu.criu.write(criu::Operation::Restore)?;
+    gpu.criu.write(criu_config::Operation::Restore)?;
     // The worker starts up while CRIU works.
     let (image, pid_file) = (restore.image.to_owned(), restore.pid_file);
     let worker_end = gpu.config.deadlines.worker_end;
-    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone(), worker_end)
-        .with_journal(journal.clone())
-        .for_job(gpu.job.clone());
+    let mut driver = Gpu::new(gpu.worker.clone(), reaper.clone(), worker_end).with_journal(journal.clone());
     driver.warm_up()?;
     if let Err(error) = container.runc.restore(restore, stdio).await {
         let lines = last_errors(&log).await;
@@ -352,7 +351,7 @@ async fn bring_back(
     let spec = Spec::load(&container.bundle)?;
     let limit = gpu.config.deadlines.look;
     let late = |what| move |_| Cause::Late { what, limit };
-    let repaired = timeout(limit, blocking(move || devnodes::repair(pid, &spec))).await;
+    let repaired = timeout(limit, blocking(move || dev_repair::repair(pid, &spec))).await;
     let repaired = repaired.map_err(late("repair /dev of the container"))??;
     if let Some(left) = &repaired.left {
         log::warn!("nodes of graphics of {} are as they were: {left}", container.id);
@@ -380,7 +379,7 @@ async fn bring_back(
     only.stop().await?;
     given_back?;
     // For the next dump of this container, which must not leave its tasks stopped. Before anything runs: it may fail.
-    gpu.criu.write(criu::Operation::Dump)?;
+    gpu.criu.write(criu_config::Operation::Dump)?;
     journal.enter(Phase::Continue).await?;
     let stopped =
         move |pid: &i32| procfs::inner_pid(&pid.to_string()).is_some_and(|inner| was_stopped(&image, inner));
@@ -431,10 +430,10 @@ fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>),
 }
 
 /// Why firn-hook, as CRIU's script, has ended a restore; none when something else has.
-async fn refusal_of_script(container: &Container) -> Option<ScriptRefusal> {
+async fn refusal_of_script(container: &Container) -> Option<ProblemReport> {
     let bundle = container.bundle.clone();
     tidy("read what firn-hook has refused", move || {
-        ScriptRefusal::take(&bundle)
+        criu_script::take(&bundle)
     })
     .await
 }

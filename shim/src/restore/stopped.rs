@@ -6,7 +6,7 @@
 use std::io::Read;
 use std::path::Path;
 
-use firn_oci::manifest::ImageDir;
+use firn_image::manifest::ImageDir;
 use protobuf::CodedInputStream;
 
 /// Both magic numbers of a core image, and the length of what follows.

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
+use firn_image::manifest::DumpFlags;
 use firn_oci::Spec;
-use firn_oci::manifest::DumpFlags;
 use serde_json::json;
 use tempfile::TempDir;
 

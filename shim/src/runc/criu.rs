@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use firn_oci::manifest::DumpFlags;
+use firn_image::manifest::DumpFlags;
 
 use super::{Brand, Runc, RuncError};
 use crate::cgroup::Cgroup;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
-use firn_oci::manifest::DumpFlags;
+use firn_image::manifest::DumpFlags;
 
 use super::{Service, TaskError};
 use crate::checkpoint::{self, ImageDir, Request};

@@ -160,12 +160,7 @@ async fn build_mounted(
     };
     // A restore of GPU state has edited the bundle already.
     if facts.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
-        let spec = settled.spec;
-        let spec = match checkpoint {
-            None => crate::checkpoint::begin_job(spec, bundle, &service.reaper).await?,
-            Some(_) => spec,
-        };
-        crate::checkpoint::prepare_bundle(bundle, spec)?;
+        crate::checkpoint::prepare_bundle(bundle, settled.spec)?;
     }
     let restoring = prepared.is_some();
     let stdio = StdioPaths {

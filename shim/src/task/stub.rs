@@ -70,7 +70,7 @@ impl Stub {
             service,
             events,
             dir,
-            cgroup: fake(firn_oci::cgroups::Version::V2, &files),
+            cgroup: fake(firn_host::cgroup_mounts::Version::V2, &files),
         };
         stub.runtime_does("kill", "for signal; do :; done; kill -$signal $pid");
         stub

@@ -71,7 +71,7 @@ impl Built {
         };
         let target = target_dir()?;
         let packages = [
-            "firn-gpu",
+            "firn-worker",
             "firn-hook",
             "firn",
             "firn-workloads",

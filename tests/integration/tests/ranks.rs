@@ -7,7 +7,7 @@
 //! Needs root.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, GpuHost, SimGpu, failure, nothing_left, on};
+use firn_lab::{Container, GpuHost, SimGpu, failure, nothing_left, on};
 use firn_node::{Cgroup, Suite};
 
 const SOCKETS: [&str; 2] = ["--annotation", "firn.dev/nccl=sockets"];
@@ -222,109 +222,6 @@ fn a_setting_to_the_contrary_is_refused_at_create_and_nothing_is_left() -> Resul
             host.node().run(&["ctr", "containers", "delete", "job"])?;
             nothing_left(host, "job")?;
         }
-        host.idle()
-    })
-}
-
-const JOB: [&str; 2] = ["--annotation", "firn.dev/ipc=job"];
-
-const TOOL: &str = "/usr/local/bin/cuda-checkpoint";
-
-/// Makes a file, names it in the variable and starts the program.
-const STAND_IN: &str = "#!/bin/sh
-[ \"$1\" = --launch-job ] || exit 2
-shift
-printf 'a job' > /run/of-the-tool
-CUDA_CHECKPOINT_JOB_FILE=/run/of-the-tool exec \"$@\"
-";
-
-fn install_tool(host: &GpuHost, script: &str) -> Result<()> {
-    host.node().write(TOOL, script)?;
-    host.node().run(&["chmod", "755", TOOL])?;
-    host.configure(&format!("[create]\nlaunch-jobs = \"{TOOL}\"\n"))
-}
-
-fn no_job_is_made(host: &GpuHost, named: &str) -> Result<()> {
-    let said = failure(job(host, &JOB).map(drop))?;
-    ensure!(
-        said.contains("FIRN-LAUNCH-JOB:") && said.contains(named),
-        "{said}"
-    );
-    ensure!(!host.runc_has("create")?, "runc was called");
-    host.node().run(&["ctr", "containers", "delete", "job"])?;
-    nothing_left(host, "job")
-}
-
-#[test]
-fn a_launch_job_is_refused_at_create_where_the_operator_or_the_driver_has_none() -> Result<()> {
-    on([host(Cgroup::Auto, "rk-n", 1)?], |[host]| {
-        host.watch_runc()?;
-        no_job_is_made(host, "launch-jobs under [create]")?;
-        install_tool(host, STAND_IN)?;
-        no_job_is_made(host, "driver 580.159.04 does not give back")?;
-        ensure!(!host.node().path("/run/of-the-tool").exists(), "the tool was run");
-
-        host.replace_gpus(&[SimGpu::h200(1), SimGpu::h200(2)], "610.57.04")?;
-        install_tool(host, "#!/bin/sh\necho 'unknown option' >&2; exit 1\n")?;
-        no_job_is_made(host, "cuda-checkpoint --launch-job has failed: unknown option")?;
-        host.idle()
-    })
-}
-
-/// What firn does of a launch job, with processes that share nothing.
-#[test]
-fn a_launch_job_keeps_its_file_and_variable_through_a_checkpoint() -> Result<()> {
-    on([host(Cgroup::Auto, "rk-l", 1)?], |[host]| {
-        host.replace_gpus(&[SimGpu::h200(1), SimGpu::h200(2)], "610.57.04")?;
-        install_tool(host, STAND_IN)?;
-        let file = "/run/firn-cuda-job";
-        let is_job = |job: &Container<'_>, holds: &str| {
-            let environ = job.exec(&["cat", "/proc/1/environ"])?;
-            let variable = format!("CUDA_CHECKPOINT_JOB_FILE={file}");
-            ensure!(environ.split('\0').any(|one| one == variable), "{environ:?}");
-            let held = job.exec(&["cat", file])?;
-            ensure!(held == holds, "the file holds {held:?}");
-            job.goes_on(3).map(drop)
-        };
-        let two =
-            |options: &[&str]| Container::count_with(host, "job", &["0"], 2, options, &["--procs", "2"]);
-
-        let plain = two(&[])?;
-        plain.goes_on(3)?;
-        let said = failure(plain.checkpoint("checkpoint/job"))?;
-        ensure!(said.contains("FIRN-IPC:"), "{said}");
-        plain.remove()?;
-
-        let job = two(&JOB)?;
-        is_job(&job, "a job")?;
-        let audit = "firn audit job --json > /tmp/audit; echo $?";
-        let status = host.node().run(&["sh", "-c", audit])?.stdout;
-        let report = host.node().read("/tmp/audit")?;
-        ensure!(
-            status.trim() == "3" && report.contains("was not tried"),
-            "{status}{report}"
-        );
-        // As a driver may, at any time.
-        job.exec(&["sh", "-c", &format!("printf ' of two' >> {file}")])?;
-        job.checkpoint("checkpoint/job")?;
-        is_job(&job, "a job of two")?;
-        job.remove()?;
-
-        host.configure("")?;
-        let said = failure(Container::restore(host, "job", "checkpoint/job", 2).map(drop))?;
-        ensure!(said.contains("FIRN-LAUNCH-JOB:"), "{said}");
-        host.node().run(&["ctr", "containers", "delete", "job"])?;
-        install_tool(host, "#!/bin/sh\nexit 1\n")?;
-        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 2)?;
-        is_job(&copy, "a job of two")?;
-        let bundled = host.node().path(format!("{BUNDLES}/job/firn-cuda-job"));
-        ensure!(
-            std::fs::read(bundled)? == b"a job of two",
-            "not the bundle's file"
-        );
-        copy.checkpoints_again("checkpoint/job")?;
-        is_job(&copy, "a job of two")?;
-        copy.remove()?;
         host.idle()
     })
 }

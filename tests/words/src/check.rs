@@ -184,7 +184,7 @@ mod tests {
 
     const RULES: &str = "skip = []\n[lines]\nrust = 20\nmarkdown = 10\n[spelling.allow]\n[[banned]]\n\
                          words = [\"foo\", \"bar baz\"]\ninstead = \"x\"\n[[exceptions]]\n\
-                         path = \"docs/quote.md\"\nwords = [\"foo\"]\nwhy = \"a quotation\"\n[areas]\n[ceilings]\n";
+                         path = \"pages/quote.md\"\nwords = [\"foo\"]\nwhy = \"a quotation\"\n[areas]\n[ceilings]\n";
 
     fn findings(path: &str, text: &str) -> Vec<String> {
         let rules = Rules::parse(RULES).unwrap();
@@ -208,11 +208,11 @@ mod tests {
 
     #[test]
     fn an_exception_holds_for_its_file() {
-        assert!(findings("docs/quote.md", "foo\n").is_empty());
+        assert!(findings("pages/quote.md", "foo\n").is_empty());
         let rules = Rules::parse(RULES).unwrap();
         let mut checker = Checker::new(&rules);
         assert_eq!(checker.stale_exceptions().len(), 1);
-        checker.check("docs/quote.md", "foo\n");
+        checker.check("pages/quote.md", "foo\n");
         assert!(checker.stale_exceptions().is_empty());
     }
 

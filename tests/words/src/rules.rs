@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn the_longest_path_decides_the_area() {
         let rules = Rules::parse(TEXT).unwrap();
-        assert_eq!(rules.area("docs/a.md"), "two");
+        assert_eq!(rules.area("pages/a.md"), "two");
         assert_eq!(rules.area("docs-old/a.md"), "one");
         assert_eq!(rules.area("tests/x/y/z.rs"), "two");
         assert_eq!(rules.area("README.md"), "one");

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use firn_config::names;
-use firn_oci::manifest::Manifest;
+use firn_image::manifest::Manifest;
 use nix::sys::statvfs::statvfs;
 
 use super::ImageDir;
@@ -144,7 +144,7 @@ pub(crate) fn remove(dir: &Path) {
 pub(crate) mod tests {
     use std::os::unix::fs::MetadataExt;
 
-    use firn_oci::manifest::{DumpFlags, Versions, describe_images};
+    use firn_image::manifest::{DumpFlags, Versions, describe_images};
 
     use super::*;
 
@@ -160,7 +160,6 @@ pub(crate) mod tests {
             gpus: Vec::new(),
             topology: firn_gpu::Topology::default(),
             processes: Vec::new(),
-            job: None,
             mounts: Vec::new(),
             versions: Versions::default(),
             images: describe_images(client, &AtomicBool::new(false)).unwrap(),

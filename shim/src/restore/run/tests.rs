@@ -159,7 +159,7 @@ async fn what_an_earlier_restore_has_left_is_not_told_of_this_one() {
     let bundle = tempfile::tempdir().unwrap();
     let container = container("box", bundle.path(), "true", &reaper);
     let log = bundle.path().join(LOG);
-    let refusal = ScriptRefusal {
+    let refusal = ProblemReport {
         code: "FIRN-HOST-MEMORY".to_owned(),
         message: "no node".to_owned(),
         hint: "make it".to_owned(),

@@ -2,7 +2,7 @@ use std::time::Instant;
 
 use containerd_shim_protos::api::StartRequest;
 use containerd_shim_protos::events::task::TaskStart;
-use firn_oci::cgroups::Version;
+use firn_host::cgroup_mounts::Version;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::time::{sleep, timeout};

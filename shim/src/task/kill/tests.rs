@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use containerd_shim_protos::api::KillRequest;
 use containerd_shim_protos::events::task::TaskExit;
-use firn_oci::cgroups::Version;
+use firn_host::cgroup_mounts::Version;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::task::JoinHandle;

@@ -1,0 +1,42 @@
+//! A GPU of a checkpoint's source.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DeviceNode, Gpu, GpuUuid};
+
+/// A GPU that the checkpointed container was granted, as the manifest keeps it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceGpu {
+    pub uuid: GpuUuid,
+    /// Model name.
+    pub name: String,
+    /// `(device << 16) | vendor`, which stands for the chip.
+    pub pci_device_id: u32,
+    /// PCI address.
+    pub pci_address: String,
+    /// Total memory in bytes.
+    pub memory_total: u64,
+    /// N of `/dev/nvidiaN` on the source.
+    pub minor: u32,
+    /// Its device node on the source.
+    #[serde(default)]
+    pub node: Option<DeviceNode>,
+    /// Whether MIG mode was on. A checkpoint is refused then, and no manifest says so.
+    #[serde(skip)]
+    pub mig: bool,
+}
+
+impl From<&Gpu> for SourceGpu {
+    fn from(gpu: &Gpu) -> Self {
+        Self {
+            uuid: gpu.uuid.clone(),
+            name: gpu.name.clone(),
+            pci_device_id: gpu.pci_device_id,
+            pci_address: gpu.pci_address.clone(),
+            memory_total: gpu.memory_total,
+            minor: gpu.minor,
+            node: gpu.node.clone(),
+            mig: gpu.mig,
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! The host as the kernel shows it: processes in /proc, cgroup mounts, the mount table; and files replaced as a whole.
+//!
+//! Nothing here knows of containers' specs, GPUs or checkpoints.
+#![forbid(unsafe_code)]
+
+pub mod atomic_file;
+pub mod bounded;
+pub mod cgroup_mounts;
+pub mod mountinfo;
+mod problem;
+pub mod proc_maps;
+pub mod procfs;
+mod regular_file;
+
+pub use problem::{Chain, Problem, ProblemLine, ProblemReport, Remedy, remedy};
+pub use regular_file::{open_regular, reopen_regular};

@@ -1,0 +1,331 @@
+//! What /proc tells of the processes of a container.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs;
+use std::ops::ControlFlow;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::bounded;
+
+/// Pid of a process or thread in its own pid namespace, the innermost one.
+pub fn inner_pid(task: &str) -> Option<i32> {
+    field(task, "NSpid:")?.split_whitespace().last()?.parse().ok()
+}
+
+/// Thread of `pid` that has the id `inner_tid` in its own pid namespace.
+pub fn outer_tid(pid: i32, inner_tid: i32) -> Option<i32> {
+    fs::read_dir(format!("/proc/{pid}/task"))
+        .ok()?
+        .flatten()
+        .find_map(|entry| {
+            let name = entry.file_name();
+            let tid = name.to_str()?;
+            (inner_pid(&format!("{pid}/task/{tid}"))? == inner_tid).then(|| tid.parse().ok())?
+        })
+}
+
+/// Whether a process exists and has not ended.
+pub fn is_alive(pid: i32) -> bool {
+    state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
+/// Scheduler state of a process or thread.
+pub fn state(tid: i32) -> Option<char> {
+    stat_field(tid, 0)?.chars().next()
+}
+
+/// Process group of a process.
+pub fn group(pid: i32) -> Option<i32> {
+    stat_field(pid, 2)?.parse().ok()
+}
+
+/// Whether the working directory of a process is `dir`.
+pub fn is_in(pid: i32, dir: &Path) -> bool {
+    let cwd = PathBuf::from(format!("/proc/{pid}/cwd"));
+    // Order matters: what the process is in may be on a file system that hangs, and its name tells most of them apart.
+    if fs::read_link(&cwd).ok() != fs::canonicalize(dir).ok() {
+        return false;
+    }
+    match (fs::metadata(cwd), fs::metadata(dir)) {
+        (Ok(cwd), Ok(dir)) => (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()),
+        _ => false,
+    }
+}
+
+/// Every process.
+pub fn all() -> Vec<i32> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|process| process.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
+/// When a process was started, in clock ticks since the boot.
+pub fn started(pid: i32) -> Option<u64> {
+    stat_field(pid, 19)?.parse().ok()
+}
+
+/// The `nth` field of stat behind the name, which may hold anything.
+fn stat_field(tid: i32, nth: usize) -> Option<String> {
+    let stat = text(&tid.to_string(), "stat")?;
+    let fields = stat.get(stat.rfind(')')? + 1..)?;
+    fields.split_whitespace().nth(nth).map(str::to_owned)
+}
+
+/// Whether a tracer holds the thread; not when it has gone.
+pub fn is_traced(tid: i32) -> bool {
+    field(&tid.to_string(), "TracerPid:").is_some_and(|pid| pid.trim() != "0")
+}
+
+/// Name of a process, for messages.
+pub fn comm(pid: i32) -> String {
+    text(&pid.to_string(), "comm")
+        .map(|name| name.trim_end().replace(char::is_control, "?"))
+        .unwrap_or_default()
+}
+
+/// Those of `pids` that are `root` or descend from it.
+pub fn tree(root: i32, pids: &[i32]) -> BTreeSet<i32> {
+    tree_by(root, pids, parent)
+}
+
+/// The parent of each is read once, however long the chains are.
+fn tree_by(root: i32, pids: &[i32], parent: impl Fn(i32) -> Option<i32>) -> BTreeSet<i32> {
+    let parents: BTreeMap<i32, i32> = pids.iter().filter_map(|&pid| Some((pid, parent(pid)?))).collect();
+    let mut known = BTreeMap::from([(root, true)]);
+    for &pid in pids {
+        let (mut chain, mut at) = (Vec::new(), Some(pid));
+        let descends = loop {
+            let Some(pid) = at else { break false };
+            // A parent chain has no cycle, but it is read while processes come and go.
+            if let Some(descends) = known.insert(pid, false) {
+                known.insert(pid, descends);
+                break descends;
+            }
+            chain.push(pid);
+            at = parents.get(&pid).copied();
+        };
+        known.extend(chain.into_iter().map(|pid| (pid, descends)));
+    }
+    let descends = |pid: &i32| known.get(pid) == Some(&true);
+    pids.iter().copied().filter(descends).collect()
+}
+
+fn parent(pid: i32) -> Option<i32> {
+    stat_field(pid, 1)?.parse().ok()
+}
+
+/// Bytes of memory of a process that no file is behind, in memory or swapped out; none when it has gone.
+pub fn anonymous(pid: i32) -> u64 {
+    let status = text(&pid.to_string(), "status").unwrap_or_default();
+    let bytes = |name| {
+        let text = status.lines().find_map(|line| line.strip_prefix(name))?;
+        let kib: u64 = text.split_whitespace().next()?.parse().ok()?;
+        Some(kib << 10)
+    };
+    bytes("RssAnon:").unwrap_or(0) + bytes("VmSwap:").unwrap_or(0)
+}
+
+/// Bytes of the files that no path leads to any more and that these processes have open or mapped, each file once: CRIU puts them
+/// into the image. Shared memory and memfds are such files, too.
+pub fn unlinked(pids: &[i32]) -> u64 {
+    let (mut files, mut bytes) = (BTreeSet::new(), 0_u64);
+    let dirs = |pid: &i32| ["fd", "map_files"].map(|dir| format!("/proc/{pid}/{dir}"));
+    for dir in pids.iter().flat_map(dirs) {
+        // A process, or a file of it, may be gone.
+        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            let link = fs::read_link(&path).unwrap_or_default();
+            if !link.as_os_str().as_bytes().ends_with(b" (deleted)") {
+                continue;
+            }
+            if let Ok(file) = fs::metadata(&path)
+                && file.is_file()
+                && file.nlink() == 0
+                && files.len() < MOST_UNLINKED
+                && files.insert((file.dev(), file.ino()))
+            {
+                bytes = bytes.saturating_add(file.blocks().saturating_mul(512));
+            }
+        }
+    }
+    bytes
+}
+
+/// How many files without a path are told apart. Those beyond count for nothing: what is known is what is needed at least.
+const MOST_UNLINKED: usize = 1 << 18;
+
+/// The mount that an open file is on.
+pub fn mount_of(pid: i32, fd: i32) -> Option<u32> {
+    let info = text(&format!("{pid}/fdinfo"), &fd.to_string())?;
+    let line = info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?;
+    line.trim().parse().ok()
+}
+
+/// Whether no thread of a process is left.
+pub fn has_ended(pid: i32) -> bool {
+    let more = || fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|mut threads| threads.nth(1).is_some());
+    !is_alive(pid) && !more()
+}
+
+fn field(task: &str, name: &str) -> Option<String> {
+    let status = text(task, "status")?;
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .map(str::to_owned)
+}
+
+/// A process names itself, in any bytes: a name in UTF-8 that was cut at 15 of them is none any more.
+fn text(task: &str, file: &str) -> Option<String> {
+    let bytes = bounded::read(Path::new(&format!("/proc/{task}/{file}"))).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Which of `places` these processes have something of open, mapped, or as their program and directory, by the paths that they
+/// see themselves; none when one cannot be looked at.
+pub fn in_use(pids: &[i32], places: &[PathBuf]) -> Option<Vec<bool>> {
+    let mut used = vec![false; places.len()];
+    let mut note = |path: &Path| {
+        for (place, used) in places.iter().zip(&mut used) {
+            *used |= path.starts_with(place);
+        }
+    };
+    for pid in pids {
+        let process = PathBuf::from(format!("/proc/{pid}"));
+        for entry in fs::read_dir(process.join("fd")).ok()? {
+            // One that is closed meanwhile is not open.
+            if let Ok(path) = fs::read_link(entry.ok()?.path()) {
+                note(&path);
+            }
+        }
+        for link in ["exe", "cwd"] {
+            note(&fs::read_link(process.join(link)).ok()?);
+        }
+        let read = bounded::each(&process.join("maps"), b'\n', bounded::LINES, |line| {
+            if let Some(at) = line.iter().position(|byte| *byte == b'/') {
+                note(Path::new(OsStr::from_bytes(&line[at..])));
+            }
+            ControlFlow::Continue(())
+        });
+        read.ok()?;
+    }
+    Some(used)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn files_without_a_path_count_once_and_only_for_what_they_hold() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![1; 4 << 20]).unwrap();
+        // A hole takes nothing.
+        file.set_len(1 << 30).unwrap();
+        let named = tempfile::NamedTempFile::new().unwrap();
+        fs::write(named.path(), vec![1; 4 << 20]).unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("100")
+            .stdin(file.try_clone().unwrap())
+            .stdout(file.try_clone().unwrap())
+            .stderr(named.reopen().unwrap())
+            .spawn()
+            .unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let found = unlinked(&[pid, pid, i32::MAX]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, file.metadata().unwrap().blocks() * 512);
+        assert!((4 << 20..8 << 20).contains(&found), "{found}");
+    }
+
+    fn me() -> i32 {
+        i32::try_from(std::process::id()).unwrap()
+    }
+
+    #[test]
+    fn a_process_outside_namespaces_has_its_own_pid() {
+        assert_eq!(inner_pid("self"), Some(me()));
+        assert_eq!(outer_tid(me(), me()), Some(me()));
+        assert_eq!(outer_tid(me(), 1), None);
+    }
+
+    #[test]
+    fn a_name_that_is_no_text_hides_nothing() {
+        let (say, said) = std::sync::mpsc::channel();
+        let (leave, left) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            fs::write("/proc/thread-self/comm", b"\xc3\n) Z (").unwrap();
+            say.send(nix::unistd::gettid().as_raw()).unwrap();
+            left.recv().unwrap();
+        });
+        let tid = said.recv().unwrap();
+        assert!(
+            fs::read_to_string(format!("/proc/{tid}/status")).is_err(),
+            "it is text"
+        );
+        assert_eq!(inner_pid(&tid.to_string()), Some(tid));
+        assert_eq!(outer_tid(me(), tid), Some(tid));
+        assert!(is_alive(tid) && parent(tid).is_some() && !is_traced(tid));
+        assert_eq!(comm(tid), "\u{fffd}?) Z (");
+        leave.send(()).unwrap();
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn anonymous_memory_is_what_a_process_has_written() {
+        let before = anonymous(me());
+        let written = vec![1_u8; 32 << 20];
+        assert!(anonymous(me()) >= before + (16 << 20), "{before}");
+        drop(written);
+        assert!(!has_ended(me()));
+        assert!(has_ended(i32::MAX));
+        assert_eq!(anonymous(i32::MAX), 0);
+    }
+
+    #[test]
+    fn files_in_use_are_those_that_are_open_mapped_or_run() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let program = std::env::current_exe().unwrap();
+        let directory = program.parent().unwrap().to_owned();
+        let mut beside = program.clone().into_os_string();
+        beside.push("-other");
+        let places = [file.path().to_owned(), program, directory, beside.into()];
+        assert_eq!(in_use(&[me()], &places), Some(vec![true, true, true, false]));
+        assert_eq!(in_use(&[i32::MAX], &places), None);
+    }
+
+    #[test]
+    fn in_a_chain_of_32000_processes_nothing_is_read_twice() {
+        const LENGTH: i32 = 32_000;
+        let pids: Vec<i32> = (1..=LENGTH).collect();
+        let reads = std::cell::Cell::new(0);
+        let parent = |pid: i32| {
+            reads.set(reads.get() + 1);
+            (pid > 1).then(|| pid - 1)
+        };
+        let begun = std::time::Instant::now();
+        assert_eq!(tree_by(1, &pids, parent).len(), pids.len());
+        assert_eq!(tree_by(LENGTH / 2, &pids, parent).len(), pids.len() / 2 + 1);
+        assert_eq!(tree_by(LENGTH + 1, &pids, parent).len(), 0);
+        assert_eq!(reads.get(), 3 * LENGTH);
+        // Where every chain is followed to its end, it takes minutes in such a build.
+        assert!(begun.elapsed().as_secs() < 5, "{:?}", begun.elapsed());
+        let cycle = |pid: i32| Some(if pid == 7 { 8 } else { 7 });
+        assert_eq!(tree_by(1, &[7, 8], cycle), BTreeSet::new());
+        assert_eq!(tree_by(8, &[7, 8], cycle), BTreeSet::from([7, 8]));
+    }
+
+    #[test]
+    fn only_descendants_are_in_the_tree() {
+        let parent = parent(me()).unwrap();
+        assert_eq!(tree(parent, &[parent, me(), 1]), BTreeSet::from([parent, me()]));
+        assert_eq!(tree(me(), &[parent, me()]), BTreeSet::from([me()]));
+    }
+}

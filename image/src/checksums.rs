@@ -1,0 +1,274 @@
+//! CRIU's files in the image directory: described at the dump, compared before a restore.
+//!
+//! Every file has its size and a checksum. That of a large file, which is memory, is taken block by block on several
+//! threads: a dump stands still meanwhile.
+//!
+//! What was compared can be changed before CRIU reads it. [`Verified`] tells whether it was.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use firn_config::names;
+use firn_host::{Problem, Remedy, remedy};
+use serde::{Deserialize, Serialize};
+
+use crate::block_hash::{self, sha256};
+use crate::dir::{ImageDir, read_at_most};
+
+/// Files from this size on are summed up in blocks.
+const LARGE: u64 = 1 << 20;
+
+/// Files without which CRIU has not finished a dump.
+const ESSENTIAL: [&str; 2] = ["inventory.img", "pstree.img"];
+
+/// A link to the image of an earlier pre-dump, in which CRIU looks for memory too.
+const PARENT: &str = "parent";
+
+/// A file of the image directory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageFile {
+    /// Its name in the directory.
+    pub name: String,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Its checksum in hexadecimal, for small files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
+    /// The checksum of the checksums of its blocks, for large files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256_of_blocks: Option<String>,
+}
+
+/// CRIU's files are not those of a finished dump.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// A file is not there.
+    #[error("checkpoint {} lacks {name}", dir.display())]
+    Missing { dir: PathBuf, name: String },
+    /// A file has another size.
+    #[error("{} of the checkpoint has {found} bytes instead of {expected}", path.display())]
+    Size {
+        path: PathBuf,
+        found: u64,
+        expected: u64,
+    },
+    /// A file has another content.
+    #[error("{} of the checkpoint is damaged: its checksum does not match", path.display())]
+    Checksum { path: PathBuf },
+    /// A file that CRIU would read was added.
+    #[error("{} does not belong to the checkpoint", path.display())]
+    Added { path: PathBuf },
+    /// A file was written to after it was compared.
+    #[error("{} of the checkpoint was changed after it was checked", path.display())]
+    Changed { path: PathBuf },
+    /// A file or the directory cannot be read.
+    #[error("cannot read {} of the checkpoint", path.display())]
+    Read { path: PathBuf, source: io::Error },
+}
+
+impl Problem for ImageError {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Missing { .. } | Self::Size { .. } => remedy(
+                "FIRN-IMAGE-TRUNCATED",
+                "copy the checkpoint from its origin again, or make it again",
+            ),
+            Self::Checksum { .. } | Self::Added { .. } => remedy(
+                "FIRN-IMAGE-CORRUPT",
+                "copy the checkpoint from its origin again, or make it again",
+            ),
+            Self::Changed { .. } => remedy(
+                "FIRN-IMAGE-CHANGED",
+                "restore from a copy of the checkpoint to which nobody writes",
+            ),
+            Self::Read { .. } => remedy(
+                "FIRN-IMAGE-UNREADABLE",
+                "check the checkpoint directory; CRIU's files must be regular files",
+            ),
+        }
+    }
+}
+
+/// An image whose files were those of the dump when they were compared.
+#[derive(Debug)]
+pub struct Verified {
+    path: PathBuf,
+    stamps: Vec<(String, Stamp)>,
+}
+
+/// What changes with every write to a file: inode, size, and both times in nanoseconds.
+type Stamp = (u64, u64, [i64; 4]);
+
+impl Verified {
+    /// Whether the files are still those that were compared. To be asked right before CRIU reads them.
+    pub fn unchanged(&self) -> Result<(), ImageError> {
+        let unreadable = |source| ImageError::Read {
+            path: self.path.clone(),
+            source,
+        };
+        let dir = ImageDir::open(&self.path).map_err(unreadable)?;
+        let same = |(name, before): &&(String, Stamp)| {
+            dir.metadata(name)
+                .is_ok_and(|metadata| stamp(&metadata) == *before)
+        };
+        match self.stamps.iter().find(|file| !same(file)) {
+            None => Ok(()),
+            Some((name, _)) => Err(ImageError::Changed {
+                path: self.path.join(name),
+            }),
+        }
+    }
+}
+
+fn stamp(metadata: &std::fs::Metadata) -> Stamp {
+    let times = [
+        metadata.mtime(),
+        metadata.mtime_nsec(),
+        metadata.ctime(),
+        metadata.ctime_nsec(),
+    ];
+    (metadata.ino(), metadata.len(), times)
+}
+
+/// Whether CRIU or runc reads a file of this name.
+fn is_image(name: &str) -> bool {
+    name.ends_with(".img") || name == names::RUNC_DESCRIPTORS
+}
+
+/// Whether a file of this name is part of a checkpoint.
+pub fn is_of_image(name: &str) -> bool {
+    is_image(name) || name == names::MANIFEST
+}
+
+/// Describes CRIU's files of a finished dump, in order of their names. Whoever does not want to wait for that any more
+/// sets `stop`, and it fails soon.
+pub fn describe(path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
+    describe_by(path, path, stop)
+}
+
+/// As [`describe`], where `way` leads to the directory and errors call it `path`.
+pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
+    let unreadable = |source| ImageError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let dir = ImageDir::open(way).map_err(unreadable)?;
+    let mut names = dir.names().map_err(unreadable)?;
+    no_parent(&names, path)?;
+    names.retain(|name| is_image(name));
+    names.sort();
+    let files: Vec<ImageFile> = names
+        .into_iter()
+        .map(|name| measure(&dir, &path.join(&name), name, None, stop).map(|(file, _)| file))
+        .collect::<Result<_, _>>()?;
+    essential(&files, path)?;
+    Ok(files)
+}
+
+/// Compares CRIU's files with their description. Whoever does not want to wait for that any more sets `stop`, and it fails soon.
+pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Result<Verified, ImageError> {
+    essential(files, path)?;
+    let unreadable = |source| ImageError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let dir = ImageDir::open(path).map_err(unreadable)?;
+    let names = dir.names().map_err(unreadable)?;
+    no_parent(&names, path)?;
+    let listed: std::collections::HashSet<&str> = files.iter().map(|file| &*file.name).collect();
+    if let Some(name) = names
+        .iter()
+        .find(|name| is_image(name) && !listed.contains(&***name))
+    {
+        return Err(ImageError::Added {
+            path: path.join(name),
+        });
+    }
+    let mut stamps = Vec::with_capacity(files.len());
+    for file in files {
+        let name = file.name.clone();
+        let (found, stamp) = match measure(&dir, &path.join(&name), name, Some(file), stop) {
+            Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Err(ImageError::Missing {
+                    dir: path.to_owned(),
+                    name: file.name.clone(),
+                });
+            }
+            other => other?,
+        };
+        let path = || path.join(&file.name);
+        if found.size != file.size {
+            return Err(ImageError::Size {
+                path: path(),
+                found: found.size,
+                expected: file.size,
+            });
+        }
+        let differs = |a: &Option<String>, b: &Option<String>| a.is_some() && a != b;
+        if differs(&file.sha256, &found.sha256) || differs(&file.sha256_of_blocks, &found.sha256_of_blocks) {
+            return Err(ImageError::Checksum { path: path() });
+        }
+        stamps.push((found.name, stamp));
+    }
+    Ok(Verified {
+        path: path.to_owned(),
+        stamps,
+    })
+}
+
+fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
+    match ESSENTIAL
+        .iter()
+        .find(|name| !files.iter().any(|file| file.name == **name))
+    {
+        None => Ok(()),
+        Some(name) => Err(ImageError::Missing {
+            dir: dir.to_owned(),
+            name: (*name).to_owned(),
+        }),
+    }
+}
+
+/// Memory that lies in another directory is not described, and CRIU would follow the link wherever it leads.
+fn no_parent(names: &[String], dir: &Path) -> Result<(), ImageError> {
+    match names.iter().any(|name| name == PARENT) {
+        false => Ok(()),
+        true => Err(ImageError::Added {
+            path: dir.join(PARENT),
+        }),
+    }
+}
+
+/// A file as it is. One that is not as `expected` by its size, or has no checksum there, is not read.
+fn measure(
+    dir: &ImageDir,
+    path: &Path,
+    name: String,
+    expected: Option<&ImageFile>,
+    stop: &AtomicBool,
+) -> Result<(ImageFile, Stamp), ImageError> {
+    let unreadable = |source| ImageError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let file = dir.file(&name).map_err(unreadable)?;
+    // Before the content: what is written while it is read shows later.
+    let metadata = file.metadata().map_err(unreadable)?;
+    let size = metadata.len();
+    let fits = expected.is_none_or(|expected| expected.size == size);
+    let mut found = ImageFile {
+        name,
+        size,
+        sha256: None,
+        sha256_of_blocks: None,
+    };
+    if fits && size < LARGE {
+        let bytes = read_at_most(&file, LARGE).map_err(unreadable)?;
+        found.sha256 = bytes.map(|bytes| sha256(&bytes));
+    } else if fits && expected.is_none_or(|expected| expected.sha256_of_blocks.is_some()) {
+        found.sha256_of_blocks = Some(block_hash::checksum(&file, size, stop).map_err(unreadable)?);
+    }
+    Ok((found, stamp(&metadata)))
+}

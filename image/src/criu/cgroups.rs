@@ -1,0 +1,236 @@
+//! `cgroup.img`. CRIU is told to apply nothing of it but, for a container with a cgroup namespace, which cgroup is that
+//! namespace's root: without it there would be no namespace.
+//!
+//! CRIU builds paths out of what it reads here, in the host's cgroups.
+
+use super::tasks::Task;
+use super::wire::{Message, WireError};
+use super::{Host, Image, ImageFault, Inventory};
+use firn_oci::Spec;
+
+const NAME: &str = "cgroup.img";
+const MAGIC: u32 = 0x5938_3330;
+
+/// Membership in one hierarchy.
+struct Member {
+    controller: String,
+    path: String,
+    /// How much of the path the namespace hides. CRIU makes a namespace with any, even with 0, which CRIU itself does not write: its
+    /// root would be that of the hierarchy.
+    prefix: Option<u32>,
+}
+
+#[derive(Default)]
+struct Cgroups {
+    /// By their ids.
+    sets: Vec<(u32, Vec<Member>)>,
+    /// Names of a hierarchy's controllers, and the paths below which the image describes cgroups.
+    controllers: Vec<(Vec<String>, Vec<Dir>)>,
+}
+
+struct Dir {
+    name: String,
+    has_children: bool,
+    /// A name in it or below that leads elsewhere.
+    stray: Option<String>,
+}
+
+/// How deep cgroups may lie below each other.
+const DEPTH: usize = 32;
+
+impl Dir {
+    fn read(message: &Message<'_>, depth: usize) -> Result<Self, WireError> {
+        const NAME: u32 = 1;
+        const CHILDREN: u32 = 2;
+        const PROPERTIES: u32 = 3;
+        let text = |message: &Message<'_>| {
+            let text = message.text(NAME)?.ok_or(WireError { field: NAME })?;
+            Ok::<_, WireError>(text.to_owned())
+        };
+        if depth == 0 {
+            return Err(WireError { field: CHILDREN });
+        }
+        let mut stray = None;
+        for property in message.messages(PROPERTIES)? {
+            let name = text(&property)?;
+            stray = stray.or((!is_plain(&name) || name.contains('/')).then_some(name));
+        }
+        for child in message.messages(CHILDREN)? {
+            let child = Self::read(&child, depth - 1)?;
+            let name = Some(child.name).filter(|name| !name.split('/').all(is_plain));
+            stray = stray.or(name).or(child.stray);
+        }
+        Ok(Self {
+            name: text(message)?,
+            has_children: message.has(CHILDREN),
+            stray,
+        })
+    }
+}
+
+pub(super) fn check(
+    spec: &Spec,
+    image: &Image,
+    inventory: &Inventory,
+    tasks: &[Task],
+    host: &Host,
+) -> Result<(), ImageFault> {
+    let cgroups = image.read_one(NAME, MAGIC, Cgroups::read)?.unwrap_or_default();
+    let of_init = tasks.first().and_then(|init| *init.cgroups.first()?);
+    compare(spec, &cgroups, of_init, inventory.cgroups, host)
+}
+
+/// `of_init` and `of_criu` are the sets of the container's first process and of CRIU itself.
+fn compare(
+    spec: &Spec,
+    cgroups: &Cgroups,
+    of_init: Option<u32>,
+    of_criu: Option<u32>,
+    host: &Host,
+) -> Result<(), ImageFault> {
+    for (names, dirs) in &cgroups.controllers {
+        if let Some(other) = names.iter().find(|name| !host.cgroups.contains(*name)) {
+            return Err(exceeds("a hierarchy", other, "those of this node"));
+        }
+        // A process that went into a cgroup below has an entry of its own there.
+        let may_have_others = !spec.has_namespace("cgroup");
+        match own(dirs) {
+            Some(_) if dirs.len() == 1 || may_have_others => {}
+            _ => {
+                let found: Vec<&str> = dirs.iter().map(|dir| &*dir.name).collect();
+                return Err(exceeds(
+                    "the cgroups",
+                    &format!("{found:?}"),
+                    "the container's own",
+                ));
+            }
+        }
+        if let Some(name) = dirs.iter().find_map(|dir| dir.stray.as_ref()) {
+            return Err(exceeds(
+                "a name below the container's cgroup",
+                name,
+                "a plain name",
+            ));
+        }
+        if let Some(dir) = dirs
+            .iter()
+            .find(|dir| dir.has_children && spec.has_namespace("cgroup"))
+        {
+            return Err(exceeds(
+                "a cgroup",
+                &format!("one below {}", dir.name),
+                "the container's own",
+            ));
+        }
+    }
+    for member in cgroups.sets.iter().flat_map(|(_, members)| members) {
+        cgroups.is_own(member)?;
+    }
+    if !spec.has_namespace("cgroup") || spec.namespace_path("cgroup").is_some() {
+        return Ok(());
+    }
+    // As CRIU decides it by init's own set.
+    let has_root = cgroups
+        .sets
+        .iter()
+        .find(|(id, _)| Some(*id) == of_init && of_init != of_criu)
+        .is_some_and(|(_, members)| members.iter().any(|member| member.prefix.is_some()));
+    match has_root {
+        true => Ok(()),
+        false => Err(exceeds(
+            "the cgroup namespace",
+            "the host's",
+            "one of the container's own",
+        )),
+    }
+}
+
+fn exceeds(what: &str, found: &str, allowed: &str) -> ImageFault {
+    ImageFault::exceeds(NAME, what, found, allowed)
+}
+
+/// The container's own cgroup of a hierarchy: the one that all others lie below.
+fn own(dirs: &[Dir]) -> Option<&Dir> {
+    let own = dirs.iter().min_by_key(|dir| dir.name.len())?;
+    let is_path = |name: &str| name.split('/').all(is_plain);
+    let is_below = |dir: &Dir| {
+        let below = dir.name.strip_prefix(&*own.name);
+        let below = below.and_then(|below| below.strip_prefix('/'));
+        std::ptr::eq(dir, own) || !own.name.is_empty() && below.is_some_and(is_path)
+    };
+    let is_own = own.name.is_empty() || is_path(&own.name);
+    (is_own && dirs.iter().all(is_below)).then_some(own)
+}
+
+fn is_plain(part: &str) -> bool {
+    !matches!(part, "" | "." | "..")
+}
+
+impl Cgroups {
+    fn read(message: &Message<'_>) -> Result<Self, WireError> {
+        let text = |message: &Message<'_>, field| {
+            let text = message.text(field)?.ok_or(WireError { field })?;
+            Ok::<_, WireError>(text.to_owned())
+        };
+        let member = |member: &Message<'_>| {
+            Ok(Member {
+                controller: text(member, 1)?,
+                path: text(member, 2)?,
+                prefix: member.number(3)?,
+            })
+        };
+        let dir = |dir: &Message<'_>| Dir::read(dir, DEPTH);
+        let sets = message.messages(1)?;
+        let controllers = message.messages(2)?;
+        Ok(Self {
+            sets: sets
+                .iter()
+                .map(|set| {
+                    let members = set.messages(2)?;
+                    Ok((
+                        set.required(1)?,
+                        members.iter().map(member).collect::<Result<_, _>>()?,
+                    ))
+                })
+                .collect::<Result<_, _>>()?,
+            controllers: controllers
+                .iter()
+                .map(|controller| {
+                    let names = controller.texts(1)?.into_iter().map(str::to_owned).collect();
+                    let dirs = controller.messages(2)?;
+                    Ok((names, dirs.iter().map(dir).collect::<Result<_, _>>()?))
+                })
+                .collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Whether a member lies where the image describes the container's cgroup of its hierarchy, which becomes its own here.
+    fn is_own(&self, member: &Member) -> Result<(), ImageFault> {
+        let mut hierarchies = self
+            .controllers
+            .iter()
+            .filter(|(names, _)| names.contains(&member.controller));
+        let dir = match (hierarchies.next(), hierarchies.next()) {
+            (Some((_, dirs)), None) => own(dirs),
+            _ => None,
+        };
+        let foreign = || exceeds("a cgroup", &member.path, "the container's own");
+        let dir = &dir.ok_or_else(foreign)?.name;
+        let below = member
+            .path
+            .strip_prefix('/')
+            .and_then(|path| path.strip_prefix(&**dir));
+        let below = below.ok_or_else(foreign)?;
+        // CRIU puts the container's cgroup in the place of the directory's name, character by character.
+        let children = below.strip_prefix('/').filter(|_| !dir.is_empty());
+        let is_below = below.is_empty() || children.is_some_and(|path| path.split('/').all(is_plain));
+        let root = u32::try_from(dir.len() + 1).unwrap_or(u32::MAX);
+        match is_below && member.prefix.is_none_or(|prefix| prefix == root) {
+            true => Ok(()),
+            false => Err(foreign()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+//! The tasks that CRIU has made, compared with the spec while they are stopped. CRIU had the image to read, and this the kernel.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use super::tasks::{Allowed, Core, Creds, Filters, Thread};
+use super::{Host, ImageFault, mounts, namespaces};
+use firn_host::{mountinfo, procfs};
+use firn_oci::Spec;
+
+/// Compares the processes `pids` of a container, of which `init` is the first. Those that have ended are left out.
+pub fn check(spec: &Spec, init: i32, pids: &[i32], host: &Host) -> Result<(), ImageFault> {
+    let allowed = Allowed::by(spec, host)?;
+    namespaces::check_made_map(spec, init)?;
+    let known: BTreeSet<i32> = pids.iter().copied().collect();
+    for &pid in pids {
+        process(spec, &allowed, init, pid, host)?;
+        // One that has ended is in no list of the unified hierarchy.
+        let is_other = |child: &i32| !known.contains(child) && procfs::is_alive(*child);
+        let other = children(pid).into_iter().find(is_other);
+        if let Some(child) = other {
+            let name = format!("process {child}");
+            return Err(ImageFault::exceeds(
+                name,
+                "its cgroup",
+                "another",
+                "the container's own",
+            ));
+        }
+    }
+    let name = format!("/proc/{init}/mountinfo");
+    let entries = mountinfo::of_process(init).map_err(|source| ImageFault::unreadable(&name, &source))?;
+    mounts::check_made(spec, &name, &entries, host)
+}
+
+/// Bind mounts of the container whose first process is `init` that are less restricted than its spec says, as CRIU leaves some,
+/// and the flags that they have to have.
+pub fn loosened(spec: &Spec, init: i32) -> Result<Vec<(PathBuf, u32)>, ImageFault> {
+    let name = format!("/proc/{init}/mountinfo");
+    let entries = mountinfo::of_process(init).map_err(|source| ImageFault::unreadable(&name, &source))?;
+    Ok(mounts::loosened(spec, &entries)?)
+}
+
+fn process(spec: &Spec, allowed: &Allowed, init: i32, pid: i32, host: &Host) -> Result<(), ImageFault> {
+    let name = format!("process {pid}");
+    let Some(core) = core(spec, pid, pid).map_err(|source| ImageFault::unreadable(&name, &source))? else {
+        return Ok(());
+    };
+    let inner = u32::try_from(pid).unwrap_or_default();
+    allowed.task(&name, inner, &core)?;
+    namespaces::check_made(spec, init, pid, host)?;
+    let threads = fs::read_dir(format!("/proc/{pid}/task"));
+    for thread in threads.map_err(|source| ImageFault::unreadable(&name, &source))? {
+        let Some(tid) = thread
+            .ok()
+            .and_then(|thread| thread.file_name().to_str()?.parse().ok())
+        else {
+            continue;
+        };
+        let thread =
+            core_of_thread(spec, pid, tid).map_err(|source| ImageFault::unreadable(&name, &source))?;
+        if let Some(thread) = thread {
+            allowed.thread(
+                &name,
+                tid.unsigned_abs(),
+                Some(thread),
+                &Filters::of_kernel(),
+                false,
+            )?;
+        }
+    }
+    Ok(())
+}
+
+fn children(pid: i32) -> Vec<i32> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    let lists = threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
+    lists.flat_map(|list| numbers(&list)).collect()
+}
+
+/// What /proc says of a process, as a core of the image would. None for one that has ended.
+fn core(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Core>> {
+    let Some(thread) = core_of_thread(spec, pid, tid)? else {
+        return Ok(None);
+    };
+    let limits = read(&format!("/proc/{pid}/limits"))?;
+    // The first is the heading; in each, the name takes 25 columns.
+    let limits = limits.lines().skip(1).map(|line| {
+        let mut words = line.get(25..).unwrap_or_default().split_whitespace();
+        let mut limit = || match words.next() {
+            Some(word) => word.parse().unwrap_or(u64::MAX),
+            None => u64::MAX,
+        };
+        [limit(), limit()]
+    });
+    Ok(Some(Core {
+        state: None,
+        rlimits: Some(limits.collect()),
+        oom_score_adj: read(&format!("/proc/{pid}/oom_score_adj"))?.trim().parse().ok(),
+        thread: Some(thread),
+    }))
+}
+
+fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>> {
+    let dir = format!("/proc/{pid}/task/{tid}");
+    let status = read(&format!("{dir}/status"))?;
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.unwrap_or_default().trim()
+    };
+    if field("State:").starts_with(['Z', 'X']) {
+        return Ok(None);
+    }
+    let set = |name| u64::from_str_radix(field(name), 16).unwrap_or(u64::MAX);
+    let [users, groups] = [("Uid:", "uid"), ("Gid:", "gid")].map(|(name, kind)| {
+        let ids: Vec<u32> = numbers(field(name));
+        ids.into_iter()
+            .map(|id| inner(spec, kind, id))
+            .collect::<Vec<u32>>()
+    });
+    let beside = numbers(field("Groups:"));
+    let beside = beside.into_iter().map(|id| inner(spec, "gid", id));
+    // Without a security module there is nothing to read.
+    let label = fs::read(format!("{dir}/attr/current")).unwrap_or_default();
+    Ok(Some(Thread {
+        policy: 0,
+        cgroups: None,
+        seccomp: (field("Seccomp:").parse().unwrap_or(0), Some(0)),
+        creds: Creds {
+            users: users.try_into().unwrap_or([u32::MAX; 4]),
+            groups: groups.into_iter().chain(beside).collect(),
+            capabilities: [
+                ("inheritable", set("CapInh:")),
+                ("permitted", set("CapPrm:")),
+                ("effective", set("CapEff:")),
+                ("bounding", set("CapBnd:")),
+                ("ambient", set("CapAmb:")),
+            ],
+            label: label_of(&label),
+            no_new_privs: field("NoNewPrivs:") == "1",
+        },
+    }))
+}
+
+/// A label without the mode behind it, as `AppArmor` tells it. One that confines nothing is none.
+fn label_of(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    let text = text.trim_end_matches(['\0', '\n']);
+    match text.split_once(" (").map_or(text, |(name, _)| name) {
+        "unconfined" => String::new(),
+        name => name.to_owned(),
+    }
+}
+
+/// The id in a user namespace that the spec makes; one that is not in its map is none that the spec allows.
+fn inner(spec: &Spec, kind: &str, id: u32) -> u32 {
+    if !spec.has_namespace("user") || spec.namespace_path("user").is_some() {
+        return id;
+    }
+    let map = spec.id_map(kind).unwrap_or_default();
+    let found = map.iter().find_map(|[first, lower, count]| {
+        let at = id.checked_sub(*lower).filter(|at| at < count)?;
+        first.checked_add(at)
+    });
+    found.unwrap_or(u32::MAX)
+}
+
+fn numbers<T: FromStr>(text: &str) -> Vec<T> {
+    text.split_whitespace()
+        .filter_map(|word| word.parse().ok())
+        .collect()
+}
+
+/// Names in it may be any bytes.
+fn read(path: &str) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
+}
+
+#[cfg(test)]
+mod tests;

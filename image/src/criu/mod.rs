@@ -1,0 +1,302 @@
+//! CRIU's files compared with the spec of the container that they are to become.
+//!
+//! CRIU runs as root and makes of every task what the image says: its credentials, its namespaces, its limits, the mounts
+//! around it. Whoever made the image chose that. So before CRIU is run, everything that gives privileges is read here, and what
+//! exceeds the container's own spec is refused; what is less than the spec allows is not. The files' formats are CRIU's
+//! `images/*.proto`. Images older than CRIU 3.15, which hold the same in other places, are refused.
+//!
+//! What CRIU has then made is compared once more, while it is stopped: [`check_made`].
+//!
+//! Only [`ImageDir`] opens files, so that nothing but regular files is read; each is read up to a bound.
+
+mod cgroups;
+mod entries;
+mod files;
+mod made;
+mod mounts;
+mod namespaces;
+mod tasks;
+mod wire;
+
+use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+pub use self::made::{check as check_made, loosened};
+use self::wire::{Message, WireError};
+use crate::dir::{ImageDir, read_at_most};
+use firn_host::{Problem, Remedy, remedy};
+use firn_oci::{Spec, SpecError};
+
+/// Largest file that is read: files of thousands of tasks and mounts stay below 1 MiB.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// What comes first in every file but the inventory.
+const COMMON_MAGIC: u32 = 0x5456_4319;
+
+const INVENTORY_MAGIC: u32 = 0x5831_3116;
+
+/// Longest part of the image that a message quotes.
+const QUOTED: usize = 200;
+
+/// Why an image must not become a container of this spec.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum ImageFault {
+    /// It asks for more than the spec allows.
+    #[error(
+        "{file} asks for more than the container's spec allows: {what} is {found}, and the spec has {allowed}"
+    )]
+    Privilege {
+        file: String,
+        what: String,
+        found: String,
+        allowed: String,
+    },
+    /// A file is not as CRIU writes it.
+    #[error("{file} of the checkpoint is not as CRIU writes it: {reason}")]
+    Malformed { file: String, reason: String },
+    /// A file cannot be read, or is no regular file.
+    #[error("cannot read {file} of the checkpoint: {reason}")]
+    Unreadable { file: String, reason: String },
+    /// The spec cannot be read.
+    #[error("{reason}")]
+    Spec { reason: String },
+}
+
+impl Problem for ImageFault {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Privilege { .. } => remedy(
+                "FIRN-IMAGE-PRIVILEGE",
+                "give the container what its checkpoint had, if you trust where the checkpoint comes from",
+            ),
+            Self::Malformed { .. } => remedy(
+                "FIRN-IMAGE-CORRUPT",
+                "make the checkpoint again, with CRIU 3.15 or newer",
+            ),
+            Self::Unreadable { .. } => remedy(
+                "FIRN-IMAGE-UNREADABLE",
+                "check the checkpoint directory; CRIU's files must be regular files",
+            ),
+            Self::Spec { .. } => remedy(
+                "FIRN-SPEC-INVALID",
+                "create the container again with a valid spec",
+            ),
+        }
+    }
+}
+
+impl ImageFault {
+    pub(crate) fn exceeds(
+        file: impl Display,
+        what: impl Display,
+        found: impl Display,
+        allowed: impl Display,
+    ) -> Self {
+        Self::Privilege {
+            file: shown(file),
+            what: shown(what),
+            found: shown(found),
+            allowed: shown(allowed),
+        }
+    }
+
+    fn malformed(file: &str, reason: impl Display) -> Self {
+        Self::Malformed {
+            file: shown(file),
+            reason: shown(reason),
+        }
+    }
+
+    fn unreadable(file: &str, source: &io::Error) -> Self {
+        Self::Unreadable {
+            file: shown(file),
+            reason: source.to_string(),
+        }
+    }
+}
+
+impl From<SpecError> for ImageFault {
+    fn from(error: SpecError) -> Self {
+        Self::Spec {
+            reason: error.to_string(),
+        }
+    }
+}
+
+/// What of the image may be shown on a terminal.
+fn shown(text: impl Display) -> String {
+    let text = text.to_string().replace(char::is_control, "?");
+    text.chars().take(QUOTED).collect()
+}
+
+/// What of this node decides beside the spec.
+pub struct Host {
+    /// Names of the cgroup hierarchies and controllers; the unified one has none.
+    pub cgroups: BTreeSet<String>,
+    /// What a container gets whose spec says nothing.
+    pub oom_score_adj: i32,
+    /// Whether there is something at a path of /proc or /sys.
+    pub exists: fn(&Path) -> bool,
+    /// Number of the namespace that a path leads to.
+    pub namespace: fn(&Path) -> Option<u64>,
+}
+
+impl Host {
+    /// The node on which this runs.
+    pub fn this() -> Self {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        let lines = read("/proc/self/cgroup");
+        let controllers = lines.lines().filter_map(|line| line.split(':').nth(1));
+        Self {
+            cgroups: controllers
+                .flat_map(|list| list.split(','))
+                .map(str::to_owned)
+                .collect(),
+            oom_score_adj: read("/proc/self/oom_score_adj").trim().parse().unwrap_or(0),
+            exists: Path::exists,
+            namespace: |path| {
+                use std::os::unix::fs::MetadataExt;
+                path.metadata().ok().map(|file| file.ino())
+            },
+        }
+    }
+}
+
+/// Compares the image with the spec. The first thing that exceeds it is told.
+pub fn check(spec: &Spec, image: &Path, host: &Host) -> Result<(), ImageFault> {
+    let dir = ImageDir::open(image).map_err(|source| ImageFault::unreadable("the directory", &source))?;
+    let image = Image { dir };
+    entries::check(&image)?;
+    // Of what is no image CRIU makes nothing: that is the runtime's to report, with CRIU's log.
+    let Some(inventory) = Inventory::read(&image)? else {
+        return Ok(());
+    };
+    let tasks = tasks::check(spec, &image, host)?;
+    let namespaces = namespaces::check(spec, &image, &inventory, &tasks, host)?;
+    cgroups::check(spec, &image, &inventory, &tasks, host)?;
+    mounts::check(spec, &image, &namespaces, host)?;
+    files::check(spec, &image)
+}
+
+/// The files.
+struct Image {
+    dir: ImageDir,
+}
+
+impl Image {
+    /// The messages of a file; none when it is not there.
+    fn read<T>(
+        &self,
+        name: &str,
+        magic: u32,
+        each: impl Fn(&Message<'_>) -> Result<T, WireError>,
+    ) -> Result<Option<Vec<T>>, ImageFault> {
+        let Some(bytes) = self.bytes(name)? else {
+            return Ok(None);
+        };
+        let mut rest = &bytes[..];
+        let inventory = magic == INVENTORY_MAGIC;
+        if !inventory && word(&mut rest) != Some(COMMON_MAGIC) || word(&mut rest) != Some(magic) {
+            return Err(ImageFault::malformed(name, "another kind of file"));
+        }
+        let mut all = Vec::new();
+        while !rest.is_empty() {
+            let length = word(&mut rest).and_then(|length| usize::try_from(length).ok());
+            let split = length.and_then(|length| rest.split_at_checked(length));
+            let Some((message, left)) = split else {
+                return Err(ImageFault::malformed(name, "it ends too early"));
+            };
+            rest = left;
+            let message = Message::parse(message).and_then(|message| each(&message));
+            all.push(message.map_err(|error| ImageFault::malformed(name, error))?);
+        }
+        Ok(Some(all))
+    }
+
+    /// The only message of a file.
+    fn read_one<T>(
+        &self,
+        name: &str,
+        magic: u32,
+        each: impl Fn(&Message<'_>) -> Result<T, WireError>,
+    ) -> Result<Option<T>, ImageFault> {
+        let Some(mut all) = self.read(name, magic, each)? else {
+            return Ok(None);
+        };
+        match (all.pop(), all.is_empty()) {
+            (Some(one), true) => Ok(Some(one)),
+            _ => Err(ImageFault::malformed(name, "it holds not one message")),
+        }
+    }
+
+    fn bytes(&self, name: &str) -> Result<Option<Vec<u8>>, ImageFault> {
+        let file = match self.dir.file(name) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(ImageFault::unreadable(name, &error)),
+        };
+        let bytes = read_at_most(&file, MAX_BYTES);
+        let bytes = bytes.map_err(|error| ImageFault::unreadable(name, &error))?;
+        bytes
+            .map(Some)
+            .ok_or_else(|| ImageFault::malformed(name, "it is too large"))
+    }
+}
+
+fn missing(name: &str) -> ImageFault {
+    ImageFault::malformed(name, "it is not there")
+}
+
+fn word(bytes: &mut &[u8]) -> Option<u32> {
+    let (word, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(u32::from_le_bytes(*word))
+}
+
+/// A path without `.`, doubled slashes or a slash at the end; none when it climbs or is relative.
+fn clean(path: &str) -> Option<PathBuf> {
+    use std::path::Component;
+    let path = Path::new(path);
+    let plain = |part: &Component<'_>| matches!(part, Component::RootDir | Component::Normal(_));
+    (path.is_absolute() && path.components().all(|part| plain(&part))).then(|| path.components().collect())
+}
+
+/// What is known of the whole image.
+struct Inventory {
+    /// Ids of what CRIU itself had at the dump: a task with the same gets CRIU's own at a restore.
+    criu: namespaces::Ids,
+    /// The cgroups of CRIU itself.
+    cgroups: Option<u32>,
+}
+
+impl Inventory {
+    fn read(image: &Image) -> Result<Option<Self>, ImageFault> {
+        const NAME: &str = "inventory.img";
+        /// Images with a common magic number.
+        const VERSION: u32 = 2;
+        let read = image.read_one(NAME, INVENTORY_MAGIC, |message| {
+            let criu = message.message(3)?.ok_or(WireError { field: 3 })?;
+            let own = Self {
+                criu: namespaces::Ids::read(&criu)?,
+                cgroups: message.number(5)?,
+            };
+            // Without the last, namespaces lie in files that are named after tasks.
+            Ok((message.required(1)?, message.number(4)?, own))
+        })?;
+        match read {
+            None => Ok(None),
+            Some((VERSION, Some(1), inventory)) => Ok(Some(inventory)),
+            Some(_) => Err(ImageFault::malformed(NAME, "the image is too old")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod fault_tests;
+#[cfg(test)]
+pub(crate) mod tests;

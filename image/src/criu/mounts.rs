@@ -1,0 +1,471 @@
+//! Mounts: those of the spec, as restricted as there, and none beside them that shows more.
+//!
+//! CRIU makes the mounts that the image lists. A container that may mount by itself (CAP_SYS_ADMIN, and no user namespace) could
+//! make them too, so that only the paths are looked at then.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use super::wire::{Message, WireError};
+use super::{Host, Image, ImageFault, clean, missing};
+use firn_host::mountinfo::MountEntry;
+use firn_oci::spec::SpecMount;
+use firn_oci::{Spec, SpecError};
+
+const MAGIC: u32 = 0x5556_3928;
+
+/// Kinds of file systems as CRIU numbers them.
+const PROC: u32 = 1;
+const SYSFS: u32 = 2;
+const TMPFS: u32 = 5;
+const DEVPTS: u32 = 6;
+const CGROUP: u32 = 12;
+/// A kind that has no number here.
+const OTHER: u32 = 16;
+const CGROUP2: u32 = 23;
+const KINDS: [(&str, u32); 7] = [
+    ("proc", PROC),
+    ("sysfs", SYSFS),
+    ("tmpfs", TMPFS),
+    ("devpts", DEVPTS),
+    ("mqueue", 14),
+    ("cgroup", CGROUP),
+    ("cgroup2", CGROUP2),
+];
+
+/// Restrictions of a mount, as specs and as the kernel names them.
+const READ_ONLY: u32 = 1;
+const ALL_RESTRICTIONS: u32 = 0xf;
+const RESTRICTIONS: [(&str, &str, u32); 4] = [
+    ("ro", "rw", READ_ONLY),
+    ("nosuid", "suid", 2),
+    ("nodev", "dev", 4),
+    ("noexec", "exec", 8),
+];
+
+/// How mounts that are made elsewhere appear in one, as specs name it.
+const PRIVATE: [&str; 4] = ["private", "rprivate", "unbindable", "runbindable"];
+const PROPAGATED: [&str; 4] = ["shared", "rshared", "slave", "rslave"];
+
+/// By what name runc hands CRIU the file that hides others.
+const NULL: &str = "/dev/null";
+
+/// Devices that runc makes or mounts without being asked.
+const DEVICES: [&str; 7] = ["console", "full", "null", "random", "tty", "urandom", "zero"];
+
+struct Mount {
+    kind: u32,
+    id: u32,
+    device: u32,
+    parent: u32,
+    flags: u32,
+    /// Whether what is mounted elsewhere can appear below it.
+    propagates: bool,
+    root: PathBuf,
+    point: PathBuf,
+    /// What CRIU is to bind there, by the name that it has for CRIU's caller.
+    external: Option<String>,
+}
+
+pub(super) fn check(spec: &Spec, image: &Image, namespaces: &[u32], host: &Host) -> Result<(), ImageFault> {
+    for id in namespaces.iter().filter(|_| spec.has_namespace("mount")) {
+        let name = format!("mountpoints-{id}.img");
+        let mounts = image.read(&name, MAGIC, read)?.ok_or_else(|| missing(&name))?;
+        let mounts: Option<Vec<Mount>> = mounts.into_iter().collect();
+        let mounts =
+            mounts.ok_or_else(|| ImageFault::malformed(&name, "a path that is relative or climbs"))?;
+        if !spec.may_mount() {
+            compare(&name, Known::of(spec)?, mounts, host)?;
+        }
+    }
+    Ok(())
+}
+
+/// The same of mounts that are there. What they are of is read off their places: there a bind mount is what the spec says.
+pub(super) fn check_made(
+    spec: &Spec,
+    name: &str,
+    entries: &[MountEntry],
+    host: &Host,
+) -> Result<(), ImageFault> {
+    if spec.may_mount() {
+        return Ok(());
+    }
+    let known = Known::of(spec)?;
+    let mounts = entries.iter().map(|entry| made(entry, &known)).collect();
+    compare(name, known, mounts, host)
+}
+
+/// Flags of bind mounts that have to be set again. CRIU loses all of a mount whose source another mount has too, with the same flags:
+/// it takes them for the other's, which it does not bind.
+pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathBuf, u32)>, SpecError> {
+    /// noatime, nodiratime, relatime: they are lost where a new mount does not name them.
+    const TIMES: [(&str, u32); 3] = [
+        ("noatime", 1 << 10),
+        ("nodiratime", 1 << 11),
+        ("relatime", 1 << 21),
+    ];
+    let known = Known::of(spec)?;
+    let mut all = Vec::new();
+    for entry in entries {
+        let of_spec = known
+            .mounts
+            .iter()
+            .rev()
+            .find(|of_spec| of_spec.destination == entry.mount_point);
+        let Some(of_spec) = of_spec.filter(|of_spec| of_spec.is_bind()) else {
+            continue;
+        };
+        let found = made(entry, &known).flags;
+        let wanted = found | restrictions(of_spec);
+        if wanted != found {
+            let has = |option: &str| entry.options.split(',').any(|word| word == option);
+            let times = TIMES.iter().filter(|(name, _)| has(name));
+            let times: u32 = times.map(|(_, flag)| flag).sum();
+            all.push((entry.mount_point.clone(), wanted + times));
+        }
+    }
+    Ok(all)
+}
+
+/// How the spec restricts a mount.
+fn restrictions(of_spec: &SpecMount) -> u32 {
+    let is_set = |(set, unset, _): &&(&str, &str, u32)| {
+        let is_word = |word: &&String| [*set, *unset].contains(&&***word) || **word == format!("r{set}");
+        let last = of_spec.options.iter().rev().find(is_word);
+        last.is_some_and(|word| word != unset)
+    };
+    RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
+}
+
+/// Whether the spec says that nothing of elsewhere appears in a mount. Without a word of it, that is the runtime's to decide.
+fn is_private(of_spec: &SpecMount) -> bool {
+    let mut words = of_spec.options.iter().rev().map(|word| &**word);
+    let last = words.find(|word| PRIVATE.contains(word) || PROPAGATED.contains(word));
+    last.is_some_and(|word| PRIVATE.contains(&word))
+}
+
+fn compare(name: &str, known: Known, mounts: Vec<Mount>, host: &Host) -> Result<(), ImageFault> {
+    let checked = Checked { known, mounts, host };
+    checked.all().map_err(|(point, found, allowed)| {
+        ImageFault::exceeds(
+            name,
+            format_args!("the mount {}", point.display()),
+            found,
+            allowed,
+        )
+    })
+}
+
+fn made(entry: &MountEntry, known: &Known) -> Mount {
+    let kind = KINDS.iter().find(|(name, _)| *name == entry.fs_type);
+    let kind = kind.map_or(OTHER, |(_, kind)| *kind);
+    let has = |option: &str| entry.options.split(',').any(|word| word == option);
+    let flags = RESTRICTIONS.iter().filter(|(set, ..)| has(set));
+    let numbers = entry.device.split_once(':').and_then(|(major, minor)| {
+        let (major, minor): (u32, u32) = (major.parse().ok()?, minor.parse().ok()?);
+        Some(major << 20 | minor)
+    });
+    let point = &entry.mount_point;
+    let is_bind = |of_spec: &SpecMount| of_spec.destination == *point && of_spec.is_bind();
+    let is_null = entry.root.ends_with("null");
+    let external = if known.masked.contains(point) {
+        is_null.then(|| NULL.to_owned())
+    } else if known.mounts.iter().any(is_bind) || known.devices.contains(point) {
+        Some(point.to_string_lossy().into_owned())
+    } else {
+        None
+    };
+    Mount {
+        kind,
+        id: entry.id,
+        device: numbers.unwrap_or_default(),
+        parent: entry.parent,
+        flags: flags.map(|(.., flag)| flag).sum(),
+        propagates: entry.propagates,
+        root: entry.root.clone(),
+        point: point.clone(),
+        external,
+    }
+}
+
+/// None for paths that lead elsewhere.
+fn read(message: &Message<'_>) -> Result<Option<Mount>, WireError> {
+    let text = |field| message.text(field)?.ok_or(WireError { field });
+    // Older CRIUs begin the mount point with a dot.
+    let point = text(7)?;
+    let (point, root) = (clean(point.strip_prefix('.').unwrap_or(point)), clean(text(6)?));
+    let (Some(point), Some(root)) = (point, root) else {
+        return Ok(None);
+    };
+    let is_set = |field| Ok::<_, WireError>(message.number(field)?.is_some_and(|number: u32| number != 0));
+    // Where older CRIUs name what is external.
+    if is_set(13)? {
+        return Err(WireError { field: 13 });
+    }
+    Ok(Some(Mount {
+        kind: message.required(1)?,
+        id: message.required(2)?,
+        device: message.required(3)?,
+        parent: message.required(4)?,
+        flags: message.required(5)?,
+        propagates: is_set(10)? || is_set(11)?,
+        root,
+        point,
+        external: message.text(18)?.map(str::to_owned),
+    }))
+}
+
+/// What the spec says of mount points.
+struct Known {
+    mounts: Vec<SpecMount>,
+    devices: Vec<PathBuf>,
+    masked: Vec<PathBuf>,
+    read_only: Vec<PathBuf>,
+    read_only_root: bool,
+}
+
+impl Known {
+    fn of(spec: &Spec) -> Result<Self, SpecError> {
+        let mut mounts = spec.mounts()?;
+        for mount in &mut mounts {
+            mount.destination = mount.destination.components().collect();
+        }
+        let mut devices: Vec<PathBuf> = DEVICES.iter().map(|name| Path::new("/dev").join(name)).collect();
+        devices.extend(spec.devices()?.into_iter().map(|device| device.node.path));
+        Ok(Self {
+            mounts,
+            devices,
+            masked: spec.masked_paths(),
+            read_only: spec.read_only_paths(),
+            read_only_root: spec.is_root_read_only(),
+        })
+    }
+}
+
+/// A mount point, what is wrong there, and what the spec has.
+type Wrong<'a> = (&'a Path, &'static str, &'static str);
+
+struct Checked<'a> {
+    known: Known,
+    mounts: Vec<Mount>,
+    host: &'a Host,
+}
+
+impl Checked<'_> {
+    fn all(&self) -> Result<(), Wrong<'_>> {
+        let mut points: BTreeMap<&Path, usize> = BTreeMap::new();
+        for mount in &self.mounts {
+            *points.entry(&mount.point).or_default() += 1;
+        }
+        for (point, count) in points {
+            let of_spec = |mount: &&SpecMount| mount.destination == point;
+            // One over the other would show it without what is mounted below the other.
+            if count > self.known.mounts.iter().filter(of_spec).count().max(1) {
+                return Err((point, "mounted more than once", "one mount"));
+            }
+        }
+        self.mounts.iter().try_for_each(|mount| self.one(mount))?;
+        self.none_is_of_outside()?;
+        let hidden = self.known.masked.iter().chain(&self.known.read_only);
+        hidden.into_iter().try_for_each(|path| self.is_hidden(path))
+    }
+
+    /// CRIU binds mounts of the same device from each other, whatever their kinds. So none but the mount itself that comes from
+    /// outside shows it less restricted.
+    fn none_is_of_outside(&self) -> Result<(), Wrong<'_>> {
+        // Files: no directory is bound from them.
+        let is_file =
+            |point: &PathBuf| self.known.masked.contains(point) || self.known.devices.contains(point);
+        let outside = |mount: &&Mount| mount.external.is_some() && !is_file(&mount.point);
+        let outside: Vec<&Mount> = self.mounts.iter().filter(outside).collect();
+        let is_less = |mount: &Mount, other: &Mount| {
+            mount.device == other.device && other.flags & ALL_RESTRICTIONS & !mount.flags != 0
+        };
+        // The root is made first, of what the runtime says.
+        let found = self.mounts.iter().find(|mount| {
+            mount.external.is_none()
+                && mount.point != Path::new("/")
+                && outside.iter().any(|other| is_less(mount, other))
+        });
+        match found {
+            None => Ok(()),
+            Some(mount) => Err((
+                &mount.point,
+                "of the device of a mount that is more restricted",
+                "one of its own",
+            )),
+        }
+    }
+
+    /// A mount that the spec has, or one that shows nothing more.
+    fn one<'a>(&'a self, mount: &'a Mount) -> Result<(), Wrong<'a>> {
+        let point = &*mount.point;
+        let is_read_only = mount.flags & READ_ONLY != 0;
+        if point == Path::new("/") {
+            return match self.known.read_only_root && !is_read_only {
+                true => Err((point, "writable", "a root that is read-only")),
+                false => Ok(()),
+            };
+        }
+        if self.known.masked.iter().any(|path| path == point) {
+            let hides = match &mount.external {
+                // By its own name the runtime mounts there what it masks with: crun until 1.21.
+                Some(key) => key == NULL || Path::new(key) == point,
+                None => mount.kind == TMPFS && is_read_only && self.is_alone(mount),
+            };
+            return match hides {
+                true => Ok(()),
+                false => Err((point, "what shows something", "a path that is masked")),
+            };
+        }
+        if self.known.read_only.iter().any(|path| path == point) {
+            let is_part = self
+                .parent(point)
+                .is_some_and(|parent| parent.device == mount.device && shows(parent, mount));
+            return match is_read_only && is_part && mount.external.is_none() {
+                true => Ok(()),
+                false => Err((point, "writable, or of another place", "a path that is read-only")),
+            };
+        }
+        // As the runtime mounts them: the last of one destination lies above the others.
+        let of_spec = self
+            .known
+            .mounts
+            .iter()
+            .rev()
+            .find(|of_spec| of_spec.destination == point);
+        if let Some(of_spec) = of_spec {
+            return self.as_in_spec(mount, of_spec);
+        }
+        if self.is_of_cgroups(mount) || self.is_device(mount) || self.is_alone(mount) {
+            return Ok(());
+        }
+        Err((point, "there", "no such mount"))
+    }
+
+    fn as_in_spec<'a>(&self, mount: &'a Mount, of_spec: &SpecMount) -> Result<(), Wrong<'a>> {
+        let point = &*mount.point;
+        let kind = KINDS
+            .iter()
+            .find(|(name, _)| *name == of_spec.kind)
+            .map(|(_, kind)| *kind);
+        let is_cgroup = |kind| matches!(kind, CGROUP | CGROUP2);
+        let is_same = match &mount.external {
+            Some(key) => Path::new(key).components().collect::<PathBuf>() == point,
+            // An empty one shows less than what the spec binds there.
+            None if of_spec.is_bind() => self.is_alone(mount),
+            None => {
+                // Under v1, cgroups are a tmpfs with a mount for each hierarchy.
+                let same = kind == Some(mount.kind)
+                    || kind.is_some_and(is_cgroup) && (is_cgroup(mount.kind) || mount.kind == TMPFS);
+                let is_whole = mount.root == Path::new("/") || kind.is_some_and(is_cgroup);
+                same && is_whole
+            }
+        };
+        if !is_same {
+            return Err((point, "another mount", "a mount of its own there"));
+        }
+        if kind.is_some_and(is_cgroup) && mount.kind == TMPFS {
+            // runc leaves it writable, whatever the spec says. The hierarchies in it are not.
+            return Ok(());
+        }
+        if restrictions(of_spec) & !mount.flags != 0 {
+            return Err((point, "less restricted", "ro, nosuid, nodev or noexec there"));
+        }
+        if mount.propagates && is_private(of_spec) {
+            return Err((
+                point,
+                "where the host's later mounts appear",
+                "a private one there",
+            ));
+        }
+        Ok(())
+    }
+
+    /// A hierarchy below the spec's mount of cgroups.
+    fn is_of_cgroups(&self, mount: &Mount) -> bool {
+        let above = self.known.mounts.iter().find(|of_spec| {
+            of_spec.kind.starts_with("cgroup") && mount.point.starts_with(&of_spec.destination)
+        });
+        let Some(above) = above else {
+            return false;
+        };
+        let is_read_only = above.options.iter().any(|option| option == "ro");
+        let is_own = match &mount.external {
+            Some(key) => Path::new(key).starts_with(&above.destination),
+            None => matches!(mount.kind, CGROUP | CGROUP2),
+        };
+        is_own && (!is_read_only || mount.flags & READ_ONLY != 0)
+    }
+
+    fn is_device(&self, mount: &Mount) -> bool {
+        let is_known = self.known.devices.contains(&mount.point);
+        is_known
+            && match &mount.external {
+                Some(key) => Path::new(key) == mount.point || key == NULL,
+                // The terminal.
+                None => mount.kind == DEVPTS,
+            }
+    }
+
+    /// A tmpfs, or a part of one, of which nothing is mounted that the container has from outside. Or a part of the root.
+    fn is_alone(&self, mount: &Mount) -> bool {
+        let same = || self.mounts.iter().filter(|other| other.device == mount.device);
+        let of_root = |root: &Mount| {
+            root.point == Path::new("/")
+                && mount.root.starts_with(&root.root)
+                && (!self.known.read_only_root || mount.flags & READ_ONLY != 0)
+        };
+        let is_inner = |other: &Mount| other.kind == TMPFS && (other.external.is_none() || is_null(other));
+        mount.external.is_none() && (same().all(is_inner) || same().any(of_root))
+    }
+
+    /// A path that the spec hides or makes read-only is so, if the container can see it.
+    fn is_hidden<'a>(&'a self, path: &'a Path) -> Result<(), Wrong<'a>> {
+        let Some(above) = self.parent(path) else {
+            return Ok(());
+        };
+        if let Some(mount) = self.mounts.iter().find(|mount| mount.point == path) {
+            return match mount.parent == above.id {
+                true => Ok(()),
+                false => Err((path, "mounted over", "a path that is masked or read-only")),
+            };
+        }
+        let of_host = match above.kind {
+            PROC => "/proc",
+            SYSFS => "/sys",
+            _ => return Ok(()),
+        };
+        let below = path.strip_prefix(&above.point).unwrap_or(Path::new(""));
+        let below = above.root.strip_prefix("/").unwrap_or(Path::new("")).join(below);
+        // A mask of one above hides it too.
+        let is_masked = self.known.masked.contains(&above.point);
+        match is_masked || !(self.host.exists)(&Path::new(of_host).join(below)) {
+            true => Ok(()),
+            false => Err((path, "open", "a path that is masked or read-only")),
+        }
+    }
+
+    /// The mount in which a path lies.
+    fn parent(&self, path: &Path) -> Option<&Mount> {
+        let above = self
+            .mounts
+            .iter()
+            .filter(|mount| path != mount.point && path.starts_with(&mount.point));
+        above.max_by_key(|mount| mount.point.components().count())
+    }
+}
+
+fn is_null(mount: &Mount) -> bool {
+    mount.external.as_deref() == Some(NULL)
+}
+
+/// Whether a mount shows what lies at its mount point in the mount above.
+fn shows(above: &Mount, mount: &Mount) -> bool {
+    let below = mount.point.strip_prefix(&above.point);
+    below.is_ok_and(|below| above.root.join(below) == mount.root)
+}
+
+#[cfg(test)]
+mod tests;

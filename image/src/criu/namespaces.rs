@@ -1,0 +1,199 @@
+//! Namespaces: a task that the spec puts into a namespace must not stay in the runtime's.
+
+use std::path::Path;
+
+use super::tasks::Task;
+use super::wire::{Message, WireError};
+use super::{Host, Image, ImageFault, Inventory, missing};
+use firn_oci::Spec;
+
+const IDS_MAGIC: u32 = 0x5443_2030;
+const USERNS_MAGIC: u32 = 0x5547_4906;
+
+/// Kinds as a spec names them, as /proc does, and the field of CRIU's ids.
+const KINDS: [(&str, &str, u32); 8] = [
+    ("pid", "pid", 5),
+    ("network", "net", 6),
+    ("ipc", "ipc", 7),
+    ("uts", "uts", 8),
+    ("mount", "mnt", 9),
+    ("user", "user", 10),
+    ("cgroup", "cgroup", 11),
+    ("time", "time", 12),
+];
+const MOUNT: usize = 4;
+const USER: usize = 5;
+
+/// Ids that CRIU has given namespaces, in the order of [`KINDS`]; 0 for one that it has not looked at. A task without one of a kind
+/// gets what its parent has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Ids([u32; KINDS.len()]);
+
+impl Ids {
+    pub(super) fn read(message: &Message<'_>) -> Result<Self, WireError> {
+        let mut ids = Self::default();
+        for (id, (.., field)) in ids.0.iter_mut().zip(KINDS) {
+            *id = message.number(field)?.unwrap_or(0);
+        }
+        Ok(ids)
+    }
+}
+
+/// Ids of the mount namespaces, that of init first.
+pub(super) fn check(
+    spec: &Spec,
+    image: &Image,
+    inventory: &Inventory,
+    tasks: &[Task],
+    host: &Host,
+) -> Result<Vec<u32>, ImageFault> {
+    let (mut mounts, mut users) = (Vec::new(), Vec::new());
+    for task in tasks.iter().filter(|task| task.is_alive) {
+        let name = format!("ids-{}.img", task.pid);
+        let ids = image.read_one(&name, IDS_MAGIC, Ids::read)?;
+        let ids = ids.ok_or_else(|| missing(&name))?;
+        for ((kind, file, _), (id, criu)) in KINDS.into_iter().zip(ids.0.into_iter().zip(inventory.criu.0)) {
+            if is_own(spec, kind, file, host) && (id == 0 || id == criu) {
+                return Err(ImageFault::exceeds(
+                    &name,
+                    format_args!("the {kind} namespace of process {}", task.pid),
+                    "the host's",
+                    "one of the container's own",
+                ));
+            }
+        }
+        mounts.push(ids.0[MOUNT]);
+        users.push(ids.0[USER]);
+    }
+    mounts.dedup();
+    users.dedup();
+    if let Some(other) = mounts[..].get(1).filter(|_| !spec.may_mount()) {
+        return Err(ImageFault::exceeds(
+            format_args!("mountpoints-{other}.img"),
+            "the number of mount namespaces",
+            mounts.len(),
+            "one, and no CAP_SYS_ADMIN",
+        ));
+    }
+    for id in users.into_iter().filter(|id| *id != inventory.criu.0[USER]) {
+        user_map(spec, image, id)?;
+    }
+    Ok(mounts)
+}
+
+/// The tasks are in the namespaces that the spec says. `init` is the first.
+pub(super) fn check_made(spec: &Spec, init: i32, pid: i32, host: &Host) -> Result<(), ImageFault> {
+    let name = format!("process {pid}");
+    let of = |pid: i32, file: &str| (host.namespace)(Path::new(&format!("/proc/{pid}/ns/{file}")));
+    for (kind, file, _) in KINDS {
+        if !spec.has_namespace(kind) {
+            continue;
+        }
+        let Some(found) = of(pid, file) else {
+            let reason = format!("its {kind} namespace cannot be looked at");
+            return Err(ImageFault::Unreadable { file: name, reason });
+        };
+        let what = format_args!("the {kind} namespace");
+        if is_own(spec, kind, file, host)
+            && (host.namespace)(&Path::new("/proc/self/ns").join(file)) == Some(found)
+        {
+            return Err(ImageFault::exceeds(
+                &name,
+                what,
+                "the host's",
+                "one of the container's own",
+            ));
+        }
+        let joined = spec.namespace_path(kind).and_then(|path| (host.namespace)(path));
+        if joined.is_some_and(|joined| joined != found) {
+            return Err(ImageFault::exceeds(&name, what, "another", "one that is joined"));
+        }
+        if kind == "mount" && !spec.may_mount() && of(init, file) != Some(found) {
+            return Err(ImageFault::exceeds(
+                &name,
+                what,
+                "one of its own",
+                "that of the container",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Ids of the host that stand for ids of the container, as a file of /proc says it.
+pub(super) fn check_made_map(spec: &Spec, init: i32) -> Result<(), ImageFault> {
+    if !spec.has_namespace("user") || spec.namespace_path("user").is_some() {
+        return Ok(());
+    }
+    for kind in ["uid", "gid"] {
+        let file = format!("/proc/{init}/{kind}_map");
+        let text = std::fs::read_to_string(&file).map_err(|source| ImageFault::unreadable(&file, &source))?;
+        let allowed = spec.id_map(kind)?;
+        for line in text.lines() {
+            let numbers: Vec<u32> = line
+                .split_whitespace()
+                .filter_map(|word| word.parse().ok())
+                .collect();
+            let fits = <[u32; 3]>::try_from(numbers).is_ok_and(|extent| is_within(extent, &allowed));
+            if !fits {
+                let name = format!("process {init}");
+                return Err(ImageFault::exceeds(
+                    name,
+                    format_args!("the {kind} map"),
+                    line,
+                    format_args!("{allowed:?}"),
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether the spec gives the container another namespace of this kind than the runtime's.
+fn is_own(spec: &Spec, kind: &str, file: &str, host: &Host) -> bool {
+    let of_runtime = Path::new("/proc/self/ns").join(file);
+    let is_runtimes = |path: &Path| match ((host.namespace)(path), (host.namespace)(&of_runtime)) {
+        (Some(joined), Some(own)) => joined == own,
+        _ => false,
+    };
+    spec.has_namespace(kind) && !spec.namespace_path(kind).is_some_and(is_runtimes)
+}
+
+/// Every id of the image's user namespace stands for the same id of the host as in the spec's.
+fn user_map(spec: &Spec, image: &Image, id: u32) -> Result<(), ImageFault> {
+    if spec.namespace_path("user").is_some() || !spec.has_namespace("user") {
+        // It is joined, or is more than the spec asks for.
+        return Ok(());
+    }
+    let name = format!("userns-{id}.img");
+    let maps = image.read_one(&name, USERNS_MAGIC, |message| {
+        let extents = |field| {
+            let all = message.messages(field)?.into_iter();
+            all.map(|extent| Ok([extent.required(1)?, extent.required(2)?, extent.required(3)?]))
+                .collect::<Result<Vec<_>, _>>()
+        };
+        Ok([("uid", extents(1)?), ("gid", extents(2)?)])
+    })?;
+    for (kind, extents) in maps.ok_or_else(|| missing(&name))? {
+        let allowed = spec.id_map(kind)?;
+        if let Some([inner, outer, count]) = extents.iter().find(|extent| !is_within(**extent, &allowed)) {
+            return Err(ImageFault::exceeds(
+                &name,
+                format_args!("the {kind} map"),
+                format_args!("{inner} {outer} {count}"),
+                format_args!("{allowed:?}"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn is_within([inner, outer, count]: [u32; 3], allowed: &[[u32; 3]]) -> bool {
+    allowed.iter().any(|[first, lower, all]| {
+        let Some(from) = inner.checked_sub(*first) else {
+            return false;
+        };
+        u64::from(from) + u64::from(count) <= u64::from(*all)
+            && u64::from(*lower) + u64::from(from) == u64::from(outer)
+    })
+}

@@ -1,0 +1,426 @@
+//! Tasks and their threads: credentials, capabilities, seccomp, labels, limits.
+
+use super::wire::{Message, WireError};
+use super::{Host, Image, ImageFault, missing};
+use firn_oci::Spec;
+use firn_oci::spec::capability;
+
+const PSTREE_MAGIC: u32 = 0x5027_3030;
+const CORE_MAGIC: u32 = 0x5505_3847;
+const SECCOMP_MAGIC: u32 = 0x6441_3049;
+
+/// States of a task as CRIU numbers them.
+const ALIVE: u32 = 1;
+const DEAD: u32 = 2;
+const STOPPED: u32 = 3;
+const ZOMBIE: u32 = 6;
+
+/// Seccomp with a filter, as the kernel numbers it.
+const FILTER: u32 = 2;
+
+/// Scheduling policies that take the CPU from others.
+const REALTIME: [u32; 3] = [1, 2, 6];
+
+/// A task of the image.
+pub(super) struct Task {
+    pub pid: u32,
+    /// Whether it runs after the restore; a zombie does not.
+    pub is_alive: bool,
+    /// Ids of the cgroups of its threads.
+    pub cgroups: Vec<Option<u32>>,
+}
+
+/// What of a core is looked at.
+pub(super) struct Core {
+    pub state: Option<u32>,
+    pub rlimits: Option<Vec<[u64; 2]>>,
+    pub oom_score_adj: Option<i32>,
+    pub thread: Option<Thread>,
+}
+
+pub(super) struct Thread {
+    pub policy: u32,
+    pub cgroups: Option<u32>,
+    pub seccomp: (u32, Option<u32>),
+    pub creds: Creds,
+}
+
+pub(super) struct Creds {
+    /// Real, effective, saved, and that for files.
+    pub users: [u32; 4],
+    /// The same, and those beside.
+    pub groups: Vec<u32>,
+    pub capabilities: [(&'static str, u64); 5],
+    pub label: String,
+    pub no_new_privs: bool,
+}
+
+/// All tasks, init first, none of which exceeds the spec.
+pub(super) fn check(spec: &Spec, image: &Image, host: &Host) -> Result<Vec<Task>, ImageFault> {
+    const NAME: &str = "pstree.img";
+    let tree = image.read(NAME, PSTREE_MAGIC, |message| {
+        Ok((message.required(1)?, message.numbers(5)?))
+    })?;
+    let tree = tree
+        .filter(|tree| !tree.is_empty())
+        .ok_or_else(|| missing(NAME))?;
+    let filters = Filters::read(image)?;
+    let allowed = Allowed::by(spec, host)?;
+    let mut tasks = Vec::with_capacity(tree.len());
+    for (pid, threads) in tree {
+        let name = format!("core-{pid}.img");
+        let core = Core::of(image, &name)?;
+        let is_alive = match core.state {
+            Some(ALIVE | STOPPED) => true,
+            Some(DEAD | ZOMBIE) => false,
+            _ => return Err(ImageFault::malformed(&name, "no state that a dumped task has")),
+        };
+        let mut cgroups = Vec::new();
+        if is_alive {
+            allowed.task(&name, pid, &core)?;
+            let are_for_all = core
+                .thread
+                .as_ref()
+                .is_some_and(|first| filters.are_for_all(first.seccomp));
+            cgroups.push(allowed.thread(&name, pid, core.thread, &filters, false)?);
+            for thread in threads.into_iter().filter(|thread| *thread != pid) {
+                let name = format!("core-{thread}.img");
+                let core = Core::of(image, &name)?;
+                cgroups.push(allowed.thread(&name, thread, core.thread, &filters, are_for_all)?);
+            }
+        }
+        tasks.push(Task {
+            pid,
+            is_alive,
+            cgroups,
+        });
+    }
+    Ok(tasks)
+}
+
+/// The seccomp filters of an image, or of the kernel.
+pub(super) struct Filters(Vec<Filter>);
+
+struct Filter {
+    /// The one that counts beside it.
+    before: Option<u32>,
+    /// CRIU gives it to all threads of the process at once, and the image has it with the first thread alone.
+    is_for_all: bool,
+}
+
+impl Filters {
+    fn read(image: &Image) -> Result<Self, ImageFault> {
+        const FOR_ALL: u32 = 1;
+        let all = image.read_one("seccomp.img", SECCOMP_MAGIC, |message| {
+            let filters = message.messages(1)?;
+            let filter = |filter: &Message<'_>| {
+                Ok(Filter {
+                    before: filter.number(2)?,
+                    is_for_all: filter.number(3)?.unwrap_or(0) & FOR_ALL != 0,
+                })
+            };
+            filters.iter().map(filter).collect::<Result<_, _>>()
+        })?;
+        Ok(Self(all.unwrap_or_default()))
+    }
+
+    /// As the kernel tells them: whether there is one.
+    pub(super) fn of_kernel() -> Self {
+        Self(vec![Filter {
+            before: None,
+            is_for_all: false,
+        }])
+    }
+
+    fn get(&self, number: u32) -> Option<&Filter> {
+        self.0.get(usize::try_from(number).ok()?)
+    }
+
+    /// Whether a thread that has these filters gives them to the others of its process.
+    fn are_for_all(&self, (mode, filter): (u32, Option<u32>)) -> bool {
+        let mut next = filter.filter(|_| mode == FILTER);
+        if next.is_none() {
+            return false;
+        }
+        // A chain that leads in a circle has no end.
+        for _ in 0..self.0.len() {
+            match next.map(|number| self.get(number)) {
+                None => return true,
+                Some(Some(filter)) if filter.is_for_all => next = filter.before,
+                Some(_) => return false,
+            }
+        }
+        next.is_none()
+    }
+}
+
+impl Core {
+    fn of(image: &Image, name: &str) -> Result<Self, ImageFault> {
+        let core = image.read_one(name, CORE_MAGIC, Self::read)?;
+        core.ok_or_else(|| missing(name))
+    }
+
+    fn read(message: &Message<'_>) -> Result<Self, WireError> {
+        let task = message.message(3)?;
+        let thread = message.message(5)?;
+        let mut core = Self {
+            state: None,
+            rlimits: None,
+            oom_score_adj: None,
+            thread: thread.as_ref().map(Thread::read).transpose()?.flatten(),
+        };
+        if let Some(task) = task {
+            // Where older images have the seccomp mode: it would count instead of the thread's.
+            if let Some(field) = [11, 12].into_iter().find(|field| task.has(*field)) {
+                return Err(WireError { field });
+            }
+            core.state = task.number(1)?;
+            core.oom_score_adj = task.signed(14)?;
+            core.rlimits = task.message(8)?.as_ref().map(rlimits).transpose()?;
+        }
+        Ok(core)
+    }
+}
+
+fn rlimits(message: &Message<'_>) -> Result<Vec<[u64; 2]>, WireError> {
+    let long = |limit: &Message<'_>, field| limit.long(field)?.ok_or(WireError { field });
+    let all = message.messages(1)?;
+    all.iter()
+        .map(|limit| Ok([long(limit, 1)?, long(limit, 2)?]))
+        .collect()
+}
+
+impl Thread {
+    /// None without credentials, which CRIU would look for elsewhere.
+    fn read(message: &Message<'_>) -> Result<Option<Self>, WireError> {
+        let Some(creds) = message.message(10)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            policy: message.number(5)?.unwrap_or(0),
+            cgroups: message.number(16)?,
+            seccomp: (message.number(11)?.unwrap_or(0), message.number(12)?),
+            creds: Creds::read(&creds)?,
+        }))
+    }
+}
+
+impl Creds {
+    fn read(message: &Message<'_>) -> Result<Self, WireError> {
+        let set = |field| -> Result<u64, WireError> {
+            match message.numbers(field)?[..] {
+                [] => Ok(0),
+                [low] => Ok(u64::from(low)),
+                [low, high] => Ok(u64::from(high) << 32 | u64::from(low)),
+                _ => Err(WireError { field }),
+            }
+        };
+        let mut groups = message.numbers(14)?;
+        for field in [2, 4, 6, 8] {
+            groups.push(message.required(field)?);
+        }
+        Ok(Self {
+            users: [
+                message.required(1)?,
+                message.required(3)?,
+                message.required(5)?,
+                message.required(7)?,
+            ],
+            groups,
+            capabilities: [
+                ("inheritable", set(9)?),
+                ("permitted", set(10)?),
+                ("effective", set(11)?),
+                ("bounding", set(12)?),
+                ("ambient", set(19)?),
+            ],
+            label: message.text(15)?.unwrap_or_default().to_owned(),
+            no_new_privs: message.number(18)?.unwrap_or(0) != 0,
+        })
+    }
+}
+
+/// What the spec allows a task.
+pub(super) struct Allowed {
+    bounding: u64,
+    permitted: u64,
+    no_new_privs: bool,
+    seccomp: bool,
+    label: Option<String>,
+    /// Number of the limit and its hard value, with its name.
+    rlimits: Vec<(usize, u64, String)>,
+    oom_score_adj: i32,
+    /// Whose processes can be nobody else.
+    users: Option<u32>,
+    groups: Option<Vec<u32>>,
+    user_map: Option<[Vec<[u32; 3]>; 2]>,
+}
+
+impl Allowed {
+    pub(super) fn by(spec: &Spec, host: &Host) -> Result<Self, ImageFault> {
+        let (bounding, permitted) = (spec.capabilities("bounding"), spec.capabilities("permitted"));
+        let has = |name| bounding & capability(name) != 0;
+        let no_new_privs = spec.no_new_privs();
+        // Without these and without programs that change it, a process stays whom the spec makes it.
+        let stays = |name| no_new_privs && permitted & capability(name) == 0;
+        let (user, groups) = spec.user();
+        let maps = || -> Result<_, ImageFault> { Ok([spec.id_map("uid")?, spec.id_map("gid")?]) };
+        let is_mapped = spec.has_namespace("user") && spec.namespace_path("user").is_none();
+        Ok(Self {
+            bounding,
+            permitted: if no_new_privs {
+                permitted & bounding
+            } else {
+                bounding
+            },
+            no_new_privs,
+            seccomp: spec.has_seccomp(),
+            label: spec.label().map(str::to_owned),
+            rlimits: if has("CAP_SYS_RESOURCE") {
+                Vec::new()
+            } else {
+                spec.rlimits()
+            },
+            oom_score_adj: match has("CAP_SYS_RESOURCE") {
+                true => i32::MIN,
+                false => spec.oom_score_adj().unwrap_or(host.oom_score_adj.min(0)),
+            },
+            users: user.filter(|_| stays("CAP_SETUID")),
+            groups: Some(groups).filter(|_| stays("CAP_SETGID")),
+            user_map: is_mapped.then(maps).transpose()?,
+        })
+    }
+
+    pub(super) fn task(&self, file: &str, pid: u32, core: &Core) -> Result<(), ImageFault> {
+        let of = |what: &str| format!("{what} of process {pid}");
+        for (number, hard, name) in &self.rlimits {
+            let found = core.rlimits.as_ref().and_then(|all| all.get(*number));
+            let found = found.copied().unwrap_or([u64::MAX; 2]);
+            if found.iter().any(|limit| limit > hard) {
+                let [soft, found] = found;
+                let found = format!("{soft}, at most {found}");
+                return Err(ImageFault::exceeds(file, of(name), found, hard));
+            }
+        }
+        let score = core.oom_score_adj.unwrap_or(0);
+        if score < self.oom_score_adj {
+            return Err(ImageFault::exceeds(
+                file,
+                of("oom_score_adj"),
+                score,
+                self.oom_score_adj,
+            ));
+        }
+        Ok(())
+    }
+
+    /// The cgroups of a thread that does not exceed the spec; it may have got its filters of its process's first.
+    pub(super) fn thread(
+        &self,
+        file: &str,
+        id: u32,
+        thread: Option<Thread>,
+        filters: &Filters,
+        has_firsts: bool,
+    ) -> Result<Option<u32>, ImageFault> {
+        let thread = thread.ok_or_else(|| ImageFault::malformed(file, "a thread without credentials"))?;
+        let exceeds = |what: &str, found: &dyn std::fmt::Display, allowed: &dyn std::fmt::Display| {
+            Err(ImageFault::exceeds(
+                file,
+                format_args!("{what} of thread {id}"),
+                found,
+                allowed,
+            ))
+        };
+        let creds = &thread.creds;
+        for (set, found) in creds.capabilities {
+            let allowed = if matches!(set, "bounding" | "inheritable") {
+                self.bounding
+            } else {
+                self.permitted
+            };
+            if found & !allowed != 0 {
+                let what = format!("the {set} capabilities");
+                return exceeds(
+                    &what,
+                    &format_args!("{found:016x}"),
+                    &format_args!("{allowed:016x}"),
+                );
+            }
+        }
+        if self.no_new_privs && !creds.no_new_privs {
+            return exceeds("no_new_privs", &"unset", &"set");
+        }
+        if self.seccomp {
+            let (mode, filter) = thread.seccomp;
+            let is_there = filter.is_some_and(|filter| filters.get(filter).is_some());
+            let is_firsts = has_firsts && mode == 0;
+            if !is_firsts && (mode != FILTER || !is_there) {
+                return exceeds(
+                    "seccomp",
+                    &format_args!("mode {mode}, filter {filter:?}"),
+                    &"a filter",
+                );
+            }
+        }
+        if let Some(label) = self.label.as_ref().filter(|label| **label != creds.label) {
+            let found = if creds.label.is_empty() {
+                "none"
+            } else {
+                &creds.label
+            };
+            return exceeds("the security label", &found, label);
+        }
+        if REALTIME.contains(&thread.policy) && self.bounding & capability("CAP_SYS_NICE") == 0 {
+            return exceeds(
+                "the scheduling policy",
+                &thread.policy,
+                &"none that needs CAP_SYS_NICE",
+            );
+        }
+        if let Some(allowed) = self.users
+            && let Some(user) = creds.users.iter().find(|user| **user != allowed)
+        {
+            return exceeds("a user id", user, &allowed);
+        }
+        if let Some(allowed) = &self.groups
+            && let Some(group) = creds.groups.iter().find(|group| !allowed.contains(group))
+        {
+            return exceeds("a group id", group, &format_args!("{allowed:?}"));
+        }
+        if let Some([users, groups]) = &self.user_map {
+            let pairs = [
+                ("a user id", &creds.users[..], users),
+                ("a group id", &creds.groups[..], groups),
+            ];
+            for (what, ids, map) in pairs {
+                let mapped = |id: u32| {
+                    map.iter()
+                        .any(|[first, _, count]| id.checked_sub(*first).is_some_and(|at| at < *count))
+                };
+                if let Some(other) = ids.iter().find(|id| !mapped(**id)) {
+                    return exceeds(what, other, &"one of the user namespace");
+                }
+            }
+        }
+        Ok(thread.cgroups)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_of_capabilities_has_two_words_at_most() {
+        let ids: Vec<u8> = (1..=8).flat_map(|field| [field << 3, 0]).collect();
+        let read = |set: &[u8]| {
+            let creds = Creds::read(&Message::parse(&[&ids, set].concat()).unwrap());
+            creds.map(|creds| creds.capabilities[0])
+        };
+        assert_eq!(read(&[]), Ok(("inheritable", 0)), "older images lack some");
+        assert_eq!(read(&[72, 5]), Ok(("inheritable", 5)));
+        assert_eq!(read(&[72, 5, 72, 3]), Ok(("inheritable", 3 << 32 | 5)));
+        assert_eq!(read(&[72, 5, 72, 3, 72, 1]), Err(WireError { field: 9 }));
+    }
+}

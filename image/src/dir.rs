@@ -1,0 +1,75 @@
+//! The image directory, which is hostile: whoever made it chose what lies there.
+//!
+//! A file is opened by a name directly in the directory, only if it is a regular file, and not before that is known:
+//! no link leads elsewhere, no fifo is waited for, and no device is touched, as opening alone sets some of them going.
+
+use std::fs::{File, Metadata};
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use nix::dir::Dir;
+use nix::fcntl::{OFlag, open, openat};
+use nix::sys::stat::Mode;
+
+use firn_host::reopen_regular;
+
+/// A directory with CRIU's files.
+#[derive(Debug)]
+pub struct ImageDir(OwnedFd);
+
+impl ImageDir {
+    /// Opens it. The path is the client's word and may lead through links.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        Ok(Self(open(path, flags, Mode::empty())?))
+    }
+
+    /// Opens a regular file of it for reading.
+    pub fn file(&self, name: &str) -> io::Result<File> {
+        reopen_regular(self.find(name)?)
+    }
+
+    /// What lies there under this name, whatever it is.
+    pub(crate) fn metadata(&self, name: &str) -> io::Result<Metadata> {
+        self.find(name)?.metadata()
+    }
+
+    /// Names of all that lies there; those that are no text are left out, as CRIU's are ASCII.
+    pub(crate) fn names(&self) -> io::Result<Vec<String>> {
+        let own = openat(
+            &self.0,
+            ".",
+            OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
+            Mode::empty(),
+        )?;
+        let mut names = Vec::new();
+        for entry in Dir::from_fd(own)?.iter() {
+            if let Ok(name) = entry?.file_name().to_str()
+                && !matches!(name, "." | "..")
+            {
+                names.push(name.to_owned());
+            }
+        }
+        Ok(names)
+    }
+
+    /// A handle that neither reads nor writes.
+    fn find(&self, name: &str) -> io::Result<File> {
+        if name.is_empty() || name.contains('/') || matches!(name, "." | "..") {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file name"));
+        }
+        let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        Ok(openat(&self.0, name, flags, Mode::empty())?.into())
+    }
+}
+
+/// The whole file, or nothing if it is larger than `limit`.
+pub(crate) fn read_at_most(file: &File, limit: u64) -> io::Result<Option<Vec<u8>>> {
+    if file.metadata()?.len() > limit {
+        return Ok(None);
+    }
+    let mut bytes = Vec::new();
+    file.take(limit + 1).read_to_end(&mut bytes)?;
+    Ok(Some(bytes).filter(|bytes| bytes.len() as u64 <= limit))
+}

@@ -1,0 +1,43 @@
+//! A manifest for unit tests, of this crate and of those above it, with the node and spec that fit it.
+
+use firn_gpu::{CudaState, SourceGpu, Topology};
+pub use firn_oci::fixtures::{config, inventory, spec, uuid};
+use firn_oci::mounts::RequiredMount;
+
+use crate::manifest::{CudaProcess, DriverVersion, DumpFlags, Manifest, Versions};
+
+/// The manifest of a container with these GPUs and one CUDA process.
+pub fn manifest(gpus: &[u8]) -> Manifest {
+    let count = gpus.iter().max().map_or(0, |highest| highest + 1);
+    let source = inventory(195, count);
+    Manifest {
+        dump: DumpFlags {
+            open_tcp: true,
+            ..DumpFlags::default()
+        },
+        driver: Some(DriverVersion {
+            driver: source.driver_version.clone(),
+            cuda: source.cuda_version,
+        }),
+        gpus: gpus
+            .iter()
+            .map(|i| SourceGpu::from(&source.gpus[usize::from(*i)]))
+            .collect(),
+        processes: vec![CudaProcess {
+            pid: 1,
+            restore_tid: 4,
+            state: CudaState::Running,
+        }],
+        mounts: vec![RequiredMount {
+            destination: "/data".into(),
+            source_name: "data".into(),
+            in_use: true,
+        }],
+        topology: Topology::default(),
+        versions: Versions {
+            firn: "0.1.0".into(),
+            ..Versions::default()
+        },
+        images: vec![],
+    }
+}

@@ -1,0 +1,90 @@
+//! What firn-hook does as CRIU's action script.
+//!
+//! CRIU calls it at several points of a restore. One counts: the container's file systems are there, and no file has been
+//! opened again. That is the moment to set the GPU nodes of its /dev right: a node that a process had open, and AMD's
+//! render nodes, are opened by CRIU itself.
+//!
+//! Another is that at which all is made and nothing runs: mounts get the flags that CRIU has lost.
+//!
+//! CRIU tells of a script only that it has failed. So the reason is left in the bundle, for the shim.
+
+use std::io::Read;
+use std::path::Path;
+
+use firn_config::names;
+
+use crate::Spec;
+use crate::dev_repair;
+use crate::dev_repair::{DevError, DevRepair};
+use firn_host::{Problem, ProblemReport, atomic_file};
+
+/// CRIU's name of the moment.
+pub const MOMENT: &str = "post-setup-namespaces";
+
+/// When all mounts are there, no task runs, and a script that fails still ends the restore.
+pub const MOUNTED: &str = "post-restore";
+
+/// Largest reason that is read.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// Makes the GPU nodes in the /dev of the container whose first process this is those of the bundle's spec. What fails is left
+/// in the bundle.
+pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, ProblemReport> {
+    let repaired = Spec::load(bundle).map_err(DevError::from).and_then(|spec| {
+        match spec.asks_for_gpu() || spec.has_other_gpus() {
+            true => dev_repair::repair_unassembled(init, &spec),
+            false => Ok(DevRepair::default()),
+        }
+    });
+    repaired.map_err(|error| leave(bundle, error.report()))
+}
+
+/// Leaves in the bundle, for the shim, why the script has failed.
+pub fn leave(bundle: &Path, problem: ProblemReport) -> ProblemReport {
+    let bytes = serde_json::to_vec(&problem).unwrap_or_default();
+    // CRIU's log has it too.
+    let _ = atomic_file::write(bundle, names::BUNDLE_SCRIPT_REFUSAL, &bytes, 0o600);
+    problem
+}
+
+/// Takes what [`leave`] left in this bundle, and removes it.
+pub fn take(bundle: &Path) -> Option<ProblemReport> {
+    let path = bundle.join(names::BUNDLE_SCRIPT_REFUSAL);
+    let mut text = Vec::new();
+    let file = std::fs::File::open(&path).ok()?;
+    file.take(MAX_BYTES).read_to_end(&mut text).ok()?;
+    if let Err(error) = std::fs::remove_file(&path) {
+        log::warn!("cannot remove {}: {error}", path.display());
+    }
+    serde_json::from_slice(&text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fails_is_left_for_the_shim_once() {
+        let bundle = tempfile::tempdir().unwrap();
+        assert_eq!(take(bundle.path()), None);
+        let own = i32::try_from(std::process::id()).unwrap();
+        let refusal = run(bundle.path(), own).unwrap_err();
+        assert_eq!(refusal.code, "FIRN-SPEC-UNREADABLE");
+        assert!(refusal.message.contains("config.json: No such file"), "{refusal}");
+        assert_eq!(take(bundle.path()), Some(refusal));
+        assert_eq!(take(bundle.path()), None);
+
+        std::fs::write(bundle.path().join(names::BUNDLE_SPEC), "{}").unwrap();
+        assert_eq!(run(bundle.path(), own), Ok(DevRepair::default()));
+        assert_eq!(
+            run(bundle.path(), i32::MAX),
+            Ok(DevRepair::default()),
+            "without a GPU"
+        );
+        let gpu = r#"{"linux":{"devices":[{"path":"/dev/nvidia0","type":"c","major":195,"minor":0}]}}"#;
+        std::fs::write(bundle.path().join(names::BUNDLE_SPEC), gpu).unwrap();
+        let gone = run(bundle.path(), i32::MAX).unwrap_err();
+        assert_eq!(gone.code, "FIRN-DEV-REPAIR");
+        assert!(gone.message.contains("/proc/2147483647/root"), "{gone}");
+    }
+}

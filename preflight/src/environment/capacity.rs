@@ -1,0 +1,217 @@
+//! Whether there is room for what a checkpoint makes: the driver copies the GPUs' memory into that of the processes, and
+//! CRIU writes all of it into the image.
+//!
+//! A cgroup without the room would have its workload killed, half-way, by the kernel. Figures are those of now, read once:
+//! what is refused is what cannot work, and what is let through may still fail and be undone.
+
+use std::path::{Path, PathBuf};
+
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+use nix::sys::statvfs::statvfs;
+
+use super::{MemoryLimit, Refusal};
+use firn_host::procfs;
+
+/// What CRIU writes into its work directory at least: its log.
+const LOG_BYTES: u64 = 256 << 10;
+
+/// What a checkpoint of a container will take, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Needs {
+    /// GPU memory of all its processes.
+    gpu: u64,
+    /// What they have in anonymous memory already.
+    anonymous: u64,
+    /// What files hold that only they have: deleted ones, and shared memory.
+    unlinked: u64,
+}
+
+impl Needs {
+    pub fn of(pids: &[i32], gpu: u64) -> Self {
+        let anonymous = pids.iter().map(|&pid| procfs::anonymous(pid));
+        Self {
+            gpu,
+            anonymous: anonymous.fold(0, u64::saturating_add),
+            unlinked: procfs::unlinked(pids),
+        }
+    }
+
+    /// What the image will take, at least.
+    pub fn image(self) -> u64 {
+        let memory = self.gpu.saturating_add(self.anonymous);
+        memory.saturating_add(self.unlinked)
+    }
+}
+
+/// A file system that will be written to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Space {
+    dir: PathBuf,
+    free: u64,
+    /// What is written there takes memory of the host.
+    in_memory: bool,
+}
+
+impl Space {
+    /// Of the file system that `path` is on, or will be made on. None where it cannot be told.
+    fn of(path: &Path) -> Option<Self> {
+        let dir = path.ancestors().find(|dir| dir.exists())?;
+        let numbers = statvfs(dir).ok()?;
+        // Some network file systems tell nothing.
+        if numbers.blocks() == 0 {
+            return None;
+        }
+        Some(Self {
+            dir: dir.to_owned(),
+            free: numbers.blocks_free().saturating_mul(numbers.fragment_size()),
+            in_memory: statfs(dir).is_ok_and(|of| of.filesystem_type() == TMPFS_MAGIC),
+        })
+    }
+}
+
+/// Why there is no room for a checkpoint; the image goes to `image`, CRIU's log to `work`.
+pub fn by_room(needs: Needs, limit: Option<MemoryLimit>, image: &Path, work: &Path) -> Vec<Refusal> {
+    let image = Space::of(image);
+    let in_memory = image.as_ref().is_some_and(|space| space.in_memory);
+    let memory = by_memory(needs, available(), limit, in_memory);
+    let places = [(image, needs.image()), (Space::of(work), LOG_BYTES)];
+    let spaces = places
+        .into_iter()
+        .filter_map(|(space, needed)| Some(by_space(space?, needed)));
+    [memory]
+        .into_iter()
+        .chain(spaces)
+        .filter_map(Result::err)
+        .collect()
+}
+
+/// Memory that the host can still give; none where it cannot be told.
+fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = value.split_whitespace().next()?.parse().ok()?;
+    Some(kib << 10)
+}
+
+fn by_memory(
+    needs: Needs,
+    available: Option<u64>,
+    limit: Option<MemoryLimit>,
+    image_in_memory: bool,
+) -> Result<(), Refusal> {
+    if let Some(MemoryLimit { dir, left }) = limit
+        && left < needs.gpu
+    {
+        return Err(Refusal::CgroupMemory {
+            needed: needs.gpu,
+            dir,
+            left,
+        });
+    }
+    // Pages of a tmpfs are charged to CRIU, which is not in the container's cgroup.
+    let image = if image_in_memory { needs.image() } else { 0 };
+    match available {
+        Some(left) if left < needs.gpu.saturating_add(image) => Err(Refusal::HostMemory {
+            needed: needs.gpu,
+            image,
+            left,
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn by_space(space: Space, needed: u64) -> Result<(), Refusal> {
+    let Space { dir, free, .. } = space;
+    if needed <= free {
+        return Ok(());
+    }
+    Err(Refusal::Space { dir, needed, free })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_host::Problem;
+
+    const GIB: u64 = 1 << 30;
+
+    const NEEDS: Needs = Needs {
+        gpu: 8 * GIB,
+        anonymous: GIB / 2,
+        unlinked: GIB / 2,
+    };
+
+    fn limit(left: u64) -> Option<MemoryLimit> {
+        let dir = "/sys/fs/cgroup/box".into();
+        Some(MemoryLimit { dir, left })
+    }
+
+    #[test]
+    fn the_driver_needs_the_gpus_memory_once_more_in_the_host_and_in_the_cgroup() {
+        for (host, cgroup, fits) in [
+            (8 * GIB, 8 * GIB, true),
+            (8 * GIB - 1, u64::MAX, false),
+            (u64::MAX, 8 * GIB - 1, false),
+            (0, 0, false),
+        ] {
+            let found = by_memory(NEEDS, Some(host), limit(cgroup), false);
+            assert_eq!(found.is_ok(), fits, "{host} {cgroup}: {found:?}");
+        }
+        assert!(by_memory(NEEDS, None, None, false).is_ok(), "nothing is known");
+        assert!(matches!(
+            by_memory(NEEDS, Some(GIB), limit(GIB), false),
+            Err(Refusal::CgroupMemory { left: GIB, .. })
+        ));
+    }
+
+    #[test]
+    fn an_image_in_memory_takes_the_hosts_too_and_not_the_cgroups() {
+        assert!(by_memory(NEEDS, Some(17 * GIB), limit(8 * GIB), true).is_ok());
+        assert!(matches!(
+            by_memory(NEEDS, Some(17 * GIB - 1), limit(8 * GIB), true),
+            Err(Refusal::HostMemory { needed, image, .. }) if (needed, image) == (8 * GIB, 9 * GIB)
+        ));
+    }
+
+    #[test]
+    fn an_image_needs_space_for_anonymous_and_gpu_memory_and_files_without_a_path() {
+        let space = |free| Space {
+            dir: "/images".into(),
+            free,
+            in_memory: false,
+        };
+        assert!(by_space(space(9 * GIB), NEEDS.image()).is_ok());
+        assert!(matches!(
+            by_space(space(9 * GIB - 1), NEEDS.image()),
+            Err(Refusal::Space { .. })
+        ));
+    }
+
+    #[test]
+    fn space_is_that_of_the_directory_or_of_where_it_will_be_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let later = Space::of(&dir.path().join("a/b/c")).unwrap();
+        assert_eq!(later.dir, dir.path());
+        assert!(later.free > 0);
+        assert!(Space::of(Path::new("/dev/shm")).is_none_or(|space| space.in_memory));
+        assert!(available().is_some_and(|bytes| bytes > 0));
+        let nothing = Needs {
+            gpu: 0,
+            anonymous: 0,
+            unlinked: 0,
+        };
+        assert_eq!(by_room(nothing, None, dir.path(), dir.path()), []);
+        let everything = Needs {
+            gpu: u64::MAX,
+            anonymous: 0,
+            unlinked: 0,
+        };
+        let refusals = by_room(everything, None, dir.path(), dir.path());
+        let codes: Vec<_> = refusals.iter().map(Problem::code).collect();
+        assert_eq!(
+            codes,
+            ["FIRN-HOST-MEMORY", "FIRN-IMAGE-SPACE"],
+            "every reason is told"
+        );
+    }
+}

@@ -1,0 +1,284 @@
+use std::os::unix::fs::symlink;
+
+use tempfile::TempDir;
+
+use super::*;
+
+/// Of CUDA processes.
+fn inspect(proc_root: &Path, cuda: &[i32]) -> Result<Vec<Finding>, Unreadable> {
+    let subject = Subject {
+        dumped: &[],
+        cuda,
+        ranks: false,
+    };
+    super::inspect(proc_root, &subject)
+}
+
+/// What every CUDA process maps, shortened from an H200 with driver 580.
+const BASELINE: &str = "\
+200000000-200200000 ---p 00000000 00:00 0
+200400000-200600000 rw-s 00000000 00:06 610                              /dev/nvidiactl
+204a00000-204c00000 rw-s 204a00000 00:06 612                             /dev/nvidia-uvm
+7f6a10000000-7f6a14000000 rw-s 00000000 00:06 615                        /dev/nvidia0
+7f6a20000000-7f6a25000000 r-xp 00000000 fe:01 99                         /usr/lib/libcuda.so.580.159.04
+";
+
+fn processes(all: &[(i32, &str, &str)]) -> TempDir {
+    let root = tempfile::tempdir().unwrap();
+    for (pid, extra_maps, environment) in all {
+        let process = root.path().join(pid.to_string());
+        fs::create_dir_all(process.join("fd")).unwrap();
+        fs::create_dir_all(process.join("root/tmp")).unwrap();
+        fs::write(process.join("maps"), format!("{BASELINE}{extra_maps}")).unwrap();
+        fs::write(process.join("environ"), environment.replace(' ', "\0")).unwrap();
+        symlink("/dev/nvidia-uvm", process.join("fd/7")).unwrap();
+        symlink("socket:[4711]", process.join("fd/8")).unwrap();
+    }
+    root
+}
+
+/// Findings about one process.
+fn signs(extra_maps: &str, environment: &str) -> Vec<(Sign, Certainty)> {
+    let root = processes(&[(7, extra_maps, environment)]);
+    let findings = inspect(root.path(), &[7]).unwrap();
+    assert!(findings.iter().all(|finding| finding.pid == Some(7)));
+    findings
+        .into_iter()
+        .map(|finding| (finding.sign, finding.certainty))
+        .collect()
+}
+
+#[test]
+fn a_plain_cuda_process_shows_nothing() {
+    assert_eq!(signs("", "PATH=/bin HOME=/"), []);
+}
+
+#[test]
+fn managed_memory_is_told_from_the_drivers_own_mapping() {
+    let managed = "7f5fd0000000-7f5fd4000000 rw-s 7f5fd0000000 00:06 612    /dev/nvidia-uvm\n\
+        7f5fe0000000-7f5fe0200000 rw-s 7f5fe0000000 00:06 612    /dev/nvidia-uvm\n";
+    assert_eq!(
+        signs(managed, ""),
+        [(
+            Sign::ManagedMemory {
+                ranges: 2,
+                bytes: 66 << 20
+            },
+            Certainty::Certain
+        )]
+    );
+}
+
+#[test]
+fn every_context_has_a_mapping_of_the_drivers_own() {
+    // As on an H200, a process with three contexts.
+    let contexts = "209e00000-20a000000 rw-s 209e00000 00:27 12    /dev/nvidia-uvm\n\
+        20f200000-20f400000 rw-s 20f200000 00:27 12    /dev/nvidia-uvm\n";
+    assert_eq!(signs(contexts, ""), []);
+}
+
+#[test]
+fn a_larger_mapping_among_the_drivers_own_is_a_suspicion() {
+    let pool = "204e00000-205200000 rw-s 204e00000 00:06 612    /dev/nvidia-uvm\n";
+    assert_eq!(
+        signs(pool, ""),
+        [(
+            Sign::ManagedMemory {
+                ranges: 1,
+                bytes: 4 << 20
+            },
+            Certainty::Suspected
+        )]
+    );
+}
+
+#[test]
+fn other_mappings_of_the_uvm_node_are_not_managed_memory() {
+    let others = "7f5fd0000000-7f5fd4000000 rw-s 00001000 00:06 612    /dev/nvidia-uvm\n\
+        7f5fd8000000-7f5fd8001000 r--s 7f5fd8000000 00:06 612    /dev/nvidia-uvm\n\
+        7f5fd9000000-7f5fd9001000 rw-s 7f5fd9000000 00:06 613    /dev/nvidia-uvm-tools\n";
+    assert_eq!(signs(others, ""), []);
+}
+
+#[test]
+fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
+    let nccl = "7f00-7f10 r-xp 00000000 fe:01 5    /venv/nvidia/nccl/lib/libnccl.so.2\n";
+    let sign = |p2p_disabled, shm_disabled, nvls_disabled| {
+        [(
+            Sign::Nccl {
+                p2p_disabled,
+                shm_disabled,
+                nvls_disabled,
+            },
+            Certainty::Certain,
+        )]
+    };
+    assert_eq!(signs(nccl, "NCCL_DEBUG=INFO"), sign(false, false, false));
+    assert_eq!(
+        signs(nccl, "NCCL_P2P_DISABLE=0 NCCL_SHM_DISABLE= XNCCL_SHM_DISABLE=1"),
+        sign(false, false, false)
+    );
+    assert_eq!(signs(nccl, "NCCL_P2P_DISABLE=1"), sign(true, false, false));
+    let sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0";
+    assert_eq!(signs(nccl, sockets), sign(true, true, true));
+    assert_eq!(signs("", sockets), []);
+}
+
+#[test]
+fn settings_of_nccl_are_read_without_its_library_too() {
+    let environment = "NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0";
+    let root = processes(&[(7, "", environment)]);
+    let found = nccl_settings(root.path(), 7).unwrap().unwrap();
+    let expected = Sign::Nccl {
+        p2p_disabled: true,
+        shm_disabled: false,
+        nvls_disabled: true,
+    };
+    assert_eq!((found.pid, &found.sign), (Some(7), &expected));
+    assert_eq!(nccl_settings(root.path(), 8).unwrap(), None);
+    let ranks = |ranks| {
+        let subject = Subject {
+            dumped: &[7],
+            cuda: &[7],
+            ranks,
+        };
+        super::inspect(root.path(), &subject).unwrap()
+    };
+    assert_eq!((ranks(true), ranks(false)), (vec![found], vec![]));
+}
+
+#[test]
+fn libraries_that_share_memory_are_named_and_others_of_ucx_are_not() {
+    let maps = "7f00-7f10 r-xp 00000000 fe:01 5    /opt/ucx/lib/libuct.so.0.0.0\n\
+        7f20-7f30 r-xp 00000000 fe:01 6    /opt/ucx/lib/ucx/libuct_cuda.so.0.0.0\n\
+        7f40-7f50 r-xp 00000000 fe:01 7    /opt/nvshmem/lib/libnvshmem_host.so.3\n";
+    let file = "libuct_cuda.so.0.0.0".to_owned();
+    let found = (Sign::SharingLibrary { file }, Certainty::Suspected);
+    assert_eq!(signs(maps, ""), [found]);
+}
+
+#[test]
+fn nvshmem_is_told_when_it_is_initialised_and_not_when_pytorch_has_loaded_it() {
+    let loaded = "7f40-7f50 r-xp 00000000 fe:01 7    /venv/nvidia/nvshmem/lib/libnvshmem_host.so.3\n";
+    assert_eq!(signs(loaded, ""), []);
+    let file = "nvshmem_bootstrap_uid.so.3";
+    let initialised = format!("{loaded}7f60-7f70 r-xp 00000000 fe:01 8    /venv/nvidia/nvshmem/lib/{file}\n");
+    let file = file.to_owned();
+    assert_eq!(
+        signs(&initialised, ""),
+        [(Sign::SharingLibrary { file }, Certainty::Suspected)]
+    );
+}
+
+#[test]
+fn a_process_that_only_uses_nvml_does_not_count_among_those_that_may_share_memory() {
+    let root = processes(&[(7, "", ""), (8, "", ""), (9, "", "")]);
+    // As on an H200.
+    let nvml = "5581c0000000-5581c0020000 r-xp 00003000 fe:10 12    /usr/bin/nvidia-smi\n\
+        7f6a00000000-7f6a00001000 r-xp 0001b000 fe:10 73    /usr/lib/libnvidia-ml.so.1\n\
+        7f6a20000000-7f6a25000000 r-xp 00000000 fe:01 99    /usr/lib/libcuda.so.580.159.04\n";
+    fs::write(root.path().join("8/maps"), nvml).unwrap();
+    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), []);
+    for of_cuda in [
+        "204a00000-204c00000 rw-s 204a00000 00:06 612    /host/dev/nvidia-uvm (deleted)\n",
+        // After cuInit, without a context.
+        "7f31837a7000-7f31837a8000 r--s 00000000 00:27 11    /dev/nvidiactl\n",
+        "7f31837a8000-7f31837b8000 -w-s 00000000 00:27 14    /dev/nvidia0 (deleted)\n",
+    ] {
+        fs::write(root.path().join("8/maps"), of_cuda).unwrap();
+        let found = inspect(root.path(), &[7, 8]).unwrap();
+        let several = Sign::MultipleCudaProcesses { pids: vec![7, 8] };
+        assert!(found.iter().any(|finding| finding.sign == several), "{of_cuda}");
+    }
+}
+
+#[test]
+fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_surroundings() {
+    let mps = |directory: &str, certainty| {
+        [(
+            Sign::Mps {
+                directory: directory.into(),
+            },
+            certainty,
+        )]
+    };
+    assert_eq!(
+        signs("", "CUDA_MPS_PIPE_DIRECTORY=/run/mps"),
+        mps("/run/mps", Certainty::Suspected)
+    );
+
+    let of = |root: &TempDir| -> Vec<_> {
+        inspect(root.path(), &[7])
+            .unwrap()
+            .into_iter()
+            .map(|f| (f.sign, f.certainty))
+            .collect()
+    };
+    let root = processes(&[(7, "", "CUDA_MPS_PIPE_DIRECTORY=/run/mps")]);
+    symlink("/run/mps/control_lock", root.path().join("7/fd/9")).unwrap();
+    assert_eq!(of(&root), mps("/run/mps", Certainty::Certain));
+
+    let root = processes(&[(7, "", "")]);
+    symlink(
+        "/tmp/nvidia-mps-of-somebody-else/control",
+        root.path().join("7/fd/9"),
+    )
+    .unwrap();
+    assert_eq!(of(&root), []);
+    fs::create_dir(root.path().join("7/root/tmp/nvidia-mps")).unwrap();
+    fs::write(root.path().join("7/root/tmp/nvidia-mps/control"), "").unwrap();
+    assert_eq!(of(&root), mps("/tmp/nvidia-mps", Certainty::Suspected));
+}
+
+#[test]
+fn several_cuda_processes_are_a_finding_of_their_own() {
+    let root = processes(&[(7, "", ""), (8, "", "")]);
+    let several = Finding {
+        pid: None,
+        sign: Sign::MultipleCudaProcesses { pids: vec![7, 8] },
+        certainty: Certainty::Certain,
+    };
+    let several = [several];
+    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), several);
+    assert_eq!(inspect(root.path(), &[7, 8, 9]).unwrap(), several, "9 has ended");
+    assert_eq!(inspect(root.path(), &[7, 9]).unwrap(), []);
+}
+
+#[test]
+fn a_process_that_has_ended_shows_nothing_and_one_that_cannot_be_read_is_an_error() {
+    let root = processes(&[]);
+    assert_eq!(inspect(root.path(), &[7]).unwrap(), []);
+    fs::create_dir_all(root.path().join("7/maps")).unwrap();
+    let error = inspect(root.path(), &[7]).unwrap_err();
+    assert_eq!(error.to_string(), "cannot read maps of process 7");
+}
+
+#[test]
+fn an_environment_as_long_as_a_process_likes_is_not_read_to_its_end() {
+    let root = processes(&[(7, "", "A=b")]);
+    let environ = fs::OpenOptions::new()
+        .write(true)
+        .open(root.path().join("7/environ"));
+    environ.unwrap().set_len(3 << 30).unwrap();
+    let error = inspect(root.path(), &[7]).unwrap_err();
+    assert_eq!(error.to_string(), "cannot read environ of process 7");
+    let cause = std::error::Error::source(&error).unwrap();
+    assert_eq!(cause.to_string(), "it is longer than 8 MiB");
+}
+
+#[test]
+fn links_of_a_process_are_followed_in_its_own_root() {
+    let root = processes(&[(7, "", "")]);
+    // A directory of the host, and what is there for the process under the same name.
+    let host = tempfile::tempdir().unwrap();
+    fs::write(host.path().join("control"), "").unwrap();
+    symlink(host.path(), root.path().join("7/root/tmp/nvidia-mps")).unwrap();
+    assert_eq!(inspect(root.path(), &[7]).unwrap(), []);
+    let inside = root
+        .path()
+        .join("7/root")
+        .join(host.path().strip_prefix("/").unwrap());
+    fs::create_dir_all(&inside).unwrap();
+    fs::write(inside.join("control"), "").unwrap();
+    assert_eq!(inspect(root.path(), &[7]).unwrap().len(), 1);
+}

@@ -1,0 +1,182 @@
+//! Why there is no map. Every error has a stable code, names both sides and says what the operator can do.
+
+use std::fmt;
+
+use super::warning::LostLink;
+use firn_gpu::{BadUuid, GpuUuid};
+use firn_host::{Problem, Remedy, remedy};
+
+/// Which node an error speaks of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Where the checkpoint was made.
+    Source,
+    /// Where it is restored.
+    Target,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "source",
+            Self::Target => "target",
+        })
+    }
+}
+
+/// A restore that cannot be planned.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    #[error("the checkpoint was made with driver {made}, this node has driver {here}")]
+    DriverVersionMismatch { made: String, here: String },
+    #[error("the restore needs other GPUs than the checkpoint had, and driver {here} cannot change GPUs")]
+    DriverTooOldForRemap { here: String },
+    #[error("MIG mode is on for GPU {uuid} of the {side}")]
+    MigUnsupported { side: Side, uuid: GpuUuid },
+    #[error("GPU {uuid} is listed twice on the {side}")]
+    GpuListedTwice { side: Side, uuid: GpuUuid },
+    #[error(
+        "the checkpointed container had {} GPU(s) ({}), the target is granted {} ({})",
+        had.len(), list(had), granted.len(), list(granted)
+    )]
+    GpuCountMismatch {
+        had: Vec<GpuUuid>,
+        granted: Vec<GpuUuid>,
+    },
+    #[error(
+        "GPU {old} is a {model}, and no such GPU is left in the target's grant ({})",
+        list(candidates)
+    )]
+    GpuModelMismatch {
+        old: GpuUuid,
+        model: String,
+        candidates: Vec<String>,
+    },
+    #[error(
+        "GPU {old} has {} MiB, GPU {new} of the target has only {} MiB",
+        needs >> 20, has >> 20
+    )]
+    GpuMemoryTooSmall {
+        old: GpuUuid,
+        needs: u64,
+        new: GpuUuid,
+        has: u64,
+    },
+    #[error(
+        "the policy strict wants the GPUs of the checkpoint, and the target is not granted {} (but {})",
+        list(missing),
+        list(granted)
+    )]
+    StrictUnmet {
+        missing: Vec<GpuUuid>,
+        granted: Vec<GpuUuid>,
+    },
+    #[error("no choice of the granted GPUs keeps the NVLinks of the checkpoint: in order, {lost}")]
+    TopologyUnsatisfied { lost: LostLink },
+    #[error("the GPU map has no pair for {} of the checkpoint", list(missing))]
+    MapIncomplete { missing: Vec<GpuUuid> },
+    #[error("the GPU map names {uuid}, which the checkpoint did not have ({})", list(had))]
+    MapUnknownSource { uuid: GpuUuid, had: Vec<GpuUuid> },
+    #[error(
+        "the GPU map names {uuid}, which the target is not granted ({})",
+        list(granted)
+    )]
+    MapUnknownTarget { uuid: GpuUuid, granted: Vec<GpuUuid> },
+    #[error("the GPU map names {uuid} twice as {side}")]
+    MapDuplicate { side: Side, uuid: GpuUuid },
+}
+
+impl Problem for PlanError {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::DriverVersionMismatch { .. } => remedy(
+                "FIRN-DRIVER-VERSION",
+                "restore on a node with the driver version that made the checkpoint; the driver accepts no other",
+            ),
+            Self::DriverTooOldForRemap { .. } => remedy(
+                "FIRN-DRIVER-TOO-OLD",
+                "grant the GPUs of the checkpoint, or use driver 580 or later on both nodes",
+            ),
+            Self::MigUnsupported { .. } => remedy(
+                "FIRN-GPU-MIG",
+                "grant a GPU with MIG mode off; the driver cannot checkpoint MIG devices",
+            ),
+            Self::GpuListedTwice {
+                side: Side::Source, ..
+            } => remedy(
+                "FIRN-GPU-LISTED-TWICE",
+                "the manifest is damaged; take the checkpoint again",
+            ),
+            Self::GpuListedTwice {
+                side: Side::Target, ..
+            } => remedy(
+                "FIRN-GPU-LISTED-TWICE",
+                "name every GPU once in the target's specification",
+            ),
+            Self::GpuCountMismatch { .. } => remedy(
+                "FIRN-GPU-COUNT",
+                "grant as many GPUs as the checkpointed container had; from more, the policy subset takes some",
+            ),
+            Self::GpuModelMismatch { .. } => remedy(
+                "FIRN-GPU-MODEL",
+                "grant GPUs of the same model as those of the checkpoint",
+            ),
+            Self::GpuMemoryTooSmall { .. } => {
+                remedy("FIRN-GPU-MEMORY", "grant a GPU with at least as much memory")
+            }
+            Self::StrictUnmet { .. } => remedy(
+                "FIRN-GPU-STRICT",
+                "restore on the node of the checkpoint with the same GPUs, or choose another policy: firn.dev/remap-policy",
+            ),
+            Self::TopologyUnsatisfied { .. } => remedy(
+                "FIRN-GPU-TOPOLOGY",
+                "grant GPUs with as many NVLinks between them; if the program needs none, firn.dev/remap-policy=index",
+            ),
+            Self::MapIncomplete { .. } => remedy(
+                "FIRN-MAP-INCOMPLETE",
+                "give every GPU of the checkpoint a pair, also those that stay",
+            ),
+            Self::MapUnknownSource { .. } => remedy(
+                "FIRN-MAP-UNKNOWN-SOURCE",
+                "the left side of each pair is a GPU of the checkpoint",
+            ),
+            Self::MapUnknownTarget { .. } => remedy(
+                "FIRN-MAP-UNKNOWN-TARGET",
+                "grant that GPU to the target, or map to one that it has",
+            ),
+            Self::MapDuplicate { .. } => remedy(
+                "FIRN-MAP-DUPLICATE",
+                "name every GPU at most once on each side of the map",
+            ),
+        }
+    }
+}
+
+/// A text that is no GPU map.
+#[derive(Debug, thiserror::Error)]
+pub enum MapSyntax {
+    #[error("{0:?} in the GPU map is not of the form GPU-old=GPU-new")]
+    NoPair(String),
+    #[error("bad UUID in the GPU map")]
+    Uuid(#[from] BadUuid),
+}
+
+impl Problem for MapSyntax {
+    fn remedy(&self) -> Remedy<'_> {
+        remedy(
+            "FIRN-MAP-SYNTAX",
+            "write GPU-old=GPU-new,GPU-old=GPU-new with the UUIDs that nvidia-smi -L prints",
+        )
+    }
+}
+
+fn list<T: fmt::Display>(items: &[T]) -> String {
+    if items.is_empty() {
+        return "none".to_owned();
+    }
+    items
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
+}

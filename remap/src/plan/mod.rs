@@ -1,0 +1,202 @@
+//! Which GPU of the target takes the place of which GPU of the source: a pure function, decided before anything starts.
+//!
+//! The driver wants a pair for every GPU that the checkpointed process could see, and takes a GPU only for one of the
+//! same chip with enough memory. A [`GpuMap`] is therefore a bijection from all source GPUs into the grant, in which
+//! every pair has the same PCI device id and model name and the new GPU has no less memory than the old one. The same
+//! input gives the same map, in whatever order GPUs are listed.
+//!
+//! Which of these maps is taken is the [`Policy`]'s to say. Those that search keep NVLinks: a program that reached a GPU
+//! over one goes on believing that it does.
+
+use serde::Serialize;
+
+use firn_gpu::{Gpu, GpuPair, GpuUuid, SourceGpu, Topology};
+
+mod error;
+mod search;
+mod strategies;
+#[cfg(test)]
+mod tests;
+mod warning;
+
+pub use error::{MapSyntax, PlanError, Side};
+pub use warning::{LostLink, Warning};
+
+/// First driver branch whose restore can change GPUs.
+const REMAP_BRANCH: u32 = 580;
+
+/// How the map is chosen. The grant has as many GPUs as the checkpoint had, unless the policy says otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// GPUs that are in both grants stay, the others are chosen such that NVLinks are kept; of several such maps the one
+    /// is taken that keeps most GPUs near each other, in the order of minors.
+    Auto,
+    /// As `Auto`, from a grant that may have more GPUs than are needed.
+    Subset,
+    /// Every GPU stays.
+    Strict,
+    /// The first GPU becomes the first, the second the second, in the order of minors.
+    Index,
+    /// The operator's map. The grant may have GPUs that are not in it.
+    Explicit(Vec<GpuPair>),
+}
+
+/// Both sides of a restore.
+#[derive(Clone, Copy, Debug)]
+pub struct Demand<'a> {
+    /// GPUs of the checkpointed container.
+    pub source: &'a [SourceGpu],
+    /// How they reached each other.
+    pub source_topology: &'a Topology,
+    /// Full driver version that made the checkpoint.
+    pub source_driver: &'a str,
+    /// GPUs that the target container is granted.
+    pub grant: &'a [Gpu],
+    /// How the GPUs of this node reach each other.
+    pub target_topology: &'a Topology,
+    /// Full driver version of this node.
+    pub target_driver: &'a str,
+    pub policy: &'a Policy,
+}
+
+/// A pair for every source GPU, in the source's minor order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct GpuMap(Vec<GpuPair>);
+
+impl GpuMap {
+    /// All pairs.
+    pub fn pairs(&self) -> &[GpuPair] {
+        &self.0
+    }
+
+    /// Whether every GPU stays.
+    pub fn is_identity(&self) -> bool {
+        self.0.iter().all(|pair| pair.old == pair.new)
+    }
+
+    /// What the driver's restore is given: nothing when every GPU stays, else all pairs.
+    pub fn for_driver(&self) -> &[GpuPair] {
+        if self.is_identity() { &[] } else { &self.0 }
+    }
+}
+
+/// A map, and what is to be known of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub map: GpuMap,
+    /// What a restore with it does not keep.
+    pub warnings: Vec<Warning>,
+}
+
+/// Decides the map, or why there is none.
+pub fn plan(demand: &Demand<'_>) -> Result<Plan, PlanError> {
+    if demand.source_driver != demand.target_driver {
+        return Err(PlanError::DriverVersionMismatch {
+            made: demand.source_driver.to_owned(),
+            here: demand.target_driver.to_owned(),
+        });
+    }
+    let mut source: Vec<&SourceGpu> = demand.source.iter().collect();
+    source.sort_by_key(|gpu| (gpu.minor, &gpu.uuid));
+    let mut grant: Vec<&Gpu> = demand.grant.iter().collect();
+    grant.sort_by_key(|gpu| (gpu.minor, &gpu.uuid));
+    refuse_twice(Side::Source, source.iter().map(|gpu| &gpu.uuid))?;
+    refuse_twice(Side::Target, grant.iter().map(|gpu| &gpu.uuid))?;
+    refuse_mig(&source, &grant)?;
+    refuse_count(&source, &grant, demand.policy)?;
+
+    let (targets, cut) = match demand.policy {
+        Policy::Explicit(pairs) => (strategies::explicit(&source, &grant, pairs)?, None),
+        Policy::Strict => (strategies::strict(&source, &grant)?, None),
+        Policy::Index => (strategies::index(&source, &grant)?, None),
+        Policy::Auto | Policy::Subset => strategies::best(demand, &source, &grant)?,
+    };
+    let chosen: Vec<(&SourceGpu, &Gpu)> = source
+        .iter()
+        .zip(&targets)
+        .map(|(old, at)| (*old, grant[*at]))
+        .collect();
+    let map = GpuMap(chosen.iter().map(|(old, new)| pair(old, new)).collect());
+    if !map.is_identity() && branch(demand.target_driver).is_some_and(|branch| branch < REMAP_BRANCH) {
+        return Err(PlanError::DriverTooOldForRemap {
+            here: demand.target_driver.to_owned(),
+        });
+    }
+    let mut warnings = warning::of(demand, &chosen);
+    warnings.extend(cut);
+    Ok(Plan { map, warnings })
+}
+
+fn pair(old: &SourceGpu, new: &Gpu) -> GpuPair {
+    GpuPair {
+        old: old.uuid.clone(),
+        new: new.uuid.clone(),
+    }
+}
+
+/// Reads `GPU-old=GPU-new,...`, the form of the annotation and of the configuration.
+pub fn parse_map(text: &str) -> Result<Vec<GpuPair>, MapSyntax> {
+    text.split(',')
+        .map(str::trim)
+        .filter(|pair| !pair.is_empty())
+        .map(parse_pair)
+        .collect()
+}
+
+fn parse_pair(text: &str) -> Result<GpuPair, MapSyntax> {
+    let (old, new) = text
+        .split_once('=')
+        .ok_or_else(|| MapSyntax::NoPair(text.chars().take(100).collect()))?;
+    Ok(GpuPair {
+        old: old.trim().parse()?,
+        new: new.trim().parse()?,
+    })
+}
+
+fn refuse_count(source: &[&SourceGpu], grant: &[&Gpu], policy: &Policy) -> Result<(), PlanError> {
+    let enough = match policy {
+        Policy::Subset | Policy::Explicit(_) => grant.len() >= source.len(),
+        Policy::Auto | Policy::Strict | Policy::Index => grant.len() == source.len(),
+    };
+    if enough {
+        return Ok(());
+    }
+    Err(PlanError::GpuCountMismatch {
+        had: source.iter().map(|gpu| gpu.uuid.clone()).collect(),
+        granted: grant.iter().map(|gpu| gpu.uuid.clone()).collect(),
+    })
+}
+
+fn refuse_twice<'a>(side: Side, uuids: impl Iterator<Item = &'a GpuUuid>) -> Result<(), PlanError> {
+    let mut seen: Vec<&GpuUuid> = uuids.collect();
+    seen.sort();
+    match seen.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(PlanError::GpuListedTwice {
+            side,
+            uuid: pair[0].clone(),
+        }),
+        None => Ok(()),
+    }
+}
+
+fn refuse_mig(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<(), PlanError> {
+    if let Some(gpu) = source.iter().find(|gpu| gpu.mig) {
+        return Err(PlanError::MigUnsupported {
+            side: Side::Source,
+            uuid: gpu.uuid.clone(),
+        });
+    }
+    match grant.iter().find(|gpu| gpu.mig) {
+        Some(gpu) => Err(PlanError::MigUnsupported {
+            side: Side::Target,
+            uuid: gpu.uuid.clone(),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Number before the first dot of a driver version; `None` for a version of an unknown form, which refuses nothing.
+pub(crate) fn branch(version: &str) -> Option<u32> {
+    version.split('.').next()?.parse().ok()
+}

@@ -1,0 +1,394 @@
+//! The session with the shim.
+//!
+//! Two kinds of threads beside the main one, which only reads: one that carries out requests in their order, and, while
+//! a request on processes is in flight, one per process. Replies are whole lines under one lock.
+
+use std::collections::BTreeSet;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::thread;
+use std::time::Instant;
+
+use super::chain;
+use super::discover::{self, Sign};
+use super::node::{Node, Refusal};
+use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
+use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
+use firn_gpu::{CudaState, GpuPair};
+
+/// Longest request in bytes; a pid takes 8 at most, a pair 100.
+const LINE_LIMIT: usize = 1 << 20;
+
+/// What a process takes of a GPU beyond the bytes that NVML reports for it: 6 MiB on an H100 with driver 580.
+const OVERHEAD: u64 = 16 << 20;
+
+/// A line that was read.
+enum Line {
+    Whole(Vec<u8>),
+    /// Longer than the limit; the rest of the stream cannot be trusted.
+    TooLong,
+}
+
+/// Serves `socket` until its other end is closed, and does not wait for calls that are still in the driver then.
+pub(super) fn serve(socket: UnixStream, node: Node) -> io::Result<()> {
+    let replies = Replies {
+        socket: Mutex::new(socket.try_clone()?),
+    };
+    let (queue, requests) = mpsc::channel();
+    thread::Builder::new().name("requests".into()).spawn(move || {
+        let session = Session { node, replies };
+        for line in requests {
+            session.answer(line);
+        }
+    })?;
+
+    let mut reader = BufReader::new(socket);
+    while let Some(line) = read_line(&mut reader)? {
+        let last = matches!(line, Line::TooLong);
+        // The receiver lives as long as the process: see the rule about panics in the module head of `worker`.
+        if queue.send(line).is_err() || last {
+            break;
+        }
+    }
+    // After a line that was too long the answer to it is still due; nothing else is read.
+    io::copy(&mut reader, &mut io::sink())?;
+    Ok(())
+}
+
+fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Line>> {
+    let mut line = Vec::new();
+    let limit = u64::try_from(LINE_LIMIT).unwrap_or(u64::MAX);
+    if reader.take(limit + 1).read_until(b'\n', &mut line)? == 0 {
+        return Ok(None);
+    }
+    if line.len() > LINE_LIMIT {
+        return Ok(Some(Line::TooLong));
+    }
+    // A line without its end was cut off with the shim that wrote it.
+    Ok(line.ends_with(b"\n").then_some(Line::Whole(line)))
+}
+
+/// The way back to the shim.
+struct Replies {
+    socket: Mutex<UnixStream>,
+}
+
+impl Replies {
+    fn send(&self, replies: &[Reply]) {
+        let mut text = Vec::new();
+        for reply in replies {
+            // Writing plain data to memory does not fail; a line lost here would show as a missing answer.
+            if serde_json::to_writer(&mut text, reply).is_ok() {
+                text.push(b'\n');
+            }
+        }
+        let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        if socket.write_all(&text).is_err() {
+            // Nobody listens any more: let the main thread see the end of the stream.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+struct Session {
+    node: Node,
+    replies: Replies,
+}
+
+impl Session {
+    fn answer(&self, line: Line) {
+        let started = Instant::now();
+        let last = match self.carry_out(&line) {
+            Ok(()) => Reply::Done {
+                micros: micros(started),
+            },
+            Err(Refusal::NoMemory { gpu, free, needed }) => Reply::NoMemory { gpu, free, needed },
+            Err(refusal) => Reply::Failed {
+                message: chain(&refusal),
+                hint: refusal.hint().to_owned(),
+            },
+        };
+        self.replies.send(&[last]);
+    }
+
+    fn carry_out(&self, line: &Line) -> Result<(), Refusal<'_>> {
+        let request = match line {
+            Line::Whole(line) => serde_json::from_slice(line).map_err(Refusal::Malformed)?,
+            Line::TooLong => return Err(Refusal::TooLong { limit: LINE_LIMIT }),
+        };
+        match request {
+            Request::Inventory => {
+                let inventory = self.node.inventory()?;
+                self.replies.send(&[Reply::Inventory { inventory }]);
+                Ok(())
+            }
+            Request::Discover { pids } => self.discover(&distinct(pids)?),
+            Request::Memory { pids } => self.memory(&distinct(pids)?),
+            Request::State { pids } => self.each(&distinct(pids)?, |ask, pid| ask.state(pid)),
+            Request::Lock { pids, timeout_ms } => self.each(&distinct(pids)?, |ask, pid| {
+                ask.change(pid, |c| c.lock(pid, timeout_ms))
+            }),
+            Request::Checkpoint { pids } => self.each(&distinct(pids)?, |ask, pid| {
+                ask.change(pid, |c| c.checkpoint(pid))
+            }),
+            Request::Restore { pids, pairs, needs } => {
+                let pids = distinct(pids)?;
+                self.expect_memory(&pids, &needs)?;
+                self.ready_for_restore(&pairs)?;
+                self.each(&pids, |ask, pid| ask.change(pid, |c| c.restore(pid, &pairs)))
+            }
+            Request::Unlock { pids } => {
+                self.each(&distinct(pids)?, |ask, pid| ask.change(pid, |c| c.unlock(pid)))
+            }
+        }
+    }
+
+    /// Asks the driver about those processes that may use CUDA; the others are answered for without it.
+    fn discover(&self, pids: &[i32]) -> Result<(), Refusal<'_>> {
+        let signs: Vec<(i32, Sign)> = pids
+            .iter()
+            .map(|&pid| (pid, discover::sign(&self.node.proc_root, pid)))
+            .collect();
+        let uses_gpu = signs.iter().any(|(_, sign)| *sign == Sign::Device);
+        let mut candidates: Vec<i32> = signs
+            .iter()
+            .filter(|(_, sign)| *sign != Sign::None)
+            .map(|(pid, _)| *pid)
+            .collect();
+        // A process may have libcuda loaded on a node without GPUs; it is no error as long as none is used.
+        if !candidates.is_empty() && !uses_gpu && self.node.checkpointer().is_err() {
+            candidates.clear();
+        }
+        let plain: Vec<Reply> = pids
+            .iter()
+            .filter(|pid| !candidates.contains(pid))
+            .map(|&pid| {
+                let nothing = ProcessReply {
+                    pid,
+                    state: None,
+                    restore_tid: None,
+                    gpu_bytes: None,
+                    gpu_memory: GpuMemory::new(),
+                    micros: 0,
+                    error: None,
+                };
+                Reply::Process(nothing)
+            })
+            .collect();
+        self.replies.send(&plain);
+        if candidates.is_empty() {
+            return Ok(());
+        }
+        self.each(&candidates, |ask, pid| ask.discover(pid))
+    }
+
+    /// What NVML tells of these processes.
+    fn memory(&self, pids: &[i32]) -> Result<(), Refusal<'_>> {
+        let started = Instant::now();
+        let used = self.node.libraries.nvml().and_then(|nvml| nvml.memory_in_use());
+        let used = used.map_err(Refusal::Nvml)?;
+        let replies: Vec<Reply> = pids
+            .iter()
+            .map(|&pid| {
+                Reply::Process(ProcessReply {
+                    gpu_bytes: used.get(&pid).map(|memory| memory.values().sum()),
+                    gpu_memory: used.get(&pid).cloned().unwrap_or_default(),
+                    ..reply(pid, started, None)
+                })
+            })
+            .collect();
+        self.replies.send(&replies);
+        Ok(())
+    }
+
+    /// Refuses a restore onto a GPU without room for it. What NVML does not report is no reason to refuse.
+    fn expect_memory(&self, pids: &[i32], needs: &GpuMemory) -> Result<(), Refusal<'static>> {
+        if needs.is_empty() {
+            return Ok(());
+        }
+        let Ok(nvml) = self.node.libraries.nvml() else {
+            return Ok(());
+        };
+        let (Ok(gpus), Ok(used)) = (nvml.gpus(), nvml.memory_in_use()) else {
+            return Ok(());
+        };
+        for gpu in gpus.into_iter().flatten() {
+            let Some(&bytes) = needs.get(&gpu.uuid) else {
+                continue;
+            };
+            let has_others = used
+                .iter()
+                .any(|(pid, memory)| !pids.contains(pid) && memory.contains_key(&gpu.uuid));
+            // What others leave must do for all of it; a GPU that nobody uses had room for it before.
+            let needed = if has_others {
+                bytes.saturating_add(OVERHEAD)
+            } else {
+                bytes
+            };
+            if gpu.memory_free < needed {
+                return Err(Refusal::NoMemory {
+                    gpu: gpu.uuid,
+                    free: gpu.memory_free,
+                    needed,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// cuInit where the driver's restore demands it.
+    fn ready_for_restore(&self, pairs: &[GpuPair]) -> Result<(), Refusal<'_>> {
+        if self.is_persistent(pairs) {
+            return Ok(());
+        }
+        let (driver, _) = self.node.checkpointer()?;
+        self.node.init(driver).map_err(Refusal::Init)
+    }
+
+    /// Whether every GPU that a restore with `pairs` may go to is known to have persistence mode on.
+    fn is_persistent(&self, pairs: &[GpuPair]) -> bool {
+        let Ok(gpus) = self.node.libraries.nvml().and_then(|nvml| nvml.gpus()) else {
+            return false;
+        };
+        gpus.iter().all(|gpu| match gpu {
+            Ok(gpu) => {
+                gpu.persistence || !(pairs.is_empty() || pairs.iter().any(|pair| pair.new == gpu.uuid))
+            }
+            Err(_) => false,
+        })
+    }
+
+    /// Does `work` on all of `pids` and sends each result as soon as it is there.
+    fn each(
+        &self,
+        pids: &[i32],
+        work: impl Fn(&Ask<'_>, i32) -> ProcessReply + Sync,
+    ) -> Result<(), Refusal<'_>> {
+        let (driver, checkpointer) = self.node.checkpointer()?;
+        let ask = Ask {
+            node: &self.node,
+            driver,
+            checkpointer,
+        };
+        thread::scope(|scope| {
+            for &pid in pids {
+                let (ask, work) = (&ask, &work);
+                let run = move || self.replies.send(&[Reply::Process(work(ask, pid))]);
+                if let Err(error) = thread::Builder::new().spawn_scoped(scope, run) {
+                    self.replies.send(&[Reply::Process(not_started(pid, &error))]);
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+/// Calls of the driver on one process, timed and with cuInit where the driver asks for it.
+struct Ask<'a> {
+    node: &'a Node,
+    driver: &'a dyn Driver,
+    checkpointer: &'a dyn Checkpointer,
+}
+
+impl Ask<'_> {
+    fn discover(&self, pid: i32) -> ProcessReply {
+        let started = Instant::now();
+        // The state is not asked for: unlike this call it waits until the process can run.
+        let (restore_tid, error) = match self.call(|c| c.restore_tid(pid)) {
+            Ok(tid) => (Some(tid), None),
+            Err(error) if self.has_no_cuda(pid, &error) => (None, None),
+            Err(error) => (None, Some(error)),
+        };
+        ProcessReply {
+            restore_tid,
+            error,
+            ..reply(pid, started, None)
+        }
+    }
+
+    /// Whether this is how the driver tells of a process without CUDA, or the process has ended since it was looked at.
+    /// Whatever else the driver answers says nothing, and a process whose GPU state is passed over is lost with it.
+    fn has_no_cuda(&self, pid: i32, error: &DriverError) -> bool {
+        let told = error.call != INIT && matches!(error.code, NOT_INITIALIZED | OPERATING_SYSTEM);
+        told || discover::sign(&self.node.proc_root, pid) == Sign::None
+    }
+
+    fn state(&self, pid: i32) -> ProcessReply {
+        let started = Instant::now();
+        let state = self.call(|c| c.state(pid));
+        reply(pid, started, Some(state))
+    }
+
+    /// The call's own error, or else that of asking for the state it left.
+    fn change(&self, pid: i32, call: impl Fn(&dyn Checkpointer) -> Result<(), DriverError>) -> ProcessReply {
+        let started = Instant::now();
+        let result = self.call(call);
+        let micros = micros(started);
+        let left = reply(pid, started, Some(self.call(|c| c.state(pid))));
+        ProcessReply {
+            micros,
+            error: result.err().or(left.error),
+            ..left
+        }
+    }
+
+    fn call<T>(&self, call: impl Fn(&dyn Checkpointer) -> Result<T, DriverError>) -> Result<T, DriverError> {
+        match call(self.checkpointer) {
+            Err(error) if error.code == NOT_INITIALIZED => {
+                self.node.init(self.driver)?;
+                call(self.checkpointer)
+            }
+            result => result,
+        }
+    }
+}
+
+fn reply(pid: i32, started: Instant, state: Option<Result<CudaState, DriverError>>) -> ProcessReply {
+    let (state, error) = match state {
+        Some(Ok(state)) => (Some(state), None),
+        Some(Err(error)) => (None, Some(error)),
+        None => (None, None),
+    };
+    ProcessReply {
+        pid,
+        state,
+        restore_tid: None,
+        gpu_bytes: None,
+        gpu_memory: GpuMemory::new(),
+        micros: micros(started),
+        error,
+    }
+}
+
+fn not_started(pid: i32, error: &io::Error) -> ProcessReply {
+    let error = DriverError {
+        call: "pthread_create".to_owned(),
+        code: error.raw_os_error().unwrap_or_default(),
+        name: error.to_string(),
+    };
+    ProcessReply {
+        pid,
+        state: None,
+        restore_tid: None,
+        gpu_bytes: None,
+        gpu_memory: GpuMemory::new(),
+        micros: 0,
+        error: Some(error),
+    }
+}
+
+/// Each pid once, in the order of the request.
+fn distinct(mut pids: Vec<i32>) -> Result<Vec<i32>, Refusal<'static>> {
+    if let Some(&bad) = pids.iter().find(|pid| **pid <= 0) {
+        return Err(Refusal::BadPid(bad));
+    }
+    let mut seen = BTreeSet::new();
+    pids.retain(|pid| seen.insert(*pid));
+    Ok(pids)
+}
+
+fn micros(started: Instant) -> u64 {
+    u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
