@@ -12,7 +12,7 @@
 #   two-nodes.sh "cargo xtask node exec demo-b --" "cargo xtask node exec demo-a --" job
 #
 # Both need firn installed as docs/guide/install.md describes, the same driver version, and the container's own image.
-# /etc/firn/config.toml of the target may say which GPUs restored containers get ([restore] gpus).
+# /etc/firn/config.toml of the target may name the GPUs of restored containers ([restore] gpus).
 set -euo pipefail
 
 if (($# != 3)); then
