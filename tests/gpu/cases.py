@@ -217,7 +217,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1, see=la
 
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
         record["checkpoint_ms"] = source.account()
-        went_on = wait_for_counts(source, end, workers, counts(source), 2, f"checkpoint said: {done.stderr.strip() or 'done'}")
+        went_on = wait_for_counts(source, end, workers, counts(source), 2, f"output of checkpoint: {done.stderr.strip() or 'done'}")
         if done.returncode:
             raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
         see(source, end)
@@ -354,16 +354,16 @@ def refuse(container, image, end, record, codes=None):
 
 def refusal(done, codes, account):
     """The code by which a checkpoint was refused; anything else is a failure."""
-    said = done.stderr.strip()
+    message = done.stderr.strip()
     if not done.returncode:
         raise Failed("the checkpoint succeeded")
-    code = re.search(r"FIRN-[A-Z0-9-]+", said)
+    code = re.search(r"FIRN-[A-Z0-9-]+", message)
     if not code:
-        raise Failed(f"refused without a FIRN code: {said}")
+        raise Failed(f"refused without a FIRN code: {message}")
     if codes and code[0] not in codes:
-        raise Failed(f"refused with {code[0]}, not {' or '.join(codes)}: {said}")
+        raise Failed(f"refused with {code[0]}, not {' or '.join(codes)}: {message}")
     if codes and "lock" in account:
-        raise Failed(f"refused after the lock ({account}): {said}")
+        raise Failed(f"refused after the lock ({account}): {message}")
     return code[0]
 
 
@@ -531,7 +531,7 @@ def training(setup, steps, arguments=()):
 
 
 def script(setup, name, arguments, gpus, options=()):
-    """A script that lies beside this one, with the machine's Python and PyTorch."""
+    """A script of this directory, with the machine's Python and PyTorch."""
     directory = f"{setup.host.work}/train"
     os.makedirs(directory, exist_ok=True)
     for needed in (name, "ddp.py"):

@@ -119,7 +119,7 @@ def existing(directories=("/etc/cdi", "/var/run/cdi")):
 def driver_libraries(version, places=None):
     """(name in the container, file of the machine) for each driver library, under its full and its short name.
 
-    Files of the running driver's version come first: machines with a CUDA toolkit may hold another libcuda beside it.
+    Files of the running driver's version come first: machines with a CUDA toolkit may hold another libcuda too.
     """
     places = sorted(places or _library_places(), key=lambda path: not os.path.realpath(path).endswith(f".so.{version}"))
     found = {}

@@ -34,7 +34,7 @@ def start(program, arguments, ranks):
 
 
 def join(rank, ranks):
-    """Become a rank of the job; returns torch. The ranks meet over TCP where somebody has said where, else by a file."""
+    """Become a rank of the job; returns torch. The ranks meet over TCP where an address is set, else by a file."""
     import torch
     import torch.distributed
 

@@ -12,7 +12,7 @@ STATUS = {"can": 0, "cannot": 1, "suspected": 3}
 
 @dataclass
 class Audit:
-    """What an audit came to: the codes for which a checkpoint would be refused, and what speaks against one beside."""
+    """What an audit came to: the codes for which a checkpoint would be refused, and what else speaks against one."""
 
     verdict: str
     codes: list
@@ -21,7 +21,7 @@ class Audit:
 
 
 def audit(setup, container, end):
-    """Audit a running container; what was said is kept as evidence."""
+    """Audit a running container; its output is kept as evidence."""
     done = setup.host.run(
         "firn", "audit", container.name, "--namespace", hosts.NAMESPACE, "--json", deadline=end, check=False)
     with open(f"{setup.evidence}/{container.name}.audit.json", "w", encoding="utf-8") as file:
@@ -37,7 +37,7 @@ def parse_audit(status, text, errors=""):
         raise Failed(f"firn audit ended with {status} and no answer: {errors.strip()}") from None
     verdict = report["verdict"]
     if STATUS.get(verdict) != status:
-        raise Failed(f"firn audit says {verdict} and ends with {status}")
+        raise Failed(f"firn audit reports {verdict} and ends with {status}")
     signals = report["signals"]
     return Audit(
         verdict,
@@ -48,9 +48,9 @@ def parse_audit(status, text, errors=""):
 
 
 def must_refuse(audited, codes):
-    """The audit said that it cannot be, by one of these codes."""
+    """The audit reported that it cannot be, by one of these codes."""
     if audited.verdict != "cannot" or not set(audited.codes) & set(codes):
-        raise Failed(f"the audit says {audited.verdict} ({audited.codes}), not {' or '.join(codes)}")
+        raise Failed(f"the audit reports {audited.verdict} ({audited.codes}), not {' or '.join(codes)}")
 
 
 def inventory(setup, end):
@@ -76,7 +76,7 @@ def parse_plan(text, errors=""):
 
 
 def nvlinks(found):
-    """Number of NVLinks by pair of GPUs; none for pairs of which the driver tells nothing."""
+    """Number of NVLinks by pair of GPUs; none for pairs of which the driver reports nothing."""
     links = found["topology"]["links"]
     return {frozenset(link["gpus"]): link["nvlinks"] for link in links if link.get("nvlinks") is not None}
 

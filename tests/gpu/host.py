@@ -33,7 +33,7 @@ disabled_plugins = [
 
 
 class Failed(Exception):
-    """A case did not go as it must; the text says what was seen."""
+    """A case did not go as it must; the text describes what was seen."""
 
 
 class Deadline:
@@ -66,7 +66,7 @@ class Host:
     """containerd on directories of its own, with the tools of `bin_dir` before those of the machine.
 
     Images, snapshots and CRIU's files lie in a tmpfs, the content store on disk: of a checkpoint of N bytes that
-    makes N in memory and N on disk beside the process itself.
+    makes N in memory and N on disk in addition to the process itself.
     """
 
     def __init__(self, work, bin_dir, memory, environment, log):

@@ -104,7 +104,7 @@ class Moments:
 
 
 def outcome(call):
-    """What the client was told."""
+    """The error that the client got."""
     done = call.result()
     return f"exit status {done.returncode}: {done.stderr.strip()}"
 
@@ -115,7 +115,7 @@ def victims(program, name):
 
 
 def killed(pool, record, gib, container, call, program, moment):
-    """Run `call` and kill the program at the moment; the call must fail. Returns what the client was told."""
+    """Run `call` and kill the program at the moment; the call must fail. Returns the client's error."""
     future = pool.submit(call)
     Moments(future, gib).reach(moment)
     pids = victims(program, container.name)
@@ -124,11 +124,11 @@ def killed(pool, record, gib, container, call, program, moment):
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    told = future.result()
-    if told.returncode == 0:
-        raise Failed(f"{program} was killed at {moment}, and the client was told of success")
-    record.setdefault("kills", []).append(f"{program} at {moment}: {told.stderr.strip()[:200]}")
-    return told.stderr.strip()
+    client = future.result()
+    if client.returncode == 0:
+        raise Failed(f"{program} was killed at {moment}, and the client got success")
+    record.setdefault("kills", []).append(f"{program} at {moment}: {client.stderr.strip()[:200]}")
+    return client.stderr.strip()
 
 
 def nothing_runs(end):
@@ -172,28 +172,28 @@ def kills(setup, end, record, gib):
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
         before = cases.wait_for_counts(source, end, 1, {}, 3)
         for program, moment in (("firn-gpu", "take"), ("criu", "dump"), ("runc", "dump")):
-            said = killed(pool, record, gib, source, lambda: source.checkpoint(image, end), program, moment)
-            goes_on(source, end, f"{program} was killed at {moment}: {said}")
+            message = killed(pool, record, gib, source, lambda: source.checkpoint(image, end), program, moment)
+            goes_on(source, end, f"{program} was killed at {moment}: {message}")
         done = source.checkpoint(image, end)
         went_on = cases.wait_for_counts(source, end, 1, cases.counts(source), 2)
         if done.returncode:
             raise Failed(f"the checkpoint after the kills failed: {done.stderr.strip()}")
         for program, moment in (("shim", "dump"),):
             lost = "firn.test/checkpoint/lost:latest"
-            said = killed(pool, record, gib, source, lambda: source.checkpoint(lost, end), program, moment)
-            is_gone(source, end, f"{program} was killed at {moment}: {said}")
+            message = killed(pool, record, gib, source, lambda: source.checkpoint(lost, end), program, moment)
+            is_gone(source, end, f"{program} was killed at {moment}: {message}")
         source.remove(end)
 
         cases.grant(setup, source_gpus, target_gpus)
         restore = ("containers", "restore", "--rw", "--live", target.name, image)
         for program, moment in (("criu", "criu_restore"), ("runc", "criu_restore"), ("firn-gpu", "driver_restore"),
                                 ("shim", "driver_restore")):
-            said = killed(pool, record, gib, target, lambda: setup.host.ctr(*restore, check=False, deadline=end, output=target.output),
+            message = killed(pool, record, gib, target, lambda: setup.host.ctr(*restore, check=False, deadline=end, output=target.output),
                           program, moment)
             if program != "shim":
                 # ctr leaves the task that could not be started.
                 target.remove(end)
-            is_gone(target, end, f"{program} was killed at {moment}: {said}")
+            is_gone(target, end, f"{program} was killed at {moment}: {message}")
             target.remove(end)
         target.restore(image, end)
         after = cases.wait_for_counts(target, end, 1, {}, 3, "restored")

@@ -28,7 +28,7 @@ def all_cases(mib):
 
 
 def monitored(mib):
-    """The case of a counter, and of a process beside it that only uses NVML and goes on as well."""
+    """The case of a counter, and of a process next to it that only uses NVML and goes on as well."""
     workload = cases.counter(["--mib", f"{mib}"])
     workload.argv = ["/bin/sh", "-c", f"gpu-sample nvml & exec {' '.join(workload.argv)}"]
     return lambda setup, end, record: cases.round_trip(setup, end, record, "monitored", workload, mib / 1024, see=watched)
@@ -40,7 +40,7 @@ def watched(container, end):
 
 
 def ranks(count, mib):
-    """A process for each of `count` GPUs, which tell each other of every iteration over TCP."""
+    """A process for each of `count` GPUs, which report every iteration to each other over TCP."""
     ordinals = ",".join(str(ordinal) for ordinal in range(count))
     workload = cases.counter(["--mib", f"{mib}", "--ranks", f"{count}", "--gpu", ordinals], count)
     workload.options = SOCKETS
@@ -105,7 +105,7 @@ def placement(container, end):
         if int(row["pid"]) in pids and row["used_memory"].isdigit():
             held.setdefault(int(row["pid"]), {})[row["gpu_uuid"]] = int(row["used_memory"])
     if not held:
-        raise Failed(f"nvidia-smi shows none of {container.name}'s processes {pids}: where its memory is cannot be told")
+        raise Failed(f"nvidia-smi shows none of {container.name}'s processes {pids}: where its memory is cannot be seen")
     return {inner_pid(pid): max(sizes, key=sizes.get) for pid, sizes in held.items()}
 
 
@@ -152,11 +152,11 @@ def permuted(setup, end, record, name, workload, count, mib):
         write_map(setup, moved)
         planned = firn_cli.plan(setup, directory, spec, end)
         if planned != moved:
-            raise Failed(f"firn plan shows {planned}, the map says {moved}")
+            raise Failed(f"firn plan shows {planned}, the map has {moved}")
 
         done, record["checkpoint_s"] = cases.timed(source.checkpoint, image, end)
         record["checkpoint_ms"] = source.account()
-        went_on = cases.wait_for_counts(source, end, count, cases.counts(source), 2, f"checkpoint said: {done.stderr.strip() or 'done'}")
+        went_on = cases.wait_for_counts(source, end, count, cases.counts(source), 2, f"output of checkpoint: {done.stderr.strip() or 'done'}")
         if done.returncode:
             raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
         source.keep_evidence(setup.evidence)

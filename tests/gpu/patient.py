@@ -45,9 +45,9 @@ def patient(setup, end, record, gib):
             cases.check_holders(container, end, uuids, gib)
             began = time.monotonic()
             call = lambda: container.checkpoint_task(f"{images}/killed", end)
-            said = kills.killed(pool, record, gib, container, call, "firn-gpu", "take")
-            expect_code(said)
-            record["killed"] = comes_back(container, end, said, began)
+            message = kills.killed(pool, record, gib, container, call, "firn-gpu", "take")
+            expect_code(message)
+            record["killed"] = comes_back(container, end, message, began)
 
             setup.host.put(hosts.FIRN_CONFIG, SHORT)
             began = time.monotonic()
@@ -65,15 +65,15 @@ def patient(setup, end, record, gib):
         cases.clean_up(setup, [container])
 
 
-def comes_back(container, end, said, began):
-    """The workload goes on: by itself, or, when it was suspended, once it is resumed. Says which, and after how long."""
+def comes_back(container, end, message, began):
+    """The workload goes on: by itself, or, when it was suspended, once it is resumed. Returns which, and after how long."""
     answered = time.monotonic() - began
     how = "went on"
-    if "FIRN-GPU-SUSPENDED" in said:
+    if "FIRN-GPU-SUSPENDED" in message:
         how = "was suspended, went on when resumed"
         end.until("resume to work", lambda: resume(container, end).returncode == 0, 180)
-    kills.goes_on(container, end, f"{how}: {said.strip()}")
-    return f"{how}, answer after {answered:.1f} s, counts after {time.monotonic() - began:.1f} s: {said.strip()[:300]}"
+    kills.goes_on(container, end, f"{how}: {message.strip()}")
+    return f"{how}, answer after {answered:.1f} s, counts after {time.monotonic() - began:.1f} s: {message.strip()[:300]}"
 
 
 def suspended(setup, end, record, mib):
@@ -116,17 +116,17 @@ def suspend(container, end, record, occupier, image):
     """Checkpoint while somebody waits for the memory; it must end suspended."""
     held = occupier.settles(end)
     done = container.checkpoint_task(image, end)
-    said = done.stderr.strip()
-    record.setdefault("suspended", []).append(said)
+    message = done.stderr.strip()
+    record.setdefault("suspended", []).append(message)
     if not done.returncode:
         raise Failed(f"the GPU's memory was not taken: {held} MiB were held before, {occupier.held()} MiB are")
-    if "FIRN-GPU-SUSPENDED" not in said:
-        raise Failed(f"not suspended: {said}")
+    if "FIRN-GPU-SUSPENDED" not in message:
+        raise Failed(f"not suspended: {message}")
     expect_status(container, end, "PAUSED")
-    if f"{image} is complete" in said:
+    if f"{image} is complete" in message:
         cases.check_image(image, True)
     elif os.path.exists(image):
-        raise Failed(f"{image} is left: {said}")
+        raise Failed(f"{image} is left: {message}")
 
 
 class Occupier:
@@ -149,7 +149,7 @@ class Occupier:
         self._process.wait()
 
     def held(self):
-        """MiB that it has said it holds."""
+        """MiB that it has reported to hold."""
         with open(self._output, encoding="utf-8") as file:
             text = file.read()
         if self._process.poll() is not None:
@@ -175,16 +175,16 @@ def resume(container, end):
 
 
 def expect_status(container, end, status):
-    """As containerd tells it."""
+    """As containerd reports it."""
     found = container.status(end)
     if found != status:
         raise Failed(f"{container.name} is {found}, not {status}")
 
 
-def expect_code(said):
-    """What was told has a code."""
-    if "FIRN-" not in said:
-        raise Failed(f"no code: {said.strip()}")
+def expect_code(message):
+    """The message has a code."""
+    if "FIRN-" not in message:
+        raise Failed(f"no code: {message.strip()}")
 
 
 def went_on(container, record):
@@ -197,7 +197,7 @@ def went_on(container, record):
 
 @contextlib.contextmanager
 def bottomless(host):
-    """A directory on a file system that says nothing of its size: no image is written, and firn asks whether it would fit."""
+    """A directory on a file system that does not report its size: no image is written, and firn asks whether it would fit."""
     place = f"{host.work}/images"
     os.makedirs(place, exist_ok=True)
     subprocess.run(["mount", "-t", "ramfs", "-o", "mode=0700", "firn-gpu", place], check=True)
@@ -208,7 +208,7 @@ def bottomless(host):
 
 
 def available_gib():
-    """Memory that the machine says it can give."""
+    """Memory that the machine reports as available."""
     with open("/proc/meminfo", encoding="utf-8") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) / (1 << 20)
 

@@ -5,7 +5,7 @@
     python3 tests/gpu/probe.py --migrate PROGRAM [ARGUMENTS]
 
 With --migrate, on two GPUs, it swaps the GPUs of the program twice with the same map and prints where its memory is:
-that tells whether a second map has to name the GPUs that the process has now or those that it began with. Else it starts PROGRAM (a CUDA program that runs for ever, such as gpu-counter), brings it into odd states one after the other
+that shows whether a second map has to name the GPUs that the process has now or those that it began with. Else it starts PROGRAM (a CUDA program that runs for ever, such as gpu-counter), brings it into odd states one after the other
 and prints, as a table, what each call of the driver answers there: a result, or `hangs` when it had none after three
 seconds. Each call is made by a process of its own, as firn's worker would be. Needs root, a GPU and cgroup v2. This is
 what tests/simgpu is held against.

@@ -1,7 +1,7 @@
-"""Small programs with one habit each: what `firn audit` says of each before, what the driver then does, and whether both agree.
+"""Small programs with one habit each: what `firn audit` reports for each before, what the driver then does, and whether both agree.
 
 The audit is overridden: the driver's calls are made directly, on processes that may be lost. Where `word` is given the
-container's owner has said that its processes share nothing (truly or not), and firn itself is asked for the checkpoint.
+container's owner has declared that its processes share nothing (truly or not), and firn itself is asked for the checkpoint.
 """
 
 import os
@@ -78,7 +78,7 @@ def samples(setup, end, record):
 
 def table(rows):
     """The rows for people."""
-    lines = ["Samples: what the audit says, and what happens when it is overridden:", "",
+    lines = ["Samples: what the audit reports, and what happens when it is overridden:", "",
              "| sample | audit | codes | overridden | agreement | seen |", "|---|---|---|---|---|---|"]
     for row in rows:
         cells = [row["sample"], row.get("verdict", "-"), " ".join(row.get("codes", []) + row.get("suspected", [])) or "-",
@@ -210,12 +210,12 @@ def by_firn(container, directory, processes, end):
     """Let firn take the owner's word."""
     shutil.rmtree(directory, ignore_errors=True)
     done = container.checkpoint_task(directory, end)
-    said = done.stderr.strip()
+    message = done.stderr.strip()
     if not done.returncode:
         on = goes_on(container, processes, end)
         return ("works", "checkpointed; it goes on") if on else ("lost", "checkpointed; it does not go on")
-    on = "FIRN-GPU-LOST" not in said and goes_on(container, processes, end)
-    return ("refused", f"{said[:200]}; it goes on") if on else ("lost", said[:200])
+    on = "FIRN-GPU-LOST" not in message and goes_on(container, processes, end)
+    return ("refused", f"{message[:200]}; it goes on") if on else ("lost", message[:200])
 
 
 def agreement(verdict, outcome, word=None):

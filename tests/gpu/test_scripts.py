@@ -105,13 +105,13 @@ class Counts(unittest.TestCase):
 class Refusal(unittest.TestCase):
     """`refusal` believes a refusal only by its code, and one by name only if nothing had been begun."""
 
-    def refusal(self, said, codes=None, account=None, status=1):
-        return cases.refusal(mock.Mock(returncode=status, stderr=said), codes, account or {})
+    def refusal(self, message, codes=None, account=None, status=1):
+        return cases.refusal(mock.Mock(returncode=status, stderr=message), codes, account or {})
 
     def test_its_code(self):
-        said = "ctr: FIRN-IPC: cannot checkpoint container ipc: CUDA processes 7 (gpu-counter) ...\n"
-        self.assertEqual(self.refusal(said), "FIRN-IPC")
-        self.assertEqual(self.refusal(said, ["FIRN-NCCL", "FIRN-IPC"], {"inspect": 3, "total": 4}), "FIRN-IPC")
+        message = "ctr: FIRN-IPC: cannot checkpoint container ipc: CUDA processes 7 (gpu-counter) ...\n"
+        self.assertEqual(self.refusal(message), "FIRN-IPC")
+        self.assertEqual(self.refusal(message, ["FIRN-NCCL", "FIRN-IPC"], {"inspect": 3, "total": 4}), "FIRN-IPC")
 
     def test_success(self):
         with self.assertRaisesRegex(hosts.Failed, "succeeded"):
@@ -212,13 +212,13 @@ class FirnCli(unittest.TestCase):
         firn_cli.must_refuse(found, ["FIRN-IPC", "FIRN-UVM"])
         with self.assertRaisesRegex(hosts.Failed, "not FIRN-IPC"):
             firn_cli.must_refuse(found, ["FIRN-IPC"])
-        with self.assertRaisesRegex(hosts.Failed, "says can"):
+        with self.assertRaisesRegex(hosts.Failed, "reports can"):
             firn_cli.must_refuse(firn_cli.parse_audit(0, self.report("can")), ["FIRN-IPC"])
 
     def test_audit_that_failed_or_contradicts_itself(self):
         with self.assertRaisesRegex(hosts.Failed, "no answer: firn: no container x"):
             firn_cli.parse_audit(1, "", "firn: no container x")
-        with self.assertRaisesRegex(hosts.Failed, "says can and ends with 1"):
+        with self.assertRaisesRegex(hosts.Failed, "reports can and ends with 1"):
             firn_cli.parse_audit(1, self.report("can"))
 
     def test_plan(self):
@@ -256,7 +256,7 @@ class Moves(unittest.TestCase):
         container = mock.Mock(pids=lambda end: [70, 71])
         with mock.patch.object(cdi, "query", return_value=rows), mock.patch.object(moves, "inner_pid", return_value=1):
             self.assertEqual(moves.placement(container, None), {1: "b"})
-        with mock.patch.object(cdi, "query", return_value=rows[2:]), self.assertRaisesRegex(hosts.Failed, "cannot be told"):
+        with mock.patch.object(cdi, "query", return_value=rows[2:]), self.assertRaisesRegex(hosts.Failed, "cannot be seen"):
             moves.placement(container, None)
         self.assertEqual(moves.parse_inner_pid("Name:\tx\nNSpid:\t4711\t12\nThreads:\t1\n"), 12)
         self.assertEqual(moves.inner_pid(os.getpid()), os.getpid())
@@ -308,7 +308,7 @@ class Ranks(unittest.TestCase):
 
 
 class Samples(unittest.TestCase):
-    """What the driver's answers come to, and whether the audit had said so."""
+    """What the driver's answers come to, and whether the audit had reported it."""
 
     GOOD = {(step, 7): "CUDA_SUCCESS" for step in ("lock", "checkpoint", "restore", "unlock")}
 
@@ -402,7 +402,7 @@ class Choice(unittest.TestCase):
 
 
 class Kills(unittest.TestCase):
-    """A kill counts only if its victim was there at its moment and the client was told of a failure."""
+    """A kill counts only if its victim was there at its moment and the client got an error."""
 
     def setUp(self):
         self.victim = subprocess.Popen(["sleep", "1000"])
@@ -428,7 +428,7 @@ class Kills(unittest.TestCase):
         self.assertEqual(self.kill(1, {"criu": [self.victim.pid]}), "it failed")
 
     def test_success_after_a_kill_is_a_failure(self):
-        with self.assertRaisesRegex(hosts.Failed, "told of success"):
+        with self.assertRaisesRegex(hosts.Failed, "got success"):
             self.kill(0, {"criu": [self.victim.pid]})
 
     def test_a_call_that_ends_before_the_moment_is_a_failure(self):

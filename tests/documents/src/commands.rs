@@ -28,8 +28,8 @@ impl Command {
         begins.then(|| &self.words[program.len()..])
     }
 
-    /// The arguments after `program`, with `--help` in the place where a program with clap's parser reads all others and
-    /// then only prints its help.
+    /// The arguments after `program`, with `--help` in the place where a program with clap's parser reads all
+    /// others and then only prints its help.
     pub fn for_help(&self, program: &[&str]) -> Option<Vec<String>> {
         let mut arguments = self.after(program)?.to_vec();
         let end = arguments.iter().position(|word| word == "--");
@@ -39,7 +39,8 @@ impl Command {
 }
 
 impl Page {
-    /// Command lines of `console` blocks: what follows `# ` or `$ `, with continued lines. Other lines are output.
+    /// Command lines of `console` blocks: what follows `# ` or `$ `, with continued lines. Other lines are
+    /// output.
     pub fn console(&self) -> Vec<At<Command>> {
         let mut commands = Vec::new();
         for block in self.blocks() {

@@ -220,7 +220,8 @@ fn shipped_keys() -> BTreeSet<(String, String)> {
     keys
 }
 
-/// The keys that docs/reference/configuration.md describes: the first cells of its tables, below headings that name a section.
+/// The keys that docs/reference/configuration.md describes: the first cells of its tables, below headings
+/// that name a section.
 fn described_keys() -> BTreeSet<(String, String)> {
     let page = read("docs/reference/configuration.md");
     let mut section = None;

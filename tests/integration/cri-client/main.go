@@ -1,11 +1,11 @@
 // Command cri-client calls containerd's CRI services as the kubelet does. Everything that a request can hold can be
-// said, because request and answer are the JSON form of the protocol's own messages.
+// JSON, because request and answer are the JSON form of the protocol's own messages.
 //
 //	cri-client METHOD            request on standard input, answer on standard output
 //	cri-client stream URL        what Exec and Attach have answered with: standard input and output are the container's
 //	cri-client registry BLOBS    serves the blobs of a content store as an image registry on port 80 of the node
 //
-// A refusal is told on standard error as "Code: message", with exit code 1.
+// A refusal is printed on standard error as "Code: message", with exit code 1.
 package main
 
 import (
@@ -50,8 +50,8 @@ func main() {
 	if err == nil {
 		return
 	}
-	if told, is := status.FromError(err); is {
-		fmt.Fprintf(os.Stderr, "%s: %s\n", told.Code(), told.Message())
+	if reply, is := status.FromError(err); is {
+		fmt.Fprintf(os.Stderr, "%s: %s\n", reply.Code(), reply.Message())
 	} else {
 		fmt.Fprintln(os.Stderr, err)
 	}
@@ -64,12 +64,12 @@ func call(name string) error {
 	if err != nil {
 		return err
 	}
-	said, err := io.ReadAll(os.Stdin)
+	input, err := io.ReadAll(os.Stdin)
 	if err != nil {
 		return err
 	}
 	request, answer := dynamicpb.NewMessage(method.Input()), dynamicpb.NewMessage(method.Output())
-	if err := protojson.Unmarshal(said, request); err != nil {
+	if err := protojson.Unmarshal(input, request); err != nil {
 		return err
 	}
 	daemon, err := grpc.NewClient(endpoint, grpc.WithTransportCredentials(insecure.NewCredentials()))
@@ -84,11 +84,11 @@ func call(name string) error {
 		return err
 	}
 	// Also values that are zero: the first of an enumeration is one of them.
-	told, err := protojson.MarshalOptions{EmitUnpopulated: true}.Marshal(answer)
+	reply, err := protojson.MarshalOptions{EmitUnpopulated: true}.Marshal(answer)
 	if err != nil {
 		return err
 	}
-	_, err = os.Stdout.Write(told)
+	_, err = os.Stdout.Write(reply)
 	return err
 }
 
@@ -107,7 +107,7 @@ func find(name string) (protoreflect.MethodDescriptor, error) {
 }
 
 // stream passes standard input on and prints what comes back, until the other side has ended. The first byte of every
-// message says which stream it is of.
+// message shows which stream it is of.
 func stream(url string) error {
 	config, err := websocket.NewConfig(strings.Replace(url, "http://", "ws://", 1), url)
 	if err != nil {
@@ -151,7 +151,7 @@ func stream(url string) error {
 	}
 }
 
-// registry gives blobs and manifests by their digest. It tells when it is ready.
+// registry gives blobs and manifests by their digest. It reports when it is ready.
 func registry(blobs string) error {
 	socket, err := net.Listen("tcp", "127.0.0.1:80")
 	if err != nil {

@@ -1,5 +1,6 @@
-//! A checkpoint image outside of containerd, to be looked at and changed: an OCI layout whose index holds the CRIU
-//! images as a tar archive. What is changed gets its new digest everywhere, so that only firn can notice.
+//! A checkpoint image outside of containerd, to be looked at and changed: an OCI layout whose index holds the
+//! CRIU images as a tar archive. What is changed gets its new digest everywhere, so that only firn can
+//! notice.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -40,8 +41,9 @@ impl Archive {
         Ok(Self { layout, index })
     }
 
-    /// Adds the annotations that `ctr containers checkpoint` writes and `ctr tasks checkpoint` leaves out: which image
-    /// the container was made of, its runtime and its snapshotter. With them `ctr containers restore` takes it.
+    /// Adds the annotations that `ctr containers checkpoint` writes and `ctr tasks checkpoint` leaves out:
+    /// which image the container was made of, its runtime and its snapshotter. With them `ctr containers
+    /// restore` takes it.
     pub fn describe(&mut self, image: &str, runtime: &str) {
         self.index["annotations"] = json!({
             "org.opencontainers.image.ref.name": image,

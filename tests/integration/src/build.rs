@@ -48,7 +48,7 @@ impl Built {
             .map_err(|error| anyhow!("{error}"))
     }
 
-    /// Builds everything that a node needs; cargo tells how far it is.
+    /// Builds everything that a node needs; cargo shows its progress.
     pub fn build(profile: Profile) -> Result<Self> {
         Self::find(profile, Voice::Cargo)
     }

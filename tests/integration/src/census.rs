@@ -12,13 +12,13 @@ use crate::{BUNDLES, GpuHost};
 /// How long a node may take to be as before.
 const SETTLED: Duration = Duration::from_secs(30);
 
-/// What there is on a node, by kind; of each the names that tell what is new.
+/// What there is on a node, by kind; of each the names that show what is new.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Census(BTreeMap<String, Vec<String>>);
 
-/// Prints all names, after a line for each kind. Left out is what clients and daemons leave, with any shim: the fifos of
-/// detached execs, the unpacked image of a restore; and what is kept to be read: the account of a
-/// checkpoint, runc's note of it, the log of a dump that failed.
+/// Prints all names, after a line for each kind. Left out is what clients and daemons leave, with any shim:
+/// the fifos of detached execs, the unpacked image of a restore; and what is kept to be read: the account of
+/// a checkpoint, runc's note of it, the log of a dump that failed.
 const SCRIPT: &str = "
     echo '== mounts'; cut -d' ' -f5 /proc/self/mountinfo
     echo '== cgroups'; find /sys/fs/cgroup -type d
@@ -33,9 +33,9 @@ impl Census {
     /// Looks.
     pub fn take(host: &GpuHost) -> Result<Self> {
         let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        let said = host.node().run(&["sh", "-c", SCRIPT])?.stdout;
+        let output = host.node().run(&["sh", "-c", SCRIPT])?.stdout;
         let mut names = kinds.entry("other".to_owned()).or_default();
-        for line in said.lines() {
+        for line in output.lines() {
             match line.strip_prefix("== ") {
                 Some(kind) => names = kinds.entry(kind.to_owned()).or_default(),
                 None => names.push(line.to_owned()),
@@ -65,17 +65,17 @@ impl Census {
     }
 
     fn difference(&self, now: &Self) -> String {
-        let mut told = Vec::new();
+        let mut reported = Vec::new();
         for (kind, names) in &self.0 {
             let (new, gone) = (beyond(&now.0[kind], names), beyond(names, &now.0[kind]));
             let (then, now) = (names.len(), now.0[kind].len());
             if !new.is_empty() || !gone.is_empty() {
-                told.push(format!(
+                reported.push(format!(
                     "{kind}: {then} then, {now} now; new: {new:?}; gone: {gone:?}"
                 ));
             }
         }
-        told.join("\n")
+        reported.join("\n")
     }
 }
 

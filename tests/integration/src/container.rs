@@ -76,6 +76,48 @@ impl<'h> Container<'h> {
         Ok(Self::run(host, id, &given, &command)?.counting(counters))
     }
 
+    /// A shell script with these GPUs, whose gpu-counter writes `counters` lines per iteration; [`COUNTER`]
+    /// starts one.
+    pub fn script(
+        host: &'h GpuHost,
+        id: &str,
+        gpus: &[&str],
+        counters: usize,
+        options: &[&str],
+        script: &str,
+    ) -> Result<Self> {
+        let grant = host.ctr_gpu_options(gpus)?;
+        let grant: Vec<&str> = grant.iter().map(String::as_str).collect();
+        let options = [&["--runtime", FIRN], &grant[..], options].concat();
+        Ok(Self::run(host, id, &options, &["sh", "-c", script])?.counting(counters))
+    }
+
+    /// Adds a line to /beats twenty times a second, without a GPU. Waits until it does.
+    pub fn beat(host: &'h GpuHost, id: &str, options: &[&str], before: &str) -> Result<Self> {
+        let script = format!("{before}while :; do echo x >>/beats; sleep 0.05; done");
+        let options = [&["--runtime", FIRN], options].concat();
+        let container = Self::run(host, id, &options, &["sh", "-c", &script])?;
+        container.beats_on()?;
+        Ok(container)
+    }
+
+    /// Characters in its /beats.
+    pub fn beats(&self) -> usize {
+        let beats = self
+            .host
+            .node()
+            .read(format!("{BUNDLES}/{}/rootfs/beats", self.id));
+        beats.map_or(0, |beats| beats.len())
+    }
+
+    /// Waits until /beats grows.
+    pub fn beats_on(&self) -> Result<()> {
+        let before = self.beats();
+        wait_for(&format!("{} to write to /beats", self.id), STEP, || {
+            Ok((self.beats() > before).then_some(()))
+        })
+    }
+
     /// Any other container.
     pub fn run(host: &'h GpuHost, id: &str, options: &[&str], command: &[&str]) -> Result<Self> {
         let start = [
@@ -103,12 +145,12 @@ impl<'h> Container<'h> {
         }
     }
 
-    /// Says that it writes gpu-counter's lines, `counters` per iteration, to the usual file.
+    /// Declares that it writes gpu-counter's lines, `counters` per iteration, to the usual file.
     pub fn counting(self, counters: usize) -> Self {
         Self { counters, ..self }
     }
 
-    /// Says that its log has been in an image once more than in the one it was restored from.
+    /// Declares that its log has been in an image once more than in the one it was restored from.
     pub fn moved_before(mut self) -> Self {
         self.carried += 1;
         self
@@ -137,8 +179,8 @@ impl<'h> Container<'h> {
         })
     }
 
-    /// Checkpoints a container that was restored from `image`, which goes: with it, containerd 1.7 would leave the task out. What
-    /// was restored is what can be checkpointed and goes on.
+    /// Checkpoints a container that was restored from `image`, which goes: with it, containerd 1.7 would
+    /// leave the task out. What was restored is what can be checkpointed and goes on.
     pub fn checkpoints_again(&self, image: &str) -> Result<()> {
         self.host.remove_image(image)?;
         self.checkpoint("checkpoint/again")?;
@@ -151,7 +193,8 @@ impl<'h> Container<'h> {
         let begun = Instant::now();
         self.task(&["checkpoint", "--exit", "--image-path", dir])?;
         let took = begun.elapsed();
-        // Under another name than the stock runtime's, ctr makes an image too, without the task, and does not tell.
+        // Under another name than the stock runtime's, ctr makes an image too, without the task, and reports
+        // success.
         let made = format!("containerd.io/checkpoint/{}:", self.id);
         let images = self
             .host
@@ -165,7 +208,8 @@ impl<'h> Container<'h> {
         Ok(Move { took })
     }
 
-    /// Checkpoints the task into containerd's content store; the container ends. Gives the image that `restore` takes.
+    /// Checkpoints the task into containerd's content store; the container ends. Gives the image that
+    /// `restore` takes.
     ///
     /// What `ctr tasks checkpoint` leaves in the content store lacks only annotations, which are added.
     pub fn checkpoint_and_exit_to(&self, image: &str, runtime: &str) -> Result<()> {
@@ -228,7 +272,7 @@ impl<'h> Container<'h> {
         waited.with_context(|| format!("status {:?}", self.status()))
     }
 
-    /// Task status as containerd tells it: RUNNING, PAUSED, STOPPED.
+    /// Task status as containerd reports it: RUNNING, PAUSED, STOPPED.
     pub fn status(&self) -> Result<String> {
         self.listed(2)
     }
@@ -291,7 +335,7 @@ impl<'h> Container<'h> {
         Ok(())
     }
 
-    /// UUIDs of the GPUs that hold memory of the container's processes, as the driver's tool tells.
+    /// UUIDs of the GPUs that hold memory of the container's processes, as the driver's tool reports.
     pub fn gpus_in_use(&self) -> Result<Vec<String>> {
         let pids = self.pids()?;
         let smi = self.host.node().run(&["simgpu", "smi"])?.stdout;
@@ -330,7 +374,7 @@ impl<'h> Container<'h> {
 
     /// Kills and removes it, and makes sure that nothing is left of it.
     pub fn remove(self) -> Result<()> {
-        // Stopped already, or never started: both are fine here, and told apart by what follows.
+        // Stopped already, or never started: both are fine here, and what follows distinguishes them.
         let _ = self.task(&["kill", "--signal", "SIGKILL"]);
         wait_for(&format!("end of {}", self.id), STEP, || {
             Ok(self
@@ -342,25 +386,27 @@ impl<'h> Container<'h> {
         self.forget()
     }
 
-    /// Deletes the task, which has ended, and gives its exit code, of which `ctr tasks delete` warns unless it is 0.
+    /// Deletes the task, which has ended, and gives its exit code, of which `ctr tasks delete` warns unless
+    /// it is 0.
     pub fn exit_code(&self) -> Result<i32> {
-        let said = self
+        let output = self
             .host
             .node()
             .run(&["ctr", "tasks", "delete", &self.id])?
             .stderr;
-        match said.split_once("non-zero exit code ") {
+        match output.split_once("non-zero exit code ") {
             None => Ok(0),
             Some((_, code)) => {
                 let digits = code.split(|c: char| !c.is_ascii_digit()).next();
                 digits
                     .and_then(|digits| digits.parse().ok())
-                    .with_context(|| format!("no code in {said:?}"))
+                    .with_context(|| format!("no code in {output:?}"))
             }
         }
     }
 
-    /// Removes what containerd still knows of a container without task, and makes sure that nothing is left of it.
+    /// Removes what containerd still knows of a container without task, and makes sure that nothing is left
+    /// of it.
     pub fn forget(self) -> Result<()> {
         self.host.node().run(&["ctr", "containers", "delete", &self.id])?;
         self.nothing_left()

@@ -1,4 +1,4 @@
-//! What gpu-counter says.
+//! What gpu-counter prints.
 
 use std::collections::BTreeMap;
 
@@ -72,15 +72,17 @@ impl Lines {
         last.values().map(|line| line.iter).min().unwrap_or(0)
     }
 
-    /// What is wrong with the lines: an element that was not right, or an iteration that was left out or repeated.
+    /// What is wrong with the lines: an element that was not right, or an iteration that was left out or
+    /// repeated.
     pub fn fault(&self) -> Option<String> {
         self.fault_if_carried(0)
     }
 
     /// As [`Lines::fault`], for the log of a restored container.
     ///
-    /// `ctr containers checkpoint --rw` copies the log before the dump, and the counter writes on until the driver has
-    /// locked it. A log that was `carried` so many times may lack some iterations at as many places.
+    /// `ctr containers checkpoint --rw` copies the log before the dump, and the counter writes on until the
+    /// driver has locked it. A log that was `carried` so many times may lack some iterations at as many
+    /// places.
     pub fn fault_if_carried(&self, carried: usize) -> Option<String> {
         let mut last: BTreeMap<(i32, u32, u32), (u64, usize)> = BTreeMap::new();
         for line in &self.0 {

@@ -1,4 +1,4 @@
-//! containerd's events, as `ctr events` tells them.
+//! containerd's events, as `ctr events` prints them.
 
 use std::io::{BufRead, BufReader};
 use std::process::Child;
@@ -19,7 +19,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 pub struct Event {
     /// `/tasks/exit`.
     pub topic: String,
-    /// What it says.
+    /// Its text.
     pub fields: Value,
 }
 
@@ -41,7 +41,7 @@ impl Event {
         self.topic.rsplit('/').next().unwrap_or_default()
     }
 
-    /// The process that it is about, when it says: an exec's id, or the container's for init.
+    /// The process that it is about, if it names one: an exec's id, or the container's for init.
     pub fn process(&self) -> &str {
         let field = |name: &str| self.fields[name].as_str();
         field("exec_id").or_else(|| field("id")).unwrap_or_default()
@@ -98,7 +98,8 @@ pub struct Events {
 }
 
 impl Events {
-    /// The task events of a container up to the first one of this topic, and, when it is named, about this process.
+    /// The task events of a container up to the first one of this topic, and, when it is named, about this
+    /// process.
     pub fn of(&mut self, container: &str, topic: &str, process: &str) -> Result<Vec<Event>> {
         loop {
             let events = self.lines.iter().filter_map(|line| Event::parse(line));
@@ -158,13 +159,16 @@ impl Events {
         Ok(std::mem::take(&mut self.lines))
     }
 
-    /// Every line up to now: until it tells of a mark that is made here.
+    /// Every line up to now: until it prints a mark that is made here.
     pub fn until_now(mut self, host: &GpuHost) -> Result<Vec<String>> {
         let mark = "localhost/until-now:latest";
         host.node()
             .run(&["ctr", "images", "tag", "--force", IMAGE, mark])?;
         loop {
-            let line = self.heard.recv_timeout(LIMIT).context("the mark is not told")?;
+            let line = self
+                .heard
+                .recv_timeout(LIMIT)
+                .context("the mark is not printed")?;
             if line.contains(mark) {
                 return Ok(std::mem::take(&mut self.lines));
             }
@@ -185,13 +189,13 @@ impl GpuHost {
     /// Begins to note containerd's events.
     pub fn watch_events(&self) -> Result<Events> {
         let mut ctr = self.node().spawn(&["ctr", "events"])?;
-        let mut said = BufReader::new(ctr.stdout.take().context("ctr has no output")?);
-        // It tells nothing before the first event. One that has no container in it says that it listens.
-        let (tell, heard) = mpsc::channel();
+        let mut output = BufReader::new(ctr.stdout.take().context("ctr has no output")?);
+        // It prints nothing before the first event. One that has no container in it shows that it listens.
+        let (sender, heard) = mpsc::channel();
         thread::spawn(move || {
             let mut line = String::new();
-            while said.read_line(&mut line).is_ok_and(|got| got > 0) {
-                if tell.send(std::mem::take(&mut line)).is_err() {
+            while output.read_line(&mut line).is_ok_and(|got| got > 0) {
+                if sender.send(std::mem::take(&mut line)).is_err() {
                     return;
                 }
             }
@@ -202,7 +206,7 @@ impl GpuHost {
                 .run(&["ctr", "images", "tag", "--force", IMAGE, busy])?;
             match heard.recv_timeout(Duration::from_millis(50)) {
                 Ok(line) => break line,
-                Err(_) => ensure!(begun.elapsed() < LIMIT, "ctr tells no events"),
+                Err(_) => ensure!(begun.elapsed() < LIMIT, "ctr prints no events"),
             }
         };
         Ok(Events {

@@ -1,16 +1,16 @@
-//! The fault matrix: for every phase of a checkpoint and of a restore, everything that can fail in it, and what is left of
-//! the workload afterwards.
+//! The fault matrix: for every phase of a checkpoint and of a restore, everything that can fail in it, and
+//! what is left of the workload afterwards.
 //!
-//! firn promises one of two ends. Checkpoint: the workload runs, or is paused, as before with its GPU state; or the image is
-//! complete and valid, and the container has ended if that was asked. Restore: the workload runs on its new GPUs, or
-//! nothing of it is left and the image is still good. Cells are made by rule ([`all`]), tried on a few hosts one after the
-//! other ([`run`]), and each is judged by what a user would notice.
+//! firn promises one of two ends. Checkpoint: the workload runs, or is paused, as before with its GPU state;
+//! or the image is complete and valid, and the container has ended if that was asked. Restore: the workload
+//! runs on its new GPUs, or nothing of it is left and the image is still good. Cells are made by rule
+//! ([`all`]), tried on a few hosts one after the other ([`run`]), and each is judged by what a user would
+//! notice.
 
 mod attempt;
 mod cell;
 mod counting;
 mod disk;
-mod ground;
 mod inject;
 mod names;
 mod pairs;
@@ -18,6 +18,7 @@ mod random;
 mod rules;
 mod soak;
 mod stalls;
+mod testbed;
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -26,7 +27,7 @@ use anyhow::Result;
 use firn_node::Suite;
 
 use attempt::attempt;
-use ground::Ground;
+use testbed::Testbed;
 
 pub use attempt::Outcome;
 pub use cell::{Cell, Fault, FaultAt, Flow, From, Phase, Subject, Why, all, has_cgroup_v1, quick};
@@ -47,15 +48,15 @@ pub struct Tried {
     pub took: Duration,
 }
 
-/// Tries the cells, on so many hosts at a time, and tells each as it is done.
-pub fn run(suite: Suite, cells: &[Cell], jobs: usize, told: impl Fn(&Tried) + Sync) -> Result<Vec<Tried>> {
+/// Tries the cells, on so many hosts at a time, and reports each as it is done.
+pub fn run(suite: Suite, cells: &[Cell], jobs: usize, report: impl Fn(&Tried) + Sync) -> Result<Vec<Tried>> {
     let shards = Mutex::new(shards(cells, jobs));
     let done = Mutex::new(Vec::new());
     let next = || shards.lock().unwrap_or_else(|broken| broken.into_inner()).pop();
     let work = |job: usize| -> Result<()> {
         while let Some(shard) = next() {
             try_all(suite, &shard, &format!("ft{job}"), |tried| {
-                told(&tried);
+                report(&tried);
                 done.lock()
                     .unwrap_or_else(|broken| broken.into_inner())
                     .push(tried);
@@ -99,14 +100,15 @@ fn shards(cells: &[Cell], jobs: usize) -> Vec<Vec<Cell>> {
     shards
 }
 
-/// Tries cells of one kind of host one after the other. After one outside of the promise the host is made anew.
-fn try_all(suite: Suite, cells: &[Cell], name: &str, mut told: impl FnMut(Tried)) -> Result<()> {
+/// Tries cells of one kind of host one after the other. After one outside of the promise the host is made
+/// again.
+fn try_all(suite: Suite, cells: &[Cell], name: &str, mut report: impl FnMut(Tried)) -> Result<()> {
     let mut rest = cells;
     let (mut made, mut failed) = (0, 0);
     while let Some(first) = rest.first() {
         made += 1;
-        let ground = match Ground::new(suite, first.subject, &format!("{name}-{made}")) {
-            Ok(ground) => ground,
+        let testbed = match Testbed::new(suite, first.subject, &format!("{name}-{made}")) {
+            Ok(testbed) => testbed,
             Err(error) if failed + 1 == TRIES => return Err(error),
             Err(error) => {
                 failed += 1;
@@ -119,10 +121,10 @@ fn try_all(suite: Suite, cells: &[Cell], name: &str, mut told: impl FnMut(Tried)
         while let Some((cell, later)) = rest.split_first() {
             rest = later;
             let begun = Instant::now();
-            let attempt =
-                attempt(&ground, &mut job, cell).map_err(|error| format!("{error:#}\n{}", ground.host.log()));
+            let attempt = attempt(&testbed, &mut job, cell)
+                .map_err(|error| format!("{error:#}\n{}", testbed.host.log()));
             let broken = attempt.is_err();
-            told(Tried {
+            report(Tried {
                 cell: *cell,
                 whole: attempt.as_ref().is_ok_and(|attempt| attempt.whole),
                 outcome: attempt.map(|attempt| attempt.outcome),

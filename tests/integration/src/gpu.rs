@@ -11,9 +11,9 @@ pub struct SimGpu {
     pub mib: u64,
     /// Whether it is divided.
     pub mig: bool,
-    /// N of `/dev/nvidiaN`; its place among the node's GPUs when nothing is said.
+    /// N of `/dev/nvidiaN`; its place among the node's GPUs by default.
     pub minor: Option<u32>,
-    /// Address on the PCI bus; one that goes with its place when nothing is said.
+    /// Address on the PCI bus; one that goes with its place by default.
     pub pci: Option<String>,
 }
 

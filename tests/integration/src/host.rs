@@ -4,10 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use firn_node::{Cgroup, CgroupMode, Image, Node, Suite, wait_for};
+use firn_node::{Cgroup, CgroupMode, Image, Node, Platform, Process, Suite, wait_for};
 use serde_json::Value;
 
-use crate::{Built, IMAGE, SimGpu};
+use crate::{Built, FIRN, IMAGE, STOCK, SimGpu, Skip};
 
 /// Driver version of a node unless a test asks for another.
 pub const DRIVER: &str = "580.159.04";
@@ -29,6 +29,9 @@ const WATCHER: &str = include_str!("watcher.sh");
 /// How much of containerd's log is shown for a test that failed.
 const SHOWN: usize = 80;
 
+/// Environment variable that keeps the nodes of trials that fail.
+const KEEP: &str = "FIRN_KEEP";
+
 /// How long a node may take to be rid of what a container had.
 const GONE: Duration = Duration::from_secs(30);
 
@@ -43,16 +46,11 @@ pub struct GpuHost {
 }
 
 impl GpuHost {
-    /// Starts a node for a test, with these GPUs. Other runs of the same test do not get in its way.
-    pub fn for_test(suite: Suite, cgroup: Cgroup, name: &str, gpus: &[SimGpu]) -> Result<Self> {
-        let name = format!("{name}-{}", std::process::id());
-        Self::start_with(Built::for_tests()?, suite, &name, gpus, cgroup, DRIVER)
-    }
-
-    /// As [`GpuHost::for_test`], with cgroup v2 and systemd, which makes cgroups for containers that ask it to.
-    pub fn with_systemd(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
-        let name = format!("{name}-{}", std::process::id());
-        let node = Node::builder(suite).cgroup(Cgroup::V2).systemd(true).name(&name);
+    /// Starts a node for a test, with these GPUs. Its name has the platform and this process in it, so that
+    /// other trials and other runs of the same test do not get in its way.
+    pub fn for_test(platform: Platform, name: &str, gpus: &[SimGpu]) -> Result<Self> {
+        let name = test_name(platform, name);
+        let node = platform.node().name(&name);
         Self::set_up_on(node.start()?, Built::for_tests()?, gpus, DRIVER)
     }
 
@@ -86,16 +84,16 @@ impl GpuHost {
         Ok(host)
     }
 
-    /// Starts a node for a test whose containerd serves Kubernetes too, with these GPUs. `configure` adds to containerd's
-    /// configuration before it starts.
+    /// Starts a node for a test whose containerd serves Kubernetes too, with these GPUs. `configure` adds to
+    /// containerd's configuration before it starts.
     pub fn for_cri(
-        suite: Suite,
+        platform: Platform,
         name: &str,
         gpus: &[SimGpu],
         configure: impl FnOnce(&Node) -> Result<()>,
     ) -> Result<Self> {
-        let name = format!("{name}-{}", std::process::id());
-        let node = Node::builder(suite).name(&name).cri(true).containerd(false);
+        let name = test_name(platform, name);
+        let node = platform.node().name(&name).cri(true).containerd(false);
         let host = Self {
             node: node.start()?,
             gpus: gpus.to_vec(),
@@ -167,14 +165,15 @@ impl GpuHost {
         self.plug_in(driver)
     }
 
-    /// Gives the nodes whose numbers the kernel picks others, as a machine has that has loaded its drivers in another order.
-    /// The node must be idle.
+    /// Gives the nodes whose numbers the kernel picks others, as a machine has that has loaded its drivers in
+    /// another order. The node must be idle.
     pub fn renumber(&mut self) -> Result<()> {
         self.other_majors = true;
         self.replace_gpus(&self.gpus.clone(), DRIVER)
     }
 
-    /// Joins GPUs of the node, which must be idle, by NVLinks: `0-1=4` for four between the first and the second.
+    /// Joins GPUs of the node, which must be idle, by NVLinks: `0-1=4` for four between the first and the
+    /// second.
     pub fn join_gpus(&mut self, nvlinks: &[&str]) -> Result<()> {
         self.nvlinks = nvlinks.iter().map(ToString::to_string).collect();
         self.replace_gpus(&self.gpus.clone(), DRIVER)
@@ -190,6 +189,11 @@ impl GpuHost {
         &self.node
     }
 
+    /// Its Debian suite.
+    pub fn suite(&self) -> Suite {
+        self.node.record().suite
+    }
+
     /// Its GPUs.
     pub fn gpus(&self) -> &[SimGpu] {
         &self.gpus
@@ -202,9 +206,10 @@ impl GpuHost {
 
     /// Options of `ctr run` that grant these GPUs (`0`, `all`, a UUID).
     ///
-    /// ctr 1.7 knows no CDI: its user names the device nodes and libraries, which are read off the CDI specification.
+    /// ctr 1.7 knows no CDI: its user names the device nodes and libraries, which are read off the CDI
+    /// specification.
     pub fn ctr_gpu_options(&self, gpus: &[&str]) -> Result<Vec<String>> {
-        if self.node.record().suite != Suite::Trixie {
+        if self.suite().ctr_knows_cdi() {
             let devices = gpus.iter().map(|gpu| format!("nvidia.com/gpu={gpu}"));
             return Ok(devices
                 .flat_map(|device| ["--device".to_owned(), device])
@@ -227,8 +232,8 @@ impl GpuHost {
         Ok(edits.into_iter().flat_map(by_hand).collect())
     }
 
-    /// Options of `ctr run` that every container on this node needs: a v2 node cannot have a controller that one of the
-    /// host's v1 hierarchies holds. Its containers then ask for no share of the CPU.
+    /// Options of `ctr run` that every container on this node needs: a v2 node cannot have a controller that
+    /// one of the host's v1 hierarchies holds. Its containers then ask for no share of the CPU.
     pub fn limits(&self) -> &'static [&'static str] {
         let v2 = self.node.record().cgroup == CgroupMode::V2;
         match v2 && !self.has_controller("cpu") {
@@ -243,13 +248,14 @@ impl GpuHost {
         controllers.is_ok_and(|all| all.split_whitespace().any(|one| one == name))
     }
 
-    /// Whether a test can change the device rules of a cgroup by hand; says so where it cannot.
-    pub fn has_device_rules(&self) -> bool {
-        let v1 = self.node.record().cgroup == CgroupMode::V1;
-        if !v1 {
-            eprintln!("skipped: device rules of cgroup v2 are a program that cannot be changed by hand");
+    /// Skips the trial where a test cannot change the device rules of a cgroup.
+    pub fn needs_device_rules(&self) -> Result<()> {
+        match self.node.record().cgroup {
+            CgroupMode::V1 => Ok(()),
+            CgroupMode::V2 => {
+                Err(Skip::new("device rules of cgroup v2 are a program that a test cannot change").into())
+            }
         }
-        v1
     }
 
     /// Writes firn's configuration.
@@ -269,8 +275,8 @@ impl GpuHost {
         self.node.run(&["simgpu", "fault", "clear"]).map(drop)
     }
 
-    /// Installs the shim also under the name of containerd's own, so that `io.containerd.runc.v2` is firn. For clients
-    /// that send checkpoint options to that runtime alone: ctr 1.7, nerdctl, docker.
+    /// Installs the shim also under the name of containerd's own, so that `io.containerd.runc.v2` is firn.
+    /// For clients that send checkpoint options to that runtime alone: ctr 1.7, nerdctl, docker.
     pub fn drop_in(&self) -> Result<()> {
         let (firn, stock) = (self.node.path(SHIM), "/usr/local/bin/containerd-shim-runc-v2");
         self.node.install(firn, stock, 0o755)?;
@@ -278,16 +284,35 @@ impl GpuHost {
         self.node.restart_containerd()
     }
 
-    /// The program that is the shim of a running container.
-    pub fn shim_of(&self, id: &str) -> Result<String> {
-        let processes = self.node.processes();
-        let shim = processes.into_iter().find(|process| {
-            let mut pairs = process.args.windows(2);
-            process.command.starts_with("containerd-shim")
-                && pairs.any(|pair| pair[0] == "-id" && pair[1] == id)
-        });
-        shim.and_then(|shim| shim.args.into_iter().next())
+    /// The name under which ctr sends checkpoint options to firn. Where that is the stock runtime's, firn is
+    /// installed under it.
+    pub fn runtime_for_options(&self) -> Result<&'static str> {
+        if self.suite().ctr_sends_checkpoint_options() {
+            return Ok(FIRN);
+        }
+        self.drop_in()?;
+        Ok(STOCK)
+    }
+
+    /// The shims of the node.
+    pub fn shims(&self) -> impl Iterator<Item = Process> {
+        let processes = self.node.processes().into_iter();
+        processes.filter(|process| process.command.starts_with("containerd-shim"))
+    }
+
+    /// The shim that was started for a container.
+    pub fn shim_of(&self, id: &str) -> Result<Process> {
+        let is_its = |args: &[String]| args.windows(2).any(|pair| pair[0] == "-id" && pair[1] == id);
+        let mut shims = self.shims();
+        shims
+            .find(|shim| is_its(&shim.args))
             .with_context(|| format!("{id} has no shim"))
+    }
+
+    /// Kills the shim of a container, as the OOM killer would.
+    pub fn kill_shim(&self, id: &str) -> Result<()> {
+        let pid = self.shim_of(id)?.pid.to_string();
+        self.node.run(&["kill", "-KILL", &pid]).map(drop)
     }
 
     /// From now on notes what runc is called for.
@@ -321,8 +346,8 @@ impl GpuHost {
     /// What containerd's log holds at its end, for messages of a test that failed.
     pub fn log(&self) -> String {
         let log = self.node.read(Node::CONTAINERD_LOG).unwrap_or_default();
-        let told = |line: &&str| !line.contains("loading plugin");
-        let lines: Vec<&str> = log.lines().filter(told).collect();
+        let worth = |line: &&str| !line.contains("loading plugin");
+        let lines: Vec<&str> = log.lines().filter(worth).collect();
         let shown = lines[lines.len().saturating_sub(SHOWN)..].join("\n");
         format!("containerd's log on {} ends:\n{shown}", self.node.name())
     }
@@ -369,7 +394,7 @@ impl GpuHost {
             .map(drop)
     }
 
-    /// MiB in use on each GPU, as the driver's tool tells.
+    /// MiB in use on each GPU, as the driver's tool reports.
     pub fn gpu_memory(&self) -> Result<Vec<u64>> {
         let smi = self.node.run(&["simgpu", "smi"])?.stdout;
         let gpus = smi.lines().filter(|line| line.starts_with("gpu "));
@@ -383,8 +408,8 @@ impl GpuHost {
         .collect()
     }
 
-    /// Waits until no container is left on the node: no shim, runc, CRIU, helper or workload, no memory in use on any
-    /// GPU.
+    /// Waits until no container is left on the node: no shim, runc, CRIU, helper or workload, no memory in
+    /// use on any GPU.
     pub fn idle(&self) -> Result<()> {
         let busy = |command: &str| {
             let of_runtime = ["containerd-shim", "firn-", "runc", "criu", "gpu-counter"];
@@ -426,9 +451,26 @@ pub fn on<const N: usize>(
     mut hosts: [GpuHost; N],
     story: impl FnOnce(&mut [GpuHost; N]) -> Result<()>,
 ) -> Result<()> {
-    let told = catch_unwind(AssertUnwindSafe(|| story(&mut hosts)));
-    if !matches!(told, Ok(Ok(()))) {
+    let ended = catch_unwind(AssertUnwindSafe(|| story(&mut hosts)));
+    let failed = match &ended {
+        Ok(Ok(())) => false,
+        Ok(Err(error)) => !error.is::<Skip>(),
+        Err(_) => true,
+    };
+    if failed {
         hosts.iter().for_each(|host| eprintln!("{}", host.log()));
+        if std::env::var_os(KEEP).is_some() {
+            for host in hosts {
+                eprintln!("kept: cargo xtask node shell {}", host.node.name());
+                host.leave()?;
+            }
+        }
     }
-    told.unwrap_or_else(|panic| resume_unwind(panic))
+    ended.unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+/// A name for the node of a test.
+fn test_name(platform: Platform, name: &str) -> String {
+    let platform = platform.to_string().replace(' ', "-");
+    format!("{name}-{platform}-{}", std::process::id())
 }

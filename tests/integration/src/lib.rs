@@ -1,7 +1,8 @@
 //! The lab: test nodes with firn and simulated GPUs in them, and what a user does with containers there.
 //!
-//! Shared by the suites of this crate, by `cargo xtask demo` and by `cargo xtask bench`. Flows go through `ctr`, as a
-//! user's would, and what a workload did is told by its own lines; [`Task`] calls a shim as containerd does.
+//! Shared by the suites of this crate, by `cargo xtask demo` and by `cargo xtask bench`. Flows go through
+//! `ctr`, as a user's would, and a workload's own lines show what it did; [`Task`] calls a shim as containerd
+//! does.
 #![forbid(unsafe_code)]
 
 mod archive;
@@ -13,7 +14,8 @@ mod events;
 pub mod faults;
 mod gpu;
 mod host;
-mod said;
+pub mod matrix;
+mod output;
 mod stall;
 mod task;
 
@@ -23,11 +25,13 @@ pub use census::{Census, ShimUse};
 pub use container::{BUNDLES, Container, Move, nothing_left};
 pub use counter::{Line, Lines};
 pub use events::{Event, Events};
+pub use firn_node::Platform;
 pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost, on};
-pub use said::{Said, failure};
+pub use matrix::{Case, Skip};
+pub use output::{CommandOutput, failure};
 pub use stall::StallFs;
-pub use task::{Pending, Task, any, told};
+pub use task::{Pending, Task, any, describe};
 
 /// containerd's runtime name for firn.
 pub const FIRN: &str = "io.containerd.firn.v2";

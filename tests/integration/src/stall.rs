@@ -1,4 +1,5 @@
-//! A directory of a node on a file system that can be made to hang: the program `stall-fs` (tests/workloads/src/stall.rs).
+//! A directory of a node on a file system that can be made to hang: the program `stall-fs`
+//! (tests/workloads/src/stall.rs).
 
 use std::process::Child;
 use std::time::Duration;

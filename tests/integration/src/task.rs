@@ -22,7 +22,7 @@ use ttrpc::asynchronous::Client;
 
 use crate::{BUNDLES, GpuHost};
 
-/// Names of the task service, by the version that the shim has told its daemon.
+/// Names of the task service, by the version that the shim has reported to its daemon.
 const SERVICES: [&str; 2] = ["containerd.task.v2.Task", "containerd.task.v3.Task"];
 
 /// How long an answer may take.
@@ -110,7 +110,7 @@ impl Task {
         self.runtime.block_on(answer(self.client.clone(), call))
     }
 
-    /// Calls a method of the task service and goes on before it has answered. The shim is told this time limit.
+    /// Calls a method of the task service and goes on before it has answered. The shim gets this time limit.
     pub fn begin<Answer: Message>(
         &self,
         method: &str,
@@ -118,7 +118,8 @@ impl Task {
         limit: Duration,
     ) -> ttrpc::Result<Pending<Answer>> {
         let call = call(self.service, method, request, limit)?;
-        // A connection of its own: two threads that send on one may send in another order than they have numbered.
+        // A connection of its own: two threads that send on one may send in another order than they have
+        // numbered.
         let client = self.runtime.block_on(Client::connect(&self.address))?;
         Ok(Pending(self.runtime.spawn(answer(client, call))))
     }
@@ -131,7 +132,8 @@ impl Task {
         limit: Duration,
     ) -> ttrpc::Result<Pending<Answer>> {
         let called = call(self.service, method, request, limit)?;
-        // The shim takes the calls of a connection in their order: the answer to a second one says that it has the first.
+        // The shim takes the calls of a connection in their order: the answer to a second one shows that it
+        // has the first.
         let second = call(self.service, "Connect", &ConnectRequest::new(), LIMIT)?;
         self.runtime.block_on(async {
             let client = Client::connect(&self.address).await?;
@@ -172,7 +174,8 @@ impl Task {
         self.call::<Empty>("Kill", &request).map(drop)
     }
 
-    /// Begins a checkpoint into this directory of the node, as a client asks for it that has not paused the container, or has.
+    /// Begins a checkpoint into this directory of the node, as a client asks for it that has not paused the
+    /// container, or has.
     pub fn checkpoint(&self, image: &str, options: &CheckpointOptions) -> Result<Pending<Empty>> {
         let mut request = CheckpointTaskRequest::new();
         request.id = self.id.clone();
@@ -214,7 +217,7 @@ fn unreadable(error: protobuf::Error) -> ttrpc::Error {
 }
 
 /// How a call went, as a client reads it: its gRPC code and message, without what differs from run to run.
-pub fn told<Answer>(answer: &ttrpc::Result<Answer>, shown: impl FnOnce(&Answer) -> String) -> String {
+pub fn describe<Answer>(answer: &ttrpc::Result<Answer>, shown: impl FnOnce(&Answer) -> String) -> String {
     match answer {
         Ok(answer) => shown(answer),
         Err(ttrpc::Error::RpcStatus(status)) => format!("{:?}: {}", status.code(), status.message()),

@@ -1,18 +1,21 @@
-//! What a hostile container or a dead file server cannot do: make the shim large, or let other containers wait.
+//! What a hostile container or a dead file server cannot do: make the shim large, or let other containers
+//! wait.
 //!
-//! The chain has 100 processes and not the 32,000 that a pid namespace can hold: a fork costs the kernel the more the longer
-//! the chain of forks behind it is. That cost grows with their number and not faster is shown by unit tests with 32,000.
-//! Each holds 990 descriptors: 100,000.
+//! The chain has 100 processes and not the 32,000 that a pid namespace can hold: a fork costs the kernel the
+//! more the longer the chain of forks behind it is. That cost grows with their number and not faster is shown
+//! by unit tests with 32,000. Each holds 990 descriptors: 100,000.
 //!
 //! Needs root.
 
-use std::process::Child;
+use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{StateRequest, StateResponse};
-use firn_lab::{Built, Container, FIRN, GpuHost, SimGpu, StallFs, Task, failure, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{
+    Built, CommandOutput, Container, FIRN, GpuHost, SimGpu, StallFs, Task, cases, failure, matrix, on,
+};
+use firn_node::{Platform, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -26,8 +29,8 @@ const MEMORY: u64 = 8 << 10;
 /// How long a shim may take to say what state a container is in: the median.
 const ANSWER: Duration = Duration::from_millis(100);
 
-fn host(name: &str) -> Result<GpuHost> {
-    GpuHost::for_test(Suite::Forky, Cgroup::Auto, name, &[SimGpu::h200(1)])
+fn host(platform: Platform, name: &str) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, &[SimGpu::h200(1)])
 }
 
 /// A container that always runs, in the shim of the others.
@@ -49,7 +52,8 @@ fn counter<'h>(host: &'h GpuHost, options: &[&str], habits: &[&str]) -> Result<C
     Ok(job)
 }
 
-/// Asks for the state of "other" until the client has ended. Gives what that said, and the median of the answers.
+/// Asks for the state of "other" until the client has ended. Returns its output, and the median of the
+/// answers.
 fn meanwhile(host: &GpuHost, mut client: Child) -> Result<(String, Duration)> {
     let task = Task::of(host, "other")?;
     let mut request = StateRequest::new();
@@ -63,11 +67,9 @@ fn meanwhile(host: &GpuHost, mut client: Child) -> Result<(String, Duration)> {
         answers.push(asked.elapsed());
         std::thread::sleep(Duration::from_millis(5));
     }
-    let output = client.wait_with_output()?;
-    ensure!(!output.status.success(), "it was not refused");
+    let output = CommandOutput::wait(client)?.failed()?;
     answers.sort();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    Ok((said, answers[answers.len() / 2]))
+    Ok((output, answers[answers.len() / 2]))
 }
 
 /// Its memory in KiB, now or at most since it was last forgotten.
@@ -84,9 +86,7 @@ fn stays_calm(host: &GpuHost, habits: &[&str], processes: usize, code: &str, nam
     wait_for("all of its processes", LIMIT, || {
         Ok((job.pids()?.len() >= processes).then_some(()))
     })?;
-    let shim = host.node().processes().into_iter();
-    let shim = shim.filter(|process| process.command.starts_with("containerd-shim"));
-    let [shim] = &shim.collect::<Vec<_>>()[..] else {
+    let [shim] = &host.shims().collect::<Vec<_>>()[..] else {
         anyhow::bail!("not one shim");
     };
     let pid = shim.pid.to_string();
@@ -95,12 +95,12 @@ fn stays_calm(host: &GpuHost, habits: &[&str], processes: usize, code: &str, nam
     let before = memory(host, &pid, "VmRSS:")?;
     let dump = ["ctr", "tasks", "checkpoint", "--image-path", "/tmp/image", "job"];
     let begun = Instant::now();
-    let (said, median) = meanwhile(host, host.node().spawn(&dump)?)?;
+    let (output, median) = meanwhile(host, host.node().spawn(&dump)?)?;
     let (took, peak) = (begun.elapsed(), memory(host, &pid, "VmHWM:")?);
     println!(
         "{habits:?}: {took:?}, State within {median:?} (median), shim {before} KiB, then {peak} KiB at most"
     );
-    ensure!(said.contains(code) && said.contains(names), "{said}");
+    ensure!(output.contains(code) && output.contains(names), "{output}");
     ensure!(median < ANSWER, "State took {median:?}");
     ensure!(peak < before + GROWTH, "{before} KiB before, {peak} KiB at most");
     let ships = Built::for_tests()?.shim().metadata()?.len() < 8 << 20;
@@ -109,9 +109,8 @@ fn stays_calm(host: &GpuHost, habits: &[&str], processes: usize, code: &str, nam
     job.remove()
 }
 
-#[test]
-fn an_environment_of_3_gib_is_refused_and_the_shim_stays_small() -> Result<()> {
-    on([host("ho-env")?], |[host]| {
+fn an_environment_of_3_gib_is_refused_and_the_shim_stays_small(platform: Platform) -> Result<()> {
+    on([host(platform, "ho-env")?], |[host]| {
         let other = bystander(host)?;
         let habit = ["--environment-mib", "3072"];
         stays_calm(host, &habit, 1, "FIRN-PROC:", "it is longer than 8 MiB")?;
@@ -120,9 +119,8 @@ fn an_environment_of_3_gib_is_refused_and_the_shim_stays_small() -> Result<()> {
     })
 }
 
-#[test]
-fn a_chain_of_processes_with_100000_descriptors_costs_the_shim_nothing() -> Result<()> {
-    on([host("ho-chain")?], |[host]| {
+fn a_process_chain_with_100000_descriptors_costs_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "ho-chain")?], |[host]| {
         let other = bystander(host)?;
         let habits = ["--chain", "100", "--descriptors", "990", "--io-uring"];
         stays_calm(host, &habits, 101, "FIRN-IO-URING:", "gpu-counter")?;
@@ -132,9 +130,8 @@ fn a_chain_of_processes_with_100000_descriptors_costs_the_shim_nothing() -> Resu
 }
 
 /// The image's file system does not answer: the checkpoint is refused in time, and everybody goes on.
-#[test]
-fn an_image_directory_that_hangs_costs_nobody_anything() -> Result<()> {
-    on([host("ho-image")?], |[host]| {
+fn an_image_directory_that_hangs_blocks_nobody(platform: Platform) -> Result<()> {
+    on([host(platform, "ho-image")?], |[host]| {
         host.configure("[deadlines]\nlook = \"2s\"\n")?;
         let other = bystander(host)?;
         let job = counter(host, &[], &[])?;
@@ -144,12 +141,12 @@ fn an_image_directory_that_hangs_costs_nobody_anything() -> Result<()> {
             let image = format!("/srv/images/{operation}");
             let dump = ["ctr", "tasks", "checkpoint", "--image-path", &image, "job"];
             let begun = Instant::now();
-            let (said, median) = meanwhile(host, host.node().spawn(&dump)?)?;
+            let (output, median) = meanwhile(host, host.node().spawn(&dump)?)?;
             println!(
-                "{operation}: {:?}, State within {median:?}: {said}",
+                "{operation}: {:?}, State within {median:?}: {output}",
                 begun.elapsed()
             );
-            ensure!(said.contains("FIRN-"), "{said}");
+            ensure!(output.contains("FIRN-"), "{output}");
             ensure!(
                 begun.elapsed() < Duration::from_secs(30),
                 "after {:?}",
@@ -168,11 +165,10 @@ fn an_image_directory_that_hangs_costs_nobody_anything() -> Result<()> {
     })
 }
 
-/// The source of a bind mount does not answer when a container is restored: Create fails in time, other containers of the pod
-/// go on, and the next restore works when the file server is back.
-#[test]
-fn a_bind_source_that_hangs_fails_the_create_and_not_the_pod() -> Result<()> {
-    on([host("ho-bind")?], |[host]| {
+/// The source of a bind mount does not answer when a container is restored: Create fails in time, other
+/// containers of the pod go on, and the next restore works when the file server is back.
+fn a_bind_source_that_hangs_fails_create_and_not_the_pod(platform: Platform) -> Result<()> {
+    on([host(platform, "ho-bind")?], |[host]| {
         host.configure("[deadlines]\nlook = \"2s\"\n")?;
         let other = bystander(host)?;
         host.node().run(&["mkdir", "-p", "/srv/data"])?;
@@ -183,11 +179,11 @@ fn a_bind_source_that_hangs_fails_the_create_and_not_the_pod() -> Result<()> {
         let fs = StallFs::mount(host, "/srv/data")?;
         fs.stall(&["stat"])?;
         let client = Container::begin_restore(host, "job", "checkpoint/job")?;
-        let (said, median) = meanwhile(host, client)?;
-        println!("State within {median:?}: {said}");
+        let (output, median) = meanwhile(host, client)?;
+        println!("State within {median:?}: {output}");
         ensure!(
-            said.contains("FIRN-LOOK-TIMEOUT:") && said.contains("/srv/data"),
-            "{said}"
+            output.contains("FIRN-LOOK-TIMEOUT:") && output.contains("/srv/data"),
+            "{output}"
         );
         ensure!(median < ANSWER, "State took {median:?}");
         ensure!(other.status()? == "RUNNING", "the other container has ended");
@@ -206,5 +202,14 @@ fn a_bind_source_that_hangs_fails_the_create_and_not_the_pod() -> Result<()> {
         })?;
         host.remove_image("checkpoint/job")?;
         host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        an_environment_of_3_gib_is_refused_and_the_shim_stays_small [FORKY];
+        a_process_chain_with_100000_descriptors_costs_nothing [FORKY];
+        an_image_directory_that_hangs_blocks_nobody [FORKY];
+        a_bind_source_that_hangs_fails_create_and_not_the_pod [FORKY];
     })
 }

@@ -1,15 +1,17 @@
-//! The quick part of the fault matrix (`cargo xtask faults` is the whole), and that CRIU's own faults reach it.
+//! The quick part of the fault matrix (`cargo xtask faults` is the whole), and that CRIU's own faults reach
+//! it.
+
+use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use firn_lab::faults::{quick, run};
-use firn_lab::{Container, GpuHost, SimGpu, failure, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, on};
+use firn_node::Platform;
 
 const HOSTS: usize = 2;
 
-#[test]
-fn whatever_fails_the_workload_goes_on_or_its_image_is_complete() -> Result<()> {
-    let tried = run(Suite::Trixie, &quick(), HOSTS, |tried| {
+fn after_any_fault_the_workload_runs_or_the_image_is_complete(platform: Platform) -> Result<()> {
+    let tried = run(platform.suite, &quick(), HOSTS, |tried| {
         let took = tried.took.as_secs_f64();
         println!("{}: {:?}, {took:.1} s", tried.cell, tried.outcome);
     })?;
@@ -23,9 +25,8 @@ fn whatever_fails_the_workload_goes_on_or_its_image_is_complete() -> Result<()> 
 }
 
 /// `CRIU_FAULT` of the daemon's environment goes through shim and runc: 1 breaks every dump.
-#[test]
-fn a_fault_of_criu_is_asked_for_in_the_daemons_environment() -> Result<()> {
-    let host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "ft-env", &[SimGpu::h200(1)])?;
+fn criu_fault_in_containerds_environment_reaches_criu(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "ft-env", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         let daemon_with = |environment: &str| {
             host.node().write("/etc/default/containerd", environment)?;
@@ -34,8 +35,8 @@ fn a_fault_of_criu_is_asked_for_in_the_daemons_environment() -> Result<()> {
         daemon_with("CRIU_FAULT=1\n")?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(2)?;
-        let said = failure(job.checkpoint("checkpoint/job"))?;
-        ensure!(said.contains("FIRN-DUMP:"), "{said}");
+        let output = failure(job.checkpoint("checkpoint/job"))?;
+        ensure!(output.contains("FIRN-DUMP:"), "{output}");
         job.goes_on(2)?;
         job.remove()?;
         daemon_with("")?;
@@ -45,5 +46,12 @@ fn a_fault_of_criu_is_asked_for_in_the_daemons_environment() -> Result<()> {
         job.goes_on(2)?;
         job.remove()?;
         host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        after_any_fault_the_workload_runs_or_the_image_is_complete [TRIXIE];
+        criu_fault_in_containerds_environment_reaches_criu [FORKY];
     })
 }

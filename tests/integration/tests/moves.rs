@@ -1,12 +1,13 @@
 //! The main job: a counter in GPU memory goes on after a checkpoint, and on another GPU after a restore.
 //!
-//! Needs root. Every story is told with `ctr` on real containerd, runc and CRIU; only the driver is simulated.
+//! Needs root. Every story uses `ctr` on real containerd, runc and CRIU; only the driver is simulated.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, STOCK, SimGpu, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{Container, GpuHost, SHARES_NOTHING, SimGpu, cases, matrix, on};
+use firn_node::{Platform, Suite, wait_for};
 
 /// What is moved.
 struct Job {
@@ -42,16 +43,16 @@ const TWO_THREADS: Job = Job {
 };
 
 /// A node with two GPUs that no other node has.
-fn host(suite: Suite, cgroup: Cgroup, name: &str, first: u32) -> Result<GpuHost> {
+fn host(platform: Platform, name: &str, first: u32) -> Result<GpuHost> {
     let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
-    GpuHost::for_test(suite, cgroup, name, &gpus)
+    GpuHost::for_test(platform, name, &gpus)
 }
 
 /// Two nodes whose GPUs have nothing in common.
-fn pair(suite: Suite, cgroup: Cgroup, name: &str) -> Result<[GpuHost; 2]> {
+fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
     Ok([
-        host(suite, cgroup, &format!("{name}-a"), 1)?,
-        host(suite, cgroup, &format!("{name}-b"), 3)?,
+        host(platform, &format!("{name}-a"), 1)?,
+        host(platform, &format!("{name}-b"), 3)?,
     ])
 }
 
@@ -61,8 +62,8 @@ fn expected(host: &GpuHost, job: &Job) -> Vec<String> {
 }
 
 /// The whole way: the source goes on after its checkpoint, the copy goes on on other GPUs of another node.
-fn moves(suite: Suite, cgroup: Cgroup, name: &str, job: &Job) -> Result<()> {
-    on(pair(suite, cgroup, name)?, |[a, b]| {
+fn moves(platform: Platform, name: &str, job: &Job) -> Result<()> {
+    on(pair(platform, name)?, |[a, b]| {
         let source = Container::count_with(a, "job", job.gpus, job.counters, job.options, job.arguments)?;
         let before = source.goes_on(3)?;
         assert_eq!(source.gpus_in_use()?, expected(a, job));
@@ -97,9 +98,9 @@ fn moves(suite: Suite, cgroup: Cgroup, name: &str, job: &Job) -> Result<()> {
     })
 }
 
-/// A process that only watches GPUs, by NVML, is known to the driver. It shares no memory, and moves with the one beside it.
-#[test]
-fn a_monitor_moves_with_the_process_beside_it() -> Result<()> {
+/// A process that only watches GPUs, by NVML, is known to the driver. It shares no memory, and moves with the
+/// CUDA process.
+fn an_nvml_monitor_moves_with_the_cuda_process(platform: Platform) -> Result<()> {
     let sees = |job: &Container<'_>| -> Result<()> {
         let lines = || -> Result<usize> { Ok(job.exec(&["cat", "/dev/shm/monitor.log"])?.lines().count()) };
         let before = lines()?;
@@ -107,12 +108,9 @@ fn a_monitor_moves_with_the_process_beside_it() -> Result<()> {
             Ok((lines()? > before + 2).then_some(()))
         })
     };
-    on(pair(Suite::Forky, Cgroup::Auto, "mv-mon")?, |[a, b]| {
-        let grant = a.ctr_gpu_options(&["0"])?;
-        let mut options = vec!["--runtime", FIRN];
-        options.extend(grant.iter().map(String::as_str));
+    on(pair(platform, "mv-mon")?, |[a, b]| {
         let script = "gpu-sample nvml >/dev/shm/monitor.log & exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
-        let source = Container::run(a, "job", &options, &["sh", "-c", script])?.counting(1);
+        let source = Container::script(a, "job", &["0"], 1, &[], script)?;
         source.goes_on(3)?;
         sees(&source)?;
         source.checkpoint("checkpoint/job")?;
@@ -131,54 +129,25 @@ fn a_monitor_moves_with_the_process_beside_it() -> Result<()> {
     })
 }
 
-#[test]
-fn a_process_moves_to_another_gpu_on_forky() -> Result<()> {
-    moves(Suite::Forky, Cgroup::Auto, "mv-f1", &ONE)
+fn a_process_moves_to_another_gpu(platform: Platform) -> Result<()> {
+    moves(platform, "mv-one", &ONE)
 }
 
-#[test]
-fn a_process_moves_to_another_gpu_on_trixie() -> Result<()> {
-    moves(Suite::Trixie, Cgroup::Auto, "mv-t1", &ONE)
+fn four_processes_move(platform: Platform) -> Result<()> {
+    moves(platform, "mv-four", &FOUR_PROCESSES)
 }
 
-#[test]
-fn a_process_moves_to_another_gpu_on_forky_with_cgroup_v2() -> Result<()> {
-    moves(Suite::Forky, Cgroup::V2, "mv-f1v2", &ONE)
+fn a_process_on_two_gpus_moves(platform: Platform) -> Result<()> {
+    moves(platform, "mv-gpus", &TWO_GPUS)
 }
 
-#[test]
-fn a_process_moves_to_another_gpu_on_trixie_with_cgroup_v2() -> Result<()> {
-    moves(Suite::Trixie, Cgroup::V2, "mv-t1v2", &ONE)
-}
-
-#[test]
-fn four_processes_move_on_forky() -> Result<()> {
-    moves(Suite::Forky, Cgroup::Auto, "mv-f4", &FOUR_PROCESSES)
-}
-
-#[test]
-fn four_processes_move_on_trixie() -> Result<()> {
-    moves(Suite::Trixie, Cgroup::Auto, "mv-t4", &FOUR_PROCESSES)
-}
-
-#[test]
-fn a_process_on_two_gpus_moves_on_forky() -> Result<()> {
-    moves(Suite::Forky, Cgroup::Auto, "mv-f2", &TWO_GPUS)
-}
-
-#[test]
-fn a_process_on_two_gpus_moves_on_trixie() -> Result<()> {
-    moves(Suite::Trixie, Cgroup::Auto, "mv-t2", &TWO_GPUS)
-}
-
-#[test]
-fn two_threads_of_a_process_move() -> Result<()> {
-    moves(Suite::Forky, Cgroup::Auto, "mv-f2t", &TWO_THREADS)
+fn two_threads_of_a_process_move(platform: Platform) -> Result<()> {
+    moves(platform, "mv-threads", &TWO_THREADS)
 }
 
 /// What a user does with a container, done with one that was restored under another id; then it moves back.
-fn restored_is_ordinary(suite: Suite, name: &str) -> Result<()> {
-    on(pair(suite, Cgroup::Auto, name)?, |[a, b]| {
+fn a_restored_container_is_ordinary_and_moves_back(platform: Platform) -> Result<()> {
+    on(pair(platform, "mv-back")?, |[a, b]| {
         let source = Container::count(a, "job", ONE.gpus, 1, &[])?;
         source.goes_on(3)?;
         source.checkpoint("checkpoint/job")?;
@@ -201,7 +170,8 @@ fn restored_is_ordinary(suite: Suite, name: &str) -> Result<()> {
         copy.task(&["resume"])?;
         copy.goes_on(3)?;
 
-        // containerd 1.7 leaves the task out of an image whose spec its store has already, and reports success.
+        // containerd 1.7 leaves the task out of an image whose spec its store has already, and reports
+        // success.
         b.remove_image("checkpoint/job")?;
         copy.checkpoint("checkpoint/copy")?;
         copy.goes_on(3)?;
@@ -222,19 +192,9 @@ fn restored_is_ordinary(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn a_restored_container_is_ordinary_and_moves_back_on_forky() -> Result<()> {
-    restored_is_ordinary(Suite::Forky, "mv-fo")
-}
-
-#[test]
-fn a_restored_container_is_ordinary_and_moves_back_on_trixie() -> Result<()> {
-    restored_is_ordinary(Suite::Trixie, "mv-to")
-}
-
 /// A container that its user has paused is checkpointed and stays paused, and goes on when it is resumed.
-fn paused_stays_paused(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
-    on([host(suite, cgroup, name, 1)?], |[host]| {
+fn a_paused_container_stays_paused(platform: Platform) -> Result<()> {
+    on([host(platform, "mv-paused", 1)?], |[host]| {
         let job = Container::count(host, "job", ONE.gpus, 1, &[])?;
         job.goes_on(3)?;
         job.task(&["pause"])?;
@@ -250,29 +210,14 @@ fn paused_stays_paused(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn a_paused_container_stays_paused_on_forky() -> Result<()> {
-    paused_stays_paused(Suite::Forky, Cgroup::Auto, "mv-fp")
-}
-
-#[test]
-fn a_paused_container_stays_paused_on_trixie_with_cgroup_v2() -> Result<()> {
-    paused_stays_paused(Suite::Trixie, Cgroup::V2, "mv-tp")
-}
-
-/// ctr 1.7 tells only containerd's own runtime that the container is to end: there firn stands in under its name.
-fn runtime_of_exit(suite: Suite) -> &'static str {
-    match suite {
-        Suite::Trixie => STOCK,
-        Suite::Forky => FIRN,
-    }
-}
-
 /// A checkpoint that ends the container leaves a complete image in a directory, and a free GPU.
-fn ends_with_its_checkpoint(suite: Suite, cgroup: Cgroup, name: &str, job: &Job) -> Result<()> {
-    on([host(suite, cgroup, name, 1)?], |[host]| {
-        host.drop_in()?;
-        let runtime = runtime_of_exit(suite);
+fn a_container_ends_with_its_checkpoint(platform: Platform) -> Result<()> {
+    on([host(platform, "mv-end", 1)?], |[host]| {
+        let job = match platform.suite {
+            Suite::Forky => &FOUR_PROCESSES,
+            Suite::Trixie => &ONE,
+        };
+        let runtime = host.runtime_for_options()?;
         let source = Container::count_with(
             host,
             "job",
@@ -295,22 +240,15 @@ fn ends_with_its_checkpoint(suite: Suite, cgroup: Cgroup, name: &str, job: &Job)
     })
 }
 
-#[test]
-fn a_container_ends_with_its_checkpoint_on_forky() -> Result<()> {
-    ends_with_its_checkpoint(Suite::Forky, Cgroup::V2, "mv-fe", &FOUR_PROCESSES)
-}
-
-#[test]
-fn a_container_ends_with_its_checkpoint_on_trixie() -> Result<()> {
-    ends_with_its_checkpoint(Suite::Trixie, Cgroup::Auto, "mv-te", &ONE)
-}
-
 /// The image of a container that ended with its checkpoint is restored: on the same node, then on another.
-fn restored_after_exit(suite: Suite, name: &str, job: &Job) -> Result<()> {
-    on(pair(suite, Cgroup::Auto, name)?, |[a, b]| {
-        let runtime = runtime_of_exit(suite);
-        a.drop_in()?;
-        b.drop_in()?;
+fn a_container_that_ended_is_restored_here_and_elsewhere(platform: Platform) -> Result<()> {
+    on(pair(platform, "mv-ended")?, |[a, b]| {
+        let job = match platform.suite {
+            Suite::Forky => &ONE,
+            Suite::Trixie => &TWO_GPUS,
+        };
+        let runtime = a.runtime_for_options()?;
+        b.runtime_for_options()?;
         let source = Container::count_with(
             a,
             "job",
@@ -345,19 +283,10 @@ fn restored_after_exit(suite: Suite, name: &str, job: &Job) -> Result<()> {
     .context("a container that ended with its checkpoint")
 }
 
-#[test]
-fn a_container_that_ended_is_restored_here_and_elsewhere_on_forky() -> Result<()> {
-    restored_after_exit(Suite::Forky, "mv-fx", &ONE)
-}
-
-#[test]
-fn a_container_that_ended_is_restored_here_and_elsewhere_on_trixie() -> Result<()> {
-    restored_after_exit(Suite::Trixie, "mv-tx", &TWO_GPUS)
-}
-
-/// `ctr containers restore` gives the copy the cgroup of its source; while that runs, the copy gets one of its own.
-fn beside_its_source(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
-    on([host(suite, cgroup, name, 1)?], |[host]| {
+/// `ctr containers restore` gives the copy the cgroup of its source; while that runs, the copy gets one of
+/// its own.
+fn a_copy_runs_next_to_its_source(platform: Platform) -> Result<()> {
+    on([host(platform, "mv-copy", 1)?], |[host]| {
         let source = Container::count(host, "job", ONE.gpus, 1, &[])?;
         source.goes_on(3)?;
         source.checkpoint("checkpoint/job")?;
@@ -374,12 +303,17 @@ fn beside_its_source(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn a_copy_runs_beside_its_source_on_forky_with_cgroup_v2() -> Result<()> {
-    beside_its_source(Suite::Forky, Cgroup::V2, "mv-fb")
-}
-
-#[test]
-fn a_copy_runs_beside_its_source_on_trixie() -> Result<()> {
-    beside_its_source(Suite::Trixie, Cgroup::Auto, "mv-tb")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        an_nvml_monitor_moves_with_the_cuda_process [FORKY];
+        a_process_moves_to_another_gpu [FORKY, TRIXIE, FORKY_V2, TRIXIE_V2];
+        four_processes_move [FORKY, TRIXIE];
+        a_process_on_two_gpus_moves [FORKY, TRIXIE];
+        two_threads_of_a_process_move [FORKY];
+        a_restored_container_is_ordinary_and_moves_back [FORKY, TRIXIE];
+        a_paused_container_stays_paused [FORKY, TRIXIE_V2];
+        a_container_ends_with_its_checkpoint [FORKY_V2, TRIXIE];
+        a_container_that_ended_is_restored_here_and_elsewhere [FORKY, TRIXIE];
+        a_copy_runs_next_to_its_source [FORKY_V2, TRIXIE];
+    })
 }

@@ -1,14 +1,14 @@
-//! Jobs of several ranks in one container: processes that compute on a GPU each and talk over TCP. With the annotation
-//! `firn.dev/nccl: sockets` such a job is checkpointed and moved with its connections; without it is refused.
-//!
-//! Launch jobs, in which NVIDIA's drivers from 610 on keep shared memory, are shown as far as firn carries them: the simulated
-//! driver is one of 580 whatever its version says, and the tool that makes a job a stand-in that does what its help tells.
+//! Jobs of several ranks in one container: processes that compute on a GPU each and talk over TCP. With the
+//! annotation `firn.dev/nccl: sockets` such a job is checkpointed and moved with its connections; without it
+//! is refused.
 //!
 //! Needs root.
 
+use std::process::ExitCode;
+
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, SimGpu, failure, nothing_left, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::Platform;
 
 const SOCKETS: [&str; 2] = ["--annotation", "firn.dev/nccl=sockets"];
 
@@ -16,9 +16,9 @@ const SOCKETS: [&str; 2] = ["--annotation", "firn.dev/nccl=sockets"];
 const RANKS: [&str; 4] = ["--ranks", "2", "--gpu", "0,1"];
 
 /// A node with two GPUs that no other node has.
-fn host(cgroup: Cgroup, name: &str, first: u32) -> Result<GpuHost> {
+fn host(platform: Platform, name: &str, first: u32) -> Result<GpuHost> {
     let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
-    GpuHost::for_test(Suite::Forky, cgroup, name, &gpus)
+    GpuHost::for_test(platform, name, &gpus)
 }
 
 fn job<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
@@ -27,19 +27,14 @@ fn job<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
 
 /// The ranks of a job over sockets, by way of a shell.
 fn launched<'h>(host: &'h GpuHost, before: &str) -> Result<Container<'h>> {
-    let grant = host.ctr_gpu_options(&["0", "1"])?;
-    let mut options = vec!["--runtime", firn_lab::FIRN];
-    options.extend(grant.iter().map(String::as_str));
-    options.extend(SOCKETS);
     let launcher =
         format!("{before}; exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 --ranks 2 --gpu 0,1");
-    Ok(Container::run(host, "job", &options, &["sh", "-c", &launcher])?.counting(2))
+    Container::script(host, "job", &["0", "1"], 2, &SOCKETS, &launcher)
 }
 
 /// A lock of ranks that wait for each other never ends: all are let go, and it is tried again.
-#[test]
-fn ranks_that_wait_for_each_other_are_locked_at_another_try() -> Result<()> {
-    on([host(Cgroup::Auto, "rk-lock", 1)?], |[host]| {
+fn ranks_that_wait_for_each_other_are_locked_by_a_retry(platform: Platform) -> Result<()> {
+    on([host(platform, "rk-lock", 1)?], |[host]| {
         let job = job(host, &SOCKETS)?;
         job.goes_on(3)?;
         // The driver gives one rank up when its time is over, or keeps no time.
@@ -52,11 +47,11 @@ fn ranks_that_wait_for_each_other_are_locked_at_another_try() -> Result<()> {
                 job.goes_on(3)?;
             }
         }
-        // For as long as the deadline says.
+        // For as long as the deadline lasts.
         host.configure("[deadlines]\nlock = \"3s\"\n")?;
         host.fault(&["--call", "lock", "--nth", "2", "--error", "CUDA_ERROR_NOT_READY"])?;
-        let said = failure(job.checkpoint("checkpoint/never"))?;
-        ensure!(said.contains("CUDA_ERROR_NOT_READY"), "{said}");
+        let output = failure(job.checkpoint("checkpoint/never"))?;
+        ensure!(output.contains("CUDA_ERROR_NOT_READY"), "{output}");
         host.no_faults()?;
         job.goes_on(3)?;
         job.remove()?;
@@ -64,22 +59,23 @@ fn ranks_that_wait_for_each_other_are_locked_at_another_try() -> Result<()> {
     })
 }
 
-/// As NCCL does between its threads: a file in /dev/shm, larger than CRIU takes unasked, which is deleted and stays open.
+/// As NCCL does between its threads: a file in /dev/shm, larger than CRIU takes unasked, which is deleted and
+/// stays open.
 const DELETED_FILE: &str =
     "yes firn | head -c 4194304 >/dev/shm/nccl-firn; exec 9</dev/shm/nccl-firn; rm /dev/shm/nccl-firn";
 
 /// Checksum of that file, by the descriptor of the container's first process.
 fn deleted_file(job: &Container<'_>) -> Result<String> {
-    let said = job.exec(&["sh", "-c", "ls -l /proc/1/fd/9; md5sum /proc/1/fd/9"])?;
-    ensure!(said.contains("nccl-firn (deleted)"), "not deleted: {said}");
-    let sum = said
+    let output = job.exec(&["sh", "-c", "ls -l /proc/1/fd/9; md5sum /proc/1/fd/9"])?;
+    ensure!(output.contains("nccl-firn (deleted)"), "not deleted: {output}");
+    let sum = output
         .lines()
         .last()
         .and_then(|line| line.split_whitespace().next());
     Ok(sum.context("no checksum")?.to_owned())
 }
 
-/// UUIDs of the GPUs that hold memory of rank 0 and of rank 1, as the driver's tool tells.
+/// UUIDs of the GPUs that hold memory of rank 0 and of rank 1, as the driver's tool reports.
 fn gpus_of_ranks(host: &GpuHost, job: &Container<'_>) -> Result<[String; 2]> {
     let inside = job.lines()?.last();
     let pid_of = |gpu: u32| {
@@ -120,12 +116,9 @@ fn connections(job: &Container<'_>) -> Result<usize> {
 }
 
 /// Ranks are checkpointed, go on, and are brought back on another node with their GPUs the other way round.
-fn ranks_move(cgroup: Cgroup, name: &str) -> Result<()> {
+fn ranks_over_sockets_move_with_their_connections(platform: Platform) -> Result<()> {
     on(
-        [
-            host(cgroup, &format!("{name}-a"), 1)?,
-            host(cgroup, &format!("{name}-b"), 3)?,
-        ],
+        [host(platform, "rk-move-a", 1)?, host(platform, "rk-move-b", 3)?],
         |[a, b]| {
             let source = launched(a, DELETED_FILE)?;
             source.goes_on(3)?;
@@ -161,17 +154,12 @@ fn ranks_move(cgroup: Cgroup, name: &str) -> Result<()> {
     )
 }
 
-#[test]
-fn ranks_over_sockets_move_with_their_connections_on_forky() -> Result<()> {
-    ranks_move(Cgroup::V2, "rk-f")
-}
-
 // Not on trixie: CRIU 4.1 asks TCP sockets for SO_PASSSEC, which Linux has refused since 6.16.
 
 /// A checkpoint is refused with this code before runc is called, and the job goes on with its connections.
 fn refused(host: &GpuHost, job: &Container<'_>, code: &str) -> Result<String> {
-    let said = failure(job.checkpoint("checkpoint/job"))?;
-    ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
+    let output = failure(job.checkpoint("checkpoint/job"))?;
+    ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
     ensure!(!host.runc_has("checkpoint")?, "runc was called");
     job.goes_on(3)?;
     ensure!(
@@ -179,32 +167,33 @@ fn refused(host: &GpuHost, job: &Container<'_>, code: &str) -> Result<String> {
         "{} ends of connections",
         connections(job)?
     );
-    Ok(said)
+    Ok(output)
 }
 
-#[test]
-fn ranks_that_may_share_memory_are_refused_and_go_on() -> Result<()> {
-    on([host(Cgroup::Auto, "rk-r", 1)?], |[host]| {
+fn ranks_that_may_share_memory_are_refused_and_go_on(platform: Platform) -> Result<()> {
+    on([host(platform, "rk-r", 1)?], |[host]| {
         host.watch_runc()?;
         let unannounced = job(host, &[])?;
         unannounced.goes_on(3)?;
-        let said = refused(host, &unannounced, "FIRN-IPC")?;
-        ensure!(said.contains("firn.dev/nccl=sockets"), "no remedy in:\n{said}");
+        let output = refused(host, &unannounced, "FIRN-IPC")?;
+        ensure!(
+            output.contains("firn.dev/nccl=sockets"),
+            "no remedy in:\n{output}"
+        );
         unannounced.remove()?;
 
         // What a launcher takes out of the environment again is seen.
         let launched = launched(host, "unset NCCL_SHM_DISABLE")?;
         launched.goes_on(3)?;
-        let said = refused(host, &launched, "FIRN-NCCL")?;
-        ensure!(said.contains("without NCCL_SHM_DISABLE=1. hint"), "{said}");
+        let output = refused(host, &launched, "FIRN-NCCL")?;
+        ensure!(output.contains("without NCCL_SHM_DISABLE=1. hint"), "{output}");
         launched.remove()?;
         host.idle()
     })
 }
 
-#[test]
-fn a_setting_to_the_contrary_is_refused_at_create_and_nothing_is_left() -> Result<()> {
-    on([host(Cgroup::Auto, "rk-c", 1)?], |[host]| {
+fn contradicting_nccl_settings_are_refused_at_create(platform: Platform) -> Result<()> {
+    on([host(platform, "rk-c", 1)?], |[host]| {
         host.watch_runc()?;
         for (options, named) in [
             (
@@ -213,15 +202,24 @@ fn a_setting_to_the_contrary_is_refused_at_create_and_nothing_is_left() -> Resul
             ),
             (vec!["--annotation", "firn.dev/nccl=shm"], "\"shm\""),
         ] {
-            let said = failure(job(host, &options).map(drop))?;
+            let output = failure(job(host, &options).map(drop))?;
             ensure!(
-                said.contains("FIRN-NCCL-SETTING:") && said.contains(named),
-                "{said}"
+                output.contains("FIRN-NCCL-SETTING:") && output.contains(named),
+                "{output}"
             );
             ensure!(!host.runc_has("create")?, "runc was called");
             host.node().run(&["ctr", "containers", "delete", "job"])?;
             nothing_left(host, "job")?;
         }
         host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        ranks_that_wait_for_each_other_are_locked_by_a_retry [FORKY];
+        ranks_over_sockets_move_with_their_connections [FORKY_V2];
+        ranks_that_may_share_memory_are_refused_and_go_on [FORKY];
+        contradicting_nccl_settings_are_refused_at_create [FORKY];
     })
 }

@@ -1,14 +1,16 @@
-//! Which GPUs a restore takes, by policy and by the NVLinks between them: on a node whose GPUs are joined otherwise than those
-//! of the source.
+//! Which GPUs a restore takes, by policy and by the NVLinks between them: on a node whose GPUs are joined
+//! otherwise than those of the source.
+
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, SimGpu, failure, nothing_left, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::Platform;
 
 /// A node with four GPUs that no other node has, joined in pairs.
-fn host(name: &str, first: u32, nvlinks: &[&str]) -> Result<GpuHost> {
+fn host(platform: Platform, name: &str, first: u32, nvlinks: &[&str]) -> Result<GpuHost> {
     let gpus: Vec<SimGpu> = (first..first + 4).map(SimGpu::h200).collect();
-    let mut host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, name, &gpus)?;
+    let mut host = GpuHost::for_test(platform, name, &gpus)?;
     host.join_gpus(nvlinks)?;
     Ok(host)
 }
@@ -27,19 +29,19 @@ fn send(from: &GpuHost, to: &GpuHost, gpus: &[&str]) -> Result<()> {
 /// The restore is refused with this code before runc is called, and nothing is left.
 fn refused(host: &GpuHost, restore: &str, code: &str) -> Result<()> {
     host.configure(&format!("[restore]\n{restore}\n"))?;
-    let said = failure(Container::restore(host, "job", "checkpoint/job", 2).map(drop))?;
+    let output = failure(Container::restore(host, "job", "checkpoint/job", 2).map(drop))?;
     ensure!(
-        said.contains(&format!("{code}:")),
-        "{restore}: not {code} but:\n{said}"
+        output.contains(&format!("{code}:")),
+        "{restore}: not {code} but:\n{output}"
     );
-    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    ensure!(output.contains("hint: "), "no hint in:\n{output}");
     ensure!(!host.runc_has("restore")?, "runc was called");
     host.node().run(&["ctr", "containers", "delete", "job"])?;
     nothing_left(host, "job")?;
     host.idle()
 }
 
-/// The restore goes on, on these GPUs. Gives what containerd's log says of it.
+/// The restore goes on, on these GPUs. Returns containerd's log lines about it.
 fn restored(host: &GpuHost, restore: &str, counters: usize, on: &[usize]) -> Result<String> {
     host.configure(&format!("[restore]\n{restore}\n"))?;
     let before = host.log_length()?;
@@ -53,11 +55,10 @@ fn restored(host: &GpuHost, restore: &str, counters: usize, on: &[usize]) -> Res
     host.log_since(before)
 }
 
-#[test]
-fn two_joined_gpus_become_two_joined_ones_and_each_policy_does_as_it_says() -> Result<()> {
+fn linked_gpus_stay_linked_and_each_policy_holds(platform: Platform) -> Result<()> {
     let hosts = [
-        host("rm-2a", 1, &["0-1=4", "2-3=4"])?,
-        host("rm-2b", 5, &["0-3=4", "1-2=4"])?,
+        host(platform, "rm-2a", 1, &["0-1=4", "2-3=4"])?,
+        host(platform, "rm-2b", 5, &["0-3=4", "1-2=4"])?,
     ];
     on(hosts, |[a, b]| {
         send(a, b, &["0", "1"])?;
@@ -96,19 +97,15 @@ policy = "index""#,
             2,
             &[0, 1],
         )?;
-        ensure!(
-            log.contains("had 4 NVLinks between them"),
-            "nothing is told in:\n{log}"
-        );
+        ensure!(log.contains("had 4 NVLinks between them"), "no report in:\n{log}");
         Ok(())
     })
 }
 
 /// Older drivers as the documentation has them; none was seen.
-#[test]
-fn a_driver_without_maps_restores_onto_the_same_gpu_and_one_without_checkpoints_does_nothing() -> Result<()> {
+fn older_drivers_restore_onto_the_same_gpu_or_refuse(platform: Platform) -> Result<()> {
     let gpus = [SimGpu::h200(21), SimGpu::h200(22)];
-    let host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "rm-old", &gpus)?;
+    let host = GpuHost::for_test(platform, "rm-old", &gpus)?;
     on([host], |[host]| {
         host.replace_gpus(&gpus, "570.124.06")?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
@@ -132,19 +129,18 @@ fn a_driver_without_maps_restores_onto_the_same_gpu_and_one_without_checkpoints_
             "550.163.01",
         ];
         host.node().run(&install)?;
-        let said = failure(job.checkpoint("checkpoint/none"))?;
-        ensure!(said.contains("FIRN-DRIVER-TOO-OLD:"), "{said}");
+        let output = failure(job.checkpoint("checkpoint/none"))?;
+        ensure!(output.contains("FIRN-DRIVER-TOO-OLD:"), "{output}");
         job.goes_on(3)?;
         job.remove()?;
         host.idle()
     })
 }
 
-#[test]
-fn four_gpus_are_permuted_such_that_pairs_stay_joined() -> Result<()> {
+fn four_gpus_are_permuted_so_that_pairs_stay_linked(platform: Platform) -> Result<()> {
     let hosts = [
-        host("rm-4a", 11, &["0-1=4", "2-3=4"])?,
-        host("rm-4b", 15, &["0-3=4", "1-2=4"])?,
+        host(platform, "rm-4a", 11, &["0-1=4", "2-3=4"])?,
+        host(platform, "rm-4b", 15, &["0-3=4", "1-2=4"])?,
     ];
     on(hosts, |[a, b]| {
         send(a, b, &["0", "1", "2", "3"])?;
@@ -156,5 +152,13 @@ fn four_gpus_are_permuted_such_that_pairs_stay_joined() -> Result<()> {
             ensure!(log.contains(&pair), "no {pair} in:\n{log}");
         }
         Ok(())
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        linked_gpus_stay_linked_and_each_policy_holds [FORKY];
+        older_drivers_restore_onto_the_same_gpu_or_refuse [FORKY];
+        four_gpus_are_permuted_so_that_pairs_stay_linked [FORKY];
     })
 }

@@ -1,11 +1,12 @@
-//! Whatever one call waits for, nobody else waits with it: a runtime that hangs in any of its verbs, a driver that hangs, a
-//! long dump, a reader that does not read. Who asks for state gets it, other containers of the same shim live on, a kill
-//! arrives, and what a client has begun ends as it would although that client has gone.
+//! Whatever one call waits for, nobody else waits with it: a runtime that hangs in any of its verbs, a driver
+//! that hangs, a long dump, a reader that does not read. Who asks for state gets it, other containers of the
+//! same shim live on, a kill arrives, and what a client has begun ends as it would although that client has
+//! gone.
 //!
 //! "At once" is an order here, never a time: the answer is there while the other call is still stuck.
 
 use std::path::PathBuf;
-use std::process::Child;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -16,8 +17,10 @@ use containerd_shim_protos::api::{
 };
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use firn_lab::{Container, FIRN, GpuHost, Pending, SimGpu, Task, nothing_left, on, told};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{
+    CommandOutput, Container, FIRN, GpuHost, Pending, SimGpu, Task, cases, describe, matrix, nothing_left, on,
+};
+use firn_node::{Platform, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -148,9 +151,9 @@ impl<'h> Pod<'h> {
         third.remove()
     }
 
-    /// Runs a client whose call stands still in a verb of runc; meanwhile `look` and the lives of others go on. Gives
-    /// what the client printed.
-    fn stuck(&self, verb: &str, client: &[&str], look: impl FnOnce() -> Result<()>) -> Result<Said> {
+    /// Runs a client whose call stands still in a verb of runc; meanwhile `look` and the lives of others go
+    /// on. Gives what the client printed.
+    fn stuck(&self, verb: &str, client: &[&str], look: impl FnOnce() -> Result<()>) -> Result<CommandOutput> {
         let hold = Hold::on(self.host, verb)?;
         let mut client = self.host.node().spawn(client)?;
         hold.reached()?;
@@ -159,16 +162,21 @@ impl<'h> Pod<'h> {
             .with_context(|| format!("another container while runc {verb} is stuck"))?;
         ensure!(client.try_wait()?.is_none(), "runc {verb} was not stuck");
         drop(hold);
-        said(client)
+        CommandOutput::wait(client)
     }
 
     /// As [`Pod::stuck`], but `kill` has the call end while runc stands still.
-    fn cut_off(&self, verb: &str, client: &[&str], kill: impl FnOnce() -> Result<()>) -> Result<Said> {
+    fn cut_off(
+        &self,
+        verb: &str,
+        client: &[&str],
+        kill: impl FnOnce() -> Result<()>,
+    ) -> Result<CommandOutput> {
         let hold = Hold::on(self.host, verb)?;
         let client = self.host.node().spawn(client)?;
         hold.reached()?;
         kill().with_context(|| format!("while runc {verb} is stuck"))?;
-        let ended = said(client)?;
+        let ended = CommandOutput::wait(client)?;
         drop(hold);
         Ok(ended)
     }
@@ -190,34 +198,12 @@ fn ctr_run<'a>(host: &GpuHost, options: &[&'a str]) -> Vec<&'a str> {
     [&start[..], host.limits(), options, &command].concat()
 }
 
-/// How a client ended and what it said.
-struct Said {
-    ok: bool,
-    text: String,
-}
-
-impl Said {
-    fn succeeded(self) -> Result<()> {
-        ensure!(self.ok, "{}", self.text);
-        Ok(())
-    }
-}
-
-fn said(client: Child) -> Result<Said> {
-    let output = client.wait_with_output()?;
-    let text = [output.stdout, output.stderr].concat();
-    Ok(Said {
-        ok: output.status.success(),
-        text: String::from_utf8_lossy(&text).into_owned(),
-    })
-}
-
 /// The verbs that make, change and end a container.
 fn stuck_verbs(pod: &Pod<'_>) -> Result<()> {
     let host = pod.host;
     let start = ctr_run(host, &GROUP);
     pod.stuck("create", &start, || {
-        let state = told(&pod.state("held"), |state| format!("{state:?}"));
+        let state = describe(&pod.state("held"), |state| format!("{state:?}"));
         ensure!(state.contains("NOT_FOUND"), "{state}");
         Ok(())
     })?
@@ -295,24 +281,25 @@ fn stuck_update(pod: &Pod<'_>) -> Result<()> {
     held.remove()
 }
 
-/// A kill reaches a container in the middle of a pause, which then fails, and of a dump, which is not waited for.
+/// A kill reaches a container in the middle of a pause, which then fails, and of a dump, which is not waited
+/// for.
 fn kills(pod: &Pod<'_>) -> Result<()> {
     let held = run(pod.host, "held")?;
     let pause = ["ctr", "tasks", "pause", "held"];
     let ended = pod.stuck("pause", &pause, || pod.is_killed("held"))?;
-    ensure!(!ended.ok, "pause of a dead container: {}", ended.text);
+    ensure!(!ended.is_ok(), "pause of a dead container: {}", ended.text());
     held.remove()?;
 
     let held = run(pod.host, "held")?;
     let dump = ["ctr", "tasks", "checkpoint", "--image-path", "/tmp/image", "held"];
     let ended = pod.cut_off("checkpoint", &dump, || pod.is_killed("held"))?;
-    ensure!(!ended.ok, "checkpoint of a dead container: {}", ended.text);
+    ensure!(!ended.is_ok(), "checkpoint of a dead container: {}", ended.text());
     held.remove()?;
     pod.host.node().run(&["rm", "-rf", "/tmp/image"]).map(drop)
 }
 
-/// A kill reaches a container beside an exec whose runtime hangs; its end is told after that exec's.
-fn kill_beside_an_exec(pod: &Pod<'_>) -> Result<()> {
+/// A kill reaches a container while the runtime of an exec hangs; its exit is published after that exec's.
+fn kill_during_an_exec(pod: &Pod<'_>) -> Result<()> {
     let held = run(pod.host, "held")?;
     let exec = ["ctr", "tasks", "exec", "--exec-id", "e", "held", "true"];
     let ended = pod.stuck("exec", &exec, || {
@@ -323,7 +310,7 @@ fn kill_beside_an_exec(pod: &Pod<'_>) -> Result<()> {
             Ok((!processes.iter().any(|process| process.pid == pid)).then_some(()))
         })
     })?;
-    ensure!(!ended.ok, "exec in a dead container: {}", ended.text);
+    ensure!(!ended.is_ok(), "exec in a dead container: {}", ended.text());
     held.becomes("STOPPED")?;
     held.remove()
 }
@@ -338,7 +325,7 @@ fn clients_go(pod: &Pod<'_>) -> Result<()> {
         .task
         .begin::<Empty>("Pause", &pause, Duration::from_millis(500))?;
     hold.reached()?;
-    let seen = told(&pod.task.end(paused), |_| "ok".to_owned());
+    let seen = describe(&pod.task.end(paused), |_| "ok".to_owned());
     println!("a deadline that passes: {seen}");
     ensure!(seen != "ok", "the deadline did not pass");
     ensure!(pod.state("held")? == Status::PAUSING);
@@ -383,7 +370,8 @@ fn creator_goes(pod: &Pod<'_>) -> Result<()> {
         client.wait()?;
         pod.others_live()?;
         drop(hold);
-        // containerd removes the task that its client no longer waits for; ctr's container is still known to it.
+        // containerd removes the task that its client no longer waits for; ctr's container is still known to
+        // it.
         wait_for("the container to be free", LIMIT, || {
             Ok(host.node().run(&["ctr", "containers", "delete", "held"]).ok())
         })?;
@@ -413,7 +401,7 @@ fn gpu_checkpoint(pod: &Pod<'_>) -> Result<()> {
     held.goes_on(2)?;
     host.node().run(&["rm", "-r", "/tmp/image"])?;
     let ended = pod.cut_off("checkpoint", &dump, || pod.is_killed("held"))?;
-    ensure!(ended.text.contains("FIRN-ENDED:"), "{}", ended.text);
+    ensure!(ended.text().contains("FIRN-ENDED:"), "{}", ended.text());
     ensure!(
         !host.node().path("/tmp/image").exists(),
         "an image of a dead container"
@@ -439,10 +427,10 @@ fn gpu_checkpoint(pod: &Pod<'_>) -> Result<()> {
             host.no_faults()?;
             host.node().run(&["kill", "-KILL", &worker.pid.to_string()])?;
         }
-        let ended = said(client)?;
+        let ended = CommandOutput::wait(client)?;
         host.no_faults()?;
         let code = if killed { "FIRN-ENDED:" } else { "FIRN-WORKER:" };
-        ensure!(ended.text.contains(code), "{}", ended.text);
+        ensure!(ended.text().contains(code), "{}", ended.text());
         if !killed {
             held.goes_on(2)?;
         }
@@ -451,39 +439,35 @@ fn gpu_checkpoint(pod: &Pod<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What is told, and done.
+/// What is reported, and done.
 type Story = (&'static str, fn(&Pod<'_>) -> Result<()>);
 
 const STORIES: &[Story] = &[
     ("stuck verbs", stuck_verbs),
     ("a stuck update", stuck_update),
     ("kills", kills),
-    ("a kill beside an exec", kill_beside_an_exec),
+    ("a kill during an exec", kill_during_an_exec),
     ("clients that go", clients_go),
     ("a creator that goes", creator_goes),
     ("a checkpoint of a GPU container", gpu_checkpoint),
 ];
 
-fn nobody_waits(cgroup: Cgroup, name: &str) -> Result<()> {
-    let host = GpuHost::for_test(Suite::Forky, cgroup, name, &[SimGpu::h200(1)])?;
+fn calls_do_not_wait_for_others(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "responsive", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         let pod = Pod::start(host)?;
         let chosen = std::env::var("FIRN_STORY").unwrap_or_default();
         for (what, story) in STORIES.iter().filter(|(what, _)| what.contains(&chosen)) {
             let begun = std::time::Instant::now();
             story(&pod).with_context(|| (*what).to_owned())?;
-            println!("{name}: {what}: {:.1} s", begun.elapsed().as_secs_f64());
+            println!("{platform}: {what}: {:.1} s", begun.elapsed().as_secs_f64());
         }
         pod.end()
     })
 }
 
-#[test]
-fn nobody_waits_for_others_on_forky() -> Result<()> {
-    nobody_waits(Cgroup::Auto, "rs-f")
-}
-
-#[test]
-fn nobody_waits_for_others_on_forky_with_cgroup_v2() -> Result<()> {
-    nobody_waits(Cgroup::V2, "rs-f2")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        calls_do_not_wait_for_others [FORKY, FORKY_V2];
+    })
 }

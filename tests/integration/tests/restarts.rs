@@ -1,26 +1,28 @@
-//! containerd is killed and started again under running containers: none is lost, nor is what they do meanwhile.
+//! containerd is killed and started again under running containers: none is lost, nor is what they do
+//! meanwhile.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{
     Empty, ExecProcessRequest, PauseRequest, ResumeRequest, StartRequest, StartResponse,
 };
-use firn_lab::{Container, FIRN, GpuHost, SimGpu, Task, on};
-use firn_node::{Cgroup, Node, Suite, wait_for};
+use firn_lab::{Container, FIRN, GpuHost, SimGpu, Task, cases, matrix, on};
+use firn_node::{Node, Platform, wait_for};
 
 const CONTAINERS: usize = 20;
 const RESTARTS: usize = 5;
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Ends with 7 when it is told to.
+/// Ends with 7 on SIGUSR1.
 const SCRIPT: &str = "trap 'exit 7' USR1; while :; do sleep 0.2; done";
 
 /// Has containerd write a line to its log for each event that a shim hands to it.
 const TRACE: &str = "[debug]\nlevel = \"trace\"\n";
 
-fn survive(suite: Suite, name: &str) -> Result<()> {
-    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+fn containers_survive_restarts_of_containerd(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "restarts", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         host.node().write("/etc/containerd/conf.d/trace.toml", TRACE)?;
         host.node().restart_containerd()?;
@@ -38,7 +40,8 @@ fn survive(suite: Suite, name: &str) -> Result<()> {
             ensure!(self::shims(host) == shims, "other shims than {shims:?}");
             ensure!(self::pids(&running)? == pids, "other processes than {pids:?}");
         }
-        // A containerd that comes back deletes tasks that have ended without it; it hears of their ends all the same.
+        // A containerd that comes back deletes tasks that have ended without it; it hears of their ends all
+        // the same.
         host.node().kill_containerd()?;
         let before = heard(host)?.len();
         let (ending, staying) = running.split_at(CONTAINERS / 2);
@@ -47,9 +50,9 @@ fn survive(suite: Suite, name: &str) -> Result<()> {
         }
         host.node().start_containerd()?;
         wait_for("the ends of the meantime", LIMIT, || {
-            let told = heard(host)?.split_off(before);
-            let told = told.iter().filter(|topic| *topic == "/tasks/exit").count();
-            Ok((told >= ending.len()).then_some(()))
+            let reported = heard(host)?.split_off(before);
+            let reported = reported.iter().filter(|topic| *topic == "/tasks/exit").count();
+            Ok((reported >= ending.len()).then_some(()))
         })?;
         for container in ending {
             container.nothing_left()?;
@@ -65,7 +68,8 @@ fn survive(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-/// containerd is killed, an exec of every container ends meanwhile, and containerd hears of all when it is back.
+/// containerd is killed, an exec of every container ends meanwhile, and containerd hears of all when it is
+/// back.
 fn restart(host: &GpuHost, running: &[Container<'_>], round: usize) -> Result<()> {
     let exec = format!("x{round}");
     // Added before, ends after: containerd has the start on record and not the end.
@@ -79,9 +83,9 @@ fn restart(host: &GpuHost, running: &[Container<'_>], round: usize) -> Result<()
     }
     let mut before = 0;
     wait_for("the starts of all execs", LIMIT, || {
-        let told = heard(host)?;
-        before = told.len();
-        let starts = told[begun..]
+        let reported = heard(host)?;
+        before = reported.len();
+        let starts = reported[begun..]
             .iter()
             .filter(|topic| *topic == "/tasks/exec-started");
         Ok((starts.count() >= CONTAINERS).then_some(()))
@@ -102,15 +106,15 @@ fn restart(host: &GpuHost, running: &[Container<'_>], round: usize) -> Result<()
         Ok((exits >= CONTAINERS && last.iter().any(|topic| topic == "/tasks/resumed")).then_some(()))
     })
     .with_context(|| format!("heard {last:?}"))?;
-    // An event may be told twice when the connection breaks behind it; nothing else was done meanwhile.
+    // An event may be forwarded twice when the connection breaks behind it; nothing else was done meanwhile.
     last.retain(|topic| topic != "/tasks/exit");
     last.dedup();
     let order = ["exec-added", "exec-started", "paused", "resumed"].map(|name| format!("/tasks/{name}"));
-    ensure!(last == order, "told in the order {last:?}");
+    ensure!(last == order, "published in the order {last:?}");
     for container in running {
         ensure!(container.status()? == "RUNNING", "{} has ended", container.id());
-        let said = container.exec(&["echo", "here"])?;
-        ensure!(said.trim() == "here", "exec in {}: {said:?}", container.id());
+        let output = container.exec(&["echo", "here"])?;
+        ensure!(output.trim() == "here", "exec in {}: {output:?}", container.id());
     }
     Ok(())
 }
@@ -164,12 +168,8 @@ fn heard(host: &GpuHost) -> Result<Vec<String>> {
 
 /// The shims: pid and id.
 fn shims(host: &GpuHost) -> Vec<(i32, String)> {
-    let all = host.node().processes();
-    let mut shims: Vec<(i32, String)> = all
-        .into_iter()
-        .filter(|process| process.command.starts_with("containerd-shim"))
-        .map(|process| (process.pid, process.args.join(" ")))
-        .collect();
+    let shims = host.shims().map(|shim| (shim.pid, shim.args.join(" ")));
+    let mut shims: Vec<(i32, String)> = shims.collect();
     shims.sort();
     shims
 }
@@ -178,12 +178,8 @@ fn pids(running: &[Container<'_>]) -> Result<Vec<i32>> {
     running.iter().map(Container::pid).collect()
 }
 
-#[test]
-fn trixie() -> Result<()> {
-    survive(Suite::Trixie, "restarts-t")
-}
-
-#[test]
-fn forky() -> Result<()> {
-    survive(Suite::Forky, "restarts-f")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        containers_survive_restarts_of_containerd [TRIXIE, FORKY];
+    })
 }

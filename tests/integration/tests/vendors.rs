@@ -1,13 +1,14 @@
-//! GPUs that are not NVIDIA's. There are none here: nodes of their names open /dev/null, which CRIU can dump, so that what
-//! is seen is what firn does about them.
+//! GPUs that are not NVIDIA's. There are none here: nodes of their names open /dev/null, which CRIU can dump,
+//! so that what is seen is what firn does about them.
 //!
 //! Needs root.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, failure, nothing_left, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{BUNDLES, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::{Platform, Suite, wait_for};
 
 const KFD: &str = "/dev/kfd";
 const RENDER: &str = "/dev/dri/renderD128";
@@ -24,13 +25,14 @@ const NOTING: &str = "#!/bin/sh\ncase \" $* \" in *' checkpoint '*) verb=checkpo
     [ -z \"$verb\" ] || echo $verb $(ls \"$CRIU_LIBS_DIR\") >>/run/plugins\nmkdir -p /run/none\nexport CRIU_LIBS_DIR=/run/none\nexec /usr/sbin/runc \"$@\"\n";
 
 /// A node with an NVIDIA GPU and with nodes of AMD's names.
-fn host(name: &str) -> Result<GpuHost> {
-    host_with(Suite::Forky, Cgroup::Auto, name, "3")
+fn host(platform: Platform, name: &str) -> Result<GpuHost> {
+    host_with(platform, name, "3")
 }
 
-/// One where these nodes open the memory device of this number, and another node of graphics that of the number 3.
-fn host_with(suite: Suite, cgroup: Cgroup, name: &str, minor: &str) -> Result<GpuHost> {
-    let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?;
+/// One where these nodes open the memory device of this number, and another node of graphics that of the
+/// number 3.
+fn host_with(platform: Platform, name: &str, minor: &str) -> Result<GpuHost> {
+    let host = GpuHost::for_test(platform, name, &[SimGpu::h200(1)])?;
     host.node().run(&["mkdir", "-p", "/dev/dri"])?;
     for path in [KFD, RENDER] {
         host.node().run(&["mknod", "-m", "666", path, "c", "1", minor])?;
@@ -47,30 +49,20 @@ fn with_open<'h>(host: &'h GpuHost, open: &[&str]) -> Result<Container<'h>> {
         .zip(3..)
         .map(|(path, fd)| format!("exec {fd}<{path}; "))
         .collect();
-    let script = opening.concat() + "while :; do echo x >>/beats; sleep 0.05; done";
-    let options = ["--runtime", FIRN, "--device", KFD, "--device", RENDER];
-    beating(host, &options, &script)
-}
-
-fn beating<'h>(host: &'h GpuHost, options: &[&str], script: &str) -> Result<Container<'h>> {
-    let job = Container::run(host, "job", options, &["sh", "-c", script])?;
-    beats_on(host)?;
-    Ok(job)
+    Container::beat(
+        host,
+        "job",
+        &["--device", KFD, "--device", RENDER],
+        &opening.concat(),
+    )
 }
 
 fn beats_on(host: &GpuHost) -> Result<()> {
-    let count = || -> Result<usize> {
-        let beats = host.node().read(format!("{BUNDLES}/job/rootfs/beats"));
-        Ok(beats.map_or(0, |beats| beats.len()))
-    };
-    let before = count()?;
-    wait_for("the loop to go on", Duration::from_secs(30), || {
-        Ok((count()? > before).then_some(()))
-    })
+    Container::known(host, "job").beats_on()
 }
 
-/// A checkpoint is refused with this code, for this node, before runc is called, and the container goes on; an audit says so
-/// beforehand.
+/// A checkpoint is refused with this code, for this node, before runc is called, and the container goes on;
+/// an audit reports it beforehand.
 fn refused(host: &GpuHost, job: &Container<'_>, code: &str, named: &str) -> Result<()> {
     let audit = ["sh", "-c", "firn audit job --json; echo exit $?"];
     let report = host.node().run(&audit)?.stdout;
@@ -78,20 +70,19 @@ fn refused(host: &GpuHost, job: &Container<'_>, code: &str, named: &str) -> Resu
         report.contains("exit 1") && report.contains(code) && report.contains(named),
         "{report}"
     );
-    let said = failure(job.checkpoint("checkpoint/job"))?;
+    let output = failure(job.checkpoint("checkpoint/job"))?;
     ensure!(
-        said.contains(&format!("{code}:")) && said.contains(named),
-        "{said}"
+        output.contains(&format!("{code}:")) && output.contains(named),
+        "{output}"
     );
-    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    ensure!(output.contains("hint: "), "no hint in:\n{output}");
     ensure!(!host.runc_has("checkpoint")?, "runc was called");
     ensure!(job.status()? == "RUNNING", "the task is {}", job.status()?);
     Ok(())
 }
 
-#[test]
-fn gpus_of_unknown_vendors_and_mixes_are_refused_when_they_are_in_use() -> Result<()> {
-    on([host("vn-u")?], |[host]| {
+fn gpus_in_use_of_unknown_or_mixed_vendors_are_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "vn-u")?], |[host]| {
         host.watch_runc()?;
         let graphics = with_open(host, &[RENDER])?;
         refused(host, &graphics, "FIRN-GPU-VENDOR", RENDER)?;
@@ -131,17 +122,16 @@ fn gpus_of_unknown_vendors_and_mixes_are_refused_when_they_are_in_use() -> Resul
     })
 }
 
-/// A privileged container has such nodes of every host, and mostly none of AMD's. Nothing of firn's touches its restore.
-#[test]
-fn nodes_of_graphics_and_accelerators_alone_leave_a_restore_as_it_is() -> Result<()> {
-    on([host("vn-s")?], |[host]| {
+/// A privileged container has such nodes of every host, and mostly none of AMD's. Nothing of firn's touches
+/// its restore.
+fn nodes_of_other_accelerators_do_not_change_a_restore(platform: Platform) -> Result<()> {
+    on([host(platform, "vn-s")?], |[host]| {
         let accel = "/dev/accel/accel0";
         host.node().run(&["mkdir", "/dev/accel"])?;
         host.node().run(&["mknod", "-m", "666", accel, "c", "1", "3"])?;
-        let options = ["--runtime", FIRN, "--device", RENDER, "--device", accel];
-        let script =
-            "mv /dev/dri /dev/other; ln -s other /dev/dri; while :; do echo x >>/beats; sleep 0.05; done";
-        let job = beating(host, &options, script)?;
+        let options = ["--device", RENDER, "--device", accel];
+        let script = "mv /dev/dri /dev/other; ln -s other /dev/dri; ";
+        let job = Container::beat(host, "job", &options, script)?;
         job.checkpoint("checkpoint/job")?;
         job.remove()?;
         // The host has other numbers, and a configuration that cannot be read.
@@ -164,15 +154,17 @@ const AMD_CDI: &str = r#"{"cdiVersion": "0.6.0", "kind": "amd.com/gpu", "devices
     "hooks": [{"hookName": "poststop", "path": "/usr/local/bin/amd-ctk", "args": ["amd-ctk", "gpu-tracker", "release"]}]
 }}]}"#;
 
-/// How often AMD's tracker was told that the container has let go of its GPUs.
+/// How often AMD's tracker was informed that the container has let go of its GPUs.
 fn released(host: &GpuHost) -> usize {
-    let told = host.node().read("/run/released").unwrap_or_default();
-    told.lines().filter(|line| *line == "gpu-tracker release").count()
+    let reported = host.node().read("/run/released").unwrap_or_default();
+    reported
+        .lines()
+        .filter(|line| *line == "gpu-tracker release")
+        .count()
 }
 
-#[test]
-fn the_end_of_a_restored_container_is_told_to_amds_tracker() -> Result<()> {
-    on([host("vn-h")?], |[host]| {
+fn amds_tracker_learns_of_the_end_of_a_restored_container(platform: Platform) -> Result<()> {
+    on([host(platform, "vn-h")?], |[host]| {
         let tracker = tempfile::NamedTempFile::new()?;
         std::fs::write(
             tracker.path(),
@@ -184,8 +176,8 @@ fn the_end_of_a_restored_container_is_told_to_amds_tracker() -> Result<()> {
         host.node()
             .write("/usr/lib/criu/amdgpu_plugin.so", "no library")?;
         host.replace_runc(NOTING)?;
-        let script = format!("exec 3<{KFD}; while :; do echo x >>/beats; sleep 0.05; done");
-        let job = beating(host, &["--runtime", FIRN, "--device", "amd.com/gpu=0"], &script)?;
+        let open = format!("exec 3<{KFD}; ");
+        let job = Container::beat(host, "job", &["--device", "amd.com/gpu=0"], &open)?;
         job.checkpoint("checkpoint/job")?;
         beats_on(host)?;
         assert_eq!(released(host), 0, "it still has them");
@@ -200,9 +192,8 @@ fn the_end_of_a_restored_container_is_told_to_amds_tracker() -> Result<()> {
     })
 }
 
-#[test]
-fn amds_gpus_are_dumped_and_restored_with_their_plugin_and_no_other() -> Result<()> {
-    on([host("vn-a")?], |[host]| {
+fn amd_gpus_are_dumped_and_restored_by_their_plugin_alone(platform: Platform) -> Result<()> {
+    on([host(platform, "vn-amd")?], |[host]| {
         host.watch_runc()?;
         let job = with_open(host, &[KFD, RENDER])?;
         refused(host, &job, "FIRN-AMD-PLUGIN", "/usr/lib/criu")?;
@@ -241,14 +232,20 @@ fn devices(job: &Container<'_>) -> Result<Vec<String>> {
     Ok(job.exec(&stat)?.lines().map(str::to_owned).collect())
 }
 
-/// On the other node the same names open other devices. CRIU opens the container's files itself, from its /dev. Of AMD's common
-/// node the name counts; of a node of graphics the number: which one the container was given.
+/// On the other node the same names open other devices. CRIU opens the container's files itself, from its
+/// /dev. Of AMD's common node the name counts; of a node of graphics the number: which one the container was
+/// given.
 ///
 /// `more` are lines that the operator gives CRIU.
-fn files_are_opened_on_the_target(suite: Suite, cgroup: Cgroup, name: &str, more: &str) -> Result<()> {
+fn files_that_criu_opens_are_the_targets(platform: Platform) -> Result<()> {
+    // On one suite with mounts made as CRIU made them before.
+    let more = match platform.suite {
+        Suite::Forky => "",
+        Suite::Trixie => "mntns-compat-mode\n",
+    };
     let hosts = [
-        host_with(suite, cgroup, &format!("{name}-a"), "3")?,
-        host_with(suite, cgroup, &format!("{name}-b"), "5")?,
+        host_with(platform, "vn-a", "3")?,
+        host_with(platform, "vn-b", "5")?,
     ];
     on(hosts, |[a, b]| {
         for host in [&*a, &*b] {
@@ -287,15 +284,15 @@ fn files_are_opened_on_the_target(suite: Suite, cgroup: Cgroup, name: &str, more
         }
         copy.remove()?;
 
-        // A /dev that cannot be set right: the restore ends, and says why.
+        // A /dev that cannot be set right: the restore ends with the reason.
         job.exec(&["ln", "-s", "other", "/dev/nvidia-caps"])?;
         a.remove_image("checkpoint/job")?;
         job.checkpoint("checkpoint/job")?;
         job.remove()?;
         a.send_image("checkpoint/job", b)?;
-        let said = failure(Container::restore(b, "job", "checkpoint/job", 0).map(drop))?;
+        let output = failure(Container::restore(b, "job", "checkpoint/job", 0).map(drop))?;
         for part in ["FIRN-DEV-REPAIR:", "/dev/nvidia-caps", "hint: "] {
-            ensure!(said.contains(part), "no {part} in:\n{said}");
+            ensure!(output.contains(part), "no {part} in:\n{output}");
         }
         b.node().run(&["ctr", "containers", "delete", "job"])?;
         nothing_left(b, "job")?;
@@ -304,12 +301,12 @@ fn files_are_opened_on_the_target(suite: Suite, cgroup: Cgroup, name: &str, more
     })
 }
 
-#[test]
-fn what_criu_opens_itself_is_the_targets_on_forky() -> Result<()> {
-    files_are_opened_on_the_target(Suite::Forky, Cgroup::V2, "vn-f", "")
-}
-
-#[test]
-fn what_criu_opens_itself_is_the_targets_on_trixie_with_mounts_made_as_before() -> Result<()> {
-    files_are_opened_on_the_target(Suite::Trixie, Cgroup::Auto, "vn-t", "mntns-compat-mode\n")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        gpus_in_use_of_unknown_or_mixed_vendors_are_refused [FORKY];
+        nodes_of_other_accelerators_do_not_change_a_restore [FORKY];
+        amds_tracker_learns_of_the_end_of_a_restored_container [FORKY];
+        amd_gpus_are_dumped_and_restored_by_their_plugin_alone [FORKY];
+        files_that_criu_opens_are_the_targets [FORKY_V2, TRIXIE];
+    })
 }

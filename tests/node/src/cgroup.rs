@@ -1,9 +1,9 @@
 //! The node's cgroups on the host: where they lie, how they are made, emptied and removed.
 //!
-//! A node gets one directory in every hierarchy that the host has mounted, whichever mode it runs in, and its cgroup
-//! namespace has them as roots: what happens in the node stays below them. In v1 hierarchies the directory lies below
-//! the maker's own cgroup, so that the maker's limits hold for its nodes; in v2 at the mount's root, because a cgroup
-//! that has processes cannot hand controllers to its children.
+//! A node gets one directory in every hierarchy that the host has mounted, whichever mode it runs in, and its
+//! cgroup namespace has them as roots: what happens in the node stays below them. In v1 hierarchies the
+//! directory lies below the maker's own cgroup, so that the maker's limits hold for its nodes; in v2 at the
+//! mount's root, because a cgroup that has processes cannot hand controllers to its children.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -22,8 +22,8 @@ pub enum Cgroup {
     Auto,
     /// v1 hierarchies, as the host has them mounted.
     V1,
-    /// The unified hierarchy alone. Where v1 hierarchies hold a controller, the node cannot have it: containers must
-    /// then ask for no limit of that kind (`ctr run --cpu-shares 0`).
+    /// The unified hierarchy alone. Where v1 hierarchies hold a controller, the node cannot have it:
+    /// containers must then ask for no limit of that kind (`ctr run --cpu-shares 0`).
     V2,
 }
 
@@ -31,7 +31,7 @@ pub enum Cgroup {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CgroupMode {
-    /// v1 hierarchies, and the unified one beside them if the host has it.
+    /// v1 hierarchies, and the unified one too if the host has it.
     V1,
     /// The unified hierarchy alone.
     V2,

@@ -28,7 +28,8 @@ pub struct Output {
 }
 
 impl Node {
-    /// A program in the node's namespaces and cgroups, with an environment of its own; add arguments and run it.
+    /// A program in the node's namespaces and cgroups, with an environment of its own; add arguments and run
+    /// it.
     ///
     /// It dies with the `Child`; what it forks does not, but nothing outlives the node.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
@@ -53,7 +54,8 @@ impl Node {
         command
     }
 
-    /// Runs a program to its end within two minutes; anything but success is an error with all that it printed.
+    /// Runs a program to its end within two minutes; anything but success is an error with all that it
+    /// printed.
     pub fn run<S: AsRef<OsStr>>(&self, argv: &[S]) -> Result<Output> {
         self.run_within(LIMIT, argv)
     }

@@ -62,7 +62,8 @@ impl Node {
         })
     }
 
-    /// Kills containerd with SIGKILL, as a crash would, and waits until it is gone. Shims and containers stay.
+    /// Kills containerd with SIGKILL, as a crash would, and waits until it is gone. Shims and containers
+    /// stay.
     pub fn kill_containerd(&self) -> Result<()> {
         let Some(pid) = self.containerd_pid() else {
             bail!("no containerd runs in node {}", self.name())

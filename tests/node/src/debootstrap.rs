@@ -1,7 +1,8 @@
 //! Cached Debian roots: made once per suite and package list, used read-only by every node.
 //!
-//! A root is made under a temporary name and gets its own when it is complete; debootstrap runs in a mount and pid
-//! namespace of its own, so an interrupted run leaves neither half a root under the final name nor a mount or process.
+//! A root is made under a temporary name and gets its own when it is complete; debootstrap runs in a mount
+//! and pid namespace of its own, so an interrupted run leaves neither half a root under the final name nor a
+//! mount or process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -104,7 +105,8 @@ fn make(root: &Path, suite: Suite) -> Result<()> {
     Ok(())
 }
 
-/// debootstrap's script for the suite. One that is older than the suite knows its predecessors, made the same way.
+/// debootstrap's script for the suite. One that is older than the suite knows its predecessors, made the same
+/// way.
 fn script(suite: Suite) -> Result<PathBuf> {
     for known in [suite.as_str(), "trixie", "sid"] {
         let script = Path::new(SCRIPTS).join(known);

@@ -1,7 +1,7 @@
 //! Programs written in Go that tests need: clients and daemons that no Debian suite has.
 //!
-//! They are built from modules at a pinned version, statically, so that they run in every node, and kept beside the
-//! roots: a build takes a minute or more, what it made is used by every later run.
+//! They are built from modules at a pinned version, statically, so that they run in every node, and kept with
+//! the roots: a build takes a minute or more, what it made is used by every later run.
 
 use std::env;
 use std::fs;
@@ -29,7 +29,8 @@ pub fn go_lacks() -> Option<String> {
     }
 }
 
-/// The command of this package (`example.org/module/cmd/name`) at this version (`v1.2.3`), built if it is not kept yet.
+/// The command of this package (`example.org/module/cmd/name`) at this version (`v1.2.3`), built if it is not
+/// kept yet.
 ///
 /// Modules whose `go.mod` replaces others cannot be built so.
 pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
@@ -56,7 +57,8 @@ pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
     Ok(kept)
 }
 
-/// The command whose source is in this directory, with a `go.mod` of its own. Go itself knows what has to be built.
+/// The command whose source is in this directory, with a `go.mod` of its own. Go itself knows what has to be
+/// built.
 pub fn go_build(source: &Path, name: &str) -> Result<PathBuf> {
     let store = Store::open()?.go()?;
     let program = store.join(name);

@@ -6,7 +6,7 @@
 #   LEAF    cgroup of a v2 node's own processes, or -
 #   CGROUP  the node's cgroup directories, one per hierarchy
 #
-# Standard output is closed by the time the node is ready or has failed; before that it says "ready" or nothing.
+# Standard output is closed by the time the node is ready or has failed; before that it prints "ready" or nothing.
 # Standard input is a pipe from the maker: its end means that the maker is gone, the word "leave" that the node stays.
 # The guard ends the node's processes; what else they leave is removed from the node's record, in Rust.
 set -eu

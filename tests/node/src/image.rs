@@ -1,7 +1,8 @@
 //! A small container image made of files of the host, written as an OCI layout.
 //!
-//! It has busybox, the dynamic loader and C library of the host (a workload opens the GPU driver at run time, so it is
-//! linked dynamically and needs the libraries it was built against), and whatever programs are added.
+//! It has busybox, the dynamic loader and C library of the host (a workload opens the GPU driver at run time,
+//! so it is linked dynamically and needs the libraries it was built against), and whatever programs are
+//! added.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -64,7 +65,7 @@ impl Image {
         self
     }
 
-    /// What runs when nothing else is asked for; a shell if this is not said.
+    /// What runs when nothing else is asked for; a shell by default.
     pub fn command(mut self, command: &[&str]) -> Self {
         self.command = command.iter().map(|word| (*word).to_owned()).collect();
         self
@@ -153,7 +154,7 @@ fn find_library<'a>(cache: &'a str, name: &str) -> Result<&'a Path> {
     });
     match found {
         Some(path) => Ok(path),
-        None => bail!("the host has no {name}, says `ldconfig -p`"),
+        None => bail!("`ldconfig -p` lists no {name} on the host"),
     }
 }
 

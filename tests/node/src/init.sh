@@ -6,7 +6,7 @@
 set -eu
 dir=$1 root=$2 mode=$3
 name=${dir##*/}
-# The host's /proc is still there: what it says of "self" holds on the host.
+# The host's /proc is still there: its "self" is the one of the host.
 read -r stat </proc/self/stat
 first='tini -- sleep infinity'
 if [ -e "$dir/systemd" ]; then

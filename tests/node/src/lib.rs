@@ -1,10 +1,11 @@
 //! Test nodes: hosts of their own, made of a Debian root and namespaces, with containerd inside.
 //!
-//! A node stands for one machine of a cluster. Its root is an overlay over a cached debootstrap root, its processes
-//! have their own mount, pid, net, ipc, uts and cgroup namespaces, its `/dev` is its own. Everything that a node
-//! mounts lies in its mount namespace and all its processes in its pid namespace and below its own cgroups, so killing
-//! its init ends it, and the little that the kernel keeps (cgroup directories, loop devices) can be told from what is
-//! the host's. The host's containerd, mounts and cgroups are never touched.
+//! A node stands for one machine of a cluster. Its root is an overlay over a cached debootstrap root, its
+//! processes have their own mount, pid, net, ipc, uts and cgroup namespaces, its `/dev` is its own.
+//! Everything that a node mounts lies in its mount namespace and all its processes in its pid namespace and
+//! below its own cgroups, so killing its init ends it, and the little that the kernel keeps (cgroup
+//! directories, loop devices) can be distinguished from what is the host's. The host's containerd, mounts and
+//! cgroups are never touched.
 //!
 //! Who may leave what behind:
 //! - a [`Node`] that is dropped or whose process is killed ends: a guard process waits on a pipe for that;
@@ -22,6 +23,7 @@ mod host;
 mod image;
 mod link;
 mod node;
+mod platform;
 mod record;
 mod remnants;
 mod store;
@@ -35,6 +37,7 @@ pub use go::{go_build, go_install, go_lacks};
 pub use image::Image;
 pub use link::{Link, link};
 pub use node::{Builder, Node};
+pub use platform::Platform;
 pub use record::{ProcessId, Record, Status};
 pub use remnants::{Process, Remnants};
 pub use store::Store;

@@ -27,7 +27,8 @@ pub fn link(a: &Node, b: &Node) -> Result<Link> {
         b: Ipv4Addr::new(10, 77, subnet, 2),
     };
     let device = format!("firn{subnet}");
-    // The host's ip, because only the host sees both nodes; in a's network namespace, so the host's own stays as it is.
+    // The host's ip, because only the host sees both nodes; in a's network namespace, so the host's own stays
+    // as it is.
     let mut pair = in_net(a);
     pair.args([
         "ip", "link", "add", &device, "type", "veth", "peer", "name", &device, "netns",

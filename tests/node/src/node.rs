@@ -62,7 +62,8 @@ impl Builder {
         self
     }
 
-    /// Whether the node's files and containerd's data lie on the disk of the target directory instead of in memory.
+    /// Whether the node's files and containerd's data lie on the disk of the target directory instead of in
+    /// memory.
     pub fn disk(mut self, disk: bool) -> Self {
         self.disk = disk;
         self
@@ -215,7 +216,8 @@ impl Node {
 
     /// Lets the node run on after this process, also when this value is dropped. `Node::find` gets it back.
     pub fn leave(&mut self) -> Result<()> {
-        // Order matters: if this process dies in between, the guard ends the node and its record says "crashed".
+        // Order matters: if this process dies in between, the guard ends the node and its record shows
+        // "crashed".
         self.record.left = true;
         self.record.write()?;
         if let Some(Owner {
@@ -223,7 +225,7 @@ impl Node {
         }) = self.owner.take()
         {
             pipe.write_all(b"leave\n")
-                .context("tell the guard to leave the node")?;
+                .context("order the guard to leave the node")?;
             guard.wait().context("wait for the guard")?;
         }
         Ok(())
@@ -274,21 +276,21 @@ impl Node {
             .stdout(Stdio::piped())
             .stderr(File::create(&log)?);
         let mut guard = command.spawn().context("start the guard")?;
-        let (Some(pipe), Some(said)) = (guard.stdin.take(), guard.stdout.take()) else {
+        let (Some(pipe), Some(output)) = (guard.stdin.take(), guard.stdout.take()) else {
             bail!("the guard has no pipes");
         };
         self.owner = Some(Owner {
             guard: Some((guard, pipe)),
         });
-        let said = first_line(said, BOOT_DEADLINE);
+        let output = first_line(output, BOOT_DEADLINE);
         self.record.read_init();
-        match said.as_deref() {
+        match output.as_deref() {
             Some("ready\n") if self.record.init.is_some() => {}
-            said => {
+            output => {
                 let log = fs::read_to_string(log).unwrap_or_default();
                 bail!(
                     "its first process did not get through: {}{log}",
-                    said.unwrap_or("no answer in time\n")
+                    output.unwrap_or("no answer in time\n")
                 )
             }
         }
@@ -301,7 +303,7 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// The last resort for tests that panic; [`Node::stop`] tells what went wrong.
+    /// The last resort for tests that panic; [`Node::stop`] returns what went wrong.
     fn drop(&mut self) {
         if self.owner.is_some()
             && let Err(error) = self.remove()

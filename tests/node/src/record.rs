@@ -1,8 +1,8 @@
 //! What the host knows of a node: the record in its run directory.
 //!
-//! `node.json` is written before the first side effect and names everything that a crash can leave; `init` is written
-//! by the node's first process about itself. A pid counts only together with its start time and the boot, so that
-//! nothing is ever done to a process that merely got a dead one's number.
+//! `node.json` is written before the first side effect and names everything that a crash can leave; `init` is
+//! written by the node's first process about itself. A pid counts only together with its start time and the
+//! boot, so that nothing is ever done to a process that merely got a dead one's number.
 
 use std::fs;
 use std::io::ErrorKind;

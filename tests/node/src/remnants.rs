@@ -36,7 +36,7 @@ impl Process {
             || matches!(program, "runc" | "criu")
     }
 
-    /// Whether it works for the container. CRIU's arguments do not tell: it counts always.
+    /// Whether it works for the container. CRIU's arguments do not show it: CRIU always counts.
     fn serves(&self, container: &str) -> bool {
         self.command == "criu"
             || self
@@ -105,7 +105,8 @@ impl Node {
             .collect()
     }
 
-    /// What is left of a container. Right after its end the runtime may still be at work: ask until it is empty.
+    /// What is left of a container. Right after its end the runtime may still be at work: ask until it is
+    /// empty.
     pub fn remnants(&self, container: &str) -> Result<Remnants> {
         let mounts = format!("/proc/{}/mountinfo", self.pid());
         let mounts = fs::read_to_string(&mounts).with_context(|| format!("read {mounts}"))?;
@@ -145,7 +146,8 @@ fn left_mounts(mountinfo: &str, container: &str) -> Vec<String> {
         .collect()
 }
 
-/// Collects directories called `name` below `dir`, which is a path in the node; does not look inside those found.
+/// Collects directories called `name` below `dir`, which is a path in the node; does not look inside those
+/// found.
 fn find_named(root: &Path, dir: &Path, name: &str, depth: usize, found: &mut Vec<PathBuf>) {
     let Ok(entries) = fs::read_dir(root.join(dir.strip_prefix("/").unwrap_or(dir))) else {
         return;

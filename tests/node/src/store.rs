@@ -1,7 +1,7 @@
 //! The directory that holds everything that nodes keep on the host: cached roots and the records of nodes.
 //!
-//! A run directory without a record is made and removed only under the lock, so it never belongs to anybody who
-//! could still want it.
+//! A run directory without a record is made and removed only under the lock, so it never belongs to anybody
+//! who could still want it.
 
 use std::env;
 use std::fs::{self, File};
@@ -77,7 +77,8 @@ impl Store {
         Record::read(&self.run_dir(name))
     }
 
-    /// Removes everything of crashed nodes; with `all`, every node that was left running too. Returns their names.
+    /// Removes everything of crashed nodes; with `all`, every node that was left running too. Returns their
+    /// names.
     pub fn clean(&self, all: bool) -> Result<Vec<String>> {
         host::require_root()?;
         let _lock = self.lock()?;

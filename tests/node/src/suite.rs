@@ -1,4 +1,4 @@
-//! The Debian suites that nodes are made of, and the packages in them.
+//! The Debian suites that nodes are made of, the packages in them, and everything in which the suites differ.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,8 +6,8 @@ use std::str::FromStr;
 use anyhow::bail;
 use serde::{Deserialize, Serialize};
 
-/// Packages of every node beside Debian's minimal base. tini is the node's init, or systemd where that is asked for; CRIU
-/// locks networks with iptables; crun loads libcriu when it wants to dump.
+/// Packages of every node in addition to Debian's minimal base. tini is the node's init, or systemd where
+/// that is asked for; CRIU locks networks with iptables; crun loads libcriu when it wants to dump.
 pub(crate) const PACKAGES: &[&str] = &[
     "busybox-static",
     "ca-certificates",
@@ -45,19 +45,62 @@ impl Suite {
         }
     }
 
+    /// Whether its ctr passes CDI device names on (`--device nvidia.com/gpu=0`). The older one takes device
+    /// nodes only.
+    pub fn ctr_knows_cdi(self) -> bool {
+        self == Self::Forky
+    }
+
+    /// Whether its ctr sends checkpoint options (end the container with the dump, or not) to a runtime of any
+    /// name. The older one sends them to `io.containerd.runc.v2` alone: there firn has to stand in under that
+    /// name.
+    pub fn ctr_sends_checkpoint_options(self) -> bool {
+        self == Self::Forky
+    }
+
+    /// Whether its containerd passes the image to restore from to a runtime of any name. The older one knows
+    /// two names; a runtime of another name starts the container afresh.
+    pub fn restores_by_any_runtime(self) -> bool {
+        self == Self::Forky
+    }
+
+    /// Whether its containerd serves `CheckpointContainer` to Kubernetes.
+    pub fn has_cri_checkpoint(self) -> bool {
+        self == Self::Forky
+    }
+
+    /// Whether its containerd gives pods user namespaces, and reports it to the kubelet.
+    pub fn has_cri_user_namespaces(self) -> bool {
+        self == Self::Forky
+    }
+
+    /// Version of its containerd's configuration file.
+    pub fn config_version(self) -> u32 {
+        match self {
+            Self::Trixie => 2,
+            Self::Forky => 3,
+        }
+    }
+
+    /// The plugin of its containerd that has the runtimes of Kubernetes.
+    pub fn cri_plugin(self) -> &'static str {
+        match self {
+            Self::Trixie => "io.containerd.grpc.v1.cri",
+            Self::Forky => "io.containerd.cri.v1.runtime",
+        }
+    }
+
     /// `config.toml` of the suite's containerd. Drop-ins go to `/etc/containerd/conf.d`.
     pub(crate) fn containerd_config(self, cri: bool) -> String {
-        let (version, cri_plugins): (_, &[&str]) = match self {
-            Self::Trixie => (2, &["io.containerd.grpc.v1.cri"]),
-            Self::Forky => (
-                3,
-                &[
-                    "io.containerd.grpc.v1.cri",
-                    "io.containerd.cri.v1.images",
-                    "io.containerd.cri.v1.runtime",
-                    "io.containerd.podsandbox.controller.v1.podsandbox",
-                ],
-            ),
+        let version = self.config_version();
+        let cri_plugins: &[&str] = match self {
+            Self::Trixie => &["io.containerd.grpc.v1.cri"],
+            Self::Forky => &[
+                "io.containerd.grpc.v1.cri",
+                "io.containerd.cri.v1.images",
+                "io.containerd.cri.v1.runtime",
+                "io.containerd.podsandbox.controller.v1.podsandbox",
+            ],
         };
         let disabled = if cri { &[] } else { cri_plugins };
         format!(

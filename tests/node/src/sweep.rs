@@ -18,7 +18,8 @@ use crate::wait::wait_for;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Ends the node's processes, then removes its cgroups, its loop devices, and its run directory with the record.
+/// Ends the node's processes, then removes its cgroups, its loop devices, and its run directory with the
+/// record.
 pub(crate) fn remove(record: &Record) -> Result<()> {
     let removing = || format!("remove node {}", record.name);
     // After a reboot only files are left.
@@ -68,7 +69,8 @@ fn remove_cgroups(record: &Record) -> Result<()> {
 fn detach_loops(record: &Record) -> Result<()> {
     let Some(init) = record.init else { return Ok(()) };
     if mount_namespace_lives(init.mount_namespace) {
-        // The node's processes are gone: its number has been given to another namespace, and so may the devices.
+        // The node's processes are gone: its number has been given to another namespace, and so may the
+        // devices.
         return Ok(());
     }
     let list = host::output(Command::new("losetup").args(["--list", "--json", "-O", "NAME,BACK-FILE"]))?;

@@ -7,7 +7,8 @@ use anyhow::{Result, bail};
 
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Asks `poll` until it gives a value, fails, or `limit` has passed; `what` names the condition in that error.
+/// Asks `poll` until it gives a value, fails, or `limit` has passed; `what` names the condition in that
+/// error.
 pub fn wait_for<T>(what: &str, limit: Duration, mut poll: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {

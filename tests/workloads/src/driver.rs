@@ -17,7 +17,7 @@ pub enum DriverError {
     Open {
         /// The library.
         name: &'static str,
-        /// What the loader said.
+        /// The loader's message.
         source: libloading::Error,
     },
     /// The library is too old.
@@ -25,7 +25,7 @@ pub enum DriverError {
     Missing {
         /// The function.
         name: &'static str,
-        /// What the loader said.
+        /// The loader's message.
         source: libloading::Error,
     },
     /// A call answered an error.
@@ -193,8 +193,8 @@ macro_rules! call {
         call!($driver, $driver.call, $name($($argument),*))
     };
     ($driver:ident, $table:expr, $name:ident($($argument:expr),*)) => {{
-        // SAFETY: the arguments are of the types that the driver API gives this function; pointers go to live values
-        // of the caller.
+        // SAFETY: the arguments are of the types that the driver API gives this function; pointers go to live
+        // values of the caller.
         let code = unsafe { ($table.$name)($($argument),*) };
         $driver.check(stringify!($name), code)
     }};

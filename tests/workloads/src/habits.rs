@@ -1,4 +1,4 @@
-//! What some programs do beside computing, and what keeps them from being checkpointed.
+//! What some programs do while they compute, and what keeps them from being checkpointed.
 
 use std::ffi::c_long;
 use std::io;
@@ -17,7 +17,8 @@ struct RingParams([u64; 15]);
 pub fn io_uring() -> io::Result<OwnedFd> {
     let mut params = RingParams([0; 15]);
     let entries: c_long = 8;
-    // SAFETY: io_uring_setup takes a number of entries and a pointer to a live params struct, all zero, which it fills.
+    // SAFETY: io_uring_setup takes a number of entries and a pointer to a live params struct, all zero, which
+    // it fills.
     let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, entries, &raw mut params) };
     let ring = RawFd::try_from(ring).unwrap_or(-1);
     if ring < 0 {
@@ -29,7 +30,8 @@ pub fn io_uring() -> io::Result<OwnedFd> {
 
 /// Forks a child that waits for ever with all that it has inherited, and ends with its parent.
 pub fn idle_fork() -> nix::Result<Pid> {
-    // SAFETY: the child calls prctl and pause alone, both of which are safe after a fork of a program with threads.
+    // SAFETY: the child calls prctl and pause alone, both of which are safe after a fork of a program with
+    // threads.
     match unsafe { fork() }? {
         ForkResult::Parent { child } => Ok(child),
         ForkResult::Child => {
@@ -84,7 +86,8 @@ pub fn long_environment(bytes: usize) -> io::Result<()> {
     };
     let option = libc::c_ulong::try_from(libc::PR_SET_MM_MAP).map_err(io::Error::other)?;
     let none: libc::c_ulong = 0;
-    // SAFETY: the kernel reads one struct of this size at the address of a live one, and only changes what /proc shows.
+    // SAFETY: the kernel reads one struct of this size at the address of a live one, and only changes what
+    // /proc shows.
     let rc = unsafe {
         libc::prctl(
             libc::PR_SET_MM,
@@ -100,8 +103,8 @@ pub fn long_environment(bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Forks a chain of processes, each the child of the one before, that wait for ever and end with their parents. To be called
-/// before there are threads.
+/// Forks a chain of processes, each the child of the one before, that wait for ever and end with their
+/// parents. To be called before there are threads.
 pub fn chain(length: usize) -> nix::Result<()> {
     for at in 0..length {
         // SAFETY: this program has one thread yet; the child calls prctl, fork and pause alone.

@@ -1,4 +1,5 @@
-//! Parts of the test workloads: the CUDA driver opened at run time, and the counter that computes in GPU memory.
+//! Parts of the test workloads: the CUDA driver opened at run time, and the counter that computes in GPU
+//! memory.
 //!
 //! The same programs run on the simulated driver and on real GPUs.
 

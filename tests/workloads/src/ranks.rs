@@ -1,8 +1,8 @@
-//! The ranks of `--ranks`: processes that compute on a GPU each and tell each other of every iteration over TCP, as the
-//! ranks of a training do.
+//! The ranks of `--ranks`: processes that compute on a GPU each and report every iteration to each other over
+//! TCP, as the ranks of a training do.
 //!
-//! Rank 0 listens where `MASTER_ADDR` and `MASTER_PORT` say; the others connect to it once. Nobody connects again: a
-//! connection that breaks ends its rank, and with it the job.
+//! Rank 0 listens where `MASTER_ADDR` and `MASTER_PORT` say; the others connect to it once. Nobody connects
+//! again: a connection that breaks ends its rank, and with it the job.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -40,7 +40,7 @@ impl Ranks {
 
     /// Makes sure that all ranks are at the same iteration.
     pub fn agree(&mut self, iteration: u32) -> Result<()> {
-        let told = |peer: &mut TcpStream| {
+        let reported = |peer: &mut TcpStream| {
             let mut bytes = [0; 4];
             peer.read_exact(&mut bytes)
                 .context("the connection to another rank has broken")?;
@@ -51,17 +51,17 @@ impl Ranks {
             );
             Ok(())
         };
-        let tell = |peer: &mut TcpStream| {
+        let report = |peer: &mut TcpStream| {
             peer.write_all(&iteration.to_le_bytes())
                 .context("the connection to another rank has broken")
         };
         // Rank 0 answers when all are there: nobody runs ahead.
         if self.rank == 0 {
-            self.peers.iter_mut().try_for_each(told)?;
-            self.peers.iter_mut().try_for_each(tell)
+            self.peers.iter_mut().try_for_each(reported)?;
+            self.peers.iter_mut().try_for_each(report)
         } else {
-            self.peers.iter_mut().try_for_each(tell)?;
-            self.peers.iter_mut().try_for_each(told)
+            self.peers.iter_mut().try_for_each(report)?;
+            self.peers.iter_mut().try_for_each(reported)
         }
     }
 }
@@ -83,7 +83,7 @@ fn connect(master: &str) -> Result<TcpStream> {
             Err(error) if begun.elapsed() > START => {
                 return Err(error).with_context(|| format!("cannot connect to {master}"));
             }
-            // Rank 0 does not listen yet, and nothing tells when it does.
+            // Rank 0 does not listen yet, and nothing shows when it does.
             Err(_) => thread::sleep(Duration::from_millis(20)),
         }
     }

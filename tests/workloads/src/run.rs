@@ -38,7 +38,8 @@ pub struct Options {
     /// Threads per process
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// Processes that talk to each other over TCP in every iteration; rank N computes on the Nth of the devices
+    /// Processes that talk to each other over TCP in every iteration; rank N computes on the Nth of the
+    /// devices
     #[arg(long, default_value_t = 1, conflicts_with_all = ["procs", "threads", "ipc"])]
     ranks: usize,
     /// Use managed memory
@@ -125,16 +126,16 @@ fn spawn(arguments: &[String]) -> Result<Child> {
 }
 
 fn watch(children: Vec<Child>) -> Result<()> {
-    let (tell, ended) = mpsc::channel();
+    let (sender, ended) = mpsc::channel();
     for mut child in children {
-        let tell = tell.clone();
+        let sender = sender.clone();
         thread::spawn(move || {
             let pid = child.id();
             // The receiver goes away only when this process ends.
-            let _ = tell.send((pid, child.wait()));
+            let _ = sender.send((pid, child.wait()));
         });
     }
-    drop(tell);
+    drop(sender);
     for (pid, status) in ended {
         let status = status.context("cannot wait for a child")?;
         if !status.success() {
@@ -168,27 +169,27 @@ fn compute(options: &Options) -> Result<()> {
         driver.set_current(driver.primary_context(options.gpu[0])?)?;
         driver.allocate(options.reserve_mib << 20)?;
     }
-    let (tell, ended) = mpsc::channel();
+    let (sender, ended) = mpsc::channel();
     let gpus = match options.rank {
         Some(rank) => std::slice::from_ref(options.gpu.get(rank).context("fewer devices than ranks")?),
         None => &options.gpu,
     };
     for number in 0..options.threads {
         for &gpu in gpus {
-            let (driver, options, tell) = (Arc::clone(&driver), options.clone(), tell.clone());
+            let (driver, options, sender) = (Arc::clone(&driver), options.clone(), sender.clone());
             let exports = options.ipc && number == 0 && gpu == options.gpu[0];
             thread::spawn(move || {
-                let importer = exports.then(|| tell.clone());
+                let importer = exports.then(|| sender.clone());
                 // The receiver goes away only when this process ends.
-                let _ = tell.send(work(&driver, &options, number, gpu, importer));
+                let _ = sender.send(work(&driver, &options, number, gpu, importer));
             });
         }
     }
-    drop(tell);
+    drop(sender);
     ended.into_iter().collect()
 }
 
-/// Computes in one buffer. With `importer`, lets a child open it, whose failure is told there at once.
+/// Computes in one buffer. With `importer`, lets a child open it, whose failure is reported there at once.
 fn work(
     driver: &Driver,
     options: &Options,
@@ -203,9 +204,9 @@ fn work(
         None => None,
     };
     let watcher = match importer {
-        Some(tell) => {
+        Some(sender) => {
             let child = start_importer(driver, &counter, gpu)?;
-            Some(thread::spawn(move || tell.send(watch(vec![child]))))
+            Some(thread::spawn(move || sender.send(watch(vec![child]))))
         }
         None => None,
     };

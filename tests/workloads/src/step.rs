@@ -1,7 +1,7 @@
 //! `cuda-step`: the driver's process checkpoint calls, one by one, from the command line.
 //!
-//! `cuda-step lock,checkpoint,restore,unlock 4711 --pair GPU-...=GPU-...`. Prints one line per call and process, and
-//! exits with 1 when any call failed.
+//! `cuda-step lock,checkpoint,restore,unlock 4711 --pair GPU-...=GPU-...`. Prints one line per call and
+//! process, and exits with 1 when any call failed.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
 #!/bin/sh
-# CRIU's action script. /srv/fault/action-MOMENT says once: error|kill-criu|stop-criu|kill-runc|stop-runc|hold NUMBER
+# CRIU's action script. /srv/fault/action-MOMENT orders once: error|kill-criu|stop-criu|kill-runc|stop-runc|hold NUMBER
 dir=/srv/fault
-told=$dir/action-$CRTOOLS_SCRIPT_ACTION
-{ read -r action number <"$told"; } 2>/dev/null || exit 0
+order=$dir/action-$CRTOOLS_SCRIPT_ACTION
+{ read -r action number <"$order"; } 2>/dev/null || exit 0
 parent() {
     while read -r key value; do
         [ "$key" != PPid: ] || echo "$value"
@@ -11,7 +11,7 @@ parent() {
 criu=$PPID
 while [ "$(cat /proc/$criu/comm)" != criu ]; do criu=$(parent "$criu"); done
 runc=$(parent "$criu")
-mv "$told" "$dir/struck-$number"
+mv "$order" "$dir/struck-$number"
 case $action in
 error) exit 1 ;;
 kill-criu) kill -KILL "$criu" ;;

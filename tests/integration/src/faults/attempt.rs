@@ -5,9 +5,9 @@ use std::fmt;
 use anyhow::{Context, Result, bail, ensure};
 
 use super::cell::{Cell, Fault, Flow, From, Often, Victim};
-use super::ground::{Asked, Call, Ground, ID, Job, TEMPLATE};
 use super::inject::Injections;
 use super::stalls;
+use super::testbed::{Asked, Call, ID, Job, TEMPLATE, Testbed};
 use crate::Census;
 
 /// What came of a cell that is within the promise.
@@ -19,10 +19,11 @@ pub enum Outcome {
     Done,
     /// The image is complete and restores; the container has ended, as was asked.
     Image,
-    /// The driver did not give the GPU state back, and the container stands still; an image that is said to be complete
-    /// restores.
+    /// The driver did not give the GPU state back, and the container stands still; an image that is reported
+    /// complete restores.
     Frozen,
-    /// The driver did not give the GPU state back at first: suspended, and as before when a client resumed it.
+    /// The driver did not give the GPU state back at first: suspended, and as before when a client resumed
+    /// it.
     Resumed,
     /// The shim was killed: the container has ended and nothing is left of it.
     Ended,
@@ -57,19 +58,20 @@ pub(super) struct Attempt {
     pub whole: bool,
 }
 
-/// Tries a cell. `job` is the container that an earlier one has left running, or becomes the one that this leaves.
-pub(super) fn attempt<'g>(ground: &'g Ground, job: &mut Option<Job<'g>>, cell: &Cell) -> Result<Attempt> {
-    ground.configure(cell.faults().any(|at| at.fault.hangs()))?;
+/// Tries a cell. `job` is the container that an earlier one has left running, or becomes the one that this
+/// leaves.
+pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, cell: &Cell) -> Result<Attempt> {
+    testbed.configure(cell.faults().any(|at| at.fault.hangs()))?;
     match cell.flow {
         Flow::Checkpoint => match cell.first.fault {
-            Fault::Stall(stall) => stalls::attempt(ground, job, cell, stall),
-            _ => checkpoint(ground, job, cell),
+            Fault::Stall(stall) => stalls::attempt(testbed, job, cell, stall),
+            _ => checkpoint(testbed, job, cell),
         },
         Flow::Restore => {
             if let Some(job) = job.take() {
                 job.end()?;
             }
-            restore(ground, cell)
+            restore(testbed, cell)
         }
     }
 }
@@ -98,8 +100,8 @@ impl Happened {
         self.has_killed(Victim::Client) || self.has_killed(Victim::Containerd)
     }
 
-    /// Whether the GPU state may stay with firn until somebody tries again: the driver gave it back at no try, or more than
-    /// one thing has gone wrong on the way back.
+    /// Whether the GPU state may stay with firn until somebody tries again: the driver gave it back at no
+    /// try, or more than one thing has gone wrong on the way back.
     fn may_suspend(&self) -> bool {
         let permanent = self.faults.iter().any(|fault| fault.is_permanent());
         let of_the_way_back = |fault: &&Fault| {
@@ -109,14 +111,14 @@ impl Happened {
     }
 }
 
-fn checkpoint<'g>(ground: &'g Ground, kept: &mut Option<Job<'g>>, cell: &Cell) -> Result<Attempt> {
+fn checkpoint<'t>(testbed: &'t Testbed, kept: &mut Option<Job<'t>>, cell: &Cell) -> Result<Attempt> {
     let mut job = match kept.take() {
         Some(job) => job,
-        None => ground.start()?,
+        None => testbed.start()?,
     };
-    let before = ground.census()?;
+    let before = testbed.census()?;
     job.comes_from(cell.from)?;
-    let injections = Injections::arm(&ground.host, cell, None)?;
+    let injections = Injections::arm(&testbed.host, cell, None)?;
     let image = injections.image();
     let holds_image = image.is_some();
     let image = image.unwrap_or_else(|| "/srv/images/cell".to_owned());
@@ -126,24 +128,24 @@ fn checkpoint<'g>(ground: &'g Ground, kept: &mut Option<Job<'g>>, cell: &Cell) -
         exit: cell.exit,
     };
     let mut call = job.checkpoint(&asked, cell.needs_client())?;
-    injections.strike(&mut call, || ground.at_work().is_empty())?;
+    injections.strike(&mut call, || testbed.at_work().is_empty())?;
     let answer = call.finish()?;
-    ground.after()?;
+    testbed.after()?;
     let happened = Happened::in_cell(&injections, cell);
     injections.disarm()?;
     let happened = happened.with_context(|| format!("{answer:?}"))?;
     // An image can be judged as long as it is there; whoever resumes the container wants its bundle back.
     let outcome = if holds_image {
-        let outcome = ended(ground, &mut job, cell, &happened, answer, &image);
+        let outcome = ended(testbed, &mut job, cell, &happened, answer, &image);
         injections.end_disks()?;
         outcome?
     } else {
         injections.end_disks()?;
-        ended(ground, &mut job, cell, &happened, answer, &image)?
+        ended(testbed, &mut job, cell, &happened, answer, &image)?
     };
     if matches!(outcome, Outcome::Undone | Outcome::Done | Outcome::Resumed) {
-        before.comes_back(&ground.host).context("something is left")?;
-        ground.configure(false)?;
+        before.comes_back(&testbed.host).context("something is left")?;
+        testbed.configure(false)?;
         job.checkpoints().context("a second checkpoint")?;
         *kept = Some(job);
     }
@@ -155,70 +157,70 @@ fn checkpoint<'g>(ground: &'g Ground, kept: &mut Option<Job<'g>>, cell: &Cell) -
 
 /// What the checkpoint has come to.
 fn ended(
-    ground: &Ground,
+    testbed: &Testbed,
     job: &mut Job<'_>,
     cell: &Cell,
     happened: &Happened,
     answer: Result<(), String>,
     image: &str,
 ) -> Result<Outcome> {
-    let said = match &answer {
+    let output = match &answer {
         Ok(()) => "success",
-        Err(said) => said,
+        Err(output) => output,
     };
-    let exists = || ground.host.node().path(image).exists();
-    let remove_image = || ground.host.node().run(&["rm", "-r", image]).map(drop);
+    let exists = || testbed.host.node().path(image).exists();
+    let remove_image = || testbed.host.node().run(&["rm", "-r", image]).map(drop);
     if happened.has_killed(Victim::Shim) {
         // What its shim has begun is cleaned up by the time that nothing else is left of the container.
-        ground.forget()?;
+        testbed.forget()?;
         if !exists() {
             return Ok(Outcome::Ended);
         }
-        ensure!(ground.manifest_of(image), "a half image is left in {image}");
-        ground.is_good_image(image)?;
+        ensure!(testbed.manifest_of(image), "a half image is left in {image}");
+        testbed.is_good_image(image)?;
         remove_image()?;
         return Ok(Outcome::EndedWithImage);
     }
     if !job.is_alive() {
-        let told = answer.is_ok() || happened.is_unheard();
-        ensure!(cell.exit && told, "the workload is lost: {said}");
-        ground.forget()?;
-        ground.is_good_image(image).context(said.to_owned())?;
+        let reported = answer.is_ok() || happened.is_unheard();
+        ensure!(cell.exit && reported, "the workload is lost: {output}");
+        testbed.forget()?;
+        testbed.is_good_image(image).context(output.to_owned())?;
         remove_image()?;
         return Ok(Outcome::Image);
     }
-    let complete = said.contains(&format!("{image} is complete"));
-    if said.contains("FIRN-GPU-LOST") {
-        ensure!(happened.may_suspend(), "GPU state is lost: {said}");
+    let complete = output.contains(&format!("{image} is complete"));
+    if output.contains("FIRN-GPU-LOST") {
+        ensure!(happened.may_suspend(), "GPU state is lost: {output}");
         job.counting.stands_still()?;
         ensure!(
             complete == exists(),
-            "it is not said whether there is an image: {said}"
+            "it is not output whether there is an image: {output}"
         );
-        ground.forget()?;
+        testbed.forget()?;
         if complete {
-            ground.is_good_image(image).context(said.to_owned())?;
+            testbed.is_good_image(image).context(output.to_owned())?;
             remove_image()?;
         }
         return Ok(Outcome::Frozen);
     }
-    if said.contains("FIRN-GPU-SUSPENDED") {
-        ensure!(happened.may_suspend(), "it is suspended: {said}");
+    if output.contains("FIRN-GPU-SUSPENDED") {
+        ensure!(happened.may_suspend(), "it is suspended: {output}");
         // Nothing fails any more: the client that resumes it gets it back, with every count.
-        job.is_resumed().with_context(|| said.to_owned())?;
+        job.is_resumed().with_context(|| output.to_owned())?;
         ensure!(
             complete == exists(),
-            "it is not said whether there is an image: {said}"
+            "it is not output whether there is an image: {output}"
         );
         if complete {
-            ensure!(ground.manifest_of(image), "the image in {image} has no manifest");
+            ensure!(testbed.manifest_of(image), "the image in {image} has no manifest");
             remove_image()?;
         }
         return Ok(Outcome::Resumed);
     }
     if happened.is_unheard() && happened.may_suspend() {
         // Nobody has heard whether it is paused or suspended; the next client sees no difference.
-        job.is_resumed().with_context(|| said.to_owned())?;
+        job.is_resumed().with_context(|| output.to_owned())?;
     }
     let state = match (happened.is_unheard(), cell.needs_client()) {
         // A client that is gone has not resumed what it had paused.
@@ -227,7 +229,7 @@ fn ended(
         (_, true) => job.freezer()?,
         (_, false) => cell.from,
     };
-    job.is(state).with_context(|| said.to_owned())?;
+    job.is(state).with_context(|| output.to_owned())?;
     // firn's own code that fails when the image is complete leaves it there.
     let panicked = happened.faults.contains(&Fault::Panic);
     if answer.is_ok() || (happened.is_unheard() || panicked) && exists() {
@@ -236,33 +238,36 @@ fn ended(
             "it lives on, although success was reported"
         );
         ensure!(
-            ground.manifest_of(image),
+            testbed.manifest_of(image),
             "success was reported, or a half image is left in {image}"
         );
         remove_image()?;
         return Ok(Outcome::Done);
     }
-    ensure!(!exists(), "half an image is left in {image}: {said}");
-    ensure!(said.contains("FIRN-") || happened.is_unheard(), "no code: {said}");
+    ensure!(!exists(), "half an image is left in {image}: {output}");
+    ensure!(
+        output.contains("FIRN-") || happened.is_unheard(),
+        "no code: {output}"
+    );
     Ok(Outcome::Undone)
 }
 
-fn restore(ground: &Ground, cell: &Cell) -> Result<Attempt> {
-    let before = ground.census()?;
-    let injections = Injections::arm(&ground.host, cell, None)?;
-    let mut call = Call::Client(crate::Container::begin_restore(&ground.host, ID, TEMPLATE)?);
-    injections.strike(&mut call, || ground.at_work().is_empty())?;
+fn restore(testbed: &Testbed, cell: &Cell) -> Result<Attempt> {
+    let before = testbed.census()?;
+    let injections = Injections::arm(&testbed.host, cell, None)?;
+    let mut call = Call::Client(crate::Container::begin_restore(&testbed.host, ID, TEMPLATE)?);
+    injections.strike(&mut call, || testbed.at_work().is_empty())?;
     let answer = call.finish()?;
-    ground.after()?;
+    testbed.after()?;
     let happened = Happened::in_cell(&injections, cell);
     injections.disarm()?;
     injections.end_disks()?;
     let happened = happened.with_context(|| format!("{answer:?}"))?;
-    let outcome = restored(ground, &happened, answer, &before)?;
+    let outcome = restored(testbed, &happened, answer, &before)?;
     if outcome == Outcome::NothingLeft {
-        ground.configure(false)?;
-        ground.restores().context("a second restore")?;
-        before.comes_back(&ground.host).context("something is left")?;
+        testbed.configure(false)?;
+        testbed.restores().context("a second restore")?;
+        before.comes_back(&testbed.host).context("something is left")?;
     }
     Ok(Attempt {
         outcome,
@@ -271,15 +276,15 @@ fn restore(ground: &Ground, cell: &Cell) -> Result<Attempt> {
 }
 
 fn restored(
-    ground: &Ground,
+    testbed: &Testbed,
     happened: &Happened,
     answer: Result<(), String>,
     before: &Census,
 ) -> Result<Outcome> {
-    let known = crate::Container::known(&ground.host, ID);
+    let known = crate::Container::known(&testbed.host, ID);
     let gone = happened.has_killed(Victim::Shim) || answer.is_err();
     let runs = || -> Result<()> {
-        let mut job = ground.restored()?;
+        let mut job = testbed.restored()?;
         job.is(From::Running)?;
         job.checkpoints()
             .context("a checkpoint of the restored container")?;
@@ -288,29 +293,30 @@ fn restored(
     match answer {
         Ok(()) => runs()?,
         Err(_) if happened.is_unheard() && known.status().is_ok_and(|status| status == "RUNNING") => runs()?,
-        Err(said) => {
+        Err(output) => {
             let excused = happened
                 .faults
                 .iter()
                 .any(|fault| matches!(fault, Fault::Kill(_)));
-            ensure!(excused || said.contains("FIRN-"), "no code: {said}");
-            ground.forget().with_context(|| said.clone())?;
+            ensure!(excused || output.contains("FIRN-"), "no code: {output}");
+            testbed.forget().with_context(|| output.clone())?;
             before
-                .comes_back(&ground.host)
+                .comes_back(&testbed.host)
                 .context("something is left")
-                .context(said)?;
+                .context(output)?;
             return Ok(Outcome::NothingLeft);
         }
     }
     if gone && !happened.is_unheard() {
-        bail!("it runs, and its client was told otherwise");
+        bail!("it runs, and its client got an error");
     }
-    before.comes_back(&ground.host).context("something is left")?;
+    before.comes_back(&testbed.host).context("something is left")?;
     Ok(Outcome::Runs)
 }
 
-impl Ground {
-    /// Waits until the flow is over, also for those whom nobody answers any more; starts the daemon that was killed.
+impl Testbed {
+    /// Waits until the flow is over, also for those whom nobody answers any more; starts the daemon that was
+    /// killed.
     fn after(&self) -> Result<()> {
         self.host.node().start_containerd()?;
         self.is_quiet()

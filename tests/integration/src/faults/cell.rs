@@ -38,7 +38,8 @@ pub enum Phase {
     Continue,
     /// The way back of a restore whose driver has failed.
     Abandon,
-    /// The way back of a checkpoint, which begins by asking for the processes' states: only as the second of a pair.
+    /// The way back of a checkpoint, which begins by asking for the processes' states: only as the second of
+    /// a pair.
     Undo,
 }
 
@@ -227,9 +228,10 @@ const MOMENTS: [Moment; 6] = [
     Moment::PreResume,
 ];
 
-/// CRIU's numbers, from `enum faults` of its `fault-injection.h`. With CRIU 4.1.1 and 4.2.1 and these workloads 1, 3 and 5
-/// break a dump, 2 (of more than one process) and 6 a restore; 4 concerns links that these workloads do not have. Those from
-/// 127 on choose other ways, which must work as well; two of them stand for all.
+/// CRIU's numbers, from `enum faults` of its `fault-injection.h`. With CRIU 4.1.1 and 4.2.1 and these
+/// workloads 1, 3 and 5 break a dump, 2 (of more than one process) and 6 a restore; 4 concerns links that
+/// these workloads do not have. Those from 127 on choose other ways, which must work as well; two of them
+/// stand for all.
 pub(super) const CRIU_FAULTS: [(u32, Flow); 8] = [
     (1, Flow::Checkpoint),
     (3, Flow::Checkpoint),
@@ -287,7 +289,8 @@ pub(super) fn faults() -> Vec<Fault> {
 pub fn has_cgroup_v1() -> bool {
     static HAS: OnceLock<bool> = OnceLock::new();
     *HAS.get_or_init(|| {
-        // NUMBER:CONTROLLERS:PATH; the unified hierarchy has no controllers, systemd's own is one by name only.
+        // NUMBER:CONTROLLERS:PATH; the unified hierarchy has no controllers, systemd's own is one by name
+        // only.
         let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let mut lists = own.lines().filter_map(|line| line.split(':').nth(1));
         lists.any(|list| !list.is_empty() && !list.starts_with("name="))
@@ -346,7 +349,7 @@ pub fn quick() -> Vec<Cell> {
 }
 
 impl Moment {
-    /// As CRIU tells it to its action scripts.
+    /// As CRIU names it to its action scripts.
     pub fn name(self) -> &'static str {
         match self {
             Self::PreDump => "pre-dump",

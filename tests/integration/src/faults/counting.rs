@@ -1,4 +1,5 @@
-//! A counter's log, read as it grows: every iteration once, in order, with the sum that an undisturbed run would print.
+//! A counter's log, read as it grows: every iteration once, in order, with the sum that an undisturbed run
+//! would print.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Stands before the node's CRIU in PATH. /srv/fault/criu says once `error - NUMBER`, or for all of an operation
+# Stands before the node's CRIU in PATH. /srv/fault/criu orders once `error - NUMBER`, or for all of an operation
 # `fault CRIU_FAULT NUMBER`.
 dir=/srv/fault real=/usr/sbin/criu
 { read -r what fault number <$dir/criu; } 2>/dev/null && [ "$1" = swrk ] || exec $real "$@"

@@ -8,8 +8,8 @@ use serde_json::Value;
 
 use super::cell::{Cell, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
 use super::disk::Failing;
-use super::ground::{Call, ID};
 use super::stalls::{Since, Stall};
+use super::testbed::{Call, ID};
 use crate::{GpuHost, StallFs};
 
 const DIR: &str = "/srv/fault";
@@ -25,7 +25,8 @@ const CRIU: &str = include_str!("criu.sh");
 const ACTION: &str = include_str!("action.sh");
 const WORKER: &str = include_str!("worker.sh");
 
-/// What a shim that is built for tests looks at when it enters a phase, and what it makes when it is held there.
+/// What a shim that is built for tests looks at when it enters a phase, and what it makes when it is held
+/// there.
 const HOLD_PHASE: &str = "/run/firn-hold";
 const HELD_PHASE: &str = "/run/firn-held";
 /// Phases in which such a shim panics, and what it makes before it does.
@@ -40,7 +41,7 @@ const OVER: Duration = Duration::from_secs(1);
 const FILL_DEV: &str = "set -e; rm -f /dev/nvidia[0-9]; mount -t tmpfs -o remount,nr_inodes=200 tmpfs /dev
     i=0; while touch /dev/fill$i; do i=$((i + 1)); [ $i -lt 200 ]; done 2>/dev/null";
 
-/// Puts the scripts before the node's runc and CRIU. They do nothing until they are told to.
+/// Puts the scripts before the node's runc and CRIU. They do nothing until a file orders it.
 pub(super) fn prepare(host: &GpuHost) -> Result<()> {
     let node = host.node();
     node.run(&["mkdir", "-p", DIR])?;
@@ -86,7 +87,7 @@ enum Point {
     Held,
     /// The shim itself, which panics when it enters this phase.
     Panic(String),
-    /// Nothing: the surroundings are what fails.
+    /// Nothing: the environment is what fails.
     None,
 }
 
@@ -101,8 +102,7 @@ enum Strike {
 }
 
 impl<'h> Injections<'h> {
-    /// Sets the faults of a cell up.
-    /// `stall` is the file system that can hang, if the cell has one.
+    /// Sets the faults of a cell up. `stall` is the file system that can hang, if the cell has one.
     pub(super) fn arm(host: &'h GpuHost, cell: &Cell, stall: Option<&'h StallFs<'h>>) -> Result<Self> {
         let mut injections = Self {
             host,
@@ -122,8 +122,8 @@ impl<'h> Injections<'h> {
         Ok(injections)
     }
 
-    /// Waits until the flow has come to each point at which something is to be done to it, and does it. `is_quiet` tells
-    /// that a flow is over whose client has gone.
+    /// Waits until the flow has come to each point at which something is to be done to it, and does it.
+    /// `is_quiet` returns that a flow is over whose client has gone.
     pub(super) fn strike(&self, call: &mut Call, is_quiet: impl Fn() -> bool) -> Result<()> {
         let strikes = |injection: &&Injection<'_>| injection.strike != Strike::None;
         let mut pending: Vec<&Injection<'_>> = self.list.iter().filter(strikes).collect();
@@ -194,7 +194,8 @@ impl<'h> Injections<'h> {
 }
 
 impl<'h> Injection<'h> {
-    /// Sets a fault of a cell up, which follows `first` if that is there; the driver's script has so many rules already.
+    /// Sets a fault of a cell up, which follows `first` if that is there; the driver's script has so many
+    /// rules already.
     fn arm(host: &'h GpuHost, cell: &Cell, at: FaultAt, first: Option<&Self>, rules: usize) -> Result<Self> {
         let number = usize::from(first.is_some());
         let mut injection = Self {
@@ -228,15 +229,15 @@ impl<'h> Injection<'h> {
             Flow::Checkpoint => "checkpoint",
             Flow::Restore => "restore",
         };
-        let tell = |name: &str, text: &str| tell(host, name, text, number);
+        let order = |name: &str, text: &str| order(host, name, text, number);
         let runc = |when: Runc, action: &str| {
             let when = match when {
                 Runc::Before => "before",
                 Runc::After => "after",
             };
-            tell(&format!("runc-{when}"), &format!("{verb} {action}"))
+            order(&format!("runc-{when}"), &format!("{verb} {action}"))
         };
-        let moment = |moment: Moment, action: &str| tell(&format!("action-{}", moment.name()), action);
+        let moment = |moment: Moment, action: &str| order(&format!("action-{}", moment.name()), action);
         match at.fault {
             Fault::DriverError(often) => injection.point = driver(often, &["--error", "CUDA_ERROR_UNKNOWN"])?,
             Fault::DriverHang(often) => injection.point = driver(often, &["--hang"])?,
@@ -246,7 +247,7 @@ impl<'h> Injection<'h> {
                 match at.phase {
                     Phase::Dump => moment(Moment::PreDump, "hold")?,
                     Phase::CriuRestore => moment(Moment::PreResume, "hold")?,
-                    Phase::Prepare => tell("worker", "hold")?,
+                    Phase::Prepare => order("worker", "hold")?,
                     Phase::Finish | Phase::Continue | Phase::Abandon | Phase::Undo => {
                         host.node().write(HOLD_PHASE, at.phase.to_string())?;
                         injection.point = Point::Held;
@@ -296,8 +297,8 @@ impl<'h> Injection<'h> {
                 injection.strike = Strike::FillDev;
                 runc(Runc::After, "hold")?;
             }
-            Fault::CriuError => tell("criu", "error -")?,
-            Fault::CriuFault(fault) => tell("criu", &format!("fault {fault}"))?,
+            Fault::CriuError => order("criu", "error -")?,
+            Fault::CriuFault(fault) => order("criu", &format!("fault {fault}"))?,
             Fault::NoSpace(_) | Fault::Io(_) | Fault::ReadOnly(_) | Fault::NoSpaceForManifest => {
                 injection.disk = Some(Failing::new(host, cell.flow, at, number)?);
                 injection.strike = Strike::Disk;
@@ -379,10 +380,10 @@ impl<'h> Injection<'h> {
     }
 }
 
-/// Tells a script what to do, in the name of a fault.
-fn tell(host: &GpuHost, name: &str, text: &str, number: usize) -> Result<()> {
+/// Orders a script to do something, in the name of a fault.
+fn order(host: &GpuHost, name: &str, text: &str, number: usize) -> Result<()> {
     let node = host.node();
-    // Order matters: who is told to hold looks for this file.
+    // Order matters: a script that is to hold looks for this file.
     node.write(format!("{DIR}/hold-{number}"), "")?;
     node.write(format!("{DIR}/{name}"), format!("{text} {number}\n"))
 }

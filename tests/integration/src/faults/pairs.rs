@@ -1,7 +1,8 @@
-//! Pairs of faults: something goes wrong, and something else while firn still works on the same checkpoint or restore.
+//! Pairs of faults: something goes wrong, and something else while firn still works on the same checkpoint or
+//! restore.
 //!
-//! There are tens of thousands, so a sample is drawn; the same seed draws the same. Every pair of phases gets its turn,
-//! as otherwise the many faults of CRIU would crowd out what is rare.
+//! There are tens of thousands, so a sample is drawn; the same seed draws the same. Every pair of phases gets
+//! its turn, as otherwise the many faults of CRIU would crowd out what is rare.
 
 use std::collections::BTreeMap;
 
@@ -137,7 +138,8 @@ impl Cell {
             }
             After::Back { .. } if self.flow == Flow::Restore => second.phase == Phase::Abandon,
             After::Back { taken } => match second.phase {
-                // Disks fail from the beginning: nothing says when a call of the driver is one of the way back.
+                // Disks fail from the beginning: nothing shows when a call of the driver belongs to the
+                // rollback.
                 Phase::Undo => !first.fault.is_of_a_disk() || !second.fault.is_the_drivers(),
                 Phase::GiveBack => taken && second.fault != Fault::Panic,
                 Phase::Unlock => true,

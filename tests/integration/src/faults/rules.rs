@@ -33,7 +33,8 @@ impl Phase {
 }
 
 impl Fault {
-    /// Whether it is one of the few that are tried in every run of the tests; hangs take their deadlines' time.
+    /// Whether it is one of the few that are tried in every run of the tests; hangs take their deadlines'
+    /// time.
     fn is_plain(self) -> bool {
         match self {
             Self::DriverError(often) => often != Often::OnceAfter,

@@ -8,8 +8,8 @@ use firn_node::{Suite, wait_for};
 
 use super::attempt::attempt;
 use super::cell::{Cell, Fault, Flow, Often, Subject, Victim, all};
-use super::ground::{Ground, ID};
 use super::random::Random;
+use super::testbed::{ID, Testbed};
 use crate::ShimUse;
 
 /// One cycle of so many is disturbed.
@@ -80,89 +80,89 @@ fn fault(random: &mut Random, cells: &[Cell]) -> Option<Cell> {
     chosen.then(|| cells[at])
 }
 
-/// Runs it; tells each cycle.
-pub fn soak(what: &Soak, told: impl Fn(&str)) -> Result<Soaked> {
-    let ground = Ground::new(what.suite, what.subject, "soak")?;
-    let done = cycles(what, &ground, &told);
+/// Runs it; reports each cycle.
+pub fn soak(what: &Soak, report: impl Fn(&str)) -> Result<Soaked> {
+    let testbed = Testbed::new(what.suite, what.subject, "soak")?;
+    let done = cycles(what, &testbed, &report);
     if done.is_err() {
-        eprintln!("{}", ground.host.log());
+        eprintln!("{}", testbed.host.log());
     }
     done
 }
 
-fn cycles(what: &Soak, ground: &Ground, told: &impl Fn(&str)) -> Result<Soaked> {
-    let empty = ground.census()?;
+fn cycles(what: &Soak, testbed: &Testbed, report: &impl Fn(&str)) -> Result<Soaked> {
+    let empty = testbed.census()?;
     let (mut random, mut done) = (Random::new(what.seed), Soaked::default());
 
     let cells = faults(what.subject, Flow::Checkpoint);
     ensure!(!cells.is_empty(), "there are no cells of {}", what.subject);
-    let (mut job, mut young) = (Some(ground.start()?), None);
+    let (mut job, mut young) = (Some(testbed.start()?), None);
     while done.checkpoints < what.cycles {
         // What is made once and kept, by any of the faults, is made in the first half.
         if done.checkpoints == what.cycles / 2 {
-            young = Some(settled(ground, None)?);
+            young = Some(settled(testbed, None)?);
         }
         let cycle = match fault(&mut random, &cells) {
             Some(cell) => {
                 done.disturbed += 1;
-                let outcome = attempt(ground, &mut job, &cell)
+                let outcome = attempt(testbed, &mut job, &cell)
                     .with_context(|| cell.to_string())?
                     .outcome;
                 ensure!(job.is_some(), "{cell}: {outcome}, and no container");
                 format!("{cell}: {outcome}")
             }
             None => {
-                ground.configure(false)?;
+                testbed.configure(false)?;
                 job.as_mut().context("no container")?.checkpoints()?;
                 "checkpoint".to_owned()
             }
         };
         done.checkpoints += 1;
         if done.checkpoints.is_multiple_of(PER_REPORT) {
-            told(&format!("the shim: {}", settled(ground, None)?));
+            report(&format!("the shim: {}", settled(testbed, None)?));
         }
-        told(&format!("{:>4} {cycle}", done.checkpoints));
+        report(&format!("{:>4} {cycle}", done.checkpoints));
     }
     let young = young.context("no cycles")?;
-    let old = settled(ground, Some(&young))?;
-    told(&format!("the shim before: {young}; after: {old}"));
+    let old = settled(testbed, Some(&young))?;
+    report(&format!("the shim before: {young}; after: {old}"));
     let growth = old.private_kib - young.private_kib;
     ensure!(
         growth <= GROWTH_KIB,
         "the shim has {growth} KiB more private memory"
     );
     job.take().context("no container")?.end()?;
-    empty.comes_back(&ground.host)?;
+    empty.comes_back(&testbed.host)?;
 
     let cells = faults(what.subject, Flow::Restore);
     while done.restores < what.cycles {
         let cycle = match fault(&mut random, &cells) {
             Some(cell) => {
                 done.disturbed += 1;
-                let outcome = attempt(ground, &mut None, &cell)
+                let outcome = attempt(testbed, &mut None, &cell)
                     .with_context(|| cell.to_string())?
                     .outcome;
                 format!("{cell}: {outcome}")
             }
             None => {
-                ground.configure(false)?;
-                ground.restores()?;
+                testbed.configure(false)?;
+                testbed.restores()?;
                 "restore".to_owned()
             }
         };
         done.restores += 1;
-        told(&format!("{:>4} {cycle}", done.restores));
+        report(&format!("{:>4} {cycle}", done.restores));
     }
-    let after = empty.comes_back(&ground.host)?;
-    told(&format!("the node before: {empty}; after: {after}"));
+    let after = empty.comes_back(&testbed.host)?;
+    report(&format!("the node before: {empty}; after: {after}"));
     Ok(done)
 }
 
 /// The shim once threads that wait for more work have ended, with no more descriptors than `then`.
-fn settled(ground: &Ground, then: Option<&ShimUse>) -> Result<ShimUse> {
-    let mut last = ShimUse::of(&ground.host, ID)?;
+fn settled(testbed: &Testbed, then: Option<&ShimUse>) -> Result<ShimUse> {
+    let mut last = ShimUse::of(&testbed.host, ID)?;
     let waited = wait_for("the shim to come to rest", SETTLED, || {
-        last = ShimUse::of(&ground.host, ID)?;
+        last = ShimUse::of(&testbed.host, ID)?;
         let as_then = then.is_none_or(|then| last.descriptors.len() <= then.descriptors.len());
         Ok((last.threads == 1 && as_then).then_some(()))
     });

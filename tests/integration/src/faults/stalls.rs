@@ -1,5 +1,5 @@
-//! File systems that hang: of one that takes part in a checkpoint, one operation gets no answer. The workload must not
-//! wait for it, nor whoever ends the container.
+//! File systems that hang: of one that takes part in a checkpoint, one operation gets no answer. The workload
+//! must not wait for it, nor whoever ends the container.
 
 use std::time::{Duration, Instant};
 
@@ -8,8 +8,8 @@ use firn_node::wait_for;
 
 use super::attempt::{Attempt, Outcome};
 use super::cell::{Cell, From, Phase};
-use super::ground::{Asked, Call, Ground, ID, Job};
 use super::inject::Injections;
+use super::testbed::{Asked, Call, ID, Job, Testbed};
 use crate::StallFs;
 
 /// Where the file system is mounted; the image and work directories on it.
@@ -18,8 +18,8 @@ const IMAGE: &str = "/srv/stall/images/cell";
 const WORK: &str = "/srv/stall/work";
 /// Where a container has it that binds it.
 const INSIDE: &str = "/stall";
-/// In which a checkpoint must be over, whatever hangs: its deadlines, half a minute in which CRIU is waited for that does not die,
-/// the way back, and what is tidied.
+/// In which a checkpoint must be over, whatever hangs: its deadlines, half a minute in which CRIU is waited
+/// for that does not die, the way back, and what is tidied.
 const OVER: Duration = Duration::from_secs(90);
 /// In which a container must be gone that is killed and deleted.
 const GONE: Duration = Duration::from_secs(15);
@@ -65,7 +65,7 @@ pub enum Since {
     Dump,
     /// When CRIU has written the image, and firn's manifest comes next.
     Manifest,
-    /// The same, and runc says that it has failed: what is written must go.
+    /// The same, and runc reports that it has failed: what is written must go.
     Cleanup,
 }
 
@@ -140,14 +140,14 @@ impl Stall {
 }
 
 /// Tries a cell whose fault is `stall`.
-pub(super) fn attempt<'g>(
-    ground: &'g Ground,
-    kept: &mut Option<Job<'g>>,
+pub(super) fn attempt<'t>(
+    testbed: &'t Testbed,
+    kept: &mut Option<Job<'t>>,
     cell: &Cell,
     stall: Stall,
 ) -> Result<Attempt> {
-    let fs = StallFs::mount(&ground.host, POINT)?;
-    ground
+    let fs = StallFs::mount(&testbed.host, POINT)?;
+    testbed
         .host
         .node()
         .run(&["mkdir", "-p", WORK, "/srv/stall/images"])?;
@@ -155,19 +155,19 @@ pub(super) fn attempt<'g>(
         (Place::Bind, old) => {
             old.map_or(Ok(()), Job::end)?;
             let bind = format!("type=bind,src={POINT},dst={INSIDE},options=rbind:rw");
-            ground.start_with(&["--mount", &bind])?
+            testbed.start_with(&["--mount", &bind])?
         }
         (_, Some(job)) => job,
-        (_, None) => ground.start()?,
+        (_, None) => testbed.start()?,
     };
-    let before = ground.census()?;
-    let outcome = under(ground, &mut job, cell, stall, &fs)?;
+    let before = testbed.census()?;
+    let outcome = under(testbed, &mut job, cell, stall, &fs)?;
     fs.go_on()?;
-    ground.is_quiet()?;
+    testbed.is_quiet()?;
     if outcome == Outcome::Resumed && stall.then == Then::GoesOn {
         job.is_resumed()?;
     }
-    let image = ground.host.node().path(stall.image());
+    let image = testbed.host.node().path(stall.image());
     let left = || {
         let entries = std::fs::read_dir(&image).into_iter().flatten().flatten();
         let names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
@@ -176,7 +176,7 @@ pub(super) fn attempt<'g>(
     match stall.then {
         Then::GoesOn if outcome == Outcome::Done => {
             ensure!(
-                ground.manifest_of(stall.image()),
+                testbed.manifest_of(stall.image()),
                 "success was reported, and no image"
             );
         }
@@ -192,33 +192,39 @@ pub(super) fn attempt<'g>(
         Then::Ended | Then::Killed => {}
     }
     // CRIU's log stays in a work directory that the client has named.
-    let node = ground.host.node();
+    let node = testbed.host.node();
     node.run(&["sh", "-c", &format!("rm -rf {} {WORK}/*", stall.image())])?;
     match stall.then {
         Then::GoesOn => {
-            before.comes_back(&ground.host).context("something is left")?;
-            ground.configure(false)?;
+            before.comes_back(&testbed.host).context("something is left")?;
+            testbed.configure(false)?;
             job.checkpoints().context("a second checkpoint")?;
             match stall.place {
                 Place::Bind => job.end()?,
                 Place::Image | Place::Work => *kept = Some(job),
             }
         }
-        Then::Ended | Then::Killed => ground.forget()?,
+        Then::Ended | Then::Killed => testbed.forget()?,
     }
     drop(fs);
     wait_for("the end of the file system", TIDY, || {
-        let processes = ground.host.node().processes();
+        let processes = testbed.host.node().processes();
         Ok((!processes.iter().any(|process| process.command == "stall-fs")).then_some(()))
     })?;
     let remove = format!("rmdir {POINT}; rm -r {POINT}.lower {POINT}.stall");
-    ground.host.node().run(&["sh", "-c", &remove])?;
+    testbed.host.node().run(&["sh", "-c", &remove])?;
     Ok(Attempt { outcome, whole: true })
 }
 
 /// What is seen while the file system hangs.
-fn under(ground: &Ground, job: &mut Job<'_>, cell: &Cell, stall: Stall, fs: &StallFs<'_>) -> Result<Outcome> {
-    let injections = Injections::arm(&ground.host, cell, Some(fs))?;
+fn under(
+    testbed: &Testbed,
+    job: &mut Job<'_>,
+    cell: &Cell,
+    stall: Stall,
+    fs: &StallFs<'_>,
+) -> Result<Outcome> {
+    let injections = Injections::arm(&testbed.host, cell, Some(fs))?;
     if stall.since == Since::Begin {
         stall.begin(fs)?;
     }
@@ -231,16 +237,17 @@ fn under(ground: &Ground, job: &mut Job<'_>, cell: &Cell, stall: Stall, fs: &Sta
     let struck = injections.strike(&mut call, || true);
     let outcome = struck.and_then(|()| match stall.then {
         Then::Killed => {
-            // The checkpoint needs a moment to run into it; where it has not, it is killed elsewhere, which is as good.
+            // The checkpoint needs a moment to run into it; where it has not, it is killed elsewhere, which
+            // is as good.
             std::thread::sleep(Duration::from_millis(300));
-            ends(ground)?;
+            ends(testbed)?;
             answered(&mut call).map(|_| Outcome::Ended)
         }
         Then::GoesOn | Then::Ended => {
             let answer = answered(&mut call)?;
-            let said = answer.as_ref().err().map_or("success", String::as_str).to_owned();
+            let output = answer.as_ref().err().map_or("success", String::as_str).to_owned();
             // CRIU that sleeps in the file system cannot be killed and holds the tasks that it traces.
-            let held = stall.since == Since::Dump && said.contains("FIRN-GPU-SUSPENDED");
+            let held = stall.since == Since::Dump && output.contains("FIRN-GPU-SUSPENDED");
             let judge = || -> Result<Outcome> {
                 if held {
                     job.container.becomes("PAUSED")?;
@@ -248,16 +255,16 @@ fn under(ground: &Ground, job: &mut Job<'_>, cell: &Cell, stall: Stall, fs: &Sta
                     job.is(From::Running)?;
                 }
                 if stall.then == Then::Ended {
-                    ends(ground)?;
+                    ends(testbed)?;
                 }
                 match answer {
                     Ok(()) => Ok(Outcome::Done),
                     Err(_) if held => Ok(Outcome::Resumed),
-                    Err(said) if said.contains("FIRN-") => Ok(Outcome::Undone),
+                    Err(output) if output.contains("FIRN-") => Ok(Outcome::Undone),
                     Err(_) => bail!("no code"),
                 }
             };
-            judge().context(said)
+            judge().context(output)
         }
     });
     injections.disarm()?;
@@ -273,9 +280,9 @@ fn answered(call: &mut Call) -> Result<Result<(), String>> {
 }
 
 /// The container can be killed and deleted at once.
-fn ends(ground: &Ground) -> Result<()> {
+fn ends(testbed: &Testbed) -> Result<()> {
     let begun = Instant::now();
-    let node = ground.host.node();
+    let node = testbed.host.node();
     node.run(&["ctr", "tasks", "kill", "--signal", "SIGKILL", ID])?;
     wait_for("the end of the task", GONE, || {
         let table = node.run(&["ctr", "tasks", "list"])?.stdout;

@@ -13,8 +13,8 @@ use super::{LIMIT, Pending, Task};
 const PROCESS: &str = "types.containerd.io/opencontainers/runtime-spec/1/Process";
 
 impl Task {
-    /// Adds an exec of a program, as root. What it prints goes to these fifos of the node, or to nowhere if both are
-    /// empty.
+    /// Adds an exec of a program, as root. What it prints goes to these fifos of the node, or to nowhere if
+    /// both are empty.
     pub fn exec(&self, exec: &str, command: &[&str], [stdout, stderr]: [&str; 2]) -> ttrpc::Result<()> {
         let process = json!({
             "args": command,

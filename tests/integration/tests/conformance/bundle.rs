@@ -5,7 +5,7 @@ use firn_lab::{BUNDLES, Task};
 use firn_node::wait_for;
 use serde_json::Value;
 
-use crate::byhand::STEP;
+use crate::manual::STEP;
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -59,11 +59,14 @@ fn list(place: &Place<'_>, id: &str) -> Result<String> {
         "-maxdepth",
         "1",
     ];
-    let said = place
+    let output = place
         .node()
         .run(&[&find[..], &["-printf", "%y %m %P\n"]].concat())?
         .stdout;
-    let mut lines: Vec<&str> = said.lines().filter(|line| !line.ends_with(" address")).collect();
+    let mut lines: Vec<&str> = output
+        .lines()
+        .filter(|line| !line.ends_with(" address"))
+        .collect();
     lines.sort_unstable();
     Ok(lines.join("\n"))
 }
@@ -155,22 +158,22 @@ fn pids(place: &Place<'_>) -> Result<String> {
     Ok(format!("init.pid {init}\ne.pid {exec}"))
 }
 
-/// What runc has logged is what the client is told.
+/// What runc has logged is what the client gets.
 fn log(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &[], "sleep 1000")?;
     let exec = ["tasks", "exec", "--exec-id", "e", "c", "nosuch"];
-    let said = place.host.ctr(&exec, "")?;
+    let output = place.host.ctr(&exec, "")?;
     let log = place.node().read(format!("{BUNDLES}/c/log.json"))?;
-    let told = log.lines().filter_map(|line| {
+    let reported = log.lines().filter_map(|line| {
         let line: Value = serde_json::from_str(line).ok()?;
         Some(line["msg"].as_str()?.to_owned())
     });
-    let told: Vec<String> = told.filter(|message| message.contains("nosuch")).collect();
-    let last = told.last().cloned().unwrap_or_default();
+    let reported: Vec<String> = reported.filter(|message| message.contains("nosuch")).collect();
+    let last = reported.last().cloned().unwrap_or_default();
     container.remove()?;
     Ok(format!(
-        "{last}\nthe client was told so {}",
-        said.stderr.contains(&last)
+        "{last}\nthe client got it {}",
+        output.stderr.contains(&last)
     ))
 }
 
@@ -181,16 +184,16 @@ fn dump_log(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &device, script)?;
     let open = place.node().path(format!("{BUNDLES}/c/rootfs/open"));
     wait_for("the device to be open", STEP, || Ok(open.exists().then_some(())))?;
-    let said = place
+    let output = place
         .host
         .ctr(&["tasks", "checkpoint", "--image-path", "/tmp/dump", "c"], "")?;
     let log = place.node().read(format!("{BUNDLES}/c/criu-dump.log"))?;
-    let names = said.stderr.contains("criu-dump.log");
+    let names = output.stderr.contains("criu-dump.log");
     place.node().run(&["rm", "-rf", "/tmp/dump"])?;
     container.remove()?;
     Ok(format!(
-        "code {:?}, the error {}, the client is told {names}",
-        said.code,
+        "code {:?}, the error {}, the client gets {names}",
+        output.code,
         log.contains("Error (criu")
     ))
 }

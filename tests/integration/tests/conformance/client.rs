@@ -11,7 +11,7 @@ use containerd_shim_protos::api::{
     CloseIORequest, CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, Empty,
     ExecProcessRequest, Mount, ResizePtyRequest, StartRequest, StartResponse, WaitRequest, WaitResponse,
 };
-use firn_lab::{BUNDLES, Container, Pending, Task, told};
+use firn_lab::{BUNDLES, Container, Pending, Task, describe};
 use firn_node::wait_for;
 use protobuf::well_known_types::any::Any;
 use serde_json::{Value, json};
@@ -150,7 +150,7 @@ impl<'p> Client<'p> {
         let code = self.code(id)?;
         let deleted = self.delete(id).map_err(|error| anyhow!("delete: {error}"))?;
         if deleted.exit_status != code {
-            bail!("Wait says {code}, Delete {}", deleted.exit_status);
+            bail!("Wait returns {code}, Delete {}", deleted.exit_status);
         }
         Ok(code)
     }
@@ -174,11 +174,11 @@ impl<'p> Client<'p> {
         request.exec_id = id.to_owned();
         request.width = width;
         request.height = height;
-        told(&self.task.call::<Empty>("ResizePty", &request), |_| "ok".into())
+        describe(&self.task.call::<Empty>("ResizePty", &request), |_| "ok".into())
     }
 
-    /// Runs a second container in the same shim to its end, as this user, whose pipes belong to that user too; its exit
-    /// code.
+    /// Runs a second container in the same shim to its end, as this user, whose pipes belong to that user
+    /// too; its exit code.
     pub fn second(
         &self,
         user: u32,

@@ -19,12 +19,12 @@ pub const POINTS: &[Point] = &[
         of_ctr,
     ),
     Point::same(
-        "1.6 events: a checkpoint is told by containerd alone",
+        "1.6 events: a checkpoint is published by containerd alone",
         "checkpoint ok\nnothing but /tasks/exit",
         of_a_checkpoint,
     ),
     Point::same(
-        "1.6 events: what failed is not told",
+        "1.6 events: what failed is not published",
         "/tasks/exec-added /tasks/exit",
         of_failures,
     ),
@@ -97,7 +97,7 @@ fn of_failures(place: &Place<'_>) -> Result<String> {
         raw.delete("r", ""),
     ];
     ensure!(
-        refused.iter().filter(|told| *told == "ok").count() == 1,
+        refused.iter().filter(|reported| *reported == "ok").count() == 1,
         "{refused:?}"
     );
     let mut request = Raw::exec_request("r", "y", "");

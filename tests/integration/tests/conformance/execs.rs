@@ -20,7 +20,7 @@ pub const POINTS: &[Point] = &[
         in_a_created_container,
     ),
     Point::same(
-        "1.4 exec: one that cannot run is told in the runtime's words, ends a Wait, and is deleted",
+        "1.4 exec: one that cannot run is reported in the runtime's words, ends a Wait, and is deleted",
         "start UNKNOWN: OCI runtime exec failed: exec failed:",
         that_cannot_run,
     ),
@@ -146,7 +146,7 @@ fn with_a_terminal(place: &Place<'_>) -> Result<String> {
     let raw = Raw::begin(place)?;
     raw.run("r", SLEEP)?;
     let mut request = Raw::exec_request("r", "x", "read line; stty size; exit 4");
-    // The request's word on the terminal is the one that counts: the process says nothing of it.
+    // The request's word on the terminal is the one that counts: the process does not set it.
     request.terminal = true;
     let mut fifos = Fifos::make(place, &mut request)?;
     let mut seen = vec![format!("exec {}", raw.exec_as(&request))];

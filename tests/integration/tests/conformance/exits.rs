@@ -1,7 +1,7 @@
 //! 1.5: the end of processes, in the order in which clients have to hear of it.
 
 use anyhow::{Result, ensure};
-use firn_lab::told;
+use firn_lab::describe;
 use firn_node::{CgroupMode, Process, wait_for};
 
 use crate::raw::{LIMIT, Raw, pid};
@@ -10,38 +10,38 @@ use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(
-        "1.5 exits: init's is told last, among 72 execs at the same time",
+        "1.5 exits: init's is published last, among 72 execs at the same time",
         "72 execs started, 72 ends after their starts\nlast r",
         init_last,
     )
     .on(On::V1),
     Point::same(
-        "1.5 exits: init's is told after those of the execs that it takes along",
+        "1.5 exits: init's is published after those of the execs that it takes along",
         "x 137\ny 137\nlast r 137",
         init_after_execs,
     ),
     Point::same(
-        "1.5 exits: without a pid namespace the rest is killed, and told before",
+        "1.5 exits: without a pid namespace the rest is killed, and published before",
         "x 137\nlast r 3\nleft 0",
         rest_is_killed,
     ),
     Point::same(
-        "1.5 exits: one that comes before Start has answered is told after the start",
+        "1.5 exits: one that comes before Start has answered is published after the start",
         "20 execs, all of them added, started, ended\ncodes right",
         early_exits,
     ),
     Point::same(
-        "1.5 exits: an init that ends at once is told after its start",
+        "1.5 exits: an init that ends at once is published after its start",
         "create start exit",
         early_init,
     ),
     Point::same(
-        "1.5 exits: a signal is told as 128 and its number",
+        "1.5 exits: a signal is reported as 128 and its number",
         "init code 137 at set\nexecs 129 134 137 139 143 162",
         by_signal,
     ),
     Point::same(
-        "1.5 exits: orphans are reaped and not told",
+        "1.5 exits: orphans are reaped and not published",
         "events exec-added exec-started exit exit\nzombies 0",
         orphans,
     ),
@@ -68,7 +68,7 @@ fn init_last(place: &Place<'_>) -> Result<String> {
     let starts = starts.collect::<Result<Vec<_>>>()?;
     let mut started = 0;
     for start in starts {
-        let answer = told(&raw.task.end(start), |answer| pid(answer.pid));
+        let answer = describe(&raw.task.end(start), |answer| pid(answer.pid));
         ensure!(answer == "pid set", "start: {answer}");
         started += 1;
     }
@@ -87,7 +87,7 @@ fn init_last(place: &Place<'_>) -> Result<String> {
     Ok(seen)
 }
 
-/// The ends that were told up to init's: whose, and the code; sorted but for init's.
+/// The exits published up to init's: whose, and the code; sorted but for init's.
 fn ends(heard: &[firn_lab::Event]) -> String {
     let mut lines: Vec<String> = heard
         .iter()
@@ -260,7 +260,8 @@ fn killed_while_paused(place: &Place<'_>) -> Result<String> {
     raw.pause("r");
     let killed = raw.kill("r", "", 9, false);
     if place.node().record().cgroup == CgroupMode::V1 {
-        // A frozen process of v1 takes no signal, and not every runc thaws one that shares the host's pid namespace.
+        // A frozen process of v1 takes no signal, and not every runc thaws one that shares the host's pid
+        // namespace.
         raw.resume("r");
     }
     let seen = ends(&events.of("r", "/tasks/exit", "r")?);

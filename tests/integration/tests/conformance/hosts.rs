@@ -1,67 +1,37 @@
-//! Two hosts of a kind: one with containerd's own shim, one with firn in its place.
+//! Two hosts of a platform: one with containerd's own shim, one with firn in its place.
 
+use std::fs;
 use std::sync::{Mutex, PoisonError};
-use std::{fmt, fs};
 
 use anyhow::{Context, Result};
-use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, Said, SimGpu};
-use firn_node::{Cgroup, CgroupMode, Node, Suite, wait_for};
+use firn_lab::{BUNDLES, CommandOutput, Container, GpuHost, IMAGE, STOCK, SimGpu};
+use firn_node::{Cgroup, Node, Platform, wait_for};
 
-use crate::byhand::STEP;
+use crate::manual::STEP;
 
-/// A kind of host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kind {
-    pub suite: Suite,
-    pub cgroup: CgroupMode,
-    /// Whether systemd is there to make cgroups.
-    pub systemd: bool,
-}
+/// Every platform that this machine can have.
+pub const PLATFORMS: [Platform; 6] = [
+    Platform::FORKY_V1,
+    Platform::TRIXIE_V1,
+    Platform::FORKY_V2,
+    Platform::TRIXIE_V2,
+    Platform::FORKY_SYSTEMD,
+    Platform::TRIXIE_SYSTEMD,
+];
 
-impl Kind {
-    /// Every kind that this machine can have.
-    pub fn all() -> [Self; 6] {
-        use CgroupMode::{V1, V2};
-        use Suite::{Forky, Trixie};
-        let kind = |(suite, cgroup, systemd)| Self {
-            suite,
-            cgroup,
-            systemd,
-        };
-        [
-            (Forky, V1, false),
-            (Trixie, V1, false),
-            (Forky, V2, false),
-            (Trixie, V2, false),
-            (Forky, V2, true),
-            (Trixie, V2, true),
-        ]
-        .map(kind)
-    }
-}
-
-impl Kind {
-    /// Whether its cgroups have this controller on this machine.
-    pub fn has_controller(&self, name: &str) -> bool {
-        let unified = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-            .iter()
-            .filter_map(|dir| fs::read_to_string(format!("{dir}/cgroup.controllers")).ok())
-            .any(|controllers| {
-                controllers
-                    .split_whitespace()
-                    .any(|controller| controller == name)
-            });
-        match self.cgroup {
-            CgroupMode::V1 => !unified,
-            CgroupMode::V2 => unified,
-        }
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.suite, self.cgroup.as_str())?;
-        f.write_str(if self.systemd { " systemd" } else { "" })
+/// Whether the platform's cgroups have this controller on this machine.
+pub fn has_controller(platform: Platform, name: &str) -> bool {
+    let unified = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+        .iter()
+        .filter_map(|dir| fs::read_to_string(format!("{dir}/cgroup.controllers")).ok())
+        .any(|controllers| {
+            controllers
+                .split_whitespace()
+                .any(|controller| controller == name)
+        });
+    match platform.cgroup {
+        Cgroup::V2 => unified,
+        Cgroup::V1 | Cgroup::Auto => !unified,
     }
 }
 
@@ -130,7 +100,7 @@ impl Place<'_> {
     }
 
     /// `ctr run --rm` in the foreground.
-    pub fn run(&self, id: &str, options: &[&str], command: &[&str]) -> Result<Said> {
+    pub fn run(&self, id: &str, options: &[&str], command: &[&str]) -> Result<CommandOutput> {
         let start = ["run", "--rm", "--runtime", STOCK];
         self.host.ctr(
             &[&start[..], self.host.limits(), options, &[IMAGE, id], command].concat(),
@@ -139,22 +109,22 @@ impl Place<'_> {
     }
 }
 
-/// Both hosts of a kind, made when they are wanted, used by one test at a time.
+/// Both hosts of a platform, made when they are wanted, used by one test at a time.
 pub struct Pair {
-    kind: Kind,
+    platform: Platform,
     hosts: Mutex<Option<[GpuHost; 2]>>,
 }
 
 impl Pair {
-    pub fn new(kind: Kind) -> Self {
+    pub fn new(platform: Platform) -> Self {
         Self {
-            kind,
+            platform,
             hosts: Mutex::new(None),
         }
     }
 
-    pub fn kind(&self) -> Kind {
-        self.kind
+    pub fn platform(&self) -> Platform {
+        self.platform
     }
 
     /// Runs a test on them, which leaves nothing there. Hosts on which it has failed are not used again.
@@ -165,7 +135,7 @@ impl Pair {
             Some(hosts) => hosts,
             None => self
                 .make()
-                .with_context(|| format!("make hosts, {}", self.kind))?,
+                .with_context(|| format!("make hosts, {}", self.platform))?,
         };
         let [stock, firn] = &hosts;
         let [stock, firn] =
@@ -179,22 +149,7 @@ impl Pair {
     }
 
     fn make(&self) -> Result<[GpuHost; 2]> {
-        let Kind {
-            suite,
-            cgroup,
-            systemd,
-        } = self.kind;
-        let cgroup = match cgroup {
-            CgroupMode::V1 => Cgroup::V1,
-            CgroupMode::V2 => Cgroup::V2,
-        };
-        let make = |shim: &str| {
-            let name = format!("cf-{shim}-{}", self.kind).replace(' ', "-");
-            match systemd {
-                true => GpuHost::with_systemd(suite, &name, &[SimGpu::h200(1)]),
-                false => GpuHost::for_test(suite, cgroup, &name, &[SimGpu::h200(1)]),
-            }
-        };
+        let make = |shim: &str| GpuHost::for_test(self.platform, &format!("cf-{shim}"), &[SimGpu::h200(1)]);
         let hosts = [make("s")?, make("f")?];
         hosts[1].drop_in()?;
         Ok(hosts)

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use firn_lab::{BUNDLES, told};
+use firn_lab::{BUNDLES, describe};
 use firn_node::wait_for;
 
 use crate::client::{Client, Fifo, ID, LIMIT, Stdio, clean, logged, logger, path, text};
@@ -13,7 +13,7 @@ pub const POINTS: &[Point] = &[
     Point::same(
         "1.7 binary: arguments, environment and descriptors",
         "args [tag] [a b]",
-        surroundings,
+        environment,
     )
     .on(On::EachDaemon),
     Point::same(
@@ -46,7 +46,7 @@ pub const POINTS: &[Point] = &[
         dies_later,
     )
     .on(On::EachDaemon),
-    Point::same("1.7 binary: one that waits to be told", "told", told_to_end).on(On::EachDaemon),
+    Point::same("1.7 binary: one that waits for SIGTERM", "ended", ends_on_sigterm).on(On::EachDaemon),
     Point::same(
         "1.7 binary: one that writes at the end of its input",
         "nothing",
@@ -55,7 +55,7 @@ pub const POINTS: &[Point] = &[
     .on(On::EachDaemon)
     .better("\"to out\\n\""),
     Point::same(
-        "1.7 binary-v2: one that says that it is ready",
+        "1.7 binary-v2: one that reports that it is ready",
         "unknown STDIO scheme",
         v2_ready,
     )
@@ -102,7 +102,7 @@ fn both_to(uri: &str) -> Stdio<'_> {
     }
 }
 
-fn surroundings(place: &Place<'_>) -> Result<String> {
+fn environment(place: &Place<'_>) -> Result<String> {
     let script = "{ printf 'args'; for a; do printf ' [%s]' \"$a\"; done; echo
         tr '\\0' '\\n' </proc/$$/environ | sort
         for fd in /proc/$$/fd/*; do
@@ -146,7 +146,7 @@ fn waits(place: &Place<'_>) -> Result<String> {
     std::thread::sleep(Duration::from_millis(300));
     let (started, ran) = (starting.is_there(), client.inside("ran").is_ok());
     place.node().write(path("go"), "")?;
-    let start = told(&client.task.end(starting), |_| "ok".into());
+    let start = describe(&client.task.end(starting), |_| "ok".into());
     client.finish("e")?;
     let out = text(place, "out")?;
     client.end()?;
@@ -155,18 +155,18 @@ fn waits(place: &Place<'_>) -> Result<String> {
     ))
 }
 
-/// Starts an exec that must fail; what is told of it.
+/// Starts an exec that must fail; returns what is published about it.
 fn refusal(client: &Client<'_>, uri: &str, terminal: bool) -> String {
     let stdio = Stdio {
         terminal,
         ..both_to(uri)
     };
     let started = client.exec("e", &stdio, "true");
-    let deleted = told(&client.delete("e"), |_| "ok".into());
+    let deleted = describe(&client.delete("e"), |_| "ok".into());
     match started {
         Ok(()) => format!("taken\nDelete {deleted}"),
         Err(error) => {
-            let text = told(&Err::<(), _>(error), |()| String::new());
+            let text = describe(&Err::<(), _>(error), |()| String::new());
             let named = text.contains("/tmp/stdio/nosuch") && text.to_lowercase().contains("no such file");
             let code = text.split(':').next().unwrap_or_default();
             format!("refused, {code}, names it: {named}\nDelete {deleted}")
@@ -181,13 +181,13 @@ fn missing(place: &Place<'_>) -> Result<String> {
     Ok(seen)
 }
 
-/// Writes until that fails, and says by its exit code that it was not killed.
+/// Writes until that fails, and shows by its exit code that it was not killed.
 const WRITES: &str = "trap '' PIPE; until [ -e /stop ]; do echo line || exit 7; sleep 0.02; done";
 
 fn dies_early(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
     let uri = uri(place, "exit 1")?;
-    let started = told(&client.exec("e", &both_to(&uri), WRITES), |()| "ok".into());
+    let started = describe(&client.exec("e", &both_to(&uri), WRITES), |()| "ok".into());
     let code = client.finish("e")?;
     client.end()?;
     Ok(format!("{started}, code {code}"))
@@ -196,20 +196,20 @@ fn dies_early(place: &Place<'_>) -> Result<String> {
 fn dies_later(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
     let uri = uri(place, "exec 5>&-; read line <&3; echo $line >out")?;
-    let started = told(&client.exec("e", &both_to(&uri), WRITES), |()| "ok".into());
+    let started = describe(&client.exec("e", &both_to(&uri), WRITES), |()| "ok".into());
     let code = client.finish("e")?;
     let out = text(place, "out")?;
     client.end()?;
     Ok(format!("{started}, code {code}, {out:?}"))
 }
 
-fn told_to_end(place: &Place<'_>) -> Result<String> {
+fn ends_on_sigterm(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
-    let script = "trap 'echo told >told; exit' TERM; exec 5>&-; while :; do sleep 0.05; done";
+    let script = "trap 'echo ended >ended; exit' TERM; exec 5>&-; while :; do sleep 0.05; done";
     let uri = uri(place, script)?;
     client.exec("e", &both_to(&uri), "true")?;
     client.finish("e")?;
-    let seen = text(place, "told")?;
+    let seen = text(place, "ended")?;
     client.end()?;
     Ok(seen)
 }
@@ -251,7 +251,7 @@ fn v2_ready(place: &Place<'_>) -> Result<String> {
             text(place, "done")?;
             format!("{:?}", text(place, "out")?)
         }
-        Err(error) => told(&Err::<(), _>(error), |()| String::new()),
+        Err(error) => describe(&Err::<(), _>(error), |()| String::new()),
     };
     client.end()?;
     Ok(seen)
@@ -260,7 +260,7 @@ fn v2_ready(place: &Place<'_>) -> Result<String> {
 fn v2_dies(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
     let uri = format!("binary-v2://{}", client.logger("exit 1")?);
-    let seen = told(&client.exec("e", &both_to(&uri), "echo to out"), |()| "ok".into());
+    let seen = describe(&client.exec("e", &both_to(&uri), "echo to out"), |()| "ok".into());
     client.end()?;
     Ok(seen)
 }
@@ -337,7 +337,7 @@ fn terminal_file(place: &Place<'_>) -> Result<String> {
     let started = client.exec("e", &stdio, "echo to out; sleep 0.5; exit 4");
     let seen = match started {
         Ok(()) => format!("code {}, {:?}", client.finish("e")?, text(place, "log")?),
-        Err(error) => told(&Err::<(), _>(error), |()| String::new()),
+        Err(error) => describe(&Err::<(), _>(error), |()| String::new()),
     };
     client.end()?;
     Ok(seen)

@@ -1,21 +1,25 @@
 //! What clients rely on of containerd's own shim, point by point: firn shows the same.
 //!
-//! One test per point, kind of daemon and cgroup version. Each runs its scenario with the stock shim first, whose answer
-//! must be the expected one, and then with firn, installed under the stock shim's name. Both must tell the same, unless
-//! the point says in what firn is better; docs/design/parity.md lists and argues these points, and a test holds it to them.
+//! One test per point, kind of daemon and cgroup version. Each runs its scenario with the stock shim first,
+//! whose answer must be the expected one, and then with firn, installed under the stock shim's name. Both
+//! must show the same, unless the point names in what firn is better; docs/design/parity.md lists and argues
+//! these points, and a test holds it to them.
 //!
-//! `cargo test -p firn-integration --test conformance -- "forky v1: 1.4"` runs a part.
+//! `cargo test -p firn-integration --test conformance -- "1.4"` runs a part, `-- "[forky v1]"` all on one
+//! platform.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
 mod bundle;
-mod byhand;
 mod client;
 mod events;
 mod execs;
 mod exits;
+mod flaky;
 mod hosts;
-mod lives;
+mod lifecycle;
 mod logging;
+mod manual;
+mod mount_lab;
 mod mounts;
 mod oom;
 mod options;
@@ -26,21 +30,21 @@ mod start;
 mod states;
 mod stats;
 mod stdio;
+mod stdio_files;
 mod systemd;
 mod task;
 mod upgrade;
-mod wavering;
 
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_node::{CgroupMode, Suite};
-use libtest_mimic::{Arguments, Failed, Trial};
+use firn_lab::matrix;
+use firn_node::{Cgroup, Platform, Suite};
 use similar::TextDiff;
 
-use crate::hosts::{Kind, Pair};
-use crate::wavering::Wavered;
+use crate::flaky::Wavered;
+use crate::hosts::{PLATFORMS, Pair, has_controller};
 
 pub use crate::hosts::Place;
 
@@ -53,7 +57,7 @@ pub struct Point {
     expected: &'static str,
     /// Where it can be seen.
     on: On,
-    /// Part of what firn shows instead; docs/design/parity.md says why.
+    /// Part of what firn shows instead; docs/design/parity.md gives the reason.
     better: Option<&'static str>,
     scenario: Scenario,
 }
@@ -115,21 +119,26 @@ pub enum On {
 }
 
 impl On {
-    fn includes(self, kind: Kind) -> bool {
+    fn includes(self, platform: Platform) -> bool {
         match self {
-            _ if kind.systemd => self == Self::Systemd,
+            _ if platform.systemd => self == Self::Systemd,
             Self::Systemd => false,
             Self::Everywhere => true,
-            Self::Trixie => kind.suite == Suite::Trixie,
-            Self::Forky => kind.suite == Suite::Forky,
-            Self::TrixieV1 => Self::Trixie.includes(kind) && Self::V1.includes(kind),
-            Self::V1 => kind.cgroup == CgroupMode::V1,
-            Self::V2 => kind.cgroup == CgroupMode::V2,
-            Self::Memory | Self::EachDaemon => kind.has_controller("memory"),
-            Self::UnifiedMemory => kind.cgroup == CgroupMode::V2 && kind.has_controller("memory"),
-            Self::Once => kind.suite == Suite::Forky && kind.has_controller("memory"),
+            Self::Trixie => platform.suite == Suite::Trixie,
+            Self::Forky => platform.suite == Suite::Forky,
+            Self::TrixieV1 => Self::Trixie.includes(platform) && Self::V1.includes(platform),
+            Self::V1 => platform.cgroup == Cgroup::V1,
+            Self::V2 => platform.cgroup == Cgroup::V2,
+            Self::Memory | Self::EachDaemon => has_memory(platform),
+            Self::UnifiedMemory => platform.cgroup == Cgroup::V2 && has_memory(platform),
+            Self::Once => platform.suite == Suite::Forky && has_memory(platform),
         }
     }
+}
+
+/// Whether the platform's cgroups have the memory controller on this machine.
+fn has_memory(platform: Platform) -> bool {
+    has_controller(platform, "memory")
 }
 
 /// All points, in the order of the checklist.
@@ -143,7 +152,7 @@ fn points() -> Vec<Point> {
         runtimes::POINTS,
         systemd::POINTS,
         task::POINTS,
-        lives::POINTS,
+        lifecycle::POINTS,
         states::POINTS,
         execs::POINTS,
         exits::POINTS,
@@ -158,41 +167,32 @@ fn points() -> Vec<Point> {
 }
 
 fn main() -> ExitCode {
-    let mut arguments = Arguments::from_args();
-    // Hosts are made when they are wanted first, and one is used by one test at a time.
-    arguments.test_threads.get_or_insert(2);
-    let pairs = Kind::all().map(|kind| Arc::new(Pair::new(kind)));
+    let pairs = PLATFORMS.map(|platform| Arc::new(Pair::new(platform)));
     let wavered = Arc::new(Wavered::default());
     let mut trials = vec![
-        Trial::test("docs/design/parity.md lists the differences", || {
-            listed().map_err(failed)
-        }),
-        Trial::test("a difference that stays fails its trial", || {
-            wavering::is_strict().map_err(failed)
-        }),
+        matrix::without_node("docs/design/parity.md lists the differences", listed),
+        matrix::without_node("a difference that stays fails its trial", flaky::is_strict),
     ];
-    // Neighbours are of different kinds, so that tests that run at the same time do not wait for each other's hosts.
+    // Neighbours are of different platforms, so that tests that run at the same time do not wait for each
+    // other's hosts.
     for point in points() {
-        for pair in pairs.iter().filter(|pair| point.on.includes(pair.kind())) {
+        for pair in pairs.iter().filter(|pair| point.on.includes(pair.platform())) {
             let (pair, wavered) = (Arc::clone(pair), Arc::clone(&wavered));
-            let name = format!("{}: {}", pair.kind(), point.name);
-            trials.push(Trial::test(name.clone(), move || {
-                wavered.prove(&name, || prove(&pair, point)).map_err(failed)
+            let name = matrix::name(point.name, pair.platform());
+            trials.push(matrix::trial(name.clone(), move || {
+                wavered.prove(&name, || prove(&pair, point))
             }));
         }
     }
-    let conclusion = libtest_mimic::run(&arguments, trials);
-    match wavered.tell() {
+    let conclusion = matrix::run_trials(trials);
+    match wavered.report() {
         true => conclusion.exit_code(),
         false => ExitCode::FAILURE,
     }
 }
 
-fn failed(error: anyhow::Error) -> Failed {
-    Failed::from(format!("{error:#}"))
-}
-
-/// How often the stock shim is asked: where its answer depends on a race of its own, another one of its answers counts too.
+/// How often the stock shim is asked: where its answer depends on a race of its own, another one of its
+/// answers counts too.
 const REFERENCES: usize = 3;
 
 /// Runs a point's scenario with both shims, with firn once.
@@ -239,7 +239,7 @@ fn reference(point: Point, stock: &Place<'_>) -> Result<String> {
     Ok(shown)
 }
 
-/// Whether firn shows what it has to, beside what the stock shim shows.
+/// Whether firn shows what it has to, compared with what the stock shim shows.
 fn compare(point: Point, stock: &str, firn: &str) -> Result<()> {
     match point.better {
         None => {
@@ -277,7 +277,7 @@ fn listed() -> Result<()> {
     for row in &rows {
         ensure!(
             differ.contains(row),
-            "no point differs as docs/design/parity.md says: {row:?}"
+            "no point differs as docs/design/parity.md lists: {row:?}"
         );
     }
     Ok(())

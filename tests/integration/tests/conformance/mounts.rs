@@ -2,16 +2,15 @@
 
 use std::fmt::Write as _;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse};
-use containerd_shim_protos::types::mount::Mount;
-use firn_lab::{Container, Task, nothing_left, told};
-use serde_json::{Value, json};
+use containerd_shim_protos::api::{DeleteRequest, DeleteResponse};
+use firn_lab::describe;
 
-use crate::byhand::STEP;
+use crate::manual::STEP;
+use crate::mount_lab::{HERE, ID, Lab, bind, brief, mount};
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -81,132 +80,6 @@ pub const POINTS: &[Point] = &[
     )
     .on(On::Forky),
 ];
-
-/// Where the points keep what they mount, on the node.
-const HERE: &str = "/run/mount-points";
-
-/// Id of the container that is made by hand.
-const ID: &str = "mounted";
-
-/// A shim that is asked by hand for another container beside the one that containerd has it run.
-struct Lab<'p> {
-    place: &'p Place<'p>,
-    task: Task,
-    first: Container<'p>,
-}
-
-impl<'p> Lab<'p> {
-    /// `HERE/source` holds a busybox and can be a root file system.
-    fn new(place: &'p Place<'p>) -> Result<Self> {
-        let first = place.start("c", &[], "while :; do sleep 1; done")?;
-        let task = Task::of(place.host, "c")?.with_id(ID);
-        let node = place.node();
-        let fill = format!(
-            "set -e; mkdir -p {HERE}/source/inner {HERE}/bundle; cd {HERE}/source; mkdir -p bin dev proc sys tmp run; \
-             cp /usr/bin/busybox bin/sh"
-        );
-        node.run(&["sh", "-c", &fill])?;
-        let spec = node.read(format!("{}/c/config.json", firn_lab::BUNDLES))?;
-        let mut spec: Value = serde_json::from_str(&spec)?;
-        spec["process"]["args"] = json!(["/bin/sh", "-c", "exit 0"]);
-        spec["linux"]["cgroupsPath"] = json!(format!("/default/{ID}"));
-        spec["root"] = json!({ "path": "rootfs" });
-        node.write(format!("{HERE}/bundle/config.json"), spec.to_string())?;
-        Ok(Self { place, task, first })
-    }
-
-    /// A file of the lab, as the host reaches it.
-    fn path(&self, name: &str) -> PathBuf {
-        self.place.node().path(format!("{HERE}/{name}"))
-    }
-
-    fn sh(&self, script: &str) -> Result<String> {
-        let script = format!("set -e; cd {HERE}; {script}");
-        Ok(self.place.node().run(&["sh", "-c", &script])?.stdout)
-    }
-
-    fn create(&self, mounts: &[Mount]) -> ttrpc::Result<CreateTaskResponse> {
-        let request = CreateTaskRequest {
-            id: ID.to_owned(),
-            bundle: format!("{HERE}/bundle"),
-            rootfs: mounts.to_vec(),
-            ..CreateTaskRequest::default()
-        };
-        self.task.call("Create", &request)
-    }
-
-    fn delete(&self) -> ttrpc::Result<DeleteResponse> {
-        let request = DeleteRequest {
-            id: ID.to_owned(),
-            ..DeleteRequest::default()
-        };
-        self.task.call("Delete", &request)
-    }
-
-    /// What is mounted at and below the root file system: where, with which flags, how it propagates.
-    fn mounts(&self) -> Result<Vec<String>> {
-        let rootfs = format!("{HERE}/bundle/rootfs");
-        let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", self.place.node().pid()))?;
-        let shown = table.lines().filter_map(|line| {
-            let words: Vec<&str> = line.split(' ').collect();
-            let below = Path::new(words[4]).strip_prefix(&rootfs).ok()?;
-            let propagation = words[6].split(':').next()?;
-            Some(format!("/{} {} {propagation}", below.display(), words[5]))
-        });
-        Ok(shown.collect())
-    }
-
-    /// Creates the container, tells what `look` sees and what is mounted, and deletes the container.
-    fn shows(&self, mounts: &[Mount], look: impl FnOnce() -> Result<String>) -> Result<String> {
-        let created = self.create(mounts);
-        let mut seen = brief(&created);
-        if created.is_ok() {
-            for mount in self.mounts()? {
-                write!(seen, "\n{mount}")?;
-            }
-            write!(seen, "\n{}", look()?)?;
-            write!(seen, "\ndeleted: {}", brief(&self.delete()))?;
-        }
-        let left = self.mounts()?;
-        ensure!(left.is_empty(), "still mounted: {left:?}\n{seen}");
-        Ok(seen + "\n")
-    }
-
-    fn end(self) -> Result<()> {
-        nothing_left(self.place.host, ID)?;
-        drop(self.task);
-        self.first.remove()?;
-        self.place.node().run(&["rm", "-r", HERE])?;
-        Ok(())
-    }
-}
-
-/// How a call went: of an error the code and the cause, which ends the text. Clients do not read the rest of it.
-fn brief<Answer>(answer: &ttrpc::Result<Answer>) -> String {
-    let text = told(answer, |_| "Ok".to_owned());
-    match text.split_once(": ") {
-        Some((code, message)) => {
-            let cause = message.rsplit(": ").next().unwrap_or_default();
-            let cause = cause.split(" (os error").next().unwrap_or_default();
-            format!("{code}: {}", cause.to_lowercase())
-        }
-        None => text,
-    }
-}
-
-fn mount(fs_type: &str, source: &str, target: &str, options: &[&str]) -> Mount {
-    Mount {
-        type_: fs_type.to_owned(),
-        source: source.to_owned(),
-        target: target.to_owned(),
-        options: options.iter().map(|option| (*option).to_owned()).collect(),
-        ..Mount::default()
-    }
-}
-
-fn bind(name: &str, target: &str, options: &[&str]) -> Mount {
-    mount("bind", &format!("{HERE}/{name}"), target, options)
-}
 
 fn flags_of_binds(place: &Place<'_>) -> Result<String> {
     let lab = Lab::new(place)?;
@@ -338,7 +211,7 @@ fn backed_by_loop(name: &str) -> Result<usize> {
     Ok(files.count())
 }
 
-/// Notes its arguments and binds what it is to mount; fails if it is told to.
+/// Notes its arguments and binds what it is to mount; fails on request.
 const FUSE: &str = r#"#!/bin/sh
 case "$*" in *fail*) echo "no such host"; exit 7;; esac
 echo "${0##*/} $*" >>/run/mount-points/helper
@@ -360,7 +233,7 @@ fn fuse_helpers(place: &Place<'_>) -> Result<String> {
     ] {
         let source = format!("{HERE}/source");
         let created = lab.create(&[mount(fs_type, &source, "", options)]);
-        let text = told(&created, |_| "Ok".to_owned());
+        let text = describe(&created, |_| "Ok".to_owned());
         let told_why = text.contains("no such host");
         writeln!(
             seen,
@@ -415,7 +288,7 @@ fn mapped_bind(place: &Place<'_>) -> Result<String> {
     ] {
         let options = [&["rbind"][..], &wrong].concat();
         let created = lab.create(&[bind("source", "", &options)]);
-        let code = told(&created, |_| "Ok".to_owned());
+        let code = describe(&created, |_| "Ok".to_owned());
         let code = code.split(':').next().unwrap_or_default();
         writeln!(seen, "{wrong:?}: {code}, {:?}", lab.mounts()?)?;
     }
@@ -423,11 +296,11 @@ fn mapped_bind(place: &Place<'_>) -> Result<String> {
     Ok(seen)
 }
 
-/// What a Create with one bind with these options says, and what it leaves mounted when it fails.
+/// What a Create with one bind with these options returns, and what it leaves mounted when it fails.
 fn answer_to(place: &Place<'_>, options: &[&str]) -> Result<String> {
     let lab = Lab::new(place)?;
     let created = lab.create(&[bind("source", "", options)]);
-    let seen = told(&created, |_| "Ok".to_owned());
+    let seen = describe(&created, |_| "Ok".to_owned());
     if created.is_ok() {
         lab.delete().map_err(|error| anyhow::anyhow!("delete: {error}"))?;
     }
@@ -560,8 +433,8 @@ fn user_namespace(place: &Place<'_>) -> Result<String> {
         ];
         let script = "cat /proc/self/uid_map /proc/self/gid_map; stat -c '%u:%g' /bin/sh /proc/self /etc/passwd; \
                       touch /new; stat -c '%u:%g' /new";
-        let said = place.run("c", &options, &["sh", "-c", script])?;
-        let squeezed: Vec<String> = said
+        let output = place.run("c", &options, &["sh", "-c", script])?;
+        let squeezed: Vec<String> = output
             .stdout
             .lines()
             .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
@@ -569,9 +442,9 @@ fn user_namespace(place: &Place<'_>) -> Result<String> {
         writeln!(
             seen,
             "{snapshotter}: {:?}\n{}\n{}",
-            said.code,
+            output.code,
             squeezed.join("\n"),
-            said.stderr
+            output.stderr
         )?;
     }
     Ok(seen)

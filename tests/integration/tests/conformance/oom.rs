@@ -1,4 +1,4 @@
-//! 1.9: what is told when the kernel kills for want of memory.
+//! 1.9: what is published when the kernel kills for want of memory.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same("1.9 OOM: of init", "create start oom exit, code 137", of_init).on(On::Memory),
-    // With cgroup v2 the stock shim tells the exit before it, or loses it.
+    // With cgroup v2 the stock shim publishes the exit before it, or loses it.
     Point::same(
         "1.9 OOM: of an exec, before its exit",
         "oom exit, code 137",
@@ -65,8 +65,8 @@ fn of_exec(place: &Place<'_>) -> Result<String> {
         .exec("e", &Stdio::default(), &format!("exec {HOG}"))
         .context("exec")?;
     let code = client.finish("e")?;
-    let told = events.of(ID, "/tasks/exit", "e")?;
-    let topics: Vec<_> = told.iter().map(|event| event.topic.as_str()).collect();
+    let reported = events.of(ID, "/tasks/exit", "e")?;
+    let topics: Vec<_> = reported.iter().map(|event| event.topic.as_str()).collect();
     let status = client.container.status()?;
     client.end()?;
     Ok(format!(
@@ -87,7 +87,7 @@ fn of_children(place: &Place<'_>) -> Result<String> {
             let codes = place.node().read(inside("codes")).unwrap_or_default();
             Ok((codes.lines().count() == n).then_some(()))
         })?;
-        // Two that come at once are told as one.
+        // Two that come at once are published as one.
         events.wait_for(ID, "/tasks/oom", n)?;
         place.node().write(inside(&format!("next{n}")), "")?;
     }

@@ -6,10 +6,10 @@ use containerd_shim_protos::api::{
 };
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use containerd_shim_protos::shim::oci::Options;
-use firn_lab::{Task, any, told};
+use firn_lab::{Task, any, describe};
 use serde_json::Value;
 
-use crate::byhand::{Bundle, RUNC_OPTIONS};
+use crate::manual::{Bundle, RUNC_OPTIONS};
 use crate::{Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -75,7 +75,8 @@ fn called(place: &Place<'_>, bundle: &Bundle<'_>) -> Result<String> {
     Ok(calls)
 }
 
-/// Firn gives a call that others may be made beside a log of its own, whose lines it then adds to the one that all share.
+/// Firn gives a call that other calls may overlap a log of its own, whose lines it then adds to the one that
+/// all share.
 fn without_number(call: &str) -> String {
     let Some((before, rest)) = call.split_once("BUNDLE/log.") else {
         return call.to_owned();
@@ -211,7 +212,7 @@ fn refused(place: &Place<'_>, type_url: &str, value: &[u8]) -> Result<String> {
         ..Any::default()
     };
     let created = bundle.create(&shim, Some(options));
-    let seen = told(&created, |_| {
+    let seen = describe(&created, |_| {
         let runtime = place.node().read(format!("{}/runtime", bundle.dir));
         format!("created, runtime {:?}", runtime.unwrap_or_default())
     });

@@ -1,5 +1,5 @@
-//! A second container in the shim of one that ctr has made: only the test calls the shim for it, so that each call is
-//! seen by itself, and states that ctr never leaves a container in can be looked at.
+//! A second container in the shim of one that ctr has made: only the test calls the shim for it, so that each
+//! call is seen by itself, and states that ctr never leaves a container in can be looked at.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use containerd_shim_protos::api::{
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use containerd_shim_protos::protobuf::well_known_types::timestamp::Timestamp;
-use firn_lab::{BUNDLES, Container, Pending, Task, nothing_left, told};
+use firn_lab::{BUNDLES, Container, Pending, Task, describe, nothing_left};
 use firn_node::wait_for;
 use serde_json::{Value, json};
 
@@ -129,7 +129,7 @@ impl<'h> Raw<'h> {
 
     /// Create.
     pub fn create(&self, request: &CreateTaskRequest) -> String {
-        told(
+        describe(
             &self.task.call::<CreateTaskResponse>("Create", request),
             |answer| pid(answer.pid),
         )
@@ -161,8 +161,8 @@ impl<'h> Raw<'h> {
         self.is_up(id, "init.pid", script)
     }
 
-    /// Waits until a process runs its script and is no more the runtime's preparation for it, which takes signals in its
-    /// own way and cannot be dumped; or until it has ended.
+    /// Waits until a process runs its script and is no more the runtime's preparation for it, which takes
+    /// signals in its own way and cannot be dumped; or until it has ended.
     fn is_up(&self, id: &str, pid_file: &str, script: &str) -> Result<()> {
         let node = self.place.node();
         let pid = node.read(format!("{}/{pid_file}", Self::bundle(id)))?;
@@ -190,8 +190,8 @@ impl<'h> Raw<'h> {
         Ok(())
     }
 
-    /// As [`Raw::exec_runs`], and waits until it is this script that runs and not the runtime's preparation for it,
-    /// which takes signals in its own way.
+    /// As [`Raw::exec_runs`], and waits until it is this script that runs and not the runtime's preparation
+    /// for it, which takes signals in its own way.
     pub fn exec_is_up(&self, id: &str, exec: &str, script: &str) -> Result<()> {
         self.exec_runs(id, exec, script)?;
         self.is_up(id, &format!("{exec}.pid"), script)
@@ -200,7 +200,7 @@ impl<'h> Raw<'h> {
     /// Start.
     pub fn start(&self, id: &str, exec: &str) -> String {
         let request = request!(StartRequest { id, exec_id: exec });
-        told(&self.task.call::<StartResponse>("Start", &request), |answer| {
+        describe(&self.task.call::<StartResponse>("Start", &request), |answer| {
             pid(answer.pid)
         })
     }
@@ -208,7 +208,7 @@ impl<'h> Raw<'h> {
     /// State.
     pub fn state(&self, id: &str, exec: &str) -> String {
         let request = request!(StateRequest { id, exec_id: exec });
-        told(&self.task.call("State", &request), |state: &StateResponse| {
+        describe(&self.task.call("State", &request), |state: &StateResponse| {
             format!(
                 "{:?} id {:?} exec {:?} bundle {} {} code {} at {} stdio {:?} {:?} {:?} terminal {}",
                 state.status.enum_value_or_default(),
@@ -238,18 +238,18 @@ impl<'h> Raw<'h> {
 
     /// Pause.
     pub fn pause(&self, id: &str) -> String {
-        told(&self.task.call("Pause", &request!(PauseRequest { id })), ok)
+        describe(&self.task.call("Pause", &request!(PauseRequest { id })), ok)
     }
 
     /// Resume.
     pub fn resume(&self, id: &str) -> String {
-        told(&self.task.call("Resume", &request!(ResumeRequest { id })), ok)
+        describe(&self.task.call("Resume", &request!(ResumeRequest { id })), ok)
     }
 
     /// Checkpoint into that directory, the container running on.
     pub fn checkpoint(&self, id: &str, dir: &str) -> String {
         let request = request!(CheckpointTaskRequest { id, path: dir });
-        told(&self.task.call("Checkpoint", &request), ok)
+        describe(&self.task.call("Checkpoint", &request), ok)
     }
 
     /// What Exec is asked for this script.
@@ -274,7 +274,7 @@ impl<'h> Raw<'h> {
 
     /// Exec, as requested.
     pub fn exec_as(&self, request: &ExecProcessRequest) -> String {
-        told(&self.task.call("Exec", request), ok)
+        describe(&self.task.call("Exec", request), ok)
     }
 
     /// Kill.
@@ -285,13 +285,13 @@ impl<'h> Raw<'h> {
             signal,
             all
         });
-        told(&self.task.call("Kill", &request), ok)
+        describe(&self.task.call("Kill", &request), ok)
     }
 
     /// Delete.
     pub fn delete(&self, id: &str, exec: &str) -> String {
         let request = request!(DeleteRequest { id, exec_id: exec });
-        told(&self.task.call("Delete", &request), deleted)
+        describe(&self.task.call("Delete", &request), deleted)
     }
 
     /// Begins a Delete.
@@ -311,7 +311,7 @@ impl<'h> Raw<'h> {
         let answer = self
             .task
             .call::<PidsResponse>("Pids", &request!(PidsRequest { id }));
-        told(&answer, |answer| {
+        describe(&answer, |answer| {
             let details = answer
                 .processes
                 .iter()
@@ -335,7 +335,7 @@ impl<'h> Raw<'h> {
             id,
             resources: MessageField::some(any)
         });
-        told(&self.task.call("Update", &request), ok)
+        describe(&self.task.call("Update", &request), ok)
     }
 
     /// ResizePty.
@@ -346,7 +346,7 @@ impl<'h> Raw<'h> {
             width,
             height
         });
-        told(&self.task.call("ResizePty", &request), ok)
+        describe(&self.task.call("ResizePty", &request), ok)
     }
 
     /// CloseIO; whether it names stdin makes no difference.
@@ -356,13 +356,13 @@ impl<'h> Raw<'h> {
             exec_id: exec,
             stdin
         });
-        told(&self.task.call("CloseIO", &request), ok)
+        describe(&self.task.call("CloseIO", &request), ok)
     }
 
     /// Stats, which are looked at elsewhere.
     pub fn stats(&self, id: &str) -> String {
         let answer = self.task.call("Stats", &request!(StatsRequest { id }));
-        told(&answer, |stats: &StatsResponse| {
+        describe(&answer, |stats: &StatsResponse| {
             stats
                 .stats
                 .as_ref()
@@ -373,7 +373,7 @@ impl<'h> Raw<'h> {
     /// Connect.
     pub fn connect(&self, id: &str) -> String {
         let answer = self.task.call("Connect", &request!(ConnectRequest { id }));
-        told(&answer, |answer: &ConnectResponse| {
+        describe(&answer, |answer: &ConnectResponse| {
             format!("shim {} task {}", pid(answer.shim_pid), pid(answer.task_pid))
         })
     }
@@ -405,7 +405,7 @@ impl<'h> Raw<'h> {
 
     /// What a Wait that was begun has answered.
     pub fn waited(&self, pending: Pending<WaitResponse>) -> String {
-        told(&self.task.end(pending), |answer| {
+        describe(&self.task.end(pending), |answer| {
             format!("code {} at {}", answer.exit_status, at(&answer.exited_at))
         })
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use firn_lab::{Container, STOCK, Task, failure, nothing_left, told};
+use firn_lab::{Container, STOCK, Task, describe, failure, nothing_left};
 use firn_node::wait_for;
 use serde_json::json;
 
@@ -25,8 +25,8 @@ pub const POINTS: &[Point] = &[
         "137",
         killed_shim_with_crun,
     ),
-    // crun has CRIU restore also the cgroups of v1, which a lab's v2 host hides; crun 1.28 of forky names no mount of
-    // cgroup v1 to CRIU.
+    // crun has CRIU restore also the cgroups of v1, which a lab's v2 host hides; crun 1.28 of forky names no
+    // mount of cgroup v1 to CRIU.
     Point::same("1.3 crun: checkpoint and restore", "not ", checkpoint_with_crun)
         .better("restored, goes on")
         .on(On::TrixieV1),
@@ -55,7 +55,7 @@ pub const POINTS: &[Point] = &[
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Ends with 74 when it is told to.
+/// Ends with 74 on SIGTERM.
 const SCRIPT: &str = "trap 'exit 74' USR1; >/trapped; while :; do sleep 0.05; done";
 
 /// Counts in its memory and writes to its disk.
@@ -88,8 +88,8 @@ fn life(place: &Place<'_>, runtime: &str) -> Result<String> {
         "-c",
         "echo out; echo err >&2; exit 5",
     ];
-    let said = place.host.ctr(&exec, "")?;
-    let mut seen = format!("{}{}", said.stdout, said.stderr);
+    let output = place.host.ctr(&exec, "")?;
+    let mut seen = format!("{}{}", output.stdout, output.stderr);
     let pids = container.pids()?;
     writeln!(
         seen,
@@ -111,9 +111,9 @@ fn life(place: &Place<'_>, runtime: &str) -> Result<String> {
     writeln!(
         seen,
         "exec {}, {paused}, {resumed}, exit code {}, killed: {}",
-        said.code.unwrap_or(-1),
+        output.code.unwrap_or(-1),
         container.exit_code()?,
-        told(&killed, |()| "ok".to_owned())
+        describe(&killed, |()| "ok".to_owned())
     )?;
     container.forget()?;
     Ok(seen)
@@ -130,9 +130,9 @@ fn life_with_youki(place: &Place<'_>) -> Result<String> {
 fn with_youki(place: &Place<'_>, story: impl FnOnce() -> Result<String>) -> Result<String> {
     place.node().write(YOUKI_PATH, YOUKI)?;
     place.node().run(&["chmod", "+x", YOUKI_PATH])?;
-    let told = story();
+    let reported = story();
     place.node().run(&["rm", YOUKI_PATH])?;
-    told
+    reported
 }
 
 fn update_with_crun(place: &Place<'_>) -> Result<String> {
@@ -151,7 +151,7 @@ fn update_with_crun(place: &Place<'_>) -> Result<String> {
     let limit = place.node().read("/sys/fs/cgroup/pids/default/c/pids.max")?;
     let seen = format!(
         "{}\npids.max {}",
-        told(&updated, |_| "ok".to_owned()),
+        describe(&updated, |_| "ok".to_owned()),
         limit.trim()
     );
     container.remove()?;
@@ -169,7 +169,7 @@ fn errors_of_crun(place: &Place<'_>) -> Result<String> {
     container.remove()?;
     let dead = place.start("c", &["--runc-binary", "crun"], "exit 0")?;
     dead.becomes("STOPPED")?;
-    let killed = told(&Task::of(place.host, "c")?.kill("", 9, false), |()| {
+    let killed = describe(&Task::of(place.host, "c")?.kill("", 9, false), |()| {
         "ok".to_owned()
     });
     dead.remove()?;
@@ -183,26 +183,17 @@ fn errors_of_crun(place: &Place<'_>) -> Result<String> {
 
 fn killed_shim_with_crun(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &["--runc-binary", "crun"], SCRIPT)?;
-    kill_shim(place, "c")?;
+    place.host.kill_shim("c")?;
     place.is_cleaned_up("c")?;
     let deleted = place.host.ctr(&["tasks", "delete", "c"], "")?;
     container.forget()?;
     Ok(format!("{:?} 137", deleted.code))
 }
 
-/// Kills the shim of a container as the OOM killer would.
-pub fn kill_shim(place: &Place<'_>, id: &str) -> Result<()> {
-    let shim = place.node().processes().into_iter().find(|process| {
-        let mut pairs = process.args.windows(2);
-        process.command.starts_with("containerd-shim") && pairs.any(|pair| pair[0] == "-id" && pair[1] == id)
-    });
-    let pid = shim.with_context(|| format!("{id} has no shim"))?.pid;
-    place.node().run(&["kill", "-KILL", &pid.to_string()]).map(drop)
-}
-
-/// Ends the container through its shim's end: what crun does not know any more the stock shim does not delete.
+/// Ends the container through its shim's end: what crun does not know any more the stock shim does not
+/// delete.
 fn end_shim(place: &Place<'_>) -> Result<()> {
-    if kill_shim(place, "c").is_ok() {
+    if place.host.kill_shim("c").is_ok() {
         place.is_cleaned_up("c")?;
     }
     for left in ["tasks", "containers"] {
@@ -211,7 +202,7 @@ fn end_shim(place: &Place<'_>) -> Result<()> {
     Ok(())
 }
 
-/// How far a counter of [`COUNT`] is. One that began anew does not go on where its file ends.
+/// How far a counter of [`COUNT`] is. One that began again does not go on where its file ends.
 fn count(container: &Container<'_>) -> Result<u64> {
     let text = container.exec(&["cat", "/n"])?;
     // The last line may be on its way.
@@ -306,10 +297,10 @@ fn gpu_with_crun(place: &Place<'_>) -> Result<String> {
     let options = ["--runtime", STOCK, "--runc-binary", "crun"];
     let job = Container::count_with(place.host, "c", &["0"], 1, &options, &[])?;
     job.goes_on(3)?;
-    let said = failure(job.checkpoint("checkpoint/failed")).context("checkpoint")?;
+    let output = failure(job.checkpoint("checkpoint/failed")).context("checkpoint")?;
     ensure!(!place.host.has_image("checkpoint/failed")?, "there is an image");
     ensure!(job.status()? == "RUNNING", "the task is {}", job.status()?);
     job.goes_on(3)?;
     job.remove()?;
-    Ok(said)
+    Ok(output)
 }

@@ -11,7 +11,7 @@ use firn_node::wait_for;
 use protobuf::Message;
 use serde_json::{Value, json};
 
-use crate::byhand::{Bundle, RUNC_OPTIONS, STEP};
+use crate::manual::{Bundle, RUNC_OPTIONS, STEP};
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -136,7 +136,8 @@ fn pids(task: &Task, id: &str) -> Result<(u32, u32)> {
     Ok((answer.shim_pid, answer.task_pid))
 }
 
-/// What a shim says when SIGUSR1 asks it how it is: the stock one dumps its goroutines, firn counts its tasks.
+/// What a shim prints when SIGUSR1 asks it how it is: the stock one dumps its goroutines, firn counts its
+/// tasks.
 const HOW_IT_IS: [&str; 2] = ["goroutine stack dump", " tasks alive"];
 
 fn logs(place: &Place<'_>) -> Result<String> {
@@ -174,7 +175,7 @@ fn subreaper(place: &Place<'_>) -> Result<String> {
     Ok(seen)
 }
 
-/// Sends the request on stdin to a socket, and tells whether there was an answer before the end.
+/// Sends the request on stdin to a socket, and prints whether there was an answer before the end.
 const ASK: &str = r#"
     use Socket; my ($path) = @ARGV; local $/; my $request = <STDIN>;
     socket(my $s, AF_UNIX, SOCK_STREAM, 0) or die $!; connect($s, pack_sockaddr_un($path)) or die "connect: $!";
@@ -236,7 +237,7 @@ fn services(place: &Place<'_>) -> Result<String> {
             "Connect",
             &ConnectRequest::new(),
         );
-        format!("v{version} {}", firn_lab::told(&answer, |_| "pid".into()))
+        format!("v{version} {}", firn_lab::describe(&answer, |_| "pid".into()))
     };
     let seen = format!("{}, {}", ask(2), ask(3));
     shim.end()?;
@@ -283,7 +284,7 @@ fn own_socket(place: &Place<'_>) -> Result<String> {
     Ok(format!("is there\na long path: {:?}", refused.code))
 }
 
-/// A shim that is told to end leaves its container to containerd, which has `delete` kill it.
+/// A shim that gets SIGTERM leaves its container to containerd, which has `delete` kill it.
 fn ended_under_containerd(place: &Place<'_>) -> Result<String> {
     let events = place.host.watch_events()?;
     let container = place.start("c", &[], "sleep 1000")?;
@@ -300,14 +301,14 @@ fn ended_under_containerd(place: &Place<'_>) -> Result<String> {
 }
 
 fn version(place: &Place<'_>) -> Result<String> {
-    let said = place.host.said(&[place.program(), "-v"], "")?;
-    let mut lines = said.stdout.lines();
+    let output = place.host.output_of(&[place.program(), "-v"], "")?;
+    let mut lines = output.stdout.lines();
     let name = lines.next().unwrap_or_default();
     let version = lines.next().unwrap_or_default();
     let number = version.trim_start_matches("  Version:  ");
     Ok(format!(
         "{:?} {name}\n{}",
-        said.code,
+        output.code,
         version.replace(number, "X")
     ))
 }
@@ -375,8 +376,8 @@ fn info_of_a_plain_runtime(place: &Place<'_>) -> Result<String> {
 
 fn info_for_ctr(place: &Place<'_>) -> Result<String> {
     let asked = ["plugins", "inspect-runtime", "--runtime=io.containerd.runc.v2"];
-    let said = place.host.ctr(&asked, "")?;
-    let mut json: Value = serde_json::from_str(&said.stdout).with_context(|| said.to_string())?;
+    let output = place.host.ctr(&asked, "")?;
+    let mut json: Value = serde_json::from_str(&output.stdout).with_context(|| output.to_string())?;
     json["Version"] = Value::Null;
-    Ok(format!("{:?} {json:#}", said.code))
+    Ok(format!("{:?} {json:#}", output.code))
 }

@@ -9,7 +9,7 @@ use protobuf::Message;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::byhand::{ADDRESS, Bundle, Done, RUNC_OPTIONS, STEP};
+use crate::manual::{ADDRESS, Bundle, Done, RUNC_OPTIONS, STEP};
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[

@@ -54,7 +54,8 @@ impl Seen {
     }
 }
 
-// An exec that runs is not started again here: the stock shim counts its end twice then, and panics when init ends.
+// An exec that runs is not started again here: the stock shim counts its end twice then, and panics when init
+// ends.
 
 /// Calls that are refused or change nothing in every state; an exec `x` is there.
 fn ask(raw: &Raw<'_>, seen: &mut Seen) {

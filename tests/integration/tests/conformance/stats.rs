@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use containerd_shim_protos::api::{StatsRequest, StatsResponse};
 use containerd_shim_protos::cgroups::metrics::Metrics as V1;
 use containerd_shim_protos::cgroups_v2::metrics::Metrics as V2;
-use firn_lab::{Container, Task, told};
+use firn_lab::{Container, Task, describe};
 use protobuf::reflect::{ReflectFieldRef, ReflectValueRef};
 use protobuf::{Message, MessageDyn};
 
@@ -17,7 +17,7 @@ pub const POINTS: &[Point] = &[
         "type io.containerd.cgroups.v",
         every_field,
     ),
-    Point::same("1.4 Stats: as ctr tells them", "pids", by_ctr),
+    Point::same("1.4 Stats: as ctr prints them", "pids", by_ctr),
     Point::same("1.4 Stats: limits", "67108864", limits).on(On::Memory),
     Point::same(
         "1.4 Stats: of a container in a deeper cgroup",
@@ -97,8 +97,9 @@ const STABLE: &[&str] = &[
     "oom_kill",
 ];
 
-/// Does a little of everything that is counted, and then stays with two children, whose program it has written: pages of
-/// the image's are counted for whoever was the first to read them. A restore interrupts sleeps and waits.
+/// Does a little of everything that is counted, and then stays with two children, whose program it has
+/// written: pages of the image's are counted for whoever was the first to read them. A restore interrupts
+/// sleeps and waits.
 const WORK: &str = "dd if=/dev/zero of=/file bs=1M count=4 2>/dev/null; cat /file >/dev/null; mkfifo /fifo; mkdir /own; cp /bin/busybox /own; /own/busybox cat /fifo & /own/busybox cat /fifo & >/worked; while :; do wait; done";
 
 fn works<'p>(place: &'p Place<'p>, options: &[&str]) -> Result<Client<'p>> {
@@ -272,7 +273,7 @@ fn stopped(place: &Place<'_>) -> Result<String> {
     let client = works(place, &[])?;
     client.container.task(&["kill", "--signal", "SIGKILL"])?;
     client.container.becomes("STOPPED")?;
-    let seen = told(&call(&client.task, ID), |_| String::new());
+    let seen = describe(&call(&client.task, ID), |_| String::new());
     let seen = match seen.as_str() {
         "" => only(&fields(&client.task, ID)?, FEW),
         _ => seen,
@@ -298,7 +299,7 @@ fn restored_after(place: &Place<'_>, before: impl FnOnce(&Client<'_>) -> Result<
     let task = Task::of(place.host, "d")?;
     let seen = match fields(&task, "d") {
         Ok(fields) => only(&fields, FEW),
-        Err(_) => told(&call(&task, "d"), |_| "there after all".into()),
+        Err(_) => describe(&call(&task, "d"), |_| "there after all".into()),
     };
     drop(task);
     let status = container.status()?;

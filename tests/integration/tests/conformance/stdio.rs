@@ -1,15 +1,14 @@
 //! 1.7: standard input, output and error through fifos, files and nothing at all.
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use firn_lab::{BUNDLES, Container, failure, told};
+use firn_lab::{BUNDLES, describe};
 use firn_node::wait_for;
 use sha2::{Digest, Sha256};
 
-use crate::client::{Client, Fifo, ID, LIMIT, Stdio, clean, logged, path};
+use crate::client::{Client, Fifo, ID, LIMIT, Stdio, path};
+use crate::stdio_files::{file_appended, file_exec, file_made, file_refused, unknown_scheme};
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -65,7 +64,7 @@ pub const POINTS: &[Point] = &[
         .on(On::EachDaemon)
         .better("code 0, \"out\\n\""),
     Point::same("1.7 fifo: one that is not there", "refused", missing_fifo).on(On::EachDaemon),
-    Point::same("1.7 fifo: what a failing runc says", "\"\" \"\"", failing_exec).on(On::EachDaemon),
+    Point::same("1.7 fifo: output of a failing runc", "\"\" \"\"", failing_exec).on(On::EachDaemon),
     Point::same(
         "1.7 pipes: belong to io_uid and io_gid",
         "out \"1234:1234\\n\", err \"err\\n\"",
@@ -105,14 +104,14 @@ fn words(text: &str) -> String {
 }
 
 /// Lines of a log in an order that does not depend on which copy was first.
-fn sorted(text: &str) -> String {
+pub fn sorted(text: &str) -> String {
     let mut lines: Vec<_> = text.lines().collect();
     lines.sort_unstable();
     lines.join(" ")
 }
 
 fn ok<T>(answer: &ttrpc::Result<T>) -> String {
-    told(answer, |_| "ok".into())
+    describe(answer, |_| "ok".into())
 }
 
 /// Whether a call failed, and whether its message names the path.
@@ -169,7 +168,7 @@ fn outputs<'a>(out: &'a Fifo, err: &'a Fifo) -> Stdio<'a> {
     }
 }
 
-/// What is told when a client starts a process before it has opened its outputs.
+/// What is published when a client starts a process before it has opened its outputs.
 fn unread(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
     let (out, err) = (client.fifo("out")?, client.fifo("err")?);
@@ -204,7 +203,7 @@ fn unread(place: &Place<'_>) -> Result<String> {
     Ok(seen)
 }
 
-/// Says what it got for every line that it gets, and how that went when it has ended.
+/// Prints what it got for every line that it gets, and how that went when it has ended.
 const ANSWERS: &str = "while read line; do echo got $line || exit 9; done; exit 5";
 
 /// Two lines, each read by a reader of its own; what is done between them happens while nobody reads.
@@ -246,7 +245,8 @@ fn daemon_restarts(place: &Place<'_>) -> Result<String> {
     Ok(format!("{seen}\n{status}"))
 }
 
-/// How a delete went that must not wait for ever for somebody to read; well below the 10 s after which the kubelet gives up.
+/// How a delete went that must not wait for ever for somebody to read; well below the 10 s after which the
+/// kubelet gives up.
 fn delete_in_time(client: &Client<'_>, id: &str) -> String {
     let begun = Instant::now();
     let deleted = ok(&client.delete(id));
@@ -262,7 +262,7 @@ fn stuck_reader(place: &Place<'_>) -> Result<String> {
     let script = "head -c 100000 /dev/zero; >/full; exec yes";
     client.exec("e", &outputs(&out, &err), script)?;
     wait_for("a full fifo", LIMIT, || Ok(client.inside("full").ok()))?;
-    let state = told(&client.task.state("e"), |state| {
+    let state = describe(&client.task.state("e"), |state| {
         format!("{:?}", state.status.enum_value_or_default())
     });
     let killed = ok(&client.task.kill("e", 9, false));
@@ -332,7 +332,7 @@ fn stdout_alone(place: &Place<'_>) -> Result<String> {
     let started = client.exec("e", &stdio, "echo out; echo err >&2");
     let seen = match started {
         Ok(()) => format!("code {}, {:?}", client.finish("e")?, reader.text()?),
-        Err(error) => told(&Err::<(), _>(error), |()| String::new()),
+        Err(error) => describe(&Err::<(), _>(error), |()| String::new()),
     };
     client.end()?;
     Ok(seen)
@@ -426,98 +426,12 @@ fn much_stdin(place: &Place<'_>) -> Result<String> {
     })
 }
 
-fn file_made(place: &Place<'_>) -> Result<String> {
-    let log = path("deep/er/log");
-    let code = logged(place, &format!("file://{log}"), "echo out")?;
-    let mode = |path: &str| {
-        let mode = fs::metadata(place.node().path(path))?.permissions().mode();
-        Ok::<_, std::io::Error>(mode & 0o7777)
-    };
-    let (dir, file) = (mode(&path("deep/er"))?, mode(&log)?);
-    let text = place.node().read(&log)?;
-    clean(place)?;
-    Ok(format!("code {code}, dir {dir:o}, file {file:o}, {text:?}"))
-}
-
-fn file_appended(place: &Place<'_>) -> Result<String> {
-    let log = path("log");
-    let uri = format!("file://{log}");
-    let mut text = String::new();
-    for round in [1, 2] {
-        // As for the exec below.
-        let script =
-            format!("echo out {round}; echo err {round} >&2; until [ -e /logged ]; do sleep 0.05; done");
-        let container = place.start(ID, &["--log-uri", &uri], &script)?;
-        wait_for("both lines", LIMIT, || {
-            text = place.node().read(&log).unwrap_or_default();
-            Ok((text.lines().count() == 2 * round && text.ends_with('\n')).then_some(()))
-        })?;
-        place.node().write(format!("{BUNDLES}/{ID}/rootfs/logged"), "")?;
-        container.becomes("STOPPED")?;
-        container.exit_code()?;
-        container.forget()?;
-    }
-    clean(place)?;
-    Ok(sorted(&text))
-}
-
-fn file_exec(place: &Place<'_>) -> Result<String> {
-    let client = Client::start(place)?;
-    let log = path("new/log");
-    let uri = format!("file://{log}");
-    let stdio = Stdio {
-        stdout: &uri,
-        stderr: &uri,
-        ..Stdio::default()
-    };
-    // The stock shim loses a line when the process ends before both copies have begun.
-    let script = "echo out; echo err >&2; until [ -e /logged ]; do sleep 0.05; done";
-    client.exec("e", &stdio, script)?;
-    let seen = wait_for("both lines", LIMIT, || {
-        let seen = sorted(&place.node().read(&log).unwrap_or_default());
-        Ok(seen
-            .contains("out")
-            .then_some(seen)
-            .filter(|seen| seen.contains("err")))
-    })?;
-    place.node().write(format!("{BUNDLES}/{ID}/rootfs/logged"), "")?;
-    client.finish("e")?;
-    client.end()?;
-    Ok(seen)
-}
-
-fn file_refused(place: &Place<'_>) -> Result<String> {
-    place.node().write(path("file"), "")?;
-    let uri = format!("file://{}/log", path("file"));
-    let said = failure(place.start("c", &["--log-uri", &uri], "true"))?;
-    // ctr leaves the container of a task that could not be made.
-    place.host.ctr(&["containers", "delete", "c"], "")?;
-    firn_lab::nothing_left(place.host, "c")?;
-    clean(place)?;
-    Ok(format!("refused, names it: {}", said.contains(&path("file"))))
-}
-
-fn unknown_scheme(place: &Place<'_>) -> Result<String> {
-    let said = match place.start("c", &["--log-uri", "nosuch:///log"], "true") {
-        Ok(container) => {
-            Container::remove(container)?;
-            return Ok("taken".to_owned());
-        }
-        Err(error) => format!("{error:#}"),
-    };
-    place.host.ctr(&["containers", "delete", "c"], "")?;
-    firn_lab::nothing_left(place.host, "c")?;
-    let text = said.lines().find(|line| line.contains("scheme")).unwrap_or(&said);
-    let at = text.find("unknown").unwrap_or_default();
-    Ok(text[at..].trim().to_owned())
-}
-
 /// Runs a container whose pipes belong to this user, as `io_uid` and `io_gid` of the runc options say.
 fn owned(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
     let (out, err) = (client.fifo("out")?, client.fifo("err")?);
     let (to_out, to_err) = (out.reader()?, err.reader()?);
-    // A shell opens its outputs anew, as programs do that log to /dev/stdout.
+    // A shell opens its outputs again, as programs do that log to /dev/stdout.
     let script = "stat -L -c %u:%g /proc/self/fd/1 >/proc/self/fd/1; echo err >/proc/self/fd/2";
     let code = client.second(1234, &outputs(&out, &err), script, || Ok(()))?;
     let seen = format!("code {code}, out {:?}, err {:?}", to_out.text()?, to_err.text()?);

@@ -3,10 +3,10 @@
 use std::fmt::Write as _;
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, STOCK, Task, failure, told};
+use firn_lab::{Container, STOCK, Task, describe, failure};
 use firn_node::wait_for;
 
-use crate::runtimes::{checkpoint_and_restore, kill_shim};
+use crate::runtimes::checkpoint_and_restore;
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -126,15 +126,15 @@ fn life(place: &Place<'_>) -> Result<String> {
     write!(
         seen,
         "killed: {}, in {cgroup}, {paused} and {frozen}, {resumed}, exit code {code}, {}",
-        told(&killed, |()| "ok".to_owned()),
+        describe(&killed, |()| "ok".to_owned()),
         no_scope(place)?
     )?;
     Ok(seen)
 }
 
 fn wrong_name(place: &Place<'_>) -> Result<String> {
-    let said = place.run("c", &["--runc-systemd-cgroup", "--cgroup", "/plain/c"], &["true"])?;
-    Ok(said.stderr)
+    let output = place.run("c", &["--runc-systemd-cgroup", "--cgroup", "/plain/c"], &["true"])?;
+    Ok(output.stderr)
 }
 
 fn nested_slice(place: &Place<'_>) -> Result<String> {
@@ -162,10 +162,10 @@ fn gpu_checkpoint(place: &Place<'_>) -> Result<String> {
     let image = "checkpoint/c";
     let seen = match job.checkpoint(image) {
         Err(error) => {
-            let said = failure::<()>(Err(error))?;
+            let output = failure::<()>(Err(error))?;
             ensure!(!place.host.has_image(image)?, "there is an image");
             job.remove()?;
-            format!("checkpoint failed: {said}")
+            format!("checkpoint failed: {output}")
         }
         Ok(_) => {
             job.goes_on(3)?;
@@ -183,7 +183,7 @@ fn gpu_checkpoint(place: &Place<'_>) -> Result<String> {
 
 fn killed_shim(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &OPTIONS, SCRIPT)?;
-    kill_shim(place, "c")?;
+    place.host.kill_shim("c")?;
     place.is_cleaned_up("c")?;
     let deleted = place.host.ctr(&["tasks", "delete", "c"], "")?;
     container.forget()?;

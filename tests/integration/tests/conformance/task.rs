@@ -7,7 +7,7 @@ use containerd_shim_protos::api::{
     ConnectRequest, ConnectResponse, Empty, ShutdownRequest, StateRequest, StateResponse, WaitRequest,
     WaitResponse,
 };
-use firn_lab::{BUNDLES, Task, told};
+use firn_lab::{BUNDLES, Task, describe};
 use firn_node::wait_for;
 use serde_json::Value;
 
@@ -72,7 +72,7 @@ pub const POINTS: &[Point] = &[
     )
     .on(On::V1),
     Point::same(
-        "1.4 update: what the runtime refuses is told in its words",
+        "1.4 update: what the runtime refuses is reported in its words",
         "limits UNKNOWN: runc did not terminate successfully: exit status 1:",
         update_refused,
     ),
@@ -108,7 +108,7 @@ fn kill_by_number(place: &Place<'_>) -> Result<String> {
     container.becomes("STOPPED")?;
     let seen = format!(
         "{}\nexit code {}",
-        told(&killed, |()| "ok".into()),
+        describe(&killed, |()| "ok".into()),
         container.exit_code()?
     );
     container.forget()?;
@@ -119,8 +119,8 @@ fn kill_of_the_dead(place: &Place<'_>) -> Result<String> {
     let container = place.start("c", &[], "exit 0")?;
     container.becomes("STOPPED")?;
     let task = Task::of(place.host, "c")?;
-    let init = told(&task.kill("", 9, false), |()| "ok".into());
-    let exec = told(&task.kill("nosuch", 9, false), |()| "ok".into());
+    let init = describe(&task.kill("", 9, false), |()| "ok".into());
+    let exec = describe(&task.kill("nosuch", 9, false), |()| "ok".into());
     drop(task);
     container.remove()?;
     Ok(format!("init {init}\nexec {exec}"))
@@ -240,10 +240,10 @@ fn wait_while_paused(place: &Place<'_>) -> Result<String> {
     raw.pause("r");
     // An answer to Wait would have come before one to a later call.
     let state = request!(StateRequest { id: "r" });
-    let frozen = told(&other.call("State", &state), |state: &StateResponse| {
+    let frozen = describe(&other.call("State", &state), |state: &StateResponse| {
         format!("{:?}", state.status.enum_value_or_default())
     });
-    let waits = |there| if there { "is told" } else { "waits" };
+    let waits = |there| if there { "is published" } else { "waits" };
     let mut seen = vec![
         frozen,
         format!(
@@ -255,7 +255,7 @@ fn wait_while_paused(place: &Place<'_>) -> Result<String> {
     raw.resume("r");
     raw.kill("r", "", 9, false);
     seen.push(format!("one {}", raw.waited(one)));
-    let two = told(&other.end(two), |answer| {
+    let two = describe(&other.end(two), |answer| {
         format!("code {} at {}", answer.exit_status, at(&answer.exited_at))
     });
     seen.push(format!("the other {two}"));
@@ -272,7 +272,7 @@ fn connect(place: &Place<'_>) -> Result<String> {
     };
     let shim = raw.shim_pid()?;
     let init = raw.host_pid()?;
-    let seen = told(&ask("c"), |answer| {
+    let seen = describe(&ask("c"), |answer| {
         let right = |one: u32, other: i32| {
             if i64::from(one) == i64::from(other) {
                 "right"
@@ -286,9 +286,9 @@ fn connect(place: &Place<'_>) -> Result<String> {
             right(answer.task_pid, init)
         )
     });
-    let other = told(&ask("nosuch"), |answer| pid(answer.task_pid));
+    let other = describe(&ask("nosuch"), |answer| pid(answer.task_pid));
     raw.make("r", SLEEP)?;
-    let made = told(&ask("r"), |answer| pid(answer.task_pid));
+    let made = describe(&ask("r"), |answer| pid(answer.task_pid));
     raw.end(&["r"])?;
     Ok(format!("{seen}\nother task {other}\ncreated task {made}"))
 }
@@ -366,7 +366,7 @@ fn shutdown(place: &Place<'_>) -> Result<String> {
     raw.run("r", SLEEP)?;
     let ask = |now: bool| {
         let request = request!(ShutdownRequest { id: "r", now });
-        told(&raw.task.call::<Empty>("Shutdown", &request), ok)
+        describe(&raw.task.call::<Empty>("Shutdown", &request), ok)
     };
     let seen = format!(
         "shutdown {}\nshutdown now {}\nstate {}",
@@ -380,7 +380,7 @@ fn shutdown(place: &Place<'_>) -> Result<String> {
 
 /// The code of the answer to a call.
 fn code(answer: &ttrpc::Result<Empty>) -> String {
-    let answer = told(answer, ok);
+    let answer = describe(answer, ok);
     answer.split(':').next().unwrap_or_default().to_owned()
 }
 

@@ -1,7 +1,7 @@
 //! `delete`, and shims that are replaced under running containers.
 //!
-//! With the stock shim's place nothing is swapped: it shows what a host shows whose shim stays. On firn's place the program
-//! changes between the two under the same path, as a package manager does it.
+//! With the stock shim's place nothing is swapped: it shows what a host shows whose shim stays. On firn's
+//! place the program changes between the two under the same path, as a package manager does it.
 
 use std::fs;
 
@@ -12,8 +12,8 @@ use firn_lab::{Container, Task, any};
 use protobuf::Message;
 use serde_json::Value;
 
-use crate::byhand::{Bundle, RUNC_OPTIONS};
 use crate::hosts::Shim;
+use crate::manual::{Bundle, RUNC_OPTIONS};
 use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
@@ -189,8 +189,8 @@ impl Place<'_> {
         self.node().install(self.node().path(from), self.program(), 0o755)
     }
 
-    /// Starts a container, and makes sure that the shim that serves it is a new one of this kind, or, if `shim` is
-    /// given, that one.
+    /// Starts a container, and makes sure that the shim that serves it is a new one of this kind, or, if
+    /// `shim` is given, that one.
     fn start_under(&self, id: &str, kind: Shim, shim: Option<u32>) -> Result<(Container<'_>, u32)> {
         let annotation = format!("io.containerd.runc.v2.group={}", &id[..1]);
         let options: &[&str] = match id.starts_with('u') {
@@ -273,7 +273,7 @@ fn group_killed(place: &Place<'_>) -> Result<String> {
 /// Everything that a client does with a container that runs, up to its end.
 fn lived(place: &Place<'_>, container: Container<'_>) -> Result<String> {
     let id = container.id().to_owned();
-    let (mut seen, told) = (Vec::new(), "out of exec");
+    let (mut seen, reported) = (Vec::new(), "out of exec");
     let exec = [
         "tasks",
         "exec",
@@ -282,10 +282,10 @@ fn lived(place: &Place<'_>, container: Container<'_>) -> Result<String> {
         &id,
         "sh",
         "-c",
-        &format!("echo {told}; exit 5"),
+        &format!("echo {reported}; exit 5"),
     ];
-    let said = place.host.ctr(&exec, "")?;
-    seen.push(format!("{} code {:?}", said.stdout.trim(), said.code));
+    let output = place.host.ctr(&exec, "")?;
+    seen.push(format!("{} code {:?}", output.stdout.trim(), output.code));
     container.task(&["pause"])?;
     seen.push(container.status()?);
     container.task(&["resume"])?;

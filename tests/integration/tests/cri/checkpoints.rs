@@ -19,8 +19,9 @@ pub const POINTS: &[Point] = &[
         plain,
     )
     .ways(&[Way::Path, Way::DropIn])
-    .on(&[Suite::Forky]),
-    // To another name than the stock runtime's, containerd says nothing of a work directory, where CRIU's log would be.
+    .on(Suite::has_cri_checkpoint),
+    // To another name than the stock runtime's, containerd passes no work directory, where CRIU's log would
+    // be.
     Point::new(
         "checkpoint: by firn's own runtime name",
         "config.dump container.log rootfs-diff.tar spec.dump status status.dump\ngoes on in another pod",
@@ -28,22 +29,23 @@ pub const POINTS: &[Point] = &[
     )
     .firn_only()
     .ways(&[Way::Named])
-    .on(&[Suite::Forky]),
+    .on(Suite::has_cri_checkpoint),
     Point::new(
         "checkpoint: a container with a GPU, and one from it on another GPU",
         "goes on in another pod on GPU 2",
         gpu,
     )
     .firn_only()
-    .on(&[Suite::Forky]),
+    .on(Suite::has_cri_checkpoint),
     Point::new(
         "checkpoint: no container from one where the operator has not allowed it",
         "FIRN-RESTORE-CRI",
         off,
     )
     .firn_only()
-    .on(&[Suite::Forky]),
-    Point::new("checkpoint: containerd 1.7 has none", "Unimplemented", none).on(&[Suite::Trixie]),
+    .on(Suite::has_cri_checkpoint),
+    Point::new("checkpoint: containerd 1.7 has none", "Unimplemented", none)
+        .on(|suite| !suite.has_cri_checkpoint()),
 ];
 
 const ARCHIVE: &str = "/tmp/checkpoint.tar";
@@ -59,7 +61,8 @@ fn checkpoint(container: &Ctr<'_>) -> Result<()> {
 
 /// A container whose image is the archive.
 ///
-/// containerd 2.1 pulls the image of the source again, whether it is there or not: its own content is the registry.
+/// containerd 2.1 pulls the image of the source again, whether it is there or not: its own content is the
+/// registry.
 fn restore<'h>(pod: &Pod<'h>, special: &serde_json::Value) -> Result<Ctr<'h>> {
     pod.cri.host.configure("[restore]\ncri = true\n")?;
     let restored = restore_as_configured(pod, special);
@@ -70,8 +73,8 @@ fn restore<'h>(pod: &Pod<'h>, special: &serde_json::Value) -> Result<Ctr<'h>> {
 fn restore_as_configured<'h>(pod: &Pod<'h>, special: &serde_json::Value) -> Result<Ctr<'h>> {
     let mut registry = pod.cri.host.node().spawn(&[CLIENT, "registry", BLOBS])?;
     let mut ready = String::new();
-    let said = registry.stdout.take().context("no output")?;
-    BufReader::new(said).read_line(&mut ready)?;
+    let output = registry.stdout.take().context("no output")?;
+    BufReader::new(output).read_line(&mut ready)?;
     let restored = pod.start_with("c", special).with_context(|| ready);
     registry.kill().and_then(|()| registry.wait().map(drop))?;
     restored
@@ -169,11 +172,11 @@ fn off(cri: Cri<'_>) -> Result<String> {
     checkpoint(&container)?;
     pod.remove(&[&container])?;
     let other = cri.pod("other")?;
-    let said = failure(restore_as_configured(&other, &json!({ "image": { "image": ARCHIVE } })).map(drop))?;
+    let output = failure(restore_as_configured(&other, &json!({ "image": { "image": ARCHIVE } })).map(drop))?;
     other.remove(&[])?;
     std::fs::remove_file(cri.host.node().path(ARCHIVE))?;
-    ensure!(said.contains("hint: cri = true under [restore]"), "{said}");
-    Ok(said)
+    ensure!(output.contains("hint: cri = true under [restore]"), "{output}");
+    Ok(output)
 }
 
 fn gpu(cri: Cri<'_>) -> Result<String> {
@@ -241,7 +244,7 @@ fn computes(container: &Ctr<'_>, iteration: u64) -> Result<u64> {
 fn none(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
     let container = pod.start("c", COUNT)?;
-    let said = failure(checkpoint(&container))?;
+    let output = failure(checkpoint(&container))?;
     pod.remove(&[&container])?;
-    Ok(said)
+    Ok(output)
 }

@@ -36,11 +36,11 @@ pub struct Cri<'h> {
 impl<'h> Cri<'h> {
     /// Calls a method.
     pub fn call(self, method: &str, request: &Value) -> Result<Value> {
-        let said = self.host.said(&[CLIENT, method], &request.to_string())?;
-        if said.code != Some(0) {
-            bail!("{}", said.stderr.trim_end());
+        let output = self.host.output_of(&[CLIENT, method], &request.to_string())?;
+        if output.code != Some(0) {
+            bail!("{}", output.stderr.trim_end());
         }
-        serde_json::from_str(&said.stdout).with_context(|| format!("{method} answered {}", said.stdout))
+        serde_json::from_str(&output.stdout).with_context(|| format!("{method} answered {}", output.stdout))
     }
 
     /// Runs a pod in the host's network, so that no network plugin is needed.
@@ -124,7 +124,8 @@ impl<'h> Pod<'h> {
         text(&answer["status"]["state"])
     }
 
-    /// What a container has written, in the form in which the kubelet keeps it, without the time of each line.
+    /// What a container has written, in the form in which the kubelet keeps it, without the time of each
+    /// line.
     pub fn log(&self, container: &str) -> Result<String> {
         let path = format!("{}/{container}.log", text(&self.config["logDirectory"])?);
         let log = self.cri.host.node().read(path)?;
@@ -146,11 +147,9 @@ impl<'h> Pod<'h> {
 
     /// Pids of the shims that work for the pod and its containers.
     pub fn shims(&self) -> Vec<i32> {
-        let processes = self.cri.host.node().processes();
-        let shims = processes.into_iter().filter(|process| {
-            process.command.starts_with("containerd-shim") && process.args.contains(&self.id)
-        });
-        shims.map(|shim| shim.pid).collect()
+        let shims = self.cri.host.shims();
+        let its = shims.filter(|shim| shim.args.contains(&self.id));
+        its.map(|shim| shim.pid).collect()
     }
 
     /// Stops and removes the pod with its containers, and makes sure that nothing of it is left.
@@ -162,7 +161,7 @@ impl<'h> Pod<'h> {
         Ok(())
     }
 
-    /// As [`Pod::remove`], but tells what is left, and removes that by hand.
+    /// As [`Pod::remove`], but returns what is left, and removes that by hand.
     pub fn remove_telling(&self, containers: &[&Ctr<'_>]) -> Result<String> {
         self.end()?;
         let node = self.cri.host.node();
@@ -245,7 +244,7 @@ impl Ctr<'_> {
         self.cri.call(method, &json!({ "containerId": self.id }))
     }
 
-    /// What the kubelet is told of it.
+    /// What the kubelet gets to know of it.
     pub fn status(&self) -> Result<Value> {
         Ok(self.own("ContainerStatus")?["status"].take())
     }
@@ -255,7 +254,7 @@ impl Ctr<'_> {
         text(&self.status()?["state"])
     }
 
-    /// Waits until it has ended, and tells how.
+    /// Waits until it has ended, and returns how.
     pub fn ended(&self) -> Result<String> {
         wait_for(&format!("end of {}", self.id), LIMIT, || {
             let status = self.status()?;
@@ -275,7 +274,7 @@ impl Ctr<'_> {
         Ok(self.own("ContainerStats")?["stats"].take())
     }
 
-    /// Runs a script in it to its end and tells its exit code and output.
+    /// Runs a script in it to its end and returns its exit code and output.
     pub fn exec(&self, script: &str) -> Result<String> {
         let request = json!({ "containerId": self.id, "cmd": ["sh", "-c", script], "timeout": "20" });
         self.exec_of(&request)
@@ -319,7 +318,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Says a line to the container.
+    /// Sends a line to the container.
     pub fn say(&mut self, line: &str) -> Result<()> {
         let mut stdin = self.client.stdin.as_ref().context("no standard input")?;
         writeln!(stdin, "{line}").context("write to the stream")
@@ -336,7 +335,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Waits until the container's side has ended, and tells what came.
+    /// Waits until the container's side has ended, and returns what came.
     pub fn end(mut self) -> Result<String> {
         let mut stdout = String::new();
         self.stdout.read_to_string(&mut stdout)?;

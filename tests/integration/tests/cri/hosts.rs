@@ -1,4 +1,5 @@
-//! Hosts whose containerd serves Kubernetes: with both shims side by side, and with firn in the stock shim's place.
+//! Hosts whose containerd serves Kubernetes: with both shims side by side, and with firn in the stock shim's
+//! place.
 
 use std::fmt;
 use std::fs;
@@ -7,7 +8,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::{Context, Result, anyhow};
 use firn_lab::{GpuHost, IMAGE, SimGpu};
-use firn_node::{Image, Node, Suite, go_build};
+use firn_node::{Image, Node, Platform, Suite, go_build};
 
 use crate::client::{CLIENT, Cri};
 
@@ -77,9 +78,12 @@ impl fmt::Display for Way {
     }
 }
 
-/// The hosts of a suite, made when they are wanted, used by one test at a time.
+/// The platforms on which Kubernetes' calls are tried.
+pub const PLATFORMS: [Platform; 2] = [Platform::TRIXIE, Platform::FORKY];
+
+/// The hosts of a platform, made when they are wanted, used by one test at a time.
 pub struct Hosts {
-    pub suite: Suite,
+    pub platform: Platform,
     /// With both shims.
     both: Mutex<Option<GpuHost>>,
     /// With firn in the stock shim's place.
@@ -87,9 +91,9 @@ pub struct Hosts {
 }
 
 impl Hosts {
-    pub fn new(suite: Suite) -> Self {
+    pub fn new(platform: Platform) -> Self {
         Self {
-            suite,
+            platform,
             both: Mutex::default(),
             replaced: Mutex::default(),
         }
@@ -105,7 +109,7 @@ impl Hosts {
         // Not back in its place if the test panics.
         let host = match kept.take() {
             Some(host) => host,
-            None => self.make(way, &format!("{name}-{}", self.suite))?,
+            None => self.make(way, name)?,
         };
         let done = test(Cri { host: &host, way })
             .and_then(|done| host.idle().map(|()| done))
@@ -120,7 +124,9 @@ impl Hosts {
     fn make(&self, way: Way, name: &str) -> Result<GpuHost> {
         let client = client()?;
         let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
-        let host = GpuHost::for_cri(self.suite, name, &gpus, |node| configure(node, self.suite))?;
+        let host = GpuHost::for_cri(self.platform, name, &gpus, |node| {
+            configure(node, self.platform.suite)
+        })?;
         let node = host.node();
         node.install(client, CLIENT, 0o755)?;
         if way == Way::DropIn {
@@ -148,7 +154,7 @@ fn client() -> Result<&'static Path> {
     built.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
-/// Stands for every network plugin: says that the pod has an address, and does nothing.
+/// Stands for every network plugin: reports that the pod has an address, and does nothing.
 const PLUGIN: &str = r#"#!/bin/sh
 [ "$CNI_COMMAND" = ADD ] || exit 0
 echo '{"cniVersion":"0.4.0","interfaces":[{"name":"'"$CNI_IFNAME"'","sandbox":"'"$CNI_NETNS"'"}],
@@ -179,23 +185,21 @@ fn configure(node: &Node, suite: Suite) -> Result<()> {
              {table}.options]\nBinaryName = \"/usr/sbin/runc\"\nRoot = \"{NAMED_ROOT}\"\nSystemdCgroup = false\n"
         )
     };
+    let shipped = shipped(&format!("config-v{}.toml", suite.config_version()))?;
+    let cri = suite.cri_plugin();
+    // A machine that is a container itself may not lower it.
+    let oom = "restrict_oom_score_adj = true\n";
     match suite {
         Suite::Forky => {
-            node.write("/etc/containerd/conf.d/firn.toml", shipped("config-v3.toml")?)?;
+            node.write("/etc/containerd/conf.d/firn.toml", shipped)?;
             let images =
                 format!("[plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = {PAUSE:?}\n");
-            let cri = "io.containerd.cri.v1.runtime";
-            // A machine that is a container itself may not lower it.
-            let oom = format!("[plugins.{cri:?}]\nrestrict_oom_score_adj = true\n");
-            node.write(CONFIG, base + &images + &oom + &named(cri))
+            let own = format!("{images}[plugins.{cri:?}]\n{oom}");
+            node.write(CONFIG, base + &own + &named(cri))
         }
         Suite::Trixie => {
-            let cri = "io.containerd.grpc.v1.cri";
-            let own = format!(
-                "[plugins.{cri:?}]\nsandbox_image = {PAUSE:?}\nenable_cdi = true\n\
-                 restrict_oom_score_adj = true\n"
-            );
-            let table = shipped("config-v2.toml")?.replace("version = 2\n", "");
+            let own = format!("[plugins.{cri:?}]\nsandbox_image = {PAUSE:?}\nenable_cdi = true\n{oom}");
+            let table = shipped.replace("version = 2\n", "");
             node.write(CONFIG, base + &own + &table + &named(cri))
         }
     }

@@ -1,10 +1,11 @@
 //! What Kubernetes sees of a pod: with firn the same as with containerd's own shim.
 //!
-//! Every point is done with containerd's own shim first, whose answer must be the expected one, and then with firn in the
-//! ways in which a node can be given it. Calls are the kubelet's, by a client of this repository that is written in Go:
-//! where Go is missing, all points are skipped. Pods are in the host's network, so that no network plugin is needed.
+//! Every point is done with containerd's own shim first, whose answer must be the expected one, and then with
+//! firn in the ways in which a node can be given it. Calls are the kubelet's, by a client of this repository
+//! that is written in Go: where Go is missing, all points are skipped. Pods are in the host's network, so
+//! that no network plugin is needed.
 //!
-//! `cargo test -p firn-integration --test cri -- "forky: stop"` runs a part.
+//! `cargo test -p firn-integration --test cri -- "stop"` runs a part.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
 mod checkpoints;
@@ -14,14 +15,15 @@ mod pods;
 mod resources;
 mod streams;
 
+use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
+use firn_lab::{Skip, matrix};
 use firn_node::{Suite, go_lacks};
-use libtest_mimic::{Arguments, Failed, Trial};
 
 use crate::client::Cri;
-use crate::hosts::{Hosts, Way};
+use crate::hosts::{Hosts, PLATFORMS, Way};
 
 /// Something that Kubernetes relies on.
 #[derive(Clone, Copy)]
@@ -30,10 +32,10 @@ pub struct Point {
     /// Part of what is seen with the stock shim.
     expected: &'static str,
     /// Where it can be seen.
-    suites: &'static [Suite],
+    on: fn(Suite) -> bool,
     /// With firn in each of these ways.
     ways: &'static [Way],
-    /// Part of what firn shows instead; docs/design/parity.md says why.
+    /// Part of what firn shows instead; docs/design/parity.md gives the reason.
     better: Option<&'static str>,
     /// Whether the stock shim can do it at all.
     stock: bool,
@@ -51,7 +53,7 @@ impl Point {
         Self {
             name,
             expected,
-            suites: &Suite::ALL,
+            on: |_| true,
             ways: &[Way::Path],
             better: None,
             stock: true,
@@ -86,8 +88,8 @@ impl Point {
     }
 
     /// Only there.
-    pub const fn on(self, suites: &'static [Suite]) -> Self {
-        Self { suites, ..self }
+    pub const fn on(self, on: fn(Suite) -> bool) -> Self {
+        Self { on, ..self }
     }
 }
 
@@ -101,31 +103,24 @@ fn points() -> Vec<Point> {
     .concat()
 }
 
-fn main() {
-    let mut arguments = Arguments::from_args();
-    // One for each suite's hosts.
-    arguments.test_threads.get_or_insert(2);
-    let lacks = go_lacks();
-    if let Some(reason) = &lacks {
-        println!("skipped: what Kubernetes sees: {reason}");
-    }
-    let hosts = Suite::ALL.map(|suite| Arc::new(Hosts::new(suite)));
+fn main() -> ExitCode {
+    let hosts = PLATFORMS.map(|platform| Arc::new(Hosts::new(platform)));
     let mut trials = Vec::new();
-    // Neighbours are of different suites, so that tests that run at the same time do not wait for each other's hosts.
+    // Neighbours are of different platforms, so that tests that run at the same time do not wait for each
+    // other's hosts.
     for point in points() {
-        for hosts in hosts.iter().filter(|hosts| point.suites.contains(&hosts.suite)) {
-            let (name, hosts) = (format!("{}: {}", hosts.suite, point.name), Arc::clone(hosts));
-            let prove = move || prove(&hosts, point).map_err(|error| Failed::from(format!("{error:#}")));
-            trials.push(Trial::test(name, prove).with_ignored_flag(lacks.is_some()));
+        for hosts in hosts.iter().filter(|hosts| (point.on)(hosts.platform.suite)) {
+            let (name, hosts) = (matrix::name(point.name, hosts.platform), Arc::clone(hosts));
+            trials.push(matrix::trial(name, move || match go_lacks() {
+                Some(reason) => Err(Skip::new(format!("the client is not built: {reason}")).into()),
+                None => prove(&hosts, point),
+            }));
         }
     }
-    let conclusion = libtest_mimic::run(&arguments, trials);
-    // Ends the hosts.
-    drop(hosts);
-    conclusion.exit();
+    matrix::run_trials(trials).exit_code()
 }
 
-/// Does what a point says with the stock shim and with firn.
+/// Runs the scenario of a point with the stock shim and with firn.
 fn prove(hosts: &Hosts, point: Point) -> Result<()> {
     let scenario = |cri: Cri<'_>| (point.scenario)(cri).map(|seen| nameless(&seen));
     let shows = |seen: &str, part: &str| {

@@ -34,7 +34,7 @@ pub const POINTS: &[Point] = &[
         "ended 0 \"Completed\", left behind 0",
         shared_processes,
     ),
-    Point::new("pod: users of its own", "0 100000 65536", own_users).on(&[Suite::Forky]),
+    Point::new("pod: users of its own", "0 100000 65536", own_users).on(Suite::has_cri_user_namespaces),
     Point::new(
         "pod: a restart of containerd under it",
         "SANDBOX_READY CONTAINER_RUNNING 0 out \"here\\n\" err \"\"\nended 7 \"Error\"",
@@ -58,15 +58,15 @@ pub const POINTS: &[Point] = &[
         no_handler,
     ),
     Point::new(
-        "handler: what the kubelet is told of it",
+        "handler: what the kubelet learns of it",
         "\"userNamespaces\":true",
         features,
     )
     // By another type than the stock runtime's, containerd does not ask for it.
     .ways(&[Way::Path, Way::DropIn])
-    .on(&[Suite::Forky]),
+    .on(Suite::has_cri_user_namespaces),
     Point::new(
-        "stop: a container that heeds the signal, and one that does not",
+        "stop: a container that handles the signal, and one that does not",
         "7 \"Error\" at once\n137 \"Error\" after its grace",
         stop,
     ),
@@ -93,7 +93,8 @@ fn one_shim(cri: Cri<'_>) -> Result<String> {
     let one = pod.start("one", SLEEP)?;
     let two = pod.start("two", SLEEP)?;
     let shims = pod.shims();
-    let program = cri.host.shim_of(&pod.id)?;
+    let shim = cri.host.shim_of(&pod.id)?;
+    let program = shim.args.first().map_or("", String::as_str);
     ensure!(program == cri.way.program(), "the shim is {program}");
     let root = format!("{}/k8s.io/{}", cri.way.runc_root(), one.id);
     ensure!(
@@ -295,33 +296,33 @@ fn features(cri: Cri<'_>) -> Result<String> {
 
 fn stop(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
-    let heeds = pod.start(
-        "heeds",
+    let handles = pod.start(
+        "handles",
         "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done",
     )?;
     let ignores = pod.start(
         "ignores",
         "trap '' TERM; echo ready; while :; do sleep 0.05; done",
     )?;
-    pod.logs("heeds", "ready")?;
+    pod.logs("handles", "ready")?;
     pod.logs("ignores", "ready")?;
     let begun = std::time::Instant::now();
-    heeds.stop(30)?;
+    handles.stop(30)?;
     let took = begun.elapsed();
     ensure!(took < Duration::from_secs(20), "stopped after {took:?}");
-    let heeded = heeds.ended()?;
+    let handled = handles.ended()?;
     let begun = std::time::Instant::now();
     ignores.stop(1)?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(1), "killed after {took:?}");
-    let seen = format!("{heeded} at once\n{} after its grace", ignores.ended()?);
-    pod.remove(&[&heeds, &ignores])?;
+    let seen = format!("{handled} at once\n{} after its grace", ignores.ended()?);
+    pod.remove(&[&handles, &ignores])?;
     Ok(seen)
 }
 
 fn exits(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
-    // The first process of a container heeds no signal that it does not ask for, so a child takes it.
+    // The first process of a container gets no signal that it has no handler for, so a child takes it.
     let scripts = ["exit 0", "exit 3", "sh -c 'kill -SEGV $$'; exit $?"];
     let containers: Vec<Ctr<'_>> = scripts
         .iter()
@@ -336,10 +337,10 @@ fn exits(cri: Cri<'_>) -> Result<String> {
 fn no_program(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
     let container = pod.create("c", &json!({ "command": ["/nosuch"] }))?;
-    let said = failure(container.start())?;
+    let output = failure(container.start())?;
     let status = container.status()?;
     let seen = format!(
-        "{said}\n{} {} {}",
+        "{output}\n{} {} {}",
         status["state"], status["exitCode"], status["reason"]
     );
     container.remove()?;

@@ -73,9 +73,9 @@ fn update(cri: Cri<'_>) -> Result<String> {
     )?;
     let after = limits()?;
     let changed = before.iter().zip(&after).filter(|(old, new)| old != new).count();
-    let told = container.status()?["resources"]["linux"]["memoryLimitInBytes"].clone();
+    let reported = container.status()?["resources"]["linux"]["memoryLimitInBytes"].clone();
     let seen = format!(
-        "{changed} changed, memory {}, cpu {}, told {told}",
+        "{changed} changed, memory {}, cpu {}, reported {reported}",
         after[0], after[1]
     );
     pod.remove(&[&container])?;

@@ -50,21 +50,21 @@ fn exec_too_long(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
     let container = pod.start("c", SLEEP)?;
     let request = json!({ "containerId": container.id, "cmd": ["sleep", "4321"], "timeout": "1" });
-    let said = failure(container.exec_of(&request))?;
+    let output = failure(container.exec_of(&request))?;
     let left = container.exec("ps -o args | grep -c '[s]leep 4321'")?;
     pod.remove(&[&container])?;
-    Ok(format!("{said}\nleft of it: {left}"))
+    Ok(format!("{output}\nleft of it: {left}"))
 }
 
 fn exec_no_program(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
     let container = pod.start("c", SLEEP)?;
     let request = json!({ "containerId": container.id, "cmd": ["/nosuch"], "timeout": "10" });
-    let said = failure(container.exec_of(&request))?;
+    let output = failure(container.exec_of(&request))?;
     pod.remove(&[&container])?;
     // The exec's own id is a random one.
-    let told = said.split("OCI runtime").last().unwrap_or_default().to_owned();
-    Ok(told)
+    let reported = output.split("OCI runtime").last().unwrap_or_default().to_owned();
+    Ok(reported)
 }
 
 fn exec_stream(cri: Cri<'_>) -> Result<String> {
@@ -158,7 +158,7 @@ fn attach(cri: Cri<'_>) -> Result<String> {
     let how = container.ended()?;
     stream.end()?;
     let log = pod.logs("c", "got end")?;
-    let said: Vec<&str> = log.lines().filter(|line| !line.ends_with("tick")).collect();
+    let output: Vec<&str> = log.lines().filter(|line| !line.ends_with("tick")).collect();
     pod.remove(&[&container])?;
-    Ok(format!("ended {how}\n{}", said.join("\n")))
+    Ok(format!("ended {how}\n{}", output.join("\n")))
 }

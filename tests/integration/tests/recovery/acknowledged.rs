@@ -1,5 +1,5 @@
-//! A SIGKILL that is acknowledged kills, wherever a restore or a checkpoint is: the processes are gone, whoever waits hears of
-//! an exit, and what is left can be deleted.
+//! A SIGKILL that is acknowledged kills, wherever a restore or a checkpoint is: the processes are gone,
+//! whoever waits hears of an exit, and what is left can be deleted.
 //!
 //! The shim of tests stands still at every phase and at the failpoints between them.
 
@@ -9,8 +9,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, Events, GpuHost, Task, nothing_left, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{CommandOutput, Container, Events, GpuHost, Task, nothing_left, on};
+use firn_node::{Platform, wait_for};
 
 use super::{AT_ONCE, IMAGE, LIMIT, checkpoint, count, host, idle_loop};
 
@@ -114,11 +114,10 @@ fn restores(host: &GpuHost, points: &[&str]) -> Result<()> {
             let client = Container::begin_restore(host, "job", "checkpoint/job")?;
             held(host)?;
             kill_at(host, &mut events, &mut exits)?;
-            let said = client.wait_with_output()?;
-            let stderr = String::from_utf8_lossy(&said.stderr);
+            let stderr = CommandOutput::wait(client)?.stderr;
             ensure!(
                 point == COMMITTED || stderr.contains("FIRN-ENDED:"),
-                "of the restore ctr tells: {stderr:?}"
+                "ctr restore prints: {stderr:?}"
             );
             delete(host)
         };
@@ -157,7 +156,8 @@ fn checkpoints(
     Ok(())
 }
 
-/// A checkpoint that has ended its container when it is killed, or is about to: there is nobody to signal, and the exit is told.
+/// A checkpoint that has ended its container when it is killed, or is about to: there is nobody to signal,
+/// and the exit is published.
 fn ended_by_checkpoint(host: &GpuHost, point: &str) -> Result<()> {
     let (job, mut events) = (count(host)?, host.watch_events()?);
     hold(host, point)?;
@@ -167,7 +167,7 @@ fn ended_by_checkpoint(host: &GpuHost, point: &str) -> Result<()> {
     let _ = task.kill("", 9, false);
     go_on(host)?;
     let ended = task.end(pending);
-    ended.map_err(|error| anyhow::anyhow!("the checkpoint tells: {error}"))?;
+    ended.map_err(|error| anyhow::anyhow!("the checkpoint returns: {error}"))?;
     events.wait_for("job", "/tasks/exit", 1)?;
     job.becomes("STOPPED")?;
     delete(host)?;
@@ -211,25 +211,15 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
     host.node().run(&["rm", "/run/fail-runc"]).map(drop)
 }
 
-#[test]
-fn a_kill_that_is_acknowledged_kills_at_every_point() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-a", 1)?], |[host]| {
-        with_gpu(host)?;
-        without_gpu(host)
-    })
-}
-
-#[test]
-fn a_kill_that_is_acknowledged_kills_at_every_point_on_cgroup_v2() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::V2, "rc-a2", 1)?], |[host]| {
+pub fn a_kill_that_is_acknowledged_kills_at_every_point(platform: Platform) -> Result<()> {
+    on([host(platform, "rc-acknowledged", 1)?], |[host]| {
         with_gpu(host)?;
         without_gpu(host)
     })
 }
 
 /// Every failpoint between the phases is in the tables above.
-#[test]
-fn every_failpoint_of_the_shim_is_tried() -> Result<()> {
+pub fn every_failpoint_of_the_shim_is_tried() -> Result<()> {
     let tables = [
         RESTORE,
         RESTORE_PLAIN,

@@ -1,4 +1,5 @@
-//! Hooks of start and delete have no deadline, and Kill ends them; an update waits for a checkpoint, and not for long.
+//! Hooks of start and delete have no deadline, and Kill ends them; an update waits for a checkpoint, and not
+//! for long.
 
 use std::time::{Duration, Instant};
 
@@ -6,8 +7,8 @@ use anyhow::{Result, ensure};
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use firn_lab::{FIRN, GpuHost, Pending, Task, nothing_left, on, told};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{CommandOutput, FIRN, GpuHost, Pending, Task, describe, nothing_left, on};
+use firn_node::{Platform, wait_for};
 
 use super::acknowledged::{go_on, held, hold};
 use super::{AT_ONCE, IMAGE, LIMIT, Stop, checkpoint, host, idle_loop};
@@ -45,8 +46,7 @@ fn a_start_that_hangs_is_ended(host: &GpuHost) -> Result<()> {
     stands_still(host)?;
     kill(host)?;
     events.wait_for("job", "/tasks/exit", 1)?;
-    let said = client.wait_with_output()?;
-    let stderr = String::from_utf8_lossy(&said.stderr);
+    let stderr = CommandOutput::wait(client)?.stderr;
     ensure!(
         stderr.contains("the container was killed during start"),
         "{stderr}"
@@ -67,8 +67,7 @@ fn a_delete_that_hangs_is_ended(host: &GpuHost) -> Result<()> {
     let client = host.node().spawn(&["ctr", "tasks", "delete", "job"])?;
     stands_still(host)?;
     kill(host)?;
-    let said = client.wait_with_output()?;
-    let stderr = String::from_utf8_lossy(&said.stderr);
+    let stderr = CommandOutput::wait(client)?.stderr;
     ensure!(
         stderr.contains("the container was killed during delete"),
         "{stderr}"
@@ -97,8 +96,8 @@ fn an_update_waits_for_a_dump(host: &GpuHost) -> Result<()> {
     let dump = checkpoint(&task, false)?;
     held(host)?;
     let (begun, updated) = (Instant::now(), update(&task)?);
-    let said = told(&task.end(updated), |_| "success".to_owned());
-    ensure!(said.contains("FIRN-BUSY: cannot update"), "{said}");
+    let output = describe(&task.end(updated), |_| "success".to_owned());
+    ensure!(output.contains("FIRN-BUSY: cannot update"), "{output}");
     ensure!(
         begun.elapsed() > PATIENCE - Duration::from_secs(1),
         "{:?}",
@@ -108,17 +107,16 @@ fn an_update_waits_for_a_dump(host: &GpuHost) -> Result<()> {
     let updated = update(&task)?;
     ensure!(!updated.is_there(), "it was updated in the middle of its dump");
     go_on(host)?;
-    let dumped = told(&task.end(dump), |_| "success".to_owned());
-    let updated = told(&task.end(updated), |_| "success".to_owned());
+    let dumped = describe(&task.end(dump), |_| "success".to_owned());
+    let updated = describe(&task.end(updated), |_| "success".to_owned());
     ensure!(dumped == "success" && updated == "success", "{dumped}, {updated}");
     host.node().run(&["rm", "-r", IMAGE])?;
     job.remove()?;
     host.idle()
 }
 
-#[test]
-fn hooks_have_time_until_a_kill_and_updates_wait() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-h", 1)?], |[host]| {
+pub fn hooks_have_time_until_a_kill_and_updates_wait(platform: Platform) -> Result<()> {
+    on([host(platform, "rc-h", 1)?], |[host]| {
         a_start_that_hangs_is_ended(host)?;
         a_delete_that_hangs_is_ended(host)?;
         an_update_waits_for_a_dump(host)

@@ -1,8 +1,8 @@
-//! A checkpoint or restore is broken off in every phase: its shim is killed, its container, containerd, its client, CRIU.
-//! What is promised holds: the workload goes on as before, or it is gone and nothing of it is left; an image is complete or
-//! it is not there.
+//! A checkpoint or restore is broken off in every phase: its shim is killed, its container, containerd, its
+//! client, CRIU. What is promised holds: the workload goes on as before, or it is gone and nothing of it is
+//! left; an image is complete or it is not there.
 //!
-//! The journal tells which phase is under way; a driver call, CRIU or runc that stands still keeps it there.
+//! The journal shows which phase is under way; a driver call, CRIU or runc that stands still keeps it there.
 
 mod acknowledged;
 mod hooks;
@@ -10,13 +10,14 @@ mod others;
 mod panics;
 mod restores;
 
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::Empty;
 use containerd_shim_protos::shim::oci::CheckpointOptions;
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, Pending, SimGpu, Task, on, told};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{BUNDLES, Container, FIRN, GpuHost, Pending, SimGpu, Task, cases, describe, matrix, on};
+use firn_node::{Platform, wait_for};
 use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -25,7 +26,8 @@ const AT_ONCE: Duration = Duration::from_secs(8);
 const IMAGE: &str = "/tmp/image";
 const STUCK: &str = "/run/stuck";
 
-/// A runc that stands still in one verb, and fails after one that it has carried out, and a script of CRIU's that does in one action.
+/// A runc that stands still in one verb, and fails after one that it has carried out, and a script of CRIU's
+/// that does in one action.
 const RUNC: &str = r#"#!/bin/sh
 case " $* " in *" $(cat /run/hold-runc 2>/dev/null || echo none) "*)
     touch /run/stuck
@@ -98,8 +100,8 @@ const POINTS: &[Point] = &[
 /// The end of a checkpoint: nobody can be killed any more but the shim.
 const FINISH: Point = complete(Stop::Runc("delete"), "finish", true, false);
 
-fn host(suite: Suite, cgroup: Cgroup, name: &str, gpu: u32) -> Result<GpuHost> {
-    let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(gpu)])?;
+fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
+    let host = GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])?;
     let script = "/usr/local/bin/hold-criu";
     let file = tempfile::NamedTempFile::new()?;
     std::fs::write(file.path(), CRIU)?;
@@ -148,11 +150,11 @@ impl Stop {
             last = self::phase(host);
             Ok((last.as_deref() == Some(phase) && self.is_reached(host)?).then_some(()))
         });
-        waited.with_context(|| format!("{phase} with {self:?}, the journal tells {last:?}"))
+        waited.with_context(|| format!("{phase} with {self:?}, the journal shows {last:?}"))
     }
 }
 
-/// The phase that the journal tells; none without a journal.
+/// The phase in the journal; none without a journal.
 fn phase(host: &GpuHost) -> Option<String> {
     let journal = host.node().read(format!("{BUNDLES}/job/firn-journal")).ok()?;
     let lines = journal.lines().filter_map(|line| serde_json::from_str(line).ok());
@@ -185,18 +187,6 @@ fn begin<'h>(host: &'h GpuHost, point: &Point) -> Result<(Container<'h>, Task, P
     Ok((job, task, pending))
 }
 
-/// Kills the shim of "job" with SIGKILL.
-fn kill_shim(host: &GpuHost) -> Result<()> {
-    let is_shim = |args: &[String]| args.windows(2).any(|pair| pair[0] == "-id" && pair[1] == "job");
-    let shim = host
-        .node()
-        .processes()
-        .into_iter()
-        .find(|process| process.command.starts_with("containerd-shim") && is_shim(&process.args));
-    let pid = shim.context("no shim")?.pid.to_string();
-    host.node().run(&["kill", "-KILL", &pid]).map(drop)
-}
-
 /// containerd has noticed that the shim is gone.
 fn task_is_gone(job: &Container<'_>) -> Result<()> {
     wait_for("the end of the task", LIMIT, || {
@@ -220,7 +210,7 @@ fn image_is(host: &GpuHost, complete: bool) -> Result<()> {
 fn shim_killed_at(host: &GpuHost, point: &Point) -> Result<()> {
     let logged = host.log_length()?;
     let (job, task, pending) = begin(host, point)?;
-    kill_shim(host)?;
+    host.kill_shim("job")?;
     if matches!(point.stop, Stop::Runc(_)) {
         Stop::lift(host)?;
     }
@@ -229,9 +219,12 @@ fn shim_killed_at(host: &GpuHost, point: &Point) -> Result<()> {
     job.forget()?;
     host.idle()?;
     image_is(host, point.complete)?;
-    let said = host.log_since(logged)?;
-    let tells = said.contains("is complete and can be restored");
-    ensure!(tells == point.complete, "of the image the log tells:\n{said}");
+    let output = host.log_since(logged)?;
+    let reported = output.contains("is complete and can be restored");
+    ensure!(
+        reported == point.complete,
+        "in the log about the image:\n{output}"
+    );
     Stop::lift(host)
 }
 
@@ -241,12 +234,12 @@ fn killed_at(host: &GpuHost, point: &Point) -> Result<()> {
     let begun = Instant::now();
     task.kill("", 9, false)
         .map_err(|error| anyhow::anyhow!("kill: {error}"))?;
-    let ended = told(&task.end(pending), |_| "success".to_owned());
+    let ended = describe(&task.end(pending), |_| "success".to_owned());
     ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
-    ensure!(ended.contains("FIRN-ENDED:"), "the checkpoint tells: {ended}");
+    ensure!(ended.contains("FIRN-ENDED:"), "the checkpoint returns: {ended}");
     ensure!(
         ended.contains("is complete and can be restored") == point.complete,
-        "of the image it tells: {ended}"
+        "about the image: {ended}"
     );
     job.becomes("STOPPED")?;
     job.remove()?;
@@ -263,8 +256,8 @@ fn killed_in_finish(host: &GpuHost) -> Result<()> {
         .map_err(|error| anyhow::anyhow!("kill: {error}"))?;
     ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
     Stop::lift(host)?;
-    let ended = told(&task.end(pending), |_| "success".to_owned());
-    ensure!(ended == "success", "the checkpoint tells: {ended}");
+    let ended = describe(&task.end(pending), |_| "success".to_owned());
+    ensure!(ended == "success", "the checkpoint returns: {ended}");
     job.becomes("STOPPED")?;
     job.remove()?;
     host.idle()?;
@@ -305,7 +298,7 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
         let pending = checkpoint(&task, true)?;
         stop.reached(host, "dump")?;
         if shim {
-            kill_shim(host)?;
+            host.kill_shim("job")?;
             task_is_gone(&job)?;
         } else {
             task.kill("", 9, false)
@@ -332,8 +325,8 @@ fn deleted(host: &GpuHost) -> Result<()> {
     // It warns of the exit code by its own.
     let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
     ensure!(begun.elapsed() < AT_ONCE, "only after {:?}", begun.elapsed());
-    let ended = told(&task.end(pending), |_| "success".to_owned());
-    ensure!(ended.contains("FIRN-ENDED:"), "the checkpoint tells: {ended}");
+    let ended = describe(&task.end(pending), |_| "success".to_owned());
+    ensure!(ended.contains("FIRN-ENDED:"), "the checkpoint returns: {ended}");
     job.forget()?;
     host.idle()?;
     image_is(host, false)?;
@@ -349,23 +342,23 @@ fn freezer(host: &GpuHost, job: &Container<'_>) -> Result<bool> {
     Ok(matches!(state.trim(), "FROZEN" | "1"))
 }
 
-#[test]
-fn a_shim_that_is_killed_leaves_nothing() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-s", 1)?], |[host]| {
-        at_points(host, POINTS.iter().chain([&FINISH]), shim_killed_at)
+fn a_killed_shim_leaves_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "rc-shim", 1)?], |[host]| match platform {
+        Platform::FORKY => at_points(host, POINTS.iter().chain([&FINISH]), shim_killed_at),
+        Platform::FORKY_V2 => at_points(host, POINTS[3..].iter().step_by(2), shim_killed_at),
+        _ => {
+            let points = POINTS[3..].iter().step_by(5).chain([&FINISH]);
+            at_points(host, points, shim_killed_at)?;
+            restores::broken_off_at(host, &restores::POINTS[1..2])
+        }
     })
 }
 
-#[test]
-fn a_shim_that_is_killed_leaves_nothing_on_cgroup_v2() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::V2, "rc-s2", 1)?], |[host]| {
-        at_points(host, POINTS[3..].iter().step_by(2), shim_killed_at)
-    })
-}
-
-#[test]
-fn a_container_that_is_killed_ends_at_once() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-k", 1)?], |[host]| {
+fn a_killed_container_ends_at_once(platform: Platform) -> Result<()> {
+    on([host(platform, "rc-killed", 1)?], |[host]| {
+        if platform == Platform::FORKY_V2 {
+            return at_points(host, POINTS[1..].iter().step_by(2), killed_at);
+        }
         at_points(host, POINTS, killed_at)?;
         killed_in_finish(host)?;
         deleted(host)?;
@@ -373,21 +366,19 @@ fn a_container_that_is_killed_ends_at_once() -> Result<()> {
     })
 }
 
-#[test]
-fn a_container_that_is_killed_ends_at_once_on_cgroup_v2() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::V2, "rc-k2", 1)?], |[host]| {
-        at_points(host, POINTS[1..].iter().step_by(2), killed_at)
-    })
-}
-
-#[test]
-fn a_shim_that_is_killed_leaves_nothing_on_trixie() -> Result<()> {
-    on([host(Suite::Trixie, Cgroup::Auto, "rc-st", 1)?], |[host]| {
-        at_points(
-            host,
-            POINTS[3..].iter().step_by(5).chain([&FINISH]),
-            shim_killed_at,
-        )?;
-        restores::broken_off_at(host, &restores::POINTS[1..2])
-    })
+fn main() -> ExitCode {
+    let cases = cases! {
+        a_killed_shim_leaves_nothing [FORKY, FORKY_V2, TRIXIE];
+        a_killed_container_ends_at_once [FORKY, FORKY_V2];
+        acknowledged::a_kill_that_is_acknowledged_kills_at_every_point [FORKY, FORKY_V2];
+        hooks::hooks_have_time_until_a_kill_and_updates_wait [FORKY];
+        others::a_checkpoint_ends_the_same_without_its_client [FORKY];
+        panics::panics_and_failed_rollbacks_are_recovered [FORKY_V2];
+        restores::an_interrupted_restore_leaves_nothing [FORKY];
+    };
+    let sources = matrix::without_node(
+        "every_failpoint_of_the_shim_is_tried",
+        acknowledged::every_failpoint_of_the_shim_is_tried,
+    );
+    matrix::run_with(&cases, [sources])
 }

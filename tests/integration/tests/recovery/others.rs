@@ -2,12 +2,12 @@
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{GpuHost, Task, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_node::{Platform, wait_for};
 
 use super::{IMAGE, LIMIT, Stop, checkpoint, count, freezer, host, idle_loop, image_is, phase};
 
-/// containerd is killed, or the client, in the middle of a dump, which goes on; the container stays as the client has left
-/// it, and can be resumed.
+/// containerd is killed, or the client, in the middle of a dump, which goes on; the container stays as the
+/// client has left it, and can be resumed.
 fn left_alone(host: &GpuHost) -> Result<()> {
     for containerd in [true, false] {
         let job = count(host)?;
@@ -42,8 +42,8 @@ fn left_alone(host: &GpuHost) -> Result<()> {
     Ok(())
 }
 
-/// CRIU is killed in the dump of a container that its client has paused: it stays paused, with and without GPU, and goes
-/// on when it is resumed.
+/// CRIU is killed in the dump of a container that its client has paused: it stays paused, with and without
+/// GPU, and goes on when it is resumed.
 fn criu_killed(host: &GpuHost) -> Result<()> {
     for gpu in [true, false] {
         let job = match gpu {
@@ -107,9 +107,8 @@ fn freezer_of_others(host: &GpuHost) -> Result<()> {
     host.idle()
 }
 
-#[test]
-fn a_checkpoint_whose_client_has_gone_ends_as_it_would() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-c", 1)?], |[host]| {
+pub fn a_checkpoint_ends_the_same_without_its_client(platform: Platform) -> Result<()> {
+    on([host(platform, "rc-c", 1)?], |[host]| {
         left_alone(host)?;
         criu_killed(host)?;
         freezer_of_others(host)

@@ -1,20 +1,20 @@
-//! firn's own code panics, as a shim that is built for tests does when it is told to.
+//! firn's own code panics, as a shim that is built for tests does on request.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, Task, failure, nothing_left, on, told};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Container, GpuHost, Task, describe, failure, nothing_left, on};
+use firn_node::Platform;
 
 use super::{checkpoint, count, freezer, host, idle_loop, image_is};
 
 /// Names the phases.
-const TOLD: &str = "/run/firn-panic";
+const ORDER: &str = "/run/firn-panic";
 
-/// What a checkpoint tells whose code panics in these phases.
+/// The error of a checkpoint whose code panics in these phases.
 fn panics_in(host: &GpuHost, phases: &str) -> Result<String> {
-    host.node().write(TOLD, phases)?;
+    host.node().write(ORDER, phases)?;
     let task = Task::of(host, "job")?;
     let ended = task.end(checkpoint(&task, false)?);
-    Ok(told(&ended, |_| "success".to_owned()))
+    Ok(describe(&ended, |_| "success".to_owned()))
 }
 
 /// Phases that panic, whether the container was paused, and whether its image is complete by then.
@@ -45,24 +45,24 @@ fn code_fails(host: &GpuHost) -> Result<()> {
         image_is(host, complete).context(phase)?;
     }
     // The way back fails too, once.
-    let said = panics_in(host, "take undo")?;
-    ensure!(said.contains("FIRN-INTERNAL:"), "{said}");
+    let output = panics_in(host, "take undo")?;
+    ensure!(output.contains("FIRN-INTERNAL:"), "{output}");
     job.goes_on(2)?;
     image_is(host, false)?;
-    host.node().run(&["rm", TOLD])?;
+    host.node().run(&["rm", ORDER])?;
     job.checkpoint("checkpoint/job")?;
     job.goes_on(2)?;
     job.remove()?;
     for phase in ["criu-restore", "dev-repair", "give-back abandon", "continue"] {
-        host.node().write(TOLD, phase)?;
-        let said = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
-        ensure!(said.contains("FIRN-INTERNAL:"), "{phase}: {said}");
+        host.node().write(ORDER, phase)?;
+        let output = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
+        ensure!(output.contains("FIRN-INTERNAL:"), "{phase}: {output}");
         let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
         host.node().run(&["ctr", "containers", "delete", "job"])?;
         nothing_left(host, "job").context(phase)?;
         host.idle()?;
     }
-    host.node().run(&["rm", TOLD])?;
+    host.node().run(&["rm", ORDER])?;
     let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
     job.goes_on(2)?;
     job.remove()?;
@@ -72,15 +72,15 @@ fn code_fails(host: &GpuHost) -> Result<()> {
 /// No way back works: what may be without its GPU state does not run on, until one does.
 fn every_way_back_fails(host: &GpuHost) -> Result<()> {
     let job = count(host)?;
-    let said = panics_in(host, "take undo undo")?;
-    ensure!(said.contains("FIRN-GPU-SUSPENDED:"), "{said}");
+    let output = panics_in(host, "take undo undo")?;
+    ensure!(output.contains("FIRN-GPU-SUSPENDED:"), "{output}");
     job.stands_still()?;
     // One more, of Resume; the last one works.
-    host.node().write(TOLD, "undo")?;
-    let said = failure(job.task(&["resume"]))?;
-    ensure!(said.contains("FIRN-GPU-SUSPENDED:"), "{said}");
+    host.node().write(ORDER, "undo")?;
+    let output = failure(job.task(&["resume"]))?;
+    ensure!(output.contains("FIRN-GPU-SUSPENDED:"), "{output}");
     job.stands_still()?;
-    host.node().run(&["rm", TOLD])?;
+    host.node().run(&["rm", ORDER])?;
     job.task(&["resume"])?;
     job.goes_on(2)?;
     job.remove()?;
@@ -93,23 +93,22 @@ fn a_plain_way_back_fails(host: &GpuHost) -> Result<()> {
     job.checkpoint("checkpoint/plain")?;
     job.remove()?;
     host.node().write("/run/fail-runc", "restore")?;
-    host.node().write(TOLD, "abandon")?;
-    let said = failure(Container::restore(host, "job", "checkpoint/plain", 0).map(drop))?;
-    ensure!(said.contains("FIRN-INTERNAL:"), "{said}");
+    host.node().write(ORDER, "abandon")?;
+    let output = failure(Container::restore(host, "job", "checkpoint/plain", 0).map(drop))?;
+    ensure!(output.contains("FIRN-INTERNAL:"), "{output}");
     let processes = host.node().processes();
     let is_loop = |args: &[String]| args.iter().any(|arg| arg.contains("echo x"));
     let left = processes.iter().find(|process| is_loop(&process.args));
     ensure!(left.is_none(), "it runs: {left:?}");
-    host.node().run(&["rm", TOLD, "/run/fail-runc"])?;
+    host.node().run(&["rm", ORDER, "/run/fail-runc"])?;
     let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
     host.node().run(&["ctr", "containers", "delete", "job"])?;
     nothing_left(host, "job")?;
     host.idle()
 }
 
-#[test]
-fn what_firn_cannot_finish_itself_is_taken_back() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::V2, "rc-p", 1)?], |[host]| {
+pub fn panics_and_failed_rollbacks_are_recovered(platform: Platform) -> Result<()> {
+    on([host(platform, "rc-p", 1)?], |[host]| {
         code_fails(host)?;
         every_way_back_fails(host)?;
         a_plain_way_back_fails(host)

@@ -3,12 +3,13 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, Task, nothing_left, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{CommandOutput, Container, GpuHost, Task, nothing_left, on};
+use firn_node::Platform;
 
-use super::{AT_ONCE, Stop, count, host, idle_loop, kill_shim};
+use super::{AT_ONCE, Stop, count, host, idle_loop};
 
-/// A restore of "job" that stands still in this phase is broken off by `break_off`; nothing is left, and the image is good.
+/// A restore of "job" that stands still in this phase is broken off by `break_off`; nothing is left, and the
+/// image is good.
 fn restore_broken(
     host: &GpuHost,
     stop: Stop,
@@ -19,8 +20,7 @@ fn restore_broken(
     let client = Container::begin_restore(host, "job", "checkpoint/job")?;
     stop.reached(host, phase)?;
     break_off(host)?;
-    let said = client.wait_with_output()?;
-    ensure!(!said.status.success(), "the restore succeeded");
+    CommandOutput::wait(client)?.failed()?;
     let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
     host.node().run(&["ctr", "containers", "delete", "job"])?;
     nothing_left(host, "job")?;
@@ -56,7 +56,8 @@ pub fn broken_off_at(host: &GpuHost, points: &[(Stop, &str)]) -> Result<()> {
     job.checkpoint("checkpoint/job")?;
     job.remove()?;
     for &(stop, phase) in points {
-        restore_broken(host, stop, phase, kill_shim).with_context(|| format!("{stop:?}, shim killed"))?;
+        restore_broken(host, stop, phase, |host| host.kill_shim("job"))
+            .with_context(|| format!("{stop:?}, shim killed"))?;
         restore_broken(host, stop, phase, kill_restore).with_context(|| format!("{stop:?}, killed"))?;
     }
     let (stop, phase) = points[0];
@@ -77,9 +78,8 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
     restore_broken(host, stop, phase, kill_restore)
 }
 
-#[test]
-fn a_restore_that_is_broken_off_leaves_nothing() -> Result<()> {
-    on([host(Suite::Forky, Cgroup::Auto, "rc-r", 1)?], |[host]| {
+pub fn an_interrupted_restore_leaves_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "rc-r", 1)?], |[host]| {
         broken_off_at(host, &POINTS)?;
         without_gpu(host)
     })

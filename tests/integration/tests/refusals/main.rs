@@ -1,15 +1,18 @@
-//! What cannot be checkpointed is refused with its code, and a checkpoint that fails later is undone: the workload goes on
-//! as before, and no image is left.
+//! What cannot be checkpointed is refused with its code, and a checkpoint that fails later is undone: the
+//! workload goes on as before, and no image is left.
 
 mod others;
-mod undone;
+mod rollback;
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, LOG, SHARES_NOTHING, SimGpu, Task, failure, on, told};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{
+    BUNDLES, Container, GpuHost, LOG, SHARES_NOTHING, SimGpu, Task, cases, describe, failure, matrix, on,
+};
+use firn_node::{Platform, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -17,24 +20,25 @@ const LIMIT: Duration = Duration::from_secs(30);
 const PARENT_PATH: u32 = 10;
 
 /// A node with one GPU that no other node has.
-fn host(suite: Suite, name: &str, gpu: u32) -> Result<GpuHost> {
-    GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(gpu)])
+fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])
 }
 
-/// A checkpoint of a running counter fails with this code, leaves no image, and the counter goes on. Gives what was said.
+/// A checkpoint of a running counter fails with this code, leaves no image, and the counter goes on. Returns
+/// the error.
 fn fails(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<String> {
-    let said = failure(job.checkpoint("checkpoint/failed"))?;
-    ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
-    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    let output = failure(job.checkpoint("checkpoint/failed"))?;
+    ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
+    ensure!(output.contains("hint: "), "no hint in:\n{output}");
     ensure!(!host.has_image("checkpoint/failed")?, "there is an image");
     ensure!(job.status()? == "RUNNING", "the task is {}", job.status()?);
     job.goes_on(3)?;
-    Ok(said)
+    Ok(output)
 }
 
 /// As [`fails`], before anything was touched, running and paused; `host` watches runc.
 fn refused(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<String> {
-    let said = fails(job, host, code)?;
+    let output = fails(job, host, code)?;
     let node = host.node();
     node.write("/tmp/kept/before", "of somebody else\n")?;
     job.task(&["pause"])?;
@@ -47,11 +51,11 @@ fn refused(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<String> {
     job.task(&["resume"])?;
     job.goes_on(3)?;
     ensure!(!host.runc_has("checkpoint")?, "runc was called");
-    Ok(said)
+    Ok(output)
 }
 
-fn managed_memory(suite: Suite, name: &str) -> Result<()> {
-    on([host(suite, name, 1)?], |[host]| {
+fn managed_memory_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-uvm", 1)?], |[host]| {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &["--managed"])?;
         job.goes_on(3)?;
@@ -66,26 +70,15 @@ fn managed_memory(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn managed_memory_is_refused_before_any_side_effect_on_forky() -> Result<()> {
-    managed_memory(Suite::Forky, "rf-uvmf")
-}
-
-#[test]
-fn managed_memory_is_refused_before_any_side_effect_on_trixie() -> Result<()> {
-    managed_memory(Suite::Trixie, "rf-uvmt")
-}
-
-/// What `firn audit` says of the container: its exit status and JSON.
+/// What `firn audit` reports for the container: its exit status and JSON.
 fn audited(host: &GpuHost) -> Result<(String, String)> {
     let script = "firn audit job --json > /tmp/audit; echo $?";
     let status = host.node().run(&["sh", "-c", script])?.stdout;
     Ok((status.trim().to_owned(), host.node().read("/tmp/audit")?))
 }
 
-#[test]
-fn a_container_that_can_be_checkpointed_is_told_so_and_is_not_touched() -> Result<()> {
-    on([host(Suite::Forky, "rf-audit", 1)?], |[host]| {
+fn audit_reports_a_checkpointable_container_untouched(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-audit", 1)?], |[host]| {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
@@ -107,8 +100,8 @@ fn a_container_that_can_be_checkpointed_is_told_so_and_is_not_touched() -> Resul
 }
 
 /// What CRIU cannot dump is seen before anything is touched, and the same program goes on.
-fn undumpable(name: &str, habit: &str, code: &str) -> Result<()> {
-    on([host(Suite::Forky, name, 1)?], |[host]| {
+fn undumpable(platform: Platform, name: &str, habit: &str, code: &str) -> Result<()> {
+    on([host(platform, name, 1)?], |[host]| {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &[habit])?;
         job.goes_on(3)?;
@@ -117,21 +110,19 @@ fn undumpable(name: &str, habit: &str, code: &str) -> Result<()> {
             status == "1" && report.contains(code),
             "audit: {status}: {report}"
         );
-        let said = refused(&job, host, code)?;
-        ensure!(said.contains("(gpu-counter)"), "no process in:\n{said}");
+        let output = refused(&job, host, code)?;
+        ensure!(output.contains("(gpu-counter)"), "no process in:\n{output}");
         job.remove()?;
         host.idle()
     })
 }
 
-#[test]
-fn an_io_uring_is_refused_before_any_side_effect() -> Result<()> {
-    undumpable("rf-ring", "--io-uring", "FIRN-IO-URING")
+fn an_io_uring_is_refused(platform: Platform) -> Result<()> {
+    undumpable(platform, "rf-ring", "--io-uring", "FIRN-IO-URING")
 }
 
-#[test]
-fn a_forked_child_that_still_has_gpus_open_is_refused_before_any_side_effect() -> Result<()> {
-    undumpable("rf-fork", "--fork", "FIRN-GPU-FD")
+fn a_forked_child_with_open_gpus_is_refused(platform: Platform) -> Result<()> {
+    undumpable(platform, "rf-fork", "--fork", "FIRN-GPU-FD")
 }
 
 /// One process opens the memory of another: nothing shows that from outside.
@@ -148,9 +139,8 @@ fn imported(host: &GpuHost) -> Result<usize> {
     Ok(log.lines().filter(|line| line.starts_with("importer ")).count())
 }
 
-#[test]
-fn a_checkpoint_that_is_to_follow_another_is_refused_before_any_side_effect() -> Result<()> {
-    on([host(Suite::Forky, "rf-parent", 1)?], |[host]| {
+fn an_incremental_checkpoint_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-parent", 1)?], |[host]| {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(2)?;
@@ -158,12 +148,12 @@ fn a_checkpoint_that_is_to_follow_another_is_refused_before_any_side_effect() ->
         let unknown = options.special_fields.mut_unknown_fields();
         unknown.add_length_delimited(PARENT_PATH, b"../before".to_vec());
         let task = Task::of(host, "job")?;
-        let said = told(&task.end(task.checkpoint("/tmp/image", &options)?), |_| {
+        let output = describe(&task.end(task.checkpoint("/tmp/image", &options)?), |_| {
             "success".to_owned()
         });
         ensure!(
-            said.contains("FIRN-PARENT:") && said.contains("../before"),
-            "{said}"
+            output.contains("FIRN-PARENT:") && output.contains("../before"),
+            "{output}"
         );
         ensure!(!host.node().path("/tmp/image").exists(), "there is an image");
         ensure!(!host.runc_has("checkpoint")?, "runc was called");
@@ -173,18 +163,18 @@ fn a_checkpoint_that_is_to_follow_another_is_refused_before_any_side_effect() ->
     })
 }
 
-fn shared_memory(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+fn processes_that_share_memory_are_refused_and_go_on(platform: Platform) -> Result<()> {
     on(
-        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        [GpuHost::for_test(platform, "rf-ipc", &[SimGpu::h200(1)])?],
         |[host]| {
             host.watch_runc()?;
             let job = importing(host, &[])?;
-            let said = refused(&job, host, "FIRN-IPC")?;
-            ensure!(said.contains("firn.dev/ipc=none"), "no remedy in:\n{said}");
+            let output = refused(&job, host, "FIRN-IPC")?;
+            ensure!(output.contains("firn.dev/ipc=none"), "no remedy in:\n{output}");
             for pid in job.pids()? {
                 ensure!(
-                    said.contains(&format!("{pid} (gpu-counter)")),
-                    "no {pid} in:\n{said}"
+                    output.contains(&format!("{pid} (gpu-counter)")),
+                    "no {pid} in:\n{output}"
                 );
             }
             let before = imported(host)?;
@@ -197,37 +187,23 @@ fn shared_memory(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     )
 }
 
-#[test]
-fn processes_that_share_memory_are_refused_and_go_on_on_forky_with_cgroup_v2() -> Result<()> {
-    shared_memory(Suite::Forky, Cgroup::V2, "rf-ipcf")
-}
-
-#[test]
-fn processes_that_share_memory_are_refused_and_go_on_on_trixie() -> Result<()> {
-    shared_memory(Suite::Trixie, Cgroup::Auto, "rf-ipct")
-}
-
 /// Two CUDA processes that have a library loaded under NCCL's name.
 fn ranks<'h>(host: &'h GpuHost, settings: &str) -> Result<Container<'h>> {
-    let options = host.ctr_gpu_options(&["0"])?;
-    let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
-    options.extend(["--runtime", FIRN]);
     let script = format!(
         "cp $(find / -xdev -name libgcc_s.so.1 | head -n 1) /tmp/libnccl.so.2; export LD_PRELOAD=/tmp/libnccl.so.2 {settings}; \
          exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 --procs 2"
     );
-    let job = Container::run(host, "job", &options, &["sh", "-c", &script])?.counting(2);
+    let job = Container::script(host, "job", &["0"], 2, &[], &script)?;
     job.goes_on(3)?;
     Ok(job)
 }
 
-#[test]
-fn ranks_of_nccl_are_refused_unless_they_talk_over_sockets() -> Result<()> {
-    on([host(Suite::Forky, "rf-nccl", 1)?], |[host]| {
+fn nccl_ranks_are_refused_unless_they_use_sockets(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-nccl", 1)?], |[host]| {
         host.watch_runc()?;
         let job = ranks(host, "NCCL_P2P_DISABLE=1")?;
-        let said = refused(&job, host, "FIRN-NCCL")?;
-        ensure!(said.contains("NCCL_SHM_DISABLE=1"), "no remedy in:\n{said}");
+        let output = refused(&job, host, "FIRN-NCCL")?;
+        ensure!(output.contains("NCCL_SHM_DISABLE=1"), "no remedy in:\n{output}");
         job.remove()?;
 
         let job = ranks(host, "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0")?;
@@ -238,25 +214,23 @@ fn ranks_of_nccl_are_refused_unless_they_talk_over_sockets() -> Result<()> {
     })
 }
 
-#[test]
-fn memory_that_is_shared_though_its_owner_said_no_stays_suspended_and_the_image_named() -> Result<()> {
-    on([host(Suite::Forky, "rf-ipcl", 1)?], |[host]| {
+fn undeclared_shared_memory_leaves_the_container_suspended(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-ipcl", 1)?], |[host]| {
         let job = importing(host, &SHARES_NOTHING)?;
-        let said = failure(job.task(&["checkpoint", "--image-path", "/tmp/image"]))?;
+        let output = failure(job.task(&["checkpoint", "--image-path", "/tmp/image"]))?;
         ensure!(
-            said.contains("FIRN-GPU-SUSPENDED:") && said.contains("CUDA_ERROR_INVALID_VALUE"),
-            "{said}"
+            output.contains("FIRN-GPU-SUSPENDED:") && output.contains("CUDA_ERROR_INVALID_VALUE"),
+            "{output}"
         );
-        ensure!(said.contains("/tmp/image is complete"), "{said}");
+        ensure!(output.contains("/tmp/image is complete"), "{output}");
         job.stands_still()?;
         job.remove()?;
         host.idle()
     })
 }
 
-#[test]
-fn a_cuda_process_that_was_started_by_exec_is_refused() -> Result<()> {
-    on([host(Suite::Forky, "rf-exec", 1)?], |[host]| {
+fn a_cuda_process_started_by_exec_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-exec", 1)?], |[host]| {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         let exec = ["tasks", "exec", "--detach", "--exec-id", "second", "job"];
@@ -297,17 +271,16 @@ fn exec<'a>(job: &Container<'_>, host: &GpuHost, exec_id: &'a str, command: &[&'
     host.node().run(&[&exec[..], command].concat()).map(drop)
 }
 
-#[test]
-fn a_process_of_exec_is_refused_or_left_out_as_the_owner_says() -> Result<()> {
-    on([host(Suite::Forky, "rf-omit", 1)?], |[host]| {
+fn exec_processes_are_refused_or_left_out_as_annotated(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-omit", 1)?], |[host]| {
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         exec(&job, host, "shell", &["sleep", "1000"])?;
-        let said = refused(&job, host, "FIRN-EXEC")?;
+        let output = refused(&job, host, "FIRN-EXEC")?;
         ensure!(
-            said.contains("(sleep)") && said.contains("firn.dev/exec=omit"),
-            "{said}"
+            output.contains("(sleep)") && output.contains("firn.dev/exec=omit"),
+            "{output}"
         );
         ensure!(job.pids()?.len() == 2, "{:?}", job.pids()?);
 
@@ -315,7 +288,10 @@ fn a_process_of_exec_is_refused_or_left_out_as_the_owner_says() -> Result<()> {
         job.checkpoint("checkpoint/job")?;
         job.goes_on(3)?;
         ensure!(job.pids()?.len() == 2, "the exec has ended: {:?}", job.pids()?);
-        ensure!(host.log().contains("leaves out process"), "the log does not tell");
+        ensure!(
+            host.log().contains("leaves out process"),
+            "the log does not show it"
+        );
         job.remove()?;
         host.idle()?;
 
@@ -334,9 +310,8 @@ fn a_process_of_exec_is_refused_or_left_out_as_the_owner_says() -> Result<()> {
     })
 }
 
-#[test]
-fn gpu_memory_that_the_containers_limit_has_no_room_for_is_refused() -> Result<()> {
-    on([host(Suite::Forky, "rf-room", 1)?], |[host]| {
+fn gpu_memory_above_the_containers_limit_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-room", 1)?], |[host]| {
         host.watch_runc()?;
         let limit = ["--memory-limit", "100663296"];
         let arguments = ["--reserve-mib", "200"];
@@ -347,8 +322,8 @@ fn gpu_memory_that_the_containers_limit_has_no_room_for_is_refused() -> Result<(
             status == "1" && report.contains("FIRN-HOST-MEMORY") && report.contains("/default/job leaves 9"),
             "audit: {status}: {report}"
         );
-        let said = refused(&job, host, "FIRN-HOST-MEMORY")?;
-        ensure!(said.contains("/default/job leaves 9"), "{said}");
+        let output = refused(&job, host, "FIRN-HOST-MEMORY")?;
+        ensure!(output.contains("/default/job leaves 9"), "{output}");
         job.remove()?;
 
         let enough = ["--memory-limit", "536870912"];
@@ -369,8 +344,8 @@ fn gpu_memory_that_the_containers_limit_has_no_room_for_is_refused() -> Result<(
             status == "1" && report.contains("/default leaves 9"),
             "audit: {status}: {report}"
         );
-        let said = refused(&job, host, "FIRN-HOST-MEMORY")?;
-        ensure!(said.contains("/default leaves 9"), "{said}");
+        let output = refused(&job, host, "FIRN-HOST-MEMORY")?;
+        ensure!(output.contains("/default leaves 9"), "{output}");
         limit("-1", "max")?;
         job.checkpoint("checkpoint/job")?;
         job.goes_on(3)?;
@@ -379,19 +354,16 @@ fn gpu_memory_that_the_containers_limit_has_no_room_for_is_refused() -> Result<(
     })
 }
 
-/// A part of a file system whose whole the container does not have, as a hook binds it into a container from outside.
+/// A part of a file system whose whole the container does not have, as a hook binds it into a container from
+/// outside.
 const MOUNT_BEHIND: &str = "mkdir /whole /foreign && mount -t tmpfs whole /whole && mkdir /whole/part && \
      mount --bind /whole/part /foreign && umount -l /whole";
 
-#[test]
-fn a_mount_made_behind_the_runtime_is_refused_and_named() -> Result<()> {
-    on([host(Suite::Forky, "rf-mount", 1)?], |[host]| {
+fn a_mount_made_behind_the_runtime_is_refused_and_named(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-mount", 1)?], |[host]| {
         host.watch_runc()?;
-        let options = host.ctr_gpu_options(&["0"])?;
-        let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
-        options.extend(["--runtime", FIRN, "--privileged"]);
         let script = "mount -t tmpfs mine /tmp; exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
-        let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
+        let job = Container::script(host, "job", &["0"], 1, &["--privileged"], script)?;
         job.goes_on(3)?;
         // What the container has mounted itself is its own.
         job.checkpoint("checkpoint/before")?;
@@ -405,57 +377,54 @@ fn a_mount_made_behind_the_runtime_is_refused_and_named() -> Result<()> {
             status == "1" && report.contains("FIRN-FOREIGN-MOUNT") && !report.contains("FIRN-STDIO"),
             "audit: {status}: {report}"
         );
-        let said = fails(&job, host, "FIRN-FOREIGN-MOUNT")?;
-        ensure!(said.contains("/foreign is a mount of /part of a tmpfs"), "{said}");
+        let output = fails(&job, host, "FIRN-FOREIGN-MOUNT")?;
+        ensure!(
+            output.contains("/foreign is a mount of /part of a tmpfs"),
+            "{output}"
+        );
         job.remove()?;
         host.idle()
     })
 }
 
-#[test]
-fn a_standard_stream_in_a_file_of_the_host_is_refused_and_named() -> Result<()> {
-    on([host(Suite::Forky, "rf-stdio", 1)?], |[host]| {
+fn a_stdio_file_of_the_host_is_refused_and_named(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-stdio", 1)?], |[host]| {
         host.watch_runc()?;
         host.node().write("/tmp/outside", "text\n")?;
-        let options = host.ctr_gpu_options(&["0"])?;
-        let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
         let bind = "type=bind,src=/proc,dst=/hosts,options=rbind";
-        options.extend(["--runtime", FIRN, "--privileged", "--mount", bind]);
+        let options = ["--privileged", "--mount", bind];
         let script =
             "exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 </hosts/1/root/tmp/outside";
-        let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
+        let job = Container::script(host, "job", &["0"], 1, &options, script)?;
         job.goes_on(3)?;
         let (status, report) = audited(host)?;
         ensure!(
             status == "1" && report.contains("FIRN-STDIO") && !report.contains("FIRN-FOREIGN-MOUNT"),
             "audit: {status}: {report}"
         );
-        let said = refused(&job, host, "FIRN-STDIO")?;
+        let output = refused(&job, host, "FIRN-STDIO")?;
         ensure!(
-            said.contains("/tmp/outside") && said.contains("(gpu-counter)"),
-            "{said}"
+            output.contains("/tmp/outside") && output.contains("(gpu-counter)"),
+            "{output}"
         );
         job.remove()?;
         host.idle()
     })
 }
 
-/// A process that has the pipe of an MPS daemon open, then a driver whose library has lost one of the checkpoint calls:
-/// that in the container is the one that it was started with.
-fn set_ups(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+/// A process that has the pipe of an MPS daemon open, then a driver whose library has lost one of the
+/// checkpoint calls: that in the container is the one that it was started with.
+fn mps_and_an_old_driver_are_refused(platform: Platform) -> Result<()> {
     on(
-        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        [GpuHost::for_test(platform, "rf-setup", &[SimGpu::h200(1)])?],
         |[host]| {
             host.watch_runc()?;
-            let options = host.ctr_gpu_options(&["0"])?;
-            let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
-            options.extend(["--runtime", FIRN]);
             let script = "mkdir -p /tmp/nvidia-mps; mkfifo /tmp/nvidia-mps/control; exec 9<>/tmp/nvidia-mps/control; \
                       exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
-            let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
+            let job = Container::script(host, "job", &["0"], 1, &[], script)?;
             job.goes_on(3)?;
-            let said = refused(&job, host, "FIRN-MPS")?;
-            ensure!(said.contains("/tmp/nvidia-mps"), "{said}");
+            let output = refused(&job, host, "FIRN-MPS")?;
+            ensure!(output.contains("/tmp/nvidia-mps"), "{output}");
             job.remove()?;
 
             let job = Container::count(host, "job", &["0"], 1, &[])?;
@@ -469,33 +438,46 @@ fn set_ups(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     )
 }
 
-#[test]
-fn mps_and_an_old_driver_are_refused_on_forky_with_cgroup_v2() -> Result<()> {
-    set_ups(Suite::Forky, Cgroup::V2, "rf-setf")
-}
-
-#[test]
-fn mps_and_an_old_driver_are_refused_on_trixie() -> Result<()> {
-    set_ups(Suite::Trixie, Cgroup::Auto, "rf-sett")
-}
-
-#[test]
-fn a_gpu_in_mig_mode_is_refused() -> Result<()> {
+fn a_gpu_in_mig_mode_is_refused(platform: Platform) -> Result<()> {
     on(
-        [GpuHost::for_test(
-            Suite::Forky,
-            Cgroup::V2,
-            "rf-mig",
-            &[SimGpu::h200(1).mig()],
-        )?],
+        [GpuHost::for_test(platform, "rf-mig", &[SimGpu::h200(1).mig()])?],
         |[host]| {
             host.watch_runc()?;
             let job = Container::count(host, "job", &["0"], 1, &[])?;
             job.goes_on(3)?;
-            let said = refused(&job, host, "FIRN-GPU-MIG")?;
-            ensure!(said.contains(&host.uuids()[0]), "{said}");
+            let output = refused(&job, host, "FIRN-GPU-MIG")?;
+            ensure!(output.contains(&host.uuids()[0]), "{output}");
             job.remove()?;
             host.idle()
         },
     )
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        managed_memory_is_refused [FORKY, TRIXIE];
+        audit_reports_a_checkpointable_container_untouched [FORKY];
+        an_io_uring_is_refused [FORKY];
+        a_forked_child_with_open_gpus_is_refused [FORKY];
+        an_incremental_checkpoint_is_refused [FORKY];
+        processes_that_share_memory_are_refused_and_go_on [FORKY_V2, TRIXIE];
+        nccl_ranks_are_refused_unless_they_use_sockets [FORKY];
+        undeclared_shared_memory_leaves_the_container_suspended [FORKY];
+        a_cuda_process_started_by_exec_is_refused [FORKY];
+        exec_processes_are_refused_or_left_out_as_annotated [FORKY];
+        gpu_memory_above_the_containers_limit_is_refused [FORKY];
+        a_mount_made_behind_the_runtime_is_refused_and_named [FORKY];
+        a_stdio_file_of_the_host_is_refused_and_named [FORKY];
+        mps_and_an_old_driver_are_refused [FORKY_V2, TRIXIE];
+        a_gpu_in_mig_mode_is_refused [FORKY_V2];
+        others::changes_by_others_are_named_and_cost_nothing [FORKY];
+        rollback::a_driver_that_fails_a_checkpoint_costs_nothing [FORKY, TRIXIE];
+        rollback::when_one_of_four_processes_fails_all_four_go_on [FORKY];
+        rollback::a_failed_gpu_restore_is_tried_again [FORKY];
+        rollback::a_copy_whose_caller_ends_costs_nothing [FORKY, TRIXIE];
+        rollback::a_suspended_container_goes_on_when_it_is_resumed [FORKY_V2, TRIXIE];
+        rollback::a_suspended_container_can_be_ended [FORKY_V2, TRIXIE];
+        rollback::after_a_failed_dump_the_counter_goes_on_or_stays_paused [FORKY, TRIXIE];
+        rollback::a_full_disk_costs_nothing_and_leaves_no_partial_image [FORKY];
+    })
 }

@@ -1,13 +1,13 @@
-//! Refusals for what others do to a container: another tool at the driver, a debugger, a stranger in its cgroup; and for a file
-//! that its spec names.
+//! Refusals for what others do to a container: another tool at the driver, a debugger, a stranger in its
+//! cgroup; and for a file that its spec names.
 
 use anyhow::{Result, ensure};
 use firn_lab::{Container, failure, nothing_left, on};
-use firn_node::{Suite, wait_for};
+use firn_node::{Platform, wait_for};
 
 use super::{LIMIT, fails, host};
 
-/// Traces a process, which runs on, until it is killed itself; says so by its own pid in a file.
+/// Traces a process, which runs on, until it is killed itself; writes its own pid to a file.
 const DEBUGGER: &str = "syscall(101, 0x4206, $ARGV[0] + 0, 0, 0) == 0 or die $!; \
     open F, '>', '/tmp/debugger.new'; print F $$; close F; rename '/tmp/debugger.new', '/tmp/debugger'; sleep 1000";
 
@@ -21,12 +21,11 @@ const STRANGER: &str = "setsid sleep 1000 >/dev/null 2>&1 & \
 /// Who is in the container's cgroups.
 const MEMBERS: &str = "cat /sys/fs/cgroup/default/job/cgroup.procs /sys/fs/cgroup/*/default/job/cgroup.procs 2>/dev/null || true";
 
-#[test]
-fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
-    on([host(Suite::Forky, "rf-other", 1)?], |[host]| {
+pub fn changes_by_others_are_named_and_cost_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-other", 1)?], |[host]| {
         let unreadable = ["--annotation", "org.criu.config=/etc"];
-        let said = failure(Container::count_with(host, "job", &["0"], 1, &unreadable, &[]).map(drop))?;
-        ensure!(said.contains("FIRN-CRIU-CONFIG:"), "{said}");
+        let output = failure(Container::count_with(host, "job", &["0"], 1, &unreadable, &[]).map(drop))?;
+        ensure!(output.contains("FIRN-CRIU-CONFIG:"), "{output}");
         host.node().run(&["ctr", "containers", "delete", "job"])?;
         nothing_left(host, "job")?;
 
@@ -34,10 +33,10 @@ fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
         job.goes_on(3)?;
         let pid = job.pid()?.to_string();
         host.node().run(&["cuda-step", "lock", &pid])?;
-        let said = failure(job.checkpoint("checkpoint/job"))?;
+        let output = failure(job.checkpoint("checkpoint/job"))?;
         ensure!(
-            said.contains("FIRN-GPU-STATE:") && said.contains("is locked already"),
-            "{said}"
+            output.contains("FIRN-GPU-STATE:") && output.contains("is locked already"),
+            "{output}"
         );
         // Who has locked it has to unlock it.
         job.stands_still()?;
@@ -48,8 +47,8 @@ fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
         let its_pid = wait_for("the debugger", LIMIT, || {
             Ok(host.node().read("/tmp/debugger").ok())
         })?;
-        let said = fails(&job, host, "FIRN-HOLD")?;
-        ensure!(said.contains("detach the debugger"), "{said}");
+        let output = fails(&job, host, "FIRN-HOLD")?;
+        ensure!(output.contains("detach the debugger"), "{output}");
         host.node().run(&["kill", "-KILL", &its_pid])?;
         debugger.wait()?;
         job.checkpoint("checkpoint/job")?;
@@ -57,14 +56,14 @@ fn what_others_do_to_a_container_is_named_and_costs_nothing() -> Result<()> {
         job.remove()?;
 
         let stranger = host.node().run(&["sh", "-c", STRANGER])?.stdout;
-        let said = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
+        let output = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
         ensure!(
-            said.contains("FIRN-CGROUP-BUSY:") && said.contains("/default/job"),
-            "{said}"
+            output.contains("FIRN-CGROUP-BUSY:") && output.contains("/default/job"),
+            "{output}"
         );
         host.node().run(&["ctr", "containers", "delete", "job"])?;
-        let said = failure(Container::count(host, "job", &["0"], 1, &[]).map(drop))?;
-        ensure!(said.contains("cgroup is not empty"), "{said}");
+        let output = failure(Container::count(host, "job", &["0"], 1, &[]).map(drop))?;
+        ensure!(output.contains("cgroup is not empty"), "{output}");
         host.node().run(&["ctr", "containers", "delete", "job"])?;
         let stranger = stranger.trim();
         host.node().run(&["kill", "-KILL", stranger])?;

@@ -1,4 +1,5 @@
-//! The exported functions, by subject. Each checks its pointers for null and leaves the rest to the parts behind.
+//! The exported functions, by subject. Each checks its pointers for null and leaves the rest to the parts
+//! behind.
 
 #![allow(non_snake_case, reason = "the names are the driver's")]
 
@@ -37,7 +38,8 @@ unsafe fn give_text(at: *mut c_char, len: i32, text: &str) -> Result<(), Error> 
         .filter(|len| *len > 0 && !at.is_null())
         .ok_or(Error::INVALID_VALUE)?;
     let used = text.len().min(room - 1);
-    // SAFETY: `used` + 1 <= `len` bytes, which the caller promises; a str and a caller's buffer do not overlap.
+    // SAFETY: `used` + 1 <= `len` bytes, which the caller promises; a str and a caller's buffer do not
+    // overlap.
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), at.cast(), used) };
     // SAFETY: as above.
     unsafe { *at.wrapping_add(used) = 0 };

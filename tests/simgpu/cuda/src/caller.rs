@@ -66,7 +66,8 @@ fn send(channel: &OwnedFd, request: &Request) -> io::Result<i32> {
     wire::send_with(channel, &request.encode(), &theirs)?;
     drop(theirs);
     let answer = wire::receive::<4>(&mine)?.ok_or(io::ErrorKind::UnexpectedEof)?;
-    // The process closes its end after the answer. Until then CRIU would find a socket of this network namespace in it.
+    // The process closes its end after the answer. Until then CRIU would find a socket of this network
+    // namespace in it.
     while wire::receive::<1>(&mine)?.is_some() {}
     Ok(i32::from_le_bytes(answer))
 }

@@ -67,7 +67,7 @@ fn own() -> Option<&'static Driver> {
     DRIVER.get().filter(|driver| driver.pid == std::process::id())
 }
 
-/// cuInit: starts the driver, or says that it runs.
+/// cuInit: starts the driver, or reports that it runs.
 pub(crate) fn start() -> Result<(), Error> {
     let driver = run()?;
     let _passed = driver.gate.pass();
@@ -97,21 +97,21 @@ pub(crate) fn attach() -> Result<(), Error> {
 fn run() -> Result<&'static Driver, Error> {
     let starting = STARTING.lock().expect("nothing panics while starting");
     if DRIVER.get().is_none() {
-        let (tell, told) = mpsc::channel();
+        let (sender, reported) = mpsc::channel();
         let _signals = service::SignalsBlocked::new();
         let spawned = thread::Builder::new().spawn(move || match begin() {
             Ok((driver, service)) => {
                 let driver = DRIVER.get_or_init(|| driver);
                 // The starter waits for this; it cannot be gone.
-                let _ = tell.send(Ok(()));
+                let _ = sender.send(Ok(()));
                 service.serve(driver);
             }
             Err(error) => {
-                let _ = tell.send(Err(error));
+                let _ = sender.send(Err(error));
             }
         });
         spawned.map_err(|_| Error::OUT_OF_MEMORY)?;
-        told.recv().map_err(|_| Error::UNKNOWN)??;
+        reported.recv().map_err(|_| Error::UNKNOWN)??;
     }
     drop(starting);
     own().ok_or(Error::NOT_INITIALIZED)
@@ -153,7 +153,8 @@ pub(crate) fn initialise(process: &mut Process) -> Result<u64, Error> {
     Ok(token)
 }
 
-/// Places of the GPUs that CUDA_VISIBLE_DEVICES lets through, in its order; it ends at the first entry that names none.
+/// Places of the GPUs that CUDA_VISIBLE_DEVICES lets through, in its order; it ends at the first entry that
+/// names none.
 fn visible(seen: &[GpuInfo], filter: Option<&str>) -> Vec<usize> {
     let Some(filter) = filter else {
         return (0..seen.len()).collect();

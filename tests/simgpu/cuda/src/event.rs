@@ -1,4 +1,5 @@
-//! The event thread: answers the restore thread's handshake and takes connections to the process's UVM socket.
+//! The event thread: answers the restore thread's handshake and takes connections to the process's UVM
+//! socket.
 
 use std::ffi::CString;
 use std::fs;
@@ -86,7 +87,8 @@ fn run(handshake: &OwnedFd, tell_tid: &Sender<i32>) {
                 )
             };
             if fd >= 0 {
-                // SAFETY: accept4 has just made this descriptor; nothing is said on it, so it is closed at once.
+                // SAFETY: accept4 has just made this descriptor; nothing is sent on it, so it is closed at
+                // once.
                 drop(unsafe { OwnedFd::from_raw_fd(fd) });
             }
         }

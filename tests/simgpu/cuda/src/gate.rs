@@ -1,7 +1,7 @@
 //! The gate that every call of the application into the driver passes.
 //!
-//! Open while the process runs. Closing it lets the calls under way finish and makes later ones wait until it is
-//! opened again: that is the driver's lock.
+//! Open while the process runs. Closing it lets the calls under way finish and makes later ones wait until it
+//! is opened again: that is the driver's lock.
 
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;

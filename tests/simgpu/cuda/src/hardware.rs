@@ -55,8 +55,8 @@ pub(crate) fn open_nodes() -> Vec<File> {
     names.filter_map(open).collect()
 }
 
-/// Opens a GPU; makes its node first when it is missing, which takes the right to. A node with another number (left
-/// over from another host) is not used.
+/// Opens a GPU; makes its node first when it is missing, which takes the right to. A node with another number
+/// (left over from another host) is not used.
 pub(crate) fn open_gpu(gpu: &GpuInfo) -> io::Result<GpuMemory> {
     let path = paths::dev_dir().join(&gpu.node.name);
     if !path.exists() {
@@ -84,7 +84,8 @@ fn make_node(path: &Path, device: u64) -> io::Result<()> {
 impl Hardware {
     /// Opens the UVM device and takes a slot everywhere, under `token`.
     pub(crate) fn enter(control: Control, gpus: Vec<GpuMemory>, token: u64) -> Result<Self, Error> {
-        // None of the failures here was measured on hardware; a broken UVM node is an unknown error there too.
+        // None of the failures here was measured on hardware; a broken UVM node is an unknown error there
+        // too.
         let node = control.table.common_node(paths::UVM).ok_or(Error::UNKNOWN)?;
         let path = paths::dev_dir().join(paths::UVM);
         if !node.is_at(&path).unwrap_or(false) {

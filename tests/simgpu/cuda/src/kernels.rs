@@ -83,8 +83,9 @@ impl Kernel {
 impl Launch {
     /// Runs the kernel.
     pub(crate) fn run(self) {
-        // SAFETY: `prepare` found `count` elements at this aligned address, in memory that stays mapped while the call
-        // is under way; programs that race with their own kernels get what they deserve, as on a GPU.
+        // SAFETY: `prepare` found `count` elements at this aligned address, in memory that stays mapped while
+        // the call is under way; programs that race with their own kernels get what they deserve, as on a
+        // GPU.
         let elements = unsafe { std::slice::from_raw_parts_mut(self.elements, self.count) };
         let Some(results) = self.results else {
             elements

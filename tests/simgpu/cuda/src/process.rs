@@ -55,7 +55,8 @@ pub(crate) struct Context {
 /// See the module head.
 pub(crate) struct Process {
     pub(crate) state: State,
-    /// All GPUs that could be opened at cuInit, as they were then: what the process goes on reporting. None before.
+    /// All GPUs that could be opened at cuInit, as they were then: what the process goes on reporting. None
+    /// before.
     pub(crate) seen: Vec<GpuInfo>,
     /// Where each of them is now.
     pub(crate) current: Vec<Uuid>,
@@ -117,7 +118,8 @@ impl Process {
         self.next_handle << 4
     }
 
-    /// The open devices. Calls of the application only see the process with devices: the gate is closed otherwise.
+    /// The open devices. Calls of the application only see the process with devices: the gate is closed
+    /// otherwise.
     pub(crate) fn hardware(&self) -> Result<&Hardware, Error> {
         self.hardware.as_ref().ok_or(Error::ILLEGAL_STATE)
     }

@@ -78,8 +78,8 @@ impl Service {
         }
     }
 
-    /// The wait for the application's threads ignores the timeout, as the driver does; the wait for calls under way
-    /// keeps it, as the documentation says.
+    /// The wait for the application's threads ignores the timeout, as the driver does; the wait for calls
+    /// under way keeps it, as documented.
     fn lock(&mut self, driver: &Driver, connection: &OwnedFd, timeout_ms: u32) -> Result<(), Error> {
         require(driver, State::Running)?;
         if !self.handshake.wait(connection).map_err(|_| Error::UNKNOWN)? {
@@ -125,8 +125,8 @@ impl Service {
     }
 }
 
-/// A copy that takes its time is ended whatever becomes of its caller, and whoever asks for the state waits for that: so
-/// seen on an H100 and an H200.
+/// A copy that takes its time is ended whatever becomes of its caller, and whoever asks for the state waits
+/// for that: so seen on an H100 and an H200.
 fn checkpoint(driver: &Driver, slow_ms: u32) -> Result<(), Error> {
     require(driver, State::Locked)?;
     thread::sleep(Duration::from_millis(slow_ms.into()));

@@ -1,4 +1,5 @@
-//! Checkpoint and restore of GPU memory: one private anonymous region per GPU while the process holds no device.
+//! Checkpoint and restore of GPU memory: one private anonymous region per GPU while the process holds no
+//! device.
 
 use std::collections::BTreeMap;
 
@@ -83,7 +84,8 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
         Ok(mapped) => mapped,
         Err(error) => {
             hardware.leave();
-            // Seen on an H100: it is never restored after that, also when there is room again, and its nodes stay open.
+            // Seen on an H100: it is never restored after that, also when there is room again, and its nodes
+            // stay open.
             if error == Error::OUT_OF_MEMORY {
                 process.is_spoilt = true;
                 process.nodes = hardware::open_nodes();
@@ -172,7 +174,7 @@ fn own(
 }
 
 fn copy(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: both ranges were checked by `Mapping::at`, belong to different mappings, and no other thread uses them:
-    // the gate is closed.
+    // SAFETY: both ranges were checked by `Mapping::at`, belong to different mappings, and no other thread
+    // uses them: the gate is closed.
     unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
 }

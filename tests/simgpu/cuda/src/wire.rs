@@ -1,8 +1,8 @@
 //! Requests of other processes to the restore thread.
 //!
-//! A caller finds the far end of the process's channel by the restore thread's name, takes it with `pidfd_getfd` and
-//! sends one message: the request, and with it one end of a socket pair of its own on which it waits for the answer.
-//! When that end hangs up, the caller is gone and the request is void.
+//! A caller finds the far end of the process's channel by the restore thread's name, takes it with
+//! `pidfd_getfd` and sends one message: the request, and with it one end of a socket pair of its own on which
+//! it waits for the answer. When that end hangs up, the caller is gone and the request is void.
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};

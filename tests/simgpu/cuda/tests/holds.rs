@@ -55,7 +55,11 @@ fn a_lock_of_a_frozen_process_hangs_and_dies_with_its_caller() {
     caller.kill();
     assert_eq!(node.step("tid", counter.pid(), &[]), [restore_tid.to_string()]);
     let mut caller = node.caller("state", counter.pid(), &[]);
-    assert_eq!(caller.answers(A_WHILE), None, "a frozen process tells its state");
+    assert_eq!(
+        caller.answers(A_WHILE),
+        None,
+        "a frozen process reports its state"
+    );
     group.thaw();
     assert_eq!(caller.answers(PATIENCE).unwrap(), ["0"]);
     unharmed(&node, &counter);

@@ -1,7 +1,7 @@
 //! The libraries loaded into one process: forked children, and what NVML shows.
 //!
-//! The environment that names a node's directories belongs to a process, so each test runs its body in a process of
-//! its own: this program again, with one ignored test.
+//! The environment that names a node's directories belongs to a process, so each test runs its body in a
+//! process of its own: this program again, with one ignored test.
 
 mod support;
 

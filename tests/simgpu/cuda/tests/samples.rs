@@ -1,4 +1,5 @@
-//! The samples of `gpu-sample` whose calls the simulated driver has: each computes in as many processes as it should.
+//! The samples of `gpu-sample` whose calls the simulated driver has: each computes in as many processes as it
+//! should.
 
 mod support;
 
@@ -60,7 +61,8 @@ fn every_sample_computes_in_each_of_its_processes() {
     }
 }
 
-/// As seen on an H200: the driver knows who only uses NVML, or has no context; they have devices open and no UVM mapped.
+/// As seen on an H200: the driver knows who only uses NVML, or has no context; they have devices open and no
+/// UVM mapped.
 #[test]
 fn processes_without_a_context_are_checkpointed_and_go_on() {
     require!(missing());
@@ -80,7 +82,7 @@ fn processes_without_a_context_are_checkpointed_and_go_on() {
         };
         next("begins");
         let pid = i32::try_from(sample.id()).unwrap();
-        // NVML opens the devices anew in every call.
+        // NVML opens the devices again in every call.
         let before = eventually("a rest", || {
             let uses = device_uses(&node, pid);
             (habit == "init" || uses.iter().all(|line| line.starts_with("fd "))).then_some(uses)

@@ -12,7 +12,8 @@ use crate::{cdi, install, loops, setup, smi};
 
 /// Simulated GPUs for tests.
 ///
-/// SIMGPU_DEV names a directory that stands in for /dev, SIMGPU_STATE one for /run/simgpu; the libraries honour both.
+/// SIMGPU_DEV names a directory that stands in for /dev, SIMGPU_STATE one for /run/simgpu; the libraries
+/// honour both.
 #[derive(Parser)]
 #[command(name = "simgpu", version)]
 pub struct Cli {
@@ -71,7 +72,8 @@ struct SetupArgs {
     /// Driver version
     #[arg(long, default_value = DRIVER)]
     driver: String,
-    /// Give UVM's nodes another major number: the kernel picks that of the real ones when the driver is loaded
+    /// Give UVM's nodes another major number: the kernel picks that of the real ones when the driver is
+    /// loaded
     #[arg(long)]
     other_majors: bool,
     /// CUDA version (13000 is 13.0)

@@ -1,4 +1,5 @@
-//! Scripted faults: `faults.json` in the state directory of the node, read by the caller's library at each call.
+//! Scripted faults: `faults.json` in the state directory of the node, read by the caller's library at each
+//! call.
 //!
 //! ```json
 //! {"rules": [

@@ -1,9 +1,10 @@
-//! What the parts of the simulated driver share: where its nodes are, the table of a node's GPUs, GPU memory with
-//! its owners, signs of CUDA processes in /proc, and scripted faults.
+//! What the parts of the simulated driver share: where its nodes are, the table of a node's GPUs, GPU memory
+//! with its owners, signs of CUDA processes in /proc, and scripted faults.
 //!
-//! A simulated GPU is the block node of a loop device over anonymous memory. So the device cgroup gates it, CRIU
-//! refuses its descriptors and mappings, its memory lies outside the process, and all openers see the same bytes
-//! (one page cache per block device). Nothing here is part of firn: it stands in for hardware in tests.
+//! A simulated GPU is the block node of a loop device over anonymous memory. So the device cgroup gates it,
+//! CRIU refuses its descriptors and mappings, its memory lies outside the process, and all openers see the
+//! same bytes (one page cache per block device). Nothing here is part of firn: it stands in for hardware in
+//! tests.
 
 pub mod fault;
 mod mapping;

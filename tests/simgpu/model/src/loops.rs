@@ -1,7 +1,7 @@
 //! Loop devices over anonymous memory.
 //!
 //! The memory (a memfd) has no path and no size limit and goes away with its loop device. Its name,
-//! `simgpu:<mount namespace>:<node>`, tells a later clean-up whose device it was.
+//! `simgpu:<mount namespace>:<node>`, shows a later clean-up whose device it was.
 
 use std::collections::HashSet;
 use std::ffi::CString;
@@ -116,7 +116,8 @@ pub fn attach(dev: &Path, name: &str, backing: &File, partitions: Partitions) ->
     bail!("no loop device stayed free long enough to take it")
 }
 
-/// Makes the node of a device that can have a partition that of a partition over the whole of it: the same bytes under another major number.
+/// Makes the node of a device that can have a partition that of a partition over the whole of it: the same
+/// bytes under another major number.
 pub fn renumber(dev: &Path, node: &Node, size: u64) -> Result<Node> {
     let path = dev.join(&node.name);
     let device = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
@@ -161,8 +162,8 @@ fn disk_of(path: &Path) -> io::Result<Option<u64>> {
     Ok(Some(node.device()))
 }
 
-/// Takes the memory from behind the loop device at `path`, or of which that is a partition; deferred by the kernel until its
-/// last user closes it.
+/// Takes the memory from behind the loop device at `path`, or of which that is a partition; deferred by the
+/// kernel until its last user closes it.
 pub fn detach(path: &Path) -> io::Result<()> {
     if let Some(disk) = disk_of(path)? {
         let own = path.with_file_name(format!(".simgpu-disk-{}", std::process::id()));

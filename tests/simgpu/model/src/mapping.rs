@@ -53,7 +53,8 @@ impl Mapping {
     ) -> io::Result<Self> {
         let hint = std::ptr::without_provenance_mut(fixed.unwrap_or(0));
         let offset = i64::try_from(offset).map_err(io::Error::other)?;
-        // SAFETY: without MAP_FIXED the kernel puts the mapping where nothing else is (MAP_FIXED_NOREPLACE included).
+        // SAFETY: without MAP_FIXED the kernel puts the mapping where nothing else is (MAP_FIXED_NOREPLACE
+        // included).
         let at = unsafe { libc::mmap(hint, len, protection, flags, fd, offset) };
         if at == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());

@@ -1,8 +1,8 @@
 //! Memory of one simulated GPU: a header with owners and a word per chunk, then the chunks.
 //!
-//! A chunk's word is zero while it is free and otherwise names its owner's slot, the allocation and the chunk's place
-//! in it. Words are taken by compare-and-swap, so no process can stop another by being frozen or killed. A chunk is
-//! punched (its memory given back, its bytes lost) before its word is cleared.
+//! A chunk's word is zero while it is free and otherwise names its owner's slot, the allocation and the
+//! chunk's place in it. Words are taken by compare-and-swap, so no process can stop another by being frozen
+//! or killed. A chunk is punched (its memory given back, its bytes lost) before its word is cleared.
 
 use std::fs::File;
 use std::io;
@@ -87,8 +87,8 @@ impl GpuMemory {
             .header
             .at(WORDS_AT, self.chunks * size_of::<AtomicU64>())
             .cast::<AtomicU64>();
-        // SAFETY: `at` checked that the words lie inside the mapping, which is aligned and lives as long as `self`;
-        // atomics may be shared with other processes.
+        // SAFETY: `at` checked that the words lie inside the mapping, which is aligned and lives as long as
+        // `self`; atomics may be shared with other processes.
         unsafe { std::slice::from_raw_parts(first, self.chunks) }
     }
 
@@ -339,8 +339,9 @@ mod tests {
         let (_file, gpu) = gpu(2);
         let gpu = &gpu;
         std::thread::scope(|scope| {
-            // A thread that ends holding its slot is to the kernel what a killed process is. Joined, not only waited for
-            // by the scope, which goes on when the closure has returned and the thread has still to end.
+            // A thread that ends holding its slot is to the kernel what a killed process is. Joined, not only
+            // waited for by the scope, which goes on when the closure has returned and the thread has still
+            // to end.
             let owner = scope.spawn(|| gpu.allocate(gpu.claim(1).unwrap(), 1, 2 * CHUNK).unwrap());
             owner.join().unwrap();
         });

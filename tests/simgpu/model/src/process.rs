@@ -1,8 +1,8 @@
 //! Signs by which the simulated driver finds CUDA processes from outside, without disturbing them.
 //!
-//! The restore thread's name carries the number of the descriptor through which it is reached, and the process's
-//! state; the event thread's name carries the token under which the process owns GPU memory. Reading names works
-//! while a process is frozen, and CRIU restores them.
+//! The restore thread's name carries the number of the descriptor through which it is reached, and the
+//! process's state; the event thread's name carries the token under which the process owns GPU memory.
+//! Reading names works while a process is frozen, and CRIU restores them.
 
 use std::fs;
 use std::io;

@@ -1,7 +1,8 @@
 //! Robust mutexes in memory shared by processes of different containers.
 //!
-//! The kernel marks a robust mutex when the thread that holds it dies, whatever pid namespace that thread was in. So
-//! "this mutex is held" says "that process lives", to every process that maps the memory, without looking at /proc.
+//! The kernel marks a robust mutex when the thread that holds it dies, whatever pid namespace that thread was
+//! in. So "this mutex is held" means "that process lives", to every process that maps the memory, without
+//! looking at /proc.
 
 use std::cell::UnsafeCell;
 
@@ -45,7 +46,8 @@ impl RobustMutex {
         match unsafe { libc::pthread_mutex_trylock(self.0.get()) } {
             0 => Held::Free,
             EOWNERDEAD => {
-                // SAFETY: this thread has just got the mutex with EOWNERDEAD, the only time this call is allowed.
+                // SAFETY: this thread has just got the mutex with EOWNERDEAD, the only time this call is
+                // allowed.
                 unsafe { libc::pthread_mutex_consistent(self.0.get()) };
                 Held::OwnerDied
             }

@@ -1,7 +1,7 @@
 //! Makes and removes the devices of a node.
 //!
-//! The control device is made last and removed first, so a node with one has all its devices. There is no other
-//! record: it says what there is.
+//! The control device is made last and removed first, so a node with one has all its devices. There is no
+//! other record: it lists what there is.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

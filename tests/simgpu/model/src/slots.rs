@@ -1,7 +1,9 @@
-//! Owners of a device: one slot per process, held by a robust mutex for as long as the process uses the device.
+//! Owners of a device: one slot per process, held by a robust mutex for as long as the process uses the
+//! device.
 //!
-//! Invariants: a slot's mutex is held by its process's restore thread; the token is zero unless a process has the
-//! slot; what a dead owner left is given back by whoever takes or sweeps its slot next, before the slot is used again.
+//! Invariants: a slot's mutex is held by its process's restore thread; the token is zero unless a process has
+//! the slot; what a dead owner left is given back by whoever takes or sweeps its slot next, before the slot
+//! is used again.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -28,8 +30,8 @@ impl Slots {
     pub fn within(device: &Mapping, offset: usize) -> &Self {
         let at = device.at(offset, SLOT_TABLE_SIZE).cast::<Self>();
         assert!(at.is_aligned(), "the slot table is not aligned");
-        // SAFETY: size and alignment are checked above and the mapping outlives the result; every field is an atomic
-        // or a mutex, so any bytes that other processes write meanwhile are valid.
+        // SAFETY: size and alignment are checked above and the mapping outlives the result; every field is an
+        // atomic or a mutex, so any bytes that other processes write meanwhile are valid.
         unsafe { &*at }
     }
 
@@ -40,8 +42,8 @@ impl Slots {
         }
     }
 
-    /// Takes a slot for the process with this token and the calling thread; `reclaim` gives back what a dead owner
-    /// of a slot left. Nothing when all slots are in use.
+    /// Takes a slot for the process with this token and the calling thread; `reclaim` gives back what a dead
+    /// owner of a slot left. Nothing when all slots are in use.
     pub fn claim(&self, token: u64, reclaim: impl Fn(usize)) -> Option<usize> {
         self.0.iter().enumerate().find_map(|(number, slot)| {
             match slot.mutex.try_hold() {

@@ -66,7 +66,7 @@ pub struct GpuInfo {
     pub node: Node,
 }
 
-/// What the control device says about its node.
+/// What the control device reports about its node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeTable {
     /// Full driver version, `580.159.04`.
@@ -180,7 +180,7 @@ impl NodeTable {
 #[derive(Debug)]
 pub struct Control {
     file: File,
-    /// What it says.
+    /// Its text.
     pub table: NodeTable,
     mapping: Mapping,
 }
@@ -189,7 +189,8 @@ impl Control {
     /// Opens `nvidiactl` in `dev`.
     pub fn open(dev: &Path) -> Result<Self, TableError> {
         let path = dev.join(paths::CONTROL);
-        // Opening a node of another kind could have effects (a tape rewinds); the simulated one is a block device.
+        // Opening a node of another kind could have effects (a tape rewinds); the simulated one is a block
+        // device.
         if !std::fs::metadata(&path)?.file_type().is_block_device() {
             return Err(TableError::Foreign);
         }
@@ -233,8 +234,9 @@ impl Control {
     }
 }
 
-/// Addresses at which the process in `slot` may have managed memory: one 4 GiB window in each TiB of the ordinary
-/// mmap range, so that no two processes share an offset of the UVM device although offsets equal addresses.
+/// Addresses at which the process in `slot` may have managed memory: one 4 GiB window in each TiB of the
+/// ordinary mmap range, so that no two processes share an offset of the UVM device although offsets equal
+/// addresses.
 pub(crate) fn managed_windows(slot: usize) -> impl Iterator<Item = usize> {
     (0x7d..=0x7f).rev().map(move |tib: usize| tib << 40 | slot << 32)
 }

@@ -40,7 +40,8 @@ unsafe fn give_text(at: *mut c_char, len: u32, text: &str) -> Result<(), Error> 
     if len as usize <= text.len() {
         return Err(Error::InsufficientSize);
     }
-    // SAFETY: the text is shorter than `len`, which the caller promises; it cannot overlap the caller's buffer.
+    // SAFETY: the text is shorter than `len`, which the caller promises; it cannot overlap the caller's
+    // buffer.
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), at.cast(), text.len()) };
     // SAFETY: as above.
     unsafe { *at.wrapping_add(text.len()) = 0 };
@@ -205,7 +206,8 @@ fn pci_info(info: &GpuInfo) -> Result<PciInfo, Error> {
     Ok(found)
 }
 
-/// Where an active NVLink of a device ends. Devices without any have none of these calls; a device has 18 links at most.
+/// Where an active NVLink of a device ends. Devices without any have none of these calls; a device has 18
+/// links at most.
 fn nvlink_end(device: Handle, link: u32) -> Result<Option<NvLinkEnd>, Error> {
     let place = place(device)?;
     let uuid = library::with_device(place, |device| device.info.uuid)?;
@@ -361,7 +363,7 @@ unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
                 gpu_instance_id: NO_INSTANCE,
                 compute_instance_id: NO_INSTANCE,
             };
-            // SAFETY: `at` is below the room that the caller said there is.
+            // SAFETY: `at` is below the room that the caller has announced.
             unsafe { give(infos.wrapping_add(at), info) }?;
         }
         Ok(())

@@ -34,7 +34,8 @@ pub(crate) fn init() -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the process known to the driver, which has its devices open from now on. Without GPUs it has nothing to do with it.
+/// Makes the process known to the driver, which has its devices open from now on. Without GPUs it has nothing
+/// to do with it.
 fn attach() {
     // SAFETY: the simulated library's constructors do nothing.
     let Ok(driver) = (unsafe { Shared::new("libcuda.so.1") }) else {
@@ -73,7 +74,8 @@ pub(crate) fn shutdown() -> Result<(), Error> {
     Ok(())
 }
 
-/// Asks what is open. Whether NVML's functions wait in a checkpointed process, as those of CUDA do, was not measured.
+/// Asks what is open. Whether NVML's functions wait in a checkpointed process, as those of CUDA do, was not
+/// measured.
 fn with_open<T>(ask: impl FnOnce(&Open) -> Result<T, Error>) -> Result<T, Error> {
     match *users() {
         0 => Err(Error::Uninitialized),

@@ -1,4 +1,5 @@
-//! Functions that only `gpu-sample` calls. A driver that lacks them, as the simulated one does, lacks nothing else.
+//! Functions that only `gpu-sample` calls. A driver that lacks them, as the simulated one does, lacks nothing
+//! else.
 
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -70,7 +71,7 @@ functions! {
 pub struct Allocation(u64);
 
 impl Driver {
-    /// A context beside the primary one, which becomes the calling thread's.
+    /// A context in addition to the primary one, which becomes the calling thread's.
     pub fn create_context(&self, ordinal: i32) -> Result<Context> {
         let mut device = 0;
         call!(self.cuDeviceGet(&raw mut device, ordinal))?;

@@ -1,4 +1,5 @@
-//! Contexts and streams. Work is done when the call that asks for it returns, so waiting for it is passing the gate.
+//! Contexts and streams. Work is done when the call that asks for it returns, so waiting for it is passing
+//! the gate.
 
 use std::cell::RefCell;
 

@@ -27,7 +27,7 @@ extern "C" fn simgpu_attach() -> i32 {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDriverGetVersion(version: *mut i32) -> i32 {
-    // A library knows its version without a device; the simulated one is as new as its node says.
+    // A library knows its version without a device; the simulated one is as new as its node's driver.
     let known = hardware::open_control().map_or(13000, |control| control.table.cuda_version);
     // SAFETY: the caller keeps the driver API's contract.
     answer(|| unsafe { give(version, known) })

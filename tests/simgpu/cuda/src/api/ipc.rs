@@ -1,5 +1,5 @@
-//! Legacy IPC: one process's device memory opened by another. Lock and checkpoint do not mind; the importer cannot be
-//! restored.
+//! Legacy IPC: one process's device memory opened by another. Lock and checkpoint do not mind; the importer
+//! cannot be restored.
 
 use simgpu_model::Uuid;
 
@@ -9,7 +9,7 @@ use crate::driver;
 use crate::error::{Error, answer};
 use crate::process::Backing;
 
-/// What a handle says: which GPU, whose memory (slot and token), which allocation, how large.
+/// What a handle contains: which GPU, whose memory (slot and token), which allocation, how large.
 struct Exported {
     gpu: Uuid,
     token: u64,

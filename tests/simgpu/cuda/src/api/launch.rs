@@ -15,7 +15,8 @@ unsafe extern "C" fn cuModuleLoadData(module: *mut Handle, image: *const c_void)
         let entered = driver::enter()?;
         let mut process = entered.process();
         current_gpu(&process)?;
-        // SAFETY: the caller keeps the driver API's contract; only PTX, which is a C string, is understood here.
+        // SAFETY: the caller keeps the driver API's contract; only PTX, which is a C string, is understood
+        // here.
         let image = unsafe { text(image.cast::<c_char>()) }.map_err(|_| Error::INVALID_IMAGE)?;
         let entries = kernels::entries(image).ok_or(Error::INVALID_IMAGE)?;
         let number = process.fresh_handle();

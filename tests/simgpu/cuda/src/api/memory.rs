@@ -77,7 +77,8 @@ unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, len: usize) -
     answer(|| {
         let entered = driver::enter()?;
         let at = entered.process().reach(to, len)?;
-        // SAFETY: `reach` found `len` bytes that stay mapped while the call is under way; the caller's are its contract.
+        // SAFETY: `reach` found `len` bytes that stay mapped while the call is under way; the caller's are
+        // its contract.
         unsafe { copy(from.cast(), at, len) };
         Ok(())
     })

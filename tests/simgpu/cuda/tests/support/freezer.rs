@@ -1,4 +1,5 @@
-//! A control group for one process: frozen, or denied a device. Works with the v1 hierarchies and freezes with v2.
+//! A control group for one process: frozen, or denied a device. Works with the v1 hierarchies and freezes
+//! with v2.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! A node with simulated GPUs in a directory of its own, the counter on it, and the checkpoint calls about it.
+//! A node with simulated GPUs in a directory of its own, the counter on it, and the checkpoint calls about
+//! it.
 
 #![allow(dead_code, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
@@ -344,7 +345,7 @@ impl Counter {
     pub fn line(&self) -> String {
         self.lines
             .recv_timeout(PATIENCE)
-            .expect("the counter says nothing")
+            .expect("the counter prints nothing")
     }
 
     /// Waits for the next line that begins with `start`.
@@ -431,10 +432,10 @@ pub fn field(line: &str, key: &str) -> String {
 }
 
 fn read_lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
-    let (tell, lines) = mpsc::channel();
+    let (sender, lines) = mpsc::channel();
     thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
-            if tell.send(line).is_err() {
+            if sender.send(line).is_err() {
                 return;
             }
         }

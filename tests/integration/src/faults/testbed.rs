@@ -7,12 +7,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::api::Empty;
 use containerd_shim_protos::shim::oci::CheckpointOptions;
-use firn_node::{CgroupMode, Suite, wait_for};
+use firn_node::{CgroupMode, Platform, Suite, wait_for};
 
 use super::cell::{From, Subject};
 use super::counting::Counting;
 use super::{disk, inject};
-use crate::{Archive, Census, Container, FIRN, GpuHost, Pending, SHARES_NOTHING, STOCK, SimGpu, Task};
+use crate::{Archive, Census, Container, GpuHost, Pending, SHARES_NOTHING, SimGpu, Task};
 
 /// The container.
 pub(super) const ID: &str = "job";
@@ -31,22 +31,23 @@ const SHORT: &str = "look = \"1500ms\"\ndiscover = \"1500ms\"\nlock = \"1500ms\"
     runc-restore = \"4s\"\nrestore = \"1500ms\"\nunlock = \"1500ms\"\nrollback = \"2s\"\n";
 
 /// See the module head.
-pub(super) struct Ground {
+pub(super) struct Testbed {
     pub host: GpuHost,
-    suite: Suite,
+    /// The runtime of its containers.
+    runtime: &'static str,
     pub subject: Subject,
     /// The template, taken out of containerd, to make images of its kind from.
     template: RefCell<Option<Archive>>,
     images: Cell<usize>,
-    /// Containers so far. Each writes a log of its own, so that what a restored one has in its root file system from the
-    /// template is not taken for its own lines.
+    /// Containers so far. Each writes a log of its own, so that what a restored one has in its root file
+    /// system from the template is not taken for its own lines.
     jobs: Cell<usize>,
 }
 
 /// A container that counts.
-pub(super) struct Job<'g> {
-    ground: &'g Ground,
-    pub container: Container<'g>,
+pub(super) struct Job<'t> {
+    testbed: &'t Testbed,
+    pub container: Container<'t>,
     pub counting: Counting,
 }
 
@@ -68,35 +69,32 @@ fn log(job: usize) -> String {
     format!("/counter-{job}.log")
 }
 
-impl Ground {
+impl Testbed {
     /// Starts a host and makes the template.
     pub(super) fn new(suite: Suite, subject: Subject, name: &str) -> Result<Self> {
         let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
-        let host = GpuHost::for_test(suite, subject.cgroup, name, &gpus)?;
+        let host = GpuHost::for_test(Platform::new(suite, subject.cgroup), name, &gpus)?;
         disk::prepare(&host)?;
         inject::prepare(&host)?;
-        if suite == Suite::Trixie {
-            // Its ctr tells only this runtime that a container shall end with its dump.
-            host.drop_in()?;
-        }
-        let ground = Self {
+        let runtime = host.runtime_for_options()?;
+        let testbed = Self {
             host,
-            suite,
+            runtime,
             subject,
             template: RefCell::new(None),
             images: Cell::new(0),
             jobs: Cell::new(0),
         };
-        ground.configure(false)?;
-        ground.host.node().run(&["mkdir", "-p", "/srv/images"])?;
-        let mut job = ground.start()?;
+        testbed.configure(false)?;
+        testbed.host.node().run(&["mkdir", "-p", "/srv/images"])?;
+        let mut job = testbed.start()?;
         job.container.checkpoint(TEMPLATE)?;
         job.counting.goes_on(2)?;
         job.end()?;
-        ground
+        testbed
             .template
-            .replace(Some(Archive::export(&ground.host, TEMPLATE)?));
-        Ok(ground)
+            .replace(Some(Archive::export(&testbed.host, TEMPLATE)?));
+        Ok(testbed)
     }
 
     /// Writes firn's configuration, with short deadlines where something hangs.
@@ -116,8 +114,7 @@ impl Ground {
 
     /// The same, with more options of `ctr run`.
     pub(super) fn start_with(&self, more: &[&str]) -> Result<Job<'_>> {
-        let runtime = if self.suite == Suite::Trixie { STOCK } else { FIRN };
-        let options = [&["--runtime", runtime][..], &SHARES_NOTHING, more].concat();
+        let options = [&["--runtime", self.runtime][..], &SHARES_NOTHING, more].concat();
         let (mib, processes) = (MIB.to_string(), self.counters().to_string());
         self.jobs.set(self.jobs.get() + 1);
         let log = log(self.jobs.get());
@@ -134,7 +131,7 @@ impl Ground {
         let counters = self.counters();
         let container = Container::count_with(&self.host, ID, &["0"], counters, &options, &arguments)?;
         let mut job = Job {
-            ground: self,
+            testbed: self,
             container,
             counting: self.counting(&log),
         };
@@ -154,7 +151,7 @@ impl Ground {
     fn counts_on(&self, counting: Counting) -> Result<Job<'_>> {
         let container = Container::known(&self.host, ID).counting(self.counters());
         let mut job = Job {
-            ground: self,
+            testbed: self,
             container,
             counting,
         };
@@ -226,7 +223,8 @@ impl Ground {
 
     /// Removes what containerd knows of the container; nothing else of it must be left.
     pub(super) fn forget(&self) -> Result<()> {
-        // The task is there when the flow has come that far, and the daemon keeps what a killed client has made.
+        // The task is there when the flow has come that far, and the daemon keeps what a killed client has
+        // made.
         let _ = self.host.node().run(&["ctr", "tasks", "delete", "--force", ID]);
         let known = self.host.node().run(&["ctr", "containers", "list", "--quiet"])?;
         if known.stdout.lines().any(|id| id == ID) {
@@ -242,19 +240,19 @@ impl Ground {
     }
 }
 
-impl<'g> Job<'g> {
+impl<'t> Job<'t> {
     /// Begins a checkpoint: by the shim's own service, or by `ctr`, which pauses and resumes around it.
     pub(super) fn checkpoint(&self, asked: &Asked<'_>, by_client: bool) -> Result<Call> {
         if by_client {
             let mut command = vec!["ctr", "tasks", "checkpoint", "--image-path", asked.image];
             command.extend(asked.exit.then_some("--exit"));
             command.push(ID);
-            return Ok(Call::Client(self.ground.host.node().spawn(&command)?));
+            return Ok(Call::Client(self.testbed.host.node().spawn(&command)?));
         }
         let mut options = CheckpointOptions::new();
         options.exit = asked.exit;
         options.work_path = asked.work.clone().unwrap_or_default();
-        let task = Task::of(&self.ground.host, ID)?;
+        let task = Task::of(&self.testbed.host, ID)?;
         let pending = task.checkpoint(asked.image, &options)?;
         Ok(Call::Raw(task, Some(pending)))
     }
@@ -269,7 +267,7 @@ impl<'g> Job<'g> {
 
     /// The real state of its freezer, not what anybody remembers.
     pub(super) fn freezer(&self) -> Result<From> {
-        let host = &self.ground.host;
+        let host = &self.testbed.host;
         let v2 = host.node().record().cgroup == CgroupMode::V2;
         let (file, frozen) = match v2 {
             true => ("cgroup.events", "frozen 1"),
@@ -288,7 +286,7 @@ impl<'g> Job<'g> {
 
     /// Whether its first process lives.
     pub(super) fn is_alive(&self) -> bool {
-        let processes = self.ground.host.node().processes();
+        let processes = self.testbed.host.node().processes();
         processes.iter().any(|process| {
             process
                 .args
@@ -297,7 +295,8 @@ impl<'g> Job<'g> {
         })
     }
 
-    /// It is paused, or runs, in every respect: containerd's status, the freezer, what it writes. Runs afterwards.
+    /// It is paused, or runs, in every respect: containerd's status, the freezer, what it writes. Runs
+    /// afterwards.
     pub(super) fn is(&mut self, state: From) -> Result<()> {
         let expected = match state {
             From::Running => "RUNNING",
@@ -308,7 +307,7 @@ impl<'g> Job<'g> {
         let frozen = wait_for("the freezer", QUIET, || {
             Ok((self.freezer()? == state).then_some(()))
         });
-        ensure!(frozen.is_ok(), "the freezer says {:?}", self.freezer()?);
+        ensure!(frozen.is_ok(), "the freezer is {:?}", self.freezer()?);
         self.is_traced_by_nobody()?;
         match state {
             From::Running => self.counting.goes_on(2),
@@ -327,7 +326,7 @@ impl<'g> Job<'g> {
     }
 
     fn is_traced_by_nobody(&self) -> Result<()> {
-        let node = self.ground.host.node();
+        let node = self.testbed.host.node();
         for process in node.processes() {
             if process.command != "gpu-counter" {
                 continue;
@@ -349,15 +348,15 @@ impl<'g> Job<'g> {
         };
         let mut call = self.checkpoint(&asked, false)?;
         call.finish()?.map_err(anyhow::Error::msg)?;
-        ensure!(self.ground.manifest_of(image), "no image");
-        self.ground.host.node().run(&["rm", "-r", image])?;
+        ensure!(self.testbed.manifest_of(image), "no image");
+        self.testbed.host.node().run(&["rm", "-r", image])?;
         self.counting.goes_on(2)
     }
 
     /// Removes it.
     pub(super) fn end(self) -> Result<()> {
         self.container.remove()?;
-        self.ground.host.idle()
+        self.testbed.host.idle()
     }
 }
 
@@ -378,7 +377,7 @@ impl Call {
         }
     }
 
-    /// Waits for the answer: what the client was told.
+    /// Waits for the answer that the client got.
     pub(super) fn finish(&mut self) -> Result<Result<(), String>> {
         match self {
             Self::Raw(task, pending) => {
@@ -390,13 +389,13 @@ impl Call {
                 })
             }
             Self::Client(child) => {
-                let mut said = String::new();
+                let mut output = String::new();
                 if let Some(mut stderr) = child.stderr.take() {
-                    std::io::Read::read_to_string(&mut stderr, &mut said)?;
+                    std::io::Read::read_to_string(&mut stderr, &mut output)?;
                 }
                 match child.wait()?.success() {
                     true => Ok(Ok(())),
-                    false => Ok(Err(said.trim().to_owned())),
+                    false => Ok(Err(output.trim().to_owned())),
                 }
             }
         }

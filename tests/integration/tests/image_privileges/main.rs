@@ -1,27 +1,31 @@
-//! Images that were changed to give a container more than its spec allows: each is refused, nothing is gained by it and nothing
-//! is left, and the image that it was made from restores afterwards.
+//! Images that were changed to give a container more than its spec allows: each is refused, nothing is gained
+//! by it and nothing is left, and the image that it was made from restores afterwards.
 //!
-//! The images are real ones, of containers without any privilege; firn's manifest is made to fit again, as an attacker would. The
-//! same images are given to containerd's own shim, and what came of it is printed as a table.
+//! The images are real ones, of containers without any privilege; firn's manifest is made to fit again, as an
+//! attacker would. The same images are given to containerd's own shim, and what came of it is printed as a
+//! table.
 
 mod cases;
+mod made;
 mod wire;
 
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Archive, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, failure, nothing_left, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{
+    Archive, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, cases, failure, matrix, nothing_left, on,
+};
+use firn_node::{Platform, wait_for};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::cases::{BELOW, CASES, Case, HOST_FILE, VICTIM, cgroup_below};
 
-/// What ctr gives a container unless it is told otherwise.
+/// What ctr gives a container by default.
 const CAPABILITIES: [&str; 14] = [
     "CHOWN",
     "DAC_OVERRIDE",
@@ -146,14 +150,14 @@ fn make(host: &GpuHost, image: &str, runtime: &str, edit: fn(&Path) -> Result<()
 /// firn refuses it before runc is called, and nothing is there afterwards.
 fn refused(host: &GpuHost, image: &str, case: &Case) -> Result<()> {
     make(host, image, FIRN, case.edit)?;
-    let said = failure(Container::restore(host, "job", HOSTILE, 1).map(drop))?;
+    let output = failure(Container::restore(host, "job", HOSTILE, 1).map(drop))?;
     let code = match image {
         GPU => case.by_manifest.unwrap_or(case.code),
         _ => case.code,
     };
     let code = format!("{code}:");
-    ensure!(said.contains(&code), "not {code} but:\n{said}");
-    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    ensure!(output.contains(&code), "not {code} but:\n{output}");
+    ensure!(output.contains("hint: "), "no hint in:\n{output}");
     ensure!(
         !host.runc_has("restore")? && !host.runc_has("create")?,
         "runc was called"
@@ -178,8 +182,8 @@ fn by_stock(host: &GpuHost, case: &Case) -> Result<Option<String>> {
         "job",
         HOSTILE,
     ];
-    let said = host.said(&restore, "")?;
-    let mut seen = match said.code {
+    let output = host.output_of(&restore, "")?;
+    let mut seen = match output.code {
         Some(0) => gained(host)?,
         Some(124) => return Ok(None),
         _ => "not restored".to_owned(),
@@ -195,8 +199,8 @@ fn by_stock(host: &GpuHost, case: &Case) -> Result<Option<String>> {
         &["ctr", "containers", "delete", "job"],
         &["ctr", "images", "remove", "--sync", HOSTILE],
     ] {
-        let said = host.said(&[&["timeout", "10"], last].concat(), "")?;
-        if said.code == Some(124) {
+        let output = host.output_of(&[&["timeout", "10"], last].concat(), "")?;
+        if output.code == Some(124) {
             return Ok(None);
         }
     }
@@ -265,7 +269,7 @@ fn gained(host: &GpuHost) -> Result<String> {
     let policy = host
         .node()
         .run(&["chrt", "-p", &pid])
-        .map(|said| said.stdout)
+        .map(|output| output.stdout)
         .unwrap_or_default();
     if policy.contains("SCHED_FIFO") {
         seen.push("SCHED_FIFO".to_owned());
@@ -337,8 +341,8 @@ fn no_device_is_opened(host: &GpuHost) -> Result<()> {
     archive.import(host, HOSTILE)?;
     let (job, _) = Container::restore(host, "job", HOSTILE, 0)?;
     counts(host)?;
-    let said = failure(job.exec(&["head", "-c1", "/disk"]))?;
-    ensure!(said.contains("Operation not permitted"), "{said}");
+    let output = failure(job.exec(&["head", "-c1", "/disk"]))?;
+    ensure!(output.contains("Operation not permitted"), "{output}");
     job.remove()?;
     host.remove_image(HOSTILE)
 }
@@ -364,23 +368,23 @@ fn mounts_stay_read_only(host: &GpuHost) -> Result<()> {
         let line = line.with_context(|| format!("no{point}in\n{mounts}"))?;
         ensure!(line.contains(&format!("{point}ro,nosuid,nodev,")), "{line}");
     }
-    let said = failure(job.exec(&["touch", "/other/file"]))?;
-    ensure!(said.contains("Read-only file system"), "{said}");
+    let output = failure(job.exec(&["touch", "/other/file"]))?;
+    ensure!(output.contains("Read-only file system"), "{output}");
     job.remove()?;
     host.remove_image(HOSTILE)
 }
 
 /// A node with images of containers without privileges, and another container.
-fn ground(suite: Suite, name: &str) -> Result<GpuHost> {
-    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+fn testbed(platform: Platform, name: &str) -> Result<GpuHost> {
+    let host = GpuHost::for_test(platform, name, &[SimGpu::h200(1)])?;
     host.node().write(HOST_FILE, "the host's")?;
     images(&host)?;
     Container::run(&host, VICTIM, &["--runtime", STOCK], &["sleep", "100000"])?;
     Ok(host)
 }
 
-fn corpus(suite: Suite, name: &str) -> Result<()> {
-    on([ground(suite, name)?], |[host]| {
+fn images_that_ask_for_more_than_the_spec_are_refused(platform: Platform) -> Result<()> {
+    on([testbed(platform, "hostile")?], |[host]| {
         host.watch_runc()?;
         for case in CASES {
             for image in [PLAIN, GPU] {
@@ -402,10 +406,10 @@ fn corpus(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-/// What containerd's own shim makes of the same images: for people, as nothing of it is promised. A node on which a restore hangs
-/// is given up.
-fn stock(suite: Suite, name: &str) -> Result<()> {
-    let mut host = ground(suite, &format!("{name}-0"))?;
+/// What containerd's own shim makes of the same images: for people, as nothing of it is promised. A node on
+/// which a restore hangs is given up.
+fn table_of_the_stock_shim_with_the_same_images(platform: Platform) -> Result<()> {
+    let mut host = testbed(platform, "stock-0")?;
     let good = Case {
         what: "unchanged",
         code: "restored",
@@ -418,168 +422,21 @@ fn stock(suite: Suite, name: &str) -> Result<()> {
         let seen = match seen {
             Some(seen) => seen,
             None => {
-                host = ground(suite, &format!("{name}-{}", number + 1))?;
+                host = testbed(platform, &format!("stock-{}", number + 1))?;
                 "it hangs".to_owned()
             }
         };
         writeln!(table, "| {} | {seen} | {} |", case.what, case.code)?;
     }
-    println!("| image | stock shim ({suite:?}) | firn |\n|---|---|---|\n{table}");
+    println!("| image | stock shim ({platform}) | firn |\n|---|---|---|\n{table}");
     Ok(())
 }
 
-#[test]
-#[ignore = "a table for people"]
-fn what_the_stock_shim_makes_of_the_same_images_on_forky() -> Result<()> {
-    stock(Suite::Forky, "hs-f")
-}
-
-#[test]
-#[ignore = "a table for people"]
-fn what_the_stock_shim_makes_of_the_same_images_on_trixie() -> Result<()> {
-    stock(Suite::Trixie, "hs-t")
-}
-
-/// firn-hook as it is, but for the first comparison, which finds nothing.
-const BLIND: &str = "#!/bin/bash
-case \"$1\" in check-image) echo null ;; *) exec -a \"$0\" /usr/local/bin/firn-hook \"$@\" ;; esac
-";
-
-/// runc as it is, but that a container which it has restored is moved into another's cgroup.
-const ASTRAY: &str = "#!/bin/sh
-/usr/sbin/runc \"$@\"
-code=$?
-case \" $* \" in *' restore '*)
-  pid=$(cat /run/containerd/io.containerd.runtime.v2.task/default/job/*.pid)
-  for procs in $(find /sys/fs/cgroup -path '*/victim/cgroup.procs'); do echo $pid >$procs; done ;;
-esac
-exit $code
-";
-
-/// A restore by this image fails after runc was called, with this in its message, and nothing is left.
-fn undone(host: &GpuHost, image: &str, expected: &str) -> Result<()> {
-    let said = failure(Container::restore(host, "job", image, 1).map(drop))?;
-    ensure!(
-        said.contains("FIRN-IMAGE-PRIVILEGE:") && said.contains("was undone"),
-        "{said}"
-    );
-    ensure!(said.contains(expected), "no {expected:?} in:\n{said}");
-    // ctr leaves the task of a failed start, which was never running.
-    let _ = host.ctr(&["tasks", "delete", "--force", "job"], "")?;
-    host.node().run(&["ctr", "containers", "delete", "job"])?;
-    nothing_left(host, "job")?;
-    let memory = host.gpu_memory()?;
-    ensure!(
-        memory.iter().all(|mib| *mib == 0),
-        "GPU memory in use: {memory:?}"
-    );
-    Ok(())
-}
-
-/// Tasks that are not in the container's own cgroup are not looked for in another, whose processes are others'.
-fn astray(suite: Suite, name: &str) -> Result<()> {
-    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
-    on([host], |[host]| {
-        host.node().write(HOST_FILE, "the host's")?;
-        images(host)?;
-        restores(host, GPU)?;
-        // It stops itself: whoever continues it lets it write.
-        let stopped = "kill -STOP $$; echo continued >/log; sleep 100000";
-        let script = format!("sh -c '{stopped}' & wait");
-        let victim = Container::run(host, VICTIM, &["--runtime", STOCK], &["sh", "-c", &script])?;
-        wait_for("the other's process to stop", LIMIT, || {
-            let processes = host.node().processes();
-            let own = processes
-                .iter()
-                .find(|process| process.args.last().is_some_and(|last| last == stopped));
-            let Some(own) = own else {
-                return Ok(None);
-            };
-            let status = host
-                .node()
-                .run(&["cat", &format!("/proc/{}/status", own.pid)])?
-                .stdout;
-            Ok(status.contains("T (stopped)").then_some(()))
-        })?;
-        host.replace_runc(ASTRAY)?;
-        undone(host, GPU, "is not in the container's cgroup")?;
-        let log = host
-            .node()
-            .path(format!("{}/{VICTIM}/rootfs/log", firn_lab::BUNDLES));
-        ensure!(!log.exists(), "a process of others was continued");
-        ensure!(victim.status()? == "RUNNING", "the other container has ended");
-        victim.remove()?;
-        host.replace_runc("#!/bin/sh\nexec /usr/sbin/runc \"$@\"\n")?;
-        restores(host, GPU)
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        table_of_the_stock_shim_with_the_same_images [FORKY, TRIXIE] ignored;
+        made::processes_of_other_containers_are_not_continued [FORKY, TRIXIE];
+        made::processes_made_by_criu_are_compared_before_they_run [FORKY, TRIXIE];
+        images_that_ask_for_more_than_the_spec_are_refused [FORKY, TRIXIE];
     })
-}
-
-/// What gets past the first comparison is found in what CRIU has made, before any of it runs.
-fn made(suite: Suite, name: &str) -> Result<()> {
-    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
-    on([host], |[host]| {
-        host.node().write(HOST_FILE, "the host's")?;
-        images(host)?;
-        host.node().write("/usr/local/bin/blind-hook", BLIND)?;
-        host.node().run(&["chmod", "755", "/usr/local/bin/blind-hook"])?;
-        host.configure("[hook]\npath = \"/usr/local/bin/blind-hook\"\n")?;
-        for (what, expected) in MADE {
-            let case = CASES.iter().find(|case| case.what == *what);
-            make(
-                host,
-                GPU,
-                FIRN,
-                case.with_context(|| format!("no case {what}"))?.edit,
-            )?;
-            undone(host, HOSTILE, expected).with_context(|| (*what).to_owned())?;
-            host.remove_image(HOSTILE)?;
-        }
-        host.configure("")?;
-        restores(host, GPU)
-    })
-}
-
-/// What CRIU makes of an image, and what of it is told.
-const MADE: &[(&str, &str)] = &[
-    (
-        "one capability in the bounding set",
-        "the bounding capabilities of thread",
-    ),
-    ("no no_new_privs", "no_new_privs of thread"),
-    ("no seccomp", "seccomp of thread"),
-    ("another user", "a user id of thread"),
-    ("raised limits", "RLIMIT_NOFILE of process"),
-    ("the host's network namespace", "the network namespace"),
-    ("the host's uts namespace", "the uts namespace"),
-    ("a writable /proc/sys", "the mount /proc/sys"),
-];
-
-#[test]
-fn processes_of_others_are_not_continued_on_forky() -> Result<()> {
-    astray(Suite::Forky, "ha-f")
-}
-
-#[test]
-fn processes_of_others_are_not_continued_on_trixie() -> Result<()> {
-    astray(Suite::Trixie, "ha-t")
-}
-
-#[test]
-fn what_criu_has_made_is_compared_before_it_runs_on_forky() -> Result<()> {
-    made(Suite::Forky, "hm-f")
-}
-
-#[test]
-fn what_criu_has_made_is_compared_before_it_runs_on_trixie() -> Result<()> {
-    made(Suite::Trixie, "hm-t")
-}
-
-#[test]
-fn images_that_ask_for_more_than_the_spec_are_refused_on_forky() -> Result<()> {
-    corpus(Suite::Forky, "ho-f")
-}
-
-#[test]
-fn images_that_ask_for_more_than_the_spec_are_refused_on_trixie() -> Result<()> {
-    corpus(Suite::Trixie, "ho-t")
 }

@@ -1,16 +1,17 @@
-//! A restore whose CRIU or runc is killed or stands still: the client is told why, nothing of the container is left, no
-//! process has run on from half of its state, and the image restores afterwards.
+//! A restore whose CRIU or runc is killed or stands still: the client gets the cause, nothing of the
+//! container is left, no process has run on from half of its state, and the image restores afterwards.
 
-use std::process::Child;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, on};
-use firn_node::{Cgroup, Process, Suite, wait_for};
+use firn_lab::{CommandOutput, Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, cases, matrix, on};
+use firn_node::{Platform, Process, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// CRIU runs this script at each of its steps, and waits for it. At the step that /run/step names it stands still.
+/// CRIU runs this script at each of its steps, and waits for it. At the step that /run/step names it stands
+/// still.
 const STANDING: &str = "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = \"$(cat /run/step)\" ] || exit 0\n\
                         touch /run/stuck\nexec sleep 1234\n";
 
@@ -34,7 +35,7 @@ struct Blow {
     /// Who is hit.
     program: &'static str,
     signal: &'static str,
-    /// What the client is told.
+    /// What the client's error contains.
     cause: &'static str,
 }
 
@@ -64,7 +65,7 @@ struct Case<'h> {
 }
 
 impl Case<'_> {
-    /// Hits a restore at this step. Its client is told, and nothing is left.
+    /// Hits a restore at this step. Its client gets the error, and nothing is left.
     fn hit(&self, step: &str, blow: Blow) -> Result<()> {
         let node = self.host.node();
         node.run(&["rm", "-f", "/run/stuck"])?;
@@ -77,13 +78,13 @@ impl Case<'_> {
         let carried = job.lines()?;
         let victim = self.oldest(blow.program)?;
         node.run(&["kill", &format!("-{}", blow.signal), &victim.to_string()])?;
-        let said = failure(client)?;
+        let output = CommandOutput::wait(client)?.failed()?;
         let code = if self.counters > 0 {
             "FIRN-RESTORE: "
         } else {
             "OCI runtime restore failed: "
         };
-        ensure!(said.contains(code) && said.contains(blow.cause), "{said}");
+        ensure!(output.contains(code) && output.contains(blow.cause), "{output}");
         ensure!(
             self.counters == 0 || job.lines()?.0 == carried.0,
             "a process has run on from half of its state"
@@ -170,14 +171,6 @@ impl Case<'_> {
     }
 }
 
-/// What a client says that must fail.
-fn failure(client: Child) -> Result<String> {
-    let output = client.wait_with_output()?;
-    let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-    ensure!(!output.status.success(), "success was reported: {said}");
-    Ok(said)
-}
-
 fn stand_still(host: &GpuHost) -> Result<()> {
     let node = host.node();
     node.write("/run/action", STANDING)?;
@@ -187,9 +180,9 @@ fn stand_still(host: &GpuHost) -> Result<()> {
     node.write("/etc/criu/runc.conf", "action-script /run/action\n")
 }
 
-fn with_gpu(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+fn a_gpu_restore_whose_criu_or_runc_dies_leaves_nothing(platform: Platform) -> Result<()> {
     on(
-        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        [GpuHost::for_test(platform, "kill-gpu", &[SimGpu::h200(1)])?],
         |[host]| {
             let image = "checkpoint/job";
             let job = Container::count_with(host, "job", &["0"], 2, &SHARES_NOTHING, &["--procs", "2"])?;
@@ -212,9 +205,9 @@ fn with_gpu(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     )
 }
 
-fn plain(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+fn a_restore_without_gpu_whose_criu_or_runc_dies_leaves_nothing(platform: Platform) -> Result<()> {
     on(
-        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        [GpuHost::for_test(platform, "kill", &[SimGpu::h200(1)])?],
         |[host]| {
             let image = "checkpoint/job";
             let neighbour = Container::run(host, "neighbour", &GROUP, &["sleep", "infinity"])?;
@@ -236,32 +229,9 @@ fn plain(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     )
 }
 
-#[test]
-fn a_gpu_restore_that_is_hit_leaves_nothing_on_forky() -> Result<()> {
-    with_gpu(Suite::Forky, Cgroup::Auto, "ki-gpf")
-}
-
-#[test]
-fn a_gpu_restore_that_is_hit_leaves_nothing_on_forky_with_cgroup_v2() -> Result<()> {
-    with_gpu(Suite::Forky, Cgroup::V2, "ki-gpf2")
-}
-
-#[test]
-fn a_gpu_restore_that_is_hit_leaves_nothing_on_trixie_with_cgroup_v2() -> Result<()> {
-    with_gpu(Suite::Trixie, Cgroup::V2, "ki-gpt2")
-}
-
-#[test]
-fn a_plain_restore_that_is_hit_leaves_nothing_on_forky() -> Result<()> {
-    plain(Suite::Forky, Cgroup::Auto, "ki-plf")
-}
-
-#[test]
-fn a_plain_restore_that_is_hit_leaves_nothing_on_forky_with_cgroup_v2() -> Result<()> {
-    plain(Suite::Forky, Cgroup::V2, "ki-plf2")
-}
-
-#[test]
-fn a_plain_restore_that_is_hit_leaves_nothing_on_trixie() -> Result<()> {
-    plain(Suite::Trixie, Cgroup::Auto, "ki-plt")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        a_gpu_restore_whose_criu_or_runc_dies_leaves_nothing [FORKY, FORKY_V2, TRIXIE_V2];
+        a_restore_without_gpu_whose_criu_or_runc_dies_leaves_nothing [FORKY, FORKY_V2, TRIXIE];
+    })
 }

@@ -1,11 +1,15 @@
-//! `stall-fs LOWER POINT CONTROL`: a FUSE file system that shows the directory LOWER at POINT and can be made to hang.
-//! How to: write operations into the file CONTROL (`echo unlink statfs >CONTROL`); from then on those get no answer, and who asks
-//! for one sleeps in state D. Emptying the file lets them go on; ending the program fails them. Prints `ready` once mounted.
+//! `stall-fs LOWER POINT CONTROL`: a FUSE file system that shows the directory LOWER at POINT and can be made
+//! to hang. How to: write operations into the file CONTROL (`echo unlink statfs >CONTROL`); from then on
+//! those get no answer, and who asks for one sleeps in state D. Emptying the file lets them go on; ending the
+//! program fails them. Prints `ready` once mounted.
 //!
-//! Operations: `stat` (any look at attributes or a name), `statfs`, `readlink`, `open`, `read`, `write`, `readdir`, `create`,
-//! `mkdir`, `unlink`, `rename`, `setattr`, `fsync`. Speaks the kernel's protocol itself (include/uapi/linux/fuse.h, 7.31).
+//! Operations: `stat` (any look at attributes or a name), `statfs`, `readlink`, `open`, `read`, `write`,
+//! `readdir`, `create`, `mkdir`, `unlink`, `rename`, `setattr`, `fsync`. Speaks the kernel's protocol itself
+//! (include/uapi/linux/fuse.h, 7.31).
 
 #![forbid(unsafe_code)]
+
+mod wire;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -24,6 +28,8 @@ use clap::Parser;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use nix::sys::statvfs::statvfs;
+
+use wire::{Fields, Reply};
 
 /// A directory whose operations can be made to hang.
 #[derive(Parser)]
@@ -100,80 +106,6 @@ fn main() -> Result<()> {
             return Ok(());
         };
         server.serve(buffer[..length].to_vec());
-    }
-}
-
-/// Little-endian fields, one after the other; zeros behind the end.
-struct Fields<'a>(&'a [u8]);
-
-impl<'a> Fields<'a> {
-    fn take(&mut self, bytes: usize) -> &'a [u8] {
-        let (taken, rest) = self.0.split_at(bytes.min(self.0.len()));
-        self.0 = rest;
-        taken
-    }
-
-    fn u32(&mut self) -> u32 {
-        self.take(4).try_into().map_or(0, u32::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> u64 {
-        self.take(8).try_into().map_or(0, u64::from_le_bytes)
-    }
-
-    /// A string that ends with NUL.
-    fn name(&mut self) -> &'a OsStr {
-        let end = self.0.iter().position(|byte| *byte == 0).unwrap_or(self.0.len());
-        let name = self.take(end);
-        self.take(1);
-        OsStr::from_bytes(name)
-    }
-}
-
-/// A reply under construction.
-#[derive(Default)]
-struct Reply(Vec<u8>);
-
-impl Reply {
-    fn u32(mut self, value: u32) -> Self {
-        self.0.extend(value.to_le_bytes());
-        self
-    }
-
-    fn u64(mut self, value: u64) -> Self {
-        self.0.extend(value.to_le_bytes());
-        self
-    }
-
-    fn bytes(mut self, bytes: &[u8]) -> Self {
-        self.0.extend(bytes);
-        self
-    }
-
-    fn zeros(self, count: usize) -> Self {
-        self.bytes(&vec![0; count])
-    }
-
-    fn attributes(self, of: &fs::Metadata) -> Self {
-        let time = |seconds: i64| u64::try_from(seconds).unwrap_or(0);
-        let nanos = |nanos: i64| u32::try_from(nanos).unwrap_or(0);
-        let small = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
-        self.u64(of.ino())
-            .u64(of.size())
-            .u64(of.blocks())
-            .u64(time(of.atime()))
-            .u64(time(of.mtime()))
-            .u64(time(of.ctime()))
-            .u32(nanos(of.atime_nsec()))
-            .u32(nanos(of.mtime_nsec()))
-            .u32(nanos(of.ctime_nsec()))
-            .u32(of.mode())
-            .u32(small(of.nlink()))
-            .u32(of.uid())
-            .u32(of.gid())
-            .u32(small(of.rdev()))
-            .u32(4096)
-            .u32(0)
     }
 }
 
@@ -430,7 +362,7 @@ impl Tree {
         let access = flags & 3;
         let mut options = OpenOptions::new();
         options.read(access != 1).write(access != 0);
-        // The kernel truncates by itself; with O_APPEND it tells where to write.
+        // The kernel truncates by itself; with O_APPEND it passes where to write.
         let file = options.open(path)?;
         Ok(opened(self.keep(file)))
     }

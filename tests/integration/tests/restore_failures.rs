@@ -1,17 +1,17 @@
-//! What cannot be restored is refused with its code before runc is called, and a restore that fails later leaves nothing:
-//! no process, mount, cgroup or state, and an image that can be used again.
+//! What cannot be restored is refused with its code before runc is called, and a restore that fails later
+//! leaves nothing: no process, mount, cgroup or state, and an image that can be used again.
 
 use std::path::Path;
-use std::time::Duration;
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Archive, BUNDLES, Container, DRIVER, FIRN, GpuHost, SimGpu, failure, nothing_left, on};
-use firn_node::{Cgroup, CgroupMode, Suite, wait_for};
+use firn_lab::{Archive, Container, DRIVER, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::{CgroupMode, Platform};
 use serde_json::{Value, json};
 
 /// A node with one GPU that no other node has.
-fn host(suite: Suite, name: &str, gpu: u32) -> Result<GpuHost> {
-    GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(gpu)])
+fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])
 }
 
 /// A checkpoint image of a counter on GPU 0, made on `source` and sent to `target`.
@@ -25,9 +25,9 @@ fn image(source: &GpuHost, target: &GpuHost, options: &[&str]) -> Result<()> {
 
 /// A restore of this image is refused with this code: before runc is called, and nothing is left.
 fn refused(host: &GpuHost, image: &str, code: &str) -> Result<()> {
-    let said = failure(Container::restore(host, "job", image, 1).map(drop))?;
-    ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
-    ensure!(said.contains("hint: "), "no hint in:\n{said}");
+    let output = failure(Container::restore(host, "job", image, 1).map(drop))?;
+    ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
+    ensure!(output.contains("hint: "), "no hint in:\n{output}");
     ensure!(
         !host.runc_has("restore")? && !host.runc_has("create")?,
         "runc was called"
@@ -106,10 +106,10 @@ fn largest(dir: &Path, prefix: &str) -> Result<std::path::PathBuf> {
         .path())
 }
 
-fn damaged_images(suite: Suite, name: &str) -> Result<()> {
+fn damaged_images_are_refused_before_runc_is_called(platform: Platform) -> Result<()> {
     let hosts = [
-        host(suite, &format!("{name}-a"), 1)?,
-        host(suite, &format!("{name}-b"), 2)?,
+        host(platform, "rf-damaged-a", 1)?,
+        host(platform, "rf-damaged-b", 2)?,
     ];
     on(hosts, |[a, b]| {
         b.watch_runc()?;
@@ -123,16 +123,6 @@ fn damaged_images(suite: Suite, name: &str) -> Result<()> {
         }
         restores(b, "checkpoint/job")
     })
-}
-
-#[test]
-fn damaged_images_are_refused_before_runc_is_called_on_forky() -> Result<()> {
-    damaged_images(Suite::Forky, "rf-dmf")
-}
-
-#[test]
-fn damaged_images_are_refused_before_runc_is_called_on_trixie() -> Result<()> {
-    damaged_images(Suite::Trixie, "rf-dmt")
 }
 
 /// GPUs and driver of a node that cannot take the image, and its configuration.
@@ -201,11 +191,8 @@ fn targets() -> Vec<Target> {
     ]
 }
 
-fn unfit_targets(suite: Suite, name: &str) -> Result<()> {
-    let hosts = [
-        host(suite, &format!("{name}-a"), 1)?,
-        host(suite, &format!("{name}-b"), 2)?,
-    ];
+fn unfit_nodes_refuse_before_runc_is_called(platform: Platform) -> Result<()> {
+    let hosts = [host(platform, "rf-unfit-a", 1)?, host(platform, "rf-unfit-b", 2)?];
     on(hosts, |[a, b]| {
         b.watch_runc()?;
         image(a, b, &[])?;
@@ -220,21 +207,10 @@ fn unfit_targets(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn nodes_that_do_not_fit_refuse_before_runc_is_called_on_forky() -> Result<()> {
-    unfit_targets(Suite::Forky, "rf-unf")
-}
-
-#[test]
-fn nodes_that_do_not_fit_refuse_before_runc_is_called_on_trixie() -> Result<()> {
-    unfit_targets(Suite::Trixie, "rf-unt")
-}
-
-#[test]
-fn too_few_gpus_are_refused_before_runc_is_called() -> Result<()> {
+fn too_few_gpus_are_refused_before_runc_is_called(platform: Platform) -> Result<()> {
     let two = [SimGpu::h200(1), SimGpu::h200(2)];
-    let a = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "rf-few-a", &two)?;
-    on([a, host(Suite::Forky, "rf-few-b", 3)?], |[a, b]| {
+    let a = GpuHost::for_test(platform, "rf-few-a", &two)?;
+    on([a, host(platform, "rf-few-b", 3)?], |[a, b]| {
         b.watch_runc()?;
         let job = Container::count(a, "job", &["0", "1"], 2, &["--gpu", "0,1"])?;
         job.goes_on(3)?;
@@ -248,13 +224,9 @@ fn too_few_gpus_are_refused_before_runc_is_called() -> Result<()> {
     })
 }
 
-#[test]
-fn a_missing_mount_source_is_refused_before_runc_is_called() -> Result<()> {
+fn a_missing_mount_source_is_refused_before_runc_is_called(platform: Platform) -> Result<()> {
     on(
-        [
-            host(Suite::Forky, "rf-mnt-a", 1)?,
-            host(Suite::Forky, "rf-mnt-b", 2)?,
-        ],
+        [host(platform, "rf-mnt-a", 1)?, host(platform, "rf-mnt-b", 2)?],
         |[a, b]| {
             b.watch_runc()?;
             a.node().run(&["mkdir", "/srv/data"])?;
@@ -295,22 +267,21 @@ const RESTORE_FAULTS: &[Fault] = &[
 ];
 
 /// A restore that fails after runc was called leaves nothing, and the image can be used again.
-fn restore_faults(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
-    let start = |name: String, gpu| {
-        let gpus = [SimGpu::h200(gpu)];
-        GpuHost::for_test(suite, cgroup, &name, &gpus)
-    };
+fn a_driver_that_fails_a_restore_leaves_nothing(platform: Platform) -> Result<()> {
     on(
-        [start(format!("{name}-a"), 1)?, start(format!("{name}-b"), 2)?],
+        [
+            host(platform, "rf-driver-a", 1)?,
+            host(platform, "rf-driver-b", 2)?,
+        ],
         |[a, b]| {
             b.watch_runc()?;
             b.configure(SHORT)?;
             image(a, b, &[])?;
             for (code, fault) in RESTORE_FAULTS {
                 b.fault(fault)?;
-                let said = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
+                let output = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
                 b.no_faults()?;
-                ensure!(said.contains(&format!("{code}:")), "not {code} but:\n{said}");
+                ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
                 ensure!(b.runc_has("restore")?, "runc was not called");
                 gone(b, "job").with_context(|| fault.join(" "))?;
             }
@@ -319,7 +290,8 @@ fn restore_faults(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     )
 }
 
-/// Removes what a failed `ctr containers restore` leaves in containerd, and makes sure that nothing else is left.
+/// Removes what a failed `ctr containers restore` leaves in containerd, and makes sure that nothing else is
+/// left.
 fn gone(host: &GpuHost, id: &str) -> Result<()> {
     // The task is there when it failed at its start, and not when it failed before.
     let _ = host.node().run(&["ctr", "tasks", "delete", "--force", id]);
@@ -328,39 +300,18 @@ fn gone(host: &GpuHost, id: &str) -> Result<()> {
     host.idle()
 }
 
-#[test]
-fn a_driver_that_fails_a_restore_leaves_nothing_on_forky() -> Result<()> {
-    restore_faults(Suite::Forky, Cgroup::Auto, "rf-rff")
-}
-
-#[test]
-fn a_driver_that_fails_a_restore_leaves_nothing_on_forky_with_cgroup_v2() -> Result<()> {
-    restore_faults(Suite::Forky, Cgroup::V2, "rf-rff2")
-}
-
-#[test]
-fn a_driver_that_fails_a_restore_leaves_nothing_on_trixie() -> Result<()> {
-    restore_faults(Suite::Trixie, Cgroup::Auto, "rf-rft")
-}
-
-#[test]
-fn a_gpu_that_the_cgroup_denies_fails_the_restore_and_leaves_nothing() -> Result<()> {
+fn a_gpu_denied_by_the_cgroup_fails_the_restore(platform: Platform) -> Result<()> {
     on(
-        [
-            host(Suite::Forky, "rf-deny-a", 1)?,
-            host(Suite::Forky, "rf-deny-b", 2)?,
-        ],
+        [host(platform, "rf-deny-a", 1)?, host(platform, "rf-deny-b", 2)?],
         |[a, b]| {
-            if !b.has_device_rules() {
-                return Ok(());
-            }
+            b.needs_device_rules()?;
             image(a, b, &[])?;
             // As if another program had closed the container's devices right after runc.
             let deny = "#!/bin/sh\n/usr/sbin/runc \"$@\" || exit\ncase \" $* \" in *' restore '*) \
                     echo a >/sys/fs/cgroup/devices/default/job/devices.deny;; esac\n";
             b.replace_runc(deny)?;
-            let said = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
-            assert!(said.contains("FIRN-GPU-DRIVER:"), "{said}");
+            let output = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
+            assert!(output.contains("FIRN-GPU-DRIVER:"), "{output}");
             gone(b, "job")?;
             b.watch_runc()?;
             restores(b, "checkpoint/job")
@@ -368,79 +319,59 @@ fn a_gpu_that_the_cgroup_denies_fails_the_restore_and_leaves_nothing() -> Result
     )
 }
 
-/// Beside the counter a loop that adds a line to /beats at each turn; its pid is in /pid.
+/// Next to the counter a loop that adds a line to /beats at each turn; its pid is in /pid.
 const BEATING: &str = "(while :; do echo x >>/beats; sleep 0.05; done) & echo $! >/pid; \
                        exec /bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
 
-fn beats(host: &GpuHost) -> Result<usize> {
-    Ok(host.node().read(format!("{BUNDLES}/job/rootfs/beats"))?.len())
-}
-
-fn beats_on(host: &GpuHost) -> Result<()> {
-    let before = beats(host)?;
-    wait_for("the loop to go on", Duration::from_secs(30), || {
-        Ok((beats(host)? > before).then_some(()))
-    })
-}
-
 /// The counter goes on and the loop is stopped, from this number of beats on.
-fn only_the_counter_goes_on(job: &Container<'_>, host: &GpuHost, from: usize) -> Result<()> {
+fn only_the_counter_goes_on(job: &Container<'_>, from: usize) -> Result<()> {
     job.goes_on(3)?;
     let stat = job.exec(&["sh", "-c", "cat /proc/$(cat /pid)/stat"])?;
     ensure!(stat.contains(") T "), "not stopped: {stat}");
-    ensure!(beats(host)? == from, "{} beats after {from}", beats(host)?);
+    ensure!(job.beats() == from, "{} beats after {from}", job.beats());
     Ok(())
 }
 
-/// A process that a signal has stopped is so after the dump and after the restore, which continues the others. A v1
-/// freezer keeps it from being dumped: refused, and nothing is changed.
-fn stopped_process(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+/// A process that a signal has stopped is so after the dump and after the restore, which continues the
+/// others. A v1 freezer keeps it from being dumped: refused, and nothing is changed.
+fn a_stopped_process_stays_stopped(platform: Platform) -> Result<()> {
     on(
-        [GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?],
+        [GpuHost::for_test(platform, "rf-stopped", &[SimGpu::h200(1)])?],
         |[host]| {
-            let grant = host.ctr_gpu_options(&["0"])?;
-            let options = [
-                &["--runtime", FIRN][..],
-                &grant.iter().map(String::as_str).collect::<Vec<_>>(),
-            ]
-            .concat();
-            let job = Container::run(host, "job", &options, &["sh", "-c", BEATING])?.counting(1);
+            let job = Container::script(host, "job", &["0"], 1, &[], BEATING)?;
             job.goes_on(3)?;
-            beats_on(host)?;
+            job.beats_on()?;
             job.exec(&["sh", "-c", "kill -STOP $(cat /pid)"])?;
-            let stopped = beats(host)?;
-            only_the_counter_goes_on(&job, host, stopped).context("before the dump")?;
+            let stopped = job.beats();
+            only_the_counter_goes_on(&job, stopped).context("before the dump")?;
             if host.node().record().cgroup == CgroupMode::V1 {
-                let said = failure(job.checkpoint("checkpoint/job"))?;
-                ensure!(said.contains("FIRN-STOPPED: "), "{said}");
-                only_the_counter_goes_on(&job, host, stopped).context("after the refusal")?;
+                let output = failure(job.checkpoint("checkpoint/job"))?;
+                ensure!(output.contains("FIRN-STOPPED: "), "{output}");
+                only_the_counter_goes_on(&job, stopped).context("after the refusal")?;
                 job.remove()?;
                 return host.idle();
             }
             job.checkpoint("checkpoint/job")?;
-            only_the_counter_goes_on(&job, host, stopped).context("after the dump")?;
+            only_the_counter_goes_on(&job, stopped).context("after the dump")?;
             job.remove()?;
             let (job, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
-            only_the_counter_goes_on(&job, host, stopped).context("after the restore")?;
+            only_the_counter_goes_on(&job, stopped).context("after the restore")?;
             job.exec(&["sh", "-c", "kill -CONT $(cat /pid)"])?;
-            beats_on(host)?;
+            job.beats_on()?;
             job.remove()?;
             host.idle()
         },
     )
 }
 
-#[test]
-fn a_stopped_process_stays_stopped_on_forky() -> Result<()> {
-    stopped_process(Suite::Forky, Cgroup::Auto, "rf-stf")
-}
-
-#[test]
-fn a_stopped_process_stays_stopped_on_forky_with_cgroup_v2() -> Result<()> {
-    stopped_process(Suite::Forky, Cgroup::V2, "rf-stf2")
-}
-
-#[test]
-fn a_stopped_process_stays_stopped_on_trixie() -> Result<()> {
-    stopped_process(Suite::Trixie, Cgroup::Auto, "rf-stt")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        damaged_images_are_refused_before_runc_is_called [FORKY, TRIXIE];
+        unfit_nodes_refuse_before_runc_is_called [FORKY, TRIXIE];
+        too_few_gpus_are_refused_before_runc_is_called [FORKY];
+        a_missing_mount_source_is_refused_before_runc_is_called [FORKY];
+        a_driver_that_fails_a_restore_leaves_nothing [FORKY, FORKY_V2, TRIXIE];
+        a_gpu_denied_by_the_cgroup_fails_the_restore [FORKY];
+        a_stopped_process_stays_stopped [FORKY, FORKY_V2, TRIXIE];
+    })
 }

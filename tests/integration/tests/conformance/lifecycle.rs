@@ -1,7 +1,7 @@
 //! 1.4: how a container is made and deleted.
 
 use anyhow::{Context, Result};
-use firn_lab::told;
+use firn_lab::describe;
 use serde_json::Value;
 
 use crate::raw::{Raw, deleted};
@@ -9,7 +9,7 @@ use crate::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(
-        "1.4 create: a refusal is told in the runtime's words, and nothing stays mounted",
+        "1.4 create: a refusal is reported in the runtime's words, and nothing stays mounted",
         "create UNKNOWN: OCI runtime create failed: runc create failed:",
         create_refused,
     ),
@@ -36,7 +36,7 @@ pub const POINTS: &[Point] = &[
     )
     .on(On::V2),
     Point::same(
-        "1.4 delete: a created container ends and says how",
+        "1.4 delete: a created container ends and reports how",
         "delete pid set code 0 at zero",
         delete_created,
     )
@@ -47,7 +47,7 @@ pub const POINTS: &[Point] = &[
         delete_twice,
     ),
     Point::same(
-        "1.4 delete: what keeps the root file system busy is told, and it can be tried again",
+        "1.4 delete: what keeps the root file system busy is reported, and it can be tried again",
         "delete UNKNOWN: failed rootfs umount",
         delete_busy,
     ),
@@ -55,7 +55,7 @@ pub const POINTS: &[Point] = &[
 
 const SLEEP: &str = "exec sleep 1000";
 
-/// What a Delete is told during another one.
+/// What a Delete returns during another one.
 const DELETED: &str = "NOT_FOUND: cannot delete a deleted process: not found";
 
 /// Whether something is mounted below the bundle of a raw container.
@@ -93,7 +93,7 @@ fn create_makes_rootfs(place: &Place<'_>) -> Result<String> {
         place
             .node()
             .run(&["stat", "--format=%a", &rootfs])
-            .map_or("absent".to_owned(), |said| said.stdout.trim().to_owned())
+            .map_or("absent".to_owned(), |output| output.stdout.trim().to_owned())
     };
     let none = |spec: &mut Value| spec["process"]["args"] = "/nosuch".split(' ').collect();
     raw.make_bundle("r", "", none)?;
@@ -144,7 +144,7 @@ fn controllers(place: &Place<'_>) -> Result<String> {
     raw.run("r", SLEEP)?;
     let read = |path: &str| Ok::<_, anyhow::Error>(place.node().run(&["cat", path])?.stdout);
     let own = read(&format!("/proc/{}/cgroup", raw.pid_of("r")?))?;
-    // Hosts that have v1 beside it tell of that too.
+    // Hosts that also have v1 report that too.
     let own = own.lines().find_map(|line| line.strip_prefix("0::"));
     let own = own.context("no cgroup v2")?.to_owned();
     let all = read("/sys/fs/cgroup/cgroup.controllers")?;
@@ -180,7 +180,7 @@ fn delete_twice(place: &Place<'_>) -> Result<String> {
     raw.kill("r", "", 9, false);
     raw.becomes("r", "", "STOPPED")?;
     let pending = [raw.begin_delete("r")?, raw.begin_delete("r")?];
-    let mut answers = pending.map(|pending| told(&raw.task.end(pending), deleted));
+    let mut answers = pending.map(|pending| describe(&raw.task.end(pending), deleted));
     for answer in &mut answers {
         // The one that comes when the other is through.
         if answer.starts_with("NOT_FOUND: container not created") {
@@ -197,8 +197,8 @@ fn delete_busy(place: &Place<'_>) -> Result<String> {
     raw.run("r", SLEEP)?;
     let inside = format!("cd {}/rootfs && echo in && exec sleep 1000", Raw::bundle("r"));
     let mut busy = place.node().spawn(&["sh", "-c", &inside])?;
-    let mut said = [0; 3];
-    std::io::Read::read_exact(busy.stdout.as_mut().context("no output")?, &mut said)?;
+    let mut output = [0; 3];
+    std::io::Read::read_exact(busy.stdout.as_mut().context("no output")?, &mut output)?;
     raw.kill("r", "", 9, false);
     raw.becomes("r", "", "STOPPED")?;
     let refused = raw.delete("r", "");

@@ -1,14 +1,15 @@
-//! Containers that come and go by the hundred leave nothing: no process, mount, cgroup, socket or file on the node, and no
-//! descriptor, thread or memory in a shim that lives through all of them.
+//! Containers that come and go by the hundred leave nothing: no process, mount, cgroup, socket or file on the
+//! node, and no descriptor, thread or memory in a shim that lives through all of them.
 //!
-//! `FIRN_CYCLES=1000 cargo test -p firn-integration --test cycles -- --nocapture` is the whole; a plain run is shorter.
-//! The figures are printed.
+//! `FIRN_CYCLES=1000 cargo test -p firn-integration --test leaks -- --nocapture` is the whole; a plain run
+//! is shorter. The figures are printed.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Census, Container, FIRN, GpuHost, IMAGE, ShimUse, SimGpu, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{Census, Container, FIRN, GpuHost, IMAGE, ShimUse, SimGpu, cases, matrix, on};
+use firn_node::{Platform, wait_for};
 
 /// Cycles of a plain run, per kind.
 const FEW: usize = 40;
@@ -18,8 +19,9 @@ const BATCH: usize = 10;
 const PER_MOVE: usize = 20;
 /// Cycles between two reports.
 const PER_REPORT: usize = 100;
-/// What a shim's private memory may have grown by. Threads that work at the same time have arenas of the allocator each, and
-/// on a loaded machine more of them do: shims of 100 cycles and of 1,000 have then grown by 200 to 400 alike.
+/// What a shim's private memory may have grown by. Threads that work at the same time have arenas of the
+/// allocator each, and on a loaded machine more of them do: shims of 100 cycles and of 1,000 have then grown
+/// by 200 to 400 alike.
 const GROWTH_KIB: i64 = 1024;
 /// How long a node or shim may take to be as before.
 const SETTLED: Duration = Duration::from_secs(30);
@@ -66,18 +68,18 @@ fn move_once(host: &GpuHost) -> Result<()> {
     host.remove_image("checkpoint/job")
 }
 
-fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
+fn hundreds_of_containers_leave_nothing(platform: Platform) -> Result<()> {
     let count = match std::env::var("FIRN_CYCLES") {
         Ok(count) => count.parse().context("FIRN_CYCLES")?,
         Err(_) => FEW,
     };
-    let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?;
+    let host = GpuHost::for_test(platform, "cycles", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
-        let told = |what: &str| println!("{name}: {what}");
+        let report = |what: &str| println!("{platform}: {what}");
         // The first containers make directories that stay.
         cycles(host, 1, &[])?;
         let empty = Census::take(host)?;
-        told(&format!("before: {empty}"));
+        report(&format!("before: {empty}"));
         let anchor = [&["--runtime", FIRN], &GROUP[..]].concat();
         let anchor = Container::run(host, "anchor", &anchor, &["sleep", "100000"])?;
         // What is made once and kept.
@@ -85,7 +87,7 @@ fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
         move_once(host)?;
         let full = Census::take(host)?;
         let young = settled(host, None)?;
-        told(&format!("the shim of a group, before: {young}"));
+        report(&format!("the shim of a group, before: {young}"));
 
         for begun in (0..count).step_by(PER_MOVE) {
             let some = PER_MOVE.min(count - begun);
@@ -94,7 +96,7 @@ fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
             move_once(host)?;
             let done = begun + some;
             if done % PER_REPORT == 0 {
-                told(&format!(
+                report(&format!(
                     "{done} cycles of each kind: {}",
                     ShimUse::of(host, "anchor")?
                 ));
@@ -103,7 +105,7 @@ fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
         full.comes_back(host)?;
         let old = settled(host, Some(&young))?;
         let moves = count.div_ceil(PER_MOVE);
-        told(&format!(
+        report(&format!(
             "the shim of a group, after {count} cycles and {moves} moves of a GPU container: {old}"
         ));
         let growth = old.private_kib - young.private_kib;
@@ -114,14 +116,15 @@ fn nothing_stays(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
         anchor.remove()?;
         host.idle()?;
         let after = empty.comes_back(host)?;
-        told(&format!(
+        report(&format!(
             "after {count} cycles in shims of their own too: {after}"
         ));
         Ok(())
     })
 }
 
-/// The shim of the group once threads that wait for more work have ended; with the descriptors and threads of `then`.
+/// The shim of the group once threads that wait for more work have ended; with the descriptors and threads of
+/// `then`.
 fn settled(host: &GpuHost, then: Option<&ShimUse>) -> Result<ShimUse> {
     let mut last = ShimUse::of(host, "anchor")?;
     let waited = wait_for("the shim to come to rest", SETTLED, || {
@@ -133,12 +136,8 @@ fn settled(host: &GpuHost, then: Option<&ShimUse>) -> Result<ShimUse> {
     Ok(last)
 }
 
-#[test]
-fn nothing_stays_on_forky() -> Result<()> {
-    nothing_stays(Suite::Forky, Cgroup::Auto, "cy-f")
-}
-
-#[test]
-fn nothing_stays_on_trixie_with_cgroup_v2() -> Result<()> {
-    nothing_stays(Suite::Trixie, Cgroup::V2, "cy-t2")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        hundreds_of_containers_leave_nothing [FORKY, TRIXIE_V2];
+    })
 }

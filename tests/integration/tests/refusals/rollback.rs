@@ -5,17 +5,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
-use firn_lab::{Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, Task, failure, on, told};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{Container, GpuHost, SHARES_NOTHING, SimGpu, Task, describe, failure, on};
+use firn_node::{Platform, wait_for};
 
 use super::{LIMIT, fails, host};
 
-/// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the checkpoint that it spoils.
+/// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the checkpoint that it
+/// spoils.
 type Fault = (&'static str, &'static [&'static str]);
 
 /// Every way in which the driver can fail during a checkpoint.
 const CHECKPOINT_FAULTS: &[Fault] = &[
-    // A CUDA process that the driver does not tell of must not be dumped as one without CUDA.
+    // A CUDA process that the driver does not report must not be dumped as one without CUDA.
     (
         "FIRN-GPU-DRIVER",
         &["--call", "tid", "--error", "CUDA_ERROR_UNKNOWN"],
@@ -25,7 +26,7 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
         "FIRN-GPU-DRIVER",
         &["--call", "tid", "--error", "CUDA_ERROR_UNKNOWN", "--nth", "2"],
     ),
-    // Memory that cannot be checkpointed and shows no sign: the driver tells after the lock.
+    // Memory that cannot be checkpointed and shows no sign: the driver reports it after the lock.
     (
         "FIRN-GPU-UNSUPPORTED",
         &["--call", "checkpoint", "--error", "CUDA_ERROR_NOT_SUPPORTED"],
@@ -61,8 +62,8 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
 
 const SHORT: &str = "[deadlines]\nlock = \"700ms\"\ncheckpoint = \"1s\"\nrestore = \"1s\"\nunlock = \"1s\"\n";
 
-fn checkpoint_faults(suite: Suite, name: &str) -> Result<()> {
-    on([host(suite, name, 1)?], |[host]| {
+pub fn a_driver_that_fails_a_checkpoint_costs_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "rb-driver", 1)?], |[host]| {
         host.configure(SHORT)?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
@@ -75,9 +76,9 @@ fn checkpoint_faults(suite: Suite, name: &str) -> Result<()> {
         job.task(&["pause"])?;
         for fault in [["--call", "lock"], ["--call", "checkpoint"]] {
             host.fault(&[&fault[..], &["--error", "CUDA_ERROR_UNKNOWN"]].concat())?;
-            let said = failure(job.task(&["checkpoint"]))?;
+            let output = failure(job.task(&["checkpoint"]))?;
             host.no_faults()?;
-            ensure!(said.contains("FIRN-GPU-DRIVER:"), "{said}");
+            ensure!(output.contains("FIRN-GPU-DRIVER:"), "{output}");
             ensure!(job.status()? == "PAUSED", "the task is {}", job.status()?);
             job.stands_still()?;
         }
@@ -91,19 +92,8 @@ fn checkpoint_faults(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn a_driver_that_fails_a_checkpoint_costs_nothing_on_forky() -> Result<()> {
-    checkpoint_faults(Suite::Forky, "rf-cff")
-}
-
-#[test]
-fn a_driver_that_fails_a_checkpoint_costs_nothing_on_trixie() -> Result<()> {
-    checkpoint_faults(Suite::Trixie, "rf-cft")
-}
-
-#[test]
-fn when_one_of_four_processes_fails_all_four_go_on() -> Result<()> {
-    on([host(Suite::Forky, "rf-four", 1)?], |[host]| {
+pub fn when_one_of_four_processes_fails_all_four_go_on(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-four", 1)?], |[host]| {
         let job = Container::count_with(host, "job", &["0"], 4, &SHARES_NOTHING, &["--procs", "4"])?;
         job.goes_on(3)?;
         for call in ["lock", "checkpoint"] {
@@ -126,9 +116,8 @@ fn when_one_of_four_processes_fails_all_four_go_on() -> Result<()> {
     })
 }
 
-#[test]
-fn gpu_state_that_the_driver_gives_back_at_the_second_try_is_not_lost() -> Result<()> {
-    on([host(Suite::Forky, "rf-again", 1)?], |[host]| {
+pub fn a_failed_gpu_restore_is_tried_again(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-again", 1)?], |[host]| {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         host.fault(&[
@@ -150,9 +139,10 @@ fn gpu_state_that_the_driver_gives_back_at_the_second_try_is_not_lost() -> Resul
 /// How long the driver copies in these tests.
 const COPY: Duration = Duration::from_secs(4);
 
-/// The driver goes on with a copy whose caller was cut off, and answers nobody before it is done: that is waited for.
-fn cut_off_in_the_copy(suite: Suite, name: &str) -> Result<()> {
-    on([host(suite, name, 1)?], |[host]| {
+/// The driver goes on with a copy whose caller was cut off, and answers nobody before it is done: that is
+/// waited for.
+pub fn a_copy_whose_caller_ends_costs_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "rb-copy", 1)?], |[host]| {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         let copy = COPY.as_millis().to_string();
@@ -181,24 +171,14 @@ fn cut_off_in_the_copy(suite: Suite, name: &str) -> Result<()> {
         })?;
         host.node().run(&["pkill", "-9", "-x", "firn-gpu"])?;
         let killed = Instant::now();
-        let said = told(&task.end(pending), |_| "success".to_owned());
-        ensure!(said.contains("FIRN-WORKER:"), "{said}");
-        ensure!(killed.elapsed() > COPY / 2, "nothing was copied: {said}");
+        let output = describe(&task.end(pending), |_| "success".to_owned());
+        ensure!(output.contains("FIRN-WORKER:"), "{output}");
+        ensure!(killed.elapsed() > COPY / 2, "nothing was copied: {output}");
         job.goes_on(3)?;
         host.no_faults()?;
         job.remove()?;
         host.idle()
     })
-}
-
-#[test]
-fn a_copy_whose_caller_was_cut_off_costs_nothing_on_forky() -> Result<()> {
-    cut_off_in_the_copy(Suite::Forky, "rf-copf")
-}
-
-#[test]
-fn a_copy_whose_caller_was_cut_off_costs_nothing_on_trixie() -> Result<()> {
-    cut_off_in_the_copy(Suite::Trixie, "rf-copt")
 }
 
 /// The driver does not give the GPU state back: the container is suspended, and its counter stands.
@@ -208,10 +188,10 @@ fn suspended<'h>(host: &'h GpuHost) -> Result<Container<'h>> {
     host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
     let task = Task::of(host, job.id())?;
     let pending = task.checkpoint("/tmp/image", &CheckpointOptions::new())?;
-    let said = told(&task.end(pending), |_| "success".to_owned());
+    let output = describe(&task.end(pending), |_| "success".to_owned());
     ensure!(
-        said.contains("FIRN-GPU-SUSPENDED:") && said.contains("/tmp/image is complete"),
-        "{said}"
+        output.contains("FIRN-GPU-SUSPENDED:") && output.contains("/tmp/image is complete"),
+        "{output}"
     );
     ensure!(host.node().path("/tmp/image/firn.json").exists(), "no image");
     is_suspended(&job)?;
@@ -224,22 +204,23 @@ fn is_suspended(job: &Container<'_>) -> Result<()> {
     job.stands_still()
 }
 
-fn suspended_and_resumed(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
-    let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?;
+pub fn a_suspended_container_goes_on_when_it_is_resumed(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "rb-resumed", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         let job = suspended(host)?;
-        // While the driver refuses, every client hears so, as often as it asks; ctr asks after every checkpoint.
+        // While the driver refuses, every client hears so, as often as it asks; ctr asks after every
+        // checkpoint.
         for _ in 0..2 {
-            let said = failure(job.task(&["resume"]))?;
+            let output = failure(job.task(&["resume"]))?;
             ensure!(
-                said.contains("FIRN-GPU-SUSPENDED:") && said.contains("CUDA_ERROR_UNKNOWN"),
-                "{said}"
+                output.contains("FIRN-GPU-SUSPENDED:") && output.contains("CUDA_ERROR_UNKNOWN"),
+                "{output}"
             );
             is_suspended(&job)?;
         }
         for refused in [&["checkpoint"][..], &["pause"]] {
-            let said = failure(job.task(refused))?;
-            ensure!(said.contains("FIRN-GPU-SUSPENDED:"), "{refused:?}: {said}");
+            let output = failure(job.task(refused))?;
+            ensure!(output.contains("FIRN-GPU-SUSPENDED:"), "{refused:?}: {output}");
         }
         is_suspended(&job)?;
         host.no_faults()?;
@@ -254,19 +235,9 @@ fn suspended_and_resumed(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()>
     })
 }
 
-#[test]
-fn a_suspended_container_goes_on_when_it_is_resumed_on_forky() -> Result<()> {
-    suspended_and_resumed(Suite::Forky, Cgroup::V2, "rf-susf")
-}
-
-#[test]
-fn a_suspended_container_goes_on_when_it_is_resumed_on_trixie() -> Result<()> {
-    suspended_and_resumed(Suite::Trixie, Cgroup::Auto, "rf-sust")
-}
-
 /// However a suspended container ends, nothing of it is left.
-fn suspended_and_ended(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
-    let host = GpuHost::for_test(suite, cgroup, name, &[SimGpu::h200(1)])?;
+pub fn a_suspended_container_can_be_ended(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "rb-ended", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         let ends: [fn(&GpuHost, &Container<'_>) -> Result<()>; 3] = [
             // From the host, as the kernel does for want of memory.
@@ -313,32 +284,19 @@ fn suspended_and_ended(suite: Suite, cgroup: Cgroup, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn a_suspended_container_can_be_ended_on_forky() -> Result<()> {
-    suspended_and_ended(Suite::Forky, Cgroup::V2, "rf-sef")
-}
-
-#[test]
-fn a_suspended_container_can_be_ended_on_trixie() -> Result<()> {
-    suspended_and_ended(Suite::Trixie, Cgroup::Auto, "rf-set")
-}
-
-/// CRIU dumps no open device: one held by a program without CUDA makes a dump fail after the GPU state was taken. Unless it
-/// descends from a CUDA process, it may be about to start CUDA, and is not refused.
-fn dump_fails(suite: Suite, name: &str) -> Result<()> {
-    on([host(suite, name, 1)?], |[host]| {
-        let options = host.ctr_gpu_options(&["0"])?;
-        let mut options: Vec<&str> = options.iter().map(String::as_str).collect();
-        options.extend(["--runtime", FIRN]);
+/// CRIU dumps no open device: one held by a program without CUDA makes a dump fail after the GPU state was
+/// taken. Unless it descends from a CUDA process, it may be about to start CUDA, and is not refused.
+pub fn after_a_failed_dump_the_counter_goes_on_or_stays_paused(platform: Platform) -> Result<()> {
+    on([host(platform, "rb-dump", 1)?], |[host]| {
         let script = "sh -c 'while :; do sleep 1; done' </dev/nvidiactl & \
                       gpu-counter --out /counter.log --interval-ms 50 --mib 8; :";
-        let job = Container::run(host, "job", &options, &["sh", "-c", script])?.counting(1);
+        let job = Container::script(host, "job", &["0"], 1, &[], script)?;
         job.goes_on(3)?;
         fails(&job, host, "FIRN-DUMP")?;
 
         job.task(&["pause"])?;
-        let said = failure(job.task(&["checkpoint"]))?;
-        assert!(said.contains("FIRN-DUMP:"), "{said}");
+        let output = failure(job.task(&["checkpoint"]))?;
+        assert!(output.contains("FIRN-DUMP:"), "{output}");
         assert_eq!(job.status()?, "PAUSED");
         job.stands_still()?;
         job.task(&["resume"])?;
@@ -348,21 +306,11 @@ fn dump_fails(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn after_a_failed_dump_the_counter_goes_on_or_stays_paused_on_forky() -> Result<()> {
-    dump_fails(Suite::Forky, "rf-dpf")
-}
-
-#[test]
-fn after_a_failed_dump_the_counter_goes_on_or_stays_paused_on_trixie() -> Result<()> {
-    dump_fails(Suite::Trixie, "rf-dpt")
-}
-
-#[test]
-fn a_full_disk_costs_nothing_and_leaves_no_half_an_image() -> Result<()> {
-    on([host(Suite::Forky, "rf-full", 1)?], |[host]| {
+pub fn a_full_disk_costs_nothing_and_leaves_no_partial_image(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-full", 1)?], |[host]| {
         let node = host.node();
-        // Too small for the image, which is seen before, and with room for too few files, which CRIU runs into.
+        // Too small for the image, which is seen before, and with room for too few files, which CRIU runs
+        // into.
         let disks = [
             ("/tmp/small", "size=2m", "FIRN-IMAGE-SPACE:"),
             ("/tmp/few", "nr_inodes=6", "FIRN-DUMP:"),
@@ -375,8 +323,8 @@ fn a_full_disk_costs_nothing_and_leaves_no_half_an_image() -> Result<()> {
             node.run(&["mount", "-t", "tmpfs", "-o", option, "tmpfs", disk])?;
             let image = format!("{disk}/image");
             for options in [&["checkpoint"][..], &["checkpoint", "--exit"]] {
-                let said = failure(job.task(&[options, &["--image-path", &image]].concat()))?;
-                assert!(said.contains(code), "{said}");
+                let output = failure(job.task(&[options, &["--image-path", &image]].concat()))?;
+                assert!(output.contains(code), "{output}");
                 assert!(!node.path(&image).exists(), "half an image is left");
                 assert_eq!(job.status()?, "RUNNING");
                 job.goes_on(3)?;

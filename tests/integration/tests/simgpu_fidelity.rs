@@ -1,12 +1,14 @@
-//! The simulated driver behaves with CRIU as a real one does. Everything here runs with containerd's own shim: what firn
-//! does is done by hand, step by step, and left out to see what breaks.
+//! The simulated driver behaves with CRIU as a real one does. Everything here runs with containerd's own
+//! shim: what firn does is done by hand, step by step, and left out to see what breaks.
+
+use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, GpuHost, IMAGE, STOCK, SimGpu, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Container, GpuHost, IMAGE, STOCK, SimGpu, cases, matrix, on};
+use firn_node::Platform;
 
-fn host(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
-    GpuHost::for_test(suite, Cgroup::Auto, name, gpus)
+fn host(platform: Platform, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, gpus)
 }
 
 /// A counter under containerd's own shim.
@@ -22,17 +24,17 @@ fn step(host: &GpuHost, calls: &str, pids: &[String], pairs: &[(&SimGpu, &SimGpu
         .collect();
     let mut argv = vec!["cuda-step", calls];
     argv.extend(pids.iter().chain(&pairs).map(String::as_str));
-    let said = host.said(&argv, "")?;
-    Ok(format!("{}{}", said.stdout, said.stderr))
+    let output = host.output_of(&argv, "")?;
+    Ok(format!("{}{}", output.stdout, output.stderr))
 }
 
 /// As [`step`]; all calls succeed.
 fn succeed(host: &GpuHost, calls: &str, pids: &[String], pairs: &[(&SimGpu, &SimGpu)]) -> Result<()> {
-    let said = step(host, calls, pids, pairs)?;
+    let output = step(host, calls, pids, pairs)?;
     let expected = calls.split(',').count() * pids.len();
     ensure!(
-        said.matches("CUDA_SUCCESS").count() == expected,
-        "{calls}:\n{said}"
+        output.matches("CUDA_SUCCESS").count() == expected,
+        "{calls}:\n{output}"
     );
     Ok(())
 }
@@ -45,22 +47,23 @@ fn fail(
     pairs: &[(&SimGpu, &SimGpu)],
     result: &str,
 ) -> Result<()> {
-    let said = step(host, calls, pids, pairs)?;
-    ensure!(said.contains(result), "{calls}: not {result} but\n{said}");
+    let output = step(host, calls, pids, pairs)?;
+    ensure!(output.contains(result), "{calls}: not {result} but\n{output}");
     Ok(())
 }
 
-/// CRIU dumps a process with open devices only when the driver has taken its state, and the process goes on after both.
-fn dump_needs_the_driver(suite: Suite, name: &str) -> Result<()> {
-    on([host(suite, name, &[SimGpu::h200(1)])?], |[host]| {
+/// CRIU dumps a process with open devices only when the driver has taken its state, and the process goes on
+/// after both.
+fn criu_dumps_only_processes_the_driver_has_checkpointed(platform: Platform) -> Result<()> {
+    on([host(platform, "fd-dump", &[SimGpu::h200(1)])?], |[host]| {
         let job = count(host, &["0"], 1, &[])?;
         job.goes_on(3)?;
-        let said = host.ctr(
+        let output = host.ctr(
             &["containers", "checkpoint", "--task", "job", "checkpoint/none"],
             "",
         )?;
-        assert_ne!(said.code, Some(0), "CRIU has dumped a process that holds a GPU");
-        assert!(said.stderr.contains("criu failed"), "{said}");
+        assert_ne!(output.code, Some(0), "CRIU has dumped a process that holds a GPU");
+        assert!(output.stderr.contains("criu failed"), "{output}");
         job.goes_on(3)?;
 
         let pids = job.pids()?;
@@ -76,27 +79,16 @@ fn dump_needs_the_driver(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn criu_refuses_a_process_whose_gpu_state_the_driver_has_not_taken_on_forky() -> Result<()> {
-    dump_needs_the_driver(Suite::Forky, "fd-df")
-}
-
-#[test]
-fn criu_refuses_a_process_whose_gpu_state_the_driver_has_not_taken_on_trixie() -> Result<()> {
-    dump_needs_the_driver(Suite::Trixie, "fd-dt")
-}
-
-/// On another node the driver gives the state back only with this node's devices in `/dev` and in the device cgroup.
-fn restore_needs_node_and_rule(suite: Suite, name: &str) -> Result<()> {
+/// On another node the driver gives the state back only with this node's devices in `/dev` and in the device
+/// cgroup.
+fn gpu_restore_needs_the_device_node_and_its_cgroup_rule(platform: Platform) -> Result<()> {
     let (old, new) = (SimGpu::h200(1), SimGpu::h200(2));
     let hosts = [
-        host(suite, &format!("{name}-a"), std::slice::from_ref(&old))?,
-        host(suite, &format!("{name}-b"), std::slice::from_ref(&new))?,
+        host(platform, "fd-node-a", std::slice::from_ref(&old))?,
+        host(platform, "fd-node-b", std::slice::from_ref(&new))?,
     ];
     on(hosts, |[a, b]| {
-        if !b.has_device_rules() {
-            return Ok(());
-        }
+        b.needs_device_rules()?;
         let job = count(a, &["0"], 1, &[])?;
         job.goes_on(3)?;
         succeed(a, "lock,checkpoint", &job.pids()?, &[])?;
@@ -130,20 +122,9 @@ fn restore_needs_node_and_rule(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn a_restore_needs_the_right_device_node_and_rule_on_forky() -> Result<()> {
-    restore_needs_node_and_rule(Suite::Forky, "fd-nf")
-}
-
-#[test]
-fn a_restore_needs_the_right_device_node_and_rule_on_trixie() -> Result<()> {
-    restore_needs_node_and_rule(Suite::Trixie, "fd-nt")
-}
-
-#[test]
-fn gpu_memory_is_free_after_a_checkpoint_and_what_others_wrote_there_does_not_come_back() -> Result<()> {
+fn checkpointed_gpu_memory_is_free_for_others(platform: Platform) -> Result<()> {
     on(
-        [host(Suite::Forky, "fd-mem", &[SimGpu::h200(1).memory(64)])?],
+        [host(platform, "fd-mem", &[SimGpu::h200(1).memory(64)])?],
         |[host]| {
             let job = count(host, &["0"], 1, &["--mib", "40"])?;
             job.goes_on(3)?;
@@ -166,15 +147,15 @@ fn gpu_memory_is_free_after_a_checkpoint_and_what_others_wrote_there_does_not_co
                 &other,
             ]
             .concat();
-            let said = host.ctr(&run, "")?;
+            let output = host.ctr(&run, "")?;
             assert!(
-                said.code == Some(1) && said.stderr.contains("OUT_OF_MEMORY"),
-                "{said}"
+                output.code == Some(1) && output.stderr.contains("OUT_OF_MEMORY"),
+                "{output}"
             );
 
             succeed(host, "lock,checkpoint", &job.pids()?, &[])?;
-            let said = host.ctr(&run, "")?;
-            assert_eq!(said.code, Some(0), "{said}");
+            let output = host.ctr(&run, "")?;
+            assert_eq!(output.code, Some(0), "{output}");
 
             succeed(host, "restore,unlock", &job.pids()?, &[])?;
             // Every element is verified: nothing of the other's is in the job's memory.
@@ -196,9 +177,8 @@ fn gpu_memory_is_free_after_a_checkpoint_and_what_others_wrote_there_does_not_co
     )
 }
 
-#[test]
-fn gpu_memory_ends_with_its_process_and_no_image_brings_it_back_that_does_not_hold_it() -> Result<()> {
-    on([host(Suite::Forky, "fd-lost", &[SimGpu::h200(1)])?], |[host]| {
+fn gpu_memory_ends_with_its_process(platform: Platform) -> Result<()> {
+    on([host(platform, "fd-lost", &[SimGpu::h200(1)])?], |[host]| {
         let job = count(host, &["0"], 1, &[])?;
         job.goes_on(3)?;
         succeed(host, "lock,checkpoint", &job.pids()?, &[])?;
@@ -219,9 +199,8 @@ fn gpu_memory_ends_with_its_process_and_no_image_brings_it_back_that_does_not_ho
     })
 }
 
-#[test]
-fn managed_memory_is_refused_by_the_driver_and_the_process_goes_on() -> Result<()> {
-    on([host(Suite::Forky, "fd-uvm", &[SimGpu::h200(1)])?], |[host]| {
+fn the_driver_refuses_managed_memory_and_the_process_goes_on(platform: Platform) -> Result<()> {
+    on([host(platform, "fd-uvm", &[SimGpu::h200(1)])?], |[host]| {
         let job = count(host, &["0"], 1, &["--managed"])?;
         job.goes_on(3)?;
         fail(
@@ -239,9 +218,8 @@ fn managed_memory_is_refused_by_the_driver_and_the_process_goes_on() -> Result<(
     })
 }
 
-#[test]
-fn memory_shared_by_ipc_checkpoints_well_and_cannot_be_restored() -> Result<()> {
-    on([host(Suite::Forky, "fd-ipc", &[SimGpu::h200(1)])?], |[host]| {
+fn ipc_memory_is_checkpointed_and_cannot_be_restored(platform: Platform) -> Result<()> {
+    on([host(platform, "fd-ipc", &[SimGpu::h200(1)])?], |[host]| {
         let job = count(host, &["0"], 1, &["--ipc"])?;
         job.goes_on(3)?;
         firn_node::wait_for("the importer", std::time::Duration::from_secs(20), || {
@@ -259,10 +237,9 @@ fn memory_shared_by_ipc_checkpoints_well_and_cannot_be_restored() -> Result<()> 
     })
 }
 
-#[test]
-fn every_gpu_that_the_process_could_see_needs_a_pair() -> Result<()> {
+fn every_visible_gpu_needs_a_pair_in_the_map(platform: Platform) -> Result<()> {
     let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
-    on([host(Suite::Forky, "fd-pair", &gpus)?], |[host]| {
+    on([host(platform, "fd-pair", &gpus)?], |[host]| {
         let [one, two] = &gpus;
         let job = count(host, &["0", "1"], 1, &[])?;
         job.goes_on(3)?;
@@ -275,5 +252,17 @@ fn every_gpu_that_the_process_could_see_needs_a_pair() -> Result<()> {
         assert_eq!(job.gpus_in_use()?, [&*two.uuid]);
         job.remove()?;
         host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        criu_dumps_only_processes_the_driver_has_checkpointed [FORKY, TRIXIE];
+        gpu_restore_needs_the_device_node_and_its_cgroup_rule [FORKY, TRIXIE];
+        checkpointed_gpu_memory_is_free_for_others [FORKY];
+        gpu_memory_ends_with_its_process [FORKY];
+        the_driver_refuses_managed_memory_and_the_process_goes_on [FORKY];
+        ipc_memory_is_checkpointed_and_cannot_be_restored [FORKY];
+        every_visible_gpu_needs_a_pair_in_the_map [FORKY];
     })
 }

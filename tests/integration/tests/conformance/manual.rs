@@ -1,7 +1,7 @@
 //! A shim's actions run by hand, as a daemon runs them, in a bundle that no daemon knows of.
 //!
-//! What `ctr` cannot send (options, requests of other daemons) goes this way, and what a daemon keeps to itself (the
-//! reply of `start`) is seen.
+//! What `ctr` cannot send (options, requests of other daemons) goes this way, and what a daemon keeps to
+//! itself (the reply of `start`) is seen.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
@@ -105,7 +105,7 @@ pub struct Shim<'p> {
 }
 
 impl<'p> Bundle<'p> {
-    /// A bundle with a container that runs until it is told to end; `annotations` go into its spec.
+    /// A bundle with a container that runs until it gets SIGTERM; `annotations` go into its spec.
     pub fn new(place: &'p Place<'p>, id: &'static str, annotations: &Value) -> Result<Self> {
         let dir = format!("/run/containerd/by-hand/{id}");
         let node = place.node();
@@ -259,7 +259,8 @@ impl<'p> Bundle<'p> {
 }
 
 impl Shim<'_> {
-    /// Asks it to end and waits until it has. Its socket may be left: containerd's own forgets one of a group.
+    /// Asks it to end and waits until it has. Its socket may be left: containerd's own forgets one of a
+    /// group.
     pub fn end(self) -> Result<()> {
         // Its last answer may not arrive.
         let _ = self.task.call::<Empty>("Shutdown", &ShutdownRequest::new());

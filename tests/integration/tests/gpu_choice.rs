@@ -1,14 +1,17 @@
-//! Which GPUs a restored container gets: by the target's configuration, by a map there, or by the container's annotation.
+//! Which GPUs a restored container gets: by the target's configuration, by a map there, or by the container's
+//! annotation.
+
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, SimGpu, nothing_left, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Container, GpuHost, SimGpu, cases, matrix, nothing_left, on};
+use firn_node::Platform;
 
 /// Two nodes with two GPUs each: 1 and 2 on the first, 3 and 4 on the second.
-fn pair(suite: Suite, name: &str) -> Result<[GpuHost; 2]> {
+fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
     let host = |letter: &str, first| {
         let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
-        GpuHost::for_test(suite, Cgroup::Auto, &format!("{name}-{letter}"), &gpus)
+        GpuHost::for_test(platform, &format!("{name}-{letter}"), &gpus)
     };
     Ok([host("a", 1)?, host("b", 3)?])
 }
@@ -44,9 +47,8 @@ fn lands_on(host: &GpuHost, number: u32) -> Result<()> {
     host.idle()
 }
 
-#[test]
-fn the_configuration_chooses_the_gpu() -> Result<()> {
-    on(pair(Suite::Forky, "cf-gpus")?, |[a, b]| {
+fn the_configuration_chooses_the_gpu(platform: Platform) -> Result<()> {
+    on(pair(platform, "cf-gpus")?, |[a, b]| {
         image(a, b, &["0"], &[])?;
         lands_on(b, 3).context("no configuration: the node that the spec names")?;
         for (configuration, expected) in [
@@ -68,18 +70,16 @@ fn the_configuration_chooses_the_gpu() -> Result<()> {
     })
 }
 
-#[test]
-fn the_configuration_chooses_the_gpu_on_trixie() -> Result<()> {
-    on(pair(Suite::Trixie, "cf-gput")?, |[a, b]| {
+fn the_configuration_chooses_among_device_nodes(platform: Platform) -> Result<()> {
+    on(pair(platform, "cf-nodes")?, |[a, b]| {
         image(a, b, &["0"], &[])?;
         b.configure("[restore]\ngpus = [\"1\"]\n")?;
         lands_on(b, 4)
     })
 }
 
-#[test]
-fn a_map_in_the_configuration_crosses_two_gpus() -> Result<()> {
-    on(pair(Suite::Forky, "cf-cross")?, |[a, b]| {
+fn a_map_in_the_configuration_swaps_two_gpus(platform: Platform) -> Result<()> {
+    on(pair(platform, "cf-cross")?, |[a, b]| {
         image(a, b, &["0", "1"], &[])?;
         lands_on(b, 3).context("no map: in order")?;
         b.configure(&format!("[restore]\ngpu-map = {:?}\n", map(&[(1, 4), (2, 3)])))?;
@@ -87,9 +87,8 @@ fn a_map_in_the_configuration_crosses_two_gpus() -> Result<()> {
     })
 }
 
-#[test]
-fn the_annotation_of_the_container_wins_over_the_configuration() -> Result<()> {
-    on(pair(Suite::Forky, "cf-anno")?, |[a, b]| {
+fn the_annotation_of_the_container_wins_over_the_configuration(platform: Platform) -> Result<()> {
+    on(pair(platform, "cf-anno")?, |[a, b]| {
         let annotation = format!("firn.dev/gpu-map={}", map(&[(1, 4), (2, 3)]).join(","));
         image(a, b, &["0", "1"], &["--annotation", &annotation])?;
         lands_on(b, 4)?;
@@ -98,27 +97,21 @@ fn the_annotation_of_the_container_wins_over_the_configuration() -> Result<()> {
     })
 }
 
-#[test]
-fn on_its_own_node_an_annotation_swaps_two_gpus() -> Result<()> {
+fn an_annotation_swaps_two_gpus_of_one_node(platform: Platform) -> Result<()> {
     let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
-    on(
-        [GpuHost::for_test(Suite::Forky, Cgroup::Auto, "cf-swap", &gpus)?],
-        |[host]| {
-            let annotation = format!("firn.dev/gpu-map={}", map(&[(1, 2), (2, 1)]).join(","));
-            let job =
-                Container::count_with(host, "job", &["0", "1"], 1, &["--annotation", &annotation], &[])?;
-            job.goes_on(3)?;
-            job.checkpoint("checkpoint/job")?;
-            assert_eq!(job.gpus_in_use()?, [SimGpu::h200(1).uuid]);
-            job.remove()?;
-            lands_on(host, 2)
-        },
-    )
+    on([GpuHost::for_test(platform, "cf-swap", &gpus)?], |[host]| {
+        let annotation = format!("firn.dev/gpu-map={}", map(&[(1, 2), (2, 1)]).join(","));
+        let job = Container::count_with(host, "job", &["0", "1"], 1, &["--annotation", &annotation], &[])?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/job")?;
+        assert_eq!(job.gpus_in_use()?, [SimGpu::h200(1).uuid]);
+        job.remove()?;
+        lands_on(host, 2)
+    })
 }
 
-#[test]
-fn maps_that_cannot_be_used_are_refused() -> Result<()> {
-    on(pair(Suite::Forky, "cf-bad")?, |[a, b]| {
+fn maps_that_cannot_be_used_are_refused(platform: Platform) -> Result<()> {
+    on(pair(platform, "cf-bad")?, |[a, b]| {
         image(a, b, &["0", "1"], &[])?;
         for (maps, code) in [
             (vec!["GPU-1".to_owned()], "FIRN-MAP-SYNTAX"),
@@ -127,17 +120,28 @@ fn maps_that_cannot_be_used_are_refused() -> Result<()> {
             (map(&[(1, 3), (1, 4)]), "FIRN-MAP-DUPLICATE"),
         ] {
             b.configure(&format!("[restore]\ngpus = [\"0\", \"1\"]\ngpu-map = {maps:?}\n"))?;
-            let said = match Container::restore(b, "job", "checkpoint/job", 1) {
+            let output = match Container::restore(b, "job", "checkpoint/job", 1) {
                 Ok(_) => anyhow::bail!("{maps:?} was taken"),
                 Err(error) => format!("{error:#}"),
             };
             ensure!(
-                said.contains(&format!("{code}:")),
-                "{maps:?}: not {code} but\n{said}"
+                output.contains(&format!("{code}:")),
+                "{maps:?}: not {code} but\n{output}"
             );
             b.node().run(&["ctr", "containers", "delete", "job"])?;
             nothing_left(b, "job")?;
         }
         b.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        the_configuration_chooses_the_gpu [FORKY];
+        the_configuration_chooses_among_device_nodes [TRIXIE];
+        a_map_in_the_configuration_swaps_two_gpus [FORKY];
+        the_annotation_of_the_container_wins_over_the_configuration [FORKY];
+        an_annotation_swaps_two_gpus_of_one_node [FORKY];
+        maps_that_cannot_be_used_are_refused [FORKY];
     })
 }

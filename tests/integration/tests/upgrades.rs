@@ -1,15 +1,16 @@
 //! Daemons that no Debian suite has: containerd 2.3, built by Go, which starts shims by another protocol.
 //!
-//! With its own shim first, then with firn in that one's place; then a Debian host whose daemon is upgraded while firn's
-//! containers run. Left out where there is no Go. `FIRN_CONTAINERD=v2.2.9` in the environment takes another release.
+//! With its own shim first, then with firn in that one's place; then a Debian host whose daemon is upgraded
+//! while firn's containers run. Left out where there is no Go. `FIRN_CONTAINERD=v2.2.9` in the environment
+//! takes another release.
 
-use std::io::{Write, stdout};
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, SimGpu, on};
-use firn_node::{Cgroup, Suite, go_install, go_lacks, wait_for};
+use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, on};
+use firn_node::{Platform, go_install, go_lacks, wait_for};
 use serde_json::Value;
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
@@ -30,17 +31,15 @@ struct Containerd {
 }
 
 impl Containerd {
-    /// None, with a line that says why, where they cannot be built.
-    fn build() -> Result<Option<Self>> {
+    /// Skips the trial where they cannot be built.
+    fn build() -> Result<Self> {
         let version = std::env::var(VERSION_ENV).unwrap_or_else(|_| VERSION.to_owned());
-        if let Some(why) = go_lacks() {
-            // Past the harness, which keeps what a test that passes prints.
-            writeln!(stdout(), "\nskipped: containerd {version} is not built: {why}")?;
-            return Ok(None);
+        if let Some(reason) = go_lacks() {
+            return Err(Skip::new(format!("containerd {version} is not built: {reason}")).into());
         }
         let build = |name: &str| go_install(&format!("{MODULE}/cmd/{name}"), &version);
         let programs = [build("containerd")?, build("ctr")?, build(SHIM)?];
-        Ok(Some(Self { version, programs }))
+        Ok(Self { version, programs })
     }
 
     /// Replaces daemon and client of a host, under running containers, as an upgrade does it.
@@ -82,15 +81,15 @@ fn record(host: &GpuHost, id: &str) -> Result<(String, String)> {
     Ok((format!("{} {}", json["version"], json["protocol"]), address))
 }
 
-/// How a command of `ctr` went, without what it says of the host on stderr, with the time.
-fn told(host: &GpuHost, arguments: &[&str]) -> Result<String> {
-    let said = host.ctr(arguments, "")?;
-    Ok(format!("code {:?}, out {}", said.code, said.stdout.trim()))
+/// How a command of `ctr` went, without its warnings about the host on stderr, with the time.
+fn describe(host: &GpuHost, arguments: &[&str]) -> Result<String> {
+    let output = host.ctr(arguments, "")?;
+    Ok(format!("code {:?}, out {}", output.code, output.stdout.trim()))
 }
 
 fn exec(host: &GpuHost, id: &str) -> Result<String> {
     let inner = ["sh", "-c", "echo out; exit 5"];
-    told(
+    describe(
         host,
         &[&["tasks", "exec", "--exec-id", "e", id], &inner[..]].concat(),
     )
@@ -117,7 +116,7 @@ fn counts_on(host: &GpuHost, id: &str, more: usize) -> Result<()> {
 fn life(host: &GpuHost) -> Result<String> {
     let run = ["run", "--rm", "--runtime", STOCK];
     let command = [IMAGE, "r", "sh", "-c", "echo out; echo err >&2; exit 42"];
-    let mut seen = vec![told(host, &[&run[..], host.limits(), &command].concat())?];
+    let mut seen = vec![describe(host, &[&run[..], host.limits(), &command].concat())?];
 
     let container = start(host, "c", &[])?;
     seen.push(record(host, "c")?.0);
@@ -158,8 +157,8 @@ fn killed(host: &GpuHost) -> Result<String> {
     let status = host.node().read(format!("/proc/{pid}/status"))?;
     let shim = status.lines().find_map(|line| line.strip_prefix("PPid:\t"));
     host.node().run(&["kill", "-KILL", shim.context("no parent")?])?;
-    let told = events.until_deleted(&["c"])?;
-    let exits = told
+    let reported = events.until_deleted(&["c"])?;
+    let exits = reported
         .iter()
         .filter(|line| line.contains("/tasks/exit") && line.contains("\"exit_status\":137"));
     let seen = format!("exits with 137: {}", exits.count());
@@ -185,8 +184,8 @@ fn checkpoint(host: &GpuHost) -> Result<String> {
 
 fn info(host: &GpuHost) -> Result<String> {
     let asked = ["plugins", "inspect-runtime", "--runtime=io.containerd.runc.v2"];
-    let said = host.ctr(&asked, "")?;
-    let mut json: Value = serde_json::from_str(&said.stdout).with_context(|| said.to_string())?;
+    let output = host.ctr(&asked, "")?;
+    let mut json: Value = serde_json::from_str(&output.stdout).with_context(|| output.to_string())?;
     json["Version"] = Value::Null;
     Ok(format!("{json:#}"))
 }
@@ -201,12 +200,9 @@ const SCENARIOS: [(&str, &str, Scenario); 5] = [
     ("information", "io.containerd.runc.v2", info),
 ];
 
-#[test]
-fn containerd_2_3_sees_no_difference() -> Result<()> {
-    let Some(containerd) = Containerd::build()? else {
-        return Ok(());
-    };
-    let host = GpuHost::for_test(Suite::Forky, Cgroup::Auto, "dm-s", &[SimGpu::h200(1)])?;
+fn containerd_2_3_sees_no_difference(platform: Platform) -> Result<()> {
+    let containerd = Containerd::build()?;
+    let host = GpuHost::for_test(platform, "dm-s", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         containerd.upgrade(host)?;
         containerd.own_shim(host)?;
@@ -233,11 +229,9 @@ enum Before {
 }
 
 /// A Debian host whose daemon becomes 2.3 under running containers.
-fn upgraded(suite: Suite, before: Before, name: &str) -> Result<()> {
-    let Some(containerd) = Containerd::build()? else {
-        return Ok(());
-    };
-    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+fn upgraded(platform: Platform, before: Before, name: &str) -> Result<()> {
+    let containerd = Containerd::build()?;
+    let host = GpuHost::for_test(platform, name, &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         if before == Before::Firn {
             host.drop_in()?;
@@ -247,16 +241,17 @@ fn upgraded(suite: Suite, before: Before, name: &str) -> Result<()> {
         host.drop_in()?;
         containerd.upgrade(host)?;
         for id in ["c", "p1"] {
-            let said = exec(host, id)?;
-            ensure!(said == "code Some(5), out out", "{id} after the upgrade: {said}");
+            let output = exec(host, id)?;
+            ensure!(
+                output == "code Some(5), out out",
+                "{id} after the upgrade: {output}"
+            );
         }
         // The daemon of today asks the shim of yesterday's to take one more.
         let two = start(host, "p2", &["--annotation", GROUP])?;
-        let shims = host.node().processes().into_iter();
-        let shims = shims.filter(|process| process.command.starts_with("containerd-shim"));
-        ensure!(shims.count() == 2, "the pod has two shims");
-        let said = exec(host, "p2")?;
-        ensure!(said == "code Some(5), out out", "p2: {said}");
+        ensure!(host.shims().count() == 2, "the pod has two shims");
+        let output = exec(host, "p2")?;
+        ensure!(output == "code Some(5), out out", "p2: {output}");
         for container in [alone, two, one] {
             let ended = end(container)?;
             ensure!(ended == "exit code 7", "{ended}");
@@ -265,22 +260,18 @@ fn upgraded(suite: Suite, before: Before, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn a_daemon_of_forky_is_upgraded_under_containers() -> Result<()> {
-    upgraded(Suite::Forky, Before::Firn, "dm-uf")
+fn containers_survive_an_upgrade_of_containerd(platform: Platform) -> Result<()> {
+    upgraded(platform, Before::Firn, "dm-up")
 }
 
-#[test]
-fn a_daemon_of_trixie_is_upgraded_under_containers() -> Result<()> {
-    upgraded(Suite::Trixie, Before::Firn, "dm-ut")
+fn containers_survive_an_upgrade_of_containerd_and_shim(platform: Platform) -> Result<()> {
+    upgraded(platform, Before::Stock, "dm-shim")
 }
 
-#[test]
-fn daemon_and_shim_of_forky_are_upgraded_under_containers() -> Result<()> {
-    upgraded(Suite::Forky, Before::Stock, "dm-sf")
-}
-
-#[test]
-fn daemon_and_shim_of_trixie_are_upgraded_under_containers() -> Result<()> {
-    upgraded(Suite::Trixie, Before::Stock, "dm-st")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        containerd_2_3_sees_no_difference [FORKY];
+        containers_survive_an_upgrade_of_containerd [FORKY, TRIXIE];
+        containers_survive_an_upgrade_of_containerd_and_shim [FORKY, TRIXIE];
+    })
 }

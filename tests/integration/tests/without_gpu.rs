@@ -1,13 +1,17 @@
 //! Containers without GPUs: what a user sees with firn is what containerd's own shim shows.
 //!
-//! Every scenario runs first with containerd's own shim, whose answer must be the expected one, and then with firn,
-//! whose answer must be the same. On forky firn goes by its own name, on trixie it stands in under the stock shim's.
+//! Every scenario runs first with containerd's own shim, whose answer must be the expected one, and then with
+//! firn, whose answer must be the same. On forky firn goes by its own name, on trixie it stands in under the
+//! stock shim's.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Archive, BUNDLES, Container, FIRN, GpuHost, IMAGE, STOCK, Said, SimGpu, on};
-use firn_node::{Cgroup, Suite, wait_for};
+use firn_lab::{
+    Archive, BUNDLES, CommandOutput, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, cases, matrix, on,
+};
+use firn_node::{Platform, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -18,13 +22,9 @@ const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i >>/log; sleep 0.1; don
 type Scenario = fn(&GpuHost, &str) -> Result<String>;
 
 /// Runs a scenario with both shims; `expected` is part of what is seen with the first.
-fn same(suite: Suite, name: &str, scenarios: &[(&str, &str, Scenario)]) -> Result<()> {
-    same_with(suite, Cgroup::Auto, name, scenarios)
-}
-
-fn same_with(suite: Suite, cgroup: Cgroup, name: &str, scenarios: &[(&str, &str, Scenario)]) -> Result<()> {
+fn same(platform: Platform, name: &str, scenarios: &[(&str, &str, Scenario)]) -> Result<()> {
     let gpus = [SimGpu::h200(1)];
-    let host = GpuHost::for_test(suite, cgroup, name, &gpus)?;
+    let host = GpuHost::for_test(platform, name, &gpus)?;
     on([host], |[host]| {
         let mut stock = Vec::new();
         for (what, expected, scenario) in scenarios {
@@ -32,16 +32,11 @@ fn same_with(suite: Suite, cgroup: Cgroup, name: &str, scenarios: &[(&str, &str,
             ensure!(seen.contains(expected), "{what}: no {expected:?} in\n{seen}");
             stock.push(seen);
         }
-        let firn = match suite {
-            Suite::Forky => FIRN,
-            Suite::Trixie => {
-                host.drop_in()?;
-                STOCK
-            }
-        };
+        let firn = host.runtime_for_options()?;
         let probe = start(host, firn, COUNT)?;
         let shim = host.shim_of("c")?;
-        ensure!(shim.starts_with("/usr/local/bin/"), "{shim} is not firn");
+        let program = shim.args.first().map_or("", String::as_str);
+        ensure!(program.starts_with("/usr/local/bin/"), "{program} is not firn");
         probe.remove()?;
         for ((what, _, scenario), stock) in scenarios.iter().zip(stock) {
             let seen = scenario(host, firn).with_context(|| format!("{what}, firn"))?;
@@ -79,7 +74,13 @@ fn timeless(seen: &str) -> String {
 }
 
 /// `ctr run` in the foreground.
-fn run(host: &GpuHost, runtime: &str, options: &[&str], command: &[&str], stdin: &str) -> Result<Said> {
+fn run(
+    host: &GpuHost,
+    runtime: &str,
+    options: &[&str],
+    command: &[&str],
+    stdin: &str,
+) -> Result<CommandOutput> {
     let start = ["run", "--rm", "--runtime", runtime];
     host.ctr(
         &[&start[..], host.limits(), options, &[IMAGE, "c"], command].concat(),
@@ -93,7 +94,7 @@ fn start<'h>(host: &'h GpuHost, runtime: &str, script: &str) -> Result<Container
 }
 
 fn exit_code_and_output(host: &GpuHost, runtime: &str) -> Result<String> {
-    let said = run(
+    let output = run(
         host,
         runtime,
         &[],
@@ -101,21 +102,22 @@ fn exit_code_and_output(host: &GpuHost, runtime: &str) -> Result<String> {
         "",
     )?;
     firn_lab::nothing_left(host, "c")?;
-    Ok(said.to_string())
+    Ok(output.to_string())
 }
 
 fn killed_by_a_signal(host: &GpuHost, runtime: &str) -> Result<String> {
-    let said = run(
+    let output = run(
         host,
         runtime,
         &[],
         &["sh", "-c", "sh -c 'kill -SEGV $$'; echo code $?"],
         "",
     )?;
-    Ok(said.to_string())
+    Ok(output.to_string())
 }
 
-/// Standard input up to its end. ctr loses an end that comes before the container runs, so that is waited for.
+/// Standard input up to its end. ctr loses an end that comes before the container runs, so that is waited
+/// for.
 fn standard_input(host: &GpuHost, runtime: &str) -> Result<String> {
     let limits = host.limits().join(" ");
     let mount = "--mount type=bind,src=/tmp/shared,dst=/shared,options=rbind:rw";
@@ -125,13 +127,13 @@ fn standard_input(host: &GpuHost, runtime: &str) -> Result<String> {
          (echo one; until [ -e /tmp/shared/runs ]; do sleep 0.02; done; echo two) |
          ctr run --rm --runtime {runtime} {limits} {mount} {IMAGE} c sh -c '{inner}'"
     );
-    Ok(host.said(&["sh", "-c", &line], "")?.to_string())
+    Ok(host.output_of(&["sh", "-c", &line], "")?.to_string())
 }
 
 fn much_output(host: &GpuHost, runtime: &str) -> Result<String> {
     // ctr loses what is on its way when the container ends, with either shim.
-    let said = run(host, runtime, &[], &["sh", "-c", "seq 200000; sleep 1"], "")?;
-    let lines = said
+    let output = run(host, runtime, &[], &["sh", "-c", "seq 200000; sleep 1"], "")?;
+    let lines = output
         .stdout
         .lines()
         .zip(1..)
@@ -139,14 +141,14 @@ fn much_output(host: &GpuHost, runtime: &str) -> Result<String> {
     Ok(format!(
         "{} lines in order, {} bytes",
         lines.count(),
-        said.stdout.len()
+        output.stdout.len()
     ))
 }
 
 fn a_program_that_is_not_there(host: &GpuHost, runtime: &str) -> Result<String> {
-    let said = run(host, runtime, &[], &["/nosuch"], "")?;
+    let output = run(host, runtime, &[], &["/nosuch"], "")?;
     firn_lab::nothing_left(host, "c")?;
-    Ok(said.to_string())
+    Ok(output.to_string())
 }
 
 fn a_terminal(host: &GpuHost, runtime: &str) -> Result<String> {
@@ -155,23 +157,17 @@ fn a_terminal(host: &GpuHost, runtime: &str) -> Result<String> {
     let inner = "sh -c 'tty; until stty size 2>&1 | grep [1-9]; do sleep 0.05; done; sleep 1; exit 3'";
     let line =
         format!("stty rows 31 cols 97; ctr run --rm -t --runtime {runtime} {limits} {IMAGE} c {inner}");
-    let said = host.said(
+    let output = host.output_of(
         &["script", "--quiet", "--return", "--command", &line, "/dev/null"],
         "",
     )?;
     firn_lab::nothing_left(host, "c")?;
     // script sends the end of its input as a character, and the terminal shows it at some place.
-    Ok(said.to_string().replace("^@", "").replace(['\0', '\r'], ""))
+    Ok(output.to_string().replace("^@", "").replace(['\0', '\r'], ""))
 }
 
-#[test]
-fn runs_are_the_same_on_forky() -> Result<()> {
-    same(Suite::Forky, "pl-rf", RUNS)
-}
-
-#[test]
-fn runs_are_the_same_on_trixie() -> Result<()> {
-    same(Suite::Trixie, "pl-rt", RUNS)
+fn runs_are_as_with_the_stock_shim(platform: Platform) -> Result<()> {
+    same(platform, "pl-r", RUNS)
 }
 
 const RUNS: &[(&str, &str, Scenario)] = &[
@@ -253,19 +249,8 @@ fn a_bundle(host: &GpuHost, runtime: &str) -> Result<String> {
     Ok(spec)
 }
 
-#[test]
-fn a_life_is_the_same_on_forky() -> Result<()> {
-    same(Suite::Forky, "pl-lf", LIFE)
-}
-
-#[test]
-fn a_life_is_the_same_on_forky_with_cgroup_v2() -> Result<()> {
-    same_with(Suite::Forky, Cgroup::V2, "pl-lf2", LIFE)
-}
-
-#[test]
-fn a_life_is_the_same_on_trixie() -> Result<()> {
-    same(Suite::Trixie, "pl-lt", LIFE)
+fn a_lifecycle_is_as_with_the_stock_shim(platform: Platform) -> Result<()> {
+    same(platform, "pl-l", LIFE)
 }
 
 const LIFE: &[(&str, &str, Scenario)] = &[
@@ -302,7 +287,7 @@ fn a_checkpoint(host: &GpuHost, runtime: &str) -> Result<String> {
 
     let (copy, _) = Container::restore(host, "c", "checkpoint/c", 0)?;
     let carried = counts_on(&copy, host, 3)?;
-    ensure!(carried >= 3, "the copy began anew");
+    ensure!(carried >= 3, "the copy started afresh");
     seen.push(copy.status()?);
     copy.task(&["kill", "--signal", "SIGKILL"])?;
     copy.becomes("STOPPED")?;
@@ -312,7 +297,8 @@ fn a_checkpoint(host: &GpuHost, runtime: &str) -> Result<String> {
     Ok(seen.join("\n"))
 }
 
-/// `ctr tasks checkpoint --exit` into a directory and into the content store, from which the container is restored.
+/// `ctr tasks checkpoint --exit` into a directory and into the content store, from which the container is
+/// restored.
 fn a_checkpoint_that_ends_it(host: &GpuHost, runtime: &str) -> Result<String> {
     let container = start(host, runtime, COUNT)?;
     counts_on(&container, host, 3)?;
@@ -344,7 +330,7 @@ fn a_checkpoint_that_fails(host: &GpuHost, runtime: &str) -> Result<String> {
     let script = format!("exec 3</dev/loop-control; {COUNT}");
     let container = Container::run(host, "c", &options, &["sh", "-c", &script])?;
     counts_on(&container, host, 3)?;
-    let said = host
+    let output = host
         .ctr(
             &["containers", "checkpoint", "--rw", "--task", "c", "checkpoint/c"],
             "",
@@ -356,7 +342,7 @@ fn a_checkpoint_that_fails(host: &GpuHost, runtime: &str) -> Result<String> {
     ];
     counts_on(&container, host, 3)?;
     container.remove()?;
-    seen.push(said);
+    seen.push(output);
     Ok(seen.join("\n"))
 }
 
@@ -374,24 +360,13 @@ const CHECKPOINTS: &[(&str, &str, Scenario)] = &[
     ),
 ];
 
-#[test]
-fn checkpoints_are_the_same_on_forky() -> Result<()> {
-    same(Suite::Forky, "pl-cf", CHECKPOINTS)
-}
-
-#[test]
-fn checkpoints_are_the_same_on_forky_with_cgroup_v2() -> Result<()> {
-    same_with(Suite::Forky, Cgroup::V2, "pl-cf2", CHECKPOINTS)
-}
-
-#[test]
-fn checkpoints_are_the_same_on_trixie() -> Result<()> {
-    same(Suite::Trixie, "pl-ct", CHECKPOINTS)
+fn checkpoints_are_as_with_the_stock_shim(platform: Platform) -> Result<()> {
+    same(platform, "pl-c", CHECKPOINTS)
 }
 
 /// An image of one runtime is restored by the other.
-fn across(suite: Suite, name: &str) -> Result<()> {
-    let host = GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(1)])?;
+fn either_shim_restores_the_others_image(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "pl-x", &[SimGpu::h200(1)])?;
     on([host], |[host]| {
         for (from, to) in [(STOCK, FIRN), (FIRN, STOCK)] {
             let container = start(host, from, COUNT)?;
@@ -403,7 +378,7 @@ fn across(suite: Suite, name: &str) -> Result<()> {
             archive.import(host, "checkpoint/to")?;
             let (copy, _) = Container::restore(host, "c", "checkpoint/to", 0)?;
             let carried = counts_on(&copy, host, 3)?;
-            ensure!(carried >= 3, "from {from} to {to}: the copy began anew");
+            ensure!(carried >= 3, "from {from} to {to}: the copy started afresh");
             copy.remove()?;
             host.remove_image("checkpoint/from")?;
             host.remove_image("checkpoint/to")?;
@@ -412,12 +387,11 @@ fn across(suite: Suite, name: &str) -> Result<()> {
     })
 }
 
-#[test]
-fn either_runtime_restores_the_other_s_image_on_forky() -> Result<()> {
-    across(Suite::Forky, "pl-xf")
-}
-
-#[test]
-fn either_runtime_restores_the_other_s_image_on_trixie() -> Result<()> {
-    across(Suite::Trixie, "pl-xt")
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        runs_are_as_with_the_stock_shim [FORKY, TRIXIE];
+        a_lifecycle_is_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
+        checkpoints_are_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
+        either_shim_restores_the_others_image [FORKY, TRIXIE];
+    })
 }

@@ -160,7 +160,7 @@ pub const CASES: &[Case] = &[
             Ok(())
         })
     }),
-    case("another /proc beside", |dir| {
+    case("another /proc elsewhere", |dir| {
         mounts(dir, |mounts| {
             let proc = mounts.iter().find(|mount| is_at(mount, "/proc"));
             let mut other = proc.context("no /proc")?.clone();
@@ -224,7 +224,7 @@ fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The file itself lies beside, under a name that nobody reads.
+/// The file itself lies in the same directory, under a name that nobody reads.
 fn to_link(dir: &Path, name: &str) -> Result<()> {
     fs::rename(dir.join(name), dir.join("moved"))?;
     Ok(symlink("moved", dir.join(name))?)
@@ -243,7 +243,8 @@ fn mounts(dir: &Path, change: impl Fn(&mut Vec<Message>) -> Result<()>) -> Resul
 /// Name of the cgroup that [`cgroup_below`] puts into an image.
 pub const BELOW: &str = "firn-below";
 
-/// Adds a cgroup below the container's own, with a property: CRIU writes the properties of those that it makes.
+/// Adds a cgroup below the container's own, with a property: CRIU writes the properties of those that it
+/// makes.
 pub fn cgroup_below(dir: &Path, name: &str, value: &str) -> Result<()> {
     edit(&dir.join("cgroup.img"), |messages| {
         messages[0].each(2, |controller| {

@@ -2,15 +2,17 @@
 //!
 //! Needs root.
 
+use std::process::ExitCode;
+
 use anyhow::{Result, ensure};
-use firn_lab::{Container, DRIVER, FIRN, GpuHost, SimGpu, failure, nothing_left, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{Container, DRIVER, FIRN, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::{Platform, Suite};
 
 const SOCKET: &str = "/run/nvidia-persistenced/socket";
 const TOOL: &str = "/usr/bin/nvidia-debugdump";
 
-fn host(suite: Suite, name: &str, gpu: u32) -> Result<GpuHost> {
-    GpuHost::for_test(suite, Cgroup::Auto, name, &[SimGpu::h200(gpu)])
+fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])
 }
 
 /// A bind mount of `ctr run`: what lies at this path of the node, at the same path of the container.
@@ -22,17 +24,26 @@ fn mount(path: &str) -> [String; 2] {
 }
 
 /// Numbers of the node that gives unified memory.
-fn uvm(said: &str) -> String {
-    said.trim().to_owned()
+fn uvm(output: &str) -> String {
+    output.trim().to_owned()
 }
 
-/// The target has its driver in `dir`; `cdi`, if any, is a CDI file of it that says so.
-fn mounts_of_the_target(suite: Suite, name: &str, dir: &str, cdi: Option<&str>) -> Result<()> {
+/// A CDI file that alone leads to a driver in /srv.
+const DRIVER_IN_SRV: &str = "cdiVersion: 0.5.0
+kind: example.com/driver
+devices: [{name: '0', containerEdits: {env: [A=B]}}]
+containerEdits: {mounts: [{hostPath: /srv/driver/lib/libany.so.1, containerPath: /usr/lib64/libany.so.1}]}
+";
+
+/// The target has no daemons and its driver in another directory: one that is searched, or one that a CDI
+/// file names.
+fn a_node_with_its_driver_elsewhere_restores(platform: Platform) -> Result<()> {
+    let (dir, cdi) = match platform.suite {
+        Suite::Forky => ("/srv/driver/lib", Some(DRIVER_IN_SRV)),
+        Suite::Trixie => ("/usr/local/nvidia/lib64", None),
+    };
     on(
-        [
-            host(suite, &format!("{name}-a"), 1)?,
-            host(suite, &format!("{name}-b"), 2)?,
-        ],
+        [host(platform, "mt-a", 1)?, host(platform, "mt-b", 2)?],
         |[a, b]| {
             let name = format!("libnvidia-extra.so.{DRIVER}");
             let (library, elsewhere) = (format!("/usr/lib64/{name}"), format!("{dir}/{name}"));
@@ -58,10 +69,10 @@ fn mounts_of_the_target(suite: Suite, name: &str, dir: &str, cdi: Option<&str>) 
             if cdi.is_some() {
                 b.node().write(&elsewhere, "of the target\n")?;
             }
-            let said = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
+            let output = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
             ensure!(
-                said.contains("FIRN-MOUNT-SOURCE-MISSING:") && said.contains(&library),
-                "{said}"
+                output.contains("FIRN-MOUNT-SOURCE-MISSING:") && output.contains(&library),
+                "{output}"
             );
             ensure!(!b.runc_has("restore")?, "runc was called");
             b.node().run(&["ctr", "containers", "delete", "job"])?;
@@ -80,16 +91,16 @@ fn mounts_of_the_target(suite: Suite, name: &str, dir: &str, cdi: Option<&str>) 
                 "",
                 "what the target lacks is not empty"
             );
-            let told = b.log_since(log)?;
+            let reported = b.log_since(log)?;
             for path in [SOCKET, TOOL] {
                 ensure!(
-                    told.contains(&format!("mount {path}: this node has none")),
-                    "{told}"
+                    reported.contains(&format!("mount {path}: this node has none")),
+                    "{reported}"
                 );
             }
             ensure!(
-                !told.contains("were not as CRIU's script had left them"),
-                "the nodes were set right too late:\n{told}"
+                !reported.contains("were not as CRIU's script had left them"),
+                "the nodes were set right too late:\n{reported}"
             );
             let after = uvm(&copy.exec(&stat)?);
             assert_ne!(after, before, "the nodes do not differ: this shows nothing");
@@ -101,17 +112,17 @@ fn mounts_of_the_target(suite: Suite, name: &str, dir: &str, cdi: Option<&str>) 
     )
 }
 
-/// What a container needs to find the driver's libraries by their short names, and nothing of it is in its image.
+/// What a container needs to find the driver's libraries by their short names, and nothing of it is in its
+/// image.
 const TRACES: [&str; 3] = [
     "sh",
     "-c",
     "cd /usr/lib/x86_64-linux-gnu; readlink libcuda.so.1; readlink libnvidia-ml.so.1; md5sum /etc/ld.so.cache",
 ];
 
-#[test]
-fn programs_started_after_a_restore_without_written_files_find_the_driver() -> Result<()> {
+fn programs_started_after_a_restore_find_the_driver(platform: Platform) -> Result<()> {
     on(
-        [host(Suite::Forky, "mt-l-a", 1)?, host(Suite::Forky, "mt-l-b", 2)?],
+        [host(platform, "mt-l-a", 1)?, host(platform, "mt-l-b", 2)?],
         |[a, b]| {
             for host in [&*a, &*b] {
                 host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
@@ -135,7 +146,8 @@ fn programs_started_after_a_restore_without_written_files_find_the_driver() -> R
     )
 }
 
-/// Moves a job from `a` to `b` without the files that it has written. It goes on, and programs started in it find the driver.
+/// Moves a job from `a` to `b` without the files that it has written. It goes on, and programs started in it
+/// find the driver.
 fn without_written_files<'b>(a: &GpuHost, source: Container<'_>, b: &'b GpuHost) -> Result<Container<'b>> {
     let image = ["--task", "job", "checkpoint/job"];
     a.node()
@@ -151,12 +163,11 @@ fn without_written_files<'b>(a: &GpuHost, source: Container<'_>, b: &'b GpuHost)
     Ok(copy)
 }
 
-/// The source's CDI file has the libraries in the directory of one distribution, the target's in that of another, and the spec of
-/// the restored container is made by the target's.
-#[test]
-fn libraries_stay_where_the_checkpoint_has_them() -> Result<()> {
+/// The source's CDI file has the libraries in the directory of one distribution, the target's in that of
+/// another, and the spec of the restored container is made by the target's.
+fn libraries_stay_where_the_checkpoint_has_them(platform: Platform) -> Result<()> {
     on(
-        [host(Suite::Forky, "mt-d-a", 1)?, host(Suite::Forky, "mt-d-b", 2)?],
+        [host(platform, "mt-d-a", 1)?, host(platform, "mt-d-b", 2)?],
         |[a, b]| {
             for host in [&*a, &*b] {
                 host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
@@ -183,15 +194,10 @@ fn libraries_stay_where_the_checkpoint_has_them() -> Result<()> {
     )
 }
 
-#[test]
-fn a_node_without_daemons_and_with_its_driver_elsewhere_restores_on_forky() -> Result<()> {
-    // Where only a CDI file leads.
-    let cdi = "cdiVersion: 0.5.0\nkind: example.com/driver\ndevices: [{name: '0', containerEdits: {env: [A=B]}}]\n\
-        containerEdits: {mounts: [{hostPath: /srv/driver/lib/libany.so.1, containerPath: /usr/lib64/libany.so.1}]}\n";
-    mounts_of_the_target(Suite::Forky, "mt-f", "/srv/driver/lib", Some(cdi))
-}
-
-#[test]
-fn a_node_without_daemons_and_with_its_driver_elsewhere_restores_on_trixie() -> Result<()> {
-    mounts_of_the_target(Suite::Trixie, "mt-t", "/usr/local/nvidia/lib64", None)
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        programs_started_after_a_restore_find_the_driver [FORKY];
+        libraries_stay_where_the_checkpoint_has_them [FORKY];
+        a_node_with_its_driver_elsewhere_restores [FORKY, TRIXIE];
+    })
 }

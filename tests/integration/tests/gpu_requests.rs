@@ -1,11 +1,13 @@
-//! The ways in which a container can ask for GPUs: each ends in a container that can be checkpointed, and restored on a node
-//! with other GPUs.
+//! The ways in which a container can ask for GPUs: each ends in a container that can be checkpointed, and
+//! restored on a node with other GPUs.
 //!
 //! Needs root. The specs are those that the real tools write; only the driver is simulated.
 
+use std::process::ExitCode;
+
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, on};
-use firn_node::{Cgroup, Suite};
+use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, cases, matrix, on};
+use firn_node::Platform;
 
 /// The CDI file of a node.
 const CDI: &str = "/etc/cdi/nvidia.yaml";
@@ -22,8 +24,8 @@ const COUNT: [&str; 7] = [
 ];
 
 /// A node whose CDI file is firn's own.
-fn host(suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
-    let host = GpuHost::for_test(suite, Cgroup::Auto, name, gpus)?;
+fn host(platform: Platform, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
+    let host = GpuHost::for_test(platform, name, gpus)?;
     generate(&host)?;
     Ok(host)
 }
@@ -35,16 +37,16 @@ fn generate(host: &GpuHost) -> Result<()> {
         .map(drop)
 }
 
-/// Two nodes whose GPUs have nothing in common but the model: neither UUID, minor number nor PCI address. On the second one the
-/// first GPU has another minor number, the second GPU has that of the first node's, and UVM's nodes are another driver's in
-/// the kernel's count.
-fn pair(suite: Suite, name: &str) -> Result<[GpuHost; 2]> {
-    let a = host(suite, &format!("{name}-a"), &[SimGpu::h200(1)])?;
+/// Two nodes whose GPUs have nothing in common but the model: neither UUID, minor number nor PCI address. On
+/// the second one the first GPU has another minor number, the second GPU has that of the first node's, and
+/// UVM's nodes are another driver's in the kernel's count.
+fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
+    let a = host(platform, &format!("{name}-a"), &[SimGpu::h200(1)])?;
     let gpus = [
         SimGpu::h200(2).at(3, "00000000:9D:00.0"),
         SimGpu::h200(3).at(0, "00000000:C3:00.0"),
     ];
-    let mut b = GpuHost::for_test(suite, Cgroup::Auto, &format!("{name}-b"), &gpus)?;
+    let mut b = GpuHost::for_test(platform, &format!("{name}-b"), &gpus)?;
     b.renumber()?;
     generate(&b)?;
     let [of_a, of_b] = [&a, &b].map(|host| major(host, UVM));
@@ -101,9 +103,8 @@ fn moves(a: &GpuHost, b: &GpuHost, options: &[&str], expected: &str) -> Result<(
     Ok(())
 }
 
-#[test]
-fn a_node_with_nothing_but_the_driver_gives_its_gpus_by_firns_own_cdi_file() -> Result<()> {
-    on(pair(Suite::Forky, "ak-gen")?, |[a, b]| {
+fn firn_cdi_generate_serves_a_node_with_the_driver_alone(platform: Platform) -> Result<()> {
+    on(pair(platform, "ak-gen")?, |[a, b]| {
         let listed = a.node().run(&["firn", "cdi", "list"])?.stdout;
         ensure!(
             listed.contains(&format!("nvidia.com/gpu={}", a.uuids()[0])),
@@ -112,9 +113,9 @@ fn a_node_with_nothing_but_the_driver_gives_its_gpus_by_firns_own_cdi_file() -> 
         let refused = a
             .node()
             .run(&["firn", "cdi", "generate", "--output", "/etc/cdi/other.yaml"]);
-        let said = format!("{:#}", refused.err().context("a second file was written")?);
-        ensure!(said.contains("FIRN-CDI-EXISTS"), "{said}");
-        // The spec says /dev/nvidia0, which is another GPU there.
+        let output = format!("{:#}", refused.err().context("a second file was written")?);
+        ensure!(output.contains("FIRN-CDI-EXISTS"), "{output}");
+        // The spec names /dev/nvidia0, which is another GPU there.
         moves(a, b, &["--device", "nvidia.com/gpu=0"], &b.uuids()[1])
     })
 }
@@ -122,7 +123,8 @@ fn a_node_with_nothing_but_the_driver_gives_its_gpus_by_firns_own_cdi_file() -> 
 /// Stands for a tool that ctr wants to see, and that must not be run.
 const NEVER: &str = "#!/bin/sh\necho \"$0\" >> /run/hook-ran\nexit 1\n";
 
-/// NVIDIA's hook, as far as it matters here: it mounts a part of a file system into the container, behind the runtime.
+/// NVIDIA's hook, as far as it matters here: it mounts a part of a file system into the container, behind the
+/// runtime.
 const HOOK: &str = r#"#!/bin/sh -e
 echo "$0" >> /run/hook-ran
 bundle=$(sed 's/.*"bundle":"\([^"]*\)".*/\1/')
@@ -162,9 +164,8 @@ fn hook_ran(host: &GpuHost) -> bool {
     host.node().path("/run/hook-ran").exists()
 }
 
-#[test]
-fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
-    on(pair(Suite::Forky, "ak-ask")?, |[a, b]| {
+fn requests_by_hook_and_by_variable_move(platform: Platform) -> Result<()> {
+    on(pair(platform, "ak-ask")?, |[a, b]| {
         for host in [&*a, &*b] {
             install(host, NEVER, "/usr/local/bin/nvidia-container-cli")?;
         }
@@ -188,7 +189,7 @@ fn gpus_that_hooks_and_names_ask_for_move() -> Result<()> {
         let by_annotation = ["--annotation", "cdi.k8s.io/plugin_a=nvidia.com/gpu=0"];
         moves(a, b, &by_annotation, &b.uuids()[0])?;
 
-        // By a name that means nothing on the other node, whose configuration says what it stands for.
+        // By a name that means nothing on the other node, whose configuration maps it to a device.
         let uuid = format!("NVIDIA_VISIBLE_DEVICES={}", a.uuids()[0]);
         b.configure("[create]\nvisible-devices = true\n[restore]\ngpus = [\"1\"]\n")?;
         moves(a, b, &["--env", &uuid], &b.uuids()[1])?;
@@ -210,9 +211,8 @@ fn libraries() -> Vec<String> {
         .collect()
 }
 
-#[test]
-fn plain_nodes_and_privileged_containers_move() -> Result<()> {
-    on(pair(Suite::Forky, "ak-node")?, |[a, b]| {
+fn device_nodes_and_privileged_containers_move(platform: Platform) -> Result<()> {
+    on(pair(platform, "ak-node")?, |[a, b]| {
         let [a, b] = [&*a, &*b];
         let libraries = libraries();
         let with = |options: &[&'static str]| -> Vec<String> {
@@ -260,8 +260,8 @@ fn plain_nodes_and_privileged_containers_move() -> Result<()> {
 
 const WRAPPER: &str = "/usr/local/bin/nvidia-container-runtime";
 
-/// NVIDIA's container runtime as it does in its mode `legacy`: of runc's commands it takes `create`, puts its hook into the
-/// spec, and leaves the rest to runc.
+/// NVIDIA's container runtime as it does in its mode `legacy`: of runc's commands it takes `create`, puts its
+/// hook into the spec, and leaves the rest to runc.
 const WRAPPING: &str = r#"#!/bin/sh -e
 hook='{"path":"/usr/local/bin/nvidia-container-runtime-hook","args":["nvidia-container-runtime-hook","prestart"]}'
 for word; do
@@ -272,9 +272,8 @@ done
 exec /usr/sbin/runc "$@"
 "#;
 
-#[test]
-fn what_nvidias_wrapper_of_runc_would_give_moves_and_the_wrapper_is_not_called() -> Result<()> {
-    on(pair(Suite::Forky, "ak-wrap")?, |[a, b]| {
+fn requests_by_nvidias_runtime_move_and_it_is_not_called(platform: Platform) -> Result<()> {
+    on(pair(platform, "ak-wrap")?, |[a, b]| {
         for host in [&*a, &*b] {
             install(host, WRAPPING, WRAPPER)?;
             install(host, HOOK, "/usr/local/bin/nvidia-container-runtime-hook")?;
@@ -312,17 +311,17 @@ fn what_nvidias_wrapper_of_runc_would_give_moves_and_the_wrapper_is_not_called()
             a.node().path("/run/wrapper-ran").exists(),
             "the wrapper was not called"
         );
-        ensure!(a.log().contains("does not follow mode"), "nobody was told");
+        ensure!(a.log().contains("does not follow mode"), "no report");
         a.node().run(&["rm", file, "/run/wrapper-ran", "/run/hook-ran"])?;
 
         // Where firn cannot, the wrapper gives the GPUs as it does without firn, and nothing is lost.
         a.node().run(&["rm", CDI])?;
         let kept = Container::run(a, "kept", &options, &["sleep", "1000"])?;
         ensure!(hook_ran(a), "the hook was not run");
-        ensure!(a.log().contains("FIRN-NO-CDI-SPEC"), "nobody was told");
-        let said = kept.checkpoint("checkpoint/kept");
-        let said = format!("{:#}", said.err().context("it was dumped")?);
-        ensure!(said.contains("FIRN-GPU-HOOK"), "{said}");
+        ensure!(a.log().contains("FIRN-NO-CDI-SPEC"), "no report");
+        let output = kept.checkpoint("checkpoint/kept");
+        let output = format!("{:#}", output.err().context("it was dumped")?);
+        ensure!(output.contains("FIRN-GPU-HOOK"), "{output}");
         ensure!(kept.status()? == "RUNNING", "it does not run");
         kept.remove()?;
         // Who asks for nothing gets what the wrapper makes of it.
@@ -336,9 +335,8 @@ fn what_nvidias_wrapper_of_runc_would_give_moves_and_the_wrapper_is_not_called()
     })
 }
 
-#[test]
-fn gpus_that_an_older_ctr_asks_for_by_its_hook_move() -> Result<()> {
-    on(pair(Suite::Trixie, "ak-old")?, |[a, b]| {
+fn requests_by_the_hook_of_ctr_1_7_move(platform: Platform) -> Result<()> {
+    on(pair(platform, "ak-old")?, |[a, b]| {
         install(a, NEVER, "/usr/local/bin/nvidia-container-cli")?;
         moves(a, b, &["--gpus", "0"], &b.uuids()[0])?;
         ensure!(!hook_ran(a), "nvidia-container-cli was run");
@@ -346,9 +344,8 @@ fn gpus_that_an_older_ctr_asks_for_by_its_hook_move() -> Result<()> {
     })
 }
 
-#[test]
-fn a_hook_that_mounts_behind_the_runtime_is_replaced_by_what_it_would_have_given() -> Result<()> {
-    on(pair(Suite::Forky, "ak-hook")?, |[a, b]| {
+fn a_hook_that_mounts_is_replaced_by_its_edits(platform: Platform) -> Result<()> {
+    on(pair(platform, "ak-hook")?, |[a, b]| {
         as_docker(a)?;
         as_docker(b)?;
         let all = ["--env", "NVIDIA_VISIBLE_DEVICES=0"];
@@ -361,13 +358,13 @@ fn a_hook_that_mounts_behind_the_runtime_is_replaced_by_what_it_would_have_given
             &["sleep", "1000"],
         )?;
         ensure!(hook_ran(a), "the hook was not run");
-        let said = format!(
+        let output = format!(
             "{:#}",
             kept.checkpoint("checkpoint/kept")
                 .err()
                 .context("it was dumped")?
         );
-        ensure!(said.contains("FIRN-GPU-HOOK"), "{said}");
+        ensure!(output.contains("FIRN-GPU-HOOK"), "{output}");
         kept.remove()?;
         a.node().run(&["rm", "/run/hook-ran"])?;
 
@@ -378,14 +375,13 @@ fn a_hook_that_mounts_behind_the_runtime_is_replaced_by_what_it_would_have_given
     })
 }
 
-#[test]
-fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Result<()> {
-    on([host(Suite::Forky, "ak-none", &[SimGpu::h200(1)])?], |[host]| {
+fn no_request_changes_nothing_and_a_bad_one_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "ak-none", &[SimGpu::h200(1)])?], |[host]| {
         // As images of nvidia/cuda do.
         let image = ["--runtime", FIRN, "--env", "NVIDIA_VISIBLE_DEVICES=all"];
         let plain = Container::run(host, "plain", &image, &["sleep", "1000"])?;
         let written = host.node().read(format!("{BUNDLES}/plain/config.json"))?;
-        ensure!(written.starts_with("{\"ociVersion\""), "written anew: {written}");
+        ensure!(written.starts_with("{\"ociVersion\""), "rewritten: {written}");
         let known = host
             .node()
             .run(&["ctr", "containers", "info", "--spec", "plain"])?
@@ -401,9 +397,9 @@ fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Resu
             // ctr leaves the snapshot of a container that it could not start.
             let id = format!("job-{gpu}");
             let options = ["--runtime", FIRN, "--gpus", gpu];
-            let said = Container::run(host, &id, &options, &["sleep", "1000"]);
-            let said = format!("{:#}", said.err().context("it was started")?);
-            ensure!(said.contains(code) && said.contains("hint: "), "{said}");
+            let output = Container::run(host, &id, &options, &["sleep", "1000"]);
+            let output = format!("{:#}", output.err().context("it was started")?);
+            ensure!(output.contains(code) && output.contains("hint: "), "{output}");
             Container::known(host, &id).nothing_left()
         };
         fails(
@@ -416,9 +412,9 @@ fn who_asks_for_nothing_is_left_alone_and_who_cannot_be_helped_is_told() -> Resu
         let options = ["--runtime", FIRN, "--gpus", "0"];
         let kept = Container::run(host, "kept", &options, &["sleep", "1000"])?;
         ensure!(hook_ran(host), "the hook was not run");
-        ensure!(host.log().contains("FIRN-NO-CDI-SPEC"), "nobody was told");
+        ensure!(host.log().contains("FIRN-NO-CDI-SPEC"), "no report");
         kept.remove()?;
-        // Nodes stay what they are beside a name that cannot be given.
+        // Device nodes stay as they are next to a name that cannot be given.
         host.configure("[create]\nvisible-devices = true\n")?;
         let by_hand = [&image[..], &["--device", "/dev/nvidia0"]].concat();
         Container::run(host, "nodes", &by_hand, &["sleep", "1000"])?.remove()?;
@@ -432,10 +428,9 @@ const BACKUP: &str = r#"{"cdiVersion": "0.6.0", "kind": "vendor.example/backup",
     "mounts": [{"hostPath": "/", "containerPath": "/host", "options": ["rbind", "rw"]}]}}]}"#;
 
 /// What an image's variables can do alone, on nodes where the operator lets them count.
-#[test]
-fn names_of_an_image_give_no_more_than_the_operator_grants() -> Result<()> {
+fn an_image_requests_no_more_than_the_operator_grants(platform: Platform) -> Result<()> {
     let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
-    on([host(Suite::Forky, "ak-more", &gpus)?], |[host]| {
+    on([host(platform, "ak-more", &gpus)?], |[host]| {
         host.node().write("/etc/cdi/backup.json", BACKUP)?;
         host.configure("[create]\nvisible-devices = true\n")?;
         let refused = |id: &str, options: &[&str]| {
@@ -445,17 +440,17 @@ fn names_of_an_image_give_no_more_than_the_operator_grants() -> Result<()> {
                 "--env",
                 "NVIDIA_VISIBLE_DEVICES=0,vendor.example/backup=host",
             ];
-            let said = Container::run(host, id, &[&names[..], options].concat(), &["sleep", "1000"]);
-            let said = format!("{:#}", said.err().context("it was started")?);
+            let output = Container::run(host, id, &[&names[..], options].concat(), &["sleep", "1000"]);
+            let output = format!("{:#}", output.err().context("it was started")?);
             ensure!(
-                said.contains("FIRN-CDI-KIND") && said.contains("hint: "),
-                "{said}"
+                output.contains("FIRN-CDI-KIND") && output.contains("hint: "),
+                "{output}"
             );
             Container::known(host, id).nothing_left()
         };
         refused("backup", &[])?;
 
-        // Its nodes are its grant, whatever it names beside them.
+        // Its nodes are its grant, whatever else it names.
         let options = [
             "--runtime",
             FIRN,
@@ -467,7 +462,7 @@ fn names_of_an_image_give_no_more_than_the_operator_grants() -> Result<()> {
         let granted = Container::run(host, "granted", &options, &["sleep", "1000"])?;
         let has = granted.exec(&["sh", "-c", "ls /dev/nvidia*"])?;
         ensure!(has == "/dev/nvidia1\n", "it has {has}");
-        ensure!(host.log().contains("FIRN-CDI-GRANT"), "nobody was told");
+        ensure!(host.log().contains("FIRN-CDI-GRANT"), "no report");
         granted.remove()?;
 
         // NVIDIA's hook goes by the settings of NVIDIA's toolkit, and so does firn in its place.
@@ -484,5 +479,18 @@ fn names_of_an_image_give_no_more_than_the_operator_grants() -> Result<()> {
         ensure!(!has.contains("nvidia"), "it has {has}");
         hardened.remove()?;
         host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        firn_cdi_generate_serves_a_node_with_the_driver_alone [FORKY];
+        requests_by_hook_and_by_variable_move [FORKY];
+        device_nodes_and_privileged_containers_move [FORKY];
+        requests_by_nvidias_runtime_move_and_it_is_not_called [FORKY];
+        requests_by_the_hook_of_ctr_1_7_move [TRIXIE];
+        a_hook_that_mounts_is_replaced_by_its_edits [FORKY];
+        no_request_changes_nothing_and_a_bad_one_is_refused [FORKY];
+        an_image_requests_no_more_than_the_operator_grants [FORKY];
     })
 }

@@ -4,8 +4,9 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Error, Result, ensure};
 
-/// Trials that may waver in a run of the suite. It has 600 of them, on a machine that does other things: one or two are
-/// the machine's doing, or the daemon's. Where it is more, something in firn or in the suite depends on luck.
+/// Trials that may waver in a run of the suite. It has 600 of them, on a machine that does other things: one
+/// or two are the machine's doing, or the daemon's. Where it is more, something in firn or in the suite
+/// depends on luck.
 const ALLOWED: usize = 3;
 
 fn few_enough(wavered: usize) -> bool {
@@ -66,14 +67,14 @@ impl Wavered {
     }
 
     fn note(&self, name: &str, error: Option<&Error>) {
-        let said = error.map_or_else(String::new, |error| format!("{error:#}"));
-        let said: Vec<&str> = said.lines().filter(|line| !line.is_empty()).collect();
+        let output = error.map_or_else(String::new, |error| format!("{error:#}"));
+        let output: Vec<&str> = output.lines().filter(|line| !line.is_empty()).collect();
         let mut wavered = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        wavered.push(format!("{name}: {}", said.join(" | ")));
+        wavered.push(format!("{name}: {}", output.join(" | ")));
     }
 
-    /// Tells of every trial that wavered, one line each; whether they are few enough.
-    pub fn tell(&self) -> bool {
+    /// Prints every flaky trial, one line each; returns whether they are few enough.
+    pub fn report(&self) -> bool {
         let wavered = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for line in wavered.iter() {
             println!("flaky: {line}");
@@ -89,7 +90,7 @@ impl Wavered {
     }
 }
 
-/// Whether a difference that stays fails its trial, and one that does not is told.
+/// Whether a difference that stays fails its trial, and one that does not is reported.
 pub fn is_strict() -> Result<()> {
     use Verdict::{Failed, Open, Passed, Wavered as Again};
     for (right, verdict) in [
@@ -119,8 +120,8 @@ pub fn is_strict() -> Result<()> {
     let error = "wrong answer 1\nwrong 2 times of 2".to_owned();
     ensure!(never == (Err(error), 2, Vec::new()), "{never:?}");
     let once = run(&[false, true, true]);
-    let told = vec!["a trial: wrong answer 1".to_owned()];
-    ensure!(once == (Ok(()), 3, told), "{once:?}");
+    let reported = vec!["a trial: wrong answer 1".to_owned()];
+    ensure!(once == (Ok(()), 3, reported), "{once:?}");
     ensure!(few_enough(3) && !few_enough(4), "more than 3 may waver");
     Ok(())
 }

@@ -1,0 +1,162 @@
+//! The harness of all suites: a suite lists its cases once, each with the platforms that it runs on.
+//!
+//! Every pair of them is a trial of its own, `name [forky v2]`, which `cargo test --test SUITE -- PART OF THE
+//! NAME` picks. A trial that cannot run on this machine returns [`Skip`]: it counts as ignored, and a line
+//! `skipped: REASON` is printed, which `cargo xtask test` shows at the end.
+
+use std::fmt;
+use std::process::ExitCode;
+
+use anyhow::{Error, Result};
+use firn_node::Platform;
+use libtest_mimic::{Arguments, Completion, Conclusion, Failed, Trial};
+
+/// A case of a suite; [`cases`](crate::cases) makes it.
+#[derive(Clone, Copy)]
+pub struct Case {
+    /// What it proves.
+    pub name: &'static str,
+    /// Where it runs.
+    pub platforms: &'static [Platform],
+    /// Proves it there.
+    pub test: fn(Platform) -> Result<()>,
+    /// Why it runs only when it is asked for with `--ignored`.
+    pub ignored: bool,
+}
+
+impl Case {
+    fn trials(self) -> impl Iterator<Item = Trial> {
+        self.platforms.iter().map(move |platform| {
+            trial(name(self.name, platform), move || (self.test)(*platform)).with_ignored_flag(self.ignored)
+        })
+    }
+}
+
+/// The cases of a suite: `cases! { name_of_a_function [FORKY, TRIXIE_V2]; ... }`, with constants of
+/// [`Platform`]. After `ignored` a case runs only with `--ignored`.
+#[macro_export]
+macro_rules! cases {
+    (@ignored) => { false };
+    (@ignored ignored) => { true };
+    ($($test:path [$($platform:ident),+ $(,)?] $($ignored:ident)?;)+) => {
+        [$($crate::Case {
+            name: stringify!($test),
+            platforms: &[$($crate::Platform::$platform),+],
+            test: $test,
+            ignored: $crate::cases!(@ignored $($ignored)?),
+        }),+]
+    };
+}
+
+/// The name of a trial.
+pub fn name(case: &str, platform: impl fmt::Display) -> String {
+    format!("{case} [{platform}]")
+}
+
+/// A trial that may be skipped while it runs.
+pub fn trial(name: String, test: impl FnOnce() -> Result<()> + Send + 'static) -> Trial {
+    Trial::ignorable_test(name, move || completion(test()))
+}
+
+fn completion(ended: Result<()>) -> Result<Completion, Failed> {
+    match ended {
+        Ok(()) => Ok(Completion::Completed),
+        Err(error) => match error.downcast_ref::<Skip>() {
+            Some(skip) => {
+                // On a line of its own, also after a trial's name that waits for its end.
+                println!("\nskipped: {skip}");
+                Ok(Completion::ignored_with(skip))
+            }
+            None => Err(failed(&error)),
+        },
+    }
+}
+
+fn failed(error: &Error) -> Failed {
+    Failed::from(format!("{error:#}"))
+}
+
+/// A trial that needs no node.
+pub fn without_node(name: &str, test: fn() -> Result<()>) -> Trial {
+    trial(name.to_owned(), test)
+}
+
+/// Runs the trials that the command line picks. Two at a time, unless it sets another number.
+pub fn run_trials(trials: Vec<Trial>) -> Conclusion {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads.get_or_insert(2);
+    libtest_mimic::run(&arguments, trials)
+}
+
+/// The main function of a suite.
+pub fn run(cases: &[Case]) -> ExitCode {
+    run_with(cases, [])
+}
+
+/// The main function of a suite that has other trials too.
+pub fn run_with(cases: &[Case], others: impl IntoIterator<Item = Trial>) -> ExitCode {
+    let trials = cases.iter().flat_map(|case| case.trials());
+    run_trials(trials.chain(others).collect()).exit_code()
+}
+
+/// Why a trial cannot run on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Skip(String);
+
+impl Skip {
+    /// For this reason.
+    pub fn new(reason: impl Into<String>) -> Self {
+        Self(reason.into())
+    }
+}
+
+impl fmt::Display for Skip {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Skip {}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    fn proved(_: Platform) -> Result<()> {
+        Ok(())
+    }
+
+    #[test]
+    fn every_case_has_a_trial_per_platform() {
+        let cases = cases! {
+            proved [FORKY, TRIXIE_V2];
+            self::proved [FORKY_SYSTEMD] ignored;
+        };
+        let trials: Vec<_> = cases.into_iter().flat_map(Case::trials).collect();
+        let names: Vec<_> = trials.iter().map(Trial::name).collect();
+        assert_eq!(
+            names,
+            [
+                "proved [forky]",
+                "proved [trixie v2]",
+                "self::proved [forky v2 systemd]"
+            ]
+        );
+        let ignored: Vec<_> = trials.iter().map(Trial::has_ignored_flag).collect();
+        assert_eq!(ignored, [false, false, true]);
+    }
+
+    #[test]
+    fn a_skipped_trial_is_neither_passed_nor_failed() {
+        let skipped = || Err(Skip::new("no Go here").into());
+        let is_ignored = |ended| matches!(completion(ended), Ok(Completion::Ignored { reason: Some(_) }));
+        assert!(is_ignored(skipped()));
+        assert!(is_ignored(skipped().context("on a node")));
+        assert!(matches!(completion(Ok(())), Ok(Completion::Completed)));
+        let wrong = Err(anyhow::anyhow!("wrong")).context("on a node");
+        let failed = completion(wrong).err().unwrap();
+        assert_eq!(failed.message(), Some("on a node: wrong"));
+    }
+}
