@@ -268,7 +268,8 @@ mod tests {
     #[test]
     fn a_failure_is_reported_with_its_reason_and_input() {
         let log = "#2\tINITED cov: 3\nthread '<unnamed>' (7) panicked at shim/src/x.rs:1:2:\nleft: 3\n\
-                   artifact_prefix='/f/'; Test unit written to /f/crash-0a\nstat::number_of_executed_units: 80\n";
+                   artifact_prefix='/f/'; Test unit written to /f/crash-0a\n\
+                   stat::number_of_executed_units: 80\n";
         let failed = report("stdio", false, log);
         assert!(
             failed.starts_with(

@@ -17,20 +17,25 @@ pub(super) const POD: usize = 10;
 const POD_ANNOTATION: &str = "io.kubernetes.cri.sandbox-id";
 
 /// Starts the task of each of its arguments at the same time.
-const AT_ONCE: &str = r#"for id; do ctr tasks start --detach "$id" & pids="${pids-} $!"; done; for pid in $pids; do wait "$pid"; done"#;
+const AT_ONCE: &str = r#"for id; do ctr tasks start --detach "$id" & pids="${pids-} $!"; done
+for pid in $pids; do wait "$pid"; done"#;
 
 /// Starts the task of each of its arguments after the one before.
 const ONE_BY_ONE: &str = r#"for id; do ctr tasks start --detach "$id"; done"#;
 
 /// The first one creates the pod, as the pause container does; the others are started at the same time.
-const POD_AT_ONCE: &str = r#"ctr tasks start --detach "$1"; shift; for id; do ctr tasks start --detach "$id" & pids="${pids-} $!"; done; for pid in $pids; do wait "$pid"; done"#;
+const POD_AT_ONCE: &str = r#"ctr tasks start --detach "$1"; shift
+for id; do ctr tasks start --detach "$id" & pids="${pids-} $!"; done
+for pid in $pids; do wait "$pid"; done"#;
 
 /// Kills and removes its arguments, a few at a time.
-const REMOVE: &str = r#"printf '%s\n' "$@" | xargs -P 4 -n 5 ctr tasks rm --force >/dev/null; printf '%s\n' "$@" | xargs -n 50 ctr containers rm"#;
+const REMOVE: &str = r#"printf '%s\n' "$@" | xargs -P 4 -n 5 ctr tasks rm --force >/dev/null
+printf '%s\n' "$@" | xargs -n 50 ctr containers rm"#;
 
 /// As `REMOVE`, for a shim that may end before it has answered that the last task is deleted. containerd
 /// removes such a task by itself, a little later.
-const REMOVE_LENIENT: &str = r#"printf '%s\n' "$@" | xargs -P 4 -n 5 ctr tasks rm --force >/dev/null || { while ctr tasks ls -q | grep -qxF -f <(printf '%s\n' "$@"); do sleep 0.1; done; }
+const REMOVE_LENIENT: &str = r#"printf '%s\n' "$@" | xargs -P 4 -n 5 ctr tasks rm --force >/dev/null ||
+while ctr tasks ls -q | grep -qxF -f <(printf '%s\n' "$@"); do sleep 0.1; done
 printf '%s\n' "$@" | xargs -n 50 ctr containers rm"#;
 
 /// Runs its arguments but the first, a count, with each number up to it, a few at a time.

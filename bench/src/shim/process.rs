@@ -101,7 +101,8 @@ mod tests {
 
     #[test]
     fn the_rollup_of_a_process_is_read() {
-        let rollup = "5566-7788 ---p 00000000 00:00 0 [rollup]\nRss:            4096 kB\nPss:            2048 kB\n\
+        let rollup = "5566-7788 ---p 00000000 00:00 0 [rollup]\nRss:            4096 kB\n\
+                      Pss:            2048 kB\n\
                       Pss_Anon:        512 kB\nPrivate_Clean:   512 kB\nPrivate_Dirty:   512 kB\n";
         let memory = Memory {
             rss: 4.0,

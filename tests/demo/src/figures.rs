@@ -60,8 +60,10 @@ impl Figures {
         printer.title("The proof");
         printer.line(&before_and_after(&rows));
         printer.line(&format!(
-            "      On node A iteration {} has the checksum {} too: the counter ran on there after the checkpoint.\n\
-             \x20     {} iterations since the restore, {} to {}: none missing or repeated, every element of its \
+            "      On node A iteration {} has the checksum {} too: the counter ran on there after the \
+             checkpoint.\n\
+             \x20     {} iterations since the restore, {} to {}: none missing or repeated, every element of \
+             its \
              memory correct in each.\n\n\
              The workload was not changed and took no part in it. The demo took {:.0} s.",
             proof.source_got.iteration,

@@ -60,7 +60,8 @@ pub(crate) fn run(
 fn check_machine(driver: &Path, path: &std::ffi::OsStr) -> Result<()> {
     ensure!(
         driver.exists(),
-        "this machine has no NVIDIA driver ({} is not there)\nhint: without --gpu the demo uses simulated GPUs",
+        "this machine has no NVIDIA driver ({} is not there)\n\
+         hint: without --gpu the demo uses simulated GPUs",
         driver.display()
     );
     let missing: Vec<&str> = TOOLS
@@ -131,7 +132,8 @@ fn print(record: &Value, printer: &Printer) -> Result<()> {
         ("iteration", &word("iter_before"), &word("iter_after")),
     ]));
     printer.line(&format!(
-        "      Iteration {} has the checksum {} before (the source ran on after the checkpoint) and {} after;\n\
+        "      Iteration {} has the checksum {} before (the source ran on after the checkpoint) and {} \
+         after;\n\
          \x20     none is missing or repeated, and all {} GiB were correct in every iteration.",
         word("checksum_of_iter"),
         word("checksum_source"),
@@ -164,8 +166,8 @@ mod tests {
     use super::*;
 
     const RECORDS: &str = r#"{"machine": {"cpus": 8}}
-        {"case": "size-0.5", "gib": 0.5, "checkpoint_s": 1.5, "checkpoint_ms": {"lock": 3.5, "dump": 1000.0, "total": 1100.0},
-         "result": "ok"}"#;
+        {"case": "size-0.5", "gib": 0.5, "checkpoint_s": 1.5,
+         "checkpoint_ms": {"lock": 3.5, "dump": 1000.0, "total": 1100.0}, "result": "ok"}"#;
 
     #[test]
     fn the_record_of_the_case_is_found() {

@@ -78,7 +78,8 @@ fn on_nodes(cmd: &Cmd, printer: &Printer) -> Result<()> {
         nodes.leave()?;
         let [a, b] = Nodes::NAMES;
         printer.line(&format!(
-            "\nThe nodes stay. `cargo xtask node shell {b}` gives a shell: try `ctr tasks ls`, `simgpu smi`,\n\
+            "\nThe nodes stay. `cargo xtask node shell {b}` gives a shell: try `ctr tasks ls`, `simgpu \
+             smi`,\n\
              `tail -f /srv/job/counter.log`. `cargo xtask node stop {a} {b}` ends them."
         ));
     }

@@ -82,7 +82,8 @@ mod tests {
 
     #[test]
     fn a_command_line_ends_where_the_shell_takes_over() {
-        let text = "```console\n# firn plan d \\\n    --spec x > y\noutput\n$ firn audit 1   # one\n```\nand `firn doctor`.\n";
+        let text = "```console\n# firn plan d \\\n    --spec x > y\noutput\n$ firn audit 1   # one\n```\n\
+                    and `firn doctor`.\n";
         let page = Page::new("a.md", text);
         let words: Vec<_> = page
             .commands()

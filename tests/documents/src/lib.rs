@@ -236,7 +236,8 @@ mod tests {
     fn links_and_anchors_are_those_that_github_makes() {
         let page = Page::new(
             "a.md",
-            "# One `[two]`: 3.4\n## Same\n## Same\n[a](b.md#c) `[no](x)` [d](#same-1)\n```\n# not\n[no](y)\n```\n",
+            "# One `[two]`: 3.4\n## Same\n## Same\n[a](b.md#c) `[no](x)` [d](#same-1)\n```\n# not\n[no](y)\n\
+             ```\n",
         );
         assert_eq!(page.anchors(), ["one-two-34", "same", "same-1"]);
         let links: Vec<_> = page.links().into_iter().map(|at| at.what).collect();

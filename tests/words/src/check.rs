@@ -184,7 +184,8 @@ mod tests {
 
     const RULES: &str = "skip = []\n[lines]\nrust = 20\nmarkdown = 10\n[spelling.allow]\n[[banned]]\n\
                          words = [\"foo\", \"bar baz\"]\ninstead = \"x\"\n[[exceptions]]\n\
-                         path = \"pages/quote.md\"\nwords = [\"foo\"]\nwhy = \"a quotation\"\n[areas]\n[ceilings]\n";
+                         path = \"pages/quote.md\"\nwords = [\"foo\"]\nwhy = \"a quotation\"\n[areas]\n\
+                         [ceilings]\n";
 
     fn findings(path: &str, text: &str) -> Vec<String> {
         let rules = Rules::parse(RULES).unwrap();

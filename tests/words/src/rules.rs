@@ -152,8 +152,10 @@ pub(crate) fn lowered(text: &str, rules: &Rules, counts: &BTreeMap<String, Count
 mod tests {
     use super::*;
 
-    const TEXT: &str = "skip = []\n[lines]\nrust = 1\nmarkdown = 1\n[spelling.allow]\n[[banned]]\nwords = [\"a\"]\n\
-                        instead = \"b\"\n[areas]\none = [\".\"]\ntwo = [\"docs\", \"tests/x\"]\n\n[ceilings]\n\
+    const TEXT: &str = "skip = []\n[lines]\nrust = 1\nmarkdown = 1\n[spelling.allow]\n[[banned]]\n\
+                        words = [\"a\"]\n\
+                        instead = \"b\"\n[areas]\none = [\".\"]\ntwo = [\"docs\", \"tests/x\"]\n\n\
+                        [ceilings]\n\
                         one = { spelling = 1, banned = 5, lines = 0 }\n";
 
     #[test]

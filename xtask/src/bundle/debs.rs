@@ -135,7 +135,8 @@ mod tests {
     #[test]
     fn reads_the_plan_of_apt() {
         let plan = "NOTE: a simulation\nInst libmd0 (1.1.0-2 Debian:testing [amd64])\n\
-                    Inst libgcc-s1 (16-3 Debian:testing [amd64]) []\nConf libmd0 (1.1.0-2 Debian:testing [amd64])\n";
+                    Inst libgcc-s1 (16-3 Debian:testing [amd64]) []\n\
+                    Conf libmd0 (1.1.0-2 Debian:testing [amd64])\n";
         assert_eq!(installed(plan), [("libmd0", "1.1.0-2"), ("libgcc-s1", "16-3")]);
     }
 }

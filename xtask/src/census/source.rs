@@ -192,8 +192,10 @@ fn walk(root: &Path, dir: &Path, visit: &mut impl FnMut(&Path) -> Result<()>) ->
 mod tests {
     use super::*;
 
-    const TEXT: &str = "//! Head.\n\npub fn one() {\n    // No line.\n    two();\n}\n\npub(crate) const X: u8 = 1;\n\n\
-                        trait T {\n    fn declared(\n        a: u8,\n    ) -> u8;\n}\n\n#[cfg(test)]\nmod tests {\n    \
+    const TEXT: &str = "//! Head.\n\npub fn one() {\n    // No line.\n    two();\n}\n\n\
+                        pub(crate) const X: u8 = 1;\n\n\
+                        trait T {\n    fn declared(\n        a: u8,\n    ) -> u8;\n}\n\n#[cfg(test)]\n\
+                        mod tests {\n    \
                         use super::*;\n}\n";
 
     #[test]
@@ -216,7 +218,8 @@ mod tests {
             lines: 1,
         };
         assert_eq!(functions(TEXT), [one]);
-        let text = "impl A {\n    pub async fn b<T>(\n        c: T,\n    ) -> D\n    where\n        T: E,\n    {\n        f();\n\
+        let text = "impl A {\n    pub async fn b<T>(\n        c: T,\n    ) -> D\n    where\n        T: \
+                    E,\n    {\n        f();\n\
                     \x20       {\n            g();\n        }\n    }\n}\n";
         assert_eq!(
             functions(text).first().map(|b| (b.name.as_str(), b.lines)),

@@ -126,8 +126,10 @@ mod tests {
     #[test]
     fn a_difference_shows_the_lines_that_differ() {
         let failures = read(
-            "failures:\n\n---- forky v2: 1.1 server: its log ----\n-: only the stock shim shows it, +: only firn\n\
-             @@ -1,2 +1,2 @@\n both\n-in the log [true, true]\n+in the log [true, false]\n\n\nfailures:\n    forky\n\n\
+            "failures:\n\n---- forky v2: 1.1 server: its log ----\n\
+             -: only the stock shim shows it, +: only firn\n\
+             @@ -1,2 +1,2 @@\n both\n-in the log [true, true]\n+in the log [true, false]\n\n\n\
+             failures:\n    forky\n\n\
              test result: FAILED. 1 passed; 1 failed",
         );
         assert_eq!(
@@ -157,7 +159,8 @@ mod tests {
     #[test]
     fn output_before_the_failure_is_left_out() {
         let failures = read(
-            "---- tests::b stdout ----\ncontainerd's log on n ends:\ntime=1 msg=2\n\nthread 'tests::b' panicked at b.rs:1:2:\n\
+            "---- tests::b stdout ----\ncontainerd's log on n ends:\ntime=1 msg=2\n\n\
+             thread 'tests::b' panicked at b.rs:1:2:\n\
              left: 1\nnote: run with `RUST_BACKTRACE=1`\n---- c stdout ----\nlog\nError: no task",
         );
         assert_eq!(failures[0].short(), "tests::b: panicked at b.rs:1:2: | left: 1");

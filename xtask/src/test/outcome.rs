@@ -130,7 +130,8 @@ mod tests {
 
     #[test]
     fn the_closing_line_of_a_test_program_is_counted() {
-        let line = "test result: FAILED. 3 passed; 1 failed; 2 ignored; 0 measured; 4 filtered out; finished in 0.02s";
+        let line = "test result: FAILED. 3 passed; 1 failed; 2 ignored; 0 measured; 4 filtered out; \
+                    finished in 0.02s";
         assert_eq!(
             Tests::of_line(line),
             Tests {
@@ -157,7 +158,8 @@ mod tests {
         assert_eq!((outcome.verdict, outcome.tests.passed), (Verdict::Failed, 1));
         assert!(printed.contains("exit status: 3"), "{printed}");
         let (outcome, _) = shell(
-            "printf '%s\\n' 'test a ... FAILED' '' failures: '' '---- a stdout ----' 'panicked at b:' '' 'left: 1' \
+            "printf '%s\\n' 'test a ... FAILED' '' failures: '' '---- a stdout ----' 'panicked at b:' '' \
+             'left: 1' \
              '---- c: d ----' 'not so' '' failures: a 'c: d'; exit 1",
         );
         let failures: Vec<String> = outcome.failures.iter().map(Failure::short).collect();
