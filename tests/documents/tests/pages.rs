@@ -418,3 +418,84 @@ fn every_suite_in_the_guarantees_is_there() {
     assert!(count > 40, "the names are elsewhere: {count}");
     none(&missing, "suites that have gone");
 }
+
+#[test]
+fn every_identifier_in_the_recipes_is_there() {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let sources = files(&["rs"]);
+    let known: BTreeSet<&str> = sources
+        .iter()
+        .flat_map(|source| source.text.split(|c| !is_part(c)))
+        .collect();
+    let suites = suites();
+    let page = Page::new("CONTRIBUTING.md", read("CONTRIBUTING.md"));
+    let (mut missing, mut count) = (Vec::new(), 0);
+    for At { line, what } in page.spans() {
+        // A type, a function or a macro, perhaps with its path. Words that are none of these are names of files and suites.
+        let is_identifier = what.chars().all(|c| is_part(c) || ":!".contains(c))
+            && what.contains(|c: char| c.is_ascii_uppercase() || "_:!".contains(c))
+            && !what.contains(|c: char| c.is_ascii_uppercase())
+                | what.contains(|c: char| c.is_ascii_lowercase());
+        if !is_identifier {
+            continue;
+        }
+        count += 1;
+        let parts = what.split([':', '!']).filter(|part| !part.is_empty());
+        let unknown = parts.filter(|part| !known.contains(part) && !suites.contains(*part));
+        missing.extend(unknown.map(|part| found(&page, line, part)));
+    }
+    assert!(count > 15, "the names are elsewhere: {count}");
+    none(&missing, "identifiers that have gone");
+}
+
+/// The package that each program is built from.
+fn programs() -> BTreeMap<String, String> {
+    let mut programs = BTreeMap::new();
+    for manifest in files(&["toml"]) {
+        let names: Vec<(bool, &str)> = manifest
+            .text
+            .split("\n[")
+            .filter_map(|table| {
+                let is_bin = table.starts_with("[bin]]");
+                let is_package = table.trim_start_matches('[').starts_with("package]");
+                let name = table
+                    .lines()
+                    .find_map(|line| line.strip_prefix("name = \"")?.strip_suffix('"'))?;
+                (is_bin || is_package).then_some((is_bin, name))
+            })
+            .collect();
+        let Some(&(_, package)) = names.iter().find(|(is_bin, _)| !is_bin) else {
+            continue;
+        };
+        let has_bins = names.iter().any(|(is_bin, _)| *is_bin);
+        let of_package = names.iter().filter(|(is_bin, _)| *is_bin == has_bins);
+        programs.extend(of_package.map(|(_, program)| ((*program).to_owned(), package.to_owned())));
+    }
+    programs
+}
+
+#[test]
+fn the_programs_that_are_installed_have_been_built() {
+    let page = Page::new("docs/guide/install.md", read("docs/guide/install.md"));
+    let (mut built, mut installed) = (BTreeSet::new(), BTreeSet::new());
+    for At { what, .. } in page.console() {
+        if let Some(arguments) = what.after(&["cargo", "build"]) {
+            let packages = arguments.windows(2).filter(|pair| pair[0] == "--package");
+            built.extend(packages.map(|pair| pair[1].clone()));
+        } else if let Some([source, ..]) = what.after(&["install"]) {
+            let file = source.rsplit('/').next().unwrap().trim_matches(['{', '}']);
+            installed.extend(file.split(',').map(str::to_owned));
+        }
+    }
+    let programs = programs();
+    assert_eq!(installed.len(), 4, "{installed:?}");
+    for program in &installed {
+        let package = programs
+            .get(program)
+            .unwrap_or_else(|| panic!("no package builds {program}"));
+        assert!(
+            built.contains(package),
+            "docs/guide/install.md: {program} is built from {package}"
+        );
+    }
+}
