@@ -154,7 +154,7 @@ mod tests {
 
     const TEXT: &str = "skip = []\n[lines]\nrust = 1\nmarkdown = 1\n[spelling.allow]\n[[banned]]\n\
                         words = [\"a\"]\n\
-                        instead = \"b\"\n[areas]\none = [\".\"]\ntwo = [\"docs\", \"tests/x\"]\n\n\
+                        instead = \"b\"\n[areas]\none = [\".\"]\ntwo = [\"pages\", \"tests/x\"]\n\n\
                         [ceilings]\n\
                         one = { spelling = 1, banned = 5, lines = 0 }\n";
 
@@ -162,7 +162,7 @@ mod tests {
     fn the_longest_path_decides_the_area() {
         let rules = Rules::parse(TEXT).unwrap();
         assert_eq!(rules.area("pages/a.md"), "two");
-        assert_eq!(rules.area("docs-old/a.md"), "one");
+        assert_eq!(rules.area("pages-old/a.md"), "one");
         assert_eq!(rules.area("tests/x/y/z.rs"), "two");
         assert_eq!(rules.area("README.md"), "one");
     }
