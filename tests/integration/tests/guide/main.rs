@@ -1,0 +1,307 @@
+//! The commands of README.md, of docs/guide and of examples/, as they are written there, on nodes with simulated
+//! GPUs. Every console block of these pages is run, or a reason stands here why it is not.
+
+#![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
+
+mod console;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use firn_documents::{Page, root};
+use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, SimGpu, cases, matrix, on};
+use firn_node::Platform;
+
+use crate::Step::{A, B, Do, Left, Send};
+
+/// What is done for a page, in this order.
+enum Step {
+    /// Runs the block with this number, the first is 1, on the first node.
+    A(usize),
+    /// Runs it on the second node.
+    B(usize),
+    /// Takes a file from the first node to the second.
+    Send(&'static str),
+    /// What the page takes for granted.
+    Do(fn(&[GpuHost; 2]) -> Result<()>),
+    /// The block is not run, for this reason.
+    Left(usize, &'static str),
+}
+
+struct Story {
+    path: &'static str,
+    steps: &'static [Step],
+    /// What readers put something else for.
+    replace: &'static [(&'static str, &'static str)],
+}
+
+/// Where the commands run.
+const DIR: &str = "/srv";
+
+const COUNTER: &str = "/bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+
+const PAGES: &[Story] = &[
+    Story {
+        path: "README.md",
+        steps: &[
+            Left(1, "makes nodes of its own; CI runs it"),
+            A(2),
+            Do(a_counts),
+            Send("job.tar"),
+            B(3),
+            Do(b_counts),
+            Left(4, "runs this suite"),
+        ],
+        replace: &[],
+    },
+    Story {
+        path: "docs/guide/first-checkpoint.md",
+        steps: &[
+            A(1),
+            Do(a_counts),
+            A(2),
+            A(3),
+            Do(a_counts),
+            Send("job.tar"),
+            B(4),
+            Do(b_counts),
+            A(5),
+            Do(a_counts),
+        ],
+        replace: &[],
+    },
+    Story {
+        path: "docs/guide/gpu-requests.md",
+        steps: &[Do(without_cdi_file), A(1), A(2), Do(a_counts)],
+        replace: &[],
+    },
+    Story {
+        path: "docs/guide/install.md",
+        steps: &[Left(1, "builds a release")],
+        replace: &[],
+    },
+    Story {
+        path: "docs/guide/kubernetes.md",
+        steps: &[
+            Left(1, "needs a cluster"),
+            Left(2, "needs a kubelet; the suite cri makes its call"),
+            Left(3, "needs crictl; the suite cri makes its calls"),
+        ],
+        replace: &[],
+    },
+    Story {
+        path: "docs/guide/multi-gpu-jobs.md",
+        steps: &[A(1), Do(a_counts_twice)],
+        replace: &[(
+            "torchrun --nproc-per-node 2 train.py",
+            "/bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8 --ranks 2 --gpu 0,1",
+        )],
+    },
+    Story {
+        path: "docs/guide/operating.md",
+        steps: &[
+            Do(operated),
+            A(1),
+            Left(2, "needs journald"),
+            Do(paused),
+            A(3),
+            Do(a_counts),
+            A(4),
+        ],
+        replace: &[
+            (
+                "-n k8s.io --state /run/k3s/containerd",
+                "-n default --state /run/containerd",
+            ),
+            ("4711", "$(cat pid)"),
+            (
+                "ctr tasks delete job",
+                "until ctr tasks delete job; do sleep 0.1; done",
+            ),
+        ],
+    },
+    Story {
+        path: "docs/guide/restore-onto-other-gpus.md",
+        steps: &[Do(operated), A(1), A(2)],
+        replace: &[],
+    },
+];
+
+fn counts(host: &GpuHost, counters: usize) -> Result<()> {
+    Container::known(host, "job")
+        .counting(counters)
+        .moved_before()
+        .goes_on(3)
+        .map(drop)
+}
+
+fn a_counts([a, _]: &[GpuHost; 2]) -> Result<()> {
+    counts(a, 1)
+}
+
+fn a_counts_twice([a, _]: &[GpuHost; 2]) -> Result<()> {
+    counts(a, 2)
+}
+
+fn b_counts([_, b]: &[GpuHost; 2]) -> Result<()> {
+    counts(b, 1)
+}
+
+fn without_cdi_file([a, _]: &[GpuHost; 2]) -> Result<()> {
+    a.node().run(&["rm", "/etc/cdi/nvidia.json"]).map(drop)
+}
+
+/// A container, its pid, its spec, an image directory, and the inventory of the other node.
+fn operated([a, b]: &[GpuHost; 2]) -> Result<()> {
+    let job = Container::count(a, "job", &["0"], 1, &[])?;
+    job.goes_on(2)?;
+    let spec = a.node().read(format!("{BUNDLES}/job/config.json"))?;
+    a.node().write(format!("{DIR}/config.json"), spec)?;
+    a.node().write(format!("{DIR}/pid"), job.pid()?.to_string())?;
+    a.node().run(&["mkdir", &format!("{DIR}/images")])?;
+    job.task(&["checkpoint", "--image-path", &format!("{DIR}/checkpoint")])?;
+    let inventory = b.node().run(&["firn-gpu", "inventory", "--json"])?.stdout;
+    a.node().write(format!("{DIR}/other-node.json"), inventory)
+}
+
+fn paused([a, _]: &[GpuHost; 2]) -> Result<()> {
+    Container::known(a, "job").task(&["pause"]).map(drop)
+}
+
+fn console_blocks(path: &str) -> Result<Vec<console::Block>> {
+    let text = fs::read_to_string(root().join(path)).with_context(|| path.to_owned())?;
+    Ok(console::blocks(&Page::new(path, text)))
+}
+
+/// Runs a block as it is written, but for what readers replace.
+fn play(host: &GpuHost, page: &Story, block: &console::Block) -> Result<()> {
+    let mut script = block.script();
+    for (from, to) in page.replace {
+        script = script.replace(from, to);
+    }
+    let script = script
+        .replace("IMAGE job COMMAND", &format!("IMAGE job {COUNTER}"))
+        .replace("IMAGE job", &format!("{IMAGE} job"))
+        .replace("ctr run", &format!("ctr run {}", host.limits().join(" ")));
+    let output = host
+        .node()
+        .run(&["sh", "-euc", &format!("cd {DIR}\n{script}")])?
+        .stdout;
+    let missing = block.not_in(&output);
+    ensure!(missing.is_empty(), "not printed: {missing:?}, but\n{output}");
+    Ok(())
+}
+
+fn run(hosts: &[GpuHost; 2], page: &Story) -> Result<()> {
+    let blocks = console_blocks(page.path)?;
+    let block = |number: usize| {
+        let block = blocks.get(number - 1);
+        block.with_context(|| format!("there is no block {number}"))
+    };
+    let [a, b] = hosts;
+    for step in page.steps {
+        match step {
+            A(number) => play(a, page, block(*number)?).with_context(|| format!("block {number}"))?,
+            B(number) => play(b, page, block(*number)?).with_context(|| format!("block {number}"))?,
+            Send(file) => {
+                let path = format!("{DIR}/{file}");
+                b.node().install(a.node().path(&path), &path, 0o600)?;
+            }
+            Do(prepare) => prepare(hosts)?,
+            Left(..) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Removes what a page has left.
+fn clear(hosts: &[GpuHost; 2]) -> Result<()> {
+    for host in hosts {
+        let ended =
+            "ctr tasks delete --force job; ctr containers delete job; ctr images list -q | grep checkpoint/ |
+             xargs -r ctr images remove; rm -rf /srv/*; true";
+        host.node().run(&["sh", "-c", ended])?;
+        host.idle()?;
+    }
+    Ok(())
+}
+
+fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
+    let host = |letter: &str, first| {
+        let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
+        GpuHost::for_test(platform, &format!("{name}-{letter}"), &gpus)
+    };
+    Ok([host("a", 1)?, host("b", 3)?])
+}
+
+fn commands_of_the_pages_work_as_written(platform: Platform) -> Result<()> {
+    on(pair(platform, "guide")?, |hosts| {
+        for page in PAGES {
+            run(hosts, page).with_context(|| page.path)?;
+            clear(hosts).with_context(|| format!("after {}", page.path))?;
+        }
+        Ok(())
+    })
+}
+
+/// `examples/ctr/one-node.sh`, on the same GPU and onto the other one.
+fn the_example_script_works_on_one_node(platform: Platform) -> Result<()> {
+    on(pair(platform, "example")?, |[a, _]| {
+        let script = root().join("examples/ctr/one-node.sh");
+        a.node().install(script, "/usr/local/bin/one-node.sh", 0o755)?;
+        let map = format!("MAP={}={}", a.uuids()[0], a.uuids()[1]);
+        for environment in ["GPU=0", &map] {
+            let command = format!("{environment} one-node.sh {IMAGE} {COUNTER}");
+            let output = a.node().run(&["sh", "-euc", &command])?.stdout;
+            let job = Container::known(a, "firn-example").counting(1).moved_before();
+            job.goes_on(3)?;
+            let last = output.rsplit("remove it with: ").next().context("no last step")?;
+            a.node().run(&["sh", "-euc", last])?;
+            a.idle()?;
+        }
+        Ok(())
+    })
+}
+
+/// Every console block of the pages is run or has a reason, and no page is left out.
+fn every_console_block_is_run_or_has_a_reason() -> Result<()> {
+    for page in PAGES {
+        let blocks = console_blocks(page.path)?;
+        let numbers = page.steps.iter().filter_map(|step| match step {
+            A(number) | B(number) => Some(*number),
+            Left(number, why) => (!why.is_empty()).then_some(*number),
+            Send(_) | Do(_) => None,
+        });
+        let numbers: Vec<usize> = numbers.collect();
+        let every: Vec<usize> = (1..=blocks.len()).collect();
+        ensure!(
+            numbers == every,
+            "{}: blocks {every:?}, here {numbers:?}",
+            page.path
+        );
+    }
+    let known: BTreeSet<&str> = PAGES.iter().map(|page| page.path).collect();
+    for entry in fs::read_dir(root().join("docs/guide"))? {
+        let path = format!("docs/guide/{}", entry?.file_name().to_string_lossy());
+        let has_blocks = !console_blocks(&path)?.is_empty();
+        ensure!(known.contains(&*path) || !has_blocks, "{path} is not run");
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    let cases = cases! {
+        commands_of_the_pages_work_as_written [FORKY];
+        the_example_script_works_on_one_node [FORKY];
+    };
+    let documents = [
+        matrix::without_node(
+            "every_console_block_is_run_or_has_a_reason",
+            every_console_block_is_run_or_has_a_reason,
+        ),
+        matrix::without_node("console::is_read", console::is_read),
+    ];
+    matrix::run_with(&cases, documents)
+}
