@@ -30,7 +30,7 @@ def audit(setup, container, end):
 
 
 def parse_audit(status, text, errors=""):
-    """The audit's answer from its JSON; status and verdict must say the same."""
+    """The audit's answer from its JSON; status and verdict must agree."""
     try:
         report = json.loads(text)
     except ValueError:

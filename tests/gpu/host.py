@@ -1,4 +1,4 @@
-"""A containerd of its own for the cases, and containers in it. Everything it sets up is undone by `close`."""
+"""A containerd of its own for the cases, and containers in it. Everything it sets up is removed by `close`."""
 
 import contextlib
 import glob

@@ -114,7 +114,7 @@ def suspended(setup, end, record, mib):
 
 def suspend(container, end, record, occupier, image):
     """Checkpoint while somebody waits for the memory; it must end suspended."""
-    held = occupier.settles(end)
+    held = occupier.comes_to_rest(end)
     done = container.checkpoint_task(image, end)
     message = done.stderr.strip()
     record.setdefault("suspended", []).append(message)
@@ -156,16 +156,16 @@ class Occupier:
             raise Failed(f"the occupier has ended: {text.strip()}")
         return int((re.findall(r"holds (\d+)\n", text) or ["0"])[-1])
 
-    def settles(self, end):
+    def comes_to_rest(self, end):
         """Waits until there is nothing more to take; returns what it holds."""
         last = [end.until("the occupier to hold memory", self.held)]
 
-        def settled():
+        def at_rest():
             before, last[0] = last[0], self.held()
             time.sleep(0.3)
             return before == last[0] == self.held()
 
-        end.until("the occupier to have all that is free", settled)
+        end.until("the occupier to have all that is free", at_rest)
         return last[0]
 
 

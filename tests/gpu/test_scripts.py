@@ -81,14 +81,14 @@ class Patient(unittest.TestCase):
         self.assertTrue(alone.startswith("went on, answer"), alone)
         container.host.ctr.assert_called_once()
 
-    def test_a_code_is_told(self):
+    def test_a_code_is_returned(self):
         patient.expect_code("ctr: FIRN-DRIVER: x")
         with self.assertRaisesRegex(hosts.Failed, "no code"):
             patient.expect_code("ctr: EOF")
 
 
 class Counts(unittest.TestCase):
-    """`counts` takes whole lines that say ok, by worker."""
+    """`counts` takes whole lines that end with ok, by worker."""
 
     def test_lines(self):
         container = mock.Mock(lines=lambda: [
@@ -424,7 +424,7 @@ class Kills(unittest.TestCase):
         with mock.patch.object(kills, "running", of), mock.patch.object(kills, "INTO_CRIU", 0):
             return kills.killed(self.pool, {}, 1, self.container, call, "criu", "dump")
 
-    def test_the_victim_dies_and_the_client_is_told(self):
+    def test_the_victim_dies_and_the_client_gets_an_error(self):
         self.assertEqual(self.kill(1, {"criu": [self.victim.pid]}), "it failed")
 
     def test_success_after_a_kill_is_a_failure(self):

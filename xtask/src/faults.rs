@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::{Instant, UNIX_EPOCH};
 
 use anyhow::{Result, ensure};
-use firn_lab::faults::{self, Cell, Outcome, Pairs, Tried, Why};
+use firn_lab::faults::{self, Case, Outcome, Pairs, Tried, Why};
 use firn_node::Suite;
 use nix::unistd::geteuid;
 use serde_json::json;
@@ -49,8 +49,8 @@ pub struct Cmd {
 
 /// Runs the cases and prints the table.
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
-    let wanted = |cell: &Cell| {
-        let name = cell.to_string();
+    let wanted = |case: &Case| {
+        let name = case.to_string();
         cmd.only.iter().all(|part| name.contains(part))
     };
     let (all, left_out) = faults::all();
@@ -59,9 +59,9 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         .unwrap_or_else(|| UNIX_EPOCH.elapsed().map_or(1, |time| time.as_secs()));
     let mut draw: Draw<'_> = match cmd.pairs {
         None => {
-            let cells = if cmd.quick { faults::quick() } else { all };
-            let mut cells: Vec<Cell> = cells.into_iter().filter(wanted).collect();
-            Box::new(move |_| std::mem::take(&mut cells))
+            let cases = if cmd.quick { faults::quick() } else { all };
+            let mut cases: Vec<Case> = cases.into_iter().filter(wanted).collect();
+            Box::new(move |_| std::mem::take(&mut cases))
         }
         Some(count) => {
             let mut pairs = Pairs::new(seed, wanted);
@@ -76,7 +76,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         }
     };
     if cmd.list {
-        draw(&[]).iter().for_each(|cell| println!("{cell}"));
+        draw(&[]).iter().for_each(|case| println!("{case}"));
         return Ok(ExitCode::SUCCESS);
     }
     ensure!(
@@ -86,11 +86,11 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     let begun = Instant::now();
     let mut tried = Vec::new();
     loop {
-        let cells = draw(&tried);
-        if cells.is_empty() {
+        let cases = draw(&tried);
+        if cases.is_empty() {
             break;
         }
-        tried.extend(faults::run(cmd.suite, &cells, cmd.jobs, |tried| {
+        tried.extend(faults::run(cmd.suite, &cases, cmd.jobs, |tried| {
             report(tried, begun)
         })?);
     }
@@ -104,7 +104,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
 }
 
 /// Returns the cases to run next; none at the end.
-type Draw<'a> = Box<dyn FnMut(&[Tried]) -> Vec<Cell> + 'a>;
+type Draw<'a> = Box<dyn FnMut(&[Tried]) -> Vec<Case> + 'a>;
 
 /// Prints the number of cases, and how to repeat each that breaks a guarantee.
 fn print_summary(cmd: &Cmd, seed: u64, tried: &[Tried], begun: Instant) -> ExitCode {
@@ -118,12 +118,12 @@ fn print_summary(cmd: &Cmd, seed: u64, tried: &[Tried], begun: Instant) -> ExitC
         let (outside, seconds) = (outside.len(), begun.elapsed().as_secs_f64());
         println!("\n{what}, {outside} outside of the guarantees, {seconds:.0} s");
     }
-    for Tried { cell, outcome, .. } in &outside {
+    for Tried { case, outcome, .. } in &outside {
         let why = outcome.as_ref().err().map(|why| first_line(why));
-        println!("OUTSIDE {cell}: {}", why.unwrap_or_default());
-        let pairs = if cell.second.is_some() { " --pairs 1" } else { "" };
+        println!("OUTSIDE {case}: {}", why.unwrap_or_default());
+        let pairs = if case.second.is_some() { " --pairs 1" } else { "" };
         println!(
-            "  again: cargo xtask faults --suite {}{pairs} --only {cell}",
+            "  again: cargo xtask faults --suite {}{pairs} --only {case}",
             cmd.suite
         );
     }
@@ -141,7 +141,7 @@ fn report(tried: &Tried, begun: Instant) {
         Err(why) => format!("OUTSIDE: {why}"),
     };
     let (at, took) = (begun.elapsed().as_secs(), tried.took.as_secs_f64());
-    eprintln!("{at:>5} s  {:<60} {took:>5.1} s  {what}", tried.cell.to_string());
+    eprintln!("{at:>5} s  {:<60} {took:>5.1} s  {what}", tried.case.to_string());
 }
 
 fn first_line(text: &str) -> &str {
@@ -152,9 +152,9 @@ fn first_line(text: &str) -> &str {
 fn print_table(tried: &[Tried], left_out: &[(Why, usize)]) {
     let mut rows: Vec<(String, BTreeMap<Option<Outcome>, usize>)> = Vec::new();
     for tried in tried {
-        let Cell {
+        let Case {
             flow, first, second, ..
-        } = tried.cell;
+        } = tried.case;
         // Of pairs only the phases: few pairs have the same faults.
         let what = match second {
             None => format!("{} {}", first.phase, first.fault),
@@ -185,14 +185,14 @@ fn print_table(tried: &[Tried], left_out: &[(Why, usize)]) {
 }
 
 fn as_json(tried: &[Tried]) -> serde_json::Value {
-    let cells = tried.iter().map(|tried| {
+    let cases = tried.iter().map(|tried| {
         json!({
-            "cell": tried.cell.to_string(),
+            "case": tried.case.to_string(),
             "whole": tried.whole,
             "outcome": tried.outcome.as_ref().ok().map(ToString::to_string),
             "outside": tried.outcome.as_ref().err(),
             "seconds": tried.took.as_secs_f64(),
         })
     });
-    json!({ "cells": cells.collect::<Vec<_>>() })
+    json!({ "cases": cases.collect::<Vec<_>>() })
 }

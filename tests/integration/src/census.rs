@@ -10,7 +10,7 @@ use firn_node::wait_for;
 use crate::{BUNDLES, GpuHost};
 
 /// How long a node may take to be as before.
-const SETTLED: Duration = Duration::from_secs(30);
+const AT_REST: Duration = Duration::from_secs(30);
 
 /// What there is on a node, by kind; of each the names that show what is new.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl Census {
     /// Waits until the node is as it was then.
     pub fn comes_back(&self, host: &GpuHost) -> Result<Self> {
         let mut now = Self::take(host)?;
-        let waited = wait_for("the node to be as before", SETTLED, || {
+        let waited = wait_for("the node to be as before", AT_REST, || {
             now = Self::take(host)?;
             Ok((now == *self).then_some(()))
         });
@@ -121,7 +121,7 @@ impl ShimUse {
         let pid = host.node().read(format!("{BUNDLES}/{id}/shim.pid"));
         let pid = match pid {
             Ok(pid) => pid,
-            Err(_) => pid_of(host, id)?,
+            Err(_) => host.shim_of(id)?.pid.to_string(),
         };
         let pid = pid.trim();
         let status = host.node().read(format!("/proc/{pid}/status"))?;
@@ -139,6 +139,21 @@ impl ShimUse {
     }
 }
 
+impl ShimUse {
+    /// The shim of a container once threads that wait for more work have ended, with no more descriptors than
+    /// `then`.
+    pub fn at_rest(host: &GpuHost, id: &str, then: Option<&Self>) -> Result<Self> {
+        let mut last = Self::of(host, id)?;
+        let waited = wait_for("the shim to come to rest", AT_REST, || {
+            last = Self::of(host, id)?;
+            let as_then = then.is_none_or(|then| last.descriptors.len() <= then.descriptors.len());
+            Ok((last.threads == 1 && as_then).then_some(()))
+        });
+        ensure!(waited.is_ok(), "then {then:?}, now {last:?}");
+        Ok(last)
+    }
+}
+
 impl fmt::Display for ShimUse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -153,13 +168,6 @@ impl fmt::Display for ShimUse {
             "{count} descriptors, {threads} threads, {rss_kib} KiB resident, {private_kib} KiB private"
         )
     }
-}
-
-fn pid_of(host: &GpuHost, id: &str) -> Result<String> {
-    let processes = host.node().processes().into_iter();
-    let mut shims = processes.filter(|process| process.command.starts_with("containerd-shim"));
-    let shim = shims.find(|process| process.args.windows(2).any(|pair| pair == ["-id", id]));
-    Ok(shim.with_context(|| format!("{id} has no shim"))?.pid.to_string())
 }
 
 fn number(text: &str, field: &str) -> Result<i64> {

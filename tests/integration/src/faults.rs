@@ -3,12 +3,12 @@
 //!
 //! firn promises one of two ends. Checkpoint: the workload runs, or is paused, as before with its GPU state;
 //! or the image is complete and valid, and the container has ended if that was asked. Restore: the workload
-//! runs on its new GPUs, or nothing of it is left and the image is still good. Cells are made by rule
+//! runs on its new GPUs, or nothing of it is left and the image is still good. Cases are made by rule
 //! ([`all`]), tried on a few hosts one after the other ([`run`]), and each is judged by what a user would
 //! notice.
 
 mod attempt;
-mod cell;
+mod case;
 mod counting;
 mod disk;
 mod inject;
@@ -30,17 +30,17 @@ use attempt::attempt;
 use testbed::Testbed;
 
 pub use attempt::Outcome;
-pub use cell::{Cell, Fault, FaultAt, Flow, From, Phase, Subject, Why, all, has_cgroup_v1, quick};
+pub use case::{Case, Fault, FaultAt, Flow, From, Phase, Subject, Why, all, has_cgroup_v1, quick};
 pub use pairs::Pairs;
 pub use soak::{Soak, Soaked, soak};
 
 /// How often it is tried to make a host.
 const TRIES: usize = 3;
 
-/// What came of a cell.
+/// What came of a case.
 #[derive(Clone, Debug)]
 pub struct Tried {
-    pub cell: Cell,
+    pub case: Case,
     /// Within the promise; else why not.
     pub outcome: Result<Outcome, String>,
     /// Whether all of its faults have happened: the second of a pair may find no occasion.
@@ -48,9 +48,9 @@ pub struct Tried {
     pub took: Duration,
 }
 
-/// Tries the cells, on so many hosts at a time, and reports each as it is done.
-pub fn run(suite: Suite, cells: &[Cell], jobs: usize, report: impl Fn(&Tried) + Sync) -> Result<Vec<Tried>> {
-    let shards = Mutex::new(shards(cells, jobs));
+/// Tries the cases, on so many hosts at a time, and reports each as it is done.
+pub fn run(suite: Suite, cases: &[Case], jobs: usize, report: impl Fn(&Tried) + Sync) -> Result<Vec<Tried>> {
+    let shards = Mutex::new(shards(cases, jobs));
     let done = Mutex::new(Vec::new());
     let next = || shards.lock().unwrap_or_else(|broken| broken.into_inner()).pop();
     let work = |job: usize| -> Result<()> {
@@ -78,19 +78,19 @@ pub fn run(suite: Suite, cells: &[Cell], jobs: usize, report: impl Fn(&Tried) + 
             .collect::<Result<Vec<()>>>()
     })?;
     let mut done = done.into_inner().unwrap_or_else(|broken| broken.into_inner());
-    done.sort_by_key(|tried| cells.iter().position(|cell| *cell == tried.cell));
+    done.sort_by_key(|tried| cases.iter().position(|case| *case == tried.case));
     Ok(done)
 }
 
-/// Cells of one kind of host together, in pieces that keep all jobs busy.
-fn shards(cells: &[Cell], jobs: usize) -> Vec<Vec<Cell>> {
+/// Cases of one kind of host together, in pieces that keep all jobs busy.
+fn shards(cases: &[Case], jobs: usize) -> Vec<Vec<Case>> {
     let mut shards = Vec::new();
-    let size = (cells.len() / (jobs.max(1) * 4)).clamp(8, 60);
-    let mut rest = cells;
+    let size = (cases.len() / (jobs.max(1) * 4)).clamp(8, 60);
+    let mut rest = cases;
     while let Some(first) = rest.first() {
         let alike = rest
             .iter()
-            .take_while(|cell| cell.subject == first.subject)
+            .take_while(|case| case.subject == first.subject)
             .count();
         let (now, later) = rest.split_at(alike.min(size));
         shards.push(now.to_vec());
@@ -100,10 +100,10 @@ fn shards(cells: &[Cell], jobs: usize) -> Vec<Vec<Cell>> {
     shards
 }
 
-/// Tries cells of one kind of host one after the other. After one outside of the promise the host is made
+/// Tries cases of one kind of host one after the other. After one outside of the promise the host is made
 /// again.
-fn try_all(suite: Suite, cells: &[Cell], name: &str, mut report: impl FnMut(Tried)) -> Result<()> {
-    let mut rest = cells;
+fn try_all(suite: Suite, cases: &[Case], name: &str, mut report: impl FnMut(Tried)) -> Result<()> {
+    let mut rest = cases;
     let (mut made, mut failed) = (0, 0);
     while let Some(first) = rest.first() {
         made += 1;
@@ -118,14 +118,14 @@ fn try_all(suite: Suite, cells: &[Cell], name: &str, mut report: impl FnMut(Trie
         };
         failed = 0;
         let mut job = None;
-        while let Some((cell, later)) = rest.split_first() {
+        while let Some((case, later)) = rest.split_first() {
             rest = later;
             let begun = Instant::now();
-            let attempt = attempt(&testbed, &mut job, cell)
+            let attempt = attempt(&testbed, &mut job, case)
                 .map_err(|error| format!("{error:#}\n{}", testbed.host.log()));
             let broken = attempt.is_err();
             report(Tried {
-                cell: *cell,
+                case: *case,
                 whole: attempt.as_ref().is_ok_and(|attempt| attempt.whole),
                 outcome: attempt.map(|attempt| attempt.outcome),
                 took: begun.elapsed(),

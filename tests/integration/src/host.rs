@@ -432,7 +432,7 @@ impl GpuHost {
     }
 }
 
-/// The options of ctr that do what these edits of a CDI specification say.
+/// The options of ctr that make these edits of a CDI specification.
 fn by_hand(edits: &Value) -> Vec<String> {
     let list = |key: &str| edits[key].as_array().cloned().unwrap_or_default();
     let devices = list("deviceNodes")

@@ -40,9 +40,9 @@ impl<'h> StallFs<'h> {
     pub fn stall(&self, operations: &[&str]) -> Result<()> {
         // Replaced: the server must not read half of it.
         let new = self.host.node().path(format!("{}.new", self.point));
-        std::fs::write(&new, operations.join(" ")).context("say what hangs")?;
+        std::fs::write(&new, operations.join(" ")).context("write what hangs")?;
         let control = self.host.node().path(format!("{}.stall", self.point));
-        std::fs::rename(new, control).context("say what hangs")
+        std::fs::rename(new, control).context("write what hangs")
     }
 
     /// Lets everything go on.

@@ -26,7 +26,7 @@ const GROUP: [&str; 2] = ["--annotation", "io.containerd.runc.v2.group=pod"];
 const GROWTH: u64 = 4 << 10;
 const MEMORY: u64 = 8 << 10;
 
-/// How long a shim may take to say what state a container is in: the median.
+/// How long a shim may take to report what state a container is in: the median.
 const ANSWER: Duration = Duration::from_millis(100);
 
 fn host(platform: Platform, name: &str) -> Result<GpuHost> {

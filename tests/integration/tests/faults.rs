@@ -13,12 +13,12 @@ const HOSTS: usize = 2;
 fn after_any_fault_the_workload_runs_or_the_image_is_complete(platform: Platform) -> Result<()> {
     let tried = run(platform.suite, &quick(), HOSTS, |tried| {
         let took = tried.took.as_secs_f64();
-        println!("{}: {:?}, {took:.1} s", tried.cell, tried.outcome);
+        println!("{}: {:?}, {took:.1} s", tried.case, tried.outcome);
     })?;
     let outside = tried.iter().filter(|tried| tried.outcome.is_err()).count();
     ensure!(
         outside == 0,
-        "{outside} of {} cells are outside of the promise",
+        "{outside} of {} cases are outside of the promise",
         tried.len()
     );
     Ok(())

@@ -252,7 +252,7 @@ fn device_nodes_and_privileged_containers_move(platform: Platform) -> Result<()>
             host.remove_image("checkpoint/alone")?;
         }
 
-        // Every GPU of its node is a privileged container's; on one with more somebody has to say which.
+        // Every GPU of its node is a privileged container's; on one with more somebody has to choose.
         b.configure("[restore]\ngpus = [\"0\"]\n")?;
         moved(with(&["--privileged"]), &b.uuids()[0])
     })

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Census, Container, FIRN, GpuHost, IMAGE, ShimUse, SimGpu, cases, matrix, on};
-use firn_node::{Platform, wait_for};
+use firn_node::Platform;
 
 /// Cycles of a plain run, per kind.
 const FEW: usize = 40;
@@ -23,8 +23,6 @@ const PER_REPORT: usize = 100;
 /// allocator each, and on a loaded machine more of them do: shims of 100 cycles and of 1,000 have then grown
 /// by 200 to 400 alike.
 const GROWTH_KIB: i64 = 1024;
-/// How long a node or shim may take to be as before.
-const SETTLED: Duration = Duration::from_secs(30);
 
 /// Puts containers into one shim.
 const GROUP: [&str; 2] = ["--annotation", "io.containerd.runc.v2.group=pod"];
@@ -86,7 +84,7 @@ fn hundreds_of_containers_leave_nothing(platform: Platform) -> Result<()> {
         cycles(host, BATCH + count / 10, &GROUP)?;
         move_once(host)?;
         let full = Census::take(host)?;
-        let young = settled(host, None)?;
+        let young = ShimUse::at_rest(host, "anchor", None)?;
         report(&format!("the shim of a group, before: {young}"));
 
         for begun in (0..count).step_by(PER_MOVE) {
@@ -103,7 +101,7 @@ fn hundreds_of_containers_leave_nothing(platform: Platform) -> Result<()> {
             }
         }
         full.comes_back(host)?;
-        let old = settled(host, Some(&young))?;
+        let old = ShimUse::at_rest(host, "anchor", Some(&young))?;
         let moves = count.div_ceil(PER_MOVE);
         report(&format!(
             "the shim of a group, after {count} cycles and {moves} moves of a GPU container: {old}"
@@ -121,19 +119,6 @@ fn hundreds_of_containers_leave_nothing(platform: Platform) -> Result<()> {
         ));
         Ok(())
     })
-}
-
-/// The shim of the group once threads that wait for more work have ended; with the descriptors and threads of
-/// `then`.
-fn settled(host: &GpuHost, then: Option<&ShimUse>) -> Result<ShimUse> {
-    let mut last = ShimUse::of(host, "anchor")?;
-    let waited = wait_for("the shim to come to rest", SETTLED, || {
-        last = ShimUse::of(host, "anchor")?;
-        let as_then = then.is_none_or(|then| last.descriptors.len() <= then.descriptors.len());
-        Ok((last.threads == 1 && as_then).then_some(()))
-    });
-    ensure!(waited.is_ok(), "then {then:?}, now {last:?}");
-    Ok(last)
 }
 
 fn main() -> ExitCode {

@@ -237,7 +237,7 @@ fn a_life(host: &GpuHost, runtime: &str) -> Result<String> {
     Ok(seen.join("\n"))
 }
 
-/// The bundle's files that say how the container is run.
+/// The bundle's files that define how the container is run.
 fn a_bundle(host: &GpuHost, runtime: &str) -> Result<String> {
     let container = start(host, runtime, COUNT)?;
     let spec = host.node().read(format!("{BUNDLES}/c/config.json"))?;

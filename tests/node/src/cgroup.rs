@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn no_cgroups_is_an_error_that_says_so() {
+    fn no_cgroups_is_an_error_that_names_them() {
         let host = parse(("", ""));
         assert!(host.select(Cgroup::Auto).is_err());
         assert!(Hierarchies::parse("nonsense", "").is_err());

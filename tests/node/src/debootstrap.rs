@@ -12,7 +12,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
-use crate::host::{self, say};
+use crate::host::{self, progress};
 use crate::store::lock;
 use crate::suite::{PACKAGES, Suite};
 
@@ -69,7 +69,7 @@ fn make(root: &Path, suite: Suite) -> Result<()> {
         (KEYRING, "debian-archive-keyring"),
     ])?;
     let mirror = host::debian_mirror()?;
-    say(&format!(
+    progress(&format!(
         "making the {suite} root from {mirror}: about half a minute, once"
     ));
     let begin = Instant::now();
@@ -98,7 +98,7 @@ fn make(root: &Path, suite: Suite) -> Result<()> {
     for leftover in ["var/cache/apt/archives", "var/lib/apt/lists"] {
         remove(&root.join(leftover))?;
     }
-    say(&format!(
+    progress(&format!(
         "made the {suite} root in {} s",
         begin.elapsed().as_secs()
     ));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn removing_roots_spares_other_files() {
+    fn removing_roots_keeps_other_files() {
         let roots = tempfile::tempdir().unwrap();
         for dir in ["forky-0123", "trixie.new", "mine"] {
             fs::create_dir_all(roots.path().join(dir).join("etc")).unwrap();

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
-use crate::host::{self, say};
+use crate::host::{self, progress};
 use crate::store::{Store, lock};
 
 /// The oldest Go that builds all of them.
@@ -43,7 +43,7 @@ pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
     if kept.exists() {
         return Ok(kept);
     }
-    say(&format!("building {package} {version}: a minute or more, once"));
+    progress(&format!("building {package} {version}: a minute or more, once"));
     let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
     let built = host::run(
         go(&["install", "-trimpath", &format!("{package}@{version}")])
@@ -53,7 +53,7 @@ pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
     built
         .and_then(|()| Ok(fs::rename(new.path().join(name), &kept)?))
         .with_context(|| format!("build {package} {version}"))?;
-    say(&format!("built {name} in {} s", begin.elapsed().as_secs()));
+    progress(&format!("built {name} in {} s", begin.elapsed().as_secs()));
     Ok(kept)
 }
 

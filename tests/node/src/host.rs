@@ -13,7 +13,7 @@ use nix::unistd::geteuid;
 const MIRROR_ENV: &str = "FIRN_DEBIAN_MIRROR";
 
 /// Reports what is going on in a step that takes long or that changes the host.
-pub(crate) fn say(what: &str) {
+pub(crate) fn progress(what: &str) {
     eprintln!("node: {what}");
 }
 
@@ -26,7 +26,7 @@ pub(crate) fn require_root() -> Result<()> {
     Ok(())
 }
 
-/// Installs with apt those of these (program or file, package) that are missing, after saying so.
+/// Installs with apt those of these (program or file, package) that are missing, after a line about it.
 pub(crate) fn require(needed: &[(&str, &str)]) -> Result<()> {
     // Both roots are made at a time; the second maker finds what the first has installed.
     static APT: Mutex<()> = Mutex::new(());
@@ -39,7 +39,7 @@ pub(crate) fn require(needed: &[(&str, &str)]) -> Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    say(&format!(
+    progress(&format!(
         "this host lacks {}; installing with apt-get",
         missing.join(", ")
     ));
@@ -65,7 +65,7 @@ fn present(what: &str) -> bool {
 }
 
 fn update_lists() -> Result<()> {
-    say("updating apt's package lists");
+    progress("updating apt's package lists");
     run(Command::new("apt-get").args(["update", "-qq"]))
 }
 

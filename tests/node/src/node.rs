@@ -100,7 +100,7 @@ impl Builder {
             dir,
             init: None,
         };
-        // From here on dropping the node undoes what was done.
+        // From here on dropping the node removes what was made.
         let mut node = Node {
             record: store.reserve(record, &name)?,
             owner: Some(Owner::default()),
@@ -308,7 +308,7 @@ impl Drop for Node {
         if self.owner.is_some()
             && let Err(error) = self.remove()
         {
-            host::say(&format!("{error:#}"));
+            host::progress(&format!("{error:#}"));
         }
     }
 }

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn shims_and_runtimes_of_the_container_are_told_from_others() {
+    fn shims_and_runtimes_of_the_container_are_distinguished_from_others() {
         let shim = process(
             "containerd-shim",
             &[

@@ -1,7 +1,7 @@
 //! The ranks of `--ranks`: processes that compute on a GPU each and report every iteration to each other over
 //! TCP, as the ranks of a training do.
 //!
-//! Rank 0 listens where `MASTER_ADDR` and `MASTER_PORT` say; the others connect to it once. Nobody connects
+//! Rank 0 listens where `MASTER_ADDR` and `MASTER_PORT` set; the others connect to it once. Nobody connects
 //! again: a connection that breaks ends its rank, and with it the job.
 
 use std::io::{Read, Write};

@@ -26,7 +26,7 @@ pub struct Options {
     /// Size of each buffer
     #[arg(long, default_value_t = 64)]
     mib: usize,
-    /// Device memory that each process allocates besides, and never uses
+    /// Device memory that each process allocates in addition and never uses
     #[arg(long, default_value_t = 0)]
     reserve_mib: usize,
     /// Device ordinals; each thread has a buffer on each
@@ -83,7 +83,7 @@ pub struct Options {
     import: Option<String>,
 }
 
-/// Runs as the options say.
+/// Runs as the options define.
 pub fn run(options: &Options) -> Result<()> {
     ensure!(
         options.mib > 0 && options.procs > 0 && options.threads > 0,
@@ -220,7 +220,7 @@ fn work(
         }
         let uuid = driver.uuid(gpu)?;
         let pid = std::process::id();
-        say(
+        print(
             options,
             &format!(
                 "counter pid={pid} thread={number} gpu={gpu} uuid={uuid} iter={iteration} checksum={checksum} ok"
@@ -233,7 +233,7 @@ fn work(
     }
     // Order matters: the child is killed when the thread that started it ends.
     if let Some(watcher) = watcher {
-        let _told = watcher.join();
+        let _ended = watcher.join();
     }
     Ok(())
 }
@@ -265,7 +265,7 @@ fn import(options: &Options, handle: &str) -> Result<()> {
     let pid = std::process::id();
     for iteration in 0_u32.. {
         let first = u32::from_ne_bytes(driver.read(address)?);
-        say(
+        print(
             options,
             &format!("importer pid={pid} gpu={gpu} iter={iteration} first={first:#010x} ok"),
         )?;
@@ -278,7 +278,7 @@ fn import(options: &Options, handle: &str) -> Result<()> {
 }
 
 /// Writes one line; keeps no file open.
-fn say(options: &Options, line: &str) -> Result<()> {
+fn print(options: &Options, line: &str) -> Result<()> {
     let Some(path) = &options.out else {
         let mut out = std::io::stdout().lock();
         writeln!(out, "{line}")

@@ -1,20 +1,20 @@
-//! One cell: the fault, what came of it, and whether that is what firn promises.
+//! One case: the fault, what came of it, and whether that is what firn promises.
 
 use std::fmt;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::cell::{Cell, Fault, Flow, From, Often, Victim};
+use super::case::{Case, Fault, Flow, From, Often, Victim};
 use super::inject::Injections;
 use super::stalls;
 use super::testbed::{Asked, Call, ID, Job, TEMPLATE, Testbed};
 use crate::Census;
 
-/// What came of a cell that is within the promise.
+/// What came of a case that is within the promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
     /// An error, and everything as before.
-    Undone,
+    RolledBack,
     /// Success, and everything as before, with an image.
     Done,
     /// The image is complete and restores; the container has ended, as was asked.
@@ -38,7 +38,7 @@ pub enum Outcome {
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Undone => "undone",
+            Self::RolledBack => "rolled back",
             Self::Done => "done",
             Self::Image => "image",
             Self::Frozen => "frozen",
@@ -51,27 +51,27 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// A cell that was tried and is within the promise.
+/// A case that was tried and is within the promise.
 pub(super) struct Attempt {
     pub outcome: Outcome,
     /// Whether each of its faults has happened: the second of a pair may find no occasion.
     pub whole: bool,
 }
 
-/// Tries a cell. `job` is the container that an earlier one has left running, or becomes the one that this
+/// Tries a case. `job` is the container that an earlier one has left running, or becomes the one that this
 /// leaves.
-pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, cell: &Cell) -> Result<Attempt> {
-    testbed.configure(cell.faults().any(|at| at.fault.hangs()))?;
-    match cell.flow {
-        Flow::Checkpoint => match cell.first.fault {
-            Fault::Stall(stall) => stalls::attempt(testbed, job, cell, stall),
-            _ => checkpoint(testbed, job, cell),
+pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, case: &Case) -> Result<Attempt> {
+    testbed.configure(case.faults().any(|at| at.fault.hangs()))?;
+    match case.flow {
+        Flow::Checkpoint => match case.first.fault {
+            Fault::Stall(stall) => stalls::attempt(testbed, job, case, stall),
+            _ => checkpoint(testbed, job, case),
         },
         Flow::Restore => {
             if let Some(job) = job.take() {
                 job.end()?;
             }
-            restore(testbed, cell)
+            restore(testbed, case)
         }
     }
 }
@@ -83,11 +83,11 @@ struct Happened {
 }
 
 impl Happened {
-    fn in_cell(injections: &Injections<'_>, cell: &Cell) -> Result<Self> {
+    fn in_cell(injections: &Injections<'_>, case: &Case) -> Result<Self> {
         let faults = injections.happened()?;
         // Of a pair one may keep the other from happening: a directory that is read-only is refused.
         ensure!(!faults.is_empty(), "the fault did not happen");
-        let whole = faults.len() == cell.faults().count();
+        let whole = faults.len() == case.faults().count();
         Ok(Self { faults, whole })
     }
 
@@ -111,39 +111,39 @@ impl Happened {
     }
 }
 
-fn checkpoint<'t>(testbed: &'t Testbed, kept: &mut Option<Job<'t>>, cell: &Cell) -> Result<Attempt> {
+fn checkpoint<'t>(testbed: &'t Testbed, kept: &mut Option<Job<'t>>, case: &Case) -> Result<Attempt> {
     let mut job = match kept.take() {
         Some(job) => job,
         None => testbed.start()?,
     };
     let before = testbed.census()?;
-    job.comes_from(cell.from)?;
-    let injections = Injections::arm(&testbed.host, cell, None)?;
+    job.comes_from(case.from)?;
+    let injections = Injections::arm(&testbed.host, case, None)?;
     let image = injections.image();
     let holds_image = image.is_some();
-    let image = image.unwrap_or_else(|| "/srv/images/cell".to_owned());
+    let image = image.unwrap_or_else(|| "/srv/images/case".to_owned());
     let asked = Asked {
         image: &image,
         work: injections.work(),
-        exit: cell.exit,
+        exit: case.exit,
     };
-    let mut call = job.checkpoint(&asked, cell.needs_client())?;
+    let mut call = job.checkpoint(&asked, case.needs_client())?;
     injections.strike(&mut call, || testbed.at_work().is_empty())?;
     let answer = call.finish()?;
     testbed.after()?;
-    let happened = Happened::in_cell(&injections, cell);
+    let happened = Happened::in_cell(&injections, case);
     injections.disarm()?;
     let happened = happened.with_context(|| format!("{answer:?}"))?;
     // An image can be judged as long as it is there; whoever resumes the container wants its bundle back.
     let outcome = if holds_image {
-        let outcome = ended(testbed, &mut job, cell, &happened, answer, &image);
+        let outcome = ended(testbed, &mut job, case, &happened, answer, &image);
         injections.end_disks()?;
         outcome?
     } else {
         injections.end_disks()?;
-        ended(testbed, &mut job, cell, &happened, answer, &image)?
+        ended(testbed, &mut job, case, &happened, answer, &image)?
     };
-    if matches!(outcome, Outcome::Undone | Outcome::Done | Outcome::Resumed) {
+    if matches!(outcome, Outcome::RolledBack | Outcome::Done | Outcome::Resumed) {
         before.comes_back(&testbed.host).context("something is left")?;
         testbed.configure(false)?;
         job.checkpoints().context("a second checkpoint")?;
@@ -159,7 +159,7 @@ fn checkpoint<'t>(testbed: &'t Testbed, kept: &mut Option<Job<'t>>, cell: &Cell)
 fn ended(
     testbed: &Testbed,
     job: &mut Job<'_>,
-    cell: &Cell,
+    case: &Case,
     happened: &Happened,
     answer: Result<(), String>,
     image: &str,
@@ -183,7 +183,7 @@ fn ended(
     }
     if !job.is_alive() {
         let reported = answer.is_ok() || happened.is_unheard();
-        ensure!(cell.exit && reported, "the workload is lost: {output}");
+        ensure!(case.exit && reported, "the workload is lost: {output}");
         testbed.forget()?;
         testbed.is_good_image(image).context(output.to_owned())?;
         remove_image()?;
@@ -222,19 +222,19 @@ fn ended(
         // Nobody has heard whether it is paused or suspended; the next client sees no difference.
         job.is_resumed().with_context(|| output.to_owned())?;
     }
-    let state = match (happened.is_unheard(), cell.needs_client()) {
+    let state = match (happened.is_unheard(), case.needs_client()) {
         // A client that is gone has not resumed what it had paused.
         (true, _) if !happened.may_suspend() => From::Paused,
         // One that was to be killed and was not has done so.
         (_, true) => job.freezer()?,
-        (_, false) => cell.from,
+        (_, false) => case.from,
     };
     job.is(state).with_context(|| output.to_owned())?;
     // firn's own code that fails when the image is complete leaves it there.
     let panicked = happened.faults.contains(&Fault::Panic);
     if answer.is_ok() || (happened.is_unheard() || panicked) && exists() {
         ensure!(
-            !cell.exit || panicked,
+            !case.exit || panicked,
             "it lives on, although success was reported"
         );
         ensure!(
@@ -249,17 +249,17 @@ fn ended(
         output.contains("FIRN-") || happened.is_unheard(),
         "no code: {output}"
     );
-    Ok(Outcome::Undone)
+    Ok(Outcome::RolledBack)
 }
 
-fn restore(testbed: &Testbed, cell: &Cell) -> Result<Attempt> {
+fn restore(testbed: &Testbed, case: &Case) -> Result<Attempt> {
     let before = testbed.census()?;
-    let injections = Injections::arm(&testbed.host, cell, None)?;
+    let injections = Injections::arm(&testbed.host, case, None)?;
     let mut call = Call::Client(crate::Container::begin_restore(&testbed.host, ID, TEMPLATE)?);
     injections.strike(&mut call, || testbed.at_work().is_empty())?;
     let answer = call.finish()?;
     testbed.after()?;
-    let happened = Happened::in_cell(&injections, cell);
+    let happened = Happened::in_cell(&injections, case);
     injections.disarm()?;
     injections.end_disks()?;
     let happened = happened.with_context(|| format!("{answer:?}"))?;
@@ -323,7 +323,7 @@ impl Testbed {
     }
 }
 
-impl Cell {
+impl Case {
     /// Whether a client or its daemon is killed: then one must take part, and nobody hears the answer.
     fn needs_client(&self) -> bool {
         self.faults()

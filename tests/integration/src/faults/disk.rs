@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 
-use super::cell::{Disk, Fault, FaultAt, Flow};
+use super::case::{Disk, Fault, FaultAt, Flow};
 use crate::GpuHost;
 
 /// Where failing file systems of a checkpoint are mounted, each below a number.

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_node::{Node, wait_for};
 use serde_json::Value;
 
-use super::cell::{Cell, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
+use super::case::{Case, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
 use super::disk::Failing;
 use super::stalls::{Since, Stall};
 use super::testbed::{Call, ID};
@@ -58,7 +58,7 @@ pub(super) fn prepare(host: &GpuHost) -> Result<()> {
     node.write("/etc/criu/runc.conf", format!("action-script {DIR}/action.sh\n"))
 }
 
-/// The faults of a cell, set up.
+/// The faults of a case, set up.
 pub(super) struct Injections<'h> {
     host: &'h GpuHost,
     list: Vec<Injection<'h>>,
@@ -68,7 +68,7 @@ pub(super) struct Injections<'h> {
 struct Injection<'h> {
     host: &'h GpuHost,
     fault: Fault,
-    /// Which of the cell's faults it is: part of the names of its files.
+    /// Which of the case's faults it is: part of the names of its files.
     number: usize,
     point: Point,
     strike: Strike,
@@ -102,19 +102,19 @@ enum Strike {
 }
 
 impl<'h> Injections<'h> {
-    /// Sets the faults of a cell up. `stall` is the file system that can hang, if the cell has one.
-    pub(super) fn arm(host: &'h GpuHost, cell: &Cell, stall: Option<&'h StallFs<'h>>) -> Result<Self> {
+    /// Sets the faults of a case up. `stall` is the file system that can hang, if the case has one.
+    pub(super) fn arm(host: &'h GpuHost, case: &Case, stall: Option<&'h StallFs<'h>>) -> Result<Self> {
         let mut injections = Self {
             host,
             list: Vec::new(),
         };
         let mut rules = 0;
-        if cell.first.phase == Phase::Abandon {
+        if case.first.phase == Phase::Abandon {
             host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
             rules += 1;
         }
-        for at in cell.faults() {
-            let mut injection = Injection::arm(host, cell, at, injections.list.first(), rules)?;
+        for at in case.faults() {
+            let mut injection = Injection::arm(host, case, at, injections.list.first(), rules)?;
             injection.stall = stall;
             rules += usize::from(matches!(injection.point, Point::Driver { .. }));
             injections.list.push(injection);
@@ -194,9 +194,9 @@ impl<'h> Injections<'h> {
 }
 
 impl<'h> Injection<'h> {
-    /// Sets a fault of a cell up, which follows `first` if that is there; the driver's script has so many
+    /// Sets a fault of a case up, which follows `first` if that is there; the driver's script has so many
     /// rules already.
-    fn arm(host: &'h GpuHost, cell: &Cell, at: FaultAt, first: Option<&Self>, rules: usize) -> Result<Self> {
+    fn arm(host: &'h GpuHost, case: &Case, at: FaultAt, first: Option<&Self>, rules: usize) -> Result<Self> {
         let number = usize::from(first.is_some());
         let mut injection = Self {
             host,
@@ -212,7 +212,7 @@ impl<'h> Injection<'h> {
         let driver = |often: Often, action: &[&str]| -> Result<Point> {
             let call = at.phase.call().context("a phase without driver call")?;
             // Of several processes a late one, so that some have been through it.
-            let late = cell.subject.processes > 1 && first.is_none() && often != Often::Always;
+            let late = case.subject.processes > 1 && first.is_none() && often != Often::Always;
             let nth: u64 = if late { 3 } else { 1 };
             let nth_text = nth.to_string();
             let mut arguments = vec!["--call", call, "--nth", &nth_text];
@@ -225,7 +225,7 @@ impl<'h> Injection<'h> {
             host.fault(&arguments)?;
             Ok(Point::Driver { rule: rules, nth })
         };
-        let verb = match cell.flow {
+        let verb = match case.flow {
             Flow::Checkpoint => "checkpoint",
             Flow::Restore => "restore",
         };
@@ -300,9 +300,9 @@ impl<'h> Injection<'h> {
             Fault::CriuError => order("criu", "error -")?,
             Fault::CriuFault(fault) => order("criu", &format!("fault {fault}"))?,
             Fault::NoSpace(_) | Fault::Io(_) | Fault::ReadOnly(_) | Fault::NoSpaceForManifest => {
-                injection.disk = Some(Failing::new(host, cell.flow, at, number)?);
+                injection.disk = Some(Failing::new(host, case.flow, at, number)?);
                 injection.strike = Strike::Disk;
-                match (cell.flow, at.fault) {
+                match (case.flow, at.fault) {
                     (Flow::Restore, _) => runc(Runc::Before, "hold")?,
                     (_, Fault::NoSpaceForManifest) => runc(Runc::After, "hold")?,
                     _ => {

@@ -1,10 +1,10 @@
-//! How cells, phases and faults are called.
+//! How cases, phases and faults are called.
 
 use std::fmt;
 
 use firn_node::Cgroup;
 
-use super::cell::{Cell, Disk, Fault, FaultAt, Flow, From, Often, Phase, Runc, Subject, Victim, Why};
+use super::case::{Case, Disk, Fault, FaultAt, Flow, From, Often, Phase, Runc, Subject, Victim, Why};
 use super::stalls::{Operation, Place, Since, Stall, Then};
 
 impl fmt::Display for Subject {
@@ -17,7 +17,7 @@ impl fmt::Display for Subject {
     }
 }
 
-impl fmt::Display for Cell {
+impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let flow = match self.flow {
             Flow::Checkpoint => "checkpoint",
@@ -129,7 +129,7 @@ impl fmt::Display for Fault {
 impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::NothingGivenBack => "a container that ends with its dump gets nothing back",
+            Self::NothingRestored => "a container that ends with its dump gets nothing back",
             Self::NoSuchCall => "the phase calls the driver not at all, or not that call",
             Self::NoRuntime => "runc and CRIU do not run in the phase, and nothing is written",
             Self::NotItsMoment => "CRIU has that moment in the other flow",

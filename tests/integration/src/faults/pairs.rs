@@ -6,43 +6,43 @@
 
 use std::collections::BTreeMap;
 
-use super::cell::{
-    Cell, Disk, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Subject, Victim, all, faults,
+use super::case::{
+    Case, Disk, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Subject, Victim, all, faults,
 };
 use super::random::Random;
 
 /// Pairs that have not been drawn yet.
 pub struct Pairs {
     /// By the phases of both.
-    kinds: Vec<Vec<Cell>>,
+    kinds: Vec<Vec<Case>>,
     random: Random,
 }
 
 impl Pairs {
     /// All pairs that `wanted` takes.
-    pub fn new(seed: u64, wanted: impl Fn(&Cell) -> bool) -> Self {
-        let (cells, _) = all();
+    pub fn new(seed: u64, wanted: impl Fn(&Case) -> bool) -> Self {
+        let (cases, _) = all();
         let mut candidates: Vec<((Flow, Subject), Vec<FaultAt>)> = Vec::new();
-        let mut kinds: BTreeMap<_, Vec<Cell>> = BTreeMap::new();
+        let mut kinds: BTreeMap<_, Vec<Case>> = BTreeMap::new();
         // Hangs of file systems are rows of their own.
-        let cells: Vec<Cell> = cells
+        let cases: Vec<Case> = cases
             .into_iter()
-            .filter(|cell| !cell.hangs_a_file_system())
+            .filter(|case| !case.hangs_a_file_system())
             .collect();
-        for first in &cells {
+        for first in &cases {
             let key = (first.flow, first.subject);
             if candidates.last().is_none_or(|(last, _)| *last != key) {
-                candidates.push((key, can_go_wrong(&cells, key)));
+                candidates.push((key, can_go_wrong(&cases, key)));
             }
             let seconds = candidates.last().into_iter().flat_map(|(_, seconds)| seconds);
             for second in seconds.filter(|second| first.can_be_followed_by(**second)) {
-                let cell = Cell {
+                let case = Case {
                     second: Some(*second),
                     ..*first
                 };
-                if wanted(&cell) {
-                    let kind = (cell.flow, first.first.phase, second.phase);
-                    kinds.entry(kind).or_default().push(cell);
+                if wanted(&case) {
+                    let kind = (case.flow, first.first.phase, second.phase);
+                    kinds.entry(kind).or_default().push(case);
                 }
             }
         }
@@ -58,23 +58,23 @@ impl Pairs {
     }
 
     /// Draws so many, or all that are left; those of one kind of host stand together.
-    pub fn draw(&mut self, count: usize) -> Vec<Cell> {
-        let mut drawn: Vec<Cell> = std::iter::from_fn(|| self.next()).take(count).collect();
-        drawn.sort_by_key(|cell| cell.subject.key());
+    pub fn draw(&mut self, count: usize) -> Vec<Case> {
+        let mut drawn: Vec<Case> = std::iter::from_fn(|| self.next()).take(count).collect();
+        drawn.sort_by_key(|case| case.subject.key());
         drawn
     }
 
-    fn next(&mut self) -> Option<Cell> {
+    fn next(&mut self) -> Option<Case> {
         if self.kinds.is_empty() {
             return None;
         }
         let kind = self.random.index(self.kinds.len());
-        let cells = &mut self.kinds[kind];
-        let cell = cells.swap_remove(self.random.index(cells.len()));
-        if cells.is_empty() {
+        let cases = &mut self.kinds[kind];
+        let case = cases.swap_remove(self.random.index(cases.len()));
+        if cases.is_empty() {
             self.kinds.swap_remove(kind);
         }
-        Some(cell)
+        Some(case)
     }
 }
 
@@ -82,7 +82,7 @@ impl Pairs {
 enum After {
     /// The flow goes on.
     Forward,
-    /// It is undone; with GPU state to give back, or without.
+    /// It is rolled back; with GPU state to restore, or without.
     Back { taken: bool },
     /// What gives the GPU state back is tried again.
     Again,
@@ -91,11 +91,11 @@ enum After {
 }
 
 /// Everything that can go wrong in this flow, the way back of a checkpoint included.
-fn can_go_wrong(cells: &[Cell], (flow, subject): (Flow, Subject)) -> Vec<FaultAt> {
+fn can_go_wrong(cases: &[Case], (flow, subject): (Flow, Subject)) -> Vec<FaultAt> {
     let mut found: Vec<FaultAt> = Vec::new();
-    for cell in cells {
-        if (cell.flow, cell.subject) == (flow, subject) && !found.contains(&cell.first) {
-            found.push(cell.first);
+    for case in cases {
+        if (case.flow, case.subject) == (flow, subject) && !found.contains(&case.first) {
+            found.push(case.first);
         }
     }
     if flow == Flow::Checkpoint {
@@ -109,7 +109,7 @@ fn can_go_wrong(cells: &[Cell], (flow, subject): (Flow, Subject)) -> Vec<FaultAt
     found
 }
 
-impl Cell {
+impl Case {
     fn can_be_followed_by(&self, second: FaultAt) -> bool {
         let first = self.first;
         let after = self.after();
@@ -260,11 +260,11 @@ impl Fault {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::super::cell::{Cell, Phase};
+    use super::super::case::{Case, Phase};
     use super::Pairs;
 
-    fn names(cells: &[Cell]) -> Vec<String> {
-        cells.iter().map(ToString::to_string).collect()
+    fn names(cases: &[Case]) -> Vec<String> {
+        cases.iter().map(ToString::to_string).collect()
     }
 
     #[test]
@@ -277,8 +277,8 @@ mod tests {
 
     #[test]
     fn all_that_are_wanted_are_drawn_in_the_end() {
-        let wanted = |cell: &Cell| {
-            cell.to_string()
+        let wanted = |case: &Case| {
+            case.to_string()
                 .starts_with("checkpoint/take/driver-hang-after+undo/")
         };
         let mut pairs = Pairs::new(1, wanted);
@@ -291,9 +291,9 @@ mod tests {
     #[test]
     fn faults_that_end_a_flow_are_followed_by_those_of_its_way_back_alone() {
         let of = |start: &str| -> BTreeSet<Phase> {
-            let mut pairs = Pairs::new(1, |cell| cell.to_string().starts_with(start));
+            let mut pairs = Pairs::new(1, |case| case.to_string().starts_with(start));
             let all = pairs.draw(usize::MAX);
-            all.iter().filter_map(|cell| Some(cell.second?.phase)).collect()
+            all.iter().filter_map(|case| Some(case.second?.phase)).collect()
         };
         assert!(of("checkpoint/inspect/driver-error+").is_empty());
         assert!(of("checkpoint/dump/kill-shim+").is_empty());

@@ -1,9 +1,9 @@
-//! Which combinations of phase and fault are cells.
+//! Which combinations of phase and fault are cases.
 
 use firn_node::Cgroup;
 
-use super::cell::{
-    CRIU_FAULTS, Cell, Disk, Fault, FaultAt, Flow, From, Moment, Often, Phase, Runc, Victim, Why,
+use super::case::{
+    CRIU_FAULTS, Case, Disk, Fault, FaultAt, Flow, From, Moment, Often, Phase, Runc, Victim, Why,
     has_cgroup_v1,
 };
 
@@ -58,7 +58,7 @@ impl Fault {
     }
 }
 
-impl Cell {
+impl Case {
     /// What goes wrong, in order.
     pub(super) fn faults(&self) -> impl Iterator<Item = FaultAt> {
         [Some(self.first), self.second].into_iter().flatten()
@@ -85,7 +85,7 @@ impl Cell {
             return Some(Why::NoFreezerAtRestore);
         }
         if self.exit && matches!(phase, Phase::GiveBack | Phase::Unlock) {
-            return Some(Why::NothingGivenBack);
+            return Some(Why::NothingRestored);
         }
         if phase == Phase::Finish && !self.exit {
             return Some(Why::NotEnded);

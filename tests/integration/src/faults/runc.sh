@@ -1,9 +1,9 @@
 #!/bin/sh
-# Stands before the node's runc in PATH. /srv/fault/runc-before and runc-after say once: VERB ACTION NUMBER;
+# Stands before the node's runc in PATH. /srv/fault/runc-before and runc-after order once: VERB ACTION NUMBER;
 # actions: error, kill, stop, hold, hold-error
 dir=/srv/fault real=/usr/sbin/runc
 words=" $* "
-is_told() {
+is_ordered() {
     { read -r verb action number <"$dir/runc-$1"; } 2>/dev/null || return 1
     case $words in *" $verb "*) ;; *) return 1 ;; esac
 }
@@ -20,8 +20,8 @@ act() {
     esac
     [ "$action" != hold-error ] || exit 1
 }
-! is_told before || act before
-is_told after || exec $real "$@"
+! is_ordered before || act before
+is_ordered after || exec $real "$@"
 $real "$@"
 code=$?
 act after

@@ -1,13 +1,12 @@
 //! Checkpoints and restores by the hundred, every third disturbed: nothing is lost and nothing piles up.
 
 use std::fmt;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_node::{Suite, wait_for};
+use firn_node::Suite;
 
 use super::attempt::attempt;
-use super::cell::{Cell, Fault, Flow, Often, Subject, Victim, all};
+use super::case::{Case, Fault, Flow, Often, Subject, Victim, all};
 use super::random::Random;
 use super::testbed::{ID, Testbed};
 use crate::ShimUse;
@@ -18,8 +17,6 @@ const DISTURBED: u64 = 3;
 const PER_REPORT: usize = 25;
 /// What a shim's private memory may have grown by. Samples of one run that does not leak lie 256 apart.
 const GROWTH_KIB: i64 = 384;
-/// How long a shim may take to come to rest.
-const SETTLED: Duration = Duration::from_secs(30);
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug)]
@@ -55,8 +52,8 @@ impl fmt::Display for Soaked {
 }
 
 /// Faults of a flow that leave a living container, so that all of them can happen to one.
-fn faults(subject: Subject, flow: Flow) -> Vec<Cell> {
-    let (cells, _) = all();
+fn faults(subject: Subject, flow: Flow) -> Vec<Case> {
+    let (cases, _) = all();
     let ends = |fault: Fault| {
         matches!(
             fault,
@@ -67,17 +64,17 @@ fn faults(subject: Subject, flow: Flow) -> Vec<Cell> {
                 | Fault::Stall(_)
         )
     };
-    cells
+    cases
         .into_iter()
-        .filter(|cell| cell.subject == subject && cell.flow == flow && !cell.exit && !ends(cell.first.fault))
+        .filter(|case| case.subject == subject && case.flow == flow && !case.exit && !ends(case.first.fault))
         .collect()
 }
 
-/// A cell in one of three cases.
-fn fault(random: &mut Random, cells: &[Cell]) -> Option<Cell> {
+/// A case in one of three cases.
+fn fault(random: &mut Random, cases: &[Case]) -> Option<Case> {
     let chosen = random.below(DISTURBED) == 0;
-    let at = random.index(cells.len());
-    chosen.then(|| cells[at])
+    let at = random.index(cases.len());
+    chosen.then(|| cases[at])
 }
 
 /// Runs it; reports each cycle.
@@ -94,22 +91,22 @@ fn cycles(what: &Soak, testbed: &Testbed, report: &impl Fn(&str)) -> Result<Soak
     let empty = testbed.census()?;
     let (mut random, mut done) = (Random::new(what.seed), Soaked::default());
 
-    let cells = faults(what.subject, Flow::Checkpoint);
-    ensure!(!cells.is_empty(), "there are no cells of {}", what.subject);
+    let cases = faults(what.subject, Flow::Checkpoint);
+    ensure!(!cases.is_empty(), "there are no cases of {}", what.subject);
     let (mut job, mut young) = (Some(testbed.start()?), None);
     while done.checkpoints < what.cycles {
         // What is made once and kept, by any of the faults, is made in the first half.
         if done.checkpoints == what.cycles / 2 {
-            young = Some(settled(testbed, None)?);
+            young = Some(ShimUse::at_rest(&testbed.host, ID, None)?);
         }
-        let cycle = match fault(&mut random, &cells) {
-            Some(cell) => {
+        let cycle = match fault(&mut random, &cases) {
+            Some(case) => {
                 done.disturbed += 1;
-                let outcome = attempt(testbed, &mut job, &cell)
-                    .with_context(|| cell.to_string())?
+                let outcome = attempt(testbed, &mut job, &case)
+                    .with_context(|| case.to_string())?
                     .outcome;
-                ensure!(job.is_some(), "{cell}: {outcome}, and no container");
-                format!("{cell}: {outcome}")
+                ensure!(job.is_some(), "{case}: {outcome}, and no container");
+                format!("{case}: {outcome}")
             }
             None => {
                 testbed.configure(false)?;
@@ -119,12 +116,15 @@ fn cycles(what: &Soak, testbed: &Testbed, report: &impl Fn(&str)) -> Result<Soak
         };
         done.checkpoints += 1;
         if done.checkpoints.is_multiple_of(PER_REPORT) {
-            report(&format!("the shim: {}", settled(testbed, None)?));
+            report(&format!(
+                "the shim: {}",
+                ShimUse::at_rest(&testbed.host, ID, None)?
+            ));
         }
         report(&format!("{:>4} {cycle}", done.checkpoints));
     }
     let young = young.context("no cycles")?;
-    let old = settled(testbed, Some(&young))?;
+    let old = ShimUse::at_rest(&testbed.host, ID, Some(&young))?;
     report(&format!("the shim before: {young}; after: {old}"));
     let growth = old.private_kib - young.private_kib;
     ensure!(
@@ -134,15 +134,15 @@ fn cycles(what: &Soak, testbed: &Testbed, report: &impl Fn(&str)) -> Result<Soak
     job.take().context("no container")?.end()?;
     empty.comes_back(&testbed.host)?;
 
-    let cells = faults(what.subject, Flow::Restore);
+    let cases = faults(what.subject, Flow::Restore);
     while done.restores < what.cycles {
-        let cycle = match fault(&mut random, &cells) {
-            Some(cell) => {
+        let cycle = match fault(&mut random, &cases) {
+            Some(case) => {
                 done.disturbed += 1;
-                let outcome = attempt(testbed, &mut None, &cell)
-                    .with_context(|| cell.to_string())?
+                let outcome = attempt(testbed, &mut None, &case)
+                    .with_context(|| case.to_string())?
                     .outcome;
-                format!("{cell}: {outcome}")
+                format!("{case}: {outcome}")
             }
             None => {
                 testbed.configure(false)?;
@@ -156,16 +156,4 @@ fn cycles(what: &Soak, testbed: &Testbed, report: &impl Fn(&str)) -> Result<Soak
     let after = empty.comes_back(&testbed.host)?;
     report(&format!("the node before: {empty}; after: {after}"));
     Ok(done)
-}
-
-/// The shim once threads that wait for more work have ended, with no more descriptors than `then`.
-fn settled(testbed: &Testbed, then: Option<&ShimUse>) -> Result<ShimUse> {
-    let mut last = ShimUse::of(&testbed.host, ID)?;
-    let waited = wait_for("the shim to come to rest", SETTLED, || {
-        last = ShimUse::of(&testbed.host, ID)?;
-        let as_then = then.is_none_or(|then| last.descriptors.len() <= then.descriptors.len());
-        Ok((last.threads == 1 && as_then).then_some(()))
-    });
-    ensure!(waited.is_ok(), "then {then:?}, now {last:?}");
-    Ok(last)
 }

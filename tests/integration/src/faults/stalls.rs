@@ -7,14 +7,14 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_node::wait_for;
 
 use super::attempt::{Attempt, Outcome};
-use super::cell::{Cell, From, Phase};
+use super::case::{Case, From, Phase};
 use super::inject::Injections;
 use super::testbed::{Asked, Call, ID, Job, Testbed};
 use crate::StallFs;
 
 /// Where the file system is mounted; the image and work directories on it.
 const POINT: &str = "/srv/stall";
-const IMAGE: &str = "/srv/stall/images/cell";
+const IMAGE: &str = "/srv/stall/images/case";
 const WORK: &str = "/srv/stall/work";
 /// Where a container has it that binds it.
 const INSIDE: &str = "/stall";
@@ -134,16 +134,16 @@ impl Stall {
     fn image(self) -> &'static str {
         match self.place {
             Place::Image => IMAGE,
-            Place::Work | Place::Bind => "/srv/images/cell",
+            Place::Work | Place::Bind => "/srv/images/case",
         }
     }
 }
 
-/// Tries a cell whose fault is `stall`.
+/// Tries a case whose fault is `stall`.
 pub(super) fn attempt<'t>(
     testbed: &'t Testbed,
     kept: &mut Option<Job<'t>>,
-    cell: &Cell,
+    case: &Case,
     stall: Stall,
 ) -> Result<Attempt> {
     let fs = StallFs::mount(&testbed.host, POINT)?;
@@ -161,7 +161,7 @@ pub(super) fn attempt<'t>(
         (_, None) => testbed.start()?,
     };
     let before = testbed.census()?;
-    let outcome = under(testbed, &mut job, cell, stall, &fs)?;
+    let outcome = under(testbed, &mut job, case, stall, &fs)?;
     fs.go_on()?;
     testbed.is_quiet()?;
     if outcome == Outcome::Resumed && stall.then == Then::GoesOn {
@@ -220,11 +220,11 @@ pub(super) fn attempt<'t>(
 fn under(
     testbed: &Testbed,
     job: &mut Job<'_>,
-    cell: &Cell,
+    case: &Case,
     stall: Stall,
     fs: &StallFs<'_>,
 ) -> Result<Outcome> {
-    let injections = Injections::arm(&testbed.host, cell, Some(fs))?;
+    let injections = Injections::arm(&testbed.host, case, Some(fs))?;
     if stall.since == Since::Begin {
         stall.begin(fs)?;
     }
@@ -260,7 +260,7 @@ fn under(
                 match answer {
                     Ok(()) => Ok(Outcome::Done),
                     Err(_) if held => Ok(Outcome::Resumed),
-                    Err(output) if output.contains("FIRN-") => Ok(Outcome::Undone),
+                    Err(output) if output.contains("FIRN-") => Ok(Outcome::RolledBack),
                     Err(_) => bail!("no code"),
                 }
             };

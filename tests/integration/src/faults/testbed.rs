@@ -1,4 +1,4 @@
-//! A host on which cells are tried one after the other, and the container that they are tried on.
+//! A host on which cases are tried one after the other, and the container that they are tried on.
 
 use std::cell::{Cell, RefCell};
 use std::process::Child;
@@ -9,7 +9,7 @@ use containerd_shim_protos::api::Empty;
 use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_node::{CgroupMode, Platform, Suite, wait_for};
 
-use super::cell::{From, Subject};
+use super::case::{From, Subject};
 use super::counting::Counting;
 use super::{disk, inject};
 use crate::{Archive, Census, Container, GpuHost, Pending, SHARES_NOTHING, SimGpu, Task};
@@ -175,7 +175,7 @@ impl Testbed {
         ensure!(self.manifest_of(dir), "the image in {dir} has no manifest");
         self.images.set(self.images.get() + 1);
         let (name, from) = (
-            format!("checkpoint/cell-{}", self.images.get()),
+            format!("checkpoint/case-{}", self.images.get()),
             self.host.node().path(dir),
         );
         let mut template = self.template.borrow_mut();

@@ -4,13 +4,13 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Error, Result, ensure};
 
-/// Trials that may waver in a run of the suite. It has 600 of them, on a machine that does other things: one
-/// or two are the machine's doing, or the daemon's. Where it is more, something in firn or in the suite
+/// Trials that may be flaky in a run of the suite. It has 600 of them, on a machine that does other things:
+/// one or two are the machine's doing, or the daemon's. Where it is more, something in firn or in the suite
 /// depends on luck.
 const ALLOWED: usize = 3;
 
-fn few_enough(wavered: usize) -> bool {
-    wavered <= ALLOWED
+fn few_enough(flaky: usize) -> bool {
+    flaky <= ALLOWED
 }
 
 /// What answers that were right (true) or wrong make of a trial.
@@ -20,7 +20,7 @@ enum Verdict {
     /// Firn has to be asked once more.
     Open,
     /// Wrong once, then right as often as it was asked.
-    Wavered,
+    Flaky,
     Failed,
 }
 
@@ -28,17 +28,17 @@ enum Verdict {
 fn judge(right: &[bool]) -> Verdict {
     match right {
         [true, ..] => Verdict::Passed,
-        [false, true, true, ..] => Verdict::Wavered,
+        [false, true, true, ..] => Verdict::Flaky,
         [] | [false] | [false, true] => Verdict::Open,
         [false, ..] => Verdict::Failed,
     }
 }
 
-/// The trials that have wavered, and what was wrong with them.
+/// The flaky trials, and what was wrong with them.
 #[derive(Default)]
-pub struct Wavered(Mutex<Vec<String>>);
+pub struct FlakyTrials(Mutex<Vec<String>>);
 
-impl Wavered {
+impl FlakyTrials {
     /// Runs a trial until it is clear what came of it.
     pub fn prove(&self, name: &str, mut ask: impl FnMut() -> Result<()>) -> Result<()> {
         let (mut right, mut first): (Vec<bool>, Option<Error>) = (Vec::new(), None);
@@ -46,7 +46,7 @@ impl Wavered {
             match judge(&right) {
                 Verdict::Open => {}
                 Verdict::Passed => return Ok(()),
-                Verdict::Wavered => {
+                Verdict::Flaky => {
                     self.note(name, first.as_ref());
                     return Ok(());
                 }
@@ -69,21 +69,21 @@ impl Wavered {
     fn note(&self, name: &str, error: Option<&Error>) {
         let output = error.map_or_else(String::new, |error| format!("{error:#}"));
         let output: Vec<&str> = output.lines().filter(|line| !line.is_empty()).collect();
-        let mut wavered = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        wavered.push(format!("{name}: {}", output.join(" | ")));
+        let mut flaky = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        flaky.push(format!("{name}: {}", output.join(" | ")));
     }
 
     /// Prints every flaky trial, one line each; returns whether they are few enough.
     pub fn report(&self) -> bool {
-        let wavered = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for line in wavered.iter() {
+        let flaky = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for line in flaky.iter() {
             println!("flaky: {line}");
         }
-        let few = few_enough(wavered.len());
+        let few = few_enough(flaky.len());
         if !few {
             println!(
-                "---- {} trials wavered ----\nno more than {ALLOWED} may",
-                wavered.len()
+                "---- {} trials are flaky ----\nno more than {ALLOWED} may be",
+                flaky.len()
             );
         }
         few
@@ -92,7 +92,7 @@ impl Wavered {
 
 /// Whether a difference that stays fails its trial, and one that does not is reported.
 pub fn is_strict() -> Result<()> {
-    use Verdict::{Failed, Open, Passed, Wavered as Again};
+    use Verdict::{Failed, Flaky as Again, Open, Passed};
     for (right, verdict) in [
         (&[][..], Open),
         (&[true], Passed),
@@ -106,13 +106,13 @@ pub fn is_strict() -> Result<()> {
         ensure!(given == verdict, "{right:?} is {given:?}");
     }
     let run = |answers: &[bool]| {
-        let (wavered, mut asked) = (Wavered::default(), 0);
-        let proved = wavered.prove("a trial", || {
+        let (flaky, mut asked) = (FlakyTrials::default(), 0);
+        let proved = flaky.prove("a trial", || {
             asked += 1;
             ensure!(answers.get(asked - 1) == Some(&true), "wrong answer {asked}");
             Ok(())
         });
-        let noted = wavered.0.into_inner().unwrap_or_default();
+        let noted = flaky.0.into_inner().unwrap_or_default();
         (proved.map_err(|error| error.to_string()), asked, noted)
     };
     ensure!(run(&[true]) == (Ok(()), 1, Vec::new()), "{:?}", run(&[true]));
@@ -122,6 +122,6 @@ pub fn is_strict() -> Result<()> {
     let once = run(&[false, true, true]);
     let reported = vec!["a trial: wrong answer 1".to_owned()];
     ensure!(once == (Ok(()), 3, reported), "{once:?}");
-    ensure!(few_enough(3) && !few_enough(4), "more than 3 may waver");
+    ensure!(few_enough(3) && !few_enough(4), "more than 3 may be flaky");
     Ok(())
 }

@@ -43,7 +43,7 @@ use firn_lab::matrix;
 use firn_node::{Cgroup, Platform, Suite};
 use similar::TextDiff;
 
-use crate::flaky::Wavered;
+use crate::flaky::FlakyTrials;
 use crate::hosts::{PLATFORMS, Pair, has_controller};
 
 pub use crate::hosts::Place;
@@ -168,7 +168,7 @@ fn points() -> Vec<Point> {
 
 fn main() -> ExitCode {
     let pairs = PLATFORMS.map(|platform| Arc::new(Pair::new(platform)));
-    let wavered = Arc::new(Wavered::default());
+    let flaky_trials = Arc::new(FlakyTrials::default());
     let mut trials = vec![
         matrix::without_node("docs/design/parity.md lists the differences", listed),
         matrix::without_node("a difference that stays fails its trial", flaky::is_strict),
@@ -177,15 +177,15 @@ fn main() -> ExitCode {
     // other's hosts.
     for point in points() {
         for pair in pairs.iter().filter(|pair| point.on.includes(pair.platform())) {
-            let (pair, wavered) = (Arc::clone(pair), Arc::clone(&wavered));
+            let (pair, flaky_trials) = (Arc::clone(pair), Arc::clone(&flaky_trials));
             let name = matrix::name(point.name, pair.platform());
             trials.push(matrix::trial(name.clone(), move || {
-                wavered.prove(&name, || prove(&pair, point))
+                flaky_trials.prove(&name, || prove(&pair, point))
             }));
         }
     }
     let conclusion = matrix::run_trials(trials);
-    match wavered.report() {
+    match flaky_trials.report() {
         true => conclusion.exit_code(),
         false => ExitCode::FAILURE,
     }

@@ -64,7 +64,7 @@ impl Done {
         }
     }
 
-    /// The form of the reply of `start` and all that was printed besides.
+    /// The form of the reply of `start` and all else that was printed.
     pub fn reply(&self) -> String {
         let form = if let Ok(json) = serde_json::from_slice::<Value>(&self.stdout) {
             format!("JSON {json}")

@@ -234,10 +234,10 @@ fn fuse_helpers(place: &Place<'_>) -> Result<String> {
         let source = format!("{HERE}/source");
         let created = lab.create(&[mount(fs_type, &source, "", options)]);
         let text = describe(&created, |_| "Ok".to_owned());
-        let told_why = text.contains("no such host");
+        let has_cause = text.contains("no such host");
         writeln!(
             seen,
-            "{fs_type}: {} {told_why} {:?}",
+            "{fs_type}: {} {has_cause} {:?}",
             created.is_ok(),
             lab.mounts()?
         )?;

@@ -147,7 +147,7 @@ fn logs(place: &Place<'_>) -> Result<String> {
     let before = place.host.log_length()?;
     place.node().run(&["kill", "-s", "USR1", &shim.to_string()])?;
     let pid = format!("pid={shim}");
-    // containerd and the shim say other things meanwhile, and the end of what is there may be half a line.
+    // containerd and the shim log other things meanwhile, and the end of what is there may be half a line.
     let line = wait_for("a line of the shim in containerd's log", STEP, || {
         let log = place.host.log_since(before)?;
         let lines = log.split_inclusive('\n').filter(|line| line.ends_with('\n'));

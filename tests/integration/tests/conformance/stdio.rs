@@ -426,7 +426,7 @@ fn much_stdin(place: &Place<'_>) -> Result<String> {
     })
 }
 
-/// Runs a container whose pipes belong to this user, as `io_uid` and `io_gid` of the runc options say.
+/// Runs a container whose pipes belong to this user, as `io_uid` and `io_gid` of the runc options set.
 fn owned(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
     let (out, err) = (client.fifo("out")?, client.fifo("err")?);

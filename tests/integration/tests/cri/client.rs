@@ -162,7 +162,7 @@ impl<'h> Pod<'h> {
     }
 
     /// As [`Pod::remove`], but returns what is left, and removes that by hand.
-    pub fn remove_telling(&self, containers: &[&Ctr<'_>]) -> Result<String> {
+    pub fn remove_and_list(&self, containers: &[&Ctr<'_>]) -> Result<String> {
         self.end()?;
         let node = self.cri.host.node();
         let mut left = Vec::new();
@@ -319,7 +319,7 @@ pub struct Stream {
 
 impl Stream {
     /// Sends a line to the container.
-    pub fn say(&mut self, line: &str) -> Result<()> {
+    pub fn send(&mut self, line: &str) -> Result<()> {
         let mut stdin = self.client.stdin.as_ref().context("no standard input")?;
         writeln!(stdin, "{line}").context("write to the stream")
     }

@@ -162,7 +162,7 @@ echo '{"cniVersion":"0.4.0","interfaces":[{"name":"'"$CNI_IFNAME"'","sandbox":"'
 "#;
 const NETWORK: &str = r#"{"cniVersion":"0.4.0","name":"none","plugins":[{"type":"none"}]}"#;
 
-/// Puts the shipped configuration into containerd's as its heads say, and adds what only tests need.
+/// Puts the shipped configuration into containerd's as its comments describe, and adds what only tests need.
 fn configure(node: &Node, suite: Suite) -> Result<()> {
     let shipped = |file: &str| {
         let path = Path::new(env!("CARGO_MANIFEST_DIR"))

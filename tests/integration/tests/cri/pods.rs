@@ -99,7 +99,7 @@ fn one_shim(cri: Cri<'_>) -> Result<String> {
     let root = format!("{}/k8s.io/{}", cri.way.runc_root(), one.id);
     ensure!(
         cri.host.node().path(root).exists(),
-        "runc's state is not where the handler's options say"
+        "runc's state is not where the handler's options put it"
     );
     let spec: Value = serde_json::from_str(
         &cri.host
@@ -257,7 +257,7 @@ fn end_of_sandbox(cri: Cri<'_>) -> Result<String> {
     node.run(&["kill", "-KILL", pid.trim()])?;
     not_ready(&pod)?;
     let seen = format!("{} {}", pod.state()?, container.state()?);
-    Ok(format!("{seen}, left {}", pod.remove_telling(&[&container])?))
+    Ok(format!("{seen}, left {}", pod.remove_and_list(&[&container])?))
 }
 
 fn end_of_shim(cri: Cri<'_>) -> Result<String> {
@@ -269,7 +269,7 @@ fn end_of_shim(cri: Cri<'_>) -> Result<String> {
         .run(&[&["kill".to_owned(), "-KILL".to_owned()][..], &shims].concat())?;
     not_ready(&pod)?;
     let seen = format!("{} {}", pod.state()?, container.ended()?);
-    Ok(format!("{seen}, left {}", pod.remove_telling(&[&container])?))
+    Ok(format!("{seen}, left {}", pod.remove_and_list(&[&container])?))
 }
 
 fn not_ready(pod: &Pod<'_>) -> Result<()> {

@@ -73,8 +73,8 @@ fn exec_stream(cri: Cri<'_>) -> Result<String> {
     let script = "read a; echo got $a; read b; echo got $b >&2; exit 6";
     let request = json!({ "cmd": ["sh", "-c", script], "stdin": true, "stdout": true, "stderr": true });
     let mut stream = container.open("Exec", &request)?;
-    stream.say("one")?;
-    stream.say("two")?;
+    stream.send("one")?;
+    stream.send("two")?;
     let seen = stream.end()?;
     pod.remove(&[&container])?;
     Ok(seen)
@@ -152,9 +152,9 @@ fn attach(cri: Cri<'_>) -> Result<String> {
     let mut stream = container.open("Attach", &request)?;
     // Output is attached by now. What comes right before the end may be lost.
     stream.hears("tick")?;
-    stream.say("hello")?;
+    stream.send("hello")?;
     stream.hears("got hello")?;
-    stream.say("end")?;
+    stream.send("end")?;
     let how = container.ended()?;
     stream.end()?;
     let log = pod.logs("c", "got end")?;

@@ -1,5 +1,5 @@
-//! The commands of README.md, of docs/guide and of examples/, as they are written there, on nodes with simulated
-//! GPUs. Every console block of these pages is run, or a reason stands here why it is not.
+//! The commands of README.md, of docs/guide and of examples/, as they are written there, on nodes with
+//! simulated GPUs. Every console block of these pages is run, or a reason stands here why it is not.
 
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 

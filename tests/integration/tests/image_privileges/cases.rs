@@ -109,7 +109,7 @@ pub const CASES: &[Case] = &[
             })
         })
     }),
-    case("an oom_score_adj that spares it", |dir| {
+    case("an oom_score_adj that protects it", |dir| {
         task(dir, |task| {
             task.set(14, (-900_i64).cast_unsigned());
             Ok(())

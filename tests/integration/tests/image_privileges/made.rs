@@ -24,7 +24,7 @@ exit $code
 ";
 
 /// A restore by this image fails after runc was called, with this in its message, and nothing is left.
-fn undone(host: &GpuHost, image: &str, expected: &str) -> Result<()> {
+fn rolled_back(host: &GpuHost, image: &str, expected: &str) -> Result<()> {
     let output = failure(Container::restore(host, "job", image, 1).map(drop))?;
     ensure!(
         output.contains("FIRN-IMAGE-PRIVILEGE:") && output.contains("was undone"),
@@ -70,7 +70,7 @@ pub fn processes_of_other_containers_are_not_continued(platform: Platform) -> Re
             Ok(status.contains("T (stopped)").then_some(()))
         })?;
         host.replace_runc(ASTRAY)?;
-        undone(host, GPU, "is not in the container's cgroup")?;
+        rolled_back(host, GPU, "is not in the container's cgroup")?;
         let log = host
             .node()
             .path(format!("{}/{VICTIM}/rootfs/log", firn_lab::BUNDLES));
@@ -99,7 +99,7 @@ pub fn processes_made_by_criu_are_compared_before_they_run(platform: Platform) -
                 FIRN,
                 case.with_context(|| format!("no case {what}"))?.edit,
             )?;
-            undone(host, HOSTILE, expected).with_context(|| (*what).to_owned())?;
+            rolled_back(host, HOSTILE, expected).with_context(|| (*what).to_owned())?;
             host.remove_image(HOSTILE)?;
         }
         host.configure("")?;

@@ -1,5 +1,5 @@
-//! What cannot be checkpointed is refused with its code, and a checkpoint that fails later is undone: the
-//! workload goes on as before, and no image is left.
+//! What cannot be checkpointed is refused with its code, and a checkpoint that fails later is rolled back:
+//! the workload goes on as before, and no image is left.
 
 mod others;
 mod rollback;

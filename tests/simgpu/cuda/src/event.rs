@@ -22,8 +22,8 @@ impl Handshake {
     /// Starts the event thread.
     pub(crate) fn start() -> io::Result<Self> {
         let (near, far) = wire::socket_pair()?;
-        let (tell_tid, tid) = std::sync::mpsc::channel();
-        thread::Builder::new().spawn(move || run(&far, &tell_tid))?;
+        let (sender, tid) = std::sync::mpsc::channel();
+        thread::Builder::new().spawn(move || run(&far, &sender))?;
         let tid = tid.recv().map_err(io::Error::other)?;
         Ok(Self {
             socket: near,
@@ -59,10 +59,10 @@ impl Handshake {
     }
 }
 
-fn run(handshake: &OwnedFd, tell_tid: &Sender<i32>) {
+fn run(handshake: &OwnedFd, sender: &Sender<i32>) {
     // SAFETY: no arguments, cannot fail.
     let tid = unsafe { libc::gettid() };
-    if tell_tid.send(tid).is_err() {
+    if sender.send(tid).is_err() {
         return;
     }
     let listener = listen()

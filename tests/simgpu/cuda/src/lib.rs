@@ -2,7 +2,7 @@
 //! it.
 //!
 //! It imitates what NVIDIA's driver 580 was seen to do (states, refusals, what stays open, what hangs) and
-//! nothing else. Answers that nobody measured say so where they are made. "GPU" memory is that of
+//! nothing else. Answers that nobody measured are marked where they are made. "GPU" memory is that of
 //! `simgpu-model`; kernels are this library's own versions of the workload's, chosen by name.
 //!
 //! Two threads serve each process. The restore thread carries out lock, checkpoint, restore and unlock for

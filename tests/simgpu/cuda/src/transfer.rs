@@ -49,7 +49,7 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
             Backing::Managed { .. } => {}
         }
     }
-    // Order matters: the mappings are gone before the memory behind them is given back.
+    // Order matters: the mappings are gone before the memory behind them is freed.
     if let Some(hardware) = process.hardware.take() {
         hardware.leave();
     }

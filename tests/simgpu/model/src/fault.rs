@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn acts_from_the_nth_matching_call_as_often_as_told() {
+    fn acts_from_the_nth_matching_call_as_often_as_set() {
         let mut rule = rule(r#"{"call":"lock","nth":2,"times":2,"action":"hang"}"#);
         let acted: Vec<bool> = (0..5).map(|_| rule.hit()).collect();
         assert_eq!(acted, [false, true, true, false, false]);

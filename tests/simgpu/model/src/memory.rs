@@ -2,7 +2,7 @@
 //!
 //! A chunk's word is zero while it is free and otherwise names its owner's slot, the allocation and the
 //! chunk's place in it. Words are taken by compare-and-swap, so no process can stop another by being frozen
-//! or killed. A chunk is punched (its memory given back, its bytes lost) before its word is cleared.
+//! or killed. A chunk is punched (its memory freed, its bytes lost) before its word is cleared.
 
 use std::fs::File;
 use std::io;

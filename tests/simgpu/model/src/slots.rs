@@ -2,7 +2,7 @@
 //! device.
 //!
 //! Invariants: a slot's mutex is held by its process's restore thread; the token is zero unless a process has
-//! the slot; what a dead owner left is given back by whoever takes or sweeps its slot next, before the slot
+//! the slot; what a dead owner left is freed by whoever takes or sweeps its slot next, before the slot
 //! is used again.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -42,7 +42,7 @@ impl Slots {
         }
     }
 
-    /// Takes a slot for the process with this token and the calling thread; `reclaim` gives back what a dead
+    /// Takes a slot for the process with this token and the calling thread; `reclaim` frees what a dead
     /// owner of a slot left. Nothing when all slots are in use.
     pub fn claim(&self, token: u64, reclaim: impl Fn(usize)) -> Option<usize> {
         self.0.iter().enumerate().find_map(|(number, slot)| {
@@ -62,7 +62,7 @@ impl Slots {
         self.0[number].mutex.release();
     }
 
-    /// Gives back what dead owners left.
+    /// Frees what dead owners left.
     pub fn sweep(&self, reclaim: impl Fn(usize)) {
         for (number, slot) in self.0.iter().enumerate() {
             if slot.token.load(Ordering::Acquire) == 0 {

@@ -256,7 +256,7 @@ impl Control {
     }
 }
 
-/// Gives back all managed memory of the process in `slot`.
+/// Frees all managed memory of the process in `slot`.
 pub fn punch_managed(uvm: BorrowedFd<'_>, slot: usize) {
     for window in managed_windows(slot) {
         punch(uvm, window, 1 << 32);

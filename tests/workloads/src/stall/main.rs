@@ -74,7 +74,7 @@ fn main() -> Result<()> {
     )
     .with_context(|| format!("mount {}", options.point.display()))?;
     println!("ready");
-    io::stdout().flush().context("say that it is mounted")?;
+    io::stdout().flush().context("report that it is mounted")?;
 
     let server = Arc::new(Mutex::new(Server {
         device: Arc::clone(&device),

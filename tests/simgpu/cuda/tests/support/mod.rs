@@ -254,7 +254,7 @@ fn remove_left_over() {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // A test that panics has more to say than this could.
+        // A test that panics has a better message than this could have.
         let _ = self.command("simgpu").arg("teardown").status();
     }
 }

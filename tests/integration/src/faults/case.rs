@@ -1,4 +1,4 @@
-//! The cells of the matrix, made by rule: what fails, when, and of which container.
+//! The cases of the matrix, made by rule: what fails, when, and of which container.
 
 use std::sync::OnceLock;
 
@@ -151,9 +151,9 @@ impl Subject {
     }
 }
 
-/// One cell of the matrix, or a pair of two that differ in their fault.
+/// One case of the matrix, or a pair of two that differ in their fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cell {
+pub struct Case {
     pub flow: Flow,
     pub first: FaultAt,
     /// What goes wrong after that, in the same operation.
@@ -174,10 +174,10 @@ const fn subject(cgroup: Cgroup, processes: usize) -> Subject {
     Subject { cgroup, processes }
 }
 
-/// Why a combination is no cell.
+/// Why a combination is no case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Why {
-    NothingGivenBack,
+    NothingRestored,
     NoSuchCall,
     NoRuntime,
     NotItsMoment,
@@ -243,7 +243,7 @@ pub(super) const CRIU_FAULTS: [(u32, Flow); 8] = [
     (131, Flow::Restore),
 ];
 
-/// Coprime to the number of cells of each kind, so that [`quick`] goes through all of the other axes.
+/// Coprime to the number of cases of each kind, so that [`quick`] goes through all of the other axes.
 const TURN: usize = 5;
 
 pub(super) fn faults() -> Vec<Fault> {
@@ -297,9 +297,9 @@ pub fn has_cgroup_v1() -> bool {
     })
 }
 
-/// All cells, and how many combinations are none, by reason.
-pub fn all() -> (Vec<Cell>, Vec<(Why, usize)>) {
-    let (mut cells, mut left_out) = (Vec::new(), std::collections::BTreeMap::new());
+/// All cases, and how many combinations are none, by reason.
+pub fn all() -> (Vec<Case>, Vec<(Why, usize)>) {
+    let (mut cases, mut left_out) = (Vec::new(), std::collections::BTreeMap::new());
     for subject in SUBJECTS {
         for (flow, phases) in PHASES {
             for &phase in phases {
@@ -310,7 +310,7 @@ pub fn all() -> (Vec<Cell>, Vec<(Why, usize)>) {
                         (From::Paused, false),
                         (From::Paused, true),
                     ] {
-                        let cell = Cell {
+                        let case = Case {
                             flow,
                             first: FaultAt { phase, fault },
                             second: None,
@@ -318,8 +318,8 @@ pub fn all() -> (Vec<Cell>, Vec<(Why, usize)>) {
                             exit,
                             subject,
                         };
-                        match cell.why_not() {
-                            None => cells.push(cell),
+                        match case.why_not() {
+                            None => cases.push(case),
                             Some(why) => *left_out.entry(why).or_insert(0) += 1,
                         }
                     }
@@ -327,24 +327,24 @@ pub fn all() -> (Vec<Cell>, Vec<(Why, usize)>) {
             }
         }
     }
-    (cells, left_out.into_iter().collect())
+    (cases, left_out.into_iter().collect())
 }
 
-/// The cells of a few minutes: the plain faults of every phase once, the other axes taken in turn.
-pub fn quick() -> Vec<Cell> {
+/// The cases of a few minutes: the plain faults of every phase once, the other axes taken in turn.
+pub fn quick() -> Vec<Case> {
     let (all, _) = all();
     let mut turn = 0;
-    let mut chosen: Vec<Cell> = Vec::new();
-    for cell in all.iter().filter(|cell| cell.is_plain()) {
-        let alike = |other: &&Cell| (other.flow, other.first) == (cell.flow, cell.first);
+    let mut chosen: Vec<Case> = Vec::new();
+    for case in all.iter().filter(|case| case.is_plain()) {
+        let alike = |other: &&Case| (other.flow, other.first) == (case.flow, case.first);
         if chosen.iter().any(|chosen| alike(&chosen)) {
             continue;
         }
-        let kind: Vec<&Cell> = all.iter().filter(alike).collect();
+        let kind: Vec<&Case> = all.iter().filter(alike).collect();
         chosen.push(*kind[turn % kind.len()]);
         turn += TURN;
     }
-    chosen.sort_by_key(|cell| cell.subject.key());
+    chosen.sort_by_key(|case| case.subject.key());
     chosen
 }
 
