@@ -423,9 +423,13 @@ impl GpuHost {
                 .into_iter()
                 .filter(|p| busy(&p.command))
                 .collect();
+            last = format!("{left:?}");
+            if !left.is_empty() {
+                return Ok(None);
+            }
             let memory = self.gpu_memory()?;
-            last = format!("{left:?}, GPU memory in use {memory:?}");
-            Ok((left.is_empty() && memory.iter().all(|mib| *mib == 0)).then_some(()))
+            last = format!("GPU memory in use {memory:?}");
+            Ok(memory.iter().all(|mib| *mib == 0).then_some(()))
         });
         ensure!(waited.is_ok(), "left on {}: {last}", self.node.name());
         Ok(())

@@ -314,25 +314,29 @@ fn requests_by_nvidias_runtime_move_and_it_is_not_called(platform: Platform) -> 
         ensure!(a.log().contains("does not follow mode"), "no report");
         a.node().run(&["rm", file, "/run/wrapper-ran", "/run/hook-ran"])?;
 
-        // Where firn cannot, the wrapper gives the GPUs as it does without firn, and nothing is lost.
-        a.node().run(&["rm", CDI])?;
-        let kept = Container::run(a, "kept", &options, &["sleep", "1000"])?;
-        ensure!(hook_ran(a), "the hook was not run");
-        ensure!(a.log().contains("FIRN-NO-CDI-SPEC"), "no report");
-        let output = kept.checkpoint("checkpoint/kept");
-        let output = format!("{:#}", output.err().context("it was dumped")?);
-        ensure!(output.contains("FIRN-GPU-HOOK"), "{output}");
-        ensure!(kept.status()? == "RUNNING", "it does not run");
-        kept.remove()?;
-        // Who asks for nothing gets what the wrapper makes of it.
-        a.node().run(&["rm", "/run/wrapper-ran"])?;
-        Container::run(a, "plain", &wrapped, &["sleep", "1000"])?.remove()?;
-        ensure!(
-            a.node().path("/run/wrapper-ran").exists(),
-            "the wrapper was not called"
-        );
-        a.idle()
+        without_cdi_file(a, &wrapped, &options)
     })
+}
+
+/// Where firn cannot, the wrapper gives the GPUs as it does without firn, and nothing is lost.
+fn without_cdi_file(a: &GpuHost, wrapped: &[&str], options: &[&str]) -> Result<()> {
+    a.node().run(&["rm", CDI])?;
+    let kept = Container::run(a, "kept", options, &["sleep", "1000"])?;
+    ensure!(hook_ran(a), "the hook was not run");
+    ensure!(a.log().contains("FIRN-NO-CDI-SPEC"), "no report");
+    let output = kept.checkpoint("checkpoint/kept");
+    let output = format!("{:#}", output.err().context("it was dumped")?);
+    ensure!(output.contains("FIRN-GPU-HOOK"), "{output}");
+    ensure!(kept.status()? == "RUNNING", "it does not run");
+    kept.remove()?;
+    // Who asks for nothing gets what the wrapper makes of it.
+    a.node().run(&["rm", "/run/wrapper-ran"])?;
+    Container::run(a, "plain", wrapped, &["sleep", "1000"])?.remove()?;
+    ensure!(
+        a.node().path("/run/wrapper-ran").exists(),
+        "the wrapper was not called"
+    );
+    a.idle()
 }
 
 fn requests_by_the_hook_of_ctr_1_7_move(platform: Platform) -> Result<()> {

@@ -35,6 +35,38 @@ devices: [{name: '0', containerEdits: {env: [A=B]}}]
 containerEdits: {mounts: [{hostPath: /srv/driver/lib/libany.so.1, containerPath: /usr/lib64/libany.so.1}]}
 ";
 
+/// A restore is refused for want of this file.
+fn refused_without(host: &GpuHost, file: &str) -> Result<()> {
+    let output = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
+    ensure!(
+        output.contains("FIRN-MOUNT-SOURCE-MISSING:") && output.contains(file),
+        "{output}"
+    );
+    ensure!(!host.runc_has("restore")?, "runc was called");
+    host.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(host, "job")
+}
+
+/// What the target lacks is empty and reported, and its nodes are right before a process runs.
+fn mounts_are_reported(copy: &Container<'_>, reported: &str) -> Result<()> {
+    assert_eq!(
+        copy.exec(&["cat", SOCKET, TOOL])?,
+        "",
+        "what the target lacks is not empty"
+    );
+    for path in [SOCKET, TOOL] {
+        ensure!(
+            reported.contains(&format!("mount {path}: this node has none")),
+            "{reported}"
+        );
+    }
+    ensure!(
+        !reported.contains("were not as CRIU's script had left them"),
+        "the nodes were set right too late:\n{reported}"
+    );
+    Ok(())
+}
+
 /// The target has no daemons and its driver in another directory: one that is searched, or one that a CDI
 /// file names.
 fn a_node_with_its_driver_elsewhere_restores(platform: Platform) -> Result<()> {
@@ -69,15 +101,7 @@ fn a_node_with_its_driver_elsewhere_restores(platform: Platform) -> Result<()> {
             if cdi.is_some() {
                 b.node().write(&elsewhere, "of the target\n")?;
             }
-            let output = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
-            ensure!(
-                output.contains("FIRN-MOUNT-SOURCE-MISSING:") && output.contains(&library),
-                "{output}"
-            );
-            ensure!(!b.runc_has("restore")?, "runc was called");
-            b.node().run(&["ctr", "containers", "delete", "job"])?;
-            nothing_left(b, "job")?;
-
+            refused_without(b, &library)?;
             b.node().write(&elsewhere, "of the target\n")?;
             if let Some(cdi) = cdi {
                 b.node().write("/etc/cdi/other.yaml", cdi)?;
@@ -86,22 +110,7 @@ fn a_node_with_its_driver_elsewhere_restores(platform: Platform) -> Result<()> {
             let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
             copy.goes_on(3)?;
             assert_eq!(copy.exec(&["cat", &library])?, "of the target\n");
-            assert_eq!(
-                copy.exec(&["cat", SOCKET, TOOL])?,
-                "",
-                "what the target lacks is not empty"
-            );
-            let reported = b.log_since(log)?;
-            for path in [SOCKET, TOOL] {
-                ensure!(
-                    reported.contains(&format!("mount {path}: this node has none")),
-                    "{reported}"
-                );
-            }
-            ensure!(
-                !reported.contains("were not as CRIU's script had left them"),
-                "the nodes were set right too late:\n{reported}"
-            );
+            mounts_are_reported(&copy, &b.log_since(log)?)?;
             let after = uvm(&copy.exec(&stat)?);
             assert_ne!(after, before, "the nodes do not differ: this shows nothing");
             assert_eq!(after, uvm(&b.node().run(&stat)?.stdout));

@@ -284,21 +284,25 @@ fn files_that_criu_opens_are_the_targets(platform: Platform) -> Result<()> {
         }
         copy.remove()?;
 
-        // A /dev that cannot be set right: the restore ends with the reason.
-        job.exec(&["ln", "-s", "other", "/dev/nvidia-caps"])?;
-        a.remove_image("checkpoint/job")?;
-        job.checkpoint("checkpoint/job")?;
-        job.remove()?;
-        a.send_image("checkpoint/job", b)?;
-        let output = failure(Container::restore(b, "job", "checkpoint/job", 0).map(drop))?;
-        for part in ["FIRN-DEV-REPAIR:", "/dev/nvidia-caps", "hint: "] {
-            ensure!(output.contains(part), "no {part} in:\n{output}");
-        }
-        b.node().run(&["ctr", "containers", "delete", "job"])?;
-        nothing_left(b, "job")?;
-        a.idle()?;
-        b.idle()
+        a_dev_that_cannot_be_repaired(a, b, job)
     })
+}
+
+/// A /dev that cannot be set right: the restore ends with the reason.
+fn a_dev_that_cannot_be_repaired(a: &GpuHost, b: &GpuHost, job: Container<'_>) -> Result<()> {
+    job.exec(&["ln", "-s", "other", "/dev/nvidia-caps"])?;
+    a.remove_image("checkpoint/job")?;
+    job.checkpoint("checkpoint/job")?;
+    job.remove()?;
+    a.send_image("checkpoint/job", b)?;
+    let output = failure(Container::restore(b, "job", "checkpoint/job", 0).map(drop))?;
+    for part in ["FIRN-DEV-REPAIR:", "/dev/nvidia-caps", "hint: "] {
+        ensure!(output.contains(part), "no {part} in:\n{output}");
+    }
+    b.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(b, "job")?;
+    a.idle()?;
+    b.idle()
 }
 
 fn main() -> ExitCode {

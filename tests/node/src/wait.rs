@@ -6,19 +6,23 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 const PAUSE: Duration = Duration::from_millis(5);
+/// Longest pause after a poll that took long.
+const LONG_PAUSE: Duration = Duration::from_millis(50);
 
 /// Asks `poll` until it gives a value, fails, or `limit` has passed; `what` names the condition in that
 /// error.
 pub fn wait_for<T>(what: &str, limit: Duration, mut poll: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {
+        let begun = Instant::now();
         if let Some(value) = poll()? {
             return Ok(value);
         }
         if Instant::now() > end {
             bail!("waited {} s for {what}", limit.as_secs_f32());
         }
-        thread::sleep(PAUSE);
+        // A poll that starts programs leaves at least as much of the CPU to what it waits for.
+        thread::sleep(begun.elapsed().clamp(PAUSE, LONG_PAUSE));
     }
 }
 

@@ -155,6 +155,69 @@ fn checkpoint<'t>(testbed: &'t Testbed, kept: &mut Option<Job<'t>>, case: &Case)
     })
 }
 
+/// What has come of a container that has ended, or whose GPU state is not on the GPU.
+fn ended_or_stopped(
+    testbed: &Testbed,
+    job: &mut Job<'_>,
+    case: &Case,
+    happened: &Happened,
+    answer: &Result<(), String>,
+    image: &str,
+) -> Result<Option<Outcome>> {
+    let output = answer.as_ref().err().map_or("success", String::as_str);
+    let exists = || testbed.host.node().path(image).exists();
+    let remove_image = || testbed.host.node().run(&["rm", "-r", image]).map(drop);
+    if happened.has_killed(Victim::Shim) {
+        // What its shim has begun is cleaned up by the time that nothing else is left of the container.
+        testbed.forget()?;
+        if !exists() {
+            return Ok(Some(Outcome::Ended));
+        }
+        ensure!(testbed.manifest_of(image), "a half image is left in {image}");
+        testbed.is_good_image(image)?;
+        remove_image()?;
+        return Ok(Some(Outcome::EndedWithImage));
+    }
+    if !job.is_alive() {
+        let reported = answer.is_ok() || happened.is_unheard();
+        ensure!(case.exit && reported, "the workload is lost: {output}");
+        testbed.forget()?;
+        testbed.is_good_image(image).context(output.to_owned())?;
+        remove_image()?;
+        return Ok(Some(Outcome::Image));
+    }
+    let complete = output.contains(&format!("{image} is complete"));
+    if output.contains("FIRN-GPU-LOST") {
+        ensure!(happened.may_suspend(), "GPU state is lost: {output}");
+        job.counting.stands_still()?;
+        ensure!(
+            complete == exists(),
+            "no report whether there is an image: {output}"
+        );
+        testbed.forget()?;
+        if complete {
+            testbed.is_good_image(image).context(output.to_owned())?;
+            remove_image()?;
+        }
+        return Ok(Some(Outcome::Frozen));
+    }
+    if output.contains("FIRN-GPU-SUSPENDED") {
+        ensure!(happened.may_suspend(), "it is suspended: {output}");
+        // Nothing fails any more: the client that resumes it gets it back, with every count.
+        job.is_resumed().with_context(|| output.to_owned())?;
+        ensure!(
+            complete == exists(),
+            "no report whether there is an image: {output}"
+        );
+        if complete {
+            ensure!(testbed.manifest_of(image), "the image in {image} has no manifest");
+            remove_image()?;
+        }
+        return Ok(Some(Outcome::Resumed));
+    }
+    Ok(None)
+}
+
 /// What the checkpoint has come to.
 fn ended(
     testbed: &Testbed,
@@ -170,53 +233,8 @@ fn ended(
     };
     let exists = || testbed.host.node().path(image).exists();
     let remove_image = || testbed.host.node().run(&["rm", "-r", image]).map(drop);
-    if happened.has_killed(Victim::Shim) {
-        // What its shim has begun is cleaned up by the time that nothing else is left of the container.
-        testbed.forget()?;
-        if !exists() {
-            return Ok(Outcome::Ended);
-        }
-        ensure!(testbed.manifest_of(image), "a half image is left in {image}");
-        testbed.is_good_image(image)?;
-        remove_image()?;
-        return Ok(Outcome::EndedWithImage);
-    }
-    if !job.is_alive() {
-        let reported = answer.is_ok() || happened.is_unheard();
-        ensure!(case.exit && reported, "the workload is lost: {output}");
-        testbed.forget()?;
-        testbed.is_good_image(image).context(output.to_owned())?;
-        remove_image()?;
-        return Ok(Outcome::Image);
-    }
-    let complete = output.contains(&format!("{image} is complete"));
-    if output.contains("FIRN-GPU-LOST") {
-        ensure!(happened.may_suspend(), "GPU state is lost: {output}");
-        job.counting.stands_still()?;
-        ensure!(
-            complete == exists(),
-            "it is not output whether there is an image: {output}"
-        );
-        testbed.forget()?;
-        if complete {
-            testbed.is_good_image(image).context(output.to_owned())?;
-            remove_image()?;
-        }
-        return Ok(Outcome::Frozen);
-    }
-    if output.contains("FIRN-GPU-SUSPENDED") {
-        ensure!(happened.may_suspend(), "it is suspended: {output}");
-        // Nothing fails any more: the client that resumes it gets it back, with every count.
-        job.is_resumed().with_context(|| output.to_owned())?;
-        ensure!(
-            complete == exists(),
-            "it is not output whether there is an image: {output}"
-        );
-        if complete {
-            ensure!(testbed.manifest_of(image), "the image in {image} has no manifest");
-            remove_image()?;
-        }
-        return Ok(Outcome::Resumed);
+    if let Some(outcome) = ended_or_stopped(testbed, job, case, happened, &answer, image)? {
+        return Ok(outcome);
     }
     if happened.is_unheard() && happened.may_suspend() {
         // Nobody has heard whether it is paused or suspended; the next client sees no difference.

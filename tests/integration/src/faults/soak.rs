@@ -133,10 +133,22 @@ fn cycles(what: &Soak, testbed: &Testbed, report: &impl Fn(&str)) -> Result<Soak
     );
     job.take().context("no container")?.end()?;
     empty.comes_back(&testbed.host)?;
+    restores(what, testbed, &mut random, &mut done, report)?;
+    let after = empty.comes_back(&testbed.host)?;
+    report(&format!("the node before: {empty}; after: {after}"));
+    Ok(done)
+}
 
+fn restores(
+    what: &Soak,
+    testbed: &Testbed,
+    random: &mut Random,
+    done: &mut Soaked,
+    report: &impl Fn(&str),
+) -> Result<()> {
     let cases = faults(what.subject, Flow::Restore);
     while done.restores < what.cycles {
-        let cycle = match fault(&mut random, &cases) {
+        let cycle = match fault(random, &cases) {
             Some(case) => {
                 done.disturbed += 1;
                 let outcome = attempt(testbed, &mut None, &case)
@@ -153,7 +165,5 @@ fn cycles(what: &Soak, testbed: &Testbed, report: &impl Fn(&str)) -> Result<Soak
         done.restores += 1;
         report(&format!("{:>4} {cycle}", done.restores));
     }
-    let after = empty.comes_back(&testbed.host)?;
-    report(&format!("the node before: {empty}; after: {after}"));
-    Ok(done)
+    Ok(())
 }

@@ -211,19 +211,8 @@ fn by_stock(host: &GpuHost, case: &Case) -> Result<Option<String>> {
     }
 }
 
-/// What a restored container has that its spec does not give it.
-fn gained(host: &GpuHost) -> Result<String> {
-    let table = host.node().run(&["ctr", "tasks", "list"])?.stdout;
-    let pid = table
-        .lines()
-        .filter_map(|row| row.strip_prefix("job ")?.split_whitespace().next())
-        .next()
-        .context("no task")?
-        .to_owned();
-    let read = |file: &str| {
-        Ok::<_, anyhow::Error>(host.node().run(&["cat", &format!("/proc/{pid}/{file}")])?.stdout)
-    };
-    let status = read("status")?;
+/// Capabilities, restrictions and user of a process that are not as the spec has them.
+fn gained_by_status(status: &str) -> Vec<String> {
     let field = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
         line.map(str::trim).unwrap_or_default().to_owned()
@@ -246,6 +235,47 @@ fn gained(host: &GpuHost) -> Result<String> {
             field("Uid:").split_whitespace().next().unwrap_or_default()
         ));
     }
+    seen
+}
+
+/// Mounts of a process that are not as the spec has them.
+fn gained_by_mounts(mounts: &str) -> Vec<String> {
+    let mut seen = Vec::new();
+    let options = |point: &str| {
+        let mut lines = mounts
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>());
+        lines
+            .find(|fields| fields.get(4) == Some(&point))
+            .and_then(|fields| Some(fields.get(5)?.to_string()))
+    };
+    for point in ["/proc/sys", "/sys"] {
+        if options(point).is_none_or(|options| options.starts_with("rw")) {
+            seen.push(format!("{point} writable"));
+        }
+    }
+    if options("/proc/keys").is_none() {
+        seen.push("/proc/keys open".to_owned());
+    }
+    if options("/mnt").is_some() {
+        seen.push("the mount".to_owned());
+    }
+    seen
+}
+
+/// What a restored container has that its spec does not give it.
+fn gained(host: &GpuHost) -> Result<String> {
+    let table = host.node().run(&["ctr", "tasks", "list"])?.stdout;
+    let pid = table
+        .lines()
+        .filter_map(|row| row.strip_prefix("job ")?.split_whitespace().next())
+        .next()
+        .context("no task")?
+        .to_owned();
+    let read = |file: &str| {
+        Ok::<_, anyhow::Error>(host.node().run(&["cat", &format!("/proc/{pid}/{file}")])?.stdout)
+    };
+    let mut seen = gained_by_status(&read("status")?);
     for kind in ["net", "ipc", "uts", "pid", "mnt"] {
         let link = |of: &str| host.node().run(&["readlink", &format!("/proc/{of}/ns/{kind}")]);
         if link(&pid)?.stdout == link("1")?.stdout {
@@ -274,26 +304,7 @@ fn gained(host: &GpuHost) -> Result<String> {
     if policy.contains("SCHED_FIFO") {
         seen.push("SCHED_FIFO".to_owned());
     }
-    let mounts = read("mountinfo")?;
-    let options = |point: &str| {
-        let mut lines = mounts
-            .lines()
-            .map(|line| line.split_whitespace().collect::<Vec<_>>());
-        lines
-            .find(|fields| fields.get(4) == Some(&point))
-            .and_then(|fields| Some(fields.get(5)?.to_string()))
-    };
-    for point in ["/proc/sys", "/sys"] {
-        if options(point).is_none_or(|options| options.starts_with("rw")) {
-            seen.push(format!("{point} writable"));
-        }
-    }
-    if options("/proc/keys").is_none() {
-        seen.push("/proc/keys open".to_owned());
-    }
-    if options("/mnt").is_some() {
-        seen.push("the mount".to_owned());
-    }
+    seen.extend(gained_by_mounts(&read("mountinfo")?));
     let fds = host.node().run(&["ls", "-l", &format!("/proc/{pid}/fd")])?.stdout;
     let foreign = fds
         .lines()
