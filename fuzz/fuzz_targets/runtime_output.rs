@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_shim::fuzz::runtime_output(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_transaction::fuzz::runtime_output(data));

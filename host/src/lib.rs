@@ -11,6 +11,8 @@ mod problem;
 pub mod proc_maps;
 pub mod procfs;
 mod regular_file;
+mod rfc3339;
 
 pub use problem::{Chain, Problem, ProblemLine, ProblemReport, Remedy, remedy};
 pub use regular_file::{open_regular, reopen_regular};
+pub use rfc3339::Rfc3339;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-const CRATES: [&str; 12] = [
+const CRATES: [&str; 13] = [
     "config",
     "host",
     "gpu",
@@ -16,6 +16,7 @@ const CRATES: [&str; 12] = [
     "hooks",
     "cli",
     "shim",
+    "transaction",
 ];
 
 /// Every `FIRN-...` code in a text.

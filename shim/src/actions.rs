@@ -8,9 +8,9 @@ use std::sync::Arc;
 use crate::args::{Action, Args, ArgsError, USAGE};
 use crate::bootstrap::{self, InfoError, StartError};
 use crate::delete::{self, DeleteError};
-use crate::look::{self, ChildError};
 use crate::server::{self, ServerError};
 use crate::task::{Service, TaskService};
+use firn_transaction::look::{self, ChildError};
 
 /// Why the action failed.
 #[derive(Debug, thiserror::Error)]

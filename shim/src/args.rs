@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use crate::look;
+use firn_transaction::look;
 
 /// What `-h` prints.
 pub const USAGE: &str = "\

@@ -16,19 +16,20 @@ use std::time::{Duration, Instant, SystemTime};
 use containerd_shim_protos::api::DeleteResponse;
 use firn_config::names;
 use firn_oci::Spec;
+use firn_transaction::unmount::unmount_recursive;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{Message, MessageField};
 
 use crate::args::Args;
 use crate::bootstrap;
-use crate::cgroup::Cgroup;
-use crate::logger::{self, Chain};
-use crate::mounts;
-use crate::options::RuncOptions;
-use crate::reaper::Reaper;
-use crate::recovery::Recovery;
-use crate::restore;
-use crate::runc::Runc;
+use crate::logger;
+use firn_host::Chain;
+use firn_transaction::cgroup::Cgroup;
+use firn_transaction::options::RuncOptions;
+use firn_transaction::reaper::Reaper;
+use firn_transaction::recovery::Recovery;
+use firn_transaction::restore;
+use firn_transaction::runc::Runc;
 
 /// How long the container's processes may take to die.
 const KILL_LIMIT: Duration = Duration::from_secs(1);
@@ -184,8 +185,7 @@ impl Steps {
     async fn unmount(&self, what: &'static str, path: &Path) {
         // `work` is a link; a container that was never created has no state.
         if let Ok(path) = path.canonicalize() {
-            self.attempt(what, STEP_LIMIT, mounts::unmount_recursive(&path))
-                .await;
+            self.attempt(what, STEP_LIMIT, unmount_recursive(&path)).await;
         }
     }
 

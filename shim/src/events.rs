@@ -27,7 +27,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use ttrpc::r#async::transport::Socket;
 
-use crate::logger::Chain;
+use firn_host::Chain;
 
 /// How many events wait for containerd at most.
 const QUEUE: usize = 2048;

@@ -5,26 +5,9 @@
 //! that is under test.
 
 pub use crate::bootstrap::fuzz::{command_line, config_json, daemon_answer, start_input};
-pub use crate::cgroup::fuzz::{cgroup_files, cgroups_path};
+pub use crate::metrics::fuzz::cgroup_files;
 pub use crate::mounts::fuzz::mounts;
 pub use crate::options::fuzz::options;
-pub use crate::runc::fuzz::runtime_output;
-pub use crate::stdio::fuzz::stdio;
-
-/// A file with this content, which the next call replaces: for what reads files only.
-pub(crate) fn file(content: &[u8]) -> std::path::PathBuf {
-    let path = dir().join("file");
-    std::fs::write(&path, content).expect("the temporary directory is writable");
-    path
-}
-
-/// A directory that is there as long as the thread.
-pub(crate) fn dir() -> std::path::PathBuf {
-    thread_local! {
-        static DIR: tempfile::TempDir = tempfile::tempdir().expect("there is a temporary directory");
-    }
-    DIR.with(|dir| dir.path().to_owned())
-}
 
 #[cfg(test)]
 #[path = "../../fuzz/kept.rs"]
@@ -41,11 +24,8 @@ mod tests {
             ("daemon_answer", super::daemon_answer),
             ("start_input", super::start_input),
             ("cgroup_files", super::cgroup_files),
-            ("cgroups_path", super::cgroups_path),
             ("mounts", super::mounts),
             ("options", super::options),
-            ("runtime_output", super::runtime_output),
-            ("stdio", super::stdio),
         ] {
             super::kept::run(target, run);
         }

@@ -3,30 +3,15 @@
 //! The server has the bundle's fifo `log` as stderr ([`redirect_stderr`]), so panic messages take the same way.
 //! A line never blocks the shim: when containerd does not read and the fifo is full, it is lost.
 
-use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::fs::OpenOptions;
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use firn_host::Rfc3339;
 use log::{LevelFilter, Log, Metadata, Record, SetLoggerError};
-
-/// An error with all its causes, `what failed: cause: cause of the cause`.
-pub struct Chain<'a>(pub &'a dyn Error);
-
-impl fmt::Display for Chain<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut cause = self.0.source();
-        while let Some(error) = cause {
-            write!(f, ": {error}")?;
-            cause = error.source();
-        }
-        Ok(())
-    }
-}
 
 /// Makes the fifo that containerd reads our standard error.
 ///
@@ -113,106 +98,12 @@ impl fmt::Display for Quoted<'_> {
     }
 }
 
-/// Time since 1970 as UTC, in nanoseconds, `2026-01-31T23:59:59.000000000Z`.
-pub(crate) struct Rfc3339(pub(crate) Duration);
-
-impl fmt::Display for Rfc3339 {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seconds = self.0.as_secs();
-        let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-        // Days since 0000-03-01, so that a leap day ends its year; then in cycles of 400, 100, 4 and 1 years.
-        let day = seconds / 86_400 + 719_468;
-        let (era, day) = (day / 146_097, day % 146_097);
-        let year_of_era = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
-        let day = day - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-        let from_march = (5 * day + 2) / 153;
-        let date = day - (153 * from_march + 2) / 5 + 1;
-        let month = if from_march < 10 {
-            from_march + 3
-        } else {
-            from_march - 9
-        };
-        let year = era * 400 + year_of_era + u64::from(month <= 2);
-        let nanos = self.0.subsec_nanos();
-        write!(
-            f,
-            "{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{second:02}.{nanos:09}Z"
-        )
-    }
-}
-
-/// What is told on this thread, for tests of what the log must and must not say.
-#[cfg(test)]
-pub(crate) mod testing {
-    use std::cell::RefCell;
-    use std::sync::Once;
-
-    use log::{LevelFilter, Log, Metadata, Record};
-
-    thread_local! {
-        static TOLD: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
-    }
-
-    struct Keeper;
-
-    impl Log for Keeper {
-        fn enabled(&self, _: &Metadata<'_>) -> bool {
-            true
-        }
-
-        fn log(&self, record: &Record<'_>) {
-            // A thread that ends tells nobody.
-            let _late = TOLD.try_with(|told| told.borrow_mut().push(record.args().to_string()));
-        }
-
-        fn flush(&self) {}
-    }
-
-    /// Warnings and errors since the last call. The first one begins.
-    pub(crate) fn warnings() -> Vec<String> {
-        static ONCE: Once = Once::new();
-        ONCE.call_once(|| {
-            log::set_max_level(LevelFilter::Warn);
-            log::set_logger(&Keeper).unwrap();
-        });
-        TOLD.take()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn times_are_those_of_the_calendar() {
-        for (seconds, text) in [
-            (0, "1970-01-01T00:00:00.000000000Z"),
-            (951_782_399, "2000-02-28T23:59:59.000000000Z"),
-            (951_782_400, "2000-02-29T00:00:00.000000000Z"),
-            (951_868_800, "2000-03-01T00:00:00.000000000Z"),
-            (1_798_761_599, "2026-12-31T23:59:59.000000000Z"),
-            (4_107_542_400, "2100-03-01T00:00:00.000000000Z"),
-        ] {
-            assert_eq!(Rfc3339(Duration::from_secs(seconds)).to_string(), text);
-        }
-        let fraction = Duration::new(1, 2_003);
-        assert_eq!(Rfc3339(fraction).to_string(), "1970-01-01T00:00:01.000002003Z");
-    }
-
-    #[test]
     fn a_message_stays_on_one_line() {
         assert_eq!(Quoted("a \"b\"\n\\c\u{7}").to_string(), r#""a \"b\"\n\\c\x07""#);
-    }
-
-    #[test]
-    fn a_chain_shows_every_cause() {
-        #[derive(Debug, thiserror::Error)]
-        #[error("cannot open")]
-        struct Open(#[source] std::num::ParseIntError);
-        let error = Open("x".parse::<u8>().unwrap_err());
-        assert_eq!(
-            Chain(&error).to_string(),
-            "cannot open: invalid digit found in string"
-        );
     }
 }

@@ -1,214 +1,264 @@
-//! The options that a client sends with a task, and the two files in the bundle that keep them for `delete`.
-//!
-//! `options.json` and `runtime` have the form that containerd-shim-runc-v2 gives them, and are read leniently, so
-//! that either shim can clean up after the other.
+//! Options as they come over the wire: protobuf `Any` values of two types, one of which carries TOML.
 
-mod decode;
 #[cfg(any(test, fuzzing))]
-pub(crate) use decode::fuzz;
+pub(crate) mod fuzz;
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::PathBuf;
 
-use firn_config::Toolkit;
-use serde::{Deserialize, Serialize};
+use containerd_shim_protos::shim::oci;
+use firn_config::names;
+use protobuf::well_known_types::any::Any;
+use protobuf::{CodedInputStream, Message, UnknownValueRef};
 
-pub use decode::DecodeError;
+use firn_transaction::options::{CheckpointOptions, MAX_FILE, RuncOptions};
 
-/// The OCI runtime when the options name none.
-pub const DEFAULT_RUNTIME: &str = "runc";
-/// State directory of the OCI runtime when the options name none; the namespace is appended.
-pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
-/// Options of the task, in the bundle.
-const OPTIONS_FILE: &str = "options.json";
-/// Name of the OCI runtime binary, in the bundle.
-const RUNTIME_FILE: &str = "runtime";
-/// No file of ours in a bundle is larger.
-const MAX_FILE: u64 = 1 << 20;
+const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
+const CHECKPOINT_OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
+/// What CRI sends for every runtime type but `io.containerd.runc.v2`.
+const RUNTIME_OPTIONS: &str = "runtimeoptions.v1.Options";
 
-/// Options of a task: `containerd.runc.v1.Options`, whichever way they were sent.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct RuncOptions {
-    /// Use MS_MOVE instead of pivot_root.
-    #[serde(skip_serializing_if = "is_default")]
-    pub no_pivot_root: bool,
-    /// Do not make a session keyring.
-    #[serde(skip_serializing_if = "is_default")]
-    pub no_new_keyring: bool,
-    /// Cgroup for the shim itself.
-    #[serde(skip_serializing_if = "is_default")]
-    pub shim_cgroup: String,
-    /// Owner of the stdio pipes.
-    #[serde(skip_serializing_if = "is_default")]
-    pub io_uid: u32,
-    /// Group of the stdio pipes.
-    #[serde(skip_serializing_if = "is_default")]
-    pub io_gid: u32,
-    /// OCI runtime binary; see [`RuncOptions::runtime`].
-    #[serde(skip_serializing_if = "is_default")]
-    pub binary_name: String,
-    /// State directory of the OCI runtime; see [`RuncOptions::root`].
-    #[serde(skip_serializing_if = "is_default")]
-    pub root: String,
-    /// CRIU binary; sent by containerd 1.x only.
-    #[serde(skip_serializing_if = "is_default")]
-    pub criu_path: String,
-    /// Have systemd make the cgroups.
-    #[serde(skip_serializing_if = "is_default")]
-    pub systemd_cgroup: bool,
-    /// Where a checkpoint's image goes when the request names no path.
-    #[serde(skip_serializing_if = "is_default")]
-    pub criu_image_path: String,
-    /// CRIU's work directory.
-    #[serde(skip_serializing_if = "is_default")]
-    pub criu_work_path: String,
-    /// Address of a task API that is served elsewhere.
-    #[serde(skip_serializing_if = "is_default")]
-    pub task_api_address: String,
-    /// Version of that task API.
-    #[serde(skip_serializing_if = "is_default")]
-    pub task_api_version: u32,
-}
+/// `criu_path` of the options of containerd 1.x; later versions reserve the number.
+const CRIU_PATH: u32 = 8;
+/// `parent_path` of the checkpoint options, newer than the published messages.
+const PARENT_PATH: u32 = 10;
 
-fn is_default<T: Default + PartialEq>(value: &T) -> bool {
-    *value == T::default()
-}
-
-/// A file of the bundle could not be read or written.
+/// Options that cannot be understood.
 #[derive(Debug, thiserror::Error)]
-pub enum FileError {
-    /// Reading failed, for another reason than that there is no such file.
-    #[error("cannot read {path}")]
-    Read {
+pub enum DecodeError {
+    /// Their type is none that this shim knows.
+    #[error("unsupported options type {0:?}")]
+    UnknownType(String),
+    /// The bytes are no message of that type.
+    #[error("malformed {type_name}")]
+    Malformed {
+        /// The message type.
+        type_name: &'static str,
+        /// Cause.
+        source: protobuf::Error,
+    },
+    /// The file that `config_path` names cannot be read.
+    #[error("cannot read the runtime options in {path}")]
+    ConfigFile {
         /// The file.
         path: PathBuf,
         /// Cause.
         source: io::Error,
     },
-    /// Writing failed.
-    #[error("cannot write {path}")]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
-    /// It is not JSON of the expected form.
-    #[error("{path} is damaged")]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: serde_json::Error,
+    /// The runtime options are no TOML.
+    #[error("the runtime options are not TOML")]
+    Toml(#[source] toml::de::Error),
+    /// A known option has a value of another type.
+    #[error("runtime option {key} is {found}, expected {expected}")]
+    OptionType {
+        /// The key as it was written.
+        key: String,
+        /// TOML type found.
+        found: &'static str,
+        /// Type that the option has.
+        expected: &'static str,
     },
 }
 
-impl RuncOptions {
-    /// The OCI runtime binary to call.
-    pub fn runtime(&self) -> &str {
-        if self.binary_name.is_empty() {
-            DEFAULT_RUNTIME
-        } else {
-            &self.binary_name
+fn malformed(type_name: &'static str) -> impl Fn(protobuf::Error) -> DecodeError {
+    move |source| DecodeError::Malformed { type_name, source }
+}
+
+impl DecodeError {
+    /// Stdin of an action holds no `Any`.
+    pub(crate) fn stdin(source: protobuf::Error) -> Self {
+        malformed("google.protobuf.Any")(source)
+    }
+}
+
+/// Last segment of a type URL: Go writes the bare message name, other encoders put a host before it.
+fn type_name(any: &Any) -> &str {
+    any.type_url.rsplit('/').next().unwrap_or_default()
+}
+
+/// Value of a string field that the generated message does not have.
+fn unknown_string(message: &impl Message, number: u32) -> String {
+    match message.special_fields().unknown_fields().get(number) {
+        Some(UnknownValueRef::LengthDelimited(bytes)) => String::from_utf8_lossy(bytes).into_owned(),
+        _ => String::new(),
+    }
+}
+
+/// Whether [`RuncOptions::from_any`] knows the type.
+pub(crate) fn is_sent_as(any: &Any) -> bool {
+    matches!(type_name(any), RUNC_OPTIONS | RUNTIME_OPTIONS)
+}
+
+/// Options as containerd sends them; none sent means defaults.
+pub(crate) trait FromAny: Sized {
+    fn from_any(any: Option<&Any>) -> Result<Self, DecodeError>;
+}
+
+impl FromAny for RuncOptions {
+    fn from_any(any: Option<&Any>) -> Result<Self, DecodeError> {
+        let Some(any) = any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty()) else {
+            return Ok(Self::default());
+        };
+        match type_name(any) {
+            RUNC_OPTIONS => {
+                let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
+                Ok(from_oci(sent))
+            }
+            RUNTIME_OPTIONS => RuntimeOptions::parse(&any.value)?.into_runc(),
+            other => Err(DecodeError::UnknownType(other.to_owned())),
         }
     }
+}
 
-    /// NVIDIA's wrapper of runc, where that is the OCI runtime.
-    pub fn wrapper(&self) -> Option<&Path> {
-        Toolkit::is_wrapper(&self.binary_name).then(|| Path::new(&self.binary_name))
-    }
+/// The image directory that `firn restore` names; containerd does not know the field.
+pub(crate) fn restore_dir(any: Option<&Any>) -> Result<Option<PathBuf>, DecodeError> {
+    let Some(any) = any.filter(|any| type_name(any) == RUNC_OPTIONS) else {
+        return Ok(None);
+    };
+    let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
+    let dir = unknown_string(&sent, names::OPTION_RESTORE_DIR);
+    Ok(Some(dir).filter(|dir| !dir.is_empty()).map(PathBuf::from))
+}
 
-    /// The OCI runtime's `--root` for a namespace.
-    pub fn root(&self, namespace: &str) -> PathBuf {
-        let root = if self.root.is_empty() {
-            DEFAULT_ROOT
-        } else {
-            &self.root
-        };
-        Path::new(root).join(namespace)
-    }
-
-    /// Writes `options.json` and `runtime` into the bundle.
-    pub fn save(&self, bundle: &Path) -> Result<(), FileError> {
-        let path = bundle.join(OPTIONS_FILE);
-        let json = serde_json::to_vec(self);
-        let json = json.map_err(|source| FileError::Parse {
-            path: path.clone(),
-            source,
-        })?;
-        write_private(path, &json)?;
-        write_private(bundle.join(RUNTIME_FILE), self.binary_name.as_bytes())
-    }
-
-    /// Reads what [`RuncOptions::save`], or Go's shim, left in the bundle; defaults where there is nothing.
-    pub fn load(bundle: &Path) -> Result<Self, FileError> {
-        let path = bundle.join(OPTIONS_FILE);
-        let mut options = match read_small(&path)? {
-            Some(json) if !json.is_empty() => {
-                serde_json::from_slice(&json).map_err(|source| FileError::Parse { path, source })?
-            }
-            _ => Self::default(),
-        };
-        // Go's shim trusts `runtime` and not the options; an older bundle may have only the former.
-        if let Some(runtime) = read_small(&bundle.join(RUNTIME_FILE))? {
-            let runtime = String::from_utf8_lossy(&runtime);
-            if !runtime.trim().is_empty() {
-                options.binary_name = runtime.trim().to_owned();
-            }
+fn from_toml(text: &str) -> Result<RuncOptions, DecodeError> {
+    let mut options = RuncOptions::default();
+    let table: toml::Table = text.parse().map_err(DecodeError::Toml)?;
+    for (key, value) in &table {
+        // As Go's decoder does, regardless of case: BinaryName, binaryName, binary_name.
+        let name = key.replace('_', "").to_ascii_lowercase();
+        match name.as_str() {
+            "nopivotroot" => options.no_pivot_root = boolean(key, value)?,
+            "nonewkeyring" => options.no_new_keyring = boolean(key, value)?,
+            "shimcgroup" => options.shim_cgroup = string(key, value)?,
+            "iouid" => options.io_uid = number(key, value)?,
+            "iogid" => options.io_gid = number(key, value)?,
+            "binaryname" => options.binary_name = string(key, value)?,
+            "root" => options.root = string(key, value)?,
+            "criupath" => options.criu_path = string(key, value)?,
+            "systemdcgroup" => options.systemd_cgroup = boolean(key, value)?,
+            "criuimagepath" => options.criu_image_path = string(key, value)?,
+            "criuworkpath" => options.criu_work_path = string(key, value)?,
+            "taskapiaddress" => options.task_api_address = string(key, value)?,
+            "taskapiversion" => options.task_api_version = number(key, value)?,
+            // Not every key of the table is meant for the shim (TypeUrl, ConfigPath).
+            _ => {}
         }
+    }
+    Ok(options)
+}
+
+fn from_oci(sent: oci::Options) -> RuncOptions {
+    RuncOptions {
+        criu_path: unknown_string(&sent, CRIU_PATH),
+        no_pivot_root: sent.no_pivot_root,
+        no_new_keyring: sent.no_new_keyring,
+        shim_cgroup: sent.shim_cgroup,
+        io_uid: sent.io_uid,
+        io_gid: sent.io_gid,
+        binary_name: sent.binary_name,
+        root: sent.root,
+        systemd_cgroup: sent.systemd_cgroup,
+        criu_image_path: sent.criu_image_path,
+        criu_work_path: sent.criu_work_path,
+        task_api_address: sent.task_api_address,
+        task_api_version: sent.task_api_version,
+    }
+}
+
+fn wrong_type(key: &str, value: &toml::Value, expected: &'static str) -> DecodeError {
+    DecodeError::OptionType {
+        key: key.to_owned(),
+        found: value.type_str(),
+        expected,
+    }
+}
+
+fn boolean(key: &str, value: &toml::Value) -> Result<bool, DecodeError> {
+    value.as_bool().ok_or_else(|| wrong_type(key, value, "boolean"))
+}
+
+fn string(key: &str, value: &toml::Value) -> Result<String, DecodeError> {
+    value
+        .as_str()
+        .map(str::to_owned)
+        .ok_or_else(|| wrong_type(key, value, "string"))
+}
+
+fn number(key: &str, value: &toml::Value) -> Result<u32, DecodeError> {
+    let number = value.as_integer().and_then(|number| u32::try_from(number).ok());
+    number.ok_or_else(|| wrong_type(key, value, "a number from 0 to 4294967295"))
+}
+
+/// `runtimeoptions.v1.Options`, which the published messages lack.
+#[derive(Default)]
+struct RuntimeOptions {
+    config_path: String,
+    config_body: Vec<u8>,
+}
+
+impl RuntimeOptions {
+    fn parse(bytes: &[u8]) -> Result<Self, DecodeError> {
+        const LENGTH_DELIMITED: u32 = 2;
+        const fn tag(field: u32) -> u32 {
+            field << 3 | LENGTH_DELIMITED
+        }
+        let mut options = Self::default();
+        let mut input = CodedInputStream::from_bytes(bytes);
+        let mut read = || {
+            while let Some(next) = input.read_raw_tag_or_eof()? {
+                match next {
+                    _ if next == tag(2) => options.config_path = input.read_string()?,
+                    _ if next == tag(3) => options.config_body = input.read_bytes()?,
+                    _ => protobuf::rt::skip_field_for_tag(next, &mut input)?,
+                }
+            }
+            Ok(())
+        };
+        read().map_err(malformed(RUNTIME_OPTIONS))?;
         Ok(options)
     }
-}
 
-fn write_private(path: PathBuf, content: &[u8]) -> Result<(), FileError> {
-    let file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&path);
-    let written = file.and_then(|mut file| file.write_all(content));
-    written.map_err(|source| FileError::Write { path, source })
-}
-
-fn read_small(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
-    let mut content = Vec::new();
-    match File::open(path).and_then(|file| file.take(MAX_FILE).read_to_end(&mut content)) {
-        Ok(_) => Ok(Some(content)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(FileError::Read {
-            path: path.to_owned(),
-            source,
-        }),
+    /// The table in the file that `config_path` names, or else the one sent along.
+    fn into_runc(self) -> Result<RuncOptions, DecodeError> {
+        if self.config_path.is_empty() {
+            return from_toml(&String::from_utf8_lossy(&self.config_body));
+        }
+        let mut text = String::new();
+        let file = File::open(&self.config_path);
+        match file.and_then(|file| file.take(MAX_FILE).read_to_string(&mut text)) {
+            Ok(_) => from_toml(&text),
+            Err(source) => Err(DecodeError::ConfigFile {
+                path: self.config_path.into(),
+                source,
+            }),
+        }
     }
 }
 
-/// Options of a checkpoint: `containerd.runc.v1.CheckpointOptions`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CheckpointOptions {
-    /// Stop the container after the dump.
-    pub exit: bool,
-    /// Dump established TCP connections.
-    pub open_tcp: bool,
-    /// Dump unix sockets whose other end is outside.
-    pub external_unix_sockets: bool,
-    /// Dump terminals.
-    pub terminal: bool,
-    /// Dump file locks.
-    pub file_locks: bool,
-    /// Namespaces that are restored empty.
-    pub empty_namespaces: Vec<String>,
-    /// CRIU's way with cgroups: soft, full or strict.
-    pub cgroups_mode: String,
-    /// Where the daemon wants the image; the request's path counts, not this.
-    pub image_path: String,
-    /// CRIU's work directory.
-    pub work_path: String,
-    /// Image of an earlier pre-dump.
-    pub parent_path: String,
+impl FromAny for CheckpointOptions {
+    fn from_any(any: Option<&Any>) -> Result<Self, DecodeError> {
+        let Some(any) = any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty()) else {
+            return Ok(Self::default());
+        };
+        if type_name(any) != CHECKPOINT_OPTIONS {
+            return Err(DecodeError::UnknownType(type_name(any).to_owned()));
+        }
+        let sent = oci::CheckpointOptions::parse_from_bytes(&any.value);
+        let sent = sent.map_err(malformed(CHECKPOINT_OPTIONS))?;
+        Ok(Self {
+            parent_path: unknown_string(&sent, PARENT_PATH),
+            exit: sent.exit,
+            open_tcp: sent.open_tcp,
+            external_unix_sockets: sent.external_unix_sockets,
+            terminal: sent.terminal,
+            file_locks: sent.file_locks,
+            empty_namespaces: sent.empty_namespaces,
+            cgroups_mode: sent.cgroups_mode,
+            image_path: sent.image_path,
+            work_path: sent.work_path,
+        })
+    }
 }
 
 #[cfg(test)]

@@ -30,9 +30,10 @@ use ttrpc::r#async::Server;
 use crate::args::Args;
 use crate::bootstrap::env;
 use crate::events::Publisher;
-use crate::logger::{self, Chain};
-use crate::reaper::Reaper;
-use crate::sys;
+use crate::logger;
+use firn_host::Chain;
+use firn_transaction::reaper::Reaper;
+use firn_transaction::sys;
 
 /// Where `start` leaves the listener.
 pub(crate) const LISTENER_FD: i32 = 3;

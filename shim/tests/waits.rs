@@ -1,4 +1,4 @@
-//! Keeps docs/reference/waits.md true: every kind of wait in every file of the shim stands there, with its deadline.
+//! Keeps docs/reference/waits.md true: every kind of wait in every file of the shim and of the transaction crate stands there, with its deadline.
 #![allow(
     clippy::unwrap_used,
     reason = "a page or a source that cannot be read is a test that fails"
@@ -57,6 +57,21 @@ fn calls(code: &str, wait: &str) -> bool {
     })
 }
 
+/// The waits in the sources of a crate, by `CRATE/FILE` below its `src`.
+fn of_crate(name: &str, found: &mut Waits) {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("..")
+        .join(name)
+        .join("src");
+    let mut of_files = Waits::new();
+    of_sources(&src, &src, &mut of_files);
+    found.extend(
+        of_files
+            .into_iter()
+            .map(|(file, waits)| (format!("{name}/{file}"), waits)),
+    );
+}
+
 fn of_sources(dir: &Path, root: &Path, found: &mut Waits) {
     for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
         let (path, name_of) = (entry.path(), entry.file_name().into_string().unwrap());
@@ -67,6 +82,7 @@ fn of_sources(dir: &Path, root: &Path, found: &mut Waits) {
         if name_of.ends_with("tests.rs")
             || ["fuzz.rs", "stub.rs", "testing.rs"].contains(&name_of.as_str())
             || dir.ends_with("tests")
+            || dir.ends_with("testing")
         {
             continue;
         }
@@ -109,7 +125,8 @@ fn every_wait_stands_in_the_list_with_its_deadline() {
     let shim = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = fs::read_to_string(shim.join("../docs/reference/waits.md")).unwrap();
     let (listed, mut found) = (of_page(&page), Waits::new());
-    of_sources(&shim.join("src"), &shim.join("src"), &mut found);
+    of_crate("shim", &mut found);
+    of_crate("transaction", &mut found);
     assert!(found.len() > 40, "the sources are elsewhere: {found:?}");
     for (file, waits) in &found {
         let cell: Vec<&str> = waits.iter().map(String::as_str).collect();

@@ -15,6 +15,7 @@ mod files;
 mod made;
 mod mounts;
 mod namespaces;
+mod stopped;
 mod tasks;
 mod wire;
 
@@ -26,6 +27,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use self::made::{check as check_made, loosened};
+pub use self::stopped::was_stopped;
 use self::wire::{Message, WireError};
 use crate::dir::{ImageDir, read_at_most};
 use firn_host::{Problem, Remedy, remedy};

@@ -16,8 +16,9 @@ use protobuf::well_known_types::any::Any;
 use super::params::Request;
 use super::{daemon, http2, socket, start};
 use crate::args::{Action, Args};
-use crate::options::RuncOptions;
+use crate::options::FromAny;
 use crate::options::fuzz::{is_kept, names_a_file};
+use firn_transaction::options::RuncOptions;
 
 const ADDRESS: &str = "unix:///run/containerd/s/0";
 

@@ -10,8 +10,9 @@ use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 
-use crate::options::{DecodeError, RuncOptions};
-use crate::reaper::Reaper;
+use crate::options::{DecodeError, FromAny};
+use firn_transaction::options::RuncOptions;
+use firn_transaction::reaper::Reaper;
 
 /// The name under which containerd and its clients know what this shim can do.
 const RUNTIME_NAME: &str = "io.containerd.runc.v2";

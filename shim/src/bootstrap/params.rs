@@ -13,7 +13,8 @@ use protobuf::{Enum, Message};
 use super::daemon::Daemon;
 use super::env;
 use crate::args::Args;
-use crate::options::{DecodeError, RuncOptions};
+use crate::options::{DecodeError, FromAny, is_sent_as};
+use firn_transaction::options::RuncOptions;
 
 /// Version of the task API that the reply promises; both are served.
 const TASK_API_VERSION: i32 = 3;
@@ -61,7 +62,7 @@ impl Request {
             .iter()
             .filter_map(|extension| extension.value.as_ref())
         {
-            if RuncOptions::is_sent_as(extension) {
+            if is_sent_as(extension) {
                 options = RuncOptions::from_any(Some(extension))?;
             }
         }
@@ -82,7 +83,7 @@ impl Request {
     fn legacy(args: &Args, stdin: &[u8]) -> Self {
         // Only the shim's own cgroup matters here. What cannot be understood is Create's to refuse.
         let options = Any::parse_from_bytes(stdin).ok().and_then(|any| {
-            RuncOptions::is_sent_as(&any)
+            is_sent_as(&any)
                 .then(|| RuncOptions::from_any(Some(&any)).ok())
                 .flatten()
         });

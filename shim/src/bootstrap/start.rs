@@ -22,7 +22,7 @@ use super::socket::{self, Socket, SocketError};
 use crate::args::Args;
 use crate::options::DecodeError;
 use crate::server::LISTENER_FD;
-use crate::sys;
+use firn_transaction::sys;
 
 /// Annotations that put containers into one shim; the first one present counts.
 pub(super) const GROUP_ANNOTATIONS: [&str; 2] =

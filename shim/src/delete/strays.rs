@@ -6,7 +6,8 @@ use std::time::Duration;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use tokio::time::{Instant, sleep};
 
-use crate::{pidfd, procfs};
+use crate::procfs;
+use firn_transaction::pidfd;
 
 /// Pause between two looks at who is left.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -78,7 +79,7 @@ mod tests {
     use std::process::{Child, Command, Stdio};
 
     use super::*;
-    use crate::mounts::testing::private_dir;
+    use firn_transaction::testing::mounts::private_dir;
 
     /// Of the processes that the tests run: it lives in the directory that it is told.
     #[test]

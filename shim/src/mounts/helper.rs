@@ -8,7 +8,7 @@ use containerd_shim_protos::types::mount::Mount;
 
 use super::flags::Options;
 use super::{MountError, mount, on_thread};
-use crate::reaper::Reaper;
+use firn_transaction::reaper::Reaper;
 
 /// How long a helper may take. It returns when the mount is there; what serves it goes on behind it.
 const LIMIT: Duration = Duration::from_secs(60);

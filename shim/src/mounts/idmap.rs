@@ -18,7 +18,7 @@ use rustix::fs::CWD;
 use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
 use super::flags::OwnerMaps;
-use crate::sys;
+use firn_transaction::sys;
 
 /// A user namespace with the maps of a mount.
 pub(super) struct Mapping(File);

@@ -11,7 +11,7 @@ use nix::mount::MsFlags;
 
 use super::MountError;
 use super::flags::Options;
-use crate::sys;
+use firn_transaction::sys;
 
 /// Hands out free devices.
 const CONTROL: &str = "/dev/loop-control";

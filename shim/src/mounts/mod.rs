@@ -15,23 +15,18 @@ mod idmap;
 mod loopdev;
 mod mount;
 mod overlay;
-mod unmount;
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use containerd_shim_protos::types::mount::Mount;
-use nix::sched::{CloneFlags, unshare};
-use tokio::sync::oneshot;
 
-pub(crate) use firn_host::mountinfo::mounted;
+use firn_transaction::unmount::{UnmountError, on_thread, unmount_recursive};
 
-use crate::logger::Chain;
-use crate::reaper::{OutputError, Reaper};
+use firn_host::Chain;
+use firn_transaction::reaper::{OutputError, Reaper};
 
 use helper::Helper;
-use unmount::Busy;
 
 /// A mount that could not be made or removed.
 #[derive(Debug, thiserror::Error)]
@@ -118,32 +113,10 @@ pub(crate) enum MountError {
         /// Cause.
         source: io::Error,
     },
-    /// The mounts cannot be listed.
-    #[error("cannot list mounts")]
-    List {
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
-    /// The kernel refused to unmount.
-    #[error("cannot unmount {}", path.display())]
-    Unmount {
-        /// The mount point.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
-    /// The thread for the calls could not be had, or ended early.
-    #[error("cannot run a thread to mount and unmount")]
-    Thread {
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
+    /// Unmounting failed, or the thread for the calls.
+    #[error(transparent)]
+    Unmount(#[from] UnmountError),
 }
-
-/// How long a mount or unmount may take.
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// Mounts everything onto `rootfs`, in order, or nothing. `reaper` runs the helpers of some types.
 pub(crate) async fn mount_all(mounts: &[Mount], rootfs: &Path, reaper: &Reaper) -> Result<(), MountError> {
@@ -165,47 +138,5 @@ pub(crate) async fn mount_all(mounts: &[Mount], rootfs: &Path, reaper: &Reaper) 
     Ok(())
 }
 
-/// Unmounts everything at and below `path`. A mount that stays busy is an error.
-pub(crate) async fn unmount_recursive(path: &Path) -> Result<(), MountError> {
-    let path = path.to_owned();
-    on_thread(move || unmount::tree(&path, Busy::Fail)).await
-}
-
-/// Unmounts everything at and below `path` even if it is in use: for what killed programs left behind, before a
-/// directory is deleted. A mount that stays busy disappears from here at once and ends with its last user.
-pub(crate) async fn unmount_below(path: &Path) -> Result<(), MountError> {
-    let path = path.to_owned();
-    on_thread(move || unmount::tree(&path, Busy::Detach)).await
-}
-
-/// Runs `work` to its end on a thread with its own working directory, also if the caller goes away.
-async fn on_thread<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, MountError> + Send + 'static,
-) -> Result<T, MountError> {
-    let (done, result) = oneshot::channel();
-    let run = move || {
-        let result = unshare(CloneFlags::CLONE_FS)
-            .map_err(|errno| MountError::Thread { source: errno.into() })
-            .and_then(|()| work());
-        // The caller may have gone; the mounts are as they should be all the same.
-        let _caller_gone = done.send(result);
-    };
-    let thread = std::thread::Builder::new()
-        .name("firn-mount".to_owned())
-        .spawn(run);
-    thread.map_err(|source| MountError::Thread { source })?;
-    let lost = |_| MountError::Thread {
-        source: io::ErrorKind::BrokenPipe.into(),
-    };
-    // A file server that does not answer keeps its thread, and nobody else.
-    let late = |_| MountError::Thread {
-        source: io::ErrorKind::TimedOut.into(),
-    };
-    let ended = tokio::time::timeout(LIMIT, result).await;
-    ended.map_err(late)?.map_err(lost)?
-}
-
-#[cfg(test)]
-pub(crate) mod testing;
 #[cfg(test)]
 mod tests;

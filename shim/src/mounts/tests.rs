@@ -6,8 +6,10 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::testing::{private_dir, tmpfs_at};
 use super::*;
+use firn_host::mountinfo::mounted;
+use firn_transaction::testing::mounts::{private_dir, tmpfs_at};
+use firn_transaction::unmount::unmount_below;
 
 /// As [`super::mount_all`], with a reaper of the test's own.
 async fn mount_all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
@@ -290,7 +292,7 @@ async fn a_file_is_mounted_through_a_loop_device_that_ends_with_the_mount() {
     let image = tmp.path().join("image");
     File::create(&image).unwrap().set_len(4 << 20).unwrap();
     // Not waited for by the usual means: other tests reap all children of this process.
-    let reaper = crate::reaper::Reaper::start().unwrap();
+    let reaper = firn_transaction::reaper::Reaper::start().unwrap();
     let mut mkfs = std::process::Command::new("mkfs.ext4");
     let made = reaper
         .output(
@@ -388,7 +390,7 @@ async fn a_mount_that_stays_busy_is_reported_or_detached() {
     let user = File::create(leftover.join("file")).unwrap();
     let error = unmount_recursive(&work).await.unwrap_err();
     assert!(
-        matches!(&error, MountError::Unmount { path, .. } if *path == leftover),
+        matches!(&error, UnmountError::Unmount { path, .. } if *path == leftover),
         "{error}"
     );
     // What could be unmounted was.

@@ -2,6 +2,10 @@ use containerd_shim_protos::shim::oci;
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageFull};
 
+use std::path::Path;
+
+use firn_transaction::options::*;
+
 use super::*;
 
 fn any(type_url: &str, value: Vec<u8>) -> Any {
@@ -226,7 +230,7 @@ fn the_image_directory_of_firn_restore_is_found_in_runcs_options_alone() {
             value: options.write_to_bytes().unwrap(),
             ..Any::default()
         };
-        RuncOptions::restore_dir(Some(&any)).unwrap()
+        restore_dir(Some(&any)).unwrap()
     };
     assert_eq!(named(&options, "containerd.runc.v1.Options"), None);
     let fields = options.special_fields.mut_unknown_fields();
@@ -236,5 +240,5 @@ fn the_image_directory_of_firn_restore_is_found_in_runcs_options_alone() {
         Some("/srv/image".into())
     );
     assert_eq!(named(&options, "runtimeoptions.v1.Options"), None);
-    assert_eq!(RuncOptions::restore_dir(None).unwrap(), None);
+    assert_eq!(restore_dir(None).unwrap(), None);
 }

@@ -3,14 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::options::FromAny;
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_image::manifest::DumpFlags;
 
 use super::{Service, TaskError};
-use crate::checkpoint::{self, ImageDir, Request};
-use crate::container::Action;
-use crate::options::CheckpointOptions;
-use crate::panics::caught;
+use firn_transaction::checkpoint::{self, ImageDir, Request};
+use firn_transaction::container::Action;
+use firn_transaction::options::CheckpointOptions;
+use firn_transaction::panics::caught;
 
 pub(super) async fn checkpoint(
     service: &Arc<Service>,

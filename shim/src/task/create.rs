@@ -4,19 +4,22 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::options::{FromAny, restore_dir};
 use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use firn_oci::{Spec, nccl};
+use firn_transaction::unmount::unmount_recursive;
 use protobuf::MessageField;
 
 use super::state::pid_field;
 use super::{Service, Slot, TaskError, exit};
-use crate::container::{Container, Cut, Facts, Owner, Process, StdioPaths};
-use crate::logger::Chain;
-use crate::options::RuncOptions;
-use crate::runc::{self, Runc};
-use crate::stdio::{self, StdioConfig};
-use crate::{convert, mounts, recovery, restore};
+use crate::mounts;
+use firn_host::Chain;
+use firn_transaction::container::{Container, Cut, Facts, Owner, Process, StdioPaths};
+use firn_transaction::options::RuncOptions;
+use firn_transaction::runc::{self, Runc};
+use firn_transaction::stdio::{self, StdioConfig};
+use firn_transaction::{convert, recovery, restore};
 
 /// Others may enter and not list it: user namespaces need that.
 const ROOTFS_MODE: u32 = 0o711;
@@ -97,7 +100,7 @@ async fn build(
 }
 
 async fn unmount(rootfs: &Path) {
-    if let Err(error) = mounts::unmount_recursive(rootfs).await {
+    if let Err(error) = unmount_recursive(rootfs).await {
         log::warn!("cannot unmount {}: {}", rootfs.display(), Chain(&error));
     }
 }
@@ -109,7 +112,7 @@ async fn build_mounted(
     mut options: RuncOptions,
     cut: &Cut,
 ) -> Result<Arc<Container>, TaskError> {
-    let named = RuncOptions::restore_dir(request.options.as_ref())?;
+    let named = restore_dir(request.options.as_ref())?;
     let checkpoint = match &*request.checkpoint {
         "" => named.as_deref(),
         unpacked => Some(Path::new(unpacked)),
@@ -160,7 +163,7 @@ async fn build_mounted(
     };
     // A restore of GPU state has edited the bundle already.
     if facts.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
-        crate::checkpoint::prepare_bundle(bundle, settled.spec)?;
+        firn_transaction::checkpoint::prepare_bundle(bundle, settled.spec)?;
     }
     let restoring = prepared.is_some();
     let stdio = StdioPaths {

@@ -5,17 +5,17 @@ use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::events::task::TaskDelete;
+use firn_transaction::unmount::unmount_recursive;
 
 use super::kill::give_up;
 use super::start::exec_pid_file;
 use super::state::{exited_at, find, pid_field};
 use super::{Service, TaskError};
-use crate::cgroup::FreezerState;
-use crate::container::{Action, Container, InitState, Process};
-use crate::logger::Chain;
-use crate::mounts;
-use crate::reaper::Exit;
-use crate::stdio::Patience;
+use firn_host::Chain;
+use firn_transaction::cgroup::FreezerState;
+use firn_transaction::container::{Action, Container, InitState, Process};
+use firn_transaction::reaper::Exit;
+use firn_transaction::stdio::Patience;
 
 /// How long a client that does not read, or one that reads slowly, may delay a delete; below the 10 s after which CRI
 /// gives up.
@@ -121,7 +121,7 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         drain(&container.init).await;
     }
     // A client that is told of the failure may try again.
-    mounts::unmount_recursive(&container.bundle.join("rootfs"))
+    unmount_recursive(&container.bundle.join("rootfs"))
         .await
         .map_err(TaskError::Unmount)?;
     container.set_state(InitState::Deleted);

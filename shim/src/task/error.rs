@@ -3,17 +3,19 @@
 //! The texts of the plain variants are those of containerd's own shim, because clients look for them.
 
 use firn_config::text::printable;
+use firn_transaction::checkpoint::FailureKind;
 use nix::errno::Errno;
 use ttrpc::Code;
 
-use crate::checkpoint::CheckpointError;
-use crate::container::{Action, ExecRefused, InitState, NotAllowed};
-use crate::convert::ConvertError;
-use crate::logger::Chain;
-use crate::options;
-use crate::restore::RestoreError;
-use crate::runc::{PidFileError, RuncError, Said};
-use crate::{cgroup, mounts, stdio};
+use crate::mounts;
+use firn_host::Chain;
+use firn_transaction::checkpoint::CheckpointError;
+use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
+use firn_transaction::convert::ConvertError;
+use firn_transaction::options;
+use firn_transaction::restore::RestoreError;
+use firn_transaction::runc::{PidFileError, RuncError, Said};
+use firn_transaction::{cgroup, stdio};
 
 /// A request that failed.
 #[derive(Debug, thiserror::Error)]
@@ -58,13 +60,13 @@ pub(crate) enum TaskError {
     #[error("failed to delete task")]
     Delete(#[source] RuncError),
     #[error("failed rootfs umount")]
-    Unmount(#[source] mounts::MountError),
+    Unmount(#[source] firn_transaction::unmount::UnmountError),
     #[error(transparent)]
     Update(Said),
     #[error(transparent)]
     Pids(Said),
     #[error("cannot decode the options")]
-    Options(#[from] options::DecodeError),
+    Options(#[from] crate::options::DecodeError),
     #[error("cannot keep the options")]
     OptionsFile(#[from] options::FileError),
     #[error("OCI runtime create failed: cannot read the bundle")]
@@ -99,6 +101,18 @@ pub(crate) enum TaskError {
     Closing,
 }
 
+/// The gRPC code of a transaction's failure.
+fn code_of(kind: FailureKind) -> Code {
+    match kind {
+        FailureKind::Refused => Code::FAILED_PRECONDITION,
+        FailureKind::Invalid => Code::INVALID_ARGUMENT,
+        FailureKind::Aborted => Code::ABORTED,
+        FailureKind::Lost => Code::DATA_LOSS,
+        FailureKind::Internal => Code::INTERNAL,
+        FailureKind::Unknown => Code::UNKNOWN,
+    }
+}
+
 impl TaskError {
     fn code(&self) -> Code {
         match self {
@@ -124,8 +138,8 @@ impl TaskError {
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
             Self::Convert(_) => Code::FAILED_PRECONDITION,
-            Self::Checkpoint(error) => error.rpc_code(),
-            Self::Restore(error) => error.rpc_code(),
+            Self::Checkpoint(error) => code_of(error.kind()),
+            Self::Restore(error) => code_of(error.kind()),
             Self::Busy { .. } | Self::Closing => Code::UNAVAILABLE,
             Self::Kill(_)
             | Self::KillExec(_)

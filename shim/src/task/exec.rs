@@ -7,7 +7,7 @@ use containerd_shim_protos::events::task::TaskExecAdded;
 
 use super::state::find;
 use super::{Service, TaskError};
-use crate::container::{Action, Process, StdioPaths};
+use firn_transaction::container::{Action, Process, StdioPaths};
 
 /// Takes the exec's id; Start runs it.
 pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) -> Result<Empty, TaskError> {

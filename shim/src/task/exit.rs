@@ -8,11 +8,11 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::state::{exited_at, pid_field};
 use super::{SIGKILL, Service};
-use crate::cgroup::CgroupError;
-use crate::container::{Container, InitState, Owner, Process};
-use crate::logger::Chain;
-use crate::reaper::Exit;
-use crate::runc::RuncError;
+use firn_host::Chain;
+use firn_transaction::cgroup::CgroupError;
+use firn_transaction::container::{Container, InitState, Owner, Process};
+use firn_transaction::reaper::Exit;
+use firn_transaction::runc::RuncError;
 
 /// Handles exits for as long as the shim lives.
 pub(super) async fn handle_all(service: Arc<Service>, mut exits: UnboundedReceiver<Exit>) {

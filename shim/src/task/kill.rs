@@ -10,11 +10,11 @@ use tokio::time::{Instant, sleep};
 
 use super::state::find;
 use super::{SIGKILL, Service, TaskError};
-use crate::cgroup::{CgroupError, FreezerState};
-use crate::container::{Container, InitState};
-use crate::logger::Chain;
 use crate::procfs;
-use crate::runc::RuncError;
+use firn_host::Chain;
+use firn_transaction::cgroup::{CgroupError, FreezerState};
+use firn_transaction::container::{Container, InitState};
+use firn_transaction::runc::RuncError;
 
 /// How long CRIU may take to end before the tasks are killed all the same.
 const CRIU: Duration = Duration::from_secs(5);

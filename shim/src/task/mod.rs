@@ -35,11 +35,11 @@ use ttrpc::r#async::TtrpcContext;
 
 pub(crate) use error::TaskError;
 
-use crate::container::{Container, Cut, Exits};
 use crate::events::Publisher;
-use crate::logger::Chain;
-use crate::reaper::Reaper;
 use crate::server::{Context, Shutdown};
+use firn_host::Chain;
+use firn_transaction::container::{Container, Cut, Exits};
+use firn_transaction::reaper::Reaper;
 
 /// SIGKILL as the protocol numbers signals.
 const SIGKILL: u32 = 9;

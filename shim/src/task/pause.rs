@@ -6,9 +6,9 @@ use containerd_shim_protos::api::{Empty, PauseRequest, ResumeRequest};
 use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
 
 use super::{Service, TaskError};
-use crate::cgroup::FreezerState;
-use crate::checkpoint;
-use crate::container::{Action, Container, InitState};
+use firn_transaction::cgroup::FreezerState;
+use firn_transaction::checkpoint;
+use firn_transaction::container::{Action, Container, InitState};
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;

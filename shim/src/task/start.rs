@@ -9,12 +9,12 @@ use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 use super::create::{INIT_PID, open_stdio, open_stdio_to_restore};
 use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit};
-use crate::container::{Action, Container, Cut, InitState, Owner, Process};
-use crate::journal::point;
-use crate::logger::Chain;
 use crate::procfs;
-use crate::restore;
-use crate::runc::{Exec, read_pid};
+use firn_host::Chain;
+use firn_transaction::container::{Action, Container, Cut, InitState, Owner, Process};
+use firn_transaction::journal::point;
+use firn_transaction::restore;
+use firn_transaction::runc::{Exec, read_pid};
 
 /// How often is looked whether init, which was killed, is dead.
 const DYING: std::time::Duration = std::time::Duration::from_millis(20);

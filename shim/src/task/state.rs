@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::metrics;
 use containerd_shim_protos::api::{
     ConnectRequest, ConnectResponse, PidsRequest, PidsResponse, ProcessInfo, StateRequest, StateResponse,
     StatsRequest, StatsResponse, Status, WaitRequest, WaitResponse,
@@ -11,8 +12,8 @@ use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 
 use super::{Service, TaskError};
-use crate::container::{Container, InitState, Process};
-use crate::reaper::Exit;
+use firn_transaction::container::{Container, InitState, Process};
+use firn_transaction::reaper::Exit;
 
 pub(super) async fn state(service: &Arc<Service>, request: StateRequest) -> Result<StateResponse, TaskError> {
     let container = service.container(&request.id)?;
@@ -91,7 +92,7 @@ pub(super) async fn wait(service: &Arc<Service>, request: WaitRequest) -> Result
 
 pub(super) async fn stats(service: &Arc<Service>, request: StatsRequest) -> Result<StatsResponse, TaskError> {
     let container = service.container(&request.id)?;
-    let stats = container.cgroup()?.stats()?;
+    let stats = metrics::of(&container.cgroup()?)?;
     Ok(StatsResponse {
         stats: MessageField::some(stats),
         ..StatsResponse::default()

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::{Service, Slot};
-use crate::cgroup::Cgroup;
-use crate::cgroup::testing::{LIMIT, fake};
-use crate::container::{Container, Facts, InitState, Owner, Process, StdioPaths};
 use crate::events::testing::Published;
-use crate::options::RuncOptions;
-use crate::reaper::Reaper;
-use crate::runc::Runc;
 use crate::server::{Context, Shutdown};
-use crate::sys;
+use firn_transaction::cgroup::Cgroup;
+use firn_transaction::cgroup::testing::{LIMIT, fake};
+use firn_transaction::container::{Container, Facts, InitState, Owner, Process, StdioPaths};
+use firn_transaction::options::RuncOptions;
+use firn_transaction::reaper::Reaper;
+use firn_transaction::runc::Runc;
+use firn_transaction::sys;
 
 /// The one container that there is.
 pub(super) const ID: &str = "box";

@@ -6,7 +6,7 @@ use std::time::Duration;
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 
 use super::{Service, TaskError};
-use crate::container::Action;
+use firn_transaction::container::Action;
 
 /// How long an update waits for another operation. The kubelet gives the call 2 minutes, of which the runtime may take one, and
 /// tries again after an error; a call that it has given up must not change the limits later.

@@ -8,13 +8,13 @@ use nix::unistd::Pid;
 use tokio::time::{sleep, timeout};
 
 use super::*;
-use crate::cgroup::testing::{LIMIT, fake, until};
-use crate::container::Facts;
-use crate::hold::Hold;
-use crate::logger::testing::warnings;
 use crate::procfs;
 use crate::task::start::start;
 use crate::task::stub::{GPU, ID, PLAIN, Stub, shell};
+use firn_transaction::cgroup::testing::{LIMIT, fake, until};
+use firn_transaction::container::Facts;
+use firn_transaction::hold::Hold;
+use firn_transaction::testing::log::warnings;
 
 /// A container whose processes have the pids of others.
 const SHARED_PIDS: Facts = Facts {

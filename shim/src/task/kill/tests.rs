@@ -9,11 +9,11 @@ use tokio::task::JoinHandle;
 use ttrpc::Code;
 
 use super::*;
-use crate::cgroup::testing::{LIMIT, Scratch, fake, until};
-use crate::container::{Process, StdioPaths};
-use crate::hold::Hold;
-use crate::logger::testing::warnings;
 use crate::task::stub::{GPU, ID, PLAIN, Stub};
+use firn_transaction::cgroup::testing::{LIMIT, Scratch, fake, until};
+use firn_transaction::container::{Process, StdioPaths};
+use firn_transaction::hold::Hold;
+use firn_transaction::testing::log::warnings;
 
 const SIGTERM: u32 = 15;
 /// Does nothing to a process that does not ask for it.

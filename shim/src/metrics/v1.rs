@@ -1,0 +1,293 @@
+//! Use and limits on a v1 host, as `io.containerd.cgroups.v1.Metrics`.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use containerd_shim_protos::cgroups::metrics::{
+    BlkIOEntry, BlkIOStat, CPUStat, CPUUsage, HugetlbStat, MemoryEntry, MemoryOomControl, MemoryStat,
+    Metrics, PidsStat, RdmaEntry, RdmaStat, Throttle,
+};
+use nix::unistd::{SysconfVar, sysconf};
+use protobuf::well_known_types::any::Any;
+use protobuf::{Message as _, MessageField};
+
+use firn_transaction::cgroup::read::{self, FlatKeyed, NestedLine};
+use firn_transaction::cgroup::{Cgroup, CgroupError};
+
+const TYPE_URL: &str = "io.containerd.cgroups.v1.Metrics";
+
+/// Names block devices by their numbers.
+const PARTITIONS: &str = "/proc/partitions";
+
+/// A controller that is not mounted, or in which there is no such cgroup, has no part in the message.
+pub(super) fn metrics(cgroup: &Cgroup) -> Result<Any, CgroupError> {
+    let mut metrics = Metrics::new();
+    if let Some(dir) = cgroup.dir("hugetlb") {
+        metrics.hugetlb = hugetlb(&dir)?;
+    }
+    if let Some(dir) = cgroup.dir("pids") {
+        metrics.pids = pids(&dir)?.into();
+    }
+    metrics.cpu = cpu(cgroup)?.into();
+    if let Some(dir) = cgroup.dir("memory") {
+        metrics.memory = memory(&dir)?.into();
+        metrics.memory_oom_control = oom_control(&dir)?.into();
+    }
+    if let Some(dir) = cgroup.dir("blkio") {
+        metrics.blkio = MessageField::some(blkio(&dir)?);
+    }
+    if let Some(dir) = cgroup.dir("rdma") {
+        metrics.rdma = rdma(&dir)?.into();
+    }
+    let value = metrics
+        .write_to_bytes()
+        .expect("a message without required fields is always complete");
+    Ok(Any {
+        type_url: TYPE_URL.to_owned(),
+        value,
+        ..Any::default()
+    })
+}
+
+fn hugetlb(dir: &Path) -> Result<Vec<HugetlbStat>, CgroupError> {
+    let stat = |size: String| {
+        let number = |what: &str| number(dir, &format!("hugetlb.{size}.{what}"));
+        Ok(HugetlbStat {
+            usage: number("usage_in_bytes")?,
+            max: number("max_usage_in_bytes")?,
+            failcnt: number("failcnt")?,
+            pagesize: size.clone(),
+            ..HugetlbStat::default()
+        })
+    };
+    read::hugetlb_sizes(dir, "usage_in_bytes")?
+        .into_iter()
+        .map(stat)
+        .collect()
+}
+
+fn pids(dir: &Path) -> Result<Option<PidsStat>, CgroupError> {
+    let Some(current) = read::number(&dir.join("pids.current"))? else {
+        return Ok(None);
+    };
+    // In this message no limit is 0.
+    let limit = read::number(&dir.join("pids.max"))?
+        .filter(|limit| *limit != read::MAX)
+        .unwrap_or_default();
+    Ok(Some(PidsStat {
+        current,
+        limit,
+        ..PidsStat::default()
+    }))
+}
+
+fn cpu(cgroup: &Cgroup) -> Result<Option<CPUStat>, CgroupError> {
+    let usage = cgroup
+        .dir("cpuacct")
+        .map(|dir| cpu_usage(&dir))
+        .transpose()?
+        .flatten();
+    let throttling = cgroup
+        .dir("cpu")
+        .map(|dir| FlatKeyed::read(&dir.join("cpu.stat")))
+        .transpose()?
+        .flatten();
+    let throttling = throttling.map(|stat| Throttle {
+        periods: stat.get("nr_periods"),
+        throttled_periods: stat.get("nr_throttled"),
+        throttled_time: stat.get("throttled_time"),
+        ..Throttle::default()
+    });
+    let any = usage.is_some() || throttling.is_some();
+    Ok(any.then(|| CPUStat {
+        usage: usage.into(),
+        throttling: throttling.into(),
+        ..CPUStat::default()
+    }))
+}
+
+fn cpu_usage(dir: &Path) -> Result<Option<CPUUsage>, CgroupError> {
+    let Some(total) = read::number(&dir.join("cpuacct.usage"))? else {
+        return Ok(None);
+    };
+    let stat = FlatKeyed::read(&dir.join("cpuacct.stat"))?.unwrap_or_default();
+    let per_cpu = read::text(&dir.join("cpuacct.usage_percpu"))?.unwrap_or_default();
+    let tick = nanoseconds_per_tick();
+    Ok(Some(CPUUsage {
+        total,
+        kernel: stat.get("system").saturating_mul(tick),
+        user: stat.get("user").saturating_mul(tick),
+        per_cpu: per_cpu
+            .split_ascii_whitespace()
+            .filter_map(read::parse_number)
+            .collect(),
+        ..CPUUsage::default()
+    }))
+}
+
+fn nanoseconds_per_tick() -> u64 {
+    let ticks = sysconf(SysconfVar::CLK_TCK)
+        .ok()
+        .flatten()
+        .and_then(|ticks| u64::try_from(ticks).ok());
+    1_000_000_000 / ticks.filter(|ticks| *ticks > 0).unwrap_or(100)
+}
+
+fn memory(dir: &Path) -> Result<Option<MemoryStat>, CgroupError> {
+    let Some(stat) = FlatKeyed::read(&dir.join("memory.stat"))? else {
+        return Ok(None);
+    };
+    Ok(Some(MemoryStat {
+        cache: stat.get("cache"),
+        rss: stat.get("rss"),
+        rss_huge: stat.get("rss_huge"),
+        mapped_file: stat.get("mapped_file"),
+        dirty: stat.get("dirty"),
+        writeback: stat.get("writeback"),
+        pg_pg_in: stat.get("pgpgin"),
+        pg_pg_out: stat.get("pgpgout"),
+        pg_fault: stat.get("pgfault"),
+        pg_maj_fault: stat.get("pgmajfault"),
+        inactive_anon: stat.get("inactive_anon"),
+        active_anon: stat.get("active_anon"),
+        inactive_file: stat.get("inactive_file"),
+        active_file: stat.get("active_file"),
+        unevictable: stat.get("unevictable"),
+        hierarchical_memory_limit: stat.get("hierarchical_memory_limit"),
+        hierarchical_swap_limit: stat.get("hierarchical_memsw_limit"),
+        total_cache: stat.get("total_cache"),
+        total_rss: stat.get("total_rss"),
+        total_rss_huge: stat.get("total_rss_huge"),
+        total_mapped_file: stat.get("total_mapped_file"),
+        total_dirty: stat.get("total_dirty"),
+        total_writeback: stat.get("total_writeback"),
+        total_pg_pg_in: stat.get("total_pgpgin"),
+        total_pg_pg_out: stat.get("total_pgpgout"),
+        total_pg_fault: stat.get("total_pgfault"),
+        total_pg_maj_fault: stat.get("total_pgmajfault"),
+        total_inactive_anon: stat.get("total_inactive_anon"),
+        total_active_anon: stat.get("total_active_anon"),
+        total_inactive_file: stat.get("total_inactive_file"),
+        total_active_file: stat.get("total_active_file"),
+        total_unevictable: stat.get("total_unevictable"),
+        usage: memory_entry(dir, "memory")?.into(),
+        swap: memory_entry(dir, "memory.memsw")?.into(),
+        kernel: memory_entry(dir, "memory.kmem")?.into(),
+        kernel_tcp: memory_entry(dir, "memory.kmem.tcp")?.into(),
+        ..MemoryStat::default()
+    }))
+}
+
+/// None where the kernel does not account it.
+fn memory_entry(dir: &Path, prefix: &str) -> Result<Option<MemoryEntry>, CgroupError> {
+    let Some(usage) = read::number(&dir.join(format!("{prefix}.usage_in_bytes")))? else {
+        return Ok(None);
+    };
+    let number = |what: &str| number(dir, &format!("{prefix}.{what}"));
+    Ok(Some(MemoryEntry {
+        limit: number("limit_in_bytes")?,
+        usage,
+        max: number("max_usage_in_bytes")?,
+        failcnt: number("failcnt")?,
+        ..MemoryEntry::default()
+    }))
+}
+
+fn oom_control(dir: &Path) -> Result<Option<MemoryOomControl>, CgroupError> {
+    let Some(control) = FlatKeyed::read(&dir.join("memory.oom_control"))? else {
+        return Ok(None);
+    };
+    Ok(Some(MemoryOomControl {
+        oom_kill_disable: control.get("oom_kill_disable"),
+        under_oom: control.get("under_oom"),
+        oom_kill: control.get("oom_kill"),
+        ..MemoryOomControl::default()
+    }))
+}
+
+/// The I/O scheduler that a device uses decides which files count: CFQ's and BFQ's where they have anything,
+/// otherwise those of the throttling layer.
+fn blkio(dir: &Path) -> Result<BlkIOStat, CgroupError> {
+    let devices = device_names(&read::text(Path::new(PARTITIONS))?.unwrap_or_default());
+    let entries = |prefix: &str, name: &str| {
+        let path = dir.join(format!("blkio.{prefix}{name}_recursive"));
+        Ok::<_, CgroupError>(blkio_entries(&read::text(&path)?.unwrap_or_default(), &devices))
+    };
+    for prefix in ["", "bfq."] {
+        let stat = BlkIOStat {
+            io_service_bytes_recursive: entries(prefix, "io_service_bytes")?,
+            io_serviced_recursive: entries(prefix, "io_serviced")?,
+            io_queued_recursive: entries(prefix, "io_queued")?,
+            io_service_time_recursive: entries(prefix, "io_service_time")?,
+            io_wait_time_recursive: entries(prefix, "io_wait_time")?,
+            io_merged_recursive: entries(prefix, "io_merged")?,
+            io_time_recursive: entries(prefix, "time")?,
+            sectors_recursive: entries(prefix, "sectors")?,
+            ..BlkIOStat::default()
+        };
+        if !stat.io_serviced_recursive.is_empty() {
+            return Ok(stat);
+        }
+    }
+    Ok(BlkIOStat {
+        io_service_bytes_recursive: entries("throttle.", "io_service_bytes")?,
+        io_serviced_recursive: entries("throttle.", "io_serviced")?,
+        ..BlkIOStat::default()
+    })
+}
+
+/// Lines `8:0 Read 4096` or `8:0 4096`; the total over all devices has none and is left out.
+fn blkio_entries(text: &str, devices: &HashMap<(u64, u64), String>) -> Vec<BlkIOEntry> {
+    let entry = |line: &str| {
+        let mut words = line.split_ascii_whitespace();
+        let (major, minor) = read::device(words.next()?)?;
+        let second = words.next()?;
+        let (op, value) = words.next().map_or(("", second), |value| (second, value));
+        Some(BlkIOEntry {
+            op: op.to_owned(),
+            device: devices.get(&(major, minor)).cloned().unwrap_or_default(),
+            major,
+            minor,
+            value: read::parse_number(value)?,
+            ..BlkIOEntry::default()
+        })
+    };
+    text.lines().filter_map(entry).collect()
+}
+
+/// From lines `8 0 1024 sda`.
+fn device_names(partitions: &str) -> HashMap<(u64, u64), String> {
+    let device = |line: &str| {
+        let mut words = line.split_ascii_whitespace();
+        let numbers = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+        Some((numbers, format!("/dev/{}", words.nth(1)?)))
+    };
+    partitions.lines().filter_map(device).collect()
+}
+
+fn rdma(dir: &Path) -> Result<Option<RdmaStat>, CgroupError> {
+    let entries = |file: &str| {
+        let Some(text) = read::text(&dir.join(file))? else {
+            return Ok(None);
+        };
+        let entries = text.lines().filter_map(NestedLine::parse).map(|line| RdmaEntry {
+            device: line.name.to_owned(),
+            hca_handles: read::saturate(line.get("hca_handle")),
+            hca_objects: read::saturate(line.get("hca_object")),
+            ..RdmaEntry::default()
+        });
+        Ok::<_, CgroupError>(Some(entries.collect()))
+    };
+    let (Some(current), Some(limit)) = (entries("rdma.current")?, entries("rdma.max")?) else {
+        return Ok(None);
+    };
+    Ok(Some(RdmaStat {
+        current,
+        limit,
+        ..RdmaStat::default()
+    }))
+}
+
+fn number(dir: &Path, file: &str) -> Result<u64, CgroupError> {
+    Ok(read::number(&dir.join(file))?.unwrap_or_default())
+}

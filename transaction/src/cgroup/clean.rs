@@ -1,0 +1,100 @@
+//! Takes a cgroup away: its processes, then its directories. Only ever the container's own.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::read;
+use super::{Cgroup, CgroupError, Version};
+use crate::pidfd;
+
+/// Pause between two looks at who is left.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Kills a whole v2 cgroup, forks under way included.
+const KILL: &str = "cgroup.kill";
+
+impl Cgroup {
+    /// Kills every process and waits until none is left. A cgroup that is gone or empty is no error.
+    pub async fn kill_all(&self, limit: Duration) -> Result<(), CgroupError> {
+        let begun = Instant::now();
+        let dir = self.own()?.dir();
+        while let pids = self.pids()?
+            && !pids.is_empty()
+        {
+            self.kill_once(&dir, &pids).await?;
+            if begun.elapsed() >= limit {
+                return Err(CgroupError::KillTimeout {
+                    path: dir,
+                    pids,
+                    limit,
+                });
+            }
+            sleep(PAUSE).await;
+        }
+        Ok(())
+    }
+
+    async fn kill_once(&self, dir: &Path, pids: &[i32]) -> Result<(), CgroupError> {
+        let whole = match self.version {
+            Version::V1 => false,
+            Version::V2 => match read::write(&dir.join(KILL), "1") {
+                Ok(()) => true,
+                // Kernels before 5.14.
+                Err(error) if error.is_absent() => false,
+                Err(error) => return Err(error),
+            },
+        };
+        for pid in pids.iter().filter(|_| !whole) {
+            if let Err(error) = pidfd::signal(*pid, libc::SIGKILL, || self.holds(*pid)) {
+                log::warn!("cannot kill process {pid} of {}: {error}", dir.display());
+            }
+        }
+        // Order matters: signals sent to a frozen v1 cgroup hit before its processes can fork once more. Those of a v2 one
+        // die frozen, and the runtime takes what is left for paused and does not delete it.
+        if self.version == Version::V2 || self.dir("freezer").is_some() {
+            match self.thaw(PAUSE).await {
+                Err(error @ CgroupError::ThawTimeout { .. }) => log::debug!("{error}"),
+                Err(error) if error.is_absent() => {}
+                thawed => return thawed,
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the directories of the cgroup and of those below it. None there is no error.
+    pub async fn remove(&self, limit: Duration) -> Result<(), CgroupError> {
+        let begun = Instant::now();
+        for dir in self.own_dirs()? {
+            loop {
+                match remove_tree(&dir) {
+                    Ok(()) => break,
+                    // Killed processes leave the cgroup a moment after they are gone from its list.
+                    Err(CgroupError::Remove { source, .. })
+                        if source.kind() == io::ErrorKind::ResourceBusy && begun.elapsed() < limit =>
+                    {
+                        sleep(PAUSE).await;
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn remove_tree(dir: &Path) -> Result<(), CgroupError> {
+    for child in read::children(dir)? {
+        remove_tree(&child)?;
+    }
+    match std::fs::remove_dir(dir) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(source) => Err(CgroupError::Remove {
+            path: dir.to_owned(),
+            source,
+        }),
+    }
+}

@@ -1,0 +1,191 @@
+//! The freezer: stops and continues all processes of a cgroup at once, without signals.
+//!
+//! All calls may be repeated, and end in a known state: a [`Cgroup::freeze`] that does not succeed in time thaws what it
+//! froze, a [`Cgroup::keep_frozen`] leaves the cgroup freezing: each thread stops as soon as it can.
+//! A future dropped half way leaves the cgroup freezing; whoever drops it thaws.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::read::{self, FlatKeyed};
+use super::{Cgroup, CgroupError, Version};
+
+/// First pause between two looks at the state. It doubles up to [`SLOWEST`].
+const FASTEST: Duration = Duration::from_millis(1);
+
+/// Longest pause between two looks at the state.
+const SLOWEST: Duration = Duration::from_millis(16);
+
+/// v1 may never finish freezing a cgroup in which processes keep appearing. After this time it is thawed for a moment,
+/// which lets the fork that it missed pass.
+const V1_KICK: Duration = Duration::from_millis(500);
+
+/// How long v1 is thawed then.
+const V1_KICK_PAUSE: Duration = Duration::from_millis(10);
+
+/// Whether a v1 freezer that hangs may be turned off for a moment.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kick {
+    Allowed,
+    Never,
+}
+
+/// State of the freezer, that of parents included: `Frozen` means that no process of the cgroup can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FreezerState {
+    /// Processes run.
+    Thawed,
+    /// Asked to freeze; some processes still run.
+    Freezing,
+    /// All processes are stopped.
+    Frozen,
+}
+
+impl Cgroup {
+    /// The freezer as it is now.
+    pub fn freezer_state(&self) -> Result<FreezerState, CgroupError> {
+        let dir = self.freezer_dir()?;
+        match self.version {
+            Version::V1 => v1_state(&dir),
+            Version::V2 => v2_state(&dir),
+        }
+    }
+
+    /// Freezes all processes, at once if there are none.
+    pub async fn freeze(&self, limit: Duration) -> Result<(), CgroupError> {
+        let dir = self.own_freezer_dir()?;
+        let before = self.freezer_state()?;
+        let frozen = self.try_freeze(&dir, limit, Kick::Allowed).await;
+        if matches!(frozen, Err(CgroupError::FreezeTimeout { .. })) && before == FreezerState::Thawed {
+            self.order(&dir, FreezerState::Thawed)?;
+        }
+        frozen
+    }
+
+    /// Freezes processes of which none may run: never thaws, not even for the moment that helps a v1 freezer on.
+    pub async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
+        self.try_freeze(&self.own_freezer_dir()?, limit, Kick::Never)
+            .await
+    }
+
+    /// Turns the freezer on, and does not wait for the threads.
+    pub fn begin_freeze(&self) -> Result<(), CgroupError> {
+        self.order(&self.own_freezer_dir()?, FreezerState::Frozen)
+    }
+
+    async fn try_freeze(&self, dir: &Path, limit: Duration, kick: Kick) -> Result<(), CgroupError> {
+        let begun = Instant::now();
+        let mut kick_at = begun + V1_KICK;
+        let mut pause = FASTEST;
+        self.order(dir, FreezerState::Frozen)?;
+        while self.freezer_state()? != FreezerState::Frozen {
+            if begun.elapsed() >= limit {
+                return Err(CgroupError::FreezeTimeout {
+                    path: dir.to_owned(),
+                    limit,
+                });
+            }
+            if self.version == Version::V1 {
+                if kick == Kick::Allowed && Instant::now() >= kick_at {
+                    self.order(dir, FreezerState::Thawed)?;
+                    sleep(V1_KICK_PAUSE).await;
+                    kick_at = Instant::now() + V1_KICK;
+                }
+                self.order(dir, FreezerState::Frozen)?;
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(SLOWEST);
+        }
+        Ok(())
+    }
+
+    /// Lets all processes run again.
+    pub async fn thaw(&self, limit: Duration) -> Result<(), CgroupError> {
+        let dir = self.own_freezer_dir()?;
+        let begun = Instant::now();
+        let mut pause = FASTEST;
+        self.order(&dir, FreezerState::Thawed)?;
+        while self.freezer_state()? != FreezerState::Thawed {
+            if begun.elapsed() >= limit {
+                return Err(CgroupError::ThawTimeout { path: dir, limit });
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(SLOWEST);
+        }
+        Ok(())
+    }
+
+    fn freezer_dir(&self) -> Result<PathBuf, CgroupError> {
+        self.dir("freezer").ok_or(CgroupError::NoFreezer)
+    }
+
+    fn own_freezer_dir(&self) -> Result<PathBuf, CgroupError> {
+        let dir = self.freezer_dir()?;
+        let own = self.own()?.dir();
+        if own == dir {
+            Ok(dir)
+        } else {
+            Err(CgroupError::NotOwn { path: dir })
+        }
+    }
+
+    fn order(&self, dir: &Path, state: FreezerState) -> Result<(), CgroupError> {
+        let freeze = state != FreezerState::Thawed;
+        let (file, word) = match (self.version, freeze) {
+            (Version::V1, true) => ("freezer.state", "FROZEN"),
+            (Version::V1, false) => ("freezer.state", "THAWED"),
+            (Version::V2, true) => ("cgroup.freeze", "1"),
+            (Version::V2, false) => ("cgroup.freeze", "0"),
+        };
+        read::write(&dir.join(file), word)
+    }
+}
+
+fn v1_state(dir: &Path) -> Result<FreezerState, CgroupError> {
+    let path = dir.join("freezer.state");
+    let text = read::text(&path)?.ok_or_else(|| CgroupError::Gone { path: dir.to_owned() })?;
+    match text.trim() {
+        "THAWED" => Ok(FreezerState::Thawed),
+        "FREEZING" => Ok(FreezerState::Freezing),
+        "FROZEN" => Ok(FreezerState::Frozen),
+        _ => Err(CgroupError::Malformed { path }),
+    }
+}
+
+fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
+    let gone = || CgroupError::Gone { path: dir.to_owned() };
+    let events = FlatKeyed::read(&dir.join("cgroup.events"))?.ok_or_else(gone)?;
+    let asked = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
+    // A kernel that thaws a cgroup whose last process has gone, while those of a cgroup below are dying, says for ever that it is
+    // frozen (seen with 6.18).
+    let is_forgotten = events.get("populated") == 0 && asked == 0;
+    if events.get("frozen") == 1 && !is_forgotten {
+        return Ok(if is_frozen_below(dir)? {
+            FreezerState::Frozen
+        } else {
+            FreezerState::Freezing
+        });
+    }
+    Ok(if asked == 1 {
+        FreezerState::Freezing
+    } else {
+        FreezerState::Thawed
+    })
+}
+
+/// Whether all cgroups below with processes in them are frozen: the kernel tells that a cgroup is, as soon as its own
+/// processes are.
+fn is_frozen_below(dir: &Path) -> Result<bool, CgroupError> {
+    for child in read::children(dir)? {
+        // One without the file has gone meanwhile.
+        if let Some(events) = FlatKeyed::read(&child.join("cgroup.events"))?
+            && events.get("populated") == 1
+            && !(events.get("frozen") == 1 && is_frozen_below(&child)?)
+        {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}

@@ -1,0 +1,325 @@
+//! The cgroup of a container: where it is, who is in it, what it used, and the freezer.
+//!
+//! A cgroup is one directory on a unified host and one per hierarchy on a v1 host. As containerd and runc do, a host
+//! counts as unified only when `/sys/fs/cgroup` itself is cgroup2; anything else ("hybrid") is v1.
+//!
+//! Invariants: nothing here creates a cgroup; no call that freezes, kills or removes ever acts on the root of a
+//! hierarchy, on a cgroup that this process is in, or on a hierarchy in which the container has no cgroup of its own.
+
+mod clean;
+mod freezer;
+#[cfg(any(test, fuzzing, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzz;
+mod locate;
+mod oom;
+pub mod read;
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+#[allow(
+    clippy::unwrap_used,
+    reason = "a test that cannot be set up is a test that fails"
+)]
+pub mod testing;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_host::cgroup_mounts::{Place, Version};
+
+pub use freezer::FreezerState;
+pub use oom::OomWatch;
+
+/// Lists the processes of a cgroup.
+const PROCS: &str = "cgroup.procs";
+
+/// v1 hierarchies that tell where the container's own cgroup is, best first.
+const PRIMARY: [&str; 5] = ["freezer", "devices", "memory", "pids", "cpu"];
+
+/// A container's cgroup. It need not exist (any more).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cgroup {
+    version: Version,
+    /// By controller; the unified hierarchy has an empty name.
+    places: BTreeMap<String, Place>,
+}
+
+/// What cannot be done with a cgroup.
+#[derive(Debug, thiserror::Error)]
+pub enum CgroupError {
+    /// The mounted hierarchies cannot be listed.
+    #[error("cannot list the mounted cgroup hierarchies")]
+    Mounts {
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no hierarchy in which containers could be told apart.
+    #[error("no cgroup hierarchy is mounted. hint: mount cgroup2 or the v1 controllers below /sys/fs/cgroup")]
+    NoHierarchy,
+    /// The process does not exist (any more).
+    #[error("cannot read the cgroup of process {pid}")]
+    Process {
+        /// The process.
+        pid: i32,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The spec's `cgroupsPath` is not of the form that the cgroup driver wants.
+    #[error("cgroups path {path} is not of the form slice:prefix:name")]
+    SystemdPath {
+        /// The path.
+        path: String,
+    },
+    /// The cgroup does not exist (any more).
+    #[error("cgroup {} does not exist", path.display())]
+    Gone {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A file of the cgroup could not be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// A file of the cgroup could not be written.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// A file of the cgroup does not have the form that the kernel documents.
+    #[error("cannot understand {}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The request would hit processes that are not the container's.
+    #[error("cgroup {} is not the container's own", path.display())]
+    NotOwn {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The host has no freezer.
+    #[error("cgroup freezer is not available. hint: mount the v1 freezer controller or use cgroup v2")]
+    NoFreezer,
+    /// The cgroup did not freeze in time.
+    #[error("cgroup {} did not freeze within {limit:?}", path.display())]
+    FreezeTimeout {
+        /// The directory.
+        path: PathBuf,
+        /// How long it had.
+        limit: Duration,
+    },
+    /// The cgroup did not thaw in time.
+    #[error("cgroup {} did not thaw within {limit:?}. hint: see whether a parent of it is frozen", path.display())]
+    ThawTimeout {
+        /// The directory.
+        path: PathBuf,
+        /// How long it had.
+        limit: Duration,
+    },
+    /// Killed processes are still there.
+    #[error("processes {pids:?} of cgroup {} did not end within {limit:?} of SIGKILL", path.display())]
+    KillTimeout {
+        /// The directory.
+        path: PathBuf,
+        /// Who is left.
+        pids: Vec<i32>,
+        /// How long they had.
+        limit: Duration,
+    },
+    /// The directory could not be removed.
+    #[error("cannot remove cgroup {}", path.display())]
+    Remove {
+        /// The directory.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// Out-of-memory events cannot be had.
+    #[error("cannot watch {} for out-of-memory events", path.display())]
+    OomWatch {
+        /// The directory.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The host does not account memory per cgroup.
+    #[error("cgroup memory controller is not available")]
+    NoMemory,
+}
+
+impl CgroupError {
+    /// Whether the answer is that there is no such cgroup or process.
+    pub fn is_absent(&self) -> bool {
+        let absent = |source: &io::Error| {
+            source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ENODEV)
+        };
+        match self {
+            Self::Gone { .. } => true,
+            Self::Process { source, .. } | Self::Read { source, .. } | Self::Write { source, .. } => {
+                absent(source) || source.raw_os_error() == Some(libc::ESRCH)
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Cgroup {
+    /// A cgroup of v1 with a directory for each controller.
+    #[cfg(any(test, fuzzing, feature = "testing"))]
+    #[doc(hidden)]
+    pub fn of_v1(places: impl IntoIterator<Item = (String, Place)>) -> Self {
+        Self {
+            version: Version::V1,
+            places: places.into_iter().collect(),
+        }
+    }
+
+    /// Of which kind its hierarchies are.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The cgroup that a process is in.
+    pub fn of_pid(pid: i32) -> Result<Self, CgroupError> {
+        locate::of_pid(locate::host()?, pid)
+    }
+
+    /// The cgroup that a spec's `cgroupsPath` names, whether it exists or not: what a restore will run in.
+    pub fn by_spec(cgroups_path: &str, id: &str, systemd: bool) -> Result<Self, CgroupError> {
+        locate::by_spec(locate::host()?, cgroups_path, id, systemd)
+    }
+
+    /// v2: has the cgroups above hand on every controller that they have themselves, as far as the kernel allows.
+    pub fn enable_controllers(&self) {
+        let Some(place) = self.places.get("").filter(|_| self.version == Version::V2) else {
+            return;
+        };
+        let controllers = read::text(&place.mount_point.join("cgroup.controllers"));
+        let controllers = controllers.ok().flatten().unwrap_or_default();
+        let above = place.path.ancestors().skip(1).collect::<Vec<_>>();
+        for dir in above.into_iter().rev().map(|path| place.mount_point.join(path)) {
+            for controller in controllers.split_whitespace() {
+                // One by one: what one controller lacks does not keep the others away.
+                if let Err(error) =
+                    read::write(&dir.join("cgroup.subtree_control"), &format!("+{controller}"))
+                {
+                    log::debug!("{error}");
+                }
+            }
+        }
+    }
+
+    /// Whether the freezer is that of cgroup v1.
+    pub fn is_v1(&self) -> bool {
+        self.version == Version::V1
+    }
+
+    /// Whether the container's own directory exists.
+    pub fn exists(&self) -> bool {
+        self.primary().is_some_and(|place| place.dir().is_dir())
+    }
+
+    /// All processes in the cgroup and below, as this process's pid namespace numbers them. None when it is gone.
+    pub fn pids(&self) -> Result<Vec<i32>, CgroupError> {
+        let mut pids = BTreeSet::new();
+        if let Some(place) = self.primary() {
+            collect_pids(&place.dir(), &mut pids)?;
+        }
+        Ok(pids.into_iter().collect())
+    }
+
+    /// Whether a process is in the cgroup, or below.
+    pub fn holds(&self, pid: i32) -> bool {
+        let (Some(own), Ok(its)) = (self.primary(), Self::of_pid(pid)) else {
+            return false;
+        };
+        its.places
+            .values()
+            .any(|place| place.mount_point == own.mount_point && place.path.starts_with(&own.path))
+    }
+
+    /// The directory for messages: that of the hierarchy which tells what is the container's own.
+    pub fn primary_dir(&self) -> PathBuf {
+        self.primary().map(Place::dir).unwrap_or_default()
+    }
+
+    fn primary(&self) -> Option<&Place> {
+        match self.version {
+            Version::V2 => self.places.get(""),
+            Version::V1 => PRIMARY
+                .iter()
+                .find_map(|name| self.places.get(*name))
+                .or_else(|| self.places.values().next()),
+        }
+    }
+
+    /// Directories of the container's own cgroup: one per hierarchy in which it has the same place as in the primary.
+    fn own_dirs(&self) -> Result<BTreeSet<PathBuf>, CgroupError> {
+        let primary = self.own()?;
+        Ok(self
+            .places
+            .values()
+            .filter(|place| place.path == primary.path)
+            .map(Place::dir)
+            .collect())
+    }
+
+    /// The primary place, if it is a cgroup that can belong to one container: not a root, and none of ours.
+    fn own(&self) -> Result<&Place, CgroupError> {
+        let ours = Self::of_pid(locate::own_pid())?;
+        let holds_us = |place: &Place| {
+            ours.places
+                .values()
+                .any(|our| our.mount_point == place.mount_point && our.path.starts_with(&place.path))
+        };
+        match self.primary() {
+            Some(place) if !place.is_root() && !holds_us(place) => Ok(place),
+            _ => Err(CgroupError::NotOwn {
+                path: self.primary_dir(),
+            }),
+        }
+    }
+
+    /// The directory of a v1 controller, or the unified one.
+    pub fn dir(&self, controller: &str) -> Option<PathBuf> {
+        let name = match self.version {
+            Version::V1 => controller,
+            Version::V2 => "",
+        };
+        self.places.get(name).map(Place::dir)
+    }
+
+    pub fn gone(&self) -> CgroupError {
+        CgroupError::Gone {
+            path: self.primary_dir(),
+        }
+    }
+}
+
+fn collect_pids(dir: &Path, pids: &mut BTreeSet<i32>) -> Result<(), CgroupError> {
+    let procs = read::text(&dir.join(PROCS))?.unwrap_or_default();
+    // A process of a namespace that we do not see is listed as 0.
+    pids.extend(
+        procs
+            .lines()
+            .filter_map(|line| line.parse::<i32>().ok())
+            .filter(|pid| *pid > 0),
+    );
+    for child in read::children(dir)? {
+        collect_pids(&child, pids)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

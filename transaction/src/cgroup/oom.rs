@@ -1,0 +1,243 @@
+//! Tells when the kernel ran out of a cgroup's memory. A watch ends by itself when the cgroup does.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::fd::{AsFd as _, AsRawFd, RawFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use super::read::FlatKeyed;
+use super::{Cgroup, CgroupError, Version};
+
+/// v1: takes the descriptors of an eventfd and of the file to watch.
+const EVENT_CONTROL: &str = "cgroup.event_control";
+
+/// v2: counts the kills.
+const MEMORY_EVENTS: &str = "memory.events";
+
+/// v2: says whether anyone is in the cgroup.
+const CGROUP_EVENTS: &str = "cgroup.events";
+
+/// Out-of-memory events of one cgroup. Each is told once, to whoever asks first.
+#[derive(Debug)]
+pub struct OomWatch {
+    source: Source,
+    ended: AtomicBool,
+}
+
+/// The directory of a cgroup, told from one that has the name after it.
+#[derive(Debug)]
+struct Incarnation {
+    dir: PathBuf,
+    inode: u64,
+}
+
+impl Incarnation {
+    fn of(dir: &Path) -> io::Result<Self> {
+        let inode = dir.metadata()?.ino();
+        Ok(Self {
+            dir: dir.to_owned(),
+            inode,
+        })
+    }
+
+    fn is_gone(&self) -> bool {
+        !self.dir.metadata().is_ok_and(|now| now.ino() == self.inode)
+    }
+}
+
+#[derive(Debug)]
+enum Source {
+    V1 {
+        events: AsyncFd<EventFd>,
+        cgroup: Incarnation,
+    },
+    V2 {
+        changes: AsyncFd<Changes>,
+        cgroup: Incarnation,
+        kills: AtomicU64,
+    },
+}
+
+impl Cgroup {
+    /// Begins to watch; needs the runtime's reactor.
+    pub fn watch_oom(&self) -> Result<OomWatch, CgroupError> {
+        let dir = self.dir("memory").ok_or(CgroupError::NoMemory)?;
+        let source = match self.version {
+            Version::V1 => watch_v1(&dir),
+            Version::V2 if dir.is_dir() && !dir.join(MEMORY_EVENTS).exists() => {
+                return Err(CgroupError::NoMemory);
+            }
+            Version::V2 => watch_v2(&dir),
+        };
+        let source = source.map_err(|source| CgroupError::OomWatch { path: dir, source })?;
+        Ok(OomWatch {
+            source,
+            ended: AtomicBool::new(false),
+        })
+    }
+}
+
+impl OomWatch {
+    /// Whether memory has run out since that was last told. For the moment before an exit is told.
+    pub fn take(&self) -> bool {
+        match &self.source {
+            // The removal of the cgroup, an event too, is left to `recv`.
+            Source::V1 { events, cgroup } => !cgroup.is_gone() && events.get_ref().read().is_ok(),
+            Source::V2 { cgroup, kills, .. } => {
+                !cgroup.is_gone() && new_kills(&cgroup.dir, kills).unwrap_or(false)
+            }
+        }
+    }
+
+    /// Waits for the next time that memory runs out; none once the cgroup has ended. May be dropped and called again.
+    pub async fn recv(&self) -> Option<()> {
+        while !self.ended.load(Ordering::Relaxed) {
+            let happened = match &self.source {
+                Source::V1 { events, cgroup } => v1_event(events, cgroup, &self.ended).await,
+                Source::V2 {
+                    changes,
+                    cgroup,
+                    kills,
+                } => v2_event(changes, cgroup, kills, &self.ended).await,
+            };
+            match happened {
+                Ok(true) => return Some(()),
+                Ok(false) => {}
+                Err(error) => {
+                    log::warn!("out-of-memory events are lost: {error}");
+                    self.ended.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+        None
+    }
+}
+
+fn watch_v1(dir: &Path) -> io::Result<Source> {
+    let events = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+    let oom = File::open(dir.join("memory.oom_control"))?;
+    let cgroup = Incarnation::of(dir)?;
+    let order = format!("{} {}", events.as_raw_fd(), oom.as_raw_fd());
+    OpenOptions::new()
+        .write(true)
+        .open(dir.join(EVENT_CONTROL))?
+        .write_all(order.as_bytes())?;
+    Ok(Source::V1 {
+        events: watched(events)?,
+        cgroup,
+    })
+}
+
+async fn v1_event(events: &AsyncFd<EventFd>, cgroup: &Incarnation, ended: &AtomicBool) -> io::Result<bool> {
+    let mut ready = events.readable().await?;
+    match ready.try_io(|events| Ok(events.get_ref().read()?)) {
+        Err(_not_ready) => Ok(false),
+        Ok(count) => {
+            // The removal of the cgroup is an event too, the last one.
+            let removed = cgroup.is_gone();
+            ended.store(removed, Ordering::Relaxed);
+            Ok(count? > u64::from(removed))
+        }
+    }
+}
+
+fn watch_v2(dir: &Path) -> io::Result<Source> {
+    let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+    for file in [MEMORY_EVENTS, CGROUP_EVENTS] {
+        inotify.add_watch(
+            &dir.join(file),
+            AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_DELETE_SELF,
+        )?;
+    }
+    // Order matters: a kill between the two calls is counted here and seen as a change that adds nothing.
+    let kills = AtomicU64::new(count_kills(dir)?);
+    Ok(Source::V2 {
+        changes: watched(Changes(Some(inotify)))?,
+        cgroup: Incarnation::of(dir)?,
+        kills,
+    })
+}
+
+async fn v2_event(
+    changes: &AsyncFd<Changes>,
+    cgroup: &Incarnation,
+    kills: &AtomicU64,
+    ended: &AtomicBool,
+) -> io::Result<bool> {
+    if cgroup.is_gone() {
+        ended.store(true, Ordering::Relaxed);
+        return Ok(false);
+    }
+    let dir = &cgroup.dir;
+    // Order matters: the kills are read after the end was seen, so the last of them is not missed.
+    let populated = FlatKeyed::read(&dir.join(CGROUP_EVENTS)).map_err(io::Error::other)?;
+    let empty = populated.is_none_or(|events| events.get("populated") == 0);
+    ended.store(empty, Ordering::Relaxed);
+    if new_kills(dir, kills)? {
+        return Ok(true);
+    }
+    if empty {
+        return Ok(false);
+    }
+    let mut ready = changes.readable().await?;
+    match ready.try_io(|changes| changes.get_ref().read()) {
+        Err(_not_ready) => Ok(false),
+        Ok(drained) => drained.map(|()| false),
+    }
+}
+
+fn new_kills(dir: &Path, kills: &AtomicU64) -> io::Result<bool> {
+    let now = count_kills(dir)?;
+    Ok(kills.fetch_max(now, Ordering::Relaxed) < now)
+}
+
+fn count_kills(dir: &Path) -> io::Result<u64> {
+    let events = FlatKeyed::read(&dir.join(MEMORY_EVENTS)).map_err(io::Error::other)?;
+    Ok(events.map_or(0, |events| events.get("oom_kill")))
+}
+
+/// An inotify instance as the reactor wants it. Present until it is dropped.
+///
+/// The kernel takes some 10 ms to close one, which nothing else of the shim must wait for.
+#[derive(Debug)]
+struct Changes(Option<Inotify>);
+
+impl Changes {
+    /// Takes what has happened.
+    fn read(&self) -> io::Result<()> {
+        match &self.0 {
+            Some(inotify) => Ok(inotify.read_events().map(drop)?),
+            None => Ok(()),
+        }
+    }
+}
+
+impl AsRawFd for Changes {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_ref().map_or(-1, |inotify| inotify.as_fd().as_raw_fd())
+    }
+}
+
+impl Drop for Changes {
+    fn drop(&mut self) {
+        let inotify = self.0.take();
+        // Without a thread it is closed here, late and not never.
+        let _detached = thread::Builder::new().spawn(move || drop(inotify));
+    }
+}
+
+fn watched<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
+    #[expect(
+        deprecated,
+        reason = "its successor is unsafe for types whose descriptor may change; these cannot"
+    )]
+    AsyncFd::with_interest(fd, Interest::READABLE)
+}

@@ -1,0 +1,168 @@
+//! Cgroups for tests: real ones with real processes, on every hierarchy that this host has, and such as are made of plain files.
+//! Needs root; each test makes cgroups of its own and removes them.
+
+use std::cell::Cell;
+use std::fs;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Instant, SystemTime};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+use tokio::time::sleep;
+
+use super::{BTreeSet, Cgroup, Duration, Place, Version, collect_pids, locate, read};
+use crate::reaper::{Child, Reaper};
+
+/// Longest time for anything here that should happen.
+pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// A cgroup for one test, removed with all that is in it.
+pub struct Scratch {
+    pub cgroup: Cgroup,
+    pub(super) name: String,
+    /// A file of each process that is in it for good.
+    entered: TempDir,
+    spawned: Cell<usize>,
+}
+
+impl Scratch {
+    /// One per kind of hierarchy that can be used here. An empty list is said aloud.
+    pub fn all() -> Vec<Self> {
+        let found: Vec<_> = [Self::v1(), Self::v2()].into_iter().flatten().collect();
+        if found.is_empty() {
+            eprintln!("skipped: needs root and a writable cgroup hierarchy");
+        }
+        found
+    }
+
+    pub fn v1() -> Option<Self> {
+        let host = locate::host().ok()?;
+        let cgroup = locate::by_spec(host, &unique(), "", false).ok()?;
+        (cgroup.version == Version::V1)
+            .then(|| Self::make(cgroup))
+            .flatten()
+    }
+
+    pub fn v2() -> Option<Self> {
+        let mount = firn_host::mountinfo::mounted()
+            .unwrap()
+            .into_iter()
+            .rev()
+            .find(|mount| mount.fs_type == "cgroup2")?;
+        let place = Place {
+            mount_point: mount.mount_point,
+            path: unique().trim_start_matches('/').into(),
+        };
+        Self::make(Cgroup {
+            version: Version::V2,
+            places: [(String::new(), place)].into(),
+        })
+    }
+
+    fn make(cgroup: Cgroup) -> Option<Self> {
+        let name = cgroup.primary_dir().file_name()?.to_str()?.to_owned();
+        for dir in cgroup.own_dirs().ok()? {
+            // cpusets take no process before they are set up, and no test wants them.
+            if !dir.starts_with("/sys/fs/cgroup/cpuset") {
+                fs::create_dir(&dir).ok()?;
+            }
+        }
+        Some(Self {
+            cgroup,
+            name,
+            entered: TempDir::new().ok()?,
+            spawned: Cell::new(0),
+        })
+    }
+
+    /// A shell in the cgroup, or in one below. It is to be started once.
+    pub fn shell(&self, below: &str, script: &str) -> Command {
+        let mut enter = String::new();
+        for dir in self.cgroup.own_dirs().unwrap().iter().filter(|dir| dir.exists()) {
+            let dir = dir.join(below);
+            fs::create_dir_all(&dir).unwrap();
+            enter += &format!("echo $$ > {}/cgroup.procs && ", dir.display());
+        }
+        let mark = self.entered.path().join(self.spawned.get().to_string());
+        self.spawned.set(self.spawned.get() + 1);
+        let script = format!("{enter} : > {} && {{ {script}\n}}", mark.display());
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(script);
+        command
+    }
+
+    /// Starts it.
+    pub fn spawn(&self, reaper: &Reaper, below: &str, script: &str) -> Child {
+        reaper.spawn(&mut self.shell(below, script)).unwrap()
+    }
+
+    /// Waits until all that were spawned are in it, in every hierarchy.
+    pub async fn all_entered(&self) {
+        let here = || fs::read_dir(self.entered.path()).unwrap().count();
+        until("the processes to enter", || here() == self.spawned.get()).await;
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let dirs = self.cgroup.own_dirs().unwrap();
+        for version_dir in &dirs {
+            assert!(version_dir.ends_with(&self.name) && self.name.starts_with("firn-test-"));
+            // Order matters: they die in no hierarchy while they are frozen in one.
+            let _ = read::write(&version_dir.join("freezer.state"), "THAWED");
+            let _ = read::write(&version_dir.join("cgroup.freeze"), "0");
+        }
+        for version_dir in dirs {
+            let begun = Instant::now();
+            while version_dir.exists() && begun.elapsed() < LIMIT {
+                let mut pids = BTreeSet::new();
+                let _ = collect_pids(&version_dir, &mut pids);
+                for pid in pids {
+                    let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                }
+                for child in read::children(&version_dir).unwrap_or_default() {
+                    let _ = fs::remove_dir(child);
+                }
+                let _ = fs::remove_dir(&version_dir);
+            }
+        }
+    }
+}
+
+/// A name that no other test has, also not one that was killed and had the same pid.
+fn unique() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos();
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    format!("/firn-test-{}-{now}-{number}", std::process::id())
+}
+
+/// Waits for something that should become true.
+pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < LIMIT, "{what} did not happen");
+        sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// A cgroup made of plain files, which does what no kernel does on request.
+pub fn fake(version: Version, files: &[(&str, &str)]) -> (TempDir, Cgroup) {
+    let dir = TempDir::new().unwrap();
+    fs::create_dir(dir.path().join("box")).unwrap();
+    for (name, text) in files {
+        fs::write(dir.path().join("box").join(name), text).unwrap();
+    }
+    let hierarchy = match version {
+        Version::V1 => "freezer",
+        Version::V2 => "",
+    };
+    let place = Place {
+        mount_point: dir.path().to_owned(),
+        path: "box".into(),
+    };
+    let places = [(hierarchy.to_owned(), place)].into();
+    (dir, Cgroup { version, places })
+}

@@ -1,0 +1,570 @@
+//! Why a checkpoint failed, with the code and the remedy that users see.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_host::{Problem, Remedy, remedy};
+use firn_image::manifest::{ImageError, ManifestError};
+use firn_oci::mounts::MountError;
+
+use super::image::is_containerds;
+use super::transaction::Failure;
+use crate::cgroup::CgroupError;
+use crate::container::Container;
+use crate::hold::HoldError;
+use crate::journal::{JournalError, Phase};
+use crate::look::LookError;
+use crate::runc::{Brand, RuncError};
+use crate::worker::GpuError;
+use firn_host::Chain;
+
+/// A failure of one effect of the transaction, or a refusal.
+#[derive(Debug, thiserror::Error)]
+pub enum EffectError {
+    #[error(transparent)]
+    Preflight(#[from] firn_preflight::process::Refusal),
+    #[error(
+        "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
+    )]
+    Stopped { pid: i32, comm: String },
+    #[error(transparent)]
+    Surroundings(#[from] firn_preflight::environment::Refusal),
+    #[error("CUDA process {pid} ({comm}) is {state} already")]
+    NotRunning {
+        pid: i32,
+        comm: String,
+        state: &'static str,
+    },
+    #[error("{runtime} cannot do it")]
+    Runtime { runtime: &'static str },
+    #[error(transparent)]
+    AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
+    #[error("it is to follow the dump in {}, and GPU memory cannot be dumped in parts", parent.display())]
+    Parent { parent: PathBuf },
+    #[error("cannot look at the processes")]
+    Unreadable(#[from] firn_preflight::process::Unreadable),
+    #[error(transparent)]
+    Look(LookError),
+    #[error("cannot tell which GPUs the container has")]
+    Grant(#[from] firn_remap::GrantError),
+    #[error("the driver refused")]
+    Gpu(#[from] GpuError),
+    #[error("the freezer failed")]
+    Cgroup(#[from] CgroupError),
+    #[error("cannot hold the threads")]
+    Hold(#[from] HoldError),
+    #[error(transparent)]
+    Config(#[from] firn_config::ConfigError),
+    #[error(transparent)]
+    Program(#[from] firn_config::ProgramError),
+    #[error("cannot keep the journal")]
+    Journal(#[from] JournalError),
+    #[error("it was killed")]
+    Killed,
+    #[error("firn itself has failed, as containerd's log tells")]
+    Panicked,
+    #[error("there is no journal of its checkpoint")]
+    NoJournal,
+    #[error("CRIU failed")]
+    Dump(#[from] DumpError),
+    #[error("cannot write the manifest")]
+    Manifest(#[from] ManifestError),
+    #[error("cannot describe the image")]
+    Image(#[from] ImageError),
+    #[error("cannot list the mounts")]
+    Mount(#[from] MountError),
+    #[error("cannot read the spec")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("cannot read the memory limits of the container")]
+    Limit(#[source] std::io::Error),
+}
+
+impl From<LookError> for EffectError {
+    fn from(error: LookError) -> Self {
+        match error {
+            LookError::Killed => Self::Killed,
+            error => Self::Look(error),
+        }
+    }
+}
+
+/// `runc checkpoint` failed, or left no complete image.
+#[derive(Debug, thiserror::Error)]
+pub enum DumpError {
+    /// With the last errors of CRIU's log and where that is kept.
+    #[error("{}{} (log: {})", Chain(cause), quoted(lines), log.display())]
+    Failed {
+        cause: RuncError,
+        lines: Vec<String>,
+        log: PathBuf,
+    },
+    #[error("the checksums of the image were not made within {} s", limit.as_secs_f32())]
+    Checksums { limit: Duration },
+    #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
+    Stalled { what: &'static str, limit: Duration },
+    #[error("the image in {} is incomplete: {missing} is missing", image.display())]
+    Incomplete { image: PathBuf, missing: &'static str },
+    #[error("the image directory {} has gone, or is another one, or files of it have gone", image.display())]
+    Gone { image: PathBuf },
+    #[error("others may enter the image directory {} (owner {owner}, mode {mode:o})", image.display())]
+    OpenToOthers { image: PathBuf, mode: u32, owner: u32 },
+    #[error("cannot use the image directory {}", image.display())]
+    ImageDir {
+        image: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl Problem for DumpError {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Failed { .. } | Self::Incomplete { .. } => {
+                remedy("FIRN-DUMP", "the log names what CRIU could not dump")
+            }
+            Self::Checksums { .. } | Self::Stalled { .. } => remedy(
+                "FIRN-DUMP",
+                "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration",
+            ),
+            Self::Gone { .. } => remedy(
+                "FIRN-IMAGE-GONE",
+                "leave the client running, and the directory alone, until the checkpoint has ended",
+            ),
+            Self::OpenToOthers { .. } => remedy(
+                "FIRN-IMAGE-OPEN",
+                "name a new or empty directory, or make it root's with mode 700; see open-image-dir in the configuration",
+            ),
+            Self::ImageDir { .. } => remedy(
+                "FIRN-DUMP",
+                "name a directory, not a link to one, on a file system that answers",
+            ),
+        }
+    }
+}
+
+impl DumpError {
+    pub(super) fn gone(image: &Path) -> Self {
+        Self::Gone {
+            image: image.to_owned(),
+        }
+    }
+
+    pub(super) fn dir(image: &Path, source: std::io::Error) -> Self {
+        Self::ImageDir {
+            image: image.to_owned(),
+            source,
+        }
+    }
+}
+
+fn quoted(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("; {line}")).collect()
+}
+
+/// A container that was to end with its dump and did not.
+#[derive(Debug, thiserror::Error)]
+pub enum EndError {
+    #[error("cannot kill its processes")]
+    Cgroup(#[from] CgroupError),
+    #[error("cannot delete it")]
+    Runtime(#[from] RuncError),
+    #[error("init is still there")]
+    StillThere,
+}
+
+/// What kind of failure a transaction ended with, for the caller's own codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailureKind {
+    /// It was refused, or the container is not in a state for it.
+    Refused,
+    /// The request is wrong.
+    Invalid,
+    /// It failed and was rolled back, or the container ended.
+    Aborted,
+    /// The driver declared GPU state lost.
+    Lost,
+    /// It is done in part.
+    Internal,
+    /// As the OCI runtime's own errors.
+    Unknown,
+}
+
+/// A checkpoint that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// A container without GPUs: as the stock shim tells it.
+    #[error("{} path= {}", Chain(cause), log.display())]
+    Plain { cause: RuncError, log: PathBuf },
+    /// Nothing was begun.
+    #[error(
+        "{}: cannot checkpoint container {container}: {}. hint: {}",
+        cause.code(),
+        Chain(cause),
+        cause.hint()
+    )]
+    Refused { container: String, cause: EffectError },
+    /// It was begun and undone: the workload goes on.
+    #[error(
+        "{}: checkpoint of container {container} failed, the workload goes on: cannot {phase}: {}. hint: {}",
+        cause.code(),
+        Chain(cause),
+        cause.hint()
+    )]
+    Undone {
+        container: String,
+        phase: Phase,
+        cause: EffectError,
+    },
+    /// It was begun, and the container has ended meanwhile: there is nothing to undo.
+    #[error(
+        "FIRN-ENDED: container {container} ended during its checkpoint: cannot {phase}: {}. hint: {}",
+        Chain(cause),
+        ended_hint(image, container)
+    )]
+    Ended {
+        container: String,
+        phase: Phase,
+        cause: EffectError,
+        image: Option<PathBuf>,
+    },
+    /// It could not be undone, for now or, by the driver's word, for ever.
+    #[error(
+        "{}: container {container} is suspended, its GPU state cannot be given back: {}: {}{}. hint: {}",
+        suspended_code(suspended),
+        suspended.code(),
+        Chain(suspended),
+        before(failed),
+        suspended_hint(suspended, image, container)
+    )]
+    Suspended {
+        container: String,
+        /// Why its checkpoint had failed before, if it had.
+        failed: Option<(Phase, EffectError)>,
+        suspended: EffectError,
+        image: Option<PathBuf>,
+    },
+    /// The image is complete, the container is not at its end.
+    #[error(
+        "FIRN-NOT-ENDED: the checkpoint of container {container} in {} is complete and the container has not ended: {}. \
+         hint: kill the container; {}",
+        image.display(),
+        Chain(cause),
+        complete_hint(image, container)
+    )]
+    NotEnded {
+        container: String,
+        image: PathBuf,
+        cause: EndError,
+    },
+    #[error("{}: cannot read firn's configuration: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    Config(firn_config::ConfigError),
+    #[error("{}: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    Program(firn_config::ProgramError),
+    #[error("cannot read the container's spec")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("{}: cannot prepare the container for ranks of NCCL: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    Nccl(#[from] firn_oci::nccl::NcclError),
+    #[error("cannot edit the container's spec")]
+    Edit(#[from] firn_oci::edit::EditError),
+    #[error("FIRN-CRIU-CONFIG: cannot prepare CRIU's configuration. hint: {}", .0.hint())]
+    Criu(#[from] firn_oci::criu_config::CriuError),
+    #[error("cannot look at the container's cgroup")]
+    Cgroup(#[from] CgroupError),
+}
+
+/// What to do with a complete image.
+fn complete_hint(image: &Path, container: &str) -> String {
+    let dir = image.display();
+    // Neither a link nor a copy of it could be made.
+    if is_containerds(image) {
+        return format!(
+            "the dump in {dir} is complete and can be restored, and containerd removes it: if it is still there, copy it, \
+             then `firn restore --dir COPY {container}`"
+        );
+    }
+    format!("the dump in {dir} is complete and can be restored: `firn restore --dir {dir} {container}`")
+}
+
+fn ended_hint(image: &Option<PathBuf>, container: &str) -> String {
+    match image {
+        Some(image) => complete_hint(image, container),
+        None => "restore an earlier checkpoint, or start it anew".to_owned(),
+    }
+}
+
+fn is_final(error: &EffectError) -> bool {
+    matches!(error, EffectError::Gpu(error) if error.is_final())
+}
+
+fn suspended_code(error: &EffectError) -> &'static str {
+    if is_final(error) {
+        "FIRN-GPU-LOST"
+    } else {
+        "FIRN-GPU-SUSPENDED"
+    }
+}
+
+fn before(failed: &Option<(Phase, EffectError)>) -> String {
+    match failed {
+        Some((phase, cause)) => format!(" (after it could not {phase}: {})", Chain(cause)),
+        None => String::new(),
+    }
+}
+
+fn suspended_hint(error: &EffectError, image: &Option<PathBuf>, container: &str) -> String {
+    let hint = match error {
+        _ if is_final(error) => "delete it",
+        EffectError::Gpu(error @ GpuError::NoMemory { .. }) => error.hint(),
+        _ => "resume it to try again (`ctr tasks resume`), or kill and delete it",
+    };
+    match image {
+        Some(image) => format!("{hint}; {}", complete_hint(image, container)),
+        None => hint.to_owned(),
+    }
+}
+
+impl CheckpointError {
+    /// Before anything was begun.
+    pub(super) fn refused(container: &Container, cause: EffectError) -> Self {
+        let container = container.id.clone();
+        Self::Refused { container, cause }
+    }
+
+    /// Of a container whose runtime cannot do it.
+    pub(super) fn by_runtime(container: &Container, brand: Brand) -> Self {
+        Self::Refused {
+            container: container.id.clone(),
+            cause: EffectError::Runtime {
+                runtime: brand.name(),
+            },
+        }
+    }
+
+    /// Of one whose journal cannot be kept.
+    pub(super) fn unwritten(container: &Container, error: JournalError) -> Self {
+        Self::Refused {
+            container: container.id.clone(),
+            cause: error.into(),
+        }
+    }
+
+    /// From a transaction that failed; `image` when its dump is complete.
+    pub(super) fn from_failure(
+        container: &str,
+        failure: Failure<EffectError>,
+        image: Option<PathBuf>,
+        is_alive: bool,
+    ) -> Self {
+        let container = container.to_owned();
+        let Failure {
+            phase,
+            source,
+            suspended,
+        } = failure;
+        match (phase, suspended) {
+            _ if !is_alive => Self::Ended {
+                container,
+                phase,
+                cause: source,
+                image,
+            },
+            (Phase::Inspect, None) => Self::Refused {
+                container,
+                cause: source,
+            },
+            (_, None) => Self::Undone {
+                container,
+                phase,
+                cause: source,
+            },
+            (_, Some(suspended)) => Self::Suspended {
+                container,
+                // There is one cause where only the way back failed.
+                failed: (phase != Phase::GiveBack).then_some((phase, source)),
+                suspended,
+                image,
+            },
+        }
+    }
+
+    /// What kind of failure it is, for the caller's own codes.
+    pub fn kind(&self) -> FailureKind {
+        match self {
+            Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => FailureKind::Refused,
+            Self::Nccl(_) => FailureKind::Invalid,
+            Self::Undone { .. } | Self::Ended { .. } => FailureKind::Aborted,
+            Self::Suspended { suspended, .. } if is_final(suspended) => FailureKind::Lost,
+            Self::Suspended { .. } => FailureKind::Refused,
+            Self::NotEnded { .. } => FailureKind::Internal,
+            Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => FailureKind::Unknown,
+        }
+    }
+}
+
+impl Problem for EffectError {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Preflight(refusal) => refusal.remedy(),
+            Self::Surroundings(refusal) => refusal.remedy(),
+            Self::AmdPlugin(error) => error.remedy(),
+            Self::Look(error) => error.remedy(),
+            Self::Grant(error) => error.remedy(),
+            Self::Gpu(error) => error.remedy(),
+            Self::Config(error) => error.remedy(),
+            Self::Program(error) => error.remedy(),
+            Self::Journal(error) => error.remedy(),
+            Self::Dump(error) => error.remedy(),
+            Self::Manifest(error) => error.remedy(),
+            Self::Image(error) => error.remedy(),
+            Self::Mount(error) => error.remedy(),
+            Self::Spec(error) => error.remedy(),
+            Self::Stopped { .. } => remedy(
+                "FIRN-STOPPED",
+                "continue it (kill -CONT), or use a node with cgroup v2",
+            ),
+            Self::NotRunning { .. } => remedy(
+                "FIRN-GPU-STATE",
+                "another tool has locked or checkpointed it: unlock it there first",
+            ),
+            Self::Runtime { .. } => remedy(
+                "FIRN-RUNTIME",
+                "run the container with runc: leave BinaryName out of the runtime's options",
+            ),
+            Self::Parent { .. } => remedy("FIRN-PARENT", "ask for the checkpoint without a parent path"),
+            Self::Unreadable(error) if error.source.kind() == std::io::ErrorKind::FileTooLarge => {
+                remedy("FIRN-PROC", "no program needs so much of it: end the process")
+            }
+            Self::Unreadable(_) => remedy("FIRN-PROC", "the process may have ended meanwhile: try again"),
+            Self::Limit(_) => remedy(
+                "FIRN-FREEZER",
+                "see that the cgroup hierarchies are mounted and readable",
+            ),
+            Self::Cgroup(_) => remedy(
+                "FIRN-FREEZER",
+                "see whether a process of the container hangs in the kernel (state D)",
+            ),
+            Self::Killed => remedy("FIRN-ENDED", "restore an earlier checkpoint, or start it again"),
+            Self::Panicked => remedy("FIRN-INTERNAL", "report it with containerd's log"),
+            Self::NoJournal => remedy("FIRN-JOURNAL", "kill and delete it"),
+            Self::Hold(HoldError::NotTraced { .. }) => remedy(
+                "FIRN-HOLD",
+                "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes",
+            ),
+            Self::Hold(_) => remedy("FIRN-HOLD", "detach the debugger from the container's processes"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(phase: Phase, source: EffectError) -> CheckpointError {
+        let failure = Failure {
+            phase,
+            source,
+            suspended: None,
+        };
+        CheckpointError::from_failure("job", failure, None, true)
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_and_a_freezer_that_fails_are_told_apart() {
+        let source = std::io::ErrorKind::PermissionDenied.into();
+        let unreadable = firn_preflight::process::Unreadable {
+            pid: 7,
+            what: "maps",
+            source,
+        };
+        let error = failed(Phase::Inspect, unreadable.into());
+        let said = error.to_string();
+        assert!(
+            said.starts_with("FIRN-PROC: cannot checkpoint container job: ") && said.contains("process 7"),
+            "{said}"
+        );
+        assert_eq!(error.kind(), FailureKind::Refused);
+
+        let path = PathBuf::from("/sys/fs/cgroup/box");
+        let error = failed(Phase::Take, CgroupError::Gone { path }.into());
+        let said = error.to_string();
+        assert!(
+            said.starts_with("FIRN-FREEZER: ")
+                && said.contains("the workload goes on")
+                && said.contains("/box"),
+            "{said}"
+        );
+        assert_eq!(error.kind(), FailureKind::Aborted);
+    }
+
+    #[test]
+    fn what_can_be_tried_again_is_suspended_and_only_the_drivers_word_makes_it_lost() {
+        let restore = |name: &str| {
+            EffectError::from(GpuError::Process {
+                pid: 7,
+                source: firn_gpu::protocol::DriverError {
+                    call: "cuCheckpointProcessRestore".to_owned(),
+                    code: 1,
+                    name: name.to_owned(),
+                },
+            })
+        };
+        let said = |phase, suspended| {
+            let failure = Failure {
+                phase,
+                source: EffectError::Panicked,
+                suspended: Some(suspended),
+            };
+            let image = Some(PathBuf::from("/images/job"));
+            let error = CheckpointError::from_failure("job", failure, image, true);
+            (error.to_string(), error.kind())
+        };
+        let (text, code) = said(Phase::GiveBack, restore("CUDA_ERROR_NOT_SUPPORTED"));
+        assert!(
+            text.starts_with("FIRN-GPU-SUSPENDED: container job is suspended"),
+            "{text}"
+        );
+        assert!(
+            text.contains("/images/job is complete") && text.contains("resume"),
+            "{text}"
+        );
+        assert!(text.len() < 400 && !text.contains("firn itself"), "{text}");
+        assert_eq!(code, FailureKind::Refused);
+        // Why the checkpoint failed is another thing than why it cannot be undone.
+        let (text, _) = said(Phase::Dump, EffectError::NoJournal);
+        assert!(
+            text.contains("no journal") && text.contains("firn itself"),
+            "{text}"
+        );
+        // A tenant has the memory: what to do about that.
+        let gpu = firn_gpu::GpuUuid::from_bytes([7; 16]);
+        let (free, needed) = (1 << 30, 2 << 30);
+        let (text, _) = said(Phase::GiveBack, GpuError::NoMemory { gpu, free, needed }.into());
+        assert!(
+            text.contains("FIRN-GPU-OCCUPIED: ") && text.contains("hint: end what uses that GPU"),
+            "{text}"
+        );
+        for name in ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"] {
+            let (text, code) = said(Phase::GiveBack, restore(name));
+            assert!(
+                text.starts_with("FIRN-GPU-LOST: ") && text.contains("hint: delete it"),
+                "{text}"
+            );
+            assert_eq!(code, FailureKind::Lost);
+        }
+    }
+
+    #[test]
+    fn a_container_that_has_not_ended_is_told_with_its_image() {
+        let error = CheckpointError::NotEnded {
+            container: "job".to_owned(),
+            image: "/images/job".into(),
+            cause: EndError::StillThere,
+        };
+        let said = error.to_string();
+        assert!(
+            said.starts_with("FIRN-NOT-ENDED: ") && said.contains("in /images/job is complete"),
+            "{said}"
+        );
+        assert_eq!(error.kind(), FailureKind::Internal);
+    }
+}

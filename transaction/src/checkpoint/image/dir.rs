@@ -1,0 +1,441 @@
+//! The directory that receives an image: the workload's memory, with every key and password in it.
+//!
+//! It is opened when the request begins, and whatever is done in it goes through that descriptor, by firn, the runtime and
+//! CRIU. containerd removes its directory when its client goes away (Ctrl-C of `ctr`): nothing makes it again, and a dump
+//! whose directory has vanished, was replaced, or has lost files to somebody else has failed ([`DumpError::Gone`]).
+//!
+//! Nobody but its owner may enter it, and nobody else may read its files, whoever made it.
+
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
+use std::io::{self, ErrorKind};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use firn_config::{OpenImageDir, names};
+use firn_image::manifest;
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+
+use crate::blocking::blocking;
+use crate::checkpoint::DumpError;
+use crate::journal::{DirId, ImageWas};
+
+/// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
+const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
+
+/// How long a look at the directory may take, when the request begins and for a container without GPUs.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Permissions of anybody but the owner.
+const OF_OTHERS: u32 = 0o077;
+
+/// An image directory and what it was before the dump. Cheap to clone.
+#[derive(Clone)]
+pub struct ImageDir(Arc<Found>);
+
+struct Found {
+    path: PathBuf,
+    was: ImageWas,
+    /// The path may be a link, as the stock shim allows it.
+    links: bool,
+    open: OnceLock<Open>,
+    /// It was cleared: one that is made later, by a call that had hung, must go again.
+    cleared: AtomicBool,
+}
+
+struct Open {
+    dir: File,
+    id: DirId,
+    watch: OnceLock<Watch>,
+}
+
+/// Tells of files that somebody takes away. CRIU removes none, and firn only hidden ones.
+struct Watch {
+    inotify: Inotify,
+    seen: AtomicBool,
+}
+
+impl ImageDir {
+    /// Does something with it that may block, and hang: then it has failed.
+    pub async fn at(
+        &self,
+        work: impl FnOnce(&Self) -> Result<(), DumpError> + Send + 'static,
+    ) -> Result<(), DumpError> {
+        let image = self.clone();
+        let done = tokio::time::timeout(LIMIT, blocking(move || work(&image))).await;
+        done.map_err(|_| DumpError::dir(self.path(), ErrorKind::TimedOut.into()))?
+    }
+
+    /// Opens it, if it is there. Nothing is made yet, except by clients that have gone meanwhile.
+    pub async fn find(path: &Path, links: bool) -> Result<Self, DumpError> {
+        let of = path.to_owned();
+        let late = |_| DumpError::dir(path, ErrorKind::TimedOut.into());
+        tokio::time::timeout(LIMIT, blocking(move || Self::look(&of, links)))
+            .await
+            .map_err(late)?
+    }
+
+    fn look(path: &Path, links: bool) -> Result<Self, DumpError> {
+        match open(path, links) {
+            Ok(dir) => {
+                let was = match is_empty(&dir) {
+                    Ok(true) => ImageWas::Empty,
+                    Ok(false) => ImageWas::Filled,
+                    Err(source) => return Err(DumpError::dir(path, source)),
+                };
+                let found = Self::new(path, was, links);
+                found.keep(dir)?;
+                Ok(found)
+            }
+            // containerd makes its own before it asks: its client has gone, and it has been removed.
+            Err(error) if error.kind() == ErrorKind::NotFound && is_containerds(path) => {
+                Err(DumpError::gone(path))
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Self::new(path, ImageWas::Absent, links)),
+            Err(source) => Err(DumpError::dir(path, source)),
+        }
+    }
+
+    /// One that firn has not opened: what is wrong with it is for the runtime to report.
+    pub fn unopened(path: &Path) -> Self {
+        Self::new(path, ImageWas::Filled, true)
+    }
+
+    /// One that a transaction has found before. Opened only if it is still that one.
+    pub fn known(path: &Path, was: ImageWas, id: Option<DirId>) -> Self {
+        let known = Self::new(path, was, true);
+        if let Ok(dir) = open(path, true)
+            && let Ok(metadata) = dir.metadata()
+            && id.is_none_or(|id| id == id_of(&metadata))
+        {
+            // Of one without an id the journal knows no more than the path.
+            let _ = known.keep(dir);
+        }
+        known
+    }
+
+    fn new(path: &Path, was: ImageWas, links: bool) -> Self {
+        Self(Arc::new(Found {
+            path: path.to_owned(),
+            was,
+            links,
+            open: OnceLock::new(),
+            cleared: AtomicBool::new(false),
+        }))
+    }
+
+    fn keep(&self, dir: File) -> Result<&Open, DumpError> {
+        let id = dir.metadata().map(|metadata| id_of(&metadata));
+        let id = id.map_err(|source| DumpError::dir(self.path(), source))?;
+        Ok(self.0.open.get_or_init(|| Open {
+            dir,
+            id,
+            watch: OnceLock::new(),
+        }))
+    }
+
+    /// Its name, for people.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// The way to it through the descriptor, for this process and others of root's. The path while it is not open.
+    pub fn inside(&self) -> PathBuf {
+        match self.0.open.get() {
+            Some(open) => open.inside(),
+            None => self.0.path.clone(),
+        }
+    }
+
+    /// Whether containerd has made it, and will remove it.
+    pub fn is_containerds(&self) -> bool {
+        is_containerds(self.path())
+    }
+
+    pub fn was(&self) -> ImageWas {
+        self.0.was
+    }
+
+    pub fn id(&self) -> Option<DirId> {
+        self.0.open.get().map(|open| open.id)
+    }
+
+    /// Refuses a directory that others may enter, and that may not or cannot be closed to them. Changes nothing.
+    pub fn admit(&self, others: OpenImageDir) -> Result<(), DumpError> {
+        let Some(open) = self.0.open.get() else {
+            return Ok(());
+        };
+        let metadata = open
+            .dir
+            .metadata()
+            .map_err(|source| DumpError::dir(self.path(), source))?;
+        let refused = match others {
+            OpenImageDir::Allow => false,
+            OpenImageDir::Refuse => true,
+            // What lies there may be links to elsewhere, and the directory one that others need open.
+            OpenImageDir::Tighten => self.0.was == ImageWas::Filled,
+        };
+        if refused && is_open_to_others(&metadata) {
+            return Err(self.open_to_others(&metadata));
+        }
+        Ok(())
+    }
+
+    fn open_to_others(&self, metadata: &Metadata) -> DumpError {
+        DumpError::OpenToOthers {
+            image: self.0.path.clone(),
+            mode: metadata.mode() & 0o7777,
+            owner: metadata.uid(),
+        }
+    }
+
+    /// Makes it if there was none, and begins to watch it. Closes it to others where `others` says how.
+    pub fn enter(&self, others: Option<OpenImageDir>) -> Result<(), DumpError> {
+        let failed = |source| DumpError::dir(self.path(), source);
+        let open = match self.0.open.get() {
+            Some(open) => open,
+            None if self.0.was == ImageWas::Absent => self.make()?,
+            None => return Ok(()),
+        };
+        if let Some(others) = others {
+            self.admit(others)?;
+            if others == OpenImageDir::Tighten {
+                self.tighten(open)?;
+            }
+        }
+        match Watch::begin(&open.inside()) {
+            Ok(watch) => drop(open.watch.set(watch)),
+            // It is looked at all the same.
+            Err(errno) => log::debug!("cannot watch {}: {errno}", self.path().display()),
+        }
+        if self.0.was == ImageWas::Empty && !is_empty(&open.dir).map_err(failed)? {
+            log::warn!("somebody has put files into {} meanwhile", self.path().display());
+        }
+        self.check()
+    }
+
+    fn make(&self) -> Result<&Open, DumpError> {
+        let path = self.path();
+        let failed = |source| DumpError::dir(path, source);
+        let mut builder = DirBuilder::new();
+        builder.mode(0o700);
+        if let Some(parent) = path.parent() {
+            builder.recursive(true).create(parent).map_err(failed)?;
+        }
+        match builder.recursive(false).create(path) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(DumpError::gone(path)),
+            made => made.map_err(failed)?,
+        }
+        let opened = open(path, false).map_err(failed).and_then(|dir| self.keep(dir));
+        if opened.is_err() || self.0.cleared.load(Ordering::SeqCst) {
+            let _ = fs::remove_dir(path);
+        }
+        opened
+    }
+
+    fn tighten(&self, open: &Open) -> Result<(), DumpError> {
+        let failed = |source| DumpError::dir(self.path(), source);
+        let metadata = open.dir.metadata().map_err(failed)?;
+        if !is_open_to_others(&metadata) {
+            return Ok(());
+        }
+        if let Err(error) = close_to_others(&open.dir) {
+            log::warn!("cannot close {} to others: {error}", self.path().display());
+            return Err(self.open_to_others(&open.dir.metadata().map_err(failed)?));
+        }
+        log::warn!(
+            "{} was open to others (mode {:o}, owner {}): it has mode 700 now",
+            self.path().display(),
+            metadata.mode() & 0o7777,
+            metadata.uid()
+        );
+        Ok(())
+    }
+
+    /// Whether the path still names it, with everything that was put there.
+    pub fn check(&self) -> Result<(), DumpError> {
+        let Some(open) = self.0.open.get() else {
+            return Ok(());
+        };
+        let lost = open.watch.get().is_some_and(Watch::saw_a_loss);
+        if lost || !self.is_there(open) {
+            return Err(DumpError::gone(self.path()));
+        }
+        Ok(())
+    }
+
+    fn is_there(&self, open: &Open) -> bool {
+        let now = if self.0.links {
+            fs::metadata(self.path())
+        } else {
+            fs::symlink_metadata(self.path())
+        };
+        now.is_ok_and(|metadata| id_of(&metadata) == open.id)
+    }
+
+    /// Whether CRIU got to the end.
+    pub fn check_complete(&self) -> Result<(), DumpError> {
+        let inside = self.inside();
+        match LAST.into_iter().find(|name| !inside.join(name).is_file()) {
+            None => Ok(()),
+            Some(missing) => Err(DumpError::Incomplete {
+                image: self.0.path.clone(),
+                missing,
+            }),
+        }
+    }
+
+    /// Takes the files of the image from others. New ones are so already; CRIU writes into old ones as they are.
+    pub fn seal(&self) {
+        let sealed = || -> io::Result<()> {
+            let inside = self.inside();
+            let files = manifest::ImageDir::open(&inside)?;
+            for entry in fs::read_dir(&inside)? {
+                let entry = entry?;
+                let (name, metadata) = (entry.file_name(), entry.metadata()?);
+                let Some(name) = name.to_str() else { continue };
+                let ours = self.0.was != ImageWas::Filled || manifest::is_of_image(name);
+                if ours && metadata.is_file() && metadata.mode() & OF_OTHERS != 0 {
+                    files.file(name)?.set_permissions(Permissions::from_mode(0o600))?;
+                }
+            }
+            Ok(())
+        };
+        if let Err(error) = sealed() {
+            log::warn!(
+                "cannot set the modes of the files in {}: {error}",
+                self.path().display()
+            );
+        }
+    }
+
+    /// Removes what a failed dump left, unless others had put something there before.
+    pub fn clear(&self) {
+        self.0.cleared.store(true, Ordering::SeqCst);
+        let Some(open) = self.0.open.get() else { return };
+        let cleared = match self.0.was {
+            ImageWas::Filled => return,
+            ImageWas::Empty => remove_entries(&open.inside()),
+            ImageWas::Absent => remove_entries(&open.inside()).and_then(|()| match self.is_there(open) {
+                true => fs::remove_dir(self.path()),
+                false => Ok(()),
+            }),
+        };
+        if let Err(error) = cleared
+            && error.kind() != ErrorKind::NotFound
+        {
+            log::warn!("cannot clear {}: {error}", self.path().display());
+        }
+    }
+}
+
+impl Open {
+    fn inside(&self) -> PathBuf {
+        format!("/proc/{}/fd/{}", std::process::id(), self.dir.as_raw_fd()).into()
+    }
+}
+
+impl Watch {
+    fn begin(dir: &Path) -> nix::Result<Self> {
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+        let files = AddWatchFlags::IN_DELETE | AddWatchFlags::IN_MOVED_FROM;
+        let itself = AddWatchFlags::IN_DELETE_SELF | AddWatchFlags::IN_MOVE_SELF;
+        inotify.add_watch(dir, files | itself | AddWatchFlags::IN_ONLYDIR)?;
+        Ok(Self {
+            inotify,
+            seen: AtomicBool::new(false),
+        })
+    }
+
+    fn saw_a_loss(&self) -> bool {
+        loop {
+            let events = match self.inotify.read_events() {
+                Ok(events) => events,
+                Err(Errno::EAGAIN) => break,
+                Err(errno) => {
+                    log::debug!("cannot read what has become of the image: {errno}");
+                    break;
+                }
+            };
+            let is_hidden = |name: &std::ffi::OsString| name.as_encoded_bytes().starts_with(b".");
+            if events
+                .iter()
+                .any(|event| !event.name.as_ref().is_some_and(is_hidden))
+            {
+                self.seen.store(true, Ordering::Relaxed);
+            }
+        }
+        self.seen.load(Ordering::Relaxed)
+    }
+}
+
+fn open(path: &Path, links: bool) -> io::Result<File> {
+    let nofollow = if links { 0 } else { libc::O_NOFOLLOW };
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_DIRECTORY | nofollow);
+    options.open(path)
+}
+
+fn id_of(metadata: &Metadata) -> DirId {
+    DirId {
+        dev: metadata.dev(),
+        ino: metadata.ino(),
+    }
+}
+
+fn is_empty(dir: &File) -> io::Result<bool> {
+    let entries = fs::read_dir(format!("/proc/self/fd/{}", dir.as_raw_fd()))?.next();
+    entries.transpose().map(|entry| entry.is_none())
+}
+
+fn own_uid() -> u32 {
+    nix::unistd::geteuid().as_raw()
+}
+
+/// Makes a directory root's alone.
+pub(super) fn close_to_others(dir: &File) -> io::Result<()> {
+    if !is_open_to_others(&dir.metadata()?) {
+        return Ok(());
+    }
+    fchown(dir, Some(own_uid()), None)?;
+    dir.set_permissions(Permissions::from_mode(0o700))?;
+    match is_open_to_others(&dir.metadata()?) {
+        false => Ok(()),
+        // A file system without owners.
+        true => Err(ErrorKind::Unsupported.into()),
+    }
+}
+
+fn is_open_to_others(metadata: &Metadata) -> bool {
+    metadata.mode() & OF_OTHERS != 0 || metadata.uid() != own_uid()
+}
+
+pub fn is_containerds(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.as_encoded_bytes()
+        .starts_with(names::CONTAINERD_CHECKPOINT.as_bytes())
+}
+
+fn remove_entries(dir: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let removed = if entry.file_type()?.is_dir() {
+            fs::remove_dir_all(entry.path())
+        } else {
+            fs::remove_file(entry.path())
+        };
+        match removed {
+            // Its owner clears it too.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            removed => removed?,
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,264 @@
+//! A second place for a complete image with GPU state, below the operator's rescue directory: containerd removes the first one as soon as its
+//! call has failed, or its shim has died, and an error that names the image would name nothing.
+//!
+//! The files get second names there (hard links), which costs nothing, while the image is still in danger; they go when the
+//! checkpoint has ended well. Where the file systems differ they get them in a directory beside the image, and are copied when
+//! an error is about to name them. The manifest comes last: a rescue without it is not complete.
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use firn_config::names;
+use firn_image::manifest::Manifest;
+use nix::sys::statvfs::statvfs;
+
+use super::ImageDir;
+use super::dir::close_to_others;
+use crate::blocking::blocking;
+use crate::container::Cut;
+use firn_host::Rfc3339;
+
+/// How long a copy may go on once the container is killed.
+const KILLED: Duration = Duration::from_secs(5);
+
+/// How much is copied before a look at whether to stop.
+const CHUNK: u64 = 64 << 20;
+
+/// A place for the image of a container with this bundle; the bundle's parent has the name of containerd's namespace.
+pub fn place(root: &Path, bundle: &Path, container: &str) -> PathBuf {
+    let namespace = bundle.parent().and_then(Path::file_name).unwrap_or_default();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = Rfc3339(now).to_string().replace(':', "-");
+    let time = now.split('.').next().unwrap_or_default();
+    root.join(format!("{}-{container}-{time}", namespace.to_string_lossy()))
+}
+
+/// Whether what lies there is complete.
+pub fn is_complete(dir: &Path) -> bool {
+    dir.join(names::MANIFEST).is_file()
+}
+
+/// The same place on the file system of the image.
+pub fn beside(image: &Path, place: &Path) -> PathBuf {
+    let mut name = OsString::from(names::RESCUE_BESIDE);
+    name.push(place.file_name().unwrap_or_default());
+    image.with_file_name(name)
+}
+
+/// Gives the files a second name in `dir`, in the rescue directory.
+pub fn link(image: &ImageDir, dir: &Path) -> io::Result<()> {
+    make_root(dir.parent().unwrap_or(dir))?;
+    link_beside(image, dir)
+}
+
+/// Gives them one in a directory that is not firn's own, and left as it is.
+pub fn link_beside(image: &ImageDir, dir: &Path) -> io::Result<()> {
+    fill(image, dir, |from, to| fs::hard_link(from, to))
+}
+
+/// Copies the files to `dir`, unless there is no room, or somebody sets `stop`.
+pub fn copy(image: &ImageDir, dir: &Path, stop: &AtomicBool) -> io::Result<()> {
+    let root = dir.parent().unwrap_or(dir);
+    make_root(root)?;
+    let numbers = statvfs(root)?;
+    let room = numbers.blocks_available().saturating_mul(numbers.fragment_size());
+    let sizes = fs::read_dir(image.inside())?.map(|entry| Ok(entry?.metadata()?.len()));
+    if sizes.sum::<io::Result<u64>>()? >= room {
+        return Err(ErrorKind::StorageFull.into());
+    }
+    fill(image, dir, |from, to| {
+        let from = File::open(from)?;
+        let mut to = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(to)?;
+        while io::copy(&mut io::Read::take(&from, CHUNK), &mut to)? > 0 {
+            if stop.load(Ordering::Relaxed) {
+                return Err(ErrorKind::Interrupted.into());
+            }
+        }
+        Ok(())
+    })
+}
+
+/// As [`copy`], for no longer than `limit`, and not much longer once the container is to end.
+pub async fn copy_within(image: &ImageDir, dir: &Path, limit: Duration, cut: &Cut) -> io::Result<()> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let (from, to, heeded) = (image.clone(), dir.to_owned(), stop.clone());
+    let copied = blocking(move || copy(&from, &to, &heeded));
+    let late = async {
+        cut.asked().await;
+        tokio::time::sleep(KILLED).await;
+    };
+    let result = tokio::select! {
+        biased;
+        copied = copied => copied,
+        () = late => Err(ErrorKind::Interrupted.into()),
+        () = tokio::time::sleep(limit) => Err(ErrorKind::TimedOut.into()),
+    };
+    stop.store(true, Ordering::Relaxed);
+    result
+}
+
+fn fill(image: &ImageDir, dir: &Path, put: impl Fn(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).create(dir)?;
+    let filled = || -> io::Result<()> {
+        let inside = image.inside();
+        let manifest = Manifest::read(&inside).map_err(io::Error::other)?;
+        let images = manifest.ok_or(ErrorKind::NotFound)?.images;
+        for file in &images {
+            put(&inside.join(&file.name), &dir.join(&file.name))?;
+        }
+        // Order matters: it says that all are there.
+        put(&inside.join(names::MANIFEST), &dir.join(names::MANIFEST))
+    };
+    let filled = filled();
+    if filled.is_err() {
+        remove(dir);
+    }
+    filled
+}
+
+fn make_root(root: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(root)?;
+    close_to_others(&File::open(root)?)
+}
+
+/// Removes it: the image is not in danger any more, or not whole.
+pub fn remove(dir: &Path) {
+    if let Err(error) = fs::remove_dir_all(dir)
+        && error.kind() != ErrorKind::NotFound
+    {
+        log::warn!("cannot remove {}: {error}", dir.display());
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use firn_image::manifest::{DumpFlags, Versions, describe_images};
+
+    use super::*;
+
+    /// Makes a complete image.
+    pub fn make_image(client: &Path) -> Manifest {
+        fs::create_dir(client).unwrap();
+        for name in ["inventory.img", "pstree.img", "pages-1.img", "other"] {
+            fs::write(client.join(name), name).unwrap();
+        }
+        let manifest = Manifest {
+            dump: DumpFlags::default(),
+            driver: None,
+            gpus: Vec::new(),
+            topology: firn_gpu::Topology::default(),
+            processes: Vec::new(),
+            mounts: Vec::new(),
+            versions: Versions::default(),
+            images: describe_images(client, &AtomicBool::new(false)).unwrap(),
+        };
+        manifest.write(client).unwrap();
+        manifest
+    }
+
+    struct World {
+        _dir: tempfile::TempDir,
+        image: ImageDir,
+        client: PathBuf,
+        kept: PathBuf,
+    }
+
+    async fn world() -> World {
+        let dir = tempfile::tempdir().unwrap();
+        let client = dir.path().join("ctrd-checkpoint1");
+        make_image(&client);
+        let image = ImageDir::find(&client, false).await.unwrap();
+        let kept = place(
+            &dir.path().join("lib/rescue"),
+            Path::new("/run/task/k8s.io/job"),
+            "job",
+        );
+        World {
+            _dir: dir,
+            image,
+            client,
+            kept,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_rescued_image_is_there_when_its_client_has_removed_it() {
+        for copied in [false, true] {
+            let World {
+                image, client, kept, ..
+            } = &world().await;
+            let rescued = match copied {
+                false => link(image, kept),
+                true => copy(image, kept, &AtomicBool::new(false)),
+            };
+            rescued.unwrap();
+            fs::remove_dir_all(client).unwrap();
+            assert!(is_complete(kept) && !kept.join("other").exists());
+            let manifest = Manifest::read(kept).unwrap().unwrap();
+            manifest.verify_images(kept).unwrap();
+            let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+            assert_eq!((mode(kept), mode(kept.parent().unwrap())), (0o700, 0o700));
+            let name = kept.file_name().unwrap().to_str().unwrap();
+            assert!(name.starts_with("k8s.io-job-20") && !name.contains(':'), "{name}");
+            remove(kept);
+            assert!(!kept.exists());
+        }
+    }
+
+    #[tokio::test]
+    async fn an_image_on_another_file_system_is_rescued_beside_itself() {
+        let World {
+            image, client, kept, ..
+        } = &world().await;
+        let parent = client.parent().unwrap();
+        fs::set_permissions(parent, std::os::unix::fs::PermissionsExt::from_mode(0o1777)).unwrap();
+        let place = beside(client, kept);
+        let name = place.file_name().unwrap().to_str().unwrap();
+        assert!(name.starts_with("firn-rescue-k8s.io-job-"), "{name}");
+        link_beside(image, &place).unwrap();
+        fs::remove_dir_all(client).unwrap();
+        let again = ImageDir::known(&place, crate::journal::ImageWas::Filled, None);
+        copy(&again, kept, &AtomicBool::new(false)).unwrap();
+        assert!(is_complete(kept));
+        let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o7777;
+        assert_eq!(
+            (mode(&place), mode(parent)),
+            (0o700, 0o1777),
+            "/tmp is not firn's"
+        );
+    }
+
+    #[tokio::test]
+    async fn half_an_image_is_not_rescued() {
+        let World {
+            image, client, kept, ..
+        } = &world().await;
+        assert!(copy(image, kept, &AtomicBool::new(true)).is_err());
+        assert!(!kept.exists());
+        fs::remove_file(client.join("pages-1.img")).unwrap();
+        assert!(link(image, kept).is_err());
+        assert!(!kept.exists());
+    }
+
+    #[tokio::test]
+    async fn the_rescue_directory_is_roots_alone() {
+        let World { image, kept, .. } = &world().await;
+        let root = kept.parent().unwrap();
+        fs::create_dir_all(root).unwrap();
+        fs::set_permissions(root, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        link(image, kept).unwrap();
+        assert_eq!(fs::metadata(root).unwrap().mode() & 0o777, 0o700);
+    }
+}

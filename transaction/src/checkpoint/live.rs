@@ -1,0 +1,670 @@
+//! The effects of a checkpoint on a real container.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_config::Config;
+use firn_gpu::protocol::GpuMemory;
+use firn_gpu::{CudaState, Topology};
+use firn_image::manifest;
+use firn_image::manifest::{DriverVersion, Manifest, Versions};
+use firn_oci::{Spec, mounts};
+use firn_preflight::environment;
+use firn_remap::Grant;
+use serde::de::DeserializeOwned;
+
+use super::error::{DumpError, EffectError, EndError};
+use super::image::rescue;
+use super::refuse::Policy;
+use super::transaction::Effects;
+use super::{Found, ImageDir, Leftovers, Request, bounded, dump, image};
+use crate::account::Account;
+use crate::blocking::blocking;
+use crate::cgroup::Cgroup;
+use crate::container::{Container, Cut};
+use crate::hold::{Hold, threads};
+use crate::journal::{self, ImageWas, Journal, Phase};
+use crate::look::{self, LeftOut};
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::runc::Bounds;
+use crate::worker::{CudaProcess, Gpu, GpuError};
+use firn_host::Chain;
+
+/// How long the file system of the rescue directory is waited for.
+const RESCUE: Duration = Duration::from_secs(10);
+
+/// How long a tool may take to tell its version, which is for people only: it is left out after that.
+const VERSION_LIMIT: Duration = Duration::from_secs(5);
+
+/// What the container's owner has said of it, and what the manifest says of the source node.
+#[derive(Clone)]
+struct Source {
+    policy: Policy,
+    /// Bytes of memory in use on its GPUs, whoever uses it.
+    gpu_memory_in_use: u64,
+    driver: DriverVersion,
+    gpus: Vec<manifest::SourceGpu>,
+    topology: Topology,
+    mounts: Vec<mounts::RequiredMount>,
+    versions: Versions,
+}
+
+/// What a checkpoint works with.
+pub(super) struct Tools<'a> {
+    pub cgroup: Cgroup,
+    /// The driver worker.
+    pub worker: PathBuf,
+    pub reaper: &'a Reaper,
+    pub account: &'a mut Account,
+    pub journal: Journal,
+    pub cut: Cut,
+}
+
+/// A container under checkpoint.
+pub(super) struct Live<'a> {
+    container: &'a Container,
+    request: &'a Request,
+    config: &'a Config,
+    tools: Tools<'a>,
+    gpu: Gpu,
+    /// Read once, by the first inspection.
+    source: Option<Source>,
+    /// How many processes the dump leaves out, as the log was told.
+    omitted: usize,
+    /// GPU memory that the processes had when they were locked, as far as NVML reports it.
+    needs: GpuMemory,
+    /// What the dump has left, to be tidied once the workload is as it shall be.
+    leftovers: Leftovers,
+    complete: bool,
+    /// The image's second place, if its client may remove the first.
+    rescued: Option<PathBuf>,
+}
+
+impl<'a> Live<'a> {
+    pub(super) fn new(
+        container: &'a Container,
+        request: &'a Request,
+        config: &'a Config,
+        tools: Tools<'a>,
+    ) -> Self {
+        let reaper = tools.reaper.clone();
+        let gpu = Gpu::new(tools.worker.clone(), reaper, config.deadlines.worker_end)
+            .with_journal(tools.journal.clone());
+        Self {
+            container,
+            request,
+            config,
+            tools,
+            gpu,
+            source: None,
+            omitted: 0,
+            needs: GpuMemory::new(),
+            leftovers: Leftovers::default(),
+            complete: false,
+            rescued: None,
+        }
+    }
+
+    /// For a way back alone: what its journal says of the GPU memory.
+    pub(super) fn with_needs(self, needs: GpuMemory) -> Self {
+        Self { needs, ..self }
+    }
+
+    /// Whether the image is complete.
+    pub(super) fn complete(&self) -> bool {
+        self.complete
+    }
+
+    /// Cleans up after the dump; `failure` is told what CRIU's log and the image directory say.
+    pub(super) async fn tidy(&mut self, failure: Option<&mut EffectError>) {
+        let failed = failure.filter(|error| matches!(error, EffectError::Dump(DumpError::Failed { .. })));
+        let (leftovers, cut) = (std::mem::take(&mut self.leftovers), &self.tools.cut);
+        let tidied = leftovers.tidy(self.container, failed.is_some(), self.complete, cut);
+        match (failed, tidied.await) {
+            (Some(error), Found { gone: Some(gone), .. }) => *error = gone.into(),
+            (Some(EffectError::Dump(DumpError::Failed { lines, .. })), found) => *lines = found.lines,
+            _ => {}
+        }
+    }
+
+    /// Gives the image a second place while containerd may remove the first: when the shim is killed it does so at once.
+    async fn link_image(&self) -> Option<PathBuf> {
+        let image = self.request.image.clone();
+        if !image.is_containerds() {
+            return None;
+        }
+        let dir = self.rescue_dir();
+        let beside = rescue::beside(image.path(), &dir);
+        for (dir, link) in [
+            (dir, rescue::link as fn(&ImageDir, &Path) -> std::io::Result<()>),
+            (beside, rescue::link_beside),
+        ] {
+            self.tools.journal.rescue(&dir).await;
+            let (image, to) = (image.clone(), dir.clone());
+            let link = move || link(&image, &to);
+            match bounded("link the image", RESCUE, &self.tools.cut, link).await {
+                Ok(Ok(())) => return Some(dir),
+                Ok(Err(error)) => log::debug!("cannot link the image to {}: {error}", dir.display()),
+                Err(error) => {
+                    log::warn!("{}", Chain(&error));
+                    return None;
+                }
+            }
+        }
+        None
+    }
+
+    fn rescue_dir(&self) -> PathBuf {
+        let Container { bundle, id, .. } = self.container;
+        rescue::place(self.config.checkpoint.rescue_dir(), bundle, id)
+    }
+
+    /// Where the complete image is when the client reads an error that names it. None: it has gone.
+    pub(super) async fn keep_image(&mut self) -> Option<PathBuf> {
+        let linked = self.rescued.take();
+        let root = self.config.checkpoint.rescue_dir();
+        let is_beside = |dir: &PathBuf| !dir.starts_with(root);
+        let image = match linked.clone() {
+            Some(dir) if !is_beside(&dir) => return Some(dir),
+            Some(dir) => blocking(move || ImageDir::known(&dir, ImageWas::Filled, None)).await,
+            None if self.request.image.is_containerds() => self.request.image.clone(),
+            None => {
+                let path = self.request.image.path().to_owned();
+                return (!self.has_lost_image().await).then_some(path);
+            }
+        };
+        let dir = self.rescue_dir();
+        match rescue::copy_within(&image, &dir, self.config.deadlines.dump, &self.tools.cut).await {
+            Ok(()) => {
+                self.tools.journal.rescue(&dir).await;
+                if let Some(beside) = linked {
+                    let _late = tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&beside))).await;
+                }
+                Some(dir)
+            }
+            Err(error) => {
+                log::warn!("cannot copy the image to {}: {error}", dir.display());
+                let path = self.request.image.path().to_owned();
+                match linked {
+                    None if self.has_lost_image().await => None,
+                    linked => Some(linked.unwrap_or(path)),
+                }
+            }
+        }
+    }
+
+    /// Whether the image was taken away, as by a client that has gone.
+    pub(super) async fn has_lost_image(&self) -> bool {
+        let image = self.request.image.clone();
+        let look = move || image.check();
+        let looked = tokio::time::timeout(RESCUE, blocking(look)).await;
+        matches!(looked, Ok(Err(_)))
+    }
+
+    /// The client has the image: it needs no second place any more.
+    pub(super) async fn drop_rescue(&mut self) {
+        if let Some(dir) = self.rescued.take() {
+            let remove = move || rescue::remove(&dir);
+            let _late = tokio::time::timeout(RESCUE, blocking(remove)).await;
+        }
+    }
+
+    /// Kills the container, which is to end: whatever holds it is not waited for.
+    pub(super) async fn kill(&mut self) {
+        if let Err(error) = self.tools.cgroup.kill_all(self.config.deadlines.end).await
+            && !error.is_absent()
+        {
+            log::warn!("cannot kill {}: {}", self.container.id, Chain(&error));
+        }
+        // Order matters: they are let go of when they cannot run any more.
+        drop(self.container.take_held());
+    }
+
+    /// Turns the freezer off for a container that has ended: the runtime would take a frozen one for paused and not delete
+    /// it, and a client that has paused it cannot resume it any more.
+    pub(super) async fn leave_thawed(&mut self) {
+        if let Err(error) = self.tools.cgroup.thaw(self.config.deadlines.freeze).await
+            && !error.is_absent()
+        {
+            log::warn!("cannot thaw {}: {}", self.container.id, Chain(&error));
+        }
+    }
+
+    /// Ends the worker.
+    pub(super) async fn end(mut self) {
+        self.gpu.end().await;
+    }
+
+    /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
+    pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
+        if let Err(error) = self.tools.journal.enter(Phase::Finish).await {
+            log::warn!("{}", Chain(&error));
+        }
+        let limit = self.config.deadlines.end;
+        self.tools.cgroup.kill_all(limit).await?;
+        journal::point("finish-killed").await;
+        // Not the transaction's own cut: the end of init, which was wanted, asks for that.
+        let hooks = self.container.begin_hooks();
+        self.container.runc.finish(hooks.cut.asked()).await?;
+        drop(hooks);
+        journal::point("finish-deleted").await;
+        // The client may ask for the exit at once.
+        tokio::time::timeout(limit, self.container.init.wait())
+            .await
+            .map_err(|_| EndError::StillThere)?;
+        self.tools.account.mark("end");
+        Ok(())
+    }
+
+    /// The node, the grant and the tools, and refusals that need no look at the processes.
+    async fn look_around(&mut self) -> Result<Source, EffectError> {
+        if let Some(parent) = self.request.parent.clone() {
+            return Err(EffectError::Parent { parent });
+        }
+        let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
+        environment::by_driver(&inventory)?;
+        let spec = Spec::load(&self.container.bundle)?;
+        environment::by_hook(&spec)?;
+        let grant = Grant::of_spec(&spec, &inventory)?;
+        environment::by_mig(&grant.gpus)?;
+        let versions = Versions {
+            firn: env!("CARGO_PKG_VERSION").to_owned(),
+            criu: self.version_of("criu").await,
+            runc: self.version_of(self.container.options.runtime()).await,
+            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
+                .unwrap_or_default()
+                .trim()
+                .to_owned(),
+        };
+        Ok(Source {
+            policy: Policy::of(&spec, self.config),
+            gpu_memory_in_use: inventory
+                .gpus
+                .iter()
+                .filter(|gpu| grant.gpus.iter().any(|granted| granted.uuid == gpu.uuid))
+                .map(|gpu| gpu.memory_total.saturating_sub(gpu.memory_free))
+                .sum(),
+            driver: DriverVersion {
+                driver: inventory.driver_version,
+                cuda: inventory.cuda_version,
+            },
+            gpus: grant.gpus.iter().map(Into::into).collect(),
+            topology: (inventory.topology).of(&grant
+                .gpus
+                .iter()
+                .map(|gpu| gpu.uuid.clone())
+                .collect::<Vec<_>>()),
+            mounts: mounts::required(&spec)?,
+            versions,
+        })
+    }
+
+    /// What a tool says of its version, for people; empty when it says nothing.
+    async fn version_of(&self, program: &str) -> String {
+        let mut command = std::process::Command::new(program);
+        let output = self
+            .tools
+            .reaper
+            .output(command.arg("--version"), VERSION_LIMIT)
+            .await;
+        let text = output
+            .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+            .unwrap_or_default();
+        text.lines().next().unwrap_or_default().trim().to_owned()
+    }
+
+    async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {
+        let limit = self.config.deadlines.look;
+        Ok(look::look(&request, self.tools.reaper, limit, &self.tools.cut).await?)
+    }
+
+    /// Refusals by what the processes are and do.
+    async fn refuse_by_process(
+        &mut self,
+        policy: Policy,
+        all: &[i32],
+        cuda: &[CudaProcess],
+    ) -> Result<(), EffectError> {
+        self.refuse_stopped(all).await?;
+        let request = look::Request::Processes {
+            init: self.container.init.pid(),
+            pids: all.to_vec(),
+            cuda: cuda.iter().map(|process| process.pid).collect(),
+            policy,
+        };
+        let left_out: LeftOut = self.look(request).await?;
+        if left_out.count != std::mem::replace(&mut self.omitted, left_out.count) && left_out.count > 0 {
+            let named = left_out.some.iter().map(|(pid, comm)| format!("{pid} ({comm})"));
+            let named: Vec<String> = named.collect();
+            let more = if named.len() < left_out.count { ", ..." } else { "" };
+            log::warn!(
+                "the checkpoint of {} leaves out processes that are no children of init, {} of them: {}{more}",
+                self.container.id,
+                left_out.count,
+                named.join(", ")
+            );
+        }
+        Ok(())
+    }
+
+    /// Refusals by what lies around the processes: room for what a checkpoint makes, mounts, standard streams.
+    async fn refuse_by_surroundings(
+        &mut self,
+        all: Vec<i32>,
+        cuda: &[CudaProcess],
+    ) -> Result<(), EffectError> {
+        let source = self.source.as_ref().expect("it was read before");
+        let in_use = source.gpu_memory_in_use;
+        let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
+        let gpu_memory = match pids.is_empty() {
+            true => 0,
+            // Some virtual machines do not tell it by process: then all that is in use on the container's GPUs.
+            false => {
+                let told = self.gpu.memory(&pids, self.config.deadlines.inventory);
+                let known = unless_cut(&self.tools.cut, told).await?;
+                match known.is_empty() {
+                    true => in_use,
+                    false => known.values().copied().fold(0, u64::saturating_add),
+                }
+            }
+        };
+        let bundle = &self.container.bundle;
+        self.look::<()>(look::Request::Surroundings {
+            init: self.container.init.pid(),
+            pids: all,
+            cuda: pids,
+            gpu_memory,
+            image: self.request.image.inside(),
+            work: self.request.work.as_ref().unwrap_or(bundle).clone(),
+            bundle: bundle.clone(),
+        })
+        .await?;
+        let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
+        let (limit, cut) = (self.config.deadlines.look, &self.tools.cut);
+        let admitted = bounded("look at the image directory", limit, cut, move || {
+            image.admit(others)
+        });
+        Ok(admitted.await??)
+    }
+
+    /// A process that a signal has stopped cannot be traced while a v1 freezer holds it, by firn and by CRIU.
+    async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
+        if !self.tools.cgroup.is_v1() {
+            return Ok(());
+        }
+        let pids = pids.to_vec();
+        // Beside the runtime's thread because there may be many. The kernel answers by itself: nothing hangs.
+        let stopped = blocking(move || pids.into_iter().find(|pid| procfs::state(*pid) == Some('T'))).await;
+        match stopped {
+            None => Ok(()),
+            Some(pid) => Err(EffectError::Stopped {
+                pid,
+                comm: procfs::comm(pid),
+            }),
+        }
+    }
+
+    fn plugins(&self) -> PathBuf {
+        let bundled = self.container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
+        self.config.criu.libs_dir.clone().unwrap_or(bundled)
+    }
+
+    /// What the manifest says of the processes; they may be gone when the image is complete.
+    fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CudaProcess> {
+        let inner = |task: String| procfs::inner_pid(&task);
+        processes
+            .iter()
+            .filter_map(|CudaProcess { pid, restore_tid, .. }| {
+                Some(manifest::CudaProcess {
+                    pid: inner(pid.to_string())?,
+                    restore_tid: inner(format!("{pid}/task/{restore_tid}"))?,
+                    state: CudaState::Running,
+                })
+            })
+            .collect()
+    }
+
+    /// Which of the mounts processes have in use; none when that cannot be seen: then all of them may be.
+    async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
+        let Ok(pids) = self.tools.cgroup.pids() else {
+            return Ok(None);
+        };
+        let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
+        match self.look(look::Request::InUse { pids, places }).await {
+            Err(EffectError::Look(error)) => {
+                log::warn!(
+                    "all mounts of {} may be in use: {}",
+                    self.container.id,
+                    Chain(&error)
+                );
+                Ok(None)
+            }
+            seen => seen,
+        }
+    }
+
+    async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
+        let source = self.source.clone().expect("a dump follows an inspection");
+        let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
+        let (limit, cut) = (self.config.deadlines.dump, &self.tools.cut);
+        let images = image::describe(&image, limit, cut).await?;
+        let mut mounts = source.mounts;
+        if let Some(used) = self.in_use(&mounts).await? {
+            mounts::mark_unused(&mut mounts, &used);
+        }
+        let write = move || {
+            let manifest = Manifest {
+                dump,
+                driver: Some(source.driver),
+                gpus: source.gpus,
+                topology: source.topology,
+                processes,
+                mounts,
+                versions: source.versions,
+                images,
+            };
+            manifest.write_by(&image.inside(), image.path())?;
+            image.seal();
+            Ok(image.check()?)
+        };
+        bounded("write the manifest", limit, cut, write).await?
+    }
+}
+
+/// Waits for an effect, unless the container is to end meanwhile. A driver worker that was cut off is ended later.
+async fn unless_cut<T, E: Into<EffectError>>(
+    cut: &Cut,
+    effect: impl Future<Output = Result<T, E>>,
+) -> Result<T, EffectError> {
+    tokio::select! {
+        biased;
+        () = cut.asked() => Err(EffectError::Killed),
+        done = effect => done.map_err(Into::into),
+    }
+}
+
+impl Effects for Live<'_> {
+    type Error = EffectError;
+
+    async fn enter(&mut self, phase: Phase) -> Result<(), EffectError> {
+        Ok(self.tools.journal.enter(phase).await?)
+    }
+
+    async fn leave(&mut self, phase: Phase, ok: bool) {
+        self.tools.journal.leave(phase, ok).await;
+    }
+
+    fn is_ended(&self) -> bool {
+        self.tools.cut.is_asked() || !procfs::is_alive(self.container.init.pid())
+    }
+
+    async fn freeze(&mut self) -> Result<(), EffectError> {
+        unless_cut(
+            &self.tools.cut,
+            self.tools.cgroup.freeze(self.config.deadlines.freeze),
+        )
+        .await
+    }
+
+    async fn keep_frozen(&mut self) -> Result<(), EffectError> {
+        unless_cut(
+            &self.tools.cut,
+            self.tools.cgroup.keep_frozen(self.config.deadlines.freeze),
+        )
+        .await
+    }
+
+    async fn thaw(&mut self) -> Result<(), EffectError> {
+        unless_cut(
+            &self.tools.cut,
+            self.tools.cgroup.thaw(self.config.deadlines.freeze),
+        )
+        .await
+    }
+
+    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
+        let pids = self.tools.cgroup.pids()?;
+        let first = self.source.is_none();
+        let source = match self.source.take() {
+            Some(source) => source,
+            None => {
+                let cut = self.tools.cut.clone();
+                unless_cut(&cut, self.look_around()).await?
+            }
+        };
+        let policy = self.source.insert(source).policy;
+        let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
+        let cuda = unless_cut(&self.tools.cut, found).await?;
+        self.refuse_by_process(policy, &pids, &cuda).await?;
+        if first {
+            self.refuse_by_surroundings(pids, &cuda).await?;
+        }
+        self.tools.journal.cuda(&cuda).await?;
+        self.tools
+            .account
+            .mark(if first { "inspect" } else { "inspect-again" });
+        Ok(cuda)
+    }
+
+    async fn expect_running(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        let states = self.gpu.states(pids, self.config.deadlines.discover);
+        for (pid, state) in unless_cut(&self.tools.cut, states).await? {
+            let state = match state {
+                CudaState::Running => continue,
+                CudaState::Locked => "locked",
+                CudaState::Checkpointed => "checkpointed",
+                CudaState::Failed | CudaState::Unknown(_) => "failed",
+            };
+            return Err(EffectError::NotRunning {
+                pid,
+                comm: procfs::comm(pid),
+                state,
+            });
+        }
+        Ok(())
+    }
+
+    async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
+        let pids = self.tools.cgroup.pids()?;
+        // As for `refuse_stopped`.
+        let tids = blocking(move || threads(&pids, &except)).await?;
+        let hold = Hold::seize(tids, self.config.deadlines.hold);
+        let hold = unless_cut(&self.tools.cut, hold).await?;
+        self.container.keep_held(hold);
+        Ok(())
+    }
+
+    fn is_held(&self) -> bool {
+        self.container.is_held()
+    }
+
+    async fn release(&mut self) -> Result<(), EffectError> {
+        match self.container.take_held() {
+            None => Ok(()),
+            Some(hold) => unless_cut(&self.tools.cut, hold.release()).await,
+        }
+    }
+
+    async fn lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        unless_cut(&self.tools.cut, self.gpu.lock(pids, self.config.deadlines.lock)).await?;
+        self.tools.account.mark("lock");
+        // Of a container that its client has paused only a thaw shows it.
+        self.refuse_stopped(&self.tools.cgroup.pids()?).await
+    }
+
+    async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        // Order matters: they allocate nothing more once they are locked, and have no GPU memory once it is taken.
+        let needs = self.gpu.memory(pids, self.config.deadlines.inventory);
+        self.needs = unless_cut(&self.tools.cut, needs).await?;
+        self.tools.journal.memory(&self.needs).await?;
+        let taken = self.gpu.checkpoint(pids, self.config.deadlines.checkpoint);
+        unless_cut(&self.tools.cut, taken).await?;
+        self.tools.account.mark("gpu-checkpoint");
+        Ok(())
+    }
+
+    async fn give_back(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        let given = self
+            .gpu
+            .restore(pids, &[], &self.needs, self.config.deadlines.restore);
+        unless_cut(&self.tools.cut, given).await?;
+        self.tools.account.mark("gpu-restore");
+        Ok(())
+    }
+
+    async fn unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        unless_cut(
+            &self.tools.cut,
+            self.gpu.unlock(pids, self.config.deadlines.unlock),
+        )
+        .await?;
+        self.tools.account.mark("unlock");
+        Ok(())
+    }
+
+    async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
+        // What was begun takes its time, also when the one who has begun it was killed.
+        let limit = self.config.deadlines.rollback;
+        let gpu = &mut self.gpu;
+        let states = unless_cut(&self.tools.cut, async {
+            gpu.gone(limit).await?;
+            gpu.states(pids, limit).await
+        })
+        .await?;
+        for &(pid, state) in &states {
+            if matches!(state, CudaState::Failed | CudaState::Unknown(_)) {
+                return Err(GpuError::State {
+                    pid,
+                    op: "state",
+                    state: Some(state),
+                }
+                .into());
+            }
+        }
+        Ok(states)
+    }
+
+    async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
+        self.tools.account.mark("freeze");
+        let described = self.describe(processes);
+        let (plugins, limit) = (self.plugins(), self.config.deadlines.dump);
+        let bounds = Bounds {
+            deadline: Some(limit),
+            journal: &self.tools.journal,
+            cut: &self.tools.cut,
+            freezer: Some(&self.tools.cgroup),
+        };
+        let others = self.config.checkpoint.open_image_dir;
+        let left = &mut self.leftovers;
+        dump(self.container, self.request, &plugins, others, bounds, left).await?;
+        self.tools.account.mark("dump");
+        self.write_manifest(described).await?;
+        self.tools.account.mark("manifest");
+        self.complete = true;
+        self.rescued = self.link_image().await;
+        Ok(())
+    }
+}

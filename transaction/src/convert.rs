@@ -1,0 +1,309 @@
+//! GPUs that a container asks for by a hook or by name become edits of its spec, before the runtime sees it.
+//!
+//! What is asked for is read here, off the spec alone. The edits come from the node's CDI files, which `firn-hook convert`
+//! reads in a process of its own: a parser of YAML has no place in a shim. Its result is looked at again before it is used.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use firn_config::{Config, Toolkit, find_program, names};
+use firn_host::Problem;
+use firn_oci::{Ask, Form, Request, Rules, Spec, SpecError, asks_for_more};
+use serde::Deserialize;
+
+use crate::reaper::{OutputError, Reaper};
+
+/// How long the helper may take. It reads some small files.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A container that cannot be given the GPUs that it asks for. Nothing has been started.
+#[derive(Debug, thiserror::Error)]
+pub enum ConvertError {
+    #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
+    Config(firn_config::ConfigError),
+    #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
+    Program(firn_config::ProgramError),
+    #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
+    Spec(SpecError),
+    /// As the helper tells it.
+    #[error("{code}: cannot give the container the GPUs that it asks for ({asked}): {message}. hint: {hint}")]
+    Refused {
+        code: String,
+        asked: String,
+        message: String,
+        hint: String,
+    },
+    #[error(
+        "FIRN-CDI-KIND: CDI device {name} is no GPU. hint: let containerd give other CDI devices: `ctr run --device`, or a device \
+         plugin"
+    )]
+    Foreign { name: String },
+    #[error("FIRN-CONVERT: cannot run firn-hook: {}. hint: see that firn-hook is of the shim's version", firn_host::Chain(.0))]
+    Run(OutputError),
+    #[error(
+        "FIRN-CONVERT: firn-hook has not done what it was told: {said}. hint: see that firn-hook is of the shim's version"
+    )]
+    Helper { said: String },
+}
+
+/// The code of a node without any CDI file of the kind, as the helper tells it.
+const NO_SPEC: &str = "FIRN-NO-CDI-SPEC";
+
+impl ConvertError {
+    fn is_no_spec(&self) -> bool {
+        matches!(self, Self::Refused { code, .. } if code == NO_SPEC)
+    }
+}
+
+/// What the helper says when it fails.
+#[derive(Deserialize)]
+struct Refusal {
+    code: String,
+    message: String,
+    hint: String,
+}
+
+/// What a container is made of.
+pub struct Settled {
+    pub spec: Spec,
+    /// The OCI runtime to call instead of NVIDIA's wrapper of it, which has nothing left to do and must not edit the spec.
+    pub runtime: Option<String>,
+    /// Whether it gets GPUs.
+    pub gpu: bool,
+}
+
+/// The container's spec, with the GPUs in it that it asks for. One that asks for none is not touched, nor is one that asks in
+/// a way that the operator does not let count.
+pub async fn settled(
+    spec: Spec,
+    bundle: &Path,
+    wrapper: Option<&Path>,
+    restores: bool,
+    reaper: &Reaper,
+) -> Result<Settled, ConvertError> {
+    let rules = Rules::of(&spec, wrapper).map_err(ConvertError::Config)?;
+    let ask = Ask::of(&spec, &rules);
+    let mut runtime = None;
+    if let Rules::Wrapper(toolkit) = &rules {
+        runtime = toolkit.runtime().map(|path| path.to_string_lossy().into_owned());
+        // At a restore the wrapper gives nothing.
+        if !restores
+            && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
+            && ask != Ask::Nothing
+        {
+            refuse_foreign(&ask)?;
+            log::warn!(
+                "the container's GPUs are left to NVIDIA's container runtime, as firn does not follow {reason}"
+            );
+            return Ok(Settled::left(spec, true));
+        }
+    }
+    let request = match ask {
+        Ask::Request(request) => request,
+        Ask::Nodes => return Ok(Settled::given(spec, runtime)),
+        Ask::Nothing => return Ok(Settled::left(spec, false)),
+    };
+    let (config, is_hook) = (
+        Config::load().map_err(ConvertError::Config)?,
+        request.form.is_hook(),
+    );
+    if !request.form.counts(&config.create) {
+        return Ok(Settled::left(spec, is_hook));
+    }
+    let hook =
+        find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(ConvertError::Program)?;
+    let mut command = Command::new(hook);
+    command.arg("convert").arg(bundle);
+    if restores {
+        command.arg("--restore");
+    }
+    if let Some(wrapper) = wrapper {
+        command.arg("--wrapper").arg(wrapper);
+    }
+    let output = reaper
+        .output(&mut command, LIMIT)
+        .await
+        .map_err(ConvertError::Run)?;
+    if !output.success() {
+        let error = refused(&request, &output.stdout, &output.stderr);
+        if is_hook && !restores && error.is_no_spec() {
+            log::warn!("{error}. {}", kept(request.form));
+            return Ok(Settled::left(spec, true));
+        }
+        if !is_hook && !spec.gpu_nodes().is_empty() {
+            log::warn!("{error}. The container has its device nodes, and nothing is added to them");
+            return Ok(Settled::given(spec, runtime));
+        }
+        return Err(error);
+    }
+    let given: Given = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    let converted = Spec::load(bundle).map_err(ConvertError::Spec)?;
+    match (given.devices.is_empty(), converted.gpu_nodes().is_empty()) {
+        (true, true) => return Ok(Settled::left(spec, is_hook)),
+        (true, false) => {}
+        (false, false) => log::info!("{}", told(&request, &given)),
+        (false, true) => {
+            return Err(ConvertError::Helper {
+                said: "the spec has no GPU".to_owned(),
+            });
+        }
+    }
+    Ok(Settled::given(converted, runtime))
+}
+
+impl Settled {
+    /// GPUs are in the spec.
+    fn given(spec: Spec, runtime: Option<String>) -> Self {
+        let gpu = spec.asks_for_gpu();
+        Self { spec, runtime, gpu }
+    }
+
+    /// The spec is as it was; whoever makes the container may give it GPUs.
+    fn left(spec: Spec, may_get: bool) -> Self {
+        let gpu = may_get || spec.asks_for_gpu();
+        Self {
+            spec,
+            runtime: None,
+            gpu,
+        }
+    }
+}
+
+/// The wrapper gives devices of every kind to who names them.
+fn refuse_foreign(ask: &Ask) -> Result<(), ConvertError> {
+    let Ask::Request(request) = ask else { return Ok(()) };
+    match request.foreign().next() {
+        None => Ok(()),
+        Some(name) => Err(ConvertError::Foreign {
+            name: name.to_owned(),
+        }),
+    }
+}
+
+/// Why NVIDIA's wrapper has to make a container, by its configuration or by what it would give beside GPUs.
+fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'static str> {
+    let no_runtime = (!has_runtime).then_some("its choice of a runtime");
+    toolkit
+        .not_followed
+        .or_else(|| asks_for_more(spec))
+        .or(no_runtime)
+}
+
+/// What the helper says when it is done.
+#[derive(Default, Deserialize)]
+struct Given {
+    devices: Vec<String>,
+    /// What they have, and the container's nodes do not grant.
+    #[serde(default)]
+    left_out: Vec<String>,
+}
+
+fn kept(form: Form) -> &'static str {
+    match form {
+        Form::Wrapper => {
+            "NVIDIA's container runtime gives it the GPUs; with its hook it cannot be checkpointed"
+        }
+        _ => "The container keeps its hook, and cannot be checkpointed",
+    }
+}
+
+fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
+    match serde_json::from_slice::<Refusal>(stdout) {
+        Ok(refusal) => ConvertError::Refused {
+            code: refusal.code,
+            asked: request.devices.join(", "),
+            message: refusal.message,
+            hint: refusal.hint,
+        },
+        Err(_) => ConvertError::Helper {
+            said: String::from_utf8_lossy(stderr).trim().to_owned(),
+        },
+    }
+}
+
+fn told(request: &Request, given: &Given) -> String {
+    let by = match request.form {
+        Form::Cli => "a hook that runs nvidia-container-cli",
+        Form::RuntimeHook => "a hook of NVIDIA's container runtime",
+        Form::Wrapper => "what NVIDIA's container runtime goes by",
+        Form::Annotations => "annotations",
+        Form::Volumes => "mounts that stand for devices",
+        Form::Variable => "NVIDIA_VISIBLE_DEVICES",
+    };
+    let devices = given.devices.join(", ");
+    let told = format!(
+        "{} asked for by {by}: CDI devices {devices}",
+        request.devices.join(", ")
+    );
+    match given.left_out.is_empty() {
+        true => told,
+        false => format!(
+            "{told}, without {}, which the container's device nodes do not grant",
+            given.left_out.join(", ")
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_wrapper_is_left_no_name_of_another_kind() {
+        let ask = |name: &str| {
+            Ask::Request(Request {
+                form: Form::Wrapper,
+                devices: vec!["0".to_owned(), name.to_owned()],
+            })
+        };
+        for ask in [
+            Ask::Nothing,
+            Ask::Nodes,
+            ask("nvidia.com/gpu=1"),
+            ask("runtime.nvidia.com/gpu=1"),
+        ] {
+            assert!(refuse_foreign(&ask).is_ok(), "{ask:?}");
+        }
+        let refused = refuse_foreign(&ask("vendor.example/backup=host"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            refused.starts_with("FIRN-CDI-KIND: ") && refused.contains("vendor.example/backup=host"),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn what_is_left_out_beside_nodes_is_told() {
+        let request = Request {
+            form: Form::Variable,
+            devices: vec!["0".to_owned()],
+        };
+        let said = br#"{"devices": ["nvidia.com/gpu=0"], "left_out": ["/dev/dri/card1"]}"#;
+        let given: Given = serde_json::from_slice(said).unwrap();
+        assert!(
+            told(&request, &given)
+                .ends_with("without /dev/dri/card1, which the container's device nodes do not grant")
+        );
+        let given: Given = serde_json::from_slice(br#"{"devices": ["nvidia.com/gpu=0"]}"#).unwrap();
+        assert!(told(&request, &given).ends_with("CDI devices nvidia.com/gpu=0"));
+    }
+
+    #[test]
+    fn the_helpers_refusal_is_passed_on_and_its_nonsense_is_not() {
+        let request = Request {
+            form: Form::Cli,
+            devices: vec!["0".to_owned(), "1".to_owned()],
+        };
+        let said = br#"{"code":"FIRN-NO-CDI-SPEC","message":"none","hint":"make one"}"#;
+        let error = refused(&request, said, b"");
+        assert!(error.is_no_spec());
+        assert_eq!(
+            error.to_string(),
+            "FIRN-NO-CDI-SPEC: cannot give the container the GPUs that it asks for (0, 1): none. hint: make one"
+        );
+        let nonsense = refused(&request, b"", b"wrong usage\n").to_string();
+        assert!(nonsense.starts_with("FIRN-CONVERT: ") && nonsense.contains(": wrong usage. "));
+    }
+}

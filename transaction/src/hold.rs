@@ -1,0 +1,593 @@
+//! Holding threads by ptrace while the driver works on a process.
+//!
+//! Between the driver's checkpoint and its restore no thread of the application may run, but the driver's own restore
+//! thread must. The freezer cannot tell threads apart, ptrace can:
+//!
+//! - [`Hold`]: seize and interrupt threads while the cgroup is frozen; after a thaw they trap before they reach user
+//!   code, and all others run. Released while frozen again.
+//! - [`RunOnly`]: of a group-stopped tree (CRIU's `leave-stopped`) let single threads run, then return them to the stop.
+//!
+//! Linux ties a tracee to the tracing thread, so each value owns a thread that makes all calls for its tracees. It never
+//! waits for them: the shim's reaper, which waits for everything, may take the notice. When the shim dies its tracees
+//! are let go.
+
+use std::collections::BTreeSet;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::ptrace;
+use nix::unistd::Pid;
+
+use crate::procfs::{is_traced, state};
+use crate::sys;
+
+/// How long a thread may take to reach or to leave its trap.
+const TRAP: Duration = Duration::from_secs(10);
+/// How long threads that run may take to reach a trap in which they are let go: one in an uninterruptible sleep has none.
+const PARK: Duration = Duration::from_secs(5);
+/// How often stops are looked for.
+const POLL: Duration = Duration::from_millis(1);
+
+/// A thread that cannot be held.
+#[derive(Debug, thiserror::Error)]
+pub enum HoldError {
+    /// The kernel refused to trace it: mostly because a debugger does.
+    #[error("cannot trace thread {tid}")]
+    Seize {
+        tid: i32,
+        #[source]
+        source: Errno,
+    },
+    /// The threads of a process cannot be listed.
+    #[error("cannot list the threads of pid {pid}")]
+    Threads {
+        pid: i32,
+        #[source]
+        source: std::io::Error,
+    },
+    /// It did not stop in time.
+    #[error("thread {tid} did not stop within {} s", TRAP.as_secs())]
+    NotStopped { tid: i32 },
+    /// The kernel did not let go of it.
+    #[error("thread {tid} is still traced after {} s", TRAP.as_secs())]
+    StillTraced { tid: i32 },
+    /// The kernel is still about to trace one of them; it goes on when they thaw, and lets them go then.
+    #[error("threads were not traced within {} s", limit.as_secs_f32())]
+    NotTraced { limit: Duration },
+    /// The tracing thread could not be started or has gone.
+    #[error("the tracing thread is gone")]
+    Tracer,
+}
+
+/// All threads of `pids` but those in `except`. A process that has gone has none.
+pub fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, HoldError> {
+    let mut tids = Vec::new();
+    for &pid in pids {
+        let entries = match std::fs::read_dir(format!("/proc/{pid}/task")) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(source) => return Err(HoldError::Threads { pid, source }),
+        };
+        for entry in entries {
+            let entry = entry.map_err(|source| HoldError::Threads { pid, source })?;
+            if let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok())
+                && !except.contains(&tid)
+            {
+                tids.push(tid);
+            }
+        }
+    }
+    Ok(tids)
+}
+
+/// Threads that trap before they reach user code.
+pub struct Hold(Tracer);
+
+impl Hold {
+    /// Seizes and interrupts `tids` within `limit`. Call it while they are frozen.
+    ///
+    /// A v1 freezer keeps the kernel from tracing a thread that a signal has stopped until it thaws.
+    pub async fn seize(tids: Vec<i32>, limit: Duration) -> Result<Self, HoldError> {
+        // From the trap of the interrupt they are let go: nothing needs to be looked after.
+        let nothing: fn(&[i32]) = |_| ();
+        Tracer::start(tids, limit, |_| Ok(()), nothing, nothing)
+            .await
+            .map(Self)
+    }
+
+    /// Lets all go. Call it while they are frozen, or they run on.
+    pub async fn release(self) -> Result<(), HoldError> {
+        self.0.finish().await
+    }
+}
+
+/// Single threads of a stopped tree that run.
+pub struct RunOnly(Tracer);
+
+impl RunOnly {
+    /// Lets `tids` run, within `limit`, although their processes are stopped.
+    pub async fn start(tids: Vec<i32>, limit: Duration) -> Result<Self, HoldError> {
+        Tracer::start(
+            tids,
+            limit,
+            |tids| tids.iter().try_for_each(|tid| wake(*tid, TRAP)),
+            |tids| {
+                for tid in tids {
+                    step(*tid);
+                }
+            },
+            park,
+        )
+        .await
+        .map(Self)
+    }
+
+    /// Returns them to the stop of their processes.
+    pub async fn stop(self) -> Result<(), HoldError> {
+        self.0.finish().await
+    }
+}
+
+struct Tracer {
+    /// Dropping it lets all go.
+    stop: Sender<()>,
+    thread: JoinHandle<()>,
+    tids: Vec<i32>,
+}
+
+impl Tracer {
+    /// Traces `tids` from a new thread: `ready` brings them where they are wanted, `serve` looks after them from then on, and
+    /// `part` brings them where they are let go.
+    async fn start(
+        tids: Vec<i32>,
+        limit: Duration,
+        ready: fn(&[i32]) -> Result<(), HoldError>,
+        serve: fn(&[i32]),
+        part: fn(&[i32]),
+    ) -> Result<Self, HoldError> {
+        let (stop, stopped) = channel();
+        let (report, is_ready) = tokio::sync::oneshot::channel();
+        let traced = tids.clone();
+        let trace = move || {
+            let held = seize(&traced).and_then(|()| ready(&traced));
+            let is_held = held.is_ok();
+            // When nobody waits for it any more, nobody holds the other end of `stopped` either.
+            let _nobody = report.send(held);
+            if is_held {
+                wait_for_stop(&stopped, || serve(&traced));
+            }
+            part(&traced);
+            // The end of this thread lets go of all, wherever they are: one that a v1 freezer caught before it trapped
+            // could not be detached by a call. A thread of a stopped process returns to the stop.
+        };
+        let thread = std::thread::Builder::new()
+            .name("tracer".into())
+            .spawn(trace)
+            .map_err(|_| HoldError::Tracer)?;
+        tokio::time::timeout(limit, is_ready)
+            .await
+            .map_err(|_| HoldError::NotTraced { limit })?
+            .map_err(|_| HoldError::Tracer)??;
+        Ok(Self { stop, thread, tids })
+    }
+
+    /// Ends the tracing thread, and waits until the kernel has let go of its tracees.
+    async fn finish(self) -> Result<(), HoldError> {
+        let Self { stop, thread, tids } = self;
+        drop(stop);
+        let begun = tokio::time::Instant::now();
+        while let Some(&tid) = tids.iter().find(|tid| is_traced(**tid)) {
+            if begun.elapsed() > TRAP {
+                return Err(HoldError::StillTraced { tid });
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        // It has ended, for its end lets go of them; or all of them are dead, and then it does at once.
+        thread.join().map_err(|_| HoldError::Tracer)
+    }
+}
+
+fn wait_for_stop(stopped: &Receiver<()>, mut serve: impl FnMut()) {
+    while stopped.recv_timeout(POLL) == Err(RecvTimeoutError::Timeout) {
+        serve();
+    }
+}
+
+/// Seizes and interrupts all; on failure those seized before are let go by the end of the thread.
+fn seize(tids: &[i32]) -> Result<(), HoldError> {
+    for &tid in tids {
+        let pid = Pid::from_raw(tid);
+        match ptrace::seize(pid, ptrace::Options::empty()).and_then(|()| ptrace::interrupt(pid)) {
+            Ok(()) | Err(Errno::ESRCH) => {}
+            // A thread that has ended and waits for others to do so: it runs no code any more.
+            Err(Errno::EPERM) if matches!(state(tid), None | Some('Z' | 'X')) => {}
+            Err(source) => return Err(HoldError::Seize { tid, source }),
+        }
+    }
+    Ok(())
+}
+
+/// Lets a group-stopped, interrupted thread run: it traps for the interrupt, and may do so again for the group stop, which is
+/// for who serves it.
+fn wake(tid: i32, limit: Duration) -> Result<(), HoldError> {
+    let begun = Instant::now();
+    while !step(tid) {
+        if begun.elapsed() > limit {
+            return Err(HoldError::NotStopped { tid });
+        }
+        std::thread::sleep(POLL);
+    }
+    Ok(())
+}
+
+/// Why a thread stands in a trap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trap {
+    /// For the tracing itself: it was interrupted, or its process is stopped. What signals it has wait.
+    Tracing,
+    /// A signal, of any number, is about to be delivered to it. It is when the thread is sent on its way with it, and lost
+    /// otherwise.
+    Signal(i32),
+}
+
+impl Trap {
+    /// That of a tracee; none when it runs or is gone.
+    ///
+    /// It is asked of the thread: the reaper may have taken the notice that `waitpid` would give.
+    fn of(tid: i32) -> Option<Self> {
+        match ptrace::getsiginfo(Pid::from_raw(tid)) {
+            Ok(info) if info.si_code >> 8 == libc::PTRACE_EVENT_STOP => Some(Self::Tracing),
+            Ok(info) => Some(Self::Signal(info.si_signo)),
+            // A group stop has no siginfo.
+            Err(Errno::EINVAL) => Some(Self::Tracing),
+            Err(_) => None,
+        }
+    }
+}
+
+/// Sends a thread that has trapped on its way, with the signal that it trapped for. Whether it had.
+fn step(tid: i32) -> bool {
+    let signal = match Trap::of(tid) {
+        Some(Trap::Tracing) => 0,
+        Some(Trap::Signal(signal)) => signal,
+        None => return false,
+    };
+    sys::ptrace_cont(tid, signal).is_ok()
+}
+
+/// Brings threads that run to a trap of the tracing itself, where they can be let go: one that is let go while a signal is
+/// about to be delivered loses it, when the reaper has taken the notice.
+fn park(tids: &[i32]) {
+    let begun = Instant::now();
+    let mut left = tids.to_vec();
+    while !left.is_empty() {
+        if begun.elapsed() > PARK {
+            return;
+        }
+        left.retain(|tid| {
+            let is_there = ptrace::interrupt(Pid::from_raw(*tid)).is_ok();
+            match Trap::of(*tid) {
+                Some(Trap::Tracing) => false,
+                Some(Trap::Signal(signal)) => sys::ptrace_cont(*tid, signal).is_ok(),
+                None => is_there,
+            }
+        });
+        std::thread::sleep(POLL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Child, Command, Stdio};
+
+    use nix::sys::signal::{Signal, kill};
+
+    use super::*;
+    use crate::reaper::Reaper;
+    use crate::sys::testing;
+
+    struct Ticker(Child);
+
+    impl Ticker {
+        fn start() -> (Self, impl FnMut() -> String) {
+            let mut child = Command::new("sh")
+                .args(["-c", "while echo tick; do sleep 0.01; done"])
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            (Self(child), move || lines.next().unwrap().unwrap())
+        }
+
+        fn pid(&self) -> i32 {
+            self.0.id().try_into().unwrap()
+        }
+    }
+
+    impl Drop for Ticker {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    }
+
+    fn until(what: &str, mut condition: impl FnMut() -> bool) {
+        let begun = Instant::now();
+        while !condition() {
+            assert!(begun.elapsed() < Duration::from_secs(10), "never: {what}");
+            std::thread::sleep(POLL);
+        }
+    }
+
+    #[test]
+    fn a_held_process_is_traced_until_released_and_then_runs_on() {
+        let (ticker, mut tick) = Ticker::start();
+        tick();
+        runtime().block_on(async {
+            let tids = threads(&[ticker.pid()], &BTreeSet::new()).unwrap();
+            let hold = Hold::seize(tids, TRAP).await.unwrap();
+            until("trapped", || state(ticker.pid()) == Some('t'));
+            hold.release().await.unwrap();
+            assert!(!is_traced(ticker.pid()), "it was not waited for");
+        });
+        for _ in 0..20 {
+            assert_eq!(tick(), "tick");
+        }
+    }
+
+    #[test]
+    fn of_a_stopped_process_only_the_chosen_thread_runs_and_stops_again() {
+        let (ticker, mut tick) = Ticker::start();
+        tick();
+        let pid = Pid::from_raw(ticker.pid());
+        kill(pid, Signal::SIGSTOP).unwrap();
+        until("stopped", || state(ticker.pid()) == Some('T'));
+        runtime().block_on(async {
+            let only = RunOnly::start(vec![ticker.pid()], TRAP).await.unwrap();
+            until("running", || matches!(state(ticker.pid()), Some('S' | 'R')));
+            // Its children die while it is traced: SIGCHLD must reach it, or it would never tick again.
+            for _ in 0..20 {
+                assert_eq!(tick(), "tick");
+            }
+            let begun = Instant::now();
+            only.stop().await.unwrap();
+            assert!(begun.elapsed() < PARK, "its stop was not known for one");
+            assert!(!is_traced(ticker.pid()), "it was not waited for");
+        });
+        until("stopped again", || state(ticker.pid()) == Some('T'));
+        kill(pid, Signal::SIGCONT).unwrap();
+        for _ in 0..20 {
+            assert_eq!(tick(), "tick");
+        }
+    }
+
+    /// Real-time: those of the C library come before.
+    const REAL_TIME: i32 = 40;
+    /// Comes after all of those.
+    const LAST: i32 = 41;
+
+    /// Of the processes that the tests signal: it prints what it gets until its standard input ends.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn who_prints_signals() {
+        testing::print_signals(&[libc::SIGTRAP, REAL_TIME, LAST]);
+        println!("tid {}", nix::unistd::gettid());
+        let _ = std::io::stdin().lines().next();
+    }
+
+    struct Printer {
+        child: Child,
+        tid: i32,
+        lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+    }
+
+    impl Printer {
+        fn start() -> Self {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args([
+                    "--exact",
+                    "hold::tests::who_prints_signals",
+                    "--ignored",
+                    "--nocapture",
+                ])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            let told = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
+            let tid = told.unwrap();
+            Self { child, tid, lines }
+        }
+
+        fn pid(&self) -> i32 {
+            self.child.id().try_into().unwrap()
+        }
+
+        fn queue(&self, signal: i32, value: usize) {
+            testing::queue(self.pid(), self.tid, signal, value);
+        }
+
+        /// What it has got, in order by signal, once it has got all that was queued before.
+        fn got(&mut self) -> Vec<(i32, usize)> {
+            self.queue(LAST, 0);
+            let mut got = Vec::new();
+            loop {
+                let line = self.lines.next().unwrap().unwrap();
+                let Some(told) = line.split_once("got ") else {
+                    continue;
+                };
+                let (signal, value) = told.1.split_once(' ').unwrap();
+                let (signal, value) = (signal.parse().unwrap(), value.parse().unwrap());
+                if signal == LAST {
+                    got.sort_by_key(|(signal, _)| *signal);
+                    return got;
+                }
+                got.push((signal, value));
+            }
+        }
+    }
+
+    impl Drop for Printer {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    /// SIGTRAP, then the real-time ones.
+    fn queued(count: usize) -> Vec<(i32, usize)> {
+        let mut all = vec![(libc::SIGTRAP, 7)];
+        all.extend((0..count).map(|value| (REAL_TIME, value)));
+        all
+    }
+
+    #[test]
+    fn signals_that_come_while_threads_are_held_arrive_afterwards() {
+        let mut printer = Printer::start();
+        runtime().block_on(async {
+            let _reaper = Reaper::start().unwrap();
+            let tids = threads(&[printer.pid()], &BTreeSet::new()).unwrap();
+            let hold = Hold::seize(tids, TRAP).await.unwrap();
+            until("trapped", || state(printer.tid) == Some('t'));
+            for (signal, value) in queued(50) {
+                printer.queue(signal, value);
+            }
+            // The reaper takes the notices.
+            tokio::time::sleep(POLL * 20).await;
+            hold.release().await.unwrap();
+        });
+        assert_eq!(printer.got(), queued(50));
+    }
+
+    #[test]
+    fn a_thread_that_alone_runs_gets_every_signal_once() {
+        let mut printer = Printer::start();
+        let pid = Pid::from_raw(printer.pid());
+        // They come before, while it runs, and when it is let go.
+        for served in [0, 5, 20, 40, 200] {
+            kill(pid, Signal::SIGSTOP).unwrap();
+            until("stopped", || state(printer.tid) == Some('T'));
+            printer.queue(REAL_TIME, 0);
+            runtime().block_on(async {
+                let _reaper = Reaper::start().unwrap();
+                let only = RunOnly::start(vec![printer.tid], TRAP).await.unwrap();
+                for (signal, value) in queued(100).into_iter().filter(|queued| *queued != (REAL_TIME, 0)) {
+                    printer.queue(signal, value);
+                }
+                tokio::time::sleep(POLL * served).await;
+                only.stop().await.unwrap();
+            });
+            until("stopped again", || state(printer.tid) == Some('T'));
+            kill(pid, Signal::SIGCONT).unwrap();
+            assert_eq!(printer.got(), queued(100), "let go after {served} ms");
+        }
+    }
+
+    #[test]
+    fn all_threads_are_listed_but_those_that_are_left_out() {
+        let printer = Printer::start();
+        let pid = printer.pid();
+        let all = threads(&[pid], &BTreeSet::new()).unwrap();
+        assert!(all.contains(&pid) && all.contains(&printer.tid));
+        let others = threads(&[pid], &BTreeSet::from([printer.tid])).unwrap();
+        assert_eq!(others.len() + 1, all.len());
+        assert!(others.contains(&pid) && !others.contains(&printer.tid));
+        let gone = i32::MAX;
+        assert_eq!(threads(&[gone, pid], &BTreeSet::new()).unwrap(), all);
+    }
+
+    /// Of the processes that the tests run: it cannot open anything.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn who_can_open_nothing() {
+        let none = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, 0, 0);
+        none.unwrap();
+        let threads = threads(&[nix::unistd::getpid().as_raw()], &BTreeSet::new());
+        assert!(
+            matches!(threads, Err(HoldError::Threads { .. })),
+            "threads would run on"
+        );
+    }
+
+    #[test]
+    fn threads_that_cannot_be_listed_are_not_taken_for_none() {
+        let name = "hold::tests::who_can_open_nothing";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let mut child = child
+            .args(["--exact", name, "--ignored", "--nocapture"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let said = std::io::read_to_string(child.stdout.take().unwrap()).unwrap();
+        // The reaper of another test may have had it.
+        let _ = child.wait();
+        assert!(said.contains("1 passed"), "{said}");
+    }
+
+    #[test]
+    fn a_thread_that_has_ended_needs_no_holding() {
+        // A shell that was replaced before its child ends does not wait for it.
+        let mut child = Command::new("sh")
+            .args(["-c", "sleep 0.2 & echo $!; exec sleep 1000"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let told = BufReader::new(child.stdout.take().unwrap()).lines().next();
+        let zombie: i32 = told.unwrap().unwrap().parse().unwrap();
+        until("dead", || state(zombie) == Some('Z'));
+        runtime().block_on(async {
+            let hold = Hold::seize(vec![zombie], TRAP).await.unwrap();
+            hold.release().await.unwrap();
+        });
+        child.kill().unwrap();
+        let _ = child.wait();
+    }
+
+    #[test]
+    fn who_never_traps_or_is_never_let_go_is_told() {
+        let (ticker, _tick) = Ticker::start();
+        let tid = ticker.pid();
+        let begun = Instant::now();
+        let never = wake(tid, POLL * 5);
+        assert!(matches!(never, Err(HoldError::NotStopped { .. })), "{never:?}");
+        assert!(begun.elapsed() > POLL * 5, "it was not waited for");
+        runtime().block_on(async {
+            let debugger = Hold::seize(vec![tid], TRAP).await.unwrap();
+            let mut other = Hold::seize(Vec::new(), TRAP).await.unwrap();
+            other.0.tids.push(tid);
+            // Time passes at once.
+            tokio::time::pause();
+            let stuck = tokio::time::timeout(TRAP * 4, other.release());
+            let (stuck, ()) = tokio::join!(stuck, tokio::time::advance(TRAP * 2));
+            tokio::time::resume();
+            let stuck = stuck.expect("it is waited for no longer");
+            assert!(matches!(stuck, Err(HoldError::StillTraced { .. })), "{stuck:?}");
+            debugger.release().await.unwrap();
+        });
+    }
+
+    #[test]
+    fn a_process_that_is_traced_already_is_refused() {
+        let (ticker, _tick) = Ticker::start();
+        runtime().block_on(async {
+            let first = Hold::seize(vec![ticker.pid()], TRAP).await.unwrap();
+            let second = Hold::seize(vec![ticker.pid()], TRAP).await;
+            assert!(
+                matches!(second, Err(HoldError::Seize { .. })),
+                "a debugger's tracee was taken over"
+            );
+            first.release().await.unwrap();
+        });
+    }
+}

@@ -1,0 +1,514 @@
+//! The journal of a transaction: what a checkpoint or restore is about to do is on disk before it is done.
+//!
+//! One file in the bundle, [`FILE`], for as long as the transaction lasts; none when nothing is under way. Each line is
+//! one JSON object, written by one call and synced, and is never changed. A last line that is cut short counts as not
+//! written.
+//!
+//! ```text
+//! begin                          which operation, on which container, with which image and work directory
+//! enter PHASE ... leave PHASE    the intent, and what became of it
+//! image                          what the image directory was, before the first file is put there
+//! memory                         GPU memory that the processes had when they were locked
+//! cuda, child                    processes that the operation touches or has started
+//! end                            the outcome; the file goes with it, unless the container is suspended
+//! ```
+//!
+//! Who reads it: [`crate::recovery`], for a shim that was killed, and `checkpoint` after a panic.
+
+#[cfg(debug_assertions)]
+mod told;
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use firn_gpu::protocol::GpuMemory;
+use firn_host::{Problem, Remedy, remedy};
+use serde::{Deserialize, Serialize};
+
+use crate::blocking::blocking;
+use crate::procfs;
+use crate::worker::CudaProcess;
+
+/// A failpoint between two phases: a shim that was built for tests waits here while a test names it.
+pub async fn point(name: &str) {
+    #[cfg(debug_assertions)]
+    told::hold(name).await;
+    #[cfg(not(debug_assertions))]
+    let _ = name;
+}
+
+/// The journal, in the bundle.
+pub const FILE: &str = "firn-journal";
+
+/// Format of the lines.
+const VERSION: u32 = 1;
+
+/// How long the file system of the bundle may take for a line.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// More than any transaction writes.
+const LIMIT: u64 = 1 << 20;
+
+/// What is done to the container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Operation {
+    Checkpoint,
+    Restore,
+}
+
+/// Part of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Nothing has been touched.
+    Inspect,
+    /// The CUDA processes are made to wait at the driver.
+    Lock,
+    /// The driver takes the GPU state into the processes' memory.
+    Take,
+    /// CRIU writes the image, then firn its manifest.
+    Dump,
+    /// The driver gives the GPU state back and unlocks: the end of a checkpoint that goes on, and of a restore.
+    GiveBack,
+    /// The container ends, its image is complete.
+    Finish,
+    /// The way back of a checkpoint.
+    Undo,
+    /// CRIU brings the processes back, stopped.
+    CriuRestore,
+    /// Device nodes are made those of the new GPUs.
+    DevRepair,
+    /// Stopped processes go on.
+    Continue,
+    /// The way back of a restore.
+    Abandon,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Inspect => "inspect the container",
+            Self::Lock => "lock the CUDA processes",
+            Self::Take => "take the GPU state",
+            Self::Dump => "dump the container",
+            Self::GiveBack => "give the GPU state back",
+            Self::Finish => "end the container",
+            Self::Undo => "undo the checkpoint",
+            Self::CriuRestore => "restore the processes",
+            Self::DevRepair => "repair the device nodes",
+            Self::Continue => "continue the processes",
+            Self::Abandon => "undo the restore",
+        })
+    }
+}
+
+/// What an image directory was before the dump.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ImageWas {
+    /// There was none.
+    Absent,
+    /// It held nothing.
+    Empty,
+    /// Somebody has put something there.
+    Filled,
+}
+
+/// Which directory that was, as its path may name another one later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DirId {
+    pub dev: u64,
+    pub ino: u64,
+}
+
+/// A program that works for the transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// The OCI runtime; CRIU is in its process group.
+    Runc,
+    /// The driver worker.
+    Worker,
+}
+
+/// How a transaction ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// As it was asked for.
+    Done,
+    /// Nothing has changed.
+    Failed,
+    /// The container has ended meanwhile.
+    Ended,
+    /// The container is frozen, its GPU state could not be given back yet.
+    #[serde(alias = "lost")]
+    Suspended,
+}
+
+/// What an operation is and works on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Begin {
+    pub op: Operation,
+    pub container: String,
+    pub gpu: bool,
+    /// The container ends with its dump.
+    pub exit: bool,
+    pub image: PathBuf,
+    pub work: PathBuf,
+    /// The work directory is no one else's.
+    pub work_is_ours: bool,
+    pub was_frozen: bool,
+}
+
+/// A child of the shim, told from a later owner of its pid by the time of its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChildProcess {
+    pub role: Role,
+    pub pid: i32,
+    /// Clock ticks since the boot.
+    pub started: u64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Cuda {
+    pid: i32,
+    restore_tid: i32,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+enum Line {
+    Begin {
+        version: u32,
+        boot: String,
+        shim: u32,
+        #[serde(flatten)]
+        begin: Begin,
+    },
+    Enter {
+        phase: Phase,
+    },
+    Leave {
+        phase: Phase,
+        ok: bool,
+    },
+    Image {
+        was: ImageWas,
+        #[serde(default)]
+        id: Option<DirId>,
+    },
+    Cuda {
+        processes: Vec<Cuda>,
+    },
+    /// The complete image gets a second place.
+    Rescue {
+        dir: PathBuf,
+    },
+    /// GPU memory that the processes had when they were locked.
+    Memory {
+        gpus: GpuMemory,
+    },
+    Child(ChildProcess),
+    End {
+        outcome: Outcome,
+    },
+}
+
+/// The journal cannot be kept: nothing may be begun.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write {}", path.display())]
+pub struct JournalError {
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+impl Problem for JournalError {
+    fn remedy(&self) -> Remedy<'_> {
+        remedy(
+            "FIRN-JOURNAL",
+            "see that containerd's state directory is writable and not full",
+        )
+    }
+}
+
+/// The journal of a transaction that is under way; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Journal(Arc<Open>);
+
+#[derive(Debug)]
+struct Open {
+    file: File,
+    path: PathBuf,
+    /// A line was not written in time: no other one is waited for, and may come after it.
+    hangs: AtomicBool,
+}
+
+impl Journal {
+    /// Begins a transaction of the container in `bundle`.
+    pub async fn begin(bundle: &Path, begin: Begin) -> Result<Self, JournalError> {
+        let (path, dir) = (bundle.join(FILE), bundle.to_owned());
+        let at = path.clone();
+        let open = move || {
+            let mut options = OpenOptions::new();
+            let file = options.append(true).create(true).mode(0o600).open(&at)?;
+            // What an earlier transaction has left was dealt with.
+            file.set_len(0)?;
+            File::open(dir)?.sync_all()?;
+            Ok(file)
+        };
+        let file = in_time(open).await.map_err(|source| JournalError {
+            path: path.clone(),
+            source,
+        })?;
+        let journal = Self::new(file, path);
+        let line = Line::Begin {
+            version: VERSION,
+            boot: boot(),
+            shim: std::process::id(),
+            begin,
+        };
+        match journal.write(line).await {
+            Ok(()) => Ok(journal),
+            Err(error) => {
+                // Nothing has begun.
+                journal.remove().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Goes on with the journal of a transaction whose code has failed.
+    pub async fn resume(bundle: &Path) -> Result<Self, JournalError> {
+        let path = bundle.join(FILE);
+        let at = path.clone();
+        let opened = in_time(move || OpenOptions::new().append(true).open(at)).await;
+        match opened {
+            Ok(file) => Ok(Self::new(file, path)),
+            Err(source) => Err(JournalError { path, source }),
+        }
+    }
+
+    fn new(file: File, path: PathBuf) -> Self {
+        let hangs = AtomicBool::new(false);
+        Self(Arc::new(Open { file, path, hangs }))
+    }
+
+    /// `phase` is about to begin.
+    pub async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
+        self.write(Line::Enter { phase }).await?;
+        #[cfg(debug_assertions)]
+        told::obey(phase).await;
+        Ok(())
+    }
+
+    /// What became of `phase`.
+    pub async fn leave(&self, phase: Phase, ok: bool) {
+        self.note(Line::Leave { phase, ok }).await;
+    }
+
+    /// The image directory is about to be written to.
+    pub async fn image(&self, was: ImageWas, id: Option<DirId>) -> Result<(), JournalError> {
+        self.write(Line::Image { was, id }).await
+    }
+
+    /// The image is complete, and is about to be rescued to `dir`.
+    pub async fn rescue(&self, dir: &Path) {
+        let dir = dir.to_owned();
+        self.note(Line::Rescue { dir }).await;
+    }
+
+    /// These processes of the container use CUDA and may be locked from now on.
+    pub async fn cuda(&self, processes: &[CudaProcess]) -> Result<(), JournalError> {
+        let processes = processes
+            .iter()
+            .map(|&CudaProcess { pid, restore_tid, .. }| Cuda { pid, restore_tid });
+        self.write(Line::Cuda {
+            processes: processes.collect(),
+        })
+        .await
+    }
+
+    /// What the processes need of each GPU when their state is given back.
+    pub async fn memory(&self, gpus: &GpuMemory) -> Result<(), JournalError> {
+        self.write(Line::Memory { gpus: gpus.clone() }).await
+    }
+
+    /// A child works for the transaction.
+    pub async fn child(&self, role: Role, pid: i32) {
+        // One that has ended already needs no note.
+        if let Some(started) = procfs::started(pid) {
+            self.note(Line::Child(ChildProcess { role, pid, started })).await;
+        }
+    }
+
+    /// The transaction is over.
+    pub async fn end(self, outcome: Outcome) {
+        self.note(Line::End { outcome }).await;
+        // The way back is taken by it.
+        if outcome != Outcome::Suspended {
+            self.remove().await;
+        }
+    }
+
+    async fn remove(&self) {
+        let path = self.0.path.clone();
+        if let Err(error) = in_time(move || fs::remove_file(path)).await {
+            log::warn!("cannot remove {}: {error}", self.0.path.display());
+        }
+    }
+
+    /// What comes too late to be refused.
+    async fn note(&self, line: Line) {
+        if let Err(error) = self.write(line).await {
+            log::warn!("{}", firn_host::Chain(&error));
+        }
+    }
+
+    async fn write(&self, line: Line) -> Result<(), JournalError> {
+        let open = self.0.clone();
+        let write = move || {
+            let mut bytes = serde_json::to_vec(&line)?;
+            bytes.push(b'\n');
+            (&open.file).write_all(&bytes)?;
+            open.file.sync_data()
+        };
+        let written = match self.0.hangs.load(Ordering::Relaxed) {
+            true => Err(io::ErrorKind::TimedOut.into()),
+            false => in_time(write).await,
+        };
+        written.map_err(|source| {
+            if source.kind() == io::ErrorKind::TimedOut {
+                self.0.hangs.store(true, Ordering::Relaxed);
+            }
+            JournalError {
+                path: self.0.path.clone(),
+                source,
+            }
+        })
+    }
+}
+
+/// Does `work` on the journal's file system, which nobody waits for longer than [`PATIENCE`].
+async fn in_time<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    let late = |_| Err(io::ErrorKind::TimedOut.into());
+    tokio::time::timeout(PATIENCE, blocking(work))
+        .await
+        .unwrap_or_else(late)
+}
+
+/// A transaction as its journal tells it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    pub begin: Begin,
+    /// The phase that was entered last.
+    pub phase: Option<Phase>,
+    /// The driver was asked to take GPU state.
+    pub taking: bool,
+    /// What the image directory was; none before it was written to.
+    pub image_was: Option<ImageWas>,
+    /// Which directory it is; none before it was made, and in journals of earlier versions.
+    pub image_id: Option<DirId>,
+    /// Where the image was put that its client may remove.
+    pub rescue: Option<PathBuf>,
+    /// The image is complete.
+    pub dumped: bool,
+    /// Every CUDA process that was ever seen.
+    pub cuda: Vec<CudaProcess>,
+    /// Bytes of GPU memory that they had.
+    pub memory: GpuMemory,
+    pub children: Vec<ChildProcess>,
+    pub outcome: Option<Outcome>,
+    /// Pids still mean what they did.
+    pub same_boot: bool,
+}
+
+impl Record {
+    /// The journal in `bundle`; none when no transaction was under way.
+    pub fn read(bundle: &Path) -> io::Result<Option<Self>> {
+        let mut text = Vec::new();
+        match File::open(bundle.join(FILE)) {
+            Ok(file) => io::Read::read_to_end(&mut io::Read::take(file, LIMIT), &mut text)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        Ok(Self::parse(&text))
+    }
+
+    /// None when there is not even a whole first line: then nothing was begun.
+    fn parse(text: &[u8]) -> Option<Self> {
+        let whole = text.iter().rposition(|byte| *byte == b'\n')?;
+        let mut lines = text[..whole]
+            .split(|byte| *byte == b'\n')
+            .map(serde_json::from_slice)
+            .map_while(Result::ok);
+        let Some(Line::Begin {
+            version: VERSION,
+            boot: of,
+            begin,
+            ..
+        }) = lines.next()
+        else {
+            return None;
+        };
+        let mut record = Self {
+            begin,
+            phase: None,
+            taking: false,
+            image_was: None,
+            image_id: None,
+            rescue: None,
+            dumped: false,
+            cuda: Vec::new(),
+            memory: GpuMemory::new(),
+            children: Vec::new(),
+            outcome: None,
+            same_boot: !of.is_empty() && of == boot(),
+        };
+        lines.for_each(|line| record.add(line));
+        Some(record)
+    }
+
+    fn add(&mut self, line: Line) {
+        match line {
+            Line::Begin { .. } => {}
+            Line::Enter { phase } => {
+                self.phase = Some(phase);
+                self.taking |= phase == Phase::Take;
+            }
+            Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::Dump,
+            Line::Image { was, id } => {
+                self.image_was = Some(was);
+                self.image_id = id;
+            }
+            Line::Rescue { dir } => self.rescue = Some(dir),
+            Line::Memory { gpus } => self.memory = gpus,
+            Line::Cuda { processes } => {
+                for Cuda { pid, restore_tid } in processes {
+                    if !self.cuda.iter().any(|known| known.pid == pid) {
+                        self.cuda.push(CudaProcess { pid, restore_tid });
+                    }
+                }
+            }
+            Line::Child(child) => self.children.push(child),
+            Line::End { outcome } => self.outcome = Some(outcome),
+        }
+    }
+}
+
+/// Names this boot of the host; empty, and then like no other, when the kernel does not tell.
+fn boot() -> String {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,38 @@
+//! Checkpoint, restore, suspend and resume of a container, as transactions: every failure has one rollback.
+//!
+//! The crate calls the OCI runtime and the driver worker. It knows neither ttrpc nor containerd: the shim and the command line
+//! call it.
+#![deny(unsafe_code)]
+
+pub mod account;
+pub mod blocking;
+pub mod cgroup;
+pub mod checkpoint;
+pub mod container;
+pub mod convert;
+#[cfg(any(test, fuzzing, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzz;
+pub mod hold;
+pub mod journal;
+pub mod look;
+pub mod options;
+pub mod panics;
+pub mod pidfd;
+pub mod reaper;
+pub mod recovery;
+pub mod restore;
+pub mod runc;
+pub mod stdio;
+pub mod sys;
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+#[allow(
+    clippy::unwrap_used,
+    reason = "a test that cannot be set up is a test that fails"
+)]
+pub mod testing;
+pub mod unmount;
+mod worker;
+
+use firn_host::procfs;

@@ -1,0 +1,206 @@
+//! The options that a client sends with a task, and the two files in the bundle that keep them for `delete`.
+//!
+//! `options.json` and `runtime` have the form that containerd-shim-runc-v2 gives them, and are read leniently, so
+//! that either shim can clean up after the other.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use firn_config::Toolkit;
+use serde::{Deserialize, Serialize};
+
+/// The OCI runtime when the options name none.
+pub const DEFAULT_RUNTIME: &str = "runc";
+/// State directory of the OCI runtime when the options name none; the namespace is appended.
+pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
+/// Options of the task, in the bundle.
+const OPTIONS_FILE: &str = "options.json";
+/// Name of the OCI runtime binary, in the bundle.
+const RUNTIME_FILE: &str = "runtime";
+/// No file of ours in a bundle is larger.
+pub const MAX_FILE: u64 = 1 << 20;
+
+/// Options of a task: `containerd.runc.v1.Options`, whichever way they were sent.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RuncOptions {
+    /// Use MS_MOVE instead of pivot_root.
+    #[serde(skip_serializing_if = "is_default")]
+    pub no_pivot_root: bool,
+    /// Do not make a session keyring.
+    #[serde(skip_serializing_if = "is_default")]
+    pub no_new_keyring: bool,
+    /// Cgroup for the shim itself.
+    #[serde(skip_serializing_if = "is_default")]
+    pub shim_cgroup: String,
+    /// Owner of the stdio pipes.
+    #[serde(skip_serializing_if = "is_default")]
+    pub io_uid: u32,
+    /// Group of the stdio pipes.
+    #[serde(skip_serializing_if = "is_default")]
+    pub io_gid: u32,
+    /// OCI runtime binary; see [`RuncOptions::runtime`].
+    #[serde(skip_serializing_if = "is_default")]
+    pub binary_name: String,
+    /// State directory of the OCI runtime; see [`RuncOptions::root`].
+    #[serde(skip_serializing_if = "is_default")]
+    pub root: String,
+    /// CRIU binary; sent by containerd 1.x only.
+    #[serde(skip_serializing_if = "is_default")]
+    pub criu_path: String,
+    /// Have systemd make the cgroups.
+    #[serde(skip_serializing_if = "is_default")]
+    pub systemd_cgroup: bool,
+    /// Where a checkpoint's image goes when the request names no path.
+    #[serde(skip_serializing_if = "is_default")]
+    pub criu_image_path: String,
+    /// CRIU's work directory.
+    #[serde(skip_serializing_if = "is_default")]
+    pub criu_work_path: String,
+    /// Address of a task API that is served elsewhere.
+    #[serde(skip_serializing_if = "is_default")]
+    pub task_api_address: String,
+    /// Version of that task API.
+    #[serde(skip_serializing_if = "is_default")]
+    pub task_api_version: u32,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+/// A file of the bundle could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// Reading failed, for another reason than that there is no such file.
+    #[error("cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// Writing failed.
+    #[error("cannot write {path}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// It is not JSON of the expected form.
+    #[error("{path} is damaged")]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: serde_json::Error,
+    },
+}
+
+impl RuncOptions {
+    /// The OCI runtime binary to call.
+    pub fn runtime(&self) -> &str {
+        if self.binary_name.is_empty() {
+            DEFAULT_RUNTIME
+        } else {
+            &self.binary_name
+        }
+    }
+
+    /// NVIDIA's wrapper of runc, where that is the OCI runtime.
+    pub fn wrapper(&self) -> Option<&Path> {
+        Toolkit::is_wrapper(&self.binary_name).then(|| Path::new(&self.binary_name))
+    }
+
+    /// The OCI runtime's `--root` for a namespace.
+    pub fn root(&self, namespace: &str) -> PathBuf {
+        let root = if self.root.is_empty() {
+            DEFAULT_ROOT
+        } else {
+            &self.root
+        };
+        Path::new(root).join(namespace)
+    }
+
+    /// Writes `options.json` and `runtime` into the bundle.
+    pub fn save(&self, bundle: &Path) -> Result<(), FileError> {
+        let path = bundle.join(OPTIONS_FILE);
+        let json = serde_json::to_vec(self);
+        let json = json.map_err(|source| FileError::Parse {
+            path: path.clone(),
+            source,
+        })?;
+        write_private(path, &json)?;
+        write_private(bundle.join(RUNTIME_FILE), self.binary_name.as_bytes())
+    }
+
+    /// Reads what [`RuncOptions::save`], or Go's shim, left in the bundle; defaults where there is nothing.
+    pub fn load(bundle: &Path) -> Result<Self, FileError> {
+        let path = bundle.join(OPTIONS_FILE);
+        let mut options = match read_small(&path)? {
+            Some(json) if !json.is_empty() => {
+                serde_json::from_slice(&json).map_err(|source| FileError::Parse { path, source })?
+            }
+            _ => Self::default(),
+        };
+        // Go's shim trusts `runtime` and not the options; an older bundle may have only the former.
+        if let Some(runtime) = read_small(&bundle.join(RUNTIME_FILE))? {
+            let runtime = String::from_utf8_lossy(&runtime);
+            if !runtime.trim().is_empty() {
+                options.binary_name = runtime.trim().to_owned();
+            }
+        }
+        Ok(options)
+    }
+}
+
+fn write_private(path: PathBuf, content: &[u8]) -> Result<(), FileError> {
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&path);
+    let written = file.and_then(|mut file| file.write_all(content));
+    written.map_err(|source| FileError::Write { path, source })
+}
+
+fn read_small(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
+    let mut content = Vec::new();
+    match File::open(path).and_then(|file| file.take(MAX_FILE).read_to_end(&mut content)) {
+        Ok(_) => Ok(Some(content)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(FileError::Read {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// Options of a checkpoint: `containerd.runc.v1.CheckpointOptions`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CheckpointOptions {
+    /// Stop the container after the dump.
+    pub exit: bool,
+    /// Dump established TCP connections.
+    pub open_tcp: bool,
+    /// Dump unix sockets whose other end is outside.
+    pub external_unix_sockets: bool,
+    /// Dump terminals.
+    pub terminal: bool,
+    /// Dump file locks.
+    pub file_locks: bool,
+    /// Namespaces that are restored empty.
+    pub empty_namespaces: Vec<String>,
+    /// CRIU's way with cgroups: soft, full or strict.
+    pub cgroups_mode: String,
+    /// Where the daemon wants the image; the request's path counts, not this.
+    pub image_path: String,
+    /// CRIU's work directory.
+    pub work_path: String,
+    /// Image of an earlier pre-dump.
+    pub parent_path: String,
+}

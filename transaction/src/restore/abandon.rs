@@ -1,0 +1,162 @@
+//! The way back from a restore that failed: nothing of the container is left but its bundle.
+//!
+//! Every step is tried whatever became of the others, and may be repeated.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_oci::Spec;
+
+use super::prepare::is_own;
+use super::roots::remove_roots;
+use crate::cgroup::Cgroup;
+use crate::container::Container;
+use crate::unmount::unmount_below;
+use firn_host::Chain;
+
+/// How long killed processes may take to be gone.
+const GONE: Duration = Duration::from_secs(20);
+
+/// Mounts that a CRIU which was killed leaves below its work directory.
+const CGYARD: &str = ".criu.cgyard.";
+
+/// CRIU's log in its work directory.
+pub const LOG: &str = "restore.log";
+
+/// Kills what was restored and removes what runc and CRIU left.
+pub async fn abandon(container: &Container) {
+    // runc and CRIU are gone: the call has succeeded, or was killed together with them.
+    match Spec::load(&container.bundle) {
+        Ok(spec) => kill_cgroup(container, &spec).await,
+        Err(error) => log::warn!("cannot tell the cgroup of {}: {}", container.id, Chain(&error)),
+    }
+    let work = work_dir(container);
+    sweep(&container.runc.state_dir(), &work).await;
+    remove_roots(&work.join(LOG)).await;
+    if let Err(error) = container.runc.ensure_deleted().await {
+        log::warn!("cannot delete {}: {}", container.id, Chain(&error));
+    }
+    if let Err(error) = std::fs::remove_dir_all(container.runc.state_dir())
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        log::warn!("cannot remove {}: {error}", container.runc.state_dir().display());
+    }
+}
+
+/// Where CRIU writes its logs of this container.
+pub(super) fn work_dir(container: &Container) -> PathBuf {
+    match container.options.criu_work_path.as_str() {
+        "" => container.bundle.join("work"),
+        path => PathBuf::from(path),
+    }
+}
+
+async fn kill_cgroup(container: &Container, spec: &Spec) {
+    let Some(path) = spec.cgroups_path().filter(|_| is_own(&container.id, spec)) else {
+        return;
+    };
+    let ended = async {
+        let systemd = container.options.systemd_cgroup;
+        let cgroup = Cgroup::by_spec(path, &container.id, systemd)?;
+        cgroup.kill_all(GONE).await?;
+        cgroup.remove(GONE).await
+    };
+    if let Err(error) = ended.await
+        && !error.is_absent()
+    {
+        log::warn!("cannot end the processes in cgroup {path}: {}", Chain(&error));
+    }
+}
+
+/// Unmounts what a killed CRIU or runc left: the rootfs bind in runc's state directory, the cgroup tree in the work
+/// directory.
+async fn sweep(state: &Path, work: &Path) {
+    unmount_yards(work).await;
+    unmount(&state.join("criu-root")).await;
+}
+
+/// Unmounts the cgroup tree that a killed CRIU left in its work directory. Order matters: a recursive delete of that
+/// directory would otherwise walk into cgroupfs.
+pub async fn unmount_yards(work: &Path) {
+    let entries = std::fs::read_dir(work).into_iter().flatten().flatten();
+    let is_yard = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(CGYARD);
+    for yard in entries.filter(is_yard) {
+        unmount(&yard.path()).await;
+    }
+}
+
+async fn unmount(path: &Path) {
+    if let Err(error) = unmount_below(path).await {
+        log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Stub, container};
+    use super::*;
+    use crate::procfs;
+    use crate::reaper::Reaper;
+    use crate::testing::log::warnings;
+    use crate::testing::mounts::{private_dir, tmpfs_at};
+    use firn_host::mountinfo::mounted;
+
+    #[tokio::test]
+    async fn nothing_but_the_bundle_is_left_and_a_second_time_finds_nothing_to_do() {
+        let reaper = Reaper::start().unwrap();
+        let (Some(_private), Some(stub)) = (private_dir(), Stub::new("true", &reaper)) else {
+            return;
+        };
+        let task = stub.scratch.spawn(&reaper, "", "sleep 1000");
+        stub.scratch.all_entered().await;
+        let container = &stub.container;
+        let (state, work) = (container.runc.state_dir(), work_dir(container));
+        assert!(work.starts_with(&container.bundle));
+        let left = [state.join("criu-root"), work.join(".criu.cgyard.Ab12Cd")];
+        let others = work.join("other");
+        for dir in left.iter().chain([&others]) {
+            std::fs::create_dir_all(dir).unwrap();
+            tmpfs_at(dir);
+        }
+        warnings();
+        for _ in 0..2 {
+            abandon(container).await;
+            assert_eq!(warnings(), Vec::<String>::new());
+        }
+        assert!(!procfs::is_alive(task.pid()));
+        assert!(!stub.scratch.cgroup.exists() && !state.exists());
+        let is_mounted = |dir: &Path| mounted().unwrap().iter().any(|mount| mount.mount_point == dir);
+        assert!(!left.iter().any(|dir| is_mounted(dir)) && is_mounted(&others));
+        unmount(&others).await;
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_done_is_told_and_keeps_nothing_else_from_being_done() {
+        let reaper = Reaper::start().unwrap();
+        let bundle = tempfile::tempdir().unwrap();
+        let mut container = container("box", bundle.path(), "false", &reaper);
+        // systemd has no such name for a cgroup.
+        container.options.systemd_cgroup = true;
+        std::fs::create_dir_all(container.runc.state_dir()).unwrap();
+        warnings();
+        abandon(&container).await;
+        let told = warnings();
+        assert!(
+            told[0].starts_with("cannot end the processes in cgroup /box: "),
+            "{told:?}"
+        );
+        assert!(told[1].starts_with("cannot delete box: "), "{told:?}");
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(!container.runc.state_dir().exists());
+    }
+
+    #[tokio::test]
+    async fn criu_works_in_the_bundle_unless_the_client_names_a_directory() {
+        let reaper = Reaper::start().unwrap();
+        let bundle = tempfile::tempdir().unwrap();
+        let mut container = container("box", bundle.path(), "true", &reaper);
+        assert_eq!(work_dir(&container), bundle.path().join("work"));
+        container.options.criu_work_path = "/elsewhere".to_owned();
+        assert_eq!(work_dir(&container), Path::new("/elsewhere"));
+    }
+}

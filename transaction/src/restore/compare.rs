@@ -1,0 +1,175 @@
+//! What is restored compared with the container's spec, before CRIU runs and after it. firn-hook does it: what it reads, others
+//! have chosen.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use firn_config::{Config, find_program, names};
+use firn_host::{Problem, Remedy, remedy};
+use firn_image::criu::ImageFault;
+use firn_oci::Spec;
+
+use super::error::{Cause, Refusal};
+use crate::cgroup::Cgroup;
+use crate::container::Container;
+use crate::reaper::Reaper;
+use firn_host::Chain;
+
+/// How long it may take. For thousands of tasks it is less than a second.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What was compared exceeds the spec, or it could not be compared.
+#[derive(Debug, thiserror::Error)]
+pub enum Differs {
+    #[error(transparent)]
+    Fault(ImageFault),
+    #[error("firn-hook has not compared it with the container's spec: {said}")]
+    Unknown { said: String },
+}
+
+impl Problem for Differs {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Fault(fault) => fault.remedy(),
+            Self::Unknown { .. } => remedy("FIRN-IMAGE-CHECK", "see that firn-hook is of the shim's version"),
+        }
+    }
+}
+
+/// The configuration. One that cannot be read keeps no container without GPU from being restored: the defaults count, which
+/// allow least.
+pub(super) fn configured() -> Config {
+    Config::load().unwrap_or_else(|error| {
+        log::warn!("{}", Chain(&error));
+        Config::default()
+    })
+}
+
+/// Refuses an image that asks for more than the bundle's spec allows.
+pub(super) async fn image(bundle: &Path, image: &Path, reaper: &Reaper) -> Result<(), Refusal> {
+    let hook = find_program(names::HOOK_PROGRAM, configured().hook.path.as_deref())?;
+    let mut command = Command::new(hook);
+    command.arg("check-image").arg(bundle).arg(image);
+    ask(&mut command, reaper).await.map_err(Refusal::Image)
+}
+
+/// The cgroup and the stopped processes, init first, of a container that CRIU has made. None has been touched: not before it is
+/// known that they are in the container's own cgroup, and have no more than its spec allows.
+pub(super) async fn tasks(
+    container: &Container,
+    hook: &Path,
+    init: i32,
+    reaper: &Reaper,
+) -> Result<(Cgroup, Vec<i32>), Cause> {
+    let spec = Spec::load(&container.bundle)?;
+    let path = spec.cgroups_path().unwrap_or_default();
+    let cgroup = Cgroup::by_spec(path, &container.id, container.options.systemd_cgroup)?;
+    let mut pids = cgroup.pids()?;
+    let Some(at) = pids.iter().position(|pid| *pid == init) else {
+        return Err(Cause::Outside {
+            pid: init,
+            path: path.to_owned(),
+        });
+    };
+    pids.swap(0, at);
+    let mut command = Command::new(hook);
+    command.arg("check-tasks").arg(&container.bundle);
+    command.args(pids.iter().map(ToString::to_string));
+    ask(&mut command, reaper).await.map_err(Cause::Exceeds)?;
+    Ok((cgroup, pids))
+}
+
+async fn ask(command: &mut Command, reaper: &Reaper) -> Result<(), Differs> {
+    let said = match reaper.output(command, LIMIT).await {
+        Ok(output) if output.success() => match serde_json::from_slice(&output.stdout) {
+            Ok(None) => return Ok(()),
+            Ok(Some(fault)) => return Err(Differs::Fault(fault)),
+            Err(error) => error.to_string(),
+        },
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(error) => Chain(&error).to_string(),
+    };
+    Err(Differs::Unknown { said })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::Stub;
+    use super::*;
+
+    /// Of the processes that the tests run: it tells what is configured.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn who_tells_what_is_configured() {
+        println!("look {}", configured().deadlines.look.as_secs());
+    }
+
+    #[tokio::test]
+    async fn the_operators_configuration_counts_unless_it_cannot_be_read() {
+        let reaper = Reaper::start().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("config.toml");
+        let default = Config::default().deadlines.look.as_secs();
+        for (text, look) in [("[deadlines]\nlook = \"7s\"\n", 7), ("nonsense", default)] {
+            std::fs::write(&file, text).unwrap();
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.env(names::ENV_CONFIG, &file);
+            let name = "restore::compare::tests::who_tells_what_is_configured";
+            child.args(["--exact", name, "--ignored", "--nocapture"]);
+            let output = reaper.output(&mut child, LIMIT).await.unwrap();
+            let said = String::from_utf8(output.stdout).unwrap();
+            assert!(said.contains(&format!("look {look}\n")), "{text}: {said}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_image_that_nobody_has_compared_is_refused() {
+        let reaper = Reaper::start().unwrap();
+        let nowhere = Path::new("/nonexistent");
+        assert!(image(nowhere, nowhere, &reaper).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn whom_criu_has_made_is_in_the_containers_cgroup_or_nothing_is_done_with_it() {
+        let reaper = Reaper::start().unwrap();
+        let Some(stub) = Stub::new("true", &reaper) else {
+            return;
+        };
+        let init = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
+        stub.scratch.all_entered().await;
+        let tasks = async |init| {
+            tasks(&stub.container, Path::new("true"), init, &reaper)
+                .await
+                .err()
+        };
+        let stranger = i32::try_from(std::process::id()).unwrap();
+        let outside = tasks(stranger).await;
+        assert!(matches!(outside, Some(Cause::Outside { .. })), "{outside:?}");
+        // One that says nothing has not compared it.
+        let unknown = tasks(init.pid()).await;
+        assert!(
+            matches!(unknown, Some(Cause::Exceeds(Differs::Unknown { .. }))),
+            "{unknown:?}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_comparison_that_was_not_made_is_no_consent() {
+        let reaper = Reaper::start().unwrap();
+        for script in [
+            "exit 1",
+            "echo null; exit 1",
+            "echo nonsense",
+            "kill -KILL $$",
+            ":",
+        ] {
+            let mut command = Command::new("sh");
+            let differs = ask(command.args(["-c", script]), &reaper).await.unwrap_err();
+            assert_eq!(differs.code(), "FIRN-IMAGE-CHECK", "{script}");
+            assert!(differs.hint().contains("firn-hook"), "{}", differs.hint());
+        }
+        let mut command = Command::new("echo");
+        assert!(ask(command.arg("null"), &reaper).await.is_ok());
+    }
+}

@@ -1,0 +1,248 @@
+//! Why a restore was refused or failed, with the code and the remedy that users see.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::checkpoint::FailureKind;
+use firn_host::{Problem, ProblemReport, Remedy, remedy};
+use firn_image::manifest::{ImageError, ManifestError};
+use firn_oci::dev_repair::DevError;
+
+use super::compare::Differs;
+use crate::cgroup::CgroupError;
+use crate::hold::HoldError;
+use crate::journal::JournalError;
+use crate::look::LookError;
+use crate::runc::{PidFileError, RuncError};
+use crate::worker::GpuError;
+use firn_host::Chain;
+
+/// The cause of a refusal.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    #[error(transparent)]
+    Config(#[from] firn_config::ConfigError),
+    #[error(transparent)]
+    Program(#[from] firn_config::ProgramError),
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    #[error(transparent)]
+    Damaged(#[from] ImageError),
+    #[error(transparent)]
+    Image(Differs),
+    #[error(
+        "restores by a create call of Kubernetes are off: whoever may make a pod could restore an image of theirs"
+    )]
+    Cri,
+    #[error("cannot read the node's GPUs")]
+    Gpu(#[from] GpuError),
+    #[error(transparent)]
+    Decide(#[from] firn_remap::DecideError),
+    #[error(transparent)]
+    Look(#[from] LookError),
+    #[error("the image could not be read within {} s", limit.as_secs_f32())]
+    ImageLate { limit: Duration },
+    #[error("nobody waits for the container any more")]
+    Killed,
+    #[error("cannot make {}", path.display())]
+    EmptyFile { path: PathBuf, source: std::io::Error },
+    #[error(transparent)]
+    Edit(#[from] firn_oci::edit::EditError),
+    #[error(transparent)]
+    Criu(#[from] firn_oci::criu_config::CriuError),
+    #[error("cannot use the container's spec")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("{runtime} cannot do it")]
+    Runtime { runtime: &'static str },
+    #[error("the checkpoint holds GPU state and the container asks for no GPU")]
+    NoGpuAsked,
+    #[error("cgroup {path} is in use by other processes")]
+    CgroupBusy { path: String },
+    #[error("cannot look at the cgroup")]
+    Cgroup(#[from] CgroupError),
+}
+
+/// The cause of a restore that had begun.
+#[derive(Debug, thiserror::Error)]
+pub enum Cause {
+    #[error("the container's cgroup is in use by other processes")]
+    CgroupBusy,
+    #[error("the container was killed")]
+    Killed,
+    #[error("cannot {what} within {} s", limit.as_secs_f32())]
+    Late { what: &'static str, limit: Duration },
+    #[error("firn itself has failed, as containerd's log tells")]
+    Panicked,
+    #[error("cannot keep the journal")]
+    Journal(#[from] JournalError),
+    #[error("cannot write CRIU's configuration")]
+    Criu(#[from] firn_oci::criu_config::CriuError),
+    #[error("{}", Chain(error))]
+    Runtime {
+        error: RuncError,
+        lines: Vec<String>,
+        log: PathBuf,
+    },
+    #[error(transparent)]
+    PidFile(#[from] PidFileError),
+    #[error("the restored container has no process {pid} with a thread {tid}, which the manifest names")]
+    ProcessMissing { pid: i32, tid: i32 },
+    #[error("process {pid} of the restored container is not in the container's cgroup {path}")]
+    Outside { pid: i32, path: String },
+    #[error(transparent)]
+    Exceeds(Differs),
+    #[error("CUDA process {pid} of the restored container is not in the manifest")]
+    Unlisted { pid: i32 },
+    #[error("cannot use the restored container's cgroup")]
+    Cgroup(#[from] CgroupError),
+    #[error("cannot use the container's spec")]
+    Spec(#[from] firn_oci::SpecError),
+    #[error("cannot repair /dev of the container")]
+    Dev(#[from] DevError),
+    #[error("firn-hook has ended it: {}", .0.message)]
+    Script(ProblemReport),
+    #[error("cannot let the restore threads run")]
+    Hold(#[from] HoldError),
+    #[error("the driver refused")]
+    Gpu(#[from] GpuError),
+    #[error("cannot continue pid {pid}")]
+    Continue {
+        pid: i32,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// A restore that did not happen. The image is as it was and nothing of the container runs.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// Before the runtime was called.
+    #[error("{}: cannot restore from {}: {}. hint: {}", cause.code(), image.display(), Chain(cause), cause.hint())]
+    Refused { image: PathBuf, cause: Refusal },
+    /// As the stock shim tells it, for an image without GPU state.
+    #[error("OCI runtime restore failed: {}{}", Chain(error), quoted(lines, log))]
+    Plain {
+        error: RuncError,
+        lines: Vec<String>,
+        log: PathBuf,
+    },
+    /// After it was called; everything that was made is gone again.
+    #[error(
+        "{}: restore from {} failed and was undone: {}{}. hint: {}",
+        cause.code(), image.display(), Chain(cause), cause.quote(), cause.hint()
+    )]
+    Failed { image: PathBuf, cause: Cause },
+}
+
+fn quoted(lines: &[String], log: &std::path::Path) -> String {
+    let lines: String = lines.iter().map(|line| format!("; {line}")).collect();
+    format!("{lines} (log: {})", log.display())
+}
+
+impl RestoreError {
+    /// What kind of failure it is, for the caller's own codes.
+    pub fn kind(&self) -> FailureKind {
+        match self {
+            Self::Refused { .. } => FailureKind::Refused,
+            Self::Failed { .. } => FailureKind::Aborted,
+            Self::Plain { .. } => FailureKind::Unknown,
+        }
+    }
+}
+
+impl Problem for Refusal {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Config(error) => error.remedy(),
+            Self::Program(error) => error.remedy(),
+            Self::Manifest(error) => error.remedy(),
+            Self::Damaged(error) => error.remedy(),
+            Self::Image(error) => error.remedy(),
+            Self::Cri => remedy(
+                "FIRN-RESTORE-CRI",
+                "cri = true under [restore] in the configuration allows them",
+            ),
+            Self::Gpu(error) => error.remedy(),
+            Self::Decide(error) => error.remedy(),
+            Self::Look(error) => error.remedy(),
+            Self::ImageLate { .. } => remedy(
+                "FIRN-LOOK-TIMEOUT",
+                "see whether the image's file system is slow, or raise verify under [deadlines] in the configuration",
+            ),
+            Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
+            Self::EmptyFile { .. } => remedy(
+                "FIRN-SPEC-UNWRITABLE",
+                "check that the bundle's file system is writable and not full",
+            ),
+            Self::Edit(error) => error.remedy(),
+            Self::Criu(error) => error.remedy(),
+            Self::Spec(error) => error.remedy(),
+            Self::Runtime { .. } => remedy(
+                "FIRN-RUNTIME",
+                "run the container with runc: leave BinaryName out of the runtime's options",
+            ),
+            Self::NoGpuAsked => remedy(
+                "FIRN-GPU-COUNT",
+                "grant the container as many GPUs as it had when it was checkpointed",
+            ),
+            Self::CgroupBusy { .. } => remedy(
+                "FIRN-CGROUP-BUSY",
+                "stop the container that is in it, or restore under another id",
+            ),
+            Self::Cgroup(_) => remedy("FIRN-FREEZER", "see that the cgroup hierarchies are mounted"),
+        }
+    }
+}
+
+impl Problem for Cause {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Criu(error) => error.remedy(),
+            Self::Journal(error) => error.remedy(),
+            Self::Exceeds(error) => error.remedy(),
+            Self::Spec(error) => error.remedy(),
+            Self::Dev(error) => error.remedy(),
+            Self::Script(problem) => problem.remedy(),
+            Self::Gpu(error) => error.remedy(),
+            Self::Runtime { .. } => remedy(
+                "FIRN-RESTORE",
+                "the log names what CRIU could not restore; the checkpoint can be used again",
+            ),
+            Self::PidFile(_) | Self::Continue { .. } => {
+                remedy("FIRN-RESTORE", "try again; the checkpoint can be used again")
+            }
+            Self::CgroupBusy => remedy(
+                "FIRN-CGROUP-BUSY",
+                "stop the container that is in it, or restore under another id",
+            ),
+            Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
+            Self::Late { .. } => remedy(
+                "FIRN-LOOK-TIMEOUT",
+                "see whether a file system of the container or of the image does not answer; the checkpoint can be used again",
+            ),
+            Self::Panicked => remedy(
+                "FIRN-INTERNAL",
+                "report it with containerd's log; the checkpoint can be used again",
+            ),
+            Self::ProcessMissing { .. } | Self::Unlisted { .. } => remedy(
+                "FIRN-MANIFEST-CORRUPT",
+                "copy the checkpoint from its origin again",
+            ),
+            Self::Outside { .. } => remedy(
+                "FIRN-IMAGE-PRIVILEGE",
+                "restore from where you trust the checkpoint's origin",
+            ),
+            Self::Cgroup(_) => remedy("FIRN-FREEZER", "try again; the checkpoint can be used again"),
+            Self::Hold(_) => remedy("FIRN-HOLD", "detach debuggers; the checkpoint can be used again"),
+        }
+    }
+}
+
+impl Cause {
+    fn quote(&self) -> String {
+        match self {
+            Self::Runtime { lines, log, .. } => quoted(lines, log),
+            _ => String::new(),
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! Restore of a container from a checkpoint.
+//!
+//! ```text
+//! Create: prepare -- refusals, GPU map, spec edits; nothing is started --> Prepared
+//! Start:  run     -- runc restore, tasks stay stopped
+//!                 -- tasks compared with the spec
+//!                 -- /dev repaired, driver restore with the map, unlock
+//!                 -- continue --> Restored
+//!         stdio is connected -- commit, unless it was killed meanwhile --> running
+//!         any failure, and a kill before the commit --> abandon: nothing of the container is left, the image is as it was
+//! ```
+//!
+//! The image is untrusted: it may make a restore be refused, what it may use comes from the target's own spec and
+//! configuration. An image without GPU state is restored as the stock shim would do it. A process whose GPU state is
+//! not completely back is never continued.
+
+mod abandon;
+mod compare;
+mod error;
+mod prepare;
+mod roots;
+mod run;
+#[cfg(test)]
+mod testing;
+
+pub use abandon::{LOG, unmount_yards};
+pub use error::RestoreError;
+pub use prepare::{Prepared, in_use, prepare};
+pub use roots::remove_roots;
+pub use run::{Restored, run};

@@ -1,0 +1,432 @@
+//! What a restore decides before anything is started: it may be refused here without leaving a trace.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_config::{Config, find_program, names};
+use firn_gpu::GpuPair;
+use firn_host::Problem;
+use firn_image::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
+use firn_oci::criu_config;
+use firn_oci::criu_config::{CriuConfig, Operation};
+use firn_oci::{Spec, dev_repair, edit, mounts};
+use firn_remap::Decision;
+
+use super::error::Refusal;
+use super::{RestoreError, compare};
+use crate::blocking::{Left, stoppable};
+use crate::cgroup::{Cgroup, CgroupError};
+use crate::container::Cut;
+use crate::convert::Settled;
+use crate::look;
+use crate::options::RuncOptions;
+use crate::reaper::Reaper;
+use crate::runc::{Brand, Runc};
+use crate::worker::Gpu;
+use firn_host::Chain;
+
+/// How long firn-hook may take. It reads or makes some small files.
+const HELPER: Duration = Duration::from_secs(30);
+
+/// A checkpoint that Start can restore.
+pub struct Prepared {
+    /// CRIU image directory.
+    pub image: PathBuf,
+    /// Flags of the dump, which the restore repeats.
+    pub flags: DumpFlags,
+    /// What its files were when they were checked; absent without a manifest.
+    pub verified: Option<Arc<Verified>>,
+    /// What CRIU is told of an image without GPU state; absent where it cannot be told.
+    pub plain: PlainPart,
+    /// Absent when the source had no GPU.
+    pub gpu: Option<GpuPart>,
+}
+
+/// The restore of an image without GPU state.
+#[derive(Default)]
+pub struct PlainPart {
+    /// CRIU's plugins for AMD's GPUs; absent: CRIU's own choice.
+    pub plugins: Option<PathBuf>,
+    /// Absent where the runtime is not runc.
+    pub criu: Option<CriuConfig>,
+}
+
+/// The GPU side of a restore.
+pub struct GpuPart {
+    /// For the driver; empty when every GPU stays.
+    pub pairs: Vec<GpuPair>,
+    /// Processes whose GPU state the image holds, by their pids in the container.
+    pub processes: Vec<CudaProcess>,
+    pub criu: CriuConfig,
+    pub config: Config,
+    /// The driver worker.
+    pub worker: PathBuf,
+    /// firn-hook.
+    pub hook: PathBuf,
+}
+
+/// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
+#[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
+pub async fn prepare(
+    id: &str,
+    options: &RuncOptions,
+    bundle: &Path,
+    image: &Path,
+    settled: &Settled,
+    runc: &Runc,
+    reaper: &Reaper,
+    cut: &Cut,
+) -> Result<Prepared, RestoreError> {
+    let prepared = prepare_unless_refused(id, options, bundle, image, settled, runc, reaper, cut).await;
+    prepared.map_err(|cause| RestoreError::Refused {
+        image: image.to_owned(),
+        cause,
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
+async fn prepare_unless_refused(
+    id: &str,
+    options: &RuncOptions,
+    bundle: &Path,
+    image: &Path,
+    settled: &Settled,
+    runc: &Runc,
+    reaper: &Reaper,
+    cut: &Cut,
+) -> Result<Prepared, Refusal> {
+    let spec = settled.spec.clone();
+    if spec.is_cri() && !compare::configured().restore.cri {
+        return Err(Refusal::Cri);
+    }
+    let manifest = read_image(spec.clone(), image, cut).await?;
+    let mut prepared = Prepared {
+        image: image.to_owned(),
+        flags: DumpFlags::default(),
+        verified: None,
+        plain: PlainPart::default(),
+        gpu: None,
+    };
+    match &manifest {
+        Some((manifest, _)) if !manifest.gpus.is_empty() => {
+            prepared.gpu = Some(gpu_part(id, options, bundle, spec, manifest, runc, reaper, cut).await?);
+        }
+        // Another shim's image of a container without GPU, or such a one of firn's.
+        _ => prepared.plain = plain_part(bundle, spec, settled.gpu, manifest.is_some(), runc).await?,
+    }
+    // Order matters: with the spec that the runtime will read.
+    compare::image(bundle, image, reaper).await?;
+    if let Some((manifest, verified)) = manifest {
+        prepared.flags = manifest.dump;
+        prepared.verified = Some(Arc::new(verified));
+    }
+    Ok(prepared)
+}
+
+/// What CRIU is told where no GPU state is in the image. With AMD's GPUs that is in CRIU's images, or nothing has them open: which, is
+/// not known here. So what is missing on this node refuses nothing. Nodes of graphics and of accelerators alone are the stock
+/// way's: nothing carries their state.
+async fn plain_part(
+    bundle: &Path,
+    mut spec: Spec,
+    may_have_gpus: bool,
+    is_firns: bool,
+    runc: &Runc,
+) -> Result<PlainPart, Refusal> {
+    let mut plain = PlainPart::default();
+    let is_runc = runc.brand().await == Brand::Runc;
+    let config = compare::configured();
+    let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
+    let with_script = |criu: CriuConfig| match &hook {
+        Some(hook) => criu.with_script(hook),
+        None => criu,
+    };
+    if may_have_gpus {
+        // Its spec and CRIU's file in its bundle are those of a container with NVIDIA's GPUs, and made later.
+        let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
+        plain.criu = is_runc.then(|| with_script(criu).without_state());
+        return Ok(plain);
+    }
+    let criu = with_script(CriuConfig::of_criu(&spec, bundle));
+    if spec.has_amd_gpus() && !is_firns {
+        plain.plugins = unless_missing(criu_config::amd_plugins(
+            bundle,
+            config.criu.amdgpu_plugin.as_deref(),
+            &criu_config::PLUGIN_DIRS,
+        ));
+        if is_runc {
+            let edited = edit::settle_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
+            if !edited.is_empty() {
+                log::warn!("nodes in {} are not as they were: {edited}", bundle.display());
+            }
+        }
+    }
+    if is_runc {
+        edit::set_criu_config(&mut spec, &criu.path())?;
+        spec.save(bundle)?;
+        plain.criu = Some(criu);
+    }
+    Ok(plain)
+}
+
+fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
+    found.inspect_err(|error| log::warn!("{}", Chain(error))).ok()
+}
+
+/// The manifest, when there is one, of an image that is as it was made. Every byte of it is read, unless nobody waits for the
+/// container any more.
+async fn read_image(spec: Spec, image: &Path, cut: &Cut) -> Result<Option<(Manifest, Verified)>, Refusal> {
+    let limit = compare::configured().deadlines.verify;
+    let path = image.to_owned();
+    let read = stoppable(limit, cut, move |stop| {
+        let Some(manifest) = Manifest::read_for(&spec, &path)? else {
+            return Ok(None);
+        };
+        let verified = manifest.verify_images_until(&path, stop)?;
+        Ok(Some((manifest, verified)))
+    });
+    read.await.map_err(|left| left_image(left, limit))?
+}
+
+/// An image that is not waited for any more.
+pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
+    match left {
+        Left::Late => Refusal::ImageLate { limit },
+        Left::Cut => Refusal::Killed,
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "what a restore knows of its container")]
+async fn gpu_part(
+    id: &str,
+    options: &RuncOptions,
+    bundle: &Path,
+    mut spec: Spec,
+    manifest: &Manifest,
+    runc: &Runc,
+    reaper: &Reaper,
+    cut: &Cut,
+) -> Result<GpuPart, Refusal> {
+    if !spec.asks_for_gpu() {
+        return Err(Refusal::NoGpuAsked);
+    }
+    match runc.brand().await {
+        Brand::Runc => {}
+        brand => {
+            return Err(Refusal::Runtime {
+                runtime: brand.name(),
+            });
+        }
+    }
+    find_free_cgroup(id, options, &mut spec, bundle)?;
+    let config = Config::load()?;
+    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
+    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
+    let mut gpu = Gpu::new(worker.clone(), reaper.clone(), config.deadlines.worker_end);
+    let inventory = gpu.inventory(config.deadlines.inventory).await;
+    gpu.end().await;
+    let inventory = inventory?;
+
+    let decision = Decision::make(&spec, manifest, &inventory, &config.restore)?;
+    for pair in decision.map.pairs() {
+        log::info!("gpu map: {} -> {}", pair.old, pair.new);
+    }
+    for warning in &decision.warnings {
+        log::warn!("restore of {id}: {warning}");
+    }
+
+    let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()).with_script(&hook);
+    let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
+    log::debug!("spec edited for the target's GPUs: {edited:?}");
+    edit::strip_gpu_hooks(&mut spec)?;
+    edit::add_restore_hook(&mut spec, &hook)?;
+    edit::set_criu_config(&mut spec, &criu.path())?;
+    let looks = Looks {
+        reaper,
+        limit: config.deadlines.look,
+        cut,
+    };
+    let version = &inventory.driver_version;
+    settle_mounts(&mut spec, bundle, manifest, version, &hook, looks).await?;
+    spec.save(bundle)?;
+    if spec.has_create_hooks() {
+        replay_hooks(&hook, bundle, reaper).await;
+    }
+    criu.write(Operation::Restore)?;
+    Ok(GpuPart {
+        pairs: decision.map.for_driver().to_vec(),
+        processes: manifest.processes.clone(),
+        criu,
+        config,
+        worker,
+        hook,
+    })
+}
+
+/// Makes what the container's hooks have made in its files, which a restore need not bring along. What was running does
+/// not need it: so a failure refuses nothing.
+async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
+    let mut command = Command::new(hook);
+    command.arg("replay").arg(bundle);
+    let said = match reaper.output(&mut command, HELPER).await {
+        Ok(output) if output.success() => return,
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(error) => Chain(&error).to_string(),
+    };
+    log::warn!(
+        "the driver's links and the loader's cache cannot be made in {}, so that programs which are started in the container may \
+         not find its libraries: {said}",
+        bundle.display()
+    );
+}
+
+/// What a look at the node needs.
+#[derive(Clone, Copy)]
+struct Looks<'a> {
+    reaper: &'a Reaper,
+    limit: Duration,
+    cut: &'a Cut,
+}
+
+/// Gives the spec the mounts that the checkpoint needs, and says what is not as it was.
+async fn settle_mounts(
+    spec: &mut Spec,
+    bundle: &Path,
+    manifest: &Manifest,
+    version: &str,
+    hook: &Path,
+    looks: Looks<'_>,
+) -> Result<(), Refusal> {
+    let empty = bundle.join(names::BUNDLE_EMPTY);
+    let mounts = spec.written_mounts();
+    let decide = async |dirs: Vec<String>| {
+        let request = look::Request::Mounts {
+            mounts: mounts.clone(),
+            bundle: bundle.to_owned(),
+            required: manifest.mounts.clone(),
+            version: version.to_owned(),
+            dirs,
+            empty: empty.clone(),
+        };
+        look::look::<mounts::Settled>(&request, looks.reaper, looks.limit, looks.cut).await
+    };
+    let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
+    let mut settled = match decide(dirs.clone()).await {
+        Err(error) if error.code() == mounts::SOURCE_MISSING => {
+            let by_cdi = library_dirs(hook, looks.reaper).await;
+            decide([dirs, by_cdi].concat()).await.map_err(|_| error)?
+        }
+        settled => settled?,
+    };
+    settled.apply(spec)?;
+    if !settled.empty.is_empty() {
+        std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
+    }
+    for (destination, file) in &settled.from_driver {
+        log::info!(
+            "mount {}: {} of this node's driver",
+            destination.display(),
+            file.display()
+        );
+    }
+    for destination in &settled.empty {
+        log::warn!(
+            "mount {}: this node has none, it will be empty",
+            destination.display()
+        );
+    }
+    for destination in &settled.extra {
+        log::warn!(
+            "mount {}: the checkpoint did not have it, it will not be there",
+            destination.display()
+        );
+    }
+    Ok(())
+}
+
+/// From where the node's CDI files mount libraries. Asked only when a file is nowhere else: the shim reads no YAML.
+async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
+    let asked = reaper
+        .output(Command::new(hook).arg("library-dirs"), HELPER)
+        .await;
+    let said = match asked {
+        Ok(output) if output.success() => output.stdout,
+        Ok(output) => {
+            log::warn!("firn-hook: {}", String::from_utf8_lossy(&output.stderr).trim());
+            return Vec::new();
+        }
+        Err(error) => {
+            log::warn!("{}", Chain(&error));
+            return Vec::new();
+        }
+    };
+    serde_json::from_slice(&said).unwrap_or_default()
+}
+
+/// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the container gets one
+/// of its own beside it: what a failed restore kills must be nobody else's.
+fn find_free_cgroup(id: &str, options: &RuncOptions, spec: &mut Spec, bundle: &Path) -> Result<(), Refusal> {
+    if !is_own(id, spec) {
+        edit::rename_cgroup(spec, id)?;
+    }
+    if in_use(id, options, spec, bundle)? {
+        return Err(Refusal::CgroupBusy {
+            path: spec.cgroups_path().unwrap_or_default().to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// Whether the cgroup that the spec names is named after the container.
+pub(super) fn is_own(id: &str, spec: &Spec) -> bool {
+    spec.cgroups_path()
+        .is_some_and(|path| path.rsplit(['/', ':']).next() == Some(id))
+}
+
+/// Whether processes are in the cgroup that the spec names, before there are any of the container. The action `delete`, which
+/// follows when it cannot be made, is told in the bundle.
+pub fn in_use(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) -> Result<bool, CgroupError> {
+    let Some(path) = spec.cgroups_path() else {
+        return Ok(false);
+    };
+    let pids = Cgroup::by_spec(path, id, options.systemd_cgroup)?.pids()?;
+    let mark = bundle.join(names::BUNDLE_OTHERS_CGROUP);
+    let marked = match (pids.is_empty(), mark.exists()) {
+        (false, _) => std::fs::write(&mark, ""),
+        (true, true) => std::fs::remove_file(&mark),
+        (true, false) => Ok(()),
+    };
+    if let Err(error) = marked {
+        log::warn!("cannot write or remove {}: {error}", mark.display());
+    }
+    Ok(!pids.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A wrapper of runc gives it NVIDIA's GPUs, which its spec does not tell.
+    #[tokio::test]
+    async fn what_is_done_for_amds_gpus_is_left_out_where_nvidias_are_given() {
+        let reaper = Reaper::start().unwrap();
+        let options = RuncOptions {
+            binary_name: "/nonexistent/runc".to_owned(),
+            ..RuncOptions::default()
+        };
+        for gpu in [false, true] {
+            let bundle = tempfile::tempdir().unwrap();
+            let node = serde_json::json!({"path": "/dev/kfd", "type": "c", "major": 511, "minor": 0});
+            let spec = Spec::from(serde_json::json!({"linux": {"devices": [node]}}));
+            let runc = Runc::new("c", "default", bundle.path(), &options, reaper.clone());
+            let plain = plain_part(bundle.path(), spec, gpu, false, &runc).await.unwrap();
+            assert!(plain.criu.is_some());
+            let edited =
+                Spec::load(bundle.path()).is_ok_and(|spec| spec.annotation("org.criu.config").is_some());
+            assert_eq!(edited, !gpu, "with NVIDIA's GPUs: {gpu}");
+            assert!(!gpu || std::fs::read_dir(bundle.path()).unwrap().next().is_none());
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! The directory in /tmp in which CRIU puts the mounts of a restore together. A CRIU that is killed leaves it, empty: its
+//! mounts were in a namespace that is gone. The log of the restore has its name, which nobody else could guess.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::path::Path;
+
+use crate::blocking::tidy;
+
+/// How its name begins; mkdtemp adds the rest.
+const PREFIX: &str = "/tmp/.criu.mntns.";
+const SUFFIX: usize = 6;
+
+/// How much of the log is read: the name comes near the beginning.
+const HEAD: u64 = 1 << 20;
+
+/// Removes the directory of the restore that has written the log, when there is one and it is empty.
+pub async fn remove_roots(log: &Path) {
+    let log = log.to_owned();
+    tidy("remove what CRIU has left in /tmp", move || {
+        let mut text = Vec::new();
+        let read = File::open(log).and_then(|file| file.take(HEAD).read_to_end(&mut text));
+        if read.is_err() {
+            return;
+        }
+        for root in roots(&String::from_utf8_lossy(&text)) {
+            match std::fs::remove_dir(&root) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    log::warn!("cannot remove {root}: {error}");
+                }
+                _ => {}
+            }
+        }
+    })
+    .await;
+}
+
+fn roots(log: &str) -> BTreeSet<String> {
+    let mentions = log.split(PREFIX).skip(1);
+    let names = mentions.filter_map(|rest| rest.get(..SUFFIX));
+    names
+        .filter(|name| name.bytes().all(|byte| byte.is_ascii_alphanumeric()))
+        .map(|name| format!("{PREFIX}{name}"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_directory_is_read_off_the_log() {
+        let log = "(00.009354) mnt: \t\tWill mount 99 @ /tmp/.criu.mntns.TC9DFk/mnt-0000000099 /sys/firmware\n\
+                   (00.009366) mnt: \t\tWill mount 98 @ /tmp/.criu.mntns.TC9DFk/mnt-0000000098 /proc/keys\n\
+                   mnt: Mount /tmp/.criu.mntns.../x and /tmp/.criu.mntns.TC\n";
+        assert_eq!(roots(log), BTreeSet::from(["/tmp/.criu.mntns.TC9DFk".to_owned()]));
+        assert!(roots("").is_empty());
+    }
+}

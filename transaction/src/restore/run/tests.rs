@@ -1,0 +1,222 @@
+//! How a restore ends: committed, or with nothing left of the container; and what it looks at on its way.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+use std::sync::Arc;
+
+use firn_config::names;
+use firn_gpu::CudaState;
+
+use super::super::testing::{Stub, container, prepared};
+use super::*;
+use crate::checkpoint::rescue::tests::make_image;
+use crate::journal::Record;
+use crate::sys;
+use crate::testing::log::warnings;
+
+#[tokio::test]
+async fn a_restore_that_is_committed_goes_on_and_has_nothing_to_take_back() {
+    let reaper = Reaper::start().unwrap();
+    let Some(stub) = Stub::new("true", &reaper) else {
+        return;
+    };
+    let task = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
+    stub.scratch.all_entered().await;
+    let restored = Restored {
+        pid: task.pid(),
+        journal: stub.journal().await,
+        was_free: true,
+    };
+    assert_eq!(restored.pid(), task.pid());
+    restored.commit().await;
+    assert!(procfs::is_alive(task.pid()));
+    assert_eq!(Record::read(&stub.container.bundle).unwrap(), None);
+}
+
+/// Who was in the cgroup before is not the restore's to kill; the runtime is asked then to delete what it knows.
+#[tokio::test]
+async fn a_restore_that_is_abandoned_takes_along_what_it_has_made_and_nobody_else() {
+    let reaper = Reaper::start().unwrap();
+    for was_free in [true, false] {
+        let Some(stub) = Stub::new("false", &reaper) else {
+            return;
+        };
+        let task = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
+        stub.scratch.all_entered().await;
+        let restored = Restored {
+            pid: task.pid(),
+            journal: stub.journal().await,
+            was_free,
+        };
+        warnings();
+        let prepared = prepared(Path::new("/image"));
+        let killed = restored.abandon(&stub.container, &prepared).await;
+        assert!(matches!(
+            killed,
+            RestoreError::Failed {
+                cause: Cause::Killed,
+                ..
+            }
+        ));
+        assert_eq!(procfs::is_alive(task.pid()), !was_free);
+        let told = warnings();
+        assert_eq!(told.len(), 1, "the runtime is asked once: {told:?}");
+        assert!(told[0].starts_with("cannot delete "), "{told:?}");
+        assert_eq!(Record::read(&stub.container.bundle).unwrap(), None);
+    }
+}
+
+#[tokio::test]
+async fn a_restore_whose_code_has_failed_is_taken_back_and_that_is_noted_before() {
+    let reaper = Reaper::start().unwrap();
+    let Some(stub) = Stub::new("true", &reaper) else {
+        return;
+    };
+    let task = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
+    stub.scratch.all_entered().await;
+    let (journal, bundle) = (stub.journal().await, &stub.container.bundle);
+    take_back(&stub.container, true, &journal).await;
+    assert!(!procfs::is_alive(task.pid()));
+    let record = Record::read(bundle).unwrap().unwrap();
+    assert_eq!(record.phase, Some(Phase::Abandon));
+}
+
+#[tokio::test]
+async fn a_cgroup_in_which_others_are_is_not_free() {
+    let reaper = Reaper::start().unwrap();
+    let Some(stub) = Stub::new("true", &reaper) else {
+        return;
+    };
+    assert!(free_cgroup(&stub.container).is_ok());
+    stub.scratch.spawn(&reaper, "", "exec sleep 1000");
+    stub.scratch.all_entered().await;
+    let busy = free_cgroup(&stub.container);
+    assert!(matches!(busy, Err(Cause::CgroupBusy)), "{busy:?}");
+}
+
+#[tokio::test]
+async fn an_image_that_was_changed_after_it_was_checked_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    let verified = make_image(&image).verify_images(&image).unwrap();
+    let mut prepared = prepared(&image);
+    let unknown = check_again(&prepared, &Cut::default()).await;
+    assert!(unknown.is_ok(), "there was nothing to check: {unknown:?}");
+    prepared.verified = Some(Arc::new(verified));
+    assert!(check_again(&prepared, &Cut::default()).await.is_ok());
+    fs::write(image.join("pages-1.img"), "other pages").unwrap();
+    let changed = check_again(&prepared, &Cut::default()).await;
+    assert!(
+        matches!(
+            changed,
+            Err(RestoreError::Refused {
+                cause: Refusal::Damaged(_),
+                ..
+            })
+        ),
+        "{changed:?}"
+    );
+}
+
+fn listed(pid: i32, restore_tid: i32) -> CudaProcess {
+    CudaProcess {
+        pid,
+        restore_tid,
+        state: CudaState::Running,
+    }
+}
+
+#[tokio::test]
+async fn processes_are_found_by_their_ids_in_the_container() {
+    let mut command = Command::new("unshare");
+    let script = "sleep 1000 & echo $$ $!; exec sleep 1000";
+    command.args(["--pid", "--fork", "--kill-child", "sh", "-c", script]);
+    sys::die_with_parent(&mut command);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let told = BufReader::new(child.stdout.take().unwrap()).lines().next();
+    assert_eq!(told.unwrap().unwrap(), "1 2");
+    let child_of = |pid: i32| -> i32 {
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+        children.unwrap().trim().parse().unwrap()
+    };
+    let init = child_of(child.id().try_into().unwrap());
+    let other = child_of(init);
+    let found = find(&[listed(2, 2), listed(1, 1)], &[init, other]).unwrap();
+    assert_eq!(found, (vec![other, init], vec![other, init]));
+    for missing in [listed(3, 1), listed(1, 3)] {
+        let error = find(&[listed(2, 2), missing], &[init, other]);
+        assert!(matches!(error, Err(Cause::ProcessMissing { .. })), "{error:?}");
+    }
+    let _ = child.kill();
+    // The reaper of another test may have had it.
+    let _ = child.wait();
+}
+
+#[tokio::test]
+async fn what_an_earlier_restore_has_left_is_not_told_of_this_one() {
+    let reaper = Reaper::start().unwrap();
+    let bundle = tempfile::tempdir().unwrap();
+    let container = container("box", bundle.path(), "true", &reaper);
+    let log = bundle.path().join(LOG);
+    let refusal = ProblemReport {
+        code: "FIRN-HOST-MEMORY".to_owned(),
+        message: "no node".to_owned(),
+        hint: "make it".to_owned(),
+    };
+    let leave = || {
+        let json = serde_json::to_vec(&refusal).unwrap();
+        fs::write(bundle.path().join(names::BUNDLE_SCRIPT_REFUSAL), json).unwrap();
+        fs::write(&log, "(00.1) Error (criu/x.c:1): no memory\n(00.2) done\n").unwrap();
+    };
+    leave();
+    assert_eq!(last_errors(&log).await, ["(criu/x.c:1): no memory"]);
+    assert_eq!(refusal_of_script(&container).await, Some(refusal.clone()));
+    leave();
+    warnings();
+    // Also when there is nothing any more.
+    for _ in 0..2 {
+        forget_log(&log).await;
+        forget_refusal(&container).await;
+    }
+    assert_eq!(warnings(), Vec::<String>::new());
+    assert_eq!(last_errors(&log).await, Vec::<String>::new());
+    assert_eq!(refusal_of_script(&container).await, None);
+    fs::create_dir(&log).unwrap();
+    forget_log(&log).await;
+    assert!(warnings()[0].starts_with("cannot remove "));
+}
+
+#[tokio::test]
+async fn a_failed_restore_is_the_runtimes_word_unless_it_can_restore_nothing() {
+    let reaper = Reaper::start().unwrap();
+    for (version, knows_how) in [("runc version 1.3.6", true), ("youki version: 0.5.7", false)] {
+        let bundle = tempfile::tempdir().unwrap();
+        let runtime = bundle.path().join("runtime");
+        let script = format!("#!/bin/sh\n[ \"$1\" = --version ] && echo '{version}' && exit\nexit 1\n");
+        // Written by another process: a child that is forked here meanwhile would keep it open, and it could not be run.
+        let write = ["-c", "printf %s \"$1\" >\"$0\" && chmod 700 \"$0\""];
+        let mut write_it = Command::new("sh");
+        write_it.args(write).arg(&runtime).arg(&script);
+        let written = reaper
+            .output(&mut write_it, Duration::from_secs(20))
+            .await
+            .unwrap();
+        assert!(written.success());
+        let container = container("job", bundle.path(), runtime.to_str().unwrap(), &reaper);
+        let (prepared, pid_file) = (prepared(bundle.path()), bundle.path().join("pid"));
+        let cut = Cut::default();
+        let restored = Box::pin(run(&container, &prepared, &pid_file, None, &reaper, &cut, |_| {}));
+        match restored.await.err().unwrap() {
+            RestoreError::Plain { error, .. } => {
+                assert!(knows_how, "{error}");
+                assert!(error.to_string().contains("restore failed"), "{error}");
+            }
+            RestoreError::Refused { cause, .. } => {
+                assert!(!knows_how, "{cause}");
+                assert!(cause.to_string().contains("youki"), "{cause}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+}

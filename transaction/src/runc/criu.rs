@@ -1,0 +1,150 @@
+//! `checkpoint` and `restore` of the OCI runtime.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use firn_image::manifest::DumpFlags;
+
+use super::{Brand, Runc, RuncError};
+use crate::cgroup::Cgroup;
+use crate::container::Cut;
+use crate::journal::Journal;
+use crate::sys;
+
+fn apply(flags: &DumpFlags, command: &mut Command) {
+    for (set, flag) in [
+        (flags.open_tcp, "--tcp-established"),
+        (flags.external_unix_sockets, "--ext-unix-sk"),
+        (flags.terminal, "--shell-job"),
+        (flags.file_locks, "--file-locks"),
+    ] {
+        if set {
+            command.arg(flag);
+        }
+    }
+}
+
+/// What a call that starts CRIU is bound by.
+#[derive(Clone, Copy)]
+pub struct Bounds<'a> {
+    /// Longest time for the call; a stock one has none.
+    pub deadline: Option<Duration>,
+    /// Learns the runtime's pid.
+    pub journal: &'a Journal,
+    /// Ends the call before its time, and hears of CRIU's end.
+    pub cut: &'a Cut,
+    /// Turned on before CRIU is killed, whose tasks run on then: theirs must not.
+    pub freezer: Option<&'a Cgroup>,
+}
+
+/// Arguments of `checkpoint`.
+pub struct Checkpoint<'a> {
+    /// CRIU image directory, which is there.
+    pub image: &'a Path,
+    /// Where CRIU writes its logs.
+    pub work: &'a Path,
+    /// Image of an earlier pre-dump, relative to `image`.
+    pub parent: Option<&'a Path>,
+    pub flags: &'a DumpFlags,
+    /// Namespaces that are dumped without their content.
+    pub empty_namespaces: &'a [String],
+    /// The container goes on; otherwise the runtime destroys it.
+    pub leave_running: bool,
+    /// Directory with CRIU's plugins, when it is not CRIU's own.
+    pub plugins: Option<&'a Path>,
+    pub bounds: Bounds<'a>,
+}
+
+/// Arguments of `restore`.
+pub struct Restore<'a> {
+    /// CRIU image directory.
+    pub image: &'a Path,
+    /// Where CRIU writes its logs.
+    pub work: &'a Path,
+    /// Bundle directory.
+    pub bundle: &'a Path,
+    /// File that receives the pid of init.
+    pub pid_file: &'a Path,
+    /// Socket that receives the terminal.
+    pub console_socket: Option<PathBuf>,
+    /// Use MS_MOVE instead of pivot_root.
+    pub no_pivot: bool,
+    /// Flags of the dump to repeat; none for a stock image, which records none.
+    pub flags: &'a DumpFlags,
+    /// Directory with CRIU's plugins, when it is not CRIU's own.
+    pub plugins: Option<&'a Path>,
+    pub bounds: Bounds<'a>,
+}
+
+/// Environment variable from which CRIU takes its plugin directory.
+const CRIU_LIBS_DIR: &str = "CRIU_LIBS_DIR";
+
+impl Runc {
+    /// `checkpoint`: CRIU dumps the container.
+    pub async fn checkpoint(&self, checkpoint: Checkpoint<'_>) -> Result<(), RuncError> {
+        let mut command = self.command("checkpoint");
+        command
+            .arg("--image-path")
+            .arg(checkpoint.image)
+            .arg("--work-path")
+            .arg(checkpoint.work);
+        if let Some(parent) = checkpoint.parent {
+            command.arg("--parent-path").arg(parent);
+        }
+        apply(checkpoint.flags, &mut command);
+        for namespace in checkpoint.empty_namespaces {
+            command.arg("--empty-ns").arg(namespace);
+        }
+        if checkpoint.leave_running {
+            command.arg("--leave-running");
+        }
+        if let Some(plugins) = checkpoint.plugins {
+            command.env(CRIU_LIBS_DIR, plugins);
+        }
+        let prepare = |source| RuncError::Prepare {
+            verb: "checkpoint",
+            source,
+        };
+        let said = tempfile::tempfile().map_err(prepare)?;
+        let stderr = said.try_clone().map_err(prepare)?;
+        command.arg(&self.id).stdout(Stdio::null()).stderr(stderr);
+        // CRIU makes its files readable for everybody.
+        sys::make_private_files(&mut command);
+        self.run_criu("checkpoint", &mut command, Some(said), checkpoint.bounds)
+            .await
+    }
+
+    /// `restore`: CRIU brings the container back; returns when its tasks run (or are stopped, as configured).
+    pub async fn restore(
+        &self,
+        restore: Restore<'_>,
+        stdio: impl FnOnce(&mut Command),
+    ) -> Result<(), RuncError> {
+        let mut command = self.command("restore");
+        command
+            .arg("--image-path")
+            .arg(restore.image)
+            .arg("--work-path")
+            .arg(restore.work);
+        apply(restore.flags, &mut command);
+        command.arg("--detach");
+        // Children of a detached restore are the shim's anyway; crun does not know the option.
+        if self.brand().await != Brand::Crun {
+            command.arg("--no-subreaper");
+        }
+        command.arg("--pid-file").arg(restore.pid_file);
+        if let Some(socket) = &restore.console_socket {
+            command.arg("--console-socket").arg(socket);
+        }
+        if restore.no_pivot {
+            command.arg("--no-pivot");
+        }
+        if let Some(plugins) = restore.plugins {
+            command.env(CRIU_LIBS_DIR, plugins);
+        }
+        command.arg("--bundle").arg(restore.bundle).arg(&self.id);
+        stdio(&mut command);
+        self.run_criu("restore", &mut command, None, restore.bounds).await
+    }
+}

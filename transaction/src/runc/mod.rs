@@ -1,0 +1,598 @@
+//! Driver of the OCI runtime's command line (runc, or what `BinaryName` names).
+//!
+//! One [`Runc`] per container. Every call is a child of the shim's main thread with a parent-death signal, so a killed
+//! shim leaves no runtime process behind. Nothing here keeps state or takes a lock: who may call what and when is
+//! decided by `container`. The command lines are those of containerd's own runc shim, because runtimes are tested
+//! against them; but the file for the log is another one where calls are made beside each other.
+
+mod brand;
+mod criu;
+#[cfg(any(test, fuzzing, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzz;
+mod hooks;
+mod verbs;
+mod watchdog;
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokio::sync::OnceCell;
+use tokio::time::{sleep, timeout};
+
+use crate::blocking::blocking;
+use crate::journal::Role;
+use crate::options::RuncOptions;
+use crate::reaper::{Child, OutputError, Reaper};
+use crate::{pidfd, procfs};
+use firn_host::Chain;
+
+pub use brand::Brand;
+pub use criu::{Bounds, Checkpoint, Restore};
+pub use verbs::{Create, Exec};
+
+/// Longest time for calls that only touch runc's state or the cgroup, and for those that remove by force what has failed.
+const SHORT: Duration = Duration::from_secs(60);
+
+/// How long killed processes of a dump or restore may take to be gone.
+const GROUP_END: Duration = Duration::from_secs(30);
+
+/// The same once the container is killed: a call that sleeps in a file system which hangs does not end before that answers.
+const GROUP_END_KILLED: Duration = Duration::from_secs(3);
+
+/// The OCI runtime of one container.
+#[derive(Clone)]
+pub struct Runc {
+    id: String,
+    binary: PathBuf,
+    root: PathBuf,
+    log: PathBuf,
+    systemd_cgroup: bool,
+    brand: OnceCell<Brand>,
+    reaper: Reaper,
+}
+
+/// A call of the OCI runtime that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum RuncError {
+    /// The runtime could not be started or waited for.
+    #[error("cannot run {} {verb}", binary.display())]
+    Spawn {
+        binary: PathBuf,
+        verb: &'static str,
+        #[source]
+        source: OutputError,
+    },
+    /// The runtime ended with an error; `message` is the last error of its log, or its stderr.
+    #[error("{message}")]
+    Failed {
+        verb: &'static str,
+        message: String,
+        /// Its exit status and all that it printed.
+        said: String,
+    },
+    /// CRIU has died and the runtime has not noticed; it was ended.
+    #[error("CRIU died during {verb}")]
+    CriuDied { verb: &'static str },
+    /// The container was killed meanwhile; the call was ended for that.
+    #[error("the container was killed during {verb}")]
+    Cut { verb: &'static str },
+    /// What the runtime printed is not what its interface promises.
+    #[error("cannot read the output of {verb}: {detail}")]
+    Output { verb: &'static str, detail: String },
+    /// A file that the call needs could not be made.
+    #[error("cannot prepare {verb}")]
+    Prepare {
+        verb: &'static str,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// A failed call by its exit status and output instead of the last error of its log: for verbs whose errors clients
+/// know in this form.
+#[derive(Debug, thiserror::Error)]
+pub struct Said(RuncError);
+
+impl From<RuncError> for Said {
+    fn from(error: RuncError) -> Self {
+        Self(error)
+    }
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            RuncError::Failed { said, .. } => f.write_str(said),
+            other => write!(f, "{}", Chain(other)),
+        }
+    }
+}
+
+impl RuncError {
+    /// Whether the runtime knows no such container. Text is all that a command line gives to tell by; the wording is
+    /// that of runc, crun and youki and is matched by containerd as well.
+    pub fn is_absent(&self) -> bool {
+        matches!(self, Self::Failed { message, .. } if message.contains("does not exist"))
+    }
+
+    /// With `path` where it says `way`, the runtime's way to it.
+    pub fn with_path(self, way: &Path, path: &Path) -> Self {
+        let named = |text: String| text.replace(&*way.to_string_lossy(), &path.to_string_lossy());
+        match self {
+            Self::Failed { verb, message, said } => Self::Failed {
+                verb,
+                message: named(message),
+                said: named(said),
+            },
+            other => other,
+        }
+    }
+
+    /// Whether the signalled process has ended already (same remark as for [`RuncError::is_absent`]).
+    pub fn is_finished(&self) -> bool {
+        matches!(self, Self::Failed { message, .. } if {
+            let text = message.to_ascii_lowercase();
+            ["process already finished", "container not running", "no such process"].iter().any(|t| text.contains(t))
+        })
+    }
+}
+
+impl Runc {
+    /// The runtime that `options` name for container `id` with `bundle`, in containerd namespace `namespace`.
+    pub fn new(id: &str, namespace: &str, bundle: &Path, options: &RuncOptions, reaper: Reaper) -> Self {
+        Self {
+            id: id.to_owned(),
+            binary: PathBuf::from(options.runtime()),
+            root: options.root(namespace),
+            log: bundle.join("log.json"),
+            systemd_cgroup: options.systemd_cgroup,
+            brand: OnceCell::new(),
+            reaper,
+        }
+    }
+
+    /// Directory in which the runtime keeps this container's state.
+    pub fn state_dir(&self) -> PathBuf {
+        self.root.join(&self.id)
+    }
+
+    /// Makes a call that others may be made beside, with a log of its own: in one that they share the last error may be
+    /// another call's. Calls under the container's lock share theirs, in which crun's init tells `start` of its errors.
+    async fn beside<T>(&self, call: impl AsyncFnOnce(&Self) -> Result<T, RuncError>) -> Result<T, RuncError> {
+        static CALLS: AtomicU64 = AtomicU64::new(0);
+        let number = CALLS.fetch_add(1, Ordering::Relaxed);
+        let own = Self {
+            log: self.log.with_extension(format!("{number}.json")),
+            ..self.clone()
+        };
+        // A full disk keeps nobody from killing.
+        if File::create(&own.log).is_err() {
+            return call(self).await;
+        }
+        let done = call(&own).await;
+        if let Err(error) = own.move_log(&self.log) {
+            log::warn!("cannot keep {}: {error}", own.log.display());
+        }
+        done
+    }
+
+    /// Adds its log to this one, where users look for it, and marks it as not of those who share that one.
+    fn move_log(&self, to: &Path) -> io::Result<()> {
+        let said = std::fs::read(&self.log)?;
+        std::fs::remove_file(&self.log)?;
+        let mut marked = Vec::new();
+        let entries = serde_json::Deserializer::from_slice(&said).into_iter::<Map<String, Value>>();
+        for mut entry in entries.map_while(Result::ok) {
+            entry.insert(BESIDE.to_owned(), Value::Bool(true));
+            serde_json::to_writer(&mut marked, &entry)?;
+            marked.push(b'\n');
+        }
+        if marked.is_empty() {
+            return Ok(());
+        }
+        let mut log = OpenOptions::new().append(true).create(true).open(to)?;
+        log.write_all(&marked)
+    }
+
+    fn command(&self, verb: &str) -> Command {
+        let mut command = Command::new(&self.binary);
+        command
+            .arg("--root")
+            .arg(&self.root)
+            .arg("--log")
+            .arg(&self.log)
+            .args(["--log-format", "json"]);
+        if self.systemd_cgroup {
+            command.arg("--systemd-cgroup");
+        }
+        command.arg(verb).env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a command whose stdio the runtime keeps for itself and gives its stdout.
+    async fn output(
+        &self,
+        verb: &'static str,
+        command: &mut Command,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, RuncError> {
+        self.output_with_input(verb, command, &[], deadline).await
+    }
+
+    /// As [`Runc::output`], with `input` on the command's stdin.
+    async fn output_with_input(
+        &self,
+        verb: &'static str,
+        command: &mut Command,
+        input: &[u8],
+        deadline: Duration,
+    ) -> Result<Vec<u8>, RuncError> {
+        let from = self.logged();
+        let output = self
+            .reaper
+            .output_with_input(command, input, deadline)
+            .await
+            .map_err(|source| self.spawn_error(verb, source))?;
+        if output.success() {
+            return Ok(output.stdout);
+        }
+        let (said, code) = ([output.stdout, output.stderr].concat(), output.exit.code);
+        Err(self.failure(verb, code, &said, from))
+    }
+
+    /// Runs a command whose stdio is the container's (create, exec): nothing of it is read.
+    async fn run(&self, verb: &'static str, command: &mut Command) -> Result<(), RuncError> {
+        let program = || self.binary.display().to_string();
+        let from = self.logged();
+        let child = self.reaper.spawn(command).map_err(|source| {
+            self.spawn_error(
+                verb,
+                OutputError::Spawn {
+                    program: program(),
+                    source,
+                },
+            )
+        })?;
+        match child.wait().await.code {
+            0 => Ok(()),
+            code => Err(self.failure(verb, code, &[], from)),
+        }
+    }
+
+    /// Runs a command that starts CRIU. After a failure neither it nor CRIU is left, which would go on by itself.
+    ///
+    /// Its own output, `said`, is where the runtime tells what CRIU told; a restore's stdio is the container's.
+    async fn run_criu(
+        &self,
+        verb: &'static str,
+        command: &mut Command,
+        said: Option<File>,
+        bounds: Bounds<'_>,
+    ) -> Result<(), RuncError> {
+        let from = self.logged();
+        command.process_group(0);
+        let program = || self.binary.display().to_string();
+        let child = self.reaper.spawn(command).map_err(|source| {
+            self.spawn_error(
+                verb,
+                OutputError::Spawn {
+                    program: program(),
+                    source,
+                },
+            )
+        })?;
+        let started = procfs::started(child.pid());
+        let Bounds {
+            deadline,
+            journal,
+            cut,
+            freezer,
+        } = bounds;
+        let _at_work = cut.criu();
+        journal.child(Role::Runc, child.pid()).await;
+        let exit = tokio::select! {
+            exit = child.wait() => Ok(exit),
+            limit = passed(deadline) => Err(self.spawn_error(
+                verb,
+                OutputError::TimedOut {
+                    program: program(),
+                    limit,
+                    last: String::new(),
+                },
+            )),
+            () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),
+            () = cut.asked() => Err(RuncError::Cut { verb }),
+        };
+        if let Ok(exit) = &exit
+            && exit.code == 0
+        {
+            return Ok(());
+        }
+        if let Some(cgroup) = freezer
+            && !cut.is_asked()
+            && let Err(error) = cgroup.begin_freeze()
+        {
+            log::warn!("cannot freeze the tasks before CRIU is ended: {}", Chain(&error));
+        }
+        end_group(&child, started, cut.asked()).await;
+        let exit = exit?;
+        let stderr = said.map(read_from_start).unwrap_or_default();
+        let message = match String::from_utf8_lossy(&stderr).lines().next() {
+            Some(line) => self.said(exit.code, line),
+            None => return Err(self.failure(verb, exit.code, &[], from)),
+        };
+        Err(RuncError::Failed {
+            verb,
+            said: message.clone(),
+            message,
+        })
+    }
+
+    fn spawn_error(&self, verb: &'static str, source: OutputError) -> RuncError {
+        RuncError::Spawn {
+            binary: self.binary.clone(),
+            verb,
+            source,
+        }
+    }
+
+    /// How long the runtime's log is: what a call adds comes after.
+    fn logged(&self) -> u64 {
+        std::fs::metadata(&self.log).map_or(0, |log| log.len())
+    }
+
+    /// How the command ended and what it printed, as containerd's own shim puts it.
+    fn said(&self, code: u32, output: &str) -> String {
+        format!(
+            "{} did not terminate successfully: exit status {code}: {output}",
+            self.binary.display()
+        )
+    }
+
+    fn failure(&self, verb: &'static str, code: u32, output: &[u8], from: u64) -> RuncError {
+        let output = String::from_utf8_lossy(output);
+        let program = self.binary.display();
+        let message =
+            last_error(&self.log, from).unwrap_or_else(|| match (output.trim(), code.checked_sub(128)) {
+                ("", Some(signal @ 1..)) => format!("{program} {verb} was ended by signal {signal}"),
+                ("", _) => format!("{program} {verb} failed"),
+                (text, _) => text.to_owned(),
+            });
+        let state = self.state_dir();
+        // crun tells it by the file that it misses.
+        let absent =
+            message.contains(&*state.to_string_lossy()) && message.contains("No such file or directory");
+        RuncError::Failed {
+            verb,
+            message: if absent {
+                format!("container does not exist: {message}")
+            } else {
+                message
+            },
+            said: self.said(code, &output),
+        }
+    }
+}
+
+/// Ends when a deadline has passed, which is given back; never without one.
+async fn passed(deadline: Option<Duration>) -> Duration {
+    match deadline {
+        None => std::future::pending().await,
+        Some(limit) => {
+            sleep(limit).await;
+            limit
+        }
+    }
+}
+
+/// Kills the process group of a child that was started at `started`, and waits until nobody lives in it, but not long once
+/// `killed` tells that the container is.
+async fn end_group(child: &Child, started: Option<u64>, killed: impl Future<Output = ()>) {
+    let leader = child.pid();
+    child.kill_group();
+    // It was there when its time was looked at, or the kernel shows no processes.
+    let Some(started) = started else { return };
+    let gone = async {
+        while blocking(move || !pidfd::kill_group(leader, started).is_empty()).await {
+            sleep(Duration::from_millis(5)).await;
+        }
+        child.wait().await;
+    };
+    let killed = async {
+        killed.await;
+        sleep(GROUP_END_KILLED).await;
+    };
+    tokio::select! {
+        _ = timeout(GROUP_END, gone) => {}
+        () = killed => {}
+    }
+    let left = blocking(move || pidfd::kill_group(leader, started)).await;
+    if !left.is_empty() {
+        log::warn!("processes {left:?} of group {leader} do not end");
+    }
+}
+
+fn read_from_start(mut file: File) -> Vec<u8> {
+    let mut text = Vec::new();
+    let read = file
+        .rewind()
+        .and_then(|()| file.take(64 << 10).read_to_end(&mut text));
+    if let Err(error) = read {
+        log::debug!("cannot read what the runtime said: {error}");
+    }
+    text
+}
+
+/// A pid file without a pid.
+#[derive(Debug, thiserror::Error)]
+pub enum PidFileError {
+    #[error("cannot read the pid file")]
+    Read(#[source] std::io::Error),
+    #[error("no pid in {}", path.display())]
+    Pid { path: PathBuf },
+}
+
+/// The pid that the runtime wrote to its pid file.
+pub fn read_pid(path: &Path) -> Result<i32, PidFileError> {
+    let text = std::fs::read_to_string(path).map_err(PidFileError::Read)?;
+    let pid = text.trim().parse().ok();
+    // 0 and less would be groups of processes to kill(2).
+    pid.filter(|pid| *pid > 0).ok_or_else(|| PidFileError::Pid {
+        path: path.to_owned(),
+    })
+}
+
+/// Key of log entries of calls that were made beside others.
+const BESIDE: &str = "beside";
+
+#[derive(Deserialize)]
+struct LogLine {
+    #[serde(default)]
+    beside: bool,
+    #[serde(default)]
+    level: String,
+    #[serde(default, alias = "message")]
+    msg: String,
+}
+
+/// How much of the end of a log is searched for an error.
+const LOG_TAIL: u64 = 64 << 10;
+
+/// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes an entry per
+/// line, crun spreads one over several, youki has other words.
+fn last_error(log: &Path, from: u64) -> Option<String> {
+    let mut log = File::open(log).ok()?;
+    let length = log.metadata().ok()?.len();
+    let from = from.max(length.saturating_sub(LOG_TAIL));
+    log.seek(SeekFrom::Start(from)).ok()?;
+    let mut text = Vec::new();
+    log.take(LOG_TAIL).read_to_end(&mut text).ok()?;
+    let mut text = text.as_slice();
+    let mut last = None;
+    loop {
+        let mut entries = serde_json::Deserializer::from_slice(text).into_iter::<LogLine>();
+        for entry in entries.by_ref().map_while(Result::ok) {
+            if !entry.beside && entry.level.eq_ignore_ascii_case("error") {
+                last = Some(entry.msg.trim().to_owned());
+            }
+        }
+        // What is no entry ends with its line.
+        let rest = &text[entries.byte_offset()..];
+        match rest.iter().position(|byte| *byte == b'\n') {
+            Some(end) => text = &rest[end + 1..],
+            None => return last,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn last_error_is_the_last_line_of_level_error() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(
+            file.path(),
+            concat!(
+                "{\"level\":\"error\",\"msg\":\"first\"}\n",
+                "not json\n",
+                "{\"level\":\"error\",\"msg\":\" second \",\"time\":\"now\"}\n",
+                "{\"level\":\"info\",\"msg\":\"third\"}\n",
+            ),
+        )
+        .unwrap();
+        assert_eq!(last_error(file.path(), 0).as_deref(), Some("second"));
+        std::fs::write(
+            file.path(),
+            "{\n  \"msg\": \"of crun\",\n  \"level\": \"error\"\n}\nno {json\n",
+        )
+        .unwrap();
+        assert_eq!(last_error(file.path(), 0).as_deref(), Some("of crun"));
+        std::fs::write(file.path(), "{\"level\":\"ERROR\",\"message\":\"of youki\"}\n").unwrap();
+        assert_eq!(last_error(file.path(), 0).as_deref(), Some("of youki"));
+        let length = file.as_file().metadata().unwrap().len();
+        assert_eq!(
+            last_error(file.path(), length),
+            None,
+            "an error of an earlier call was quoted"
+        );
+    }
+
+    #[test]
+    fn only_the_end_of_a_long_log_is_read() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let info = "{\"level\":\"info\",\"msg\":\"x\"}\n".repeat(4096);
+        let error = |msg: &str| format!("{{\"level\":\"error\",\"msg\":\"{msg}\"}}\n");
+        std::fs::write(file.path(), error("old") + &info).unwrap();
+        assert_eq!(last_error(file.path(), 0), None);
+        std::fs::write(file.path(), info + &error("new")).unwrap();
+        assert_eq!(last_error(file.path(), 7).as_deref(), Some("new"));
+        assert_eq!(last_error(file.path(), u64::MAX), None, "the log was cut");
+    }
+
+    #[test]
+    fn absent_and_finished_are_told_apart() {
+        let failed = |message: &str| RuncError::Failed {
+            verb: "kill",
+            message: message.into(),
+            said: String::new(),
+        };
+        assert!(failed("container does not exist").is_absent());
+        assert!(failed("container not running").is_finished());
+        assert!(!failed("permission denied").is_finished());
+    }
+
+    /// Both fail, and the log of the first ends with the error of the second.
+    const BOTH_FAIL: &str = r#"#!/bin/sh
+while [ "$1" != kill ] && [ "$1" != ps ]; do
+    [ "$1" = --log ] && log=$2
+    shift
+done
+here=$(dirname "$0")
+while [ "$1" = ps ] && [ ! -e "$here/kill" ]; do sleep 0.01; done
+echo "{\"level\":\"error\",\"msg\":\"of $1\"}" >>"$log"
+touch "$here/$1"
+while [ ! -e "$here/ps" ]; do sleep 0.01; done
+exit 1
+"#;
+
+    #[tokio::test]
+    async fn calls_beside_each_other_fail_with_their_own_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let runtime = dir.path().join("runtime");
+        std::fs::write(&runtime, BOTH_FAIL).unwrap();
+        std::fs::set_permissions(&runtime, PermissionsExt::from_mode(0o755)).unwrap();
+        let options = RuncOptions {
+            binary_name: runtime.display().to_string(),
+            ..RuncOptions::default()
+        };
+        let runc = Runc::new("job", "default", dir.path(), &options, Reaper::start().unwrap());
+        let (killed, listed) = tokio::join!(runc.kill(9, false), runc.ps());
+        assert_eq!(killed.unwrap_err().to_string(), "of kill");
+        assert_eq!(listed.unwrap_err().to_string(), "of ps");
+        let log = std::fs::read_to_string(dir.path().join("log.json")).unwrap();
+        assert!(log.contains("of kill") && log.contains("of ps"), "{log}");
+        let quoted = last_error(&dir.path().join("log.json"), 0);
+        assert_eq!(
+            quoted, None,
+            "a call that shares the log fails with another's error"
+        );
+        let names = std::fs::read_dir(dir.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        let logs = names.filter(|name| name.to_string_lossy().ends_with(".json"));
+        assert_eq!(logs.count(), 1, "a log was left");
+    }
+}

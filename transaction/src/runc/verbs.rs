@@ -1,0 +1,174 @@
+//! The plain verbs of the OCI runtime: everything but checkpoint and restore.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+use super::{Runc, RuncError, SHORT};
+
+/// Arguments of `create`.
+pub struct Create<'a> {
+    /// Bundle directory.
+    pub bundle: &'a Path,
+    /// File that receives the pid of init.
+    pub pid_file: &'a Path,
+    /// Socket that receives the terminal.
+    pub console_socket: Option<&'a Path>,
+    /// Use MS_MOVE instead of pivot_root.
+    pub no_pivot: bool,
+    /// Keep the session keyring of the caller.
+    pub no_new_keyring: bool,
+}
+
+/// Arguments of `exec`.
+pub struct Exec<'a> {
+    /// OCI process, JSON.
+    pub process: &'a [u8],
+    /// File that receives the pid.
+    pub pid_file: &'a Path,
+    /// Socket that receives the terminal.
+    pub console_socket: Option<&'a Path>,
+}
+
+impl Runc {
+    /// `create`: makes the container; `stdio` gives the child the container's stdio.
+    pub async fn create(
+        &self,
+        create: Create<'_>,
+        stdio: impl FnOnce(&mut Command),
+    ) -> Result<(), RuncError> {
+        let mut command = self.command("create");
+        command
+            .arg("--bundle")
+            .arg(create.bundle)
+            .arg("--pid-file")
+            .arg(create.pid_file);
+        if let Some(socket) = create.console_socket {
+            command.arg("--console-socket").arg(socket);
+        }
+        if create.no_pivot {
+            command.arg("--no-pivot");
+        }
+        if create.no_new_keyring {
+            command.arg("--no-new-keyring");
+        }
+        command.arg(&self.id);
+        stdio(&mut command);
+        self.run("create", &mut command).await
+    }
+
+    /// `start`: lets init of a created container exec the user's program, and runs its hooks for as long as they take or until
+    /// `cut` ends.
+    pub async fn start(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
+        self.run_hooks("start", self.command("start").arg(&self.id), cut)
+            .await
+    }
+
+    /// `exec`: another process in the container.
+    pub async fn exec(&self, exec: Exec<'_>, stdio: impl FnOnce(&mut Command)) -> Result<(), RuncError> {
+        self.beside(async |runc| runc.exec_alone(exec, stdio).await).await
+    }
+
+    async fn exec_alone(&self, exec: Exec<'_>, stdio: impl FnOnce(&mut Command)) -> Result<(), RuncError> {
+        let prepare = |source| RuncError::Prepare { verb: "exec", source };
+        let mut process = tempfile::NamedTempFile::with_prefix("firn-exec").map_err(prepare)?;
+        process.write_all(exec.process).map_err(prepare)?;
+        let mut command = self.command("exec");
+        command
+            .arg("--process")
+            .arg(process.path())
+            .arg("--detach")
+            .arg("--pid-file")
+            .arg(exec.pid_file);
+        if let Some(socket) = exec.console_socket {
+            command.arg("--console-socket").arg(socket);
+        }
+        command.arg(&self.id);
+        stdio(&mut command);
+        self.run("exec", &mut command).await
+    }
+
+    /// `kill`: sends `signal` to init, or to every process of the container.
+    pub async fn kill(&self, signal: u32, all: bool) -> Result<(), RuncError> {
+        self.beside(async |runc| {
+            let mut command = runc.command("kill");
+            if all {
+                command.arg("--all");
+            }
+            command.arg(&runc.id).arg(signal.to_string());
+            runc.output("kill", &mut command, SHORT).await.map(drop)
+        })
+        .await
+    }
+
+    /// `delete` of a container that does not run, and its hooks for as long as they take or until `cut` ends.
+    pub async fn delete(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
+        self.run_hooks("delete", self.command("delete").arg(&self.id), cut)
+            .await
+    }
+
+    /// `delete --force`, which kills: of a container whose image is complete. Its hooks have time until `cut` ends; what is left
+    /// then is for `delete`.
+    pub async fn finish(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
+        let mut command = self.command("delete");
+        command.arg("--force").arg(&self.id);
+        match self.run_hooks("delete", &mut command, cut).await {
+            Err(RuncError::Cut { .. }) => Ok(()),
+            Err(error) if error.is_absent() => Ok(()),
+            result => result,
+        }
+    }
+
+    /// `delete --force` of what has failed, or of a container without shim, which may be gone already. Nobody waits for its hooks.
+    pub async fn ensure_deleted(&self) -> Result<(), RuncError> {
+        let mut command = self.command("delete");
+        command.arg("--force").arg(&self.id);
+        match self.output("delete", &mut command, SHORT).await {
+            Err(error) if error.is_absent() => Ok(()),
+            result => result.map(drop),
+        }
+    }
+
+    /// `pause`: freezes the container's cgroup.
+    pub async fn pause(&self) -> Result<(), RuncError> {
+        self.output("pause", self.command("pause").arg(&self.id), SHORT)
+            .await
+            .map(drop)
+    }
+
+    /// `resume`: thaws the container's cgroup.
+    pub async fn resume(&self) -> Result<(), RuncError> {
+        self.output("resume", self.command("resume").arg(&self.id), SHORT)
+            .await
+            .map(drop)
+    }
+
+    /// `ps`: the processes of the container, by their pids on the host.
+    pub async fn ps(&self) -> Result<Vec<i32>, RuncError> {
+        let stdout = self
+            .beside(async |runc| {
+                let mut command = runc.command("ps");
+                command.args(["--format", "json"]).arg(&runc.id);
+                runc.output("ps", &mut command, SHORT).await
+            })
+            .await?;
+        // A container without processes is printed as `null`.
+        serde_json::from_slice::<Option<Vec<i32>>>(&stdout)
+            .map(Option::unwrap_or_default)
+            .map_err(|error| RuncError::Output {
+                verb: "ps",
+                detail: error.to_string(),
+            })
+    }
+
+    /// `update`: new limits, an OCI LinuxResources as JSON.
+    pub async fn update(&self, resources: &[u8]) -> Result<(), RuncError> {
+        self.beside(async |runc| {
+            let mut command = runc.command("update");
+            command.arg("--resources=-").arg(&runc.id);
+            let updated = runc.output_with_input("update", &mut command, resources, SHORT);
+            updated.await.map(drop)
+        })
+        .await
+    }
+}

@@ -1,0 +1,117 @@
+//! The copies of one process while it lives.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use tokio::task::{JoinSet, yield_now};
+use tokio::time::{Instant, timeout_at};
+
+use super::binary::Logger;
+use super::endpoint::Watched;
+use super::pump::{Progress, Sink, Source, pump};
+use super::{Stream, console};
+
+/// Whether all output arrived where it should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drained {
+    /// The streams have ended and everything is written.
+    Complete,
+    /// Nothing moved any more, or the deadline passed: somebody still holds a stream open, or the client does not read.
+    Cut,
+}
+
+/// How long [`Copier::drain`] waits.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// For anything to move.
+    pub idle: Duration,
+    /// Altogether.
+    pub limit: Duration,
+}
+
+/// Running copies. Dropping it stops them at once; end with [`Copier::drain`] to lose nothing.
+#[derive(Debug)]
+pub struct Copier {
+    outputs: JoinSet<()>,
+    inputs: JoinSet<()>,
+    stdin_hold: Option<OwnedFd>,
+    terminal: Option<Watched>,
+    logger: Option<Logger>,
+    progress: Progress,
+}
+
+impl Copier {
+    pub(super) fn new(logger: Option<Logger>) -> Self {
+        Self {
+            outputs: JoinSet::new(),
+            inputs: JoinSet::new(),
+            stdin_hold: None,
+            terminal: None,
+            logger,
+            progress: Progress::default(),
+        }
+    }
+
+    pub(super) fn output(&mut self, stream: Stream, from: Source, to: Sink) {
+        self.outputs.spawn(pump(from, to, stream, self.progress.clone()));
+    }
+
+    pub(super) fn input(&mut self, from: Source, to: Sink, hold: OwnedFd) {
+        self.stdin_hold = Some(hold);
+        self.inputs
+            .spawn(pump(from, to, Stream::Stdin, Progress::default()));
+    }
+
+    pub(super) fn terminal(&mut self, master: Watched) {
+        self.terminal = Some(master);
+    }
+
+    /// Lets stdin end when the client has closed its side too. The process reads what is on its way, then the end.
+    pub fn close_stdin(&mut self) {
+        self.stdin_hold = None;
+    }
+
+    /// Sets the size of the terminal; nothing to do for a process without one.
+    pub fn resize(&self, width: u16, height: u16) -> io::Result<()> {
+        self.terminal
+            .as_ref()
+            .map_or(Ok(()), |master| console::resize(master, width, height))
+    }
+
+    /// Waits until the process and its children have closed their outputs and all is written, then closes everything.
+    pub async fn drain(mut self, patience: Patience) -> Drained {
+        let deadline = Instant::now() + patience.limit;
+        let copied = self.copied(patience.idle, deadline).await;
+        self.outputs.shutdown().await;
+        self.inputs.shutdown().await;
+        // Order matters: with the terminal's copy gone the logging binary sees the end of its input.
+        let logged = match self.logger.take() {
+            Some(logger) => logger.stop(deadline.min(Instant::now() + patience.idle)).await,
+            None => true,
+        };
+        if copied && logged {
+            Drained::Complete
+        } else {
+            Drained::Cut
+        }
+    }
+
+    /// Whether all copies have come to their end.
+    async fn copied(&mut self, idle: Duration, deadline: Instant) -> bool {
+        while !self.outputs.is_empty() {
+            let before = self.progress.now();
+            let pause = deadline.min(Instant::now() + idle);
+            let ended = async { while self.outputs.join_next().await.is_some() {} };
+            if timeout_at(pause, ended).await.is_err() {
+                // A shim that stood still itself (a machine that was suspended, or is too busy) finds the time over and
+                // something to copy at once: the copies come first.
+                yield_now().await;
+                if self.progress.now() == before || Instant::now() >= deadline {
+                    return false;
+                }
+            }
+        }
+        true
+    }
+}

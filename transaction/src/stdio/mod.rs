@@ -1,0 +1,203 @@
+//! Where a process's stdin, stdout and stderr come from and go to.
+//!
+//! The life of one process's stdio: [`StdioConfig::parse`], [`StdioConfig::prepare`] (opens the client's side, makes
+//! the process's side), [`Prepared::attach`] to the command of the OCI runtime, and once that call has succeeded
+//! [`Prepared::start`], which gives the [`Copier`] that runs until the process and its children have closed their
+//! ends.
+//!
+//! Invariants:
+//! - Nothing is copied before `start`, so that what a failing runtime writes to its stderr never reaches the client.
+//! - Fifos, pipes and terminals are non-blocking here and driven by the reactor: a client that does not read stops
+//!   the writing process and nothing else. Only writes to regular files go to the blocking pool.
+//! - The shim holds a read side of each output fifo and, until `close_stdin`, a write side of the stdin fifo: a
+//!   restart of containerd is neither an EPIPE nor an end of input for the process.
+
+mod binary;
+mod console;
+mod copier;
+mod endpoint;
+#[cfg(any(test, fuzzing, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzz;
+mod prepare;
+mod pump;
+mod uri;
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use copier::{Copier, Patience};
+pub use prepare::{Owner, Prepared};
+
+use uri::Target;
+
+/// What a client asks for, in the words of the task service.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// Container, or the exec's container.
+    pub id: &'a str,
+    /// containerd namespace.
+    pub namespace: &'a str,
+    /// Fifo, or empty.
+    pub stdin: &'a str,
+    /// Fifo or URI, or empty. Its scheme decides for stderr too.
+    pub stdout: &'a str,
+    /// Fifo, or empty.
+    pub stderr: &'a str,
+    /// Whether the process gets a terminal.
+    pub terminal: bool,
+}
+
+/// A request that was understood. Nothing has been opened yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StdioConfig {
+    id: String,
+    namespace: String,
+    stdin: Option<PathBuf>,
+    target: Target,
+    terminal: bool,
+}
+
+impl StdioConfig {
+    /// Reads the request; refuses schemes that are not null, fifo, file or binary.
+    pub fn parse(request: &Request<'_>) -> Result<Self, Error> {
+        Ok(Self {
+            id: request.id.to_owned(),
+            namespace: request.namespace.to_owned(),
+            stdin: uri::fifo(request.stdin)?,
+            target: Target::parse(request.stdout, request.stderr)?,
+            terminal: request.terminal,
+        })
+    }
+}
+
+/// One of the three standard streams, or the terminal in their place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Standard input.
+    Stdin,
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+    /// The pty master.
+    Terminal,
+}
+
+impl fmt::Display for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stdin => "stdin",
+            Self::Stdout => "stdout",
+            Self::Stderr => "stderr",
+            Self::Terminal => "terminal",
+        })
+    }
+}
+
+/// Stdio that cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The scheme of stdout's URI is not one of ours.
+    #[error("unknown STDIO scheme {scheme}")]
+    UnknownScheme {
+        /// The scheme.
+        scheme: String,
+        /// The whole URI.
+        uri: String,
+    },
+    /// The URI names no file or program.
+    #[error("stdio uri {uri} has no absolute path")]
+    NoPath {
+        /// The whole URI.
+        uri: String,
+    },
+    /// A fifo or file of the client could not be opened.
+    #[error("cannot open {} for the process's {stream}", path.display())]
+    Open {
+        /// For which stream.
+        stream: Stream,
+        /// The file.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The pipe to the process could not be made.
+    #[error("cannot make a pipe for the process's {stream}")]
+    Pipe {
+        /// For which stream.
+        stream: Stream,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The reactor did not take a descriptor.
+    #[error("cannot watch the process's {stream}")]
+    Watch {
+        /// For which stream.
+        stream: Stream,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The socket that receives the terminal could not be made.
+    #[error("cannot make a console socket at {}", path.display())]
+    ConsoleSocket {
+        /// Where.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The path of the console socket does not fit a socket address.
+    #[error(
+        "console socket path {} is longer than {limit} bytes. hint: set XDG_RUNTIME_DIR to a shorter directory",
+        path.display()
+    )]
+    ConsolePathTooLong {
+        /// The path.
+        path: PathBuf,
+        /// Longest allowed.
+        limit: usize,
+    },
+    /// The runtime's connection to the console socket broke.
+    #[error("cannot receive the terminal from the runtime")]
+    ConsoleReceive {
+        /// Cause.
+        #[source]
+        source: io::Error,
+    },
+    /// The runtime connected and sent no descriptor.
+    #[error("the runtime closed the console socket without sending a terminal")]
+    ConsoleEmpty,
+    /// The runtime did not send the terminal in time.
+    #[error("the runtime sent no terminal within {limit:?}")]
+    ConsoleTimeout {
+        /// How long it had.
+        limit: Duration,
+    },
+    /// The logging binary could not be started.
+    #[error("cannot start the logging binary {}", program.display())]
+    LoggerSpawn {
+        /// The binary.
+        program: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The logging binary did not say that it reads.
+    #[error("the logging binary {} was not ready within {limit:?}", program.display())]
+    LoggerTimeout {
+        /// The binary.
+        program: PathBuf,
+        /// How long it had.
+        limit: Duration,
+    },
+    /// The logging binary closed its ready pipe where its protocol demands a byte.
+    #[error("the logging binary {} ended before it was ready", program.display())]
+    LoggerNotReady {
+        /// The binary.
+        program: PathBuf,
+    },
+}
+
+#[cfg(test)]
+mod tests;

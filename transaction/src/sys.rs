@@ -1,0 +1,371 @@
+//! The system calls that have no safe wrapper: one function each, one call per `unsafe` block.
+//!
+//! Nothing else in this crate may be `unsafe`. The functions add no policy; their callers own it.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+use nix::sys::stat::{Mode, umask};
+use nix::unistd::{Pid, getpid, getppid};
+
+/// Arguments of `PR_SCHED_CORE`, of the width that prctl reads: a new cookie, for the caller, for its process group.
+const SCHED_CORE_CREATE: libc::c_ulong = 1;
+const OF_CALLER: libc::c_ulong = 0;
+const PIDTYPE_PGID: libc::c_ulong = 2;
+const NO_COOKIE: libc::c_ulong = 0;
+
+/// A process that was waited for: who, and the code containerd reports (128 + signal for a killed one).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reaped {
+    pub pid: i32,
+    pub code: u32,
+}
+
+/// Reaps one exited child, of whatever kind; `None` when no child has exited or none is left.
+///
+/// Stops of processes that this process traces are reported too, whatever is asked for; they are taken off the list
+/// and passed over: the tracing thread looks at its tracees itself. The signal is read as a number, because nix's
+/// `WaitStatus` answers `EINVAL`, with the exit lost, for a process killed by a real-time signal.
+pub fn reap_any() -> io::Result<Option<Reaped>> {
+    loop {
+        let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+        // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores the id.
+        let rc = unsafe { libc::waitid(libc::P_ALL, 0, info.as_mut_ptr(), libc::WEXITED | libc::WNOHANG) };
+        if rc != 0 {
+            let error = io::Error::last_os_error();
+            return if error.raw_os_error() == Some(libc::ECHILD) {
+                Ok(None)
+            } else {
+                Err(error)
+            };
+        }
+        // SAFETY: the struct is plain data that was zeroed above, so every byte of it is initialised.
+        let info = unsafe { info.assume_init() };
+        // SAFETY: waitid fills the SIGCHLD member of the union, or leaves it zero when no child has exited.
+        let pid = unsafe { info.si_pid() };
+        if pid == 0 {
+            return Ok(None);
+        }
+        // SAFETY: as for si_pid; both fields belong to the SIGCHLD member.
+        let status = unsafe { info.si_status() }.unsigned_abs();
+        match info.si_code {
+            libc::CLD_EXITED => return Ok(Some(Reaped { pid, code: status })),
+            libc::CLD_KILLED | libc::CLD_DUMPED => {
+                return Ok(Some(Reaped {
+                    pid,
+                    code: 128 + status,
+                }));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Has the kernel kill the child with SIGKILL when the thread that spawns it ends.
+///
+/// The thread, not the process: spawn from the thread that lives as long as the shim.
+pub fn die_with_parent(command: &mut Command) {
+    let parent = getpid();
+    let arm = move || arm_parent_death(parent);
+    // SAFETY: between fork and exec the closure makes two system calls through nix, allocates nothing, takes no
+    // lock and touches no memory of the parent but the copied `parent`.
+    unsafe { command.pre_exec(arm) };
+}
+
+/// Has the child and all that it starts make files that only root can read.
+pub fn make_private_files(command: &mut Command) {
+    let cut = || {
+        umask(Mode::from_bits_truncate(0o077));
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes one system call that cannot fail, allocates nothing, takes no lock
+    // and touches no memory of the parent.
+    unsafe { command.pre_exec(cut) };
+}
+
+fn arm_parent_death(parent: Pid) -> io::Result<()> {
+    prctl::set_pdeathsig(Signal::SIGKILL)?;
+    // Order matters: a parent that died before the prctl sends no signal any more.
+    if getppid() != parent {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    Ok(())
+}
+
+/// Takes over a descriptor that the parent left open for this process, and keeps it from further children.
+///
+/// Call it once per descriptor, before anything else in the process may open files.
+pub fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: the caller's contract: nobody else in this process owns `fd`. A closed `fd` is found by the fcntl
+    // below; the wrong handle is then released without being closed.
+    let owned = unsafe { OwnedFd::from_raw_fd(fd) };
+    if let Err(errno) = fcntl(&owned, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
+        std::mem::forget(owned);
+        return Err(errno.into());
+    }
+    Ok(owned)
+}
+
+/// Gives the process group a core scheduling cookie of its own; children inherit it.
+pub fn create_core_sched_group() -> io::Result<()> {
+    // SAFETY: PR_SCHED_CORE takes numbers only, each of the width that prctl reads, and the last one must be 0 for
+    // this command; no memory is passed.
+    let rc = unsafe {
+        libc::prctl(
+            libc::PR_SCHED_CORE,
+            SCHED_CORE_CREATE,
+            OF_CALLER,
+            PIDTYPE_PGID,
+            NO_COOKIE,
+        )
+    };
+    Errno::result(rc)?;
+    Ok(())
+}
+
+/// Sends a signal given as a number, also a real-time one, which nix's `Signal` lacks.
+///
+/// Only a single process is signalled: 0 and negative ids, which mean groups, are refused.
+pub fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
+    let signal = i32::try_from(signal).map_err(|_| Errno::EINVAL)?;
+    if pid <= 0 {
+        return Err(Errno::ESRCH);
+    }
+    // SAFETY: kill takes two numbers and no memory; a signal that does not exist is refused by the kernel.
+    Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
+}
+
+/// Holds on to a process: the descriptor means this one also when another has got its number.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes two numbers and no memory.
+    let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
+    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made the descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Sends a signal, given as a number, to the process that a descriptor of [`pidfd_open`] means.
+pub fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
+    let fd = process.as_fd().as_raw_fd();
+    let no_info = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: without siginfo the call takes numbers only; a descriptor of another kind is refused.
+    let rc = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, no_info, 0) };
+    Errno::result(rc).map(drop)
+}
+
+/// Sends a stopped tracee on its way with a signal, given as a number (real-time ones are not among nix's `Signal`), or none: 0.
+pub fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
+    let nowhere = std::ptr::null_mut::<libc::c_void>();
+    let signal =
+        std::ptr::without_provenance_mut::<libc::c_void>(usize::try_from(signal).unwrap_or_default());
+    // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A thread that is no
+    // tracee of the caller, and a number that is no signal, are refused.
+    Errno::result(unsafe { libc::ptrace(libc::PTRACE_CONT, tid, nowhere, signal) }).map(drop)
+}
+
+/// Whether `pid` is a child of this process that nobody has waited for: alive, or a zombie. Its number is not taken
+/// again while that is so.
+pub fn is_unreaped_child(pid: i32) -> bool {
+    let Ok(id) = libc::id_t::try_from(pid) else {
+        return false;
+    };
+    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call; WNOWAIT leaves the child be.
+    id != 0 && unsafe { libc::waitid(libc::P_PID, id, info.as_mut_ptr(), options) } == 0
+}
+
+/// `LOOP_CTL_GET_FREE` of linux/loop.h.
+const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
+
+/// `LOOP_CONFIGURE` of linux/loop.h.
+const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
+
+/// `struct loop_config` of linux/loop.h with its `struct loop_info64` in place.
+#[repr(C)]
+#[derive(Default)]
+struct LoopConfig {
+    fd: u32,
+    block_size: u32,
+    /// lo_device, lo_inode, lo_rdevice, lo_offset, lo_sizelimit.
+    numbers: [u64; 5],
+    /// lo_number, lo_encrypt_type, lo_encrypt_key_size.
+    kinds: [u32; 3],
+    flags: u32,
+    /// lo_file_name, lo_crypt_name, lo_encrypt_key, lo_init.
+    names: [u64; 22],
+    reserved: [u64; 8],
+}
+
+/// How a loop device treats its file.
+#[derive(Clone, Copy, Debug)]
+pub struct LoopFlags {
+    /// Nothing is written to the file.
+    pub read_only: bool,
+    /// The file is read and written without the page cache.
+    pub direct_io: bool,
+}
+
+/// Number of a loop device that is free now. Somebody else may take it before it is configured.
+pub fn loop_get_free(control: impl AsFd) -> io::Result<u32> {
+    // SAFETY: the request takes no argument and touches no memory of ours; a wrong descriptor is refused.
+    let number = Errno::result(unsafe { libc::ioctl(control.as_fd().as_raw_fd(), LOOP_CTL_GET_FREE) })?;
+    u32::try_from(number).map_err(io::Error::other)
+}
+
+/// Makes `device` show the content of `backing`, until its last user closes it.
+pub fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopFlags) -> io::Result<()> {
+    const READ_ONLY: u32 = 1;
+    const AUTOCLEAR: u32 = 4;
+    const DIRECT_IO: u32 = 16;
+    let mut config = LoopConfig {
+        flags: AUTOCLEAR,
+        ..LoopConfig::default()
+    };
+    config.fd = u32::try_from(backing.as_fd().as_raw_fd()).map_err(io::Error::other)?;
+    config.flags |= if flags.read_only { READ_ONLY } else { 0 };
+    config.flags |= if flags.direct_io { DIRECT_IO } else { 0 };
+    // SAFETY: the request reads one loop_config, which `config` is by layout (see the test) and which outlives the
+    // call; the kernel takes its own reference to `backing`. Descriptors of another kind are refused.
+    let rc = unsafe { libc::ioctl(device.as_fd().as_raw_fd(), LOOP_CONFIGURE, &raw const config) };
+    Errno::result(rc)?;
+    Ok(())
+}
+
+/// A child in a user namespace of its own without any mapping. It sleeps until it is killed or this thread ends.
+///
+/// It ends without SIGCHLD, so the reaper does not see it: whoever made it waits for it with `__WCLONE`.
+pub fn child_in_user_namespace() -> io::Result<Pid> {
+    let parent = getpid();
+    // SAFETY: without a stack and without shared memory clone is a fork: the child goes on here in its own copy. Below
+    // it makes system calls only, allocates nothing and takes no lock.
+    let pid = Errno::result(unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_NEWUSER, 0, 0, 0, 0) })?;
+    if pid != 0 {
+        return i32::try_from(pid).map(Pid::from_raw).map_err(io::Error::other);
+    }
+    while arm_parent_death(parent).is_ok() {
+        // SAFETY: pause takes no argument and touches no memory.
+        unsafe { libc::pause() };
+    }
+    // SAFETY: _exit takes a number and does not return; nothing of the copied process is run.
+    unsafe { libc::_exit(1) }
+}
+
+/// Has a mount that is not attached anywhere show its owners as the user namespace maps them.
+pub fn map_owners(tree: impl AsFd, namespace: impl AsFd) -> io::Result<()> {
+    let userns_fd = u64::try_from(namespace.as_fd().as_raw_fd()).map_err(io::Error::other)?;
+    let attributes = libc::mount_attr {
+        attr_set: libc::MOUNT_ATTR_IDMAP,
+        attr_clr: 0,
+        propagation: 0,
+        userns_fd,
+    };
+    // SAFETY: the path is a string that ends with a zero, and the size is that of the struct, which outlives the call;
+    // descriptors of another kind are refused.
+    let rc = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            tree.as_fd().as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    Errno::result(rc)?;
+    Ok(())
+}
+
+/// Signals with a value, for tests of who must not lose any.
+#[cfg(test)]
+pub mod testing {
+    use std::io::Write;
+    use std::mem::MaybeUninit;
+
+    use super::*;
+
+    /// `siginfo_t` of a queued signal, as the kernel has it.
+    #[repr(C)]
+    struct Queued {
+        signal: i32,
+        errno: i32,
+        code: i32,
+        pad: i32,
+        pid: i32,
+        uid: u32,
+        value: usize,
+        rest: [u64; 12],
+    }
+
+    /// Queues a signal with a value to one thread.
+    pub fn queue(pid: i32, tid: i32, signal: i32, value: usize) {
+        assert_eq!(size_of::<Queued>(), size_of::<libc::siginfo_t>());
+        let info = Queued {
+            signal,
+            errno: 0,
+            code: libc::SI_QUEUE,
+            pad: 0,
+            pid: getpid().as_raw(),
+            uid: 0,
+            value,
+            rest: [0; 12],
+        };
+        // SAFETY: the call reads one siginfo_t, of which `info` has the size and the layout, and which outlives the call.
+        let rc = unsafe { libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, tid, signal, &raw const info) };
+        Errno::result(rc).unwrap();
+    }
+
+    extern "C" fn print(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+        // SAFETY: the kernel passes a siginfo_t to a handler that was set with SA_SIGINFO.
+        let info = unsafe { &*info };
+        // SAFETY: those who send have queued it with a value.
+        let value = unsafe { info.si_value() }.sival_ptr.addr();
+        let mut line = [0; 32];
+        let mut room = &mut line[..];
+        let _ = writeln!(room, "got {signal} {value}");
+        let (left, whole) = (room.len(), line.len());
+        // SAFETY: write may be called in a handler; the bytes are those of `line`, which outlives the call.
+        unsafe { libc::write(1, line.as_ptr().cast(), whole - left) };
+    }
+
+    /// From now on prints every one of these signals with its value.
+    pub fn print_signals(signals: &[i32]) {
+        for signal in signals {
+            let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+            // SAFETY: all bits zero are an action: the default one with an empty mask and no flags.
+            let action = unsafe { action.assume_init_mut() };
+            action.sa_sigaction = print as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
+            // One after the other, in the order of their numbers.
+            // SAFETY: the mask is that of the action, which outlives the call.
+            Errno::result(unsafe { libc::sigfillset(&raw mut action.sa_mask) }).unwrap();
+            // SAFETY: the action outlives the call, and its handler calls nothing that a handler may not call.
+            let rc = unsafe { libc::sigaction(*signal, &raw const *action, std::ptr::null_mut()) };
+            Errno::result(rc).unwrap();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::{offset_of, size_of};
+
+    use super::*;
+
+    #[test]
+    fn loop_config_has_the_kernels_layout() {
+        assert_eq!(size_of::<LoopConfig>(), 304);
+        assert_eq!(offset_of!(LoopConfig, numbers), 8);
+        assert_eq!(offset_of!(LoopConfig, flags), 60);
+        assert_eq!(offset_of!(LoopConfig, names), 64);
+        assert_eq!(offset_of!(LoopConfig, reserved), 240);
+    }
+}

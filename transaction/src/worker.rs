@@ -1,0 +1,586 @@
+//! The shim's end of the driver worker `firn-gpu`.
+//!
+//! The shim never loads the driver. A transaction makes one [`Gpu`], which starts a worker when it is first needed and
+//! ends it when dropped. Every call has a deadline that is kept here: the driver ignores its own lock timeout when the
+//! threads of the process cannot run, so a worker that overruns is killed, and the next call starts a new one. What a
+//! cut-off call did to a process is unknown until [`Gpu::states`] has been asked.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use command_fds::{CommandFdExt, FdMapping};
+use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
+use firn_gpu::{CudaState, GpuPair, GpuUuid, Inventory};
+use firn_host::{Problem, Remedy, remedy};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+
+use crate::journal::{Journal, Role};
+use crate::procfs;
+use crate::reaper::{Child, Reaper};
+
+/// Longest reply line that is read, in bytes.
+const LINE_LIMIT: u64 = 1 << 20;
+
+/// How long a lock of several processes is tried at a time.
+const LOCK_TRY: Duration = Duration::from_secs(1);
+
+/// The shortest limit for one.
+const LEAST: Duration = Duration::from_millis(100);
+
+/// A pause between two tries of a lock, never the same: ranks go through their steps in equal times.
+fn jitter() -> Duration {
+    let random = RandomState::new().build_hasher().finish();
+    Duration::from_millis(50 + random % 250)
+}
+
+/// The driver's call that gives GPU state back.
+const RESTORE: &str = "cuCheckpointProcessRestore";
+
+/// A call of the driver worker that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum GpuError {
+    /// The worker program could not be started.
+    #[error("cannot start the driver worker {}", program.display())]
+    Start {
+        program: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    /// The socket to the worker failed.
+    #[error("cannot talk to the driver worker")]
+    Socket(#[from] std::io::Error),
+    /// The worker ended in the middle of a call.
+    #[error("the driver worker ended during {op}")]
+    Died { op: &'static str },
+    /// The worker overran the deadline and was killed.
+    #[error("the driver did not finish {op} within {} s", limit.as_secs_f32())]
+    Deadline { op: &'static str, limit: Duration },
+    /// A worker that was killed is still there: its call into the driver goes on, and another must not begin.
+    #[error("the driver worker {pid} does not end by SIGKILL, its last call is still under way")]
+    Stuck { pid: i32 },
+    /// The worker's line is not of the protocol.
+    #[error("the driver worker answered {op} with a line that is not understood")]
+    Protocol {
+        op: &'static str,
+        #[source]
+        source: serde_json::Error,
+    },
+    /// The restore was not begun: the driver spoils the state of a process that it cannot find room for.
+    #[error(
+        "{gpu} has {} MiB of memory free, and {} MiB are needed",
+        free >> 20,
+        needed.div_ceil(1 << 20)
+    )]
+    NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
+    /// The worker refused the request as a whole.
+    #[error("{message}")]
+    Refused { message: String, hint: String },
+    /// The driver refused one process.
+    #[error("pid {pid}")]
+    Process {
+        pid: i32,
+        #[source]
+        source: DriverError,
+    },
+    /// The driver answered success and the process is not in the state that this means.
+    #[error("pid {pid} is {state:?} after {op}")]
+    State {
+        pid: i32,
+        op: &'static str,
+        state: Option<CudaState>,
+    },
+}
+
+impl GpuError {
+    /// Whether a call took too long: cut off here, or given up by the driver.
+    fn is_late(&self) -> bool {
+        match self {
+            Self::Deadline { .. } => true,
+            Self::Process { source, .. } => source.name == "CUDA_ERROR_NOT_READY",
+            _ => false,
+        }
+    }
+
+    /// Whether the driver will never give this GPU state back. Seen of a restore that finds too little memory: that one, and
+    /// every later one, which answers as for a process that is gone (docs/evidence/gpu-runs.md).
+    pub fn is_final(&self) -> bool {
+        match self {
+            Self::State { state, .. } => *state == Some(CudaState::Failed),
+            Self::Process { source, .. } => {
+                let spoilt = ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"];
+                source.call == RESTORE && spoilt.contains(&&*source.name)
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Problem for GpuError {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Start { .. } => remedy(
+                "FIRN-WORKER",
+                "install firn-gpu beside the shim, or name it under [worker] in the configuration",
+            ),
+            Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => remedy(
+                "FIRN-WORKER",
+                "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it",
+            ),
+            Self::Deadline { .. } => remedy(
+                "FIRN-GPU-TIMEOUT",
+                "raise the phase's time under [deadlines] in the configuration",
+            ),
+            Self::Stuck { .. } => remedy(
+                "FIRN-GPU-TIMEOUT",
+                "the driver hangs in the kernel (state D): dmesg may hold the reason; worker-end under [deadlines] bounds the wait",
+            ),
+            Self::NoMemory { .. } => remedy(
+                "FIRN-GPU-OCCUPIED",
+                "end what uses that GPU, which nvidia-smi lists; then resume the container",
+            ),
+            Self::Refused { hint, .. } => remedy("FIRN-DRIVER-MISSING", hint),
+            Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => remedy(
+                "FIRN-GPU-UNSUPPORTED",
+                "the process uses what this driver cannot checkpoint or restore: managed memory, or memory shared with others",
+            ),
+            Self::Process { .. } => remedy(
+                "FIRN-GPU-DRIVER",
+                "the kernel log (dmesg) may hold the driver's reason",
+            ),
+            Self::State { .. } => remedy(
+                "FIRN-GPU-STATE",
+                "see whether another tool works on the same process",
+            ),
+        }
+    }
+}
+
+/// A process of the container that uses CUDA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CudaProcess {
+    /// Pid as the shim sees it.
+    pub pid: i32,
+    /// The thread that carries out the driver's checkpoint and restore.
+    pub restore_tid: i32,
+}
+
+/// The driver, by way of a worker process.
+pub struct Gpu {
+    program: PathBuf,
+    reaper: Reaper,
+    worker: Option<Worker>,
+    /// Killed and not known to be gone.
+    dying: Option<Child>,
+    /// How long it may take to be gone.
+    end: Duration,
+    /// Learns the worker's pid.
+    journal: Option<Journal>,
+}
+
+struct Worker {
+    child: Child,
+    stream: BufReader<UnixStream>,
+    is_noted: bool,
+}
+
+impl Gpu {
+    /// A driver whose worker is `program` and may take `end` to be gone when it is killed; nothing is started yet.
+    pub fn new(program: PathBuf, reaper: Reaper, end: Duration) -> Self {
+        Self {
+            program,
+            reaper,
+            worker: None,
+            dying: None,
+            end,
+            journal: None,
+        }
+    }
+
+    /// Has the pids of its workers noted in a transaction's journal.
+    pub fn with_journal(self, journal: Journal) -> Self {
+        Self {
+            journal: Some(journal),
+            ..self
+        }
+    }
+
+    /// Starts the worker, so that its start overlaps with other work.
+    pub fn warm_up(&mut self) -> Result<(), GpuError> {
+        self.worker().map(drop)
+    }
+
+    /// Driver version and GPUs of this node.
+    pub async fn inventory(&mut self, deadline: Duration) -> Result<Inventory, GpuError> {
+        let (inventory, _) = self.call("inventory", &Request::Inventory, deadline).await?;
+        inventory.ok_or(GpuError::Died { op: "inventory" })
+    }
+
+    /// Those of `pids` that use CUDA.
+    pub async fn discover(
+        &mut self,
+        pids: Vec<i32>,
+        deadline: Duration,
+    ) -> Result<Vec<CudaProcess>, GpuError> {
+        let (_, replies) = self
+            .call("discover", &Request::Discover { pids }, deadline)
+            .await?;
+        let mut found = Vec::new();
+        for reply in replies {
+            if let Some(source) = reply.error {
+                return Err(GpuError::Process {
+                    pid: reply.pid,
+                    source,
+                });
+            }
+            let Some(restore_tid) = reply.restore_tid else {
+                continue;
+            };
+            found.push(CudaProcess {
+                pid: reply.pid,
+                restore_tid,
+            });
+        }
+        Ok(found)
+    }
+
+    /// GPU memory that these use together on each GPU; empty when NVML reports it for none of them.
+    pub async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<GpuMemory, GpuError> {
+        let request = Request::Memory { pids: pids.to_vec() };
+        let (_, replies) = self.call("memory", &request, deadline).await?;
+        let mut together = GpuMemory::new();
+        for (gpu, bytes) in replies.into_iter().flat_map(|reply| reply.gpu_memory) {
+            let sum = together.entry(gpu).or_default();
+            *sum = sum.saturating_add(bytes);
+        }
+        Ok(together)
+    }
+
+    /// State of each process; one that has ended is left out.
+    pub async fn states(
+        &mut self,
+        pids: &[i32],
+        deadline: Duration,
+    ) -> Result<Vec<(i32, CudaState)>, GpuError> {
+        let op = "state";
+        let (_, replies) = self
+            .call(op, &Request::State { pids: pids.to_vec() }, deadline)
+            .await?;
+        let mut states = Vec::new();
+        for ProcessReply {
+            pid, state, error, ..
+        } in replies
+        {
+            match (state, error) {
+                (Some(state), None) => states.push((pid, state)),
+                // The driver's word for a process that has ended is an error too.
+                _ if !procfs::is_alive(pid) => {}
+                (_, Some(source)) => return Err(GpuError::Process { pid, source }),
+                (None, None) => return Err(GpuError::State { pid, op, state: None }),
+            }
+        }
+        Ok(states)
+    }
+
+    /// Locks all; afterwards none of them calls into the driver.
+    ///
+    /// Several may be ranks that wait for each other: one lock keeps a kernel from its GPU for which another rank's waits,
+    /// and that one's lock waits for its end. Then all are let go, and it is tried again somewhat later.
+    pub async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let end = Instant::now() + deadline;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let is_last = pids.len() < 2 || left <= LOCK_TRY;
+            // The driver takes 0 for no limit.
+            let limit = if is_last { left.max(LEAST) } else { LOCK_TRY };
+            match self.try_lock(pids, limit).await {
+                Err(error) if !is_last && error.is_late() => {
+                    log::debug!("tries the lock again: {error}");
+                }
+                done => return done,
+            }
+            let states = self.states(pids, deadline).await?;
+            let locked = states.iter().filter(|(_, state)| *state == CudaState::Locked);
+            let locked: Vec<i32> = locked.map(|(pid, _)| *pid).collect();
+            if !locked.is_empty() {
+                self.unlock(&locked, deadline).await?;
+            }
+            tokio::time::sleep(jitter()).await;
+        }
+    }
+
+    async fn try_lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let timeout_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX);
+        let request = Request::Lock {
+            pids: pids.to_vec(),
+            timeout_ms,
+        };
+        // The driver gets the whole deadline; what it overruns is cut off a little later.
+        self.all(
+            "lock",
+            pids,
+            &request,
+            deadline + Duration::from_secs(1),
+            CudaState::Locked,
+        )
+        .await
+    }
+
+    /// Moves the GPU state of all into their own memory.
+    pub async fn checkpoint(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let request = Request::Checkpoint { pids: pids.to_vec() };
+        self.all("checkpoint", pids, &request, deadline, CudaState::Checkpointed)
+            .await
+    }
+
+    /// Moves the GPU state of all back, onto other GPUs when `pairs` is not empty. They stay locked.
+    ///
+    /// Not begun when a GPU has less memory free than `needs` says.
+    pub async fn restore(
+        &mut self,
+        pids: &[i32],
+        pairs: &[GpuPair],
+        needs: &GpuMemory,
+        deadline: Duration,
+    ) -> Result<(), GpuError> {
+        let request = Request::Restore {
+            pids: pids.to_vec(),
+            pairs: pairs.to_vec(),
+            needs: needs.clone(),
+        };
+        self.all("restore", pids, &request, deadline, CudaState::Locked)
+            .await
+    }
+
+    /// Lets all call into the driver again.
+    pub async fn unlock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+        let request = Request::Unlock { pids: pids.to_vec() };
+        self.all("unlock", pids, &request, deadline, CudaState::Running)
+            .await
+    }
+
+    async fn all(
+        &mut self,
+        op: &'static str,
+        pids: &[i32],
+        request: &Request,
+        deadline: Duration,
+        expected: CudaState,
+    ) -> Result<(), GpuError> {
+        let (_, replies) = self.call(op, request, deadline).await?;
+        let unanswered = pids
+            .iter()
+            .find(|pid| !replies.iter().any(|reply| reply.pid == **pid));
+        if let Some(&pid) = unanswered {
+            return Err(GpuError::State { pid, op, state: None });
+        }
+        for reply in replies {
+            if let Some(source) = reply.error {
+                return Err(GpuError::Process {
+                    pid: reply.pid,
+                    source,
+                });
+            }
+            if reply.state != Some(expected) {
+                return Err(GpuError::State {
+                    pid: reply.pid,
+                    op,
+                    state: reply.state,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    async fn call(
+        &mut self,
+        op: &'static str,
+        request: &Request,
+        limit: Duration,
+    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
+        let began = Instant::now();
+        self.gone(self.end).await?;
+        let journal = self.journal.clone();
+        let worker = self.worker()?;
+        if let Some(journal) = journal.filter(|_| !worker.is_noted) {
+            journal.child(Role::Worker, worker.child.pid()).await;
+            worker.is_noted = true;
+        }
+        let result = match tokio::time::timeout(limit, worker.exchange(op, request)).await {
+            Ok(result) => result,
+            Err(_) => Err(GpuError::Deadline { op, limit }),
+        };
+        log::debug!(
+            "driver {op}: {} ms, {}",
+            began.elapsed().as_millis(),
+            result.is_ok()
+        );
+        if !matches!(
+            result,
+            Ok(_) | Err(GpuError::Refused { .. } | GpuError::NoMemory { .. })
+        ) {
+            self.end().await;
+        }
+        result
+    }
+
+    fn worker(&mut self) -> Result<&mut Worker, GpuError> {
+        if self.worker.is_none() {
+            self.worker = Some(Worker::start(&self.program, &self.reaper)?);
+        }
+        self.worker.as_mut().ok_or(GpuError::Died { op: "start" })
+    }
+
+    /// Kills the worker and waits until it is gone, so that no call of it is under way any more.
+    pub async fn end(&mut self) {
+        if let Some(Worker { child, .. }) = self.worker.take() {
+            child.kill();
+            self.dying = Some(child);
+        }
+        if let Err(error) = self.gone(self.end).await {
+            log::error!("{error}");
+        }
+    }
+
+    /// Waits until the worker that was killed last is gone.
+    pub async fn gone(&mut self, limit: Duration) -> Result<(), GpuError> {
+        let Some(child) = &self.dying else { return Ok(()) };
+        let pid = child.pid();
+        tokio::time::timeout(limit, child.wait())
+            .await
+            .map_err(|_| GpuError::Stuck { pid })?;
+        self.dying = None;
+        Ok(())
+    }
+}
+
+impl Worker {
+    fn start(program: &Path, reaper: &Reaper) -> Result<Self, GpuError> {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        let mut command = Command::new(program);
+        // A clean environment: the caller's CUDA_VISIBLE_DEVICES and the like must not hide GPUs.
+        command
+            .args(["serve", "--fd", "3"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .env_clear();
+        for name in ["PATH", "LD_LIBRARY_PATH"] {
+            if let Some(value) = std::env::var_os(name) {
+                command.env(name, value);
+            }
+        }
+        command
+            .fd_mappings(vec![FdMapping {
+                parent_fd: OwnedFd::from(theirs),
+                child_fd: 3,
+            }])
+            .map_err(|_| std::io::Error::from(std::io::ErrorKind::InvalidInput))?;
+        let child = reaper.spawn(&mut command).map_err(|source| GpuError::Start {
+            program: program.to_owned(),
+            source,
+        })?;
+        Ok(Self {
+            child,
+            stream: BufReader::new(UnixStream::from_std(ours)?),
+            is_noted: false,
+        })
+    }
+
+    async fn exchange(
+        &mut self,
+        op: &'static str,
+        request: &Request,
+    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
+        let protocol = |source| GpuError::Protocol { op, source };
+        let mut line = serde_json::to_vec(request).map_err(protocol)?;
+        line.push(b'\n');
+        self.stream
+            .get_mut()
+            .write_all(&line)
+            .await
+            .map_err(|_| GpuError::Died { op })?;
+        let (mut inventory, mut processes) = (None, Vec::new());
+        loop {
+            line.clear();
+            let mut limited = tokio::io::AsyncReadExt::take(&mut self.stream, LINE_LIMIT);
+            if limited.read_until(b'\n', &mut line).await? == 0 {
+                return Err(GpuError::Died { op });
+            }
+            match serde_json::from_slice(&line).map_err(protocol)? {
+                Reply::Inventory { inventory: found } => inventory = Some(found),
+                Reply::Process(reply) => processes.push(reply),
+                Reply::Done { .. } => return Ok((inventory, processes)),
+                Reply::NoMemory { gpu, free, needed } => {
+                    return Err(GpuError::NoMemory { gpu, free, needed });
+                }
+                Reply::Failed { message, hint } => return Err(GpuError::Refused { message, hint }),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use nix::sys::ptrace;
+    use nix::unistd::Pid;
+
+    use super::*;
+
+    fn program(directory: &Path, script: &str) -> PathBuf {
+        let program = directory.join("firn-gpu");
+        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        program
+    }
+
+    #[tokio::test]
+    async fn a_gpu_without_room_for_the_state_is_named_and_the_worker_serves_on() {
+        let directory = tempfile::tempdir().unwrap();
+        let answer = r#"{"no_memory":{"gpu":"GPU-01010101-0101-0101-0101-010101010101","free":1048576,"needed":8388609}}"#;
+        let script = format!("while read -r line <&3; do echo '{answer}' >&3; done");
+        let program = program(directory.path(), &script);
+        let mut gpu = Gpu::new(program, Reaper::start().unwrap(), Duration::from_secs(10));
+        let mut workers = Vec::new();
+        for _ in 0..2 {
+            let limit = Duration::from_secs(60);
+            let refused = gpu
+                .restore(&[7], &[], &GpuMemory::new(), limit)
+                .await
+                .unwrap_err();
+            assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
+            let text = refused.to_string();
+            let figures = "has 1 MiB of memory free, and 9 MiB are needed";
+            assert!(
+                text.starts_with("GPU-01010101-") && text.ends_with(figures),
+                "{text}"
+            );
+            workers.push(gpu.worker.as_ref().map(|worker| worker.child.pid()));
+        }
+        assert!(workers[0].is_some() && workers[0] == workers[1], "{workers:?}");
+    }
+
+    #[tokio::test]
+    async fn no_call_begins_before_a_killed_worker_is_gone() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = program(directory.path(), "exec sleep 1000");
+        let mut gpu = Gpu::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
+        gpu.warm_up().unwrap();
+        let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
+        // As in a call that cannot be interrupted: SIGKILL takes it to its end, not over it.
+        ptrace::seize(worker, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
+        let overrun = gpu.inventory(Duration::from_millis(1)).await;
+        assert!(matches!(overrun, Err(GpuError::Deadline { .. })), "{overrun:?}");
+        let refused = gpu.inventory(Duration::from_secs(60)).await;
+        assert!(matches!(refused, Err(GpuError::Stuck { .. })), "{refused:?}");
+        ptrace::detach(worker, None).unwrap();
+        let again = gpu.inventory(Duration::from_millis(1)).await;
+        assert!(matches!(again, Err(GpuError::Deadline { .. })), "{again:?}");
+    }
+}
