@@ -2,7 +2,6 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -208,10 +207,16 @@ impl Node {
         let (from, to) = (host_file.as_ref(), self.path(inside));
         let new = to.with_added_extension("new");
         make_parent(&to)?;
-        fs::copy(from, &new)
-            .and_then(|_| fs::set_permissions(&new, fs::Permissions::from_mode(mode)))
-            .and_then(|()| fs::rename(&new, &to))
-            .with_context(|| format!("install {} as {}", from.display(), to.display()))
+        let failed = || format!("install {} as {}", from.display(), to.display());
+        // By a program: children that other threads start would inherit a descriptor that is open for writing
+        // here, and until they execute something nobody could execute the file ("Text file busy").
+        let status = Command::new("install")
+            .args(["--no-target-directory", "--mode", &format!("{mode:o}")])
+            .args([from, &new])
+            .status()
+            .with_context(failed)?;
+        ensure!(status.success(), "{}: {status}", failed());
+        fs::rename(&new, &to).with_context(failed)
     }
 
     /// Lets the node run on after this process, also when this value is dropped. `Node::find` gets it back.
