@@ -1,10 +1,10 @@
 #!/bin/bash
-# Checkpoints a GPU container and brings it back on the same machine.
+# Checkpoints a GPU container and restores it on the same machine.
 #
 #   one-node.sh IMAGE COMMAND [ARGUMENT...]
 #
-# GPU=0            the GPU that it starts on, by its CDI name (nvidia.com/gpu=0)
-# MAP=GPU-a=GPU-b  restores it onto GPU-b what was on GPU-a (UUIDs of nvidia-smi -L); without it, onto the same GPU
+# GPU=0            the GPU at the start, by its CDI name (nvidia.com/gpu=0)
+# MAP=GPU-a=GPU-b  restores onto GPU-b the memory that was on GPU-a (UUIDs of nvidia-smi -L); default: the same GPU
 #
 # Needs containerd 2.x, root, and firn installed as docs/guide/install.md describes.
 set -euo pipefail
@@ -32,7 +32,7 @@ step "checkpoint; the container runs on"
 time ctr containers checkpoint --rw --task "$name" "$checkpoint"
 ctr tasks ls
 
-step "end it"
+step "end the container"
 ctr tasks rm --force "$name"
 ctr containers rm "$name"
 
@@ -40,6 +40,6 @@ step "restore"
 time ctr containers restore --rw --live "$name" "$checkpoint"
 ctr tasks ls
 
-step "its times, phase by phase"
+step "the time of each phase"
 cat "/run/containerd/io.containerd.runtime.v2.task/${CONTAINERD_NAMESPACE:-default}/$name/firn-account.json"
 printf '\n\nremove it with: ctr tasks rm --force %s; ctr containers rm %s; ctr images rm %s\n' "$name" "$name" "$checkpoint"

@@ -25,14 +25,14 @@ name=$3 checkpoint=firn-move/$3:latest
 
 step() { printf '\n== %s\n' "$*"; }
 
-step "checkpoint $name; it runs on until the copy is there"
+step "checkpoint $name; it runs on until the image is copied"
 "${source[@]}" ctr containers checkpoint --rw --task "$name" "$checkpoint"
 
 step "copy"
 "${source[@]}" ctr images export --local --skip-manifest-json - "$checkpoint" |
     "${target[@]}" ctr images import --local --no-unpack -
 
-step "end it at the source: what it has done since the checkpoint is done again at the target"
+step "end it at the source; the target repeats the work since the checkpoint"
 "${source[@]}" ctr tasks rm --force "$name"
 "${source[@]}" ctr containers rm "$name"
 

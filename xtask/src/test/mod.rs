@@ -5,7 +5,7 @@ mod outcome;
 mod summary;
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::thread;
@@ -16,7 +16,7 @@ use firn_node::{Store, Suite};
 use nix::unistd::geteuid;
 
 use crate::{fuzz, workspace};
-use outcome::{Outcome, Verdict, through};
+use outcome::{Outcome, Output, Verdict, through};
 
 /// Check and test everything, as CI does
 ///
@@ -32,7 +32,13 @@ pub struct Cmd {
     fast: bool,
 }
 
-type Work = Box<dyn FnOnce() -> Result<Outcome> + Send>;
+/// Trials of a suite that run at the same time: one more than processors, because a trial mostly waits for
+/// containerd, runc and CRIU.
+fn trials() -> usize {
+    thread::available_parallelism().map_or(2, usize::from) + 1
+}
+
+type Work = Box<dyn FnOnce(&mut Output) -> Result<Outcome> + Send>;
 
 /// A check that is still to be made.
 struct Check {
@@ -43,7 +49,10 @@ struct Check {
 }
 
 impl Check {
-    fn new(name: impl Into<String>, work: impl FnOnce() -> Result<Outcome> + Send + 'static) -> Self {
+    fn new(
+        name: impl Into<String>,
+        work: impl FnOnce(&mut Output) -> Result<Outcome> + Send + 'static,
+    ) -> Self {
         Self {
             name: name.into(),
             work: Box::new(work),
@@ -51,24 +60,27 @@ impl Check {
         }
     }
 
-    fn in_background(name: &str, work: impl FnOnce() -> Result<Outcome> + Send + 'static) -> Self {
+    fn in_background(name: &str, work: impl FnOnce(&mut Output) -> Result<Outcome> + Send + 'static) -> Self {
         Self {
             background: true,
             ..Self::new(name, work)
         }
     }
 
-    fn run(self) -> Done {
+    fn run(self, out: &mut Output) -> Result<Done> {
         let begun = Instant::now();
-        let outcome = (self.work)().unwrap_or_else(|error| {
-            println!("error: {}: {error:#}", self.name);
-            Outcome::new(false)
-        });
-        Done {
+        let outcome = match (self.work)(out) {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                out.line(format!("error: {error:#}").as_bytes())?;
+                Outcome::new(false)
+            }
+        };
+        Ok(Done {
             name: self.name,
             outcome,
             took: begun.elapsed(),
-        }
+        })
     }
 }
 
@@ -79,27 +91,36 @@ struct Done {
     took: Duration,
 }
 
+/// Of all crates but the suites.
+const UNIT_TESTS: &[&str] = &["test", "--workspace", "--exclude", "firn-integration", "--locked"];
+
+/// The checks that need no test nodes. The unit tests run in the background: they mostly wait.
 fn fast() -> Vec<Check> {
     vec![
-        Check::new("format", || cargo(&["fmt", "--all", "--check"])),
-        Check::new("format of the fuzz targets", || {
-            cargo(&["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])
+        Check::new("format", |out| cargo(out, &["fmt", "--all", "--check"])),
+        Check::new("format of the fuzz targets", |out| {
+            cargo(out, &["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])
         }),
-        Check::new("lints", || {
+        Check::new("lints", |out| {
             let lints = ["--", "-D", "warnings"];
             let clippy = ["clippy", "--workspace", "--all-targets", "--locked"];
-            cargo(&[&clippy, &lints[..]].concat())
+            cargo(out, &[&clippy, &lints[..]].concat())
         }),
         Check::new("dependencies", deny),
-        Check::new("unit tests", || {
-            let all = ["--workspace", "--exclude", "firn-integration"];
-            cargo(&[&["test", "--locked", "--no-fail-fast"], &all[..]].concat())
+        Check::new("build of the unit tests", |out| {
+            cargo(out, &[UNIT_TESTS, &["--no-run"]].concat())
         }),
-        Check::new("unit tests of the lab", || {
-            cargo(&["test", "--package", "firn-integration", "--lib", "--locked"])
+        Check::in_background("unit tests", |out| {
+            cargo(out, &[UNIT_TESTS, &["--no-fail-fast"]].concat())
         }),
-        Check::new("words", || {
-            cargo(&["run", "--quiet", "--package", "firn-words", "--locked"])
+        Check::new("unit tests of the lab", |out| {
+            cargo(
+                out,
+                &["test", "--package", "firn-integration", "--lib", "--locked"],
+            )
+        }),
+        Check::new("words", |out| {
+            cargo(out, &["run", "--quiet", "--package", "firn-words", "--locked"])
         }),
         Check::new("scripts for GPU machines", scripts),
     ]
@@ -113,19 +134,23 @@ fn fast() -> Vec<Check> {
 fn slow() -> Result<Vec<Check>> {
     let made = thread::spawn(roots);
     let mut checks = vec![
-        Check::new("roots of the test nodes", || {
+        Check::new("roots of the test nodes", |_| {
             made.join().unwrap_or_else(|_| bail!("making the roots panicked"))
         }),
-        Check::new("build of the suites", || {
-            cargo(&["test", "--package", "firn-integration", "--no-run", "--locked"])
+        Check::new("build of the suites", |out| {
+            cargo(
+                out,
+                &["test", "--package", "firn-integration", "--no-run", "--locked"],
+            )
         }),
         Check::in_background("fuzz targets", fuzzed),
     ];
     // A check per suite, so that the summary shows how long each takes.
     for suite in suites(&workspace()?.join("tests/integration/tests"))? {
-        checks.push(Check::new(format!("suite {suite}"), move || {
+        let trials = format!("--test-threads={}", trials());
+        checks.push(Check::new(format!("suite {suite}"), move |out| {
             let package = ["test", "--package", "firn-integration", "--locked"];
-            cargo(&[&package, &["--test", &suite][..]].concat())
+            cargo(out, &[&package, &["--test", &suite, "--", &trials][..]].concat())
         }));
     }
     Ok(checks)
@@ -159,14 +184,23 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     for check in checks {
         if check.background {
             println!("\n== {} (in the background)", check.name);
-            background.push(thread::spawn(|| check.run()));
+            background.push(thread::spawn(|| {
+                let mut out = Output::Buffer(Vec::new());
+                (check.run(&mut out), out)
+            }));
         } else {
             println!("\n== {}", check.name);
-            done.push(check.run());
+            done.push(check.run(&mut Output::Terminal)?);
         }
     }
     for thread in background {
-        done.push(thread.join().ok().context("a check panicked")?);
+        let (check, out) = thread.join().ok().context("a check panicked")?;
+        let check = check?;
+        println!("\n== {}", check.name);
+        if let Output::Buffer(out) = out {
+            io::stdout().write_all(&out)?;
+        }
+        done.push(check);
     }
     print!("\n{}", summary::of(&done, begun.elapsed()));
     let failed = done.iter().any(|done| done.outcome.verdict == Verdict::Failed);
@@ -174,18 +208,18 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
 }
 
 /// Licences, duplicates and origins of the dependencies, by `deny.toml`.
-fn deny() -> Result<Outcome> {
+fn deny(out: &mut Output) -> Result<Outcome> {
     if !in_path("cargo-deny") {
         return Ok(Outcome::skipped(
             "cargo-deny is not installed (cargo install --locked cargo-deny)",
         ));
     }
     let deny = ["deny", "--offline", "--locked", "check"];
-    cargo(&[&deny, &["bans", "licenses", "sources"][..]].concat())
+    cargo(out, &[&deny, &["bans", "licenses", "sources"][..]].concat())
 }
 
 /// The tests of the scripts of tests/gpu.
-fn scripts() -> Result<Outcome> {
+fn scripts(out: &mut Output) -> Result<Outcome> {
     if !in_path("python3") {
         return Ok(Outcome::skipped("there is no python3"));
     }
@@ -193,7 +227,7 @@ fn scripts() -> Result<Outcome> {
     python
         .args(["-B", "test_scripts.py", "--quiet"])
         .current_dir(workspace()?.join("tests/gpu"));
-    through(&mut python, &mut io::stdout())
+    through(python, out)
 }
 
 /// Makes the roots before the suites, so that no test has to wait for a root.
@@ -206,7 +240,7 @@ fn roots() -> Result<Outcome> {
 }
 
 /// Runs every fuzz target for a few seconds.
-fn fuzzed() -> Result<Outcome> {
+fn fuzzed(_: &mut Output) -> Result<Outcome> {
     let compiler = fuzz::compiler();
     if !in_path(&compiler) {
         return Ok(Outcome::skipped(format!(
@@ -220,11 +254,11 @@ fn fuzzed() -> Result<Outcome> {
     Ok(outcome)
 }
 
-fn cargo(arguments: &[&str]) -> Result<Outcome> {
+fn cargo(out: &mut Output, arguments: &[&str]) -> Result<Outcome> {
     // The cargo that runs this; its subcommands are found by it.
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(arguments).current_dir(workspace()?);
-    through(&mut cargo, &mut io::stdout())
+    through(cargo, out)
 }
 
 fn in_path(program: &str) -> bool {

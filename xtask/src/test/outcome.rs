@@ -1,11 +1,11 @@
 //! The result of a check, read from the output of the program that makes it.
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::ops::AddAssign;
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use super::failures::{Failure, Failures};
 
@@ -90,21 +90,45 @@ impl Tests {
     }
 }
 
+/// Where the output of a check goes.
+pub(super) enum Output {
+    /// To standard output, as it is written. Standard error is not read.
+    Terminal,
+    /// Into memory, with standard error: of a check in the background.
+    Buffer(Vec<u8>),
+}
+
+impl Output {
+    pub(super) fn line(&mut self, line: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Terminal => {
+                let mut out = io::stdout().lock();
+                out.write_all(line).and_then(|()| out.write_all(b"\n"))
+            }
+            Self::Buffer(buffer) => {
+                buffer.extend_from_slice(line);
+                buffer.push(b'\n');
+                Ok(())
+            }
+        }
+    }
+}
+
 /// Runs a program, copies its output to `out`, and reads the result from it.
-pub(super) fn through(command: &mut Command, out: &mut impl Write) -> Result<Outcome> {
+pub(super) fn through(mut command: Command, out: &mut Output) -> Result<Outcome> {
     let shown = format!("{command:?}");
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("run {shown}"))?;
-    let Some(stdout) = child.stdout.take() else {
-        bail!("{shown} has no output");
-    };
+    let (reader, writer) = io::pipe().context("make a pipe")?;
+    if matches!(out, Output::Buffer(_)) {
+        command.stderr(writer.try_clone().context("make a pipe")?);
+    }
+    command.stdin(Stdio::null()).stdout(writer);
+    let mut child = command.spawn().with_context(|| format!("run {shown}"))?;
+    // It holds the pipe open for writing.
+    drop(command);
     let (mut outcome, mut failures) = (Outcome::new(true), Failures::default());
-    for line in BufReader::new(stdout).split(b'\n') {
+    for line in BufReader::new(reader).split(b'\n') {
         let line = line.with_context(|| format!("read from {shown}"))?;
-        out.write_all(&line).and_then(|()| out.write_all(b"\n"))?;
+        out.line(&line)?;
         let line = String::from_utf8_lossy(&line);
         outcome.tests += Tests::of_line(&line);
         failures.line(&line);
@@ -118,7 +142,7 @@ pub(super) fn through(command: &mut Command, out: &mut impl Write) -> Result<Out
     outcome.failures = failures.found;
     let status = child.wait().with_context(|| format!("wait for {shown}"))?;
     if !status.success() {
-        writeln!(out, "{shown}: {status}")?;
+        out.line(format!("{shown}: {status}").as_bytes())?;
         outcome.verdict = Verdict::Failed;
     }
     Ok(outcome)
@@ -146,8 +170,11 @@ mod tests {
     #[test]
     fn the_result_is_read_from_status_and_output() {
         let shell = |script: &str| {
-            let mut out = Vec::new();
-            let outcome = through(Command::new("sh").args(["-c", script]), &mut out).unwrap();
+            let mut out = Output::Buffer(Vec::new());
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            let outcome = through(command, &mut out).unwrap();
+            let Output::Buffer(out) = out else { unreachable!() };
             (outcome, String::from_utf8(out).unwrap())
         };
         let one = "echo 'test result: ok. 1 passed; 0 failed; 0 ignored'";
