@@ -1,9 +1,10 @@
 //! The edits of CDI devices in a spec whose device nodes are the grant already.
 //!
-//! Kubernetes' device plugin can hand out nodes and a name for the rest: the libraries. The name may be the image's or the pod's, and
-//! the nodes are the operator's. So of the device's edits those are made that give nothing: variables, read-only bind mounts, and
-//! hooks that make links and the loader's cache. What NVIDIA's files have for every GPU, and a container can do without, is left out:
-//! other nodes of the driver, nodes of graphics, sockets of its daemons, groups. Anything else would widen the grant, and is refused.
+//! Kubernetes' device plugin can hand out nodes and a name for the rest: the libraries. The name may be the
+//! image's or the pod's, and the nodes are the operator's. So of the device's edits those are made that give
+//! nothing: variables, read-only bind mounts, and hooks that make links and the loader's cache. What NVIDIA's
+//! files have for every GPU, and a container can do without, is left out: other nodes of the driver, nodes of
+//! graphics, sockets of its daemons, groups. Anything else would widen the grant, and is refused.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -53,7 +54,8 @@ impl Registry {
     }
 }
 
-/// Of these edits those that give the container nothing, and what is left out; or the edit that would give it more than its nodes.
+/// Of these edits those that give the container nothing, and what is left out; or the edit that would give it
+/// more than its nodes.
 fn harmless(edits: &Edits, spec: &Value) -> Result<(Edits, Vec<String>), String> {
     let mut left = Vec::new();
     let list = |pointer| {

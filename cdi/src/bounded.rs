@@ -1,8 +1,8 @@
 //! YAML whose aliases are counted before they are followed.
 //!
-//! An alias stands for all that its anchor holds, aliases included: some hundred bytes can stand for more than any machine
-//! has memory for. So the text is first walked as the parser would walk it, with nothing kept, and given up when it has
-//! become too much.
+//! An alias stands for all that its anchor holds, aliases included: some hundred bytes can stand for more
+//! than any machine has memory for. So the text is first walked as the parser would walk it, with nothing
+//! kept, and given up when it has become too much.
 
 use std::cell::Cell;
 use std::fmt;

@@ -1,9 +1,10 @@
 //! What asks for GPUs in a container's spec becomes edits of the spec, by the CDI files of this node.
 //!
-//! `firn-hook convert` does it to a bundle, for the shim; the command line does it in memory, to tell what the shim would do.
+//! `firn-hook convert` does it to a bundle, for the shim; the command line does it in memory, to tell what
+//! the shim would do.
 //!
-//! Names in a spec may be an image's, or a pod's author's. They give devices only where the operator lets them count, only GPUs of
-//! NVIDIA's kind, and nothing beyond the device nodes that the spec has already.
+//! Names in a spec may be an image's, or a pod's author's. They give devices only where the operator lets
+//! them count, only GPUs of NVIDIA's kind, and nothing beyond the device nodes that the spec has already.
 
 use std::collections::BTreeSet;
 
@@ -128,8 +129,8 @@ pub fn convert_by(
     })
 }
 
-/// What is asked for, as names of CDI devices. One of another kind is refused, unless the spec has all of its edits: containerd
-/// has acted on the annotation that names it.
+/// What is asked for, as names of CDI devices. One of another kind is refused, unless the spec has all of its
+/// edits: containerd has acted on the annotation that names it.
 fn asked(spec: &Spec, request: &Request, registry: &Registry) -> Result<Vec<DeviceName>, ConvertError> {
     let foreign: BTreeSet<&str> = request.foreign().collect();
     for name in &foreign {

@@ -1,7 +1,8 @@
 //! A CDI file: devices of one kind, and what each asks to be changed in a container's spec.
 //!
-//! Files are root's, but they may be broken: sizes are bounded, and a file is used as a whole or not at all. Fields that
-//! this version does not know are passed over, so that a newer file of a known version stays of use.
+//! Files are root's, but they may be broken: sizes are bounded, and a file is used as a whole or not at all.
+//! Fields that this version does not know are passed over, so that a newer file of a known version stays of
+//! use.
 
 use std::collections::BTreeSet;
 use std::io::Read;

@@ -1,4 +1,5 @@
-//! What must hold for a CDI file, for names of devices in a spec and for a loader's cache, whatever their bytes are.
+//! What must hold for a CDI file, for names of devices in a spec and for a loader's cache, whatever their
+//! bytes are.
 //!
 //! The fuzz targets (fuzz/) call these functions with what they make up, the unit tests with the kept corpus.
 

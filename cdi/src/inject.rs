@@ -1,7 +1,7 @@
 //! What the edits of devices change in a container's spec.
 //!
-//! Idempotent but for hooks: a device node or mount replaces the one at its place, a variable the one of its name, and
-//! rules and groups are not doubled. Nothing is changed when a device cannot be given.
+//! Idempotent but for hooks: a device node or mount replaces the one at its place, a variable the one of its
+//! name, and rules and groups are not doubled. Nothing is changed when a device cannot be given.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -22,7 +22,8 @@ impl Registry {
         self.inject_edits(spec, names, |_, _, edits, _| Ok(edits.clone()))
     }
 
-    /// Makes of each device's edits, and its file's, those that `choose` gives for them and the spec as it is.
+    /// Makes of each device's edits, and its file's, those that `choose` gives for them and the spec as it
+    /// is.
     pub(crate) fn inject_edits(
         &self,
         spec: &mut Value,
@@ -153,7 +154,8 @@ struct HostNode<'a> {
 }
 
 impl<'a> HostNode<'a> {
-    /// Takes from the host's node what the file leaves open. A node that the file describes need not be there.
+    /// Takes from the host's node what the file leaves open. A node that the file describes need not be
+    /// there.
     fn of(node: &'a DeviceNode, of: &DeviceName) -> Result<Self, CdiError> {
         let kind = node.kind.clone().unwrap_or_default();
         let mut whole = Self {

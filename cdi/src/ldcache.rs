@@ -1,7 +1,7 @@
 //! The loader's cache, `/etc/ld.so.cache`: which library is where.
 //!
-//! Only the format of glibc 2.2 and later is known (`glibc-ld.so.cache1.1`), alone or behind the older one. A cache may come
-//! from an image: it is not believed, and one that is not whole is taken for none.
+//! Only the format of glibc 2.2 and later is known (`glibc-ld.so.cache1.1`), alone or behind the older one. A
+//! cache may come from an image: it is not believed, and one that is not whole is taken for none.
 
 /// A library of the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,8 +27,8 @@ const ORDER: u8 = if cfg!(target_endian = "little") { 2 } else { 3 };
 const IN_EXTENSION: u64 = 1 << 62;
 /// Most libraries that are read.
 const MAX_LIBRARIES: usize = 100_000;
-/// How often each byte of a cache may be part of a name or path: a name is often the end of a path. Entries that all point
-/// to the same long text would be many times the cache.
+/// How often each byte of a cache may be part of a name or path: a name is often the end of a path. Entries
+/// that all point to the same long text would be many times the cache.
 const MAX_SHARED: usize = 4;
 
 /// Flags of an ELF library for this machine's C library.
@@ -109,13 +109,15 @@ fn text(cache: &[u8], at: u32) -> Option<String> {
 
 /// A cache of these libraries. Of two with one name the loader takes the first.
 ///
-/// Libraries for certain machines whose properties the extension names are left out: each has one for all machines.
+/// Libraries for certain machines whose properties the extension names are left out: each has one for all
+/// machines.
 pub fn write(libraries: &[Library]) -> Option<Vec<u8>> {
     let mut sorted: Vec<&Library> = libraries
         .iter()
         .filter(|library| library.hwcap & IN_EXTENSION == 0)
         .collect();
-    // The loader searches by halves, from the greatest name to the least. Stable: the first of a name stays so.
+    // The loader searches by halves, from the greatest name to the least. Stable: the first of a name stays
+    // so.
     sorted.sort_by(|a, b| compare(&b.name, &a.name).then(b.flags.cmp(&a.flags)));
     let strings_at = HEADER + sorted.len() * ENTRY;
     let (mut entries, mut strings) = (Vec::new(), Vec::new());

@@ -1,8 +1,9 @@
-//! The Container Device Interface: reading its files, and making the edits that they ask for in a container's spec.
+//! The Container Device Interface: reading its files, and making the edits that they ask for in a container's
+//! spec.
 //!
-//! Follows version 1.1.0 of the CDI specification and reads files of 0.3.0 and later. Specs are edited as the JSON that
-//! containerd wrote, so that what this crate does not know survives. For short-lived helpers and the command line: a
-//! YAML parser has no place in the shim.
+//! Follows version 1.1.0 of the CDI specification and reads files of 0.3.0 and later. Specs are edited as the
+//! JSON that containerd wrote, so that what this crate does not know survives. For short-lived helpers and
+//! the command line: a YAML parser has no place in the shim.
 #![forbid(unsafe_code)]
 
 mod beside;

@@ -24,8 +24,8 @@ struct Found {
 }
 
 impl Registry {
-    /// Reads all files of these directories. One that is broken does not stop the others; a directory that is not there
-    /// is empty.
+    /// Reads all files of these directories. One that is broken does not stop the others; a directory that is
+    /// not there is empty.
     pub fn read<P: AsRef<Path>>(dirs: &[P]) -> Self {
         let mut registry = Self {
             dirs: dirs.iter().map(|dir| dir.as_ref().to_owned()).collect(),

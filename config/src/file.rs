@@ -53,8 +53,8 @@ pub struct Hook {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Criu {
-    /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty directory in
-    /// the container's bundle.
+    /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty
+    /// directory in the container's bundle.
     #[serde(deserialize_with = "absolute")]
     pub libs_dir: Option<PathBuf>,
     /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put it.
@@ -102,10 +102,12 @@ pub struct Deadlines {
     /// The driver's unlock of all processes.
     #[serde(deserialize_with = "duration")]
     pub unlock: Duration,
-    /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller was cut off.
+    /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller was
+    /// cut off.
     #[serde(deserialize_with = "duration")]
     pub rollback: Duration,
-    /// The end of a container that is killed, or was to end with its checkpoint: the kernel takes back its memory.
+    /// The end of a container that is killed, or was to end with its checkpoint: the kernel takes back its
+    /// memory.
     #[serde(deserialize_with = "duration")]
     pub end: Duration,
     /// The end of a driver worker that was killed: a call of the driver may hold it in the kernel.
@@ -147,7 +149,8 @@ pub struct Create {
     pub visible_devices: bool,
     /// Whether mounts below /var/run/nvidia-container-devices give GPUs.
     pub volume_mounts: bool,
-    /// Whether annotations `cdi.k8s.io/...` give GPUs. Where containerd acts on them, they are in the spec already.
+    /// Whether annotations `cdi.k8s.io/...` give GPUs. Where containerd acts on them, they are in the spec
+    /// already.
     pub cdi_annotations: bool,
 }
 
@@ -178,12 +181,13 @@ impl Default for Create {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Checkpoint {
-    /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation comes first.
+    /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation
+    /// comes first.
     pub exec: Exec,
     /// Image directories of GPU containers that others than root may enter.
     pub open_image_dir: OpenImageDir,
-    /// Where a complete image is put when its checkpoint has failed all the same, and containerd will remove it.
-    /// Default: [`names::RESCUE_DIR`].
+    /// Where a complete image is put when its checkpoint has failed all the same, and containerd will remove
+    /// it. Default: [`names::RESCUE_DIR`].
     #[serde(deserialize_with = "absolute")]
     pub rescue_dir: Option<PathBuf>,
 }
@@ -223,15 +227,16 @@ pub enum Exec {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Restore {
-    /// GPUs of this node, by UUID or by the index that `nvidia-smi` shows, that a restored container may get when
-    /// its spec was not written for this node (`ctr containers restore`). Never used for containers of Kubernetes.
+    /// GPUs of this node, by UUID or by the index that `nvidia-smi` shows, that a restored container may get
+    /// when its spec was not written for this node (`ctr containers restore`). Never used for containers of
+    /// Kubernetes.
     pub gpus: Vec<String>,
     /// Pairs `GPU-old=GPU-new` for checkpoints that hold a GPU named on the left.
     pub gpu_map: Vec<String>,
     /// How GPUs are chosen where no map says it. A container's annotation comes first.
     pub policy: RemapPolicy,
-    /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may make a pod names the
-    /// checkpoint as the container's image.
+    /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may make a
+    /// pod names the checkpoint as the container's image.
     pub cri: bool,
 }
 
@@ -413,7 +418,8 @@ mod tests {
         assert_eq!(parse(SHIPPED).unwrap(), Config::default());
     }
 
-    /// Every key that the shipped file shows as a comment must exist, and uncommenting all of them must parse.
+    /// Every key that the shipped file shows as a comment must exist, and uncommenting all of them must
+    /// parse.
     #[test]
     fn the_shipped_file_with_every_comment_removed_is_valid() {
         let uncommented: String = SHIPPED

@@ -1,8 +1,8 @@
 //! firn's configuration file, and the names that its parts share.
 //!
-//! The file is optional: what it does not say has a default, and `config/config.toml` as shipped spells all defaults
-//! out. What it does say must be right: an unknown key or a value of the wrong shape is an error, never ignored,
-//! because the operator believes that it is in force.
+//! The file is optional: what it does not say has a default, and `config/config.toml` as shipped spells all
+//! defaults out. What it does say must be right: an unknown key or a value of the wrong shape is an error,
+//! never ignored, because the operator believes that it is in force.
 //!
 //! This crate knows nothing of GPUs, specs or the shim. It never writes.
 #![forbid(unsafe_code)]

@@ -17,16 +17,19 @@ pub const HOOK_PROGRAM: &str = "firn-hook";
 /// Annotation: which GPU of the source becomes which GPU of this node, `GPU-old=GPU-new,...`.
 pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 
-/// Annotation: how GPUs of this node are chosen for those of the source, in the words of [`crate::RemapPolicy`].
+/// Annotation: how GPUs of this node are chosen for those of the source, in the words of
+/// [`crate::RemapPolicy`].
 pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 
 /// Annotation: `none` asserts that the container's processes share no GPU memory with each other.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 
-/// Annotation: `sockets` makes the ranks of NCCL in the container talk over TCP, so that they can be checkpointed.
+/// Annotation: `sockets` makes the ranks of NCCL in the container talk over TCP, so that they can be
+/// checkpointed.
 pub const ANNOTATION_NCCL: &str = "firn.dev/nccl";
 
-/// Annotation: `omit` leaves processes out of a checkpoint that are not in the tree of init, `refuse` refuses it.
+/// Annotation: `omit` leaves processes out of a checkpoint that are not in the tree of init, `refuse` refuses
+/// it.
 pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
 
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
@@ -62,21 +65,23 @@ pub const ENV_CRIU_INIT: &str = "CRTOOLS_INIT_PID";
 /// File in the bundle that says that the cgroup which the spec names is somebody else's.
 pub const BUNDLE_OTHERS_CGROUP: &str = "firn-cgroup-of-others";
 
-/// Empty file in the bundle that a restored container gets where it had a file of the driver that it can do without.
+/// Empty file in the bundle that a restored container gets where it had a file of the driver that it can do
+/// without.
 pub const BUNDLE_EMPTY: &str = "firn-empty";
 
 /// Directory in the bundle with nothing but CRIU's plugin for AMD's GPUs.
 pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 
-/// Field of `containerd.runc.v1.Options` in which `firn restore` sends the image directory to the shim: containerd 1.7 hands on
-/// the one of its own (`criu_image_path`) for the stock shim alone, and would start the container afresh.
+/// Field of `containerd.runc.v1.Options` in which `firn restore` sends the image directory to the shim:
+/// containerd 1.7 hands on the one of its own (`criu_image_path`) for the stock shim alone, and would start
+/// the container afresh.
 pub const OPTION_RESTORE_DIR: u32 = 15_001;
 
 /// Where complete images are put that their client may remove, unless the configuration says otherwise.
 pub const RESCUE_DIR: &str = "/var/lib/firn/rescue";
 
-/// How the names of directories begin in which complete images are put beside containerd's temporary ones, where those are on
-/// another file system than the rescue directory.
+/// How the names of directories begin in which complete images are put beside containerd's temporary ones,
+/// where those are on another file system than the rescue directory.
 pub const RESCUE_BESIDE: &str = "firn-rescue-";
 
 /// How the names of the temporary directories begin that containerd makes for checkpoints, and removes.

@@ -1,7 +1,8 @@
 //! Text that others have written, as a person's terminal may be given it.
 //!
-//! firn quotes what containers, images, specs and tools say: names of files and processes, log lines. A terminal acts on control
-//! characters, and shows text that holds marks of direction in another order than it has.
+//! firn quotes what containers, images, specs and tools say: names of files and processes, log lines. A
+//! terminal acts on control characters, and shows text that holds marks of direction in another order than it
+//! has.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -25,7 +26,8 @@ pub fn one_line(text: &str) -> String {
     escaped(text, |_| false, |c, shown| shown.extend(c.escape_default()))
 }
 
-/// JSON text of the same meaning that does nothing to a terminal. JSON itself lets most of these characters be in its strings.
+/// JSON text of the same meaning that does nothing to a terminal. JSON itself lets most of these characters
+/// be in its strings.
 pub fn printable_json(text: &str) -> String {
     escaped(
         text,
@@ -50,7 +52,8 @@ fn escaped(text: &str, stays: fn(char) -> bool, escape: fn(char, &mut String)) -
     shown
 }
 
-/// Whether a terminal acts on it or does not show it: control characters, marks of direction, and what takes no room.
+/// Whether a terminal acts on it or does not show it: control characters, marks of direction, and what takes
+/// no room.
 pub fn acts(c: char) -> bool {
     let unseen = matches!(
         c,

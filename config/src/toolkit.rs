@@ -1,8 +1,9 @@
-//! The configuration of NVIDIA's container runtime, a wrapper around runc that turns what asks for GPUs into edits of the
-//! spec: firn does that in its stead, and by the rules that the operator has given it.
+//! The configuration of NVIDIA's container runtime, a wrapper around runc that turns what asks for GPUs into
+//! edits of the spec: firn does that in its stead, and by the rules that the operator has given it.
 //!
-//! Keys that say what counts as a request and which devices are meant are read. Where one has a value that firn does not
-//! follow, it says so, and the container is the wrapper's. No file, or no key: the wrapper's defaults.
+//! Keys that say what counts as a request and which devices are meant are read. Where one has a value that
+//! firn does not follow, it says so, and the container is the wrapper's. No file, or no key: the wrapper's
+//! defaults.
 
 use std::ffi::OsStr;
 use std::io;

@@ -60,7 +60,8 @@ pub fn gpu_requests(bytes: &[u8]) {
     }
 }
 
-/// Converts a pod's container, which is not privileged. Whether it was given anything, or the code of its refusal.
+/// Converts a pod's container, which is not privileged. Whether it was given anything, or the code of its
+/// refusal.
 pub(crate) fn check(case: Case) -> Option<Result<bool, String>> {
     let Case {
         mut spec,

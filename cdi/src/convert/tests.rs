@@ -31,7 +31,8 @@ fn toolkit() -> Toolkit {
     }
 }
 
-/// What `ctr --device`, nerdctl's `--gpus`, and containerd for Kubernetes' device plugin and resource claims write.
+/// What `ctr --device`, nerdctl's `--gpus`, and containerd for Kubernetes' device plugin and resource claims
+/// write.
 #[test]
 fn finished_edits_of_every_kind_are_left_as_they_are() {
     for (file, device) in [
@@ -63,7 +64,8 @@ fn finished_edits_of_every_kind_are_left_as_they_are() {
     }
 }
 
-/// What Kubernetes' device plugin asks for, by its strategies: each ends in the edits of one GPU and asks for nothing more.
+/// What Kubernetes' device plugin asks for, by its strategies: each ends in the edits of one GPU and asks for
+/// nothing more.
 #[test]
 fn every_strategy_of_the_device_plugin_ends_in_the_same_edits() {
     let uuid = "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1";
@@ -142,7 +144,8 @@ fn file(kind: &str, name: &str, edits: Value, common: Value) -> CdiFile {
     .unwrap()
 }
 
-/// With `visible-devices = true`, a variable with these names in a container that has GPU 0, and these edits in the file of `0`.
+/// With `visible-devices = true`, a variable with these names in a container that has GPU 0, and these edits
+/// in the file of `0`.
 fn beside_nodes(common: Value) -> Result<Converted, ConvertError> {
     let process = json!({"env": ["NVIDIA_VISIBLE_DEVICES=0"], "user": {"additionalGids": [7]}});
     let spec = json!({"process": process, "linux": {"devices": [gpu(0)]}});
