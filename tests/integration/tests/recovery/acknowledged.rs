@@ -229,7 +229,7 @@ pub fn every_failpoint_of_the_shim_is_tried() -> Result<()> {
         DUMP_FAILED,
     ];
     let tried: BTreeSet<&str> = tables.into_iter().flatten().copied().collect();
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shim/src");
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../transaction/src");
     let mut found = 0;
     for_each_file(&sources, &mut |text| {
         for (at, call) in text.match_indices("point(\"") {
