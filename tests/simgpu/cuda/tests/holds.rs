@@ -101,6 +101,8 @@ fn a_lock_given_up_while_threads_are_held_is_dropped() {
     let mut caller = node.caller("lock", counter.pid(), &[]);
     assert_eq!(caller.answers(A_WHILE), None);
     caller.kill();
+    // The restore thread answers one call after the other: this one when it has dropped the lock.
+    assert_eq!(node.state(counter.pid()), "0");
     held.release();
     unharmed(&node, &counter);
 }
