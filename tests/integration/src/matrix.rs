@@ -5,6 +5,7 @@
 //! `skipped: REASON` is printed, which `cargo xtask test` shows at the end.
 
 use std::fmt;
+use std::num::NonZero;
 use std::process::ExitCode;
 
 use anyhow::{Error, Result};
@@ -81,11 +82,18 @@ pub fn without_node(name: &str, test: fn() -> Result<()>) -> Trial {
     trial(name.to_owned(), test)
 }
 
-/// Runs the trials that the command line picks. Two at a time, unless it sets another number.
+/// Runs the trials that the command line picks, several at a time.
 pub fn run_trials(trials: Vec<Trial>) -> Conclusion {
     let mut arguments = Arguments::from_args();
-    arguments.test_threads.get_or_insert(2);
+    arguments.test_threads.get_or_insert_with(at_a_time);
     libtest_mimic::run(&arguments, trials)
+}
+
+/// One more than there are CPUs: trials wait half of their time, mostly for programs that wait too. No more
+/// than six, as each has one or two nodes in memory.
+fn at_a_time() -> usize {
+    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    (cpus + 1).clamp(2, 6)
 }
 
 /// The main function of a suite.

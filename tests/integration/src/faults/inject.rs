@@ -208,103 +208,43 @@ impl<'h> Injection<'h> {
             disk: None,
             stall: None,
         };
-        let follows = first.map_or_else(Vec::new, Self::followed);
-        let driver = |often: Often, action: &[&str]| -> Result<Point> {
-            let call = at.phase.call().context("a phase without driver call")?;
-            // Of several processes a late one, so that some have been through it.
-            let late = case.subject.processes > 1 && first.is_none() && often != Often::Always;
-            let nth: u64 = if late { 3 } else { 1 };
-            let nth_text = nth.to_string();
-            let mut arguments = vec!["--call", call, "--nth", &nth_text];
-            if often != Often::Always {
-                arguments.extend(["--times", "1"]);
-            }
-            arguments.extend(follows.iter().map(String::as_str));
-            arguments.extend((often == Often::OnceAfter).then_some("--after"));
-            arguments.extend(action);
-            host.fault(&arguments)?;
-            Ok(Point::Driver { rule: rules, nth })
+        let arming = Arming {
+            host,
+            case,
+            at,
+            first,
+            rules,
+            number,
         };
-        let verb = match case.flow {
-            Flow::Checkpoint => "checkpoint",
-            Flow::Restore => "restore",
-        };
-        let order = |name: &str, text: &str| order(host, name, text, number);
-        let runc = |when: Runc, action: &str| {
-            let when = match when {
-                Runc::Before => "before",
-                Runc::After => "after",
-            };
-            order(&format!("runc-{when}"), &format!("{verb} {action}"))
-        };
-        let moment = |moment: Moment, action: &str| order(&format!("action-{}", moment.name()), action);
         match at.fault {
-            Fault::DriverError(often) => injection.point = driver(often, &["--error", "CUDA_ERROR_UNKNOWN"])?,
-            Fault::DriverHang(often) => injection.point = driver(often, &["--hang"])?,
-            Fault::WorkerCrash(often) => injection.point = driver(often, &["--crash"])?,
-            Fault::Kill(victim) => {
-                injection.strike = Strike::Kill(victim);
-                match at.phase {
-                    Phase::Dump => moment(Moment::PreDump, "hold")?,
-                    Phase::CriuRestore => moment(Moment::PreResume, "hold")?,
-                    Phase::Prepare => order("worker", "hold")?,
-                    Phase::Finish | Phase::Continue | Phase::Abandon | Phase::Undo => {
-                        host.node().write(HOLD_PHASE, at.phase.to_string())?;
-                        injection.point = Point::Held;
-                    }
-                    _ => {
-                        // Who dies with its call in the driver dies in the worst moment.
-                        let stuck = matches!(victim, Victim::Worker | Victim::Shim);
-                        let action = if stuck {
-                            &["--hang"][..]
-                        } else {
-                            &["--delay-ms", DELAY_MS]
-                        };
-                        injection.point = driver(Often::Once, action)?;
-                    }
-                }
+            Fault::DriverError(often) => {
+                injection.point = arming.driver(often, &["--error", "CUDA_ERROR_UNKNOWN"])?
             }
-            Fault::Panic => {
-                let phase = match at.phase {
-                    Phase::CriuRestore => "criu-restore".to_owned(),
-                    phase => phase.to_string(),
-                };
-                let node = host.node();
-                let others = node.read(PANIC_PHASES).unwrap_or_default();
-                node.write(PANIC_PHASES, format!("{others} {phase}"))?;
-                injection.point = Point::Panic(phase);
-            }
-            Fault::RuncError(when) => runc(when, "error")?,
-            Fault::RuncHang(when) => runc(when, "stop")?,
-            Fault::RuncKill(when) => runc(when, "kill")?,
-            Fault::RuncKillAt(at) => moment(at, "kill-runc")?,
-            Fault::RuncHangAt(at) => moment(at, "stop-runc")?,
-            Fault::CriuErrorAt(at) => moment(at, "error")?,
-            Fault::CriuHangAt(at) => moment(at, "stop-criu")?,
-            Fault::CriuKillAt(at) => moment(at, "kill-criu")?,
-            Fault::Stall(stall) => {
-                match stall.since {
-                    Since::Begin => injection.point = Point::None,
-                    Since::Dump => runc(Runc::Before, "hold")?,
-                    Since::Manifest => runc(Runc::After, "hold")?,
-                    Since::Cleanup => runc(Runc::After, "hold-error")?,
-                }
-                if stall.since != Since::Begin {
-                    injection.strike = Strike::Stall(stall);
-                }
-            }
+            Fault::DriverHang(often) => injection.point = arming.driver(often, &["--hang"])?,
+            Fault::WorkerCrash(often) => injection.point = arming.driver(often, &["--crash"])?,
+            Fault::Kill(victim) => arming.kill(&mut injection, victim)?,
+            Fault::Panic => injection.point = arming.panic()?,
+            Fault::RuncError(when) => arming.runc(when, "error")?,
+            Fault::RuncHang(when) => arming.runc(when, "stop")?,
+            Fault::RuncKill(when) => arming.runc(when, "kill")?,
+            Fault::RuncKillAt(at) => arming.moment(at, "kill-runc")?,
+            Fault::RuncHangAt(at) => arming.moment(at, "stop-runc")?,
+            Fault::CriuErrorAt(at) => arming.moment(at, "error")?,
+            Fault::CriuHangAt(at) => arming.moment(at, "stop-criu")?,
+            Fault::CriuKillAt(at) => arming.moment(at, "kill-criu")?,
+            Fault::Stall(stall) => arming.stall(&mut injection, stall)?,
             Fault::Mknod => {
                 injection.strike = Strike::FillDev;
-                runc(Runc::After, "hold")?;
+                arming.runc(Runc::After, "hold")?;
             }
-            Fault::CriuError => order("criu", "error -")?,
-            Fault::CriuFault(fault) => order("criu", &format!("fault {fault}"))?,
+            Fault::CriuError => arming.order("criu", "error -")?,
+            Fault::CriuFault(fault) => arming.order("criu", &format!("fault {fault}"))?,
             Fault::NoSpace(_) | Fault::Io(_) | Fault::ReadOnly(_) | Fault::NoSpaceForManifest => {
                 injection.disk = Some(Failing::new(host, case.flow, at, number)?);
                 injection.strike = Strike::Disk;
                 match (case.flow, at.fault) {
-                    (Flow::Restore, _) => runc(Runc::Before, "hold")?,
-                    (_, Fault::NoSpaceForManifest) => runc(Runc::After, "hold")?,
+                    (Flow::Restore, _) => arming.runc(Runc::Before, "hold")?,
+                    (_, Fault::NoSpaceForManifest) => arming.runc(Runc::After, "hold")?,
                     _ => {
                         injection.point = Point::None;
                         injection.strike = Strike::None;
@@ -377,6 +317,112 @@ impl<'h> Injection<'h> {
                     .is_some_and(|seen| seen >= *nth))
             }
         }
+    }
+}
+
+/// How an injection is prepared on the host.
+struct Arming<'a, 'h> {
+    host: &'h GpuHost,
+    case: &'a Case,
+    at: FaultAt,
+    /// The injection that this one follows.
+    first: Option<&'a Injection<'h>>,
+    /// Rules of the simulated driver so far.
+    rules: usize,
+    number: usize,
+}
+
+impl Arming<'_, '_> {
+    /// A fault of the simulated driver in the phase's call.
+    fn driver(&self, often: Often, action: &[&str]) -> Result<Point> {
+        let call = self.at.phase.call().context("a phase without driver call")?;
+        // Of several processes a late one, so that some have been through it.
+        let late = self.case.subject.processes > 1 && self.first.is_none() && often != Often::Always;
+        let nth: u64 = if late { 3 } else { 1 };
+        let nth_text = nth.to_string();
+        let mut arguments = vec!["--call", call, "--nth", &nth_text];
+        if often != Often::Always {
+            arguments.extend(["--times", "1"]);
+        }
+        let follows = self.first.map_or_else(Vec::new, Injection::followed);
+        arguments.extend(follows.iter().map(String::as_str));
+        arguments.extend((often == Often::OnceAfter).then_some("--after"));
+        arguments.extend(action);
+        self.host.fault(&arguments)?;
+        Ok(Point::Driver {
+            rule: self.rules,
+            nth,
+        })
+    }
+
+    fn order(&self, name: &str, text: &str) -> Result<()> {
+        order(self.host, name, text, self.number)
+    }
+
+    /// An action before or after the runtime's verb.
+    fn runc(&self, when: Runc, action: &str) -> Result<()> {
+        let verb = match self.case.flow {
+            Flow::Checkpoint => "checkpoint",
+            Flow::Restore => "restore",
+        };
+        let when = match when {
+            Runc::Before => "before",
+            Runc::After => "after",
+        };
+        self.order(&format!("runc-{when}"), &format!("{verb} {action}"))
+    }
+
+    /// An action at a moment of CRIU's script.
+    fn moment(&self, moment: Moment, action: &str) -> Result<()> {
+        self.order(&format!("action-{}", moment.name()), action)
+    }
+
+    fn kill(&self, injection: &mut Injection<'_>, victim: Victim) -> Result<()> {
+        injection.strike = Strike::Kill(victim);
+        match self.at.phase {
+            Phase::Dump => self.moment(Moment::PreDump, "hold")?,
+            Phase::CriuRestore => self.moment(Moment::PreResume, "hold")?,
+            Phase::Prepare => self.order("worker", "hold")?,
+            Phase::Finish | Phase::Continue | Phase::Abandon | Phase::Undo => {
+                self.host.node().write(HOLD_PHASE, self.at.phase.to_string())?;
+                injection.point = Point::Held;
+            }
+            _ => {
+                // Who dies with its call in the driver dies in the worst moment.
+                let stuck = matches!(victim, Victim::Worker | Victim::Shim);
+                let action = if stuck {
+                    &["--hang"][..]
+                } else {
+                    &["--delay-ms", DELAY_MS]
+                };
+                injection.point = self.driver(Often::Once, action)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn stall(&self, injection: &mut Injection<'_>, stall: Stall) -> Result<()> {
+        match stall.since {
+            Since::Begin => injection.point = Point::None,
+            Since::Dump => self.runc(Runc::Before, "hold")?,
+            Since::Manifest => self.runc(Runc::After, "hold")?,
+            Since::Cleanup => self.runc(Runc::After, "hold-error")?,
+        }
+        if stall.since != Since::Begin {
+            injection.strike = Strike::Stall(stall);
+        }
+        Ok(())
+    }
+
+    fn panic(&self) -> Result<Point> {
+        let phase = match self.at.phase {
+            Phase::CriuRestore => "criu-restore".to_owned(),
+            phase => phase.to_string(),
+        };
+        let node = self.host.node();
+        let others = node.read(PANIC_PHASES).unwrap_or_default();
+        node.write(PANIC_PHASES, format!("{others} {phase}"))?;
+        Ok(Point::Panic(phase))
     }
 }
 

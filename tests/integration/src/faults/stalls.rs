@@ -139,6 +139,35 @@ impl Stall {
     }
 }
 
+/// Success leaves an image; a failure whose container goes on leaves nothing of one.
+fn leaves_no_half_image(testbed: &Testbed, stall: Stall, outcome: Outcome) -> Result<()> {
+    let image = testbed.host.node().path(stall.image());
+    let left = || {
+        let entries = std::fs::read_dir(&image).into_iter().flatten().flatten();
+        let names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
+        format!("left in {}: {names:?}", stall.image())
+    };
+    match stall.then {
+        Then::GoesOn if outcome == Outcome::Done => {
+            ensure!(
+                testbed.manifest_of(stall.image()),
+                "success was reported, and no image"
+            );
+        }
+        Then::GoesOn => {
+            wait_for(
+                "half an image to go",
+                TIDY,
+                || Ok((!image.exists()).then_some(())),
+            )
+            .with_context(left)?;
+        }
+        // With the container goes its shim: what hung then stays, and is no image.
+        Then::Ended | Then::Killed => {}
+    }
+    Ok(())
+}
+
 /// Tries a case whose fault is `stall`.
 pub(super) fn attempt<'t>(
     testbed: &'t Testbed,
@@ -167,30 +196,7 @@ pub(super) fn attempt<'t>(
     if outcome == Outcome::Resumed && stall.then == Then::GoesOn {
         job.is_resumed()?;
     }
-    let image = testbed.host.node().path(stall.image());
-    let left = || {
-        let entries = std::fs::read_dir(&image).into_iter().flatten().flatten();
-        let names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
-        format!("left in {}: {names:?}", stall.image())
-    };
-    match stall.then {
-        Then::GoesOn if outcome == Outcome::Done => {
-            ensure!(
-                testbed.manifest_of(stall.image()),
-                "success was reported, and no image"
-            );
-        }
-        Then::GoesOn => {
-            wait_for(
-                "half an image to go",
-                TIDY,
-                || Ok((!image.exists()).then_some(())),
-            )
-            .with_context(left)?;
-        }
-        // With the container goes its shim: what hung then stays, and is no image.
-        Then::Ended | Then::Killed => {}
-    }
+    leaves_no_half_image(testbed, stall, outcome)?;
     // CRIU's log stays in a work directory that the client has named.
     let node = testbed.host.node();
     node.run(&["sh", "-c", &format!("rm -rf {} {WORK}/*", stall.image())])?;

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, SimGpu, cases, matrix, on};
+use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, SimGpu, Skip, cases, matrix, on};
 use firn_node::Platform;
 
 use crate::Step::{A, B, Do, Left, Send};
@@ -236,7 +236,16 @@ fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
     Ok([host("a", 1)?, host("b", 3)?])
 }
 
+/// Skips the trial where the test program runs without its repository.
+fn needs_pages() -> Result<()> {
+    match root().join("README.md").is_file() {
+        true => Ok(()),
+        false => Err(Skip::new("the pages are not on this machine").into()),
+    }
+}
+
 fn commands_of_the_pages_work_as_written(platform: Platform) -> Result<()> {
+    needs_pages()?;
     on(pair(platform, "guide")?, |hosts| {
         for page in PAGES {
             run(hosts, page).with_context(|| page.path)?;
@@ -248,6 +257,7 @@ fn commands_of_the_pages_work_as_written(platform: Platform) -> Result<()> {
 
 /// `examples/ctr/one-node.sh`, on the same GPU and onto the other one.
 fn the_example_script_works_on_one_node(platform: Platform) -> Result<()> {
+    needs_pages()?;
     on(pair(platform, "example")?, |[a, _]| {
         let script = root().join("examples/ctr/one-node.sh");
         a.node().install(script, "/usr/local/bin/one-node.sh", 0o755)?;
@@ -267,6 +277,7 @@ fn the_example_script_works_on_one_node(platform: Platform) -> Result<()> {
 
 /// Every console block of the pages is run or has a reason, and no page is left out.
 fn every_console_block_is_run_or_has_a_reason() -> Result<()> {
+    needs_pages()?;
     for page in PAGES {
         let blocks = console_blocks(page.path)?;
         let numbers = page.steps.iter().filter_map(|step| match step {

@@ -366,22 +366,30 @@ fn a_directory_is_restored_through_containerd(platform: Platform) -> Result<()> 
         if !platform.suite.restores_by_any_runtime() {
             started_afresh_by_others(host)?;
         }
-        // The shim's refusal is shown unchanged, and no task is left.
-        ends(host, &job, "/srv/other")?;
-        shell(host, "echo x >>/srv/image/core-1.img")?;
-        let output = failure(restore(&[]))?;
-        ensure!(
-            output.contains("FIRN-IMAGE-") && output.matches("hint: ").count() == 1,
-            "{output}"
-        );
-        ensure!(job.status().is_err(), "a task is left");
-        job.forget()?;
-        let output = failure(restore(&[]))?;
-        ensure!(output.contains("FIRN-NO-CONTAINER: "), "{output}");
-        let output = failure(restore(&["--address", "/nowhere"]))?;
-        ensure!(output.contains("FIRN-CONTAINERD: "), "{output}");
-        host.idle()
+        refusals_are_shown(host, job)
     })
+}
+
+/// The shim's refusal is shown unchanged, and no task is left.
+fn refusals_are_shown(host: &GpuHost, job: Container<'_>) -> Result<()> {
+    let restore = |more: &[&str]| {
+        let command = [&["firn", "restore", "--dir", "/srv/image", "job"], more].concat();
+        host.node().run(&command)
+    };
+    ends(host, &job, "/srv/other")?;
+    shell(host, "echo x >>/srv/image/core-1.img")?;
+    let output = failure(restore(&[]))?;
+    ensure!(
+        output.contains("FIRN-IMAGE-") && output.matches("hint: ").count() == 1,
+        "{output}"
+    );
+    ensure!(job.status().is_err(), "a task is left");
+    job.forget()?;
+    let output = failure(restore(&[]))?;
+    ensure!(output.contains("FIRN-NO-CONTAINER: "), "{output}");
+    let output = failure(restore(&["--address", "/nowhere"]))?;
+    ensure!(output.contains("FIRN-CONTAINERD: "), "{output}");
+    host.idle()
 }
 
 fn main() -> ExitCode {
