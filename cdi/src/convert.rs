@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use firn_config::Config;
 use firn_host::{Problem, Remedy, remedy};
 use firn_oci::edit::{self, EditError};
-use firn_oci::{Ask, KIND, RUNTIME_KIND, Request, Rules, Spec, SpecError, settle};
+use firn_oci::{GpuRequest, KIND, NamedGpus, RUNTIME_KIND, Rules, Spec, SpecError, remove_requests};
 
 use crate::{BadName, CdiError, DeviceName, Registry};
 
@@ -90,16 +90,16 @@ pub fn convert_by(
     restores: bool,
     registry: impl FnOnce() -> Registry,
 ) -> Result<Converted, ConvertError> {
-    let Ask::Request(request) = Ask::of(&spec, rules) else {
+    let GpuRequest::Named(request) = GpuRequest::of(&spec, rules) else {
         return Ok(Converted::unchanged(spec));
     };
-    if !request.form.counts(&config.create) {
+    if !request.source.is_enabled(&config.create) {
         return Ok(Converted::unchanged(spec));
     }
     let granted = !spec.gpu_nodes().is_empty() && !spec.opens_all_devices();
     // The nodes of a restored container's spec may be another node's, and so may the names beside them.
     let from_elsewhere = restores && !spec.is_cri();
-    if !request.form.is_hook() && !spec.gpu_nodes().is_empty() && from_elsewhere {
+    if !request.source.is_hook() && !spec.gpu_nodes().is_empty() && from_elsewhere {
         return Ok(Converted::unchanged(spec));
     }
     let registry = registry();
@@ -117,11 +117,11 @@ pub fn convert_by(
     }
     let mut value = edited.into_value();
     let left_out = match granted && !from_elsewhere {
-        true => registry.inject_beside_nodes(&mut value, &names)?,
+        true => registry.inject_without_nodes(&mut value, &names)?,
         false => registry.inject(&mut value, &names).map(|()| BTreeSet::new())?,
     };
     let mut spec = Spec::from(value);
-    settle(&mut spec)?;
+    remove_requests(&mut spec)?;
     Ok(Converted {
         spec,
         names,
@@ -131,8 +131,8 @@ pub fn convert_by(
 
 /// What is asked for, as names of CDI devices. One of another kind is refused, unless the spec has all of its
 /// edits: containerd has acted on the annotation that names it.
-fn asked(spec: &Spec, request: &Request, registry: &Registry) -> Result<Vec<DeviceName>, ConvertError> {
-    let foreign: BTreeSet<&str> = request.foreign().collect();
+fn asked(spec: &Spec, request: &NamedGpus, registry: &Registry) -> Result<Vec<DeviceName>, ConvertError> {
+    let foreign: BTreeSet<&str> = request.other_kinds().collect();
     for name in &foreign {
         let name: DeviceName = name.parse()?;
         if !is_given(spec, &name, registry) {

@@ -6,7 +6,6 @@
 //! the command line: a YAML parser has no place in the shim.
 #![forbid(unsafe_code)]
 
-mod beside;
 mod bounded;
 mod convert;
 mod error;
@@ -19,6 +18,7 @@ pub mod ldcache;
 mod names;
 mod registry;
 mod version;
+mod without_nodes;
 
 pub use convert::{ConvertError, Converted, convert, convert_by};
 pub use error::{CdiError, FileError};

@@ -10,7 +10,7 @@ use firn_cdi::{CdiFile, Registry};
 use firn_config::Config;
 use firn_gpu::{DeviceNode, Inventory};
 use firn_image::manifest::Manifest;
-use firn_oci::{Ask, Rules, Spec, mounts};
+use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::{Basis, Decision};
 use serde_json::json;
 
@@ -95,7 +95,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
                 dirs: &dirs,
             };
             let empty = bundle.join(firn_config::names::BUNDLE_EMPTY);
-            mounts::settle(&mut spec.clone(), bundle, &manifest.mounts, driver, &empty)
+            mounts::apply(&mut spec.clone(), bundle, &manifest.mounts, driver, &empty)
                 .map(|_| decision)
                 .map_err(ProblemReport::from)
         });
@@ -126,8 +126,7 @@ fn read(
 /// The spec as the shim would make it at Create, and whether it converts it.
 fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Spec, bool), ProblemReport> {
     let rules = Rules::of(&spec, None)?;
-    let by_names =
-        matches!(Ask::of(&spec, &rules), Ask::Request(request) if request.form.counts(&config.create));
+    let by_names = matches!(GpuRequest::of(&spec, &rules), GpuRequest::Named(request) if request.source.is_enabled(&config.create));
     let converted = match there {
         None => firn_cdi::convert(spec, config, &rules, true),
         Some(inventory) => firn_cdi::convert_by(spec, config, &rules, true, || registry_of(inventory)),

@@ -86,7 +86,7 @@ fn update(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
 
 /// Makes both in a container of podman's or CRI-O's. One without NVIDIA's GPUs is not touched, nor looked at.
 pub fn provide(bundle: &Path, spec: &Value) -> Result<()> {
-    if !Spec::from(spec.clone()).asks_for_gpu() {
+    if !Spec::from(spec.clone()).requests_gpu() {
         return Ok(());
     }
     provide_mounted(&Rootfs::open(&state::root(bundle, spec)?)?, spec)

@@ -254,7 +254,7 @@ impl Manifest {
     /// Reads the manifest for a container that is to be restored, and insists on one if the container asks for a GPU.
     pub fn read_for(spec: &firn_oci::Spec, dir: &Path) -> Result<Option<Self>, ManifestError> {
         match Self::read(dir)? {
-            None if spec.asks_for_gpu() => Err(ManifestError::Missing { dir: dir.to_owned() }),
+            None if spec.requests_gpu() => Err(ManifestError::Missing { dir: dir.to_owned() }),
             manifest => Ok(manifest),
         }
     }

@@ -31,7 +31,7 @@ const MAX_BYTES: u64 = 64 << 10;
 /// in the bundle.
 pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, ProblemReport> {
     let repaired = Spec::load(bundle).map_err(DevError::from).and_then(|spec| {
-        match spec.asks_for_gpu() || spec.has_other_gpus() {
+        match spec.requests_gpu() || spec.has_other_gpus() {
             true => dev_repair::repair_unassembled(init, &spec),
             false => Ok(DevRepair::default()),
         }

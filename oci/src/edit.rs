@@ -92,7 +92,7 @@ pub fn replace_gpus(
 /// The number of `/dev/kfd` is the kernel's choice, and its name says what it opens: it gets the one that it has here. Nodes of
 /// graphics have the same numbers on every host, and containers have them under other names: the number is what was granted.
 /// Of both, what this host does not have is dropped: which device it would open here is not known.
-pub fn settle_other_gpus(spec: &mut Spec, host: &[DeviceNode]) -> Result<DeviceEdit, EditError> {
+pub fn replace_other_gpus(spec: &mut Spec, host: &[DeviceNode]) -> Result<DeviceEdit, EditError> {
     let (mut moves, mut new) = (Vec::new(), Vec::new());
     let old = spec.array("/linux/devices").to_vec();
     for entry in &old {

@@ -2,7 +2,7 @@
 //!
 //! CDI's edits, `--device` and privileged containers have the GPUs in the spec: nothing is to be done. Older tools leave a
 //! hook there that mounts GPUs behind the runtime's back, or only a name; runc knows nothing of what a hook has mounted, and
-//! a container that was made so cannot be dumped. [`Request`] says which devices are meant, so that they can be made edits of
+//! a container that was made so cannot be dumped. [`NamedGpus`] says which devices are meant, so that they can be made edits of
 //! the spec instead.
 //!
 //! A hook or a name may be there beside nodes (Kubernetes' device plugin with PASS_DEVICE_SPECS): the nodes are then not all that the
@@ -38,20 +38,20 @@ const ANNOTATION: &str = "cdi.k8s.io/";
 
 /// How a spec asks for GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ask {
+pub enum GpuRequest {
     /// Not at all, or for none.
-    Nothing,
+    None,
     /// They are in it.
     Nodes,
     /// By what has to be turned into edits.
-    Request(Request),
+    Named(NamedGpus),
 }
 
 /// Devices that are asked for by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct NamedGpus {
     /// By what.
-    pub form: Form,
+    pub source: RequestSource,
     /// Indices, UUIDs, `all`, or full names of CDI devices.
     pub devices: Vec<String>,
 }
@@ -81,7 +81,7 @@ impl Rules {
 
 /// What asks for devices by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub enum RequestSource {
     /// A hook that runs nvidia-container-cli, as `ctr run --gpus` of containerd up to 2.2 writes it.
     Cli,
     /// A hook of NVIDIA's container runtime, as docker and hooks.d files write it. It goes by the variable.
@@ -96,7 +96,7 @@ pub enum Form {
     Variable,
 }
 
-impl Form {
+impl RequestSource {
     /// Whether the container gets its GPUs also if nothing is converted.
     pub fn is_hook(self) -> bool {
         match self {
@@ -106,7 +106,7 @@ impl Form {
     }
 
     /// Whether what asks is taken for a request of whoever made the container.
-    pub fn counts(self, create: &Create) -> bool {
+    pub fn is_enabled(self, create: &Create) -> bool {
         match self {
             Self::Cli | Self::RuntimeHook | Self::Wrapper => create.hooks == Conversion::Convert,
             Self::Annotations => create.cdi_annotations,
@@ -116,10 +116,10 @@ impl Form {
     }
 }
 
-impl Request {
+impl NamedGpus {
     /// Full names of devices of other kinds than NVIDIA's GPUs. Such a device is never given for its name in a variable, a mount, an
     /// annotation or a hook: those may be an image's, or anybody's who may make a pod.
-    pub fn foreign(&self) -> impl Iterator<Item = &str> {
+    pub fn other_kinds(&self) -> impl Iterator<Item = &str> {
         let is_foreign = |name: &&str| {
             let kind = name.split_once('=').map(|(kind, _)| kind);
             kind.is_some_and(|kind| kind != KIND && kind != RUNTIME_KIND)
@@ -128,7 +128,7 @@ impl Request {
     }
 }
 
-impl Ask {
+impl GpuRequest {
     /// How this spec asks, by these rules. Looks at nothing else.
     pub fn of(spec: &Spec, rules: &Rules) -> Self {
         let request = by_cli(spec).or_else(|| match rules {
@@ -142,11 +142,11 @@ impl Ask {
         Self::decided(spec, request)
     }
 
-    fn decided(spec: &Spec, request: Option<Request>) -> Self {
+    fn decided(spec: &Spec, request: Option<NamedGpus>) -> Self {
         match request {
-            Some(request) if !request.devices.is_empty() => Self::Request(request),
+            Some(request) if !request.devices.is_empty() => Self::Named(request),
             _ if !spec.gpu_nodes().is_empty() => Self::Nodes,
-            _ => Self::Nothing,
+            _ => Self::None,
         }
     }
 }
@@ -163,7 +163,7 @@ impl Spec {
 }
 
 /// Removes from a spec what has asked for GPUs that are now its edits. Returns how many hooks and mounts there were.
-pub fn settle(spec: &mut Spec) -> Result<usize, SpecError> {
+pub fn remove_requests(spec: &mut Spec) -> Result<usize, SpecError> {
     let is_volume = |mount: &Value| volume(mount).is_some();
     let hooks = remove(spec, &["hooks"], "prestart", device_class::is_nvidia_hook)?
         + remove(spec, &["hooks"], "createRuntime", device_class::is_nvidia_hook)?;
@@ -227,12 +227,12 @@ fn name_of(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or_default()
 }
 
-fn by_cli(spec: &Spec) -> Option<Request> {
+fn by_cli(spec: &Spec) -> Option<NamedGpus> {
     let (_, words) = early_hooks(spec)
         .find(|(_, words)| words.iter().any(|word| name_of(word) == "nvidia-container-cli"))?;
     let given = words.iter().filter_map(|word| word.strip_prefix("--device="));
-    Some(Request {
-        form: Form::Cli,
+    Some(NamedGpus {
+        source: RequestSource::Cli,
         devices: given.flat_map(list).collect(),
     })
 }
@@ -255,10 +255,10 @@ pub(crate) fn hook_has_names(spec: &Spec) -> bool {
 
 /// As NVIDIA's hook goes by its settings: mounts come before the variable, and the variable counts for a container that is not
 /// privileged only where the operator has not turned that off.
-fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
+fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Option<NamedGpus> {
     let devices = Some(by_mounts(spec, toolkit)).filter(|devices| !devices.is_empty());
-    Some(Request {
-        form: Form::RuntimeHook,
+    Some(NamedGpus {
+        source: RequestSource::RuntimeHook,
         devices: devices.unwrap_or_else(|| by_name(spec, toolkit)),
     })
 }
@@ -280,7 +280,7 @@ fn by_mounts(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
     }
 }
 
-fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
+fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<NamedGpus> {
     let annotated = || {
         let names = annotations(spec, &toolkit.annotations);
         match toolkit.only_full_names && names.iter().any(|name| !name.contains('=')) {
@@ -291,8 +291,8 @@ fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<Request> {
     let (mounted, named) = (|| by_mounts(spec, toolkit), || by_name(spec, toolkit));
     let mut asked = [&annotated as &dyn Fn() -> Vec<String>, &mounted, &named].into_iter();
     let devices = asked.find_map(|asked| Some(asked()).filter(|devices| !devices.is_empty()))?;
-    Some(Request {
-        form: Form::Wrapper,
+    Some(NamedGpus {
+        source: RequestSource::Wrapper,
         devices,
     })
 }
@@ -310,7 +310,7 @@ fn named(spec: &Spec, preferred: &[String]) -> String {
 }
 
 /// What the wrapper would give beside GPUs, and firn does not: the variable or place that asks for it.
-pub fn asks_for_more(spec: &Spec) -> Option<&'static str> {
+pub fn requests_beyond_gpus(spec: &Spec) -> Option<&'static str> {
     const SWITCHES: [&str; 4] = ["NVIDIA_GDS", "NVIDIA_MOFED", "NVIDIA_GDRCOPY", "NVIDIA_NVSWITCH"];
     const CHANNELS: &str = "NVIDIA_IMEX_CHANNELS";
     let is_on = |name: &&&str| of_env(spec, name) == Some("enabled");
@@ -326,10 +326,10 @@ pub fn asks_for_more(spec: &Spec) -> Option<&'static str> {
     switch.or_else(|| channels.then_some(CHANNELS))
 }
 
-fn by_annotations(spec: &Spec) -> Option<Request> {
+fn by_annotations(spec: &Spec) -> Option<NamedGpus> {
     let devices = annotations(spec, &[ANNOTATION.to_owned()]);
-    (!devices.is_empty()).then_some(Request {
-        form: Form::Annotations,
+    (!devices.is_empty()).then_some(NamedGpus {
+        source: RequestSource::Annotations,
         devices,
     })
 }
@@ -348,17 +348,17 @@ fn annotations(spec: &Spec, prefixes: &[String]) -> Vec<String> {
     found.into_iter().flat_map(|(_, names)| list(names)).collect()
 }
 
-fn by_volumes(spec: &Spec) -> Option<Request> {
+fn by_volumes(spec: &Spec) -> Option<NamedGpus> {
     let devices = volumes(spec);
-    (!devices.is_empty()).then_some(Request {
-        form: Form::Volumes,
+    (!devices.is_empty()).then_some(NamedGpus {
+        source: RequestSource::Volumes,
         devices,
     })
 }
 
-fn by_variable(spec: &Spec) -> Option<Request> {
-    Some(Request {
-        form: Form::Variable,
+fn by_variable(spec: &Spec) -> Option<NamedGpus> {
+    Some(NamedGpus {
+        source: RequestSource::Variable,
         devices: list(variable(spec)?).collect(),
     })
 }

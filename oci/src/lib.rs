@@ -20,7 +20,8 @@ mod vendor;
 
 pub use device_class::{GpuPath, classify};
 pub use gpu_request::{
-    Ask, Form, KIND, RUNTIME_KIND, Request, Rules, asks_for_more, drop_mounting_hooks, settle,
+    GpuRequest, KIND, NamedGpus, RUNTIME_KIND, RequestSource, Rules, drop_mounting_hooks, remove_requests,
+    requests_beyond_gpus,
 };
 pub use spec::{DeviceRule, Spec, SpecDevice, SpecError, SpecMount};
 pub use vendor::{OtherGpu, other_gpu};

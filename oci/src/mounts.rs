@@ -87,9 +87,9 @@ pub struct Driver<'a> {
     pub dirs: &'a [&'a str],
 }
 
-/// What [`decide`] has decided.
+/// What [`resolve`] has decided.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Settled {
+pub struct ResolvedMounts {
     /// Destinations that get a file of this node's driver, and the file.
     pub from_driver: Vec<(PathBuf, PathBuf)>,
     /// Destinations that get an empty file.
@@ -99,7 +99,7 @@ pub struct Settled {
     changes: Changes,
 }
 
-impl Settled {
+impl ResolvedMounts {
     /// Makes the spec whose mounts were looked at one whose mounts are all there.
     pub fn apply(&mut self, spec: &mut Spec) -> Result<(), SpecError> {
         std::mem::take(&mut self.changes).make(spec)
@@ -172,38 +172,38 @@ pub fn mark_unused(mounts: &mut [RequiredMount], used: &[bool]) {
     }
 }
 
-/// Makes the spec what [`decide`] has decided.
-pub fn settle(
+/// Makes the spec what [`resolve`] has decided.
+pub fn apply(
     spec: &mut Spec,
     bundle: &Path,
     required: &[RequiredMount],
     driver: Driver<'_>,
     empty: &Path,
-) -> Result<Settled, MountError> {
-    let mut settled = decide(spec, bundle, required, driver, empty)?;
-    settled.apply(spec)?;
-    Ok(settled)
+) -> Result<ResolvedMounts, MountError> {
+    let mut resolved = resolve(spec, bundle, required, driver, empty)?;
+    resolved.apply(spec)?;
+    Ok(resolved)
 }
 
 /// What makes a spec one whose mounts are all there and among which are all that the checkpoint needs. A relative source
 /// counts from the bundle, where `empty` is firn's empty file, which is to be made before anything is mounted.
 ///
 /// Sources are looked at: on a file system that hangs it does not come back.
-pub fn decide(
+pub fn resolve(
     spec: &Spec,
     bundle: &Path,
     required: &[RequiredMount],
     driver: Driver<'_>,
     empty: &Path,
-) -> Result<Settled, MountError> {
+) -> Result<ResolvedMounts, MountError> {
     let mounts = spec.mounts()?;
-    let mut settled = Settled::default();
+    let mut resolved = ResolvedMounts::default();
     // Compared by components, so that a trailing or doubled slash makes no difference.
     let wanted_at = |destination: &Path| required.iter().find(|wanted| wanted.destination == destination);
-    let changes = &mut settled.changes;
+    let changes = &mut resolved.changes;
     for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
         let Some(wanted) = wanted_at(&mount.destination) else {
-            settled.extra.push(mount.destination.clone());
+            resolved.extra.push(mount.destination.clone());
             changes.dropped.push(at);
             continue;
         };
@@ -220,12 +220,12 @@ pub fn decide(
         }
         let name = mount.source.file_name().unwrap_or_default();
         if let Some((_, file)) = driver.libraries(name).next() {
-            settled
+            resolved
                 .from_driver
                 .push((mount.destination.clone(), file.clone()));
             changes.sources.push((at, file));
         } else if can_be_empty(&mount.destination, wanted.in_use) {
-            settled.empty.push(mount.destination.clone());
+            resolved.empty.push(mount.destination.clone());
             changes.sources.push((at, empty.to_owned()));
         } else {
             return Err(MountError::SourceMissing {
@@ -239,10 +239,10 @@ pub fn decide(
         let destination = wanted.destination.clone();
         let library = driver.library_at(&destination);
         if let Some(file) = library.or_else(|| driver.mounted_elsewhere(&mounts, bundle, &destination)) {
-            settled.from_driver.push((destination.clone(), file.clone()));
+            resolved.from_driver.push((destination.clone(), file.clone()));
             changes.added.push((destination, file));
         } else if can_be_empty(&destination, wanted.in_use) {
-            settled.empty.push(destination.clone());
+            resolved.empty.push(destination.clone());
             changes.added.push((destination, empty.to_owned()));
         } else {
             return Err(MountError::NotInSpec {
@@ -251,7 +251,7 @@ pub fn decide(
             });
         }
     }
-    Ok(settled)
+    Ok(resolved)
 }
 
 /// What changes in the mounts of a spec.

@@ -79,7 +79,7 @@ impl Problem for NcclError {
 }
 
 /// Whether the container asks for ranks that talk over sockets.
-pub fn is_asked(spec: &Spec) -> bool {
+pub fn is_requested(spec: &Spec) -> bool {
     spec.annotation(names::ANNOTATION_NCCL) == Some(SOCKETS)
 }
 
@@ -232,7 +232,7 @@ mod tests {
         let before = spec.clone();
         over_sockets(&mut spec, GIB).unwrap();
         assert_eq!(spec, before);
-        assert!(!is_asked(&spec) && is_asked(&asking(&[], json!([]))));
+        assert!(!is_requested(&spec) && is_requested(&asking(&[], json!([]))));
     }
 
     #[test]

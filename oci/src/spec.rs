@@ -218,7 +218,7 @@ impl Spec {
 
     /// A cheap look: whether the spec asks for an NVIDIA GPU at all, by a device node, or by a hook that would inject
     /// one. False: firn leaves the container to runc as it is.
-    pub fn asks_for_gpu(&self) -> bool {
+    pub fn requests_gpu(&self) -> bool {
         let devices = self.array("/linux/devices").iter();
         let by_node = devices
             .filter_map(|d| d["path"].as_str())
@@ -513,7 +513,7 @@ mod tests {
 
     #[test]
     fn only_specs_with_nvidia_nodes_or_hooks_ask_for_a_gpu() {
-        let asks = |value: Value| Spec::from(value).asks_for_gpu();
+        let asks = |value: Value| Spec::from(value).requests_gpu();
         assert!(!asks(json!({})));
         assert!(!asks(
             json!({"linux": {"devices": [{"path": "/dev/fuse"}, {"path": "/dev/dri/card0"}]}})

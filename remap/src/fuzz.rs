@@ -15,7 +15,7 @@ use crate::{Basis, Decision, GpuMap, Grant};
 use firn_image::fixtures::{config, inventory, uuid};
 use firn_image::manifest::Manifest;
 use firn_oci::spec::parse_device;
-use firn_oci::{Ask, Form, Rules, Spec, asks_for_more, edit, mounts, settle};
+use firn_oci::{GpuRequest, RequestSource, Rules, Spec, edit, mounts, remove_requests, requests_beyond_gpus};
 
 /// A container's `config.json`.
 pub fn spec(json: &[u8]) {
@@ -145,7 +145,7 @@ fn is_whole(manifest: &Manifest, dir: &Path) {
 
 fn views(spec: &Spec) {
     if spec.gpu_by_hook() {
-        assert!(spec.asks_for_gpu(), "a GPU by hook is a GPU that is asked for");
+        assert!(spec.requests_gpu(), "a GPU by hook is a GPU that is asked for");
     }
     let toolkit = Toolkit {
         visible_devices: true,
@@ -158,18 +158,18 @@ fn views(spec: &Spec) {
         Rules::Hook(toolkit.clone()),
         Rules::Wrapper(toolkit.clone()),
     ] {
-        if let Ask::Request(request) = Ask::of(spec, &rules) {
+        if let GpuRequest::Named(request) = GpuRequest::of(spec, &rules) {
             assert!(!request.devices.is_empty(), "nothing is asked for: {rules:?}");
         }
     }
-    asks_for_more(spec);
-    let mut settled = spec.clone();
-    if settle(&mut settled).is_ok() {
-        assert!(!settled.gpu_by_hook(), "a hook is left");
-        assert_eq!(settle(&mut settled).ok(), Some(0), "settled twice");
-        let again = Ask::of(&settled, &Rules::Own);
+    requests_beyond_gpus(spec);
+    let mut edited = spec.clone();
+    if remove_requests(&mut edited).is_ok() {
+        assert!(!edited.gpu_by_hook(), "a hook is left");
+        assert_eq!(remove_requests(&mut edited).ok(), Some(0), "removed twice");
+        let again = GpuRequest::of(&edited, &Rules::Own);
         assert!(
-            !matches!(&again, Ask::Request(request) if request.form != Form::Annotations),
+            !matches!(&again, GpuRequest::Named(request) if request.source != RequestSource::Annotations),
             "{again:?} is left"
         );
     }
@@ -410,7 +410,7 @@ fn read_manifest(bytes: &[u8]) {
         version: &here.driver_version,
         dirs: &["/nonexistent/lib"],
     };
-    match mounts::settle(&mut mounted, nowhere, &manifest.mounts, driver, empty) {
+    match mounts::apply(&mut mounted, nowhere, &manifest.mounts, driver, empty) {
         Ok(_) => assert!(
             mounted
                 .mounts()

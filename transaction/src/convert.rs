@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use firn_config::{Config, Toolkit, find_program, names};
 use firn_host::Problem;
-use firn_oci::{Ask, Form, Request, Rules, Spec, SpecError, asks_for_more};
+use firn_oci::{GpuRequest, NamedGpus, RequestSource, Rules, Spec, SpecError, requests_beyond_gpus};
 use serde::Deserialize;
 
 use crate::reaper::{OutputError, Reaper};
@@ -83,14 +83,14 @@ pub async fn settled(
     reaper: &Reaper,
 ) -> Result<Settled, ConvertError> {
     let rules = Rules::of(&spec, wrapper).map_err(ConvertError::Config)?;
-    let ask = Ask::of(&spec, &rules);
+    let ask = GpuRequest::of(&spec, &rules);
     let mut runtime = None;
     if let Rules::Wrapper(toolkit) = &rules {
         runtime = toolkit.runtime().map(|path| path.to_string_lossy().into_owned());
         // At a restore the wrapper gives nothing.
         if !restores
             && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
-            && ask != Ask::Nothing
+            && ask != GpuRequest::None
         {
             refuse_foreign(&ask)?;
             log::warn!(
@@ -100,15 +100,15 @@ pub async fn settled(
         }
     }
     let request = match ask {
-        Ask::Request(request) => request,
-        Ask::Nodes => return Ok(Settled::given(spec, runtime)),
-        Ask::Nothing => return Ok(Settled::left(spec, false)),
+        GpuRequest::Named(request) => request,
+        GpuRequest::Nodes => return Ok(Settled::given(spec, runtime)),
+        GpuRequest::None => return Ok(Settled::left(spec, false)),
     };
     let (config, is_hook) = (
         Config::load().map_err(ConvertError::Config)?,
-        request.form.is_hook(),
+        request.source.is_hook(),
     );
-    if !request.form.counts(&config.create) {
+    if !request.source.is_enabled(&config.create) {
         return Ok(Settled::left(spec, is_hook));
     }
     let hook =
@@ -128,7 +128,7 @@ pub async fn settled(
     if !output.success() {
         let error = refused(&request, &output.stdout, &output.stderr);
         if is_hook && !restores && error.is_no_spec() {
-            log::warn!("{error}. {}", kept(request.form));
+            log::warn!("{error}. {}", kept(request.source));
             return Ok(Settled::left(spec, true));
         }
         if !is_hook && !spec.gpu_nodes().is_empty() {
@@ -155,13 +155,13 @@ pub async fn settled(
 impl Settled {
     /// GPUs are in the spec.
     fn given(spec: Spec, runtime: Option<String>) -> Self {
-        let gpu = spec.asks_for_gpu();
+        let gpu = spec.requests_gpu();
         Self { spec, runtime, gpu }
     }
 
     /// The spec is as it was; whoever makes the container may give it GPUs.
     fn left(spec: Spec, may_get: bool) -> Self {
-        let gpu = may_get || spec.asks_for_gpu();
+        let gpu = may_get || spec.requests_gpu();
         Self {
             spec,
             runtime: None,
@@ -171,9 +171,11 @@ impl Settled {
 }
 
 /// The wrapper gives devices of every kind to who names them.
-fn refuse_foreign(ask: &Ask) -> Result<(), ConvertError> {
-    let Ask::Request(request) = ask else { return Ok(()) };
-    match request.foreign().next() {
+fn refuse_foreign(ask: &GpuRequest) -> Result<(), ConvertError> {
+    let GpuRequest::Named(request) = ask else {
+        return Ok(());
+    };
+    match request.other_kinds().next() {
         None => Ok(()),
         Some(name) => Err(ConvertError::Foreign {
             name: name.to_owned(),
@@ -186,7 +188,7 @@ fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'stati
     let no_runtime = (!has_runtime).then_some("its choice of a runtime");
     toolkit
         .not_followed
-        .or_else(|| asks_for_more(spec))
+        .or_else(|| requests_beyond_gpus(spec))
         .or(no_runtime)
 }
 
@@ -199,16 +201,16 @@ struct Given {
     left_out: Vec<String>,
 }
 
-fn kept(form: Form) -> &'static str {
-    match form {
-        Form::Wrapper => {
+fn kept(source: RequestSource) -> &'static str {
+    match source {
+        RequestSource::Wrapper => {
             "NVIDIA's container runtime gives it the GPUs; with its hook it cannot be checkpointed"
         }
         _ => "The container keeps its hook, and cannot be checkpointed",
     }
 }
 
-fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
+fn refused(request: &NamedGpus, stdout: &[u8], stderr: &[u8]) -> ConvertError {
     match serde_json::from_slice::<Refusal>(stdout) {
         Ok(refusal) => ConvertError::Refused {
             code: refusal.code,
@@ -222,14 +224,14 @@ fn refused(request: &Request, stdout: &[u8], stderr: &[u8]) -> ConvertError {
     }
 }
 
-fn told(request: &Request, given: &Given) -> String {
-    let by = match request.form {
-        Form::Cli => "a hook that runs nvidia-container-cli",
-        Form::RuntimeHook => "a hook of NVIDIA's container runtime",
-        Form::Wrapper => "what NVIDIA's container runtime goes by",
-        Form::Annotations => "annotations",
-        Form::Volumes => "mounts that stand for devices",
-        Form::Variable => "NVIDIA_VISIBLE_DEVICES",
+fn told(request: &NamedGpus, given: &Given) -> String {
+    let by = match request.source {
+        RequestSource::Cli => "a hook that runs nvidia-container-cli",
+        RequestSource::RuntimeHook => "a hook of NVIDIA's container runtime",
+        RequestSource::Wrapper => "what NVIDIA's container runtime goes by",
+        RequestSource::Annotations => "annotations",
+        RequestSource::Volumes => "mounts that stand for devices",
+        RequestSource::Variable => "NVIDIA_VISIBLE_DEVICES",
     };
     let devices = given.devices.join(", ");
     let told = format!(
@@ -252,14 +254,14 @@ mod tests {
     #[test]
     fn the_wrapper_is_left_no_name_of_another_kind() {
         let ask = |name: &str| {
-            Ask::Request(Request {
-                form: Form::Wrapper,
+            GpuRequest::Named(NamedGpus {
+                source: RequestSource::Wrapper,
                 devices: vec!["0".to_owned(), name.to_owned()],
             })
         };
         for ask in [
-            Ask::Nothing,
-            Ask::Nodes,
+            GpuRequest::None,
+            GpuRequest::Nodes,
             ask("nvidia.com/gpu=1"),
             ask("runtime.nvidia.com/gpu=1"),
         ] {
@@ -276,8 +278,8 @@ mod tests {
 
     #[test]
     fn what_is_left_out_beside_nodes_is_told() {
-        let request = Request {
-            form: Form::Variable,
+        let request = NamedGpus {
+            source: RequestSource::Variable,
             devices: vec!["0".to_owned()],
         };
         let said = br#"{"devices": ["nvidia.com/gpu=0"], "left_out": ["/dev/dri/card1"]}"#;
@@ -292,8 +294,8 @@ mod tests {
 
     #[test]
     fn the_helpers_refusal_is_passed_on_and_its_nonsense_is_not() {
-        let request = Request {
-            form: Form::Cli,
+        let request = NamedGpus {
+            source: RequestSource::Cli,
             devices: vec!["0".to_owned(), "1".to_owned()],
         };
         let said = br#"{"code":"FIRN-NO-CDI-SPEC","message":"none","hint":"make one"}"#;

@@ -52,7 +52,7 @@ pub enum Request {
     Vendors { pids: Vec<i32>, nvidia: bool },
     /// Which of these places processes have in use. Answer: `Option<Vec<bool>>`, none where it cannot be seen.
     InUse { pids: Vec<i32>, places: Vec<PathBuf> },
-    /// What a restore changes in the mounts of a spec. Answer: [`Settled`](firn_oci::mounts::Settled).
+    /// What a restore changes in the mounts of a spec. Answer: [`ResolvedMounts`](firn_oci::mounts::ResolvedMounts).
     Mounts {
         /// `mounts` of the spec.
         mounts: serde_json::Value,

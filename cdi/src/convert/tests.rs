@@ -55,9 +55,9 @@ fn finished_edits_of_every_kind_are_left_as_they_are() {
         let registry = Registry::read(&config.create.cdi_dirs);
         registry.inject(&mut spec, &[device.parse().unwrap()]).unwrap();
         let spec = Spec::from(spec);
-        assert!(spec.asks_for_gpu() && !spec.gpu_by_hook());
+        assert!(spec.requests_gpu() && !spec.gpu_by_hook());
         for rules in [Rules::Own, Rules::Wrapper(toolkit())] {
-            assert_eq!(Ask::of(&spec, &rules), Ask::Nodes, "{device}");
+            assert_eq!(GpuRequest::of(&spec, &rules), GpuRequest::Nodes, "{device}");
             let after = convert(spec.clone(), &config, &rules, false).unwrap();
             assert_eq!((&after.spec, after.names.len()), (&spec, 0), "{device}");
         }
@@ -89,7 +89,11 @@ fn every_strategy_of_the_device_plugin_ends_in_the_same_edits() {
         let edited = convert(Spec::from(spec), &config, &rules, false).unwrap();
         assert_eq!((edited.names.len(), edited.left_out.len()), (1, 0), "{pointer}");
         for rules in [&Rules::Own, &rules] {
-            assert_eq!(Ask::of(&edited.spec, rules), Ask::Nodes, "{pointer}");
+            assert_eq!(
+                GpuRequest::of(&edited.spec, rules),
+                GpuRequest::Nodes,
+                "{pointer}"
+            );
         }
         let mut edited = edited.spec.into_value();
         edited["annotations"] = json!({});

@@ -4,7 +4,7 @@ use firn_config::Config;
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Gpu, Inventory};
 use firn_host::procfs::comm;
-use firn_oci::{Ask, Rules, Spec, criu_config};
+use firn_oci::{GpuRequest, Rules, Spec, criu_config};
 use firn_preflight::environment;
 use firn_preflight::environment::{Others, Refusal as Refused, exec_policy};
 use firn_preflight::process as preflight;
@@ -284,10 +284,10 @@ fn created_anew(spec: &Spec, config: &Config) -> String {
         Ok(rules) => rules,
         Err(error) => return format!("created anew it would be refused: {}", ProblemLine(&error)),
     };
-    let Ask::Request(request) = Ask::of(spec, &rules) else {
+    let GpuRequest::Named(request) = GpuRequest::of(spec, &rules) else {
         return "its hook names no devices".to_owned();
     };
-    if !request.form.counts(&config.create) {
+    if !request.source.is_enabled(&config.create) {
         return "the configuration lets hooks be: [create] hooks".to_owned();
     }
     match firn_cdi::convert(spec.clone(), config, &rules, false) {

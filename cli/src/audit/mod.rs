@@ -147,7 +147,7 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     );
     let mut everything = subject.tree.clone();
     everything.extend(&subject.outside);
-    if subject.spec.as_ref().is_some_and(|spec| !spec.asks_for_gpu()) {
+    if subject.spec.as_ref().is_some_and(|spec| !spec.requests_gpu()) {
         return Ok(without_nvidia(subject, &everything, config, signals));
     }
     let inventory = program::inventory(config).context("cannot read the GPUs of this node")?;
@@ -164,7 +164,7 @@ fn of_workload(args: &AuditArgs, config: &Config) -> Result<Report> {
     let looked_at = preflight::Subject {
         dumped: &subject.tree,
         cuda: &cuda,
-        ranks: subject.spec.as_ref().is_some_and(nccl::is_asked),
+        ranks: subject.spec.as_ref().is_some_and(nccl::is_requested),
     };
     let found = preflight::inspect(Path::new("/proc"), &looked_at)?;
     let refusals = preflight::judge(Path::new("/proc"), &found, owner);

@@ -285,9 +285,9 @@ fn nodes(nodes: &[(&str, u64, u64)]) -> Vec<DeviceNode> {
 /// `spec` as it is under a host with these nodes, and what was done; once more it is nothing.
 fn settled(spec: &Spec, host: &[(&str, u64, u64)]) -> (Spec, DeviceEdit) {
     let mut after = spec.clone();
-    let edit = settle_other_gpus(&mut after, &nodes(host)).unwrap();
+    let edit = replace_other_gpus(&mut after, &nodes(host)).unwrap();
     let again = after.clone();
-    assert!(settle_other_gpus(&mut after, &nodes(host)).unwrap().is_empty());
+    assert!(replace_other_gpus(&mut after, &nodes(host)).unwrap().is_empty());
     assert_eq!(after, again, "not idempotent");
     (after, edit)
 }

@@ -3,13 +3,13 @@ use serde_json::json;
 use super::*;
 
 /// By the defaults of NVIDIA's toolkit, where its hook is in the spec.
-fn ask(spec: Value) -> Ask {
+fn ask(spec: Value) -> GpuRequest {
     let spec = Spec::from(spec);
     let rules = match toolkit_hook(&spec) {
         Some(_) => Rules::Hook(toolkit(true, false, &[])),
         None => Rules::Own,
     };
-    Ask::of(&spec, &rules)
+    GpuRequest::of(&spec, &rules)
 }
 
 fn toolkit(visible_devices: bool, volume_mounts: bool, annotations: &[&str]) -> Toolkit {
@@ -22,9 +22,9 @@ fn toolkit(visible_devices: bool, volume_mounts: bool, annotations: &[&str]) -> 
     }
 }
 
-fn request(form: Form, devices: &[&str]) -> Ask {
-    Ask::Request(Request {
-        form,
+fn request(source: RequestSource, devices: &[&str]) -> GpuRequest {
+    GpuRequest::Named(NamedGpus {
+        source,
         devices: devices.iter().map(ToString::to_string).collect(),
     })
 }
@@ -63,90 +63,102 @@ fn every_way_of_asking_is_told_from_the_others() {
     let device = |path: &str| json!({"devices": [{"path": path, "type": "c", "major": 195, "minor": 0}]});
     let stands_for = |at: &str| json!({"source": "/dev/null", "destination": format!("{VOLUMES}/{at}")});
     for (spec, expected) in [
-        (json!({}), Ask::Nothing),
-        (json!({"linux": device("/dev/fuse")}), Ask::Nothing),
-        (json!({"linux": device("/dev/kfd")}), Ask::Nothing),
-        (json!({"linux": device("/dev/nvidiactl")}), Ask::Nothing),
-        (json!({"linux": device("/dev/nvidia0")}), Ask::Nodes),
+        (json!({}), GpuRequest::None),
+        (json!({"linux": device("/dev/fuse")}), GpuRequest::None),
+        (json!({"linux": device("/dev/kfd")}), GpuRequest::None),
+        (json!({"linux": device("/dev/nvidiactl")}), GpuRequest::None),
+        (json!({"linux": device("/dev/nvidia0")}), GpuRequest::Nodes),
         // Nodes of an unprivileged device plugin, or of a privileged container, and a hook for the rest.
         (
             json!({"linux": device("/dev/nvidia0"), "hooks": prestart(), "process": env("GPU-1")}),
-            request(Form::RuntimeHook, &["GPU-1"]),
+            request(RequestSource::RuntimeHook, &["GPU-1"]),
         ),
         (
             json!({"linux": device("/dev/nvidia0"), "process": env("GPU-1")}),
-            request(Form::Variable, &["GPU-1"]),
+            request(RequestSource::Variable, &["GPU-1"]),
         ),
         // Finished edits: CDI's own variable, also with what containerd has acted on.
         (
             json!({"linux": device("/dev/nvidia0"), "process": env("void"), "hooks": prestart()}),
-            Ask::Nodes,
+            GpuRequest::Nodes,
         ),
         (
             json!({"linux": device("/dev/nvidia0"), "annotations": {"cdi.k8s.io/p": "nvidia.com/gpu=0"}}),
-            Ask::Nodes,
+            GpuRequest::Nodes,
         ),
         (
             json!({"annotations": {"cdi.k8s.io/b": "nvidia.com/gpu=1,nvidia.com/gpu=2", "cdi.k8s.io/a": "v/c=0", "a": "b"}}),
             request(
-                Form::Annotations,
+                RequestSource::Annotations,
                 &["v/c=0", "nvidia.com/gpu=1", "nvidia.com/gpu=2"],
             ),
         ),
         // An image older than the variable.
         (
             json!({"hooks": prestart(), "process": {"env": ["CUDA_VERSION=8.0"]}}),
-            request(Form::RuntimeHook, &["all"]),
+            request(RequestSource::RuntimeHook, &["all"]),
         ),
         (
             json!({"hooks": prestart(), "process": {"env": ["CUDA_VERSION=8.0", "NVIDIA_REQUIRE_CUDA=cuda>=8"]}}),
-            Ask::Nothing,
+            GpuRequest::None,
         ),
-        (json!({"process": {"env": ["CUDA_VERSION=8.0"]}}), Ask::Nothing),
+        (
+            json!({"process": {"env": ["CUDA_VERSION=8.0"]}}),
+            GpuRequest::None,
+        ),
         (
             json!({"hooks": oci_hook(&["--device=0,1"])}),
-            request(Form::Cli, &["0", "1"]),
+            request(RequestSource::Cli, &["0", "1"]),
         ),
         (
             json!({"hooks": oci_hook(&["--device=0", "--device=GPU-1"])}),
-            request(Form::Cli, &["0", "GPU-1"]),
+            request(RequestSource::Cli, &["0", "GPU-1"]),
         ),
-        (json!({"hooks": oci_hook(&[])}), Ask::Nothing),
-        (json!({"hooks": prestart()}), Ask::Nothing),
-        (json!({"hooks": prestart(), "process": env("void")}), Ask::Nothing),
+        (json!({"hooks": oci_hook(&[])}), GpuRequest::None),
+        (json!({"hooks": prestart()}), GpuRequest::None),
+        (
+            json!({"hooks": prestart(), "process": env("void")}),
+            GpuRequest::None,
+        ),
         (
             json!({"hooks": prestart(), "process": env("all")}),
-            request(Form::RuntimeHook, &["all"]),
+            request(RequestSource::RuntimeHook, &["all"]),
         ),
         (
             json!({"hooks": prestart(), "process": env("GPU-2"), "mounts": [stands_for("GPU-1")]}),
-            request(Form::RuntimeHook, &["GPU-2"]),
+            request(RequestSource::RuntimeHook, &["GPU-2"]),
         ),
-        (json!({"process": env("all")}), request(Form::Variable, &["all"])),
+        (
+            json!({"process": env("all")}),
+            request(RequestSource::Variable, &["all"]),
+        ),
         (
             json!({"process": env(" 0, GPU-2 ,,none")}),
-            request(Form::Variable, &["0", "GPU-2"]),
+            request(RequestSource::Variable, &["0", "GPU-2"]),
         ),
-        (json!({"process": env("0,void")}), Ask::Nothing),
+        (json!({"process": env("0,void")}), GpuRequest::None),
         (
             json!({"process": env("nvidia.com/gpu=0")}),
-            request(Form::Variable, &["nvidia.com/gpu=0"]),
+            request(RequestSource::Variable, &["nvidia.com/gpu=0"]),
         ),
-        (json!({"process": env("void")}), Ask::Nothing),
-        (json!({"process": env("none")}), Ask::Nothing),
-        (json!({"process": env("")}), Ask::Nothing),
+        (json!({"process": env("void")}), GpuRequest::None),
+        (json!({"process": env("none")}), GpuRequest::None),
+        (json!({"process": env("")}), GpuRequest::None),
         (
             json!({"process": env(VOLUMES), "mounts": [stands_for("GPU-1"), stands_for("cdi/nvidia.com/gpu/2"),
                 stands_for("cdi/nvidia.com/gpu=3"), stands_for("imex/0")]}),
-            request(Form::Volumes, &["GPU-1", "nvidia.com/gpu=2", "nvidia.com/gpu=3"]),
+            request(
+                RequestSource::Volumes,
+                &["GPU-1", "nvidia.com/gpu=2", "nvidia.com/gpu=3"],
+            ),
         ),
         (
             json!({"mounts": [{"source": "/srv", "destination": format!("{VOLUMES}/GPU-1")}, stands_for("a/b"), stands_for("")]}),
-            Ask::Nothing,
+            GpuRequest::None,
         ),
         (
             json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=void"]}}),
-            Ask::Nothing,
+            GpuRequest::None,
         ),
     ] {
         assert_eq!(ask(spec.clone()), expected, "{spec}");
@@ -166,10 +178,10 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
     let annotation = json!({"cdi.k8s.io/p": "nvidia.com/gpu=3"});
     let mut privileged = env("GPU-1");
     privileged["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
-    let asked = |name: &str| request(Form::Wrapper, &[name]);
+    let asked = |name: &str| request(RequestSource::Wrapper, &[name]);
     for (toolkit, spec, expected) in [
-        (&default, json!({}), Ask::Nothing),
-        (&default, json!({"process": env("void")}), Ask::Nothing),
+        (&default, json!({}), GpuRequest::None),
+        (&default, json!({"process": env("void")}), GpuRequest::None),
         (&default, json!({"process": env("GPU-1")}), asked("GPU-1")),
         (
             &default,
@@ -195,12 +207,12 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
         (
             &default,
             json!({"process": env("void"), "linux": node}),
-            Ask::Nodes,
+            GpuRequest::Nodes,
         ),
         (
             &default,
             json!({"linux": node, "annotations": annotation}),
-            Ask::Nodes,
+            GpuRequest::Nodes,
         ),
         // docker's own hook, or ctr's.
         (
@@ -211,7 +223,7 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
         (
             &default,
             json!({"hooks": oci_hook(&["--device=0"])}),
-            request(Form::Cli, &["0"]),
+            request(RequestSource::Cli, &["0"]),
         ),
         // Bare names leave the mode that knows annotations.
         (
@@ -225,17 +237,17 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
             asked("GPU-1"),
         ),
         (&swarm, json!({"process": env("GPU-1")}), asked("GPU-1")),
-        (&hardened, json!({"process": env("GPU-1")}), Ask::Nothing),
+        (&hardened, json!({"process": env("GPU-1")}), GpuRequest::None),
         (&hardened, json!({"process": privileged}), asked("GPU-1")),
         (
             &hardened,
             json!({"process": env(VOLUMES), "mounts": mounts}),
             asked("GPU-2"),
         ),
-        (&hardened, json!({"annotations": annotation}), Ask::Nothing),
+        (&hardened, json!({"annotations": annotation}), GpuRequest::None),
     ] {
         assert_eq!(
-            Ask::of(&Spec::from(spec.clone()), &Rules::Wrapper(toolkit.clone())),
+            GpuRequest::of(&Spec::from(spec.clone()), &Rules::Wrapper(toolkit.clone())),
             expected,
             "{spec}"
         );
@@ -254,10 +266,10 @@ fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
     let mut privileged = env("GPU-1");
     privileged["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
     let old = json!({"env": ["CUDA_VERSION=8.0"]});
-    let asked = |name: &str| request(Form::RuntimeHook, &[name]);
+    let asked = |name: &str| request(RequestSource::RuntimeHook, &[name]);
     for (toolkit, spec, expected) in [
-        (&hardened, json!({"process": env("all")}), Ask::Nothing),
-        (&hardened, json!({"process": old}), Ask::Nothing),
+        (&hardened, json!({"process": env("all")}), GpuRequest::None),
+        (&hardened, json!({"process": old}), GpuRequest::None),
         (&hardened, json!({"process": privileged}), asked("GPU-1")),
         (
             &hardened,
@@ -267,7 +279,7 @@ fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
         (
             &toolkit(false, false, &[]),
             json!({"process": env(VOLUMES), "mounts": mounts}),
-            Ask::Nothing,
+            GpuRequest::None,
         ),
         (
             &swarm,
@@ -277,20 +289,20 @@ fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
         (
             &swarm,
             json!({"process": both}),
-            request(Form::RuntimeHook, &["GPU-1", "GPU-2"]),
+            request(RequestSource::RuntimeHook, &["GPU-1", "GPU-2"]),
         ),
         // The wrapper goes by annotations, its hook does not.
         (
             &toolkit(false, false, &["cdi.k8s.io/"]),
             json!({"annotations": {"cdi.k8s.io/p": "nvidia.com/gpu=3"}}),
-            Ask::Nothing,
+            GpuRequest::None,
         ),
     ] {
         let mut spec = spec;
         spec["hooks"] = prestart();
         let spec = Spec::from(spec);
         assert_eq!(
-            Ask::of(&spec, &Rules::Hook(toolkit.clone())),
+            GpuRequest::of(&spec, &Rules::Hook(toolkit.clone())),
             expected,
             "{spec:?}"
         );
@@ -321,30 +333,38 @@ fn devices_of_other_kinds_are_told_apart() {
         "v/disk=a",
         "x=nvidia.com/gpu",
     ];
-    let request = Request {
-        form: Form::Variable,
+    let request = NamedGpus {
+        source: RequestSource::Variable,
         devices: devices.map(str::to_owned).to_vec(),
     };
-    let foreign: Vec<&str> = request.foreign().collect();
+    let foreign: Vec<&str> = request.other_kinds().collect();
     assert_eq!(foreign, ["v/disk=a", "x=nvidia.com/gpu"]);
 }
 
 #[test]
 fn names_count_only_where_the_operator_lets_them() {
     let mut create = Create::default();
-    for form in [Form::Cli, Form::RuntimeHook, Form::Wrapper] {
-        assert!(form.counts(&create), "{form:?}");
+    for source in [
+        RequestSource::Cli,
+        RequestSource::RuntimeHook,
+        RequestSource::Wrapper,
+    ] {
+        assert!(source.is_enabled(&create), "{source:?}");
     }
-    for form in [Form::Variable, Form::Volumes, Form::Annotations] {
-        assert!(!form.counts(&create), "{form:?}");
+    for source in [
+        RequestSource::Variable,
+        RequestSource::Volumes,
+        RequestSource::Annotations,
+    ] {
+        assert!(!source.is_enabled(&create), "{source:?}");
     }
     create.hooks = Conversion::Keep;
     create.visible_devices = true;
-    assert!(!Form::RuntimeHook.counts(&create) && Form::Variable.counts(&create));
-    assert!(!Form::Volumes.counts(&create));
+    assert!(!RequestSource::RuntimeHook.is_enabled(&create) && RequestSource::Variable.is_enabled(&create));
+    assert!(!RequestSource::Volumes.is_enabled(&create));
     create.volume_mounts = true;
     create.cdi_annotations = true;
-    assert!(Form::Volumes.counts(&create) && Form::Annotations.counts(&create));
+    assert!(RequestSource::Volumes.is_enabled(&create) && RequestSource::Annotations.is_enabled(&create));
 }
 
 #[test]
@@ -364,14 +384,14 @@ fn what_has_asked_is_removed_and_nothing_else() {
         ],
         "process": {"env": ["A=b", "NVIDIA_VISIBLE_DEVICES=1", "NVIDIA_VISIBLE_DEVICES=0"]},
     }));
-    assert_eq!(settle(&mut spec).unwrap(), 4);
+    assert_eq!(remove_requests(&mut spec).unwrap(), 4);
     let expected = json!({
         "hooks": {"prestart": [others], "createRuntime": [], "createContainer": [links]},
         "mounts": [{"source": "/dev/null", "destination": "/etc/null"}],
         "process": {"env": ["A=b", "NVIDIA_VISIBLE_DEVICES=void", "NVIDIA_VISIBLE_DEVICES=void"]},
     });
     assert_eq!(spec, Spec::from(expected.clone()));
-    assert_eq!(settle(&mut spec).unwrap(), 0);
+    assert_eq!(remove_requests(&mut spec).unwrap(), 0);
     assert_eq!(spec, Spec::from(expected));
 }
 
@@ -383,7 +403,7 @@ fn specs_of_another_shape_ask_for_nothing() {
         json!({"hooks": {"prestart": [3, {"path": 3, "args": 3}, {"path": "nvidia-container-runtime-hook"}]}}),
         json!({"process": {"env": [3, "NVIDIA_VISIBLE_DEVICES"]}, "mounts": [3, {"destination": 3}]}),
     ] {
-        assert_eq!(ask(spec), Ask::Nothing);
+        assert_eq!(ask(spec), GpuRequest::None);
     }
 }
 
@@ -393,7 +413,7 @@ fn a_hook_counts_beside_nodes_unless_it_has_nothing_to_do() {
     for (variable, by_hook) in [("all", true), ("GPU-1", true), ("void", false), ("none", false)] {
         let spec = Spec::from(json!({"linux": node, "hooks": prestart(), "process": env(variable)}));
         assert_eq!(spec.gpu_by_hook(), by_hook, "{variable}");
-        assert!(spec.asks_for_gpu());
+        assert!(spec.requests_gpu());
     }
     let stands_for = json!([{"source": "/dev/null", "destination": format!("{VOLUMES}/GPU-1")}]);
     for (mounts, by_hook) in [(json!([]), false), (stands_for, true)] {
@@ -417,9 +437,9 @@ fn what_the_wrapper_would_give_beside_gpus_is_named() {
         ("NVIDIA_IMEX_CHANNELS=0", Some("NVIDIA_IMEX_CHANNELS")),
         ("NVIDIA_IMEX_CHANNELS=", None),
     ] {
-        assert_eq!(asks_for_more(&with(pair)), expected, "{pair}");
+        assert_eq!(requests_beyond_gpus(&with(pair)), expected, "{pair}");
     }
     let channel = json!({"source": "/dev/null", "destination": format!("{VOLUMES}/imex/0")});
     let spec = Spec::from(json!({ "mounts": [channel] }));
-    assert_eq!(asks_for_more(&spec), Some("NVIDIA_IMEX_CHANNELS"));
+    assert_eq!(requests_beyond_gpus(&spec), Some("NVIDIA_IMEX_CHANNELS"));
 }

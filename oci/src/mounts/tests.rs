@@ -32,14 +32,14 @@ impl Node {
         self.path("bundle/empty")
     }
 
-    fn settle(&self, spec: &mut Spec, required: &[RequiredMount]) -> Result<Settled, MountError> {
+    fn apply(&self, spec: &mut Spec, required: &[RequiredMount]) -> Result<ResolvedMounts, MountError> {
         let dir = self.path("lib");
         let dirs = [dir.to_str().unwrap()];
         let driver = Driver {
             version: VERSION,
             dirs: &dirs,
         };
-        settle(spec, &self.path("bundle"), required, driver, &self.empty())
+        apply(spec, &self.path("bundle"), required, driver, &self.empty())
     }
 }
 
@@ -94,8 +94,8 @@ fn a_spec_with_all_mounts_stays_wherever_they_come_from() {
     std::fs::write(node.path("bundle/hosts"), "").unwrap();
     for mut spec in [spec(node.dir.path(), "/data/"), spec(Path::new("hosts"), "/data")] {
         let before = spec.clone();
-        let settled = node.settle(&mut spec, &[needed("/data", true)]).unwrap();
-        assert_eq!((settled, spec), (Settled::default(), before));
+        let resolved = node.apply(&mut spec, &[needed("/data", true)]).unwrap();
+        assert_eq!((resolved, spec), (ResolvedMounts::default(), before));
     }
 }
 
@@ -103,7 +103,7 @@ fn a_spec_with_all_mounts_stays_wherever_they_come_from() {
 fn a_missing_mount_is_named() {
     let node = Node::new();
     let error = node
-        .settle(&mut spec(node.dir.path(), "/other"), &[needed("/data", false)])
+        .apply(&mut spec(node.dir.path(), "/other"), &[needed("/data", false)])
         .unwrap_err();
     assert_eq!(error.code(), "FIRN-MOUNT-NOT-IN-SPEC");
     let said = error.to_string();
@@ -113,7 +113,7 @@ fn a_missing_mount_is_named() {
 #[test]
 fn a_missing_source_is_named() {
     let error = Node::new()
-        .settle(
+        .apply(
             &mut spec(Path::new("/nonexistent/file"), "/data"),
             &[needed("/data", true)],
         )
@@ -127,12 +127,12 @@ fn a_library_of_the_driver_is_found_where_this_node_has_it() {
     let node = Node::new();
     for name in ["libcuda.so.580.95.05", "libcuda.so.1"] {
         let mut spec = spec(&Path::new("/usr/lib64").join(name), "/usr/lib64/libcuda.so.1");
-        let settled = node
-            .settle(&mut spec, &[needed("/usr/lib64/libcuda.so.1", true)])
+        let resolved = node
+            .apply(&mut spec, &[needed("/usr/lib64/libcuda.so.1", true)])
             .unwrap();
         let library = node.library().canonicalize().unwrap();
         assert_eq!(
-            settled.from_driver,
+            resolved.from_driver,
             [("/usr/lib64/libcuda.so.1".into(), library.clone())]
         );
         assert_eq!(source_at(&spec, Path::new("/usr/lib64/libcuda.so.1")), library);
@@ -143,9 +143,9 @@ fn a_library_of_the_driver_is_found_where_this_node_has_it() {
 fn a_library_that_the_spec_lacks_is_added_at_its_own_place_only() {
     let node = Node::new();
     let mut given = Spec::from(json!({}));
-    let settled = node.settle(&mut given, &[needed(node.library(), true)]).unwrap();
+    let resolved = node.apply(&mut given, &[needed(node.library(), true)]).unwrap();
     assert_eq!(
-        settled.from_driver,
+        resolved.from_driver,
         [(node.library(), node.library().canonicalize().unwrap())]
     );
     let mount = &given.mounts().unwrap()[0];
@@ -155,7 +155,7 @@ fn a_library_that_the_spec_lacks_is_added_at_its_own_place_only() {
     );
     for elsewhere in ["/etc/libcuda.so.580.95.05", "/usr/lib/../etc/libcuda.so.1"] {
         let mut given = Spec::from(json!({}));
-        let error = node.settle(&mut given, &[needed(elsewhere, false)]).unwrap_err();
+        let error = node.apply(&mut given, &[needed(elsewhere, false)]).unwrap_err();
         assert_eq!(error.code(), "FIRN-MOUNT-NOT-IN-SPEC", "{elsewhere}");
         assert_eq!(given, Spec::from(json!({})));
     }
@@ -177,16 +177,16 @@ fn only_files_of_the_running_driver_are_taken() {
     ] {
         let destination = node.path("lib").join(name);
         assert!(
-            node.settle(&mut Spec::from(json!({})), &[needed(&destination, false)])
+            node.apply(&mut Spec::from(json!({})), &[needed(&destination, false)])
                 .is_err(),
             "{name}"
         );
         let source = Path::new("/nonexistent").join(name);
         let wanted = [needed("/x", true)];
-        assert!(node.settle(&mut spec(&source, "/x"), &wanted).is_err(), "{name}");
+        assert!(node.apply(&mut spec(&source, "/x"), &wanted).is_err(), "{name}");
         let mut given = spec(&node.path("lib").join(name), "/elsewhere/lib.so");
         let wanted = [needed(Path::new("/usr/lib64").join(name), true)];
-        assert!(node.settle(&mut given, &wanted).is_err(), "{name}");
+        assert!(node.apply(&mut given, &wanted).is_err(), "{name}");
     }
 }
 
@@ -210,10 +210,10 @@ fn sockets_firmware_and_unused_tools_may_be_absent() {
             spec(Path::new("/nonexistent/x"), destination),
             Spec::from(json!({})),
         ] {
-            let settled = node.settle(&mut given, &required);
-            assert_eq!(settled.is_ok(), absent, "{destination} {in_use} {settled:?}");
-            if let Ok(settled) = settled {
-                assert_eq!(settled.empty, [PathBuf::from(destination)]);
+            let resolved = node.apply(&mut given, &required);
+            assert_eq!(resolved.is_ok(), absent, "{destination} {in_use} {resolved:?}");
+            if let Ok(resolved) = resolved {
+                assert_eq!(resolved.empty, [PathBuf::from(destination)]);
                 assert_eq!(source_at(&given, Path::new(destination)), node.empty());
             }
         }
@@ -225,8 +225,8 @@ fn mounts_that_the_checkpoint_did_not_have_are_told_and_left_out() {
     let node = Node::new();
     for source in [node.dir.path(), Path::new("/nonexistent")] {
         let mut given = spec(source, "/new");
-        let settled = node.settle(&mut given, &[]).unwrap();
-        assert_eq!(settled.extra, [PathBuf::from("/new")]);
+        let resolved = node.apply(&mut given, &[]).unwrap();
+        assert_eq!(resolved.extra, [PathBuf::from("/new")]);
         let left = given.mounts().unwrap();
         assert_eq!(left.len(), 1);
         assert_eq!(left[0].destination, Path::new("/proc"));
@@ -241,15 +241,15 @@ fn a_library_that_the_spec_has_elsewhere_is_where_the_checkpoint_needs_it() {
     for name in ["libcuda.so.580.95.05", "libcuda.so.1"] {
         let needs = Path::new("/usr/lib64").join(name);
         let mut given = spec(&node.library(), &format!("/usr/lib/x86_64-linux-gnu/{name}"));
-        let settled = node.settle(&mut given, &[needed(&needs, true)]).unwrap();
-        assert_eq!(settled.from_driver, [(needs.clone(), library.clone())]);
-        assert_eq!(settled.extra.len(), 1);
+        let resolved = node.apply(&mut given, &[needed(&needs, true)]).unwrap();
+        assert_eq!(resolved.from_driver, [(needs.clone(), library.clone())]);
+        assert_eq!(resolved.extra.len(), 1);
         assert_eq!(source_at(&given, &needs), library);
         assert_eq!(given.mounts().unwrap().len(), 2);
 
         let mut given = spec(&node.library(), &format!("/usr/lib/x86_64-linux-gnu/{name}"));
         let up = Path::new("/usr/../etc").join(name);
-        assert!(node.settle(&mut given, &[needed(up, true)]).is_err());
+        assert!(node.apply(&mut given, &[needed(up, true)]).is_err());
     }
 }
 
@@ -257,10 +257,10 @@ fn a_library_that_the_spec_has_elsewhere_is_where_the_checkpoint_needs_it() {
 fn links_are_followed_for_criu_which_does_not() {
     let node = Node::new();
     let mut spec = spec(&node.path("lib/libcuda.so.1"), "/usr/lib/libcuda.so.1");
-    let settled = node
-        .settle(&mut spec, &[needed("/usr/lib/libcuda.so.1", true)])
+    let resolved = node
+        .apply(&mut spec, &[needed("/usr/lib/libcuda.so.1", true)])
         .unwrap();
-    assert_eq!(settled, Settled::default());
+    assert_eq!(resolved, ResolvedMounts::default());
     let file = node.library().canonicalize().unwrap();
     assert_eq!(spec.array("/mounts")[1]["source"], json!(file));
 }

@@ -135,7 +135,7 @@ async fn build_mounted(
     let facts = Facts {
         gpu,
         other_gpus: spec.has_other_gpus(),
-        open_tcp: gpu && nccl::is_asked(spec),
+        open_tcp: gpu && nccl::is_requested(spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };
     let runc = Runc::new(

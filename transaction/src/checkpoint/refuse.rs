@@ -27,7 +27,7 @@ impl Policy {
     pub(super) fn of(spec: &Spec, config: &Config) -> Self {
         Self {
             shares_nothing: preflight::shares_nothing(spec),
-            sockets: nccl::is_asked(spec),
+            sockets: nccl::is_requested(spec),
             exec: exec_policy(Some(spec), config),
         }
     }

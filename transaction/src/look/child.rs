@@ -103,7 +103,7 @@ fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
                 at(&source);
                 let _there = source.exists();
             }
-            json(mounts::decide(&spec, &bundle, &required, driver, &empty).map_err(EffectError::from))
+            json(mounts::resolve(&spec, &bundle, &required, driver, &empty).map_err(EffectError::from))
         }
     }
 }

@@ -157,7 +157,7 @@ async fn plain_part(
             &criu_config::PLUGIN_DIRS,
         ));
         if is_runc {
-            let edited = edit::settle_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
+            let edited = edit::replace_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
             if !edited.is_empty() {
                 log::warn!("nodes in {} are not as they were: {edited}", bundle.display());
             }
@@ -209,7 +209,7 @@ async fn gpu_part(
     reaper: &Reaper,
     cut: &Cut,
 ) -> Result<GpuPart, Refusal> {
-    if !spec.asks_for_gpu() {
+    if !spec.requests_gpu() {
         return Err(Refusal::NoGpuAsked);
     }
     match runc.brand().await {
@@ -310,7 +310,7 @@ async fn settle_mounts(
             dirs,
             empty: empty.clone(),
         };
-        look::look::<mounts::Settled>(&request, looks.reaper, looks.limit, looks.cut).await
+        look::look::<mounts::ResolvedMounts>(&request, looks.reaper, looks.limit, looks.cut).await
     };
     let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
     let mut settled = match decide(dirs.clone()).await {

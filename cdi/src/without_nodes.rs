@@ -35,7 +35,7 @@ const OF_NVIDIA: [&str; 5] = [
 
 impl Registry {
     /// Adds to a container what these devices have beside their nodes. Gives what was left out, for people.
-    pub fn inject_beside_nodes(
+    pub fn inject_without_nodes(
         &self,
         spec: &mut Value,
         names: &[DeviceName],
