@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use firn_image::manifest::{ImageDir, ImageFile, Manifest, ManifestError, describe_images};
+use firn_image::manifest::{ImageFile, Manifest, ManifestError, UntrustedDir, describe_images};
 
 use firn_host::ProblemReport;
 
@@ -55,7 +55,7 @@ fn names_driver(dir: &Path, images: &[ImageFile]) -> bool {
         |name: &str| matches!(name, "files.img" | "reg-files.img") || name.starts_with("mountpoints-");
     let names = |image: &ImageFile| {
         let mut bytes = Vec::new();
-        let file = ImageDir::open(dir).and_then(|dir| dir.file(&image.name));
+        let file = UntrustedDir::open(dir).and_then(|dir| dir.file(&image.name));
         let read = file.and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes));
         let has = |needle: &&[u8]| bytes.windows(needle.len()).any(|window| window == *needle);
         read.is_ok() && DRIVER.iter().any(has)

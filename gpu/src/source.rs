@@ -19,7 +19,6 @@ pub struct SourceGpu {
     /// N of `/dev/nvidiaN` on the source.
     pub minor: u32,
     /// Its device node on the source.
-    #[serde(default)]
     pub node: Option<DeviceNode>,
     /// Whether MIG mode was on. A checkpoint is refused then, and no manifest says so.
     #[serde(skip)]

@@ -11,7 +11,6 @@ use crate::GpuUuid;
 
 /// What is known of the ways between GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
 pub struct Topology {
     /// At most one for a pair of GPUs.
     pub links: Vec<Link>,

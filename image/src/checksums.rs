@@ -15,7 +15,7 @@ use firn_host::{Problem, Remedy, remedy};
 use serde::{Deserialize, Serialize};
 
 use crate::block_hash::{self, sha256};
-use crate::dir::{ImageDir, read_at_most};
+use crate::dir::{UntrustedDir, read_at_most};
 
 /// Files from this size on are summed up in blocks.
 const LARGE: u64 = 1 << 20;
@@ -34,10 +34,10 @@ pub struct ImageFile {
     /// Its size in bytes.
     pub size: u64,
     /// Its checksum in hexadecimal, for small files.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
     /// The checksum of the checksums of its blocks, for large files.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub sha256_of_blocks: Option<String>,
 }
 
@@ -108,7 +108,7 @@ impl Verified {
             path: self.path.clone(),
             source,
         };
-        let dir = ImageDir::open(&self.path).map_err(unreadable)?;
+        let dir = UntrustedDir::open(&self.path).map_err(unreadable)?;
         let same = |(name, before): &&(String, Stamp)| {
             dir.metadata(name)
                 .is_ok_and(|metadata| stamp(&metadata) == *before)
@@ -154,7 +154,7 @@ pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<Ima
         path: path.to_owned(),
         source,
     };
-    let dir = ImageDir::open(way).map_err(unreadable)?;
+    let dir = UntrustedDir::open(way).map_err(unreadable)?;
     let mut names = dir.names().map_err(unreadable)?;
     no_parent(&names, path)?;
     names.retain(|name| is_image(name));
@@ -174,7 +174,7 @@ pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Res
         path: path.to_owned(),
         source,
     };
-    let dir = ImageDir::open(path).map_err(unreadable)?;
+    let dir = UntrustedDir::open(path).map_err(unreadable)?;
     let names = dir.names().map_err(unreadable)?;
     no_parent(&names, path)?;
     let listed: std::collections::HashSet<&str> = files.iter().map(|file| &*file.name).collect();
@@ -189,7 +189,7 @@ pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Res
     let mut stamps = Vec::with_capacity(files.len());
     for file in files {
         let name = file.name.clone();
-        let (found, stamp) = match measure(&dir, &path.join(&name), name, Some(file), stop) {
+        let (found, stamp) = match measure(&dir, &path.join(&name), name, Some(file.size), stop) {
             Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 return Err(ImageError::Missing {
                     dir: path.to_owned(),
@@ -241,12 +241,12 @@ fn no_parent(names: &[String], dir: &Path) -> Result<(), ImageError> {
     }
 }
 
-/// A file as it is. One that is not as `expected` by its size, or has no checksum there, is not read.
+/// A file as it is. One that has not the `expected` size is not read.
 fn measure(
-    dir: &ImageDir,
+    dir: &UntrustedDir,
     path: &Path,
     name: String,
-    expected: Option<&ImageFile>,
+    expected: Option<u64>,
     stop: &AtomicBool,
 ) -> Result<(ImageFile, Stamp), ImageError> {
     let unreadable = |source| ImageError::Read {
@@ -257,7 +257,7 @@ fn measure(
     // Before the content: what is written while it is read shows later.
     let metadata = file.metadata().map_err(unreadable)?;
     let size = metadata.len();
-    let fits = expected.is_none_or(|expected| expected.size == size);
+    let fits = expected.is_none_or(|expected| expected == size);
     let mut found = ImageFile {
         name,
         size,
@@ -267,7 +267,7 @@ fn measure(
     if fits && size < LARGE {
         let bytes = read_at_most(&file, LARGE).map_err(unreadable)?;
         found.sha256 = bytes.map(|bytes| sha256(&bytes));
-    } else if fits && expected.is_none_or(|expected| expected.sha256_of_blocks.is_some()) {
+    } else if fits {
         found.sha256_of_blocks = Some(block_hash::checksum(&file, size, stop).map_err(unreadable)?);
     }
     Ok((found, stamp(&metadata)))

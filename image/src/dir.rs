@@ -16,9 +16,9 @@ use firn_host::reopen_regular;
 
 /// A directory with CRIU's files.
 #[derive(Debug)]
-pub struct ImageDir(OwnedFd);
+pub struct UntrustedDir(OwnedFd);
 
-impl ImageDir {
+impl UntrustedDir {
     /// Opens it. The path is the client's word and may lead through links.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;

@@ -1,16 +1,17 @@
 //! A manifest for unit tests, of this crate and of those above it, with the node and spec that fit it.
 
-use firn_gpu::{CudaState, SourceGpu, Topology};
+use firn_gpu::{Backend, CudaState, SourceGpu, Topology};
 pub use firn_oci::fixtures::{config, inventory, spec, uuid};
 use firn_oci::mounts::RequiredMount;
 
-use crate::manifest::{CudaProcess, DriverVersion, DumpFlags, Manifest, Versions};
+use crate::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 
 /// The manifest of a container with these GPUs and one CUDA process.
 pub fn manifest(gpus: &[u8]) -> Manifest {
     let count = gpus.iter().max().map_or(0, |highest| highest + 1);
     let source = inventory(195, count);
     Manifest {
+        backend: Backend::Nvidia,
         dump: DumpFlags {
             open_tcp: true,
             ..DumpFlags::default()
@@ -23,7 +24,7 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
             .iter()
             .map(|i| SourceGpu::from(&source.gpus[usize::from(*i)]))
             .collect(),
-        processes: vec![CudaProcess {
+        processes: vec![CheckpointedProcess {
             pid: 1,
             restore_tid: 4,
             state: CudaState::Running,

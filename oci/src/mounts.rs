@@ -35,13 +35,7 @@ pub struct RequiredMount {
     /// Last part of the source's path: driver libraries carry the driver version there. Shown to people, never opened.
     pub source_name: String,
     /// Whether a process had something of it open or mapped.
-    #[serde(default = "in_use")]
     pub in_use: bool,
-}
-
-/// What a manifest says that does not say it.
-fn in_use() -> bool {
-    true
 }
 
 /// Where the loader looks for the libraries of a driver.

@@ -7,8 +7,10 @@ use std::process::{Command, Output};
 use std::sync::atomic::AtomicBool;
 
 use firn_gpu::SourceGpu;
-use firn_gpu::{CudaState, Inventory};
-use firn_image::manifest::{CudaProcess, DriverVersion, DumpFlags, Manifest, Versions, describe_images};
+use firn_gpu::{Backend, CudaState, Inventory};
+use firn_image::manifest::{
+    CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions, describe_images,
+};
 use serde_json::{Value, json};
 
 /// Version of the driver of every inventory.
@@ -122,6 +124,7 @@ impl Node {
     pub fn manifest(&self) -> Manifest {
         let source: Inventory = serde_json::from_value(inventory()).expect("an inventory");
         Manifest {
+            backend: Backend::Nvidia,
             dump: DumpFlags {
                 open_tcp: true,
                 ..DumpFlags::default()
@@ -131,7 +134,7 @@ impl Node {
                 cuda: source.cuda_version,
             }),
             gpus: vec![SourceGpu::from(&source.gpus[0])],
-            processes: vec![CudaProcess {
+            processes: vec![CheckpointedProcess {
                 pid: 7,
                 restore_tid: 9,
                 state: CudaState::Running,

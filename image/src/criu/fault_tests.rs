@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::symlink;
 
-use super::{Image, ImageDir, ImageFault};
+use super::{Image, ImageFault, UntrustedDir};
 use firn_host::Problem;
 
 #[test]
@@ -44,7 +44,7 @@ fn each_fault_has_a_code_and_says_what_to_do() {
 fn a_link_is_not_taken_for_a_file_that_is_missing() {
     let dir = tempfile::tempdir().unwrap();
     let image = Image {
-        dir: ImageDir::open(dir.path()).unwrap(),
+        dir: UntrustedDir::open(dir.path()).unwrap(),
     };
     assert_eq!(image.bytes("cgroup.img"), Ok(None));
     std::fs::write(dir.path().join("other"), "").unwrap();

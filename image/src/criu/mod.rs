@@ -7,7 +7,7 @@
 //!
 //! What CRIU has then made is compared once more, while it is stopped: [`check_made`].
 //!
-//! Only [`ImageDir`] opens files, so that nothing but regular files is read; each is read up to a bound.
+//! Only [`UntrustedDir`] opens files, so that nothing but regular files is read; each is read up to a bound.
 
 mod cgroups;
 mod entries;
@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 pub use self::made::{check as check_made, loosened};
 pub use self::stopped::was_stopped;
 use self::wire::{Message, WireError};
-use crate::dir::{ImageDir, read_at_most};
+use crate::dir::{UntrustedDir, read_at_most};
 use firn_host::{Problem, Remedy, remedy};
 use firn_oci::{Spec, SpecError};
 
@@ -171,7 +171,7 @@ impl Host {
 
 /// Compares the image with the spec. The first thing that exceeds it is told.
 pub fn check(spec: &Spec, image: &Path, host: &Host) -> Result<(), ImageFault> {
-    let dir = ImageDir::open(image).map_err(|source| ImageFault::unreadable("the directory", &source))?;
+    let dir = UntrustedDir::open(image).map_err(|source| ImageFault::unreadable("the directory", &source))?;
     let image = Image { dir };
     entries::check(&image)?;
     // Of what is no image CRIU makes nothing: that is the runtime's to report, with CRIU's log.
@@ -187,7 +187,7 @@ pub fn check(spec: &Spec, image: &Path, host: &Host) -> Result<(), ImageFault> {
 
 /// The files.
 struct Image {
-    dir: ImageDir,
+    dir: UntrustedDir,
 }
 
 impl Image {

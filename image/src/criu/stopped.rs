@@ -7,7 +7,7 @@ use std::io::Read;
 use std::path::Path;
 
 use super::wire::Message;
-use crate::dir::ImageDir;
+use crate::dir::UntrustedDir;
 
 /// Both magic numbers of a core image, and the length of what follows.
 const HEAD: usize = 12;
@@ -26,7 +26,7 @@ const STOPPED: u32 = 3;
 /// Whether the task that has this pid in the container was stopped.
 pub fn was_stopped(image: &Path, pid: i32) -> bool {
     let mut bytes = Vec::new();
-    let read = ImageDir::open(image)
+    let read = UntrustedDir::open(image)
         .and_then(|dir| dir.file(&format!("core-{pid}.img")))
         .and_then(|file| file.take(LIMIT).read_to_end(&mut bytes));
     read.is_ok() && task_state(&bytes) == Some(STOPPED)

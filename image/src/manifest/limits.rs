@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::hash::Hash;
 use std::path::{Component, Path};
 
-use firn_gpu::{GpuUuid, Link};
+use firn_gpu::{Backend, GpuUuid, Link};
 
-use super::Manifest;
+use super::{ImageFile, Manifest};
 
 const MAX_GPUS: usize = 64;
 const MAX_PROCESSES: usize = 4096;
@@ -23,6 +23,7 @@ impl Manifest {
         let versions = &self.versions;
         let driver = self.driver.as_ref().map_or("", |driver| &driver.driver);
         let checks = [
+            ("backend", self.has_good_backend()),
             ("driver", text(driver)),
             (
                 "gpus",
@@ -41,7 +42,6 @@ impl Manifest {
                     .filter_map(|gpu| gpu.node.as_ref())
                     .all(|node| absolute(&node.path)),
             ),
-            ("gpus", self.gpus.is_empty() || self.driver.is_some()),
             ("topology", self.has_good_topology()),
             (
                 "processes",
@@ -72,11 +72,21 @@ impl Manifest {
                 self.images.len() <= MAX_IMAGES && distinct(self.images.iter().map(|file| &file.name)),
             ),
             ("images", self.images.iter().all(|file| file_name(&file.name))),
+            ("images", self.images.iter().all(has_one_checksum)),
         ];
         checks
             .into_iter()
             .find(|(_, good)| !good)
             .map_or(Ok(()), |(field, _)| Err(field))
+    }
+
+    /// CRIU's plugin is used for images without manifest only.
+    fn has_good_backend(&self) -> bool {
+        match self.backend {
+            Backend::None => self.driver.is_none() && self.gpus.is_empty(),
+            Backend::Nvidia => self.driver.is_some(),
+            Backend::CriuPlugin => false,
+        }
     }
 
     /// One link for two different GPUs of the checkpoint, and no more.
@@ -89,6 +99,15 @@ impl Manifest {
             && distinct(links.iter().map(|link| &link.gpus))
             && self.topology.numa.keys().all(|gpu| uuids.contains(gpu))
     }
+}
+
+/// Of the whole file or of its blocks: SHA-256 in hexadecimal.
+fn has_one_checksum(file: &ImageFile) -> bool {
+    let checksum = match (&file.sha256, &file.sha256_of_blocks) {
+        (Some(checksum), None) | (None, Some(checksum)) => checksum,
+        _ => return false,
+    };
+    checksum.len() == 64 && checksum.bytes().all(|c| c.is_ascii_hexdigit())
 }
 
 fn distinct<T: Eq + Hash>(mut items: impl Iterator<Item = T>) -> bool {

@@ -71,6 +71,12 @@ const DAMAGES: &[(&str, &str, Damage)] = &[
         manifest["major"] = json!(1000);
         Ok(std::fs::write(path, manifest.to_string())?)
     }),
+    ("an unknown need", "FIRN-MANIFEST-NEEDS", |dir| {
+        let path = dir.join("firn.json");
+        let mut manifest: Value = serde_json::from_slice(&std::fs::read(&path)?)?;
+        manifest["needs"] = json!(["nvidia", "a-disk-on-the-moon"]);
+        Ok(std::fs::write(path, manifest.to_string())?)
+    }),
     ("a huge manifest", "FIRN-MANIFEST-TOO-LARGE", |dir| {
         Ok(std::fs::write(dir.join("firn.json"), vec![b' '; 64 << 20])?)
     }),

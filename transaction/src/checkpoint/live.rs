@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
-use firn_gpu::{CudaState, Topology};
+use firn_gpu::{Backend, CudaState, Topology};
 use firn_image::manifest;
 use firn_image::manifest::{DriverVersion, Manifest, Versions};
 use firn_oci::{Spec, mounts};
@@ -413,12 +413,12 @@ impl<'a> Live<'a> {
     }
 
     /// What the manifest says of the processes; they may be gone when the image is complete.
-    fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CudaProcess> {
+    fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CheckpointedProcess> {
         let inner = |task: String| procfs::inner_pid(&task);
         processes
             .iter()
             .filter_map(|CudaProcess { pid, restore_tid, .. }| {
-                Some(manifest::CudaProcess {
+                Some(manifest::CheckpointedProcess {
                     pid: inner(pid.to_string())?,
                     restore_tid: inner(format!("{pid}/task/{restore_tid}"))?,
                     state: CudaState::Running,
@@ -446,7 +446,7 @@ impl<'a> Live<'a> {
         }
     }
 
-    async fn write_manifest(&self, processes: Vec<manifest::CudaProcess>) -> Result<(), EffectError> {
+    async fn write_manifest(&self, processes: Vec<manifest::CheckpointedProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
         let (limit, cut) = (self.config.deadlines.dump, &self.tools.cut);
@@ -457,6 +457,7 @@ impl<'a> Live<'a> {
         }
         let write = move || {
             let manifest = Manifest {
+                backend: Backend::Nvidia,
                 dump,
                 driver: Some(source.driver),
                 gpus: source.gpus,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use firn_config::{Config, find_program, names};
 use firn_gpu::GpuPair;
 use firn_host::Problem;
-use firn_image::manifest::{CudaProcess, DumpFlags, Manifest, Verified};
+use firn_image::manifest::{CheckpointedProcess, DumpFlags, Manifest, Verified};
 use firn_oci::criu_config;
 use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::{Spec, dev_repair, edit, mounts};
@@ -58,7 +58,7 @@ pub struct GpuPart {
     /// For the driver; empty when every GPU stays.
     pub pairs: Vec<GpuPair>,
     /// Processes whose GPU state the image holds, by their pids in the container.
-    pub processes: Vec<CudaProcess>,
+    pub processes: Vec<CheckpointedProcess>,
     pub criu: CriuConfig,
     pub config: Config,
     /// The driver worker.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
 use firn_host::ProblemReport;
-use firn_image::manifest::CudaProcess;
+use firn_image::manifest::CheckpointedProcess;
 use firn_oci::criu_script;
 use firn_oci::dev_repair;
 use firn_oci::{Spec, criu_config};
@@ -411,7 +411,7 @@ async fn give_back(
 }
 
 /// Host pids and restore threads of the processes that the manifest names by their ids in the container.
-fn find(processes: &[CudaProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>), Cause> {
+fn find(processes: &[CheckpointedProcess], pids: &[i32]) -> Result<(Vec<i32>, Vec<i32>), Cause> {
     let (mut cuda, mut tids) = (Vec::new(), Vec::new());
     let inner = pids
         .iter()

@@ -16,7 +16,7 @@ use crate::{MEMORY, TRUNCATED, UNREADABLE, shim_memory};
 pub fn forge(dir: &Path, body: &str) -> Result<()> {
     let digest = Sha256::digest(body.as_bytes());
     let sum: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    let head = r#"{"format":"firn-checkpoint","major":1,"minor":0"#;
+    let head = r#"{"format":"firn-checkpoint","major":1,"minor":0,"needs":["nvidia"]"#;
     let text = format!(r#"{head},"sha256":"{sum}","body":{body}}}"#);
     Ok(fs::write(dir.join("firn.json"), text)?)
 }
@@ -48,7 +48,7 @@ const LIES: &[Lie] = &[
         let images = body["images"].as_array_mut();
         images
             .into_iter()
-            .for_each(|images| images.push(json!({"name": "zero.img", "size": 0})));
+            .for_each(|images| images.push(json!({"name": "zero.img", "size": 0, "sha256": "0".repeat(64)})));
     }),
     ("a giant size", TRUNCATED, |body| {
         body["images"][0]["size"] = json!(u64::MAX);
@@ -99,7 +99,7 @@ const LIES: &[Lie] = &[
         body["gpus"][0]["node"] = json!({"path": "/dev/../dev/mem", "type": "c", "major": 1, "minor": 1});
     }),
     ("a mount of the host", "FIRN-MOUNT-NOT-IN-SPEC", |body| {
-        body["mounts"] = json!([{"destination": "/etc", "source_name": "shadow"}]);
+        body["mounts"] = json!([{"destination": "/etc", "source_name": "shadow", "in_use": true}]);
     }),
     ("a mount above", IMPOSSIBLE, |body| {
         body["mounts"] = json!([{"destination": "/data/../../etc", "source_name": "etc"}]);

@@ -121,10 +121,10 @@ fn sign(dir: &Path) -> Result<()> {
         });
     }
     let body = manifest["body"].take().to_string();
-    let (major, minor) = (&manifest["major"], &manifest["minor"]);
+    let (major, minor, needs) = (&manifest["major"], &manifest["minor"], &manifest["needs"]);
     let sha256 = sum(body.as_bytes());
     let text = format!(
-        r#"{{"format":"firn-checkpoint","major":{major},"minor":{minor},"sha256":"{sha256}","body":{body}}}"#
+        r#"{{"format":"firn-checkpoint","major":{major},"minor":{minor},"needs":{needs},"sha256":"{sha256}","body":{body}}}"#
     );
     Ok(fs::write(path, text)?)
 }

@@ -293,7 +293,7 @@ impl ImageDir {
     pub fn seal(&self) {
         let sealed = || -> io::Result<()> {
             let inside = self.inside();
-            let files = manifest::ImageDir::open(&inside)?;
+            let files = manifest::UntrustedDir::open(&inside)?;
             for entry in fs::read_dir(&inside)? {
                 let entry = entry?;
                 let (name, metadata) = (entry.file_name(), entry.metadata()?);

@@ -155,6 +155,7 @@ pub mod tests {
             fs::write(client.join(name), name).unwrap();
         }
         let manifest = Manifest {
+            backend: firn_gpu::Backend::None,
             dump: DumpFlags::default(),
             driver: None,
             gpus: Vec::new(),

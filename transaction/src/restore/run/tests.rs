@@ -119,8 +119,8 @@ async fn an_image_that_was_changed_after_it_was_checked_is_refused() {
     );
 }
 
-fn listed(pid: i32, restore_tid: i32) -> CudaProcess {
-    CudaProcess {
+fn listed(pid: i32, restore_tid: i32) -> CheckpointedProcess {
+    CheckpointedProcess {
         pid,
         restore_tid,
         state: CudaState::Running,

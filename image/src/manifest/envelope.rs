@@ -1,0 +1,140 @@
+//! The envelope of the manifest: what a reader checks before it reads the body.
+//!
+//! docs/reference/image-format.md, "Compatibility", states what a change of each field means.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::{MAX_BYTES, ManifestError};
+use crate::block_hash::sha256;
+
+const FORMAT: &str = "firn-checkpoint";
+pub(super) const MAJOR: u64 = 1;
+const MINOR: u64 = 0;
+
+/// The GPU state is the NVIDIA driver's.
+pub(super) const NVIDIA: &str = "nvidia";
+
+/// Capabilities of this firn that an image may need.
+const KNOWN_NEEDS: [&str; 1] = [NVIDIA];
+
+const MAX_NEEDS: usize = 32;
+/// Longest name of a need.
+const MAX_NEED: usize = 64;
+
+/// Fields that every major version has.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    major: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Envelope<'a> {
+    format: &'a str,
+    major: u64,
+    minor: u64,
+    needs: Vec<String>,
+    sha256: &'a str,
+    #[serde(borrow)]
+    body: &'a RawValue,
+}
+
+/// What a reader gets from an envelope that it may read.
+pub(super) struct Opened<'a> {
+    pub needs: Vec<String>,
+    pub body: &'a str,
+}
+
+/// The bytes of the file; `path` is for errors.
+pub(super) fn seal(body: &RawValue, needs: &[&str], path: &Path) -> Result<Vec<u8>, ManifestError> {
+    let envelope = Envelope {
+        format: FORMAT,
+        major: MAJOR,
+        minor: MINOR,
+        needs: needs.iter().map(|need| (*need).to_owned()).collect(),
+        sha256: &sha256(body.get().as_bytes()),
+        body,
+    };
+    let bytes = serde_json::to_vec(&envelope).map_err(|source| ManifestError::Write {
+        path: path.to_owned(),
+        source: source.into(),
+    })?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(ManifestError::TooLarge {
+            path: path.to_owned(),
+        });
+    }
+    Ok(bytes)
+}
+
+/// Checks version, needs and checksum, in this order: a newer firn may have changed what comes after.
+pub(super) fn open<'a>(bytes: &'a [u8], path: &Path) -> Result<Opened<'a>, ManifestError> {
+    let path = || path.to_owned();
+    let shape = |source| ManifestError::Shape { path: path(), source };
+    let value = |field| ManifestError::Value { path: path(), field };
+    let head: Head = serde_json::from_slice(bytes).map_err(shape)?;
+    if head.format != FORMAT {
+        return Err(value("format"));
+    }
+    if head.major != MAJOR {
+        return Err(ManifestError::Version {
+            path: path(),
+            found: head.major,
+        });
+    }
+    let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(shape)?;
+    if !are_names(&envelope.needs) {
+        return Err(value("needs"));
+    }
+    let unknown = unknown(&envelope.needs);
+    if !unknown.is_empty() {
+        return Err(ManifestError::Needs {
+            path: path(),
+            unknown,
+        });
+    }
+    let body = envelope.body.get();
+    if sha256(body.as_bytes()) != envelope.sha256 {
+        return Err(ManifestError::Checksum { path: path() });
+    }
+    Ok(Opened {
+        needs: envelope.needs,
+        body,
+    })
+}
+
+/// Few, short, distinct, and of characters that are harmless on a terminal.
+fn are_names(needs: &[String]) -> bool {
+    let is_name = |need: &String| {
+        let allowed = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-';
+        (1..=MAX_NEED).contains(&need.len()) && need.bytes().all(allowed)
+    };
+    needs.len() <= MAX_NEEDS
+        && needs.iter().all(is_name)
+        && needs
+            .iter()
+            .enumerate()
+            .all(|(i, need)| !needs[..i].contains(need))
+}
+
+fn unknown(needs: &[String]) -> Vec<String> {
+    needs
+        .iter()
+        .filter(|need| !KNOWN_NEEDS.contains(&need.as_str()))
+        .cloned()
+        .collect()
+}
+
+/// A file with this body, these needs and a checksum that fits.
+#[cfg(any(test, fuzzing, feature = "fixtures"))]
+pub(super) fn with_checksum(body: &str, needs: &[&str]) -> Vec<u8> {
+    let sha256 = sha256(body.as_bytes());
+    let needs = serde_json::json!(needs);
+    format!(
+        r#"{{"format":"{FORMAT}","major":{MAJOR},"minor":{MINOR},"needs":{needs},"sha256":"{sha256}","body":{body}}}"#
+    )
+    .into_bytes()
+}
