@@ -83,25 +83,25 @@ pub struct Deadlines {
     pub freeze: Duration,
     /// The driver's lock of all processes. The application's threads run meanwhile.
     #[serde(deserialize_with = "duration")]
-    pub lock: Duration,
+    pub gpu_lock: Duration,
     /// The driver's copy of GPU memory into host memory, all processes together.
     #[serde(deserialize_with = "duration")]
-    pub checkpoint: Duration,
+    pub gpu_checkpoint: Duration,
     /// Holding the threads that must not run while the driver works.
     #[serde(deserialize_with = "duration")]
     pub hold: Duration,
     /// `runc checkpoint`, and once more for the checksums of what it has written.
     #[serde(deserialize_with = "duration")]
-    pub dump: Duration,
+    pub criu_dump: Duration,
     /// `runc restore`.
     #[serde(deserialize_with = "duration")]
-    pub runc_restore: Duration,
+    pub criu_restore: Duration,
     /// The driver's copy of GPU memory back onto the GPU, all processes together.
     #[serde(deserialize_with = "duration")]
-    pub restore: Duration,
+    pub gpu_restore: Duration,
     /// The driver's unlock of all processes.
     #[serde(deserialize_with = "duration")]
-    pub unlock: Duration,
+    pub gpu_unlock: Duration,
     /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller was
     /// cut off.
     #[serde(deserialize_with = "duration")]
@@ -123,13 +123,13 @@ impl Default for Deadlines {
             look: Duration::from_secs(30),
             verify: Duration::from_secs(1800),
             freeze: Duration::from_secs(10),
-            lock: Duration::from_secs(10),
-            checkpoint: Duration::from_secs(600),
+            gpu_lock: Duration::from_secs(10),
+            gpu_checkpoint: Duration::from_secs(600),
             hold: Duration::from_secs(30),
-            dump: Duration::from_secs(1800),
-            runc_restore: Duration::from_secs(1800),
-            restore: Duration::from_secs(600),
-            unlock: Duration::from_secs(10),
+            criu_dump: Duration::from_secs(1800),
+            criu_restore: Duration::from_secs(1800),
+            gpu_restore: Duration::from_secs(600),
+            gpu_unlock: Duration::from_secs(10),
             rollback: Duration::from_secs(600),
             end: Duration::from_secs(120),
             worker_end: Duration::from_secs(10),
@@ -442,16 +442,16 @@ mod tests {
 
     #[test]
     fn values_of_the_wrong_shape_are_refused() {
-        assert!(complaint("[deadlines]\nlock = 10\n").contains("lock"));
-        assert!(complaint("[deadlines]\nlock = \"10\"\n").contains("not a duration"));
+        assert!(complaint("[deadlines]\ngpu-lock = 10\n").contains("lock"));
+        assert!(complaint("[deadlines]\ngpu-lock = \"10\"\n").contains("not a duration"));
         assert!(complaint("[worker]\npath = \"firn-gpu\"\n").contains("not an absolute path"));
     }
 
     #[test]
     fn what_the_file_says_is_used() {
-        let config = parse("[deadlines]\nlock = \"250ms\"\n[restore]\ngpus = [\"1\"]\n").unwrap();
-        assert_eq!(config.deadlines.lock, Duration::from_millis(250));
-        assert_eq!(config.deadlines.unlock, Deadlines::default().unlock);
+        let config = parse("[deadlines]\ngpu-lock = \"250ms\"\n[restore]\ngpus = [\"1\"]\n").unwrap();
+        assert_eq!(config.deadlines.gpu_lock, Duration::from_millis(250));
+        assert_eq!(config.deadlines.gpu_unlock, Deadlines::default().gpu_unlock);
         assert_eq!(config.restore.gpus, ["1"]);
     }
 

@@ -41,5 +41,5 @@ time ctr containers restore --rw --live "$name" "$checkpoint"
 ctr tasks ls
 
 step "the time of each phase"
-cat "/run/containerd/io.containerd.runtime.v2.task/${CONTAINERD_NAMESPACE:-default}/$name/firn-account.json"
+cat "/run/containerd/io.containerd.runtime.v2.task/${CONTAINERD_NAMESPACE:-default}/$name/firn-timings.json"
 printf '\n\nremove it with: ctr tasks rm --force %s; ctr containers rm %s; ctr images rm %s\n' "$name" "$name" "$checkpoint"

@@ -25,7 +25,7 @@ const WAITS: [&str; 23] = [
     ".at(|",
     ".recv()",
     ".wait()",
-    ".asked()",
+    ".cancelled()",
     ".accept()",
     ".output(",
     ".output_with_input(",

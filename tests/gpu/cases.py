@@ -216,7 +216,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1, see=la
         check_holders(source, end, source_gpus, memory)
 
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
-        record["checkpoint_ms"] = source.account()
+        record["checkpoint_ms"] = source.timings()
         went_on = wait_for_counts(source, end, workers, counts(source), 2, f"output of checkpoint: {done.stderr.strip() or 'done'}")
         if done.returncode:
             raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
@@ -230,7 +230,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1, see=la
         _, record["restore_s"] = timed(target.restore, image, end)
         after = wait_for_counts(target, end, workers, {}, 3, "restored")
         see(target, end)
-        record["restore_ms"] = target.account()
+        record["restore_ms"] = target.timings()
         record["uuid_after"] = check_holders(target, end, target_gpus, memory)
         record.update(compare(before, went_on, after))
         target.keep_evidence(setup.evidence)
@@ -349,10 +349,10 @@ def refuse(container, image, end, record, codes=None):
     """Ask for a checkpoint that must be refused; with `codes`, by one of them and before the driver is asked for anything."""
     done, record["checkpoint_s"] = timed(container.checkpoint, image, end)
     record["refusal"] = done.stderr.strip()
-    record["code"] = refusal(done, codes, container.account())
+    record["code"] = refusal(done, codes, container.timings())
 
 
-def refusal(done, codes, account):
+def refusal(done, codes, timings):
     """The code by which a checkpoint was refused; anything else is a failure."""
     message = done.stderr.strip()
     if not done.returncode:
@@ -362,8 +362,8 @@ def refusal(done, codes, account):
         raise Failed(f"refused without a FIRN code: {message}")
     if codes and code[0] not in codes:
         raise Failed(f"refused with {code[0]}, not {' or '.join(codes)}: {message}")
-    if codes and "lock" in account:
-        raise Failed(f"refused after the lock ({account}): {message}")
+    if codes and "gpu-lock" in timings:
+        raise Failed(f"refused after the lock ({timings}): {message}")
     return code[0]
 
 
@@ -437,7 +437,7 @@ def torch(setup, end, record, steps=80, interrupt_at=20):
         before = end.until("the training to reach the step", lambda: reached(source, interrupt_at), 90)
         check_holders(source, end, source_gpus, record["gib"])
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
-        record["checkpoint_ms"] = source.account()
+        record["checkpoint_ms"] = source.timings()
         if done.returncode:
             raise Failed(f"checkpoint failed: {done.stderr.strip()}")
         # The source's own next losses show where it stood when it was frozen.
@@ -450,7 +450,7 @@ def torch(setup, end, record, steps=80, interrupt_at=20):
         grant(setup, source_gpus, target_gpus)
         _, record["restore_s"] = timed(target.restore, image, end)
         end.until("the restored training to print", lambda: losses(target.lines()))
-        record["restore_ms"] = target.account()
+        record["restore_ms"] = target.timings()
         record["uuid_after"] = check_holders(target, end, target_gpus, record["gib"])
         status = target.exit_status(end, 90)
         after = losses(target.lines())

@@ -289,14 +289,14 @@ class Container:
         """The bundle directory that the shim works in."""
         return f"{self.host.work}/state/io.containerd.runtime.v2.task/{NAMESPACE}/{self.name}"
 
-    def account(self):
+    def timings(self):
         """Milliseconds by phase of the shim's last transaction on this container; empty with another shim."""
         try:
-            with open(f"{self.bundle()}/firn-account.json", encoding="utf-8") as file:
-                account = json.load(file)
+            with open(f"{self.bundle()}/firn-timings.json", encoding="utf-8") as file:
+                timings = json.load(file)
         except (OSError, ValueError):
             return {}
-        return {**{phase["name"]: phase["ms"] for phase in account["phases"]}, "total": account["total_ms"]}
+        return {**{phase["name"]: phase["ms"] for phase in timings["phases"]}, "total": timings["total_ms"]}
 
     def keep_evidence(self, directory):
         """Copy the logs of CRIU and runc out of the bundle."""

@@ -78,20 +78,20 @@ class Moments:
                 raise Failed(f"{moment} was not reached")
             time.sleep(0.01)
 
-    def take(self):
+    def gpu_checkpoint(self):
         """The driver is copying GPU memory into the process."""
         while True:
             grown = any(status(pid, "RssAnon") > self._memory / 4 for pid in running(WORKLOAD))
             yield grown and running("firn-gpu")
 
-    def dump(self):
+    def criu_dump(self):
         """CRIU is writing or reading the image."""
         while not running("criu"):
             yield False
         time.sleep(INTO_CRIU)
         yield True
 
-    criu_restore = dump
+    criu_restore = criu_dump
 
     def driver_restore(self):
         """The driver is copying memory back onto the GPU: CRIU has come and gone."""
@@ -171,14 +171,14 @@ def kills(setup, end, record, gib):
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
         before = cases.wait_for_counts(source, end, 1, {}, 3)
-        for program, moment in (("firn-gpu", "take"), ("criu", "dump"), ("runc", "dump")):
+        for program, moment in (("firn-gpu", "gpu_checkpoint"), ("criu", "criu_dump"), ("runc", "criu_dump")):
             message = killed(pool, record, gib, source, lambda: source.checkpoint(image, end), program, moment)
             goes_on(source, end, f"{program} was killed at {moment}: {message}")
         done = source.checkpoint(image, end)
         went_on = cases.wait_for_counts(source, end, 1, cases.counts(source), 2)
         if done.returncode:
             raise Failed(f"the checkpoint after the kills failed: {done.stderr.strip()}")
-        for program, moment in (("shim", "dump"),):
+        for program, moment in (("shim", "criu_dump"),):
             lost = "firn.test/checkpoint/lost:latest"
             message = killed(pool, record, gib, source, lambda: source.checkpoint(lost, end), program, moment)
             is_gone(source, end, f"{program} was killed at {moment}: {message}")

@@ -155,7 +155,7 @@ def permuted(setup, end, record, name, workload, count, mib):
             raise Failed(f"firn plan shows {planned}, the map has {moved}")
 
         done, record["checkpoint_s"] = cases.timed(source.checkpoint, image, end)
-        record["checkpoint_ms"] = source.account()
+        record["checkpoint_ms"] = source.timings()
         went_on = cases.wait_for_counts(source, end, count, cases.counts(source), 2, f"output of checkpoint: {done.stderr.strip() or 'done'}")
         if done.returncode:
             raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
@@ -165,7 +165,7 @@ def permuted(setup, end, record, name, workload, count, mib):
 
         _, record["restore_s"] = cases.timed(target.restore, image, end)
         after = cases.wait_for_counts(target, end, count, {}, 3, "restored")
-        record["restore_ms"] = target.account()
+        record["restore_ms"] = target.timings()
         check_moved(placed, placement(target, end), moved)
         record["uuid_after"] = [moved[uuid] for uuid in uuids]
         record.update(cases.compare(before, went_on, after))

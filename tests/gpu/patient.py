@@ -17,7 +17,7 @@ from host import Container, Failed
 
 # Of the process whose GPU memory somebody else takes: its image is written.
 SUSPENDED_MIB = 4096
-SHORT = '[deadlines]\ncheckpoint = "2s"\n'
+SHORT = '[deadlines]\ngpu-checkpoint = "2s"\n'
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -45,7 +45,7 @@ def patient(setup, end, record, gib):
             cases.check_holders(container, end, uuids, gib)
             began = time.monotonic()
             call = lambda: container.checkpoint_task(f"{images}/killed", end)
-            message = kills.killed(pool, record, gib, container, call, "firn-gpu", "take")
+            message = kills.killed(pool, record, gib, container, call, "firn-gpu", "gpu_checkpoint")
             expect_code(message)
             record["killed"] = comes_back(container, end, message, began)
 

@@ -54,7 +54,7 @@ def ddp(setup, end, record, name, count):
         if audited.verdict == "cannot":
             raise Failed(f"the audit refuses a job over sockets: {audited.codes}")
         done, record["checkpoint_s"] = cases.timed(source.checkpoint, image, end)
-        record["checkpoint_ms"] = source.account()
+        record["checkpoint_ms"] = source.timings()
         if done.returncode:
             raise Failed(f"checkpoint failed: {done.stderr.strip()}")
         next_step = max(cases.losses(source.lines())) + 2
@@ -67,7 +67,7 @@ def ddp(setup, end, record, name, count):
         moves.write_map(setup, moved)
         _, record["restore_s"] = cases.timed(target.restore, image, end)
         end.until("the restored ranks to train", lambda: cases.losses(target.lines()))
-        record["restore_ms"] = target.account()
+        record["restore_ms"] = target.timings()
         moves.check_moved(placed, moves.placement(target, end), moved)
         record["uuid_after"] = [moved[uuid] for uuid in uuids]
         status = target.exit_status(end, 90)

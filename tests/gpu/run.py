@@ -111,7 +111,7 @@ def row(record):
 
 
 def phases(record, operation):
-    """The shim's account of one transaction."""
+    """The shim's timings of one transaction."""
     return f"- {record['case']} {operation}: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in record[f"{operation}_ms"].items())
 
 

@@ -105,8 +105,8 @@ class Counts(unittest.TestCase):
 class Refusal(unittest.TestCase):
     """`refusal` believes a refusal only by its code, and one by name only if nothing had been begun."""
 
-    def refusal(self, message, codes=None, account=None, status=1):
-        return cases.refusal(mock.Mock(returncode=status, stderr=message), codes, account or {})
+    def refusal(self, message, codes=None, timings=None, status=1):
+        return cases.refusal(mock.Mock(returncode=status, stderr=message), codes, timings or {})
 
     def test_its_code(self):
         message = "ctr: FIRN-IPC: cannot checkpoint container ipc: CUDA processes 7 (gpu-counter) ...\n"
@@ -125,7 +125,7 @@ class Refusal(unittest.TestCase):
 
     def test_too_late(self):
         with self.assertRaisesRegex(hosts.Failed, "after the lock"):
-            self.refusal("FIRN-IPC: ...", ["FIRN-IPC"], {"inspect": 1, "lock": 2})
+            self.refusal("FIRN-IPC: ...", ["FIRN-IPC"], {"inspect": 1, "gpu-lock": 2})
 
     def test_reads_of_the_importer(self):
         container = mock.Mock(lines=lambda: [
@@ -422,7 +422,7 @@ class Kills(unittest.TestCase):
             return programs.get(program, [])
 
         with mock.patch.object(kills, "running", of), mock.patch.object(kills, "INTO_CRIU", 0):
-            return kills.killed(self.pool, {}, 1, self.container, call, "criu", "dump")
+            return kills.killed(self.pool, {}, 1, self.container, call, "criu", "criu_dump")
 
     def test_the_victim_dies_and_the_client_gets_an_error(self):
         self.assertEqual(self.kill(1, {"criu": [self.victim.pid]}), "it failed")
@@ -433,7 +433,7 @@ class Kills(unittest.TestCase):
 
     def test_a_call_that_ends_before_the_moment_is_a_failure(self):
         self.victim.kill()
-        with self.assertRaisesRegex(hosts.Failed, "ended before dump: exit status 1: it failed"):
+        with self.assertRaisesRegex(hosts.Failed, "ended before criu_dump: exit status 1: it failed"):
             self.kill(1, {})
 
     def test_a_process_is_found_by_its_name_and_forgotten_when_it_has_ended(self):

@@ -7,27 +7,27 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::task::JoinError;
 
-use crate::container::Cut;
+use crate::cancel::CancellationToken;
 
 /// Why work that blocks is not waited for any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
     Late,
-    Cut,
+    Cancelled,
 }
 
 /// As [`blocking`], but not waited for longer than `limit` and once the container is to end. The work is told by the flag that it
 /// is to stop; where it hangs in the kernel, its thread is left.
 pub async fn stoppable<T: Send + 'static>(
     limit: Duration,
-    cut: &Cut,
+    cancel: &CancellationToken,
     work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
 ) -> Result<T, Left> {
     let stop = Stop::default();
     let heeded = stop.0.clone();
     tokio::select! {
         biased;
-        () = cut.asked() => Err(Left::Cut),
+        () = cancel.cancelled() => Err(Left::Cancelled),
         done = blocking(move || work(&heeded)) => Ok(done),
         () = tokio::time::sleep(limit) => Err(Left::Late),
     }
@@ -94,7 +94,7 @@ mod tests {
     async fn work_that_is_left_is_told_to_stop() {
         for asked in [false, true] {
             let (said, mut stopped) = tokio::sync::mpsc::channel(1);
-            let cut = Cut::default();
+            let cancel = CancellationToken::default();
             let work = move |stop: &AtomicBool| {
                 while !stop.load(Ordering::Relaxed) {
                     std::thread::yield_now();
@@ -104,7 +104,7 @@ mod tests {
             let kill = async {
                 tokio::task::yield_now().await;
                 if asked {
-                    cut.ask();
+                    cancel.cancel();
                 }
             };
             let limit = if asked {
@@ -112,11 +112,11 @@ mod tests {
             } else {
                 Duration::from_millis(10)
             };
-            let (left, ()) = tokio::join!(stoppable(limit, &cut, work), kill);
-            assert_eq!(left, Err(if asked { Left::Cut } else { Left::Late }));
+            let (left, ()) = tokio::join!(stoppable(limit, &cancel, work), kill);
+            assert_eq!(left, Err(if asked { Left::Cancelled } else { Left::Late }));
             stopped.recv().await.unwrap();
         }
-        let done = stoppable(Duration::from_secs(600), &Cut::default(), |_| 7).await;
+        let done = stoppable(Duration::from_secs(600), &CancellationToken::default(), |_| 7).await;
         assert_eq!(done, Ok(7));
     }
 }

@@ -16,9 +16,8 @@
 //! Who reads it: [`crate::recovery`], for a shim that was killed, and `checkpoint` after a panic.
 
 #[cfg(debug_assertions)]
-mod told;
+mod failpoint;
 
-use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -32,13 +31,14 @@ use firn_host::{Problem, Remedy, remedy};
 use serde::{Deserialize, Serialize};
 
 use crate::blocking::blocking;
+use crate::driver::CudaProcess;
+use crate::phase::Phase;
 use crate::procfs;
-use crate::worker::CudaProcess;
 
 /// A failpoint between two phases: a shim that was built for tests waits here while a test names it.
 pub async fn point(name: &str) {
     #[cfg(debug_assertions)]
-    told::hold(name).await;
+    failpoint::hold(name).await;
     #[cfg(not(debug_assertions))]
     let _ = name;
 }
@@ -61,52 +61,6 @@ const LIMIT: u64 = 1 << 20;
 pub enum Operation {
     Checkpoint,
     Restore,
-}
-
-/// Part of an operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Phase {
-    /// Nothing has been touched.
-    Inspect,
-    /// The CUDA processes are made to wait at the driver.
-    Lock,
-    /// The driver takes the GPU state into the processes' memory.
-    Take,
-    /// CRIU writes the image, then firn its manifest.
-    Dump,
-    /// The driver gives the GPU state back and unlocks: the end of a checkpoint that goes on, and of a restore.
-    GiveBack,
-    /// The container ends, its image is complete.
-    Finish,
-    /// The way back of a checkpoint.
-    Undo,
-    /// CRIU brings the processes back, stopped.
-    CriuRestore,
-    /// Device nodes are made those of the new GPUs.
-    DevRepair,
-    /// Stopped processes go on.
-    Continue,
-    /// The way back of a restore.
-    Abandon,
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Inspect => "inspect the container",
-            Self::Lock => "lock the CUDA processes",
-            Self::Take => "take the GPU state",
-            Self::Dump => "dump the container",
-            Self::GiveBack => "give the GPU state back",
-            Self::Finish => "end the container",
-            Self::Undo => "undo the checkpoint",
-            Self::CriuRestore => "restore the processes",
-            Self::DevRepair => "repair the device nodes",
-            Self::Continue => "continue the processes",
-            Self::Abandon => "undo the restore",
-        })
-    }
 }
 
 /// What an image directory was before the dump.
@@ -306,7 +260,7 @@ impl Journal {
     pub async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
         self.write(Line::Enter { phase }).await?;
         #[cfg(debug_assertions)]
-        told::obey(phase).await;
+        failpoint::trigger(phase).await;
         Ok(())
     }
 
@@ -482,9 +436,9 @@ impl Record {
             Line::Begin { .. } => {}
             Line::Enter { phase } => {
                 self.phase = Some(phase);
-                self.taking |= phase == Phase::Take;
+                self.taking |= phase == Phase::GpuCheckpoint;
             }
-            Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::Dump,
+            Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::CriuDump,
             Line::Image { was, id } => {
                 self.image_was = Some(was);
                 self.image_id = id;

@@ -4,20 +4,23 @@
 //! call it.
 #![deny(unsafe_code)]
 
-pub mod account;
 pub mod blocking;
+pub mod cancel;
 pub mod cgroup;
 pub mod checkpoint;
 pub mod container;
 pub mod convert;
+mod criu_leftovers;
+mod driver;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzz;
-pub mod hold;
+pub mod image_dir;
 pub mod journal;
 pub mod look;
 pub mod options;
 pub mod panics;
+pub mod phase;
 pub mod pidfd;
 pub mod reaper;
 pub mod recovery;
@@ -32,7 +35,8 @@ pub mod sys;
     reason = "a test that cannot be set up is a test that fails"
 )]
 pub mod testing;
+pub mod timings;
+pub mod tracer;
 pub mod unmount;
-mod worker;
 
 use firn_host::procfs;

@@ -18,8 +18,8 @@ use firn_oci::mounts::RequiredMount;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::cancel::CancellationToken;
 use crate::checkpoint::Policy;
-use crate::container::Cut;
 use crate::reaper::{OutputError, Reaper};
 
 pub use child::{ChildError, run as run_child};
@@ -147,12 +147,12 @@ pub async fn look<T: DeserializeOwned>(
     request: &Request,
     reaper: &Reaper,
     limit: Duration,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<T, LookError> {
     // The file that this process runs, also when another version has been installed over it.
     let mut command = Command::new("/proc/self/exe");
     command.arg(ACTION).env_clear();
-    ask(command, request, reaper, limit, cut).await
+    ask(command, request, reaper, limit, cancel).await
 }
 
 async fn ask<T: DeserializeOwned>(
@@ -160,14 +160,14 @@ async fn ask<T: DeserializeOwned>(
     request: &Request,
     reaper: &Reaper,
     limit: Duration,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<T, LookError> {
     let subject = request.subject();
     let not_understood = |source| LookError::Answer { subject, source };
     let input = serde_json::to_vec(request).map_err(not_understood)?;
     let output = tokio::select! {
         biased;
-        () = cut.asked() => return Err(LookError::Killed),
+        () = cancel.cancelled() => return Err(LookError::Killed),
         output = reaper.output_with_input(&mut command, &input, limit) => output,
     };
     let output = match output {
@@ -200,20 +200,24 @@ mod tests {
         }
     }
 
-    async fn ask_sh(script: &str, limit: Duration, cut: &Cut) -> Result<Vec<i32>, LookError> {
+    async fn ask_sh(
+        script: &str,
+        limit: Duration,
+        cancel: &CancellationToken,
+    ) -> Result<Vec<i32>, LookError> {
         let reaper = Reaper::start().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        ask(command, &request(), &reaper, limit, cut).await
+        ask(command, &request(), &reaper, limit, cancel).await
     }
 
     #[tokio::test]
     async fn the_answer_is_what_the_child_says_to_the_request() {
-        let cut = Cut::default();
+        let cancel = CancellationToken::default();
         let echo = r#"grep -q '"pids":\[1,2\]' && echo '{"Ok":[3]}'"#;
-        assert_eq!(ask_sh(echo, LIMIT, &cut).await.unwrap(), [3]);
+        assert_eq!(ask_sh(echo, LIMIT, &cancel).await.unwrap(), [3]);
         let refuse = r#"echo '{"Err":{"code":"FIRN-PROC","message":"m","hint":"h"}}'"#;
-        let refused = ask_sh(refuse, LIMIT, &cut).await.unwrap_err();
+        let refused = ask_sh(refuse, LIMIT, &cancel).await.unwrap_err();
         assert_eq!(
             (refused.code(), refused.hint(), &*refused.to_string()),
             ("FIRN-PROC", "h", "m")
@@ -224,10 +228,10 @@ mod tests {
             "kill -KILL $$",
             "head -c 9000000 /dev/zero",
         ] {
-            let failed = ask_sh(broken, LIMIT, &cut).await.unwrap_err();
+            let failed = ask_sh(broken, LIMIT, &cancel).await.unwrap_err();
             assert_eq!(failed.code(), "FIRN-PROC", "{broken}");
         }
-        let said = ask_sh("echo why >&2; exit 1", LIMIT, &cut).await.unwrap_err();
+        let said = ask_sh("echo why >&2; exit 1", LIMIT, &cancel).await.unwrap_err();
         assert!(said.to_string().ends_with("have open: why"), "{said}");
     }
 
@@ -243,7 +247,7 @@ mod tests {
             let pid = std::fs::read_to_string(&pid_file).unwrap();
             !crate::procfs::is_alive(pid.trim().parse().unwrap())
         };
-        let late = ask_sh(&hang, Duration::from_millis(300), &Cut::default())
+        let late = ask_sh(&hang, Duration::from_millis(300), &CancellationToken::default())
             .await
             .unwrap_err();
         assert_eq!(late.code(), "FIRN-LOOK-TIMEOUT");
@@ -254,14 +258,14 @@ mod tests {
         assert!(is_gone());
 
         std::fs::remove_file(&pid_file).unwrap();
-        let cut = Cut::default();
+        let cancel = CancellationToken::default();
         let kill = async {
             while !std::fs::read_to_string(&pid_file).is_ok_and(|pid| pid.ends_with('\n')) {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
-            cut.ask();
+            cancel.cancel();
         };
-        let (killed, ()) = tokio::join!(ask_sh(&hang, LIMIT, &cut), kill);
+        let (killed, ()) = tokio::join!(ask_sh(&hang, LIMIT, &cancel), kill);
         assert!(matches!(killed, Err(LookError::Killed)), "{killed:?}");
         let begun = Instant::now();
         while !is_gone() {

@@ -11,8 +11,9 @@ use firn_config::{Config, names};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::blocking::{blocking, tidy};
-use crate::checkpoint::{ImageDir, rescue};
+use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
+use crate::phase::Phase;
 use crate::{pidfd, procfs, restore};
 
 /// CRIU's name as the kernel has it.
@@ -144,7 +145,7 @@ impl Recovery {
             ..
         } = &self.0;
         if outcome.is_none() {
-            let phase = phase.unwrap_or(journal::Phase::Inspect);
+            let phase = phase.unwrap_or(Phase::Inspect);
             log::warn!("the shim of {} was killed when about to {phase}", begin.container);
         }
         // Its client may have removed it since.

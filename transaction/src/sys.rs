@@ -82,13 +82,13 @@ pub fn die_with_parent(command: &mut Command) {
 
 /// Has the child and all that it starts make files that only root can read.
 pub fn make_private_files(command: &mut Command) {
-    let cut = || {
+    let cancel = || {
         umask(Mode::from_bits_truncate(0o077));
         Ok(())
     };
     // SAFETY: between fork and exec the closure makes one system call that cannot fail, allocates nothing, takes no lock
     // and touches no memory of the parent.
-    unsafe { command.pre_exec(cut) };
+    unsafe { command.pre_exec(cancel) };
 }
 
 fn arm_parent_death(parent: Pid) -> io::Result<()> {

@@ -8,8 +8,9 @@ use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_image::manifest::DumpFlags;
 
 use super::{Service, TaskError};
-use firn_transaction::checkpoint::{self, ImageDir, Request};
+use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::Action;
+use firn_transaction::image_dir::ImageDir;
 use firn_transaction::options::CheckpointOptions;
 use firn_transaction::panics::caught;
 

@@ -15,7 +15,8 @@ use super::state::pid_field;
 use super::{Service, Slot, TaskError, exit};
 use crate::mounts;
 use firn_host::Chain;
-use firn_transaction::container::{Container, Cut, Facts, Owner, Process, StdioPaths};
+use firn_transaction::cancel::CancellationToken;
+use firn_transaction::container::{Container, ContainerTraits, Owner, Process, StdioPaths};
 use firn_transaction::options::RuncOptions;
 use firn_transaction::runc::{self, Runc};
 use firn_transaction::stdio::{self, StdioConfig};
@@ -30,8 +31,8 @@ pub(super) async fn create(
     service: &Arc<Service>,
     request: CreateTaskRequest,
 ) -> Result<CreateTaskResponse, TaskError> {
-    let cut = reserve(service, &request.id)?;
-    match build(service, &request, &cut).await {
+    let cancel = reserve(service, &request.id)?;
+    match build(service, &request, &cancel).await {
         Ok(container) if service.is_abandoned(&request.id) => {
             discard(&container).await;
             if !request.rootfs.is_empty() {
@@ -61,20 +62,20 @@ pub(super) async fn create(
     }
 }
 
-fn reserve(service: &Service, id: &str) -> Result<Cut, TaskError> {
+fn reserve(service: &Service, id: &str) -> Result<CancellationToken, TaskError> {
     let mut containers = service.containers();
     if containers.contains_key(id) {
         return Err(TaskError::ContainerExists { id: id.to_owned() });
     }
-    let cut = Cut::default();
-    containers.insert(id.to_owned(), Slot::Reserved(cut.clone()));
-    Ok(cut)
+    let cancel = CancellationToken::default();
+    containers.insert(id.to_owned(), Slot::Reserved(cancel.clone()));
+    Ok(cancel)
 }
 
 async fn build(
     service: &Arc<Service>,
     request: &CreateTaskRequest,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<Arc<Container>, TaskError> {
     let bundle = PathBuf::from(&request.bundle);
     let options = RuncOptions::from_any(request.options.as_ref())?;
@@ -92,7 +93,7 @@ async fn build(
         }
         mounts::mount_all(&request.rootfs, &rootfs, &service.reaper).await?;
     }
-    let built = build_mounted(service, request, &bundle, options, cut).await;
+    let built = build_mounted(service, request, &bundle, options, cancel).await;
     if built.is_err() && !request.rootfs.is_empty() {
         unmount(&rootfs).await;
     }
@@ -110,7 +111,7 @@ async fn build_mounted(
     request: &CreateTaskRequest,
     bundle: &Path,
     mut options: RuncOptions,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<Arc<Container>, TaskError> {
     let named = restore_dir(request.options.as_ref())?;
     let checkpoint = match &*request.checkpoint {
@@ -132,7 +133,7 @@ async fn build_mounted(
             Err(error) => log::warn!("cannot look at the cgroup of {}: {}", request.id, Chain(&error)),
         }
     }
-    let facts = Facts {
+    let traits = ContainerTraits {
         gpu,
         other_gpus: spec.has_other_gpus(),
         open_tcp: gpu && nccl::is_requested(spec),
@@ -155,14 +156,14 @@ async fn build_mounted(
                 &settled,
                 &runc,
                 &service.reaper,
-                cut,
+                cancel,
             )
             .await?,
         ),
         None => None,
     };
     // A restore of GPU state has edited the bundle already.
-    if facts.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
+    if traits.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
         firn_transaction::checkpoint::prepare_bundle(bundle, settled.spec)?;
     }
     let restoring = prepared.is_some();
@@ -179,7 +180,7 @@ async fn build_mounted(
         runc,
         options,
         init,
-        facts,
+        traits,
         prepared,
     );
     let container = Arc::new(container);

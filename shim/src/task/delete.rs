@@ -42,7 +42,7 @@ pub(super) async fn delete(
             InitState::CreatedCheckpoint | InitState::Suspended
         ) {
             // A restore or resume that is under way is not wanted any more.
-            drop(container.cut_off());
+            drop(container.cancel_transaction());
         }
         let _operation = container.operation.write().await;
         delete_init(&container).await?;
@@ -100,7 +100,7 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         thaw(container).await;
     }
     let hooks = container.begin_hooks();
-    match container.runc.delete(hooks.cut.asked()).await {
+    match container.runc.delete(hooks.cancel.cancelled()).await {
         Ok(()) => {}
         // A dump that ended the container, or a restore that was never started, leaves nothing to delete.
         Err(error) if error.is_absent() => {}

@@ -46,7 +46,7 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
     container.set_init_gone();
     if container.gpu {
         // The runtime's own dump of a container without GPUs ends it by itself.
-        drop(container.cut_off());
+        drop(container.cancel_transaction());
     }
     let was = container.state();
     // What is frozen does not end, and the runtime does not delete it.

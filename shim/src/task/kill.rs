@@ -37,13 +37,13 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             give_up(&container).await?;
             return Ok(Empty::default());
         }
-        let (cut, hooks) = match request.signal {
-            SIGKILL => (container.cut_off(), container.cut_hooks()),
+        let (cancel, hooks) = match request.signal {
+            SIGKILL => (container.cancel_transaction(), container.cancel_hooks()),
             _ => (None, false),
         };
-        if let Some(cut) = &cut {
+        if let Some(cancel) = &cancel {
             // Order matters: CRIU first, which holds the tasks and may have turned the freezer on.
-            cut.untraced(CRIU).await;
+            cancel.untraced(CRIU).await;
             if container.init.pid() == 0 {
                 // Of a restore that was cut off nothing is left; its Start tells.
                 return Ok(Empty::default());
@@ -58,7 +58,7 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             }
             // The transaction that was cut off has killed it, or what was left of it were hooks.
             Err(_)
-                if (cut.is_some() || hooks)
+                if (cancel.is_some() || hooks)
                     && (container.init.exit().is_some() || !procfs::is_alive(container.init.pid())) =>
             {
                 Ok(Empty::default())
@@ -153,7 +153,7 @@ async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
 /// Kills a suspended container. Frozen as it is, a signal alone would not end it with cgroup v1; no thread runs again.
 pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
     // A resume that is under way is not wanted any more.
-    drop(container.cut_off());
+    drop(container.cancel_transaction());
     container.cgroup()?.kill_all(KILLED).await?;
     // Order matters: they are let go of when they cannot run any more.
     drop(container.take_held());

@@ -38,7 +38,8 @@ pub(crate) use error::TaskError;
 use crate::events::Publisher;
 use crate::server::{Context, Shutdown};
 use firn_host::Chain;
-use firn_transaction::container::{Container, Cut, Exits};
+use firn_transaction::cancel::CancellationToken;
+use firn_transaction::container::{Container, Exits};
 use firn_transaction::reaper::Reaper;
 
 /// SIGKILL as the protocol numbers signals.
@@ -57,7 +58,7 @@ pub(crate) struct Service {
 /// A container id that is in use.
 enum Slot {
     /// Create is under way; the id is taken. Whoever abandons it cuts short what it waits for.
-    Reserved(Cut),
+    Reserved(CancellationToken),
     /// As before, but the client has asked to delete it: nobody waits for it any more.
     Abandoned,
     Ready(Arc<Container>),
@@ -90,9 +91,9 @@ impl Service {
     /// Notes that a container which is being made is not wanted any more.
     fn abandon(&self, id: &str) {
         if let Some(slot) = self.containers().get_mut(id)
-            && let Slot::Reserved(cut) = slot
+            && let Slot::Reserved(cancel) = slot
         {
-            cut.ask();
+            cancel.cancel();
             *slot = Slot::Abandoned;
         }
     }

@@ -11,7 +11,8 @@ use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit};
 use crate::procfs;
 use firn_host::Chain;
-use firn_transaction::container::{Action, Container, Cut, InitState, Owner, Process};
+use firn_transaction::cancel::CancellationToken;
+use firn_transaction::container::{Action, Container, InitState, Owner, Process};
 use firn_transaction::journal::point;
 use firn_transaction::restore;
 use firn_transaction::runc::{Exec, read_pid};
@@ -41,7 +42,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
         None => {
             let hooks = container.begin_hooks();
             let killed = async {
-                hooks.cut.asked().await;
+                hooks.cancel.cancelled().await;
                 while procfs::is_alive(container.init.pid()) {
                     tokio::time::sleep(DYING).await;
                 }
@@ -80,18 +81,18 @@ async fn restore_init(
     prepared: restore::Prepared,
 ) -> Result<(), TaskError> {
     // From here on whoever kills or deletes the container finds a transaction to cut off, or the pid of init.
-    let under_way = container.begin_transaction();
+    let guard = container.begin_transaction();
     point("restore-begun").await;
     let expectation = service.exits.expect();
-    let cut = under_way.cut.clone();
-    let failed = match bring_up(service, container, &prepared, &cut).await {
+    let cancel = guard.cancel.clone();
+    let failed = match bring_up(service, container, &prepared, &cancel).await {
         Ok(restored) => {
             let pid = restored.pid();
             let owner = Owner {
                 container: Arc::downgrade(container),
                 process: container.init.clone(),
             };
-            match under_way.commit(|| container.init.set_pid(pid)) {
+            match guard.commit(|| container.init.set_pid(pid)) {
                 Ok(()) => {
                     point("restore-committed").await;
                     restored.commit().await;
@@ -101,18 +102,18 @@ async fn restore_init(
                     }
                     return Ok(());
                 }
-                Err(under_way) => {
+                Err(guard) => {
                     let error = restored.abandon(container, &prepared).await;
-                    (under_way, error.into())
+                    (guard, error.into())
                 }
             }
         }
-        Err(error) => (under_way, error),
+        Err(error) => (guard, error),
     };
-    let (under_way, error) = failed;
+    let (guard, error) = failed;
     // The image is still good: the client may try again.
     container.put_checkpoint(prepared);
-    if under_way.end() {
+    if guard.end() {
         exit::restore_killed(service, container).await;
     }
     Err(error)
@@ -123,7 +124,7 @@ async fn bring_up(
     service: &Arc<Service>,
     container: &Arc<Container>,
     prepared: &restore::Prepared,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<restore::Restored, TaskError> {
     let mut stdio = open_stdio_to_restore(service, container, &container.init).await?;
     let pid_file = container.bundle.join(INIT_PID);
@@ -135,7 +136,7 @@ async fn bring_up(
         &pid_file,
         console,
         &service.reaper,
-        cut,
+        cancel,
         attach,
     )
     .await;

@@ -10,7 +10,7 @@ use crate::events::testing::Published;
 use crate::server::{Context, Shutdown};
 use firn_transaction::cgroup::Cgroup;
 use firn_transaction::cgroup::testing::{LIMIT, fake};
-use firn_transaction::container::{Container, Facts, InitState, Owner, Process, StdioPaths};
+use firn_transaction::container::{Container, ContainerTraits, InitState, Owner, Process, StdioPaths};
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::runc::Runc;
@@ -20,7 +20,7 @@ use firn_transaction::sys;
 pub(super) const ID: &str = "box";
 
 /// What the spec of a plain container says.
-pub(super) const PLAIN: Facts = Facts {
+pub(super) const PLAIN: ContainerTraits = ContainerTraits {
     gpu: false,
     other_gpus: false,
     open_tcp: false,
@@ -28,7 +28,7 @@ pub(super) const PLAIN: Facts = Facts {
 };
 
 /// The same with GPUs.
-pub(super) const GPU: Facts = Facts { gpu: true, ..PLAIN };
+pub(super) const GPU: ContainerTraits = ContainerTraits { gpu: true, ..PLAIN };
 
 pub(super) struct Stub {
     pub service: Arc<Service>,
@@ -88,7 +88,7 @@ impl Stub {
     }
 
     /// A container that was made and has no process. The files of its cgroup are no kernel's.
-    pub(super) fn container(&self, facts: Facts) -> Arc<Container> {
+    pub(super) fn container(&self, traits: ContainerTraits) -> Arc<Container> {
         let bundle = self.dir.path();
         let options = RuncOptions {
             binary_name: bundle.join("runtime").display().to_string(),
@@ -97,7 +97,7 @@ impl Stub {
         };
         let runc = Runc::new(ID, "default", bundle, &options, self.service.reaper.clone());
         let init = Process::new("", StdioPaths::default(), Vec::new());
-        let container = Container::new(ID, bundle.to_owned(), runc, options, init, facts, None);
+        let container = Container::new(ID, bundle.to_owned(), runc, options, init, traits, None);
         container.set_cgroup(self.cgroup.1.clone());
         let container = Arc::new(container);
         let slot = Slot::Ready(container.clone());
@@ -107,8 +107,8 @@ impl Stub {
     }
 
     /// A container whose init sleeps.
-    pub(super) fn running(&self, facts: Facts) -> Arc<Container> {
-        let container = self.container(facts);
+    pub(super) fn running(&self, traits: ContainerTraits) -> Arc<Container> {
+        let container = self.container(traits);
         self.run_init(&container, &mut shell("exec sleep 1000"));
         container
     }

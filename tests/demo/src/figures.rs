@@ -31,7 +31,7 @@ pub(crate) struct Step {
     pub(crate) shim: Transaction,
 }
 
-/// `firn-account.json` in the bundle.
+/// `firn-timings.json` in the bundle.
 #[derive(Deserialize, Serialize)]
 pub(crate) struct Transaction {
     phases: Vec<Phase>,
@@ -116,20 +116,19 @@ impl Step {
 }
 
 /// The phases in their order, each with a short description.
-const PHASES: [(&str, &str); 14] = [
+const PHASES: [(&str, &str); 13] = [
     (
         "inspect",
         "find the CUDA processes, refuse what cannot be restored",
     ),
     (
-        "lock",
+        "gpu-lock",
         "the driver finishes the work on the GPU and accepts no more",
     ),
-    ("inspect-again", "look for processes that were started meanwhile"),
     ("gpu-checkpoint", "the driver moves GPU memory into host memory"),
     ("freeze", "no thread runs from here on"),
     (
-        "dump",
+        "criu-dump",
         "CRIU writes the processes, with their GPU memory, to files",
     ),
     ("manifest", "firn writes the description that the restore reads"),
@@ -141,7 +140,7 @@ const PHASES: [(&str, &str); 14] = [
     ),
     ("dev-repair", "the container's /dev gets the node of the new GPU"),
     ("gpu-restore", "the driver copies the memory onto the GPU"),
-    ("unlock", "the GPU accepts work again"),
+    ("gpu-unlock", "the GPU accepts work again"),
     ("continue", "all threads run"),
 ];
 
@@ -176,7 +175,7 @@ mod tests {
 
     #[test]
     fn the_table_adds_up_and_names_a_phase_once() {
-        let text = r#"{"op":"checkpoint","phases":[{"name":"inspect","ms":1.0},{"name":"lock","ms":2.0},
+        let text = r#"{"op":"checkpoint","phases":[{"name":"inspect","ms":1.0},{"name":"gpu-lock","ms":2.0},
             {"name":"inspect","ms":3.0}],"total_ms":6.0,"ok":true}"#;
         let step = Step {
             client_ms: 10.0,
@@ -186,7 +185,7 @@ mod tests {
         assert_eq!(table.matches("inspect ").count(), 1, "{table}");
         let expected = [
             "     4.0 ms  inspect",
-            "     2.0 ms  lock",
+            "     2.0 ms  gpu-lock",
             "     4.0 ms  the rest",
             "    10.0 ms  together",
         ];

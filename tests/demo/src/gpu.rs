@@ -167,7 +167,7 @@ mod tests {
 
     const RECORDS: &str = r#"{"machine": {"cpus": 8}}
         {"case": "size-0.5", "gib": 0.5, "checkpoint_s": 1.5,
-         "checkpoint_ms": {"lock": 3.5, "dump": 1000.0, "total": 1100.0}, "result": "ok"}"#;
+         "checkpoint_ms": {"gpu-lock": 3.5, "criu-dump": 1000.0, "total": 1100.0}, "result": "ok"}"#;
 
     #[test]
     fn the_record_of_the_case_is_found() {
@@ -175,10 +175,10 @@ mod tests {
         let step = step(&find(&records).unwrap(), "checkpoint").unwrap();
         let table = step.table();
         assert!(
-            table.contains("   3.5 ms  lock") && table.contains(" 400.0 ms  the rest"),
+            table.contains("   3.5 ms  gpu-lock") && table.contains(" 400.0 ms  the rest"),
             "{table}"
         );
-        assert!(table.find("lock") < table.find("dump"), "{table}");
+        assert!(table.find("gpu-lock") < table.find("criu-dump"), "{table}");
         assert!(find(&records.replace("\"ok\"", "\"FAILED\"")).is_err());
         assert!(find("").is_err());
     }

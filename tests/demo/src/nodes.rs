@@ -21,7 +21,7 @@ const FILE: &str = "/tmp/job.tar";
 const DIR: &str = "/srv/job";
 const LOG: &str = "/srv/job/counter.log";
 const MOUNT: &str = "type=bind,src=/srv/job,dst=/srv/job,options=rbind:rw";
-const TIMINGS: &str = "/run/containerd/io.containerd.runtime.v2.task/default/job/firn-account.json";
+const TIMINGS: &str = "/run/containerd/io.containerd.runtime.v2.task/default/job/firn-timings.json";
 
 /// Deadline of a few iterations of the counter.
 const COUNTING: Duration = Duration::from_secs(60);

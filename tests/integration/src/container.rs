@@ -358,14 +358,14 @@ impl<'h> Container<'h> {
         Ok(used)
     }
 
-    /// The shim's account of the last checkpoint or restore: phases and milliseconds.
-    pub fn account(&self) -> Result<Vec<(String, f64)>> {
+    /// The shim's timings of the last checkpoint or restore: phases and milliseconds.
+    pub fn timings(&self) -> Result<Vec<(String, f64)>> {
         let text = self
             .host
             .node()
-            .read(format!("{BUNDLES}/{}/firn-account.json", self.id))?;
-        let account: Value = serde_json::from_str(&text)?;
-        let phases = account["phases"].as_array().context("no phases")?;
+            .read(format!("{BUNDLES}/{}/firn-timings.json", self.id))?;
+        let timings: Value = serde_json::from_str(&text)?;
+        let phases = timings["phases"].as_array().context("no phases")?;
         Ok(phases
             .iter()
             .filter_map(|phase| Some((phase["name"].as_str()?.to_owned(), phase["ms"].as_f64()?)))

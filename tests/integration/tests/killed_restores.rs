@@ -197,7 +197,7 @@ fn a_gpu_restore_whose_criu_or_runc_dies_leaves_nothing(platform: Platform) -> R
                 neighbour: None,
             };
             case.hit_everywhere()?;
-            host.configure("[deadlines]\nrunc-restore = \"3s\"\n")?;
+            host.configure("[deadlines]\ncriu-restore = \"3s\"\n")?;
             case.hit("post-restore", CRIU_STOPPED).context("CRIU stopped")?;
             host.configure("")?;
             case.restores()

@@ -48,7 +48,7 @@ fn ranks_that_wait_for_each_other_are_locked_by_a_retry(platform: Platform) -> R
             }
         }
         // For as long as the deadline lasts.
-        host.configure("[deadlines]\nlock = \"3s\"\n")?;
+        host.configure("[deadlines]\ngpu-lock = \"3s\"\n")?;
         host.fault(&["--call", "lock", "--nth", "2", "--error", "CUDA_ERROR_NOT_READY"])?;
         let output = failure(job.checkpoint("checkpoint/never"))?;
         ensure!(output.contains("CUDA_ERROR_NOT_READY"), "{output}");

@@ -251,7 +251,8 @@ fn a_missing_mount_source_is_refused_before_runc_is_called(platform: Platform) -
 /// A disturbance of the driver, as `simgpu fault add` takes it, and the code of the restore that it spoils.
 type Fault = (&'static str, &'static [&'static str]);
 
-const SHORT: &str = "[deadlines]\nlock = \"700ms\"\ncheckpoint = \"1s\"\nrestore = \"1s\"\nunlock = \"1s\"\n";
+const SHORT: &str =
+    "[deadlines]\ngpu-lock = \"700ms\"\ngpu-checkpoint = \"1s\"\ngpu-restore = \"1s\"\ngpu-unlock = \"1s\"\n";
 
 /// Every way in which the driver can fail during a restore.
 const RESTORE_FAULTS: &[Fault] = &[

@@ -7,15 +7,16 @@ use firn_host::{Problem, Remedy, remedy};
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
 
-use super::image::is_containerds;
-use super::transaction::Failure;
+use super::phases::Failure;
 use crate::cgroup::CgroupError;
 use crate::container::Container;
-use crate::hold::HoldError;
-use crate::journal::{JournalError, Phase};
+use crate::driver::WorkerError;
+use crate::image_dir::{ImageDirError, is_containerds};
+use crate::journal::JournalError;
 use crate::look::LookError;
-use crate::runc::{Brand, RuncError};
-use crate::worker::GpuError;
+use crate::phase::Phase;
+use crate::runc::{RuncError, RuntimeKind};
+use crate::tracer::TraceError;
 use firn_host::Chain;
 
 /// A failure of one effect of the transaction, or a refusal.
@@ -48,11 +49,11 @@ pub enum EffectError {
     #[error("cannot tell which GPUs the container has")]
     Grant(#[from] firn_remap::GrantError),
     #[error("the driver refused")]
-    Gpu(#[from] GpuError),
+    Gpu(#[from] WorkerError),
     #[error("the freezer failed")]
     Cgroup(#[from] CgroupError),
     #[error("cannot hold the threads")]
-    Hold(#[from] HoldError),
+    Hold(#[from] TraceError),
     #[error(transparent)]
     Config(#[from] firn_config::ConfigError),
     #[error(transparent)]
@@ -102,58 +103,26 @@ pub enum DumpError {
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
     Stalled { what: &'static str, limit: Duration },
-    #[error("the image in {} is incomplete: {missing} is missing", image.display())]
-    Incomplete { image: PathBuf, missing: &'static str },
-    #[error("the image directory {} has gone, or is another one, or files of it have gone", image.display())]
-    Gone { image: PathBuf },
-    #[error("others may enter the image directory {} (owner {owner}, mode {mode:o})", image.display())]
-    OpenToOthers { image: PathBuf, mode: u32, owner: u32 },
-    #[error("cannot use the image directory {}", image.display())]
-    ImageDir {
-        image: PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    Image(#[from] ImageDirError),
 }
 
 impl Problem for DumpError {
     fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Failed { .. } | Self::Incomplete { .. } => {
-                remedy("FIRN-DUMP", "the log names what CRIU could not dump")
-            }
+            Self::Failed { .. } => remedy("FIRN-DUMP", "the log names what CRIU could not dump"),
             Self::Checksums { .. } | Self::Stalled { .. } => remedy(
                 "FIRN-DUMP",
-                "see whether the image's file system is slow, or raise dump under [deadlines] in the configuration",
+                "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the configuration",
             ),
-            Self::Gone { .. } => remedy(
-                "FIRN-IMAGE-GONE",
-                "leave the client running, and the directory alone, until the checkpoint has ended",
-            ),
-            Self::OpenToOthers { .. } => remedy(
-                "FIRN-IMAGE-OPEN",
-                "name a new or empty directory, or make it root's with mode 700; see open-image-dir in the configuration",
-            ),
-            Self::ImageDir { .. } => remedy(
-                "FIRN-DUMP",
-                "name a directory, not a link to one, on a file system that answers",
-            ),
+            Self::Image(error) => error.remedy(),
         }
     }
 }
 
-impl DumpError {
-    pub(super) fn gone(image: &Path) -> Self {
-        Self::Gone {
-            image: image.to_owned(),
-        }
-    }
-
-    pub(super) fn dir(image: &Path, source: std::io::Error) -> Self {
-        Self::ImageDir {
-            image: image.to_owned(),
-            source,
-        }
+impl From<ImageDirError> for EffectError {
+    fn from(error: ImageDirError) -> Self {
+        Self::Dump(error.into())
     }
 }
 
@@ -314,7 +283,7 @@ fn before(failed: &Option<(Phase, EffectError)>) -> String {
 fn suspended_hint(error: &EffectError, image: &Option<PathBuf>, container: &str) -> String {
     let hint = match error {
         _ if is_final(error) => "delete it",
-        EffectError::Gpu(error @ GpuError::NoMemory { .. }) => error.hint(),
+        EffectError::Gpu(error @ WorkerError::NoMemory { .. }) => error.hint(),
         _ => "resume it to try again (`ctr tasks resume`), or kill and delete it",
     };
     match image {
@@ -331,12 +300,10 @@ impl CheckpointError {
     }
 
     /// Of a container whose runtime cannot do it.
-    pub(super) fn by_runtime(container: &Container, brand: Brand) -> Self {
+    pub(super) fn by_runtime(container: &Container, kind: RuntimeKind) -> Self {
         Self::Refused {
             container: container.id.clone(),
-            cause: EffectError::Runtime {
-                runtime: brand.name(),
-            },
+            cause: EffectError::Runtime { runtime: kind.name() },
         }
     }
 
@@ -380,7 +347,7 @@ impl CheckpointError {
             (_, Some(suspended)) => Self::Suspended {
                 container,
                 // There is one cause where only the way back failed.
-                failed: (phase != Phase::GiveBack).then_some((phase, source)),
+                failed: (phase != Phase::GpuRestore).then_some((phase, source)),
                 suspended,
                 image,
             },
@@ -446,7 +413,7 @@ impl Problem for EffectError {
             Self::Killed => remedy("FIRN-ENDED", "restore an earlier checkpoint, or start it again"),
             Self::Panicked => remedy("FIRN-INTERNAL", "report it with containerd's log"),
             Self::NoJournal => remedy("FIRN-JOURNAL", "kill and delete it"),
-            Self::Hold(HoldError::NotTraced { .. }) => remedy(
+            Self::Hold(TraceError::NotTraced { .. }) => remedy(
                 "FIRN-HOLD",
                 "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes",
             ),
@@ -485,7 +452,7 @@ mod tests {
         assert_eq!(error.kind(), FailureKind::Refused);
 
         let path = PathBuf::from("/sys/fs/cgroup/box");
-        let error = failed(Phase::Take, CgroupError::Gone { path }.into());
+        let error = failed(Phase::GpuCheckpoint, CgroupError::Gone { path }.into());
         let said = error.to_string();
         assert!(
             said.starts_with("FIRN-FREEZER: ")
@@ -499,7 +466,7 @@ mod tests {
     #[test]
     fn what_can_be_tried_again_is_suspended_and_only_the_drivers_word_makes_it_lost() {
         let restore = |name: &str| {
-            EffectError::from(GpuError::Process {
+            EffectError::from(WorkerError::Process {
                 pid: 7,
                 source: firn_gpu::protocol::DriverError {
                     call: "cuCheckpointProcessRestore".to_owned(),
@@ -518,7 +485,7 @@ mod tests {
             let error = CheckpointError::from_failure("job", failure, image, true);
             (error.to_string(), error.kind())
         };
-        let (text, code) = said(Phase::GiveBack, restore("CUDA_ERROR_NOT_SUPPORTED"));
+        let (text, code) = said(Phase::GpuRestore, restore("CUDA_ERROR_NOT_SUPPORTED"));
         assert!(
             text.starts_with("FIRN-GPU-SUSPENDED: container job is suspended"),
             "{text}"
@@ -530,7 +497,7 @@ mod tests {
         assert!(text.len() < 400 && !text.contains("firn itself"), "{text}");
         assert_eq!(code, FailureKind::Refused);
         // Why the checkpoint failed is another thing than why it cannot be undone.
-        let (text, _) = said(Phase::Dump, EffectError::NoJournal);
+        let (text, _) = said(Phase::CriuDump, EffectError::NoJournal);
         assert!(
             text.contains("no journal") && text.contains("firn itself"),
             "{text}"
@@ -538,13 +505,16 @@ mod tests {
         // A tenant has the memory: what to do about that.
         let gpu = firn_gpu::GpuUuid::from_bytes([7; 16]);
         let (free, needed) = (1 << 30, 2 << 30);
-        let (text, _) = said(Phase::GiveBack, GpuError::NoMemory { gpu, free, needed }.into());
+        let (text, _) = said(
+            Phase::GpuRestore,
+            WorkerError::NoMemory { gpu, free, needed }.into(),
+        );
         assert!(
             text.contains("FIRN-GPU-OCCUPIED: ") && text.contains("hint: end what uses that GPU"),
             "{text}"
         );
         for name in ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"] {
-            let (text, code) = said(Phase::GiveBack, restore(name));
+            let (text, code) = said(Phase::GpuRestore, restore(name));
             assert!(
                 text.starts_with("FIRN-GPU-LOST: ") && text.contains("hint: delete it"),
                 "{text}"

@@ -5,7 +5,6 @@
 //! dump. The status lock is held for a few instructions only, never over an `await` or a runtime call.
 
 mod admission;
-mod cut;
 mod exits;
 mod process;
 
@@ -17,16 +16,16 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 pub use admission::{Action, InitState, NotAllowed, admit};
-pub use cut::{Cut, UnderWay};
 pub use exits::{Exits, Owner};
 pub use process::{Process, StdioPaths};
 
+use crate::cancel::{self, CancellationToken, TransactionGuard};
 use crate::cgroup::{Cgroup, CgroupError, OomWatch};
-use crate::hold::Hold;
 use crate::options::RuncOptions;
 use crate::reaper::Exit;
 use crate::restore;
 use crate::runc::Runc;
+use crate::tracer::TracedThreads;
 
 /// A container of this shim.
 pub struct Container {
@@ -49,10 +48,10 @@ pub struct Container {
     checkpoint: Mutex<Option<restore::Prepared>>,
     /// Threads that must not run because their GPU state is not where they left it. Here, and not with the transaction
     /// that holds them: they stay held whatever becomes of that.
-    held: Mutex<Option<Hold>>,
-    transaction: cut::Slot,
+    held: Mutex<Option<TracedThreads>>,
+    transaction: cancel::Slot,
     /// A call of the runtime that runs hooks.
-    hooks: cut::Slot,
+    hooks: cancel::Slot,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
     /// Tells when memory runs out; set once there are processes and the host accounts memory.
@@ -101,7 +100,7 @@ impl Container {
         runc: Runc,
         options: RuncOptions,
         init: Process,
-        facts: Facts,
+        traits: ContainerTraits,
         checkpoint: Option<restore::Prepared>,
     ) -> Self {
         let state = if checkpoint.is_some() {
@@ -115,15 +114,15 @@ impl Container {
             runc,
             options,
             init: Arc::new(init),
-            gpu: facts.gpu,
-            other_gpus: facts.other_gpus,
-            open_tcp: facts.open_tcp,
-            private_pids: facts.private_pids,
+            gpu: traits.gpu,
+            other_gpus: traits.other_gpus,
+            open_tcp: traits.open_tcp,
+            private_pids: traits.private_pids,
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
-            transaction: cut::Slot::default(),
-            hooks: cut::Slot::default(),
+            transaction: cancel::Slot::default(),
+            hooks: cancel::Slot::default(),
             status: Mutex::new(Status {
                 state,
                 execs: BTreeMap::new(),
@@ -215,7 +214,7 @@ impl Container {
     }
 
     /// Holds these threads until they are taken back.
-    pub fn keep_held(&self, hold: Hold) {
+    pub fn keep_held(&self, hold: TracedThreads) {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(hold);
     }
 
@@ -225,28 +224,28 @@ impl Container {
     }
 
     /// Takes back what is held.
-    pub fn take_held(&self) -> Option<Hold> {
+    pub fn take_held(&self) -> Option<TracedThreads> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// A checkpoint or restore begins, which can be cut off. The caller holds the operation lock.
-    pub fn begin_transaction(&self) -> UnderWay<'_> {
+    pub fn begin_transaction(&self) -> TransactionGuard<'_> {
         self.transaction.begin()
     }
 
     /// The container is to end: cuts off the checkpoint or restore that is under way, if one is.
-    pub fn cut_off(&self) -> Option<Cut> {
-        self.transaction.cut_off()
+    pub fn cancel_transaction(&self) -> Option<CancellationToken> {
+        self.transaction.cancel_transaction()
     }
 
     /// Hooks run from now on, for as long as they take. The caller holds the operation lock.
-    pub fn begin_hooks(&self) -> UnderWay<'_> {
+    pub fn begin_hooks(&self) -> TransactionGuard<'_> {
         self.hooks.begin()
     }
 
     /// The container is killed: whoever runs hooks is not waited for any more. Whether somebody does.
-    pub fn cut_hooks(&self) -> bool {
-        self.hooks.cut_off().is_some()
+    pub fn cancel_hooks(&self) -> bool {
+        self.hooks.cancel_transaction().is_some()
     }
 
     /// Whether a checkpoint or restore is under way.
@@ -357,7 +356,7 @@ impl Container {
 
 /// What the spec says that the shim needs later.
 #[derive(Clone, Copy, Debug)]
-pub struct Facts {
+pub struct ContainerTraits {
     pub gpu: bool,
     pub other_gpus: bool,
     pub open_tcp: bool,

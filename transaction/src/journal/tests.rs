@@ -29,10 +29,10 @@ async fn what_was_written_is_read_back_and_the_end_removes_it() {
     let bundle = tempfile::tempdir().unwrap();
     assert_eq!(Record::read(bundle.path()).unwrap(), None);
     let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
-    journal.enter(Phase::Lock).await.unwrap();
+    journal.enter(Phase::GpuLock).await.unwrap();
     journal.cuda(&[cuda(7)]).await.unwrap();
-    journal.leave(Phase::Lock, true).await;
-    journal.enter(Phase::Take).await.unwrap();
+    journal.leave(Phase::GpuLock, true).await;
+    journal.enter(Phase::GpuCheckpoint).await.unwrap();
     let id = DirId { dev: 1, ino: 2 };
     journal.image(ImageWas::Empty, Some(id)).await.unwrap();
     journal.cuda(&[cuda(7), cuda(9)]).await.unwrap();
@@ -43,7 +43,7 @@ async fn what_was_written_is_read_back_and_the_end_removes_it() {
     journal.child(Role::Runc, me).await;
     let record = Record::read(bundle.path()).unwrap().unwrap();
     assert_eq!(record.begin, begin());
-    assert_eq!(record.phase, Some(Phase::Take));
+    assert_eq!(record.phase, Some(Phase::GpuCheckpoint));
     assert!(record.taking && !record.dumped && record.same_boot);
     assert_eq!(
         (record.image_was, record.image_id),
@@ -66,8 +66,8 @@ async fn what_was_written_is_read_back_and_the_end_removes_it() {
 async fn a_line_that_was_cut_short_was_not_written() {
     let bundle = tempfile::tempdir().unwrap();
     let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
-    journal.enter(Phase::Dump).await.unwrap();
-    journal.leave(Phase::Dump, true).await;
+    journal.enter(Phase::CriuDump).await.unwrap();
+    journal.leave(Phase::CriuDump, true).await;
     let text = fs::read(bundle.path().join(FILE)).unwrap();
     let ends: Vec<usize> = (0..text.len()).filter(|at| text[*at] == b'\n').collect();
     for cut in 0..text.len() {
@@ -116,10 +116,13 @@ async fn a_file_system_that_hangs_is_waited_for_once() {
     let file = OpenOptions::new().append(true).open(&path).unwrap();
     let journal = Journal::new(file, path);
     tokio::time::pause();
-    let (late, ()) = tokio::join!(journal.enter(Phase::Take), tokio::time::advance(PATIENCE * 2));
+    let (late, ()) = tokio::join!(
+        journal.enter(Phase::GpuCheckpoint),
+        tokio::time::advance(PATIENCE * 2)
+    );
     assert_eq!(late.unwrap_err().source.kind(), io::ErrorKind::TimedOut);
     // Time stands still from here on.
-    let next = journal.enter(Phase::Undo).await.unwrap_err();
+    let next = journal.enter(Phase::Rollback).await.unwrap_err();
     assert_eq!(next.source.kind(), io::ErrorKind::TimedOut);
     // Lets the thread that hangs go.
     io::Read::read_exact(&mut &reader, &mut [0; 4096]).unwrap();
@@ -129,7 +132,7 @@ async fn a_file_system_that_hangs_is_waited_for_once() {
 async fn a_new_transaction_knows_nothing_of_the_last_one() {
     let bundle = tempfile::tempdir().unwrap();
     let suspended = Journal::begin(bundle.path(), begin()).await.unwrap();
-    suspended.enter(Phase::Take).await.unwrap();
+    suspended.enter(Phase::GpuCheckpoint).await.unwrap();
     suspended.end(Outcome::Suspended).await;
     assert_eq!(
         Record::read(bundle.path()).unwrap().unwrap().outcome,

@@ -5,8 +5,9 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
 use super::*;
-use crate::checkpoint::rescue::tests::make_image;
-use crate::journal::{Begin, Journal, Outcome, Phase};
+use crate::image_dir::rescue::tests::make_image;
+use crate::journal::{Begin, Journal, Outcome};
+use crate::phase::Phase;
 use crate::testing::log::warnings;
 
 struct Program(Child);
@@ -51,7 +52,7 @@ fn begin(image: &Path, work: &Path, ours: bool) -> Begin {
 fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
     Record {
         begin: begin(Path::new("/none"), work, true),
-        phase: Some(Phase::Dump),
+        phase: Some(Phase::CriuDump),
         taking: true,
         image_was: None,
         image_id: None,
@@ -119,12 +120,12 @@ async fn a_pid_that_was_taken_again_is_left_alone() {
 }
 
 /// A dump into `image` whose shim was killed after it had written these files.
-async fn cut_off(image: &Path, was: ImageWas, files: &[&str], leave: Option<bool>) {
+async fn cancel_transaction(image: &Path, was: ImageWas, files: &[&str], leave: Option<bool>) {
     let bundle = tempfile::tempdir().unwrap();
     let work = bundle.path().join("work");
     let journal = Journal::begin(bundle.path(), begin(image, &work, true));
     let journal = journal.await.unwrap();
-    journal.enter(Phase::Dump).await.unwrap();
+    journal.enter(Phase::CriuDump).await.unwrap();
     journal.image(was, None).await.unwrap();
     for dir in [image, &work] {
         fs::create_dir_all(dir).unwrap();
@@ -133,7 +134,7 @@ async fn cut_off(image: &Path, was: ImageWas, files: &[&str], leave: Option<bool
         fs::write(image.join(file), "x").unwrap();
     }
     if let Some(ok) = leave {
-        journal.leave(Phase::Dump, ok).await;
+        journal.leave(Phase::CriuDump, ok).await;
     }
     recover(bundle.path()).await;
     assert!(!work.exists(), "the work directory is left");
@@ -145,16 +146,16 @@ async fn cut_off(image: &Path, was: ImageWas, files: &[&str], leave: Option<bool
 async fn a_partial_image_goes_and_a_complete_one_stays() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("image");
-    cut_off(&image, ImageWas::Absent, &["core-1.img"], None).await;
+    cancel_transaction(&image, ImageWas::Absent, &["core-1.img"], None).await;
     assert!(!image.exists());
-    cut_off(&image, ImageWas::Empty, &["core-1.img"], None).await;
+    cancel_transaction(&image, ImageWas::Empty, &["core-1.img"], None).await;
     assert_eq!(fs::read_dir(&image).unwrap().count(), 0);
-    cut_off(&image, ImageWas::Empty, &["core-1.img"], Some(true)).await;
+    cancel_transaction(&image, ImageWas::Empty, &["core-1.img"], Some(true)).await;
     assert!(image.join("core-1.img").exists(), "a complete image is gone");
-    cut_off(&image, ImageWas::Filled, &["core-2.img"], None).await;
+    cancel_transaction(&image, ImageWas::Filled, &["core-2.img"], None).await;
     assert!(image.join("core-1.img").exists(), "another's file is gone");
     let manifest = dir.path().join("other");
-    cut_off(&manifest, ImageWas::Absent, &[names::MANIFEST], None).await;
+    cancel_transaction(&manifest, ImageWas::Absent, &[names::MANIFEST], None).await;
     assert!(manifest.exists(), "an image with its manifest is complete");
 }
 

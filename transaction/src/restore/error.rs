@@ -10,11 +10,11 @@ use firn_oci::dev_repair::DevError;
 
 use super::compare::Differs;
 use crate::cgroup::CgroupError;
-use crate::hold::HoldError;
+use crate::driver::WorkerError;
 use crate::journal::JournalError;
 use crate::look::LookError;
 use crate::runc::{PidFileError, RuncError};
-use crate::worker::GpuError;
+use crate::tracer::TraceError;
 use firn_host::Chain;
 
 /// The cause of a refusal.
@@ -35,7 +35,7 @@ pub enum Refusal {
     )]
     Cri,
     #[error("cannot read the node's GPUs")]
-    Gpu(#[from] GpuError),
+    Gpu(#[from] WorkerError),
     #[error(transparent)]
     Decide(#[from] firn_remap::DecideError),
     #[error(transparent)]
@@ -102,9 +102,9 @@ pub enum Cause {
     #[error("firn-hook has ended it: {}", .0.message)]
     Script(ProblemReport),
     #[error("cannot let the restore threads run")]
-    Hold(#[from] HoldError),
+    Hold(#[from] TraceError),
     #[error("the driver refused")]
-    Gpu(#[from] GpuError),
+    Gpu(#[from] WorkerError),
     #[error("cannot continue pid {pid}")]
     Continue {
         pid: i32,

@@ -14,17 +14,16 @@
 //! configuration. An image without GPU state is restored as the stock shim would do it. A process whose GPU state is
 //! not completely back is never continued.
 
-mod abandon;
 mod compare;
 mod error;
+mod phases;
 mod prepare;
-mod roots;
-mod run;
+mod rollback;
 #[cfg(test)]
 mod testing;
 
-pub use abandon::{LOG, unmount_yards};
+pub use crate::criu_leftovers::remove_roots;
 pub use error::RestoreError;
+pub use phases::{Restored, run};
 pub use prepare::{Prepared, in_use, prepare};
-pub use roots::remove_roots;
-pub use run::{Restored, run};
+pub use rollback::{LOG, unmount_yards};

@@ -17,14 +17,14 @@ use firn_remap::Decision;
 use super::error::Refusal;
 use super::{RestoreError, compare};
 use crate::blocking::{Left, stoppable};
+use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
-use crate::container::Cut;
 use crate::convert::Settled;
+use crate::driver::Gpu;
 use crate::look;
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
-use crate::runc::{Brand, Runc};
-use crate::worker::Gpu;
+use crate::runc::{Runc, RuntimeKind};
 use firn_host::Chain;
 
 /// How long firn-hook may take. It reads or makes some small files.
@@ -77,9 +77,9 @@ pub async fn prepare(
     settled: &Settled,
     runc: &Runc,
     reaper: &Reaper,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<Prepared, RestoreError> {
-    let prepared = prepare_unless_refused(id, options, bundle, image, settled, runc, reaper, cut).await;
+    let prepared = prepare_unless_refused(id, options, bundle, image, settled, runc, reaper, cancel).await;
     prepared.map_err(|cause| RestoreError::Refused {
         image: image.to_owned(),
         cause,
@@ -95,13 +95,13 @@ async fn prepare_unless_refused(
     settled: &Settled,
     runc: &Runc,
     reaper: &Reaper,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<Prepared, Refusal> {
     let spec = settled.spec.clone();
     if spec.is_cri() && !compare::configured().restore.cri {
         return Err(Refusal::Cri);
     }
-    let manifest = read_image(spec.clone(), image, cut).await?;
+    let manifest = read_image(spec.clone(), image, cancel).await?;
     let mut prepared = Prepared {
         image: image.to_owned(),
         flags: DumpFlags::default(),
@@ -111,7 +111,7 @@ async fn prepare_unless_refused(
     };
     match &manifest {
         Some((manifest, _)) if !manifest.gpus.is_empty() => {
-            prepared.gpu = Some(gpu_part(id, options, bundle, spec, manifest, runc, reaper, cut).await?);
+            prepared.gpu = Some(gpu_part(id, options, bundle, spec, manifest, runc, reaper, cancel).await?);
         }
         // Another shim's image of a container without GPU, or such a one of firn's.
         _ => prepared.plain = plain_part(bundle, spec, settled.gpu, manifest.is_some(), runc).await?,
@@ -136,7 +136,7 @@ async fn plain_part(
     runc: &Runc,
 ) -> Result<PlainPart, Refusal> {
     let mut plain = PlainPart::default();
-    let is_runc = runc.brand().await == Brand::Runc;
+    let is_runc = runc.kind().await == RuntimeKind::Runc;
     let config = compare::configured();
     let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
     let with_script = |criu: CriuConfig| match &hook {
@@ -177,10 +177,14 @@ fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
 
 /// The manifest, when there is one, of an image that is as it was made. Every byte of it is read, unless nobody waits for the
 /// container any more.
-async fn read_image(spec: Spec, image: &Path, cut: &Cut) -> Result<Option<(Manifest, Verified)>, Refusal> {
+async fn read_image(
+    spec: Spec,
+    image: &Path,
+    cancel: &CancellationToken,
+) -> Result<Option<(Manifest, Verified)>, Refusal> {
     let limit = compare::configured().deadlines.verify;
     let path = image.to_owned();
-    let read = stoppable(limit, cut, move |stop| {
+    let read = stoppable(limit, cancel, move |stop| {
         let Some(manifest) = Manifest::read_for(&spec, &path)? else {
             return Ok(None);
         };
@@ -194,7 +198,7 @@ async fn read_image(spec: Spec, image: &Path, cut: &Cut) -> Result<Option<(Manif
 pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
     match left {
         Left::Late => Refusal::ImageLate { limit },
-        Left::Cut => Refusal::Killed,
+        Left::Cancelled => Refusal::Killed,
     }
 }
 
@@ -207,17 +211,15 @@ async fn gpu_part(
     manifest: &Manifest,
     runc: &Runc,
     reaper: &Reaper,
-    cut: &Cut,
+    cancel: &CancellationToken,
 ) -> Result<GpuPart, Refusal> {
     if !spec.requests_gpu() {
         return Err(Refusal::NoGpuAsked);
     }
-    match runc.brand().await {
-        Brand::Runc => {}
-        brand => {
-            return Err(Refusal::Runtime {
-                runtime: brand.name(),
-            });
+    match runc.kind().await {
+        RuntimeKind::Runc => {}
+        kind => {
+            return Err(Refusal::Runtime { runtime: kind.name() });
         }
     }
     find_free_cgroup(id, options, &mut spec, bundle)?;
@@ -246,7 +248,7 @@ async fn gpu_part(
     let looks = Looks {
         reaper,
         limit: config.deadlines.look,
-        cut,
+        cancel,
     };
     let version = &inventory.driver_version;
     settle_mounts(&mut spec, bundle, manifest, version, &hook, looks).await?;
@@ -287,7 +289,7 @@ async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
 struct Looks<'a> {
     reaper: &'a Reaper,
     limit: Duration,
-    cut: &'a Cut,
+    cancel: &'a CancellationToken,
 }
 
 /// Gives the spec the mounts that the checkpoint needs, and says what is not as it was.
@@ -310,7 +312,7 @@ async fn settle_mounts(
             dirs,
             empty: empty.clone(),
         };
-        look::look::<mounts::ResolvedMounts>(&request, looks.reaper, looks.limit, looks.cut).await
+        look::look::<mounts::ResolvedMounts>(&request, looks.reaper, looks.limit, looks.cancel).await
     };
     let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
     let mut settled = match decide(dirs.clone()).await {

@@ -11,7 +11,7 @@ use super::Prepared;
 use super::prepare::PlainPart;
 use crate::cgroup::Cgroup;
 use crate::cgroup::testing::Scratch;
-use crate::container::{Container, Facts, Process, StdioPaths};
+use crate::container::{Container, ContainerTraits, Process, StdioPaths};
 use crate::journal::{Begin, Journal, Operation};
 use crate::options::RuncOptions;
 use crate::reaper::Reaper;
@@ -28,13 +28,13 @@ pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper)
     };
     let runc = Runc::new(id, "default", bundle, &options, reaper.clone());
     let init = Process::new("", StdioPaths::default(), Vec::new());
-    let facts = Facts {
+    let traits = ContainerTraits {
         gpu: true,
         other_gpus: false,
         open_tcp: false,
         private_pids: true,
     };
-    Container::new(id, bundle.to_owned(), runc, options, init, facts, None)
+    Container::new(id, bundle.to_owned(), runc, options, init, traits, None)
 }
 
 /// A container in a cgroup that is there.

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use firn_image::manifest::DumpFlags;
 
-use super::{Brand, Runc, RuncError};
+use super::{Runc, RuncError, RuntimeKind};
+use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
-use crate::container::Cut;
 use crate::journal::Journal;
 use crate::sys;
 
@@ -33,7 +33,7 @@ pub struct Bounds<'a> {
     /// Learns the runtime's pid.
     pub journal: &'a Journal,
     /// Ends the call before its time, and hears of CRIU's end.
-    pub cut: &'a Cut,
+    pub cancel: &'a CancellationToken,
     /// Turned on before CRIU is killed, whose tasks run on then: theirs must not.
     pub freezer: Option<&'a Cgroup>,
 }
@@ -130,7 +130,7 @@ impl Runc {
         apply(restore.flags, &mut command);
         command.arg("--detach");
         // Children of a detached restore are the shim's anyway; crun does not know the option.
-        if self.brand().await != Brand::Crun {
+        if self.kind().await != RuntimeKind::Crun {
             command.arg("--no-subreaper");
         }
         command.arg("--pid-file").arg(restore.pid_file);

@@ -3,8 +3,8 @@
 use firn_gpu::protocol::Reply;
 
 use super::{RuncError, last_error, read_pid};
-use crate::checkpoint::error_lines;
 use crate::fuzz::file;
+use crate::image_dir::error_lines;
 
 /// The runtime's log, CRIU's log, a pid file, a line of the driver worker.
 pub fn runtime_output(bytes: &[u8]) {
@@ -12,7 +12,7 @@ pub fn runtime_output(bytes: &[u8]) {
     let whole = last_error(&file, 0);
     let length = bytes.len() as u64;
     assert_eq!(last_error(&file, length), None, "an error of an earlier call");
-    assert_eq!(last_error(&file, u64::MAX), None, "the log was cut");
+    assert_eq!(last_error(&file, u64::MAX), None, "the log was cancel");
     if let Some(message) = &whole {
         assert_eq!(message.trim(), message);
         assert!(message.len() <= bytes.len());

@@ -17,7 +17,7 @@ impl Runc {
         &self,
         verb: &'static str,
         command: &mut Command,
-        cut: impl Future<Output = ()>,
+        cancel: impl Future<Output = ()>,
     ) -> Result<(), RuncError> {
         let from = self.logged();
         let prepare = |source| RuncError::Prepare { verb, source };
@@ -37,9 +37,9 @@ impl Runc {
         let exit = tokio::select! {
             biased;
             exit = child.wait() => exit,
-            () = cut => {
+            () = cancel => {
                 end_group(&child, started, std::future::ready(())).await;
-                return Err(RuncError::Cut { verb });
+                return Err(RuncError::Cancelled { verb });
             }
         };
         match exit.code {
@@ -90,14 +90,17 @@ mod tests {
         let runc = runtime(dir.path(), "sleep 1000 & echo $! >new; mv new hook; wait");
         let hook = dir.path().join("hook");
         let begun = Instant::now();
-        let cut = async {
+        let cancel = async {
             while !hook.exists() {
                 assert!(begun.elapsed() < Duration::from_secs(10), "no hook");
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        let cut = runc.delete(cut).await;
-        assert!(matches!(cut, Err(RuncError::Cut { verb: "delete" })), "{cut:?}");
+        let cancel = runc.delete(cancel).await;
+        assert!(
+            matches!(cancel, Err(RuncError::Cancelled { verb: "delete" })),
+            "{cancel:?}"
+        );
         let pid: i32 = std::fs::read_to_string(&hook).unwrap().trim().parse().unwrap();
         assert!(!procfs::is_alive(pid), "the hook goes on");
     }

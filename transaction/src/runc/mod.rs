@@ -5,12 +5,12 @@
 //! decided by `container`. The command lines are those of containerd's own runc shim, because runtimes are tested
 //! against them; but the file for the log is another one where calls are made beside each other.
 
-mod brand;
 mod criu;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzz;
 mod hooks;
+mod kind;
 mod verbs;
 mod watchdog;
 
@@ -35,8 +35,8 @@ use crate::reaper::{Child, OutputError, Reaper};
 use crate::{pidfd, procfs};
 use firn_host::Chain;
 
-pub use brand::Brand;
 pub use criu::{Bounds, Checkpoint, Restore};
+pub use kind::RuntimeKind;
 pub use verbs::{Create, Exec};
 
 /// Longest time for calls that only touch runc's state or the cgroup, and for those that remove by force what has failed.
@@ -56,7 +56,7 @@ pub struct Runc {
     root: PathBuf,
     log: PathBuf,
     systemd_cgroup: bool,
-    brand: OnceCell<Brand>,
+    kind: OnceCell<RuntimeKind>,
     reaper: Reaper,
 }
 
@@ -84,7 +84,7 @@ pub enum RuncError {
     CriuDied { verb: &'static str },
     /// The container was killed meanwhile; the call was ended for that.
     #[error("the container was killed during {verb}")]
-    Cut { verb: &'static str },
+    Cancelled { verb: &'static str },
     /// What the runtime printed is not what its interface promises.
     #[error("cannot read the output of {verb}: {detail}")]
     Output { verb: &'static str, detail: String },
@@ -155,7 +155,7 @@ impl Runc {
             root: options.root(namespace),
             log: bundle.join("log.json"),
             systemd_cgroup: options.systemd_cgroup,
-            brand: OnceCell::new(),
+            kind: OnceCell::new(),
             reaper,
         }
     }
@@ -294,10 +294,10 @@ impl Runc {
         let Bounds {
             deadline,
             journal,
-            cut,
+            cancel,
             freezer,
         } = bounds;
-        let _at_work = cut.criu();
+        let _at_work = cancel.criu();
         journal.child(Role::Runc, child.pid()).await;
         let exit = tokio::select! {
             exit = child.wait() => Ok(exit),
@@ -310,7 +310,7 @@ impl Runc {
                 },
             )),
             () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),
-            () = cut.asked() => Err(RuncError::Cut { verb }),
+            () = cancel.cancelled() => Err(RuncError::Cancelled { verb }),
         };
         if let Ok(exit) = &exit
             && exit.code == 0
@@ -318,12 +318,12 @@ impl Runc {
             return Ok(());
         }
         if let Some(cgroup) = freezer
-            && !cut.is_asked()
+            && !cancel.is_cancelled()
             && let Err(error) = cgroup.begin_freeze()
         {
             log::warn!("cannot freeze the tasks before CRIU is ended: {}", Chain(&error));
         }
-        end_group(&child, started, cut.asked()).await;
+        end_group(&child, started, cancel.cancelled()).await;
         let exit = exit?;
         let stderr = said.map(read_from_start).unwrap_or_default();
         let message = match String::from_utf8_lossy(&stderr).lines().next() {
@@ -539,7 +539,7 @@ mod tests {
         assert_eq!(last_error(file.path(), 0), None);
         std::fs::write(file.path(), info + &error("new")).unwrap();
         assert_eq!(last_error(file.path(), 7).as_deref(), Some("new"));
-        assert_eq!(last_error(file.path(), u64::MAX), None, "the log was cut");
+        assert_eq!(last_error(file.path(), u64::MAX), None, "the log was cancel");
     }
 
     #[test]

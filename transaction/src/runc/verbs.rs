@@ -59,8 +59,8 @@ impl Runc {
 
     /// `start`: lets init of a created container exec the user's program, and runs its hooks for as long as they take or until
     /// `cut` ends.
-    pub async fn start(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
-        self.run_hooks("start", self.command("start").arg(&self.id), cut)
+    pub async fn start(&self, cancel: impl Future<Output = ()>) -> Result<(), RuncError> {
+        self.run_hooks("start", self.command("start").arg(&self.id), cancel)
             .await
     }
 
@@ -102,18 +102,18 @@ impl Runc {
     }
 
     /// `delete` of a container that does not run, and its hooks for as long as they take or until `cut` ends.
-    pub async fn delete(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
-        self.run_hooks("delete", self.command("delete").arg(&self.id), cut)
+    pub async fn delete(&self, cancel: impl Future<Output = ()>) -> Result<(), RuncError> {
+        self.run_hooks("delete", self.command("delete").arg(&self.id), cancel)
             .await
     }
 
     /// `delete --force`, which kills: of a container whose image is complete. Its hooks have time until `cut` ends; what is left
     /// then is for `delete`.
-    pub async fn finish(&self, cut: impl Future<Output = ()>) -> Result<(), RuncError> {
+    pub async fn finish(&self, cancel: impl Future<Output = ()>) -> Result<(), RuncError> {
         let mut command = self.command("delete");
         command.arg("--force").arg(&self.id);
-        match self.run_hooks("delete", &mut command, cut).await {
-            Err(RuncError::Cut { .. }) => Ok(()),
+        match self.run_hooks("delete", &mut command, cancel).await {
+            Err(RuncError::Cancelled { .. }) => Ok(()),
             Err(error) if error.is_absent() => Ok(()),
             result => result,
         }

@@ -12,12 +12,12 @@ use crate::procfs;
 use crate::task::start::start;
 use crate::task::stub::{GPU, ID, PLAIN, Stub, shell};
 use firn_transaction::cgroup::testing::{LIMIT, fake, until};
-use firn_transaction::container::Facts;
-use firn_transaction::hold::Hold;
+use firn_transaction::container::ContainerTraits;
 use firn_transaction::testing::log::warnings;
+use firn_transaction::tracer::TracedThreads;
 
 /// A container whose processes have the pids of others.
-const SHARED_PIDS: Facts = Facts {
+const SHARED_PIDS: ContainerTraits = ContainerTraits {
     private_pids: false,
     ..PLAIN
 };
@@ -102,7 +102,7 @@ async fn an_exit_during_start_is_told_after_it() {
 #[tokio::test]
 async fn what_init_leaves_is_ended_and_thawed_before_its_exit_is_told() {
     use InitState::{Paused, Pausing, Running};
-    for (facts, state, calls) in [
+    for (traits, state, calls) in [
         (PLAIN, Running, &[][..]),
         (PLAIN, Paused, &["resume box"]),
         (PLAIN, Pausing, &["resume box"]),
@@ -110,7 +110,7 @@ async fn what_init_leaves_is_ended_and_thawed_before_its_exit_is_told() {
         (SHARED_PIDS, Paused, &["kill --all box 9", "resume box"]),
     ] {
         let mut stub = Stub::start().await;
-        let container = stub.running(facts);
+        let container = stub.running(traits);
         container.set_state(state);
         for verb in ["kill", "resume"] {
             // What is called begins, and takes its time.
@@ -133,7 +133,7 @@ async fn a_suspended_container_whose_init_ends_is_let_go_of_and_thawed_without_t
     ];
     let (_dir, cgroup) = fake(Version::V2, &files);
     container.set_cgroup(cgroup.clone());
-    container.keep_held(Hold::seize(Vec::new(), LIMIT).await.unwrap());
+    container.keep_held(TracedThreads::seize(Vec::new(), LIMIT).await.unwrap());
     container.set_state(InitState::Suspended);
     end(container.init.pid());
     stub.events.next::<TaskExit>().await;
@@ -187,9 +187,9 @@ async fn a_suspended_container_that_cannot_be_thawed_is_warned_of_unless_it_has_
 
 #[tokio::test]
 async fn a_kill_is_answered_before_the_exit_that_it_has_caused() {
-    for facts in [PLAIN, SHARED_PIDS] {
+    for traits in [PLAIN, SHARED_PIDS] {
         let mut stub = Stub::start().await;
-        let container = stub.running(facts);
+        let container = stub.running(traits);
         let killing = container.killing();
         end_init(&container).await;
         assert!(stub.events.is_empty());
@@ -201,13 +201,13 @@ async fn a_kill_is_answered_before_the_exit_that_it_has_caused() {
 /// The runtime's own dump of a container without GPUs ends it.
 #[tokio::test]
 async fn with_gpus_a_transaction_is_cut_off_when_init_ends() {
-    for facts in [GPU, PLAIN] {
+    for traits in [GPU, PLAIN] {
         let mut stub = Stub::start().await;
-        let container = stub.running(facts);
+        let container = stub.running(traits);
         let transaction = container.begin_transaction();
         end(container.init.pid());
         stub.events.next::<TaskExit>().await;
-        assert_eq!(transaction.cut.is_asked(), facts.gpu);
+        assert_eq!(transaction.cancel.is_cancelled(), traits.gpu);
     }
 }
 

@@ -12,8 +12,8 @@ use super::*;
 use crate::task::stub::{GPU, ID, PLAIN, Stub};
 use firn_transaction::cgroup::testing::{LIMIT, Scratch, fake, until};
 use firn_transaction::container::{Process, StdioPaths};
-use firn_transaction::hold::Hold;
 use firn_transaction::testing::log::warnings;
+use firn_transaction::tracer::TracedThreads;
 
 const SIGTERM: u32 = 15;
 /// Does nothing to a process that does not ask for it.
@@ -152,13 +152,13 @@ async fn sigkill_cuts_a_transaction_off_and_init_is_killed_after_criu() {
     let container = stub.running(PLAIN);
     stub.runtime_does("kill", "");
     let transaction = container.begin_transaction();
-    let criu = transaction.cut.criu();
+    let criu = transaction.cancel.criu();
     assert_eq!(signal(&stub, "", SIGTERM).await.unwrap(), Ok(()));
-    assert!(!transaction.cut.is_asked(), "any signal cuts it off");
+    assert!(!transaction.cancel.is_cancelled(), "any signal cuts it off");
     assert_eq!(stub.calls(), ["kill box 15"]);
 
     let killed = signal(&stub, "", SIGKILL);
-    tokio::time::timeout(LIMIT, transaction.cut.asked())
+    tokio::time::timeout(LIMIT, transaction.cancel.cancelled())
         .await
         .unwrap();
     sleep(Duration::from_millis(50)).await;
@@ -175,7 +175,7 @@ async fn of_a_restore_that_is_cut_off_there_is_no_init_to_signal() {
     stub.runtime_does("kill", "echo 'box does not exist' >&2; exit 1");
     let restore = container.begin_transaction();
     assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
-    assert!(restore.cut.is_asked());
+    assert!(restore.cancel.is_cancelled());
     assert!(stub.calls().is_empty());
     drop(restore);
     // Before and after one the runtime says that there is nobody.
@@ -233,20 +233,20 @@ async fn all_of_a_suspended_container_are_killed_and_let_go_of_afterwards() {
         let other = scratch.spawn(&stub.service.reaper, "below", "exec sleep 1000");
         scratch.all_entered().await;
         scratch.cgroup.freeze(LIMIT).await.unwrap();
-        container.keep_held(Hold::seize(vec![init], LIMIT).await.unwrap());
+        container.keep_held(TracedThreads::seize(vec![init], LIMIT).await.unwrap());
         container.set_state(InitState::Suspended);
         let resume = container.begin_transaction();
 
         stub.runtime_does("kill", "");
         assert_eq!(signal(&stub, "", SIGTERM).await.unwrap(), Ok(()));
         assert_eq!(stub.calls(), ["kill box 15"]);
-        assert!(container.is_held() && !resume.cut.is_asked());
+        assert!(container.is_held() && !resume.cancel.is_cancelled());
         assert_eq!(scratch.cgroup.freezer_state().unwrap(), FreezerState::Frozen);
 
         assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
         assert!(!procfs::is_alive(init) && !procfs::is_alive(other.pid()));
         assert!(!container.is_held(), "the tracing thread is left");
-        assert!(resume.cut.is_asked(), "it is resumed all the same");
+        assert!(resume.cancel.is_cancelled(), "it is resumed all the same");
         assert_eq!(stub.calls().len(), 1, "the runtime was asked");
         assert_eq!(stub.events.next::<TaskExit>().await.exit_status, 128 + SIGKILL);
     }
@@ -255,10 +255,10 @@ async fn all_of_a_suspended_container_are_killed_and_let_go_of_afterwards() {
 /// With cgroup v1 a frozen process does not die.
 #[tokio::test]
 async fn sigkill_ends_an_init_that_is_frozen_and_with_gpus_nobody_else_runs_on() {
-    for facts in [PLAIN, GPU] {
+    for traits in [PLAIN, GPU] {
         for scratch in Scratch::all() {
             let mut stub = Stub::start().await;
-            let container = stub.container(facts);
+            let container = stub.container(traits);
             container.set_cgroup(scratch.cgroup.clone());
             stub.run_init(&container, &mut scratch.shell("", "exec sleep 1000"));
             let other = scratch.spawn(&stub.service.reaper, "", "exec sleep 1000");
@@ -271,7 +271,7 @@ async fn sigkill_ends_an_init_that_is_frozen_and_with_gpus_nobody_else_runs_on()
             }
             assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
             assert_eq!(stub.events.next::<TaskExit>().await.exit_status, 128 + SIGKILL);
-            if scratch.cgroup.is_v1() && facts.gpu {
+            if scratch.cgroup.is_v1() && traits.gpu {
                 until("the end of the other", || !procfs::is_alive(other.pid())).await;
             } else {
                 assert!(procfs::is_alive(other.pid()));

@@ -20,27 +20,27 @@ pub enum Phase {
     Prepare,
     /// Looking for CUDA processes and asking for their state.
     Inspect,
-    Lock,
+    GpuLock,
     /// The driver's checkpoint.
-    Take,
+    GpuCheckpoint,
     /// runc and CRIU, at a checkpoint.
-    Dump,
+    CriuDump,
     /// runc and CRIU, at a restore.
     CriuRestore,
     /// Between CRIU and the driver, at a restore.
     DevRepair,
     /// The driver's restore.
-    GiveBack,
-    Unlock,
+    GpuRestore,
+    GpuUnlock,
     /// The end of a container that was to end with its checkpoint.
-    Finish,
+    End,
     /// Letting the tasks of a restored container run.
     Continue,
-    /// The way back of a restore whose driver has failed.
-    Abandon,
-    /// The way back of a checkpoint, which begins by asking for the processes' states: only as the second of
+    /// The rollback of a restore whose driver has failed.
+    RestoreRollback,
+    /// The rollback of a checkpoint, which begins by asking for the processes' states: only as the second of
     /// a pair.
-    Undo,
+    CheckpointRollback,
 }
 
 /// When in the life of a runc the fault happens.
@@ -197,12 +197,12 @@ pub(super) const PHASES: [(Flow, &[Phase]); 2] = [
         Flow::Checkpoint,
         &[
             Phase::Inspect,
-            Phase::Lock,
-            Phase::Take,
-            Phase::Dump,
-            Phase::GiveBack,
-            Phase::Unlock,
-            Phase::Finish,
+            Phase::GpuLock,
+            Phase::GpuCheckpoint,
+            Phase::CriuDump,
+            Phase::GpuRestore,
+            Phase::GpuUnlock,
+            Phase::End,
         ],
     ),
     (
@@ -211,10 +211,10 @@ pub(super) const PHASES: [(Flow, &[Phase]); 2] = [
             Phase::Prepare,
             Phase::CriuRestore,
             Phase::DevRepair,
-            Phase::GiveBack,
-            Phase::Unlock,
+            Phase::GpuRestore,
+            Phase::GpuUnlock,
             Phase::Continue,
-            Phase::Abandon,
+            Phase::RestoreRollback,
         ],
     ),
 ];

@@ -109,7 +109,7 @@ impl<'h> Injections<'h> {
             list: Vec::new(),
         };
         let mut rules = 0;
-        if case.first.phase == Phase::Abandon {
+        if case.first.phase == Phase::RestoreRollback {
             host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
             rules += 1;
         }
@@ -380,10 +380,10 @@ impl Arming<'_, '_> {
     fn kill(&self, injection: &mut Injection<'_>, victim: Victim) -> Result<()> {
         injection.strike = Strike::Kill(victim);
         match self.at.phase {
-            Phase::Dump => self.moment(Moment::PreDump, "hold")?,
+            Phase::CriuDump => self.moment(Moment::PreDump, "hold")?,
             Phase::CriuRestore => self.moment(Moment::PreResume, "hold")?,
             Phase::Prepare => self.order("worker", "hold")?,
-            Phase::Finish | Phase::Continue | Phase::Abandon | Phase::Undo => {
+            Phase::End | Phase::Continue | Phase::RestoreRollback | Phase::CheckpointRollback => {
                 self.host.node().write(HOLD_PHASE, self.at.phase.to_string())?;
                 injection.point = Point::Held;
             }
@@ -415,10 +415,7 @@ impl Arming<'_, '_> {
     }
 
     fn panic(&self) -> Result<Point> {
-        let phase = match self.at.phase {
-            Phase::CriuRestore => "criu-restore".to_owned(),
-            phase => phase.to_string(),
-        };
+        let phase = self.at.phase.to_string();
         let node = self.host.node();
         let others = node.read(PANIC_PHASES).unwrap_or_default();
         node.write(PANIC_PHASES, format!("{others} {phase}"))?;

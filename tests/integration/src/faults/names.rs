@@ -50,18 +50,17 @@ impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Prepare => "prepare",
-            Self::Finish => "finish",
+            Self::End => "end",
             Self::Continue => "continue",
-            Self::Abandon => "abandon",
-            Self::Undo => "undo",
+            Self::RestoreRollback | Self::CheckpointRollback => "rollback",
             Self::Inspect => "inspect",
-            Self::Lock => "lock",
-            Self::Take => "take",
-            Self::Dump => "dump",
-            Self::CriuRestore => "criu",
+            Self::GpuLock => "gpu-lock",
+            Self::GpuCheckpoint => "gpu-checkpoint",
+            Self::CriuDump => "criu-dump",
+            Self::CriuRestore => "criu-restore",
             Self::DevRepair => "dev-repair",
-            Self::GiveBack => "give-back",
-            Self::Unlock => "unlock",
+            Self::GpuRestore => "gpu-restore",
+            Self::GpuUnlock => "gpu-unlock",
         })
     }
 }

@@ -102,7 +102,7 @@ fn can_go_wrong(cases: &[Case], (flow, subject): (Flow, Subject)) -> Vec<FaultAt
         let in_undo =
             |fault: &Fault| fault.is_the_drivers() || matches!(fault, Fault::Kill(_) | Fault::Panic);
         found.extend(faults().into_iter().filter(in_undo).map(|fault| FaultAt {
-            phase: Phase::Undo,
+            phase: Phase::CheckpointRollback,
             fault,
         }));
     }
@@ -119,7 +119,7 @@ impl Case {
             return other && first.phase.runs_criu() && !matches!(after, After::Nothing);
         }
         if self.flow == Flow::Restore && first.fault.is_of_a_disk() {
-            return second.phase == Phase::Abandon || second.place() > first.place();
+            return second.phase == Phase::RestoreRollback || second.place() > first.place();
         }
         // The shim waits in one phase only.
         if first.is_held() && second.is_held() {
@@ -129,25 +129,25 @@ impl Case {
             After::Nothing => false,
             After::Forward => {
                 let happens = match second.phase {
-                    Phase::Undo | Phase::Abandon => false,
-                    Phase::GiveBack | Phase::Unlock => !self.exit,
-                    Phase::Finish => self.exit,
+                    Phase::CheckpointRollback | Phase::RestoreRollback => false,
+                    Phase::GpuRestore | Phase::GpuUnlock => !self.exit,
+                    Phase::End => self.exit,
                     _ => true,
                 };
                 happens && second.place() > first.place() && first.fault != second.fault
             }
-            After::Back { .. } if self.flow == Flow::Restore => second.phase == Phase::Abandon,
+            After::Back { .. } if self.flow == Flow::Restore => second.phase == Phase::RestoreRollback,
             After::Back { taken } => match second.phase {
                 // Disks fail from the beginning: nothing shows when a call of the driver belongs to the
                 // rollback.
-                Phase::Undo => !first.fault.is_of_a_disk() || !second.fault.is_the_drivers(),
-                Phase::GiveBack => taken && second.fault != Fault::Panic,
-                Phase::Unlock => true,
+                Phase::CheckpointRollback => !first.fault.is_of_a_disk() || !second.fault.is_the_drivers(),
+                Phase::GpuRestore => taken && second.fault != Fault::Panic,
+                Phase::GpuUnlock => true,
                 _ => false,
             },
             After::Again => match second.phase {
-                Phase::Undo => second.fault.is_the_drivers(),
-                Phase::GiveBack | Phase::Unlock => {
+                Phase::CheckpointRollback => second.fault.is_the_drivers(),
+                Phase::GpuRestore | Phase::GpuUnlock => {
                     // What was carried out is not asked for again.
                     let done = first.fault.often() == Some(Often::OnceAfter) && self.subject.processes == 1;
                     let asked = second.phase > first.phase || (second.phase == first.phase && !done);
@@ -166,7 +166,7 @@ impl Case {
         let FaultAt { phase, fault } = self.first;
         let refused = matches!(
             phase,
-            Phase::Inspect | Phase::Prepare | Phase::Finish | Phase::Abandon
+            Phase::Inspect | Phase::Prepare | Phase::End | Phase::RestoreRollback
         );
         match fault {
             Fault::Kill(Victim::Shim) => After::Nothing,
@@ -174,13 +174,13 @@ impl Case {
             Fault::Kill(_) if phase == Phase::Prepare => After::Nothing,
             Fault::Kill(Victim::Client | Victim::Containerd) | Fault::CriuFault(127..) => After::Forward,
             // It has nothing to do while CRIU writes, and another takes its place.
-            Fault::Kill(Victim::Worker) if phase == Phase::Dump => After::Forward,
+            Fault::Kill(Victim::Worker) if phase == Phase::CriuDump => After::Forward,
             _ if refused => After::Nothing,
             _ if self.flow == Flow::Restore => After::Back { taken: true },
             _ => match phase {
-                Phase::GiveBack | Phase::Unlock => After::Again,
-                Phase::Dump => After::Back { taken: true },
-                Phase::Take => After::Back {
+                Phase::GpuRestore | Phase::GpuUnlock => After::Again,
+                Phase::CriuDump => After::Back { taken: true },
+                Phase::GpuCheckpoint => After::Back {
                     taken: fault.is_the_drivers()
                         && (fault.often() == Some(Often::OnceAfter) || self.subject.processes > 1),
                 },
@@ -195,7 +195,7 @@ impl FaultAt {
     fn is_held(self) -> bool {
         let waits = matches!(
             self.phase,
-            Phase::Finish | Phase::Continue | Phase::Abandon | Phase::Undo
+            Phase::End | Phase::Continue | Phase::RestoreRollback | Phase::CheckpointRollback
         );
         waits && matches!(self.fault, Fault::Kill(_))
     }
@@ -219,7 +219,7 @@ impl FaultAt {
             | Fault::RuncKillAt(at)
             | Fault::RuncHangAt(at) => moment(at),
             Fault::Kill(_) => match self.phase {
-                Phase::Dump => moment(Moment::PreDump),
+                Phase::CriuDump => moment(Moment::PreDump),
                 Phase::CriuRestore => moment(Moment::PreResume),
                 _ => 0,
             },
@@ -299,12 +299,12 @@ mod tests {
         assert!(of("checkpoint/dump/kill-shim+").is_empty());
         assert_eq!(
             of("checkpoint/lock/driver-error+"),
-            [Phase::Unlock, Phase::Undo].into()
+            [Phase::GpuUnlock, Phase::CheckpointRollback].into()
         );
         assert_eq!(
             of("restore/criu/criu-error+"),
-            [Phase::CriuRestore, Phase::Abandon].into()
+            [Phase::CriuRestore, Phase::RestoreRollback].into()
         );
-        assert!(of("checkpoint/lock/kill-client+").contains(&Phase::Dump));
+        assert!(of("checkpoint/lock/kill-client+").contains(&Phase::CriuDump));
     }
 }

@@ -12,23 +12,23 @@ impl Phase {
     pub fn call(self) -> Option<&'static str> {
         match self {
             Self::Inspect | Self::DevRepair => Some("tid"),
-            Self::Lock => Some("lock"),
-            Self::Take => Some("checkpoint"),
-            Self::GiveBack => Some("restore"),
-            Self::Unlock => Some("unlock"),
-            Self::Undo => Some("state"),
+            Self::GpuLock => Some("lock"),
+            Self::GpuCheckpoint => Some("checkpoint"),
+            Self::GpuRestore => Some("restore"),
+            Self::GpuUnlock => Some("unlock"),
+            Self::CheckpointRollback => Some("state"),
             Self::Prepare
-            | Self::Dump
+            | Self::CriuDump
             | Self::CriuRestore
-            | Self::Finish
+            | Self::End
             | Self::Continue
-            | Self::Abandon => None,
+            | Self::RestoreRollback => None,
         }
     }
 
     /// Whether runc and CRIU run in it.
     pub fn runs_criu(self) -> bool {
-        matches!(self, Self::Dump | Self::CriuRestore)
+        matches!(self, Self::CriuDump | Self::CriuRestore)
     }
 }
 
@@ -69,7 +69,7 @@ impl Case {
         let FaultAt { phase, fault } = self.first;
         let victim = match phase {
             Phase::Prepare => Victim::Worker,
-            Phase::Finish | Phase::Continue | Phase::Abandon => Victim::Shim,
+            Phase::End | Phase::Continue | Phase::RestoreRollback => Victim::Shim,
             _ => return fault.is_plain(),
         };
         fault == Fault::Kill(victim)
@@ -84,22 +84,22 @@ impl Case {
         if restores && (self.exit || self.from == From::Paused) {
             return Some(Why::NoFreezerAtRestore);
         }
-        if self.exit && matches!(phase, Phase::GiveBack | Phase::Unlock) {
+        if self.exit && matches!(phase, Phase::GpuRestore | Phase::GpuUnlock) {
             return Some(Why::NothingRestored);
         }
-        if phase == Phase::Finish && !self.exit {
+        if phase == Phase::End && !self.exit {
             return Some(Why::NotEnded);
         }
         match fault {
             Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
                 // For ever only where there is a second try; a restore has none.
-                let retried = !restores && !matches!(phase, Phase::Lock | Phase::Take);
+                let retried = !restores && !matches!(phase, Phase::GpuLock | Phase::GpuCheckpoint);
                 (phase.call().is_none() || (often == Often::Always && !retried)).then_some(Why::NoSuchCall)
             }
-            Fault::Kill(Victim::Worker) if phase == Phase::Abandon => Some(Why::NoWorker),
+            Fault::Kill(Victim::Worker) if phase == Phase::RestoreRollback => Some(Why::NoWorker),
             Fault::Kill(_) => None,
             // The shim's journal knows no such phase.
-            Fault::Panic => matches!(phase, Phase::Prepare | Phase::Unlock).then_some(Why::NoPhase),
+            Fault::Panic => matches!(phase, Phase::Prepare | Phase::GpuUnlock).then_some(Why::NoPhase),
             Fault::Stall(stall) if restores || phase != stall.phase() => Some(Why::NoRuntime),
             Fault::Stall(_) => {
                 let other = self.exit || self.from == From::Paused || self.subject.processes > 1;
@@ -122,7 +122,7 @@ impl Case {
                     other.then_some(Why::NoDevice)
                 }
             },
-            Fault::NoSpaceForManifest => (phase != Phase::Dump).then_some(Why::NoRuntime),
+            Fault::NoSpaceForManifest => (phase != Phase::CriuDump).then_some(Why::NoRuntime),
             Fault::CriuErrorAt(moment)
             | Fault::CriuHangAt(moment)
             | Fault::CriuKillAt(moment)

@@ -127,7 +127,7 @@ impl Stall {
     pub(super) fn phase(self) -> Phase {
         match self.since {
             Since::Begin => Phase::Inspect,
-            Since::Dump | Since::Manifest | Since::Cleanup => Phase::Dump,
+            Since::Dump | Since::Manifest | Since::Cleanup => Phase::CriuDump,
         }
     }
 

@@ -24,7 +24,7 @@ const RESTORE: &[&str] = &[
     "criu-restore",
     "restore-stopped",
     "dev-repair",
-    "give-back",
+    "gpu-restore",
     "continue",
     "restore-continued",
     "restore-worker-gone",
@@ -48,20 +48,20 @@ const RESTORE_PLAIN: &[&str] = &[
 /// Points of the checkpoint of a container with a GPU that runs on.
 const CHECKPOINT: &[&str] = &[
     "inspect",
-    "lock",
-    "take",
-    "dump",
-    "give-back",
+    "gpu-lock",
+    "gpu-checkpoint",
+    "criu-dump",
+    "gpu-restore",
     "checkpoint-transacted",
     "checkpoint-worker-gone",
     "checkpoint-ended",
 ];
 
 /// Points of one that ends. It has ended at the last two.
-const CHECKPOINT_EXIT: &[&str] = &["dump", "finish", "finish-killed", "finish-deleted"];
+const CHECKPOINT_EXIT: &[&str] = &["criu-dump", "end", "finish-killed", "finish-deleted"];
 
 /// Points of a dump without GPU, and those after one that has failed.
-const DUMP: &[&str] = &["dump", "dump-left", "dump-tidied", "dump-over"];
+const DUMP: &[&str] = &["criu-dump", "dump-left", "dump-tidied", "dump-over"];
 const DUMP_FAILED: &[&str] = &["dump-left", "dump-reset", "dump-tidied"];
 
 pub fn hold(host: &GpuHost, point: &str) -> Result<()> {
@@ -190,7 +190,7 @@ fn with_gpu(host: &GpuHost) -> Result<()> {
     }
     checkpoints(
         host,
-        &["take", "give-back", "checkpoint-transacted"],
+        &["gpu-checkpoint", "gpu-restore", "checkpoint-transacted"],
         false,
         true,
         count,

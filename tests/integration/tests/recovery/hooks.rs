@@ -91,7 +91,7 @@ fn update(task: &Task) -> Result<Pending<Empty>> {
 
 fn an_update_waits_for_a_dump(host: &GpuHost) -> Result<()> {
     let job = idle_loop(host)?;
-    hold(host, "dump")?;
+    hold(host, "criu-dump")?;
     let task = Task::of(host, "job")?;
     let dump = checkpoint(&task, false)?;
     held(host)?;

@@ -50,7 +50,7 @@ enum Stop {
     /// A call of the driver.
     Driver(&'static str),
     /// The driver when it is to give back, after it has refused to take.
-    Undo,
+    Rollback,
     /// CRIU, before this action of its script.
     Criu(&'static str),
     /// runc, before this verb.
@@ -86,19 +86,19 @@ const fn complete(stop: Stop, phase: &'static str, exit: bool, paused: bool) -> 
 
 const POINTS: &[Point] = &[
     point(Stop::Driver("tid"), "inspect", false, true),
-    point(Stop::Driver("lock"), "lock", false, false),
-    point(Stop::Driver("lock"), "lock", true, true),
-    point(Stop::Driver("checkpoint"), "take", true, false),
-    point(Stop::Driver("checkpoint"), "take", false, true),
-    point(Stop::Undo, "undo", false, false),
-    point(Stop::Criu("post-dump"), "dump", false, false),
-    point(Stop::Criu("post-dump"), "dump", true, true),
-    complete(Stop::Driver("restore"), "give-back", false, false),
-    complete(Stop::Driver("unlock"), "give-back", false, true),
+    point(Stop::Driver("lock"), "gpu-lock", false, false),
+    point(Stop::Driver("lock"), "gpu-lock", true, true),
+    point(Stop::Driver("checkpoint"), "gpu-checkpoint", true, false),
+    point(Stop::Driver("checkpoint"), "gpu-checkpoint", false, true),
+    point(Stop::Rollback, "rollback", false, false),
+    point(Stop::Criu("post-dump"), "criu-dump", false, false),
+    point(Stop::Criu("post-dump"), "criu-dump", true, true),
+    complete(Stop::Driver("restore"), "gpu-restore", false, false),
+    complete(Stop::Driver("unlock"), "gpu-restore", false, true),
 ];
 
 /// The end of a checkpoint: nobody can be killed any more but the shim.
-const FINISH: Point = complete(Stop::Runc("delete"), "finish", true, false);
+const FINISH: Point = complete(Stop::Runc("delete"), "end", true, false);
 
 fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
     let host = GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])?;
@@ -117,7 +117,7 @@ impl Stop {
         host.node().run(&["rm", "-f", STUCK])?;
         match self {
             Self::Driver(call) => host.fault(&["--call", call, "--hang"]),
-            Self::Undo => {
+            Self::Rollback => {
                 host.fault(&["--call", "checkpoint", "--after", "--error", "CUDA_ERROR_UNKNOWN"])?;
                 host.fault(&["--call", "restore", "--hang"])
             }
@@ -128,7 +128,7 @@ impl Stop {
 
     fn is_reached(self, host: &GpuHost) -> Result<bool> {
         match self {
-            Self::Driver(_) | Self::Undo => {
+            Self::Driver(_) | Self::Rollback => {
                 let faults = host.node().run(&["simgpu", "fault", "list"])?.stdout;
                 Ok(!faults.contains("\"seen\": 0"))
             }
@@ -296,7 +296,7 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
         stop.set(host)?;
         let task = Task::of(host, "job")?;
         let pending = checkpoint(&task, true)?;
-        stop.reached(host, "dump")?;
+        stop.reached(host, "criu-dump")?;
         if shim {
             host.kill_shim("job")?;
             task_is_gone(&job)?;
@@ -319,7 +319,7 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
 
 /// A client deletes the container by force, as `ctr` does it, in the middle of a dump.
 fn deleted(host: &GpuHost) -> Result<()> {
-    let point = point(Stop::Criu("post-dump"), "dump", false, false);
+    let point = point(Stop::Criu("post-dump"), "criu-dump", false, false);
     let (job, task, pending) = begin(host, &point)?;
     let begun = Instant::now();
     // It warns of the exit code by its own.

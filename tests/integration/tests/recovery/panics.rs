@@ -19,10 +19,10 @@ fn panics_in(host: &GpuHost, phases: &str) -> Result<String> {
 
 /// Phases that panic, whether the container was paused, and whether its image is complete by then.
 const PANICS: &[(&str, bool, bool)] = &[
-    ("lock", false, false),
-    ("take", true, false),
-    ("dump", false, false),
-    ("give-back", true, true),
+    ("gpu-lock", false, false),
+    ("gpu-checkpoint", true, false),
+    ("criu-dump", false, false),
+    ("gpu-restore", true, true),
 ];
 
 /// firn's own code fails in the middle: a checkpoint is taken back, of a restore nothing is left.
@@ -53,7 +53,7 @@ fn code_fails(host: &GpuHost) -> Result<()> {
     job.checkpoint("checkpoint/job")?;
     job.goes_on(2)?;
     job.remove()?;
-    for phase in ["criu-restore", "dev-repair", "give-back abandon", "continue"] {
+    for phase in ["criu-restore", "dev-repair", "gpu-restore rollback", "continue"] {
         host.node().write(ORDER, phase)?;
         let output = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
         ensure!(output.contains("FIRN-INTERNAL:"), "{phase}: {output}");
@@ -76,7 +76,7 @@ fn every_way_back_fails(host: &GpuHost) -> Result<()> {
     ensure!(output.contains("FIRN-GPU-SUSPENDED:"), "{output}");
     job.stands_still()?;
     // One more, of Resume; the last one works.
-    host.node().write(ORDER, "undo")?;
+    host.node().write(ORDER, "rollback")?;
     let output = failure(job.task(&["resume"]))?;
     ensure!(output.contains("FIRN-GPU-SUSPENDED:"), "{output}");
     job.stands_still()?;
@@ -93,7 +93,7 @@ fn a_plain_way_back_fails(host: &GpuHost) -> Result<()> {
     job.checkpoint("checkpoint/plain")?;
     job.remove()?;
     host.node().write("/run/fail-runc", "restore")?;
-    host.node().write(ORDER, "abandon")?;
+    host.node().write(ORDER, "rollback")?;
     let output = failure(Container::restore(host, "job", "checkpoint/plain", 0).map(drop))?;
     ensure!(output.contains("FIRN-INTERNAL:"), "{output}");
     let processes = host.node().processes();

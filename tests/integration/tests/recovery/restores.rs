@@ -46,8 +46,8 @@ fn kill_restore(host: &GpuHost) -> Result<()> {
 
 pub const POINTS: [(Stop, &str); 3] = [
     (Stop::Criu("post-restore"), "criu-restore"),
-    (Stop::Driver("restore"), "give-back"),
-    (Stop::Driver("unlock"), "give-back"),
+    (Stop::Driver("restore"), "gpu-restore"),
+    (Stop::Driver("unlock"), "gpu-restore"),
 ];
 
 /// Restores are broken off at these points, and the image restores afterwards.

@@ -166,10 +166,10 @@ fn an_interrupted_client_leaves_no_memory_behind(platform: Platform) -> Result<(
         job.goes_on(3)?;
         for stop in [
             Stop::Phase("inspect"),
-            Stop::Phase("take"),
-            Stop::Phase("dump"),
+            Stop::Phase("gpu-checkpoint"),
+            Stop::Phase("criu-dump"),
             Stop::Criu("post-dump"),
-            Stop::Phase("give-back"),
+            Stop::Phase("gpu-restore"),
         ] {
             interrupted_at(host, &job, stop).with_context(|| format!("{stop:?}"))?;
         }

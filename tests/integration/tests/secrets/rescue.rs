@@ -81,7 +81,7 @@ pub fn an_image_outlives_its_killed_shim(platform: Platform) -> Result<()> {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         let logged = host.log_length()?;
-        Stop::Phase("give-back").set(host)?;
+        Stop::Phase("gpu-restore").set(host)?;
         let mut client = host.node().spawn(&[
             "ctr",
             "containers",
@@ -114,7 +114,7 @@ pub fn the_image_of_an_ended_container_outlives_the_client(platform: Platform) -
     on([host(platform, "se-ex")?], |[host]| {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
-        Stop::Phase("finish").set(host)?;
+        Stop::Phase("end").set(host)?;
         let mut client = host
             .node()
             .spawn(&["ctr", "tasks", "checkpoint", "--exit", "job"])?;

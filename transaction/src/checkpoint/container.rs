@@ -15,22 +15,25 @@ use firn_preflight::environment;
 use firn_remap::Grant;
 use serde::de::DeserializeOwned;
 
+use super::Request;
+use super::dump::{Found, Leftovers, bounded, describe, dump};
 use super::error::{DumpError, EffectError, EndError};
-use super::image::rescue;
+use super::phases::Effects;
 use super::refuse::Policy;
-use super::transaction::Effects;
-use super::{Found, ImageDir, Leftovers, Request, bounded, dump, image};
-use crate::account::Account;
 use crate::blocking::blocking;
+use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
-use crate::container::{Container, Cut};
-use crate::hold::{Hold, threads};
-use crate::journal::{self, ImageWas, Journal, Phase};
+use crate::container::Container;
+use crate::driver::{CudaProcess, Gpu, WorkerError};
+use crate::image_dir::{ImageDir, rescue};
+use crate::journal::{self, ImageWas, Journal};
 use crate::look::{self, LeftOut};
+use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::Bounds;
-use crate::worker::{CudaProcess, Gpu, GpuError};
+use crate::timings::PhaseTimings;
+use crate::tracer::{TracedThreads, threads};
 use firn_host::Chain;
 
 /// How long the file system of the rescue directory is waited for.
@@ -53,22 +56,22 @@ struct Source {
 }
 
 /// What a checkpoint works with.
-pub(super) struct Tools<'a> {
+pub(super) struct Context<'a> {
     pub cgroup: Cgroup,
     /// The driver worker.
     pub worker: PathBuf,
     pub reaper: &'a Reaper,
-    pub account: &'a mut Account,
+    pub timings: &'a mut PhaseTimings,
     pub journal: Journal,
-    pub cut: Cut,
+    pub cancel: CancellationToken,
 }
 
 /// A container under checkpoint.
-pub(super) struct Live<'a> {
+pub(super) struct ContainerEffects<'a> {
     container: &'a Container,
     request: &'a Request,
     config: &'a Config,
-    tools: Tools<'a>,
+    context: Context<'a>,
     gpu: Gpu,
     /// Read once, by the first inspection.
     source: Option<Source>,
@@ -83,21 +86,21 @@ pub(super) struct Live<'a> {
     rescued: Option<PathBuf>,
 }
 
-impl<'a> Live<'a> {
+impl<'a> ContainerEffects<'a> {
     pub(super) fn new(
         container: &'a Container,
         request: &'a Request,
         config: &'a Config,
-        tools: Tools<'a>,
+        context: Context<'a>,
     ) -> Self {
-        let reaper = tools.reaper.clone();
-        let gpu = Gpu::new(tools.worker.clone(), reaper, config.deadlines.worker_end)
-            .with_journal(tools.journal.clone());
+        let reaper = context.reaper.clone();
+        let gpu = Gpu::new(context.worker.clone(), reaper, config.deadlines.worker_end)
+            .with_journal(context.journal.clone());
         Self {
             container,
             request,
             config,
-            tools,
+            context,
             gpu,
             source: None,
             omitted: 0,
@@ -121,8 +124,8 @@ impl<'a> Live<'a> {
     /// Cleans up after the dump; `failure` is told what CRIU's log and the image directory say.
     pub(super) async fn tidy(&mut self, failure: Option<&mut EffectError>) {
         let failed = failure.filter(|error| matches!(error, EffectError::Dump(DumpError::Failed { .. })));
-        let (leftovers, cut) = (std::mem::take(&mut self.leftovers), &self.tools.cut);
-        let tidied = leftovers.tidy(self.container, failed.is_some(), self.complete, cut);
+        let (leftovers, cancel) = (std::mem::take(&mut self.leftovers), &self.context.cancel);
+        let tidied = leftovers.tidy(self.container, failed.is_some(), self.complete, cancel);
         match (failed, tidied.await) {
             (Some(error), Found { gone: Some(gone), .. }) => *error = gone.into(),
             (Some(EffectError::Dump(DumpError::Failed { lines, .. })), found) => *lines = found.lines,
@@ -142,10 +145,10 @@ impl<'a> Live<'a> {
             (dir, rescue::link as fn(&ImageDir, &Path) -> std::io::Result<()>),
             (beside, rescue::link_beside),
         ] {
-            self.tools.journal.rescue(&dir).await;
+            self.context.journal.rescue(&dir).await;
             let (image, to) = (image.clone(), dir.clone());
             let link = move || link(&image, &to);
-            match bounded("link the image", RESCUE, &self.tools.cut, link).await {
+            match bounded("link the image", RESCUE, &self.context.cancel, link).await {
                 Ok(Ok(())) => return Some(dir),
                 Ok(Err(error)) => log::debug!("cannot link the image to {}: {error}", dir.display()),
                 Err(error) => {
@@ -177,9 +180,16 @@ impl<'a> Live<'a> {
             }
         };
         let dir = self.rescue_dir();
-        match rescue::copy_within(&image, &dir, self.config.deadlines.dump, &self.tools.cut).await {
+        match rescue::copy_within(
+            &image,
+            &dir,
+            self.config.deadlines.criu_dump,
+            &self.context.cancel,
+        )
+        .await
+        {
             Ok(()) => {
-                self.tools.journal.rescue(&dir).await;
+                self.context.journal.rescue(&dir).await;
                 if let Some(beside) = linked {
                     let _late = tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&beside))).await;
                 }
@@ -214,7 +224,7 @@ impl<'a> Live<'a> {
 
     /// Kills the container, which is to end: whatever holds it is not waited for.
     pub(super) async fn kill(&mut self) {
-        if let Err(error) = self.tools.cgroup.kill_all(self.config.deadlines.end).await
+        if let Err(error) = self.context.cgroup.kill_all(self.config.deadlines.end).await
             && !error.is_absent()
         {
             log::warn!("cannot kill {}: {}", self.container.id, Chain(&error));
@@ -226,7 +236,7 @@ impl<'a> Live<'a> {
     /// Turns the freezer off for a container that has ended: the runtime would take a frozen one for paused and not delete
     /// it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {
-        if let Err(error) = self.tools.cgroup.thaw(self.config.deadlines.freeze).await
+        if let Err(error) = self.context.cgroup.thaw(self.config.deadlines.freeze).await
             && !error.is_absent()
         {
             log::warn!("cannot thaw {}: {}", self.container.id, Chain(&error));
@@ -240,22 +250,22 @@ impl<'a> Live<'a> {
 
     /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
     pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
-        if let Err(error) = self.tools.journal.enter(Phase::Finish).await {
+        if let Err(error) = self.context.journal.enter(Phase::End).await {
             log::warn!("{}", Chain(&error));
         }
         let limit = self.config.deadlines.end;
-        self.tools.cgroup.kill_all(limit).await?;
+        self.context.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;
         // Not the transaction's own cut: the end of init, which was wanted, asks for that.
         let hooks = self.container.begin_hooks();
-        self.container.runc.finish(hooks.cut.asked()).await?;
+        self.container.runc.finish(hooks.cancel.cancelled()).await?;
         drop(hooks);
         journal::point("finish-deleted").await;
         // The client may ask for the exit at once.
         tokio::time::timeout(limit, self.container.init.wait())
             .await
             .map_err(|_| EndError::StillThere)?;
-        self.tools.account.mark("end");
+        self.context.timings.mark(Phase::End);
         Ok(())
     }
 
@@ -306,7 +316,7 @@ impl<'a> Live<'a> {
     async fn version_of(&self, program: &str) -> String {
         let mut command = std::process::Command::new(program);
         let output = self
-            .tools
+            .context
             .reaper
             .output(command.arg("--version"), VERSION_LIMIT)
             .await;
@@ -318,7 +328,7 @@ impl<'a> Live<'a> {
 
     async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {
         let limit = self.config.deadlines.look;
-        Ok(look::look(&request, self.tools.reaper, limit, &self.tools.cut).await?)
+        Ok(look::look(&request, self.context.reaper, limit, &self.context.cancel).await?)
     }
 
     /// Refusals by what the processes are and do.
@@ -364,7 +374,7 @@ impl<'a> Live<'a> {
             // Some virtual machines do not tell it by process: then all that is in use on the container's GPUs.
             false => {
                 let told = self.gpu.memory(&pids, self.config.deadlines.inventory);
-                let known = unless_cut(&self.tools.cut, told).await?;
+                let known = unless_cancelled(&self.context.cancel, told).await?;
                 match known.is_empty() {
                     true => in_use,
                     false => known.values().copied().fold(0, u64::saturating_add),
@@ -383,8 +393,8 @@ impl<'a> Live<'a> {
         })
         .await?;
         let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
-        let (limit, cut) = (self.config.deadlines.look, &self.tools.cut);
-        let admitted = bounded("look at the image directory", limit, cut, move || {
+        let (limit, cancel) = (self.config.deadlines.look, &self.context.cancel);
+        let admitted = bounded("look at the image directory", limit, cancel, move || {
             image.admit(others)
         });
         Ok(admitted.await??)
@@ -392,7 +402,7 @@ impl<'a> Live<'a> {
 
     /// A process that a signal has stopped cannot be traced while a v1 freezer holds it, by firn and by CRIU.
     async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
-        if !self.tools.cgroup.is_v1() {
+        if !self.context.cgroup.is_v1() {
             return Ok(());
         }
         let pids = pids.to_vec();
@@ -429,7 +439,7 @@ impl<'a> Live<'a> {
 
     /// Which of the mounts processes have in use; none when that cannot be seen: then all of them may be.
     async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
-        let Ok(pids) = self.tools.cgroup.pids() else {
+        let Ok(pids) = self.context.cgroup.pids() else {
             return Ok(None);
         };
         let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
@@ -449,8 +459,8 @@ impl<'a> Live<'a> {
     async fn write_manifest(&self, processes: Vec<manifest::CheckpointedProcess>) -> Result<(), EffectError> {
         let source = self.source.clone().expect("a dump follows an inspection");
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
-        let (limit, cut) = (self.config.deadlines.dump, &self.tools.cut);
-        let images = image::describe(&image, limit, cut).await?;
+        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.context.cancel);
+        let images = describe(&image, limit, cancel).await?;
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
             mounts::mark_unused(&mut mounts, &used);
@@ -471,88 +481,86 @@ impl<'a> Live<'a> {
             image.seal();
             Ok(image.check()?)
         };
-        bounded("write the manifest", limit, cut, write).await?
+        bounded("write the manifest", limit, cancel, write).await?
     }
 }
 
 /// Waits for an effect, unless the container is to end meanwhile. A driver worker that was cut off is ended later.
-async fn unless_cut<T, E: Into<EffectError>>(
-    cut: &Cut,
+async fn unless_cancelled<T, E: Into<EffectError>>(
+    cancel: &CancellationToken,
     effect: impl Future<Output = Result<T, E>>,
 ) -> Result<T, EffectError> {
     tokio::select! {
         biased;
-        () = cut.asked() => Err(EffectError::Killed),
+        () = cancel.cancelled() => Err(EffectError::Killed),
         done = effect => done.map_err(Into::into),
     }
 }
 
-impl Effects for Live<'_> {
+impl Effects for ContainerEffects<'_> {
     type Error = EffectError;
 
     async fn enter(&mut self, phase: Phase) -> Result<(), EffectError> {
-        Ok(self.tools.journal.enter(phase).await?)
+        Ok(self.context.journal.enter(phase).await?)
     }
 
     async fn leave(&mut self, phase: Phase, ok: bool) {
-        self.tools.journal.leave(phase, ok).await;
+        self.context.journal.leave(phase, ok).await;
     }
 
     fn is_ended(&self) -> bool {
-        self.tools.cut.is_asked() || !procfs::is_alive(self.container.init.pid())
+        self.context.cancel.is_cancelled() || !procfs::is_alive(self.container.init.pid())
     }
 
     async fn freeze(&mut self) -> Result<(), EffectError> {
-        unless_cut(
-            &self.tools.cut,
-            self.tools.cgroup.freeze(self.config.deadlines.freeze),
+        unless_cancelled(
+            &self.context.cancel,
+            self.context.cgroup.freeze(self.config.deadlines.freeze),
         )
         .await
     }
 
     async fn keep_frozen(&mut self) -> Result<(), EffectError> {
-        unless_cut(
-            &self.tools.cut,
-            self.tools.cgroup.keep_frozen(self.config.deadlines.freeze),
+        unless_cancelled(
+            &self.context.cancel,
+            self.context.cgroup.keep_frozen(self.config.deadlines.freeze),
         )
         .await
     }
 
     async fn thaw(&mut self) -> Result<(), EffectError> {
-        unless_cut(
-            &self.tools.cut,
-            self.tools.cgroup.thaw(self.config.deadlines.freeze),
+        unless_cancelled(
+            &self.context.cancel,
+            self.context.cgroup.thaw(self.config.deadlines.freeze),
         )
         .await
     }
 
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
-        let pids = self.tools.cgroup.pids()?;
+        let pids = self.context.cgroup.pids()?;
         let first = self.source.is_none();
         let source = match self.source.take() {
             Some(source) => source,
             None => {
-                let cut = self.tools.cut.clone();
-                unless_cut(&cut, self.look_around()).await?
+                let cancel = self.context.cancel.clone();
+                unless_cancelled(&cancel, self.look_around()).await?
             }
         };
         let policy = self.source.insert(source).policy;
         let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
-        let cuda = unless_cut(&self.tools.cut, found).await?;
+        let cuda = unless_cancelled(&self.context.cancel, found).await?;
         self.refuse_by_process(policy, &pids, &cuda).await?;
         if first {
             self.refuse_by_surroundings(pids, &cuda).await?;
         }
-        self.tools.journal.cuda(&cuda).await?;
-        self.tools
-            .account
-            .mark(if first { "inspect" } else { "inspect-again" });
+        self.context.journal.cuda(&cuda).await?;
+        self.context.timings.mark(Phase::Inspect);
         Ok(cuda)
     }
 
     async fn expect_running(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         let states = self.gpu.states(pids, self.config.deadlines.discover);
-        for (pid, state) in unless_cut(&self.tools.cut, states).await? {
+        for (pid, state) in unless_cancelled(&self.context.cancel, states).await? {
             let state = match state {
                 CudaState::Running => continue,
                 CudaState::Locked => "locked",
@@ -569,11 +577,11 @@ impl Effects for Live<'_> {
     }
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
-        let pids = self.tools.cgroup.pids()?;
+        let pids = self.context.cgroup.pids()?;
         // As for `refuse_stopped`.
         let tids = blocking(move || threads(&pids, &except)).await?;
-        let hold = Hold::seize(tids, self.config.deadlines.hold);
-        let hold = unless_cut(&self.tools.cut, hold).await?;
+        let hold = TracedThreads::seize(tids, self.config.deadlines.hold);
+        let hold = unless_cancelled(&self.context.cancel, hold).await?;
         self.container.keep_held(hold);
         Ok(())
     }
@@ -585,44 +593,48 @@ impl Effects for Live<'_> {
     async fn release(&mut self) -> Result<(), EffectError> {
         match self.container.take_held() {
             None => Ok(()),
-            Some(hold) => unless_cut(&self.tools.cut, hold.release()).await,
+            Some(hold) => unless_cancelled(&self.context.cancel, hold.release()).await,
         }
     }
 
     async fn lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cut(&self.tools.cut, self.gpu.lock(pids, self.config.deadlines.lock)).await?;
-        self.tools.account.mark("lock");
+        unless_cancelled(
+            &self.context.cancel,
+            self.gpu.lock(pids, self.config.deadlines.gpu_lock),
+        )
+        .await?;
+        self.context.timings.mark(Phase::GpuLock);
         // Of a container that its client has paused only a thaw shows it.
-        self.refuse_stopped(&self.tools.cgroup.pids()?).await
+        self.refuse_stopped(&self.context.cgroup.pids()?).await
     }
 
     async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         // Order matters: they allocate nothing more once they are locked, and have no GPU memory once it is taken.
         let needs = self.gpu.memory(pids, self.config.deadlines.inventory);
-        self.needs = unless_cut(&self.tools.cut, needs).await?;
-        self.tools.journal.memory(&self.needs).await?;
-        let taken = self.gpu.checkpoint(pids, self.config.deadlines.checkpoint);
-        unless_cut(&self.tools.cut, taken).await?;
-        self.tools.account.mark("gpu-checkpoint");
+        self.needs = unless_cancelled(&self.context.cancel, needs).await?;
+        self.context.journal.memory(&self.needs).await?;
+        let taken = self.gpu.checkpoint(pids, self.config.deadlines.gpu_checkpoint);
+        unless_cancelled(&self.context.cancel, taken).await?;
+        self.context.timings.mark(Phase::GpuCheckpoint);
         Ok(())
     }
 
     async fn give_back(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         let given = self
             .gpu
-            .restore(pids, &[], &self.needs, self.config.deadlines.restore);
-        unless_cut(&self.tools.cut, given).await?;
-        self.tools.account.mark("gpu-restore");
+            .restore(pids, &[], &self.needs, self.config.deadlines.gpu_restore);
+        unless_cancelled(&self.context.cancel, given).await?;
+        self.context.timings.mark(Phase::GpuRestore);
         Ok(())
     }
 
     async fn unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cut(
-            &self.tools.cut,
-            self.gpu.unlock(pids, self.config.deadlines.unlock),
+        unless_cancelled(
+            &self.context.cancel,
+            self.gpu.unlock(pids, self.config.deadlines.gpu_unlock),
         )
         .await?;
-        self.tools.account.mark("unlock");
+        self.context.timings.mark(Phase::GpuUnlock);
         Ok(())
     }
 
@@ -630,14 +642,14 @@ impl Effects for Live<'_> {
         // What was begun takes its time, also when the one who has begun it was killed.
         let limit = self.config.deadlines.rollback;
         let gpu = &mut self.gpu;
-        let states = unless_cut(&self.tools.cut, async {
+        let states = unless_cancelled(&self.context.cancel, async {
             gpu.gone(limit).await?;
             gpu.states(pids, limit).await
         })
         .await?;
         for &(pid, state) in &states {
             if matches!(state, CudaState::Failed | CudaState::Unknown(_)) {
-                return Err(GpuError::State {
+                return Err(WorkerError::State {
                     pid,
                     op: "state",
                     state: Some(state),
@@ -649,21 +661,21 @@ impl Effects for Live<'_> {
     }
 
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
-        self.tools.account.mark("freeze");
+        self.context.timings.mark(Phase::Freeze);
         let described = self.describe(processes);
-        let (plugins, limit) = (self.plugins(), self.config.deadlines.dump);
+        let (plugins, limit) = (self.plugins(), self.config.deadlines.criu_dump);
         let bounds = Bounds {
             deadline: Some(limit),
-            journal: &self.tools.journal,
-            cut: &self.tools.cut,
-            freezer: Some(&self.tools.cgroup),
+            journal: &self.context.journal,
+            cancel: &self.context.cancel,
+            freezer: Some(&self.context.cgroup),
         };
         let others = self.config.checkpoint.open_image_dir;
         let left = &mut self.leftovers;
         dump(self.container, self.request, &plugins, others, bounds, left).await?;
-        self.tools.account.mark("dump");
+        self.context.timings.mark(Phase::CriuDump);
         self.write_manifest(described).await?;
-        self.tools.account.mark("manifest");
+        self.context.timings.mark(Phase::Manifest);
         self.complete = true;
         self.rescued = self.link_image().await;
         Ok(())

@@ -8,9 +8,9 @@ use std::time::Duration;
 use firn_oci::Spec;
 
 use super::prepare::is_own;
-use super::roots::remove_roots;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
+use crate::criu_leftovers::remove_roots;
 use crate::unmount::unmount_below;
 use firn_host::Chain;
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-use super::Phase;
+use crate::phase::Phase;
 
 /// Names phases that panic, each once for every time that it is named.
 const PANIC: &str = "/run/firn-panic";
@@ -29,14 +29,14 @@ pub(super) async fn hold(point: &str) {
 }
 
 /// Does in this phase what the files say.
-pub(super) async fn obey(phase: Phase) {
-    let phase = serde_json::to_value(phase).unwrap_or_default();
-    hold(phase.as_str().unwrap_or_default()).await;
+pub(super) async fn trigger(phase: Phase) {
+    let phase = phase.name();
+    hold(phase).await;
     let Ok(told) = fs::read_to_string(PANIC) else {
         return;
     };
     let mut phases: Vec<&str> = told.split_whitespace().collect();
-    let named = phases.iter().position(|named| phase == **named);
+    let named = phases.iter().position(|named| phase == *named);
     if let Some(at) = named {
         phases.remove(at);
         let _ = fs::write(PANIC, phases.join(" "));

@@ -1,7 +1,7 @@
 //! Cutting a checkpoint or restore short because its container is to end: nothing of it is waited for any more.
 //!
 //! Who kills asks for it by [`Container::cut_off`](super::Container::cut_off). The transaction leaves whatever it waits
-//! for, ends CRIU first, which holds the tasks by ptrace, and then the tasks; [`Cut::untraced`] tells when CRIU is gone.
+//! for, ends CRIU first, which holds the tasks by ptrace, and then the tasks; [`CancellationToken::untraced`] tells when CRIU is gone.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,20 +16,20 @@ struct Progress {
 
 /// A transaction as those see it who may cut it off; cheap to clone.
 #[derive(Clone, Default)]
-pub struct Cut(Arc<watch::Sender<Progress>>);
+pub struct CancellationToken(Arc<watch::Sender<Progress>>);
 
-impl Cut {
-    pub fn ask(&self) {
+impl CancellationToken {
+    pub fn cancel(&self) {
         self.0.send_modify(|progress| progress.asked = true);
     }
 
     /// Whether the transaction is to end.
-    pub fn is_asked(&self) -> bool {
+    pub fn is_cancelled(&self) -> bool {
         self.0.borrow().asked
     }
 
     /// Waits until the transaction is to end.
-    pub async fn asked(&self) {
+    pub async fn cancelled(&self) {
         let mut progress = self.0.subscribe();
         let asked = progress.wait_for(|progress| progress.asked).await;
         asked.map(drop).expect("the sender lives in self");
@@ -52,7 +52,7 @@ impl Cut {
 }
 
 /// CRIU is at work.
-pub struct AtWork<'a>(&'a Cut);
+pub struct AtWork<'a>(&'a CancellationToken);
 
 impl Drop for AtWork<'_> {
     fn drop(&mut self) {
@@ -62,48 +62,48 @@ impl Drop for AtWork<'_> {
 
 /// The transaction of a container, of which there is one at a time.
 #[derive(Default)]
-pub(super) struct Slot(Mutex<Option<Cut>>);
+pub(super) struct Slot(Mutex<Option<CancellationToken>>);
 
 impl Slot {
-    pub(super) fn begin(&self) -> UnderWay<'_> {
-        let cut = Cut::default();
-        self.set(Some(cut.clone()));
-        UnderWay { slot: self, cut }
+    pub(super) fn begin(&self) -> TransactionGuard<'_> {
+        let cancel = CancellationToken::default();
+        self.set(Some(cancel.clone()));
+        TransactionGuard { slot: self, cancel }
     }
 
     /// Whoever gets the transaction can rely on its end: it cannot be committed any more.
-    pub(super) fn cut_off(&self) -> Option<Cut> {
+    pub(super) fn cancel_transaction(&self) -> Option<CancellationToken> {
         let current = self.lock();
-        current.clone().inspect(Cut::ask)
+        current.clone().inspect(CancellationToken::cancel)
     }
 
     pub(super) fn is_taken(&self) -> bool {
         self.lock().is_some()
     }
 
-    fn set(&self, cut: Option<Cut>) {
-        *self.lock() = cut;
+    fn set(&self, cancel: Option<CancellationToken>) {
+        *self.lock() = cancel;
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Cut>> {
+    fn lock(&self) -> MutexGuard<'_, Option<CancellationToken>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A transaction is under way until this is dropped.
-pub struct UnderWay<'a> {
+pub struct TransactionGuard<'a> {
     slot: &'a Slot,
-    pub cut: Cut,
+    pub cancel: CancellationToken,
 }
 
-impl UnderWay<'_> {
+impl TransactionGuard<'_> {
     /// Ends a transaction that has succeeded, unless it was cut off: then it comes back, to be rolled back.
     ///
     /// Order matters: `publish` makes known what a kill needs from now on. Nobody comes between it and the end: who kills finds
     /// the transaction and cuts it off, or finds what was published.
     pub fn commit(self, publish: impl FnOnce()) -> Result<(), Self> {
         let mut current = self.slot.lock();
-        if self.cut.is_asked() {
+        if self.cancel.is_cancelled() {
             drop(current);
             return Err(self);
         }
@@ -117,11 +117,11 @@ impl UnderWay<'_> {
     pub fn end(self) -> bool {
         let mut current = self.slot.lock();
         *current = None;
-        self.cut.is_asked()
+        self.cancel.is_cancelled()
     }
 }
 
-impl Drop for UnderWay<'_> {
+impl Drop for TransactionGuard<'_> {
     fn drop(&mut self) {
         self.slot.set(None);
     }
@@ -135,14 +135,17 @@ mod tests {
     #[tokio::test]
     async fn only_a_transaction_that_is_under_way_is_cut_off() {
         let slot = Slot::default();
-        assert!(slot.cut_off().is_none());
+        assert!(slot.cancel_transaction().is_none());
         let first = slot.begin();
-        assert!(!first.cut.is_asked());
-        assert!(slot.cut_off().is_some());
-        first.cut.asked().await;
+        assert!(!first.cancel.is_cancelled());
+        assert!(slot.cancel_transaction().is_some());
+        first.cancel.cancelled().await;
         drop(first);
-        assert!(slot.cut_off().is_none());
-        assert!(!slot.begin().cut.is_asked(), "the next one was cut off too");
+        assert!(slot.cancel_transaction().is_none());
+        assert!(
+            !slot.begin().cancel.is_cancelled(),
+            "the next one was cancel off too"
+        );
     }
 
     #[tokio::test]
@@ -150,29 +153,32 @@ mod tests {
         let slot = Slot::default();
         let mut published = false;
         assert!(slot.begin().commit(|| published = true).is_ok() && published);
-        assert!(slot.cut_off().is_none(), "a committed transaction was cut off");
+        assert!(
+            slot.cancel_transaction().is_none(),
+            "a committed transaction was cancel off"
+        );
 
-        let under_way = slot.begin();
-        assert!(slot.cut_off().is_some());
-        let Err(under_way) = under_way.commit(|| panic!("it was published")) else {
-            panic!("a transaction that was cut off was committed");
+        let guard = slot.begin();
+        assert!(slot.cancel_transaction().is_some());
+        let Err(guard) = guard.commit(|| panic!("it was published")) else {
+            panic!("a transaction that was cancel off was committed");
         };
         assert!(
-            slot.cut_off().is_some(),
+            slot.cancel_transaction().is_some(),
             "a rollback is no part of the transaction"
         );
-        assert!(under_way.end(), "nobody hears of the kill");
-        assert!(slot.cut_off().is_none());
+        assert!(guard.end(), "nobody hears of the kill");
+        assert!(slot.cancel_transaction().is_none());
         assert!(!slot.begin().end());
     }
 
     #[tokio::test]
     async fn who_kills_waits_for_criu() {
         let slot = Slot::default();
-        let under_way = slot.begin();
-        let criu = under_way.cut.criu();
-        let cut = slot.cut_off().unwrap();
-        let waiting = tokio::spawn(async move { cut.untraced(Duration::from_secs(60)).await });
+        let guard = slot.begin();
+        let criu = guard.cancel.criu();
+        let cancel = slot.cancel_transaction().unwrap();
+        let waiting = tokio::spawn(async move { cancel.untraced(Duration::from_secs(60)).await });
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());
         drop(criu);
@@ -181,13 +187,13 @@ mod tests {
     /// Time passes at once.
     #[tokio::test(start_paused = true)]
     async fn a_criu_that_does_not_end_is_told_and_not_waited_for_any_longer() {
-        let cut = Cut::default();
-        let criu = cut.criu();
+        let cancel = CancellationToken::default();
+        let criu = cancel.criu();
         warnings();
-        cut.untraced(Duration::from_secs(60)).await;
+        cancel.untraced(Duration::from_secs(60)).await;
         assert_eq!(warnings(), ["CRIU does not end"]);
         drop(criu);
-        cut.untraced(Duration::from_secs(60)).await;
+        cancel.untraced(Duration::from_secs(60)).await;
         assert!(warnings().is_empty());
     }
 }

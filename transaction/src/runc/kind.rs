@@ -11,7 +11,7 @@ const LIMIT: Duration = Duration::from_secs(5);
 
 /// An OCI runtime, by what it says of itself: a file name tells little.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Brand {
+pub enum RuntimeKind {
     /// runc, a wrapper around it, or a runtime that has its command line.
     Runc,
     /// Checkpoints through libcriu and knows no configuration file for CRIU.
@@ -20,7 +20,7 @@ pub enum Brand {
     Youki,
 }
 
-impl Brand {
+impl RuntimeKind {
     /// From what `--version` prints.
     fn read(text: &str) -> Self {
         let names = [("crun", Self::Crun), ("youki", Self::Youki)];
@@ -28,9 +28,7 @@ impl Brand {
             let first = line.split_whitespace().next()?;
             names.into_iter().find(|(name, _)| *name == first)
         };
-        text.lines()
-            .find_map(named)
-            .map_or(Self::Runc, |(_, brand)| brand)
+        text.lines().find_map(named).map_or(Self::Runc, |(_, kind)| kind)
     }
 
     /// Its name.
@@ -46,21 +44,21 @@ impl Brand {
 impl Runc {
     /// Asks the runtime, until it has answered once. One that gives no answer is taken for runc, and its own errors are
     /// told.
-    pub async fn brand(&self) -> Brand {
-        match self.brand.get_or_try_init(|| self.ask()).await {
-            Ok(brand) => *brand,
+    pub async fn kind(&self) -> RuntimeKind {
+        match self.kind.get_or_try_init(|| self.query()).await {
+            Ok(kind) => *kind,
             Err(error) => {
                 log::warn!("cannot ask {} for its version: {error}", self.binary.display());
-                Brand::Runc
+                RuntimeKind::Runc
             }
         }
     }
 
-    async fn ask(&self) -> Result<Brand, OutputError> {
+    async fn query(&self) -> Result<RuntimeKind, OutputError> {
         let mut command = Command::new(&self.binary);
         command.arg("--version").stdin(Stdio::null());
         let output = self.reaper.output(&mut command, LIMIT).await?;
-        Ok(Brand::read(&String::from_utf8_lossy(&output.stdout)))
+        Ok(RuntimeKind::read(&String::from_utf8_lossy(&output.stdout)))
     }
 }
 
@@ -70,24 +68,24 @@ mod tests {
 
     #[test]
     fn runtimes_are_known_by_their_version() {
-        for (text, brand) in [
-            ("runc version 1.3.6\nspec: 1.2.1\n", Brand::Runc),
+        for (text, kind) in [
+            ("runc version 1.3.6\nspec: 1.2.1\n", RuntimeKind::Runc),
             (
                 "crun version 1.28\ncommit: 54f16ff\n+SYSTEMD +CRIU\n",
-                Brand::Crun,
+                RuntimeKind::Crun,
             ),
-            ("youki version: 0.5.7\ncommit: unknown\n", Brand::Youki),
+            ("youki version: 0.5.7\ncommit: unknown\n", RuntimeKind::Youki),
             (
                 "NVIDIA Container Runtime version 1.17.8\n\nrunc version 1.2.5\n",
-                Brand::Runc,
+                RuntimeKind::Runc,
             ),
             (
                 "NVIDIA Container Runtime version 1.17.8\n\ncrun version 1.14\n",
-                Brand::Crun,
+                RuntimeKind::Crun,
             ),
-            ("", Brand::Runc),
+            ("", RuntimeKind::Runc),
         ] {
-            assert_eq!(Brand::read(text), brand, "{text:?}");
+            assert_eq!(RuntimeKind::read(text), kind, "{text:?}");
         }
     }
 }

@@ -63,12 +63,17 @@ fn what_is_killed_in_the_last_attempt_to_give_back_is_not_suspended() {
 
 #[test]
 fn every_phase_is_noted_and_the_way_back_too() {
-    let whole = [Phase::Inspect, Phase::Lock, Phase::Take, Phase::Dump];
+    let whole = [
+        Phase::Inspect,
+        Phase::GpuLock,
+        Phase::GpuCheckpoint,
+        Phase::CriuDump,
+    ];
     let (clean, _) = World::after(false, &[]);
-    assert_eq!(clean.phases, [&whole[..], &[Phase::GiveBack]].concat());
+    assert_eq!(clean.phases, [&whole[..], &[Phase::GpuRestore]].concat());
     let nth = clean.calls.iter().position(|call| *call == "dump").unwrap();
     let (world, _) = World::after(false, &[Fault { nth, for_good: false }]);
-    assert_eq!(world.phases, [&whole[..], &[Phase::Undo]].concat());
+    assert_eq!(world.phases, [&whole[..], &[Phase::Rollback]].concat());
 }
 
 /// Only what has no GPU state must not run.

@@ -43,7 +43,7 @@ const RESTORE: &str = "cuCheckpointProcessRestore";
 
 /// A call of the driver worker that failed.
 #[derive(Debug, thiserror::Error)]
-pub enum GpuError {
+pub enum WorkerError {
     /// The worker program could not be started.
     #[error("cannot start the driver worker {}", program.display())]
     Start {
@@ -96,7 +96,7 @@ pub enum GpuError {
     },
 }
 
-impl GpuError {
+impl WorkerError {
     /// Whether a call took too long: cut off here, or given up by the driver.
     fn is_late(&self) -> bool {
         match self {
@@ -120,7 +120,7 @@ impl GpuError {
     }
 }
 
-impl Problem for GpuError {
+impl Problem for WorkerError {
     fn remedy(&self) -> Remedy<'_> {
         match self {
             Self::Start { .. } => remedy(
@@ -210,14 +210,14 @@ impl Gpu {
     }
 
     /// Starts the worker, so that its start overlaps with other work.
-    pub fn warm_up(&mut self) -> Result<(), GpuError> {
+    pub fn warm_up(&mut self) -> Result<(), WorkerError> {
         self.worker().map(drop)
     }
 
     /// Driver version and GPUs of this node.
-    pub async fn inventory(&mut self, deadline: Duration) -> Result<Inventory, GpuError> {
+    pub async fn inventory(&mut self, deadline: Duration) -> Result<Inventory, WorkerError> {
         let (inventory, _) = self.call("inventory", &Request::Inventory, deadline).await?;
-        inventory.ok_or(GpuError::Died { op: "inventory" })
+        inventory.ok_or(WorkerError::Died { op: "inventory" })
     }
 
     /// Those of `pids` that use CUDA.
@@ -225,14 +225,14 @@ impl Gpu {
         &mut self,
         pids: Vec<i32>,
         deadline: Duration,
-    ) -> Result<Vec<CudaProcess>, GpuError> {
+    ) -> Result<Vec<CudaProcess>, WorkerError> {
         let (_, replies) = self
             .call("discover", &Request::Discover { pids }, deadline)
             .await?;
         let mut found = Vec::new();
         for reply in replies {
             if let Some(source) = reply.error {
-                return Err(GpuError::Process {
+                return Err(WorkerError::Process {
                     pid: reply.pid,
                     source,
                 });
@@ -249,7 +249,7 @@ impl Gpu {
     }
 
     /// GPU memory that these use together on each GPU; empty when NVML reports it for none of them.
-    pub async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<GpuMemory, GpuError> {
+    pub async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<GpuMemory, WorkerError> {
         let request = Request::Memory { pids: pids.to_vec() };
         let (_, replies) = self.call("memory", &request, deadline).await?;
         let mut together = GpuMemory::new();
@@ -265,7 +265,7 @@ impl Gpu {
         &mut self,
         pids: &[i32],
         deadline: Duration,
-    ) -> Result<Vec<(i32, CudaState)>, GpuError> {
+    ) -> Result<Vec<(i32, CudaState)>, WorkerError> {
         let op = "state";
         let (_, replies) = self
             .call(op, &Request::State { pids: pids.to_vec() }, deadline)
@@ -279,8 +279,8 @@ impl Gpu {
                 (Some(state), None) => states.push((pid, state)),
                 // The driver's word for a process that has ended is an error too.
                 _ if !procfs::is_alive(pid) => {}
-                (_, Some(source)) => return Err(GpuError::Process { pid, source }),
-                (None, None) => return Err(GpuError::State { pid, op, state: None }),
+                (_, Some(source)) => return Err(WorkerError::Process { pid, source }),
+                (None, None) => return Err(WorkerError::State { pid, op, state: None }),
             }
         }
         Ok(states)
@@ -290,7 +290,7 @@ impl Gpu {
     ///
     /// Several may be ranks that wait for each other: one lock keeps a kernel from its GPU for which another rank's waits,
     /// and that one's lock waits for its end. Then all are let go, and it is tried again somewhat later.
-    pub async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+    pub async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let end = Instant::now() + deadline;
         loop {
             let left = end.saturating_duration_since(Instant::now());
@@ -313,7 +313,7 @@ impl Gpu {
         }
     }
 
-    async fn try_lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+    async fn try_lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let timeout_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX);
         let request = Request::Lock {
             pids: pids.to_vec(),
@@ -331,7 +331,7 @@ impl Gpu {
     }
 
     /// Moves the GPU state of all into their own memory.
-    pub async fn checkpoint(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+    pub async fn checkpoint(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let request = Request::Checkpoint { pids: pids.to_vec() };
         self.all("checkpoint", pids, &request, deadline, CudaState::Checkpointed)
             .await
@@ -346,7 +346,7 @@ impl Gpu {
         pairs: &[GpuPair],
         needs: &GpuMemory,
         deadline: Duration,
-    ) -> Result<(), GpuError> {
+    ) -> Result<(), WorkerError> {
         let request = Request::Restore {
             pids: pids.to_vec(),
             pairs: pairs.to_vec(),
@@ -357,7 +357,7 @@ impl Gpu {
     }
 
     /// Lets all call into the driver again.
-    pub async fn unlock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), GpuError> {
+    pub async fn unlock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let request = Request::Unlock { pids: pids.to_vec() };
         self.all("unlock", pids, &request, deadline, CudaState::Running)
             .await
@@ -370,23 +370,23 @@ impl Gpu {
         request: &Request,
         deadline: Duration,
         expected: CudaState,
-    ) -> Result<(), GpuError> {
+    ) -> Result<(), WorkerError> {
         let (_, replies) = self.call(op, request, deadline).await?;
         let unanswered = pids
             .iter()
             .find(|pid| !replies.iter().any(|reply| reply.pid == **pid));
         if let Some(&pid) = unanswered {
-            return Err(GpuError::State { pid, op, state: None });
+            return Err(WorkerError::State { pid, op, state: None });
         }
         for reply in replies {
             if let Some(source) = reply.error {
-                return Err(GpuError::Process {
+                return Err(WorkerError::Process {
                     pid: reply.pid,
                     source,
                 });
             }
             if reply.state != Some(expected) {
-                return Err(GpuError::State {
+                return Err(WorkerError::State {
                     pid: reply.pid,
                     op,
                     state: reply.state,
@@ -401,7 +401,7 @@ impl Gpu {
         op: &'static str,
         request: &Request,
         limit: Duration,
-    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
+    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), WorkerError> {
         let began = Instant::now();
         self.gone(self.end).await?;
         let journal = self.journal.clone();
@@ -412,7 +412,7 @@ impl Gpu {
         }
         let result = match tokio::time::timeout(limit, worker.exchange(op, request)).await {
             Ok(result) => result,
-            Err(_) => Err(GpuError::Deadline { op, limit }),
+            Err(_) => Err(WorkerError::Deadline { op, limit }),
         };
         log::debug!(
             "driver {op}: {} ms, {}",
@@ -421,18 +421,18 @@ impl Gpu {
         );
         if !matches!(
             result,
-            Ok(_) | Err(GpuError::Refused { .. } | GpuError::NoMemory { .. })
+            Ok(_) | Err(WorkerError::Refused { .. } | WorkerError::NoMemory { .. })
         ) {
             self.end().await;
         }
         result
     }
 
-    fn worker(&mut self) -> Result<&mut Worker, GpuError> {
+    fn worker(&mut self) -> Result<&mut Worker, WorkerError> {
         if self.worker.is_none() {
             self.worker = Some(Worker::start(&self.program, &self.reaper)?);
         }
-        self.worker.as_mut().ok_or(GpuError::Died { op: "start" })
+        self.worker.as_mut().ok_or(WorkerError::Died { op: "start" })
     }
 
     /// Kills the worker and waits until it is gone, so that no call of it is under way any more.
@@ -447,19 +447,19 @@ impl Gpu {
     }
 
     /// Waits until the worker that was killed last is gone.
-    pub async fn gone(&mut self, limit: Duration) -> Result<(), GpuError> {
+    pub async fn gone(&mut self, limit: Duration) -> Result<(), WorkerError> {
         let Some(child) = &self.dying else { return Ok(()) };
         let pid = child.pid();
         tokio::time::timeout(limit, child.wait())
             .await
-            .map_err(|_| GpuError::Stuck { pid })?;
+            .map_err(|_| WorkerError::Stuck { pid })?;
         self.dying = None;
         Ok(())
     }
 }
 
 impl Worker {
-    fn start(program: &Path, reaper: &Reaper) -> Result<Self, GpuError> {
+    fn start(program: &Path, reaper: &Reaper) -> Result<Self, WorkerError> {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
         ours.set_nonblocking(true)?;
         let mut command = Command::new(program);
@@ -480,7 +480,7 @@ impl Worker {
                 child_fd: 3,
             }])
             .map_err(|_| std::io::Error::from(std::io::ErrorKind::InvalidInput))?;
-        let child = reaper.spawn(&mut command).map_err(|source| GpuError::Start {
+        let child = reaper.spawn(&mut command).map_err(|source| WorkerError::Start {
             program: program.to_owned(),
             source,
         })?;
@@ -495,30 +495,30 @@ impl Worker {
         &mut self,
         op: &'static str,
         request: &Request,
-    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), GpuError> {
-        let protocol = |source| GpuError::Protocol { op, source };
+    ) -> Result<(Option<Inventory>, Vec<ProcessReply>), WorkerError> {
+        let protocol = |source| WorkerError::Protocol { op, source };
         let mut line = serde_json::to_vec(request).map_err(protocol)?;
         line.push(b'\n');
         self.stream
             .get_mut()
             .write_all(&line)
             .await
-            .map_err(|_| GpuError::Died { op })?;
+            .map_err(|_| WorkerError::Died { op })?;
         let (mut inventory, mut processes) = (None, Vec::new());
         loop {
             line.clear();
             let mut limited = tokio::io::AsyncReadExt::take(&mut self.stream, LINE_LIMIT);
             if limited.read_until(b'\n', &mut line).await? == 0 {
-                return Err(GpuError::Died { op });
+                return Err(WorkerError::Died { op });
             }
             match serde_json::from_slice(&line).map_err(protocol)? {
                 Reply::Inventory { inventory: found } => inventory = Some(found),
                 Reply::Process(reply) => processes.push(reply),
                 Reply::Done { .. } => return Ok((inventory, processes)),
                 Reply::NoMemory { gpu, free, needed } => {
-                    return Err(GpuError::NoMemory { gpu, free, needed });
+                    return Err(WorkerError::NoMemory { gpu, free, needed });
                 }
-                Reply::Failed { message, hint } => return Err(GpuError::Refused { message, hint }),
+                Reply::Failed { message, hint } => return Err(WorkerError::Refused { message, hint }),
             }
         }
     }
@@ -576,11 +576,14 @@ mod tests {
         // As in a call that cannot be interrupted: SIGKILL takes it to its end, not over it.
         ptrace::seize(worker, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
         let overrun = gpu.inventory(Duration::from_millis(1)).await;
-        assert!(matches!(overrun, Err(GpuError::Deadline { .. })), "{overrun:?}");
+        assert!(
+            matches!(overrun, Err(WorkerError::Deadline { .. })),
+            "{overrun:?}"
+        );
         let refused = gpu.inventory(Duration::from_secs(60)).await;
-        assert!(matches!(refused, Err(GpuError::Stuck { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(WorkerError::Stuck { .. })), "{refused:?}");
         ptrace::detach(worker, None).unwrap();
         let again = gpu.inventory(Duration::from_millis(1)).await;
-        assert!(matches!(again, Err(GpuError::Deadline { .. })), "{again:?}");
+        assert!(matches!(again, Err(WorkerError::Deadline { .. })), "{again:?}");
     }
 }

@@ -13,23 +13,25 @@ use firn_oci::dev_repair;
 use firn_oci::{Spec, criu_config};
 use tokio::time::timeout;
 
-use super::abandon::{LOG, abandon, work_dir};
 use super::error::{Cause, Refusal};
 use super::prepare::{GpuPart, Prepared, in_use, left_image};
+use super::rollback::{LOG, abandon, work_dir};
 use super::{RestoreError, compare};
-use crate::account::Account;
 use crate::blocking::{blocking, stoppable, tidy};
-use crate::checkpoint::error_lines;
-use crate::container::{Container, Cut};
-use crate::hold::RunOnly;
-use crate::journal::{Begin, Journal, Operation, Outcome, Phase, point};
+use crate::cancel::CancellationToken;
+use crate::container::Container;
+use crate::driver::Gpu;
+use crate::image_dir::error_lines;
+use crate::journal::{Begin, Journal, Operation, Outcome, point};
 use crate::panics::caught;
+use crate::phase::Phase;
 use crate::pidfd;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
-use crate::runc::{Bounds, Brand, Restore, RuncError, read_pid};
-use crate::worker::Gpu;
+use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, read_pid};
+use crate::timings::PhaseTimings;
+use crate::tracer::RunSelected;
 use firn_host::Chain;
 use firn_image::criu::was_stopped;
 
@@ -88,10 +90,10 @@ pub async fn run(
     pid_file: &Path,
     console: Option<PathBuf>,
     reaper: &Reaper,
-    cut: &Cut,
+    cancel: &CancellationToken,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<Restored, RestoreError> {
-    check_again(prepared, cut).await?;
+    check_again(prepared, cancel).await?;
     let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
     let gpu = prepared.gpu.as_ref();
@@ -109,7 +111,7 @@ pub async fn run(
         .await
         .map_err(|error| failed(prepared, error.into()))?;
     point("restore-journalled").await;
-    if cut.is_asked() {
+    if cancel.is_cancelled() {
         journal.end(Outcome::Failed).await;
         return Err(failed(prepared, Cause::Killed));
     }
@@ -125,9 +127,9 @@ pub async fn run(
             .map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins))
             .or(prepared.plain.plugins.as_deref()),
         bounds: Bounds {
-            deadline: gpu.map(|gpu| gpu.config.deadlines.runc_restore),
+            deadline: gpu.map(|gpu| gpu.config.deadlines.criu_restore),
             journal: &journal,
-            cut,
+            cancel,
             freezer: None,
         },
     };
@@ -182,7 +184,7 @@ async fn take_back(container: &Container, was_free: bool, journal: &Journal) {
 /// Ends what was restored, unless others were in its cgroup before.
 async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
     if was_free {
-        enter(journal, Phase::Abandon).await;
+        enter(journal, Phase::Rollback).await;
         abandon(container).await;
     }
 }
@@ -196,9 +198,9 @@ async fn with_gpu(
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, Cause> {
     let Bounds { journal, .. } = restore.bounds;
-    let mut account = Account::begin("restore", &container.id);
-    let restored = restore_gpu(container, gpu, restore, log, reaper, &mut account, stdio).await;
-    account.end(&container.bundle, restored.is_ok());
+    let mut timings = PhaseTimings::begin("restore", &container.id);
+    let restored = restore_gpu(container, gpu, restore, log, reaper, &mut timings, stdio).await;
+    timings.end(&container.bundle, restored.is_ok());
     point("restore-accounted").await;
     if restored.is_err() {
         roll_back(container, true, journal).await;
@@ -214,7 +216,7 @@ async fn enter(journal: &Journal, phase: Phase) {
 }
 
 /// Order matters: right before CRIU reads them. What is written from now on is between CRIU and whoever writes.
-async fn check_again(prepared: &Prepared, cut: &Cut) -> Result<(), RestoreError> {
+async fn check_again(prepared: &Prepared, cancel: &CancellationToken) -> Result<(), RestoreError> {
     let refused = |cause| RestoreError::Refused {
         image: prepared.image.clone(),
         cause,
@@ -223,7 +225,7 @@ async fn check_again(prepared: &Prepared, cut: &Cut) -> Result<(), RestoreError>
         return Ok(());
     };
     let limit = compare::configured().deadlines.look;
-    let unchanged = stoppable(limit, cut, move |_| verified.unchanged()).await;
+    let unchanged = stoppable(limit, cancel, move |_| verified.unchanged()).await;
     unchanged
         .map_err(|left| refused(left_image(left, limit)))?
         .map_err(|error| refused(error.into()))
@@ -259,10 +261,10 @@ async fn plain(
             }
             pid
         }
-        Err(_) if container.runc.brand().await == Brand::Youki => Err(RestoreError::Refused {
+        Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(RestoreError::Refused {
             image: prepared.image.clone(),
             cause: Refusal::Runtime {
-                runtime: Brand::Youki.name(),
+                runtime: RuntimeKind::Youki.name(),
             },
         }),
         Err(error) => {
@@ -270,7 +272,7 @@ async fn plain(
             // The runtime may have been killed before it could clean up, and CRIU too.
             roll_back(container, was_free, journal).await;
             Err(match (error, refusal_of_script(container).await) {
-                (RuncError::Cut { .. }, _) => failed(prepared, Cause::Killed),
+                (RuncError::Cancelled { .. }, _) => failed(prepared, Cause::Killed),
                 (_, Some(refusal)) => failed(prepared, Cause::Script(refusal)),
                 (error, None) => RestoreError::Plain { error, lines, log },
             })
@@ -300,10 +302,10 @@ async fn restore_gpu(
     restore: Restore<'_>,
     log: PathBuf,
     reaper: &Reaper,
-    account: &mut Account,
+    timings: &mut PhaseTimings,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, Cause> {
-    let Bounds { journal, cut, .. } = restore.bounds;
+    let Bounds { journal, cancel, .. } = restore.bounds;
     journal.enter(Phase::CriuRestore).await?;
     forget_refusal(container).await;
     gpu.criu.write(criu_config::Operation::Restore)?;
@@ -315,17 +317,17 @@ async fn restore_gpu(
     if let Err(error) = container.runc.restore(restore, stdio).await {
         let lines = last_errors(&log).await;
         return Err(match (error, refusal_of_script(container).await) {
-            (RuncError::Cut { .. }, _) => Cause::Killed,
+            (RuncError::Cancelled { .. }, _) => Cause::Killed,
             (_, Some(refusal)) => Cause::Script(refusal),
             (error, None) => Cause::Runtime { error, lines, log },
         });
     }
-    account.mark("criu-restore");
+    timings.mark(Phase::CriuRestore);
     point("restore-stopped").await;
     let restored = tokio::select! {
         biased;
-        () = cut.asked() => Err(Cause::Killed),
-        restored = bring_back(container, gpu, &mut driver, image, pid_file, reaper, (journal, account)) => restored,
+        () = cancel.cancelled() => Err(Cause::Killed),
+        restored = bring_back(container, gpu, &mut driver, image, pid_file, reaper, (journal, timings)) => restored,
     };
     point("restore-continued").await;
     driver.end().await;
@@ -341,13 +343,13 @@ async fn bring_back(
     image: PathBuf,
     pid_file: &Path,
     reaper: &Reaper,
-    (journal, account): (&Journal, &mut Account),
+    (journal, timings): (&Journal, &mut PhaseTimings),
 ) -> Result<i32, Cause> {
     journal.enter(Phase::DevRepair).await?;
     let pid = read_pid(pid_file)?;
     // Order matters: whom CRIU has made is not known before, nor where its /dev is.
     let (cgroup, pids) = compare::tasks(container, &gpu.hook, pid, reaper).await?;
-    account.mark("compare");
+    timings.mark(Phase::Compare);
     let spec = Spec::load(&container.bundle)?;
     let limit = gpu.config.deadlines.look;
     let late = |what| move |_| Cause::Late { what, limit };
@@ -362,7 +364,7 @@ async fn bring_back(
             container.id
         );
     }
-    account.mark("dev-repair");
+    timings.mark(Phase::DevRepair);
 
     let (processes, of) = (gpu.processes.clone(), pids.clone());
     let (cuda, tids) = blocking(move || find(&processes, &of)).await?;
@@ -373,9 +375,9 @@ async fn bring_back(
     if let Some(other) = found.iter().find(|process| !cuda.contains(&process.pid)) {
         return Err(Cause::Unlisted { pid: other.pid });
     }
-    journal.enter(Phase::GiveBack).await?;
-    let only = RunOnly::start(tids, gpu.config.deadlines.hold).await?;
-    let given_back = give_back(driver, &cuda, gpu, account).await;
+    journal.enter(Phase::GpuRestore).await?;
+    let only = RunSelected::start(tids, gpu.config.deadlines.hold).await?;
+    let given_back = give_back(driver, &cuda, gpu, timings).await;
     only.stop().await?;
     given_back?;
     // For the next dump of this container, which must not leave its tasks stopped. Before anything runs: it may fail.
@@ -391,7 +393,7 @@ async fn bring_back(
         let sent = pidfd::signal(pid, libc::SIGCONT, || cgroup.holds(pid));
         sent.map_err(|source| Cause::Continue { pid, source })?;
     }
-    account.mark("continue");
+    timings.mark(Phase::Continue);
     Ok(pid)
 }
 
@@ -399,14 +401,19 @@ async fn give_back(
     driver: &mut Gpu,
     pids: &[i32],
     gpu: &GpuPart,
-    account: &mut Account,
+    timings: &mut PhaseTimings,
 ) -> Result<(), Cause> {
     driver
-        .restore(pids, &gpu.pairs, &GpuMemory::new(), gpu.config.deadlines.restore)
+        .restore(
+            pids,
+            &gpu.pairs,
+            &GpuMemory::new(),
+            gpu.config.deadlines.gpu_restore,
+        )
         .await?;
-    account.mark("gpu-restore");
-    driver.unlock(pids, gpu.config.deadlines.unlock).await?;
-    account.mark("unlock");
+    timings.mark(Phase::GpuRestore);
+    driver.unlock(pids, gpu.config.deadlines.gpu_unlock).await?;
+    timings.mark(Phase::GpuUnlock);
     Ok(())
 }
 

@@ -21,7 +21,7 @@ use nix::sys::statvfs::statvfs;
 use super::ImageDir;
 use super::dir::close_to_others;
 use crate::blocking::blocking;
-use crate::container::Cut;
+use crate::cancel::CancellationToken;
 use firn_host::Rfc3339;
 
 /// How long a copy may go on once the container is killed.
@@ -89,12 +89,17 @@ pub fn copy(image: &ImageDir, dir: &Path, stop: &AtomicBool) -> io::Result<()> {
 }
 
 /// As [`copy`], for no longer than `limit`, and not much longer once the container is to end.
-pub async fn copy_within(image: &ImageDir, dir: &Path, limit: Duration, cut: &Cut) -> io::Result<()> {
+pub async fn copy_within(
+    image: &ImageDir,
+    dir: &Path,
+    limit: Duration,
+    cancel: &CancellationToken,
+) -> io::Result<()> {
     let stop = Arc::new(AtomicBool::new(false));
     let (from, to, heeded) = (image.clone(), dir.to_owned(), stop.clone());
     let copied = blocking(move || copy(&from, &to, &heeded));
     let late = async {
-        cut.asked().await;
+        cancel.cancelled().await;
         tokio::time::sleep(KILLED).await;
     };
     let result = tokio::select! {

@@ -27,8 +27,8 @@ fn mode(path: &Path) -> u32 {
     fs::symlink_metadata(path).unwrap().mode() & 0o7777
 }
 
-fn is_gone(result: Result<(), DumpError>) -> bool {
-    matches!(result, Err(DumpError::Gone { .. }))
+fn is_gone(result: Result<(), ImageDirError>) -> bool {
+    matches!(result, Err(ImageDirError::Gone { .. }))
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn containerds_directory_is_not_made_for_a_client_that_has_gone() {
     let path = dir.path().join("ctrd-checkpoint123");
     assert!(matches!(
         ImageDir::look(&path, false),
-        Err(DumpError::Gone { .. })
+        Err(ImageDirError::Gone { .. })
     ));
     assert!(!path.exists());
     assert_eq!(found(&dir.path().join("own")).was(), ImageWas::Absent);
@@ -165,7 +165,7 @@ fn one_with_files_of_others_is_refused_and_left_as_it_is() {
     for refused in [image.admit(OpenImageDir::Tighten), image.enter(TIGHTEN)] {
         assert!(matches!(
             refused,
-            Err(DumpError::OpenToOthers { mode: 0o755, .. })
+            Err(ImageDirError::OpenToOthers { mode: 0o755, .. })
         ));
     }
     image.admit(OpenImageDir::Allow).unwrap();
@@ -177,7 +177,7 @@ fn one_with_files_of_others_is_refused_and_left_as_it_is() {
 fn the_configuration_refuses_what_would_be_closed() {
     let (_dir, path) = with_mode(0o755);
     let refused = found(&path).admit(OpenImageDir::Refuse);
-    assert!(matches!(refused, Err(DumpError::OpenToOthers { .. })));
+    assert!(matches!(refused, Err(ImageDirError::OpenToOthers { .. })));
     let (_dir, path) = with_mode(0o700);
     found(&path).admit(OpenImageDir::Refuse).unwrap();
 }
@@ -227,7 +227,7 @@ fn a_link_is_followed_only_where_the_stock_shim_would_be_asked() {
     symlink(&path, &link).unwrap();
     assert!(matches!(
         ImageDir::look(&link, false),
-        Err(DumpError::ImageDir { .. })
+        Err(ImageDirError::Io { .. })
     ));
     let image = ImageDir::look(&link, true).unwrap();
     image.enter(None).unwrap();
@@ -259,7 +259,7 @@ fn an_image_without_its_last_files_is_incomplete() {
     fs::write(path.join("inventory.img"), "x").unwrap();
     assert!(matches!(
         image.check_complete(),
-        Err(DumpError::Incomplete {
+        Err(ImageDirError::Incomplete {
             missing: "pstree.img",
             ..
         })

@@ -5,9 +5,13 @@ use std::fs;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 
+use firn_image::manifest::DumpFlags;
+
 use super::*;
-use crate::container::{Facts, Process, StdioPaths};
+use crate::container::{ContainerTraits, Process, StdioPaths};
+use crate::image_dir::ImageDir;
 use crate::options::RuncOptions;
+use crate::reaper::Reaper;
 use crate::runc::Runc;
 
 /// One page: what a tmpfs of the smallest size holds.
@@ -20,13 +24,13 @@ fn container(bundle: &Path, reaper: &Reaper) -> Container {
     };
     let runc = Runc::new("job", "default", bundle, &options, reaper.clone());
     let init = Process::new("", StdioPaths::default(), Vec::new());
-    let facts = Facts {
+    let traits = ContainerTraits {
         other_gpus: false,
         open_tcp: false,
         gpu: false,
         private_pids: true,
     };
-    Container::new("job", bundle.to_owned(), runc, options, init, facts, None)
+    Container::new("job", bundle.to_owned(), runc, options, init, traits, None)
 }
 
 fn request(image: PathBuf) -> Request {
@@ -87,7 +91,7 @@ async fn a_disk_that_gets_full_after_the_journals_first_line_leaves_nothing() {
     let line = first_line(&reaper, long_path(short)).await + bundle.path().as_os_str().len();
     let image = long_path(short + PAGE - line - 8);
     let container = container(bundle.path(), &reaper);
-    let refused = run(&container, &request(image.clone()), &reaper)
+    let refused = super::super::run(&container, &request(image.clone()), &reaper)
         .await
         .unwrap_err();
     let said = refused.to_string();

@@ -5,7 +5,7 @@
 //!
 //! - [`Hold`]: seize and interrupt threads while the cgroup is frozen; after a thaw they trap before they reach user
 //!   code, and all others run. Released while frozen again.
-//! - [`RunOnly`]: of a group-stopped tree (CRIU's `leave-stopped`) let single threads run, then return them to the stop.
+//! - [`RunSelected`]: of a group-stopped tree (CRIU's `leave-stopped`) let single threads run, then return them to the stop.
 //!
 //! Linux ties a tracee to the tracing thread, so each value owns a thread that makes all calls for its tracees. It never
 //! waits for them: the shim's reaper, which waits for everything, may take the notice. When the shim dies its tracees
@@ -32,7 +32,7 @@ const POLL: Duration = Duration::from_millis(1);
 
 /// A thread that cannot be held.
 #[derive(Debug, thiserror::Error)]
-pub enum HoldError {
+pub enum TraceError {
     /// The kernel refused to trace it: mostly because a debugger does.
     #[error("cannot trace thread {tid}")]
     Seize {
@@ -62,16 +62,16 @@ pub enum HoldError {
 }
 
 /// All threads of `pids` but those in `except`. A process that has gone has none.
-pub fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, HoldError> {
+pub fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, TraceError> {
     let mut tids = Vec::new();
     for &pid in pids {
         let entries = match std::fs::read_dir(format!("/proc/{pid}/task")) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(source) => return Err(HoldError::Threads { pid, source }),
+            Err(source) => return Err(TraceError::Threads { pid, source }),
         };
         for entry in entries {
-            let entry = entry.map_err(|source| HoldError::Threads { pid, source })?;
+            let entry = entry.map_err(|source| TraceError::Threads { pid, source })?;
             if let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok())
                 && !except.contains(&tid)
             {
@@ -83,13 +83,13 @@ pub fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, HoldErr
 }
 
 /// Threads that trap before they reach user code.
-pub struct Hold(Tracer);
+pub struct TracedThreads(Tracer);
 
-impl Hold {
+impl TracedThreads {
     /// Seizes and interrupts `tids` within `limit`. Call it while they are frozen.
     ///
     /// A v1 freezer keeps the kernel from tracing a thread that a signal has stopped until it thaws.
-    pub async fn seize(tids: Vec<i32>, limit: Duration) -> Result<Self, HoldError> {
+    pub async fn seize(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
         // From the trap of the interrupt they are let go: nothing needs to be looked after.
         let nothing: fn(&[i32]) = |_| ();
         Tracer::start(tids, limit, |_| Ok(()), nothing, nothing)
@@ -98,17 +98,17 @@ impl Hold {
     }
 
     /// Lets all go. Call it while they are frozen, or they run on.
-    pub async fn release(self) -> Result<(), HoldError> {
+    pub async fn release(self) -> Result<(), TraceError> {
         self.0.finish().await
     }
 }
 
 /// Single threads of a stopped tree that run.
-pub struct RunOnly(Tracer);
+pub struct RunSelected(Tracer);
 
-impl RunOnly {
+impl RunSelected {
     /// Lets `tids` run, within `limit`, although their processes are stopped.
-    pub async fn start(tids: Vec<i32>, limit: Duration) -> Result<Self, HoldError> {
+    pub async fn start(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
         Tracer::start(
             tids,
             limit,
@@ -125,7 +125,7 @@ impl RunOnly {
     }
 
     /// Returns them to the stop of their processes.
-    pub async fn stop(self) -> Result<(), HoldError> {
+    pub async fn stop(self) -> Result<(), TraceError> {
         self.0.finish().await
     }
 }
@@ -143,10 +143,10 @@ impl Tracer {
     async fn start(
         tids: Vec<i32>,
         limit: Duration,
-        ready: fn(&[i32]) -> Result<(), HoldError>,
+        ready: fn(&[i32]) -> Result<(), TraceError>,
         serve: fn(&[i32]),
         part: fn(&[i32]),
-    ) -> Result<Self, HoldError> {
+    ) -> Result<Self, TraceError> {
         let (stop, stopped) = channel();
         let (report, is_ready) = tokio::sync::oneshot::channel();
         let traced = tids.clone();
@@ -165,27 +165,27 @@ impl Tracer {
         let thread = std::thread::Builder::new()
             .name("tracer".into())
             .spawn(trace)
-            .map_err(|_| HoldError::Tracer)?;
+            .map_err(|_| TraceError::Tracer)?;
         tokio::time::timeout(limit, is_ready)
             .await
-            .map_err(|_| HoldError::NotTraced { limit })?
-            .map_err(|_| HoldError::Tracer)??;
+            .map_err(|_| TraceError::NotTraced { limit })?
+            .map_err(|_| TraceError::Tracer)??;
         Ok(Self { stop, thread, tids })
     }
 
     /// Ends the tracing thread, and waits until the kernel has let go of its tracees.
-    async fn finish(self) -> Result<(), HoldError> {
+    async fn finish(self) -> Result<(), TraceError> {
         let Self { stop, thread, tids } = self;
         drop(stop);
         let begun = tokio::time::Instant::now();
         while let Some(&tid) = tids.iter().find(|tid| is_traced(**tid)) {
             if begun.elapsed() > TRAP {
-                return Err(HoldError::StillTraced { tid });
+                return Err(TraceError::StillTraced { tid });
             }
             tokio::time::sleep(POLL).await;
         }
         // It has ended, for its end lets go of them; or all of them are dead, and then it does at once.
-        thread.join().map_err(|_| HoldError::Tracer)
+        thread.join().map_err(|_| TraceError::Tracer)
     }
 }
 
@@ -196,14 +196,14 @@ fn wait_for_stop(stopped: &Receiver<()>, mut serve: impl FnMut()) {
 }
 
 /// Seizes and interrupts all; on failure those seized before are let go by the end of the thread.
-fn seize(tids: &[i32]) -> Result<(), HoldError> {
+fn seize(tids: &[i32]) -> Result<(), TraceError> {
     for &tid in tids {
         let pid = Pid::from_raw(tid);
         match ptrace::seize(pid, ptrace::Options::empty()).and_then(|()| ptrace::interrupt(pid)) {
             Ok(()) | Err(Errno::ESRCH) => {}
             // A thread that has ended and waits for others to do so: it runs no code any more.
             Err(Errno::EPERM) if matches!(state(tid), None | Some('Z' | 'X')) => {}
-            Err(source) => return Err(HoldError::Seize { tid, source }),
+            Err(source) => return Err(TraceError::Seize { tid, source }),
         }
     }
     Ok(())
@@ -211,11 +211,11 @@ fn seize(tids: &[i32]) -> Result<(), HoldError> {
 
 /// Lets a group-stopped, interrupted thread run: it traps for the interrupt, and may do so again for the group stop, which is
 /// for who serves it.
-fn wake(tid: i32, limit: Duration) -> Result<(), HoldError> {
+fn wake(tid: i32, limit: Duration) -> Result<(), TraceError> {
     let begun = Instant::now();
     while !step(tid) {
         if begun.elapsed() > limit {
-            return Err(HoldError::NotStopped { tid });
+            return Err(TraceError::NotStopped { tid });
         }
         std::thread::sleep(POLL);
     }
@@ -335,7 +335,7 @@ mod tests {
         tick();
         runtime().block_on(async {
             let tids = threads(&[ticker.pid()], &BTreeSet::new()).unwrap();
-            let hold = Hold::seize(tids, TRAP).await.unwrap();
+            let hold = TracedThreads::seize(tids, TRAP).await.unwrap();
             until("trapped", || state(ticker.pid()) == Some('t'));
             hold.release().await.unwrap();
             assert!(!is_traced(ticker.pid()), "it was not waited for");
@@ -353,7 +353,7 @@ mod tests {
         kill(pid, Signal::SIGSTOP).unwrap();
         until("stopped", || state(ticker.pid()) == Some('T'));
         runtime().block_on(async {
-            let only = RunOnly::start(vec![ticker.pid()], TRAP).await.unwrap();
+            let only = RunSelected::start(vec![ticker.pid()], TRAP).await.unwrap();
             until("running", || matches!(state(ticker.pid()), Some('S' | 'R')));
             // Its children die while it is traced: SIGCHLD must reach it, or it would never tick again.
             for _ in 0..20 {
@@ -396,7 +396,7 @@ mod tests {
             let mut child = Command::new(std::env::current_exe().unwrap())
                 .args([
                     "--exact",
-                    "hold::tests::who_prints_signals",
+                    "tracer::tests::who_prints_signals",
                     "--ignored",
                     "--nocapture",
                 ])
@@ -458,7 +458,7 @@ mod tests {
         runtime().block_on(async {
             let _reaper = Reaper::start().unwrap();
             let tids = threads(&[printer.pid()], &BTreeSet::new()).unwrap();
-            let hold = Hold::seize(tids, TRAP).await.unwrap();
+            let hold = TracedThreads::seize(tids, TRAP).await.unwrap();
             until("trapped", || state(printer.tid) == Some('t'));
             for (signal, value) in queued(50) {
                 printer.queue(signal, value);
@@ -481,7 +481,7 @@ mod tests {
             printer.queue(REAL_TIME, 0);
             runtime().block_on(async {
                 let _reaper = Reaper::start().unwrap();
-                let only = RunOnly::start(vec![printer.tid], TRAP).await.unwrap();
+                let only = RunSelected::start(vec![printer.tid], TRAP).await.unwrap();
                 for (signal, value) in queued(100).into_iter().filter(|queued| *queued != (REAL_TIME, 0)) {
                     printer.queue(signal, value);
                 }
@@ -515,14 +515,14 @@ mod tests {
         none.unwrap();
         let threads = threads(&[nix::unistd::getpid().as_raw()], &BTreeSet::new());
         assert!(
-            matches!(threads, Err(HoldError::Threads { .. })),
+            matches!(threads, Err(TraceError::Threads { .. })),
             "threads would run on"
         );
     }
 
     #[test]
     fn threads_that_cannot_be_listed_are_not_taken_for_none() {
-        let name = "hold::tests::who_can_open_nothing";
+        let name = "tracer::tests::who_can_open_nothing";
         let mut child = Command::new(std::env::current_exe().unwrap());
         let mut child = child
             .args(["--exact", name, "--ignored", "--nocapture"])
@@ -547,7 +547,7 @@ mod tests {
         let zombie: i32 = told.unwrap().unwrap().parse().unwrap();
         until("dead", || state(zombie) == Some('Z'));
         runtime().block_on(async {
-            let hold = Hold::seize(vec![zombie], TRAP).await.unwrap();
+            let hold = TracedThreads::seize(vec![zombie], TRAP).await.unwrap();
             hold.release().await.unwrap();
         });
         child.kill().unwrap();
@@ -560,11 +560,11 @@ mod tests {
         let tid = ticker.pid();
         let begun = Instant::now();
         let never = wake(tid, POLL * 5);
-        assert!(matches!(never, Err(HoldError::NotStopped { .. })), "{never:?}");
+        assert!(matches!(never, Err(TraceError::NotStopped { .. })), "{never:?}");
         assert!(begun.elapsed() > POLL * 5, "it was not waited for");
         runtime().block_on(async {
-            let debugger = Hold::seize(vec![tid], TRAP).await.unwrap();
-            let mut other = Hold::seize(Vec::new(), TRAP).await.unwrap();
+            let debugger = TracedThreads::seize(vec![tid], TRAP).await.unwrap();
+            let mut other = TracedThreads::seize(Vec::new(), TRAP).await.unwrap();
             other.0.tids.push(tid);
             // Time passes at once.
             tokio::time::pause();
@@ -572,7 +572,7 @@ mod tests {
             let (stuck, ()) = tokio::join!(stuck, tokio::time::advance(TRAP * 2));
             tokio::time::resume();
             let stuck = stuck.expect("it is waited for no longer");
-            assert!(matches!(stuck, Err(HoldError::StillTraced { .. })), "{stuck:?}");
+            assert!(matches!(stuck, Err(TraceError::StillTraced { .. })), "{stuck:?}");
             debugger.release().await.unwrap();
         });
     }
@@ -581,10 +581,10 @@ mod tests {
     fn a_process_that_is_traced_already_is_refused() {
         let (ticker, _tick) = Ticker::start();
         runtime().block_on(async {
-            let first = Hold::seize(vec![ticker.pid()], TRAP).await.unwrap();
-            let second = Hold::seize(vec![ticker.pid()], TRAP).await;
+            let first = TracedThreads::seize(vec![ticker.pid()], TRAP).await.unwrap();
+            let second = TracedThreads::seize(vec![ticker.pid()], TRAP).await;
             assert!(
-                matches!(second, Err(HoldError::Seize { .. })),
+                matches!(second, Err(TraceError::Seize { .. })),
                 "a debugger's tracee was taken over"
             );
             first.release().await.unwrap();

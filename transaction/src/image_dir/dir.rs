@@ -2,7 +2,7 @@
 //!
 //! It is opened when the request begins, and whatever is done in it goes through that descriptor, by firn, the runtime and
 //! CRIU. containerd removes its directory when its client goes away (Ctrl-C of `ctr`): nothing makes it again, and a dump
-//! whose directory has vanished, was replaced, or has lost files to somebody else has failed ([`DumpError::Gone`]).
+//! whose directory has vanished, was replaced, or has lost files to somebody else has failed ([`ImageDirError::Gone`]).
 //!
 //! Nobody but its owner may enter it, and nobody else may read its files, whoever made it.
 
@@ -20,8 +20,8 @@ use firn_image::manifest;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
+use super::ImageDirError;
 use crate::blocking::blocking;
-use crate::checkpoint::DumpError;
 use crate::journal::{DirId, ImageWas};
 
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
@@ -63,29 +63,29 @@ impl ImageDir {
     /// Does something with it that may block, and hang: then it has failed.
     pub async fn at(
         &self,
-        work: impl FnOnce(&Self) -> Result<(), DumpError> + Send + 'static,
-    ) -> Result<(), DumpError> {
+        work: impl FnOnce(&Self) -> Result<(), ImageDirError> + Send + 'static,
+    ) -> Result<(), ImageDirError> {
         let image = self.clone();
         let done = tokio::time::timeout(LIMIT, blocking(move || work(&image))).await;
-        done.map_err(|_| DumpError::dir(self.path(), ErrorKind::TimedOut.into()))?
+        done.map_err(|_| ImageDirError::io(self.path(), ErrorKind::TimedOut.into()))?
     }
 
     /// Opens it, if it is there. Nothing is made yet, except by clients that have gone meanwhile.
-    pub async fn find(path: &Path, links: bool) -> Result<Self, DumpError> {
+    pub async fn find(path: &Path, links: bool) -> Result<Self, ImageDirError> {
         let of = path.to_owned();
-        let late = |_| DumpError::dir(path, ErrorKind::TimedOut.into());
+        let late = |_| ImageDirError::io(path, ErrorKind::TimedOut.into());
         tokio::time::timeout(LIMIT, blocking(move || Self::look(&of, links)))
             .await
             .map_err(late)?
     }
 
-    fn look(path: &Path, links: bool) -> Result<Self, DumpError> {
+    fn look(path: &Path, links: bool) -> Result<Self, ImageDirError> {
         match open(path, links) {
             Ok(dir) => {
                 let was = match is_empty(&dir) {
                     Ok(true) => ImageWas::Empty,
                     Ok(false) => ImageWas::Filled,
-                    Err(source) => return Err(DumpError::dir(path, source)),
+                    Err(source) => return Err(ImageDirError::io(path, source)),
                 };
                 let found = Self::new(path, was, links);
                 found.keep(dir)?;
@@ -93,10 +93,10 @@ impl ImageDir {
             }
             // containerd makes its own before it asks: its client has gone, and it has been removed.
             Err(error) if error.kind() == ErrorKind::NotFound && is_containerds(path) => {
-                Err(DumpError::gone(path))
+                Err(ImageDirError::gone(path))
             }
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(Self::new(path, ImageWas::Absent, links)),
-            Err(source) => Err(DumpError::dir(path, source)),
+            Err(source) => Err(ImageDirError::io(path, source)),
         }
     }
 
@@ -128,9 +128,9 @@ impl ImageDir {
         }))
     }
 
-    fn keep(&self, dir: File) -> Result<&Open, DumpError> {
+    fn keep(&self, dir: File) -> Result<&Open, ImageDirError> {
         let id = dir.metadata().map(|metadata| id_of(&metadata));
-        let id = id.map_err(|source| DumpError::dir(self.path(), source))?;
+        let id = id.map_err(|source| ImageDirError::io(self.path(), source))?;
         Ok(self.0.open.get_or_init(|| Open {
             dir,
             id,
@@ -165,14 +165,14 @@ impl ImageDir {
     }
 
     /// Refuses a directory that others may enter, and that may not or cannot be closed to them. Changes nothing.
-    pub fn admit(&self, others: OpenImageDir) -> Result<(), DumpError> {
+    pub fn admit(&self, others: OpenImageDir) -> Result<(), ImageDirError> {
         let Some(open) = self.0.open.get() else {
             return Ok(());
         };
         let metadata = open
             .dir
             .metadata()
-            .map_err(|source| DumpError::dir(self.path(), source))?;
+            .map_err(|source| ImageDirError::io(self.path(), source))?;
         let refused = match others {
             OpenImageDir::Allow => false,
             OpenImageDir::Refuse => true,
@@ -185,8 +185,8 @@ impl ImageDir {
         Ok(())
     }
 
-    fn open_to_others(&self, metadata: &Metadata) -> DumpError {
-        DumpError::OpenToOthers {
+    fn open_to_others(&self, metadata: &Metadata) -> ImageDirError {
+        ImageDirError::OpenToOthers {
             image: self.0.path.clone(),
             mode: metadata.mode() & 0o7777,
             owner: metadata.uid(),
@@ -194,8 +194,8 @@ impl ImageDir {
     }
 
     /// Makes it if there was none, and begins to watch it. Closes it to others where `others` says how.
-    pub fn enter(&self, others: Option<OpenImageDir>) -> Result<(), DumpError> {
-        let failed = |source| DumpError::dir(self.path(), source);
+    pub fn enter(&self, others: Option<OpenImageDir>) -> Result<(), ImageDirError> {
+        let failed = |source| ImageDirError::io(self.path(), source);
         let open = match self.0.open.get() {
             Some(open) => open,
             None if self.0.was == ImageWas::Absent => self.make()?,
@@ -218,16 +218,16 @@ impl ImageDir {
         self.check()
     }
 
-    fn make(&self) -> Result<&Open, DumpError> {
+    fn make(&self) -> Result<&Open, ImageDirError> {
         let path = self.path();
-        let failed = |source| DumpError::dir(path, source);
+        let failed = |source| ImageDirError::io(path, source);
         let mut builder = DirBuilder::new();
         builder.mode(0o700);
         if let Some(parent) = path.parent() {
             builder.recursive(true).create(parent).map_err(failed)?;
         }
         match builder.recursive(false).create(path) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(DumpError::gone(path)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(ImageDirError::gone(path)),
             made => made.map_err(failed)?,
         }
         let opened = open(path, false).map_err(failed).and_then(|dir| self.keep(dir));
@@ -237,8 +237,8 @@ impl ImageDir {
         opened
     }
 
-    fn tighten(&self, open: &Open) -> Result<(), DumpError> {
-        let failed = |source| DumpError::dir(self.path(), source);
+    fn tighten(&self, open: &Open) -> Result<(), ImageDirError> {
+        let failed = |source| ImageDirError::io(self.path(), source);
         let metadata = open.dir.metadata().map_err(failed)?;
         if !is_open_to_others(&metadata) {
             return Ok(());
@@ -257,13 +257,13 @@ impl ImageDir {
     }
 
     /// Whether the path still names it, with everything that was put there.
-    pub fn check(&self) -> Result<(), DumpError> {
+    pub fn check(&self) -> Result<(), ImageDirError> {
         let Some(open) = self.0.open.get() else {
             return Ok(());
         };
         let lost = open.watch.get().is_some_and(Watch::saw_a_loss);
         if lost || !self.is_there(open) {
-            return Err(DumpError::gone(self.path()));
+            return Err(ImageDirError::gone(self.path()));
         }
         Ok(())
     }
@@ -278,11 +278,11 @@ impl ImageDir {
     }
 
     /// Whether CRIU got to the end.
-    pub fn check_complete(&self) -> Result<(), DumpError> {
+    pub fn check_complete(&self) -> Result<(), ImageDirError> {
         let inside = self.inside();
         match LAST.into_iter().find(|name| !inside.join(name).is_file()) {
             None => Ok(()),
-            Some(missing) => Err(DumpError::Incomplete {
+            Some(missing) => Err(ImageDirError::Incomplete {
                 image: self.0.path.clone(),
                 missing,
             }),

@@ -28,8 +28,8 @@ use std::future::Future;
 
 use firn_gpu::CudaState;
 
-pub use crate::journal::Phase;
-use crate::worker::CudaProcess;
+use crate::driver::CudaProcess;
+pub use crate::phase::Phase;
 use firn_host::Chain;
 
 /// What the transaction does to the world. Every method is bounded in time by its implementation.
@@ -152,7 +152,7 @@ impl<'e, E: Effects> Begun<'e, E> {
         };
         let pids = pids(&processes);
         let free = async {
-            self.effects.enter(Phase::Lock).await?;
+            self.effects.enter(Phase::GpuLock).await?;
             self.effects.thaw().await?;
             self.effects.expect_running(&pids).await
         };
@@ -174,7 +174,7 @@ impl<'e, E: Effects> Begun<'e, E> {
             processes,
             taking: false,
         };
-        at.entered(Phase::Lock, locked).await
+        at.entered(Phase::GpuLock, locked).await
     }
 }
 
@@ -182,12 +182,12 @@ impl<'e, E: Effects> Locked<'e, E> {
     /// Takes the GPU state, no thread of the application running from the last freeze on.
     pub async fn take(mut self) -> Result<Taken<'e, E>, Failure<E::Error>> {
         let taken = self.try_take().await;
-        self.entered(Phase::Take, taken).await.map(Taken)
+        self.entered(Phase::GpuCheckpoint, taken).await.map(Taken)
     }
 
     async fn try_take(&mut self) -> Result<(), E::Error> {
         let effects = &mut *self.at.effects;
-        effects.enter(Phase::Take).await?;
+        effects.enter(Phase::GpuCheckpoint).await?;
         for round in 1.. {
             effects.freeze().await?;
             self.processes = effects.inspect().await?;
@@ -230,7 +230,7 @@ impl<'e, E: Effects> Locked<'e, E> {
             stop(self.at.effects).await;
         }
         self.at.effects.leave(phase, false).await;
-        note(self.at.effects, Phase::Undo).await;
+        note(self.at.effects, Phase::Rollback).await;
         let suspended = self.way_back().await.err().and_then(|stuck| stuck.last);
         Err(Failure {
             phase,
@@ -311,7 +311,7 @@ pub async fn take_back<E: Effects>(effects: &mut E, back: Back<'_>) -> Result<()
     if back.taking && !effects.is_held() {
         stop(effects).await;
     }
-    note(effects, Phase::Undo).await;
+    note(effects, Phase::Rollback).await;
     let done = way_back(effects, back).await;
     done.map_err(|stuck| stuck.last.unwrap_or(stuck.first))
 }
@@ -341,11 +341,11 @@ impl<'e, E: Effects> Taken<'e, E> {
     pub async fn dump(self) -> Result<Dumped<'e, E>, Failure<E::Error>> {
         let at = self.0;
         let effects = &mut *at.at.effects;
-        let dumped = match effects.enter(Phase::Dump).await {
+        let dumped = match effects.enter(Phase::CriuDump).await {
             Ok(()) => effects.dump(&at.processes).await,
             Err(error) => Err(error),
         };
-        at.entered(Phase::Dump, dumped).await.map(Dumped)
+        at.entered(Phase::CriuDump, dumped).await.map(Dumped)
     }
 }
 
@@ -353,11 +353,11 @@ impl<E: Effects> Dumped<'_, E> {
     /// The container goes on: GPU state back, unlocked, freezer as it was found. A failure leaves the image valid.
     pub async fn run_on(self) -> Result<(), Failure<E::Error>> {
         let suspended = |stuck: Stuck<E::Error>| Failure {
-            phase: Phase::GiveBack,
+            phase: Phase::GpuRestore,
             source: stuck.first,
             suspended: stuck.last,
         };
-        note(self.0.at.effects, Phase::GiveBack).await;
+        note(self.0.at.effects, Phase::GpuRestore).await;
         self.0.way_back().await.map_err(suspended)
     }
 }

@@ -1,6 +1,6 @@
 //! Every effect of a checkpoint fails in turn; afterwards the workload must be as before.
 
-mod way_back;
+mod rollback;
 
 use std::collections::BTreeMap;
 
@@ -169,7 +169,7 @@ impl Effects for World {
 
     async fn enter(&mut self, phase: Phase) -> Result<(), Told> {
         self.call("enter")?;
-        self.taking |= phase == Phase::Take;
+        self.taking |= phase == Phase::GpuCheckpoint;
         self.phases.push(phase);
         Ok(())
     }
@@ -458,7 +458,7 @@ fn a_driver_that_never_gives_back_suspends_the_container_until_it_does() {
     let nth = world.calls.iter().position(|c| *c == "give_back").unwrap();
     let (mut world, result) = World::after(false, &[Fault { nth, for_good: true }]);
     let failure = result.unwrap_err();
-    assert_eq!(failure.phase, Phase::GiveBack);
+    assert_eq!(failure.phase, Phase::GpuRestore);
     assert_eq!(failure.suspended, Some(Told("give_back")));
     assert!(world.frozen, "code ran without its GPU state");
     assert!(world.dumped.is_some(), "the image is valid all the same");
@@ -546,7 +546,7 @@ fn a_debugger_on_a_thread_costs_nothing() {
     let nth = world.calls.iter().position(|call| *call == "hold").unwrap();
     let (world, result) = World::after(false, &[Fault { nth, for_good: true }]);
     let failure = result.unwrap_err();
-    assert_eq!((failure.phase, failure.suspended), (Phase::Take, None));
+    assert_eq!((failure.phase, failure.suspended), (Phase::GpuCheckpoint, None));
     world.as_before(false);
 }
 
@@ -556,7 +556,7 @@ fn processes_that_never_stop_coming_end_the_checkpoint_and_nothing_else() {
         let mut world = World::new([10], was_frozen);
         world.appear = (1..=ROUNDS + 1).zip((40..).step_by(10)).collect();
         let failure = block_on(leave_running(&mut world)).unwrap_err();
-        assert_eq!((failure.phase, failure.suspended), (Phase::Take, None));
+        assert_eq!((failure.phase, failure.suspended), (Phase::GpuCheckpoint, None));
         assert_eq!(world.dumped, None);
         world.as_before(was_frozen);
     }

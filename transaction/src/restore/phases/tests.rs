@@ -10,7 +10,7 @@ use firn_gpu::CudaState;
 
 use super::super::testing::{Stub, container, prepared};
 use super::*;
-use crate::checkpoint::rescue::tests::make_image;
+use crate::image_dir::rescue::tests::make_image;
 use crate::journal::Record;
 use crate::sys;
 use crate::testing::log::warnings;
@@ -79,7 +79,7 @@ async fn a_restore_whose_code_has_failed_is_taken_back_and_that_is_noted_before(
     take_back(&stub.container, true, &journal).await;
     assert!(!procfs::is_alive(task.pid()));
     let record = Record::read(bundle).unwrap().unwrap();
-    assert_eq!(record.phase, Some(Phase::Abandon));
+    assert_eq!(record.phase, Some(Phase::Rollback));
 }
 
 #[tokio::test]
@@ -101,12 +101,16 @@ async fn an_image_that_was_changed_after_it_was_checked_is_refused() {
     let image = dir.path().join("image");
     let verified = make_image(&image).verify_images(&image).unwrap();
     let mut prepared = prepared(&image);
-    let unknown = check_again(&prepared, &Cut::default()).await;
+    let unknown = check_again(&prepared, &CancellationToken::default()).await;
     assert!(unknown.is_ok(), "there was nothing to check: {unknown:?}");
     prepared.verified = Some(Arc::new(verified));
-    assert!(check_again(&prepared, &Cut::default()).await.is_ok());
+    assert!(
+        check_again(&prepared, &CancellationToken::default())
+            .await
+            .is_ok()
+    );
     fs::write(image.join("pages-1.img"), "other pages").unwrap();
-    let changed = check_again(&prepared, &Cut::default()).await;
+    let changed = check_again(&prepared, &CancellationToken::default()).await;
     assert!(
         matches!(
             changed,
@@ -205,8 +209,16 @@ async fn a_failed_restore_is_the_runtimes_word_unless_it_can_restore_nothing() {
         assert!(written.success());
         let container = container("job", bundle.path(), runtime.to_str().unwrap(), &reaper);
         let (prepared, pid_file) = (prepared(bundle.path()), bundle.path().join("pid"));
-        let cut = Cut::default();
-        let restored = Box::pin(run(&container, &prepared, &pid_file, None, &reaper, &cut, |_| {}));
+        let cancel = CancellationToken::default();
+        let restored = Box::pin(run(
+            &container,
+            &prepared,
+            &pid_file,
+            None,
+            &reaper,
+            &cancel,
+            |_| {},
+        ));
         match restored.await.err().unwrap() {
             RestoreError::Plain { error, .. } => {
                 assert!(knows_how, "{error}");

@@ -1,0 +1,252 @@
+//! The dump of a frozen GPU container by the OCI runtime and CRIU, and what is removed after it.
+
+use std::fs::{DirBuilder, Permissions};
+use std::io::ErrorKind;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_config::OpenImageDir;
+use firn_image::manifest::{ImageFile, describe_images_by};
+
+use super::error::{DumpError, EffectError};
+use super::{KEPT_LOG, Request};
+use crate::blocking::{Left, blocking, stoppable};
+use crate::cancel::CancellationToken;
+use crate::container::Container;
+use crate::image_dir::{ImageDir, ImageDirError, error_lines};
+use crate::journal::ImageWas;
+use crate::runc::Bounds;
+
+/// CRIU's log in its work directory.
+const LOG: &str = "dump.log";
+
+/// How long a checkpoint that is over may wait for the file systems of its image and log.
+pub(super) const LEFTOVERS: Duration = Duration::from_secs(30);
+
+/// The same once the container is killed.
+const LEFTOVERS_KILLED: Duration = Duration::from_secs(5);
+
+/// CRIU's work directory: the client's, or a temporary one.
+#[derive(Clone)]
+pub(super) struct WorkDir {
+    pub path: PathBuf,
+    pub ours: bool,
+}
+
+impl WorkDir {
+    pub(super) fn choose(container: &Container, request: &Request) -> Self {
+        match &request.work {
+            Some(path) => Self {
+                path: path.clone(),
+                ours: false,
+            },
+            None => Self {
+                path: container.bundle.join("work").join("criu-work"),
+                ours: true,
+            },
+        }
+    }
+
+    /// Makes it, as crun does not, without the log of an earlier dump, whose errors are not this one's.
+    pub(super) fn make(&self) {
+        let path = &self.path;
+        if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(path) {
+            log::warn!("cannot make {}: {error}", path.display());
+        }
+        if let Err(error) = std::fs::remove_file(path.join(LOG))
+            && error.kind() != ErrorKind::NotFound
+        {
+            log::warn!("cannot remove the log of an earlier dump: {error}");
+        }
+    }
+
+    /// Copies the dump log to where users look for it.
+    pub(super) fn keep_log(&self, kept: &Path) {
+        let copied = std::fs::copy(self.path.join(LOG), kept);
+        if let Err(error) = copied.and_then(|_| std::fs::set_permissions(kept, Permissions::from_mode(0o600)))
+        {
+            log::warn!("cannot keep CRIU's log: {error}");
+            // That of an earlier failure must not be taken for this one's.
+            let _ = std::fs::remove_file(kept);
+        }
+    }
+
+    fn remove(self) {
+        let Self { path, ours } = self;
+        if ours
+            && let Err(error) = std::fs::remove_dir_all(&path)
+            && error.kind() != ErrorKind::NotFound
+        {
+            log::warn!("cannot remove {}: {error}", path.display());
+        }
+    }
+}
+
+/// One `runc checkpoint` of a GPU container, which stays frozen. Nothing is cleaned up here, also after a failure: see
+/// [`Leftovers`].
+pub(super) async fn dump(
+    container: &Container,
+    request: &Request,
+    plugins: &Path,
+    others: OpenImageDir,
+    bounds: Bounds<'_>,
+    left: &mut Leftovers,
+) -> Result<(), EffectError> {
+    let Bounds { journal, cancel, .. } = bounds;
+    let limit = bounds.deadline.unwrap_or(Duration::MAX);
+    let image = &request.image;
+    journal.image(image.was(), image.id()).await?;
+    left.image = Some(image.clone());
+    let entered = image.clone();
+    let enter = move || entered.enter(Some(others));
+    bounded("enter the image directory", limit, cancel, enter).await??;
+    if image.was() == ImageWas::Absent {
+        journal.image(image.was(), image.id()).await?;
+    }
+    let work = WorkDir::choose(container, request);
+    left.work = Some(work.clone());
+    let made = work.clone();
+    bounded("make CRIU's work directory", limit, cancel, move || made.make()).await?;
+    let inside = image.inside();
+    let call = request.call(&inside, &work.path, true, Some(plugins), bounds);
+    container
+        .runc
+        .checkpoint(call)
+        .await
+        .map_err(|source| DumpError::Failed {
+            cause: source.with_path(&inside, image.path()),
+            lines: Vec::new(),
+            log: container.bundle.join(KEPT_LOG),
+        })?;
+    let image = image.clone();
+    let look = move || image.check().and_then(|()| image.check_complete());
+    Ok(bounded("look at the image", limit, cancel, look).await??)
+}
+
+/// Does `work` on files while the container stands still: nobody waits for it longer than `limit`, or once the container is
+/// to end.
+pub(super) async fn bounded<T: Send + 'static>(
+    what: &'static str,
+    limit: Duration,
+    cancel: &CancellationToken,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, EffectError> {
+    let done = stoppable(limit, cancel, move |_| work()).await;
+    done.map_err(|left| match left {
+        Left::Cancelled => EffectError::Killed,
+        Left::Late => DumpError::Stalled { what, limit }.into(),
+    })
+}
+
+/// What was found when a failed dump was cleaned up.
+#[derive(Default)]
+pub(super) struct Found {
+    /// The last errors of CRIU's log.
+    pub lines: Vec<String>,
+    /// That the image directory has gone, which makes CRIU fail too.
+    pub gone: Option<ImageDirError>,
+}
+
+/// What a dump has left beside a complete image. Order matters: it is cleaned up when the workload is as it shall be, which
+/// must not wait for a file system.
+#[derive(Default)]
+pub(super) struct Leftovers {
+    pub image: Option<ImageDir>,
+    pub work: Option<WorkDir>,
+}
+
+impl Leftovers {
+    /// Keeps CRIU's log when that is wanted, and removes everything but a complete image. What does not end in time is left
+    /// to itself.
+    pub(super) async fn tidy(
+        self,
+        container: &Container,
+        keep_log: bool,
+        complete: bool,
+        cancel: &CancellationToken,
+    ) -> Found {
+        let Self { image, work } = self;
+        let kept = keep_log.then(|| container.bundle.join(KEPT_LOG));
+        let tidy = move || {
+            let mut found = Found::default();
+            if let (Some(work), Some(kept)) = (&work, kept) {
+                work.keep_log(&kept);
+                found.lines = error_lines(&kept);
+            }
+            if let (Some(image), false) = (image, complete) {
+                found.gone = image.check().err();
+                image.clear();
+            }
+            if let Some(work) = work {
+                work.remove();
+            }
+            found
+        };
+        let killed = async {
+            cancel.cancelled().await;
+            tokio::time::sleep(LEFTOVERS_KILLED).await;
+        };
+        let late = async {
+            tokio::select! {
+                () = tokio::time::sleep(LEFTOVERS) => {}
+                () = killed => {}
+            }
+        };
+        tokio::select! {
+            biased;
+            found = blocking(tidy) => found,
+            () = late => {
+                log::warn!("the files of the checkpoint of {} cannot be tidied in time", container.id);
+                Found::default()
+            }
+        }
+    }
+}
+
+/// CRIU's files with their checksums. Every byte of them is read while the container stands still, so that nobody waits
+/// for it longer than `limit`, or once the container is to end.
+pub(super) async fn describe(
+    image: &ImageDir,
+    limit: Duration,
+    cancel: &CancellationToken,
+) -> Result<Vec<ImageFile>, EffectError> {
+    let image = image.clone();
+    let described = stoppable(limit, cancel, move |stop| {
+        describe_images_by(&image.inside(), image.path(), stop)
+    });
+    match described.await {
+        Ok(described) => Ok(described?),
+        Err(Left::Cancelled) => Err(EffectError::Killed),
+        Err(Left::Late) => Err(DumpError::Checksums { limit }.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn checksums_that_take_too_long_are_left_and_nobody_reads_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let pages = std::fs::File::create(dir.path().join("pages-1.img")).unwrap();
+        // The test would not end before a thread that reads all of it.
+        pages.set_len(1 << 40).unwrap();
+        let limit = Duration::from_millis(50);
+        let image = ImageDir::find(dir.path(), false).await.unwrap();
+        let late = describe(&image, limit, &CancellationToken::default())
+            .await
+            .unwrap_err();
+        assert!(
+            matches!(late, EffectError::Dump(DumpError::Checksums { .. })),
+            "{late}"
+        );
+        let cancel = CancellationToken::default();
+        let kill = async {
+            tokio::task::yield_now().await;
+            cancel.cancel();
+        };
+        let (killed, ()) = tokio::join!(describe(&image, Duration::MAX, &cancel), kill);
+        assert!(matches!(killed, Err(EffectError::Killed)), "{killed:?}");
+    }
+}

@@ -1,0 +1,191 @@
+//! The dump of a container without GPU, as the stock shim would do it.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_config::Config;
+use firn_host::Chain;
+use firn_oci::criu_config;
+use firn_preflight::environment::Others;
+
+use super::dump::{Leftovers, WorkDir};
+use super::error::CheckpointError;
+use super::phases::Failure;
+use super::{KEPT_LOG, Request};
+use crate::blocking::tidy;
+use crate::cancel::CancellationToken;
+use crate::cgroup::FreezerState;
+use crate::container::Container;
+use crate::image_dir::ImageDirError;
+use crate::journal::{self, Journal, Outcome};
+use crate::phase::Phase;
+use crate::procfs;
+use crate::runc::{Bounds, RuntimeKind};
+
+/// How long a freezer may take to be set back after a dump of a container without GPUs.
+pub(super) const RESET: Duration = Duration::from_secs(10);
+
+/// CRIU's plugins for a dump of what the processes have open; none: CRIU's own choice.
+fn plugins_for(container: &Container, others: Others) -> Result<Option<PathBuf>, CheckpointError> {
+    if others == Others::Unused {
+        return Ok(None);
+    }
+    let config = Config::load().map_err(CheckpointError::Config)?;
+    let plugins = criu_config::amd_plugins(
+        &container.bundle,
+        config.criu.amdgpu_plugin.as_deref(),
+        &criu_config::PLUGIN_DIRS,
+    );
+    plugins
+        .map(Some)
+        .map_err(|cause| CheckpointError::refused(container, cause.into()))
+}
+
+pub(super) async fn run(
+    container: &Container,
+    request: &Request,
+    others: Others,
+) -> Result<(), CheckpointError> {
+    let plugins = plugins_for(container, others)?;
+    let was_frozen = container
+        .cgroup()
+        .and_then(|cgroup| cgroup.freezer_state())
+        .is_ok_and(|state| state != FreezerState::Thawed);
+    let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
+        .await
+        .map_err(|error| CheckpointError::unwritten(container, error))?;
+    let dumped = dump_plain(container, request, was_frozen, plugins.as_deref(), &journal).await;
+    journal::point("dump-over").await;
+    journal
+        .end(if dumped.is_ok() {
+            Outcome::Done
+        } else {
+            Outcome::Failed
+        })
+        .await;
+    dumped
+}
+
+async fn dump_plain(
+    container: &Container,
+    request: &Request,
+    was_frozen: bool,
+    plugins: Option<&Path>,
+    journal: &Journal,
+) -> Result<(), CheckpointError> {
+    let image = &request.image;
+    let noted = async {
+        journal.image(image.was(), image.id()).await?;
+        journal.enter(Phase::CriuDump).await
+    };
+    noted
+        .await
+        .map_err(|error| CheckpointError::unwritten(container, error))?;
+    // A client's own directory is left as open as it is: the stock shim does so.
+    match image.at(|image| image.enter(None)).await {
+        Ok(()) => {}
+        Err(gone @ ImageDirError::Gone { .. }) => {
+            return Err(CheckpointError::refused(container, gone.into()));
+        }
+        // What cannot be used as an image directory is for the runtime to report.
+        Err(error) => log::debug!("{}", Chain(&error)),
+    }
+    let work = WorkDir::choose(container, request);
+    let made = work.clone();
+    tidy("make CRIU's work directory", move || made.make()).await;
+    let guard = container.begin_transaction();
+    let bounds = Bounds {
+        deadline: None,
+        journal,
+        cancel: &guard.cancel,
+        freezer: None,
+    };
+    let inside = image.inside();
+    let dumped = container
+        .runc
+        .checkpoint(request.call(&inside, &work.path, !request.exit, plugins, bounds))
+        .await
+        .map_err(|error| error.with_path(&inside, image.path()));
+    journal::point("dump-left").await;
+    if dumped.is_err() && !guard.cancel.is_cancelled() {
+        // Order matters: one that is being killed would be held up by a freezer that is turned on.
+        reset_freezer(container, was_frozen, &guard.cancel).await;
+    }
+    let gone = image.at(|image| image.check()).await.err();
+    let complete = dumped.is_ok() && gone.is_none();
+    journal.leave(Phase::CriuDump, complete).await;
+    if complete {
+        let sealed = image.at(|image| {
+            image.seal();
+            Ok(())
+        });
+        if let Err(error) = sealed.await {
+            log::warn!("cannot close the image to others: {}", Chain(&error));
+        }
+    }
+    let is_left = gone.is_some() || dumped.is_err() && guard.cancel.is_cancelled();
+    let left = Leftovers {
+        image: is_left.then(|| image.clone()),
+        work: Some(work),
+    };
+    let result = match dumped {
+        _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
+            &container.id,
+            Failure {
+                phase: Phase::CriuDump,
+                source: cause.into(),
+                suspended: None,
+            },
+            None,
+            procfs::is_alive(container.init.pid()),
+        )),
+        Ok(()) => Ok(()),
+        // It has done nothing: it does not know the word.
+        Err(_) if container.runc.kind().await == RuntimeKind::Youki => {
+            Err(CheckpointError::by_runtime(container, RuntimeKind::Youki))
+        }
+        Err(cause) => Err(CheckpointError::Plain {
+            cause,
+            log: container.bundle.join(KEPT_LOG),
+        }),
+    };
+    let keep_log = matches!(result, Err(CheckpointError::Plain { .. }));
+    left.tidy(container, keep_log, complete, &guard.cancel).await;
+    journal::point("dump-tidied").await;
+    result
+}
+
+/// A CRIU that was killed may have left the freezer other than it found it. One that is being killed is left thawed: with
+/// cgroup v1 it could not end.
+pub(super) async fn reset_freezer(container: &Container, was_frozen: bool, cancel: &CancellationToken) {
+    let reset = async {
+        let cgroup = container.cgroup()?;
+        let is_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
+        let set = async {
+            match was_frozen {
+                true if !is_frozen => cgroup.freeze(RESET).await,
+                false if is_frozen => cgroup.thaw(RESET).await,
+                _ => Ok(()),
+            }
+        };
+        let set = tokio::select! {
+            biased;
+            () = cancel.cancelled() => Ok(()),
+            set = set => set,
+        };
+        journal::point("dump-reset").await;
+        match cancel.is_cancelled() {
+            true => cgroup.thaw(RESET).await,
+            false => set,
+        }
+    };
+    if procfs::is_alive(container.init.pid())
+        && let Err(error) = reset.await
+        && !error.is_absent()
+    {
+        log::warn!("cannot reset the freezer of {}: {}", container.id, Chain(&error));
+    }
+}
+
+#[cfg(test)]
+mod tests;

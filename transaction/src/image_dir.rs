@@ -1,0 +1,55 @@
+//! The directory that receives an image, and CRIU's log beside it.
+
+mod dir;
+mod error;
+pub mod rescue;
+
+use std::fs;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+pub use dir::{ImageDir, is_containerds};
+pub use error::ImageDirError;
+
+/// How many of CRIU's last errors are quoted.
+const QUOTED: usize = 3;
+
+/// How much of the end of a log is searched for them.
+const TAIL: u64 = 256 << 10;
+
+/// The last errors of a CRIU log, without their time stamps.
+pub fn error_lines(log: &Path) -> Vec<String> {
+    let mut text = Vec::new();
+    let read = fs::File::open(log).and_then(|mut file| {
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(TAIL)))?;
+        file.take(TAIL).read_to_end(&mut text)
+    });
+    if read.is_err() {
+        return Vec::new();
+    }
+    let text = String::from_utf8_lossy(&text);
+    let mut lines: Vec<String> = text
+        .lines()
+        .filter_map(|line| line.split_once("Error ").map(|(_, said)| said.trim().to_owned()))
+        .collect();
+    lines.split_off(lines.len().saturating_sub(QUOTED))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_errors_of_a_log_are_quoted() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let log = "(00.1) Error (a.c:1): one\n(00.2) fine\n(00.3) Error (b.c:2): two\n(00.4) Error (c.c:3): three\n\
+                   (00.5) Error (d.c:4): four\n";
+        fs::write(file.path(), log).unwrap();
+        assert_eq!(
+            error_lines(file.path()),
+            ["(b.c:2): two", "(c.c:3): three", "(d.c:4): four"]
+        );
+        assert!(error_lines(Path::new("/nonexistent")).is_empty());
+    }
+}
