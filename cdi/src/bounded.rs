@@ -1,8 +1,8 @@
-//! YAML whose aliases are counted before they are followed.
+//! YAML with a limit on what its aliases expand to.
 //!
-//! An alias stands for all that its anchor holds, aliases included: some hundred bytes can stand for more
-//! than any machine has memory for. So the text is first walked as the parser would walk it, with nothing
-//! kept, and given up when it has become too much.
+//! An alias stands for everything below its anchor, aliases included: a few hundred bytes can expand to more
+//! than the machine's memory. The text is therefore first walked without keeping anything, and refused if it
+//! expands to too much.
 
 use std::cell::Cell;
 use std::fmt;
@@ -14,13 +14,13 @@ use serde::de::{
 
 use crate::FileError;
 
-/// Most values that a file may stand for, bytes of texts included.
+/// Largest number of values that a file may expand to, bytes of strings included.
 pub(crate) const MAX_VALUES: usize = 8 << 20;
 
 /// Deepest nesting of brackets, those in strings included. A CDI file has four levels.
 const MAX_DEPTH: usize = 200;
 
-/// Takes what the text holds.
+/// Parses the text.
 pub(crate) fn from_yaml<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FileError> {
     // The parser's time grows with the square of the nesting, which it limits too late.
     if depth(bytes) > MAX_DEPTH {
@@ -50,7 +50,7 @@ fn depth(bytes: &[u8]) -> usize {
     deepest
 }
 
-/// Walks a value, as long as something is left.
+/// Walks a value until the limit is used up.
 #[derive(Clone, Copy)]
 struct Walk<'a>(&'a Cell<usize>);
 

@@ -1,10 +1,10 @@
-//! What asks for GPUs in a container's spec becomes edits of the spec, by the CDI files of this node.
+//! Converts GPU requests in a container's spec into edits of the spec, by the CDI files of this node.
 //!
-//! `firn-hook convert` does it to a bundle, for the shim; the command line does it in memory, to tell what
-//! the shim would do.
+//! `firn-hook convert` converts the spec of a bundle, for the shim. The command line converts in memory, to
+//! show what the shim would do.
 //!
-//! Names in a spec may be an image's, or a pod's author's. They give devices only where the operator lets
-//! them count, only GPUs of NVIDIA's kind, and nothing beyond the device nodes that the spec has already.
+//! Names in a spec may come from an image or from the author of a pod. They add devices only if the operator
+//! permits it, only NVIDIA GPUs, and nothing beyond the device nodes that the spec already has.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use firn_oci::{GpuRequest, KIND, NamedGpus, RUNTIME_KIND, Rules, Spec, SpecError
 
 use crate::{BadName, CdiError, DeviceName, Registry};
 
-/// A container that cannot be given the GPUs that it asks for.
+/// Why a spec's GPU request cannot be converted.
 #[derive(Debug, thiserror::Error)]
 pub enum ConvertError {
     #[error("cannot use the container's spec")]
@@ -43,7 +43,8 @@ impl Problem for ConvertError {
             ),
             Self::Kind { .. } => remedy(
                 "FIRN-CDI-KIND",
-                "variables, mounts, annotations and hooks name GPUs alone; let containerd give other CDI devices: \
+                "variables, mounts, annotations and hooks name GPUs alone; let containerd give other CDI \
+                 devices: \
                  `ctr run --device`, or a device plugin",
             ),
         }
@@ -53,11 +54,11 @@ impl Problem for ConvertError {
 /// A spec after its conversion.
 #[derive(Debug)]
 pub struct Converted {
-    /// With the GPUs in it that it asks for; as it was, when there are no names.
+    /// The spec with the requested GPUs; unchanged if there are no names.
     pub spec: Spec,
-    /// Names of the devices that it has been given.
+    /// Names of the devices that were added.
     pub names: Vec<DeviceName>,
-    /// What the devices have, and the container's device nodes do not grant.
+    /// Edits of the devices that were left out, because the container's device nodes do not grant them.
     pub left_out: BTreeSet<String>,
 }
 
@@ -71,7 +72,7 @@ impl Converted {
     }
 }
 
-/// The spec with the GPUs in it that it asks for by these rules.
+/// Adds the GPUs to a spec that it requests by these rules. `restores` is true for the spec of a restore.
 pub fn convert(
     spec: Spec,
     config: &Config,
@@ -82,7 +83,7 @@ pub fn convert(
     convert_by(spec, config, rules, restores, registry)
 }
 
-/// As [`convert`], by other CDI files than this node's.
+/// Does the same by other CDI files than this node's.
 pub fn convert_by(
     spec: Spec,
     config: &Config,
@@ -97,16 +98,16 @@ pub fn convert_by(
         return Ok(Converted::unchanged(spec));
     }
     let granted = !spec.gpu_nodes().is_empty() && !spec.opens_all_devices();
-    // The nodes of a restored container's spec may be another node's, and so may the names beside them.
+    // Device nodes and names in the spec of a restore may be those of the source's node.
     let from_elsewhere = restores && !spec.is_cri();
     if !request.source.is_hook() && !spec.gpu_nodes().is_empty() && from_elsewhere {
         return Ok(Converted::unchanged(spec));
     }
     let registry = registry();
     let names = match from_elsewhere && !config.restore.gpus.is_empty() {
-        // What it may use here is said by the configuration, and the restore picks among it.
+        // The configuration names the GPUs that it may use here; the restore picks among them.
         true => parsed(&config.restore.gpus, &registry)?,
-        false => asked(&spec, &request, &registry)?,
+        false => requested(&spec, &request, &registry)?,
     };
     if names.is_empty() {
         return Ok(Converted::unchanged(spec));
@@ -129,29 +130,30 @@ pub fn convert_by(
     })
 }
 
-/// What is asked for, as names of CDI devices. One of another kind is refused, unless the spec has all of its
-/// edits: containerd has acted on the annotation that names it.
-fn asked(spec: &Spec, request: &NamedGpus, registry: &Registry) -> Result<Vec<DeviceName>, ConvertError> {
-    let foreign: BTreeSet<&str> = request.other_kinds().collect();
-    for name in &foreign {
+/// The requested devices as names of CDI devices. A device of another kind is refused unless the spec has all
+/// of its edits: containerd has then acted on the annotation that names it.
+fn requested(spec: &Spec, request: &NamedGpus, registry: &Registry) -> Result<Vec<DeviceName>, ConvertError> {
+    let others: BTreeSet<&str> = request.other_kinds().collect();
+    for name in &others {
         let name: DeviceName = name.parse()?;
-        if !is_given(spec, &name, registry) {
+        if !has_edits_of(spec, &name, registry) {
             return Err(ConvertError::Kind { name });
         }
     }
     let devices = request.devices.iter();
     let gpus: Vec<String> = devices
-        .filter(|device| !foreign.contains(device.as_str()))
+        .filter(|device| !others.contains(device.as_str()))
         .cloned()
         .collect();
     Ok(parsed(&gpus, registry)?)
 }
 
-fn is_given(spec: &Spec, name: &DeviceName, registry: &Registry) -> bool {
+/// Whether the spec already has all edits of this device.
+fn has_edits_of(spec: &Spec, name: &DeviceName, registry: &Registry) -> bool {
     let mut before = spec.clone().into_value();
     let mut after = before.clone();
     let injected = registry.inject(&mut after, std::slice::from_ref(name));
-    // Hooks are appended, whatever is there.
+    // Injecting always appends hooks.
     for spec in [&mut before, &mut after] {
         spec.as_object_mut().and_then(|spec| spec.remove("hooks"));
     }

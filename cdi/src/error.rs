@@ -1,4 +1,4 @@
-//! What can be wrong with CDI files and with what is asked of them.
+//! Errors of CDI files, and of devices that are requested from them.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,13 +7,13 @@ use crate::names::BadName;
 use crate::version::BadVersion;
 use firn_host::{Problem, Remedy, remedy};
 
-/// A CDI file that cannot be used. The others are not affected.
+/// A CDI file that cannot be used. Other files are not affected.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("cannot read it: {0}")]
     Read(io::Error),
-    /// It is larger than any CDI file.
+    /// The file is larger than any CDI file.
     #[error("it is larger than {limit} bytes")]
     TooLarge { limit: u64 },
     /// Its lists and objects are nested more deeply than those of any CDI file.
@@ -22,30 +22,30 @@ pub enum FileError {
     /// Its aliases stand for more than any CDI file holds.
     #[error("its aliases stand for too much")]
     TooMuch,
-    /// It is not JSON, or its fields are not those of a CDI file.
+    /// The file is not JSON, or its fields are not those of a CDI file.
     #[error("it is not valid: {0}")]
     Json(serde_json::Error),
-    /// It is not YAML, or its fields are not those of a CDI file.
+    /// The file is not YAML, or its fields are not those of a CDI file.
     #[error("it is not valid: {0}")]
     Yaml(serde_yaml_ng::Error),
-    /// Its version does not fit.
+    /// Its version is unknown, or too old for its content.
     #[error("{0}")]
     Version(#[from] BadVersion),
-    /// Its kind or a device has no proper name.
+    /// Its kind or a device has an invalid name.
     #[error("{0}")]
     Name(#[from] BadName),
-    /// It has no devices.
+    /// The file has no devices.
     #[error("it has no devices")]
     NoDevices,
-    /// Two of its devices have one name.
+    /// Two of its devices have the same name.
     #[error("it has two devices {0:?}")]
     Twice(String),
-    /// An edit cannot be made in any spec.
+    /// An edit is invalid for every spec.
     #[error("{of}: {what}")]
     Edit { of: String, what: String },
 }
 
-/// Devices that cannot be given to a container.
+/// Why devices cannot be added to a container.
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
     /// No file describes such devices.
@@ -65,14 +65,14 @@ pub enum CdiError {
     /// Several files of one directory describe the device.
     #[error("CDI device {name} is described by {}", join(paths))]
     Ambiguous { name: String, paths: Vec<PathBuf> },
-    /// A node of the device is not on the host, or not as the file says.
+    /// A node of the device is not on the host, or differs from the file.
     #[error("CDI device {name} needs {}", path.display())]
     Node {
         name: String,
         path: PathBuf,
         source: io::Error,
     },
-    /// A node is of another type than the file says.
+    /// A node has another type than in the file.
     #[error("CDI device {name} needs {} to be of type {wanted}, and it is of type {found}", path.display())]
     NodeType {
         name: String,
@@ -80,7 +80,7 @@ pub enum CdiError {
         wanted: String,
         found: &'static str,
     },
-    /// The container's device nodes are its grant, and an edit would give it more.
+    /// The container's device nodes are its grant, and an edit would exceed it.
     #[error(
         "{edit} of CDI device {name} (in {}) is more than the container's device nodes grant", file.display()
     )]
@@ -89,7 +89,7 @@ pub enum CdiError {
         file: PathBuf,
         edit: String,
     },
-    /// The container's spec is not of the shape that the edit needs.
+    /// The container's spec is malformed where the edit changes it.
     #[error("the container's spec has a malformed entry in {part}")]
     Spec { part: &'static str },
 }
@@ -99,8 +99,9 @@ impl Problem for CdiError {
         match self {
             Self::NoSpec { .. } => remedy(
                 "FIRN-NO-CDI-SPEC",
-                "`firn cdi generate --output /etc/cdi/nvidia.yaml` writes one; `[create] hooks = \"keep\"` in firn's \
-                 configuration runs a hook of NVIDIA's as it is",
+                "`firn cdi generate --output /etc/cdi/nvidia.yaml` writes one; `[create] hooks = \"keep\"` \
+                 in \
+                 firn's configuration runs a hook of NVIDIA's as it is",
             ),
             Self::Unknown { .. } => remedy(
                 "FIRN-CDI-DEVICE",
@@ -109,13 +110,18 @@ impl Problem for CdiError {
             Self::Ambiguous { .. } => remedy("FIRN-CDI-DEVICE", "remove all of these files but one"),
             Self::Node { .. } | Self::NodeType { .. } => remedy(
                 "FIRN-CDI-DEVICE",
-                "write the node's CDI file anew: its devices have changed since",
+                "generate the node's CDI file again: its devices have changed",
             ),
             Self::Beyond { .. } => remedy(
                 "FIRN-CDI-GRANT",
-                "name the granted GPUs alone, or `void`, in NVIDIA_VISIBLE_DEVICES; or let CDI give the devices, without nodes",
+                "name the granted GPUs alone, or `void`, in NVIDIA_VISIBLE_DEVICES; or let CDI give the \
+                 devices, \
+                 without nodes",
             ),
-            Self::Spec { .. } => remedy("FIRN-SPEC-INVALID", "create the container anew with a valid spec"),
+            Self::Spec { .. } => remedy(
+                "FIRN-SPEC-INVALID",
+                "create the container again with a valid spec",
+            ),
         }
     }
 }

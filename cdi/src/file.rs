@@ -1,27 +1,20 @@
-//! A CDI file: devices of one kind, and what each asks to be changed in a container's spec.
+//! The content of a CDI file: devices of one kind, and the edits of a container's spec that each needs.
 //!
-//! Files are root's, but they may be broken: sizes are bounded, and a file is used as a whole or not at all.
-//! Fields that this version does not know are passed over, so that a newer file of a known version stays of
-//! use.
+//! Files belong to root, but they may be broken: sizes are bounded, and a file is used as a whole or not at
+//! all. Unknown fields are ignored, so that files of newer tools can be used if their version is known.
 
 use std::collections::BTreeSet;
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use firn_host::open_regular;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::bounded::from_yaml;
-use crate::{FileError, names, version};
+use crate::FileError;
 
-/// Largest file that is read. A node of eight divided GPUs has some 200 KiB.
-const MAX_BYTES: u64 = 4 << 20;
-
-/// Most entries that a list of edits may have. A node of eight GPUs has some 100 mounts.
+/// Largest number of entries in a list of edits. A node of eight GPUs has some 100 mounts.
 const MAX_ENTRIES: usize = 4096;
 
-/// Stages at which a hook can be run.
+/// Stages at which the OCI runtime runs hooks.
 const HOOKS: [&str; 6] = [
     "prestart",
     "createRuntime",
@@ -40,7 +33,7 @@ pub struct CdiFile {
     pub kind: String,
     /// Its devices, in the order of the file.
     pub devices: Vec<Device>,
-    /// Made once, when any of the devices is given.
+    /// Edits that are made once, if any of the devices is added.
     pub edits: Edits,
     pub(crate) version: String,
     pub(crate) annotated: bool,
@@ -51,7 +44,7 @@ pub struct CdiFile {
 pub struct Device {
     /// Name without the kind.
     pub name: String,
-    /// What it asks for.
+    /// Its edits.
     pub edits: Edits,
     pub(crate) annotated: bool,
 }
@@ -78,7 +71,7 @@ pub struct Edits {
     /// Groups of the container's process.
     #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub additional_gids: Vec<u32>,
-    /// Cache and memory bandwidth, as it stands.
+    /// Cache and memory bandwidth, as JSON.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub intel_rdt: Option<Map<String, Value>>,
 }
@@ -89,16 +82,16 @@ pub struct Edits {
 pub struct DeviceNode {
     /// In the container.
     pub path: String,
-    /// On the host, where it differs.
+    /// On the host, if it differs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_path: Option<String>,
     /// `b`, `c`, `u` or `p`.
     #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
-    /// With no type or number 0 the host's node tells.
+    /// Read from the host's node if there is no type, or if the number is 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub major: Option<i64>,
-    /// Goes with the major number.
+    /// See the major number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub minor: Option<i64>,
     /// Permission bits.
@@ -172,104 +165,15 @@ pub struct Hook {
     pub timeout: Option<i64>,
 }
 
-/// As the file has it.
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Raw {
-    #[serde(default)]
-    cdi_version: String,
-    #[serde(default)]
-    kind: String,
-    #[serde(default, deserialize_with = "or_default")]
-    annotations: Map<String, Value>,
-    #[serde(default, deserialize_with = "or_default")]
-    devices: Vec<RawDevice>,
-    #[serde(default, deserialize_with = "or_default")]
-    container_edits: Edits,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct RawDevice {
-    #[serde(default)]
-    name: String,
-    #[serde(default, deserialize_with = "or_default")]
-    annotations: Map<String, Value>,
-    #[serde(default, deserialize_with = "or_default")]
-    container_edits: Edits,
-}
-
 /// Go writes an empty list or object as `null`.
-fn or_default<'de, T: Default + Deserialize<'de>, D: serde::Deserializer<'de>>(
+pub(crate) fn or_default<'de, T: Default + Deserialize<'de>, D: serde::Deserializer<'de>>(
     from: D,
 ) -> Result<T, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
 }
 
-impl CdiFile {
-    /// Reads a file.
-    pub fn read(path: &Path) -> Result<Self, FileError> {
-        let file = open_regular(path).map_err(FileError::Read)?;
-        let mut bytes = Vec::new();
-        file.take(MAX_BYTES + 1)
-            .read_to_end(&mut bytes)
-            .map_err(FileError::Read)?;
-        if bytes.len() as u64 > MAX_BYTES {
-            return Err(FileError::TooLarge { limit: MAX_BYTES });
-        }
-        Self::parse(path, &bytes)
-    }
-
-    /// Takes what a file holds: JSON if its name ends so, else YAML.
-    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, FileError> {
-        let raw: Raw = match path.extension().is_some_and(|extension| extension == "json") {
-            true => serde_json::from_slice(bytes).map_err(FileError::Json)?,
-            false => from_yaml(bytes)?,
-        };
-        let devices = raw.devices.into_iter().map(|device| Device {
-            name: device.name,
-            edits: device.container_edits,
-            annotated: !device.annotations.is_empty(),
-        });
-        let file = Self {
-            path: path.to_owned(),
-            version: raw.cdi_version,
-            kind: raw.kind,
-            annotated: !raw.annotations.is_empty(),
-            devices: devices.collect(),
-            edits: raw.container_edits,
-        };
-        file.check()?;
-        Ok(file)
-    }
-
-    fn check(&self) -> Result<(), FileError> {
-        names::check_kind(&self.kind)?;
-        self.edits.check("containerEdits")?;
-        let mut seen = BTreeSet::new();
-        for device in &self.devices {
-            names::check_device(&device.name)?;
-            if !seen.insert(&device.name) {
-                return Err(FileError::Twice(device.name.clone()));
-            }
-            let of = format!("device {:?}", device.name);
-            device.edits.check(&of)?;
-            if device.edits == Edits::default() {
-                return Err(FileError::Edit {
-                    of,
-                    what: "it has no edits".to_owned(),
-                });
-            }
-        }
-        if self.devices.is_empty() {
-            return Err(FileError::NoDevices);
-        }
-        Ok(version::check(self)?)
-    }
-}
-
 impl Edits {
-    fn check(&self, of: &str) -> Result<(), FileError> {
+    pub(crate) fn check(&self, of: &str) -> Result<(), FileError> {
         match self.fault() {
             None => Ok(()),
             Some(what) => Err(FileError::Edit {
@@ -279,7 +183,7 @@ impl Edits {
         }
     }
 
-    /// What could be made in no spec.
+    /// The first edit that is invalid for every spec.
     fn fault(&self) -> Option<String> {
         self.size_fault()
             .or_else(|| env_fault(&self.env))
@@ -302,7 +206,7 @@ impl Edits {
             })
     }
 
-    /// Each entry is compared with all others when it is made in a spec.
+    /// Bounds the lists: each entry is compared with all others when a spec is edited.
     fn size_fault(&self) -> Option<String> {
         let lists = [
             ("env", self.env.len()),
@@ -366,6 +270,3 @@ fn env_fault(env: &[String]) -> Option<String> {
     let bad = env.iter().find(|pair| !is_pair(pair))?;
     Some(format!("{bad:?} in env is not KEY=value"))
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,7 +1,7 @@
-//! What the edits of devices change in a container's spec.
+//! Adds the edits of devices to a container's spec.
 //!
-//! Idempotent but for hooks: a device node or mount replaces the one at its place, a variable the one of its
-//! name, and rules and groups are not doubled. Nothing is changed when a device cannot be given.
+//! Idempotent except for hooks: a device node or mount replaces the one at the same path, a variable the one
+//! of the same name, and rules and groups are not doubled. Nothing is changed if a device cannot be added.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -17,13 +17,12 @@ use crate::{CdiError, DeviceName, Registry};
 type Object = Map<String, Value>;
 
 impl Registry {
-    /// Gives these devices to a container: edits its spec.
+    /// Adds these devices to a container's spec.
     pub fn inject(&self, spec: &mut Value, names: &[DeviceName]) -> Result<(), CdiError> {
         self.inject_edits(spec, names, |_, _, edits, _| Ok(edits.clone()))
     }
 
-    /// Makes of each device's edits, and its file's, those that `choose` gives for them and the spec as it
-    /// is.
+    /// Adds those edits of each device and of its file that `choose` returns for them and the unedited spec.
     pub(crate) fn inject_edits(
         &self,
         spec: &mut Value,
@@ -144,7 +143,7 @@ impl Hook {
     }
 }
 
-/// A device node with all that a spec says of it.
+/// A device node with all fields of a spec's entry.
 struct HostNode<'a> {
     node: &'a DeviceNode,
     kind: String,

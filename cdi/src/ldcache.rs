@@ -274,29 +274,29 @@ mod tests {
             .expect("ldconfig, a part of the C library");
         let bytes = std::fs::read("/etc/ld.so.cache").expect("the cache that `ldconfig` makes");
         let mut libraries = parse(&bytes).expect("the system's own cache");
-        let told = |cache: &std::path::Path| {
-            let said = Command::new(ldconfig)
+        let listed = |cache: &std::path::Path| {
+            let output = Command::new(ldconfig)
                 .arg("-p")
                 .arg("-C")
                 .arg(cache)
                 .output()
                 .unwrap();
-            let text = String::from_utf8(said.stdout).unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
             text.lines()
                 .filter(|line| line.contains("=>"))
                 .map(str::to_owned)
                 .collect::<Vec<_>>()
         };
-        let before = told("/etc/ld.so.cache".as_ref());
+        let before = listed("/etc/ld.so.cache".as_ref());
         assert_eq!(before.len(), libraries.len());
         libraries.insert(0, Library::new("libfirn-test.so.1", "/x/libfirn-test.so.1"));
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), write(&libraries).unwrap()).unwrap();
-        let mut after = told(file.path());
+        let mut after = listed(file.path());
         let ours = after
             .iter()
             .position(|line| line.contains("libfirn-test.so.1 (libc6"));
-        let ours = after.remove(ours.expect("it is told"));
+        let ours = after.remove(ours.expect("ldconfig lists it"));
         assert!(ours.ends_with("=> /x/libfirn-test.so.1"), "{ours}");
         assert_eq!(after, before);
     }

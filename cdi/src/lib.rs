@@ -1,9 +1,8 @@
-//! The Container Device Interface: reading its files, and making the edits that they ask for in a container's
-//! spec.
+//! The Container Device Interface: reads CDI files and adds their edits to a container's spec.
 //!
 //! Follows version 1.1.0 of the CDI specification and reads files of 0.3.0 and later. Specs are edited as the
-//! JSON that containerd wrote, so that what this crate does not know survives. For short-lived helpers and
-//! the command line: a YAML parser has no place in the shim.
+//! JSON that containerd wrote, so that unknown fields survive. Only short-lived helpers and the command line
+//! use this crate: the shim must not link a YAML parser.
 #![forbid(unsafe_code)]
 
 mod bounded;
@@ -16,6 +15,7 @@ pub mod fuzz;
 mod inject;
 pub mod ldcache;
 mod names;
+mod parse;
 mod registry;
 mod version;
 mod without_nodes;

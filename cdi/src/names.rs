@@ -10,7 +10,7 @@ pub struct DeviceName {
     device: String,
 }
 
-/// A text that is no name of a device, or a part of one.
+/// A text that is not a valid name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadName {
     /// Not `vendor/class=device`.
@@ -21,7 +21,7 @@ pub enum BadName {
         "kind {0:?} is not of the form vendor/class, of letters, digits and -_. that begin with a letter"
     )]
     Kind(String),
-    /// No name of a device.
+    /// Not a valid name of a device.
     #[error("device {0:?} is not of letters, digits and -_.: between a letter or digit at both ends")]
     Device(String),
 }
@@ -42,7 +42,7 @@ impl DeviceName {
         &self.kind
     }
 
-    /// The part behind `=`.
+    /// The part after `=`.
     pub fn device(&self) -> &str {
         &self.device
     }
@@ -80,7 +80,7 @@ pub(crate) fn check_device(device: &str) -> Result<(), BadName> {
     }
 }
 
-/// Letters and digits, and between them some others.
+/// Whether the text starts and ends with a letter or digit, and has only these and `between`.
 fn is_name(text: &str, between: &str) -> bool {
     let ends = |c: char| c.is_ascii_alphanumeric();
     text.starts_with(ends)
@@ -90,7 +90,7 @@ fn is_name(text: &str, between: &str) -> bool {
             .all(|c| c.is_ascii_alphanumeric() || between.contains(c))
 }
 
-/// As much of a text from outside as a message needs.
+/// The beginning of a text, for a message.
 fn shown(text: &str) -> String {
     text.chars().take(80).collect()
 }
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn full_names_are_taken_apart() {
+    fn full_names_are_parsed() {
         let name: DeviceName = "nvidia.com/gpu=GPU-6a1f0c52:0".parse().unwrap();
         assert_eq!((name.kind(), name.device()), ("nvidia.com/gpu", "GPU-6a1f0c52:0"));
         assert_eq!(name.to_string(), "nvidia.com/gpu=GPU-6a1f0c52:0");
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name_is_told_with_the_part_that_is_wrong() {
+    fn a_bad_name_is_refused_with_its_wrong_part() {
         for (text, part) in [
             ("nvidia.com/gpu", "form vendor/class=device"),
             ("gpu=0", "kind \"gpu\""),
@@ -126,8 +126,8 @@ mod tests {
             ("v/c=a b", "device"),
             ("v/c=ä", "device"),
         ] {
-            let said = text.parse::<DeviceName>().unwrap_err().to_string();
-            assert!(said.contains(part), "{text}: {said}");
+            let message = text.parse::<DeviceName>().unwrap_err().to_string();
+            assert!(message.contains(part), "{text}: {message}");
         }
     }
 }

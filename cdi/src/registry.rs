@@ -14,18 +14,18 @@ pub struct Registry {
     devices: BTreeMap<DeviceName, Found>,
 }
 
-/// Where a device is described.
+/// The files that describe a device.
 #[derive(Debug)]
 struct Found {
-    /// Place of the directory: a later one comes first.
+    /// Position of the directory: a later one takes precedence.
     priority: usize,
-    /// Places among the files and in them: more than one is a conflict.
+    /// Positions of the file and of the device in it: more than one is a conflict.
     at: Vec<(usize, usize)>,
 }
 
 impl Registry {
-    /// Reads all files of these directories. One that is broken does not stop the others; a directory that is
-    /// not there is empty.
+    /// Reads all files of these directories. A broken file does not affect the others; a missing directory is
+    /// empty.
     pub fn read<P: AsRef<Path>>(dirs: &[P]) -> Self {
         let mut registry = Self {
             dirs: dirs.iter().map(|dir| dir.as_ref().to_owned()).collect(),
@@ -42,7 +42,7 @@ impl Registry {
         registry
     }
 
-    /// These files, and no others.
+    /// A registry of these files alone.
     pub fn of(files: impl IntoIterator<Item = CdiFile>) -> Self {
         let mut registry = Self::default();
         files.into_iter().for_each(|file| registry.add(0, file));
@@ -55,7 +55,7 @@ impl Registry {
             at: Vec::new(),
         };
         for (place, device) in file.devices.iter().enumerate() {
-            // The file has been checked: its names are names.
+            // Parsing has checked the names.
             let Ok(name) = DeviceName::new(&file.kind, &device.name) else {
                 continue;
             };
@@ -112,8 +112,8 @@ impl Registry {
     /// A device and the file that describes it.
     pub fn device(&self, name: &DeviceName) -> Result<(&CdiFile, &Device), CdiError> {
         let broken = || {
-            let told = |(path, error): &(PathBuf, FileError)| format!("{}: {error}", path.display());
-            self.broken.iter().map(told).collect()
+            let line = |(path, error): &(PathBuf, FileError)| format!("{}: {error}", path.display());
+            self.broken.iter().map(line).collect()
         };
         let Some(found) = self.devices.get(name) else {
             return Err(match self.has_kind(name.kind()) {
@@ -199,7 +199,8 @@ mod tests {
         let text = json!({
             "cdiVersion": "0.6.0",
             "kind": "v/gpu",
-            "devices": [{"name": "0", "containerEdits": {"mounts": [mount("/driver/lib64/libb.so.1", "/lib/libb.so.1")]}}],
+            "devices": [{"name": "0", "containerEdits": {"mounts":
+             [mount("/driver/lib64/libb.so.1", "/lib/libb.so.1")]}}],
             "containerEdits": {"mounts": [
                 mount("/driver/lib/liba.so.580", "/usr/lib64/liba.so.580"),
                 mount("/driver/lib/libc.so.580", "/usr/lib64/libc.so.580"),
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_later_directory_comes_first() {
+    fn the_later_directory_takes_precedence() {
         let (_root, dirs) = dirs();
         write(&dirs[0], "a.json", "v/gpu", &["0", "1"]);
         write(&dirs[1], "b.yaml", "v/gpu", &["0"]);
@@ -227,17 +228,20 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_there_twice_is_an_error_when_it_is_asked_for() {
+    fn a_name_in_two_files_is_an_error_when_it_is_requested() {
         let (_root, dirs) = dirs();
         write(&dirs[0], "a.json", "v/gpu", &["0", "1"]);
         write(&dirs[0], "b.json", "v/gpu", &["0"]);
         let registry = Registry::read(&dirs);
         let error = from(&registry, "v/gpu=0").unwrap_err();
         assert_eq!(error.code(), "FIRN-CDI-DEVICE");
-        let said = error.to_string();
-        assert!(said.contains("a.json") && said.contains("b.json"), "{said}");
+        let message = error.to_string();
+        assert!(
+            message.contains("a.json") && message.contains("b.json"),
+            "{message}"
+        );
         assert!(from(&registry, "v/gpu=1").is_ok());
-        // A file of the directory that comes first settles it.
+        // A file of a more important directory resolves the conflict.
         write(&dirs[1], "c.json", "v/gpu", &["0"]);
         assert_eq!(from(&Registry::read(&dirs), "v/gpu=0").unwrap(), "FROM=c.json");
     }
@@ -259,15 +263,16 @@ mod tests {
             .map(|(path, _)| path.file_name().unwrap().to_str().unwrap())
             .collect();
         assert_eq!(names, ["broken.yaml", "fifo.json", "large.json"]);
-        let said = from(&registry, "v/gpu=7").unwrap_err().to_string();
+        let message = from(&registry, "v/gpu=7").unwrap_err().to_string();
         assert!(
-            said.contains("there are v/gpu=0; not used: ") && said.contains("broken.yaml: it is not valid"),
-            "{said}"
+            message.contains("there are v/gpu=0; not used: ")
+                && message.contains("broken.yaml: it is not valid"),
+            "{message}"
         );
     }
 
     #[test]
-    fn no_file_of_the_kind_is_told_with_what_writes_one() {
+    fn without_a_file_of_the_kind_the_hint_names_the_command() {
         let (_root, dirs) = dirs();
         let error = from(&Registry::read(&dirs), "nvidia.com/gpu=0").unwrap_err();
         assert_eq!(error.code(), "FIRN-NO-CDI-SPEC");

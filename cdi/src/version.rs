@@ -1,19 +1,19 @@
-//! Which version of the CDI specification a file needs for what it uses.
+//! The version of the CDI specification that a file needs for the features it uses.
 
 use crate::file::{CdiFile, Edits};
 
-/// Released versions that are read, oldest first.
+/// Released versions that firn reads, oldest first.
 const KNOWN: [&str; 8] = [
     "0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0",
 ];
 
-/// A version that a file must not have.
+/// A version that a file cannot have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadVersion {
     /// Not among the known ones.
     #[error("cdiVersion {0:?} is not one of {known}", known = KNOWN.join(", "))]
     Unknown(String),
-    /// The file uses what came later.
+    /// The file uses a feature of a later version.
     #[error("cdiVersion {declared} does not know {feature}, which came with {needed}")]
     TooOld {
         declared: String,
@@ -37,7 +37,7 @@ pub(crate) fn check(file: &CdiFile) -> Result<(), BadVersion> {
     }
 }
 
-/// The latest version that something in the file asks for, and what that is.
+/// The latest version that a feature of the file needs, and that feature.
 fn needed(file: &CdiFile) -> Option<(&'static str, &'static str)> {
     let edits: Vec<&Edits> = file
         .devices
@@ -126,10 +126,10 @@ mod tests {
             ),
             ("1.0.0", "1.1.0", "v/c", "d", &net),
         ] {
-            let said = file(before, kind, name, edits.clone()).unwrap_err().to_string();
+            let message = file(before, kind, name, edits.clone()).unwrap_err().to_string();
             assert!(
-                said.contains(&format!("which came with {since}")),
-                "{edits}: {said}"
+                message.contains(&format!("which came with {since}")),
+                "{edits}: {message}"
             );
             for version in [since, "1.1.0"] {
                 assert!(
@@ -149,8 +149,8 @@ mod tests {
             ]});
             let (parent, key) = at.rsplit_once('/').unwrap();
             value.pointer_mut(parent).unwrap()[key] = json!({"k": "v"});
-            let said = CdiFile::parse("x.json".as_ref(), value.to_string().as_bytes()).unwrap_err();
-            assert!(said.to_string().contains("annotations"), "{said}");
+            let message = CdiFile::parse("x.json".as_ref(), value.to_string().as_bytes()).unwrap_err();
+            assert!(message.to_string().contains("annotations"), "{message}");
         }
     }
 
@@ -158,8 +158,8 @@ mod tests {
     fn versions_that_are_not_known_are_refused() {
         let node = json!({"deviceNodes": [{"path": "/dev/x"}]});
         for version in ["", "0.2.0", "0.3", "1.2.0", "2.0.0", "latest"] {
-            let said = file(version, "v/c", "d", node.clone()).unwrap_err().to_string();
-            assert!(said.contains("is not one of 0.3.0"), "{version:?}: {said}");
+            let message = file(version, "v/c", "d", node.clone()).unwrap_err().to_string();
+            assert!(message.contains("is not one of 0.3.0"), "{version:?}: {message}");
         }
         assert!(file("v1.1.0", "v/c", "d", node).is_ok());
     }

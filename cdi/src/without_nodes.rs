@@ -1,10 +1,11 @@
-//! The edits of CDI devices in a spec whose device nodes are the grant already.
+//! The edits of CDI devices for a spec that already has the device nodes.
 //!
-//! Kubernetes' device plugin can hand out nodes and a name for the rest: the libraries. The name may be the
-//! image's or the pod's, and the nodes are the operator's. So of the device's edits those are made that give
-//! nothing: variables, read-only bind mounts, and hooks that make links and the loader's cache. What NVIDIA's
-//! files have for every GPU, and a container can do without, is left out: other nodes of the driver, nodes of
-//! graphics, sockets of its daemons, groups. Anything else would widen the grant, and is refused.
+//! Kubernetes' device plugin can add nodes to a spec, and a name for the libraries. The nodes come from the
+//! operator. The name may come from the image or the pod, so of its device's edits only those are made that
+//! grant nothing: variables, read-only bind mounts, and hooks that make links and the loader's cache. Edits
+//! that NVIDIA's files have for every GPU and that a container does not need are left out: other nodes of the
+//! driver, graphics nodes, sockets of its daemons, groups. Every other edit would exceed the grant and is
+//! refused.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,10 +17,10 @@ use serde_json::{Value, json};
 use crate::file::{Edits, Hook, Mount};
 use crate::{CdiError, DeviceName, Registry};
 
-/// Where clients of the MPS daemon find it.
+/// Directory of the MPS daemon's pipes.
 const MPS: &str = "/tmp/nvidia-mps";
 
-/// What hooks of NVIDIA's, or of firn's, may do beside nodes: they change files of the container alone.
+/// Hooks of NVIDIA's and firn's that are permitted: they only change files of the container.
 const HOOKS: [(&str, &[&str]); 3] = [
     ("nvidia-cdi-hook", &OF_NVIDIA),
     ("nvidia-ctk", &OF_NVIDIA),
@@ -34,7 +35,8 @@ const OF_NVIDIA: [&str; 5] = [
 ];
 
 impl Registry {
-    /// Adds to a container what these devices have beside their nodes. Gives what was left out, for people.
+    /// Adds the edits of these devices without their nodes. Returns descriptions of the edits that were left
+    /// out.
     pub fn inject_without_nodes(
         &self,
         spec: &mut Value,
@@ -54,8 +56,8 @@ impl Registry {
     }
 }
 
-/// Of these edits those that give the container nothing, and what is left out; or the edit that would give it
-/// more than its nodes.
+/// The edits that grant the container nothing, and those that are left out. The error is an edit that would
+/// grant more than the container's nodes.
 fn harmless(edits: &Edits, spec: &Value) -> Result<(Edits, Vec<String>), String> {
     let mut left = Vec::new();
     let list = |pointer| {
@@ -109,7 +111,7 @@ fn harmless(edits: &Edits, spec: &Value) -> Result<(Edits, Vec<String>), String>
 }
 
 impl Mount {
-    /// Whether nothing can be written through it, and no device be opened.
+    /// Whether the mount permits neither writing nor opening a device.
     fn is_harmless(&self) -> bool {
         let has = |names: &[&str]| self.options.iter().any(|option| names.contains(&option.as_str()));
         let is_bind = match self.kind.as_deref() {
@@ -128,7 +130,7 @@ impl Mount {
     }
 }
 
-/// Whether a path leads to /dev or below, as far as names tell. One with `..` may.
+/// Whether a path may lead to /dev or below. One with `..` may.
 fn below_dev(path: &str) -> bool {
     let path = Path::new(path);
     let leads_up = path

@@ -1,7 +1,8 @@
-//! Turns what asks for GPUs in a container's spec into edits of the spec, and tells what else the node's CDI files say.
+//! Converts a container's GPU requests into edits of its spec, and lists the library directories of the
+//! node's CDI files.
 //!
-//! Run by the shim, in a process of its own, before the runtime sees the bundle. The spec is replaced as a whole or not at
-//! all. What was done, or why nothing could be, is one JSON object on standard output.
+//! The shim runs this in a process of its own, before the runtime reads the bundle. The spec is replaced as a
+//! whole or not at all. The result, or the reason of a failure, is one JSON object on standard output.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -12,7 +13,7 @@ use firn_host::{Problem, Remedy};
 use firn_oci::{Rules, Spec, SpecError};
 use serde_json::{Value, json};
 
-/// A spec that stays as it is.
+/// Why a spec is not converted.
 #[derive(Debug, thiserror::Error)]
 enum ConvertError {
     #[error(transparent)]
@@ -33,12 +34,12 @@ impl Problem for ConvertError {
     }
 }
 
-/// Converts the spec of a bundle, whose container NVIDIA's `wrapper` of runc would make.
+/// Converts the spec of a bundle. `wrapper` is NVIDIA's wrapper of runc, if that is the OCI runtime.
 pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
     match convert(bundle, wrapper, restores) {
         Ok(Converted { names, left_out, .. }) => {
             let devices: Vec<String> = names.iter().map(ToString::to_string).collect();
-            said(
+            reply(
                 &json!({"devices": devices, "left_out": left_out}),
                 ExitCode::SUCCESS,
             )
@@ -50,7 +51,7 @@ pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
                 message = format!("{message}: {error}");
                 cause = error.source();
             }
-            said(
+            reply(
                 &json!({"code": error.code(), "message": message, "hint": error.hint()}),
                 ExitCode::FAILURE,
             )
@@ -58,25 +59,25 @@ pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> ExitCode {
     }
 }
 
-/// Says this to the shim, and ends so.
-fn said(what: &Value, code: ExitCode) -> ExitCode {
-    match crate::answer(&format!("{what}\n")) {
+/// Prints the result for the shim.
+fn reply(result: &Value, code: ExitCode) -> ExitCode {
+    match crate::answer(&format!("{result}\n")) {
         Ok(()) => code,
         Err(error) => {
-            tell!("firn-hook: {error:#}");
+            report!("firn-hook: {error:#}");
             ExitCode::FAILURE
         }
     }
 }
 
-/// Tells from where the node's CDI files mount libraries.
+/// Prints the directories from which the node's CDI files mount libraries.
 pub fn library_dirs() -> anyhow::Result<()> {
     let config = Config::load()?;
     let dirs = json!(Registry::read(&config.create.cdi_dirs).library_dirs());
     crate::answer(&format!("{dirs}\n"))
 }
 
-/// What the container has been given.
+/// Converts the spec, and saves it if something has changed.
 fn convert(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> Result<Converted, ConvertError> {
     let spec = Spec::load(bundle)?;
     let rules = Rules::of(&spec, wrapper)?;

@@ -1,5 +1,7 @@
-//! Compares what is to be restored with the spec of the container that it becomes. The shim has a child of its own do it: a file
-//! that cannot be read to its end, and one that takes all memory, are this process's.
+//! Compares what is to be restored with the spec of the container that it becomes.
+//!
+//! The shim runs this in a process of its own: a file that cannot be read to its end, or that takes all
+//! memory, then harms that process alone.
 
 use std::path::Path;
 
@@ -8,14 +10,18 @@ use firn_image::criu;
 use firn_image::criu::Host;
 use firn_oci::Spec;
 
+use crate::rights;
+
 /// Prints what in an image exceeds the bundle's spec, or null.
 pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
+    rights::keep_reading()?;
     let spec = Spec::load(bundle)?;
     let fault = criu::check(&spec, image, &Host::this()).err();
     crate::answer(&format!("{}\n", serde_json::to_string(&fault)?))
 }
 
-/// Prints what of restored processes, the first of which is the container's init, exceeds the bundle's spec, or null.
+/// Prints what in restored processes, of which the first is the container's init, exceeds the bundle's spec,
+/// or null.
 pub(crate) fn check_tasks(bundle: &Path, pids: &[&str]) -> Result<()> {
     let spec = Spec::load(bundle)?;
     let pids: Vec<i32> = pids.iter().map(|pid| pid.parse()).collect::<Result<_, _>>()?;

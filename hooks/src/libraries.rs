@@ -1,14 +1,13 @@
-//! What a container needs beside the mounts of a driver's libraries: their links, and their places in the loader's cache.
+//! Links and entries of the loader's cache for driver libraries that are mounted into a container.
 //!
-//! Made in the container's own files, before its program starts. Repeating it changes nothing.
+//! They are made in the container's own files, before its program starts. Safe to repeat.
 
 use std::ffi::OsStr;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use firn_cdi::ldcache::{self, Library};
-use firn_oci::Spec;
-use serde_json::Value;
+use firn_oci::{Spec, SpecMount};
 
 use crate::rootfs::{Rootfs, is_mounted};
 use crate::{soname, state};
@@ -33,26 +32,26 @@ pub fn create_symlinks(rootfs: &Rootfs, links: &[String]) -> Result<()> {
             .with_context(|| format!("cannot make the link {link}"));
         match made {
             Ok(true) => {}
-            Ok(false) => tell!("firn-hook: {link} of the image is no symbolic link and stays as it is"),
+            Ok(false) => report!("firn-hook: {link} of the image is no symbolic link and stays as it is"),
             Err(error) => below_mount(error)?,
         }
     }
     Ok(())
 }
 
-/// What is mounted is another's: it is told, and is no failure.
+/// A place below a mount is not the container's own: it is reported and is no failure.
 fn below_mount(error: anyhow::Error) -> Result<()> {
     match is_mounted(&error) {
         true => {
-            tell!("firn-hook: what is mounted is not changed: {error:#}");
+            report!("firn-hook: what is mounted is not changed: {error:#}");
             Ok(())
         }
         false => Err(error),
     }
 }
 
-/// Lets the loader find libraries, each given by its path, before others of the same name. A cache of an unknown form
-/// stays: the C library is none that would read ours.
+/// Adds libraries, given by their paths, to the loader's cache, before others of the same name. A cache of an
+/// unknown format stays: that C library would not read firn's.
 pub fn update_ldcache(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
     update(rootfs, libraries).or_else(below_mount)
 }
@@ -64,7 +63,7 @@ fn update(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
         Some(bytes) => match ldcache::parse(&bytes) {
             Some(known) => known,
             None => {
-                tell!("firn-hook: {CACHE} of the image is of an unknown form and stays as it is");
+                report!("firn-hook: {CACHE} of the image is of an unknown form and stays as it is");
                 return Ok(());
             }
         },
@@ -84,47 +83,49 @@ fn update(rootfs: &Rootfs, libraries: &[String]) -> Result<()> {
     rootfs.write(path, &cache)
 }
 
-/// Makes both in a container of podman's or CRI-O's. One without NVIDIA's GPUs is not touched, nor looked at.
-pub fn provide(bundle: &Path, spec: &Value) -> Result<()> {
-    if !Spec::from(spec.clone()).requests_gpu() {
+/// Makes links and cache entries in a container of podman's or CRI-O's, if its spec has NVIDIA GPUs.
+pub fn provide(bundle: &Path, spec: &Spec) -> Result<()> {
+    if !spec.requests_gpu() {
         return Ok(());
     }
-    provide_mounted(&Rootfs::open(&state::root(bundle, spec)?)?, spec)
+    provide_mounted(&Rootfs::open(&state::root(bundle, spec)?)?, &spec.mounts()?)
 }
 
-/// Makes both for the libraries of NVIDIA's driver that the spec mounts one by one.
-pub fn provide_mounted(rootfs: &Rootfs, spec: &Value) -> Result<()> {
+/// Makes links and cache entries for the libraries of NVIDIA's driver that the spec mounts one by one.
+pub fn provide_mounted(rootfs: &Rootfs, mounts: &[SpecMount]) -> Result<()> {
     let file = |source: &Path| {
         let file = source.canonicalize().ok()?;
         file.file_name()?.to_str().map(str::to_owned)
     };
-    let mounted: Vec<_> = mounts(spec)
-        .filter_map(|(at, source)| Some((at, source, file(source)?)))
+    let mounted: Vec<_> = mounts
+        .iter()
+        .filter_map(|mount| Some((mount, file(&mount.source)?)))
         .collect();
-    // All of a driver's files are named after its version.
+    // The names of all of a driver's files end with its version.
     let version = |name: &str| {
         DRIVER
             .iter()
             .find_map(|library| name.strip_prefix(library).map(str::to_owned))
     };
-    let Some(version) = mounted.iter().find_map(|(.., name)| version(name)) else {
+    let Some(version) = mounted.iter().find_map(|(_, name)| version(name)) else {
         return Ok(());
     };
     let suffix = format!(".so.{version}");
-    let ours = mounted.iter().filter(|(.., name)| name.ends_with(&suffix));
-    let (links, libraries) = by_own_names(ours.map(|(at, source, _)| (*at, *source)));
+    let ours = mounted.iter().filter(|(_, name)| name.ends_with(&suffix));
+    let (links, libraries) = by_own_names(ours.map(|(mount, _)| *mount));
     create_symlinks(rootfs, &links)?;
     update_ldcache(rootfs, &libraries)
 }
 
-/// Links to libraries from the names that they give themselves, and their paths by these.
-pub fn by_own_names<'s>(mounted: impl Iterator<Item = (&'s Path, &'s Path)>) -> (Vec<String>, Vec<String>) {
+/// Links to libraries from their SONAMEs, as `TEXT::PATH`, and the paths of these links or files.
+pub fn by_own_names<'s>(mounted: impl Iterator<Item = &'s SpecMount>) -> (Vec<String>, Vec<String>) {
     let (mut links, mut libraries) = (Vec::new(), Vec::new());
-    for (at, source) in mounted {
+    for mount in mounted {
+        let at = &mount.destination;
         let (Some(dir), Some(file)) = (at.parent(), at.file_name().and_then(OsStr::to_str)) else {
             continue;
         };
-        let Some(name) = soname::of(source) else {
+        let Some(name) = soname::of(&mount.source) else {
             continue;
         };
         let path = dir.join(&name).display().to_string();
@@ -134,15 +135,6 @@ pub fn by_own_names<'s>(mounted: impl Iterator<Item = (&'s Path, &'s Path)>) -> 
         libraries.push(path);
     }
     (links, libraries)
-}
-
-/// Destination and source of the spec's mounts.
-pub fn mounts(spec: &Value) -> impl Iterator<Item = (&Path, &Path)> {
-    let mounts = spec["mounts"].as_array().into_iter().flatten();
-    mounts.filter_map(|mount| {
-        let path = |key: &str| mount[key].as_str().map(Path::new);
-        Some((path("destination")?, path("source").unwrap_or(Path::new(""))))
-    })
 }
 
 #[cfg(test)]
@@ -229,15 +221,15 @@ mod tests {
             mount("libother.so.3", "/other/libother.so.3"),
             mount("none", "/usr/lib64/none"),
         ]});
-        provide(Path::new("/none"), &spec).unwrap();
+        provide(Path::new("/none"), &Spec::from(spec.clone())).unwrap();
         spec["root"] = serde_json::json!({"path": root.path()});
-        provide(host.path(), &spec).unwrap();
+        provide(host.path(), &Spec::from(spec.clone())).unwrap();
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0, "no GPU, no trace");
 
         spec["linux"] =
             serde_json::json!({"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
         for _ in 0..2 {
-            provide(host.path(), &spec).unwrap();
+            provide(host.path(), &Spec::from(spec.clone())).unwrap();
             let link = root.path().join("usr/lib64/libc.so.6");
             assert_eq!(fs::read_link(link).unwrap(), Path::new("libcuda.so.580.1"));
             assert_eq!(

@@ -1,8 +1,8 @@
 //! Brings up the loopback interface of a container.
 //!
-//! runc creates a network namespace with its loopback up, but at restore it leaves it down, and CRIU then cannot
-//! reconnect TCP connections between processes of the container. One netlink message repairs that: hand-built, as it
-//! is 32 bytes, and setting a flag by ioctl would need unsafe code.
+//! runc brings up the loopback interface of a network namespace at create, but not at restore. CRIU then
+//! cannot restore TCP connections between processes of the container. One netlink message of 32 bytes brings
+//! it up; an ioctl would need unsafe code.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -25,7 +25,8 @@ const REQUEST_BYTES: u32 = 32;
 /// NLM_F_REQUEST and NLM_F_ACK.
 const REQUEST_FLAGS: u16 = 1 | 4;
 
-/// Brings up the loopback in the network namespace of this process, unless the process shares the caller's.
+/// Brings up the loopback interface in the network namespace of this process, unless it is the caller's
+/// namespace.
 ///
 /// Moves the calling thread into that namespace.
 pub fn bring_up(pid: i32) -> Result<()> {
@@ -61,7 +62,7 @@ fn set_up(socket: &OwnedFd) -> Result<()> {
     acknowledged(&reply[..length])
 }
 
-/// RTM_NEWLINK that sets IFF_UP of the loopback interface and asks for an answer.
+/// RTM_NEWLINK that sets IFF_UP of the loopback interface and requests an acknowledgement.
 fn request() -> Vec<u8> {
     let up = libc::IFF_UP.to_ne_bytes();
     let mut message = Vec::new();
@@ -106,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn the_request_is_as_long_as_it_says() {
+    fn the_requests_length_is_its_own() {
         assert_eq!(request().len(), 32);
         assert_eq!(request()[..4], 32u32.to_ne_bytes());
     }

@@ -1,11 +1,13 @@
-//! firn-hook: what firn has the OCI runtime run at points of a container's life.
+//! firn-hook: the program that runs in a container's namespaces, or that parses YAML, on behalf of firn.
+//!
+//! The OCI runtime runs it as a hook, CRIU as its action script, and the shim as a child process.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-/// A line for people, in the log of whoever runs this: it quotes what images and containers have written.
-macro_rules! tell {
+/// Prints a line to standard error, for people. It may quote what images and containers have written.
+macro_rules! report {
     ($($text:tt)*) => {
-        // Nobody is left to tell when this fails.
+        // A failure to print cannot be reported.
         drop(firn_config::text::write_line(std::io::stderr().lock(), format_args!($($text)*)))
     };
 }
@@ -15,6 +17,7 @@ mod image;
 mod libraries;
 mod loopback;
 mod replay;
+mod rights;
 mod rootfs;
 mod script;
 mod soname;
@@ -26,6 +29,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use firn_config::names;
+use firn_oci::Spec;
 use nix::sys::stat::{Mode, umask};
 
 use rootfs::Rootfs;
@@ -49,24 +53,25 @@ usage: firn-hook createRuntime < state.json
                     namespace, which runc does at create but not at restore.
                     Does nothing when the container uses the runtime's own
                     network namespace.
-  createContainer   makes the links and the entries of /etc/ld.so.cache that
-                    libraries of NVIDIA's driver need which are mounted into
-                    the container one by one. Does nothing when the container
-                    has no NVIDIA GPU. Succeeds also when it cannot make them.
+  createContainer   makes the links and the entries of /etc/ld.so.cache for
+                    libraries of NVIDIA's driver that are mounted into the
+                    container one by one. Does nothing when the container has
+                    no NVIDIA GPU. Succeeds also when it cannot make them.
   create-symlinks   makes symbolic links in the container's root file system,
-                    and the directories that they need. What is there and no
+                    and the directories that they need. What exists and is no
                     link stays.
   update-ldcache    adds libraries to the container's /etc/ld.so.cache, before
                     others of the same name.
 
-  without arguments it is a script of CRIU's, called by a link in a bundle at a
-  restore: before CRIU opens files again it makes the GPU nodes in the
-  container's /dev those of the bundle's spec.
+  without arguments it is CRIU's action script, which CRIU calls at a restore
+  by a link in the bundle: before CRIU opens files again, firn-hook replaces
+  the GPU nodes in the container's /dev by those of the bundle's spec.
 
-  convert           makes GPUs that a hook or a name in the bundle's spec asks
-                    for edits of the spec, by the node's CDI files. Run by the
-                    shim. Prints one JSON object. --wrapper names NVIDIA's
-                    wrapper of runc, whose configuration says what counts.
+  convert           converts GPUs that a hook or a name in the bundle's spec
+                    requests into edits of the spec, by the node's CDI files.
+                    Run by the shim. Prints one JSON object. --wrapper is
+                    NVIDIA's wrapper of runc, whose configuration decides
+                    which requests count.
 
   library-dirs      prints the directories from which the node's CDI files mount
                     libraries, as a JSON list. Run by the shim.
@@ -77,8 +82,8 @@ usage: firn-hook createRuntime < state.json
   check-image       compares CRIU's files in the directory IMAGE with the bundle's
                     spec. Run by the shim before a restore. Prints what exceeds the
                     spec, as a JSON object, or null.
-  check-tasks       compares processes that are restored and stopped, of which
-                    INIT is the container's first, with the bundle's spec, and prints
+  check-tasks       compares restored and stopped processes, of which INIT is
+                    the container's first, with the bundle's spec, and prints
                     the same. Run by the shim.
 
 All are safe to repeat. create-symlinks and update-ldcache are hooks of the
@@ -92,7 +97,7 @@ exit status: 0 done or nothing to do, 1 failed, 2 wrong usage
 ";
 
 fn main() -> ExitCode {
-    // Files of the container are for all of its users, whatever the runtime's own are for.
+    // Files in the container are for all of its users, whatever the runtime's umask is.
     umask(Mode::from_bits_truncate(0o022));
     let arguments: Vec<String> = std::env::args_os()
         .skip(1)
@@ -143,14 +148,14 @@ fn main() -> ExitCode {
     };
     result.map_or_else(
         |error| {
-            tell!("firn-hook: {error:#}");
+            report!("firn-hook: {error:#}");
             ExitCode::FAILURE
         },
         |()| ExitCode::SUCCESS,
     )
 }
 
-/// Says this on standard output, as it stands.
+/// Prints this text to standard output, unchanged.
 fn answer(text: &str) -> Result<()> {
     std::io::stdout()
         .write_all(text.as_bytes())
@@ -161,15 +166,15 @@ fn create_runtime() -> Result<()> {
     loopback::bring_up(State::read(std::io::stdin())?.pid()?)
 }
 
-/// podman and CRI-O run it for every container, and one whose hook fails is not started. So nothing is a failure here.
+/// Never fails: podman and CRI-O run this hook for every container and do not start one whose hook fails.
 fn create_container() {
     let provide = || {
         let state = State::read(std::io::stdin())?;
         let bundle = state.bundle()?;
-        libraries::provide(bundle, &state::spec(bundle)?)
+        libraries::provide(bundle, &Spec::load(bundle)?)
     };
     if let Err(error) = provide() {
-        tell!("firn-hook: programs of the container may not find the driver's libraries: {error:#}");
+        report!("firn-hook: programs of the container may not find the driver's libraries: {error:#}");
     }
 }
 
@@ -177,7 +182,7 @@ fn rootfs() -> Result<Rootfs> {
     Rootfs::open(&State::read(std::io::stdin())?.rootfs()?)
 }
 
-/// The values of an option that is given any number of times; none when there is anything else.
+/// The values of an option that may be given several times; none when there are other options.
 fn values(options: &[&str], name: &str) -> Option<Vec<String>> {
     let pairs = options.chunks(2).map(|pair| match pair {
         [option, value] if *option == name => Some((*value).to_owned()),
@@ -187,6 +192,6 @@ fn values(options: &[&str], name: &str) -> Option<Vec<String>> {
 }
 
 fn wrong_usage() -> ExitCode {
-    tell!("firn-hook: wrong usage. hint: firn-hook --help");
+    report!("firn-hook: wrong usage. hint: firn-hook --help");
     ExitCode::from(2)
 }

@@ -1,24 +1,26 @@
-//! What hooks make in a container's own files when it is created, made in those of one that is restored.
+//! Repeats in a restored container's files what createContainer hooks make when a container is created.
 //!
-//! runc runs no createContainer hook at a restore. Where the files that the source had written are not brought along, the links
-//! of the driver's libraries and the loader's cache are missing then. This makes them by what the spec's hooks are told to make: it
-//! runs none of them, as they expect a container that is being created. NVIDIA's hook leaves names of libraries to ldconfig; here
-//! they are read from the libraries.
+//! runc runs no createContainer hook at a restore. If the source's writable files are not copied to the
+//! target, the links of the driver's libraries and the loader's cache are missing. This module makes them
+//! from the arguments of the spec's hooks. It does not run the hooks, because they expect a container that is
+//! being created. NVIDIA's hook lets ldconfig find the names of libraries; this module reads them from the
+//! libraries.
 //!
-//! Nothing is made below a mount: CRIU brings that, or the host. Nor is what would lead nowhere: the hooks may be those of a
-//! node that has the libraries elsewhere than the source.
+//! Nothing is made below a mount, whose content comes from CRIU or the host. A link that would lead nowhere
+//! is not made either: the hooks may be of a node that has the libraries at other places than the source.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::Result;
-use serde_json::Value;
+use firn_oci::{Spec, SpecMount};
+use oci_spec::runtime::Hook;
 
-use crate::libraries::{by_own_names, create_symlinks, mounts, provide_mounted, update_ldcache};
+use crate::libraries::{by_own_names, create_symlinks, provide_mounted, update_ldcache};
 use crate::rootfs::Rootfs;
 use crate::state;
 
-/// What one hook makes.
+/// What a hook makes.
 #[derive(Debug, PartialEq, Eq)]
 enum Made {
     /// Links, `TEXT::PATH`.
@@ -29,18 +31,18 @@ enum Made {
     Folders(Vec<String>),
 }
 
-/// Makes what the hooks of the bundle's spec make.
+/// Makes what the createContainer hooks of the bundle's spec make.
 pub fn run(bundle: &Path) -> Result<()> {
-    let spec = state::spec(bundle)?;
-    let hooks = spec.pointer("/hooks/createContainer").and_then(Value::as_array);
+    let spec = Spec::load(bundle)?;
+    let mounts = spec.mounts()?;
     let (mut links, mut libraries, mut any) = (Vec::new(), Vec::new(), false);
-    for made in hooks.into_iter().flatten().filter_map(made_by) {
+    for made in spec.create_hooks().filter_map(|hook| made_by(&hook)) {
         any = true;
         match made {
             Made::Links(more) => links.extend(more),
             Made::Libraries(more) => libraries.extend(more),
             Made::Folders(folders) => {
-                let (more, named) = named(&spec, &folders);
+                let (more, named) = named(&mounts, &folders);
                 links.extend(more);
                 libraries.extend(named);
             }
@@ -51,28 +53,28 @@ pub fn run(bundle: &Path) -> Result<()> {
     }
     let mut container = Container {
         rootfs: Rootfs::open(&state::root(bundle, &spec)?)?,
-        spec: &spec,
+        mounts: &mounts,
         links: BTreeSet::new(),
     };
     let linked = container.link(links)?;
     match container.cache(libraries)? && linked {
         true => Ok(()),
-        // The libraries are where the source had them, and the hooks are this node's.
-        false => provide_mounted(&container.rootfs, &spec),
+        // The libraries are at the source's places, and the hooks name this node's.
+        false => provide_mounted(&container.rootfs, &mounts),
     }
 }
 
 /// The container that is to be restored, of which only the root file system is there.
 struct Container<'s> {
     rootfs: Rootfs,
-    spec: &'s Value,
-    /// Links that lead somewhere.
+    mounts: &'s [SpecMount],
+    /// Links that lead to something.
     links: BTreeSet<PathBuf>,
 }
 
 impl Container<'_> {
-    /// Makes those links, given as `TEXT::PATH`, that will lead somewhere, but for those below a mount. False when some are
-    /// left out because they would not.
+    /// Makes those links, given as `TEXT::PATH`, that will lead to something and are not below a mount.
+    /// Returns false if links are left out because they would lead nowhere.
     fn link(&mut self, links: Vec<String>) -> Result<bool> {
         let (mut useful, mut rest) = (Vec::new(), links);
         rest.retain(|link| !self.is_mounted(Path::new(path_of(link))));
@@ -95,7 +97,7 @@ impl Container<'_> {
         Ok(rest.is_empty())
     }
 
-    /// Puts those libraries into the loader's cache that will be there. False when some will not.
+    /// Adds those libraries to the loader's cache that will exist. Returns false if some will not.
     fn cache(&self, libraries: Vec<String>) -> Result<bool> {
         let (useful, rest): (Vec<_>, Vec<_>) = libraries
             .into_iter()
@@ -104,14 +106,15 @@ impl Container<'_> {
         Ok(rest.is_empty())
     }
 
-    /// Whether something will be at this path.
+    /// Whether something will exist at this path.
     fn will_have(&self, path: &Path) -> bool {
         self.is_mounted(path) || self.links.contains(path) || self.rootfs.has(path)
     }
 
     /// Whether the path is a mount, or below one.
     fn is_mounted(&self, path: &Path) -> bool {
-        mounts(self.spec).any(|(at, _)| at != Path::new("/") && path.starts_with(at))
+        let mut points = self.mounts.iter().map(|mount| &mount.destination);
+        points.any(|point| point != Path::new("/") && path.starts_with(point))
     }
 }
 
@@ -119,7 +122,7 @@ fn path_of(link: &str) -> &str {
     link.split_once("::").map_or("", |(_, path)| path)
 }
 
-/// The path without `..`, as far as names tell.
+/// The path without `..`, which are resolved by name.
 fn plain(path: &Path) -> PathBuf {
     let mut plain = PathBuf::new();
     for part in path.components() {
@@ -132,13 +135,9 @@ fn plain(path: &Path) -> PathBuf {
     plain
 }
 
-fn made_by(hook: &Value) -> Option<Made> {
-    let words: Vec<&str> = hook["args"]
-        .as_array()?
-        .iter()
-        .filter_map(Value::as_str)
-        .collect();
-    let program = Path::new(hook["path"].as_str()?).file_name()?.to_str()?;
+fn made_by(hook: &Hook) -> Option<Made> {
+    let words: Vec<&str> = hook.args().iter().flatten().map(String::as_str).collect();
+    let program = hook.path().file_name()?.to_str()?;
     let words = match (program, words.get(1)) {
         ("firn-hook" | "nvidia-cdi-hook", _) => words.get(1..)?,
         ("nvidia-ctk", Some(&"hook")) => words.get(2..)?,
@@ -167,14 +166,13 @@ fn values(options: &[&str], name: &str) -> Vec<String> {
     found
 }
 
-/// The libraries that are mounted into these directories: links from their own names, and their paths by these.
-fn named(spec: &Value, folders: &[String]) -> (Vec<String>, Vec<String>) {
-    let is_here = |at: &Path| {
-        let folder = at.parent().and_then(Path::to_str);
+/// The libraries that are mounted into these directories: links from their SONAMEs, and the paths of these.
+fn named(mounts: &[SpecMount], folders: &[String]) -> (Vec<String>, Vec<String>) {
+    let is_here = |mount: &&SpecMount| {
+        let folder = mount.destination.parent().and_then(Path::to_str);
         folder.is_some_and(|folder| folders.iter().any(|one| one == folder))
     };
-    let here = mounts(spec).filter(|(at, _)| is_here(at));
-    by_own_names(here)
+    by_own_names(mounts.iter().filter(is_here))
 }
 
 #[cfg(test)]
@@ -227,15 +225,10 @@ mod tests {
             ("/usr/bin/firn-hook", "firn-hook", None),
         ] {
             let args: Vec<&str> = args.split(' ').collect();
-            assert_eq!(
-                made_by(&json!({"path": path, "args": args})),
-                expected,
-                "{args:?}"
-            );
+            let hook = serde_json::from_value(json!({"path": path, "args": args})).unwrap();
+            assert_eq!(made_by(&hook), expected, "{args:?}");
         }
-        for hook in [json!(3), json!({}), json!({"path": 3, "args": [3]})] {
-            assert_eq!(made_by(&hook), None);
-        }
+        assert_eq!(made_by(&Hook::default()), None);
     }
 
     /// A bundle whose spec is as NVIDIA's tools write it, with the C library in the driver's place.
@@ -247,7 +240,10 @@ mod tests {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let mut paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
         let libc = paths.find(|path| path.contains("/libc.so")).unwrap();
-        let hook = |words: &str| json!({"path": "/usr/bin/nvidia-cdi-hook", "args": words.split(' ').collect::<Vec<_>>()});
+        let hook = |words: &str| {
+            let args: Vec<&str> = words.split(' ').collect();
+            json!({"path": "/usr/bin/nvidia-cdi-hook", "args": args})
+        };
         let spec = json!({
             "root": {"path": "rootfs"},
             "mounts": [
@@ -256,10 +252,13 @@ mod tests {
                 {"destination": "/usr/bin/nvidia-smi", "source": "/bin/sh", "options": ["rbind"]},
             ],
             "hooks": {"createContainer": [
-                hook("nvidia-cdi-hook create-symlinks --link ../card1::/dev/dri/by-path/card --link libc.so.6::/usr/lib64/libc.so"),
-                hook("nvidia-cdi-hook create-symlinks --link libc.so.570::/usr/lib64/libc.so.5 --link libc.so.5::/usr/lib64/libc5.so"),
+                hook("nvidia-cdi-hook create-symlinks --link ../card1::/dev/dri/by-path/card --link \
+                      libc.so.6::/usr/lib64/libc.so"),
+                hook("nvidia-cdi-hook create-symlinks --link libc.so.570::/usr/lib64/libc.so.5 --link \
+                      libc.so.5::/usr/lib64/libc5.so"),
                 hook("nvidia-cdi-hook update-ldcache --folder /usr/lib64"),
-                {"path": "/bin/firn-hook", "args": ["firn-hook", "update-ldcache", "--library", "/usr/lib/libc.so.6"]},
+                {"path": "/bin/firn-hook", "args":
+                  ["firn-hook", "update-ldcache", "--library", "/usr/lib/libc.so.6"]},
             ]},
         });
         std::fs::write(bundle.path().join("config.json"), spec.to_string()).unwrap();

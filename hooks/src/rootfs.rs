@@ -1,10 +1,10 @@
-//! A container's root file system, as a hook may touch it.
+//! A container's root file system, as far as a hook may read and change it.
 //!
-//! What is in it comes from an image and is hostile: every path is resolved by the kernel inside of it (`openat2` with
-//! `RESOLVE_IN_ROOT`), and links of /proc are not followed: at that stage /proc/1/root is the host's root. Nothing is read or
-//! changed below a mount, which may be a directory of the host ([`is_mounted`]). A file is opened only when it is known to be a
-//! regular one, and no link. Changes are made by renaming, beside a directory
-//! that is held open.
+//! Its content comes from an image and is hostile. The kernel resolves every path inside the root (`openat2`
+//! with `RESOLVE_IN_ROOT`) and does not follow links of /proc: at that stage /proc/1/root is the host's root.
+//! Nothing is read or changed below a mount, which may be a directory of the host ([`is_mounted`]). A file is
+//! opened only if it is a regular file and no link. Changes are made by a rename inside a directory that is
+//! held open.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2, re
 use nix::sys::stat::{Mode, fstatat, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-/// Name of what is being written.
+/// Name of a file or link before the rename.
 const TEMPORARY: &str = ".firn-hook.tmp";
 
 /// A container's root file system.
@@ -26,7 +26,7 @@ pub struct Rootfs {
     root: OwnedFd,
 }
 
-/// What stands where a symbolic link is to be.
+/// What exists at the place of a symbolic link.
 enum Place {
     Free,
     Link(PathBuf),
@@ -34,7 +34,7 @@ enum Place {
 }
 
 impl Rootfs {
-    /// Opens it.
+    /// Opens the root file system at this path.
     pub fn open(path: &Path) -> Result<Self> {
         let root = open(
             path,
@@ -45,8 +45,8 @@ impl Rootfs {
         Ok(Self { root })
     }
 
-    /// Makes a symbolic link with this text, and the directories that it needs. A link with another text is replaced;
-    /// anything else stays: false.
+    /// Makes a symbolic link with this text, and the directories that it needs. Replaces a link with another
+    /// text. Returns false if something else is there, which stays.
     pub fn symlink(&self, text: &Path, link: &Path) -> Result<bool> {
         let (dir, name) = self.parent(link)?;
         match place(&dir, name)? {
@@ -61,7 +61,8 @@ impl Rootfs {
         Ok(true)
     }
 
-    /// A regular file of at most this many bytes; none when there is none, an error when it is something else.
+    /// Reads a regular file of at most `limit` bytes; none if nothing is there, an error if it is something
+    /// else.
     pub fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
         let found = match self.resolve(path, OFlag::O_PATH | OFlag::O_NOFOLLOW) {
             Ok(found) => found,
@@ -86,20 +87,20 @@ impl Rootfs {
         self.resolve(path, OFlag::O_PATH).is_ok()
     }
 
-    /// Writes a file as a whole, in the place of what was there, and the directories that it needs.
+    /// Replaces or creates a file, and makes the directories that it needs.
     pub fn write(&self, path: &Path, bytes: &[u8]) -> Result<()> {
         let (dir, name) = self.parent(path)?;
         clear(&dir)?;
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let file = openat(&dir, TEMPORARY, flags, Mode::from_bits_truncate(0o644))
-            .with_context(|| format!("cannot write beside {}", path.display()))?;
+            .with_context(|| format!("cannot write next to {}", path.display()))?;
         File::from(file)
             .write_all(bytes)
             .with_context(|| format!("cannot write {}", path.display()))?;
         renameat(&dir, TEMPORARY, &dir, name).with_context(|| format!("cannot replace {}", path.display()))
     }
 
-    /// The directory of a path, made where it is missing, and the path's last name.
+    /// The directory of a path, made if it is missing, and the path's last name.
     fn parent<'p>(&self, path: &'p Path) -> Result<(OwnedFd, &'p Path)> {
         let name = path.file_name().map(Path::new);
         let (Some(name), Some(parent)) = (name.filter(|_| path.is_absolute()), path.parent()) else {
@@ -142,7 +143,7 @@ impl Rootfs {
     }
 }
 
-/// Whether this has failed because a mount is in the way.
+/// Whether an operation has failed because the path is below a mount.
 pub fn is_mounted(error: &anyhow::Error) -> bool {
     error.root_cause().downcast_ref() == Some(&Errno::EXDEV)
 }
@@ -151,13 +152,13 @@ fn place(dir: &OwnedFd, name: &Path) -> Result<Place> {
     match readlinkat(dir, name) {
         Ok(text) => Ok(Place::Link(text.into())),
         Err(Errno::ENOENT) => Ok(Place::Free),
-        // It is there and no link.
+        // It exists and is no link.
         Err(Errno::EINVAL) => Ok(Place::Other),
         Err(error) => Err(error).with_context(|| format!("cannot look at {}", name.display())),
     }
 }
 
-/// Removes what a hook that was killed has left.
+/// Removes a temporary file or link that a killed hook has left.
 fn clear(dir: &OwnedFd) -> Result<()> {
     let flags = match fstatat(dir, TEMPORARY, AtFlags::AT_SYMLINK_NOFOLLOW) {
         Err(Errno::ENOENT) => return Ok(()),
@@ -176,7 +177,7 @@ mod tests {
 
     use super::*;
 
-    /// A root, and a directory beside it that nothing may reach.
+    /// A root, and a directory outside of it that nothing may reach.
     fn root() -> (TempDir, PathBuf, PathBuf, Rootfs) {
         let dir = tempfile::tempdir().unwrap();
         let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
@@ -255,7 +256,7 @@ mod tests {
         symlink(outside.join("secret"), root.join("link")).unwrap();
         fs::write(root.join("f"), "12345").unwrap();
         nix::unistd::mkfifo(&root.join("fifo"), Mode::S_IRUSR).unwrap();
-        // A number that no driver has: whoever opens such a node is told ENXIO.
+        // No driver has this number: opening such a node fails with ENXIO.
         let number = nix::sys::stat::makedev(60, 250);
         nix::sys::stat::mknod(
             &root.join("device"),
@@ -272,8 +273,8 @@ mod tests {
         assert_eq!(read("/absent").unwrap(), None);
         assert_eq!(read("/to-root/f").unwrap().unwrap(), b"12345");
         for path in ["/link", "/fifo", "/device", "/to-device", "/to-root", "/"] {
-            let said = format!("{:#}", read(path).unwrap_err());
-            assert_eq!(said, format!("cannot open {path}: not a regular file"));
+            let message = format!("{:#}", read(path).unwrap_err());
+            assert_eq!(message, format!("cannot open {path}: not a regular file"));
         }
     }
 

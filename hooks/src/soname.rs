@@ -1,6 +1,6 @@
-//! The name that a library gives itself (DT_SONAME), by which programs ask for it.
+//! The SONAME of a library, by which programs load it.
 //!
-//! Read from the few places where it is: libraries of a driver have hundreds of megabytes.
+//! Only the needed parts of the file are read: libraries of a driver have hundreds of megabytes.
 
 use std::fs::File;
 use std::io;
@@ -9,7 +9,7 @@ use std::path::Path;
 
 use firn_host::open_regular;
 
-/// Most program headers and dynamic entries that are looked at.
+/// Largest number of program headers and of dynamic entries that are read.
 const MOST: u64 = 1024;
 /// Longest name.
 const LONGEST: usize = 255;
@@ -20,7 +20,8 @@ const END: u64 = 0;
 const STRTAB: u64 = 5;
 const SONAME: u64 = 14;
 
-/// The name of the library in a file; none when the file is no library of this machine's kind, or has no plain name.
+/// The SONAME of the library in a file; none when the file is no library for this machine, or its name is not
+/// plain.
 pub fn of(path: &Path) -> Option<String> {
     Elf(open_regular(path).ok()?).soname().ok().flatten()
 }
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_tells_its_name_and_nothing_else_does() {
+    fn only_a_library_has_a_name() {
         assert_eq!(of(&libc()).as_deref(), Some("libc.so.6"));
         assert_eq!(of(&std::env::current_exe().unwrap()), None);
         for path in ["/etc/passwd", "/dev/null", "/proc", "/nonexistent"] {
@@ -137,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_cut_or_lies_has_no_name() {
+    fn a_truncated_or_malformed_library_has_no_name() {
         let whole = std::fs::read(libc()).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("lib");

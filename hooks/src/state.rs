@@ -1,27 +1,37 @@
-//! The container's state as the OCI runtime hands it to hooks, and the bundle that it names.
+//! The container's state, which the OCI runtime passes to hooks.
+//!
+//! Read as JSON and not through oci-spec: the runtime specification permits states that oci-spec does not
+//! know.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use firn_config::names;
+use firn_oci::Spec;
 use serde_json::Value;
 
 /// Largest state that is read; annotations make up most of it.
 const MAX_BYTES: u64 = 1 << 20;
-
-/// Largest spec that is read.
-const MAX_SPEC: u64 = 16 << 20;
 
 /// The state of a container.
 #[derive(Debug)]
 pub struct State(Value);
 
 impl State {
-    /// Reads it.
+    /// Reads the state.
     pub fn read(input: impl Read) -> Result<Self> {
-        Ok(Self(json(input, MAX_BYTES, "the container's state")?))
+        const WHAT: &str = "the container's state";
+        let mut bytes = Vec::new();
+        input
+            .take(MAX_BYTES + 1)
+            .read_to_end(&mut bytes)
+            .with_context(|| format!("cannot read {WHAT}"))?;
+        ensure!(
+            bytes.len() as u64 <= MAX_BYTES,
+            "{WHAT} is larger than {MAX_BYTES} bytes"
+        );
+        let state = serde_json::from_slice(&bytes).with_context(|| format!("{WHAT} is not valid JSON"))?;
+        Ok(Self(state))
     }
 
     /// The process id of the container's init, in this pid namespace.
@@ -33,10 +43,10 @@ impl State {
         pid.context("the container's state has no pid")
     }
 
-    /// The container's root file system, as the spec in its bundle names it.
+    /// Path of the container's root file system, from the spec in its bundle.
     pub fn rootfs(&self) -> Result<PathBuf> {
         let bundle = self.bundle()?;
-        root(bundle, &spec(bundle)?)
+        root(bundle, &Spec::load(bundle)?)
     }
 
     /// The container's bundle.
@@ -46,28 +56,11 @@ impl State {
     }
 }
 
-/// The spec in a bundle.
-pub fn spec(bundle: &Path) -> Result<Value> {
-    let path = bundle.join(names::BUNDLE_SPEC);
-    let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-    json(file, MAX_SPEC, &path.display().to_string())
-}
-
-/// The root file system that the spec of this bundle names.
-pub fn root(bundle: &Path, spec: &Value) -> Result<PathBuf> {
-    let root = spec.pointer("/root/path").and_then(Value::as_str);
-    let root = root.filter(|root| !root.is_empty());
-    Ok(bundle.join(root.with_context(|| format!("the spec in {} names no root", bundle.display()))?))
-}
-
-fn json(input: impl Read, limit: u64, what: &str) -> Result<Value> {
-    let mut bytes = Vec::new();
-    input
-        .take(limit + 1)
-        .read_to_end(&mut bytes)
-        .with_context(|| format!("cannot read {what}"))?;
-    ensure!(bytes.len() as u64 <= limit, "{what} is larger than {limit} bytes");
-    serde_json::from_slice(&bytes).with_context(|| format!("{what} is not valid JSON"))
+/// Path of the root file system of the container with this bundle and spec.
+pub fn root(bundle: &Path, spec: &Spec) -> Result<PathBuf> {
+    let root = spec.root_path().filter(|root| !root.as_os_str().is_empty());
+    let root = root.with_context(|| format!("the spec in {} has no root", bundle.display()))?;
+    Ok(bundle.join(root))
 }
 
 #[cfg(test)]

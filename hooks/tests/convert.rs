@@ -63,7 +63,8 @@ fn spec(devices: &str) -> Value {
         "ociVersion": "1.2.0",
         "process": {"args": ["sh"], "env": [format!("NVIDIA_VISIBLE_DEVICES={devices}")]},
         "hooks": {"prestart": [
-            {"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["nvidia-container-runtime-hook", "prestart"]},
+            {"path": "/usr/bin/nvidia-container-runtime-hook", "args":
+              ["nvidia-container-runtime-hook", "prestart"]},
         ]},
         "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
         "future": [1],
@@ -179,7 +180,7 @@ fn with_nodes(minor: u64, devices: &str) -> Value {
 }
 
 #[test]
-fn a_name_beside_nodes_adds_libraries_and_no_gpu() {
+fn a_name_and_nodes_add_libraries_and_no_gpu() {
     let uuid = "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1";
     let bundle = Bundle::new(&with_nodes(1, uuid));
     assert_eq!(
@@ -202,7 +203,7 @@ fn a_name_beside_nodes_adds_libraries_and_no_gpu() {
         assert!(mount["options"].to_string().contains("\"ro\""), "{mount}");
     }
 
-    // An image's own variable is no grant beside one.
+    // An image's own variable does not extend the grant.
     let bundle = Bundle::new(&with_nodes(1, "all"));
     bundle.configure("visible-devices = true\n");
     let refusal = bundle.refusal();

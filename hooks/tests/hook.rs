@@ -39,10 +39,10 @@ fn run(program: &str, arguments: &[&str], state: &str) -> Output {
 
 #[test]
 fn its_version_is_that_of_the_release() {
-    let said = hook("--version", "");
-    assert!(said.status.success());
+    let output = hook("--version", "");
+    assert!(output.status.success());
     let expected = concat!("firn-hook ", env!("CARGO_PKG_VERSION"), "\n");
-    assert_eq!(String::from_utf8_lossy(&said.stdout), expected);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), expected);
 }
 
 #[test]
@@ -53,15 +53,16 @@ fn what_others_have_written_does_nothing_to_a_terminal() {
     std::fs::write(bundle.path().join("config.json"), spec.to_string()).expect("written");
     let state = serde_json::json!({"bundle": bundle.path()}).to_string();
     {
-        let said = hook("update-ldcache", &state);
-        assert_eq!(said.status.code(), Some(1));
-        let said = String::from_utf8(said.stderr).expect("text");
-        assert!(said.contains(r"x\u{1b}[2J\n\u{202e}"), "{said}");
+        let output = hook("update-ldcache", &state);
+        assert_eq!(output.status.code(), Some(1));
+        let message = String::from_utf8(output.stderr).expect("text");
+        assert!(message.contains(r"x\u{1b}[2J\n\u{202e}"), "{message}");
         assert!(
-            said.trim_end()
+            message
+                .trim_end()
                 .chars()
                 .all(|c| !c.is_control() && c != '\u{202e}'),
-            "{said:?}"
+            "{message:?}"
         );
     }
 }
@@ -83,7 +84,7 @@ fn nothing_is_opened_in_the_place_of_the_cache_but_a_regular_file() {
             .status();
         assert!(done.expect("sh starts").success(), "{script}: needs root");
     };
-    // A number that no driver has: whoever opens the node is told ENXIO. Nobody writes into the fifo.
+    // No driver has this number: opening the node fails with ENXIO. Nobody writes into the fifo.
     for script in [
         "mknod etc/ld.so.cache c 60 250",
         "mkfifo etc/ld.so.cache",
@@ -94,11 +95,11 @@ fn nothing_is_opened_in_the_place_of_the_cache_but_a_regular_file() {
     ] {
         shell(script);
         let output = hook("update-ldcache", &state);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{script}: {said}");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{script}: {message}");
         assert!(
-            said.contains("/etc/ld.so.cache: not a regular file"),
-            "{script}: {said}"
+            message.contains("/etc/ld.so.cache: not a regular file"),
+            "{script}: {message}"
         );
     }
     // A link that leads out of the image leads nowhere.
@@ -123,10 +124,10 @@ fn nothing_is_opened_in_the_place_of_the_cache_but_a_regular_file() {
         &["--mount", "--propagation", "private", "sh", "-ec", &script],
         &state,
     );
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
-        output.status.success() && said.contains("what is mounted is not changed"),
-        "{said}"
+        output.status.success() && message.contains("what is mounted is not changed"),
+        "{message}"
     );
     let left = std::fs::read(hosts.path().join("ld.so.cache")).expect("read");
     assert_eq!(
@@ -160,7 +161,8 @@ fn in_a_new_namespace(check: fn(pid: String)) {
 fn the_loopback_of_the_container_comes_up_and_repeating_it_does_no_harm() {
     in_a_new_namespace(|pid| {
         assert!(!loopback_works(), "a new namespace has its loopback down");
-        // The hook's own namespace is the one it was started in, as runc starts it in its own: enter it from there.
+        // The hook's own namespace is the one it was started in, as runc starts it in its own: enter it from
+        // there.
         for _ in 0..2 {
             let state =
                 format!(r#"{{"ociVersion":"1.2.0","id":"c","status":"stopped","pid":{pid},"bundle":"/b"}}"#);
@@ -198,7 +200,7 @@ fn a_container_in_the_hosts_namespace_is_left_alone() {
 }
 
 #[test]
-fn failures_and_wrong_usage_are_told_apart() {
+fn failures_and_wrong_usage_have_different_codes() {
     let output = hook("createRuntime", r#"{"pid":2147483646}"#);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/proc/2147483646/ns/net"));
@@ -264,7 +266,8 @@ fn as_a_script_it_acts_at_its_moments_and_leaves_its_reason() {
     assert_eq!(hook("", "{}").status.code(), Some(2), "it is no script then");
 }
 
-/// A container that has the host's /etc mounted, in a mount namespace as at the stage createContainer. Gives the hook's output.
+/// A container that has the host's /etc mounted, in a mount namespace as at the stage createContainer. Gives
+/// the hook's output.
 fn with_etc_mounted(bundle: &Path, options: &str) -> Output {
     let at = |path: &str| bundle.join(path);
     for dir in ["root/etc", "root/usr/lib64", "host/etc", "driver"] {
@@ -285,7 +288,8 @@ fn with_etc_mounted(bundle: &Path, options: &str) -> Output {
     std::fs::write(at("config.json"), spec.to_string()).expect("written");
     let state = serde_json::json!({"bundle": bundle}).to_string();
     let script = format!(
-        "mount --bind host/etc root/etc && mount -o remount,bind,{options} root/etc && echo '{state}' | {} createContainer",
+        "mount --bind host/etc root/etc && mount -o remount,bind,{options} root/etc && echo '{state}' \
+         | {} createContainer",
         env!("CARGO_BIN_EXE_firn-hook")
     );
     Command::new("unshare")
@@ -300,11 +304,11 @@ fn nothing_is_written_through_a_mount_and_the_container_starts() {
     for options in ["rw", "ro"] {
         let bundle = tempfile::tempdir().expect("a directory");
         let output = with_etc_mounted(bundle.path(), options);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{options}: {said}");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{options}: {message}");
         let hosts = std::fs::read_dir(bundle.path().join("host/etc")).expect("read");
         assert_eq!(hosts.count(), 0, "{options}: the host's files are as they were");
-        assert!(said.contains("/etc/ld.so.cache"), "{options}: {said}");
+        assert!(message.contains("/etc/ld.so.cache"), "{options}: {message}");
         let link = bundle.path().join("root/usr/lib64/libc.so.6");
         assert_eq!(
             std::fs::read_link(link).expect("a link"),
@@ -317,7 +321,7 @@ fn nothing_is_written_through_a_mount_and_the_container_starts() {
 fn no_failure_keeps_a_container_from_starting() {
     let bundle = tempfile::tempdir().expect("a directory");
     let state = serde_json::json!({"bundle": bundle.path()}).to_string();
-    for (spec, says) in [
+    for (spec, reports) in [
         ("no JSON", true),
         (r#"{"linux": {"devices": [{"path": "/dev/fuse"}]}}"#, false),
         (r#"{"linux": {"devices": [{"path": "/dev/nvidia0"}]}}"#, true),
@@ -329,8 +333,8 @@ fn no_failure_keeps_a_container_from_starting() {
         std::fs::write(bundle.path().join("config.json"), spec).expect("written");
         let output = hook("createContainer", &state);
         assert!(output.status.success(), "{spec}");
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(told.starts_with("firn-hook: "), says, "{spec}: {told}");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(message.starts_with("firn-hook: "), reports, "{spec}: {message}");
     }
     assert!(hook("createContainer", "{}").status.success());
 }

@@ -1,15 +1,18 @@
 //! The CRIU configuration file of a GPU container.
 //!
-//! runc hands CRIU one such file per container, whose lines override what runc asks for. It is the only way to reach
-//! what GPU containers need: a plugin directory without CRIU's CUDA plugin (firn drives the driver itself), and, at a
-//! restore, firn-hook as a script that sets /dev right before CRIU opens files, and tasks that stay stopped until their GPU
-//! state is back. At restores of all containers it keeps CRIU from applying what the image says of cgroups.
+//! runc passes CRIU one such file per container, whose lines override runc's own options. Only this file can
+//! set what GPU containers need: a plugin directory without CRIU's CUDA plugin, because firn calls the driver
+//! itself; and for a restore, firn-hook as the script that corrects /dev before CRIU opens files, and tasks
+//! that stay stopped until their GPU state is restored. For restores of all containers the file keeps CRIU
+//! from using the image's cgroup settings.
 //!
-//! A user's own file keeps its effect: its lines come first, firn's follow, and of two values CRIU takes the last, but for
-//! scripts, all of which it runs. One default comes before them: CRIU carries deleted files that are still open up to 1 MiB, and
-//! NCCL's and PyTorch's in /dev/shm are larger. runc reads the file that the annotation `org.criu.config` names, else
-//! /etc/criu/runc.conf; an empty annotation means no
-//! file; a file that does not exist is ignored. So does firn. The file is read anew for every operation.
+//! A user's own file stays in effect: its lines come first, firn's follow. Of two values CRIU takes the last,
+//! but it runs all scripts. One default comes before the user's lines: CRIU saves deleted files that are
+//! still open only up to 1 MiB, and those of NCCL and PyTorch in /dev/shm are larger.
+//!
+//! firn finds the user's file as runc does: the annotation `org.criu.config` names it, else it is
+//! /etc/criu/runc.conf. An empty annotation means no file, and a file that does not exist is ignored. The
+//! file is read for every operation.
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -23,7 +26,7 @@ use firn_host::{atomic_file, open_regular};
 /// Largest user's file that is read.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// Deleted files in the image: as large as they are.
+/// Lets CRIU save deleted files of any size.
 const ANY_GHOST: &str = "ghost-limit 1024G";
 
 /// What CRIU is about to do.
@@ -31,7 +34,7 @@ const ANY_GHOST: &str = "ghost-limit 1024G";
 pub enum Operation {
     /// Write an image.
     Dump,
-    /// Make processes from an image.
+    /// Restore processes from an image.
     Restore,
 }
 
@@ -71,7 +74,8 @@ impl Problem for CriuError {
     }
 }
 
-/// The CRIU configuration of one container. Made from the spec before [`crate::edit::set_criu_config`] edits it.
+/// The CRIU configuration of one container. Read from the spec before [`crate::edit::set_criu_config`] edits
+/// the spec.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CriuConfig {
     bundle: PathBuf,
@@ -81,17 +85,18 @@ pub struct CriuConfig {
     script: Option<PathBuf>,
     /// How restores treat the image's cgroups.
     cgroups: Cgroups,
-    /// Restored tasks run at once, whoever gives them their GPU state.
+    /// Whether restored tasks run at once.
     runs: bool,
 }
 
-/// What of an image's cgroups a restore uses. No directory, no owner and no value of a file is ever made from it.
+/// What a restore uses of an image's cgroups. It never makes a directory, an owner or a value of a file from
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cgroups {
-    /// Nothing: tasks stay in the cgroup of CRIU, which is the container's, as the runtime has put it there.
+    /// Nothing: tasks stay in CRIU's cgroup. The runtime has put CRIU into the container's cgroup.
     Ignored,
-    /// The root of the cgroup namespace, which CRIU makes only where it puts tasks into cgroups: those of the image have to be
-    /// there.
+    /// The root of the cgroup namespace. CRIU sets it only if it puts tasks into cgroups, and then the
+    /// image's cgroups must exist.
     Existing,
 }
 
@@ -103,7 +108,7 @@ impl Cgroups {
         }
     }
 
-    /// As CRIU names it.
+    /// The value of CRIU's option `manage-cgroups`.
     fn mode(self) -> &'static str {
         match self {
             Self::Ignored => "ignore",
@@ -112,24 +117,25 @@ impl Cgroups {
     }
 }
 
-/// Who gives processes their GPU state.
+/// Who restores the GPU state of processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Driver {
-    /// firn, to tasks that stay stopped until then. With the operator's plugin directory; none means the empty one in the
-    /// bundle.
+    /// firn; tasks stay stopped until then. `libs_dir` is the operator's plugin directory; none means the
+    /// empty directory in the bundle.
     Firn { libs_dir: Option<PathBuf> },
-    /// CRIU, by a plugin from where it looks for them.
+    /// CRIU, by a plugin from its default directory.
     Criu,
 }
 
 impl CriuConfig {
-    /// For the container of this bundle. `libs_dir` is the configuration's `[criu] libs-dir`.
+    /// For the container of this bundle, whose GPU state firn restores. `libs_dir` is the configuration's
+    /// `[criu] libs-dir`.
     pub fn new(spec: &Spec, bundle: &Path, libs_dir: Option<&Path>) -> Self {
         let libs_dir = libs_dir.map(Path::to_owned);
         Self::driven(spec, bundle, Driver::Firn { libs_dir })
     }
 
-    /// For a container whose GPU state is CRIU's own affair.
+    /// For a container whose GPU state, if any, CRIU restores.
     pub fn of_criu(spec: &Spec, bundle: &Path) -> Self {
         Self::driven(spec, bundle, Driver::Criu)
     }
@@ -142,7 +148,7 @@ impl CriuConfig {
         }
     }
 
-    /// For an image without GPU state: there is nothing to wait for.
+    /// For an image without GPU state: restored tasks need not wait.
     pub fn without_state(self) -> Self {
         Self { runs: true, ..self }
     }
@@ -168,8 +174,8 @@ impl CriuConfig {
         self.bundle.join(names::BUNDLE_CRIU_CONFIG)
     }
 
-    /// Writes the file for the operation that comes next. Where firn has nothing to add to dumps, runc is led to the user's
-    /// own file: nothing of firn's comes before a dump then that would read it anew.
+    /// Writes the file for the next operation. If firn has no line to add to dumps, the file is a link to the
+    /// user's own: firn does not run before such a dump and could not read a changed file.
     pub fn write(&self, operation: Operation) -> Result<(), CriuError> {
         if let (Operation::Dump, Driver::Criu, Some(users_file)) = (operation, &self.driver, &self.users_file)
         {
@@ -180,7 +186,7 @@ impl CriuConfig {
             make_directory(&self.bundle.join(names::BUNDLE_CRIU_LIBS))?;
         }
         if let Some(hook) = &self.script {
-            // CRIU gives a script no argument: by the link firn-hook learns the bundle.
+            // CRIU passes a script no argument: firn-hook finds the bundle by this link.
             make_link(hook, &self.bundle.join(names::BUNDLE_CRIU_SCRIPT))?;
         }
         atomic_file::write(&self.bundle, names::BUNDLE_CRIU_CONFIG, content.as_bytes(), 0o600).map_err(
@@ -210,7 +216,7 @@ impl CriuConfig {
                 let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
                 content.push_str(&format!("action-script {}\n", checked(&link)?));
             }
-            // Without a blank, after which CRIU would take the value for another option's.
+            // With `=`: after a blank CRIU would read the value as another option.
             content.push_str(&format!("manage-cgroups={}\n", self.cgroups.mode()));
             if self.driver != Driver::Criu && !self.runs {
                 content.push_str("leave-stopped\n");
@@ -247,8 +253,8 @@ impl CriuConfig {
     }
 }
 
-/// A path as a value of CRIU's configuration files, which cut values at `#` and at blanks. Quotes would help against
-/// blanks only, and CRIU's reading of them has its own surprises.
+/// The text of a path, if it can be a value in CRIU's configuration files. CRIU ends a value at `#` and at a
+/// blank. Quotes would permit blanks only, and CRIU does not parse them reliably.
 fn checked(path: &Path) -> Result<&str, CriuError> {
     let unfit = |c: char| matches!(c, '"' | '\\' | '#') || c.is_control() || c.is_whitespace();
     let text = path.to_str().filter(|text| !text.contains(unfit));
@@ -269,13 +275,13 @@ pub const PLUGIN_DIRS: [&str; 6] = [
 
 const AMD_PLUGIN: &str = "amdgpu_plugin.so";
 
-/// CRIU has no plugin for AMD's GPUs, or cannot be given it alone.
+/// CRIU has no plugin for AMD's GPUs, or the directory for it cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum AmdPluginError {
-    /// It is nowhere.
-    #[error("CRIU's plugin for AMD's GPUs is not there: {}", looked_at.display())]
+    /// The plugin does not exist.
+    #[error("CRIU's plugin for AMD's GPUs does not exist: {}", looked_at.display())]
     Missing { looked_at: PathBuf },
-    /// The directory that holds nothing else cannot be made.
+    /// The directory for this plugin alone cannot be made.
     #[error("cannot make {}", path.display())]
     Directory { path: PathBuf, source: io::Error },
 }
@@ -295,7 +301,7 @@ impl Problem for AmdPluginError {
     }
 }
 
-/// CRIU's plugin for AMD's GPUs: the one that is configured, else the first in `dirs`.
+/// The path of CRIU's plugin for AMD's GPUs: the configured one, else the first in `dirs`.
 pub fn amd_plugin(configured: Option<&Path>, dirs: &[&str]) -> Result<PathBuf, AmdPluginError> {
     let found = match configured {
         Some(plugin) => Some(plugin.to_owned()).filter(|plugin| plugin.is_file()),
@@ -309,7 +315,7 @@ pub fn amd_plugin(configured: Option<&Path>, dirs: &[&str]) -> Result<PathBuf, A
     })
 }
 
-/// A plugin directory in the bundle with the plugin for AMD's GPUs and no other. Safe to repeat.
+/// Makes a plugin directory in the bundle with the plugin for AMD's GPUs and no other. Safe to repeat.
 pub fn amd_plugins(
     bundle: &Path,
     configured: Option<&Path>,
@@ -354,201 +360,4 @@ fn make_link(to: &Path, path: &Path) -> Result<(), CriuError> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn spec(criu_config: &str) -> Spec {
-        Spec::from(json!({"annotations": {"org.criu.config": criu_config}}))
-    }
-
-    fn written(config: &CriuConfig, operation: Operation) -> Vec<String> {
-        config.write(operation).unwrap();
-        std::fs::read_to_string(config.path())
-            .unwrap()
-            .lines()
-            .map(str::to_owned)
-            .collect()
-    }
-
-    #[test]
-    fn without_a_users_file_only_firns_lines_are_there() {
-        let bundle = tempfile::tempdir().unwrap();
-        for users_file in ["", "/nonexistent/criu.conf"] {
-            let config = CriuConfig::new(&spec(users_file), bundle.path(), None);
-            let libs_dir = bundle.path().join("firn-criu-libs");
-            let libdir = format!("libdir {}", libs_dir.display());
-            let dump = [ANY_GHOST.to_owned(), libdir.clone()];
-            assert_eq!(written(&config, Operation::Dump), dump);
-            assert_eq!(
-                written(&config, Operation::Restore),
-                [
-                    libdir,
-                    "manage-cgroups=ignore".to_owned(),
-                    "leave-stopped".to_owned()
-                ]
-            );
-            assert_eq!(
-                written(&config, Operation::Dump),
-                dump,
-                "a dump must not leave tasks stopped"
-            );
-            assert_eq!(std::fs::read_dir(&libs_dir).unwrap().count(), 0);
-        }
-    }
-
-    #[test]
-    fn the_users_lines_come_first_and_are_read_anew() {
-        let bundle = tempfile::tempdir().unwrap();
-        let users = bundle.path().join("users.conf");
-        std::fs::write(&users, "tcp-established\nlibdir /usr/lib/criu").unwrap();
-        let config = CriuConfig::new(
-            &spec(users.to_str().unwrap()),
-            bundle.path(),
-            Some(Path::new("/empty")),
-        );
-        let lines = written(&config, Operation::Restore);
-        assert_eq!(
-            lines,
-            [
-                "tcp-established",
-                "libdir /usr/lib/criu",
-                "libdir /empty",
-                "manage-cgroups=ignore",
-                "leave-stopped"
-            ]
-        );
-        std::fs::write(&users, "ghost-limit 2M").unwrap();
-        assert_eq!(
-            written(&config, Operation::Dump),
-            [ANY_GHOST, "ghost-limit 2M", "libdir /empty"]
-        );
-        assert!(!bundle.path().join("firn-criu-libs").exists());
-    }
-
-    #[test]
-    fn the_script_is_for_restores_and_beside_the_users() {
-        let bundle = tempfile::tempdir().unwrap();
-        let users = bundle.path().join("users.conf");
-        std::fs::write(&users, "action-script /users").unwrap();
-        let link = bundle.path().join("firn-criu-script");
-        let ours = format!("action-script {}", link.display());
-        let spec = spec(users.to_str().unwrap());
-        let plugins = CriuConfig::of_criu(&spec, bundle.path()).with_script(Path::new("/a hook"));
-        for _ in 0..2 {
-            let lines = written(&plugins, Operation::Restore);
-            let ours = ["action-script /users", &ours, "manage-cgroups=ignore"];
-            assert_eq!(lines, ours, "CRIU's own restore");
-            assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/a hook"));
-        }
-        assert_eq!(written(&plugins, Operation::Dump), ["action-script /users"]);
-        std::fs::write(&users, "ghost-limit 2M").unwrap();
-        let dumps = std::fs::read_to_string(plugins.path()).unwrap();
-        assert_eq!(dumps, "ghost-limit 2M", "as it is at the dump");
-        assert_eq!(
-            written(&plugins, Operation::Restore),
-            ["ghost-limit 2M", &ours, "manage-cgroups=ignore"]
-        );
-        assert_eq!(std::fs::read_to_string(&users).unwrap(), "ghost-limit 2M");
-        let own =
-            CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).with_script(Path::new("/hook"));
-        let lines = written(&own, Operation::Restore);
-        assert_eq!(
-            lines[1..],
-            ["libdir /empty", &ours, "manage-cgroups=ignore", "leave-stopped"]
-        );
-        assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/hook"));
-    }
-
-    #[test]
-    fn only_a_cgroup_namespace_has_criu_look_at_the_images_cgroups() {
-        let bundle = tempfile::tempdir().unwrap();
-        for (namespace, mode) in [
-            ("cgroup", "manage-cgroups=none"),
-            ("pid", "manage-cgroups=ignore"),
-        ] {
-            let namespaces = json!([{ "type": namespace }]);
-            let spec = Spec::from(
-                json!({"linux": {"namespaces": namespaces}, "annotations": {"org.criu.config": ""}}),
-            );
-            let config = CriuConfig::of_criu(&spec, bundle.path());
-            assert_eq!(written(&config, Operation::Restore), [mode]);
-            let config = CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).without_state();
-            assert_eq!(written(&config, Operation::Restore), ["libdir /empty", mode]);
-        }
-    }
-
-    #[test]
-    fn without_annotation_runcs_own_file_counts() {
-        let config = CriuConfig::new(&Spec::from(json!({})), Path::new("/b"), None);
-        assert_eq!(
-            config.users_file.as_deref(),
-            Some(Path::new("/etc/criu/runc.conf"))
-        );
-    }
-
-    #[test]
-    fn a_users_file_that_is_no_text_is_refused() {
-        let bundle = tempfile::tempdir().unwrap();
-        let users = bundle.path().join("users.conf");
-        for content in [&b"\xff\xfe"[..], b"a\0b", &[b'#'; 70_000]] {
-            std::fs::write(&users, content).unwrap();
-            let config = CriuConfig::new(&spec(users.to_str().unwrap()), bundle.path(), None);
-            assert!(matches!(
-                config.write(Operation::Dump),
-                Err(CriuError::NotText { .. })
-            ));
-            assert!(!config.path().exists());
-        }
-        let config = CriuConfig::new(&spec(bundle.path().to_str().unwrap()), bundle.path(), None);
-        assert!(matches!(
-            config.write(Operation::Dump),
-            Err(CriuError::Read { .. })
-        ));
-    }
-
-    #[test]
-    fn the_plugin_for_amd_is_given_alone() {
-        let node = tempfile::tempdir().unwrap();
-        let at = |name: &str| node.path().join(name);
-        for name in [
-            "criu/amdgpu_plugin.so",
-            "criu/cuda_plugin.so",
-            "own/amdgpu_plugin.so",
-        ] {
-            std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
-            std::fs::write(at(name), "").unwrap();
-        }
-        let dirs = [at("none"), at("criu"), at("own")];
-        let dirs: Vec<&str> = dirs.iter().map(|dir| dir.to_str().unwrap()).collect();
-        let own = at("own/amdgpu_plugin.so");
-        for (configured, expected) in [
-            (None, at("criu/amdgpu_plugin.so")),
-            (Some(own.as_path()), own.clone()),
-        ] {
-            let dir = amd_plugins(node.path(), configured, &dirs).unwrap();
-            let entries: Vec<_> = std::fs::read_dir(&dir)
-                .unwrap()
-                .map(|entry| entry.unwrap().path())
-                .collect();
-            assert_eq!(entries, [dir.join("amdgpu_plugin.so")]);
-            assert_eq!(std::fs::read_link(&entries[0]).unwrap(), expected);
-        }
-        for configured in [None, Some(at("none/amdgpu_plugin.so"))] {
-            let error = amd_plugins(node.path(), configured.as_deref(), &dirs[..1]).unwrap_err();
-            assert_eq!(error.code(), "FIRN-AMD-PLUGIN");
-            assert!(error.to_string().contains("none"), "{error}");
-        }
-    }
-
-    #[test]
-    fn paths_that_criu_would_misread_are_refused() {
-        for bad in ["/a#b", "/a\"b", "/a\nleave-running", "/a\\b", "/a b"] {
-            let config = CriuConfig::new(&spec(""), Path::new("/"), Some(Path::new(bad)));
-            assert!(
-                matches!(config.content(Operation::Dump), Err(CriuError::Path { .. })),
-                "{bad}"
-            );
-        }
-    }
-}
+mod tests;

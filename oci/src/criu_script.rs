@@ -1,12 +1,14 @@
 //! What firn-hook does as CRIU's action script.
 //!
-//! CRIU calls it at several points of a restore. One counts: the container's file systems are there, and no file has been
-//! opened again. That is the moment to set the GPU nodes of its /dev right: a node that a process had open, and AMD's
-//! render nodes, are opened by CRIU itself.
+//! CRIU calls the script at several points of a restore. firn uses two:
 //!
-//! Another is that at which all is made and nothing runs: mounts get the flags that CRIU has lost.
+//! - [`MOMENT`]: the container's file systems are mounted and CRIU has opened no file again. firn-hook
+//!   corrects the GPU nodes in the container's /dev, because CRIU itself opens the nodes that a process had
+//!   open, and AMD's render nodes.
+//! - [`MOUNTED`]: everything is restored and no task runs. Mounts get the flags that CRIU has lost.
 //!
-//! CRIU tells of a script only that it has failed. So the reason is left in the bundle, for the shim.
+//! CRIU reports only that a script has failed. firn-hook therefore writes the reason into the bundle, for the
+//! shim.
 
 use std::io::Read;
 use std::path::Path;
@@ -18,17 +20,17 @@ use crate::dev_repair;
 use crate::dev_repair::{DevError, DevRepair};
 use firn_host::{Problem, ProblemReport, atomic_file};
 
-/// CRIU's name of the moment.
+/// File systems are mounted, and no file is open.
 pub const MOMENT: &str = "post-setup-namespaces";
 
-/// When all mounts are there, no task runs, and a script that fails still ends the restore.
+/// All mounts exist, no task runs, and a script that fails still ends the restore.
 pub const MOUNTED: &str = "post-restore";
 
 /// Largest reason that is read.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// Makes the GPU nodes in the /dev of the container whose first process this is those of the bundle's spec. What fails is left
-/// in the bundle.
+/// Replaces the GPU nodes in the container's /dev by those of the bundle's spec. `init` is the container's
+/// first process. The reason of a failure is written into the bundle.
 pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, ProblemReport> {
     let repaired = Spec::load(bundle).map_err(DevError::from).and_then(|spec| {
         match spec.requests_gpu() || spec.has_other_gpus() {
@@ -39,15 +41,15 @@ pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, ProblemReport> {
     repaired.map_err(|error| leave(bundle, error.report()))
 }
 
-/// Leaves in the bundle, for the shim, why the script has failed.
+/// Writes into the bundle, for the shim, why the script has failed.
 pub fn leave(bundle: &Path, problem: ProblemReport) -> ProblemReport {
     let bytes = serde_json::to_vec(&problem).unwrap_or_default();
-    // CRIU's log has it too.
+    // CRIU's log has the reason too.
     let _ = atomic_file::write(bundle, names::BUNDLE_SCRIPT_REFUSAL, &bytes, 0o600);
     problem
 }
 
-/// Takes what [`leave`] left in this bundle, and removes it.
+/// Reads what [`leave`] has written into this bundle, and removes the file.
 pub fn take(bundle: &Path) -> Option<ProblemReport> {
     let path = bundle.join(names::BUNDLE_SCRIPT_REFUSAL);
     let mut text = Vec::new();

@@ -1,13 +1,15 @@
 //! GPU nodes in the /dev of a restored container.
 //!
-//! CRIU brings /dev back as it was at the dump: with the source's nodes and numbers, whatever the spec of the restored
-//! container says. [`repair`] makes the GPU nodes those of the spec. It runs when CRIU has the container's mounts and opens no
-//! file yet ([`crate::criu_script`]), and for NVIDIA's GPUs once more between `runc restore`, which leaves the tasks stopped, and
-//! the driver's restore, which opens the nodes.
+//! CRIU restores /dev as it was at the dump, with the source's nodes and numbers; it does not know the spec
+//! of the restored container. [`repair`] replaces the GPU nodes by those of the spec. It runs when CRIU has
+//! mounted the container's file systems and has opened no file ([`crate::criu_script`]). For NVIDIA GPUs it
+//! runs once more between `runc restore`, which leaves the tasks stopped, and the driver's restore, which
+//! opens the nodes.
 //!
-//! The content of a container is hostile: directories are opened beneath the container's root without following any
-//! link or mount below /dev, entries are removed and made relative to them, and a new node is checked before its owner and mode
-//! are set. A /dev that is the host's own is left alone. Nodes that are not about GPUs are not looked at.
+//! The content of a container is hostile. Directories are opened beneath the container's root, and no link or
+//! mount below /dev is followed. Entries are removed and made relative to these directories, and a new node
+//! is checked before its owner and mode are set. The host's own /dev is never changed, and nodes that are not
+//! GPU nodes are ignored.
 
 use std::ffi::{CString, OsStr};
 use std::fs::Permissions;
@@ -23,7 +25,8 @@ use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2};
 use nix::sys::stat::{Mode, SFlag, fstat, fstatat, lstat, major, makedev, minor, mkdirat, mknodat};
 use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, unlinkat};
 
-use crate::device_class::{DIRECTORIES, GRAPHICS, is_gpu};
+use crate::device_class::{DIRECTORIES, GRAPHICS};
+use crate::vendor::is_gpu;
 use crate::{Spec, SpecDevice, SpecError, other_gpu};
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::{Chain, Problem, Remedy, remedy};
@@ -70,23 +73,24 @@ impl Problem for DevError {
 pub struct DevRepair {
     /// Nodes made, or replaced because they opened another device.
     pub made: Vec<PathBuf>,
-    /// Nodes of GPUs that the spec does not give.
+    /// Nodes of GPUs that the spec does not have.
     pub removed: Vec<PathBuf>,
-    /// Why nodes of graphics are as they were. Nobody computes by them, and the cgroup opens none but the spec's.
+    /// Why graphics nodes are unchanged. They are not used for compute, and the device cgroup allows only the
+    /// spec's.
     pub left: Option<String>,
 }
 
-/// Makes the GPU nodes in the /dev of this process's root those of the spec. Safe to repeat.
+/// Replaces the GPU nodes in the /dev of this process's root by those of the spec. Safe to repeat.
 pub fn repair(pid: i32, spec: &Spec) -> Result<DevRepair, DevError> {
     let root = PathBuf::from(format!("/proc/{pid}/root"));
     repair_below(&root, Path::new(DEV), spec)
 }
 
-/// As [`repair`], while CRIU makes the container and no file of it is open.
+/// Does the same while CRIU restores the container and has none of its files open.
 ///
-/// Its first process is then in a mount namespace of CRIU's, with the container's file systems beside each other under
-/// names of CRIU's, and from there nothing leads into the container's own. Its /dev is told by what it is: a tmpfs that the
-/// host does not have mounted, with GPU nodes in it.
+/// The container's first process is then in a mount namespace of CRIU's. The container's file systems are
+/// mounted there separately, under names that CRIU chooses; the container's own mount namespace cannot be
+/// reached yet. /dev is recognised by its content: a tmpfs that is not mounted on the host and has GPU nodes.
 pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError> {
     let root = PathBuf::from(format!("/proc/{init}/root"));
     let root_fd = open_root(&root)?;
@@ -97,7 +101,7 @@ pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError>
         |mount: &&MountEntry| mount.fs_type == "tmpfs" && mount.root == Path::new("/") && !is_hosts(mount);
     let mut done = DevRepair::default();
     for mount in mounts.iter().filter(is_own) {
-        // What is mounted over cannot be opened, and is no /dev.
+        // A mount that another one covers cannot be opened, and is not /dev.
         let Ok(Some(fd)) = open_mounted(&root_fd, &mount.mount_point) else {
             continue;
         };
@@ -109,7 +113,7 @@ pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError>
     Ok(done)
 }
 
-/// The nodes of AMD's GPUs that this host has, and of the graphics side of any GPU.
+/// This host's nodes of AMD's GPUs, and its graphics nodes of any GPU.
 pub fn other_gpus_of_host() -> Vec<DeviceNode> {
     let graphics = std::fs::read_dir("/dev/dri").into_iter().flatten().flatten();
     let paths = graphics.map(|entry| entry.path()).chain(["/dev/kfd".into()]);
@@ -223,7 +227,7 @@ impl Dev {
         let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
         let wanted: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
         let fd = match self.open(&path, !wanted.is_empty() && !name.is_empty()) {
-            // What is mounted there is another's.
+            // A file system is mounted there: not firn's to change.
             Err(Errno::EXDEV) if wanted.is_empty() => return Ok(()),
             Ok(None) => return Ok(()),
             Ok(Some(fd)) => fd,
@@ -262,8 +266,8 @@ fn how(resolve: ResolveFlag) -> OpenHow {
         .resolve(resolve)
 }
 
-/// Opens the directory at this path beneath a container's root, which a file system may be mounted on, without following
-/// links; none if it is not there.
+/// Opens the directory at this path beneath a container's root without following links; none if it does not
+/// exist. A file system may be mounted on it.
 fn open_mounted(root: &OwnedFd, path: &Path) -> Result<Option<OwnedFd>, Errno> {
     let relative = or_itself(path.strip_prefix("/").unwrap_or(path));
     match openat2(root, &relative, how(BENEATH)) {
@@ -279,7 +283,8 @@ fn or_itself(path: &Path) -> PathBuf {
     }
 }
 
-/// Opens a directory beneath another, on the same mount, without following links; none if it is not there and not to be made.
+/// Opens a directory beneath another, on the same mount and without following links. With `make` a missing
+/// one is created.
 fn open_directory(dir: &OwnedFd, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
     let (relative, how) = (or_itself(path), how(BENEATH | ResolveFlag::RESOLVE_NO_XDEV));
     match openat2(dir, &relative, how) {
@@ -320,7 +325,7 @@ impl Directory {
         Ok(())
     }
 
-    /// Makes the node, unless it is there and opens the right device.
+    /// Makes the node, unless it exists and opens the right device.
     fn provide(&mut self, wanted: &SpecDevice, done: &mut DevRepair) -> Result<(), DevError> {
         let path = &wanted.node.path;
         let name = self.name(path)?;
@@ -359,7 +364,7 @@ impl Directory {
         names().map_err(|e| self.failed("list", &self.path, e))
     }
 
-    /// What lies under this name; links are not followed.
+    /// What has this name; links are not followed.
     fn entry(&self, name: &std::ffi::CStr, path: &Path) -> Result<Option<Entry>, DevError> {
         match fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(DeviceId::of_stat(&stat).map_or(Entry::Other, Entry::Device))),
@@ -380,7 +385,7 @@ impl Directory {
         };
         let number = makedev(wanted.node.major, wanted.node.minor);
         mknodat(&self.fd, name, kind, Mode::empty(), number).map_err(|e| self.failed("make", path, e))?;
-        // From here on by descriptor: what is given an owner and a mode is the node just made.
+        // From here on by descriptor, so that the owner and mode are set on the node that was just made.
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let node = openat(&self.fd, name, flags, Mode::empty()).map_err(|e| self.failed("open", path, e))?;
         let stat = fstat(&node).map_err(|e| self.failed("look at", path, e))?;

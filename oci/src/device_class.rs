@@ -1,15 +1,13 @@
-//! Which paths and hooks of a spec are about NVIDIA GPUs.
+//! Which device nodes and hooks of a spec belong to NVIDIA GPUs.
 //!
-//! A path says what an entry is about; the device numbers say which device it opens. firn goes by the path in the
-//! container, as every tool that writes specs for GPUs keeps the host's names there.
+//! firn classifies a node by its path in the container: every tool that writes specs for GPUs keeps the
+//! host's names there. Which device the node opens is decided by its numbers.
 
 use std::path::Path;
 
 use serde_json::Value;
 
-use crate::vendor::{OtherGpu, other_gpu};
-
-/// What a device path of a container is about.
+/// What a device node of a container is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GpuPath {
     /// `/dev/nvidiaN`: one GPU.
@@ -23,7 +21,7 @@ pub enum GpuPath {
 /// Directories that hold nodes of GPUs, relative to `/dev`; the empty one is `/dev` itself.
 pub(crate) const DIRECTORIES: [&str; 4] = ["", "nvidia-caps", "nvidia-caps-imex-channels", GRAPHICS];
 
-/// The one that holds nodes of graphics.
+/// The directory of graphics nodes.
 pub(crate) const GRAPHICS: &str = "dri";
 
 /// Classifies an absolute device path.
@@ -47,12 +45,7 @@ pub(crate) fn is_nvidia(path: &Path) -> bool {
     matches!(classify(path), Some(GpuPath::Gpu | GpuPath::Control))
 }
 
-/// Whether the path is a node that opens a GPU, of whichever vendor.
-pub(crate) fn is_gpu(path: &Path) -> bool {
-    classify(path).is_some() || other_gpu(path) == Some(OtherGpu::Amd)
-}
-
-/// Whether a hook of the spec runs one of NVIDIA's programs, itself or through containerd's `oci-hook`.
+/// Whether a hook of the spec runs one of NVIDIA's programs, directly or through containerd's `oci-hook`.
 pub(crate) fn is_nvidia_hook(hook: &Value) -> bool {
     const PROGRAMS: [&str; 5] = [
         "nvidia-container-runtime-hook",
@@ -75,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_told_apart() {
+    fn paths_are_classified() {
         use GpuPath::{Control, Gpu, Graphics};
         for (path, class) in [
             ("/dev/nvidia0", Some(Gpu)),

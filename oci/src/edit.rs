@@ -1,7 +1,7 @@
 //! Edits of a spec before runc sees it.
 //!
-//! All edits are idempotent, keep the order of what they keep, and widen nothing: no wildcard is added, and a node is
-//! only allowed when it is named in the spec's device list too.
+//! All edits are idempotent and keep the order of the remaining entries. They grant nothing more: no wildcard
+//! is added, and a device rule is added only for a node that is in the spec's device list.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -21,10 +21,10 @@ use crate::{DeviceRule, Spec, SpecError};
 /// An edit that cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
-    /// The host has no device node for a GPU that the container is to get.
+    /// The host has no device node for a GPU that the container should get.
     #[error("GPU {uuid} has no device node on this host")]
     NoNode { uuid: GpuUuid },
-    /// The spec is not of the shape that the edit needs.
+    /// The spec is malformed where the edit changes it.
     #[error("cannot edit the spec")]
     Spec(#[from] SpecError),
 }
@@ -41,17 +41,17 @@ impl Problem for EditError {
     }
 }
 
-/// What [`replace_gpus`] has done, for the log.
+/// The changes of [`replace_gpus`], for the log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceEdit {
     /// Nodes that the spec did not have, or had with other numbers.
     pub added: Vec<DeviceNode>,
-    /// Nodes of the old spec that are gone.
+    /// Nodes that the spec no longer has.
     pub dropped: Vec<DeviceNode>,
 }
 
 impl DeviceEdit {
-    /// Whether the spec was right as it was.
+    /// Whether nothing was changed.
     pub fn is_empty(&self) -> bool {
         self.added.is_empty() && self.dropped.is_empty()
     }
@@ -59,23 +59,23 @@ impl DeviceEdit {
 
 impl fmt::Display for DeviceEdit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let told = |nodes: &[DeviceNode], what: &'static str| -> Vec<String> {
+        let list = |nodes: &[DeviceNode], what: &'static str| -> Vec<String> {
             let one =
                 |node: &DeviceNode| format!("{} ({}:{}) {what}", node.path.display(), node.major, node.minor);
             nodes.iter().map(one).collect()
         };
-        let mut all = told(&self.dropped, "is gone");
-        all.extend(told(&self.added, "is new"));
+        let mut all = list(&self.dropped, "is gone");
+        all.extend(list(&self.added, "is new"));
         f.write_str(&all.join(", "))
     }
 }
 
 /// Gives the container exactly the GPUs `targets`, and the driver's common nodes with this host's numbers.
 ///
-/// Entries of `linux.devices` and their rules under `linux.resources.devices` change together: a rule that names the
-/// old numbers of a replaced entry gets the new ones, one of a dropped entry goes. Common nodes that the spec lacks
-/// are not added. When the GPUs change, common nodes that this host does not have and nodes under /dev/dri are
-/// dropped: which device they would open here is not known.
+/// Entries of `linux.devices` and their rules in `linux.resources.devices` change together: a rule with the
+/// old numbers of a replaced entry gets the new numbers, and the rule of a dropped entry is removed. Common
+/// nodes that the spec lacks are not added. If the GPUs change, nodes under /dev/dri and common nodes that
+/// this host does not have are dropped: firn does not know which device they would open here.
 pub fn replace_gpus(
     spec: &mut Spec,
     targets: &[Gpu],
@@ -87,11 +87,12 @@ pub fn replace_gpus(
     Ok(report(&moves))
 }
 
-/// Makes nodes of AMD's GPUs, and of the graphics side of any GPU, ones of this host, which has `host`.
+/// Replaces nodes of AMD's GPUs and graphics nodes of any GPU by this host's nodes, `host`.
 ///
-/// The number of `/dev/kfd` is the kernel's choice, and its name says what it opens: it gets the one that it has here. Nodes of
-/// graphics have the same numbers on every host, and containers have them under other names: the number is what was granted.
-/// Of both, what this host does not have is dropped: which device it would open here is not known.
+/// The kernel chooses the number of `/dev/kfd`, so the node gets this host's number. Graphics nodes have the
+/// same numbers on every host and may have other names in a container, so the number identifies the granted
+/// device. Nodes that this host does not have are dropped: firn does not know which device they would open
+/// here.
 pub fn replace_other_gpus(spec: &mut Spec, host: &[DeviceNode]) -> Result<DeviceEdit, EditError> {
     let (mut moves, mut new) = (Vec::new(), Vec::new());
     let old = spec.array("/linux/devices").to_vec();
@@ -118,7 +119,7 @@ pub fn replace_other_gpus(spec: &mut Spec, host: &[DeviceNode]) -> Result<Device
     let done = report(&moves);
     if new != old {
         let rules = spec.device_rules()?;
-        // What the container could not open is not opened to it.
+        // A node that the device cgroup did not allow stays so.
         moves.retain(|m| m.from.as_ref().is_some_and(|from| DeviceRule::open(&rules, from)));
         replace_rules(spec, &moves)?;
         spec.object_mut(&["linux"], "linux")?
@@ -131,8 +132,8 @@ fn number(node: &DeviceNode) -> (NodeType, u64, u64) {
     (node.kind, node.major, node.minor)
 }
 
-/// Takes the nodes of NVIDIA's driver out of a spec, with the rules that open them and nothing else: numbers of another node
-/// are other devices here.
+/// Removes the nodes of NVIDIA's driver from a spec, with the rules that allow only them. On this host the
+/// numbers of another host may belong to other devices.
 pub fn drop_nodes(spec: &mut Spec) -> Result<(), EditError> {
     let devices = spec.devices()?.into_iter().map(|device| device.node);
     let moves: Vec<Move> = devices
@@ -156,8 +157,8 @@ pub fn drop_nodes(spec: &mut Spec) -> Result<(), EditError> {
     Ok(())
 }
 
-/// Removes prestart and createRuntime hooks of NVIDIA's, which runc would run at restore, against a half-built
-/// container whose devices and mounts the spec already holds. Returns how many there were.
+/// Removes NVIDIA's prestart and createRuntime hooks and returns their number. runc would run them at a
+/// restore, on an incomplete container whose devices and mounts are already in the spec.
 pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, EditError> {
     if spec.array("/hooks/prestart").is_empty() && spec.array("/hooks/createRuntime").is_empty() {
         return Ok(0);
@@ -174,14 +175,14 @@ pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, EditError> {
     Ok(stripped)
 }
 
-/// Makes runc hand this configuration file to CRIU.
+/// Makes runc pass this configuration file to CRIU.
 pub fn set_criu_config(spec: &mut Spec, file: &Path) -> Result<(), EditError> {
     let annotations = spec.object_mut(&["annotations"], "annotations")?;
     annotations.insert(names::ANNOTATION_CRIU_CONFIG.to_owned(), json!(file));
     Ok(())
 }
 
-/// Puts the container into another cgroup: the last part of `linux.cgroupsPath` becomes `name`.
+/// Moves the container to another cgroup: the last part of `linux.cgroupsPath` becomes `name`.
 pub fn rename_cgroup(spec: &mut Spec, name: &str) -> Result<(), EditError> {
     let Some(path) = spec.cgroups_path() else {
         return Ok(());
@@ -194,8 +195,9 @@ pub fn rename_cgroup(spec: &mut Spec, name: &str) -> Result<(), EditError> {
     Ok(())
 }
 
-/// Adds firn's createRuntime hook after all others. runc runs it at a restore before sockets are restored; it brings
-/// up the loopback of the container's network namespace, which runc does at create only.
+/// Adds firn's createRuntime hook after all others. At a restore runc runs it before CRIU restores sockets.
+/// The hook brings up the loopback interface of the container's network namespace, which runc does only at
+/// create.
 pub fn add_restore_hook(spec: &mut Spec, program: &Path) -> Result<(), EditError> {
     const PART: &str = "hooks.createRuntime";
     let hooks = spec.object_mut(&["hooks"], "hooks")?;
@@ -213,7 +215,7 @@ pub fn add_restore_hook(spec: &mut Spec, program: &Path) -> Result<(), EditError
     Ok(())
 }
 
-/// What became of an entry of `linux.devices` that is about a GPU: its node before and after.
+/// The change of one GPU entry of `linux.devices`: its node before and after.
 struct Move {
     from: Option<DeviceNode>,
     to: Option<DeviceNode>,
@@ -277,7 +279,7 @@ fn replace_devices(
             GpuPath::Control => here(common).or_else(|| (!gpus_change).then(|| from.clone())),
             GpuPath::Graphics => (!gpus_change).then(|| from.clone()),
         };
-        // A spec that names a path twice gets it once.
+        // A path that the spec has twice stays once.
         let to = to.filter(|to| {
             !moves
                 .iter()
@@ -309,7 +311,7 @@ fn replace_devices(
     Ok(moves)
 }
 
-/// The entry with another node: owner, mode and unknown fields stay.
+/// The entry with another node. Owner, mode and unknown fields stay.
 fn with_node(entry: &Value, node: &DeviceNode) -> Value {
     let mut fields = entry.as_object().cloned().unwrap_or_default();
     fields.insert("path".to_owned(), json!(node.path));
@@ -331,10 +333,10 @@ fn replace_rules(spec: &mut Spec, moves: &[Move]) -> Result<(), EditError> {
     let old = spec.array("/linux/resources/devices").to_vec();
     let mut new: Vec<Value> = Vec::new();
     for (entry, rule) in old.iter().zip(&rules) {
-        let speaks_of = |m: &&Move| m.from.as_ref().is_some_and(|from| rule.is_exactly(from));
-        let moved: Vec<&Move> = moves.iter().filter(speaks_of).collect();
+        let names_old = |m: &&Move| m.from.as_ref().is_some_and(|from| rule.is_exactly(from));
+        let moved: Vec<&Move> = moves.iter().filter(names_old).collect();
         let stays = |m: &&Move| m.to.as_ref().is_some_and(|to| rule.is_exactly(to));
-        if !rule.allow || moved.iter().all(stays) {
+        if !rule.is_allow() || moved.iter().all(stays) {
             new.push(entry.clone());
             continue;
         }
@@ -347,7 +349,7 @@ fn replace_rules(spec: &mut Spec, moves: &[Move]) -> Result<(), EditError> {
             }
         }
     }
-    // Entries whose old numbers no rule named, and GPUs beyond those that the spec had.
+    // Nodes whose old numbers had no rule, and GPUs in addition to the spec's.
     let decided: Vec<DeviceRule> =
         Spec::from(json!({"linux": {"resources": {"devices": &new}}})).device_rules()?;
     for to in moves

@@ -69,9 +69,8 @@ pub fn spec(major: u64, minors: &[u64]) -> Spec {
         json!({"allow": true, "type": "c", "major": 10, "minor": 229, "access": "rwm"}),
     ];
     for (name, major, minor) in all {
-        devices.push(
-            json!({"path": format!("/dev/{name}"), "type": "c", "major": major, "minor": minor, "fileMode": 438}),
-        );
+        let path = format!("/dev/{name}");
+        devices.push(json!({"path": path, "type": "c", "major": major, "minor": minor, "fileMode": 438}));
         rules.push(json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rwm"}));
     }
     Spec::from(json!({"linux": {"devices": devices, "resources": {"devices": rules}}}))

@@ -1,12 +1,13 @@
-//! How a spec asks for NVIDIA's GPUs.
+//! How a spec requests NVIDIA GPUs.
 //!
-//! CDI's edits, `--device` and privileged containers have the GPUs in the spec: nothing is to be done. Older tools leave a
-//! hook there that mounts GPUs behind the runtime's back, or only a name; runc knows nothing of what a hook has mounted, and
-//! a container that was made so cannot be dumped. [`NamedGpus`] says which devices are meant, so that they can be made edits of
-//! the spec instead.
+//! CDI's edits, `--device` and privileged containers have the GPUs in the spec, and nothing is left to do.
+//! Older tools only write a name into the spec, or a hook that mounts the GPUs without the runtime's
+//! knowledge. runc does not know what a hook has mounted, so that such a container cannot be dumped.
+//! [`NamedGpus`] holds the devices that are meant, for a conversion into edits of the spec.
 //!
-//! A hook or a name may be there beside nodes (Kubernetes' device plugin with PASS_DEVICE_SPECS): the nodes are then not all that the
-//! container is to get. CDI's own edits say `void` in the variable, so that nobody gives GPUs twice.
+//! A spec may have a hook or a name and device nodes too (Kubernetes' device plugin with PASS_DEVICE_SPECS).
+//! The nodes are then only a part of what the container should get. CDI's own edits set the variable to
+//! `void`, so that nobody adds the GPUs twice.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,7 +22,7 @@ use crate::{Spec, SpecError};
 /// Kind of devices that are named by index or UUID alone.
 pub const KIND: &str = "nvidia.com/gpu";
 
-/// Kind of devices for which NVIDIA's container runtime makes up a CDI file at every start: the same devices.
+/// The same devices under the kind for which NVIDIA's container runtime generates a CDI file at every start.
 pub const RUNTIME_KIND: &str = "runtime.nvidia.com/gpu";
 
 /// Programs of NVIDIA's hook.
@@ -30,36 +31,36 @@ const HOOK_PROGRAMS: [&str; 2] = ["nvidia-container-runtime-hook", "nvidia-conta
 /// Variable that names devices, for NVIDIA's hook.
 const VARIABLE: &str = "NVIDIA_VISIBLE_DEVICES";
 
-/// Where a mount of /dev/null stands for a device; the variable then has this path as its value.
+/// Directory in which a mount of /dev/null stands for a device. The variable then has this path as its value.
 const VOLUMES: &str = "/var/run/nvidia-container-devices";
 
-/// Beginning of the keys of annotations that name CDI devices.
+/// Prefix of the keys of annotations that name CDI devices.
 const ANNOTATION: &str = "cdi.k8s.io/";
 
-/// How a spec asks for GPUs.
+/// How a spec requests GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GpuRequest {
-    /// Not at all, or for none.
+    /// It requests none.
     None,
-    /// They are in it.
+    /// Their device nodes are in the spec.
     Nodes,
-    /// By what has to be turned into edits.
+    /// By names, which have to be converted into edits.
     Named(NamedGpus),
 }
 
-/// Devices that are asked for by name.
+/// Devices that are requested by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedGpus {
-    /// By what.
+    /// Where the names are.
     pub source: RequestSource,
     /// Indices, UUIDs, `all`, or full names of CDI devices.
     pub devices: Vec<String>,
 }
 
-/// By whose settings names in a spec count, beside firn's own.
+/// Whose settings decide which names in a spec count, together with firn's own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Rules {
-    /// Nobody's: there is neither a hook of NVIDIA's toolkit nor its wrapper of runc.
+    /// Only firn's: there is neither a hook of NVIDIA's toolkit nor its wrapper of runc.
     #[default]
     Own,
     /// Those of NVIDIA's toolkit, whose hook is in the spec.
@@ -69,7 +70,7 @@ pub enum Rules {
 }
 
 impl Rules {
-    /// Those for this spec; `wrapper` is NVIDIA's wrapper of runc, where that is the OCI runtime.
+    /// The rules for this spec; `wrapper` is NVIDIA's wrapper of runc, where that is the OCI runtime.
     pub fn of(spec: &Spec, wrapper: Option<&Path>) -> Result<Self, ConfigError> {
         match (wrapper, toolkit_hook(spec)) {
             (Some(wrapper), _) => Toolkit::load(wrapper).map(Self::Wrapper),
@@ -79,25 +80,26 @@ impl Rules {
     }
 }
 
-/// What asks for devices by name.
+/// What names the devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestSource {
     /// A hook that runs nvidia-container-cli, as `ctr run --gpus` of containerd up to 2.2 writes it.
     Cli,
     /// A hook of NVIDIA's container runtime, as docker and hooks.d files write it. It goes by the variable.
     RuntimeHook,
-    /// Whatever NVIDIA's container runtime goes by, where that is the OCI runtime: it would edit the spec behind firn.
+    /// What NVIDIA's container runtime reads, where that is the OCI runtime: it would edit the spec after
+    /// firn.
     Wrapper,
-    /// Annotations that name CDI devices, which containerd has passed on and not acted on.
+    /// Annotations that name CDI devices and that containerd has passed on without acting on them.
     Annotations,
-    /// Mounts that stand for devices, as the Kubernetes device plugin makes them.
+    /// Mounts that stand for devices, as Kubernetes' device plugin adds them.
     Volumes,
-    /// The variable alone: for NVIDIA's container runtime. Images set it too.
+    /// The variable alone, meant for NVIDIA's container runtime. Images set it too.
     Variable,
 }
 
 impl RequestSource {
-    /// Whether the container gets its GPUs also if nothing is converted.
+    /// Whether the container gets its GPUs even if nothing is converted.
     pub fn is_hook(self) -> bool {
         match self {
             Self::Cli | Self::RuntimeHook | Self::Wrapper => true,
@@ -105,7 +107,7 @@ impl RequestSource {
         }
     }
 
-    /// Whether what asks is taken for a request of whoever made the container.
+    /// Whether the configuration lets this source request GPUs.
     pub fn is_enabled(self, create: &Create) -> bool {
         match self {
             Self::Cli | Self::RuntimeHook | Self::Wrapper => create.hooks == Conversion::Convert,
@@ -117,19 +119,19 @@ impl RequestSource {
 }
 
 impl NamedGpus {
-    /// Full names of devices of other kinds than NVIDIA's GPUs. Such a device is never given for its name in a variable, a mount, an
-    /// annotation or a hook: those may be an image's, or anybody's who may make a pod.
+    /// Full names of devices that are not NVIDIA GPUs. firn never adds such a device because a variable, a
+    /// mount, an annotation or a hook names it: these may come from an image or from any author of a pod.
     pub fn other_kinds(&self) -> impl Iterator<Item = &str> {
-        let is_foreign = |name: &&str| {
+        let is_other = |name: &&str| {
             let kind = name.split_once('=').map(|(kind, _)| kind);
             kind.is_some_and(|kind| kind != KIND && kind != RUNTIME_KIND)
         };
-        self.devices.iter().map(String::as_str).filter(is_foreign)
+        self.devices.iter().map(String::as_str).filter(is_other)
     }
 }
 
 impl GpuRequest {
-    /// How this spec asks, by these rules. Looks at nothing else.
+    /// The request of this spec under these rules. Reads nothing but the spec.
     pub fn of(spec: &Spec, rules: &Rules) -> Self {
         let request = by_cli(spec).or_else(|| match rules {
             Rules::Wrapper(toolkit) => by_wrapper(spec, toolkit),
@@ -139,10 +141,6 @@ impl GpuRequest {
                 requests.into_iter().find_map(|request| request(spec))
             }
         });
-        Self::decided(spec, request)
-    }
-
-    fn decided(spec: &Spec, request: Option<NamedGpus>) -> Self {
         match request {
             Some(request) if !request.devices.is_empty() => Self::Named(request),
             _ if !spec.gpu_nodes().is_empty() => Self::Nodes,
@@ -152,6 +150,24 @@ impl GpuRequest {
 }
 
 impl Spec {
+    /// Whether the spec has a device node of NVIDIA's, or a hook that gives the container GPUs. If not, firn
+    /// leaves the container to runc.
+    pub fn requests_gpu(&self) -> bool {
+        self.has_nvidia_node() || has_gpu_hook(self)
+    }
+
+    /// Whether a hook of NVIDIA's gives the container its GPUs or libraries, and not the spec itself. Such a
+    /// container cannot be restored: `runc restore` does not know what the hook has mounted.
+    pub fn gpu_by_hook(&self) -> bool {
+        !self.has_nvidia_node() && has_gpu_hook(self) || hook_has_names(self)
+    }
+
+    fn has_nvidia_node(&self) -> bool {
+        let devices = self.array("/linux/devices").iter();
+        let mut paths = devices.filter_map(|device| device["path"].as_str());
+        paths.any(|path| device_class::is_nvidia(Path::new(path)))
+    }
+
     /// Paths of the nodes of single GPUs.
     pub fn gpu_nodes(&self) -> BTreeSet<&str> {
         let devices = self.array("/linux/devices").iter();
@@ -162,7 +178,8 @@ impl Spec {
     }
 }
 
-/// Removes from a spec what has asked for GPUs that are now its edits. Returns how many hooks and mounts there were.
+/// Removes from a spec the requests that have been converted into edits. Returns the number of hooks and
+/// mounts removed.
 pub fn remove_requests(spec: &mut Spec) -> Result<usize, SpecError> {
     let is_volume = |mount: &Value| volume(mount).is_some();
     let hooks = remove(spec, &["hooks"], "prestart", device_class::is_nvidia_hook)?
@@ -180,8 +197,8 @@ pub fn remove_requests(spec: &mut Spec) -> Result<usize, SpecError> {
     Ok(removed)
 }
 
-/// Removes the one hook of NVIDIA's CDI files that leaves mounts: they are not in the spec, and what they hide, a file below
-/// /proc by which a program might make device nodes, is no matter of a container's. Returns how many there were.
+/// Removes the one hook of NVIDIA's CDI files that leaves a mount behind, which the spec does not have. The
+/// mount hides a file below /proc that no container needs hidden. Returns the number of hooks removed.
 pub fn drop_mounting_hooks(spec: &mut Spec) -> Result<usize, SpecError> {
     let mounts = |hook: &Value| {
         let mut words = hook["args"].as_array().into_iter().flatten();
@@ -213,7 +230,7 @@ fn remove(
     Ok(before - entries.len())
 }
 
-/// Words of the early hooks, each with the path of its hook's program.
+/// Path and arguments of the hooks that runc runs before the container's own program.
 fn early_hooks(spec: &Spec) -> impl Iterator<Item = (&str, Vec<&str>)> {
     let kinds = ["/hooks/prestart", "/hooks/createRuntime"];
     kinds.into_iter().flat_map(|kind| spec.array(kind)).map(|hook| {
@@ -221,6 +238,12 @@ fn early_hooks(spec: &Spec) -> impl Iterator<Item = (&str, Vec<&str>)> {
         let path = hook["path"].as_str().unwrap_or_default();
         (path, args.filter_map(Value::as_str).collect())
     })
+}
+
+fn has_gpu_hook(spec: &Spec) -> bool {
+    let stages = ["/hooks/prestart", "/hooks/createRuntime"];
+    let mut hooks = stages.into_iter().flat_map(|stage| spec.array(stage));
+    hooks.any(device_class::is_nvidia_hook)
 }
 
 fn name_of(path: &str) -> &str {
@@ -237,14 +260,14 @@ fn by_cli(spec: &Spec) -> Option<NamedGpus> {
     })
 }
 
-/// The program of NVIDIA's hook, where the spec has it.
+/// The program of NVIDIA's hook, if the spec has it.
 fn toolkit_hook(spec: &Spec) -> Option<&Path> {
     let (path, _) = early_hooks(spec).find(|(path, _)| HOOK_PROGRAMS.contains(&name_of(path)))?;
     Some(Path::new(path))
 }
 
-/// Whether NVIDIA's hook is in the spec, and something there names devices for it, whatever its settings are.
-pub(crate) fn hook_has_names(spec: &Spec) -> bool {
+/// Whether the spec has NVIDIA's hook and names devices for it, whatever the hook's settings are.
+fn hook_has_names(spec: &Spec) -> bool {
     let has_names = || match named(spec, &[]).as_str() {
         VOLUMES => !volumes(spec).is_empty(),
         names => list(names).next().is_some(),
@@ -253,8 +276,8 @@ pub(crate) fn hook_has_names(spec: &Spec) -> bool {
         || toolkit_hook(spec).is_some() && has_names()
 }
 
-/// As NVIDIA's hook goes by its settings: mounts come before the variable, and the variable counts for a container that is not
-/// privileged only where the operator has not turned that off.
+/// What NVIDIA's hook would add: mounts come before the variable. For a container without privileges the
+/// variable counts unless the operator has disabled it.
 fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Option<NamedGpus> {
     let devices = Some(by_mounts(spec, toolkit)).filter(|devices| !devices.is_empty());
     Some(NamedGpus {
@@ -263,16 +286,15 @@ fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Option<NamedGpus> {
     })
 }
 
-/// What the variable names, where the toolkit's settings let it.
+/// Devices that the variable names, if the toolkit's settings accept it.
 fn by_name(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
-    let bounding = spec.array("/process/capabilities/bounding");
-    match toolkit.visible_devices || bounding.contains(&json!("CAP_SYS_ADMIN")) {
+    match toolkit.visible_devices || spec.has_sys_admin() {
         true => list(&named(spec, &toolkit.variables)).collect(),
         false => Vec::new(),
     }
 }
 
-/// What mounts stand for, where the toolkit's settings let them.
+/// Devices that mounts stand for, if the toolkit's settings accept them.
 fn by_mounts(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
     match toolkit.volume_mounts {
         true => volumes(spec),
@@ -289,15 +311,15 @@ fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<NamedGpus> {
         }
     };
     let (mounted, named) = (|| by_mounts(spec, toolkit), || by_name(spec, toolkit));
-    let mut asked = [&annotated as &dyn Fn() -> Vec<String>, &mounted, &named].into_iter();
-    let devices = asked.find_map(|asked| Some(asked()).filter(|devices| !devices.is_empty()))?;
+    let mut sources = [&annotated as &dyn Fn() -> Vec<String>, &mounted, &named].into_iter();
+    let devices = sources.find_map(|names| Some(names()).filter(|devices| !devices.is_empty()))?;
     Some(NamedGpus {
         source: RequestSource::Wrapper,
         devices,
     })
 }
 
-/// Names in the variables that NVIDIA's toolkit goes by: those `preferred`, else its own.
+/// The value of the `preferred` variables, else of the toolkit's own variable.
 fn named(spec: &Spec, preferred: &[String]) -> String {
     let preferred: Vec<&str> = preferred.iter().filter_map(|name| of_env(spec, name)).collect();
     match preferred.is_empty() {
@@ -309,7 +331,7 @@ fn named(spec: &Spec, preferred: &[String]) -> String {
     }
 }
 
-/// What the wrapper would give beside GPUs, and firn does not: the variable or place that asks for it.
+/// The variable by which the spec requests something that NVIDIA's wrapper would add and firn does not.
 pub fn requests_beyond_gpus(spec: &Spec) -> Option<&'static str> {
     const SWITCHES: [&str; 4] = ["NVIDIA_GDS", "NVIDIA_MOFED", "NVIDIA_GDRCOPY", "NVIDIA_NVSWITCH"];
     const CHANNELS: &str = "NVIDIA_IMEX_CHANNELS";
@@ -334,7 +356,7 @@ fn by_annotations(spec: &Spec) -> Option<NamedGpus> {
     })
 }
 
-/// CDI devices that annotations name. Where there are nodes, containerd has acted on them.
+/// CDI devices that annotations name. If the spec has nodes, containerd has already acted on the annotations.
 fn annotations(spec: &Spec, prefixes: &[String]) -> Vec<String> {
     if !spec.gpu_nodes().is_empty() {
         return Vec::new();
@@ -369,19 +391,20 @@ fn variable(spec: &Spec) -> Option<&str> {
 
 fn of_env<'s>(spec: &'s Spec, name: &str) -> Option<&'s str> {
     let pairs = spec.array("/process/env").iter().filter_map(Value::as_str);
-    // Of a variable that is there twice the last one counts.
+    // The last entry of a variable counts.
     pairs
         .filter_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
         .next_back()
 }
 
-/// What NVIDIA's tools take images for that are older than the variable: they say which CUDA they have, and nothing else.
+/// What NVIDIA's tools assume for an image that is older than the variable: all GPUs, if it only states its
+/// version of CUDA.
 fn old_image(spec: &Spec) -> Option<&'static str> {
     let has = |name: &str| of_env(spec, name).is_some_and(|value| !value.is_empty());
     (has("CUDA_VERSION") && !has("NVIDIA_REQUIRE_CUDA")).then_some("all")
 }
 
-/// Names in a list; `none` is none, and `void` voids the list.
+/// The names in a list without `none`; a list with `void` is empty.
 fn list(names: &str) -> impl Iterator<Item = String> {
     let names = || names.split(',').map(str::trim);
     let is_void = names().any(|name| name == "void");
@@ -394,7 +417,8 @@ fn volumes(spec: &Spec) -> Vec<String> {
     spec.array("/mounts").iter().filter_map(volume).collect()
 }
 
-/// The device that a mount stands for: below the directory its name, or `cdi/VENDOR/CLASS/NAME`, or `cdi/VENDOR/CLASS=NAME`.
+/// The device that a mount stands for. Below [`VOLUMES`] the path is its name, `cdi/VENDOR/CLASS/NAME` or
+/// `cdi/VENDOR/CLASS=NAME`.
 fn volume(mount: &Value) -> Option<String> {
     let below = mount["destination"]
         .as_str()?

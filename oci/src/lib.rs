@@ -1,7 +1,7 @@
-//! Container specs: how they request GPUs, their edits and mounts, CRIU's configuration, device nodes in /dev.
+//! Container specs: GPU requests, edits and mounts, CRIU's configuration, device nodes in /dev.
 //!
-//! Everything here works on files and plain data: no container runtime is called and no driver is loaded. Whatever
-//! comes from inside a container is hostile until checked.
+//! The crate works on files and plain data: it calls no container runtime and loads no driver. Everything
+//! that comes from inside a container is hostile until checked.
 #![forbid(unsafe_code)]
 
 pub mod criu_config;

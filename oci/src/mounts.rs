@@ -1,22 +1,22 @@
 //! The mounts that a restore needs.
 //!
-//! CRIU rebuilds the mount tree of the dump. A bind mount was left out of the image and must be there again, at the
-//! same destination, from whatever source the target gives; without it the restore fails late and unclearly. For each
-//! such mount, the first that there is:
+//! CRIU rebuilds the mount tree of the dump. The image does not contain bind mounts: each must exist again at
+//! the same destination, from any source of the target. Otherwise the restore fails late and with an unclear
+//! message. For each bind mount firn uses the first of these that exists:
 //!
 //! 1. the mount of the target's own spec at this destination;
-//! 2. a file of this node's driver: where the spec names a library of the driver that lies elsewhere on this node, and
-//!    where the spec does not have the destination, which then has to be the place of that library on this node, or the
-//!    spec has that library at another destination;
-//! 3. nothing, for what a driver's container toolkit mounts and no process needs to go on: sockets of the driver's
-//!    daemons, firmware, and tools that no process had in use. It gets an empty file;
-//! 4. else the restore is refused.
+//! 2. a library of this node's driver: if the spec's source is a library of the driver that is elsewhere on
+//!    this node; or if the spec lacks the destination, and the destination is the library's place on this
+//!    node, or the spec has that library at another destination;
+//! 3. an empty file, for what a driver's container toolkit mounts and no process needs to continue: sockets
+//!    of the driver's daemons, firmware, and tools that no process had in use;
+//! 4. none: the restore is refused.
 //!
-//! Bind mounts that the checkpoint did not have are taken out of the spec: CRIU does not make them.
+//! Bind mounts that the checkpoint did not have are removed from the spec: CRIU does not make them.
 //!
-//! The manifest is untrusted: its list is only compared. What is mounted are sources of the target's spec, files that are
-//! named after this node's driver version and lie where the loader looks, and firn's own empty files, and these only at
-//! the places that are listed here.
+//! The manifest is untrusted: its list is only compared. firn mounts sources of the target's spec, files that
+//! carry this node's driver version in their name and are where the loader looks, and its own empty file. It
+//! adds a mount only at the places that are listed here.
 
 use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
@@ -32,7 +32,8 @@ use crate::{Spec, SpecError, SpecMount};
 pub struct RequiredMount {
     /// Path in the container.
     pub destination: PathBuf,
-    /// Last part of the source's path: driver libraries carry the driver version there. Shown to people, never opened.
+    /// Last part of the source's path, which has the driver version for driver libraries. Shown to people,
+    /// never opened.
     pub source_name: String,
     /// Whether a process had something of it open or mapped.
     pub in_use: bool,
@@ -75,26 +76,26 @@ const TOOLS: [&str; 8] = [
 /// The driver of this node, as far as its files go.
 #[derive(Clone, Copy, Debug)]
 pub struct Driver<'a> {
-    /// Full version, as the running driver tells it.
+    /// Full version, as the running driver reports it.
     pub version: &'a str,
-    /// Where its libraries may be: [`LIBRARY_DIRS`], and where the node's CDI files say.
+    /// Where its libraries may be: [`LIBRARY_DIRS`], and the directories in the node's CDI files.
     pub dirs: &'a [&'a str],
 }
 
-/// What [`resolve`] has decided.
+/// The result of [`resolve`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResolvedMounts {
     /// Destinations that get a file of this node's driver, and the file.
     pub from_driver: Vec<(PathBuf, PathBuf)>,
     /// Destinations that get an empty file.
     pub empty: Vec<PathBuf>,
-    /// Bind mounts that the spec had and the checkpoint not: the restored container will not have them.
+    /// Bind mounts of the spec that the checkpoint did not have: the restored container will not have them.
     pub extra: Vec<PathBuf>,
     changes: Changes,
 }
 
 impl ResolvedMounts {
-    /// Makes the spec whose mounts were looked at one whose mounts are all there.
+    /// Edits the mounts of the spec that was resolved.
     pub fn apply(&mut self, spec: &mut Spec) -> Result<(), SpecError> {
         std::mem::take(&mut self.changes).make(spec)
     }
@@ -104,13 +105,17 @@ impl ResolvedMounts {
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
     /// The checkpoint had a bind mount that the spec does not give.
-    #[error("the checkpoint needs a mount at {} (source {source_name:?}), which the spec does not have", destination.display())]
+    #[error(
+        "the checkpoint needs a mount at {} (source {source_name:?}), which the spec does not have",
+        destination.display()
+    )]
     NotInSpec {
         destination: PathBuf,
         source_name: String,
     },
     /// The source of a bind mount of the spec is not there.
-    #[error("source {} of the mount at {} does not exist on this node", source_path.display(), destination.display())]
+    #[error("source {} of the mount at {} does not exist on this node", source_path.display(),
+             destination.display())]
     SourceMissing {
         source_path: PathBuf,
         destination: PathBuf,
@@ -128,12 +133,14 @@ impl Problem for MountError {
         match self {
             Self::NotInSpec { .. } => remedy(
                 "FIRN-MOUNT-NOT-IN-SPEC",
-                "give the restored container the same mounts as the source had; libraries of the driver may be at other places, but \
-                 have to be of the same version",
+                "give the restored container the same mounts as the source had; libraries of the driver may \
+                 be at \
+                 other places, but have to be of the same version",
             ),
             Self::SourceMissing { .. } => remedy(
                 SOURCE_MISSING,
-                "make the path, or install the same driver and CDI spec as on the source (file names of the driver \
+                "make the path, or install the same driver and CDI spec as on the source (file names of the \
+                 driver \
                  carry its version)",
             ),
             Self::Spec(error) => error.remedy(),
@@ -141,7 +148,7 @@ impl Problem for MountError {
     }
 }
 
-/// The mounts of a container that its restore will need.
+/// The bind mounts of a container, which its restore will need.
 pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
     let binds = spec.mounts()?.into_iter().filter(|mount| mount.is_bind());
     let name = |path: &Path| {
@@ -159,14 +166,14 @@ pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
         .collect())
 }
 
-/// Notes which mounts no process had in use, in their order.
+/// Records for each mount, in their order, whether a process had it in use.
 pub fn mark_unused(mounts: &mut [RequiredMount], used: &[bool]) {
     for (mount, used) in mounts.iter_mut().zip(used) {
         mount.in_use = *used;
     }
 }
 
-/// Makes the spec what [`resolve`] has decided.
+/// Resolves the mounts that the checkpoint needs and edits the spec.
 pub fn apply(
     spec: &mut Spec,
     bundle: &Path,
@@ -179,10 +186,11 @@ pub fn apply(
     Ok(resolved)
 }
 
-/// What makes a spec one whose mounts are all there and among which are all that the checkpoint needs. A relative source
-/// counts from the bundle, where `empty` is firn's empty file, which is to be made before anything is mounted.
+/// Finds the edits after which every mount of the spec has a source, and every mount that the checkpoint
+/// needs is in the spec. A relative source starts at the bundle. `empty` is firn's empty file in the bundle;
+/// the caller makes it before anything is mounted.
 ///
-/// Sources are looked at: on a file system that hangs it does not come back.
+/// Reads the sources: on a file system that hangs this does not return.
 pub fn resolve(
     spec: &Spec,
     bundle: &Path,
@@ -192,7 +200,7 @@ pub fn resolve(
 ) -> Result<ResolvedMounts, MountError> {
     let mounts = spec.mounts()?;
     let mut resolved = ResolvedMounts::default();
-    // Compared by components, so that a trailing or doubled slash makes no difference.
+    // Paths are compared by components: a trailing or doubled slash makes no difference.
     let wanted_at = |destination: &Path| required.iter().find(|wanted| wanted.destination == destination);
     let changes = &mut resolved.changes;
     for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
@@ -202,7 +210,7 @@ pub fn resolve(
             continue;
         };
         let source = bundle.join(&mount.source);
-        // runc follows a link, CRIU does not, and fails.
+        // runc follows a link. CRIU does not, and fails.
         if source.is_symlink()
             && let Ok(file) = source.canonicalize()
         {
@@ -290,8 +298,8 @@ impl Changes {
 }
 
 impl Driver<'_> {
-    /// Libraries of this driver with this name: the directory, and the file with the driver's full version that the name
-    /// leads to.
+    /// Libraries of this driver with this name: the directory, and the file with the driver's full version to
+    /// which the name leads.
     fn libraries(&self, name: &OsStr) -> impl Iterator<Item = (PathBuf, PathBuf)> {
         let dirs = if is_library(name) { self.dirs } else { &[] };
         dirs.iter().filter_map(move |dir| {
@@ -300,7 +308,7 @@ impl Driver<'_> {
         })
     }
 
-    /// The file to which a path leads, when it is one of this driver.
+    /// The file to which a path leads, if it belongs to this driver.
     fn own(&self, path: &Path) -> Option<PathBuf> {
         let file = path.canonicalize().ok()?;
         let version = file.file_name()?.to_str()?.strip_suffix(self.version)?;
@@ -308,8 +316,8 @@ impl Driver<'_> {
         is_own.then_some(file)
     }
 
-    /// The library of this driver that the spec has under this name at another destination. The container gets no other
-    /// file by it than it was given.
+    /// The library of this driver that the spec has under this name at another destination. The container
+    /// gets no file that its spec does not give it.
     fn mounted_elsewhere(&self, mounts: &[SpecMount], bundle: &Path, path: &Path) -> Option<PathBuf> {
         let name = path.file_name().filter(|name| is_library(name))?;
         let is_plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
@@ -321,7 +329,7 @@ impl Driver<'_> {
         same.find_map(|mount| self.own(&bundle.join(&mount.source)))
     }
 
-    /// The library of this driver whose place on this node is this path.
+    /// The library of this driver that is at this path on this node.
     fn library_at(&self, path: &Path) -> Option<PathBuf> {
         let (parent, name) = (path.parent()?, path.file_name()?);
         // Most distributions have merged /lib into /usr/lib.
@@ -342,12 +350,13 @@ fn is_library(name: &OsStr) -> bool {
     text.starts_with("lib") && text.contains(".so")
 }
 
-/// Whether no process needs the file at this place to go on.
+/// Whether the processes can continue without the file at this place.
 fn can_be_empty(destination: &Path, in_use: bool) -> bool {
     let below = |dir: &str| destination.strip_prefix(dir).ok();
     let is_firmware = |rest: &Path| {
         let parts: Vec<_> = rest.iter().filter_map(OsStr::to_str).collect();
-        matches!(parts[..], [version, file] if version != ".." && file.starts_with("gsp") && file.ends_with(".bin"))
+        let is_gsp = |file: &str| file.starts_with("gsp") && file.ends_with(".bin");
+        matches!(parts[..], [version, file] if version != ".." && is_gsp(file))
     };
     let is_tool = |rest: &Path| TOOLS.iter().any(|tool| rest == Path::new(tool));
     is_daemon_socket(destination)

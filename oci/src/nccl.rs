@@ -1,12 +1,13 @@
-//! What makes a job of several ranks of NCCL one that can be checkpointed.
+//! NCCL over sockets: how a job of several ranks can be checkpointed.
 //!
-//! The driver takes GPU memory that ranks share and cannot give it back. NCCL shares it by peer-to-peer access, through
-//! host memory and by NVLink multicast, unless it was started with these transports off: its ranks then talk over TCP.
-//! Connections on the loopback interface lie within the container's network namespace and travel with it. A container
-//! asks for that by the annotation `firn.dev/nccl` with the value `sockets`; [`over_sockets`] does it to its spec.
+//! The driver can checkpoint GPU memory that ranks share, but not restore it. NCCL shares GPU memory by
+//! peer-to-peer access, through host memory and by NVLink multicast. With these transports disabled its ranks
+//! use TCP. Connections on the loopback interface are inside the container's network namespace, so CRIU can
+//! save them. A container requests this by the annotation `firn.dev/nccl` with the value `sockets`, and
+//! [`over_sockets`] edits its spec.
 //!
-//! A variable that the user has set otherwise is an error: what was meant is not for firn to guess, and a job that
-//! silently keeps a transport is lost at its first checkpoint.
+//! A variable to which the user has given another value is an error. firn does not guess what was meant, and
+//! a job that keeps one of the transports is lost at its first checkpoint.
 
 use std::net::IpAddr;
 
@@ -22,12 +23,12 @@ const SOCKETS: &str = "sockets";
 /// Which values of a variable the user may have set.
 type Fits = fn(&str) -> bool;
 
-/// Environment variables: name, value, and which other values mean the same.
+/// Environment variables: name, value, and a test for other values that are accepted.
 ///
-/// `NCCL_NET` keeps NCCL from the InfiniBand transport and from plugins. The last two keep libuv, and the rendezvous of
-/// PyTorch that is built on it, from io_uring, of which CRIU can dump none; a seccomp profile that blocks io_uring, as
-/// containerd's default does, has the same effect. With NCCL's own number of sockets a sum takes three times as long
-/// (docs/evidence/gpu-support.md); here the user's word counts.
+/// `NCCL_NET` disables the InfiniBand transport and plugins. The last two keep libuv, and PyTorch's
+/// rendezvous which uses it, from io_uring, which CRIU cannot dump. A seccomp profile that blocks io_uring,
+/// as containerd's default does, has the same effect. With NCCL's default number of sockets a reduction takes
+/// three times as long (docs/evidence/gpu-support.md); the user may set any number.
 const ENVIRONMENT: [(&str, &str, Fits); 10] = [
     ("NCCL_P2P_DISABLE", "1", is_on),
     ("NCCL_SHM_DISABLE", "1", is_on),
@@ -41,13 +42,13 @@ const ENVIRONMENT: [(&str, &str, Fits); 10] = [
     ("USE_LIBUV", "0", is_off),
 ];
 
-/// Where programs look for POSIX shared memory.
+/// Directory of POSIX shared memory.
 const SHM: &str = "/dev/shm";
 
-/// A container that cannot be given what its annotation asks for.
+/// A spec that cannot be edited as its annotation requests.
 #[derive(Debug, thiserror::Error)]
 pub enum NcclError {
-    /// The annotation has a value that means nothing.
+    /// The annotation has an unknown value.
     #[error("annotation firn.dev/nccl has the value {value:?}")]
     Value { value: String },
     /// The user has set a variable to something else.
@@ -57,7 +58,7 @@ pub enum NcclError {
         value: String,
         needed: &'static str,
     },
-    /// The spec is not of the shape that the edit needs.
+    /// The spec is malformed where the edit changes it.
     #[error("cannot edit the spec")]
     Spec(#[from] SpecError),
 }
@@ -78,13 +79,13 @@ impl Problem for NcclError {
     }
 }
 
-/// Whether the container asks for ranks that talk over sockets.
+/// Whether the container requests NCCL over sockets.
 pub fn is_requested(spec: &Spec) -> bool {
     spec.annotation(names::ANNOTATION_NCCL) == Some(SOCKETS)
 }
 
-/// Edits the spec of a new container that asks for it: the environment, and a tmpfs at /dev/shm of at least `shm` bytes
-/// where the spec has a smaller one. Safe to repeat.
+/// Edits the spec of a new container that requests NCCL over sockets: sets the environment, and enlarges a
+/// smaller tmpfs at /dev/shm to `shm` bytes. Safe to repeat.
 pub fn over_sockets(spec: &mut Spec, shm: u64) -> Result<(), NcclError> {
     match spec.annotation(names::ANNOTATION_NCCL) {
         None => return Ok(()),
@@ -117,7 +118,7 @@ fn set_environment(spec: &mut Spec) -> Result<(), NcclError> {
                 .strip_prefix('=')
                 .map(str::to_owned)
         };
-        // Of a name that is there twice, programs disagree about which counts.
+        // Programs disagree about which entry of a repeated name counts, so all are checked.
         let values: Vec<String> = list.iter().filter_map(value_of).collect();
         if let Some(value) = values.iter().find(|value| !fits(value.trim())) {
             let value = value.chars().take(64).collect();
@@ -142,12 +143,12 @@ fn is_loopback(value: &str) -> bool {
     value == "localhost" || value.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// A bind mount, as pods have it, is not firn's to size; a tmpfs without a size is half of the host's memory.
+/// firn does not size a bind mount, which pods have. A tmpfs without a size has half of the host's memory.
 fn enlarge_shm(spec: &mut Spec, shm: u64) -> Result<(), SpecError> {
     let is_small = |option: &str| size_of(option).is_some_and(|size| size < shm);
     for (at, mount) in spec.mounts()?.iter().enumerate() {
         let is_shm = mount.destination == std::path::Path::new(SHM) && mount.kind == "tmpfs";
-        // Of several sizes the kernel takes the last.
+        // The kernel takes the last of several sizes.
         let last = mount.options.iter().rposition(|option| size_of(option).is_some());
         let Some(option) = last.filter(|last| is_shm && is_small(&mount.options[*last])) else {
             continue;
@@ -158,7 +159,7 @@ fn enlarge_shm(spec: &mut Spec, shm: u64) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Bytes of an option `size=`; none for a share of the memory (`50%`), and for what the kernel will not take either.
+/// Bytes of an option `size=`; none for a percentage (`50%`) and for a value that the kernel refuses.
 fn size_of(option: &str) -> Option<u64> {
     let text = option.strip_prefix("size=")?;
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -254,8 +255,8 @@ mod tests {
             for environment in [vec![setting], vec![again.as_str(), setting]] {
                 let error = over_sockets(&mut asking(&environment, json!([])), GIB).unwrap_err();
                 assert_eq!(error.code(), "FIRN-NCCL-SETTING");
-                let said = error.to_string();
-                assert!(said.contains(setting) && said.contains(needed), "{said}");
+                let message = error.to_string();
+                assert!(message.contains(setting) && message.contains(needed), "{message}");
             }
         }
     }
@@ -305,7 +306,8 @@ mod tests {
             shm(&["mode=1777"]),
             shm(&["size=50%"]),
             shm(&["size=99999999999999999999k"]),
-            json!([{"destination": "/dev/shm", "type": "bind", "source": "/run/shm", "options": ["rbind", "size=64k"]}]),
+            json!([{"destination": "/dev/shm", "type": "bind", "source": "/run/shm", "options":
+                     ["rbind", "size=64k"]}]),
             json!([{"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["size=64k"]}]),
         ] {
             assert_eq!(grown(stays.clone()), stays);

@@ -1,18 +1,19 @@
-//! GPUs and accelerators that are not NVIDIA's, by the nodes that open them.
+//! GPUs and accelerators of other vendors than NVIDIA, by their device nodes.
 //!
-//! A node that a container may open says little: a privileged one has all of its host. What counts is what a process has
-//! open. AMD's driver is one node for all GPUs (`/dev/kfd`) and a render node for each; its state travels in CRIU's images,
-//! by a plugin of CRIU's. For render nodes of others, and for accelerators, there is nothing that could carry their state.
+//! That a container may open a node proves little: a privileged container may open all nodes of its host.
+//! What counts is what a process has open. AMD's driver has one node for all GPUs (`/dev/kfd`) and a render
+//! node for each; a plugin of CRIU's saves their state in CRIU's image. Nothing can save the state of other
+//! vendors' render nodes and of accelerators.
 
 use std::path::Path;
 
 use crate::Spec;
 use crate::device_class::{GpuPath, classify};
 
-/// What a node opens that no NVIDIA driver is behind, or not only.
+/// What a node opens that is not, or not only, NVIDIA's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum OtherGpu {
-    /// `/dev/kfd`: computing on AMD's GPUs.
+    /// `/dev/kfd`: compute on AMD's GPUs.
     Amd,
     /// `/dev/dri/...`: the graphics side of a GPU of any vendor.
     Graphics,
@@ -20,7 +21,7 @@ pub enum OtherGpu {
     Accelerator,
 }
 
-/// What the node at this path of a container opens.
+/// Classifies an absolute device path.
 pub fn other_gpu(path: &Path) -> Option<OtherGpu> {
     if path == Path::new("/dev/kfd") {
         return Some(OtherGpu::Amd);
@@ -31,13 +32,18 @@ pub fn other_gpu(path: &Path) -> Option<OtherGpu> {
     (classify(path) == Some(GpuPath::Graphics)).then_some(OtherGpu::Graphics)
 }
 
+/// Whether the path is a node that opens a GPU of any vendor.
+pub(crate) fn is_gpu(path: &Path) -> bool {
+    classify(path).is_some() || other_gpu(path) == Some(OtherGpu::Amd)
+}
+
 impl Spec {
-    /// Whether a node of the spec opens such a GPU.
+    /// Whether the spec has a node of another vendor's GPU or accelerator.
     pub fn has_other_gpus(&self) -> bool {
         self.node_paths().any(|path| other_gpu(path).is_some())
     }
 
-    /// Whether the spec gives the container AMD's GPUs to compute on.
+    /// Whether the spec gives the container AMD's GPUs for compute.
     pub fn has_amd_gpus(&self) -> bool {
         self.node_paths()
             .any(|path| other_gpu(path) == Some(OtherGpu::Amd))
@@ -55,7 +61,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn nodes_are_told_apart() {
+    fn nodes_are_classified() {
         for (path, class) in [
             ("/dev/kfd", Some(OtherGpu::Amd)),
             ("/dev/dri/renderD128", Some(OtherGpu::Graphics)),
@@ -72,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spec_is_asked_for_its_nodes() {
+    fn a_specs_nodes_are_found() {
         let with =
             |path: &str| Spec::from(json!({"linux": {"devices": [{"path": "/dev/fuse"}, {"path": path}]}}));
         assert!(with("/dev/kfd").has_amd_gpus() && with("/dev/kfd").has_other_gpus());

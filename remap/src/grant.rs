@@ -184,7 +184,7 @@ fn by_path(device: &SpecDevice, inventory: &Inventory) -> Option<usize> {
 fn opened_by_ranges(rules: &[DeviceRule], inventory: &Inventory) -> Vec<Gpu> {
     let ranges: Vec<DeviceRule> = rules
         .iter()
-        .filter(|rule| rule.is_wildcard() || !rule.allow)
+        .filter(|rule| rule.is_wildcard() || !rule.is_allow())
         .cloned()
         .collect();
     let open = |gpu: &&Gpu| {

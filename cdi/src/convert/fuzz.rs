@@ -102,7 +102,7 @@ pub(crate) fn check(case: Case) -> Option<Result<bool, String>> {
     }
     match nodes(&before).iter().any(|(path, _)| is_gpu(path)) {
         true => gives_no_more(&before, &after),
-        false => gives_only_what_files_say(&before, &after, &of_gpus),
+        false => gives_only_edits_of_files(&before, &after, &of_gpus),
     }
     Some(Ok(true))
 }
@@ -194,7 +194,7 @@ fn gives_no_more(before: &Value, after: &Value) {
 }
 
 /// All that is new is written in a file of NVIDIA's GPUs.
-fn gives_only_what_files_say(before: &Value, after: &Value, files: &[CdiFile]) {
+fn gives_only_edits_of_files(before: &Value, after: &Value, files: &[CdiFile]) {
     let edits = || {
         files.iter().flat_map(|file| {
             file.devices

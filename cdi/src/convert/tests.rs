@@ -150,7 +150,7 @@ fn file(kind: &str, name: &str, edits: Value, common: Value) -> CdiFile {
 
 /// With `visible-devices = true`, a variable with these names in a container that has GPU 0, and these edits
 /// in the file of `0`.
-fn beside_nodes(common: Value) -> Result<Converted, ConvertError> {
+fn given_nodes(common: Value) -> Result<Converted, ConvertError> {
     let process = json!({"env": ["NVIDIA_VISIBLE_DEVICES=0"], "user": {"additionalGids": [7]}});
     let spec = json!({"process": process, "linux": {"devices": [gpu(0)]}});
     let mut config = Config::default();
@@ -163,9 +163,15 @@ fn beside_nodes(common: Value) -> Result<Converted, ConvertError> {
 
 #[test]
 fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
-    let mount = |options: &[&str], kind: &str| json!({"mounts": [{"hostPath": "/srv", "containerPath": "/srv", "options": options, "type": kind}]});
-    let hook = |stage: &str, path: &str, verb: &str| json!({"hooks": [{"hookName": stage, "path": path, "args": ["x", verb]}]});
-    for (edits, told) in [
+    let mount = |options: &[&str], kind: &str| {
+        let mount = json!({"hostPath": "/srv", "containerPath": "/srv", "options": options, "type": kind});
+        json!({ "mounts": [mount] })
+    };
+    let hook = |stage: &str, path: &str, verb: &str| {
+        json!({"hooks": [{"hookName": stage, "path":
+                                                             path, "args": ["x", verb]}]})
+    };
+    for (edits, expected) in [
         (json!({"deviceNodes": [gpu(1)]}), "device node /dev/nvidia1"),
         (
             json!({"deviceNodes": [{"path": "/dev/sda", "type": "b", "major": 8, "minor": 0}]}),
@@ -181,7 +187,8 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
             "mount of /dev/sda at /x",
         ),
         (
-            json!({"mounts": [{"hostPath": "/usr/../dev/sda", "containerPath": "/x", "options": ["bind", "ro"]}]}),
+            json!({"mounts": [{"hostPath": "/usr/../dev/sda", "containerPath": "/x", "options":
+                    ["bind", "ro"]}]}),
             "mount of /usr/../dev/sda",
         ),
         (
@@ -189,7 +196,8 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
             "mount of dev/sda",
         ),
         (
-            json!({"hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-ctk", "args": ["nvidia-ctk", "hook", "chmod"]}]}),
+            json!({"hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-ctk",
+                "args": ["nvidia-ctk", "hook", "chmod"]}]}),
             "createContainer hook /usr/bin/nvidia-ctk",
         ),
         (
@@ -210,12 +218,12 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
             "createContainer hook /usr/bin/nvidia-cdi-hook",
         ),
     ] {
-        let error = beside_nodes(edits.clone()).unwrap_err();
+        let error = given_nodes(edits.clone()).unwrap_err();
         assert_eq!(error.code(), "FIRN-CDI-GRANT", "{edits}");
-        let said = error.to_string();
+        let message = error.to_string();
         assert!(
-            said.starts_with(told) && said.contains("/etc/cdi/0.json"),
-            "{edits}: {said}"
+            message.starts_with(expected) && message.contains("/etc/cdi/0.json"),
+            "{edits}: {message}"
         );
     }
     for (edits, left) in [
@@ -223,7 +231,8 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
         (mount(&["rro"], "bind"), &[]),
         (mount(&["bind", "ro"], "none"), &[]),
         (
-            json!({"hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-ctk", "args": ["nvidia-ctk", "hook", "update-ldcache"]}]}),
+            json!({"hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-ctk",
+                "args": ["nvidia-ctk", "hook", "update-ldcache"]}]}),
             &[],
         ),
         (
@@ -236,15 +245,16 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
             &["/dev/nvidiactl"],
         ),
         (
-            json!({"mounts": [{"hostPath": "/tmp/nvidia-mps", "containerPath": "/tmp/nvidia-mps", "options": ["rbind"]}]}),
+            json!({"mounts": [{"hostPath": "/tmp/nvidia-mps", "containerPath": "/tmp/nvidia-mps",
+                "options": ["rbind"]}]}),
             &["/tmp/nvidia-mps"],
         ),
     ] {
-        let made = beside_nodes(edits.clone()).unwrap();
+        let made = given_nodes(edits.clone()).unwrap();
         assert!(made.left_out.iter().eq(left), "{edits}: {:?}", made.left_out);
         assert_eq!(made.names.len(), 1);
     }
-    let made = beside_nodes(json!({"env": ["A=b"], "additionalGids": [7]})).unwrap();
+    let made = given_nodes(json!({"env": ["A=b"], "additionalGids": [7]})).unwrap();
     assert!(
         made.left_out.is_empty(),
         "the process has the group: {:?}",
@@ -358,7 +368,8 @@ fn at_a_restore_specs_of_another_node_lose_their_nodes_and_those_of_pods_are_gra
         };
         Registry::of([of(0), of(1)])
     };
-    let hook = json!({"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]}]});
+    let hook = json!({"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook", "args":
+                       ["hook", "prestart"]}]});
     let hooked = |mut spec: Value| {
         spec["hooks"] = hook.clone();
         spec
@@ -367,7 +378,10 @@ fn at_a_restore_specs_of_another_node_lose_their_nodes_and_those_of_pods_are_gra
         spec["annotations"] = json!({"io.kubernetes.cri.container-type": "container"});
         spec
     };
-    let named = |devices: Value| json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "linux": {"devices": devices}});
+    let named = |devices: Value| {
+        let env = ["NVIDIA_VISIBLE_DEVICES=0"];
+        json!({"process": {"env": env}, "linux": {"devices": devices}})
+    };
     let (bare, with_node) = (named(json!([])), named(json!([gpu(1)])));
     let in_pool = |pool: &[&str]| {
         let mut config = Config::default();
@@ -416,153 +430,4 @@ fn at_a_restore_specs_of_another_node_lose_their_nodes_and_those_of_pods_are_gra
     }
 }
 
-/// Numbers that look random and are the same every time.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 >> 16).unwrap() % sides
-    }
-
-    fn coin(&mut self) -> bool {
-        self.roll(2) == 0
-    }
-
-    fn some<T: Clone>(&mut self, of: &[T]) -> Vec<T> {
-        of.iter().filter(|_| self.roll(3) == 0).cloned().collect()
-    }
-}
-
-/// Anything that may be in a CDI file.
-fn any_edits(dice: &mut Dice) -> Value {
-    let nodes = [
-        gpu(0),
-        gpu(1),
-        json!({"path": "/dev/nvidiactl", "type": "c", "major": 195, "minor": 255}),
-        json!({"path": "/dev/dri/card0", "type": "c", "major": 226, "minor": 0}),
-        json!({"path": "/dev/sda", "type": "b", "major": 8, "minor": 0}),
-        json!({"path": "/dev/nvidia0", "type": "b", "major": 8, "minor": 0}),
-    ];
-    let mount = |at: &str, options: &[&str]| json!({"hostPath": at, "containerPath": at, "options": options});
-    let mounts = [
-        mount("/usr/lib/libcuda.so", &["ro", "rbind"]),
-        mount("/run/nvidia-persistenced/socket", &["rbind"]),
-        mount("/srv", &["rbind", "rw"]),
-        mount("/dev/sdb", &["bind", "ro"]),
-        json!({"hostPath": "/dev/sdb", "containerPath": "/disk", "type": "ext4", "options": ["ro"]}),
-    ];
-    let hook =
-        |stage: &str, path: &str| json!({"hookName": stage, "path": path, "args": ["x", "update-ldcache"]});
-    let hooks = [
-        hook("createContainer", "/usr/bin/nvidia-cdi-hook"),
-        hook("createContainer", "/usr/bin/sh"),
-        hook("prestart", "/usr/bin/nvidia-cdi-hook"),
-    ];
-    let nodes = match dice.coin() {
-        true => dice.some(&nodes[..4]),
-        false => dice.some(&nodes),
-    };
-    let (mounts, hooks) = match dice.coin() {
-        true => (dice.some(&mounts[..2]), dice.some(&hooks[..1])),
-        false => (dice.some(&mounts), dice.some(&hooks)),
-    };
-    let mut edits = json!({"env": ["A=b"], "deviceNodes": nodes, "mounts": mounts, "hooks": hooks});
-    if dice.roll(8) == 0 {
-        edits["netDevices"] = json!([{"hostInterfaceName": "eth1", "name": "eth1"}]);
-        edits["additionalGids"] = json!([44]);
-    }
-    edits
-}
-
-fn any_case(dice: &mut Dice) -> Case {
-    const NAMES: [&str; 7] = [
-        "0",
-        "all",
-        "nvidia.com/gpu=0",
-        "runtime.nvidia.com/gpu=0",
-        "vendor.example/backup=0",
-        "void",
-        "7",
-    ];
-    let mut kinds = vec!["nvidia.com/gpu", "vendor.example/backup"];
-    kinds.extend(dice.coin().then_some("runtime.nvidia.com/gpu"));
-    let files = kinds.iter().map(|kind| {
-        let (edits, common) = (any_edits(dice), any_edits(dice));
-        file(kind, "0", edits, common)
-    });
-    let files = files.collect();
-    let names = |dice: &mut Dice| match dice.coin() {
-        true => NAMES[dice.roll(4)].to_owned(),
-        false => dice.some(&NAMES).join(","),
-    };
-    let mut spec = json!({"linux": {"devices": dice.some(&[gpu(0), json!({"path": "/dev/nvidiactl", "type": "c", "major": 195, "minor": 255})])}});
-    let mut env = vec!["PATH=/bin".to_owned()];
-    if dice.coin() {
-        env.push(format!("NVIDIA_VISIBLE_DEVICES={}", names(dice)));
-    }
-    env.extend((dice.roll(8) == 0).then(|| "CUDA_VERSION=8.0".to_owned()));
-    spec["process"] = json!({ "env": env });
-    if dice.roll(4) == 0 {
-        spec["annotations"] = json!({"cdi.k8s.io/a": names(dice)});
-    }
-    if dice.roll(4) == 0 {
-        let at = ["0", "cdi/nvidia.com/gpu/0", "cdi/vendor.example/backup/0"][dice.roll(3)];
-        let at = format!("/var/run/nvidia-container-devices/{at}");
-        spec["mounts"] = json!([{"source": "/dev/null", "destination": at}]);
-    }
-    let toolkit = Toolkit {
-        visible_devices: dice.coin(),
-        volume_mounts: dice.coin(),
-        annotations: dice.some(&["cdi.k8s.io/".to_owned()]),
-        only_full_names: dice.coin(),
-        ..Toolkit::default()
-    };
-    let rules = match dice.roll(3) {
-        0 => Rules::Own,
-        1 => Rules::Wrapper(toolkit),
-        _ => {
-            let path = "/usr/bin/nvidia-container-runtime-hook";
-            spec["hooks"] = json!({"prestart": [{"path": path, "args": ["hook", "prestart"]}]});
-            Rules::Hook(toolkit)
-        }
-    };
-    let create = Create {
-        visible_devices: dice.coin(),
-        volume_mounts: dice.coin(),
-        cdi_annotations: dice.coin(),
-        ..Create::default()
-    };
-    Case {
-        spec,
-        files,
-        create,
-        rules,
-    }
-}
-
-#[test]
-fn names_never_give_more_than_the_operator_grants() {
-    let mut dice = Dice(0x5eed);
-    let mut seen = std::collections::BTreeMap::new();
-    for _ in 0..5_000 {
-        let beside = |case: &Case| !Spec::from(case.spec.clone()).gpu_nodes().is_empty();
-        let case = any_case(&mut dice);
-        let beside = beside(&case);
-        let came_to = check(case).expect("none is privileged");
-        *seen.entry((beside, came_to)).or_insert(0) += 1;
-    }
-    for all in [
-        (false, Ok(true)),
-        (true, Ok(true)),
-        (false, Err("FIRN-CDI-KIND".to_owned())),
-        (true, Err("FIRN-CDI-GRANT".to_owned())),
-    ] {
-        assert!(
-            seen.get(&all).is_some_and(|times| *times > 20),
-            "{all:?} of {seen:?}"
-        );
-    }
-}
+mod random;

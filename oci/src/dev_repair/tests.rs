@@ -66,7 +66,8 @@ fn nodes_of_the_source_make_room_for_those_of_the_spec() {
     container.node("/dev/nvidia-caps/nvidia-cap1", SFlag::S_IFCHR, 3);
     let wanted = json!([
         {"path": "/dev/nvidia1", "type": "c", "major": 1, "minor": 5},
-        {"path": "/dev/nvidia2", "type": "c", "major": 1, "minor": 8, "fileMode": 0o660, "uid": 12, "gid": 34},
+        {"path": "/dev/nvidia2", "type": "c", "major": 1, "minor": 8,
+         "fileMode": 0o660, "uid": 12, "gid": 34},
         {"path": "/dev/nvidia-uvm", "type": "c", "major": 1, "minor": 9},
         {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
     ]);
@@ -198,7 +199,7 @@ fn what_is_mounted_below_dev_is_not_touched() {
     let left = || std::fs::read_dir(hosts.path()).unwrap().count();
     assert_eq!(left(), 2, "nodes of the host are gone");
 
-    // Where a node is wanted there, that is an error, and only told for graphics.
+    // If the spec has a node there, that is an error; for graphics nodes it is only reported.
     let repair = |path: &str| {
         let devices = json!([{"path": path, "type": "c", "major": 1, "minor": 5}]);
         let spec = Spec::from(json!({"linux": {"devices": devices}}));
@@ -255,7 +256,7 @@ fn in_a_user_namespace_only_a_right_node_will_do() {
 struct Process(std::process::Child);
 
 impl Process {
-    /// Runs the script and waits until it has said so.
+    /// Runs the script and waits until it has printed its line.
     fn start(script: &str) -> Self {
         let script = format!("{script} && echo ready && exec sleep 600");
         let child = std::process::Command::new("unshare")

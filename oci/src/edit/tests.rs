@@ -11,10 +11,10 @@ fn paths(spec: &Spec) -> Vec<String> {
 
 /// Rules that name one device, as `major:minor`.
 fn allowed(spec: &Spec) -> Vec<String> {
-    let rules = spec.device_rules().unwrap().into_iter();
-    rules
-        .filter(|r| r.allow)
-        .map(|r| format!("{}:{}", r.major.unwrap(), r.minor.unwrap()))
+    let rules = spec.array("/linux/resources/devices").iter();
+    let allowing = rules.filter(|rule| rule["allow"] == true);
+    allowing
+        .map(|rule| format!("{}:{}", rule["major"], rule["minor"]))
         .collect()
 }
 
@@ -199,7 +199,8 @@ fn only_early_hooks_of_nvidia_are_stripped() {
     let nvidia = json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "update-ldcache"]});
     let other = json!({"path": "/opt/cni/hook"});
     let mut spec = Spec::from(json!({"hooks": {
-        "prestart": [nvidia], "createRuntime": [other, nvidia], "createContainer": [nvidia], "poststop": [nvidia],
+        "prestart": [nvidia], "createRuntime": [other, nvidia],
+        "createContainer": [nvidia], "poststop": [nvidia],
     }}));
     assert_eq!(strip_gpu_hooks(&mut spec).unwrap(), 2);
     assert_eq!(strip_gpu_hooks(&mut spec).unwrap(), 0);
@@ -283,7 +284,7 @@ fn nodes(nodes: &[(&str, u64, u64)]) -> Vec<DeviceNode> {
 }
 
 /// `spec` as it is under a host with these nodes, and what was done; once more it is nothing.
-fn settled(spec: &Spec, host: &[(&str, u64, u64)]) -> (Spec, DeviceEdit) {
+fn with_hosts_nodes(spec: &Spec, host: &[(&str, u64, u64)]) -> (Spec, DeviceEdit) {
     let mut after = spec.clone();
     let edit = replace_other_gpus(&mut after, &nodes(host)).unwrap();
     let again = after.clone();
@@ -302,7 +303,7 @@ fn amds_common_node_gets_the_number_of_this_host() {
         &[fuse.clone(), entry(KFD, 511, 0), entry(render, 226, 129)],
         &[rule(511, 0), rule(10, 229), rule(226, 129)],
     );
-    let (after, edit) = settled(&before, &[(KFD, 507, 0), (render, 226, 129)]);
+    let (after, edit) = with_hosts_nodes(&before, &[(KFD, 507, 0), (render, 226, 129)]);
     let expected = given(
         &[fuse, entry(KFD, 507, 0), entry(render, 226, 129)],
         &[rule(507, 0), rule(10, 229), rule(226, 129)],
@@ -313,7 +314,7 @@ fn amds_common_node_gets_the_number_of_this_host() {
         "/dev/kfd (511:0) is gone, /dev/kfd (507:0) is new"
     );
 
-    let (after, edit) = settled(&before, &[(render, 226, 129)]);
+    let (after, edit) = with_hosts_nodes(&before, &[(render, 226, 129)]);
     assert_eq!(edit.to_string(), "/dev/kfd (511:0) is gone");
     assert_eq!(paths(&after), ["/dev/fuse", render]);
     assert_eq!(allowed(&after), ["10:229", "226:129"]);
@@ -328,14 +329,14 @@ fn a_node_under_another_name_stays_the_device_that_was_granted() {
         &[rule(511, 0), rule(226, 129)],
     );
     let host = [(KFD, 511, 0), (first, 226, 128), (second, 226, 129)];
-    let (after, edit) = settled(&before, &host);
+    let (after, edit) = with_hosts_nodes(&before, &host);
     assert_eq!((after, edit.is_empty()), (before.clone(), true));
 
     let unknown_name = given(&[entry("/dev/dri/renderD140", 226, 129)], &[rule(226, 129)]);
-    assert_eq!(settled(&unknown_name, &host).0, unknown_name);
+    assert_eq!(with_hosts_nodes(&unknown_name, &host).0, unknown_name);
 
     // A host that has only the first: it is another's.
-    let (after, edit) = settled(&before, &host[..2]);
+    let (after, edit) = with_hosts_nodes(&before, &host[..2]);
     assert_eq!(
         (paths(&after), allowed(&after)),
         (vec![KFD.to_owned()], vec!["511:0".to_owned()])
@@ -351,7 +352,7 @@ fn what_no_rule_opens_is_not_opened_and_accelerators_are_left() {
         &[entry(KFD, 511, 0), entry(render, 226, 128), entry(accel, 261, 0)],
         &[rule(511, 0)],
     );
-    let (after, _) = settled(&before, &[(KFD, 507, 0), (render, 226, 128)]);
+    let (after, _) = with_hosts_nodes(&before, &[(KFD, 507, 0), (render, 226, 128)]);
     assert_eq!(paths(&after), [KFD, render, accel]);
     assert_eq!(allowed(&after), ["507:0"]);
 }
@@ -367,7 +368,7 @@ fn the_drivers_nodes_go_with_their_rules_and_nothing_else() {
             .device_rules()
             .unwrap()
             .iter()
-            .filter(|rule| !rule.allow)
+            .filter(|rule| !rule.is_allow())
             .count();
         assert_eq!(denied, 1, "the rule that closes all others is gone");
     }

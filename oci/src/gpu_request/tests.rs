@@ -59,7 +59,7 @@ fn prestart() -> Value {
 }
 
 #[test]
-fn every_way_of_asking_is_told_from_the_others() {
+fn every_source_of_a_request_is_found() {
     let device = |path: &str| json!({"devices": [{"path": path, "type": "c", "major": 195, "minor": 0}]});
     let stands_for = |at: &str| json!({"source": "/dev/null", "destination": format!("{VOLUMES}/{at}")});
     for (spec, expected) in [
@@ -87,7 +87,9 @@ fn every_way_of_asking_is_told_from_the_others() {
             GpuRequest::Nodes,
         ),
         (
-            json!({"annotations": {"cdi.k8s.io/b": "nvidia.com/gpu=1,nvidia.com/gpu=2", "cdi.k8s.io/a": "v/c=0", "a": "b"}}),
+            json!({"annotations": {
+                "cdi.k8s.io/b": "nvidia.com/gpu=1,nvidia.com/gpu=2", "cdi.k8s.io/a": "v/c=0", "a": "b",
+            }}),
             request(
                 RequestSource::Annotations,
                 &["v/c=0", "nvidia.com/gpu=1", "nvidia.com/gpu=2"],
@@ -99,7 +101,8 @@ fn every_way_of_asking_is_told_from_the_others() {
             request(RequestSource::RuntimeHook, &["all"]),
         ),
         (
-            json!({"hooks": prestart(), "process": {"env": ["CUDA_VERSION=8.0", "NVIDIA_REQUIRE_CUDA=cuda>=8"]}}),
+            json!({"hooks": prestart(), "process": {"env":
+                    ["CUDA_VERSION=8.0", "NVIDIA_REQUIRE_CUDA=cuda>=8"]}}),
             GpuRequest::None,
         ),
         (
@@ -145,7 +148,8 @@ fn every_way_of_asking_is_told_from_the_others() {
         (json!({"process": env("none")}), GpuRequest::None),
         (json!({"process": env("")}), GpuRequest::None),
         (
-            json!({"process": env(VOLUMES), "mounts": [stands_for("GPU-1"), stands_for("cdi/nvidia.com/gpu/2"),
+            json!({"process": env(VOLUMES), "mounts": [stands_for("GPU-1"),
+                    stands_for("cdi/nvidia.com/gpu/2"),
                 stands_for("cdi/nvidia.com/gpu=3"), stands_for("imex/0")]}),
             request(
                 RequestSource::Volumes,
@@ -153,7 +157,8 @@ fn every_way_of_asking_is_told_from_the_others() {
             ),
         ),
         (
-            json!({"mounts": [{"source": "/srv", "destination": format!("{VOLUMES}/GPU-1")}, stands_for("a/b"), stands_for("")]}),
+            json!({"mounts": [{"source": "/srv", "destination": format!("{VOLUMES}/GPU-1")},
+                    stands_for("a/b"), stands_for("")]}),
             GpuRequest::None,
         ),
         (
@@ -166,7 +171,7 @@ fn every_way_of_asking_is_told_from_the_others() {
 }
 
 #[test]
-fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
+fn nvidias_wrapper_uses_the_sources_that_its_operator_permits() {
     let default = toolkit(true, false, &["cdi.k8s.io/"]);
     let hardened = toolkit(false, true, &[]);
     let swarm = Toolkit {
@@ -178,31 +183,31 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
     let annotation = json!({"cdi.k8s.io/p": "nvidia.com/gpu=3"});
     let mut privileged = env("GPU-1");
     privileged["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
-    let asked = |name: &str| request(RequestSource::Wrapper, &[name]);
+    let named = |name: &str| request(RequestSource::Wrapper, &[name]);
     for (toolkit, spec, expected) in [
         (&default, json!({}), GpuRequest::None),
         (&default, json!({"process": env("void")}), GpuRequest::None),
-        (&default, json!({"process": env("GPU-1")}), asked("GPU-1")),
+        (&default, json!({"process": env("GPU-1")}), named("GPU-1")),
         (
             &default,
             json!({"process": {"env": ["CUDA_VERSION=8.0"]}}),
-            asked("all"),
+            named("all"),
         ),
         (
             &default,
             json!({"process": env("GPU-1"), "mounts": mounts}),
-            asked("GPU-1"),
+            named("GPU-1"),
         ),
         (
             &default,
             json!({"process": env("GPU-1"), "annotations": annotation}),
-            asked("nvidia.com/gpu=3"),
+            named("nvidia.com/gpu=3"),
         ),
         // Kubernetes' device plugin with PASS_DEVICE_SPECS: the wrapper adds the libraries.
         (
             &default,
             json!({"process": env("GPU-1"), "linux": node}),
-            asked("GPU-1"),
+            named("GPU-1"),
         ),
         (
             &default,
@@ -218,7 +223,7 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
         (
             &default,
             json!({"hooks": prestart(), "process": env("GPU-1")}),
-            asked("GPU-1"),
+            named("GPU-1"),
         ),
         (
             &default,
@@ -229,20 +234,20 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
         (
             &default,
             json!({"process": env("GPU-1"), "annotations": {"cdi.k8s.io/p": "0"}}),
-            asked("GPU-1"),
+            named("GPU-1"),
         ),
         (
             &swarm,
             json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "DOCKER_RESOURCE_GPU=GPU-1"]}}),
-            asked("GPU-1"),
+            named("GPU-1"),
         ),
-        (&swarm, json!({"process": env("GPU-1")}), asked("GPU-1")),
+        (&swarm, json!({"process": env("GPU-1")}), named("GPU-1")),
         (&hardened, json!({"process": env("GPU-1")}), GpuRequest::None),
-        (&hardened, json!({"process": privileged}), asked("GPU-1")),
+        (&hardened, json!({"process": privileged}), named("GPU-1")),
         (
             &hardened,
             json!({"process": env(VOLUMES), "mounts": mounts}),
-            asked("GPU-2"),
+            named("GPU-2"),
         ),
         (&hardened, json!({"annotations": annotation}), GpuRequest::None),
     ] {
@@ -255,7 +260,7 @@ fn nvidias_wrapper_is_asked_by_what_its_operator_lets_count() {
 }
 
 #[test]
-fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
+fn nvidias_hook_uses_the_sources_that_its_operator_permits() {
     let hardened = toolkit(false, true, &[]);
     let swarm = Toolkit {
         variables: vec!["DOCKER_RESOURCE_GPU".to_owned(), "OTHER".to_owned()],
@@ -266,15 +271,15 @@ fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
     let mut privileged = env("GPU-1");
     privileged["capabilities"] = json!({"bounding": ["CAP_SYS_ADMIN"]});
     let old = json!({"env": ["CUDA_VERSION=8.0"]});
-    let asked = |name: &str| request(RequestSource::RuntimeHook, &[name]);
+    let named = |name: &str| request(RequestSource::RuntimeHook, &[name]);
     for (toolkit, spec, expected) in [
         (&hardened, json!({"process": env("all")}), GpuRequest::None),
         (&hardened, json!({"process": old}), GpuRequest::None),
-        (&hardened, json!({"process": privileged}), asked("GPU-1")),
+        (&hardened, json!({"process": privileged}), named("GPU-1")),
         (
             &hardened,
             json!({"process": env("all"), "mounts": mounts}),
-            asked("GPU-2"),
+            named("GPU-2"),
         ),
         (
             &toolkit(false, false, &[]),
@@ -284,7 +289,7 @@ fn nvidias_hook_is_asked_by_what_its_operator_lets_count() {
         (
             &swarm,
             json!({"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "DOCKER_RESOURCE_GPU=GPU-1"]}}),
-            asked("GPU-1"),
+            named("GPU-1"),
         ),
         (
             &swarm,
@@ -324,7 +329,7 @@ fn the_settings_are_those_of_who_would_give_the_gpus() {
 }
 
 #[test]
-fn devices_of_other_kinds_are_told_apart() {
+fn devices_of_other_kinds_are_found() {
     let devices = [
         "0",
         "GPU-1",
@@ -368,10 +373,11 @@ fn names_count_only_where_the_operator_lets_them() {
 }
 
 #[test]
-fn what_has_asked_is_removed_and_nothing_else() {
+fn requests_are_removed_and_nothing_else() {
     let others = json!({"path": "/usr/bin/cni", "args": ["cni"]});
     let links = json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "create-symlinks"]});
-    let params = json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "disable-device-node-modification"]});
+    let params = json!({"path": "/usr/bin/nvidia-cdi-hook", "args":
+                         ["nvidia-cdi-hook", "disable-device-node-modification"]});
     let mut spec = Spec::from(json!({
         "hooks": {
             "prestart": [others, prestart()["prestart"][0]],
@@ -400,7 +406,8 @@ fn specs_of_another_shape_ask_for_nothing() {
     for spec in [
         json!([]),
         json!({"hooks": [], "mounts": {}, "process": 3, "linux": "x"}),
-        json!({"hooks": {"prestart": [3, {"path": 3, "args": 3}, {"path": "nvidia-container-runtime-hook"}]}}),
+        json!({"hooks": {"prestart": [3, {"path": 3, "args":
+                3}, {"path": "nvidia-container-runtime-hook"}]}}),
         json!({"process": {"env": [3, "NVIDIA_VISIBLE_DEVICES"]}, "mounts": [3, {"destination": 3}]}),
     ] {
         assert_eq!(ask(spec), GpuRequest::None);
@@ -408,7 +415,7 @@ fn specs_of_another_shape_ask_for_nothing() {
 }
 
 #[test]
-fn a_hook_counts_beside_nodes_unless_it_has_nothing_to_do() {
+fn a_hook_counts_with_nodes_unless_it_has_nothing_to_do() {
     let node = json!({"devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
     for (variable, by_hook) in [("all", true), ("GPU-1", true), ("void", false), ("none", false)] {
         let spec = Spec::from(json!({"linux": node, "hooks": prestart(), "process": env(variable)}));
@@ -427,7 +434,7 @@ fn a_hook_counts_beside_nodes_unless_it_has_nothing_to_do() {
 }
 
 #[test]
-fn what_the_wrapper_would_give_beside_gpus_is_named() {
+fn requests_beyond_gpus_are_found() {
     let with = |pair: &str| Spec::from(json!({"process": {"env": ["A=b", pair]}}));
     for (pair, expected) in [
         ("NVIDIA_VISIBLE_DEVICES=all", None),

@@ -3,7 +3,7 @@ use serde_json::json;
 
 const VERSION: &str = "580.95.05";
 
-/// A node with libraries of a driver: its directory, and a bundle beside it.
+/// A node with libraries of a driver: their directory, and a bundle.
 struct Node {
     dir: tempfile::TempDir,
 }
@@ -106,8 +106,11 @@ fn a_missing_mount_is_named() {
         .apply(&mut spec(node.dir.path(), "/other"), &[needed("/data", false)])
         .unwrap_err();
     assert_eq!(error.code(), "FIRN-MOUNT-NOT-IN-SPEC");
-    let said = error.to_string();
-    assert!(said.contains("/data") && said.contains("source"), "{said}");
+    let message = error.to_string();
+    assert!(
+        message.contains("/data") && message.contains("source"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -221,7 +224,7 @@ fn sockets_firmware_and_unused_tools_may_be_absent() {
 }
 
 #[test]
-fn mounts_that_the_checkpoint_did_not_have_are_told_and_left_out() {
+fn mounts_that_the_checkpoint_did_not_have_are_reported_and_left_out() {
     let node = Node::new();
     for source in [node.dir.path(), Path::new("/nonexistent")] {
         let mut given = spec(source, "/new");

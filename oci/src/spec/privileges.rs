@@ -1,101 +1,44 @@
-//! What a spec lets the container's processes do.
+//! What a spec permits the processes of its container.
 
 use std::path::PathBuf;
 
+use caps::Capability;
+use oci_spec::runtime::{LinuxIdMapping, PosixRlimit, User};
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Spec, SpecError};
 
-/// Capabilities in the order of the kernel's numbers.
-pub const CAPABILITIES: [&str; 41] = [
-    "CAP_CHOWN",
-    "CAP_DAC_OVERRIDE",
-    "CAP_DAC_READ_SEARCH",
-    "CAP_FOWNER",
-    "CAP_FSETID",
-    "CAP_KILL",
-    "CAP_SETGID",
-    "CAP_SETUID",
-    "CAP_SETPCAP",
-    "CAP_LINUX_IMMUTABLE",
-    "CAP_NET_BIND_SERVICE",
-    "CAP_NET_BROADCAST",
-    "CAP_NET_ADMIN",
-    "CAP_NET_RAW",
-    "CAP_IPC_LOCK",
-    "CAP_IPC_OWNER",
-    "CAP_SYS_MODULE",
-    "CAP_SYS_RAWIO",
-    "CAP_SYS_CHROOT",
-    "CAP_SYS_PTRACE",
-    "CAP_SYS_PACCT",
-    "CAP_SYS_ADMIN",
-    "CAP_SYS_BOOT",
-    "CAP_SYS_NICE",
-    "CAP_SYS_RESOURCE",
-    "CAP_SYS_TIME",
-    "CAP_SYS_TTY_CONFIG",
-    "CAP_MKNOD",
-    "CAP_LEASE",
-    "CAP_AUDIT_WRITE",
-    "CAP_AUDIT_CONTROL",
-    "CAP_SETFCAP",
-    "CAP_MAC_OVERRIDE",
-    "CAP_MAC_ADMIN",
-    "CAP_SYSLOG",
-    "CAP_WAKE_ALARM",
-    "CAP_BLOCK_SUSPEND",
-    "CAP_AUDIT_READ",
-    "CAP_PERFMON",
-    "CAP_BPF",
-    "CAP_CHECKPOINT_RESTORE",
-];
-
-/// Limits in the order of the kernel's numbers.
-const RLIMITS: [&str; 16] = [
-    "RLIMIT_CPU",
-    "RLIMIT_FSIZE",
-    "RLIMIT_DATA",
-    "RLIMIT_STACK",
-    "RLIMIT_CORE",
-    "RLIMIT_RSS",
-    "RLIMIT_NPROC",
-    "RLIMIT_NOFILE",
-    "RLIMIT_MEMLOCK",
-    "RLIMIT_AS",
-    "RLIMIT_LOCKS",
-    "RLIMIT_SIGPENDING",
-    "RLIMIT_MSGQUEUE",
-    "RLIMIT_NICE",
-    "RLIMIT_RTPRIO",
-    "RLIMIT_RTTIME",
-];
-
-/// Bit of a capability; none for a name that the kernel does not know.
+/// Bit of a capability; 0 for a name that the kernel does not know, which runc ignores.
 pub fn capability(name: &str) -> u64 {
-    let number = CAPABILITIES.iter().position(|known| *known == name);
-    number.map_or(0, |number| 1 << number)
+    name.parse::<Capability>()
+        .map_or(0, |capability| capability.bitmask())
 }
 
 impl Spec {
-    /// A set of capabilities: `bounding`, `permitted` and so on. Nothing when the spec has none.
+    /// A set of capabilities as a bit mask: `bounding`, `permitted` and so on. 0 when the spec has none.
     pub fn capabilities(&self, set: &str) -> u64 {
         let names = self.array(&format!("/process/capabilities/{set}"));
         let names = names.iter().filter_map(Value::as_str);
         names.fold(0, |all, name| all | capability(name))
     }
 
-    /// Whether processes of the container may mount what they like.
+    /// Whether processes of the container may make mounts of their own.
     pub fn may_mount(&self) -> bool {
-        self.capabilities("bounding") & capability("CAP_SYS_ADMIN") != 0 && !self.has_namespace("user")
+        self.has_sys_admin() && !self.has_namespace("user")
+    }
+
+    /// Whether CAP_SYS_ADMIN is in the bounding set.
+    pub(crate) fn has_sys_admin(&self) -> bool {
+        self.capabilities("bounding") & Capability::CAP_SYS_ADMIN.bitmask() != 0
     }
 
     pub fn no_new_privs(&self) -> bool {
         self.at("/process/noNewPrivileges").and_then(Value::as_bool) == Some(true)
     }
 
-    /// Whether the runtime loads a seccomp filter that denies something.
+    /// Whether the runtime loads a seccomp filter that denies something. Only the actions matter here:
+    /// oci-spec refuses a profile with an architecture or a flag that is newer than oci-spec.
     pub fn has_seccomp(&self) -> bool {
         let allows = |action: &Value| action == "SCMP_ACT_ALLOW";
         let denies = |rule: &Value| !allows(&rule["action"]);
@@ -107,22 +50,20 @@ impl Spec {
         }
     }
 
-    /// The label of the security module that confines the container.
+    /// The label with which AppArmor or SELinux confines the container.
     pub fn label(&self) -> Option<&str> {
         let labels = ["/process/apparmorProfile", "/process/selinuxLabel"];
         let mut labels = labels.into_iter().filter_map(|label| self.at(label)?.as_str());
         labels.find(|label| !matches!(*label, "" | "unconfined"))
     }
 
-    /// Number, hard value and name of the limits that the spec sets.
+    /// The resource limits that the spec sets: number of the resource, hard limit, name.
     pub fn rlimits(&self) -> Vec<(usize, u64, String)> {
-        let limits = self.array("/process/rlimits").iter();
-        let known = limits.filter_map(|limit| {
-            let name = limit["type"].as_str()?;
-            let number = RLIMITS.iter().position(|known| *known == name)?;
-            Some((number, limit["hard"].as_u64()?, name.to_owned()))
-        });
-        known.collect()
+        let limits = self.well_formed::<PosixRlimit>("/process/rlimits");
+        // oci-spec lists the resources in the order of the kernel's numbers.
+        let number_hard_name =
+            |limit: PosixRlimit| (limit.typ() as usize, limit.hard(), limit.typ().to_string());
+        limits.map(number_hard_name).collect()
     }
 
     pub fn oom_score_adj(&self) -> Option<i32> {
@@ -132,33 +73,27 @@ impl Spec {
 
     /// The user, if the spec names one, and the groups of the container's process.
     pub fn user(&self) -> (Option<u32>, Vec<u32>) {
-        let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
-        let user = self.at("/process/user");
-        let beside = self.array("/process/user/additionalGids").iter();
-        let own = user.and_then(|user| id(&user["gid"])).unwrap_or(0);
-        let groups = beside.filter_map(id).chain([own]).collect();
-        (user.map(|user| id(&user["uid"]).unwrap_or(0)), groups)
+        let Some(user) = self
+            .at("/process/user")
+            .and_then(|user| User::deserialize(user).ok())
+        else {
+            return (None, vec![0]);
+        };
+        let mut groups = user.additional_gids().clone().unwrap_or_default();
+        groups.push(user.gid());
+        (Some(user.uid()), groups)
     }
 
-    /// Map of a new user namespace: first id inside, first outside, and how many. `kind` is `uid` or `gid`.
+    /// Map of a new user namespace: first id in the container, first id on the host, number of ids. `kind` is
+    /// `uid` or `gid`.
     pub fn id_map(&self, kind: &str) -> Result<Vec<[u32; 3]>, SpecError> {
-        #[derive(Deserialize)]
-        #[serde(rename_all = "camelCase")]
-        struct Extent {
-            #[serde(default, rename = "containerID")]
-            container_id: u32,
-            #[serde(default, rename = "hostID")]
-            host_id: u32,
-            #[serde(default)]
-            size: u32,
-        }
-        let extents: Vec<Extent> = self.list(
+        let mappings: Vec<LinuxIdMapping> = self.list(
             &format!("/linux/{kind}Mappings"),
             "linux.uidMappings or gidMappings",
         )?;
-        let extents = extents.into_iter();
-        Ok(extents
-            .map(|extent| [extent.container_id, extent.host_id, extent.size])
+        let mappings = mappings.into_iter();
+        Ok(mappings
+            .map(|ids| [ids.container_id(), ids.host_id(), ids.size()])
             .collect())
     }
 
@@ -178,7 +113,7 @@ impl Spec {
 
     fn paths(&self, pointer: &str) -> Vec<PathBuf> {
         let paths = self.array(pointer).iter().filter_map(Value::as_str);
-        // Without a slash at the end, as the kernel lists mounts.
+        // Without a trailing slash, as the kernel lists mounts.
         paths
             .map(|path| PathBuf::from(path).components().collect())
             .collect()
@@ -186,5 +121,71 @@ impl Spec {
 
     fn at(&self, pointer: &str) -> Option<&Value> {
         self.value.pointer(pointer).filter(|value| !value.is_null())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn process(process: Value) -> Spec {
+        Spec::from(json!({ "process": process }))
+    }
+
+    #[test]
+    fn a_capability_has_the_kernels_bit_and_an_unknown_name_has_none() {
+        let names = json!([
+            "CAP_CHOWN",
+            "CAP_CHECKPOINT_RESTORE",
+            "CAP_FUTURE",
+            "chown",
+            "KILL",
+            5
+        ]);
+        let spec = process(json!({"capabilities": {"bounding": names}}));
+        assert_eq!(spec.capabilities("bounding"), 1 | 1 << 40);
+        assert_eq!(spec.capabilities("permitted"), 0);
+        assert!(!spec.has_sys_admin() && !spec.may_mount());
+    }
+
+    #[test]
+    fn limits_have_the_kernels_numbers() {
+        let names = [
+            "CPU",
+            "FSIZE",
+            "DATA",
+            "STACK",
+            "CORE",
+            "RSS",
+            "NPROC",
+            "NOFILE",
+            "MEMLOCK",
+            "AS",
+            "LOCKS",
+            "SIGPENDING",
+            "MSGQUEUE",
+            "NICE",
+            "RTPRIO",
+            "RTTIME",
+        ];
+        let names = names.map(|name| format!("RLIMIT_{name}"));
+        let limits = names
+            .iter()
+            .map(|name| json!({"type": name, "hard": 7, "soft": 3}));
+        let spec = process(json!({"rlimits": limits.collect::<Vec<_>>()}));
+        let expected: Vec<_> = names
+            .into_iter()
+            .enumerate()
+            .map(|(at, name)| (at, 7, name))
+            .collect();
+        assert_eq!(spec.rlimits(), expected);
+    }
+
+    #[test]
+    fn a_user_that_is_not_named_is_none_and_its_group_is_0() {
+        assert_eq!(process(json!({})).user(), (None, vec![0]));
+        let user = json!({"uid": 7, "gid": 8, "additionalGids": [9]});
+        assert_eq!(process(json!({ "user": user })).user(), (Some(7), vec![9, 8]));
     }
 }

@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 
 use super::super::namespaces::{check_made, check_made_map};
 use super::*;
-use firn_oci::spec::CAPABILITIES;
 
 /// A process that ends with this value.
 struct Process {
@@ -122,7 +121,7 @@ const NAMESPACES: [(&str, &str); 8] = [
 
 /// Every capability: such a container may mount what it likes.
 fn privileged() -> Value {
-    let names = &CAPABILITIES[..];
+    let names: Vec<String> = caps::all().iter().map(ToString::to_string).collect();
     json!({"process": {"capabilities": {"bounding": names, "permitted": names}}, "linux": {}})
 }
 

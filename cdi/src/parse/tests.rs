@@ -29,8 +29,10 @@ fn yaml_and_json_give_the_same() {
 
 #[test]
 fn what_go_writes_as_null_is_nothing() {
-    let text = r#"{"cdiVersion": "0.6.0", "kind": "v/c", "annotations": null, "containerEdits": null, "devices": [
-        {"name": "d", "annotations": null, "containerEdits": {"env": null, "deviceNodes": [{"path": "/dev/x"}], "mounts": null}}
+    let text = r#"{"cdiVersion": "0.6.0", "kind": "v/c", "annotations": null, "containerEdits": null,
+        "devices": [
+        {"name": "d", "annotations": null, "containerEdits": {"env": null, "deviceNodes":
+          [{"path": "/dev/x"}], "mounts": null}}
     ]}"#;
     assert_eq!(
         parse("x.json", text).unwrap().devices[0].edits.device_nodes.len(),
@@ -84,15 +86,18 @@ fn edits_that_fit_no_spec_are_refused_with_the_device() {
             "no name",
         ),
         (
-            json!({"netDevices": [{"hostInterfaceName": "a", "name": "x"}, {"hostInterfaceName": "b", "name": "x"}]}),
+            json!({"netDevices": [
+                {"hostInterfaceName": "a", "name": "x"},
+                {"hostInterfaceName": "b", "name": "x"},
+            ]}),
             "twice",
         ),
         (json!({"intelRdt": {"closID": "a/b"}}), "closID"),
     ] {
-        let said = of_device(&edits).unwrap_err().to_string();
+        let message = of_device(&edits).unwrap_err().to_string();
         assert!(
-            said.contains("device \"0\": ") && said.contains(word),
-            "{edits}: {said}"
+            message.contains("device \"0\": ") && message.contains(word),
+            "{edits}: {message}"
         );
     }
 }
@@ -115,8 +120,8 @@ fn a_file_has_devices_with_names_of_their_own() {
         ),
         ("gpu", json!([device]), "kind \"gpu\""),
     ] {
-        let said = with(kind, devices).unwrap_err().to_string();
-        assert!(said.contains(word), "{said}");
+        let message = with(kind, devices).unwrap_err().to_string();
+        assert!(message.contains(word), "{message}");
     }
 }
 
@@ -150,14 +155,15 @@ fn broken_texts_are_errors_and_cost_little() {
 #[test]
 fn lists_that_are_longer_than_any_are_refused() {
     let env: Vec<String> = (0..5000).map(|i| format!("A{i}=b")).collect();
-    let said = of_device(&json!({ "env": env })).unwrap_err().to_string();
-    assert_eq!(said, "device \"0\": env has 5000 entries, more than 4096");
+    let message = of_device(&json!({ "env": env })).unwrap_err().to_string();
+    assert_eq!(message, "device \"0\": env has 5000 entries, more than 4096");
 }
 
 #[test]
 fn aliases_of_ordinary_files_are_followed() {
     let tagged = "cdiVersion: 0.5.0\nkind: v/c\ncontainerEdits: {env: [!x A=b]}\ndevices:\n\
-                  - {name: a, containerEdits: &e {env: [\"A=*\"], mounts: [{hostPath: /a, containerPath: /a}]}}\n\
+                  - {name: a, containerEdits: &e {env: [\"A=*\"], mounts: [{hostPath: /a, containerPath: \
+                  /a}]}}\n\
                   - {name: b, containerEdits: *e}\n";
     let file = parse("x.yaml", tagged).unwrap();
     assert_eq!(file.devices[0].edits, file.devices[1].edits);

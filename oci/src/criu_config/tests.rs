@@ -1,0 +1,195 @@
+use super::*;
+use serde_json::json;
+
+fn spec(criu_config: &str) -> Spec {
+    Spec::from(json!({"annotations": {"org.criu.config": criu_config}}))
+}
+
+fn written(config: &CriuConfig, operation: Operation) -> Vec<String> {
+    config.write(operation).unwrap();
+    std::fs::read_to_string(config.path())
+        .unwrap()
+        .lines()
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn without_a_users_file_only_firns_lines_are_there() {
+    let bundle = tempfile::tempdir().unwrap();
+    for users_file in ["", "/nonexistent/criu.conf"] {
+        let config = CriuConfig::new(&spec(users_file), bundle.path(), None);
+        let libs_dir = bundle.path().join("firn-criu-libs");
+        let libdir = format!("libdir {}", libs_dir.display());
+        let dump = [ANY_GHOST.to_owned(), libdir.clone()];
+        assert_eq!(written(&config, Operation::Dump), dump);
+        assert_eq!(
+            written(&config, Operation::Restore),
+            [
+                libdir,
+                "manage-cgroups=ignore".to_owned(),
+                "leave-stopped".to_owned()
+            ]
+        );
+        assert_eq!(
+            written(&config, Operation::Dump),
+            dump,
+            "a dump must not leave tasks stopped"
+        );
+        assert_eq!(std::fs::read_dir(&libs_dir).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn the_users_lines_come_first_and_are_read_every_time() {
+    let bundle = tempfile::tempdir().unwrap();
+    let users = bundle.path().join("users.conf");
+    std::fs::write(&users, "tcp-established\nlibdir /usr/lib/criu").unwrap();
+    let config = CriuConfig::new(
+        &spec(users.to_str().unwrap()),
+        bundle.path(),
+        Some(Path::new("/empty")),
+    );
+    let lines = written(&config, Operation::Restore);
+    assert_eq!(
+        lines,
+        [
+            "tcp-established",
+            "libdir /usr/lib/criu",
+            "libdir /empty",
+            "manage-cgroups=ignore",
+            "leave-stopped"
+        ]
+    );
+    std::fs::write(&users, "ghost-limit 2M").unwrap();
+    assert_eq!(
+        written(&config, Operation::Dump),
+        [ANY_GHOST, "ghost-limit 2M", "libdir /empty"]
+    );
+    assert!(!bundle.path().join("firn-criu-libs").exists());
+}
+
+#[test]
+fn restores_run_firns_script_and_the_users() {
+    let bundle = tempfile::tempdir().unwrap();
+    let users = bundle.path().join("users.conf");
+    std::fs::write(&users, "action-script /users").unwrap();
+    let link = bundle.path().join("firn-criu-script");
+    let ours = format!("action-script {}", link.display());
+    let spec = spec(users.to_str().unwrap());
+    let plugins = CriuConfig::of_criu(&spec, bundle.path()).with_script(Path::new("/a hook"));
+    for _ in 0..2 {
+        let lines = written(&plugins, Operation::Restore);
+        let ours = ["action-script /users", &ours, "manage-cgroups=ignore"];
+        assert_eq!(lines, ours, "CRIU's own restore");
+        assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/a hook"));
+    }
+    assert_eq!(written(&plugins, Operation::Dump), ["action-script /users"]);
+    std::fs::write(&users, "ghost-limit 2M").unwrap();
+    let dumps = std::fs::read_to_string(plugins.path()).unwrap();
+    assert_eq!(dumps, "ghost-limit 2M", "as it is at the dump");
+    assert_eq!(
+        written(&plugins, Operation::Restore),
+        ["ghost-limit 2M", &ours, "manage-cgroups=ignore"]
+    );
+    assert_eq!(std::fs::read_to_string(&users).unwrap(), "ghost-limit 2M");
+    let own =
+        CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).with_script(Path::new("/hook"));
+    let lines = written(&own, Operation::Restore);
+    assert_eq!(
+        lines[1..],
+        ["libdir /empty", &ours, "manage-cgroups=ignore", "leave-stopped"]
+    );
+    assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/hook"));
+}
+
+#[test]
+fn only_a_cgroup_namespace_has_criu_look_at_the_images_cgroups() {
+    let bundle = tempfile::tempdir().unwrap();
+    for (namespace, mode) in [
+        ("cgroup", "manage-cgroups=none"),
+        ("pid", "manage-cgroups=ignore"),
+    ] {
+        let namespaces = json!([{ "type": namespace }]);
+        let spec =
+            Spec::from(json!({"linux": {"namespaces": namespaces}, "annotations": {"org.criu.config": ""}}));
+        let config = CriuConfig::of_criu(&spec, bundle.path());
+        assert_eq!(written(&config, Operation::Restore), [mode]);
+        let config = CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).without_state();
+        assert_eq!(written(&config, Operation::Restore), ["libdir /empty", mode]);
+    }
+}
+
+#[test]
+fn without_annotation_runcs_own_file_counts() {
+    let config = CriuConfig::new(&Spec::from(json!({})), Path::new("/b"), None);
+    assert_eq!(
+        config.users_file.as_deref(),
+        Some(Path::new("/etc/criu/runc.conf"))
+    );
+}
+
+#[test]
+fn a_users_file_that_is_no_text_is_refused() {
+    let bundle = tempfile::tempdir().unwrap();
+    let users = bundle.path().join("users.conf");
+    for content in [&b"\xff\xfe"[..], b"a\0b", &[b'#'; 70_000]] {
+        std::fs::write(&users, content).unwrap();
+        let config = CriuConfig::new(&spec(users.to_str().unwrap()), bundle.path(), None);
+        assert!(matches!(
+            config.write(Operation::Dump),
+            Err(CriuError::NotText { .. })
+        ));
+        assert!(!config.path().exists());
+    }
+    let config = CriuConfig::new(&spec(bundle.path().to_str().unwrap()), bundle.path(), None);
+    assert!(matches!(
+        config.write(Operation::Dump),
+        Err(CriuError::Read { .. })
+    ));
+}
+
+#[test]
+fn the_plugin_for_amd_is_given_alone() {
+    let node = tempfile::tempdir().unwrap();
+    let at = |name: &str| node.path().join(name);
+    for name in [
+        "criu/amdgpu_plugin.so",
+        "criu/cuda_plugin.so",
+        "own/amdgpu_plugin.so",
+    ] {
+        std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
+        std::fs::write(at(name), "").unwrap();
+    }
+    let dirs = [at("none"), at("criu"), at("own")];
+    let dirs: Vec<&str> = dirs.iter().map(|dir| dir.to_str().unwrap()).collect();
+    let own = at("own/amdgpu_plugin.so");
+    for (configured, expected) in [
+        (None, at("criu/amdgpu_plugin.so")),
+        (Some(own.as_path()), own.clone()),
+    ] {
+        let dir = amd_plugins(node.path(), configured, &dirs).unwrap();
+        let entries: Vec<_> = std::fs::read_dir(&dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        assert_eq!(entries, [dir.join("amdgpu_plugin.so")]);
+        assert_eq!(std::fs::read_link(&entries[0]).unwrap(), expected);
+    }
+    for configured in [None, Some(at("none/amdgpu_plugin.so"))] {
+        let error = amd_plugins(node.path(), configured.as_deref(), &dirs[..1]).unwrap_err();
+        assert_eq!(error.code(), "FIRN-AMD-PLUGIN");
+        assert!(error.to_string().contains("none"), "{error}");
+    }
+}
+
+#[test]
+fn paths_that_criu_would_misread_are_refused() {
+    for bad in ["/a#b", "/a\"b", "/a\nleave-running", "/a\\b", "/a b"] {
+        let config = CriuConfig::new(&spec(""), Path::new("/"), Some(Path::new(bad)));
+        assert!(
+            matches!(config.content(Operation::Dump), Err(CriuError::Path { .. })),
+            "{bad}"
+        );
+    }
+}

@@ -1,0 +1,149 @@
+//! Devices of a spec, and the rules of its device cgroup.
+
+use firn_gpu::{DeviceNode, NodeType};
+use oci_spec::runtime::{LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Spec, SpecError};
+
+/// An entry of `linux.devices`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpecDevice {
+    /// Path in the container, type and numbers.
+    pub node: DeviceNode,
+    /// Permission bits, 0666 unless given.
+    pub mode: u32,
+    /// Owner in the container.
+    pub uid: u32,
+    /// Group in the container.
+    pub gid: u32,
+}
+
+/// An entry of `linux.resources.devices`. A missing or negative number stands for all devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceRule(LinuxDeviceCgroup);
+
+impl DeviceRule {
+    fn read(entry: &Value) -> Result<Self, SpecError> {
+        let mut entry = entry.clone();
+        // runc takes an empty type for all types; oci-spec knows only a missing one.
+        if let Some(fields) = entry
+            .as_object_mut()
+            .filter(|fields| fields.get("type") == Some(&"".into()))
+        {
+            fields.remove("type");
+        }
+        match LinuxDeviceCgroup::deserialize(&entry) {
+            Ok(rule) => Ok(Self(rule)),
+            Err(error) => Err(SpecError::malformed("linux.resources.devices", Some(error))),
+        }
+    }
+
+    /// Whether the rule allows access to the devices that it names.
+    pub fn is_allow(&self) -> bool {
+        self.0.allow()
+    }
+
+    /// Whether the rule names more than one device.
+    pub fn is_wildcard(&self) -> bool {
+        let is_all = |number: Option<i64>| number.is_none_or(|n| n < 0);
+        self.has_all_types() || is_all(self.0.major()) || is_all(self.0.minor())
+    }
+
+    /// Whether the rule names all devices, for reading and for writing.
+    fn names_all(&self) -> bool {
+        let is_all = |number: Option<i64>| number.is_none_or(|n| n < 0);
+        let is_every_device = self.has_all_types() && is_all(self.0.major()) && is_all(self.0.minor());
+        is_every_device && self.has_access('r') && self.has_access('w')
+    }
+
+    /// Whether these rules, in order, allow opening the device for reading or writing.
+    pub fn open(rules: &[Self], node: &DeviceNode) -> bool {
+        let mut open = (false, false);
+        for rule in rules.iter().filter(|rule| rule.covers(node)) {
+            let (reads, writes) = (rule.has_access('r'), rule.has_access('w'));
+            open = match rule.is_allow() {
+                true => (open.0 || reads, open.1 || writes),
+                false => (open.0 && !reads, open.1 && !writes),
+            };
+        }
+        open.0 || open.1
+    }
+
+    /// Whether the rule names this device alone.
+    pub fn is_exactly(&self, node: &DeviceNode) -> bool {
+        !self.is_wildcard() && self.covers(node)
+    }
+
+    /// Whether the rule names this device, alone or among others.
+    fn covers(&self, node: &DeviceNode) -> bool {
+        let has_type = match self.0.typ() {
+            _ if self.has_all_types() => true,
+            Some(LinuxDeviceType::B) => node.kind == NodeType::Block,
+            _ => node.kind == NodeType::Char,
+        };
+        let has_number =
+            |rule: Option<i64>, of_node: u64| rule.is_none_or(|n| n < 0 || u64::try_from(n) == Ok(of_node));
+        has_type && has_number(self.0.major(), node.major) && has_number(self.0.minor(), node.minor)
+    }
+
+    fn has_all_types(&self) -> bool {
+        matches!(self.0.typ(), None | Some(LinuxDeviceType::A))
+    }
+
+    fn has_access(&self, access: char) -> bool {
+        self.0.access().as_ref().is_some_and(|all| all.contains(access))
+    }
+}
+
+impl Spec {
+    /// Device nodes of the container, without fifos.
+    pub fn devices(&self) -> Result<Vec<SpecDevice>, SpecError> {
+        let entries = self.array("/linux/devices").iter();
+        entries
+            .filter_map(|entry| parse_device(entry).transpose())
+            .collect()
+    }
+
+    /// Rules of the device cgroup, in the order in which they apply.
+    pub fn device_rules(&self) -> Result<Vec<DeviceRule>, SpecError> {
+        let entries = self.array("/linux/resources/devices").iter();
+        entries.map(DeviceRule::read).collect()
+    }
+
+    /// Whether the device cgroup allows every device of the host. Such a container is privileged: nobody has
+    /// chosen its device nodes.
+    pub fn opens_all_devices(&self) -> bool {
+        let rules = self.device_rules().unwrap_or_default();
+        let last = rules.iter().rfind(|rule| rule.names_all());
+        last.is_some_and(DeviceRule::is_allow)
+    }
+}
+
+/// Reads an entry of `linux.devices`; a fifo has no numbers and is left out.
+pub fn parse_device(entry: &Value) -> Result<Option<SpecDevice>, SpecError> {
+    let malformed = |error| SpecError::malformed("linux.devices", error);
+    let device = LinuxDevice::deserialize(entry).map_err(|error| malformed(Some(error)))?;
+    let kind = match device.typ() {
+        LinuxDeviceType::C | LinuxDeviceType::U => NodeType::Char,
+        LinuxDeviceType::B => NodeType::Block,
+        LinuxDeviceType::P => return Ok(None),
+        LinuxDeviceType::A => return Err(malformed(None)),
+    };
+    if device.path().as_os_str().is_empty() {
+        return Err(malformed(None));
+    }
+    let number = |number: i64| u64::try_from(number).map_err(|_| malformed(None));
+    Ok(Some(SpecDevice {
+        node: DeviceNode {
+            path: device.path().clone(),
+            kind,
+            major: number(device.major())?,
+            minor: number(device.minor())?,
+        },
+        mode: device.file_mode().unwrap_or(0o666) & 0o777,
+        uid: device.uid().unwrap_or(0),
+        gid: device.gid().unwrap_or(0),
+    }))
+}
