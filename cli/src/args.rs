@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-const EXIT_STATUS: &str = "Exit status: 0 all is well, 1 something is wrong or failed, 2 wrong usage.";
+const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong usage.";
 
-/// Looks at checkpoints of GPU containers and at nodes that run them, and restores image directories.
+/// Shows checkpoints of GPU containers and nodes that run them, and restores image directories.
 #[derive(Debug, Parser)]
 #[command(name = "firn", version, after_help = EXIT_STATUS)]
 pub struct Args {
@@ -25,13 +25,13 @@ pub enum Command {
     Cdi(CdiCommand),
 }
 
-/// Show what a checkpoint holds and whether its files are whole.
+/// Show what a checkpoint holds and whether its files are complete.
 ///
-/// DIR is a CRIU image directory: the path given to `ctr task checkpoint --image-path`, a directory of nerdctl's
-/// checkpoints, or `checkpoint/` of an unpacked Kubernetes checkpoint.
+/// DIR is a CRIU image directory: the path given to `ctr task checkpoint --image-path`, a directory of
+/// nerdctl's checkpoints, or `checkpoint/` of an unpacked Kubernetes checkpoint.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 the checkpoint is whole, 1 it is damaged or unfinished, 2 wrong usage."
+    after_help = "Exit status: 0 the checkpoint is complete, 1 it is damaged or unfinished, 2 wrong usage."
 )]
 pub struct InspectArgs {
     /// The image directory.
@@ -41,14 +41,15 @@ pub struct InspectArgs {
     pub json: bool,
 }
 
-/// Tell whether a workload can be checkpointed here and restored there, before anything is stopped.
+/// Show whether a workload can be checkpointed here and restored there, before anything is stopped.
 ///
-/// Looks for what a checkpoint is refused for, as the shim does, and for what speaks against it; adds up GPUs, memory and
-/// time. Reads /proc and the container's bundle, and asks the driver which processes it knows. Touches nothing.
+/// Applies the rules by which the shim refuses a checkpoint, shows what may prevent one, and adds up GPUs,
+/// memory and time. Reads /proc and the container's bundle, and queries the driver which processes use CUDA.
+/// Changes nothing.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 it can, 1 it cannot or the audit failed, 2 wrong usage, 3 nothing refuses it and something \
-                  speaks against it."
+    after_help = "Exit status: 0 it can, 1 it cannot or the audit failed, 2 wrong usage, 3 nothing refuses it \
+                  and something speaks against it."
 )]
 pub struct AuditArgs {
     /// Id of a running container, a pid, or an image directory.
@@ -62,7 +63,8 @@ pub struct AuditArgs {
     /// The node to restore on: the output of `firn-gpu inventory --json` there.
     #[arg(long, value_name = "FILE")]
     pub target: Option<PathBuf>,
-    /// Where the image will be written; without, the directory for temporary files, where containerd makes it.
+    /// Where the image will be written; without, the directory for temporary files, where containerd makes
+    /// it.
     #[arg(long, value_name = "DIR")]
     pub image_dir: Option<PathBuf>,
     /// Print JSON.
@@ -72,8 +74,8 @@ pub struct AuditArgs {
 
 /// Show which GPUs a restore would use on this node, without restoring.
 ///
-/// Decides as the shim does: by the spec of the container to be restored, the node's configuration and the GPUs that
-/// firn-gpu finds.
+/// Decides as the shim does: by the spec of the container to be restored, the node's configuration and the
+/// GPUs that firn-gpu finds.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 the restore would be accepted, 1 it would be refused, 2 wrong usage.")]
 pub struct PlanArgs {
@@ -90,13 +92,15 @@ pub struct PlanArgs {
     pub json: bool,
 }
 
-/// Bring a container back from an image directory, such as one that an error of firn's names.
+/// Restore a container from an image directory, such as one that an error of firn names.
 ///
-/// containerd makes the task, and ctr and nerdctl go on with the container afterwards. The container must still be known to
-/// containerd (`ctr containers list`) and have no task any more (`ctr tasks delete --force ID`). The directory stays.
+/// containerd creates the task; ctr and nerdctl manage the container afterwards. The container must still be
+/// known to containerd (`ctr containers list`) and have no task (`ctr tasks delete --force ID`). The
+/// directory stays.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 the container runs, 1 it was not restored and nothing of it is left, 2 wrong usage."
+    after_help = "Exit status: 0 the container runs, 1 it was not restored and nothing of it is left, 2 \
+                  wrong usage."
 )]
 pub struct RestoreArgs {
     /// Id of the container.
@@ -137,7 +141,7 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
-/// Write and show the node's CDI files, which say what a container needs for a GPU.
+/// Write and show the node's CDI files, which describe what a container needs for a GPU.
 #[derive(Debug, Subcommand)]
 pub enum CdiCommand {
     Generate(CdiGenerateArgs),
@@ -146,22 +150,22 @@ pub enum CdiCommand {
 
 /// Describe this node's NVIDIA GPUs in a CDI file.
 ///
-/// For nodes that have the driver and no container toolkit of NVIDIA's. Names each GPU by its index and its UUID, and all of
-/// them as `all`, so that `ctr run --device nvidia.com/gpu=0` gives a container the GPU with its driver's libraries. Write it
-/// anew when the driver or the GPUs change.
+/// For nodes that have the driver and not NVIDIA's container toolkit. Names each GPU by its index and its
+/// UUID, and all of them `all`: `ctr run --device nvidia.com/gpu=0` gives a container the GPU and the
+/// driver's libraries. Write the file again when the driver or the GPUs change.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 done, 1 failed, and nothing was written, 2 wrong usage.")]
 pub struct CdiGenerateArgs {
     /// File to write, such as /etc/cdi/nvidia.yaml. `-` shows it and writes nothing.
     #[arg(long, value_name = "FILE", default_value = "-")]
     pub output: Option<PathBuf>,
-    /// Default: what the name of the file says, else YAML.
+    /// Default: by the extension of the file, else YAML.
     #[arg(long)]
     pub format: Option<CdiFormat>,
     /// Directory below which the driver is installed.
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub driver_root: PathBuf,
-    /// Also if another tool has written a CDI file of these GPUs.
+    /// Also write if another tool has written a CDI file of these GPUs.
     #[arg(long)]
     pub force: bool,
 }
@@ -176,7 +180,8 @@ pub enum CdiFormat {
 /// Show which devices the CDI files describe.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 all files can be used, 1 one is broken or a device is described twice, 2 wrong usage."
+    after_help = "Exit status: 0 all files can be used, 1 a file is broken or a device is described twice, \
+                  2 wrong usage."
 )]
 pub struct CdiListArgs {
     /// Print JSON.

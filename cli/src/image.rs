@@ -1,4 +1,4 @@
-//! An image directory: whether it is whole, and what it holds.
+//! An image directory: whether it is complete, and what it holds.
 
 use std::io::Read;
 use std::path::Path;
@@ -21,13 +21,13 @@ impl Found {
     }
 }
 
-/// Most bytes of a file that are looked through for names of files.
+/// How much of a file is searched for names of files.
 const MOST_BYTES: u64 = 64 << 20;
 
-/// What files of a container with an NVIDIA GPU are called: one is mapped, open or mounted.
+/// Parts of file names: every container with an NVIDIA GPU has such a file mapped, open or mounted.
 const DRIVER: [&[u8]; 3] = [b"/libcuda.so.", b"/libnvidia-ml.so.", b"/dev/nvidia"];
 
-/// What a directory holds, as far as it can be told, and why it is not whole.
+/// What a directory holds, and why the image is not complete.
 pub fn look(dir: &Path) -> (Found, Option<ProblemReport>) {
     let manifest = match Manifest::read(dir) {
         Ok(manifest) => manifest,
@@ -43,13 +43,13 @@ pub fn look(dir: &Path) -> (Found, Option<ProblemReport>) {
         Ok(images) => images,
         Err(error) => return (Found::default(), Some(error.into())),
     };
-    // firn writes its manifest last, and for every container that has NVIDIA's GPUs.
+    // firn writes the manifest last, for every container with NVIDIA GPUs.
     let failure = names_driver(dir, &images).then(|| ManifestError::Missing { dir: dir.to_owned() }.into());
     let manifest = None;
     (Found { manifest, images }, failure)
 }
 
-/// Whether CRIU's lists of files and mounts name NVIDIA's driver.
+/// Whether CRIU's lists of files and mounts name the NVIDIA driver.
 fn names_driver(dir: &Path, images: &[ImageFile]) -> bool {
     let is_list =
         |name: &str| matches!(name, "files.img" | "reg-files.img") || name.starts_with("mountpoints-");

@@ -69,6 +69,18 @@ fn print_manifest(manifest: &Manifest) {
             gpu.pci_address
         );
     }
+    print_processes(manifest);
+    print_dump_options(manifest);
+    for mount in &manifest.mounts {
+        line!(
+            "mount      {} (from {})",
+            mount.destination.display(),
+            mount.source_name
+        );
+    }
+}
+
+fn print_processes(manifest: &Manifest) {
     match manifest.processes.as_slice() {
         [] => line!("processes  none with GPU state"),
         processes => {
@@ -80,6 +92,9 @@ fn print_manifest(manifest: &Manifest) {
             );
         }
     }
+}
+
+fn print_dump_options(manifest: &Manifest) {
     let flags = [
         ("tcp-established", manifest.dump.open_tcp),
         ("ext-unix-sk", manifest.dump.external_unix_sockets),
@@ -99,11 +114,4 @@ fn print_manifest(manifest: &Manifest) {
             format!("with {}", flags.join(", "))
         }
     );
-    for mount in &manifest.mounts {
-        line!(
-            "mount      {} (from {})",
-            mount.destination.display(),
-            mount.source_name
-        );
-    }
 }

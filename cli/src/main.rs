@@ -1,8 +1,6 @@
-//! firn: what a person asks about checkpoints and about a node.
+//! firn: shows checkpoints, workloads and nodes, restores image directories, and writes CDI files.
 //!
-//! Nothing here changes anything but `cdi generate`, which writes the file that it is told to, and `restore`, which has
-//! containerd start a container. The driver is asked by way of
-//! `firn-gpu`.
+//! Only `cdi generate` and `restore` change anything. The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -25,7 +23,7 @@ use clap::Parser;
 use args::{Args, Command};
 use audit::Verdict;
 
-/// Exit status of an audit that found no reason to refuse, and something that speaks against it.
+/// Exit status of an audit that refuses nothing and suspects something.
 const SUSPECTED: u8 = 3;
 
 fn main() -> ExitCode {

@@ -1,6 +1,6 @@
-//! What firn says, on standard output and standard error: nothing that a terminal would act on, whoever has written it.
+//! What firn prints. Control characters are escaped, so that text of others does nothing to a terminal.
 //!
-//! A reader that goes away early (`firn inspect DIR | head`) is no failure. Any other one is.
+//! It is no failure if the reader ends early (`firn inspect DIR | head`). Any other failure to write is one.
 
 use std::fmt;
 use std::io::{self, ErrorKind};
@@ -9,52 +9,52 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use firn_config::text::{printable_json, write_line};
 use serde::Serialize;
 
-/// Whether something could not be written.
+/// Whether output is missing.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
-/// Whether all was written, as far as anybody has read it.
+/// Whether all output was written that had a reader.
 pub fn is_complete() -> bool {
     !INCOMPLETE.load(Ordering::Relaxed)
 }
 
-/// A line of the answer.
+/// Prints a line on standard output.
 macro_rules! line {
     ($($text:tt)*) => {
-        $crate::output::answer(format_args!($($text)*))
+        $crate::output::print_out(format_args!($($text)*))
     };
 }
 
-/// A line beside the answer.
+/// Prints a line on standard error.
 macro_rules! note {
     ($($text:tt)*) => {
-        $crate::output::aside(format_args!($($text)*))
+        $crate::output::print_err(format_args!($($text)*))
     };
 }
 
 pub(crate) use {line, note};
 
-pub fn answer(text: fmt::Arguments<'_>) {
-    noted(write_line(io::stdout().lock(), text));
+pub fn print_out(text: fmt::Arguments<'_>) {
+    record(write_line(io::stdout().lock(), text));
 }
 
-pub fn aside(text: fmt::Arguments<'_>) {
-    // Nobody is left to tell when this fails.
+pub fn print_err(text: fmt::Arguments<'_>) {
+    // A failure of standard error cannot be reported.
     let _lost = write_line(io::stderr().lock(), text);
 }
 
-/// The whole answer as JSON.
-pub fn json(answer: &impl Serialize) -> anyhow::Result<()> {
-    let text = printable_json(&serde_json::to_string_pretty(answer)?) + "\n";
+/// Prints a value as JSON.
+pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
+    let text = printable_json(&serde_json::to_string_pretty(value)?) + "\n";
     raw(&text);
     Ok(())
 }
 
-/// Text that is firn's own.
+/// Prints text of firn itself.
 pub fn raw(text: &str) {
-    noted(io::Write::write_all(&mut io::stdout().lock(), text.as_bytes()));
+    record(io::Write::write_all(&mut io::stdout().lock(), text.as_bytes()));
 }
 
-fn noted(written: io::Result<()>) {
+fn record(written: io::Result<()>) {
     if written.is_err_and(|error| error.kind() != ErrorKind::BrokenPipe) {
         INCOMPLETE.store(true, Ordering::Relaxed);
     }

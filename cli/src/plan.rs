@@ -1,7 +1,7 @@
 //! `firn plan`: which GPUs a restore would use.
 //!
-//! For another node, of which only the inventory is here, what its files would tell is left out: its mounts, and its CDI
-//! files. Names of GPUs are then taken as a CDI file of that node would have them that gives each by index and UUID.
+//! Of another node only the inventory is known, and not its mounts and CDI files. Names of GPUs are then
+//! resolved as by a CDI file that names each GPU by index and UUID.
 
 use std::path::Path;
 
@@ -22,17 +22,17 @@ use firn_host::ProblemReport;
 /// A restore that would be accepted.
 struct Accepted {
     manifest: Option<Manifest>,
-    /// Absent when the checkpoint holds no GPU state.
+    /// `None` if the checkpoint holds no GPU state.
     gpus: Option<(Decision, Inventory)>,
-    /// What was not looked at.
+    /// What could not be checked.
     unseen: Vec<&'static str>,
 }
 
 const UNSEEN_MOUNTS: &str = "mounts and libraries: they are looked for on the node itself";
 const UNSEEN_CDI: &str =
-    "CDI files of that node: what the spec asks for is taken as its GPUs by index, UUID or all";
+    "CDI files of that node: what the spec requests is taken as its GPUs by index, UUID or all";
 
-/// True: the restore would be accepted.
+/// Returns whether the restore would be accepted.
 pub fn run(args: &PlanArgs) -> Result<bool> {
     let config = Config::load()
         .map_err(ProblemReport::from)
@@ -57,7 +57,7 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
     Ok(result.is_ok())
 }
 
-/// What the shim would decide at Create. The outer error is a failure to ask, not an answer.
+/// What the shim would decide at Create. The outer error: the decision could not be made.
 fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemReport>> {
     let there = args
         .inventory
@@ -109,7 +109,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
     }))
 }
 
-/// Spec and manifest, and whether the spec asked for GPUs in a way that Create converts.
+/// Spec and manifest, and whether the spec requested GPUs in a way that Create converts.
 fn read(
     args: &PlanArgs,
     config: &Config,
@@ -123,10 +123,13 @@ fn read(
     Ok((spec, manifest, by_names))
 }
 
-/// The spec as the shim would make it at Create, and whether it converts it.
+/// The spec as the shim would convert it at Create, and whether there was anything to convert.
 fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Spec, bool), ProblemReport> {
     let rules = Rules::of(&spec, None)?;
-    let by_names = matches!(GpuRequest::of(&spec, &rules), GpuRequest::Named(request) if request.source.is_enabled(&config.create));
+    let by_names = match GpuRequest::of(&spec, &rules) {
+        GpuRequest::Named(request) => request.source.is_enabled(&config.create),
+        _ => false,
+    };
     let converted = match there {
         None => firn_cdi::convert(spec, config, &rules, true),
         Some(inventory) => firn_cdi::convert_by(spec, config, &rules, true, || registry_of(inventory)),
@@ -134,7 +137,7 @@ fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Sp
     Ok((converted?.spec, by_names))
 }
 
-/// CDI devices of a node of which nothing but its GPUs is known.
+/// CDI devices of a node of which only the GPUs are known.
 fn registry_of(inventory: &Inventory) -> Registry {
     let with =
         |name: &str, nodes: &[&DeviceNode]| json!({"name": name, "containerEdits": {"deviceNodes": nodes}});

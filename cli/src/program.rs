@@ -1,4 +1,4 @@
-//! Running other programs: with a deadline, and with as much of their output as is worth reading.
+//! Runs other programs, with a deadline and bounded output.
 
 use std::ffi::OsStr;
 use std::io::Read;
@@ -14,11 +14,11 @@ use firn_gpu::Inventory;
 use firn_gpu::protocol::ProcessReply;
 use firn_host::ProblemLine;
 
-/// Most output that is read.
+/// How much output is read.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// What a program has said.
-pub struct Said {
+/// What a program has printed.
+pub struct Output {
     /// Whether it ended with status 0.
     pub success: bool,
     pub stdout: String,
@@ -26,7 +26,7 @@ pub struct Said {
 }
 
 /// Runs a program to its end, or kills it at the deadline.
-pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Said> {
+pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Output> {
     let name = program.display();
     let mut child = Command::new(program)
         .args(arguments)
@@ -53,15 +53,15 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Said> 
         thread::spawn(move || {
             let mut bytes = Vec::new();
             let read = stream.take(MAX_BYTES).read_to_end(&mut bytes);
-            // The receiver is gone when the deadline has passed; nobody wants the output then.
+            // The receiver is gone if the deadline has passed.
             let _ = sender.send((which, read.map(|_| String::from_utf8_lossy(&bytes).into_owned())));
         });
     }
     let deadline = Instant::now() + limit;
-    let mut said = [String::new(), String::new()];
-    for _ in 0..said.len() {
+    let mut texts = [String::new(), String::new()];
+    for _ in 0..texts.len() {
         match outputs.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok((which, text)) => said[which] = text.with_context(|| format!("cannot read from {name}"))?,
+            Ok((which, text)) => texts[which] = text.with_context(|| format!("cannot read from {name}"))?,
             Err(_) => {
                 child.kill().with_context(|| format!("cannot end {name}"))?;
                 child.wait().with_context(|| format!("cannot wait for {name}"))?;
@@ -70,15 +70,15 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Said> 
         }
     }
     let status = child.wait().with_context(|| format!("cannot wait for {name}"))?;
-    let [stdout, stderr] = said;
-    Ok(Said {
+    let [stdout, stderr] = texts;
+    Ok(Output {
         success: status.success(),
         stdout,
         stderr,
     })
 }
 
-/// A program in PATH.
+/// Finds a program in PATH.
 pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
     let is_program = |file: &PathBuf| {
@@ -91,34 +91,34 @@ pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
         .find(is_program)
 }
 
-/// Driver version and GPUs of this node, as the driver worker sees them.
+/// Driver version and GPUs of this node.
 pub fn inventory(config: &Config) -> Result<Inventory> {
-    ask(config, &["inventory", "--json"], config.deadlines.inventory)
+    query(config, &["inventory", "--json"], config.deadlines.inventory)
 }
 
-/// What the driver knows of these processes.
+/// Which of these processes use CUDA, with their GPU memory.
 pub fn discover(config: &Config, pids: &[i32]) -> Result<Vec<ProcessReply>> {
     let pids: Vec<String> = pids.iter().map(i32::to_string).collect();
     let mut arguments = vec!["discover"];
     arguments.extend(pids.iter().map(String::as_str));
-    ask(config, &arguments, config.deadlines.discover)
+    query(config, &arguments, config.deadlines.discover)
 }
 
-/// What another node's `firn-gpu inventory --json` has printed.
+/// The inventory of another node: the output of `firn-gpu inventory --json` there.
 pub fn read_inventory(file: &Path) -> Result<Inventory> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     serde_json::from_str(&text)
         .with_context(|| format!("{} is no output of firn-gpu inventory --json", file.display()))
 }
 
-/// What the driver worker prints as JSON.
-fn ask<T: serde::de::DeserializeOwned>(config: &Config, arguments: &[&str], limit: Duration) -> Result<T> {
+/// The JSON that firn-gpu prints.
+fn query<T: serde::de::DeserializeOwned>(config: &Config, arguments: &[&str], limit: Duration) -> Result<T> {
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
         .map_err(|error| anyhow!(ProblemLine(&error).to_string()))?;
-    let said = run(&worker, arguments, limit)?;
-    if !said.success {
-        bail!("{}", said.stderr.trim().trim_start_matches("firn-gpu: "));
+    let output = run(&worker, arguments, limit)?;
+    if !output.success {
+        bail!("{}", output.stderr.trim().trim_start_matches("firn-gpu: "));
     }
-    serde_json::from_str(&said.stdout)
+    serde_json::from_str(&output.stdout)
         .with_context(|| format!("{} {} printed something else", worker.display(), arguments[0]))
 }

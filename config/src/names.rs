@@ -82,7 +82,7 @@ pub const RESCUE_DIR: &str = "/var/lib/firn/rescue";
 
 /// How the names of directories begin in which complete images are put beside containerd's temporary ones,
 /// where those are on another file system than the rescue directory.
-pub const RESCUE_BESIDE: &str = "firn-rescue-";
+pub const RESCUE_PREFIX: &str = "firn-rescue-";
 
 /// How the names of the temporary directories begin that containerd makes for checkpoints, and removes.
 pub const CONTAINERD_CHECKPOINT: &str = "ctrd-checkpoint";

@@ -1,5 +1,20 @@
-//! Whether a container can be checkpointed, decided before anything is touched: by its processes and by their environment.
+//! Whether a container can be checkpointed, decided before anything is touched.
+//!
+//! [`check_node`] and [`check`] hold all rules. The shim's transaction fails with the first [`Refusal`],
+//! `firn audit` shows all of them. The rules read /proc, the container's spec, and the host's free memory and
+//! disk space. They change nothing.
 #![forbid(unsafe_code)]
 
-pub mod environment;
-pub mod process;
+mod check;
+mod environment;
+mod finding;
+#[cfg(any(test, feature = "fixtures"))]
+pub mod fixtures;
+mod refusal;
+mod workload;
+
+pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused};
+pub use environment::{OtherGpus, Tree, image_bytes};
+pub use finding::{Certainty, Finding, FindingKind, Unreadable};
+pub use refusal::Refusal;
+pub use workload::{Assertions, Capacity, OtherVendors, Workload};

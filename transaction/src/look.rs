@@ -1,11 +1,12 @@
-//! Looks at files that a container or a mount server controls, in a process that can be killed.
+//! Looks at files that a container or a file server controls, in a process that can be killed.
 //!
-//! A `stat` on a dead file server does not come back, and no signal ends it; a read of /proc waits for whoever holds the
-//! process's memory map. So the shim runs itself once more (`/proc/self/exe look`) with a [`Request`] on standard input and takes the
-//! answer from standard output, within a deadline and unless the container is to end. What does not end is killed; in state D it
-//! is left to the reaper, and the shim goes on. Memory that a hostile /proc costs is that process's, not the shim's.
+//! A `stat` on a dead file server never returns, and no signal ends it. A read of /proc waits for the owner
+//! of the process's memory map. So the shim runs itself as a child (`/proc/self/exe look`), with a
+//! [`Request`] on standard input and the answer on standard output. The child is killed at a deadline and
+//! when the container is to end. A child in state D stays until the reaper gets it; the shim continues. The
+//! memory that a hostile /proc costs is the child's.
 //!
-//! What is looked at is bounded where it is read ([`firn_host::bounded`]), what is answered here ([`child`]).
+//! Reads are bounded in [`firn_host::bounded`], answers in [`child`].
 
 mod child;
 
@@ -15,52 +16,36 @@ use std::time::Duration;
 
 use firn_host::{Problem, ProblemReport, Remedy, remedy};
 use firn_oci::mounts::RequiredMount;
+use firn_preflight::{OtherGpus, Workload};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::cancel::CancellationToken;
-use crate::checkpoint::Policy;
 use crate::reaper::{OutputError, Reaper};
 
 pub use child::{ChildError, run as run_child};
 
-/// The action by which the shim is run for a look.
+/// The action of the shim that runs the child.
 pub const ACTION: &str = "look";
 
-/// What is looked at.
+/// What the child looks at.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
-    /// Which processes a dump leaves out, and refusals by what the others are and show. Answer: [`LeftOut`].
-    Processes {
-        init: i32,
-        pids: Vec<i32>,
-        cuda: Vec<i32>,
-        policy: Policy,
-    },
-    /// Refusals by what lies around the processes: room for what a checkpoint makes, mounts, standard streams. Answer: `()`.
-    Surroundings {
-        init: i32,
-        pids: Vec<i32>,
-        cuda: Vec<i32>,
-        gpu_memory: u64,
-        image: PathBuf,
-        work: PathBuf,
-        /// Whose spec tells which mounts are the container's.
-        bundle: PathBuf,
-    },
-    /// What processes have open of GPUs that are not NVIDIA's. Answer: [`Others`](firn_preflight::environment::Others).
-    Vendors { pids: Vec<i32>, nvidia: bool },
-    /// Which of these places processes have in use. Answer: `Option<Vec<bool>>`, none where it cannot be seen.
+    /// Whether a workload can be checkpointed. Answer: [`Checked`].
+    Check(Box<Workload>),
+    /// Which of these places processes have in use. Answer: `Option<Vec<bool>>`, `None` if that cannot be
+    /// read.
     InUse { pids: Vec<i32>, places: Vec<PathBuf> },
-    /// What a restore changes in the mounts of a spec. Answer: [`ResolvedMounts`](firn_oci::mounts::ResolvedMounts).
+    /// What a restore changes in the mounts of a spec. Answer:
+    /// [`ResolvedMounts`](firn_oci::mounts::ResolvedMounts).
     Mounts {
-        /// `mounts` of the spec.
+        /// The `mounts` of the spec.
         mounts: serde_json::Value,
         bundle: PathBuf,
         required: Vec<RequiredMount>,
-        /// Of this node's driver.
+        /// Version of this node's driver.
         version: String,
-        /// Where its libraries may be.
+        /// Directories in which its libraries may be.
         dirs: Vec<String>,
         /// firn's empty file.
         empty: PathBuf,
@@ -71,24 +56,31 @@ impl Request {
     /// For messages.
     fn subject(&self) -> &'static str {
         match self {
-            Self::Processes { .. } => "the container's processes",
-            Self::Surroundings { .. } => {
-                "the room for the image, and the container's mounts and standard streams"
+            Self::Check(workload) if workload.processes.is_some() => "the container's processes",
+            Self::Check(workload) if workload.capacity.is_some() => {
+                "the free space for the image, and the container's mounts and standard streams"
             }
-            Self::Vendors { .. } | Self::InUse { .. } => "the files that the container's processes have open",
+            Self::Check(_) | Self::InUse { .. } => "the files that the container's processes have open",
             Self::Mounts { .. } => "the sources of the container's bind mounts",
         }
     }
 }
 
-/// Processes that a dump leaves out: some of them with their names, and how many they are.
+/// The answer to [`Request::Check`] for a workload that can be checkpointed.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Checked {
+    pub left_out: LeftOut,
+    pub other_gpus: OtherGpus,
+}
+
+/// Processes that CRIU leaves out: the first few with their names, and their number.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     pub some: Vec<(i32, String)>,
     pub count: usize,
 }
 
-/// A look that refuses, or that there was none.
+/// A refusal, or a look that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum LookError {
     #[error("{}", .0.message)]
@@ -97,13 +89,17 @@ pub enum LookError {
     Late {
         subject: &'static str,
         limit: Duration,
-        /// What it had come to.
+        /// What the child looked at last.
         last: String,
     },
     #[error("it was killed")]
     Killed,
-    #[error("cannot look at {subject}: {said}")]
-    Failed { subject: &'static str, said: String },
+    #[error("cannot look at {subject}: {output}")]
+    Failed {
+        subject: &'static str,
+        /// Standard error of the child.
+        output: String,
+    },
     #[error("cannot look at {subject}")]
     Run {
         subject: &'static str,
@@ -131,10 +127,10 @@ impl Problem for LookError {
             Self::Refused(problem) => problem.remedy(),
             Self::Late { .. } => remedy(
                 "FIRN-LOOK-TIMEOUT",
-                "see whether a file system of the container, of its mounts or of the image does not answer (dmesg, state D), or raise \
-                 look under [deadlines] in the configuration",
+                "see whether a file system of the container, of its mounts or of the image does not answer \
+                 (dmesg, state D), or raise look under [deadlines] in the configuration",
             ),
-            Self::Killed => remedy("FIRN-ENDED", "start it anew, or restore an earlier checkpoint"),
+            Self::Killed => remedy("FIRN-ENDED", "start it again, or restore an earlier checkpoint"),
             Self::Failed { .. } | Self::Run { .. } | Self::Answer { .. } => {
                 remedy("FIRN-PROC", "try again; report it with containerd's log")
             }
@@ -142,20 +138,20 @@ impl Problem for LookError {
     }
 }
 
-/// Looks, within `limit` and unless the container is to end.
+/// Looks, until `limit` has passed or the container is to end.
 pub async fn look<T: DeserializeOwned>(
     request: &Request,
     reaper: &Reaper,
     limit: Duration,
     cancel: &CancellationToken,
 ) -> Result<T, LookError> {
-    // The file that this process runs, also when another version has been installed over it.
+    // The program that this process runs, also if another version has been installed.
     let mut command = Command::new("/proc/self/exe");
     command.arg(ACTION).env_clear();
-    ask(command, request, reaper, limit, cancel).await
+    run(command, request, reaper, limit, cancel).await
 }
 
-async fn ask<T: DeserializeOwned>(
+async fn run<T: DeserializeOwned>(
     mut command: Command,
     request: &Request,
     reaper: &Reaper,
@@ -173,8 +169,8 @@ async fn ask<T: DeserializeOwned>(
     let output = match output {
         Ok(output) if output.success() => output,
         Ok(output) => {
-            let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            return Err(LookError::Failed { subject, said });
+            let output = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+            return Err(LookError::Failed { subject, output });
         }
         Err(OutputError::TimedOut { limit, last, .. }) => {
             return Err(LookError::Late { subject, limit, last });
@@ -194,13 +190,13 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     fn request() -> Request {
-        Request::Vendors {
+        Request::InUse {
             pids: vec![1, 2],
-            nvidia: false,
+            places: vec![],
         }
     }
 
-    async fn ask_sh(
+    async fn run_sh(
         script: &str,
         limit: Duration,
         cancel: &CancellationToken,
@@ -208,16 +204,16 @@ mod tests {
         let reaper = Reaper::start().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        ask(command, &request(), &reaper, limit, cancel).await
+        run(command, &request(), &reaper, limit, cancel).await
     }
 
     #[tokio::test]
-    async fn the_answer_is_what_the_child_says_to_the_request() {
+    async fn the_answer_of_the_child_is_returned() {
         let cancel = CancellationToken::default();
         let echo = r#"grep -q '"pids":\[1,2\]' && echo '{"Ok":[3]}'"#;
-        assert_eq!(ask_sh(echo, LIMIT, &cancel).await.unwrap(), [3]);
+        assert_eq!(run_sh(echo, LIMIT, &cancel).await.unwrap(), [3]);
         let refuse = r#"echo '{"Err":{"code":"FIRN-PROC","message":"m","hint":"h"}}'"#;
-        let refused = ask_sh(refuse, LIMIT, &cancel).await.unwrap_err();
+        let refused = run_sh(refuse, LIMIT, &cancel).await.unwrap_err();
         assert_eq!(
             (refused.code(), refused.hint(), &*refused.to_string()),
             ("FIRN-PROC", "h", "m")
@@ -228,15 +224,15 @@ mod tests {
             "kill -KILL $$",
             "head -c 9000000 /dev/zero",
         ] {
-            let failed = ask_sh(broken, LIMIT, &cancel).await.unwrap_err();
+            let failed = run_sh(broken, LIMIT, &cancel).await.unwrap_err();
             assert_eq!(failed.code(), "FIRN-PROC", "{broken}");
         }
-        let said = ask_sh("echo why >&2; exit 1", LIMIT, &cancel).await.unwrap_err();
-        assert!(said.to_string().ends_with("have open: why"), "{said}");
+        let failed = run_sh("echo why >&2; exit 1", LIMIT, &cancel).await.unwrap_err();
+        assert!(failed.to_string().ends_with("have open: why"), "{failed}");
     }
 
     #[tokio::test]
-    async fn a_look_that_hangs_is_killed_at_its_deadline_and_when_the_container_is_to_end() {
+    async fn a_child_that_hangs_is_killed_at_its_deadline_and_with_its_container() {
         let dir = tempfile::tempdir().unwrap();
         let pid_file = dir.path().join("pid");
         let hang = format!(
@@ -247,7 +243,7 @@ mod tests {
             let pid = std::fs::read_to_string(&pid_file).unwrap();
             !crate::procfs::is_alive(pid.trim().parse().unwrap())
         };
-        let late = ask_sh(&hang, Duration::from_millis(300), &CancellationToken::default())
+        let late = run_sh(&hang, Duration::from_millis(300), &CancellationToken::default())
             .await
             .unwrap_err();
         assert_eq!(late.code(), "FIRN-LOOK-TIMEOUT");
@@ -265,7 +261,7 @@ mod tests {
             }
             cancel.cancel();
         };
-        let (killed, ()) = tokio::join!(ask_sh(&hang, LIMIT, &cancel), kill);
+        let (killed, ()) = tokio::join!(run_sh(&hang, LIMIT, &cancel), kill);
         assert!(matches!(killed, Err(LookError::Killed)), "{killed:?}");
         let begun = Instant::now();
         while !is_gone() {

@@ -1,24 +1,19 @@
-//! The signals of an audit: what was looked for, where, what was found, and whether it refuses a checkpoint or restore.
+//! The signals of an audit: what was looked for, what was found, and whether it refuses a checkpoint or
+//! restore.
 
 use firn_config::Config;
-use firn_gpu::protocol::ProcessReply;
-use firn_gpu::{Gpu, Inventory};
+use firn_gpu::Inventory;
 use firn_host::procfs::comm;
-use firn_oci::{GpuRequest, Rules, Spec, criu_config};
-use firn_preflight::environment;
-use firn_preflight::environment::{Others, Refusal as Refused, exec_policy};
-use firn_preflight::process as preflight;
-use firn_preflight::process::{Finding, Owner, Refusal, Sign};
-use firn_remap::GrantError;
+use firn_host::{Problem, ProblemLine, ProblemReport};
+use firn_oci::{GpuRequest, Rules, Spec};
+use firn_preflight::{Assertions, Finding, FindingKind, Node, Outcome, Refusal, Workload};
 use firn_remap::plan::{Plan, PlanError};
 use serde::Serialize;
 
-use super::subject::Subject;
-use super::{Verdict, shown};
+use super::{Verdict, plan_json};
 use crate::text;
-use firn_host::{Problem, ProblemLine, ProblemReport};
 
-/// How sure it is that what is looked for is there.
+/// How sure a signal is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Certainty {
@@ -33,7 +28,7 @@ pub struct Signal {
     pub certainty: Certainty,
     /// Whether a checkpoint or restore is refused for it.
     pub refused: bool,
-    /// What told it.
+    /// What it was read from.
     pub source: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure: Option<ProblemReport>,
@@ -42,7 +37,7 @@ pub struct Signal {
 }
 
 impl Signal {
-    /// Whether there is nothing to say of it.
+    /// Whether nothing was found.
     pub fn is_quiet(&self) -> bool {
         !self.refused && self.certainty == Certainty::None && self.detail.is_empty()
     }
@@ -53,50 +48,108 @@ pub struct Signals {
     pub all: Vec<Signal>,
 }
 
-/// What the preflight looks for, and where; in the order of [`kind`].
-const KINDS: [(&str, &str); 7] = [
-    ("managed_memory", "/proc/PID/maps"),
-    ("mps", "/proc/PID/fd and environ"),
-    (
-        "shared_gpu_memory",
-        "the number of CUDA processes, /proc/PID/maps and environ",
-    ),
-    ("imex", "/proc/PID/fd"),
-    ("rdma", "/proc/PID/fd"),
-    ("io_uring", "/proc/PID/fd and maps"),
-    (
+/// Signals of the node and of its driver.
+const NODE: [Topic; 2] = [
+    Topic("driver_without_checkpoint", "libcuda's symbols"),
+    Topic("mig", "NVML"),
+];
+
+/// Signals of how the container got its GPUs.
+const GRANT: [Topic; 2] = [
+    Topic("gpus_from_a_hook", BUNDLE_SPEC),
+    Topic("unknown_gpus", BUNDLE_SPEC),
+];
+
+const BUNDLE_SPEC: &str = "config.json of the bundle";
+
+/// Signals of what the processes have open and mapped.
+const FINDINGS: [Topic; 7] = [
+    Topic("managed_memory", "/proc/PID/maps"),
+    Topic("mps", "/proc/PID/fd and environ"),
+    Topic(SHARED, "the number of CUDA processes, /proc/PID/maps and environ"),
+    Topic(IMEX, "/proc/PID/fd"),
+    Topic("rdma", "/proc/PID/fd"),
+    Topic("io_uring", "/proc/PID/fd and maps"),
+    Topic(
         "gpu_descriptors_without_cuda",
         "/proc/PID/fd, the driver's restore threads",
     ),
 ];
 
-/// Of signs and of what they refuse.
-fn kind(sign: &Sign) -> usize {
-    match sign {
-        Sign::ManagedMemory { .. } => 0,
-        Sign::Mps { .. } => 1,
-        Sign::Nccl { .. } | Sign::SharingLibrary { .. } | Sign::MultipleCudaProcesses { .. } => 2,
-        Sign::Imex { .. } => 3,
-        Sign::Rdma { .. } => 4,
-        Sign::IoUring => 5,
-        Sign::LeakedGpu { .. } => 6,
+const SHARED: &str = "shared_gpu_memory";
+const IMEX: &str = "imex";
+
+const LEFT_OUT: [Topic; 1] = [Topic("processes_of_exec", "/proc/PID/status")];
+
+const OTHER_VENDORS: [Topic; 2] = [
+    Topic("gpus_of_other_vendors", "/proc/PID/fd"),
+    Topic("amd_gpus_without_plugin", "CRIU's plugin directories"),
+];
+
+const CAPACITY: [Topic; 2] = [
+    Topic(
+        "too_little_memory",
+        "/proc/meminfo, memory limits of the cgroup and those above",
+    ),
+    Topic(
+        "too_little_image_space",
+        "the file systems of --image-dir and of the bundle",
+    ),
+];
+
+const MOUNTS: [Topic; 2] = [
+    Topic(
+        "external_mounts",
+        "/proc/PID/mountinfo, config.json of the bundle",
+    ),
+    Topic("streams_in_host_files", "/proc/PID/fd and fdinfo"),
+];
+
+/// The name of a signal, and what it is read from.
+#[derive(Clone, Copy, Debug)]
+struct Topic(&'static str, &'static str);
+
+/// The signal that a refusal belongs to.
+fn signal_of(refusal: &Refusal) -> &'static str {
+    match refusal {
+        Refusal::NoCheckpointApi { .. } => "driver_without_checkpoint",
+        Refusal::ByHook => "gpus_from_a_hook",
+        Refusal::Grant(_) => "unknown_gpus",
+        Refusal::Mig { .. } => "mig",
+        Refusal::MixedGpus { .. } | Refusal::UnknownGpu { .. } => "gpus_of_other_vendors",
+        Refusal::AmdPlugin(_) => "amd_gpus_without_plugin",
+        Refusal::CudaExec { .. } | Refusal::Exec { .. } => "processes_of_exec",
+        Refusal::ManagedMemory { .. } => "managed_memory",
+        Refusal::Mps { .. } => "mps",
+        Refusal::IoUring { .. } => "io_uring",
+        Refusal::Rdma { .. } => "rdma",
+        Refusal::LeakedGpu { .. } => "gpu_descriptors_without_cuda",
+        Refusal::Imex { .. } => IMEX,
+        Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => SHARED,
+        Refusal::CgroupMemory { .. } | Refusal::HostMemory { .. } => "too_little_memory",
+        Refusal::Space { .. } => "too_little_image_space",
+        Refusal::ExternalMount { .. } | Refusal::TooManyMounts { .. } => "external_mounts",
+        Refusal::ExternalStream { .. } => "streams_in_host_files",
     }
 }
 
-fn kind_refused(refusal: &Refusal) -> usize {
-    match refusal {
-        Refusal::ManagedMemory { .. } => 0,
-        Refusal::Mps { .. } => 1,
-        Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => 2,
-        Refusal::Imex { .. } => 3,
-        Refusal::Rdma { .. } => 4,
-        Refusal::IoUring { .. } => 5,
-        Refusal::LeakedGpu { .. } => 6,
+/// The signal that a finding belongs to.
+fn signal_of_finding(kind: &FindingKind) -> &'static str {
+    match kind {
+        FindingKind::ManagedMemory { .. } => "managed_memory",
+        FindingKind::Mps { .. } => "mps",
+        FindingKind::Nccl { .. }
+        | FindingKind::SharingLibrary { .. }
+        | FindingKind::MultipleCudaProcesses { .. } => SHARED,
+        FindingKind::Imex { .. } => IMEX,
+        FindingKind::Rdma { .. } => "rdma",
+        FindingKind::IoUring => "io_uring",
+        FindingKind::LeakedGpu { .. } => "gpu_descriptors_without_cuda",
     }
 }
 
 impl Signals {
-    /// What it comes to.
+    /// The verdict that follows from all signals.
     pub fn verdict(&self) -> Verdict {
         if self.all.iter().any(|signal| signal.refused) {
             Verdict::Cannot
@@ -126,111 +179,70 @@ impl Signals {
         });
     }
 
-    /// What the shim's transaction would see.
-    pub fn of_preflight(&mut self, findings: &[Finding], refusals: &[Refusal], owner: Owner) {
-        let several = (findings.iter()).any(|f| matches!(f.sign, Sign::MultipleCudaProcesses { .. }));
-        for (at, (signal, source)) in KINDS.into_iter().enumerate() {
-            let seen: Vec<&Finding> = findings.iter().filter(|f| kind(&f.sign) == at).collect();
-            let refusal = refusals.iter().find(|refusal| kind_refused(refusal) == at);
-            let certain = seen.iter().any(|f| f.certainty == preflight::Certainty::Certain);
-            // That memory is shared is never seen, only what may share it; and the driver takes what its owner answers for.
-            let certainty = match (at, refusal.is_some()) {
-                (2, true) | (3, true) => Certainty::Suspected,
-                (2, false) => Certainty::None,
-                (3, false) if owner.shares_nothing => Certainty::None,
-                _ if seen.is_empty() => Certainty::None,
-                _ if certain => Certainty::Certain,
-                _ => Certainty::Suspected,
-            };
-            let detail = match at {
-                2 if several && refusal.is_none() => "several CUDA processes, which share none".to_owned(),
-                2 => String::new(),
-                _ if refusal.is_some() => String::new(),
-                _ => seen.first().map(|finding| described(finding)).unwrap_or_default(),
-            };
-            self.all.push(Signal {
-                signal,
-                certainty,
-                refused: refusal.is_some(),
-                source,
-                failure: refusal.map(|refusal| refusal.report()),
-                detail,
-            });
+    /// One signal for each topic, with the first refusal that belongs to it.
+    fn add_all(&mut self, topics: &[Topic], refusals: &[Refusal]) {
+        for Topic(signal, source) in topics {
+            let refusal = refusals.iter().find(|refusal| signal_of(refusal) == *signal);
+            self.add(signal, source, refusal.map(Problem::report));
         }
     }
 
-    pub fn of_driver(&mut self, inventory: &Inventory) {
-        let failure = refused(environment::by_driver(inventory));
-        self.add("driver_without_checkpoint", "libcuda's symbols", failure);
-    }
-
-    /// Processes that CRIU leaves out.
-    pub fn of_execs(&mut self, subject: &Subject, known: &[ProcessReply], config: &Config) {
-        let of_cuda = known.iter().filter(|process| process.restore_tid.is_some());
-        let cuda: Vec<i32> = of_cuda.map(|process| process.pid).collect();
-        let exec = exec_policy(subject.spec.as_ref(), config);
-        let failure = refused(environment::by_outside(&subject.outside, &cuda, exec));
-        self.add("processes_of_exec", "/proc/PID/status", failure);
-    }
-
-    /// Create has left the hook as it was; what it would do with it now tells why, or that it has to be done anew.
-    pub fn of_hook(&mut self, spec: &Spec, config: &Config) {
-        let failure = refused(environment::by_hook(spec));
-        let detail = failure.as_ref().map(|_| created_anew(spec, config));
-        self.add("gpus_from_a_hook", "config.json of the bundle", failure);
-        if let (Some(signal), Some(detail)) = (self.all.last_mut(), detail) {
-            signal.detail = detail;
-        }
-    }
-
-    pub fn of_grant(&mut self, grant: Result<(), GrantError>) {
-        let failure = grant.err().map(ProblemReport::from);
-        self.add("unknown_gpus", "config.json of the bundle", failure);
-    }
-
-    pub fn of_gpus(&mut self, gpus: &[Gpu]) {
-        self.add("mig", "NVML", refused(environment::by_mig(gpus)));
-    }
-
-    /// Room for what a checkpoint makes.
-    pub fn of_room(&mut self, refusals: &[Refused]) {
-        let first = |memory: bool| {
-            let is_of = |refusal: &&Refused| matches!(refusal, Refused::Space { .. }) != memory;
-            refusals.iter().find(is_of).map(of_refused)
+    /// The node's driver, and how the container got its GPUs.
+    pub fn of_node(&mut self, node: &Node, spec: Option<&Spec>, config: &Config) {
+        self.add_all(&NODE, &node.refusals);
+        let Some(spec) = spec else {
+            return;
         };
-        self.add(
-            "too_little_memory",
-            "/proc/meminfo, memory limits of the cgroup and those above",
-            first(true),
-        );
-        self.add(
-            "too_little_image_space",
-            "the file systems of --image-dir and of the bundle",
-            first(false),
-        );
+        self.add_all(&GRANT, &node.refusals);
+        let hook = signal_of(&Refusal::ByHook);
+        let refused = |signal: &&mut Signal| signal.signal == hook && signal.refused;
+        if let Some(signal) = self.all.iter_mut().find(refused) {
+            signal.detail = created_again(spec, config);
+        }
     }
 
-    /// Mounts and streams from outside the container.
-    pub fn of_outside(&mut self, mounts: Result<(), Refused>, stdio: Result<(), Refused>) {
-        self.add(
-            "foreign_mounts",
-            "/proc/PID/mountinfo, config.json of the bundle",
-            refused(mounts),
-        );
-        self.add("streams_in_host_files", "/proc/PID/fd and fdinfo", refused(stdio));
+    /// What the check of a workload has found, for the parts of it that were checked.
+    pub fn of_workload(&mut self, workload: &Workload, outcome: &Outcome) {
+        let refusals = &outcome.refusals;
+        if let Some(assertions) = &workload.processes {
+            self.of_findings(outcome, assertions);
+            self.add_all(&LEFT_OUT, refusals);
+        }
+        if workload.other_vendors.is_some() {
+            self.add_all(&OTHER_VENDORS, refusals);
+        }
+        if workload.bundle.is_some() {
+            self.add_all(&MOUNTS, refusals);
+        }
+        if workload.capacity.is_some() {
+            self.add_all(&CAPACITY, refusals);
+        }
     }
 
-    /// GPUs that are not NVIDIA's, and what CRIU needs for AMD's.
-    pub fn of_vendors(&mut self, found: Result<Others, Refused>, config: &Config) {
-        let plugin =
-            || criu_config::amd_plugin(config.criu.amdgpu_plugin.as_deref(), &criu_config::PLUGIN_DIRS).err();
-        let plugin = matches!(found, Ok(Others::Amd)).then(plugin).flatten();
-        self.add("gpus_of_other_vendors", "/proc/PID/fd", refused(found));
-        let failure = plugin.map(ProblemReport::from);
-        self.add("amd_gpus_without_plugin", "CRIU's plugin directories", failure);
+    fn of_findings(&mut self, outcome: &Outcome, assertions: &Assertions) {
+        self.add_all(&FINDINGS, &outcome.refusals);
+        let start = self.all.len() - FINDINGS.len();
+        for signal in &mut self.all[start..] {
+            let of_signal = |finding: &&Finding| signal_of_finding(&finding.kind) == signal.signal;
+            let found: Vec<&Finding> = outcome.findings.iter().filter(of_signal).collect();
+            signal.certainty = certainty(signal, &found, assertions);
+            if signal.refused {
+                continue;
+            }
+            signal.detail = match signal.signal {
+                SHARED if found.iter().any(is_several) => {
+                    "several CUDA processes, which share none".to_owned()
+                }
+                SHARED => String::new(),
+                _ => found
+                    .first()
+                    .map(|finding| described(finding))
+                    .unwrap_or_default(),
+            };
+        }
     }
 
-    /// Whether the GPUs find a place. Gives the plan as JSON.
+    /// Whether the GPUs find a place on the target. Returns the plan as JSON.
     pub fn of_plan(
         &mut self,
         plan: Result<Plan, PlanError>,
@@ -244,7 +256,7 @@ impl Signals {
                 if let Some(signal) = self.all.last_mut() {
                     signal.detail = format!("driver {}, {} GPUs", target.driver_version, target.gpus.len());
                 }
-                Some(shown(&plan))
+                Some(plan_json(&plan))
             }
             Err(error) => {
                 self.add(NAME, SOURCE, Some(error.report()));
@@ -253,7 +265,7 @@ impl Signals {
         }
     }
 
-    /// What is named is no workload.
+    /// The subject is no workload.
     pub fn of_subject(&mut self, failure: ProblemReport) {
         self.add("no_workload", "/proc/PID/stat", Some(failure));
     }
@@ -263,7 +275,7 @@ impl Signals {
         self.add("unfinished_transaction", "firn-journal of the bundle", failure);
     }
 
-    /// Whether an image is whole.
+    /// Whether an image is complete.
     pub fn of_image(&mut self, failure: Option<ProblemReport>, has_manifest: bool) {
         let none = failure.is_none() && !has_manifest;
         self.add(
@@ -273,54 +285,68 @@ impl Signals {
         );
         if let Some(signal) = self.all.last_mut().filter(|_| none) {
             signal.certainty = Certainty::Suspected;
-            signal.detail = "no firn.json: it restores only into a container that asks for no GPU".to_owned();
+            signal.detail = "no firn.json: it restores only into a container that requests no GPU".to_owned();
         }
     }
 }
 
-/// What the shim would make of a hook in a new container's spec.
-fn created_anew(spec: &Spec, config: &Config) -> String {
+/// Why a signal of findings is certain, suspected or neither.
+fn certainty(signal: &Signal, found: &[&Finding], assertions: &Assertions) -> Certainty {
+    let is_certain = |finding: &&Finding| finding.certainty == firn_preflight::Certainty::Certain;
+    match signal.signal {
+        // Only the means of sharing memory can be found, never the sharing itself.
+        SHARED | IMEX if signal.refused => Certainty::Suspected,
+        SHARED => Certainty::None,
+        IMEX if assertions.shares_nothing => Certainty::None,
+        _ if found.is_empty() => Certainty::None,
+        _ if found.iter().any(is_certain) => Certainty::Certain,
+        _ => Certainty::Suspected,
+    }
+}
+
+fn is_several(finding: &&Finding) -> bool {
+    matches!(finding.kind, FindingKind::MultipleCudaProcesses { .. })
+}
+
+/// What Create would do with the hook if the container were created again.
+fn created_again(spec: &Spec, config: &Config) -> String {
     let rules = match Rules::of(spec, None) {
         Ok(rules) => rules,
-        Err(error) => return format!("created anew it would be refused: {}", ProblemLine(&error)),
+        Err(error) => return format!("created again it would be refused: {}", ProblemLine(&error)),
     };
     let GpuRequest::Named(request) = GpuRequest::of(spec, &rules) else {
         return "its hook names no devices".to_owned();
     };
     if !request.source.is_enabled(&config.create) {
-        return "the configuration lets hooks be: [create] hooks".to_owned();
+        return "the configuration keeps hooks: [create] hooks".to_owned();
     }
     match firn_cdi::convert(spec.clone(), config, &rules, false) {
         Ok(converted) => {
             let names: Vec<String> = converted.names.iter().map(ToString::to_string).collect();
-            format!("created anew it would get CDI devices {}", names.join(", "))
+            format!("created again it would get CDI devices {}", names.join(", "))
         }
-        Err(error) => format!("created anew it would not be converted: {}", ProblemLine(&error)),
+        Err(error) => format!("created again it would not be converted: {}", ProblemLine(&error)),
     }
 }
 
-fn refused<T>(found: Result<T, Refused>) -> Option<ProblemReport> {
-    found.err().as_ref().map(of_refused)
-}
-
-fn of_refused(refusal: &Refused) -> ProblemReport {
-    refusal.report()
-}
-
-/// What a sign shows, for one that refuses nothing.
+/// A finding that refuses nothing, in one line.
 fn described(finding: &Finding) -> String {
     let pid = finding.pid.unwrap_or_default();
-    let what = match &finding.sign {
-        Sign::ManagedMemory { ranges, bytes } => {
+    let what = match &finding.kind {
+        FindingKind::ManagedMemory { ranges, bytes } => {
             format!(
                 "{ranges} mappings of {} that may be the driver's own",
                 text::bytes(*bytes)
             )
         }
-        Sign::Mps { directory } => format!("pipes of an MPS daemon may be used: {}", directory.display()),
-        Sign::LeakedGpu { file } => format!("{file} is open, and the driver knows no CUDA there"),
-        Sign::Rdma { file } | Sign::Imex { file } | Sign::SharingLibrary { file } => file.clone(),
-        Sign::IoUring | Sign::Nccl { .. } | Sign::MultipleCudaProcesses { .. } => {
+        FindingKind::Mps { directory } => {
+            format!("pipes of an MPS daemon may be used: {}", directory.display())
+        }
+        FindingKind::LeakedGpu { file } => format!("{file} is open, and the driver knows no CUDA there"),
+        FindingKind::Rdma { file } | FindingKind::Imex { file } | FindingKind::SharingLibrary { file } => {
+            file.clone()
+        }
+        FindingKind::IoUring | FindingKind::Nccl { .. } | FindingKind::MultipleCudaProcesses { .. } => {
             return String::new();
         }
     };
@@ -328,37 +354,4 @@ fn described(finding: &Finding) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn what_create_would_make_of_a_hook_now_is_told() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut config = Config::default();
-        config.create.cdi_dirs = vec![dir.path().to_owned()];
-        let hook = json!({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]});
-        let spec = |devices: &str| {
-            let env = [format!("NVIDIA_VISIBLE_DEVICES={devices}")];
-            Spec::from(json!({"process": {"env": env}, "hooks": {"prestart": [hook]}}))
-        };
-        let told = |devices: &str, config: &Config| {
-            let mut signals = Signals::default();
-            signals.of_hook(&spec(devices), config);
-            let signal = signals.all.pop().unwrap();
-            assert_eq!(signal.failure.unwrap().code, "FIRN-GPU-HOOK");
-            signal.detail
-        };
-        assert!(told("0", &config).contains("FIRN-NO-CDI-SPEC: "));
-        let edits = json!({"deviceNodes": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]});
-        let devices = [json!({"name": "0", "containerEdits": edits})];
-        let file = json!({"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices});
-        std::fs::write(dir.path().join("nvidia.json"), file.to_string()).unwrap();
-        assert!(told("0", &config).ends_with("CDI devices nvidia.com/gpu=0"));
-        assert!(told("7", &config).contains("FIRN-CDI-DEVICE: "));
-        assert!(told("void", &config).contains("no devices"));
-        config.create.hooks = firn_config::Conversion::Keep;
-        assert!(told("0", &config).contains("[create] hooks"));
-    }
-}
+mod tests;

@@ -1,20 +1,21 @@
-//! Which processes are audited, from a container's id, any of its pids, or a process that is in no container.
+//! Which processes are audited: those of a container, or a process outside of a container with its
+//! descendants.
 //!
-//! containerd is not asked: its shims keep bundles where they can be read, and /proc tells the rest.
+//! Reads the bundles of containerd's shims and /proc, and does not connect to containerd.
 
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use firn_host::{open_regular, procfs};
+use firn_host::{ProblemReport, open_regular, procfs};
 use firn_oci::Spec;
-use firn_preflight::environment::Tree;
+use firn_preflight::Tree;
 use serde_json::Value;
 
-use firn_host::ProblemReport;
+use crate::args::AuditArgs;
 
-/// Where containerd's shims have their bundles, below its state directory: NAMESPACE/ID.
+/// Directory of the shims' bundles below containerd's state directory: NAMESPACE/ID.
 const BUNDLES: &str = "io.containerd.runtime.v2.task";
 
 /// The processes of a workload, and the container that they are in.
@@ -25,20 +26,32 @@ pub struct Subject {
     pub bundle: Option<PathBuf>,
     /// The first process.
     pub init: i32,
-    /// What a dump takes: a process and its descendants.
+    /// The first process and its descendants, which CRIU dumps.
     pub tree: Vec<i32>,
-    /// Others of the container.
+    /// The other processes of the container, which CRIU leaves out.
     pub outside: Vec<i32>,
 }
 
-/// The journal of a checkpoint or restore of the container in a bundle, while it is under way and where it could not be ended.
+/// The journal of an unfinished checkpoint or restore, in the bundle.
 const JOURNAL: &str = "firn-journal";
 
-/// Most bytes of it that are read.
+/// How much of the journal is read.
 const MAX_JOURNAL: u64 = 1 << 20;
 
 impl Subject {
-    /// Why no checkpoint of this process can be begun, whatever it has open.
+    pub fn of(args: &AuditArgs) -> Result<Self> {
+        match args.subject.parse() {
+            Ok(pid) => Self::of_pid(pid, &args.state),
+            Err(_) => Self::of_container(&args.subject, &args.namespace, &args.state),
+        }
+    }
+
+    /// All processes.
+    pub fn pids(&self) -> Vec<i32> {
+        [&self.tree[..], &self.outside].concat()
+    }
+
+    /// Why the subject is no workload.
     pub fn unfit(&self) -> Option<ProblemReport> {
         const HINT: &str = "name a process of a workload, or the id of a container";
         let own = i32::try_from(std::process::id()).unwrap_or_default();
@@ -64,8 +77,8 @@ impl Subject {
         })
     }
 
-    /// What a checkpoint or restore that is under way, or has not ended well, keeps another from.
-    pub fn under_way(&self) -> io::Result<Option<ProblemReport>> {
+    /// An unfinished checkpoint or restore, which prevents another.
+    pub fn unfinished_transaction(&self) -> io::Result<Option<ProblemReport>> {
         let Some(bundle) = &self.bundle else {
             return Ok(None);
         };
@@ -75,24 +88,25 @@ impl Subject {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
-        Ok(told_by(&text))
+        Ok(unfinished(&text))
     }
 
-    pub fn of_container(id: &str, namespace: &str, state: &Path) -> Result<Self> {
+    fn of_container(id: &str, namespace: &str, state: &Path) -> Result<Self> {
         if id.contains('/') || namespace.contains('/') {
             bail!("{id} is neither an image directory, a pid nor the id of a container");
         }
         let bundle = state.join(BUNDLES).join(namespace).join(id);
         if !bundle.is_dir() {
             bail!(
-                "no container {id} runs in namespace {namespace}. hint: --namespace, or --state where containerd's is not {}",
+                "no container {id} runs in namespace {namespace}. hint: --namespace, or --state where \
+                 containerd's is not {}",
                 state.display()
             );
         }
         Self::of_bundle(format!("container {id} in namespace {namespace}"), &bundle)
     }
 
-    pub fn of_pid(pid: i32, state: &Path) -> Result<Self> {
+    fn of_pid(pid: i32, state: &Path) -> Result<Self> {
         if !Path::new("/proc").join(pid.to_string()).is_dir() {
             bail!("there is no process {pid}");
         }
@@ -134,8 +148,8 @@ impl Subject {
     }
 }
 
-/// What the lines of a journal come to.
-fn told_by(journal: &str) -> Option<ProblemReport> {
+/// The problem that the lines of a journal show.
+fn unfinished(journal: &str) -> Option<ProblemReport> {
     let lines = journal.lines().map(serde_json::from_str::<Value>);
     let lines: Vec<Value> = lines.map_while(Result::ok).collect();
     let value = |event: &str, key: &str| {
@@ -146,15 +160,20 @@ fn told_by(journal: &str) -> Option<ProblemReport> {
     match value("end", "outcome").as_deref() {
         Some("suspended" | "lost") => Some(ProblemReport {
             code: "FIRN-GPU-SUSPENDED".to_owned(),
-            message: "the container is frozen since a checkpoint that failed, and its GPU state could not be given back".to_owned(),
-            hint: "`ctr tasks resume` tries again; kill and delete it to give it up".to_owned(),
+            message:
+                "the container is frozen since a checkpoint that failed, and its GPU state could not be \
+                      restored"
+                    .to_owned(),
+            hint: "`ctr tasks resume` tries again; otherwise kill and delete it".to_owned(),
         }),
         Some(_) => None,
         None => {
             let phase = value("enter", "phase").map_or_else(String::new, |phase| format!(" (phase {phase})"));
             Some(ProblemReport {
                 code: "FIRN-BUSY".to_owned(),
-                message: format!("a {operation} of the container is under way{phase}, or its shim was killed in it"),
+                message: format!(
+                    "a {operation} of the container is in progress{phase}, or its shim was killed"
+                ),
                 hint: "wait until it has ended".to_owned(),
             })
         }
@@ -168,7 +187,7 @@ fn is_below(path: &str, cgroup: &str) -> bool {
             .is_some_and(|rest| rest.starts_with('/'))
 }
 
-/// The bundle of the container whose cgroup this is: named by its id, or by systemd `PREFIX-ID.scope`.
+/// The bundle of the container with this cgroup, whose name is the id, or `PREFIX-ID.scope` with systemd.
 fn bundle_of(cgroup: &str, bundles: &Path) -> Option<PathBuf> {
     let name = cgroup.rsplit('/').next()?.trim_end_matches(".scope");
     let short = name.rsplit_once('-').map_or(name, |(_, id)| id);
@@ -183,7 +202,7 @@ fn bundle_of(cgroup: &str, bundles: &Path) -> Option<PathBuf> {
         .find(|bundle| bundle.join("config.json").is_file())
 }
 
-/// A process and its descendants among these, and the others that have not ended.
+/// A process and its descendants, and the others that have not ended.
 fn split(init: i32, members: &[i32]) -> (Vec<i32>, Vec<i32>) {
     let Tree { dumped, outside } = Tree::of(init, members);
     (dumped.into_iter().collect(), outside)
@@ -197,7 +216,7 @@ fn cgroup(pid: i32) -> Option<String> {
         Some((fields.next()?.to_owned(), fields.next()?.to_owned()))
     };
     let all: Vec<(String, String)> = text.lines().filter_map(hierarchy).collect();
-    // The unified one, or those that runc makes cgroups in wherever they are mounted.
+    // The unified hierarchy, or those in which runc always makes a cgroup.
     let order = ["", "devices", "freezer", "memory"];
     order.into_iter().find_map(|name| {
         let (_, path) = all
@@ -212,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_in_no_container_is_taken_with_its_descendants() {
+    fn a_process_outside_of_a_container_is_audited_with_its_descendants() {
         let me = i32::try_from(std::process::id()).unwrap();
         let state = Path::new("/run/containerd");
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();

@@ -1,4 +1,5 @@
-//! The files of an NVIDIA driver that a container needs: its libraries, the links that lead to them, and `nvidia-smi`.
+//! The files of an NVIDIA driver that a container needs: its libraries, the links that lead to them, and
+//! `nvidia-smi`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ const DIRECTORIES: [&str; 7] = [
 /// Where `nvidia-smi` may be.
 const TOOLS: [&str; 2] = ["usr/bin/nvidia-smi", "usr/local/nvidia/bin/nvidia-smi"];
 
-/// Libraries that programs ask for by a name that may be missing on the host.
+/// Libraries that programs open by a name that the host may lack.
 const SONAMES: [&str; 2] = ["libcuda", "libnvidia-ml"];
 
 /// Largest loader's cache that is read.
@@ -33,11 +34,11 @@ pub struct DriverFiles {
     pub files: BTreeMap<String, PathBuf>,
     /// Text of each symbolic link, by its path in the container.
     pub links: BTreeMap<String, String>,
-    /// Paths in the container that the loader has to know.
+    /// Paths in the container for the loader's cache.
     pub libraries: BTreeSet<String>,
 }
 
-/// A driver whose files are not found.
+/// The files of the driver were not found.
 #[derive(Debug, thiserror::Error)]
 #[error("no libcuda.so.{version} in {}", searched(root, dirs))]
 pub struct NoDriver {
@@ -96,7 +97,7 @@ impl DriverFiles {
         let full = format!(".so.{version}");
         for name in names.iter().filter(|name| name.ends_with(&full)) {
             let file = host.join(name);
-            // What a container is shown is the file, not a link that leads elsewhere.
+            // The container gets the file, not a link to another directory.
             self.files
                 .insert(inside(dir, name), file.canonicalize().unwrap_or(file));
             self.libraries.insert(inside(dir, name));
@@ -129,9 +130,9 @@ impl DriverFiles {
             let Some((path, _)) = known else {
                 continue;
             };
-            // A way through other directories is one that the container does not have.
-            let is_beside = text.components().count() == 1;
-            let text = text.to_str().filter(|_| is_beside).unwrap_or(path).to_owned();
+            // The container has the targets of links in the same directory, and no other directories.
+            let is_in_dir = text.components().count() == 1;
+            let text = text.to_str().filter(|_| is_in_dir).unwrap_or(path).to_owned();
             self.links.entry(link).or_insert(text);
         }
     }
@@ -142,7 +143,8 @@ fn inside(dir: &Path, name: &str) -> String {
     format!("/{}/{name}", dir.display())
 }
 
-/// The directory of the driver's libraries, if it is this one or a link in this one leads there; and this one.
+/// The directory of the driver's libraries, if it is this one or a link in this one leads there; and this
+/// one.
 fn home(root: &Path, dir: &Path, version: &str) -> Option<(PathBuf, PathBuf)> {
     let name = format!("libcuda.so.{version}");
     if root.join(dir).join(&name).exists() {
@@ -327,14 +329,14 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_not_there_is_told_with_where_it_was_looked_for() {
+    fn a_missing_driver_is_an_error_with_the_searched_directories() {
         let root = root("usr/lib64", &["libcuda.so.570.1"], &[]);
         let error = DriverFiles::find(root.path(), VERSION).unwrap_err();
         assert_eq!(error.code(), "FIRN-DRIVER-MISSING");
-        let said = error.to_string();
+        let message = error.to_string();
         assert!(
-            said.contains("libcuda.so.580.95.05") && said.contains("usr/lib64"),
-            "{said}"
+            message.contains("libcuda.so.580.95.05") && message.contains("usr/lib64"),
+            "{message}"
         );
     }
 }

@@ -1,6 +1,7 @@
-//! `firn cdi generate`: a CDI file for a node that has nothing but NVIDIA's driver.
+//! `firn cdi generate`: writes a CDI file for a node that has only NVIDIA's driver.
 //!
-//! Device nodes are named without their numbers: whoever gives the device looks them up, and they change with a restart.
+//! The file has no numbers of device nodes, because they change when the node starts again. Readers of the
+//! file look them up.
 
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
@@ -18,7 +19,7 @@ use crate::output::{self, line, note};
 use crate::program;
 use firn_host::{Problem, ProblemReport, Remedy, remedy};
 
-/// Oldest version that has all that is used here.
+/// The oldest version of CDI with all fields that are used here.
 const VERSION: &str = "0.5.0";
 
 /// A CDI file as it is written.
@@ -38,13 +39,13 @@ struct Named {
     container_edits: Edits,
 }
 
-/// A CDI file that is in the way.
+/// A CDI file that prevents writing another.
 #[derive(Debug, thiserror::Error)]
 enum InTheWay {
-    /// At the place of the new one.
+    /// It has the path of the new file.
     #[error("{} was not written by firn", .0.display())]
     Foreign(PathBuf),
-    /// In another place: every name would be there twice.
+    /// It has another path: every device would be described twice.
     #[error("{} describes {KIND} already", .0.display())]
     Another(PathBuf),
 }
@@ -59,21 +60,21 @@ impl Problem for InTheWay {
     }
 }
 
-/// True: it is written or shown.
+/// Writes or prints the file.
 pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
-    let told = |failure: ProblemReport| anyhow!("{failure}");
-    let config = Config::load().map_err(ProblemReport::from).map_err(told)?;
+    let failed = |failure: ProblemReport| anyhow!("{failure}");
+    let config = Config::load().map_err(ProblemReport::from).map_err(failed)?;
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())
         .map_err(ProblemReport::from)
-        .map_err(told)?;
+        .map_err(failed)?;
     let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
     if let Some(output) = output.filter(|_| !args.force) {
-        check(output, &config.create.cdi_dirs).map_err(|error| told(error.report()))?;
+        check(output, &config.create.cdi_dirs).map_err(|error| failed(error.report()))?;
     }
     let inventory = program::inventory(&config).context("cannot read the GPUs of this node")?;
     let files = DriverFiles::find(&args.driver_root, &inventory.driver_version)
         .map_err(ProblemReport::from)
-        .map_err(told)?;
+        .map_err(failed)?;
     let document = document(&inventory, &files, &hook)?;
     let format = args
         .format
@@ -100,7 +101,7 @@ pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
     Ok(true)
 }
 
-/// Whether a file may be written here without harm to another tool's.
+/// Refuses to overwrite or to duplicate another tool's file.
 fn check(output: &Path, dirs: &[PathBuf]) -> Result<(), InTheWay> {
     if output.exists() && !CdiFile::read(output).is_ok_and(|file| is_ours(&file)) {
         return Err(InTheWay::Foreign(output.to_owned()));
@@ -139,7 +140,7 @@ fn document(inventory: &Inventory, files: &DriverFiles, hook: &Path) -> Result<D
     }
     if devices.is_empty() {
         return Err(anyhow!(
-            "this node has no NVIDIA GPU. hint: `firn doctor` tells what it has"
+            "this node has no NVIDIA GPU. hint: `firn doctor` shows what it has"
         ));
     }
     devices.push(named("all".to_owned(), all));
@@ -165,11 +166,12 @@ fn document(inventory: &Inventory, files: &DriverFiles, hook: &Path) -> Result<D
     })
 }
 
-/// What is not in the file of a GPU that is divided.
+/// The note about a GPU in MIG mode.
 fn left_out(gpu: &Gpu) -> String {
     format!(
-        "GPU {} is in MIG mode: its instances are left out, and without them the GPU is of no use to a container. hint: \
-         `nvidia-ctk cdi generate` describes instances; a container that has one cannot be checkpointed (FIRN-GPU-MIG)",
+        "GPU {} is in MIG mode: its instances are left out, and without them the GPU is of no use to a \
+         container. hint: `nvidia-ctk cdi generate` describes instances; a container that has one cannot be \
+         checkpointed (FIRN-GPU-MIG)",
         gpu.uuid
     )
 }

@@ -14,7 +14,7 @@ pub fn checks(config: &Config) -> Vec<Check> {
             let (found, remedy) = error
                 .split_once(". hint: ")
                 .unwrap_or((&error, "see whether firn-gpu runs at all"));
-            vec![Check::fail("driver", format!("cannot be asked: {found}"), remedy)]
+            vec![Check::fail("driver", format!("cannot be read: {found}"), remedy)]
         }
     }
 }

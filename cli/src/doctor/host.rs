@@ -37,7 +37,8 @@ fn cgroups(root: &Path) -> Check {
     }
 }
 
-/// A CDI file for NVIDIA's GPUs lets containerd write device nodes and library mounts into the container's own spec.
+/// A CDI file for NVIDIA's GPUs lets containerd write device nodes and library mounts into the container's
+/// own spec.
 fn cdi(dirs: &[PathBuf]) -> Check {
     const NAME: &str = "cdi";
     let registry = Registry::read(dirs);
@@ -57,7 +58,8 @@ fn cdi(dirs: &[PathBuf]) -> Check {
         return Check::warn(
             NAME,
             wrong.join("\n"),
-            "`firn cdi generate --output /etc/cdi/nvidia.yaml`; GPUs that a hook mounts cannot be checkpointed",
+            "`firn cdi generate --output /etc/cdi/nvidia.yaml`; GPUs that a hook mounts cannot be \
+             checkpointed",
         );
     }
     let found = files.join(", ");
@@ -65,7 +67,7 @@ fn cdi(dirs: &[PathBuf]) -> Check {
         return Check::ok(NAME, found);
     }
     wrong.insert(0, found);
-    let remedy = "mend or remove these files; `firn cdi list` shows the devices of this node";
+    let remedy = "fix or remove these files; `firn cdi list` shows the devices of this node";
     Check::warn(NAME, wrong.join("\n"), remedy)
 }
 
@@ -75,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_cgroup_versions_and_none_are_told_apart() {
+    fn both_cgroup_versions_and_none_are_distinguished() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(cgroups(root.path()).status, Status::Fail);
         std::fs::create_dir(root.path().join("devices")).unwrap();

@@ -1,7 +1,7 @@
-//! Images that somebody has left on this node: each holds a workload's memory.
+//! Leftover images on this node: each holds the memory of a workload.
 //!
-//! containerd keeps one in its directory for temporary files while it makes a checkpoint, and one for every restore, which it
-//! never removes. The shim puts those there that an error has named.
+//! containerd keeps one in its directory for temporary files during a checkpoint, and one for every restore,
+//! which it never removes. The shim keeps those that an error has named.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -17,10 +17,10 @@ use firn_config::{Config, names};
 use super::Check;
 use crate::text;
 
-/// Variables that say where containerd makes its temporary directories.
+/// Variables that name the directory of containerd's temporary directories.
 const VARIABLES: [&str; 2] = ["XDG_RUNTIME_DIR", "TMPDIR"];
 
-/// As much as is read of an environment.
+/// How much of an environment is read.
 const ENVIRONMENT: u64 = 1 << 20;
 
 pub fn checks(config: &Config) -> Vec<Check> {
@@ -30,7 +30,8 @@ pub fn checks(config: &Config) -> Vec<Check> {
     )]
 }
 
-/// Where containerd may have left images: by its own environment, by that of whoever asks, and where it does without.
+/// Where containerd may have left images: in /tmp, and in directories that its environment or that of this
+/// program names.
 fn temporary(proc: &Path) -> BTreeSet<PathBuf> {
     let mut dirs = BTreeSet::from([PathBuf::from("/tmp")]);
     dirs.extend(VARIABLES.iter().filter_map(std::env::var_os).map(PathBuf::from));
@@ -60,7 +61,7 @@ fn temporary(proc: &Path) -> BTreeSet<PathBuf> {
     dirs
 }
 
-/// An image that lies around.
+/// A leftover image.
 struct Left {
     path: PathBuf,
     bytes: u64,
@@ -69,7 +70,7 @@ struct Left {
 }
 
 impl Left {
-    /// What lies in a directory, if it is an image. No link is followed.
+    /// The image in a directory, if there is one. Links are not followed.
     fn of(path: PathBuf) -> Option<Self> {
         let dir = fs::symlink_metadata(&path).ok().filter(Metadata::is_dir)?;
         let (mut bytes, mut is_image, mut is_readable) = (0, false, false);
@@ -118,7 +119,7 @@ fn images(temporary: &BTreeSet<PathBuf>, rescue: &Path) -> Check {
     const NAME: &str = "images";
     let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
     let begins = |name: &OsStr| {
-        let begin = [names::CONTAINERD_CHECKPOINT, names::RESCUE_BESIDE];
+        let begin = [names::CONTAINERD_CHECKPOINT, names::RESCUE_PREFIX];
         begin
             .iter()
             .any(|begin| name.as_bytes().starts_with(begin.as_bytes()))
@@ -136,7 +137,8 @@ fn images(temporary: &BTreeSet<PathBuf>, rescue: &Path) -> Check {
     Check::warn(
         NAME,
         found.join("\n"),
-        "each holds a workload's memory: `firn restore --dir` it, or remove it when no checkpoint or restore is under way",
+        "each holds a workload's memory: `firn restore --dir` it, or remove it when no checkpoint or \
+         restore is in progress",
     )
 }
 
@@ -157,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_around_is_named_with_its_size_and_who_can_read_it() {
+    fn leftover_images_are_listed_with_size_and_readers() {
         let dir = tempfile::tempdir().unwrap();
         let (tmp, rescue) = (dir.path().join("tmp"), dir.path().join("rescue"));
         let temporary = BTreeSet::from([tmp.clone()]);
@@ -171,7 +173,7 @@ mod tests {
         let open = image(&tmp, "ctrd-checkpoint1", 0o755);
         let closed = image(&tmp, "ctrd-checkpoint2", 0o700);
         let rescued = image(&rescue, "default-job-2026", 0o700);
-        let beside = image(&tmp, "firn-rescue-default-job-2026", 0o700);
+        let in_tmp = image(&tmp, "firn-rescue-default-job-2026", 0o700);
         let check = images(&temporary, &rescue);
         assert_eq!(check.status, Status::Warn);
         assert!(check.found.starts_with("4 left, 8.0 KiB\n"), "{}", check.found);
@@ -180,12 +182,12 @@ mod tests {
             check.found.lines().find(|line| line.starts_with(&name)).unwrap()
         };
         assert!(line(&open).ends_with("others can READ it"), "{}", line(&open));
-        assert!(line(&beside).ends_with(" s old"));
+        assert!(line(&in_tmp).ends_with(" s old"));
         assert!(line(&closed).ends_with(" s old") && line(&rescued).ends_with(" s old"));
     }
 
     #[test]
-    fn containerds_own_environment_says_where_to_look() {
+    fn the_environment_of_containerd_names_directories() {
         let proc = tempfile::tempdir().unwrap();
         let process = |pid: &str, name: &str, environment: &[u8]| {
             let dir = proc.path().join(pid);
@@ -205,9 +207,9 @@ mod tests {
     }
 
     #[test]
-    fn ages_are_told_in_one_unit() {
-        let told = [(5, "5 s"), (600, "10 min"), (7200, "2 h"), (864_000, "10 days")];
-        for (seconds, text) in told {
+    fn ages_are_shown_in_one_unit() {
+        let ages = [(5, "5 s"), (600, "10 min"), (7200, "2 h"), (864_000, "10 days")];
+        for (seconds, text) in ages {
             assert_eq!(age(Duration::from_secs(seconds)), text);
         }
     }

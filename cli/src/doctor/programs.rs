@@ -7,7 +7,7 @@ use std::time::Duration;
 use firn_config::{Config, find_program, names};
 
 use super::Check;
-use crate::program::{self, Said, in_path};
+use crate::program::{self, Output, in_path};
 use firn_host::ProblemReport;
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -27,7 +27,7 @@ pub fn checks(config: &Config) -> Vec<Check> {
 fn runc(path: &OsStr) -> Check {
     let remedy = "install runc 1.1 or later into the PATH of containerd";
     match versioned("runc", path) {
-        Ok(said) => Check::ok("runc", first_line(&said.stdout)),
+        Ok(output) => Check::ok("runc", first_line(&output.stdout)),
         Err(found) => Check::fail("runc", found, remedy),
     }
 }
@@ -35,14 +35,14 @@ fn runc(path: &OsStr) -> Check {
 fn criu(path: &OsStr) -> Check {
     match versioned("criu", path) {
         Err(found) => Check::fail("criu", found, "install CRIU into the PATH of containerd"),
-        Ok(said) => {
-            let version = first_line(&said.stdout);
+        Ok(output) => {
+            let version = first_line(&output.stdout);
             let checked = in_path("criu", path).map(|criu| program::run(&criu, &["check"], LIMIT));
             match checked {
-                Some(Ok(said)) if said.success => Check::ok("criu", version),
-                Some(Ok(said)) => Check::warn(
+                Some(Ok(output)) if output.success => Check::ok("criu", version),
+                Some(Ok(output)) => Check::warn(
                     "criu",
-                    format!("{version}; `criu check` fails: {}", last_line(&said.stderr)),
+                    format!("{version}; `criu check` fails: {}", last_line(&output.stderr)),
                     "run `criu check` as root; the kernel may lack what CRIU needs",
                 ),
                 _ => Check::warn(
@@ -82,7 +82,8 @@ fn iptables(path: &OsStr) -> Check {
         None => Check::warn(
             "iptables",
             format!("no {PROGRAM} in PATH"),
-            "install iptables, or write `network-lock skip` into /etc/criu/runc.conf; else CRIU cannot lock the network",
+            "install iptables, or write `network-lock skip` into /etc/criu/runc.conf; without it CRIU cannot \
+             lock the network",
         ),
     }
 }
@@ -96,20 +97,20 @@ fn own(name: &'static str, configured: Option<&Path>) -> Check {
     };
     let shown = program.display();
     match program::run(&program, &["--version"], LIMIT) {
-        Ok(said) if said.success && said.stdout.split_whitespace().any(|word| word == ours) => {
+        Ok(output) if output.success && output.stdout.split_whitespace().any(|word| word == ours) => {
             Check::ok(name, format!("{shown} {ours}"))
         }
-        Ok(said) if said.success => Check::fail(
+        Ok(output) if output.success => Check::fail(
             name,
-            format!("{shown} is {}, firn is {ours}", first_line(&said.stdout)),
+            format!("{shown} is {}, firn is {ours}", first_line(&output.stdout)),
             "install firn's programs from one release",
         ),
-        Ok(said) => Check::fail(
+        Ok(output) => Check::fail(
             name,
-            format!("{shown} fails: {}", last_line(&said.stderr)),
+            format!("{shown} fails: {}", last_line(&output.stderr)),
             "install firn's programs from one release",
         ),
-        Err(error) => Check::fail(name, format!("{error:#}"), "install it anew"),
+        Err(error) => Check::fail(name, format!("{error:#}"), "install it again"),
     }
 }
 
@@ -121,14 +122,14 @@ fn missing(name: &'static str, failure: ProblemReport) -> Check {
     )
 }
 
-fn versioned(name: &str, path: &OsStr) -> Result<Said, String> {
+fn versioned(name: &str, path: &OsStr) -> Result<Output, String> {
     let program = in_path(name, path).ok_or_else(|| format!("no {name} in PATH"))?;
     match program::run(&program, &["--version"], LIMIT) {
-        Ok(said) if said.success => Ok(said),
-        Ok(said) => Err(format!(
+        Ok(output) if output.success => Ok(output),
+        Ok(output) => Err(format!(
             "{} --version fails: {}",
             program.display(),
-            last_line(&said.stderr)
+            last_line(&output.stderr)
         )),
         Err(error) => Err(format!("{error:#}")),
     }

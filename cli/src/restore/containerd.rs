@@ -1,7 +1,7 @@
 //! The calls of containerd's API that a restore needs.
 //!
-//! The messages are written by hand, with the fields that are used: what is left out is skipped when it is read, and a
-//! default when it is sent.
+//! The messages are written by hand, with the fields that are used: what is left out is skipped when it is
+//! read, and a default when it is sent.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -136,7 +136,7 @@ struct Started {
 #[derive(Clone, PartialEq, Message)]
 struct Nothing {}
 
-/// containerd cannot be asked, or has refused.
+/// containerd cannot be reached, or has refused.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     #[error("cannot connect to containerd at {}", socket.display())]

@@ -1,7 +1,8 @@
-//! `firn restore`: brings a container back from an image directory, such as one that the shim has rescued.
+//! `firn restore`: restores a container from an image directory, such as one that the shim has rescued.
 //!
-//! containerd makes the task, as for `ctr tasks start`, and hands the directory to the shim, which restores from it: ctr and
-//! nerdctl go on with the container afterwards. The container itself must still be known to containerd.
+//! containerd makes the task, as for `ctr tasks start`, and hands the directory to the shim, which restores
+//! from it: ctr and nerdctl go on with the container afterwards. The container itself must still be known to
+//! containerd.
 
 mod containerd;
 
@@ -68,8 +69,8 @@ impl Problem for RestoreError {
         match self {
             Self::NoContainer { .. } => remedy(
                 "FIRN-NO-CONTAINER",
-                "see `ctr containers list` and --namespace; make the container again with `ctr containers create`, with the \
-                 same image and options, and restore into that",
+                "see `ctr containers list` and --namespace; make the container again with `ctr containers \
+                 create`, with the same image and options, and restore into that",
             ),
             Self::HasTask { .. } => remedy(
                 "FIRN-TASK-EXISTS",
@@ -96,7 +97,7 @@ impl Problem for RestoreError {
     }
 }
 
-/// True: the container runs.
+/// Restores the container.
 pub fn run(args: &RestoreArgs) -> Result<bool> {
     let begun = Instant::now();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -108,7 +109,9 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
             if args.json {
                 let (id, namespace) = (&args.id, &args.namespace);
                 let milliseconds = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-                let report = json!({"container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": milliseconds});
+                let report = json!({
+                    "container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": milliseconds,
+                });
                 output::json(&report)?;
             } else {
                 line!(
@@ -184,7 +187,8 @@ async fn by_containerd(args: &RestoreArgs, dir: &Path, log: &str) -> Result<u32,
         let size = text::bytes(size(dir));
         note!("restoring {id} from {} ({size})", dir.display());
     }
-    // Order matters: who restores makes the processes in Start. What has some by now is not the container of the image.
+    // Order matters: who restores makes the processes in Start. What has some by now is not the container of
+    // the image.
     if containerd.create(task).await? != 0 {
         if let Err(error) = containerd.delete(&id).await {
             note!("firn: the task of {id} is left: {error}");
@@ -315,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_shim_has_refused_keeps_its_code_and_hint() {
+    fn refusals_of_the_shim_keep_their_code_and_hint() {
         let refused = |message: &str| {
             let status = Box::new(tonic::Status::unknown(message));
             shown(
@@ -326,14 +330,15 @@ mod tests {
                 .into(),
             )
         };
-        let said = refused("FIRN-GPU-COUNT: too few. hint: grant more");
+        let message = refused("FIRN-GPU-COUNT: too few. hint: grant more");
         assert!(
-            said.ends_with("FIRN-GPU-COUNT: too few. hint: grant more") && !said.contains("FIRN-CONTAINERD")
+            message.ends_with("FIRN-GPU-COUNT: too few. hint: grant more")
+                && !message.contains("FIRN-CONTAINERD")
         );
-        let said = refused("snapshot does not exist");
+        let message = refused("snapshot does not exist");
         assert!(
-            said.starts_with("FIRN-CONTAINERD: ") && said.contains("hint: "),
-            "{said}"
+            message.starts_with("FIRN-CONTAINERD: ") && message.contains("hint: "),
+            "{message}"
         );
     }
 }

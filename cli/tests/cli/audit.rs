@@ -14,7 +14,7 @@ impl Idle {
     fn start(script: &str, environment: &[(&str, &str)]) -> Self {
         let mut command = Command::new("sh");
         command.args(["-c", script]).envs(environment.iter().copied());
-        // Nobody who waits for the end of the test's output is to wait for it.
+        // A reader of the test's output must not wait for this process.
         command
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -36,12 +36,13 @@ impl Drop for Idle {
 }
 
 impl Node {
-    /// From now on the driver takes every process for one that uses CUDA.
+    /// From now on the driver reports that every process uses CUDA.
     fn all_use_cuda(&self, bytes: u64) {
         let process =
             format!(r#"{{\"pid\":%d,\"state\":null,\"restore_tid\":%d,\"gpu_bytes\":{bytes},\"micros\":1}}"#);
         let script = format!(
-            "case $1 in discover) shift; c='['; for p; do printf \"$c{process}\" $p $p; c=,; done; echo ']';; *) cat {};; esac",
+            "case $1 in discover) shift; c='['; for p; do printf \"$c{process}\" $p $p; c=,; done; echo ']';;\
+             *) cat {};; esac",
             self.path("inventory.json").display()
         );
         self.program("firn-gpu", &script);
@@ -73,7 +74,7 @@ impl Node {
 }
 
 #[test]
-fn audit_tells_that_a_process_can_be_moved_and_what_that_takes() {
+fn audit_shows_that_a_process_can_be_moved_and_its_costs() {
     let node = Node::new();
     node.all_use_cuda(1 << 20);
     let idle = Idle::start("exec sleep 1000", &[]);
@@ -119,7 +120,7 @@ fn audit_tells_that_a_process_can_be_moved_and_what_that_takes() {
 }
 
 #[test]
-fn audit_tells_what_is_refused_from_what_is_suspected() {
+fn audit_distinguishes_refusals_from_suspicions() {
     let node = Node::new();
     node.all_use_cuda(1 << 20);
     let idle = Idle::start("exec sleep 1000", &[("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")]);
@@ -144,7 +145,7 @@ fn audit_tells_what_is_refused_from_what_is_suspected() {
 }
 
 #[test]
-fn audit_tells_where_there_is_no_room() {
+fn audit_shows_missing_capacity() {
     let node = Node::new();
     node.all_use_cuda(1 << 60);
     let idle = Idle::start("exec sleep 1000", &[]);
@@ -166,23 +167,23 @@ fn audit_tells_where_there_is_no_room() {
 }
 
 #[test]
-fn audit_looks_for_containers_where_it_is_told_that_containerd_keeps_its_state() {
+fn audit_finds_containers_below_the_state_directory() {
     let node = Node::new();
     let bundle = node.path("state/io.containerd.runtime.v2.task/ns/job");
     std::fs::create_dir_all(&bundle).expect("a directory");
-    let tell = |state: &str| {
+    let error = |state: &str| {
         let output = node.firn(&["audit", "job", "-n", "ns", "--state", state]);
         assert_eq!(output.status.code(), Some(1));
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
-    assert!(tell("elsewhere").contains("no container job runs in namespace ns"));
-    assert!(tell("state").contains("read the spec of container job in namespace ns"));
+    assert!(error("elsewhere").contains("no container job runs in namespace ns"));
+    assert!(error("state").contains("read the spec of container job in namespace ns"));
     std::fs::write(bundle.join("config.json"), "{}").expect("written");
-    assert!(tell("state").contains("state/io.containerd.runtime.v2.task/ns/job/init.pid"));
+    assert!(error("state").contains("state/io.containerd.runtime.v2.task/ns/job/init.pid"));
 }
 
 #[test]
-fn audit_of_an_image_tells_whether_it_is_whole_and_fits_this_node() {
+fn audit_of_an_image_checks_it_and_whether_it_fits_this_node() {
     let node = Node::new();
     let (status, signal) = node.audit(&["image"], "damaged_image");
     assert_eq!((status, &signal["certainty"]), (Some(0), &json!("none")));
@@ -204,7 +205,7 @@ fn audit_of_an_image_tells_whether_it_is_whole_and_fits_this_node() {
 }
 
 #[test]
-fn audit_tells_no_size_and_no_time_of_an_image_that_is_not_whole() {
+fn audit_of_a_damaged_image_shows_no_size_and_no_time() {
     let node = Node::new();
     let report = || value(&node.firn(&["audit", "image", "--json"]));
     let whole = report();
@@ -242,23 +243,27 @@ fn audit_of_a_container_goes_by_its_journal() {
     };
     let (status, signal) = audit(&[]);
     assert_eq!((status, &signal["certainty"]), (Some(0), &json!("none")));
-    let begin = r#"{"event":"begin","version":1,"boot":"b","shim":7,"op":"checkpoint","container":"job","gpu":true,"exit":false}"#;
+    let begin = json!({
+        "event": "begin", "version": 1, "boot": "b", "shim": 7, "op": "checkpoint", "container": "job",
+        "gpu": true, "exit": false,
+    })
+    .to_string();
     let begun = format!("{begin}\n{{\"event\":\"enter\",\"phase\":\"take\"}}\n");
     let end = |outcome: &str| format!("{begun}{{\"event\":\"end\",\"outcome\":\"{outcome}\"}}\n");
-    for (journal, code, told) in [
+    for (journal, code, words) in [
         (
             begun.clone(),
             "FIRN-BUSY",
-            "a checkpoint of the container is under way (phase take)",
+            "a checkpoint of the container is in progress (phase take)",
         ),
-        (format!("{begun}{{\"event\":\"e"), "FIRN-BUSY", "under way"),
+        (format!("{begun}{{\"event\":\"e"), "FIRN-BUSY", "in progress"),
         (
             begin.replace("checkpoint", "restore") + "\n",
             "FIRN-BUSY",
             "a restore of the container",
         ),
-        (end("suspended"), "FIRN-GPU-SUSPENDED", "could not be given back"),
-        (end("lost"), "FIRN-GPU-SUSPENDED", "could not be given back"),
+        (end("suspended"), "FIRN-GPU-SUSPENDED", "could not be restored"),
+        (end("lost"), "FIRN-GPU-SUSPENDED", "could not be restored"),
     ] {
         node.write(&format!("{bundle}/firn-journal"), &journal);
         let (status, signal) = audit(&[]);
@@ -268,7 +273,7 @@ fn audit_of_a_container_goes_by_its_journal() {
             "{journal}"
         );
         let message = signal["failure"]["message"].as_str().expect("a text");
-        assert!(message.contains(told), "{message}");
+        assert!(message.contains(words), "{message}");
         assert_eq!(signal["refused"], json!(true));
     }
     for journal in [end("done"), end("failed"), String::new()] {
@@ -284,7 +289,7 @@ fn audit_refuses_what_is_no_workload() {
     let node = Node::new();
     node.all_use_cuda(1 << 20);
     let own = std::process::id().to_string();
-    let refused = |pid: &str, told: &str| {
+    let refused = |pid: &str, words: &str| {
         let (status, signal) = node.audit(&[pid], "no_workload");
         assert_eq!(
             (status, &signal["failure"]["code"]),
@@ -292,7 +297,7 @@ fn audit_refuses_what_is_no_workload() {
             "{pid}"
         );
         let message = signal["failure"]["message"].as_str().expect("a text");
-        assert!(message.contains(told), "{message}");
+        assert!(message.contains(words), "{message}");
     };
     refused("1", "is the first of this node");
     refused(&own, "has this audit below it");
@@ -315,15 +320,15 @@ fn audit_wants_a_directory_for_the_image() {
     for dir in ["/nope", "inventory.json"] {
         let output = node.firn(&["audit", &idle.pid(), "--image-dir", dir]);
         assert_eq!(output.status.code(), Some(1), "{dir}");
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(told.contains(dir) && told.contains("hint: "), "{told}");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(error.contains(dir) && error.contains("hint: "), "{error}");
     }
 }
 
 #[test]
 fn audit_names_what_it_cannot_find() {
     let node = Node::new();
-    for (arguments, said) in [
+    for (arguments, words) in [
         (
             &["no-such-container"][..],
             "no container no-such-container runs in namespace default",
@@ -336,8 +341,8 @@ fn audit_names_what_it_cannot_find() {
     ] {
         let output = node.firn(&[&["audit"], arguments].concat());
         assert_eq!(output.status.code(), Some(1));
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(told.contains(said), "{told}");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(error.contains(words), "{error}");
     }
     assert_eq!(node.firn(&["audit"]).status.code(), Some(2));
 }

@@ -6,7 +6,7 @@ use std::process::Output;
 use firn_cdi::{DeviceName, Registry};
 use serde_json::{Value, json};
 
-use crate::node::{DRIVER, Node, inventory_of, said, uuid, value};
+use crate::node::{DRIVER, Node, all_output, inventory_of, uuid, value};
 
 /// A node of two GPUs whose nodes are ones that every machine has.
 fn inventory() -> Value {
@@ -63,7 +63,7 @@ fn what_is_generated_gives_a_container_its_gpu_and_the_driver() {
     let node = Node::with_driver();
     for file in ["etc/nvidia.yaml", "etc/nvidia.json"] {
         let done = node.generate(&["--output", file]);
-        assert_eq!(done.status.code(), Some(0), "{}", said(&done));
+        assert_eq!(done.status.code(), Some(0), "{}", all_output(&done));
         for device in ["nvidia.com/gpu=1", &format!("nvidia.com/gpu={}", uuid(1))] {
             let spec = node.injected(&[device]);
             assert_eq!(
@@ -106,19 +106,19 @@ fn what_is_generated_gives_a_container_its_gpu_and_the_driver() {
 }
 
 #[test]
-fn a_divided_gpu_is_told_as_left_out() {
+fn a_gpu_in_mig_mode_is_reported_as_left_out() {
     let node = Node::with_driver();
     let mut divided = inventory();
     divided["gpus"][1]["mig"] = json!(true);
     node.write("inventory.json", &divided.to_string());
     let done = node.generate(&["--output", "etc/nvidia.yaml"]);
-    assert_eq!(done.status.code(), Some(0), "{}", said(&done));
-    let told = said(&done);
+    assert_eq!(done.status.code(), Some(0), "{}", all_output(&done));
+    let output = all_output(&done);
     assert!(
-        told.contains(&format!("GPU {} is in MIG mode", uuid(1))),
-        "{told}"
+        output.contains(&format!("GPU {} is in MIG mode", uuid(1))),
+        "{output}"
     );
-    assert!(!told.contains(&uuid(0)), "{told}");
+    assert!(!output.contains(&uuid(0)), "{output}");
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn without_a_file_nothing_is_written() {
     let before = listing();
     for options in [&[][..], &["--output", "-"], &["--format", "json"]] {
         let shown = node.generate(options);
-        assert_eq!(shown.status.code(), Some(0), "{}", said(&shown));
+        assert_eq!(shown.status.code(), Some(0), "{}", all_output(&shown));
         let text = String::from_utf8(shown.stdout).expect("a text");
         assert_eq!(text.starts_with('{'), options.contains(&"json"));
         let value: Value = serde_yaml_ng::from_str(&text).expect("YAML");
@@ -145,7 +145,7 @@ fn without_a_file_nothing_is_written() {
 }
 
 #[test]
-fn files_of_other_tools_are_not_overwritten_unless_told() {
+fn files_of_other_tools_are_overwritten_only_with_force() {
     let node = Node::with_driver();
     std::fs::create_dir(node.path("etc")).expect("made");
     let theirs = json!({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": [
@@ -158,8 +158,11 @@ fn files_of_other_tools_are_not_overwritten_unless_told() {
     ] {
         let refused = node.generate(&["--output", file]);
         assert_eq!(refused.status.code(), Some(1));
-        let said = said(&refused);
-        assert!(said.contains("FIRN-CDI-EXISTS") && said.contains(word), "{said}");
+        let output = all_output(&refused);
+        assert!(
+            output.contains("FIRN-CDI-EXISTS") && output.contains(word),
+            "{output}"
+        );
     }
     assert_eq!(
         std::fs::read_to_string(node.path("etc/theirs.json")).expect("read"),
@@ -185,8 +188,8 @@ fn what_is_missing_is_named_and_nothing_is_written() {
     let fails = |word: &str| {
         let failed = node.generate(&["--output", "etc/nvidia.yaml"]);
         assert_eq!(failed.status.code(), Some(1));
-        let said = said(&failed);
-        assert!(said.contains(word), "{said}");
+        let output = all_output(&failed);
+        assert!(output.contains(word), "{output}");
         assert!(!node.path("etc/nvidia.yaml").exists());
     };
     std::fs::remove_file(node.path("root/usr/lib64").join(format!("libcuda.so.{DRIVER}"))).expect("removed");
@@ -204,21 +207,25 @@ fn what_is_missing_is_named_and_nothing_is_written() {
 fn list_shows_devices_conflicts_and_broken_files() {
     let node = Node::with_driver();
     let list = || node.firn(&["cdi", "list"]);
-    assert_eq!(said(&list()), "no CDI devices\n");
+    assert_eq!(all_output(&list()), "no CDI devices\n");
     node.generate(&["--output", "etc/nvidia.yaml"]);
     let good = list();
     assert_eq!(good.status.code(), Some(0));
-    assert!(said(&good).contains("nvidia.com/gpu=all  "), "{}", said(&good));
+    assert!(
+        all_output(&good).contains("nvidia.com/gpu=all  "),
+        "{}",
+        all_output(&good)
+    );
     node.write("etc/broken.json", "{");
     let broken = list();
     assert_eq!(broken.status.code(), Some(1));
     assert!(
-        said(&broken).contains("broken.json: it is not valid"),
+        all_output(&broken).contains("broken.json: it is not valid"),
         "{}",
-        said(&broken)
+        all_output(&broken)
     );
     std::fs::copy(node.path("etc/nvidia.yaml"), node.path("etc/copy.yaml")).expect("copied");
-    assert!(said(&list()).contains("nvidia.com/gpu=0  in conflict: "));
+    assert!(all_output(&list()).contains("nvidia.com/gpu=0  in conflict: "));
     let listed = value(&node.firn(&["cdi", "list", "--json"]));
     assert_eq!(listed["devices"][0]["files"].as_array().map(Vec::len), Some(2));
     assert_eq!(listed["broken"].as_array().map(Vec::len), Some(1));

@@ -44,7 +44,7 @@ fn inspect_names_what_is_damaged() {
 }
 
 #[test]
-fn inspect_tells_a_finished_image_without_manifest_from_an_unfinished_one() {
+fn inspect_distinguishes_finished_and_unfinished_images_without_manifest() {
     let node = Node::new();
     std::fs::remove_file(node.path("image/firn.json")).expect("removed");
     let output = node.firn(&["inspect", "image"]);

@@ -1,4 +1,4 @@
-//! Runs `firn` as a person does, on directories of the test's own and with stand-ins for the programs that it calls.
+//! Runs `firn` with directories of the test, and with scripts in the place of the programs that it calls.
 
 mod audit;
 mod cdi;
@@ -26,12 +26,12 @@ fn wrong_usage_and_help() {
 
 /// The program's output, with no byte of it that a terminal would act on.
 fn harmless(output: &std::process::Output) -> String {
-    let said = String::from_utf8(node::said(output).into_bytes()).expect("text");
-    let acts = said
+    let text = String::from_utf8(node::all_output(output).into_bytes()).expect("text");
+    let acts = text
         .chars()
         .find(|c| *c != '\n' && (c.is_control() || matches!(c, '\u{202a}'..='\u{202e}')));
-    assert_eq!(acts, None, "{said:?}");
-    said
+    assert_eq!(acts, None, "{text:?}");
+    text
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn a_reader_that_goes_away_is_no_failure_and_a_full_disk_is_one() {
     let output = node.command(&["inspect", "image"]).stdout(writer).output();
     let output = output.expect("firn starts");
     assert_eq!(output.status.code(), Some(0), "{output:?}");
-    assert_eq!(node::said(&output), "");
+    assert_eq!(node::all_output(&output), "");
 
     let full = std::fs::File::options().write(true).open("/dev/full");
     let output = node
@@ -83,5 +83,5 @@ fn a_reader_that_goes_away_is_no_failure_and_a_full_disk_is_one() {
         .output();
     let output = output.expect("firn starts");
     assert_eq!(output.status.code(), Some(1));
-    assert!(node::said(&output).contains("cannot write to standard output"));
+    assert!(node::all_output(&output).contains("cannot write to standard output"));
 }

@@ -1,5 +1,5 @@
-//! A directory with all that a run of `firn` uses: stand-ins for the programs that it calls, a configuration, an inventory, a spec,
-//! and a checkpoint.
+//! A directory with all that a run of `firn` uses: stand-ins for the programs that it calls, a configuration,
+//! an inventory, a spec, and a checkpoint.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -34,8 +34,8 @@ pub fn inventory_of(nodes: [(&str, u32, u32); 2]) -> Value {
     let gpu = |(i, (path, major, minor)): (u32, (&str, u32, u32))| {
         json!({
             "uuid": uuid(i), "name": "Simulated", "pci_device_id": 1,
-            "pci_address": format!("00000000:0{i}:00.0"), "memory_total": 8u64 << 30, "memory_free": 1, "minor": i,
-            "mig": false, "persistence": true,
+            "pci_address": format!("00000000:0{i}:00.0"), "memory_total": 8u64 << 30, "memory_free": 1,
+            "minor": i, "mig": false, "persistence": true,
             "node": {"path": path, "type": "c", "major": major, "minor": minor},
         })
     };
@@ -170,8 +170,8 @@ pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// All that was said.
-pub fn said(output: &Output) -> String {
+/// Standard output and standard error.
+pub fn all_output(output: &Output) -> String {
     [&output.stdout[..], &output.stderr]
         .map(String::from_utf8_lossy)
         .concat()

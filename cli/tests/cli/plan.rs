@@ -85,7 +85,7 @@ fn plan_decides_by_the_spec_that_create_would_make_of_a_hook() {
 
 /// Nothing of this node is taken for something of the other.
 #[test]
-fn plan_for_another_node_goes_by_its_inventory_alone_and_says_what_it_has_not_seen() {
+fn plan_for_another_node_uses_its_inventory_and_lists_what_it_has_not_seen() {
     let node = Node::new();
     let hook = json!({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]});
     let asking = |what: &str| {
@@ -138,7 +138,7 @@ fn plan_for_another_node_goes_by_its_inventory_alone_and_says_what_it_has_not_se
 }
 
 #[test]
-fn plan_says_when_the_driver_cannot_be_asked() {
+fn plan_reports_a_driver_that_cannot_be_read() {
     let node = Node::new();
     node.program(
         "firn-gpu",

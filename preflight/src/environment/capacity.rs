@@ -1,33 +1,35 @@
-//! Whether there is room for what a checkpoint makes: the driver copies the GPUs' memory into that of the processes, and
-//! CRIU writes all of it into the image.
+//! Rules about memory and disk space: the driver copies GPU memory into the memory of the processes, and CRIU
+//! writes all of it into the image.
 //!
-//! A cgroup without the room would have its workload killed, half-way, by the kernel. Figures are those of now, read once:
-//! what is refused is what cannot work, and what is let through may still fail and be undone.
+//! When a cgroup reaches its limit, the kernel kills the workload in the middle of the checkpoint. The
+//! figures are read once. A checkpoint that passes can still fail, and is then rolled back.
 
 use std::path::{Path, PathBuf};
 
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
 
-use super::{MemoryLimit, Refusal};
 use firn_host::procfs;
 
-/// What CRIU writes into its work directory at least: its log.
+use super::MemoryLimit;
+use crate::Refusal;
+
+/// Bytes that CRIU writes into its work directory at least: its log.
 const LOG_BYTES: u64 = 256 << 10;
 
-/// What a checkpoint of a container will take, in bytes.
+/// Bytes that a checkpoint of a container needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Needs {
+pub(crate) struct Needs {
     /// GPU memory of all its processes.
     gpu: u64,
-    /// What they have in anonymous memory already.
+    /// Anonymous memory of all its processes.
     anonymous: u64,
-    /// What files hold that only they have: deleted ones, and shared memory.
+    /// Files that only these processes have: deleted files and shared memory.
     unlinked: u64,
 }
 
 impl Needs {
-    pub fn of(pids: &[i32], gpu: u64) -> Self {
+    pub(crate) fn of(pids: &[i32], gpu: u64) -> Self {
         let anonymous = pids.iter().map(|&pid| procfs::anonymous(pid));
         Self {
             gpu,
@@ -36,28 +38,33 @@ impl Needs {
         }
     }
 
-    /// What the image will take, at least.
-    pub fn image(self) -> u64 {
+    /// Least size of the image.
+    fn image(self) -> u64 {
         let memory = self.gpu.saturating_add(self.anonymous);
         memory.saturating_add(self.unlinked)
     }
 }
 
-/// A file system that will be written to.
+/// Least size of the image of these processes, which have `gpu_memory` bytes of GPU memory.
+pub fn image_bytes(dumped: &[i32], gpu_memory: u64) -> u64 {
+    Needs::of(dumped, gpu_memory).image()
+}
+
+/// A file system that the checkpoint writes to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Space {
     dir: PathBuf,
     free: u64,
-    /// What is written there takes memory of the host.
+    /// Whether files there take memory of the host.
     in_memory: bool,
 }
 
 impl Space {
-    /// Of the file system that `path` is on, or will be made on. None where it cannot be told.
+    /// The file system that `path` is on or will be made on; `None` if it does not report its size.
     fn of(path: &Path) -> Option<Self> {
         let dir = path.ancestors().find(|dir| dir.exists())?;
         let numbers = statvfs(dir).ok()?;
-        // Some network file systems tell nothing.
+        // Some network file systems report zeros.
         if numbers.blocks() == 0 {
             return None;
         }
@@ -69,8 +76,14 @@ impl Space {
     }
 }
 
-/// Why there is no room for a checkpoint; the image goes to `image`, CRIU's log to `work`.
-pub fn by_room(needs: Needs, limit: Option<MemoryLimit>, image: &Path, work: &Path) -> Vec<Refusal> {
+/// Refuses a checkpoint for which memory or disk space is too small. `image` is the image directory, `work`
+/// that of CRIU's log.
+pub(crate) fn by_capacity(
+    needs: Needs,
+    limit: Option<MemoryLimit>,
+    image: &Path,
+    work: &Path,
+) -> Vec<Refusal> {
     let image = Space::of(image);
     let in_memory = image.as_ref().is_some_and(|space| space.in_memory);
     let memory = by_memory(needs, available(), limit, in_memory);
@@ -85,7 +98,7 @@ pub fn by_room(needs: Needs, limit: Option<MemoryLimit>, image: &Path, work: &Pa
         .collect()
 }
 
-/// Memory that the host can still give; none where it cannot be told.
+/// Available memory of the host.
 fn available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let value = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -147,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_needs_the_gpus_memory_once_more_in_the_host_and_in_the_cgroup() {
+    fn gpu_memory_must_fit_into_host_and_cgroup() {
         for (host, cgroup, fits) in [
             (8 * GIB, 8 * GIB, true),
             (8 * GIB - 1, u64::MAX, false),
@@ -157,7 +170,7 @@ mod tests {
             let found = by_memory(NEEDS, Some(host), limit(cgroup), false);
             assert_eq!(found.is_ok(), fits, "{host} {cgroup}: {found:?}");
         }
-        assert!(by_memory(NEEDS, None, None, false).is_ok(), "nothing is known");
+        assert!(by_memory(NEEDS, None, None, false).is_ok(), "figures are unknown");
         assert!(matches!(
             by_memory(NEEDS, Some(GIB), limit(GIB), false),
             Err(Refusal::CgroupMemory { left: GIB, .. })
@@ -165,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_in_memory_takes_the_hosts_too_and_not_the_cgroups() {
+    fn an_image_on_tmpfs_takes_memory_of_the_host_and_not_of_the_cgroup() {
         assert!(by_memory(NEEDS, Some(17 * GIB), limit(8 * GIB), true).is_ok());
         assert!(matches!(
             by_memory(NEEDS, Some(17 * GIB - 1), limit(8 * GIB), true),
@@ -174,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_needs_space_for_anonymous_and_gpu_memory_and_files_without_a_path() {
+    fn an_image_has_anonymous_and_gpu_memory_and_files_without_a_path() {
         let space = |free| Space {
             dir: "/images".into(),
             free,
@@ -188,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn space_is_that_of_the_directory_or_of_where_it_will_be_made() {
+    fn space_is_that_of_the_directory_or_its_nearest_ancestor() {
         let dir = tempfile::tempdir().unwrap();
         let later = Space::of(&dir.path().join("a/b/c")).unwrap();
         assert_eq!(later.dir, dir.path());
@@ -200,18 +213,14 @@ mod tests {
             anonymous: 0,
             unlinked: 0,
         };
-        assert_eq!(by_room(nothing, None, dir.path(), dir.path()), []);
+        assert!(by_capacity(nothing, None, dir.path(), dir.path()).is_empty());
         let everything = Needs {
             gpu: u64::MAX,
             anonymous: 0,
             unlinked: 0,
         };
-        let refusals = by_room(everything, None, dir.path(), dir.path());
+        let refusals = by_capacity(everything, None, dir.path(), dir.path());
         let codes: Vec<_> = refusals.iter().map(Problem::code).collect();
-        assert_eq!(
-            codes,
-            ["FIRN-HOST-MEMORY", "FIRN-IMAGE-SPACE"],
-            "every reason is told"
-        );
+        assert_eq!(codes, ["FIRN-HOST-MEMORY", "FIRN-IMAGE-SPACE"]);
     }
 }

@@ -1,7 +1,8 @@
-//! Refusals by what the container has from outside its spec: mounts that were made behind the runtime's back, and standard
-//! streams in files of the host. CRIU cannot dump either.
+//! Rules about mounts that are not in the spec, and about standard streams in files of the host: CRIU cannot
+//! dump either.
 //!
-//! Only what CRIU is known to refuse is refused here. All else is left to it: its failure is undone.
+//! Only what CRIU is known to refuse is refused here. If CRIU fails for another reason, the checkpoint is
+//! rolled back.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -9,32 +10,32 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use super::Refusal;
-use firn_host::mountinfo;
-use firn_host::mountinfo::MountEntry;
+use firn_host::mountinfo::{self, MountEntry};
 use firn_host::procfs;
 use firn_oci::{Spec, SpecError};
+
+use crate::Refusal;
 
 /// File systems that CRIU cannot mount again by itself.
 const UNKNOWN_TO_CRIU: [&str; 9] = [
     "ext2", "ext3", "ext4", "xfs", "nfs", "nfs4", "squashfs", "ceph", "9p",
 ];
 
-/// Mount points that CRIU or runc has means for, or that they decide about.
+/// Mount points that the spec or runc makes: CRIU can dump them, or refuses them itself.
 #[derive(Clone, Debug, Default)]
-pub struct Known {
-    /// Each alone.
+pub(crate) struct Known {
+    /// Single mount points.
     points: BTreeSet<PathBuf>,
-    /// Last names of bind mounts. What lies at or below such a name is left to CRIU: a recursive bind brings more along
-    /// than the spec shows, and a path of the spec may go through symbolic links.
+    /// Last names of bind mounts. All mounts at or below such a name count as known: a recursive bind has
+    /// mounts that the spec does not list, and a path of the spec may have symbolic links.
     names: BTreeSet<OsString>,
 }
 
-/// What the runtime makes in /dev without being asked.
+/// Files in /dev that runc makes for every container.
 const DEVICES: [&str; 7] = ["console", "full", "null", "random", "tty", "urandom", "zero"];
 
 impl Known {
-    pub fn of(spec: &Spec) -> Result<Self, SpecError> {
+    pub(crate) fn of(spec: &Spec) -> Result<Self, SpecError> {
         let mut known = Self {
             points: DEVICES.iter().map(|name| Path::new("/dev").join(name)).collect(),
             names: BTreeSet::new(),
@@ -58,19 +59,20 @@ impl Known {
     }
 }
 
-/// As the kernel lists it: no slash doubled or at the end.
+/// The path as the kernel lists it: without doubled slashes and without one at the end.
 fn clean(path: &Path) -> PathBuf {
     path.components().collect()
 }
 
-/// Refuses a mount that is not of the container and that CRIU cannot dump; `init` is its first process.
-pub fn by_mounts(init: i32, known: &Known) -> Result<(), Refusal> {
+/// Refuses a mount that is not in the spec and that CRIU cannot dump. `init` is the first process of the
+/// container.
+pub(crate) fn by_mounts(init: i32, known: &Known) -> Result<(), Refusal> {
     let Some(entries) = mounts_of(init)? else {
         return Ok(());
     };
     match undumpable(&entries, known) {
         None => Ok(()),
-        Some(entry) => Err(Refusal::ForeignMount {
+        Some(entry) => Err(Refusal::ExternalMount {
             point: entry.mount_point.clone(),
             fs_type: entry.fs_type.clone(),
             root: entry.root.clone(),
@@ -78,7 +80,8 @@ pub fn by_mounts(init: i32, known: &Known) -> Result<(), Refusal> {
     }
 }
 
-/// None when the process is gone or its mounts are not to be read: what follows tells better why.
+/// `None` if the process has ended or its mounts cannot be read: a later step reports that with a better
+/// message.
 fn mounts_of(pid: i32) -> Result<Option<Vec<MountEntry>>, Refusal> {
     match mountinfo::of_process(pid) {
         Ok(mounts) => Ok(Some(mounts)),
@@ -87,12 +90,12 @@ fn mounts_of(pid: i32) -> Result<Option<Vec<MountEntry>>, Refusal> {
     }
 }
 
-/// The first mount that CRIU can neither find outside by the spec nor make itself: neither a part of a file system that is
-/// mounted in the container as a whole or by the spec, nor one of a kind that CRIU can mount.
+/// The first mount that CRIU can neither mount itself nor find by the spec: its file system is of a kind that
+/// CRIU cannot mount, or it shows a part of a file system of which the container has no other mount.
 fn undumpable<'a>(entries: &'a [MountEntry], known: &Known) -> Option<&'a MountEntry> {
     let is_whole = |entry: &MountEntry| entry.root == Path::new("/");
-    let is_ours = |entry: &MountEntry| entry.mount_point == Path::new("/") || known.has(&entry.mount_point);
-    let sources = entries.iter().filter(|entry| is_whole(entry) || is_ours(entry));
+    let is_known = |entry: &MountEntry| entry.mount_point == Path::new("/") || known.has(&entry.mount_point);
+    let sources = entries.iter().filter(|entry| is_whole(entry) || is_known(entry));
     let sources: BTreeSet<&str> = sources.map(|entry| entry.device.as_str()).collect();
     let has_source = |part: &MountEntry| sources.contains(part.device.as_str());
     entries.iter().find(|entry| {
@@ -101,13 +104,13 @@ fn undumpable<'a>(entries: &'a [MountEntry], known: &Known) -> Option<&'a MountE
         } else {
             entry.fs_type != "nsfs" && !has_source(entry)
         };
-        fails && !is_ours(entry)
+        fails && !is_known(entry)
     })
 }
 
-/// Refuses a process whose standard input, output or error is a regular file on a mount of the host that the container
-/// does not have.
-pub fn by_stdio(init: i32, pids: &[i32]) -> Result<(), Refusal> {
+/// Refuses a process whose standard input, output or error is a regular file on a mount of the host that the
+/// container does not have.
+pub(crate) fn by_streams(init: i32, pids: &[i32]) -> Result<(), Refusal> {
     let (Some(own), Ok(hosts)) = (mounts_of(init)?, mountinfo::mounted()) else {
         return Ok(());
     };
@@ -122,7 +125,7 @@ pub fn by_stdio(init: i32, pids: &[i32]) -> Result<(), Refusal> {
             let outside =
                 procfs::mount_of(pid, fd).is_some_and(|id| hosts.contains(&id) && !own.contains(&id));
             if outside {
-                return Err(Refusal::ForeignStdio {
+                return Err(Refusal::ExternalStream {
                     pid,
                     comm: procfs::comm(pid),
                     fd,
@@ -171,7 +174,7 @@ mod tests {
         }
     }
 
-    /// What runc makes of the spec, on an ext4 host with cgroup v1.
+    /// The mounts that runc makes for the spec, on an ext4 host with cgroup v1.
     fn ordinary() -> Vec<MountEntry> {
         vec![
             entry("0:60", "/", "/", "overlay"),
@@ -200,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runc_and_the_container_itself_mount_is_no_reason() {
+    fn mounts_of_the_spec_of_runc_and_of_the_container_pass() {
         assert_eq!(found(&[]), None);
         for own in [
             entry("0:80", "/", "/mnt", "tmpfs"),
@@ -208,7 +211,7 @@ mod tests {
             entry("0:62", "/shm", "/mnt", "tmpfs"),
             entry("0:4", "net:[4026531840]", "/run/netns/a", "nsfs"),
             entry("0:81", "/", "/mnt", "fuse.sshfs"),
-            // A part of a file system of which the spec gives another: CRIU decides.
+            // The spec has a mount of the same file system: CRIU decides.
             entry("8:1", "/home", "/mnt", "ext4"),
         ] {
             assert_eq!(found(std::slice::from_ref(&own)), None, "{own:?}");
@@ -216,8 +219,8 @@ mod tests {
     }
 
     #[test]
-    fn what_was_mounted_behind_the_runtimes_back_is_named() {
-        for foreign in [
+    fn mounts_from_outside_are_refused() {
+        for external in [
             entry("8:9", "/", "/mnt", "ext4"),
             entry("0:90", "/", "/mnt", "nfs4"),
             entry(
@@ -228,18 +231,18 @@ mod tests {
             ),
             entry("0:91", "/nvidia", "/run/nvidia", "tmpfs"),
         ] {
-            assert_eq!(found(std::slice::from_ref(&foreign)), Some(foreign.mount_point));
+            assert_eq!(found(std::slice::from_ref(&external)), Some(external.mount_point));
         }
-        // Two parts of one foreign file system do not make each other known.
+        // Two parts of one external file system do not make each other known.
         let parts = [entry("8:9", "/a", "/a", "ext4"), entry("8:9", "/b", "/b", "ext4")];
         assert_eq!(found(&parts), Some("/a".into()));
     }
 
     #[test]
-    fn a_process_with_its_streams_in_its_own_mounts_passes() {
+    fn streams_in_own_mounts_pass() {
         let me = i32::try_from(std::process::id()).unwrap();
-        assert!(by_stdio(me, &[me]).is_ok());
-        assert!(by_stdio(i32::MAX, &[me]).is_ok(), "init has ended");
+        assert!(by_streams(me, &[me]).is_ok());
+        assert!(by_streams(i32::MAX, &[me]).is_ok(), "init has ended");
         assert!(procfs::mount_of(me, 0).is_some());
     }
 }

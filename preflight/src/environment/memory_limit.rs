@@ -1,7 +1,7 @@
-//! How much memory the cgroup of a container may still take, of version 1 and 2.
+//! How much memory the cgroups of a container may still take, with cgroup v1 and v2.
 //!
-//! The host memory that the driver copies GPU memory into is anonymous memory of the process itself, and charged like it: where
-//! a limit has not the room, the kernel kills the workload in the middle of its checkpoint.
+//! The driver copies GPU memory into anonymous memory of the process, which is charged to its cgroup. When a
+//! limit is reached, the kernel kills the workload in the middle of its checkpoint.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -15,14 +15,14 @@ use firn_host::mountinfo;
 
 /// The tightest of the limits that hold for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemoryLimit {
+pub(crate) struct MemoryLimit {
     /// The cgroup that it is set on: the container's, or one above.
     pub dir: PathBuf,
-    /// Bytes left below it, those that the kernel can take back from caches included.
+    /// Bytes that are left, with caches that the kernel can drop.
     pub left: u64,
 }
 
-/// The files of a version: limit, usage, and what of the usage are caches.
+/// The files of a version: limit, usage, and the lines of memory.stat that count caches.
 struct Files {
     limit: &'static str,
     usage: &'static str,
@@ -42,9 +42,9 @@ const V2: Files = Files {
 };
 
 impl MemoryLimit {
-    /// The limit with least left for the cgroups of these processes, which are to take GPU memory: of their own and those above.
-    /// None without one. A process that has ended has none.
-    pub fn of(pids: &[i32]) -> io::Result<Option<Self>> {
+    /// The limit with the least memory left, of the cgroups of these processes and of the cgroups above. A
+    /// process that has ended has no limit.
+    pub(crate) fn of(pids: &[i32]) -> io::Result<Option<Self>> {
         let mounts = mountinfo::mounted()?;
         let Some(host) = Hierarchies::from_mounts(&mounts, Path::new(UNIFIED)) else {
             return Ok(None);
@@ -62,7 +62,7 @@ impl MemoryLimit {
         Ok(limits.into_iter().flatten().min_by_key(|limit| limit.left))
     }
 
-    /// `cgroups` is what /proc/PID/cgroup says.
+    /// `cgroups` is the text of /proc/PID/cgroup.
     fn tightest(host: &Hierarchies, cgroups: &str) -> io::Result<Option<Self>> {
         let (files, controller) = match host.version {
             Version::V1 => (V1, "memory"),
@@ -85,7 +85,7 @@ impl MemoryLimit {
     }
 }
 
-/// What one cgroup may still take; none without a limit.
+/// Bytes that one cgroup may still take; `None` without a limit.
 fn left(dir: &Path, files: &Files) -> io::Result<Option<u64>> {
     let number = |name| -> io::Result<Option<u64>> {
         match text(&dir.join(name))?.as_deref().map(str::trim) {
@@ -109,7 +109,7 @@ fn left(dir: &Path, files: &Files) -> io::Result<Option<u64>> {
     Ok(Some(limit.saturating_sub(usage.saturating_sub(caches))))
 }
 
-/// A file of a cgroup; none where there is no such cgroup, or not this controller.
+/// The text of a cgroup's file; `None` if the cgroup or its controller does not exist.
 fn text(path: &Path) -> io::Result<Option<String>> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -118,7 +118,7 @@ fn text(path: &Path) -> io::Result<Option<String>> {
     }
 }
 
-/// ENODEV: a cgroup that is removed while its file is open. ESRCH: a process that ends.
+/// ENODEV: the cgroup is removed while its file is open. ESRCH: the process ends.
 fn is_gone(error: &io::Error) -> bool {
     let gone = [Errno::ENODEV, Errno::ESRCH].map(|errno| Some(errno as i32));
     error.kind() == io::ErrorKind::NotFound || gone.contains(&error.raw_os_error())
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_limit_counts_and_caches_can_be_taken_back() {
+    fn the_tightest_limit_counts_and_caches_can_be_dropped() {
         let root = tempfile::tempdir().unwrap();
         let (pod, own) = (root.path().join("pod"), root.path().join("pod/box"));
         let mounts = [mount(root.path(), "/", "cgroup2", "rw")];
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn v1_counts_what_is_below_too() {
+    fn v1_counts_the_cgroups_below_too() {
         let (root, outer) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let own = root.path().join("memory/pod/box");
         write(
@@ -214,12 +214,12 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_has_ended_has_none() {
+    fn a_process_that_has_ended_has_no_limit() {
         assert_eq!(MemoryLimit::of(&[i32::MAX]).unwrap(), None);
     }
 
     #[test]
-    fn what_cannot_be_read_is_not_taken_for_no_limit() {
+    fn a_limit_that_cannot_be_read_is_an_error() {
         let root = tempfile::tempdir().unwrap();
         let mounts = [mount(root.path(), "/", "cgroup2", "rw")];
         let host = Hierarchies::from_mounts(&mounts, root.path()).unwrap();

@@ -1,12 +1,12 @@
-//! Refusals by the driver of the node, and by how the container got its GPUs.
+//! Rules about the node's driver, and about how the container got its GPUs.
 
 use firn_gpu::{Gpu, Inventory};
-
-use super::Refusal;
 use firn_oci::Spec;
 
-/// A driver that cannot checkpoint processes.
-pub fn by_driver(inventory: &Inventory) -> Result<(), Refusal> {
+use crate::Refusal;
+
+/// Refuses a driver that cannot checkpoint processes.
+pub(crate) fn by_driver(inventory: &Inventory) -> Result<(), Refusal> {
     match inventory.checkpoint_api {
         true => Ok(()),
         false => Err(Refusal::NoCheckpointApi {
@@ -15,16 +15,16 @@ pub fn by_driver(inventory: &Inventory) -> Result<(), Refusal> {
     }
 }
 
-/// A hook that Create has left as it was.
-pub fn by_hook(spec: &Spec) -> Result<(), Refusal> {
+/// Refuses a container with an NVIDIA hook, which Create has not converted.
+pub(crate) fn by_hook(spec: &Spec) -> Result<(), Refusal> {
     match spec.gpu_by_hook() {
         true => Err(Refusal::ByHook),
         false => Ok(()),
     }
 }
 
-/// A GPU of the container that is divided.
-pub fn by_mig(gpus: &[Gpu]) -> Result<(), Refusal> {
+/// Refuses GPUs in MIG mode.
+pub(crate) fn by_mig(gpus: &[Gpu]) -> Result<(), Refusal> {
     match gpus.iter().find(|gpu| gpu.mig) {
         None => Ok(()),
         Some(gpu) => Err(Refusal::Mig {
@@ -36,13 +36,13 @@ pub fn by_mig(gpus: &[Gpu]) -> Result<(), Refusal> {
 #[cfg(test)]
 mod tests {
     use firn_host::Problem;
+    use firn_image::fixtures::{inventory, spec};
     use serde_json::json;
 
     use super::*;
-    use firn_image::fixtures::{inventory, spec};
 
     #[test]
-    fn a_node_and_a_container_as_they_should_be_are_not_refused() {
+    fn drivers_hooks_and_divided_gpus_are_refused() {
         let mut node = inventory(195, 2);
         by_driver(&node).unwrap();
         by_mig(&node.gpus).unwrap();
@@ -55,10 +55,10 @@ mod tests {
         assert_eq!(refused.code(), "FIRN-GPU-MIG");
         assert!(refused.to_string().contains(&node.gpus[1].uuid.to_string()));
         let hook = json!({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]});
-        let by_one = json!({
+        let with_hook = json!({
             "process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]},
             "hooks": {"prestart": [hook]},
         });
-        assert_eq!(by_hook(&by_one.into()).unwrap_err().code(), "FIRN-GPU-HOOK");
+        assert_eq!(by_hook(&with_hook.into()).unwrap_err().code(), "FIRN-GPU-HOOK");
     }
 }

@@ -1,31 +1,66 @@
-//! GPUs and accelerators that are not NVIDIA's: what processes have open of them, and what that means for a checkpoint.
+//! Rules about GPUs and accelerators that are not NVIDIA's.
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::PathBuf;
 
+use firn_host::procfs;
+use firn_oci::{OtherGpu, criu_config, other_gpu};
 use serde::{Deserialize, Serialize};
 
-use super::Refusal;
-use firn_host::procfs;
-use firn_oci::{OtherGpu, other_gpu};
+use crate::{OtherVendors, Refusal};
 
-/// How a container's GPUs are dumped that are not NVIDIA's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Others {
+/// How a container's GPUs of other vendors are dumped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OtherGpus {
     /// No process has any open.
+    #[default]
     Unused,
     /// By CRIU's plugin for AMD's GPUs.
     Amd,
 }
 
-/// Looks at what the processes have open. With NVIDIA's GPUs (`nvidia`) a container must have nothing else open, and nodes
-/// of graphics are AMD's only where AMD's driver is open too.
-pub fn by_vendor(pids: &[i32], nvidia: bool) -> Result<Others, Refusal> {
-    // The first of each kind, and how many others came before it.
+/// Refuses GPUs and accelerators that neither the NVIDIA driver nor CRIU's plugin for AMD can checkpoint. A
+/// container with NVIDIA GPUs must have no others open. Nodes in /dev/dri count as AMD's only if /dev/kfd is
+/// open, too.
+pub(crate) fn by_vendor(pids: &[i32], part: &OtherVendors) -> Result<OtherGpus, Refusal> {
+    let open = open_devices(pids);
+    let is_amd = open.contains_key(&OtherGpu::Amd);
+    let refused = open.into_iter().filter(|(kind, _)| match kind {
+        OtherGpu::Amd => part.nvidia,
+        OtherGpu::Graphics => part.nvidia || !is_amd,
+        OtherGpu::Accelerator => true,
+    });
+    let first = refused.min_by_key(|(_, device)| device.order);
+    let Some((kind, Device { pid, path, .. })) = first else {
+        if !is_amd {
+            return Ok(OtherGpus::Unused);
+        }
+        return criu_config::amd_plugin(part.amdgpu_plugin.as_deref(), &criu_config::PLUGIN_DIRS)
+            .map(|_| OtherGpus::Amd)
+            .map_err(Refusal::AmdPlugin);
+    };
+    let comm = procfs::comm(pid);
+    Err(match kind {
+        OtherGpu::Amd => Refusal::MixedGpus { pid, comm },
+        OtherGpu::Graphics | OtherGpu::Accelerator => Refusal::UnknownGpu { pid, comm, path },
+    })
+}
+
+/// A device that a process has open.
+struct Device {
+    /// How many devices were found before it.
+    order: usize,
+    pid: i32,
+    path: PathBuf,
+}
+
+/// The first open device of each kind.
+fn open_devices(pids: &[i32]) -> BTreeMap<OtherGpu, Device> {
     let mut open = BTreeMap::new();
-    let mut count = 0_usize;
+    let mut order = 0_usize;
     for &pid in pids {
-        // A process that has ended has nothing open; one that cannot be looked at is CRIU's to complain about.
+        // A process that has ended has nothing open. If the files cannot be listed, CRIU reports it.
         let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else {
             continue;
         };
@@ -34,27 +69,10 @@ pub fn by_vendor(pids: &[i32], nvidia: bool) -> Result<Others, Refusal> {
             .filter_map(|entry| fs::read_link(entry.path()).ok());
         for path in links {
             if let Some(kind) = other_gpu(&path) {
-                open.entry(kind).or_insert((count, pid, path));
-                count += 1;
+                open.entry(kind).or_insert(Device { order, pid, path });
+                order += 1;
             }
         }
     }
-    let is_amd = open.contains_key(&OtherGpu::Amd);
-    let strangers = open.into_iter().filter(|(kind, _)| match kind {
-        OtherGpu::Amd => nvidia,
-        OtherGpu::Graphics => nvidia || !is_amd,
-        OtherGpu::Accelerator => true,
-    });
-    let stranger = strangers.min_by_key(|(_, (before, ..))| *before);
-    match stranger {
-        None if is_amd => Ok(Others::Amd),
-        None => Ok(Others::Unused),
-        Some((kind, (_, pid, path))) => {
-            let comm = procfs::comm(pid);
-            Err(match kind {
-                OtherGpu::Amd => Refusal::MixedGpus { pid, comm },
-                OtherGpu::Graphics | OtherGpu::Accelerator => Refusal::UnknownGpu { pid, comm, path },
-            })
-        }
-    }
+    open
 }

@@ -11,15 +11,13 @@ use firn_gpu::{Backend, CudaState, Topology};
 use firn_image::manifest;
 use firn_image::manifest::{DriverVersion, Manifest, Versions};
 use firn_oci::{Spec, mounts};
-use firn_preflight::environment;
-use firn_remap::Grant;
+use firn_preflight::{Assertions, Capacity, Workload, check_node};
 use serde::de::DeserializeOwned;
 
 use super::Request;
 use super::dump::{Found, Leftovers, bounded, describe, dump};
 use super::error::{DumpError, EffectError, EndError};
 use super::phases::Effects;
-use super::refuse::Policy;
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
@@ -27,7 +25,7 @@ use crate::container::Container;
 use crate::driver::{CudaProcess, Gpu, WorkerError};
 use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ImageWas, Journal};
-use crate::look::{self, LeftOut};
+use crate::look::{self, Checked};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -45,7 +43,7 @@ const VERSION_LIMIT: Duration = Duration::from_secs(5);
 /// What the container's owner has said of it, and what the manifest says of the source node.
 #[derive(Clone)]
 struct Source {
-    policy: Policy,
+    assertions: Assertions,
     /// Bytes of memory in use on its GPUs, whoever uses it.
     gpu_memory_in_use: u64,
     driver: DriverVersion,
@@ -275,11 +273,8 @@ impl<'a> ContainerEffects<'a> {
             return Err(EffectError::Parent { parent });
         }
         let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
-        environment::by_driver(&inventory)?;
         let spec = Spec::load(&self.container.bundle)?;
-        environment::by_hook(&spec)?;
-        let grant = Grant::of_spec(&spec, &inventory)?;
-        environment::by_mig(&grant.gpus)?;
+        let node = check_node(&inventory, Some(&spec)).accepted()?;
         let versions = Versions {
             firn: env!("CARGO_PKG_VERSION").to_owned(),
             criu: self.version_of("criu").await,
@@ -290,19 +285,14 @@ impl<'a> ContainerEffects<'a> {
                 .to_owned(),
         };
         Ok(Source {
-            policy: Policy::of(&spec, self.config),
-            gpu_memory_in_use: inventory
-                .gpus
-                .iter()
-                .filter(|gpu| grant.gpus.iter().any(|granted| granted.uuid == gpu.uuid))
-                .map(|gpu| gpu.memory_total.saturating_sub(gpu.memory_free))
-                .sum(),
+            assertions: Assertions::of(Some(&spec), self.config),
+            gpu_memory_in_use: node.gpu_memory_in_use(),
             driver: DriverVersion {
                 driver: inventory.driver_version,
                 cuda: inventory.cuda_version,
             },
-            gpus: grant.gpus.iter().map(Into::into).collect(),
-            topology: (inventory.topology).of(&grant
+            gpus: node.gpus.iter().map(Into::into).collect(),
+            topology: (inventory.topology).of(&node
                 .gpus
                 .iter()
                 .map(|gpu| gpu.uuid.clone())
@@ -334,18 +324,20 @@ impl<'a> ContainerEffects<'a> {
     /// Refusals by what the processes are and do.
     async fn refuse_by_process(
         &mut self,
-        policy: Policy,
+        assertions: Assertions,
         all: &[i32],
         cuda: &[CudaProcess],
     ) -> Result<(), EffectError> {
         self.refuse_stopped(all).await?;
-        let request = look::Request::Processes {
+        let workload = Workload {
             init: self.container.init.pid(),
             pids: all.to_vec(),
             cuda: cuda.iter().map(|process| process.pid).collect(),
-            policy,
+            processes: Some(assertions),
+            ..Workload::default()
         };
-        let left_out: LeftOut = self.look(request).await?;
+        let request = look::Request::Check(Box::new(workload));
+        let Checked { left_out, .. } = self.look(request).await?;
         if left_out.count != std::mem::replace(&mut self.omitted, left_out.count) && left_out.count > 0 {
             let named = left_out.some.iter().map(|(pid, comm)| format!("{pid} ({comm})"));
             let named: Vec<String> = named.collect();
@@ -360,8 +352,8 @@ impl<'a> ContainerEffects<'a> {
         Ok(())
     }
 
-    /// Refusals by what lies around the processes: room for what a checkpoint makes, mounts, standard streams.
-    async fn refuse_by_surroundings(
+    /// Refuses by memory and disk space, mounts and standard streams.
+    async fn refuse_by_environment(
         &mut self,
         all: Vec<i32>,
         cuda: &[CudaProcess],
@@ -382,16 +374,20 @@ impl<'a> ContainerEffects<'a> {
             }
         };
         let bundle = &self.container.bundle;
-        self.look::<()>(look::Request::Surroundings {
+        let workload = Workload {
             init: self.container.init.pid(),
             pids: all,
             cuda: pids,
-            gpu_memory,
-            image: self.request.image.inside(),
-            work: self.request.work.as_ref().unwrap_or(bundle).clone(),
-            bundle: bundle.clone(),
-        })
-        .await?;
+            capacity: Some(Capacity {
+                gpu_memory,
+                image: self.request.image.inside(),
+                work: self.request.work.as_ref().unwrap_or(bundle).clone(),
+            }),
+            bundle: Some(bundle.clone()),
+            ..Workload::default()
+        };
+        self.look::<Checked>(look::Request::Check(Box::new(workload)))
+            .await?;
         let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
         let (limit, cancel) = (self.config.deadlines.look, &self.context.cancel);
         let admitted = bounded("look at the image directory", limit, cancel, move || {
@@ -546,12 +542,12 @@ impl Effects for ContainerEffects<'_> {
                 unless_cancelled(&cancel, self.look_around()).await?
             }
         };
-        let policy = self.source.insert(source).policy;
+        let assertions = self.source.insert(source).assertions;
         let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
         let cuda = unless_cancelled(&self.context.cancel, found).await?;
-        self.refuse_by_process(policy, &pids, &cuda).await?;
+        self.refuse_by_process(assertions, &pids, &cuda).await?;
         if first {
-            self.refuse_by_surroundings(pids, &cuda).await?;
+            self.refuse_by_environment(pids, &cuda).await?;
         }
         self.context.journal.cuda(&cuda).await?;
         self.context.timings.mark(Phase::Inspect);

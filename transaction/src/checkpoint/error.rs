@@ -23,13 +23,11 @@ use firn_host::Chain;
 #[derive(Debug, thiserror::Error)]
 pub enum EffectError {
     #[error(transparent)]
-    Preflight(#[from] firn_preflight::process::Refusal),
+    Refused(#[from] firn_preflight::Refusal),
     #[error(
         "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
     )]
     Stopped { pid: i32, comm: String },
-    #[error(transparent)]
-    Surroundings(#[from] firn_preflight::environment::Refusal),
     #[error("CUDA process {pid} ({comm}) is {state} already")]
     NotRunning {
         pid: i32,
@@ -42,12 +40,8 @@ pub enum EffectError {
     AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
     #[error("it is to follow the dump in {}, and GPU memory cannot be dumped in parts", parent.display())]
     Parent { parent: PathBuf },
-    #[error("cannot look at the processes")]
-    Unreadable(#[from] firn_preflight::process::Unreadable),
     #[error(transparent)]
     Look(LookError),
-    #[error("cannot tell which GPUs the container has")]
-    Grant(#[from] firn_remap::GrantError),
     #[error("the driver refused")]
     Gpu(#[from] WorkerError),
     #[error("the freezer failed")]
@@ -76,8 +70,6 @@ pub enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
-    #[error("cannot read the memory limits of the container")]
-    Limit(#[source] std::io::Error),
 }
 
 impl From<LookError> for EffectError {
@@ -371,11 +363,9 @@ impl CheckpointError {
 impl Problem for EffectError {
     fn remedy(&self) -> Remedy<'_> {
         match self {
-            Self::Preflight(refusal) => refusal.remedy(),
-            Self::Surroundings(refusal) => refusal.remedy(),
+            Self::Refused(refusal) => refusal.remedy(),
             Self::AmdPlugin(error) => error.remedy(),
             Self::Look(error) => error.remedy(),
-            Self::Grant(error) => error.remedy(),
             Self::Gpu(error) => error.remedy(),
             Self::Config(error) => error.remedy(),
             Self::Program(error) => error.remedy(),
@@ -398,14 +388,6 @@ impl Problem for EffectError {
                 "run the container with runc: leave BinaryName out of the runtime's options",
             ),
             Self::Parent { .. } => remedy("FIRN-PARENT", "ask for the checkpoint without a parent path"),
-            Self::Unreadable(error) if error.source.kind() == std::io::ErrorKind::FileTooLarge => {
-                remedy("FIRN-PROC", "no program needs so much of it: end the process")
-            }
-            Self::Unreadable(_) => remedy("FIRN-PROC", "the process may have ended meanwhile: try again"),
-            Self::Limit(_) => remedy(
-                "FIRN-FREEZER",
-                "see that the cgroup hierarchies are mounted and readable",
-            ),
             Self::Cgroup(_) => remedy(
                 "FIRN-FREEZER",
                 "see whether a process of the container hangs in the kernel (state D)",
@@ -436,14 +418,9 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_cannot_be_read_and_a_freezer_that_fails_are_told_apart() {
-        let source = std::io::ErrorKind::PermissionDenied.into();
-        let unreadable = firn_preflight::process::Unreadable {
-            pid: 7,
-            what: "maps",
-            source,
-        };
-        let error = failed(Phase::Inspect, unreadable.into());
+    fn a_process_that_is_refused_and_a_freezer_that_fails_are_distinguished() {
+        let refusal = firn_preflight::Refusal::TooManyMounts { pid: 7 };
+        let error = failed(Phase::Inspect, refusal.into());
         let said = error.to_string();
         assert!(
             said.starts_with("FIRN-PROC: cannot checkpoint container job: ") && said.contains("process 7"),

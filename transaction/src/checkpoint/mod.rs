@@ -10,7 +10,6 @@ mod dump;
 mod error;
 mod phases;
 mod plain;
-mod refuse;
 mod rollback;
 
 use std::path::{Path, PathBuf};
@@ -19,17 +18,16 @@ use firn_config::{Config, find_program, names};
 use firn_image::manifest::DumpFlags;
 use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::{Spec, edit, nccl};
-use firn_preflight::environment::Others;
+use firn_preflight::{OtherGpus, OtherVendors, Workload};
 
 pub use error::{CheckpointError, EffectError, FailureKind};
-pub use refuse::{Policy, by_signs};
 pub use rollback::{resume, take_back};
 
 use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Begin, Journal, Outcome};
-use crate::look;
+use crate::look::{self, Checked};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -134,18 +132,27 @@ pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> R
 }
 
 /// What processes have open of GPUs that are not NVIDIA's; a container that was given none is not looked at.
-async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<Others, CheckpointError> {
+async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<OtherGpus, CheckpointError> {
     if !container.other_gpus {
-        return Ok(Others::Unused);
+        return Ok(OtherGpus::Unused);
     }
     let config = Config::load().map_err(CheckpointError::Config)?;
-    let request = look::Request::Vendors {
+    let workload = Workload {
+        init: container.init.pid(),
         pids: container.cgroup()?.pids()?,
-        nvidia: container.gpu,
+        other_vendors: Some(OtherVendors {
+            nvidia: container.gpu,
+            amdgpu_plugin: config.criu.amdgpu_plugin.clone(),
+        }),
+        ..Workload::default()
     };
     let guard = container.begin_transaction();
-    let looked = look::look(&request, reaper, config.deadlines.look, &guard.cancel).await;
-    looked.map_err(|cause| CheckpointError::refused(container, cause.into()))
+    let request = look::Request::Check(Box::new(workload));
+    let limit = config.deadlines.look;
+    let checked: Result<Checked, _> = look::look(&request, reaper, limit, &guard.cancel).await;
+    checked
+        .map(|checked| checked.other_gpus)
+        .map_err(|cause| CheckpointError::refused(container, cause.into()))
 }
 
 async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {

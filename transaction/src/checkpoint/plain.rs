@@ -6,7 +6,7 @@ use std::time::Duration;
 use firn_config::Config;
 use firn_host::Chain;
 use firn_oci::criu_config;
-use firn_preflight::environment::Others;
+use firn_preflight::OtherGpus;
 
 use super::dump::{Leftovers, WorkDir};
 use super::error::CheckpointError;
@@ -26,8 +26,8 @@ use crate::runc::{Bounds, RuntimeKind};
 pub(super) const RESET: Duration = Duration::from_secs(10);
 
 /// CRIU's plugins for a dump of what the processes have open; none: CRIU's own choice.
-fn plugins_for(container: &Container, others: Others) -> Result<Option<PathBuf>, CheckpointError> {
-    if others == Others::Unused {
+fn plugins_for(container: &Container, others: OtherGpus) -> Result<Option<PathBuf>, CheckpointError> {
+    if others == OtherGpus::Unused {
         return Ok(None);
     }
     let config = Config::load().map_err(CheckpointError::Config)?;
@@ -44,7 +44,7 @@ fn plugins_for(container: &Container, others: Others) -> Result<Option<PathBuf>,
 pub(super) async fn run(
     container: &Container,
     request: &Request,
-    others: Others,
+    others: OtherGpus,
 ) -> Result<(), CheckpointError> {
     let plugins = plugins_for(container, others)?;
     let was_frozen = container

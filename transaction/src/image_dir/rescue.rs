@@ -46,7 +46,7 @@ pub fn is_complete(dir: &Path) -> bool {
 
 /// The same place on the file system of the image.
 pub fn beside(image: &Path, place: &Path) -> PathBuf {
-    let mut name = OsString::from(names::RESCUE_BESIDE);
+    let mut name = OsString::from(names::RESCUE_PREFIX);
     name.push(place.file_name().unwrap_or_default());
     image.with_file_name(name)
 }

@@ -1,21 +1,17 @@
-//! The process that looks: it reads a request, judges, and prints the answer.
+//! The child process of a look: reads a request, answers it on standard output, and ends.
 //!
-//! It alone opens what a container or a mount server controls. It may hang, and it may be killed at any point: it changes
-//! nothing.
+//! It opens files that a container or a file server controls, so it may hang and be killed at any point. It
+//! changes nothing.
 
 use std::io::{self, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use firn_host::procfs;
-use firn_host::{Problem, ProblemReport};
+use firn_host::{ProblemReport, procfs};
 use firn_oci::{Spec, mounts};
-use firn_preflight::environment;
-use firn_preflight::environment::{Known, MemoryLimit, Needs, Tree};
+use firn_preflight::{Workload, check_until_refused};
 use serde::Serialize;
 
-use super::{LeftOut, Request};
-use crate::checkpoint::{EffectError, by_signs};
-use firn_host::Chain;
+use super::{Checked, LeftOut, Request};
 
 /// Longest request: the pids of a host and the mounts of a spec.
 const REQUEST: u64 = 16 << 20;
@@ -23,16 +19,16 @@ const REQUEST: u64 = 16 << 20;
 /// Longest message of a refusal.
 const MESSAGE: usize = 4 << 10;
 
-/// How many of the processes that are left out are named.
+/// How many of the processes that CRIU leaves out are named.
 const NAMED: usize = 32;
 
-/// Why there is no answer.
+/// There is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ChildError {
-    /// The pipes to the shim.
+    /// The pipes to the shim failed.
     #[error("cannot read the request or write the answer")]
     Pipe(#[from] io::Error),
-    /// Another version's, or typed by hand.
+    /// The request is of another version, or typed by hand.
     #[error("the request is not understood")]
     Json(#[from] serde_json::Error),
 }
@@ -45,42 +41,13 @@ pub fn run() -> Result<(), ChildError> {
     Ok(io::stdout().write_all(&answer)?)
 }
 
+/// A refusal, or a failure to look.
+type Answer<T> = Result<T, ProblemReport>;
+
 fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
     match request {
-        Request::Processes {
-            init,
-            pids,
-            cuda,
-            policy,
-        } => {
-            at("the memory maps and environments of processes");
-            let tree = Tree::of(init, &pids);
-            let dumped: Vec<i32> = tree.dumped.into_iter().collect();
-            let refused = environment::by_outside(&tree.outside, &cuda, policy.exec)
-                .map_err(EffectError::from)
-                .and_then(|()| by_signs(&dumped, &cuda, policy));
-            let named = tree.outside.iter().take(NAMED);
-            json(refused.map(|()| LeftOut {
-                some: named.map(|pid| (*pid, procfs::comm(*pid))).collect(),
-                count: tree.outside.len(),
-            }))
-        }
-        Request::Surroundings {
-            init,
-            pids,
-            cuda,
-            gpu_memory,
-            image,
-            work,
-            bundle,
-        } => {
-            let dumped: Vec<i32> = Tree::of(init, &pids).dumped.into_iter().collect();
-            json(around(init, &dumped, &cuda, gpu_memory, [&image, &work], &bundle))
-        }
-        Request::Vendors { pids, nvidia } => {
-            json(environment::by_vendor(&pids, nvidia).map_err(EffectError::from))
-        }
-        Request::InUse { pids, places } => json(Ok::<_, EffectError>(procfs::in_use(&pids, &places))),
+        Request::Check(workload) => json(check(&workload)),
+        Request::InUse { pids, places } => json(Ok(procfs::in_use(&pids, &places))),
         Request::Mounts {
             mounts,
             bundle,
@@ -100,50 +67,106 @@ fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
                 .filter(|mount| mount.is_bind())
                 .map(|mount| bundle.join(mount.source))
             {
-                at(&source);
-                let _there = source.exists();
+                announce(&source);
+                let _exists = source.exists();
             }
-            json(mounts::resolve(&spec, &bundle, &required, driver, &empty).map_err(EffectError::from))
+            let resolved = mounts::resolve(&spec, &bundle, &required, driver, &empty);
+            json(resolved.map_err(ProblemReport::from))
         }
     }
 }
 
-fn around(
-    init: i32,
-    dumped: &[i32],
-    cuda: &[i32],
-    gpu_memory: u64,
-    [image, work]: [&PathBuf; 2],
-    bundle: &Path,
-) -> Result<(), EffectError> {
-    at("a file that a process has open or mapped");
-    let needs = Needs::of(dumped, gpu_memory);
-    let limit = MemoryLimit::of(cuda).map_err(EffectError::Limit)?;
-    at(image);
-    let refusals = environment::by_room(needs, limit, image, work);
-    if let Some(refusal) = refusals.into_iter().next() {
+/// The first refusal, or what the checkpoint needs to know about a workload that passes.
+fn check(workload: &Workload) -> Answer<Checked> {
+    let outcome = check_until_refused(workload, &announce)?;
+    if let Some(refusal) = outcome.refusals.into_iter().next() {
         return Err(refusal.into());
     }
-    let known = Known::of(&Spec::load(bundle)?)?;
-    environment::by_mounts(init, &known)?;
-    at("standard input, output or error of a process");
-    Ok(environment::by_stdio(init, dumped)?)
+    let named = outcome.left_out.iter().take(NAMED);
+    Ok(Checked {
+        left_out: LeftOut {
+            some: named.map(|pid| (*pid, procfs::comm(*pid))).collect(),
+            count: outcome.left_out.len(),
+        },
+        other_gpus: outcome.other_gpus,
+    })
 }
 
-/// Says what comes next, for the message in case that it hangs.
-fn at(what: impl AsRef<Path>) {
-    eprintln!("{}", what.as_ref().display());
+/// Prints what the child looks at next, for the message in case it hangs there.
+fn announce(what: &Path) {
+    eprintln!("{}", what.display());
 }
 
 /// The answer as the shim reads it.
-fn json<T: Serialize>(answer: Result<T, EffectError>) -> serde_json::Result<Vec<u8>> {
-    let answer = answer.map_err(|error| {
-        let mut message = Chain(&error).to_string();
+fn json<T: Serialize>(mut answer: Answer<T>) -> serde_json::Result<Vec<u8>> {
+    if let Err(ProblemReport { message, .. }) = &mut answer {
         message.truncate(message.floor_char_boundary(MESSAGE));
-        ProblemReport {
-            message,
-            ..error.report()
-        }
-    });
+    }
     serde_json::to_vec(&answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_host::Problem;
+    use firn_preflight::{Assertions, Capacity};
+
+    use super::*;
+
+    /// Workloads made of this process: each is refused for another reason, or passes.
+    fn workloads() -> Vec<(Workload, Option<&'static str>)> {
+        let me = i32::try_from(std::process::id()).unwrap();
+        let base = Workload {
+            init: me,
+            pids: vec![me],
+            ..Workload::default()
+        };
+        let processes = |pids: &[i32], cuda: &[i32]| Workload {
+            pids: pids.to_vec(),
+            cuda: cuda.to_vec(),
+            processes: Some(Assertions::default()),
+            ..base.clone()
+        };
+        let capacity = Capacity {
+            gpu_memory: u64::MAX,
+            image: "/tmp".into(),
+            work: "/tmp".into(),
+        };
+        vec![
+            (base.clone(), None),
+            (processes(&[me], &[]), None),
+            (processes(&[me, 1], &[]), Some("FIRN-EXEC")),
+            (processes(&[me, 1], &[1]), Some("FIRN-EXEC")),
+            (
+                Workload {
+                    capacity: Some(capacity),
+                    ..base.clone()
+                },
+                Some("FIRN-HOST-MEMORY"),
+            ),
+            (
+                Workload {
+                    bundle: Some("/nonexistent".into()),
+                    ..base
+                },
+                Some("FIRN-SPEC-UNREADABLE"),
+            ),
+        ]
+    }
+
+    #[test]
+    fn the_child_reports_the_first_refusal_that_the_audit_shows() {
+        for (workload, code) in workloads() {
+            let request = serde_json::to_vec(&Request::Check(Box::new(workload.clone()))).unwrap();
+            let answer = answer(serde_json::from_slice(&request).unwrap()).unwrap();
+            let answer: Answer<Checked> = serde_json::from_slice(&answer).unwrap();
+            let shown = match firn_preflight::check(&workload) {
+                Ok(outcome) => outcome.refusals.first().map(Problem::report),
+                Err(error) => Some(error.report()),
+            };
+            let code_of = |report: &Option<ProblemReport>| report.as_ref().map(|r| r.code.clone());
+            assert_eq!(code_of(&shown).as_deref(), code, "{workload:?}");
+            // Figures of the host change between the two checks.
+            assert_eq!(code_of(&answer.err()), code_of(&shown), "{workload:?}");
+        }
+    }
 }

@@ -4,14 +4,14 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Of CUDA processes.
+/// Inspects CUDA processes.
 fn inspect(proc_root: &Path, cuda: &[i32]) -> Result<Vec<Finding>, Unreadable> {
-    let subject = Subject {
+    let processes = Processes {
         dumped: &[],
         cuda,
         ranks: false,
     };
-    super::inspect(proc_root, &subject)
+    super::inspect(proc_root, &processes)
 }
 
 /// What every CUDA process maps, shortened from an H200 with driver 580.
@@ -38,29 +38,29 @@ fn processes(all: &[(i32, &str, &str)]) -> TempDir {
 }
 
 /// Findings about one process.
-fn signs(extra_maps: &str, environment: &str) -> Vec<(Sign, Certainty)> {
+fn kinds(extra_maps: &str, environment: &str) -> Vec<(FindingKind, Certainty)> {
     let root = processes(&[(7, extra_maps, environment)]);
     let findings = inspect(root.path(), &[7]).unwrap();
     assert!(findings.iter().all(|finding| finding.pid == Some(7)));
     findings
         .into_iter()
-        .map(|finding| (finding.sign, finding.certainty))
+        .map(|finding| (finding.kind, finding.certainty))
         .collect()
 }
 
 #[test]
 fn a_plain_cuda_process_shows_nothing() {
-    assert_eq!(signs("", "PATH=/bin HOME=/"), []);
+    assert_eq!(kinds("", "PATH=/bin HOME=/"), []);
 }
 
 #[test]
-fn managed_memory_is_told_from_the_drivers_own_mapping() {
+fn managed_memory_differs_from_the_drivers_own_mapping() {
     let managed = "7f5fd0000000-7f5fd4000000 rw-s 7f5fd0000000 00:06 612    /dev/nvidia-uvm\n\
         7f5fe0000000-7f5fe0200000 rw-s 7f5fe0000000 00:06 612    /dev/nvidia-uvm\n";
     assert_eq!(
-        signs(managed, ""),
+        kinds(managed, ""),
         [(
-            Sign::ManagedMemory {
+            FindingKind::ManagedMemory {
                 ranges: 2,
                 bytes: 66 << 20
             },
@@ -74,16 +74,16 @@ fn every_context_has_a_mapping_of_the_drivers_own() {
     // As on an H200, a process with three contexts.
     let contexts = "209e00000-20a000000 rw-s 209e00000 00:27 12    /dev/nvidia-uvm\n\
         20f200000-20f400000 rw-s 20f200000 00:27 12    /dev/nvidia-uvm\n";
-    assert_eq!(signs(contexts, ""), []);
+    assert_eq!(kinds(contexts, ""), []);
 }
 
 #[test]
 fn a_larger_mapping_among_the_drivers_own_is_a_suspicion() {
     let pool = "204e00000-205200000 rw-s 204e00000 00:06 612    /dev/nvidia-uvm\n";
     assert_eq!(
-        signs(pool, ""),
+        kinds(pool, ""),
         [(
-            Sign::ManagedMemory {
+            FindingKind::ManagedMemory {
                 ranges: 1,
                 bytes: 4 << 20
             },
@@ -97,15 +97,15 @@ fn other_mappings_of_the_uvm_node_are_not_managed_memory() {
     let others = "7f5fd0000000-7f5fd4000000 rw-s 00001000 00:06 612    /dev/nvidia-uvm\n\
         7f5fd8000000-7f5fd8001000 r--s 7f5fd8000000 00:06 612    /dev/nvidia-uvm\n\
         7f5fd9000000-7f5fd9001000 rw-s 7f5fd9000000 00:06 613    /dev/nvidia-uvm-tools\n";
-    assert_eq!(signs(others, ""), []);
+    assert_eq!(kinds(others, ""), []);
 }
 
 #[test]
 fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
     let nccl = "7f00-7f10 r-xp 00000000 fe:01 5    /venv/nvidia/nccl/lib/libnccl.so.2\n";
-    let sign = |p2p_disabled, shm_disabled, nvls_disabled| {
+    let kind = |p2p_disabled, shm_disabled, nvls_disabled| {
         [(
-            Sign::Nccl {
+            FindingKind::Nccl {
                 p2p_disabled,
                 shm_disabled,
                 nvls_disabled,
@@ -113,15 +113,15 @@ fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
             Certainty::Certain,
         )]
     };
-    assert_eq!(signs(nccl, "NCCL_DEBUG=INFO"), sign(false, false, false));
+    assert_eq!(kinds(nccl, "NCCL_DEBUG=INFO"), kind(false, false, false));
     assert_eq!(
-        signs(nccl, "NCCL_P2P_DISABLE=0 NCCL_SHM_DISABLE= XNCCL_SHM_DISABLE=1"),
-        sign(false, false, false)
+        kinds(nccl, "NCCL_P2P_DISABLE=0 NCCL_SHM_DISABLE= XNCCL_SHM_DISABLE=1"),
+        kind(false, false, false)
     );
-    assert_eq!(signs(nccl, "NCCL_P2P_DISABLE=1"), sign(true, false, false));
+    assert_eq!(kinds(nccl, "NCCL_P2P_DISABLE=1"), kind(true, false, false));
     let sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0";
-    assert_eq!(signs(nccl, sockets), sign(true, true, true));
-    assert_eq!(signs("", sockets), []);
+    assert_eq!(kinds(nccl, sockets), kind(true, true, true));
+    assert_eq!(kinds("", sockets), []);
 }
 
 #[test]
@@ -129,20 +129,20 @@ fn settings_of_nccl_are_read_without_its_library_too() {
     let environment = "NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0";
     let root = processes(&[(7, "", environment)]);
     let found = nccl_settings(root.path(), 7).unwrap().unwrap();
-    let expected = Sign::Nccl {
+    let expected = FindingKind::Nccl {
         p2p_disabled: true,
         shm_disabled: false,
         nvls_disabled: true,
     };
-    assert_eq!((found.pid, &found.sign), (Some(7), &expected));
+    assert_eq!((found.pid, &found.kind), (Some(7), &expected));
     assert_eq!(nccl_settings(root.path(), 8).unwrap(), None);
     let ranks = |ranks| {
-        let subject = Subject {
+        let processes = Processes {
             dumped: &[7],
             cuda: &[7],
             ranks,
         };
-        super::inspect(root.path(), &subject).unwrap()
+        super::inspect(root.path(), &processes).unwrap()
     };
     assert_eq!((ranks(true), ranks(false)), (vec![found], vec![]));
 }
@@ -153,25 +153,25 @@ fn libraries_that_share_memory_are_named_and_others_of_ucx_are_not() {
         7f20-7f30 r-xp 00000000 fe:01 6    /opt/ucx/lib/ucx/libuct_cuda.so.0.0.0\n\
         7f40-7f50 r-xp 00000000 fe:01 7    /opt/nvshmem/lib/libnvshmem_host.so.3\n";
     let file = "libuct_cuda.so.0.0.0".to_owned();
-    let found = (Sign::SharingLibrary { file }, Certainty::Suspected);
-    assert_eq!(signs(maps, ""), [found]);
+    let found = (FindingKind::SharingLibrary { file }, Certainty::Suspected);
+    assert_eq!(kinds(maps, ""), [found]);
 }
 
 #[test]
-fn nvshmem_is_told_when_it_is_initialised_and_not_when_pytorch_has_loaded_it() {
+fn nvshmem_is_found_when_it_is_initialised_and_not_when_it_is_loaded() {
     let loaded = "7f40-7f50 r-xp 00000000 fe:01 7    /venv/nvidia/nvshmem/lib/libnvshmem_host.so.3\n";
-    assert_eq!(signs(loaded, ""), []);
+    assert_eq!(kinds(loaded, ""), []);
     let file = "nvshmem_bootstrap_uid.so.3";
     let initialised = format!("{loaded}7f60-7f70 r-xp 00000000 fe:01 8    /venv/nvidia/nvshmem/lib/{file}\n");
     let file = file.to_owned();
     assert_eq!(
-        signs(&initialised, ""),
-        [(Sign::SharingLibrary { file }, Certainty::Suspected)]
+        kinds(&initialised, ""),
+        [(FindingKind::SharingLibrary { file }, Certainty::Suspected)]
     );
 }
 
 #[test]
-fn a_process_that_only_uses_nvml_does_not_count_among_those_that_may_share_memory() {
+fn processes_that_only_use_nvml_do_not_count() {
     let root = processes(&[(7, "", ""), (8, "", ""), (9, "", "")]);
     // As on an H200.
     let nvml = "5581c0000000-5581c0020000 r-xp 00003000 fe:10 12    /usr/bin/nvidia-smi\n\
@@ -187,23 +187,23 @@ fn a_process_that_only_uses_nvml_does_not_count_among_those_that_may_share_memor
     ] {
         fs::write(root.path().join("8/maps"), of_cuda).unwrap();
         let found = inspect(root.path(), &[7, 8]).unwrap();
-        let several = Sign::MultipleCudaProcesses { pids: vec![7, 8] };
-        assert!(found.iter().any(|finding| finding.sign == several), "{of_cuda}");
+        let several = FindingKind::MultipleCudaProcesses { pids: vec![7, 8] };
+        assert!(found.iter().any(|finding| finding.kind == several), "{of_cuda}");
     }
 }
 
 #[test]
-fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_surroundings() {
+fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_environment() {
     let mps = |directory: &str, certainty| {
         [(
-            Sign::Mps {
+            FindingKind::Mps {
                 directory: directory.into(),
             },
             certainty,
         )]
     };
     assert_eq!(
-        signs("", "CUDA_MPS_PIPE_DIRECTORY=/run/mps"),
+        kinds("", "CUDA_MPS_PIPE_DIRECTORY=/run/mps"),
         mps("/run/mps", Certainty::Suspected)
     );
 
@@ -211,7 +211,7 @@ fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_surroundings()
         inspect(root.path(), &[7])
             .unwrap()
             .into_iter()
-            .map(|f| (f.sign, f.certainty))
+            .map(|f| (f.kind, f.certainty))
             .collect()
     };
     let root = processes(&[(7, "", "CUDA_MPS_PIPE_DIRECTORY=/run/mps")]);
@@ -235,7 +235,7 @@ fn several_cuda_processes_are_a_finding_of_their_own() {
     let root = processes(&[(7, "", ""), (8, "", "")]);
     let several = Finding {
         pid: None,
-        sign: Sign::MultipleCudaProcesses { pids: vec![7, 8] },
+        kind: FindingKind::MultipleCudaProcesses { pids: vec![7, 8] },
         certainty: Certainty::Certain,
     };
     let several = [several];
@@ -245,7 +245,7 @@ fn several_cuda_processes_are_a_finding_of_their_own() {
 }
 
 #[test]
-fn a_process_that_has_ended_shows_nothing_and_one_that_cannot_be_read_is_an_error() {
+fn ended_processes_have_no_findings_and_unreadable_ones_are_an_error() {
     let root = processes(&[]);
     assert_eq!(inspect(root.path(), &[7]).unwrap(), []);
     fs::create_dir_all(root.path().join("7/maps")).unwrap();

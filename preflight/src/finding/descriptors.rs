@@ -1,7 +1,8 @@
-//! Signs in the open files and mappings of every process that is to be dumped, CUDA or not.
+//! Findings in the open files and mappings of all processes that CRIU dumps.
 //!
-//! CRIU cannot dump an io_uring, an RDMA device or a GPU. Of the last the driver's checkpoint rids CUDA processes; a child
-//! that was forked from one and has not started another program keeps the descriptors, and nothing rids it of them.
+//! CRIU cannot dump an io_uring, an RDMA device or a GPU. The driver's checkpoint closes the GPUs of a CUDA
+//! process. A child that was forked from a CUDA process and has not called exec keeps its inherited
+//! descriptors of GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,13 +11,13 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use super::{Certainty, Finding, Sign, Subject, Unreadable};
+use super::{Certainty, Finding, FindingKind, Processes, Unreadable};
 use firn_host::proc_maps;
 
-/// How long a process may take from fork to exec: then it has closed what it is to close.
+/// How long a process may take from fork to exec, which closes inherited descriptors.
 const EXEC: Duration = Duration::from_millis(100);
 
-/// What one process has.
+/// What one process has open or mapped.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Found {
     io_uring: bool,
@@ -25,30 +26,29 @@ struct Found {
     gpu: Option<String>,
 }
 
-/// Looks at all processes of the subject.
-pub(super) fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Finding>, Unreadable> {
+pub(super) fn inspect(proc_root: &Path, processes: &Processes<'_>) -> Result<Vec<Finding>, Unreadable> {
     let mut findings = Vec::new();
     let mut holders = Vec::new();
-    let cuda: BTreeSet<i32> = subject.cuda.iter().copied().collect();
-    for &pid in subject.dumped {
+    let cuda: BTreeSet<i32> = processes.cuda.iter().copied().collect();
+    for &pid in processes.dumped {
         let Some(found) = look(proc_root, pid)? else {
             continue;
         };
-        let mut add = |sign, certainty| {
+        let mut add = |kind, certainty| {
             findings.push(Finding {
                 pid: Some(pid),
-                sign,
+                kind,
                 certainty,
             })
         };
         if found.io_uring {
-            add(Sign::IoUring, Certainty::Certain);
+            add(FindingKind::IoUring, Certainty::Certain);
         }
         if let Some(file) = found.rdma {
-            add(Sign::Rdma { file }, Certainty::Certain);
+            add(FindingKind::Rdma { file }, Certainty::Certain);
         }
         if let Some(file) = found.imex {
-            add(Sign::Imex { file }, Certainty::Suspected);
+            add(FindingKind::Imex { file }, Certainty::Suspected);
         }
         if found.gpu.is_some() && !cuda.contains(&pid) {
             holders.push(pid);
@@ -58,13 +58,13 @@ pub(super) fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Fin
     Ok(findings)
 }
 
-/// Descriptors of GPUs in processes without CUDA. One that was forked from a CUDA process has them from there; any other
-/// may be about to start CUDA.
+/// Descriptors of GPUs in processes without CUDA. A child of a CUDA process has inherited them; any other
+/// process may be about to initialise CUDA.
 fn leaked(proc_root: &Path, cuda: BTreeSet<i32>, holders: &[i32]) -> Result<Vec<Finding>, Unreadable> {
     if holders.is_empty() {
         return Ok(Vec::new());
     }
-    // Between fork and exec every child has them.
+    // Every child has the descriptors between fork and exec.
     thread::sleep(EXEC);
     let mut findings = Vec::new();
     let mut descent = Descent {
@@ -76,7 +76,7 @@ fn leaked(proc_root: &Path, cuda: BTreeSet<i32>, holders: &[i32]) -> Result<Vec<
             let forked = descent.is_forked(pid, |pid| parent(proc_root, pid));
             findings.push(Finding {
                 pid: Some(pid),
-                sign: Sign::LeakedGpu { file },
+                kind: FindingKind::LeakedGpu { file },
                 certainty: if forked {
                     Certainty::Certain
                 } else {
@@ -88,7 +88,7 @@ fn leaked(proc_root: &Path, cuda: BTreeSet<i32>, holders: &[i32]) -> Result<Vec<
     Ok(findings)
 }
 
-/// Which processes descend from CUDA processes. The parent of each is read once, however long the chains are.
+/// Which processes descend from CUDA processes. The parent of each process is read once.
 struct Descent {
     cuda: BTreeSet<i32>,
     known: BTreeMap<i32, bool>,
@@ -98,7 +98,7 @@ impl Descent {
     fn is_forked(&mut self, mut pid: i32, parent: impl Fn(i32) -> Option<i32>) -> bool {
         let mut chain = Vec::new();
         let forked = loop {
-            // What comes back to itself, because pids were taken again meanwhile, descends from nothing.
+            // A chain that ends in itself, because pids were reused meanwhile, has no CUDA process.
             if let Some(known) = self.known.insert(pid, false) {
                 self.known.insert(pid, known);
                 break known;
@@ -122,12 +122,12 @@ fn parent(proc_root: &Path, pid: i32) -> Option<i32> {
     line.trim().parse().ok()
 }
 
-/// What a process has; nothing of one that has ended.
+/// What a process has open or mapped; `None` if it has ended.
 fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadable> {
     let unreadable = |what| move |source| Unreadable { pid, what, source };
     let mut found = Found::default();
     let read = proc_maps::each(proc_root, pid, |mapping| {
-        // A ring stays mapped when its descriptor is closed.
+        // A ring can be mapped without an open descriptor.
         found.io_uring = mapping.path.starts_with(b"anon_inode:[io_uring]");
         match found.io_uring {
             true => ControlFlow::Break(()),
@@ -142,7 +142,7 @@ fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadable> {
         Err(error) if proc_maps::is_gone(&error) => return Ok(None),
         Err(error) => return Err(unreadable("fd")(error)),
     };
-    // A descriptor that is closed meanwhile shows nothing.
+    // A descriptor may be closed between the two reads.
     for to in entries
         .flatten()
         .filter_map(|entry| fs::read_link(entry.path()).ok())
@@ -185,21 +185,21 @@ mod tests {
         root
     }
 
-    fn found(root: &TempDir, dumped: &[i32], cuda: &[i32]) -> Vec<(i32, Sign, Certainty)> {
-        let subject = Subject {
+    fn found(root: &TempDir, dumped: &[i32], cuda: &[i32]) -> Vec<(i32, FindingKind, Certainty)> {
+        let processes = Processes {
             dumped,
             cuda,
             ranks: false,
         };
-        let findings = inspect(root.path(), &subject).unwrap();
+        let findings = inspect(root.path(), &processes).unwrap();
         findings
             .into_iter()
-            .map(|finding| (finding.pid.unwrap(), finding.sign, finding.certainty))
+            .map(|finding| (finding.pid.unwrap(), finding.kind, finding.certainty))
             .collect()
     }
 
     #[test]
-    fn rings_and_devices_that_cannot_be_dumped_are_found_in_every_process() {
+    fn rings_and_devices_are_found_in_every_process() {
         let root = processes(&[
             (
                 1,
@@ -225,18 +225,18 @@ mod tests {
         assert_eq!(
             found(&root, &[1, 2, 3, 4, 5, 6], &[5]),
             [
-                (2, Sign::IoUring, Certainty::Certain),
-                (3, Sign::IoUring, Certainty::Certain),
+                (2, FindingKind::IoUring, Certainty::Certain),
+                (3, FindingKind::IoUring, Certainty::Certain),
                 (
                     4,
-                    Sign::Rdma {
+                    FindingKind::Rdma {
                         file: found_rdma(&root)
                     },
                     Certainty::Certain
                 ),
                 (
                     5,
-                    Sign::Imex {
+                    FindingKind::Imex {
                         file: "/dev/nvidia-caps-imex-channels/channel0".into()
                     },
                     Certainty::Suspected
@@ -245,7 +245,7 @@ mod tests {
         );
     }
 
-    /// Whichever of the two comes first.
+    /// The first of the two in the order of the directory.
     fn found_rdma(root: &TempDir) -> String {
         look(root.path(), 4).unwrap().unwrap().rdma.unwrap()
     }
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_leaked_into_children_of_cuda_processes_and_open_for_a_reason_elsewhere() {
+    fn gpus_leak_into_children_of_cuda_processes() {
         let root = processes(&[
             (1, 0, "/bin/sh", &[]),
             (7, 1, "/lib/libcuda.so.1", &["/dev/nvidiactl", "/dev/nvidia-uvm"]),
@@ -288,7 +288,7 @@ mod tests {
             (10, 7, "/bin/sleep", &["/dev/null"]),
             (11, 1, "/lib/libnvidia-ml.so.1", &["/dev/nvidiactl"]),
         ]);
-        let leaked = |file: &str| Sign::LeakedGpu { file: file.into() };
+        let leaked = |file: &str| FindingKind::LeakedGpu { file: file.into() };
         assert_eq!(
             found(&root, &[1, 7, 8, 9, 10, 11], &[7]),
             [

@@ -1,24 +1,27 @@
-//! Signs, read from /proc alone, that the driver's checkpoint of a process would be refused or could not be restored.
+//! What /proc shows of processes that the driver or CRIU cannot checkpoint or restore.
 //!
-//! Nothing is stopped and nothing is asked of the driver. What decides between `Certain` and `Suspected` is whether the sign
-//! has another explanation; what is refused for a sign, [`judge`] says.
+//! No process is stopped and the driver is not called. A [`Finding`] is [`Certain`](Certainty::Certain) if it
+//! has no other explanation. [`evaluate`] decides which findings refuse a checkpoint.
 //!
-//! - Managed memory: each managed allocation is a shared writable mapping of /dev/nvidia-uvm whose file offset equals
-//!   its address. The driver has such mappings of its own, one of 2 MiB for each context, in the low range that it keeps for
-//!   itself. What is larger there may be its own as well (semaphore pools look the same), those elsewhere are managed memory.
-//!   A suspicion needs no refusal: the driver refuses managed memory itself, before anything is lost.
-//! - NCCL: the transports over peer-to-peer access and over shared memory share GPU memory between processes, which
-//!   checkpoints well and cannot be restored. They are off only when the process was started with them off: the
-//!   environment in /proc is that of its start, what the program sets later is not seen.
-//! - MPS: an open file in the pipe directory of an MPS daemon shows a client; a pipe directory that is only named or
-//!   only present may be unused.
-//! - Libraries that exist to share GPU memory between processes: UCX's for CUDA, and the plugins that NVSHMEM loads when it is
-//!   initialised. NVSHMEM itself says nothing: every PyTorch process has it.
-//! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA (`descriptors`).
-//! - More than one CUDA process: they may share GPU memory in ways that leave no sign at all. Processes that only use NVML
-//!   (nvidia-smi, monitors) are known to the driver, too, and cannot have any: no node of the driver's is mapped in them, as some
-//!   are in every process that has called cuInit. libcuda is mapped in both, and /dev/nvidia-uvm only where there is a context,
-//!   which cuMemCreate does not need.
+//! - Managed memory: each managed allocation is a shared writable mapping of /dev/nvidia-uvm whose file
+//!   offset equals its address. The driver has such mappings of its own: one of 2 MiB for each context, in an
+//!   address range that it reserves. Larger mappings in that range may be the driver's (semaphore pools look
+//!   the same) and are suspected; those elsewhere are managed memory. A suspicion refuses nothing, because
+//!   the driver itself refuses managed memory without harm.
+//! - NCCL: its transports over peer-to-peer access and over shared memory share GPU memory between processes,
+//!   which can be checkpointed and not restored. They count as off only if the process was started with them
+//!   off: /proc shows the environment of the start, and not what the program sets later.
+//! - MPS: a process with an open file in the pipe directory of an MPS daemon is a client. A pipe directory
+//!   that only exists, or that only a variable names, may be unused.
+//! - Libraries that share GPU memory between processes: UCX's for CUDA, and the plugins that NVSHMEM loads
+//!   when a program initialises it. NVSHMEM itself is no finding, because every PyTorch process has loaded
+//!   it.
+//! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA
+//!   (`descriptors`).
+//! - Several CUDA processes: they may share GPU memory in ways that /proc does not show. Processes that only
+//!   use NVML (nvidia-smi, monitors) are known to the driver and share nothing. They do not count: they map
+//!   no device node of the driver, as every process does after cuInit. (Both map libcuda. /dev/nvidia-uvm is
+//!   mapped only with a context, which cuMemCreate does not need.)
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -30,46 +33,42 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::Mode;
-use serde::{Deserialize, Serialize};
 
 use firn_host::bounded;
 use firn_host::proc_maps::{self, Mapping};
 
 mod descriptors;
-
+mod evaluate;
 #[cfg(test)]
 mod tests;
-mod verdict;
 
-pub use verdict::{Owner, Refusal, judge, shares_nothing};
+pub(crate) use evaluate::evaluate;
 
-/// Size of the driver's own mapping of /dev/nvidia-uvm for each context. The first lies at 0x204a00000.
+/// Size of the driver's own mapping of /dev/nvidia-uvm for each context. The first is at 0x204a00000.
 const UVM_BASELINE: u64 = 2 << 20;
 
-/// Addresses that the driver keeps for itself; programs get none of them.
+/// Addresses that the driver reserves for itself.
 const DRIVER_RANGE: std::ops::Range<u64> = 0x2_0000_0000..0x4_0000_0000;
 
-/// Where an MPS daemon has its pipes when `CUDA_MPS_PIPE_DIRECTORY` does not say otherwise.
+/// Pipe directory of an MPS daemon without `CUDA_MPS_PIPE_DIRECTORY`.
 const MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
 
-/// File names, at their beginning, of libraries that share GPU memory between processes.
+/// How the file names of libraries begin that share GPU memory between processes.
 const SHARING_LIBRARIES: [&str; 3] = ["nvshmem_bootstrap", "nvshmem_transport", "libuct_cuda"];
 
 /// How sure a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Certainty {
     Certain,
     Suspected,
 }
 
-/// What was seen.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "sign", rename_all = "snake_case")]
-pub enum Sign {
-    /// Managed (UVM) memory: `ranges` mappings of `bytes` in all.
+/// What was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FindingKind {
+    /// Managed (UVM) memory: `ranges` mappings with a total of `bytes`.
     ManagedMemory { ranges: usize, bytes: u64 },
-    /// NCCL is loaded; which transports were off when the process was started.
+    /// The process is a rank of NCCL. Each field: the transport was off when the process was started.
     Nccl {
         p2p_disabled: bool,
         shm_disabled: bool,
@@ -79,29 +78,28 @@ pub enum Sign {
     SharingLibrary { file: String },
     /// The process is, or may be, a client of the MPS daemon whose pipes are in `directory`.
     Mps { directory: PathBuf },
-    /// It has an io_uring.
+    /// The process has an io_uring.
     IoUring,
-    /// It has an RDMA device open.
+    /// The process has an RDMA device open.
     Rdma { file: String },
-    /// It has an IMEX channel open, through which GPUs of several machines share memory.
+    /// The process has an IMEX channel open, through which GPUs of several machines share memory.
     Imex { file: String },
-    /// It has a GPU open and uses no CUDA.
+    /// The process has a GPU open and uses no CUDA.
     LeakedGpu { file: String },
-    /// The container has more than one CUDA process, those with NVML alone not counted.
+    /// The container has more than one CUDA process, not counting those that only use NVML.
     MultipleCudaProcesses { pids: Vec<i32> },
 }
 
-/// A sign and where it was seen.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What was found, and in which process.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// The process; absent for what concerns several.
+    /// `None` if the finding concerns several processes.
     pub pid: Option<i32>,
-    #[serde(flatten)]
-    pub sign: Sign,
+    pub kind: FindingKind,
     pub certainty: Certainty,
 }
 
-/// A process that could not be looked at.
+/// A file of a process in /proc could not be read.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {what} of process {pid}")]
 pub struct Unreadable {
@@ -111,47 +109,48 @@ pub struct Unreadable {
     pub source: io::Error,
 }
 
-/// The processes of a workload.
+/// The processes to inspect.
 #[derive(Clone, Copy, Debug)]
-pub struct Subject<'a> {
+pub(crate) struct Processes<'a> {
     /// All that CRIU dumps.
     pub dumped: &'a [i32],
     /// Those that the driver knows.
     pub cuda: &'a [i32],
-    /// The owner has announced these as ranks of NCCL: it need not show, as it may be linked into the program.
+    /// The owner asserts that the CUDA processes are ranks of NCCL. The library may be linked into the
+    /// program, so that no mapping shows it.
     pub ranks: bool,
 }
 
-/// Looks at processes through the proc filesystem at `proc_root`. One that has ended shows nothing.
-pub fn inspect(proc_root: &Path, subject: &Subject<'_>) -> Result<Vec<Finding>, Unreadable> {
+/// Reads the files of processes below `proc_root`. A process that has ended has no findings.
+pub(crate) fn inspect(proc_root: &Path, processes: &Processes<'_>) -> Result<Vec<Finding>, Unreadable> {
     let (mut findings, mut with_cuda) = (Vec::new(), Vec::new());
-    for &pid in subject.cuda {
+    for &pid in processes.cuda {
         let Some((found, has_cuda)) = inspect_one(proc_root, pid)? else {
             continue;
         };
         if has_cuda {
             let shows_nccl = found
                 .iter()
-                .any(|finding| matches!(finding.sign, Sign::Nccl { .. }));
-            if subject.ranks && !shows_nccl {
+                .any(|finding| matches!(finding.kind, FindingKind::Nccl { .. }));
+            if processes.ranks && !shows_nccl {
                 findings.extend(nccl_settings(proc_root, pid)?);
             }
             with_cuda.push(pid);
         }
         findings.extend(found);
     }
-    findings.extend(descriptors::inspect(proc_root, subject)?);
+    findings.extend(descriptors::inspect(proc_root, processes)?);
     if with_cuda.len() > 1 {
         findings.push(Finding {
             pid: None,
-            sign: Sign::MultipleCudaProcesses { pids: with_cuda },
+            kind: FindingKind::MultipleCudaProcesses { pids: with_cuda },
             certainty: Certainty::Certain,
         });
     }
     Ok(findings)
 }
 
-/// What a process shows, and whether it uses CUDA and not NVML alone.
+/// The findings of a process, and whether it uses more of CUDA than NVML.
 fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)>, Unreadable> {
     let Some(mapped) = Mapped::read(proc_root, pid)? else {
         return Ok(None);
@@ -165,9 +164,9 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)
     }
     findings.extend(mapped.sharing_library());
     findings.extend(mps(proc_root, pid, &environment)?);
-    let of_process = |(sign, certainty)| Finding {
+    let of_process = |(kind, certainty)| Finding {
         pid: Some(pid),
-        sign,
+        kind,
         certainty,
     };
     Ok(Some((
@@ -176,7 +175,8 @@ fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)
     )))
 }
 
-/// Whether a file is a node of the driver's, by its name: it may have another path, or none any more.
+/// Whether a file is a device node of the driver. Only the name counts: it may have another path, or be
+/// deleted.
 fn is_node(name: &[u8]) -> bool {
     let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
     match name.strip_prefix(b"nvidia") {
@@ -186,14 +186,15 @@ fn is_node(name: &[u8]) -> bool {
     }
 }
 
-/// What the mappings of a process show.
+/// What the mappings of a process contain.
 #[derive(Default)]
 struct Mapped {
-    /// Ranges and bytes of managed memory outside the driver's range, and of what may be in it.
+    /// Ranges and bytes of managed memory outside of the driver's address range, and of suspected memory
+    /// inside.
     managed: [(usize, u64); 2],
     nccl: bool,
     sharing: Option<String>,
-    /// Whether a node of the driver's is mapped.
+    /// Whether a device node of the driver is mapped.
     has_node: bool,
 }
 
@@ -231,19 +232,19 @@ impl Mapped {
         }
     }
 
-    fn managed_memory(&self) -> Vec<(Sign, Certainty)> {
+    fn managed_memory(&self) -> Vec<(FindingKind, Certainty)> {
         let sums = self
             .managed
             .into_iter()
             .zip([Certainty::Certain, Certainty::Suspected]);
         sums.filter(|((ranges, _), _)| *ranges > 0)
-            .map(|((ranges, bytes), certainty)| (Sign::ManagedMemory { ranges, bytes }, certainty))
+            .map(|((ranges, bytes), certainty)| (FindingKind::ManagedMemory { ranges, bytes }, certainty))
             .collect()
     }
 
-    fn sharing_library(&self) -> Option<(Sign, Certainty)> {
+    fn sharing_library(&self) -> Option<(FindingKind, Certainty)> {
         let file = self.sharing.clone()?;
-        Some((Sign::SharingLibrary { file }, Certainty::Suspected))
+        Some((FindingKind::SharingLibrary { file }, Certainty::Suspected))
     }
 }
 
@@ -254,18 +255,17 @@ fn is_managed(mapping: &Mapping<'_>) -> bool {
         && !(DRIVER_RANGE.contains(&mapping.start) && mapping.bytes() == UVM_BASELINE)
 }
 
-/// What [`Sign::Nccl`] says of a process, whether NCCL shows in its mappings or, linked statically, does not. A process that
-/// has ended shows nothing.
+/// The settings of NCCL that a process was started with, whether or not its mappings show the library.
 fn nccl_settings(proc_root: &Path, pid: i32) -> Result<Option<Finding>, Unreadable> {
     let environment = Environment::read(proc_root, pid)?;
     Ok(environment.map(|environment| Finding {
         pid: Some(pid),
-        sign: environment.nccl_settings(),
+        kind: environment.nccl_settings(),
         certainty: Certainty::Certain,
     }))
 }
 
-/// The variables that are looked at.
+/// The variables that matter.
 const VARIABLES: [&str; 4] = [
     MPS_PIPES,
     "NCCL_P2P_DISABLE",
@@ -274,7 +274,8 @@ const VARIABLES: [&str; 4] = [
 ];
 const MPS_PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
-/// Those of [`VARIABLES`] that a process was started with. Of one that is there several times the first counts.
+/// Those of [`VARIABLES`] that a process was started with. If a variable is set twice, the first value
+/// counts.
 #[derive(Default)]
 struct Environment(BTreeMap<&'static str, Vec<u8>>);
 
@@ -300,19 +301,19 @@ impl Environment {
         self.0.get(name).map(Vec::as_slice)
     }
 
-    /// A path; an empty one is none.
+    /// The value as a path; `None` if it is empty.
     fn path(&self, name: &str) -> Option<&Path> {
         let value = self.get(name).filter(|value| !value.is_empty())?;
         Some(Path::new(OsStr::from_bytes(value)))
     }
 
-    fn nccl_settings(&self) -> Sign {
+    fn nccl_settings(&self) -> FindingKind {
         let number = |name| {
             self.get(name)
                 .and_then(|v| std::str::from_utf8(v).ok()?.trim().parse().ok())
         };
         let is_set = |name| number(name).is_some_and(|n: i64| n != 0);
-        Sign::Nccl {
+        FindingKind::Nccl {
             p2p_disabled: is_set("NCCL_P2P_DISABLE"),
             shm_disabled: is_set("NCCL_SHM_DISABLE"),
             nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
@@ -324,13 +325,13 @@ fn mps(
     proc_root: &Path,
     pid: i32,
     environment: &Environment,
-) -> Result<Option<(Sign, Certainty)>, Unreadable> {
+) -> Result<Option<(FindingKind, Certainty)>, Unreadable> {
     let named = environment.path(MPS_PIPES);
     let directory = named.unwrap_or(Path::new(MPS_DIRECTORY));
     let process = proc_root.join(pid.to_string());
     let found = |certainty| {
         Some((
-            Sign::Mps {
+            FindingKind::Mps {
                 directory: directory.to_owned(),
             },
             certainty,
@@ -359,14 +360,15 @@ fn has_open_file_in(descriptors: &Path, directory: &Path) -> io::Result<bool> {
         Err(error) if proc_maps::is_gone(&error) => return Ok(false),
         Err(error) => return Err(error),
     };
-    // A descriptor that is closed meanwhile shows nothing.
+    // A descriptor may be closed between the two reads.
     Ok(entries
         .flatten()
         .filter_map(|entry| fs::read_link(entry.path()).ok())
         .any(|to| to.starts_with(directory)))
 }
 
-/// Whether a process finds something at `path`, which is the process's to choose: no link of it leads out of its root.
+/// Whether `path` exists for a process. The process chooses the path, so links are not followed out of its
+/// root.
 fn exists_in(root: &Path, path: &Path) -> bool {
     let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
     let how = OpenHow::new()

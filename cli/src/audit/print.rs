@@ -1,0 +1,85 @@
+//! The report of an audit as text.
+
+use super::estimate::Estimate;
+use super::findings::{Certainty, Signal};
+use super::{Report, Verdict};
+use crate::output::line;
+use crate::text;
+
+/// Prints the verdict, the signals, sizes and times, and in one line the signals of which nothing was found.
+pub(super) fn print(report: &Report) {
+    let verdict = match report.verdict {
+        Verdict::Can => "can be checkpointed and restored, as far as can be seen",
+        Verdict::Cannot => "cannot",
+        Verdict::Suspected => "nothing refuses it, and something speaks against it",
+    };
+    line!("verdict    {verdict}");
+    line!("subject    {}", report.subject);
+    for signal in report.signals.iter().filter(|signal| !signal.is_quiet()) {
+        print_signal(signal);
+    }
+    for process in report.processes.iter().filter(|process| process.cuda) {
+        let memory = process.gpu_bytes.map_or_else(
+            || "GPU memory not reported".to_owned(),
+            |b| text::bytes(b) + " of GPU memory",
+        );
+        line!("process    {} ({}), {memory}", process.pid, process.comm);
+    }
+    for gpu in &report.gpus {
+        line!("gpu        {gpu}");
+    }
+    if report.gpu_bytes > 0 {
+        let bytes = text::bytes(report.gpu_bytes);
+        line!("memory     {bytes} of the host for GPU memory");
+    }
+    print_image(report);
+    if let Some(plan) = &report.plan {
+        for pair in plan["map"].as_array().into_iter().flatten() {
+            line!("map        {} -> {}", pair["old"], pair["new"]);
+        }
+    }
+    let quiet = report.signals.iter().filter(|signal| signal.is_quiet());
+    let quiet: Vec<&str> = quiet.map(|signal| signal.signal).collect();
+    if !quiet.is_empty() {
+        line!("none of    {}", quiet.join(", "));
+    }
+}
+
+fn print_image(report: &Report) {
+    if let Some(bytes) = report.image_bytes {
+        line!("image      {} or more", text::bytes(bytes));
+    }
+    if let Some(Estimate {
+        checkpoint_s,
+        restore_s,
+        basis,
+    }) = report.estimate
+    {
+        let checkpoint = checkpoint_s.map_or_else(String::new, |s| format!("checkpoint about {s} s, "));
+        line!("time       {checkpoint}restore about {restore_s} s: {basis}");
+    }
+}
+
+fn print_signal(signal: &Signal) {
+    let Signal {
+        signal,
+        certainty,
+        refused,
+        source,
+        failure,
+        detail,
+    } = signal;
+    let word = match (refused, certainty) {
+        (true, _) => "REFUSED",
+        (_, Certainty::None) => "none",
+        (_, Certainty::Suspected) => "suspected",
+        (_, Certainty::Certain) => "there",
+    };
+    let detail = match (failure, detail.is_empty()) {
+        (Some(failure), true) => format!(": {failure}"),
+        (Some(failure), false) => format!(": {failure}; {detail}"),
+        (None, false) => format!(": {detail}"),
+        (None, true) => String::new(),
+    };
+    line!("{word:10} {signal} (by {source}){detail}");
+}

@@ -1,0 +1,161 @@
+//! The audit of a container or of processes outside of a container.
+
+use anyhow::{Context, Result, bail};
+use firn_config::Config;
+use firn_gpu::protocol::ProcessReply;
+use firn_gpu::{Inventory, SourceGpu};
+use firn_host::{ProblemReport, procfs};
+use firn_oci::Spec;
+use firn_preflight::{Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, image_bytes};
+
+use super::estimate::Estimate;
+use super::findings::Signals;
+use super::subject::Subject;
+use super::{Process, Report, onto};
+use crate::args::AuditArgs;
+use crate::program;
+
+pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
+    let subject = Subject::of(args)?;
+    if let Some(dir) = args.image_dir.as_deref().filter(|dir| !dir.is_dir()) {
+        bail!(
+            "--image-dir {} is no directory. hint: name the one that the image goes to, or one on the same \
+             file system",
+            dir.display()
+        );
+    }
+    let mut signals = Signals::default();
+    if let Some(failure) = subject.unfit() {
+        signals.of_subject(failure);
+        return Ok(Report::without_workload(subject.name, signals));
+    }
+    let unfinished = subject.unfinished_transaction();
+    signals.of_transaction(unfinished.context("cannot read the journal of the container")?);
+
+    let nvidia = match subject.spec.as_ref().is_none_or(Spec::requests_gpu) {
+        true => Some(Nvidia::of(&subject, config)?),
+        false => None,
+    };
+    if let Some(nvidia) = &nvidia {
+        signals.of_node(&nvidia.node, subject.spec.as_ref(), config);
+    }
+    let workload = workload(&subject, nvidia.as_ref(), args, config);
+    let outcome = check(&workload).map_err(ProblemReport::from)?;
+    signals.of_workload(&workload, &outcome);
+    report(subject, nvidia, args, signals)
+}
+
+/// What the driver reports about the node and the processes.
+struct Nvidia {
+    inventory: Inventory,
+    node: Node,
+    processes: Vec<ProcessReply>,
+    /// Processes of the tree that use CUDA.
+    cuda: Vec<i32>,
+}
+
+impl Nvidia {
+    fn of(subject: &Subject, config: &Config) -> Result<Self> {
+        let inventory = program::inventory(config).context("cannot read the GPUs of this node")?;
+        let mut processes = program::discover(config, &subject.pids())
+            .context("cannot read the state of the processes from the driver")?;
+        processes.retain(|process| process.restore_tid.is_some());
+        let pids = processes.iter().map(|process| process.pid);
+        Ok(Self {
+            node: check_node(&inventory, subject.spec.as_ref()),
+            cuda: pids.filter(|pid| subject.tree.contains(pid)).collect(),
+            inventory,
+            processes,
+        })
+    }
+
+    fn bytes_of(&self, pid: i32) -> Option<u64> {
+        self.processes
+            .iter()
+            .find(|process| process.pid == pid)?
+            .gpu_bytes
+    }
+
+    /// GPU memory of each process, as far as the driver reports it.
+    fn reported(&self) -> impl Iterator<Item = u64> {
+        self.cuda.iter().filter_map(|pid| self.bytes_of(*pid))
+    }
+
+    /// GPU memory of all processes. In some virtual machines the driver reports it only for all processes of
+    /// a GPU.
+    fn gpu_bytes(&self) -> u64 {
+        match (self.cuda.is_empty(), self.reported().next().is_none()) {
+            (true, _) => 0,
+            (false, true) => self.node.gpu_memory_in_use(),
+            (false, false) => self.reported().sum(),
+        }
+    }
+}
+
+/// The parts that the transaction would check. Without NVIDIA GPUs these are only the GPUs of other vendors.
+fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config: &Config) -> Workload {
+    let image = args.image_dir.clone().unwrap_or_else(std::env::temp_dir);
+    let work = subject.bundle.clone().unwrap_or_else(|| image.clone());
+    let has_nvidia = |nvidia: &Nvidia| subject.spec.is_some() || !nvidia.cuda.is_empty();
+    let other_vendors = OtherVendors {
+        nvidia: nvidia.is_some_and(has_nvidia),
+        amdgpu_plugin: config.criu.amdgpu_plugin.clone(),
+    };
+    let may_have_others = subject.spec.as_ref().is_none_or(Spec::has_other_gpus);
+    Workload {
+        init: subject.init,
+        pids: subject.pids(),
+        cuda: nvidia.map_or_else(Vec::new, |nvidia| {
+            nvidia.processes.iter().map(|process| process.pid).collect()
+        }),
+        other_vendors: may_have_others.then_some(other_vendors),
+        processes: nvidia.map(|_| Assertions::of(subject.spec.as_ref(), config)),
+        capacity: nvidia.map(|nvidia| Capacity {
+            gpu_memory: nvidia.gpu_bytes(),
+            image,
+            work,
+        }),
+        bundle: nvidia.and(subject.bundle.clone()),
+    }
+}
+
+fn report(
+    subject: Subject,
+    nvidia: Option<Nvidia>,
+    args: &AuditArgs,
+    mut signals: Signals,
+) -> Result<Report> {
+    let gpus: Vec<SourceGpu> = nvidia
+        .iter()
+        .flat_map(|nvidia| nvidia.node.gpus.iter().map(Into::into))
+        .collect();
+    let plan = match (&args.target, &nvidia) {
+        (Some(target), Some(Nvidia { inventory, .. })) if !gpus.is_empty() => {
+            let target = program::read_inventory(target)?;
+            let source = (&gpus[..], &inventory.topology, &inventory.driver_version[..]);
+            signals.of_plan(onto(source, &target), &target)
+        }
+        _ => None,
+    };
+    let gpu_bytes = nvidia.as_ref().map_or(0, Nvidia::gpu_bytes);
+    let largest = nvidia.as_ref().and_then(|nvidia| nvidia.reported().max());
+    let image_bytes = image_bytes(&subject.tree, gpu_bytes);
+    let process = |&pid: &i32| Process {
+        pid,
+        comm: procfs::comm(pid),
+        cuda: nvidia.as_ref().is_some_and(|nvidia| nvidia.cuda.contains(&pid)),
+        gpu_bytes: nvidia.as_ref().and_then(|nvidia| nvidia.bytes_of(pid)),
+        anonymous_bytes: procfs::anonymous(pid),
+    };
+    Ok(Report {
+        processes: subject.tree.iter().map(process).collect(),
+        subject: subject.name,
+        verdict: signals.verdict(),
+        gpus: gpus.iter().map(|gpu| gpu.uuid.to_string()).collect(),
+        gpu_bytes,
+        image_bytes: Some(image_bytes),
+        estimate: Some(Estimate::of(largest.unwrap_or(gpu_bytes), image_bytes)),
+        signals: signals.all,
+        plan,
+    })
+}

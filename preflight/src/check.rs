@@ -1,0 +1,242 @@
+//! The rules, in the order in which the transaction applies them.
+
+use std::cell::OnceCell;
+use std::io;
+use std::path::Path;
+
+use firn_gpu::{Gpu, Inventory};
+use firn_host::{Problem, Remedy, remedy};
+use firn_oci::{Spec, SpecError};
+use firn_remap::Grant;
+
+use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
+use crate::finding::{self, Finding, Processes, Unreadable};
+use crate::{Refusal, Workload};
+
+/// The node of a container, and the GPUs that it has there.
+#[derive(Debug)]
+pub struct Node {
+    /// The GPUs that the spec grants; without a spec all GPUs of the node.
+    pub gpus: Vec<Gpu>,
+    pub refusals: Vec<Refusal>,
+}
+
+impl Node {
+    /// Bytes of memory in use on the container's GPUs, by any process.
+    pub fn gpu_memory_in_use(&self) -> u64 {
+        let in_use = |gpu: &Gpu| gpu.memory_total.saturating_sub(gpu.memory_free);
+        self.gpus.iter().map(in_use).sum()
+    }
+
+    /// The first refusal as an error.
+    pub fn accepted(mut self) -> Result<Self, Refusal> {
+        match self.refusals.is_empty() {
+            true => Ok(self),
+            false => Err(self.refusals.swap_remove(0)),
+        }
+    }
+}
+
+/// Checks the driver of the node and how the container got its GPUs. `spec` is `None` for processes outside
+/// of a container.
+pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
+    let mut refusals = Vec::new();
+    refusals.extend(environment::by_driver(inventory).err());
+    refusals.extend(spec.and_then(|spec| environment::by_hook(spec).err()));
+    let gpus = match spec.map(|spec| Grant::of_spec(spec, inventory)) {
+        None => inventory.gpus.clone(),
+        Some(Ok(grant)) => grant.gpus,
+        Some(Err(error)) => {
+            refusals.push(Refusal::Grant(error));
+            Vec::new()
+        }
+    };
+    refusals.extend(environment::by_mig(&gpus).err());
+    Node { gpus, refusals }
+}
+
+/// What a check has found.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// Why the container is not checkpointed.
+    pub refusals: Vec<Refusal>,
+    /// What the processes have open and mapped that matters, also where it refuses nothing.
+    pub findings: Vec<Finding>,
+    /// Processes that CRIU leaves out.
+    pub left_out: Vec<i32>,
+    /// How the container's GPUs of other vendors are dumped.
+    pub other_gpus: OtherGpus,
+}
+
+/// The check failed: it is unknown whether the container can be checkpointed.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckError {
+    #[error("cannot look at the processes")]
+    Unreadable(#[from] Unreadable),
+    #[error("cannot read the memory limits of the container")]
+    Limit(#[source] io::Error),
+    #[error("cannot read the spec")]
+    Spec(#[from] SpecError),
+}
+
+impl Problem for CheckError {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::Unreadable(error) if error.source.kind() == io::ErrorKind::FileTooLarge => {
+                remedy("FIRN-PROC", "no program needs so much of it: end the process")
+            }
+            Self::Unreadable(_) => remedy("FIRN-PROC", "the process may have ended meanwhile: try again"),
+            Self::Limit(_) => remedy(
+                "FIRN-FREEZER",
+                "see that the cgroup hierarchies are mounted and readable",
+            ),
+            Self::Spec(error) => error.remedy(),
+        }
+    }
+}
+
+/// Applies all rules to the parts of a workload that are set.
+pub fn check(workload: &Workload) -> Result<Outcome, CheckError> {
+    let is_done = |_: &Outcome| false;
+    Run::new(workload, &|_| {}).apply(is_done)
+}
+
+/// As [`check`], but stops at the first refusal. Calls `announce` with what it looks at next: files that a
+/// container or a file server controls may hang.
+pub fn check_until_refused(workload: &Workload, announce: &dyn Fn(&Path)) -> Result<Outcome, CheckError> {
+    let is_done = |outcome: &Outcome| !outcome.refusals.is_empty();
+    Run::new(workload, announce).apply(is_done)
+}
+
+/// One check of a workload.
+struct Run<'a> {
+    workload: &'a Workload,
+    announce: &'a dyn Fn(&Path),
+    proc_root: &'a Path,
+    tree: OnceCell<Tree>,
+    outcome: Outcome,
+}
+
+type Rule<'a> = fn(&mut Run<'a>) -> Result<(), CheckError>;
+
+impl<'a> Run<'a> {
+    fn new(workload: &'a Workload, announce: &'a dyn Fn(&Path)) -> Self {
+        Self {
+            workload,
+            announce,
+            proc_root: Path::new("/proc"),
+            tree: OnceCell::new(),
+            outcome: Outcome::default(),
+        }
+    }
+
+    fn apply(mut self, is_done: impl Fn(&Outcome) -> bool) -> Result<Outcome, CheckError> {
+        let rules: [Rule<'a>; 6] = [
+            Self::other_vendors,
+            Self::left_out,
+            Self::findings,
+            Self::capacity,
+            Self::mounts,
+            Self::streams,
+        ];
+        for rule in rules {
+            rule(&mut self)?;
+            if is_done(&self.outcome) {
+                break;
+            }
+        }
+        Ok(self.outcome)
+    }
+
+    fn announce(&self, what: impl AsRef<Path>) {
+        (self.announce)(what.as_ref());
+    }
+
+    fn tree(&self) -> &Tree {
+        let Workload { init, pids, .. } = self.workload;
+        self.tree.get_or_init(|| Tree::of(*init, pids))
+    }
+
+    fn dumped(&self) -> Vec<i32> {
+        self.tree().dumped.iter().copied().collect()
+    }
+
+    fn other_vendors(&mut self) -> Result<(), CheckError> {
+        let Some(part) = &self.workload.other_vendors else {
+            return Ok(());
+        };
+        match environment::by_vendor(&self.workload.pids, part) {
+            Ok(found) => self.outcome.other_gpus = found,
+            Err(refusal) => self.outcome.refusals.push(refusal),
+        }
+        Ok(())
+    }
+
+    fn left_out(&mut self) -> Result<(), CheckError> {
+        let Some(assertions) = &self.workload.processes else {
+            return Ok(());
+        };
+        self.announce("the memory maps and environments of processes");
+        let left_out = self.tree().outside.clone();
+        let refused = environment::by_left_out(&left_out, &self.workload.cuda, assertions.exec);
+        self.outcome.refusals.extend(refused.err());
+        self.outcome.left_out = left_out;
+        Ok(())
+    }
+
+    fn findings(&mut self) -> Result<(), CheckError> {
+        let Some(assertions) = &self.workload.processes else {
+            return Ok(());
+        };
+        let dumped = self.dumped();
+        let cuda: Vec<i32> = (self.workload.cuda.iter().copied())
+            .filter(|pid| self.tree().dumped.contains(pid))
+            .collect();
+        let processes = Processes {
+            dumped: &dumped,
+            cuda: &cuda,
+            ranks: assertions.nccl_sockets,
+        };
+        let findings = finding::inspect(self.proc_root, &processes)?;
+        let refusals = finding::evaluate(self.proc_root, &findings, assertions.shares_nothing);
+        self.outcome.refusals.extend(refusals);
+        self.outcome.findings = findings;
+        Ok(())
+    }
+
+    fn capacity(&mut self) -> Result<(), CheckError> {
+        let Some(part) = &self.workload.capacity else {
+            return Ok(());
+        };
+        self.announce("a file that a process has open or mapped");
+        let needs = Needs::of(&self.dumped(), part.gpu_memory);
+        let limit = MemoryLimit::of(&self.workload.cuda).map_err(CheckError::Limit)?;
+        self.announce(&part.image);
+        let refusals = environment::by_capacity(needs, limit, &part.image, &part.work);
+        self.outcome.refusals.extend(refusals);
+        Ok(())
+    }
+
+    fn mounts(&mut self) -> Result<(), CheckError> {
+        let Some(bundle) = &self.workload.bundle else {
+            return Ok(());
+        };
+        let known = Known::of(&Spec::load(bundle)?)?;
+        let refused = environment::by_mounts(self.workload.init, &known);
+        self.outcome.refusals.extend(refused.err());
+        Ok(())
+    }
+
+    fn streams(&mut self) -> Result<(), CheckError> {
+        if self.workload.bundle.is_none() {
+            return Ok(());
+        }
+        self.announce("standard input, output or error of a process");
+        let refused = environment::by_streams(self.workload.init, &self.dumped());
+        self.outcome.refusals.extend(refused.err());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,222 @@
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+
+use firn_config::Exec;
+use firn_image::fixtures::{inventory, spec};
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::*;
+use crate::{Assertions, Capacity, OtherVendors};
+
+fn me() -> i32 {
+    i32::try_from(std::process::id()).unwrap()
+}
+
+/// A child of this process.
+struct Sleep(Child);
+
+impl Sleep {
+    fn start() -> Self {
+        Self(Command::new("sleep").arg("1000").spawn().unwrap())
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.0.id()).unwrap()
+    }
+}
+
+impl Drop for Sleep {
+    fn drop(&mut self) {
+        let _killed = self.0.kill();
+        let _ended = self.0.wait();
+    }
+}
+
+/// A mapping that every process has after cuInit.
+const CUDA: &str = "204a00000-204c00000 rw-s 204a00000 00:06 612 /dev/nvidia-uvm\n";
+const MANAGED: &str = "7f5fd0000000-7f5fd4000000 rw-s 7f5fd0000000 00:06 612 /dev/nvidia-uvm\n";
+/// NCCL without and with CUDA.
+const NCCL: &str = "7f00-7f10 r-xp 00000000 fe:01 5 /venv/libnccl.so.2\n";
+const RANK: &str = "204a00000-204c00000 rw-s 204a00000 00:06 612 /dev/nvidia-uvm\n\
+    7f00-7f10 r-xp 00000000 fe:01 5 /venv/libnccl.so.2\n";
+
+/// Pid, mappings and open files of a process.
+type Shown<'a> = (i32, &'a str, &'a [&'a str]);
+
+/// A directory like /proc.
+fn proc_root(processes: &[Shown<'_>]) -> TempDir {
+    let root = tempfile::tempdir().unwrap();
+    for (pid, maps, open) in processes {
+        let process = root.path().join(pid.to_string());
+        fs::create_dir_all(process.join("fd")).unwrap();
+        fs::create_dir_all(process.join("root")).unwrap();
+        fs::write(process.join("maps"), maps).unwrap();
+        fs::write(process.join("environ"), "CUDA_MPS_PIPE_DIRECTORY=/run/mps").unwrap();
+        fs::write(process.join("status"), format!("PPid:\t{}\n", me())).unwrap();
+        for (fd, to) in open.iter().enumerate() {
+            symlink(to, process.join("fd").join(fd.to_string())).unwrap();
+        }
+    }
+    root
+}
+
+/// The codes of all refusals of `check`. Asserts that `check_until_refused` returns the first of them.
+fn codes(root: &Path, workload: &Workload) -> Vec<String> {
+    let run = |is_done: fn(&Outcome) -> bool| {
+        let run = Run {
+            proc_root: root,
+            ..Run::new(workload, &|_| {})
+        };
+        let refusals = run.apply(is_done).unwrap().refusals;
+        let reports = refusals.iter().map(Problem::report);
+        reports
+            .map(|report| (report.code, report.message))
+            .collect::<Vec<_>>()
+    };
+    let (all, until_refused) = (run(|_| false), run(|outcome| !outcome.refusals.is_empty()));
+    let messages = |found: &[(String, String)]| found.first().map(|(code, _)| code.clone());
+    assert_eq!(messages(&until_refused), messages(&all), "{workload:?}");
+    all.into_iter().map(|(code, _)| code).collect()
+}
+
+#[test]
+fn every_finding_refuses_the_transaction_as_the_audit_shows_it() {
+    let (first, second) = (Sleep::start(), Sleep::start());
+    let (one, two) = (first.pid(), second.pid());
+    let table: [(&[Shown<'_>], &[i32], &[&str]); 11] = [
+        (&[(one, CUDA, &[])], &[one], &[]),
+        (&[(one, MANAGED, &[])], &[one], &["FIRN-UVM"]),
+        (&[(one, CUDA, &["/run/mps/control"])], &[one], &["FIRN-MPS"]),
+        (&[(one, "", &["anon_inode:[io_uring]"])], &[], &["FIRN-IO-URING"]),
+        (&[(one, "", &["/dev/infiniband/uverbs0"])], &[], &["FIRN-RDMA"]),
+        (&[(one, "", &["/dev/nvidia0"])], &[me()], &["FIRN-GPU-FD"]),
+        (
+            &[(one, CUDA, &["/dev/nvidia-caps-imex-channels/channel0"])],
+            &[one],
+            &["FIRN-IPC"],
+        ),
+        (&[(one, CUDA, &[]), (two, NCCL, &[])], &[one, two], &[]),
+        (&[(one, CUDA, &[]), (two, CUDA, &[])], &[one, two], &["FIRN-IPC"]),
+        (&[(one, CUDA, &[]), (two, RANK, &[])], &[one, two], &["FIRN-NCCL"]),
+        (
+            &[(one, MANAGED, &["anon_inode:[io_uring]"]), (two, CUDA, &[])],
+            &[one, two],
+            &["FIRN-UVM", "FIRN-IO-URING", "FIRN-IPC"],
+        ),
+    ];
+    for (processes, cuda, expected) in table {
+        let root = proc_root(processes);
+        let workload = Workload {
+            init: me(),
+            pids: [vec![me()], processes.iter().map(|(pid, ..)| *pid).collect()].concat(),
+            cuda: cuda.to_vec(),
+            processes: Some(Assertions::default()),
+            ..Workload::default()
+        };
+        assert_eq!(codes(root.path(), &workload), expected, "{processes:?}");
+    }
+}
+
+#[test]
+fn a_workload_with_every_fault_is_refused_for_each() {
+    let child = Sleep::start();
+    let root = proc_root(&[(child.pid(), MANAGED, &[])]);
+    let bundle = tempfile::tempdir().unwrap();
+    fs::write(bundle.path().join("config.json"), "{}").unwrap();
+    let workload = Workload {
+        init: child.pid(),
+        // The parent is outside of the tree.
+        pids: vec![child.pid(), me()],
+        cuda: vec![child.pid()],
+        other_vendors: Some(OtherVendors::default()),
+        processes: Some(Assertions::default()),
+        capacity: Some(Capacity {
+            gpu_memory: u64::MAX,
+            image: bundle.path().into(),
+            work: bundle.path().into(),
+        }),
+        bundle: Some(bundle.path().into()),
+    };
+    let found = codes(root.path(), &workload);
+    let expected = ["FIRN-EXEC", "FIRN-UVM", "FIRN-HOST-MEMORY", "FIRN-IMAGE-SPACE"];
+    assert_eq!(found[..4], expected);
+    let omitted = Workload {
+        processes: Some(Assertions {
+            exec: Exec::Omit,
+            ..Assertions::default()
+        }),
+        capacity: None,
+        bundle: None,
+        ..workload.clone()
+    };
+    assert_eq!(codes(root.path(), &omitted), ["FIRN-UVM"]);
+    let nothing = Workload {
+        init: child.pid(),
+        pids: vec![child.pid(), me()],
+        ..Workload::default()
+    };
+    assert!(
+        codes(root.path(), &nothing).is_empty(),
+        "a part that is absent is not checked"
+    );
+    let missing = Workload {
+        bundle: Some(PathBuf::from("/nonexistent")),
+        ..nothing
+    };
+    assert!(matches!(check(&missing), Err(CheckError::Spec(_))));
+}
+
+#[test]
+fn an_unreadable_process_and_an_unreadable_limit_are_distinguished() {
+    let source = |kind: io::ErrorKind| io::Error::from(kind);
+    let unreadable = |kind| {
+        CheckError::from(Unreadable {
+            pid: 7,
+            what: "maps",
+            source: source(kind),
+        })
+    };
+    let error = unreadable(io::ErrorKind::PermissionDenied);
+    assert_eq!(error.code(), "FIRN-PROC");
+    assert!(error.report().message.contains("cannot read maps of process 7"));
+    assert_ne!(error.hint(), unreadable(io::ErrorKind::FileTooLarge).hint());
+    let limit = CheckError::Limit(source(io::ErrorKind::InvalidData));
+    assert_eq!(limit.code(), "FIRN-FREEZER");
+}
+
+#[test]
+fn the_gpus_of_a_node_are_those_of_the_spec_or_all() {
+    let mut node = inventory(195, 2);
+    for gpu in &mut node.gpus {
+        (gpu.memory_total, gpu.memory_free) = (10, 7);
+    }
+    let granted = check_node(&node, Some(&spec(195, &[1]))).accepted().unwrap();
+    assert_eq!(granted.gpus, node.gpus[1..]);
+    assert_eq!(granted.gpu_memory_in_use(), 3);
+    let all = check_node(&node, None).accepted().unwrap();
+    assert_eq!(all.gpu_memory_in_use(), 6);
+
+    let of_another_node = json!({"linux": {"devices": [
+        {"path": "/dev/nvidia7", "type": "c", "major": 195, "minor": 7},
+    ]}});
+    node.checkpoint_api = false;
+    let refused = check_node(&node, Some(&of_another_node.into()));
+    let codes: Vec<&str> = refused.refusals.iter().map(Problem::code).collect();
+    assert_eq!(codes, ["FIRN-DRIVER-TOO-OLD", "FIRN-GRANT-UNRESOLVED"]);
+    assert_eq!(refused.accepted().unwrap_err().code(), "FIRN-DRIVER-TOO-OLD");
+}
+
+#[test]
+fn every_kind_of_refusal_has_a_code_and_a_hint() {
+    for refusal in crate::fixtures::refusals() {
+        let report = refusal.report();
+        assert!(
+            report.code.starts_with("FIRN-") && !report.hint.is_empty(),
+            "{report:?}"
+        );
+        assert!(!report.message.is_empty(), "{report:?}");
+    }
+}

@@ -1,0 +1,114 @@
+//! A refusal of each kind, for tests of the transaction and of the audit.
+
+use firn_oci::criu_config::AmdPluginError;
+use firn_remap::GrantError;
+
+use crate::Refusal;
+
+/// One refusal of each kind. In the order of the enum.
+pub fn refusals() -> Vec<Refusal> {
+    let (pid, file, path) = (7, || "/dev/x".to_owned(), || "/dev/x".into());
+    let comm = || "python".to_owned();
+    let mut all = of_the_node();
+    all.extend([
+        Refusal::MixedGpus { pid, comm: comm() },
+        Refusal::UnknownGpu {
+            pid,
+            comm: comm(),
+            path: path(),
+        },
+        Refusal::AmdPlugin(AmdPluginError::Missing { looked_at: path() }),
+        Refusal::CudaExec { pid, comm: comm() },
+        Refusal::Exec { pid, comm: comm() },
+        Refusal::ManagedMemory {
+            pid,
+            comm: comm(),
+            bytes: 1,
+        },
+        Refusal::Mps {
+            pid,
+            comm: comm(),
+            directory: path(),
+        },
+        Refusal::IoUring { pid, comm: comm() },
+        Refusal::Rdma {
+            pid,
+            comm: comm(),
+            file: file(),
+        },
+        Refusal::LeakedGpu {
+            pid,
+            comm: comm(),
+            file: file(),
+        },
+        Refusal::Imex {
+            pid,
+            comm: comm(),
+            file: file(),
+        },
+        Refusal::Nccl {
+            pid,
+            comm: comm(),
+            missing: vec!["NCCL_P2P_DISABLE=1"],
+        },
+        Refusal::SharingLibrary {
+            pid,
+            comm: comm(),
+            file: file(),
+        },
+        Refusal::Ipc {
+            processes: vec![(7, comm()), (8, comm())],
+        },
+    ]);
+    all.extend(of_the_environment());
+    all
+}
+
+fn of_the_node() -> Vec<Refusal> {
+    vec![
+        Refusal::NoCheckpointApi {
+            version: "550.54".to_owned(),
+        },
+        Refusal::ByHook,
+        Refusal::Grant(GrantError::UnknownGpu {
+            origin: "the map".to_owned(),
+            name: "7".to_owned(),
+        }),
+        Refusal::Mig {
+            uuid: "GPU-7".to_owned(),
+        },
+    ]
+}
+
+fn of_the_environment() -> Vec<Refusal> {
+    let path = || "/srv".into();
+    vec![
+        Refusal::CgroupMemory {
+            needed: 2,
+            dir: path(),
+            left: 1,
+        },
+        Refusal::HostMemory {
+            needed: 2,
+            image: 1,
+            left: 1,
+        },
+        Refusal::Space {
+            dir: path(),
+            needed: 2,
+            free: 1,
+        },
+        Refusal::ExternalMount {
+            point: path(),
+            fs_type: "ext4".to_owned(),
+            root: path(),
+        },
+        Refusal::TooManyMounts { pid: 7 },
+        Refusal::ExternalStream {
+            pid: 7,
+            comm: "python".to_owned(),
+            fd: 1,
+            path: path(),
+        },
+    ]
+}

@@ -1,0 +1,201 @@
+//! Why a container is not checkpointed.
+
+use std::path::PathBuf;
+
+use firn_host::{Problem, Remedy, remedy};
+use firn_oci::criu_config::AmdPluginError;
+use firn_remap::GrantError;
+
+/// Why a container is not checkpointed. Nothing has been touched.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    #[error("driver {version} has no process checkpoint")]
+    NoCheckpointApi { version: String },
+    #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
+    ByHook,
+    #[error("cannot determine which GPUs the container has")]
+    Grant(#[source] GrantError),
+    #[error("GPU {uuid} is in MIG mode, whose memory the driver cannot checkpoint")]
+    Mig { uuid: String },
+    #[error("process {pid} ({comm}) has /dev/kfd open, and the container has GPUs of both NVIDIA and AMD")]
+    MixedGpus { pid: i32, comm: String },
+    #[error(
+        "process {pid} ({comm}) has {} open, a GPU or accelerator whose state cannot be checkpointed",
+        path.display()
+    )]
+    UnknownGpu { pid: i32, comm: String, path: PathBuf },
+    #[error(transparent)]
+    AmdPlugin(AmdPluginError),
+    #[error(
+        "CUDA process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out"
+    )]
+    CudaExec { pid: i32, comm: String },
+    #[error("process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out")]
+    Exec { pid: i32, comm: String },
+    #[error(
+        "process {pid} ({comm}) uses {bytes} bytes of managed (UVM) memory, which the driver cannot \
+         checkpoint"
+    )]
+    ManagedMemory { pid: i32, comm: String, bytes: u64 },
+    #[error("process {pid} ({comm}) is a client of the MPS daemon at {}", directory.display())]
+    Mps {
+        pid: i32,
+        comm: String,
+        directory: PathBuf,
+    },
+    #[error("process {pid} ({comm}) has an io_uring, which CRIU cannot dump")]
+    IoUring { pid: i32, comm: String },
+    #[error("process {pid} ({comm}) has the RDMA device {file} open, which CRIU cannot dump")]
+    Rdma { pid: i32, comm: String, file: String },
+    #[error(
+        "process {pid} ({comm}) was forked from a CUDA process, has inherited {file} and uses no CUDA \
+         itself: the driver does not close it, and CRIU cannot dump it"
+    )]
+    LeakedGpu { pid: i32, comm: String, file: String },
+    #[error("process {pid} ({comm}) has {file} open, through which GPU memory is shared with other machines")]
+    Imex { pid: i32, comm: String, file: String },
+    #[error(
+        "process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others: it was started \
+         without {}",
+        missing.join(", ")
+    )]
+    Nccl {
+        pid: i32,
+        comm: String,
+        missing: Vec<&'static str>,
+    },
+    #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
+    SharingLibrary { pid: i32, comm: String, file: String },
+    #[error(
+        "CUDA processes {} may share GPU memory, which the driver checkpoints and cannot restore",
+        listed(processes)
+    )]
+    Ipc { processes: Vec<(i32, String)> },
+    #[error(
+        "the driver copies {} of GPU memory into host memory, and the limit of cgroup {} leaves {}",
+        mib(*needed),
+        dir.display(),
+        mib(*left)
+    )]
+    CgroupMemory { needed: u64, dir: PathBuf, left: u64 },
+    #[error(
+        "the driver copies {} of GPU memory into host memory{}, and the host has {} left",
+        mib(*needed),
+        with_image(*image),
+        mib(*left)
+    )]
+    HostMemory { needed: u64, image: u64, left: u64 },
+    #[error(
+        "the checkpoint writes {} or more, and the file system of {} has {} free",
+        mib(*needed),
+        dir.display(),
+        mib(*free)
+    )]
+    Space { dir: PathBuf, needed: u64, free: u64 },
+    #[error(
+        "{} is a mount of {} of a {fs_type} file system that is not in the spec, which CRIU cannot dump",
+        point.display(),
+        root.display()
+    )]
+    ExternalMount {
+        point: PathBuf,
+        fs_type: String,
+        root: PathBuf,
+    },
+    #[error("process {pid} has made more mounts than firn reads")]
+    TooManyMounts { pid: i32 },
+    #[error(
+        "descriptor {fd} of process {pid} ({comm}) is {} on a mount that the container does not have",
+        path.display()
+    )]
+    ExternalStream {
+        pid: i32,
+        comm: String,
+        fd: i32,
+        path: PathBuf,
+    },
+}
+
+impl Problem for Refusal {
+    fn remedy(&self) -> Remedy<'_> {
+        match self {
+            Self::NoCheckpointApi { .. } => remedy("FIRN-DRIVER-TOO-OLD", DRIVER),
+            Self::ByHook => remedy("FIRN-GPU-HOOK", CDI),
+            Self::Grant(error) => error.remedy(),
+            Self::Mig { .. } => remedy("FIRN-GPU-MIG", WHOLE_GPUS),
+            Self::MixedGpus { .. } => remedy("FIRN-GPU-MIXED", ONE_VENDOR),
+            Self::UnknownGpu { .. } => remedy("FIRN-GPU-VENDOR", CLOSE_DEVICE),
+            Self::AmdPlugin(error) => error.remedy(),
+            Self::CudaExec { .. } => remedy("FIRN-EXEC", CHILD_OF_INIT),
+            Self::Exec { .. } => remedy("FIRN-EXEC", OMIT_EXEC),
+            Self::ManagedMemory { .. } => remedy("FIRN-UVM", DEVICE_MEMORY),
+            Self::Mps { .. } => remedy("FIRN-MPS", "start the container without MPS"),
+            Self::IoUring { .. } => remedy("FIRN-IO-URING", NO_IO_URING),
+            Self::Rdma { .. } => remedy("FIRN-RDMA", NO_RDMA),
+            Self::LeakedGpu { .. } => remedy("FIRN-GPU-FD", SPAWN),
+            Self::Imex { .. } => remedy("FIRN-IPC", SHARES_NONE),
+            Self::Nccl { .. } => remedy("FIRN-NCCL", NCCL_SOCKETS),
+            Self::SharingLibrary { .. } | Self::Ipc { .. } => remedy("FIRN-IPC", SHARE_NONE),
+            Self::CgroupMemory { .. } => remedy("FIRN-HOST-MEMORY", RAISE_LIMIT),
+            Self::HostMemory { .. } => remedy("FIRN-HOST-MEMORY", FREE_MEMORY),
+            Self::Space { .. } => remedy("FIRN-IMAGE-SPACE", FREE_SPACE),
+            Self::ExternalMount { .. } => remedy("FIRN-FOREIGN-MOUNT", UNMOUNT),
+            Self::TooManyMounts { .. } => remedy("FIRN-PROC", "unmount what the container does not need"),
+            Self::ExternalStream { .. } => remedy("FIRN-STDIO", PIPES),
+        }
+    }
+}
+
+const DRIVER: &str = "install driver 570 or later (580 to restore onto other GPUs)";
+const CDI: &str = "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)";
+const WHOLE_GPUS: &str = "use whole GPUs for containers that are to be checkpointed";
+const ONE_VENDOR: &str = "use GPUs of one vendor in a container that is to be checkpointed";
+const CLOSE_DEVICE: &str = "close the device before the checkpoint; NVIDIA's GPUs for computing and, with \
+                            CRIU's plugin, AMD's can be checkpointed";
+const CHILD_OF_INIT: &str = "end the exec'd process, or start it from the container's own init";
+const OMIT_EXEC: &str = "wait for its end or end it, or let CRIU leave it out: annotation \
+                         firn.dev/exec=omit, or exec = \"omit\" under [checkpoint] in the configuration";
+const DEVICE_MEMORY: &str = "start the program with plain device memory (cudaMalloc)";
+const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd's default does, or turn it \
+                           off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";
+const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
+const SPAWN: &str = "start such children as programs of their own (Python's multiprocessing: spawn), or \
+                     before CUDA";
+const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";
+const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
+                          ranks of NCCL: firn.dev/nccl=sockets";
+const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nccl=sockets, or start the \
+                            job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its \
+                            environment; if its processes share nothing, create the container with the \
+                            annotation firn.dev/ipc=none";
+const RAISE_LIMIT: &str = "raise the memory limit of that cgroup by as much as the container has GPU memory";
+const FREE_MEMORY: &str = "free memory of the host, or write the image to a file system on disk";
+const FREE_SPACE: &str = "free space there, or write the checkpoint to another file system";
+const UNMOUNT: &str = "unmount it, or add it to the mounts of the container's spec";
+const PIPES: &str = "start the process with pipes, or with files of the container";
+
+/// Mebibytes, rounded up.
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes.div_ceil(1 << 20))
+}
+
+fn with_image(bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        bytes => format!(" and the image takes {} of it, being on a tmpfs", mib(bytes)),
+    }
+}
+
+/// Pids and names, `7 (python), 8 (python)`, of the first few processes.
+fn listed(processes: &[(i32, String)]) -> String {
+    const SHOWN: usize = 8;
+    let mut names: Vec<String> = processes
+        .iter()
+        .take(SHOWN)
+        .map(|(pid, comm)| format!("{pid} ({comm})"))
+        .collect();
+    if processes.len() > SHOWN {
+        names.push(format!("{} more", processes.len() - SHOWN));
+    }
+    names.join(", ")
+}

@@ -1,0 +1,128 @@
+//! What is known of a container before its checkpoint.
+
+use std::path::PathBuf;
+
+use firn_config::{Config, Exec, names};
+use firn_oci::{Spec, nccl};
+use serde::{Deserialize, Serialize};
+
+/// Value of the annotation `firn.dev/exec` with which CRIU may leave processes out.
+const OMIT: &str = "omit";
+
+/// A container whose processes are checked.
+///
+/// A part that is `None` is not checked: the transaction checks the parts at different moments, the audit
+/// checks all that it knows at once.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Workload {
+    /// The first process of the container.
+    pub init: i32,
+    /// All processes of the container.
+    pub pids: Vec<i32>,
+    /// Those that use CUDA.
+    pub cuda: Vec<i32>,
+    /// Check which GPUs and accelerators the processes have open that are not NVIDIA's.
+    pub other_vendors: Option<OtherVendors>,
+    /// Check which processes CRIU would leave out, and what the others have open and mapped.
+    pub processes: Option<Assertions>,
+    /// Check that there is enough memory and disk space.
+    pub capacity: Option<Capacity>,
+    /// Compare the mounts of the container and the standard streams of its processes with the spec in this
+    /// bundle.
+    pub bundle: Option<PathBuf>,
+}
+
+/// What the rules about GPUs of other vendors need to know.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OtherVendors {
+    /// Whether the container has NVIDIA GPUs.
+    pub nvidia: bool,
+    /// `[criu] amdgpu-plugin` of the configuration.
+    pub amdgpu_plugin: Option<PathBuf>,
+}
+
+/// How much a checkpoint will need, and where.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capacity {
+    /// Bytes of GPU memory that all processes have.
+    pub gpu_memory: u64,
+    /// Image directory.
+    pub image: PathBuf,
+    /// CRIU's work directory.
+    pub work: PathBuf,
+}
+
+/// What the owner of a container asserts by annotations. Where an annotation is missing, the configuration of
+/// the node decides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Assertions {
+    /// The processes share no GPU memory.
+    pub shares_nothing: bool,
+    /// The CUDA processes are ranks of NCCL that communicate over sockets.
+    pub nccl_sockets: bool,
+    /// What happens to processes that CRIU leaves out.
+    pub exec: Exec,
+}
+
+impl Assertions {
+    /// `spec` is `None` for processes outside of a container.
+    pub fn of(spec: Option<&Spec>, config: &Config) -> Self {
+        Self {
+            shares_nothing: spec.and_then(|spec| spec.annotation(names::ANNOTATION_IPC)) == Some("none"),
+            nccl_sockets: spec.is_some_and(nccl::is_requested),
+            exec: match spec.and_then(|spec| spec.annotation(names::ANNOTATION_EXEC)) {
+                None => config.checkpoint.exec,
+                Some(OMIT) => Exec::Omit,
+                Some(_) => Exec::Refuse,
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_annotation_for_execs_overrides_the_configuration() {
+        let node = |exec| Config {
+            checkpoint: firn_config::Checkpoint {
+                exec,
+                ..firn_config::Checkpoint::default()
+            },
+            ..Config::default()
+        };
+        for (annotation, of_node, expected) in [
+            (None, Exec::Refuse, Exec::Refuse),
+            (None, Exec::Omit, Exec::Omit),
+            (Some("omit"), Exec::Refuse, Exec::Omit),
+            (Some("refuse"), Exec::Omit, Exec::Refuse),
+            (Some("Omit"), Exec::Omit, Exec::Refuse),
+        ] {
+            let spec: Spec = match annotation {
+                Some(value) => json!({"annotations": {"firn.dev/exec": value}}).into(),
+                None => json!({}).into(),
+            };
+            assert_eq!(
+                Assertions::of(Some(&spec), &node(of_node)).exec,
+                expected,
+                "{annotation:?}"
+            );
+        }
+        assert_eq!(Assertions::of(None, &node(Exec::Omit)).exec, Exec::Omit);
+    }
+
+    #[test]
+    fn assertions_are_read_from_the_annotations() {
+        let spec: Spec = json!({"annotations": {"firn.dev/ipc": "none", "firn.dev/nccl": "sockets"}}).into();
+        let found = Assertions::of(Some(&spec), &Config::default());
+        assert!(found.shares_nothing && found.nccl_sockets);
+        let none: Spec = json!({"annotations": {"firn.dev/ipc": "some"}}).into();
+        assert_eq!(
+            Assertions::of(Some(&none), &Config::default()),
+            Assertions::default()
+        );
+    }
+}
