@@ -102,18 +102,18 @@ pub fn compiler() -> String {
 }
 
 #[derive(Clone, Copy)]
-enum Priority {
+pub enum Priority {
     Normal,
     Low,
 }
 
 impl Priority {
-    fn command(self, program: impl AsRef<OsStr>) -> Command {
+    pub fn command(self, program: impl AsRef<OsStr>) -> Command {
         match self {
             Self::Normal => Command::new(program),
             Self::Low => {
                 let mut nice = Command::new("nice");
-                nice.args(["-n", "10"]).arg(program);
+                nice.args(["-n", "19"]).arg(program);
                 nice
             }
         }

@@ -4,10 +4,13 @@ mod failures;
 mod outcome;
 mod summary;
 
+use std::collections::VecDeque;
+use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -38,14 +41,19 @@ fn trials() -> usize {
     thread::available_parallelism().map_or(2, usize::from) + 1
 }
 
+/// Suites that run at the same time: one leaves half of the processors idle.
+const SUITES: usize = 2;
+/// Suites that begin first, because they take longest.
+const LONGEST: [&str; 3] = ["conformance", "cri", "leaks"];
+/// Measures how long a shim takes to answer, so it begins when the rest is almost done.
+const LAST: &str = "bounds";
+
 type Work = Box<dyn FnOnce(&mut Output) -> Result<Outcome> + Send>;
 
 /// A check that is still to be made.
 struct Check {
     name: String,
     work: Work,
-    /// Whether the checks that follow are made at the same time.
-    background: bool,
 }
 
 impl Check {
@@ -56,14 +64,6 @@ impl Check {
         Self {
             name: name.into(),
             work: Box::new(work),
-            background: false,
-        }
-    }
-
-    fn in_background(name: &str, work: impl FnOnce(&mut Output) -> Result<Outcome> + Send + 'static) -> Self {
-        Self {
-            background: true,
-            ..Self::new(name, work)
         }
     }
 
@@ -91,33 +91,149 @@ struct Done {
     took: Duration,
 }
 
-/// Of all crates but the suites.
-const UNIT_TESTS: &[&str] = &["test", "--workspace", "--exclude", "firn-integration", "--locked"];
+/// All checks: some one after the other, then the lanes at the same time.
+struct Plan {
+    first: Vec<Check>,
+    lanes: Vec<Lane>,
+}
 
-/// The checks that need no test nodes. The unit tests run in the background: they mostly wait.
-fn fast() -> Vec<Check> {
+/// Checks of which so many are made at the same time, in this order.
+struct Lane {
+    at_a_time: usize,
+    checks: Mutex<VecDeque<Check>>,
+}
+
+impl Lane {
+    fn new(at_a_time: usize, checks: Vec<Check>) -> Self {
+        Self {
+            at_a_time,
+            checks: Mutex::new(checks.into()),
+        }
+    }
+
+    fn next(&self) -> Option<Check> {
+        self.checks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop_front()
+    }
+}
+
+impl Plan {
+    /// With the suites, or without them and the fuzz targets.
+    fn new(fast: bool) -> Result<Self> {
+        let mut first = vec![
+            Check::new("format", |out| cargo(out, &["fmt", "--all", "--check"])),
+            Check::new("format of the fuzz targets", |out| {
+                cargo(out, &["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])
+            }),
+            Check::new("dependencies", deny),
+        ];
+        if fast {
+            first.push(Check::new("lints", |out| cargo(out, &LINTS)));
+            first.push(build(&UNIT_TESTS));
+            return Ok(Self {
+                first,
+                lanes: vec![Lane::new(1, unit_tests())],
+            });
+        }
+        // The roots are made from now on, while the build runs: that mostly waits for the mirror and the disk.
+        let made = thread::spawn(roots);
+        first.push(build(&UNIT_TESTS));
+        first.push(build(&SUITE_TESTS));
+        first.push(Check::new("roots of the test nodes", |_| {
+            made.join().unwrap_or_else(|_| bail!("making the roots panicked"))
+        }));
+        let suites = suites(&workspace()?.join("tests/integration/tests"))?;
+        let low_priority = vec![
+            Check::new("lints", lints_at_low_priority),
+            Check::new("fuzz targets", fuzzed),
+        ];
+        Ok(Self {
+            first,
+            lanes: vec![
+                Lane::new(SUITES, suites.into_iter().map(suite).collect()),
+                Lane::new(1, unit_tests()),
+                Lane::new(1, low_priority),
+            ],
+        })
+    }
+
+    /// Makes all checks, also after one that failed.
+    fn run(self) -> Result<Vec<Done>> {
+        let mut done = Vec::new();
+        for check in self.first {
+            println!("\n== {}", check.name);
+            done.push(check.run(&mut Output::Terminal)?);
+        }
+        let lanes = thread::scope(|scope| {
+            let workers: Vec<_> = self
+                .lanes
+                .iter()
+                .flat_map(|lane| (0..lane.at_a_time).map(move |_| lane))
+                .map(|lane| scope.spawn(|| in_lane(lane)))
+                .collect();
+            let ends = workers.into_iter().map(|worker| match worker.join() {
+                Ok(done) => done,
+                Err(_) => bail!("a check panicked"),
+            });
+            ends.collect::<Result<Vec<_>>>()
+        });
+        done.extend(lanes?.into_iter().flatten());
+        Ok(done)
+    }
+}
+
+/// Makes checks of the lane until none is left. What each prints is shown at its end.
+fn in_lane(lane: &Lane) -> Result<Vec<Done>> {
+    let mut done = Vec::new();
+    while let Some(check) = lane.next() {
+        println!("== {} begins", check.name);
+        let mut out = Output::Buffer(Vec::new());
+        let made = check.run(&mut out)?;
+        let mut terminal = io::stdout().lock();
+        writeln!(terminal, "\n== {}", made.name)?;
+        if let Output::Buffer(out) = out {
+            terminal.write_all(&out)?;
+        }
+        done.push(made);
+    }
+    Ok(done)
+}
+
+/// Of all crates but the suites.
+const UNIT_TESTS: [&str; 5] = ["test", "--workspace", "--exclude", "firn-integration", "--locked"];
+const SUITE_TESTS: [&str; 4] = ["test", "--package", "firn-integration", "--locked"];
+const LINTS: [&str; 7] = [
+    "clippy",
+    "--workspace",
+    "--all-targets",
+    "--locked",
+    "--",
+    "-D",
+    "warnings",
+];
+
+/// Separate from running the tests, so that the summary shows how long the build takes.
+fn build(tests: &'static [&str]) -> Check {
+    let what = if tests == SUITE_TESTS {
+        "suites"
+    } else {
+        "unit tests"
+    };
+    Check::new(format!("build of the {what}"), move |out| {
+        cargo(out, &[tests, &["--no-run"]].concat())
+    })
+}
+
+/// The checks that need no test nodes.
+fn unit_tests() -> Vec<Check> {
     vec![
-        Check::new("format", |out| cargo(out, &["fmt", "--all", "--check"])),
-        Check::new("format of the fuzz targets", |out| {
-            cargo(out, &["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])
-        }),
-        Check::new("lints", |out| {
-            let lints = ["--", "-D", "warnings"];
-            let clippy = ["clippy", "--workspace", "--all-targets", "--locked"];
-            cargo(out, &[&clippy, &lints[..]].concat())
-        }),
-        Check::new("dependencies", deny),
-        Check::new("build of the unit tests", |out| {
-            cargo(out, &[UNIT_TESTS, &["--no-run"]].concat())
-        }),
-        Check::in_background("unit tests", |out| {
-            cargo(out, &[UNIT_TESTS, &["--no-fail-fast"]].concat())
+        Check::new("unit tests", |out| {
+            cargo(out, &[&UNIT_TESTS[..], &["--no-fail-fast"]].concat())
         }),
         Check::new("unit tests of the lab", |out| {
-            cargo(
-                out,
-                &["test", "--package", "firn-integration", "--lib", "--locked"],
-            )
+            cargo(out, &[&SUITE_TESTS[..], &["--lib"]].concat())
         }),
         Check::new("words", |out| {
             cargo(out, &["run", "--quiet", "--package", "firn-words", "--locked"])
@@ -126,37 +242,30 @@ fn fast() -> Vec<Check> {
     ]
 }
 
-/// The checks that need test nodes.
-///
-/// The roots are made from now on, while the checks before run: that mostly waits for the mirror and the
-/// disk. The fuzz targets are built and run at a low priority while the suites run: these leave a third of
-/// the processors idle.
-fn slow() -> Result<Vec<Check>> {
-    let made = thread::spawn(roots);
-    let mut checks = vec![
-        Check::new("roots of the test nodes", |_| {
-            made.join().unwrap_or_else(|_| bail!("making the roots panicked"))
-        }),
-        Check::new("build of the suites", |out| {
-            cargo(
-                out,
-                &["test", "--package", "firn-integration", "--no-run", "--locked"],
-            )
-        }),
-        Check::in_background("fuzz targets", fuzzed),
-    ];
-    // A check per suite, so that the summary shows how long each takes.
-    for suite in suites(&workspace()?.join("tests/integration/tests"))? {
-        let trials = format!("--test-threads={}", trials());
-        checks.push(Check::new(format!("suite {suite}"), move |out| {
-            let package = ["test", "--package", "firn-integration", "--locked"];
-            cargo(out, &[&package, &["--test", &suite, "--", &trials][..]].concat())
-        }));
-    }
-    Ok(checks)
+/// In a target directory of its own: cargo runs one build at a time in each.
+fn lints_at_low_priority(out: &mut Output) -> Result<Outcome> {
+    let dir = workspace()?.join("target/lints");
+    let mut cargo = fuzz::Priority::Low.command(cargo_program());
+    cargo
+        .args(LINTS)
+        .env("CARGO_TARGET_DIR", dir)
+        .current_dir(workspace()?);
+    through(cargo, out)
 }
 
-/// The test programs in a crate's directory `tests`: files, and directories with a `main.rs`.
+/// A check per suite, so that the summary shows how long each takes.
+fn suite(suite: String) -> Check {
+    let trials = format!("--test-threads={}", trials());
+    Check::new(format!("suite {suite}"), move |out| {
+        cargo(
+            out,
+            &[&SUITE_TESTS[..], &["--test", &suite, "--", &trials]].concat(),
+        )
+    })
+}
+
+/// The test programs in a crate's directory `tests`: files, and directories with a `main.rs`. In the order in
+/// which they begin.
 fn suites(dir: &Path) -> Result<Vec<String>> {
     let mut suites = Vec::new();
     for entry in fs::read_dir(dir).with_context(|| format!("list {}", dir.display()))? {
@@ -165,7 +274,10 @@ fn suites(dir: &Path) -> Result<Vec<String>> {
             suites.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
         }
     }
-    suites.sort();
+    suites.sort_by_key(|suite| {
+        let longest = LONGEST.iter().position(|long| long == suite);
+        (longest.unwrap_or(LONGEST.len()), suite == LAST, suite.clone())
+    });
     Ok(suites)
 }
 
@@ -176,32 +288,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         "the tests make cgroups, mounts and device nodes and need root\nhint: sudo -E cargo xtask test"
     );
     let begun = Instant::now();
-    let mut checks = fast();
-    if !cmd.fast {
-        checks.extend(slow()?);
-    }
-    let (mut done, mut background) = (Vec::new(), Vec::new());
-    for check in checks {
-        if check.background {
-            println!("\n== {} (in the background)", check.name);
-            background.push(thread::spawn(|| {
-                let mut out = Output::Buffer(Vec::new());
-                (check.run(&mut out), out)
-            }));
-        } else {
-            println!("\n== {}", check.name);
-            done.push(check.run(&mut Output::Terminal)?);
-        }
-    }
-    for thread in background {
-        let (check, out) = thread.join().ok().context("a check panicked")?;
-        let check = check?;
-        println!("\n== {}", check.name);
-        if let Output::Buffer(out) = out {
-            io::stdout().write_all(&out)?;
-        }
-        done.push(check);
-    }
+    let done = Plan::new(cmd.fast)?.run()?;
     print!("\n{}", summary::of(&done, begun.elapsed()));
     let failed = done.iter().any(|done| done.outcome.verdict == Verdict::Failed);
     Ok(ExitCode::from(u8::from(failed)))
@@ -255,10 +342,14 @@ fn fuzzed(_: &mut Output) -> Result<Outcome> {
 }
 
 fn cargo(out: &mut Output, arguments: &[&str]) -> Result<Outcome> {
-    // The cargo that runs this; its subcommands are found by it.
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = Command::new(cargo_program());
     cargo.args(arguments).current_dir(workspace()?);
     through(cargo, out)
+}
+
+/// The cargo that runs this; its subcommands are found by it.
+fn cargo_program() -> OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
 fn in_path(program: &str) -> bool {
@@ -274,8 +365,8 @@ mod tests {
     fn every_suite_is_run() {
         let dir = workspace().unwrap().join("tests/integration/tests");
         let suites = suites(&dir).unwrap();
-        let has = |name: &str| suites.iter().any(|suite| suite == name);
-        assert!(has("conformance"), "{suites:?}");
-        assert!(suites.is_sorted(), "{suites:?}");
+        assert!(suites.iter().any(|suite| suite == "moves"), "{suites:?}");
+        assert!(suites.starts_with(&LONGEST.map(str::to_owned)), "{suites:?}");
+        assert_eq!(suites.last().map(String::as_str), Some(LAST));
     }
 }
