@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_line_that_is_being_written_does_not_count() {
-        let text = "counter pid=7 thread=0 gpu=0 uuid=GPU-1 iter=1 checksum=5 ok\ncounter pid=7 thr";
+        let text = "counter pid=7 thread=0 gpu=0 uuid=GPU-1 iter=1 checksum=5 ok\ncounter pid=7 thread";
         assert_eq!(lines(text).0.len(), 1);
         assert_eq!(lines(text).reached(1), 1);
         assert_eq!(lines(text).reached(2), 0);

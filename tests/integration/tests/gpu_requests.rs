@@ -136,7 +136,8 @@ umount -l /run/driver
 
 /// Puts NVIDIA's hook into every spec before the shim sees it, as docker does.
 const AS_DOCKER: &str = r#"#!/bin/sh
-hook='{"path":"/usr/local/bin/nvidia-container-runtime-hook","args":["nvidia-container-runtime-hook","prestart"]}'
+name=nvidia-container-runtime-hook
+hook='{"path":"/usr/local/bin/'$name'","args":["'$name'","prestart"]}'
 case " $* " in *" start "*) sed -i "s|^{|{\"hooks\":{\"prestart\":[$hook]},|" config.json ;; esac
 exec /usr/local/libexec/containerd-shim-firn-v2 "$@"
 "#;
@@ -263,7 +264,8 @@ const WRAPPER: &str = "/usr/local/bin/nvidia-container-runtime";
 /// NVIDIA's container runtime as it does in its mode `legacy`: of runc's commands it takes `create`, puts its
 /// hook into the spec, and leaves the rest to runc.
 const WRAPPING: &str = r#"#!/bin/sh -e
-hook='{"path":"/usr/local/bin/nvidia-container-runtime-hook","args":["nvidia-container-runtime-hook","prestart"]}'
+name=nvidia-container-runtime-hook
+hook='{"path":"/usr/local/bin/'$name'","args":["'$name'","prestart"]}'
 for word; do
     [ "$word" != create ] || echo create >>/run/wrapper-ran
     [ "$before" != --bundle ] || sed -i "s|^{|{\"hooks\":{\"prestart\":[$hook]},|" "$word/config.json"
@@ -427,7 +429,8 @@ fn no_request_changes_nothing_and_a_bad_one_is_refused(platform: Platform) -> Re
 }
 
 /// A CDI file that gives a disk of the host and its whole root, as one for a backup may.
-const BACKUP: &str = r#"{"cdiVersion": "0.6.0", "kind": "vendor.example/backup", "devices": [{"name": "host", "containerEdits": {
+const BACKUP: &str = r#"{"cdiVersion": "0.6.0", "kind": "vendor.example/backup",
+    "devices": [{"name": "host", "containerEdits": {
     "deviceNodes": [{"path": "/dev/backup", "type": "b", "major": 7, "minor": 99}],
     "mounts": [{"hostPath": "/", "containerPath": "/host", "options": ["rbind", "rw"]}]}}]}"#;
 

@@ -109,7 +109,8 @@ fn an_nvml_monitor_moves_with_the_cuda_process(platform: Platform) -> Result<()>
         })
     };
     on(pair(platform, "mv-mon")?, |[a, b]| {
-        let script = "gpu-sample nvml >/dev/shm/monitor.log & exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+        let script = "gpu-sample nvml >/dev/shm/monitor.log & exec gpu-counter --out /counter.log \
+                      --interval-ms 50 --mib 8";
         let source = Container::script(a, "job", &["0"], 1, &[], script)?;
         source.goes_on(3)?;
         sees(&source)?;

@@ -126,7 +126,8 @@ fn a_node_with_its_driver_elsewhere_restores(platform: Platform) -> Result<()> {
 const TRACES: [&str; 3] = [
     "sh",
     "-c",
-    "cd /usr/lib/x86_64-linux-gnu; readlink libcuda.so.1; readlink libnvidia-ml.so.1; md5sum /etc/ld.so.cache",
+    "cd /usr/lib/x86_64-linux-gnu; readlink libcuda.so.1; readlink libnvidia-ml.so.1; \
+     md5sum /etc/ld.so.cache",
 ];
 
 fn programs_started_after_a_restore_find_the_driver(platform: Platform) -> Result<()> {

@@ -104,7 +104,8 @@ fn gpu_restore_needs_the_device_node_and_its_cgroup_rule(platform: Platform) -> 
         let pid = copy.pid()?;
         let nodes = format!(
             "cd /proc/{pid}/root/dev; for node in nvidiactl nvidia-uvm nvidia0; do
-               rm -f $node; mknod $node b $((0x$(stat -c %t /dev/$node))) $((0x$(stat -c %T /dev/$node))); done"
+               rm -f $node; \
+               mknod $node b $((0x$(stat -c %t /dev/$node))) $((0x$(stat -c %T /dev/$node))); done"
         );
         b.node().run(&["sh", "-ec", &nodes])?;
         fail(b, "restore", &pids, &pair, "CUDA_ERROR_INVALID_VALUE")?;

@@ -21,8 +21,10 @@ const RESTORE_LOG: &str = "/var/lib/containerd/io.containerd.runtime.v2.task/def
 const NOTES: &str = "/run/plugins";
 
 /// Notes the plugins that CRIU would load, and lets it load none: there is no driver behind them.
-const NOTING: &str = "#!/bin/sh\ncase \" $* \" in *' checkpoint '*) verb=checkpoint;; *' restore '*) verb=restore;; esac\n\
-    [ -z \"$verb\" ] || echo $verb $(ls \"$CRIU_LIBS_DIR\") >>/run/plugins\nmkdir -p /run/none\nexport CRIU_LIBS_DIR=/run/none\nexec /usr/sbin/runc \"$@\"\n";
+const NOTING: &str = "#!/bin/sh\ncase \" $* \" in *' checkpoint '*) verb=checkpoint;; \
+    *' restore '*) verb=restore;; esac\n\
+    [ -z \"$verb\" ] || echo $verb $(ls \"$CRIU_LIBS_DIR\") >>/run/plugins\nmkdir -p /run/none\n\
+    export CRIU_LIBS_DIR=/run/none\nexec /usr/sbin/runc \"$@\"\n";
 
 /// A node with an NVIDIA GPU and with nodes of AMD's names.
 fn host(platform: Platform, name: &str) -> Result<GpuHost> {
@@ -149,9 +151,11 @@ fn nodes_of_other_accelerators_do_not_change_a_restore(platform: Platform) -> Re
 }
 
 /// A CDI file as AMD's toolkit writes it, with the hook that its runtime adds for a tracker of GPUs.
-const AMD_CDI: &str = r#"{"cdiVersion": "0.6.0", "kind": "amd.com/gpu", "devices": [{"name": "0", "containerEdits": {
+const AMD_CDI: &str = r#"{"cdiVersion": "0.6.0", "kind": "amd.com/gpu",
+    "devices": [{"name": "0", "containerEdits": {
     "deviceNodes": [{"path": "/dev/kfd"}, {"path": "/dev/dri/renderD128"}],
-    "hooks": [{"hookName": "poststop", "path": "/usr/local/bin/amd-ctk", "args": ["amd-ctk", "gpu-tracker", "release"]}]
+    "hooks": [{"hookName": "poststop", "path": "/usr/local/bin/amd-ctk",
+        "args": ["amd-ctk", "gpu-tracker", "release"]}]
 }}]}"#;
 
 /// How often AMD's tracker was informed that the container has let go of its GPUs.

@@ -113,7 +113,8 @@ impl Hierarchies {
             ),
             Cgroup::V2 => bail!("no cgroup v2 on this host: it mounts no cgroup2\nhint: ask for v1"),
             Cgroup::Auto => bail!(
-                "this host mounts neither cgroup2 nor the v1 freezer and devices hierarchies below /sys/fs/cgroup"
+                "this host mounts neither cgroup2 nor the v1 freezer and devices hierarchies below \
+                 /sys/fs/cgroup"
             ),
         }
     }

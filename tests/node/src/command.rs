@@ -14,7 +14,9 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 /// How long [`Node::run`] lets a program run.
 const LIMIT: Duration = Duration::from_secs(120);
 /// Joins the cgroups that the first arguments name, after their count, and becomes the rest.
-const JOIN: &str = r#"n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 >"$1/cgroup.procs"; shift; n=$((n - 1)); done; exec "$@""#;
+const JOIN: &str = r#"n=$1; shift
+while [ "$n" -gt 0 ]; do echo 0 >"$1/cgroup.procs"; shift; n=$((n - 1)); done
+exec "$@""#;
 /// What `timeout` exits with when it had to end the program.
 const TIMED_OUT: i32 = 124;
 

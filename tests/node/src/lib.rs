@@ -9,8 +9,8 @@
 //!
 //! Who may leave what behind:
 //! - a [`Node`] that is dropped or whose process is killed ends: a guard process waits on a pipe for that;
-//! - its record in `target/node/run/NAME` stays until [`Store::clean`] has removed its cgroups and loop devices, which
-//!   every start does first;
+//! - its record in `target/node/run/NAME` stays until [`Store::clean`] has removed its cgroups and loop
+//!   devices, which every start does first;
 //! - [`Node::leave`] lets one outlive its maker; [`Node::find`] and [`Node::stop`] get it back.
 #![forbid(unsafe_code)]
 

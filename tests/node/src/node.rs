@@ -155,7 +155,8 @@ impl Node {
         match Store::open()?.node(name)? {
             Some(record) if record.pid().is_some() => Ok(Self { record, owner: None }),
             _ => bail!(
-                "no node called {name} runs\nhint: cargo xtask node list; a crashed one goes with `cargo xtask node clean`"
+                "no node called {name} runs\nhint: cargo xtask node list; \
+                 a crashed one goes with `cargo xtask node clean`"
             ),
         }
     }

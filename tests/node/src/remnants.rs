@@ -209,8 +209,10 @@ mod tests {
     #[test]
     fn mounts_of_the_container_and_of_criu_are_found() {
         let info = "68 42 0:41 / / rw - overlay o rw\n\
-                    90 68 0:50 / /run/containerd/io.containerd.runtime.v2.task/default/c1/rootfs rw - overlay o rw\n\
-                    91 68 0:51 / /run/containerd/io.containerd.runtime.v2.task/default/c11/rootfs rw - overlay o rw\n\
+                    90 68 0:50 / /run/containerd/io.containerd.runtime.v2.task/default/c1/rootfs \
+                    rw - overlay o rw\n\
+                    91 68 0:51 / /run/containerd/io.containerd.runtime.v2.task/default/c11/rootfs \
+                    rw - overlay o rw\n\
                     92 68 0:52 / /run/containerd/runc/default/x/criu-root rw - overlay o rw\n\
                     93 68 0:53 / /tmp/criu-work/.criu.cgyard.Qx1/cpu rw - cgroup c rw\n";
         let left = left_mounts(info, "c1");

@@ -104,7 +104,8 @@ impl Suite {
         };
         let disabled = if cri { &[] } else { cri_plugins };
         format!(
-            "version = {version}\nimports = [\"/etc/containerd/conf.d/*.toml\"]\ndisabled_plugins = {disabled:?}\n"
+            "version = {version}\nimports = [\"/etc/containerd/conf.d/*.toml\"]\n\
+             disabled_plugins = {disabled:?}\n"
         )
     }
 }

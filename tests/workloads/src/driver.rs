@@ -150,7 +150,8 @@ functions! {
     cuModuleLoadData: fn(*mut Raw, *const c_void);
     cuModuleGetFunction: fn(*mut Raw, Raw, *const c_char);
     cuLaunchKernel: fn(
-        Raw, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Raw, *const *const c_void, *const *const c_void
+        Raw, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Raw,
+        *const *const c_void, *const *const c_void
     );
     cuIpcGetMemHandle: fn(*mut IpcHandle, u64);
     cuIpcOpenMemHandle_v2: fn(*mut u64, IpcHandle, c_uint);

@@ -223,7 +223,8 @@ fn work(
         print(
             options,
             &format!(
-                "counter pid={pid} thread={number} gpu={gpu} uuid={uuid} iter={iteration} checksum={checksum} ok"
+                "counter pid={pid} thread={number} gpu={gpu} uuid={uuid} iter={iteration} \
+                 checksum={checksum} ok"
             ),
         )?;
         if options.iterations > 0 && counter.iteration() >= options.iterations {

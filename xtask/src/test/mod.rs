@@ -137,7 +137,7 @@ impl Plan {
                 lanes: vec![Lane::new(1, unit_tests())],
             });
         }
-        // The roots are made from now on, while the build runs: that mostly waits for the mirror and the disk.
+        // Made from now on, while the tests are built: that mostly waits for the mirror and the disk.
         let made = thread::spawn(roots);
         first.push(build(&UNIT_TESTS));
         first.push(build(&SUITE_TESTS));

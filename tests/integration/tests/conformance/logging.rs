@@ -278,7 +278,8 @@ fn terminal(place: &Place<'_>) -> Result<String> {
     let client = Client::start(place)?;
     let (input, out) = (client.fifo("in")?, client.fifo("out")?);
     let mut reader = out.reader()?;
-    let script = "stty -echo; [ -t 0 ] && [ -t 1 ] && [ -t 2 ] && echo ready; read line; stty size; echo to err >&2; exit 4";
+    let script = "stty -echo; [ -t 0 ] && [ -t 1 ] && [ -t 2 ] && echo ready; read line; stty size; \
+                  echo to err >&2; exit 4";
     client.exec("e", &on_terminal(&input, &out), script)?;
     reader.until("ready")?;
     let resized = client.resize("e", 132, 43);

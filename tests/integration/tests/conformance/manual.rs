@@ -110,14 +110,16 @@ impl<'p> Bundle<'p> {
         let dir = format!("/run/containerd/by-hand/{id}");
         let node = place.node();
         let make = format!(
-            "mkdir -p {dir}/rootfs {ROOT}/bin {ROOT}/proc {ROOT}/dev; mkfifo {dir}/log; cp -u /bin/busybox {ROOT}/bin/busybox;
+            "mkdir -p {dir}/rootfs {ROOT}/bin {ROOT}/proc {ROOT}/dev; mkfifo {dir}/log; \
+             cp -u /bin/busybox {ROOT}/bin/busybox;
              for name in sh sleep; do ln -sf busybox {ROOT}/bin/$name; done"
         );
         node.run(&["sh", "-euc", &make])?;
         let spec = json!({
             "ociVersion": "1.0.2",
             "process": {
-                "user": {"uid": 0, "gid": 0}, "cwd": "/", "env": ["PATH=/bin"], "args": ["/bin/sh", "-c", SCRIPT]
+                "user": {"uid": 0, "gid": 0}, "cwd": "/", "env": ["PATH=/bin"],
+                "args": ["/bin/sh", "-c", SCRIPT]
             },
             "root": {"path": "rootfs"},
             "mounts": [

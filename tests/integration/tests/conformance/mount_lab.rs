@@ -31,7 +31,8 @@ impl<'p> Lab<'p> {
         let task = Task::of(place.host, "c")?.with_id(ID);
         let node = place.node();
         let fill = format!(
-            "set -e; mkdir -p {HERE}/source/inner {HERE}/bundle; cd {HERE}/source; mkdir -p bin dev proc sys tmp run; \
+            "set -e; mkdir -p {HERE}/source/inner {HERE}/bundle; cd {HERE}/source; \
+             mkdir -p bin dev proc sys tmp run; \
              cp /usr/bin/busybox bin/sh"
         );
         node.run(&["sh", "-c", &fill])?;

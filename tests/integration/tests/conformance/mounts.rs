@@ -139,7 +139,8 @@ fn many_layers(place: &Place<'_>) -> Result<String> {
 fn targets(place: &Place<'_>) -> Result<String> {
     let lab = Lab::new(place)?;
     lab.sh(&format!(
-        "mkdir outside more; touch more/file; mkdir -p source{HERE}/outside; cd source; ln -s /inner absolute; \
+        "mkdir outside more; touch more/file; mkdir -p source{HERE}/outside; cd source; \
+         ln -s /inner absolute; \
          ln -s ../../../../inner climb; ln -s {HERE}/outside escape"
     ))?;
     let mut seen = String::new();
@@ -378,7 +379,8 @@ fn unmount_nested(place: &Place<'_>) -> Result<String> {
     let lab = Lab::new(place)?;
     let created = lab.create(&[bind("source", "", &["rbind"])]);
     lab.sh(
-        "mount -t tmpfs t bundle/rootfs/tmp; mkdir -p bundle/rootfs/tmp/a/b; mount -t tmpfs t bundle/rootfs/tmp/a; \
+        "mount -t tmpfs t bundle/rootfs/tmp; mkdir -p bundle/rootfs/tmp/a/b; \
+         mount -t tmpfs t bundle/rootfs/tmp/a; \
          mkdir 'bundle/rootfs/tmp/a/with space'; mount -t tmpfs t 'bundle/rootfs/tmp/a/with space'; \
          mount -t tmpfs t bundle/rootfs/run; mount -t tmpfs t bundle/rootfs/run; \
          mount --bind source bundle/rootfs/inner",
@@ -431,7 +433,8 @@ fn user_namespace(place: &Place<'_>) -> Result<String> {
             "0:20000:1000",
             "--remap-labels",
         ];
-        let script = "cat /proc/self/uid_map /proc/self/gid_map; stat -c '%u:%g' /bin/sh /proc/self /etc/passwd; \
+        let script = "cat /proc/self/uid_map /proc/self/gid_map; \
+                      stat -c '%u:%g' /bin/sh /proc/self /etc/passwd; \
                       touch /new; stat -c '%u:%g' /new";
         let output = place.run("c", &options, &["sh", "-c", script])?;
         let squeezed: Vec<String> = output

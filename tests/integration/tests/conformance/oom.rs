@@ -78,7 +78,8 @@ fn of_exec(place: &Place<'_>) -> Result<String> {
 fn of_children(place: &Place<'_>) -> Result<String> {
     let mut events = place.host.watch_events()?;
     let script = format!(
-        "for n in 1 2 3; do {HOG}; echo $? >>/codes; until [ -e /next$n ]; do sleep 0.05; done; done; sleep 1000"
+        "for n in 1 2 3; do {HOG}; echo $? >>/codes; until [ -e /next$n ]; do sleep 0.05; done; done; \
+         sleep 1000"
     );
     let container = place.start(ID, LIMIT, &script)?;
     let inside = |file: &str| format!("{BUNDLES}/{ID}/rootfs/{file}");

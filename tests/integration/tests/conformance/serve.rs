@@ -178,7 +178,8 @@ fn subreaper(place: &Place<'_>) -> Result<String> {
 /// Sends the request on stdin to a socket, and prints whether there was an answer before the end.
 const ASK: &str = r#"
     use Socket; my ($path) = @ARGV; local $/; my $request = <STDIN>;
-    socket(my $s, AF_UNIX, SOCK_STREAM, 0) or die $!; connect($s, pack_sockaddr_un($path)) or die "connect: $!";
+    socket(my $s, AF_UNIX, SOCK_STREAM, 0) or die $!;
+    connect($s, pack_sockaddr_un($path)) or die "connect: $!";
     $SIG{PIPE} = "IGNORE"; syswrite($s, $request); my $got = sysread($s, my $answer, 1);
     print $got ? "answered" : "closed";
 "#;

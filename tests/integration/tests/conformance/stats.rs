@@ -74,7 +74,8 @@ const FICKLE: &[&str] = &[
     "pgsteal",
     "pgrefill",
     "shmem",
-    "activ",
+    "active",
+    "activate",
     "unevictable",
     "swap.",
     "slab_rec",
@@ -100,7 +101,10 @@ const STABLE: &[&str] = &[
 /// Does a little of everything that is counted, and then stays with two children, whose program it has
 /// written: pages of the image's are counted for whoever was the first to read them. A restore interrupts
 /// sleeps and waits.
-const WORK: &str = "dd if=/dev/zero of=/file bs=1M count=4 2>/dev/null; cat /file >/dev/null; mkfifo /fifo; mkdir /own; cp /bin/busybox /own; /own/busybox cat /fifo & /own/busybox cat /fifo & >/worked; while :; do wait; done";
+const WORK: &str = "dd if=/dev/zero of=/file bs=1M count=4 2>/dev/null; cat /file >/dev/null; \
+                    mkfifo /fifo; \
+                    mkdir /own; cp /bin/busybox /own; /own/busybox cat /fifo & /own/busybox cat /fifo & \
+                    >/worked; while :; do wait; done";
 
 fn works<'p>(place: &'p Place<'p>, options: &[&str]) -> Result<Client<'p>> {
     let client = Client::start_with(place, &[&["--null-io"], options].concat(), WORK)?;
@@ -232,7 +236,8 @@ fn nested(place: &Place<'_>) -> Result<String> {
 }
 
 /// As systemd does in a container.
-const MOVE: &str = "find /sys/fs/cgroup -type d -path '*/default/c' | while read dir; do mkdir $dir/init.scope; echo $1 >$dir/init.scope/cgroup.procs; done";
+const MOVE: &str = "find /sys/fs/cgroup -type d -path '*/default/c' | while read dir; do \
+                    mkdir $dir/init.scope; echo $1 >$dir/init.scope/cgroup.procs; done";
 
 fn move_init(client: &Client<'_>) -> Result<()> {
     let pid = client.container.pid()?.to_string();

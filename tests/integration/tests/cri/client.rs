@@ -101,11 +101,12 @@ impl<'h> Pod<'h> {
 
     /// Creates a container by what is special of its configuration.
     pub fn create(&self, name: &str, special: &Value) -> Result<Ctr<'h>> {
+        let namespaces = &self.config["linux"]["securityContext"]["namespaceOptions"];
         let mut config = json!({
             "metadata": { "name": name, "attempt": 0 },
             "image": { "image": IMAGE },
             "logPath": format!("{name}.log"),
-            "linux": { "securityContext": { "namespaceOptions": self.config["linux"]["securityContext"]["namespaceOptions"] } },
+            "linux": { "securityContext": { "namespaceOptions": namespaces } },
         });
         merge(&mut config, special);
         let request = json!({ "podSandboxId": self.id, "config": config, "sandboxConfig": self.config });

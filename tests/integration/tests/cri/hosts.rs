@@ -182,7 +182,8 @@ fn configure(node: &Node, suite: Suite) -> Result<()> {
         let table = format!("[plugins.\"{plugin}\".containerd.runtimes.firn-named");
         format!(
             "{table}]\nruntime_type = \"io.containerd.firn.v2\"\n\
-             {table}.options]\nBinaryName = \"/usr/sbin/runc\"\nRoot = \"{NAMED_ROOT}\"\nSystemdCgroup = false\n"
+             {table}.options]\nBinaryName = \"/usr/sbin/runc\"\nRoot = \"{NAMED_ROOT}\"\n\
+             SystemdCgroup = false\n"
         )
     };
     let shipped = shipped(&format!("config-v{}.toml", suite.config_version()))?;

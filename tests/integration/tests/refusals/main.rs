@@ -190,7 +190,8 @@ fn processes_that_share_memory_are_refused_and_go_on(platform: Platform) -> Resu
 /// Two CUDA processes that have a library loaded under NCCL's name.
 fn ranks<'h>(host: &'h GpuHost, settings: &str) -> Result<Container<'h>> {
     let script = format!(
-        "cp $(find / -xdev -name libgcc_s.so.1 | head -n 1) /tmp/libnccl.so.2; export LD_PRELOAD=/tmp/libnccl.so.2 {settings}; \
+        "cp $(find / -xdev -name libgcc_s.so.1 | head -n 1) /tmp/libnccl.so.2; \
+         export LD_PRELOAD=/tmp/libnccl.so.2 {settings}; \
          exec gpu-counter --out /counter.log --interval-ms 50 --mib 8 --procs 2"
     );
     let job = Container::script(host, "job", &["0"], 2, &[], &script)?;
@@ -334,7 +335,8 @@ fn gpu_memory_above_the_containers_limit_is_refused(platform: Platform) -> Resul
         // A limit above the container's, as a pod has it.
         let limit = |v1: &str, v2: &str| {
             let script = "for dir in $(find /sys/fs/cgroup -path '*/default/job' -name job); do \
-                          test ! -e $dir/../memory.limit_in_bytes || echo $0 > $dir/../memory.limit_in_bytes; \
+                          test ! -e $dir/../memory.limit_in_bytes || \
+                          echo $0 > $dir/../memory.limit_in_bytes; \
                           test ! -e $dir/../memory.max || echo $1 > $dir/../memory.max; done";
             host.node().run(&["sh", "-ec", script, v1, v2])
         };
@@ -419,7 +421,8 @@ fn mps_and_an_old_driver_are_refused(platform: Platform) -> Result<()> {
         [GpuHost::for_test(platform, "rf-setup", &[SimGpu::h200(1)])?],
         |[host]| {
             host.watch_runc()?;
-            let script = "mkdir -p /tmp/nvidia-mps; mkfifo /tmp/nvidia-mps/control; exec 9<>/tmp/nvidia-mps/control; \
+            let script = "mkdir -p /tmp/nvidia-mps; mkfifo /tmp/nvidia-mps/control; \
+                          exec 9<>/tmp/nvidia-mps/control; \
                       exec gpu-counter --out /counter.log --interval-ms 50 --mib 8";
             let job = Container::script(host, "job", &["0"], 1, &[], script)?;
             job.goes_on(3)?;
@@ -429,7 +432,8 @@ fn mps_and_an_old_driver_are_refused(platform: Platform) -> Result<()> {
 
             let job = Container::count(host, "job", &["0"], 1, &[])?;
             job.goes_on(3)?;
-            let rename = "sed -i --follow-symlinks s/cuCheckpointProcessLock/cuCheckpointProcessL0ck/g $(find /usr/lib -name libcuda.so.1)";
+            let rename = "sed -i --follow-symlinks s/cuCheckpointProcessLock/cuCheckpointProcessL0ck/g \
+                          $(find /usr/lib -name libcuda.so.1)";
             host.node().run(&["sh", "-ec", rename])?;
             refused(&job, host, "FIRN-DRIVER-TOO-OLD")?;
             job.remove()?;

@@ -9,7 +9,8 @@ use super::{LIMIT, fails, host};
 
 /// Traces a process, which runs on, until it is killed itself; writes its own pid to a file.
 const DEBUGGER: &str = "syscall(101, 0x4206, $ARGV[0] + 0, 0, 0) == 0 or die $!; \
-    open F, '>', '/tmp/debugger.new'; print F $$; close F; rename '/tmp/debugger.new', '/tmp/debugger'; sleep 1000";
+    open F, '>', '/tmp/debugger.new'; print F $$; close F; \
+    rename '/tmp/debugger.new', '/tmp/debugger'; sleep 1000";
 
 /// Puts a process into the container's cgroups and gives its pid.
 const STRANGER: &str = "setsid sleep 1000 >/dev/null 2>&1 & \
@@ -19,7 +20,8 @@ const STRANGER: &str = "setsid sleep 1000 >/dev/null 2>&1 & \
     done; echo $!";
 
 /// Who is in the container's cgroups.
-const MEMBERS: &str = "cat /sys/fs/cgroup/default/job/cgroup.procs /sys/fs/cgroup/*/default/job/cgroup.procs 2>/dev/null || true";
+const MEMBERS: &str = "cat /sys/fs/cgroup/default/job/cgroup.procs \
+                       /sys/fs/cgroup/*/default/job/cgroup.procs 2>/dev/null || true";
 
 pub fn changes_by_others_are_named_and_cost_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "rf-other", 1)?], |[host]| {

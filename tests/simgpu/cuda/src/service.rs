@@ -6,8 +6,8 @@
 //!     ▲    unlock     │ ▲        restore           │
 //!     └───────────────┘ └──────────────────────────┘
 //! ```
-//! Every failure leaves the process in the state that it was in. A request whose caller is gone when its turn comes
-//! is dropped; one that has begun to move memory is finished.
+//! Every failure leaves the process in the state that it was in. A request whose caller is gone when its turn
+//! comes is dropped; one that has begun to move memory is finished.
 
 use std::fs::File;
 use std::io::{self, Read};

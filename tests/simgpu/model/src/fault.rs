@@ -7,13 +7,15 @@
 //!    "action": {"error": "CUDA_ERROR_UNKNOWN"}}
 //! ]}
 //! ```
-//! `call` is one of init, state, tid, lock, checkpoint, restore, unlock. `pid` (as the caller names the process) and
-//! `comm` (of the process called about; of the caller itself for init) are optional filters. The rule acts from its
-//! `nth` matching call on (default 1), `times` times (default for ever). `when` is `before` (default: the call is not
-//! carried out when the action is an error) or `after` (it is carried out, then the action follows). Actions:
-//! `{"error": NAME}`, `{"delay_ms": N}`, `{"transfer_ms": N}` (checkpoint and restore: the copy takes that long), `"hang"`, `"crash"` (abort the caller). `seen` counts matching calls over
-//! all callers and is kept by the library. A rule that `follows` another (`{"rule": 0}`, its place in the list) or a file
-//! (`{"file": PATH}`) matches nothing before that rule has acted or that file is there. The first rule that acts wins.
+//! `call` is one of init, state, tid, lock, checkpoint, restore, unlock. `pid` (as the caller names the
+//! process) and `comm` (of the process called about; of the caller itself for init) are optional filters. The
+//! rule acts from its `nth` matching call on (default 1), `times` times (default for ever). `when` is
+//! `before` (default: the call is not carried out when the action is an error) or `after` (it is carried out,
+//! then the action follows). Actions: `{"error": NAME}`, `{"delay_ms": N}`, `{"transfer_ms": N}` (checkpoint
+//! and restore: the copy takes that long), `"hang"`, `"crash"` (abort the caller). `seen` counts matching
+//! calls over all callers and is kept by the library. A rule that `follows` another (`{"rule": 0}`, its place
+//! in the list) or a file (`{"file": PATH}`) matches nothing before that rule has acted or that file is
+//! there. The first rule that acts wins.
 
 use std::fs::{self, File};
 use std::io;
@@ -270,7 +272,8 @@ mod tests {
     #[test]
     fn counts_survive_between_callers() {
         let state = std::env::temp_dir().join(format!("simgpu-fault-{}", std::process::id()));
-        let text = r#"{"rules":[{"call":"unlock","times":1,"when":"after","action":{"error":"CUDA_ERROR_UNKNOWN"}}]}"#;
+        let text = r#"{"rules":[{"call":"unlock","times":1,"when":"after",
+            "action":{"error":"CUDA_ERROR_UNKNOWN"}}]}"#;
         let script: Script = serde_json::from_str(text).unwrap();
         edit(&state, |current| *current = script).unwrap();
         let acting = consult(&state, Call::Unlock, 1).unwrap().unwrap();

@@ -186,6 +186,40 @@ impl Tree {
             1 => self.child(node, of.name()).and_then(|path| self.entry(path)),
             3 => self.attributes(node, &mut of),
             4 => self.change(node, &mut of),
+            5 | 6 | 8..=12 | 45 => self.name(opcode, node, of),
+            14 => self.open(node, of.u32()),
+            15 => self.read(&mut of),
+            16 => self.write(&mut of),
+            17 => self.room(node),
+            18 => {
+                self.files.remove(&of.u64());
+                Ok(Reply::default())
+            }
+            20 => self
+                .file(of.u64())
+                .and_then(File::sync_all)
+                .map(|()| Reply::default()),
+            // FLUSH, RELEASEDIR, FSYNCDIR.
+            25 | 29 | 30 => Ok(Reply::default()),
+            26 => Ok(Reply::default()
+                .u32(7)
+                .u32(31)
+                .u32(0)
+                .u32(0)
+                .zeros(4)
+                .u32(MAX_WRITE)
+                .u32(1)
+                .zeros(36)),
+            27 => Ok(opened(0)),
+            28 => self.list(node, &mut of),
+            35 => self.create(node, &mut of),
+            _ => Err(Errno::ENOSYS.into()),
+        })
+    }
+
+    /// Reads, makes, renames and removes names.
+    fn name(&mut self, opcode: u32, node: u64, mut of: Fields<'_>) -> io::Result<Reply> {
+        match opcode {
             5 => self
                 .path(node)
                 .and_then(fs::read_link)
@@ -222,34 +256,8 @@ impl Tree {
                     Err(Errno::EINVAL.into())
                 }
             }
-            14 => self.open(node, of.u32()),
-            15 => self.read(&mut of),
-            16 => self.write(&mut of),
-            17 => self.room(node),
-            18 => {
-                self.files.remove(&of.u64());
-                Ok(Reply::default())
-            }
-            20 => self
-                .file(of.u64())
-                .and_then(File::sync_all)
-                .map(|()| Reply::default()),
-            // FLUSH, RELEASEDIR, FSYNCDIR.
-            25 | 29 | 30 => Ok(Reply::default()),
-            26 => Ok(Reply::default()
-                .u32(7)
-                .u32(31)
-                .u32(0)
-                .u32(0)
-                .zeros(4)
-                .u32(MAX_WRITE)
-                .u32(1)
-                .zeros(36)),
-            27 => Ok(opened(0)),
-            28 => self.list(node, &mut of),
-            35 => self.create(node, &mut of),
             _ => Err(Errno::ENOSYS.into()),
-        })
+        }
     }
 
     fn path(&self, node: u64) -> io::Result<PathBuf> {
