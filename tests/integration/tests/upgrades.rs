@@ -3,6 +3,8 @@
 //! With its own shim first, then with firn in that one's place; then a Debian host whose daemon is upgraded
 //! while firn's containers run. Left out where there is no Go. `FIRN_CONTAINERD=v2.2.9` in the environment
 //! takes another release.
+//!
+//! And firn's own upgrade: its programs are replaced while containers run under the shim that was there.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,6 +22,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Where programs hide those of Debian.
 const BIN: &str = "/usr/local/bin";
 const SHIM: &str = "containerd-shim-runc-v2";
+const FIRNS: [&str; 4] = ["containerd-shim-firn-v2", "firn-gpu", "firn-hook", "firn"];
 /// A container that ends with 7 when it is asked to, and counts until then.
 const LIVE: &str = "trap 'exit 7' TERM; i=0; while :; do i=$((i+1)); echo $i >>/log; sleep 0.05; done";
 const GROUP: &str = "io.containerd.runc.v2.group=pod";
@@ -268,10 +271,68 @@ fn containers_survive_an_upgrade_of_containerd_and_shim(platform: Platform) -> R
     upgraded(platform, Before::Stock, "dm-shim")
 }
 
+/// Replaces firn's programs as a package manager does: another file under the same path.
+fn upgrade_firn(host: &GpuHost) -> Result<()> {
+    for name in FIRNS {
+        let path = format!("{BIN}/{name}");
+        let mut program = std::fs::read(host.node().path(&path))?;
+        program.push(0);
+        let copy = tempfile::NamedTempFile::new()?;
+        std::fs::write(copy.path(), program)?;
+        host.node().install(copy.path(), path, 0o755)?;
+    }
+    Ok(())
+}
+
+/// Whether the shim of a container runs the program that is installed now.
+fn is_upgraded(host: &GpuHost, id: &str) -> Result<bool> {
+    let exe = format!("/proc/{}/exe", host.shim_of(id)?.pid);
+    let program = host.node().run(&["readlink", &exe])?.stdout;
+    Ok(!program.trim_end().ends_with("(deleted)"))
+}
+
+/// The shim of before checkpoints with the driver worker of today, the shim of today restores the image, and
+/// cleans up after a shim of before that is killed.
+fn gpu_containers_survive_an_upgrade_of_firn(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "dm-firn", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        let killed = Container::count(host, "killed", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        job.task(&["pause"])?;
+        upgrade_firn(host)?;
+        host.node().restart_containerd()?;
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        ensure!(
+            !is_upgraded(host, "job")?,
+            "the shim of a running container was replaced"
+        );
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.exec(&["true"])?;
+        job.remove()?;
+
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        ensure!(is_upgraded(host, "job")?, "the shim of before was started");
+        copy.goes_on(3)?;
+        copy.checkpoints_again("checkpoint/job")?;
+        copy.remove()?;
+
+        killed.goes_on(1)?;
+        let events = host.watch_events()?;
+        host.kill_shim("killed")?;
+        events.until_deleted(&["killed"])?;
+        killed.forget()?;
+        host.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         containerd_2_3_sees_no_difference [FORKY];
         containers_survive_an_upgrade_of_containerd [FORKY, TRIXIE];
         containers_survive_an_upgrade_of_containerd_and_shim [FORKY, TRIXIE];
+        gpu_containers_survive_an_upgrade_of_firn [FORKY, TRIXIE];
     })
 }
