@@ -1,6 +1,7 @@
 //! `cargo xtask faults`: the fault matrix, as a table.
 
 use std::collections::BTreeMap;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::{Instant, UNIX_EPOCH};
 
@@ -76,8 +77,14 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         }
     };
     if cmd.list {
-        draw(&[]).iter().for_each(|case| println!("{case}"));
-        return Ok(ExitCode::SUCCESS);
+        let names = draw(&[])
+            .iter()
+            .map(|case| format!("{case}\n"))
+            .collect::<String>();
+        return match io::stdout().write_all(names.as_bytes()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+            _ => Ok(ExitCode::SUCCESS),
+        };
     }
     ensure!(
         geteuid().is_root(),

@@ -90,6 +90,27 @@ impl Suite {
         }
     }
 
+    /// Configuration of its containerd for pods: the image of their sandboxes, and CDI devices. Ends within the
+    /// table of [`Self::cri_plugin`].
+    pub fn cri_config(self, sandbox_image: &str) -> String {
+        let cri = self.cri_plugin();
+        match self {
+            Self::Trixie => {
+                format!("[plugins.{cri:?}]\nsandbox_image = {sandbox_image:?}\nenable_cdi = true\n")
+            }
+            Self::Forky => format!(
+                "[plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = {sandbox_image:?}\n\
+                 [plugins.{cri:?}]\n"
+            ),
+        }
+    }
+
+    /// Whether its containerd adds the tables of a drop-in to those of `config.toml`. In the older one a
+    /// plugin's table of a drop-in replaces the whole table.
+    pub fn merges_drop_ins(self) -> bool {
+        self == Self::Forky
+    }
+
     /// `config.toml` of the suite's containerd. Drop-ins go to `/etc/containerd/conf.d`.
     pub(crate) fn containerd_config(self, cri: bool) -> String {
         let version = self.config_version();

@@ -190,18 +190,12 @@ fn configure(node: &Node, suite: Suite) -> Result<()> {
     let cri = suite.cri_plugin();
     // A machine that is a container itself may not lower it.
     let oom = "restrict_oom_score_adj = true\n";
-    match suite {
-        Suite::Forky => {
-            node.write("/etc/containerd/conf.d/firn.toml", shipped)?;
-            let images =
-                format!("[plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = {PAUSE:?}\n");
-            let own = format!("{images}[plugins.{cri:?}]\n{oom}");
-            node.write(CONFIG, base + &own + &named(cri))
-        }
-        Suite::Trixie => {
-            let own = format!("[plugins.{cri:?}]\nsandbox_image = {PAUSE:?}\nenable_cdi = true\n{oom}");
-            let table = shipped.replace("version = 2\n", "");
-            node.write(CONFIG, base + &own + &table + &named(cri))
-        }
+    let own = suite.cri_config(PAUSE) + oom;
+    if suite.merges_drop_ins() {
+        node.write("/etc/containerd/conf.d/firn.toml", shipped)?;
+        node.write(CONFIG, base + &own + &named(cri))
+    } else {
+        let table = shipped.replace("version = 2\n", "");
+        node.write(CONFIG, base + &own + &table + &named(cri))
     }
 }
