@@ -229,7 +229,7 @@ impl GpuHost {
         if !gpus.is_empty() {
             edits.push(&cdi["containerEdits"]);
         }
-        Ok(edits.into_iter().flat_map(by_hand).collect())
+        Ok(edits.into_iter().flat_map(options_of_edits).collect())
     }
 
     /// Options of `ctr run` that every container on this node needs: a v2 node cannot have a controller that
@@ -437,7 +437,7 @@ impl GpuHost {
 }
 
 /// The options of ctr that make these edits of a CDI specification.
-fn by_hand(edits: &Value) -> Vec<String> {
+fn options_of_edits(edits: &Value) -> Vec<String> {
     let list = |key: &str| edits[key].as_array().cloned().unwrap_or_default();
     let devices = list("deviceNodes")
         .into_iter()
