@@ -89,6 +89,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     let out = cmd
         .out
         .unwrap_or_else(|| target.join(format!("suites-{}.tar.xz", cmd.suite)));
+    fs::create_dir_all(&target).context("make the target directory")?;
     let stage = tempfile::tempdir_in(&target)?;
     let (bin, tests) = (stage.path().join("bin"), stage.path().join("tests"));
     for dir in [&bin, &tests, &stage.path().join("node/roots")] {
