@@ -1,4 +1,4 @@
-"""Checkpoints whose way back needs patience: the driver is still copying, or somebody else has taken the GPU's memory."""
+"""Checkpoints whose rollback needs patience: the driver is still copying, or somebody else has taken the GPU's memory."""
 
 import concurrent.futures
 import contextlib

@@ -24,7 +24,7 @@ pub struct Cmd {
     /// Only the cases of `cargo xtask test`
     #[arg(long)]
     quick: bool,
-    /// Only cases whose names contain all of these, as in checkpoint/lock/driver-hang/paused/exit/v2/4
+    /// Only cases whose names contain all of these, as in checkpoint/gpu-lock/driver-hang/paused/exit/v2/4
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
     /// This number of random pairs of faults instead of single faults: the second happens while firn handles

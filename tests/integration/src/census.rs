@@ -24,7 +24,8 @@ const SCRIPT: &str = "
     echo '== cgroups'; find /sys/fs/cgroup -type d
     echo '== sockets'; find /run/containerd/s -type s 2>/dev/null
     echo '== files'; find /run/containerd /run/runc /run/firn /tmp /srv \
-        /var/lib/containerd/io.containerd.runtime.v2.task '(' -path /run/containerd/fifo -o -name 'ctrd-checkpoint*' -o -name rootfs -o \
+        /var/lib/containerd/io.containerd.runtime.v2.task \
+        '(' -path /run/containerd/fifo -o -name 'ctrd-checkpoint*' -o -name rootfs -o \
         -path '/run/containerd/runc/*/checkpoint' ')' -prune -o \
         '!' -name criu-dump.log '!' -name firn-timings.json -print 2>/dev/null
     true";

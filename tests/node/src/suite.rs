@@ -90,8 +90,8 @@ impl Suite {
         }
     }
 
-    /// Configuration of its containerd for pods: the image of their sandboxes, and CDI devices. Ends within the
-    /// table of [`Self::cri_plugin`].
+    /// Configuration of its containerd for pods: the image of their sandboxes, and CDI devices. Ends within
+    /// the table of [`Self::cri_plugin`].
     pub fn cri_config(self, sandbox_image: &str) -> String {
         let cri = self.cri_plugin();
         match self {

@@ -101,13 +101,13 @@ impl Happened {
     }
 
     /// Whether the GPU state may stay with firn until somebody tries again: the driver gave it back at no
-    /// try, or more than one thing has gone wrong on the way back.
+    /// try, or more than one thing has gone wrong in the rollback.
     fn may_suspend(&self) -> bool {
         let permanent = self.faults.iter().any(|fault| fault.is_permanent());
-        let of_the_way_back = |fault: &&Fault| {
+        let of_the_rollback = |fault: &&Fault| {
             fault.is_the_drivers() || matches!(fault, Fault::Panic | Fault::Kill(Victim::Worker))
         };
-        permanent || self.faults.iter().filter(of_the_way_back).count() > 1
+        permanent || self.faults.iter().filter(of_the_rollback).count() > 1
     }
 }
 

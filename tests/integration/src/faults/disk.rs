@@ -78,7 +78,8 @@ impl<'h> Failing<'h> {
             }
             (_, Fault::Io(_)) => {
                 "mkdir -p $MOUNT.back; mount -t tmpfs -o size=2m tmpfs $MOUNT.back
-                free=$(losetup --find); free=${free%% *}; [ -e $free ] || mknod $free b 7 ${free#/dev/loop} || true
+                free=$(losetup --find); free=${free%% *}
+                [ -e $free ] || mknod $free b 7 ${free#/dev/loop} || true
                 truncate -s 8M $MOUNT.back/img; loop=$(losetup --find --show $MOUNT.back/img)
                 busybox mke2fs $loop >/dev/null; mount -o sync -t ext2 $loop $MOUNT; mkdir $MOUNT/to
                 dd if=/dev/zero of=$MOUNT.back/fill bs=4k 2>/dev/null || true"

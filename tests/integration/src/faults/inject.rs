@@ -181,7 +181,8 @@ impl<'h> Injections<'h> {
         self.host.no_faults()?;
         let node = self.host.node();
         let rm = format!(
-            "rm -f {PHASE_FILES} {DIR}/runc-* {DIR}/action-* {DIR}/criu {DIR}/worker {DIR}/struck-* {DIR}/hold-*"
+            "rm -f {PHASE_FILES} {DIR}/runc-* {DIR}/action-* {DIR}/criu {DIR}/worker \
+             {DIR}/struck-* {DIR}/hold-*"
         );
         node.run(&["sh", "-c", &rm]).map(drop)
     }

@@ -90,7 +90,7 @@ enum After {
     Nothing,
 }
 
-/// Everything that can go wrong in this flow, the way back of a checkpoint included.
+/// Everything that can go wrong in this flow, the rollback of a checkpoint included.
 fn can_go_wrong(cases: &[Case], (flow, subject): (Flow, Subject)) -> Vec<FaultAt> {
     let mut found: Vec<FaultAt> = Vec::new();
     for case in cases {
@@ -99,9 +99,9 @@ fn can_go_wrong(cases: &[Case], (flow, subject): (Flow, Subject)) -> Vec<FaultAt
         }
     }
     if flow == Flow::Checkpoint {
-        let in_undo =
+        let in_rollback =
             |fault: &Fault| fault.is_the_drivers() || matches!(fault, Fault::Kill(_) | Fault::Panic);
-        found.extend(faults().into_iter().filter(in_undo).map(|fault| FaultAt {
+        found.extend(faults().into_iter().filter(in_rollback).map(|fault| FaultAt {
             phase: Phase::CheckpointRollback,
             fault,
         }));
@@ -279,7 +279,7 @@ mod tests {
     fn all_that_are_wanted_are_drawn_in_the_end() {
         let wanted = |case: &Case| {
             case.to_string()
-                .starts_with("checkpoint/take/driver-hang-after+undo/")
+                .starts_with("checkpoint/gpu-checkpoint/driver-hang-after+rollback/")
         };
         let mut pairs = Pairs::new(1, wanted);
         let count = pairs.left();
@@ -289,22 +289,22 @@ mod tests {
     }
 
     #[test]
-    fn faults_that_end_a_flow_are_followed_by_those_of_its_way_back_alone() {
+    fn faults_that_end_a_flow_are_followed_by_those_of_its_rollback_alone() {
         let of = |start: &str| -> BTreeSet<Phase> {
             let mut pairs = Pairs::new(1, |case| case.to_string().starts_with(start));
             let all = pairs.draw(usize::MAX);
             all.iter().filter_map(|case| Some(case.second?.phase)).collect()
         };
         assert!(of("checkpoint/inspect/driver-error+").is_empty());
-        assert!(of("checkpoint/dump/kill-shim+").is_empty());
+        assert!(of("checkpoint/criu-dump/kill-shim+").is_empty());
         assert_eq!(
-            of("checkpoint/lock/driver-error+"),
+            of("checkpoint/gpu-lock/driver-error+"),
             [Phase::GpuUnlock, Phase::CheckpointRollback].into()
         );
         assert_eq!(
-            of("restore/criu/criu-error+"),
+            of("restore/criu-restore/criu-error+"),
             [Phase::CriuRestore, Phase::RestoreRollback].into()
         );
-        assert!(of("checkpoint/lock/kill-client+").contains(&Phase::CriuDump));
+        assert!(of("checkpoint/gpu-lock/kill-client+").contains(&Phase::CriuDump));
     }
 }

@@ -19,7 +19,7 @@ const WORK: &str = "/srv/stall/work";
 /// Where a container has it that binds it.
 const INSIDE: &str = "/stall";
 /// In which a checkpoint must be over, whatever hangs: its deadlines, half a minute in which CRIU is waited
-/// for that does not die, the way back, and what is tidied.
+/// for that does not die, the rollback, and what is tidied.
 const OVER: Duration = Duration::from_secs(90);
 /// In which a container must be gone that is killed and deleted.
 const GONE: Duration = Duration::from_secs(15);

@@ -123,9 +123,8 @@ fn sign(dir: &Path) -> Result<()> {
     let body = manifest["body"].take().to_string();
     let (major, minor, needs) = (&manifest["major"], &manifest["minor"], &manifest["needs"]);
     let sha256 = sum(body.as_bytes());
-    let text = format!(
-        r#"{{"format":"firn-checkpoint","major":{major},"minor":{minor},"needs":{needs},"sha256":"{sha256}","body":{body}}}"#
-    );
+    let envelope = format!(r#""major":{major},"minor":{minor},"needs":{needs},"sha256":"{sha256}""#);
+    let text = format!(r#"{{"format":"firn-checkpoint",{envelope},"body":{body}}}"#);
     Ok(fs::write(path, text)?)
 }
 

@@ -49,7 +49,7 @@ while [ -e /run/hold-criu ]; do sleep 0.05; done
 enum Stop {
     /// A call of the driver.
     Driver(&'static str),
-    /// The driver when it is to give back, after it has refused to take.
+    /// The driver in the rollback, after its checkpoint has failed.
     Rollback,
     /// CRIU, before this action of its script.
     Criu(&'static str),
@@ -335,7 +335,8 @@ fn deleted(host: &GpuHost) -> Result<()> {
 
 /// Whether the freezer of a container is on.
 fn freezer(host: &GpuHost, job: &Container<'_>) -> Result<bool> {
-    let look = "for f in /sys/fs/cgroup/freezer/default/job/freezer.state /sys/fs/cgroup/default/job/cgroup.freeze; do \
+    let look = "for f in /sys/fs/cgroup/freezer/default/job/freezer.state \
+                /sys/fs/cgroup/default/job/cgroup.freeze; do \
                 [ -e $f ] && cat $f; done; true";
     let state = host.node().run(&["sh", "-c", look])?.stdout;
     ensure!(!state.is_empty(), "no freezer of {}", job.id());

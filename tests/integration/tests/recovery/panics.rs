@@ -25,7 +25,7 @@ const PANICS: &[(&str, bool, bool)] = &[
     ("gpu-restore", true, true),
 ];
 
-/// firn's own code fails in the middle: a checkpoint is taken back, of a restore nothing is left.
+/// firn's own code fails in the middle: a checkpoint is rolled back, of a restore nothing is left.
 fn code_fails(host: &GpuHost) -> Result<()> {
     let job = count(host)?;
     for &(phase, paused, complete) in PANICS {
@@ -44,8 +44,8 @@ fn code_fails(host: &GpuHost) -> Result<()> {
         job.goes_on(2).context(phase)?;
         image_is(host, complete).context(phase)?;
     }
-    // The way back fails too, once.
-    let output = panics_in(host, "take undo")?;
+    // The rollback fails too, once.
+    let output = panics_in(host, "gpu-checkpoint rollback")?;
     ensure!(output.contains("FIRN-INTERNAL:"), "{output}");
     job.goes_on(2)?;
     image_is(host, false)?;
@@ -69,10 +69,10 @@ fn code_fails(host: &GpuHost) -> Result<()> {
     host.idle()
 }
 
-/// No way back works: what may be without its GPU state does not run on, until one does.
-fn every_way_back_fails(host: &GpuHost) -> Result<()> {
+/// Every rollback fails: a container that may be without its GPU state does not run until one succeeds.
+fn every_rollback_fails(host: &GpuHost) -> Result<()> {
     let job = count(host)?;
-    let output = panics_in(host, "take undo undo")?;
+    let output = panics_in(host, "gpu-checkpoint rollback rollback")?;
     ensure!(output.contains("FIRN-GPU-SUSPENDED:"), "{output}");
     job.stands_still()?;
     // One more, of Resume; the last one works.
@@ -88,7 +88,7 @@ fn every_way_back_fails(host: &GpuHost) -> Result<()> {
 }
 
 /// A restore without GPU has made the processes, fails, and panics when they are to be killed.
-fn a_plain_way_back_fails(host: &GpuHost) -> Result<()> {
+fn a_rollback_without_gpu_fails(host: &GpuHost) -> Result<()> {
     let job = idle_loop(host)?;
     job.checkpoint("checkpoint/plain")?;
     job.remove()?;
@@ -110,7 +110,7 @@ fn a_plain_way_back_fails(host: &GpuHost) -> Result<()> {
 pub fn panics_and_failed_rollbacks_are_recovered(platform: Platform) -> Result<()> {
     on([host(platform, "rc-p", 1)?], |[host]| {
         code_fails(host)?;
-        every_way_back_fails(host)?;
-        a_plain_way_back_fails(host)
+        every_rollback_fails(host)?;
+        a_rollback_without_gpu_fails(host)
     })
 }

@@ -60,8 +60,8 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
     ),
 ];
 
-const SHORT: &str =
-    "[deadlines]\ngpu-lock = \"700ms\"\ngpu-checkpoint = \"1s\"\ngpu-restore = \"1s\"\ngpu-unlock = \"1s\"\n";
+const SHORT: &str = "[deadlines]\ngpu-lock = \"700ms\"\ngpu-checkpoint = \"1s\"\n\
+                     gpu-restore = \"1s\"\ngpu-unlock = \"1s\"\n";
 
 pub fn a_driver_that_fails_a_checkpoint_costs_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "rb-driver", 1)?], |[host]| {
@@ -149,8 +149,9 @@ pub fn a_copy_whose_caller_ends_costs_nothing(platform: Platform) -> Result<()> 
         let copy = COPY.as_millis().to_string();
         let slow = ["--transfer-ms", &copy, "--times", "1"];
 
-        // By a deadline, shorter than the copy, as are those of all other calls of the way back.
-        let short = "[deadlines]\ndiscover = \"1s\"\ngpu-checkpoint = \"1s\"\ngpu-restore = \"1s\"\ngpu-unlock = \"1s\"\n";
+        // By a deadline, shorter than the copy, as are those of all other calls of the rollback.
+        let short = "[deadlines]\ndiscover = \"1s\"\ngpu-checkpoint = \"1s\"\n\
+                     gpu-restore = \"1s\"\ngpu-unlock = \"1s\"\n";
         host.configure(short)?;
         host.fault(&[&["--call", "checkpoint"], &slow[..]].concat())?;
         fails(&job, host, "FIRN-GPU-TIMEOUT")?;

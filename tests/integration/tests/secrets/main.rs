@@ -71,7 +71,8 @@ fn shell(host: &GpuHost, script: &str) -> Result<String> {
 fn readable(host: &GpuHost) -> Result<String> {
     let script = "setpriv --reuid 65534 --regid 65534 --clear-groups \
         find /tmp /var /srv /run -path '*/rootfs' -prune -o \
-        \\( -name '*.img' -o -name firn.json -o -name descriptors.json -o -name '*dump.log' \\) -readable -print 2>/dev/null || true";
+        \\( -name '*.img' -o -name firn.json -o -name descriptors.json -o -name '*dump.log' \\) \
+        -readable -print 2>/dev/null || true";
     shell(host, script)
 }
 
@@ -202,7 +203,8 @@ fn image_files_and_directories_are_roots_alone(platform: Platform) -> Result<()>
         job.goes_on(3)?;
         shell(
             host,
-            "mkdir -m 755 /srv/empty; mkdir -m 1777 /srv/everybodys; mkdir -m 700 /srv/theirs; chown 65534 /srv/theirs",
+            "mkdir -m 755 /srv/empty; mkdir -m 1777 /srv/everybodys; mkdir -m 700 /srv/theirs; \
+             chown 65534 /srv/theirs",
         )?;
         for image in ["/srv/empty", "/srv/everybodys", "/srv/theirs", "/srv/new/image"] {
             checkpoint(host, &job, image)?;
