@@ -1,4 +1,5 @@
-//! GPUs of a node as plain data, how they reach each other, and the protocol between the shim and its driver worker.
+//! GPUs of a node as plain data, how they reach each other, and the protocol between the shim and its driver
+//! worker.
 #![forbid(unsafe_code)]
 
 mod backend;

@@ -1,10 +1,10 @@
 //! The line protocol between the shim and its `firn-gpu` worker.
 //!
-//! One JSON object per line on a stream socket, requests one way, replies the other. The shim writes one request and
-//! reads lines until the [`Reply::Done`] or [`Reply::Failed`] of that request; [`Reply::Process`] lines come before it,
-//! each as soon as the call on that process has returned, so that a shim that cuts the worker off knows which
-//! processes were finished. The worker works on all processes of a request in parallel and keeps no deadline of its
-//! own: the shim does, by killing it.
+//! One JSON object per line on a stream socket, requests one way, replies the other. The shim writes one
+//! request and reads lines until the [`Reply::Done`] or [`Reply::Failed`] of that request; [`Reply::Process`]
+//! lines come before it, each as soon as the call on that process has returned, so that a shim that cuts the
+//! worker off knows which processes were finished. The worker works on all processes of a request in parallel
+//! and keeps no deadline of its own: the shim does, by killing it.
 
 use std::collections::BTreeMap;
 
@@ -37,8 +37,8 @@ pub enum Request {
     /// Bring the GPU state of all back. An empty `pairs` means the same GPUs.
     ///
     /// `needs` is the memory that they had, where it is known. A GPU that has less free is answered with
-    /// [`Reply::NoMemory`], and the driver is not called: it spoils the state of a process whose restore fails for
-    /// want of memory (docs/evidence/gpu-runs.md).
+    /// [`Reply::NoMemory`], and the driver is not called: it spoils the state of a process whose restore
+    /// fails for want of memory (docs/evidence/gpu-runs.md).
     Restore {
         pids: Vec<i32>,
         pairs: Vec<GpuPair>,

@@ -1,7 +1,7 @@
 //! How the GPUs of a node reach each other and the host's memory.
 //!
-//! Read from NVML and sysfs with the inventory, kept in the manifest, compared by the planner. Whatever a driver or a
-//! machine does not tell is absent, and asks nothing of a map.
+//! Read from NVML and sysfs with the inventory, kept in the manifest, compared by the planner. Whatever a
+//! driver or a machine does not tell is absent, and asks nothing of a map.
 
 use std::collections::BTreeMap;
 

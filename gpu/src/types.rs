@@ -1,7 +1,7 @@
 //! The words that every part uses for GPUs and for CUDA processes.
 //!
-//! Owned by this crate, used by `oci` (manifest, grants), `shim`, `cli` and by the worker's line protocol. Plain
-//! data: no I/O here. Sizes are bytes, process ids are those of the pid namespace of whoever asks.
+//! Owned by this crate, used by `oci` (manifest, grants), `shim`, `cli` and by the worker's line protocol.
+//! Plain data: no I/O here. Sizes are bytes, process ids are those of the pid namespace of whoever asks.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -152,7 +152,8 @@ pub struct Gpu {
 pub struct Inventory {
     /// Full driver version, `580.159.04`.
     pub driver_version: String,
-    /// CUDA version of the driver as `cuDriverGetVersion` codes it (13000 is 13.0); 0 when libcuda is missing.
+    /// CUDA version of the driver as `cuDriverGetVersion` codes it (13000 is 13.0); 0 when libcuda is
+    /// missing.
     pub cuda_version: i32,
     /// Whether libcuda has the process checkpoint calls (driver 570 and later).
     pub checkpoint_api: bool,
@@ -161,7 +162,8 @@ pub struct Inventory {
     /// How they reach each other, as far as it is told.
     #[serde(default, skip_serializing_if = "Topology::is_empty")]
     pub topology: Topology,
-    /// The driver's nodes that belong to no single GPU and exist on the host: `/dev/nvidiactl`, `/dev/nvidia-uvm`, ...
+    /// The driver's nodes that belong to no single GPU and exist on the host: `/dev/nvidiactl`,
+    /// `/dev/nvidia-uvm`, ...
     pub common_nodes: Vec<DeviceNode>,
 }
 

@@ -9,14 +9,15 @@ use nix::fcntl::OFlag;
 
 /// Writes `bytes` to `dir/name` through a temporary file in the same directory, and makes both durable.
 ///
-/// The caller is the only writer of that name. The temporary name is fixed, so that what a killed writer has left is
-/// taken over by the next instead of piling up.
+/// The caller is the only writer of that name. The temporary name is fixed, so that what a killed writer has
+/// left is taken over by the next instead of piling up.
 pub fn write(dir: &Path, name: &str, bytes: &[u8], mode: u32) -> io::Result<()> {
     let temporary = dir.join(format!(".{name}.tmp"));
     let result =
         write_new(&temporary, bytes, mode).and_then(|()| std::fs::rename(&temporary, dir.join(name)));
     if result.is_err() {
-        // The first failure is the one to report; what cannot be removed now is overwritten by the next attempt.
+        // The first failure is the one to report; what cannot be removed now is overwritten by the next
+        // attempt.
         let _ = std::fs::remove_file(&temporary);
     }
     result?;

@@ -1,13 +1,14 @@
-//! Bounded reads of files in /proc whose length a process decides: environ is as long as `prctl(PR_SET_MM_MAP)` said,
-//! maps has a line for every mapping. A longer file is an error of the kind [`io::ErrorKind::FileTooLarge`].
+//! Bounded reads of files in /proc whose length a process decides: environ is as long as
+//! `prctl(PR_SET_MM_MAP)` said, maps has a line for every mapping. A longer file is an error of the kind
+//! [`io::ErrorKind::FileTooLarge`].
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::ops::ControlFlow;
 use std::path::Path;
 
-/// Longest file that is read as a whole, and longest environment, in bytes. The kernel itself starts no program with
-/// more than 6 MiB of arguments and environment.
+/// Longest file that is read as a whole, and longest environment, in bytes. The kernel itself starts no
+/// program with more than 6 MiB of arguments and environment.
 pub const WHOLE: u64 = 8 << 20;
 
 /// Longest file that is read line by line and of which nothing is kept.

@@ -1,7 +1,7 @@
 //! Where the cgroup hierarchies of a host are mounted, and where in them a cgroup is.
 //!
-//! As containerd and runc do, a host counts as unified only when `/sys/fs/cgroup` itself is cgroup2; anything else ("hybrid")
-//! is v1.
+//! As containerd and runc do, a host counts as unified only when `/sys/fs/cgroup` itself is cgroup2; anything
+//! else ("hybrid") is v1.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
@@ -80,7 +80,8 @@ pub struct Hierarchies {
 }
 
 impl Hierarchies {
-    /// `unified`: the mount point which makes a host unified. None where no hierarchy could tell containers apart.
+    /// `unified`: the mount point which makes a host unified. None where no hierarchy could tell containers
+    /// apart.
     pub fn from_mounts(entries: &[MountEntry], unified: &Path) -> Option<Self> {
         let mut mounts = BTreeMap::new();
         let hierarchy = |entry: &MountEntry| Hierarchy {
@@ -97,7 +98,8 @@ impl Hierarchies {
             });
         }
         for entry in entries {
-            // A node in a node shows the outer one's mounts too; the one below /sys/fs/cgroup is that of the tools.
+            // A node in a node shows the outer one's mounts too; the one below /sys/fs/cgroup is that of the
+            // tools.
             let preferred = entry.mount_point.starts_with(unified);
             let names: Vec<&str> = match entry.fs_type.as_str() {
                 "cgroup2" => vec![""],

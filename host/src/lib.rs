@@ -1,4 +1,5 @@
-//! The host as the kernel shows it: processes in /proc, cgroup mounts, the mount table; and files replaced as a whole.
+//! The host as the kernel shows it: processes in /proc, cgroup mounts, the mount table; and files replaced as
+//! a whole.
 //!
 //! Nothing here knows of containers' specs, GPUs or checkpoints.
 #![forbid(unsafe_code)]

@@ -11,7 +11,8 @@ use crate::bounded;
 /// The mounts of this thread's namespace.
 const MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
-/// Bytes of such a list at most. A container may make mounts up to the kernel's bound (`fs.mount-max`, 100,000).
+/// Bytes of such a list at most. A container may make mounts up to the kernel's bound (`fs.mount-max`,
+/// 100,000).
 const LONGEST: u64 = 64 << 20;
 
 /// One mount.

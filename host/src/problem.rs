@@ -72,7 +72,8 @@ impl<P: Problem> From<P> for ProblemReport {
     }
 }
 
-/// A problem in one line, as users see it: `FIRN-SPEC-INVALID: spec /b/config.json is not valid JSON. hint: create ...`.
+/// A problem in one line, as users see it:
+/// `FIRN-SPEC-INVALID: spec /b/config.json is not valid JSON. hint: create ...`.
 pub struct ProblemLine<'a>(pub &'a dyn Problem);
 
 impl fmt::Display for ProblemLine<'_> {

@@ -1,6 +1,7 @@
 //! Reader of `/proc/PID/maps`, shared by discovery and preflight.
 //!
-//! Paths are those that the process itself sees, container or not: `/dev/nvidia-uvm`, `/usr/lib/.../libcuda.so.580.1`.
+//! Paths are those that the process itself sees, container or not: `/dev/nvidia-uvm`,
+//! `/usr/lib/.../libcuda.so.580.1`.
 
 use std::io;
 use std::ops::ControlFlow;
@@ -55,8 +56,8 @@ fn hex(digits: &[u8]) -> Option<u64> {
     u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
 }
 
-/// Visits the mappings of process `pid` until told to stop; `None` when the process is gone. Lines of another shape are
-/// passed over.
+/// Visits the mappings of process `pid` until told to stop; `None` when the process is gone. Lines of another
+/// shape are passed over.
 pub fn each(
     proc_root: &Path,
     pid: i32,

@@ -45,7 +45,8 @@ pub fn group(pid: i32) -> Option<i32> {
 /// Whether the working directory of a process is `dir`.
 pub fn is_in(pid: i32, dir: &Path) -> bool {
     let cwd = PathBuf::from(format!("/proc/{pid}/cwd"));
-    // Order matters: what the process is in may be on a file system that hangs, and its name tells most of them apart.
+    // Order matters: what the process is in may be on a file system that hangs, and its name tells most of
+    // them apart.
     if fs::read_link(&cwd).ok() != fs::canonicalize(dir).ok() {
         return false;
     }
@@ -129,8 +130,8 @@ pub fn anonymous(pid: i32) -> u64 {
     bytes("RssAnon:").unwrap_or(0) + bytes("VmSwap:").unwrap_or(0)
 }
 
-/// Bytes of the files that no path leads to any more and that these processes have open or mapped, each file once: CRIU puts them
-/// into the image. Shared memory and memfds are such files, too.
+/// Bytes of the files that no path leads to any more and that these processes have open or mapped, each file
+/// once: CRIU puts them into the image. Shared memory and memfds are such files, too.
 pub fn unlinked(pids: &[i32]) -> u64 {
     let (mut files, mut bytes) = (BTreeSet::new(), 0_u64);
     let dirs = |pid: &i32| ["fd", "map_files"].map(|dir| format!("/proc/{pid}/{dir}"));
@@ -155,7 +156,8 @@ pub fn unlinked(pids: &[i32]) -> u64 {
     bytes
 }
 
-/// How many files without a path are told apart. Those beyond count for nothing: what is known is what is needed at least.
+/// How many files without a path are told apart. Those beyond count for nothing: what is known is what is
+/// needed at least.
 const MOST_UNLINKED: usize = 1 << 18;
 
 /// The mount that an open file is on.
@@ -185,8 +187,8 @@ fn text(task: &str, file: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Which of `places` these processes have something of open, mapped, or as their program and directory, by the paths that they
-/// see themselves; none when one cannot be looked at.
+/// Which of `places` these processes have something of open, mapped, or as their program and directory, by
+/// the paths that they see themselves; none when one cannot be looked at.
 pub fn in_use(pids: &[i32], places: &[PathBuf]) -> Option<Vec<bool>> {
     let mut used = vec![false; places.len()];
     let mut note = |path: &Path| {

@@ -1,7 +1,8 @@
 //! Regular files at places that others have chosen.
 //!
-//! Opening is not harmless: a fifo makes whoever opens it wait, and some devices are set going by it. So what lies there is held
-//! by a handle first, which neither reads nor writes, and opened only when it is known to be a regular file.
+//! Opening is not harmless: a fifo makes whoever opens it wait, and some devices are set going by it. So what
+//! lies there is held by a handle first, which neither reads nor writes, and opened only when it is known to
+//! be a regular file.
 
 use std::fs::File;
 use std::io;

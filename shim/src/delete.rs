@@ -1,8 +1,9 @@
 //! The action `delete`: containerd runs it for a container whose shim is gone, and kills it after 5 s.
 //!
-//! The bundle may be that of another shim (the stock one, an older firn), and the shim may have died anywhere: in the
-//! middle of a dump, of a restore, before the runtime knew the container. So nothing is relied on but the bundle's files;
-//! each step tries, warns on stderr when it fails, and lets the next one try too. What is gone already is no failure.
+//! The bundle may be that of another shim (the stock one, an older firn), and the shim may have died
+//! anywhere: in the middle of a dump, of a restore, before the runtime knew the container. So nothing is
+//! relied on but the bundle's files; each step tries, warns on stderr when it fails, and lets the next one
+//! try too. What is gone already is no failure.
 
 mod strays;
 
@@ -114,9 +115,9 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         recovery.tell();
         recovery.end_programs(KILL_LIMIT).await;
     }
-    // Order matters: a restore that was cut off leaves processes that the runtime does not know, and a frozen cgroup
-    // would keep the runtime waiting, so the processes go first. Then the mount that a cut off restore leaves in the
-    // runtime's state, which would make the runtime's own cleaning fail.
+    // Order matters: a restore that was cut off leaves processes that the runtime does not know, and a frozen
+    // cgroup would keep the runtime waiting, so the processes go first. Then the mount that a cut off restore
+    // leaves in the runtime's state, which would make the runtime's own cleaning fail.
     if let Some(cgroup) = &cgroup {
         let killed = cgroup.kill_all(KILL_LIMIT);
         steps.attempt("kill the container", KILL_LIMIT * 2, killed).await;
@@ -150,8 +151,8 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     }
 }
 
-/// The cgroup that the spec names, when it is this container's alone: its name ends with the id, as containerd's do, and a
-/// restore has not found others in it.
+/// The cgroup that the spec names, when it is this container's alone: its name ends with the id, as
+/// containerd's do, and a restore has not found others in it.
 fn own_cgroup(args: &Args, bundle: &Path, options: &RuncOptions) -> Option<Cgroup> {
     if bundle.join(names::BUNDLE_OTHERS_CGROUP).exists() {
         return None;
@@ -218,7 +219,8 @@ fn remove_dead_socket(bundle: &Path) {
     }
 }
 
-/// Where the shim listened: the file that it wrote itself, or (the stock shim writes none any more) containerd's.
+/// Where the shim listened: the file that it wrote itself, or (the stock shim writes none any more)
+/// containerd's.
 fn address(bundle: &Path) -> Option<String> {
     if let Ok(address) = fs::read_to_string(bundle.join("address")) {
         return Some(address);

@@ -1,11 +1,12 @@
 //! Publishes task events to containerd, in order, and keeps them while containerd is away.
 //!
-//! One worker task owns the connection to `TTRPC_ADDRESS`. It forwards one event at a time and takes the next only
-//! when containerd has acknowledged this one, so the order in which [`Publisher::publish`] was called is the order in
-//! which containerd sees them. Any failure of the connection, of whatever kind, leads to a new connection and the same
-//! event again: an event can arrive twice, it is never lost while the shim lives. Only two things drop an event, and
-//! both are logged: containerd itself refuses it several times, or the queue is full, which drops the oldest (containerd
-//! asks for the state of all tasks when it comes back, so the newest matter most).
+//! One worker task owns the connection to `TTRPC_ADDRESS`. It forwards one event at a time and takes the next
+//! only when containerd has acknowledged this one, so the order in which [`Publisher::publish`] was called is
+//! the order in which containerd sees them. Any failure of the connection, of whatever kind, leads to a new
+//! connection and the same event again: an event can arrive twice, it is never lost while the shim lives.
+//! Only two things drop an event, and both are logged: containerd itself refuses it several times, or the
+//! queue is full, which drops the oldest (containerd asks for the state of all tasks when it comes back, so
+//! the newest matter most).
 
 use std::collections::VecDeque;
 use std::io;
@@ -102,8 +103,8 @@ pub struct Publisher {
 impl Publisher {
     /// Starts the worker on the current tokio runtime.
     ///
-    /// `address` is containerd's ttrpc socket as `TTRPC_ADDRESS` names it: a path, or `unix://` and a path. Without
-    /// an address (a shim started by hand) events go nowhere.
+    /// `address` is containerd's ttrpc socket as `TTRPC_ADDRESS` names it: a path, or `unix://` and a path.
+    /// Without an address (a shim started by hand) events go nowhere.
     pub fn new(address: &str, namespace: &str) -> Self {
         let address = address.strip_prefix("unix://").unwrap_or(address).to_owned();
         if address.is_empty() {

@@ -1,7 +1,7 @@
 //! The log lines that containerd passes on: logfmt, one `write` per line, on stderr.
 //!
-//! The server has the bundle's fifo `log` as stderr ([`redirect_stderr`]), so panic messages take the same way.
-//! A line never blocks the shim: when containerd does not read and the fifo is full, it is lost.
+//! The server has the bundle's fifo `log` as stderr ([`redirect_stderr`]), so panic messages take the same
+//! way. A line never blocks the shim: when containerd does not read and the fifo is full, it is lost.
 
 use std::fmt::{self, Write as _};
 use std::fs::OpenOptions;
@@ -15,8 +15,8 @@ use log::{LevelFilter, Log, Metadata, Record, SetLoggerError};
 
 /// Makes the fifo that containerd reads our standard error.
 ///
-/// It is opened for reading too, so that a containerd that restarts finds the lines of the meantime instead of the
-/// shim finding a broken pipe.
+/// It is opened for reading too, so that a containerd that restarts finds the lines of the meantime instead
+/// of the shim finding a broken pipe.
 pub fn redirect_stderr(fifo: &Path) -> io::Result<()> {
     let fifo = OpenOptions::new()
         .read(true)
@@ -27,7 +27,8 @@ pub fn redirect_stderr(fifo: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends the `log` macros to stderr from now on; `fields` stands at the end of each line, `id=... namespace=...`.
+/// Sends the `log` macros to stderr from now on; `fields` stands at the end of each line,
+/// `id=... namespace=...`.
 pub fn init(debug: bool, fields: String) -> Result<(), SetLoggerError> {
     let level = if debug {
         LevelFilter::Debug

@@ -1,11 +1,13 @@
 //! The shim process proper: one thread that serves the task API on the listener which `start` made.
 //!
-//! Life: adopt the listener, become the subreaper, log to containerd, serve, wait for the Shutdown RPC or a signal,
-//! then end in order: the socket disappears (a new `start` makes its own shim instead of finding a dying one), no
-//! more connections, answers under way, events to containerd. All of that within [`SHUTDOWN_LIMIT`].
+//! Life: adopt the listener, become the subreaper, log to containerd, serve, wait for the Shutdown RPC or a
+//! signal, then end in order: the socket disappears (a new `start` makes its own shim instead of finding a
+//! dying one), no more connections, answers under way, events to containerd. All of that within
+//! [`SHUTDOWN_LIMIT`].
 //!
-//! The service is served under both of its names, `containerd.task.v2.Task` and `containerd.task.v3.Task`, which are
-//! the same on the wire: whichever a daemon of whatever age has on record for this shim, it is understood.
+//! The service is served under both of its names, `containerd.task.v2.Task` and `containerd.task.v3.Task`,
+//! which are the same on the wire: whichever a daemon of whatever age has on record for this shim, it is
+//! understood.
 
 mod accept;
 
@@ -181,8 +183,8 @@ pub async fn serve(
     for table in create_task(service).into_values() {
         services.insert("containerd.task.v2.Task".to_owned(), table);
     }
-    // A service that daemons ask for and that is not here: without a name of its own it would be an invalid argument
-    // instead of an unimplemented method.
+    // A service that daemons ask for and that is not here: without a name of its own it would be an invalid
+    // argument instead of an unimplemented method.
     let absent = ttrpc::r#async::Service {
         methods: HashMap::new(),
         streams: HashMap::new(),

@@ -1,4 +1,5 @@
-//! Keeps docs/reference/waits.md true: every kind of wait in every file of the shim and of the transaction crate stands there, with its deadline.
+//! Keeps docs/reference/waits.md true: every kind of wait in every file of the shim and of the transaction
+//! crate stands there, with its deadline.
 #![allow(
     clippy::unwrap_used,
     reason = "a page or a source that cannot be read is a test that fails"

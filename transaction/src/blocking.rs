@@ -16,8 +16,8 @@ pub enum Left {
     Cancelled,
 }
 
-/// As [`blocking`], but not waited for longer than `limit` and once the container is to end. The work is told by the flag that it
-/// is to stop; where it hangs in the kernel, its thread is left.
+/// As [`blocking`], but not waited for longer than `limit` and once the container is to end. The work is told
+/// by the flag that it is to stop; where it hangs in the kernel, its thread is left.
 pub async fn stoppable<T: Send + 'static>(
     limit: Duration,
     cancel: &CancellationToken,
@@ -46,7 +46,8 @@ impl Drop for Stop {
 /// How long files are waited for that are only tidied away, or read for a message.
 pub const TIDY: Duration = Duration::from_secs(10);
 
-/// As [`blocking`], for what changes nothing but a message or what lies about: nobody waits longer than [`TIDY`] for it.
+/// As [`blocking`], for what changes nothing but a message or what lies about: nobody waits longer than
+/// [`TIDY`] for it.
 pub async fn tidy<T: Default + Send + 'static>(
     what: &'static str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -73,7 +74,8 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stat
     }
 }
 
-/// Boxed, because tokio's own code for a task is compiled once more for each kind of task: a tenth of the shim.
+/// Boxed, because tokio's own code for a task is compiled once more for each kind of task: a tenth of the
+/// shim.
 async fn run(work: Box<dyn FnOnce() + Send>) {
     match tokio::task::spawn_blocking(work)
         .await

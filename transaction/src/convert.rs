@@ -1,7 +1,8 @@
 //! GPUs that a container asks for by a hook or by name become edits of its spec, before the runtime sees it.
 //!
-//! What is asked for is read here, off the spec alone. The edits come from the node's CDI files, which `firn-hook convert`
-//! reads in a process of its own: a parser of YAML has no place in a shim. Its result is looked at again before it is used.
+//! What is asked for is read here, off the spec alone. The edits come from the node's CDI files, which
+//! `firn-hook convert` reads in a process of its own: a parser of YAML has no place in a shim. Its result is
+//! looked at again before it is used.
 
 use std::path::Path;
 use std::process::Command;
@@ -67,14 +68,15 @@ struct Refusal {
 /// What a container is made of.
 pub struct Settled {
     pub spec: Spec,
-    /// The OCI runtime to call instead of NVIDIA's wrapper of it, which has nothing left to do and must not edit the spec.
+    /// The OCI runtime to call instead of NVIDIA's wrapper of it, which has nothing left to do and must not
+    /// edit the spec.
     pub runtime: Option<String>,
     /// Whether it gets GPUs.
     pub gpu: bool,
 }
 
-/// The container's spec, with the GPUs in it that it asks for. One that asks for none is not touched, nor is one that asks in
-/// a way that the operator does not let count.
+/// The container's spec, with the GPUs in it that it asks for. One that asks for none is not touched, nor is
+/// one that asks in a way that the operator does not let count.
 pub async fn settled(
     spec: Spec,
     bundle: &Path,

@@ -1,7 +1,7 @@
 //! The options that a client sends with a task, and the two files in the bundle that keep them for `delete`.
 //!
-//! `options.json` and `runtime` have the form that containerd-shim-runc-v2 gives them, and are read leniently, so
-//! that either shim can clean up after the other.
+//! `options.json` and `runtime` have the form that containerd-shim-runc-v2 gives them, and are read
+//! leniently, so that either shim can clean up after the other.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};

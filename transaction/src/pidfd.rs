@@ -1,5 +1,5 @@
-//! Signals to processes that are no children of the shim: through a descriptor, so that none reaches a stranger that has got
-//! the number of a process that is gone.
+//! Signals to processes that are no children of the shim: through a descriptor, so that none reaches a
+//! stranger that has got the number of a process that is gone.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,7 +8,8 @@ use nix::errno::Errno;
 
 use crate::{procfs, sys};
 
-/// Sends a signal, if `is_meant` says so of the process that has this number when the descriptor is held. Whether it was sent.
+/// Sends a signal, if `is_meant` says so of the process that has this number when the descriptor is held.
+/// Whether it was sent.
 pub fn signal(pid: i32, signal: i32, is_meant: impl FnOnce() -> bool) -> io::Result<bool> {
     send(sys::pidfd_open(pid), pid, signal, is_meant)
 }
@@ -38,8 +39,8 @@ fn send(
 
 /// Whether a process is in the group that `leader`, started at `started`, has made.
 ///
-/// The number of a group is not given away while somebody is in it. A process that has it and is not its leader of then shows
-/// that it was, and that this group is another one.
+/// The number of a group is not given away while somebody is in it. A process that has it and is not its
+/// leader of then shows that it was, and that this group is another one.
 pub fn is_in_group(pid: i32, leader: i32, started: u64) -> bool {
     procfs::group(pid) == Some(leader)
         && procfs::started(pid).is_some_and(|at| at >= started)

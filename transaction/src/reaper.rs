@@ -1,18 +1,19 @@
 //! Owns SIGCHLD and every wait of the process: no other part may call `wait*`, `std::process::Child::wait`,
-//! `Command::output` or `Command::status`. (A child that ends without SIGCHLD is not seen here; its maker waits: see
-//! `mounts::idmap`.)
+//! `Command::output` or `Command::status`. (A child that ends without SIGCHLD is not seen here; its maker
+//! waits: see `mounts::idmap`.)
 //!
-//! Two kinds of exits arrive here. Those of processes spawned through [`Reaper::spawn`] go to their [`Child`]; all
-//! others, the container processes that the kernel handed to us as their subreaper, go to every subscriber in the
-//! order in which they were reaped.
+//! Two kinds of exits arrive here. Those of processes spawned through [`Reaper::spawn`] go to their
+//! [`Child`]; all others, the container processes that the kernel handed to us as their subreaper, go to
+//! every subscriber in the order in which they were reaped.
 //!
 //! Invariants:
-//! - No exit is missed: spawning and registering happen under the lock that reaping takes, and a subscriber that
-//!   exists before a `runc create` is forked sees the exit of whatever that call leaves behind.
+//! - No exit is missed: spawning and registering happen under the lock that reaping takes, and a subscriber
+//!   that exists before a `runc create` is forked sees the exit of whatever that call leaves behind.
 //! - A pid is signalled only while it is not yet reaped, so never a stranger that got the same number.
 //! - Dropping a [`Child`] neither kills it nor leaves a zombie.
 //!
-//! The table is process-wide because waiting is: any number of handles, also of several runtimes (tests), share it.
+//! The table is process-wide because waiting is: any number of handles, also of several runtimes (tests),
+//! share it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -32,10 +33,12 @@ use tokio::sync::watch;
 
 use crate::sys;
 
-/// How much of a command's stdout, and of its stderr, [`Reaper::output`] keeps; the rest is read and thrown away.
+/// How much of a command's stdout, and of its stderr, [`Reaper::output`] keeps; the rest is read and thrown
+/// away.
 pub const OUTPUT_LIMIT: usize = 4 << 20;
 
-/// The largest pipe that the kernel makes for us: the commands' pipes keep the default size, which is smaller.
+/// The largest pipe that the kernel makes for us: the commands' pipes keep the default size, which is
+/// smaller.
 const MAX_PIPE: usize = 1 << 20;
 
 /// How long a killed command may take to disappear before it is left to the reaper.
@@ -89,8 +92,8 @@ impl Reaper {
 
     /// Spawns a helper process that the kernel kills if the shim dies.
     ///
-    /// The kernel watches the calling *thread*: call this on the thread that runs the runtime, never on a blocking
-    /// pool thread, which ends when idle.
+    /// The kernel watches the calling *thread*: call this on the thread that runs the runtime, never on a
+    /// blocking pool thread, which ends when idle.
     pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
         sys::die_with_parent(command);
         self.spawn_surviving(command)
@@ -112,7 +115,8 @@ impl Reaper {
         })
     }
 
-    /// Sends a signal, given as a number, to a process that is nobody's [`Child`] but the kernel's gift to us.
+    /// Sends a signal, given as a number, to a process that is nobody's [`Child`] but the kernel's gift to
+    /// us.
     ///
     /// `ESRCH` for one that was reaped, whoever has its number now.
     pub fn signal(&self, pid: i32, signal: u32) -> Result<(), Errno> {
@@ -133,14 +137,15 @@ impl Reaper {
 
     /// Runs a command to its end and collects what it printed, up to [`OUTPUT_LIMIT`] each.
     ///
-    /// A non-zero exit is not an error. When `limit` passes, the command is killed. Descendants that keep the pipes
-    /// open do not delay the answer.
+    /// A non-zero exit is not an error. When `limit` passes, the command is killed. Descendants that keep the
+    /// pipes open do not delay the answer.
     pub async fn output(&self, command: &mut Command, limit: Duration) -> Result<Output, OutputError> {
         self.output_with_input(command.stdin(Stdio::null()), &[], limit)
             .await
     }
 
-    /// As [`Reaper::output`], with `input` on the command's stdin. Also killed when nobody waits for its output any more.
+    /// As [`Reaper::output`], with `input` on the command's stdin. Also killed when nobody waits for its
+    /// output any more.
     ///
     /// With empty `input` the command's stdin is left as the caller set it.
     pub async fn output_with_input(
@@ -260,7 +265,8 @@ impl Child {
         table.children.contains_key(&self.pid()) && kill(Pid::from_raw(self.pid()), signal).is_ok()
     }
 
-    /// Sends SIGKILL to its process group, which it leads, when it was not reaped yet: until then the number is nobody else's.
+    /// Sends SIGKILL to its process group, which it leads, when it was not reaped yet: until then the number
+    /// is nobody else's.
     pub fn kill_group(&self) {
         let table = table();
         if table.children.contains_key(&self.pid()) {
@@ -348,7 +354,8 @@ impl Pipes {
     }
 }
 
-/// Writes all of `input` and closes the pipe. A command that does not read its input says so by its exit status.
+/// Writes all of `input` and closes the pipe. A command that does not read its input says so by its exit
+/// status.
 async fn feed(stdin: Option<pipe::Sender>, mut input: &[u8]) {
     let Some(stdin) = stdin else { return };
     while !input.is_empty() && stdin.writable().await.is_ok() {
@@ -392,8 +399,8 @@ impl Capture {
         }
     }
 
-    /// Reads what is there without waiting. It asks the pipe itself, not the runtime, whose view of "readable" is as
-    /// old as its last turn.
+    /// Reads what is there without waiting. It asks the pipe itself, not the runtime, whose view of
+    /// "readable" is as old as its last turn.
     fn drain(&mut self) {
         // A descendant may write faster than we read: take no more than a pipe can hold.
         let mut room = MAX_PIPE;

@@ -16,7 +16,8 @@ use nix::sys::signal::Signal;
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Pid, getpid, getppid};
 
-/// Arguments of `PR_SCHED_CORE`, of the width that prctl reads: a new cookie, for the caller, for its process group.
+/// Arguments of `PR_SCHED_CORE`, of the width that prctl reads: a new cookie, for the caller, for its process
+/// group.
 const SCHED_CORE_CREATE: libc::c_ulong = 1;
 const OF_CALLER: libc::c_ulong = 0;
 const PIDTYPE_PGID: libc::c_ulong = 2;
@@ -31,13 +32,15 @@ pub struct Reaped {
 
 /// Reaps one exited child, of whatever kind; `None` when no child has exited or none is left.
 ///
-/// Stops of processes that this process traces are reported too, whatever is asked for; they are taken off the list
-/// and passed over: the tracing thread looks at its tracees itself. The signal is read as a number, because nix's
-/// `WaitStatus` answers `EINVAL`, with the exit lost, for a process killed by a real-time signal.
+/// Stops of processes that this process traces are reported too, whatever is asked for; they are taken off
+/// the list and passed over: the tracing thread looks at its tracees itself. The signal is read as a number,
+/// because nix's `WaitStatus` answers `EINVAL`, with the exit lost, for a process killed by a real-time
+/// signal.
 pub fn reap_any() -> io::Result<Option<Reaped>> {
     loop {
         let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
-        // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores the id.
+        // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores
+        // the id.
         let rc = unsafe { libc::waitid(libc::P_ALL, 0, info.as_mut_ptr(), libc::WEXITED | libc::WNOHANG) };
         if rc != 0 {
             let error = io::Error::last_os_error();
@@ -75,8 +78,8 @@ pub fn reap_any() -> io::Result<Option<Reaped>> {
 pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let arm = move || arm_parent_death(parent);
-    // SAFETY: between fork and exec the closure makes two system calls through nix, allocates nothing, takes no
-    // lock and touches no memory of the parent but the copied `parent`.
+    // SAFETY: between fork and exec the closure makes two system calls through nix, allocates nothing, takes
+    // no lock and touches no memory of the parent but the copied `parent`.
     unsafe { command.pre_exec(arm) };
 }
 
@@ -86,8 +89,8 @@ pub fn make_private_files(command: &mut Command) {
         umask(Mode::from_bits_truncate(0o077));
         Ok(())
     };
-    // SAFETY: between fork and exec the closure makes one system call that cannot fail, allocates nothing, takes no lock
-    // and touches no memory of the parent.
+    // SAFETY: between fork and exec the closure makes one system call that cannot fail, allocates nothing,
+    // takes no lock and touches no memory of the parent.
     unsafe { command.pre_exec(cancel) };
 }
 
@@ -104,8 +107,8 @@ fn arm_parent_death(parent: Pid) -> io::Result<()> {
 ///
 /// Call it once per descriptor, before anything else in the process may open files.
 pub fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: the caller's contract: nobody else in this process owns `fd`. A closed `fd` is found by the fcntl
-    // below; the wrong handle is then released without being closed.
+    // SAFETY: the caller's contract: nobody else in this process owns `fd`. A closed `fd` is found by the
+    // fcntl below; the wrong handle is then released without being closed.
     let owned = unsafe { OwnedFd::from_raw_fd(fd) };
     if let Err(errno) = fcntl(&owned, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
         std::mem::forget(owned);
@@ -116,8 +119,8 @@ pub fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
 
 /// Gives the process group a core scheduling cookie of its own; children inherit it.
 pub fn create_core_sched_group() -> io::Result<()> {
-    // SAFETY: PR_SCHED_CORE takes numbers only, each of the width that prctl reads, and the last one must be 0 for
-    // this command; no memory is passed.
+    // SAFETY: PR_SCHED_CORE takes numbers only, each of the width that prctl reads, and the last one must be
+    // 0 for this command; no memory is passed.
     let rc = unsafe {
         libc::prctl(
             libc::PR_SCHED_CORE,
@@ -161,25 +164,27 @@ pub fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
     Errno::result(rc).map(drop)
 }
 
-/// Sends a stopped tracee on its way with a signal, given as a number (real-time ones are not among nix's `Signal`), or none: 0.
+/// Sends a stopped tracee on its way with a signal, given as a number (real-time ones are not among nix's
+/// `Signal`), or none: 0.
 pub fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
     let nowhere = std::ptr::null_mut::<libc::c_void>();
     let signal =
         std::ptr::without_provenance_mut::<libc::c_void>(usize::try_from(signal).unwrap_or_default());
-    // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A thread that is no
-    // tracee of the caller, and a number that is no signal, are refused.
+    // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A
+    // thread that is no tracee of the caller, and a number that is no signal, are refused.
     Errno::result(unsafe { libc::ptrace(libc::PTRACE_CONT, tid, nowhere, signal) }).map(drop)
 }
 
-/// Whether `pid` is a child of this process that nobody has waited for: alive, or a zombie. Its number is not taken
-/// again while that is so.
+/// Whether `pid` is a child of this process that nobody has waited for: alive, or a zombie. Its number is not
+/// taken again while that is so.
 pub fn is_unreaped_child(pid: i32) -> bool {
     let Ok(id) = libc::id_t::try_from(pid) else {
         return false;
     };
     let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
     let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call; WNOWAIT leaves the child be.
+    // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call; WNOWAIT leaves the
+    // child be.
     id != 0 && unsafe { libc::waitid(libc::P_PID, id, info.as_mut_ptr(), options) } == 0
 }
 
@@ -233,20 +238,22 @@ pub fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopFlags) -
     config.fd = u32::try_from(backing.as_fd().as_raw_fd()).map_err(io::Error::other)?;
     config.flags |= if flags.read_only { READ_ONLY } else { 0 };
     config.flags |= if flags.direct_io { DIRECT_IO } else { 0 };
-    // SAFETY: the request reads one loop_config, which `config` is by layout (see the test) and which outlives the
-    // call; the kernel takes its own reference to `backing`. Descriptors of another kind are refused.
+    // SAFETY: the request reads one loop_config, which `config` is by layout (see the test) and which
+    // outlives the call; the kernel takes its own reference to `backing`. Descriptors of another kind are
+    // refused.
     let rc = unsafe { libc::ioctl(device.as_fd().as_raw_fd(), LOOP_CONFIGURE, &raw const config) };
     Errno::result(rc)?;
     Ok(())
 }
 
-/// A child in a user namespace of its own without any mapping. It sleeps until it is killed or this thread ends.
+/// A child in a user namespace of its own without any mapping. It sleeps until it is killed or this thread
+/// ends.
 ///
 /// It ends without SIGCHLD, so the reaper does not see it: whoever made it waits for it with `__WCLONE`.
 pub fn child_in_user_namespace() -> io::Result<Pid> {
     let parent = getpid();
-    // SAFETY: without a stack and without shared memory clone is a fork: the child goes on here in its own copy. Below
-    // it makes system calls only, allocates nothing and takes no lock.
+    // SAFETY: without a stack and without shared memory clone is a fork: the child goes on here in its own
+    // copy. Below it makes system calls only, allocates nothing and takes no lock.
     let pid = Errno::result(unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_NEWUSER, 0, 0, 0, 0) })?;
     if pid != 0 {
         return i32::try_from(pid).map(Pid::from_raw).map_err(io::Error::other);
@@ -268,8 +275,8 @@ pub fn map_owners(tree: impl AsFd, namespace: impl AsFd) -> io::Result<()> {
         propagation: 0,
         userns_fd,
     };
-    // SAFETY: the path is a string that ends with a zero, and the size is that of the struct, which outlives the call;
-    // descriptors of another kind are refused.
+    // SAFETY: the path is a string that ends with a zero, and the size is that of the struct, which outlives
+    // the call; descriptors of another kind are refused.
     let rc = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -318,7 +325,8 @@ pub mod testing {
             value,
             rest: [0; 12],
         };
-        // SAFETY: the call reads one siginfo_t, of which `info` has the size and the layout, and which outlives the call.
+        // SAFETY: the call reads one siginfo_t, of which `info` has the size and the layout, and which
+        // outlives the call.
         let rc = unsafe { libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, tid, signal, &raw const info) };
         Errno::result(rc).unwrap();
     }
@@ -347,7 +355,8 @@ pub mod testing {
             // One after the other, in the order of their numbers.
             // SAFETY: the mask is that of the action, which outlives the call.
             Errno::result(unsafe { libc::sigfillset(&raw mut action.sa_mask) }).unwrap();
-            // SAFETY: the action outlives the call, and its handler calls nothing that a handler may not call.
+            // SAFETY: the action outlives the call, and its handler calls nothing that a handler may not
+            // call.
             let rc = unsafe { libc::sigaction(*signal, &raw const *action, std::ptr::null_mut()) };
             Errno::result(rc).unwrap();
         }

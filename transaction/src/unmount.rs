@@ -48,7 +48,8 @@ pub enum UnmountError {
 /// How often a busy mount is tried again.
 const BUSY_ATTEMPTS: usize = 50;
 
-/// Pause before a busy mount is tried again: somebody who just looked at it (a scanner, a dying process) is gone then.
+/// Pause before a busy mount is tried again: somebody who just looked at it (a scanner, a dying process) is
+/// gone then.
 const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 /// What to do with a mount that stays busy.
@@ -60,7 +61,8 @@ enum Busy {
     Detach,
 }
 
-/// Unmounts all that is mounted at and below `path`, deepest first; tries all before the first failure is reported.
+/// Unmounts all that is mounted at and below `path`, deepest first; tries all before the first failure is
+/// reported.
 fn tree(path: &Path, busy: Busy) -> Result<(), UnmountError> {
     let unmount = |source| UnmountError::Unmount {
         path: path.to_owned(),
@@ -123,8 +125,8 @@ pub async fn unmount_recursive(path: &Path) -> Result<(), UnmountError> {
     on_thread(move || tree(&path, Busy::Fail)).await
 }
 
-/// Unmounts everything at and below `path` even if it is in use: for what killed programs left behind, before a
-/// directory is deleted. A mount that stays busy disappears from here at once and ends with its last user.
+/// Unmounts everything at and below `path` even if it is in use: for what killed programs left behind, before
+/// a directory is deleted. A mount that stays busy disappears from here at once and ends with its last user.
 pub async fn unmount_below(path: &Path) -> Result<(), UnmountError> {
     let path = path.to_owned();
     on_thread(move || tree(&path, Busy::Detach)).await

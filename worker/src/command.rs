@@ -205,7 +205,8 @@ fn leave_cuda_variables() -> Result<(), CommandError> {
     Err(CommandError::Exec(again.exec()))
 }
 
-/// As a session with the shim would answer. Where the driver does not tell the memory of processes, none has any.
+/// As a session with the shim would answer. Where the driver does not tell the memory of processes, none has
+/// any.
 fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
     let (ours, theirs) = UnixStream::pair().map_err(CommandError::Serve)?;
     thread::spawn(move || serve(theirs, Node::host()));

@@ -1,13 +1,14 @@
 //! Which processes may be CUDA processes, seen from /proc alone.
 //!
-//! The driver is asked only about processes that map a file `libcuda.so*` or a node `/dev/nvidia*`: asking costs tens
-//! of microseconds per process, and a container may have thousands of them. A checkpointed process maps libcuda and no
-//! node. A process escapes this when its libcuda has another file name or none (a copy renamed by the image, a memfd)
-//! and maps no node: it is not running CUDA then, or was checkpointed by somebody else, and CRIU refuses what it cannot
-//! dump, so nothing is lost silently.
+//! The driver is asked only about processes that map a file `libcuda.so*` or a node `/dev/nvidia*`: asking
+//! costs tens of microseconds per process, and a container may have thousands of them. A checkpointed process
+//! maps libcuda and no node. A process escapes this when its libcuda has another file name or none (a copy
+//! renamed by the image, a memfd) and maps no node: it is not running CUDA then, or was checkpointed by
+//! somebody else, and CRIU refuses what it cannot dump, so nothing is lost silently.
 //!
-//! Of these, CUDA processes are those that have a restore thread: the state alone also answers for others. That one has
-//! none is taken from the two answers that a driver was seen to give for such processes, and from no other error.
+//! Of these, CUDA processes are those that have a restore thread: the state alone also answers for others.
+//! That one has none is taken from the two answers that a driver was seen to give for such processes, and
+//! from no other error.
 
 use std::ops::ControlFlow;
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! The node's GPUs: NVML joined with the nodes of the host's /dev.
 //!
-//! A GPU that NVML lists but cannot describe (lost, no permission) is left out and reported on standard error: the
-//! others are still of use, and a container that was granted it will not find it.
+//! A GPU that NVML lists but cannot describe (lost, no permission) is left out and reported on standard
+//! error: the others are still of use, and a container that was granted it will not find it.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};

@@ -1,17 +1,19 @@
-//! firn-gpu, the only program that opens the GPU driver: it serves the shim for one transaction, or prints for people.
+//! firn-gpu, the only program that opens the GPU driver: it serves the shim for one transaction, or prints
+//! for people.
 //!
 //! Rules that the shim relies on:
-//! - `serve --fd N` answers the lines of [`protocol`](firn_gpu::protocol) on a socket that the shim left open as
-//!   descriptor N, one request after the other, all processes of a request in parallel.
-//! - The worker keeps no deadline. It ends at once when the other end of the socket is closed, also while driver calls
-//!   are in flight: the main thread does nothing but read, and the process leaves without the driver's exit handlers,
-//!   which would wait for those calls.
+//! - `serve --fd N` answers the lines of [`protocol`](firn_gpu::protocol) on a socket that the shim left open
+//!   as descriptor N, one request after the other, all processes of a request in parallel.
+//! - The worker keeps no deadline. It ends at once when the other end of the socket is closed, also while
+//!   driver calls are in flight: the main thread does nothing but read, and the process leaves without the
+//!   driver's exit handlers, which would wait for those calls.
 //! - A panic ends the process, so that the shim sees the end of the stream instead of silence.
-//! - Variables that hide GPUs from libcuda or change how it works (`CUDA_VISIBLE_DEVICES`, `CUDA_MPS_...`, in short
-//!   `CUDA_*`) are not for this process: when there are any it runs itself again without them.
-//! - cuInit is not called to ask, lock, checkpoint or unlock: the driver does these without it. It is called before a
-//!   restore, when a GPU that it may go to has persistence mode off or NVML cannot tell (the driver's restore demands
-//!   one or the other), and whenever a call answers `CUDA_ERROR_NOT_INITIALIZED`, which is then repeated.
+//! - Variables that hide GPUs from libcuda or change how it works (`CUDA_VISIBLE_DEVICES`, `CUDA_MPS_...`, in
+//!   short `CUDA_*`) are not for this process: when there are any it runs itself again without them.
+//! - cuInit is not called to ask, lock, checkpoint or unlock: the driver does these without it. It is called
+//!   before a restore, when a GPU that it may go to has persistence mode off or NVML cannot tell (the
+//!   driver's restore demands one or the other), and whenever a call answers `CUDA_ERROR_NOT_INITIALIZED`,
+//!   which is then repeated.
 
 #![deny(unsafe_code)]
 
@@ -47,7 +49,8 @@ fn chain(error: &dyn Error) -> String {
     line
 }
 
-/// A line on standard error, which is the log of whoever started the worker. It may be gone: that is no reason to end.
+/// A line on standard error, which is the log of whoever started the worker. It may be gone: that is no
+/// reason to end.
 fn complain(line: &str) {
     let _ = writeln!(io::stderr(), "firn-gpu: {line}");
 }

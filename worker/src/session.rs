@@ -1,7 +1,7 @@
 //! The session with the shim.
 //!
-//! Two kinds of threads beside the main one, which only reads: one that carries out requests in their order, and, while
-//! a request on processes is in flight, one per process. Replies are whole lines under one lock.
+//! Two kinds of threads beside the main one, which only reads: one that carries out requests in their order,
+//! and, while a request on processes is in flight, one per process. Replies are whole lines under one lock.
 
 use std::collections::BTreeSet;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -31,7 +31,8 @@ enum Line {
     TooLong,
 }
 
-/// Serves `socket` until its other end is closed, and does not wait for calls that are still in the driver then.
+/// Serves `socket` until its other end is closed, and does not wait for calls that are still in the driver
+/// then.
 pub(super) fn serve(socket: UnixStream, node: Node) -> io::Result<()> {
     let replies = Replies {
         socket: Mutex::new(socket.try_clone()?),
@@ -47,7 +48,8 @@ pub(super) fn serve(socket: UnixStream, node: Node) -> io::Result<()> {
     let mut reader = BufReader::new(socket);
     while let Some(line) = read_line(&mut reader)? {
         let last = matches!(line, Line::TooLong);
-        // The receiver lives as long as the process: see the rule about panics in the module head of `worker`.
+        // The receiver lives as long as the process: see the rule about panics in the module head of
+        // `worker`.
         if queue.send(line).is_err() || last {
             break;
         }
@@ -308,8 +310,9 @@ impl Ask<'_> {
         }
     }
 
-    /// Whether this is how the driver tells of a process without CUDA, or the process has ended since it was looked at.
-    /// Whatever else the driver answers says nothing, and a process whose GPU state is passed over is lost with it.
+    /// Whether this is how the driver tells of a process without CUDA, or the process has ended since it was
+    /// looked at. Whatever else the driver answers says nothing, and a process whose GPU state is passed over
+    /// is lost with it.
     fn has_no_cuda(&self, pid: i32, error: &DriverError) -> bool {
         let told = error.call != INIT && matches!(error.code, NOT_INITIALIZED | OPERATING_SYSTEM);
         told || discover::sign(&self.node.proc_root, pid) == Sign::None

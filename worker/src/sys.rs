@@ -36,8 +36,9 @@ pub(crate) struct Library {
 impl Library {
     /// Opens `name` as the dynamic linker finds it.
     pub(crate) fn open(name: &'static str) -> Result<Self, LoadError> {
-        // SAFETY: opening runs the library's initialisers. `name` is one of the two libraries of NVIDIA's user mode
-        // driver, whose initialisers make no demand on the process, and no code here relies on anything they may set.
+        // SAFETY: opening runs the library's initialisers. `name` is one of the two libraries of NVIDIA's
+        // user mode driver, whose initialisers make no demand on the process, and no code here relies on
+        // anything they may set.
         let opened = unsafe { libloading::Library::new(name) };
         let handle = opened.map_err(|source| LoadError::Open {
             library: name,
@@ -54,7 +55,8 @@ impl Library {
     /// # Safety
     /// `T` must be the `extern "C"` function pointer type that the library's header gives `symbol`.
     pub(crate) unsafe fn symbol<T: Copy>(self, symbol: &'static str) -> Result<T, LoadError> {
-        // SAFETY: the caller vouches for the type; the pointer is good for ever because the library is never closed.
+        // SAFETY: the caller vouches for the type; the pointer is good for ever because the library is never
+        // closed.
         let found = unsafe { self.handle.get::<T>(symbol) };
         found.map(|pointer| *pointer).map_err(|source| LoadError::Symbol {
             library: self.name,
@@ -66,9 +68,11 @@ impl Library {
 
 /// The socket that whoever started this process left open as descriptor `fd`.
 ///
-/// `fd` itself stays open, closed on exec: the stream is a duplicate, so that nothing else can own what it owns.
+/// `fd` itself stays open, closed on exec: the stream is a duplicate, so that nothing else can own what it
+/// owns.
 pub(crate) fn inherited_socket(fd: RawFd) -> io::Result<UnixStream> {
-    // SAFETY: F_DUPFD_CLOEXEC makes a new descriptor and changes nothing else; it fails for one that is not open.
+    // SAFETY: F_DUPFD_CLOEXEC makes a new descriptor and changes nothing else; it fails for one that is not
+    // open.
     let duplicate = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
     if duplicate == -1 {
         return Err(io::Error::last_os_error());
@@ -86,7 +90,8 @@ pub(crate) fn inherited_socket(fd: RawFd) -> io::Result<UnixStream> {
 
 /// Ends the process without the exit handlers that the driver's libraries registered.
 ///
-/// They wait for calls that other threads still have in the driver, and the worker ends exactly when such calls hang.
+/// They wait for calls that other threads still have in the driver, and the worker ends exactly when such
+/// calls hang.
 pub(crate) fn leave(code: u8) -> ! {
     // SAFETY: _exit has no precondition; nothing buffered is lost because callers flush what they print.
     unsafe { libc::_exit(i32::from(code)) }

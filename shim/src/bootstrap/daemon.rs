@@ -1,9 +1,9 @@
 //! Finds out whether the daemon that runs `start` can read a reply of version 3.
 //!
-//! Daemons before 2.3 give a shim nothing to tell them apart by: same flags, same environment (MAX_SHIM_VERSION is "2"
-//! in all of them), same files in the bundle. So the daemon is asked, by the one call that all of them answer:
-//! `containerd.services.version.v1.Version/Version` on its gRPC socket. Whatever goes wrong is a "no", which is always
-//! safe: every daemon reads the plain reply.
+//! Daemons before 2.3 give a shim nothing to tell them apart by: same flags, same environment
+//! (MAX_SHIM_VERSION is "2" in all of them), same files in the bundle. So the daemon is asked, by the one
+//! call that all of them answer: `containerd.services.version.v1.Version/Version` on its gRPC socket.
+//! Whatever goes wrong is a "no", which is always safe: every daemon reads the plain reply.
 
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,8 @@ use protobuf::CodedInputStream;
 
 use super::http2;
 
-/// How long the daemon may take to answer. It answers in a millisecond or two; a shim that gave up too early works as
-/// well, with one more `start` per container of a pod.
+/// How long the daemon may take to answer. It answers in a millisecond or two; a shim that gave up too early
+/// works as well, with one more `start` per container of a pod.
 const LIMIT: Duration = Duration::from_millis(500);
 const METHOD: &str = "/containerd.services.version.v1.Version/Version";
 /// First daemon that takes a version 3.

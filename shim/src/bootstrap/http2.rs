@@ -1,6 +1,8 @@
-//! Just enough HTTP/2 for one gRPC call without arguments over a unix socket: RFC 9113, RFC 7541 with literals only.
+//! Just enough HTTP/2 for one gRPC call without arguments over a unix socket: RFC 9113, RFC 7541 with
+//! literals only.
 //!
-//! Everything that the server sends but the first message of the answer is skipped, so no header has to be decoded.
+//! Everything that the server sends but the first message of the answer is skipped, so no header has to be
+//! decoded.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -153,8 +153,8 @@ mod tests {
     fn describe_with(script: &str) -> (RuntimeInfo, Any) {
         let dir = tempfile::tempdir().unwrap();
         let binary = dir.path().join("runtime");
-        // Written by another process: a file that any thread of this one had open for writing, and so a child that
-        // is being forked, could not be executed.
+        // Written by another process: a file that any thread of this one had open for writing, and so a child
+        // that is being forked, could not be executed.
         let mut write = Command::new("/bin/sh");
         write.args(["-c", "cat > $0 && chmod 755 $0"]).arg(&binary);
         let script = format!("#!/bin/sh\n{script}\n");

@@ -1,8 +1,8 @@
 //! What `start` reads and what it prints, for every daemon that there is.
 //!
-//! containerd 2.3 and later send `BootstrapParams`, earlier ones the options as an `Any`, or nothing. An `Any` with
-//! options can also be read as `BootstrapParams` (both begin with two length-delimited fields), hence the check that the
-//! message names the same task as the command line.
+//! containerd 2.3 and later send `BootstrapParams`, earlier ones the options as an `Any`, or nothing. An
+//! `Any` with options can also be read as `BootstrapParams` (both begin with two length-delimited fields),
+//! hence the check that the message names the same task as the command line.
 
 use std::path::PathBuf;
 
@@ -202,7 +202,8 @@ mod tests {
     fn params_of_another_task_are_no_params() {
         let mut stranger = params();
         stranger.instance_id = "c2".into();
-        // Field 3 is no length-delimited one, so this is no `Any` with options either: it is read as an empty one.
+        // Field 3 is no length-delimited one, so this is no `Any` with options either: it is read as an empty
+        // one.
         let request = Request::read(&args(), &stranger.write_to_bytes().unwrap()).unwrap();
         assert_eq!(request.form, Form::Legacy);
     }

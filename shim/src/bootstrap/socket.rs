@@ -1,4 +1,5 @@
-//! The shim's socket: its name, which containerd and Go's shim compute in the same way, and who gets to own it.
+//! The shim's socket: its name, which containerd and Go's shim compute in the same way, and who gets to own
+//! it.
 
 use std::fmt::Write;
 use std::fs::{self, DirBuilder, File, Permissions};
@@ -81,7 +82,8 @@ pub(super) fn claim(path: &Path) -> Result<Socket, SocketError> {
         .mode(0o700)
         .create(dir)
         .map_err(fail("make", dir))?;
-    // Held until the end of this function: of two that find a dead socket, the second must see the first one's.
+    // Held until the end of this function: of two that find a dead socket, the second must see the first
+    // one's.
     let _lock = lock(dir)?;
 
     let listener = match UnixListener::bind(path) {

@@ -1,7 +1,8 @@
 //! The action `start`: a socket, a server that inherits it, and the reply that tells containerd where it is.
 //!
-//! The containers of a pod share one shim: when the group's socket is served already, its address is the reply and
-//! nothing is started. When anything fails after the socket was made, socket and server are gone again.
+//! The containers of a pod share one shim: when the group's socket is served already, its address is the
+//! reply and nothing is started. When anything fails after the socket was made, socket and server are gone
+//! again.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};

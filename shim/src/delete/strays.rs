@@ -1,4 +1,5 @@
-//! Processes that live in the container's root file system, in whatever cgroup, whether the runtime knows them or not.
+//! Processes that live in the container's root file system, in whatever cgroup, whether the runtime knows
+//! them or not.
 
 use std::path::Path;
 use std::time::Duration;
@@ -38,8 +39,8 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
     }
 }
 
-/// The directory, when something is mounted there that is not the host's own root: an empty directory, or a container that runs
-/// on the host's root, says nothing about who belongs to it.
+/// The directory, when something is mounted there that is not the host's own root: an empty directory, or a
+/// container that runs on the host's root, says nothing about who belongs to it.
 fn root_of_its_own(rootfs: &Path) -> Option<Identity> {
     let (own, host) = (identity(rootfs)?, identity(Path::new("/"))?);
     let parent = identity(rootfs.parent()?)?;

@@ -77,8 +77,8 @@ impl Options {
         }
     }
 
-    /// Whether a bind mount needs a second call: the first one takes over the flags of its source. As with the stock
-    /// shim, other flags count for a read-only bind alone.
+    /// Whether a bind mount needs a second call: the first one takes over the flags of its source. As with
+    /// the stock shim, other flags count for a read-only bind alone.
     pub(super) fn restricts_bind(&self) -> bool {
         self.flags.contains(MsFlags::MS_BIND | MsFlags::MS_RDONLY)
     }

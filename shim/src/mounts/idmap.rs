@@ -1,8 +1,8 @@
-//! Mounts that show other owners than their files have (options `uidmap` and `gidmap`). On a thread of their own: see
-//! `mounts`.
+//! Mounts that show other owners than their files have (options `uidmap` and `gidmap`). On a thread of their
+//! own: see `mounts`.
 //!
-//! The kernel takes the mapping from a user namespace, which only a process can make. It maps a mount as long as that is
-//! not attached, so each is cloned first.
+//! The kernel takes the mapping from a user namespace, which only a process can make. It maps a mount as long
+//! as that is not attached, so each is cloned first.
 
 use std::fs::{self, File};
 use std::io;
@@ -62,8 +62,8 @@ impl Mapping {
         Ok(tree)
     }
 
-    /// Calls `mount_overlay` where the overlay's layers have the mapping. Gives what it has mounted at `target`, to be
-    /// attached there.
+    /// Calls `mount_overlay` where the overlay's layers have the mapping. Gives what it has mounted at
+    /// `target`, to be attached there.
     ///
     /// That is in another mount namespace: no one else sees the mapped layers, and they go with it.
     pub(super) fn overlay(

@@ -1,11 +1,11 @@
 //! Mounts the root file system that containerd describes, and takes mounts away again.
 //!
-//! All of it runs on threads made for one call, each with a working directory of its own: an overlay with many layers
-//! is mounted by relative paths, and a mount that hangs (a network file system) hangs no one else. What a helper program
-//! mounts is left to that, a child of the shim's main thread.
+//! All of it runs on threads made for one call, each with a working directory of its own: an overlay with
+//! many layers is mounted by relative paths, and a mount that hangs (a network file system) hangs no one
+//! else. What a helper program mounts is left to that, a child of the shim's main thread.
 //!
-//! Invariants: a call that fails to mount leaves nothing mounted. Unmounting may be repeated, and what is not there
-//! is no error. Nothing here follows a link out of the root file system.
+//! Invariants: a call that fails to mount leaves nothing mounted. Unmounting may be repeated, and what is not
+//! there is no error. Nothing here follows a link out of the root file system.
 
 mod flags;
 #[cfg(any(test, fuzzing))]

@@ -1,12 +1,12 @@
-//! Keeps the options of an overlay below the page that the kernel takes, by naming its layers from their common
-//! directory. No I/O.
+//! Keeps the options of an overlay below the page that the kernel takes, by naming its layers from their
+//! common directory. No I/O.
 
 use std::path::{Path, PathBuf};
 
 const LOWER: &str = "lowerdir=";
 
-/// Shortens the layers' names in `options`. Gives the directory from which the names count then; none when nothing
-/// is gained. Upper and work directory keep their full names.
+/// Shortens the layers' names in `options`. Gives the directory from which the names count then; none when
+/// nothing is gained. Upper and work directory keep their full names.
 pub(super) fn compact(options: &mut [String]) -> Option<PathBuf> {
     let option = options.iter_mut().find(|option| option.starts_with(LOWER))?;
     let layers = split(option.strip_prefix(LOWER)?);

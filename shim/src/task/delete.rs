@@ -17,8 +17,8 @@ use firn_transaction::container::{Action, Container, InitState, Process};
 use firn_transaction::reaper::Exit;
 use firn_transaction::stdio::Patience;
 
-/// How long a client that does not read, or one that reads slowly, may delay a delete; below the 10 s after which CRI
-/// gives up.
+/// How long a client that does not read, or one that reads slowly, may delay a delete; below the 10 s after
+/// which CRI gives up.
 const DRAIN: Patience = Patience {
     idle: Duration::from_secs(2),
     limit: Duration::from_secs(8),
@@ -29,7 +29,8 @@ pub(super) async fn delete(
     request: DeleteRequest,
 ) -> Result<DeleteResponse, TaskError> {
     if request.exec_id.is_empty() {
-        // containerd does not tell that its client has gone in the middle of a Create: it deletes and shuts down.
+        // containerd does not tell that its client has gone in the middle of a Create: it deletes and shuts
+        // down.
         service.abandon(&request.id);
     }
     let container = service.container(&request.id)?;
@@ -131,8 +132,8 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
 /// How long the freezer of a container without processes may take to be turned off.
 const THAW: Duration = Duration::from_secs(2);
 
-/// The runtime takes a frozen cgroup for a paused container, which it does not delete, also when nobody is left in it. Who was
-/// about to freeze a container when it was killed leaves one.
+/// The runtime takes a frozen cgroup for a paused container, which it does not delete, also when nobody is
+/// left in it. Who was about to freeze a container when it was killed leaves one.
 async fn thaw(container: &Container) {
     let thawed = async {
         let cgroup = container.cgroup()?;

@@ -72,8 +72,8 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
     });
 }
 
-/// A restore was cut off by who has the client's word that the container ends. There was no init that could have run, but
-/// whoever waits for its end has to hear of one.
+/// A restore was cut off by who has the client's word that the container ends. There was no init that could
+/// have run, but whoever waits for its end has to hear of one.
 pub(super) async fn restore_killed(service: &Service, container: &Container) {
     container.set_init_gone();
     container.init.begin();

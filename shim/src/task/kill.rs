@@ -82,8 +82,8 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
     }
 }
 
-/// Has the runtime send a signal. When init is dead of a SIGKILL the runtime is not waited for: runc may look for 10 s whether
-/// one that was paused is frozen.
+/// Has the runtime send a signal. When init is dead of a SIGKILL the runtime is not waited for: runc may look
+/// for 10 s whether one that was paused is frozen.
 async fn signal_init(container: &Arc<Container>, signal: u32, all: bool) -> Result<(), RuncError> {
     let pid = container.init.pid();
     let was_alive = procfs::is_alive(pid);
@@ -106,8 +106,9 @@ async fn signal_init(container: &Arc<Container>, signal: u32, all: bool) -> Resu
     }
 }
 
-/// Sees to it that a SIGKILL which was acknowledged ends init. With cgroup v1 none that is frozen does: the runtime thaws it
-/// when it kills, and a pause, a checkpoint or an update that is under way may freeze it once more.
+/// Sees to it that a SIGKILL which was acknowledged ends init. With cgroup v1 none that is frozen does: the
+/// runtime thaws it when it kills, and a pause, a checkpoint or an update that is under way may freeze it
+/// once more.
 fn see_to_the_end(container: &Arc<Container>) {
     if !container.cgroup().is_ok_and(|cgroup| cgroup.is_v1()) {
         return;
@@ -150,7 +151,8 @@ async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
     }
 }
 
-/// Kills a suspended container. Frozen as it is, a signal alone would not end it with cgroup v1; no thread runs again.
+/// Kills a suspended container. Frozen as it is, a signal alone would not end it with cgroup v1; no thread
+/// runs again.
 pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
     // A resume that is under way is not wanted any more.
     drop(container.cancel_transaction());

@@ -1,7 +1,7 @@
 //! The task service: one file per verb, each a function over [`Service`].
 //!
-//! ttrpc drops a handler when its client goes away or its deadline passes, so every verb runs in a task of its own and
-//! the handler only waits for it: nothing is left half done by a client.
+//! ttrpc drops a handler when its client goes away or its deadline passes, so every verb runs in a task of
+//! its own and the handler only waits for it: nothing is left half done by a client.
 
 mod checkpoint;
 mod create;

@@ -42,7 +42,8 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
         checkpoint::resume(&container, &service.reaper).await?;
         return Ok(resumed(service, &container));
     }
-    // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off or on.
+    // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off
+    // or on.
     let freezer = freezer(&container);
     if container.state() == InitState::Running && freezer == Some(FreezerState::Frozen) {
         container.set_state(InitState::Paused);

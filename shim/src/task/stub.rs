@@ -1,4 +1,5 @@
-//! The task service over a runtime that is a shell script, for tests. Processes of its container are real ones.
+//! The task service over a runtime that is a shell script, for tests. Processes of its container are real
+//! ones.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -54,7 +55,8 @@ impl Stub {
             "#!/bin/sh\ncd {} && shift 6 && echo \"$*\" >>calls && pid=$(cat pid)\n[ ! -e $1 ] || . ./$1\n",
             dir.path().display()
         );
-        // Another process writes it: who is forked here at that moment would keep it open, and what is written is not run.
+        // Another process writes it: who is forked here at that moment would keep it open, and what is
+        // written is not run.
         let mut write = Command::new("sh");
         write.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]);
         write.arg(dir.path().join("runtime"));

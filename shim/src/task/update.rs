@@ -8,8 +8,9 @@ use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 use super::{Service, TaskError};
 use firn_transaction::container::Action;
 
-/// How long an update waits for another operation. The kubelet gives the call 2 minutes, of which the runtime may take one, and
-/// tries again after an error; a call that it has given up must not change the limits later.
+/// How long an update waits for another operation. The kubelet gives the call 2 minutes, of which the runtime
+/// may take one, and tries again after an error; a call that it has given up must not change the limits
+/// later.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -> Result<Empty, TaskError> {

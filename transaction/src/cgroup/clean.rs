@@ -52,8 +52,8 @@ impl Cgroup {
                 log::warn!("cannot kill process {pid} of {}: {error}", dir.display());
             }
         }
-        // Order matters: signals sent to a frozen v1 cgroup hit before its processes can fork once more. Those of a v2 one
-        // die frozen, and the runtime takes what is left for paused and does not delete it.
+        // Order matters: signals sent to a frozen v1 cgroup hit before its processes can fork once more.
+        // Those of a v2 one die frozen, and the runtime takes what is left for paused and does not delete it.
         if self.version == Version::V2 || self.dir("freezer").is_some() {
             match self.thaw(PAUSE).await {
                 Err(error @ CgroupError::ThawTimeout { .. }) => log::debug!("{error}"),

@@ -1,8 +1,8 @@
 //! The freezer: stops and continues all processes of a cgroup at once, without signals.
 //!
-//! All calls may be repeated, and end in a known state: a [`Cgroup::freeze`] that does not succeed in time thaws what it
-//! froze, a [`Cgroup::keep_frozen`] leaves the cgroup freezing: each thread stops as soon as it can.
-//! A future dropped half way leaves the cgroup freezing; whoever drops it thaws.
+//! All calls may be repeated, and end in a known state: a [`Cgroup::freeze`] that does not succeed in time
+//! thaws what it froze, a [`Cgroup::keep_frozen`] leaves the cgroup freezing: each thread stops as soon as it
+//! can. A future dropped half way leaves the cgroup freezing; whoever drops it thaws.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,8 +18,8 @@ const FASTEST: Duration = Duration::from_millis(1);
 /// Longest pause between two looks at the state.
 const SLOWEST: Duration = Duration::from_millis(16);
 
-/// v1 may never finish freezing a cgroup in which processes keep appearing. After this time it is thawed for a moment,
-/// which lets the fork that it missed pass.
+/// v1 may never finish freezing a cgroup in which processes keep appearing. After this time it is thawed for
+/// a moment, which lets the fork that it missed pass.
 const V1_KICK: Duration = Duration::from_millis(500);
 
 /// How long v1 is thawed then.
@@ -64,7 +64,8 @@ impl Cgroup {
         frozen
     }
 
-    /// Freezes processes of which none may run: never thaws, not even for the moment that helps a v1 freezer on.
+    /// Freezes processes of which none may run: never thaws, not even for the moment that helps a v1 freezer
+    /// on.
     pub async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
         self.try_freeze(&self.own_freezer_dir()?, limit, Kick::Never)
             .await
@@ -158,8 +159,8 @@ fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
     let gone = || CgroupError::Gone { path: dir.to_owned() };
     let events = FlatKeyed::read(&dir.join("cgroup.events"))?.ok_or_else(gone)?;
     let asked = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
-    // A kernel that thaws a cgroup whose last process has gone, while those of a cgroup below are dying, says for ever that it is
-    // frozen (seen with 6.18).
+    // A kernel that thaws a cgroup whose last process has gone, while those of a cgroup below are dying, says
+    // for ever that it is frozen (seen with 6.18).
     let is_forgotten = events.get("populated") == 0 && asked == 0;
     if events.get("frozen") == 1 && !is_forgotten {
         return Ok(if is_frozen_below(dir)? {
@@ -175,8 +176,8 @@ fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
     })
 }
 
-/// Whether all cgroups below with processes in them are frozen: the kernel tells that a cgroup is, as soon as its own
-/// processes are.
+/// Whether all cgroups below with processes in them are frozen: the kernel tells that a cgroup is, as soon as
+/// its own processes are.
 fn is_frozen_below(dir: &Path) -> Result<bool, CgroupError> {
     for child in read::children(dir)? {
         // One without the file has gone meanwhile.

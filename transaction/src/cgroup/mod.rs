@@ -1,10 +1,11 @@
 //! The cgroup of a container: where it is, who is in it, what it used, and the freezer.
 //!
-//! A cgroup is one directory on a unified host and one per hierarchy on a v1 host. As containerd and runc do, a host
-//! counts as unified only when `/sys/fs/cgroup` itself is cgroup2; anything else ("hybrid") is v1.
+//! A cgroup is one directory on a unified host and one per hierarchy on a v1 host. As containerd and runc do,
+//! a host counts as unified only when `/sys/fs/cgroup` itself is cgroup2; anything else ("hybrid") is v1.
 //!
-//! Invariants: nothing here creates a cgroup; no call that freezes, kills or removes ever acts on the root of a
-//! hierarchy, on a cgroup that this process is in, or on a hierarchy in which the container has no cgroup of its own.
+//! Invariants: nothing here creates a cgroup; no call that freezes, kills or removes ever acts on the root of
+//! a hierarchy, on a cgroup that this process is in, or on a hierarchy in which the container has no cgroup
+//! of its own.
 
 mod clean;
 mod freezer;
@@ -199,7 +200,8 @@ impl Cgroup {
         locate::by_spec(locate::host()?, cgroups_path, id, systemd)
     }
 
-    /// v2: has the cgroups above hand on every controller that they have themselves, as far as the kernel allows.
+    /// v2: has the cgroups above hand on every controller that they have themselves, as far as the kernel
+    /// allows.
     pub fn enable_controllers(&self) {
         let Some(place) = self.places.get("").filter(|_| self.version == Version::V2) else {
             return;
@@ -229,7 +231,8 @@ impl Cgroup {
         self.primary().is_some_and(|place| place.dir().is_dir())
     }
 
-    /// All processes in the cgroup and below, as this process's pid namespace numbers them. None when it is gone.
+    /// All processes in the cgroup and below, as this process's pid namespace numbers them. None when it is
+    /// gone.
     pub fn pids(&self) -> Result<Vec<i32>, CgroupError> {
         let mut pids = BTreeSet::new();
         if let Some(place) = self.primary() {
@@ -263,7 +266,8 @@ impl Cgroup {
         }
     }
 
-    /// Directories of the container's own cgroup: one per hierarchy in which it has the same place as in the primary.
+    /// Directories of the container's own cgroup: one per hierarchy in which it has the same place as in the
+    /// primary.
     fn own_dirs(&self) -> Result<BTreeSet<PathBuf>, CgroupError> {
         let primary = self.own()?;
         Ok(self

@@ -97,7 +97,8 @@ impl OomWatch {
         }
     }
 
-    /// Waits for the next time that memory runs out; none once the cgroup has ended. May be dropped and called again.
+    /// Waits for the next time that memory runs out; none once the cgroup has ended. May be dropped and
+    /// called again.
     pub async fn recv(&self) -> Option<()> {
         while !self.ended.load(Ordering::Relaxed) {
             let happened = match &self.source {

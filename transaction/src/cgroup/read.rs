@@ -13,7 +13,8 @@ pub const MAX: u64 = u64::MAX;
 pub fn text(path: &Path) -> Result<Option<String>, CgroupError> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
-        // Some files exist and have nothing to say: EOPNOTSUPP without the feature, ENODEV once the cgroup is removed.
+        // Some files exist and have nothing to say: EOPNOTSUPP without the feature, ENODEV once the cgroup is
+        // removed.
         Err(error)
             if error.kind() == io::ErrorKind::NotFound
                 || matches!(error.raw_os_error(), Some(libc::ENODEV | libc::EOPNOTSUPP)) =>
@@ -103,7 +104,8 @@ pub fn device(text: &str) -> Option<(u64, u64)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// The sizes of huge pages of the host, from directories `hugepages-2048kB`, as cgroup files name them: `2MB`.
+/// The sizes of huge pages of the host, from directories `hugepages-2048kB`, as cgroup files name them:
+/// `2MB`.
 pub fn page_sizes(dir: &Path) -> Result<Vec<String>, CgroupError> {
     let size = |path: &PathBuf| {
         let name = path.file_name()?.to_str()?;

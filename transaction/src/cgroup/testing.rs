@@ -1,5 +1,5 @@
-//! Cgroups for tests: real ones with real processes, on every hierarchy that this host has, and such as are made of plain files.
-//! Needs root; each test makes cgroups of its own and removes them.
+//! Cgroups for tests: real ones with real processes, on every hierarchy that this host has, and such as are
+//! made of plain files. Needs root; each test makes cgroups of its own and removes them.
 
 use std::cell::Cell;
 use std::fs;

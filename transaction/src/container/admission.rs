@@ -15,7 +15,8 @@ pub enum InitState {
     Pausing,
     /// The freezer is on.
     Paused,
-    /// The freezer is on: the GPU state of the processes is in their memory and could not be given back. Resume tries again.
+    /// The freezer is on: the GPU state of the processes is in their memory and could not be given back.
+    /// Resume tries again.
     Suspended,
     /// Init has ended.
     Stopped,
@@ -45,7 +46,8 @@ pub struct NotAllowed {
 impl fmt::Display for NotAllowed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { action, state } = self;
-        // A client that is told so has come while the freezer was being turned on, and looks again when it is.
+        // A client that is told so has come while the freezer was being turned on, and looks again when it
+        // is.
         let state = if *state == InitState::Pausing {
             &InitState::Paused
         } else {

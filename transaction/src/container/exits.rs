@@ -1,11 +1,13 @@
 //! Which process an exit belongs to.
 //!
-//! A container's processes are children of a runtime that has ended, so the reaper reports them by pid alone, and may
-//! report one before the call that started it has told its pid. [`Exits::expect`] is therefore taken before every
-//! runtime call that may start a process: it notes the exits that nobody claims, for [`Expectation::claim`].
+//! A container's processes are children of a runtime that has ended, so the reaper reports them by pid alone,
+//! and may report one before the call that started it has told its pid. [`Exits::expect`] is therefore taken
+//! before every runtime call that may start a process: it notes the exits that nobody claims, for
+//! [`Expectation::claim`].
 //!
-//! A pid can be taken again while such a call takes its time, and before the exit of its former owner was handled. A
-//! process that is our child and not reaped yet has not ended, whatever was reported of its number before.
+//! A pid can be taken again while such a call takes its time, and before the exit of its former owner was
+//! handled. A process that is our child and not reaped yet has not ended, whatever was reported of its number
+//! before.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

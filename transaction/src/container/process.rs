@@ -82,7 +82,8 @@ impl Process {
         *lock(&self.pid) = pid;
     }
 
-    /// How it ended; absent while it has not, and when it was never started. One that was killed before it had a pid has ended.
+    /// How it ended; absent while it has not, and when it was never started. One that was killed before it
+    /// had a pid has ended.
     pub fn exit(&self) -> Option<Exit> {
         self.exit
             .borrow()
@@ -94,7 +95,8 @@ impl Process {
         self.exit.send_replace(Some(exit));
     }
 
-    /// Waits until it has ended or could not be started, however long. The exit of one that never ran has pid 0.
+    /// Waits until it has ended or could not be started, however long. The exit of one that never ran has pid
+    /// 0.
     pub async fn wait(&self) -> Option<Exit> {
         let mut exits = self.exit.subscribe();
         let exit = exits.wait_for(Option::is_some).await.ok()?;

@@ -1,8 +1,8 @@
 //! Logging binaries: a program of the host that reads the process's output from its descriptors 3 and 4.
 //!
-//! It gets CONTAINER_ID and CONTAINER_NAMESPACE and no other environment, and says on descriptor 5 that it is ready,
-//! by a byte or by closing it. The shim keeps no write end, so the program sees the end of the output when the last
-//! process that can write is gone, also after a crash of the shim.
+//! It gets CONTAINER_ID and CONTAINER_NAMESPACE and no other environment, and says on descriptor 5 that it is
+//! ready, by a byte or by closing it. The shim keeps no write end, so the program sees the end of the output
+//! when the last process that can write is gone, also after a crash of the shim.
 
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
@@ -74,7 +74,8 @@ impl Logger {
         };
         // It outlives the shim, or its last lines would be lost with it.
         let child = reaper.spawn_surviving(&mut command).map_err(failed)?;
-        // Order matters: the command holds our copy of the ready pipe's write end, which would hide its closing.
+        // Order matters: the command holds our copy of the ready pipe's write end, which would hide its
+        // closing.
         drop(command);
 
         let logger = Self { child };
@@ -98,7 +99,8 @@ impl Logger {
         Err(refused)
     }
 
-    /// Lets the program write out what it has until `deadline`, then ends it. It goes on ending after this returns.
+    /// Lets the program write out what it has until `deadline`, then ends it. It goes on ending after this
+    /// returns.
     pub(super) async fn stop(self, deadline: Instant) -> bool {
         let ended = timeout_at(deadline, self.child.wait()).await.is_ok();
         if !ended {

@@ -87,7 +87,8 @@ impl ConsoleSocket {
     }
 }
 
-/// The first descriptor that comes with a message; the text beside it is the name of the terminal, which we ignore.
+/// The first descriptor that comes with a message; the text beside it is the name of the terminal, which we
+/// ignore.
 async fn receive_fd(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     loop {
         stream.readable().await?;

@@ -17,7 +17,8 @@ use super::{Stream, console};
 pub enum Drained {
     /// The streams have ended and everything is written.
     Complete,
-    /// Nothing moved any more, or the deadline passed: somebody still holds a stream open, or the client does not read.
+    /// Nothing moved any more, or the deadline passed: somebody still holds a stream open, or the client does
+    /// not read.
     Cut,
 }
 
@@ -67,7 +68,8 @@ impl Copier {
         self.terminal = Some(master);
     }
 
-    /// Lets stdin end when the client has closed its side too. The process reads what is on its way, then the end.
+    /// Lets stdin end when the client has closed its side too. The process reads what is on its way, then the
+    /// end.
     pub fn close_stdin(&mut self) {
         self.stdin_hold = None;
     }
@@ -79,7 +81,8 @@ impl Copier {
             .map_or(Ok(()), |master| console::resize(master, width, height))
     }
 
-    /// Waits until the process and its children have closed their outputs and all is written, then closes everything.
+    /// Waits until the process and its children have closed their outputs and all is written, then closes
+    /// everything.
     pub async fn drain(mut self, patience: Patience) -> Drained {
         let deadline = Instant::now() + patience.limit;
         let copied = self.copied(patience.idle, deadline).await;
@@ -104,8 +107,8 @@ impl Copier {
             let pause = deadline.min(Instant::now() + idle);
             let ended = async { while self.outputs.join_next().await.is_some() {} };
             if timeout_at(pause, ended).await.is_err() {
-                // A shim that stood still itself (a machine that was suspended, or is too busy) finds the time over and
-                // something to copy at once: the copies come first.
+                // A shim that stood still itself (a machine that was suspended, or is too busy) finds the
+                // time over and something to copy at once: the copies come first.
                 yield_now().await;
                 if self.progress.now() == before || Instant::now() >= deadline {
                     return false;

@@ -1,16 +1,17 @@
 //! Where a process's stdin, stdout and stderr come from and go to.
 //!
-//! The life of one process's stdio: [`StdioConfig::parse`], [`StdioConfig::prepare`] (opens the client's side, makes
-//! the process's side), [`Prepared::attach`] to the command of the OCI runtime, and once that call has succeeded
-//! [`Prepared::start`], which gives the [`Copier`] that runs until the process and its children have closed their
-//! ends.
+//! The life of one process's stdio: [`StdioConfig::parse`], [`StdioConfig::prepare`] (opens the client's
+//! side, makes the process's side), [`Prepared::attach`] to the command of the OCI runtime, and once that
+//! call has succeeded [`Prepared::start`], which gives the [`Copier`] that runs until the process and its
+//! children have closed their ends.
 //!
 //! Invariants:
-//! - Nothing is copied before `start`, so that what a failing runtime writes to its stderr never reaches the client.
-//! - Fifos, pipes and terminals are non-blocking here and driven by the reactor: a client that does not read stops
-//!   the writing process and nothing else. Only writes to regular files go to the blocking pool.
-//! - The shim holds a read side of each output fifo and, until `close_stdin`, a write side of the stdin fifo: a
-//!   restart of containerd is neither an EPIPE nor an end of input for the process.
+//! - Nothing is copied before `start`, so that what a failing runtime writes to its stderr never reaches the
+//!   client.
+//! - Fifos, pipes and terminals are non-blocking here and driven by the reactor: a client that does not read
+//!   stops the writing process and nothing else. Only writes to regular files go to the blocking pool.
+//! - The shim holds a read side of each output fifo and, until `close_stdin`, a write side of the stdin fifo:
+//!   a restart of containerd is neither an EPIPE nor an end of input for the process.
 
 mod binary;
 mod console;

@@ -156,8 +156,9 @@ impl StdioConfig {
 }
 
 impl Prepared {
-    /// Makes pipes of what the client wants nowhere. The runtime opens /dev/null in the container when it creates one, and not
-    /// when it restores one: that would get the host's, with which CRIU cannot dump it again.
+    /// Makes pipes of what the client wants nowhere. The runtime opens /dev/null in the container when it
+    /// creates one, and not when it restores one: that would get the host's, with which CRIU cannot dump it
+    /// again.
     pub fn avoid_null(&mut self, owner: Owner) -> Result<(), Error> {
         let Wiring::Pipes { outputs, .. } = &mut self.wiring else {
             return Ok(());

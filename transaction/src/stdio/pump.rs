@@ -22,12 +22,13 @@ const CHUNK: usize = 64 << 10;
 /// The most that one splice moves, for pipes whose owner made them larger.
 const SPLICE: usize = 1 << 20;
 
-/// After so many full pipes in a row the writer waits for us: bulk output, for which the pipes are widened. Every
-/// time that one of them is full or empty somebody has to be scheduled, which takes long on a busy machine.
+/// After so many full pipes in a row the writer waits for us: bulk output, for which the pipes are widened.
+/// Every time that one of them is full or empty somebody has to be scheduled, which takes long on a busy
+/// machine.
 const BULK: u32 = 16;
 
-/// Size of a widened pipe. All pipes of a user count against a limit (`pipe-user-pages-soft`), so not more, and not for
-/// a process that only writes now and then.
+/// Size of a widened pipe. All pipes of a user count against a limit (`pipe-user-pages-soft`), so not more,
+/// and not for a process that only writes now and then.
 const WIDE: i32 = 256 << 10;
 
 /// What a terminal takes for the end of its input where a line begins, and for the end of a line elsewhere.
@@ -160,7 +161,8 @@ async fn copy(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::
     }
 }
 
-/// A terminal goes on when nobody types any more, so its process is told as a user would: by the character for it.
+/// A terminal goes on when nobody types any more, so its process is told as a user would: by the character
+/// for it.
 async fn type_in(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::Result<()> {
     let last = copy(from, to, progress).await?;
     let begins = last.is_none_or(|byte| byte == b'\n');

@@ -1,7 +1,8 @@
 //! The driver's process checkpoint calls behind safe traits.
 //!
-//! [`Cuda`] is libcuda; tests put fakes behind [`Driver`] and [`Checkpointer`]. All calls may be made from several
-//! threads at once and may block for as long as the driver likes: whoever needs a deadline kills the process.
+//! [`Cuda`] is libcuda; tests put fakes behind [`Driver`] and [`Checkpointer`]. All calls may be made from
+//! several threads at once and may block for as long as the driver likes: whoever needs a deadline kills the
+//! process.
 
 mod names;
 mod raw;
@@ -15,7 +16,8 @@ use raw::{
     CheckpointArgs, CheckpointTable, GetErrorName, LockArgs, Pair, RestoreArgs, Result32, Table, UnlockArgs,
 };
 
-/// `CUDA_ERROR_NOT_INITIALIZED`: the driver wants cuInit in this process first, or the process asked about has no CUDA.
+/// `CUDA_ERROR_NOT_INITIALIZED`: the driver wants cuInit in this process first, or the process asked about
+/// has no CUDA.
 pub(crate) const NOT_INITIALIZED: i32 = 3;
 
 /// `CUDA_ERROR_OPERATING_SYSTEM`: there is no process of that pid.
@@ -124,7 +126,8 @@ impl Checkpointer for Calls {
 
     fn state(&self, pid: i32) -> Result<CudaState, DriverError> {
         let mut state: c_int = 0;
-        // SAFETY: CUprocessState is an int in the C ABI, and the pointer is to a live one; any pid may be asked about.
+        // SAFETY: CUprocessState is an int in the C ABI, and the pointer is to a live one; any pid may be
+        // asked about.
         let result = unsafe { (self.table.get_state)(pid, &raw mut state) };
         self.check("cuCheckpointProcessGetState", result)?;
         Ok(state_of(state))
@@ -135,7 +138,8 @@ impl Checkpointer for Calls {
             timeout_ms,
             ..LockArgs::default()
         };
-        // SAFETY: the argument struct has the header's layout, lives through the call and its reserved fields are zero.
+        // SAFETY: the argument struct has the header's layout, lives through the call and its reserved fields
+        // are zero.
         let result = unsafe { (self.table.lock)(pid, &raw mut args) };
         self.check("cuCheckpointProcessLock", result)
     }
@@ -160,9 +164,10 @@ impl Checkpointer for Calls {
             args.pairs = pairs.as_mut_ptr();
             args.pair_count = c_uint::try_from(pairs.len()).unwrap_or(c_uint::MAX);
         }
-        // SAFETY: `args.pairs` is null with a count of 0, or points to `pair_count` pairs of the header's layout in a
-        // vector that lives through the call (one never holds more than c_uint counts: a pair has 32 bytes and came in
-        // one line of bounded length). The struct itself has the header's layout and its reserved fields are zero.
+        // SAFETY: `args.pairs` is null with a count of 0, or points to `pair_count` pairs of the header's
+        // layout in a vector that lives through the call (one never holds more than c_uint counts: a pair has
+        // 32 bytes and came in one line of bounded length). The struct itself has the header's layout and its
+        // reserved fields are zero.
         let result = unsafe { (self.table.restore)(pid, &raw mut args) };
         self.check("cuCheckpointProcessRestore", result)
     }
@@ -195,7 +200,8 @@ fn check(get_error_name: Option<GetErrorName>, call: &str, code: Result32) -> Re
 fn ask_name(get_error_name: Option<GetErrorName>, code: Result32) -> Option<String> {
     let get_error_name = get_error_name?;
     let mut name = std::ptr::null();
-    // SAFETY: the pointer is to a live `const char *`, which the call sets, to null for a number that it does not know.
+    // SAFETY: the pointer is to a live `const char *`, which the call sets, to null for a number that it does
+    // not know.
     let result = unsafe { get_error_name(code, &raw mut name) };
     if result != 0 || name.is_null() {
         return None;
@@ -205,7 +211,8 @@ fn ask_name(get_error_name: Option<GetErrorName>, code: Result32) -> Option<Stri
     Some(name.to_string_lossy().into_owned())
 }
 
-/// `CUprocessState`. 4 and 5 (checkpointing and restoring to custom storage) are never asked for and stay numbers.
+/// `CUprocessState`. 4 and 5 (checkpointing and restoring to custom storage) are never asked for and stay
+/// numbers.
 fn state_of(state: c_int) -> CudaState {
     match state {
         0 => CudaState::Running,

@@ -1,7 +1,7 @@
 //! libcuda's process checkpoint interface as cuda.h of CUDA 12.8 to 13.5 declares it.
 //!
-//! The argument structs are 64 bytes in every version; fields that a version does not know are reserved in it and must
-//! be zero, which the `Default` values here are.
+//! The argument structs are 64 bytes in every version; fields that a version does not know are reserved in it
+//! and must be zero, which the `Default` values here are.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -126,7 +126,8 @@ impl CheckpointTable {
         Ok(Self {
             // SAFETY: cuda.h: CUresult cuCheckpointProcessGetRestoreThreadId(int, int *).
             get_restore_tid: unsafe { library.symbol("cuCheckpointProcessGetRestoreThreadId") }?,
-            // SAFETY: cuda.h: CUresult cuCheckpointProcessGetState(int, CUprocessState *), the enum being an int.
+            // SAFETY: cuda.h: CUresult cuCheckpointProcessGetState(int, CUprocessState *), the enum being an
+            // int.
             get_state: unsafe { library.symbol("cuCheckpointProcessGetState") }?,
             // SAFETY: cuda.h: CUresult cuCheckpointProcessLock(int, CUcheckpointLockArgs *).
             lock: unsafe { library.symbol("cuCheckpointProcessLock") }?,

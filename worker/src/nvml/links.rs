@@ -1,7 +1,7 @@
 //! NVLinks and PCIe paths between the GPUs of the node.
 //!
-//! On machines with NVSwitches every link of a GPU ends at a switch, and any two GPUs there reach each other over as many
-//! links as the one with fewer has. Nothing here fails: what NVML does not tell is not known.
+//! On machines with NVSwitches every link of a GPU ends at a switch, and any two GPUs there reach each other
+//! over as many links as the one with fewer has. Nothing here fails: what NVML does not tell is not known.
 
 use std::ffi::c_uint;
 
@@ -96,7 +96,8 @@ impl NvmlLibrary {
                 TYPE_SWITCH => ends.switches += 1,
                 TYPE_GPU => {
                     let mut pci = PciInfo::default();
-                    // SAFETY: `device` comes from the library; the struct is live and has the layout of the _v2 call.
+                    // SAFETY: `device` comes from the library; the struct is live and has the layout of the
+                    // _v2 call.
                     if unsafe { remote(device, link, &raw mut pci) } != 0 {
                         return None;
                     }

@@ -1,6 +1,7 @@
 //! What libnvidia-ml says about the node's GPUs, behind a safe trait.
 //!
-//! The library is opened and initialised once and never shut down: the worker that uses it lives for one transaction.
+//! The library is opened and initialised once and never shut down: the worker that uses it lives for one
+//! transaction.
 
 mod links;
 mod names;
@@ -73,8 +74,8 @@ pub trait Nvml: Send + Sync {
     /// GPUs in NVML's order; one that does not answer (lost, no permission) is an error in its place.
     fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError>;
 
-    /// GPU memory in use by each process. Processes whose memory NVML does not report are left out; in some virtual
-    /// machines these are all.
+    /// GPU memory in use by each process. Processes whose memory NVML does not report are left out; in some
+    /// virtual machines these are all.
     fn memory_in_use(&self) -> Result<BTreeMap<i32, GpuMemory>, NvmlError>;
 
     /// The ways between GPUs, as far as NVML tells them.

@@ -105,22 +105,24 @@ impl Table {
             memory_info: unsafe { library.symbol("nvmlDeviceGetMemoryInfo") }?,
             // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t, unsigned int *).
             minor_number: unsafe { library.symbol("nvmlDeviceGetMinorNumber") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t, unsigned int *,
-            // nvmlProcessInfo_t *).
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t, unsigned int
+            // *, nvmlProcessInfo_t *).
             processes: unsafe { library.symbol("nvmlDeviceGetComputeRunningProcesses_v3") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t, nvmlEnableState_t *), whose enum
-            // has the values 0 and 1 and the size of an unsigned int.
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t, nvmlEnableState_t *),
+            // whose enum has the values 0 and 1 and the size of an unsigned int.
             persistence_mode: unsafe { library.symbol("nvmlDeviceGetPersistenceMode") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t, unsigned int *, unsigned int *).
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t, unsigned int *, unsigned int
+            // *).
             mig_mode: unsafe { library.symbol("nvmlDeviceGetMigMode") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t, unsigned int, nvmlEnableState_t *), whose
-            // enum has the values 0 and 1 and the size of an unsigned int.
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t, unsigned int,
+            // nvmlEnableState_t *), whose enum has the values 0 and 1 and the size of an unsigned int.
             nvlink_state: unsafe { library.symbol("nvmlDeviceGetNvLinkState") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t, unsigned int, nvmlPciInfo_t *),
-            // the struct being that of nvmlDeviceGetPciInfo_v3.
+            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t, unsigned int,
+            // nvmlPciInfo_t *), the struct being that of nvmlDeviceGetPciInfo_v3.
             nvlink_remote: unsafe { library.symbol("nvmlDeviceGetNvLinkRemotePciInfo_v2") }.ok(),
             // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t, unsigned int,
-            // nvmlIntNvLinkDeviceType_t *), whose enum has values from 0 to 255 and the size of an unsigned int.
+            // nvmlIntNvLinkDeviceType_t *), whose enum has values from 0 to 255 and the size of an unsigned
+            // int.
             nvlink_remote_type: unsafe { library.symbol("nvmlDeviceGetNvLinkRemoteDeviceType") }.ok(),
             // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t, nvmlDevice_t,
             // nvmlGpuTopologyLevel_t *), whose enum has values from 0 to 50 and the size of an unsigned int.

@@ -54,7 +54,8 @@ async fn frozen_processes_stand_still_until_thawed() {
             cgroup.freeze(LIMIT).await.unwrap();
             assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Frozen);
         }
-        // On kernel 6.18 with v2 a process was seen to end the call that it was in after the cgroup was told to be frozen.
+        // On kernel 6.18 with v2 a process was seen to end the call that it was in after the cgroup was told
+        // to be frozen.
         let mut still = false;
         for _ in 0..3 {
             fs::write(&beat, "frozen").unwrap();
