@@ -1,17 +1,19 @@
 //! The configuration file: its sections, their defaults, reading it.
 
+mod keys;
+
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_host::{Problem, Remedy, remedy};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
-use crate::{names, parse_duration};
+use crate::names;
+use crate::section::{self, UnknownKeys};
 
 /// The node's configuration.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     /// The driver worker.
     pub worker: Worker,
@@ -32,86 +34,63 @@ pub struct Config {
 }
 
 /// `[worker]`
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Worker {
     /// Where `firn-gpu` is. Default: beside the calling program, then in PATH.
-    #[serde(deserialize_with = "absolute")]
     pub path: Option<PathBuf>,
 }
 
 /// `[hook]`
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hook {
     /// Where `firn-hook` is. Default: beside the calling program, then in PATH.
-    #[serde(deserialize_with = "absolute")]
     pub path: Option<PathBuf>,
 }
 
 /// `[criu]`
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Criu {
     /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty
     /// directory in the container's bundle.
-    #[serde(deserialize_with = "absolute")]
     pub libs_dir: Option<PathBuf>,
     /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put it.
-    #[serde(deserialize_with = "absolute")]
     pub amdgpu_plugin: Option<PathBuf>,
 }
 
 /// `[deadlines]`: the longest that each phase may take before it is cut off and undone.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Deadlines {
     /// Reading the driver version and the GPUs.
-    #[serde(deserialize_with = "duration")]
     pub inventory: Duration,
     /// Finding the CUDA processes of a container and their state.
-    #[serde(deserialize_with = "duration")]
     pub discover: Duration,
     /// Each look at what the container's processes, its mounts or the image's file system show.
-    #[serde(deserialize_with = "duration")]
     pub look: Duration,
     /// Comparing an image with its checksums before a restore.
-    #[serde(deserialize_with = "duration")]
     pub verify: Duration,
     /// Freezing or thawing the container's cgroup.
-    #[serde(deserialize_with = "duration")]
     pub freeze: Duration,
     /// The driver's lock of all processes. The application's threads run meanwhile.
-    #[serde(deserialize_with = "duration")]
     pub gpu_lock: Duration,
     /// The driver's copy of GPU memory into host memory, all processes together.
-    #[serde(deserialize_with = "duration")]
     pub gpu_checkpoint: Duration,
     /// Holding the threads that must not run while the driver works.
-    #[serde(deserialize_with = "duration")]
     pub hold: Duration,
     /// `runc checkpoint`, and once more for the checksums of what it has written.
-    #[serde(deserialize_with = "duration")]
     pub criu_dump: Duration,
     /// `runc restore`.
-    #[serde(deserialize_with = "duration")]
     pub criu_restore: Duration,
     /// The driver's copy of GPU memory back onto the GPU, all processes together.
-    #[serde(deserialize_with = "duration")]
     pub gpu_restore: Duration,
     /// The driver's unlock of all processes.
-    #[serde(deserialize_with = "duration")]
     pub gpu_unlock: Duration,
     /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller was
     /// cut off.
-    #[serde(deserialize_with = "duration")]
     pub rollback: Duration,
     /// The end of a container that is killed, or was to end with its checkpoint: the kernel takes back its
     /// memory.
-    #[serde(deserialize_with = "duration")]
     pub end: Duration,
     /// The end of a driver worker that was killed: a call of the driver may hold it in the kernel.
-    #[serde(deserialize_with = "duration")]
     pub worker_end: Duration,
 }
 
@@ -138,8 +117,7 @@ impl Default for Deadlines {
 }
 
 /// `[create]`
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Create {
     /// Where CDI files are; those of a later directory come first.
     pub cdi_dirs: Vec<PathBuf>,
@@ -155,14 +133,18 @@ pub struct Create {
 }
 
 /// What becomes of a hook that would mount GPUs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Conversion {
     /// The GPUs that it names become edits of the spec, by CDI.
     #[default]
     Convert,
     /// It is run; the container cannot be checkpointed.
     Keep,
+}
+
+impl Conversion {
+    /// The words for them in the file.
+    pub(crate) const WORDS: [(&'static str, Self); 2] = [("convert", Self::Convert), ("keep", Self::Keep)];
 }
 
 impl Default for Create {
@@ -178,8 +160,7 @@ impl Default for Create {
 }
 
 /// `[checkpoint]`
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Checkpoint {
     /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation
     /// comes first.
@@ -188,7 +169,6 @@ pub struct Checkpoint {
     pub open_image_dir: OpenImageDir,
     /// Where a complete image is put when its checkpoint has failed all the same, and containerd will remove
     /// it. Default: [`names::RESCUE_DIR`].
-    #[serde(deserialize_with = "absolute")]
     pub rescue_dir: Option<PathBuf>,
 }
 
@@ -200,8 +180,7 @@ impl Checkpoint {
 }
 
 /// What becomes of an image directory that others than its owner may enter, or that is not root's.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OpenImageDir {
     /// An empty one is made root's alone; one with files in it is refused.
     #[default]
@@ -210,6 +189,15 @@ pub enum OpenImageDir {
     Refuse,
     /// It is used as it is. The files are root's alone all the same, where the file system knows owners.
     Allow,
+}
+
+impl OpenImageDir {
+    /// The words for them in the file.
+    pub(crate) const WORDS: [(&'static str, Self); 3] = [
+        ("tighten", Self::Tighten),
+        ("refuse", Self::Refuse),
+        ("allow", Self::Allow),
+    ];
 }
 
 /// What becomes of processes that CRIU leaves out of a dump.
@@ -223,9 +211,13 @@ pub enum Exec {
     Omit,
 }
 
+impl Exec {
+    /// The words for them in the file.
+    pub(crate) const WORDS: [(&'static str, Self); 2] = [("refuse", Self::Refuse), ("omit", Self::Omit)];
+}
+
 /// `[restore]`
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restore {
     /// GPUs of this node, by UUID or by the index that `nvidia-smi` shows, that a restored container may get
     /// when its spec was not written for this node (`ctr containers restore`). Never used for containers of
@@ -241,8 +233,7 @@ pub struct Restore {
 }
 
 /// How GPUs of this node are chosen for those of a checkpoint.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemapPolicy {
     /// GPUs that are still there stay; the others are chosen such that links between GPUs are kept.
     #[default]
@@ -285,8 +276,7 @@ impl RemapPolicy {
 }
 
 /// `[nccl]`
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nccl {
     /// MiB that a tmpfs at /dev/shm has at least.
     pub shm_mib: u32,
@@ -353,177 +343,16 @@ impl Config {
                 });
             }
         };
-        toml::from_str(&text).map_err(|e| ConfigError::Invalid {
-            path: path.to_owned(),
-            source: Box::new(e),
-        })
+        let mut config = Self::default();
+        match section::read(&text, &mut config, UnknownKeys::Refuse) {
+            Ok(()) => Ok(config),
+            Err(error) => Err(ConfigError::Invalid {
+                path: path.to_owned(),
+                source: Box::new(error),
+            }),
+        }
     }
-}
-
-fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
-    let text = String::deserialize(from)?;
-    parse_duration(&text).map_err(serde::de::Error::custom)
-}
-
-fn absolute<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PathBuf>, D::Error> {
-    let path = PathBuf::deserialize(from)?;
-    if !path.is_absolute() {
-        return Err(serde::de::Error::custom(format_args!(
-            "not an absolute path: {path:?}"
-        )));
-    }
-    Ok(Some(path))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SHIPPED: &str = include_str!("../config.toml");
-
-    fn parse(text: &str) -> Result<Config, ConfigError> {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), text).unwrap();
-        Config::load_from(file.path())
-    }
-
-    #[test]
-    fn policies_have_the_same_words_in_the_file_and_in_the_annotation() {
-        for (word, policy) in RemapPolicy::WORDS {
-            let config = parse(&format!("[restore]\npolicy = \"{word}\"")).unwrap();
-            assert_eq!(config.restore.policy, policy);
-            assert_eq!((RemapPolicy::of_word(word), policy.word()), (Some(policy), word));
-        }
-        assert_eq!(parse("").unwrap().restore.policy, RemapPolicy::Auto);
-        assert_eq!(RemapPolicy::of_word("Auto"), None);
-        assert!(parse("[restore]\npolicy = \"Auto\"").is_err());
-    }
-
-    fn complaint(text: &str) -> String {
-        let error = parse(text).unwrap_err();
-        let cause = std::error::Error::source(&error).unwrap().to_string();
-        format!("{error}: {cause}")
-    }
-
-    #[test]
-    fn a_missing_file_means_the_defaults() {
-        assert_eq!(
-            Config::load_from(Path::new("/nonexistent/config.toml")).unwrap(),
-            Config::default()
-        );
-    }
-
-    #[test]
-    fn the_shipped_file_gives_the_defaults() {
-        assert_eq!(parse(SHIPPED).unwrap(), Config::default());
-    }
-
-    /// Every key that the shipped file shows as a comment must exist, and uncommenting all of them must
-    /// parse.
-    #[test]
-    fn the_shipped_file_with_every_comment_removed_is_valid() {
-        let uncommented: String = SHIPPED
-            .lines()
-            .map(|l| l.strip_prefix("#").filter(|l| !l.starts_with(' ')).unwrap_or(l))
-            .fold(String::new(), |all, line| all + line + "\n");
-        let config = parse(&uncommented).unwrap();
-        assert!(config.worker.path.is_some() && config.hook.path.is_some() && config.criu.libs_dir.is_some());
-        assert!(!config.restore.gpus.is_empty() && !config.restore.gpu_map.is_empty());
-        assert_eq!(config.deadlines, Deadlines::default());
-    }
-
-    #[test]
-    fn an_unknown_key_is_named_with_its_file() {
-        let said = complaint("[deadlines]\nlokc = \"3s\"\n");
-        assert!(said.contains("invalid configuration /"), "{said}");
-        assert!(said.contains("lokc"), "{said}");
-        assert!(complaint("[deadline]\n").contains("deadline"));
-    }
-
-    #[test]
-    fn values_of_the_wrong_shape_are_refused() {
-        assert!(complaint("[deadlines]\ngpu-lock = 10\n").contains("lock"));
-        assert!(complaint("[deadlines]\ngpu-lock = \"10\"\n").contains("not a duration"));
-        assert!(complaint("[worker]\npath = \"firn-gpu\"\n").contains("not an absolute path"));
-    }
-
-    #[test]
-    fn what_the_file_says_is_used() {
-        let config = parse("[deadlines]\ngpu-lock = \"250ms\"\n[restore]\ngpus = [\"1\"]\n").unwrap();
-        assert_eq!(config.deadlines.gpu_lock, Duration::from_millis(250));
-        assert_eq!(config.deadlines.gpu_unlock, Deadlines::default().gpu_unlock);
-        assert_eq!(config.restore.gpus, ["1"]);
-    }
-
-    #[test]
-    fn processes_of_execs_are_refused_unless_the_file_says_omit() {
-        assert_eq!(parse("[checkpoint]\n").unwrap().checkpoint.exec, Exec::Refuse);
-        let omit = parse("[checkpoint]\nexec = \"omit\"\n").unwrap();
-        assert_eq!(omit.checkpoint.exec, Exec::Omit);
-        assert!(complaint("[checkpoint]\nexec = \"include\"\n").contains("include"));
-    }
-
-    #[test]
-    fn image_directories_that_others_may_enter_are_closed_unless_the_file_says_otherwise() {
-        assert_eq!(
-            parse("").unwrap().checkpoint.open_image_dir,
-            OpenImageDir::Tighten
-        );
-        let refuse = parse("[checkpoint]\nopen-image-dir = \"refuse\"\n").unwrap();
-        assert_eq!(refuse.checkpoint.open_image_dir, OpenImageDir::Refuse);
-        assert!(complaint("[checkpoint]\nopen-image-dir = \"open\"\n").contains("open"));
-    }
-
-    #[test]
-    fn names_of_gpus_give_none_unless_the_file_says_so() {
-        let create = parse("[create]\n").unwrap().create;
-        assert_eq!(create, Create::default());
-        assert!(!create.visible_devices && !create.volume_mounts && !create.cdi_annotations);
-        assert_eq!(create.hooks, Conversion::Convert);
-        let said = parse(
-            "[create]\nhooks = \"keep\"\nvisible-devices = true\nvolume-mounts = true\ncdi-annotations = true\ncdi-dirs = []\n",
-        );
-        let create = said.unwrap().create;
-        assert!(create.visible_devices && create.volume_mounts && create.cdi_annotations);
-        assert!(create.cdi_dirs.is_empty());
-        assert_eq!(create.hooks, Conversion::Keep);
-        assert!(complaint("[create]\nhooks = \"drop\"\n").contains("drop"));
-    }
-
-    #[test]
-    fn an_unreadable_file_is_not_taken_for_a_missing_one() {
-        let dir = tempfile::tempdir().unwrap();
-        let error = Config::load_from(dir.path()).unwrap_err();
-        assert_eq!(error.code(), "FIRN-CONFIG-UNREADABLE");
-    }
-
-    #[test]
-    fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
-        for text in [
-            include_str!("../containerd/config-v2.toml"),
-            include_str!("../containerd/config-v3.toml"),
-        ] {
-            let table: toml::Table = text.parse().unwrap();
-            let plugin = table["plugins"].as_table().unwrap().values().next().unwrap();
-            let runtime = &plugin["containerd"]["runtimes"]["firn"];
-            assert!(
-                runtime["runtime_path"]
-                    .as_str()
-                    .unwrap()
-                    .ends_with("/containerd-shim-firn-v2")
-            );
-            let passed: Vec<_> = runtime["pod_annotations"].as_array().unwrap().iter().collect();
-            let known = [
-                names::ANNOTATION_GPU_MAP,
-                names::ANNOTATION_REMAP_POLICY,
-                names::ANNOTATION_IPC,
-                names::ANNOTATION_NCCL,
-                names::ANNOTATION_EXEC,
-            ];
-            assert_eq!(
-                passed.iter().filter_map(|name| name.as_str()).collect::<Vec<_>>(),
-                known
-            );
-        }
-    }
-}
+mod tests;

@@ -11,6 +11,7 @@ mod duration;
 mod file;
 pub mod names;
 mod programs;
+mod section;
 pub mod text;
 mod toolkit;
 

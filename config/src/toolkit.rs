@@ -9,10 +9,9 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
-
 use crate::ConfigError;
 use crate::programs::is_program;
+use crate::section::{self, Keys, Section, Slot, UnknownKeys};
 
 /// Names of the wrapper's program, one for each way to configure it.
 const PROGRAMS: [&str; 4] = [
@@ -65,50 +64,92 @@ pub struct Toolkit {
 }
 
 /// As the file has it.
-#[derive(Deserialize)]
-#[serde(default)]
 struct File {
-    #[serde(rename = "accept-nvidia-visible-devices-envvar-when-unprivileged")]
     visible_devices: bool,
-    #[serde(rename = "accept-nvidia-visible-devices-as-volume-mounts")]
     volume_mounts: bool,
-    #[serde(rename = "swarm-resource")]
     swarm_resource: String,
-    #[serde(rename = "nvidia-container-runtime")]
     runtime: Runtime,
 }
 
-impl Default for File {
-    fn default() -> Self {
-        Self {
-            visible_devices: true,
-            volume_mounts: false,
-            swarm_resource: String::new(),
-            runtime: Runtime::default(),
-        }
-    }
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
 struct Runtime {
-    runtimes: Option<Vec<String>>,
+    runtimes: Vec<String>,
     mode: String,
     modes: Modes,
 }
 
-#[derive(Default, Deserialize)]
-#[serde(default)]
 struct Modes {
     cdi: Cdi,
 }
 
-#[derive(Default, Deserialize)]
-#[serde(default, rename_all = "kebab-case")]
 struct Cdi {
-    annotation_prefixes: Option<Vec<String>>,
-    default_kind: Option<String>,
-    spec_dirs: Option<Vec<String>>,
+    annotation_prefixes: Vec<String>,
+    default_kind: String,
+    spec_dirs: Vec<String>,
+}
+
+/// The wrapper's own defaults.
+impl Default for File {
+    fn default() -> Self {
+        let texts = |texts: &[&str]| texts.iter().map(ToString::to_string).collect();
+        let cdi = Cdi {
+            annotation_prefixes: texts(&["cdi.k8s.io/"]),
+            default_kind: DEFAULT_KIND.to_owned(),
+            spec_dirs: texts(&SPEC_DIRS),
+        };
+        Self {
+            visible_devices: true,
+            volume_mounts: false,
+            swarm_resource: String::new(),
+            runtime: Runtime {
+                runtimes: texts(&["runc", "crun"]),
+                mode: String::new(),
+                modes: Modes { cdi },
+            },
+        }
+    }
+}
+
+impl Section for File {
+    fn keys(&mut self) -> Keys<'_> {
+        vec![
+            (
+                "accept-nvidia-visible-devices-envvar-when-unprivileged",
+                Slot::Bool(&mut self.visible_devices),
+            ),
+            (
+                "accept-nvidia-visible-devices-as-volume-mounts",
+                Slot::Bool(&mut self.volume_mounts),
+            ),
+            ("swarm-resource", Slot::Text(&mut self.swarm_resource)),
+            ("nvidia-container-runtime", Slot::Section(&mut self.runtime)),
+        ]
+    }
+}
+
+impl Section for Runtime {
+    fn keys(&mut self) -> Keys<'_> {
+        vec![
+            ("runtimes", Slot::Texts(&mut self.runtimes)),
+            ("mode", Slot::Text(&mut self.mode)),
+            ("modes", Slot::Section(&mut self.modes)),
+        ]
+    }
+}
+
+impl Section for Modes {
+    fn keys(&mut self) -> Keys<'_> {
+        vec![("cdi", Slot::Section(&mut self.cdi))]
+    }
+}
+
+impl Section for Cdi {
+    fn keys(&mut self) -> Keys<'_> {
+        vec![
+            ("annotation-prefixes", Slot::Texts(&mut self.annotation_prefixes)),
+            ("default-kind", Slot::Text(&mut self.default_kind)),
+            ("spec-dirs", Slot::Texts(&mut self.spec_dirs)),
+        ]
+    }
 }
 
 impl Toolkit {
@@ -142,7 +183,8 @@ impl Toolkit {
                 source,
             })?,
         };
-        let file: File = toml::from_str(&text).map_err(|e| ConfigError::Invalid {
+        let mut file = File::default();
+        section::read(&text, &mut file, UnknownKeys::Ignore).map_err(|e| ConfigError::Invalid {
             path: path.to_owned(),
             source: Box::new(e),
         })?;
@@ -156,17 +198,14 @@ impl Toolkit {
             modes: Modes { cdi },
             ..
         } = file.runtime;
-        let or = |given: Option<Vec<String>>, default: &[&str]| {
-            given.unwrap_or_else(|| default.iter().map(ToString::to_string).collect())
-        };
         // By annotations alone the wrapper knows devices of its mode cdi, to which auto comes by full names.
         let (is_cdi, is_auto) = (mode == "cdi", matches!(mode, "" | "auto"));
         let annotations = match is_cdi || is_auto {
-            true => or(cdi.annotation_prefixes, &["cdi.k8s.io/"]),
+            true => cdi.annotation_prefixes,
             false => Vec::new(),
         };
-        let other_kind = cdi.default_kind.is_some_and(|kind| kind != DEFAULT_KIND);
-        let other_dirs = cdi.spec_dirs.is_some_and(|dirs| dirs != SPEC_DIRS);
+        let other_kind = cdi.default_kind != DEFAULT_KIND;
+        let other_dirs = cdi.spec_dirs != SPEC_DIRS;
         let not_followed = match () {
             () if !is_cdi && !is_auto && !matches!(mode, "legacy" | "jit-cdi") => Some("mode"),
             () if is_cdi && other_kind => Some("modes.cdi.default-kind"),
@@ -184,7 +223,7 @@ impl Toolkit {
             annotations,
             only_full_names: is_auto,
             not_followed,
-            runtimes: or(runtimes, &["runc", "crun"]),
+            runtimes,
         }
     }
 

@@ -1,0 +1,149 @@
+use super::*;
+
+const SHIPPED: &str = include_str!("../../config.toml");
+
+fn parse(text: &str) -> Result<Config, ConfigError> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    Config::load_from(file.path())
+}
+
+#[test]
+fn policies_have_the_same_words_in_the_file_and_in_the_annotation() {
+    for (word, policy) in RemapPolicy::WORDS {
+        let config = parse(&format!("[restore]\npolicy = \"{word}\"")).unwrap();
+        assert_eq!(config.restore.policy, policy);
+        assert_eq!((RemapPolicy::of_word(word), policy.word()), (Some(policy), word));
+    }
+    assert_eq!(parse("").unwrap().restore.policy, RemapPolicy::Auto);
+    assert_eq!(RemapPolicy::of_word("Auto"), None);
+    assert!(parse("[restore]\npolicy = \"Auto\"").is_err());
+}
+
+fn complaint(text: &str) -> String {
+    let error = parse(text).unwrap_err();
+    let cause = std::error::Error::source(&error).unwrap().to_string();
+    format!("{error}: {cause}")
+}
+
+#[test]
+fn a_missing_file_means_the_defaults() {
+    assert_eq!(
+        Config::load_from(Path::new("/nonexistent/config.toml")).unwrap(),
+        Config::default()
+    );
+}
+
+#[test]
+fn the_shipped_file_gives_the_defaults() {
+    assert_eq!(parse(SHIPPED).unwrap(), Config::default());
+}
+
+/// Every key that the shipped file shows as a comment must exist, and uncommenting all of them must
+/// parse.
+#[test]
+fn the_shipped_file_with_every_comment_removed_is_valid() {
+    let uncommented: String = SHIPPED
+        .lines()
+        .map(|l| l.strip_prefix("#").filter(|l| !l.starts_with(' ')).unwrap_or(l))
+        .fold(String::new(), |all, line| all + line + "\n");
+    let config = parse(&uncommented).unwrap();
+    assert!(config.worker.path.is_some() && config.hook.path.is_some() && config.criu.libs_dir.is_some());
+    assert!(!config.restore.gpus.is_empty() && !config.restore.gpu_map.is_empty());
+    assert_eq!(config.deadlines, Deadlines::default());
+}
+
+#[test]
+fn an_unknown_key_is_named_with_its_file() {
+    let said = complaint("[deadlines]\nlokc = \"3s\"\n");
+    assert!(said.contains("invalid configuration /"), "{said}");
+    assert!(said.contains("lokc"), "{said}");
+    assert!(complaint("[deadline]\n").contains("deadline"));
+}
+
+#[test]
+fn values_of_the_wrong_shape_are_refused() {
+    assert!(complaint("[deadlines]\ngpu-lock = 10\n").contains("gpu-lock"));
+    assert!(complaint("[deadlines]\ngpu-lock = \"10\"\n").contains("not a duration"));
+    assert!(complaint("[worker]\npath = \"firn-gpu\"\n").contains("not an absolute path"));
+}
+
+#[test]
+fn what_the_file_says_is_used() {
+    let config = parse("[deadlines]\ngpu-lock = \"250ms\"\n[restore]\ngpus = [\"1\"]\n").unwrap();
+    assert_eq!(config.deadlines.gpu_lock, Duration::from_millis(250));
+    assert_eq!(config.deadlines.gpu_unlock, Deadlines::default().gpu_unlock);
+    assert_eq!(config.restore.gpus, ["1"]);
+}
+
+#[test]
+fn processes_of_execs_are_refused_unless_the_file_says_omit() {
+    assert_eq!(parse("[checkpoint]\n").unwrap().checkpoint.exec, Exec::Refuse);
+    let omit = parse("[checkpoint]\nexec = \"omit\"\n").unwrap();
+    assert_eq!(omit.checkpoint.exec, Exec::Omit);
+    assert!(complaint("[checkpoint]\nexec = \"include\"\n").contains("include"));
+}
+
+#[test]
+fn image_directories_that_others_may_enter_are_closed_unless_the_file_says_otherwise() {
+    assert_eq!(
+        parse("").unwrap().checkpoint.open_image_dir,
+        OpenImageDir::Tighten
+    );
+    let refuse = parse("[checkpoint]\nopen-image-dir = \"refuse\"\n").unwrap();
+    assert_eq!(refuse.checkpoint.open_image_dir, OpenImageDir::Refuse);
+    assert!(complaint("[checkpoint]\nopen-image-dir = \"open\"\n").contains("open"));
+}
+
+#[test]
+fn names_of_gpus_give_none_unless_the_file_says_so() {
+    let create = parse("[create]\n").unwrap().create;
+    assert_eq!(create, Create::default());
+    assert!(!create.visible_devices && !create.volume_mounts && !create.cdi_annotations);
+    assert_eq!(create.hooks, Conversion::Convert);
+    let said = parse(
+        "[create]\nhooks = \"keep\"\nvisible-devices = true\nvolume-mounts = true\ncdi-annotations = true\ncdi-dirs = []\n",
+    );
+    let create = said.unwrap().create;
+    assert!(create.visible_devices && create.volume_mounts && create.cdi_annotations);
+    assert!(create.cdi_dirs.is_empty());
+    assert_eq!(create.hooks, Conversion::Keep);
+    assert!(complaint("[create]\nhooks = \"drop\"\n").contains("drop"));
+}
+
+#[test]
+fn an_unreadable_file_is_not_taken_for_a_missing_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = Config::load_from(dir.path()).unwrap_err();
+    assert_eq!(error.code(), "FIRN-CONFIG-UNREADABLE");
+}
+
+#[test]
+fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
+    for text in [
+        include_str!("../../containerd/config-v2.toml"),
+        include_str!("../../containerd/config-v3.toml"),
+    ] {
+        let table: toml::Table = text.parse().unwrap();
+        let plugin = table["plugins"].as_table().unwrap().values().next().unwrap();
+        let runtime = &plugin["containerd"]["runtimes"]["firn"];
+        assert!(
+            runtime["runtime_path"]
+                .as_str()
+                .unwrap()
+                .ends_with("/containerd-shim-firn-v2")
+        );
+        let passed: Vec<_> = runtime["pod_annotations"].as_array().unwrap().iter().collect();
+        let known = [
+            names::ANNOTATION_GPU_MAP,
+            names::ANNOTATION_REMAP_POLICY,
+            names::ANNOTATION_IPC,
+            names::ANNOTATION_NCCL,
+            names::ANNOTATION_EXEC,
+        ];
+        assert_eq!(
+            passed.iter().filter_map(|name| name.as_str()).collect::<Vec<_>>(),
+            known
+        );
+    }
+}

@@ -1,0 +1,171 @@
+//! How the sections of a TOML file are read.
+//!
+//! A section lists its keys and where their values go; one visitor reads every section. Derived code has a visitor
+//! per section, which made up a thirtieth of the shim.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+
+use crate::parse_duration;
+
+/// A table of the file. Keys that the file does not have keep their values.
+pub(crate) trait Section {
+    /// Each key with the place of its value.
+    fn keys(&mut self) -> Keys<'_>;
+}
+
+/// The keys of a section.
+pub(crate) type Keys<'a> = Vec<(&'static str, Slot<'a>)>;
+
+/// Where a value goes, and which values are valid.
+pub(crate) enum Slot<'a> {
+    Section(&'a mut dyn Section),
+    Bool(&'a mut bool),
+    Number(&'a mut u32),
+    Text(&'a mut String),
+    Texts(&'a mut Vec<String>),
+    Paths(&'a mut Vec<PathBuf>),
+    AbsolutePath(&'a mut Option<PathBuf>),
+    Duration(&'a mut Duration),
+    /// One of these words; the function gets the index of the one that was found.
+    Word(Vec<&'static str>, Box<dyn FnMut(usize) + 'a>),
+}
+
+impl<'a> Slot<'a> {
+    /// A value that stands for one of these words.
+    pub(crate) fn word<T: Copy>(value: &'a mut T, words: &'static [(&'static str, T)]) -> Self {
+        let names = words.iter().map(|(word, _)| *word).collect();
+        Self::Word(names, Box::new(move |at| *value = words[at].1))
+    }
+}
+
+/// What becomes of keys that a section does not have.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum UnknownKeys {
+    Refuse,
+    Ignore,
+}
+
+/// Reads a file of such sections.
+pub(crate) fn read(
+    text: &str,
+    section: &mut dyn Section,
+    unknown: UnknownKeys,
+) -> Result<(), toml::de::Error> {
+    let table = Table { section, unknown };
+    table.deserialize(toml::Deserializer::parse(text)?)
+}
+
+struct Table<'a> {
+    section: &'a mut dyn Section,
+    unknown: UnknownKeys,
+}
+
+impl<'de> DeserializeSeed<'de> for Table<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Table<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a table")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let unknown = self.unknown;
+        let (names, mut slots): (Vec<_>, Vec<_>) = self.section.keys().into_iter().unzip();
+        while let Some(known) = map.next_key_seed(Key {
+            names: &names,
+            unknown,
+        })? {
+            match known {
+                Some(at) => map.next_value_seed(Value {
+                    slot: &mut slots[at],
+                    unknown,
+                })?,
+                None => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The index of a key among those of its section. An error here points to the key, not to its table.
+struct Key<'a> {
+    names: &'a [&'static str],
+    unknown: UnknownKeys,
+}
+
+impl<'de> DeserializeSeed<'de> for Key<'_> {
+    type Value = Option<usize>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Option<usize>, D::Error> {
+        let key = String::deserialize(from)?;
+        match self.names.iter().position(|name| *name == key) {
+            None if self.unknown == UnknownKeys::Refuse => Err(unknown_name("key", &key, self.names)),
+            known => Ok(known),
+        }
+    }
+}
+
+struct Value<'a, 'b> {
+    slot: &'b mut Slot<'a>,
+    unknown: UnknownKeys,
+}
+
+impl<'de> DeserializeSeed<'de> for Value<'_, '_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        let unknown = self.unknown;
+        match self.slot {
+            Slot::Section(section) => {
+                let section = &mut **section;
+                Table { section, unknown }.deserialize(from)?;
+            }
+            Slot::Bool(value) => **value = bool::deserialize(from)?,
+            Slot::Number(value) => **value = u32::deserialize(from)?,
+            Slot::Text(value) => **value = String::deserialize(from)?,
+            Slot::Texts(value) => **value = Vec::deserialize(from)?,
+            Slot::Paths(value) => {
+                let texts: Vec<String> = Vec::deserialize(from)?;
+                **value = texts.into_iter().map(PathBuf::from).collect();
+            }
+            Slot::AbsolutePath(value) => {
+                let path = PathBuf::from(String::deserialize(from)?);
+                if !path.is_absolute() {
+                    return Err(D::Error::custom(format_args!("not an absolute path: {path:?}")));
+                }
+                **value = Some(path);
+            }
+            Slot::Duration(value) => {
+                let text = String::deserialize(from)?;
+                **value = parse_duration(&text).map_err(D::Error::custom)?;
+            }
+            Slot::Word(words, set) => {
+                let word = String::deserialize(from)?;
+                match words.iter().position(|known| *known == word) {
+                    Some(at) => set(at),
+                    None => return Err(unknown_name("value", &word, words)),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unknown_name<E: Error>(what: &str, name: &str, known: &[&str]) -> E {
+    E::custom(format_args!(
+        "unknown {what} `{name}`, expected one of `{}`",
+        known.join("`, `")
+    ))
+}
