@@ -36,14 +36,14 @@ pub struct Config {
 /// `[worker]`
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Worker {
-    /// Where `firn-gpu` is. Default: beside the calling program, then in PATH.
+    /// Where `firn-gpu` is. Default: the calling program's directory, then PATH.
     pub path: Option<PathBuf>,
 }
 
 /// `[hook]`
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hook {
-    /// Where `firn-hook` is. Default: beside the calling program, then in PATH.
+    /// Where `firn-hook` is. Default: the calling program's directory, then PATH.
     pub path: Option<PathBuf>,
 }
 
@@ -57,7 +57,7 @@ pub struct Criu {
     pub amdgpu_plugin: Option<PathBuf>,
 }
 
-/// `[deadlines]`: the longest that each phase may take before it is cut off and undone.
+/// `[deadlines]`: the longest that each phase may take before the operation is rolled back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Deadlines {
     /// Reading the driver version and the GPUs.
@@ -87,7 +87,7 @@ pub struct Deadlines {
     /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller was
     /// cut off.
     pub rollback: Duration,
-    /// The end of a container that is killed, or was to end with its checkpoint: the kernel takes back its
+    /// The end of a container that is killed, or was to end with its checkpoint: the kernel frees its
     /// memory.
     pub end: Duration,
     /// The end of a driver worker that was killed: a call of the driver may hold it in the kernel.
@@ -225,7 +225,7 @@ pub struct Restore {
     pub gpus: Vec<String>,
     /// Pairs `GPU-old=GPU-new` for checkpoints that hold a GPU named on the left.
     pub gpu_map: Vec<String>,
-    /// How GPUs are chosen where no map says it. A container's annotation comes first.
+    /// How GPUs are chosen where no map names them. A container's annotation comes first.
     pub policy: RemapPolicy,
     /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may make a
     /// pod names the checkpoint as the container's image.

@@ -1,7 +1,7 @@
 //! firn's configuration file, and the names that its parts share.
 //!
-//! The file is optional: what it does not say has a default, and `config/config.toml` as shipped spells all
-//! defaults out. What it does say must be right: an unknown key or a value of the wrong shape is an error,
+//! The file is optional: a key that it lacks has a default, and `config/config.toml` as shipped spells all
+//! defaults out. What it has must be valid: an unknown key or a value of the wrong shape is an error,
 //! never ignored, because the operator believes that it is in force.
 //!
 //! This crate knows nothing of GPUs, specs or the shim. It never writes.

@@ -56,13 +56,13 @@ pub const BUNDLE_CRIU_SCRIPT: &str = "firn-criu-script";
 /// Why that script has failed, in the bundle.
 pub const BUNDLE_SCRIPT_REFUSAL: &str = "firn-criu-script.json";
 
-/// Environment variable in which CRIU tells a script why it is run.
+/// Environment variable with the reason for which CRIU runs a script.
 pub const ENV_CRIU_ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
 
-/// Environment variable in which CRIU tells a script the pid of the container's init.
+/// Environment variable with the pid of the container's init, for CRIU's scripts.
 pub const ENV_CRIU_INIT: &str = "CRTOOLS_INIT_PID";
 
-/// File in the bundle that says that the cgroup which the spec names is somebody else's.
+/// File in the bundle: the cgroup that the spec names was in use before the container.
 pub const BUNDLE_OTHERS_CGROUP: &str = "firn-cgroup-of-others";
 
 /// Empty file in the bundle that a restored container gets where it had a file of the driver that it can do
@@ -77,10 +77,10 @@ pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 /// the container afresh.
 pub const OPTION_RESTORE_DIR: u32 = 15_001;
 
-/// Where complete images are put that their client may remove, unless the configuration says otherwise.
+/// Default directory for complete images that their client may otherwise remove.
 pub const RESCUE_DIR: &str = "/var/lib/firn/rescue";
 
-/// How the names of directories begin in which complete images are put beside containerd's temporary ones,
+/// Prefix of the directories for complete images that are put next to containerd's temporary ones,
 /// where those are on another file system than the rescue directory.
 pub const RESCUE_PREFIX: &str = "firn-rescue-";
 
@@ -90,5 +90,5 @@ pub const CONTAINERD_CHECKPOINT: &str = "ctrd-checkpoint";
 /// The checkpoint manifest, in the CRIU image directory.
 pub const MANIFEST: &str = "firn.json";
 
-/// File beside the CRIU images in which runc keeps the container's stdio.
+/// File among the CRIU images in which runc keeps the container's stdio.
 pub const RUNC_DESCRIPTORS: &str = "descriptors.json";

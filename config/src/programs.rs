@@ -11,9 +11,9 @@ pub enum ProgramError {
     /// The configuration names a file that is no program.
     #[error("{} is not an executable file", .0.display())]
     Configured(PathBuf),
-    /// No such program beside the caller and none in PATH.
-    #[error("no program {name} beside {} nor in PATH", beside.display())]
-    NotFound { name: String, beside: PathBuf },
+    /// No such program in the caller's directory, nor in PATH.
+    #[error("no program {name} in {} nor in PATH", dir.display())]
+    NotFound { name: String, dir: PathBuf },
 }
 
 impl Problem for ProgramError {
@@ -31,19 +31,20 @@ impl Problem for ProgramError {
     }
 }
 
-/// The absolute path of a helper: `configured` if given, else beside the running program, else in PATH.
+/// The absolute path of a helper: `configured` if given, else from the running program's directory, else from
+/// PATH.
 pub fn find_program(name: &str, configured: Option<&Path>) -> Result<PathBuf, ProgramError> {
-    let beside = std::env::current_exe()
+    let own_dir = std::env::current_exe()
         .ok()
         .and_then(|exe| Some(exe.parent()?.to_owned()));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    search(name, configured, beside.as_deref(), &path)
+    search(name, configured, own_dir.as_deref(), &path)
 }
 
 fn search(
     name: &str,
     configured: Option<&Path>,
-    beside: Option<&Path>,
+    own_dir: Option<&Path>,
     path: &OsStr,
 ) -> Result<PathBuf, ProgramError> {
     if let Some(configured) = configured {
@@ -53,7 +54,7 @@ fn search(
         };
     }
     let in_path = std::env::split_paths(path).filter(|dir| dir.is_absolute());
-    beside
+    own_dir
         .map(Path::to_owned)
         .into_iter()
         .chain(in_path)
@@ -61,7 +62,7 @@ fn search(
         .find(|candidate| is_program(candidate))
         .ok_or_else(|| ProgramError::NotFound {
             name: name.to_owned(),
-            beside: beside.unwrap_or(Path::new("?")).to_owned(),
+            dir: own_dir.unwrap_or(Path::new("?")).to_owned(),
         })
 }
 
@@ -100,14 +101,14 @@ mod tests {
     }
 
     #[test]
-    fn beside_the_caller_comes_before_the_path() {
+    fn the_callers_directory_comes_before_the_path() {
         let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let (beside, in_path) = (program(a.path(), 0o755), program(b.path(), 0o755));
+        let (own, in_path) = (program(a.path(), 0o755), program(b.path(), 0o755));
         assert_eq!(
             search("tool", None, Some(a.path()), b.path().as_os_str()).unwrap(),
-            beside
+            own
         );
-        std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(0o644)).unwrap();
+        std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert_eq!(
             search("tool", None, Some(a.path()), b.path().as_os_str()).unwrap(),
             in_path

@@ -1,7 +1,7 @@
 //! How the sections of a TOML file are read.
 //!
-//! A section lists its keys and where their values go; one visitor reads every section. Derived code has a visitor
-//! per section, which made up a thirtieth of the shim.
+//! A section lists its keys and where their values go; one visitor reads every section. Derived code has a
+//! visitor per section, which made up a thirtieth of the shim.
 
 use std::fmt;
 use std::path::PathBuf;

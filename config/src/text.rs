@@ -1,6 +1,6 @@
 //! Text that others have written, as a person's terminal may be given it.
 //!
-//! firn quotes what containers, images, specs and tools say: names of files and processes, log lines. A
+//! firn quotes what containers, images, specs and tools contain: names of files and processes, log lines. A
 //! terminal acts on control characters, and shows text that holds marks of direction in another order than it
 //! has.
 
@@ -57,8 +57,8 @@ fn escaped(text: &str, stays: fn(char) -> bool, escape: fn(char, &mut String)) -
 pub fn acts(c: char) -> bool {
     let unseen = matches!(
         c,
-        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
-            | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'
+            ..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
     );
     c.is_control() || unseen
 }

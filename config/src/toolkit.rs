@@ -1,9 +1,9 @@
 //! The configuration of NVIDIA's container runtime, a wrapper around runc that turns what asks for GPUs into
 //! edits of the spec: firn does that in its stead, and by the rules that the operator has given it.
 //!
-//! Keys that say what counts as a request and which devices are meant are read. Where one has a value that
-//! firn does not follow, it says so, and the container is the wrapper's. No file, or no key: the wrapper's
-//! defaults.
+//! firn reads the keys that decide what counts as a request and which devices are meant. Where one has a
+//! value that firn does not follow, firn logs it and leaves the container to the wrapper. No file, or no key:
+//! the wrapper's defaults.
 
 use std::ffi::OsStr;
 use std::io;
@@ -34,7 +34,7 @@ const DEFAULT_KIND: &str = "nvidia.com/gpu";
 /// Where the wrapper looks for CDI files.
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
-/// Where the wrapper looks for runtimes beside PATH.
+/// Where the wrapper looks for runtimes that are not in PATH.
 const RUNTIME_DIRS: [&str; 6] = [
     "/usr/local/sbin",
     "/usr/local/bin",
@@ -162,9 +162,10 @@ impl Toolkit {
     /// What this wrapper is configured to do.
     pub fn load(wrapper: &Path) -> Result<Self, ConfigError> {
         let given = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-        // NVIDIA's operator installs the wrapper with a configuration beside it, and lets a script name that.
-        let beside = wrapper.parent().map(|dir| dir.join(".config").join(FILE));
-        let file = match (beside.filter(|file| file.exists()), given(ENV_DIR)) {
+        // NVIDIA's operator installs the wrapper with a configuration in the same directory, and a script
+        // names that.
+        let own = wrapper.parent().map(|dir| dir.join(".config").join(FILE));
+        let file = match (own.filter(|file| file.exists()), given(ENV_DIR)) {
             (Some(file), _) => file,
             (None, Some(dir)) => Path::new(&dir).join(FILE),
             (None, None) => Path::new("/etc").join(FILE),
@@ -174,7 +175,7 @@ impl Toolkit {
         Self::load_from(&given(ENV_FILE).map_or(file, PathBuf::from), mode)
     }
 
-    /// By this file, in the mode that the program's name says.
+    /// By this file, in the mode of the program's name.
     fn load_from(path: &Path, mode: Option<&str>) -> Result<Self, ConfigError> {
         let text = match std::fs::read_to_string(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
@@ -256,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_file_does_not_say_is_as_the_wrapper_has_it() {
+    fn missing_keys_have_the_wrappers_defaults() {
         let default = read("").unwrap();
         assert!(default.visible_devices && !default.volume_mounts);
         assert_eq!(default.annotations, ["cdi.k8s.io/"]);
@@ -268,7 +269,7 @@ mod tests {
 
     /// As the wrapper's package ships it, hardened.
     #[test]
-    fn a_hardened_file_is_heeded() {
+    fn a_hardened_file_is_followed() {
         let text = r#"
             accept-nvidia-visible-devices-as-volume-mounts = true
             accept-nvidia-visible-devices-envvar-when-unprivileged = false

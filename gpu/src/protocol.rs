@@ -72,7 +72,7 @@ pub struct ProcessReply {
     /// Its restore thread; only in replies to `discover`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore_tid: Option<i32>,
-    /// Bytes of GPU memory in use; only in replies to `memory`, absent where the driver does not tell.
+    /// Bytes of GPU memory in use; only in replies to `memory`, absent where the driver does not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_bytes: Option<u64>,
     /// The same by GPU.

@@ -20,7 +20,7 @@ pub struct SourceGpu {
     pub minor: u32,
     /// Its device node on the source.
     pub node: Option<DeviceNode>,
-    /// Whether MIG mode was on. A checkpoint is refused then, and no manifest says so.
+    /// Whether MIG mode was on. A checkpoint is refused then, so no manifest has it set.
     #[serde(skip)]
     pub mig: bool,
 }

@@ -1,7 +1,7 @@
 //! How the GPUs of a node reach each other and the host's memory.
 //!
 //! Read from NVML and sysfs with the inventory, kept in the manifest, compared by the planner. Whatever a
-//! driver or a machine does not tell is absent, and asks nothing of a map.
+//! driver or a machine does not report is absent, and sets no condition for a map.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ pub struct Topology {
 pub struct Link {
     /// The smaller UUID first.
     pub gpus: [GpuUuid; 2],
-    /// NVLinks between the two, directly or through switches; absent where it is not told.
+    /// NVLinks between the two, directly or through switches; absent where the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nvlinks: Option<u32>,
     /// How far the two are apart on PCI Express.
@@ -65,8 +65,7 @@ impl std::fmt::Display for PciePath {
 impl Link {
     /// Of two GPUs, in whatever order.
     pub fn between(a: GpuUuid, b: GpuUuid) -> Self {
-        let mut gpus = [a, b];
-        gpus.sort();
+        let gpus = if b < a { [b, a] } else { [a, b] };
         Self {
             gpus,
             nvlinks: None,
@@ -92,12 +91,11 @@ impl Topology {
     /// What concerns these GPUs alone.
     pub fn of(&self, gpus: &[GpuUuid]) -> Self {
         let both = |link: &&Link| link.gpus.iter().all(|gpu| gpus.contains(gpu));
+        let mut numa = self.numa.clone();
+        numa.retain(|gpu, _| gpus.contains(gpu));
         Self {
             links: self.links.iter().filter(both).cloned().collect(),
-            numa: (self.numa.iter())
-                .filter(|(gpu, _)| gpus.contains(gpu))
-                .map(|(gpu, node)| (gpu.clone(), *node))
-                .collect(),
+            numa,
         }
     }
 }

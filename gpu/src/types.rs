@@ -159,7 +159,7 @@ pub struct Inventory {
     pub checkpoint_api: bool,
     /// GPUs in NVML order.
     pub gpus: Vec<Gpu>,
-    /// How they reach each other, as far as it is told.
+    /// How they reach each other, as far as the driver reports it.
     #[serde(default, skip_serializing_if = "Topology::is_empty")]
     pub topology: Topology,
     /// The driver's nodes that belong to no single GPU and exist on the host: `/dev/nvidiactl`,

@@ -1,5 +1,5 @@
 //! Bounded reads of files in /proc whose length a process decides: environ is as long as
-//! `prctl(PR_SET_MM_MAP)` said, maps has a line for every mapping. A longer file is an error of the kind
+//! `prctl(PR_SET_MM_MAP)` has set, maps has a line for every mapping. A longer file is an error of the kind
 //! [`io::ErrorKind::FileTooLarge`].
 
 use std::fs::File;
@@ -29,7 +29,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Visits the parts of a file between `delimiter`s, of at most `most` bytes, until told to stop.
+/// Visits the parts of a file between `delimiter`s, of at most `most` bytes, until `visit` breaks.
 pub fn each(
     path: &Path,
     delimiter: u8,
@@ -118,7 +118,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(WHOLE).unwrap();
         assert!(read(file.path()).is_ok());
-        // As /proc/PID/environ after prctl(PR_SET_MM_MAP): as long as the process says.
+        // As /proc/PID/environ after prctl(PR_SET_MM_MAP): as long as the process chose.
         file.as_file().set_len(3 << 30).unwrap();
         let error = read(file.path()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);

@@ -80,8 +80,8 @@ pub struct Hierarchies {
 }
 
 impl Hierarchies {
-    /// `unified`: the mount point which makes a host unified. None where no hierarchy could tell containers
-    /// apart.
+    /// `unified`: the mount point which makes a host unified. None where no hierarchy could distinguish
+    /// containers apart.
     pub fn from_mounts(entries: &[MountEntry], unified: &Path) -> Option<Self> {
         let mut mounts = BTreeMap::new();
         let hierarchy = |entry: &MountEntry| Hierarchy {
@@ -125,7 +125,7 @@ impl Hierarchies {
         })
     }
 
-    /// The places of a process, by controller; `cgroups` is what its /proc/PID/cgroup says.
+    /// The places of a process, by controller; `cgroups` is the text of its /proc/PID/cgroup.
     pub fn of_process(&self, cgroups: &str) -> BTreeMap<String, Place> {
         let mut places = BTreeMap::new();
         for (names, path) in cgroups.lines().filter_map(membership) {
@@ -141,9 +141,7 @@ impl Hierarchies {
     /// The places of a cgroup that has this path in every hierarchy.
     pub fn of_path(&self, path: &Path) -> BTreeMap<String, Place> {
         let places = self.mounts.iter();
-        places
-            .map(|(name, hierarchy)| (name.clone(), hierarchy.place(path)))
-            .collect()
+        crate::ordered::map_of(places.map(|(name, hierarchy)| (name.clone(), hierarchy.place(path))))
     }
 }
 

@@ -8,6 +8,7 @@ pub mod atomic_file;
 pub mod bounded;
 pub mod cgroup_mounts;
 pub mod mountinfo;
+pub mod ordered;
 mod problem;
 pub mod proc_maps;
 pub mod procfs;

@@ -101,7 +101,7 @@ fn text(field: &[u8]) -> String {
     String::from_utf8_lossy(&unescape(field)).into_owned()
 }
 
-/// Undoes the kernel's octal escapes of space, tab, newline, backslash and `#`.
+/// Decodes the kernel's octal escapes of space, tab, newline, backslash and `#`.
 fn unescape(mut field: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(field.len());
     while let [byte, tail @ ..] = field {
@@ -128,7 +128,8 @@ mod tests {
 
     #[test]
     fn entries_are_decoded() {
-        let text = b"36 35 98:0 /mnt1 /mnt/with\\040space\\134x rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=continue\n\
+        let text = b"36 35 98:0 /mnt1 /mnt/with\\040space\\134x rw,noatime master:1 shared:2 - \
+            ext3 /dev/root rw,errors=continue\n\
             31 23 0:28 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n\
             garbage\n";
         let entries = parse(text);

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a user needs besides an error's message.
+/// What a user needs in addition to an error's message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remedy<'a> {
     /// `FIRN-...`, listed in the reference of error codes.

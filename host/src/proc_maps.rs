@@ -56,8 +56,8 @@ fn hex(digits: &[u8]) -> Option<u64> {
     u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
 }
 
-/// Visits the mappings of process `pid` until told to stop; `None` when the process is gone. Lines of another
-/// shape are passed over.
+/// Visits the mappings of process `pid` until `visit` breaks; `None` when the process is gone. Lines of
+/// another shape are passed over.
 pub fn each(
     proc_root: &Path,
     pid: i32,
@@ -91,7 +91,7 @@ pub fn comm(proc_root: &Path, pid: i32) -> String {
         .replace(char::is_control, "?")
 }
 
-/// Whether `error` says that the process has ended.
+/// Whether `error` means that the process has ended.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::ESRCH as i32)
 }

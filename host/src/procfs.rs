@@ -1,6 +1,6 @@
-//! What /proc tells of the processes of a container.
+//! What /proc shows of the processes of a container.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
 use std::ops::ControlFlow;
@@ -45,8 +45,8 @@ pub fn group(pid: i32) -> Option<i32> {
 /// Whether the working directory of a process is `dir`.
 pub fn is_in(pid: i32, dir: &Path) -> bool {
     let cwd = PathBuf::from(format!("/proc/{pid}/cwd"));
-    // Order matters: what the process is in may be on a file system that hangs, and its name tells most of
-    // them apart.
+    // Order matters: the working directory of the process may be on a file system that hangs. In most cases
+    // its path shows already that it is another one.
     if fs::read_link(&cwd).ok() != fs::canonicalize(dir).ok() {
         return false;
     }
@@ -95,8 +95,8 @@ pub fn tree(root: i32, pids: &[i32]) -> BTreeSet<i32> {
 
 /// The parent of each is read once, however long the chains are.
 fn tree_by(root: i32, pids: &[i32], parent: impl Fn(i32) -> Option<i32>) -> BTreeSet<i32> {
-    let parents: BTreeMap<i32, i32> = pids.iter().filter_map(|&pid| Some((pid, parent(pid)?))).collect();
-    let mut known = BTreeMap::from([(root, true)]);
+    let parents = crate::ordered::map_of(pids.iter().filter_map(|&pid| Some((pid, parent(pid)?))));
+    let mut known = crate::ordered::map_of([(root, true)]);
     for &pid in pids {
         let (mut chain, mut at) = (Vec::new(), Some(pid));
         let descends = loop {
@@ -112,7 +112,7 @@ fn tree_by(root: i32, pids: &[i32], parent: impl Fn(i32) -> Option<i32>) -> BTre
         known.extend(chain.into_iter().map(|pid| (pid, descends)));
     }
     let descends = |pid: &i32| known.get(pid) == Some(&true);
-    pids.iter().copied().filter(descends).collect()
+    crate::ordered::set_of(pids.iter().copied().filter(descends))
 }
 
 fn parent(pid: i32) -> Option<i32> {
@@ -156,8 +156,8 @@ pub fn unlinked(pids: &[i32]) -> u64 {
     bytes
 }
 
-/// How many files without a path are told apart. Those beyond count for nothing: what is known is what is
-/// needed at least.
+/// How many files without a path are counted separately. Those beyond count for nothing: what is known is
+/// what is needed at least.
 const MOST_UNLINKED: usize = 1 << 18;
 
 /// The mount that an open file is on.
@@ -260,14 +260,14 @@ mod tests {
 
     #[test]
     fn a_name_that_is_no_text_hides_nothing() {
-        let (say, said) = std::sync::mpsc::channel();
+        let (send, received) = std::sync::mpsc::channel();
         let (leave, left) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::spawn(move || {
             fs::write("/proc/thread-self/comm", b"\xc3\n) Z (").unwrap();
-            say.send(nix::unistd::gettid().as_raw()).unwrap();
+            send.send(nix::unistd::gettid().as_raw()).unwrap();
             left.recv().unwrap();
         });
-        let tid = said.recv().unwrap();
+        let tid = received.recv().unwrap();
         assert!(
             fs::read_to_string(format!("/proc/{tid}/status")).is_err(),
             "it is text"
@@ -296,9 +296,9 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let program = std::env::current_exe().unwrap();
         let directory = program.parent().unwrap().to_owned();
-        let mut beside = program.clone().into_os_string();
-        beside.push("-other");
-        let places = [file.path().to_owned(), program, directory, beside.into()];
+        let mut other = program.clone().into_os_string();
+        other.push("-other");
+        let places = [file.path().to_owned(), program, directory, other.into()];
         assert_eq!(in_use(&[me()], &places), Some(vec![true, true, true, false]));
         assert_eq!(in_use(&[i32::MAX], &places), None);
     }

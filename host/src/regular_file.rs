@@ -37,7 +37,7 @@ mod tests {
 
     use super::*;
 
-    /// A number that no driver has: whoever opens such a node is told ENXIO.
+    /// A number that no driver has: opening such a node fails with ENXIO.
     fn device(path: &Path) {
         mknod(path, SFlag::S_IFCHR, Mode::S_IRUSR, makedev(60, 250)).unwrap();
         let opened = File::open(path).unwrap_err();

@@ -158,7 +158,7 @@ pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<Ima
     let mut names = dir.names().map_err(unreadable)?;
     no_parent(&names, path)?;
     names.retain(|name| is_image(name));
-    names.sort();
+    names.sort_unstable();
     let files: Vec<ImageFile> = names
         .into_iter()
         .map(|name| measure(&dir, &path.join(&name), name, None, stop).map(|(file, _)| file))

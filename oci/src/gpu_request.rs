@@ -171,10 +171,8 @@ impl Spec {
     /// Paths of the nodes of single GPUs.
     pub fn gpu_nodes(&self) -> BTreeSet<&str> {
         let devices = self.array("/linux/devices").iter();
-        devices
-            .filter_map(|device| device["path"].as_str())
-            .filter(|path| classify(Path::new(path)) == Some(GpuPath::Gpu))
-            .collect()
+        let paths = devices.filter_map(|device| device["path"].as_str());
+        firn_host::ordered::set_of(paths.filter(|path| classify(Path::new(path)) == Some(GpuPath::Gpu)))
     }
 }
 

@@ -115,7 +115,7 @@ impl Grant {
     pub fn narrow(&mut self, sources: &[GpuUuid]) {
         if self.basis == Basis::Config && self.gpus.len() > sources.len() {
             // Stable: GPUs of the pool keep their order.
-            self.gpus.sort_by_key(|gpu| !sources.contains(&gpu.uuid));
+            firn_host::ordered::sort_few_by_key(&mut self.gpus, |gpu| !sources.contains(&gpu.uuid));
             self.gpus.truncate(sources.len());
         }
     }

@@ -39,10 +39,8 @@ pub async fn remove_roots(log: &Path) {
 fn roots(log: &str) -> BTreeSet<String> {
     let mentions = log.split(PREFIX).skip(1);
     let names = mentions.filter_map(|rest| rest.get(..SUFFIX));
-    names
-        .filter(|name| name.bytes().all(|byte| byte.is_ascii_alphanumeric()))
-        .map(|name| format!("{PREFIX}{name}"))
-        .collect()
+    let names = names.filter(|name| name.bytes().all(|byte| byte.is_ascii_alphanumeric()));
+    firn_host::ordered::set_of(names.map(|name| format!("{PREFIX}{name}")))
 }
 
 #[cfg(test)]

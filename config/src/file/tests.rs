@@ -55,9 +55,9 @@ fn the_shipped_file_with_every_comment_removed_is_valid() {
 
 #[test]
 fn an_unknown_key_is_named_with_its_file() {
-    let said = complaint("[deadlines]\nlokc = \"3s\"\n");
-    assert!(said.contains("invalid configuration /"), "{said}");
-    assert!(said.contains("lokc"), "{said}");
+    let output = complaint("[deadlines]\nlokc = \"3s\"\n");
+    assert!(output.contains("invalid configuration /"), "{output}");
+    assert!(output.contains("lokc"), "{output}");
     assert!(complaint("[deadline]\n").contains("deadline"));
 }
 
@@ -69,7 +69,7 @@ fn values_of_the_wrong_shape_are_refused() {
 }
 
 #[test]
-fn what_the_file_says_is_used() {
+fn values_of_the_file_are_used() {
     let config = parse("[deadlines]\ngpu-lock = \"250ms\"\n[restore]\ngpus = [\"1\"]\n").unwrap();
     assert_eq!(config.deadlines.gpu_lock, Duration::from_millis(250));
     assert_eq!(config.deadlines.gpu_unlock, Deadlines::default().gpu_unlock);
@@ -77,7 +77,7 @@ fn what_the_file_says_is_used() {
 }
 
 #[test]
-fn processes_of_execs_are_refused_unless_the_file_says_omit() {
+fn processes_of_execs_are_refused_unless_the_file_has_omit() {
     assert_eq!(parse("[checkpoint]\n").unwrap().checkpoint.exec, Exec::Refuse);
     let omit = parse("[checkpoint]\nexec = \"omit\"\n").unwrap();
     assert_eq!(omit.checkpoint.exec, Exec::Omit);
@@ -85,7 +85,7 @@ fn processes_of_execs_are_refused_unless_the_file_says_omit() {
 }
 
 #[test]
-fn image_directories_that_others_may_enter_are_closed_unless_the_file_says_otherwise() {
+fn image_directories_that_others_may_enter_are_closed_by_default() {
     assert_eq!(
         parse("").unwrap().checkpoint.open_image_dir,
         OpenImageDir::Tighten
@@ -96,15 +96,16 @@ fn image_directories_that_others_may_enter_are_closed_unless_the_file_says_other
 }
 
 #[test]
-fn names_of_gpus_give_none_unless_the_file_says_so() {
+fn names_of_gpus_give_none_by_default() {
     let create = parse("[create]\n").unwrap().create;
     assert_eq!(create, Create::default());
     assert!(!create.visible_devices && !create.volume_mounts && !create.cdi_annotations);
     assert_eq!(create.hooks, Conversion::Convert);
-    let said = parse(
-        "[create]\nhooks = \"keep\"\nvisible-devices = true\nvolume-mounts = true\ncdi-annotations = true\ncdi-dirs = []\n",
+    let changed = parse(
+        "[create]\nhooks = \"keep\"\n\
+         visible-devices = true\nvolume-mounts = true\ncdi-annotations = true\ncdi-dirs = []\n",
     );
-    let create = said.unwrap().create;
+    let create = changed.unwrap().create;
     assert!(create.visible_devices && create.volume_mounts && create.cdi_annotations);
     assert!(create.cdi_dirs.is_empty());
     assert_eq!(create.hooks, Conversion::Keep);

@@ -1,6 +1,5 @@
 //! The tasks that CRIU has made, compared with the spec while they are stopped. CRIU had the image to read, and this the kernel.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -15,7 +14,7 @@ use firn_oci::Spec;
 pub fn check(spec: &Spec, init: i32, pids: &[i32], host: &Host) -> Result<(), ImageFault> {
     let allowed = Allowed::by(spec, host)?;
     namespaces::check_made_map(spec, init)?;
-    let known: BTreeSet<i32> = pids.iter().copied().collect();
+    let known = firn_host::ordered::set_of(pids.iter().copied());
     for &pid in pids {
         process(spec, &allowed, init, pid, host)?;
         // One that has ended is in no list of the unified hierarchy.

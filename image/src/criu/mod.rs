@@ -155,10 +155,9 @@ impl Host {
         let lines = read("/proc/self/cgroup");
         let controllers = lines.lines().filter_map(|line| line.split(':').nth(1));
         Self {
-            cgroups: controllers
-                .flat_map(|list| list.split(','))
-                .map(str::to_owned)
-                .collect(),
+            cgroups: firn_host::ordered::set_of(
+                controllers.flat_map(|list| list.split(',')).map(str::to_owned),
+            ),
             oom_score_adj: read("/proc/self/oom_score_adj").trim().parse().unwrap_or(0),
             exists: Path::exists,
             namespace: |path| {

@@ -98,9 +98,9 @@ pub fn plan(demand: &Demand<'_>) -> Result<Plan, PlanError> {
         });
     }
     let mut source: Vec<&SourceGpu> = demand.source.iter().collect();
-    source.sort_by_key(|gpu| (gpu.minor, &gpu.uuid));
+    firn_host::ordered::sort_few_by_key(&mut source, |gpu| (gpu.minor, &gpu.uuid));
     let mut grant: Vec<&Gpu> = demand.grant.iter().collect();
-    grant.sort_by_key(|gpu| (gpu.minor, &gpu.uuid));
+    firn_host::ordered::sort_few_by_key(&mut grant, |gpu| (gpu.minor, &gpu.uuid));
     refuse_twice(Side::Source, source.iter().map(|gpu| &gpu.uuid))?;
     refuse_twice(Side::Target, grant.iter().map(|gpu| &gpu.uuid))?;
     refuse_mig(&source, &grant)?;
@@ -170,7 +170,7 @@ fn refuse_count(source: &[&SourceGpu], grant: &[&Gpu], policy: &Policy) -> Resul
 
 fn refuse_twice<'a>(side: Side, uuids: impl Iterator<Item = &'a GpuUuid>) -> Result<(), PlanError> {
     let mut seen: Vec<&GpuUuid> = uuids.collect();
-    seen.sort();
+    firn_host::ordered::sort_few_by_key(&mut seen, |gpu| *gpu);
     match seen.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(PlanError::GpuListedTwice {
             side,

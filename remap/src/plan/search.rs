@@ -94,7 +94,8 @@ impl Tables {
                 }
             }
         }
-        tables.order.sort_by_key(|i| tables.own[*i].is_none());
+        let own = tables.own;
+        firn_host::ordered::sort_few_by_key(&mut tables.order, |i| own[*i].is_none());
         tables
     }
 }

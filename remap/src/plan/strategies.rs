@@ -118,7 +118,7 @@ fn by_size(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<Vec<usize>, PlanErro
     }
     let mut rest: Vec<usize> = (0..source.len()).filter(|at| targets[*at].is_none()).collect();
     // Stable, so that equal ones stay in minor order.
-    rest.sort_by_key(|at| std::cmp::Reverse(source[*at].memory_total));
+    firn_host::ordered::sort_few_by_key(&mut rest, |at| std::cmp::Reverse(source[*at].memory_total));
     for old in rest {
         let candidates: Vec<&Gpu> = free.iter().map(|at| grant[*at]).collect();
         let at = fit(source[old], &candidates)?;

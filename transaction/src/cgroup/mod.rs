@@ -270,12 +270,8 @@ impl Cgroup {
     /// primary.
     fn own_dirs(&self) -> Result<BTreeSet<PathBuf>, CgroupError> {
         let primary = self.own()?;
-        Ok(self
-            .places
-            .values()
-            .filter(|place| place.path == primary.path)
-            .map(Place::dir)
-            .collect())
+        let places = self.places.values().filter(|place| place.path == primary.path);
+        Ok(firn_host::ordered::set_of(places.map(Place::dir)))
     }
 
     /// The primary place, if it is a cgroup that can belong to one container: not a root, and none of ours.

@@ -133,7 +133,7 @@ pub fn hugetlb_sizes(dir: &Path, suffix: &str) -> Result<Vec<String>, CgroupErro
         // `hugetlb.SIZE.rsvd.*` counts reservations.
         sizes.extend(size.filter(|size| !size.contains('.')).map(str::to_owned));
     }
-    sizes.sort();
+    sizes.sort_unstable();
     Ok(sizes)
 }
 

@@ -427,7 +427,7 @@ fn pids(processes: &[CudaProcess]) -> Vec<i32> {
 }
 
 fn restore_tids(processes: &[CudaProcess]) -> BTreeSet<i32> {
-    processes.iter().map(|p| p.restore_tid).collect()
+    firn_host::ordered::set_of(processes.iter().map(|p| p.restore_tid))
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! The restore itself.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -423,7 +422,7 @@ fn find(processes: &[CheckpointedProcess], pids: &[i32]) -> Result<(Vec<i32>, Ve
     let inner = pids
         .iter()
         .filter_map(|pid| Some((procfs::inner_pid(&pid.to_string())?, *pid)));
-    let outer: BTreeMap<i32, i32> = inner.collect();
+    let outer = firn_host::ordered::map_of(inner);
     for process in processes {
         let missing = || Cause::ProcessMissing {
             pid: process.pid,
