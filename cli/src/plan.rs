@@ -11,7 +11,7 @@ use firn_config::Config;
 use firn_gpu::{DeviceNode, Inventory};
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
-use firn_remap::{Basis, Decision};
+use firn_remap::{Basis, GpuAssignment};
 use serde_json::json;
 
 use crate::args::PlanArgs;
@@ -23,7 +23,7 @@ use firn_host::ProblemReport;
 struct Accepted {
     manifest: Option<Manifest>,
     /// `None` if the checkpoint holds no GPU state.
-    gpus: Option<(Decision, Inventory)>,
+    gpus: Option<(GpuAssignment, Inventory)>,
     /// What could not be checked.
     unseen: Vec<&'static str>,
 }
@@ -81,7 +81,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
         None => program::inventory(config).context("cannot read the GPUs of this node")?,
     };
     let bundle = args.spec.parent().unwrap_or(Path::new("."));
-    let decision = Decision::make(&spec, &manifest, &inventory, &config.restore)
+    let decision = GpuAssignment::make(&spec, &manifest, &inventory, &config.restore)
         .map_err(ProblemReport::from)
         .and_then(|decision| {
             if is_there {
@@ -180,7 +180,7 @@ fn print(accepted: &Accepted) {
     }
 }
 
-fn basis(decision: &Decision) -> String {
+fn basis(decision: &GpuAssignment) -> String {
     match decision.grant.basis {
         Basis::Nodes => "by the device nodes of the spec".to_owned(),
         Basis::Everything => "every GPU: the spec's device rules open them all".to_owned(),

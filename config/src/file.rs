@@ -242,20 +242,14 @@ pub enum RemapPolicy {
     Subset,
     /// Every GPU stays.
     Strict,
-    /// By the order of minors.
-    Index,
-    /// By a map, and not at all without one.
-    Explicit,
 }
 
 impl RemapPolicy {
     /// The words for them, in the configuration and in the annotation.
-    pub const WORDS: [(&'static str, Self); 5] = [
+    pub const WORDS: [(&'static str, Self); 3] = [
         ("auto", Self::Auto),
         ("subset", Self::Subset),
         ("strict", Self::Strict),
-        ("index", Self::Index),
-        ("explicit", Self::Explicit),
     ];
 
     /// The policy that this word stands for.

@@ -1,7 +1,7 @@
 //! Which GPUs a restore gets: grant, map and planner put together, for the shim and for `firn plan`.
 
 use crate::plan;
-use crate::plan::{Demand, PlanError, Policy, Warning};
+use crate::plan::{MapPolicy, PlanError, PlanRequest, Warning};
 use firn_config::Restore;
 use firn_gpu::{Gpu, GpuUuid, Inventory};
 use firn_host::{Problem, Remedy};
@@ -13,7 +13,7 @@ use firn_oci::Spec;
 
 /// What a restore does with the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Decision {
+pub struct GpuAssignment {
     /// What the container may use.
     pub grant: Grant,
     /// A pair for every GPU of the checkpoint.
@@ -24,19 +24,17 @@ pub struct Decision {
 
 /// A restore whose GPUs cannot be decided.
 #[derive(Debug, thiserror::Error)]
-pub enum DecideError {
-    /// How the GPUs are to be chosen is not clear.
-    #[error("cannot tell how to choose GPUs")]
+pub enum AssignmentError {
+    #[error("cannot find out how to choose GPUs")]
     Policy(#[from] PolicyError),
-    /// What the container may use is not clear.
-    #[error("cannot tell which GPUs the container may use")]
+    #[error("cannot find out which GPUs the container may use")]
     Grant(#[from] GrantError),
     /// The GPUs of the checkpoint find no place in the grant.
     #[error("the checkpoint does not fit this container and node")]
     Plan(#[from] PlanError),
 }
 
-impl Problem for DecideError {
+impl Problem for AssignmentError {
     fn remedy(&self) -> Remedy<'_> {
         match self {
             Self::Policy(error) => error.remedy(),
@@ -46,22 +44,22 @@ impl Problem for DecideError {
     }
 }
 
-impl Decision {
+impl GpuAssignment {
     /// Decides for a container with this spec on a node with this inventory and `[restore]` configuration.
     pub fn make(
         spec: &Spec,
         manifest: &Manifest,
         inventory: &Inventory,
         config: &Restore,
-    ) -> Result<Self, DecideError> {
+    ) -> Result<Self, AssignmentError> {
         let uuids: Vec<GpuUuid> = manifest.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let (policy, written) = policy::find(spec, config, &uuids)?;
         let mut grant = Grant::at_restore(spec, inventory, config, written.as_ref())?;
         match policy {
-            Policy::Auto | Policy::Strict | Policy::Index => grant.narrow(&uuids),
-            Policy::Subset | Policy::Explicit(_) => {}
+            MapPolicy::Auto | MapPolicy::Strict => grant.narrow(&uuids),
+            MapPolicy::Subset | MapPolicy::Explicit(_) => {}
         }
-        let plan = plan::plan(&Demand {
+        let plan = plan::plan(&PlanRequest {
             source: &manifest.gpus,
             source_topology: &manifest.topology,
             source_driver: manifest.driver.as_ref().map_or("", |driver| &driver.driver),
@@ -92,8 +90,12 @@ mod tests {
     use firn_image::fixtures::{config, inventory, manifest, spec, uuid};
     use serde_json::json;
 
-    fn made(spec: &Spec, sources: &[u8], config: &Restore) -> Result<Vec<(GpuUuid, GpuUuid)>, DecideError> {
-        let decision = Decision::make(spec, &manifest(sources), &inventory(195, 4), config)?;
+    fn made(
+        spec: &Spec,
+        sources: &[u8],
+        config: &Restore,
+    ) -> Result<Vec<(GpuUuid, GpuUuid)>, AssignmentError> {
+        let decision = GpuAssignment::make(spec, &manifest(sources), &inventory(195, 4), config)?;
         let pairs = decision.map.pairs().iter();
         let targets: Vec<GpuUuid> = decision.targets().into_iter().map(|gpu| gpu.uuid).collect();
         assert!(
@@ -129,7 +131,7 @@ mod tests {
         let pool = &["3", "1"];
         let pairs = made(&spec(240, &[0]), &[9], &with(RemapPolicy::Subset, pool)).unwrap();
         assert_eq!(pairs, [(uuid(9), uuid(1))]);
-        let pairs = made(&spec(240, &[0]), &[9], &with(RemapPolicy::Index, pool)).unwrap();
+        let pairs = made(&spec(240, &[0]), &[9], &with(RemapPolicy::Auto, pool)).unwrap();
         assert_eq!(pairs, [(uuid(9), uuid(3))]);
         let pairs = made(&spec(240, &[0]), &[1], &with(RemapPolicy::Strict, pool)).unwrap();
         assert_eq!(pairs, [(uuid(1), uuid(1))]);
@@ -160,7 +162,7 @@ mod tests {
                 policy,
                 ..config(&["0", "1", "2"], &[])
             };
-            Decision::make(&spec(240, &[0]), &made_there, &node, &restore)
+            GpuAssignment::make(&spec(240, &[0]), &made_there, &node, &restore)
         };
         let decision = decide(RemapPolicy::Subset).unwrap();
         let targets: Vec<GpuUuid> = decision.targets().into_iter().map(|gpu| gpu.uuid).collect();
@@ -206,13 +208,14 @@ mod tests {
     fn another_driver_is_refused() {
         let mut other = inventory(195, 4);
         other.driver_version = "570.1.2".into();
-        let error = Decision::make(&spec(195, &[0]), &manifest(&[0]), &other, &config(&[], &[])).unwrap_err();
+        let error =
+            GpuAssignment::make(&spec(195, &[0]), &manifest(&[0]), &other, &config(&[], &[])).unwrap_err();
         assert_eq!(error.code(), "FIRN-DRIVER-VERSION");
     }
 
     #[test]
     fn what_the_grant_rests_on_is_kept() {
-        let decision = Decision::make(
+        let decision = GpuAssignment::make(
             &spec(240, &[0]),
             &manifest(&[9]),
             &inventory(195, 4),
@@ -222,12 +225,12 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_refused_is_told_what_to_do_about_the_cause() {
+    fn each_refusal_has_the_hint_for_its_cause() {
         let mut unknown = spec(195, &[0]);
         let annotations = unknown.object_mut(&["annotations"], "annotations").unwrap();
         annotations.insert("firn.dev/remap-policy".into(), json!("any"));
         for (spec, sources, remedy) in [
-            (unknown, &[9][..], "write auto, subset, strict"),
+            (unknown, &[9][..], "write auto, subset or strict"),
             (spec(240, &[7]), &[9], "firn.dev/gpu-map"),
             (spec(195, &[0]), &[8, 9], "grant as many GPUs"),
         ] {

@@ -1,7 +1,7 @@
 //! What must hold for a spec and for a manifest, whatever their bytes are.
 //!
-//! The fuzz targets (fuzz/) call these functions with what they make up, the unit tests with the kept corpus. What is
-//! asserted is worked out from the JSON itself, not by the code that is under test.
+//! The fuzz targets (fuzz/) call these functions with what they make up, the unit tests with the kept corpus.
+//! What is asserted is worked out from the JSON itself, not by the code that is under test.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,7 +11,7 @@ use firn_config::{Restore, Toolkit};
 use firn_gpu::{DeviceNode, Gpu, Inventory};
 use serde_json::{Value, json};
 
-use crate::{Basis, Decision, GpuMap, Grant};
+use crate::{Basis, GpuAssignment, Grant, RequestedMap};
 use firn_image::fixtures::{config, inventory, uuid};
 use firn_image::manifest::Manifest;
 use firn_oci::spec::parse_device;
@@ -42,8 +42,8 @@ pub fn manifest(bytes: &[u8]) {
     }
 }
 
-/// An image directory: entries apart by two NULs, each its kind (`f`ile, `l`ink, `d`irectory, `p`ipe), its name, a line
-/// end, and its content or target. The manifest is a body, to which a fitting head is made.
+/// An image directory: entries apart by two NULs, each its kind (`f`ile, `l`ink, `d`irectory, `p`ipe), its
+/// name, a line end, and its content or target. The manifest is a body, to which a fitting head is made.
 pub fn image(bytes: &[u8]) {
     let dir = std::env::temp_dir().join(format!("firn-fuzz-image-{}", std::process::id()));
     let empty = || {
@@ -123,7 +123,8 @@ impl Entry<'_> {
     }
 }
 
-/// What the manifest lists is there, in regular files of the directory itself, and nothing else that CRIU reads.
+/// What the manifest lists is there, in regular files of the directory itself, and nothing else that CRIU
+/// reads.
 fn is_whole(manifest: &Manifest, dir: &Path) {
     for image in &manifest.images {
         let found = std::fs::symlink_metadata(dir.join(&image.name)).expect("it is there");
@@ -230,7 +231,7 @@ fn grants(value: &Value, spec: &Spec) {
         is_given(grant, &words, &here, false);
     }
     for config in [config(&[], &[]), config(&["1", "0"], &[]), config(&[], &[(0, 2)])] {
-        let Ok(map) = GpuMap::find(spec, &config, &[uuid(0)]) else {
+        let Ok(map) = RequestedMap::find(spec, &config, &[uuid(0)]) else {
             continue;
         };
         let Ok(grant) = Grant::at_restore(spec, &here, &config, map.as_ref()) else {
@@ -263,9 +264,10 @@ fn is_given(grant: &Grant, words: &Words<'_>, here: &Inventory, by_path: bool) {
     }
 }
 
-/// Whatever the manifest says, the container gets GPUs of its grant only, each for one GPU of the checkpoint.
+/// Whatever the manifest contains, the container gets GPUs of its grant only, each for one GPU of the
+/// checkpoint.
 fn decided(spec: &Spec, manifest: &Manifest, here: &Inventory, config: &Restore) {
-    let Ok(decision) = Decision::make(spec, manifest, here, config) else {
+    let Ok(decision) = GpuAssignment::make(spec, manifest, here, config) else {
         return;
     };
     let targets = decision.targets();
@@ -281,7 +283,8 @@ fn decided(spec: &Spec, manifest: &Manifest, here: &Inventory, config: &Restore)
     }
 }
 
-/// After [`edit::replace_gpus`] the container has the targets' nodes, and can open nothing that it could not before.
+/// After [`edit::replace_gpus`] the container has the targets' nodes, and can open nothing that it could not
+/// before.
 fn gpus_are_replaced(before: &Value, spec: &Spec) {
     let there = inventory(240, 2);
     let mut edited = spec.clone();
@@ -402,7 +405,7 @@ fn read_manifest(bytes: &[u8]) {
     let given = firn_image::fixtures::spec(195, &[0, 1]);
     let may: Vec<&Gpu> = here.gpus.iter().take(2).collect();
     decided(&given, &manifest, &here, &config(&[], &[]));
-    if let Ok(decision) = Decision::make(&given, &manifest, &here, &config(&[], &[])) {
+    if let Ok(decision) = GpuAssignment::make(&given, &manifest, &here, &config(&[], &[])) {
         assert!(decision.targets().iter().all(|gpu| may.contains(&gpu)));
     }
     let (mut mounted, empty) = (given.clone(), Path::new("/empty"));

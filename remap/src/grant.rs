@@ -1,8 +1,8 @@
 //! Which GPUs of this node a container may use.
 //!
-//! **At a checkpoint** the grant is what the spec's device nodes give: each `/dev/nvidiaN` entry is looked up in the
-//! inventory by type and numbers. A spec whose device rules open whole ranges of devices (a privileged container)
-//! gives every GPU, whatever its nodes say.
+//! **At a checkpoint** the grant is what the spec's device nodes give: each `/dev/nvidiaN` entry is looked up
+//! in the inventory by type and numbers. A spec whose device rules open whole ranges of devices (a privileged
+//! container) gives every GPU, whatever its nodes are.
 //!
 //! **At a restore**, the first line that applies:
 //!
@@ -10,12 +10,13 @@
 //! |---|---|---|
 //! | CRI | anything | the spec's device nodes, by numbers. Configuration and annotation add nothing |
 //! | others | `[restore] gpus` in the configuration | those GPUs |
-//! | others | a map ([`GpuMap`]) | the GPUs on its right side |
+//! | others | a map ([`RequestedMap`]) | the GPUs on its right side |
 //! | others | neither | the spec's device nodes by numbers, then by path |
 //!
-//! The kubelet has allocated what a CRI spec holds, and a pod's author must not reach beyond it. A spec that is not
-//! CRI's was written by someone who could have named any device of the node, and after `ctr containers restore` it is
-//! the source's spec, whose nodes mean nothing here. Nothing of the checkpoint image is asked.
+//! The kubelet has allocated what a CRI spec holds, and a pod's author must not reach beyond it. A spec that
+//! is not CRI's was written by someone who could have named any device of the node, and after
+//! `ctr containers restore` it is the source's spec, whose nodes mean nothing here. The
+//! checkpoint image has no influence.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -24,7 +25,7 @@ use firn_config::Restore;
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
 use firn_host::{Problem, Remedy, remedy};
 
-use crate::{GpuMap, MapOrigin};
+use crate::{MapOrigin, RequestedMap};
 use firn_oci::{DeviceRule, Spec, SpecDevice, SpecError};
 use firn_oci::{GpuPath, classify};
 
@@ -74,8 +75,8 @@ impl Problem for GrantError {
         match self {
             Self::Unresolved { .. } => remedy(
                 "FIRN-GRANT-UNRESOLVED",
-                "for a spec of another node, name GPUs under [restore] in the configuration or in the annotation \
-                 firn.dev/gpu-map; otherwise write the CDI spec of this node anew",
+                "for a spec of another node, name GPUs under [restore] in the configuration or in the \
+                 annotation firn.dev/gpu-map; otherwise write the CDI spec of this node again",
             ),
             Self::UnknownGpu { .. } => {
                 remedy("FIRN-GPU-UNKNOWN", "`firn doctor` lists the GPUs of this node")
@@ -96,7 +97,7 @@ impl Grant {
         spec: &Spec,
         inventory: &Inventory,
         config: &Restore,
-        map: Option<&GpuMap>,
+        map: Option<&RequestedMap>,
     ) -> Result<Self, GrantError> {
         if spec.is_cri() {
             return by_nodes(spec, inventory, &[by_numbers]);
@@ -110,8 +111,9 @@ impl Grant {
         by_nodes(spec, inventory, &[by_numbers, by_path])
     }
 
-    /// Narrows a pool to as many GPUs as the checkpoint had: those of the checkpoint itself first, then from the left.
-    /// `[restore] gpus` is a pool; every other grant is what the container gets, and stays as it is.
+    /// Narrows a pool to as many GPUs as the checkpoint had: those of the checkpoint itself first, then from
+    /// the left. `[restore] gpus` is a pool; every other grant is what the container gets, and stays as it
+    /// is.
     pub fn narrow(&mut self, sources: &[GpuUuid]) {
         if self.basis == Basis::Config && self.gpus.len() > sources.len() {
             // Stable: GPUs of the pool keep their order.
@@ -212,7 +214,7 @@ fn by_config(inventory: &Inventory, names: &[String]) -> Result<Grant, GrantErro
     })
 }
 
-fn by_map(inventory: &Inventory, map: &GpuMap) -> Result<Grant, GrantError> {
+fn by_map(inventory: &Inventory, map: &RequestedMap) -> Result<Grant, GrantError> {
     let gpu = |uuid: &GpuUuid| {
         let found = inventory.gpus.iter().find(|gpu| gpu.uuid == *uuid);
         found.ok_or_else(|| unknown(&map.origin.to_string(), uuid.as_str()))
@@ -259,9 +261,9 @@ mod tests {
         spec
     }
 
-    fn map_to(new: u8) -> GpuMap {
+    fn map_to(new: u8) -> RequestedMap {
         let config = config(&[], &[(9, new)]);
-        GpuMap::find(&Spec::from(json!({})), &config, &[uuid(9)])
+        RequestedMap::find(&Spec::from(json!({})), &config, &[uuid(9)])
             .unwrap()
             .unwrap()
     }
@@ -433,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_refused_a_grant_is_told_what_to_do() {
+    fn each_refused_grant_has_its_hint() {
         let unresolved = Grant::of_spec(&spec(240, &[0]), &inventory(195, 2)).unwrap_err();
         let unknown =
             Grant::at_restore(&spec(195, &[0]), &inventory(195, 2), &config(&["9"], &[]), None).unwrap_err();

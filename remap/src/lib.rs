@@ -1,5 +1,5 @@
-//! Which GPUs of this node replace those of a checkpoint: what the target's spec grants, the map that was requested, the
-//! policy, and the plan.
+//! Which GPUs of this node replace those of a checkpoint: what the target's spec grants, the map that was
+//! requested, the policy, and the plan.
 #![forbid(unsafe_code)]
 
 mod assignment;
@@ -11,7 +11,7 @@ pub mod plan;
 mod policy;
 mod requested_map;
 
-pub use assignment::{DecideError, Decision};
+pub use assignment::{AssignmentError, GpuAssignment};
 pub use grant::{Basis, Grant, GrantError};
 pub use policy::PolicyError;
-pub use requested_map::{GpuMap, MapError, MapOrigin};
+pub use requested_map::{MapError, MapOrigin, RequestedMap};

@@ -1,8 +1,8 @@
 //! The GPU map that an operator or a user has written down: `GPU-old=GPU-new,GPU-old=GPU-new`.
 //!
-//! Where it comes from, the first that there is: the annotation `firn.dev/gpu-map` of the container, then `gpu-map` in
-//! the node's configuration, of which only the pairs count whose old GPU the checkpoint holds. Whether the map covers
-//! all GPUs and whether the GPUs fit each other is for the planner to say.
+//! It comes from the annotation `firn.dev/gpu-map` of the container, or else from `gpu-map` in the node's
+//! configuration. Of the latter, only pairs whose old GPU the checkpoint holds count. The planner checks
+//! whether the map covers all GPUs and whether the GPUs fit each other.
 
 use crate::plan::{MapSyntax, parse_map};
 use firn_config::names;
@@ -31,7 +31,7 @@ impl std::fmt::Display for MapOrigin {
 
 /// A map that someone wrote down.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GpuMap {
+pub struct RequestedMap {
     /// Who wrote it.
     pub origin: MapOrigin,
     /// In the order written.
@@ -53,7 +53,7 @@ impl Problem for MapError {
     }
 }
 
-impl GpuMap {
+impl RequestedMap {
     /// The map that holds for this container on this node, if anyone wrote one. `sources` are the GPUs of the
     /// checkpoint.
     pub fn find(
@@ -85,7 +85,7 @@ mod tests {
         Spec::from(json!({"annotations": {"firn.dev/gpu-map": text}}))
     }
 
-    fn pairs(map: Option<GpuMap>) -> Vec<(GpuUuid, GpuUuid)> {
+    fn pairs(map: Option<RequestedMap>) -> Vec<(GpuUuid, GpuUuid)> {
         map.map_or(Vec::new(), |m| {
             m.pairs.into_iter().map(|p| (p.old, p.new)).collect()
         })
@@ -95,7 +95,7 @@ mod tests {
     fn the_annotation_comes_before_the_configuration() {
         let config = config(&[], &[(0, 3)]);
         let text = format!("{}={}, {} = {}", uuid(0), uuid(1), uuid(1), uuid(0));
-        let found = GpuMap::find(&annotated(&text), &config, &[uuid(0)]).unwrap();
+        let found = RequestedMap::find(&annotated(&text), &config, &[uuid(0)]).unwrap();
         assert_eq!(found.as_ref().map(|m| m.origin), Some(MapOrigin::Annotation));
         assert_eq!(pairs(found), [(uuid(0), uuid(1)), (uuid(1), uuid(0))]);
     }
@@ -105,16 +105,16 @@ mod tests {
         let spec = Spec::from(json!({}));
         let config = config(&[], &[(0, 2), (1, 3)]);
         assert_eq!(
-            pairs(GpuMap::find(&spec, &config, &[uuid(1)]).unwrap()),
+            pairs(RequestedMap::find(&spec, &config, &[uuid(1)]).unwrap()),
             [(uuid(1), uuid(3))]
         );
-        assert_eq!(GpuMap::find(&spec, &config, &[uuid(2)]).unwrap(), None);
+        assert_eq!(RequestedMap::find(&spec, &config, &[uuid(2)]).unwrap(), None);
     }
 
     #[test]
     fn what_is_no_map_is_refused_and_its_origin_named() {
         let text = format!("{}=1", uuid(0));
-        let error = GpuMap::find(&annotated(&text), &config(&[], &[]), &[]).unwrap_err();
+        let error = RequestedMap::find(&annotated(&text), &config(&[], &[]), &[]).unwrap_err();
         assert_eq!(
             (error.code(), error.origin),
             ("FIRN-MAP-SYNTAX", MapOrigin::Annotation)
@@ -123,7 +123,7 @@ mod tests {
             gpu_map: vec![text],
             ..config(&[], &[])
         };
-        let error = GpuMap::find(&Spec::from(json!({})), &config, &[]).unwrap_err();
+        let error = RequestedMap::find(&Spec::from(json!({})), &config, &[]).unwrap_err();
         assert_eq!(
             (error.code(), error.origin),
             ("FIRN-MAP-SYNTAX", MapOrigin::Config)

@@ -16,7 +16,7 @@ use firn_config::{Config, names};
 use firn_gpu::{Gpu, Inventory, SourceGpu};
 use firn_host::ProblemReport;
 use firn_remap::plan;
-use firn_remap::plan::{Demand, Plan, Policy};
+use firn_remap::plan::{MapPolicy, Plan, PlanRequest};
 use serde::Serialize;
 use serde_json::json;
 
@@ -109,14 +109,14 @@ fn onto(
     target: &Inventory,
 ) -> Result<Plan, plan::PlanError> {
     let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();
-    plan::plan(&Demand {
+    plan::plan(&PlanRequest {
         source,
         source_topology: topology,
         source_driver: driver,
         grant: &whole,
         target_topology: &target.topology,
         target_driver: &target.driver_version,
-        policy: &Policy::Subset,
+        policy: &MapPolicy::Subset,
     })
 }
 

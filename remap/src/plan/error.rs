@@ -1,4 +1,4 @@
-//! Why there is no map. Every error has a stable code, names both sides and says what the operator can do.
+//! Why there is no map. Every error has a stable code, names both sides and what the operator can do.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use super::warning::LostLink;
 use firn_gpu::{BadUuid, GpuUuid};
 use firn_host::{Problem, Remedy, remedy};
 
-/// Which node an error speaks of.
+/// The node that an error is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Where the checkpoint was made.
@@ -91,7 +91,7 @@ impl Problem for PlanError {
         match self {
             Self::DriverVersionMismatch { .. } => remedy(
                 "FIRN-DRIVER-VERSION",
-                "restore on a node with the driver version that made the checkpoint; the driver accepts no other",
+                "restore on a node with the driver version of the checkpoint; the driver accepts no other",
             ),
             Self::DriverTooOldForRemap { .. } => remedy(
                 "FIRN-DRIVER-TOO-OLD",
@@ -115,7 +115,7 @@ impl Problem for PlanError {
             ),
             Self::GpuCountMismatch { .. } => remedy(
                 "FIRN-GPU-COUNT",
-                "grant as many GPUs as the checkpointed container had; from more, the policy subset takes some",
+                "grant as many GPUs as the container had; of more, the policy subset uses some",
             ),
             Self::GpuModelMismatch { .. } => remedy(
                 "FIRN-GPU-MODEL",
@@ -126,11 +126,11 @@ impl Problem for PlanError {
             }
             Self::StrictUnmet { .. } => remedy(
                 "FIRN-GPU-STRICT",
-                "restore on the node of the checkpoint with the same GPUs, or choose another policy: firn.dev/remap-policy",
+                "restore with the GPUs of the checkpoint, or choose another policy: firn.dev/remap-policy",
             ),
             Self::TopologyUnsatisfied { .. } => remedy(
                 "FIRN-GPU-TOPOLOGY",
-                "grant GPUs with as many NVLinks between them; if the program needs none, firn.dev/remap-policy=index",
+                "grant GPUs with as many NVLinks; if the program needs none, write a map: firn.dev/gpu-map",
             ),
             Self::MapIncomplete { .. } => remedy(
                 "FIRN-MAP-INCOMPLETE",

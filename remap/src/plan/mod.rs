@@ -1,18 +1,20 @@
-//! Which GPU of the target takes the place of which GPU of the source: a pure function, decided before anything starts.
+//! Which GPU of the target takes the place of which GPU of the source: a pure function, decided before
+//! anything starts.
 //!
-//! The driver wants a pair for every GPU that the checkpointed process could see, and takes a GPU only for one of the
-//! same chip with enough memory. A [`GpuMap`] is therefore a bijection from all source GPUs into the grant, in which
-//! every pair has the same PCI device id and model name and the new GPU has no less memory than the old one. The same
-//! input gives the same map, in whatever order GPUs are listed.
+//! The driver wants a pair for every GPU that the checkpointed process could see, and takes a GPU only for
+//! one of the same chip with enough memory. A [`GpuMap`] is therefore a bijection from all source GPUs into
+//! the grant, in which every pair has the same PCI device id and model name and the new GPU has no less
+//! memory than the old one. The same input gives the same map, in whatever order GPUs are listed.
 //!
-//! Which of these maps is taken is the [`Policy`]'s to say. Those that search keep NVLinks: a program that reached a GPU
-//! over one goes on believing that it does.
+//! A [`MapPolicy`] chooses one of these maps. The policies that search keep NVLinks: a program that reached a
+//! GPU over NVLink continues to assume that it can.
 
 use serde::Serialize;
 
 use firn_gpu::{Gpu, GpuPair, GpuUuid, SourceGpu, Topology};
 
 mod error;
+mod fit;
 mod search;
 mod strategies;
 #[cfg(test)]
@@ -25,25 +27,23 @@ pub use warning::{LostLink, Warning};
 /// First driver branch whose restore can change GPUs.
 const REMAP_BRANCH: u32 = 580;
 
-/// How the map is chosen. The grant has as many GPUs as the checkpoint had, unless the policy says otherwise.
+/// How the map is chosen. The grant has as many GPUs as the checkpoint had, unless the policy allows more.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Policy {
-    /// GPUs that are in both grants stay, the others are chosen such that NVLinks are kept; of several such maps the one
-    /// is taken that keeps most GPUs near each other, in the order of minors.
+pub enum MapPolicy {
+    /// GPUs that are in both grants stay, the others are chosen such that NVLinks are kept. Of several such
+    /// maps, the one that keeps most GPUs near each other is chosen, in the order of minors.
     Auto,
     /// As `Auto`, from a grant that may have more GPUs than are needed.
     Subset,
     /// Every GPU stays.
     Strict,
-    /// The first GPU becomes the first, the second the second, in the order of minors.
-    Index,
     /// The operator's map. The grant may have GPUs that are not in it.
     Explicit(Vec<GpuPair>),
 }
 
 /// Both sides of a restore.
 #[derive(Clone, Copy, Debug)]
-pub struct Demand<'a> {
+pub struct PlanRequest<'a> {
     /// GPUs of the checkpointed container.
     pub source: &'a [SourceGpu],
     /// How they reached each other.
@@ -56,7 +56,7 @@ pub struct Demand<'a> {
     pub target_topology: &'a Topology,
     /// Full driver version of this node.
     pub target_driver: &'a str,
-    pub policy: &'a Policy,
+    pub policy: &'a MapPolicy,
 }
 
 /// A pair for every source GPU, in the source's minor order.
@@ -81,7 +81,7 @@ impl GpuMap {
     }
 }
 
-/// A map, and what is to be known of it.
+/// A map, and what the operator should know about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub map: GpuMap,
@@ -90,27 +90,26 @@ pub struct Plan {
 }
 
 /// Decides the map, or why there is none.
-pub fn plan(demand: &Demand<'_>) -> Result<Plan, PlanError> {
-    if demand.source_driver != demand.target_driver {
+pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, PlanError> {
+    if request.source_driver != request.target_driver {
         return Err(PlanError::DriverVersionMismatch {
-            made: demand.source_driver.to_owned(),
-            here: demand.target_driver.to_owned(),
+            made: request.source_driver.to_owned(),
+            here: request.target_driver.to_owned(),
         });
     }
-    let mut source: Vec<&SourceGpu> = demand.source.iter().collect();
+    let mut source: Vec<&SourceGpu> = request.source.iter().collect();
     firn_host::ordered::sort_few_by_key(&mut source, |gpu| (gpu.minor, &gpu.uuid));
-    let mut grant: Vec<&Gpu> = demand.grant.iter().collect();
+    let mut grant: Vec<&Gpu> = request.grant.iter().collect();
     firn_host::ordered::sort_few_by_key(&mut grant, |gpu| (gpu.minor, &gpu.uuid));
     refuse_twice(Side::Source, source.iter().map(|gpu| &gpu.uuid))?;
     refuse_twice(Side::Target, grant.iter().map(|gpu| &gpu.uuid))?;
     refuse_mig(&source, &grant)?;
-    refuse_count(&source, &grant, demand.policy)?;
+    refuse_count(&source, &grant, request.policy)?;
 
-    let (targets, cut) = match demand.policy {
-        Policy::Explicit(pairs) => (strategies::explicit(&source, &grant, pairs)?, None),
-        Policy::Strict => (strategies::strict(&source, &grant)?, None),
-        Policy::Index => (strategies::index(&source, &grant)?, None),
-        Policy::Auto | Policy::Subset => strategies::best(demand, &source, &grant)?,
+    let (targets, cut) = match request.policy {
+        MapPolicy::Explicit(pairs) => (strategies::explicit(&source, &grant, pairs)?, None),
+        MapPolicy::Strict => (strategies::strict(&source, &grant)?, None),
+        MapPolicy::Auto | MapPolicy::Subset => strategies::best(request, &source, &grant)?,
     };
     let chosen: Vec<(&SourceGpu, &Gpu)> = source
         .iter()
@@ -118,12 +117,12 @@ pub fn plan(demand: &Demand<'_>) -> Result<Plan, PlanError> {
         .map(|(old, at)| (*old, grant[*at]))
         .collect();
     let map = GpuMap(chosen.iter().map(|(old, new)| pair(old, new)).collect());
-    if !map.is_identity() && branch(demand.target_driver).is_some_and(|branch| branch < REMAP_BRANCH) {
+    if !map.is_identity() && branch(request.target_driver).is_some_and(|branch| branch < REMAP_BRANCH) {
         return Err(PlanError::DriverTooOldForRemap {
-            here: demand.target_driver.to_owned(),
+            here: request.target_driver.to_owned(),
         });
     }
-    let mut warnings = warning::of(demand, &chosen);
+    let mut warnings = warning::of(request, &chosen);
     warnings.extend(cut);
     Ok(Plan { map, warnings })
 }
@@ -154,10 +153,10 @@ fn parse_pair(text: &str) -> Result<GpuPair, MapSyntax> {
     })
 }
 
-fn refuse_count(source: &[&SourceGpu], grant: &[&Gpu], policy: &Policy) -> Result<(), PlanError> {
+fn refuse_count(source: &[&SourceGpu], grant: &[&Gpu], policy: &MapPolicy) -> Result<(), PlanError> {
     let enough = match policy {
-        Policy::Subset | Policy::Explicit(_) => grant.len() >= source.len(),
-        Policy::Auto | Policy::Strict | Policy::Index => grant.len() == source.len(),
+        MapPolicy::Subset | MapPolicy::Explicit(_) => grant.len() >= source.len(),
+        MapPolicy::Auto | MapPolicy::Strict => grant.len() == source.len(),
     };
     if enough {
         return Ok(());
@@ -196,7 +195,8 @@ fn refuse_mig(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<(), PlanError> {
     }
 }
 
-/// Number before the first dot of a driver version; `None` for a version of an unknown form, which refuses nothing.
+/// Number before the first dot of a driver version; `None` for a version of an unknown form, which refuses
+/// nothing.
 pub(crate) fn branch(version: &str) -> Option<u32> {
     version.split('.').next()?.parse().ok()
 }

@@ -1,17 +1,18 @@
 //! The search for the map that keeps the links between GPUs.
 //!
-//! Exhaustive with pruning: a choice for one GPU takes from the others the places that it makes impossible, and a partial
-//! map that is no better than the best whole one is left. Of the maps that fit and keep all NVLinks the best one lets most
-//! GPUs stay where they are, then has the fewest pairs that are farther apart on PCI Express than before, then the fewest
-//! GPUs at another NUMA node, then the fewest that are out of order, and among equals comes first in the order of minors.
+//! The search is exhaustive, with pruning: a choice for one GPU removes the places that it makes impossible
+//! for the others, and a partial map that already costs as much as the best complete one is dropped. Only
+//! maps that fit and keep all NVLinks count. The best of them lets most GPUs stay; among these it has the
+//! fewest pairs that are farther apart on PCI Express than before, then the fewest GPUs at another NUMA node,
+//! then the fewest that are out of order, and then it comes first in the order of minors.
 //!
-//! What the search takes is counted in steps, one for each place that is tried, and not in time: the same input gives the
-//! same map on a busy machine too.
+//! The limit of the search is a number of steps, one for each place that is tried. It is not a time, so the
+//! same input gives the same map on a busy machine too.
 
-use super::Demand;
-use super::strategies::{fits, own_place};
-use firn_gpu::SourceGpu;
-use firn_gpu::{Gpu, GpuUuid, Link, Topology};
+use firn_gpu::{Gpu, GpuUuid, Link, SourceGpu, Topology};
+
+use super::PlanRequest;
+use super::fit::{fits, own_place};
 
 /// More GPUs than this on a side are not searched.
 const MOST_GPUS: usize = 16;
@@ -22,16 +23,16 @@ pub(super) const MOST_STEPS: u32 = 20_000;
 /// Places in the grant, as bits.
 type Places = u32;
 
-/// What came of the search: places in the grant, one for every source GPU.
+/// The result of the search: places in the grant, one for every source GPU.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// None is better.
+    /// No map is better.
     Best(Vec<usize>),
-    /// All is kept; a better one was not looked for to the end.
+    /// A map that keeps all NVLinks; the limit was reached before all others were tried.
     SoFar(Vec<usize>),
     /// No map keeps all NVLinks.
     None,
-    /// It ended before it found any.
+    /// The limit was reached before any map was found.
     Cut,
 }
 
@@ -65,10 +66,10 @@ fn at(gpu: usize, place: usize) -> usize {
 }
 
 impl Tables {
-    fn of(demand: &Demand<'_>, source: &[&SourceGpu], grant: &[&Gpu]) -> Self {
+    fn of(request: &PlanRequest<'_>, source: &[&SourceGpu], grant: &[&Gpu]) -> Self {
         let old: Vec<&GpuUuid> = source.iter().map(|gpu| &gpu.uuid).collect();
         let new: Vec<&GpuUuid> = grant.iter().map(|gpu| &gpu.uuid).collect();
-        let (before, after) = (demand.source_topology, demand.target_topology);
+        let (before, after) = (request.source_topology, request.target_topology);
         let (was, is) = (matrix(before, &old), matrix(after, &new));
         let (was_node, is_node) = (nodes(before, &old), nodes(after, &new));
         let mut tables = Self {
@@ -151,11 +152,16 @@ struct Search<'a> {
 }
 
 /// Looks for the best map in so many steps.
-pub(super) fn search(demand: &Demand<'_>, source: &[&SourceGpu], grant: &[&Gpu], steps: u32) -> Outcome {
+pub(super) fn search(
+    request: &PlanRequest<'_>,
+    source: &[&SourceGpu],
+    grant: &[&Gpu],
+    steps: u32,
+) -> Outcome {
     if source.len() > MOST_GPUS || grant.len() > MOST_GPUS {
         return Outcome::Cut;
     }
-    let tables = Tables::of(demand, source, grant);
+    let tables = Tables::of(request, source, grant);
     let mut search = Search {
         tables: &tables,
         chosen: [0; MOST_GPUS],
@@ -179,7 +185,7 @@ impl Search<'_> {
     fn place(&mut self, depth: usize, open: Row, cost: u32) {
         let tables = self.tables;
         let Some((&i, later)) = tables.order[depth..].split_first() else {
-            // It was not left on the way, so that it is better than the best.
+            // It was not dropped on the way, so it is better than the best.
             self.best = Some((cost, self.chosen));
             return;
         };
@@ -210,7 +216,7 @@ impl Search<'_> {
         }
     }
 
-    /// What it costs to let GPU `i` take place `t`, beside the GPUs before it.
+    /// What it adds to the cost that GPU `i` takes place `t`, given the places of the GPUs before it.
     fn cost(&self, depth: usize, i: usize, t: usize) -> u32 {
         let tables = self.tables;
         let mut cost = 0;

@@ -2,10 +2,11 @@
 //!
 //! Both sides are in the order of minors.
 
+use firn_gpu::{Gpu, GpuPair, GpuUuid, SourceGpu};
+
+use super::fit::{fit, own_place};
 use super::search::{self, Outcome};
-use super::{Demand, PlanError, Side, Warning, warning};
-use firn_gpu::SourceGpu;
-use firn_gpu::{Gpu, GpuPair, GpuUuid};
+use super::{PlanError, PlanRequest, Side, Warning, warning};
 
 /// The operator's pairs, checked.
 pub(super) fn explicit(
@@ -72,21 +73,16 @@ pub(super) fn strict(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<Vec<usize>
     Ok(places.flatten().collect())
 }
 
-/// By the order of minors alone.
-pub(super) fn index(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<Vec<usize>, PlanError> {
-    let in_place = |(at, old): (usize, &&SourceGpu)| fit(old, &[grant[at]]).map(|_| at);
-    source.iter().enumerate().map(in_place).collect()
-}
-
-/// The best map that keeps the NVLinks. When the search for it is cut short, what was found by then, which is told.
+/// The best map that keeps the NVLinks. If the search reaches its limit: the best one until then, and a
+/// warning.
 pub(super) fn best(
-    demand: &Demand<'_>,
+    request: &PlanRequest<'_>,
     source: &[&SourceGpu],
     grant: &[&Gpu],
 ) -> Result<(Vec<usize>, Option<Warning>), PlanError> {
     let in_order = by_size(source, grant)?;
     let steps = search::MOST_STEPS;
-    match search::search(demand, source, grant, steps) {
+    match search::search(request, source, grant, steps) {
         Outcome::Best(targets) => Ok((targets, None)),
         Outcome::SoFar(targets) => Ok((targets, Some(Warning::SearchCut { steps }))),
         Outcome::Cut => Ok((in_order, Some(Warning::SearchCut { steps }))),
@@ -94,18 +90,19 @@ pub(super) fn best(
             let chosen: Vec<_> = (source.iter().zip(&in_order))
                 .map(|(old, at)| (*old, grant[*at]))
                 .collect();
-            match warning::lost_links(demand, &chosen).into_iter().next() {
+            match warning::lost_links(request, &chosen).into_iter().next() {
                 Some(lost) => Err(PlanError::TopologyUnsatisfied { lost }),
-                // Not so: the map in order would have been found.
+                // Cannot happen: the search would have found the map in order.
                 None => Ok((in_order, None)),
             }
         }
     }
 }
 
-/// Whatever the links: GPUs of both sides stay. Of the others the one with most memory chooses first: whatever it takes,
-/// those after it need no more than it does, so that a map is found whenever there is one. (Letting GPUs stay loses none
-/// either: the two partners that it splits from each other fit each other, because fitting is transitive.)
+/// A map that ignores links. GPUs of both sides stay. Of the others, the one with most memory chooses first:
+/// whatever it takes, those after it need no more than it does, so a map is found whenever one exists. (That
+/// GPUs stay loses no map either: the two partners that it separates fit each other, because fitting is
+/// transitive.)
 fn by_size(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<Vec<usize>, PlanError> {
     let mut targets: Vec<Option<usize>> = vec![None; source.len()];
     let mut free: Vec<usize> = (0..grant.len()).collect();
@@ -125,45 +122,4 @@ fn by_size(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<Vec<usize>, PlanErro
         targets[old] = Some(free.remove(at));
     }
     Ok(targets.into_iter().flatten().collect())
-}
-
-pub(super) fn own_place(old: &SourceGpu, grant: &[&Gpu]) -> Option<usize> {
-    grant.iter().position(|new| new.uuid == old.uuid)
-}
-
-fn is_same_model(old: &SourceGpu, new: &Gpu) -> bool {
-    new.pci_device_id == old.pci_device_id && new.name == old.name
-}
-
-/// Whether one GPU can take the place of another, links aside.
-pub(super) fn fits(old: &SourceGpu, new: &Gpu) -> bool {
-    is_same_model(old, new) && new.memory_total >= old.memory_total
-}
-
-/// The first of `candidates` that can take the place of `old`.
-fn fit(old: &SourceGpu, candidates: &[&Gpu]) -> Result<usize, PlanError> {
-    if let Some(at) = candidates.iter().position(|new| fits(old, new)) {
-        return Ok(at);
-    }
-    let largest = candidates
-        .iter()
-        .copied()
-        .filter(|new| is_same_model(old, new))
-        .max_by_key(|new| new.memory_total);
-    Err(match largest {
-        Some(new) => PlanError::GpuMemoryTooSmall {
-            old: old.uuid.clone(),
-            needs: old.memory_total,
-            new: new.uuid.clone(),
-            has: new.memory_total,
-        },
-        None => PlanError::GpuModelMismatch {
-            old: old.uuid.clone(),
-            model: format!("{} [{:08x}]", old.name, old.pci_device_id),
-            candidates: candidates
-                .iter()
-                .map(|new| format!("{} {} [{:08x}]", new.uuid, new.name, new.pci_device_id))
-                .collect(),
-        },
-    })
 }

@@ -40,7 +40,7 @@ fn pair(old: u8, new: u8) -> GpuPair {
     }
 }
 
-fn planned(source: &[SourceGpu], grant: &[Gpu], policy: &Policy) -> Result<GpuMap, PlanError> {
+fn planned(source: &[SourceGpu], grant: &[Gpu], policy: &MapPolicy) -> Result<GpuMap, PlanError> {
     linked(source, grant, [&Topology::default(); 2], policy).map(|plan| plan.map)
 }
 
@@ -49,10 +49,10 @@ fn linked(
     source: &[SourceGpu],
     grant: &[Gpu],
     topologies: [&Topology; 2],
-    policy: &Policy,
+    policy: &MapPolicy,
 ) -> Result<Plan, PlanError> {
     let driver = "580.95.05";
-    plan(&Demand {
+    plan(&PlanRequest {
         source,
         source_topology: topologies[0],
         source_driver: driver,
@@ -63,8 +63,8 @@ fn linked(
     })
 }
 
-fn explicit_map(pairs: &[(u8, u8)]) -> Policy {
-    Policy::Explicit(pairs.iter().map(|(old, new)| pair(*old, *new)).collect())
+fn explicit_map(pairs: &[(u8, u8)]) -> MapPolicy {
+    MapPolicy::Explicit(pairs.iter().map(|(old, new)| pair(*old, *new)).collect())
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn the_same_gpus_need_no_pairs() {
     let map = planned(
         &[source(1, 80), source(0, 80)],
         &[gpu(0, 80), gpu(1, 80)],
-        &Policy::Auto,
+        &MapPolicy::Auto,
     )
     .unwrap();
     assert!(map.is_identity());
@@ -86,7 +86,7 @@ fn gpus_that_stay_are_paired_first_and_are_given_to_the_driver_too() {
     let map = planned(
         &[source(1, 80), source(2, 80)],
         &[gpu(2, 80), gpu(3, 80)],
-        &Policy::Auto,
+        &MapPolicy::Auto,
     )
     .unwrap();
     assert_eq!(map.pairs(), [pair(1, 3), pair(2, 2)]);
@@ -98,7 +98,7 @@ fn others_are_paired_in_minor_order() {
     let map = planned(
         &[source(1, 80), source(0, 80)],
         &[gpu(9, 80), gpu(7, 80)],
-        &Policy::Auto,
+        &MapPolicy::Auto,
     )
     .unwrap();
     assert_eq!(map.pairs(), [pair(0, 7), pair(1, 9)]);
@@ -109,7 +109,7 @@ fn a_small_gpu_does_not_take_the_place_of_a_large_one() {
     let map = planned(
         &[source(0, 40), source(1, 80)],
         &[gpu(7, 80), gpu(8, 40)],
-        &Policy::Auto,
+        &MapPolicy::Auto,
     )
     .unwrap();
     assert_eq!(map.pairs(), [pair(0, 8), pair(1, 7)]);
@@ -117,7 +117,7 @@ fn a_small_gpu_does_not_take_the_place_of_a_large_one() {
 
 #[test]
 fn no_gpus_on_both_sides_is_the_empty_map() {
-    let map = planned(&[], &[], &Policy::Auto).unwrap();
+    let map = planned(&[], &[], &MapPolicy::Auto).unwrap();
     assert!(map.is_identity() && map.pairs().is_empty());
 }
 
@@ -139,7 +139,7 @@ fn every_refusal_has_its_code_and_names_both_sides() {
         pci_device_id: 1,
         ..gpu(n, 80)
     };
-    let auto = &Policy::Auto;
+    let auto = &MapPolicy::Auto;
     let cases: Vec<(Result<GpuMap, PlanError>, &str, Vec<String>)> = vec![
         (
             planned(std::slice::from_ref(&h0), &[], auto),
@@ -272,28 +272,28 @@ fn every_refusal_has_its_code_and_names_both_sides() {
 fn the_driver_must_be_the_same_and_new_enough_to_change_gpus() {
     let (had, granted) = ([source(0, 80)], [gpu(5, 80)]);
     let nothing = Topology::default();
-    let demand = |source_driver, target_driver, grant| {
-        plan(&Demand {
+    let request = |source_driver, target_driver, grant| {
+        plan(&PlanRequest {
             source: &had,
             source_topology: &nothing,
             source_driver,
             grant,
             target_topology: &nothing,
             target_driver,
-            policy: &Policy::Auto,
+            policy: &MapPolicy::Auto,
         })
         .map(|plan| plan.map)
     };
-    let error = demand("580.95.05", "580.105.08", &granted).unwrap_err();
+    let error = request("580.95.05", "580.105.08", &granted).unwrap_err();
     assert_eq!(error.code(), "FIRN-DRIVER-VERSION");
     assert!(error.to_string().contains("580.95.05") && error.to_string().contains("580.105.08"));
 
-    let error = demand("575.57.08", "575.57.08", &granted).unwrap_err();
+    let error = request("575.57.08", "575.57.08", &granted).unwrap_err();
     assert_eq!(error.code(), "FIRN-DRIVER-TOO-OLD");
     assert!(error.to_string().contains("575.57.08"));
     let stays = [gpu(0, 80)];
-    assert!(demand("575.57.08", "575.57.08", &stays).unwrap().is_identity());
-    assert!(!demand("610.43", "610.43", &granted).unwrap().is_identity());
+    assert!(request("575.57.08", "575.57.08", &stays).unwrap().is_identity());
+    assert!(!request("610.43", "610.43", &granted).unwrap().is_identity());
 }
 
 #[test]
@@ -371,7 +371,7 @@ fn two_sides() -> impl Strategy<Value = (Vec<SourceGpu>, Vec<Gpu>)> {
 proptest! {
     #[test]
     fn an_automatic_map_is_a_fitting_bijection_found_whenever_there_is_one((had, granted) in two_sides()) {
-        let result = planned(&had, &granted, &Policy::Auto);
+        let result = planned(&had, &granted, &MapPolicy::Auto);
         prop_assert_eq!(result.is_ok(), exists(&had, &granted));
         if let Ok(map) = &result {
             prop_assert_eq!(map.pairs().len(), had.len());
@@ -396,13 +396,13 @@ proptest! {
         let (mut had, mut granted) = (had, granted);
         had.reverse();
         granted.reverse();
-        prop_assert_eq!(planned(&had, &granted, &Policy::Auto), result);
+        prop_assert_eq!(planned(&had, &granted, &MapPolicy::Auto), result);
     }
 
     #[test]
     fn the_automatic_map_is_accepted_as_an_explicit_one((had, granted) in two_sides()) {
-        if let Ok(map) = planned(&had, &granted, &Policy::Auto) {
-            let again = planned(&had, &granted, &Policy::Explicit(map.pairs().to_vec()));
+        if let Ok(map) = planned(&had, &granted, &MapPolicy::Auto) {
+            let again = planned(&had, &granted, &MapPolicy::Explicit(map.pairs().to_vec()));
             prop_assert_eq!(again, Ok(map));
         }
     }

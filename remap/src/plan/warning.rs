@@ -1,19 +1,19 @@
-//! What a restore with a map does not keep, and nobody can mend.
+//! What a restore with a map does not keep, and nobody can repair.
 
 use std::fmt;
 
 use serde::Serialize;
 
-use super::Demand;
+use super::PlanRequest;
 use firn_gpu::SourceGpu;
 use firn_gpu::{Gpu, GpuPair, GpuUuid, PciePath};
 
-/// Something to be known of a map.
+/// Something that the operator should know about a map.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "warning", rename_all = "snake_case")]
 pub enum Warning {
-    /// The process goes on reporting the PCI address that it had, and what it looks up by it (NCCL in NVML) is not
-    /// found, or is another GPU.
+    /// The process still reports the PCI address that it had. What it looks up by that address (NCCL in NVML)
+    /// is not found, or is another GPU.
     BusId { pair: GpuPair, was: String, is: String },
     /// Two GPUs have fewer NVLinks than their predecessors.
     NvLinks(LostLink),
@@ -23,7 +23,7 @@ pub enum Warning {
         was: PciePath,
         is: PciePath,
     },
-    /// The search for the map ended at its limit. What it gives fits, and is not known to be the best.
+    /// The search for the map reached its limit. The map fits, but may not be the best.
     SearchCut { steps: u32 },
 }
 
@@ -52,8 +52,8 @@ impl fmt::Display for Warning {
         match self {
             Self::BusId { pair, was, is } => write!(
                 f,
-                "GPU {} was at {was}, its successor {} is at {is}: the processes go on believing in {was}, and what asks \
-                 NVML by that address (NCCL, when it makes a communicator anew) does not find it",
+                "GPU {} was at {was}, its successor {} is at {is}: the processes continue to use {was}, \
+                 and one that asks NVML by that address (NCCL, for a new communicator) does not find it",
                 pair.old, pair.new
             ),
             Self::NvLinks(lost) => write!(f, "GPUs {lost}: programs that reach a GPU from another may fail"),
@@ -76,7 +76,7 @@ impl fmt::Display for Warning {
 }
 
 /// Of GPUs and their successors.
-pub(super) fn of(demand: &Demand<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> Vec<Warning> {
+pub(super) fn of(request: &PlanRequest<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> Vec<Warning> {
     let moved = chosen
         .iter()
         .filter(|(old, new)| !old.pci_address.eq_ignore_ascii_case(&new.pci_address));
@@ -85,15 +85,22 @@ pub(super) fn of(demand: &Demand<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> Vec<Warn
         was: old.pci_address.clone(),
         is: new.pci_address.clone(),
     });
-    let links = lost_links(demand, chosen).into_iter().map(Warning::NvLinks);
-    bus_ids.chain(links).chain(farther(demand, chosen)).collect()
+    let links = lost_links(request, chosen).into_iter().map(Warning::NvLinks);
+    bus_ids.chain(links).chain(farther(request, chosen)).collect()
 }
 
-/// Pairs of GPUs that have fewer NVLinks than their predecessors; those of which nothing is known have lost none.
-pub(super) fn lost_links(demand: &Demand<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> Vec<LostLink> {
+/// Pairs of GPUs that have fewer NVLinks than their predecessors; those of which nothing is known have lost
+/// none.
+pub(super) fn lost_links(request: &PlanRequest<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> Vec<LostLink> {
     let lost = |((old, new), (other_old, other_new)): Both<'_>| {
-        let was = demand.source_topology.link(&old.uuid, &other_old.uuid)?.nvlinks?;
-        let is = demand.target_topology.link(&new.uuid, &other_new.uuid)?.nvlinks?;
+        let was = request
+            .source_topology
+            .link(&old.uuid, &other_old.uuid)?
+            .nvlinks?;
+        let is = request
+            .target_topology
+            .link(&new.uuid, &other_new.uuid)?
+            .nvlinks?;
         (is < was).then(|| LostLink {
             old: [old.uuid.clone(), other_old.uuid.clone()],
             was,
@@ -105,12 +112,12 @@ pub(super) fn lost_links(demand: &Demand<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> 
 }
 
 fn farther<'a>(
-    demand: &'a Demand<'_>,
+    request: &'a PlanRequest<'_>,
     chosen: &'a [(&'a SourceGpu, &'a Gpu)],
 ) -> impl Iterator<Item = Warning> + 'a {
     each_two(chosen).filter_map(|((old, new), (other_old, other_new))| {
-        let was = demand.source_topology.link(&old.uuid, &other_old.uuid)?;
-        let now = demand.target_topology.link(&new.uuid, &other_new.uuid)?;
+        let was = request.source_topology.link(&old.uuid, &other_old.uuid)?;
+        let now = request.target_topology.link(&new.uuid, &other_new.uuid)?;
         // Over NVLink the way through PCI Express is of no matter.
         if now.nvlinks.is_some_and(|links| links > 0) {
             return None;

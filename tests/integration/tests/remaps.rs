@@ -70,12 +70,6 @@ policy = "strict""#,
             "FIRN-GPU-STRICT",
         )?;
         refused(b, r#"gpus = ["0", "1"]"#, "FIRN-GPU-TOPOLOGY")?;
-        refused(
-            b,
-            r#"gpus = ["0", "3"]
-policy = "explicit""#,
-            "FIRN-MAP-MISSING",
-        )?;
 
         let log = restored(
             b,
@@ -86,17 +80,15 @@ policy = "subset""#,
         )?;
         ensure!(!log.contains("NVLinks between them"), "links were lost:\n{log}");
         ensure!(
-            log.contains("go on believing in"),
+            log.contains("continue to use"),
             "no word of the bus id in:\n{log}"
         );
         restored(b, r#"gpus = ["1", "2"]"#, 2, &[1, 2])?;
-        let log = restored(
-            b,
-            r#"gpus = ["0", "1"]
-policy = "index""#,
-            2,
-            &[0, 1],
-        )?;
+        let pairs: Vec<String> = [0, 1]
+            .map(|at| format!("\"{}={}\"", a.uuids()[at], b.uuids()[at]))
+            .to_vec();
+        let map = format!("gpus = [\"0\", \"1\"]\ngpu-map = [{}]", pairs.join(", "));
+        let log = restored(b, &map, 2, &[0, 1])?;
         ensure!(log.contains("had 4 NVLinks between them"), "no report in:\n{log}");
         Ok(())
     })

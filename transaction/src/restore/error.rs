@@ -37,7 +37,7 @@ pub enum Refusal {
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] WorkerError),
     #[error(transparent)]
-    Decide(#[from] firn_remap::DecideError),
+    Decide(#[from] firn_remap::AssignmentError),
     #[error(transparent)]
     Look(#[from] LookError),
     #[error("the image could not be read within {} s", limit.as_secs_f32())]

@@ -12,7 +12,7 @@ use firn_image::manifest::{CheckpointedProcess, DumpFlags, Manifest, Verified};
 use firn_oci::criu_config;
 use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::{Spec, dev_repair, edit, mounts};
-use firn_remap::Decision;
+use firn_remap::GpuAssignment;
 
 use super::error::Refusal;
 use super::{RestoreError, compare};
@@ -231,7 +231,7 @@ async fn gpu_part(
     gpu.end().await;
     let inventory = inventory?;
 
-    let decision = Decision::make(&spec, manifest, &inventory, &config.restore)?;
+    let decision = GpuAssignment::make(&spec, manifest, &inventory, &config.restore)?;
     for pair in decision.map.pairs() {
         log::info!("gpu map: {} -> {}", pair.old, pair.new);
     }

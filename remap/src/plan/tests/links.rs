@@ -57,20 +57,21 @@ fn gpus_that_were_bridged_are_bridged_again() {
         link(12, 13, 0, None),
     ]);
     let (had, granted) = (sources(&[0, 1, 2, 3]), gpus(&[10, 11, 12, 13]));
-    let plan = linked(&had, &granted, [&before, &after], &Policy::Auto).unwrap();
+    let plan = linked(&had, &granted, [&before, &after], &MapPolicy::Auto).unwrap();
     assert_eq!(
         plan.map.pairs(),
         [pair(0, 10), pair(1, 13), pair(2, 11), pair(3, 12)]
     );
-    let by_index = linked(&had, &granted, [&before, &after], &Policy::Index).unwrap();
-    let lost = by_index
+    let in_order = explicit_map(&[(0, 10), (1, 11), (2, 12), (3, 13)]);
+    let by_map = linked(&had, &granted, [&before, &after], &in_order).unwrap();
+    let lost = by_map
         .warnings
         .iter()
         .filter(|warning| matches!(warning, Warning::NvLinks(_)));
     assert_eq!(
         lost.count(),
         2,
-        "the operator has it his way, and is told what is lost"
+        "the operator's map is used, and what it loses is reported"
     );
 }
 
@@ -78,7 +79,7 @@ fn gpus_that_were_bridged_are_bridged_again() {
 fn a_grant_without_the_nvlinks_is_refused_and_both_sides_are_named() {
     let (before, after) = (bridged(&[0, 1]), bridged(&[11, 12]));
     let (had, granted) = (sources(&[0, 1]), gpus(&[11, 12]));
-    let error = linked(&had, &granted, [&before, &after], &Policy::Auto).unwrap_err();
+    let error = linked(&had, &granted, [&before, &after], &MapPolicy::Auto).unwrap_err();
     assert_eq!(error.code(), "FIRN-GPU-TOPOLOGY");
     let text = error.to_string();
     for name in [0, 1, 11, 12].map(|n| uuid(n).to_string()) {
@@ -88,7 +89,7 @@ fn a_grant_without_the_nvlinks_is_refused_and_both_sides_are_named() {
         text.contains("had 4 NVLinks") && text.contains("have 0"),
         "{text}"
     );
-    assert!(error.hint().contains("remap-policy=index"));
+    assert!(error.hint().contains("gpu-map"));
 }
 
 #[test]
@@ -96,7 +97,7 @@ fn a_subset_is_chosen_by_its_links() {
     let before = bridged(&[0, 1]);
     let after = bridged(&[11, 12, 13, 15]);
     let granted = gpus(&[11, 12, 13, 15]);
-    let plan = linked(&sources(&[0, 1]), &granted, [&before, &after], &Policy::Subset).unwrap();
+    let plan = linked(&sources(&[0, 1]), &granted, [&before, &after], &MapPolicy::Subset).unwrap();
     assert_eq!(plan.map.pairs(), [pair(0, 12), pair(1, 13)]);
 }
 
@@ -105,7 +106,7 @@ fn what_is_not_known_asks_for_nothing() {
     let (known, nothing) = (bridged(&[0, 1]), Topology::default());
     let granted = gpus(&[11, 12]);
     for topologies in [[&known, &nothing], [&nothing, &bridged(&[11, 12])]] {
-        let plan = linked(&sources(&[0, 1]), &granted, topologies, &Policy::Auto).unwrap();
+        let plan = linked(&sources(&[0, 1]), &granted, topologies, &MapPolicy::Auto).unwrap();
         assert_eq!(plan.map.pairs(), [pair(0, 11), pair(1, 12)]);
     }
 }
@@ -120,7 +121,7 @@ fn gpus_stay_unless_that_would_cost_an_nvlink() {
         link(8, 9, 4, None),
     ]);
     let granted = gpus(&[1, 8, 9]);
-    let plan = linked(&sources(&[0, 1]), &granted, [&before, &after], &Policy::Subset).unwrap();
+    let plan = linked(&sources(&[0, 1]), &granted, [&before, &after], &MapPolicy::Subset).unwrap();
     assert_eq!(plan.map.pairs(), [pair(0, 8), pair(1, 9)]);
 }
 
@@ -138,10 +139,11 @@ fn of_maps_that_keep_the_nvlinks_the_one_with_near_gpus_is_taken() {
         link(11, 12, 0, System),
     ]);
     let (had, granted) = (sources(&[0, 1, 2]), gpus(&[10, 11, 12]));
-    let plan = linked(&had, &granted, [&before, &after], &Policy::Auto).unwrap();
+    let plan = linked(&had, &granted, [&before, &after], &MapPolicy::Auto).unwrap();
     assert_eq!(plan.map.pairs(), [pair(0, 10), pair(1, 12), pair(2, 11)]);
 
-    let by_index = linked(&had, &granted, [&before, &after], &Policy::Index).unwrap();
+    let in_order = explicit_map(&[(0, 10), (1, 11), (2, 12)]);
+    let by_map = linked(&had, &granted, [&before, &after], &in_order).unwrap();
     let farther = |warning: &&Warning| {
         matches!(
             warning,
@@ -152,7 +154,7 @@ fn of_maps_that_keep_the_nvlinks_the_one_with_near_gpus_is_taken() {
             }
         )
     };
-    assert_eq!(by_index.warnings.iter().filter(farther).count(), 1);
+    assert_eq!(by_map.warnings.iter().filter(farther).count(), 1);
 }
 
 #[test]
@@ -166,7 +168,7 @@ fn gpus_of_the_same_numa_node_are_preferred() {
         &sources(&[0]),
         &gpus(&[10, 11]),
         [&before, &after],
-        &Policy::Subset,
+        &MapPolicy::Subset,
     )
     .unwrap();
     assert_eq!(plan.map.pairs(), [pair(0, 11)]);
@@ -200,28 +202,28 @@ fn the_search_ends_after_its_steps_whatever_the_links() {
     );
     for seed in 1..20 {
         let (before, after) = (drawn(0, seed), drawn(20, seed + 100));
-        let demand = Demand {
+        let request = PlanRequest {
             source: &had,
             source_topology: &before,
             source_driver: "580.95.05",
             grant: &granted,
             target_topology: &after,
             target_driver: "580.95.05",
-            policy: &Policy::Auto,
+            policy: &MapPolicy::Auto,
         };
         let (had, granted): (Vec<_>, Vec<_>) = (had.iter().collect(), granted.iter().collect());
         for steps in [0, 1, 17, 1000] {
-            let found = search(&demand, &had, &granted, steps);
-            assert_eq!(found, search(&demand, &had, &granted, steps), "the same again");
+            let found = search(&request, &had, &granted, steps);
+            assert_eq!(found, search(&request, &had, &granted, steps), "the same again");
             let begun = steps > 16 || !matches!(found, Outcome::Best(_) | Outcome::SoFar(_));
             assert!(begun, "a map in {steps} steps: {found:?}");
         }
         // Random links are never kept: the answer is that there is none, or that it was not found.
-        let told = strategies::best(&demand, &had, &granted);
+        let found = strategies::best(&request, &had, &granted);
         assert!(
-            matches!(&told, Err(PlanError::TopologyUnsatisfied { .. }))
-                || matches!(&told, Ok((_, Some(Warning::SearchCut { .. })))),
-            "{told:?}"
+            matches!(&found, Err(PlanError::TopologyUnsatisfied { .. }))
+                || matches!(&found, Ok((_, Some(Warning::SearchCut { .. })))),
+            "{found:?}"
         );
     }
 }
@@ -236,7 +238,8 @@ fn what_the_search_takes() {
     );
     let mut worst = std::time::Duration::ZERO;
     for seed in 1..200 {
-        // No NVLinks at all on the source: everything is kept, and the nearest map is looked for to the last step.
+        // No NVLinks at all on the source: everything is kept, and the nearest map is looked for to the last
+        // step.
         let mut before = drawn(0, seed);
         before
             .links
@@ -246,7 +249,7 @@ fn what_the_search_takes() {
         let mut after = drawn(20, seed + 500);
         after.links.iter_mut().for_each(|link| link.nvlinks = Some(0));
         let begun = std::time::Instant::now();
-        let _ = linked(&had, &granted, [&before, &after], &Policy::Auto);
+        let _ = linked(&had, &granted, [&before, &after], &MapPolicy::Auto);
         worst = worst.max(begun.elapsed());
     }
     println!("the longest of 199 searches over 16 GPUs took {worst:?}");
@@ -272,7 +275,7 @@ fn exists_keeping(had: &[SourceGpu], granted: &[Gpu], topologies: [&Topology; 2]
                 let is = of(topologies[1], &new.uuid, &other_new.uuid);
                 was.is_none_or(|was| is.is_none_or(|is| is >= was))
             });
-            if !(free && keeps && strategies::fits(old, new)) {
+            if !(free && keeps && fit::fits(old, new)) {
                 return false;
             }
             chosen.push((old.clone(), new.clone()));
@@ -284,8 +287,16 @@ fn exists_keeping(had: &[SourceGpu], granted: &[Gpu], topologies: [&Topology; 2]
     go(had, granted, topologies, &mut Vec::new())
 }
 
+const PATHS: [Option<PciePath>; 4] = [
+    None,
+    Some(PciePath::Switch),
+    Some(PciePath::Node),
+    Some(PciePath::System),
+];
+
 prop_compose! {
-    /// Some GPUs of two models and two sizes, with links drawn from few values, so that maps exist often enough.
+    /// Some GPUs of two models and two sizes, with links drawn from few values, so that maps exist often
+    /// enough.
     fn side(base: u8, most: usize)(count in 0..=most)(
         traits in proptest::collection::vec(0u8..8, count),
         ways in proptest::collection::vec((0u32..8, 0u8..4), count * count),
@@ -302,7 +313,7 @@ prop_compose! {
         for a in 0..count {
             for b in a + 1..count {
                 let (lanes, path) = ways[a * count + b];
-                let path = [None, Some(PciePath::Switch), Some(PciePath::Node), Some(PciePath::System)][usize::from(path)];
+                let path = PATHS[usize::from(path)];
                 // Most have none; one in eight is not known.
                 let mut way = link(numbers[a], numbers[b], if lanes == 1 { 4 } else { 0 }, path);
                 if lanes == 2 {
@@ -311,7 +322,8 @@ prop_compose! {
                 links.push(way);
             }
         }
-        let numa = numbers.iter().zip(numa).filter(|(_, node)| *node < 2).map(|(n, node)| (uuid(*n), node)).collect();
+        let known = numbers.iter().zip(numa).filter(|(_, node)| *node < 2);
+        let numa = known.map(|(n, node)| (uuid(*n), node)).collect();
         (gpus.collect(), Topology { links, numa })
     }
 }
@@ -325,7 +337,7 @@ proptest! {
         (new, after) in side(10, 16),
     ) {
         let had: Vec<SourceGpu> = old.iter().map(SourceGpu::from).collect();
-        let result = linked(&had, &new, [&before, &after], &Policy::Subset);
+        let result = linked(&had, &new, [&before, &after], &MapPolicy::Subset);
         if let Ok(plan) = &result {
             let pairs = plan.map.pairs();
             prop_assert_eq!(pairs.len(), had.len());
@@ -337,7 +349,7 @@ proptest! {
                 let old = had.iter().find(|gpu| gpu.uuid == pair.old).unwrap();
                 (old, new.iter().find(|gpu| gpu.uuid == pair.new).unwrap())
             }).collect();
-            prop_assert!(chosen.iter().all(|(old, new)| strategies::fits(old, new)));
+            prop_assert!(chosen.iter().all(|(old, new)| fit::fits(old, new)));
             let cut = plan.warnings.iter().any(|warning| matches!(warning, Warning::SearchCut { .. }));
             let lost = plan.warnings.iter().any(|warning| matches!(warning, Warning::NvLinks(_)));
             prop_assert!(cut || !lost, "{:?}", plan.warnings);
@@ -347,14 +359,14 @@ proptest! {
         new.reverse();
         before.links.reverse();
         after.links.reverse();
-        prop_assert_eq!(linked(&old, &new, [&before, &after], &Policy::Subset), result);
+        prop_assert_eq!(linked(&old, &new, [&before, &after], &MapPolicy::Subset), result);
     }
 
     #[test]
     fn a_map_is_found_whenever_there_is_one((old, before) in side(0, 5), (new, after) in side(3, 6)) {
         let had: Vec<SourceGpu> = old.iter().map(SourceGpu::from).collect();
-        let result = linked(&had, &new, [&before, &after], &Policy::Subset);
-        // Sides that tell different things of one GPU: letting it stay may cost the place that another needs.
+        let result = linked(&had, &new, [&before, &after], &MapPolicy::Subset);
+        // Sides that report one GPU differently: if it stays, it may take the place that another GPU needs.
         let changed = old.iter().any(|old| {
             let there = new.iter().find(|new| new.uuid == old.uuid);
             there.is_some_and(|there| (&there.name, there.memory_total) != (&old.name, old.memory_total))
