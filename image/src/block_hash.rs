@@ -1,4 +1,4 @@
-//! The checksum of a large file: the SHA-256 of the SHA-256s of its blocks, in their order, taken on several threads.
+//! The checksum of a large file: the SHA-256 of the SHA-256s of its blocks, in order, on several threads.
 
 use std::fs::File;
 use std::io;
@@ -19,8 +19,8 @@ const THREADS: u64 = 16;
 
 type Block = (u64, [u8; 32]);
 
-/// The checksum of the first `size` bytes, in hexadecimal. A file that ends before is an error, and so is being told to
-/// stop, which is heeded after each block.
+/// The checksum of the first `size` bytes, in hexadecimal. A shorter file is an error, and so is `stop`,
+/// which is checked after each block.
 pub(super) fn checksum(file: &File, size: u64, stop: &AtomicBool) -> io::Result<String> {
     let blocks = size.div_ceil(BLOCK);
     let processors = thread::available_parallelism().map_or(1, |n| n.get() as u64);
@@ -32,7 +32,7 @@ pub(super) fn checksum(file: &File, size: u64, stop: &AtomicBool) -> io::Result<
             && block < blocks
         {
             if stop.load(Ordering::Relaxed) {
-                return Err(io::Error::other("it was cut off"));
+                return Err(io::Error::other("cancelled"));
             }
             let from = block * BLOCK;
             done.push((
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_would_take_for_ever_is_left_when_told_to() {
+    fn a_checksum_that_would_take_for_ever_can_be_cancelled() {
         let file = tempfile::tempfile().unwrap();
         let size = 1 << 40;
         file.set_len(size).unwrap();
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_what_the_format_says() {
+    fn it_is_the_checksum_of_the_format() {
         let file = tempfile::tempfile().unwrap();
         let content = [vec![1; 4 << 20], vec![2; 3]];
         file.write_all_at(&content.concat(), 0).unwrap();

@@ -1,9 +1,9 @@
 //! CRIU's files in the image directory: described at the dump, compared before a restore.
 //!
-//! Every file has its size and a checksum. That of a large file, which is memory, is taken block by block on several
-//! threads: a dump stands still meanwhile.
+//! Every file has its size and a checksum. Large files are memory; their checksums are taken block by block
+//! on several threads, because the container waits for them.
 //!
-//! What was compared can be changed before CRIU reads it. [`Verified`] tells whether it was.
+//! A file can be changed after it was compared and before CRIU reads it. [`Verified`] finds that.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -142,13 +142,12 @@ pub fn is_of_image(name: &str) -> bool {
     is_image(name) || name == names::MANIFEST
 }
 
-/// Describes CRIU's files of a finished dump, in order of their names. Whoever does not want to wait for that any more
-/// sets `stop`, and it fails soon.
+/// Describes CRIU's files of a finished dump, in the order of their names. It fails soon after `stop` is set.
 pub fn describe(path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
     describe_by(path, path, stop)
 }
 
-/// As [`describe`], where `way` leads to the directory and errors call it `path`.
+/// As [`describe`], where `way` leads to the directory and errors name it `path`.
 pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
     let unreadable = |source| ImageError::Read {
         path: path.to_owned(),
@@ -167,7 +166,7 @@ pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<Ima
     Ok(files)
 }
 
-/// Compares CRIU's files with their description. Whoever does not want to wait for that any more sets `stop`, and it fails soon.
+/// Compares CRIU's files with their description. It fails soon after `stop` is set.
 pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Result<Verified, ImageError> {
     essential(files, path)?;
     let unreadable = |source| ImageError::Read {
@@ -231,7 +230,7 @@ fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
     }
 }
 
-/// Memory that lies in another directory is not described, and CRIU would follow the link wherever it leads.
+/// Memory in another directory has no checksum, and CRIU would follow the link wherever it leads.
 fn no_parent(names: &[String], dir: &Path) -> Result<(), ImageError> {
     match names.iter().any(|name| name == PARENT) {
         false => Ok(()),

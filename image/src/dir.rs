@@ -1,7 +1,7 @@
-//! The image directory, which is hostile: whoever made it chose what lies there.
+//! The image directory, which is hostile: its maker chose what lies there.
 //!
-//! A file is opened by a name directly in the directory, only if it is a regular file, and not before that is known:
-//! no link leads elsewhere, no fifo is waited for, and no device is touched, as opening alone sets some of them going.
+//! A file is opened by a name directly in the directory, and only after it is known to be a regular file. So
+//! no link is followed, no fifo blocks, and no device is touched: opening alone starts some of them.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
@@ -19,7 +19,7 @@ use firn_host::reopen_regular;
 pub struct UntrustedDir(OwnedFd);
 
 impl UntrustedDir {
-    /// Opens it. The path is the client's word and may lead through links.
+    /// Opens it. The path is the client's and may lead through links.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         Ok(Self(open(path, flags, Mode::empty())?))
@@ -30,12 +30,12 @@ impl UntrustedDir {
         reopen_regular(self.find(name)?)
     }
 
-    /// What lies there under this name, whatever it is.
+    /// The entry of this name, whatever it is.
     pub(crate) fn metadata(&self, name: &str) -> io::Result<Metadata> {
         self.find(name)?.metadata()
     }
 
-    /// Names of all that lies there; those that are no text are left out, as CRIU's are ASCII.
+    /// Names of all entries. Those that are no text are skipped, as CRIU's names are ASCII.
     pub(crate) fn names(&self) -> io::Result<Vec<String>> {
         let own = openat(
             &self.0,

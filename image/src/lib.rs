@@ -1,7 +1,7 @@
-//! The checkpoint image: the manifest `firn.json`, checksums of CRIU's files, the directory that holds them, and what CRIU
-//! wrote into its own files.
+//! The checkpoint image: the manifest `firn.json`, checksums of CRIU's files, the directory that holds them,
+//! and the content of CRIU's own files.
 //!
-//! Everything here comes from whoever made the image and is hostile until checked.
+//! Everything here comes from the maker of the image and is hostile until checked.
 #![forbid(unsafe_code)]
 
 mod block_hash;

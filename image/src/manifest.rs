@@ -1,22 +1,24 @@
 //! The checkpoint manifest, `firn.json` in the CRIU image directory.
 //!
-//! It is one regular file, because every client includes such a file in its archives. It is written last, after the
-//! dump: an interrupted dump has no manifest, so nobody takes it for a complete one.
+//! It is one regular file, because every client includes such a file in its archives. It is written last,
+//! after the dump: an interrupted dump has no manifest, so nobody takes it for a complete one.
 //!
 //! ```text
-//! {"format":"firn-checkpoint","major":1,"minor":0,"needs":["nvidia"],"sha256":"<of the bytes of body>","body":{...}}
+//! {"format":"firn-checkpoint","major":1,"minor":0,"needs":["nvidia"],"sha256":"<of body>","body":{...}}
 //! ```
 //!
-//! The envelope can be read without knowing the body. Another major version is refused, and so is a need that this
-//! firn does not have. Unknown fields of a newer minor version are skipped. Sizes and counts are bounded.
+//! The envelope can be read without knowing the body. Another major version is refused, and so is a need that
+//! this firn does not have. Unknown fields of a newer minor version are skipped. Sizes and counts are
+//! bounded.
 //!
-//! **The manifest is untrusted at restore**: it can refuse a restore and grants nothing. What it names is compared with
-//! the target's own spec, and used only if the spec gives the same. The checksums find damage, not malice. A file that
-//! is changed after its checksum was compared is found by [`Verified`].
+//! **The manifest is untrusted at restore**: it can refuse a restore and grants nothing. What it names is
+//! compared with the target's own spec, and used only if the spec gives the same. The checksums find damage,
+//! not malice. A file that is changed after its checksum was compared is found by [`Verified`].
 //!
-//! **An image without manifest** was made by another shim, or its dump was interrupted. CRIU's files do not show
-//! whether they hold GPU state, so the target decides: a container that requests a GPU needs a manifest
-//! ([`Manifest::read_for`]); any other could not use GPU state and is restored as runc alone would restore it.
+//! **An image without manifest** was made by another shim, or its dump was interrupted. CRIU's files do not
+//! show whether they hold GPU state, so the target decides: a container that requests a GPU needs a manifest
+//! ([`Manifest::read_for`]); any other could not use GPU state and is restored as runc alone would restore
+//! it.
 
 mod envelope;
 mod error;
@@ -160,7 +162,8 @@ impl Manifest {
         }
     }
 
-    /// Reads the manifest for a container that is to be restored. One that requests a GPU must have a manifest.
+    /// Reads the manifest for a container that is to be restored. One that requests a GPU must have a
+    /// manifest.
     pub fn read_for(spec: &firn_oci::Spec, dir: &Path) -> Result<Option<Self>, ManifestError> {
         match Self::read(dir)? {
             None if spec.requests_gpu() => Err(ManifestError::Missing { dir: dir.to_owned() }),

@@ -1,5 +1,5 @@
-//! Golden images: `golden/MAJOR.MINOR` holds images as the firn that introduced this version wrote them, the other
-//! directories hold manifests of versions to come.
+//! Golden images: `golden/MAJOR.MINOR` holds images as the firn that introduced this version wrote them, the
+//! other directories hold manifests of versions to come.
 //!
 //! The files of a released version are never changed. A new minor version adds a directory
 //! (`cargo test -p firn-image --test golden -- --ignored`) and what its manifests are to be read as, below.

@@ -1,7 +1,7 @@
-//! `cgroup.img`. CRIU is told to apply nothing of it but, for a container with a cgroup namespace, which cgroup is that
-//! namespace's root: without it there would be no namespace.
+//! `cgroup.img`. CRIU is configured to ignore it, except for the root of the cgroup namespace of a container
+//! that has one: without it CRIU would make no namespace.
 //!
-//! CRIU builds paths out of what it reads here, in the host's cgroups.
+//! CRIU makes paths in the host's cgroups from what it reads here.
 
 use super::tasks::Task;
 use super::wire::{Message, WireError};
@@ -15,8 +15,8 @@ const MAGIC: u32 = 0x5938_3330;
 struct Member {
     controller: String,
     path: String,
-    /// How much of the path the namespace hides. CRIU makes a namespace with any, even with 0, which CRIU itself does not write: its
-    /// root would be that of the hierarchy.
+    /// How much of the path the namespace hides. CRIU makes a namespace for any value. It never writes 0,
+    /// which would make the root of the hierarchy the namespace's root.
     prefix: Option<u32>,
 }
 
@@ -32,7 +32,7 @@ struct Dir {
     name: String,
     has_children: bool,
     /// A name in it or below that leads elsewhere.
-    stray: Option<String>,
+    outside: Option<String>,
 }
 
 /// How deep cgroups may lie below each other.
@@ -50,20 +50,20 @@ impl Dir {
         if depth == 0 {
             return Err(WireError { field: CHILDREN });
         }
-        let mut stray = None;
+        let mut outside = None;
         for property in message.messages(PROPERTIES)? {
             let name = text(&property)?;
-            stray = stray.or((!is_plain(&name) || name.contains('/')).then_some(name));
+            outside = outside.or((!is_plain(&name) || name.contains('/')).then_some(name));
         }
         for child in message.messages(CHILDREN)? {
             let child = Self::read(&child, depth - 1)?;
             let name = Some(child.name).filter(|name| !name.split('/').all(is_plain));
-            stray = stray.or(name).or(child.stray);
+            outside = outside.or(name).or(child.outside);
         }
         Ok(Self {
             name: text(message)?,
             has_children: message.has(CHILDREN),
-            stray,
+            outside,
         })
     }
 }
@@ -105,7 +105,7 @@ fn compare(
                 ));
             }
         }
-        if let Some(name) = dirs.iter().find_map(|dir| dir.stray.as_ref()) {
+        if let Some(name) = dirs.iter().find_map(|dir| dir.outside.as_ref()) {
             return Err(exceeds(
                 "a name below the container's cgroup",
                 name,
@@ -204,7 +204,8 @@ impl Cgroups {
         })
     }
 
-    /// Whether a member lies where the image describes the container's cgroup of its hierarchy, which becomes its own here.
+    /// Whether a member lies where the image describes the container's cgroup of its hierarchy. That cgroup
+    /// becomes the container's own here.
     fn is_own(&self, member: &Member) -> Result<(), ImageFault> {
         let mut hierarchies = self
             .controllers

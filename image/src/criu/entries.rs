@@ -8,7 +8,8 @@ use serde_json::Value;
 use super::{Image, ImageFault};
 use crate::manifest::is_of_image;
 
-/// Files of images that are older than what is read here. CRIU would take them where a task's own file says nothing.
+/// Files of images that are older than what is read here. CRIU would use them if a task's own file lacks the
+/// fields.
 const OLD: [&str; 2] = ["creds-", "rlimit-"];
 
 /// Policies of AppArmor, which CRIU would load into the kernel.
@@ -17,8 +18,8 @@ const APPARMOR: &str = "apparmor.img";
 /// How many standard streams a container has.
 const STREAMS: usize = 3;
 
-/// Every file that CRIU or the runtime opens is a regular file with one name, and none is of a kind that no checkpoint of a
-/// container has.
+/// Every file that CRIU or the runtime opens is a regular file with one name, and none is of a kind that no
+/// checkpoint of a container has.
 pub(super) fn check(image: &Image) -> Result<(), ImageFault> {
     let names = image.dir.names();
     for name in names.map_err(|source| ImageFault::unreadable("the directory", &source))? {
@@ -63,8 +64,8 @@ pub(super) fn check(image: &Image) -> Result<(), ImageFault> {
 /// A link to the image of an earlier pre-dump.
 const PARENT: &str = "parent";
 
-/// runc gives CRIU the descriptors with these numbers for the pipes that are named here. Those above the standard streams are
-/// the runtime's and CRIU's own.
+/// runc passes CRIU its own descriptors of these numbers for the pipes that are named here. Those above the
+/// standard streams are the runtime's and CRIU's own.
 fn streams(image: &Image) -> Result<(), ImageFault> {
     const NAME: &str = names::RUNC_DESCRIPTORS;
     // runc's file: other runtimes write none, and runc does not restore without it.

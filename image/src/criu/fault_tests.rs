@@ -1,4 +1,4 @@
-//! What a fault tells, and files that are no files when they are opened.
+//! What a fault reports, and files that are no files when they are opened.
 
 use std::os::unix::fs::symlink;
 
@@ -6,7 +6,7 @@ use super::{Image, ImageFault, UntrustedDir};
 use firn_host::Problem;
 
 #[test]
-fn each_fault_has_a_code_and_says_what_to_do() {
+fn each_fault_has_a_code_and_a_hint() {
     let (file, reason) = (String::new, String::new);
     let none = String::new;
     for (fault, code, hint) in [

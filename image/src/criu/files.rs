@@ -1,5 +1,5 @@
-//! `files.img`: open files. Which files of its mounts a process has open, and how, is the image's word; what is looked at is
-//! that none is of a kind that the container could not open at all, and that no path climbs.
+//! `files.img`: open files. Which files of its mounts a process has open, and how, is not compared with
+//! anything. Only files of a kind that the container could not open at all are refused, and paths with `..`.
 
 use super::wire::{Message, WireError};
 use super::{Image, ImageFault, missing};

@@ -1,4 +1,5 @@
-//! The tasks that CRIU has made, compared with the spec while they are stopped. CRIU had the image to read, and this the kernel.
+//! The tasks that CRIU has made, compared with the spec while they are stopped. CRIU read the image; this
+//! reads the kernel.
 
 use std::fs;
 use std::io;
@@ -10,7 +11,8 @@ use super::{Host, ImageFault, mounts, namespaces};
 use firn_host::{mountinfo, procfs};
 use firn_oci::Spec;
 
-/// Compares the processes `pids` of a container, of which `init` is the first. Those that have ended are left out.
+/// Compares the processes `pids` of a container, of which `init` is the first. Processes that have ended are
+/// skipped.
 pub fn check(spec: &Spec, init: i32, pids: &[i32], host: &Host) -> Result<(), ImageFault> {
     let allowed = Allowed::by(spec, host)?;
     namespaces::check_made_map(spec, init)?;
@@ -35,8 +37,8 @@ pub fn check(spec: &Spec, init: i32, pids: &[i32], host: &Host) -> Result<(), Im
     mounts::check_made(spec, &name, &entries, host)
 }
 
-/// Bind mounts of the container whose first process is `init` that are less restricted than its spec says, as CRIU leaves some,
-/// and the flags that they have to have.
+/// Bind mounts of the container whose first process is `init` that are less restricted than its spec demands,
+/// because CRIU lost their flags, and the flags that they must have.
 pub fn loosened(spec: &Spec, init: i32) -> Result<Vec<(PathBuf, u32)>, ImageFault> {
     let name = format!("/proc/{init}/mountinfo");
     let entries = mountinfo::of_process(init).map_err(|source| ImageFault::unreadable(&name, &source))?;
@@ -83,7 +85,7 @@ fn children(pid: i32) -> Vec<i32> {
     lists.flat_map(|list| numbers(&list)).collect()
 }
 
-/// What /proc says of a process, as a core of the image would. None for one that has ended.
+/// What /proc shows of a process, in the form of a core of the image. None for one that has ended.
 fn core(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Core>> {
     let Some(thread) = core_of_thread(spec, pid, tid)? else {
         return Ok(None);
@@ -123,8 +125,8 @@ fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>>
             .map(|id| inner(spec, kind, id))
             .collect::<Vec<u32>>()
     });
-    let beside = numbers(field("Groups:"));
-    let beside = beside.into_iter().map(|id| inner(spec, "gid", id));
+    let supplementary = numbers(field("Groups:"));
+    let supplementary = supplementary.into_iter().map(|id| inner(spec, "gid", id));
     // Without a security module there is nothing to read.
     let label = fs::read(format!("{dir}/attr/current")).unwrap_or_default();
     Ok(Some(Thread {
@@ -133,7 +135,7 @@ fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>>
         seccomp: (field("Seccomp:").parse().unwrap_or(0), Some(0)),
         creds: Creds {
             users: users.try_into().unwrap_or([u32::MAX; 4]),
-            groups: groups.into_iter().chain(beside).collect(),
+            groups: groups.into_iter().chain(supplementary).collect(),
             capabilities: [
                 ("inheritable", set("CapInh:")),
                 ("permitted", set("CapPrm:")),
@@ -147,7 +149,7 @@ fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>>
     }))
 }
 
-/// A label without the mode behind it, as `AppArmor` tells it. One that confines nothing is none.
+/// A label without the mode that `AppArmor` adds to it. A label that confines nothing is none.
 fn label_of(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
     let text = text.trim_end_matches(['\0', '\n']);

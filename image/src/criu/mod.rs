@@ -1,11 +1,12 @@
 //! CRIU's files compared with the spec of the container that they are to become.
 //!
-//! CRIU runs as root and makes of every task what the image says: its credentials, its namespaces, its limits, the mounts
-//! around it. Whoever made the image chose that. So before CRIU is run, everything that gives privileges is read here, and what
-//! exceeds the container's own spec is refused; what is less than the spec allows is not. The files' formats are CRIU's
-//! `images/*.proto`. Images older than CRIU 3.15, which hold the same in other places, are refused.
+//! CRIU runs as root and makes every task as the image describes it: credentials, namespaces, limits, mounts.
+//! The maker of the image chose these. So everything that gives privileges is read here before CRIU runs.
+//! What exceeds the container's own spec is refused; what is less than the spec allows is accepted. The
+//! files' formats are CRIU's `images/*.proto`. Images older than CRIU 3.15, which hold the same in other
+//! places, are refused.
 //!
-//! What CRIU has then made is compared once more, while it is stopped: [`check_made`].
+//! What CRIU has made is compared again while it is stopped: [`check_made`].
 //!
 //! Only [`UntrustedDir`] opens files, so that nothing but regular files is read; each is read up to a bound.
 
@@ -136,11 +137,11 @@ fn shown(text: impl Display) -> String {
     text.chars().take(QUOTED).collect()
 }
 
-/// What of this node decides beside the spec.
+/// What of this node decides, in addition to the spec.
 pub struct Host {
     /// Names of the cgroup hierarchies and controllers; the unified one has none.
     pub cgroups: BTreeSet<String>,
-    /// What a container gets whose spec says nothing.
+    /// What a container gets whose spec does not set it.
     pub oom_score_adj: i32,
     /// Whether there is something at a path of /proc or /sys.
     pub exists: fn(&Path) -> bool,
@@ -168,12 +169,12 @@ impl Host {
     }
 }
 
-/// Compares the image with the spec. The first thing that exceeds it is told.
+/// Compares the image with the spec. The first thing that exceeds it is the error.
 pub fn check(spec: &Spec, image: &Path, host: &Host) -> Result<(), ImageFault> {
     let dir = UntrustedDir::open(image).map_err(|source| ImageFault::unreadable("the directory", &source))?;
     let image = Image { dir };
     entries::check(&image)?;
-    // Of what is no image CRIU makes nothing: that is the runtime's to report, with CRIU's log.
+    // CRIU makes nothing of what is no image. The runtime reports that, with CRIU's log.
     let Some(inventory) = Inventory::read(&image)? else {
         return Ok(());
     };

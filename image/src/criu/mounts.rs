@@ -1,7 +1,7 @@
-//! Mounts: those of the spec, as restricted as there, and none beside them that shows more.
+//! Mounts: those of the spec, as restricted as there, and no other that shows more.
 //!
-//! CRIU makes the mounts that the image lists. A container that may mount by itself (CAP_SYS_ADMIN, and no user namespace) could
-//! make them too, so that only the paths are looked at then.
+//! CRIU makes the mounts that the image lists. A container that may mount by itself (CAP_SYS_ADMIN, and no
+//! user namespace) could make them too; of its mounts only the paths are checked.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -81,7 +81,8 @@ pub(super) fn check(spec: &Spec, image: &Image, namespaces: &[u32], host: &Host)
     Ok(())
 }
 
-/// The same of mounts that are there. What they are of is read off their places: there a bind mount is what the spec says.
+/// The same for existing mounts. The spec's entry for the mount point decides whether a mount is a bind
+/// mount.
 pub(super) fn check_made(
     spec: &Spec,
     name: &str,
@@ -96,8 +97,8 @@ pub(super) fn check_made(
     compare(name, known, mounts, host)
 }
 
-/// Flags of bind mounts that have to be set again. CRIU loses all of a mount whose source another mount has too, with the same flags:
-/// it takes them for the other's, which it does not bind.
+/// Flags of bind mounts that have to be set again. If another mount has the same source and flags, CRIU loses
+/// all flags of the second: it takes it for the first, which it does not bind again.
 pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathBuf, u32)>, SpecError> {
     /// noatime, nodiratime, relatime: they are lost where a new mount does not name them.
     const TIMES: [(&str, u32); 3] = [
@@ -138,7 +139,8 @@ fn restrictions(of_spec: &SpecMount) -> u32 {
     RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
 }
 
-/// Whether the spec says that nothing of elsewhere appears in a mount. Without a word of it, that is the runtime's to decide.
+/// Whether the spec demands that no mount from elsewhere appears in this one. Without an option for it, the
+/// runtime decides.
 fn is_private(of_spec: &SpecMount) -> bool {
     let mut words = of_spec.options.iter().rev().map(|word| &**word);
     let last = words.find(|word| PRIVATE.contains(word) || PROPAGATED.contains(word));
@@ -216,7 +218,7 @@ fn read(message: &Message<'_>) -> Result<Option<Mount>, WireError> {
     }))
 }
 
-/// What the spec says of mount points.
+/// What the spec has for mount points.
 struct Known {
     mounts: Vec<SpecMount>,
     devices: Vec<PathBuf>,
@@ -271,8 +273,8 @@ impl Checked<'_> {
         hidden.into_iter().try_for_each(|path| self.is_hidden(path))
     }
 
-    /// CRIU binds mounts of the same device from each other, whatever their kinds. So none but the mount itself that comes from
-    /// outside shows it less restricted.
+    /// CRIU binds mounts of the same device from each other, whatever their kinds. So no other mount may show
+    /// less restricted what a mount from outside shows.
     fn none_is_of_outside(&self) -> Result<(), Wrong<'_>> {
         // Files: no directory is bound from them.
         let is_file =
@@ -282,7 +284,7 @@ impl Checked<'_> {
         let is_less = |mount: &Mount, other: &Mount| {
             mount.device == other.device && other.flags & ALL_RESTRICTIONS & !mount.flags != 0
         };
-        // The root is made first, of what the runtime says.
+        // The root is made first, of what the runtime passes.
         let found = self.mounts.iter().find(|mount| {
             mount.external.is_none()
                 && mount.point != Path::new("/")
@@ -367,7 +369,7 @@ impl Checked<'_> {
             return Err((point, "another mount", "a mount of its own there"));
         }
         if kind.is_some_and(is_cgroup) && mount.kind == TMPFS {
-            // runc leaves it writable, whatever the spec says. The hierarchies in it are not.
+            // runc leaves it writable, whatever the spec sets. The hierarchies in it are not.
             return Ok(());
         }
         if restrictions(of_spec) & !mount.flags != 0 {
@@ -409,7 +411,8 @@ impl Checked<'_> {
             }
     }
 
-    /// A tmpfs, or a part of one, of which nothing is mounted that the container has from outside. Or a part of the root.
+    /// A tmpfs, or a part of one, of which nothing is mounted that the container has from outside; or a part
+    /// of the root.
     fn is_alone(&self, mount: &Mount) -> bool {
         let same = || self.mounts.iter().filter(|other| other.device == mount.device);
         let of_root = |root: &Mount| {

@@ -24,8 +24,8 @@ const KINDS: [(&str, &str, u32); 8] = [
 const MOUNT: usize = 4;
 const USER: usize = 5;
 
-/// Ids that CRIU has given namespaces, in the order of [`KINDS`]; 0 for one that it has not looked at. A task without one of a kind
-/// gets what its parent has.
+/// CRIU's ids of namespaces, in the order of [`KINDS`]; 0 for a kind that CRIU did not dump. A task without
+/// an id of a kind gets its parent's namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Ids([u32; KINDS.len()]);
 
@@ -81,7 +81,7 @@ pub(super) fn check(
     Ok(mounts)
 }
 
-/// The tasks are in the namespaces that the spec says. `init` is the first.
+/// The tasks are in the namespaces of the spec. `init` is the first.
 pub(super) fn check_made(spec: &Spec, init: i32, pid: i32, host: &Host) -> Result<(), ImageFault> {
     let name = format!("process {pid}");
     let of = |pid: i32, file: &str| (host.namespace)(Path::new(&format!("/proc/{pid}/ns/{file}")));
@@ -120,7 +120,7 @@ pub(super) fn check_made(spec: &Spec, init: i32, pid: i32, host: &Host) -> Resul
     Ok(())
 }
 
-/// Ids of the host that stand for ids of the container, as a file of /proc says it.
+/// Ids of the host that stand for ids of the container, as a file of /proc lists them.
 pub(super) fn check_made_map(spec: &Spec, init: i32) -> Result<(), ImageFault> {
     if !spec.has_namespace("user") || spec.namespace_path("user").is_some() {
         return Ok(());

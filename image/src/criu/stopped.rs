@@ -1,7 +1,8 @@
 //! Which tasks of an image were stopped by a signal when they were dumped: a restore leaves them so.
 //!
-//! CRIU keeps that in the task's `core-PID.img`: two magic numbers, the length of a protobuf message, and the message,
-//! whose field 3 (`tc`) has the state as its field 1. The image is untrusted: whatever is not understood was running.
+//! CRIU keeps that in the task's `core-PID.img`: two magic numbers, the length of a protobuf message, and the
+//! message, whose field 3 (`tc`) has the state as its field 1. The image is untrusted: a task whose file
+//! cannot be read counts as running.
 
 use std::io::Read;
 use std::path::Path;
@@ -62,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stopped_task_is_told_from_a_running_one() {
+    fn a_stopped_task_differs_from_a_running_one() {
         assert_eq!(task_state(&core(3)), Some(STOPPED));
         assert_eq!(task_state(&core(1)), Some(1));
     }

@@ -48,7 +48,7 @@ pub(super) struct Thread {
 pub(super) struct Creds {
     /// Real, effective, saved, and that for files.
     pub users: [u32; 4],
-    /// The same, and those beside.
+    /// The same, and the supplementary groups.
     pub groups: Vec<u32>,
     pub capabilities: [(&'static str, u64); 5],
     pub label: String,
@@ -102,7 +102,7 @@ pub(super) fn check(spec: &Spec, image: &Image, host: &Host) -> Result<Vec<Task>
 pub(super) struct Filters(Vec<Filter>);
 
 struct Filter {
-    /// The one that counts beside it.
+    /// The filter that applies as well.
     before: Option<u32>,
     /// CRIU gives it to all threads of the process at once, and the image has it with the first thread alone.
     is_for_all: bool,
@@ -124,7 +124,7 @@ impl Filters {
         Ok(Self(all.unwrap_or_default()))
     }
 
-    /// As the kernel tells them: whether there is one.
+    /// As the kernel reports them: whether there is one.
     pub(super) fn of_kernel() -> Self {
         Self(vec![Filter {
             before: None,
@@ -314,7 +314,8 @@ impl Allowed {
         Ok(())
     }
 
-    /// The cgroups of a thread that does not exceed the spec; it may have got its filters of its process's first.
+    /// The cgroups of a thread that does not exceed the spec. Its filters may be those of its process's first
+    /// thread.
     pub(super) fn thread(
         &self,
         file: &str,

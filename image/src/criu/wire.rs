@@ -1,7 +1,7 @@
 //! Protocol buffers as CRIU's images hold them, read field by field.
 //!
-//! Strict where readers differ, so that CRIU cannot read anything else out of the same bytes: a field that occurs twice, a
-//! number that is cut off, a text with a NUL in it are errors.
+//! Strict where readers differ, so that CRIU cannot read anything else from the same bytes: a field that
+//! occurs twice, a truncated number and a text with a NUL are errors.
 
 /// Bytes that are no message, or not one that CRIU writes.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]

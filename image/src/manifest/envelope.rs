@@ -133,8 +133,6 @@ fn unknown(needs: &[String]) -> Vec<String> {
 pub(super) fn with_checksum(body: &str, needs: &[&str]) -> Vec<u8> {
     let sha256 = sha256(body.as_bytes());
     let needs = serde_json::json!(needs);
-    format!(
-        r#"{{"format":"{FORMAT}","major":{MAJOR},"minor":{MINOR},"needs":{needs},"sha256":"{sha256}","body":{body}}}"#
-    )
-    .into_bytes()
+    let head = format!(r#""format":"{FORMAT}","major":{MAJOR},"minor":{MINOR},"needs":{needs}"#);
+    format!(r#"{{{head},"sha256":"{sha256}","body":{body}}}"#).into_bytes()
 }

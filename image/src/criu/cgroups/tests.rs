@@ -32,7 +32,7 @@ impl Namespace {
 /// A set's id, and the path and prefix of its member.
 type Set = (u32, &'static str, Option<u32>);
 
-/// What the message says, then what is compared, with the set of the first process.
+/// What the message contains, then what is compared, with the set of the first process.
 type Refused = (
     &'static str,
     Namespace,
@@ -51,7 +51,7 @@ fn compared(namespace: Namespace, dirs: &[&str], sets: &[Set], of_init: u32) -> 
     let dir = |name: &&str| Dir {
         name: (*name).to_owned(),
         has_children: false,
-        stray: None,
+        outside: None,
     };
     let set = |(id, path, prefix): &Set| {
         let member = Member {
@@ -89,20 +89,20 @@ fn the_containers_own_cgroup_and_those_below_are_taken() {
 }
 
 #[test]
-fn cgroups_beside_the_containers_own_are_refused() {
+fn cgroups_other_than_the_containers_own_are_refused() {
     const OWN: Set = (OF_INIT, "/default/c", ROOT);
     const AS_CRIU: Set = (OF_CRIU, "/default/c", ROOT);
     const WITHOUT_ROOT: Set = (OF_INIT, "/default/c", None);
-    let (beside, host, foreign) = ("the cgroups is", "namespace is the host's", "a cgroup is ");
+    let (others, host, foreign) = ("the cgroups is", "namespace is the host's", "a cgroup is ");
     // The root of the whole hierarchy becomes that of the namespace.
     const OF_ALL: Set = (OF_INIT, "/default/c", Some(0));
     let cases: [Refused; 11] = [
         // The namespace's root would be ambiguous.
-        (beside, Own, &["default/c", "default/c/x"], &[OWN], OF_INIT),
-        (beside, Without, &["default/c", "default/other"], &[OWN], OF_INIT),
-        (beside, Without, &["default/c", "default/c/../x"], &[OWN], OF_INIT),
-        (beside, Without, &["", "default"], &[OWN], OF_INIT),
-        (beside, Without, &[], &[OWN], OF_INIT),
+        (others, Own, &["default/c", "default/c/x"], &[OWN], OF_INIT),
+        (others, Without, &["default/c", "default/other"], &[OWN], OF_INIT),
+        (others, Without, &["default/c", "default/c/../x"], &[OWN], OF_INIT),
+        (others, Without, &["", "default"], &[OWN], OF_INIT),
+        (others, Without, &[], &[OWN], OF_INIT),
         // Of another process, or of CRIU itself.
         (
             host,

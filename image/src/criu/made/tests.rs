@@ -14,20 +14,23 @@ use super::*;
 /// A process that ends with this value.
 struct Process {
     child: Child,
-    /// The first line that it has said.
-    said: String,
+    /// Its first line of output.
+    output: String,
 }
 
 impl Process {
-    /// Waits until the process, or one below it, says that it is ready.
+    /// Waits until the process, or one below it, prints that it is ready.
     fn start(program: &str, args: &[&str]) -> Self {
         let mut command = Command::new(program);
         let child = command.args(args).stdout(Stdio::piped()).spawn().unwrap();
-        let said = String::new();
-        let mut process = Self { child, said };
+        let output = String::new();
+        let mut process = Self { child, output };
         let stdout = process.child.stdout.take().unwrap();
-        BufReader::new(stdout).read_line(&mut process.said).unwrap();
-        assert!(process.said.starts_with("ready"), "{program} {args:?} needs root");
+        BufReader::new(stdout).read_line(&mut process.output).unwrap();
+        assert!(
+            process.output.starts_with("ready"),
+            "{program} {args:?} needs root"
+        );
         process
     }
 
@@ -62,14 +65,16 @@ impl Container {
         for map in ["uid_map", "gid_map"] {
             fs::write(format!("/proc/{}/{map}", maker.pid()), "0 100000 65536").unwrap();
         }
-        // The root is a part of the host's in which programs run, without the mounts below it. The shell comes first: of what
-        // follows, only the last process knows when it is ready.
+        // The root is a part of the host's in which programs run, without the mounts below it. The shell
+        // comes first: of what follows, only the last process knows when it is ready.
         let script = format!(
-            "mount --bind /usr \"$0\" && cd \"$0\" && ulimit -n 1024 && echo 100 > /proc/self/oom_score_adj && \
+            "mount --bind /usr \"$0\" && cd \"$0\" && ulimit -n 1024 && \
+             echo 100 > /proc/self/oom_score_adj && \
              exec nsenter --user=/proc/{}/ns/user --setuid 0 --setgid 0 \
              unshare --mount --net --uts --ipc --cgroup --pid --time --fork chroot . \
              /bin/setpriv --pdeathsig KILL --reuid 1000 --regid 1000 --groups 5 --no-new-privs \
-             --inh-caps -all,+kill --ambient-caps -all,+kill --bounding-set -all,+chown,+kill /bin/sh -c '{READY}'",
+             --inh-caps -all,+kill --ambient-caps -all,+kill --bounding-set -all,+chown,+kill \
+             /bin/sh -c '{READY}'",
             maker.pid()
         );
         let dir = tempfile::tempdir().unwrap();
@@ -126,7 +131,7 @@ fn privileged() -> Value {
 }
 
 /// What a thread that is too privileged is refused with.
-fn told(file: &str, what: &str, found: &str, allowed: &str) -> Result<(), ImageFault> {
+fn fault(file: &str, what: &str, found: &str, allowed: &str) -> Result<(), ImageFault> {
     Err(ImageFault::exceeds(file, what, found, allowed))
 }
 
@@ -244,8 +249,8 @@ fn a_container_is_taken_by_its_spec_and_by_none_that_allows_less() {
             _ => format!("process {init}"),
         };
         let what = what.replace("PID", &init.to_string());
-        let told = told(&file, &what, &found.replace("LABEL", label), allowed);
-        assert_eq!(container.checked(edit), told);
+        let expected = fault(&file, &what, &found.replace("LABEL", label), allowed);
+        assert_eq!(container.checked(edit), expected);
     }
 }
 
@@ -265,7 +270,7 @@ fn a_process_in_a_namespace_of_the_hosts_is_taken_where_the_spec_makes_none() {
         let what = format!("the {kind} namespace");
         assert_eq!(
             checked(spec.clone()),
-            told(&name, &what, "the host's", "one of the container's own")
+            fault(&name, &what, "the host's", "one of the container's own")
         );
         spec["linux"]["namespaces"][0]["path"] = json!(format!("/proc/self/ns/{file}"));
         let joined = check_made(&Spec::from(spec), pid, pid, &Host::this());
@@ -286,13 +291,13 @@ fn every_process_is_in_the_containers_mount_namespace() {
     };
     assert_eq!(checked(init.0, &[]), Ok(()));
     let name = format!("process {}", other.0);
-    let told = told(
+    let expected = fault(
         &name,
         "the mount namespace",
         "one of its own",
         "that of the container",
     );
-    assert_eq!(checked(other.0, &[]), told);
+    assert_eq!(checked(other.0, &[]), expected);
     assert_eq!(checked(other.0, &["CAP_SYS_ADMIN"]), Ok(()));
     let gone = checked(i32::MAX, &[]).unwrap_err();
     assert_eq!(gone.code(), "FIRN-IMAGE-UNREADABLE");
@@ -332,8 +337,8 @@ fn a_process_has_the_filter_and_the_promise_that_the_spec_asks_for() {
     assert_eq!(checked(&promised, promise), Ok(()));
     let pid = filtered.pid();
     let what = format!("no_new_privs of thread {pid}");
-    let told = told(&format!("process {pid}"), &what, "unset", "set");
-    assert_eq!(checked(&filtered, promise), told);
+    let expected = fault(&format!("process {pid}"), &what, "unset", "set");
+    assert_eq!(checked(&filtered, promise), expected);
     assert!(checked(&promised, filter).is_err());
 }
 
@@ -341,12 +346,12 @@ fn a_process_has_the_filter_and_the_promise_that_the_spec_asks_for() {
 fn a_child_in_another_cgroup_is_refused_and_one_that_has_ended_is_not() {
     let script = "setpriv --pdeathsig KILL sleep 600 & echo ready $! && exec sleep 600";
     let parent = Process::start("sh", &["-c", script]);
-    let child: i32 = parent.said.trim_start_matches("ready").trim().parse().unwrap();
+    let child: i32 = parent.output.trim_start_matches("ready").trim().parse().unwrap();
     let spec = Spec::from(privileged());
     let checked = |pids: &[i32]| check(&spec, parent.pid(), pids, &Host::this());
     let name = format!("process {child}");
-    let told = told(&name, "its cgroup", "another", "the container's own");
-    assert_eq!(checked(&[parent.pid()]), told);
+    let expected = fault(&name, "its cgroup", "another", "the container's own");
+    assert_eq!(checked(&[parent.pid()]), expected);
     assert_eq!(checked(&[parent.pid(), child]), Ok(()));
     // The shell waits for its children, what it is replaced by does not.
     until("the shell is replaced", || procfs::comm(parent.pid()) == "sleep");
@@ -373,15 +378,15 @@ fn a_process_that_is_not_there_cannot_be_compared() {
 
 #[test]
 fn every_thread_is_compared() {
-    let (say, said) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     let (leave, left) = std::sync::mpsc::channel::<()>();
     // The kernel has this id for each thread.
     let thread = std::thread::spawn(move || {
         nix::unistd::setfsuid(12345.into());
-        say.send(nix::unistd::gettid().as_raw()).unwrap();
+        sender.send(nix::unistd::gettid().as_raw()).unwrap();
         left.recv().unwrap();
     });
-    let tid = said.recv().unwrap();
+    let tid = receiver.recv().unwrap();
     let mut spec = privileged();
     spec["linux"]["namespaces"] = json!([{"type": "user"}]);
     spec["linux"]["uidMappings"] = json!([{"containerID": 0, "hostID": 0, "size": 1}]);
@@ -403,17 +408,17 @@ fn every_thread_is_compared() {
     thread.join().unwrap();
     let what = format!("a user id of thread {tid}");
     let outside = u32::MAX.to_string();
-    let told = told(
+    let expected = fault(
         &format!("process {me}"),
         &what,
         &outside,
         "one of the user namespace",
     );
-    assert_eq!(found, told);
+    assert_eq!(found, expected);
 }
 
 #[test]
-fn what_proc_says_of_a_process_is_read() {
+fn what_proc_shows_of_a_process_is_read() {
     let container = Container::start();
     let spec = json!({"linux": {"namespaces": []}});
     let core = core(&Spec::from(spec), container.init, container.init);
@@ -477,7 +482,7 @@ fn ids_are_those_of_a_user_namespace_that_the_spec_makes() {
 }
 
 #[test]
-fn a_mount_that_has_lost_what_the_spec_says_is_told_with_its_flags() {
+fn a_mount_that_has_lost_flags_of_the_spec_is_found_with_them() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!("mount -t tmpfs -o nosuid,relatime none \"$0\" && {READY}");
     let point = dir.path().to_str().unwrap();

@@ -71,8 +71,9 @@ fn of_a_process_that_has_ended_nothing_is_asked_but_that_it_has() {
 fn only_a_container_that_may_mount_has_more_than_one_mount_namespace() {
     let second = Second { state: 1, mounts: 33 };
     let fault = second.checked(given().spec).unwrap_err();
-    let told = "mountpoints-33.img asks for more than the container's spec allows: the number of mount namespaces is 2";
-    assert!(fault.to_string().starts_with(told), "{fault}");
+    let expected = "mountpoints-33.img asks for more than the container's spec allows: \
+                    the number of mount namespaces is 2";
+    assert!(fault.to_string().starts_with(expected), "{fault}");
     let mut spec = given().spec;
     spec["process"]["capabilities"]["bounding"] = json!(["CAP_SYS_ADMIN", "CAP_CHOWN", "CAP_KILL"]);
     let namespaces = spec["linux"]["namespaces"].as_array_mut().unwrap();
