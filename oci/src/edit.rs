@@ -243,16 +243,21 @@ fn report(moves: &[Move]) -> DeviceEdit {
     }
 }
 
+/// The nodes of these entries of `linux.devices`; none for a fifo.
+fn nodes_of(entries: &[Value]) -> Result<Vec<Option<DeviceNode>>, SpecError> {
+    let entries = entries.iter();
+    entries
+        .map(|entry| Ok(parse_device(entry)?.map(|device| device.node)))
+        .collect()
+}
+
 fn replace_devices(
     spec: &mut Spec,
     targets: &[DeviceNode],
     common: &[DeviceNode],
 ) -> Result<Vec<Move>, EditError> {
     let old = spec.array("/linux/devices").to_vec();
-    let parsed: Vec<Option<DeviceNode>> = old
-        .iter()
-        .map(|entry| Ok(parse_device(entry)?.map(|device| device.node)))
-        .collect::<Result<_, SpecError>>()?;
+    let parsed = nodes_of(&old)?;
     let class = |node: &Option<DeviceNode>| node.as_ref().and_then(|node| classify(&node.path));
     let gpus: Vec<&DeviceNode> = parsed
         .iter()

@@ -236,16 +236,29 @@ pub fn resolve(
             });
         }
     }
+    add_missing(&mut resolved, &mounts, bundle, required, driver, empty)?;
+    Ok(resolved)
+}
+
+/// Adds the mounts that the checkpoint needs and that the spec does not have.
+fn add_missing(
+    resolved: &mut ResolvedMounts,
+    mounts: &[SpecMount],
+    bundle: &Path,
+    required: &[RequiredMount],
+    driver: Driver<'_>,
+    empty: &Path,
+) -> Result<(), MountError> {
     let given = |wanted: &&RequiredMount| mounts.iter().any(|mount| mount.destination == wanted.destination);
     for wanted in required.iter().filter(|wanted| !given(wanted)) {
         let destination = wanted.destination.clone();
         let library = driver.library_at(&destination);
-        if let Some(file) = library.or_else(|| driver.mounted_elsewhere(&mounts, bundle, &destination)) {
+        if let Some(file) = library.or_else(|| driver.mounted_elsewhere(mounts, bundle, &destination)) {
             resolved.from_driver.push((destination.clone(), file.clone()));
-            changes.added.push((destination, file));
+            resolved.changes.added.push((destination, file));
         } else if can_be_empty(&destination, wanted.in_use) {
             resolved.empty.push(destination.clone());
-            changes.added.push((destination, empty.to_owned()));
+            resolved.changes.added.push((destination, empty.to_owned()));
         } else {
             return Err(MountError::NotInSpec {
                 destination,
@@ -253,7 +266,7 @@ pub fn resolve(
             });
         }
     }
-    Ok(resolved)
+    Ok(())
 }
 
 /// What changes in the mounts of a spec.
