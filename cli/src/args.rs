@@ -48,8 +48,8 @@ pub struct InspectArgs {
 /// Changes nothing.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 it can, 1 it cannot or the audit failed, 2 wrong usage, 3 nothing refuses it \
-                  and something speaks against it."
+    after_help = "Exit status: 0 it can, 1 it cannot or the audit failed, 2 wrong usage, 3 nothing refuses \
+                  it and something speaks against it."
 )]
 pub struct AuditArgs {
     /// Id of a running container, a pid, or an image directory.
