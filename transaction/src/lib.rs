@@ -9,7 +9,7 @@ pub mod cancel;
 pub mod cgroup;
 pub mod checkpoint;
 pub mod container;
-pub mod convert;
+pub mod create;
 mod criu_leftovers;
 mod driver;
 #[cfg(any(test, fuzzing, feature = "testing"))]

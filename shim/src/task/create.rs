@@ -7,7 +7,6 @@ use std::sync::Arc;
 use crate::options::{FromAny, restore_dir};
 use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
-use firn_oci::{Spec, nccl};
 use firn_transaction::unmount::unmount_recursive;
 use protobuf::MessageField;
 
@@ -16,11 +15,12 @@ use super::{Service, Slot, TaskError, exit};
 use crate::mounts;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
-use firn_transaction::container::{Container, ContainerTraits, Owner, Process, StdioPaths};
+use firn_transaction::container::{Container, Owner, Process, StdioPaths};
+use firn_transaction::create as preparation;
 use firn_transaction::options::RuncOptions;
-use firn_transaction::runc::{self, Runc};
+use firn_transaction::recovery;
+use firn_transaction::runc;
 use firn_transaction::stdio::{self, StdioConfig};
-use firn_transaction::{convert, recovery, restore};
 
 /// Others may enter and not list it: user namespaces need that.
 const ROOTFS_MODE: u32 = 0o711;
@@ -110,7 +110,7 @@ async fn build_mounted(
     service: &Arc<Service>,
     request: &CreateTaskRequest,
     bundle: &Path,
-    mut options: RuncOptions,
+    options: RuncOptions,
     cancel: &CancellationToken,
 ) -> Result<Arc<Container>, TaskError> {
     let named = restore_dir(request.options.as_ref())?;
@@ -118,55 +118,17 @@ async fn build_mounted(
         "" => named.as_deref(),
         unpacked => Some(Path::new(unpacked)),
     };
-    let spec = Spec::load(bundle)?;
-    let restores = checkpoint.is_some();
-    let settled = convert::settled(spec, bundle, options.wrapper(), restores, &service.reaper).await?;
-    let (spec, gpu) = (&settled.spec, settled.gpu);
-    if let Some(runtime) = &settled.runtime {
-        options.binary_name.clone_from(runtime);
-    }
-    if !restores {
-        // The runtime refuses a cgroup that has processes, and what is cleaned then must be nobody else's.
-        match restore::in_use(&request.id, &options, spec, bundle) {
-            Ok(false) => {}
-            Ok(true) => log::warn!("others are in the cgroup of {}", request.id),
-            Err(error) => log::warn!("cannot look at the cgroup of {}: {}", request.id, Chain(&error)),
-        }
-    }
-    let traits = ContainerTraits {
-        gpu,
-        other_gpus: spec.has_other_gpus(),
-        open_tcp: gpu && nccl::is_requested(spec),
-        private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
-    };
-    let runc = Runc::new(
-        &request.id,
-        &service.namespace,
+    let prepared = preparation::prepare(preparation::Request {
+        id: &request.id,
+        namespace: &service.namespace,
         bundle,
-        &options,
-        service.reaper.clone(),
-    );
-    let prepared = match checkpoint {
-        Some(image) => Some(
-            restore::prepare(
-                &request.id,
-                &options,
-                bundle,
-                image,
-                &settled,
-                &runc,
-                &service.reaper,
-                cancel,
-            )
-            .await?,
-        ),
-        None => None,
-    };
-    // A restore of GPU state has edited the bundle already.
-    if traits.gpu && prepared.as_ref().is_none_or(|prepared| prepared.gpu.is_none()) {
-        firn_transaction::checkpoint::prepare_bundle(bundle, settled.spec)?;
-    }
-    let restoring = prepared.is_some();
+        options,
+        image: checkpoint,
+        reaper: &service.reaper,
+        cancel,
+    })
+    .await?;
+    let restores = prepared.restore.is_some();
     let stdio = StdioPaths {
         stdin: request.stdin.clone(),
         stdout: request.stdout.clone(),
@@ -177,15 +139,15 @@ async fn build_mounted(
     let container = Container::new(
         &request.id,
         bundle.to_owned(),
-        runc,
-        options,
+        prepared.runc,
+        prepared.options,
         init,
-        traits,
-        prepared,
+        prepared.traits,
+        prepared.restore,
     );
     let container = Arc::new(container);
-    if !restoring {
-        // Order matters: an init that dies at once is told after Create.
+    if !restores {
+        // Order matters: the exit of an init that dies at once is published after Create.
         container.begin_start();
         run_create(service, &container).await?;
     }
@@ -215,16 +177,16 @@ async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Resul
             source,
         });
     }
-    let settled = async {
+    let started = async {
         container.init.set_copier(stdio.start().await?);
         let pid = runc::read_pid(&pid_file)?;
         container.init.set_pid(pid);
         Ok::<i32, TaskError>(pid)
     };
-    let pid = match settled.await {
+    let pid = match started.await {
         Ok(pid) => pid,
         Err(error) => {
-            // The client is told that there is no container: so there must be none.
+            // The client gets an error, so there must be no container.
             discard(container).await;
             return Err(error);
         }
@@ -239,7 +201,7 @@ async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Resul
     Ok(())
 }
 
-/// Ends a container whose client is told that it does not exist.
+/// Ends a container that its client does not get.
 async fn discard(container: &Container) {
     if let Err(error) = container.runc.ensure_deleted().await {
         log::warn!("cannot delete {}: {}", container.id, Chain(&error));

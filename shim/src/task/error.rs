@@ -11,7 +11,7 @@ use crate::mounts;
 use firn_host::Chain;
 use firn_transaction::checkpoint::CheckpointError;
 use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
-use firn_transaction::convert::ConvertError;
+use firn_transaction::create::{GpuRequestError, PrepareError};
 use firn_transaction::options;
 use firn_transaction::restore::RestoreError;
 use firn_transaction::runc::{PidFileError, RuncError, Said};
@@ -86,7 +86,7 @@ pub(crate) enum TaskError {
     #[error(transparent)]
     PidFile(#[from] PidFileError),
     #[error(transparent)]
-    Convert(#[from] ConvertError),
+    GpuRequest(#[from] GpuRequestError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
@@ -137,7 +137,7 @@ impl TaskError {
             Self::Options(_) => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
-            Self::Convert(_) => Code::FAILED_PRECONDITION,
+            Self::GpuRequest(_) => Code::FAILED_PRECONDITION,
             Self::Checkpoint(error) => code_of(error.kind()),
             Self::Restore(error) => code_of(error.kind()),
             Self::Busy { .. } | Self::Closing => Code::UNAVAILABLE,
@@ -161,6 +161,17 @@ impl TaskError {
             | Self::Cgroup(_)
             | Self::File { .. }
             | Self::PidFile(_) => Code::UNKNOWN,
+        }
+    }
+}
+
+impl From<PrepareError> for TaskError {
+    fn from(error: PrepareError) -> Self {
+        match error {
+            PrepareError::Spec(error) => error.into(),
+            PrepareError::GpuRequest(error) => error.into(),
+            PrepareError::Restore(error) => error.into(),
+            PrepareError::Checkpoint(error) => error.into(),
         }
     }
 }

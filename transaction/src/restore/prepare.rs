@@ -19,7 +19,7 @@ use super::{RestoreError, compare};
 use crate::blocking::{Left, stoppable};
 use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
-use crate::convert::Settled;
+use crate::create::ResolvedSpec;
 use crate::driver::Gpu;
 use crate::look;
 use crate::options::RuncOptions;
@@ -74,12 +74,12 @@ pub async fn prepare(
     options: &RuncOptions,
     bundle: &Path,
     image: &Path,
-    settled: &Settled,
+    resolved: &ResolvedSpec,
     runc: &Runc,
     reaper: &Reaper,
     cancel: &CancellationToken,
 ) -> Result<Prepared, RestoreError> {
-    let prepared = prepare_unless_refused(id, options, bundle, image, settled, runc, reaper, cancel).await;
+    let prepared = prepare_unless_refused(id, options, bundle, image, resolved, runc, reaper, cancel).await;
     prepared.map_err(|cause| RestoreError::Refused {
         image: image.to_owned(),
         cause,
@@ -92,12 +92,12 @@ async fn prepare_unless_refused(
     options: &RuncOptions,
     bundle: &Path,
     image: &Path,
-    settled: &Settled,
+    resolved: &ResolvedSpec,
     runc: &Runc,
     reaper: &Reaper,
     cancel: &CancellationToken,
 ) -> Result<Prepared, Refusal> {
-    let spec = settled.spec.clone();
+    let spec = resolved.spec.clone();
     if spec.is_cri() && !compare::configured().restore.cri {
         return Err(Refusal::Cri);
     }
@@ -114,7 +114,7 @@ async fn prepare_unless_refused(
             prepared.gpu = Some(gpu_part(id, options, bundle, spec, manifest, runc, reaper, cancel).await?);
         }
         // Another shim's image of a container without GPU, or such a one of firn's.
-        _ => prepared.plain = plain_part(bundle, spec, settled.gpu, manifest.is_some(), runc).await?,
+        _ => prepared.plain = plain_part(bundle, spec, resolved.gpu, manifest.is_some(), runc).await?,
     }
     // Order matters: with the spec that the runtime will read.
     compare::image(bundle, image, reaper).await?;

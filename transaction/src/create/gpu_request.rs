@@ -1,8 +1,8 @@
-//! GPUs that a container asks for by a hook or by name become edits of its spec, before the runtime sees it.
+//! GPUs that a container requests by a hook or by name become edits of its spec, before the runtime reads it.
 //!
-//! What is asked for is read here, off the spec alone. The edits come from the node's CDI files, which
-//! `firn-hook convert` reads in a process of its own: a parser of YAML has no place in a shim. Its result is
-//! looked at again before it is used.
+//! The request is read here, from the spec alone. The edits come from the node's CDI files, which
+//! `firn-hook convert` reads in a process of its own: the shim has no YAML parser. The edited spec is read
+//! and checked again before it is used.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,16 +18,16 @@ use crate::reaper::{OutputError, Reaper};
 /// How long the helper may take. It reads some small files.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A container that cannot be given the GPUs that it asks for. Nothing has been started.
+/// A container cannot get the GPUs that it requests. Nothing has been started.
 #[derive(Debug, thiserror::Error)]
-pub enum ConvertError {
+pub enum GpuRequestError {
     #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
     Config(firn_config::ConfigError),
     #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
     Program(firn_config::ProgramError),
     #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
     Spec(SpecError),
-    /// As the helper tells it.
+    /// The report of `firn-hook convert`.
     #[error("{code}: cannot give the container the GPUs that it asks for ({asked}): {message}. hint: {hint}")]
     Refused {
         code: String,
@@ -36,28 +36,31 @@ pub enum ConvertError {
         hint: String,
     },
     #[error(
-        "FIRN-CDI-KIND: CDI device {name} is no GPU. hint: let containerd give other CDI devices: `ctr run --device`, or a device \
-         plugin"
+        "FIRN-CDI-KIND: CDI device {name} is no GPU. hint: let containerd give other CDI devices: \
+         `ctr run --device`, or a device plugin"
     )]
     Foreign { name: String },
-    #[error("FIRN-CONVERT: cannot run firn-hook: {}. hint: see that firn-hook is of the shim's version", firn_host::Chain(.0))]
+    #[error(
+        "FIRN-CONVERT: cannot run firn-hook: {}. hint: see that firn-hook is of the shim's version",
+        firn_host::Chain(.0)
+    )]
     Run(OutputError),
     #[error(
-        "FIRN-CONVERT: firn-hook has not done what it was told: {said}. hint: see that firn-hook is of the shim's version"
+        "FIRN-CONVERT: firn-hook convert failed: {output}. hint: see that firn-hook is of the shim's version"
     )]
-    Helper { said: String },
+    Helper { output: String },
 }
 
-/// The code of a node without any CDI file of the kind, as the helper tells it.
+/// The code of `firn-hook convert` for a node without any CDI file of the kind.
 const NO_SPEC: &str = "FIRN-NO-CDI-SPEC";
 
-impl ConvertError {
+impl GpuRequestError {
     fn is_no_spec(&self) -> bool {
         matches!(self, Self::Refused { code, .. } if code == NO_SPEC)
     }
 }
 
-/// What the helper says when it fails.
+/// What the helper prints when it fails.
 #[derive(Deserialize)]
 struct Refusal {
     code: String,
@@ -65,8 +68,8 @@ struct Refusal {
     hint: String,
 }
 
-/// What a container is made of.
-pub struct Settled {
+/// A container's spec with its GPU request applied.
+pub struct ResolvedSpec {
     pub spec: Spec,
     /// The OCI runtime to call instead of NVIDIA's wrapper of it, which has nothing left to do and must not
     /// edit the spec.
@@ -75,46 +78,46 @@ pub struct Settled {
     pub gpu: bool,
 }
 
-/// The container's spec, with the GPUs in it that it asks for. One that asks for none is not touched, nor is
-/// one that asks in a way that the operator does not let count.
-pub async fn settled(
+/// Applies the GPU request of a spec. A spec without a request stays as it is, and so does one whose kind of
+/// request the configuration does not enable.
+pub(super) async fn resolve(
     spec: Spec,
     bundle: &Path,
     wrapper: Option<&Path>,
     restores: bool,
     reaper: &Reaper,
-) -> Result<Settled, ConvertError> {
-    let rules = Rules::of(&spec, wrapper).map_err(ConvertError::Config)?;
-    let ask = GpuRequest::of(&spec, &rules);
+) -> Result<ResolvedSpec, GpuRequestError> {
+    let rules = Rules::of(&spec, wrapper).map_err(GpuRequestError::Config)?;
+    let requested = GpuRequest::of(&spec, &rules);
     let mut runtime = None;
     if let Rules::Wrapper(toolkit) = &rules {
         runtime = toolkit.runtime().map(|path| path.to_string_lossy().into_owned());
         // At a restore the wrapper gives nothing.
         if !restores
             && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
-            && ask != GpuRequest::None
+            && requested != GpuRequest::None
         {
-            refuse_foreign(&ask)?;
+            refuse_other_kinds(&requested)?;
             log::warn!(
                 "the container's GPUs are left to NVIDIA's container runtime, as firn does not follow {reason}"
             );
-            return Ok(Settled::left(spec, true));
+            return Ok(ResolvedSpec::unchanged(spec, true));
         }
     }
-    let request = match ask {
+    let request = match requested {
         GpuRequest::Named(request) => request,
-        GpuRequest::Nodes => return Ok(Settled::given(spec, runtime)),
-        GpuRequest::None => return Ok(Settled::left(spec, false)),
+        GpuRequest::Nodes => return Ok(ResolvedSpec::with_gpus(spec, runtime)),
+        GpuRequest::None => return Ok(ResolvedSpec::unchanged(spec, false)),
     };
     let (config, is_hook) = (
-        Config::load().map_err(ConvertError::Config)?,
+        Config::load().map_err(GpuRequestError::Config)?,
         request.source.is_hook(),
     );
     if !request.source.is_enabled(&config.create) {
-        return Ok(Settled::left(spec, is_hook));
+        return Ok(ResolvedSpec::unchanged(spec, is_hook));
     }
     let hook =
-        find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(ConvertError::Program)?;
+        find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(GpuRequestError::Program)?;
     let mut command = Command::new(hook);
     command.arg("convert").arg(bundle);
     if restores {
@@ -126,43 +129,43 @@ pub async fn settled(
     let output = reaper
         .output(&mut command, LIMIT)
         .await
-        .map_err(ConvertError::Run)?;
+        .map_err(GpuRequestError::Run)?;
     if !output.success() {
         let error = refused(&request, &output.stdout, &output.stderr);
         if is_hook && !restores && error.is_no_spec() {
             log::warn!("{error}. {}", kept(request.source));
-            return Ok(Settled::left(spec, true));
+            return Ok(ResolvedSpec::unchanged(spec, true));
         }
         if !is_hook && !spec.gpu_nodes().is_empty() {
             log::warn!("{error}. The container has its device nodes, and nothing is added to them");
-            return Ok(Settled::given(spec, runtime));
+            return Ok(ResolvedSpec::with_gpus(spec, runtime));
         }
         return Err(error);
     }
     let given: Given = serde_json::from_slice(&output.stdout).unwrap_or_default();
-    let converted = Spec::load(bundle).map_err(ConvertError::Spec)?;
+    let converted = Spec::load(bundle).map_err(GpuRequestError::Spec)?;
     match (given.devices.is_empty(), converted.gpu_nodes().is_empty()) {
-        (true, true) => return Ok(Settled::left(spec, is_hook)),
+        (true, true) => return Ok(ResolvedSpec::unchanged(spec, is_hook)),
         (true, false) => {}
-        (false, false) => log::info!("{}", told(&request, &given)),
+        (false, false) => log::info!("{}", summary(&request, &given)),
         (false, true) => {
-            return Err(ConvertError::Helper {
-                said: "the spec has no GPU".to_owned(),
+            return Err(GpuRequestError::Helper {
+                output: "the spec has no GPU".to_owned(),
             });
         }
     }
-    Ok(Settled::given(converted, runtime))
+    Ok(ResolvedSpec::with_gpus(converted, runtime))
 }
 
-impl Settled {
+impl ResolvedSpec {
     /// GPUs are in the spec.
-    fn given(spec: Spec, runtime: Option<String>) -> Self {
+    fn with_gpus(spec: Spec, runtime: Option<String>) -> Self {
         let gpu = spec.requests_gpu();
         Self { spec, runtime, gpu }
     }
 
-    /// The spec is as it was; whoever makes the container may give it GPUs.
-    fn left(spec: Spec, may_get: bool) -> Self {
+    /// The spec stays as it is; NVIDIA's runtime or hook may give the container GPUs.
+    fn unchanged(spec: Spec, may_get: bool) -> Self {
         let gpu = may_get || spec.requests_gpu();
         Self {
             spec,
@@ -173,19 +176,20 @@ impl Settled {
 }
 
 /// The wrapper gives devices of every kind to who names them.
-fn refuse_foreign(ask: &GpuRequest) -> Result<(), ConvertError> {
-    let GpuRequest::Named(request) = ask else {
+fn refuse_other_kinds(request: &GpuRequest) -> Result<(), GpuRequestError> {
+    let GpuRequest::Named(request) = request else {
         return Ok(());
     };
     match request.other_kinds().next() {
         None => Ok(()),
-        Some(name) => Err(ConvertError::Foreign {
+        Some(name) => Err(GpuRequestError::Foreign {
             name: name.to_owned(),
         }),
     }
 }
 
-/// Why NVIDIA's wrapper has to make a container, by its configuration or by what it would give beside GPUs.
+/// Why NVIDIA's wrapper has to make a container, by its configuration or by what it would give in addition to
+/// GPUs.
 fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'static str> {
     let no_runtime = (!has_runtime).then_some("its choice of a runtime");
     toolkit
@@ -194,7 +198,7 @@ fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'stati
         .or(no_runtime)
 }
 
-/// What the helper says when it is done.
+/// What the helper prints when it is done.
 #[derive(Default, Deserialize)]
 struct Given {
     devices: Vec<String>,
@@ -212,21 +216,21 @@ fn kept(source: RequestSource) -> &'static str {
     }
 }
 
-fn refused(request: &NamedGpus, stdout: &[u8], stderr: &[u8]) -> ConvertError {
+fn refused(request: &NamedGpus, stdout: &[u8], stderr: &[u8]) -> GpuRequestError {
     match serde_json::from_slice::<Refusal>(stdout) {
-        Ok(refusal) => ConvertError::Refused {
+        Ok(refusal) => GpuRequestError::Refused {
             code: refusal.code,
             asked: request.devices.join(", "),
             message: refusal.message,
             hint: refusal.hint,
         },
-        Err(_) => ConvertError::Helper {
-            said: String::from_utf8_lossy(stderr).trim().to_owned(),
+        Err(_) => GpuRequestError::Helper {
+            output: String::from_utf8_lossy(stderr).trim().to_owned(),
         },
     }
 }
 
-fn told(request: &NamedGpus, given: &Given) -> String {
+fn summary(request: &NamedGpus, given: &Given) -> String {
     let by = match request.source {
         RequestSource::Cli => "a hook that runs nvidia-container-cli",
         RequestSource::RuntimeHook => "a hook of NVIDIA's container runtime",
@@ -236,14 +240,14 @@ fn told(request: &NamedGpus, given: &Given) -> String {
         RequestSource::Variable => "NVIDIA_VISIBLE_DEVICES",
     };
     let devices = given.devices.join(", ");
-    let told = format!(
+    let summary = format!(
         "{} asked for by {by}: CDI devices {devices}",
         request.devices.join(", ")
     );
     match given.left_out.is_empty() {
-        true => told,
+        true => summary,
         false => format!(
-            "{told}, without {}, which the container's device nodes do not grant",
+            "{summary}, without {}, which the container's device nodes do not grant",
             given.left_out.join(", ")
         ),
     }
@@ -267,9 +271,9 @@ mod tests {
             ask("nvidia.com/gpu=1"),
             ask("runtime.nvidia.com/gpu=1"),
         ] {
-            assert!(refuse_foreign(&ask).is_ok(), "{ask:?}");
+            assert!(refuse_other_kinds(&ask).is_ok(), "{ask:?}");
         }
-        let refused = refuse_foreign(&ask("vendor.example/backup=host"))
+        let refused = refuse_other_kinds(&ask("vendor.example/backup=host"))
             .unwrap_err()
             .to_string();
         assert!(
@@ -279,19 +283,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_out_beside_nodes_is_told() {
+    fn devices_that_the_nodes_do_not_grant_are_logged() {
         let request = NamedGpus {
             source: RequestSource::Variable,
             devices: vec!["0".to_owned()],
         };
-        let said = br#"{"devices": ["nvidia.com/gpu=0"], "left_out": ["/dev/dri/card1"]}"#;
-        let given: Given = serde_json::from_slice(said).unwrap();
+        let output = br#"{"devices": ["nvidia.com/gpu=0"], "left_out": ["/dev/dri/card1"]}"#;
+        let given: Given = serde_json::from_slice(output).unwrap();
         assert!(
-            told(&request, &given)
+            summary(&request, &given)
                 .ends_with("without /dev/dri/card1, which the container's device nodes do not grant")
         );
         let given: Given = serde_json::from_slice(br#"{"devices": ["nvidia.com/gpu=0"]}"#).unwrap();
-        assert!(told(&request, &given).ends_with("CDI devices nvidia.com/gpu=0"));
+        assert!(summary(&request, &given).ends_with("CDI devices nvidia.com/gpu=0"));
     }
 
     #[test]
@@ -300,8 +304,8 @@ mod tests {
             source: RequestSource::Cli,
             devices: vec!["0".to_owned(), "1".to_owned()],
         };
-        let said = br#"{"code":"FIRN-NO-CDI-SPEC","message":"none","hint":"make one"}"#;
-        let error = refused(&request, said, b"");
+        let output = br#"{"code":"FIRN-NO-CDI-SPEC","message":"none","hint":"make one"}"#;
+        let error = refused(&request, output, b"");
         assert!(error.is_no_spec());
         assert_eq!(
             error.to_string(),

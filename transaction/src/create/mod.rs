@@ -1,0 +1,113 @@
+//! What Create decides before anything is started.
+//!
+//! [`prepare`] gives the spec in the bundle the GPUs that it requests, edits it so that the container can be
+//! checkpointed, or for the restore of a checkpoint. Whoever creates the container mounts its rootfs before,
+//! and runs the OCI runtime after.
+
+mod gpu_request;
+
+use std::path::Path;
+
+use firn_host::Chain;
+use firn_oci::{Spec, SpecError, nccl};
+
+use crate::cancel::CancellationToken;
+use crate::checkpoint::{self, CheckpointError};
+use crate::container::ContainerTraits;
+use crate::options::RuncOptions;
+use crate::reaper::Reaper;
+use crate::restore::{self, RestoreError};
+use crate::runc::Runc;
+
+pub use gpu_request::{GpuRequestError, ResolvedSpec};
+
+/// The container that a client asks for.
+pub struct Request<'a> {
+    pub id: &'a str,
+    pub namespace: &'a str,
+    pub bundle: &'a Path,
+    pub options: RuncOptions,
+    /// The checkpoint to restore from.
+    pub image: Option<&'a Path>,
+    pub reaper: &'a Reaper,
+    /// Set when the client no longer wants the container.
+    pub cancel: &'a CancellationToken,
+}
+
+/// A bundle that the OCI runtime can create the container from, or restore it.
+pub struct PreparedBundle {
+    /// Those of the request, with the OCI runtime to call.
+    pub options: RuncOptions,
+    pub traits: ContainerTraits,
+    pub runc: Runc,
+    /// Absent for a container that is not restored.
+    pub restore: Option<restore::Prepared>,
+}
+
+/// Why a container is not created. Nothing has been started.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    #[error(transparent)]
+    GpuRequest(#[from] GpuRequestError),
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+}
+
+/// Makes the bundle one that the OCI runtime can use.
+pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareError> {
+    let Request {
+        id,
+        namespace,
+        bundle,
+        mut options,
+        image,
+        reaper,
+        cancel,
+    } = request;
+    let spec = Spec::load(bundle)?;
+    let resolved = gpu_request::resolve(spec, bundle, options.wrapper(), image.is_some(), reaper).await?;
+    let (spec, gpu) = (&resolved.spec, resolved.gpu);
+    if let Some(runtime) = &resolved.runtime {
+        options.binary_name.clone_from(runtime);
+    }
+    let traits = ContainerTraits {
+        gpu,
+        other_gpus: spec.has_other_gpus(),
+        open_tcp: gpu && nccl::is_requested(spec),
+        private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
+    };
+    let runc = Runc::new(id, namespace, bundle, &options, reaper.clone());
+    let restore = match image {
+        Some(image) => {
+            Some(restore::prepare(id, &options, bundle, image, &resolved, &runc, reaper, cancel).await?)
+        }
+        None => {
+            mark_shared_cgroup(id, &options, spec, bundle);
+            None
+        }
+    };
+    // A restore of GPU state has edited the bundle already.
+    if gpu && restore.as_ref().is_none_or(|restore| restore.gpu.is_none()) {
+        checkpoint::prepare_bundle(bundle, resolved.spec)?;
+    }
+    Ok(PreparedBundle {
+        options,
+        traits,
+        runc,
+        restore,
+    })
+}
+
+/// Marks the bundle if there are processes in the container's cgroup already: the runtime refuses such a
+/// cgroup, and the clean-up that follows must not end them.
+fn mark_shared_cgroup(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) {
+    match restore::in_use(id, options, spec, bundle) {
+        Ok(false) => {}
+        Ok(true) => log::warn!("container {id}: its cgroup has processes already"),
+        Err(error) => log::warn!("container {id}: cannot read its cgroup: {}", Chain(&error)),
+    }
+}
