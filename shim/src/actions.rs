@@ -41,7 +41,7 @@ pub enum ActionError {
 impl From<&ActionError> for ExitCode {
     fn from(error: &ActionError) -> Self {
         match error {
-            // As Go's flags: what cannot be parsed is told from what is not there.
+            // As Go's flags: a flag that cannot be parsed is not one that is missing.
             ActionError::Args(error) if !matches!(error, ArgsError::Required(_)) => Self::from(2),
             ActionError::Args(_)
             | ActionError::Start(_)

@@ -33,7 +33,7 @@ flags:
 pub enum Action {
     /// Serve the task API.
     Serve,
-    /// Start a server and say where it listens.
+    /// Start a server and print where it listens.
     Start,
     /// Clean up after a dead shim.
     Delete,

@@ -5,7 +5,7 @@
 //! relied on but the bundle's files; each step tries, warns on stderr when it fails, and lets the next one
 //! try too. What is gone already is no failure.
 
-mod strays;
+mod leftover_processes;
 
 use std::fs;
 use std::future::Future;
@@ -89,7 +89,7 @@ pub fn delete(args: &Args) -> Result<(), DeleteError> {
     io::stdout().write_all(&answer).map_err(fail("write stdout"))
 }
 
-/// The bundle: as given, or the one beside the working directory (containerd runs us in a bundle).
+/// The bundle: as given, or the one next to the working directory (containerd runs us in a bundle).
 fn bundle(args: &Args) -> Result<PathBuf, DeleteError> {
     if let Some(bundle) = &args.bundle {
         return Ok(bundle.clone());
@@ -123,7 +123,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         steps.attempt("kill the container", KILL_LIMIT * 2, killed).await;
     }
     // What `ctr containers restore` makes runs under its source's cgroup name, which may be somebody else's.
-    strays::kill(&bundle.join("rootfs"), KILL_LIMIT).await;
+    leftover_processes::kill(&bundle.join("rootfs"), KILL_LIMIT).await;
     steps
         .unmount("unmount the runtime's state", &runc.state_dir())
         .await;
@@ -262,7 +262,7 @@ mod tests {
     fn a_cgroup_that_others_may_share_is_not_killed() {
         let bundle = tempfile::tempdir().unwrap();
         let args = args("-namespace n -id c1 delete");
-        // The root of every hierarchy exists on any host; only the name says whose it is.
+        // The root of every hierarchy exists on any host; only the name shows whose it is.
         for path in ["/", "", "/shared", "/c1/other", "system.slice:runc:other"] {
             let spec = serde_json::json!({"linux": {"cgroupsPath": path}});
             fs::write(bundle.path().join("config.json"), spec.to_string()).unwrap();

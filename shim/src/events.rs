@@ -256,7 +256,7 @@ impl Worker {
                         oldest.topic
                     );
                 }
-                // Nobody can be told that all before it was delivered: the sender is dropped.
+                // Nobody can learn that all before it was delivered: the sender is dropped.
                 Some(Item::Mark(_)) | None => {}
             }
         }

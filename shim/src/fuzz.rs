@@ -1,8 +1,8 @@
 //! What must hold for everything that the shim reads from others, whatever its bytes are.
 //!
-//! One function per fuzz target (fuzz/), each beside what it is about. The fuzzer calls them with what it
-//! makes up, the unit tests below with the kept corpus. What is asserted is more than "no panic", and is not
-//! worked out by the code that is under test.
+//! One function per fuzz target (fuzz/), each next to the code that it tests. The fuzzer calls them with what
+//! it makes up, the unit tests below with the kept corpus. What is asserted is more than "no panic", and is
+//! not worked out by the code that is under test.
 
 pub use crate::bootstrap::fuzz::{command_line, config_json, daemon_answer, start_input};
 pub use crate::metrics::fuzz::cgroup_files;

@@ -72,7 +72,7 @@ impl Log for Logger {
             line.push_str(&self.fields);
         }
         line.push('\n');
-        // Nobody is left to tell when this fails.
+        // There is nobody to report a failure to.
         let _lost = io::stderr().write(line.as_bytes());
     }
 

@@ -165,7 +165,7 @@ pub fn run(
         handle_signals(shutdown.clone())?;
         serve(listener, service, &shutdown, &publisher).await
     });
-    // A stuck blocking call must not keep a shim alive that has said goodbye.
+    // A stuck blocking call must not keep a shim alive that has ended its service.
     runtime.shutdown_background();
     served
 }
@@ -216,7 +216,7 @@ fn adopt(fd: i32) -> Result<UnixListener, ServerError> {
     Ok(listener)
 }
 
-/// SIGTERM and SIGINT end the shim and leave its containers alone, SIGUSR1 has it say how it is.
+/// SIGTERM and SIGINT end the shim and leave its containers alone, SIGUSR1 logs its number of tasks.
 fn handle_signals(shutdown: Shutdown) -> Result<(), ServerError> {
     let listen = |kind| signal(kind).map_err(setup("watch for signals"));
     let (mut term, mut int) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);

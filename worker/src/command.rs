@@ -205,8 +205,8 @@ fn leave_cuda_variables() -> Result<(), CommandError> {
     Err(CommandError::Exec(again.exec()))
 }
 
-/// As a session with the shim would answer. Where the driver does not tell the memory of processes, none has
-/// any.
+/// As a session with the shim would answer. Where the driver does not report the memory of processes, none
+/// has any.
 fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
     let (ours, theirs) = UnixStream::pair().map_err(CommandError::Serve)?;
     thread::spawn(move || serve(theirs, Node::host()));
@@ -214,8 +214,8 @@ fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
     let mut found = answers(&mut session, &Request::Discover { pids: pids.clone() })?;
     let memory = answers(&mut session, &Request::Memory { pids }).unwrap_or_default();
     for process in &mut found {
-        let told = memory.iter().find(|told| told.pid == process.pid);
-        process.gpu_bytes = told.and_then(|told| told.gpu_bytes);
+        let reported = memory.iter().find(|reported| reported.pid == process.pid);
+        process.gpu_bytes = reported.and_then(|reported| reported.gpu_bytes);
     }
     found.sort_by_key(|process| process.pid);
     if let Some(ProcessReply {
@@ -225,7 +225,7 @@ fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
     }) = found.iter().find(|process| process.error.is_some())
     {
         return Err(CommandError::Refused {
-            message: format!("the driver does not tell of process {pid}: {error}"),
+            message: format!("the driver does not report the state of process {pid}: {error}"),
             hint: "try again: the process may have ended meanwhile",
         });
     }

@@ -15,7 +15,7 @@ use std::path::Path;
 
 use firn_host::proc_maps;
 
-/// What the mappings of a process say.
+/// What the mappings of a process show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Sign {
     /// No CUDA here.

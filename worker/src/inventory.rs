@@ -66,7 +66,7 @@ impl Node {
     }
 }
 
-/// NUMA node of a PCI device; none on a machine that has but one, or does not tell.
+/// NUMA node of a PCI device; none on a machine that has only one or does not report it.
 fn numa_node(sys_root: &Path, address: &str) -> Option<u32> {
     let (domain, device) = address.split_once(':')?;
     // NVML has a domain of eight digits, sysfs one of four or more.

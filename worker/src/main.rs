@@ -11,7 +11,7 @@
 //! - Variables that hide GPUs from libcuda or change how it works (`CUDA_VISIBLE_DEVICES`, `CUDA_MPS_...`, in
 //!   short `CUDA_*`) are not for this process: when there are any it runs itself again without them.
 //! - cuInit is not called to ask, lock, checkpoint or unlock: the driver does these without it. It is called
-//!   before a restore, when a GPU that it may go to has persistence mode off or NVML cannot tell (the
+//!   before a restore, when a GPU that it may go to has persistence mode off or NVML does not report it (the
 //!   driver's restore demands one or the other), and whenever a call answers `CUDA_ERROR_NOT_INITIALIZED`,
 //!   which is then repeated.
 

@@ -1,6 +1,6 @@
 //! The session with the shim.
 //!
-//! Two kinds of threads beside the main one, which only reads: one that carries out requests in their order,
+//! Two kinds of threads next to the main one, which only reads: one that carries out requests in their order,
 //! and, while a request on processes is in flight, one per process. Replies are whole lines under one lock.
 
 use std::collections::BTreeSet;
@@ -72,7 +72,7 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Line>> {
     Ok(line.ends_with(b"\n").then_some(Line::Whole(line)))
 }
 
-/// The way back to the shim.
+/// The replies to the shim.
 struct Replies {
     socket: Mutex<UnixStream>,
 }
@@ -186,7 +186,7 @@ impl Session {
         self.each(&candidates, |ask, pid| ask.discover(pid))
     }
 
-    /// What NVML tells of these processes.
+    /// What NVML reports about these processes.
     fn memory(&self, pids: &[i32]) -> Result<(), Refusal<'_>> {
         let started = Instant::now();
         let used = self.node.libraries.nvml().and_then(|nvml| nvml.memory_in_use());
@@ -310,12 +310,12 @@ impl Ask<'_> {
         }
     }
 
-    /// Whether this is how the driver tells of a process without CUDA, or the process has ended since it was
-    /// looked at. Whatever else the driver answers says nothing, and a process whose GPU state is passed over
+    /// Whether this is the driver's answer for a process without CUDA, or the process has ended since it was
+    /// looked at. No other answer of the driver decides it, and a process whose GPU state is passed over
     /// is lost with it.
     fn has_no_cuda(&self, pid: i32, error: &DriverError) -> bool {
-        let told = error.call != INIT && matches!(error.code, NOT_INITIALIZED | OPERATING_SYSTEM);
-        told || discover::sign(&self.node.proc_root, pid) == Sign::None
+        let is_without = error.call != INIT && matches!(error.code, NOT_INITIALIZED | OPERATING_SYSTEM);
+        is_without || discover::sign(&self.node.proc_root, pid) == Sign::None
     }
 
     fn state(&self, pid: i32) -> ProcessReply {

@@ -300,7 +300,7 @@ fn a_pid_that_is_named_twice_is_worked_on_once() {
 fn discovery_finds_the_processes_with_a_restore_thread_and_asks_only_about_likely_ones() {
     let fake = Fake::with_processes(&[11]);
     fake.maps(11, "/dev/nvidiactl");
-    // Loads libcuda and does not use it; the driver would tell its state all the same.
+    // Loads libcuda and does not use it; the driver would report its state all the same.
     fake.maps(12, "/usr/lib/libcuda.so.580.95.05");
     fake.maps(13, "/usr/lib/libc.so.6");
     let mut shim = Shim::start(&fake);

@@ -1,6 +1,6 @@
 //! Finds out whether the daemon that runs `start` can read a reply of version 3.
 //!
-//! Daemons before 2.3 give a shim nothing to tell them apart by: same flags, same environment
+//! Daemons before 2.3 give a shim nothing to distinguish them by: same flags, same environment
 //! (MAX_SHIM_VERSION is "2" in all of them), same files in the bundle. So the daemon is asked, by the one
 //! call that all of them answer: `containerd.services.version.v1.Version/Version` on its gRPC socket.
 //! Whatever goes wrong is a "no", which is always safe: every daemon reads the plain reply.
@@ -31,7 +31,7 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// Whether it says that it is one that does.
+    /// Whether it reports that it does.
     pub(super) fn reads_version_3(&self) -> bool {
         self.version()
             .and_then(|version| major(&version))

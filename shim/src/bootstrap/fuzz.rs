@@ -119,7 +119,7 @@ pub fn config_json(json: &[u8]) {
         let first = start::GROUP_ANNOTATIONS
             .iter()
             .find_map(|name| spec.annotation(name));
-        assert_eq!(group.as_deref(), first, "the whole spec says the same");
+        assert_eq!(group.as_deref(), first, "the whole spec has the same group");
     }
 }
 

@@ -90,7 +90,7 @@ fn describe(stdin: &[u8]) -> Result<RuntimeInfo, InfoError> {
     })
 }
 
-/// What the runtime says of itself; nothing when it cannot (not every runtime has the command).
+/// What the runtime reports of itself; nothing when it cannot (not every runtime has the command).
 fn features(binary: &Path) -> Result<Option<Any>, InfoError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(fail("start the runtime"))?;

@@ -1,7 +1,7 @@
 //! The actions that containerd runs before there is a server: `start`, and the questions `-info` and `-v`.
 //!
 //! containerd reads stdout and stderr of `start` together, so nothing here logs; what goes wrong is an error.
-//! docs/design/decisions/0001-bootstrap-reply.md says why the reply looks different for each daemon.
+//! docs/design/decisions/0001-bootstrap-reply.md explains why the reply looks different for each daemon.
 
 mod confine;
 mod daemon;

@@ -1,4 +1,4 @@
-//! The action `start`: a socket, a server that inherits it, and the reply that tells containerd where it is.
+//! The action `start`: a socket, a server that inherits it, and the reply with its address for containerd.
 //!
 //! The containers of a pod share one shim: when the group's socket is served already, its address is the
 //! reply and nothing is started. When anything fails after the socket was made, socket and server are gone

@@ -17,8 +17,8 @@ const TYPE_URL: &str = "io.containerd.cgroups.v2.Metrics";
 /// Has a directory per size of huge pages that the host knows.
 pub(super) const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages";
 
-/// A controller that is not enabled has no files here. As containerd's shim does, its part is then told as
-/// zero or empty, but that of memory events, which is left out.
+/// A controller that is not enabled has no files here. As containerd's shim does, its part is then reported
+/// as zero or empty, but that of memory events, which is left out.
 pub(super) fn metrics(dir: &Path, huge_pages: &Path) -> Result<Any, CgroupError> {
     let metrics = Metrics {
         pids: MessageField::some(pids(dir)?),

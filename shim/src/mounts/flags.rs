@@ -38,7 +38,7 @@ pub(super) struct OwnerMaps {
 }
 
 impl Options {
-    /// Reads the options in order; a later one undoes an earlier one.
+    /// Reads the options in order; a later one overrides an earlier one.
     pub(super) fn parse<'a>(options: impl IntoIterator<Item = &'a str>) -> Result<Self, MountError> {
         let mut parsed = Self {
             flags: MsFlags::empty(),

@@ -55,13 +55,13 @@ impl<'m> Helper<'m> {
         if output.success() {
             return Ok(());
         }
-        let said = [output.stdout, output.stderr].concat();
+        let output = [output.stdout, output.stderr].concat();
         Err(MountError::HelperFailed {
             source_name: mount.source.clone(),
             fs_type: mount.type_.clone(),
             target,
             program: self.program,
-            said: String::from_utf8_lossy(&said).trim().to_owned(),
+            output: String::from_utf8_lossy(&output).trim().to_owned(),
         })
     }
 }

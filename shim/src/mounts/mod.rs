@@ -50,7 +50,7 @@ pub(crate) enum MountError {
         source: OutputError,
     },
     /// The helper program has failed.
-    #[error("cannot mount {source_name} ({fs_type}) on {}: {program} says: {said}", target.display())]
+    #[error("cannot mount {source_name} ({fs_type}) on {}: {program} reports: {output}", target.display())]
     HelperFailed {
         /// What is to be mounted.
         source_name: String,
@@ -61,7 +61,7 @@ pub(crate) enum MountError {
         /// The helper.
         program: &'static str,
         /// Its words.
-        said: String,
+        output: String,
     },
     /// The options do not fit the page that the kernel takes.
     #[error("mount of {source_name}: options of {length} bytes are longer than {limit}")]

@@ -58,7 +58,7 @@ pub(crate) fn names_a_file(any: &Any) -> bool {
         && RuntimeOptions::parse(&any.value).is_ok_and(|options| !options.config_path.is_empty())
 }
 
-/// What is written for `delete` is read as it was, and sent again says the same.
+/// What is written for `delete` is read as it was, and has the same meaning when it is sent again.
 pub(crate) fn is_kept(options: &RuncOptions) {
     let json = serde_json::to_vec(options).expect("options can be written");
     assert_eq!(

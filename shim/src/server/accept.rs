@@ -61,7 +61,7 @@ fn is_user(stream: &UnixStream, user: Uid) -> bool {
             false
         }
         Err(error) => {
-            log::warn!("refused a connection: cannot tell its user: {error}");
+            log::warn!("refused a connection: cannot read its user: {error}");
             false
         }
     }

@@ -33,7 +33,7 @@ pub(super) async fn create(
 ) -> Result<CreateTaskResponse, TaskError> {
     let cancel = reserve(service, &request.id)?;
     match build(service, &request, &cancel).await {
-        Ok(container) if service.is_abandoned(&request.id) => {
+        Ok(container) if service.is_cancelled(&request.id) => {
             discard(&container).await;
             if !request.rootfs.is_empty() {
                 unmount(&container.bundle.join("rootfs")).await;

@@ -29,9 +29,9 @@ pub(super) async fn delete(
     request: DeleteRequest,
 ) -> Result<DeleteResponse, TaskError> {
     if request.exec_id.is_empty() {
-        // containerd does not tell that its client has gone in the middle of a Create: it deletes and shuts
+        // containerd does not report that its client has gone in the middle of a Create: it deletes and shuts
         // down.
-        service.abandon(&request.id);
+        service.cancel_create(&request.id);
     }
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
@@ -121,7 +121,7 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         }
         drain(&container.init).await;
     }
-    // A client that is told of the failure may try again.
+    // A client that gets the error may try again.
     unmount_recursive(&container.bundle.join("rootfs"))
         .await
         .map_err(TaskError::Unmount)?;

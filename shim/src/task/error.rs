@@ -30,7 +30,7 @@ pub(crate) enum TaskError {
     ExecExists { exec_id: String },
     #[error("cannot decode the process")]
     ExecSpec(#[source] serde_json::Error),
-    /// CloseIO alone tells an unknown id with an unknown code.
+    /// CloseIO alone reports an unknown id with an unknown code.
     #[error("process does not exist {exec_id}: not found")]
     NoStdin { exec_id: String },
     #[error("cannot resize a stopped container")]

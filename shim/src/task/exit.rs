@@ -1,4 +1,5 @@
-//! Exits of container processes: who ended, in which order it is told, and out-of-memory events before them.
+//! Exits of container processes: who ended, in which order exits are published, and out-of-memory events
+//! before them.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -23,7 +24,7 @@ pub(super) async fn handle_all(service: Arc<Service>, mut exits: UnboundedReceiv
     }
 }
 
-/// One process has ended. Init's exit is told last: a client that sees it may delete the container.
+/// One process has ended. Init's exit is published last: a client that sees it may delete the container.
 pub(super) fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
     let Some(container) = owner.container.upgrade() else {
         return;
@@ -55,7 +56,7 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
         init_gone(service, container, exit);
         return;
     }
-    // Beside the handling of other exits: each of these may take its time.
+    // Concurrent with the handling of other exits: each of these may take its time.
     let (service, container) = (service.clone(), container.clone());
     tokio::spawn(async move {
         if !container.private_pids {
@@ -99,7 +100,7 @@ async fn thaw(container: &Container) {
     }
 }
 
-/// Tells that what init left could not be dealt with; that there is nothing of it any more is no failure.
+/// Logs that what init left could not be removed. It is no failure if nothing of it is left.
 fn tidy(container: &Container, verb: &str, done: Result<(), RuncError>) {
     if let Err(error) = done
         && !error.is_finished()
@@ -119,7 +120,7 @@ fn init_gone(service: &Service, container: &Container, exit: Exit) {
     }
 }
 
-/// An exec is over (or never began): tells init's exit when that was waiting for it.
+/// An exec is over (or never began): publishes init's exit when that was waiting for it.
 pub(super) fn exec_ended(service: &Arc<Service>, container: &Arc<Container>) {
     if let Some(exit) = container.end_exec() {
         init_ended(service, container, exit);
@@ -152,7 +153,7 @@ fn publish(service: &Service, container: &Container, process: &Process, exit: Ex
     });
 }
 
-/// Tells when the kernel kills a process of the container for want of memory.
+/// Publishes an event whenever the kernel kills a process of the container for lack of memory.
 pub(super) fn watch_oom(service: &Arc<Service>, container: &Arc<Container>) {
     if container.init.pid() == 0 {
         return;

@@ -45,7 +45,7 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             // Order matters: CRIU first, which holds the tasks and may have turned the freezer on.
             cancel.untraced(CRIU).await;
             if container.init.pid() == 0 {
-                // Of a restore that was cut off nothing is left; its Start tells.
+                // Of a restore that was cut off nothing is left; its Start returns the error.
                 return Ok(Empty::default());
             }
         }

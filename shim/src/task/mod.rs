@@ -57,10 +57,10 @@ pub(crate) struct Service {
 
 /// A container id that is in use.
 enum Slot {
-    /// Create is under way; the id is taken. Whoever abandons it cuts short what it waits for.
+    /// Create is under way; the id is taken. Whoever cancels it ends what it waits for.
     Reserved(CancellationToken),
     /// As before, but the client has asked to delete it: nobody waits for it any more.
-    Abandoned,
+    Cancelled,
     Ready(Arc<Container>),
 }
 
@@ -82,30 +82,30 @@ impl Service {
     fn container(&self, id: &str) -> Result<Arc<Container>, TaskError> {
         match self.containers().get(id) {
             Some(Slot::Ready(container)) => Ok(container.clone()),
-            Some(Slot::Reserved(_) | Slot::Abandoned) | None => {
+            Some(Slot::Reserved(_) | Slot::Cancelled) | None => {
                 Err(TaskError::NoContainer { id: id.to_owned() })
             }
         }
     }
 
     /// Notes that a container which is being made is not wanted any more.
-    fn abandon(&self, id: &str) {
+    fn cancel_create(&self, id: &str) {
         if let Some(slot) = self.containers().get_mut(id)
             && let Slot::Reserved(cancel) = slot
         {
             cancel.cancel();
-            *slot = Slot::Abandoned;
+            *slot = Slot::Cancelled;
         }
     }
 
-    fn is_abandoned(&self, id: &str) -> bool {
-        matches!(self.containers().get(id), Some(Slot::Abandoned))
+    fn is_cancelled(&self, id: &str) -> bool {
+        matches!(self.containers().get(id), Some(Slot::Cancelled))
     }
 
     /// Whether there is a container, or one being made, that somebody wants.
     fn is_used(&self) -> bool {
         let containers = self.containers();
-        containers.values().any(|slot| !matches!(slot, Slot::Abandoned))
+        containers.values().any(|slot| !matches!(slot, Slot::Cancelled))
     }
 
     fn containers(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {

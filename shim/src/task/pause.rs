@@ -1,4 +1,4 @@
-//! Pause and Resume. Of a suspended container Resume is the way back of its checkpoint, once more.
+//! Pause and Resume. Resume of a suspended container rolls its checkpoint back once more.
 
 use std::sync::Arc;
 
@@ -71,7 +71,7 @@ fn resumed(service: &Service, container: &Container) -> Empty {
     Empty::default()
 }
 
-/// The freezer as it is; none when it cannot be told.
+/// The freezer as it is; none when it cannot be read.
 fn freezer(container: &Container) -> Option<FreezerState> {
     container.cgroup().and_then(|cgroup| cgroup.freezer_state()).ok()
 }

@@ -36,7 +36,7 @@ pub(super) async fn start(service: &Arc<Service>, request: StartRequest) -> Resu
 async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Result<i32, TaskError> {
     let _operation = container.operation.write().await;
     container.admit(Action::Start)?;
-    // Order matters: a short-lived init can be gone before Start is told, but not in the events.
+    // Order matters: a short-lived init can be gone before Start returns, but not in the events.
     container.begin_start();
     let started = match container.take_checkpoint() {
         None => {
@@ -58,7 +58,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
     let pid = container.init.pid();
     if started.is_ok() {
         container.set_state(InitState::Running);
-        // Whatever made the cgroups above, all that can be told of this one is.
+        // Whatever made the cgroups above, this one has every controller that it can have.
         match container.cgroup() {
             Ok(cgroup) => cgroup.enable_controllers(),
             Err(error) => log::warn!("cannot find the cgroup of {}: {}", container.id, Chain(&error)),
@@ -207,7 +207,7 @@ async fn run_exec(
         container: Arc::downgrade(container),
         process,
     };
-    // Order matters: an exit is told after the start.
+    // Order matters: an exit is published after the start.
     if let Some(early) = expectation.claim(pid, owner.clone()) {
         exit::handle(service, &owner, early);
     }
@@ -231,7 +231,7 @@ async fn spawn_exec(service: &Service, container: &Container, process: &Process)
     match stdio.start().await {
         Ok(copier) => process.set_copier(copier),
         Err(error) => {
-            // The client is told that it does not run.
+            // The client gets an error, so it must not run.
             if let Err(errno) = service.reaper.signal(pid, SIGKILL) {
                 log::debug!("exec {} of {} is gone: {errno}", process.exec_id, container.id);
             }

@@ -20,7 +20,7 @@ use firn_transaction::sys;
 /// The one container that there is.
 pub(super) const ID: &str = "box";
 
-/// What the spec of a plain container says.
+/// The spec of a container without GPU.
 pub(super) const PLAIN: ContainerTraits = ContainerTraits {
     gpu: false,
     other_gpus: false,
@@ -136,7 +136,7 @@ impl Stub {
         assert!(process.begin());
         sys::die_with_parent(command);
         let expectation = self.service.exits.expect();
-        // Not by the reaper, which is not told of a container's processes by who starts them.
+        // Not by the reaper, which does not learn of a container's processes from who starts them.
         let child = command.stdin(Stdio::null()).spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         process.set_pid(pid);

@@ -1,7 +1,7 @@
 //! NVLinks and PCIe paths between the GPUs of the node.
 //!
 //! On machines with NVSwitches every link of a GPU ends at a switch, and any two GPUs there reach each other
-//! over as many links as the one with fewer has. Nothing here fails: what NVML does not tell is not known.
+//! over as many links as the one with fewer has. Nothing here fails: what NVML does not report is unknown.
 
 use std::ffi::c_uint;
 
@@ -34,7 +34,7 @@ impl Ends {
     }
 }
 
-/// A GPU, its place in PCI, and where its links end if that is told.
+/// A GPU, its place in PCI, and where its links end if NVML reports it.
 struct Known {
     device: Device,
     uuid: firn_gpu::GpuUuid,
@@ -90,9 +90,9 @@ impl NvmlLibrary {
             }
             let mut end: c_uint = 0;
             // SAFETY: `device` comes from the library and the pointer is to a live unsigned int.
-            let told = unsafe { kind(device, link, &raw mut end) };
+            let code = unsafe { kind(device, link, &raw mut end) };
             match end {
-                _ if told != 0 => return None,
+                _ if code != 0 => return None,
                 TYPE_SWITCH => ends.switches += 1,
                 TYPE_GPU => {
                     let mut pci = PciInfo::default();
@@ -112,8 +112,8 @@ impl NvmlLibrary {
     fn path(&self, one: Device, other: Device) -> Option<PciePath> {
         let mut level: c_uint = 0;
         // SAFETY: both devices come from the library and the pointer is to a live unsigned int.
-        let told = unsafe { (self.table.common_ancestor?)(one, other, &raw mut level) };
-        if told == 0 { path_of(level) } else { None }
+        let code = unsafe { (self.table.common_ancestor?)(one, other, &raw mut level) };
+        if code == 0 { path_of(level) } else { None }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What libnvidia-ml says about the node's GPUs, behind a safe trait.
+//! What libnvidia-ml reports about the node's GPUs, behind a safe trait.
 //!
 //! The library is opened and initialised once and never shut down: the worker that uses it lives for one
 //! transaction.
@@ -78,7 +78,7 @@ pub trait Nvml: Send + Sync {
     /// virtual machines these are all.
     fn memory_in_use(&self) -> Result<BTreeMap<i32, GpuMemory>, NvmlError>;
 
-    /// The ways between GPUs, as far as NVML tells them.
+    /// The links between GPUs, as far as NVML reports them.
     fn links(&self) -> Vec<Link>;
 }
 

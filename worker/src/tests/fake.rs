@@ -13,7 +13,7 @@ use crate::sys::LoadError;
 use firn_gpu::protocol::{DriverError, GpuMemory};
 use firn_gpu::{CudaState, GpuPair, GpuUuid, Link};
 
-/// A door in a call: the call says that it has come and waits until the door is opened.
+/// A door in a call: the call reports that it has arrived and waits until the door is opened.
 #[derive(Default)]
 pub(super) struct Gate {
     state: Mutex<(bool, bool)>,

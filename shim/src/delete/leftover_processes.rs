@@ -20,17 +20,17 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
         let Some(own) = root_of_its_own(rootfs) else {
             return;
         };
-        let strays = find(own);
-        if strays.is_empty() {
+        let left = find(own);
+        if left.is_empty() {
             return;
         }
         if begun.elapsed() >= limit {
             return log::warn!(
-                "cannot kill {strays:?} in {}: still there after {limit:?}",
+                "cannot kill {left:?} in {}: still there after {limit:?}",
                 rootfs.display()
             );
         }
-        for pid in strays {
+        for pid in left {
             if let Err(error) = pidfd::signal(pid, libc::SIGKILL, || lives_in(pid, own)) {
                 log::warn!("cannot kill {pid}: {error}");
             }
@@ -40,7 +40,7 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
 }
 
 /// The directory, when something is mounted there that is not the host's own root: an empty directory, or a
-/// container that runs on the host's root, says nothing about who belongs to it.
+/// container that runs on the host's root, does not show which processes belong to it.
 fn root_of_its_own(rootfs: &Path) -> Option<Identity> {
     let (own, host) = (identity(rootfs)?, identity(Path::new("/"))?);
     let parent = identity(rootfs.parent()?)?;
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
     use firn_transaction::testing::mounts::private_dir;
 
-    /// Of the processes that the tests run: it lives in the directory that it is told.
+    /// Of the processes that the tests run: it lives in the directory of its argument.
     #[test]
     #[ignore = "no test: others run it"]
     fn who_lives_elsewhere() {
@@ -95,11 +95,11 @@ mod tests {
     #[tokio::test]
     async fn who_lives_there_is_killed_and_nobody_else() {
         let Some(rootfs) = private_dir() else { return };
-        let [mut stray, mut other] = [rootfs.path(), Path::new("/")].map(|root| {
+        let [mut left, mut other] = [rootfs.path(), Path::new("/")].map(|root| {
             let mut child = Command::new(std::env::current_exe().unwrap())
                 .args([
                     "--exact",
-                    "delete::strays::tests::who_lives_elsewhere",
+                    "delete::leftover_processes::tests::who_lives_elsewhere",
                     "--ignored",
                     "--nocapture",
                 ])
@@ -114,14 +114,14 @@ mod tests {
         });
         let pid = |child: &Child| i32::try_from(child.id()).unwrap();
         kill(rootfs.path(), Duration::from_secs(5)).await;
-        assert!(!procfs::is_alive(pid(&stray)) && procfs::is_alive(pid(&other)));
+        assert!(!procfs::is_alive(pid(&left)) && procfs::is_alive(pid(&other)));
         let _ = other.kill();
         // The reaper of another test may have had them.
-        let _ = (stray.wait(), other.wait());
+        let _ = (left.wait(), other.wait());
     }
 
     #[test]
-    fn processes_of_the_host_are_no_strays() {
+    fn processes_of_the_host_are_left_alone() {
         let directory = tempfile::tempdir().unwrap();
         for (rootfs, why) in [
             (Path::new("/"), "the host's root"),
