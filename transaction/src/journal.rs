@@ -366,7 +366,7 @@ pub struct Record {
     /// The phase that was entered last.
     pub phase: Option<Phase>,
     /// The driver was asked to take GPU state.
-    pub taking: bool,
+    pub gpu_checkpointing: bool,
     /// What the image directory was; none before it was written to.
     pub image_was: Option<ImageWas>,
     /// Which directory it is; none before it was made, and in journals of earlier versions.
@@ -416,7 +416,7 @@ impl Record {
         let mut record = Self {
             begin,
             phase: None,
-            taking: false,
+            gpu_checkpointing: false,
             image_was: None,
             image_id: None,
             rescue: None,
@@ -436,7 +436,7 @@ impl Record {
             Line::Begin { .. } => {}
             Line::Enter { phase } => {
                 self.phase = Some(phase);
-                self.taking |= phase == Phase::GpuCheckpoint;
+                self.gpu_checkpointing |= phase == Phase::GpuCheckpoint;
             }
             Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::CriuDump,
             Line::Image { was, id } => {

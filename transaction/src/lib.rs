@@ -12,6 +12,7 @@ pub mod container;
 pub mod create;
 mod criu_leftovers;
 mod driver;
+mod effects;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzz;

@@ -17,12 +17,12 @@ use serde::de::DeserializeOwned;
 use super::Request;
 use super::dump::{Found, Leftovers, bounded, describe, dump};
 use super::error::{DumpError, EffectError, EndError};
-use super::phases::Effects;
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::{CudaProcess, Gpu, WorkerError};
+use crate::effects::{self, Device, Dump};
 use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ImageWas, Journal};
 use crate::look::{self, Checked};
@@ -493,19 +493,40 @@ async fn unless_cancelled<T, E: Into<EffectError>>(
     }
 }
 
-impl Effects for ContainerEffects<'_> {
+impl effects::Gpu for ContainerEffects<'_> {
     type Error = EffectError;
 
     async fn enter(&mut self, phase: Phase) -> Result<(), EffectError> {
         Ok(self.context.journal.enter(phase).await?)
     }
 
-    async fn leave(&mut self, phase: Phase, ok: bool) {
-        self.context.journal.leave(phase, ok).await;
+    async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        let given = self
+            .gpu
+            .restore(pids, &[], &self.needs, self.config.deadlines.gpu_restore);
+        unless_cancelled(&self.context.cancel, given).await?;
+        self.context.timings.mark(Phase::GpuRestore);
+        Ok(())
     }
 
+    async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        unless_cancelled(
+            &self.context.cancel,
+            self.gpu.unlock(pids, self.config.deadlines.gpu_unlock),
+        )
+        .await?;
+        self.context.timings.mark(Phase::GpuUnlock);
+        Ok(())
+    }
+}
+
+impl Device for ContainerEffects<'_> {
     fn is_ended(&self) -> bool {
         self.context.cancel.is_cancelled() || !procfs::is_alive(self.container.init.pid())
+    }
+
+    async fn leave(&mut self, phase: Phase, ok: bool) {
+        self.context.journal.leave(phase, ok).await;
     }
 
     async fn freeze(&mut self) -> Result<(), EffectError> {
@@ -530,28 +551,6 @@ impl Effects for ContainerEffects<'_> {
             self.context.cgroup.thaw(self.config.deadlines.freeze),
         )
         .await
-    }
-
-    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
-        let pids = self.context.cgroup.pids()?;
-        let first = self.source.is_none();
-        let source = match self.source.take() {
-            Some(source) => source,
-            None => {
-                let cancel = self.context.cancel.clone();
-                unless_cancelled(&cancel, self.look_around()).await?
-            }
-        };
-        let assertions = self.source.insert(source).assertions;
-        let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
-        let cuda = unless_cancelled(&self.context.cancel, found).await?;
-        self.refuse_by_process(assertions, &pids, &cuda).await?;
-        if first {
-            self.refuse_by_environment(pids, &cuda).await?;
-        }
-        self.context.journal.cuda(&cuda).await?;
-        self.context.timings.mark(Phase::Inspect);
-        Ok(cuda)
     }
 
     async fn expect_running(&mut self, pids: &[i32]) -> Result<(), EffectError> {
@@ -593,7 +592,7 @@ impl Effects for ContainerEffects<'_> {
         }
     }
 
-    async fn lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+    async fn gpu_lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         unless_cancelled(
             &self.context.cancel,
             self.gpu.lock(pids, self.config.deadlines.gpu_lock),
@@ -604,7 +603,7 @@ impl Effects for ContainerEffects<'_> {
         self.refuse_stopped(&self.context.cgroup.pids()?).await
     }
 
-    async fn take(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+    async fn gpu_checkpoint(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         // Order matters: they allocate nothing more once they are locked, and have no GPU memory once it is taken.
         let needs = self.gpu.memory(pids, self.config.deadlines.inventory);
         self.needs = unless_cancelled(&self.context.cancel, needs).await?;
@@ -612,25 +611,6 @@ impl Effects for ContainerEffects<'_> {
         let taken = self.gpu.checkpoint(pids, self.config.deadlines.gpu_checkpoint);
         unless_cancelled(&self.context.cancel, taken).await?;
         self.context.timings.mark(Phase::GpuCheckpoint);
-        Ok(())
-    }
-
-    async fn give_back(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        let given = self
-            .gpu
-            .restore(pids, &[], &self.needs, self.config.deadlines.gpu_restore);
-        unless_cancelled(&self.context.cancel, given).await?;
-        self.context.timings.mark(Phase::GpuRestore);
-        Ok(())
-    }
-
-    async fn unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cancelled(
-            &self.context.cancel,
-            self.gpu.unlock(pids, self.config.deadlines.gpu_unlock),
-        )
-        .await?;
-        self.context.timings.mark(Phase::GpuUnlock);
         Ok(())
     }
 
@@ -654,6 +634,30 @@ impl Effects for ContainerEffects<'_> {
             }
         }
         Ok(states)
+    }
+}
+
+impl Dump for ContainerEffects<'_> {
+    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
+        let pids = self.context.cgroup.pids()?;
+        let first = self.source.is_none();
+        let source = match self.source.take() {
+            Some(source) => source,
+            None => {
+                let cancel = self.context.cancel.clone();
+                unless_cancelled(&cancel, self.look_around()).await?
+            }
+        };
+        let assertions = self.source.insert(source).assertions;
+        let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
+        let cuda = unless_cancelled(&self.context.cancel, found).await?;
+        self.refuse_by_process(assertions, &pids, &cuda).await?;
+        if first {
+            self.refuse_by_environment(pids, &cuda).await?;
+        }
+        self.context.journal.cuda(&cuda).await?;
+        self.context.timings.mark(Phase::Inspect);
+        Ok(cuda)
     }
 
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {

@@ -255,11 +255,15 @@ async fn transact(
     exit: bool,
 ) -> Result<(), phases::Failure<EffectError>> {
     let dumped = Begun::new(live, was_frozen)
-        .lock()
+        .gpu_lock()
         .await?
-        .take()
+        .gpu_checkpoint()
         .await?
         .dump()
         .await?;
-    if exit { Ok(()) } else { dumped.run_on().await }
+    if exit {
+        Ok(())
+    } else {
+        dumped.leave_running().await
+    }
 }

@@ -11,7 +11,7 @@ use super::Request;
 use super::container::{ContainerEffects, Context};
 use super::dump::LEFTOVERS;
 use super::error::{CheckpointError, EffectError};
-use super::phases::{self, Back, Failure};
+use super::phases::{self, Failure, Rollback};
 use super::plain::{RESET, reset_freezer};
 use crate::container::{Container, InitState};
 use crate::image_dir::ImageDir;
@@ -110,7 +110,7 @@ async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointErro
         return CheckpointError::refused(container, EffectError::Panicked);
     };
     // Order matters: tasks run on when CRIU is ended, which holds them.
-    if recovery.record().taking
+    if recovery.record().gpu_checkpointing
         && let Err(error) = container.cgroup().and_then(|cgroup| cgroup.begin_freeze())
     {
         log::warn!("cannot freeze {}: {}", container.id, Chain(&error));
@@ -179,12 +179,12 @@ async fn undo_gpu(
         },
     )
     .with_needs(record.memory.clone());
-    let back = Back {
+    let back = Rollback {
         locked: &record.cuda,
         was_frozen,
-        taking: record.taking,
+        gpu_checkpointing: record.gpu_checkpointing,
     };
-    let undone = phases::take_back(&mut live, back).await;
+    let undone = phases::rollback(&mut live, back).await;
     let is_cancelled = undone.is_err() && guard.cancel.is_cancelled();
     if is_cancelled {
         live.kill().await;

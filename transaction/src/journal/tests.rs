@@ -44,7 +44,7 @@ async fn what_was_written_is_read_back_and_the_end_removes_it() {
     let record = Record::read(bundle.path()).unwrap().unwrap();
     assert_eq!(record.begin, begin());
     assert_eq!(record.phase, Some(Phase::GpuCheckpoint));
-    assert!(record.taking && !record.dumped && record.same_boot);
+    assert!(record.gpu_checkpointing && !record.dumped && record.same_boot);
     assert_eq!(
         (record.image_was, record.image_id),
         (Some(ImageWas::Empty), Some(id))
@@ -75,7 +75,7 @@ async fn a_line_that_was_cut_short_was_not_written() {
         assert_eq!(record.is_some(), cut > ends[0], "of {cut} bytes");
         let Some(record) = record else { continue };
         assert_eq!(record.phase.is_some(), cut > ends[1], "of {cut} bytes");
-        assert!(!record.dumped && !record.taking, "of {cut} bytes");
+        assert!(!record.dumped && !record.gpu_checkpointing, "of {cut} bytes");
     }
     assert!(Record::parse(&text).unwrap().dumped);
 }
@@ -140,5 +140,5 @@ async fn a_new_transaction_knows_nothing_of_the_last_one() {
     );
     Journal::begin(bundle.path(), begin()).await.unwrap();
     let record = Record::read(bundle.path()).unwrap().unwrap();
-    assert!(!record.taking && record.outcome.is_none());
+    assert!(!record.gpu_checkpointing && record.outcome.is_none());
 }

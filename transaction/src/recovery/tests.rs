@@ -53,7 +53,7 @@ fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
     Record {
         begin: begin(Path::new("/none"), work, true),
         phase: Some(Phase::CriuDump),
-        taking: true,
+        gpu_checkpointing: true,
         image_was: None,
         image_id: None,
         rescue: None,

@@ -7,7 +7,7 @@
 //!                 -- /dev repaired, driver restore with the map, unlock
 //!                 -- continue --> Restored
 //!         stdio is connected -- commit, unless it was killed meanwhile --> running
-//!         any failure, and a kill before the commit --> abandon: nothing of the container is left, the image is as it was
+//!         any failure, and a kill before the commit --> rollback: nothing of the container is left, the image is as it was
 //! ```
 //!
 //! The image is untrusted: it may make a restore be refused, what it may use comes from the target's own spec and
@@ -15,15 +15,17 @@
 //! not completely back is never continued.
 
 mod compare;
+mod container;
 mod error;
 mod phases;
 mod prepare;
 mod rollback;
+mod run;
 #[cfg(test)]
 mod testing;
 
 pub use crate::criu_leftovers::remove_roots;
 pub use error::RestoreError;
-pub use phases::{Restored, run};
 pub use prepare::{Prepared, in_use, prepare};
 pub use rollback::{LOG, unmount_yards};
+pub use run::{Restored, run};

@@ -24,7 +24,7 @@ const CGYARD: &str = ".criu.cgyard.";
 pub const LOG: &str = "restore.log";
 
 /// Kills what was restored and removes what runc and CRIU left.
-pub async fn abandon(container: &Container) {
+pub async fn rollback(container: &Container) {
     // runc and CRIU are gone: the call has succeeded, or was killed together with them.
     match Spec::load(&container.bundle) {
         Ok(spec) => kill_cgroup(container, &spec).await,
@@ -120,7 +120,7 @@ mod tests {
         }
         warnings();
         for _ in 0..2 {
-            abandon(container).await;
+            rollback(container).await;
             assert_eq!(warnings(), Vec::<String>::new());
         }
         assert!(!procfs::is_alive(task.pid()));
@@ -139,7 +139,7 @@ mod tests {
         container.options.systemd_cgroup = true;
         std::fs::create_dir_all(container.runc.state_dir()).unwrap();
         warnings();
-        abandon(&container).await;
+        rollback(&container).await;
         let told = warnings();
         assert!(
             told[0].starts_with("cannot end the processes in cgroup /box: "),

@@ -7,21 +7,21 @@ fn undo_may_be_repeated() {
     let mut world = World::new([10, 20], false);
     block_on(async {
         let taken = Begun::new(&mut world, false)
-            .lock()
+            .gpu_lock()
             .await
             .unwrap()
-            .take()
+            .gpu_checkpoint()
             .await
             .unwrap();
         drop(taken);
         let locked = world.processes();
-        let back = Back {
+        let back = Rollback {
             locked: &locked,
             was_frozen: false,
-            taking: true,
+            gpu_checkpointing: true,
         };
         for _ in 0..2 {
-            assert!(undo(&mut world, back, Threads::Held).await.is_ok());
+            assert!(attempt(&mut world, back, Threads::Held).await.is_ok());
             world.as_before(false);
         }
     });
@@ -44,10 +44,14 @@ fn nothing_is_undone_for_a_container_that_is_killed() {
 #[test]
 fn what_is_killed_in_the_last_attempt_to_give_back_is_not_suspended() {
     let (clean, _) = World::after(false, &[]);
-    let nth = clean.calls.iter().position(|call| *call == "give_back").unwrap();
+    let nth = clean
+        .calls
+        .iter()
+        .position(|call| *call == "gpu_restore")
+        .unwrap();
     let fault = Fault { nth, for_good: true };
     let (stuck, _) = World::after(false, &[fault]);
-    for name in ["thaw", "states", "give_back"] {
+    for name in ["thaw", "states", "gpu_restore"] {
         let killed = stuck.calls.iter().rposition(|call| *call == name).unwrap();
         assert!(killed > nth);
         let mut world = World::new([10, 20], false);
@@ -80,17 +84,17 @@ fn every_phase_is_noted_and_the_way_back_too() {
 #[test]
 fn a_checkpoint_that_has_taken_nothing_stops_no_thread_on_its_way_back() {
     let (clean, _) = World::after(false, &[]);
-    for name in ["lock", "freeze", "hold"] {
+    for name in ["gpu_lock", "freeze", "hold"] {
         let nth = clean.calls.iter().position(|call| *call == name).unwrap();
         let (mut world, result) = World::after(false, &[Fault { nth, for_good: false }]);
         assert!(result.is_err());
         let locked = world.processes();
-        let back = Back {
+        let back = Rollback {
             locked: &locked,
             was_frozen: false,
-            taking: false,
+            gpu_checkpointing: false,
         };
-        block_on(take_back(&mut world, back)).unwrap();
+        block_on(rollback(&mut world, back)).unwrap();
         assert!(!world.calls.contains(&"keep_frozen"), "{:?}", world.calls);
     }
 }
@@ -104,12 +108,12 @@ fn threads_that_a_dead_criu_has_left_thawed_are_stopped_before_anything_else() {
     }
     // The world complains when another call comes first.
     (world.criu_died, world.let_run) = (true, true);
-    let back = Back {
+    let back = Rollback {
         locked: &locked,
         was_frozen: false,
-        taking: true,
+        gpu_checkpointing: true,
     };
-    block_on(take_back(&mut world, back)).unwrap();
+    block_on(rollback(&mut world, back)).unwrap();
     world.as_before(false);
 }
 
@@ -125,12 +129,12 @@ fn a_transaction_that_panics_is_taken_back_by_what_was_noted() {
             assert!(panicked.is_err(), "no panic at {nth}");
             world.faults = Vec::new();
             let locked = world.processes();
-            let back = Back {
+            let back = Rollback {
                 locked: &locked,
                 was_frozen,
-                taking: world.taking,
+                gpu_checkpointing: world.gpu_checkpointing,
             };
-            block_on(take_back(&mut world, back)).unwrap();
+            block_on(rollback(&mut world, back)).unwrap();
             world.as_before(was_frozen);
         }
     }

@@ -1,18 +1,15 @@
 //! How a restore ends: committed, or with nothing left of the container; and what it looks at on its way.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::process::Stdio;
 use std::sync::Arc;
 
 use firn_config::names;
-use firn_gpu::CudaState;
 
 use super::super::testing::{Stub, container, prepared};
 use super::*;
 use crate::image_dir::rescue::tests::make_image;
 use crate::journal::Record;
-use crate::sys;
+use crate::procfs;
 use crate::testing::log::warnings;
 
 #[tokio::test]
@@ -76,7 +73,7 @@ async fn a_restore_whose_code_has_failed_is_taken_back_and_that_is_noted_before(
     let task = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
     stub.scratch.all_entered().await;
     let (journal, bundle) = (stub.journal().await, &stub.container.bundle);
-    take_back(&stub.container, true, &journal).await;
+    roll_back_after_panic(&stub.container, true, &journal).await;
     assert!(!procfs::is_alive(task.pid()));
     let record = Record::read(bundle).unwrap().unwrap();
     assert_eq!(record.phase, Some(Phase::Rollback));
@@ -121,40 +118,6 @@ async fn an_image_that_was_changed_after_it_was_checked_is_refused() {
         ),
         "{changed:?}"
     );
-}
-
-fn listed(pid: i32, restore_tid: i32) -> CheckpointedProcess {
-    CheckpointedProcess {
-        pid,
-        restore_tid,
-        state: CudaState::Running,
-    }
-}
-
-#[tokio::test]
-async fn processes_are_found_by_their_ids_in_the_container() {
-    let mut command = Command::new("unshare");
-    let script = "sleep 1000 & echo $$ $!; exec sleep 1000";
-    command.args(["--pid", "--fork", "--kill-child", "sh", "-c", script]);
-    sys::die_with_parent(&mut command);
-    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-    let told = BufReader::new(child.stdout.take().unwrap()).lines().next();
-    assert_eq!(told.unwrap().unwrap(), "1 2");
-    let child_of = |pid: i32| -> i32 {
-        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-        children.unwrap().trim().parse().unwrap()
-    };
-    let init = child_of(child.id().try_into().unwrap());
-    let other = child_of(init);
-    let found = find(&[listed(2, 2), listed(1, 1)], &[init, other]).unwrap();
-    assert_eq!(found, (vec![other, init], vec![other, init]));
-    for missing in [listed(3, 1), listed(1, 3)] {
-        let error = find(&[listed(2, 2), missing], &[init, other]);
-        assert!(matches!(error, Err(Cause::ProcessMissing { .. })), "{error:?}");
-    }
-    let _ = child.kill();
-    // The reaper of another test may have had it.
-    let _ = child.wait();
 }
 
 #[tokio::test]

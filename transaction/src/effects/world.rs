@@ -1,0 +1,400 @@
+//! A fake container for tests: it fails the calls that a test names, and panics when application code runs without its
+//! GPU state.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::*;
+
+#[derive(Debug, thiserror::Error, PartialEq)]
+#[error("{0} failed as the test asked")]
+pub struct Injected(pub &'static str);
+
+/// A call that fails: the n-th of all; every later call of the same name too when `for_good`.
+#[derive(Clone, Copy, Debug)]
+pub struct Fault {
+    pub nth: usize,
+    pub for_good: bool,
+}
+
+/// A container of CUDA processes that complains when application code runs without its GPU state.
+#[derive(Default)]
+pub struct World {
+    pub frozen: bool,
+    /// The freezer was turned on, and a thread has not stopped.
+    pub freezing: bool,
+    pub held: bool,
+    pub states: BTreeMap<i32, CudaState>,
+    /// Processes that appear at the n-th freeze.
+    pub appear: BTreeMap<usize, i32>,
+    pub calls: Vec<&'static str>,
+    pub faults: Vec<Fault>,
+    pub failing: BTreeSet<&'static str>,
+    /// How often threads could not be stopped or held that must not run.
+    pub unstoppable: usize,
+    /// CRIU was killed and has left the tasks thawed: they are to be stopped by the next call.
+    pub criu_died: bool,
+    /// Nothing could stop them yet.
+    pub let_run: bool,
+    pub dumped: Option<Vec<i32>>,
+    /// The container is killed in the n-th call of all, and no call works any more.
+    pub killed: Option<usize>,
+    pub ended: bool,
+    /// The call that fails panics.
+    pub panics: bool,
+    /// What the journal says.
+    pub gpu_checkpointing: bool,
+    pub phases: Vec<Phase>,
+    /// There are processes.
+    pub exists: bool,
+    /// A restore: CRIU has left the processes stopped.
+    pub stopped: bool,
+    /// A restore: the restore threads run.
+    pub selected: bool,
+    /// A restore: the rights of the processes were compared with the spec.
+    pub compared: bool,
+    /// A restore: the next dump does not leave the processes stopped.
+    pub can_be_dumped: bool,
+    /// A restore: the driver worker runs.
+    pub has_worker: bool,
+}
+
+impl World {
+    pub fn new(pids: impl IntoIterator<Item = i32>, frozen: bool) -> Self {
+        Self {
+            frozen,
+            states: pids.into_iter().map(|pid| (pid, CudaState::Running)).collect(),
+            exists: true,
+            ..Self::default()
+        }
+    }
+
+    /// An image with the GPU state of these processes.
+    pub fn image(pids: impl IntoIterator<Item = i32>) -> Self {
+        let states = pids.into_iter().map(|pid| (pid, CudaState::Checkpointed));
+        Self {
+            states: states.collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Every effect passes here.
+    pub fn call(&mut self, name: &'static str) -> Result<(), Injected> {
+        if self.ended {
+            return Err(Injected(name));
+        }
+        self.check();
+        if std::mem::take(&mut self.criu_died) {
+            assert_eq!(name, "keep_frozen", "tasks run after {:?}", self.calls);
+        }
+        let nth = self.calls.len();
+        self.calls.push(name);
+        let now = self.faults.iter().find(|fault| fault.nth == nth);
+        if now.is_some_and(|fault| fault.for_good) {
+            self.failing.insert(name);
+        }
+        if now.is_some() || self.failing.contains(name) {
+            assert!(!std::mem::take(&mut self.panics), "{name} panics");
+            self.ended = self.killed == Some(nth);
+            if matches!(name, "keep_frozen" | "hold") {
+                self.unstoppable += 1;
+            }
+            return Err(Injected(name));
+        }
+        Ok(())
+    }
+
+    /// No thread runs without its GPU state, unless CRIU has just died, or what stops threads has failed twice.
+    pub fn check(&self) {
+        let runs = self.exists && !self.frozen && !self.held && !self.stopped;
+        let taken = self.states.values().any(|s| *s == CudaState::Checkpointed);
+        assert!(
+            !(runs && taken) || self.let_run || self.unstoppable > 1,
+            "application code ran without its GPU state: {:?}",
+            self.calls
+        );
+    }
+
+    pub fn set(&mut self, pids: &[i32], from: CudaState, to: CudaState) {
+        for pid in pids {
+            let state = self.states.get_mut(pid).expect("known pid");
+            assert_eq!(*state, from, "pid {pid} -> {to:?}: {:?}", self.calls);
+            *state = to;
+        }
+    }
+
+    pub fn as_before(&self, was_frozen: bool) {
+        assert!(
+            self.states.values().all(|s| *s == CudaState::Running),
+            "{:?}: {:?}",
+            self.states,
+            self.calls
+        );
+        let freezer = self.frozen || self.freezing;
+        assert_eq!(freezer, was_frozen, "freezer: {:?}", self.calls);
+        assert!(!self.held, "still held: {:?}", self.calls);
+    }
+
+    /// No thread runs but those that nothing could stop, and nobody has to look after it.
+    pub fn suspended(&self) {
+        assert!(self.frozen || self.freezing, "it runs: {:?}", self.calls);
+        assert!(
+            self.frozen || self.unstoppable > 0,
+            "not even stopped: {:?}",
+            self.calls
+        );
+        // Unless that fails, what is frozen is let go in the end: nobody goes on tracing it.
+        let last = self.calls.len() - 1;
+        let failed =
+            self.failing.contains(self.calls[last]) || self.faults.iter().any(|fault| fault.nth == last);
+        assert!(!self.held || failed, "held for ever: {:?}", self.calls);
+    }
+
+    pub fn processes(&self) -> Vec<CudaProcess> {
+        let process = |&pid: &i32| CudaProcess {
+            pid,
+            restore_tid: pid + 1,
+        };
+        self.states.keys().map(process).collect()
+    }
+}
+
+impl Gpu for World {
+    type Error = Injected;
+
+    async fn enter(&mut self, phase: Phase) -> Result<(), Injected> {
+        self.call("enter")?;
+        self.gpu_checkpointing |= phase == Phase::GpuCheckpoint;
+        self.phases.push(phase);
+        Ok(())
+    }
+
+    async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Injected> {
+        assert!(!self.frozen && (self.held || self.selected || self.unstoppable > 1));
+        self.call("gpu_restore")?;
+        self.set(pids, CudaState::Checkpointed, CudaState::Locked);
+        Ok(())
+    }
+
+    async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Injected> {
+        self.call("gpu_unlock")?;
+        self.set(pids, CudaState::Locked, CudaState::Running);
+        Ok(())
+    }
+}
+
+impl Device for World {
+    fn is_ended(&self) -> bool {
+        self.ended
+    }
+
+    async fn leave(&mut self, _: Phase, _: bool) {}
+
+    async fn freeze(&mut self) -> Result<(), Injected> {
+        if let Err(failed) = self.call("freeze") {
+            self.frozen = false;
+            return Err(failed);
+        }
+        self.frozen = true;
+        let freezes = self.calls.iter().filter(|c| **c == "freeze").count();
+        if let Some(pid) = self.appear.remove(&freezes) {
+            self.states.insert(pid, CudaState::Running);
+        }
+        Ok(())
+    }
+
+    async fn keep_frozen(&mut self) -> Result<(), Injected> {
+        if let Err(failed) = self.call("keep_frozen") {
+            self.freezing = !self.frozen;
+            return Err(failed);
+        }
+        (self.frozen, self.freezing, self.let_run) = (true, false, false);
+        Ok(())
+    }
+
+    async fn thaw(&mut self) -> Result<(), Injected> {
+        self.call("thaw")?;
+        (self.frozen, self.freezing) = (false, false);
+        Ok(())
+    }
+
+    async fn expect_running(&mut self, pids: &[i32]) -> Result<(), Injected> {
+        assert!(
+            !self.frozen,
+            "the driver waits for ever for the state of a frozen process"
+        );
+        self.call("expect_running")?;
+        if pids.iter().any(|pid| self.states[pid] != CudaState::Running) {
+            return Err(Injected("a locked process"));
+        }
+        Ok(())
+    }
+
+    async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), Injected> {
+        self.call("hold")?;
+        assert!(self.frozen, "held while running: {:?}", self.calls);
+        // A process that is neither locked nor taken is nothing the driver works on while threads are held.
+        let worked_on = self
+            .states
+            .iter()
+            .filter(|(_, state)| **state != CudaState::Running);
+        assert!(
+            worked_on
+                .map(|(pid, _)| pid)
+                .all(|pid| except.contains(&(pid + 1))),
+            "a restore thread is held"
+        );
+        self.held = true;
+        Ok(())
+    }
+
+    fn is_held(&self) -> bool {
+        self.held
+    }
+
+    async fn release(&mut self) -> Result<(), Injected> {
+        self.call("release")?;
+        self.held = false;
+        Ok(())
+    }
+
+    async fn gpu_lock(&mut self, pids: &[i32]) -> Result<(), Injected> {
+        assert!(!self.frozen && !self.held, "lock needs the threads to run");
+        if let Err(failed) = self.call("gpu_lock") {
+            // The first one was locked before the second failed.
+            self.set(&pids[..1], CudaState::Running, CudaState::Locked);
+            return Err(failed);
+        }
+        self.set(pids, CudaState::Running, CudaState::Locked);
+        Ok(())
+    }
+
+    async fn gpu_checkpoint(&mut self, pids: &[i32]) -> Result<(), Injected> {
+        assert!(!self.frozen && self.held);
+        if pids.iter().any(|pid| self.states[pid] != CudaState::Locked) {
+            return Err(Injected("a process that is not locked"));
+        }
+        if let Err(failed) = self.call("gpu_checkpoint") {
+            self.set(&pids[..1], CudaState::Locked, CudaState::Checkpointed);
+            return Err(failed);
+        }
+        self.set(pids, CudaState::Locked, CudaState::Checkpointed);
+        Ok(())
+    }
+
+    async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, Injected> {
+        assert!(
+            !self.frozen,
+            "the driver waits for ever for the state of a frozen process"
+        );
+        self.call("states")?;
+        Ok(pids
+            .iter()
+            .filter_map(|pid| Some((*pid, *self.states.get(pid)?)))
+            .collect())
+    }
+}
+
+impl Dump for World {
+    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, Injected> {
+        self.call("inspect")?;
+        Ok(self.processes())
+    }
+
+    async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), Injected> {
+        assert!(
+            self.frozen && !self.held,
+            "dump of a running container: {:?}",
+            self.calls
+        );
+        if let Err(failed) = self.call("dump") {
+            // CRIU that is killed leaves the freezer off.
+            (self.frozen, self.criu_died, self.let_run) = (false, true, true);
+            return Err(failed);
+        }
+        assert!(
+            self.states.values().all(|s| *s == CudaState::Checkpointed),
+            "dump with a GPU in use"
+        );
+        self.dumped = Some(processes.iter().map(|p| p.pid).collect());
+        Ok(())
+    }
+}
+
+impl Restore for World {
+    async fn criu_restore(&mut self) -> Result<(), Injected> {
+        self.has_worker = true;
+        // CRIU that fails leaves processes.
+        (self.exists, self.stopped) = (true, true);
+        self.call("criu_restore")
+    }
+
+    async fn compare(&mut self) -> Result<(), Injected> {
+        self.call("compare")?;
+        self.compared = true;
+        Ok(())
+    }
+
+    async fn dev_repair(&mut self) -> Result<(), Injected> {
+        self.call("dev_repair")
+    }
+
+    async fn find_cuda(&mut self) -> Result<Vec<CudaProcess>, Injected> {
+        self.call("find_cuda")?;
+        Ok(self.processes())
+    }
+
+    async fn run_selected(&mut self, tids: BTreeSet<i32>) -> Result<(), Injected> {
+        assert!(self.compared, "threads run whose rights nobody has compared");
+        let threads: BTreeSet<i32> = self
+            .processes()
+            .iter()
+            .map(|process| process.restore_tid)
+            .collect();
+        assert_eq!(tids, threads);
+        self.call("run_selected")?;
+        self.selected = true;
+        Ok(())
+    }
+
+    async fn stop_selected(&mut self) -> Result<(), Injected> {
+        self.call("stop_selected")?;
+        self.selected = false;
+        Ok(())
+    }
+
+    async fn configure_dump(&mut self) -> Result<(), Injected> {
+        self.call("configure_dump")?;
+        self.can_be_dumped = true;
+        Ok(())
+    }
+
+    async fn continue_processes(&mut self) -> Result<(), Injected> {
+        assert!(
+            !self.selected,
+            "restore threads run as selected: {:?}",
+            self.calls
+        );
+        self.call("continue_processes")?;
+        self.stopped = false;
+        self.check();
+        Ok(())
+    }
+
+    async fn end(&mut self, ok: bool) {
+        assert_eq!(ok, self.exists && !self.stopped, "{:?}", self.calls);
+        self.has_worker = false;
+    }
+
+    async fn rollback(&mut self) {
+        assert!(!self.has_worker, "the worker is at work: {:?}", self.calls);
+        (self.exists, self.stopped) = (false, false);
+        self.states.clear();
+    }
+}
+
+pub fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap()
+        .block_on(future)
+}

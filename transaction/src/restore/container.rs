@@ -1,0 +1,303 @@
+//! The effects of a restore on a real container with GPUs.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use firn_gpu::protocol::GpuMemory;
+use firn_image::criu::was_stopped;
+use firn_image::manifest::CheckpointedProcess;
+use firn_oci::criu_config;
+use firn_oci::{Spec, dev_repair};
+use tokio::time::timeout;
+
+use super::compare;
+use super::error::Cause;
+use super::prepare::GpuPart;
+use super::rollback::rollback;
+use super::run::{forget_refusal, last_errors, refusal_of_script};
+use crate::blocking::blocking;
+use crate::cgroup::Cgroup;
+use crate::container::Container;
+use crate::driver::{CudaProcess, Gpu};
+use crate::effects;
+use crate::journal::point;
+use crate::phase::Phase;
+use crate::pidfd;
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::runc::{Bounds, Restore, RuncError, read_pid};
+use crate::timings::PhaseTimings;
+use crate::tracer::RunSelected;
+
+/// The restored container.
+struct Tasks {
+    init: i32,
+    cgroup: Cgroup,
+    pids: Vec<i32>,
+}
+
+/// A container that is restored.
+pub(super) struct RestoreEffects<'a, S> {
+    container: &'a Container,
+    gpu: &'a GpuPart,
+    /// The call of runc, and who gives it stdio; none once it was made.
+    call: Option<(Restore<'a>, S)>,
+    bounds: Bounds<'a>,
+    image: PathBuf,
+    pid_file: &'a Path,
+    /// CRIU's log.
+    log: PathBuf,
+    reaper: &'a Reaper,
+    driver: Gpu,
+    timings: Option<PhaseTimings>,
+    tasks: Option<Tasks>,
+    selected: Option<RunSelected>,
+}
+
+impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
+    pub(super) fn new(
+        container: &'a Container,
+        gpu: &'a GpuPart,
+        (restore, stdio): (Restore<'a>, S),
+        log: PathBuf,
+        reaper: &'a Reaper,
+    ) -> Self {
+        let (bounds, worker_end) = (restore.bounds, gpu.config.deadlines.worker_end);
+        let driver = Gpu::new(gpu.worker.clone(), reaper.clone(), worker_end);
+        Self {
+            container,
+            gpu,
+            bounds,
+            image: restore.image.to_owned(),
+            pid_file: restore.pid_file,
+            call: Some((restore, stdio)),
+            log,
+            reaper,
+            driver: driver.with_journal(bounds.journal.clone()),
+            timings: Some(PhaseTimings::begin("restore", &container.id)),
+            tasks: None,
+            selected: None,
+        }
+    }
+
+    /// Pid of init, once CRIU has restored it.
+    pub(super) fn init(&self) -> Result<i32, Cause> {
+        self.tasks().map(|tasks| tasks.init)
+    }
+
+    fn tasks(&self) -> Result<&Tasks, Cause> {
+        self.tasks.as_ref().ok_or(Cause::Killed)
+    }
+
+    fn mark(&mut self, phase: Phase) {
+        if let Some(timings) = &mut self.timings {
+            timings.mark(phase);
+        }
+    }
+}
+
+/// Waits for an effect, unless the container is to end meanwhile.
+async fn unless_cancelled<T, E: Into<Cause>>(
+    bounds: Bounds<'_>,
+    effect: impl Future<Output = Result<T, E>>,
+) -> Result<T, Cause> {
+    tokio::select! {
+        biased;
+        () = bounds.cancel.cancelled() => Err(Cause::Killed),
+        done = effect => done.map_err(Into::into),
+    }
+}
+
+/// Does `work` on files of the container, which nobody waits for longer than `[deadlines] look`.
+async fn in_time<T: Send + 'static>(
+    what: &'static str,
+    limit: Duration,
+    bounds: Bounds<'_>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Cause> {
+    let late = move |_| Cause::Late { what, limit };
+    unless_cancelled(bounds, async {
+        timeout(limit, blocking(work)).await.map_err(late)
+    })
+    .await
+}
+
+impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
+    type Error = Cause;
+
+    async fn enter(&mut self, phase: Phase) -> Result<(), Cause> {
+        Ok(self.bounds.journal.enter(phase).await?)
+    }
+
+    async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
+        let (limit, memory) = (self.gpu.config.deadlines.gpu_restore, GpuMemory::new());
+        let restored = self.driver.restore(pids, &self.gpu.pairs, &memory, limit);
+        unless_cancelled(self.bounds, restored).await?;
+        self.mark(Phase::GpuRestore);
+        Ok(())
+    }
+
+    async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Cause> {
+        let unlocked = self.driver.unlock(pids, self.gpu.config.deadlines.gpu_unlock);
+        unless_cancelled(self.bounds, unlocked).await?;
+        self.mark(Phase::GpuUnlock);
+        Ok(())
+    }
+}
+
+impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> {
+    async fn criu_restore(&mut self) -> Result<(), Cause> {
+        let (restore, stdio) = self.call.take().ok_or(Cause::Panicked)?;
+        forget_refusal(self.container).await;
+        self.gpu.criu.write(criu_config::Operation::Restore)?;
+        // The worker starts up while CRIU works.
+        self.driver.warm_up()?;
+        if let Err(error) = self.container.runc.restore(restore, stdio).await {
+            let lines = last_errors(&self.log).await;
+            return Err(match (error, refusal_of_script(self.container).await) {
+                (RuncError::Cancelled { .. }, _) => Cause::Killed,
+                (_, Some(refusal)) => Cause::Script(refusal),
+                (error, None) => Cause::Runtime {
+                    error,
+                    lines,
+                    log: self.log.clone(),
+                },
+            });
+        }
+        self.mark(Phase::CriuRestore);
+        point("restore-stopped").await;
+        Ok(())
+    }
+
+    async fn compare(&mut self) -> Result<(), Cause> {
+        let init = read_pid(self.pid_file)?;
+        let compared = compare::tasks(self.container, &self.gpu.hook, init, self.reaper);
+        let (cgroup, pids) = unless_cancelled(self.bounds, compared).await?;
+        self.tasks = Some(Tasks { init, cgroup, pids });
+        self.mark(Phase::Compare);
+        Ok(())
+    }
+
+    async fn dev_repair(&mut self) -> Result<(), Cause> {
+        let (spec, init) = (Spec::load(&self.container.bundle)?, self.init()?);
+        let repair = move || dev_repair::repair(init, &spec);
+        let repaired = in_time(
+            "repair /dev of the container",
+            self.gpu.config.deadlines.look,
+            self.bounds,
+            repair,
+        )
+        .await??;
+        let id = &self.container.id;
+        if let Some(left) = &repaired.left {
+            log::warn!("nodes of graphics of {id} are as they were: {left}");
+        }
+        if !(repaired.made.is_empty() && repaired.removed.is_empty()) {
+            log::warn!("device nodes of {id} were not as CRIU's script had left them: {repaired:?}");
+        }
+        self.mark(Phase::DevRepair);
+        Ok(())
+    }
+
+    async fn find_cuda(&mut self) -> Result<Vec<CudaProcess>, Cause> {
+        let (processes, pids) = (self.gpu.processes.clone(), self.tasks()?.pids.clone());
+        let of = pids.clone();
+        let cuda = unless_cancelled(self.bounds, blocking(move || find(&processes, &of))).await?;
+        let discovered = self.driver.discover(pids, self.gpu.config.deadlines.discover);
+        // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
+        let discovered = unless_cancelled(self.bounds, discovered).await?;
+        let is_listed = |found: &&CudaProcess| cuda.iter().any(|listed| listed.pid == found.pid);
+        match discovered.iter().find(|found| !is_listed(found)) {
+            Some(other) => Err(Cause::Unlisted { pid: other.pid }),
+            None => Ok(cuda),
+        }
+    }
+
+    async fn run_selected(&mut self, tids: BTreeSet<i32>) -> Result<(), Cause> {
+        let tids = tids.into_iter().collect();
+        let selected = RunSelected::start(tids, self.gpu.config.deadlines.hold);
+        self.selected = Some(unless_cancelled(self.bounds, selected).await?);
+        Ok(())
+    }
+
+    async fn stop_selected(&mut self) -> Result<(), Cause> {
+        match self.selected.take() {
+            Some(selected) => unless_cancelled(self.bounds, selected.stop()).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn configure_dump(&mut self) -> Result<(), Cause> {
+        Ok(self.gpu.criu.write(criu_config::Operation::Dump)?)
+    }
+
+    async fn continue_processes(&mut self) -> Result<(), Cause> {
+        let (image, pids) = (self.image.clone(), self.tasks()?.pids.clone());
+        let running = move || {
+            let was_stopped = |pid: &i32| {
+                procfs::inner_pid(&pid.to_string()).is_some_and(|inner| was_stopped(&image, inner))
+            };
+            pids.into_iter()
+                .filter(|pid| !was_stopped(pid))
+                .collect::<Vec<_>>()
+        };
+        let running = in_time(
+            "read which processes were stopped",
+            self.gpu.config.deadlines.look,
+            self.bounds,
+            running,
+        )
+        .await?;
+        let cgroup = &self.tasks()?.cgroup;
+        for pid in running {
+            // The pid of a process that has gone may belong to another one.
+            let sent = pidfd::signal(pid, libc::SIGCONT, || cgroup.holds(pid));
+            sent.map_err(|source| Cause::Continue { pid, source })?;
+        }
+        self.mark(Phase::Continue);
+        Ok(())
+    }
+
+    async fn end(&mut self, ok: bool) {
+        // Order matters: the restore threads are released before the worker that works on them ends.
+        drop(self.selected.take());
+        point("restore-continued").await;
+        self.driver.end().await;
+        point("restore-worker-gone").await;
+        if let Some(timings) = self.timings.take() {
+            timings.end(&self.container.bundle, ok);
+        }
+        point("restore-accounted").await;
+    }
+
+    async fn rollback(&mut self) {
+        rollback(self.container).await;
+    }
+}
+
+/// Pids and restore threads on the host of the processes that the manifest names by their ids in the container.
+fn find(processes: &[CheckpointedProcess], pids: &[i32]) -> Result<Vec<CudaProcess>, Cause> {
+    let inner = pids
+        .iter()
+        .filter_map(|pid| Some((procfs::inner_pid(&pid.to_string())?, *pid)));
+    let outer = firn_host::ordered::map_of(inner);
+    let find = |process: &CheckpointedProcess| {
+        let pid = *outer.get(&process.pid)?;
+        let restore_tid = procfs::outer_tid(pid, process.restore_tid)?;
+        Some(CudaProcess { pid, restore_tid })
+    };
+    let missing = |process: &CheckpointedProcess| Cause::ProcessMissing {
+        pid: process.pid,
+        tid: process.restore_tid,
+    };
+    let found = processes
+        .iter()
+        .map(|process| find(process).ok_or_else(|| missing(process)));
+    found.collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,321 @@
+//! The restore itself.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use firn_host::ProblemReport;
+use firn_oci::criu_script;
+use firn_oci::{Spec, criu_config};
+
+use super::container::RestoreEffects;
+use super::error::{Cause, Refusal};
+use super::phases;
+use super::prepare::{GpuPart, Prepared, in_use, left_image};
+use super::rollback::{LOG, rollback, work_dir};
+use super::{RestoreError, compare};
+use crate::blocking::{stoppable, tidy};
+use crate::cancel::CancellationToken;
+use crate::container::Container;
+use crate::image_dir::error_lines;
+use crate::journal::{Begin, Journal, Operation, Outcome, point};
+use crate::panics::caught;
+use crate::phase::Phase;
+use crate::reaper::Reaper;
+use crate::recovery::Recovery;
+use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, read_pid};
+use firn_host::Chain;
+
+/// How long runc and CRIU may take to end when firn's own code has failed.
+const PROGRAMS: Duration = Duration::from_secs(30);
+
+/// A container whose processes run again. It is committed or abandoned, for its transaction is not over.
+#[must_use]
+pub struct Restored {
+    pid: i32,
+    journal: Journal,
+    /// Whether nobody else was in its cgroup.
+    was_free: bool,
+}
+
+impl Restored {
+    /// Pid of init.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// The container goes on.
+    pub async fn commit(self) {
+        self.journal.end(Outcome::Done).await;
+    }
+
+    /// Nothing of the container is left but its bundle. The error is that of one that was killed.
+    pub async fn abandon(self, container: &Container, prepared: &Prepared) -> RestoreError {
+        // Once more when firn's own code fails: every step of it may be repeated.
+        for _ in 0..2 {
+            if caught(roll_back(container, self.was_free, &self.journal))
+                .await
+                .is_ok()
+            {
+                break;
+            }
+        }
+        // Only what the runtime knows: somebody else is in the cgroup.
+        if !self.was_free
+            && let Err(error) = container.runc.ensure_deleted().await
+        {
+            log::warn!("cannot delete {}: {}", container.id, Chain(&error));
+        }
+        self.journal.end(Outcome::Failed).await;
+        failed(prepared, Cause::Killed)
+    }
+}
+
+/// Restores `container`; `stdio` gives the runtime the container's stdio.
+///
+/// The caller holds the container's operation lock, and has begun the transaction that `cut` cuts off. After a failure
+/// nothing of the container is left but its bundle.
+pub async fn run(
+    container: &Container,
+    prepared: &Prepared,
+    pid_file: &Path,
+    console: Option<PathBuf>,
+    reaper: &Reaper,
+    cancel: &CancellationToken,
+    stdio: impl FnOnce(&mut Command) + Send,
+) -> Result<Restored, RestoreError> {
+    check_again(prepared, cancel).await?;
+    let work = work_dir(container);
+    let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
+    let gpu = prepared.gpu.as_ref();
+    let begin = Begin {
+        op: Operation::Restore,
+        container: container.id.clone(),
+        gpu: gpu.is_some(),
+        exit: false,
+        image: prepared.image.clone(),
+        work: work.clone(),
+        work_is_ours: container.options.criu_work_path.is_empty(),
+        was_frozen: false,
+    };
+    let journal = Journal::begin(&container.bundle, begin)
+        .await
+        .map_err(|error| failed(prepared, error.into()))?;
+    point("restore-journalled").await;
+    if cancel.is_cancelled() {
+        journal.end(Outcome::Failed).await;
+        return Err(failed(prepared, Cause::Killed));
+    }
+    let restore = Restore {
+        image: &prepared.image,
+        work: &work,
+        bundle: &container.bundle,
+        pid_file,
+        console_socket: console,
+        no_pivot: container.options.no_pivot_root,
+        flags: &prepared.flags,
+        plugins: gpu
+            .map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins))
+            .or(prepared.plain.plugins.as_deref()),
+        bounds: Bounds {
+            deadline: gpu.map(|gpu| gpu.config.deadlines.criu_restore),
+            journal: &journal,
+            cancel,
+            freezer: None,
+        },
+    };
+    let log = work.join(LOG);
+    forget_log(&log).await;
+    // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
+    let free = free_cgroup(container);
+    let is_free = free.is_ok();
+    let restoring = async {
+        match gpu {
+            None => Box::pin(plain(container, prepared, restore, log, is_free, stdio)).await,
+            Some(gpu) => {
+                free.map_err(|cause| failed(prepared, cause))?;
+                let restored = Box::pin(with_gpu(container, gpu, (restore, stdio), log, reaper)).await;
+                restored.map_err(|cause| failed(prepared, cause))
+            }
+        }
+    };
+    let restored = match caught(restoring).await {
+        Ok(restored) => restored,
+        Err(_) => {
+            // Once more when that fails too: every step of it may be repeated.
+            for _ in 0..2 {
+                if caught(roll_back_after_panic(container, is_free, &journal))
+                    .await
+                    .is_ok()
+                {
+                    break;
+                }
+            }
+            Err(failed(prepared, Cause::Panicked))
+        }
+    };
+    match restored {
+        Ok(pid) => Ok(Restored {
+            pid,
+            journal,
+            was_free: is_free,
+        }),
+        Err(error) => {
+            journal.end(Outcome::Failed).await;
+            Err(error)
+        }
+    }
+}
+
+/// The rollback of a restore whose code has failed.
+async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &Journal) {
+    if let Some(recovery) = Recovery::of(&container.bundle) {
+        recovery.end_programs(PROGRAMS).await;
+    }
+    roll_back(container, was_free, journal).await;
+}
+
+/// Ends what was restored, unless other processes were in its cgroup before.
+async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
+    if was_free {
+        enter(journal, Phase::Rollback).await;
+        rollback(container).await;
+    }
+}
+
+/// Restores the container by the phases of [`phases`]. Returns the pid of init.
+async fn with_gpu<S: FnOnce(&mut Command) + Send>(
+    container: &Container,
+    gpu: &GpuPart,
+    call: (Restore<'_>, S),
+    log: PathBuf,
+    reaper: &Reaper,
+) -> Result<i32, Cause> {
+    let mut effects = RestoreEffects::new(container, gpu, call, log, reaper);
+    // Boxed: the futures of all phases together are large.
+    Box::pin(phases::run(&mut effects)).await?;
+    effects.init()
+}
+
+/// Notes a phase that has to happen, whether it can be noted or not.
+async fn enter(journal: &Journal, phase: Phase) {
+    if let Err(error) = journal.enter(phase).await {
+        log::warn!("{}", Chain(&error));
+    }
+}
+
+/// Order matters: right before CRIU reads them. What is written from now on is between CRIU and whoever writes.
+async fn check_again(prepared: &Prepared, cancel: &CancellationToken) -> Result<(), RestoreError> {
+    let refused = |cause| RestoreError::Refused {
+        image: prepared.image.clone(),
+        cause,
+    };
+    let Some(verified) = prepared.verified.clone() else {
+        return Ok(());
+    };
+    let limit = compare::configured().deadlines.look;
+    let unchanged = stoppable(limit, cancel, move |_| verified.unchanged()).await;
+    unchanged
+        .map_err(|left| refused(left_image(left, limit)))?
+        .map_err(|error| refused(error.into()))
+}
+
+/// As the stock shim does it, but that nothing is left of a restore that failed.
+async fn plain(
+    container: &Container,
+    prepared: &Prepared,
+    restore: Restore<'_>,
+    log: PathBuf,
+    was_free: bool,
+    stdio: impl FnOnce(&mut Command) + Send,
+) -> Result<i32, RestoreError> {
+    let (pid_file, Bounds { journal, .. }) = (restore.pid_file, restore.bounds);
+    enter(journal, Phase::CriuRestore).await;
+    let criu = prepared.plain.criu.as_ref();
+    if let Some(criu) = criu {
+        forget_refusal(container).await;
+        criu.write(criu_config::Operation::Restore)
+            .map_err(|error| failed(prepared, error.into()))?;
+    }
+    match container.runc.restore(restore, stdio).await {
+        Ok(()) => {
+            point("restore-running").await;
+            // For the next dump, to which the script has nothing to say.
+            if let Some(Err(error)) = criu.map(|criu| criu.write(criu_config::Operation::Dump)) {
+                log::warn!("{}", Chain(&error));
+            }
+            let pid = read_pid(pid_file).map_err(|cause| failed(prepared, cause.into()));
+            if pid.is_err() {
+                roll_back(container, was_free, journal).await;
+            }
+            pid
+        }
+        Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(RestoreError::Refused {
+            image: prepared.image.clone(),
+            cause: Refusal::Runtime {
+                runtime: RuntimeKind::Youki.name(),
+            },
+        }),
+        Err(error) => {
+            let lines = last_errors(&log).await;
+            // The runtime may have been killed before it could clean up, and CRIU too.
+            roll_back(container, was_free, journal).await;
+            Err(match (error, refusal_of_script(container).await) {
+                (RuncError::Cancelled { .. }, _) => failed(prepared, Cause::Killed),
+                (_, Some(refusal)) => failed(prepared, Cause::Script(refusal)),
+                (error, None) => RestoreError::Plain { error, lines, log },
+            })
+        }
+    }
+}
+
+fn free_cgroup(container: &Container) -> Result<(), Cause> {
+    let spec = Spec::load(&container.bundle)?;
+    if in_use(&container.id, &container.options, &spec, &container.bundle)? {
+        Err(Cause::CgroupBusy)
+    } else {
+        Ok(())
+    }
+}
+
+fn failed(prepared: &Prepared, cause: Cause) -> RestoreError {
+    RestoreError::Failed {
+        image: prepared.image.clone(),
+        cause,
+    }
+}
+
+/// Why firn-hook, as CRIU's script, has ended a restore; none when something else has.
+pub(super) async fn refusal_of_script(container: &Container) -> Option<ProblemReport> {
+    let bundle = container.bundle.clone();
+    tidy("read what firn-hook has refused", move || {
+        criu_script::take(&bundle)
+    })
+    .await
+}
+
+/// Forgets why an earlier restore was ended.
+pub(super) async fn forget_refusal(container: &Container) {
+    let _ = refusal_of_script(container).await;
+}
+
+/// Removes the log of an earlier restore, whose errors are not this one's.
+async fn forget_log(log: &Path) {
+    let path = log.to_owned();
+    let removed = tidy("remove the log of an earlier restore", move || {
+        Some(std::fs::remove_file(path))
+    });
+    if let Some(Err(error)) = removed.await
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        log::warn!("cannot remove {}: {error}", log.display());
+    }
+}
+
+pub(super) async fn last_errors(log: &Path) -> Vec<String> {
+    let log = log.to_owned();
+    tidy("read CRIU's log", move || error_lines(&log)).await
+}
+
+#[cfg(test)]
+mod tests;
