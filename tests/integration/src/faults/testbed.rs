@@ -27,7 +27,8 @@ const QUIET: Duration = Duration::from_secs(40);
 
 /// Restored containers get the second GPU; deadlines that a hang soon passes and a busy machine does not.
 const CONFIG: &str = "[worker]\npath = \"/srv/fault/firn-gpu\"\n[restore]\ngpus = [\"1\"]\n[deadlines]\n";
-const SHORT: &str = "look = \"1500ms\"\ndiscover = \"1500ms\"\ngpu-lock = \"1500ms\"\ngpu-checkpoint = \"1500ms\"\n\
+const SHORT: &str = "look = \"1500ms\"\ndiscover = \"1500ms\"\ngpu-lock = \"1500ms\"\n\
+    gpu-checkpoint = \"1500ms\"\n\
     criu-dump = \"4s\"\n\
     criu-restore = \"4s\"\ngpu-restore = \"1500ms\"\ngpu-unlock = \"1500ms\"\nrollback = \"2s\"\n";
 
