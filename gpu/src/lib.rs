@@ -11,4 +11,4 @@ mod types;
 pub use backend::Backend;
 pub use source::SourceGpu;
 pub use topology::{Link, PciePath, Topology};
-pub use types::{BadUuid, CudaState, DeviceNode, Gpu, GpuPair, GpuUuid, Inventory, NodeType};
+pub use types::{BadUuid, CudaProcess, CudaState, DeviceNode, Gpu, GpuPair, GpuUuid, Inventory, NodeType};

@@ -167,6 +167,14 @@ pub struct Inventory {
     pub common_nodes: Vec<DeviceNode>,
 }
 
+/// A process that uses CUDA.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CudaProcess {
+    pub pid: i32,
+    /// The thread that carries out the driver's checkpoint and restore.
+    pub restore_tid: i32,
+}
+
 /// State of a CUDA process as the driver's `cuCheckpointProcessGetState` gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -29,8 +29,8 @@ use firn_transaction::cgroup::Cgroup;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::recovery::Recovery;
-use firn_transaction::restore;
 use firn_transaction::runc::Runc;
+use firn_transaction::{criu_leftovers, restore};
 
 /// How long the container's processes may take to die.
 const KILL_LIMIT: Duration = Duration::from_secs(1);
@@ -140,7 +140,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     // CRIU's mounts (.criu.cgyard.*): containerd removes the directory next, and must not walk into a cgroup.
     let work = bundle.join("work");
     steps.unmount("unmount the work directory", &work).await;
-    restore::remove_roots(&work.join(restore::LOG)).await;
+    criu_leftovers::remove_roots(&work.join(restore::LOG)).await;
     remove_dead_socket(bundle);
     if let Some(recovery) = &recovery {
         let cleared = async {

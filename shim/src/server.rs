@@ -30,15 +30,13 @@ use tokio::time::timeout;
 use ttrpc::r#async::Server;
 
 use crate::args::Args;
-use crate::bootstrap::env;
+use crate::bootstrap::{LISTENER_FD, env};
 use crate::events::Publisher;
 use crate::logger;
 use firn_host::Chain;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::sys;
 
-/// Where `start` leaves the listener.
-pub(crate) const LISTENER_FD: i32 = 3;
 /// The fifo in the bundle that containerd reads.
 const LOG_FIFO: &str = "log";
 /// How long the shim may take to end.

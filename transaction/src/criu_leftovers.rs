@@ -1,12 +1,18 @@
-//! The directory in /tmp in which CRIU puts the mounts of a restore together. A CRIU that is killed leaves it, empty: its
-//! mounts were in a namespace that is gone. The log of the restore has its name, which nobody else could guess.
+//! What a CRIU that was killed leaves: the cgroup tree that it mounted in its work directory, and the empty directory in
+//! /tmp below which it mounted the root of a restore. The log of the restore has that directory's name.
 
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
+use firn_host::Chain;
+
 use crate::blocking::tidy;
+use crate::unmount::unmount_below;
+
+/// Mounts that a killed CRIU leaves below its work directory.
+const CGYARD: &str = ".criu.cgyard.";
 
 /// How its name begins; mkdtemp adds the rest.
 const PREFIX: &str = "/tmp/.criu.mntns.";
@@ -41,6 +47,23 @@ fn roots(log: &str) -> BTreeSet<String> {
     let names = mentions.filter_map(|rest| rest.get(..SUFFIX));
     let names = names.filter(|name| name.bytes().all(|byte| byte.is_ascii_alphanumeric()));
     firn_host::ordered::set_of(names.map(|name| format!("{PREFIX}{name}")))
+}
+
+/// Unmounts the cgroup tree that a killed CRIU left in its work directory. Order matters: a recursive delete of that
+/// directory would otherwise walk into cgroupfs.
+pub async fn unmount_yards(work: &Path) {
+    let entries = std::fs::read_dir(work).into_iter().flatten().flatten();
+    let is_yard = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(CGYARD);
+    for yard in entries.filter(is_yard) {
+        unmount(&yard.path()).await;
+    }
+}
+
+/// Unmounts what is mounted at `path` and below.
+pub async fn unmount(path: &Path) {
+    if let Err(error) = unmount_below(path).await {
+        log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
+    }
 }
 
 #[cfg(test)]

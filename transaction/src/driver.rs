@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
 use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
-use firn_gpu::{CudaState, GpuPair, GpuUuid, Inventory};
+use firn_gpu::{CudaProcess, CudaState, GpuPair, GpuUuid, Inventory};
 use firn_host::{Problem, Remedy, remedy};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
@@ -160,17 +160,8 @@ impl Problem for WorkerError {
     }
 }
 
-/// A process of the container that uses CUDA.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CudaProcess {
-    /// Pid as the shim sees it.
-    pub pid: i32,
-    /// The thread that carries out the driver's checkpoint and restore.
-    pub restore_tid: i32,
-}
-
 /// The driver, by way of a worker process.
-pub struct Gpu {
+pub struct Driver {
     program: PathBuf,
     reaper: Reaper,
     worker: Option<Worker>,
@@ -188,7 +179,7 @@ struct Worker {
     is_noted: bool,
 }
 
-impl Gpu {
+impl Driver {
     /// A driver whose worker is `program` and may take `end` to be gone when it is killed; nothing is started yet.
     pub fn new(program: PathBuf, reaper: Reaper, end: Duration) -> Self {
         Self {
@@ -546,7 +537,7 @@ mod tests {
         let answer = r#"{"no_memory":{"gpu":"GPU-01010101-0101-0101-0101-010101010101","free":1048576,"needed":8388609}}"#;
         let script = format!("while read -r line <&3; do echo '{answer}' >&3; done");
         let program = program(directory.path(), &script);
-        let mut gpu = Gpu::new(program, Reaper::start().unwrap(), Duration::from_secs(10));
+        let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(10));
         let mut workers = Vec::new();
         for _ in 0..2 {
             let limit = Duration::from_secs(60);
@@ -570,7 +561,7 @@ mod tests {
     async fn no_call_begins_before_a_killed_worker_is_gone() {
         let directory = tempfile::tempdir().unwrap();
         let program = program(directory.path(), "exec sleep 1000");
-        let mut gpu = Gpu::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
+        let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
         gpu.warm_up().unwrap();
         let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
         // As in a call that cannot be interrupted: SIGKILL takes it to its end, not over it.

@@ -1,6 +1,6 @@
 //! What a checkpoint and a restore do to a container, as traits.
 //!
-//! [`crate::checkpoint`] and [`crate::restore`] run their phases over these traits. The real container implements them, and
+//! `checkpoint` and `restore` run their phases over these traits. The real container implements them, and
 //! so does the fake world of the tests, which fails every call, alone and in pairs.
 //!
 //! Every method is bounded in time by its implementation. It returns early when the container is to end.
@@ -13,8 +13,8 @@ use std::future::Future;
 
 use firn_gpu::CudaState;
 
-use crate::driver::CudaProcess;
 use crate::phase::Phase;
+use firn_gpu::CudaProcess;
 
 /// What a checkpoint and a restore have in common: the journal, and the way of GPU state back onto GPUs.
 pub trait Gpu: Send {

@@ -13,7 +13,7 @@
 //! end                            the outcome; the file goes with it, unless the container is suspended
 //! ```
 //!
-//! Who reads it: [`crate::recovery`], for a shim that was killed, and `checkpoint` after a panic.
+//! Who reads it: `recovery`, for a shim that was killed, and `checkpoint` after a panic.
 
 #[cfg(debug_assertions)]
 mod failpoint;
@@ -31,9 +31,9 @@ use firn_host::{Problem, Remedy, remedy};
 use serde::{Deserialize, Serialize};
 
 use crate::blocking::blocking;
-use crate::driver::CudaProcess;
 use crate::phase::Phase;
 use crate::procfs;
+use firn_gpu::CudaProcess;
 
 /// A failpoint between two phases: a shim that was built for tests waits here while a test names it.
 pub async fn point(name: &str) {
@@ -132,12 +132,6 @@ pub struct ChildProcess {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Cuda {
-    pid: i32,
-    restore_tid: i32,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 enum Line {
     Begin {
@@ -160,7 +154,7 @@ enum Line {
         id: Option<DirId>,
     },
     Cuda {
-        processes: Vec<Cuda>,
+        processes: Vec<CudaProcess>,
     },
     /// The complete image gets a second place.
     Rescue {
@@ -282,13 +276,8 @@ impl Journal {
 
     /// These processes of the container use CUDA and may be locked from now on.
     pub async fn cuda(&self, processes: &[CudaProcess]) -> Result<(), JournalError> {
-        let processes = processes
-            .iter()
-            .map(|&CudaProcess { pid, restore_tid, .. }| Cuda { pid, restore_tid });
-        self.write(Line::Cuda {
-            processes: processes.collect(),
-        })
-        .await
+        let processes = processes.to_vec();
+        self.write(Line::Cuda { processes }).await
     }
 
     /// What the processes need of each GPU when their state is given back.
@@ -446,9 +435,9 @@ impl Record {
             Line::Rescue { dir } => self.rescue = Some(dir),
             Line::Memory { gpus } => self.memory = gpus,
             Line::Cuda { processes } => {
-                for Cuda { pid, restore_tid } in processes {
-                    if !self.cuda.iter().any(|known| known.pid == pid) {
-                        self.cuda.push(CudaProcess { pid, restore_tid });
+                for process in processes {
+                    if !self.cuda.iter().any(|known| known.pid == process.pid) {
+                        self.cuda.push(process);
                     }
                 }
             }

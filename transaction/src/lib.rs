@@ -10,12 +10,13 @@ pub mod cgroup;
 pub mod checkpoint;
 pub mod container;
 pub mod create;
-mod criu_leftovers;
+pub mod criu_leftovers;
 mod driver;
 mod effects;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzz;
+mod gpu_request;
 pub mod image_dir;
 pub mod journal;
 pub mod look;
@@ -23,6 +24,7 @@ pub mod options;
 pub mod panics;
 pub mod phase;
 pub mod pidfd;
+pub mod prepared_restore;
 pub mod reaper;
 pub mod recovery;
 pub mod restore;

@@ -11,10 +11,11 @@ use firn_config::{Config, names};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::blocking::{blocking, tidy};
+use crate::criu_leftovers::unmount_yards;
 use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::phase::Phase;
-use crate::{pidfd, procfs, restore};
+use crate::{pidfd, procfs};
 
 /// CRIU's name as the kernel has it.
 const CRIU: &str = "criu";
@@ -64,7 +65,7 @@ impl Recovery {
     /// Removes what the transaction has left outside the container.
     pub async fn clear(&self) {
         let Record { begin, .. } = &self.0;
-        restore::unmount_yards(&begin.work).await;
+        unmount_yards(&begin.work).await;
         if begin.op != Operation::Checkpoint {
             return;
         }

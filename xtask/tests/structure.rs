@@ -20,7 +20,7 @@ const ALLOWED: [(&str, &[&str]); 13] = [
     ("oci", &["host", "config", "gpu"]),
     ("image", &["host", "config", "gpu", "oci"]),
     ("remap", &["host", "config", "gpu", "oci", "image"]),
-    ("preflight", &["host", "config", "gpu", "oci", "image"]),
+    ("preflight", &["host", "config", "gpu", "oci", "image", "remap"]),
     ("worker", &["host", "gpu", "preflight"]),
     (
         "transaction",
@@ -252,4 +252,72 @@ fn unsafe_code_is_forbidden_but_in_the_worker_and_for_system_calls() {
 fn has_system_calls(src: &Path) -> bool {
     let file = src.join("sys.rs");
     fs::read_to_string(file).is_ok_and(|text| text.contains("#![allow(unsafe_code)]"))
+}
+
+/// Files that only tests and fuzz targets use: they may use any module.
+const TEST_FILES: [&str; 7] = ["tests", "testing", "fuzz", "stub", "fixtures", "world", "made"];
+
+/// The modules at the top of a crate, each with those that it uses by `crate::`.
+fn modules(src: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    let mut modules: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    let mut files = vec![src.to_owned()];
+    while let Some(path) = files.pop() {
+        let inside = relative(&path, src);
+        if TEST_FILES.iter().any(|name| inside.contains(name)) {
+            continue;
+        }
+        if path.is_dir() {
+            files.extend(fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()));
+            continue;
+        }
+        let top = inside.split('/').next().unwrap().trim_end_matches(".rs");
+        if matches!(top, "lib" | "main") {
+            continue;
+        }
+        let text = fs::read_to_string(&path).unwrap();
+        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+        let uses = modules.entry(top.to_owned()).or_default();
+        let is_code = |line: &&str| !line.trim_start().starts_with("//");
+        for line in code.lines().filter(is_code) {
+            // `use crate::{a, b::C}` names several.
+            for names in line.split("crate::").skip(1) {
+                let names = names.strip_prefix('{').unwrap_or(names);
+                for name in names.split(", ") {
+                    let is_word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+                    let word = name.split(|c| !is_word(c)).next().unwrap();
+                    if word != top {
+                        uses.insert(word.to_owned());
+                    }
+                }
+            }
+        }
+    }
+    let known: BTreeSet<String> = modules.keys().cloned().collect();
+    modules
+        .values_mut()
+        .for_each(|uses| uses.retain(|name| known.contains(name)));
+    modules
+}
+
+#[test]
+fn modules_of_a_crate_use_each_other_one_way() {
+    let workspace = Workspace::read();
+    let mut arrows = 0;
+    for (krate, _) in workspace.product() {
+        let mut modules = modules(&workspace.root.join(krate).join("src"));
+        arrows += modules.values().map(BTreeSet::len).sum::<usize>();
+        // Takes those away that use nothing, until none is left.
+        while let Some(last) = modules.iter().find(|(_, uses)| uses.is_empty()) {
+            let last = last.0.clone();
+            modules.remove(&last);
+            for uses in modules.values_mut() {
+                uses.remove(&last);
+            }
+        }
+        assert!(
+            modules.is_empty(),
+            "modules of {krate} use each other in a circle: {modules:?}"
+        );
+    }
+    assert!(arrows > 100, "only {arrows} arrows were found");
 }

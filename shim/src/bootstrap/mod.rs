@@ -18,6 +18,9 @@ pub(crate) use socket::remove_dead as remove_dead_socket;
 pub use info::{InfoError, info, version};
 pub use start::{StartError, start};
 
+/// The descriptor on which `start` passes the listener to the server.
+pub(crate) const LISTENER_FD: i32 = 3;
+
 /// Names of the environment variables that containerd sets for a shim.
 pub(crate) mod env {
     /// containerd's socket for events.

@@ -16,13 +16,13 @@ use std::process::{Child, Command, Stdio};
 use command_fds::{CommandFdExt, FdMapping};
 use serde::Deserialize;
 
+use super::LISTENER_FD;
 use super::confine::{self, ConfineError};
 use super::env;
 use super::params::Request;
 use super::socket::{self, Socket, SocketError};
 use crate::args::Args;
 use crate::options::DecodeError;
-use crate::server::LISTENER_FD;
 use firn_transaction::sys;
 
 /// Annotations that put containers into one shim; the first one present counts.

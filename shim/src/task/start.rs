@@ -78,7 +78,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
 async fn restore_init(
     service: &Arc<Service>,
     container: &Arc<Container>,
-    prepared: restore::Prepared,
+    prepared: PreparedRestore,
 ) -> Result<(), TaskError> {
     // From here on whoever kills or deletes the container finds a transaction to cut off, or the pid of init.
     let guard = container.begin_transaction();
@@ -123,7 +123,7 @@ async fn restore_init(
 async fn bring_up(
     service: &Arc<Service>,
     container: &Arc<Container>,
-    prepared: &restore::Prepared,
+    prepared: &PreparedRestore,
     cancel: &CancellationToken,
 ) -> Result<restore::Restored, TaskError> {
     let mut stdio = open_stdio_to_restore(service, container, &container.init).await?;

@@ -21,7 +21,7 @@ use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
-use crate::driver::{CudaProcess, Gpu, WorkerError};
+use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump};
 use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ImageWas, Journal};
@@ -32,6 +32,7 @@ use crate::reaper::Reaper;
 use crate::runc::Bounds;
 use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
+use firn_gpu::CudaProcess;
 use firn_host::Chain;
 
 /// How long the file system of the rescue directory is waited for.
@@ -70,7 +71,7 @@ pub(super) struct ContainerEffects<'a> {
     request: &'a Request,
     config: &'a Config,
     context: Context<'a>,
-    gpu: Gpu,
+    gpu: Driver,
     /// Read once, by the first inspection.
     source: Option<Source>,
     /// How many processes the dump leaves out, as the log was told.
@@ -92,7 +93,7 @@ impl<'a> ContainerEffects<'a> {
         context: Context<'a>,
     ) -> Self {
         let reaper = context.reaper.clone();
-        let gpu = Gpu::new(context.worker.clone(), reaper, config.deadlines.worker_end)
+        let gpu = Driver::new(context.worker.clone(), reaper, config.deadlines.worker_end)
             .with_journal(context.journal.clone());
         Self {
             container,

@@ -29,9 +29,9 @@ use std::collections::BTreeSet;
 
 use firn_gpu::CudaState;
 
-use crate::driver::CudaProcess;
 use crate::effects::{Device, Dump, note};
 pub use crate::phase::Phase;
+use firn_gpu::CudaProcess;
 use firn_host::Chain;
 
 /// A checkpoint that failed. Unless it says [`Failure::suspended`], the workload goes on as before.

@@ -22,8 +22,8 @@ pub use process::{Process, StdioPaths};
 use crate::cancel::{self, CancellationToken, TransactionGuard};
 use crate::cgroup::{Cgroup, CgroupError, OomWatch};
 use crate::options::RuncOptions;
+use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Exit;
-use crate::restore;
 use crate::runc::Runc;
 use crate::tracer::TracedThreads;
 
@@ -45,7 +45,7 @@ pub struct Container {
     /// Serialises operations that change the container; execs start beside each other.
     pub operation: tokio::sync::RwLock<()>,
     /// What Start has to bring back; absent in a container that was not made from a checkpoint.
-    checkpoint: Mutex<Option<restore::Prepared>>,
+    checkpoint: Mutex<Option<PreparedRestore>>,
     /// Threads that must not run because their GPU state is not where they left it. Here, and not with the transaction
     /// that holds them: they stay held whatever becomes of that.
     held: Mutex<Option<TracedThreads>>,
@@ -101,7 +101,7 @@ impl Container {
         options: RuncOptions,
         init: Process,
         traits: ContainerTraits,
-        checkpoint: Option<restore::Prepared>,
+        checkpoint: Option<PreparedRestore>,
     ) -> Self {
         let state = if checkpoint.is_some() {
             InitState::CreatedCheckpoint
@@ -201,7 +201,7 @@ impl Container {
     }
 
     /// Takes what Start has to restore.
-    pub fn take_checkpoint(&self) -> Option<restore::Prepared> {
+    pub fn take_checkpoint(&self) -> Option<PreparedRestore> {
         self.checkpoint
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -209,7 +209,7 @@ impl Container {
     }
 
     /// Puts it back after a restore that failed: it may be tried again.
-    pub fn put_checkpoint(&self, prepared: restore::Prepared) {
+    pub fn put_checkpoint(&self, prepared: PreparedRestore) {
         *self.checkpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(prepared);
     }
 

@@ -15,22 +15,23 @@ use tokio::time::timeout;
 
 use super::compare;
 use super::error::Cause;
-use super::prepare::GpuPart;
 use super::rollback::rollback;
 use super::run::{forget_refusal, last_errors, refusal_of_script};
 use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
-use crate::driver::{CudaProcess, Gpu};
+use crate::driver::Driver;
 use crate::effects;
 use crate::journal::point;
 use crate::phase::Phase;
 use crate::pidfd;
+use crate::prepared_restore::GpuPart;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
 use crate::timings::PhaseTimings;
 use crate::tracer::RunSelected;
+use firn_gpu::CudaProcess;
 
 /// The restored container.
 struct Tasks {
@@ -51,7 +52,7 @@ pub(super) struct RestoreEffects<'a, S> {
     /// CRIU's log.
     log: PathBuf,
     reaper: &'a Reaper,
-    driver: Gpu,
+    driver: Driver,
     timings: Option<PhaseTimings>,
     tasks: Option<Tasks>,
     selected: Option<RunSelected>,
@@ -66,7 +67,7 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
         reaper: &'a Reaper,
     ) -> Self {
         let (bounds, worker_end) = (restore.bounds, gpu.config.deadlines.worker_end);
-        let driver = Gpu::new(gpu.worker.clone(), reaper.clone(), worker_end);
+        let driver = Driver::new(gpu.worker.clone(), reaper.clone(), worker_end);
         Self {
             container,
             gpu,

@@ -1,7 +1,7 @@
 //! Restore of a container from a checkpoint.
 //!
 //! ```text
-//! Create: prepare -- refusals, GPU map, spec edits; nothing is started --> Prepared
+//! Create: prepare -- refusals, GPU map, spec edits; nothing is started --> PreparedRestore
 //! Start:  run     -- runc restore, tasks stay stopped
 //!                 -- tasks compared with the spec
 //!                 -- /dev repaired, driver restore with the map, unlock
@@ -24,8 +24,7 @@ mod run;
 #[cfg(test)]
 mod testing;
 
-pub use crate::criu_leftovers::remove_roots;
 pub use error::RestoreError;
-pub use prepare::{Prepared, in_use, prepare};
-pub use rollback::{LOG, unmount_yards};
+pub use prepare::{in_use, prepare};
+pub use rollback::LOG;
 pub use run::{Restored, run};

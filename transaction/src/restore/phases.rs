@@ -16,9 +16,9 @@
 //! No thread of the application runs before the GPU state of all processes is on the GPUs. What the phases touch is behind
 //! the trait [`Restore`], so that every failure of every phase is tested.
 
-use crate::driver::CudaProcess;
 use crate::effects::{Restore, note};
 use crate::phase::Phase;
+use firn_gpu::CudaProcess;
 
 /// Nothing has been started.
 struct Begun<'e, R: Restore>(&'e mut R);

@@ -1,14 +1,13 @@
 //! What a restore decides before anything is started: it may be refused here without leaving a trace.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
-use firn_gpu::GpuPair;
 use firn_host::Problem;
-use firn_image::manifest::{CheckpointedProcess, DumpFlags, Manifest, Verified};
+use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config;
 use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::{Spec, dev_repair, edit, mounts};
@@ -19,53 +18,17 @@ use super::{RestoreError, compare};
 use crate::blocking::{Left, stoppable};
 use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
-use crate::create::ResolvedSpec;
-use crate::driver::Gpu;
+use crate::driver::Driver;
+use crate::gpu_request::ResolvedSpec;
 use crate::look;
 use crate::options::RuncOptions;
+use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::{Runc, RuntimeKind};
 use firn_host::Chain;
 
 /// How long firn-hook may take. It reads or makes some small files.
 const HELPER: Duration = Duration::from_secs(30);
-
-/// A checkpoint that Start can restore.
-pub struct Prepared {
-    /// CRIU image directory.
-    pub image: PathBuf,
-    /// Flags of the dump, which the restore repeats.
-    pub flags: DumpFlags,
-    /// What its files were when they were checked; absent without a manifest.
-    pub verified: Option<Arc<Verified>>,
-    /// What CRIU is told of an image without GPU state; absent where it cannot be told.
-    pub plain: PlainPart,
-    /// Absent when the source had no GPU.
-    pub gpu: Option<GpuPart>,
-}
-
-/// The restore of an image without GPU state.
-#[derive(Default)]
-pub struct PlainPart {
-    /// CRIU's plugins for AMD's GPUs; absent: CRIU's own choice.
-    pub plugins: Option<PathBuf>,
-    /// Absent where the runtime is not runc.
-    pub criu: Option<CriuConfig>,
-}
-
-/// The GPU side of a restore.
-pub struct GpuPart {
-    /// For the driver; empty when every GPU stays.
-    pub pairs: Vec<GpuPair>,
-    /// Processes whose GPU state the image holds, by their pids in the container.
-    pub processes: Vec<CheckpointedProcess>,
-    pub criu: CriuConfig,
-    pub config: Config,
-    /// The driver worker.
-    pub worker: PathBuf,
-    /// firn-hook.
-    pub hook: PathBuf,
-}
 
 /// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
 #[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
@@ -78,7 +41,7 @@ pub async fn prepare(
     runc: &Runc,
     reaper: &Reaper,
     cancel: &CancellationToken,
-) -> Result<Prepared, RestoreError> {
+) -> Result<PreparedRestore, RestoreError> {
     let prepared = prepare_unless_refused(id, options, bundle, image, resolved, runc, reaper, cancel).await;
     prepared.map_err(|cause| RestoreError::Refused {
         image: image.to_owned(),
@@ -96,13 +59,13 @@ async fn prepare_unless_refused(
     runc: &Runc,
     reaper: &Reaper,
     cancel: &CancellationToken,
-) -> Result<Prepared, Refusal> {
+) -> Result<PreparedRestore, Refusal> {
     let spec = resolved.spec.clone();
     if spec.is_cri() && !compare::configured().restore.cri {
         return Err(Refusal::Cri);
     }
     let manifest = read_image(spec.clone(), image, cancel).await?;
-    let mut prepared = Prepared {
+    let mut prepared = PreparedRestore {
         image: image.to_owned(),
         flags: DumpFlags::default(),
         verified: None,
@@ -226,7 +189,7 @@ async fn gpu_part(
     let config = Config::load()?;
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
-    let mut gpu = Gpu::new(worker.clone(), reaper.clone(), config.deadlines.worker_end);
+    let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.worker_end);
     let inventory = gpu.inventory(config.deadlines.inventory).await;
     gpu.end().await;
     let inventory = inventory?;

@@ -10,15 +10,11 @@ use firn_oci::Spec;
 use super::prepare::is_own;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
-use crate::criu_leftovers::remove_roots;
-use crate::unmount::unmount_below;
+use crate::criu_leftovers::{remove_roots, unmount, unmount_yards};
 use firn_host::Chain;
 
 /// How long killed processes may take to be gone.
 const GONE: Duration = Duration::from_secs(20);
-
-/// Mounts that a CRIU which was killed leaves below its work directory.
-const CGYARD: &str = ".criu.cgyard.";
 
 /// CRIU's log in its work directory.
 pub const LOG: &str = "restore.log";
@@ -73,22 +69,6 @@ async fn kill_cgroup(container: &Container, spec: &Spec) {
 async fn sweep(state: &Path, work: &Path) {
     unmount_yards(work).await;
     unmount(&state.join("criu-root")).await;
-}
-
-/// Unmounts the cgroup tree that a killed CRIU left in its work directory. Order matters: a recursive delete of that
-/// directory would otherwise walk into cgroupfs.
-pub async fn unmount_yards(work: &Path) {
-    let entries = std::fs::read_dir(work).into_iter().flatten().flatten();
-    let is_yard = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(CGYARD);
-    for yard in entries.filter(is_yard) {
-        unmount(&yard.path()).await;
-    }
-}
-
-async fn unmount(path: &Path) {
-    if let Err(error) = unmount_below(path).await {
-        log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
-    }
 }
 
 #[cfg(test)]

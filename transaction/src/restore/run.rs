@@ -11,7 +11,7 @@ use firn_oci::{Spec, criu_config};
 use super::container::RestoreEffects;
 use super::error::{Cause, Refusal};
 use super::phases;
-use super::prepare::{GpuPart, Prepared, in_use, left_image};
+use super::prepare::{in_use, left_image};
 use super::rollback::{LOG, rollback, work_dir};
 use super::{RestoreError, compare};
 use crate::blocking::{stoppable, tidy};
@@ -21,6 +21,7 @@ use crate::image_dir::error_lines;
 use crate::journal::{Begin, Journal, Operation, Outcome, point};
 use crate::panics::caught;
 use crate::phase::Phase;
+use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, read_pid};
@@ -50,7 +51,7 @@ impl Restored {
     }
 
     /// Nothing of the container is left but its bundle. The error is that of one that was killed.
-    pub async fn abandon(self, container: &Container, prepared: &Prepared) -> RestoreError {
+    pub async fn abandon(self, container: &Container, prepared: &PreparedRestore) -> RestoreError {
         // Once more when firn's own code fails: every step of it may be repeated.
         for _ in 0..2 {
             if caught(roll_back(container, self.was_free, &self.journal))
@@ -77,7 +78,7 @@ impl Restored {
 /// nothing of the container is left but its bundle.
 pub async fn run(
     container: &Container,
-    prepared: &Prepared,
+    prepared: &PreparedRestore,
     pid_file: &Path,
     console: Option<PathBuf>,
     reaper: &Reaper,
@@ -205,7 +206,7 @@ async fn enter(journal: &Journal, phase: Phase) {
 }
 
 /// Order matters: right before CRIU reads them. What is written from now on is between CRIU and whoever writes.
-async fn check_again(prepared: &Prepared, cancel: &CancellationToken) -> Result<(), RestoreError> {
+async fn check_again(prepared: &PreparedRestore, cancel: &CancellationToken) -> Result<(), RestoreError> {
     let refused = |cause| RestoreError::Refused {
         image: prepared.image.clone(),
         cause,
@@ -223,7 +224,7 @@ async fn check_again(prepared: &Prepared, cancel: &CancellationToken) -> Result<
 /// As the stock shim does it, but that nothing is left of a restore that failed.
 async fn plain(
     container: &Container,
-    prepared: &Prepared,
+    prepared: &PreparedRestore,
     restore: Restore<'_>,
     log: PathBuf,
     was_free: bool,
@@ -278,7 +279,7 @@ fn free_cgroup(container: &Container) -> Result<(), Cause> {
     }
 }
 
-fn failed(prepared: &Prepared, cause: Cause) -> RestoreError {
+fn failed(prepared: &PreparedRestore, cause: Cause) -> RestoreError {
     RestoreError::Failed {
         image: prepared.image.clone(),
         cause,

@@ -7,13 +7,12 @@ use firn_oci::Spec;
 use serde_json::json;
 use tempfile::TempDir;
 
-use super::Prepared;
-use super::prepare::PlainPart;
 use crate::cgroup::Cgroup;
 use crate::cgroup::testing::Scratch;
 use crate::container::{Container, ContainerTraits, Process, StdioPaths};
 use crate::journal::{Begin, Journal, Operation};
 use crate::options::RuncOptions;
+use crate::prepared_restore::{PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::Runc;
 
@@ -83,8 +82,8 @@ fn name(scratch: &Scratch) -> String {
 }
 
 /// What is to be restored from `image`.
-pub(super) fn prepared(image: &Path) -> Prepared {
-    Prepared {
+pub(super) fn prepared(image: &Path) -> PreparedRestore {
+    PreparedRestore {
         image: image.to_owned(),
         flags: DumpFlags::default(),
         verified: None,

@@ -80,7 +80,7 @@ pub struct ResolvedSpec {
 
 /// Applies the GPU request of a spec. A spec without a request stays as it is, and so does one whose kind of
 /// request the configuration does not enable.
-pub(super) async fn resolve(
+pub(crate) async fn resolve(
     spec: Spec,
     bundle: &Path,
     wrapper: Option<&Path>,

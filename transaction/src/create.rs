@@ -4,8 +4,6 @@
 //! checkpointed, or for the restore of a checkpoint. Whoever creates the container mounts its rootfs before,
 //! and runs the OCI runtime after.
 
-mod gpu_request;
-
 use std::path::Path;
 
 use firn_host::Chain;
@@ -14,12 +12,14 @@ use firn_oci::{Spec, SpecError, nccl};
 use crate::cancel::CancellationToken;
 use crate::checkpoint::{self, CheckpointError};
 use crate::container::ContainerTraits;
+use crate::gpu_request;
 use crate::options::RuncOptions;
+use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
 use crate::restore::{self, RestoreError};
 use crate::runc::Runc;
 
-pub use gpu_request::{GpuRequestError, ResolvedSpec};
+pub use crate::gpu_request::GpuRequestError;
 
 /// The container that a client asks for.
 pub struct Request<'a> {
@@ -41,7 +41,7 @@ pub struct PreparedBundle {
     pub traits: ContainerTraits,
     pub runc: Runc,
     /// Absent for a container that is not restored.
-    pub restore: Option<restore::Prepared>,
+    pub restore: Option<PreparedRestore>,
 }
 
 /// Why a container is not created. Nothing has been started.

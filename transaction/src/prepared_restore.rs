@@ -1,0 +1,46 @@
+//! What Create has decided about a restore, for Start.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use firn_config::Config;
+use firn_gpu::GpuPair;
+use firn_image::manifest::{CheckpointedProcess, DumpFlags, Verified};
+use firn_oci::criu_config::CriuConfig;
+
+/// A checkpoint that Start can restore.
+pub struct PreparedRestore {
+    /// CRIU image directory.
+    pub image: PathBuf,
+    /// Flags of the dump, which the restore repeats.
+    pub flags: DumpFlags,
+    /// What its files were when they were checked; absent without a manifest.
+    pub verified: Option<Arc<Verified>>,
+    /// What CRIU is told of an image without GPU state; absent where it cannot be told.
+    pub plain: PlainPart,
+    /// Absent when the source had no GPU.
+    pub gpu: Option<GpuPart>,
+}
+
+/// The restore of an image without GPU state.
+#[derive(Default)]
+pub struct PlainPart {
+    /// CRIU's plugins for AMD's GPUs; absent: CRIU's own choice.
+    pub plugins: Option<PathBuf>,
+    /// Absent where the runtime is not runc.
+    pub criu: Option<CriuConfig>,
+}
+
+/// The GPU side of a restore.
+pub struct GpuPart {
+    /// For the driver; empty when every GPU stays.
+    pub pairs: Vec<GpuPair>,
+    /// Processes whose GPU state the image holds, by their pids in the container.
+    pub processes: Vec<CheckpointedProcess>,
+    pub criu: CriuConfig,
+    pub config: Config,
+    /// The driver worker.
+    pub worker: PathBuf,
+    /// firn-hook.
+    pub hook: PathBuf,
+}
