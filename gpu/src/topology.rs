@@ -129,8 +129,13 @@ mod tests {
 
     #[test]
     fn what_is_missing_in_a_file_is_not_known() {
-        let read: Topology = serde_json::from_str("{}").unwrap();
+        let read: Topology = serde_json::from_str(r#"{"links":[],"numa":{}}"#).unwrap();
         assert!(read.is_empty());
+        let without_links = serde_json::from_str::<Topology>("{}").unwrap_err();
+        assert!(
+            without_links.to_string().contains("missing field `links`"),
+            "{without_links}"
+        );
         let text = format!(r#"{{"gpus":["{}","{}"]}}"#, uuid(1), uuid(2));
         let link: Link = serde_json::from_str(&text).unwrap();
         assert_eq!((link.nvlinks, link.path), (None, None));

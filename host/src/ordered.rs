@@ -1,7 +1,7 @@
 //! Ordered collections of few items, in little code.
 //!
-//! `collect` into a tree of the standard library sorts first, and each sort of a type is 4 KB of code: 2 % of the shim
-//! altogether.
+//! `collect` into a tree of the standard library sorts first, and each sort of a type is 4 KB of code: 2 % of
+//! the shim altogether.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,8 +19,8 @@ pub fn map_of<K: Ord, V>(pairs: impl IntoIterator<Item = (K, V)>) -> BTreeMap<K,
     map
 }
 
-/// Sorts by `key` and keeps the order of items with equal keys. For lists of some hundred items at most: the time
-/// grows with the square of their number.
+/// Sorts by `key` and keeps the order of items with equal keys. For lists of some hundred items at most: the
+/// time grows with the square of their number.
 pub fn sort_few_by_key<T, K: Ord>(items: &mut [T], mut key: impl FnMut(&T) -> K) {
     for end in 1..items.len() {
         let mut at = end;

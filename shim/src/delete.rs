@@ -112,7 +112,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     if let Some(recovery) = &mut recovery {
         // Order matters: containerd removes its directory at this very moment.
         recovery.rescue(bundle).await;
-        recovery.tell();
+        recovery.report_image();
         recovery.end_programs(KILL_LIMIT).await;
     }
     // Order matters: a restore that was cut off leaves processes that the runtime does not know, and a frozen

@@ -49,7 +49,8 @@ const DISCONNECT_LIMIT: Duration = Duration::from_secs(1);
 pub enum ServerError {
     /// Descriptor 3 is not what `start` passes on.
     #[error(
-        "no listener on descriptor {LISTENER_FD} hint: the shim is started by containerd with the action start"
+        "no listener on descriptor {LISTENER_FD} hint: the shim is started by containerd with the action \
+         start"
     )]
     Listener(#[source] io::Error),
     /// The socket given with `-socket` could not be bound.

@@ -20,14 +20,14 @@ const SHIM: &str = env!("CARGO_BIN_EXE_containerd-shim-firn-v2");
 const NAMESPACE: &str = "firn-start-test";
 const SOON: Duration = Duration::from_secs(20);
 
-/// A directory of bundles, whose containers all belong to one pod, and of their socket.
+/// A directory of bundles whose containers all belong to one pod, and a directory for their socket.
 struct Node {
     dir: tempfile::TempDir,
 }
 
 impl Node {
     fn new() -> Self {
-        // Short: socket paths are limited.
+        // Short, because the length of socket paths is limited.
         let dir = tempfile::Builder::new()
             .prefix("firn")
             .tempdir_in("/tmp")
@@ -80,7 +80,7 @@ impl Node {
             .unwrap()
             .write_all(&params.write_to_bytes().unwrap())
             .unwrap();
-        // Returns only when no process holds stdout or stderr, so it also tells that the server does not.
+        // Returns only when no process holds stdout or stderr, so it also proves that the server does not.
         start.wait_with_output().unwrap()
     }
 
@@ -101,7 +101,7 @@ impl Node {
     }
 }
 
-/// Ends what a failed test would leave behind.
+/// Kills the servers that a failed test would leave behind.
 impl Drop for Node {
     fn drop(&mut self) {
         for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -137,7 +137,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// The server is a child of ours only until `start` has ended, so a zombie is not what is left.
+/// The server is the test's child only until `start` has ended, so it does not remain as a zombie.
 fn until_gone(pid: Pid) {
     until("the end of the server", || {
         !Path::new(&format!("/proc/{pid}")).exists()
@@ -145,7 +145,7 @@ fn until_gone(pid: Pid) {
 }
 
 #[test]
-fn a_pod_has_one_server_until_it_is_told_to_end() {
+fn a_pod_has_one_server_until_it_is_shut_down() {
     let node = Node::new();
     let (first, second) = (node.bundle("c1"), node.bundle("c2"));
     let address = node.started("c1");
@@ -186,7 +186,7 @@ fn a_killed_server_is_replaced_and_a_terminated_one_cleans_up() {
     kill(pid, Signal::SIGKILL).unwrap();
     until_gone(pid);
     let socket = Path::new(address.strip_prefix("unix://").unwrap());
-    assert!(socket.exists(), "nobody was there to remove it");
+    assert!(socket.exists(), "a killed server removed it");
 
     assert_eq!(node.started("c1"), address);
     let pid = shim_pid(&address);
@@ -196,7 +196,7 @@ fn a_killed_server_is_replaced_and_a_terminated_one_cleans_up() {
 }
 
 #[test]
-fn what_the_server_says_goes_into_the_fifo() {
+fn the_servers_log_goes_into_the_fifo() {
     let node = Node::new();
     let bundle = node.bundle("c1");
     let mut log = File::options()
@@ -241,7 +241,7 @@ fn a_failed_start_leaves_nothing() {
     );
     assert!(!bundle.join("address").exists() && !node.sockets().exists());
 
-    // The socket is made before this fails.
+    // The socket is created before this failure.
     fs::write(bundle.join("config.json"), "{}").unwrap();
     fs::create_dir_all(bundle.join("address/in-the-way")).unwrap();
     let output = node.start("c1");
@@ -254,7 +254,7 @@ fn a_failed_start_leaves_nothing() {
 }
 
 #[test]
-fn a_wrong_command_line_is_told_from_a_failure() {
+fn a_wrong_command_line_is_distinguished_from_a_failure() {
     let run = |args: &[&str]| {
         Command::new(SHIM)
             .args(args)

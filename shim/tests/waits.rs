@@ -1,5 +1,5 @@
-//! Keeps docs/reference/waits.md true: every kind of wait in every file of the shim and of the transaction
-//! crate stands there, with its deadline.
+//! Keeps docs/reference/waits.md true: it lists every kind of wait in every file of the shim and of the
+//! transaction crate, with its deadline.
 #![allow(
     clippy::unwrap_used,
     reason = "a page or a source that cannot be read is a test that fails"
@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// Calls that wait. Those that begin with a dot are methods of anything.
+/// Calls that wait. Those that begin with a dot are methods of any type.
 const WAITS: [&str; 23] = [
     "blocking(",
     "stoppable(",
@@ -49,7 +49,7 @@ fn is_word(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || byte == b'_'
 }
 
-/// Whether the code calls it; its definition is no call.
+/// Whether the code calls the function; its definition is no call.
 fn calls(code: &str, wait: &str) -> bool {
     code.match_indices(wait).any(|(at, _)| {
         let before = &code[..at];
@@ -122,7 +122,7 @@ fn of_page(page: &str) -> Waits {
 }
 
 #[test]
-fn every_wait_stands_in_the_list_with_its_deadline() {
+fn the_list_has_every_wait_with_its_deadline() {
     let shim = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = fs::read_to_string(shim.join("../docs/reference/waits.md")).unwrap();
     let (listed, mut found) = (of_page(&page), Waits::new());
@@ -134,7 +134,7 @@ fn every_wait_stands_in_the_list_with_its_deadline() {
         assert_eq!(
             listed.get(file),
             Some(waits),
-            "docs/reference/waits.md, row {file}: say how long each wait lasts; second cell: {}",
+            "docs/reference/waits.md, row {file}: state how long each wait lasts; second cell: {}",
             cell.join(" ")
         );
     }

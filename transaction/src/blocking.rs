@@ -1,4 +1,4 @@
-//! The way for work that may block, as on files of an image: beside the one thread that answers clients.
+//! Runs work that may block, such as reads of image files, off the one thread that answers clients.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,31 +9,31 @@ use tokio::task::JoinError;
 
 use crate::cancel::CancellationToken;
 
-/// Why work that blocks is not waited for any more.
+/// Why blocking work is not awaited any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
     Late,
     Cancelled,
 }
 
-/// As [`blocking`], but not waited for longer than `limit` and once the container is to end. The work is told
-/// by the flag that it is to stop; where it hangs in the kernel, its thread is left.
+/// As [`blocking`], but waits at most for `limit`, and not once `cancel` is set. The flag then stops the
+/// work; if the work hangs in the kernel, its thread stays behind.
 pub async fn stoppable<T: Send + 'static>(
     limit: Duration,
     cancel: &CancellationToken,
     work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
 ) -> Result<T, Left> {
     let stop = Stop::default();
-    let heeded = stop.0.clone();
+    let flag = stop.0.clone();
     tokio::select! {
         biased;
         () = cancel.cancelled() => Err(Left::Cancelled),
-        done = blocking(move || work(&heeded)) => Ok(done),
+        done = blocking(move || work(&flag)) => Ok(done),
         () = tokio::time::sleep(limit) => Err(Left::Late),
     }
 }
 
-/// Set when it is dropped.
+/// Sets the flag when dropped.
 #[derive(Default)]
 struct Stop(Arc<AtomicBool>);
 
@@ -43,11 +43,11 @@ impl Drop for Stop {
     }
 }
 
-/// How long files are waited for that are only tidied away, or read for a message.
+/// Deadline of work on files that are only cleaned up, or read for a message.
 pub const TIDY: Duration = Duration::from_secs(10);
 
-/// As [`blocking`], for what changes nothing but a message or what lies about: nobody waits longer than
-/// [`TIDY`] for it.
+/// As [`blocking`], for clean-up and for details of messages: waits at most [`TIDY`] and then returns the
+/// default.
 pub async fn tidy<T: Default + Send + 'static>(
     what: &'static str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -61,21 +61,21 @@ pub async fn tidy<T: Default + Send + 'static>(
     }
 }
 
-/// Runs `work` on another thread, to its end also if the caller goes away.
+/// Runs `work` on another thread, to its end even if the caller is dropped.
 ///
-/// Not for spawning processes, which the kernel ends together with the thread that spawned them.
+/// Not for spawning processes: the parent-death signal would kill them when that thread ends.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, done) = oneshot::channel();
     run(Box::new(move || drop(send.send(work())))).await;
     match done.await {
         Ok(done) => done,
-        // The runtime is shutting down, and this task with it: `run` has panicked otherwise.
+        // The async runtime is shutting down, and this task with it: a panic of `work` was already resumed in
+        // `run`.
         Err(_) => std::future::pending().await,
     }
 }
 
-/// Boxed, because tokio's own code for a task is compiled once more for each kind of task: a tenth of the
-/// shim.
+/// Boxed, because tokio's task code is compiled once for each type of task: a tenth of the shim's code.
 async fn run(work: Box<dyn FnOnce() + Send>) {
     match tokio::task::spawn_blocking(work)
         .await
@@ -83,7 +83,7 @@ async fn run(work: Box<dyn FnOnce() + Send>) {
     {
         Ok(()) => {}
         Err(Ok(panic)) => std::panic::resume_unwind(panic),
-        // Refused by a runtime that is shutting down, and this task with it.
+        // Refused by an async runtime that is shutting down, and this task with it.
         Err(Err(_)) => std::future::pending().await,
     }
 }
@@ -93,29 +93,29 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn work_that_is_left_is_told_to_stop() {
-        for asked in [false, true] {
-            let (said, mut stopped) = tokio::sync::mpsc::channel(1);
+    async fn work_that_is_not_awaited_any_more_is_stopped() {
+        for is_cancelled in [false, true] {
+            let (report, mut stopped) = tokio::sync::mpsc::channel(1);
             let cancel = CancellationToken::default();
             let work = move |stop: &AtomicBool| {
                 while !stop.load(Ordering::Relaxed) {
                     std::thread::yield_now();
                 }
-                said.blocking_send(()).unwrap();
+                report.blocking_send(()).unwrap();
             };
             let kill = async {
                 tokio::task::yield_now().await;
-                if asked {
+                if is_cancelled {
                     cancel.cancel();
                 }
             };
-            let limit = if asked {
+            let limit = if is_cancelled {
                 Duration::from_secs(600)
             } else {
                 Duration::from_millis(10)
             };
             let (left, ()) = tokio::join!(stoppable(limit, &cancel, work), kill);
-            assert_eq!(left, Err(if asked { Left::Cancelled } else { Left::Late }));
+            assert_eq!(left, Err(if is_cancelled { Left::Cancelled } else { Left::Late }));
             stopped.recv().await.unwrap();
         }
         let done = stoppable(Duration::from_secs(600), &CancellationToken::default(), |_| 7).await;

@@ -1,7 +1,8 @@
-//! Cutting a checkpoint or restore short because its container is to end: nothing of it is waited for any more.
+//! Cancels a checkpoint or restore because its container is to end: no phase of it is awaited any more.
 //!
-//! Who kills asks for it by [`Container::cut_off`](super::Container::cut_off). The transaction leaves whatever it waits
-//! for, ends CRIU first, which holds the tasks by ptrace, and then the tasks; [`CancellationToken::untraced`] tells when CRIU is gone.
+//! Kill cancels it by [`Container::cancel_transaction`](super::Container::cancel_transaction). The
+//! transaction then stops waiting, kills CRIU first, which holds the tasks by ptrace, and then the tasks;
+//! [`CancellationToken::untraced`] resolves when CRIU has ended.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -10,38 +11,38 @@ use tokio::sync::watch;
 
 #[derive(Clone, Copy, Default)]
 struct Progress {
-    asked: bool,
+    cancelled: bool,
     criu: bool,
 }
 
-/// A transaction as those see it who may cut it off; cheap to clone.
+/// Cancels a transaction; cheap to clone.
 #[derive(Clone, Default)]
 pub struct CancellationToken(Arc<watch::Sender<Progress>>);
 
 impl CancellationToken {
     pub fn cancel(&self) {
-        self.0.send_modify(|progress| progress.asked = true);
+        self.0.send_modify(|progress| progress.cancelled = true);
     }
 
-    /// Whether the transaction is to end.
+    /// Whether the transaction was cancelled.
     pub fn is_cancelled(&self) -> bool {
-        self.0.borrow().asked
+        self.0.borrow().cancelled
     }
 
-    /// Waits until the transaction is to end.
+    /// Waits until the transaction is cancelled.
     pub async fn cancelled(&self) {
         let mut progress = self.0.subscribe();
-        let asked = progress.wait_for(|progress| progress.asked).await;
-        asked.map(drop).expect("the sender lives in self");
+        let changed = progress.wait_for(|progress| progress.cancelled).await;
+        changed.map(drop).expect("the sender lives in self");
     }
 
-    /// CRIU is at work on the container until the guard is dropped.
+    /// CRIU runs on the container until the guard is dropped.
     pub fn criu(&self) -> AtWork<'_> {
         self.0.send_modify(|progress| progress.criu = true);
         AtWork(self)
     }
 
-    /// Waits until no CRIU holds the tasks, but not longer than `limit`.
+    /// Waits until no CRIU holds the tasks, at most for `limit`.
     pub async fn untraced(&self, limit: Duration) {
         let mut progress = self.0.subscribe();
         let gone = progress.wait_for(|progress| !progress.criu);
@@ -51,7 +52,7 @@ impl CancellationToken {
     }
 }
 
-/// CRIU is at work.
+/// Guard while CRIU runs.
 pub struct AtWork<'a>(&'a CancellationToken);
 
 impl Drop for AtWork<'_> {
@@ -60,7 +61,7 @@ impl Drop for AtWork<'_> {
     }
 }
 
-/// The transaction of a container, of which there is one at a time.
+/// The transaction of a container, which has one at a time.
 #[derive(Default)]
 pub(super) struct Slot(Mutex<Option<CancellationToken>>);
 
@@ -71,7 +72,7 @@ impl Slot {
         TransactionGuard { slot: self, cancel }
     }
 
-    /// Whoever gets the transaction can rely on its end: it cannot be committed any more.
+    /// Cancels the transaction in progress, if there is one: it cannot be committed any more.
     pub(super) fn cancel_transaction(&self) -> Option<CancellationToken> {
         let current = self.lock();
         current.clone().inspect(CancellationToken::cancel)
@@ -90,17 +91,18 @@ impl Slot {
     }
 }
 
-/// A transaction is under way until this is dropped.
+/// A transaction is in progress until the guard is dropped.
 pub struct TransactionGuard<'a> {
     slot: &'a Slot,
     pub cancel: CancellationToken,
 }
 
 impl TransactionGuard<'_> {
-    /// Ends a transaction that has succeeded, unless it was cut off: then it comes back, to be rolled back.
+    /// Ends a transaction that has succeeded. Returns the guard if the transaction was cancelled; the caller
+    /// then rolls it back.
     ///
-    /// Order matters: `publish` makes known what a kill needs from now on. Nobody comes between it and the end: who kills finds
-    /// the transaction and cuts it off, or finds what was published.
+    /// Order matters: `publish` sets the state that a kill needs from now on, under the same lock as the end.
+    /// A kill therefore either finds the transaction and cancels it, or finds the published state.
     pub fn commit(self, publish: impl FnOnce()) -> Result<(), Self> {
         let mut current = self.slot.lock();
         if self.cancel.is_cancelled() {
@@ -113,7 +115,8 @@ impl TransactionGuard<'_> {
         Ok(())
     }
 
-    /// Ends a transaction that has failed. Whether it was cut off, and whoever has done that relies on the container's end.
+    /// Ends a transaction that has failed. Returns whether it was cancelled: the canceller then relies on the
+    /// container's end.
     pub fn end(self) -> bool {
         let mut current = self.slot.lock();
         *current = None;
@@ -133,7 +136,7 @@ mod tests {
     use crate::testing::log::warnings;
 
     #[tokio::test]
-    async fn only_a_transaction_that_is_under_way_is_cut_off() {
+    async fn only_a_transaction_in_progress_is_cancelled() {
         let slot = Slot::default();
         assert!(slot.cancel_transaction().is_none());
         let first = slot.begin();
@@ -149,7 +152,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_kill_cuts_a_transaction_off_or_finds_what_it_has_published() {
+    async fn a_kill_cancels_a_transaction_or_finds_its_published_state() {
         let slot = Slot::default();
         let mut published = false;
         assert!(slot.begin().commit(|| published = true).is_ok() && published);
@@ -161,19 +164,19 @@ mod tests {
         let guard = slot.begin();
         assert!(slot.cancel_transaction().is_some());
         let Err(guard) = guard.commit(|| panic!("it was published")) else {
-            panic!("a transaction that was cancel off was committed");
+            panic!("a cancelled transaction was committed");
         };
         assert!(
             slot.cancel_transaction().is_some(),
             "a rollback is no part of the transaction"
         );
-        assert!(guard.end(), "nobody hears of the kill");
+        assert!(guard.end(), "the cancellation is not reported");
         assert!(slot.cancel_transaction().is_none());
         assert!(!slot.begin().end());
     }
 
     #[tokio::test]
-    async fn who_kills_waits_for_criu() {
+    async fn a_kill_waits_for_criu() {
         let slot = Slot::default();
         let guard = slot.begin();
         let criu = guard.cancel.criu();
@@ -184,9 +187,9 @@ mod tests {
         drop(criu);
         waiting.await.unwrap();
     }
-    /// Time passes at once.
+    /// Paused time: timers fire at once.
     #[tokio::test(start_paused = true)]
-    async fn a_criu_that_does_not_end_is_told_and_not_waited_for_any_longer() {
+    async fn a_criu_that_does_not_end_is_logged_and_not_awaited_any_longer() {
         let cancel = CancellationToken::default();
         let criu = cancel.criu();
         warnings();

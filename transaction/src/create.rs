@@ -21,7 +21,7 @@ use crate::runc::Runc;
 
 pub use crate::gpu_request::GpuRequestError;
 
-/// The container that a client asks for.
+/// The container that a client requests.
 pub struct Request<'a> {
     pub id: &'a str,
     pub namespace: &'a str,
@@ -30,13 +30,13 @@ pub struct Request<'a> {
     /// The checkpoint to restore from.
     pub image: Option<&'a Path>,
     pub reaper: &'a Reaper,
-    /// Set when the client no longer wants the container.
+    /// Cancelled when the client no longer wants the container.
     pub cancel: &'a CancellationToken,
 }
 
 /// A bundle that the OCI runtime can create the container from, or restore it.
 pub struct PreparedBundle {
-    /// Those of the request, with the OCI runtime to call.
+    /// The options of the request, with the OCI runtime to call.
     pub options: RuncOptions,
     pub traits: ContainerTraits,
     pub runc: Runc,
@@ -57,7 +57,7 @@ pub enum PrepareError {
     Checkpoint(#[from] CheckpointError),
 }
 
-/// Makes the bundle one that the OCI runtime can use.
+/// Edits the bundle so that the OCI runtime can use it.
 pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareError> {
     let Request {
         id,

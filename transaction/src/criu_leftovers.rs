@@ -1,5 +1,6 @@
-//! What a CRIU that was killed leaves: the cgroup tree that it mounted in its work directory, and the empty directory in
-//! /tmp below which it mounted the root of a restore. The log of the restore has that directory's name.
+//! What a CRIU that was killed leaves: the cgroup tree that it mounted in its work directory, and the empty
+//! directory in /tmp below which it mounted the root of a restore. The log of the restore has that
+//! directory's name.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -14,7 +15,7 @@ use crate::unmount::unmount_below;
 /// Mounts that a killed CRIU leaves below its work directory.
 const CGYARD: &str = ".criu.cgyard.";
 
-/// How its name begins; mkdtemp adds the rest.
+/// How its name begins; mkdtemp adds a suffix.
 const PREFIX: &str = "/tmp/.criu.mntns.";
 const SUFFIX: usize = 6;
 
@@ -49,8 +50,8 @@ fn roots(log: &str) -> BTreeSet<String> {
     firn_host::ordered::set_of(names.map(|name| format!("{PREFIX}{name}")))
 }
 
-/// Unmounts the cgroup tree that a killed CRIU left in its work directory. Order matters: a recursive delete of that
-/// directory would otherwise walk into cgroupfs.
+/// Unmounts the cgroup tree that a killed CRIU left in its work directory. Order matters: a recursive delete
+/// of that directory would otherwise walk into cgroupfs.
 pub async fn unmount_yards(work: &Path) {
     let entries = std::fs::read_dir(work).into_iter().flatten().flatten();
     let is_yard = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(CGYARD);
@@ -71,8 +72,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_directory_is_read_off_the_log() {
-        let log = "(00.009354) mnt: \t\tWill mount 99 @ /tmp/.criu.mntns.TC9DFk/mnt-0000000099 /sys/firmware\n\
+    fn the_directory_is_found_in_the_log() {
+        let log = "(00.009354) mnt: \t\tWill mount 99 @ /tmp/.criu.mntns.TC9DFk/mnt-0000000099 \
+                   /sys/firmware\n\
                    (00.009366) mnt: \t\tWill mount 98 @ /tmp/.criu.mntns.TC9DFk/mnt-0000000098 /proc/keys\n\
                    mnt: Mount /tmp/.criu.mntns.../x and /tmp/.criu.mntns.TC\n";
         assert_eq!(roots(log), BTreeSet::from(["/tmp/.criu.mntns.TC9DFk".to_owned()]));

@@ -1,9 +1,10 @@
 //! The shim's end of the driver worker `firn-gpu`.
 //!
-//! The shim never loads the driver. A transaction makes one [`Gpu`], which starts a worker when it is first needed and
-//! ends it when dropped. Every call has a deadline that is kept here: the driver ignores its own lock timeout when the
-//! threads of the process cannot run, so a worker that overruns is killed, and the next call starts a new one. What a
-//! cut-off call did to a process is unknown until [`Gpu::states`] has been asked.
+//! The shim never loads the driver. A transaction creates one [`Gpu`], which starts a worker on first use and
+//! ends it when dropped. Every call has a deadline that is enforced here: the driver ignores its own lock
+//! timeout when the threads of the process cannot run, so a worker that exceeds the deadline is killed, and
+//! the next call starts a new one. The effect of an interrupted call on a process is unknown until
+//! [`Gpu::states`] was called.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -26,19 +27,19 @@ use crate::reaper::{Child, Reaper};
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
 
-/// How long a lock of several processes is tried at a time.
+/// Limit of one attempt to lock several processes.
 const LOCK_TRY: Duration = Duration::from_secs(1);
 
-/// The shortest limit for one.
+/// The shortest limit of an attempt.
 const LEAST: Duration = Duration::from_millis(100);
 
-/// A pause between two tries of a lock, never the same: ranks go through their steps in equal times.
+/// A random pause between two attempts to lock: the ranks of a job are equally fast.
 fn jitter() -> Duration {
     let random = RandomState::new().build_hasher().finish();
     Duration::from_millis(50 + random % 250)
 }
 
-/// The driver's call that gives GPU state back.
+/// The driver's call that restores GPU state.
 const RESTORE: &str = "cuCheckpointProcessRestore";
 
 /// A call of the driver worker that failed.
@@ -57,20 +58,21 @@ pub enum WorkerError {
     /// The worker ended in the middle of a call.
     #[error("the driver worker ended during {op}")]
     Died { op: &'static str },
-    /// The worker overran the deadline and was killed.
+    /// The worker exceeded the deadline and was killed.
     #[error("the driver did not finish {op} within {} s", limit.as_secs_f32())]
     Deadline { op: &'static str, limit: Duration },
-    /// A worker that was killed is still there: its call into the driver goes on, and another must not begin.
+    /// A killed worker still exists: its call into the driver continues, and another one must not begin.
     #[error("the driver worker {pid} does not end by SIGKILL, its last call is still under way")]
     Stuck { pid: i32 },
-    /// The worker's line is not of the protocol.
+    /// The worker's reply is not of the protocol.
     #[error("the driver worker answered {op} with a line that is not understood")]
     Protocol {
         op: &'static str,
         #[source]
         source: serde_json::Error,
     },
-    /// The restore was not begun: the driver spoils the state of a process that it cannot find room for.
+    /// The restore was not begun: the driver damages the state of a process for which it does not find enough
+    /// memory.
     #[error(
         "{gpu} has {} MiB of memory free, and {} MiB are needed",
         free >> 20,
@@ -87,7 +89,7 @@ pub enum WorkerError {
         #[source]
         source: DriverError,
     },
-    /// The driver answered success and the process is not in the state that this means.
+    /// The driver returned success, but the process is not in the expected state.
     #[error("pid {pid} is {state:?} after {op}")]
     State {
         pid: i32,
@@ -97,7 +99,7 @@ pub enum WorkerError {
 }
 
 impl WorkerError {
-    /// Whether a call took too long: cut off here, or given up by the driver.
+    /// Whether a call took too long: killed here, or timed out in the driver.
     fn is_late(&self) -> bool {
         match self {
             Self::Deadline { .. } => true,
@@ -106,8 +108,9 @@ impl WorkerError {
         }
     }
 
-    /// Whether the driver will never give this GPU state back. Seen of a restore that finds too little memory: that one, and
-    /// every later one, which answers as for a process that is gone (docs/evidence/gpu-runs.md).
+    /// Whether the driver will never restore this GPU state. This was seen after a restore that found too
+    /// little memory: it fails, and so does every later one, with the error for a process that has ended
+    /// (docs/evidence/gpu-runs.md).
     pub fn is_final(&self) -> bool {
         match self {
             Self::State { state, .. } => *state == Some(CudaState::Failed),
@@ -125,7 +128,7 @@ impl Problem for WorkerError {
         match self {
             Self::Start { .. } => remedy(
                 "FIRN-WORKER",
-                "install firn-gpu beside the shim, or name it under [worker] in the configuration",
+                "install firn-gpu in the shim's directory, or name it under [worker] in the configuration",
             ),
             Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => remedy(
                 "FIRN-WORKER",
@@ -137,7 +140,8 @@ impl Problem for WorkerError {
             ),
             Self::Stuck { .. } => remedy(
                 "FIRN-GPU-TIMEOUT",
-                "the driver hangs in the kernel (state D): dmesg may hold the reason; worker-end under [deadlines] bounds the wait",
+                "the driver hangs in the kernel (state D): dmesg may hold the reason; \
+                 worker-end under [deadlines] bounds the wait",
             ),
             Self::NoMemory { .. } => remedy(
                 "FIRN-GPU-OCCUPIED",
@@ -146,7 +150,8 @@ impl Problem for WorkerError {
             Self::Refused { hint, .. } => remedy("FIRN-DRIVER-MISSING", hint),
             Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => remedy(
                 "FIRN-GPU-UNSUPPORTED",
-                "the process uses what this driver cannot checkpoint or restore: managed memory, or memory shared with others",
+                "the process uses what this driver cannot checkpoint or restore: \
+                 managed memory, or memory shared with others",
             ),
             Self::Process { .. } => remedy(
                 "FIRN-GPU-DRIVER",
@@ -160,16 +165,16 @@ impl Problem for WorkerError {
     }
 }
 
-/// The driver, by way of a worker process.
+/// The driver, accessed through a worker process.
 pub struct Driver {
     program: PathBuf,
     reaper: Reaper,
     worker: Option<Worker>,
-    /// Killed and not known to be gone.
+    /// Killed, and possibly not ended yet.
     dying: Option<Child>,
-    /// How long it may take to be gone.
+    /// How long it may take to end.
     end: Duration,
-    /// Learns the worker's pid.
+    /// Records the worker's pid.
     journal: Option<Journal>,
 }
 
@@ -180,7 +185,8 @@ struct Worker {
 }
 
 impl Driver {
-    /// A driver whose worker is `program` and may take `end` to be gone when it is killed; nothing is started yet.
+    /// A driver whose worker is `program` and may take `end` to end when it is killed; nothing is started
+    /// yet.
     pub fn new(program: PathBuf, reaper: Reaper, end: Duration) -> Self {
         Self {
             program,
@@ -192,7 +198,7 @@ impl Driver {
         }
     }
 
-    /// Has the pids of its workers noted in a transaction's journal.
+    /// Records the pids of its workers in a transaction's journal.
     pub fn with_journal(self, journal: Journal) -> Self {
         Self {
             journal: Some(journal),
@@ -239,7 +245,7 @@ impl Driver {
         Ok(found)
     }
 
-    /// GPU memory that these use together on each GPU; empty when NVML reports it for none of them.
+    /// GPU memory that these processes use together on each GPU; empty when NVML reports it for none of them.
     pub async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<GpuMemory, WorkerError> {
         let request = Request::Memory { pids: pids.to_vec() };
         let (_, replies) = self.call("memory", &request, deadline).await?;
@@ -251,7 +257,7 @@ impl Driver {
         Ok(together)
     }
 
-    /// State of each process; one that has ended is left out.
+    /// State of each process; a process that has ended is omitted.
     pub async fn states(
         &mut self,
         pids: &[i32],
@@ -268,7 +274,7 @@ impl Driver {
         {
             match (state, error) {
                 (Some(state), None) => states.push((pid, state)),
-                // The driver's word for a process that has ended is an error too.
+                // For a process that has ended the driver returns an error too.
                 _ if !procfs::is_alive(pid) => {}
                 (_, Some(source)) => return Err(WorkerError::Process { pid, source }),
                 (None, None) => return Err(WorkerError::State { pid, op, state: None }),
@@ -279,8 +285,9 @@ impl Driver {
 
     /// Locks all; afterwards none of them calls into the driver.
     ///
-    /// Several may be ranks that wait for each other: one lock keeps a kernel from its GPU for which another rank's waits,
-    /// and that one's lock waits for its end. Then all are let go, and it is tried again somewhat later.
+    /// The processes may be ranks that wait for each other: the lock of one rank delays a kernel that another
+    /// rank's kernel waits for, and the lock of that other rank waits for its kernel to end. Then all are
+    /// unlocked, and the lock is tried again a little later.
     pub async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let end = Instant::now() + deadline;
         loop {
@@ -290,7 +297,7 @@ impl Driver {
             let limit = if is_last { left.max(LEAST) } else { LOCK_TRY };
             match self.try_lock(pids, limit).await {
                 Err(error) if !is_last && error.is_late() => {
-                    log::debug!("tries the lock again: {error}");
+                    log::debug!("trying the lock again: {error}");
                 }
                 done => return done,
             }
@@ -310,7 +317,7 @@ impl Driver {
             pids: pids.to_vec(),
             timeout_ms,
         };
-        // The driver gets the whole deadline; what it overruns is cut off a little later.
+        // The driver gets the whole deadline; if it exceeds that, the worker is killed a little later.
         self.all(
             "lock",
             pids,
@@ -321,16 +328,16 @@ impl Driver {
         .await
     }
 
-    /// Moves the GPU state of all into their own memory.
+    /// Moves the GPU state of all processes into their host memory.
     pub async fn checkpoint(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let request = Request::Checkpoint { pids: pids.to_vec() };
         self.all("checkpoint", pids, &request, deadline, CudaState::Checkpointed)
             .await
     }
 
-    /// Moves the GPU state of all back, onto other GPUs when `pairs` is not empty. They stay locked.
+    /// Restores the GPU state of all processes, onto other GPUs when `pairs` is not empty. They stay locked.
     ///
-    /// Not begun when a GPU has less memory free than `needs` says.
+    /// Fails before it begins when a GPU has less free memory than `needs`.
     pub async fn restore(
         &mut self,
         pids: &[i32],
@@ -347,7 +354,7 @@ impl Driver {
             .await
     }
 
-    /// Lets all call into the driver again.
+    /// Lets all processes call into the driver again.
     pub async fn unlock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let request = Request::Unlock { pids: pids.to_vec() };
         self.all("unlock", pids, &request, deadline, CudaState::Running)
@@ -426,7 +433,7 @@ impl Driver {
         self.worker.as_mut().ok_or(WorkerError::Died { op: "start" })
     }
 
-    /// Kills the worker and waits until it is gone, so that no call of it is under way any more.
+    /// Kills the worker and waits until it has ended, so that no call of it is in progress any more.
     pub async fn end(&mut self) {
         if let Some(Worker { child, .. }) = self.worker.take() {
             child.kill();
@@ -437,7 +444,7 @@ impl Driver {
         }
     }
 
-    /// Waits until the worker that was killed last is gone.
+    /// Waits until the worker that was killed last has ended.
     pub async fn gone(&mut self, limit: Duration) -> Result<(), WorkerError> {
         let Some(child) = &self.dying else { return Ok(()) };
         let pid = child.pid();
@@ -532,9 +539,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gpu_without_room_for_the_state_is_named_and_the_worker_serves_on() {
+    async fn a_gpu_without_enough_memory_is_named_and_the_worker_continues() {
         let directory = tempfile::tempdir().unwrap();
-        let answer = r#"{"no_memory":{"gpu":"GPU-01010101-0101-0101-0101-010101010101","free":1048576,"needed":8388609}}"#;
+        let uuid = "GPU-01010101-0101-0101-0101-010101010101";
+        let answer = format!(r#"{{"no_memory":{{"gpu":"{uuid}","free":1048576,"needed":8388609}}}}"#);
         let script = format!("while read -r line <&3; do echo '{answer}' >&3; done");
         let program = program(directory.path(), &script);
         let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(10));
@@ -558,13 +566,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn no_call_begins_before_a_killed_worker_is_gone() {
+    async fn no_call_begins_before_a_killed_worker_has_ended() {
         let directory = tempfile::tempdir().unwrap();
         let program = program(directory.path(), "exec sleep 1000");
         let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
         gpu.warm_up().unwrap();
         let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
-        // As in a call that cannot be interrupted: SIGKILL takes it to its end, not over it.
+        // As in a call that cannot be interrupted: after SIGKILL the worker stops at its exit and stays.
         ptrace::seize(worker, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
         let overrun = gpu.inventory(Duration::from_millis(1)).await;
         assert!(

@@ -16,7 +16,7 @@ use firn_gpu::CudaState;
 use crate::phase::Phase;
 use firn_gpu::CudaProcess;
 
-/// What a checkpoint and a restore have in common: the journal, and the way of GPU state back onto GPUs.
+/// What a checkpoint and a restore have in common: the journal, and the restore of GPU state.
 pub trait Gpu: Send {
     /// Why an effect failed.
     type Error: std::error::Error + Send + Sync + 'static;
@@ -37,12 +37,13 @@ pub trait Device: Gpu {
     fn leave(&mut self, phase: Phase, ok: bool) -> impl Future<Output = ()> + Send;
     /// Freezes the cgroup, if it is not frozen. A failure thaws it.
     fn freeze(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// Freezes the cgroup for threads that must not run. After a failure the freezer stays on: who can stop stops.
+    /// Freezes the cgroup for threads that must not run. After a failure the freezer stays on, so that every
+    /// thread stops that can.
     fn keep_frozen(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Thaws the cgroup, if it is frozen.
     fn thaw(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// Refuses processes that another program has locked or checkpointed. The driver reports the state of a running
-    /// process only.
+    /// Refuses processes that another program has locked or checkpointed. The driver reports the state of a
+    /// running process only.
     fn expect_running(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Holds all threads but the restore threads. The cgroup is frozen.
     fn hold(&mut self, except: BTreeSet<i32>) -> impl Future<Output = Result<(), Self::Error>> + Send;
@@ -54,8 +55,9 @@ pub trait Device: Gpu {
     fn gpu_lock(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// The driver copies the GPU state of all of these processes into their memory.
     fn gpu_checkpoint(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// The state of each process as the driver reports it: running, locked or checkpointed; without processes that have
-    /// gone. The driver finishes what it has begun with a process also when the caller was killed: this waits for that.
+    /// The state of each process as the driver reports it: running, locked or checkpointed; without processes
+    /// that have gone. The driver finishes what it has begun with a process also when the caller was killed:
+    /// this waits for that.
     fn states(
         &mut self,
         pids: &[i32],
@@ -64,10 +66,11 @@ pub trait Device: Gpu {
 
 /// The image of a container.
 pub trait Dump: Device {
-    /// Finds the CUDA processes and refuses what cannot be checkpointed. Changes nothing; the container may be frozen.
+    /// Finds the CUDA processes and refuses what cannot be checkpointed. Changes nothing; the container may
+    /// be frozen.
     fn inspect(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
-    /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and thaws the cgroup when
-    /// CRIU was killed. It cleans nothing up: the rollback must not wait for that.
+    /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and thaws the
+    /// cgroup when CRIU was killed. It cleans nothing up: the rollback must not wait for that.
     fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;
 }
 

@@ -1,21 +1,22 @@
-//! What must hold for everything that is read from the OCI runtime, the kernel and containers, whatever its bytes are.
+//! Properties that must hold for all input from the OCI runtime, the kernel and containers, whatever its
+//! bytes are.
 //!
-//! One function per fuzz target (fuzz/), each beside what it is about. The fuzzer calls them with what it makes up, the
-//! unit tests below with the kept corpus. What is asserted is more than "no panic", and is not worked out by the code
-//! that is under test.
+//! One function per fuzz target (fuzz/), each next to the code that it tests. The fuzzer calls them with
+//! generated input, the unit tests below with the stored corpus. The assertions go beyond "no panic", and
+//! their expected values are not computed by the code under test.
 
 pub use crate::cgroup::fuzz::cgroups_path;
 pub use crate::runc::fuzz::runtime_output;
 pub use crate::stdio::fuzz::stdio;
 
-/// A file with this content, which the next call replaces: for what reads files only.
+/// A file with this content, which the next call replaces: for parsers that read files only.
 pub fn file(content: &[u8]) -> std::path::PathBuf {
     let path = dir().join("file");
     std::fs::write(&path, content).expect("the temporary directory is writable");
     path
 }
 
-/// A directory that is there as long as the thread.
+/// A directory that exists as long as the thread.
 pub fn dir() -> std::path::PathBuf {
     thread_local! {
         static DIR: tempfile::TempDir = tempfile::tempdir().expect("there is a temporary directory");

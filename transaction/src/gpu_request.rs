@@ -28,10 +28,12 @@ pub enum GpuRequestError {
     #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
     Spec(SpecError),
     /// The report of `firn-hook convert`.
-    #[error("{code}: cannot give the container the GPUs that it asks for ({asked}): {message}. hint: {hint}")]
+    #[error(
+        "{code}: cannot give the container the GPUs that it asks for ({requested}): {message}. hint: {hint}"
+    )]
     Refused {
         code: String,
-        asked: String,
+        requested: String,
         message: String,
         hint: String,
     },
@@ -92,14 +94,15 @@ pub(crate) async fn resolve(
     let mut runtime = None;
     if let Rules::Wrapper(toolkit) = &rules {
         runtime = toolkit.runtime().map(|path| path.to_string_lossy().into_owned());
-        // At a restore the wrapper gives nothing.
+        // At a restore the wrapper adds no GPUs.
         if !restores
             && let Some(reason) = not_ours(toolkit, &spec, runtime.is_some())
             && requested != GpuRequest::None
         {
             refuse_other_kinds(&requested)?;
             log::warn!(
-                "the container's GPUs are left to NVIDIA's container runtime, as firn does not follow {reason}"
+                "the container's GPUs are left to NVIDIA's container runtime, because firn does not follow \
+                 {reason}"
             );
             return Ok(ResolvedSpec::unchanged(spec, true));
         }
@@ -175,7 +178,7 @@ impl ResolvedSpec {
     }
 }
 
-/// The wrapper gives devices of every kind to who names them.
+/// Refuses CDI devices other than GPUs: NVIDIA's wrapper would give them to any container that names them.
 fn refuse_other_kinds(request: &GpuRequest) -> Result<(), GpuRequestError> {
     let GpuRequest::Named(request) = request else {
         return Ok(());
@@ -188,8 +191,8 @@ fn refuse_other_kinds(request: &GpuRequest) -> Result<(), GpuRequestError> {
     }
 }
 
-/// Why NVIDIA's wrapper has to make a container, by its configuration or by what it would give in addition to
-/// GPUs.
+/// Why NVIDIA's wrapper has to create a container, by its configuration or by what it would give in addition
+/// to GPUs.
 fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'static str> {
     let no_runtime = (!has_runtime).then_some("its choice of a runtime");
     toolkit
@@ -202,7 +205,7 @@ fn not_ours(toolkit: &Toolkit, spec: &Spec, has_runtime: bool) -> Option<&'stati
 #[derive(Default, Deserialize)]
 struct Given {
     devices: Vec<String>,
-    /// What they have, and the container's nodes do not grant.
+    /// Device nodes of the CDI devices that the container's own device nodes do not grant.
     #[serde(default)]
     left_out: Vec<String>,
 }
@@ -220,7 +223,7 @@ fn refused(request: &NamedGpus, stdout: &[u8], stderr: &[u8]) -> GpuRequestError
     match serde_json::from_slice::<Refusal>(stdout) {
         Ok(refusal) => GpuRequestError::Refused {
             code: refusal.code,
-            asked: request.devices.join(", "),
+            requested: request.devices.join(", "),
             message: refusal.message,
             hint: refusal.hint,
         },
@@ -234,14 +237,14 @@ fn summary(request: &NamedGpus, given: &Given) -> String {
     let by = match request.source {
         RequestSource::Cli => "a hook that runs nvidia-container-cli",
         RequestSource::RuntimeHook => "a hook of NVIDIA's container runtime",
-        RequestSource::Wrapper => "what NVIDIA's container runtime goes by",
+        RequestSource::Wrapper => "what NVIDIA's container runtime reads",
         RequestSource::Annotations => "annotations",
         RequestSource::Volumes => "mounts that stand for devices",
         RequestSource::Variable => "NVIDIA_VISIBLE_DEVICES",
     };
     let devices = given.devices.join(", ");
     let summary = format!(
-        "{} asked for by {by}: CDI devices {devices}",
+        "{} requested by {by}: CDI devices {devices}",
         request.devices.join(", ")
     );
     match given.left_out.is_empty() {
@@ -258,22 +261,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_wrapper_is_left_no_name_of_another_kind() {
-        let ask = |name: &str| {
+    fn a_device_of_another_kind_is_not_left_to_the_wrapper() {
+        let request = |name: &str| {
             GpuRequest::Named(NamedGpus {
                 source: RequestSource::Wrapper,
                 devices: vec!["0".to_owned(), name.to_owned()],
             })
         };
-        for ask in [
+        for accepted in [
             GpuRequest::None,
             GpuRequest::Nodes,
-            ask("nvidia.com/gpu=1"),
-            ask("runtime.nvidia.com/gpu=1"),
+            request("nvidia.com/gpu=1"),
+            request("runtime.nvidia.com/gpu=1"),
         ] {
-            assert!(refuse_other_kinds(&ask).is_ok(), "{ask:?}");
+            assert!(refuse_other_kinds(&accepted).is_ok(), "{accepted:?}");
         }
-        let refused = refuse_other_kinds(&ask("vendor.example/backup=host"))
+        let refused = refuse_other_kinds(&request("vendor.example/backup=host"))
             .unwrap_err()
             .to_string();
         assert!(
@@ -309,7 +312,8 @@ mod tests {
         assert!(error.is_no_spec());
         assert_eq!(
             error.to_string(),
-            "FIRN-NO-CDI-SPEC: cannot give the container the GPUs that it asks for (0, 1): none. hint: make one"
+            "FIRN-NO-CDI-SPEC: cannot give the container the GPUs that it asks for (0, 1): none. \
+             hint: make one"
         );
         let nonsense = refused(&request, b"", b"wrong usage\n").to_string();
         assert!(nonsense.starts_with("FIRN-CONVERT: ") && nonsense.contains(": wrong usage. "));

@@ -1,4 +1,4 @@
-//! The directory that receives an image, and CRIU's log beside it.
+//! The directory that receives an image, and CRIU's log next to it.
 
 mod dir;
 mod error;
@@ -31,7 +31,10 @@ pub fn error_lines(log: &Path) -> Vec<String> {
     let text = String::from_utf8_lossy(&text);
     let mut lines: Vec<String> = text
         .lines()
-        .filter_map(|line| line.split_once("Error ").map(|(_, said)| said.trim().to_owned()))
+        .filter_map(|line| {
+            line.split_once("Error ")
+                .map(|(_, error)| error.trim().to_owned())
+        })
         .collect();
     lines.split_off(lines.len().saturating_sub(QUOTED))
 }
@@ -43,7 +46,8 @@ mod tests {
     #[test]
     fn the_last_errors_of_a_log_are_quoted() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let log = "(00.1) Error (a.c:1): one\n(00.2) fine\n(00.3) Error (b.c:2): two\n(00.4) Error (c.c:3): three\n\
+        let log = "(00.1) Error (a.c:1): one\n(00.2) fine\n(00.3) Error (b.c:2): two\n\
+                   (00.4) Error (c.c:3): three\n\
                    (00.5) Error (d.c:4): four\n";
         fs::write(file.path(), log).unwrap();
         assert_eq!(

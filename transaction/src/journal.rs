@@ -1,8 +1,8 @@
 //! The journal of a transaction: what a checkpoint or restore is about to do is on disk before it is done.
 //!
-//! One file in the bundle, [`FILE`], for as long as the transaction lasts; none when nothing is under way. Each line is
-//! one JSON object, written by one call and synced, and is never changed. A last line that is cut short counts as not
-//! written.
+//! One file in the bundle, [`FILE`], for as long as the transaction lasts; none when nothing is under way.
+//! Each line is one JSON object, written by one call and synced, and is never changed. A last line that is
+//! cut short counts as not written.
 //!
 //! ```text
 //! begin                          which operation, on which container, with which image and work directory
@@ -10,10 +10,10 @@
 //! image                          what the image directory was, before the first file is put there
 //! memory                         GPU memory that the processes had when they were locked
 //! cuda, child                    processes that the operation touches or has started
-//! end                            the outcome; the file goes with it, unless the container is suspended
+//! end                            the outcome; then the file is removed, unless the container is suspended
 //! ```
 //!
-//! Who reads it: `recovery`, for a shim that was killed, and `checkpoint` after a panic.
+//! It is read by `recovery` after a shim was killed, and by `checkpoint` after a panic.
 
 #[cfg(debug_assertions)]
 mod failpoint;
@@ -52,10 +52,10 @@ const VERSION: u32 = 1;
 /// How long the file system of the bundle may take for a line.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// More than any transaction writes.
+/// Size limit of a journal that is read: more than any transaction writes.
 const LIMIT: u64 = 1 << 20;
 
-/// What is done to the container.
+/// The kind of transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Operation {
@@ -71,11 +71,11 @@ pub enum ImageWas {
     Absent,
     /// It held nothing.
     Empty,
-    /// Somebody has put something there.
+    /// It held files.
     Filled,
 }
 
-/// Which directory that was, as its path may name another one later.
+/// Identifies a directory, because its path may name another one later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirId {
     pub dev: u64,
@@ -96,13 +96,13 @@ pub enum Role {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// As it was asked for.
+    /// It did what the client requested.
     Done,
-    /// Nothing has changed.
+    /// It failed and was rolled back.
     Failed,
     /// The container has ended meanwhile.
     Ended,
-    /// The container is frozen, its GPU state could not be given back yet.
+    /// The container is frozen: its GPU state could not be restored yet.
     #[serde(alias = "lost")]
     Suspended,
 }
@@ -117,12 +117,12 @@ pub struct Begin {
     pub exit: bool,
     pub image: PathBuf,
     pub work: PathBuf,
-    /// The work directory is no one else's.
+    /// The work directory is firn's own.
     pub work_is_ours: bool,
     pub was_frozen: bool,
 }
 
-/// A child of the shim, told from a later owner of its pid by the time of its start.
+/// A child of the shim. Its start time distinguishes it from a later process with its pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChildProcess {
     pub role: Role,
@@ -156,7 +156,7 @@ enum Line {
     Cuda {
         processes: Vec<CudaProcess>,
     },
-    /// The complete image gets a second place.
+    /// The complete image is about to be put into a second directory.
     Rescue {
         dir: PathBuf,
     },
@@ -170,7 +170,7 @@ enum Line {
     },
 }
 
-/// The journal cannot be kept: nothing may be begun.
+/// The journal cannot be written: nothing may be begun.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write {}", path.display())]
 pub struct JournalError {
@@ -196,7 +196,7 @@ pub struct Journal(Arc<Open>);
 struct Open {
     file: File,
     path: PathBuf,
-    /// A line was not written in time: no other one is waited for, and may come after it.
+    /// A line was not written in time. No later line is written, because the late one may still come.
     hangs: AtomicBool,
 }
 
@@ -208,7 +208,7 @@ impl Journal {
         let open = move || {
             let mut options = OpenOptions::new();
             let file = options.append(true).create(true).mode(0o600).open(&at)?;
-            // What an earlier transaction has left was dealt with.
+            // Recovery has dealt with an earlier transaction.
             file.set_len(0)?;
             File::open(dir)?.sync_all()?;
             Ok(file)
@@ -234,7 +234,7 @@ impl Journal {
         }
     }
 
-    /// Goes on with the journal of a transaction whose code has failed.
+    /// Opens the journal of a transaction whose code has panicked, or that has left the container suspended.
     pub async fn resume(bundle: &Path) -> Result<Self, JournalError> {
         let path = bundle.join(FILE);
         let at = path.clone();
@@ -258,7 +258,7 @@ impl Journal {
         Ok(())
     }
 
-    /// What became of `phase`.
+    /// `phase` has ended, with success or not.
     pub async fn leave(&self, phase: Phase, ok: bool) {
         self.note(Line::Leave { phase, ok }).await;
     }
@@ -268,7 +268,7 @@ impl Journal {
         self.write(Line::Image { was, id }).await
     }
 
-    /// The image is complete, and is about to be rescued to `dir`.
+    /// The complete image is about to be put into a second directory, `dir`.
     pub async fn rescue(&self, dir: &Path) {
         let dir = dir.to_owned();
         self.note(Line::Rescue { dir }).await;
@@ -280,14 +280,14 @@ impl Journal {
         self.write(Line::Cuda { processes }).await
     }
 
-    /// What the processes need of each GPU when their state is given back.
+    /// The memory of each GPU that the processes need when their state is restored.
     pub async fn memory(&self, gpus: &GpuMemory) -> Result<(), JournalError> {
         self.write(Line::Memory { gpus: gpus.clone() }).await
     }
 
     /// A child works for the transaction.
     pub async fn child(&self, role: Role, pid: i32) {
-        // One that has ended already needs no note.
+        // A child that has ended already needs no line.
         if let Some(started) = procfs::started(pid) {
             self.note(Line::Child(ChildProcess { role, pid, started })).await;
         }
@@ -296,7 +296,7 @@ impl Journal {
     /// The transaction is over.
     pub async fn end(self, outcome: Outcome) {
         self.note(Line::End { outcome }).await;
-        // The way back is taken by it.
+        // Resume rolls back by this journal.
         if outcome != Outcome::Suspended {
             self.remove().await;
         }
@@ -309,7 +309,7 @@ impl Journal {
         }
     }
 
-    /// What comes too late to be refused.
+    /// Writes a line about what can no longer be refused.
     async fn note(&self, line: Line) {
         if let Err(error) = self.write(line).await {
             log::warn!("{}", firn_host::Chain(&error));
@@ -340,7 +340,7 @@ impl Journal {
     }
 }
 
-/// Does `work` on the journal's file system, which nobody waits for longer than [`PATIENCE`].
+/// Does `work` on the journal's file system. Waits no longer than [`PATIENCE`].
 async fn in_time<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
     let late = |_| Err(io::ErrorKind::TimedOut.into());
     tokio::time::timeout(PATIENCE, blocking(work))
@@ -348,29 +348,29 @@ async fn in_time<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send 
         .unwrap_or_else(late)
 }
 
-/// A transaction as its journal tells it.
+/// A transaction, as its journal records it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub begin: Begin,
     /// The phase that was entered last.
     pub phase: Option<Phase>,
-    /// The driver was asked to take GPU state.
+    /// The driver was called to checkpoint GPU state.
     pub gpu_checkpointing: bool,
     /// What the image directory was; none before it was written to.
     pub image_was: Option<ImageWas>,
     /// Which directory it is; none before it was made, and in journals of earlier versions.
     pub image_id: Option<DirId>,
-    /// Where the image was put that its client may remove.
+    /// The second directory of an image whose client may remove the first.
     pub rescue: Option<PathBuf>,
     /// The image is complete.
     pub dumped: bool,
     /// Every CUDA process that was ever seen.
     pub cuda: Vec<CudaProcess>,
-    /// Bytes of GPU memory that they had.
+    /// Bytes of GPU memory that they had, by GPU.
     pub memory: GpuMemory,
     pub children: Vec<ChildProcess>,
     pub outcome: Option<Outcome>,
-    /// Pids still mean what they did.
+    /// The journal is of this boot of the host: pids are still valid.
     pub same_boot: bool,
 }
 
@@ -386,7 +386,7 @@ impl Record {
         Ok(Self::parse(&text))
     }
 
-    /// None when there is not even a whole first line: then nothing was begun.
+    /// None without a whole first line: then nothing was begun.
     fn parse(text: &[u8]) -> Option<Self> {
         let whole = text.iter().rposition(|byte| *byte == b'\n')?;
         let mut lines = text[..whole]
@@ -447,7 +447,7 @@ impl Record {
     }
 }
 
-/// Names this boot of the host; empty, and then like no other, when the kernel does not tell.
+/// The id of this boot of the host. Empty if the kernel does not report it, and then equal to no other boot.
 fn boot() -> String {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     id.trim().to_owned()

@@ -1,7 +1,7 @@
 //! Checkpoint, restore, suspend and resume of a container, as transactions: every failure has one rollback.
 //!
-//! The crate calls the OCI runtime and the driver worker. It knows neither ttrpc nor containerd: the shim and the command line
-//! call it.
+//! The crate calls the OCI runtime and the driver worker. It knows neither ttrpc nor containerd: the shim and
+//! the command line call it.
 #![deny(unsafe_code)]
 
 pub mod blocking;

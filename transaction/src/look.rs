@@ -92,7 +92,7 @@ pub enum LookError {
         /// What the child looked at last.
         last: String,
     },
-    #[error("it was killed")]
+    #[error("the container was killed")]
     Killed,
     #[error("cannot look at {subject}: {output}")]
     Failed {

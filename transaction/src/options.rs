@@ -1,7 +1,7 @@
 //! The options that a client sends with a task, and the two files in the bundle that keep them for `delete`.
 //!
-//! `options.json` and `runtime` have the form that containerd-shim-runc-v2 gives them, and are read
-//! leniently, so that either shim can clean up after the other.
+//! `options.json` and `runtime` have the form that containerd-shim-runc-v2 uses, and are parsed leniently, so
+//! that either shim can clean up after the other.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -19,10 +19,10 @@ pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
 const OPTIONS_FILE: &str = "options.json";
 /// Name of the OCI runtime binary, in the bundle.
 const RUNTIME_FILE: &str = "runtime";
-/// No file of ours in a bundle is larger.
+/// Size limit of firn's files in a bundle.
 pub const MAX_FILE: u64 = 1 << 20;
 
-/// Options of a task: `containerd.runc.v1.Options`, whichever way they were sent.
+/// Options of a task: `containerd.runc.v1.Options`, in any of the encodings that clients use.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RuncOptions {
@@ -50,7 +50,7 @@ pub struct RuncOptions {
     /// CRIU binary; sent by containerd 1.x only.
     #[serde(skip_serializing_if = "is_default")]
     pub criu_path: String,
-    /// Have systemd make the cgroups.
+    /// Let systemd create the cgroups.
     #[serde(skip_serializing_if = "is_default")]
     pub systemd_cgroup: bool,
     /// Where a checkpoint's image goes when the request names no path.
@@ -74,7 +74,7 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 /// A file of the bundle could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// Reading failed, for another reason than that there is no such file.
+    /// Reading failed, for another reason than a missing file.
     #[error("cannot read {path}")]
     Read {
         /// The file.
@@ -110,7 +110,7 @@ impl RuncOptions {
         }
     }
 
-    /// NVIDIA's wrapper of runc, where that is the OCI runtime.
+    /// The OCI runtime if it is NVIDIA's wrapper of runc.
     pub fn wrapper(&self) -> Option<&Path> {
         Toolkit::is_wrapper(&self.binary_name).then(|| Path::new(&self.binary_name))
     }
@@ -137,7 +137,8 @@ impl RuncOptions {
         write_private(bundle.join(RUNTIME_FILE), self.binary_name.as_bytes())
     }
 
-    /// Reads what [`RuncOptions::save`], or Go's shim, left in the bundle; defaults where there is nothing.
+    /// Reads the files that [`RuncOptions::save`] or Go's shim wrote to the bundle; defaults where there are
+    /// none.
     pub fn load(bundle: &Path) -> Result<Self, FileError> {
         let path = bundle.join(OPTIONS_FILE);
         let mut options = match read_small(&path)? {
@@ -146,7 +147,7 @@ impl RuncOptions {
             }
             _ => Self::default(),
         };
-        // Go's shim trusts `runtime` and not the options; an older bundle may have only the former.
+        // Go's shim reads `runtime` and not the options; an older bundle may have only the former.
         if let Some(runtime) = read_small(&bundle.join(RUNTIME_FILE))? {
             let runtime = String::from_utf8_lossy(&runtime);
             if !runtime.trim().is_empty() {
@@ -195,9 +196,9 @@ pub struct CheckpointOptions {
     pub file_locks: bool,
     /// Namespaces that are restored empty.
     pub empty_namespaces: Vec<String>,
-    /// CRIU's way with cgroups: soft, full or strict.
+    /// CRIU's cgroups mode: soft, full or strict.
     pub cgroups_mode: String,
-    /// Where the daemon wants the image; the request's path counts, not this.
+    /// Where the daemon wants the image; unused, the request's path applies.
     pub image_path: String,
     /// CRIU's work directory.
     pub work_path: String,

@@ -1,4 +1,4 @@
-//! Code that panics must not leave half done what it has begun.
+//! Catches panics, so that a transaction can be rolled back after one.
 
 use std::any::Any;
 use std::future::{Future, poll_fn};
@@ -6,14 +6,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::task::Poll;
 
-/// What a caught panic carries; its message is on stderr by then.
+/// The payload of a caught panic; its message is already on stderr.
 pub type Panic = Box<dyn Any + Send>;
 
-/// Runs `work` to its end or to its panic, after which nothing of it is left.
+/// Runs `work` to its end or to its panic, and drops it.
 pub async fn caught<T>(work: impl Future<Output = T>) -> Result<T, Panic> {
     let mut work = pin!(work);
     poll_fn(
-        // Nobody sees what a panic has left half done but those who take it back by what is on disk.
+        // State that a panic left inconsistent is used only by the rollback, which works from the files on
+        // disk.
         |context| match catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(context))) {
             Ok(Poll::Ready(done)) => Poll::Ready(Ok(done)),
             Ok(Poll::Pending) => Poll::Pending,
@@ -36,7 +37,7 @@ mod tests {
         assert_eq!(quiet.await.unwrap(), 7);
         let panics = caught(async {
             tokio::task::yield_now().await;
-            panic!("told to");
+            panic!("on purpose");
         });
         assert!(panics.await.is_err());
     }

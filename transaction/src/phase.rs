@@ -1,8 +1,10 @@
-//! The phases of a checkpoint and of a restore. The journal, the timings, errors and failpoints use the same names.
+//! The phases of a checkpoint and of a restore. The journal, the timings, errors and failpoints use the same
+//! names.
 //!
 //! ```text
-//! checkpoint: inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump - manifest - gpu-restore - gpu-unlock   (leave running)
-//!                                                                                 - end                        (exit)
+//! checkpoint: inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump - manifest
+//!             leave running: - gpu-restore - gpu-unlock
+//!             exit:          - end
 //! restore:    criu-restore - compare - dev-repair - gpu-restore - gpu-unlock - continue
 //! any failure: rollback
 //! ```
@@ -15,7 +17,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// firn looks for reasons to refuse; nothing has been touched.
+    /// firn checks for reasons to refuse; nothing has been touched.
     Inspect,
     /// The driver locks the CUDA processes: their calls of the driver wait.
     GpuLock,
@@ -31,9 +33,9 @@ pub enum Phase {
     GpuRestore,
     /// The driver unlocks the processes. A phase of the timings only.
     GpuUnlock,
-    /// The image is complete, and the container ends as the client asked.
+    /// The image is complete, and the container ends as the client requested.
     End,
-    /// firn undoes a failed checkpoint or restore.
+    /// firn rolls back a failed checkpoint or restore.
     Rollback,
     /// CRIU restores the processes, stopped.
     CriuRestore,

@@ -1,5 +1,5 @@
-//! Signals to processes that are no children of the shim: through a descriptor, so that none reaches a
-//! stranger that has got the number of a process that is gone.
+//! Signals to processes that are no children of the shim. They are sent through a descriptor, so that none
+//! reaches an unrelated process that reuses the pid of one that has ended.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,8 +8,8 @@ use nix::errno::Errno;
 
 use crate::{procfs, sys};
 
-/// Sends a signal, if `is_meant` says so of the process that has this number when the descriptor is held.
-/// Whether it was sent.
+/// Sends a signal to the process with this pid if `is_meant` confirms, while the descriptor is open, that it
+/// is the intended process. Returns whether the signal was sent.
 pub fn signal(pid: i32, signal: i32, is_meant: impl FnOnce() -> bool) -> io::Result<bool> {
     send(sys::pidfd_open(pid), pid, signal, is_meant)
 }
@@ -21,7 +21,8 @@ fn send(
     is_meant: impl FnOnce() -> bool,
 ) -> io::Result<bool> {
     let sent = match opened {
-        // Order matters: what is looked at after the descriptor is held is who gets the signal.
+        // Order matters: a check that follows the opening of the descriptor applies to the process that gets
+        // the signal.
         Ok(process) => is_meant().then(|| sys::pidfd_signal(process, signal)),
         // Kernels before 5.3.
         Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
@@ -37,17 +38,17 @@ fn send(
     }
 }
 
-/// Whether a process is in the group that `leader`, started at `started`, has made.
+/// Whether a process is in the group that `leader`, started at `started`, created.
 ///
-/// The number of a group is not given away while somebody is in it. A process that has it and is not its
-/// leader of then shows that it was, and that this group is another one.
+/// The kernel does not reuse the id of a group while it has members. If the process with that pid is not the
+/// leader of then, the original group has ended, and this is another one.
 pub fn is_in_group(pid: i32, leader: i32, started: u64) -> bool {
     procfs::group(pid) == Some(leader)
         && procfs::started(pid).is_some_and(|at| at >= started)
         && procfs::started(leader).is_none_or(|at| at == started)
 }
 
-/// Kills once whoever is alive in that group, and tells who that was.
+/// Sends SIGKILL once to the living processes of that group, and returns their pids.
 pub fn kill_group(leader: i32, started: u64) -> Vec<i32> {
     let is_meant = |pid: i32| is_in_group(pid, leader, started) && procfs::is_alive(pid);
     let mut left = procfs::all();
@@ -88,10 +89,10 @@ mod tests {
     }
 
     #[test]
-    fn who_is_not_meant_any_more_gets_no_signal() {
+    fn a_process_that_is_not_the_intended_one_gets_no_signal() {
         let (mut child, pid) = sleeper("exec sleep 1000");
         assert!(!signal(pid, libc::SIGKILL, || false).unwrap());
-        assert!(procfs::is_alive(pid), "a stranger was killed");
+        assert!(procfs::is_alive(pid), "an unrelated process was killed");
         assert!(signal(pid, libc::SIGKILL, || true).unwrap());
         until("dead", || !procfs::is_alive(pid));
         let _ = child.wait();
@@ -99,23 +100,23 @@ mod tests {
             !signal(pid, libc::SIGKILL, || true).unwrap(),
             "nobody has the number"
         );
-        assert!(signal(-1, 0, || true).is_err(), "this is no number");
+        assert!(signal(-1, 0, || true).is_err(), "this is no pid");
     }
 
     #[test]
-    fn a_kernel_without_descriptors_of_processes_gets_the_number() {
+    fn a_kernel_without_pidfds_is_given_the_pid() {
         let none = || Err(Errno::ENOSYS.into());
         let (mut child, pid) = sleeper("exec sleep 1000");
         assert!(!send(none(), pid, libc::SIGKILL, || false).unwrap());
-        assert!(procfs::is_alive(pid), "a stranger was killed");
+        assert!(procfs::is_alive(pid), "an unrelated process was killed");
         assert!(send(none(), pid, libc::SIGKILL, || true).unwrap());
         until("dead", || !procfs::is_alive(pid));
         let _ = child.wait();
     }
 
     #[test]
-    fn a_group_is_killed_also_when_its_leader_is_gone_and_no_later_one() {
-        // The leader ends with its standard input: when it is waited for.
+    fn a_group_is_killed_after_its_leader_has_ended_and_a_later_one_is_not() {
+        // The leader ends when its standard input is closed, which `wait` does.
         let (mut leader, group) = sleeper("sleep 1000 & read gone");
         let started = procfs::started(group).unwrap();
         let (mut other, stranger) = sleeper("exec sleep 1000");
@@ -126,7 +127,7 @@ mod tests {
         };
         until("the member", || member().is_some());
         let member = member().unwrap();
-        // Whoever leads a group of this number and was started at another time has made another group.
+        // A group whose leader has this pid and another start time is another group.
         assert_eq!(kill_group(group, started + 1), Vec::<i32>::new());
         assert!(procfs::is_alive(member) && is_in_group(member, group, started));
         let _ = leader.wait();

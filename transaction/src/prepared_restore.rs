@@ -14,9 +14,9 @@ pub struct PreparedRestore {
     pub image: PathBuf,
     /// Flags of the dump, which the restore repeats.
     pub flags: DumpFlags,
-    /// What its files were when they were checked; absent without a manifest.
+    /// The image's files as they were verified; absent without a manifest.
     pub verified: Option<Arc<Verified>>,
-    /// What CRIU is told of an image without GPU state; absent where it cannot be told.
+    /// CRIU's settings for an image without GPU state.
     pub plain: PlainPart,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
@@ -33,7 +33,7 @@ pub struct PlainPart {
 
 /// The GPU side of a restore.
 pub struct GpuPart {
-    /// For the driver; empty when every GPU stays.
+    /// The GPU map for the driver; empty if every GPU stays the same.
     pub pairs: Vec<GpuPair>,
     /// Processes whose GPU state the image holds, by their pids in the container.
     pub processes: Vec<CheckpointedProcess>,

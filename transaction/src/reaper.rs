@@ -1,19 +1,20 @@
-//! Owns SIGCHLD and every wait of the process: no other part may call `wait*`, `std::process::Child::wait`,
-//! `Command::output` or `Command::status`. (A child that ends without SIGCHLD is not seen here; its maker
-//! waits: see `mounts::idmap`.)
+//! Owns SIGCHLD and every wait of the process: no other module may call `wait*`, `std::process::Child::wait`,
+//! `Command::output` or `Command::status`. (A child that ends without SIGCHLD is not seen here; its creator
+//! waits for it: see `mounts::idmap`.)
 //!
-//! Two kinds of exits arrive here. Those of processes spawned through [`Reaper::spawn`] go to their
-//! [`Child`]; all others, the container processes that the kernel handed to us as their subreaper, go to
-//! every subscriber in the order in which they were reaped.
+//! There are two kinds of exits. Those of processes spawned through [`Reaper::spawn`] go to their [`Child`];
+//! all others, those of the container processes whose subreaper this process is, go to every subscriber in
+//! the order in which they were reaped.
 //!
 //! Invariants:
 //! - No exit is missed: spawning and registering happen under the lock that reaping takes, and a subscriber
-//!   that exists before a `runc create` is forked sees the exit of whatever that call leaves behind.
-//! - A pid is signalled only while it is not yet reaped, so never a stranger that got the same number.
+//!   that exists before `runc create` is forked receives the exits of all processes that the call leaves
+//!   behind.
+//! - A pid is signalled only while it is not yet reaped, so never an unrelated process that reuses the pid.
 //! - Dropping a [`Child`] neither kills it nor leaves a zombie.
 //!
-//! The table is process-wide because waiting is: any number of handles, also of several runtimes (tests),
-//! share it.
+//! The table is process-wide because waiting is: any number of handles, also in several async runtimes
+//! (tests), share it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -33,18 +34,17 @@ use tokio::sync::watch;
 
 use crate::sys;
 
-/// How much of a command's stdout, and of its stderr, [`Reaper::output`] keeps; the rest is read and thrown
-/// away.
+/// How much of a command's stdout, and of its stderr, [`Reaper::output`] keeps; the rest is read and dropped.
 pub const OUTPUT_LIMIT: usize = 4 << 20;
 
-/// The largest pipe that the kernel makes for us: the commands' pipes keep the default size, which is
+/// Largest pipe that the kernel creates for this process. The commands' pipes have the default size, which is
 /// smaller.
 const MAX_PIPE: usize = 1 << 20;
 
-/// How long a killed command may take to disappear before it is left to the reaper.
+/// How long a killed command may take to end before it is left to the reaper.
 const KILL_GRACE: Duration = Duration::from_secs(2);
 
-/// The end of a process.
+/// The exit of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exit {
     /// The process.
@@ -66,7 +66,7 @@ static TABLE: Mutex<Table> = Mutex::new(Table {
 });
 
 fn table() -> MutexGuard<'static, Table> {
-    // The table is consistent after each statement that changes it, so a panic elsewhere does not spoil it.
+    // The table is consistent after each statement that changes it, so it stays usable after a panic.
     TABLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -80,7 +80,7 @@ impl Reaper {
         let mut sigchld = signal(SignalKind::child())?;
         tokio::spawn(async move {
             loop {
-                // Before the first wait too: a child may have gone before the handler was in place.
+                // Before the first wait too: a child may have ended before the handler was installed.
                 reap_all();
                 if sigchld.recv().await.is_none() {
                     return;
@@ -92,8 +92,8 @@ impl Reaper {
 
     /// Spawns a helper process that the kernel kills if the shim dies.
     ///
-    /// The kernel watches the calling *thread*: call this on the thread that runs the runtime, never on a
-    /// blocking pool thread, which ends when idle.
+    /// The parent-death signal is bound to the calling *thread*: call this on the thread that runs the async
+    /// runtime, never on a thread of the blocking pool, which ends when idle.
     pub fn spawn(&self, command: &mut Command) -> io::Result<Child> {
         sys::die_with_parent(command);
         self.spawn_surviving(command)
@@ -115,12 +115,12 @@ impl Reaper {
         })
     }
 
-    /// Sends a signal, given as a number, to a process that is nobody's [`Child`] but the kernel's gift to
-    /// us.
+    /// Sends a signal, given as a number, to a child of this process that is no [`Child`]: a container
+    /// process that was reparented to the shim.
     ///
-    /// `ESRCH` for one that was reaped, whoever has its number now.
+    /// `ESRCH` for a process that was reaped, even if its pid is reused.
     pub fn signal(&self, pid: i32, signal: u32) -> Result<(), Errno> {
-        // Nothing is reaped while this is held.
+        // No process is reaped while the lock is held.
         let table = table();
         if table.children.contains_key(&pid) || !sys::is_unreaped_child(pid) {
             return Err(Errno::ESRCH);
@@ -128,24 +128,24 @@ impl Reaper {
         sys::kill(pid, signal)
     }
 
-    /// All exits from now on of processes that are nobody's [`Child`], in order, never dropped.
+    /// All exits from now on of processes that are no [`Child`], in order, without loss.
     pub fn subscribe(&self) -> UnboundedReceiver<Exit> {
         let (sender, receiver) = unbounded_channel();
         table().subscribers.push(sender);
         receiver
     }
 
-    /// Runs a command to its end and collects what it printed, up to [`OUTPUT_LIMIT`] each.
+    /// Runs a command until it ends and collects its output, up to [`OUTPUT_LIMIT`] for each stream.
     ///
     /// A non-zero exit is not an error. When `limit` passes, the command is killed. Descendants that keep the
-    /// pipes open do not delay the answer.
+    /// pipes open do not delay the result.
     pub async fn output(&self, command: &mut Command, limit: Duration) -> Result<Output, OutputError> {
         self.output_with_input(command.stdin(Stdio::null()), &[], limit)
             .await
     }
 
-    /// As [`Reaper::output`], with `input` on the command's stdin. Also killed when nobody waits for its
-    /// output any more.
+    /// As [`Reaper::output`], with `input` on the command's stdin. The command is also killed when the future
+    /// is dropped.
     ///
     /// With empty `input` the command's stdin is left as the caller set it.
     pub async fn output_with_input(
@@ -178,11 +178,11 @@ impl Reaper {
         });
         let Ok(exit) = ended.await else {
             child.0.kill();
-            // In an uninterruptible sleep even SIGKILL waits; the reaper gets it whenever it ends.
+            // A process in an uninterruptible sleep does not end by SIGKILL yet; the reaper reaps it later.
             let _gone = tokio::time::timeout(KILL_GRACE, child.0.wait()).await;
             pipes.stderr.drain();
-            let said = String::from_utf8_lossy(&pipes.stderr.bytes);
-            let last = said.trim_end().lines().last().unwrap_or_default().to_owned();
+            let stderr = String::from_utf8_lossy(&pipes.stderr.bytes);
+            let last = stderr.trim_end().lines().last().unwrap_or_default().to_owned();
             return Err(OutputError::TimedOut { program, limit, last });
         };
         // Everything that the command itself wrote is in the pipes by now.
@@ -196,7 +196,7 @@ impl Reaper {
     }
 }
 
-/// Kills a command when its end is not waited for any more; one that has ended is not signalled.
+/// Kills the command when dropped; a command that has ended is not signalled.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -234,22 +234,22 @@ fn reap_all() {
 #[derive(Debug)]
 pub struct Child {
     pid: i32,
-    /// Write end of its stdin, when the command asked for a pipe.
+    /// Write end of its stdin, if the command set it to a pipe.
     pub stdin: Option<ChildStdin>,
-    /// Read end of its stdout, when the command asked for a pipe.
+    /// Read end of its stdout, if the command set it to a pipe.
     pub stdout: Option<ChildStdout>,
-    /// Read end of its stderr, when the command asked for a pipe.
+    /// Read end of its stderr, if the command set it to a pipe.
     pub stderr: Option<ChildStderr>,
     exit: watch::Receiver<Option<Exit>>,
 }
 
 impl Child {
-    /// The process id, for files of /proc and for messages. To signal the process use [`Child::signal`].
+    /// The pid, for files of /proc and for messages. To signal the process use [`Child::signal`].
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// Waits for the end of the process; may be called again, from several tasks, and dropped at any time.
+    /// Waits until the process has ended; may be called again, from several tasks, and dropped at any time.
     pub async fn wait(&self) -> Exit {
         let mut exit = self.exit.clone();
         let ended = exit.wait_for(Option::is_some).await;
@@ -259,36 +259,36 @@ impl Child {
             .expect("the table keeps the sender until it has sent the exit")
     }
 
-    /// Sends a signal; false when the process is gone.
+    /// Sends a signal; returns false when the process has ended.
     pub fn signal(&self, signal: Signal) -> bool {
         let table = table();
         table.children.contains_key(&self.pid()) && kill(Pid::from_raw(self.pid()), signal).is_ok()
     }
 
-    /// Sends SIGKILL to its process group, which it leads, when it was not reaped yet: until then the number
-    /// is nobody else's.
+    /// Sends SIGKILL to the process group that it leads, unless it was reaped: until then the pid is not
+    /// reused.
     pub fn kill_group(&self) {
         let table = table();
         if table.children.contains_key(&self.pid()) {
-            // There is nobody in it when it has not made one, or all are gone.
+            // ESRCH: it created no group, or all its processes have ended.
             let _none = killpg(Pid::from_raw(self.pid()), Signal::SIGKILL);
         }
     }
 
-    /// Sends SIGKILL, when the process is still there.
+    /// Sends SIGKILL, if the process was not reaped.
     pub fn kill(&self) {
         self.signal(Signal::SIGKILL);
     }
 }
 
-/// What a command left.
+/// Result of a command.
 #[derive(Debug)]
 pub struct Output {
-    /// How it ended.
+    /// Its exit.
     pub exit: Exit,
-    /// The head of what it printed.
+    /// The beginning of its stdout.
     pub stdout: Vec<u8>,
-    /// The head of what it complained.
+    /// The beginning of its stderr.
     pub stderr: Vec<u8>,
 }
 
@@ -299,7 +299,7 @@ impl Output {
     }
 }
 
-/// Why there is no output of a command.
+/// Why a command has no output.
 #[derive(Debug, thiserror::Error)]
 pub enum OutputError {
     /// It did not start.
@@ -318,19 +318,19 @@ pub enum OutputError {
         /// Cause.
         source: io::Error,
     },
-    /// It was killed for taking too long.
+    /// It was killed because it took too long.
     #[error("{program} did not end within {limit:?} and was killed")]
     TimedOut {
         /// The command.
         program: String,
         /// How long it had.
         limit: Duration,
-        /// The last line that it complained.
+        /// The last line of its stderr.
         last: String,
     },
 }
 
-/// Our ends of a command's pipes.
+/// The shim's ends of a command's pipes.
 struct Pipes {
     stdin: Option<pipe::Sender>,
     stdout: Capture,
@@ -347,15 +347,15 @@ impl Pipes {
         })
     }
 
-    /// Moves data until all pipes are at their end. May be dropped half way: what was read is kept.
+    /// Copies data until all pipes are at their end. May be dropped: data that was read is kept.
     async fn pump(&mut self, input: &[u8]) {
         let stdin = self.stdin.take();
         tokio::join!(feed(stdin, input), self.stdout.fill(), self.stderr.fill());
     }
 }
 
-/// Writes all of `input` and closes the pipe. A command that does not read its input says so by its exit
-/// status.
+/// Writes all of `input` and closes the pipe. Write errors are ignored: a command that needs its input fails
+/// by its exit status.
 async fn feed(stdin: Option<pipe::Sender>, mut input: &[u8]) {
     let Some(stdin) = stdin else { return };
     while !input.is_empty() && stdin.writable().await.is_ok() {
@@ -367,7 +367,7 @@ async fn feed(stdin: Option<pipe::Sender>, mut input: &[u8]) {
     }
 }
 
-/// The read end of a pipe and what came out of it.
+/// The read end of a pipe and the data that was read from it.
 struct Capture {
     pipe: Option<(pipe::Receiver, File)>,
     bytes: Vec<u8>,
@@ -399,10 +399,10 @@ impl Capture {
         }
     }
 
-    /// Reads what is there without waiting. It asks the pipe itself, not the runtime, whose view of
-    /// "readable" is as old as its last turn.
+    /// Reads pending data without waiting. It reads the pipe itself, because tokio's readiness may be out of
+    /// date.
     fn drain(&mut self) {
-        // A descendant may write faster than we read: take no more than a pipe can hold.
+        // A descendant may write faster than this reads: take no more than a pipe can hold.
         let mut room = MAX_PIPE;
         while let Some((_, file)) = self.pipe.as_ref().filter(|_| room > 0) {
             let mut chunk = [0; 16 << 10];

@@ -1,8 +1,9 @@
-//! Recovery from a checkpoint or restore whose shim was killed, by what its journal says.
+//! Recovery from a checkpoint or restore whose shim was killed, by its journal.
 //!
-//! A killed shim takes runc along, and not CRIU: that one goes on, holds the tasks, and may finish an image that nobody
-//! asked for any more. It is ended first. Then, once the container is dead, an image that is not complete is cleared from
-//! a directory that had nothing in it before; a complete one is kept. Every step may be repeated.
+//! runc ends with a killed shim, but CRIU does not: it goes on, holds the tasks, and may complete an image
+//! that nobody wants any more. Recovery ends CRIU first. Once the container is dead, it clears an incomplete
+//! image from a directory that was empty before the dump; a complete image is kept. Every step may be
+//! repeated.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,20 +21,20 @@ use crate::{pidfd, procfs};
 /// CRIU's name as the kernel has it.
 const CRIU: &str = "criu";
 
-/// Pause between two looks at who is left.
+/// Pause between two searches for remaining programs.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// How long an image may take to get a second place. The action `delete` has not much more.
+/// How long the link of an image to a second directory may take. The action `delete` has not much more time.
 const RESCUE: Duration = Duration::from_millis(1500);
 
-/// How long the programs of a transaction may take to end when a container is made in its bundle.
+/// How long the programs of an earlier transaction may take to end when a container is created in its bundle.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// A transaction that nobody has ended.
+/// A transaction whose journal is still in the bundle.
 pub struct Recovery(Record);
 
 impl Recovery {
-    /// That of the container in `bundle`, if there is one.
+    /// The open transaction of the container in `bundle`, if there is one.
     pub fn of(bundle: &Path) -> Option<Self> {
         match Record::read(bundle) {
             Ok(record) => Some(Self(record?)),
@@ -83,7 +84,8 @@ impl Recovery {
         }
     }
 
-    /// Gives a complete image a second place that its client may remove; containerd is at it already.
+    /// Links a complete image into a second directory if containerd may remove the first, as it does after
+    /// the shim's end.
     pub async fn rescue(&mut self, bundle: &Path) {
         let config = Config::load().unwrap_or_default();
         self.rescue_to(config.checkpoint.rescue_dir(), bundle).await;
@@ -114,10 +116,10 @@ impl Recovery {
             if !image.is_containerds() {
                 return None;
             }
-            let beside = rescue::beside(&path, &dir);
+            let sibling = rescue::sibling(&path, &dir);
             match rescue::link(&image, &dir) {
                 Ok(()) => Some(dir),
-                Err(_) => rescue::link_beside(&image, &beside).ok().map(|()| beside),
+                Err(_) => rescue::link_sibling(&image, &sibling).ok().map(|()| sibling),
             }
         });
         if let Ok(Some(dir)) = tokio::time::timeout(RESCUE, put).await {
@@ -137,8 +139,8 @@ impl Recovery {
         }
     }
 
-    /// What the transaction did before its shim was killed, and what is left of it.
-    pub fn tell(&self) {
+    /// Logs what the transaction was about to do when its shim was killed, and where a complete image is.
+    pub fn report_image(&self) {
         let Record {
             begin,
             phase,
@@ -149,7 +151,7 @@ impl Recovery {
             let phase = phase.unwrap_or(Phase::Inspect);
             log::warn!("the shim of {} was killed when about to {phase}", begin.container);
         }
-        // Its client may have removed it since.
+        // The client may have removed the image since.
         if begin.op == Operation::Checkpoint && self.is_complete() && self.image().exists() {
             log::warn!(
                 "the checkpoint of {} in {} is complete and can be restored",
@@ -166,7 +168,7 @@ impl Recovery {
         }
     }
 
-    /// What the journal tells.
+    /// The content of the journal.
     pub fn record(&self) -> &Record {
         &self.0
     }
@@ -183,13 +185,13 @@ impl Recovery {
     }
 }
 
-/// Ends whatever a transaction has left that was under way in this bundle before a container is made in it.
+/// Ends and clears what an earlier transaction has left, before a container is created in its bundle.
 pub async fn recover(bundle: &Path) {
     let Some(mut recovery) = Recovery::of(bundle) else {
         return;
     };
     recovery.rescue(bundle).await;
-    recovery.tell();
+    recovery.report_image();
     recovery.end_programs(LIMIT).await;
     recovery.clear().await;
     recovery.forget(bundle).await;
@@ -214,9 +216,9 @@ fn absent_is_fine(removed: std::io::Result<()>) -> std::io::Result<()> {
     }
 }
 
-/// Kills once whoever works for the transaction, and tells who is left.
+/// Sends SIGKILL once to every process that works for the transaction, and returns those that are left.
 fn kill(record: &Record) -> Vec<i32> {
-    // Pids of another boot, or of programs that the kernel has ended with it, say nothing.
+    // Pids of another boot mean nothing: those processes have ended.
     if !record.same_boot {
         return Vec::new();
     }

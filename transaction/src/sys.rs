@@ -1,6 +1,7 @@
-//! The system calls that have no safe wrapper: one function each, one call per `unsafe` block.
+//! System calls that have no safe wrapper: one function each, one call per `unsafe` block.
 //!
-//! Nothing else in this crate may be `unsafe`. The functions add no policy; their callers own it.
+//! No other module of this crate may be `unsafe`. The functions contain no policy; that is up to their
+//! callers.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -16,26 +17,25 @@ use nix::sys::signal::Signal;
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Pid, getpid, getppid};
 
-/// Arguments of `PR_SCHED_CORE`, of the width that prctl reads: a new cookie, for the caller, for its process
-/// group.
+/// Arguments of `PR_SCHED_CORE`, in the width that prctl reads: create a cookie, for the calling process, for
+/// its process group.
 const SCHED_CORE_CREATE: libc::c_ulong = 1;
 const OF_CALLER: libc::c_ulong = 0;
 const PIDTYPE_PGID: libc::c_ulong = 2;
 const NO_COOKIE: libc::c_ulong = 0;
 
-/// A process that was waited for: who, and the code containerd reports (128 + signal for a killed one).
+/// A reaped process: its pid, and the code that containerd reports (128 + signal for a killed one).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reaped {
     pub pid: i32,
     pub code: u32,
 }
 
-/// Reaps one exited child, of whatever kind; `None` when no child has exited or none is left.
+/// Reaps one exited child of any kind; `None` when no child has exited or none is left.
 ///
-/// Stops of processes that this process traces are reported too, whatever is asked for; they are taken off
-/// the list and passed over: the tracing thread looks at its tracees itself. The signal is read as a number,
-/// because nix's `WaitStatus` answers `EINVAL`, with the exit lost, for a process killed by a real-time
-/// signal.
+/// waitid also reports stops of this process's tracees, whatever the options are; these notices are consumed
+/// and skipped: the tracing thread polls its tracees itself. The signal is read as a number, because nix's
+/// `WaitStatus` returns `EINVAL`, and loses the exit, for a process killed by a real-time signal.
 pub fn reap_any() -> io::Result<Option<Reaped>> {
     loop {
         let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
@@ -72,9 +72,9 @@ pub fn reap_any() -> io::Result<Option<Reaped>> {
     }
 }
 
-/// Has the kernel kill the child with SIGKILL when the thread that spawns it ends.
+/// The kernel sends the child SIGKILL when the thread that spawned it ends.
 ///
-/// The thread, not the process: spawn from the thread that lives as long as the shim.
+/// It is the thread, not the process: spawn from the thread that lives as long as the shim.
 pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let arm = move || arm_parent_death(parent);
@@ -83,7 +83,7 @@ pub fn die_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(arm) };
 }
 
-/// Has the child and all that it starts make files that only root can read.
+/// The child and its descendants create files that only root can read.
 pub fn make_private_files(command: &mut Command) {
     let cancel = || {
         umask(Mode::from_bits_truncate(0o077));
@@ -96,19 +96,19 @@ pub fn make_private_files(command: &mut Command) {
 
 fn arm_parent_death(parent: Pid) -> io::Result<()> {
     prctl::set_pdeathsig(Signal::SIGKILL)?;
-    // Order matters: a parent that died before the prctl sends no signal any more.
+    // Order matters: a parent that died before the prctl causes no signal.
     if getppid() != parent {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
     Ok(())
 }
 
-/// Takes over a descriptor that the parent left open for this process, and keeps it from further children.
+/// Takes ownership of a descriptor that the parent left open for this process, and sets close-on-exec.
 ///
-/// Call it once per descriptor, before anything else in the process may open files.
+/// Call it once per descriptor, before any other code of the process may open files.
 pub fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: the caller's contract: nobody else in this process owns `fd`. A closed `fd` is found by the
-    // fcntl below; the wrong handle is then released without being closed.
+    // SAFETY: the caller's contract: no other code in this process owns `fd`. A closed `fd` is detected by
+    // the fcntl below; the invalid handle is then released without being closed.
     let owned = unsafe { OwnedFd::from_raw_fd(fd) };
     if let Err(errno) = fcntl(&owned, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
         std::mem::forget(owned);
@@ -117,7 +117,7 @@ pub fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(owned)
 }
 
-/// Gives the process group a core scheduling cookie of its own; children inherit it.
+/// Creates a core scheduling cookie for the process group; children inherit it.
 pub fn create_core_sched_group() -> io::Result<()> {
     // SAFETY: PR_SCHED_CORE takes numbers only, each of the width that prctl reads, and the last one must be
     // 0 for this command; no memory is passed.
@@ -134,7 +134,7 @@ pub fn create_core_sched_group() -> io::Result<()> {
     Ok(())
 }
 
-/// Sends a signal given as a number, also a real-time one, which nix's `Signal` lacks.
+/// Sends a signal given as a number, which may be a real-time one, which nix's `Signal` lacks.
 ///
 /// Only a single process is signalled: 0 and negative ids, which mean groups, are refused.
 pub fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
@@ -146,16 +146,16 @@ pub fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
     Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
 }
 
-/// Holds on to a process: the descriptor means this one also when another has got its number.
+/// Opens a descriptor of a process, which still refers to this process when its pid is reused.
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two numbers and no memory.
     let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
     let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just made the descriptor for us, and nobody else knows it.
+    // SAFETY: the kernel has just created the descriptor for this call; no other code knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sends a signal, given as a number, to the process that a descriptor of [`pidfd_open`] means.
+/// Sends a signal, given as a number, to the process of a descriptor of [`pidfd_open`].
 pub fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
     let fd = process.as_fd().as_raw_fd();
     let no_info = std::ptr::null::<libc::siginfo_t>();
@@ -164,8 +164,8 @@ pub fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
     Errno::result(rc).map(drop)
 }
 
-/// Sends a stopped tracee on its way with a signal, given as a number (real-time ones are not among nix's
-/// `Signal`), or none: 0.
+/// Resumes a stopped tracee with a signal, given as a number (nix's `Signal` has no real-time ones), or with
+/// none: 0.
 pub fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
     let nowhere = std::ptr::null_mut::<libc::c_void>();
     let signal =
@@ -175,8 +175,8 @@ pub fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
     Errno::result(unsafe { libc::ptrace(libc::PTRACE_CONT, tid, nowhere, signal) }).map(drop)
 }
 
-/// Whether `pid` is a child of this process that nobody has waited for: alive, or a zombie. Its number is not
-/// taken again while that is so.
+/// Whether `pid` is a child of this process that was not reaped: alive, or a zombie. Until it is reaped its
+/// pid is not reused.
 pub fn is_unreaped_child(pid: i32) -> bool {
     let Ok(id) = libc::id_t::try_from(pid) else {
         return false;
@@ -184,7 +184,7 @@ pub fn is_unreaped_child(pid: i32) -> bool {
     let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
     let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
     // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call; WNOWAIT leaves the
-    // child be.
+    // child unreaped.
     id != 0 && unsafe { libc::waitid(libc::P_PID, id, info.as_mut_ptr(), options) } == 0
 }
 
@@ -219,14 +219,14 @@ pub struct LoopFlags {
     pub direct_io: bool,
 }
 
-/// Number of a loop device that is free now. Somebody else may take it before it is configured.
+/// Number of a loop device that is free now. Another program may take it before it is configured.
 pub fn loop_get_free(control: impl AsFd) -> io::Result<u32> {
     // SAFETY: the request takes no argument and touches no memory of ours; a wrong descriptor is refused.
     let number = Errno::result(unsafe { libc::ioctl(control.as_fd().as_raw_fd(), LOOP_CTL_GET_FREE) })?;
     u32::try_from(number).map_err(io::Error::other)
 }
 
-/// Makes `device` show the content of `backing`, until its last user closes it.
+/// Attaches `backing` to the loop device, until its last user closes it.
 pub fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopFlags) -> io::Result<()> {
     const READ_ONLY: u32 = 1;
     const AUTOCLEAR: u32 = 4;
@@ -246,10 +246,9 @@ pub fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopFlags) -
     Ok(())
 }
 
-/// A child in a user namespace of its own without any mapping. It sleeps until it is killed or this thread
-/// ends.
+/// A child in a new user namespace without any mapping. It sleeps until it is killed or this thread ends.
 ///
-/// It ends without SIGCHLD, so the reaper does not see it: whoever made it waits for it with `__WCLONE`.
+/// It ends without SIGCHLD, so the reaper does not see it: its creator waits for it with `__WCLONE`.
 pub fn child_in_user_namespace() -> io::Result<Pid> {
     let parent = getpid();
     // SAFETY: without a stack and without shared memory clone is a fork: the child goes on here in its own
@@ -262,11 +261,11 @@ pub fn child_in_user_namespace() -> io::Result<Pid> {
         // SAFETY: pause takes no argument and touches no memory.
         unsafe { libc::pause() };
     }
-    // SAFETY: _exit takes a number and does not return; nothing of the copied process is run.
+    // SAFETY: _exit takes a number and does not return; no code of the copied process runs.
     unsafe { libc::_exit(1) }
 }
 
-/// Has a mount that is not attached anywhere show its owners as the user namespace maps them.
+/// Maps the owners of a detached mount as the user namespace does.
 pub fn map_owners(tree: impl AsFd, namespace: impl AsFd) -> io::Result<()> {
     let userns_fd = u64::try_from(namespace.as_fd().as_raw_fd()).map_err(io::Error::other)?;
     let attributes = libc::mount_attr {
@@ -291,7 +290,7 @@ pub fn map_owners(tree: impl AsFd, namespace: impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Signals with a value, for tests of who must not lose any.
+/// Queued signals with a value, for tests that no signal is lost.
 #[cfg(test)]
 pub mod testing {
     use std::io::Write;
@@ -299,7 +298,7 @@ pub mod testing {
 
     use super::*;
 
-    /// `siginfo_t` of a queued signal, as the kernel has it.
+    /// `siginfo_t` of a queued signal, in the kernel's layout.
     #[repr(C)]
     struct Queued {
         signal: i32,
@@ -334,7 +333,7 @@ pub mod testing {
     extern "C" fn print(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
         // SAFETY: the kernel passes a siginfo_t to a handler that was set with SA_SIGINFO.
         let info = unsafe { &*info };
-        // SAFETY: those who send have queued it with a value.
+        // SAFETY: the senders queue the signal with a value.
         let value = unsafe { info.si_value() }.sival_ptr.addr();
         let mut line = [0; 32];
         let mut room = &mut line[..];
@@ -344,7 +343,7 @@ pub mod testing {
         unsafe { libc::write(1, line.as_ptr().cast(), whole - left) };
     }
 
-    /// From now on prints every one of these signals with its value.
+    /// From now on prints each of these signals with its value.
     pub fn print_signals(signals: &[i32]) {
         for signal in signals {
             let mut action = MaybeUninit::<libc::sigaction>::zeroed();

@@ -1,15 +1,16 @@
-//! Holding threads by ptrace while the driver works on a process.
+//! Holds threads by ptrace while the driver works on a process.
 //!
-//! Between the driver's checkpoint and its restore no thread of the application may run, but the driver's own restore
-//! thread must. The freezer cannot tell threads apart, ptrace can:
+//! Between the driver's checkpoint and its restore no thread of the application may run, but the driver's
+//! restore thread must. The freezer cannot treat threads differently, ptrace can:
 //!
-//! - [`Hold`]: seize and interrupt threads while the cgroup is frozen; after a thaw they trap before they reach user
-//!   code, and all others run. Released while frozen again.
-//! - [`RunSelected`]: of a group-stopped tree (CRIU's `leave-stopped`) let single threads run, then return them to the stop.
+//! - [`TracedThreads`]: seize and interrupt threads while the cgroup is frozen. After a thaw they trap before
+//!   they reach user code, and all other threads run. Release them while the cgroup is frozen again.
+//! - [`RunSelected`]: let single threads of a group-stopped process tree (CRIU's `leave-stopped`) run, then
+//!   return them to the stop.
 //!
-//! Linux ties a tracee to the tracing thread, so each value owns a thread that makes all calls for its tracees. It never
-//! waits for them: the shim's reaper, which waits for everything, may take the notice. When the shim dies its tracees
-//! are let go.
+//! Linux binds a tracee to the tracing thread, so each value owns a thread that makes all ptrace calls for
+//! its tracees. That thread never waits for them with `wait*`: the shim's reaper, which waits for everything,
+//! may consume the notice. When the shim dies the kernel releases its tracees.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -23,17 +24,18 @@ use nix::unistd::Pid;
 use crate::procfs::{is_traced, state};
 use crate::sys;
 
-/// How long a thread may take to reach or to leave its trap.
+/// Deadline of a thread for reaching or leaving its trap.
 const TRAP: Duration = Duration::from_secs(10);
-/// How long threads that run may take to reach a trap in which they are let go: one in an uninterruptible sleep has none.
+/// Deadline of running threads for reaching a trap in which they are detached: one in an uninterruptible
+/// sleep does not reach it.
 const PARK: Duration = Duration::from_secs(5);
-/// How often stops are looked for.
+/// Interval between two polls of the stops.
 const POLL: Duration = Duration::from_millis(1);
 
-/// A thread that cannot be held.
+/// A thread that cannot be traced.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
-    /// The kernel refused to trace it: mostly because a debugger does.
+    /// The kernel refused to trace it, mostly because a debugger traces it.
     #[error("cannot trace thread {tid}")]
     Seize {
         tid: i32,
@@ -50,18 +52,19 @@ pub enum TraceError {
     /// It did not stop in time.
     #[error("thread {tid} did not stop within {} s", TRAP.as_secs())]
     NotStopped { tid: i32 },
-    /// The kernel did not let go of it.
+    /// The kernel did not detach it.
     #[error("thread {tid} is still traced after {} s", TRAP.as_secs())]
     StillTraced { tid: i32 },
-    /// The kernel is still about to trace one of them; it goes on when they thaw, and lets them go then.
+    /// The kernel has not traced some of them yet. The tracing thread continues when they thaw, and then
+    /// releases them.
     #[error("threads were not traced within {} s", limit.as_secs_f32())]
     NotTraced { limit: Duration },
-    /// The tracing thread could not be started or has gone.
+    /// The tracing thread could not be started or has ended.
     #[error("the tracing thread is gone")]
     Tracer,
 }
 
-/// All threads of `pids` but those in `except`. A process that has gone has none.
+/// All threads of `pids` except `except`. A process that has ended has none.
 pub fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, TraceError> {
     let mut tids = Vec::new();
     for &pid in pids {
@@ -88,22 +91,22 @@ pub struct TracedThreads(Tracer);
 impl TracedThreads {
     /// Seizes and interrupts `tids` within `limit`. Call it while they are frozen.
     ///
-    /// A v1 freezer keeps the kernel from tracing a thread that a signal has stopped until it thaws.
+    /// A v1 freezer prevents tracing a thread that a signal has stopped, until it thaws.
     pub async fn seize(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
-        // From the trap of the interrupt they are let go: nothing needs to be looked after.
+        // They are detached from the trap of the interrupt: nothing is to be done while they are held.
         let nothing: fn(&[i32]) = |_| ();
         Tracer::start(tids, limit, |_| Ok(()), nothing, nothing)
             .await
             .map(Self)
     }
 
-    /// Lets all go. Call it while they are frozen, or they run on.
+    /// Releases all. Call it while they are frozen; otherwise they run at once.
     pub async fn release(self) -> Result<(), TraceError> {
         self.0.finish().await
     }
 }
 
-/// Single threads of a stopped tree that run.
+/// Single running threads of a stopped process tree.
 pub struct RunSelected(Tracer);
 
 impl RunSelected {
@@ -131,15 +134,15 @@ impl RunSelected {
 }
 
 struct Tracer {
-    /// Dropping it lets all go.
+    /// Dropping it ends the tracing thread, which releases all.
     stop: Sender<()>,
     thread: JoinHandle<()>,
     tids: Vec<i32>,
 }
 
 impl Tracer {
-    /// Traces `tids` from a new thread: `ready` brings them where they are wanted, `serve` looks after them from then on, and
-    /// `part` brings them where they are let go.
+    /// Traces `tids` from a new thread: `ready` brings them into the state that the caller needs, `serve`
+    /// polls them from then on, and `part` brings them to a trap in which they can be detached.
     async fn start(
         tids: Vec<i32>,
         limit: Duration,
@@ -153,14 +156,15 @@ impl Tracer {
         let trace = move || {
             let held = seize(&traced).and_then(|()| ready(&traced));
             let is_held = held.is_ok();
-            // When nobody waits for it any more, nobody holds the other end of `stopped` either.
+            // When the receiver was dropped, the other end of `stopped` was dropped too.
             let _nobody = report.send(held);
             if is_held {
                 wait_for_stop(&stopped, || serve(&traced));
             }
             part(&traced);
-            // The end of this thread lets go of all, wherever they are: one that a v1 freezer caught before it trapped
-            // could not be detached by a call. A thread of a stopped process returns to the stop.
+            // The kernel detaches all when this thread ends, whatever their state is: a thread that a v1
+            // freezer froze before it trapped could not be detached by a call. A thread of a stopped process
+            // returns to the stop.
         };
         let thread = std::thread::Builder::new()
             .name("tracer".into())
@@ -173,7 +177,7 @@ impl Tracer {
         Ok(Self { stop, thread, tids })
     }
 
-    /// Ends the tracing thread, and waits until the kernel has let go of its tracees.
+    /// Ends the tracing thread, and waits until the kernel has detached its tracees.
     async fn finish(self) -> Result<(), TraceError> {
         let Self { stop, thread, tids } = self;
         drop(stop);
@@ -184,7 +188,8 @@ impl Tracer {
             }
             tokio::time::sleep(POLL).await;
         }
-        // It has ended, for its end lets go of them; or all of them are dead, and then it does at once.
+        // The join does not block: the thread has ended, since its end detaches the tracees; or all tracees
+        // are dead, and it ends at once.
         thread.join().map_err(|_| TraceError::Tracer)
     }
 }
@@ -195,13 +200,14 @@ fn wait_for_stop(stopped: &Receiver<()>, mut serve: impl FnMut()) {
     }
 }
 
-/// Seizes and interrupts all; on failure those seized before are let go by the end of the thread.
+/// Seizes and interrupts all. After a failure the end of the thread detaches those seized before.
 fn seize(tids: &[i32]) -> Result<(), TraceError> {
     for &tid in tids {
         let pid = Pid::from_raw(tid);
         match ptrace::seize(pid, ptrace::Options::empty()).and_then(|()| ptrace::interrupt(pid)) {
             Ok(()) | Err(Errno::ESRCH) => {}
-            // A thread that has ended and waits for others to do so: it runs no code any more.
+            // A thread that has ended and waits for the other threads of its group to end: it runs no code
+            // any more.
             Err(Errno::EPERM) if matches!(state(tid), None | Some('Z' | 'X')) => {}
             Err(source) => return Err(TraceError::Seize { tid, source }),
         }
@@ -209,8 +215,8 @@ fn seize(tids: &[i32]) -> Result<(), TraceError> {
     Ok(())
 }
 
-/// Lets a group-stopped, interrupted thread run: it traps for the interrupt, and may do so again for the group stop, which is
-/// for who serves it.
+/// Lets a group-stopped, interrupted thread run. It traps for the interrupt, and possibly again for the group
+/// stop, which `serve` handles.
 fn wake(tid: i32, limit: Duration) -> Result<(), TraceError> {
     let begun = Instant::now();
     while !step(tid) {
@@ -222,20 +228,21 @@ fn wake(tid: i32, limit: Duration) -> Result<(), TraceError> {
     Ok(())
 }
 
-/// Why a thread stands in a trap.
+/// The trap in which a thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trap {
-    /// For the tracing itself: it was interrupted, or its process is stopped. What signals it has wait.
+    /// A trap of the tracing itself: it was interrupted, or its process is stopped. Signals stay pending.
     Tracing,
-    /// A signal, of any number, is about to be delivered to it. It is when the thread is sent on its way with it, and lost
-    /// otherwise.
+    /// A signal, of any number, is about to be delivered. It is delivered when the thread is resumed with it,
+    /// and lost otherwise.
     Signal(i32),
 }
 
 impl Trap {
-    /// That of a tracee; none when it runs or is gone.
+    /// The trap of a tracee; none when it runs or has ended.
     ///
-    /// It is asked of the thread: the reaper may have taken the notice that `waitpid` would give.
+    /// Reads the siginfo from the thread: the reaper may have consumed the notice that `waitpid` would
+    /// return.
     fn of(tid: i32) -> Option<Self> {
         match ptrace::getsiginfo(Pid::from_raw(tid)) {
             Ok(info) if info.si_code >> 8 == libc::PTRACE_EVENT_STOP => Some(Self::Tracing),
@@ -247,7 +254,7 @@ impl Trap {
     }
 }
 
-/// Sends a thread that has trapped on its way, with the signal that it trapped for. Whether it had.
+/// Resumes a trapped thread with the signal that it trapped for. Returns whether it had trapped.
 fn step(tid: i32) -> bool {
     let signal = match Trap::of(tid) {
         Some(Trap::Tracing) => 0,
@@ -257,8 +264,8 @@ fn step(tid: i32) -> bool {
     sys::ptrace_cont(tid, signal).is_ok()
 }
 
-/// Brings threads that run to a trap of the tracing itself, where they can be let go: one that is let go while a signal is
-/// about to be delivered loses it, when the reaper has taken the notice.
+/// Brings running threads to a trap of the tracing itself, in which they can be detached: a thread that is
+/// detached while a signal is about to be delivered loses it if the reaper has consumed the notice.
 fn park(tids: &[i32]) {
     let begun = Instant::now();
     let mut left = tids.to_vec();
@@ -338,7 +345,7 @@ mod tests {
             let hold = TracedThreads::seize(tids, TRAP).await.unwrap();
             until("trapped", || state(ticker.pid()) == Some('t'));
             hold.release().await.unwrap();
-            assert!(!is_traced(ticker.pid()), "it was not waited for");
+            assert!(!is_traced(ticker.pid()), "the release was not awaited");
         });
         for _ in 0..20 {
             assert_eq!(tick(), "tick");
@@ -346,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_stopped_process_only_the_chosen_thread_runs_and_stops_again() {
+    fn only_the_selected_thread_of_a_stopped_process_runs() {
         let (ticker, mut tick) = Ticker::start();
         tick();
         let pid = Pid::from_raw(ticker.pid());
@@ -355,14 +362,14 @@ mod tests {
         runtime().block_on(async {
             let only = RunSelected::start(vec![ticker.pid()], TRAP).await.unwrap();
             until("running", || matches!(state(ticker.pid()), Some('S' | 'R')));
-            // Its children die while it is traced: SIGCHLD must reach it, or it would never tick again.
+            // Its children die while it is traced: without SIGCHLD it would not tick again.
             for _ in 0..20 {
                 assert_eq!(tick(), "tick");
             }
             let begun = Instant::now();
             only.stop().await.unwrap();
-            assert!(begun.elapsed() < PARK, "its stop was not known for one");
-            assert!(!is_traced(ticker.pid()), "it was not waited for");
+            assert!(begun.elapsed() < PARK, "its stop was not detected");
+            assert!(!is_traced(ticker.pid()), "the stop was not awaited");
         });
         until("stopped again", || state(ticker.pid()) == Some('T'));
         kill(pid, Signal::SIGCONT).unwrap();
@@ -371,15 +378,16 @@ mod tests {
         }
     }
 
-    /// Real-time: those of the C library come before.
+    /// A real-time signal above those that the C library reserves.
     const REAL_TIME: i32 = 40;
-    /// Comes after all of those.
+    /// Delivered after all of those.
     const LAST: i32 = 41;
 
-    /// Of the processes that the tests signal: it prints what it gets until its standard input ends.
+    /// Run in a separate process by the tests that send signals: prints the signals that it receives until
+    /// its standard input ends.
     #[test]
     #[ignore = "no test: others run it"]
-    fn who_prints_signals() {
+    fn helper_that_prints_signals() {
         testing::print_signals(&[libc::SIGTRAP, REAL_TIME, LAST]);
         println!("tid {}", nix::unistd::gettid());
         let _ = std::io::stdin().lines().next();
@@ -396,7 +404,7 @@ mod tests {
             let mut child = Command::new(std::env::current_exe().unwrap())
                 .args([
                     "--exact",
-                    "tracer::tests::who_prints_signals",
+                    "tracer::tests::helper_that_prints_signals",
                     "--ignored",
                     "--nocapture",
                 ])
@@ -405,8 +413,8 @@ mod tests {
                 .spawn()
                 .unwrap();
             let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-            let told = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
-            let tid = told.unwrap();
+            let tid = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
+            let tid = tid.unwrap();
             Self { child, tid, lines }
         }
 
@@ -418,16 +426,16 @@ mod tests {
             testing::queue(self.pid(), self.tid, signal, value);
         }
 
-        /// What it has got, in order by signal, once it has got all that was queued before.
+        /// The signals that it received, ordered by number, once it has received all that were queued before.
         fn got(&mut self) -> Vec<(i32, usize)> {
             self.queue(LAST, 0);
             let mut got = Vec::new();
             loop {
                 let line = self.lines.next().unwrap().unwrap();
-                let Some(told) = line.split_once("got ") else {
+                let Some(signal) = line.split_once("got ") else {
                     continue;
                 };
-                let (signal, value) = told.1.split_once(' ').unwrap();
+                let (signal, value) = signal.1.split_once(' ').unwrap();
                 let (signal, value) = (signal.parse().unwrap(), value.parse().unwrap());
                 if signal == LAST {
                     got.sort_by_key(|(signal, _)| *signal);
@@ -463,7 +471,7 @@ mod tests {
             for (signal, value) in queued(50) {
                 printer.queue(signal, value);
             }
-            // The reaper takes the notices.
+            // The reaper consumes the notices.
             tokio::time::sleep(POLL * 20).await;
             hold.release().await.unwrap();
         });
@@ -471,10 +479,10 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_alone_runs_gets_every_signal_once() {
+    fn a_selected_thread_gets_every_signal_once() {
         let mut printer = Printer::start();
         let pid = Pid::from_raw(printer.pid());
-        // They come before, while it runs, and when it is let go.
+        // They arrive before it runs, while it runs, and when it is released.
         for served in [0, 5, 20, 40, 200] {
             kill(pid, Signal::SIGSTOP).unwrap();
             until("stopped", || state(printer.tid) == Some('T'));
@@ -490,12 +498,12 @@ mod tests {
             });
             until("stopped again", || state(printer.tid) == Some('T'));
             kill(pid, Signal::SIGCONT).unwrap();
-            assert_eq!(printer.got(), queued(100), "let go after {served} ms");
+            assert_eq!(printer.got(), queued(100), "released after {served} ms");
         }
     }
 
     #[test]
-    fn all_threads_are_listed_but_those_that_are_left_out() {
+    fn excluded_threads_are_not_listed() {
         let printer = Printer::start();
         let pid = printer.pid();
         let all = threads(&[pid], &BTreeSet::new()).unwrap();
@@ -507,10 +515,10 @@ mod tests {
         assert_eq!(threads(&[gone, pid], &BTreeSet::new()).unwrap(), all);
     }
 
-    /// Of the processes that the tests run: it cannot open anything.
+    /// Run in a separate process by the test below: it cannot open any file.
     #[test]
     #[ignore = "no test: others run it"]
-    fn who_can_open_nothing() {
+    fn helper_that_cannot_open_files() {
         let none = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, 0, 0);
         none.unwrap();
         let threads = threads(&[nix::unistd::getpid().as_raw()], &BTreeSet::new());
@@ -522,29 +530,29 @@ mod tests {
 
     #[test]
     fn threads_that_cannot_be_listed_are_not_taken_for_none() {
-        let name = "tracer::tests::who_can_open_nothing";
+        let name = "tracer::tests::helper_that_cannot_open_files";
         let mut child = Command::new(std::env::current_exe().unwrap());
         let mut child = child
             .args(["--exact", name, "--ignored", "--nocapture"])
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let said = std::io::read_to_string(child.stdout.take().unwrap()).unwrap();
-        // The reaper of another test may have had it.
+        let output = std::io::read_to_string(child.stdout.take().unwrap()).unwrap();
+        // The reaper of another test may have reaped it.
         let _ = child.wait();
-        assert!(said.contains("1 passed"), "{said}");
+        assert!(output.contains("1 passed"), "{output}");
     }
 
     #[test]
     fn a_thread_that_has_ended_needs_no_holding() {
-        // A shell that was replaced before its child ends does not wait for it.
+        // The shell is replaced by `sleep` before its child ends, so nothing reaps the child.
         let mut child = Command::new("sh")
             .args(["-c", "sleep 0.2 & echo $!; exec sleep 1000"])
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let told = BufReader::new(child.stdout.take().unwrap()).lines().next();
-        let zombie: i32 = told.unwrap().unwrap().parse().unwrap();
+        let line = BufReader::new(child.stdout.take().unwrap()).lines().next();
+        let zombie: i32 = line.unwrap().unwrap().parse().unwrap();
         until("dead", || state(zombie) == Some('Z'));
         runtime().block_on(async {
             let hold = TracedThreads::seize(vec![zombie], TRAP).await.unwrap();
@@ -555,23 +563,23 @@ mod tests {
     }
 
     #[test]
-    fn who_never_traps_or_is_never_let_go_is_told() {
+    fn a_thread_that_never_traps_or_is_never_detached_is_an_error() {
         let (ticker, _tick) = Ticker::start();
         let tid = ticker.pid();
         let begun = Instant::now();
         let never = wake(tid, POLL * 5);
         assert!(matches!(never, Err(TraceError::NotStopped { .. })), "{never:?}");
-        assert!(begun.elapsed() > POLL * 5, "it was not waited for");
+        assert!(begun.elapsed() > POLL * 5, "the trap was not awaited");
         runtime().block_on(async {
             let debugger = TracedThreads::seize(vec![tid], TRAP).await.unwrap();
             let mut other = TracedThreads::seize(Vec::new(), TRAP).await.unwrap();
             other.0.tids.push(tid);
-            // Time passes at once.
+            // Paused time: timers fire at once.
             tokio::time::pause();
             let stuck = tokio::time::timeout(TRAP * 4, other.release());
             let (stuck, ()) = tokio::join!(stuck, tokio::time::advance(TRAP * 2));
             tokio::time::resume();
-            let stuck = stuck.expect("it is waited for no longer");
+            let stuck = stuck.expect("the wait has a deadline");
             assert!(matches!(stuck, Err(TraceError::StillTraced { .. })), "{stuck:?}");
             debugger.release().await.unwrap();
         });

@@ -1,6 +1,6 @@
-//! Unmounting, on a thread of its own: a mount that hangs (a network file system) hangs no one else.
+//! Unmounts on a separate thread: a mount that hangs (a network file system) blocks no other work.
 //!
-//! It may be repeated, and what is not mounted is no error.
+//! Every call may be repeated; a path that is not mounted is no error.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use tokio::sync::oneshot;
 
 use firn_host::mountinfo::mounted;
 
-/// How long a mount or unmount may take.
+/// Deadline of a mount or unmount.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Mounts that cannot be taken away.
+/// A failed unmount.
 #[derive(Debug, thiserror::Error)]
 pub enum UnmountError {
     /// The mounts cannot be listed.
@@ -45,24 +45,24 @@ pub enum UnmountError {
     },
 }
 
-/// How often a busy mount is tried again.
+/// How often the unmount of a busy mount is tried.
 const BUSY_ATTEMPTS: usize = 50;
 
-/// Pause before a busy mount is tried again: somebody who just looked at it (a scanner, a dying process) is
+/// Pause between the attempts: a program that used the mount only briefly (a scanner, a dying process) is
 /// gone then.
 const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
-/// What to do with a mount that stays busy.
+/// The handling of a mount that stays busy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Busy {
     /// Report it.
     Fail,
-    /// Take it out of the directory tree at once; it ends with its last user.
+    /// Detach it from the directory tree at once; it ends with its last user.
     Detach,
 }
 
-/// Unmounts all that is mounted at and below `path`, deepest first; tries all before the first failure is
-/// reported.
+/// Unmounts everything at and below `path`, deepest first; tries all mounts before it reports the first
+/// failure.
 fn tree(path: &Path, busy: Busy) -> Result<(), UnmountError> {
     let unmount = |source| UnmountError::Unmount {
         path: path.to_owned(),
@@ -89,12 +89,12 @@ fn tree(path: &Path, busy: Busy) -> Result<(), UnmountError> {
     first
 }
 
-/// Unmounts all mounts that lie over each other at one point.
+/// Unmounts all mounts that are stacked at one point.
 fn all_at(point: &Path, busy: Busy) -> Result<(), UnmountError> {
     loop {
         match patiently(point, busy) {
             Ok(()) => {}
-            // Nothing is mounted here any more, or the point went with another mount.
+            // Nothing is mounted here any more, or the mount point was removed with another mount.
             Err(Errno::EINVAL | Errno::ENOENT) => return Ok(()),
             Err(errno) => {
                 return Err(UnmountError::Unmount {
@@ -125,14 +125,14 @@ pub async fn unmount_recursive(path: &Path) -> Result<(), UnmountError> {
     on_thread(move || tree(&path, Busy::Fail)).await
 }
 
-/// Unmounts everything at and below `path` even if it is in use: for what killed programs left behind, before
-/// a directory is deleted. A mount that stays busy disappears from here at once and ends with its last user.
+/// Unmounts everything at and below `path` even if it is in use: for mounts that killed programs left behind,
+/// before a directory is deleted. A busy mount disappears from the tree at once and ends with its last user.
 pub async fn unmount_below(path: &Path) -> Result<(), UnmountError> {
     let path = path.to_owned();
     on_thread(move || tree(&path, Busy::Detach)).await
 }
 
-/// Runs `work` to its end on a thread with its own working directory, also if the caller goes away.
+/// Runs `work` to its end on a thread with its own working directory, even if the caller is dropped.
 pub async fn on_thread<T, E>(work: impl FnOnce() -> Result<T, E> + Send + 'static) -> Result<T, E>
 where
     T: Send + 'static,
@@ -143,7 +143,7 @@ where
         let result = unshare(CloneFlags::CLONE_FS)
             .map_err(|errno| thread_error(errno.into()))
             .and_then(|()| work());
-        // The caller may have gone; the mounts are as they should be all the same.
+        // The caller may have been dropped; the mounts are done all the same.
         let _caller_gone = done.send(result);
     };
     let thread = std::thread::Builder::new()
@@ -151,7 +151,7 @@ where
         .spawn(run);
     thread.map_err(thread_error)?;
     let lost = |_| thread_error(io::ErrorKind::BrokenPipe.into());
-    // A file server that does not answer keeps its thread, and nobody else.
+    // A file server that does not answer blocks this thread only.
     let late = |_| thread_error(io::ErrorKind::TimedOut.into());
     let ended = tokio::time::timeout(LIMIT, result).await;
     ended.map_err(late)?.map_err(lost)?

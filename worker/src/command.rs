@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_command_lines_say_what_is_wrong() {
+    fn wrong_command_lines_name_what_is_wrong() {
         assert_eq!(parsed("").unwrap_err(), "no command given");
         assert_eq!(
             parsed("frobnicate").unwrap_err(),

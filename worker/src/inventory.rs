@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_told_from_files_and_links() {
+    fn nodes_are_distinguished_from_files_and_links() {
         let null = device_node(Path::new("/dev"), "null").unwrap();
         assert_eq!(
             null,

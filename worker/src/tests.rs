@@ -1,6 +1,8 @@
 //! The worker over a real socket pair, with a fake driver behind the traits.
 
+mod discovery;
 pub(super) mod fake;
+mod restore;
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::Shutdown;
@@ -14,7 +16,7 @@ use fake::{Fake, Gate};
 use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
 use firn_gpu::{CudaState, GpuPair, GpuUuid};
 
-/// Longest wait for something that happens at once unless there is a defect.
+/// Longest wait for something that happens at once unless the code is wrong.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// The shim's end of a session.
@@ -39,7 +41,7 @@ impl Shim {
         self.stream.get_mut().write_all(line).unwrap();
     }
 
-    fn ask(&mut self, request: &Request) {
+    fn send(&mut self, request: &Request) {
         let mut line = serde_json::to_vec(request).unwrap();
         line.push(b'\n');
         self.write(&line);
@@ -58,9 +60,9 @@ impl Shim {
         }
     }
 
-    /// All lines of a request: those of processes by pid, and the last one.
+    /// All replies to a request: those of processes by pid, and the last one.
     fn call(&mut self, request: &Request) -> (Vec<ProcessReply>, Reply) {
-        self.ask(request);
+        self.send(request);
         let mut processes = Vec::new();
         loop {
             match self.read() {
@@ -73,7 +75,7 @@ impl Shim {
         }
     }
 
-    /// Like `call`, for a request that must be carried out.
+    /// Like `call`, for a request that must succeed.
     fn done(&mut self, request: &Request) -> Vec<ProcessReply> {
         let (processes, last) = self.call(request);
         assert!(matches!(last, Reply::Done { .. }), "{last:?}");
@@ -89,7 +91,7 @@ impl Shim {
         (message, hint)
     }
 
-    /// Closes the shim's end and waits until the worker has left.
+    /// Closes the shim's end and waits until the worker has ended.
     fn close(mut self) {
         self.stream.get_ref().shutdown(Shutdown::Both).unwrap();
         let worker = self.worker.take().unwrap();
@@ -97,7 +99,7 @@ impl Shim {
         thread::spawn(move || left.send(worker.join()));
         has_left
             .recv_timeout(DEADLINE)
-            .expect("the worker does not leave")
+            .expect("the worker does not end")
             .unwrap();
     }
 }
@@ -152,10 +154,10 @@ fn a_process_goes_through_all_states_and_keeps_its_map() {
 }
 
 #[test]
-fn processes_of_one_request_are_worked_on_at_the_same_time() {
+fn processes_of_one_request_are_handled_concurrently() {
     let pids = [11, 12, 13, 14];
     let fake = Fake::with_processes(&pids);
-    // Each call waits in the driver until all four are there.
+    // Each call waits in the driver until all four have entered it.
     fake.meet_in_checkpoint(4);
     let mut shim = Shim::start(&fake);
     shim.done(&lock(&pids));
@@ -170,7 +172,7 @@ fn a_finished_process_is_reported_while_another_call_hangs() {
     let fake = Fake::with_processes(&[11, 12]);
     let gate = fake.hang(12);
     let mut shim = Shim::start(&fake);
-    shim.ask(&lock(&[11, 12]));
+    shim.send(&lock(&[11, 12]));
     assert_eq!(states(&[shim.read_process()]), [(11, Some(CudaState::Locked))]);
     gate.entered();
     gate.open();
@@ -180,11 +182,11 @@ fn a_finished_process_is_reported_while_another_call_hangs() {
 }
 
 #[test]
-fn the_worker_leaves_when_the_socket_closes_although_a_call_hangs() {
+fn the_worker_ends_when_the_socket_closes_although_a_call_hangs() {
     let fake = Fake::with_processes(&[11]);
     let gate: Arc<Gate> = fake.hang(11);
     let mut shim = Shim::start(&fake);
-    shim.ask(&lock(&[11]));
+    shim.send(&lock(&[11]));
     gate.entered();
     shim.close();
     gate.open();
@@ -194,8 +196,8 @@ fn the_worker_leaves_when_the_socket_closes_although_a_call_hangs() {
 fn requests_are_answered_in_their_order() {
     let fake = Fake::with_processes(&[11]);
     let mut shim = Shim::start(&fake);
-    shim.ask(&lock(&[11]));
-    shim.ask(&Request::Checkpoint { pids: vec![11] });
+    shim.send(&lock(&[11]));
+    shim.send(&Request::Checkpoint { pids: vec![11] });
     assert_eq!(shim.read_process().state, Some(CudaState::Locked));
     assert!(matches!(shim.read(), Reply::Done { .. }));
     assert_eq!(shim.read_process().state, Some(CudaState::Checkpointed));
@@ -204,7 +206,7 @@ fn requests_are_answered_in_their_order() {
 }
 
 #[test]
-fn a_refused_call_is_reported_with_the_state_that_is_left() {
+fn a_refused_call_is_reported_with_the_resulting_state() {
     let fake = Fake::with_processes(&[11, 12]);
     let mut shim = Shim::start(&fake);
     shim.done(&lock(&[11]));
@@ -287,96 +289,12 @@ fn an_endless_line_is_refused() {
 }
 
 #[test]
-fn a_pid_that_is_named_twice_is_worked_on_once() {
+fn a_pid_that_is_named_twice_is_handled_once() {
     let fake = Fake::with_processes(&[11]);
     let mut shim = Shim::start(&fake);
     let replies = shim.done(&lock(&[11, 11]));
     assert_eq!(states(&replies), [(11, Some(CudaState::Locked))]);
     assert_eq!(replies[0].error, None);
-    shim.close();
-}
-
-#[test]
-fn discovery_finds_the_processes_with_a_restore_thread_and_asks_only_about_likely_ones() {
-    let fake = Fake::with_processes(&[11]);
-    fake.maps(11, "/dev/nvidiactl");
-    // Loads libcuda and does not use it; the driver would report its state all the same.
-    fake.maps(12, "/usr/lib/libcuda.so.580.95.05");
-    fake.maps(13, "/usr/lib/libc.so.6");
-    let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover {
-        pids: vec![13, 12, 11, 4711],
-    });
-    let pids: Vec<_> = replies.iter().map(|reply| reply.pid).collect();
-    assert_eq!(pids, [11, 12, 13, 4711]);
-    assert!(
-        replies.iter().all(|reply| reply.state.is_none()),
-        "the state was asked for, which hangs while a process is frozen"
-    );
-    let tids: Vec<_> = replies.iter().map(|reply| reply.restore_tid).collect();
-    assert_eq!(tids, [Some(1011), None, None, None]);
-    assert!(replies.iter().all(|reply| reply.error.is_none()), "{replies:?}");
-    assert_eq!(fake.asked_for_tid(), [11, 12, 12], "once more after cuInit");
-    shim.close();
-}
-
-#[test]
-fn a_process_that_the_driver_cannot_tell_of_is_not_taken_for_one_without_cuda() {
-    let fake = Fake::with_processes(&[11]);
-    fake.maps(11, "/dev/nvidia-uvm");
-    fake.refuse_tid();
-    let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover { pids: vec![11] });
-    let error = replies[0].error.as_ref().map(|error| error.code);
-    assert_eq!((replies[0].restore_tid, error), (None, Some(999)));
-    shim.close();
-}
-
-#[test]
-fn without_cuinit_the_driver_tells_nothing_of_a_process() {
-    let fake = Fake::with_processes(&[]);
-    fake.maps(12, "/usr/lib/libcuda.so.1");
-    fake.refuse_init();
-    let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover { pids: vec![12] });
-    let error = replies[0].error.as_ref().map(|error| error.call.as_str());
-    assert_eq!(error, Some("cuInit"));
-    shim.close();
-}
-
-#[test]
-fn a_checkpointed_process_is_discovered_by_its_library_alone() {
-    let fake = Fake::with_processes(&[11]);
-    fake.maps(11, "/usr/local/cuda/compat/libcuda.so.1");
-    let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    shim.done(&Request::Checkpoint { pids: vec![11] });
-    let replies = shim.done(&Request::Discover { pids: vec![11] });
-    assert_eq!(replies[0].restore_tid, Some(1011));
-    shim.close();
-}
-
-#[test]
-fn a_node_without_driver_has_no_cuda_processes() {
-    let fake = Fake::without_driver();
-    fake.maps(12, "/usr/lib/libcuda.so.1");
-    let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover { pids: vec![12, 13] });
-    assert_eq!(states(&replies), [(12, None), (13, None)]);
-    shim.close();
-}
-
-#[test]
-fn a_process_that_uses_a_gpu_which_the_worker_cannot_reach_is_not_passed_over() {
-    let fake = Fake::without_driver();
-    fake.maps(11, "/dev/nvidia0");
-    let mut shim = Shim::start(&fake);
-    let (message, hint) = shim.failed(&Request::Discover { pids: vec![11] });
-    assert!(
-        message.starts_with("no CUDA driver: cannot open libcuda.so.1"),
-        "{message}"
-    );
-    assert!(hint.contains("install the NVIDIA driver"), "{hint}");
     shim.close();
 }
 
@@ -440,101 +358,5 @@ fn the_inventory_joins_gpus_with_nodes() {
     assert_eq!(inventory.common_nodes, []);
     let link = inventory.topology.link(&uuids[0], &uuids[1]).unwrap();
     assert_eq!((link.nvlinks, link.path), (Some(18), None));
-    shim.close();
-}
-
-#[test]
-fn cuinit_is_called_for_a_restore_onto_a_gpu_without_persistence_mode_only() {
-    let fake = Fake::with_processes(&[11]);
-    fake.set_persistence(1, true);
-    fake.set_persistence(2, false);
-    fake.lose_no_gpu();
-    let mut shim = Shim::start(&fake);
-    let restore = |pairs: &[GpuPair]| Request::Restore {
-        pids: vec![11],
-        pairs: pairs.to_vec(),
-        needs: GpuMemory::new(),
-    };
-    let cycle = |shim: &mut Shim, pairs: &[GpuPair]| {
-        shim.done(&lock(&[11]));
-        shim.done(&Request::Checkpoint { pids: vec![11] });
-        shim.done(&restore(pairs));
-        shim.done(&Request::Unlock { pids: vec![11] });
-    };
-    cycle(&mut shim, &[pair(2, 1)]);
-    assert_eq!(fake.inits(), 0);
-    // Without a map any GPU of the node may be the one.
-    cycle(&mut shim, &[]);
-    assert_eq!(fake.inits(), 1);
-    cycle(&mut shim, &[pair(1, 2)]);
-    assert_eq!(fake.inits(), 1, "once in the life of the worker");
-    shim.close();
-}
-
-#[test]
-fn a_restore_for_which_cuinit_fails_touches_nothing() {
-    let fake = Fake::with_processes(&[11]);
-    fake.refuse_init();
-    let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    shim.done(&Request::Checkpoint { pids: vec![11] });
-    let (message, hint) = shim.failed(&Request::Restore {
-        pids: vec![11],
-        pairs: vec![],
-        needs: GpuMemory::new(),
-    });
-    assert!(
-        message.ends_with("cuInit answered CUDA_ERROR_NO_DEVICE"),
-        "{message}"
-    );
-    assert!(hint.contains("nvidia-smi"), "{hint}");
-    assert_eq!(fake.restored(), []);
-    shim.close();
-}
-
-#[test]
-fn a_driver_that_wants_cuinit_gets_it_and_is_asked_again() {
-    let fake = Fake::with_processes(&[11]);
-    fake.demand_init();
-    let mut shim = Shim::start(&fake);
-    let replies = shim.done(&lock(&[11]));
-    assert_eq!(states(&replies), [(11, Some(CudaState::Locked))]);
-    assert_eq!(replies[0].error, None);
-    assert_eq!(fake.inits(), 1);
-    shim.close();
-}
-
-/// The fake's GPUs have 140 GiB free each; process 7 uses GPU 1.
-#[test]
-fn a_restore_without_room_for_it_never_reaches_the_driver() {
-    let fake = Fake::with_processes(&[11]);
-    let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    shim.done(&Request::Checkpoint { pids: vec![11] });
-    let gpu = |n: u8| GpuUuid::from_bytes([n; 16]);
-    let restore = |n: u8, bytes: u64| Request::Restore {
-        pids: vec![11],
-        pairs: Vec::new(),
-        needs: GpuMemory::from([(gpu(n), bytes)]),
-    };
-    let all = 140 << 30;
-    shim.ask(&restore(2, all + 1));
-    let refused = shim.read();
-    let expected = Reply::NoMemory {
-        gpu: gpu(2),
-        free: all,
-        needed: all + 1,
-    };
-    assert_eq!(refused, expected);
-    // Others are on this one: their context and ours need some megabytes that NVML reports for nobody.
-    shim.ask(&restore(1, all));
-    let refused = shim.read();
-    assert!(
-        matches!(refused, Reply::NoMemory { needed, .. } if needed > all),
-        "{refused:?}"
-    );
-    assert_eq!(fake.restored(), []);
-    shim.done(&restore(2, all));
-    assert_eq!(fake.restored(), [(11, Vec::new())]);
     shim.close();
 }

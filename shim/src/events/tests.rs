@@ -11,11 +11,11 @@ use super::*;
 
 const SOON: Duration = Duration::from_secs(30);
 
-/// Stands in for containerd's event service.
+/// A fake of containerd's event service.
 #[derive(Clone)]
 struct Daemon {
     seen: mpsc::UnboundedSender<Envelope>,
-    /// Answers for the next events, instead of taking them.
+    /// Errors that the next events are answered with, instead of accepting them.
     refuse: Arc<Mutex<Vec<ttrpc::Code>>>,
 }
 
@@ -129,7 +129,7 @@ async fn nothing_is_lost_or_reordered_when_containerd_restarts() {
         }
         published
     };
-    // Before the first daemon, while each of three runs, and while it is away.
+    // Before the first daemon, during each of three runs, and while it is away.
     publish(5);
     for _ in 0..3 {
         let mut server = daemon.serve(&path).await;
@@ -147,13 +147,13 @@ async fn nothing_is_lost_or_reordered_when_containerd_restarts() {
     while let Ok(envelope) = received.try_recv() {
         order.push(number(&envelope));
     }
-    // An event whose acknowledgement was lost comes twice, in its place.
+    // An event whose response was lost arrives twice, at the same position.
     order.dedup();
     assert_eq!(order, (0..count).collect::<Vec<_>>());
 }
 
 #[tokio::test]
-async fn flush_tells_when_containerd_is_away() {
+async fn flush_fails_while_containerd_is_away() {
     let dir = tempfile::tempdir().unwrap();
     let publisher = Publisher::new(socket(&dir).to_str().unwrap(), "default");
     publisher.flush(SOON).await.expect("nothing to deliver");
@@ -162,7 +162,7 @@ async fn flush_tells_when_containerd_is_away() {
 }
 
 #[tokio::test]
-async fn an_event_that_containerd_refuses_does_not_stop_those_behind_it() {
+async fn an_event_that_containerd_refuses_does_not_stop_later_ones() {
     let dir = tempfile::tempdir().unwrap();
     let (daemon, mut received) = Daemon::new();
     let _server = daemon.serve(&socket(&dir)).await;
@@ -177,7 +177,7 @@ async fn an_event_that_containerd_refuses_does_not_stop_those_behind_it() {
     assert_eq!(
         number(&next(&mut received).await),
         3,
-        "given up on the one before"
+        "the refused event was not dropped"
     );
 }
 
@@ -190,7 +190,7 @@ async fn the_queue_keeps_the_newest() {
     for event in 0..count {
         publisher.publish(&exit(event));
     }
-    // The worker has noticed that containerd is away when it has let the oldest go.
+    // Once the oldest events are dropped, the worker has noticed that containerd is away.
     publisher.flush(Duration::from_millis(200)).await.unwrap_err();
     let (daemon, mut received) = Daemon::new();
     let _server = daemon.serve(&path).await;
@@ -200,7 +200,7 @@ async fn the_queue_keeps_the_newest() {
     }
     assert!(order.len() <= QUEUE + 1, "{} events", order.len());
     assert!(order.is_sorted());
-    // The one in hand was already on its way, then the newest follow without a gap.
+    // The event in hand was already being sent; the newest follow without a gap.
     assert_eq!(
         order[1..],
         (count - u32::try_from(order.len()).unwrap() + 1..count).collect::<Vec<_>>()
@@ -208,7 +208,7 @@ async fn the_queue_keeps_the_newest() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_never_answers_is_left_for_a_new_connection() {
+async fn a_daemon_that_never_answers_gets_a_new_connection() {
     let dir = tempfile::tempdir().unwrap();
     let path = socket(&dir);
     let silent = tokio::net::UnixListener::bind(&path).unwrap();

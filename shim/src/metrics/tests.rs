@@ -1,4 +1,4 @@
-//! What a container uses, as clients are told.
+//! The metrics of a container.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ fn fake_unified(files: &[(&str, &str)]) -> (TempDir, Cgroup) {
 }
 
 #[tokio::test]
-async fn v1_use_is_what_the_kernel_counts() {
+async fn v1_metrics_are_those_of_the_kernel() {
     let reaper = Reaper::start().unwrap();
     let Some(scratch) = Scratch::v1() else {
         return eprintln!("skipped: needs root and cgroup v1");
@@ -34,14 +34,14 @@ async fn v1_use_is_what_the_kernel_counts() {
         cgroups::metrics::Metrics::parse_from_bytes(&any.value).unwrap()
     };
     let counted = |metrics: &cgroups::metrics::Metrics| {
-        // The kernel adds up page faults lazily.
+        // The kernel sums up page faults with a delay.
         metrics.cpu.usage.user > 50_000_000 && metrics.memory.total_pg_fault > 0
     };
     until("time in user mode and page faults", || counted(&metrics())).await;
     let metrics = metrics();
     let cpu = &metrics.cpu.usage;
     assert!(cpu.total >= cpu.user / 2 && cpu.total < 60_000_000_000, "{cpu:?}");
-    // The sum is made over CPUs that go on counting while they are read.
+    // The CPUs keep counting while they are read one by one.
     let sum: u64 = cpu.per_cpu.iter().sum();
     assert!(sum >= cpu.total && sum < cpu.total * 2, "{cpu:?}");
     assert_eq!(metrics.memory.usage.limit, 64 << 20);
@@ -153,11 +153,13 @@ fn v2_use_and_limits_are_read() {
         ("pids.max", "max\n"),
         (
             "cpu.stat",
-            "usage_usec 300\nuser_usec 200\nsystem_usec 100\nnr_periods 4\nnr_throttled 3\nthrottled_usec 9\n",
+            "usage_usec 300\nuser_usec 200\nsystem_usec 100\n\
+             nr_periods 4\nnr_throttled 3\nthrottled_usec 9\n",
         ),
         (
             "cpu.pressure",
-            "some avg10=1.50 avg60=0.00 avg300=0.00 total=42\nfull avg10=0.25 avg60=0.00 avg300=0.00 total=7\n",
+            "some avg10=1.50 avg60=0.00 avg300=0.00 total=42\n\
+             full avg10=0.25 avg60=0.00 avg300=0.00 total=7\n",
         ),
         ("memory.current", "1000\n"),
         ("memory.peak", "3000\n"),
@@ -227,7 +229,7 @@ fn v2_use_and_limits_are_read() {
 }
 
 #[test]
-fn controllers_that_are_not_enabled_are_told_as_containerd_tells_them() {
+fn controllers_that_are_not_enabled_are_reported_as_by_containerd() {
     let (_dir, cgroup) = fake_unified(&[("cgroup.events", "populated 0\n")]);
     let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&of(&cgroup).unwrap().value).unwrap();
     assert_eq!(
@@ -255,7 +257,7 @@ fn huge_pages_are_named_as_cgroup_files_are() {
 }
 
 #[test]
-fn a_number_that_is_none_is_named_with_its_file() {
+fn a_malformed_number_is_reported_with_its_file() {
     let (_dir, cgroup) = fake_unified(&[("pids.current", "many\n")]);
     let error = of(&cgroup).unwrap_err();
     assert!(error.to_string().ends_with("box/pids.current"), "{error}");

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flags_propagation_and_data_are_told_apart() {
+    fn flags_propagation_and_data_are_kept_apart() {
         let options =
             Options::parse(["rbind", "ro", "rslave", "index=off", "volatile", "", "defaults"]).unwrap();
         assert_eq!(
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_option_undoes_an_earlier_one() {
+    fn a_later_option_overrides_an_earlier_one() {
         let options = Options::parse(["ro", "noexec", "nosuid", "rw", "exec"]).unwrap();
         assert_eq!(options.flags, MsFlags::MS_NOSUID);
         assert!(!options.restricts_bind());

@@ -1,4 +1,4 @@
-//! Real mounts, in a mount namespace of each test's own. Needs root.
+//! Real mounts, in a private mount namespace for each test. Needs root.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use firn_host::mountinfo::mounted;
 use firn_transaction::testing::mounts::{private_dir, tmpfs_at};
 use firn_transaction::unmount::unmount_below;
 
-/// As [`super::mount_all`], with a reaper of the test's own.
+/// As [`super::mount_all`], with the test's own reaper.
 async fn mount_all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
     super::mount_all(mounts, rootfs, &Reaper::start().unwrap()).await
 }
@@ -88,7 +88,7 @@ async fn an_overlay_with_more_layers_than_a_page_names_is_mounted() {
     assert_eq!(fs::read_dir(&rootfs).unwrap().count(), 100);
     assert_eq!(std::env::current_dir().unwrap(), before);
 
-    // Layers without a directory in common cannot be shortened.
+    // Layers without a common directory cannot be shortened.
     let option = format!("lowerdir=/proc:{}", names.join(":"));
     let error = mount_all(&[mount_of("overlay", "overlay", "", &[&option])], &rootfs)
         .await
@@ -118,7 +118,7 @@ async fn a_read_only_bind_refuses_writes_and_its_source_does_not() {
 }
 
 #[tokio::test]
-async fn propagation_is_set_beside_other_flags() {
+async fn propagation_is_set_together_with_other_flags() {
     let Some(tmp) = private_dir() else { return };
     let [source, rootfs] = ["source", "rootfs"].map(|name| dir(tmp.path(), name));
     mount_all(
@@ -132,7 +132,7 @@ async fn propagation_is_set_beside_other_flags() {
 }
 
 #[tokio::test]
-async fn a_target_is_found_inside_of_the_rootfs_only() {
+async fn a_target_is_resolved_inside_the_rootfs_only() {
     let Some(tmp) = private_dir() else { return };
     let [source, outside, rootfs] = ["source", "outside", "rootfs"].map(|name| dir(tmp.path(), name));
     fs::write(source.join("file"), "").unwrap();
@@ -163,7 +163,7 @@ async fn a_target_is_found_inside_of_the_rootfs_only() {
 }
 
 #[tokio::test]
-async fn a_mount_that_fails_takes_the_earlier_ones_along() {
+async fn a_failed_mount_unmounts_the_earlier_ones() {
     let Some(tmp) = private_dir() else { return };
     let [source, rootfs] = ["source", "rootfs"].map(|name| dir(tmp.path(), name));
     let first = mount_of("bind", &source, "", &["rbind"]);
@@ -213,7 +213,7 @@ fn owner(path: &Path) -> (u32, u32) {
     (metadata.uid(), metadata.gid())
 }
 
-/// A file for each of these owners.
+/// Creates a file for each of these owners.
 fn owned(dir: &Path, owners: &[u32]) {
     for owner in owners {
         let file = dir.join(owner.to_string());
@@ -237,12 +237,12 @@ async fn a_bind_shows_mapped_owners_and_its_source_does_not() {
         assert_eq!(owner(&rootfs.join("0")), (1000, 2001));
         assert_eq!(owner(&rootfs.join("7")), (1007, 2008));
         assert_eq!(owner(&rootfs.join("20")), (5000, 6000));
-        // Who is not mapped is nobody.
+        // An owner without a mapping is shown as nobody.
         assert_eq!(owner(&rootfs.join("99")), (65534, 65534));
         assert_eq!(owner(&source.join("7")), (7, 8));
         let chmod = fs::set_permissions(rootfs.join("7"), fs::Permissions::from_mode(0o600));
         assert_eq!(chmod.is_ok(), writable);
-        // The clone without a mapping is not left below it.
+        // The clone without a mapping does not stay below it.
         assert_eq!(mounted_below(&rootfs), 1);
         unmount_recursive(&rootfs).await.unwrap();
     }
@@ -275,10 +275,10 @@ async fn an_overlay_shows_mapped_layers() {
         assert_eq!(owner(&rootfs.join("8")), (1008, 2009));
         assert_eq!(owner(&rootfs.join("5")), (1005, 2006));
         assert_eq!(owner(&layers[0].join("8")), (8, 9));
-        // What is copied up has the mapped owner.
+        // A file that is copied up has the mapped owner.
         fs::write(rootfs.join("5"), "more").unwrap();
         assert_eq!(owner(&upper.join("5")), (1005, 2006));
-        // Nothing but the overlay is mounted.
+        // Only the overlay is mounted.
         assert_eq!(mounted().unwrap().len(), before + 1);
         unmount_recursive(&rootfs).await.unwrap();
         fs::remove_file(upper.join("5")).unwrap();
@@ -291,7 +291,7 @@ async fn a_file_is_mounted_through_a_loop_device_that_ends_with_the_mount() {
     let rootfs = dir(tmp.path(), "rootfs");
     let image = tmp.path().join("image");
     File::create(&image).unwrap().set_len(4 << 20).unwrap();
-    // Not waited for by the usual means: other tests reap all children of this process.
+    // mkfs is run through the reaper, because other tests reap all children of this process.
     let reaper = firn_transaction::reaper::Reaper::start().unwrap();
     let mut mkfs = std::process::Command::new("mkfs.ext4");
     let made = reaper
@@ -305,7 +305,7 @@ async fn a_file_is_mounted_through_a_loop_device_that_ends_with_the_mount() {
     }
     for (options, writable) in [(&["loop"][..], true), (&["loop", "ro", "direct-io"], false)] {
         let mount = mount_of("ext4", &image, "", options);
-        // Direct I/O is refused for files of a tmpfs: the device works without.
+        // Files of a tmpfs have no direct I/O: the device works without it.
         match mount_all(&[mount], &rootfs).await {
             Err(MountError::Loop { source, .. }) if options.contains(&"direct-io") => {
                 assert_eq!(source.kind(), ErrorKind::InvalidInput);
@@ -349,26 +349,26 @@ async fn nested_stacked_and_oddly_named_mounts_are_unmounted() {
     let inner = dir(&rootfs, "a\\b/with space");
     tmpfs_at(&inner);
     tmpfs_at(&dir(&inner, "deep"));
-    let beside = dir(tmp.path(), "root fs 2");
-    tmpfs_at(&beside);
+    let sibling = dir(tmp.path(), "root fs 2");
+    tmpfs_at(&sibling);
     let link = tmp.path().join("link");
     std::os::unix::fs::symlink(&rootfs, &link).unwrap();
     for _ in 0..2 {
         unmount_recursive(&link).await.unwrap();
         assert_eq!(mounted_below(&rootfs), 0);
     }
-    assert_eq!(mounted_below(&beside), 1);
+    assert_eq!(mounted_below(&sibling), 1);
     unmount_recursive(Path::new("/no/such/path")).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_mount_that_is_busy_for_a_moment_is_waited_for() {
+async fn a_mount_that_is_briefly_busy_is_unmounted() {
     let Some(tmp) = private_dir() else { return };
     let rootfs = dir(tmp.path(), "rootfs");
     tmpfs_at(&rootfs);
     let user = File::create(rootfs.join("file")).unwrap();
     let release = async {
-        // While the first attempts fail.
+        // Meanwhile the first attempts fail.
         tokio::time::sleep(BUSY_FOR).await;
         drop(user);
     };
@@ -393,7 +393,7 @@ async fn a_mount_that_stays_busy_is_reported_or_detached() {
         matches!(&error, UnmountError::Unmount { path, .. } if *path == leftover),
         "{error}"
     );
-    // What could be unmounted was.
+    // Mounts that were not busy are unmounted.
     assert_eq!(mounted_below(&work), 1);
     unmount_below(&work).await.unwrap();
     assert_eq!(mounted_below(&work), 0);

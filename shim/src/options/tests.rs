@@ -28,7 +28,7 @@ fn sent() -> oci::Options {
     }
 }
 
-/// Field 2 (path) and 3 (body) of runtimeoptions.v1.Options, after a field 1 and an unknown one.
+/// Fields 2 (path) and 3 (body) of runtimeoptions.v1.Options, after a field 1 and an unknown one.
 fn runtime_options(path: &str, body: &str) -> Any {
     let mut value = b"\x0a\x03url\xf8\x01\x05".to_vec();
     for (tag, text) in [(0x12, path), (0x1a, body)] {
@@ -39,7 +39,7 @@ fn runtime_options(path: &str, body: &str) -> Any {
 }
 
 #[test]
-fn runc_options_arrive_whatever_stands_before_the_type_name() {
+fn runc_options_are_decoded_with_any_prefix_of_the_type_name() {
     for url in [
         "containerd.runc.v1.Options",
         "type.googleapis.com/containerd.runc.v1.Options",
@@ -75,7 +75,7 @@ fn criu_path_of_older_daemons_is_kept() {
 }
 
 #[test]
-fn toml_of_cri_is_understood() {
+fn toml_of_cri_is_decoded() {
     let body =
         "BinaryName = \"/usr/bin/crun\"\nSystemdCgroup = true\nIoUid = 7\nTypeUrl = \"x\"\nroot = \"/r\"";
     let options = RuncOptions::from_any(Some(&runtime_options("", body))).unwrap();
@@ -100,7 +100,7 @@ fn config_path_wins_over_the_body() {
 }
 
 #[test]
-fn options_that_make_no_sense_are_refused() {
+fn malformed_options_are_refused() {
     let refused = [
         (
             any("containerd.other.Options", vec![]),
@@ -220,7 +220,7 @@ fn checkpoint_options_with_a_parent() {
 }
 
 #[test]
-fn the_image_directory_of_firn_restore_is_found_in_runcs_options_alone() {
+fn the_image_directory_of_firn_restore_is_read_from_runcs_options_only() {
     let mut options = containerd_shim_protos::shim::oci::Options::new();
     options.criu_image_path = "/srv/containerds".to_owned();
     let number = firn_config::names::OPTION_RESTORE_DIR;

@@ -15,7 +15,7 @@ use super::*;
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// A task service that knows four verbs.
+/// A task service with four verbs.
 struct Service {
     shutdown: Shutdown,
 }
@@ -29,7 +29,7 @@ impl Task for Service {
         })
     }
 
-    /// Takes longer than the end that it is the cause of.
+    /// Is answered later than the shutdown that it causes.
     async fn kill(&self, _: &TtrpcContext, _: KillRequest) -> ttrpc::Result<Empty> {
         self.shutdown.trigger();
         tokio::time::sleep(Duration::from_millis(300)).await;
@@ -114,7 +114,7 @@ async fn both_names_of_the_service_are_served() {
 async fn the_shutdown_call_is_answered_and_ends_the_shim() {
     let mut shim = Shim::start();
     let client = TaskClient::new(shim.client().await);
-    // A wait for something that never happens does not hold it up.
+    // A Wait for something that never happens does not delay the shutdown.
     let stuck = TaskClient::new(shim.client().await);
     let stuck = tokio::spawn(async move { stuck.wait(soon(), &WaitRequest::default()).await });
     client.connect(soon(), &ConnectRequest::default()).await.unwrap();
@@ -140,7 +140,7 @@ async fn a_call_under_way_is_answered_before_the_end() {
 }
 
 #[tokio::test]
-async fn the_socket_of_a_successor_is_left_alone() {
+async fn the_socket_of_a_successor_is_kept() {
     let mut shim = Shim::start();
     TaskClient::new(shim.client().await)
         .connect(soon(), &ConnectRequest::default())
@@ -154,12 +154,12 @@ async fn the_socket_of_a_successor_is_left_alone() {
 }
 
 #[tokio::test]
-async fn other_users_are_turned_away() {
+async fn connections_of_other_users_are_closed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("sock");
-    // The only user that may connect is another one than us.
-    let stranger = nix::unistd::Uid::from_raw(nix::unistd::geteuid().as_raw() + 1);
-    let listener = accept::listener(UnixListener::bind(&path).unwrap(), stranger).unwrap();
+    // The only user that may connect is another one than the test's.
+    let other_user = nix::unistd::Uid::from_raw(nix::unistd::geteuid().as_raw() + 1);
+    let listener = accept::listener(UnixListener::bind(&path).unwrap(), other_user).unwrap();
     let services = create_task(Arc::new(Service {
         shutdown: Shutdown::new(),
     }));
@@ -167,7 +167,11 @@ async fn other_users_are_turned_away() {
     server.start().await.unwrap();
     let stream = tokio::net::UnixStream::connect(&path).await.unwrap();
     stream.readable().await.unwrap();
-    assert_eq!(stream.try_read(&mut [0]).unwrap(), 0, "hung up on");
+    assert_eq!(
+        stream.try_read(&mut [0]).unwrap(),
+        0,
+        "the connection is still open"
+    );
 }
 
 #[test]

@@ -41,7 +41,7 @@ pub(super) async fn checkpoint(
     };
     let result = match caught(checkpoint::run(&container, &request, &service.reaper)).await {
         Ok(result) => result,
-        Err(_) => Err(checkpoint::take_back(&container, &service.reaper).await),
+        Err(_) => Err(checkpoint::rollback_after_panic(&container, &service.reaper).await),
     };
     result?;
     Ok(Empty::default())

@@ -14,7 +14,7 @@ use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
 use firn_transaction::create::{GpuRequestError, PrepareError};
 use firn_transaction::options;
 use firn_transaction::restore::RestoreError;
-use firn_transaction::runc::{PidFileError, RuncError, Said};
+use firn_transaction::runc::{PidFileError, RuncError, RuntimeMessage};
 use firn_transaction::{cgroup, stdio};
 
 /// A request that failed.
@@ -40,7 +40,7 @@ pub(crate) enum TaskError {
     #[error("no such container: not found")]
     Absent,
     #[error("unknown error after kill")]
-    Kill(#[source] Said),
+    Kill(#[source] RuntimeMessage),
     #[error("exec kill error: unknown error after kill: {}", .0.desc().to_lowercase())]
     KillExec(Errno),
     #[error("process not created: failed precondition")]
@@ -62,9 +62,9 @@ pub(crate) enum TaskError {
     #[error("failed rootfs umount")]
     Unmount(#[source] firn_transaction::unmount::UnmountError),
     #[error(transparent)]
-    Update(Said),
+    Update(RuntimeMessage),
     #[error(transparent)]
-    Pids(Said),
+    Pids(RuntimeMessage),
     #[error("cannot decode the options")]
     Options(#[from] crate::options::DecodeError),
     #[error("cannot keep the options")]
@@ -92,7 +92,8 @@ pub(crate) enum TaskError {
     #[error(transparent)]
     Restore(#[from] RestoreError),
     #[error(
-        "FIRN-BUSY: cannot update container {id}: another operation, such as its checkpoint, has been under way for {} s. \
+        "FIRN-BUSY: cannot update container {id}: another operation, such as its checkpoint, has been under \
+         way for {} s. \
          hint: try again when that is over",
         waited.as_secs()
     )]

@@ -14,6 +14,7 @@ use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Action, Container, InitState, Owner, Process};
 use firn_transaction::journal::point;
+use firn_transaction::prepared_restore::PreparedRestore;
 use firn_transaction::restore;
 use firn_transaction::runc::{Exec, read_pid};
 
@@ -103,7 +104,7 @@ async fn restore_init(
                     return Ok(());
                 }
                 Err(guard) => {
-                    let error = restored.abandon(container, &prepared).await;
+                    let error = restored.roll_back(container, &prepared).await;
                     (guard, error.into())
                 }
             }
@@ -151,7 +152,7 @@ async fn bring_up(
     match stdio.start().await {
         Ok(copier) => container.init.set_copier(copier),
         Err(error) => {
-            restored.abandon(container, prepared).await;
+            restored.roll_back(container, prepared).await;
             return Err(error.into());
         }
     }

@@ -1,4 +1,4 @@
-//! Takes a cgroup away: its processes, then its directories. Only ever the container's own.
+//! Removes a cgroup: first its processes, then its directories. Only ever the container's own.
 
 use std::io;
 use std::path::Path;
@@ -10,14 +10,14 @@ use super::read;
 use super::{Cgroup, CgroupError, Version};
 use crate::pidfd;
 
-/// Pause between two looks at who is left.
+/// Pause between two reads of the process list.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Kills a whole v2 cgroup, forks under way included.
+/// Kills a whole v2 cgroup, including forks in progress.
 const KILL: &str = "cgroup.kill";
 
 impl Cgroup {
-    /// Kills every process and waits until none is left. A cgroup that is gone or empty is no error.
+    /// Kills every process and waits until none is left. A missing or empty cgroup is no error.
     pub async fn kill_all(&self, limit: Duration) -> Result<(), CgroupError> {
         let begun = Instant::now();
         let dir = self.own()?.dir();
@@ -52,8 +52,9 @@ impl Cgroup {
                 log::warn!("cannot kill process {pid} of {}: {error}", dir.display());
             }
         }
-        // Order matters: signals sent to a frozen v1 cgroup hit before its processes can fork once more.
-        // Those of a v2 one die frozen, and the runtime takes what is left for paused and does not delete it.
+        // Order matters: signals sent to a frozen v1 cgroup are delivered before its processes can fork
+        // again. Processes of a v2 cgroup die frozen, and the runtime then considers the container paused and
+        // does not delete it.
         if self.version == Version::V2 || self.dir("freezer").is_some() {
             match self.thaw(PAUSE).await {
                 Err(error @ CgroupError::ThawTimeout { .. }) => log::debug!("{error}"),
@@ -64,14 +65,14 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Removes the directories of the cgroup and of those below it. None there is no error.
+    /// Removes the directories of the cgroup and of those below it. A missing cgroup is no error.
     pub async fn remove(&self, limit: Duration) -> Result<(), CgroupError> {
         let begun = Instant::now();
         for dir in self.own_dirs()? {
             loop {
                 match remove_tree(&dir) {
                     Ok(()) => break,
-                    // Killed processes leave the cgroup a moment after they are gone from its list.
+                    // Killed processes leave the cgroup a moment after they have disappeared from its list.
                     Err(CgroupError::Remove { source, .. })
                         if source.kind() == io::ErrorKind::ResourceBusy && begun.elapsed() < limit =>
                     {

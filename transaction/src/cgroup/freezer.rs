@@ -1,8 +1,8 @@
-//! The freezer: stops and continues all processes of a cgroup at once, without signals.
+//! The freezer: stops and resumes all processes of a cgroup at once, without signals.
 //!
 //! All calls may be repeated, and end in a known state: a [`Cgroup::freeze`] that does not succeed in time
-//! thaws what it froze, a [`Cgroup::keep_frozen`] leaves the cgroup freezing: each thread stops as soon as it
-//! can. A future dropped half way leaves the cgroup freezing; whoever drops it thaws.
+//! thaws the cgroup; a [`Cgroup::keep_frozen`] leaves it freezing, where each thread stops as soon as it can.
+//! A dropped future leaves the cgroup freezing; the caller has to thaw it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,39 +12,39 @@ use tokio::time::{Instant, sleep};
 use super::read::{self, FlatKeyed};
 use super::{Cgroup, CgroupError, Version};
 
-/// First pause between two looks at the state. It doubles up to [`SLOWEST`].
+/// First pause between two reads of the state. It doubles up to [`SLOWEST`].
 const FASTEST: Duration = Duration::from_millis(1);
 
-/// Longest pause between two looks at the state.
+/// Longest pause between two reads of the state.
 const SLOWEST: Duration = Duration::from_millis(16);
 
-/// v1 may never finish freezing a cgroup in which processes keep appearing. After this time it is thawed for
-/// a moment, which lets the fork that it missed pass.
+/// v1 may never finish freezing a cgroup in which processes are forked all the time. After this time the
+/// cgroup is thawed for a moment, so that the fork that the freezer missed completes.
 const V1_KICK: Duration = Duration::from_millis(500);
 
-/// How long v1 is thawed then.
+/// How long v1 is thawed for that.
 const V1_KICK_PAUSE: Duration = Duration::from_millis(10);
 
-/// Whether a v1 freezer that hangs may be turned off for a moment.
+/// Whether a v1 freezer that does not finish may be thawed for a moment.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kick {
     Allowed,
     Never,
 }
 
-/// State of the freezer, that of parents included: `Frozen` means that no process of the cgroup can run.
+/// State of the freezer, including frozen parents: `Frozen` means that no process of the cgroup can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreezerState {
     /// Processes run.
     Thawed,
-    /// Asked to freeze; some processes still run.
+    /// Freezing was requested; some processes still run.
     Freezing,
     /// All processes are stopped.
     Frozen,
 }
 
 impl Cgroup {
-    /// The freezer as it is now.
+    /// The freezer's current state.
     pub fn freezer_state(&self) -> Result<FreezerState, CgroupError> {
         let dir = self.freezer_dir()?;
         match self.version {
@@ -53,7 +53,7 @@ impl Cgroup {
         }
     }
 
-    /// Freezes all processes, at once if there are none.
+    /// Freezes all processes. Returns at once if there are none.
     pub async fn freeze(&self, limit: Duration) -> Result<(), CgroupError> {
         let dir = self.own_freezer_dir()?;
         let before = self.freezer_state()?;
@@ -64,14 +64,14 @@ impl Cgroup {
         frozen
     }
 
-    /// Freezes processes of which none may run: never thaws, not even for the moment that helps a v1 freezer
-    /// on.
+    /// Freezes processes of which none may run: never thaws, not even for the moment that lets a v1 freezer
+    /// finish.
     pub async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
         self.try_freeze(&self.own_freezer_dir()?, limit, Kick::Never)
             .await
     }
 
-    /// Turns the freezer on, and does not wait for the threads.
+    /// Requests freezing and does not wait for the threads to stop.
     pub fn begin_freeze(&self) -> Result<(), CgroupError> {
         self.order(&self.own_freezer_dir()?, FreezerState::Frozen)
     }
@@ -102,7 +102,7 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Lets all processes run again.
+    /// Resumes all processes.
     pub async fn thaw(&self, limit: Duration) -> Result<(), CgroupError> {
         let dir = self.own_freezer_dir()?;
         let begun = Instant::now();
@@ -158,10 +158,10 @@ fn v1_state(dir: &Path) -> Result<FreezerState, CgroupError> {
 fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
     let gone = || CgroupError::Gone { path: dir.to_owned() };
     let events = FlatKeyed::read(&dir.join("cgroup.events"))?.ok_or_else(gone)?;
-    let asked = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
-    // A kernel that thaws a cgroup whose last process has gone, while those of a cgroup below are dying, says
-    // for ever that it is frozen (seen with 6.18).
-    let is_forgotten = events.get("populated") == 0 && asked == 0;
+    let requested = read::number(&dir.join("cgroup.freeze"))?.ok_or_else(gone)?;
+    // When the last process of a cgroup has gone while processes of a cgroup below are dying, the kernel
+    // reports `frozen 1` even after a thaw, without end (seen with 6.18).
+    let is_forgotten = events.get("populated") == 0 && requested == 0;
     if events.get("frozen") == 1 && !is_forgotten {
         return Ok(if is_frozen_below(dir)? {
             FreezerState::Frozen
@@ -169,18 +169,18 @@ fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
             FreezerState::Freezing
         });
     }
-    Ok(if asked == 1 {
+    Ok(if requested == 1 {
         FreezerState::Freezing
     } else {
         FreezerState::Thawed
     })
 }
 
-/// Whether all cgroups below with processes in them are frozen: the kernel tells that a cgroup is, as soon as
-/// its own processes are.
+/// Whether all populated cgroups below are frozen: the kernel reports a cgroup as frozen as soon as its own
+/// processes are.
 fn is_frozen_below(dir: &Path) -> Result<bool, CgroupError> {
     for child in read::children(dir)? {
-        // One without the file has gone meanwhile.
+        // A cgroup without the file has been removed meanwhile.
         if let Some(events) = FlatKeyed::read(&child.join("cgroup.events"))?
             && events.get("populated") == 1
             && !(events.get("frozen") == 1 && is_frozen_below(&child)?)

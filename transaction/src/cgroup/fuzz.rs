@@ -1,4 +1,4 @@
-//! What must hold for the cgroup that a spec names.
+//! Properties of the cgroup paths of a spec, for arbitrary input.
 
 use std::path::{Component, Path};
 
@@ -10,7 +10,7 @@ use super::locate::by_spec;
 
 const MOUNT_POINT: &str = "/sys/fs/cgroup";
 
-/// `cgroupsPath` of a spec, which other calls freeze, kill and remove.
+/// `cgroupsPath` of a spec: the shim freezes, kills and removes this cgroup.
 pub fn cgroups_path(bytes: &[u8]) {
     let Ok(path) = std::str::from_utf8(bytes) else {
         return;
@@ -35,7 +35,7 @@ pub fn cgroups_path(bytes: &[u8]) {
                 is_below(&cgroup, &entries);
             }
         }
-        // The second field of a line is a list, the rest a path as the kernel gives it.
+        // The second field of a line is a list, the third is a path in the kernel's form.
         for (_, path) in path.lines().filter_map(membership) {
             let path = path.to_str().expect("it was text");
             if let Ok(cgroup) = by_spec(&host, path, "c1", false) {

@@ -1,4 +1,4 @@
-//! Finds cgroups: by a process that is in one, or by the path in a spec when no process is.
+//! Locates cgroups: by a process that is in one, or by the path in a spec when there is no process.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -11,7 +11,7 @@ use firn_host::mountinfo::mounted;
 /// Slice of units that name none.
 const DEFAULT_SLICE: &str = "system.slice";
 
-/// What is mounted on this host, which does not change while containers run.
+/// The mounted cgroup hierarchies, which do not change while containers run.
 pub(super) fn host() -> Result<&'static Hierarchies, CgroupError> {
     static HOST: OnceLock<Hierarchies> = OnceLock::new();
     if let Some(host) = HOST.get() {
@@ -22,7 +22,7 @@ pub(super) fn host() -> Result<&'static Hierarchies, CgroupError> {
     Ok(HOST.get_or_init(|| host))
 }
 
-/// The cgroup that a process is in.
+/// The cgroup of a process.
 pub(super) fn of_pid(host: &Hierarchies, pid: i32) -> Result<Cgroup, CgroupError> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup"));
     let text = text.map_err(|source| CgroupError::Process { pid, source })?;
@@ -34,7 +34,7 @@ pub(super) fn of_pid(host: &Hierarchies, pid: i32) -> Result<Cgroup, CgroupError
 
 /// The cgroup that a spec's `cgroupsPath` names, whether it exists or not.
 ///
-/// A path that the runtime takes as relative lies below the cgroup of its caller, which is this process.
+/// The runtime resolves a relative path below the cgroup of its caller, which is this process.
 pub(super) fn by_spec(
     host: &Hierarchies,
     cgroups_path: &str,
@@ -72,12 +72,12 @@ pub(super) fn by_spec(
     })
 }
 
-/// This process, as cgroup files number it.
+/// This process's pid, as cgroup files number it.
 pub(super) fn own_pid() -> i32 {
     nix::unistd::getpid().as_raw()
 }
 
-/// `a-b.slice` lies in `a.slice`; a unit that is a slice itself has no scope.
+/// `a-b.slice` lies in `a.slice`. A unit that is a slice itself has no scope.
 fn unit_path(slice: &str, prefix: &str, name: &str) -> PathBuf {
     let mut path = PathBuf::from("/");
     let mut push_slice = |slice: &str| {

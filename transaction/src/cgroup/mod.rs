@@ -1,11 +1,11 @@
-//! The cgroup of a container: where it is, who is in it, what it used, and the freezer.
+//! A container's cgroup: its location, processes, resource usage and freezer.
 //!
-//! A cgroup is one directory on a unified host and one per hierarchy on a v1 host. As containerd and runc do,
-//! a host counts as unified only when `/sys/fs/cgroup` itself is cgroup2; anything else ("hybrid") is v1.
+//! A cgroup is one directory on a unified host and one per hierarchy on a v1 host. As in containerd and runc,
+//! a host is unified only if `/sys/fs/cgroup` itself is cgroup2; anything else ("hybrid") is v1.
 //!
-//! Invariants: nothing here creates a cgroup; no call that freezes, kills or removes ever acts on the root of
-//! a hierarchy, on a cgroup that this process is in, or on a hierarchy in which the container has no cgroup
-//! of its own.
+//! Invariants: nothing here creates a cgroup. No call that freezes, kills or removes acts on the root of a
+//! hierarchy, on a cgroup that this process is in, or on a hierarchy in which the container has no cgroup of
+//! its own.
 
 mod clean;
 mod freezer;
@@ -36,10 +36,10 @@ pub use oom::OomWatch;
 /// Lists the processes of a cgroup.
 const PROCS: &str = "cgroup.procs";
 
-/// v1 hierarchies that tell where the container's own cgroup is, best first.
+/// v1 hierarchies that show where the container's own cgroup is, best first.
 const PRIMARY: [&str; 5] = ["freezer", "devices", "memory", "pids", "cpu"];
 
-/// A container's cgroup. It need not exist (any more).
+/// A container's cgroup. It may not exist (any more).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cgroup {
     version: Version,
@@ -47,7 +47,7 @@ pub struct Cgroup {
     places: BTreeMap<String, Place>,
 }
 
-/// What cannot be done with a cgroup.
+/// A failed cgroup operation.
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
     /// The mounted hierarchies cannot be listed.
@@ -57,7 +57,7 @@ pub enum CgroupError {
         #[source]
         source: io::Error,
     },
-    /// There is no hierarchy in which containers could be told apart.
+    /// There is no hierarchy in which containers could be distinguished.
     #[error("no cgroup hierarchy is mounted. hint: mount cgroup2 or the v1 controllers below /sys/fs/cgroup")]
     NoHierarchy,
     /// The process does not exist (any more).
@@ -68,7 +68,7 @@ pub enum CgroupError {
         /// Cause.
         source: io::Error,
     },
-    /// The spec's `cgroupsPath` is not of the form that the cgroup driver wants.
+    /// The spec's `cgroupsPath` is not of the form that the systemd cgroup driver needs.
     #[error("cgroups path {path} is not of the form slice:prefix:name")]
     SystemdPath {
         /// The path.
@@ -102,7 +102,7 @@ pub enum CgroupError {
         /// The file.
         path: PathBuf,
     },
-    /// The request would hit processes that are not the container's.
+    /// The request would affect processes that are not the container's.
     #[error("cgroup {} is not the container's own", path.display())]
     NotOwn {
         /// The directory.
@@ -120,19 +120,22 @@ pub enum CgroupError {
         limit: Duration,
     },
     /// The cgroup did not thaw in time.
-    #[error("cgroup {} did not thaw within {limit:?}. hint: see whether a parent of it is frozen", path.display())]
+    #[error(
+        "cgroup {} did not thaw within {limit:?}. hint: see whether a parent of it is frozen",
+        path.display()
+    )]
     ThawTimeout {
         /// The directory.
         path: PathBuf,
         /// How long it had.
         limit: Duration,
     },
-    /// Killed processes are still there.
+    /// Killed processes still exist.
     #[error("processes {pids:?} of cgroup {} did not end within {limit:?} of SIGKILL", path.display())]
     KillTimeout {
         /// The directory.
         path: PathBuf,
-        /// Who is left.
+        /// The processes that are left.
         pids: Vec<i32>,
         /// How long they had.
         limit: Duration,
@@ -145,7 +148,7 @@ pub enum CgroupError {
         /// Cause.
         source: io::Error,
     },
-    /// Out-of-memory events cannot be had.
+    /// Out-of-memory events cannot be watched.
     #[error("cannot watch {} for out-of-memory events", path.display())]
     OomWatch {
         /// The directory.
@@ -159,7 +162,7 @@ pub enum CgroupError {
 }
 
 impl CgroupError {
-    /// Whether the answer is that there is no such cgroup or process.
+    /// Whether the error means that there is no such cgroup or process.
     pub fn is_absent(&self) -> bool {
         let absent = |source: &io::Error| {
             source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ENODEV)
@@ -185,22 +188,23 @@ impl Cgroup {
         }
     }
 
-    /// Of which kind its hierarchies are.
+    /// The kind of its hierarchies.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// The cgroup that a process is in.
+    /// The cgroup of a process.
     pub fn of_pid(pid: i32) -> Result<Self, CgroupError> {
         locate::of_pid(locate::host()?, pid)
     }
 
-    /// The cgroup that a spec's `cgroupsPath` names, whether it exists or not: what a restore will run in.
+    /// The cgroup that a spec's `cgroupsPath` names, whether it exists or not: the one that a restore will
+    /// use.
     pub fn by_spec(cgroups_path: &str, id: &str, systemd: bool) -> Result<Self, CgroupError> {
         locate::by_spec(locate::host()?, cgroups_path, id, systemd)
     }
 
-    /// v2: has the cgroups above hand on every controller that they have themselves, as far as the kernel
+    /// v2: enables in the parent cgroups every controller that they have themselves, as far as the kernel
     /// allows.
     pub fn enable_controllers(&self) {
         let Some(place) = self.places.get("").filter(|_| self.version == Version::V2) else {
@@ -211,7 +215,7 @@ impl Cgroup {
         let above = place.path.ancestors().skip(1).collect::<Vec<_>>();
         for dir in above.into_iter().rev().map(|path| place.mount_point.join(path)) {
             for controller in controllers.split_whitespace() {
-                // One by one: what one controller lacks does not keep the others away.
+                // One write per controller: one that fails must not prevent the others.
                 if let Err(error) =
                     read::write(&dir.join("cgroup.subtree_control"), &format!("+{controller}"))
                 {
@@ -231,8 +235,8 @@ impl Cgroup {
         self.primary().is_some_and(|place| place.dir().is_dir())
     }
 
-    /// All processes in the cgroup and below, as this process's pid namespace numbers them. None when it is
-    /// gone.
+    /// All processes in the cgroup and below, as this process's pid namespace numbers them. None when the
+    /// cgroup does not exist any more.
     pub fn pids(&self) -> Result<Vec<i32>, CgroupError> {
         let mut pids = BTreeSet::new();
         if let Some(place) = self.primary() {
@@ -251,7 +255,7 @@ impl Cgroup {
             .any(|place| place.mount_point == own.mount_point && place.path.starts_with(&own.path))
     }
 
-    /// The directory for messages: that of the hierarchy which tells what is the container's own.
+    /// The directory for messages: that of the hierarchy which shows the container's own cgroup.
     pub fn primary_dir(&self) -> PathBuf {
         self.primary().map(Place::dir).unwrap_or_default()
     }
@@ -267,14 +271,14 @@ impl Cgroup {
     }
 
     /// Directories of the container's own cgroup: one per hierarchy in which it has the same place as in the
-    /// primary.
+    /// primary one.
     fn own_dirs(&self) -> Result<BTreeSet<PathBuf>, CgroupError> {
         let primary = self.own()?;
         let places = self.places.values().filter(|place| place.path == primary.path);
         Ok(firn_host::ordered::set_of(places.map(Place::dir)))
     }
 
-    /// The primary place, if it is a cgroup that can belong to one container: not a root, and none of ours.
+    /// The primary place, if it can belong to one container: not a root, and no cgroup of this process.
     fn own(&self) -> Result<&Place, CgroupError> {
         let ours = Self::of_pid(locate::own_pid())?;
         let holds_us = |place: &Place| {
@@ -308,7 +312,7 @@ impl Cgroup {
 
 fn collect_pids(dir: &Path, pids: &mut BTreeSet<i32>) -> Result<(), CgroupError> {
     let procs = read::text(&dir.join(PROCS))?.unwrap_or_default();
-    // A process of a namespace that we do not see is listed as 0.
+    // A process of a pid namespace that this process cannot see is listed as 0.
     pids.extend(
         procs
             .lines()

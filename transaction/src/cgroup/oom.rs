@@ -1,4 +1,4 @@
-//! Tells when the kernel ran out of a cgroup's memory. A watch ends by itself when the cgroup does.
+//! Reports when the kernel ran out of a cgroup's memory. A watch ends when its cgroup is removed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -22,17 +22,17 @@ const EVENT_CONTROL: &str = "cgroup.event_control";
 /// v2: counts the kills.
 const MEMORY_EVENTS: &str = "memory.events";
 
-/// v2: says whether anyone is in the cgroup.
+/// v2: shows whether the cgroup has processes.
 const CGROUP_EVENTS: &str = "cgroup.events";
 
-/// Out-of-memory events of one cgroup. Each is told once, to whoever asks first.
+/// Out-of-memory events of one cgroup. Each is reported once, to the first caller.
 #[derive(Debug)]
 pub struct OomWatch {
     source: Source,
     ended: AtomicBool,
 }
 
-/// The directory of a cgroup, told from one that has the name after it.
+/// The directory of a cgroup, distinguished by its inode from a later one with the same name.
 #[derive(Debug)]
 struct Incarnation {
     dir: PathBuf,
@@ -67,7 +67,7 @@ enum Source {
 }
 
 impl Cgroup {
-    /// Begins to watch; needs the runtime's reactor.
+    /// Starts the watch; needs the async runtime's reactor.
     pub fn watch_oom(&self) -> Result<OomWatch, CgroupError> {
         let dir = self.dir("memory").ok_or(CgroupError::NoMemory)?;
         let source = match self.version {
@@ -86,10 +86,10 @@ impl Cgroup {
 }
 
 impl OomWatch {
-    /// Whether memory has run out since that was last told. For the moment before an exit is told.
+    /// Whether memory has run out since the last report. For the moment before an exit is published.
     pub fn take(&self) -> bool {
         match &self.source {
-            // The removal of the cgroup, an event too, is left to `recv`.
+            // The removal of the cgroup, which is an event too, is left to `recv`.
             Source::V1 { events, cgroup } => !cgroup.is_gone() && events.get_ref().read().is_ok(),
             Source::V2 { cgroup, kills, .. } => {
                 !cgroup.is_gone() && new_kills(&cgroup.dir, kills).unwrap_or(false)
@@ -97,8 +97,7 @@ impl OomWatch {
         }
     }
 
-    /// Waits for the next time that memory runs out; none once the cgroup has ended. May be dropped and
-    /// called again.
+    /// Waits until memory runs out again; none once the cgroup has ended. May be dropped and called again.
     pub async fn recv(&self) -> Option<()> {
         while !self.ended.load(Ordering::Relaxed) {
             let happened = match &self.source {
@@ -158,7 +157,7 @@ fn watch_v2(dir: &Path) -> io::Result<Source> {
             AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_DELETE_SELF,
         )?;
     }
-    // Order matters: a kill between the two calls is counted here and seen as a change that adds nothing.
+    // Order matters: a kill between the two calls is counted here, and its change event then adds nothing.
     let kills = AtomicU64::new(count_kills(dir)?);
     Ok(Source::V2 {
         changes: watched(Changes(Some(inotify)))?,
@@ -205,14 +204,14 @@ fn count_kills(dir: &Path) -> io::Result<u64> {
     Ok(events.map_or(0, |events| events.get("oom_kill")))
 }
 
-/// An inotify instance as the reactor wants it. Present until it is dropped.
+/// An inotify instance as the reactor needs it. It is `Some` until it is dropped.
 ///
-/// The kernel takes some 10 ms to close one, which nothing else of the shim must wait for.
+/// The kernel takes about 10 ms to close one; no other work of the shim must wait for that.
 #[derive(Debug)]
 struct Changes(Option<Inotify>);
 
 impl Changes {
-    /// Takes what has happened.
+    /// Reads the pending events.
     fn read(&self) -> io::Result<()> {
         match &self.0 {
             Some(inotify) => Ok(inotify.read_events().map(drop)?),
@@ -230,7 +229,7 @@ impl AsRawFd for Changes {
 impl Drop for Changes {
     fn drop(&mut self) {
         let inotify = self.0.take();
-        // Without a thread it is closed here, late and not never.
+        // Without a thread the instance is closed here, which blocks.
         let _detached = thread::Builder::new().spawn(move || drop(inotify));
     }
 }

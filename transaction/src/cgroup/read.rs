@@ -1,4 +1,4 @@
-//! Small files in the forms that cgroups use. A file that is not there is no error: controllers come and go.
+//! Parsers of cgroup files. A file that does not exist is no error: controllers are enabled and disabled.
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};
@@ -9,11 +9,11 @@ use super::CgroupError;
 /// The number that stands for the word `max`.
 pub const MAX: u64 = u64::MAX;
 
-/// The file's text; none when it, or the cgroup, is not there.
+/// The file's text; none when the file or the cgroup does not exist.
 pub fn text(path: &Path) -> Result<Option<String>, CgroupError> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
-        // Some files exist and have nothing to say: EOPNOTSUPP without the feature, ENODEV once the cgroup is
+        // Some files exist and cannot be read: EOPNOTSUPP without the feature, ENODEV once the cgroup is
         // removed.
         Err(error)
             if error.kind() == io::ErrorKind::NotFound
@@ -38,7 +38,7 @@ pub fn number(path: &Path) -> Result<Option<u64>, CgroupError> {
         })
 }
 
-/// `max` is the largest number; -1, v1's word for it, too.
+/// `max`, and -1 in v1, mean no limit: the largest number.
 pub fn parse_number(text: &str) -> Option<u64> {
     match text {
         "max" | "-1" => Some(MAX),
@@ -104,8 +104,7 @@ pub fn device(text: &str) -> Option<(u64, u64)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// The sizes of huge pages of the host, from directories `hugepages-2048kB`, as cgroup files name them:
-/// `2MB`.
+/// The host's huge page sizes, from directories like `hugepages-2048kB`, in the form of cgroup files: `2MB`.
 pub fn page_sizes(dir: &Path) -> Result<Vec<String>, CgroupError> {
     let size = |path: &PathBuf| {
         let name = path.file_name()?.to_str()?;
@@ -137,7 +136,7 @@ pub fn hugetlb_sizes(dir: &Path, suffix: &str) -> Result<Vec<String>, CgroupErro
     Ok(sizes)
 }
 
-/// The cgroups directly below a cgroup; none when it is gone.
+/// The cgroups directly below a cgroup; none when it does not exist any more.
 pub fn children(dir: &Path) -> Result<Vec<PathBuf>, CgroupError> {
     Ok(entries(dir)?.into_iter().filter(|path| path.is_dir()).collect())
 }
@@ -171,7 +170,7 @@ pub fn write(path: &Path, word: &str) -> Result<(), CgroupError> {
     })
 }
 
-/// For fields of 32 bits, in which the largest number means no limit too.
+/// For 32-bit fields, in which the largest number means no limit too.
 pub fn saturate(number: u64) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }

@@ -1,5 +1,5 @@
-//! Cgroups for tests: real ones with real processes, on every hierarchy that this host has, and such as are
-//! made of plain files. Needs root; each test makes cgroups of its own and removes them.
+//! Cgroups for tests: real ones with real processes on every hierarchy of this host, and fakes made of plain
+//! files. Needs root; each test creates its own cgroups and removes them.
 
 use std::cell::Cell;
 use std::fs;
@@ -15,20 +15,20 @@ use tokio::time::sleep;
 use super::{BTreeSet, Cgroup, Duration, Place, Version, collect_pids, locate, read};
 use crate::reaper::{Child, Reaper};
 
-/// Longest time for anything here that should happen.
+/// Longest wait for anything that should happen.
 pub const LIMIT: Duration = Duration::from_secs(20);
 
-/// A cgroup for one test, removed with all that is in it.
+/// A cgroup for one test. Dropping it kills its processes and removes it.
 pub struct Scratch {
     pub cgroup: Cgroup,
     pub(super) name: String,
-    /// A file of each process that is in it for good.
+    /// Holds one file for each process that has entered the cgroup.
     entered: TempDir,
     spawned: Cell<usize>,
 }
 
 impl Scratch {
-    /// One per kind of hierarchy that can be used here. An empty list is said aloud.
+    /// One per kind of hierarchy that this host has. Prints a message when there is none.
     pub fn all() -> Vec<Self> {
         let found: Vec<_> = [Self::v1(), Self::v2()].into_iter().flatten().collect();
         if found.is_empty() {
@@ -64,7 +64,7 @@ impl Scratch {
     fn make(cgroup: Cgroup) -> Option<Self> {
         let name = cgroup.primary_dir().file_name()?.to_str()?.to_owned();
         for dir in cgroup.own_dirs().ok()? {
-            // cpusets take no process before they are set up, and no test wants them.
+            // A cpuset takes no process before it is set up, and no test needs one.
             if !dir.starts_with("/sys/fs/cgroup/cpuset") {
                 fs::create_dir(&dir).ok()?;
             }
@@ -77,7 +77,7 @@ impl Scratch {
         })
     }
 
-    /// A shell in the cgroup, or in one below. It is to be started once.
+    /// A shell that runs in the cgroup or in one below it. Spawn the command once.
     pub fn shell(&self, below: &str, script: &str) -> Command {
         let mut enter = String::new();
         for dir in self.cgroup.own_dirs().unwrap().iter().filter(|dir| dir.exists()) {
@@ -93,12 +93,12 @@ impl Scratch {
         command
     }
 
-    /// Starts it.
+    /// Spawns such a shell.
     pub fn spawn(&self, reaper: &Reaper, below: &str, script: &str) -> Child {
         reaper.spawn(&mut self.shell(below, script)).unwrap()
     }
 
-    /// Waits until all that were spawned are in it, in every hierarchy.
+    /// Waits until all spawned shells are in the cgroup, in every hierarchy.
     pub async fn all_entered(&self) {
         let here = || fs::read_dir(self.entered.path()).unwrap().count();
         until("the processes to enter", || here() == self.spawned.get()).await;
@@ -110,7 +110,7 @@ impl Drop for Scratch {
         let dirs = self.cgroup.own_dirs().unwrap();
         for version_dir in &dirs {
             assert!(version_dir.ends_with(&self.name) && self.name.starts_with("firn-test-"));
-            // Order matters: they die in no hierarchy while they are frozen in one.
+            // Order matters: a process that is frozen in one hierarchy does not die.
             let _ = read::write(&version_dir.join("freezer.state"), "THAWED");
             let _ = read::write(&version_dir.join("cgroup.freeze"), "0");
         }
@@ -131,7 +131,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A name that no other test has, also not one that was killed and had the same pid.
+/// A name that no other test uses, not even an earlier one with the same pid that was killed.
 fn unique() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos();
@@ -139,7 +139,7 @@ fn unique() -> String {
     format!("/firn-test-{}-{now}-{number}", std::process::id())
 }
 
-/// Waits for something that should become true.
+/// Waits until the condition holds.
 pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !condition() {
@@ -148,7 +148,7 @@ pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// A cgroup made of plain files, which does what no kernel does on request.
+/// A cgroup made of plain files, for states that a kernel does not enter on request.
 pub fn fake(version: Version, files: &[(&str, &str)]) -> (TempDir, Cgroup) {
     let dir = TempDir::new().unwrap();
     fs::create_dir(dir.path().join("box")).unwrap();

@@ -35,17 +35,17 @@ use crate::tracer::{TracedThreads, threads};
 use firn_gpu::CudaProcess;
 use firn_host::Chain;
 
-/// How long the file system of the rescue directory is waited for.
+/// How long firn waits for the file system of the rescue directory.
 const RESCUE: Duration = Duration::from_secs(10);
 
-/// How long a tool may take to tell its version, which is for people only: it is left out after that.
+/// How long a tool may take to print its version. The version is for people only: after that it stays empty.
 const VERSION_LIMIT: Duration = Duration::from_secs(5);
 
-/// What the container's owner has said of it, and what the manifest says of the source node.
+/// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
 struct Source {
     assertions: Assertions,
-    /// Bytes of memory in use on its GPUs, whoever uses it.
+    /// Bytes of memory in use on the container's GPUs, by any process.
     gpu_memory_in_use: u64,
     driver: DriverVersion,
     gpus: Vec<manifest::SourceGpu>,
@@ -54,7 +54,7 @@ struct Source {
     versions: Versions,
 }
 
-/// What a checkpoint works with.
+/// What a checkpoint uses in addition to the container and the request.
 pub(super) struct Context<'a> {
     pub cgroup: Cgroup,
     /// The driver worker.
@@ -74,14 +74,14 @@ pub(super) struct ContainerEffects<'a> {
     gpu: Driver,
     /// Read once, by the first inspection.
     source: Option<Source>,
-    /// How many processes the dump leaves out, as the log was told.
+    /// How many processes the dump leaves out, as last logged.
     omitted: usize,
     /// GPU memory that the processes had when they were locked, as far as NVML reports it.
     needs: GpuMemory,
-    /// What the dump has left, to be tidied once the workload is as it shall be.
+    /// Files that the dump has left. They are removed once the workload runs again or has ended.
     leftovers: Leftovers,
     complete: bool,
-    /// The image's second place, if its client may remove the first.
+    /// The second directory of an image whose client may remove the first.
     rescued: Option<PathBuf>,
 }
 
@@ -110,7 +110,7 @@ impl<'a> ContainerEffects<'a> {
         }
     }
 
-    /// For a way back alone: what its journal says of the GPU memory.
+    /// For a rollback by the journal: the GPU memory that it records.
     pub(super) fn with_needs(self, needs: GpuMemory) -> Self {
         Self { needs, ..self }
     }
@@ -120,7 +120,8 @@ impl<'a> ContainerEffects<'a> {
         self.complete
     }
 
-    /// Cleans up after the dump; `failure` is told what CRIU's log and the image directory say.
+    /// Cleans up after the dump. Adds the errors of CRIU's log to `failure`, or replaces it if the image
+    /// directory has gone.
     pub(super) async fn tidy(&mut self, failure: Option<&mut EffectError>) {
         let failed = failure.filter(|error| matches!(error, EffectError::Dump(DumpError::Failed { .. })));
         let (leftovers, cancel) = (std::mem::take(&mut self.leftovers), &self.context.cancel);
@@ -132,17 +133,18 @@ impl<'a> ContainerEffects<'a> {
         }
     }
 
-    /// Gives the image a second place while containerd may remove the first: when the shim is killed it does so at once.
+    /// Links the image into a second directory if containerd may remove the first: it does so as soon as the
+    /// shim is killed.
     async fn link_image(&self) -> Option<PathBuf> {
         let image = self.request.image.clone();
         if !image.is_containerds() {
             return None;
         }
         let dir = self.rescue_dir();
-        let beside = rescue::beside(image.path(), &dir);
+        let sibling = rescue::sibling(image.path(), &dir);
         for (dir, link) in [
             (dir, rescue::link as fn(&ImageDir, &Path) -> std::io::Result<()>),
-            (beside, rescue::link_beside),
+            (sibling, rescue::link_sibling),
         ] {
             self.context.journal.rescue(&dir).await;
             let (image, to) = (image.clone(), dir.clone());
@@ -164,13 +166,14 @@ impl<'a> ContainerEffects<'a> {
         rescue::place(self.config.checkpoint.rescue_dir(), bundle, id)
     }
 
-    /// Where the complete image is when the client reads an error that names it. None: it has gone.
+    /// The directory in which a complete image stays for the client that reads the error. None: the image has
+    /// gone.
     pub(super) async fn keep_image(&mut self) -> Option<PathBuf> {
         let linked = self.rescued.take();
         let root = self.config.checkpoint.rescue_dir();
-        let is_beside = |dir: &PathBuf| !dir.starts_with(root);
+        let is_sibling = |dir: &PathBuf| !dir.starts_with(root);
         let image = match linked.clone() {
-            Some(dir) if !is_beside(&dir) => return Some(dir),
+            Some(dir) if !is_sibling(&dir) => return Some(dir),
             Some(dir) => blocking(move || ImageDir::known(&dir, ImageWas::Filled, None)).await,
             None if self.request.image.is_containerds() => self.request.image.clone(),
             None => {
@@ -189,8 +192,9 @@ impl<'a> ContainerEffects<'a> {
         {
             Ok(()) => {
                 self.context.journal.rescue(&dir).await;
-                if let Some(beside) = linked {
-                    let _late = tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&beside))).await;
+                if let Some(sibling) = linked {
+                    let _late =
+                        tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&sibling))).await;
                 }
                 Some(dir)
             }
@@ -205,7 +209,7 @@ impl<'a> ContainerEffects<'a> {
         }
     }
 
-    /// Whether the image was taken away, as by a client that has gone.
+    /// Whether the image has gone, for example with its client.
     pub(super) async fn has_lost_image(&self) -> bool {
         let image = self.request.image.clone();
         let look = move || image.check();
@@ -213,7 +217,7 @@ impl<'a> ContainerEffects<'a> {
         matches!(looked, Ok(Err(_)))
     }
 
-    /// The client has the image: it needs no second place any more.
+    /// Removes the image's second directory: the client has the first.
     pub(super) async fn drop_rescue(&mut self) {
         if let Some(dir) = self.rescued.take() {
             let remove = move || rescue::remove(&dir);
@@ -221,19 +225,19 @@ impl<'a> ContainerEffects<'a> {
         }
     }
 
-    /// Kills the container, which is to end: whatever holds it is not waited for.
+    /// Kills a container that is to end, and releases its held threads.
     pub(super) async fn kill(&mut self) {
         if let Err(error) = self.context.cgroup.kill_all(self.config.deadlines.end).await
             && !error.is_absent()
         {
             log::warn!("cannot kill {}: {}", self.container.id, Chain(&error));
         }
-        // Order matters: they are let go of when they cannot run any more.
+        // Order matters: held threads are released once they cannot run any more.
         drop(self.container.take_held());
     }
 
-    /// Turns the freezer off for a container that has ended: the runtime would take a frozen one for paused and not delete
-    /// it, and a client that has paused it cannot resume it any more.
+    /// Thaws the cgroup of a container that has ended: the runtime would take a frozen one for paused and not
+    /// delete it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {
         if let Err(error) = self.context.cgroup.thaw(self.config.deadlines.freeze).await
             && !error.is_absent()
@@ -242,12 +246,13 @@ impl<'a> ContainerEffects<'a> {
         }
     }
 
-    /// Ends the worker.
+    /// Ends the driver worker.
     pub(super) async fn end(mut self) {
         self.gpu.end().await;
     }
 
-    /// Ends the container, whose image is complete, and the runtime's state of it; waits until init has been reaped.
+    /// Ends a container whose image is complete: kills it, deletes the runtime's state, and waits until init
+    /// is reaped.
     pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
         if let Err(error) = self.context.journal.enter(Phase::End).await {
             log::warn!("{}", Chain(&error));
@@ -255,21 +260,21 @@ impl<'a> ContainerEffects<'a> {
         let limit = self.config.deadlines.end;
         self.context.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;
-        // Not the transaction's own cut: the end of init, which was wanted, asks for that.
+        // Not the transaction's own token: the end of init cancels that, and here init shall end.
         let hooks = self.container.begin_hooks();
         self.container.runc.finish(hooks.cancel.cancelled()).await?;
         drop(hooks);
         journal::point("finish-deleted").await;
-        // The client may ask for the exit at once.
+        // The client may ask for the exit status as soon as this returns.
         tokio::time::timeout(limit, self.container.init.wait())
             .await
-            .map_err(|_| EndError::StillThere)?;
+            .map_err(|_| EndError::InitAlive)?;
         self.context.timings.mark(Phase::End);
         Ok(())
     }
 
-    /// The node, the grant and the tools, and refusals that need no look at the processes.
-    async fn look_around(&mut self) -> Result<Source, EffectError> {
+    /// Reads the node, the spec and the tools' versions. Refuses what needs no look at the processes.
+    async fn read_source(&mut self) -> Result<Source, EffectError> {
         if let Some(parent) = self.request.parent.clone() {
             return Err(EffectError::Parent { parent });
         }
@@ -303,7 +308,7 @@ impl<'a> ContainerEffects<'a> {
         })
     }
 
-    /// What a tool says of its version, for people; empty when it says nothing.
+    /// The version that a tool prints, for people; empty if it prints nothing.
     async fn version_of(&self, program: &str) -> String {
         let mut command = std::process::Command::new(program);
         let output = self
@@ -344,7 +349,7 @@ impl<'a> ContainerEffects<'a> {
             let named: Vec<String> = named.collect();
             let more = if named.len() < left_out.count { ", ..." } else { "" };
             log::warn!(
-                "the checkpoint of {} leaves out processes that are no children of init, {} of them: {}{more}",
+                "the checkpoint of {} leaves out processes that are no children of init ({}): {}{more}",
                 self.container.id,
                 left_out.count,
                 named.join(", ")
@@ -364,10 +369,11 @@ impl<'a> ContainerEffects<'a> {
         let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
         let gpu_memory = match pids.is_empty() {
             true => 0,
-            // Some virtual machines do not tell it by process: then all that is in use on the container's GPUs.
+            // On some virtual machines NVML reports no memory per process: then all that is in use on the
+            // GPUs counts.
             false => {
-                let told = self.gpu.memory(&pids, self.config.deadlines.inventory);
-                let known = unless_cancelled(&self.context.cancel, told).await?;
+                let memory = self.gpu.memory(&pids, self.config.deadlines.inventory);
+                let known = unless_cancelled(&self.context.cancel, memory).await?;
                 match known.is_empty() {
                     true => in_use,
                     false => known.values().copied().fold(0, u64::saturating_add),
@@ -397,13 +403,14 @@ impl<'a> ContainerEffects<'a> {
         Ok(admitted.await??)
     }
 
-    /// A process that a signal has stopped cannot be traced while a v1 freezer holds it, by firn and by CRIU.
+    /// Refuses processes that a signal has stopped: while a v1 freezer holds them, neither firn nor CRIU can
+    /// trace them.
     async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
         if !self.context.cgroup.is_v1() {
             return Ok(());
         }
         let pids = pids.to_vec();
-        // Beside the runtime's thread because there may be many. The kernel answers by itself: nothing hangs.
+        // On a blocking thread, because there may be many processes. Reading their state never hangs.
         let stopped = blocking(move || pids.into_iter().find(|pid| procfs::state(*pid) == Some('T'))).await;
         match stopped {
             None => Ok(()),
@@ -419,7 +426,8 @@ impl<'a> ContainerEffects<'a> {
         self.config.criu.libs_dir.clone().unwrap_or(bundled)
     }
 
-    /// What the manifest says of the processes; they may be gone when the image is complete.
+    /// The processes for the manifest. Read before the dump, because they may have gone when the image is
+    /// complete.
     fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CheckpointedProcess> {
         let inner = |task: String| procfs::inner_pid(&task);
         processes
@@ -434,7 +442,7 @@ impl<'a> ContainerEffects<'a> {
             .collect()
     }
 
-    /// Which of the mounts processes have in use; none when that cannot be seen: then all of them may be.
+    /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
     async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
         let Ok(pids) = self.context.cgroup.pids() else {
             return Ok(None);
@@ -482,7 +490,8 @@ impl<'a> ContainerEffects<'a> {
     }
 }
 
-/// Waits for an effect, unless the container is to end meanwhile. A driver worker that was cut off is ended later.
+/// Waits for an effect, unless the container is to end meanwhile. A driver worker whose call is cancelled
+/// ends later.
 async fn unless_cancelled<T, E: Into<EffectError>>(
     cancel: &CancellationToken,
     effect: impl Future<Output = Result<T, E>>,
@@ -502,10 +511,10 @@ impl effects::Gpu for ContainerEffects<'_> {
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        let given = self
+        let restored = self
             .gpu
             .restore(pids, &[], &self.needs, self.config.deadlines.gpu_restore);
-        unless_cancelled(&self.context.cancel, given).await?;
+        unless_cancelled(&self.context.cancel, restored).await?;
         self.context.timings.mark(Phase::GpuRestore);
         Ok(())
     }
@@ -574,7 +583,7 @@ impl Device for ContainerEffects<'_> {
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
         let pids = self.context.cgroup.pids()?;
-        // As for `refuse_stopped`.
+        // On a blocking thread, as in `refuse_stopped`.
         let tids = blocking(move || threads(&pids, &except)).await?;
         let hold = TracedThreads::seize(tids, self.config.deadlines.hold);
         let hold = unless_cancelled(&self.context.cancel, hold).await?;
@@ -600,23 +609,23 @@ impl Device for ContainerEffects<'_> {
         )
         .await?;
         self.context.timings.mark(Phase::GpuLock);
-        // Of a container that its client has paused only a thaw shows it.
+        // In a container that its client has paused, stopped processes show only after the thaw.
         self.refuse_stopped(&self.context.cgroup.pids()?).await
     }
 
     async fn gpu_checkpoint(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        // Order matters: they allocate nothing more once they are locked, and have no GPU memory once it is taken.
+        // Order matters: locked processes allocate no more GPU memory, and checkpointed ones have none.
         let needs = self.gpu.memory(pids, self.config.deadlines.inventory);
         self.needs = unless_cancelled(&self.context.cancel, needs).await?;
         self.context.journal.memory(&self.needs).await?;
-        let taken = self.gpu.checkpoint(pids, self.config.deadlines.gpu_checkpoint);
-        unless_cancelled(&self.context.cancel, taken).await?;
+        let checkpointed = self.gpu.checkpoint(pids, self.config.deadlines.gpu_checkpoint);
+        unless_cancelled(&self.context.cancel, checkpointed).await?;
         self.context.timings.mark(Phase::GpuCheckpoint);
         Ok(())
     }
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
-        // What was begun takes its time, also when the one who has begun it was killed.
+        // The driver finishes a call also when the worker that made it was killed, and that takes time.
         let limit = self.config.deadlines.rollback;
         let gpu = &mut self.gpu;
         let states = unless_cancelled(&self.context.cancel, async {
@@ -646,7 +655,7 @@ impl Dump for ContainerEffects<'_> {
             Some(source) => source,
             None => {
                 let cancel = self.context.cancel.clone();
-                unless_cancelled(&cancel, self.look_around()).await?
+                unless_cancelled(&cancel, self.read_source()).await?
             }
         };
         let assertions = self.source.insert(source).assertions;

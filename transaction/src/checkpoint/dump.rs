@@ -21,7 +21,7 @@ use crate::runc::Bounds;
 /// CRIU's log in its work directory.
 const LOG: &str = "dump.log";
 
-/// How long a checkpoint that is over may wait for the file systems of its image and log.
+/// How long a finished checkpoint may wait for the file systems of its image and log.
 pub(super) const LEFTOVERS: Duration = Duration::from_secs(30);
 
 /// The same once the container is killed.
@@ -48,7 +48,7 @@ impl WorkDir {
         }
     }
 
-    /// Makes it, as crun does not, without the log of an earlier dump, whose errors are not this one's.
+    /// Creates the directory, which crun does not, and removes the log of an earlier dump.
     pub(super) fn make(&self) {
         let path = &self.path;
         if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(path) {
@@ -67,7 +67,7 @@ impl WorkDir {
         if let Err(error) = copied.and_then(|_| std::fs::set_permissions(kept, Permissions::from_mode(0o600)))
         {
             log::warn!("cannot keep CRIU's log: {error}");
-            // That of an earlier failure must not be taken for this one's.
+            // The log of an earlier failure must not pass for this one's.
             let _ = std::fs::remove_file(kept);
         }
     }
@@ -83,8 +83,8 @@ impl WorkDir {
     }
 }
 
-/// One `runc checkpoint` of a GPU container, which stays frozen. Nothing is cleaned up here, also after a failure: see
-/// [`Leftovers`].
+/// Runs `runc checkpoint` for a GPU container, which stays frozen. Cleans nothing up, also after a failure:
+/// see [`Leftovers`].
 pub(super) async fn dump(
     container: &Container,
     request: &Request,
@@ -124,8 +124,8 @@ pub(super) async fn dump(
     Ok(bounded("look at the image", limit, cancel, look).await??)
 }
 
-/// Does `work` on files while the container stands still: nobody waits for it longer than `limit`, or once the container is
-/// to end.
+/// Does `work` on files while the container is frozen. Waits no longer than `limit`, and not once the
+/// container is to end.
 pub(super) async fn bounded<T: Send + 'static>(
     what: &'static str,
     limit: Duration,
@@ -139,17 +139,17 @@ pub(super) async fn bounded<T: Send + 'static>(
     })
 }
 
-/// What was found when a failed dump was cleaned up.
+/// What the clean-up of a failed dump has found.
 #[derive(Default)]
 pub(super) struct Found {
     /// The last errors of CRIU's log.
     pub lines: Vec<String>,
-    /// That the image directory has gone, which makes CRIU fail too.
+    /// The image directory has gone, which makes CRIU fail too.
     pub gone: Option<ImageDirError>,
 }
 
-/// What a dump has left beside a complete image. Order matters: it is cleaned up when the workload is as it shall be, which
-/// must not wait for a file system.
+/// What a dump leaves apart from a complete image. Order matters: it is removed once the workload runs again
+/// or has ended, because neither may wait for a file system.
 #[derive(Default)]
 pub(super) struct Leftovers {
     pub image: Option<ImageDir>,
@@ -157,8 +157,8 @@ pub(super) struct Leftovers {
 }
 
 impl Leftovers {
-    /// Keeps CRIU's log when that is wanted, and removes everything but a complete image. What does not end in time is left
-    /// to itself.
+    /// Keeps CRIU's log if `keep_log`, and removes everything but a complete image. Work that takes too
+    /// long goes on in the background.
     pub(super) async fn tidy(
         self,
         container: &Container,
@@ -197,15 +197,15 @@ impl Leftovers {
             biased;
             found = blocking(tidy) => found,
             () = late => {
-                log::warn!("the files of the checkpoint of {} cannot be tidied in time", container.id);
+                log::warn!("cannot remove the files of the checkpoint of {} in time", container.id);
                 Found::default()
             }
         }
     }
 }
 
-/// CRIU's files with their checksums. Every byte of them is read while the container stands still, so that nobody waits
-/// for it longer than `limit`, or once the container is to end.
+/// CRIU's files with their checksums. Reads every byte while the container is frozen. Stops at `limit`, and
+/// once the container is to end.
 pub(super) async fn describe(
     image: &ImageDir,
     limit: Duration,
@@ -230,7 +230,7 @@ mod tests {
     async fn checksums_that_take_too_long_are_left_and_nobody_reads_on() {
         let dir = tempfile::tempdir().unwrap();
         let pages = std::fs::File::create(dir.path().join("pages-1.img")).unwrap();
-        // The test would not end before a thread that reads all of it.
+        // A thread that reads all of it would keep the test from ending.
         pages.set_len(1 << 40).unwrap();
         let limit = Duration::from_millis(50);
         let image = ImageDir::find(dir.path(), false).await.unwrap();

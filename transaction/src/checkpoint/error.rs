@@ -25,7 +25,8 @@ pub enum EffectError {
     #[error(transparent)]
     Refused(#[from] firn_preflight::Refusal),
     #[error(
-        "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being traced"
+        "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being \
+         traced"
     )]
     Stopped { pid: i32, comm: String },
     #[error("CUDA process {pid} ({comm}) is {state} already")]
@@ -38,7 +39,7 @@ pub enum EffectError {
     Runtime { runtime: &'static str },
     #[error(transparent)]
     AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
-    #[error("it is to follow the dump in {}, and GPU memory cannot be dumped in parts", parent.display())]
+    #[error("its parent dump is in {}, and GPU memory cannot be dumped in parts", parent.display())]
     Parent { parent: PathBuf },
     #[error(transparent)]
     Look(LookError),
@@ -54,9 +55,9 @@ pub enum EffectError {
     Program(#[from] firn_config::ProgramError),
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
-    #[error("it was killed")]
+    #[error("the container was killed")]
     Killed,
-    #[error("firn itself has failed, as containerd's log tells")]
+    #[error("firn itself has failed; containerd's log has the panic")]
     Panicked,
     #[error("there is no journal of its checkpoint")]
     NoJournal,
@@ -84,14 +85,14 @@ impl From<LookError> for EffectError {
 /// `runc checkpoint` failed, or left no complete image.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
-    /// With the last errors of CRIU's log and where that is kept.
+    /// With the last errors of CRIU's log, and where the log is kept.
     #[error("{}{} (log: {})", Chain(cause), quoted(lines), log.display())]
     Failed {
         cause: RuncError,
         lines: Vec<String>,
         log: PathBuf,
     },
-    #[error("the checksums of the image were not made within {} s", limit.as_secs_f32())]
+    #[error("the checksums of the image were not computed within {} s", limit.as_secs_f32())]
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
     Stalled { what: &'static str, limit: Duration },
@@ -105,7 +106,8 @@ impl Problem for DumpError {
             Self::Failed { .. } => remedy("FIRN-DUMP", "the log names what CRIU could not dump"),
             Self::Checksums { .. } | Self::Stalled { .. } => remedy(
                 "FIRN-DUMP",
-                "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the configuration",
+                "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the \
+                 configuration",
             ),
             Self::Image(error) => error.remedy(),
         }
@@ -122,21 +124,21 @@ fn quoted(lines: &[String]) -> String {
     lines.iter().map(|line| format!("; {line}")).collect()
 }
 
-/// A container that was to end with its dump and did not.
+/// Why a container that should end with its dump has not ended.
 #[derive(Debug, thiserror::Error)]
 pub enum EndError {
     #[error("cannot kill its processes")]
     Cgroup(#[from] CgroupError),
     #[error("cannot delete it")]
     Runtime(#[from] RuncError),
-    #[error("init is still there")]
-    StillThere,
+    #[error("init has not ended")]
+    InitAlive,
 }
 
 /// What kind of failure a transaction ended with, for the caller's own codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailureKind {
-    /// It was refused, or the container is not in a state for it.
+    /// The request was refused, or the container is not in a state for it.
     Refused,
     /// The request is wrong.
     Invalid,
@@ -144,19 +146,19 @@ pub enum FailureKind {
     Aborted,
     /// The driver declared GPU state lost.
     Lost,
-    /// It is done in part.
+    /// The request was done in part.
     Internal,
-    /// As the OCI runtime's own errors.
+    /// The OCI runtime failed.
     Unknown,
 }
 
 /// A checkpoint that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// A container without GPUs: as the stock shim tells it.
+    /// The dump of a container without GPUs failed: in the format of the stock shim.
     #[error("{} path= {}", Chain(cause), log.display())]
     Plain { cause: RuncError, log: PathBuf },
-    /// Nothing was begun.
+    /// Refused: nothing was begun.
     #[error(
         "{}: cannot checkpoint container {container}: {}. hint: {}",
         cause.code(),
@@ -164,19 +166,19 @@ pub enum CheckpointError {
         cause.hint()
     )]
     Refused { container: String, cause: EffectError },
-    /// It was begun and undone: the workload goes on.
+    /// It failed and was rolled back: the workload goes on.
     #[error(
         "{}: checkpoint of container {container} failed, the workload goes on: cannot {phase}: {}. hint: {}",
         cause.code(),
         Chain(cause),
         cause.hint()
     )]
-    Undone {
+    RolledBack {
         container: String,
         phase: Phase,
         cause: EffectError,
     },
-    /// It was begun, and the container has ended meanwhile: there is nothing to undo.
+    /// The container ended during the checkpoint: there is nothing to roll back.
     #[error(
         "FIRN-ENDED: container {container} ended during its checkpoint: cannot {phase}: {}. hint: {}",
         Chain(cause),
@@ -188,9 +190,9 @@ pub enum CheckpointError {
         cause: EffectError,
         image: Option<PathBuf>,
     },
-    /// It could not be undone, for now or, by the driver's word, for ever.
+    /// The rollback failed: for now, or for good if the driver reports the GPU state as lost.
     #[error(
-        "{}: container {container} is suspended, its GPU state cannot be given back: {}: {}{}. hint: {}",
+        "{}: container {container} is suspended, its GPU state cannot be restored: {}: {}{}. hint: {}",
         suspended_code(suspended),
         suspended.code(),
         Chain(suspended),
@@ -199,15 +201,15 @@ pub enum CheckpointError {
     )]
     Suspended {
         container: String,
-        /// Why its checkpoint had failed before, if it had.
+        /// Why the checkpoint failed; none if only the rollback did.
         failed: Option<(Phase, EffectError)>,
         suspended: EffectError,
         image: Option<PathBuf>,
     },
-    /// The image is complete, the container is not at its end.
+    /// The image is complete, but the container has not ended with its dump.
     #[error(
-        "FIRN-NOT-ENDED: the checkpoint of container {container} in {} is complete and the container has not ended: {}. \
-         hint: kill the container; {}",
+        "FIRN-NOT-ENDED: the checkpoint of container {container} in {} is complete and the container has not \
+         ended: {}. hint: kill the container; {}",
         image.display(),
         Chain(cause),
         complete_hint(image, container)
@@ -223,24 +225,29 @@ pub enum CheckpointError {
     Program(firn_config::ProgramError),
     #[error("cannot read the container's spec")]
     Spec(#[from] firn_oci::SpecError),
-    #[error("{}: cannot prepare the container for ranks of NCCL: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    #[error(
+        "{}: cannot prepare the container for ranks of NCCL: {}. hint: {}",
+        .0.code(),
+        Chain(.0),
+        .0.hint()
+    )]
     Nccl(#[from] firn_oci::nccl::NcclError),
     #[error("cannot edit the container's spec")]
     Edit(#[from] firn_oci::edit::EditError),
     #[error("FIRN-CRIU-CONFIG: cannot prepare CRIU's configuration. hint: {}", .0.hint())]
     Criu(#[from] firn_oci::criu_config::CriuError),
-    #[error("cannot look at the container's cgroup")]
+    #[error("cannot read the container's cgroup")]
     Cgroup(#[from] CgroupError),
 }
 
 /// What to do with a complete image.
 fn complete_hint(image: &Path, container: &str) -> String {
     let dir = image.display();
-    // Neither a link nor a copy of it could be made.
+    // The image could be neither linked nor copied to the rescue directory.
     if is_containerds(image) {
         return format!(
-            "the dump in {dir} is complete and can be restored, and containerd removes it: if it is still there, copy it, \
-             then `firn restore --dir COPY {container}`"
+            "the dump in {dir} is complete and can be restored, but containerd removes it: if it is still \
+             there, copy it, then `firn restore --dir COPY {container}`"
         );
     }
     format!("the dump in {dir} is complete and can be restored: `firn restore --dir {dir} {container}`")
@@ -249,10 +256,11 @@ fn complete_hint(image: &Path, container: &str) -> String {
 fn ended_hint(image: &Option<PathBuf>, container: &str) -> String {
     match image {
         Some(image) => complete_hint(image, container),
-        None => "restore an earlier checkpoint, or start it anew".to_owned(),
+        None => "restore an earlier checkpoint, or start it again".to_owned(),
     }
 }
 
+/// Whether the driver reports the GPU state as lost.
 fn is_final(error: &EffectError) -> bool {
     matches!(error, EffectError::Gpu(error) if error.is_final())
 }
@@ -267,7 +275,7 @@ fn suspended_code(error: &EffectError) -> &'static str {
 
 fn before(failed: &Option<(Phase, EffectError)>) -> String {
     match failed {
-        Some((phase, cause)) => format!(" (after it could not {phase}: {})", Chain(cause)),
+        Some((phase, cause)) => format!(" (after its checkpoint failed: cannot {phase}: {})", Chain(cause)),
         None => String::new(),
     }
 }
@@ -285,13 +293,13 @@ fn suspended_hint(error: &EffectError, image: &Option<PathBuf>, container: &str)
 }
 
 impl CheckpointError {
-    /// Before anything was begun.
+    /// A refusal: nothing was begun.
     pub(super) fn refused(container: &Container, cause: EffectError) -> Self {
         let container = container.id.clone();
         Self::Refused { container, cause }
     }
 
-    /// Of a container whose runtime cannot do it.
+    /// A refusal because the OCI runtime cannot do it.
     pub(super) fn by_runtime(container: &Container, kind: RuntimeKind) -> Self {
         Self::Refused {
             container: container.id.clone(),
@@ -299,7 +307,7 @@ impl CheckpointError {
         }
     }
 
-    /// Of one whose journal cannot be kept.
+    /// A refusal because the journal cannot be written.
     pub(super) fn unwritten(container: &Container, error: JournalError) -> Self {
         Self::Refused {
             container: container.id.clone(),
@@ -331,14 +339,14 @@ impl CheckpointError {
                 container,
                 cause: source,
             },
-            (_, None) => Self::Undone {
+            (_, None) => Self::RolledBack {
                 container,
                 phase,
                 cause: source,
             },
             (_, Some(suspended)) => Self::Suspended {
                 container,
-                // There is one cause where only the way back failed.
+                // If gpu-restore failed, it is the rollback that failed: there is no other cause.
                 failed: (phase != Phase::GpuRestore).then_some((phase, source)),
                 suspended,
                 image,
@@ -351,7 +359,7 @@ impl CheckpointError {
         match self {
             Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => FailureKind::Refused,
             Self::Nccl(_) => FailureKind::Invalid,
-            Self::Undone { .. } | Self::Ended { .. } => FailureKind::Aborted,
+            Self::RolledBack { .. } | Self::Ended { .. } => FailureKind::Aborted,
             Self::Suspended { suspended, .. } if is_final(suspended) => FailureKind::Lost,
             Self::Suspended { .. } => FailureKind::Refused,
             Self::NotEnded { .. } => FailureKind::Internal,
@@ -418,30 +426,30 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_refused_and_a_freezer_that_fails_are_distinguished() {
+    fn a_refusal_and_a_failed_freezer_are_distinguished() {
         let refusal = firn_preflight::Refusal::TooManyMounts { pid: 7 };
         let error = failed(Phase::Inspect, refusal.into());
-        let said = error.to_string();
+        let text = error.to_string();
         assert!(
-            said.starts_with("FIRN-PROC: cannot checkpoint container job: ") && said.contains("process 7"),
-            "{said}"
+            text.starts_with("FIRN-PROC: cannot checkpoint container job: ") && text.contains("process 7"),
+            "{text}"
         );
         assert_eq!(error.kind(), FailureKind::Refused);
 
         let path = PathBuf::from("/sys/fs/cgroup/box");
         let error = failed(Phase::GpuCheckpoint, CgroupError::Gone { path }.into());
-        let said = error.to_string();
+        let text = error.to_string();
         assert!(
-            said.starts_with("FIRN-FREEZER: ")
-                && said.contains("the workload goes on")
-                && said.contains("/box"),
-            "{said}"
+            text.starts_with("FIRN-FREEZER: ")
+                && text.contains("the workload goes on")
+                && text.contains("/box"),
+            "{text}"
         );
         assert_eq!(error.kind(), FailureKind::Aborted);
     }
 
     #[test]
-    fn what_can_be_tried_again_is_suspended_and_only_the_drivers_word_makes_it_lost() {
+    fn gpu_state_is_suspended_unless_the_driver_reports_it_as_lost() {
         let restore = |name: &str| {
             EffectError::from(WorkerError::Process {
                 pid: 7,
@@ -452,7 +460,7 @@ mod tests {
                 },
             })
         };
-        let said = |phase, suspended| {
+        let report = |phase, suspended| {
             let failure = Failure {
                 phase,
                 source: EffectError::Panicked,
@@ -462,7 +470,7 @@ mod tests {
             let error = CheckpointError::from_failure("job", failure, image, true);
             (error.to_string(), error.kind())
         };
-        let (text, code) = said(Phase::GpuRestore, restore("CUDA_ERROR_NOT_SUPPORTED"));
+        let (text, code) = report(Phase::GpuRestore, restore("CUDA_ERROR_NOT_SUPPORTED"));
         assert!(
             text.starts_with("FIRN-GPU-SUSPENDED: container job is suspended"),
             "{text}"
@@ -473,16 +481,16 @@ mod tests {
         );
         assert!(text.len() < 400 && !text.contains("firn itself"), "{text}");
         assert_eq!(code, FailureKind::Refused);
-        // Why the checkpoint failed is another thing than why it cannot be undone.
-        let (text, _) = said(Phase::CriuDump, EffectError::NoJournal);
+        // The message has the cause of the failed checkpoint and that of the failed rollback.
+        let (text, _) = report(Phase::CriuDump, EffectError::NoJournal);
         assert!(
             text.contains("no journal") && text.contains("firn itself"),
             "{text}"
         );
-        // A tenant has the memory: what to do about that.
+        // Another tenant uses the GPU memory: the hint is about that.
         let gpu = firn_gpu::GpuUuid::from_bytes([7; 16]);
         let (free, needed) = (1 << 30, 2 << 30);
-        let (text, _) = said(
+        let (text, _) = report(
             Phase::GpuRestore,
             WorkerError::NoMemory { gpu, free, needed }.into(),
         );
@@ -491,7 +499,7 @@ mod tests {
             "{text}"
         );
         for name in ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"] {
-            let (text, code) = said(Phase::GpuRestore, restore(name));
+            let (text, code) = report(Phase::GpuRestore, restore(name));
             assert!(
                 text.starts_with("FIRN-GPU-LOST: ") && text.contains("hint: delete it"),
                 "{text}"
@@ -501,16 +509,16 @@ mod tests {
     }
 
     #[test]
-    fn a_container_that_has_not_ended_is_told_with_its_image() {
+    fn a_container_that_has_not_ended_is_reported_with_its_image() {
         let error = CheckpointError::NotEnded {
             container: "job".to_owned(),
             image: "/images/job".into(),
-            cause: EndError::StillThere,
+            cause: EndError::InitAlive,
         };
-        let said = error.to_string();
+        let text = error.to_string();
         assert!(
-            said.starts_with("FIRN-NOT-ENDED: ") && said.contains("in /images/job is complete"),
-            "{said}"
+            text.starts_with("FIRN-NOT-ENDED: ") && text.contains("in /images/job is complete"),
+            "{text}"
         );
         assert_eq!(error.kind(), FailureKind::Internal);
     }

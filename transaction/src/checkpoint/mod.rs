@@ -1,9 +1,9 @@
 //! Checkpoint of a container.
 //!
-//! A container whose spec asks for no GPU is dumped as the stock shim would do it. For one that does, the transaction
-//! of [`transaction`] runs over [`live::Live`]. When the client asked that the container ends with the dump, firn lets
-//! CRIU leave it running (frozen all the while) and ends it once the image with its manifest is complete, so that
-//! nothing that fails after CRIU can cost the workload.
+//! A container whose spec requests no GPU is dumped as the stock shim would do it. For a container with GPUs,
+//! the phases of [`phases`] run over [`ContainerEffects`]. If the client wants the container to end with the
+//! dump, CRIU still leaves it running, frozen. firn ends it once the image with its manifest is complete, so
+//! no failure after CRIU can cost the workload.
 
 mod container;
 mod dump;
@@ -21,7 +21,7 @@ use firn_oci::{Spec, edit, nccl};
 use firn_preflight::{OtherGpus, OtherVendors, Workload};
 
 pub use error::{CheckpointError, EffectError, FailureKind};
-pub use rollback::{resume, take_back};
+pub use rollback::{resume, rollback_after_panic};
 
 use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
@@ -37,10 +37,10 @@ use container::{ContainerEffects, Context};
 use dump::WorkDir;
 use phases::Begun;
 
-/// Where a failed dump's log is kept, as the stock shim does.
+/// The log of a failed dump, kept in the bundle as the stock shim does.
 pub const KEPT_LOG: &str = "criu-dump.log";
 
-/// What the client asked for.
+/// The checkpoint that the client requests.
 pub struct Request {
     /// Directory that receives the image.
     pub image: ImageDir,
@@ -91,23 +91,23 @@ impl Request {
     }
 }
 
-/// Makes the bundle of a new GPU container one whose dump will work: CRIU without its CUDA plugin, and ranks of NCCL that
-/// share no GPU memory, where the container asks for that.
+/// Edits the bundle of a new GPU container so that its dump will work: CRIU without its CUDA plugin and, if
+/// the container requests it, NCCL ranks that share no GPU memory.
 pub fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<(), CheckpointError> {
     let config = Config::load().map_err(CheckpointError::Config)?;
     let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
     criu.write(Operation::Dump)?;
     nccl::over_sockets(&mut spec, u64::from(config.nccl.shm_mib) << 20)?;
     if firn_oci::drop_mounting_hooks(&mut spec)? > 0 {
-        log::info!("the hook disable-device-node-modification is left out: CRIU cannot dump what it mounts");
+        log::info!("the hook disable-device-node-modification is removed: CRIU cannot dump what it mounts");
     }
     edit::set_criu_config(&mut spec, &criu.path())?;
     spec.save(bundle)?;
     Ok(())
 }
 
-/// The image directory that was found for a checkpoint of `container`. What is wrong with one of a container without GPUs is
-/// for the runtime to report.
+/// Checks the image directory that was found for a checkpoint of `container`. For a container without GPUs,
+/// the OCI runtime reports a directory that cannot be used, unless it has gone.
 pub fn usable(
     container: &Container,
     found: Result<ImageDir, ImageDirError>,
@@ -131,7 +131,7 @@ pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> R
     }
 }
 
-/// What processes have open of GPUs that are not NVIDIA's; a container that was given none is not looked at.
+/// How the processes use GPUs of other vendors. A container that was given none is not inspected.
 async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<OtherGpus, CheckpointError> {
     if !container.other_gpus {
         return Ok(OtherGpus::Unused);
@@ -171,7 +171,7 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
         .map_err(|error| CheckpointError::unwritten(container, error))?;
     let guard = container.begin_transaction();
     let cancel = &guard.cancel;
-    let mut live = ContainerEffects::new(
+    let mut effects = ContainerEffects::new(
         container,
         request,
         &config,
@@ -184,40 +184,41 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
             cancel: cancel.clone(),
         },
     );
-    let mut result = transact(&mut live, was_frozen, request.exit).await;
+    let mut result = transact(&mut effects, was_frozen, request.exit).await;
     journal::point("checkpoint-transacted").await;
     let is_cancelled = result.is_err() && cancel.is_cancelled();
     if is_cancelled {
-        live.kill().await;
+        effects.kill().await;
     }
-    // Order matters: an init that ends from now on is thawed by who hears of its end.
+    // Order matters: if init ends from now on, the handler of its exit thaws the container.
     if result.as_ref().is_err_and(|failure| failure.suspended.is_some()) {
         container.set_state(InitState::Suspended);
     }
     let ended = if result.is_ok() && request.exit {
-        live.finish_container().await
+        effects.finish_container().await
     } else {
         Ok(())
     };
-    // A killed process that frees its memory is no zombie yet.
+    // A killed process that still frees its memory is no zombie yet.
     let is_alive = !is_cancelled && procfs::is_alive(container.init.pid());
     if result.is_err() && !is_alive {
-        live.leave_thawed().await;
+        effects.leave_thawed().await;
         drop(container.take_held());
     }
-    live.tidy(result.as_mut().err().map(|failure| &mut failure.source))
+    effects
+        .tidy(result.as_mut().err().map(|failure| &mut failure.source))
         .await;
-    // Its client has gone, and has taken the image of a container that has ended along.
-    let gone = result.is_ok() && request.exit && live.has_lost_image().await;
-    let image = match live.complete() {
+    // The container has ended, and its client has gone and removed the image.
+    let gone = result.is_ok() && request.exit && effects.has_lost_image().await;
+    let image = match effects.complete() {
         false => None,
-        true if result.is_err() || ended.is_err() || gone => live.keep_image().await,
+        true if result.is_err() || ended.is_err() || gone => effects.keep_image().await,
         true => {
-            live.drop_rescue().await;
+            effects.drop_rescue().await;
             None
         }
     };
-    live.end().await;
+    effects.end().await;
     journal::point("checkpoint-worker-gone").await;
     journal
         .end(match &result {
@@ -250,11 +251,11 @@ async fn gpu(container: &Container, request: &Request, reaper: &Reaper) -> Resul
 }
 
 async fn transact(
-    live: &mut ContainerEffects<'_>,
+    effects: &mut ContainerEffects<'_>,
     was_frozen: bool,
     exit: bool,
 ) -> Result<(), phases::Failure<EffectError>> {
-    let dumped = Begun::new(live, was_frozen)
+    let dumped = Begun::new(effects, was_frozen)
         .gpu_lock()
         .await?
         .gpu_checkpoint()

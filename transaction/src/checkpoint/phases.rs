@@ -15,15 +15,16 @@
 //! | Checkpointed | frozen   | checkpointed | have not run since the freeze |
 //! | Dumped       | frozen   | checkpointed | the same; the image is valid  |
 //!
-//! All failures have one rollback, [`rollback`]. It trusts no record: it asks the driver for the state of every process,
-//! restores the GPU state of those that are checkpointed, unlocks those that are locked, and leaves the freezer as it was
-//! found. It may be repeated at any time. If it fails ([`Failure::suspended`]), the container stays frozen with its GPU state
-//! in its own memory, until Resume repeats the rollback or the container is ended.
+//! All failures have one rollback, [`rollback`]. It trusts no record: it asks the driver for the state of
+//! every process, restores the GPU state of those that are checkpointed, unlocks those that are locked, and
+//! leaves the freezer as it was found. It may be repeated at any time. If it fails ([`Failure::suspended`]),
+//! the container stays frozen with its GPU state in its own memory, until Resume repeats the rollback or the
+//! container is ended.
 //!
 //! After a failure, threads are stopped before anything else: before a line in the journal, before any file.
 //!
-//! The module knows no containerd, no runc and no driver. What it touches is behind the traits of [`crate::effects`], so
-//! that every failure of every phase is tested.
+//! The module knows no containerd, no runc and no driver. What it touches is behind the traits of
+//! [`crate::effects`], so that every failure of every phase is tested.
 
 use std::collections::BTreeSet;
 
@@ -34,7 +35,7 @@ pub use crate::phase::Phase;
 use firn_gpu::CudaProcess;
 use firn_host::Chain;
 
-/// A checkpoint that failed. Unless it says [`Failure::suspended`], the workload goes on as before.
+/// A checkpoint that failed. Unless [`Failure::suspended`] is set, the workload goes on as before.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {phase}")]
 pub struct Failure<E: std::error::Error + 'static> {
@@ -87,8 +88,8 @@ impl<'e, E: Dump> Begun<'e, E> {
         Self { effects, was_frozen }
     }
 
-    /// Refuses what cannot be checkpointed, then locks all CUDA processes. The application's threads must run for
-    /// that, also in a container that the client has paused.
+    /// Refuses what cannot be checkpointed, then locks all CUDA processes. The application's threads must run
+    /// for that, also in a container that the client has paused.
     pub async fn gpu_lock(self) -> Result<Locked<'e, E>, Failure<E::Error>> {
         let entered = self.effects.enter(Phase::Inspect).await;
         let inspected = match entered {
@@ -134,7 +135,7 @@ impl<'e, E: Dump> Begun<'e, E> {
 }
 
 impl<'e, E: Dump> Locked<'e, E> {
-    /// Takes the GPU state, no thread of the application running from the last freeze on.
+    /// Checkpoints the GPU state. No thread of the application runs from the last freeze on.
     pub async fn gpu_checkpoint(mut self) -> Result<Checkpointed<'e, E>, Failure<E::Error>> {
         let done = self.try_gpu_checkpoint().await;
         self.finish(Phase::GpuCheckpoint, done).await.map(Checkpointed)
@@ -148,7 +149,8 @@ impl<'e, E: Dump> Locked<'e, E> {
             self.processes = effects.inspect().await?;
             let is_new = |p: &&CudaProcess| !self.locked.iter().any(|locked| locked.pid == p.pid);
             let new: Vec<CudaProcess> = self.processes.iter().filter(is_new).cloned().collect();
-            // A process of the last round is not locked: the driver refuses to checkpoint it, and all is rolled back.
+            // A process of the last round is not locked: the driver refuses to checkpoint it, and all is
+            // rolled back.
             if new.is_empty() || round == ROUNDS {
                 break;
             }
@@ -180,7 +182,8 @@ impl<'e, E: Dump> Locked<'e, E> {
                 suspended: None,
             });
         }
-        // Order matters: a CRIU that is killed leaves the tasks thawed, and the journal's file system may hang.
+        // Order matters: a CRIU that is killed leaves the tasks thawed, and the journal's file system may
+        // hang.
         if self.gpu_checkpointing && !self.at.effects.is_held() {
             stop(self.at.effects).await;
         }
@@ -226,9 +229,9 @@ impl<E> Obstacle<E> {
     }
 }
 
-/// Rolls back; a second time if that fails, because a cancelled worker may have been the only reason. If threads cannot be
-/// stopped, it makes the last attempt while they run: the driver allows that, and their calls of the driver wait. After an
-/// error no thread runs that can be stopped.
+/// Rolls back; a second time if that fails, because a cancelled worker may have been the only reason. If
+/// threads cannot be stopped, it makes the last attempt while they run: the driver allows that, and their
+/// calls of the driver wait. After an error no thread runs that can be stopped.
 async fn attempts<E: Device>(effects: &mut E, back: Rollback<'_>) -> Result<(), RollbackError<E::Error>> {
     let Err(obstacle) = attempt(effects, back, Threads::Held).await else {
         return Ok(());
@@ -268,8 +271,8 @@ pub async fn rollback<E: Device>(effects: &mut E, back: Rollback<'_>) -> Result<
     done.map_err(|stuck| stuck.last.unwrap_or(stuck.first))
 }
 
-/// Stops all threads as far as possible. Held threads stay held until they are frozen; then they are released, because
-/// nobody should trace a container for as long as it is suspended.
+/// Stops all threads as far as possible. Held threads stay held until they are frozen; then they are
+/// released, because nobody should trace a container for as long as it is suspended.
 async fn stop<E: Device>(effects: &mut E) {
     let stopped = match effects.keep_frozen().await {
         Ok(()) => effects.release().await,
@@ -280,8 +283,8 @@ async fn stop<E: Device>(effects: &mut E) {
     }
 }
 
-/// Freezes the container again for the client that had paused it. A thread that is slow to stop is no failure: it has its
-/// GPU state.
+/// Freezes the container again for the client that had paused it. A thread that is slow to stop is no
+/// failure: it has its GPU state.
 async fn refreeze<E: Device>(effects: &mut E) {
     if let Err(error) = effects.keep_frozen().await {
         log::warn!("the container is not frozen again yet: {}", Chain(&error));
@@ -302,8 +305,8 @@ impl<'e, E: Dump> Checkpointed<'e, E> {
 }
 
 impl<E: Dump> Dumped<'_, E> {
-    /// Restores the GPU state, unlocks, and leaves the freezer as it was found. After a failure the image is valid all the
-    /// same.
+    /// Restores the GPU state, unlocks, and leaves the freezer as it was found. After a failure the image is
+    /// valid all the same.
     pub async fn leave_running(self) -> Result<(), Failure<E::Error>> {
         let suspended = |stuck: RollbackError<E::Error>| Failure {
             phase: Phase::GpuRestore,
@@ -330,7 +333,8 @@ async fn attempt<E: Device>(
     back: Rollback<'_>,
     threads: Threads,
 ) -> Result<(), Obstacle<E::Error>> {
-    // Of a process that has its GPU state the threads may run: nothing needs holding, which may be what failed.
+    // Of a process that has its GPU state the threads may run: nothing needs holding, which may be what
+    // failed.
     if back.gpu_checkpointing && threads == Threads::Held {
         if !effects.is_held() {
             effects.keep_frozen().await.map_err(Obstacle::Threads)?;
@@ -349,7 +353,7 @@ async fn attempt<E: Device>(
     effects.release().await.map_err(Obstacle::Other)
 }
 
-/// Brings every process from the state that the driver tells to running.
+/// Brings every process from the state that the driver reports to running.
 async fn bring_to_running<E: Device>(effects: &mut E, pids: &[i32]) -> Result<(), E::Error> {
     let states = effects.states(pids).await?;
     let of = |wanted| {

@@ -1,4 +1,4 @@
-//! The dump of a container without GPU, as the stock shim would do it.
+//! The dump of a container without GPUs, as the stock shim would do it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,10 +22,10 @@ use crate::phase::Phase;
 use crate::procfs;
 use crate::runc::{Bounds, RuntimeKind};
 
-/// How long a freezer may take to be set back after a dump of a container without GPUs.
+/// How long the reset of a freezer may take.
 pub(super) const RESET: Duration = Duration::from_secs(10);
 
-/// CRIU's plugins for a dump of what the processes have open; none: CRIU's own choice.
+/// CRIU's plugin directory for the GPUs that the processes have open; none: CRIU's own choice.
 fn plugins_for(container: &Container, others: OtherGpus) -> Result<Option<PathBuf>, CheckpointError> {
     if others == OtherGpus::Unused {
         return Ok(None);
@@ -81,13 +81,13 @@ async fn dump_plain(
     noted
         .await
         .map_err(|error| CheckpointError::unwritten(container, error))?;
-    // A client's own directory is left as open as it is: the stock shim does so.
+    // The mode of a client's own directory stays as it is, as with the stock shim.
     match image.at(|image| image.enter(None)).await {
         Ok(()) => {}
         Err(gone @ ImageDirError::Gone { .. }) => {
             return Err(CheckpointError::refused(container, gone.into()));
         }
-        // What cannot be used as an image directory is for the runtime to report.
+        // The OCI runtime reports a directory that cannot be used.
         Err(error) => log::debug!("{}", Chain(&error)),
     }
     let work = WorkDir::choose(container, request);
@@ -108,7 +108,7 @@ async fn dump_plain(
         .map_err(|error| error.with_path(&inside, image.path()));
     journal::point("dump-left").await;
     if dumped.is_err() && !guard.cancel.is_cancelled() {
-        // Order matters: one that is being killed would be held up by a freezer that is turned on.
+        // Not for a container that is being killed: a frozen cgroup would delay its end.
         reset_freezer(container, was_frozen, &guard.cancel).await;
     }
     let gone = image.at(|image| image.check()).await.err();
@@ -140,7 +140,7 @@ async fn dump_plain(
             procfs::is_alive(container.init.pid()),
         )),
         Ok(()) => Ok(()),
-        // It has done nothing: it does not know the word.
+        // youki has no such command, so it has done nothing.
         Err(_) if container.runc.kind().await == RuntimeKind::Youki => {
             Err(CheckpointError::by_runtime(container, RuntimeKind::Youki))
         }
@@ -155,8 +155,8 @@ async fn dump_plain(
     result
 }
 
-/// A CRIU that was killed may have left the freezer other than it found it. One that is being killed is left thawed: with
-/// cgroup v1 it could not end.
+/// Sets the freezer to its state before the dump, which a killed CRIU may have changed. A container that is
+/// being killed is thawed instead: with cgroup v1 it could not end.
 pub(super) async fn reset_freezer(container: &Container, was_frozen: bool, cancel: &CancellationToken) {
     let reset = async {
         let cgroup = container.cgroup()?;

@@ -1,4 +1,5 @@
-//! The rollback of a checkpoint by its journal: after firn's own code has failed, and when a suspended container is resumed.
+//! Rollback of a checkpoint by its journal: after a panic of firn's own code, and when a suspended container
+//! is resumed.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,48 +24,54 @@ use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::timings::PhaseTimings;
 
-/// How long the programs of a checkpoint whose code has failed may take to end.
+/// How long the programs of a checkpoint may take to end after a panic.
 const PROGRAMS: Duration = Duration::from_secs(30);
 
-/// Takes back what a checkpoint has begun whose code has failed, by its journal; once more when that fails too.
-pub async fn take_back(container: &Container, reaper: &Reaper) -> CheckpointError {
+/// Rolls back a checkpoint whose code has panicked, by its journal. If the rollback panics too, it is tried
+/// once more.
+pub async fn rollback_after_panic(container: &Container, reaper: &Reaper) -> CheckpointError {
     for _ in 0..2 {
-        if let Ok(error) = caught(try_take_back(container, reaper)).await {
+        if let Ok(error) = caught(try_rollback_after_panic(container, reaper)).await {
             return error;
         }
     }
-    give_up(container).await
+    keep_suspended(container).await
 }
 
-/// Takes the way back of a suspended container once more. Afterwards it runs, also when its client had paused it.
+/// Repeats the rollback of a suspended container. Afterwards the container runs, even if its client had
+/// paused it.
 pub async fn resume(container: &Container, reaper: &Reaper) -> Result<(), CheckpointError> {
     match caught(try_resume(container, reaper)).await {
         Ok(resumed) => resumed,
-        Err(_) => Err(give_up(container).await),
+        Err(_) => Err(keep_suspended(container).await),
     }
 }
 
 async fn try_resume(container: &Container, reaper: &Reaper) -> Result<(), CheckpointError> {
     let recovery = Recovery::of(&container.bundle);
-    let undone = match &recovery {
-        Some(recovery) => undo_gpu(container, recovery.record(), false, reaper).await,
+    let rolled_back = match &recovery {
+        Some(recovery) => rollback_gpu(container, recovery.record(), false, reaper).await,
         None => Err(EffectError::NoJournal),
     };
-    undone.map_err(|suspended| {
+    rolled_back.map_err(|suspended| {
         let failure = Failure {
             phase: Phase::GpuRestore,
             source: EffectError::Killed,
             suspended: Some(suspended),
         };
-        stopped(container, failure, recovery.as_ref().and_then(image_of))
+        into_error(container, failure, recovery.as_ref().and_then(image_of))
     })
 }
 
-/// A transaction that has failed as the client hears of it. A container that is left as it is stays suspended.
-fn stopped(container: &Container, failure: Failure<EffectError>, image: Option<PathBuf>) -> CheckpointError {
-    // A killed process that frees its memory is no zombie yet.
+/// The client's error for a failed transaction. A container whose rollback failed becomes suspended.
+fn into_error(
+    container: &Container,
+    failure: Failure<EffectError>,
+    image: Option<PathBuf>,
+) -> CheckpointError {
+    // A killed process that still frees its memory is no zombie yet.
     let is_killed = matches!(failure.suspended, Some(EffectError::Killed));
-    // Order matters: an init that ends from now on is thawed by who hears of its end.
+    // Order matters: if init ends from now on, the handler of its exit thaws the container.
     if failure.suspended.is_some() && !is_killed {
         container.set_state(InitState::Suspended);
     }
@@ -72,14 +79,15 @@ fn stopped(container: &Container, failure: Failure<EffectError>, image: Option<P
     CheckpointError::from_failure(&container.id, failure, image, is_alive)
 }
 
-/// The image that a transaction has completed.
+/// The image, if the transaction has completed it.
 fn image_of(recovery: &Recovery) -> Option<PathBuf> {
     let is_complete = recovery.is_complete();
     is_complete.then(|| recovery.image().to_owned())
 }
 
-/// The way back has failed, and nobody knows where: a container with GPUs must not run on.
-async fn give_up(container: &Container) -> CheckpointError {
+/// The rollback has panicked at an unknown point. A container with GPUs must not run: it stays frozen and
+/// becomes suspended.
+async fn keep_suspended(container: &Container) -> CheckpointError {
     let frozen = async { container.cgroup()?.keep_frozen(RESET).await };
     if container.gpu
         && let Err(error) = frozen.await
@@ -102,24 +110,24 @@ async fn give_up(container: &Container) -> CheckpointError {
         source: EffectError::Panicked,
         suspended: container.gpu.then_some(EffectError::Panicked),
     };
-    stopped(container, failure, image)
+    into_error(container, failure, image)
 }
 
-async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointError {
+async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> CheckpointError {
     let Some(recovery) = Recovery::of(&container.bundle) else {
         return CheckpointError::refused(container, EffectError::Panicked);
     };
-    // Order matters: tasks run on when CRIU is ended, which holds them.
+    // Order matters: CRIU holds the tasks, and they would run once it is killed.
     if recovery.record().gpu_checkpointing
         && let Err(error) = container.cgroup().and_then(|cgroup| cgroup.begin_freeze())
     {
         log::warn!("cannot freeze {}: {}", container.id, Chain(&error));
     }
-    // It works on an image that is not complete.
+    // runc and CRIU may still write to an incomplete image.
     recovery.end_programs(PROGRAMS).await;
     let was_frozen = recovery.record().begin.was_frozen;
-    let undone = match container.gpu {
-        true => undo_gpu(container, recovery.record(), was_frozen, reaper).await,
+    let rolled_back = match container.gpu {
+        true => rollback_gpu(container, recovery.record(), was_frozen, reaper).await,
         false => {
             let guard = container.begin_transaction();
             reset_freezer(container, was_frozen, &guard.cancel).await;
@@ -130,22 +138,22 @@ async fn try_take_back(container: &Container, reaper: &Reaper) -> CheckpointErro
     let failure = Failure {
         phase: recovery.record().phase.unwrap_or(Phase::Inspect),
         source: EffectError::Panicked,
-        suspended: undone.err().filter(|_| is_alive),
+        suspended: rolled_back.err().filter(|_| is_alive),
     };
     if tokio::time::timeout(LEFTOVERS, recovery.clear()).await.is_err() {
         log::warn!(
-            "the files of the checkpoint of {} cannot be tidied in time",
+            "cannot remove the files of the checkpoint of {} in time",
             container.id
         );
     }
     if failure.suspended.is_none() {
         recovery.forget(&container.bundle).await;
     }
-    stopped(container, failure, image_of(&recovery))
+    into_error(container, failure, image_of(&recovery))
 }
 
-/// The way back by the journal of a transaction that is over.
-async fn undo_gpu(
+/// Rolls back the GPU side of a transaction that has ended, by its journal.
+async fn rollback_gpu(
     container: &Container,
     record: &Record,
     was_frozen: bool,
@@ -164,8 +172,8 @@ async fn undo_gpu(
         empty_namespaces: Vec::new(),
     };
     let guard = container.begin_transaction();
-    let mut timings = PhaseTimings::begin("undo", &container.id);
-    let mut live = ContainerEffects::new(
+    let mut timings = PhaseTimings::begin("rollback", &container.id);
+    let mut effects = ContainerEffects::new(
         container,
         &request,
         &config,
@@ -184,20 +192,20 @@ async fn undo_gpu(
         was_frozen,
         gpu_checkpointing: record.gpu_checkpointing,
     };
-    let undone = phases::rollback(&mut live, back).await;
-    let is_cancelled = undone.is_err() && guard.cancel.is_cancelled();
+    let rolled_back = phases::rollback(&mut effects, back).await;
+    let is_cancelled = rolled_back.is_err() && guard.cancel.is_cancelled();
     if is_cancelled {
-        live.kill().await;
+        effects.kill().await;
     }
-    if is_cancelled || undone.is_err() && !procfs::is_alive(container.init.pid()) {
-        live.leave_thawed().await;
+    if is_cancelled || rolled_back.is_err() && !procfs::is_alive(container.init.pid()) {
+        effects.leave_thawed().await;
     }
-    live.end().await;
+    effects.end().await;
     journal
-        .end(match &undone {
+        .end(match &rolled_back {
             Ok(()) => Outcome::Failed,
             Err(_) => Outcome::Suspended,
         })
         .await;
-    undone
+    rolled_back
 }

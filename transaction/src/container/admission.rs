@@ -1,4 +1,4 @@
-//! Which action is allowed in which state of a task. Plain code, no I/O.
+//! The actions that are allowed in each state of a task. No I/O.
 
 use std::fmt;
 
@@ -7,24 +7,24 @@ use std::fmt;
 pub enum InitState {
     /// `runc create` is done.
     Created,
-    /// Made from a checkpoint: the runtime is called by Start only.
+    /// Created from a checkpoint: the runtime is called only by Start.
     CreatedCheckpoint,
-    /// Init runs.
+    /// Init is running.
     Running,
-    /// The freezer is being turned on.
+    /// The cgroup is being frozen.
     Pausing,
-    /// The freezer is on.
+    /// The cgroup is frozen.
     Paused,
-    /// The freezer is on: the GPU state of the processes is in their memory and could not be given back.
+    /// The cgroup is frozen: the GPU state of the processes is in their memory and could not be restored.
     /// Resume tries again.
     Suspended,
     /// Init has ended.
     Stopped,
-    /// Nothing is left of it.
+    /// The task was deleted.
     Deleted,
 }
 
-/// What a client may ask of a task.
+/// An action that a client may request of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Start,
@@ -36,7 +36,7 @@ pub enum Action {
     Delete,
 }
 
-/// An action that the task's state does not allow. Clients know the texts.
+/// An action that the task's state does not allow. Clients compare the texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct NotAllowed {
     pub action: Action,
@@ -46,8 +46,7 @@ pub struct NotAllowed {
 impl fmt::Display for NotAllowed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { action, state } = self;
-        // A client that is told so has come while the freezer was being turned on, and looks again when it
-        // is.
+        // This request came while the cgroup was being frozen: the text names the state that follows.
         let state = if *state == InitState::Pausing {
             &InitState::Paused
         } else {
@@ -56,7 +55,8 @@ impl fmt::Display for NotAllowed {
         match (action, state) {
             (_, InitState::Suspended) => write!(
                 f,
-                "FIRN-GPU-SUSPENDED: cannot {action} a suspended container, whose GPU state could not be given back. \
+                "FIRN-GPU-SUSPENDED: cannot {action} a suspended container, \
+                 whose GPU state could not be restored. \
                  hint: resume it (`ctr tasks resume`), or kill and delete it"
             ),
             (Action::Delete, InitState::Deleted) => {
@@ -108,14 +108,14 @@ impl fmt::Display for Action {
 
 /// Whether `action` may begin on a task in `state`.
 ///
-/// Whether a paused task is really frozen is for Resume to see: a dump that was cut off may have thawed it.
+/// Resume checks whether a paused task is really frozen: a cancelled dump may have thawed it.
 pub fn admit(action: Action, state: InitState) -> Result<(), NotAllowed> {
     use Action::{Checkpoint, Delete, Exec, Pause, Resume, Start, Update};
     use InitState::{Created, CreatedCheckpoint, Deleted, Paused, Pausing, Running, Stopped, Suspended};
     let allowed = match (state, action) {
         (Created | CreatedCheckpoint | Running | Pausing | Paused, Update) => true,
         (Stopped | Deleted, Update) => false,
-        // With cgroup v1 and systemd the runtime may thaw what it updates.
+        // With cgroup v1 and systemd the runtime may thaw the container that it updates.
         (Suspended, Start | Pause | Checkpoint | Exec | Update) => false,
         (Suspended, Resume | Delete) => true,
         (Created, Start | Delete | Exec) => true,
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_texts_are_those_that_clients_know() {
+    fn the_texts_are_those_that_clients_compare() {
         let text = |action, state| admit(action, state).unwrap_err().to_string();
         assert_eq!(
             text(Action::Delete, InitState::Running),

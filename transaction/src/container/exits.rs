@@ -1,13 +1,12 @@
-//! Which process an exit belongs to.
+//! Maps exits to processes.
 //!
 //! A container's processes are children of a runtime that has ended, so the reaper reports them by pid alone,
-//! and may report one before the call that started it has told its pid. [`Exits::expect`] is therefore taken
-//! before every runtime call that may start a process: it notes the exits that nobody claims, for
-//! [`Expectation::claim`].
+//! and may report an exit before the runtime call that started the process has returned its pid. Therefore
+//! every runtime call that may start a process is preceded by [`Exits::expect`], which records unclaimed
+//! exits for [`Expectation::claim`].
 //!
-//! A pid can be taken again while such a call takes its time, and before the exit of its former owner was
-//! handled. A process that is our child and not reaped yet has not ended, whatever was reported of its number
-//! before.
+//! A pid can be reused during such a call, and before the exit of its former owner was handled. A child of
+//! this process that is not reaped yet has not ended, whatever was reported for its pid before.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -26,7 +25,7 @@ pub struct Owner {
 #[derive(Default)]
 struct Table<T> {
     next: u64,
-    /// Exits since each expectation that nobody has claimed, the last one of each pid.
+    /// Unclaimed exits since each expectation, the last one of each pid.
     expected: HashMap<u64, HashMap<i32, Exit>>,
     owners: HashMap<i32, Vec<T>>,
 }
@@ -34,11 +33,11 @@ struct Table<T> {
 /// The table of all processes of this shim.
 pub struct Exits<T = Owner> {
     table: Arc<Mutex<Table<T>>>,
-    /// Whether a pid is that of a child which was not reaped.
+    /// Whether a pid is that of a child that was not reaped.
     unreaped: fn(i32) -> bool,
 }
 
-/// Held over a runtime call that may start a process.
+/// Held during a runtime call that may start a process.
 pub struct Expectation<T = Owner> {
     exits: Exits<T>,
     key: u64,
@@ -71,7 +70,7 @@ impl<T> Exits<T> {
         }
     }
 
-    /// From now on no exit is thrown away until the expectation is claimed or dropped.
+    /// From now on every exit is kept until the expectation is claimed or dropped.
     pub fn expect(&self) -> Expectation<T> {
         let mut table = self.table();
         let key = table.next;
@@ -84,7 +83,7 @@ impl<T> Exits<T> {
         }
     }
 
-    /// Owners of the process that ended; noted for those who expect one when nobody has claimed it yet.
+    /// Owners of the process that ended; without an owner the exit is recorded for every expectation.
     pub fn take(&self, exit: &Exit) -> Vec<T> {
         let mut table = self.table();
         let mut owners = table.owners.remove(&exit.pid).unwrap_or_default();
@@ -107,7 +106,7 @@ impl<T> Exits<T> {
 }
 
 impl<T> Expectation<T> {
-    /// `pid` is `owner`'s; the exit comes back when the process has ended already.
+    /// Assigns `pid` to `owner`; returns the exit if the process has ended already.
     pub fn claim(self, pid: i32, owner: T) -> Option<Exit> {
         let mut table = self.exits.table();
         let early = table
@@ -178,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exit_of_a_pid_that_runs_again_is_not_its_new_owners() {
+    fn an_earlier_exit_of_a_reused_pid_is_not_its_new_owners() {
         let exits = alive();
         let long = exits.expect();
         assert!(exits.take(&exit(7, 3)).is_empty());
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_of_one_pid_that_has_ended_end_together() {
+    fn all_owners_of_an_ended_pid_get_its_exit() {
         let exits = gone();
         assert_eq!(exits.expect().claim(7, "old"), None);
         assert_eq!(exits.expect().claim(7, "new"), None);

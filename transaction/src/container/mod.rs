@@ -1,8 +1,9 @@
-//! What the shim knows of a container.
+//! State of a container.
 //!
-//! Two kinds of lock. [`Container::operation`] is held over a whole operation that changes the container (start, pause,
-//! checkpoint, delete); State, Connect, Stats, Pids, Kill and Wait never take it, so they answer at once during a long
-//! dump. The status lock is held for a few instructions only, never over an `await` or a runtime call.
+//! There are two kinds of lock. [`Container::operation`] is held during a whole operation that changes the
+//! container (start, pause, checkpoint, delete); State, Connect, Stats, Pids, Kill and Wait never take it, so
+//! they are answered at once during a long dump. The status lock is held for a few instructions only, never
+//! over an `await` or a runtime call.
 
 mod admission;
 mod exits;
@@ -34,33 +35,33 @@ pub struct Container {
     pub runc: Runc,
     pub options: RuncOptions,
     pub init: Arc<Process>,
-    /// Whether the spec asks for GPUs; a container that does not is treated as the stock shim would.
+    /// Whether the spec requests GPUs; a container without GPUs is handled as by the stock shim.
     pub gpu: bool,
-    /// Whether the spec gives it GPUs or accelerators that are not NVIDIA's.
+    /// Whether the spec gives it GPUs or accelerators of other vendors.
     pub other_gpus: bool,
-    /// Whether its dumps take established TCP connections along, whatever the client says.
+    /// Whether its dumps include established TCP connections, whatever the client requests.
     pub open_tcp: bool,
     /// Whether its processes die with init because they share a private pid namespace.
     pub private_pids: bool,
-    /// Serialises operations that change the container; execs start beside each other.
+    /// Serialises operations that change the container; execs may start concurrently.
     pub operation: tokio::sync::RwLock<()>,
-    /// What Start has to bring back; absent in a container that was not made from a checkpoint.
+    /// The checkpoint that Start restores; none in a container that was not created from a checkpoint.
     checkpoint: Mutex<Option<PreparedRestore>>,
-    /// Threads that must not run because their GPU state is not where they left it. Here, and not with the transaction
-    /// that holds them: they stay held whatever becomes of that.
+    /// Threads that must not run because their GPU state is in memory and not on the GPU. They are kept here
+    /// and not in the transaction that holds them, so that they stay held when the transaction ends.
     held: Mutex<Option<TracedThreads>>,
     transaction: cancel::Slot,
-    /// A call of the runtime that runs hooks.
+    /// A runtime call that runs hooks.
     hooks: cancel::Slot,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
-    /// Tells when memory runs out; set once there are processes and the host accounts memory.
+    /// Reports when memory runs out; set once there are processes and the host accounts memory.
     pub oom: OnceLock<Arc<OomWatch>>,
-    /// How many calls that signal init are under way.
+    /// Number of calls in progress that signal init.
     kills: watch::Sender<usize>,
 }
 
-/// A call that signals init is under way.
+/// A call in progress that signals init.
 pub struct Killing<'a>(&'a watch::Sender<usize>);
 
 impl Drop for Killing<'_> {
@@ -75,14 +76,14 @@ struct Status {
     running_execs: usize,
     /// Init has ended: no exec starts any more.
     init_gone: bool,
-    /// Its exit, told when no exec runs any more.
+    /// Exit of init, published when no exec runs any more.
     init_exit: Option<Exit>,
-    /// Start is under way: an exit of init is told after it.
+    /// Start is in progress: an exit of init is published after it.
     starting: bool,
     exit_while_starting: Option<Exit>,
 }
 
-/// Why an exec cannot begin.
+/// Why an exec is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecRefused {
     /// The container is suspended.
@@ -138,35 +139,35 @@ impl Container {
         }
     }
 
-    /// Init's exit is not told while this is held: who hears of it may close the connection on which the answer to
-    /// the call would come.
+    /// Delays publishing init's TaskExit while the guard is held: a client may close its connection on
+    /// TaskExit before it has the Kill response.
     pub fn killing(&self) -> Killing<'_> {
         self.kills.send_modify(|kills| *kills += 1);
         Killing(&self.kills)
     }
 
-    /// Whether a call that signals init is under way.
+    /// Whether a call that signals init is in progress.
     pub fn is_being_killed(&self) -> bool {
         *self.kills.borrow() > 0
     }
 
-    /// Waits until no such call is under way, but not longer than `limit`.
+    /// Waits until no such call is in progress, at most for `limit`.
     pub async fn is_killed(&self, limit: Duration) {
         let mut kills = self.kills.subscribe();
         if tokio::time::timeout(limit, kills.wait_for(|kills| *kills == 0))
             .await
             .is_err()
         {
-            log::warn!("a call that signals {} takes its time", self.id);
+            log::warn!("a call that signals init of {} is still in progress", self.id);
         }
     }
 
-    /// State as clients are told.
+    /// The state, as clients see it.
     pub fn state(&self) -> InitState {
         self.status().state
     }
 
-    /// A new state, unless init has ended.
+    /// Sets the state, unless init has ended.
     pub fn set_state(&self, state: InitState) {
         let mut status = self.status();
         let is_final = match status.state {
@@ -183,7 +184,7 @@ impl Container {
         admit(action, self.state())
     }
 
-    /// The cgroup, found by init while that is alive and remembered from then on.
+    /// The cgroup, found through init while init is alive, and remembered.
     pub fn cgroup(&self) -> Result<Cgroup, CgroupError> {
         let mut known = self.cgroup.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cgroup) = known.as_ref() {
@@ -194,13 +195,13 @@ impl Container {
         Ok(cgroup)
     }
 
-    /// Has it be in this cgroup.
+    /// Sets the cgroup, for tests.
     #[cfg(any(test, feature = "testing"))]
     pub fn set_cgroup(&self, cgroup: Cgroup) {
         *self.cgroup.lock().unwrap_or_else(PoisonError::into_inner) = Some(cgroup);
     }
 
-    /// Takes what Start has to restore.
+    /// Takes the checkpoint that Start restores.
     pub fn take_checkpoint(&self) -> Option<PreparedRestore> {
         self.checkpoint
             .lock()
@@ -208,12 +209,12 @@ impl Container {
             .take()
     }
 
-    /// Puts it back after a restore that failed: it may be tried again.
+    /// Stores the checkpoint again after a failed restore, for another attempt.
     pub fn put_checkpoint(&self, prepared: PreparedRestore) {
         *self.checkpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(prepared);
     }
 
-    /// Holds these threads until they are taken back.
+    /// Holds these threads until [`Container::take_held`].
     pub fn keep_held(&self, hold: TracedThreads) {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(hold);
     }
@@ -223,37 +224,37 @@ impl Container {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Takes back what is held.
+    /// Takes the held threads.
     pub fn take_held(&self) -> Option<TracedThreads> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// A checkpoint or restore begins, which can be cut off. The caller holds the operation lock.
+    /// Begins a checkpoint or restore, which can be cancelled. The caller holds the operation lock.
     pub fn begin_transaction(&self) -> TransactionGuard<'_> {
         self.transaction.begin()
     }
 
-    /// The container is to end: cuts off the checkpoint or restore that is under way, if one is.
+    /// Cancels the checkpoint or restore in progress, if there is one, because the container is to end.
     pub fn cancel_transaction(&self) -> Option<CancellationToken> {
         self.transaction.cancel_transaction()
     }
 
-    /// Hooks run from now on, for as long as they take. The caller holds the operation lock.
+    /// Begins a call that runs hooks, which have no deadline. The caller holds the operation lock.
     pub fn begin_hooks(&self) -> TransactionGuard<'_> {
         self.hooks.begin()
     }
 
-    /// The container is killed: whoever runs hooks is not waited for any more. Whether somebody does.
+    /// Cancels the hooks in progress because the container is killed; returns whether there were any.
     pub fn cancel_hooks(&self) -> bool {
         self.hooks.cancel_transaction().is_some()
     }
 
-    /// Whether a checkpoint or restore is under way.
+    /// Whether a checkpoint or restore is in progress.
     pub fn is_in_transaction(&self) -> bool {
         self.transaction.is_taken()
     }
 
-    /// Puts an exec under its id; whether the id was free.
+    /// Adds an exec under its id; returns whether the id was free.
     pub fn add_exec(&self, process: Arc<Process>) -> bool {
         let mut status = self.status();
         if status.execs.contains_key(&process.exec_id) {
@@ -281,14 +282,14 @@ impl Container {
             .map(|p| p.exec_id.clone())
     }
 
-    /// Forgets an exec.
+    /// Removes an exec.
     pub fn remove_exec(&self, exec_id: &str) {
         self.status().execs.remove(exec_id);
     }
 
-    /// Counts an exec that is about to run; init's exit is not told before its own.
+    /// Counts an exec that is about to run; init's exit is published after the exec's.
     ///
-    /// What else stands against it, a freezer above all, is for the runtime to see.
+    /// Other obstacles, above all a frozen cgroup, are for the runtime to detect.
     pub fn begin_exec(&self) -> Result<(), ExecRefused> {
         let mut status = self.status();
         if status.init_gone {
@@ -301,7 +302,7 @@ impl Container {
         Ok(())
     }
 
-    /// An exec has ended or did not start: init's exit, when it was waiting for that.
+    /// An exec has ended or did not start. Returns init's exit if it was waiting for this exec.
     pub fn end_exec(&self) -> Option<Exit> {
         let mut status = self.status();
         status.running_execs = status.running_execs.saturating_sub(1);
@@ -317,14 +318,14 @@ impl Container {
         self.status().starting = true;
     }
 
-    /// Start is over: the exit of init, when that has ended meanwhile.
+    /// Start is over. Returns the exit of init, if init has ended meanwhile.
     pub fn end_start(&self) -> Option<Exit> {
         let mut status = self.status();
         status.starting = false;
         status.exit_while_starting.take()
     }
 
-    /// Keeps the exit of init while Start is under way; gives it back otherwise.
+    /// Keeps the exit of init while Start is in progress; returns it otherwise.
     pub fn keep_while_starting(&self, exit: Exit) -> Option<Exit> {
         let mut status = self.status();
         if !status.starting {
@@ -339,7 +340,8 @@ impl Container {
         self.status().init_gone = true;
     }
 
-    /// Init has ended: its exit comes back when it can be told now, else with the last exec's.
+    /// Init has ended. Returns its exit if it can be published now; otherwise [`Container::end_exec`] of the
+    /// last exec returns it.
     pub fn end_init(&self, exit: Exit) -> Option<Exit> {
         let mut status = self.status();
         if status.running_execs == 0 {
@@ -354,7 +356,7 @@ impl Container {
     }
 }
 
-/// What the spec says that the shim needs later.
+/// Traits of the spec that the shim needs later.
 #[derive(Clone, Copy, Debug)]
 pub struct ContainerTraits {
     pub gpu: bool,

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use crate::reaper::Exit;
 use crate::stdio::Copier;
 
-/// Stdio as the client asked for it: fifos or URIs, empty for none.
+/// Stdio as the client requested it: fifos or URIs, empty for none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StdioPaths {
     pub stdin: String,
@@ -22,7 +22,7 @@ pub struct StdioPaths {
 pub struct Process {
     /// Exec id; empty for init.
     pub exec_id: String,
-    /// Stdio as the client asked for it.
+    /// Stdio as the client requested it.
     pub stdio: StdioPaths,
     /// OCI process as JSON, for an exec.
     pub spec: Vec<u8>,
@@ -48,7 +48,7 @@ impl Process {
         }
     }
 
-    /// Marks the process as started; whether it was not before. A start that failed earlier is forgotten.
+    /// Marks the process as started; returns whether it was not before. Clears an earlier failed start.
     pub fn begin(&self) -> bool {
         if self.begun.swap(true, Ordering::Relaxed) {
             return false;
@@ -57,12 +57,12 @@ impl Process {
         true
     }
 
-    /// Whether it was started, and that did not fail.
+    /// Whether it was started, and the start did not fail.
     pub fn has_begun(&self) -> bool {
         self.begun.load(Ordering::Relaxed)
     }
 
-    /// Start has failed: whoever waits hears of it, and it may be tried again.
+    /// Start has failed: wakes every [`Process::wait`]; the start may be tried again.
     pub fn fail(&self) {
         self.begun.store(false, Ordering::Relaxed);
         self.exit.send_replace(Some(Exit {
@@ -82,28 +82,28 @@ impl Process {
         *lock(&self.pid) = pid;
     }
 
-    /// How it ended; absent while it has not, and when it was never started. One that was killed before it
-    /// had a pid has ended.
+    /// How it ended; none while it runs, and if it was never started. A process that was killed before it had
+    /// a pid has ended.
     pub fn exit(&self) -> Option<Exit> {
         self.exit
             .borrow()
             .filter(|exit| exit.pid != 0 || self.has_begun())
     }
 
-    /// Ends every [`Process::wait`].
+    /// Sets the exit and wakes every [`Process::wait`].
     pub fn set_exit(&self, exit: Exit) {
         self.exit.send_replace(Some(exit));
     }
 
-    /// Waits until it has ended or could not be started, however long. The exit of one that never ran has pid
-    /// 0.
+    /// Waits, without a deadline, until it has ended or could not be started. The exit of a process that
+    /// never ran has pid 0.
     pub async fn wait(&self) -> Option<Exit> {
         let mut exits = self.exit.subscribe();
         let exit = exits.wait_for(Option::is_some).await.ok()?;
         *exit
     }
 
-    /// Lets stdin end once the client has closed it too, now or as soon as it is there.
+    /// Lets stdin end once the client has closed it too; applies at once, or to a copier that is set later.
     pub fn close_stdin(&self) {
         *lock(&self.stdin_closed) = true;
         if let Some(copier) = lock(&self.copier).as_mut() {
@@ -111,7 +111,7 @@ impl Process {
         }
     }
 
-    /// Hands over what copies its stdio.
+    /// Sets the copier of its stdio.
     pub fn set_copier(&self, mut copier: Copier) {
         if *lock(&self.stdin_closed) {
             copier.close_stdin();
@@ -119,12 +119,12 @@ impl Process {
         *lock(&self.copier) = Some(copier);
     }
 
-    /// What copies its stdio, while it is there.
+    /// Calls `act` with the copier of its stdio, if there is one.
     pub fn with_copier<T>(&self, act: impl FnOnce(&Copier) -> T) -> Option<T> {
         lock(&self.copier).as_ref().map(act)
     }
 
-    /// Takes what copies its stdio, to drain it.
+    /// Takes the copier of its stdio, to drain it.
     pub fn take_copier(&self) -> Option<Copier> {
         lock(&self.copier).take()
     }
@@ -155,13 +155,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_start_that_failed_is_no_exit_and_may_be_tried_again() {
+    async fn a_failed_start_is_no_exit_and_may_be_retried() {
         let exec = Process::new("exec", StdioPaths::default(), Vec::new());
         assert!(!exec.has_begun() && exec.begin() && exec.has_begun());
         assert!(!exec.begin(), "it was started twice");
         exec.fail();
-        assert_eq!(exec.exit(), None, "one that never ran has ended");
-        assert_eq!(exec.wait().await.unwrap().pid, 0, "who waits does so for ever");
+        assert_eq!(exec.exit(), None, "a process that never ran has ended");
+        assert_eq!(exec.wait().await.unwrap().pid, 0, "a waiter was not woken");
         assert!(!exec.has_begun() && exec.begin());
         let waiting = tokio::time::timeout(std::time::Duration::from_millis(20), exec.wait());
         assert!(
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_was_killed_before_it_had_a_pid_has_ended() {
+    fn a_process_killed_before_it_had_a_pid_has_ended() {
         let init = Process::new("", StdioPaths::default(), Vec::new());
         init.set_exit(ended(0, 137));
         assert_eq!(init.exit(), None, "it was deleted, and never started");
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(killed.exit(), Some(ended(0, 137)));
     }
     #[tokio::test]
-    async fn stdin_ends_when_the_client_has_closed_it_also_before_it_was_there() {
+    async fn stdin_ends_when_the_client_has_closed_it_even_before_the_start() {
         let reaper = Reaper::start().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let stdin = dir.path().join("stdin");

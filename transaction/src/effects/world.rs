@@ -1,12 +1,12 @@
-//! A fake container for tests: it fails the calls that a test names, and panics when application code runs without its
-//! GPU state.
+//! A fake container for tests: it fails the calls that a test names, and panics when application code runs
+//! without its GPU state.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
 
 #[derive(Debug, thiserror::Error, PartialEq)]
-#[error("{0} failed as the test asked")]
+#[error("injected failure of {0}")]
 pub struct Injected(pub &'static str);
 
 /// A call that fails: the n-th of all; every later call of the same name too when `for_good`.
@@ -16,7 +16,7 @@ pub struct Fault {
     pub for_good: bool,
 }
 
-/// A container of CUDA processes that complains when application code runs without its GPU state.
+/// A container of CUDA processes. It panics when application code runs without its GPU state.
 #[derive(Default)]
 pub struct World {
     pub frozen: bool,
@@ -29,11 +29,11 @@ pub struct World {
     pub calls: Vec<&'static str>,
     pub faults: Vec<Fault>,
     pub failing: BTreeSet<&'static str>,
-    /// How often threads could not be stopped or held that must not run.
+    /// How often threads that must not run could not be stopped or held.
     pub unstoppable: usize,
-    /// CRIU was killed and has left the tasks thawed: they are to be stopped by the next call.
+    /// CRIU was killed and has left the tasks thawed: the next call must stop them.
     pub criu_died: bool,
-    /// Nothing could stop them yet.
+    /// Nothing could stop these tasks yet.
     pub let_run: bool,
     pub dumped: Option<Vec<i32>>,
     /// The container is killed in the n-th call of all, and no call works any more.
@@ -41,7 +41,7 @@ pub struct World {
     pub ended: bool,
     /// The call that fails panics.
     pub panics: bool,
-    /// What the journal says.
+    /// The journal has entered gpu-checkpoint.
     pub gpu_checkpointing: bool,
     pub phases: Vec<Phase>,
     /// There are processes.
@@ -103,12 +103,13 @@ impl World {
         Ok(())
     }
 
-    /// No thread runs without its GPU state, unless CRIU has just died, or what stops threads has failed twice.
+    /// No thread runs without its GPU state, unless CRIU has just died, or what stops threads has failed
+    /// twice.
     pub fn check(&self) {
         let runs = self.exists && !self.frozen && !self.held && !self.stopped;
-        let taken = self.states.values().any(|s| *s == CudaState::Checkpointed);
+        let checkpointed = self.states.values().any(|s| *s == CudaState::Checkpointed);
         assert!(
-            !(runs && taken) || self.let_run || self.unstoppable > 1,
+            !(runs && checkpointed) || self.let_run || self.unstoppable > 1,
             "application code ran without its GPU state: {:?}",
             self.calls
         );
@@ -134,7 +135,7 @@ impl World {
         assert!(!self.held, "still held: {:?}", self.calls);
     }
 
-    /// No thread runs but those that nothing could stop, and nobody has to look after it.
+    /// No thread runs but those that nothing could stop, and none stays held.
     pub fn suspended(&self) {
         assert!(self.frozen || self.freezing, "it runs: {:?}", self.calls);
         assert!(
@@ -142,7 +143,7 @@ impl World {
             "not even stopped: {:?}",
             self.calls
         );
-        // Unless that fails, what is frozen is let go in the end: nobody goes on tracing it.
+        // In the end frozen threads are released, unless the release fails: nobody traces them for ever.
         let last = self.calls.len() - 1;
         let failed =
             self.failing.contains(self.calls[last]) || self.faults.iter().any(|fault| fault.nth == last);
@@ -232,7 +233,7 @@ impl Device for World {
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), Injected> {
         self.call("hold")?;
         assert!(self.frozen, "held while running: {:?}", self.calls);
-        // A process that is neither locked nor taken is nothing the driver works on while threads are held.
+        // While threads are held, the driver works only on locked and checkpointed processes.
         let worked_on = self
             .states
             .iter()
@@ -344,7 +345,7 @@ impl Restore for World {
     }
 
     async fn run_selected(&mut self, tids: BTreeSet<i32>) -> Result<(), Injected> {
-        assert!(self.compared, "threads run whose rights nobody has compared");
+        assert!(self.compared, "threads run before their rights were compared");
         let threads: BTreeSet<i32> = self
             .processes()
             .iter()
@@ -386,7 +387,7 @@ impl Restore for World {
     }
 
     async fn rollback(&mut self) {
-        assert!(!self.has_worker, "the worker is at work: {:?}", self.calls);
+        assert!(!self.has_worker, "the worker still runs: {:?}", self.calls);
         (self.exists, self.stopped) = (false, false);
         self.states.clear();
     }

@@ -1,10 +1,11 @@
-//! The directory that receives an image: the workload's memory, with every key and password in it.
+//! The directory that receives an image: the workload's memory, including its keys and passwords.
 //!
-//! It is opened when the request begins, and whatever is done in it goes through that descriptor, by firn, the runtime and
-//! CRIU. containerd removes its directory when its client goes away (Ctrl-C of `ctr`): nothing makes it again, and a dump
-//! whose directory has vanished, was replaced, or has lost files to somebody else has failed ([`ImageDirError::Gone`]).
+//! The directory is opened when the request begins, and firn, the runtime and CRIU access it through that
+//! descriptor. containerd removes its directory when its client goes away (Ctrl-C of `ctr`): it is never
+//! created again, and a dump whose directory has vanished, was replaced, or has lost files to another program
+//! has failed ([`ImageDirError::Gone`]).
 //!
-//! Nobody but its owner may enter it, and nobody else may read its files, whoever made it.
+//! Only the owner may enter the directory, and only the owner may read its files, whoever created it.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
@@ -27,23 +28,23 @@ use crate::journal::{DirId, ImageWas};
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
 const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
 
-/// How long a look at the directory may take, when the request begins and for a container without GPUs.
+/// Deadline of opening or checking the directory, at the start of a request and for a container without GPUs.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Permissions of anybody but the owner.
+/// Permissions of users other than the owner.
 const OF_OTHERS: u32 = 0o077;
 
-/// An image directory and what it was before the dump. Cheap to clone.
+/// An image directory and its state before the dump. Cheap to clone.
 #[derive(Clone)]
 pub struct ImageDir(Arc<Found>);
 
 struct Found {
     path: PathBuf,
     was: ImageWas,
-    /// The path may be a link, as the stock shim allows it.
+    /// The path may be a symbolic link, as with the stock shim.
     links: bool,
     open: OnceLock<Open>,
-    /// It was cleared: one that is made later, by a call that had hung, must go again.
+    /// It was cleared: a directory that a delayed call creates afterwards must be removed again.
     cleared: AtomicBool,
 }
 
@@ -53,14 +54,14 @@ struct Open {
     watch: OnceLock<Watch>,
 }
 
-/// Tells of files that somebody takes away. CRIU removes none, and firn only hidden ones.
+/// Detects files that another program removes. CRIU removes none, and firn removes only hidden ones.
 struct Watch {
     inotify: Inotify,
     seen: AtomicBool,
 }
 
 impl ImageDir {
-    /// Does something with it that may block, and hang: then it has failed.
+    /// Runs `work` on a blocking thread; if it hangs beyond the limit, it has failed.
     pub async fn at(
         &self,
         work: impl FnOnce(&Self) -> Result<(), ImageDirError> + Send + 'static,
@@ -70,7 +71,7 @@ impl ImageDir {
         done.map_err(|_| ImageDirError::io(self.path(), ErrorKind::TimedOut.into()))?
     }
 
-    /// Opens it, if it is there. Nothing is made yet, except by clients that have gone meanwhile.
+    /// Opens the directory, if it exists. Creates nothing. Fails if containerd's directory has been removed.
     pub async fn find(path: &Path, links: bool) -> Result<Self, ImageDirError> {
         let of = path.to_owned();
         let late = |_| ImageDirError::io(path, ErrorKind::TimedOut.into());
@@ -91,7 +92,8 @@ impl ImageDir {
                 found.keep(dir)?;
                 Ok(found)
             }
-            // containerd makes its own before it asks: its client has gone, and it has been removed.
+            // containerd creates its directory before the request: its client has gone, and the directory was
+            // removed.
             Err(error) if error.kind() == ErrorKind::NotFound && is_containerds(path) => {
                 Err(ImageDirError::gone(path))
             }
@@ -100,19 +102,19 @@ impl ImageDir {
         }
     }
 
-    /// One that firn has not opened: what is wrong with it is for the runtime to report.
+    /// A directory that firn has not opened: the runtime reports its errors.
     pub fn unopened(path: &Path) -> Self {
         Self::new(path, ImageWas::Filled, true)
     }
 
-    /// One that a transaction has found before. Opened only if it is still that one.
+    /// A directory that an earlier transaction has used. It is opened only if it is still the same one.
     pub fn known(path: &Path, was: ImageWas, id: Option<DirId>) -> Self {
         let known = Self::new(path, was, true);
         if let Ok(dir) = open(path, true)
             && let Ok(metadata) = dir.metadata()
             && id.is_none_or(|id| id == id_of(&metadata))
         {
-            // Of one without an id the journal knows no more than the path.
+            // For a directory without an id the journal has recorded only the path.
             let _ = known.keep(dir);
         }
         known
@@ -138,12 +140,13 @@ impl ImageDir {
         }))
     }
 
-    /// Its name, for people.
+    /// Its path, for messages.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
 
-    /// The way to it through the descriptor, for this process and others of root's. The path while it is not open.
+    /// The path through the descriptor, for this process and others of root's. The plain path while the
+    /// directory is not open.
     pub fn inside(&self) -> PathBuf {
         match self.0.open.get() {
             Some(open) => open.inside(),
@@ -151,7 +154,7 @@ impl ImageDir {
         }
     }
 
-    /// Whether containerd has made it, and will remove it.
+    /// Whether containerd has created it, and will remove it.
     pub fn is_containerds(&self) -> bool {
         is_containerds(self.path())
     }
@@ -164,7 +167,7 @@ impl ImageDir {
         self.0.open.get().map(|open| open.id)
     }
 
-    /// Refuses a directory that others may enter, and that may not or cannot be closed to them. Changes nothing.
+    /// Refuses a directory that others may enter, if firn may not or cannot make it private. Changes nothing.
     pub fn admit(&self, others: OpenImageDir) -> Result<(), ImageDirError> {
         let Some(open) = self.0.open.get() else {
             return Ok(());
@@ -176,7 +179,7 @@ impl ImageDir {
         let refused = match others {
             OpenImageDir::Allow => false,
             OpenImageDir::Refuse => true,
-            // What lies there may be links to elsewhere, and the directory one that others need open.
+            // Existing files may be links to other places, or other users may need the directory open.
             OpenImageDir::Tighten => self.0.was == ImageWas::Filled,
         };
         if refused && is_open_to_others(&metadata) {
@@ -193,7 +196,7 @@ impl ImageDir {
         }
     }
 
-    /// Makes it if there was none, and begins to watch it. Closes it to others where `others` says how.
+    /// Creates the directory if there is none, and starts to watch it. Makes it private as `others` permits.
     pub fn enter(&self, others: Option<OpenImageDir>) -> Result<(), ImageDirError> {
         let failed = |source| ImageDirError::io(self.path(), source);
         let open = match self.0.open.get() {
@@ -209,11 +212,14 @@ impl ImageDir {
         }
         match Watch::begin(&open.inside()) {
             Ok(watch) => drop(open.watch.set(watch)),
-            // It is looked at all the same.
+            // Without a watch [`ImageDir::check`] still compares the directory itself.
             Err(errno) => log::debug!("cannot watch {}: {errno}", self.path().display()),
         }
         if self.0.was == ImageWas::Empty && !is_empty(&open.dir).map_err(failed)? {
-            log::warn!("somebody has put files into {} meanwhile", self.path().display());
+            log::warn!(
+                "another program has put files into {} meanwhile",
+                self.path().display()
+            );
         }
         self.check()
     }
@@ -256,7 +262,7 @@ impl ImageDir {
         Ok(())
     }
 
-    /// Whether the path still names it, with everything that was put there.
+    /// Whether the path still names this directory, with all files that were put there.
     pub fn check(&self) -> Result<(), ImageDirError> {
         let Some(open) = self.0.open.get() else {
             return Ok(());
@@ -277,7 +283,7 @@ impl ImageDir {
         now.is_ok_and(|metadata| id_of(&metadata) == open.id)
     }
 
-    /// Whether CRIU got to the end.
+    /// Whether CRIU finished the dump.
     pub fn check_complete(&self) -> Result<(), ImageDirError> {
         let inside = self.inside();
         match LAST.into_iter().find(|name| !inside.join(name).is_file()) {
@@ -289,7 +295,7 @@ impl ImageDir {
         }
     }
 
-    /// Takes the files of the image from others. New ones are so already; CRIU writes into old ones as they are.
+    /// Makes the image's files private. New files are private already; CRIU keeps the mode of existing ones.
     pub fn seal(&self) {
         let sealed = || -> io::Result<()> {
             let inside = self.inside();
@@ -313,7 +319,7 @@ impl ImageDir {
         }
     }
 
-    /// Removes what a failed dump left, unless others had put something there before.
+    /// Removes the files of a failed dump, unless the directory had other files before.
     pub fn clear(&self) {
         self.0.cleared.store(true, Ordering::SeqCst);
         let Some(open) = self.0.open.get() else { return };
@@ -357,7 +363,7 @@ impl Watch {
                 Ok(events) => events,
                 Err(Errno::EAGAIN) => break,
                 Err(errno) => {
-                    log::debug!("cannot read what has become of the image: {errno}");
+                    log::debug!("cannot read the events of the image directory: {errno}");
                     break;
                 }
             };
@@ -396,7 +402,7 @@ fn own_uid() -> u32 {
     nix::unistd::geteuid().as_raw()
 }
 
-/// Makes a directory root's alone.
+/// Makes a directory private to root.
 pub(super) fn close_to_others(dir: &File) -> io::Result<()> {
     if !is_open_to_others(&dir.metadata()?) {
         return Ok(());
@@ -405,7 +411,7 @@ pub(super) fn close_to_others(dir: &File) -> io::Result<()> {
     dir.set_permissions(Permissions::from_mode(0o700))?;
     match is_open_to_others(&dir.metadata()?) {
         false => Ok(()),
-        // A file system without owners.
+        // The file system has no owners.
         true => Err(ErrorKind::Unsupported.into()),
     }
 }

@@ -1,11 +1,11 @@
-//! Why an image directory cannot be used, with the code and the remedy that users see.
+//! Errors of an image directory, with the code and the remedy that users see.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_host::{Problem, Remedy, remedy};
 
-/// An image directory that cannot be used, or that is not what it was.
+/// An image directory that cannot be used, or that has changed.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageDirError {
     #[error("the image in {} is incomplete: {missing} is missing", image.display())]
@@ -32,7 +32,8 @@ impl Problem for ImageDirError {
             ),
             Self::OpenToOthers { .. } => remedy(
                 "FIRN-IMAGE-OPEN",
-                "name a new or empty directory, or make it root's with mode 700; see open-image-dir in the configuration",
+                "name a new or empty directory, or make it root's with mode 700; \
+                 see open-image-dir in the configuration",
             ),
             Self::Io { .. } => remedy(
                 "FIRN-DUMP",

@@ -1,9 +1,11 @@
-//! A second place for a complete image with GPU state, below the operator's rescue directory: containerd removes the first one as soon as its
-//! call has failed, or its shim has died, and an error that names the image would name nothing.
+//! A second place for a complete image with GPU state, below the operator's rescue directory. containerd
+//! removes the image directory as soon as its call has failed or its shim has died; an error that names the
+//! image would then name a missing directory.
 //!
-//! The files get second names there (hard links), which costs nothing, while the image is still in danger; they go when the
-//! checkpoint has ended well. Where the file systems differ they get them in a directory beside the image, and are copied when
-//! an error is about to name them. The manifest comes last: a rescue without it is not complete.
+//! While the image may still be removed, hard links to its files are made in the rescue directory, which
+//! costs nothing; they are removed when the checkpoint has succeeded. On different file systems the links are
+//! made in a directory next to the image, and the files are copied when an error is about to name them. The
+//! manifest comes last: a rescued image without it is incomplete.
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -24,13 +26,14 @@ use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
 use firn_host::Rfc3339;
 
-/// How long a copy may go on once the container is killed.
+/// How long a copy may continue once the container is killed.
 const KILLED: Duration = Duration::from_secs(5);
 
-/// How much is copied before a look at whether to stop.
+/// Bytes that are copied between two reads of the stop flag.
 const CHUNK: u64 = 64 << 20;
 
-/// A place for the image of a container with this bundle; the bundle's parent has the name of containerd's namespace.
+/// The rescue directory of a container with this bundle; the bundle's parent directory is named after the
+/// containerd namespace.
 pub fn place(root: &Path, bundle: &Path, container: &str) -> PathBuf {
     let namespace = bundle.parent().and_then(Path::file_name).unwrap_or_default();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -39,30 +42,30 @@ pub fn place(root: &Path, bundle: &Path, container: &str) -> PathBuf {
     root.join(format!("{}-{container}-{time}", namespace.to_string_lossy()))
 }
 
-/// Whether what lies there is complete.
+/// Whether the image in `dir` is complete.
 pub fn is_complete(dir: &Path) -> bool {
     dir.join(names::MANIFEST).is_file()
 }
 
-/// The same place on the file system of the image.
-pub fn beside(image: &Path, place: &Path) -> PathBuf {
+/// A directory of the same name next to the image, on the image's file system.
+pub fn sibling(image: &Path, place: &Path) -> PathBuf {
     let mut name = OsString::from(names::RESCUE_PREFIX);
     name.push(place.file_name().unwrap_or_default());
     image.with_file_name(name)
 }
 
-/// Gives the files a second name in `dir`, in the rescue directory.
+/// Makes hard links to the files in `dir`, in the rescue directory.
 pub fn link(image: &ImageDir, dir: &Path) -> io::Result<()> {
     make_root(dir.parent().unwrap_or(dir))?;
-    link_beside(image, dir)
+    link_sibling(image, dir)
 }
 
-/// Gives them one in a directory that is not firn's own, and left as it is.
-pub fn link_beside(image: &ImageDir, dir: &Path) -> io::Result<()> {
+/// Makes hard links in a directory that does not belong to firn and whose mode stays as it is.
+pub fn link_sibling(image: &ImageDir, dir: &Path) -> io::Result<()> {
     fill(image, dir, |from, to| fs::hard_link(from, to))
 }
 
-/// Copies the files to `dir`, unless there is no room, or somebody sets `stop`.
+/// Copies the files to `dir`, unless space is short or `stop` is set.
 pub fn copy(image: &ImageDir, dir: &Path, stop: &AtomicBool) -> io::Result<()> {
     let root = dir.parent().unwrap_or(dir);
     make_root(root)?;
@@ -88,7 +91,7 @@ pub fn copy(image: &ImageDir, dir: &Path, stop: &AtomicBool) -> io::Result<()> {
     })
 }
 
-/// As [`copy`], for no longer than `limit`, and not much longer once the container is to end.
+/// As [`copy`], bounded by `limit`, and by a few seconds once the container is killed.
 pub async fn copy_within(
     image: &ImageDir,
     dir: &Path,
@@ -96,8 +99,8 @@ pub async fn copy_within(
     cancel: &CancellationToken,
 ) -> io::Result<()> {
     let stop = Arc::new(AtomicBool::new(false));
-    let (from, to, heeded) = (image.clone(), dir.to_owned(), stop.clone());
-    let copied = blocking(move || copy(&from, &to, &heeded));
+    let (from, to, flag) = (image.clone(), dir.to_owned(), stop.clone());
+    let copied = blocking(move || copy(&from, &to, &flag));
     let late = async {
         cancel.cancelled().await;
         tokio::time::sleep(KILLED).await;
@@ -121,7 +124,7 @@ fn fill(image: &ImageDir, dir: &Path, put: impl Fn(&Path, &Path) -> io::Result<(
         for file in &images {
             put(&inside.join(&file.name), &dir.join(&file.name))?;
         }
-        // Order matters: it says that all are there.
+        // Order matters: the manifest shows that all files are there.
         put(&inside.join(names::MANIFEST), &dir.join(names::MANIFEST))
     };
     let filled = filled();
@@ -136,7 +139,7 @@ fn make_root(root: &Path) -> io::Result<()> {
     close_to_others(&File::open(root)?)
 }
 
-/// Removes it: the image is not in danger any more, or not whole.
+/// Removes a rescued image that is not needed any more, or is incomplete.
 pub fn remove(dir: &Path) {
     if let Err(error) = fs::remove_dir_all(dir)
         && error.kind() != ErrorKind::NotFound
@@ -153,7 +156,7 @@ pub mod tests {
 
     use super::*;
 
-    /// Makes a complete image.
+    /// Creates a complete image.
     pub fn make_image(client: &Path) -> Manifest {
         fs::create_dir(client).unwrap();
         for name in ["inventory.img", "pstree.img", "pages-1.img", "other"] {
@@ -200,7 +203,7 @@ pub mod tests {
     }
 
     #[tokio::test]
-    async fn a_rescued_image_is_there_when_its_client_has_removed_it() {
+    async fn a_rescued_image_survives_its_removal_by_the_client() {
         for copied in [false, true] {
             let World {
                 image, client, kept, ..
@@ -224,16 +227,16 @@ pub mod tests {
     }
 
     #[tokio::test]
-    async fn an_image_on_another_file_system_is_rescued_beside_itself() {
+    async fn an_image_on_another_file_system_is_rescued_next_to_itself() {
         let World {
             image, client, kept, ..
         } = &world().await;
         let parent = client.parent().unwrap();
         fs::set_permissions(parent, std::os::unix::fs::PermissionsExt::from_mode(0o1777)).unwrap();
-        let place = beside(client, kept);
+        let place = sibling(client, kept);
         let name = place.file_name().unwrap().to_str().unwrap();
         assert!(name.starts_with("firn-rescue-k8s.io-job-"), "{name}");
-        link_beside(image, &place).unwrap();
+        link_sibling(image, &place).unwrap();
         fs::remove_dir_all(client).unwrap();
         let again = ImageDir::known(&place, crate::journal::ImageWas::Filled, None);
         copy(&again, kept, &AtomicBool::new(false)).unwrap();
@@ -247,7 +250,7 @@ pub mod tests {
     }
 
     #[tokio::test]
-    async fn half_an_image_is_not_rescued() {
+    async fn an_incomplete_image_is_not_rescued() {
         let World {
             image, client, kept, ..
         } = &world().await;
@@ -259,7 +262,7 @@ pub mod tests {
     }
 
     #[tokio::test]
-    async fn the_rescue_directory_is_roots_alone() {
+    async fn only_root_may_enter_the_rescue_directory() {
         let World { image, kept, .. } = &world().await;
         let root = kept.parent().unwrap();
         fs::create_dir_all(root).unwrap();

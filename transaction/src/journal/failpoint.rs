@@ -1,23 +1,24 @@
-//! What tests have a shim do that was built for them when it enters a phase. What ships does not look.
+//! Failpoints: at a phase that a test names, a shim that is built for tests waits or panics. A released shim
+//! has none.
 
 use std::fs;
 use std::time::Duration;
 
 use crate::phase::Phase;
 
-/// Names phases that panic, each once for every time that it is named.
+/// File with the phases that panic, each as often as it is named.
 const PANIC: &str = "/run/firn-panic";
 
-/// Names a phase that waits for as long as it is named.
+/// File with a phase or point at which the shim waits, for as long as it is named.
 const HOLD: &str = "/run/firn-hold";
 
-/// Tells the test that it waits.
+/// File that reports to the test that the shim waits.
 const HELD: &str = "/run/firn-held";
 
-/// Tells the test that one has panicked.
+/// File that reports to the test that a phase has panicked.
 const PANICKED: &str = "/run/firn-panicked";
 
-/// Waits at this point for as long as it is named.
+/// Waits at this point for as long as a test names it.
 pub(super) async fn hold(point: &str) {
     let is_held = || fs::read_to_string(HOLD).is_ok_and(|named| point == named);
     if is_held() {
@@ -28,19 +29,19 @@ pub(super) async fn hold(point: &str) {
     }
 }
 
-/// Does in this phase what the files say.
+/// Waits or panics in this phase if a test names it.
 pub(super) async fn trigger(phase: Phase) {
     let phase = phase.name();
     hold(phase).await;
-    let Ok(told) = fs::read_to_string(PANIC) else {
+    let Ok(text) = fs::read_to_string(PANIC) else {
         return;
     };
-    let mut phases: Vec<&str> = told.split_whitespace().collect();
+    let mut phases: Vec<&str> = text.split_whitespace().collect();
     let named = phases.iter().position(|named| phase == *named);
     if let Some(at) = named {
         phases.remove(at);
         let _ = fs::write(PANIC, phases.join(" "));
         let _ = fs::write(PANICKED, "");
     }
-    assert!(named.is_none(), "told to panic");
+    assert!(named.is_none(), "a test names this phase to panic");
 }

@@ -63,25 +63,25 @@ async fn what_was_written_is_read_back_and_the_end_removes_it() {
 }
 
 #[tokio::test]
-async fn a_line_that_was_cut_short_was_not_written() {
+async fn a_truncated_line_counts_as_not_written() {
     let bundle = tempfile::tempdir().unwrap();
     let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
     journal.enter(Phase::CriuDump).await.unwrap();
     journal.leave(Phase::CriuDump, true).await;
     let text = fs::read(bundle.path().join(FILE)).unwrap();
     let ends: Vec<usize> = (0..text.len()).filter(|at| text[*at] == b'\n').collect();
-    for cut in 0..text.len() {
-        let record = Record::parse(&text[..cut]);
-        assert_eq!(record.is_some(), cut > ends[0], "of {cut} bytes");
+    for length in 0..text.len() {
+        let record = Record::parse(&text[..length]);
+        assert_eq!(record.is_some(), length > ends[0], "of {length} bytes");
         let Some(record) = record else { continue };
-        assert_eq!(record.phase.is_some(), cut > ends[1], "of {cut} bytes");
-        assert!(!record.dumped && !record.gpu_checkpointing, "of {cut} bytes");
+        assert_eq!(record.phase.is_some(), length > ends[1], "of {length} bytes");
+        assert!(!record.dumped && !record.gpu_checkpointing, "of {length} bytes");
     }
     assert!(Record::parse(&text).unwrap().dumped);
 }
 
 #[tokio::test]
-async fn a_journal_of_another_boot_is_told_from_one_of_this() {
+async fn a_journal_of_another_boot_is_recognised() {
     let bundle = tempfile::tempdir().unwrap();
     Journal::begin(bundle.path(), begin()).await.unwrap();
     let text = fs::read_to_string(bundle.path().join(FILE)).unwrap();
@@ -94,14 +94,14 @@ async fn a_journal_of_another_boot_is_told_from_one_of_this() {
 }
 
 #[tokio::test]
-async fn a_journal_that_cannot_be_kept_or_read_is_told() {
+async fn a_journal_that_cannot_be_written_or_read_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = dir.path().join("file");
     fs::write(&bundle, "").unwrap();
     let error = Journal::begin(&bundle, begin()).await.unwrap_err();
     assert_eq!(error.code(), "FIRN-JOURNAL");
     assert!(error.hint().contains("writable"), "{}", error.hint());
-    assert!(Record::read(&bundle).is_err(), "taken for none");
+    assert!(Record::read(&bundle).is_err(), "read as no journal");
 }
 
 #[tokio::test]
@@ -109,7 +109,7 @@ async fn a_file_system_that_hangs_is_waited_for_once() {
     let bundle = tempfile::tempdir().unwrap();
     let path = bundle.path().join("pipe");
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    // Full: who writes waits for a reader that does not read.
+    // The pipe is full: a write waits for a reader that does not read.
     let reader = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     nix::fcntl::fcntl(&reader, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
     (&reader).write_all(&[0; 4096]).unwrap();
@@ -124,12 +124,12 @@ async fn a_file_system_that_hangs_is_waited_for_once() {
     // Time stands still from here on.
     let next = journal.enter(Phase::Rollback).await.unwrap_err();
     assert_eq!(next.source.kind(), io::ErrorKind::TimedOut);
-    // Lets the thread that hangs go.
+    // Releases the thread that hangs.
     io::Read::read_exact(&mut &reader, &mut [0; 4096]).unwrap();
 }
 
 #[tokio::test]
-async fn a_new_transaction_knows_nothing_of_the_last_one() {
+async fn a_new_transaction_replaces_the_last_journal() {
     let bundle = tempfile::tempdir().unwrap();
     let suspended = Journal::begin(bundle.path(), begin()).await.unwrap();
     suspended.enter(Phase::GpuCheckpoint).await.unwrap();

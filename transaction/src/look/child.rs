@@ -22,7 +22,7 @@ const MESSAGE: usize = 4 << 10;
 /// How many of the processes that CRIU leaves out are named.
 const NAMED: usize = 32;
 
-/// There is no answer.
+/// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ChildError {
     /// The pipes to the shim failed.

@@ -97,7 +97,7 @@ async fn only_orphans_are_signalled_by_their_number() {
 }
 
 #[tokio::test]
-async fn all_of_a_childs_group_are_killed_with_it() {
+async fn a_child_is_killed_with_its_process_group() {
     let reaper = Reaper::start().unwrap();
     let mut command = sh("sleep 1000 & echo there; wait");
     let mut child = reaper
@@ -194,7 +194,7 @@ async fn input_reaches_the_command() {
     assert_eq!(unread.exit.code, 5);
 }
 
-/// Tells its pid by the pipe, which ends when it is dead.
+/// Writes its pid to the pipe, which ends when it is dead.
 fn sleeper() -> (Command, std::io::PipeReader) {
     let mut command = sh("echo $$ >&3; exec sleep 1000");
     let (reader, writer) = std::io::pipe().unwrap();

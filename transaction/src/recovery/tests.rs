@@ -1,4 +1,5 @@
-//! Programs of a killed shim are ended and nobody else; images are cleared unless they are complete or others'.
+//! Recovery ends the programs of a killed shim and no others. It clears images that are incomplete and firn's
+//! own.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -13,7 +14,7 @@ use crate::testing::log::warnings;
 struct Program(Child);
 
 impl Program {
-    /// A program called so, in the process group of `leader` or leading its own.
+    /// Starts a program with this name, in the process group of `leader`, or in its own if that is 0.
     fn start(dir: &Path, name: &str, leader: i32, cwd: &Path) -> Self {
         let program = dir.join(name);
         if !program.exists() {
@@ -75,7 +76,7 @@ fn runc(program: &Program, later: u64) -> ChildProcess {
 }
 
 #[tokio::test]
-async fn the_runtime_and_its_criu_are_ended_and_nobody_else() {
+async fn the_runtime_and_its_criu_are_ended_and_no_other_process() {
     let dir = tempfile::tempdir().unwrap();
     let (dir, work) = (dir.path(), dir.path().join("work"));
     fs::create_dir(&work).unwrap();
@@ -99,7 +100,7 @@ async fn the_runtime_and_its_criu_are_ended_and_nobody_else() {
 }
 
 #[tokio::test]
-async fn a_pid_that_was_taken_again_is_left_alone() {
+async fn a_pid_that_was_reused_is_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     let leader = Program::start(dir.path(), "runc", 0, dir.path());
     let criu = Program::start(dir.path(), "criu", leader.pid(), dir.path());
@@ -143,7 +144,7 @@ async fn cancel_transaction(image: &Path, was: ImageWas, files: &[&str], leave: 
 }
 
 #[tokio::test]
-async fn a_partial_image_goes_and_a_complete_one_stays() {
+async fn a_partial_image_is_removed_and_a_complete_one_stays() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("image");
     cancel_transaction(&image, ImageWas::Absent, &["core-1.img"], None).await;
@@ -160,7 +161,7 @@ async fn a_partial_image_goes_and_a_complete_one_stays() {
 }
 
 #[tokio::test]
-async fn what_is_gone_already_is_no_failure_and_what_cannot_be_removed_is_told() {
+async fn a_missing_file_is_no_failure_and_a_failed_removal_is_logged() {
     let dir = tempfile::tempdir().unwrap();
     let work = dir.path().join("work");
     let recovery = Recovery(record(&work, Vec::new()));
@@ -168,20 +169,20 @@ async fn what_is_gone_already_is_no_failure_and_what_cannot_be_removed_is_told()
     recovery.clear().await;
     recovery.forget(dir.path()).await;
     assert_eq!(warnings(), Vec::<String>::new());
-    // No directory, and no file.
+    // A file in the place of the directory, and a directory in the place of the file.
     fs::write(&work, "").unwrap();
     fs::create_dir(dir.path().join(journal::FILE)).unwrap();
     recovery.clear().await;
     recovery.forget(dir.path()).await;
-    let told = warnings();
+    let logged = warnings();
     assert!(
-        told[0].starts_with("cannot remove ") && told[0].contains("/work: "),
-        "{told:?}"
+        logged[0].starts_with("cannot remove ") && logged[0].contains("/work: "),
+        "{logged:?}"
     );
-    assert!(told[1].starts_with("cannot remove the journal: "), "{told:?}");
+    assert!(logged[1].starts_with("cannot remove the journal: "), "{logged:?}");
 }
 
-/// Of a shim that was killed in its dump to `image`, which was not there before.
+/// The record of a shim that was killed during a dump to `image`, which did not exist before.
 fn of_image(image: &Path, change: impl FnOnce(&mut Record)) -> Record {
     let mut record = record(Path::new("/none"), Vec::new());
     record.begin.image = image.to_owned();
@@ -202,14 +203,14 @@ async fn a_complete_image_that_containerd_is_about_to_remove_is_rescued() {
     for (record, why) in [
         (of_image(&image, without_gpu), "no GPU state"),
         (of_image(&image, filled), "it was there before"),
-        (of_image(&others, |_| ()), "it is its client's"),
+        (of_image(&others, |_| ()), "it belongs to its client"),
     ] {
         let mut recovery = Recovery(record);
         recovery.rescue_to(&root, bundle).await;
         assert_eq!(recovery.image(), recovery.0.begin.image, "{why}");
         assert!(!root.exists(), "{why}");
     }
-    // What an earlier try has left half done goes.
+    // The incomplete directory of an earlier attempt is removed.
     let half = dir.path().join("half");
     fs::create_dir(&half).unwrap();
     let mut recovery = Recovery(of_image(&image, |record| record.rescue = Some(half.clone())));
@@ -218,7 +219,7 @@ async fn a_complete_image_that_containerd_is_about_to_remove_is_rescued() {
     assert!(!half.exists());
     let rescued = recovery.image().to_owned();
     assert!(rescued.starts_with(&root) && rescue::is_complete(&rescued));
-    // It is still complete when containerd has removed the first one, and needs no rescue any more.
+    // Once containerd has removed the first directory, the image is still complete and is not linked again.
     fs::remove_dir_all(&image).unwrap();
     assert!(recovery.is_complete());
     recovery.rescue_to(&dir.path().join("again"), bundle).await;
@@ -227,7 +228,7 @@ async fn a_complete_image_that_containerd_is_about_to_remove_is_rescued() {
 }
 
 #[tokio::test]
-async fn half_a_rescue_of_nothing_that_is_complete_goes() {
+async fn an_incomplete_rescue_directory_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let half = dir.path().join("half");
     fs::create_dir(&half).unwrap();
@@ -238,7 +239,7 @@ async fn half_a_rescue_of_nothing_that_is_complete_goes() {
 }
 
 #[test]
-fn only_an_image_that_is_there_and_complete_is_said_to_be() {
+fn only_an_image_that_exists_and_is_complete_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("image");
     make_image(&image);
@@ -254,7 +255,7 @@ fn only_an_image_that_is_there_and_complete_is_said_to_be() {
         (
             &|record| (record.image_was, record.dumped) = (Some(ImageWas::Filled), true),
             true,
-            "the journal says so",
+            "the journal has it as complete",
         ),
         (
             &|record| record.begin.gpu = false,
@@ -275,25 +276,25 @@ fn only_an_image_that_is_there_and_complete_is_said_to_be() {
     for (change, complete, why) in cases {
         let record = of_image(&image, change);
         warnings();
-        Recovery(record).tell();
-        let told = warnings();
+        Recovery(record).report_image();
+        let logged = warnings();
         assert_eq!(
-            told[0],
+            logged[0],
             "the shim of c was killed when about to dump the container"
         );
-        let says = told
+        let reported = logged
             .get(1)
-            .is_some_and(|said| said.ends_with("is complete and can be restored"));
+            .is_some_and(|line| line.ends_with("is complete and can be restored"));
         assert_eq!(
-            (says, told.len()),
+            (reported, logged.len()),
             (complete, 1 + usize::from(complete)),
-            "{why}: {told:?}"
+            "{why}: {logged:?}"
         );
     }
-    // A shim that has told how it ended was not killed on the way.
+    // A shim that has written the outcome was not killed during the transaction.
     let ended = |record: &mut Record| {
         (record.outcome, record.image_was) = (Some(Outcome::Suspended), None);
     };
-    Recovery(of_image(&image, ended)).tell();
+    Recovery(of_image(&image, ended)).report_image();
     assert_eq!(warnings(), Vec::<String>::new());
 }

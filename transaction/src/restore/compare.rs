@@ -1,5 +1,5 @@
-//! What is restored compared with the container's spec, before CRIU runs and after it. firn-hook does it: what it reads, others
-//! have chosen.
+//! Compares what is restored with the container's spec, before CRIU runs and after it. firn-hook does it, in
+//! a process of its own, because it reads untrusted files.
 
 use std::path::Path;
 use std::process::Command;
@@ -16,16 +16,16 @@ use crate::container::Container;
 use crate::reaper::Reaper;
 use firn_host::Chain;
 
-/// How long it may take. For thousands of tasks it is less than a second.
+/// How long a comparison may take. For thousands of tasks it takes less than a second.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What was compared exceeds the spec, or it could not be compared.
+/// What is restored exceeds the spec, or could not be compared with it.
 #[derive(Debug, thiserror::Error)]
 pub enum Differs {
     #[error(transparent)]
     Fault(ImageFault),
-    #[error("firn-hook has not compared it with the container's spec: {said}")]
-    Unknown { said: String },
+    #[error("firn-hook has not compared it with the container's spec: {output}")]
+    Unknown { output: String },
 }
 
 impl Problem for Differs {
@@ -37,8 +37,8 @@ impl Problem for Differs {
     }
 }
 
-/// The configuration. One that cannot be read keeps no container without GPU from being restored: the defaults count, which
-/// allow least.
+/// The configuration, or the defaults if it cannot be read. The defaults allow least, and a container without
+/// GPUs can still be restored.
 pub(super) fn configured() -> Config {
     Config::load().unwrap_or_else(|error| {
         log::warn!("{}", Chain(&error));
@@ -46,16 +46,17 @@ pub(super) fn configured() -> Config {
     })
 }
 
-/// Refuses an image that asks for more than the bundle's spec allows.
+/// Refuses an image that requests more than the bundle's spec allows.
 pub(super) async fn image(bundle: &Path, image: &Path, reaper: &Reaper) -> Result<(), Refusal> {
     let hook = find_program(names::HOOK_PROGRAM, configured().hook.path.as_deref())?;
     let mut command = Command::new(hook);
     command.arg("check-image").arg(bundle).arg(image);
-    ask(&mut command, reaper).await.map_err(Refusal::Image)
+    run_hook(&mut command, reaper).await.map_err(Refusal::Image)
 }
 
-/// The cgroup and the stopped processes, init first, of a container that CRIU has made. None has been touched: not before it is
-/// known that they are in the container's own cgroup, and have no more than its spec allows.
+/// The cgroup and the stopped processes, init first, of a container that CRIU has restored. Nothing may touch
+/// the processes before it is known that they are in the container's own cgroup and have no more rights than
+/// its spec gives.
 pub(super) async fn tasks(
     container: &Container,
     hook: &Path,
@@ -76,12 +77,12 @@ pub(super) async fn tasks(
     let mut command = Command::new(hook);
     command.arg("check-tasks").arg(&container.bundle);
     command.args(pids.iter().map(ToString::to_string));
-    ask(&mut command, reaper).await.map_err(Cause::Exceeds)?;
+    run_hook(&mut command, reaper).await.map_err(Cause::Exceeds)?;
     Ok((cgroup, pids))
 }
 
-async fn ask(command: &mut Command, reaper: &Reaper) -> Result<(), Differs> {
-    let said = match reaper.output(command, LIMIT).await {
+async fn run_hook(command: &mut Command, reaper: &Reaper) -> Result<(), Differs> {
+    let output = match reaper.output(command, LIMIT).await {
         Ok(output) if output.success() => match serde_json::from_slice(&output.stdout) {
             Ok(None) => return Ok(()),
             Ok(Some(fault)) => return Err(Differs::Fault(fault)),
@@ -90,7 +91,7 @@ async fn ask(command: &mut Command, reaper: &Reaper) -> Result<(), Differs> {
         Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         Err(error) => Chain(&error).to_string(),
     };
-    Err(Differs::Unknown { said })
+    Err(Differs::Unknown { output })
 }
 
 #[cfg(test)]
@@ -98,10 +99,10 @@ mod tests {
     use super::super::testing::Stub;
     use super::*;
 
-    /// Of the processes that the tests run: it tells what is configured.
+    /// A process of the next test: it prints a deadline of the configuration.
     #[test]
     #[ignore = "no test: others run it"]
-    fn who_tells_what_is_configured() {
+    fn print_a_configured_deadline() {
         println!("look {}", configured().deadlines.look.as_secs());
     }
 
@@ -115,23 +116,23 @@ mod tests {
             std::fs::write(&file, text).unwrap();
             let mut child = Command::new(std::env::current_exe().unwrap());
             child.env(names::ENV_CONFIG, &file);
-            let name = "restore::compare::tests::who_tells_what_is_configured";
+            let name = "restore::compare::tests::print_a_configured_deadline";
             child.args(["--exact", name, "--ignored", "--nocapture"]);
             let output = reaper.output(&mut child, LIMIT).await.unwrap();
-            let said = String::from_utf8(output.stdout).unwrap();
-            assert!(said.contains(&format!("look {look}\n")), "{text}: {said}");
+            let printed = String::from_utf8(output.stdout).unwrap();
+            assert!(printed.contains(&format!("look {look}\n")), "{text}: {printed}");
         }
     }
 
     #[tokio::test]
-    async fn an_image_that_nobody_has_compared_is_refused() {
+    async fn an_image_that_cannot_be_compared_is_refused() {
         let reaper = Reaper::start().unwrap();
         let nowhere = Path::new("/nonexistent");
         assert!(image(nowhere, nowhere, &reaper).await.is_err());
     }
 
     #[tokio::test]
-    async fn whom_criu_has_made_is_in_the_containers_cgroup_or_nothing_is_done_with_it() {
+    async fn restored_processes_outside_the_containers_cgroup_are_refused() {
         let reaper = Reaper::start().unwrap();
         let Some(stub) = Stub::new("true", &reaper) else {
             return;
@@ -146,7 +147,7 @@ mod tests {
         let stranger = i32::try_from(std::process::id()).unwrap();
         let outside = tasks(stranger).await;
         assert!(matches!(outside, Some(Cause::Outside { .. })), "{outside:?}");
-        // One that says nothing has not compared it.
+        // A hook that prints nothing has not compared them.
         let unknown = tasks(init.pid()).await;
         assert!(
             matches!(unknown, Some(Cause::Exceeds(Differs::Unknown { .. }))),
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_comparison_that_was_not_made_is_no_consent() {
+    async fn a_comparison_that_failed_refuses_the_restore() {
         let reaper = Reaper::start().unwrap();
         for script in [
             "exit 1",
@@ -165,11 +166,11 @@ mod tests {
             ":",
         ] {
             let mut command = Command::new("sh");
-            let differs = ask(command.args(["-c", script]), &reaper).await.unwrap_err();
+            let differs = run_hook(command.args(["-c", script]), &reaper).await.unwrap_err();
             assert_eq!(differs.code(), "FIRN-IMAGE-CHECK", "{script}");
             assert!(differs.hint().contains("firn-hook"), "{}", differs.hint());
         }
         let mut command = Command::new("echo");
-        assert!(ask(command.arg("null"), &reaper).await.is_ok());
+        assert!(run_hook(command.arg("null"), &reaper).await.is_ok());
     }
 }

@@ -33,18 +33,18 @@ use crate::timings::PhaseTimings;
 use crate::tracer::RunSelected;
 use firn_gpu::CudaProcess;
 
-/// The restored container.
+/// The processes that CRIU has restored.
 struct Tasks {
     init: i32,
     cgroup: Cgroup,
     pids: Vec<i32>,
 }
 
-/// A container that is restored.
+/// A container under restore.
 pub(super) struct RestoreEffects<'a, S> {
     container: &'a Container,
     gpu: &'a GpuPart,
-    /// The call of runc, and who gives it stdio; none once it was made.
+    /// The call of runc, and the function that gives it stdio; none once the call was made.
     call: Option<(Restore<'a>, S)>,
     bounds: Bounds<'a>,
     image: PathBuf,
@@ -112,7 +112,7 @@ async fn unless_cancelled<T, E: Into<Cause>>(
     }
 }
 
-/// Does `work` on files of the container, which nobody waits for longer than `[deadlines] look`.
+/// Does `work` on files of the container. Waits no longer than `limit`.
 async fn in_time<T: Send + 'static>(
     what: &'static str,
     limit: Duration,
@@ -194,7 +194,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         .await??;
         let id = &self.container.id;
         if let Some(left) = &repaired.left {
-            log::warn!("nodes of graphics of {id} are as they were: {left}");
+            log::warn!("graphics device nodes of {id} are not replaced: {left}");
         }
         if !(repaired.made.is_empty() && repaired.removed.is_empty()) {
             log::warn!("device nodes of {id} were not as CRIU's script had left them: {repaired:?}");
@@ -254,7 +254,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         .await?;
         let cgroup = &self.tasks()?.cgroup;
         for pid in running {
-            // The pid of a process that has gone may belong to another one.
+            // The pid of a process that has ended may belong to another one.
             let sent = pidfd::signal(pid, libc::SIGCONT, || cgroup.holds(pid));
             sent.map_err(|source| Cause::Continue { pid, source })?;
         }
@@ -279,7 +279,8 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     }
 }
 
-/// Pids and restore threads on the host of the processes that the manifest names by their ids in the container.
+/// Pids and restore threads on the host of the processes that the manifest names by their ids in the
+/// container.
 fn find(processes: &[CheckpointedProcess], pids: &[i32]) -> Result<Vec<CudaProcess>, Cause> {
     let inner = pids
         .iter()

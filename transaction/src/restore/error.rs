@@ -31,7 +31,8 @@ pub enum Refusal {
     #[error(transparent)]
     Image(Differs),
     #[error(
-        "restores by a create call of Kubernetes are off: whoever may make a pod could restore an image of theirs"
+        "restores by a create call of Kubernetes are off: anyone who may create a pod could restore an image \
+         of their own"
     )]
     Cri,
     #[error("cannot read the node's GPUs")]
@@ -42,7 +43,7 @@ pub enum Refusal {
     Look(#[from] LookError),
     #[error("the image could not be read within {} s", limit.as_secs_f32())]
     ImageLate { limit: Duration },
-    #[error("nobody waits for the container any more")]
+    #[error("the client no longer waits for the container")]
     Killed,
     #[error("cannot make {}", path.display())]
     EmptyFile { path: PathBuf, source: std::io::Error },
@@ -54,15 +55,15 @@ pub enum Refusal {
     Spec(#[from] firn_oci::SpecError),
     #[error("{runtime} cannot do it")]
     Runtime { runtime: &'static str },
-    #[error("the checkpoint holds GPU state and the container asks for no GPU")]
-    NoGpuAsked,
+    #[error("the checkpoint holds GPU state and the container requests no GPU")]
+    NoGpuRequested,
     #[error("cgroup {path} is in use by other processes")]
     CgroupBusy { path: String },
-    #[error("cannot look at the cgroup")]
+    #[error("cannot read the cgroup")]
     Cgroup(#[from] CgroupError),
 }
 
-/// The cause of a restore that had begun.
+/// The cause of a restore that failed after it had begun.
 #[derive(Debug, thiserror::Error)]
 pub enum Cause {
     #[error("the container's cgroup is in use by other processes")]
@@ -71,7 +72,7 @@ pub enum Cause {
     Killed,
     #[error("cannot {what} within {} s", limit.as_secs_f32())]
     Late { what: &'static str, limit: Duration },
-    #[error("firn itself has failed, as containerd's log tells")]
+    #[error("firn itself has failed; containerd's log has the panic")]
     Panicked,
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
@@ -99,7 +100,7 @@ pub enum Cause {
     Spec(#[from] firn_oci::SpecError),
     #[error("cannot repair /dev of the container")]
     Dev(#[from] DevError),
-    #[error("firn-hook has ended it: {}", .0.message)]
+    #[error("firn-hook refused it: {}", .0.message)]
     Script(ProblemReport),
     #[error("cannot let the restore threads run")]
     Hold(#[from] TraceError),
@@ -116,19 +117,22 @@ pub enum Cause {
 /// A restore that did not happen. The image is as it was and nothing of the container runs.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// Before the runtime was called.
-    #[error("{}: cannot restore from {}: {}. hint: {}", cause.code(), image.display(), Chain(cause), cause.hint())]
+    /// Refused: the OCI runtime was not called.
+    #[error(
+        "{}: cannot restore from {}: {}. hint: {}",
+        cause.code(), image.display(), Chain(cause), cause.hint()
+    )]
     Refused { image: PathBuf, cause: Refusal },
-    /// As the stock shim tells it, for an image without GPU state.
+    /// The restore of an image without GPU state failed: in the format of the stock shim.
     #[error("OCI runtime restore failed: {}{}", Chain(error), quoted(lines, log))]
     Plain {
         error: RuncError,
         lines: Vec<String>,
         log: PathBuf,
     },
-    /// After it was called; everything that was made is gone again.
+    /// It failed after the OCI runtime was called, and was rolled back.
     #[error(
-        "{}: restore from {} failed and was undone: {}{}. hint: {}",
+        "{}: restore from {} failed and was rolled back: {}{}. hint: {}",
         cause.code(), image.display(), Chain(cause), cause.quote(), cause.hint()
     )]
     Failed { image: PathBuf, cause: Cause },
@@ -167,7 +171,8 @@ impl Problem for Refusal {
             Self::Look(error) => error.remedy(),
             Self::ImageLate { .. } => remedy(
                 "FIRN-LOOK-TIMEOUT",
-                "see whether the image's file system is slow, or raise verify under [deadlines] in the configuration",
+                "see whether the image's file system is slow, or raise verify under [deadlines] in the \
+                 configuration",
             ),
             Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
             Self::EmptyFile { .. } => remedy(
@@ -181,7 +186,7 @@ impl Problem for Refusal {
                 "FIRN-RUNTIME",
                 "run the container with runc: leave BinaryName out of the runtime's options",
             ),
-            Self::NoGpuAsked => remedy(
+            Self::NoGpuRequested => remedy(
                 "FIRN-GPU-COUNT",
                 "grant the container as many GPUs as it had when it was checkpointed",
             ),
@@ -218,7 +223,8 @@ impl Problem for Cause {
             Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
             Self::Late { .. } => remedy(
                 "FIRN-LOOK-TIMEOUT",
-                "see whether a file system of the container or of the image does not answer; the checkpoint can be used again",
+                "see whether a file system of the container or of the image does not answer; the checkpoint \
+                 can be used again",
             ),
             Self::Panicked => remedy(
                 "FIRN-INTERNAL",

@@ -7,12 +7,13 @@
 //!                 -- /dev repaired, driver restore with the map, unlock
 //!                 -- continue --> Restored
 //!         stdio is connected -- commit, unless it was killed meanwhile --> running
-//!         any failure, and a kill before the commit --> rollback: nothing of the container is left, the image is as it was
+//!         any failure, and a kill before the commit --> rollback: nothing of the container is left,
+//!                                                       the image is as it was
 //! ```
 //!
-//! The image is untrusted: it may make a restore be refused, what it may use comes from the target's own spec and
-//! configuration. An image without GPU state is restored as the stock shim would do it. A process whose GPU state is
-//! not completely back is never continued.
+//! The image is untrusted: because of it a restore may be refused, but what the container may use comes from
+//! the target's own spec and configuration. An image without GPU state is restored as the stock shim would do
+//! it. A process whose GPU state is not completely restored is never continued.
 
 mod compare;
 mod container;

@@ -3,7 +3,7 @@
 //! ```text
 //! Begun --criu_restore--> Restored --repair--> Repaired --gpu_restore--> GpuRestored --continue--> running
 //!   |                        |                    |                          |
-//!   +------------------------+--- any failure ----+--------------------------+--> rollback --> nothing is left
+//!   +------------------------+--- any failure ----+--------------------------+--> rollback --> nothing left
 //! ```
 //!
 //! | type        | processes                    | GPU state            |
@@ -13,8 +13,8 @@
 //! | Repaired    | stopped, as the spec allows  | in their memory      |
 //! | GpuRestored | stopped                      | on the target's GPUs |
 //!
-//! No thread of the application runs before the GPU state of all processes is on the GPUs. What the phases touch is behind
-//! the trait [`Restore`], so that every failure of every phase is tested.
+//! No thread of the application runs before the GPU state of all processes is on the GPUs. What the phases
+//! touch is behind the trait [`Restore`], so that every failure of every phase is tested.
 
 use crate::effects::{Restore, note};
 use crate::phase::Phase;
@@ -59,7 +59,7 @@ impl<'e, R: Restore> Begun<'e, R> {
 }
 
 impl<'e, R: Restore> Restored<'e, R> {
-    /// Order matters: which processes CRIU has made, and where their /dev is, is not known before.
+    /// Order matters: only the comparison finds the processes that CRIU has restored, and their /dev.
     async fn repair(self) -> Result<Repaired<'e, R>, R::Error> {
         self.0.enter(Phase::DevRepair).await?;
         self.0.compare().await?;

@@ -1,4 +1,4 @@
-//! What a restore decides before anything is started: it may be refused here without leaving a trace.
+//! What a restore decides before anything is started. A refusal here leaves no process and no mount.
 
 use std::path::Path;
 use std::process::Command;
@@ -30,7 +30,8 @@ use firn_host::Chain;
 /// How long firn-hook may take. It reads or makes some small files.
 const HELPER: Duration = Duration::from_secs(30);
 
-/// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it gets.
+/// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it
+/// gets.
 #[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
 pub async fn prepare(
     id: &str,
@@ -76,10 +77,10 @@ async fn prepare_unless_refused(
         Some((manifest, _)) if !manifest.gpus.is_empty() => {
             prepared.gpu = Some(gpu_part(id, options, bundle, spec, manifest, runc, reaper, cancel).await?);
         }
-        // Another shim's image of a container without GPU, or such a one of firn's.
+        // An image without GPU state, by another shim or by firn.
         _ => prepared.plain = plain_part(bundle, spec, resolved.gpu, manifest.is_some(), runc).await?,
     }
-    // Order matters: with the spec that the runtime will read.
+    // Order matters: the image is compared with the edited spec, which the OCI runtime will read.
     compare::image(bundle, image, reaper).await?;
     if let Some((manifest, verified)) = manifest {
         prepared.flags = manifest.dump;
@@ -88,9 +89,10 @@ async fn prepare_unless_refused(
     Ok(prepared)
 }
 
-/// What CRIU is told where no GPU state is in the image. With AMD's GPUs that is in CRIU's images, or nothing has them open: which, is
-/// not known here. So what is missing on this node refuses nothing. Nodes of graphics and of accelerators alone are the stock
-/// way's: nothing carries their state.
+/// CRIU's settings for an image without NVIDIA's GPU state. The state of AMD's GPUs is in CRIU's images if a
+/// process had them open, which is not known here. So a program or plugin that is missing on this node
+/// refuses nothing. Device nodes of graphics and of accelerators alone are left as the stock shim leaves
+/// them: nothing carries their state.
 async fn plain_part(
     bundle: &Path,
     mut spec: Spec,
@@ -107,7 +109,7 @@ async fn plain_part(
         None => criu,
     };
     if may_have_gpus {
-        // Its spec and CRIU's file in its bundle are those of a container with NVIDIA's GPUs, and made later.
+        // Create edits the spec and writes CRIU's configuration later, as for a container with NVIDIA's GPUs.
         let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
         plain.criu = is_runc.then(|| with_script(criu).without_state());
         return Ok(plain);
@@ -122,7 +124,10 @@ async fn plain_part(
         if is_runc {
             let edited = edit::replace_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
             if !edited.is_empty() {
-                log::warn!("nodes in {} are not as they were: {edited}", bundle.display());
+                log::warn!(
+                    "device nodes in the spec in {} have changed: {edited}",
+                    bundle.display()
+                );
             }
         }
     }
@@ -138,8 +143,8 @@ fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
     found.inspect_err(|error| log::warn!("{}", Chain(error))).ok()
 }
 
-/// The manifest, when there is one, of an image that is as it was made. Every byte of it is read, unless nobody waits for the
-/// container any more.
+/// Reads and verifies the image, and returns its manifest if it has one. Reads every byte, unless the client
+/// no longer waits for the container.
 async fn read_image(
     spec: Spec,
     image: &Path,
@@ -157,7 +162,7 @@ async fn read_image(
     read.await.map_err(|left| left_image(left, limit))?
 }
 
-/// An image that is not waited for any more.
+/// The refusal of an image whose verification has not finished.
 pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
     match left {
         Left::Late => Refusal::ImageLate { limit },
@@ -177,7 +182,7 @@ async fn gpu_part(
     cancel: &CancellationToken,
 ) -> Result<GpuPart, Refusal> {
     if !spec.requests_gpu() {
-        return Err(Refusal::NoGpuAsked);
+        return Err(Refusal::NoGpuRequested);
     }
     match runc.kind().await {
         RuntimeKind::Runc => {}
@@ -214,7 +219,7 @@ async fn gpu_part(
         cancel,
     };
     let version = &inventory.driver_version;
-    settle_mounts(&mut spec, bundle, manifest, version, &hook, looks).await?;
+    apply_mounts(&mut spec, bundle, manifest, version, &hook, looks).await?;
     spec.save(bundle)?;
     if spec.has_create_hooks() {
         replay_hooks(&hook, bundle, reaper).await;
@@ -230,24 +235,24 @@ async fn gpu_part(
     })
 }
 
-/// Makes what the container's hooks have made in its files, which a restore need not bring along. What was running does
-/// not need it: so a failure refuses nothing.
+/// Repeats what the create hooks did to the container's files, which may be missing after a restore. The
+/// restored processes do not need it, so a failure refuses nothing.
 async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
     let mut command = Command::new(hook);
     command.arg("replay").arg(bundle);
-    let said = match reaper.output(&mut command, HELPER).await {
+    let output = match reaper.output(&mut command, HELPER).await {
         Ok(output) if output.success() => return,
         Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         Err(error) => Chain(&error).to_string(),
     };
     log::warn!(
-        "the driver's links and the loader's cache cannot be made in {}, so that programs which are started in the container may \
-         not find its libraries: {said}",
+        "cannot make the driver's links and the loader's cache in {}, so programs that are started in the \
+         container may not find its libraries: {output}",
         bundle.display()
     );
 }
 
-/// What a look at the node needs.
+/// What every call of [`look::look`] needs.
 #[derive(Clone, Copy)]
 struct Looks<'a> {
     reaper: &'a Reaper,
@@ -255,8 +260,8 @@ struct Looks<'a> {
     cancel: &'a CancellationToken,
 }
 
-/// Gives the spec the mounts that the checkpoint needs, and says what is not as it was.
-async fn settle_mounts(
+/// Gives the spec the mounts that the checkpoint needs, and logs which of them differ.
+async fn apply_mounts(
     spec: &mut Spec,
     bundle: &Path,
     manifest: &Manifest,
@@ -266,7 +271,7 @@ async fn settle_mounts(
 ) -> Result<(), Refusal> {
     let empty = bundle.join(names::BUNDLE_EMPTY);
     let mounts = spec.written_mounts();
-    let decide = async |dirs: Vec<String>| {
+    let resolve = async |dirs: Vec<String>| {
         let request = look::Request::Mounts {
             mounts: mounts.clone(),
             bundle: bundle.to_owned(),
@@ -278,31 +283,31 @@ async fn settle_mounts(
         look::look::<mounts::ResolvedMounts>(&request, looks.reaper, looks.limit, looks.cancel).await
     };
     let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
-    let mut settled = match decide(dirs.clone()).await {
+    let mut resolved = match resolve(dirs.clone()).await {
         Err(error) if error.code() == mounts::SOURCE_MISSING => {
             let by_cdi = library_dirs(hook, looks.reaper).await;
-            decide([dirs, by_cdi].concat()).await.map_err(|_| error)?
+            resolve([dirs, by_cdi].concat()).await.map_err(|_| error)?
         }
-        settled => settled?,
+        resolved => resolved?,
     };
-    settled.apply(spec)?;
-    if !settled.empty.is_empty() {
+    resolved.apply(spec)?;
+    if !resolved.empty.is_empty() {
         std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
     }
-    for (destination, file) in &settled.from_driver {
+    for (destination, file) in &resolved.from_driver {
         log::info!(
             "mount {}: {} of this node's driver",
             destination.display(),
             file.display()
         );
     }
-    for destination in &settled.empty {
+    for destination in &resolved.empty {
         log::warn!(
             "mount {}: this node has none, it will be empty",
             destination.display()
         );
     }
-    for destination in &settled.extra {
+    for destination in &resolved.extra {
         log::warn!(
             "mount {}: the checkpoint did not have it, it will not be there",
             destination.display()
@@ -311,12 +316,13 @@ async fn settle_mounts(
     Ok(())
 }
 
-/// From where the node's CDI files mount libraries. Asked only when a file is nowhere else: the shim reads no YAML.
+/// The directories from which the node's CDI files mount libraries, by firn-hook: the shim reads no YAML.
+/// Called only for a file that is nowhere else.
 async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
-    let asked = reaper
+    let output = reaper
         .output(Command::new(hook).arg("library-dirs"), HELPER)
         .await;
-    let said = match asked {
+    let json = match output {
         Ok(output) if output.success() => output.stdout,
         Ok(output) => {
             log::warn!("firn-hook: {}", String::from_utf8_lossy(&output.stderr).trim());
@@ -327,11 +333,12 @@ async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
             return Vec::new();
         }
     };
-    serde_json::from_slice(&said).unwrap_or_default()
+    serde_json::from_slice(&json).unwrap_or_default()
 }
 
-/// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the container gets one
-/// of its own beside it: what a failed restore kills must be nobody else's.
+/// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the
+/// container gets a cgroup of its own next to it, because the rollback of a restore kills all processes in
+/// its cgroup.
 fn find_free_cgroup(id: &str, options: &RuncOptions, spec: &mut Spec, bundle: &Path) -> Result<(), Refusal> {
     if !is_own(id, spec) {
         edit::rename_cgroup(spec, id)?;
@@ -350,8 +357,8 @@ pub(super) fn is_own(id: &str, spec: &Spec) -> bool {
         .is_some_and(|path| path.rsplit(['/', ':']).next() == Some(id))
 }
 
-/// Whether processes are in the cgroup that the spec names, before there are any of the container. The action `delete`, which
-/// follows when it cannot be made, is told in the bundle.
+/// Whether the cgroup that the spec names has processes before the container has any. If so, a file in the
+/// bundle marks it for the action `delete`, which follows a failed Create.
 pub fn in_use(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) -> Result<bool, CgroupError> {
     let Some(path) = spec.cgroups_path() else {
         return Ok(false);
@@ -373,9 +380,9 @@ pub fn in_use(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) -> Re
 mod tests {
     use super::*;
 
-    /// A wrapper of runc gives it NVIDIA's GPUs, which its spec does not tell.
+    /// A wrapper of runc gives the container NVIDIA's GPUs, which its spec does not show.
     #[tokio::test]
-    async fn what_is_done_for_amds_gpus_is_left_out_where_nvidias_are_given() {
+    async fn a_container_that_gets_nvidia_gpus_is_not_edited_for_amd_gpus() {
         let reaper = Reaper::start().unwrap();
         let options = RuncOptions {
             binary_name: "/nonexistent/runc".to_owned(),

@@ -1,6 +1,6 @@
-//! The way back from a restore that failed: nothing of the container is left but its bundle.
+//! Rollback of a restore that failed: nothing of the container is left but its bundle.
 //!
-//! Every step is tried whatever became of the others, and may be repeated.
+//! Every step is tried, even if another fails, and may be repeated.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::container::Container;
 use crate::criu_leftovers::{remove_roots, unmount, unmount_yards};
 use firn_host::Chain;
 
-/// How long killed processes may take to be gone.
+/// How long killed processes may take to end.
 const GONE: Duration = Duration::from_secs(20);
 
 /// CRIU's log in its work directory.
@@ -21,10 +21,10 @@ pub const LOG: &str = "restore.log";
 
 /// Kills what was restored and removes what runc and CRIU left.
 pub async fn rollback(container: &Container) {
-    // runc and CRIU are gone: the call has succeeded, or was killed together with them.
+    // runc and CRIU have ended: their call succeeded, or they were killed.
     match Spec::load(&container.bundle) {
         Ok(spec) => kill_cgroup(container, &spec).await,
-        Err(error) => log::warn!("cannot tell the cgroup of {}: {}", container.id, Chain(&error)),
+        Err(error) => log::warn!("cannot find the cgroup of {}: {}", container.id, Chain(&error)),
     }
     let work = work_dir(container);
     sweep(&container.runc.state_dir(), &work).await;
@@ -64,8 +64,8 @@ async fn kill_cgroup(container: &Container, spec: &Spec) {
     }
 }
 
-/// Unmounts what a killed CRIU or runc left: the rootfs bind in runc's state directory, the cgroup tree in the work
-/// directory.
+/// Unmounts what a killed CRIU or runc left: the rootfs bind in runc's state directory, the cgroup tree in
+/// the work directory.
 async fn sweep(state: &Path, work: &Path) {
     unmount_yards(work).await;
     unmount(&state.join("criu-root")).await;
@@ -82,7 +82,7 @@ mod tests {
     use firn_host::mountinfo::mounted;
 
     #[tokio::test]
-    async fn nothing_but_the_bundle_is_left_and_a_second_time_finds_nothing_to_do() {
+    async fn only_the_bundle_is_left_and_a_second_rollback_changes_nothing() {
         let reaper = Reaper::start().unwrap();
         let (Some(_private), Some(stub)) = (private_dir(), Stub::new("true", &reaper)) else {
             return;
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_cannot_be_done_is_told_and_keeps_nothing_else_from_being_done() {
+    async fn a_step_that_fails_is_logged_and_the_others_are_done() {
         let reaper = Reaper::start().unwrap();
         let bundle = tempfile::tempdir().unwrap();
         let mut container = container("box", bundle.path(), "false", &reaper);
@@ -120,13 +120,13 @@ mod tests {
         std::fs::create_dir_all(container.runc.state_dir()).unwrap();
         warnings();
         rollback(&container).await;
-        let told = warnings();
+        let logged = warnings();
         assert!(
-            told[0].starts_with("cannot end the processes in cgroup /box: "),
-            "{told:?}"
+            logged[0].starts_with("cannot end the processes in cgroup /box: "),
+            "{logged:?}"
         );
-        assert!(told[1].starts_with("cannot delete box: "), "{told:?}");
-        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(logged[1].starts_with("cannot delete box: "), "{logged:?}");
+        assert_eq!(logged.len(), 2, "{logged:?}");
         assert!(!container.runc.state_dir().exists());
     }
 

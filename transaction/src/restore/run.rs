@@ -1,4 +1,4 @@
-//! The restore itself.
+//! Runs a restore, up to its commit or rollback.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -27,15 +27,15 @@ use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, read_pid};
 use firn_host::Chain;
 
-/// How long runc and CRIU may take to end when firn's own code has failed.
+/// How long runc and CRIU may take to end after a panic of firn's own code.
 const PROGRAMS: Duration = Duration::from_secs(30);
 
-/// A container whose processes run again. It is committed or abandoned, for its transaction is not over.
+/// A container whose processes run again. Its transaction is open until it is committed or rolled back.
 #[must_use]
 pub struct Restored {
     pid: i32,
     journal: Journal,
-    /// Whether nobody else was in its cgroup.
+    /// Whether its cgroup was empty before.
     was_free: bool,
 }
 
@@ -45,14 +45,15 @@ impl Restored {
         self.pid
     }
 
-    /// The container goes on.
+    /// Ends the transaction: the container keeps running.
     pub async fn commit(self) {
         self.journal.end(Outcome::Done).await;
     }
 
-    /// Nothing of the container is left but its bundle. The error is that of one that was killed.
-    pub async fn abandon(self, container: &Container, prepared: &PreparedRestore) -> RestoreError {
-        // Once more when firn's own code fails: every step of it may be repeated.
+    /// Rolls the restore back: nothing of the container is left but its bundle. Returns the error of a killed
+    /// container.
+    pub async fn roll_back(self, container: &Container, prepared: &PreparedRestore) -> RestoreError {
+        // A second time if the rollback panics: every step may be repeated.
         for _ in 0..2 {
             if caught(roll_back(container, self.was_free, &self.journal))
                 .await
@@ -61,7 +62,7 @@ impl Restored {
                 break;
             }
         }
-        // Only what the runtime knows: somebody else is in the cgroup.
+        // Others' processes are in the cgroup: only the runtime's state is deleted.
         if !self.was_free
             && let Err(error) = container.runc.ensure_deleted().await
         {
@@ -74,8 +75,8 @@ impl Restored {
 
 /// Restores `container`; `stdio` gives the runtime the container's stdio.
 ///
-/// The caller holds the container's operation lock, and has begun the transaction that `cut` cuts off. After a failure
-/// nothing of the container is left but its bundle.
+/// The caller holds the container's operation lock, and has begun the transaction that `cancel` belongs to.
+/// After a failure nothing of the container is left but its bundle.
 pub async fn run(
     container: &Container,
     prepared: &PreparedRestore,
@@ -127,7 +128,7 @@ pub async fn run(
     };
     let log = work.join(LOG);
     forget_log(&log).await;
-    // Order matters: what abandon kills later are the processes in this cgroup, so it must be empty before.
+    // Order matters: a rollback kills all processes in this cgroup, so it must be empty before.
     let free = free_cgroup(container);
     let is_free = free.is_ok();
     let restoring = async {
@@ -143,7 +144,7 @@ pub async fn run(
     let restored = match caught(restoring).await {
         Ok(restored) => restored,
         Err(_) => {
-            // Once more when that fails too: every step of it may be repeated.
+            // A second time if the rollback panics too: every step may be repeated.
             for _ in 0..2 {
                 if caught(roll_back_after_panic(container, is_free, &journal))
                     .await
@@ -168,7 +169,7 @@ pub async fn run(
     }
 }
 
-/// The rollback of a restore whose code has failed.
+/// Rolls back a restore whose code has panicked.
 async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &Journal) {
     if let Some(recovery) = Recovery::of(&container.bundle) {
         recovery.end_programs(PROGRAMS).await;
@@ -176,7 +177,7 @@ async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &
     roll_back(container, was_free, journal).await;
 }
 
-/// Ends what was restored, unless other processes were in its cgroup before.
+/// Rolls back a restore, unless other processes were in its cgroup before.
 async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
     if was_free {
         enter(journal, Phase::Rollback).await;
@@ -198,14 +199,15 @@ async fn with_gpu<S: FnOnce(&mut Command) + Send>(
     effects.init()
 }
 
-/// Notes a phase that has to happen, whether it can be noted or not.
+/// Enters a phase that has to happen also when the journal cannot be written.
 async fn enter(journal: &Journal, phase: Phase) {
     if let Err(error) = journal.enter(phase).await {
         log::warn!("{}", Chain(&error));
     }
 }
 
-/// Order matters: right before CRIU reads them. What is written from now on is between CRIU and whoever writes.
+/// Checks that the image's files are unchanged since they were verified. Order matters: right before CRIU
+/// reads them, because nothing detects a later change.
 async fn check_again(prepared: &PreparedRestore, cancel: &CancellationToken) -> Result<(), RestoreError> {
     let refused = |cause| RestoreError::Refused {
         image: prepared.image.clone(),
@@ -221,7 +223,7 @@ async fn check_again(prepared: &PreparedRestore, cancel: &CancellationToken) -> 
         .map_err(|error| refused(error.into()))
 }
 
-/// As the stock shim does it, but that nothing is left of a restore that failed.
+/// Restores an image without GPU state as the stock shim does, except that a failed restore leaves nothing.
 async fn plain(
     container: &Container,
     prepared: &PreparedRestore,
@@ -241,7 +243,7 @@ async fn plain(
     match container.runc.restore(restore, stdio).await {
         Ok(()) => {
             point("restore-running").await;
-            // For the next dump, to which the script has nothing to say.
+            // The next dump must not run the action script.
             if let Some(Err(error)) = criu.map(|criu| criu.write(criu_config::Operation::Dump)) {
                 log::warn!("{}", Chain(&error));
             }
@@ -259,7 +261,7 @@ async fn plain(
         }),
         Err(error) => {
             let lines = last_errors(&log).await;
-            // The runtime may have been killed before it could clean up, and CRIU too.
+            // The runtime and CRIU may have been killed before they could clean up.
             roll_back(container, was_free, journal).await;
             Err(match (error, refusal_of_script(container).await) {
                 (RuncError::Cancelled { .. }, _) => failed(prepared, Cause::Killed),
@@ -286,16 +288,17 @@ fn failed(prepared: &PreparedRestore, cause: Cause) -> RestoreError {
     }
 }
 
-/// Why firn-hook, as CRIU's script, has ended a restore; none when something else has.
+/// Why firn-hook, as CRIU's action script, has refused a restore; none if it has not. Removes the file with
+/// the reason.
 pub(super) async fn refusal_of_script(container: &Container) -> Option<ProblemReport> {
     let bundle = container.bundle.clone();
-    tidy("read what firn-hook has refused", move || {
+    tidy("read the refusal of firn-hook", move || {
         criu_script::take(&bundle)
     })
     .await
 }
 
-/// Forgets why an earlier restore was ended.
+/// Removes the refusal of an earlier restore.
 pub(super) async fn forget_refusal(container: &Container) {
     let _ = refusal_of_script(container).await;
 }

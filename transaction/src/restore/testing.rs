@@ -36,7 +36,7 @@ pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper)
     Container::new(id, bundle.to_owned(), runc, options, init, traits, None)
 }
 
-/// A container in a cgroup that is there.
+/// A container whose cgroup exists.
 pub(super) struct Stub {
     pub container: Container,
     pub scratch: Scratch,
@@ -59,7 +59,7 @@ impl Stub {
         })
     }
 
-    /// The journal of a restore of it.
+    /// The journal of a restore of this container.
     pub(super) async fn journal(&self) -> Journal {
         let Container { id, bundle, .. } = &self.container;
         let begin = Begin {
@@ -81,7 +81,7 @@ fn name(scratch: &Scratch) -> String {
     dir.file_name().unwrap().to_str().unwrap().to_owned()
 }
 
-/// What is to be restored from `image`.
+/// A restore from `image`.
 pub(super) fn prepared(image: &Path) -> PreparedRestore {
     PreparedRestore {
         image: image.to_owned(),

@@ -25,22 +25,23 @@ fn apply(flags: &DumpFlags, command: &mut Command) {
     }
 }
 
-/// What a call that starts CRIU is bound by.
+/// Limits and observers of a call that starts CRIU.
 #[derive(Clone, Copy)]
 pub struct Bounds<'a> {
-    /// Longest time for the call; a stock one has none.
+    /// Deadline of the call; none where the stock shim has none.
     pub deadline: Option<Duration>,
-    /// Learns the runtime's pid.
+    /// Records the runtime's pid.
     pub journal: &'a Journal,
-    /// Ends the call before its time, and hears of CRIU's end.
+    /// Ends the call early, and is notified when CRIU has ended.
     pub cancel: &'a CancellationToken,
-    /// Turned on before CRIU is killed, whose tasks run on then: theirs must not.
+    /// Frozen before CRIU is killed: the kernel then resumes the tasks that CRIU had stopped, and these must
+    /// not run.
     pub freezer: Option<&'a Cgroup>,
 }
 
 /// Arguments of `checkpoint`.
 pub struct Checkpoint<'a> {
-    /// CRIU image directory, which is there.
+    /// CRIU image directory, which exists.
     pub image: &'a Path,
     /// Where CRIU writes its logs.
     pub work: &'a Path,
@@ -49,9 +50,9 @@ pub struct Checkpoint<'a> {
     pub flags: &'a DumpFlags,
     /// Namespaces that are dumped without their content.
     pub empty_namespaces: &'a [String],
-    /// The container goes on; otherwise the runtime destroys it.
+    /// The container continues to run; otherwise the runtime destroys it.
     pub leave_running: bool,
-    /// Directory with CRIU's plugins, when it is not CRIU's own.
+    /// Directory with CRIU's plugins, unless it is CRIU's default.
     pub plugins: Option<&'a Path>,
     pub bounds: Bounds<'a>,
 }
@@ -72,7 +73,7 @@ pub struct Restore<'a> {
     pub no_pivot: bool,
     /// Flags of the dump to repeat; none for a stock image, which records none.
     pub flags: &'a DumpFlags,
-    /// Directory with CRIU's plugins, when it is not CRIU's own.
+    /// Directory with CRIU's plugins, unless it is CRIU's default.
     pub plugins: Option<&'a Path>,
     pub bounds: Bounds<'a>,
 }
@@ -106,16 +107,16 @@ impl Runc {
             verb: "checkpoint",
             source,
         };
-        let said = tempfile::tempfile().map_err(prepare)?;
-        let stderr = said.try_clone().map_err(prepare)?;
+        let output = tempfile::tempfile().map_err(prepare)?;
+        let stderr = output.try_clone().map_err(prepare)?;
         command.arg(&self.id).stdout(Stdio::null()).stderr(stderr);
         // CRIU makes its files readable for everybody.
         sys::make_private_files(&mut command);
-        self.run_criu("checkpoint", &mut command, Some(said), checkpoint.bounds)
+        self.run_criu("checkpoint", &mut command, Some(output), checkpoint.bounds)
             .await
     }
 
-    /// `restore`: CRIU brings the container back; returns when its tasks run (or are stopped, as configured).
+    /// `restore`: CRIU restores the container. Returns when its tasks run, or are stopped if configured so.
     pub async fn restore(
         &self,
         restore: Restore<'_>,

@@ -1,4 +1,4 @@
-//! What must hold for the runtime's and CRIU's words, whatever they are.
+//! Properties of the parsers of the runtime's and CRIU's output, for arbitrary bytes.
 
 use firn_gpu::protocol::Reply;
 
@@ -6,25 +6,25 @@ use super::{RuncError, last_error, read_pid};
 use crate::fuzz::file;
 use crate::image_dir::error_lines;
 
-/// The runtime's log, CRIU's log, a pid file, a line of the driver worker.
+/// The runtime's log, CRIU's log, a pid file, a reply line of the driver worker.
 pub fn runtime_output(bytes: &[u8]) {
     let file = file(bytes);
     let whole = last_error(&file, 0);
     let length = bytes.len() as u64;
     assert_eq!(last_error(&file, length), None, "an error of an earlier call");
-    assert_eq!(last_error(&file, u64::MAX), None, "the log was cancel");
+    assert_eq!(last_error(&file, u64::MAX), None, "the log was truncated");
     if let Some(message) = &whole {
         assert_eq!(message.trim(), message);
         assert!(message.len() <= bytes.len());
     }
-    // A call finds what it has logged itself, whatever is in the log already.
+    // A call finds the error that it logged itself, whatever the log held before.
     let mut longer = bytes.to_vec();
     longer.extend(b"\n{\"level\":\"error\",\"msg\":\"container does not exist\"}\n");
     std::fs::write(&file, longer).expect("the file is there");
     let message = last_error(&file, length).expect("it was logged");
     assert!(
         RuncError::Failed {
-            said: String::new(),
+            output: String::new(),
             verb: "kill",
             message
         }

@@ -1,5 +1,5 @@
-//! Calls in which the runtime runs the container's hooks: those take the time that they take, as with the stock shim, until
-//! somebody asks for the container's end.
+//! Calls in which the runtime runs the container's hooks. Hooks have no deadline, as with the stock shim,
+//! until a client asks for the end of the container.
 
 use std::fs::File;
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use crate::procfs;
 use crate::reaper::OutputError;
 
 impl Runc {
-    /// Runs a command to its end, or until `cut` ends: then neither it nor a hook of it is left.
+    /// Runs a command until it ends, or until `cancel` resolves: then the command and its hooks are killed.
     pub(super) async fn run_hooks(
         &self,
         verb: &'static str,
@@ -21,14 +21,15 @@ impl Runc {
     ) -> Result<(), RuncError> {
         let from = self.logged();
         let prepare = |source| RuncError::Prepare { verb, source };
-        // A file: what a hook leaves behind may keep it open. In memory: a full disk keeps nobody from deleting.
-        let said =
+        // In a file, because processes that a hook leaves behind may keep a pipe open. In memory, because a
+        // full disk must not prevent a delete.
+        let output =
             memfd_create(c"firn-runtime", MFdFlags::MFD_CLOEXEC).map_err(|errno| prepare(errno.into()))?;
-        let said = File::from(said);
+        let output = File::from(output);
         command
             .process_group(0)
-            .stdout(said.try_clone().map_err(prepare)?)
-            .stderr(said.try_clone().map_err(prepare)?);
+            .stdout(output.try_clone().map_err(prepare)?)
+            .stderr(output.try_clone().map_err(prepare)?);
         let child = self.reaper.spawn(command).map_err(|source| {
             let program = self.binary.display().to_string();
             self.spawn_error(verb, OutputError::Spawn { program, source })
@@ -44,7 +45,7 @@ impl Runc {
         };
         match exit.code {
             0 => Ok(()),
-            code => Err(self.failure(verb, code, &read_from_start(said), from)),
+            code => Err(self.failure(verb, code, &read_from_start(output), from)),
         }
     }
 }
@@ -71,21 +72,21 @@ mod tests {
         Runc::new("job", "default", dir, &options, Reaper::start().unwrap())
     }
 
-    /// Time passes at once when nothing but a timer is waited for: any deadline would be met before the hook ends.
+    /// Paused time advances as soon as only a timer is pending: any deadline would pass before the hook ends.
     #[tokio::test(start_paused = true)]
     async fn hooks_of_start_and_delete_get_the_time_that_they_need() {
         let dir = tempfile::tempdir().unwrap();
-        let runc = runtime(dir.path(), "sleep 0.3; echo \"$0 said so\"; exit $(cat code)");
+        let runc = runtime(dir.path(), "sleep 0.3; echo \"$0 failed here\"; exit $(cat code)");
         std::fs::write(dir.path().join("code"), "0").unwrap();
         runc.start(pending()).await.unwrap();
         runc.delete(pending()).await.unwrap();
         std::fs::write(dir.path().join("code"), "3").unwrap();
         let failed = runc.start(pending()).await.unwrap_err().to_string();
-        assert!(failed.contains("runtime said so"), "{failed}");
+        assert!(failed.contains("runtime failed here"), "{failed}");
     }
 
     #[tokio::test]
-    async fn of_a_call_that_is_cut_off_no_hook_is_left() {
+    async fn hooks_of_a_cancelled_call_are_killed() {
         let dir = tempfile::tempdir().unwrap();
         let runc = runtime(dir.path(), "sleep 1000 & echo $! >new; mv new hook; wait");
         let hook = dir.path().join("hook");
@@ -102,6 +103,6 @@ mod tests {
             "{cancel:?}"
         );
         let pid: i32 = std::fs::read_to_string(&hook).unwrap().trim().parse().unwrap();
-        assert!(!procfs::is_alive(pid), "the hook goes on");
+        assert!(!procfs::is_alive(pid), "the hook still runs");
     }
 }

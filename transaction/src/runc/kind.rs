@@ -1,4 +1,4 @@
-//! Which OCI runtime a program is, where its checkpoints differ from runc's.
+//! The kind of OCI runtime, which decides how checkpoints are made.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -6,22 +6,22 @@ use std::time::Duration;
 use super::Runc;
 use crate::reaper::OutputError;
 
-/// How long the question may take.
+/// Deadline of the query.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// An OCI runtime, by what it says of itself: a file name tells little.
+/// An OCI runtime, identified by its `--version` output: the file name is not reliable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RuntimeKind {
-    /// runc, a wrapper around it, or a runtime that has its command line.
+    /// runc, a wrapper around it, or a runtime with the same command line.
     Runc,
-    /// Checkpoints through libcriu and knows no configuration file for CRIU.
+    /// Checkpoints through libcriu and reads no configuration file of CRIU.
     Crun,
-    /// Restores no container.
+    /// Cannot restore containers.
     Youki,
 }
 
 impl RuntimeKind {
-    /// From what `--version` prints.
+    /// Parses the output of `--version`.
     fn read(text: &str) -> Self {
         let names = [("crun", Self::Crun), ("youki", Self::Youki)];
         let named = |line: &str| {
@@ -42,13 +42,13 @@ impl RuntimeKind {
 }
 
 impl Runc {
-    /// Asks the runtime, until it has answered once. One that gives no answer is taken for runc, and its own errors are
-    /// told.
+    /// Queries the runtime, until it has answered once. A runtime that does not answer is treated as runc;
+    /// its own errors are reported by later calls.
     pub async fn kind(&self) -> RuntimeKind {
         match self.kind.get_or_try_init(|| self.query()).await {
             Ok(kind) => *kind,
             Err(error) => {
-                log::warn!("cannot ask {} for its version: {error}", self.binary.display());
+                log::warn!("cannot query the version of {}: {error}", self.binary.display());
                 RuntimeKind::Runc
             }
         }

@@ -1,9 +1,9 @@
-//! Driver of the OCI runtime's command line (runc, or what `BinaryName` names).
+//! Runs the OCI runtime's command line (runc, or the program that `BinaryName` names).
 //!
-//! One [`Runc`] per container. Every call is a child of the shim's main thread with a parent-death signal, so a killed
-//! shim leaves no runtime process behind. Nothing here keeps state or takes a lock: who may call what and when is
-//! decided by `container`. The command lines are those of containerd's own runc shim, because runtimes are tested
-//! against them; but the file for the log is another one where calls are made beside each other.
+//! One [`Runc`] per container. Every call is a child of the shim's main thread with a parent-death signal, so
+//! a killed shim leaves no runtime process behind. This module keeps no state and takes no lock; `container`
+//! decides who may make which call. The command lines are those of containerd's runc shim, because runtimes
+//! are tested against them; only the log file differs, where calls run concurrently.
 
 mod criu;
 #[cfg(any(test, fuzzing, feature = "testing"))]
@@ -39,13 +39,14 @@ pub use criu::{Bounds, Checkpoint, Restore};
 pub use kind::RuntimeKind;
 pub use verbs::{Create, Exec};
 
-/// Longest time for calls that only touch runc's state or the cgroup, and for those that remove by force what has failed.
+/// Deadline of calls that only touch runc's state or the cgroup, and of forced deletes after a failure.
 const SHORT: Duration = Duration::from_secs(60);
 
-/// How long killed processes of a dump or restore may take to be gone.
+/// How long the killed processes of a dump or restore may take to end.
 const GROUP_END: Duration = Duration::from_secs(30);
 
-/// The same once the container is killed: a call that sleeps in a file system which hangs does not end before that answers.
+/// The same once the container is killed: a process in a system call on a hung file system ends only when
+/// that answers.
 const GROUP_END_KILLED: Duration = Duration::from_secs(3);
 
 /// The OCI runtime of one container.
@@ -76,19 +77,19 @@ pub enum RuncError {
     Failed {
         verb: &'static str,
         message: String,
-        /// Its exit status and all that it printed.
-        said: String,
+        /// Its exit status and output.
+        output: String,
     },
-    /// CRIU has died and the runtime has not noticed; it was ended.
+    /// CRIU has died and the runtime did not notice; the runtime was killed.
     #[error("CRIU died during {verb}")]
     CriuDied { verb: &'static str },
-    /// The container was killed meanwhile; the call was ended for that.
+    /// The container was killed during the call, which was therefore killed too.
     #[error("the container was killed during {verb}")]
     Cancelled { verb: &'static str },
-    /// What the runtime printed is not what its interface promises.
+    /// The runtime's output is not what its interface specifies.
     #[error("cannot read the output of {verb}: {detail}")]
     Output { verb: &'static str, detail: String },
-    /// A file that the call needs could not be made.
+    /// A file that the call needs could not be created.
     #[error("cannot prepare {verb}")]
     Prepare {
         verb: &'static str,
@@ -97,41 +98,45 @@ pub enum RuncError {
     },
 }
 
-/// A failed call by its exit status and output instead of the last error of its log: for verbs whose errors clients
-/// know in this form.
+/// A failed call by its exit status and output instead of the last error of its log: for verbs whose errors
+/// clients know in this form.
 #[derive(Debug, thiserror::Error)]
-pub struct Said(RuncError);
+pub struct RuntimeMessage(RuncError);
 
-impl From<RuncError> for Said {
+impl From<RuncError> for RuntimeMessage {
     fn from(error: RuncError) -> Self {
         Self(error)
     }
 }
 
-impl fmt::Display for Said {
+impl fmt::Display for RuntimeMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            RuncError::Failed { said, .. } => f.write_str(said),
+            RuncError::Failed { output, .. } => f.write_str(output),
             other => write!(f, "{}", Chain(other)),
         }
     }
 }
 
 impl RuncError {
-    /// Whether the runtime knows no such container. Text is all that a command line gives to tell by; the wording is
-    /// that of runc, crun and youki and is matched by containerd as well.
+    /// Whether the runtime knows no such container. A command line reports this by text only; the wording is
+    /// that of runc, crun and youki, and containerd matches it too.
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Failed { message, .. } if message.contains("does not exist"))
     }
 
-    /// With `path` where it says `way`, the runtime's way to it.
+    /// Replaces `way`, the path that the runtime was given, by `path` in the messages.
     pub fn with_path(self, way: &Path, path: &Path) -> Self {
         let named = |text: String| text.replace(&*way.to_string_lossy(), &path.to_string_lossy());
         match self {
-            Self::Failed { verb, message, said } => Self::Failed {
+            Self::Failed {
+                verb,
+                message,
+                output,
+            } => Self::Failed {
                 verb,
                 message: named(message),
-                said: named(said),
+                output: named(output),
             },
             other => other,
         }
@@ -141,7 +146,8 @@ impl RuncError {
     pub fn is_finished(&self) -> bool {
         matches!(self, Self::Failed { message, .. } if {
             let text = message.to_ascii_lowercase();
-            ["process already finished", "container not running", "no such process"].iter().any(|t| text.contains(t))
+            let finished = ["process already finished", "container not running", "no such process"];
+            finished.iter().any(|words| text.contains(words))
         })
     }
 }
@@ -165,16 +171,20 @@ impl Runc {
         self.root.join(&self.id)
     }
 
-    /// Makes a call that others may be made beside, with a log of its own: in one that they share the last error may be
-    /// another call's. Calls under the container's lock share theirs, in which crun's init tells `start` of its errors.
-    async fn beside<T>(&self, call: impl AsyncFnOnce(&Self) -> Result<T, RuncError>) -> Result<T, RuncError> {
+    /// Makes a call that may run concurrently with others, with its own log: in a shared log the last error
+    /// may be another call's. Calls under the container's lock share a log, to which crun's init writes the
+    /// errors of `start`.
+    async fn with_own_log<T>(
+        &self,
+        call: impl AsyncFnOnce(&Self) -> Result<T, RuncError>,
+    ) -> Result<T, RuncError> {
         static CALLS: AtomicU64 = AtomicU64::new(0);
         let number = CALLS.fetch_add(1, Ordering::Relaxed);
         let own = Self {
             log: self.log.with_extension(format!("{number}.json")),
             ..self.clone()
         };
-        // A full disk keeps nobody from killing.
+        // A full disk must not prevent a kill.
         if File::create(&own.log).is_err() {
             return call(self).await;
         }
@@ -185,14 +195,15 @@ impl Runc {
         done
     }
 
-    /// Adds its log to this one, where users look for it, and marks it as not of those who share that one.
+    /// Appends this call's log to the container's log, where users look for it, and marks the entries so that
+    /// [`last_error`] skips them.
     fn move_log(&self, to: &Path) -> io::Result<()> {
-        let said = std::fs::read(&self.log)?;
+        let log = std::fs::read(&self.log)?;
         std::fs::remove_file(&self.log)?;
         let mut marked = Vec::new();
-        let entries = serde_json::Deserializer::from_slice(&said).into_iter::<Map<String, Value>>();
+        let entries = serde_json::Deserializer::from_slice(&log).into_iter::<Map<String, Value>>();
         for mut entry in entries.map_while(Result::ok) {
-            entry.insert(BESIDE.to_owned(), Value::Bool(true));
+            entry.insert(CONCURRENT.to_owned(), Value::Bool(true));
             serde_json::to_writer(&mut marked, &entry)?;
             marked.push(b'\n');
         }
@@ -218,7 +229,7 @@ impl Runc {
         command
     }
 
-    /// Runs a command whose stdio the runtime keeps for itself and gives its stdout.
+    /// Runs a command whose stdio does not go to the container, and returns its stdout.
     async fn output(
         &self,
         verb: &'static str,
@@ -245,11 +256,11 @@ impl Runc {
         if output.success() {
             return Ok(output.stdout);
         }
-        let (said, code) = ([output.stdout, output.stderr].concat(), output.exit.code);
-        Err(self.failure(verb, code, &said, from))
+        let (printed, code) = ([output.stdout, output.stderr].concat(), output.exit.code);
+        Err(self.failure(verb, code, &printed, from))
     }
 
-    /// Runs a command whose stdio is the container's (create, exec): nothing of it is read.
+    /// Runs a command whose stdio is the container's (create, exec): none of its output is read.
     async fn run(&self, verb: &'static str, command: &mut Command) -> Result<(), RuncError> {
         let program = || self.binary.display().to_string();
         let from = self.logged();
@@ -268,14 +279,16 @@ impl Runc {
         }
     }
 
-    /// Runs a command that starts CRIU. After a failure neither it nor CRIU is left, which would go on by itself.
+    /// Runs a command that starts CRIU. After a failure the command and CRIU are killed; CRIU would otherwise
+    /// continue.
     ///
-    /// Its own output, `said`, is where the runtime tells what CRIU told; a restore's stdio is the container's.
+    /// The runtime repeats CRIU's errors on its own stdout or stderr, which `output` receives. A restore has
+    /// none: its stdio is the container's.
     async fn run_criu(
         &self,
         verb: &'static str,
         command: &mut Command,
-        said: Option<File>,
+        output: Option<File>,
         bounds: Bounds<'_>,
     ) -> Result<(), RuncError> {
         let from = self.logged();
@@ -321,18 +334,18 @@ impl Runc {
             && !cancel.is_cancelled()
             && let Err(error) = cgroup.begin_freeze()
         {
-            log::warn!("cannot freeze the tasks before CRIU is ended: {}", Chain(&error));
+            log::warn!("cannot freeze the tasks before CRIU is killed: {}", Chain(&error));
         }
         end_group(&child, started, cancel.cancelled()).await;
         let exit = exit?;
-        let stderr = said.map(read_from_start).unwrap_or_default();
+        let stderr = output.map(read_from_start).unwrap_or_default();
         let message = match String::from_utf8_lossy(&stderr).lines().next() {
-            Some(line) => self.said(exit.code, line),
+            Some(line) => self.exit_message(exit.code, line),
             None => return Err(self.failure(verb, exit.code, &[], from)),
         };
         Err(RuncError::Failed {
             verb,
-            said: message.clone(),
+            output: message.clone(),
             message,
         })
     }
@@ -345,13 +358,13 @@ impl Runc {
         }
     }
 
-    /// How long the runtime's log is: what a call adds comes after.
+    /// Length of the runtime's log: the entries of the next call come after it.
     fn logged(&self) -> u64 {
         std::fs::metadata(&self.log).map_or(0, |log| log.len())
     }
 
-    /// How the command ended and what it printed, as containerd's own shim puts it.
-    fn said(&self, code: u32, output: &str) -> String {
+    /// The exit status and output in the words of containerd's own shim.
+    fn exit_message(&self, code: u32, output: &str) -> String {
         format!(
             "{} did not terminate successfully: exit status {code}: {output}",
             self.binary.display()
@@ -368,7 +381,7 @@ impl Runc {
                 (text, _) => text.to_owned(),
             });
         let state = self.state_dir();
-        // crun tells it by the file that it misses.
+        // crun reports a missing container by a file that it misses.
         let absent =
             message.contains(&*state.to_string_lossy()) && message.contains("No such file or directory");
         RuncError::Failed {
@@ -378,12 +391,12 @@ impl Runc {
             } else {
                 message
             },
-            said: self.said(code, &output),
+            output: self.exit_message(code, &output),
         }
     }
 }
 
-/// Ends when a deadline has passed, which is given back; never without one.
+/// Resolves after the deadline and returns it; never without one.
 async fn passed(deadline: Option<Duration>) -> Duration {
     match deadline {
         None => std::future::pending().await,
@@ -394,12 +407,12 @@ async fn passed(deadline: Option<Duration>) -> Duration {
     }
 }
 
-/// Kills the process group of a child that was started at `started`, and waits until nobody lives in it, but not long once
-/// `killed` tells that the container is.
+/// Kills the process group of a child that was started at `started`, and waits until none of its processes is
+/// alive: only [`GROUP_END_KILLED`] longer once `killed` resolves.
 async fn end_group(child: &Child, started: Option<u64>, killed: impl Future<Output = ()>) {
     let leader = child.pid();
     child.kill_group();
-    // It was there when its time was looked at, or the kernel shows no processes.
+    // Without a start time the kernel shows no processes: the child existed when it was read.
     let Some(started) = started else { return };
     let gone = async {
         while blocking(move || !pidfd::kill_group(leader, started).is_empty()).await {
@@ -427,7 +440,7 @@ fn read_from_start(mut file: File) -> Vec<u8> {
         .rewind()
         .and_then(|()| file.take(64 << 10).read_to_end(&mut text));
     if let Err(error) = read {
-        log::debug!("cannot read what the runtime said: {error}");
+        log::debug!("cannot read the output of the runtime: {error}");
     }
     text
 }
@@ -445,19 +458,19 @@ pub enum PidFileError {
 pub fn read_pid(path: &Path) -> Result<i32, PidFileError> {
     let text = std::fs::read_to_string(path).map_err(PidFileError::Read)?;
     let pid = text.trim().parse().ok();
-    // 0 and less would be groups of processes to kill(2).
+    // kill(2) takes 0 and negative numbers for process groups.
     pid.filter(|pid| *pid > 0).ok_or_else(|| PidFileError::Pid {
         path: path.to_owned(),
     })
 }
 
-/// Key of log entries of calls that were made beside others.
-const BESIDE: &str = "beside";
+/// Key of log entries of concurrent calls.
+const CONCURRENT: &str = "concurrent";
 
 #[derive(Deserialize)]
 struct LogLine {
     #[serde(default)]
-    beside: bool,
+    concurrent: bool,
     #[serde(default)]
     level: String,
     #[serde(default, alias = "message")]
@@ -467,8 +480,8 @@ struct LogLine {
 /// How much of the end of a log is searched for an error.
 const LOG_TAIL: u64 = 64 << 10;
 
-/// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes an entry per
-/// line, crun spreads one over several, youki has other words.
+/// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes
+/// one entry per line, crun spreads an entry over several lines, youki uses other keys.
 fn last_error(log: &Path, from: u64) -> Option<String> {
     let mut log = File::open(log).ok()?;
     let length = log.metadata().ok()?.len();
@@ -481,11 +494,11 @@ fn last_error(log: &Path, from: u64) -> Option<String> {
     loop {
         let mut entries = serde_json::Deserializer::from_slice(text).into_iter::<LogLine>();
         for entry in entries.by_ref().map_while(Result::ok) {
-            if !entry.beside && entry.level.eq_ignore_ascii_case("error") {
+            if !entry.concurrent && entry.level.eq_ignore_ascii_case("error") {
                 last = Some(entry.msg.trim().to_owned());
             }
         }
-        // What is no entry ends with its line.
+        // Text that is no entry is skipped up to the end of its line.
         let rest = &text[entries.byte_offset()..];
         match rest.iter().position(|byte| *byte == b'\n') {
             Some(end) => text = &rest[end + 1..],
@@ -539,22 +552,22 @@ mod tests {
         assert_eq!(last_error(file.path(), 0), None);
         std::fs::write(file.path(), info + &error("new")).unwrap();
         assert_eq!(last_error(file.path(), 7).as_deref(), Some("new"));
-        assert_eq!(last_error(file.path(), u64::MAX), None, "the log was cancel");
+        assert_eq!(last_error(file.path(), u64::MAX), None, "the log was truncated");
     }
 
     #[test]
-    fn absent_and_finished_are_told_apart() {
+    fn absent_and_finished_are_distinguished() {
         let failed = |message: &str| RuncError::Failed {
             verb: "kill",
             message: message.into(),
-            said: String::new(),
+            output: String::new(),
         };
         assert!(failed("container does not exist").is_absent());
         assert!(failed("container not running").is_finished());
         assert!(!failed("permission denied").is_finished());
     }
 
-    /// Both fail, and the log of the first ends with the error of the second.
+    /// Both calls fail, and the log of the first ends with the error of the second.
     const BOTH_FAIL: &str = r#"#!/bin/sh
 while [ "$1" != kill ] && [ "$1" != ps ]; do
     [ "$1" = --log ] && log=$2
@@ -569,7 +582,7 @@ exit 1
 "#;
 
     #[tokio::test]
-    async fn calls_beside_each_other_fail_with_their_own_errors() {
+    async fn concurrent_calls_fail_with_their_own_errors() {
         let dir = tempfile::tempdir().unwrap();
         let runtime = dir.path().join("runtime");
         std::fs::write(&runtime, BOTH_FAIL).unwrap();

@@ -1,4 +1,4 @@
-//! The plain verbs of the OCI runtime: everything but checkpoint and restore.
+//! The verbs of the OCI runtime other than checkpoint and restore.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -31,7 +31,7 @@ pub struct Exec<'a> {
 }
 
 impl Runc {
-    /// `create`: makes the container; `stdio` gives the child the container's stdio.
+    /// `create`: creates the container; `stdio` attaches the container's stdio to the command.
     pub async fn create(
         &self,
         create: Create<'_>,
@@ -57,16 +57,17 @@ impl Runc {
         self.run("create", &mut command).await
     }
 
-    /// `start`: lets init of a created container exec the user's program, and runs its hooks for as long as they take or until
-    /// `cut` ends.
+    /// `start`: init of a created container executes the user's program. Hooks have no deadline; they are
+    /// killed when `cancel` resolves.
     pub async fn start(&self, cancel: impl Future<Output = ()>) -> Result<(), RuncError> {
         self.run_hooks("start", self.command("start").arg(&self.id), cancel)
             .await
     }
 
-    /// `exec`: another process in the container.
+    /// `exec`: runs another process in the container.
     pub async fn exec(&self, exec: Exec<'_>, stdio: impl FnOnce(&mut Command)) -> Result<(), RuncError> {
-        self.beside(async |runc| runc.exec_alone(exec, stdio).await).await
+        self.with_own_log(async |runc| runc.exec_alone(exec, stdio).await)
+            .await
     }
 
     async fn exec_alone(&self, exec: Exec<'_>, stdio: impl FnOnce(&mut Command)) -> Result<(), RuncError> {
@@ -90,7 +91,7 @@ impl Runc {
 
     /// `kill`: sends `signal` to init, or to every process of the container.
     pub async fn kill(&self, signal: u32, all: bool) -> Result<(), RuncError> {
-        self.beside(async |runc| {
+        self.with_own_log(async |runc| {
             let mut command = runc.command("kill");
             if all {
                 command.arg("--all");
@@ -101,14 +102,14 @@ impl Runc {
         .await
     }
 
-    /// `delete` of a container that does not run, and its hooks for as long as they take or until `cut` ends.
+    /// `delete` of a stopped container. Hooks have no deadline; they are killed when `cancel` resolves.
     pub async fn delete(&self, cancel: impl Future<Output = ()>) -> Result<(), RuncError> {
         self.run_hooks("delete", self.command("delete").arg(&self.id), cancel)
             .await
     }
 
-    /// `delete --force`, which kills: of a container whose image is complete. Its hooks have time until `cut` ends; what is left
-    /// then is for `delete`.
+    /// `delete --force` of a container whose image is complete. Hooks have until `cancel` resolves; `delete`
+    /// removes what is left after that.
     pub async fn finish(&self, cancel: impl Future<Output = ()>) -> Result<(), RuncError> {
         let mut command = self.command("delete");
         command.arg("--force").arg(&self.id);
@@ -119,7 +120,8 @@ impl Runc {
         }
     }
 
-    /// `delete --force` of what has failed, or of a container without shim, which may be gone already. Nobody waits for its hooks.
+    /// `delete --force` after a failure, or of a container without a shim, which may not exist any more. Its
+    /// hooks have a deadline.
     pub async fn ensure_deleted(&self) -> Result<(), RuncError> {
         let mut command = self.command("delete");
         command.arg("--force").arg(&self.id);
@@ -143,10 +145,10 @@ impl Runc {
             .map(drop)
     }
 
-    /// `ps`: the processes of the container, by their pids on the host.
+    /// `ps`: the container's processes, by their pids on the host.
     pub async fn ps(&self) -> Result<Vec<i32>, RuncError> {
         let stdout = self
-            .beside(async |runc| {
+            .with_own_log(async |runc| {
                 let mut command = runc.command("ps");
                 command.args(["--format", "json"]).arg(&runc.id);
                 runc.output("ps", &mut command, SHORT).await
@@ -161,9 +163,9 @@ impl Runc {
             })
     }
 
-    /// `update`: new limits, an OCI LinuxResources as JSON.
+    /// `update`: sets new limits, an OCI LinuxResources as JSON.
     pub async fn update(&self, resources: &[u8]) -> Result<(), RuncError> {
-        self.beside(async |runc| {
+        self.with_own_log(async |runc| {
             let mut command = runc.command("update");
             command.arg("--resources=-").arg(&runc.id);
             let updated = runc.output_with_input("update", &mut command, resources, SHORT);

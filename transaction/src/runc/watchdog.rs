@@ -1,20 +1,21 @@
-//! Notices a CRIU that has died under a runtime that does not.
+//! Detects a CRIU that has died although the runtime still waits for it.
 //!
-//! runc talks to CRIU over a socket whose other end the tasks of a half-done restore hold too. When CRIU is killed runc
-//! waits on, for ever, and does not reap it: a CRIU that stays a zombie is how that shows.
+//! runc talks to CRIU over a socket. In a restore the tasks that exist so far hold the other end of this
+//! socket too. When CRIU is killed, runc keeps waiting on the socket and does not reap CRIU: a CRIU that
+//! remains a zombie is the symptom.
 
 use std::fs;
 use std::time::Duration;
 
 use crate::procfs;
 
-/// How often CRIU is looked at.
+/// How often the state of CRIU is read.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// For how many looks CRIU has to be dead: a runtime that works reaps it at once.
+/// How many times in a row CRIU has to be a zombie: a working runtime reaps it at once.
 const DEAD: u32 = 5;
 
-/// Ends when the CRIU that `runtime` has started is dead and the runtime does not care.
+/// Resolves when the CRIU that `runtime` has started is dead and `runtime` does not reap it.
 pub(super) async fn criu_died(runtime: i32) {
     let mut dead = 0;
     while dead < DEAD {
@@ -24,7 +25,8 @@ pub(super) async fn criu_died(runtime: i32) {
 }
 
 fn has_dead_criu(runtime: i32) -> bool {
-    // The tasks that CRIU makes are the runtime's children as well, and have its name until they are complete.
+    // The tasks that CRIU creates are children of the runtime too, and are named `criu` until they are
+    // complete.
     let first = children(runtime)
         .into_iter()
         .filter(|pid| procfs::comm(*pid) == "criu")
@@ -66,11 +68,11 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_criu_is_told_from_a_living_one_and_from_its_tasks() {
+    fn only_a_dead_criu_counts_as_dead() {
         let directory = tempfile::tempdir().unwrap();
         let criu = directory.path().join("criu");
         fs::copy("/bin/sleep", &criu).unwrap();
-        // A runtime that does not reap, with CRIU and a task of it.
+        // A runtime that does not reap, with CRIU and one of its tasks.
         let script = "\"$0\" 1000 & \"$0\" 1000 & exec sleep 1000";
         let mut command = Command::new("sh");
         let mut runtime = command.args(["-c", script]).arg(&criu).spawn().unwrap();
@@ -89,7 +91,7 @@ mod tests {
         until("dead", || has_dead_criu(pid));
         runtime.kill().unwrap();
         kill(Pid::from_raw(task), Signal::SIGKILL).unwrap();
-        // The reaper of another test may have had it.
+        // The reaper of another test may have reaped it.
         let _ = runtime.wait();
     }
 }

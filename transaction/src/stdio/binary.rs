@@ -1,8 +1,8 @@
 //! Logging binaries: a program of the host that reads the process's output from its descriptors 3 and 4.
 //!
-//! It gets CONTAINER_ID and CONTAINER_NAMESPACE and no other environment, and says on descriptor 5 that it is
-//! ready, by a byte or by closing it. The shim keeps no write end, so the program sees the end of the output
-//! when the last process that can write is gone, also after a crash of the shim.
+//! Its environment consists of CONTAINER_ID and CONTAINER_NAMESPACE. It reports on descriptor 5 that it is
+//! ready, by a byte or by closing it. The shim keeps no write end, so the program reads the end of the output
+//! when the last process that can write has ended, even after a crash of the shim.
 
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
@@ -19,10 +19,10 @@ use super::uri::Binary;
 use super::{Error, Owner, Stream};
 use crate::reaper::{Child, Reaper};
 
-/// How long the program may take to say that it is ready.
+/// How long the program may take to report that it is ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long the program may live on after SIGTERM.
+/// How long the program may run after SIGTERM.
 const TERM_GRACE: Duration = Duration::from_secs(12);
 
 /// A running logging binary.
@@ -31,7 +31,7 @@ pub(super) struct Logger {
     child: Child,
 }
 
-/// The pipes that the program reads, their write ends.
+/// Write ends of the pipes that the program reads.
 pub(super) struct LoggerPipes {
     pub(super) stdout: OwnedFd,
     pub(super) stderr: OwnedFd,
@@ -72,10 +72,10 @@ impl Logger {
             program: binary.program.clone(),
             source,
         };
-        // It outlives the shim, or its last lines would be lost with it.
+        // The program outlives the shim; otherwise its last lines would be lost with the shim.
         let child = reaper.spawn_surviving(&mut command).map_err(failed)?;
-        // Order matters: the command holds our copy of the ready pipe's write end, which would hide its
-        // closing.
+        // Order matters: the command holds this process's copy of the ready pipe's write end, so the pipe
+        // would never be seen closed.
         drop(command);
 
         let logger = Self { child };
@@ -99,8 +99,8 @@ impl Logger {
         Err(refused)
     }
 
-    /// Lets the program write out what it has until `deadline`, then ends it. It goes on ending after this
-    /// returns.
+    /// Lets the program write its pending output until `deadline`, then ends it. The end is awaited in the
+    /// background.
     pub(super) async fn stop(self, deadline: Instant) -> bool {
         let ended = timeout_at(deadline, self.child.wait()).await.is_ok();
         if !ended {

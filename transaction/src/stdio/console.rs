@@ -1,4 +1,4 @@
-//! The socket on which the OCI runtime hands over the pty master of a process with a terminal.
+//! The socket on which the OCI runtime sends the pty master of a process with a terminal.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,16 +15,16 @@ use tokio::net::{UnixListener, UnixStream};
 use super::Error;
 use super::endpoint::Watched;
 
-/// Directory for sockets of the user, if the shim has such a thing.
+/// Directory for the user's sockets, if the shim's environment has one.
 const XDG_RUNTIME_DIR: &str = "XDG_RUNTIME_DIR";
 
-/// Where sockets go otherwise.
+/// Directory for sockets otherwise.
 const FALLBACK_DIR: &str = "/run";
 
-/// Longest path that fits a socket address of every kernel and of the runtimes' languages.
+/// Longest path that fits a socket address on every kernel and in the languages of the runtimes.
 const PATH_LIMIT: usize = 106;
 
-/// How long the runtime may take to send the terminal, counted from the success of its call.
+/// How long the runtime may take to send the terminal after its call has succeeded.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(30);
 
 /// A listening console socket in a directory that only its owner can enter. Dropping it removes both.
@@ -69,7 +69,7 @@ impl ConsoleSocket {
         &self.path
     }
 
-    /// The pty master, which the runtime has sent or is about to send.
+    /// The pty master that the runtime sends.
     pub(super) async fn receive(self) -> Result<OwnedFd, Error> {
         self.receive_within(RECEIVE_LIMIT).await
     }
@@ -87,8 +87,7 @@ impl ConsoleSocket {
     }
 }
 
-/// The first descriptor that comes with a message; the text beside it is the name of the terminal, which we
-/// ignore.
+/// The first descriptor in a message. The text of the message is the terminal's name, which is ignored.
 async fn receive_fd(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     loop {
         stream.readable().await?;
@@ -118,7 +117,7 @@ async fn receive_fd(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// Tells the terminal, and by SIGWINCH its foreground processes, how large it is.
+/// Sets the size of the terminal; the kernel sends SIGWINCH to its foreground processes.
 pub(super) fn resize(master: &Watched, width: u16, height: u16) -> io::Result<()> {
     Ok(tcsetwinsize(
         master.get_ref(),

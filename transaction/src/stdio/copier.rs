@@ -1,4 +1,4 @@
-//! The copies of one process while it lives.
+//! Copies the stdio of one process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,22 +12,22 @@ use super::endpoint::Watched;
 use super::pump::{Progress, Sink, Source, pump};
 use super::{Stream, console};
 
-/// Whether all output arrived where it should.
+/// Whether all output was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drained {
     /// The streams have ended and everything is written.
     Complete,
-    /// Nothing moved any more, or the deadline passed: somebody still holds a stream open, or the client does
-    /// not read.
+    /// Nothing was copied for the idle time, or the deadline passed: a process still holds a stream open, or
+    /// the client does not read.
     Cut,
 }
 
 /// How long [`Copier::drain`] waits.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// For anything to move.
+    /// Longest time without progress.
     pub idle: Duration,
-    /// Altogether.
+    /// Longest time in all.
     pub limit: Duration,
 }
 
@@ -68,27 +68,27 @@ impl Copier {
         self.terminal = Some(master);
     }
 
-    /// Lets stdin end when the client has closed its side too. The process reads what is on its way, then the
-    /// end.
+    /// Lets stdin end once the client has closed its side too. The process reads pending input first, then
+    /// end of file.
     pub fn close_stdin(&mut self) {
         self.stdin_hold = None;
     }
 
-    /// Sets the size of the terminal; nothing to do for a process without one.
+    /// Sets the size of the terminal; does nothing for a process without one.
     pub fn resize(&self, width: u16, height: u16) -> io::Result<()> {
         self.terminal
             .as_ref()
             .map_or(Ok(()), |master| console::resize(master, width, height))
     }
 
-    /// Waits until the process and its children have closed their outputs and all is written, then closes
-    /// everything.
+    /// Waits until the process and its children have closed their outputs and everything is written, then
+    /// closes everything.
     pub async fn drain(mut self, patience: Patience) -> Drained {
         let deadline = Instant::now() + patience.limit;
         let copied = self.copied(patience.idle, deadline).await;
         self.outputs.shutdown().await;
         self.inputs.shutdown().await;
-        // Order matters: with the terminal's copy gone the logging binary sees the end of its input.
+        // Order matters: the logging binary reads the end of its input once the terminal's copy has ended.
         let logged = match self.logger.take() {
             Some(logger) => logger.stop(deadline.min(Instant::now() + patience.idle)).await,
             None => true,
@@ -100,15 +100,15 @@ impl Copier {
         }
     }
 
-    /// Whether all copies have come to their end.
+    /// Whether all copies have ended.
     async fn copied(&mut self, idle: Duration, deadline: Instant) -> bool {
         while !self.outputs.is_empty() {
             let before = self.progress.now();
             let pause = deadline.min(Instant::now() + idle);
             let ended = async { while self.outputs.join_next().await.is_some() {} };
             if timeout_at(pause, ended).await.is_err() {
-                // A shim that stood still itself (a machine that was suspended, or is too busy) finds the
-                // time over and something to copy at once: the copies come first.
+                // A shim that did not run for a while (the machine was suspended or is overloaded) finds the
+                // deadline passed and data to copy at the same time: the copies come first.
                 yield_now().await;
                 if self.progress.now() == before || Instant::now() >= deadline {
                     return false;

@@ -14,10 +14,11 @@ use tokio::io::unix::AsyncFd;
 
 use super::{Error, Owner, Stream};
 
-/// A non-blocking descriptor in the reactor. Shared, because a terminal is read and written through one.
+/// A non-blocking descriptor in the reactor. Shared, because a terminal is read and written through the same
+/// one.
 pub(super) type Watched = Arc<AsyncFd<OwnedFd>>;
 
-/// Puts a descriptor into the reactor.
+/// Registers a descriptor with the reactor.
 pub(super) fn watch(fd: OwnedFd, interest: Interest, stream: Stream) -> Result<Watched, Error> {
     #[expect(
         deprecated,
@@ -39,7 +40,7 @@ fn set_nonblocking(fd: impl AsFd) -> io::Result<()> {
 pub(super) fn pipe(owner: Owner, stream: Stream) -> Result<(OwnedFd, OwnedFd), Error> {
     let pipe = || {
         let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
-        // One inode, so this is the owner of both ends.
+        // A pipe is one inode: this sets the owner of both ends.
         fchown(
             &write,
             Some(Uid::from_raw(owner.uid)),
@@ -53,12 +54,13 @@ pub(super) fn pipe(owner: Owner, stream: Stream) -> Result<(OwnedFd, OwnedFd), E
     })
 }
 
-/// Where stdin comes from.
+/// The source of stdin.
 #[derive(Debug)]
 pub(super) enum Input {
-    /// A fifo, copied to the process through a pipe. `hold` keeps it from ending before the client says so.
+    /// A fifo, copied to the process through a pipe. `hold` keeps it from ending before the client requests
+    /// that.
     Fifo { reader: OwnedFd, hold: OwnedFd },
-    /// Anything else: the process reads it itself, because only pipes can be waited for.
+    /// Any other file: the process reads it itself, because the reactor can wait for pipes only.
     Direct(OwnedFd),
 }
 
@@ -79,22 +81,22 @@ impl Input {
     }
 }
 
-/// Where an output goes.
+/// The target of an output.
 #[derive(Debug)]
 pub(super) enum Output {
-    /// A fifo, with a read side so that it never lacks a reader, or a pipe to a logging binary, without.
+    /// A fifo, with a read side so that it never lacks a reader, or a pipe to a logging binary, without one.
     Pipe {
         writer: OwnedFd,
         reader: Option<OwnedFd>,
     },
-    /// A file that is appended to, perhaps by several streams.
+    /// A file that is appended to, possibly by several streams.
     File(Arc<File>),
-    /// Nowhere, but it has to be read for the process to go on.
+    /// Nowhere: the output is read and dropped, so that the process does not block.
     Discard,
 }
 
 impl Output {
-    /// Opens what a client gave as a plain path: a fifo, or a file that exists.
+    /// Opens a path that a client gave without a scheme: a fifo, or a file that exists.
     pub(super) fn open(path: &Path, stream: Stream) -> Result<Self, Error> {
         let open = || {
             if !std::fs::metadata(path)?.file_type().is_fifo() {
@@ -114,7 +116,7 @@ impl Output {
     }
 }
 
-/// Opens a log file for appending; makes it and its directory.
+/// Opens a log file for appending; creates it and its directory.
 pub(super) fn log_file(path: &Path) -> Result<Arc<File>, Error> {
     let open = || {
         if let Some(parent) = path.parent() {
@@ -130,7 +132,7 @@ pub(super) fn log_file(path: &Path) -> Result<Arc<File>, Error> {
     Ok(Arc::new(file))
 }
 
-/// Order matters: a fifo's write side opens without waiting only once it has a reader.
+/// Order matters: opening a fifo's write side does not block only once the fifo has a reader.
 fn open_both_sides(path: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
     let nonblocking = OFlag::O_NONBLOCK.bits();
     let reader = File::options().read(true).custom_flags(nonblocking).open(path)?;

@@ -1,4 +1,4 @@
-//! What must hold for stdio strings, whatever a client writes.
+//! Properties of the parser of stdio strings, for arbitrary input.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -44,7 +44,7 @@ pub fn stdio(bytes: &[u8]) {
     assert_eq!(again.ok(), Some(config), "{stdin:?} {stdout:?} {stderr:?}");
 }
 
-/// The target in a client's words.
+/// The target in the form in which a client sends it.
 fn written(target: &Target) -> (String, String) {
     let word = |given: bool| if given { "x" } else { "" }.to_owned();
     match target {
@@ -74,7 +74,7 @@ fn absolute(scheme: &str, path: &Path) -> String {
     format!("{scheme}://{}", escape(path.as_os_str()))
 }
 
-/// A path that is not absolute was given as it is.
+/// A path that is not absolute was given without a scheme.
 fn fifo(path: &Path) -> String {
     match path.to_str() {
         Some(plain) if !path.is_absolute() => plain.to_owned(),

@@ -1,17 +1,18 @@
-//! Where a process's stdin, stdout and stderr come from and go to.
+//! The stdin, stdout and stderr of a process.
 //!
-//! The life of one process's stdio: [`StdioConfig::parse`], [`StdioConfig::prepare`] (opens the client's
-//! side, makes the process's side), [`Prepared::attach`] to the command of the OCI runtime, and once that
-//! call has succeeded [`Prepared::start`], which gives the [`Copier`] that runs until the process and its
+//! The steps for one process are [`StdioConfig::parse`]; [`StdioConfig::prepare`], which opens the client's
+//! side and creates the process's side; [`Prepared::attach`] to the command of the OCI runtime; and once that
+//! call has succeeded [`Prepared::start`], which returns the [`Copier`] that runs until the process and its
 //! children have closed their ends.
 //!
 //! Invariants:
-//! - Nothing is copied before `start`, so that what a failing runtime writes to its stderr never reaches the
+//! - Nothing is copied before `start`, so what a failing runtime writes to its stderr never reaches the
 //!   client.
 //! - Fifos, pipes and terminals are non-blocking here and driven by the reactor: a client that does not read
-//!   stops the writing process and nothing else. Only writes to regular files go to the blocking pool.
+//!   blocks the writing process and nothing else. Only writes to regular files use the thread pool for
+//!   blocking calls.
 //! - The shim holds a read side of each output fifo and, until `close_stdin`, a write side of the stdin fifo:
-//!   a restart of containerd is neither an EPIPE nor an end of input for the process.
+//!   a restart of containerd causes neither an EPIPE nor an end of input for the process.
 
 mod binary;
 mod console;
@@ -34,16 +35,16 @@ pub use prepare::{Owner, Prepared};
 
 use uri::Target;
 
-/// What a client asks for, in the words of the task service.
+/// A client's stdio request, with the field names of the task service.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// Container, or the exec's container.
+    /// Container, or the container of the exec.
     pub id: &'a str,
     /// containerd namespace.
     pub namespace: &'a str,
     /// Fifo, or empty.
     pub stdin: &'a str,
-    /// Fifo or URI, or empty. Its scheme decides for stderr too.
+    /// Fifo or URI, or empty. Its scheme applies to stderr too.
     pub stdout: &'a str,
     /// Fifo, or empty.
     pub stderr: &'a str,
@@ -51,7 +52,7 @@ pub struct Request<'a> {
     pub terminal: bool,
 }
 
-/// A request that was understood. Nothing has been opened yet.
+/// A parsed request. Nothing has been opened yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StdioConfig {
     id: String,
@@ -62,7 +63,7 @@ pub struct StdioConfig {
 }
 
 impl StdioConfig {
-    /// Reads the request; refuses schemes that are not null, fifo, file or binary.
+    /// Parses the request; refuses schemes other than null, fifo, file and binary.
     pub fn parse(request: &Request<'_>) -> Result<Self, Error> {
         Ok(Self {
             id: request.id.to_owned(),
@@ -74,7 +75,7 @@ impl StdioConfig {
     }
 }
 
-/// One of the three standard streams, or the terminal in their place.
+/// One of the three standard streams, or the terminal that replaces them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Standard input.
@@ -98,10 +99,10 @@ impl fmt::Display for Stream {
     }
 }
 
-/// Stdio that cannot be had.
+/// A failure to set up stdio.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The scheme of stdout's URI is not one of ours.
+    /// The scheme of stdout's URI is not supported.
     #[error("unknown STDIO scheme {scheme}")]
     UnknownScheme {
         /// The scheme.
@@ -125,7 +126,7 @@ pub enum Error {
         /// Cause.
         source: io::Error,
     },
-    /// The pipe to the process could not be made.
+    /// The pipe to the process could not be created.
     #[error("cannot make a pipe for the process's {stream}")]
     Pipe {
         /// For which stream.
@@ -133,7 +134,7 @@ pub enum Error {
         /// Cause.
         source: io::Error,
     },
-    /// The reactor did not take a descriptor.
+    /// The reactor refused a descriptor.
     #[error("cannot watch the process's {stream}")]
     Watch {
         /// For which stream.
@@ -141,7 +142,7 @@ pub enum Error {
         /// Cause.
         source: io::Error,
     },
-    /// The socket that receives the terminal could not be made.
+    /// The socket that receives the terminal could not be created.
     #[error("cannot make a console socket at {}", path.display())]
     ConsoleSocket {
         /// Where.
@@ -151,7 +152,8 @@ pub enum Error {
     },
     /// The path of the console socket does not fit a socket address.
     #[error(
-        "console socket path {} is longer than {limit} bytes. hint: set XDG_RUNTIME_DIR to a shorter directory",
+        "console socket path {} is longer than {limit} bytes. \
+         hint: set XDG_RUNTIME_DIR to a shorter directory",
         path.display()
     )]
     ConsolePathTooLong {
@@ -184,7 +186,7 @@ pub enum Error {
         /// Cause.
         source: io::Error,
     },
-    /// The logging binary did not say that it reads.
+    /// The logging binary did not report in time that it is ready.
     #[error("the logging binary {} was not ready within {limit:?}", program.display())]
     LoggerTimeout {
         /// The binary.
@@ -192,7 +194,7 @@ pub enum Error {
         /// How long it had.
         limit: Duration,
     },
-    /// The logging binary closed its ready pipe where its protocol demands a byte.
+    /// The logging binary closed its ready pipe where its protocol requires a byte.
     #[error("the logging binary {} ended before it was ready", program.display())]
     LoggerNotReady {
         /// The binary.

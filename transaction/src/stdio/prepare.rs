@@ -1,4 +1,4 @@
-//! Stdio that is open on the client's side and waits for its process.
+//! Stdio that is open on the client's side and whose process does not exist yet.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -17,7 +17,7 @@ use super::uri::Target;
 use super::{Error, StdioConfig, Stream};
 use crate::reaper::Reaper;
 
-/// Who owns the pipes, so that the process may reopen /dev/stdout: `io_uid` and `io_gid` of the runc options.
+/// Owner of the pipes, so that the process may reopen /dev/stdout: `io_uid` and `io_gid` of the runc options.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Owner {
     /// User.
@@ -34,7 +34,7 @@ struct ProcessEnds {
     stderr: Option<OwnedFd>,
 }
 
-/// The shim's side of the process: pipes that exist, or a terminal that the runtime will send.
+/// The shim's ends: pipes that exist, or a terminal that the runtime will send.
 #[derive(Debug)]
 enum Wiring {
     Pipes {
@@ -47,7 +47,7 @@ enum Wiring {
     },
 }
 
-/// Stdio before its process exists. Nothing flows until [`Prepared::start`].
+/// Stdio before its process exists. Nothing is copied until [`Prepared::start`].
 #[derive(Debug)]
 pub struct Prepared {
     ends: ProcessEnds,
@@ -57,7 +57,8 @@ pub struct Prepared {
 }
 
 impl StdioConfig {
-    /// Opens the client's side and makes the process's side. A logging binary runs and is ready afterwards.
+    /// Opens the client's side and creates the process's side. A logging binary is running and ready
+    /// afterwards.
     pub async fn prepare(&self, owner: Owner, reaper: &Reaper) -> Result<Prepared, Error> {
         let stdin = self.stdin.as_deref().map(Input::open).transpose()?;
         let mut prepared = if self.terminal {
@@ -156,15 +157,15 @@ impl StdioConfig {
 }
 
 impl Prepared {
-    /// Makes pipes of what the client wants nowhere. The runtime opens /dev/null in the container when it
-    /// creates one, and not when it restores one: that would get the host's, with which CRIU cannot dump it
-    /// again.
+    /// Creates pipes for streams that the client does not use. For such a stream the runtime opens /dev/null
+    /// inside the container at create, but the host's /dev/null at restore; CRIU could not dump that a second
+    /// time.
     pub fn avoid_null(&mut self, owner: Owner) -> Result<(), Error> {
         let Wiring::Pipes { outputs, .. } = &mut self.wiring else {
             return Ok(());
         };
         if self.ends.stdin.is_none() {
-            // Nobody writes: it is at its end, as /dev/null is.
+            // The pipe has no writer: reading it yields end of file, as with /dev/null.
             self.ends.stdin = Some(pipe(owner, Stream::Stdin)?.0);
         }
         let streams = [
@@ -189,8 +190,8 @@ impl Prepared {
         }
     }
 
-    /// Gives the process's ends to the command that will hand them on. Drop the command before
-    /// [`Prepared::start`]: while it lives it keeps the pipes from ending.
+    /// Attaches the process's ends to the runtime's command. Drop the command before [`Prepared::start`]: it
+    /// holds the ends open, and the streams would not end.
     pub fn attach(&mut self, command: &mut Command) {
         let end = |fd: &mut Option<OwnedFd>| fd.take().map_or_else(Stdio::null, Stdio::from);
         command.stdin(end(&mut self.ends.stdin));
@@ -198,7 +199,7 @@ impl Prepared {
         command.stderr(end(&mut self.ends.stderr));
     }
 
-    /// Begins to copy. Call it when the runtime's create, restore or exec has succeeded.
+    /// Starts copying. Call it when the runtime's create, restore or exec has succeeded.
     pub async fn start(self) -> Result<Copier, Error> {
         let Self {
             ends,
@@ -241,7 +242,7 @@ impl Prepared {
         Ok(copier)
     }
 
-    /// Gives up: the runtime's call failed. Ends a logging binary; everything else is closed.
+    /// Closes everything and ends a logging binary, after the runtime's call has failed.
     pub async fn abort(self) {
         let Self {
             ends,

@@ -16,30 +16,30 @@ use tokio::task::coop::consume_budget;
 use super::Stream;
 use super::endpoint::Watched;
 
-/// Size of a copy through memory: what a pipe holds.
+/// Size of a copy through memory: the default capacity of a pipe.
 const CHUNK: usize = 64 << 10;
 
-/// The most that one splice moves, for pipes whose owner made them larger.
+/// Most bytes that one splice moves, for pipes whose owner enlarged them.
 const SPLICE: usize = 1 << 20;
 
-/// After so many full pipes in a row the writer waits for us: bulk output, for which the pipes are widened.
-/// Every time that one of them is full or empty somebody has to be scheduled, which takes long on a busy
-/// machine.
+/// After so many full pipes in a row the writer is waiting for the shim: bulk output, for which the pipes are
+/// enlarged. Each full or empty pipe costs a context switch, which takes long on a busy machine.
 const BULK: u32 = 16;
 
-/// Size of a widened pipe. All pipes of a user count against a limit (`pipe-user-pages-soft`), so not more,
-/// and not for a process that only writes now and then.
+/// Size of an enlarged pipe. All pipes of a user count against a limit (`pipe-user-pages-soft`), so it is not
+/// larger, and a process that writes only now and then keeps the default.
 const WIDE: i32 = 256 << 10;
 
-/// What a terminal takes for the end of its input where a line begins, and for the end of a line elsewhere.
+/// EOT: a terminal takes it for the end of the input at the start of a line, and for the end of the line
+/// elsewhere.
 const END_OF_INPUT: u8 = 4;
 
-/// Counts what the copies of a process do, to tell slow ones from those that stand still.
+/// Counts the reads and writes of a process's copies, to distinguish slow copies from stalled ones.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Progress(Arc<AtomicU64>);
 
 impl Progress {
-    /// A number that changes as long as something moves.
+    /// A number that changes with every read and write.
     pub(super) fn now(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -49,7 +49,7 @@ impl Progress {
     }
 }
 
-/// Where a copy goes.
+/// The target of a copy.
 pub(super) enum Sink {
     /// A fifo or pipe, non-blocking, with the read side that keeps it alive.
     Pipe {
@@ -60,11 +60,11 @@ pub(super) enum Sink {
     Terminal(Watched),
     /// A regular file.
     File(Arc<File>),
-    /// Nowhere.
+    /// Nowhere: the data is dropped.
     Discard,
 }
 
-/// What a copy reads.
+/// The source of a copy.
 pub(super) enum Source {
     /// A fifo or pipe.
     Pipe(Watched),
@@ -72,7 +72,7 @@ pub(super) enum Source {
     Terminal(Watched),
 }
 
-/// Copies all of `source` to `sink`, and logs what went wrong: nobody waits for a copy to hear it.
+/// Copies all of `source` to `sink`. Logs errors, because no caller waits for the result.
 pub(super) async fn pump(source: Source, sink: Sink, stream: Stream, progress: Progress) {
     let copied = match (source, sink) {
         (
@@ -95,7 +95,7 @@ pub(super) async fn pump(source: Source, sink: Sink, stream: Stream, progress: P
     };
     match copied {
         Ok(()) => {}
-        // The other side has closed: a process that reads no stdin, a logging binary that is gone.
+        // The other side has closed: the process does not read stdin, or the logging binary has ended.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
             log::debug!("{stream}: nobody reads any more")
         }
@@ -104,7 +104,7 @@ pub(super) async fn pump(source: Source, sink: Sink, stream: Stream, progress: P
 }
 
 impl Sink {
-    /// A pipe that needs no read side held.
+    /// A pipe without a read side of its own.
     pub(super) fn pipe(writer: Watched) -> Self {
         Self::Pipe { writer, reader: None }
     }
@@ -119,7 +119,7 @@ impl Source {
             match ready.try_io(|fd| Ok(unistd::read(fd, buffer)?)) {
                 Err(_not_ready) => {}
                 Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                // A master whose slaves are all closed.
+                // EIO: all slaves of the pty master are closed.
                 Ok(Err(error)) if error.raw_os_error() == Some(libc::EIO) && self.is_terminal() => {
                     return Ok(0);
                 }
@@ -145,7 +145,7 @@ async fn write_all(to: &AsyncFd<OwnedFd>, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives the last byte.
+/// Returns the last byte.
 async fn copy(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::Result<Option<u8>> {
     let mut buffer = vec![0; CHUNK];
     let mut last = None;
@@ -161,8 +161,7 @@ async fn copy(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::
     }
 }
 
-/// A terminal goes on when nobody types any more, so its process is told as a user would: by the character
-/// for it.
+/// A terminal does not end with its input: the process gets the character that a user would type.
 async fn type_in(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::Result<()> {
     let last = copy(from, to, progress).await?;
     let begins = last.is_none_or(|byte| byte == b'\n');
@@ -177,7 +176,8 @@ async fn discard(from: &Source) -> io::Result<()> {
     Ok(())
 }
 
-/// A file that cannot be written (a full disk) loses lines; it neither stops nor kills the process that logs.
+/// A file that cannot be written (a full disk) loses lines; the logging process is neither blocked nor
+/// killed.
 async fn append(from: &Source, file: &Arc<File>, stream: Stream, progress: &Progress) -> io::Result<()> {
     let mut buffer = vec![0; CHUNK];
     let mut failing = false;
@@ -231,7 +231,7 @@ async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>, progress: &P
             }
             Err(Errno::EINTR) => {}
             Err(Errno::EAGAIN) => {
-                // The call does not say which side it would have waited for.
+                // The call does not report which of the two pipes it would have waited for.
                 let (more_to_read, room_to_write) = ready_now(from, to)?;
                 if !more_to_read {
                     readable.clear_ready();
@@ -245,7 +245,7 @@ async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>, progress: &P
     }
 }
 
-/// Lets a pipe hold more. One that may not (a limit of its user) stays as it is.
+/// Enlarges a pipe. One that may not be enlarged (a limit of its user) is left as it is.
 fn widen(pipe: &AsyncFd<OwnedFd>) {
     if let Err(error) = fcntl(pipe, FcntlArg::F_SETPIPE_SZ(WIDE)) {
         log::debug!("cannot widen a pipe: {error}");
@@ -270,7 +270,7 @@ mod tests {
     use crate::stdio::endpoint::{pipe, watch};
     use crate::stdio::prepare::Owner;
 
-    /// Sizes of both pipes after so many chunks, each of which is read before the next one is written.
+    /// Capacities of both pipes after so many chunks, each of which is read before the next is written.
     fn sizes_after(chunks: u32, length: usize) -> (i32, i32) {
         let owner = Owner {
             uid: nix::unistd::geteuid().as_raw(),

@@ -1,6 +1,6 @@
-//! What the client's stdio strings mean. No I/O.
+//! Parses the client's stdio strings. No I/O.
 //!
-//! The scheme of stdout decides for stdout and stderr. A string without a scheme is a path, taken as it is.
+//! The scheme of stdout applies to stdout and stderr. A string without a scheme is a path, used verbatim.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -18,7 +18,7 @@ pub(super) enum Target {
         stdout: Option<PathBuf>,
         stderr: Option<PathBuf>,
     },
-    /// Appended to one file; `stderr` only if the client asked for it.
+    /// Both are appended to one file; `stderr` only if the client requested it.
     File { path: PathBuf, stderr: bool },
     /// Read by a program.
     Binary(Binary),
@@ -81,7 +81,7 @@ pub(super) fn fifo(text: &str) -> Result<Option<PathBuf>, Error> {
     }
 }
 
-/// Scheme and what follows the colon.
+/// The scheme, and the text after the colon.
 fn split(text: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = text.split_once(':')?;
     let legal = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
@@ -105,7 +105,7 @@ fn path(uri: &str, rest: &str) -> Result<PathBuf, Error> {
     Ok(PathBuf::from(decode(path, false)))
 }
 
-/// The query as an argument list: key, value, key, value. Of a repeated key the first value counts.
+/// The query as an argument list: key, value, key, value. The first value of a repeated key counts.
 fn query(rest: &str) -> Vec<OsString> {
     let rest = rest.split('#').next().unwrap_or_default();
     let Some((_, query)) = rest.split_once('?') else {
@@ -122,7 +122,7 @@ fn query(rest: &str) -> Vec<OsString> {
     pairs.into_iter().flat_map(|(key, value)| [key, value]).collect()
 }
 
-/// Percent-decodes; what is not an escape stays as it is.
+/// Percent-decodes; text that is not an escape is kept.
 fn decode(text: &str, plus_is_space: bool) -> OsString {
     let mut rest = text.as_bytes();
     let mut decoded = Vec::with_capacity(rest.len());

@@ -1,4 +1,4 @@
-//! The log as unit tests see it.
+//! Captures log records for unit tests.
 
 use std::cell::RefCell;
 use std::sync::Once;
@@ -6,7 +6,7 @@ use std::sync::Once;
 use log::{LevelFilter, Log, Metadata, Record};
 
 thread_local! {
-    static TOLD: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    static LINES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
 }
 
 struct Keeper;
@@ -17,19 +17,19 @@ impl Log for Keeper {
     }
 
     fn log(&self, record: &Record<'_>) {
-        // A thread that ends tells nobody.
-        let _late = TOLD.try_with(|told| told.borrow_mut().push(record.args().to_string()));
+        // The record of a thread that is ending is lost.
+        let _late = LINES.try_with(|lines| lines.borrow_mut().push(record.args().to_string()));
     }
 
     fn flush(&self) {}
 }
 
-/// Warnings and errors since the last call. The first one begins.
+/// Warnings and errors of this thread since the last call. The first call starts the capture.
 pub fn warnings() -> Vec<String> {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         log::set_max_level(LevelFilter::Warn);
         log::set_logger(&Keeper).unwrap();
     });
-    TOLD.take()
+    LINES.take()
 }

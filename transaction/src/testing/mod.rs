@@ -1,4 +1,4 @@
-//! What unit tests of this crate and of those above it need.
+//! Helpers for the unit tests of this crate and of the crates that depend on it.
 
 pub mod log;
 pub mod mounts;

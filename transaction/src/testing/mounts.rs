@@ -6,7 +6,8 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use tempfile::TempDir;
 
-/// A temporary directory in a private mount namespace, which ends with the test's thread and takes all mounts along.
+/// A temporary directory in a private mount namespace, which ends with the test's thread, together with all
+/// its mounts.
 pub struct Private(TempDir);
 
 impl Private {
@@ -17,7 +18,7 @@ impl Private {
 
 impl Drop for Private {
     fn drop(&mut self) {
-        // Or the directory could not be removed.
+        // A mounted directory could not be removed.
         umount2(self.path(), MntFlags::MNT_DETACH).unwrap();
     }
 }
@@ -36,7 +37,7 @@ pub fn private_dir() -> Option<Private> {
     )
     .unwrap();
     let dir = TempDir::new().unwrap();
-    // Overlays want a file system that is not an overlay itself.
+    // Overlay layers need a file system that is not an overlay itself.
     tmpfs_at(dir.path());
     Some(Private(dir))
 }

@@ -16,20 +16,20 @@ use firn_transaction::container::ContainerTraits;
 use firn_transaction::testing::log::warnings;
 use firn_transaction::tracer::TracedThreads;
 
-/// A container whose processes have the pids of others.
+/// A container whose processes share a pid namespace with others.
 const SHARED_PIDS: ContainerTraits = ContainerTraits {
     private_pids: false,
     ..PLAIN
 };
 
-/// Time for what should not happen.
+/// Wait for something that should not happen.
 const SHORT: Duration = Duration::from_millis(50);
 
 fn end(pid: i32) {
     kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
 }
 
-/// Ends init, and waits until its exit was looked at.
+/// Ends init, and waits until its exit was handled.
 async fn end_init(container: &Container) {
     end(container.init.pid());
     until("the end of init", || !procfs::is_alive(container.init.pid())).await;
@@ -37,11 +37,11 @@ async fn end_init(container: &Container) {
 }
 
 #[tokio::test]
-async fn an_exit_says_who_has_ended_when_and_how() {
+async fn an_exit_event_has_the_process_the_status_and_the_time() {
     let mut stub = Stub::start().await;
     let container = stub.container(PLAIN);
     let begun = SystemTime::now();
-    // Whoever ends first, init is told last.
+    // Whichever ends first, init's exit is published last.
     let exec_pid = stub.run_exec(&container, "job", "exit 5");
     let pid = stub.run_init(&container, &mut shell("exit 3"));
     for (id, pid, code) in [("job", exec_pid, 5), (ID, pid, 3)] {
@@ -57,11 +57,11 @@ async fn an_exit_says_who_has_ended_when_and_how() {
 }
 
 #[tokio::test]
-async fn inits_exit_is_told_after_those_of_all_its_execs() {
+async fn inits_exit_is_published_after_those_of_all_its_execs() {
     let mut stub = Stub::start().await;
     let container = stub.running(PLAIN);
     let execs = ["one", "two"].map(|exec| stub.run_exec(&container, exec, "exec sleep 1000"));
-    // One that is about to run, and does not.
+    // An exec that was announced, and does not start.
     container.begin_exec().unwrap();
     end_init(&container).await;
     assert!(
@@ -81,7 +81,7 @@ async fn inits_exit_is_told_after_those_of_all_its_execs() {
 }
 
 #[tokio::test]
-async fn an_exit_during_start_is_told_after_it() {
+async fn an_exit_during_start_is_published_after_it() {
     let mut stub = Stub::start().await;
     let container = stub.running(PLAIN);
     container.set_state(InitState::Created);
@@ -100,7 +100,7 @@ async fn an_exit_during_start_is_told_after_it() {
 }
 
 #[tokio::test]
-async fn what_init_leaves_is_ended_and_thawed_before_its_exit_is_told() {
+async fn leftover_processes_end_before_inits_exit_is_published() {
     use InitState::{Paused, Pausing, Running};
     for (traits, state, calls) in [
         (PLAIN, Running, &[][..]),
@@ -113,7 +113,7 @@ async fn what_init_leaves_is_ended_and_thawed_before_its_exit_is_told() {
         let container = stub.running(traits);
         container.set_state(state);
         for verb in ["kill", "resume"] {
-            // What is called begins, and takes its time.
+            // Each call takes a while, and records its end.
             stub.runtime_does(verb, "sleep 0.02; echo done >>calls");
         }
         end(container.init.pid());
@@ -124,7 +124,7 @@ async fn what_init_leaves_is_ended_and_thawed_before_its_exit_is_told() {
 }
 
 #[tokio::test]
-async fn a_suspended_container_whose_init_ends_is_let_go_of_and_thawed_without_the_runtime() {
+async fn a_suspended_container_whose_init_ends_is_released_and_thawed() {
     let mut stub = Stub::start().await;
     let container = stub.running(GPU);
     let files = [
@@ -139,15 +139,15 @@ async fn a_suspended_container_whose_init_ends_is_let_go_of_and_thawed_without_t
     stub.events.next::<TaskExit>().await;
     let freezer = std::fs::read_to_string(cgroup.primary_dir().join("cgroup.freeze"));
     assert_eq!(freezer.unwrap(), "0");
-    assert!(!container.is_held(), "the tracing thread is left");
+    assert!(!container.is_held(), "threads are still held");
     assert!(stub.calls().is_empty());
 }
 
 #[tokio::test]
-async fn what_cannot_be_ended_or_thawed_is_warned_of_unless_nothing_is_there() {
+async fn a_failed_kill_or_thaw_is_logged_unless_there_are_no_processes() {
     let cannot_end = "cannot end the processes that box left: no room";
     let cannot_thaw = "cannot thaw the processes that box left: no room";
-    for (said, told) in [
+    for (output, logged) in [
         ("no room", &[cannot_end, cannot_thaw][..]),
         ("container not running", &[]),
         ("box does not exist", &[]),
@@ -156,18 +156,18 @@ async fn what_cannot_be_ended_or_thawed_is_warned_of_unless_nothing_is_there() {
         let container = stub.running(SHARED_PIDS);
         container.set_state(InitState::Paused);
         for verb in ["kill", "resume"] {
-            stub.runtime_does(verb, &format!("echo '{said}' >&2; exit 1"));
+            stub.runtime_does(verb, &format!("echo '{output}' >&2; exit 1"));
         }
         warnings();
         end(container.init.pid());
         stub.events.next::<TaskExit>().await;
-        assert_eq!(warnings(), told, "{said}");
+        assert_eq!(warnings(), logged, "{output}");
     }
 }
 
 #[tokio::test]
-async fn a_suspended_container_that_cannot_be_thawed_is_warned_of_unless_it_has_gone() {
-    for (files, is_told) in [(&[][..], false), (&[("freezer.state", "MELTED AWAY")], true)] {
+async fn a_failed_thaw_of_a_suspended_container_is_logged_unless_it_has_gone() {
+    for (files, is_logged) in [(&[][..], false), (&[("freezer.state", "MELTED AWAY")], true)] {
         let mut stub = Stub::start().await;
         let container = stub.running(GPU);
         let (_dir, cgroup) = fake(Version::V1, files);
@@ -176,11 +176,11 @@ async fn a_suspended_container_that_cannot_be_thawed_is_warned_of_unless_it_has_
         warnings();
         end(container.init.pid());
         stub.events.next::<TaskExit>().await;
-        let told = warnings();
-        assert_eq!(told.len(), usize::from(is_told), "{told:?}");
+        let logged = warnings();
+        assert_eq!(logged.len(), usize::from(is_logged), "{logged:?}");
         assert!(
-            told.iter().all(|line| line.starts_with("cannot thaw box: ")),
-            "{told:?}"
+            logged.iter().all(|line| line.starts_with("cannot thaw box: ")),
+            "{logged:?}"
         );
     }
 }
@@ -200,7 +200,7 @@ async fn a_kill_is_answered_before_the_exit_that_it_has_caused() {
 
 /// The runtime's own dump of a container without GPUs ends it.
 #[tokio::test]
-async fn with_gpus_a_transaction_is_cut_off_when_init_ends() {
+async fn with_gpus_a_transaction_is_cancelled_when_init_ends() {
     for traits in [GPU, PLAIN] {
         let mut stub = Stub::start().await;
         let container = stub.running(traits);
@@ -212,18 +212,18 @@ async fn with_gpus_a_transaction_is_cut_off_when_init_ends() {
 }
 
 #[tokio::test]
-async fn a_restore_that_was_killed_ends_for_all_who_wait() {
+async fn a_killed_restore_ends_every_wait() {
     let mut stub = Stub::start().await;
     let container = stub.container(PLAIN);
     let begun = SystemTime::now();
     let killing = container.killing();
     let (service, killed) = (stub.service.clone(), container.clone());
-    let told = tokio::spawn(async move { restore_killed(&service, &killed).await });
+    let ended = tokio::spawn(async move { restore_killed(&service, &killed).await });
     sleep(SHORT).await;
     assert!(stub.events.is_empty(), "the kill is not answered yet");
     assert!(container.begin_exec().is_err());
     drop(killing);
-    told.await.unwrap();
+    ended.await.unwrap();
     let exit: TaskExit = stub.events.next().await;
     assert_eq!((&*exit.container_id, &*exit.id), (ID, ID));
     assert_eq!((exit.pid, exit.exit_status), (0, 137));
@@ -240,7 +240,7 @@ const NO_KILL: [(&str, &str); 2] = [
 ];
 
 #[tokio::test]
-async fn memory_that_runs_out_is_told_once_and_before_the_exit_that_it_causes() {
+async fn out_of_memory_is_published_once_and_before_the_exit_that_it_causes() {
     let mut stub = Stub::start().await;
     let container = stub.running(PLAIN);
     let (_dir, cgroup) = fake(Version::V2, &NO_KILL);
@@ -253,7 +253,7 @@ async fn memory_that_runs_out_is_told_once_and_before_the_exit_that_it_causes() 
     let begun = Instant::now();
     kills(1);
     assert_eq!(stub.events.next::<TaskOOM>().await.container_id, ID);
-    // Nobody has heard of this one when the exit comes.
+    // This kill was not reported yet when the exit comes.
     kills(2);
     let exit = Exit {
         pid: container.init.pid(),
@@ -272,8 +272,8 @@ async fn memory_that_runs_out_is_told_once_and_before_the_exit_that_it_causes() 
 }
 
 #[tokio::test]
-async fn memory_is_watched_where_there_are_processes_and_it_is_accounted() {
-    for (has_init, files, is_watched, told) in [
+async fn memory_is_watched_if_there_are_processes_and_it_is_accounted() {
+    for (has_init, files, is_watched, warned) in [
         (true, &NO_KILL[..], true, 0),
         (false, &NO_KILL[..], false, 0),
         (true, &NO_KILL[1..], false, 0),
@@ -290,6 +290,6 @@ async fn memory_is_watched_where_there_are_processes_and_it_is_accounted() {
         warnings();
         watch_oom(&stub.service, &container);
         assert_eq!(container.oom.get().is_some(), is_watched);
-        assert_eq!(warnings().len(), told);
+        assert_eq!(warnings().len(), warned);
     }
 }

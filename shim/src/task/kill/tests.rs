@@ -16,14 +16,14 @@ use firn_transaction::testing::log::warnings;
 use firn_transaction::tracer::TracedThreads;
 
 const SIGTERM: u32 = 15;
-/// Does nothing to a process that does not ask for it.
+/// Ignored by processes without a handler.
 const SIGURG: u32 = 23;
 
 type Answer = Result<(), (Code, String)>;
 
-/// What a client is answered who signals init, or an exec.
+/// Signals init or an exec, and returns the response.
 fn signal(stub: &Stub, exec_id: &str, signal: u32) -> JoinHandle<Answer> {
-    ask(
+    send(
         stub,
         KillRequest {
             id: ID.to_owned(),
@@ -34,7 +34,7 @@ fn signal(stub: &Stub, exec_id: &str, signal: u32) -> JoinHandle<Answer> {
     )
 }
 
-fn ask(stub: &Stub, request: KillRequest) -> JoinHandle<Answer> {
+fn send(stub: &Stub, request: KillRequest) -> JoinHandle<Answer> {
     let service = stub.service.clone();
     tokio::spawn(async move {
         match kill(&service, request).await.map_err(ttrpc::Error::from) {
@@ -53,7 +53,7 @@ fn finished() -> Answer {
     error(Code::NOT_FOUND, "process already finished: not found")
 }
 
-/// Ends a process whose container is not asked.
+/// Kills a process without the runtime.
 async fn end(pid: i32) {
     nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
     until("its end", || !procfs::is_alive(pid)).await;
@@ -69,17 +69,17 @@ async fn init_is_signalled_by_the_runtime() {
         all: true,
         ..KillRequest::default()
     };
-    assert_eq!(ask(&stub, request).await.unwrap(), Ok(()));
+    assert_eq!(send(&stub, request).await.unwrap(), Ok(()));
     assert_eq!(signal(&stub, "", SIGTERM).await.unwrap(), Ok(()));
     assert_eq!(stub.calls(), ["kill --all box 18", "kill box 15"]);
     assert_eq!(stub.events.next::<TaskExit>().await.exit_status, 128 + SIGTERM);
 }
 
 #[tokio::test]
-async fn what_the_runtime_says_of_a_kill_is_told_as_clients_know_it() {
+async fn errors_of_the_runtimes_kill_have_the_form_that_clients_know() {
     let stub = Stub::start().await;
     stub.running(PLAIN);
-    for (said, code, text) in [
+    for (output, code, text) in [
         (
             "container not running",
             Code::NOT_FOUND,
@@ -92,15 +92,15 @@ async fn what_the_runtime_says_of_a_kill_is_told_as_clients_know_it() {
         ),
         ("no room", Code::UNKNOWN, "unknown error after kill: "),
     ] {
-        stub.runtime_does("kill", &format!("echo '{said}' >&2; exit 7"));
+        stub.runtime_does("kill", &format!("echo '{output}' >&2; exit 7"));
         for number in [SIGTERM, SIGKILL] {
-            let (told, text_told) = signal(&stub, "", number).await.unwrap().unwrap_err();
-            assert_eq!(told, code, "{said}");
-            assert!(text_told.starts_with(text), "{text_told}");
+            let (actual, message) = signal(&stub, "", number).await.unwrap().unwrap_err();
+            assert_eq!(actual, code, "{output}");
+            assert!(message.starts_with(text), "{message}");
             if code == Code::UNKNOWN {
-                assert!(text_told.contains("exit status 7: no room"), "{text_told}");
+                assert!(message.contains("exit status 7: no room"), "{message}");
             } else {
-                assert_eq!(text_told, text);
+                assert_eq!(message, text);
             }
         }
     }
@@ -109,11 +109,11 @@ async fn what_the_runtime_says_of_a_kill_is_told_as_clients_know_it() {
         ..KillRequest::default()
     };
     let absent = error(Code::NOT_FOUND, "container not created: not found");
-    assert_eq!(ask(&stub, request).await.unwrap(), absent);
+    assert_eq!(send(&stub, request).await.unwrap(), absent);
 }
 
 #[tokio::test]
-async fn sigkill_goes_to_the_runtime_in_every_state_but_suspended() {
+async fn sigkill_goes_to_the_runtime_in_every_state_except_suspended() {
     use InitState::{Created, Deleted, Paused, Pausing, Running, Stopped};
     let stub = Stub::start().await;
     let container = stub.running(PLAIN);
@@ -127,7 +127,7 @@ async fn sigkill_goes_to_the_runtime_in_every_state_but_suspended() {
 }
 
 #[tokio::test]
-async fn a_runtime_is_not_waited_for_once_init_is_dead_of_sigkill() {
+async fn the_runtime_is_not_awaited_once_sigkill_has_ended_init() {
     let stub = Stub::start().await;
     stub.running(PLAIN);
     stub.runtime_does("kill", "kill -KILL $pid; exec sleep 1000");
@@ -136,7 +136,7 @@ async fn a_runtime_is_not_waited_for_once_init_is_dead_of_sigkill() {
 }
 
 #[tokio::test]
-async fn of_another_signal_the_runtime_has_the_last_word() {
+async fn the_runtimes_error_for_another_signal_is_returned() {
     let stub = Stub::start().await;
     stub.running(PLAIN);
     stub.runtime_does(
@@ -147,14 +147,14 @@ async fn of_another_signal_the_runtime_has_the_last_word() {
 }
 
 #[tokio::test]
-async fn sigkill_cuts_a_transaction_off_and_init_is_killed_after_criu() {
+async fn sigkill_cancels_a_transaction_and_kills_init_after_criu() {
     let stub = Stub::start().await;
     let container = stub.running(PLAIN);
     stub.runtime_does("kill", "");
     let transaction = container.begin_transaction();
     let criu = transaction.cancel.criu();
     assert_eq!(signal(&stub, "", SIGTERM).await.unwrap(), Ok(()));
-    assert!(!transaction.cancel.is_cancelled(), "any signal cuts it off");
+    assert!(!transaction.cancel.is_cancelled(), "SIGTERM cancelled it");
     assert_eq!(stub.calls(), ["kill box 15"]);
 
     let killed = signal(&stub, "", SIGKILL);
@@ -169,7 +169,7 @@ async fn sigkill_cuts_a_transaction_off_and_init_is_killed_after_criu() {
 }
 
 #[tokio::test]
-async fn of_a_restore_that_is_cut_off_there_is_no_init_to_signal() {
+async fn a_cancelled_restore_has_no_init_to_signal() {
     let stub = Stub::start().await;
     let container = stub.container(PLAIN);
     stub.runtime_does("kill", "echo 'box does not exist' >&2; exit 1");
@@ -178,31 +178,31 @@ async fn of_a_restore_that_is_cut_off_there_is_no_init_to_signal() {
     assert!(restore.cancel.is_cancelled());
     assert!(stub.calls().is_empty());
     drop(restore);
-    // Before and after one the runtime says that there is nobody.
+    // Without a restore in progress the runtime reports that there is no such container.
     let absent = error(Code::NOT_FOUND, "no such container: not found");
     assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), absent);
 }
 
 #[tokio::test]
-async fn a_kill_is_told_to_have_worked_when_what_it_cut_off_has_ended_init() {
-    /// Where init is when the runtime finds nobody.
+async fn a_kill_succeeds_when_the_call_that_it_cancelled_has_ended_init() {
+    /// State of init when the runtime finds no process.
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Init {
         Runs,
-        /// Its exit is told after Start.
+        /// Its exit is published after Start.
         Dead,
-        Told,
+        Published,
     }
     for (transaction, hooks, number, init, answer) in [
-        (true, false, SIGKILL, Init::Told, Ok(())),
+        (true, false, SIGKILL, Init::Published, Ok(())),
         (true, false, SIGKILL, Init::Dead, Ok(())),
         (true, false, SIGKILL, Init::Runs, finished()),
-        (false, true, SIGKILL, Init::Told, Ok(())),
+        (false, true, SIGKILL, Init::Published, Ok(())),
         (false, true, SIGKILL, Init::Dead, Ok(())),
         (false, true, SIGKILL, Init::Runs, finished()),
-        (false, false, SIGKILL, Init::Told, finished()),
+        (false, false, SIGKILL, Init::Published, finished()),
         (false, false, SIGKILL, Init::Dead, finished()),
-        (true, true, SIGTERM, Init::Told, finished()),
+        (true, true, SIGTERM, Init::Published, finished()),
     ] {
         let mut stub = Stub::start().await;
         let container = stub.running(PLAIN);
@@ -215,7 +215,7 @@ async fn a_kill_is_told_to_have_worked_when_what_it_cut_off_has_ended_init() {
         if init != Init::Runs {
             end(container.init.pid()).await;
         }
-        if init == Init::Told {
+        if init == Init::Published {
             stub.events.next::<TaskExit>().await;
         }
         let case = format!("{transaction} {hooks} {number} {init:?}");
@@ -224,7 +224,7 @@ async fn a_kill_is_told_to_have_worked_when_what_it_cut_off_has_ended_init() {
 }
 
 #[tokio::test]
-async fn all_of_a_suspended_container_are_killed_and_let_go_of_afterwards() {
+async fn all_processes_of_a_suspended_container_are_killed_then_released() {
     for scratch in Scratch::all() {
         let mut stub = Stub::start().await;
         let container = stub.container(GPU);
@@ -245,16 +245,16 @@ async fn all_of_a_suspended_container_are_killed_and_let_go_of_afterwards() {
 
         assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
         assert!(!procfs::is_alive(init) && !procfs::is_alive(other.pid()));
-        assert!(!container.is_held(), "the tracing thread is left");
-        assert!(resume.cancel.is_cancelled(), "it is resumed all the same");
-        assert_eq!(stub.calls().len(), 1, "the runtime was asked");
+        assert!(!container.is_held(), "threads are still held");
+        assert!(resume.cancel.is_cancelled(), "the resume was not cancelled");
+        assert_eq!(stub.calls().len(), 1, "the runtime was called");
         assert_eq!(stub.events.next::<TaskExit>().await.exit_status, 128 + SIGKILL);
     }
 }
 
 /// With cgroup v1 a frozen process does not die.
 #[tokio::test]
-async fn sigkill_ends_an_init_that_is_frozen_and_with_gpus_nobody_else_runs_on() {
+async fn sigkill_ends_a_frozen_init_and_with_gpus_no_other_process_runs() {
     for traits in [PLAIN, GPU] {
         for scratch in Scratch::all() {
             let mut stub = Stub::start().await;
@@ -281,7 +281,7 @@ async fn sigkill_ends_an_init_that_is_frozen_and_with_gpus_nobody_else_runs_on()
 }
 
 #[tokio::test]
-async fn an_init_that_does_not_die_of_sigkill_is_thawed_for_half_a_minute() {
+async fn an_init_that_does_not_end_by_sigkill_is_thawed_for_half_a_minute() {
     let stub = Stub::start().await;
     let container = stub.running(PLAIN);
     let (_dir, cgroup) = fake(Version::V1, &[("freezer.state", "FROZEN")]);
@@ -307,7 +307,7 @@ async fn an_init_that_does_not_die_of_sigkill_is_thawed_for_half_a_minute() {
 }
 
 #[tokio::test]
-async fn the_freezer_is_left_alone_once_init_is_dead_and_with_cgroup_v2() {
+async fn the_cgroup_is_not_thawed_once_init_has_ended_or_with_cgroup_v2() {
     let v1 = ("freezer.state", "FROZEN");
     let v2 = [
         ("cgroup.freeze", "1"),
@@ -319,7 +319,7 @@ async fn the_freezer_is_left_alone_once_init_is_dead_and_with_cgroup_v2() {
         let (_dir, cgroup) = fake(version, files);
         container.set_cgroup(cgroup.clone());
         stub.runtime_does("kill", "");
-        // Its exit is told after Start, which is under way.
+        // Its exit is published after Start, which is in progress.
         container.begin_start();
         assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
         if version == Version::V1 {
@@ -335,8 +335,8 @@ async fn the_freezer_is_left_alone_once_init_is_dead_and_with_cgroup_v2() {
 }
 
 #[tokio::test]
-async fn a_freezer_that_cannot_be_looked_at_is_warned_of_unless_it_has_gone() {
-    for (text, is_told) in [(None, false), (Some("MELTED"), true)] {
+async fn a_freezer_that_cannot_be_read_is_logged_unless_the_cgroup_has_gone() {
+    for (text, is_logged) in [(None, false), (Some("MELTED"), true)] {
         let stub = Stub::start().await;
         let container = stub.running(PLAIN);
         let (_dir, cgroup) = fake(Version::V1, text.map(|text| ("freezer.state", text)).as_slice());
@@ -347,11 +347,11 @@ async fn a_freezer_that_cannot_be_looked_at_is_warned_of_unless_it_has_gone() {
         tokio::time::pause();
         sleep(LOOK * 5).await;
         tokio::time::resume();
-        let told = warnings();
+        let logged = warnings();
         let is_thaw =
             |line: &String| line.starts_with("cannot thaw box, which was killed: cannot understand ");
-        assert_eq!(told.iter().any(is_thaw), is_told, "{told:?}");
-        assert_eq!(told.is_empty(), !is_told, "{told:?}");
+        assert_eq!(logged.iter().any(is_thaw), is_logged, "{logged:?}");
+        assert_eq!(logged.is_empty(), !is_logged, "{logged:?}");
     }
 }
 
@@ -366,7 +366,7 @@ async fn an_exec_is_signalled_without_the_runtime() {
         assert!(container.add_exec(Arc::new(process)));
     };
     process("new", 0);
-    // It was reaped, and its number is another process's.
+    // It was reaped, and its pid is reused.
     process("gone", 1);
     assert_eq!(
         signal(&stub, "runs", 99).await.unwrap(),

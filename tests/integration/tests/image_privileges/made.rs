@@ -27,7 +27,7 @@ exit $code
 fn rolled_back(host: &GpuHost, image: &str, expected: &str) -> Result<()> {
     let output = failure(Container::restore(host, "job", image, 1).map(drop))?;
     ensure!(
-        output.contains("FIRN-IMAGE-PRIVILEGE:") && output.contains("was undone"),
+        output.contains("FIRN-IMAGE-PRIVILEGE:") && output.contains("was rolled back"),
         "{output}"
     );
     ensure!(output.contains(expected), "no {expected:?} in:\n{output}");

@@ -36,7 +36,7 @@ async fn a_cgroup_is_found_by_its_process_and_by_its_path() {
 }
 
 #[tokio::test]
-async fn frozen_processes_stand_still_until_thawed() {
+async fn frozen_processes_do_not_run_until_thawed() {
     let reaper = Reaper::start().unwrap();
     for scratch in Scratch::all() {
         let dir = TempDir::new().unwrap();
@@ -54,8 +54,8 @@ async fn frozen_processes_stand_still_until_thawed() {
             cgroup.freeze(LIMIT).await.unwrap();
             assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Frozen);
         }
-        // On kernel 6.18 with v2 a process was seen to end the call that it was in after the cgroup was told
-        // to be frozen.
+        // On kernel 6.18 with v2 a process was seen to complete its current system call after the cgroup was
+        // reported as frozen.
         let mut still = false;
         for _ in 0..3 {
             fs::write(&beat, "frozen").unwrap();
@@ -108,7 +108,7 @@ async fn an_empty_cgroup_freezes_at_once() {
 }
 
 #[tokio::test]
-async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_run() {
+async fn a_failed_freeze_is_rolled_back_except_for_threads_that_must_not_run() {
     let (_dir, cgroup) = fake_unified(&[
         ("cgroup.freeze", "0"),
         ("cgroup.events", "populated 1\nfrozen 0\n"),
@@ -119,7 +119,7 @@ async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_
         fs::read_to_string(cgroup.primary_dir().join("cgroup.freeze")).unwrap(),
         "0"
     );
-    // Of processes none of which may run it is not.
+    // `keep_frozen` does not thaw.
     let error = cgroup.keep_frozen(Duration::from_millis(20)).await.unwrap_err();
     assert!(matches!(error, CgroupError::FreezeTimeout { .. }), "{error}");
     assert_eq!(
@@ -127,7 +127,7 @@ async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_
         "1"
     );
 
-    // Its own processes are frozen, and not yet those of a cgroup below.
+    // Its own processes are frozen, those of a cgroup below are not yet.
     let (_dir, cgroup) = fake_unified(&[
         ("cgroup.freeze", "1"),
         ("cgroup.events", "populated 1\nfrozen 1\n"),
@@ -139,7 +139,7 @@ async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_
     fs::write(below.join("cgroup.events"), "populated 0\nfrozen 0\n").unwrap();
     assert_eq!(cgroup.freezer_state().unwrap(), FreezerState::Frozen);
 
-    // Frozen by a parent: our own order has no effect.
+    // Frozen by a parent: a thaw of this cgroup has no effect.
     let (_dir, cgroup) = fake_unified(&[
         ("cgroup.freeze", "1"),
         ("cgroup.events", "populated 1\nfrozen 1\n"),
@@ -149,7 +149,7 @@ async fn a_freeze_that_does_not_succeed_is_undone_but_for_threads_that_must_not_
 }
 
 #[tokio::test]
-async fn nobody_waits_for_the_thaw_of_an_empty_cgroup_that_the_kernel_has_forgotten() {
+async fn a_thaw_ignores_a_stale_frozen_state_of_an_empty_cgroup() {
     let (_dir, cgroup) = fake_unified(&[
         ("cgroup.freeze", "1"),
         ("cgroup.events", "populated 0\nfrozen 1\n"),
@@ -184,7 +184,7 @@ async fn frozen_processes_are_killed_and_their_cgroups_removed() {
 }
 
 #[tokio::test]
-async fn a_cgroup_that_is_not_the_containers_own_is_left_alone() {
+async fn a_cgroup_that_is_not_the_containers_own_is_refused() {
     let ours = Cgroup::of_pid(locate::own_pid()).unwrap();
     let place = |path: &str| Place {
         mount_point: "/sys/fs/cgroup".into(),
@@ -194,7 +194,7 @@ async fn a_cgroup_that_is_not_the_containers_own_is_left_alone() {
         version: Version::V2,
         places: [(String::new(), place(""))].into(),
     };
-    // Ours in each hierarchy, as if that were the only one.
+    // The own cgroup in each hierarchy, as if there were no other hierarchy.
     let each = ours.places.iter().map(|(name, place)| {
         let version = if name.is_empty() { Version::V2 } else { Version::V1 };
         Cgroup {
@@ -210,7 +210,7 @@ async fn a_cgroup_that_is_not_the_containers_own_is_left_alone() {
 }
 
 #[tokio::test]
-async fn running_out_of_memory_is_told_and_the_watch_ends_with_the_cgroup() {
+async fn running_out_of_memory_is_reported_and_the_watch_ends_with_the_cgroup() {
     let reaper = Reaper::start().unwrap();
     let Some(scratch) = Scratch::v1() else {
         return eprintln!("skipped: needs root and cgroup v1");
@@ -226,7 +226,7 @@ async fn running_out_of_memory_is_told_and_the_watch_ends_with_the_cgroup() {
     timeout(LIMIT, child.wait()).await.unwrap();
     scratch.cgroup.kill_all(LIMIT).await.unwrap();
     scratch.cgroup.remove(LIMIT).await.unwrap();
-    // The next container of the name, made before the end of this one was seen.
+    // The next container's cgroup of the same name, created before the watch has seen the end of this one.
     fs::create_dir(&memory).unwrap();
     let rest = async { while watch.recv().await.is_some() {} };
     timeout(LIMIT, rest).await.expect("the watch ends");
@@ -234,7 +234,7 @@ async fn running_out_of_memory_is_told_and_the_watch_ends_with_the_cgroup() {
 }
 
 #[tokio::test]
-async fn a_host_that_accounts_no_memory_is_told_from_a_cgroup_that_has_gone() {
+async fn a_missing_memory_controller_is_distinguished_from_a_removed_cgroup() {
     let (dir, cgroup) = fake_unified(&[("cgroup.events", "populated 1\nfrozen 0\n")]);
     assert!(matches!(cgroup.watch_oom(), Err(CgroupError::NoMemory)));
     drop(dir);
@@ -249,15 +249,15 @@ async fn each_growth_of_the_kill_count_is_an_event() {
     ]);
     let file = |name: &str| cgroup.primary_dir().join(name);
     let watch = cgroup.watch_oom().unwrap();
-    // The kill that was counted before is not an event.
+    // A kill that was counted before the watch is not an event.
     assert!(timeout(Duration::from_millis(20), watch.recv()).await.is_err());
     fs::write(file("memory.events"), "oom 2\noom_kill 2\n").unwrap();
     assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), Some(()));
-    // One that is asked for is not told again.
+    // `recv` does not repeat an event that `take` has returned.
     fs::write(file("memory.events"), "oom 2\noom_kill 3\n").unwrap();
     assert!(watch.take() && !watch.take());
     assert!(timeout(Duration::from_millis(20), watch.recv()).await.is_err());
-    // The last kill ends the container: it is told before the end.
+    // The last kill ends the container: it is reported before the end.
     fs::write(file("memory.events"), "oom 3\noom_kill 4\n").unwrap();
     fs::write(file("cgroup.events"), "populated 0\nfrozen 0\n").unwrap();
     assert_eq!(timeout(LIMIT, watch.recv()).await.unwrap(), Some(()));
@@ -265,7 +265,7 @@ async fn each_growth_of_the_kill_count_is_an_event() {
 }
 
 #[test]
-fn what_is_above_hands_on_its_controllers() {
+fn parent_cgroups_enable_their_controllers() {
     let (dir, cgroup) = fake_unified(&[]);
     for parent in ["", "a"] {
         fs::create_dir_all(dir.path().join(parent)).unwrap();
@@ -273,7 +273,7 @@ fn what_is_above_hands_on_its_controllers() {
     }
     fs::write(dir.path().join("cgroup.controllers"), "pids memory\n").unwrap();
     cgroup.enable_controllers();
-    // A file of its own keeps what is written last.
+    // A file of its own keeps only what was written last.
     let written =
         |parent: &str| fs::read_to_string(dir.path().join(parent).join("cgroup.subtree_control")).unwrap();
     assert_eq!(written(""), "+memory");

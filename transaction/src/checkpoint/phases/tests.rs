@@ -8,7 +8,7 @@ use super::*;
 use crate::effects::world::{Fault, Injected, World, block_on};
 
 impl World {
-    /// Of two processes, with these faults, after a checkpoint that leaves it running.
+    /// A container of two processes, after a checkpoint with these faults that leaves it running.
     fn after(was_frozen: bool, faults: &[Fault]) -> (Self, Result<(), Failure<Injected>>) {
         let mut world = Self::new([10, 20], was_frozen);
         world.faults = faults.to_vec();
@@ -16,7 +16,7 @@ impl World {
         (world, result)
     }
 
-    /// The way back, once more, when nothing is in the way any more: the container runs as it did.
+    /// Repeats the rollback without faults: the container runs as before.
     fn resumes(&mut self) {
         (self.faults, self.failing) = (Vec::new(), BTreeSet::new());
         self.unstoppable = 0;
@@ -27,7 +27,7 @@ impl World {
             was_frozen: false,
             gpu_checkpointing: self.gpu_checkpointing,
         };
-        block_on(rollback(self, back)).expect("nothing is in the way");
+        block_on(rollback(self, back)).expect("no call fails");
         self.as_before(false);
     }
 }
@@ -46,7 +46,7 @@ async fn leave_running(world: &mut World) -> Result<(), Failure<Injected>> {
 }
 
 #[test]
-fn leave_running_dumps_all_processes_and_gives_everything_back() {
+fn leave_running_dumps_all_processes_and_restores_their_gpu_state() {
     for was_frozen in [false, true] {
         let mut world = World::new([10, 20, 30], was_frozen);
         block_on(leave_running(&mut world)).unwrap();
@@ -56,7 +56,7 @@ fn leave_running_dumps_all_processes_and_gives_everything_back() {
 }
 
 #[test]
-fn exit_leaves_the_state_in_the_processes_that_are_gone() {
+fn exit_leaves_the_processes_frozen_and_checkpointed() {
     let mut world = World::new([10], true);
     block_on(async {
         Begun::new(&mut world, true)
@@ -74,7 +74,7 @@ fn exit_leaves_the_state_in_the_processes_that_are_gone() {
 }
 
 #[test]
-fn a_process_that_appears_after_the_lock_is_taken_too() {
+fn a_process_that_appears_after_the_lock_is_checkpointed_too() {
     let mut world = World::new([10], false);
     world.appear.insert(1, 40);
     block_on(leave_running(&mut world)).unwrap();
@@ -87,7 +87,7 @@ fn calls(was_frozen: bool, faults: &[Fault]) -> usize {
     World::after(was_frozen, faults).0.calls.len()
 }
 
-/// That the end is one of those that are promised.
+/// Asserts that the end is one of those that are promised.
 fn is_as_promised(world: &mut World, result: Result<(), Failure<Injected>>, was_frozen: bool) {
     match result {
         Ok(()) => {
@@ -95,7 +95,11 @@ fn is_as_promised(world: &mut World, result: Result<(), Failure<Injected>>, was_
             world.as_before(was_frozen);
         }
         Err(Failure { suspended: None, .. }) => {
-            assert!(world.dumped.is_none(), "undone with an image: {:?}", world.calls);
+            assert!(
+                world.dumped.is_none(),
+                "rolled back with an image: {:?}",
+                world.calls
+            );
             world.as_before(was_frozen);
         }
         Err(Failure {
@@ -115,8 +119,8 @@ fn any_single_failure_leaves_the_workload_as_before() {
             let (mut world, result) = World::after(was_frozen, &[Fault { nth, for_good: false }]);
             let name = world.calls[nth];
             failed.insert(name);
-            // Giving back is tried again, and done whether it can be noted or not: one failure there is none of the
-            // checkpoint.
+            // gpu-restore is tried a second time, and runs even if the journal cannot be written: one failure
+            // there does not fail the checkpoint.
             if world.dumped.is_none() {
                 let failure = result.as_ref().expect_err("must fail");
                 assert_eq!(failure.source, Injected(name), "the cause is the first failure");
@@ -155,12 +159,12 @@ fn any_two_failures_end_as_promised() {
                 }
             }
         }
-        assert!(suspended > 0, "no pair of failures has hindered the way back");
+        assert!(suspended > 0, "no pair of failures made the rollback fail");
     }
 }
 
 #[test]
-fn a_driver_that_never_gives_back_suspends_the_container_until_it_does() {
+fn a_gpu_restore_that_fails_suspends_the_container_until_it_succeeds() {
     let (world, _) = World::after(false, &[]);
     let nth = world.calls.iter().position(|c| *c == "gpu_restore").unwrap();
     let (mut world, result) = World::after(false, &[Fault { nth, for_good: true }]);
@@ -177,7 +181,7 @@ fn a_driver_that_never_gives_back_suspends_the_container_until_it_does() {
         "{:?}",
         world.states
     );
-    // As often as somebody asks.
+    // Resume may be repeated.
     let locked = world.processes();
     let back = Rollback {
         locked: &locked,
@@ -197,8 +201,8 @@ fn threads_that_cannot_be_stopped_cost_no_gpu_state() {
         let (clean, _) = World::after(was_frozen, &[]);
         for name in ["keep_frozen", "hold"] {
             let held = clean.calls.iter().position(|call| *call == "hold").unwrap();
-            // From the first one after the GPU state was taken.
-            let taken = clean
+            // The first such call after gpu_checkpoint fails for good.
+            let checkpoint = clean
                 .calls
                 .iter()
                 .position(|call| *call == "gpu_checkpoint")
@@ -206,12 +210,12 @@ fn threads_that_cannot_be_stopped_cost_no_gpu_state() {
             let after = clean
                 .calls
                 .iter()
-                .skip(taken)
+                .skip(checkpoint)
                 .position(|call| *call == name)
                 .unwrap();
-            assert!(taken + after > held);
+            assert!(checkpoint + after > held);
             let fault = Fault {
-                nth: taken + after,
+                nth: checkpoint + after,
                 for_good: true,
             };
             let (mut world, result) = World::after(was_frozen, &[fault]);
@@ -224,7 +228,7 @@ fn threads_that_cannot_be_stopped_cost_no_gpu_state() {
 }
 
 #[test]
-fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
+fn a_process_that_another_tool_has_locked_is_refused_and_stays_locked() {
     for was_frozen in [false, true] {
         let mut world = World::new([10, 20], was_frozen);
         world.states.insert(20, CudaState::Locked);
@@ -233,7 +237,7 @@ fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
         assert_eq!(
             world.states[&20],
             CudaState::Locked,
-            "another tool's lock was taken away"
+            "another tool's lock was released"
         );
         assert_eq!(world.states[&10], CudaState::Running);
         assert_eq!(world.frozen, was_frozen);
@@ -244,7 +248,7 @@ fn what_somebody_else_has_locked_is_refused_and_stays_locked() {
 fn an_effect_that_fails_for_good_never_lets_code_run_without_its_gpu_state() {
     for was_frozen in [false, true] {
         for nth in 0..calls(was_frozen, &[]) {
-            // The world itself complains when code runs too early.
+            // The world panics if code runs too early.
             let (mut world, result) = World::after(was_frozen, &[Fault { nth, for_good: true }]);
             is_as_promised(&mut world, result, was_frozen);
         }
@@ -252,7 +256,7 @@ fn an_effect_that_fails_for_good_never_lets_code_run_without_its_gpu_state() {
 }
 
 #[test]
-fn a_debugger_on_a_thread_costs_nothing() {
+fn a_debugger_on_a_thread_fails_the_checkpoint_only() {
     let (world, _) = World::after(false, &[]);
     let nth = world.calls.iter().position(|call| *call == "hold").unwrap();
     let (world, result) = World::after(false, &[Fault { nth, for_good: true }]);
@@ -262,7 +266,7 @@ fn a_debugger_on_a_thread_costs_nothing() {
 }
 
 #[test]
-fn processes_that_never_stop_coming_end_the_checkpoint_and_nothing_else() {
+fn a_workload_that_keeps_starting_processes_fails_the_checkpoint_only() {
     for was_frozen in [false, true] {
         let mut world = World::new([10], was_frozen);
         world.appear = (1..=ROUNDS + 1).zip((40..).step_by(10)).collect();

@@ -1,4 +1,4 @@
-//! Checkpoints of containers without GPU. Needs root.
+//! Checkpoints of containers without GPUs. Needs root.
 
 use std::fs;
 
@@ -56,12 +56,11 @@ fn long_path(length: usize) -> PathBuf {
     path.into()
 }
 
-/// How long the first line of the journal is.
+/// Length of the journal's first line, without the bundle's path in it.
 async fn first_line(reaper: &Reaper, image: PathBuf) -> usize {
     let bundle = tempfile::tempdir().unwrap();
     let container = container(bundle.path(), reaper);
     let begin = request(image).begin(&container, false);
-    // That of the test has the bundle's path in it.
     let bundle_bytes = bundle.path().as_os_str().len();
     Journal::begin(bundle.path(), begin).await.unwrap();
     let line = fs::read(bundle.path().join(journal::FILE)).unwrap();
@@ -69,7 +68,7 @@ async fn first_line(reaper: &Reaper, image: PathBuf) -> usize {
 }
 
 #[tokio::test]
-async fn a_disk_that_gets_full_after_the_journals_first_line_leaves_nothing() {
+async fn a_disk_that_fills_after_the_first_journal_line_leaves_no_files() {
     if let Err(errno) = unshare(CloneFlags::CLONE_NEWNS) {
         eprintln!("skipped: needs root for a mount namespace ({errno})");
         return;
@@ -86,7 +85,7 @@ async fn a_disk_that_gets_full_after_the_journals_first_line_leaves_nothing() {
         page,
     )
     .unwrap();
-    // Room for the first line, and for no other.
+    // The page has room for the first line only.
     let short = 300;
     let line = first_line(&reaper, long_path(short)).await + bundle.path().as_os_str().len();
     let image = long_path(short + PAGE - line - 8);
@@ -94,13 +93,13 @@ async fn a_disk_that_gets_full_after_the_journals_first_line_leaves_nothing() {
     let refused = super::super::run(&container, &request(image.clone()), &reaper)
         .await
         .unwrap_err();
-    let said = refused.to_string();
+    let text = refused.to_string();
     let left = fs::read_dir(bundle.path()).unwrap();
     let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
     umount2(bundle.path(), MntFlags::MNT_DETACH).unwrap();
     assert!(
-        said.starts_with("FIRN-JOURNAL: ") && said.contains("No space left"),
-        "{said}"
+        text.starts_with("FIRN-JOURNAL: ") && text.contains("No space left"),
+        "{text}"
     );
     assert!(left.is_empty(), "{left:?}");
 }

@@ -14,7 +14,7 @@ fn entered(path: &Path) -> ImageDir {
     image
 }
 
-/// A directory with this mode in one that only the test can enter.
+/// A directory with this mode in a parent that only the test can enter.
 fn with_mode(mode: u32) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
@@ -42,7 +42,7 @@ fn a_directory_that_was_there_is_emptied_and_kept() {
 }
 
 #[test]
-fn a_directory_that_was_made_is_roots_alone_and_removed() {
+fn a_created_directory_is_private_to_root_and_removed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a/b");
     let image = entered(&path);
@@ -53,11 +53,11 @@ fn a_directory_that_was_made_is_roots_alone_and_removed() {
 }
 
 #[test]
-fn a_directory_that_is_made_after_it_was_cleared_goes_again() {
+fn a_directory_that_is_created_after_the_cleanup_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     let image = found(&path);
-    // The checkpoint has failed because making it took too long.
+    // The checkpoint has failed because creating the directory took too long.
     image.clear();
     assert!(is_gone(image.enter(TIGHTEN)));
     assert!(!path.exists());
@@ -74,8 +74,8 @@ fn files_of_others_are_never_removed() {
 }
 
 #[test]
-fn a_directory_that_vanished_is_gone_and_not_made_again() {
-    // When the request waits for its turn, while CRIU writes, and when all is there.
+fn a_directory_that_vanished_is_an_error_and_not_recreated() {
+    // While the request waits for its turn, while CRIU writes, and when all files are there.
     for phase in 0..3 {
         let (_dir, path) = with_mode(0o700);
         let image = found(&path);
@@ -100,7 +100,7 @@ fn a_directory_that_vanished_is_gone_and_not_made_again() {
 }
 
 #[test]
-fn containerds_directory_is_not_made_for_a_client_that_has_gone() {
+fn containerds_directory_is_not_created_for_a_client_that_has_gone() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("ctrd-checkpoint123");
     assert!(matches!(
@@ -112,7 +112,7 @@ fn containerds_directory_is_not_made_for_a_client_that_has_gone() {
 }
 
 #[test]
-fn what_is_put_in_its_place_gets_nothing() {
+fn a_replacement_of_the_directory_receives_no_files() {
     for links in [false, true] {
         let (dir, path) = with_mode(0o700);
         let image = ImageDir::look(&path, links).unwrap();
@@ -131,7 +131,7 @@ fn what_is_put_in_its_place_gets_nothing() {
 }
 
 #[test]
-fn a_file_that_somebody_takes_away_is_missed_and_one_of_firns_own_is_not() {
+fn a_removed_file_is_detected_unless_it_is_firns_own() {
     let (_dir, path) = with_mode(0o700);
     let image = entered(&path);
     for name in ["inventory.img", "pstree.img", "core-1.img", ".firn.json.tmp"] {
@@ -142,7 +142,7 @@ fn a_file_that_somebody_takes_away_is_missed_and_one_of_firns_own_is_not() {
     fs::remove_file(path.join("core-1.img")).unwrap();
     image.check_complete().unwrap();
     assert!(is_gone(image.check()));
-    assert!(is_gone(image.check()), "it was forgotten");
+    assert!(is_gone(image.check()), "the loss was forgotten");
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn an_empty_directory_that_others_may_enter_is_closed_to_them() {
 }
 
 #[test]
-fn one_with_files_of_others_is_refused_and_left_as_it_is() {
+fn a_directory_with_other_files_is_refused_and_unchanged() {
     let (_dir, path) = with_mode(0o755);
     fs::write(path.join("theirs"), "x").unwrap();
     let image = found(&path);
@@ -174,7 +174,7 @@ fn one_with_files_of_others_is_refused_and_left_as_it_is() {
 }
 
 #[test]
-fn the_configuration_refuses_what_would_be_closed() {
+fn an_open_directory_is_refused_if_configured() {
     let (_dir, path) = with_mode(0o755);
     let refused = found(&path).admit(OpenImageDir::Refuse);
     assert!(matches!(refused, Err(ImageDirError::OpenToOthers { .. })));
@@ -183,7 +183,7 @@ fn the_configuration_refuses_what_would_be_closed() {
 }
 
 #[test]
-fn one_of_another_user_becomes_roots() {
+fn a_directory_of_another_user_becomes_roots() {
     let (_dir, path) = with_mode(0o700);
     if std::os::unix::fs::chown(&path, Some(65534), None).is_err() {
         eprintln!("skipped: needs root");
@@ -197,7 +197,7 @@ fn one_of_another_user_becomes_roots() {
 }
 
 #[test]
-fn files_are_closed_to_others_and_those_of_others_are_left() {
+fn image_files_become_private_and_other_files_keep_their_mode() {
     let written = |was: &Path| {
         for name in ["pages-1.img", "descriptors.json", "stats-dump", "firn.json"] {
             let path = was.join(name);
@@ -221,7 +221,7 @@ fn files_are_closed_to_others_and_those_of_others_are_left() {
 }
 
 #[test]
-fn a_link_is_followed_only_where_the_stock_shim_would_be_asked() {
+fn a_link_is_followed_only_where_the_stock_shim_follows_it() {
     let (dir, path) = with_mode(0o700);
     let link = dir.path().join("link");
     symlink(&path, &link).unwrap();
@@ -235,7 +235,7 @@ fn a_link_is_followed_only_where_the_stock_shim_would_be_asked() {
 }
 
 #[test]
-fn after_a_shim_only_its_own_directory_is_cleared() {
+fn recovery_clears_only_the_directory_that_the_shim_recorded() {
     let (_dir, path) = with_mode(0o700);
     let id = found(&path).id();
     let other = id.map(|id| DirId {

@@ -24,8 +24,8 @@ async fn processes_are_found_by_their_ids_in_the_container() {
     command.args(["--pid", "--fork", "--kill-child", "sh", "-c", script]);
     sys::die_with_parent(&mut command);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-    let told = BufReader::new(child.stdout.take().unwrap()).lines().next();
-    assert_eq!(told.unwrap().unwrap(), "1 2");
+    let line = BufReader::new(child.stdout.take().unwrap()).lines().next();
+    assert_eq!(line.unwrap().unwrap(), "1 2");
     let child_of = |pid: i32| -> i32 {
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
         children.unwrap().trim().parse().unwrap()
@@ -43,6 +43,6 @@ async fn processes_are_found_by_their_ids_in_the_container() {
         assert!(matches!(error, Err(Cause::ProcessMissing { .. })), "{error:?}");
     }
     let _ = child.kill();
-    // The reaper of another test may have had it.
+    // The reaper of another test may have reaped it.
     let _ = child.wait();
 }

@@ -1,4 +1,4 @@
-//! How a restore ends: committed, or with nothing left of the container; and what it looks at on its way.
+//! A restore is committed, or nothing of the container is left; and what a restore checks before.
 
 use std::fs;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::procfs;
 use crate::testing::log::warnings;
 
 #[tokio::test]
-async fn a_restore_that_is_committed_goes_on_and_has_nothing_to_take_back() {
+async fn a_committed_restore_keeps_running_and_leaves_no_journal() {
     let reaper = Reaper::start().unwrap();
     let Some(stub) = Stub::new("true", &reaper) else {
         return;
@@ -31,9 +31,9 @@ async fn a_restore_that_is_committed_goes_on_and_has_nothing_to_take_back() {
     assert_eq!(Record::read(&stub.container.bundle).unwrap(), None);
 }
 
-/// Who was in the cgroup before is not the restore's to kill; the runtime is asked then to delete what it knows.
+/// Processes that were in the cgroup before are not killed: then the runtime alone deletes its state.
 #[tokio::test]
-async fn a_restore_that_is_abandoned_takes_along_what_it_has_made_and_nobody_else() {
+async fn a_restore_that_is_rolled_back_kills_its_own_processes_only() {
     let reaper = Reaper::start().unwrap();
     for was_free in [true, false] {
         let Some(stub) = Stub::new("false", &reaper) else {
@@ -48,7 +48,7 @@ async fn a_restore_that_is_abandoned_takes_along_what_it_has_made_and_nobody_els
         };
         warnings();
         let prepared = prepared(Path::new("/image"));
-        let killed = restored.abandon(&stub.container, &prepared).await;
+        let killed = restored.roll_back(&stub.container, &prepared).await;
         assert!(matches!(
             killed,
             RestoreError::Failed {
@@ -57,15 +57,15 @@ async fn a_restore_that_is_abandoned_takes_along_what_it_has_made_and_nobody_els
             }
         ));
         assert_eq!(procfs::is_alive(task.pid()), !was_free);
-        let told = warnings();
-        assert_eq!(told.len(), 1, "the runtime is asked once: {told:?}");
-        assert!(told[0].starts_with("cannot delete "), "{told:?}");
+        let logged = warnings();
+        assert_eq!(logged.len(), 1, "the runtime is called once: {logged:?}");
+        assert!(logged[0].starts_with("cannot delete "), "{logged:?}");
         assert_eq!(Record::read(&stub.container.bundle).unwrap(), None);
     }
 }
 
 #[tokio::test]
-async fn a_restore_whose_code_has_failed_is_taken_back_and_that_is_noted_before() {
+async fn a_restore_that_panics_is_rolled_back_and_enters_that_phase() {
     let reaper = Reaper::start().unwrap();
     let Some(stub) = Stub::new("true", &reaper) else {
         return;
@@ -80,7 +80,7 @@ async fn a_restore_whose_code_has_failed_is_taken_back_and_that_is_noted_before(
 }
 
 #[tokio::test]
-async fn a_cgroup_in_which_others_are_is_not_free() {
+async fn a_cgroup_with_other_processes_is_not_free() {
     let reaper = Reaper::start().unwrap();
     let Some(stub) = Stub::new("true", &reaper) else {
         return;
@@ -121,7 +121,7 @@ async fn an_image_that_was_changed_after_it_was_checked_is_refused() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_restore_has_left_is_not_told_of_this_one() {
+async fn errors_of_an_earlier_restore_are_not_reported() {
     let reaper = Reaper::start().unwrap();
     let bundle = tempfile::tempdir().unwrap();
     let container = container("box", bundle.path(), "true", &reaper);
@@ -141,7 +141,7 @@ async fn what_an_earlier_restore_has_left_is_not_told_of_this_one() {
     assert_eq!(refusal_of_script(&container).await, Some(refusal.clone()));
     leave();
     warnings();
-    // Also when there is nothing any more.
+    // The second time there is nothing to remove.
     for _ in 0..2 {
         forget_log(&log).await;
         forget_refusal(&container).await;
@@ -155,13 +155,14 @@ async fn what_an_earlier_restore_has_left_is_not_told_of_this_one() {
 }
 
 #[tokio::test]
-async fn a_failed_restore_is_the_runtimes_word_unless_it_can_restore_nothing() {
+async fn the_runtimes_error_is_reported_unless_it_cannot_restore_at_all() {
     let reaper = Reaper::start().unwrap();
     for (version, knows_how) in [("runc version 1.3.6", true), ("youki version: 0.5.7", false)] {
         let bundle = tempfile::tempdir().unwrap();
         let runtime = bundle.path().join("runtime");
         let script = format!("#!/bin/sh\n[ \"$1\" = --version ] && echo '{version}' && exit\nexit 1\n");
-        // Written by another process: a child that is forked here meanwhile would keep it open, and it could not be run.
+        // Another process writes the script: a child that is forked here meanwhile would keep it open for
+        // writing, and it could not be run.
         let write = ["-c", "printf %s \"$1\" >\"$0\" && chmod 700 \"$0\""];
         let mut write_it = Command::new("sh");
         write_it.args(write).arg(&runtime).arg(&script);

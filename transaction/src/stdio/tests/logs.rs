@@ -65,22 +65,22 @@ async fn a_logging_binary_reads_both_outputs() {
         env.contains("CONTAINER_ID=box\n") && env.contains("CONTAINER_NAMESPACE=ns\n"),
         "{env}"
     );
-    // The shell adds PWD and the like; nothing of ours may be there.
+    // The shell adds PWD and the like; no variable of the test may be there.
     assert!(!env.contains("CARGO"), "{env}");
     assert!(client.path("done").exists());
 }
 
 #[tokio::test]
-async fn a_logging_binary_that_stays_is_told_to_end() {
+async fn a_logging_binary_that_does_not_end_gets_sigterm() {
     let client = Client::new();
     let body =
-        "trap 'echo told > told; exit' TERM\necho $$ > pid\nexec 5>&-\nwhile :; do read x < stdin; done";
+        "trap 'echo got > terminated; exit' TERM\necho $$ > pid\nexec 5>&-\nwhile :; do read x < stdin; done";
     let uri = format!("binary://{}", logger(&client, body));
     let prepared = client.prepare("", &uri, &uri, false).await;
     let copier = prepared.start().await.unwrap();
     assert_eq!(copier.drain(HASTY).await, Drained::Cut);
     let begun = Instant::now();
-    while !client.path("told").exists() {
+    while !client.path("terminated").exists() {
         assert!(begun.elapsed() < LIMIT, "the logging binary got no SIGTERM");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -115,7 +115,7 @@ async fn a_logging_binary_that_is_not_ready_is_refused() {
 }
 
 #[tokio::test]
-async fn a_logging_binary_that_never_says_that_it_is_ready_is_given_up() {
+async fn a_logging_binary_that_never_becomes_ready_is_a_timeout() {
     let client = Client::new();
     let uri = format!("binary://{}", logger(&client, "echo $$ > pid; exec sleep 1000"));
     let request = Request {
@@ -127,7 +127,7 @@ async fn a_logging_binary_that_never_says_that_it_is_ready_is_given_up() {
         terminal: false,
     };
     let config = StdioConfig::parse(&request).unwrap();
-    // All of its time passes at once.
+    // Paused time: its deadline passes at once.
     tokio::time::pause();
     let error = config
         .prepare(Owner::default(), &client.reaper)
@@ -137,7 +137,7 @@ async fn a_logging_binary_that_never_says_that_it_is_ready_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_logging_binary_that_ignores_being_told_is_killed() {
+async fn a_logging_binary_that_ignores_sigterm_is_killed() {
     let client = Client::new();
     let body = "trap '' TERM\necho $$ > pid\nexec 5>&-\nwhile :; do sleep 0.05; done";
     let uri = format!("binary://{}", logger(&client, body));
@@ -147,7 +147,7 @@ async fn a_logging_binary_that_ignores_being_told_is_killed() {
     let alive = || Path::new(&format!("/proc/{}", pid.trim())).exists();
     assert_eq!(copier.drain(HASTY).await, Drained::Cut);
     assert!(alive());
-    // Its grace passes at once.
+    // Paused time: its grace period passes at once.
     tokio::time::pause();
     tokio::time::advance(LIMIT).await;
     tokio::time::resume();

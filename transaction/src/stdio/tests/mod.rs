@@ -1,4 +1,4 @@
-//! Real processes, fifos, files and terminals; the test plays the client and the OCI runtime.
+//! Real processes, fifos, files and terminals. The test acts as the client and the OCI runtime.
 
 mod logs;
 mod terminal;
@@ -24,16 +24,16 @@ use super::copier::Drained;
 use super::*;
 use crate::reaper::{Child, Reaper};
 
-/// Longest time for anything here that should happen.
+/// Longest wait for anything that should happen.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Waits for whatever should happen.
+/// Waits for everything that should happen.
 const PATIENT: Patience = Patience {
     idle: LIMIT,
     limit: LIMIT,
 };
 
-/// Waits for what moves.
+/// Waits only while data is being copied.
 const HASTY: Patience = Patience {
     idle: Duration::from_millis(50),
     limit: LIMIT,
@@ -72,7 +72,7 @@ impl Client {
         file
     }
 
-    /// A write side of stdin; opening fails at once when the shim does not read it.
+    /// A write side of stdin; opening it fails at once when the shim does not read.
     fn writer(&self) -> File {
         File::options()
             .write(true)
@@ -115,7 +115,7 @@ fn shell(script: &str) -> Command {
     command
 }
 
-/// Reads to the end on a thread of its own, as a client would.
+/// Reads to the end on a separate thread, as a client would.
 async fn read_all(mut file: File) -> String {
     let read = spawn_blocking(move || {
         let mut text = String::new();
@@ -151,7 +151,7 @@ async fn exit_code(child: &Child) -> u32 {
         .code
 }
 
-/// 100 MiB of 64-bit counters in a file.
+/// Writes 100 MiB of 64-bit counters to a file.
 fn counters(path: &Path) -> u64 {
     let count = (100 << 20) / 8;
     let mut bytes = vec![0; 100 << 20];
@@ -165,7 +165,7 @@ fn counters(path: &Path) -> u64 {
     count
 }
 
-/// Reads counters to the end; gives how many came in order.
+/// Reads counters to the end and returns how many came in order.
 fn verify(mut from: impl std::io::Read) -> u64 {
     let mut bytes = Vec::new();
     from.read_to_end(&mut bytes).unwrap();
@@ -258,7 +258,7 @@ async fn a_client_that_does_not_read_stops_only_its_own_process() {
     let begun = Instant::now();
     assert_eq!(stuck_copier.drain(HASTY).await, Drained::Cut);
     assert!(begun.elapsed() < LIMIT / 2);
-    // With the copy gone nobody reads the pipe any more.
+    // Nothing reads the pipe any more once the copy has ended.
     assert_eq!(exit_code(&stuck).await, 128 + 13);
 }
 
@@ -281,7 +281,7 @@ async fn a_client_that_reads_slowly_loses_nothing() {
             thread::sleep(Duration::from_millis(40));
         }
     });
-    // Less than it takes to read all, and much more than from one piece to the next.
+    // Shorter than reading everything takes, and much longer than one chunk takes.
     let slow = Patience {
         idle: Duration::from_secs(1),
         limit: LIMIT,
@@ -291,7 +291,7 @@ async fn a_client_that_reads_slowly_loses_nothing() {
 }
 
 #[tokio::test]
-async fn what_came_while_the_shim_stood_still_is_copied() {
+async fn output_written_while_the_shim_was_suspended_is_copied() {
     let client = Client::new();
     let stdout = client.reader("stdout");
     let (go, done) = (client.path("go"), client.path("done"));
@@ -317,13 +317,13 @@ async fn what_came_while_the_shim_stood_still_is_copied() {
 }
 
 #[tokio::test]
-async fn a_stream_that_never_ends_is_cut_at_the_limit() {
+async fn a_stream_that_never_ends_is_closed_at_the_limit() {
     let client = Client::new();
     let mut stdout = client.reader("stdout");
     let mut prepared = client.prepare("", "stdout", "", false).await;
     let child = client.spawn(&mut prepared, "exec yes");
     let copier = prepared.start().await.unwrap();
-    // Its beginning is read before the time runs, however long it takes to come.
+    // The first line is read before the timer starts, however long it takes to arrive.
     assert_eq!(read_line(&stdout).await, "y\n");
     let read = spawn_blocking(move || std::io::copy(&mut stdout, &mut std::io::sink()).unwrap());
     let patience = Patience {
@@ -361,7 +361,7 @@ async fn stdin_ends_only_when_it_is_closed() {
     let child = client.spawn(&mut prepared, "exec cat");
     let mut copier = prepared.start().await.unwrap();
     for text in ["one\n", "two\n"] {
-        // Each writer closes its side again.
+        // Each writer closes its side when it is dropped.
         client.writer().write_all(text.as_bytes()).unwrap();
         assert_eq!(read_line(&stdout).await, text);
     }
@@ -389,7 +389,7 @@ async fn a_stdin_that_is_no_fifo_is_read_by_the_process() {
 }
 
 #[tokio::test]
-async fn what_a_failing_runtime_prints_stays_here() {
+async fn output_of_a_failing_runtime_never_reaches_the_client() {
     let client = Client::new();
     let (stdout, stderr) = (client.reader("stdout"), client.reader("stderr"));
     let mut prepared = client.prepare("", "stdout", "stderr", false).await;

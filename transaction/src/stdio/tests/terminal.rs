@@ -3,7 +3,7 @@
 use super::logs::logger;
 use super::*;
 
-/// Plays runc: a shell on a new pty, whose master goes to the console socket.
+/// Acts as runc: starts a shell on a new pty and sends the master to the console socket.
 fn spawn_on_terminal(client: &Client, prepared: &Prepared, script: &str) -> Child {
     let pty = openpty(None, None).unwrap();
     let socket = UnixStream::connect(prepared.console_socket().unwrap()).unwrap();
@@ -58,7 +58,7 @@ async fn a_terminal_outlives_the_end_of_its_stdin() {
 }
 
 #[tokio::test]
-async fn a_terminal_is_told_the_end_of_its_stdin() {
+async fn a_terminal_reads_the_end_of_its_stdin() {
     let cases = [
         ("whole\n", "got whole\r\nrest\r\n"),
         ("part", "rest part\r\n"),

@@ -1,19 +1,19 @@
-//! Who takes the way back, and when nobody does.
+//! When a checkpoint is rolled back, and when it is not.
 
 use super::*;
 
 #[test]
-fn undo_may_be_repeated() {
+fn a_rollback_may_be_repeated() {
     let mut world = World::new([10, 20], false);
     block_on(async {
-        let taken = Begun::new(&mut world, false)
+        let checkpointed = Begun::new(&mut world, false)
             .gpu_lock()
             .await
             .unwrap()
             .gpu_checkpoint()
             .await
             .unwrap();
-        drop(taken);
+        drop(checkpointed);
         let locked = world.processes();
         let back = Rollback {
             locked: &locked,
@@ -28,13 +28,13 @@ fn undo_may_be_repeated() {
 }
 
 #[test]
-fn nothing_is_undone_for_a_container_that_is_killed() {
+fn a_container_that_is_killed_is_not_rolled_back() {
     for was_frozen in [false, true] {
         for nth in 0..calls(was_frozen, &[]) {
             let mut world = World::new([10, 20], was_frozen);
             (world.faults, world.killed) = (vec![Fault { nth, for_good: false }], Some(nth));
             let Err(failure) = block_on(leave_running(&mut world)) else {
-                panic!("{:?} was not told", world.calls.last());
+                panic!("the failure of {:?} was not reported", world.calls.last());
             };
             assert_eq!(failure.suspended, None, "{:?}", world.calls);
         }
@@ -42,7 +42,7 @@ fn nothing_is_undone_for_a_container_that_is_killed() {
 }
 
 #[test]
-fn what_is_killed_in_the_last_attempt_to_give_back_is_not_suspended() {
+fn a_container_killed_in_the_last_rollback_attempt_is_not_suspended() {
     let (clean, _) = World::after(false, &[]);
     let nth = clean
         .calls
@@ -66,7 +66,7 @@ fn what_is_killed_in_the_last_attempt_to_give_back_is_not_suspended() {
 }
 
 #[test]
-fn every_phase_is_noted_and_the_way_back_too() {
+fn every_phase_and_the_rollback_are_written_to_the_journal() {
     let whole = [
         Phase::Inspect,
         Phase::GpuLock,
@@ -80,9 +80,9 @@ fn every_phase_is_noted_and_the_way_back_too() {
     assert_eq!(world.phases, [&whole[..], &[Phase::Rollback]].concat());
 }
 
-/// Only what has no GPU state must not run.
+/// Only threads without their GPU state must not run.
 #[test]
-fn a_checkpoint_that_has_taken_nothing_stops_no_thread_on_its_way_back() {
+fn a_rollback_before_gpu_checkpoint_stops_no_thread() {
     let (clean, _) = World::after(false, &[]);
     for name in ["gpu_lock", "freeze", "hold"] {
         let nth = clean.calls.iter().position(|call| *call == name).unwrap();
@@ -100,13 +100,13 @@ fn a_checkpoint_that_has_taken_nothing_stops_no_thread_on_its_way_back() {
 }
 
 #[test]
-fn threads_that_a_dead_criu_has_left_thawed_are_stopped_before_anything_else() {
+fn threads_that_a_dead_criu_has_left_thawed_are_stopped_first() {
     let (mut world, _) = World::after(false, &[]);
     let locked = world.processes();
     for state in world.states.values_mut() {
         *state = CudaState::Checkpointed;
     }
-    // The world complains when another call comes first.
+    // The world panics if another call comes first.
     (world.criu_died, world.let_run) = (true, true);
     let back = Rollback {
         locked: &locked,
@@ -118,7 +118,7 @@ fn threads_that_a_dead_criu_has_left_thawed_are_stopped_before_anything_else() {
 }
 
 #[test]
-fn a_transaction_that_panics_is_taken_back_by_what_was_noted() {
+fn a_transaction_that_panics_is_rolled_back_by_its_journal() {
     for was_frozen in [false, true] {
         for nth in 0..calls(was_frozen, &[]) {
             let mut world = World::new([10, 20], was_frozen);
