@@ -210,7 +210,7 @@ impl<'a> Words<'a> {
             let path = device["path"].as_str().unwrap_or_default();
             let numbers = device["major"].as_u64().unwrap_or_default() == node.major
                 && device["minor"].as_u64().unwrap_or_default() == node.minor;
-            path.starts_with("/dev") && (numbers || by_path && Path::new(path) == node.path)
+            Path::new(path).starts_with("/dev") && (numbers || by_path && Path::new(path) == node.path)
         })
     }
 
