@@ -1,4 +1,8 @@
-//! The rules, in the order in which the transaction applies them.
+//! The rules. The audit applies all of them to one [`Workload`], in the order of this file.
+//!
+//! The transaction applies them in several calls, each with the part of the workload that it sets: other
+//! vendors before everything else, processes and findings in every inspection, capacity, mounts and streams
+//! in the first inspection.
 
 use std::cell::OnceCell;
 use std::io;

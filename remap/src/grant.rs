@@ -13,10 +13,10 @@
 //! | others | a map ([`RequestedMap`]) | the GPUs on its right side |
 //! | others | neither | the spec's device nodes by numbers, then by path |
 //!
-//! The kubelet has allocated what a CRI spec holds, and a pod's author must not reach beyond it. A spec that
-//! is not CRI's was written by someone who could have named any device of the node, and after
-//! `ctr containers restore` it is the source's spec, whose nodes mean nothing here. The
-//! checkpoint image has no influence.
+//! The kubelet has allocated what a CRI spec holds, and a pod's author must not reach beyond it. Any other
+//! spec comes from somebody who may use every device of the node. After `ctr containers restore` it is a copy
+//! of the source's spec, so its device numbers are not those of this node. The checkpoint image has no
+//! influence.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

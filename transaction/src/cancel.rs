@@ -1,8 +1,8 @@
 //! Cancels a checkpoint or restore because its container is to end: no phase of it is awaited any more.
 //!
 //! Kill cancels it by [`Container::cancel_transaction`](super::Container::cancel_transaction). The
-//! transaction then stops waiting, kills CRIU first, which holds the tasks by ptrace, and then the tasks;
-//! [`CancellationToken::untraced`] resolves when CRIU has ended.
+//! transaction then stops waiting, kills CRIU first (`runc::run_criu`), which holds the tasks by ptrace, and
+//! then the tasks; [`CancellationToken::untraced`] resolves when CRIU has ended.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -147,7 +147,7 @@ mod tests {
         assert!(slot.cancel_transaction().is_none());
         assert!(
             !slot.begin().cancel.is_cancelled(),
-            "the next one was cancel off too"
+            "the next one was cancelled too"
         );
     }
 
@@ -158,7 +158,7 @@ mod tests {
         assert!(slot.begin().commit(|| published = true).is_ok() && published);
         assert!(
             slot.cancel_transaction().is_none(),
-            "a committed transaction was cancel off"
+            "a committed transaction was cancelled"
         );
 
         let guard = slot.begin();

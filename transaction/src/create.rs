@@ -6,6 +6,7 @@
 
 use std::path::Path;
 
+use firn_gpu::Backend;
 use firn_host::Chain;
 use firn_oci::{Spec, SpecError, nccl};
 
@@ -74,9 +75,14 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     if let Some(runtime) = &resolved.runtime {
         options.binary_name.clone_from(runtime);
     }
+    let other_gpus = spec.has_other_gpus();
     let traits = ContainerTraits {
-        gpu,
-        other_gpus: spec.has_other_gpus(),
+        backend: match (gpu, other_gpus) {
+            (true, _) => Backend::Nvidia,
+            (false, true) => Backend::CriuPlugin,
+            (false, false) => Backend::None,
+        },
+        other_gpus,
         open_tcp: gpu && nccl::is_requested(spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };

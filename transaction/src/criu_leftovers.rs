@@ -52,7 +52,7 @@ fn roots(log: &str) -> BTreeSet<String> {
 
 /// Unmounts the cgroup tree that a killed CRIU left in its work directory. Order matters: a recursive delete
 /// of that directory would otherwise walk into cgroupfs.
-pub async fn unmount_yards(work: &Path) {
+pub(crate) async fn unmount_yards(work: &Path) {
     let entries = std::fs::read_dir(work).into_iter().flatten().flatten();
     let is_yard = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(CGYARD);
     for yard in entries.filter(is_yard) {

@@ -1,10 +1,10 @@
 //! The shim's end of the driver worker `firn-gpu`.
 //!
-//! The shim never loads the driver. A transaction creates one [`Gpu`], which starts a worker on first use and
-//! ends it when dropped. Every call has a deadline that is enforced here: the driver ignores its own lock
+//! The shim never loads the driver. A transaction creates one [`Driver`], which starts a worker on first use
+//! and ends it when dropped. Every call has a deadline that is enforced here: the driver ignores its own lock
 //! timeout when the threads of the process cannot run, so a worker that exceeds the deadline is killed, and
 //! the next call starts a new one. The effect of an interrupted call on a process is unknown until
-//! [`Gpu::states`] was called.
+//! [`Driver::states`] was called.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -111,7 +111,7 @@ impl WorkerError {
     /// Whether the driver will never restore this GPU state. This was seen after a restore that found too
     /// little memory: it fails, and so does every later one, with the error for a process that has ended
     /// (docs/evidence/gpu-runs.md).
-    pub fn is_final(&self) -> bool {
+    pub(crate) fn is_final(&self) -> bool {
         match self {
             Self::State { state, .. } => *state == Some(CudaState::Failed),
             Self::Process { source, .. } => {
@@ -199,7 +199,7 @@ impl Driver {
     }
 
     /// Records the pids of its workers in a transaction's journal.
-    pub fn with_journal(self, journal: Journal) -> Self {
+    pub(crate) fn with_journal(self, journal: Journal) -> Self {
         Self {
             journal: Some(journal),
             ..self
@@ -207,7 +207,7 @@ impl Driver {
     }
 
     /// Starts the worker, so that its start overlaps with other work.
-    pub fn warm_up(&mut self) -> Result<(), WorkerError> {
+    pub(crate) fn warm_up(&mut self) -> Result<(), WorkerError> {
         self.worker().map(drop)
     }
 
@@ -285,9 +285,8 @@ impl Driver {
 
     /// Locks all; afterwards none of them calls into the driver.
     ///
-    /// The processes may be ranks that wait for each other: the lock of one rank delays a kernel that another
-    /// rank's kernel waits for, and the lock of that other rank waits for its kernel to end. Then all are
-    /// unlocked, and the lock is tried again a little later.
+    /// Ranks can block each other: locking rank A stops the kernel that rank B's kernel waits for, so B's
+    /// lock never finishes. Then all are unlocked, and the lock is tried again a little later.
     pub async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
         let end = Instant::now() + deadline;
         loop {
@@ -523,66 +522,4 @@ impl Worker {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
-    use nix::sys::ptrace;
-    use nix::unistd::Pid;
-
-    use super::*;
-
-    fn program(directory: &Path, script: &str) -> PathBuf {
-        let program = directory.join("firn-gpu");
-        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
-        program
-    }
-
-    #[tokio::test]
-    async fn a_gpu_without_enough_memory_is_named_and_the_worker_continues() {
-        let directory = tempfile::tempdir().unwrap();
-        let uuid = "GPU-01010101-0101-0101-0101-010101010101";
-        let answer = format!(r#"{{"no_memory":{{"gpu":"{uuid}","free":1048576,"needed":8388609}}}}"#);
-        let script = format!("while read -r line <&3; do echo '{answer}' >&3; done");
-        let program = program(directory.path(), &script);
-        let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(10));
-        let mut workers = Vec::new();
-        for _ in 0..2 {
-            let limit = Duration::from_secs(60);
-            let refused = gpu
-                .restore(&[7], &[], &GpuMemory::new(), limit)
-                .await
-                .unwrap_err();
-            assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
-            let text = refused.to_string();
-            let figures = "has 1 MiB of memory free, and 9 MiB are needed";
-            assert!(
-                text.starts_with("GPU-01010101-") && text.ends_with(figures),
-                "{text}"
-            );
-            workers.push(gpu.worker.as_ref().map(|worker| worker.child.pid()));
-        }
-        assert!(workers[0].is_some() && workers[0] == workers[1], "{workers:?}");
-    }
-
-    #[tokio::test]
-    async fn no_call_begins_before_a_killed_worker_has_ended() {
-        let directory = tempfile::tempdir().unwrap();
-        let program = program(directory.path(), "exec sleep 1000");
-        let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
-        gpu.warm_up().unwrap();
-        let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
-        // As in a call that cannot be interrupted: after SIGKILL the worker stops at its exit and stays.
-        ptrace::seize(worker, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
-        let overrun = gpu.inventory(Duration::from_millis(1)).await;
-        assert!(
-            matches!(overrun, Err(WorkerError::Deadline { .. })),
-            "{overrun:?}"
-        );
-        let refused = gpu.inventory(Duration::from_secs(60)).await;
-        assert!(matches!(refused, Err(WorkerError::Stuck { .. })), "{refused:?}");
-        ptrace::detach(worker, None).unwrap();
-        let again = gpu.inventory(Duration::from_millis(1)).await;
-        assert!(matches!(again, Err(WorkerError::Deadline { .. })), "{again:?}");
-    }
-}
+mod tests;

@@ -13,7 +13,7 @@ use firn_host::Problem;
 use firn_oci::{GpuRequest, NamedGpus, RequestSource, Rules, Spec, SpecError, requests_beyond_gpus};
 use serde::Deserialize;
 
-use crate::reaper::{OutputError, Reaper};
+use crate::reaper::{Output, OutputError, Reaper};
 
 /// How long the helper may take. It reads some small files.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -119,20 +119,7 @@ pub(crate) async fn resolve(
     if !request.source.is_enabled(&config.create) {
         return Ok(ResolvedSpec::unchanged(spec, is_hook));
     }
-    let hook =
-        find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(GpuRequestError::Program)?;
-    let mut command = Command::new(hook);
-    command.arg("convert").arg(bundle);
-    if restores {
-        command.arg("--restore");
-    }
-    if let Some(wrapper) = wrapper {
-        command.arg("--wrapper").arg(wrapper);
-    }
-    let output = reaper
-        .output(&mut command, LIMIT)
-        .await
-        .map_err(GpuRequestError::Run)?;
+    let output = convert(&config, bundle, wrapper, restores, reaper).await?;
     if !output.success() {
         let error = refused(&request, &output.stdout, &output.stderr);
         if is_hook && !restores && error.is_no_spec() {
@@ -158,6 +145,28 @@ pub(crate) async fn resolve(
         }
     }
     Ok(ResolvedSpec::with_gpus(converted, runtime))
+}
+
+/// Runs `firn-hook convert`, which edits the spec in the bundle.
+async fn convert(
+    config: &Config,
+    bundle: &Path,
+    wrapper: Option<&Path>,
+    restores: bool,
+    reaper: &Reaper,
+) -> Result<Output, GpuRequestError> {
+    let hook =
+        find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(GpuRequestError::Program)?;
+    let mut command = Command::new(hook);
+    command.arg("convert").arg(bundle);
+    if restores {
+        command.arg("--restore");
+    }
+    if let Some(wrapper) = wrapper {
+        command.arg("--wrapper").arg(wrapper);
+    }
+    let output = reaper.output(&mut command, LIMIT).await;
+    output.map_err(GpuRequestError::Run)
 }
 
 impl ResolvedSpec {

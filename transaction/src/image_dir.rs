@@ -8,7 +8,8 @@ use std::fs;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-pub use dir::{ImageDir, is_containerds};
+pub use dir::ImageDir;
+pub(crate) use dir::is_containerds;
 pub use error::ImageDirError;
 
 /// How many of CRIU's last errors are quoted.
@@ -18,7 +19,7 @@ const QUOTED: usize = 3;
 const TAIL: u64 = 256 << 10;
 
 /// The last errors of a CRIU log, without their time stamps.
-pub fn error_lines(log: &Path) -> Vec<String> {
+pub(crate) fn error_lines(log: &Path) -> Vec<String> {
     let mut text = Vec::new();
     let read = fs::File::open(log).and_then(|mut file| {
         let length = file.metadata()?.len();

@@ -12,9 +12,9 @@ use firn_config::Toolkit;
 use serde::{Deserialize, Serialize};
 
 /// The OCI runtime when the options name none.
-pub const DEFAULT_RUNTIME: &str = "runc";
+pub(crate) const DEFAULT_RUNTIME: &str = "runc";
 /// State directory of the OCI runtime when the options name none; the namespace is appended.
-pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
+pub(crate) const DEFAULT_ROOT: &str = "/run/containerd/runc";
 /// Options of the task, in the bundle.
 const OPTIONS_FILE: &str = "options.json";
 /// Name of the OCI runtime binary, in the bundle.

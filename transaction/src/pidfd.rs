@@ -42,14 +42,14 @@ fn send(
 ///
 /// The kernel does not reuse the id of a group while it has members. If the process with that pid is not the
 /// leader of then, the original group has ended, and this is another one.
-pub fn is_in_group(pid: i32, leader: i32, started: u64) -> bool {
+pub(crate) fn is_in_group(pid: i32, leader: i32, started: u64) -> bool {
     procfs::group(pid) == Some(leader)
         && procfs::started(pid).is_some_and(|at| at >= started)
         && procfs::started(leader).is_none_or(|at| at == started)
 }
 
 /// Sends SIGKILL once to the living processes of that group, and returns their pids.
-pub fn kill_group(leader: i32, started: u64) -> Vec<i32> {
+pub(crate) fn kill_group(leader: i32, started: u64) -> Vec<i32> {
     let is_meant = |pid: i32| is_in_group(pid, leader, started) && procfs::is_alive(pid);
     let mut left = procfs::all();
     left.retain(|pid| {

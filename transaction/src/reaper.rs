@@ -35,7 +35,7 @@ use tokio::sync::watch;
 use crate::sys;
 
 /// How much of a command's stdout, and of its stderr, [`Reaper::output`] keeps; the rest is read and dropped.
-pub const OUTPUT_LIMIT: usize = 4 << 20;
+pub(crate) const OUTPUT_LIMIT: usize = 4 << 20;
 
 /// Largest pipe that the kernel creates for this process. The commands' pipes have the default size, which is
 /// smaller.
@@ -100,7 +100,7 @@ impl Reaper {
     }
 
     /// Spawns a process that outlives the shim (a log binary that must drain its pipes).
-    pub fn spawn_surviving(&self, command: &mut Command) -> io::Result<Child> {
+    pub(crate) fn spawn_surviving(&self, command: &mut Command) -> io::Result<Child> {
         let mut table = table();
         let mut child = command.spawn()?;
         let pid = i32::try_from(child.id()).expect("a pid fits pid_t");
@@ -267,7 +267,7 @@ impl Child {
 
     /// Sends SIGKILL to the process group that it leads, unless it was reaped: until then the pid is not
     /// reused.
-    pub fn kill_group(&self) {
+    pub(crate) fn kill_group(&self) {
         let table = table();
         if table.children.contains_key(&self.pid()) {
             // ESRCH: it created no group, or all its processes have ended.

@@ -26,7 +26,7 @@ const NO_COOKIE: libc::c_ulong = 0;
 
 /// A reaped process: its pid, and the code that containerd reports (128 + signal for a killed one).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reaped {
+pub(crate) struct Reaped {
     pub pid: i32,
     pub code: u32,
 }
@@ -36,7 +36,7 @@ pub struct Reaped {
 /// waitid also reports stops of this process's tracees, whatever the options are; these notices are consumed
 /// and skipped: the tracing thread polls its tracees itself. The signal is read as a number, because nix's
 /// `WaitStatus` returns `EINVAL`, and loses the exit, for a process killed by a real-time signal.
-pub fn reap_any() -> io::Result<Option<Reaped>> {
+pub(crate) fn reap_any() -> io::Result<Option<Reaped>> {
     loop {
         let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
         // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores
@@ -84,7 +84,7 @@ pub fn die_with_parent(command: &mut Command) {
 }
 
 /// The child and its descendants create files that only root can read.
-pub fn make_private_files(command: &mut Command) {
+pub(crate) fn make_private_files(command: &mut Command) {
     let cancel = || {
         umask(Mode::from_bits_truncate(0o077));
         Ok(())
@@ -147,7 +147,7 @@ pub fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
 }
 
 /// Opens a descriptor of a process, which still refers to this process when its pid is reused.
-pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+pub(crate) fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two numbers and no memory.
     let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
     let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
@@ -156,7 +156,7 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 }
 
 /// Sends a signal, given as a number, to the process of a descriptor of [`pidfd_open`].
-pub fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
+pub(crate) fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
     let fd = process.as_fd().as_raw_fd();
     let no_info = std::ptr::null::<libc::siginfo_t>();
     // SAFETY: without siginfo the call takes numbers only; a descriptor of another kind is refused.
@@ -166,7 +166,7 @@ pub fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
 
 /// Resumes a stopped tracee with a signal, given as a number (nix's `Signal` has no real-time ones), or with
 /// none: 0.
-pub fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
+pub(crate) fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
     let nowhere = std::ptr::null_mut::<libc::c_void>();
     let signal =
         std::ptr::without_provenance_mut::<libc::c_void>(usize::try_from(signal).unwrap_or_default());
@@ -177,7 +177,7 @@ pub fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
 
 /// Whether `pid` is a child of this process that was not reaped: alive, or a zombie. Until it is reaped its
 /// pid is not reused.
-pub fn is_unreaped_child(pid: i32) -> bool {
+pub(crate) fn is_unreaped_child(pid: i32) -> bool {
     let Ok(id) = libc::id_t::try_from(pid) else {
         return false;
     };
@@ -344,7 +344,7 @@ pub mod testing {
     }
 
     /// From now on prints each of these signals with its value.
-    pub fn print_signals(signals: &[i32]) {
+    pub(crate) fn print_signals(signals: &[i32]) {
         for signal in signals {
             let mut action = MaybeUninit::<libc::sigaction>::zeroed();
             // SAFETY: all bits zero are an action: the default one with an empty mask and no flags.

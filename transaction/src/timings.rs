@@ -20,7 +20,7 @@ struct Timing {
 
 /// How long the phases of one transaction took.
 #[derive(Serialize)]
-pub struct PhaseTimings {
+pub(crate) struct PhaseTimings {
     op: &'static str,
     container: String,
     phases: Vec<Timing>,

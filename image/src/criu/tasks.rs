@@ -256,6 +256,13 @@ pub(super) struct Allowed {
     user_map: Option<[Vec<[u32; 3]>; 2]>,
 }
 
+/// What an image asks for too much: its name, the value found, and the values that the spec allows.
+type Excess = (String, String, String);
+
+fn excess(what: impl ToString, found: impl ToString, allowed: impl ToString) -> Option<Excess> {
+    Some((what.to_string(), found.to_string(), allowed.to_string()))
+}
+
 impl Allowed {
     pub(super) fn by(spec: &Spec, host: &Host) -> Result<Self, ImageFault> {
         let (bounding, permitted) = (spec.capabilities("bounding"), spec.capabilities("permitted"));
@@ -325,14 +332,18 @@ impl Allowed {
         has_firsts: bool,
     ) -> Result<Option<u32>, ImageFault> {
         let thread = thread.ok_or_else(|| ImageFault::malformed(file, "a thread without credentials"))?;
-        let exceeds = |what: &str, found: &dyn std::fmt::Display, allowed: &dyn std::fmt::Display| {
-            Err(ImageFault::exceeds(
-                file,
-                format_args!("{what} of thread {id}"),
-                found,
-                allowed,
-            ))
-        };
+        let excess = (self.more_privileges(&thread))
+            .or_else(|| self.other_filter(&thread, filters, has_firsts))
+            .or_else(|| self.other_ids(&thread.creds));
+        if let Some((what, found, allowed)) = excess {
+            let what = format_args!("{what} of thread {id}");
+            return Err(ImageFault::exceeds(file, what, found, allowed));
+        }
+        Ok(thread.cgroups)
+    }
+
+    /// More capabilities or a weaker restriction than the spec gives.
+    fn more_privileges(&self, thread: &Thread) -> Option<Excess> {
         let creds = &thread.creds;
         for (set, found) in creds.capabilities {
             let allowed = if matches!(set, "bounding" | "inheritable") {
@@ -342,27 +353,11 @@ impl Allowed {
             };
             if found & !allowed != 0 {
                 let what = format!("the {set} capabilities");
-                return exceeds(
-                    &what,
-                    &format_args!("{found:016x}"),
-                    &format_args!("{allowed:016x}"),
-                );
+                return excess(what, format_args!("{found:016x}"), format_args!("{allowed:016x}"));
             }
         }
         if self.no_new_privs && !creds.no_new_privs {
-            return exceeds("no_new_privs", &"unset", &"set");
-        }
-        if self.seccomp {
-            let (mode, filter) = thread.seccomp;
-            let is_there = filter.is_some_and(|filter| filters.get(filter).is_some());
-            let is_firsts = has_firsts && mode == 0;
-            if !is_firsts && (mode != FILTER || !is_there) {
-                return exceeds(
-                    "seccomp",
-                    &format_args!("mode {mode}, filter {filter:?}"),
-                    &"a filter",
-                );
-            }
+            return excess("no_new_privs", "unset", "set");
         }
         if let Some(label) = self.label.as_ref().filter(|label| **label != creds.label) {
             let found = if creds.label.is_empty() {
@@ -370,41 +365,55 @@ impl Allowed {
             } else {
                 &creds.label
             };
-            return exceeds("the security label", &found, label);
+            return excess("the security label", found, label);
         }
         if REALTIME.contains(&thread.policy) && self.bounding & capability("CAP_SYS_NICE") == 0 {
-            return exceeds(
-                "the scheduling policy",
-                &thread.policy,
-                &"none that needs CAP_SYS_NICE",
-            );
+            let allowed = "none that needs CAP_SYS_NICE";
+            return excess("the scheduling policy", thread.policy, allowed);
         }
+        None
+    }
+
+    /// No seccomp filter although the spec has one.
+    fn other_filter(&self, thread: &Thread, filters: &Filters, has_firsts: bool) -> Option<Excess> {
+        let (mode, filter) = thread.seccomp;
+        let is_there = filter.is_some_and(|filter| filters.get(filter).is_some());
+        let is_firsts = has_firsts && mode == 0;
+        if !self.seccomp || is_firsts || (mode == FILTER && is_there) {
+            return None;
+        }
+        excess(
+            "seccomp",
+            format_args!("mode {mode}, filter {filter:?}"),
+            "a filter",
+        )
+    }
+
+    /// A user or group that the spec does not give.
+    fn other_ids(&self, creds: &Creds) -> Option<Excess> {
         if let Some(allowed) = self.users
             && let Some(user) = creds.users.iter().find(|user| **user != allowed)
         {
-            return exceeds("a user id", user, &allowed);
+            return excess("a user id", user, allowed);
         }
         if let Some(allowed) = &self.groups
             && let Some(group) = creds.groups.iter().find(|group| !allowed.contains(group))
         {
-            return exceeds("a group id", group, &format_args!("{allowed:?}"));
+            return excess("a group id", group, format_args!("{allowed:?}"));
         }
-        if let Some([users, groups]) = &self.user_map {
-            let pairs = [
-                ("a user id", &creds.users[..], users),
-                ("a group id", &creds.groups[..], groups),
-            ];
-            for (what, ids, map) in pairs {
-                let mapped = |id: u32| {
-                    map.iter()
-                        .any(|[first, _, count]| id.checked_sub(*first).is_some_and(|at| at < *count))
-                };
-                if let Some(other) = ids.iter().find(|id| !mapped(**id)) {
-                    return exceeds(what, other, &"one of the user namespace");
-                }
-            }
-        }
-        Ok(thread.cgroups)
+        let [users, groups] = self.user_map.as_ref()?;
+        let pairs = [
+            ("a user id", &creds.users[..], users),
+            ("a group id", &creds.groups[..], groups),
+        ];
+        pairs.into_iter().find_map(|(what, ids, map)| {
+            let mapped = |id: u32| {
+                map.iter()
+                    .any(|[first, _, count]| id.checked_sub(*first).is_some_and(|at| at < *count))
+            };
+            let other = ids.iter().find(|id| !mapped(**id))?;
+            excess(what, other, "one of the user namespace")
+        })
     }
 }
 

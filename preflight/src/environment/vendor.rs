@@ -20,9 +20,9 @@ pub enum OtherGpus {
     Amd,
 }
 
-/// Refuses GPUs and accelerators that neither the NVIDIA driver nor CRIU's plugin for AMD can checkpoint. A
-/// container with NVIDIA GPUs must have no others open. Nodes in /dev/dri count as AMD's only if /dev/kfd is
-/// open, too.
+/// Refuses three cases: an accelerator; a GPU that is not NVIDIA's in a container that has NVIDIA GPUs; a
+/// node in /dev/dri without an open /dev/kfd. With /dev/kfd open the node is AMD's, and CRIU's plugin dumps
+/// it.
 pub(crate) fn by_vendor(pids: &[i32], part: &OtherVendors) -> Result<OtherGpus, Refusal> {
     let open = open_devices(pids);
     let is_amd = open.contains_key(&OtherGpu::Amd);

@@ -21,7 +21,7 @@ pub(super) async fn checkpoint(
     let container = service.container(&request.id)?;
     // Order matters: a client that goes away while this waits takes its directory along.
     let path_of_image = Path::new(&request.path);
-    let found = ImageDir::find(path_of_image, !container.gpu).await;
+    let found = ImageDir::find(path_of_image, !container.traits.has_nvidia()).await;
     let _operation = container.operation.write().await;
     container.admit(Action::Checkpoint)?;
     let options = CheckpointOptions::from_any(request.options.as_ref())?;
@@ -32,7 +32,7 @@ pub(super) async fn checkpoint(
         parent: path(&options.parent_path),
         exit: options.exit,
         flags: DumpFlags {
-            open_tcp: options.open_tcp || container.open_tcp,
+            open_tcp: options.open_tcp || container.traits.open_tcp,
             external_unix_sockets: options.external_unix_sockets,
             terminal: options.terminal,
             file_locks: options.file_locks,

@@ -45,21 +45,21 @@ const ANSWER: Duration = Duration::from_secs(2);
 /// Init has ended. What it left in the container goes with it.
 pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, exit: Exit) {
     container.set_init_gone();
-    if container.gpu {
+    if container.traits.has_nvidia() {
         // The runtime's own dump of a container without GPUs ends it by itself.
         drop(container.cancel_transaction());
     }
     let was = container.state();
     // What is frozen does not end, and the runtime does not delete it.
     let is_frozen = matches!(was, InitState::Paused | InitState::Pausing | InitState::Suspended);
-    if container.private_pids && !is_frozen && !container.is_being_killed() {
+    if container.traits.private_pids && !is_frozen && !container.is_being_killed() {
         init_gone(service, container, exit);
         return;
     }
     // Concurrent with the handling of other exits: each of these may take its time.
     let (service, container) = (service.clone(), container.clone());
     tokio::spawn(async move {
-        if !container.private_pids {
+        if !container.traits.private_pids {
             tidy(&container, "end", container.runc.kill(SIGKILL, true).await);
         }
         if was == InitState::Suspended {

@@ -1,6 +1,7 @@
 //! The task service over a runtime that is a shell script, for tests. Processes of its container are real
 //! ones.
 
+use firn_gpu::Backend;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
@@ -22,14 +23,17 @@ pub(super) const ID: &str = "box";
 
 /// The spec of a container without GPU.
 pub(super) const PLAIN: ContainerTraits = ContainerTraits {
-    gpu: false,
+    backend: Backend::None,
     other_gpus: false,
     open_tcp: false,
     private_pids: true,
 };
 
 /// The same with GPUs.
-pub(super) const GPU: ContainerTraits = ContainerTraits { gpu: true, ..PLAIN };
+pub(super) const GPU: ContainerTraits = ContainerTraits {
+    backend: Backend::Nvidia,
+    ..PLAIN
+};
 
 pub(super) struct Stub {
     pub service: Arc<Service>,

@@ -32,9 +32,8 @@ fn host(platform: Platform, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
 
 fn generate(host: &GpuHost) -> Result<()> {
     host.node().run(&["rm", "/etc/cdi/nvidia.json"])?;
-    host.node()
-        .run(&["firn", "cdi", "generate", "--output", CDI])
-        .map(drop)
+    let generated = host.node().run(&["firn", "cdi", "generate", "--output", CDI]);
+    generated.map(drop)
 }
 
 /// Two nodes whose GPUs have nothing in common but the model: neither UUID, minor number nor PCI address. On

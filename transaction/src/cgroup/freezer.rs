@@ -66,13 +66,13 @@ impl Cgroup {
 
     /// Freezes processes of which none may run: never thaws, not even for the moment that lets a v1 freezer
     /// finish.
-    pub async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
+    pub(crate) async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
         self.try_freeze(&self.own_freezer_dir()?, limit, Kick::Never)
             .await
     }
 
     /// Requests freezing and does not wait for the threads to stop.
-    pub fn begin_freeze(&self) -> Result<(), CgroupError> {
+    pub(crate) fn begin_freeze(&self) -> Result<(), CgroupError> {
         self.order(&self.own_freezer_dir()?, FreezerState::Frozen)
     }
 

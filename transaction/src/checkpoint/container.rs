@@ -1,21 +1,22 @@
 //! The effects of a checkpoint on a real container.
 
+mod inspection;
+mod kept_image;
+mod manifest;
+
 use std::collections::BTreeSet;
 use std::future::Future;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 
 use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
-use firn_gpu::{Backend, CudaState, Topology};
-use firn_image::manifest;
-use firn_image::manifest::{DriverVersion, Manifest, Versions};
-use firn_oci::{Spec, mounts};
-use firn_preflight::{Assertions, Capacity, Workload, check_node};
-use serde::de::DeserializeOwned;
+use firn_gpu::{CudaState, SourceGpu, Topology};
+use firn_image::manifest::{DriverVersion, Versions};
+use firn_oci::mounts;
+use firn_preflight::Assertions;
 
 use super::Request;
-use super::dump::{Found, Leftovers, bounded, describe, dump};
+use super::dump::{Found, Leftovers, dump};
 use super::error::{DumpError, EffectError, EndError};
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
@@ -23,9 +24,7 @@ use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump};
-use crate::image_dir::{ImageDir, rescue};
-use crate::journal::{self, ImageWas, Journal};
-use crate::look::{self, Checked};
+use crate::journal::{self, Journal};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -35,12 +34,6 @@ use crate::tracer::{TracedThreads, threads};
 use firn_gpu::CudaProcess;
 use firn_host::Chain;
 
-/// How long firn waits for the file system of the rescue directory.
-const RESCUE: Duration = Duration::from_secs(10);
-
-/// How long a tool may take to print its version. The version is for people only: after that it stays empty.
-const VERSION_LIMIT: Duration = Duration::from_secs(5);
-
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
 struct Source {
@@ -48,7 +41,7 @@ struct Source {
     /// Bytes of memory in use on the container's GPUs, by any process.
     gpu_memory_in_use: u64,
     driver: DriverVersion,
-    gpus: Vec<manifest::SourceGpu>,
+    gpus: Vec<SourceGpu>,
     topology: Topology,
     mounts: Vec<mounts::RequiredMount>,
     versions: Versions,
@@ -133,98 +126,6 @@ impl<'a> ContainerEffects<'a> {
         }
     }
 
-    /// Links the image into a second directory if containerd may remove the first: it does so as soon as the
-    /// shim is killed.
-    async fn link_image(&self) -> Option<PathBuf> {
-        let image = self.request.image.clone();
-        if !image.is_containerds() {
-            return None;
-        }
-        let dir = self.rescue_dir();
-        let sibling = rescue::sibling(image.path(), &dir);
-        for (dir, link) in [
-            (dir, rescue::link as fn(&ImageDir, &Path) -> std::io::Result<()>),
-            (sibling, rescue::link_sibling),
-        ] {
-            self.context.journal.rescue(&dir).await;
-            let (image, to) = (image.clone(), dir.clone());
-            let link = move || link(&image, &to);
-            match bounded("link the image", RESCUE, &self.context.cancel, link).await {
-                Ok(Ok(())) => return Some(dir),
-                Ok(Err(error)) => log::debug!("cannot link the image to {}: {error}", dir.display()),
-                Err(error) => {
-                    log::warn!("{}", Chain(&error));
-                    return None;
-                }
-            }
-        }
-        None
-    }
-
-    fn rescue_dir(&self) -> PathBuf {
-        let Container { bundle, id, .. } = self.container;
-        rescue::place(self.config.checkpoint.rescue_dir(), bundle, id)
-    }
-
-    /// The directory in which a complete image stays for the client that reads the error. None: the image has
-    /// gone.
-    pub(super) async fn keep_image(&mut self) -> Option<PathBuf> {
-        let linked = self.rescued.take();
-        let root = self.config.checkpoint.rescue_dir();
-        let is_sibling = |dir: &PathBuf| !dir.starts_with(root);
-        let image = match linked.clone() {
-            Some(dir) if !is_sibling(&dir) => return Some(dir),
-            Some(dir) => blocking(move || ImageDir::known(&dir, ImageWas::Filled, None)).await,
-            None if self.request.image.is_containerds() => self.request.image.clone(),
-            None => {
-                let path = self.request.image.path().to_owned();
-                return (!self.has_lost_image().await).then_some(path);
-            }
-        };
-        let dir = self.rescue_dir();
-        match rescue::copy_within(
-            &image,
-            &dir,
-            self.config.deadlines.criu_dump,
-            &self.context.cancel,
-        )
-        .await
-        {
-            Ok(()) => {
-                self.context.journal.rescue(&dir).await;
-                if let Some(sibling) = linked {
-                    let _late =
-                        tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&sibling))).await;
-                }
-                Some(dir)
-            }
-            Err(error) => {
-                log::warn!("cannot copy the image to {}: {error}", dir.display());
-                let path = self.request.image.path().to_owned();
-                match linked {
-                    None if self.has_lost_image().await => None,
-                    linked => Some(linked.unwrap_or(path)),
-                }
-            }
-        }
-    }
-
-    /// Whether the image has gone, for example with its client.
-    pub(super) async fn has_lost_image(&self) -> bool {
-        let image = self.request.image.clone();
-        let look = move || image.check();
-        let looked = tokio::time::timeout(RESCUE, blocking(look)).await;
-        matches!(looked, Ok(Err(_)))
-    }
-
-    /// Removes the image's second directory: the client has the first.
-    pub(super) async fn drop_rescue(&mut self) {
-        if let Some(dir) = self.rescued.take() {
-            let remove = move || rescue::remove(&dir);
-            let _late = tokio::time::timeout(RESCUE, blocking(remove)).await;
-        }
-    }
-
     /// Kills a container that is to end, and releases its held threads.
     pub(super) async fn kill(&mut self) {
         if let Err(error) = self.context.cgroup.kill_all(self.config.deadlines.end).await
@@ -273,220 +174,9 @@ impl<'a> ContainerEffects<'a> {
         Ok(())
     }
 
-    /// Reads the node, the spec and the tools' versions. Refuses what needs no look at the processes.
-    async fn read_source(&mut self) -> Result<Source, EffectError> {
-        if let Some(parent) = self.request.parent.clone() {
-            return Err(EffectError::Parent { parent });
-        }
-        let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
-        let spec = Spec::load(&self.container.bundle)?;
-        let node = check_node(&inventory, Some(&spec)).accepted()?;
-        let versions = Versions {
-            firn: env!("CARGO_PKG_VERSION").to_owned(),
-            criu: self.version_of("criu").await,
-            runc: self.version_of(self.container.options.runtime()).await,
-            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
-                .unwrap_or_default()
-                .trim()
-                .to_owned(),
-        };
-        Ok(Source {
-            assertions: Assertions::of(Some(&spec), self.config),
-            gpu_memory_in_use: node.gpu_memory_in_use(),
-            driver: DriverVersion {
-                driver: inventory.driver_version,
-                cuda: inventory.cuda_version,
-            },
-            gpus: node.gpus.iter().map(Into::into).collect(),
-            topology: (inventory.topology).of(&node
-                .gpus
-                .iter()
-                .map(|gpu| gpu.uuid.clone())
-                .collect::<Vec<_>>()),
-            mounts: mounts::required(&spec)?,
-            versions,
-        })
-    }
-
-    /// The version that a tool prints, for people; empty if it prints nothing.
-    async fn version_of(&self, program: &str) -> String {
-        let mut command = std::process::Command::new(program);
-        let output = self
-            .context
-            .reaper
-            .output(command.arg("--version"), VERSION_LIMIT)
-            .await;
-        let text = output
-            .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
-            .unwrap_or_default();
-        text.lines().next().unwrap_or_default().trim().to_owned()
-    }
-
-    async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {
-        let limit = self.config.deadlines.look;
-        Ok(look::look(&request, self.context.reaper, limit, &self.context.cancel).await?)
-    }
-
-    /// Refusals by what the processes are and do.
-    async fn refuse_by_process(
-        &mut self,
-        assertions: Assertions,
-        all: &[i32],
-        cuda: &[CudaProcess],
-    ) -> Result<(), EffectError> {
-        self.refuse_stopped(all).await?;
-        let workload = Workload {
-            init: self.container.init.pid(),
-            pids: all.to_vec(),
-            cuda: cuda.iter().map(|process| process.pid).collect(),
-            processes: Some(assertions),
-            ..Workload::default()
-        };
-        let request = look::Request::Check(Box::new(workload));
-        let Checked { left_out, .. } = self.look(request).await?;
-        if left_out.count != std::mem::replace(&mut self.omitted, left_out.count) && left_out.count > 0 {
-            let named = left_out.some.iter().map(|(pid, comm)| format!("{pid} ({comm})"));
-            let named: Vec<String> = named.collect();
-            let more = if named.len() < left_out.count { ", ..." } else { "" };
-            log::warn!(
-                "the checkpoint of {} leaves out processes that are no children of init ({}): {}{more}",
-                self.container.id,
-                left_out.count,
-                named.join(", ")
-            );
-        }
-        Ok(())
-    }
-
-    /// Refuses by memory and disk space, mounts and standard streams.
-    async fn refuse_by_environment(
-        &mut self,
-        all: Vec<i32>,
-        cuda: &[CudaProcess],
-    ) -> Result<(), EffectError> {
-        let source = self.source.as_ref().expect("it was read before");
-        let in_use = source.gpu_memory_in_use;
-        let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
-        let gpu_memory = match pids.is_empty() {
-            true => 0,
-            // On some virtual machines NVML reports no memory per process: then all that is in use on the
-            // GPUs counts.
-            false => {
-                let memory = self.gpu.memory(&pids, self.config.deadlines.inventory);
-                let known = unless_cancelled(&self.context.cancel, memory).await?;
-                match known.is_empty() {
-                    true => in_use,
-                    false => known.values().copied().fold(0, u64::saturating_add),
-                }
-            }
-        };
-        let bundle = &self.container.bundle;
-        let workload = Workload {
-            init: self.container.init.pid(),
-            pids: all,
-            cuda: pids,
-            capacity: Some(Capacity {
-                gpu_memory,
-                image: self.request.image.inside(),
-                work: self.request.work.as_ref().unwrap_or(bundle).clone(),
-            }),
-            bundle: Some(bundle.clone()),
-            ..Workload::default()
-        };
-        self.look::<Checked>(look::Request::Check(Box::new(workload)))
-            .await?;
-        let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
-        let (limit, cancel) = (self.config.deadlines.look, &self.context.cancel);
-        let admitted = bounded("look at the image directory", limit, cancel, move || {
-            image.admit(others)
-        });
-        Ok(admitted.await??)
-    }
-
-    /// Refuses processes that a signal has stopped: while a v1 freezer holds them, neither firn nor CRIU can
-    /// trace them.
-    async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
-        if !self.context.cgroup.is_v1() {
-            return Ok(());
-        }
-        let pids = pids.to_vec();
-        // On a blocking thread, because there may be many processes. Reading their state never hangs.
-        let stopped = blocking(move || pids.into_iter().find(|pid| procfs::state(*pid) == Some('T'))).await;
-        match stopped {
-            None => Ok(()),
-            Some(pid) => Err(EffectError::Stopped {
-                pid,
-                comm: procfs::comm(pid),
-            }),
-        }
-    }
-
     fn plugins(&self) -> PathBuf {
         let bundled = self.container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
         self.config.criu.libs_dir.clone().unwrap_or(bundled)
-    }
-
-    /// The processes for the manifest. Read before the dump, because they may have gone when the image is
-    /// complete.
-    fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CheckpointedProcess> {
-        let inner = |task: String| procfs::inner_pid(&task);
-        processes
-            .iter()
-            .filter_map(|CudaProcess { pid, restore_tid, .. }| {
-                Some(manifest::CheckpointedProcess {
-                    pid: inner(pid.to_string())?,
-                    restore_tid: inner(format!("{pid}/task/{restore_tid}"))?,
-                    state: CudaState::Running,
-                })
-            })
-            .collect()
-    }
-
-    /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
-    async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
-        let Ok(pids) = self.context.cgroup.pids() else {
-            return Ok(None);
-        };
-        let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
-        match self.look(look::Request::InUse { pids, places }).await {
-            Err(EffectError::Look(error)) => {
-                log::warn!(
-                    "all mounts of {} may be in use: {}",
-                    self.container.id,
-                    Chain(&error)
-                );
-                Ok(None)
-            }
-            seen => seen,
-        }
-    }
-
-    async fn write_manifest(&self, processes: Vec<manifest::CheckpointedProcess>) -> Result<(), EffectError> {
-        let source = self.source.clone().expect("a dump follows an inspection");
-        let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
-        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.context.cancel);
-        let images = describe(&image, limit, cancel).await?;
-        let mut mounts = source.mounts;
-        if let Some(used) = self.in_use(&mounts).await? {
-            mounts::mark_unused(&mut mounts, &used);
-        }
-        let write = move || {
-            let manifest = Manifest {
-                backend: Backend::Nvidia,
-                dump,
-                driver: Some(source.driver),
-                gpus: source.gpus,
-                topology: source.topology,
-                processes,
-                mounts,
-                versions: source.versions,
-                images,
-            };
-            manifest.write_by(&image.inside(), image.path())?;
-            image.seal();
-            Ok(image.check()?)
-        };
-        bounded("write the manifest", limit, cancel, write).await?
     }
 }
 

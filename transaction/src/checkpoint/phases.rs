@@ -57,7 +57,7 @@ pub struct Rollback<'p> {
 }
 
 /// Nothing has been touched.
-pub struct Begun<'e, E: Dump> {
+pub(crate) struct Begun<'e, E: Dump> {
     effects: &'e mut E,
     was_frozen: bool,
 }
@@ -77,7 +77,7 @@ pub struct Locked<'e, E: Dump> {
 pub struct Checkpointed<'e, E: Dump>(Locked<'e, E>);
 
 /// The image is complete.
-pub struct Dumped<'e, E: Dump>(Locked<'e, E>);
+pub(crate) struct Dumped<'e, E: Dump>(Locked<'e, E>);
 
 /// How often processes that appear between lock and freeze are locked too before the checkpoint fails.
 const ROUNDS: usize = 4;
@@ -229,9 +229,9 @@ impl<E> Obstacle<E> {
     }
 }
 
-/// Rolls back; a second time if that fails, because a cancelled worker may have been the only reason. If
-/// threads cannot be stopped, it makes the last attempt while they run: the driver allows that, and their
-/// calls of the driver wait. After an error no thread runs that can be stopped.
+/// Rolls back; a second time if that fails, because a cancelled worker may have been the only reason. If the
+/// threads cannot be stopped twice, the last attempt restores while they run. That is safe: their calls of
+/// the driver wait. If that fails too, every thread that can be stopped is stopped.
 async fn attempts<E: Device>(effects: &mut E, back: Rollback<'_>) -> Result<(), RollbackError<E::Error>> {
     let Err(obstacle) = attempt(effects, back, Threads::Held).await else {
         return Ok(());
@@ -307,7 +307,7 @@ impl<'e, E: Dump> Checkpointed<'e, E> {
 impl<E: Dump> Dumped<'_, E> {
     /// Restores the GPU state, unlocks, and leaves the freezer as it was found. After a failure the image is
     /// valid all the same.
-    pub async fn leave_running(self) -> Result<(), Failure<E::Error>> {
+    pub(crate) async fn leave_running(self) -> Result<(), Failure<E::Error>> {
         let suspended = |stuck: RollbackError<E::Error>| Failure {
             phase: Phase::GpuRestore,
             source: stuck.first,

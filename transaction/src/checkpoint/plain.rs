@@ -16,7 +16,7 @@ use crate::blocking::tidy;
 use crate::cancel::CancellationToken;
 use crate::cgroup::FreezerState;
 use crate::container::Container;
-use crate::image_dir::ImageDirError;
+use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Journal, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
@@ -74,22 +74,7 @@ async fn dump_plain(
     journal: &Journal,
 ) -> Result<(), CheckpointError> {
     let image = &request.image;
-    let noted = async {
-        journal.image(image.was(), image.id()).await?;
-        journal.enter(Phase::CriuDump).await
-    };
-    noted
-        .await
-        .map_err(|error| CheckpointError::unwritten(container, error))?;
-    // The mode of a client's own directory stays as it is, as with the stock shim.
-    match image.at(|image| image.enter(None)).await {
-        Ok(()) => {}
-        Err(gone @ ImageDirError::Gone { .. }) => {
-            return Err(CheckpointError::refused(container, gone.into()));
-        }
-        // The OCI runtime reports a directory that cannot be used.
-        Err(error) => log::debug!("{}", Chain(&error)),
-    }
+    enter_image(container, image, journal).await?;
     let work = WorkDir::choose(container, request);
     let made = work.clone();
     tidy("make CRIU's work directory", move || made.make()).await;
@@ -115,13 +100,7 @@ async fn dump_plain(
     let complete = dumped.is_ok() && gone.is_none();
     journal.leave(Phase::CriuDump, complete).await;
     if complete {
-        let sealed = image.at(|image| {
-            image.seal();
-            Ok(())
-        });
-        if let Err(error) = sealed.await {
-            log::warn!("cannot close the image to others: {}", Chain(&error));
-        }
+        seal(image).await;
     }
     let is_left = gone.is_some() || dumped.is_err() && guard.cancel.is_cancelled();
     let left = Leftovers {
@@ -153,6 +132,42 @@ async fn dump_plain(
     left.tidy(container, keep_log, complete, &guard.cancel).await;
     journal::point("dump-tidied").await;
     result
+}
+
+/// Writes the dump to the journal and takes hold of the image directory.
+async fn enter_image(
+    container: &Container,
+    image: &ImageDir,
+    journal: &Journal,
+) -> Result<(), CheckpointError> {
+    let noted = async {
+        journal.image(image.was(), image.id()).await?;
+        journal.enter(Phase::CriuDump).await
+    };
+    noted
+        .await
+        .map_err(|error| CheckpointError::unwritten(container, error))?;
+    // The mode of a client's own directory stays as it is, as with the stock shim.
+    match image.at(|image| image.enter(None)).await {
+        Ok(()) => {}
+        Err(gone @ ImageDirError::Gone { .. }) => {
+            return Err(CheckpointError::refused(container, gone.into()));
+        }
+        // The OCI runtime reports a directory that cannot be used.
+        Err(error) => log::debug!("{}", Chain(&error)),
+    }
+    Ok(())
+}
+
+/// Closes a complete image to other users.
+async fn seal(image: &ImageDir) {
+    let sealed = image.at(|image| {
+        image.seal();
+        Ok(())
+    });
+    if let Err(error) = sealed.await {
+        log::warn!("cannot close the image to others: {}", Chain(&error));
+    }
 }
 
 /// Sets the freezer to its state before the dump, which a killed CRIU may have changed. A container that is

@@ -89,13 +89,13 @@ fn image_of(recovery: &Recovery) -> Option<PathBuf> {
 /// becomes suspended.
 async fn keep_suspended(container: &Container) -> CheckpointError {
     let frozen = async { container.cgroup()?.keep_frozen(RESET).await };
-    if container.gpu
+    if container.traits.has_nvidia()
         && let Err(error) = frozen.await
         && !error.is_absent()
     {
         log::error!("cannot freeze {}: {}", container.id, Chain(&error));
     }
-    let outcome = if container.gpu {
+    let outcome = if container.traits.has_nvidia() {
         Outcome::Suspended
     } else {
         Outcome::Failed
@@ -108,7 +108,7 @@ async fn keep_suspended(container: &Container) -> CheckpointError {
     let failure = Failure {
         phase: Phase::Rollback,
         source: EffectError::Panicked,
-        suspended: container.gpu.then_some(EffectError::Panicked),
+        suspended: container.traits.has_nvidia().then_some(EffectError::Panicked),
     };
     into_error(container, failure, image)
 }
@@ -126,7 +126,7 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
     // runc and CRIU may still write to an incomplete image.
     recovery.end_programs(PROGRAMS).await;
     let was_frozen = recovery.record().begin.was_frozen;
-    let rolled_back = match container.gpu {
+    let rolled_back = match container.traits.has_nvidia() {
         true => rollback_gpu(container, recovery.record(), was_frozen, reaper).await,
         false => {
             let guard = container.begin_transaction();

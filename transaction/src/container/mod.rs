@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use firn_gpu::Backend;
 use tokio::sync::watch;
 
 pub use admission::{Action, InitState, NotAllowed, admit};
@@ -35,14 +36,7 @@ pub struct Container {
     pub runc: Runc,
     pub options: RuncOptions,
     pub init: Arc<Process>,
-    /// Whether the spec requests GPUs; a container without GPUs is handled as by the stock shim.
-    pub gpu: bool,
-    /// Whether the spec gives it GPUs or accelerators of other vendors.
-    pub other_gpus: bool,
-    /// Whether its dumps include established TCP connections, whatever the client requests.
-    pub open_tcp: bool,
-    /// Whether its processes die with init because they share a private pid namespace.
-    pub private_pids: bool,
+    pub traits: ContainerTraits,
     /// Serialises operations that change the container; execs may start concurrently.
     pub operation: tokio::sync::RwLock<()>,
     /// The checkpoint that Start restores; none in a container that was not created from a checkpoint.
@@ -115,10 +109,7 @@ impl Container {
             runc,
             options,
             init: Arc::new(init),
-            gpu: traits.gpu,
-            other_gpus: traits.other_gpus,
-            open_tcp: traits.open_tcp,
-            private_pids: traits.private_pids,
+            traits,
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
@@ -356,11 +347,23 @@ impl Container {
     }
 }
 
-/// Traits of the spec that the shim needs later.
+/// What Create has decided from the spec.
 #[derive(Clone, Copy, Debug)]
 pub struct ContainerTraits {
-    pub gpu: bool,
+    /// What carries its GPU state through a checkpoint. A container without GPUs is handled as by the stock
+    /// shim.
+    pub backend: Backend,
+    /// Whether the spec gives it GPUs or accelerators of other vendors.
     pub other_gpus: bool,
+    /// Whether its dumps include established TCP connections, whatever the client requests.
     pub open_tcp: bool,
+    /// Whether its processes die with init because they share a private pid namespace.
     pub private_pids: bool,
+}
+
+impl ContainerTraits {
+    /// Whether the NVIDIA driver has state of the container.
+    pub fn has_nvidia(&self) -> bool {
+        self.backend == Backend::Nvidia
+    }
 }

@@ -7,7 +7,7 @@ use super::*;
 
 #[derive(Debug, thiserror::Error, PartialEq)]
 #[error("injected failure of {0}")]
-pub struct Injected(pub &'static str);
+pub(crate) struct Injected(pub &'static str);
 
 /// A call that fails: the n-th of all; every later call of the same name too when `for_good`.
 #[derive(Clone, Copy, Debug)]
@@ -18,7 +18,7 @@ pub struct Fault {
 
 /// A container of CUDA processes. It panics when application code runs without its GPU state.
 #[derive(Default)]
-pub struct World {
+pub(crate) struct World {
     pub frozen: bool,
     /// The freezer was turned on, and a thread has not stopped.
     pub freezing: bool,
@@ -123,7 +123,7 @@ impl World {
         }
     }
 
-    pub fn as_before(&self, was_frozen: bool) {
+    pub(crate) fn as_before(&self, was_frozen: bool) {
         assert!(
             self.states.values().all(|s| *s == CudaState::Running),
             "{:?}: {:?}",

@@ -103,7 +103,7 @@ impl ImageDir {
     }
 
     /// A directory that firn has not opened: the runtime reports its errors.
-    pub fn unopened(path: &Path) -> Self {
+    pub(crate) fn unopened(path: &Path) -> Self {
         Self::new(path, ImageWas::Filled, true)
     }
 
@@ -155,7 +155,7 @@ impl ImageDir {
     }
 
     /// Whether containerd has created it, and will remove it.
-    pub fn is_containerds(&self) -> bool {
+    pub(crate) fn is_containerds(&self) -> bool {
         is_containerds(self.path())
     }
 
@@ -284,7 +284,7 @@ impl ImageDir {
     }
 
     /// Whether CRIU finished the dump.
-    pub fn check_complete(&self) -> Result<(), ImageDirError> {
+    pub(crate) fn check_complete(&self) -> Result<(), ImageDirError> {
         let inside = self.inside();
         match LAST.into_iter().find(|name| !inside.join(name).is_file()) {
             None => Ok(()),
@@ -420,7 +420,7 @@ fn is_open_to_others(metadata: &Metadata) -> bool {
     metadata.mode() & OF_OTHERS != 0 || metadata.uid() != own_uid()
 }
 
-pub fn is_containerds(path: &Path) -> bool {
+pub(crate) fn is_containerds(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default();
     name.as_encoded_bytes()
         .starts_with(names::CONTAINERD_CHECKPOINT.as_bytes())

@@ -61,7 +61,7 @@ pub fn link(image: &ImageDir, dir: &Path) -> io::Result<()> {
 }
 
 /// Makes hard links in a directory that does not belong to firn and whose mode stays as it is.
-pub fn link_sibling(image: &ImageDir, dir: &Path) -> io::Result<()> {
+pub(crate) fn link_sibling(image: &ImageDir, dir: &Path) -> io::Result<()> {
     fill(image, dir, |from, to| fs::hard_link(from, to))
 }
 
@@ -92,7 +92,7 @@ pub fn copy(image: &ImageDir, dir: &Path, stop: &AtomicBool) -> io::Result<()> {
 }
 
 /// As [`copy`], bounded by `limit`, and by a few seconds once the container is killed.
-pub async fn copy_within(
+pub(crate) async fn copy_within(
     image: &ImageDir,
     dir: &Path,
     limit: Duration,
@@ -157,7 +157,7 @@ pub mod tests {
     use super::*;
 
     /// Creates a complete image.
-    pub fn make_image(client: &Path) -> Manifest {
+    pub(crate) fn make_image(client: &Path) -> Manifest {
         fs::create_dir(client).unwrap();
         for name in ["inventory.img", "pstree.img", "pages-1.img", "other"] {
             fs::write(client.join(name), name).unwrap();

@@ -90,17 +90,7 @@ pub async fn run(
     let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
     let gpu = prepared.gpu.as_ref();
-    let begin = Begin {
-        op: Operation::Restore,
-        container: container.id.clone(),
-        gpu: gpu.is_some(),
-        exit: false,
-        image: prepared.image.clone(),
-        work: work.clone(),
-        work_is_ours: container.options.criu_work_path.is_empty(),
-        was_frozen: false,
-    };
-    let journal = Journal::begin(&container.bundle, begin)
+    let journal = Journal::begin(&container.bundle, begin(container, prepared, &work))
         .await
         .map_err(|error| failed(prepared, error.into()))?;
     point("restore-journalled").await;
@@ -144,15 +134,7 @@ pub async fn run(
     let restored = match caught(restoring).await {
         Ok(restored) => restored,
         Err(_) => {
-            // A second time if the rollback panics too: every step may be repeated.
-            for _ in 0..2 {
-                if caught(roll_back_after_panic(container, is_free, &journal))
-                    .await
-                    .is_ok()
-                {
-                    break;
-                }
-            }
+            roll_back_after_panic(container, is_free, &journal).await;
             Err(failed(prepared, Cause::Panicked))
         }
     };
@@ -169,12 +151,34 @@ pub async fn run(
     }
 }
 
-/// Rolls back a restore whose code has panicked.
-async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &Journal) {
-    if let Some(recovery) = Recovery::of(&container.bundle) {
-        recovery.end_programs(PROGRAMS).await;
+/// The first line of the journal.
+fn begin(container: &Container, prepared: &PreparedRestore, work: &Path) -> Begin {
+    Begin {
+        op: Operation::Restore,
+        container: container.id.clone(),
+        gpu: prepared.gpu.is_some(),
+        exit: false,
+        image: prepared.image.clone(),
+        work: work.to_owned(),
+        work_is_ours: container.options.criu_work_path.is_empty(),
+        was_frozen: false,
     }
-    roll_back(container, was_free, journal).await;
+}
+
+/// Rolls back a restore whose code has panicked; a second time if the rollback panics too: every step may be
+/// repeated.
+async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &Journal) {
+    for _ in 0..2 {
+        let rolled_back = async {
+            if let Some(recovery) = Recovery::of(&container.bundle) {
+                recovery.end_programs(PROGRAMS).await;
+            }
+            roll_back(container, was_free, journal).await;
+        };
+        if caught(rolled_back).await.is_ok() {
+            break;
+        }
+    }
 }
 
 /// Rolls back a restore, unless other processes were in its cgroup before.

@@ -1,5 +1,6 @@
 //! A container with a cgroup of its own and a runtime that does nothing, for tests.
 
+use firn_gpu::Backend;
 use std::path::Path;
 
 use firn_image::manifest::DumpFlags;
@@ -28,7 +29,7 @@ pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper)
     let runc = Runc::new(id, "default", bundle, &options, reaper.clone());
     let init = Process::new("", StdioPaths::default(), Vec::new());
     let traits = ContainerTraits {
-        gpu: true,
+        backend: Backend::Nvidia,
         other_gpus: false,
         open_tcp: false,
         private_pids: true,

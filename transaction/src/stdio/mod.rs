@@ -30,7 +30,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use copier::{Copier, Patience};
+pub use copier::Copier;
+pub use copier::Patience;
 pub use prepare::{Owner, Prepared};
 
 use uri::Target;

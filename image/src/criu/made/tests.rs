@@ -22,15 +22,12 @@ impl Process {
     /// Waits until the process, or one below it, prints that it is ready.
     fn start(program: &str, args: &[&str]) -> Self {
         let mut command = Command::new(program);
-        let child = command.args(args).stdout(Stdio::piped()).spawn().unwrap();
-        let output = String::new();
-        let mut process = Self { child, output };
-        let stdout = process.child.stdout.take().unwrap();
-        BufReader::new(stdout).read_line(&mut process.output).unwrap();
-        assert!(
-            process.output.starts_with("ready"),
-            "{program} {args:?} needs root"
-        );
+        let mut child = command.args(args).stdout(Stdio::piped()).spawn().unwrap();
+        let mut output = String::new();
+        let stdout = child.stdout.take().unwrap();
+        BufReader::new(stdout).read_line(&mut output).unwrap();
+        let process = Self { child, output };
+        assert!(process.output.starts_with("ready"), "{program} {args:?}");
         process
     }
 

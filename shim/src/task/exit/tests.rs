@@ -207,7 +207,7 @@ async fn with_gpus_a_transaction_is_cancelled_when_init_ends() {
         let transaction = container.begin_transaction();
         end(container.init.pid());
         stub.events.next::<TaskExit>().await;
-        assert_eq!(transaction.cancel.is_cancelled(), traits.gpu);
+        assert_eq!(transaction.cancel.is_cancelled(), traits.has_nvidia());
     }
 }
 

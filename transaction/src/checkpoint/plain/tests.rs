@@ -1,5 +1,6 @@
 //! Checkpoints of containers without GPUs. Needs root.
 
+use firn_gpu::Backend;
 use std::fs;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -27,7 +28,7 @@ fn container(bundle: &Path, reaper: &Reaper) -> Container {
     let traits = ContainerTraits {
         other_gpus: false,
         open_tcp: false,
-        gpu: false,
+        backend: Backend::None,
         private_pids: true,
     };
     Container::new("job", bundle.to_owned(), runc, options, init, traits, None)

@@ -1,0 +1,169 @@
+//! What the first phase reads, and what it refuses.
+
+use std::time::Duration;
+
+use firn_gpu::CudaProcess;
+use firn_image::manifest::{DriverVersion, Versions};
+use firn_oci::{Spec, mounts};
+use firn_preflight::{Assertions, Capacity, Workload, check_node};
+use serde::de::DeserializeOwned;
+
+use super::{ContainerEffects, Source, unless_cancelled};
+use crate::blocking::blocking;
+use crate::checkpoint::dump::bounded;
+use crate::checkpoint::error::EffectError;
+use crate::look::{self, Checked};
+use crate::procfs;
+
+/// How long a tool may take to print its version. The version is for people only: after that it stays empty.
+const VERSION_LIMIT: Duration = Duration::from_secs(5);
+
+impl ContainerEffects<'_> {
+    /// Reads the node, the spec and the tools' versions. Refuses what needs no look at the processes.
+    pub(super) async fn read_source(&mut self) -> Result<Source, EffectError> {
+        if let Some(parent) = self.request.parent.clone() {
+            return Err(EffectError::Parent { parent });
+        }
+        let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
+        let spec = Spec::load(&self.container.bundle)?;
+        let node = check_node(&inventory, Some(&spec)).accepted()?;
+        let versions = Versions {
+            firn: env!("CARGO_PKG_VERSION").to_owned(),
+            criu: self.version_of("criu").await,
+            runc: self.version_of(self.container.options.runtime()).await,
+            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
+                .unwrap_or_default()
+                .trim()
+                .to_owned(),
+        };
+        Ok(Source {
+            assertions: Assertions::of(Some(&spec), self.config),
+            gpu_memory_in_use: node.gpu_memory_in_use(),
+            driver: DriverVersion {
+                driver: inventory.driver_version,
+                cuda: inventory.cuda_version,
+            },
+            gpus: node.gpus.iter().map(Into::into).collect(),
+            topology: (inventory.topology).of(&node
+                .gpus
+                .iter()
+                .map(|gpu| gpu.uuid.clone())
+                .collect::<Vec<_>>()),
+            mounts: mounts::required(&spec)?,
+            versions,
+        })
+    }
+
+    /// The version that a tool prints, for people; empty if it prints nothing.
+    async fn version_of(&self, program: &str) -> String {
+        let mut command = std::process::Command::new(program);
+        let output = self
+            .context
+            .reaper
+            .output(command.arg("--version"), VERSION_LIMIT)
+            .await;
+        let text = output
+            .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+            .unwrap_or_default();
+        text.lines().next().unwrap_or_default().trim().to_owned()
+    }
+
+    pub(super) async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {
+        let limit = self.config.deadlines.look;
+        Ok(look::look(&request, self.context.reaper, limit, &self.context.cancel).await?)
+    }
+
+    /// Refusals by what the processes are and do.
+    pub(super) async fn refuse_by_process(
+        &mut self,
+        assertions: Assertions,
+        all: &[i32],
+        cuda: &[CudaProcess],
+    ) -> Result<(), EffectError> {
+        self.refuse_stopped(all).await?;
+        let workload = Workload {
+            init: self.container.init.pid(),
+            pids: all.to_vec(),
+            cuda: cuda.iter().map(|process| process.pid).collect(),
+            processes: Some(assertions),
+            ..Workload::default()
+        };
+        let request = look::Request::Check(Box::new(workload));
+        let Checked { left_out, .. } = self.look(request).await?;
+        if left_out.count != std::mem::replace(&mut self.omitted, left_out.count) && left_out.count > 0 {
+            let named = left_out.some.iter().map(|(pid, comm)| format!("{pid} ({comm})"));
+            let named: Vec<String> = named.collect();
+            let more = if named.len() < left_out.count { ", ..." } else { "" };
+            log::warn!(
+                "the checkpoint of {} leaves out processes that are no children of init ({}): {}{more}",
+                self.container.id,
+                left_out.count,
+                named.join(", ")
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses by memory and disk space, mounts and standard streams.
+    pub(super) async fn refuse_by_environment(
+        &mut self,
+        all: Vec<i32>,
+        cuda: &[CudaProcess],
+    ) -> Result<(), EffectError> {
+        let source = self.source.as_ref().expect("it was read before");
+        let in_use = source.gpu_memory_in_use;
+        let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
+        let gpu_memory = match pids.is_empty() {
+            true => 0,
+            // On some virtual machines NVML reports no memory per process: then all that is in use on the
+            // GPUs counts.
+            false => {
+                let memory = self.gpu.memory(&pids, self.config.deadlines.inventory);
+                let known = unless_cancelled(&self.context.cancel, memory).await?;
+                match known.is_empty() {
+                    true => in_use,
+                    false => known.values().copied().fold(0, u64::saturating_add),
+                }
+            }
+        };
+        let bundle = &self.container.bundle;
+        let workload = Workload {
+            init: self.container.init.pid(),
+            pids: all,
+            cuda: pids,
+            capacity: Some(Capacity {
+                gpu_memory,
+                image: self.request.image.inside(),
+                work: self.request.work.as_ref().unwrap_or(bundle).clone(),
+            }),
+            bundle: Some(bundle.clone()),
+            ..Workload::default()
+        };
+        self.look::<Checked>(look::Request::Check(Box::new(workload)))
+            .await?;
+        let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
+        let (limit, cancel) = (self.config.deadlines.look, &self.context.cancel);
+        let admitted = bounded("look at the image directory", limit, cancel, move || {
+            image.admit(others)
+        });
+        Ok(admitted.await??)
+    }
+
+    /// Refuses processes that a signal has stopped: while a v1 freezer holds them, neither firn nor CRIU can
+    /// trace them.
+    pub(super) async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
+        if !self.context.cgroup.is_v1() {
+            return Ok(());
+        }
+        let pids = pids.to_vec();
+        // On a blocking thread, because there may be many processes. Reading their state never hangs.
+        let stopped = blocking(move || pids.into_iter().find(|pid| procfs::state(*pid) == Some('T'))).await;
+        match stopped {
+            None => Ok(()),
+            Some(pid) => Err(EffectError::Stopped {
+                pid,
+                comm: procfs::comm(pid),
+            }),
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Writes the manifest of a complete image.
+
+use firn_gpu::{CudaProcess, CudaState};
+use firn_host::Chain;
+use firn_image::manifest::{self, Manifest};
+use firn_oci::mounts;
+
+use super::ContainerEffects;
+use crate::checkpoint::dump::{bounded, describe};
+use crate::checkpoint::error::EffectError;
+use crate::look;
+use crate::procfs;
+
+impl ContainerEffects<'_> {
+    /// The processes for the manifest. Read before the dump, because they may have gone when the image is
+    /// complete.
+    pub(super) fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CheckpointedProcess> {
+        let inner = |task: String| procfs::inner_pid(&task);
+        processes
+            .iter()
+            .filter_map(|CudaProcess { pid, restore_tid, .. }| {
+                Some(manifest::CheckpointedProcess {
+                    pid: inner(pid.to_string())?,
+                    restore_tid: inner(format!("{pid}/task/{restore_tid}"))?,
+                    state: CudaState::Running,
+                })
+            })
+            .collect()
+    }
+
+    /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
+    async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
+        let Ok(pids) = self.context.cgroup.pids() else {
+            return Ok(None);
+        };
+        let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
+        match self.look(look::Request::InUse { pids, places }).await {
+            Err(EffectError::Look(error)) => {
+                log::warn!(
+                    "all mounts of {} may be in use: {}",
+                    self.container.id,
+                    Chain(&error)
+                );
+                Ok(None)
+            }
+            seen => seen,
+        }
+    }
+
+    pub(super) async fn write_manifest(
+        &self,
+        processes: Vec<manifest::CheckpointedProcess>,
+    ) -> Result<(), EffectError> {
+        let source = self.source.clone().expect("a dump follows an inspection");
+        let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
+        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.context.cancel);
+        let images = describe(&image, limit, cancel).await?;
+        let mut mounts = source.mounts;
+        if let Some(used) = self.in_use(&mounts).await? {
+            mounts::mark_unused(&mut mounts, &used);
+        }
+        let backend = self.container.traits.backend;
+        let write = move || {
+            let manifest = Manifest {
+                backend,
+                dump,
+                driver: Some(source.driver),
+                gpus: source.gpus,
+                topology: source.topology,
+                processes,
+                mounts,
+                versions: source.versions,
+                images,
+            };
+            manifest.write_by(&image.inside(), image.path())?;
+            image.seal();
+            Ok(image.check()?)
+        };
+        bounded("write the manifest", limit, cancel, write).await?
+    }
+}

@@ -1,0 +1,166 @@
+//! The checkpoint of a container with GPUs: its phases, and what follows them whatever became of them.
+
+use std::path::PathBuf;
+
+use firn_config::{Config, find_program, names};
+
+use super::Request;
+use super::container::{ContainerEffects, Context};
+use super::error::{CheckpointError, EffectError, EndError};
+use super::phases::{Begun, Failure};
+use crate::cancel::CancellationToken;
+use crate::cgroup::FreezerState;
+use crate::container::{Container, InitState};
+use crate::image_dir::ImageDirError;
+use crate::journal::{self, Journal, Outcome};
+use crate::phase::Phase;
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::runc::RuntimeKind;
+use crate::timings::PhaseTimings;
+
+pub(super) async fn run(
+    container: &Container,
+    request: &Request,
+    reaper: &Reaper,
+) -> Result<(), CheckpointError> {
+    match container.runc.kind().await {
+        RuntimeKind::Runc => {}
+        kind => return Err(CheckpointError::by_runtime(container, kind)),
+    }
+    let config = Config::load().map_err(CheckpointError::Config)?;
+    let cgroup = container.cgroup()?;
+    let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
+    let mut timings = PhaseTimings::begin("checkpoint", &container.id);
+    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
+        .map_err(CheckpointError::Program)?;
+    let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
+        .await
+        .map_err(|error| CheckpointError::unwritten(container, error))?;
+    let guard = container.begin_transaction();
+    let context = Context {
+        cgroup,
+        worker,
+        reaper,
+        timings: &mut timings,
+        journal: journal.clone(),
+        cancel: guard.cancel.clone(),
+    };
+    let mut effects = ContainerEffects::new(container, request, &config, context);
+    let result = phases(&mut effects, was_frozen, request.exit).await;
+    journal::point("checkpoint-transacted").await;
+    let end = End::of(result, &mut effects, container, request, &guard.cancel).await;
+    effects.end().await;
+    journal::point("checkpoint-worker-gone").await;
+    journal.end(end.outcome()).await;
+    journal::point("checkpoint-ended").await;
+    timings.end(&container.bundle, end.result.is_ok() && end.ended.is_ok());
+    end.into_result(container, request)
+}
+
+async fn phases(
+    effects: &mut ContainerEffects<'_>,
+    was_frozen: bool,
+    exit: bool,
+) -> Result<(), Failure<EffectError>> {
+    let locked = Begun::new(effects, was_frozen).gpu_lock().await?;
+    let dumped = locked.gpu_checkpoint().await?.dump().await?;
+    if exit {
+        Ok(())
+    } else {
+        dumped.leave_running().await
+    }
+}
+
+/// How a checkpoint has ended.
+struct End {
+    /// Of the phases.
+    result: Result<(), Failure<EffectError>>,
+    /// Of the end of a container that was to end.
+    ended: Result<(), EndError>,
+    is_alive: bool,
+    /// The container has ended, and its client has gone and removed the image.
+    gone: bool,
+    /// Where a complete image is, if the client gets an error.
+    image: Option<PathBuf>,
+}
+
+impl End {
+    /// Ends what is to end, cleans up, and keeps a complete image.
+    async fn of(
+        mut result: Result<(), Failure<EffectError>>,
+        effects: &mut ContainerEffects<'_>,
+        container: &Container,
+        request: &Request,
+        cancel: &CancellationToken,
+    ) -> Self {
+        let is_cancelled = result.is_err() && cancel.is_cancelled();
+        if is_cancelled {
+            effects.kill().await;
+        }
+        // Order matters: if init ends from now on, the handler of its exit thaws the container.
+        if result.as_ref().is_err_and(|failure| failure.suspended.is_some()) {
+            container.set_state(InitState::Suspended);
+        }
+        let ended = if result.is_ok() && request.exit {
+            effects.finish_container().await
+        } else {
+            Ok(())
+        };
+        // A killed process that still frees its memory is no zombie yet.
+        let is_alive = !is_cancelled && procfs::is_alive(container.init.pid());
+        if result.is_err() && !is_alive {
+            effects.leave_thawed().await;
+            drop(container.take_held());
+        }
+        let failure = result.as_mut().err();
+        effects.tidy(failure.map(|failure| &mut failure.source)).await;
+        let gone = result.is_ok() && request.exit && effects.has_lost_image().await;
+        let image = match effects.complete() {
+            false => None,
+            true if result.is_err() || ended.is_err() || gone => effects.keep_image().await,
+            true => {
+                effects.drop_rescue().await;
+                None
+            }
+        };
+        Self {
+            result,
+            ended,
+            is_alive,
+            gone,
+            image,
+        }
+    }
+
+    /// For the journal.
+    fn outcome(&self) -> Outcome {
+        match &self.result {
+            Ok(()) => Outcome::Done,
+            Err(_) if !self.is_alive => Outcome::Ended,
+            Err(failure) if failure.suspended.is_some() => Outcome::Suspended,
+            Err(_) => Outcome::Failed,
+        }
+    }
+
+    /// For the client.
+    fn into_result(self, container: &Container, request: &Request) -> Result<(), CheckpointError> {
+        let (id, image, is_alive) = (&container.id, self.image, self.is_alive);
+        let path = request.image.path();
+        match (self.result, self.ended) {
+            (Err(failure), _) => Err(CheckpointError::from_failure(id, failure, image, is_alive)),
+            (Ok(()), Err(cause)) => Err(CheckpointError::NotEnded {
+                container: id.clone(),
+                image: image.unwrap_or_else(|| path.to_owned()),
+                cause,
+            }),
+            (Ok(()), Ok(())) if self.gone => Err(CheckpointError::Ended {
+                container: id.clone(),
+                phase: Phase::End,
+                cause: ImageDirError::gone(path).into(),
+                image,
+            }),
+            (Ok(()), Ok(())) => Ok(()),
+        }
+    }
+}

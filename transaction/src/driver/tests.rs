@@ -1,0 +1,61 @@
+use std::os::unix::fs::PermissionsExt;
+
+use nix::sys::ptrace;
+use nix::unistd::Pid;
+
+use super::*;
+
+fn program(directory: &Path, script: &str) -> PathBuf {
+    let program = directory.join("firn-gpu");
+    std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    program
+}
+
+#[tokio::test]
+async fn a_gpu_without_enough_memory_is_named_and_the_worker_continues() {
+    let directory = tempfile::tempdir().unwrap();
+    let uuid = "GPU-01010101-0101-0101-0101-010101010101";
+    let answer = format!(r#"{{"no_memory":{{"gpu":"{uuid}","free":1048576,"needed":8388609}}}}"#);
+    let script = format!("while read -r line <&3; do echo '{answer}' >&3; done");
+    let program = program(directory.path(), &script);
+    let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(10));
+    let mut workers = Vec::new();
+    for _ in 0..2 {
+        let limit = Duration::from_secs(60);
+        let refused = gpu
+            .restore(&[7], &[], &GpuMemory::new(), limit)
+            .await
+            .unwrap_err();
+        assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
+        let text = refused.to_string();
+        let figures = "has 1 MiB of memory free, and 9 MiB are needed";
+        assert!(
+            text.starts_with("GPU-01010101-") && text.ends_with(figures),
+            "{text}"
+        );
+        workers.push(gpu.worker.as_ref().map(|worker| worker.child.pid()));
+    }
+    assert!(workers[0].is_some() && workers[0] == workers[1], "{workers:?}");
+}
+
+#[tokio::test]
+async fn no_call_begins_before_a_killed_worker_has_ended() {
+    let directory = tempfile::tempdir().unwrap();
+    let program = program(directory.path(), "exec sleep 1000");
+    let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
+    gpu.warm_up().unwrap();
+    let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
+    // As in a call that cannot be interrupted: after SIGKILL the worker stops at its exit and stays.
+    ptrace::seize(worker, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
+    let overrun = gpu.inventory(Duration::from_millis(1)).await;
+    assert!(
+        matches!(overrun, Err(WorkerError::Deadline { .. })),
+        "{overrun:?}"
+    );
+    let refused = gpu.inventory(Duration::from_secs(60)).await;
+    assert!(matches!(refused, Err(WorkerError::Stuck { .. })), "{refused:?}");
+    ptrace::detach(worker, None).unwrap();
+    let again = gpu.inventory(Duration::from_millis(1)).await;
+    assert!(matches!(again, Err(WorkerError::Deadline { .. })), "{again:?}");
+}
