@@ -69,9 +69,19 @@ impl Source {
     }
 }
 
-/// Whether a file of a crate is a module of unit tests or of fuzz properties.
+/// Whether a file of a crate is built for tests or fuzz targets alone.
 fn is_test_file(inside: &Path) -> bool {
-    let named = |name: &str| name == "tests" || name == "fuzz" || name.ends_with("_tests");
+    const NAMES: [&str; 8] = [
+        "tests",
+        "fuzz",
+        "testing",
+        "fixtures",
+        "stub",
+        "world",
+        "failpoint",
+        "told",
+    ];
+    let named = |name: &str| NAMES.contains(&name) || name.ends_with("_tests");
     let stem = |path: &Path| {
         path.file_stem()
             .is_some_and(|stem| named(&stem.to_string_lossy()))
