@@ -392,7 +392,7 @@ impl Record {
         let mut lines = text[..whole]
             .split(|byte| *byte == b'\n')
             .map(serde_json::from_slice)
-            .map_while(Result::ok);
+            .filter_map(Result::ok);
         let Some(Line::Begin {
             version: VERSION,
             boot: of,

@@ -142,3 +142,17 @@ async fn a_new_transaction_replaces_the_last_journal() {
     let record = Record::read(bundle.path()).unwrap().unwrap();
     assert!(!record.gpu_checkpointing && record.outcome.is_none());
 }
+
+#[tokio::test]
+async fn a_line_of_another_firn_costs_no_other_line() {
+    let bundle = tempfile::tempdir().unwrap();
+    let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
+    journal.enter(Phase::GpuLock).await.unwrap();
+    let mut text = fs::read(bundle.path().join(FILE)).unwrap();
+    text.extend(b"{\"event\":\"enter\",\"phase\":\"of-tomorrow\"}\n{\"event\":\"of-tomorrow\"}\n");
+    fs::write(bundle.path().join(FILE), &text).unwrap();
+    let me = i32::try_from(std::process::id()).unwrap();
+    journal.child(Role::Runc, me).await;
+    let record = Record::read(bundle.path()).unwrap().unwrap();
+    assert_eq!((record.phase, record.children.len()), (Some(Phase::GpuLock), 1));
+}
