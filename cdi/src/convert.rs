@@ -9,14 +9,14 @@
 use std::collections::BTreeSet;
 
 use firn_config::Config;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use firn_oci::edit::{self, EditError};
 use firn_oci::{GpuRequest, KIND, NamedGpus, RUNTIME_KIND, Rules, Spec, SpecError, remove_requests};
 
 use crate::{BadName, CdiError, DeviceName, Registry};
 
 /// Why a spec's GPU request cannot be converted.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum ConvertError {
     #[error("cannot use the container's spec")]
     Spec(#[from] SpecError),
@@ -25,30 +25,16 @@ pub enum ConvertError {
     #[error(transparent)]
     Cdi(#[from] CdiError),
     #[error(transparent)]
+    #[problem("FIRN-CDI-DEVICE", "`firn cdi list` shows the devices of this node")]
     Name(#[from] BadName),
     /// A device of another kind, which only the operator can give.
     #[error("CDI device {name} is no GPU of the kind {KIND}")]
+    #[problem(
+        "FIRN-CDI-KIND",
+        "variables, mounts, annotations and hooks name GPUs alone; let containerd give other CDI devices: \
+         `ctr run --device`, or a device plugin"
+    )]
     Kind { name: DeviceName },
-}
-
-impl Problem for ConvertError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Spec(error) => error.remedy(),
-            Self::Edit(error) => error.remedy(),
-            Self::Cdi(error) => error.remedy(),
-            Self::Name(_) => remedy(
-                "FIRN-CDI-DEVICE",
-                "`firn cdi list` shows the devices of this node",
-            ),
-            Self::Kind { .. } => remedy(
-                "FIRN-CDI-KIND",
-                "variables, mounts, annotations and hooks name GPUs alone; let containerd give other CDI \
-                 devices: \
-                 `ctr run --device`, or a device plugin",
-            ),
-        }
-    }
 }
 
 /// A spec after its conversion.

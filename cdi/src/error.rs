@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::names::BadName;
 use crate::version::BadVersion;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 
 /// A CDI file that cannot be used. Other files are not affected.
 #[derive(Debug, thiserror::Error)]
@@ -46,10 +46,15 @@ pub enum FileError {
 }
 
 /// Why devices cannot be added to a container.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum CdiError {
     /// No file describes such devices.
     #[error("no CDI file in {} describes {kind}{}", join(dirs), broken_files(broken))]
+    #[problem(
+        "FIRN-NO-CDI-SPEC",
+        "`firn cdi generate --output /etc/cdi/nvidia.yaml` writes one; `[create] hooks = \"keep\"` in firn's \
+         configuration runs a hook of NVIDIA's as it is"
+    )]
     NoSpec {
         kind: String,
         dirs: Vec<PathBuf>,
@@ -57,6 +62,7 @@ pub enum CdiError {
     },
     /// There is no such device.
     #[error("no CDI device {name}: there are {}{}", list(known), broken_files(broken))]
+    #[problem("FIRN-CDI-DEVICE", "`firn cdi list` shows the devices of this node")]
     Unknown {
         name: String,
         known: Vec<String>,
@@ -64,9 +70,14 @@ pub enum CdiError {
     },
     /// Several files of one directory describe the device.
     #[error("CDI device {name} is described by {}", join(paths))]
+    #[problem("FIRN-CDI-DEVICE", "remove all of these files but one")]
     Ambiguous { name: String, paths: Vec<PathBuf> },
     /// A node of the device is not on the host, or differs from the file.
     #[error("CDI device {name} needs {}", path.display())]
+    #[problem(
+        "FIRN-CDI-DEVICE",
+        "generate the node's CDI file again: its devices have changed"
+    )]
     Node {
         name: String,
         path: PathBuf,
@@ -74,6 +85,10 @@ pub enum CdiError {
     },
     /// A node has another type than in the file.
     #[error("CDI device {name} needs {} to be of type {wanted}, and it is of type {found}", path.display())]
+    #[problem(
+        "FIRN-CDI-DEVICE",
+        "generate the node's CDI file again: its devices have changed"
+    )]
     NodeType {
         name: String,
         path: PathBuf,
@@ -84,6 +99,11 @@ pub enum CdiError {
     #[error(
         "{edit} of CDI device {name} (in {}) is more than the container's device nodes grant", file.display()
     )]
+    #[problem(
+        "FIRN-CDI-GRANT",
+        "name the granted GPUs alone, or `void`, in NVIDIA_VISIBLE_DEVICES; or let CDI give the devices, \
+         without nodes"
+    )]
     Beyond {
         name: String,
         file: PathBuf,
@@ -91,39 +111,8 @@ pub enum CdiError {
     },
     /// The container's spec is malformed where the edit changes it.
     #[error("the container's spec has a malformed entry in {part}")]
+    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     Spec { part: &'static str },
-}
-
-impl Problem for CdiError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::NoSpec { .. } => remedy(
-                "FIRN-NO-CDI-SPEC",
-                "`firn cdi generate --output /etc/cdi/nvidia.yaml` writes one; `[create] hooks = \"keep\"` \
-                 in \
-                 firn's configuration runs a hook of NVIDIA's as it is",
-            ),
-            Self::Unknown { .. } => remedy(
-                "FIRN-CDI-DEVICE",
-                "`firn cdi list` shows the devices of this node",
-            ),
-            Self::Ambiguous { .. } => remedy("FIRN-CDI-DEVICE", "remove all of these files but one"),
-            Self::Node { .. } | Self::NodeType { .. } => remedy(
-                "FIRN-CDI-DEVICE",
-                "generate the node's CDI file again: its devices have changed",
-            ),
-            Self::Beyond { .. } => remedy(
-                "FIRN-CDI-GRANT",
-                "name the granted GPUs alone, or `void`, in NVIDIA_VISIBLE_DEVICES; or let CDI give the \
-                 devices, \
-                 without nodes",
-            ),
-            Self::Spec { .. } => remedy(
-                "FIRN-SPEC-INVALID",
-                "create the container again with a valid spec",
-            ),
-        }
-    }
 }
 
 fn join(paths: &[PathBuf]) -> String {

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::names;
@@ -283,32 +283,22 @@ impl Default for Nccl {
 }
 
 /// A configuration file that cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum ConfigError {
     /// The file is there and cannot be read.
     #[error("cannot read configuration {}", path.display())]
+    #[problem(
+        "FIRN-CONFIG-UNREADABLE",
+        "make the file readable for root, or remove it to use the defaults"
+    )]
     Read { path: PathBuf, source: io::Error },
     /// The file is not valid: syntax, an unknown key, or a value of the wrong shape.
     #[error("invalid configuration {}", path.display())]
+    #[problem("FIRN-CONFIG-INVALID", "correct the named key; `firn doctor` checks the file")]
     Invalid {
         path: PathBuf,
         source: Box<toml::de::Error>,
     },
-}
-
-impl Problem for ConfigError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Read { .. } => remedy(
-                "FIRN-CONFIG-UNREADABLE",
-                "make the file readable for root, or remove it to use the defaults",
-            ),
-            Self::Invalid { .. } => remedy(
-                "FIRN-CONFIG-INVALID",
-                "correct the named key; `firn doctor` checks the file",
-            ),
-        }
-    }
 }
 
 impl Config {

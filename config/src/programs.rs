@@ -1,34 +1,27 @@
 //! Where firn's own helper programs are.
 
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// A helper program that is not there.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum ProgramError {
     /// The configuration names a file that is no program.
     #[error("{} is not an executable file", .0.display())]
+    #[problem(
+        "FIRN-PROGRAM-MISSING",
+        "correct the path in the configuration file, or leave it out"
+    )]
     Configured(PathBuf),
     /// No such program in the caller's directory, nor in PATH.
     #[error("no program {name} in {} nor in PATH", dir.display())]
+    #[problem(
+        "FIRN-PROGRAM-MISSING",
+        "install firn's programs into one directory, or set the path in the configuration file"
+    )]
     NotFound { name: String, dir: PathBuf },
-}
-
-impl Problem for ProgramError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Configured(_) => remedy(
-                "FIRN-PROGRAM-MISSING",
-                "correct the path in the configuration file, or leave it out",
-            ),
-            Self::NotFound { .. } => remedy(
-                "FIRN-PROGRAM-MISSING",
-                "install firn's programs into one directory, or set the path in the configuration file",
-            ),
-        }
-    }
 }
 
 /// The absolute path of a helper: `configured` if given, else from the running program's directory, else from

@@ -9,12 +9,12 @@ use std::process::ExitCode;
 
 use firn_cdi::{Converted, Registry};
 use firn_config::{Config, ConfigError};
-use firn_host::{Problem, Remedy};
+use firn_host::Problem;
 use firn_oci::{Rules, Spec, SpecError};
 use serde_json::{Value, json};
 
 /// Why a spec is not converted.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 enum ConvertError {
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -22,16 +22,6 @@ enum ConvertError {
     Spec(#[from] SpecError),
     #[error(transparent)]
     Convert(#[from] firn_cdi::ConvertError),
-}
-
-impl Problem for ConvertError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Config(error) => error.remedy(),
-            Self::Spec(error) => error.remedy(),
-            Self::Convert(error) => error.remedy(),
-        }
-    }
 }
 
 /// Converts the spec of a bundle. `wrapper` is NVIDIA's wrapper of runc, if that is the OCI runtime.

@@ -15,6 +15,7 @@ pub mod procfs;
 mod regular_file;
 mod rfc3339;
 
+pub use firn_host_derive::Problem;
 pub use problem::{Chain, Problem, ProblemLine, ProblemReport, Remedy, remedy};
 pub use regular_file::{open_regular, reopen_regular};
 pub use rfc3339::Rfc3339;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::block_hash::{self, sha256};
@@ -42,13 +42,21 @@ pub struct ImageFile {
 }
 
 /// CRIU's files are not those of a finished dump.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum ImageError {
     /// A file is not there.
     #[error("checkpoint {} lacks {name}", dir.display())]
+    #[problem(
+        "FIRN-IMAGE-TRUNCATED",
+        "copy the checkpoint from its origin again, or make it again"
+    )]
     Missing { dir: PathBuf, name: String },
     /// A file has another size.
     #[error("{} of the checkpoint has {found} bytes instead of {expected}", path.display())]
+    #[problem(
+        "FIRN-IMAGE-TRUNCATED",
+        "copy the checkpoint from its origin again, or make it again"
+    )]
     Size {
         path: PathBuf,
         found: u64,
@@ -56,39 +64,32 @@ pub enum ImageError {
     },
     /// A file has another content.
     #[error("{} of the checkpoint is damaged: its checksum does not match", path.display())]
+    #[problem(
+        "FIRN-IMAGE-CORRUPT",
+        "copy the checkpoint from its origin again, or make it again"
+    )]
     Checksum { path: PathBuf },
     /// A file that CRIU would read was added.
     #[error("{} does not belong to the checkpoint", path.display())]
+    #[problem(
+        "FIRN-IMAGE-CORRUPT",
+        "copy the checkpoint from its origin again, or make it again"
+    )]
     Added { path: PathBuf },
     /// A file was written to after it was compared.
     #[error("{} of the checkpoint was changed after it was checked", path.display())]
+    #[problem(
+        "FIRN-IMAGE-CHANGED",
+        "restore from a copy of the checkpoint to which nobody writes"
+    )]
     Changed { path: PathBuf },
     /// A file or the directory cannot be read.
     #[error("cannot read {} of the checkpoint", path.display())]
+    #[problem(
+        "FIRN-IMAGE-UNREADABLE",
+        "check the checkpoint directory; CRIU's files must be regular files"
+    )]
     Read { path: PathBuf, source: io::Error },
-}
-
-impl Problem for ImageError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Missing { .. } | Self::Size { .. } => remedy(
-                "FIRN-IMAGE-TRUNCATED",
-                "copy the checkpoint from its origin again, or make it again",
-            ),
-            Self::Checksum { .. } | Self::Added { .. } => remedy(
-                "FIRN-IMAGE-CORRUPT",
-                "copy the checkpoint from its origin again, or make it again",
-            ),
-            Self::Changed { .. } => remedy(
-                "FIRN-IMAGE-CHANGED",
-                "restore from a copy of the checkpoint to which nobody writes",
-            ),
-            Self::Read { .. } => remedy(
-                "FIRN-IMAGE-UNREADABLE",
-                "check the checkpoint directory; CRIU's files must be regular files",
-            ),
-        }
-    }
 }
 
 /// An image whose files were those of the dump when they were compared.

@@ -18,7 +18,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 
 use crate::Spec;
 use firn_host::{atomic_file, open_regular};
@@ -39,39 +39,36 @@ pub enum Operation {
 }
 
 /// A CRIU configuration that cannot be made.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum CriuError {
     /// The user's file is there and cannot be read.
     #[error("cannot read CRIU configuration {}", path.display())]
+    #[problem(
+        "FIRN-CRIU-CONFIG",
+        "correct the file that the annotation org.criu.config names, or /etc/criu/runc.conf"
+    )]
     Read { path: PathBuf, source: io::Error },
     /// The user's file is no configuration: too large, or not text.
     #[error("{} is not a CRIU configuration: larger than {MAX_BYTES} bytes or not text", path.display())]
+    #[problem(
+        "FIRN-CRIU-CONFIG",
+        "correct the file that the annotation org.criu.config names, or /etc/criu/runc.conf"
+    )]
     NotText { path: PathBuf },
     /// CRIU's configuration files cannot express this path.
     #[error("path {} cannot be written into a CRIU configuration", path.display())]
+    #[problem(
+        "FIRN-CRIU-CONFIG",
+        "use a path without blanks, quotes, backslashes, # and control characters"
+    )]
     Path { path: PathBuf },
     /// firn's file or directory cannot be made.
     #[error("cannot write {}", path.display())]
+    #[problem(
+        "FIRN-CRIU-CONFIG",
+        "check that the bundle's file system is writable and not full"
+    )]
     Write { path: PathBuf, source: io::Error },
-}
-
-impl Problem for CriuError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Read { .. } | Self::NotText { .. } => remedy(
-                "FIRN-CRIU-CONFIG",
-                "correct the file that the annotation org.criu.config names, or /etc/criu/runc.conf",
-            ),
-            Self::Path { .. } => remedy(
-                "FIRN-CRIU-CONFIG",
-                "use a path without blanks, quotes, backslashes, # and control characters",
-            ),
-            Self::Write { .. } => remedy(
-                "FIRN-CRIU-CONFIG",
-                "check that the bundle's file system is writable and not full",
-            ),
-        }
-    }
 }
 
 /// The CRIU configuration of one container. Read from the spec before [`crate::edit::set_criu_config`] edits
@@ -276,29 +273,22 @@ pub const PLUGIN_DIRS: [&str; 6] = [
 const AMD_PLUGIN: &str = "amdgpu_plugin.so";
 
 /// CRIU has no plugin for AMD's GPUs, or the directory for it cannot be made.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum AmdPluginError {
     /// The plugin does not exist.
     #[error("CRIU's plugin for AMD's GPUs does not exist: {}", looked_at.display())]
+    #[problem(
+        "FIRN-AMD-PLUGIN",
+        "install CRIU's amdgpu plugin, or name it by [criu] amdgpu-plugin in the configuration"
+    )]
     Missing { looked_at: PathBuf },
     /// The directory for this plugin alone cannot be made.
     #[error("cannot make {}", path.display())]
+    #[problem(
+        "FIRN-AMD-PLUGIN",
+        "check that the bundle's file system is writable and not full"
+    )]
     Directory { path: PathBuf, source: io::Error },
-}
-
-impl Problem for AmdPluginError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Missing { .. } => remedy(
-                "FIRN-AMD-PLUGIN",
-                "install CRIU's amdgpu plugin, or name it by [criu] amdgpu-plugin in the configuration",
-            ),
-            Self::Directory { .. } => remedy(
-                "FIRN-AMD-PLUGIN",
-                "check that the bundle's file system is writable and not full",
-            ),
-        }
-    }
 }
 
 /// The path of CRIU's plugin for AMD's GPUs: the configured one, else the first in `dirs`.

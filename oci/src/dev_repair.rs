@@ -29,16 +29,20 @@ use crate::device_class::{DIRECTORIES, GRAPHICS};
 use crate::vendor::is_gpu;
 use crate::{Spec, SpecDevice, SpecError, other_gpu};
 use firn_host::mountinfo::{self, MountEntry};
-use firn_host::{Chain, Problem, Remedy, remedy};
+use firn_host::{Chain, Problem};
 
 /// Where a container's device nodes are.
 const DEV: &str = "/dev";
 
 /// A /dev that cannot be repaired.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum DevError {
     /// A step failed.
     #[error("cannot {action} {} of the restored container", path.display())]
+    #[problem(
+        "FIRN-DEV-REPAIR",
+        "the container's /dev must be a directory that holds the nodes themselves, no mounts"
+    )]
     Step {
         action: &'static str,
         path: PathBuf,
@@ -46,26 +50,14 @@ pub enum DevError {
     },
     /// A node would have to be made in a user namespace, where no device can be opened through it.
     #[error("cannot make {}: the container has a user namespace", path.display())]
+    #[problem(
+        "FIRN-DEV-USERNS",
+        "restore onto the same GPUs, or run the container without user namespace"
+    )]
     UserNamespace { path: PathBuf },
     /// The spec's devices cannot be read.
     #[error("cannot read the devices of the spec")]
     Spec(#[from] SpecError),
-}
-
-impl Problem for DevError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Step { .. } => remedy(
-                "FIRN-DEV-REPAIR",
-                "the container's /dev must be a directory that holds the nodes themselves, no mounts",
-            ),
-            Self::UserNamespace { .. } => remedy(
-                "FIRN-DEV-USERNS",
-                "restore onto the same GPUs, or run the container without user namespace",
-            ),
-            Self::Spec(error) => error.remedy(),
-        }
-    }
 }
 
 /// What [`repair`] has done.

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use firn_config::names;
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, NodeType};
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use serde_json::{Map, Value, json};
 
 use crate::device_class;
@@ -19,26 +19,15 @@ use crate::vendor::{OtherGpu, other_gpu};
 use crate::{DeviceRule, Spec, SpecError};
 
 /// An edit that cannot be made.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum EditError {
     /// The host has no device node for a GPU that the container should get.
     #[error("GPU {uuid} has no device node on this host")]
+    #[problem("FIRN-GPU-NO-NODE", "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes")]
     NoNode { uuid: GpuUuid },
     /// The spec is malformed where the edit changes it.
     #[error("cannot edit the spec")]
     Spec(#[from] SpecError),
-}
-
-impl Problem for EditError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::NoNode { .. } => remedy(
-                "FIRN-GPU-NO-NODE",
-                "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes",
-            ),
-            Self::Spec(error) => error.remedy(),
-        }
-    }
 }
 
 /// The changes of [`replace_gpus`], for the log.

@@ -21,7 +21,7 @@
 use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -102,12 +102,17 @@ impl ResolvedMounts {
 }
 
 /// A mount that a restore needs and cannot have.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum MountError {
     /// The checkpoint had a bind mount that the spec does not give.
     #[error(
         "the checkpoint needs a mount at {} (source {source_name:?}), which the spec does not have",
         destination.display()
+    )]
+    #[problem(
+        "FIRN-MOUNT-NOT-IN-SPEC",
+        "give the restored container the same mounts as the source had; libraries of the driver may be at \
+         other places, but have to be of the same version"
     )]
     NotInSpec {
         destination: PathBuf,
@@ -116,6 +121,11 @@ pub enum MountError {
     /// The source of a bind mount of the spec is not there.
     #[error("source {} of the mount at {} does not exist on this node", source_path.display(),
              destination.display())]
+    #[problem(
+        SOURCE_MISSING,
+        "make the path, or install the same driver and CDI spec as on the source (file names of the driver \
+         carry its version)"
+    )]
     SourceMissing {
         source_path: PathBuf,
         destination: PathBuf,
@@ -127,26 +137,6 @@ pub enum MountError {
 
 /// Code of [`MountError::SourceMissing`].
 pub const SOURCE_MISSING: &str = "FIRN-MOUNT-SOURCE-MISSING";
-
-impl Problem for MountError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::NotInSpec { .. } => remedy(
-                "FIRN-MOUNT-NOT-IN-SPEC",
-                "give the restored container the same mounts as the source had; libraries of the driver may \
-                 be at \
-                 other places, but have to be of the same version",
-            ),
-            Self::SourceMissing { .. } => remedy(
-                SOURCE_MISSING,
-                "make the path, or install the same driver and CDI spec as on the source (file names of the \
-                 driver \
-                 carry its version)",
-            ),
-            Self::Spec(error) => error.remedy(),
-        }
-    }
-}
 
 /// The bind mounts of a container, which its restore will need.
 pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {

@@ -12,7 +12,7 @@
 use std::net::IpAddr;
 
 use firn_config::names;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use serde_json::{Value, json};
 
 use crate::{Spec, SpecError};
@@ -46,13 +46,21 @@ const ENVIRONMENT: [(&str, &str, Fits); 10] = [
 const SHM: &str = "/dev/shm";
 
 /// A spec that cannot be edited as its annotation requests.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum NcclError {
     /// The annotation has an unknown value.
     #[error("annotation firn.dev/nccl has the value {value:?}")]
+    #[problem(
+        "FIRN-NCCL-SETTING",
+        "write firn.dev/nccl=sockets, or leave the annotation out"
+    )]
     Value { value: String },
     /// The user has set a variable to something else.
     #[error("the environment has {name}={value}, and firn.dev/nccl=sockets needs {name}={needed}")]
+    #[problem(
+        "FIRN-NCCL-SETTING",
+        "leave the variable out of the container's environment, or the annotation"
+    )]
     Contrary {
         name: &'static str,
         value: String,
@@ -61,22 +69,6 @@ pub enum NcclError {
     /// The spec is malformed where the edit changes it.
     #[error("cannot edit the spec")]
     Spec(#[from] SpecError),
-}
-
-impl Problem for NcclError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Value { .. } => remedy(
-                "FIRN-NCCL-SETTING",
-                "write firn.dev/nccl=sockets, or leave the annotation out",
-            ),
-            Self::Contrary { .. } => remedy(
-                "FIRN-NCCL-SETTING",
-                "leave the variable out of the container's environment, or the annotation",
-            ),
-            Self::Spec(error) => error.remedy(),
-        }
-    }
 }
 
 /// Whether the container requests NCCL over sockets.

@@ -19,59 +19,50 @@ use serde_json::{Map, Value};
 
 pub use self::devices::{DeviceRule, SpecDevice, parse_device};
 pub use self::privileges::capability;
-use firn_host::{Problem, Remedy, atomic_file, remedy};
+use firn_host::{Problem, atomic_file};
 
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
 
 /// A spec that cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum SpecError {
     /// The file cannot be read.
     #[error("cannot read spec {}", path.display())]
+    #[problem(
+        "FIRN-SPEC-UNREADABLE",
+        "check that the bundle exists and is readable for root"
+    )]
     Read { path: PathBuf, source: io::Error },
     /// The file is too large to be a spec.
     #[error("spec {} is larger than {MAX_BYTES} bytes", path.display())]
+    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     TooLarge { path: PathBuf },
     /// The file is not JSON.
     #[error("spec {} is not valid JSON", path.display())]
+    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     Json {
         path: PathBuf,
         source: serde_json::Error,
     },
     /// The file is JSON but no object.
     #[error("spec {} is not a JSON object", path.display())]
+    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     NotAnObject { path: PathBuf },
     /// A part that firn has to act on does not follow the runtime specification.
     #[error("spec has a malformed entry in {part}")]
+    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     Malformed {
         part: &'static str,
         source: Option<serde_json::Error>,
     },
     /// The file cannot be written.
     #[error("cannot write spec {}", path.display())]
+    #[problem(
+        "FIRN-SPEC-UNWRITABLE",
+        "check that the bundle's file system is writable and not full"
+    )]
     Write { path: PathBuf, source: io::Error },
-}
-
-impl Problem for SpecError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Read { .. } => remedy(
-                "FIRN-SPEC-UNREADABLE",
-                "check that the bundle exists and is readable for root",
-            ),
-            Self::TooLarge { .. } | Self::Json { .. } | Self::NotAnObject { .. } | Self::Malformed { .. } => {
-                remedy(
-                    "FIRN-SPEC-INVALID",
-                    "create the container again with a valid spec",
-                )
-            }
-            Self::Write { .. } => remedy(
-                "FIRN-SPEC-UNWRITABLE",
-                "check that the bundle's file system is writable and not full",
-            ),
-        }
-    }
 }
 
 /// A container's spec.

@@ -9,7 +9,7 @@ use std::io;
 use std::path::Path;
 
 use firn_gpu::{Gpu, Inventory};
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use firn_oci::{Spec, SpecError};
 use firn_remap::Grant;
 
@@ -73,29 +73,22 @@ pub struct Outcome {
 }
 
 /// The check failed: it is unknown whether the container can be checkpointed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum CheckError {
     #[error("cannot look at the processes")]
+    #[problem("FIRN-PROC", read_again(_0))]
     Unreadable(#[from] Unreadable),
     #[error("cannot read the memory limits of the container")]
+    #[problem("FIRN-FREEZER", "see that the cgroup hierarchies are mounted and readable")]
     Limit(#[source] io::Error),
     #[error("cannot read the spec")]
     Spec(#[from] SpecError),
 }
 
-impl Problem for CheckError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Unreadable(error) if error.source.kind() == io::ErrorKind::FileTooLarge => {
-                remedy("FIRN-PROC", "no program needs so much of it: end the process")
-            }
-            Self::Unreadable(_) => remedy("FIRN-PROC", "the process may have ended meanwhile: try again"),
-            Self::Limit(_) => remedy(
-                "FIRN-FREEZER",
-                "see that the cgroup hierarchies are mounted and readable",
-            ),
-            Self::Spec(error) => error.remedy(),
-        }
+fn read_again(error: &Unreadable) -> &'static str {
+    match error.source.kind() {
+        io::ErrorKind::FileTooLarge => "no program needs so much of it: end the process",
+        _ => "the process may have ended meanwhile: try again",
     }
 }
 

@@ -2,74 +2,90 @@
 
 use std::path::PathBuf;
 
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use firn_oci::criu_config::AmdPluginError;
 use firn_remap::GrantError;
 
 /// Why a container is not checkpointed. Nothing has been touched.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum Refusal {
     #[error("driver {version} has no process checkpoint")]
+    #[problem("FIRN-DRIVER-TOO-OLD", DRIVER)]
     NoCheckpointApi { version: String },
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
+    #[problem("FIRN-GPU-HOOK", CDI)]
     ByHook,
     #[error("cannot determine which GPUs the container has")]
     Grant(#[source] GrantError),
     #[error("GPU {uuid} is in MIG mode, whose memory the driver cannot checkpoint")]
+    #[problem("FIRN-GPU-MIG", WHOLE_GPUS)]
     Mig { uuid: String },
     #[error("process {pid} ({comm}) has /dev/kfd open, and the container has GPUs of both NVIDIA and AMD")]
+    #[problem("FIRN-GPU-MIXED", ONE_VENDOR)]
     MixedGpus { pid: i32, comm: String },
     #[error(
         "process {pid} ({comm}) has {} open, a GPU or accelerator whose state cannot be checkpointed",
         path.display()
     )]
+    #[problem("FIRN-GPU-VENDOR", CLOSE_DEVICE)]
     UnknownGpu { pid: i32, comm: String, path: PathBuf },
     #[error(transparent)]
     AmdPlugin(AmdPluginError),
     #[error(
         "CUDA process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out"
     )]
+    #[problem("FIRN-EXEC", CHILD_OF_INIT)]
     CudaExec { pid: i32, comm: String },
     #[error("process {pid} ({comm}) was started by exec and is no child of init, so CRIU would leave it out")]
+    #[problem("FIRN-EXEC", OMIT_EXEC)]
     Exec { pid: i32, comm: String },
     #[error(
         "process {pid} ({comm}) uses {bytes} bytes of managed (UVM) memory, which the driver cannot \
          checkpoint"
     )]
+    #[problem("FIRN-UVM", DEVICE_MEMORY)]
     ManagedMemory { pid: i32, comm: String, bytes: u64 },
     #[error("process {pid} ({comm}) is a client of the MPS daemon at {}", directory.display())]
+    #[problem("FIRN-MPS", "start the container without MPS")]
     Mps {
         pid: i32,
         comm: String,
         directory: PathBuf,
     },
     #[error("process {pid} ({comm}) has an io_uring, which CRIU cannot dump")]
+    #[problem("FIRN-IO-URING", NO_IO_URING)]
     IoUring { pid: i32, comm: String },
     #[error("process {pid} ({comm}) has the RDMA device {file} open, which CRIU cannot dump")]
+    #[problem("FIRN-RDMA", NO_RDMA)]
     Rdma { pid: i32, comm: String, file: String },
     #[error(
         "process {pid} ({comm}) was forked from a CUDA process, has inherited {file} and uses no CUDA \
          itself: the driver does not close it, and CRIU cannot dump it"
     )]
+    #[problem("FIRN-GPU-FD", SPAWN)]
     LeakedGpu { pid: i32, comm: String, file: String },
     #[error("process {pid} ({comm}) has {file} open, through which GPU memory is shared with other machines")]
+    #[problem("FIRN-IPC", SHARES_NONE)]
     Imex { pid: i32, comm: String, file: String },
     #[error(
         "process {pid} ({comm}) is a rank of NCCL that may share GPU memory with others: it was started \
          without {}",
         missing.join(", ")
     )]
+    #[problem("FIRN-NCCL", NCCL_SOCKETS)]
     Nccl {
         pid: i32,
         comm: String,
         missing: Vec<&'static str>,
     },
     #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
+    #[problem("FIRN-IPC", SHARE_NONE)]
     SharingLibrary { pid: i32, comm: String, file: String },
     #[error(
         "CUDA processes {} may share GPU memory, which the driver checkpoints and cannot restore",
         listed(processes)
     )]
+    #[problem("FIRN-IPC", SHARE_NONE)]
     Ipc { processes: Vec<(i32, String)> },
     #[error(
         "the driver copies {} of GPU memory into host memory, and the limit of cgroup {} leaves {}",
@@ -77,6 +93,7 @@ pub enum Refusal {
         dir.display(),
         mib(*left)
     )]
+    #[problem("FIRN-HOST-MEMORY", RAISE_LIMIT)]
     CgroupMemory { needed: u64, dir: PathBuf, left: u64 },
     #[error(
         "the driver copies {} of GPU memory into host memory{}, and the host has {} left",
@@ -84,6 +101,7 @@ pub enum Refusal {
         with_image(*image),
         mib(*left)
     )]
+    #[problem("FIRN-HOST-MEMORY", FREE_MEMORY)]
     HostMemory { needed: u64, image: u64, left: u64 },
     #[error(
         "the checkpoint writes {} or more, and the file system of {} has {} free",
@@ -91,59 +109,33 @@ pub enum Refusal {
         dir.display(),
         mib(*free)
     )]
+    #[problem("FIRN-IMAGE-SPACE", FREE_SPACE)]
     Space { dir: PathBuf, needed: u64, free: u64 },
     #[error(
         "{} is a mount of {} of a {fs_type} file system that is not in the spec, which CRIU cannot dump",
         point.display(),
         root.display()
     )]
+    #[problem("FIRN-FOREIGN-MOUNT", UNMOUNT)]
     ExternalMount {
         point: PathBuf,
         fs_type: String,
         root: PathBuf,
     },
     #[error("process {pid} has made more mounts than firn reads")]
+    #[problem("FIRN-PROC", "unmount what the container does not need")]
     TooManyMounts { pid: i32 },
     #[error(
         "descriptor {fd} of process {pid} ({comm}) is {} on a mount that the container does not have",
         path.display()
     )]
+    #[problem("FIRN-STDIO", PIPES)]
     ExternalStream {
         pid: i32,
         comm: String,
         fd: i32,
         path: PathBuf,
     },
-}
-
-impl Problem for Refusal {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::NoCheckpointApi { .. } => remedy("FIRN-DRIVER-TOO-OLD", DRIVER),
-            Self::ByHook => remedy("FIRN-GPU-HOOK", CDI),
-            Self::Grant(error) => error.remedy(),
-            Self::Mig { .. } => remedy("FIRN-GPU-MIG", WHOLE_GPUS),
-            Self::MixedGpus { .. } => remedy("FIRN-GPU-MIXED", ONE_VENDOR),
-            Self::UnknownGpu { .. } => remedy("FIRN-GPU-VENDOR", CLOSE_DEVICE),
-            Self::AmdPlugin(error) => error.remedy(),
-            Self::CudaExec { .. } => remedy("FIRN-EXEC", CHILD_OF_INIT),
-            Self::Exec { .. } => remedy("FIRN-EXEC", OMIT_EXEC),
-            Self::ManagedMemory { .. } => remedy("FIRN-UVM", DEVICE_MEMORY),
-            Self::Mps { .. } => remedy("FIRN-MPS", "start the container without MPS"),
-            Self::IoUring { .. } => remedy("FIRN-IO-URING", NO_IO_URING),
-            Self::Rdma { .. } => remedy("FIRN-RDMA", NO_RDMA),
-            Self::LeakedGpu { .. } => remedy("FIRN-GPU-FD", SPAWN),
-            Self::Imex { .. } => remedy("FIRN-IPC", SHARES_NONE),
-            Self::Nccl { .. } => remedy("FIRN-NCCL", NCCL_SOCKETS),
-            Self::SharingLibrary { .. } | Self::Ipc { .. } => remedy("FIRN-IPC", SHARE_NONE),
-            Self::CgroupMemory { .. } => remedy("FIRN-HOST-MEMORY", RAISE_LIMIT),
-            Self::HostMemory { .. } => remedy("FIRN-HOST-MEMORY", FREE_MEMORY),
-            Self::Space { .. } => remedy("FIRN-IMAGE-SPACE", FREE_SPACE),
-            Self::ExternalMount { .. } => remedy("FIRN-FOREIGN-MOUNT", UNMOUNT),
-            Self::TooManyMounts { .. } => remedy("FIRN-PROC", "unmount what the container does not need"),
-            Self::ExternalStream { .. } => remedy("FIRN-STDIO", PIPES),
-        }
-    }
 }
 
 const DRIVER: &str = "install driver 570 or later (580 to restore onto other GPUs)";

@@ -4,7 +4,7 @@ use crate::plan;
 use crate::plan::{MapPolicy, PlanError, PlanRequest, Warning};
 use firn_config::Restore;
 use firn_gpu::{Gpu, GpuUuid, Inventory};
-use firn_host::{Problem, Remedy};
+use firn_host::Problem;
 
 use crate::policy::{self, PolicyError};
 use crate::{Grant, GrantError};
@@ -23,7 +23,7 @@ pub struct GpuAssignment {
 }
 
 /// A restore whose GPUs cannot be decided.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum AssignmentError {
     #[error("cannot find out how to choose GPUs")]
     Policy(#[from] PolicyError),
@@ -32,16 +32,6 @@ pub enum AssignmentError {
     /// The GPUs of the checkpoint find no place in the grant.
     #[error("the checkpoint does not fit this container and node")]
     Plan(#[from] PlanError),
-}
-
-impl Problem for AssignmentError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Policy(error) => error.remedy(),
-            Self::Grant(error) => error.remedy(),
-            Self::Plan(error) => error.remedy(),
-        }
-    }
 }
 
 impl GpuAssignment {

@@ -23,7 +23,7 @@ use std::path::PathBuf;
 
 use firn_config::Restore;
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 
 use crate::{MapOrigin, RequestedMap};
 use firn_oci::{DeviceRule, Spec, SpecDevice, SpecError};
@@ -52,10 +52,15 @@ pub struct Grant {
 }
 
 /// A grant that cannot be decided.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum GrantError {
     /// A GPU node of the spec is none of this node's GPUs.
     #[error("device {} ({kind} {major}:{minor}) of the spec is no GPU of this node", path.display())]
+    #[problem(
+        "FIRN-GRANT-UNRESOLVED",
+        "for a spec of another node, name GPUs under [restore] in the configuration or in the annotation \
+         firn.dev/gpu-map; otherwise write the CDI spec of this node again"
+    )]
     Unresolved {
         path: PathBuf,
         kind: &'static str,
@@ -64,26 +69,11 @@ pub enum GrantError {
     },
     /// The configuration or a map names a GPU that this node does not have.
     #[error("{origin} names GPU {name}, which this node does not have")]
+    #[problem("FIRN-GPU-UNKNOWN", "`firn doctor` lists the GPUs of this node")]
     UnknownGpu { origin: String, name: String },
     /// The spec's devices cannot be read.
     #[error("cannot read the devices of the spec")]
     Spec(#[from] SpecError),
-}
-
-impl Problem for GrantError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Unresolved { .. } => remedy(
-                "FIRN-GRANT-UNRESOLVED",
-                "for a spec of another node, name GPUs under [restore] in the configuration or in the \
-                 annotation firn.dev/gpu-map; otherwise write the CDI spec of this node again",
-            ),
-            Self::UnknownGpu { .. } => {
-                remedy("FIRN-GPU-UNKNOWN", "`firn doctor` lists the GPUs of this node")
-            }
-            Self::Spec(error) => error.remedy(),
-        }
-    }
 }
 
 impl Grant {

@@ -7,30 +7,22 @@
 use crate::plan::MapPolicy;
 use firn_config::{RemapPolicy, Restore, names};
 use firn_gpu::GpuUuid;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 
 use crate::{MapError, MapOrigin, RequestedMap};
 use firn_oci::Spec;
 
 /// A request that cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum PolicyError {
     #[error("cannot read the GPU map")]
     Map(#[from] MapError),
     #[error("annotation firn.dev/remap-policy is {word:?}, which is no policy")]
+    #[problem("FIRN-REMAP-POLICY", "write auto, subset or strict")]
     Unknown { word: String },
     #[error("annotation firn.dev/remap-policy is {word}, and annotation firn.dev/gpu-map is set too")]
+    #[problem("FIRN-REMAP-POLICY", "omit one of the two annotations")]
     Contradiction { word: &'static str },
-}
-
-impl Problem for PolicyError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Map(error) => error.remedy(),
-            Self::Unknown { .. } => remedy("FIRN-REMAP-POLICY", "write auto, subset or strict"),
-            Self::Contradiction { .. } => remedy("FIRN-REMAP-POLICY", "omit one of the two annotations"),
-        }
-    }
 }
 
 /// The policy for this container on this node, with its map if it has one; `sources` are the GPUs of the

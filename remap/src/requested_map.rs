@@ -7,7 +7,7 @@
 use crate::plan::{MapSyntax, parse_map};
 use firn_config::names;
 use firn_gpu::{GpuPair, GpuUuid};
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 
 use firn_oci::Spec;
 
@@ -39,18 +39,13 @@ pub struct RequestedMap {
 }
 
 /// A map that cannot be read.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 #[error("{origin} is no GPU map")]
+#[problem(source.remedy())]
 pub struct MapError {
     /// Where it is written.
     pub origin: MapOrigin,
     source: MapSyntax,
-}
-
-impl Problem for MapError {
-    fn remedy(&self) -> Remedy<'_> {
-        remedy(self.source.code(), self.source.hint())
-    }
 }
 
 impl RequestedMap {

@@ -42,11 +42,18 @@ fn jitter() -> Duration {
 /// The driver's call that restores GPU state.
 const RESTORE: &str = "cuCheckpointProcessRestore";
 
+/// The driver's answer to a lock whose time limit has passed.
+const TIMED_OUT: &str = "CUDA_ERROR_NOT_READY";
+
 /// A call of the driver worker that failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum WorkerError {
     /// The worker program could not be started.
     #[error("cannot start the driver worker {}", program.display())]
+    #[problem(
+        "FIRN-WORKER",
+        "install firn-gpu in the shim's directory, or name it under [worker] in the configuration"
+    )]
     Start {
         program: PathBuf,
         #[source]
@@ -54,18 +61,27 @@ pub enum WorkerError {
     },
     /// The socket to the worker failed.
     #[error("cannot talk to the driver worker")]
+    #[problem(SAME_VERSION)]
     Socket(#[from] std::io::Error),
     /// The worker ended in the middle of a call.
     #[error("the driver worker ended during {op}")]
+    #[problem(SAME_VERSION)]
     Died { op: &'static str },
     /// The worker exceeded the deadline and was killed.
     #[error("the driver did not finish {op} within {} s", limit.as_secs_f32())]
+    #[problem(RAISE_DEADLINE)]
     Deadline { op: &'static str, limit: Duration },
     /// A killed worker still exists: its call into the driver continues, and another one must not begin.
     #[error("the driver worker {pid} does not end by SIGKILL, its last call is still under way")]
+    #[problem(
+        "FIRN-GPU-TIMEOUT",
+        "the driver hangs in the kernel (state D): dmesg may hold the reason; worker-end under [deadlines] \
+         bounds the wait"
+    )]
     Stuck { pid: i32 },
     /// The worker's reply is not of the protocol.
     #[error("the driver worker answered {op} with a line that is not understood")]
+    #[problem(SAME_VERSION)]
     Protocol {
         op: &'static str,
         #[source]
@@ -78,12 +94,18 @@ pub enum WorkerError {
         free >> 20,
         needed.div_ceil(1 << 20)
     )]
+    #[problem(
+        "FIRN-GPU-OCCUPIED",
+        "end what uses that GPU, which nvidia-smi lists; then resume the container"
+    )]
     NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
     /// The worker refused the request as a whole.
     #[error("{message}")]
+    #[problem("FIRN-DRIVER-MISSING", hint)]
     Refused { message: String, hint: String },
     /// The driver refused one process.
     #[error("pid {pid}")]
+    #[problem(driver_remedy(source))]
     Process {
         pid: i32,
         #[source]
@@ -91,6 +113,7 @@ pub enum WorkerError {
     },
     /// The driver returned success, but the process is not in the expected state.
     #[error("pid {pid} is {state:?} after {op}")]
+    #[problem("FIRN-GPU-STATE", "see whether another tool works on the same process")]
     State {
         pid: i32,
         op: &'static str,
@@ -98,12 +121,36 @@ pub enum WorkerError {
     },
 }
 
+const SAME_VERSION: Remedy<'static> = remedy(
+    "FIRN-WORKER",
+    "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it",
+);
+const RAISE_DEADLINE: Remedy<'static> = remedy(
+    "FIRN-GPU-TIMEOUT",
+    "raise the phase's time under [deadlines] in the configuration",
+);
+
+fn driver_remedy(error: &DriverError) -> Remedy<'static> {
+    match &*error.name {
+        "CUDA_ERROR_NOT_SUPPORTED" => remedy(
+            "FIRN-GPU-UNSUPPORTED",
+            "the process uses what this driver cannot checkpoint or restore: managed memory, or memory \
+             shared with others",
+        ),
+        TIMED_OUT => RAISE_DEADLINE,
+        _ => remedy(
+            "FIRN-GPU-DRIVER",
+            "the kernel log (dmesg) may hold the driver's reason",
+        ),
+    }
+}
+
 impl WorkerError {
     /// Whether a call took too long: killed here, or timed out in the driver.
     fn is_late(&self) -> bool {
         match self {
             Self::Deadline { .. } => true,
-            Self::Process { source, .. } => source.name == "CUDA_ERROR_NOT_READY",
+            Self::Process { source, .. } => source.name == TIMED_OUT,
             _ => false,
         }
     }
@@ -119,48 +166,6 @@ impl WorkerError {
                 source.call == RESTORE && spoilt.contains(&&*source.name)
             }
             _ => false,
-        }
-    }
-}
-
-impl Problem for WorkerError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Start { .. } => remedy(
-                "FIRN-WORKER",
-                "install firn-gpu in the shim's directory, or name it under [worker] in the configuration",
-            ),
-            Self::Socket(_) | Self::Died { .. } | Self::Protocol { .. } => remedy(
-                "FIRN-WORKER",
-                "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it",
-            ),
-            Self::Deadline { .. } => remedy(
-                "FIRN-GPU-TIMEOUT",
-                "raise the phase's time under [deadlines] in the configuration",
-            ),
-            Self::Stuck { .. } => remedy(
-                "FIRN-GPU-TIMEOUT",
-                "the driver hangs in the kernel (state D): dmesg may hold the reason; \
-                 worker-end under [deadlines] bounds the wait",
-            ),
-            Self::NoMemory { .. } => remedy(
-                "FIRN-GPU-OCCUPIED",
-                "end what uses that GPU, which nvidia-smi lists; then resume the container",
-            ),
-            Self::Refused { hint, .. } => remedy("FIRN-DRIVER-MISSING", hint),
-            Self::Process { source, .. } if source.name == "CUDA_ERROR_NOT_SUPPORTED" => remedy(
-                "FIRN-GPU-UNSUPPORTED",
-                "the process uses what this driver cannot checkpoint or restore: \
-                 managed memory, or memory shared with others",
-            ),
-            Self::Process { .. } => remedy(
-                "FIRN-GPU-DRIVER",
-                "the kernel log (dmesg) may hold the driver's reason",
-            ),
-            Self::State { .. } => remedy(
-                "FIRN-GPU-STATE",
-                "see whether another tool works on the same process",
-            ),
         }
     }
 }

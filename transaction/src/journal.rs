@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::blocking::blocking;
@@ -171,21 +171,16 @@ enum Line {
 }
 
 /// The journal cannot be written: nothing may be begun.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 #[error("cannot write {}", path.display())]
+#[problem(
+    "FIRN-JOURNAL",
+    "see that containerd's state directory is writable and not full"
+)]
 pub struct JournalError {
     path: PathBuf,
     #[source]
     source: io::Error,
-}
-
-impl Problem for JournalError {
-    fn remedy(&self) -> Remedy<'_> {
-        remedy(
-            "FIRN-JOURNAL",
-            "see that containerd's state directory is writable and not full",
-        )
-    }
 }
 
 /// The journal of a transaction that is under way; cheap to clone.

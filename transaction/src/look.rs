@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use firn_host::{Problem, ProblemReport, Remedy, remedy};
+use firn_host::{Problem, ProblemReport};
 use firn_oci::mounts::RequiredMount;
 use firn_preflight::{OtherGpus, Workload};
 use serde::de::DeserializeOwned;
@@ -81,11 +81,17 @@ pub struct LeftOut {
 }
 
 /// A refusal, or a look that failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum LookError {
     #[error("{}", .0.message)]
+    #[problem(_0.remedy())]
     Refused(ProblemReport),
     #[error("cannot see {subject} within {} s{}", limit.as_secs_f32(), at(last))]
+    #[problem(
+        "FIRN-LOOK-TIMEOUT",
+        "see whether a file system of the container, of its mounts or of the image does not answer (dmesg, \
+         state D), or raise look under [deadlines] in the configuration"
+    )]
     Late {
         subject: &'static str,
         limit: Duration,
@@ -93,20 +99,24 @@ pub enum LookError {
         last: String,
     },
     #[error("the container was killed")]
+    #[problem("FIRN-ENDED", "start it again, or restore an earlier checkpoint")]
     Killed,
     #[error("cannot look at {subject}: {output}")]
+    #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Failed {
         subject: &'static str,
         /// Standard error of the child.
         output: String,
     },
     #[error("cannot look at {subject}")]
+    #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Run {
         subject: &'static str,
         #[source]
         source: OutputError,
     },
     #[error("cannot look at {subject}: the answer is not understood")]
+    #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Answer {
         subject: &'static str,
         #[source]
@@ -118,23 +128,6 @@ fn at(last: &str) -> String {
     match last {
         "" => String::new(),
         last => format!(", it hangs at {last}"),
-    }
-}
-
-impl Problem for LookError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Refused(problem) => problem.remedy(),
-            Self::Late { .. } => remedy(
-                "FIRN-LOOK-TIMEOUT",
-                "see whether a file system of the container, of its mounts or of the image does not answer \
-                 (dmesg, state D), or raise look under [deadlines] in the configuration",
-            ),
-            Self::Killed => remedy("FIRN-ENDED", "start it again, or restore an earlier checkpoint"),
-            Self::Failed { .. } | Self::Run { .. } | Self::Answer { .. } => {
-                remedy("FIRN-PROC", "try again; report it with containerd's log")
-            }
-        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use firn_cdi::ldcache;
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 
 /// Where distributions and the driver's own installer put libraries.
 const DIRECTORIES: [&str; 7] = [
@@ -39,21 +39,16 @@ pub struct DriverFiles {
 }
 
 /// The files of the driver were not found.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 #[error("no libcuda.so.{version} in {}", searched(root, dirs))]
+#[problem(
+    "FIRN-DRIVER-MISSING",
+    "name the directory below which the driver is installed: --driver-root"
+)]
 pub struct NoDriver {
     version: String,
     root: PathBuf,
     dirs: Vec<PathBuf>,
-}
-
-impl Problem for NoDriver {
-    fn remedy(&self) -> Remedy<'_> {
-        remedy(
-            "FIRN-DRIVER-MISSING",
-            "name the directory below which the driver is installed: --driver-root",
-        )
-    }
 }
 
 fn searched(root: &Path, dirs: &[PathBuf]) -> String {

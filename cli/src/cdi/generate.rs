@@ -17,7 +17,7 @@ use super::driver::DriverFiles;
 use crate::args::{CdiFormat, CdiGenerateArgs};
 use crate::output::{self, line, note};
 use crate::program;
-use firn_host::{Problem, ProblemReport, Remedy, remedy};
+use firn_host::{Problem, ProblemReport};
 
 /// The oldest version of CDI with all fields that are used here.
 const VERSION: &str = "0.5.0";
@@ -40,24 +40,19 @@ struct Named {
 }
 
 /// A CDI file that prevents writing another.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 enum InTheWay {
     /// It has the path of the new file.
     #[error("{} was not written by firn", .0.display())]
+    #[problem("FIRN-CDI-EXISTS", "write to another file, or replace this one with --force")]
     Foreign(PathBuf),
     /// It has another path: every device would be described twice.
     #[error("{} describes {KIND} already", .0.display())]
+    #[problem(
+        "FIRN-CDI-EXISTS",
+        "use that one, or remove it, or write to another directory with --force"
+    )]
     Another(PathBuf),
-}
-
-impl Problem for InTheWay {
-    fn remedy(&self) -> Remedy<'_> {
-        let hint = match self {
-            Self::Foreign(_) => "write to another file, or replace this one with --force",
-            Self::Another(_) => "use that one, or remove it, or write to another directory with --force",
-        };
-        remedy("FIRN-CDI-EXISTS", hint)
-    }
 }
 
 /// Writes or prints the file.

@@ -19,7 +19,7 @@ use crate::args::RestoreArgs;
 use crate::output::{self, line, note};
 use crate::text;
 use containerd::{Any, CallError, Container, Containerd, CreateTask};
-use firn_host::{Problem, ProblemLine, Remedy, remedy};
+use firn_host::{Problem, ProblemLine};
 
 /// Options of runc's shims, which firn has too.
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
@@ -42,59 +42,45 @@ struct RestoreOptions {
 }
 
 /// Why a container is not restored.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum RestoreError {
     #[error("containerd knows no container {id} in namespace {namespace}")]
+    #[problem(
+        "FIRN-NO-CONTAINER",
+        "see `ctr containers list` and --namespace; make the container again with `ctr containers create`, \
+         with the same image and options, and restore into that"
+    )]
     NoContainer { id: String, namespace: String },
     #[error("container {id} still has a task")]
+    #[problem(
+        "FIRN-TASK-EXISTS",
+        "delete it: `ctr tasks delete --force ID`; the image is not touched"
+    )]
     HasTask { id: String },
     #[error("container {id} is one of Kubernetes', whose tasks the kubelet alone makes")]
+    #[problem("FIRN-RESTORE-CLIENT", "let the kubelet restore it from a checkpoint image")]
     Kubernetes { id: String },
     #[error(
         "the runtime of container {id} has options of the type {type_url}, to which no image can be added"
+    )]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "make the container with options of runc's shim, or with none"
     )]
     Options { id: String, type_url: String },
     #[error(
         "the shim of container {id} ({runtime}) does not restore: it would have started the container afresh"
     )]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "run it with io.containerd.firn.v2, and install the shim of this version"
+    )]
     Afresh { id: String, runtime: String },
     #[error(transparent)]
     Image(#[from] ImageError),
     #[error(transparent)]
+    #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
     Call(#[from] CallError),
-}
-
-impl Problem for RestoreError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::NoContainer { .. } => remedy(
-                "FIRN-NO-CONTAINER",
-                "see `ctr containers list` and --namespace; make the container again with `ctr containers \
-                 create`, with the same image and options, and restore into that",
-            ),
-            Self::HasTask { .. } => remedy(
-                "FIRN-TASK-EXISTS",
-                "delete it: `ctr tasks delete --force ID`; the image is not touched",
-            ),
-            Self::Kubernetes { .. } => remedy(
-                "FIRN-RESTORE-CLIENT",
-                "let the kubelet restore it from a checkpoint image",
-            ),
-            Self::Options { .. } => remedy(
-                "FIRN-RESTORE-CLIENT",
-                "make the container with options of runc's shim, or with none",
-            ),
-            Self::Afresh { .. } => remedy(
-                "FIRN-RESTORE-CLIENT",
-                "run it with io.containerd.firn.v2, and install the shim of this version",
-            ),
-            Self::Image(error) => error.remedy(),
-            Self::Call(_) => remedy(
-                "FIRN-CONTAINERD",
-                "see containerd's log; --address names its socket",
-            ),
-        }
-    }
 }
 
 /// Restores the container.

@@ -31,7 +31,7 @@ pub use self::made::{check as check_made, loosened};
 pub use self::stopped::was_stopped;
 use self::wire::{Message, WireError};
 use crate::dir::{UntrustedDir, read_at_most};
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use firn_oci::{Spec, SpecError};
 
 /// Largest file that is read: files of thousands of tasks and mounts stay below 1 MiB.
@@ -46,12 +46,16 @@ const INVENTORY_MAGIC: u32 = 0x5831_3116;
 const QUOTED: usize = 200;
 
 /// Why an image must not become a container of this spec.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error, Problem)]
 #[serde(rename_all = "snake_case")]
 pub enum ImageFault {
     /// It asks for more than the spec allows.
     #[error(
         "{file} asks for more than the container's spec allows: {what} is {found}, and the spec has {allowed}"
+    )]
+    #[problem(
+        "FIRN-IMAGE-PRIVILEGE",
+        "give the container what its checkpoint had, if you trust where the checkpoint comes from"
     )]
     Privilege {
         file: String,
@@ -61,36 +65,19 @@ pub enum ImageFault {
     },
     /// A file is not as CRIU writes it.
     #[error("{file} of the checkpoint is not as CRIU writes it: {reason}")]
+    #[problem("FIRN-IMAGE-CORRUPT", "make the checkpoint again, with CRIU 3.15 or newer")]
     Malformed { file: String, reason: String },
     /// A file cannot be read, or is no regular file.
     #[error("cannot read {file} of the checkpoint: {reason}")]
+    #[problem(
+        "FIRN-IMAGE-UNREADABLE",
+        "check the checkpoint directory; CRIU's files must be regular files"
+    )]
     Unreadable { file: String, reason: String },
     /// The spec cannot be read.
     #[error("{reason}")]
+    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     Spec { reason: String },
-}
-
-impl Problem for ImageFault {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Privilege { .. } => remedy(
-                "FIRN-IMAGE-PRIVILEGE",
-                "give the container what its checkpoint had, if you trust where the checkpoint comes from",
-            ),
-            Self::Malformed { .. } => remedy(
-                "FIRN-IMAGE-CORRUPT",
-                "make the checkpoint again, with CRIU 3.15 or newer",
-            ),
-            Self::Unreadable { .. } => remedy(
-                "FIRN-IMAGE-UNREADABLE",
-                "check the checkpoint directory; CRIU's files must be regular files",
-            ),
-            Self::Spec { .. } => remedy(
-                "FIRN-SPEC-INVALID",
-                "create the container again with a valid spec",
-            ),
-        }
-    }
 }
 
 impl ImageFault {

@@ -1,21 +1,31 @@
 use std::io;
 use std::path::PathBuf;
 
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 
 use super::{MAX_BYTES, envelope};
 
 /// A manifest that is missing or cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum ManifestError {
     #[error("checkpoint {} has no manifest, and the container requests a GPU", dir.display())]
+    #[problem(
+        "FIRN-MANIFEST-MISSING",
+        "the checkpoint was not made by firn, or not finished; make it again under firn"
+    )]
     Missing { dir: PathBuf },
     #[error("cannot read manifest {}", path.display())]
+    #[problem(
+        "FIRN-MANIFEST-UNREADABLE",
+        "check the checkpoint directory; the manifest must be a regular file"
+    )]
     Read { path: PathBuf, source: io::Error },
     #[error("manifest {} is larger than {MAX_BYTES} bytes", path.display())]
+    #[problem("FIRN-MANIFEST-TOO-LARGE", "copy the checkpoint from its origin again")]
     TooLarge { path: PathBuf },
     /// It is not JSON of the right shape.
     #[error("manifest {} is damaged", path.display())]
+    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     Shape {
         path: PathBuf,
         source: serde_json::Error,
@@ -25,46 +35,25 @@ pub enum ManifestError {
         path.display(),
         envelope::MAJOR
     )]
+    #[problem(
+        "FIRN-MANIFEST-VERSION",
+        "restore with the release of firn that made the checkpoint"
+    )]
     Version { path: PathBuf, found: u64 },
     #[error("manifest {} needs {}, which this firn does not have", path.display(), unknown.join(", "))]
+    #[problem("FIRN-MANIFEST-NEEDS", "upgrade firn on this node")]
     Needs { path: PathBuf, unknown: Vec<String> },
     #[error("manifest {} is damaged: its checksum does not match", path.display())]
+    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     Checksum { path: PathBuf },
     /// It holds a value that no dump writes.
     #[error("manifest {} holds an impossible value in {field}", path.display())]
+    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     Value { path: PathBuf, field: &'static str },
     #[error("cannot write manifest {}", path.display())]
+    #[problem(
+        "FIRN-MANIFEST-UNWRITABLE",
+        "check that the checkpoint directory is writable and not full"
+    )]
     Write { path: PathBuf, source: io::Error },
-}
-
-impl Problem for ManifestError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Missing { .. } => remedy(
-                "FIRN-MANIFEST-MISSING",
-                "the checkpoint was not made by firn, or not finished; make it again under firn",
-            ),
-            Self::Read { .. } => remedy(
-                "FIRN-MANIFEST-UNREADABLE",
-                "check the checkpoint directory; the manifest must be a regular file",
-            ),
-            Self::TooLarge { .. } => remedy(
-                "FIRN-MANIFEST-TOO-LARGE",
-                "copy the checkpoint from its origin again",
-            ),
-            Self::Shape { .. } | Self::Checksum { .. } | Self::Value { .. } => remedy(
-                "FIRN-MANIFEST-CORRUPT",
-                "copy the checkpoint from its origin again",
-            ),
-            Self::Version { .. } => remedy(
-                "FIRN-MANIFEST-VERSION",
-                "restore with the release of firn that made the checkpoint",
-            ),
-            Self::Needs { .. } => remedy("FIRN-MANIFEST-NEEDS", "upgrade firn on this node"),
-            Self::Write { .. } => remedy(
-                "FIRN-MANIFEST-UNWRITABLE",
-                "check that the checkpoint directory is writable and not full",
-            ),
-        }
-    }
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
 
@@ -20,7 +20,7 @@ use crate::tracer::TraceError;
 use firn_host::Chain;
 
 /// A failure of one effect of the transaction, or a refusal.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum EffectError {
     #[error(transparent)]
     Refused(#[from] firn_preflight::Refusal),
@@ -28,26 +28,41 @@ pub enum EffectError {
         "process {pid} ({comm}) is stopped by a signal, and the freezer of cgroup v1 keeps it from being \
          traced"
     )]
+    #[problem("FIRN-STOPPED", "continue it (kill -CONT), or use a node with cgroup v2")]
     Stopped { pid: i32, comm: String },
     #[error("CUDA process {pid} ({comm}) is {state} already")]
+    #[problem(
+        "FIRN-GPU-STATE",
+        "another tool has locked or checkpointed it: unlock it there first"
+    )]
     NotRunning {
         pid: i32,
         comm: String,
         state: &'static str,
     },
     #[error("{runtime} cannot do it")]
+    #[problem(
+        "FIRN-RUNTIME",
+        "run the container with runc: leave BinaryName out of the runtime's options"
+    )]
     Runtime { runtime: &'static str },
     #[error(transparent)]
     AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
     #[error("its parent dump is in {}, and GPU memory cannot be dumped in parts", parent.display())]
+    #[problem("FIRN-PARENT", "ask for the checkpoint without a parent path")]
     Parent { parent: PathBuf },
     #[error(transparent)]
     Look(LookError),
     #[error("the driver refused")]
     Gpu(#[from] WorkerError),
     #[error("the freezer failed")]
+    #[problem(
+        "FIRN-FREEZER",
+        "see whether a process of the container hangs in the kernel (state D)"
+    )]
     Cgroup(#[from] CgroupError),
     #[error("cannot hold the threads")]
+    #[problem("FIRN-HOLD", hold_hint(_0))]
     Hold(#[from] TraceError),
     #[error(transparent)]
     Config(#[from] firn_config::ConfigError),
@@ -56,10 +71,13 @@ pub enum EffectError {
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
     #[error("the container was killed")]
+    #[problem("FIRN-ENDED", "restore an earlier checkpoint, or start it again")]
     Killed,
     #[error("firn itself has failed; containerd's log has the panic")]
+    #[problem("FIRN-INTERNAL", "report it with containerd's log")]
     Panicked,
     #[error("there is no journal of its checkpoint")]
+    #[problem("FIRN-JOURNAL", "kill and delete it")]
     NoJournal,
     #[error("CRIU failed")]
     Dump(#[from] DumpError),
@@ -73,6 +91,15 @@ pub enum EffectError {
     Spec(#[from] firn_oci::SpecError),
 }
 
+fn hold_hint(error: &TraceError) -> &'static str {
+    match error {
+        TraceError::NotTraced { .. } => {
+            "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
+        }
+        _ => "detach the debugger from the container's processes",
+    }
+}
+
 impl From<LookError> for EffectError {
     fn from(error: LookError) -> Self {
         match error {
@@ -83,35 +110,32 @@ impl From<LookError> for EffectError {
 }
 
 /// `runc checkpoint` failed, or left no complete image.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum DumpError {
     /// With the last errors of CRIU's log, and where the log is kept.
     #[error("{}{} (log: {})", Chain(cause), quoted(lines), log.display())]
+    #[problem("FIRN-DUMP", "the log names what CRIU could not dump")]
     Failed {
         cause: RuncError,
         lines: Vec<String>,
         log: PathBuf,
     },
     #[error("the checksums of the image were not computed within {} s", limit.as_secs_f32())]
+    #[problem(
+        "FIRN-DUMP",
+        "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the \
+         configuration"
+    )]
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
+    #[problem(
+        "FIRN-DUMP",
+        "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the \
+         configuration"
+    )]
     Stalled { what: &'static str, limit: Duration },
     #[error(transparent)]
     Image(#[from] ImageDirError),
-}
-
-impl Problem for DumpError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Failed { .. } => remedy("FIRN-DUMP", "the log names what CRIU could not dump"),
-            Self::Checksums { .. } | Self::Stalled { .. } => remedy(
-                "FIRN-DUMP",
-                "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the \
-                 configuration",
-            ),
-            Self::Image(error) => error.remedy(),
-        }
-    }
 }
 
 impl From<ImageDirError> for EffectError {
@@ -364,50 +388,6 @@ impl CheckpointError {
             Self::Suspended { .. } => FailureKind::Refused,
             Self::NotEnded { .. } => FailureKind::Internal,
             Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => FailureKind::Unknown,
-        }
-    }
-}
-
-impl Problem for EffectError {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Refused(refusal) => refusal.remedy(),
-            Self::AmdPlugin(error) => error.remedy(),
-            Self::Look(error) => error.remedy(),
-            Self::Gpu(error) => error.remedy(),
-            Self::Config(error) => error.remedy(),
-            Self::Program(error) => error.remedy(),
-            Self::Journal(error) => error.remedy(),
-            Self::Dump(error) => error.remedy(),
-            Self::Manifest(error) => error.remedy(),
-            Self::Image(error) => error.remedy(),
-            Self::Mount(error) => error.remedy(),
-            Self::Spec(error) => error.remedy(),
-            Self::Stopped { .. } => remedy(
-                "FIRN-STOPPED",
-                "continue it (kill -CONT), or use a node with cgroup v2",
-            ),
-            Self::NotRunning { .. } => remedy(
-                "FIRN-GPU-STATE",
-                "another tool has locked or checkpointed it: unlock it there first",
-            ),
-            Self::Runtime { .. } => remedy(
-                "FIRN-RUNTIME",
-                "run the container with runc: leave BinaryName out of the runtime's options",
-            ),
-            Self::Parent { .. } => remedy("FIRN-PARENT", "ask for the checkpoint without a parent path"),
-            Self::Cgroup(_) => remedy(
-                "FIRN-FREEZER",
-                "see whether a process of the container hangs in the kernel (state D)",
-            ),
-            Self::Killed => remedy("FIRN-ENDED", "restore an earlier checkpoint, or start it again"),
-            Self::Panicked => remedy("FIRN-INTERNAL", "report it with containerd's log"),
-            Self::NoJournal => remedy("FIRN-JOURNAL", "kill and delete it"),
-            Self::Hold(TraceError::NotTraced { .. }) => remedy(
-                "FIRN-HOLD",
-                "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes",
-            ),
-            Self::Hold(_) => remedy("FIRN-HOLD", "detach the debugger from the container's processes"),
         }
     }
 }

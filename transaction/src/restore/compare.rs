@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
-use firn_host::{Problem, Remedy, remedy};
+use firn_host::Problem;
 use firn_image::criu::ImageFault;
 use firn_oci::Spec;
 
@@ -20,21 +20,13 @@ use firn_host::Chain;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// What is restored exceeds the spec, or could not be compared with it.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum Differs {
     #[error(transparent)]
     Fault(ImageFault),
     #[error("firn-hook has not compared it with the container's spec: {output}")]
+    #[problem("FIRN-IMAGE-CHECK", "see that firn-hook is of the shim's version")]
     Unknown { output: String },
-}
-
-impl Problem for Differs {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Fault(fault) => fault.remedy(),
-            Self::Unknown { .. } => remedy("FIRN-IMAGE-CHECK", "see that firn-hook is of the shim's version"),
-        }
-    }
 }
 
 /// The configuration, or the defaults if it cannot be read. The defaults allow least, and a container without

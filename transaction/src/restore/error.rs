@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::checkpoint::FailureKind;
-use firn_host::{Problem, ProblemReport, Remedy, remedy};
+use firn_host::{Problem, ProblemReport};
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::dev_repair::DevError;
 
@@ -18,7 +18,7 @@ use crate::tracer::TraceError;
 use firn_host::Chain;
 
 /// The cause of a refusal.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum Refusal {
     #[error(transparent)]
     Config(#[from] firn_config::ConfigError),
@@ -34,6 +34,10 @@ pub enum Refusal {
         "restores by a create call of Kubernetes are off: anyone who may create a pod could restore an image \
          of their own"
     )]
+    #[problem(
+        "FIRN-RESTORE-CRI",
+        "cri = true under [restore] in the configuration allows them"
+    )]
     Cri,
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] WorkerError),
@@ -42,10 +46,19 @@ pub enum Refusal {
     #[error(transparent)]
     Look(#[from] LookError),
     #[error("the image could not be read within {} s", limit.as_secs_f32())]
+    #[problem(
+        "FIRN-LOOK-TIMEOUT",
+        "see whether the image's file system is slow, or raise verify under [deadlines] in the configuration"
+    )]
     ImageLate { limit: Duration },
     #[error("the client no longer waits for the container")]
+    #[problem("FIRN-ENDED", "the checkpoint can be used again")]
     Killed,
     #[error("cannot make {}", path.display())]
+    #[problem(
+        "FIRN-SPEC-UNWRITABLE",
+        "check that the bundle's file system is writable and not full"
+    )]
     EmptyFile { path: PathBuf, source: std::io::Error },
     #[error(transparent)]
     Edit(#[from] firn_oci::edit::EditError),
@@ -54,59 +67,101 @@ pub enum Refusal {
     #[error("cannot use the container's spec")]
     Spec(#[from] firn_oci::SpecError),
     #[error("{runtime} cannot do it")]
+    #[problem(
+        "FIRN-RUNTIME",
+        "run the container with runc: leave BinaryName out of the runtime's options"
+    )]
     Runtime { runtime: &'static str },
     #[error("the checkpoint holds GPU state and the container requests no GPU")]
+    #[problem(
+        "FIRN-GPU-COUNT",
+        "grant the container as many GPUs as it had when it was checkpointed"
+    )]
     NoGpuRequested,
     #[error("cgroup {path} is in use by other processes")]
+    #[problem(
+        "FIRN-CGROUP-BUSY",
+        "stop the container that is in it, or restore under another id"
+    )]
     CgroupBusy { path: String },
     #[error("cannot read the cgroup")]
+    #[problem("FIRN-FREEZER", "see that the cgroup hierarchies are mounted")]
     Cgroup(#[from] CgroupError),
 }
 
 /// The cause of a restore that failed after it had begun.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Problem)]
 pub enum Cause {
     #[error("the container's cgroup is in use by other processes")]
+    #[problem(
+        "FIRN-CGROUP-BUSY",
+        "stop the container that is in it, or restore under another id"
+    )]
     CgroupBusy,
     #[error("the container was killed")]
+    #[problem("FIRN-ENDED", "the checkpoint can be used again")]
     Killed,
     #[error("cannot {what} within {} s", limit.as_secs_f32())]
+    #[problem(
+        "FIRN-LOOK-TIMEOUT",
+        "see whether a file system of the container or of the image does not answer; the checkpoint can be \
+         used again"
+    )]
     Late { what: &'static str, limit: Duration },
     #[error("firn itself has failed; containerd's log has the panic")]
+    #[problem(
+        "FIRN-INTERNAL",
+        "report it with containerd's log; the checkpoint can be used again"
+    )]
     Panicked,
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
     #[error("cannot write CRIU's configuration")]
     Criu(#[from] firn_oci::criu_config::CriuError),
     #[error("{}", Chain(error))]
+    #[problem(
+        "FIRN-RESTORE",
+        "the log names what CRIU could not restore; the checkpoint can be used again"
+    )]
     Runtime {
         error: RuncError,
         lines: Vec<String>,
         log: PathBuf,
     },
     #[error(transparent)]
+    #[problem("FIRN-RESTORE", "try again; the checkpoint can be used again")]
     PidFile(#[from] PidFileError),
     #[error("the restored container has no process {pid} with a thread {tid}, which the manifest names")]
+    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     ProcessMissing { pid: i32, tid: i32 },
     #[error("process {pid} of the restored container is not in the container's cgroup {path}")]
+    #[problem(
+        "FIRN-IMAGE-PRIVILEGE",
+        "restore from where you trust the checkpoint's origin"
+    )]
     Outside { pid: i32, path: String },
     #[error(transparent)]
     Exceeds(Differs),
     #[error("CUDA process {pid} of the restored container is not in the manifest")]
+    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     Unlisted { pid: i32 },
     #[error("cannot use the restored container's cgroup")]
+    #[problem("FIRN-FREEZER", "try again; the checkpoint can be used again")]
     Cgroup(#[from] CgroupError),
     #[error("cannot use the container's spec")]
     Spec(#[from] firn_oci::SpecError),
     #[error("cannot repair /dev of the container")]
     Dev(#[from] DevError),
     #[error("firn-hook refused it: {}", .0.message)]
+    #[problem(_0.remedy())]
     Script(ProblemReport),
     #[error("cannot let the restore threads run")]
+    #[problem("FIRN-HOLD", "detach debuggers; the checkpoint can be used again")]
     Hold(#[from] TraceError),
     #[error("the driver refused")]
     Gpu(#[from] WorkerError),
     #[error("cannot continue pid {pid}")]
+    #[problem("FIRN-RESTORE", "try again; the checkpoint can be used again")]
     Continue {
         pid: i32,
         #[source]
@@ -150,96 +205,6 @@ impl RestoreError {
             Self::Refused { .. } => FailureKind::Refused,
             Self::Failed { .. } => FailureKind::Aborted,
             Self::Plain { .. } => FailureKind::Unknown,
-        }
-    }
-}
-
-impl Problem for Refusal {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Config(error) => error.remedy(),
-            Self::Program(error) => error.remedy(),
-            Self::Manifest(error) => error.remedy(),
-            Self::Damaged(error) => error.remedy(),
-            Self::Image(error) => error.remedy(),
-            Self::Cri => remedy(
-                "FIRN-RESTORE-CRI",
-                "cri = true under [restore] in the configuration allows them",
-            ),
-            Self::Gpu(error) => error.remedy(),
-            Self::Decide(error) => error.remedy(),
-            Self::Look(error) => error.remedy(),
-            Self::ImageLate { .. } => remedy(
-                "FIRN-LOOK-TIMEOUT",
-                "see whether the image's file system is slow, or raise verify under [deadlines] in the \
-                 configuration",
-            ),
-            Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
-            Self::EmptyFile { .. } => remedy(
-                "FIRN-SPEC-UNWRITABLE",
-                "check that the bundle's file system is writable and not full",
-            ),
-            Self::Edit(error) => error.remedy(),
-            Self::Criu(error) => error.remedy(),
-            Self::Spec(error) => error.remedy(),
-            Self::Runtime { .. } => remedy(
-                "FIRN-RUNTIME",
-                "run the container with runc: leave BinaryName out of the runtime's options",
-            ),
-            Self::NoGpuRequested => remedy(
-                "FIRN-GPU-COUNT",
-                "grant the container as many GPUs as it had when it was checkpointed",
-            ),
-            Self::CgroupBusy { .. } => remedy(
-                "FIRN-CGROUP-BUSY",
-                "stop the container that is in it, or restore under another id",
-            ),
-            Self::Cgroup(_) => remedy("FIRN-FREEZER", "see that the cgroup hierarchies are mounted"),
-        }
-    }
-}
-
-impl Problem for Cause {
-    fn remedy(&self) -> Remedy<'_> {
-        match self {
-            Self::Criu(error) => error.remedy(),
-            Self::Journal(error) => error.remedy(),
-            Self::Exceeds(error) => error.remedy(),
-            Self::Spec(error) => error.remedy(),
-            Self::Dev(error) => error.remedy(),
-            Self::Script(problem) => problem.remedy(),
-            Self::Gpu(error) => error.remedy(),
-            Self::Runtime { .. } => remedy(
-                "FIRN-RESTORE",
-                "the log names what CRIU could not restore; the checkpoint can be used again",
-            ),
-            Self::PidFile(_) | Self::Continue { .. } => {
-                remedy("FIRN-RESTORE", "try again; the checkpoint can be used again")
-            }
-            Self::CgroupBusy => remedy(
-                "FIRN-CGROUP-BUSY",
-                "stop the container that is in it, or restore under another id",
-            ),
-            Self::Killed => remedy("FIRN-ENDED", "the checkpoint can be used again"),
-            Self::Late { .. } => remedy(
-                "FIRN-LOOK-TIMEOUT",
-                "see whether a file system of the container or of the image does not answer; the checkpoint \
-                 can be used again",
-            ),
-            Self::Panicked => remedy(
-                "FIRN-INTERNAL",
-                "report it with containerd's log; the checkpoint can be used again",
-            ),
-            Self::ProcessMissing { .. } | Self::Unlisted { .. } => remedy(
-                "FIRN-MANIFEST-CORRUPT",
-                "copy the checkpoint from its origin again",
-            ),
-            Self::Outside { .. } => remedy(
-                "FIRN-IMAGE-PRIVILEGE",
-                "restore from where you trust the checkpoint's origin",
-            ),
-            Self::Cgroup(_) => remedy("FIRN-FREEZER", "try again; the checkpoint can be used again"),
-            Self::Hold(_) => remedy("FIRN-HOLD", "detach debuggers; the checkpoint can be used again"),
         }
     }
 }

@@ -71,7 +71,7 @@ impl Source {
 
 /// Whether a file of a crate is built for tests or fuzz targets alone.
 fn is_test_file(inside: &Path) -> bool {
-    const NAMES: [&str; 8] = [
+    const NAMES: [&str; 7] = [
         "tests",
         "fuzz",
         "testing",
@@ -79,7 +79,6 @@ fn is_test_file(inside: &Path) -> bool {
         "stub",
         "world",
         "failpoint",
-        "told",
     ];
     let named = |name: &str| NAMES.contains(&name) || name.ends_with("_tests");
     let stem = |path: &Path| {

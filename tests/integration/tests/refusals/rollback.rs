@@ -38,7 +38,7 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
     ("FIRN-GPU-TIMEOUT", &["--call", "lock", "--hang"]),
     ("FIRN-GPU-TIMEOUT", &["--call", "lock", "--hang", "--after"]),
     (
-        "FIRN-GPU-DRIVER",
+        "FIRN-GPU-TIMEOUT",
         &["--call", "lock", "--error", "CUDA_ERROR_NOT_READY"],
     ),
     (
