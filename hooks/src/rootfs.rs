@@ -12,9 +12,9 @@ use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_host::reopen_regular;
+use firn_host::{open_below, reopen_regular};
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat, renameat};
+use nix::fcntl::{AtFlags, OFlag, ResolveFlag, open, openat, readlinkat, renameat};
 use nix::sys::stat::{Mode, fstatat, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
@@ -136,10 +136,9 @@ impl Rootfs {
     }
 
     fn resolve(&self, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
-        let how = OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(
-            ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | ResolveFlag::RESOLVE_NO_XDEV,
-        );
-        openat2(&self.root, path, how)
+        let resolve =
+            ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | ResolveFlag::RESOLVE_NO_XDEV;
+        open_below(&self.root, path, flags, resolve)
     }
 }
 

@@ -8,6 +8,7 @@ pub mod atomic_file;
 pub mod bounded;
 pub mod cgroup_mounts;
 pub mod mountinfo;
+mod open_below;
 pub mod ordered;
 mod problem;
 pub mod proc_maps;
@@ -16,6 +17,7 @@ mod regular_file;
 mod rfc3339;
 
 pub use firn_host_derive::Problem;
+pub use open_below::open_below;
 pub use problem::{Chain, Problem, ProblemLine, ProblemReport, Remedy, remedy};
 pub use regular_file::{open_regular, reopen_regular};
 pub use rfc3339::Rfc3339;

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use firn_gpu::{DeviceNode, NodeType};
 use nix::dir::Dir;
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2};
+use nix::fcntl::{AtFlags, OFlag, ResolveFlag, open, openat};
 use nix::sys::stat::{Mode, SFlag, fstat, fstatat, lstat, major, makedev, minor, mkdirat, mknodat};
 use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, unlinkat};
 
@@ -29,7 +29,7 @@ use crate::device_class::{DIRECTORIES, GRAPHICS};
 use crate::vendor::is_gpu;
 use crate::{Spec, SpecDevice, SpecError, other_gpu};
 use firn_host::mountinfo::{self, MountEntry};
-use firn_host::{Chain, Problem};
+use firn_host::{Chain, Problem, open_below};
 
 /// Where a container's device nodes are.
 const DEV: &str = "/dev";
@@ -252,17 +252,13 @@ fn directory(name: &str) -> PathBuf {
 /// No links, also not those of /proc.
 const BENEATH: ResolveFlag = ResolveFlag::RESOLVE_BENEATH.union(ResolveFlag::RESOLVE_NO_SYMLINKS);
 
-fn how(resolve: ResolveFlag) -> OpenHow {
-    OpenHow::new()
-        .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
-        .resolve(resolve)
-}
+const DIRECTORY: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY);
 
 /// Opens the directory at this path beneath a container's root without following links; none if it does not
 /// exist. A file system may be mounted on it.
 fn open_mounted(root: &OwnedFd, path: &Path) -> Result<Option<OwnedFd>, Errno> {
     let relative = or_itself(path.strip_prefix("/").unwrap_or(path));
-    match openat2(root, &relative, how(BENEATH)) {
+    match open_below(root, &relative, DIRECTORY, BENEATH) {
         Err(Errno::ENOENT) => Ok(None),
         other => other.map(Some),
     }
@@ -278,16 +274,17 @@ fn or_itself(path: &Path) -> PathBuf {
 /// Opens a directory beneath another, on the same mount and without following links. With `make` a missing
 /// one is created.
 fn open_directory(dir: &OwnedFd, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
-    let (relative, how) = (or_itself(path), how(BENEATH | ResolveFlag::RESOLVE_NO_XDEV));
-    match openat2(dir, &relative, how) {
+    let open = |path: &Path| open_below(dir, path, DIRECTORY, BENEATH | ResolveFlag::RESOLVE_NO_XDEV);
+    let relative = or_itself(path);
+    match open(&relative) {
         Err(Errno::ENOENT) if make => {
             let (parent, name) = (relative.parent(), relative.file_name());
             let (Some(parent), Some(name)) = (parent, name) else {
                 return Err(Errno::ENOENT);
             };
-            let parent = openat2(dir, &or_itself(parent), how)?;
+            let parent = open(&or_itself(parent))?;
             mkdirat(&parent, name, Mode::from_bits_truncate(0o755))?;
-            openat2(dir, &relative, how).map(Some)
+            open(&relative).map(Some)
         }
         Err(Errno::ENOENT) => Ok(None),
         other => other.map(Some),

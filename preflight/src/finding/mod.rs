@@ -31,11 +31,11 @@ use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::fcntl::{OFlag, ResolveFlag, open};
 use nix::sys::stat::Mode;
 
-use firn_host::bounded;
 use firn_host::proc_maps::{self, Mapping};
+use firn_host::{bounded, open_below};
 
 mod descriptors;
 mod evaluate;
@@ -370,11 +370,9 @@ fn has_open_file_in(descriptors: &Path, directory: &Path) -> io::Result<bool> {
 /// Whether `path` exists for a process. The process chooses the path, so links are not followed out of its
 /// root.
 fn exists_in(root: &Path, path: &Path) -> bool {
-    let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
-    let how = OpenHow::new()
-        .flags(flags | OFlag::O_NOFOLLOW)
-        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    open(root, flags | OFlag::O_DIRECTORY, Mode::empty())
-        .and_then(|root| openat2(root, path, how))
+    let directory = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS;
+    open(root, directory, Mode::empty())
+        .and_then(|root| open_below(root, path, OFlag::O_PATH | OFlag::O_NOFOLLOW, resolve))
         .is_ok()
 }

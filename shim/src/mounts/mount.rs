@@ -6,7 +6,8 @@ use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::types::mount::Mount;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use firn_host::open_below;
+use nix::fcntl::{OFlag, ResolveFlag};
 use nix::mount::{MsFlags, mount};
 use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{SysconfVar, chdir, sysconf};
@@ -142,10 +143,7 @@ pub(super) fn inside(rootfs: &Path, target: &Path) -> Result<PathBuf, MountError
     }
     let find = || {
         let root = File::open(rootfs)?;
-        let how = OpenHow::new()
-            .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
-            .resolve(ResolveFlag::RESOLVE_IN_ROOT);
-        let found = openat2(&root, target, how)?;
+        let found = open_below(&root, target, OFlag::O_PATH, ResolveFlag::RESOLVE_IN_ROOT)?;
         // By name, because a descriptor goes on naming what the mount will hide.
         fs::read_link(format!("/proc/thread-self/fd/{}", found.as_raw_fd()))
     };

@@ -173,10 +173,22 @@ impl<'h> Container<'h> {
             "--task",
             &self.id,
             image,
-        ])?;
+        ])
+        .with_context(|| self.criu_errors())?;
         Ok(Move {
             took: begun.elapsed(),
         })
+    }
+
+    /// The errors in CRIU's log of its last checkpoint, for the message of a test that fails.
+    fn criu_errors(&self) -> String {
+        let log = self
+            .host
+            .node()
+            .read(format!("{BUNDLES}/{}/criu-dump.log", self.id));
+        let log = log.unwrap_or_default();
+        let errors = log.lines().filter(|line| line.contains("Error"));
+        format!("CRIU's log: {}", errors.collect::<Vec<_>>().join(" | "))
     }
 
     /// Checkpoints a container that was restored from `image`, which goes: with it, containerd 1.7 would
