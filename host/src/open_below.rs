@@ -13,8 +13,8 @@ const TRIES: usize = 128;
 /// `RESOLVE_IN_ROOT`.
 ///
 /// # Errors
-/// Those of openat2(2). The kernel returns `EAGAIN` where it has followed a `..` while anything was renamed or
-/// mounted anywhere on the host; that is tried again 128 times.
+/// Those of openat2(2). The kernel returns `EAGAIN` where it has followed a `..` while anything was renamed
+/// or mounted anywhere on the host; that is tried again 128 times.
 pub fn open_below(
     root: impl AsFd,
     path: &Path,
