@@ -69,6 +69,7 @@ fn what_others_have_written_does_nothing_to_a_terminal() {
 
 /// Every path of an image by which a hook might be made to open a device, to wait, or to leave the image.
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn nothing_is_opened_in_the_place_of_the_cache_but_a_regular_file() {
     let bundle = tempfile::tempdir().expect("a directory");
     let hosts = tempfile::tempdir().expect("a directory");

@@ -67,6 +67,7 @@ fn finished_edits_of_every_kind_are_left_as_they_are() {
 /// What Kubernetes' device plugin asks for, by its strategies: each ends in the edits of one GPU and asks for
 /// nothing more.
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn every_strategy_of_the_device_plugin_ends_in_the_same_edits() {
     let uuid = "GPU-b7e94d13-2c65-4a8b-9f21-55aa66bb77c1";
     let root = "/var/run/nvidia-container-devices";
@@ -162,6 +163,7 @@ fn given_nodes(common: Value) -> Result<Converted, ConvertError> {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
     let mount = |options: &[&str], kind: &str| {
         let mount = json!({"hostPath": "/srv", "containerPath": "/srv", "options": options, "type": kind});
@@ -356,6 +358,7 @@ fn devices_of_another_kind_are_refused_unless_containerd_has_given_them() {
 
 /// What a name in a spec is worth at a restore, where the spec may be another node's.
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn at_a_restore_specs_of_another_node_lose_their_nodes_and_those_of_pods_are_grants() {
     let nvidia = || {
         let of = |minor: u64| {

@@ -92,6 +92,7 @@ struct Given {
 const WRITABLE: u64 = 0xe;
 const READ_ONLY: u64 = 0xf;
 
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn given() -> Given {
     let own = |kind| json!({ "type": kind });
     let namespaces: Vec<Value> = ["pid", "network", "ipc", "uts", "mount", "user", "cgroup", "time"]
@@ -161,6 +162,7 @@ fn given() -> Given {
 
 impl Given {
     /// Writes the files.
+    #[allow(clippy::too_many_lines, reason = "a table")]
     fn write(&self, dir: &Path) {
         let file = |name: &str, magic: u32, messages: &[Out]| {
             let mut bytes = if magic == INVENTORY_MAGIC {

@@ -141,6 +141,7 @@ fn giants_and_deep_nesting_are_refused() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn impossible_values_are_refused_at_both_ends() {
     let twice = |key: &'static str| {
         move |body: &mut Value| {

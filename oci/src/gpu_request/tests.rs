@@ -59,6 +59,7 @@ fn prestart() -> Value {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn every_source_of_a_request_is_found() {
     let device = |path: &str| json!({"devices": [{"path": path, "type": "c", "major": 195, "minor": 0}]});
     let stands_for = |at: &str| json!({"source": "/dev/null", "destination": format!("{VOLUMES}/{at}")});
@@ -171,6 +172,7 @@ fn every_source_of_a_request_is_found() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn nvidias_wrapper_uses_the_sources_that_its_operator_permits() {
     let default = toolkit(true, false, &["cdi.k8s.io/"]);
     let hardened = toolkit(false, true, &[]);

@@ -132,6 +132,7 @@ fn an_explicit_map_may_permute_and_leave_gpus_unused() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn every_refusal_has_its_code_and_names_both_sides() {
     let (h0, h1) = (source(0, 80), source(1, 80));
     let other_model = |n| Gpu {

@@ -64,6 +64,7 @@ async fn v1_metrics_are_those_of_the_kernel() {
 
 /// v1 hierarchies made of plain files, for controllers that few hosts have.
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn v1_devices_and_huge_pages_are_read() {
     let dir = TempDir::new().unwrap();
     let mut places = BTreeMap::new();
@@ -147,6 +148,7 @@ fn v1_devices_and_huge_pages_are_read() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn v2_use_and_limits_are_read() {
     let (_dir, cgroup) = fake_unified(&[
         ("pids.current", "5\n"),

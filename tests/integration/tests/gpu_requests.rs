@@ -204,11 +204,8 @@ fn libraries() -> Vec<String> {
         let path = format!("/usr/lib/x86_64-linux-gnu/{name}");
         format!("type=bind,src={path},dst={path},options=rbind:ro")
     };
-    let mounts = ["libcuda.so.1", "libnvidia-ml.so.1"].map(mount);
-    mounts
-        .into_iter()
-        .flat_map(|mount| ["--mount".to_owned(), mount])
-        .collect()
+    let options = |name: &str| ["--mount".to_owned(), mount(name)];
+    ["libcuda.so.1", "libnvidia-ml.so.1"].map(options).concat()
 }
 
 fn device_nodes_and_privileged_containers_move(platform: Platform) -> Result<()> {

@@ -73,6 +73,24 @@ impl Restored {
     }
 }
 
+/// Begins the journal, unless the container is being killed.
+async fn begin_journal(
+    container: &Container,
+    prepared: &PreparedRestore,
+    work: &Path,
+    cancel: &CancellationToken,
+) -> Result<Journal, RestoreError> {
+    let journal = Journal::begin(&container.bundle, begin(container, prepared, work))
+        .await
+        .map_err(|error| failed(prepared, error.into()))?;
+    point("restore-journalled").await;
+    if cancel.is_cancelled() {
+        journal.end(Outcome::Failed).await;
+        return Err(failed(prepared, Cause::Killed));
+    }
+    Ok(journal)
+}
+
 /// Restores `container`; `stdio` gives the runtime the container's stdio.
 ///
 /// The caller holds the container's operation lock, and has begun the transaction that `cancel` belongs to.
@@ -90,14 +108,7 @@ pub async fn run(
     let work = work_dir(container);
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
     let gpu = prepared.gpu.as_ref();
-    let journal = Journal::begin(&container.bundle, begin(container, prepared, &work))
-        .await
-        .map_err(|error| failed(prepared, error.into()))?;
-    point("restore-journalled").await;
-    if cancel.is_cancelled() {
-        journal.end(Outcome::Failed).await;
-        return Err(failed(prepared, Cause::Killed));
-    }
+    let journal = begin_journal(container, prepared, &work, cancel).await?;
     let restore = Restore {
         image: &prepared.image,
         work: &work,
@@ -120,10 +131,10 @@ pub async fn run(
     forget_log(&log).await;
     // Order matters: a rollback kills all processes in this cgroup, so it must be empty before.
     let free = free_cgroup(container);
-    let is_free = free.is_ok();
+    let was_free = free.is_ok();
     let restoring = async {
         match gpu {
-            None => Box::pin(plain(container, prepared, restore, log, is_free, stdio)).await,
+            None => Box::pin(plain(container, prepared, restore, log, was_free, stdio)).await,
             Some(gpu) => {
                 free.map_err(|cause| failed(prepared, cause))?;
                 let restored = Box::pin(with_gpu(container, gpu, (restore, stdio), log, reaper)).await;
@@ -134,7 +145,7 @@ pub async fn run(
     let restored = match caught(restoring).await {
         Ok(restored) => restored,
         Err(_) => {
-            roll_back_after_panic(container, is_free, &journal).await;
+            roll_back_after_panic(container, was_free, &journal).await;
             Err(failed(prepared, Cause::Panicked))
         }
     };
@@ -142,7 +153,7 @@ pub async fn run(
         Ok(pid) => Ok(Restored {
             pid,
             journal,
-            was_free: is_free,
+            was_free,
         }),
         Err(error) => {
             journal.end(Outcome::Failed).await;

@@ -219,6 +219,7 @@ fn mounts_that_show_no_more_than_the_spec_are_taken() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn mounts_that_show_more_are_refused() {
     const CASES: &[(&str, Case)] = &[
         // Restrictions that are lost.

@@ -3,6 +3,7 @@
 use super::*;
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table")]
 fn mounts_that_were_made_are_held_to_the_spec() {
     const TAKEN: &[Case] = &[
         (given, &[]),
