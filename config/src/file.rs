@@ -1,7 +1,5 @@
 //! The configuration file: its sections, their defaults, reading it.
 
-mod keys;
-
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,166 +8,146 @@ use firn_host::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::names;
-use crate::section::{self, UnknownKeys};
+use crate::section::{self, Section, UnknownKeys, Word, sections};
 
-/// The node's configuration.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Config {
-    /// The driver worker.
-    pub worker: Worker,
-    /// The OCI hook.
-    pub hook: Hook,
-    /// How CRIU is run on GPU containers.
-    pub criu: Criu,
-    /// How long each phase of a checkpoint or restore may take.
-    pub deadlines: Deadlines,
-    /// How containers get their GPUs.
-    pub create: Create,
-    /// What is checkpointed.
-    pub checkpoint: Checkpoint,
-    /// Which GPUs restored containers get.
-    pub restore: Restore,
-    /// Containers with the annotation `firn.dev/nccl`.
-    pub nccl: Nccl,
-}
+sections! {
+    /// The node's configuration.
+    pub struct Config {
+        /// The driver worker.
+        pub worker: Worker = Worker::default(),
+        /// The OCI hook.
+        pub hook: Hook = Hook::default(),
+        /// How CRIU is run on GPU containers.
+        pub criu: Criu = Criu::default(),
+        /// How long each phase of a checkpoint or restore may take.
+        pub deadlines: Deadlines = Deadlines::default(),
+        /// How containers get their GPUs.
+        pub create: Create = Create::default(),
+        /// What is checkpointed.
+        pub checkpoint: Checkpoint = Checkpoint::default(),
+        /// Which GPUs restored containers get.
+        pub restore: Restore = Restore::default(),
+        /// Containers with the annotation `firn.dev/nccl`.
+        pub nccl: Nccl = Nccl::default(),
+    }
 
-/// `[worker]`
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Worker {
-    /// Where `firn-gpu` is. Default: the calling program's directory, then PATH.
-    pub path: Option<PathBuf>,
-}
+    /// `[worker]`
+    pub struct Worker {
+        /// Where `firn-gpu` is. Default: the calling program's directory, then PATH.
+        pub path: Option<PathBuf> = None,
+    }
 
-/// `[hook]`
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Hook {
-    /// Where `firn-hook` is. Default: the calling program's directory, then PATH.
-    pub path: Option<PathBuf>,
-}
+    /// `[hook]`
+    pub struct Hook {
+        /// Where `firn-hook` is. Default: the calling program's directory, then PATH.
+        pub path: Option<PathBuf> = None,
+    }
 
-/// `[criu]`
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Criu {
-    /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty
-    /// directory in the container's bundle.
-    pub libs_dir: Option<PathBuf>,
-    /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put it.
-    pub amdgpu_plugin: Option<PathBuf>,
-}
+    /// `[criu]`
+    pub struct Criu {
+        /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty
+        /// directory in the container's bundle.
+        pub libs_dir: Option<PathBuf> = None,
+        /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put it.
+        pub amdgpu_plugin: Option<PathBuf> = None,
+    }
 
-/// `[deadlines]`: the longest that each phase may take before the operation is rolled back.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Deadlines {
-    /// Reading the driver version and the GPUs.
-    pub inventory: Duration,
-    /// Finding the CUDA processes of a container and their state.
-    pub discover: Duration,
-    /// Each look at what the container's processes, its mounts or the image's file system show.
-    pub look: Duration,
-    /// Comparing an image with its checksums before a restore.
-    pub verify: Duration,
-    /// Freezing or thawing the container's cgroup.
-    pub freeze: Duration,
-    /// The driver's lock of all processes. The application's threads run meanwhile.
-    pub gpu_lock: Duration,
-    /// The driver's copy of GPU memory into host memory, all processes together.
-    pub gpu_checkpoint: Duration,
-    /// Holding the threads that must not run while the driver works.
-    pub hold: Duration,
-    /// `runc checkpoint`, and once more for the checksums of what it has written.
-    pub criu_dump: Duration,
-    /// `runc restore`.
-    pub criu_restore: Duration,
-    /// The driver's copy of GPU memory back onto the GPU, all processes together.
-    pub gpu_restore: Duration,
-    /// The driver's unlock of all processes.
-    pub gpu_unlock: Duration,
-    /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller was
-    /// cut off.
-    pub rollback: Duration,
-    /// The end of a container that is killed, or was to end with its checkpoint: the kernel frees its
-    /// memory.
-    pub end: Duration,
-    /// The end of a driver worker that was killed: a call of the driver may hold it in the kernel.
-    pub worker_end: Duration,
-}
+    /// `[deadlines]`: the longest that each phase may take before the operation is rolled back.
+    pub struct Deadlines {
+        /// Reading the driver version and the GPUs.
+        pub inventory: Duration = Duration::from_secs(30),
+        /// Finding the CUDA processes of a container and their state.
+        pub discover: Duration = Duration::from_secs(10),
+        /// Each look at what the container's processes, its mounts or the image's file system show.
+        pub look: Duration = Duration::from_secs(30),
+        /// Comparing an image with its checksums before a restore.
+        pub verify: Duration = Duration::from_secs(1800),
+        /// Freezing or thawing the container's cgroup.
+        pub freeze: Duration = Duration::from_secs(10),
+        /// The driver's lock of all processes. The application's threads run meanwhile.
+        pub gpu_lock: Duration = Duration::from_secs(10),
+        /// The driver's copy of GPU memory into host memory, all processes together.
+        pub gpu_checkpoint: Duration = Duration::from_secs(600),
+        /// Holding the threads that must not run while the driver works.
+        pub hold: Duration = Duration::from_secs(30),
+        /// `runc checkpoint`, and once more for the checksums of what it has written.
+        pub criu_dump: Duration = Duration::from_secs(1800),
+        /// `runc restore`.
+        pub criu_restore: Duration = Duration::from_secs(1800),
+        /// The driver's copy of GPU memory back onto the GPU, all processes together.
+        pub gpu_restore: Duration = Duration::from_secs(600),
+        /// The driver's unlock of all processes.
+        pub gpu_unlock: Duration = Duration::from_secs(10),
+        /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller
+        /// was cut off.
+        pub rollback: Duration = Duration::from_secs(600),
+        /// The end of a container that is killed, or was to end with its checkpoint: the kernel frees its
+        /// memory.
+        pub end: Duration = Duration::from_secs(120),
+        /// The end of a driver worker that was killed: a call of the driver may hold it in the kernel.
+        pub worker_end: Duration = Duration::from_secs(10),
+    }
 
-impl Default for Deadlines {
-    fn default() -> Self {
-        Self {
-            inventory: Duration::from_secs(30),
-            discover: Duration::from_secs(10),
-            look: Duration::from_secs(30),
-            verify: Duration::from_secs(1800),
-            freeze: Duration::from_secs(10),
-            gpu_lock: Duration::from_secs(10),
-            gpu_checkpoint: Duration::from_secs(600),
-            hold: Duration::from_secs(30),
-            criu_dump: Duration::from_secs(1800),
-            criu_restore: Duration::from_secs(1800),
-            gpu_restore: Duration::from_secs(600),
-            gpu_unlock: Duration::from_secs(10),
-            rollback: Duration::from_secs(600),
-            end: Duration::from_secs(120),
-            worker_end: Duration::from_secs(10),
-        }
+    /// `[create]`
+    pub struct Create {
+        /// Where CDI files are; those of a later directory come first.
+        pub cdi_dirs: Vec<PathBuf> = ["/etc/cdi", "/var/run/cdi"].map(PathBuf::from).to_vec(),
+        /// Hooks of NVIDIA's that would mount GPUs behind the spec.
+        pub hooks: Conversion = Conversion::Convert,
+        /// Whether the variable `NVIDIA_VISIBLE_DEVICES` gives GPUs. Images set it too.
+        pub visible_devices: bool = false,
+        /// Whether mounts below /var/run/nvidia-container-devices give GPUs.
+        pub volume_mounts: bool = false,
+        /// Whether annotations `cdi.k8s.io/...` give GPUs. Where containerd acts on them, they are in the
+        /// spec already.
+        pub cdi_annotations: bool = false,
+    }
+
+    /// `[checkpoint]`
+    pub struct Checkpoint {
+        /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation
+        /// comes first.
+        pub exec: Exec = Exec::Refuse,
+        /// Image directories of GPU containers that others than root may enter.
+        pub open_image_dir: OpenImageDir = OpenImageDir::Tighten,
+        /// Where a complete image is put when its checkpoint has failed all the same, and containerd will
+        /// remove it. Default: [`names::RESCUE_DIR`].
+        pub rescue_dir: Option<PathBuf> = None,
+    }
+
+    /// `[restore]`
+    pub struct Restore {
+        /// GPUs of this node, by UUID or by the index that `nvidia-smi` shows, that a restored container may
+        /// get when its spec was not written for this node (`ctr containers restore`). Never used for
+        /// containers of Kubernetes.
+        pub gpus: Vec<String> = Vec::new(),
+        /// Pairs `GPU-old=GPU-new` for checkpoints that hold a GPU named on the left.
+        pub gpu_map: Vec<String> = Vec::new(),
+        /// How GPUs are chosen where no map names them. A container's annotation comes first.
+        pub policy: RemapPolicy = RemapPolicy::Auto,
+        /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may make
+        /// a pod names the checkpoint as the container's image.
+        pub cri: bool = false,
+    }
+
+    /// `[nccl]`
+    pub struct Nccl {
+        /// MiB that a tmpfs at /dev/shm has at least.
+        pub shm_mib: u32 = 1024,
     }
 }
 
-/// `[create]`
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Create {
-    /// Where CDI files are; those of a later directory come first.
-    pub cdi_dirs: Vec<PathBuf>,
-    /// Hooks of NVIDIA's that would mount GPUs behind the spec.
-    pub hooks: Conversion,
-    /// Whether the variable `NVIDIA_VISIBLE_DEVICES` gives GPUs. Images set it too.
-    pub visible_devices: bool,
-    /// Whether mounts below /var/run/nvidia-container-devices give GPUs.
-    pub volume_mounts: bool,
-    /// Whether annotations `cdi.k8s.io/...` give GPUs. Where containerd acts on them, they are in the spec
-    /// already.
-    pub cdi_annotations: bool,
-}
-
 /// What becomes of a hook that would mount GPUs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Conversion {
     /// The GPUs that it names become edits of the spec, by CDI.
-    #[default]
     Convert,
     /// It is run; the container cannot be checkpointed.
     Keep,
 }
 
-impl Conversion {
-    /// The words for them in the file.
-    pub(crate) const WORDS: [(&'static str, Self); 2] = [("convert", Self::Convert), ("keep", Self::Keep)];
-}
-
-impl Default for Create {
-    fn default() -> Self {
-        Self {
-            cdi_dirs: ["/etc/cdi", "/var/run/cdi"].map(PathBuf::from).to_vec(),
-            hooks: Conversion::default(),
-            visible_devices: false,
-            volume_mounts: false,
-            cdi_annotations: false,
-        }
-    }
-}
-
-/// `[checkpoint]`
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Checkpoint {
-    /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation
-    /// comes first.
-    pub exec: Exec,
-    /// Image directories of GPU containers that others than root may enter.
-    pub open_image_dir: OpenImageDir,
-    /// Where a complete image is put when its checkpoint has failed all the same, and containerd will remove
-    /// it. Default: [`names::RESCUE_DIR`].
-    pub rescue_dir: Option<PathBuf>,
+impl Word for Conversion {
+    const WORDS: &'static [(&'static str, Self)] = &[("convert", Self::Convert), ("keep", Self::Keep)];
 }
 
 impl Checkpoint {
@@ -180,10 +158,9 @@ impl Checkpoint {
 }
 
 /// What becomes of an image directory that others than its owner may enter, or that is not root's.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenImageDir {
     /// An empty one is made root's alone; one with files in it is refused.
-    #[default]
     Tighten,
     /// It is refused.
     Refuse,
@@ -191,9 +168,8 @@ pub enum OpenImageDir {
     Allow,
 }
 
-impl OpenImageDir {
-    /// The words for them in the file.
-    pub(crate) const WORDS: [(&'static str, Self); 3] = [
+impl Word for OpenImageDir {
+    const WORDS: &'static [(&'static str, Self)] = &[
         ("tighten", Self::Tighten),
         ("refuse", Self::Refuse),
         ("allow", Self::Allow),
@@ -211,32 +187,14 @@ pub enum Exec {
     Omit,
 }
 
-impl Exec {
-    /// The words for them in the file.
-    pub(crate) const WORDS: [(&'static str, Self); 2] = [("refuse", Self::Refuse), ("omit", Self::Omit)];
-}
-
-/// `[restore]`
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Restore {
-    /// GPUs of this node, by UUID or by the index that `nvidia-smi` shows, that a restored container may get
-    /// when its spec was not written for this node (`ctr containers restore`). Never used for containers of
-    /// Kubernetes.
-    pub gpus: Vec<String>,
-    /// Pairs `GPU-old=GPU-new` for checkpoints that hold a GPU named on the left.
-    pub gpu_map: Vec<String>,
-    /// How GPUs are chosen where no map names them. A container's annotation comes first.
-    pub policy: RemapPolicy,
-    /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may make a
-    /// pod names the checkpoint as the container's image.
-    pub cri: bool,
+impl Word for Exec {
+    const WORDS: &'static [(&'static str, Self)] = &[("refuse", Self::Refuse), ("omit", Self::Omit)];
 }
 
 /// How GPUs of this node are chosen for those of a checkpoint.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RemapPolicy {
     /// GPUs that are still there stay; the others are chosen such that links between GPUs are kept.
-    #[default]
     Auto,
     /// As `Auto`, from more GPUs than are needed.
     Subset,
@@ -244,15 +202,16 @@ pub enum RemapPolicy {
     Strict,
 }
 
-impl RemapPolicy {
-    /// The words for them, in the configuration and in the annotation.
-    pub const WORDS: [(&'static str, Self); 3] = [
+impl Word for RemapPolicy {
+    const WORDS: &'static [(&'static str, Self)] = &[
         ("auto", Self::Auto),
         ("subset", Self::Subset),
         ("strict", Self::Strict),
     ];
+}
 
-    /// The policy that this word stands for.
+impl RemapPolicy {
+    /// The policy that this word stands for, in the configuration and in the annotation.
     pub fn of_word(word: &str) -> Option<Self> {
         Self::WORDS
             .iter()
@@ -266,19 +225,6 @@ impl RemapPolicy {
             .iter()
             .find(|(_, policy)| *policy == self)
             .map_or("auto", |(word, _)| word)
-    }
-}
-
-/// `[nccl]`
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nccl {
-    /// MiB that a tmpfs at /dev/shm has at least.
-    pub shm_mib: u32,
-}
-
-impl Default for Nccl {
-    fn default() -> Self {
-        Self { shm_mib: 1024 }
     }
 }
 
@@ -317,25 +263,25 @@ impl Config {
 
     /// Reads this file. No file: the defaults.
     pub fn load_from(path: &Path) -> Result<Self, ConfigError> {
-        let text = match std::fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
-            Err(source) => {
-                return Err(ConfigError::Read {
-                    path: path.to_owned(),
-                    source,
-                });
-            }
-        };
         let mut config = Self::default();
-        match section::read(&text, &mut config, UnknownKeys::Refuse) {
-            Ok(()) => Ok(config),
-            Err(error) => Err(ConfigError::Invalid {
-                path: path.to_owned(),
-                source: Box::new(error),
-            }),
-        }
+        read(path, &mut config, UnknownKeys::Refuse)?;
+        Ok(config)
     }
+}
+
+/// Reads a file into a section that holds the defaults. No file: these stay.
+pub(crate) fn read(path: &Path, section: &mut dyn Section, unknown: UnknownKeys) -> Result<(), ConfigError> {
+    let text = match std::fs::read_to_string(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        read => read.map_err(|source| ConfigError::Read {
+            path: path.to_owned(),
+            source,
+        })?,
+    };
+    section::read(&text, section, unknown).map_err(|error| ConfigError::Invalid {
+        path: path.to_owned(),
+        source: Box::new(error),
+    })
 }
 
 #[cfg(test)]

@@ -20,5 +20,5 @@ pub use file::{
     Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, Hook, Nccl, OpenImageDir,
     RemapPolicy, Restore, Worker,
 };
-pub use programs::{ProgramError, find_program};
+pub use programs::{ProgramError, find_program, in_path};
 pub use toolkit::Toolkit;

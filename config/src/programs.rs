@@ -46,17 +46,22 @@ fn search(
             false => Err(ProgramError::Configured(configured.to_owned())),
         };
     }
-    let in_path = std::env::split_paths(path).filter(|dir| dir.is_absolute());
     own_dir
-        .map(Path::to_owned)
-        .into_iter()
-        .chain(in_path)
         .map(|dir| dir.join(name))
-        .find(|candidate| is_program(candidate))
+        .filter(|program| is_program(program))
+        .or_else(|| in_path(name, path))
         .ok_or_else(|| ProgramError::NotFound {
             name: name.to_owned(),
             dir: own_dir.unwrap_or(Path::new("?")).to_owned(),
         })
+}
+
+/// The first program of this name in the absolute directories of a PATH.
+pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
+    std::env::split_paths(path)
+        .filter(|dir| dir.is_absolute())
+        .map(|dir| dir.join(name))
+        .find(|program| is_program(program))
 }
 
 /// Whether the path is a file that can be run.

@@ -1,8 +1,9 @@
 //! How the sections of a TOML file are read.
 //!
-//! A section lists its keys and where their values go; one visitor reads every section. Derived code has a
-//! visitor per section, which made up a thirtieth of the shim.
+//! A section is a struct whose fields are the keys, each with its type and default; one visitor reads every
+//! section. Derived code has a visitor per section, which made up a thirtieth of the shim.
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,14 +13,50 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Vis
 
 use crate::parse_duration;
 
+/// Declares sections. The key of a field has hyphens where the field's name has underscores.
+macro_rules! sections {
+    ($(
+        $(#[$doc:meta])*
+        $vis:vis struct $name:ident {
+            $($(#[$field_doc:meta])* $field_vis:vis $field:ident: $type:ty = $default:expr,)*
+        }
+    )*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        $vis struct $name {
+            $($(#[$field_doc])* $field_vis $field: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+
+        impl $crate::section::Section for $name {
+            fn keys(&mut self) -> Vec<(String, $crate::section::Slot<'_>)> {
+                vec![$((
+                    stringify!($field).replace('_', "-"),
+                    $crate::section::Value::slot(&mut self.$field),
+                ),)*]
+            }
+        }
+
+        impl $crate::section::Value for $name {
+            fn slot(&mut self) -> $crate::section::Slot<'_> {
+                $crate::section::Slot::Section(self)
+            }
+        }
+    )*};
+}
+
+pub(crate) use sections;
+
 /// A table of the file. Keys that the file does not have keep their values.
 pub(crate) trait Section {
     /// Each key with the place of its value.
-    fn keys(&mut self) -> Keys<'_>;
+    fn keys(&mut self) -> Vec<(String, Slot<'_>)>;
 }
-
-/// The keys of a section.
-pub(crate) type Keys<'a> = Vec<(&'static str, Slot<'a>)>;
 
 /// Where a value goes, and which values are valid.
 pub(crate) enum Slot<'a> {
@@ -35,11 +72,40 @@ pub(crate) enum Slot<'a> {
     Word(Vec<&'static str>, Box<dyn FnMut(usize) + 'a>),
 }
 
-impl<'a> Slot<'a> {
-    /// A value that stands for one of these words.
-    pub(crate) fn word<T: Copy>(value: &'a mut T, words: &'static [(&'static str, T)]) -> Self {
-        let names = words.iter().map(|(word, _)| *word).collect();
-        Self::Word(names, Box::new(move |at| *value = words[at].1))
+/// A type of values in the file.
+pub(crate) trait Value {
+    fn slot(&mut self) -> Slot<'_>;
+}
+
+macro_rules! values {
+    ($($type:ty => $slot:ident,)*) => {$(
+        impl Value for $type {
+            fn slot(&mut self) -> Slot<'_> {
+                Slot::$slot(self)
+            }
+        }
+    )*};
+}
+
+values! {
+    bool => Bool,
+    u32 => Number,
+    String => Text,
+    Vec<String> => Texts,
+    Vec<PathBuf> => Paths,
+    Option<PathBuf> => AbsolutePath,
+    Duration => Duration,
+}
+
+/// A choice, which the file names by a word.
+pub(crate) trait Word: Copy + 'static {
+    const WORDS: &'static [(&'static str, Self)];
+}
+
+impl<T: Word> Value for T {
+    fn slot(&mut self) -> Slot<'_> {
+        let names = T::WORDS.iter().map(|(word, _)| *word).collect();
+        Slot::Word(names, Box::new(|at| *self = T::WORDS[at].1))
     }
 }
 
@@ -88,7 +154,7 @@ impl<'de> Visitor<'de> for Table<'_> {
             unknown,
         })? {
             match known {
-                Some(at) => map.next_value_seed(Value {
+                Some(at) => map.next_value_seed(Target {
                     slot: &mut slots[at],
                     unknown,
                 })?,
@@ -101,7 +167,7 @@ impl<'de> Visitor<'de> for Table<'_> {
 
 /// The index of a key among those of its section. An error here points to the key, not to its table.
 struct Key<'a> {
-    names: &'a [&'static str],
+    names: &'a [String],
     unknown: UnknownKeys,
 }
 
@@ -117,12 +183,12 @@ impl<'de> DeserializeSeed<'de> for Key<'_> {
     }
 }
 
-struct Value<'a, 'b> {
+struct Target<'a, 'b> {
     slot: &'b mut Slot<'a>,
     unknown: UnknownKeys,
 }
 
-impl<'de> DeserializeSeed<'de> for Value<'_, '_> {
+impl<'de> DeserializeSeed<'de> for Target<'_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -136,10 +202,7 @@ impl<'de> DeserializeSeed<'de> for Value<'_, '_> {
             Slot::Number(value) => **value = u32::deserialize(from)?,
             Slot::Text(value) => **value = String::deserialize(from)?,
             Slot::Texts(value) => **value = Vec::deserialize(from)?,
-            Slot::Paths(value) => {
-                let texts: Vec<String> = Vec::deserialize(from)?;
-                **value = texts.into_iter().map(PathBuf::from).collect();
-            }
+            Slot::Paths(value) => **value = Vec::deserialize(from)?,
             Slot::AbsolutePath(value) => {
                 let path = PathBuf::from(String::deserialize(from)?);
                 if !path.is_absolute() {
@@ -163,9 +226,7 @@ impl<'de> DeserializeSeed<'de> for Value<'_, '_> {
     }
 }
 
-fn unknown_name<E: Error>(what: &str, name: &str, known: &[&str]) -> E {
-    E::custom(format_args!(
-        "unknown {what} `{name}`, expected one of `{}`",
-        known.join("`, `")
-    ))
+fn unknown_name<E: Error>(what: &str, name: &str, known: &[impl Borrow<str>]) -> E {
+    let known = known.join("`, `");
+    E::custom(format_args!("unknown {what} `{name}`, expected one of `{known}`"))
 }

@@ -6,12 +6,12 @@
 //! the wrapper's defaults.
 
 use std::ffi::OsStr;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::ConfigError;
-use crate::programs::is_program;
-use crate::section::{self, Keys, Section, Slot, UnknownKeys};
+use crate::file::read;
+use crate::programs::{in_path, is_program};
+use crate::section::{UnknownKeys, sections};
 
 /// Names of the wrapper's program, one for each way to configure it.
 const PROGRAMS: [&str; 4] = [
@@ -35,14 +35,7 @@ const DEFAULT_KIND: &str = "nvidia.com/gpu";
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
 /// Where the wrapper looks for runtimes that are not in PATH.
-const RUNTIME_DIRS: [&str; 6] = [
-    "/usr/local/sbin",
-    "/usr/local/bin",
-    "/usr/sbin",
-    "/usr/bin",
-    "/sbin",
-    "/bin",
-];
+const RUNTIME_DIRS: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// What NVIDIA's container runtime takes for a request of GPUs, and which runtime it calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -63,92 +56,29 @@ pub struct Toolkit {
     pub runtimes: Vec<String>,
 }
 
-/// As the file has it.
-struct File {
-    visible_devices: bool,
-    volume_mounts: bool,
-    swarm_resource: String,
-    runtime: Runtime,
-}
-
-struct Runtime {
-    runtimes: Vec<String>,
-    mode: String,
-    modes: Modes,
-}
-
-struct Modes {
-    cdi: Cdi,
-}
-
-struct Cdi {
-    annotation_prefixes: Vec<String>,
-    default_kind: String,
-    spec_dirs: Vec<String>,
-}
-
-/// The wrapper's own defaults.
-impl Default for File {
-    fn default() -> Self {
-        let texts = |texts: &[&str]| texts.iter().map(ToString::to_string).collect();
-        let cdi = Cdi {
-            annotation_prefixes: texts(&["cdi.k8s.io/"]),
-            default_kind: DEFAULT_KIND.to_owned(),
-            spec_dirs: texts(&SPEC_DIRS),
-        };
-        Self {
-            visible_devices: true,
-            volume_mounts: false,
-            swarm_resource: String::new(),
-            runtime: Runtime {
-                runtimes: texts(&["runc", "crun"]),
-                mode: String::new(),
-                modes: Modes { cdi },
-            },
-        }
+sections! {
+    /// As the file has it, with the wrapper's own defaults.
+    struct File {
+        accept_nvidia_visible_devices_envvar_when_unprivileged: bool = true,
+        accept_nvidia_visible_devices_as_volume_mounts: bool = false,
+        swarm_resource: String = String::new(),
+        nvidia_container_runtime: Runtime = Runtime::default(),
     }
-}
 
-impl Section for File {
-    fn keys(&mut self) -> Keys<'_> {
-        vec![
-            (
-                "accept-nvidia-visible-devices-envvar-when-unprivileged",
-                Slot::Bool(&mut self.visible_devices),
-            ),
-            (
-                "accept-nvidia-visible-devices-as-volume-mounts",
-                Slot::Bool(&mut self.volume_mounts),
-            ),
-            ("swarm-resource", Slot::Text(&mut self.swarm_resource)),
-            ("nvidia-container-runtime", Slot::Section(&mut self.runtime)),
-        ]
+    struct Runtime {
+        runtimes: Vec<String> = ["runc", "crun"].map(String::from).to_vec(),
+        mode: String = String::new(),
+        modes: Modes = Modes::default(),
     }
-}
 
-impl Section for Runtime {
-    fn keys(&mut self) -> Keys<'_> {
-        vec![
-            ("runtimes", Slot::Texts(&mut self.runtimes)),
-            ("mode", Slot::Text(&mut self.mode)),
-            ("modes", Slot::Section(&mut self.modes)),
-        ]
+    struct Modes {
+        cdi: Cdi = Cdi::default(),
     }
-}
 
-impl Section for Modes {
-    fn keys(&mut self) -> Keys<'_> {
-        vec![("cdi", Slot::Section(&mut self.cdi))]
-    }
-}
-
-impl Section for Cdi {
-    fn keys(&mut self) -> Keys<'_> {
-        vec![
-            ("annotation-prefixes", Slot::Texts(&mut self.annotation_prefixes)),
-            ("default-kind", Slot::Text(&mut self.default_kind)),
-            ("spec-dirs", Slot::Texts(&mut self.spec_dirs)),
-        ]
+    struct Cdi {
+        annotation_prefixes: Vec<String> = vec!["cdi.k8s.io/".to_owned()],
+        default_kind: String = DEFAULT_KIND.to_owned(),
+        spec_dirs: Vec<String> = SPEC_DIRS.map(String::from).to_vec(),
     }
 }
 
@@ -177,19 +107,9 @@ impl Toolkit {
 
     /// By this file, in the mode of the program's name.
     fn load_from(path: &Path, mode: Option<&str>) -> Result<Self, ConfigError> {
-        let text = match std::fs::read_to_string(path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
-            read => read.map_err(|source| ConfigError::Read {
-                path: path.to_owned(),
-                source,
-            })?,
-        };
         let mut file = File::default();
-        section::read(&text, &mut file, UnknownKeys::Ignore).map_err(|e| ConfigError::Invalid {
-            path: path.to_owned(),
-            source: Box::new(e),
-        })?;
-        let mode = mode.unwrap_or(&file.runtime.mode).to_owned();
+        read(path, &mut file, UnknownKeys::Ignore)?;
+        let mode = mode.unwrap_or(&file.nvidia_container_runtime.mode).to_owned();
         Ok(Self::of(file, &mode))
     }
 
@@ -198,7 +118,7 @@ impl Toolkit {
             runtimes,
             modes: Modes { cdi },
             ..
-        } = file.runtime;
+        } = file.nvidia_container_runtime;
         // By annotations alone the wrapper knows devices of its mode cdi, to which auto comes by full names.
         let (is_cdi, is_auto) = (mode == "cdi", matches!(mode, "" | "auto"));
         let annotations = match is_cdi || is_auto {
@@ -215,8 +135,8 @@ impl Toolkit {
         };
         let variables = file.swarm_resource.split(',').map(str::trim);
         Self {
-            visible_devices: file.visible_devices,
-            volume_mounts: file.volume_mounts,
+            visible_devices: file.accept_nvidia_visible_devices_envvar_when_unprivileged,
+            volume_mounts: file.accept_nvidia_visible_devices_as_volume_mounts,
             variables: variables
                 .filter(|name| !name.is_empty())
                 .map(str::to_owned)
@@ -231,15 +151,9 @@ impl Toolkit {
     /// The runtime that it calls: the first that there is.
     pub fn runtime(&self) -> Option<PathBuf> {
         let path = std::env::var_os("PATH").unwrap_or_default();
-        let dirs: Vec<PathBuf> = std::env::split_paths(&path)
-            .chain(RUNTIME_DIRS.map(PathBuf::from))
-            .collect();
         let find = |name: &String| match name.contains('/') {
             true => Some(PathBuf::from(name)).filter(|path| is_program(path)),
-            false => dirs
-                .iter()
-                .map(|dir| dir.join(name))
-                .find(|path| is_program(path)),
+            false => in_path(name, &path).or_else(|| in_path(name, RUNTIME_DIRS.as_ref())),
         };
         self.runtimes.iter().find_map(find)
     }

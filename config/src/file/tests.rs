@@ -10,7 +10,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
 
 #[test]
 fn policies_have_the_same_words_in_the_file_and_in_the_annotation() {
-    for (word, policy) in RemapPolicy::WORDS {
+    for &(word, policy) in RemapPolicy::WORDS {
         let config = parse(&format!("[restore]\npolicy = \"{word}\"")).unwrap();
         assert_eq!(config.restore.policy, policy);
         assert_eq!((RemapPolicy::of_word(word), policy.word()), (Some(policy), word));
