@@ -72,6 +72,14 @@ impl<'de> DeserializeSeed<'de> for Walk<'_> {
     }
 }
 
+macro_rules! scalars {
+    ($($visit:ident: $type:ty,)*) => {$(
+        fn $visit<E: Error>(self, _: $type) -> Result<(), E> {
+            self.take(0)
+        }
+    )*};
+}
+
 impl<'de> Visitor<'de> for Walk<'_> {
     type Value = ();
 
@@ -79,31 +87,16 @@ impl<'de> Visitor<'de> for Walk<'_> {
         f.write_str("any value")
     }
 
+    scalars! {
+        visit_bool: bool,
+        visit_u64: u64,
+        visit_i64: i64,
+        visit_u128: u128,
+        visit_i128: i128,
+        visit_f64: f64,
+    }
+
     fn visit_unit<E: Error>(self) -> Result<(), E> {
-        self.take(0)
-    }
-
-    fn visit_bool<E: Error>(self, _: bool) -> Result<(), E> {
-        self.take(0)
-    }
-
-    fn visit_u64<E: Error>(self, _: u64) -> Result<(), E> {
-        self.take(0)
-    }
-
-    fn visit_i64<E: Error>(self, _: i64) -> Result<(), E> {
-        self.take(0)
-    }
-
-    fn visit_u128<E: Error>(self, _: u128) -> Result<(), E> {
-        self.take(0)
-    }
-
-    fn visit_i128<E: Error>(self, _: i128) -> Result<(), E> {
-        self.take(0)
-    }
-
-    fn visit_f64<E: Error>(self, _: f64) -> Result<(), E> {
         self.take(0)
     }
 

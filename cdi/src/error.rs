@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::names::BadName;
-use crate::version::BadVersion;
+use crate::parse::VERSIONS;
 use firn_host::Problem;
 
 /// A CDI file that cannot be used. Other files are not affected.
@@ -28,9 +28,9 @@ pub enum FileError {
     /// The file is not YAML, or its fields are not those of a CDI file.
     #[error("it is not valid: {0}")]
     Yaml(serde_yaml_ng::Error),
-    /// Its version is unknown, or too old for its content.
-    #[error("{0}")]
-    Version(#[from] BadVersion),
+    /// Its version is unknown.
+    #[error("cdiVersion {0:?} is not one of {known}", known = VERSIONS.join(", "))]
+    Version(String),
     /// Its kind or a device has an invalid name.
     #[error("{0}")]
     Name(#[from] BadName),

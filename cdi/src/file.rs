@@ -1,13 +1,12 @@
 //! The content of a CDI file: devices of one kind, and the edits of a container's spec that each needs.
 //!
 //! Files belong to root, but they may be broken: sizes are bounded, and a file is used as a whole or not at
-//! all. Unknown fields are ignored, so that files of newer tools can be used if their version is known.
+//! all. Unknown fields are ignored, so that files of newer tools can be used if their version is known. An
+//! edit that firn does not make (`netDevices`, `intelRdt`) is an error.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 
 use crate::FileError;
 
@@ -25,33 +24,39 @@ const HOOKS: [&str; 6] = [
 ];
 
 /// A CDI file.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
 pub struct CdiFile {
     /// Where it is.
+    #[serde(skip)]
     pub path: PathBuf,
+    /// The version of the CDI specification that it follows.
+    #[serde(rename = "cdiVersion")]
+    pub version: String,
     /// `vendor/class` of all of its devices.
     pub kind: String,
     /// Its devices, in the order of the file.
+    #[serde(deserialize_with = "or_default")]
     pub devices: Vec<Device>,
     /// Edits that are made once, if any of the devices is added.
+    #[serde(rename = "containerEdits", deserialize_with = "or_default")]
     pub edits: Edits,
-    pub(crate) version: String,
-    pub(crate) annotated: bool,
 }
 
 /// A device.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
 pub struct Device {
     /// Name without the kind.
     pub name: String,
     /// Its edits.
+    #[serde(rename = "containerEdits", deserialize_with = "or_default")]
     pub edits: Edits,
-    pub(crate) annotated: bool,
 }
 
 /// Changes of a container's spec.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
-#[serde(default, rename_all = "camelCase")]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(default, deny_unknown_fields, rename_all = "camelCase")]
 pub struct Edits {
     /// `KEY=value`.
     #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
@@ -59,9 +64,6 @@ pub struct Edits {
     /// Device nodes.
     #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub device_nodes: Vec<DeviceNode>,
-    /// Network interfaces of the host.
-    #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
-    pub net_devices: Vec<NetDevice>,
     /// Mounts.
     #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub mounts: Vec<Mount>,
@@ -71,9 +73,6 @@ pub struct Edits {
     /// Groups of the container's process.
     #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub additional_gids: Vec<u32>,
-    /// Cache and memory bandwidth, as JSON.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub intel_rdt: Option<Map<String, Value>>,
 }
 
 /// A device node.
@@ -106,16 +105,6 @@ pub struct DeviceNode {
     /// Group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gid: Option<u32>,
-}
-
-/// A network interface of the host that moves into the container.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct NetDevice {
-    /// On the host.
-    pub host_interface_name: String,
-    /// In the container.
-    pub name: String,
 }
 
 /// A mount.
@@ -166,7 +155,7 @@ pub struct Hook {
 }
 
 /// Go writes an empty list or object as `null`.
-pub(crate) fn or_default<'de, T: Default + Deserialize<'de>, D: serde::Deserializer<'de>>(
+fn or_default<'de, T: Default + Deserialize<'de>, D: serde::Deserializer<'de>>(
     from: D,
 ) -> Result<T, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
@@ -197,13 +186,6 @@ impl Edits {
                     mount.host_path, mount.container_path
                 ))
             })
-            .or_else(|| self.net_fault())
-            .or_else(|| {
-                let id = self.intel_rdt.as_ref()?.get("closID")?.as_str()?;
-                let bad =
-                    id != "/" && (id.len() >= 4096 || id == "." || id == ".." || id.contains(['/', '\n']));
-                bad.then(|| "intelRdt has a closID that is no file name".to_owned())
-            })
     }
 
     /// Bounds the lists: each entry is compared with all others when a spec is edited.
@@ -211,27 +193,12 @@ impl Edits {
         let lists = [
             ("env", self.env.len()),
             ("deviceNodes", self.device_nodes.len()),
-            ("netDevices", self.net_devices.len()),
             ("mounts", self.mounts.len()),
             ("hooks", self.hooks.len()),
             ("additionalGids", self.additional_gids.len()),
         ];
         let (list, many) = lists.into_iter().find(|(_, entries)| *entries > MAX_ENTRIES)?;
         Some(format!("{list} has {many} entries, more than {MAX_ENTRIES}"))
-    }
-
-    fn net_fault(&self) -> Option<String> {
-        let mut seen = (BTreeSet::new(), BTreeSet::new());
-        for device in &self.net_devices {
-            let (from, to) = (&device.host_interface_name, &device.name);
-            if from.is_empty() || to.is_empty() {
-                return Some("a network device has no name".to_owned());
-            }
-            if !seen.0.insert(from) || !seen.1.insert(to) {
-                return Some(format!("network device {from:?} or {to:?} is there twice"));
-            }
-        }
-        None
     }
 }
 

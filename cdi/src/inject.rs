@@ -11,7 +11,7 @@ use std::path::Path;
 use nix::sys::stat::{major, minor};
 use serde_json::{Map, Value, json};
 
-use crate::file::{DeviceNode, Edits, Hook, Mount, NetDevice};
+use crate::file::{DeviceNode, Edits, Hook, Mount};
 use crate::{CdiError, DeviceName, Registry};
 
 type Object = Map<String, Value>;
@@ -56,25 +56,13 @@ impl Edits {
             set_env(list(object(spec, &["process"])?, "env")?, pair);
         }
         for node in &self.device_nodes {
-            let node = HostNode::of(node, of)?;
-            node.add(spec)?;
-        }
-        for NetDevice {
-            host_interface_name,
-            name,
-        } in &self.net_devices
-        {
-            let devices = object(spec, &["linux", "netDevices"])?;
-            devices.insert(host_interface_name.clone(), json!({"name": name}));
+            node.on_host(of)?.add(spec)?;
         }
         if !self.mounts.is_empty() {
             self.mount(spec)?;
         }
         for hook in &self.hooks {
             list(object(spec, &["hooks"])?, &hook.hook_name)?.push(hook.entry());
-        }
-        if let Some(rdt) = &self.intel_rdt {
-            object(spec, &["linux"])?.insert("intelRdt".to_owned(), Value::Object(rdt.clone()));
         }
         for gid in self.additional_gids.iter().filter(|gid| **gid != 0) {
             let gids = list(object(spec, &["process", "user"])?, "additionalGids")?;
@@ -129,43 +117,22 @@ impl Mount {
 }
 
 impl Hook {
+    /// The spec has the same fields, and the name as the key of their list.
     fn entry(&self) -> Value {
-        let mut entry = json!({"path": self.path});
-        for (key, words) in [("args", &self.args), ("env", &self.env)] {
-            if !words.is_empty() {
-                entry[key] = json!(words);
-            }
-        }
-        if let Some(timeout) = self.timeout {
-            entry["timeout"] = json!(timeout);
-        }
+        let mut entry = json!(self);
+        entry.as_object_mut().and_then(|entry| entry.remove("hookName"));
         entry
     }
 }
 
-/// A device node with all fields of a spec's entry.
-struct HostNode<'a> {
-    node: &'a DeviceNode,
-    kind: String,
-    major: i64,
-    minor: i64,
-    mode: Option<u32>,
-}
-
-impl<'a> HostNode<'a> {
-    /// Takes from the host's node what the file leaves open. A node that the file describes need not be
-    /// there.
-    fn of(node: &'a DeviceNode, of: &DeviceName) -> Result<Self, CdiError> {
-        let kind = node.kind.clone().unwrap_or_default();
-        let mut whole = Self {
-            major: node.major.unwrap_or_default(),
-            minor: node.minor.unwrap_or_default(),
-            mode: node.file_mode,
-            kind,
-            node,
-        };
-        let described = whole.kind == "p" || !whole.kind.is_empty() && whole.major != 0;
-        let path = Path::new(node.host_path.as_deref().unwrap_or(&node.path));
+impl DeviceNode {
+    /// The node with what the file leaves open taken from the host's. A node that the file describes need not
+    /// be there.
+    fn on_host(&self, of: &DeviceName) -> Result<Self, CdiError> {
+        let mut whole = self.clone();
+        let kind = self.kind.as_deref().unwrap_or_default();
+        let described = kind == "p" || !kind.is_empty() && self.major.is_some_and(|major| major != 0);
+        let path = Path::new(self.host_path.as_deref().unwrap_or(&self.path));
         let host = match look(path) {
             Ok(host) => host,
             Err(_) if described => return Ok(whole),
@@ -177,24 +144,25 @@ impl<'a> HostNode<'a> {
                 });
             }
         };
-        whole.mode = whole.mode.or(Some(host.mode));
+        whole.file_mode = whole.file_mode.or(Some(host.mode));
         if described {
             return Ok(whole);
         }
-        let fits = whole.kind.is_empty() || whole.kind == host.kind || whole.kind == "u" && host.kind == "c";
-        if !fits {
-            return Err(CdiError::NodeType {
-                name: of.to_string(),
-                path: path.to_owned(),
-                wanted: whole.kind,
-                found: host.kind,
-            });
+        match kind {
+            "" => whole.kind = Some(host.kind.to_owned()),
+            "u" if host.kind == "c" => {}
+            same if same == host.kind => {}
+            other => {
+                return Err(CdiError::NodeType {
+                    name: of.to_string(),
+                    path: path.to_owned(),
+                    wanted: other.to_owned(),
+                    found: host.kind,
+                });
+            }
         }
-        if whole.kind.is_empty() {
-            host.kind.clone_into(&mut whole.kind);
-        }
-        if whole.kind != "p" {
-            (whole.major, whole.minor) = (host.major, host.minor);
+        if whole.kind.as_deref() != Some("p") {
+            (whole.major, whole.minor) = (Some(host.major), Some(host.minor));
         }
         Ok(whole)
     }
@@ -205,31 +173,35 @@ impl<'a> HostNode<'a> {
             let id = user.and_then(|user| user.get(key)).and_then(Value::as_u64);
             id.and_then(|id| u32::try_from(id).ok()).filter(|id| *id > 0)
         };
-        let (uid, gid) = (self.node.uid.or(owner("uid")), self.node.gid.or(owner("gid")));
-        let (major, minor) = (self.major, self.minor);
-        let mut entry = json!({"path": self.node.path, "type": self.kind, "major": major, "minor": minor});
-        for (key, value) in [("fileMode", self.mode), ("uid", uid), ("gid", gid)] {
+        let (uid, gid) = (self.uid.or(owner("uid")), self.gid.or(owner("gid")));
+        let (major, minor) = self.number();
+        let mut entry = json!({"path": self.path, "type": self.kind, "major": major, "minor": minor});
+        for (key, value) in [("fileMode", self.file_mode), ("uid", uid), ("gid", gid)] {
             if let Some(value) = value {
                 entry[key] = json!(value);
             }
         }
         let devices = list(object(spec, &["linux"])?, "devices")?;
-        devices.retain(|other| other["path"] != json!(self.node.path));
+        devices.retain(|other| other["path"] != json!(self.path));
         devices.push(entry);
-        match self.kind.as_str() {
-            "b" | "c" => self.allow(spec),
+        match self.kind.as_deref() {
+            Some("b" | "c") => self.allow(spec),
             _ => Ok(()),
         }
     }
 
+    fn number(&self) -> (i64, i64) {
+        (self.major.unwrap_or_default(), self.minor.unwrap_or_default())
+    }
+
     fn allow(&self, spec: &mut Value) -> Result<(), CdiError> {
-        let access = match self.node.permissions.as_deref() {
+        let access = match self.permissions.as_deref() {
             None | Some("") => "rwm",
             // The node alone, which cannot be opened.
             Some("none") => return Ok(()),
             Some(some) => some,
         };
-        let (major, minor) = (self.major, self.minor);
+        let (major, minor) = self.number();
         let rule =
             json!({"allow": true, "type": self.kind, "major": major, "minor": minor, "access": access});
         let rules = list(object(spec, &["linux", "resources"])?, "devices")?;
@@ -240,7 +212,7 @@ impl<'a> HostNode<'a> {
     }
 }
 
-/// A device node of the host.
+/// What a device node of the host is.
 struct Look {
     kind: &'static str,
     major: i64,

@@ -1,8 +1,9 @@
 //! The Container Device Interface: reads CDI files and adds their edits to a container's spec.
 //!
-//! Follows version 1.1.0 of the CDI specification and reads files of 0.3.0 and later. Specs are edited as the
-//! JSON that containerd wrote, so that unknown fields survive. Only short-lived helpers and the command line
-//! use this crate: the shim must not link a YAML parser.
+//! Follows version 1.1.0 of the CDI specification, without the edits `netDevices` and `intelRdt`, and reads
+//! files of 0.3.0 and later. Specs are edited as the JSON that containerd wrote, so that unknown fields
+//! survive. Only short-lived helpers and the command line use this crate: the shim must not link a YAML
+//! parser.
 #![forbid(unsafe_code)]
 
 mod bounded;
@@ -17,12 +18,11 @@ pub mod ldcache;
 mod names;
 mod parse;
 mod registry;
-mod version;
 mod without_nodes;
 
 pub use convert::{ConvertError, Converted, convert, convert_by};
 pub use error::{CdiError, FileError};
-pub use file::{CdiFile, Device, DeviceNode, Edits, Hook, Mount, NetDevice};
+pub use file::{CdiFile, Device, DeviceNode, Edits, Hook, Mount};
 pub use firn_oci::KIND;
 pub use names::{BadName, DeviceName};
 pub use registry::Registry;

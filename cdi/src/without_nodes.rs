@@ -76,12 +76,6 @@ fn harmless(edits: &Edits, spec: &Value) -> Result<(Edits, Vec<String>), String>
             Some(GpuPath::Gpu) | None => return Err(format!("device node {}", node.path)),
         }
     }
-    if let Some(device) = edits.net_devices.first() {
-        return Err(format!("network device {}", device.host_interface_name));
-    }
-    if edits.intel_rdt.is_some() {
-        return Err("intelRdt".to_owned());
-    }
     let mut mounts = Vec::new();
     for mount in &edits.mounts {
         match mount.is_harmless() {

@@ -203,11 +203,6 @@ fn an_edit_that_widens_the_grant_of_nodes_is_refused_with_its_file() {
             "createContainer hook /usr/bin/nvidia-ctk",
         ),
         (
-            json!({"netDevices": [{"hostInterfaceName": "eth1", "name": "eth1"}]}),
-            "network device eth1",
-        ),
-        (json!({"intelRdt": {"closID": "x"}}), "intelRdt"),
-        (
             hook("createRuntime", "/usr/bin/nvidia-cdi-hook", "update-ldcache"),
             "createRuntime hook /usr/bin/nvidia-cdi-hook",
         ),

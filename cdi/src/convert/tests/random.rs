@@ -57,7 +57,6 @@ fn any_edits(dice: &mut Dice) -> Value {
     };
     let mut edits = json!({"env": ["A=b"], "deviceNodes": nodes, "mounts": mounts, "hooks": hooks});
     if dice.roll(8) == 0 {
-        edits["netDevices"] = json!([{"hostInterfaceName": "eth1", "name": "eth1"}]);
         edits["additionalGids"] = json!([44]);
     }
     edits
