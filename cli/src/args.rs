@@ -43,8 +43,8 @@ pub struct InspectArgs {
 
 /// Show whether a workload can be checkpointed here and restored there, before anything is stopped.
 ///
-/// Applies the rules by which the shim refuses a checkpoint, shows what may prevent one, and adds up GPUs,
-/// memory and time. Reads /proc and the container's bundle, and queries the driver which processes use CUDA.
+/// Applies the rules by which the shim refuses a checkpoint, shows what may prevent one, and adds up GPUs
+/// and memory. Reads /proc and the container's bundle, and queries the driver which processes use CUDA.
 /// Changes nothing.
 #[derive(Debug, clap::Args)]
 #[command(

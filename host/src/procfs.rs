@@ -70,7 +70,7 @@ pub fn started(pid: i32) -> Option<u64> {
 }
 
 /// The `nth` field of stat behind the name, which may hold anything.
-fn stat_field(tid: i32, nth: usize) -> Option<String> {
+pub fn stat_field(tid: i32, nth: usize) -> Option<String> {
     let stat = text(&tid.to_string(), "stat")?;
     let fields = stat.get(stat.rfind(')')? + 1..)?;
     fields.split_whitespace().nth(nth).map(str::to_owned)

@@ -2,15 +2,16 @@
 //! restore.
 
 use firn_config::Config;
-use firn_gpu::Inventory;
+use firn_gpu::{Gpu, Inventory, SourceGpu, Topology};
 use firn_host::procfs::comm;
 use firn_host::{Problem, ProblemLine, ProblemReport};
 use firn_oci::{GpuRequest, Rules, Spec};
 use firn_preflight::{Assertions, Finding, FindingKind, Node, Outcome, Refusal, Workload};
-use firn_remap::plan::{Plan, PlanError};
+use firn_remap::plan::{MapPolicy, PlanRequest, plan};
 use serde::Serialize;
+use serde_json::{Value, json};
 
-use super::{Verdict, plan_json};
+use super::Verdict;
 use crate::text;
 
 /// How sure a signal is.
@@ -151,32 +152,31 @@ fn signal_of_finding(kind: &FindingKind) -> &'static str {
 impl Signals {
     /// The verdict that follows from all signals.
     pub fn verdict(&self) -> Verdict {
-        if self.all.iter().any(|signal| signal.refused) {
-            Verdict::Cannot
-        } else if self
-            .all
-            .iter()
-            .any(|signal| signal.certainty == Certainty::Suspected)
-        {
-            Verdict::Suspected
-        } else {
-            Verdict::Can
+        let any = |is: fn(&Signal) -> bool| self.all.iter().any(is);
+        match () {
+            () if any(|signal| signal.refused) => Verdict::Cannot,
+            () if any(|signal| signal.certainty == Certainty::Suspected) => Verdict::Suspected,
+            () => Verdict::Can,
         }
     }
 
-    fn add(&mut self, signal: &'static str, source: &'static str, failure: Option<ProblemReport>) {
-        self.all.push(Signal {
+    fn add(
+        &mut self,
+        signal: &'static str,
+        source: &'static str,
+        failure: Option<ProblemReport>,
+    ) -> &mut Signal {
+        self.all.push_mut(Signal {
             signal,
-            certainty: if failure.is_some() {
-                Certainty::Certain
-            } else {
-                Certainty::None
+            certainty: match failure {
+                Some(_) => Certainty::Certain,
+                None => Certainty::None,
             },
             refused: failure.is_some(),
             source,
             failure,
             detail: String::new(),
-        });
+        })
     }
 
     /// One signal for each topic, with the first refusal that belongs to it.
@@ -234,35 +234,38 @@ impl Signals {
                     "several CUDA processes, which share none".to_owned()
                 }
                 SHARED => String::new(),
-                _ => found
-                    .first()
-                    .map(|finding| described(finding))
-                    .unwrap_or_default(),
+                _ => found.first().copied().map(described).unwrap_or_default(),
             };
         }
     }
 
-    /// Whether the GPUs find a place on the target. Returns the plan as JSON.
+    /// Whether GPUs with this topology and driver find a place on the target, if all of its whole GPUs are
+    /// granted. Returns the plan as JSON.
     pub fn of_plan(
         &mut self,
-        plan: Result<Plan, PlanError>,
+        (source, topology, driver): (&[SourceGpu], &Topology, &str),
         target: &Inventory,
-    ) -> Option<serde_json::Value> {
-        const NAME: &str = "gpus_without_place_on_the_target";
-        const SOURCE: &str = "the target's inventory";
-        match plan {
-            Ok(plan) => {
-                self.add(NAME, SOURCE, None);
-                if let Some(signal) = self.all.last_mut() {
-                    signal.detail = format!("driver {}, {} GPUs", target.driver_version, target.gpus.len());
-                }
-                Some(plan_json(&plan))
-            }
-            Err(error) => {
-                self.add(NAME, SOURCE, Some(error.report()));
-                None
-            }
-        }
+    ) -> Option<Value> {
+        let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();
+        let plan = plan(&PlanRequest {
+            source,
+            source_topology: topology,
+            source_driver: driver,
+            grant: &whole,
+            target_topology: &target.topology,
+            target_driver: &target.driver_version,
+            policy: &MapPolicy::Subset,
+        });
+        let failure = plan.as_ref().err().map(Problem::report);
+        let signal = self.add(
+            "gpus_without_place_on_the_target",
+            "the target's inventory",
+            failure,
+        );
+        let plan = plan.ok()?;
+        signal.detail = format!("driver {}, {} GPUs", target.driver_version, target.gpus.len());
+        let warnings: Vec<String> = plan.warnings.iter().map(ToString::to_string).collect();
+        Some(json!({"map": plan.map, "warnings": warnings}))
     }
 
     /// The subject is no workload.
@@ -277,13 +280,13 @@ impl Signals {
 
     /// Whether an image is complete.
     pub fn of_image(&mut self, failure: Option<ProblemReport>, has_manifest: bool) {
-        let none = failure.is_none() && !has_manifest;
-        self.add(
+        let is_whole = failure.is_none();
+        let signal = self.add(
             "damaged_image",
             "firn.json and the checksums of all files",
             failure,
         );
-        if let Some(signal) = self.all.last_mut().filter(|_| none) {
+        if is_whole && !has_manifest {
             signal.certainty = Certainty::Suspected;
             signal.detail = "no firn.json: it restores only into a container that requests no GPU".to_owned();
         }

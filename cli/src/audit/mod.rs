@@ -3,7 +3,6 @@
 //! The rules are those of the shim's transaction ([`firn_preflight`]). The audit stops and changes nothing:
 //! it reads files of /proc and of the bundle, and queries the driver which processes use CUDA.
 
-mod estimate;
 mod findings;
 mod print;
 mod subject;
@@ -13,16 +12,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use firn_config::{Config, names};
-use firn_gpu::{Gpu, Inventory, SourceGpu};
 use firn_host::ProblemReport;
-use firn_remap::plan;
-use firn_remap::plan::{MapPolicy, Plan, PlanRequest};
 use serde::Serialize;
-use serde_json::json;
 
 use crate::args::AuditArgs;
 use crate::{image, output, program};
-use estimate::Estimate;
 use findings::{Signal, Signals};
 
 /// The result of an audit.
@@ -54,7 +48,6 @@ struct Report {
     gpu_bytes: u64,
     /// Least size of the image; `None` for a damaged image.
     image_bytes: Option<u64>,
-    estimate: Option<Estimate>,
     signals: Vec<Signal>,
     /// The GPUs on which it would be restored.
     plan: Option<serde_json::Value>,
@@ -70,7 +63,6 @@ impl Report {
             gpus: Vec::new(),
             gpu_bytes: 0,
             image_bytes: None,
-            estimate: None,
             signals: signals.all,
             plan: None,
         }
@@ -79,9 +71,7 @@ impl Report {
 
 /// Prints the report and returns its verdict.
 pub fn run(args: &AuditArgs) -> Result<Verdict> {
-    let config = Config::load()
-        .map_err(ProblemReport::from)
-        .map_err(|failure| anyhow::anyhow!("{failure}"))?;
+    let config = Config::load().map_err(ProblemReport::from)?;
     let report = match image_dir(&args.subject) {
         Some(dir) => of_image(&dir, args, &config)?,
         None => workload::audit(args, &config)?,
@@ -103,32 +93,13 @@ fn image_dir(subject: &str) -> Option<PathBuf> {
     is_image.then(|| dir.to_owned())
 }
 
-/// Plans a restore on a node, with all of its GPUs.
-fn onto(
-    (source, topology, driver): (&[SourceGpu], &firn_gpu::Topology, &str),
-    target: &Inventory,
-) -> Result<Plan, plan::PlanError> {
-    let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();
-    plan::plan(&PlanRequest {
-        source,
-        source_topology: topology,
-        source_driver: driver,
-        grant: &whole,
-        target_topology: &target.topology,
-        target_driver: &target.driver_version,
-        policy: &MapPolicy::Subset,
-    })
-}
-
 fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
     let mut signals = Signals::default();
     let (found, failure) = image::look(dir);
     let is_whole = failure.is_none();
     signals.of_image(failure, found.manifest.is_some());
     let manifest = found.manifest.as_ref().filter(|_| is_whole);
-    let (gpus, processes) = manifest.map_or((&[][..], 0), |manifest| {
-        (&manifest.gpus[..], manifest.processes.len())
-    });
+    let gpus = manifest.map_or(&[][..], |manifest| &manifest.gpus);
     let mut plan = None;
     if let Some(manifest) = manifest.filter(|manifest| !manifest.gpus.is_empty()) {
         let target = match &args.target {
@@ -136,28 +107,16 @@ fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
             None => program::inventory(config).context("cannot read the GPUs of this node")?,
         };
         let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
-        plan = signals.of_plan(
-            onto((&manifest.gpus, &manifest.topology, driver), &target),
-            &target,
-        );
+        plan = signals.of_plan((gpus, &manifest.topology, driver), &target);
     }
-    let image_bytes = found.bytes();
-    let largest = image_bytes / u64::try_from(processes.max(1)).unwrap_or(1);
     Ok(Report {
         subject: format!("image {}", dir.display()),
         verdict: signals.verdict(),
         processes: Vec::new(),
         gpus: gpus.iter().map(|gpu| gpu.uuid.to_string()).collect(),
         gpu_bytes: 0,
-        image_bytes: Some(image_bytes).filter(|_| is_whole),
-        estimate: is_whole.then(|| Estimate::of_restore(largest, image_bytes)),
+        image_bytes: is_whole.then(|| found.bytes()),
         signals: signals.all,
         plan,
     })
-}
-
-/// A plan as JSON.
-fn plan_json(plan: &Plan) -> serde_json::Value {
-    let warnings: Vec<String> = plan.warnings.iter().map(ToString::to_string).collect();
-    json!({"map": plan.map, "warnings": warnings})
 }

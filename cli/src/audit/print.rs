@@ -1,12 +1,11 @@
 //! The report of an audit as text.
 
-use super::estimate::Estimate;
 use super::findings::{Certainty, Signal};
 use super::{Report, Verdict};
 use crate::output::line;
 use crate::text;
 
-/// Prints the verdict, the signals, sizes and times, and in one line the signals of which nothing was found.
+/// Prints the verdict, the signals, sizes, and in one line the signals of which nothing was found.
 pub(super) fn print(report: &Report) {
     let verdict = match report.verdict {
         Verdict::Can => "can be checkpointed and restored, as far as can be seen",
@@ -32,7 +31,9 @@ pub(super) fn print(report: &Report) {
         let bytes = text::bytes(report.gpu_bytes);
         line!("memory     {bytes} of the host for GPU memory");
     }
-    print_image(report);
+    if let Some(bytes) = report.image_bytes {
+        line!("image      {} or more", text::bytes(bytes));
+    }
     if let Some(plan) = &report.plan {
         for pair in plan["map"].as_array().into_iter().flatten() {
             line!("map        {} -> {}", pair["old"], pair["new"]);
@@ -42,21 +43,6 @@ pub(super) fn print(report: &Report) {
     let quiet: Vec<&str> = quiet.map(|signal| signal.signal).collect();
     if !quiet.is_empty() {
         line!("none of    {}", quiet.join(", "));
-    }
-}
-
-fn print_image(report: &Report) {
-    if let Some(bytes) = report.image_bytes {
-        line!("image      {} or more", text::bytes(bytes));
-    }
-    if let Some(Estimate {
-        checkpoint_s,
-        restore_s,
-        basis,
-    }) = report.estimate
-    {
-        let checkpoint = checkpoint_s.map_or_else(String::new, |s| format!("checkpoint about {s} s, "));
-        line!("time       {checkpoint}restore about {restore_s} s: {basis}");
     }
 }
 

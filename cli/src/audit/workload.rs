@@ -8,10 +8,9 @@ use firn_host::{ProblemReport, procfs};
 use firn_oci::Spec;
 use firn_preflight::{Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, image_bytes};
 
-use super::estimate::Estimate;
 use super::findings::Signals;
 use super::subject::Subject;
-use super::{Process, Report, onto};
+use super::{Process, Report};
 use crate::args::AuditArgs;
 use crate::program;
 
@@ -76,18 +75,13 @@ impl Nvidia {
             .gpu_bytes
     }
 
-    /// GPU memory of each process, as far as the driver reports it.
-    fn reported(&self) -> impl Iterator<Item = u64> {
-        self.cuda.iter().filter_map(|pid| self.bytes_of(*pid))
-    }
-
     /// GPU memory of all processes. In some virtual machines the driver reports it only for all processes of
     /// a GPU.
     fn gpu_bytes(&self) -> u64 {
-        match (self.cuda.is_empty(), self.reported().next().is_none()) {
-            (true, _) => 0,
-            (false, true) => self.node.gpu_memory_in_use(),
-            (false, false) => self.reported().sum(),
+        let reported: Vec<u64> = self.cuda.iter().filter_map(|pid| self.bytes_of(*pid)).collect();
+        match reported.is_empty() && !self.cuda.is_empty() {
+            true => self.node.gpu_memory_in_use(),
+            false => reported.iter().sum(),
         }
     }
 }
@@ -133,12 +127,11 @@ fn report(
         (Some(target), Some(Nvidia { inventory, .. })) if !gpus.is_empty() => {
             let target = program::read_inventory(target)?;
             let source = (&gpus[..], &inventory.topology, &inventory.driver_version[..]);
-            signals.of_plan(onto(source, &target), &target)
+            signals.of_plan(source, &target)
         }
         _ => None,
     };
     let gpu_bytes = nvidia.as_ref().map_or(0, Nvidia::gpu_bytes);
-    let largest = nvidia.as_ref().and_then(|nvidia| nvidia.reported().max());
     let image_bytes = image_bytes(&subject.tree, gpu_bytes);
     let process = |&pid: &i32| Process {
         pid,
@@ -154,7 +147,6 @@ fn report(
         gpus: gpus.iter().map(|gpu| gpu.uuid.to_string()).collect(),
         gpu_bytes,
         image_bytes: Some(image_bytes),
-        estimate: Some(Estimate::of(largest.unwrap_or(gpu_bytes), image_bytes)),
         signals: signals.all,
         plan,
     })

@@ -92,7 +92,6 @@ fn audit_shows_that_a_process_can_be_moved_and_its_costs() {
         2,
         "outside a container every GPU of the node is needed"
     );
-    assert!(report["estimate"]["checkpoint_s"].as_f64().expect("seconds") > 0.0);
     assert!(
         report["signals"]
             .as_array()
@@ -205,23 +204,21 @@ fn audit_of_an_image_checks_it_and_whether_it_fits_this_node() {
 }
 
 #[test]
-fn audit_of_a_damaged_image_shows_no_size_and_no_time() {
+fn audit_of_a_damaged_image_shows_no_size() {
     let node = Node::new();
     let report = || value(&node.firn(&["audit", "image", "--json"]));
     let whole = report();
     assert!(whole["image_bytes"].as_u64().expect("bytes") > 2 << 20);
-    assert!(whole["estimate"]["restore_s"].as_f64().expect("seconds") > 0.0);
-    assert_eq!(whole["estimate"]["checkpoint_s"], json!(null), "it is made");
     node.write("image/firn.json", "{");
     let damaged = report();
     assert_eq!(damaged["verdict"], "cannot");
-    assert_eq!([&damaged["image_bytes"], &damaged["estimate"]], [&json!(null); 2]);
+    assert_eq!(damaged["image_bytes"], json!(null));
     let output = node.firn(&["audit", "image"]);
     assert_eq!(output.status.code(), Some(1));
     let shown = text(&output);
     assert!(shown.starts_with("verdict    cannot\n"), "{shown}");
     assert!(
-        shown.contains("FIRN-MANIFEST-CORRUPT") && !shown.contains("about"),
+        shown.contains("FIRN-MANIFEST-CORRUPT") && !shown.contains("\nimage "),
         "{shown}"
     );
 }
@@ -245,16 +242,16 @@ fn audit_of_a_container_goes_by_its_journal() {
     assert_eq!((status, &signal["certainty"]), (Some(0), &json!("none")));
     let begin = json!({
         "event": "begin", "version": 1, "boot": "b", "shim": 7, "op": "checkpoint", "container": "job",
-        "gpu": true, "exit": false,
+        "gpu": true, "exit": false, "image": "/i", "work": "/w", "work_is_ours": true, "was_frozen": false,
     })
     .to_string();
-    let begun = format!("{begin}\n{{\"event\":\"enter\",\"phase\":\"take\"}}\n");
+    let begun = format!("{begin}\n{{\"event\":\"enter\",\"phase\":\"gpu-checkpoint\"}}\n");
     let end = |outcome: &str| format!("{begun}{{\"event\":\"end\",\"outcome\":\"{outcome}\"}}\n");
     for (journal, code, words) in [
         (
             begun.clone(),
             "FIRN-BUSY",
-            "a checkpoint of the container is in progress (phase take)",
+            "a checkpoint of the container is in progress (phase gpu-checkpoint)",
         ),
         (format!("{begun}{{\"event\":\"e"), "FIRN-BUSY", "in progress"),
         (

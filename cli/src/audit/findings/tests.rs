@@ -1,6 +1,5 @@
 use firn_preflight::fixtures::refusals;
 use firn_preflight::{Capacity, Certainty as Found, OtherVendors};
-use serde_json::json;
 
 use super::*;
 
