@@ -34,8 +34,11 @@ fn print(found: &Found) {
             line!("manifest   none: not made by firn. It restores only into a container that asks for no GPU")
         }
     }
-    let size = found.images.iter().map(|file| file.size).sum();
-    line!("images     {} files, {}", found.images.len(), text::bytes(size));
+    line!(
+        "images     {} files, {}",
+        found.images.len(),
+        text::bytes(found.bytes())
+    );
 }
 
 fn print_manifest(manifest: &Manifest) {

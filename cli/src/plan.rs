@@ -6,9 +6,9 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use firn_cdi::{CdiFile, Registry};
+use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
-use firn_gpu::{DeviceNode, Inventory};
+use firn_gpu::{Gpu, Inventory};
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::{Basis, GpuAssignment};
@@ -16,7 +16,7 @@ use serde_json::json;
 
 use crate::args::PlanArgs;
 use crate::output::{self, line};
-use crate::program;
+use crate::{cdi, program};
 use firn_host::ProblemReport;
 
 /// A restore that would be accepted.
@@ -34,9 +34,7 @@ const UNSEEN_CDI: &str =
 
 /// Returns whether the restore would be accepted.
 pub fn run(args: &PlanArgs) -> Result<bool> {
-    let config = Config::load()
-        .map_err(ProblemReport::from)
-        .map_err(|failure| anyhow::anyhow!("{failure}"))?;
+    let config = Config::load().map_err(ProblemReport::from)?;
     let result = decide(args, &config)?;
     if args.json {
         let gpus = result.as_ref().ok().and_then(|accepted| accepted.gpus.as_ref());
@@ -139,21 +137,14 @@ fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Sp
 
 /// CDI devices of a node of which only the GPUs are known.
 fn registry_of(inventory: &Inventory) -> Registry {
-    let with =
-        |name: &str, nodes: &[&DeviceNode]| json!({"name": name, "containerEdits": {"deviceNodes": nodes}});
-    let nodes: Vec<&DeviceNode> = inventory
-        .gpus
-        .iter()
-        .filter_map(|gpu| gpu.node.as_ref())
-        .collect();
-    let mut devices = vec![with("all", &nodes)];
-    for (index, gpu) in inventory.gpus.iter().enumerate() {
-        let own: Vec<&DeviceNode> = gpu.node.iter().collect();
-        devices.extend([index.to_string(), gpu.uuid.to_string()].map(|name| with(&name, &own)));
-    }
-    let file = json!({"cdiVersion": "0.5.0", "kind": firn_cdi::KIND, "devices": devices});
-    let file = CdiFile::parse(Path::new("inventory.json"), file.to_string().as_bytes());
-    file.map(|file| Registry::of([file])).unwrap_or_default()
+    let node = |node: &firn_gpu::DeviceNode| serde_json::from_value(json!(node)).ok();
+    let nodes = |gpu: &Gpu| gpu.node.iter().filter_map(node).collect();
+    let nodes: Vec<Vec<DeviceNode>> = inventory.gpus.iter().map(nodes).collect();
+    Registry::of([CdiFile {
+        kind: firn_cdi::KIND.to_owned(),
+        devices: cdi::devices(&inventory.gpus, &nodes),
+        ..CdiFile::default()
+    }])
 }
 
 fn print(accepted: &Accepted) {

@@ -1,18 +1,17 @@
 //! Runs other programs, with a deadline and bounded output.
 
-use std::ffi::OsStr;
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::io::{self, Read};
+use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use firn_config::{Config, find_program, names};
 use firn_gpu::Inventory;
 use firn_gpu::protocol::ProcessReply;
-use firn_host::ProblemLine;
+use firn_host::ProblemReport;
 
 /// How much output is read.
 const MAX_BYTES: u64 = 4 << 20;
@@ -35,42 +34,18 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Output
         .stderr(Stdio::piped())
         .spawn()
         .with_context(|| format!("cannot start {name}"))?;
-    let (sender, outputs) = mpsc::channel();
-    let streams: [Option<Box<dyn Read + Send>>; 2] = [
-        child
-            .stdout
-            .take()
-            .map(|stream| Box::new(stream) as Box<dyn Read + Send>),
-        child
-            .stderr
-            .take()
-            .map(|stream| Box::new(stream) as Box<dyn Read + Send>),
-    ];
-    for (which, stream) in streams.into_iter().enumerate() {
-        let (sender, Some(stream)) = (sender.clone(), stream) else {
-            continue;
-        };
-        thread::spawn(move || {
-            let mut bytes = Vec::new();
-            let read = stream.take(MAX_BYTES).read_to_end(&mut bytes);
-            // The receiver is gone if the deadline has passed.
-            let _ = sender.send((which, read.map(|_| String::from_utf8_lossy(&bytes).into_owned())));
-        });
-    }
+    let (stdout, stderr) = (collect(child.stdout.take()), collect(child.stderr.take()));
     let deadline = Instant::now() + limit;
-    let mut texts = [String::new(), String::new()];
-    for _ in 0..texts.len() {
-        match outputs.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok((which, text)) => texts[which] = text.with_context(|| format!("cannot read from {name}"))?,
-            Err(_) => {
-                child.kill().with_context(|| format!("cannot end {name}"))?;
-                child.wait().with_context(|| format!("cannot wait for {name}"))?;
-                bail!("{name} did not finish within {} s", limit.as_secs());
-            }
+    let mut text = |stream: Receiver<io::Result<String>>| {
+        if let Ok(text) = stream.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            return text.with_context(|| format!("cannot read from {name}"));
         }
-    }
+        child.kill().with_context(|| format!("cannot end {name}"))?;
+        child.wait().with_context(|| format!("cannot wait for {name}"))?;
+        bail!("{name} did not finish within {} s", limit.as_secs());
+    };
+    let (stdout, stderr) = (text(stdout)?, text(stderr)?);
     let status = child.wait().with_context(|| format!("cannot wait for {name}"))?;
-    let [stdout, stderr] = texts;
     Ok(Output {
         success: status.success(),
         stdout,
@@ -78,17 +53,16 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Output
     })
 }
 
-/// Finds a program in PATH.
-pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
-    use std::os::unix::fs::PermissionsExt;
-    let is_program = |file: &PathBuf| {
-        file.metadata()
-            .is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
-    };
-    std::env::split_paths(path)
-        .filter(|dir| dir.is_absolute())
-        .map(|dir| dir.join(name))
-        .find(is_program)
+/// Reads a stream in a thread of its own.
+fn collect(stream: Option<impl Read + Send + 'static>) -> Receiver<io::Result<String>> {
+    let (sender, text) = mpsc::channel();
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let read = stream.map_or(Ok(0), |stream| stream.take(MAX_BYTES).read_to_end(&mut bytes));
+        // The receiver is gone if the deadline has passed.
+        let _ = sender.send(read.map(|_| String::from_utf8_lossy(&bytes).into_owned()));
+    });
+    text
 }
 
 /// Driver version and GPUs of this node.
@@ -113,8 +87,8 @@ pub fn read_inventory(file: &Path) -> Result<Inventory> {
 
 /// The JSON that firn-gpu prints.
 fn query<T: serde::de::DeserializeOwned>(config: &Config, arguments: &[&str], limit: Duration) -> Result<T> {
-    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
-        .map_err(|error| anyhow!(ProblemLine(&error).to_string()))?;
+    let worker =
+        find_program(names::WORKER_PROGRAM, config.worker.path.as_deref()).map_err(ProblemReport::from)?;
     let output = run(&worker, arguments, limit)?;
     if !output.success {
         bail!("{}", output.stderr.trim().trim_start_matches("firn-gpu: "));

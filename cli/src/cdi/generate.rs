@@ -7,12 +7,12 @@ use std::fs;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, bail, ensure};
 use firn_cdi::{CdiFile, DeviceNode, Edits, Hook, KIND, Mount, Registry};
 use firn_config::{Config, find_program, names};
 use firn_gpu::{Gpu, Inventory};
-use serde::Serialize;
 
+use super::devices;
 use super::driver::DriverFiles;
 use crate::args::{CdiFormat, CdiGenerateArgs};
 use crate::output::{self, line, note};
@@ -21,23 +21,6 @@ use firn_host::{Problem, ProblemReport};
 
 /// The oldest version of CDI with all fields that are used here.
 const VERSION: &str = "0.5.0";
-
-/// A CDI file as it is written.
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Document {
-    cdi_version: &'static str,
-    kind: &'static str,
-    devices: Vec<Named>,
-    container_edits: Edits,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Named {
-    name: String,
-    container_edits: Edits,
-}
 
 /// A CDI file that prevents writing another.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -57,19 +40,15 @@ enum InTheWay {
 
 /// Writes or prints the file.
 pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
-    let failed = |failure: ProblemReport| anyhow!("{failure}");
-    let config = Config::load().map_err(ProblemReport::from).map_err(failed)?;
-    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())
-        .map_err(ProblemReport::from)
-        .map_err(failed)?;
+    let config = Config::load().map_err(ProblemReport::from)?;
+    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(ProblemReport::from)?;
     let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
     if let Some(output) = output.filter(|_| !args.force) {
-        check(output, &config.create.cdi_dirs).map_err(|error| failed(error.report()))?;
+        check(output, &config.create.cdi_dirs).map_err(ProblemReport::from)?;
     }
     let inventory = program::inventory(&config).context("cannot read the GPUs of this node")?;
-    let files = DriverFiles::find(&args.driver_root, &inventory.driver_version)
-        .map_err(ProblemReport::from)
-        .map_err(failed)?;
+    let files =
+        DriverFiles::find(&args.driver_root, &inventory.driver_version).map_err(ProblemReport::from)?;
     let document = document(&inventory, &files, &hook)?;
     let format = args
         .format
@@ -123,31 +102,22 @@ fn is_ours(file: &CdiFile) -> bool {
     !hooks.is_empty() && hooks.iter().all(of_firn)
 }
 
-fn document(inventory: &Inventory, files: &DriverFiles, hook: &Path) -> Result<Document> {
-    let mut devices = Vec::new();
-    let mut all = Vec::new();
-    for (index, gpu) in inventory.gpus.iter().enumerate() {
-        let node = node(&node_of(gpu)?);
-        all.push(node.clone());
-        for name in [index.to_string(), gpu.uuid.to_string()] {
-            devices.push(named(name, vec![node.clone()]));
-        }
-    }
-    if devices.is_empty() {
-        return Err(anyhow!(
-            "this node has no NVIDIA GPU. hint: `firn doctor` shows what it has"
-        ));
-    }
-    devices.push(named("all".to_owned(), all));
+fn document(inventory: &Inventory, files: &DriverFiles, hook: &Path) -> Result<CdiFile> {
+    ensure!(
+        !inventory.gpus.is_empty(),
+        "this node has no NVIDIA GPU. hint: `firn doctor` shows what it has"
+    );
+    let nodes = inventory.gpus.iter().map(|gpu| Ok(vec![node(node_of(gpu)?)]));
+    let nodes: Vec<_> = nodes.collect::<Result<_>>()?;
     let common = inventory
         .common_nodes
         .iter()
         .filter(|common| common.path.parent() == Some(Path::new("/dev")));
-    Ok(Document {
-        cdi_version: VERSION,
-        kind: KIND,
-        devices,
-        container_edits: Edits {
+    Ok(CdiFile {
+        version: VERSION.to_owned(),
+        kind: KIND.to_owned(),
+        devices: devices(&inventory.gpus, &nodes),
+        edits: Edits {
             env: vec!["NVIDIA_VISIBLE_DEVICES=void".to_owned()],
             device_nodes: common.map(|common| node(&common.path)).collect(),
             mounts: files
@@ -158,6 +128,7 @@ fn document(inventory: &Inventory, files: &DriverFiles, hook: &Path) -> Result<D
             hooks: hooks(files, hook),
             ..Edits::default()
         },
+        ..CdiFile::default()
     })
 }
 
@@ -171,17 +142,7 @@ fn left_out(gpu: &Gpu) -> String {
     )
 }
 
-fn named(name: String, device_nodes: Vec<DeviceNode>) -> Named {
-    Named {
-        name,
-        container_edits: Edits {
-            device_nodes,
-            ..Edits::default()
-        },
-    }
-}
-
-fn node_of(gpu: &Gpu) -> Result<PathBuf> {
+fn node_of(gpu: &Gpu) -> Result<&Path> {
     let node = gpu.node.as_ref().with_context(|| {
         format!(
             "FIRN-GPU-NO-NODE: GPU {} has no device node on this host. \
@@ -189,7 +150,7 @@ fn node_of(gpu: &Gpu) -> Result<PathBuf> {
             gpu.uuid
         )
     })?;
-    Ok(node.path.clone())
+    Ok(&node.path)
 }
 
 fn node(path: &Path) -> DeviceNode {
@@ -235,7 +196,7 @@ fn hooks(files: &DriverFiles, program: &Path) -> Vec<Hook> {
     ]
 }
 
-fn text(document: &Document, format: CdiFormat, driver: &str) -> Result<String> {
+fn text(document: &CdiFile, format: CdiFormat, driver: &str) -> Result<String> {
     Ok(match format {
         CdiFormat::Json => serde_json::to_string_pretty(document)? + "\n",
         CdiFormat::Yaml => {
@@ -250,12 +211,11 @@ fn text(document: &Document, format: CdiFormat, driver: &str) -> Result<String> 
 
 fn write(path: &Path, text: &str) -> Result<()> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str())) else {
-        return Err(anyhow!("{} is no path of a file", path.display()));
+        bail!("{} is no path of a file", path.display());
     };
-    let dir = if dir.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        dir
+    let dir = match dir.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => dir,
     };
     fs::DirBuilder::new()
         .recursive(true)

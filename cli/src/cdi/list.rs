@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 
 use crate::args::CdiListArgs;
 use crate::output::{self, line};
-use firn_host::Problem;
+use firn_host::ProblemReport;
 
 /// True: every file can be used and no device is described twice.
 pub fn run(args: &CdiListArgs) -> Result<bool> {
-    let config = Config::load().map_err(|error| anyhow::anyhow!("{}", error.report()))?;
+    let config = Config::load().map_err(ProblemReport::from)?;
     let registry = Registry::read(&config.create.cdi_dirs);
     let conflicts = registry.devices().any(|(_, files)| files.len() > 1);
     if args.json {

@@ -2,13 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use firn_cdi::Registry;
+use firn_cdi::{KIND, Registry};
 use firn_config::Config;
 
 use super::Check;
-
-/// Kind of NVIDIA's GPUs.
-const KIND: &str = "nvidia.com/gpu";
 
 pub fn checks(config: &Config) -> Vec<Check> {
     vec![cgroups(Path::new("/sys/fs/cgroup")), cdi(&config.create.cdi_dirs)]

@@ -5,23 +5,20 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::{self, File, Metadata};
-use std::io::Read;
+use std::fs::{self, Metadata};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use firn_config::{Config, names};
+use firn_host::bounded;
 
 use super::Check;
 use crate::text;
 
 /// Variables that name the directory of containerd's temporary directories.
 const VARIABLES: [&str; 2] = ["XDG_RUNTIME_DIR", "TMPDIR"];
-
-/// How much of an environment is read.
-const ENVIRONMENT: u64 = 1 << 20;
 
 pub fn checks(config: &Config) -> Vec<Check> {
     vec![images(
@@ -41,12 +38,7 @@ fn temporary(proc: &Path) -> BTreeSet<PathBuf> {
         if name.trim_ascii_end() != b"containerd" {
             continue;
         }
-        let mut environment = Vec::new();
-        let read = File::open(process.join("environ"))
-            .and_then(|file| file.take(ENVIRONMENT).read_to_end(&mut environment));
-        if read.is_err() {
-            continue;
-        }
+        let environment = bounded::read(&process.join("environ")).unwrap_or_default();
         for entry in environment.split(|byte| *byte == 0) {
             let value = |name: &&str| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=");
             dirs.extend(

@@ -64,6 +64,15 @@ impl Check {
             remedy: Some(remedy.into()),
         }
     }
+
+    fn failed(name: &'static str, error: &impl Problem) -> Self {
+        let failure = error.report();
+        Self::fail(
+            name,
+            format!("{}: {}", failure.code, failure.message),
+            failure.hint,
+        )
+    }
 }
 
 /// True: nothing failed.
@@ -92,17 +101,7 @@ fn configuration() -> (Check, Config) {
             Check::ok(NAME, format!("no {}: the defaults hold", path.display())),
             config,
         ),
-        Err(error) => {
-            let failure = error.report();
-            (
-                Check::fail(
-                    NAME,
-                    format!("{}: {}", failure.code, failure.message),
-                    failure.hint,
-                ),
-                Config::default(),
-            )
-        }
+        Err(error) => (Check::failed(NAME, &error), Config::default()),
     }
 }
 

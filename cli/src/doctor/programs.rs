@@ -4,11 +4,10 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, find_program, in_path, names};
 
 use super::Check;
-use crate::program::{self, Output, in_path};
-use firn_host::ProblemReport;
+use crate::program::{self, Output};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -93,7 +92,7 @@ fn own(name: &'static str, configured: Option<&Path>) -> Check {
     let ours = env!("CARGO_PKG_VERSION");
     let program = match find_program(name, configured) {
         Ok(program) => program,
-        Err(error) => return missing(name, error.into()),
+        Err(error) => return Check::failed(name, &error),
     };
     let shown = program.display();
     match program::run(&program, &["--version"], LIMIT) {
@@ -112,14 +111,6 @@ fn own(name: &'static str, configured: Option<&Path>) -> Check {
         ),
         Err(error) => Check::fail(name, format!("{error:#}"), "install it again"),
     }
-}
-
-fn missing(name: &'static str, failure: ProblemReport) -> Check {
-    Check::fail(
-        name,
-        format!("{}: {}", failure.code, failure.message),
-        failure.hint,
-    )
 }
 
 fn versioned(name: &str, path: &OsStr) -> Result<Output, String> {

@@ -1,7 +1,8 @@
 //! The calls of containerd's API that a restore needs.
 //!
 //! The messages are written by hand, with the fields that are used: what is left out is skipped when it is
-//! read, and a default when it is sent.
+//! read, and a default when it is sent. A message whose only field is its first is a `String` or `u32` of
+//! prost; `()` skips all fields.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -71,12 +72,6 @@ pub struct Runtime {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct GetContainer {
-    #[prost(string, tag = "1")]
-    id: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
 struct GotContainer {
     #[prost(message, optional, tag = "1")]
     container: Option<Container>,
@@ -116,25 +111,10 @@ pub struct CreateTask {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct OfTask {
-    #[prost(string, tag = "1")]
-    container_id: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
 struct Created {
     #[prost(uint32, tag = "2")]
     pid: u32,
 }
-
-#[derive(Clone, PartialEq, Message)]
-struct Started {
-    #[prost(uint32, tag = "1")]
-    pid: u32,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Nothing {}
 
 /// containerd cannot be reached, or has refused.
 #[derive(Debug, thiserror::Error)]
@@ -190,9 +170,8 @@ impl Containerd {
     }
 
     pub async fn container(&self, id: &str) -> Result<Container, CallError> {
-        let request = GetContainer { id: id.to_owned() };
         let got: GotContainer = self
-            .call("/containerd.services.containers.v1.Containers/Get", request)
+            .call("/containerd.services.containers.v1.Containers/Get", id.to_owned())
             .await?;
         Ok(got.container.unwrap_or_default())
     }
@@ -214,9 +193,8 @@ impl Containerd {
 
     pub async fn has_task(&self, id: &str) -> Result<bool, CallError> {
         let call = "/containerd.services.tasks.v1.Tasks/Get";
-        let got: Result<Nothing, _> = self.call(call, of_task(id)).await;
-        match got {
-            Ok(_) => Ok(true),
+        match self.call(call, id.to_owned()).await {
+            Ok(()) => Ok(true),
             Err(error) if error.is_absent() => Ok(false),
             Err(error) => Err(error),
         }
@@ -232,14 +210,12 @@ impl Containerd {
     /// Gives the pid of its init.
     pub async fn start(&self, id: &str) -> Result<u32, CallError> {
         let call = "/containerd.services.tasks.v1.Tasks/Start";
-        let started: Started = self.call(call, of_task(id)).await?;
-        Ok(started.pid)
+        self.call(call, id.to_owned()).await
     }
 
     pub async fn delete(&self, id: &str) -> Result<(), CallError> {
         let call = "/containerd.services.tasks.v1.Tasks/Delete";
-        let _deleted: Nothing = self.call(call, of_task(id)).await?;
-        Ok(())
+        self.call(call, id.to_owned()).await
     }
 
     async fn call<Q, A>(&self, call: &'static str, message: Q) -> Result<A, CallError>
@@ -260,11 +236,5 @@ impl Containerd {
         let path = PathAndQuery::from_static(call);
         let answer = grpc.unary(request, path, ProstCodec::default()).await;
         Ok(answer.map_err(failed)?.into_inner())
-    }
-}
-
-fn of_task(id: &str) -> OfTask {
-    OfTask {
-        container_id: id.to_owned(),
     }
 }
