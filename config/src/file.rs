@@ -48,7 +48,8 @@ sections! {
         /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty
         /// directory in the container's bundle.
         pub libs_dir: Option<PathBuf> = None,
-        /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put it.
+        /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put
+        /// it.
         pub amdgpu_plugin: Option<PathBuf> = None,
     }
 
@@ -125,8 +126,8 @@ sections! {
         pub gpu_map: Vec<String> = Vec::new(),
         /// How GPUs are chosen where no map names them. A container's annotation comes first.
         pub policy: RemapPolicy = RemapPolicy::Auto,
-        /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may make
-        /// a pod names the checkpoint as the container's image.
+        /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may
+        /// make a pod names the checkpoint as the container's image.
         pub cri: bool = false,
     }
 
