@@ -60,7 +60,7 @@ pub struct AuditArgs {
     /// The state directory of containerd; that of k3s is /run/k3s/containerd.
     #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
     pub state: PathBuf,
-    /// The node to restore on: the output of `firn-gpu inventory --json` there.
+    /// The node to restore on: the output of `firn-gpu inventory` there.
     #[arg(long, value_name = "FILE")]
     pub target: Option<PathBuf>,
     /// Where the image will be written; without, the directory for temporary files, where containerd makes
@@ -84,7 +84,7 @@ pub struct PlanArgs {
     /// The spec (config.json) of the container to be restored.
     #[arg(long, value_name = "FILE")]
     pub spec: PathBuf,
-    /// Plan for another node: the output of `firn-gpu inventory --json` there.
+    /// Plan for another node: the output of `firn-gpu inventory` there.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
     /// Print JSON.

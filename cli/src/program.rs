@@ -67,7 +67,7 @@ fn collect(stream: Option<impl Read + Send + 'static>) -> Receiver<io::Result<St
 
 /// Driver version and GPUs of this node.
 pub fn inventory(config: &Config) -> Result<Inventory> {
-    query(config, &["inventory", "--json"], config.deadlines.inventory)
+    query(config, &["inventory"], config.deadlines.inventory)
 }
 
 /// Which of these processes use CUDA, with their GPU memory.
@@ -78,11 +78,11 @@ pub fn discover(config: &Config, pids: &[i32]) -> Result<Vec<ProcessReply>> {
     query(config, &arguments, config.deadlines.discover)
 }
 
-/// The inventory of another node: the output of `firn-gpu inventory --json` there.
+/// The inventory of another node: the output of `firn-gpu inventory` there.
 pub fn read_inventory(file: &Path) -> Result<Inventory> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     serde_json::from_str(&text)
-        .with_context(|| format!("{} is no output of firn-gpu inventory --json", file.display()))
+        .with_context(|| format!("{} is no output of firn-gpu inventory", file.display()))
 }
 
 /// The JSON that firn-gpu prints.

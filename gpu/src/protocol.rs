@@ -62,7 +62,7 @@ pub struct DriverError {
 }
 
 /// Result of a request for one process.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessReply {
     /// The process, as the request named it.
     pub pid: i32,

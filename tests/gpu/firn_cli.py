@@ -55,7 +55,7 @@ def must_refuse(audited, codes):
 
 def inventory(setup, end):
     """The machine's GPUs and the links between them."""
-    return json.loads(setup.host.run("firn-gpu", "inventory", "--json", deadline=end).stdout)
+    return json.loads(setup.host.run("firn-gpu", "inventory", deadline=end).stdout)
 
 
 def plan(setup, directory, spec, end):

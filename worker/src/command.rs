@@ -2,7 +2,6 @@
 
 use std::env;
 use std::ffi::OsString;
-use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Write as _};
 use std::os::fd::RawFd;
 use std::os::unix::net::UnixStream;
@@ -11,12 +10,13 @@ use std::process::{self, Command};
 use std::thread;
 
 use firn_gpu::protocol::{ProcessReply, Reply, Request};
-use firn_gpu::{CudaState, DeviceNode, Inventory, NodeType};
+use firn_host::Chain;
+use serde::Serialize;
 
+use crate::complain;
 use crate::node::{Node, Refusal};
 use crate::session::serve;
 use crate::sys;
-use crate::{chain, complain};
 
 const OK: u8 = 0;
 const FAILED: u8 = 1;
@@ -27,9 +27,8 @@ firn-gpu: driver worker of the firn container runtime
 
 usage:
   firn-gpu serve --fd N        answer requests on the socket that is descriptor N (started by the shim)
-  firn-gpu inventory [--json]  print driver version and GPUs of this node
+  firn-gpu inventory           print driver version and GPUs of this node, as JSON
   firn-gpu discover PID...     print which of these processes use CUDA, with their GPU memory, as JSON
-  firn-gpu state PID...        print the CUDA state of processes
   firn-gpu --help | --version
 
 exit codes: 0 done, 1 failed, 2 wrong usage
@@ -39,9 +38,8 @@ exit codes: 0 done, 1 failed, 2 wrong usage
 #[derive(Debug, PartialEq, Eq)]
 enum Action {
     Serve { fd: RawFd },
-    Inventory { json: bool },
+    Inventory,
     Discover { pids: Vec<i32> },
-    State { pids: Vec<i32> },
     Help,
     Version,
 }
@@ -52,13 +50,10 @@ enum UsageError {
     Nothing,
     #[error("unknown argument {0:?}")]
     Unknown(OsString),
-    #[error("{what} needs {needed}")]
-    Missing {
-        what: &'static str,
-        needed: &'static str,
-    },
-    #[error("{0:?} is not {1}")]
-    NoNumber(OsString, &'static str),
+    #[error("{0}")]
+    Missing(&'static str),
+    #[error("{0:?} is not a positive number")]
+    NoNumber(OsString),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -70,8 +65,6 @@ enum CommandError {
     #[error("cannot print")]
     Print(#[source] io::Error),
     #[error("{message}. hint: {hint}")]
-    Refused { message: String, hint: &'static str },
-    #[error("{message}. hint: {hint}")]
     Failed { message: String, hint: String },
     #[error(transparent)]
     Json(#[from] serde_json::Error),
@@ -79,9 +72,9 @@ enum CommandError {
 
 impl From<Refusal<'_>> for CommandError {
     fn from(refusal: Refusal<'_>) -> Self {
-        Self::Refused {
-            message: chain(&refusal),
-            hint: refusal.hint(),
+        Self::Failed {
+            message: Chain(&refusal).to_string(),
+            hint: refusal.hint().to_owned(),
         }
     }
 }
@@ -94,12 +87,15 @@ pub fn main() -> ! {
         process::abort();
     }));
     let code = match parse(env::args_os().skip(1)) {
-        Ok(action) => run(action).unwrap_or_else(|error| {
-            complain(&chain(&error));
-            FAILED
-        }),
+        Ok(action) => match run(action) {
+            Ok(()) => OK,
+            Err(error) => {
+                complain(Chain(&error));
+                FAILED
+            }
+        },
         Err(error) => {
-            complain(&format!("{error}. hint: see firn-gpu --help"));
+            complain(format_args!("{error}. hint: see firn-gpu --help"));
             USAGE
         }
     };
@@ -109,29 +105,19 @@ pub fn main() -> ! {
 fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError> {
     let command = args.next().ok_or(UsageError::Nothing)?;
     let action = match command.to_str() {
-        Some("serve") => {
-            let missing = UsageError::Missing {
-                what: "serve",
-                needed: "--fd N",
-            };
-            let fd = match args.next() {
-                Some(flag) if flag == "--fd" => number(args.next().ok_or(missing)?)?,
-                Some(other) => return Err(UsageError::Unknown(other)),
-                None => return Err(missing),
-            };
-            Action::Serve { fd }
+        Some("serve") => match (args.next(), args.next()) {
+            (Some(flag), _) if flag != "--fd" => return Err(UsageError::Unknown(flag)),
+            (Some(_), Some(fd)) => Action::Serve { fd: number(fd)? },
+            _ => return Err(UsageError::Missing("serve needs --fd N")),
+        },
+        Some("inventory") => Action::Inventory,
+        Some("discover") => {
+            let pids: Vec<i32> = args.by_ref().map(number).collect::<Result<_, _>>()?;
+            if pids.is_empty() {
+                return Err(UsageError::Missing("discover needs a PID"));
+            }
+            Action::Discover { pids }
         }
-        Some("inventory") => match args.next() {
-            Some(flag) if flag == "--json" => Action::Inventory { json: true },
-            Some(other) => return Err(UsageError::Unknown(other)),
-            None => Action::Inventory { json: false },
-        },
-        Some("discover") => Action::Discover {
-            pids: pids("discover", &mut args)?,
-        },
-        Some("state") => Action::State {
-            pids: pids("state", &mut args)?,
-        },
         Some("--help" | "-h" | "help") => Action::Help,
         Some("--version" | "-V") => Action::Version,
         _ => return Err(UsageError::Unknown(command)),
@@ -142,50 +128,30 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError>
     }
 }
 
-fn pids(what: &'static str, args: &mut impl Iterator<Item = OsString>) -> Result<Vec<i32>, UsageError> {
-    let pids = args.map(number).collect::<Result<Vec<_>, _>>()?;
-    if pids.is_empty() {
-        let needed = "a PID";
-        return Err(UsageError::Missing { what, needed });
-    }
-    Ok(pids)
-}
-
 fn number(arg: OsString) -> Result<i32, UsageError> {
     let parsed = arg
         .to_str()
         .and_then(|text| text.parse().ok())
         .filter(|number| *number > 0);
-    parsed.ok_or(UsageError::NoNumber(arg, "a positive number"))
+    parsed.ok_or(UsageError::NoNumber(arg))
 }
 
-fn run(action: Action) -> Result<u8, CommandError> {
+fn run(action: Action) -> Result<(), CommandError> {
     match action {
         Action::Help => print(HELP),
         Action::Version => print(concat!("firn-gpu ", env!("CARGO_PKG_VERSION"), "\n")),
         Action::Serve { fd } => {
             leave_cuda_variables()?;
             let socket = sys::inherited_socket(fd).map_err(CommandError::Serve)?;
-            serve(socket, Node::host()).map_err(CommandError::Serve)?;
-            Ok(OK)
+            serve(socket, Node::host()).map_err(CommandError::Serve)
         }
-        Action::Inventory { json } => {
+        Action::Inventory => {
             leave_cuda_variables()?;
-            let node = Node::host();
-            let inventory = node.inventory()?;
-            if json {
-                print(&(serde_json::to_string_pretty(&inventory)? + "\n"))
-            } else {
-                print(&describe(&inventory))
-            }
+            print_json(&Node::host().inventory()?)
         }
         Action::Discover { pids } => {
             leave_cuda_variables()?;
             discover(pids)
-        }
-        Action::State { pids } => {
-            leave_cuda_variables()?;
-            state(&Node::host(), &pids)
         }
     }
 }
@@ -207,7 +173,7 @@ fn leave_cuda_variables() -> Result<(), CommandError> {
 
 /// As a session with the shim would answer. Where the driver does not report the memory of processes, none
 /// has any.
-fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
+fn discover(pids: Vec<i32>) -> Result<(), CommandError> {
     let (ours, theirs) = UnixStream::pair().map_err(CommandError::Serve)?;
     thread::spawn(move || serve(theirs, Node::host()));
     let mut session = BufReader::new(ours);
@@ -224,12 +190,12 @@ fn discover(pids: Vec<i32>) -> Result<u8, CommandError> {
         ..
     }) = found.iter().find(|process| process.error.is_some())
     {
-        return Err(CommandError::Refused {
+        return Err(CommandError::Failed {
             message: format!("the driver does not report the state of process {pid}: {error}"),
-            hint: "try again: the process may have ended meanwhile",
+            hint: "try again: the process may have ended meanwhile".to_owned(),
         });
     }
-    print(&(serde_json::to_string_pretty(&found)? + "\n"))
+    print_json(&found)
 }
 
 /// What a session answers of each process.
@@ -252,89 +218,15 @@ fn answers(
     }
 }
 
-fn state(node: &Node, pids: &[i32]) -> Result<u8, CommandError> {
-    let (_, driver) = node.checkpointer()?;
-    let mut code = OK;
-    let mut text = String::new();
-    for &pid in pids {
-        let line = match driver.restore_tid(pid) {
-            Err(error) => {
-                code = FAILED;
-                format!("{pid} no CUDA process: {error}\n")
-            }
-            Ok(tid) => match driver.state(pid) {
-                Ok(state) => format!("{pid} {} restore-tid {tid}\n", state_word(state)),
-                Err(error) => {
-                    code = FAILED;
-                    format!("{pid} state unknown: {error}\n")
-                }
-            },
-        };
-        text.push_str(&line);
-    }
-    print(&text)?;
-    Ok(code)
+fn print_json(value: &impl Serialize) -> Result<(), CommandError> {
+    print(&(serde_json::to_string_pretty(value)? + "\n"))
 }
 
-fn state_word(state: CudaState) -> String {
-    match state {
-        CudaState::Running => "running".to_owned(),
-        CudaState::Locked => "locked".to_owned(),
-        CudaState::Checkpointed => "checkpointed".to_owned(),
-        CudaState::Failed => "failed".to_owned(),
-        CudaState::Unknown(number) => format!("state-{number}"),
-    }
-}
-
-/// The inventory for people, one line per GPU.
-fn describe(inventory: &Inventory) -> String {
-    let mib = |bytes: u64| bytes >> 20;
-    let on = |flag: bool| if flag { "on" } else { "off" };
-    let mut text = String::new();
-    let (major, minor) = (inventory.cuda_version / 1000, inventory.cuda_version % 1000 / 10);
-    let api = if inventory.checkpoint_api { "yes" } else { "no" };
-    let _ = writeln!(
-        text,
-        "driver {}, CUDA {major}.{minor}, process checkpoint: {api}",
-        inventory.driver_version
-    );
-    for gpu in &inventory.gpus {
-        let node = gpu
-            .node
-            .as_ref()
-            .map_or_else(|| "no node".to_owned(), describe_node);
-        let _ = writeln!(
-            text,
-            "{} {}, {} of {} MiB free, {}, {node}, MIG {}, persistence {}",
-            gpu.uuid,
-            gpu.name,
-            mib(gpu.memory_free),
-            mib(gpu.memory_total),
-            gpu.pci_address,
-            on(gpu.mig),
-            on(gpu.persistence)
-        );
-    }
-    for node in &inventory.common_nodes {
-        let _ = writeln!(text, "{}", describe_node(node));
-    }
-    text
-}
-
-fn describe_node(node: &DeviceNode) -> String {
-    let kind = match node.kind {
-        NodeType::Char => 'c',
-        NodeType::Block => 'b',
-    };
-    format!("{} {kind} {}:{}", node.path.display(), node.major, node.minor)
-}
-
-fn print(text: &str) -> Result<u8, CommandError> {
+fn print(text: &str) -> Result<(), CommandError> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())
         .and_then(|()| out.flush())
-        .map_err(CommandError::Print)?;
-    Ok(OK)
+        .map_err(CommandError::Print)
 }
 
 #[cfg(test)]
@@ -348,10 +240,8 @@ mod tests {
     #[test]
     fn command_lines() {
         assert_eq!(parsed("serve --fd 3"), Ok(Action::Serve { fd: 3 }));
-        assert_eq!(parsed("inventory"), Ok(Action::Inventory { json: false }));
-        assert_eq!(parsed("inventory --json"), Ok(Action::Inventory { json: true }));
-        assert_eq!(parsed("state 1 2"), Ok(Action::State { pids: vec![1, 2] }));
-        assert_eq!(parsed("discover 7"), Ok(Action::Discover { pids: vec![7] }));
+        assert_eq!(parsed("inventory"), Ok(Action::Inventory));
+        assert_eq!(parsed("discover 7 8"), Ok(Action::Discover { pids: vec![7, 8] }));
         assert_eq!(parsed("--version"), Ok(Action::Version));
         assert_eq!(parsed("--help"), Ok(Action::Help));
     }
@@ -369,11 +259,12 @@ mod tests {
             parsed("serve --fd x").unwrap_err(),
             "\"x\" is not a positive number"
         );
+        assert_eq!(parsed("serve --fb 3").unwrap_err(), "unknown argument \"--fb\"");
+        assert_eq!(parsed("inventory more").unwrap_err(), "unknown argument \"more\"");
+        assert_eq!(parsed("discover").unwrap_err(), "discover needs a PID");
         assert_eq!(
-            parsed("inventory --json more").unwrap_err(),
-            "unknown argument \"more\""
+            parsed("discover -1").unwrap_err(),
+            "\"-1\" is not a positive number"
         );
-        assert_eq!(parsed("state").unwrap_err(), "state needs a PID");
-        assert_eq!(parsed("state -1").unwrap_err(), "\"-1\" is not a positive number");
     }
 }

@@ -7,11 +7,11 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use firn_host::Chain;
 use nix::sys::stat::{major, minor};
 
+use super::complain;
 use super::node::{Node, Refusal};
-use super::{chain, complain};
-use crate::nvml::NvmlGpu;
 use firn_gpu::{DeviceNode, Gpu, Inventory, NodeType, Topology};
 
 /// Nodes of the driver that belong to no single GPU; those in /dev/nvidia-caps follow them.
@@ -25,8 +25,11 @@ impl Node {
         let mut gpus = Vec::new();
         for (index, gpu) in nvml.gpus().map_err(Refusal::Nvml)?.into_iter().enumerate() {
             match gpu {
-                Ok(gpu) => gpus.push(self.with_node(gpu)),
-                Err(error) => complain(&format!("GPU {index} is left out: {}", chain(&error))),
+                Ok(gpu) => gpus.push(Gpu {
+                    node: device_node(&self.dev_root, &format!("nvidia{}", gpu.minor)),
+                    ..gpu
+                }),
+                Err(error) => complain(format_args!("GPU {index} is left out: {}", Chain(&error))),
             }
         }
         let (cuda_version, checkpoint_api) = match self.libraries.driver() {
@@ -47,22 +50,6 @@ impl Node {
             topology: Topology { links, numa },
             common_nodes,
         })
-    }
-
-    fn with_node(&self, gpu: NvmlGpu) -> Gpu {
-        let node = device_node(&self.dev_root, &format!("nvidia{}", gpu.minor));
-        Gpu {
-            uuid: gpu.uuid,
-            name: gpu.name,
-            pci_device_id: gpu.pci_device_id,
-            pci_address: gpu.pci_address,
-            memory_total: gpu.memory_total,
-            memory_free: gpu.memory_free,
-            minor: gpu.minor,
-            mig: gpu.mig,
-            persistence: gpu.persistence,
-            node,
-        }
     }
 }
 

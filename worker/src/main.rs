@@ -34,24 +34,12 @@ mod sys;
 #[cfg(test)]
 mod tests;
 
-use std::error::Error;
+use std::fmt::Display;
 use std::io::{self, Write};
-
-/// An error and its causes in one line.
-fn chain(error: &dyn Error) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        line.push_str(": ");
-        line.push_str(&error.to_string());
-        cause = error.source();
-    }
-    line
-}
 
 /// A line on standard error, which is the log of whoever started the worker. It may be gone: that is no
 /// reason to end.
-fn complain(line: &str) {
+fn complain(line: impl Display) {
     let _ = writeln!(io::stderr(), "firn-gpu: {line}");
 }
 

@@ -117,16 +117,12 @@ impl Refusal<'_> {
             Self::Malformed(_) | Self::TooLong { .. } | Self::BadPid(_) => {
                 "the shim and its firn-gpu must be of the same version"
             }
-            Self::Library(_) => {
+            Self::Library(_) | Self::Nvml(NvmlError::Load(_)) => {
                 "install the NVIDIA driver, or set LD_LIBRARY_PATH of the shim to the directory of its \
                  libraries"
             }
             Self::NoCheckpointCalls(_) => "driver 570 or later is needed, 580 or later to change GPUs",
             Self::Init(_) => "see whether nvidia-smi works, or turn on persistence mode: nvidia-smi -pm 1",
-            Self::Nvml(NvmlError::Load(_)) => {
-                "install the NVIDIA driver, or set LD_LIBRARY_PATH of the shim to the directory of its \
-                 libraries"
-            }
             Self::Nvml(_) => "see whether nvidia-smi works and the nvidia kernel module is loaded",
             Self::NoMemory { .. } => "end what uses the GPU: nvidia-smi lists it",
         }

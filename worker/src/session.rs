@@ -11,12 +11,12 @@ use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Instant;
 
-use super::chain;
 use super::discover::{self, Sign};
 use super::node::{Node, Refusal};
 use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
+use firn_gpu::GpuPair;
 use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
-use firn_gpu::{CudaState, GpuPair};
+use firn_host::Chain;
 
 /// Longest request in bytes; a pid takes 8 at most, a pair 100.
 const LINE_LIMIT: usize = 1 << 20;
@@ -108,7 +108,7 @@ impl Session {
             },
             Err(Refusal::NoMemory { gpu, free, needed }) => Reply::NoMemory { gpu, free, needed },
             Err(refusal) => Reply::Failed {
-                message: chain(&refusal),
+                message: Chain(&refusal).to_string(),
                 hint: refusal.hint().to_owned(),
             },
         };
@@ -167,16 +167,10 @@ impl Session {
             .iter()
             .filter(|pid| !candidates.contains(pid))
             .map(|&pid| {
-                let nothing = ProcessReply {
+                Reply::Process(ProcessReply {
                     pid,
-                    state: None,
-                    restore_tid: None,
-                    gpu_bytes: None,
-                    gpu_memory: GpuMemory::new(),
-                    micros: 0,
-                    error: None,
-                };
-                Reply::Process(nothing)
+                    ..ProcessReply::default()
+                })
             })
             .collect();
         self.replies.send(&plain);
@@ -197,7 +191,7 @@ impl Session {
                 Reply::Process(ProcessReply {
                     gpu_bytes: used.get(&pid).map(|memory| memory.values().sum()),
                     gpu_memory: used.get(&pid).cloned().unwrap_or_default(),
-                    ..reply(pid, started, None)
+                    ..reply(pid, started)
                 })
             })
             .collect();
@@ -306,7 +300,7 @@ impl Ask<'_> {
         ProcessReply {
             restore_tid,
             error,
-            ..reply(pid, started, None)
+            ..reply(pid, started)
         }
     }
 
@@ -320,8 +314,15 @@ impl Ask<'_> {
 
     fn state(&self, pid: i32) -> ProcessReply {
         let started = Instant::now();
-        let state = self.call(|c| c.state(pid));
-        reply(pid, started, Some(state))
+        let (state, error) = match self.call(|c| c.state(pid)) {
+            Ok(state) => (Some(state), None),
+            Err(error) => (None, Some(error)),
+        };
+        ProcessReply {
+            state,
+            error,
+            ..reply(pid, started)
+        }
     }
 
     /// The call's own error, or else that of asking for the state it left.
@@ -329,7 +330,7 @@ impl Ask<'_> {
         let started = Instant::now();
         let result = self.call(call);
         let micros = micros(started);
-        let left = reply(pid, started, Some(self.call(|c| c.state(pid))));
+        let left = self.state(pid);
         ProcessReply {
             micros,
             error: result.err().or(left.error),
@@ -348,20 +349,11 @@ impl Ask<'_> {
     }
 }
 
-fn reply(pid: i32, started: Instant, state: Option<Result<CudaState, DriverError>>) -> ProcessReply {
-    let (state, error) = match state {
-        Some(Ok(state)) => (Some(state), None),
-        Some(Err(error)) => (None, Some(error)),
-        None => (None, None),
-    };
+fn reply(pid: i32, started: Instant) -> ProcessReply {
     ProcessReply {
         pid,
-        state,
-        restore_tid: None,
-        gpu_bytes: None,
-        gpu_memory: GpuMemory::new(),
         micros: micros(started),
-        error,
+        ..ProcessReply::default()
     }
 }
 
@@ -373,12 +365,8 @@ fn not_started(pid: i32, error: &io::Error) -> ProcessReply {
     };
     ProcessReply {
         pid,
-        state: None,
-        restore_tid: None,
-        gpu_bytes: None,
-        gpu_memory: GpuMemory::new(),
-        micros: 0,
         error: Some(error),
+        ..ProcessReply::default()
     }
 }
 

@@ -66,6 +66,37 @@ impl Library {
     }
 }
 
+/// A table of functions of a library, as its header declares them: those that every supported version has, and
+/// those that old versions lack.
+macro_rules! functions {
+    (
+        $(#[$doc:meta])*
+        $table:ident -> $result:ty;
+        required { $($name:ident = $symbol:ident($($argument:ty),*);)* }
+        optional { $($option:ident = $lacking:ident($($parameter:ty),*);)* }
+    ) => {
+        $(#[$doc])*
+        pub(super) struct $table {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+            $(pub(super) $option: Option<unsafe extern "C" fn($($parameter),*) -> $result>,)*
+        }
+
+        impl $table {
+            /// Fails with the first required function that is missing.
+            pub(super) fn load(library: $crate::sys::Library) -> Result<Self, $crate::sys::LoadError> {
+                Ok(Self {
+                    // SAFETY: who uses the macro declares the functions as the library's header does.
+                    $($name: unsafe { library.symbol(stringify!($symbol)) }?,)*
+                    // SAFETY: as above.
+                    $($option: unsafe { library.symbol(stringify!($lacking)) }.ok(),)*
+                })
+            }
+        }
+    };
+}
+
+pub(crate) use functions;
+
 /// The socket that whoever started this process left open as descriptor `fd`.
 ///
 /// `fd` itself stays open, closed on exec: the stream is a duplicate, so that nothing else can own what it

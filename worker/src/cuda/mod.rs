@@ -8,11 +8,12 @@ mod raw;
 
 use std::ffi::{CStr, c_int, c_uint};
 
-use crate::sys::LoadError;
+use crate::sys::{Library, LoadError};
 use firn_gpu::protocol::DriverError;
 use firn_gpu::{CudaState, GpuPair};
 use raw::{
-    CheckpointArgs, CheckpointTable, GetErrorName, LockArgs, Pair, RestoreArgs, Result32, Table, UnlockArgs,
+    CheckpointArgs, CheckpointTable, GetErrorName, LIBRARY, LockArgs, Pair, RestoreArgs, Result32, Table,
+    UnlockArgs,
 };
 
 /// `CUDA_ERROR_NOT_INITIALIZED`: the driver wants cuInit in this process first, or the process asked about
@@ -72,19 +73,14 @@ struct Calls {
 
 impl Cuda {
     pub(crate) fn open() -> Result<Self, LoadError> {
-        let (table, checkpoint) = Table::load()?;
+        let library = Library::open(LIBRARY)?;
+        let table = Table::load(library)?;
         let get_error_name = table.get_error_name;
-        Ok(Self {
+        let checkpointer = CheckpointTable::load(library).map(|table| Calls {
             table,
-            checkpointer: checkpoint.map(|table| Calls {
-                table,
-                get_error_name,
-            }),
-        })
-    }
-
-    fn check(&self, call: &'static str, result: Result32) -> Result<(), DriverError> {
-        check(self.table.get_error_name, call, result)
+            get_error_name,
+        });
+        Ok(Self { table, checkpointer })
     }
 }
 
@@ -93,14 +89,14 @@ impl Driver for Cuda {
         let mut version: c_int = 0;
         // SAFETY: the pointer is to a live int, which the call writes.
         let result = unsafe { (self.table.driver_get_version)(&raw mut version) };
-        self.check("cuDriverGetVersion", result)?;
+        check(self.table.get_error_name, "cuDriverGetVersion", result)?;
         Ok(version)
     }
 
     fn init(&self) -> Result<(), DriverError> {
         // SAFETY: cuInit takes no pointer; it may be called at any time, from any thread and again.
         let result = unsafe { (self.table.init)(0) };
-        self.check(INIT, result)
+        check(self.table.get_error_name, INIT, result)
     }
 
     fn checkpointer(&self) -> Result<&dyn Checkpointer, &LoadError> {

@@ -4,9 +4,8 @@
 //! and must be zero, which the `Default` values here are.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::ptr;
 
-use crate::sys::{Library, LoadError};
+use crate::sys::functions;
 
 pub(super) const LIBRARY: &str = "libcuda.so.1";
 
@@ -25,19 +24,11 @@ pub(super) struct LockArgs {
 
 /// `CUcheckpointCheckpointArgs`.
 #[repr(C)]
+#[derive(Default)]
 pub(super) struct CheckpointArgs {
     /// Custom storage of CUDA 13.3 and later; null lets the driver copy to host memory.
     pub custom_storage: *mut *mut c_void,
-    pub reserved: [u8; 56],
-}
-
-impl Default for CheckpointArgs {
-    fn default() -> Self {
-        Self {
-            custom_storage: ptr::null_mut(),
-            reserved: [0; 56],
-        }
-    }
+    pub reserved: [u64; 7],
 }
 
 /// `CUcheckpointGpuPair`: two `CUuuid` of 16 bytes.
@@ -50,25 +41,14 @@ pub(super) struct Pair {
 
 /// `CUcheckpointRestoreArgs`.
 #[repr(C)]
+#[derive(Default)]
 pub(super) struct RestoreArgs {
     pub pairs: *mut Pair,
     pub pair_count: c_uint,
     pub padding: c_uint,
     /// Custom storage of CUDA 13.3 and later; null lets the driver copy from host memory.
     pub custom_storage: *mut *mut c_void,
-    pub reserved: [u8; 40],
-}
-
-impl Default for RestoreArgs {
-    fn default() -> Self {
-        Self {
-            pairs: ptr::null_mut(),
-            pair_count: 0,
-            padding: 0,
-            custom_storage: ptr::null_mut(),
-            reserved: [0; 40],
-        }
-    }
+    pub reserved: [u64; 5],
 }
 
 /// `CUcheckpointUnlockArgs`.
@@ -78,67 +58,33 @@ pub(super) struct UnlockArgs {
     pub reserved: [u64; 8],
 }
 
-pub(super) type Init = unsafe extern "C" fn(c_uint) -> Result32;
-pub(super) type DriverGetVersion = unsafe extern "C" fn(*mut c_int) -> Result32;
+/// Gives the name of a result.
 pub(super) type GetErrorName = unsafe extern "C" fn(Result32, *mut *const c_char) -> Result32;
-/// `cuCheckpointProcessGetRestoreThreadId` and `cuCheckpointProcessGetState`: pid in, number out.
-pub(super) type Ask = unsafe extern "C" fn(c_int, *mut c_int) -> Result32;
-pub(super) type Lock = unsafe extern "C" fn(c_int, *mut LockArgs) -> Result32;
-pub(super) type Checkpoint = unsafe extern "C" fn(c_int, *mut CheckpointArgs) -> Result32;
-pub(super) type Restore = unsafe extern "C" fn(c_int, *mut RestoreArgs) -> Result32;
-pub(super) type Unlock = unsafe extern "C" fn(c_int, *mut UnlockArgs) -> Result32;
 
-/// The functions that every libcuda has.
-pub(super) struct Table {
-    pub init: Init,
-    pub driver_get_version: DriverGetVersion,
-    pub get_error_name: Option<GetErrorName>,
-}
-
-/// The process checkpoint calls, all of them in libcuda 570 and later.
-pub(super) struct CheckpointTable {
-    pub get_restore_tid: Ask,
-    pub get_state: Ask,
-    pub lock: Lock,
-    pub checkpoint: Checkpoint,
-    pub restore: Restore,
-    pub unlock: Unlock,
-}
-
-impl Table {
-    /// Opens libcuda; of the checkpoint calls it gives all or the error about the first that is missing.
-    pub(super) fn load() -> Result<(Self, Result<CheckpointTable, LoadError>), LoadError> {
-        let library = Library::open(LIBRARY)?;
-        let table = Self {
-            // SAFETY: cuda.h: CUresult cuInit(unsigned int).
-            init: unsafe { library.symbol("cuInit") }?,
-            // SAFETY: cuda.h: CUresult cuDriverGetVersion(int *).
-            driver_get_version: unsafe { library.symbol("cuDriverGetVersion") }?,
-            // SAFETY: cuda.h: CUresult cuGetErrorName(CUresult, const char **).
-            get_error_name: unsafe { library.symbol("cuGetErrorName") }.ok(),
-        };
-        Ok((table, CheckpointTable::load(library)))
+functions! {
+    /// The functions that every libcuda has.
+    Table -> Result32;
+    required {
+        init = cuInit(c_uint);
+        driver_get_version = cuDriverGetVersion(*mut c_int);
+    }
+    optional {
+        get_error_name = cuGetErrorName(Result32, *mut *const c_char);
     }
 }
 
-impl CheckpointTable {
-    fn load(library: Library) -> Result<Self, LoadError> {
-        Ok(Self {
-            // SAFETY: cuda.h: CUresult cuCheckpointProcessGetRestoreThreadId(int, int *).
-            get_restore_tid: unsafe { library.symbol("cuCheckpointProcessGetRestoreThreadId") }?,
-            // SAFETY: cuda.h: CUresult cuCheckpointProcessGetState(int, CUprocessState *), the enum being an
-            // int.
-            get_state: unsafe { library.symbol("cuCheckpointProcessGetState") }?,
-            // SAFETY: cuda.h: CUresult cuCheckpointProcessLock(int, CUcheckpointLockArgs *).
-            lock: unsafe { library.symbol("cuCheckpointProcessLock") }?,
-            // SAFETY: cuda.h: CUresult cuCheckpointProcessCheckpoint(int, CUcheckpointCheckpointArgs *).
-            checkpoint: unsafe { library.symbol("cuCheckpointProcessCheckpoint") }?,
-            // SAFETY: cuda.h: CUresult cuCheckpointProcessRestore(int, CUcheckpointRestoreArgs *).
-            restore: unsafe { library.symbol("cuCheckpointProcessRestore") }?,
-            // SAFETY: cuda.h: CUresult cuCheckpointProcessUnlock(int, CUcheckpointUnlockArgs *).
-            unlock: unsafe { library.symbol("cuCheckpointProcessUnlock") }?,
-        })
+functions! {
+    /// The process checkpoint calls, all of them in libcuda 570 and later. `CUprocessState` is an int.
+    CheckpointTable -> Result32;
+    required {
+        get_restore_tid = cuCheckpointProcessGetRestoreThreadId(c_int, *mut c_int);
+        get_state = cuCheckpointProcessGetState(c_int, *mut c_int);
+        lock = cuCheckpointProcessLock(c_int, *mut LockArgs);
+        checkpoint = cuCheckpointProcessCheckpoint(c_int, *mut CheckpointArgs);
+        restore = cuCheckpointProcessRestore(c_int, *mut RestoreArgs);
+        unlock = cuCheckpointProcessUnlock(c_int, *mut UnlockArgs);
     }
+    optional {}
 }
 
 #[cfg(test)]
@@ -177,12 +123,12 @@ mod tests {
         assert_eq!((lock.timeout_ms, lock.reserved0, lock.reserved1), (0, 0, [0; 7]));
         let checkpoint = CheckpointArgs::default();
         assert!(checkpoint.custom_storage.is_null());
-        assert_eq!(checkpoint.reserved, [0; 56]);
+        assert_eq!(checkpoint.reserved, [0; 7]);
         let restore = RestoreArgs::default();
         assert!(restore.pairs.is_null() && restore.custom_storage.is_null());
         assert_eq!(
             (restore.pair_count, restore.padding, restore.reserved),
-            (0, 0, [0; 40])
+            (0, 0, [0; 5])
         );
         assert_eq!(UnlockArgs::default().reserved, [0; 8]);
     }

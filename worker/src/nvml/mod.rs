@@ -11,10 +11,10 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_uint};
 use std::ptr;
 
-use crate::sys::LoadError;
+use crate::sys::{Library, LoadError};
 use firn_gpu::protocol::GpuMemory;
-use firn_gpu::{GpuUuid, Link};
-use raw::{Device, Memory, PciInfo, ProcessInfo, Return, Table};
+use firn_gpu::{Gpu, GpuUuid, Link};
+use raw::{Device, LIBRARY, Memory, PciInfo, ProcessInfo, Return, Table};
 
 /// `NVML_ERROR_INVALID_ARGUMENT`.
 const INVALID_ARGUMENT: Return = 2;
@@ -52,27 +52,14 @@ pub enum NvmlError {
     Uuid(#[from] firn_gpu::BadUuid),
 }
 
-/// One GPU as NVML shows it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NvmlGpu {
-    pub uuid: GpuUuid,
-    pub name: String,
-    pub pci_device_id: u32,
-    pub pci_address: String,
-    pub memory_total: u64,
-    pub memory_free: u64,
-    pub minor: u32,
-    pub mig: bool,
-    pub persistence: bool,
-}
-
 /// NVML of this node.
 pub trait Nvml: Send + Sync {
     /// Full driver version, `580.159.04`.
     fn driver_version(&self) -> Result<String, NvmlError>;
 
-    /// GPUs in NVML's order; one that does not answer (lost, no permission) is an error in its place.
-    fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError>;
+    /// GPUs in NVML's order, without their nodes; one that does not answer (lost, no permission) is an error in
+    /// its place.
+    fn gpus(&self) -> Result<Vec<Result<Gpu, NvmlError>>, NvmlError>;
 
     /// GPU memory in use by each process. Processes whose memory NVML does not report are left out; in some
     /// virtual machines these are all.
@@ -89,7 +76,7 @@ pub(crate) struct NvmlLibrary {
 
 impl NvmlLibrary {
     pub(crate) fn open() -> Result<Self, NvmlError> {
-        let table = Table::load()?;
+        let table = Table::load(Library::open(LIBRARY)?)?;
         // SAFETY: nvmlInit_v2 has no arguments and no precondition.
         check("nvmlInit_v2", unsafe { (table.init)() })?;
         Ok(Self { table })
@@ -141,7 +128,7 @@ impl NvmlLibrary {
         Ok(uuid.parse()?)
     }
 
-    fn gpu(&self, index: c_uint) -> Result<NvmlGpu, NvmlError> {
+    fn gpu(&self, index: c_uint) -> Result<Gpu, NvmlError> {
         let table = &self.table;
         let device = self.device(index)?;
 
@@ -167,7 +154,7 @@ impl NvmlLibrary {
             (table.minor_number)(device, &raw mut minor)
         })?;
 
-        Ok(NvmlGpu {
+        Ok(Gpu {
             uuid,
             name,
             pci_device_id: pci.pci_device_id,
@@ -177,6 +164,7 @@ impl NvmlLibrary {
             minor,
             mig: self.mig(device)?,
             persistence: self.persistence(device)?,
+            node: None,
         })
     }
 
@@ -209,7 +197,7 @@ impl Nvml for NvmlLibrary {
         })
     }
 
-    fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError> {
+    fn gpus(&self) -> Result<Vec<Result<Gpu, NvmlError>>, NvmlError> {
         Ok((0..self.count()?).map(|index| self.gpu(index)).collect())
     }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use crate::sys::{Library, LoadError};
+use crate::sys::functions;
 
 pub(super) const LIBRARY: &str = "libnvidia-ml.so.1";
 
@@ -46,88 +46,30 @@ pub(super) struct ProcessInfo {
     pub compute_instance_id: c_uint,
 }
 
-pub(super) type Init = unsafe extern "C" fn() -> Return;
-pub(super) type SystemText = unsafe extern "C" fn(*mut c_char, c_uint) -> Return;
-pub(super) type Count = unsafe extern "C" fn(*mut c_uint) -> Return;
-pub(super) type HandleByIndex = unsafe extern "C" fn(c_uint, *mut Device) -> Return;
-pub(super) type DeviceText = unsafe extern "C" fn(Device, *mut c_char, c_uint) -> Return;
-pub(super) type DeviceNumber = unsafe extern "C" fn(Device, *mut c_uint) -> Return;
-pub(super) type DevicePci = unsafe extern "C" fn(Device, *mut PciInfo) -> Return;
-pub(super) type DeviceMemory = unsafe extern "C" fn(Device, *mut Memory) -> Return;
-pub(super) type DeviceMigMode = unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> Return;
-
-/// A number about one NVLink of a device.
-pub(super) type LinkNumber = unsafe extern "C" fn(Device, c_uint, *mut c_uint) -> Return;
-pub(super) type LinkPci = unsafe extern "C" fn(Device, c_uint, *mut PciInfo) -> Return;
-/// A number about two devices.
-pub(super) type PairNumber = unsafe extern "C" fn(Device, Device, *mut c_uint) -> Return;
-pub(super) type DeviceProcesses = unsafe extern "C" fn(Device, *mut c_uint, *mut ProcessInfo) -> Return;
-
-/// The functions, those that old libraries lack as options.
-pub(super) struct Table {
-    pub init: Init,
-    pub driver_version: SystemText,
-    pub count: Count,
-    pub handle_by_index: HandleByIndex,
-    pub uuid: DeviceText,
-    pub name: DeviceText,
-    pub pci_info: DevicePci,
-    pub memory_info: DeviceMemory,
-    pub minor_number: DeviceNumber,
-    pub processes: Option<DeviceProcesses>,
-    pub persistence_mode: Option<DeviceNumber>,
-    pub mig_mode: Option<DeviceMigMode>,
-    pub nvlink_state: Option<LinkNumber>,
-    pub nvlink_remote: Option<LinkPci>,
-    pub nvlink_remote_type: Option<LinkNumber>,
-    pub common_ancestor: Option<PairNumber>,
-}
-
-impl Table {
-    pub(super) fn load() -> Result<Self, LoadError> {
-        let library = Library::open(LIBRARY)?;
-        Ok(Self {
-            // SAFETY: nvml.h: nvmlReturn_t nvmlInit_v2(void).
-            init: unsafe { library.symbol("nvmlInit_v2") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlSystemGetDriverVersion(char *, unsigned int).
-            driver_version: unsafe { library.symbol("nvmlSystemGetDriverVersion") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *).
-            count: unsafe { library.symbol("nvmlDeviceGetCount_v2") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int, nvmlDevice_t *).
-            handle_by_index: unsafe { library.symbol("nvmlDeviceGetHandleByIndex_v2") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t, char *, unsigned int).
-            uuid: unsafe { library.symbol("nvmlDeviceGetUUID") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t, char *, unsigned int).
-            name: unsafe { library.symbol("nvmlDeviceGetName") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t, nvmlPciInfo_t *).
-            pci_info: unsafe { library.symbol("nvmlDeviceGetPciInfo_v3") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t, nvmlMemory_t *).
-            memory_info: unsafe { library.symbol("nvmlDeviceGetMemoryInfo") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t, unsigned int *).
-            minor_number: unsafe { library.symbol("nvmlDeviceGetMinorNumber") }?,
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t, unsigned int
-            // *, nvmlProcessInfo_t *).
-            processes: unsafe { library.symbol("nvmlDeviceGetComputeRunningProcesses_v3") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t, nvmlEnableState_t *),
-            // whose enum has the values 0 and 1 and the size of an unsigned int.
-            persistence_mode: unsafe { library.symbol("nvmlDeviceGetPersistenceMode") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t, unsigned int *, unsigned int
-            // *).
-            mig_mode: unsafe { library.symbol("nvmlDeviceGetMigMode") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t, unsigned int,
-            // nvmlEnableState_t *), whose enum has the values 0 and 1 and the size of an unsigned int.
-            nvlink_state: unsafe { library.symbol("nvmlDeviceGetNvLinkState") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t, unsigned int,
-            // nvmlPciInfo_t *), the struct being that of nvmlDeviceGetPciInfo_v3.
-            nvlink_remote: unsafe { library.symbol("nvmlDeviceGetNvLinkRemotePciInfo_v2") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t, unsigned int,
-            // nvmlIntNvLinkDeviceType_t *), whose enum has values from 0 to 255 and the size of an unsigned
-            // int.
-            nvlink_remote_type: unsafe { library.symbol("nvmlDeviceGetNvLinkRemoteDeviceType") }.ok(),
-            // SAFETY: nvml.h: nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t, nvmlDevice_t,
-            // nvmlGpuTopologyLevel_t *), whose enum has values from 0 to 50 and the size of an unsigned int.
-            common_ancestor: unsafe { library.symbol("nvmlDeviceGetTopologyCommonAncestor") }.ok(),
-        })
+functions! {
+    /// The functions. Enums of the header have the size of an unsigned int: `nvmlEnableState_t` with the values
+    /// 0 and 1, `nvmlIntNvLinkDeviceType_t` with values from 0 to 255, `nvmlGpuTopologyLevel_t` with values from
+    /// 0 to 50.
+    Table -> Return;
+    required {
+        init = nvmlInit_v2();
+        driver_version = nvmlSystemGetDriverVersion(*mut c_char, c_uint);
+        count = nvmlDeviceGetCount_v2(*mut c_uint);
+        handle_by_index = nvmlDeviceGetHandleByIndex_v2(c_uint, *mut Device);
+        uuid = nvmlDeviceGetUUID(Device, *mut c_char, c_uint);
+        name = nvmlDeviceGetName(Device, *mut c_char, c_uint);
+        pci_info = nvmlDeviceGetPciInfo_v3(Device, *mut PciInfo);
+        memory_info = nvmlDeviceGetMemoryInfo(Device, *mut Memory);
+        minor_number = nvmlDeviceGetMinorNumber(Device, *mut c_uint);
+    }
+    optional {
+        processes = nvmlDeviceGetComputeRunningProcesses_v3(Device, *mut c_uint, *mut ProcessInfo);
+        persistence_mode = nvmlDeviceGetPersistenceMode(Device, *mut c_uint);
+        mig_mode = nvmlDeviceGetMigMode(Device, *mut c_uint, *mut c_uint);
+        nvlink_state = nvmlDeviceGetNvLinkState(Device, c_uint, *mut c_uint);
+        nvlink_remote = nvmlDeviceGetNvLinkRemotePciInfo_v2(Device, c_uint, *mut PciInfo);
+        nvlink_remote_type = nvmlDeviceGetNvLinkRemoteDeviceType(Device, c_uint, *mut c_uint);
+        common_ancestor = nvmlDeviceGetTopologyCommonAncestor(Device, Device, *mut c_uint);
     }
 }
 

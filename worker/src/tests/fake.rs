@@ -8,10 +8,10 @@ use tempfile::TempDir;
 
 use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
 use crate::node::{Libraries, Node};
-use crate::nvml::{Nvml, NvmlError, NvmlGpu};
+use crate::nvml::{Nvml, NvmlError};
 use crate::sys::LoadError;
 use firn_gpu::protocol::{DriverError, GpuMemory};
-use firn_gpu::{CudaState, GpuPair, GpuUuid, Link};
+use firn_gpu::{CudaState, Gpu, GpuPair, GpuUuid, Link};
 
 /// A door in a call: the call reports that it has arrived and waits until the door is opened.
 #[derive(Default)]
@@ -342,9 +342,9 @@ impl Nvml for Fake {
         Ok(self.version.to_owned())
     }
 
-    fn gpus(&self) -> Result<Vec<Result<NvmlGpu, NvmlError>>, NvmlError> {
+    fn gpus(&self) -> Result<Vec<Result<Gpu, NvmlError>>, NvmlError> {
         let inner = self.inner.lock().unwrap();
-        let gpu = |n: u8, persistence: bool| NvmlGpu {
+        let gpu = |n: u8, persistence: bool| Gpu {
             uuid: GpuUuid::from_bytes([n; 16]),
             name: "NVIDIA H200".to_owned(),
             pci_device_id: 0x2335_10de,
@@ -354,6 +354,7 @@ impl Nvml for Fake {
             minor: u32::from(n),
             mig: false,
             persistence,
+            node: None,
         };
         let mut gpus: Vec<_> = inner.persistence.iter().map(|(n, on)| Ok(gpu(*n, *on))).collect();
         if inner.a_gpu_is_lost {

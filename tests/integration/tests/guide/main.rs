@@ -162,7 +162,7 @@ fn operated([a, b]: &[GpuHost; 2]) -> Result<()> {
     a.node().write(format!("{DIR}/pid"), job.pid()?.to_string())?;
     a.node().run(&["mkdir", &format!("{DIR}/images")])?;
     job.task(&["checkpoint", "--image-path", &format!("{DIR}/checkpoint")])?;
-    let inventory = b.node().run(&["firn-gpu", "inventory", "--json"])?.stdout;
+    let inventory = b.node().run(&["firn-gpu", "inventory"])?.stdout;
     a.node().write(format!("{DIR}/other-node.json"), inventory)
 }
 
