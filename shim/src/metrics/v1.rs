@@ -9,8 +9,8 @@ use containerd_shim_protos::cgroups::metrics::{
 };
 use nix::unistd::{SysconfVar, sysconf};
 use protobuf::well_known_types::any::Any;
-use protobuf::{Message as _, MessageField};
 
+use super::{encoded, number};
 use firn_transaction::cgroup::read::{self, FlatKeyed, NestedLine};
 use firn_transaction::cgroup::{Cgroup, CgroupError};
 
@@ -21,35 +21,28 @@ const PARTITIONS: &str = "/proc/partitions";
 
 /// A controller that is not mounted, or in which there is no such cgroup, has no part in the message.
 pub(super) fn metrics(cgroup: &Cgroup) -> Result<Any, CgroupError> {
-    let mut metrics = Metrics::new();
-    if let Some(dir) = cgroup.dir("hugetlb") {
-        metrics.hugetlb = hugetlb(&dir)?;
-    }
-    if let Some(dir) = cgroup.dir("pids") {
-        metrics.pids = pids(&dir)?.into();
-    }
-    metrics.cpu = cpu(cgroup)?.into();
-    if let Some(dir) = cgroup.dir("memory") {
-        metrics.memory = memory(&dir)?.into();
-        metrics.memory_oom_control = oom_control(&dir)?.into();
-    }
-    if let Some(dir) = cgroup.dir("blkio") {
-        metrics.blkio = MessageField::some(blkio(&dir)?);
-    }
-    if let Some(dir) = cgroup.dir("rdma") {
-        metrics.rdma = rdma(&dir)?.into();
-    }
-    let value = metrics
-        .write_to_bytes()
-        .expect("a message without required fields is always complete");
-    Ok(Any {
-        type_url: TYPE_URL.to_owned(),
-        value,
-        ..Any::default()
-    })
+    let metrics = Metrics {
+        hugetlb: part(cgroup, "hugetlb", hugetlb)?.unwrap_or_default(),
+        pids: part(cgroup, "pids", pids)?.into(),
+        cpu: cpu(cgroup)?.into(),
+        memory: part(cgroup, "memory", memory)?.into(),
+        memory_oom_control: part(cgroup, "memory", oom_control)?.into(),
+        blkio: part(cgroup, "blkio", blkio)?.into(),
+        rdma: part(cgroup, "rdma", rdma)?.into(),
+        ..Metrics::default()
+    };
+    Ok(encoded(TYPE_URL, &metrics))
 }
 
-fn hugetlb(dir: &Path) -> Result<Vec<HugetlbStat>, CgroupError> {
+fn part<T>(
+    cgroup: &Cgroup,
+    controller: &str,
+    read: impl FnOnce(&Path) -> Result<Option<T>, CgroupError>,
+) -> Result<Option<T>, CgroupError> {
+    cgroup.dir(controller).map_or(Ok(None), |dir| read(&dir))
+}
+
+fn hugetlb(dir: &Path) -> Result<Option<Vec<HugetlbStat>>, CgroupError> {
     let stat = |size: String| {
         let number = |what: &str| number(dir, &format!("hugetlb.{size}.{what}"));
         Ok(HugetlbStat {
@@ -60,10 +53,8 @@ fn hugetlb(dir: &Path) -> Result<Vec<HugetlbStat>, CgroupError> {
             ..HugetlbStat::default()
         })
     };
-    read::hugetlb_sizes(dir, "usage_in_bytes")?
-        .into_iter()
-        .map(stat)
-        .collect()
+    let sizes = read::hugetlb_sizes(dir, "usage_in_bytes")?;
+    sizes.into_iter().map(stat).collect::<Result<_, _>>().map(Some)
 }
 
 fn pids(dir: &Path) -> Result<Option<PidsStat>, CgroupError> {
@@ -82,21 +73,11 @@ fn pids(dir: &Path) -> Result<Option<PidsStat>, CgroupError> {
 }
 
 fn cpu(cgroup: &Cgroup) -> Result<Option<CPUStat>, CgroupError> {
-    let usage = cgroup
-        .dir("cpuacct")
-        .map(|dir| cpu_usage(&dir))
-        .transpose()?
-        .flatten();
-    let throttling = cgroup
-        .dir("cpu")
-        .map(|dir| FlatKeyed::read(&dir.join("cpu.stat")))
-        .transpose()?
-        .flatten();
-    let throttling = throttling.map(|stat| Throttle {
-        periods: stat.get("nr_periods"),
-        throttled_periods: stat.get("nr_throttled"),
-        throttled_time: stat.get("throttled_time"),
-        ..Throttle::default()
+    let usage = part(cgroup, "cpuacct", cpu_usage)?;
+    let throttling = part(cgroup, "cpu", |dir| FlatKeyed::read(&dir.join("cpu.stat")))?.map(|stat| {
+        from_keys!(Throttle, stat, {
+            periods = "nr_periods", throttled_periods = "nr_throttled", throttled_time
+        })
     });
     let any = usage.is_some() || throttling.is_some();
     Ok(any.then(|| CPUStat {
@@ -138,43 +119,20 @@ fn memory(dir: &Path) -> Result<Option<MemoryStat>, CgroupError> {
         return Ok(None);
     };
     Ok(Some(MemoryStat {
-        cache: stat.get("cache"),
-        rss: stat.get("rss"),
-        rss_huge: stat.get("rss_huge"),
-        mapped_file: stat.get("mapped_file"),
-        dirty: stat.get("dirty"),
-        writeback: stat.get("writeback"),
-        pg_pg_in: stat.get("pgpgin"),
-        pg_pg_out: stat.get("pgpgout"),
-        pg_fault: stat.get("pgfault"),
-        pg_maj_fault: stat.get("pgmajfault"),
-        inactive_anon: stat.get("inactive_anon"),
-        active_anon: stat.get("active_anon"),
-        inactive_file: stat.get("inactive_file"),
-        active_file: stat.get("active_file"),
-        unevictable: stat.get("unevictable"),
-        hierarchical_memory_limit: stat.get("hierarchical_memory_limit"),
-        hierarchical_swap_limit: stat.get("hierarchical_memsw_limit"),
-        total_cache: stat.get("total_cache"),
-        total_rss: stat.get("total_rss"),
-        total_rss_huge: stat.get("total_rss_huge"),
-        total_mapped_file: stat.get("total_mapped_file"),
-        total_dirty: stat.get("total_dirty"),
-        total_writeback: stat.get("total_writeback"),
-        total_pg_pg_in: stat.get("total_pgpgin"),
-        total_pg_pg_out: stat.get("total_pgpgout"),
-        total_pg_fault: stat.get("total_pgfault"),
-        total_pg_maj_fault: stat.get("total_pgmajfault"),
-        total_inactive_anon: stat.get("total_inactive_anon"),
-        total_active_anon: stat.get("total_active_anon"),
-        total_inactive_file: stat.get("total_inactive_file"),
-        total_active_file: stat.get("total_active_file"),
-        total_unevictable: stat.get("total_unevictable"),
         usage: memory_entry(dir, "memory")?.into(),
         swap: memory_entry(dir, "memory.memsw")?.into(),
         kernel: memory_entry(dir, "memory.kmem")?.into(),
         kernel_tcp: memory_entry(dir, "memory.kmem.tcp")?.into(),
-        ..MemoryStat::default()
+        ..from_keys!(MemoryStat, stat, {
+            cache, rss, rss_huge, mapped_file, dirty, writeback, pg_pg_in = "pgpgin", pg_pg_out = "pgpgout",
+            pg_fault = "pgfault", pg_maj_fault = "pgmajfault", inactive_anon, active_anon, inactive_file,
+            active_file, unevictable, hierarchical_memory_limit,
+            hierarchical_swap_limit = "hierarchical_memsw_limit", total_cache, total_rss, total_rss_huge,
+            total_mapped_file, total_dirty, total_writeback, total_pg_pg_in = "total_pgpgin",
+            total_pg_pg_out = "total_pgpgout", total_pg_fault = "total_pgfault",
+            total_pg_maj_fault = "total_pgmajfault", total_inactive_anon, total_active_anon,
+            total_inactive_file, total_active_file, total_unevictable
+        })
     }))
 }
 
@@ -194,20 +152,14 @@ fn memory_entry(dir: &Path, prefix: &str) -> Result<Option<MemoryEntry>, CgroupE
 }
 
 fn oom_control(dir: &Path) -> Result<Option<MemoryOomControl>, CgroupError> {
-    let Some(control) = FlatKeyed::read(&dir.join("memory.oom_control"))? else {
-        return Ok(None);
-    };
-    Ok(Some(MemoryOomControl {
-        oom_kill_disable: control.get("oom_kill_disable"),
-        under_oom: control.get("under_oom"),
-        oom_kill: control.get("oom_kill"),
-        ..MemoryOomControl::default()
-    }))
+    let control = FlatKeyed::read(&dir.join("memory.oom_control"))?;
+    Ok(control
+        .map(|control| from_keys!(MemoryOomControl, control, { oom_kill_disable, under_oom, oom_kill })))
 }
 
 /// The I/O scheduler that a device uses decides which files count: CFQ's and BFQ's where they have anything,
 /// otherwise those of the throttling layer.
-fn blkio(dir: &Path) -> Result<BlkIOStat, CgroupError> {
+fn blkio(dir: &Path) -> Result<Option<BlkIOStat>, CgroupError> {
     let devices = device_names(&read::text(Path::new(PARTITIONS))?.unwrap_or_default());
     let entries = |prefix: &str, name: &str| {
         let path = dir.join(format!("blkio.{prefix}{name}_recursive"));
@@ -226,14 +178,14 @@ fn blkio(dir: &Path) -> Result<BlkIOStat, CgroupError> {
             ..BlkIOStat::default()
         };
         if !stat.io_serviced_recursive.is_empty() {
-            return Ok(stat);
+            return Ok(Some(stat));
         }
     }
-    Ok(BlkIOStat {
+    Ok(Some(BlkIOStat {
         io_service_bytes_recursive: entries("throttle.", "io_service_bytes")?,
         io_serviced_recursive: entries("throttle.", "io_serviced")?,
         ..BlkIOStat::default()
-    })
+    }))
 }
 
 /// Lines `8:0 Read 4096` or `8:0 4096`; the total over all devices has none and is left out.
@@ -266,19 +218,8 @@ fn device_names(partitions: &str) -> HashMap<(u64, u64), String> {
 }
 
 fn rdma(dir: &Path) -> Result<Option<RdmaStat>, CgroupError> {
-    let entries = |file: &str| {
-        let Some(text) = read::text(&dir.join(file))? else {
-            return Ok(None);
-        };
-        let entries = text.lines().filter_map(NestedLine::parse).map(|line| RdmaEntry {
-            device: line.name.to_owned(),
-            hca_handles: read::saturate(line.get("hca_handle")),
-            hca_objects: read::saturate(line.get("hca_object")),
-            ..RdmaEntry::default()
-        });
-        Ok::<_, CgroupError>(Some(entries.collect()))
-    };
-    let (Some(current), Some(limit)) = (entries("rdma.current")?, entries("rdma.max")?) else {
+    let current = rdma_entries!(dir.join("rdma.current"));
+    let (Some(current), Some(limit)) = (current, rdma_entries!(dir.join("rdma.max"))) else {
         return Ok(None);
     };
     Ok(Some(RdmaStat {
@@ -286,8 +227,4 @@ fn rdma(dir: &Path) -> Result<Option<RdmaStat>, CgroupError> {
         limit,
         ..RdmaStat::default()
     }))
-}
-
-fn number(dir: &Path, file: &str) -> Result<u64, CgroupError> {
-    Ok(read::number(&dir.join(file))?.unwrap_or_default())
 }

@@ -6,9 +6,10 @@ use containerd_shim_protos::cgroups_v2::metrics::{
     CPUStat, HugeTlbStat, IOEntry, IOStat, MemoryEvents, MemoryStat, Metrics, PSIData, PSIStats, PidsStat,
     RdmaEntry, RdmaStat,
 };
+use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
-use protobuf::{Message as _, MessageField};
 
+use super::{encoded, number};
 use firn_transaction::cgroup::CgroupError;
 use firn_transaction::cgroup::read::{self, FlatKeyed, NestedLine};
 
@@ -30,14 +31,7 @@ pub(super) fn metrics(dir: &Path, huge_pages: &Path) -> Result<Any, CgroupError>
         memory_events: memory_events(dir)?.into(),
         ..Metrics::default()
     };
-    let value = metrics
-        .write_to_bytes()
-        .expect("a message without required fields is always complete");
-    Ok(Any {
-        type_url: TYPE_URL.to_owned(),
-        value,
-        ..Any::default()
-    })
+    Ok(encoded(TYPE_URL, &metrics))
 }
 
 fn pids(dir: &Path) -> Result<PidsStat, CgroupError> {
@@ -53,16 +47,10 @@ fn cpu(dir: &Path) -> Result<Option<CPUStat>, CgroupError> {
         return Ok(None);
     };
     Ok(Some(CPUStat {
-        usage_usec: stat.get("usage_usec"),
-        user_usec: stat.get("user_usec"),
-        system_usec: stat.get("system_usec"),
-        nr_periods: stat.get("nr_periods"),
-        nr_throttled: stat.get("nr_throttled"),
-        throttled_usec: stat.get("throttled_usec"),
         psi: pressure(dir, "cpu.pressure")?.into(),
-        nr_bursts: stat.get("nr_bursts"),
-        burst_usec: stat.get("burst_usec"),
-        ..CPUStat::default()
+        ..from_keys!(CPUStat, stat, {
+            usage_usec, user_usec, system_usec, nr_periods, nr_throttled, throttled_usec, nr_bursts, burst_usec
+        })
     }))
 }
 
@@ -75,37 +63,8 @@ fn memory(dir: &Path) -> Result<MemoryStat, CgroupError> {
             .unwrap_or_else(|| apart("anon").saturating_add(apart("file")))
     };
     Ok(MemoryStat {
-        anon: stat.get("anon"),
-        file: stat.get("file"),
-        kernel_stack: stat.get("kernel_stack"),
-        slab: stat.get("slab"),
-        sock: stat.get("sock"),
-        shmem: stat.get("shmem"),
-        file_mapped: stat.get("file_mapped"),
-        file_dirty: stat.get("file_dirty"),
-        file_writeback: stat.get("file_writeback"),
-        anon_thp: stat.get("anon_thp"),
-        inactive_anon: stat.get("inactive_anon"),
-        active_anon: stat.get("active_anon"),
-        inactive_file: stat.get("inactive_file"),
-        active_file: stat.get("active_file"),
-        unevictable: stat.get("unevictable"),
-        slab_reclaimable: stat.get("slab_reclaimable"),
-        slab_unreclaimable: stat.get("slab_unreclaimable"),
-        pgfault: stat.get("pgfault"),
-        pgmajfault: stat.get("pgmajfault"),
         workingset_refault: both("workingset_refault"),
         workingset_activate: both("workingset_activate"),
-        workingset_nodereclaim: stat.get("workingset_nodereclaim"),
-        pgrefill: stat.get("pgrefill"),
-        pgscan: stat.get("pgscan"),
-        pgsteal: stat.get("pgsteal"),
-        pgactivate: stat.get("pgactivate"),
-        pgdeactivate: stat.get("pgdeactivate"),
-        pglazyfree: stat.get("pglazyfree"),
-        pglazyfreed: stat.get("pglazyfreed"),
-        thp_fault_alloc: stat.get("thp_fault_alloc"),
-        thp_collapse_alloc: stat.get("thp_collapse_alloc"),
         usage: number(dir, "memory.current")?,
         usage_limit: number(dir, "memory.max")?,
         swap_usage: number(dir, "memory.swap.current")?,
@@ -113,23 +72,19 @@ fn memory(dir: &Path) -> Result<MemoryStat, CgroupError> {
         max_usage: number(dir, "memory.peak")?,
         swap_max_usage: number(dir, "memory.swap.peak")?,
         psi: pressure(dir, "memory.pressure")?.into(),
-        ..MemoryStat::default()
+        ..from_keys!(MemoryStat, stat, {
+            anon, file, kernel_stack, slab, sock, shmem, file_mapped, file_dirty, file_writeback, anon_thp,
+            inactive_anon, active_anon, inactive_file, active_file, unevictable, slab_reclaimable,
+            slab_unreclaimable, pgfault, pgmajfault, workingset_nodereclaim, pgrefill, pgscan, pgsteal,
+            pgactivate, pgdeactivate, pglazyfree, pglazyfreed, thp_fault_alloc, thp_collapse_alloc
+        })
     })
 }
 
 fn memory_events(dir: &Path) -> Result<Option<MemoryEvents>, CgroupError> {
-    let Some(events) = FlatKeyed::read(&dir.join("memory.events"))? else {
-        return Ok(None);
-    };
-    Ok(Some(MemoryEvents {
-        low: events.get("low"),
-        high: events.get("high"),
-        max: events.get("max"),
-        oom: events.get("oom"),
-        oom_kill: events.get("oom_kill"),
-        oom_group_kill: events.get("oom_group_kill"),
-        ..MemoryEvents::default()
-    }))
+    let events = FlatKeyed::read(&dir.join("memory.events"))?;
+    Ok(events
+        .map(|events| from_keys!(MemoryEvents, events, { low, high, max, oom, oom_kill, oom_group_kill })))
 }
 
 fn io(dir: &Path) -> Result<IOStat, CgroupError> {
@@ -140,11 +95,7 @@ fn io(dir: &Path) -> Result<IOStat, CgroupError> {
         Some(IOEntry {
             major,
             minor,
-            rbytes: line.get("rbytes"),
-            wbytes: line.get("wbytes"),
-            rios: line.get("rios"),
-            wios: line.get("wios"),
-            ..IOEntry::default()
+            ..from_keys!(IOEntry, line, { rbytes, wbytes, rios, wios })
         })
     });
     Ok(IOStat {
@@ -169,19 +120,9 @@ fn hugetlb(dir: &Path, huge_pages: &Path) -> Result<Vec<HugeTlbStat>, CgroupErro
 }
 
 fn rdma(dir: &Path) -> Result<RdmaStat, CgroupError> {
-    let entries = |file: &str| {
-        let text = read::text(&dir.join(file))?.unwrap_or_default();
-        let entries = text.lines().filter_map(NestedLine::parse).map(|line| RdmaEntry {
-            device: line.name.to_owned(),
-            hca_handles: read::saturate(line.get("hca_handle")),
-            hca_objects: read::saturate(line.get("hca_object")),
-            ..RdmaEntry::default()
-        });
-        Ok::<_, CgroupError>(entries.collect())
-    };
     Ok(RdmaStat {
-        current: entries("rdma.current")?,
-        limit: entries("rdma.max")?,
+        current: rdma_entries!(dir.join("rdma.current")).unwrap_or_default(),
+        limit: rdma_entries!(dir.join("rdma.max")).unwrap_or_default(),
         ..RdmaStat::default()
     })
 }
@@ -211,8 +152,4 @@ fn pressure(dir: &Path, file: &str) -> Result<Option<PSIStats>, CgroupError> {
         full: data("full ").into(),
         ..PSIStats::default()
     }))
-}
-
-fn number(dir: &Path, file: &str) -> Result<u64, CgroupError> {
-    Ok(read::number(&dir.join(file))?.unwrap_or_default())
 }
