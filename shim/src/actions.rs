@@ -6,50 +6,17 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use crate::args::{Action, Args, ArgsError, USAGE};
-use crate::bootstrap::{self, InfoError, StartError};
-use crate::delete::{self, DeleteError};
-use crate::server::{self, ServerError};
+use crate::error::{ActionError, failed};
 use crate::task::{Service, TaskService};
-use firn_transaction::look::{self, ChildError};
-
-/// Why the action failed.
-#[derive(Debug, thiserror::Error)]
-pub enum ActionError {
-    /// The command line makes no sense.
-    #[error(transparent)]
-    Args(#[from] ArgsError),
-    /// `start` failed.
-    #[error(transparent)]
-    Start(#[from] StartError),
-    /// `delete` failed.
-    #[error(transparent)]
-    Delete(#[from] DeleteError),
-    /// `look` failed.
-    #[error(transparent)]
-    Look(#[from] ChildError),
-    /// `-info` failed.
-    #[error(transparent)]
-    Info(#[from] InfoError),
-    /// The server failed.
-    #[error(transparent)]
-    Server(#[from] ServerError),
-    /// Nobody reads what is printed.
-    #[error("cannot write stdout")]
-    Print(#[source] io::Error),
-}
+use crate::{bootstrap, delete, server};
+use firn_transaction::look;
 
 impl From<&ActionError> for ExitCode {
     fn from(error: &ActionError) -> Self {
         match error {
             // As Go's flags: a flag that cannot be parsed is not one that is missing.
             ActionError::Args(error) if !matches!(error, ArgsError::Required(_)) => Self::from(2),
-            ActionError::Args(_)
-            | ActionError::Start(_)
-            | ActionError::Delete(_)
-            | ActionError::Look(_)
-            | ActionError::Info(_)
-            | ActionError::Server(_)
-            | ActionError::Print(_) => Self::FAILURE,
+            _ => Self::FAILURE,
         }
     }
 }
@@ -72,5 +39,5 @@ pub fn run(words: impl IntoIterator<Item = OsString>) -> Result<(), ActionError>
 fn print(text: &str) -> Result<(), ActionError> {
     io::stdout()
         .write_all(text.as_bytes())
-        .map_err(ActionError::Print)
+        .map_err(failed("write stdout"))
 }

@@ -23,6 +23,7 @@ use protobuf::{Message, MessageField};
 
 use crate::args::Args;
 use crate::bootstrap;
+use crate::error::{ActionError, failed};
 use crate::logger;
 use firn_host::Chain;
 use firn_transaction::cgroup::Cgroup;
@@ -43,39 +44,19 @@ const EXIT_STATUS: u32 = 137;
 /// Pid of the container's first process, in the bundle.
 const INIT_PID_FILE: &str = "init.pid";
 
-/// Why there is no answer. What could not be cleaned up is only a warning.
-#[derive(Debug, thiserror::Error)]
-pub enum DeleteError {
-    /// The process could not be set up.
-    #[error("cannot {what}")]
-    Io {
-        /// What failed.
-        what: &'static str,
-        /// Cause.
-        source: io::Error,
-    },
-    /// The answer cannot be encoded.
-    #[error("cannot encode the answer")]
-    Encode(#[source] protobuf::Error),
-}
-
-fn fail(what: &'static str) -> impl FnOnce(io::Error) -> DeleteError {
-    move |source| DeleteError::Io { what, source }
-}
-
 /// Cleans up after the container and answers on stdout.
-pub fn delete(args: &Args) -> Result<(), DeleteError> {
+pub fn delete(args: &Args) -> Result<(), ActionError> {
     logger::init(args.debug, format!("id={} namespace={}", args.id, args.namespace))
         .expect("the logger is set once per process");
     let bundle = bundle(args)?;
     // Read first: cleaning up may take the file away.
     let pid = read_pid(&bundle.join(INIT_PID_FILE));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(fail("start the runtime"))?;
+    let runtime = runtime.map_err(failed("start the runtime"))?;
     runtime.block_on(async {
-        let reaper = Reaper::start().map_err(fail("watch for child processes"))?;
+        let reaper = Reaper::start().map_err(failed("watch for child processes"))?;
         clean_up(args, &bundle, reaper).await;
-        Ok(())
+        Ok::<_, ActionError>(())
     })?;
     // A call that is stuck in the kernel must not keep the answer back.
     runtime.shutdown_background();
@@ -85,16 +66,16 @@ pub fn delete(args: &Args) -> Result<(), DeleteError> {
         exited_at: MessageField::some(Timestamp::from(SystemTime::now())),
         ..DeleteResponse::default()
     };
-    let answer = answer.write_to_bytes().map_err(DeleteError::Encode)?;
-    io::stdout().write_all(&answer).map_err(fail("write stdout"))
+    let answer = answer.write_to_bytes().map_err(ActionError::Encode)?;
+    io::stdout().write_all(&answer).map_err(failed("write stdout"))
 }
 
 /// The bundle: as given, or the one next to the working directory (containerd runs us in a bundle).
-fn bundle(args: &Args) -> Result<PathBuf, DeleteError> {
+fn bundle(args: &Args) -> Result<PathBuf, ActionError> {
     if let Some(bundle) = &args.bundle {
         return Ok(bundle.clone());
     }
-    let here = std::env::current_dir().map_err(fail("find the working directory"))?;
+    let here = std::env::current_dir().map_err(failed("find the working directory"))?;
     Ok(here.with_file_name(&args.id))
 }
 

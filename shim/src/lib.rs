@@ -5,6 +5,7 @@ mod actions;
 mod args;
 mod bootstrap;
 mod delete;
+mod error;
 mod events;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
@@ -18,5 +19,6 @@ mod task;
 
 use firn_host::procfs;
 
-pub use actions::{ActionError, run};
+pub use actions::run;
+pub use error::ActionError;
 pub use firn_host::Chain;

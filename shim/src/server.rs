@@ -13,8 +13,6 @@ mod accept;
 
 use std::collections::HashMap;
 use std::fs;
-use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -31,6 +29,7 @@ use ttrpc::r#async::Server;
 
 use crate::args::Args;
 use crate::bootstrap::{LISTENER_FD, env};
+use crate::error::{ActionError, failed, failed_at};
 use crate::events::Publisher;
 use crate::logger;
 use firn_host::Chain;
@@ -43,43 +42,6 @@ const LOG_FIFO: &str = "log";
 pub const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
 /// Part of it that is kept for connections after the events.
 const DISCONNECT_LIMIT: Duration = Duration::from_secs(1);
-
-/// Why the shim could not serve.
-#[derive(Debug, thiserror::Error)]
-pub enum ServerError {
-    /// Descriptor 3 is not what `start` passes on.
-    #[error(
-        "no listener on descriptor {LISTENER_FD} hint: the shim is started by containerd with the action \
-         start"
-    )]
-    Listener(#[source] io::Error),
-    /// The socket given with `-socket` could not be bound.
-    #[error("cannot listen on {path}")]
-    Bind {
-        /// The socket.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
-    /// The process could not be set up.
-    #[error("cannot {what}")]
-    Setup {
-        /// What failed.
-        what: &'static str,
-        /// Cause.
-        source: io::Error,
-    },
-    /// The RPC library refused to serve.
-    #[error("cannot serve the task API")]
-    Serve(#[source] ttrpc::Error),
-}
-
-fn setup<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServerError {
-    move |error| ServerError::Setup {
-        what,
-        source: error.into(),
-    }
-}
 
 /// Asks the shim to end; cheap to clone.
 #[derive(Clone, Debug)]
@@ -129,18 +91,15 @@ pub struct Context {
 pub fn run(
     args: &Args,
     service: impl FnOnce(Context) -> Arc<dyn Task + Send + Sync>,
-) -> Result<(), ServerError> {
+) -> Result<(), ActionError> {
     let listener = match &args.socket {
-        Some(path) => UnixListener::bind(path).map_err(|source| ServerError::Bind {
-            path: path.clone(),
-            source,
-        })?,
+        Some(path) => UnixListener::bind(path).map_err(failed_at("listen on", path))?,
         None => adopt(LISTENER_FD)?,
     };
-    prctl::set_child_subreaper(true).map_err(setup("become the subreaper"))?;
+    prctl::set_child_subreaper(true).map_err(failed("become the subreaper"))?;
     // A shim that is run by hand has no fifo and keeps its terminal.
     if Path::new(LOG_FIFO).exists() {
-        logger::redirect_stderr(Path::new(LOG_FIFO)).map_err(setup("open the log fifo"))?;
+        logger::redirect_stderr(Path::new(LOG_FIFO)).map_err(failed("open the log fifo"))?;
     }
     let fields = format!(
         "id={} namespace={} pid={}",
@@ -151,13 +110,13 @@ pub fn run(
     logger::init(args.debug, fields).expect("the logger is set once per process");
 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(setup("start the runtime"))?;
+    let runtime = runtime.map_err(failed("start the runtime"))?;
     let served = runtime.block_on(async {
         let publisher = Publisher::new(&env::ttrpc_address(), &args.namespace);
         let shutdown = Shutdown::new();
         let service = service(Context {
             namespace: args.namespace.clone(),
-            reaper: Reaper::start().map_err(setup("watch for child processes"))?,
+            reaper: Reaper::start().map_err(failed("watch for child processes"))?,
             publisher: publisher.clone(),
             shutdown: shutdown.clone(),
         });
@@ -175,9 +134,9 @@ pub async fn serve(
     service: Arc<dyn Task + Send + Sync>,
     shutdown: &Shutdown,
     publisher: &Publisher,
-) -> Result<(), ServerError> {
+) -> Result<(), ActionError> {
     let socket = SocketFile::of(&listener);
-    let listener = accept::listener(listener, geteuid()).map_err(setup("watch the listener"))?;
+    let listener = accept::listener(listener, geteuid()).map_err(failed("watch the listener"))?;
     let mut services = create_task(service.clone());
     for table in create_task(service).into_values() {
         services.insert("containerd.task.v2.Task".to_owned(), table);
@@ -190,7 +149,7 @@ pub async fn serve(
     };
     services.insert("containerd.runtime.sandbox.v1.Sandbox".to_owned(), absent);
     let mut server = Server::new().add_listener(listener).register_service(services);
-    server.start().await.map_err(ServerError::Serve)?;
+    server.start().await.map_err(ActionError::Serve)?;
     log::debug!("serving");
 
     shutdown.requested().await;
@@ -207,17 +166,18 @@ pub async fn serve(
     Ok(())
 }
 
-fn adopt(fd: i32) -> Result<UnixListener, ServerError> {
-    let fd: OwnedFd = sys::take_inherited(fd).map_err(ServerError::Listener)?;
-    let listener = UnixListener::from(fd);
-    // Fails on anything but a unix socket.
-    listener.local_addr().map_err(ServerError::Listener)?;
-    Ok(listener)
+fn adopt(fd: i32) -> Result<UnixListener, ActionError> {
+    let adopted = || {
+        let listener = UnixListener::from(sys::take_inherited(fd)?);
+        // Fails on anything but a unix socket.
+        listener.local_addr().map(|_| listener)
+    };
+    adopted().map_err(|source| ActionError::Listener { fd, source })
 }
 
 /// SIGTERM and SIGINT end the shim and leave its containers alone, SIGUSR1 logs its number of tasks.
-fn handle_signals(shutdown: Shutdown) -> Result<(), ServerError> {
-    let listen = |kind| signal(kind).map_err(setup("watch for signals"));
+fn handle_signals(shutdown: Shutdown) -> Result<(), ActionError> {
+    let listen = |kind| signal(kind).map_err(failed("watch for signals"));
     let (mut term, mut int) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
     let mut usr1 = listen(SignalKind::user_defined1())?;
     tokio::spawn(async move {

@@ -7,59 +7,34 @@ use std::path::{Path, PathBuf};
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 use nix::unistd::getppid;
 
+use crate::error::{ActionError, failed_at};
+
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 /// Highest value of `oom_score_adj`.
 const MAX_SCORE: i32 = 1000;
 
-/// The server could not be put where it belongs.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfineError {
-    /// The cgroup of the `ShimCgroup` option does not exist.
-    #[error(
-        "no cgroup {path:?} for the shim. hint: make it, or remove ShimCgroup from the runtime's options"
-    )]
-    NoCgroup {
-        /// The option.
-        path: String,
-    },
-    /// A file could not be read or written.
-    #[error("cannot {what} {path}")]
-    File {
-        /// What.
-        what: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
-}
-
-fn fail(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ConfineError {
-    let path = path.to_owned();
-    move |source| ConfineError::File { what, path, source }
-}
-
 /// Makes the kernel prefer the shim over containerd, our parent, when memory runs out.
-pub(super) fn adjust_oom_score(pid: u32) -> Result<(), ConfineError> {
+pub(super) fn adjust_oom_score(pid: u32) -> Result<(), ActionError> {
     let parent = PathBuf::from(format!("/proc/{}/oom_score_adj", getppid()));
-    let score = fs::read_to_string(&parent).map_err(fail("read", &parent))?;
+    let score = fs::read_to_string(&parent).map_err(failed_at("read", &parent))?;
     let Ok(score) = score.trim().parse::<i32>() else {
-        return Err(fail("read", &parent)(io::ErrorKind::InvalidData.into()));
+        return Err(failed_at("read", &parent)(io::Error::from(
+            io::ErrorKind::InvalidData,
+        )));
     };
     let own = PathBuf::from(format!("/proc/{pid}/oom_score_adj"));
     match fs::write(&own, (score + 1).min(MAX_SCORE).to_string()) {
         // In a user namespace the score cannot go below what it was.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
-        written => written.map_err(fail("write", &own)),
+        written => written.map_err(failed_at("write", &own)),
     }
 }
 
 /// Moves the process into the cgroup `path`, in the unified hierarchy or in every controller that has it.
-pub(super) fn join_cgroup(pid: u32, path: &str) -> Result<(), ConfineError> {
+pub(super) fn join_cgroup(pid: u32, path: &str) -> Result<(), ActionError> {
     let root = Path::new(CGROUP_ROOT);
     let kind = statfs(root)
-        .map_err(io::Error::from)
-        .map_err(fail("look at", root))?
+        .map_err(failed_at("look at", root))?
         .filesystem_type();
     let hierarchies = if kind == CGROUP2_SUPER_MAGIC {
         vec![root.to_owned()]
@@ -70,8 +45,8 @@ pub(super) fn join_cgroup(pid: u32, path: &str) -> Result<(), ConfineError> {
 }
 
 /// Mount points of the v1 controllers.
-fn controllers(root: &Path) -> Result<Vec<PathBuf>, ConfineError> {
-    let entries = fs::read_dir(root).map_err(fail("list", root))?;
+fn controllers(root: &Path) -> Result<Vec<PathBuf>, ActionError> {
+    let entries = fs::read_dir(root).map_err(failed_at("list", root))?;
     // `cpu` and `cpuacct` link to `cpu,cpuacct`: one of them is enough.
     let mounts = entries
         .flatten()
@@ -79,21 +54,19 @@ fn controllers(root: &Path) -> Result<Vec<PathBuf>, ConfineError> {
     Ok(mounts.map(|entry| entry.path()).collect())
 }
 
-fn join(hierarchies: &[PathBuf], pid: u32, path: &str) -> Result<(), ConfineError> {
+fn join(hierarchies: &[PathBuf], pid: u32, path: &str) -> Result<(), ActionError> {
     let mut joined = false;
     for hierarchy in hierarchies {
         let procs = hierarchy.join(path.trim_start_matches('/')).join("cgroup.procs");
         if procs.exists() {
-            fs::write(&procs, pid.to_string()).map_err(fail("write", &procs))?;
+            fs::write(&procs, pid.to_string()).map_err(failed_at("write", &procs))?;
             joined = true;
         }
     }
     if joined {
         Ok(())
     } else {
-        Err(ConfineError::NoCgroup {
-            path: path.to_owned(),
-        })
+        Err(ActionError::NoCgroup(path.to_owned()))
     }
 }
 

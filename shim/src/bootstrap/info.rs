@@ -10,6 +10,7 @@ use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 
+use crate::error::{ActionError, failed};
 use crate::options::{DecodeError, FromAny};
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
@@ -24,34 +25,6 @@ const MAX_STDIN: u64 = 1 << 20;
 /// How long the runtime may take to list its features.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// Why there is no information.
-#[derive(Debug, thiserror::Error)]
-pub enum InfoError {
-    /// stdin, stdout or the runtime cannot be used.
-    #[error("cannot {what}")]
-    Io {
-        /// What.
-        what: &'static str,
-        /// Cause.
-        source: io::Error,
-    },
-    /// stdin holds no options.
-    #[error("cannot understand the options on stdin")]
-    Options(#[from] DecodeError),
-    /// The OCI runtime is not installed.
-    #[error(
-        "no OCI runtime {0:?} found. hint: install it, or name it as BinaryName in the runtime's options"
-    )]
-    NoRuntime(String),
-    /// The answer cannot be encoded.
-    #[error("cannot encode the answer")]
-    Encode(#[source] protobuf::Error),
-}
-
-fn fail(what: &'static str) -> impl FnOnce(io::Error) -> InfoError {
-    move |source| InfoError::Io { what, source }
-}
-
 /// What `-v` prints, for a shim that was called by this name.
 pub fn version(program: Option<OsString>) -> String {
     let program = program.unwrap_or_default();
@@ -60,20 +33,22 @@ pub fn version(program: Option<OsString>) -> String {
 }
 
 /// Answers `-info`: options from stdin, the runtime's features to stdout.
-pub fn info() -> Result<(), InfoError> {
+pub fn info() -> Result<(), ActionError> {
     let mut stdin = Vec::new();
     io::stdin()
         .take(MAX_STDIN)
         .read_to_end(&mut stdin)
-        .map_err(fail("read stdin"))?;
-    let answer = describe(&stdin)?.write_to_bytes().map_err(InfoError::Encode)?;
-    io::stdout().write_all(&answer).map_err(fail("write stdout"))
+        .map_err(failed("read stdin"))?;
+    let answer = describe(&stdin)?.write_to_bytes().map_err(ActionError::Encode)?;
+    io::stdout().write_all(&answer).map_err(failed("write stdout"))
 }
 
-fn describe(stdin: &[u8]) -> Result<RuntimeInfo, InfoError> {
-    let sent = Any::parse_from_bytes(stdin).map_err(DecodeError::stdin)?;
-    let options = RuncOptions::from_any(Some(&sent))?;
-    let binary = find(options.runtime()).ok_or_else(|| InfoError::NoRuntime(options.runtime().to_owned()))?;
+fn describe(stdin: &[u8]) -> Result<RuntimeInfo, ActionError> {
+    let sent =
+        Any::parse_from_bytes(stdin).map_err(|source| ActionError::Options(DecodeError::stdin(source)))?;
+    let options = RuncOptions::from_any(Some(&sent)).map_err(ActionError::Options)?;
+    let binary =
+        find(options.runtime()).ok_or_else(|| ActionError::NoRuntime(options.runtime().to_owned()))?;
     Ok(RuntimeInfo {
         name: RUNTIME_NAME.to_owned(),
         version: MessageField::some(RuntimeVersion {
@@ -91,12 +66,12 @@ fn describe(stdin: &[u8]) -> Result<RuntimeInfo, InfoError> {
 }
 
 /// What the runtime reports of itself; nothing when it cannot (not every runtime has the command).
-fn features(binary: &Path) -> Result<Option<Any>, InfoError> {
+fn features(binary: &Path) -> Result<Option<Any>, ActionError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(fail("start the runtime"))?;
+    let runtime = runtime.map_err(failed("start the runtime"))?;
     let output = runtime.block_on(async {
-        let reaper = Reaper::start().map_err(fail("watch for child processes"))?;
-        Ok::<_, InfoError>(
+        let reaper = Reaper::start().map_err(failed("watch for child processes"))?;
+        Ok::<_, ActionError>(
             reaper
                 .output(Command::new(binary).arg("features").stdin(Stdio::null()), LIMIT)
                 .await,

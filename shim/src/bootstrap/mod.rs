@@ -15,8 +15,8 @@ mod start;
 
 pub(crate) use socket::remove_dead as remove_dead_socket;
 
-pub use info::{InfoError, info, version};
-pub use start::{StartError, start};
+pub use info::{info, version};
+pub use start::start;
 
 /// The descriptor on which `start` passes the listener to the server.
 pub(crate) const LISTENER_FD: i32 = 3;

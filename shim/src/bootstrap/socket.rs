@@ -13,29 +13,10 @@ use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use sha2::{Digest, Sha256};
 
+use crate::error::{ActionError, failed_at};
+
 /// Longest socket path that containerd uses; the kernel takes 107.
 const MAX_PATH: usize = 106;
-
-/// Why there is no socket.
-#[derive(Debug, thiserror::Error)]
-pub enum SocketError {
-    /// The directory is too deep.
-    #[error("socket path {path} is longer than {MAX_PATH} bytes. hint: configure a shorter socket directory")]
-    TooLong {
-        /// The path.
-        path: PathBuf,
-    },
-    /// Something could not be done with the file system.
-    #[error("cannot {what} {path}")]
-    Io {
-        /// What.
-        what: &'static str,
-        /// The path.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
-}
 
 /// Who serves the socket.
 #[derive(Debug)]
@@ -70,10 +51,11 @@ fn clean(path: &str) -> String {
 }
 
 /// Makes the socket, or finds that a living shim has it. One left by a dead shim is replaced.
-pub(super) fn claim(path: &Path) -> Result<Socket, SocketError> {
+pub(super) fn claim(path: &Path) -> Result<Socket, ActionError> {
     if path.as_os_str().len() > MAX_PATH {
-        return Err(SocketError::TooLong {
+        return Err(ActionError::SocketPath {
             path: path.to_owned(),
+            limit: MAX_PATH,
         });
     }
     let dir = path.parent().unwrap_or(Path::new("/"));
@@ -81,7 +63,7 @@ pub(super) fn claim(path: &Path) -> Result<Socket, SocketError> {
         .recursive(true)
         .mode(0o700)
         .create(dir)
-        .map_err(fail("make", dir))?;
+        .map_err(failed_at("make", dir))?;
     // Held until the end of this function: of two that find a dead socket, the second must see the first
     // one's.
     let _lock = lock(dir)?;
@@ -92,42 +74,37 @@ pub(super) fn claim(path: &Path) -> Result<Socket, SocketError> {
             if is_alive(path) {
                 return Ok(Socket::Taken);
             }
-            fs::remove_file(path).map_err(fail("remove the dead socket", path))?;
-            UnixListener::bind(path).map_err(fail("listen on", path))?
+            fs::remove_file(path).map_err(failed_at("remove the dead socket", path))?;
+            UnixListener::bind(path).map_err(failed_at("listen on", path))?
         }
-        Err(error) => return Err(fail("listen on", path)(error)),
+        Err(error) => return Err(failed_at("listen on", path)(error)),
     };
     if let Err(error) = fs::set_permissions(path, Permissions::from_mode(0o600)) {
         // A socket with other permissions must not stay.
         let _gone = fs::remove_file(path);
-        return Err(fail("protect", path)(error));
+        return Err(failed_at("protect", path)(error));
     }
     Ok(Socket::Ours(listener))
 }
 
 /// Removes the socket of a shim that was killed. One that answers is left alone.
-pub(crate) fn remove_dead(path: &Path) -> Result<(), SocketError> {
+pub(crate) fn remove_dead(path: &Path) -> Result<(), ActionError> {
     let _lock = lock(path.parent().unwrap_or(Path::new("/")))?;
     if is_alive(path) {
         return Ok(());
     }
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(fail("remove the dead socket", path)(error))
+            Err(failed_at("remove the dead socket", path)(error))
         }
         _ => Ok(()),
     }
 }
 
-fn lock(dir: &Path) -> Result<File, SocketError> {
-    let lock = File::open(dir).map_err(fail("open", dir))?;
-    lock.lock().map_err(fail("lock", dir))?;
+fn lock(dir: &Path) -> Result<File, ActionError> {
+    let lock = File::open(dir).map_err(failed_at("open", dir))?;
+    lock.lock().map_err(failed_at("lock", dir))?;
     Ok(lock)
-}
-
-fn fail(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError {
-    let path = path.to_owned();
-    move |source| SocketError::Io { what, path, source }
 }
 
 /// Whether a process listens.

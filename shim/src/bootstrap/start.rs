@@ -10,19 +10,18 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use command_fds::{CommandFdExt, FdMapping};
 use serde::Deserialize;
 
 use super::LISTENER_FD;
-use super::confine::{self, ConfineError};
-use super::env;
 use super::params::Request;
-use super::socket::{self, Socket, SocketError};
+use super::socket::{self, Socket};
+use super::{confine, env};
 use crate::args::Args;
-use crate::options::DecodeError;
+use crate::error::{ActionError, failed, failed_at};
 use firn_transaction::sys;
 
 /// Annotations that put containers into one shim; the first one present counts.
@@ -39,57 +38,14 @@ const MAX_SPEC: u64 = 16 << 20;
 /// More than any daemon sends.
 const MAX_STDIN: u64 = 10 << 20;
 
-/// Why no shim was started.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// Something could not be done with a file.
-    #[error("cannot {what} {path}")]
-    File {
-        /// What.
-        what: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
-    /// The container's spec is no JSON.
-    #[error("cannot understand {path}")]
-    Spec {
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: serde_json::Error,
-    },
-    /// stdin holds something else than a request.
-    #[error("cannot understand the request on stdin")]
-    Request(#[from] DecodeError),
-    /// There is no socket to listen on.
-    #[error(transparent)]
-    Socket(#[from] SocketError),
-    /// The server process could not be started.
-    #[error("cannot start the server")]
-    Spawn(#[source] io::Error),
-    /// Core scheduling was asked for and refused.
-    #[error("cannot make a core scheduling group. hint: it needs a kernel with CONFIG_SCHED_CORE and SMT")]
-    SchedCore(#[source] io::Error),
-    /// The server could not be confined.
-    #[error(transparent)]
-    Confine(#[from] ConfineError),
-}
-
-fn fail(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> StartError {
-    let path = path.into();
-    move |source| StartError::File { what, path, source }
-}
-
 /// Starts a shim for the bundle in the working directory, or finds the one of its group.
-pub fn start(args: &Args) -> Result<(), StartError> {
+pub fn start(args: &Args) -> Result<(), ActionError> {
     let mut stdin = Vec::new();
     io::stdin()
         .take(MAX_STDIN)
         .read_to_end(&mut stdin)
-        .map_err(fail("read", "stdin"))?;
-    let request = Request::read(args, &stdin)?;
+        .map_err(failed("read stdin"))?;
+    let request = Request::read(args, &stdin).map_err(ActionError::Request)?;
     let group = group(Path::new(CONFIG_FILE))?.unwrap_or_else(|| args.id.clone());
     if request.socket_dir_given {
         keep_socket_dir(&request.socket_dir)?;
@@ -112,17 +68,17 @@ pub fn start(args: &Args) -> Result<(), StartError> {
         }
     }
     let reply = request.reply(&address);
-    io::stdout().write_all(&reply).map_err(fail("write", "stdout"))
+    io::stdout().write_all(&reply).map_err(failed("write stdout"))
 }
 
 /// Starts the server on the listener and confines it; when that fails, it is not left behind.
-fn launch(args: &Args, request: &Request, listener: UnixListener, address: &str) -> Result<(), StartError> {
+fn launch(args: &Args, request: &Request, listener: UnixListener, address: &str) -> Result<(), ActionError> {
     write_address(address)?;
     if std::env::var_os(env::SCHED_CORE).is_some_and(|value| !value.is_empty()) {
         // The cookie is this process group's; the server inherits it.
-        sys::create_core_sched_group().map_err(StartError::SchedCore)?;
+        sys::create_core_sched_group().map_err(ActionError::SchedCore)?;
     }
-    let mut server = spawn(args, request, listener.into()).map_err(StartError::Spawn)?;
+    let mut server = spawn(args, request, listener.into()).map_err(failed("start the server"))?;
     let confined = confine(&request.options.shim_cgroup, server.id());
     if confined.is_err() {
         // Both fail only when it has ended by itself.
@@ -160,11 +116,11 @@ fn spawn(args: &Args, request: &Request, listener: OwnedFd) -> io::Result<Child>
         .spawn()
 }
 
-fn confine(cgroup: &str, pid: u32) -> Result<(), StartError> {
+fn confine(cgroup: &str, pid: u32) -> Result<(), ActionError> {
     if !cgroup.is_empty() {
         confine::join_cgroup(pid, cgroup)?;
     }
-    Ok(confine::adjust_oom_score(pid)?)
+    confine::adjust_oom_score(pid)
 }
 
 /// As much of a spec as is needed here; the rest is not even decoded.
@@ -174,12 +130,12 @@ struct Spec {
     annotations: Option<std::collections::HashMap<String, String>>,
 }
 
-fn group(config: &Path) -> Result<Option<String>, StartError> {
+fn group(config: &Path) -> Result<Option<String>, ActionError> {
     let mut json = Vec::new();
     File::open(config)
         .and_then(|file| file.take(MAX_SPEC).read_to_end(&mut json))
-        .map_err(fail("read", config))?;
-    group_in(&json).map_err(|source| StartError::Spec {
+        .map_err(failed_at("read", config))?;
+    group_in(&json).map_err(|source| ActionError::Spec {
         path: config.to_owned(),
         source,
     })
@@ -194,16 +150,18 @@ pub(super) fn group_in(json: &[u8]) -> Result<Option<String>, serde_json::Error>
 }
 
 /// Replaces the address file at once: a daemon may be reading it.
-fn write_address(address: &str) -> Result<(), StartError> {
+fn write_address(address: &str) -> Result<(), ActionError> {
     let temporary = format!(".{ADDRESS_FILE}");
-    fs::write(&temporary, address).map_err(fail("write", &temporary))?;
-    fs::rename(&temporary, ADDRESS_FILE).map_err(fail("write", ADDRESS_FILE))
+    fs::write(&temporary, address).map_err(failed_at("write", &temporary))?;
+    fs::rename(&temporary, ADDRESS_FILE).map_err(failed_at("write", ADDRESS_FILE))
 }
 
-fn keep_socket_dir(dir: &Path) -> Result<(), StartError> {
+fn keep_socket_dir(dir: &Path) -> Result<(), ActionError> {
     match fs::remove_file(SOCKET_DIR_LINK) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(fail("replace", SOCKET_DIR_LINK)(error)),
-        _ => symlink(dir, SOCKET_DIR_LINK).map_err(fail("make", SOCKET_DIR_LINK)),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(failed_at("replace", SOCKET_DIR_LINK)(error))
+        }
+        _ => symlink(dir, SOCKET_DIR_LINK).map_err(failed_at("make", SOCKET_DIR_LINK)),
     }
 }
 
@@ -211,7 +169,7 @@ fn keep_socket_dir(dir: &Path) -> Result<(), StartError> {
 mod tests {
     use super::*;
 
-    fn group_of(json: &str) -> Result<Option<String>, StartError> {
+    fn group_of(json: &str) -> Result<Option<String>, ActionError> {
         let file = tempfile::NamedTempFile::new().unwrap();
         fs::write(file.path(), json).unwrap();
         group(file.path())
@@ -231,7 +189,7 @@ mod tests {
         ] {
             assert_eq!(group_of(none).unwrap(), None, "{none}");
         }
-        assert!(matches!(group_of("{"), Err(StartError::Spec { .. })));
+        assert!(matches!(group_of("{"), Err(ActionError::Spec { .. })));
         let missing = group(Path::new("/nonexistent/config.json")).unwrap_err();
         assert_eq!(missing.to_string(), "cannot read /nonexistent/config.json");
     }

@@ -50,7 +50,7 @@ struct Shim {
     _dir: tempfile::TempDir,
     path: PathBuf,
     shutdown: Shutdown,
-    served: JoinHandle<Result<(), ServerError>>,
+    served: JoinHandle<Result<(), ActionError>>,
 }
 
 impl Shim {
@@ -178,7 +178,7 @@ async fn connections_of_other_users_are_closed() {
 fn a_closed_descriptor_is_no_listener() {
     let error = adopt(9999).unwrap_err();
     assert!(
-        error.to_string().starts_with("no listener on descriptor 3"),
+        error.to_string().starts_with("no listener on descriptor 9999"),
         "{error}"
     );
 }
