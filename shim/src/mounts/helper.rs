@@ -7,7 +7,8 @@ use std::time::Duration;
 use containerd_shim_protos::types::mount::Mount;
 
 use super::flags::Options;
-use super::{MountError, mount, on_thread};
+use super::mount::{Call, inside};
+use super::{MountError, on_thread};
 use firn_transaction::reaper::Reaper;
 
 /// How long a helper may take. It returns when the mount is there; what serves it goes on behind it.
@@ -43,32 +44,26 @@ impl<'m> Helper<'m> {
             command.arg("-o").arg(option);
         }
         command.arg("-t").arg(self.fs_type);
+        let call = Call {
+            mount,
+            target: &target,
+        };
         let output = reaper
             .output(&mut command, LIMIT)
             .await
-            .map_err(|source| MountError::Helper {
-                source_name: mount.source.clone(),
-                fs_type: mount.type_.clone(),
-                target: target.clone(),
-                source,
-            })?;
+            .map_err(|source| call.error("mount", source))?;
         if output.success() {
             return Ok(());
         }
         let output = [output.stdout, output.stderr].concat();
-        Err(MountError::HelperFailed {
-            source_name: mount.source.clone(),
-            fs_type: mount.type_.clone(),
-            target,
-            program: self.program,
-            output: String::from_utf8_lossy(&output).trim().to_owned(),
-        })
+        let output = String::from_utf8_lossy(&output);
+        Err(call.error("mount", format!("{} reports: {}", self.program, output.trim())))
     }
 }
 
 async fn target_of(mount: &Mount, rootfs: &Path) -> Result<PathBuf, MountError> {
     let (target, rootfs) = (PathBuf::from(&mount.target), rootfs.to_owned());
-    on_thread(move || mount::inside(&rootfs, &target)).await
+    on_thread(move || inside(&rootfs, &target)).await
 }
 
 #[cfg(test)]

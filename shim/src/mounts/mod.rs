@@ -16,6 +16,7 @@ mod loopdev;
 mod mount;
 mod overlay;
 
+use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -24,7 +25,7 @@ use containerd_shim_protos::types::mount::Mount;
 use firn_transaction::unmount::{UnmountError, on_thread, unmount_recursive};
 
 use firn_host::Chain;
-use firn_transaction::reaper::{OutputError, Reaper};
+use firn_transaction::reaper::Reaper;
 
 use helper::Helper;
 
@@ -36,32 +37,6 @@ pub(crate) enum MountError {
     Reserved {
         /// The option.
         option: String,
-    },
-    /// The helper program could not be run, or did not end.
-    #[error("cannot mount {source_name} ({fs_type}) on {}", target.display())]
-    Helper {
-        /// What is to be mounted.
-        source_name: String,
-        /// Its type.
-        fs_type: String,
-        /// Where.
-        target: PathBuf,
-        /// Cause.
-        source: OutputError,
-    },
-    /// The helper program has failed.
-    #[error("cannot mount {source_name} ({fs_type}) on {}: {program} reports: {output}", target.display())]
-    HelperFailed {
-        /// What is to be mounted.
-        source_name: String,
-        /// Its type.
-        fs_type: String,
-        /// Where.
-        target: PathBuf,
-        /// The helper.
-        program: &'static str,
-        /// Its words.
-        output: String,
     },
     /// The options do not fit the page that the kernel takes.
     #[error("mount of {source_name}: options of {length} bytes are longer than {limit}")]
@@ -99,7 +74,7 @@ pub(crate) enum MountError {
         /// Cause.
         source: io::Error,
     },
-    /// The kernel refused the mount.
+    /// The kernel refused the mount, or the program that was to make it has failed.
     #[error("cannot {step} {source_name} ({fs_type}) on {}", target.display())]
     Mount {
         /// Which of the calls.
@@ -111,7 +86,7 @@ pub(crate) enum MountError {
         /// Where.
         target: PathBuf,
         /// Cause.
-        source: io::Error,
+        source: Box<dyn Error + Send + Sync>,
     },
     /// Unmounting failed, or the thread for the calls.
     #[error(transparent)]

@@ -1,5 +1,6 @@
 //! The calls that mount. On a thread of their own: see `mounts`.
 
+use std::error::Error;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -102,9 +103,10 @@ fn file_system_options(mount: &Mount, options: &mut Options) -> Result<String, M
     Ok(data)
 }
 
-struct Call<'a> {
-    mount: &'a Mount,
-    target: &'a Path,
+/// A mount, and where it is made.
+pub(super) struct Call<'a> {
+    pub(super) mount: &'a Mount,
+    pub(super) target: &'a Path,
 }
 
 impl Call<'_> {
@@ -125,13 +127,17 @@ impl Call<'_> {
         Ok(mount(source, self.target, fs_type, flags, data)?)
     }
 
-    fn error(&self, step: &'static str, source: io::Error) -> MountError {
+    pub(super) fn error(
+        &self,
+        step: &'static str,
+        source: impl Into<Box<dyn Error + Send + Sync>>,
+    ) -> MountError {
         MountError::Mount {
             step,
             source_name: self.mount.source.clone(),
             fs_type: self.mount.type_.clone(),
             target: self.target.to_owned(),
-            source,
+            source: source.into(),
         }
     }
 }
