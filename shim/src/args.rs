@@ -142,12 +142,9 @@ impl Args {
 
     fn set(&mut self, flag: &'static str, value: OsString) -> Result<(), ArgsError> {
         let path = (!value.is_empty()).then(|| PathBuf::from(&value));
-        let text = || value.to_str().map(str::to_owned);
         let text = || {
-            text().ok_or_else(|| ArgsError::BadValue {
-                flag,
-                value: value.clone(),
-            })
+            let text = value.clone().into_string();
+            text.map_err(|value| ArgsError::BadValue { flag, value })
         };
         match flag {
             // Both become path segments.
@@ -156,11 +153,10 @@ impl Args {
                 if name.contains('/') || name == "." || name == ".." {
                     return Err(ArgsError::BadValue { flag, value });
                 }
-                *(if flag == "id" {
-                    &mut self.id
-                } else {
-                    &mut self.namespace
-                }) = name;
+                match flag {
+                    "id" => self.id = name,
+                    _ => self.namespace = name,
+                }
             }
             "address" => self.address = text()?,
             "bundle" => self.bundle = path,

@@ -10,9 +10,10 @@ use std::path::PathBuf;
 use containerd_shim_protos::shim::oci;
 use firn_config::names;
 use protobuf::well_known_types::any::Any;
-use protobuf::{CodedInputStream, Message, UnknownValueRef};
+use protobuf::well_known_types::empty::Empty;
+use protobuf::{Message, UnknownValueRef};
 
-use firn_transaction::options::{CheckpointOptions, MAX_FILE, RuncOptions};
+use firn_transaction::options::{MAX_FILE, RuncOptions};
 
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 const CHECKPOINT_OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
@@ -22,7 +23,10 @@ const RUNTIME_OPTIONS: &str = "runtimeoptions.v1.Options";
 /// `criu_path` of the options of containerd 1.x; later versions reserve the number.
 const CRIU_PATH: u32 = 8;
 /// `parent_path` of the checkpoint options, newer than the published messages.
-const PARENT_PATH: u32 = 10;
+pub(crate) const PARENT_PATH: u32 = 10;
+/// `config_path` and `config_body` of CRI's options.
+const CONFIG_PATH: u32 = 2;
+const CONFIG_BODY: u32 = 3;
 
 /// Options that cannot be understood.
 #[derive(Debug, thiserror::Error)]
@@ -77,37 +81,35 @@ fn type_name(any: &Any) -> &str {
     any.type_url.rsplit('/').next().unwrap_or_default()
 }
 
-/// Value of a string field that the generated message does not have.
-fn unknown_string(message: &impl Message, number: u32) -> String {
+/// Value of a string field that the generated message does not have; empty if it was not sent.
+pub(crate) fn unknown_string(message: &impl Message, number: u32) -> String {
     match message.special_fields().unknown_fields().get(number) {
         Some(UnknownValueRef::LengthDelimited(bytes)) => String::from_utf8_lossy(bytes).into_owned(),
         _ => String::new(),
     }
 }
 
-/// Whether [`RuncOptions::from_any`] knows the type.
+/// Whether [`runc_options`] knows the type.
 pub(crate) fn is_sent_as(any: &Any) -> bool {
     matches!(type_name(any), RUNC_OPTIONS | RUNTIME_OPTIONS)
 }
 
-/// Options as containerd sends them; none sent means defaults.
-pub(crate) trait FromAny: Sized {
-    fn from_any(any: Option<&Any>) -> Result<Self, DecodeError>;
+fn is_sent(any: &Any) -> bool {
+    !any.type_url.is_empty() || !any.value.is_empty()
 }
 
-impl FromAny for RuncOptions {
-    fn from_any(any: Option<&Any>) -> Result<Self, DecodeError> {
-        let Some(any) = any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty()) else {
-            return Ok(Self::default());
-        };
-        match type_name(any) {
-            RUNC_OPTIONS => {
-                let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
-                Ok(from_oci(sent))
-            }
-            RUNTIME_OPTIONS => RuntimeOptions::parse(&any.value)?.into_runc(),
-            other => Err(DecodeError::UnknownType(other.to_owned())),
+/// The options of a task as containerd sends them; none sent means defaults.
+pub(crate) fn runc_options(any: Option<&Any>) -> Result<RuncOptions, DecodeError> {
+    let Some(any) = any.filter(|any| is_sent(any)) else {
+        return Ok(RuncOptions::default());
+    };
+    match type_name(any) {
+        RUNC_OPTIONS => {
+            let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
+            Ok(from_oci(sent))
         }
+        RUNTIME_OPTIONS => from_runtime_options(&any.value),
+        other => Err(DecodeError::UnknownType(other.to_owned())),
     }
 }
 
@@ -190,74 +192,34 @@ fn number(key: &str, value: &toml::Value) -> Result<u32, DecodeError> {
     number.ok_or_else(|| wrong_type(key, value, "a number from 0 to 4294967295"))
 }
 
-/// `runtimeoptions.v1.Options`, which the published messages lack.
-#[derive(Default)]
-struct RuntimeOptions {
-    config_path: String,
-    config_body: Vec<u8>,
-}
-
-impl RuntimeOptions {
-    fn parse(bytes: &[u8]) -> Result<Self, DecodeError> {
-        const LENGTH_DELIMITED: u32 = 2;
-        const fn tag(field: u32) -> u32 {
-            field << 3 | LENGTH_DELIMITED
-        }
-        let mut options = Self::default();
-        let mut input = CodedInputStream::from_bytes(bytes);
-        let mut read = || {
-            while let Some(next) = input.read_raw_tag_or_eof()? {
-                match next {
-                    _ if next == tag(2) => options.config_path = input.read_string()?,
-                    _ if next == tag(3) => options.config_body = input.read_bytes()?,
-                    _ => protobuf::rt::skip_field_for_tag(next, &mut input)?,
-                }
-            }
-            Ok(())
-        };
-        read().map_err(malformed(RUNTIME_OPTIONS))?;
-        Ok(options)
+/// `runtimeoptions.v1.Options`, which the published messages lack: the table in the file that it names, or else
+/// the one sent along.
+fn from_runtime_options(bytes: &[u8]) -> Result<RuncOptions, DecodeError> {
+    let sent = Empty::parse_from_bytes(bytes).map_err(malformed(RUNTIME_OPTIONS))?;
+    let path = unknown_string(&sent, CONFIG_PATH);
+    if path.is_empty() {
+        return from_toml(&unknown_string(&sent, CONFIG_BODY));
     }
-
-    /// The table in the file that `config_path` names, or else the one sent along.
-    fn into_runc(self) -> Result<RuncOptions, DecodeError> {
-        if self.config_path.is_empty() {
-            return from_toml(&String::from_utf8_lossy(&self.config_body));
-        }
-        let mut text = String::new();
-        let file = File::open(&self.config_path);
-        match file.and_then(|file| file.take(MAX_FILE).read_to_string(&mut text)) {
-            Ok(_) => from_toml(&text),
-            Err(source) => Err(DecodeError::ConfigFile {
-                path: self.config_path.into(),
-                source,
-            }),
-        }
+    let mut text = String::new();
+    match File::open(&path).and_then(|file| file.take(MAX_FILE).read_to_string(&mut text)) {
+        Ok(_) => from_toml(&text),
+        Err(source) => Err(DecodeError::ConfigFile {
+            path: path.into(),
+            source,
+        }),
     }
 }
 
-impl FromAny for CheckpointOptions {
-    fn from_any(any: Option<&Any>) -> Result<Self, DecodeError> {
-        let Some(any) = any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty()) else {
-            return Ok(Self::default());
-        };
-        if type_name(any) != CHECKPOINT_OPTIONS {
-            return Err(DecodeError::UnknownType(type_name(any).to_owned()));
+/// The options of a checkpoint; none sent means defaults. [`PARENT_PATH`] is among the unknown fields.
+pub(crate) fn checkpoint_options(any: Option<&Any>) -> Result<oci::CheckpointOptions, DecodeError> {
+    let Some(any) = any.filter(|any| is_sent(any)) else {
+        return Ok(oci::CheckpointOptions::default());
+    };
+    match type_name(any) {
+        CHECKPOINT_OPTIONS => {
+            oci::CheckpointOptions::parse_from_bytes(&any.value).map_err(malformed(CHECKPOINT_OPTIONS))
         }
-        let sent = oci::CheckpointOptions::parse_from_bytes(&any.value);
-        let sent = sent.map_err(malformed(CHECKPOINT_OPTIONS))?;
-        Ok(Self {
-            parent_path: unknown_string(&sent, PARENT_PATH),
-            exit: sent.exit,
-            open_tcp: sent.open_tcp,
-            external_unix_sockets: sent.external_unix_sockets,
-            terminal: sent.terminal,
-            file_locks: sent.file_locks,
-            empty_namespaces: sent.empty_namespaces,
-            cgroups_mode: sent.cgroups_mode,
-            image_path: sent.image_path,
-            work_path: sent.work_path,
-        })
+        other => Err(DecodeError::UnknownType(other.to_owned())),
     }
 }
 

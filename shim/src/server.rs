@@ -23,7 +23,6 @@ use containerd_shim_protos::shim_async::{Task, create_task};
 use nix::sys::prctl;
 use nix::unistd::geteuid;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 use tokio::time::timeout;
 use ttrpc::r#async::Server;
 
@@ -33,6 +32,7 @@ use crate::error::{ActionError, failed, failed_at};
 use crate::events::Publisher;
 use crate::logger;
 use firn_host::Chain;
+use firn_transaction::cancel::CancellationToken;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::sys;
 
@@ -43,38 +43,6 @@ pub const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
 /// Part of it that is kept for connections after the events.
 const DISCONNECT_LIMIT: Duration = Duration::from_secs(1);
 
-/// Asks the shim to end; cheap to clone.
-#[derive(Clone, Debug)]
-pub struct Shutdown(Arc<watch::Sender<bool>>);
-
-impl Shutdown {
-    /// A shutdown that nobody has asked for yet.
-    pub fn new() -> Self {
-        Self(Arc::new(watch::Sender::new(false)))
-    }
-
-    /// Asks; once is enough.
-    pub fn trigger(&self) {
-        self.0.send_replace(true);
-    }
-
-    /// Waits until somebody asks.
-    pub async fn requested(&self) {
-        let mut asked = self.0.subscribe();
-        asked
-            .wait_for(|asked| *asked)
-            .await
-            .map(drop)
-            .expect("the sender lives in self");
-    }
-}
-
-impl Default for Shutdown {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 /// What the task service works with.
 pub struct Context {
     /// containerd namespace of all containers of this shim.
@@ -83,8 +51,8 @@ pub struct Context {
     pub reaper: Reaper,
     /// Takes the events.
     pub publisher: Publisher,
-    /// Ends the shim.
-    pub shutdown: Shutdown,
+    /// Cancelled to end the shim.
+    pub serving: CancellationToken,
 }
 
 /// Runs the shim until it is asked to end. `service` makes the task service inside the runtime.
@@ -113,26 +81,26 @@ pub fn run(
     let runtime = runtime.map_err(failed("start the runtime"))?;
     let served = runtime.block_on(async {
         let publisher = Publisher::new(&env::ttrpc_address(), &args.namespace);
-        let shutdown = Shutdown::new();
+        let serving = CancellationToken::default();
         let service = service(Context {
             namespace: args.namespace.clone(),
             reaper: Reaper::start().map_err(failed("watch for child processes"))?,
             publisher: publisher.clone(),
-            shutdown: shutdown.clone(),
+            serving: serving.clone(),
         });
-        handle_signals(shutdown.clone())?;
-        serve(listener, service, &shutdown, &publisher).await
+        handle_signals(serving.clone())?;
+        serve(listener, service, &serving, &publisher).await
     });
     // A stuck blocking call must not keep a shim alive that has ended its service.
     runtime.shutdown_background();
     served
 }
 
-/// Serves until `shutdown` is requested, then ends in order.
+/// Serves until `serving` is cancelled, then ends in order.
 pub async fn serve(
     listener: UnixListener,
     service: Arc<dyn Task + Send + Sync>,
-    shutdown: &Shutdown,
+    serving: &CancellationToken,
     publisher: &Publisher,
 ) -> Result<(), ActionError> {
     let socket = SocketFile::of(&listener);
@@ -152,7 +120,7 @@ pub async fn serve(
     server.start().await.map_err(ActionError::Serve)?;
     log::debug!("serving");
 
-    shutdown.requested().await;
+    serving.cancelled().await;
     // Order matters: see the module head.
     socket.remove();
     server.stop_listen().await;
@@ -176,15 +144,15 @@ fn adopt(fd: i32) -> Result<UnixListener, ActionError> {
 }
 
 /// SIGTERM and SIGINT end the shim and leave its containers alone, SIGUSR1 logs its number of tasks.
-fn handle_signals(shutdown: Shutdown) -> Result<(), ActionError> {
+fn handle_signals(serving: CancellationToken) -> Result<(), ActionError> {
     let listen = |kind| signal(kind).map_err(failed("watch for signals"));
     let (mut term, mut int) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
     let mut usr1 = listen(SignalKind::user_defined1())?;
     tokio::spawn(async move {
         loop {
             tokio::select! {
-                _ = term.recv() => shutdown.trigger(),
-                _ = int.recv() => shutdown.trigger(),
+                _ = term.recv() => serving.cancel(),
+                _ = int.recv() => serving.cancel(),
                 _ = usr1.recv() => {
                     let metrics = tokio::runtime::Handle::current().metrics();
                     log::info!("{} tasks alive", metrics.num_alive_tasks());
@@ -200,14 +168,12 @@ struct SocketFile(Option<(PathBuf, (u64, u64))>);
 
 impl SocketFile {
     fn of(listener: &UnixListener) -> Self {
-        let path = listener
-            .local_addr()
-            .ok()
-            .and_then(|address| Some(address.as_pathname()?.to_owned()));
-        Self(
-            path.and_then(|path| Some((identity(&path)?, path)))
-                .map(|(file, path)| (path, file)),
-        )
+        let found = || {
+            let address = listener.local_addr().ok()?;
+            let path = address.as_pathname()?;
+            Some((path.to_owned(), identity(path)?))
+        };
+        Self(found())
     }
 
     fn remove(&self) {

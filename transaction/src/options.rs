@@ -180,28 +180,3 @@ fn read_small(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
         }),
     }
 }
-
-/// Options of a checkpoint: `containerd.runc.v1.CheckpointOptions`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CheckpointOptions {
-    /// Stop the container after the dump.
-    pub exit: bool,
-    /// Dump established TCP connections.
-    pub open_tcp: bool,
-    /// Dump unix sockets whose other end is outside.
-    pub external_unix_sockets: bool,
-    /// Dump terminals.
-    pub terminal: bool,
-    /// Dump file locks.
-    pub file_locks: bool,
-    /// Namespaces that are restored empty.
-    pub empty_namespaces: Vec<String>,
-    /// CRIU's cgroups mode: soft, full or strict.
-    pub cgroups_mode: String,
-    /// Where the daemon wants the image; unused, the request's path applies.
-    pub image_path: String,
-    /// CRIU's work directory.
-    pub work_path: String,
-    /// Image of an earlier pre-dump.
-    pub parent_path: String,
-}

@@ -7,9 +7,11 @@
 
 use std::time::{Duration, Instant};
 
-use protobuf::CodedInputStream;
+use protobuf::Message;
+use protobuf::well_known_types::empty::Empty;
 
 use super::http2;
+use crate::options::unknown_string;
 
 /// How long the daemon may take to answer. It answers in a millisecond or two; a shim that gave up too early
 /// works as well, with one more `start` per container of a pod.
@@ -44,17 +46,10 @@ impl<'a> Daemon<'a> {
     }
 }
 
-/// Field 1 of `VersionResponse`.
+/// Field 1 of `VersionResponse`, a message that is not among the published ones.
 pub(super) fn version_field(response: &[u8]) -> Option<String> {
-    const VERSION: u32 = 1 << 3 | 2;
-    let mut input = CodedInputStream::from_bytes(response);
-    while let Some(tag) = input.read_raw_tag_or_eof().ok()? {
-        if tag == VERSION {
-            return input.read_string().ok();
-        }
-        protobuf::rt::skip_field_for_tag(tag, &mut input).ok()?;
-    }
-    None
+    let response = Empty::parse_from_bytes(response).ok()?;
+    Some(unknown_string(&response, 1)).filter(|version| !version.is_empty())
 }
 
 /// Major number of `v2.1.4`, `2.1.4~ds1`, `1.7.24+unknown`; none for a build that carries no version.

@@ -16,9 +16,8 @@ use protobuf::well_known_types::any::Any;
 use super::params::Request;
 use super::{daemon, http2, socket, start};
 use crate::args::{Action, Args};
-use crate::options::FromAny;
 use crate::options::fuzz::{is_kept, names_a_file};
-use firn_transaction::options::RuncOptions;
+use crate::options::runc_options;
 
 const ADDRESS: &str = "unix:///run/containerd/s/0";
 
@@ -42,7 +41,7 @@ pub fn start_input(stdin: &[u8]) {
     {
         return;
     }
-    if let Some(options) = any.and_then(|any| RuncOptions::from_any(Some(&any)).ok()) {
+    if let Some(options) = any.and_then(|any| runc_options(Some(&any)).ok()) {
         is_kept(&options);
     }
     let Ok(request) = Request::read(&args, stdin) else {

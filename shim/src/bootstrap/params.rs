@@ -13,7 +13,7 @@ use protobuf::{Enum, Message};
 use super::daemon::Daemon;
 use super::env;
 use crate::args::Args;
-use crate::options::{DecodeError, FromAny, is_sent_as};
+use crate::options::{DecodeError, is_sent_as, runc_options};
 use firn_transaction::options::RuncOptions;
 
 /// Version of the task API that the reply promises; both are served.
@@ -63,7 +63,7 @@ impl Request {
             .filter_map(|extension| extension.value.as_ref())
         {
             if is_sent_as(extension) {
-                options = RuncOptions::from_any(Some(extension))?;
+                options = runc_options(Some(extension))?;
             }
         }
         let or = |sent: String, otherwise: String| if sent.is_empty() { otherwise } else { sent };
@@ -82,11 +82,9 @@ impl Request {
 
     fn legacy(args: &Args, stdin: &[u8]) -> Self {
         // Only the shim's own cgroup matters here. What cannot be understood is Create's to refuse.
-        let options = Any::parse_from_bytes(stdin).ok().and_then(|any| {
-            is_sent_as(&any)
-                .then(|| RuncOptions::from_any(Some(&any)).ok())
-                .flatten()
-        });
+        let options = Any::parse_from_bytes(stdin)
+            .ok()
+            .and_then(|any| is_sent_as(&any).then(|| runc_options(Some(&any)).ok()).flatten());
         Self {
             debug: args.debug,
             grpc_address: args.address.clone(),

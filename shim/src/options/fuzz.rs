@@ -3,12 +3,13 @@
 use containerd_shim_protos::shim::oci;
 use protobuf::Message;
 use protobuf::well_known_types::any::Any;
+use protobuf::well_known_types::empty::Empty;
 
 use super::{
-    CHECKPOINT_OPTIONS, FromAny, RUNC_OPTIONS, RUNTIME_OPTIONS, RuntimeOptions, from_toml, is_sent_as,
-    type_name,
+    CHECKPOINT_OPTIONS, CONFIG_PATH, RUNC_OPTIONS, RUNTIME_OPTIONS, checkpoint_options, from_toml,
+    is_sent_as, runc_options, type_name, unknown_string,
 };
-use firn_transaction::options::{CheckpointOptions, RuncOptions};
+use firn_transaction::options::RuncOptions;
 
 /// Options as a client sends them (an `Any`, or the value of one), as TOML, and as they lie in a bundle.
 pub fn options(bytes: &[u8]) {
@@ -41,8 +42,8 @@ fn sent(any: &Any) {
     if names_a_file(any) {
         return;
     }
-    let runc = RuncOptions::from_any(Some(any));
-    let checkpoint = CheckpointOptions::from_any(Some(any));
+    let runc = runc_options(Some(any));
+    let checkpoint = checkpoint_options(Some(any));
     if !any.type_url.is_empty() || !any.value.is_empty() {
         assert!(runc.is_err() || is_sent_as(any), "{} was taken", any.type_url);
         assert!(checkpoint.is_err() || type_name(any) == CHECKPOINT_OPTIONS);
@@ -55,7 +56,8 @@ fn sent(any: &Any) {
 /// Whether the options stand in a file of the host, which no input may have the test open.
 pub(crate) fn names_a_file(any: &Any) -> bool {
     type_name(any) == RUNTIME_OPTIONS
-        && RuntimeOptions::parse(&any.value).is_ok_and(|options| !options.config_path.is_empty())
+        && Empty::parse_from_bytes(&any.value)
+            .is_ok_and(|options| !unknown_string(&options, CONFIG_PATH).is_empty())
 }
 
 /// What is written for `delete` is read as it was, and has the same meaning when it is sent again.
@@ -91,7 +93,7 @@ pub(crate) fn is_kept(options: &RuncOptions) {
             .expect("a message in memory can be encoded"),
         ..Any::default()
     };
-    let again = RuncOptions::from_any(Some(&any)).expect("it is of the right type");
+    let again = runc_options(Some(&any)).expect("it is of the right type");
     // Not sent by today's clients.
     let criu_path = options.criu_path.clone();
     assert_eq!(RuncOptions { criu_path, ..again }, *options);

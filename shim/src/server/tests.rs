@@ -17,7 +17,7 @@ const SOON: Duration = Duration::from_secs(20);
 
 /// A task service with four verbs.
 struct Service {
-    shutdown: Shutdown,
+    serving: CancellationToken,
 }
 
 #[async_trait]
@@ -31,7 +31,7 @@ impl Task for Service {
 
     /// Is answered later than the shutdown that it causes.
     async fn kill(&self, _: &TtrpcContext, _: KillRequest) -> ttrpc::Result<Empty> {
-        self.shutdown.trigger();
+        self.serving.cancel();
         tokio::time::sleep(Duration::from_millis(300)).await;
         Ok(Empty::default())
     }
@@ -41,7 +41,7 @@ impl Task for Service {
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: ShutdownRequest) -> ttrpc::Result<Empty> {
-        self.shutdown.trigger();
+        self.serving.cancel();
         Ok(Empty::default())
     }
 }
@@ -49,7 +49,7 @@ impl Task for Service {
 struct Shim {
     _dir: tempfile::TempDir,
     path: PathBuf,
-    shutdown: Shutdown,
+    serving: CancellationToken,
     served: JoinHandle<Result<(), ActionError>>,
 }
 
@@ -58,20 +58,20 @@ impl Shim {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sock");
         let listener = UnixListener::bind(&path).unwrap();
-        let shutdown = Shutdown::new();
+        let serving = CancellationToken::default();
         let served = tokio::spawn({
-            let shutdown = shutdown.clone();
+            let serving = serving.clone();
             async move {
                 let service = Arc::new(Service {
-                    shutdown: shutdown.clone(),
+                    serving: serving.clone(),
                 });
-                serve(listener, service, &shutdown, &Publisher::new("", "default")).await
+                serve(listener, service, &serving, &Publisher::new("", "default")).await
             }
         });
         Self {
             _dir: dir,
             path,
-            shutdown,
+            serving,
             served,
         }
     }
@@ -148,7 +148,7 @@ async fn the_socket_of_a_successor_is_kept() {
         .unwrap();
     fs::rename(&shim.path, shim.path.with_extension("old")).unwrap();
     let _successor = UnixListener::bind(&shim.path).unwrap();
-    shim.shutdown.trigger();
+    shim.serving.cancel();
     shim.ended().await;
     assert!(shim.path.exists());
 }
@@ -161,7 +161,7 @@ async fn connections_of_other_users_are_closed() {
     let other_user = nix::unistd::Uid::from_raw(nix::unistd::geteuid().as_raw() + 1);
     let listener = accept::listener(UnixListener::bind(&path).unwrap(), other_user).unwrap();
     let services = create_task(Arc::new(Service {
-        shutdown: Shutdown::new(),
+        serving: CancellationToken::default(),
     }));
     let mut server = Server::new().add_listener(listener).register_service(services);
     server.start().await.unwrap();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::options::FromAny;
+use crate::options::{PARENT_PATH, checkpoint_options, unknown_string};
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_image::manifest::DumpFlags;
 
@@ -11,7 +11,6 @@ use super::{Service, TaskError};
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::Action;
 use firn_transaction::image_dir::ImageDir;
-use firn_transaction::options::CheckpointOptions;
 use firn_transaction::panics::caught;
 
 pub(super) async fn checkpoint(
@@ -24,12 +23,12 @@ pub(super) async fn checkpoint(
     let found = ImageDir::find(path_of_image, !container.traits.has_nvidia()).await;
     let _operation = container.operation.write().await;
     container.admit(Action::Checkpoint)?;
-    let options = CheckpointOptions::from_any(request.options.as_ref())?;
+    let options = checkpoint_options(request.options.as_ref())?;
     let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));
     let request = Request {
         image: checkpoint::usable(&container, found, path_of_image)?,
         work: path(&options.work_path),
-        parent: path(&options.parent_path),
+        parent: path(&unknown_string(&options, PARENT_PATH)),
         exit: options.exit,
         flags: DumpFlags {
             open_tcp: options.open_tcp || container.traits.open_tcp,

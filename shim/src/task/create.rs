@@ -4,7 +4,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::options::{FromAny, restore_dir};
+use crate::options::{restore_dir, runc_options};
 use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use firn_transaction::unmount::unmount_recursive;
@@ -15,7 +15,7 @@ use super::{Service, Slot, TaskError, exit};
 use crate::mounts;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
-use firn_transaction::container::{Container, Owner, Process, StdioPaths};
+use firn_transaction::container::{Container, Process, StdioPaths};
 use firn_transaction::create as preparation;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::recovery;
@@ -78,7 +78,7 @@ async fn build(
     cancel: &CancellationToken,
 ) -> Result<Arc<Container>, TaskError> {
     let bundle = PathBuf::from(&request.bundle);
-    let options = RuncOptions::from_any(request.options.as_ref())?;
+    let options = runc_options(request.options.as_ref())?;
     options.save(&bundle)?;
     recovery::recover(&bundle).await;
     let rootfs = bundle.join("rootfs");
@@ -172,32 +172,20 @@ async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Resul
         .await
     {
         stdio.abort().await;
-        return Err(TaskError::Runtime {
-            verb: "create",
-            source,
-        });
+        return Err(TaskError::runtime("create")(source));
     }
     let started = async {
         container.init.set_copier(stdio.start().await?);
         let pid = runc::read_pid(&pid_file)?;
         container.init.set_pid(pid);
-        Ok::<i32, TaskError>(pid)
+        Ok::<_, TaskError>(())
     };
-    let pid = match started.await {
-        Ok(pid) => pid,
-        Err(error) => {
-            // The client gets an error, so there must be no container.
-            discard(container).await;
-            return Err(error);
-        }
-    };
-    let owner = Owner {
-        container: Arc::downgrade(container),
-        process: container.init.clone(),
-    };
-    if let Some(early) = expectation.claim(pid, owner.clone()) {
-        exit::handle(service, &owner, early);
+    if let Err(error) = started.await {
+        // The client gets an error, so there must be no container.
+        discard(container).await;
+        return Err(error);
     }
+    exit::claim(service, expectation, container, &container.init);
     Ok(())
 }
 
@@ -225,18 +213,7 @@ pub(super) async fn open_stdio(
     Ok(config.prepare(owner(container), &service.reaper).await?)
 }
 
-/// Stdio for a process of an image.
-pub(super) async fn open_stdio_to_restore(
-    service: &Service,
-    container: &Container,
-    process: &Process,
-) -> Result<stdio::Prepared, TaskError> {
-    let mut stdio = open_stdio(service, container, process).await?;
-    stdio.avoid_null(owner(container))?;
-    Ok(stdio)
-}
-
-fn owner(container: &Container) -> stdio::Owner {
+pub(super) fn owner(container: &Container) -> stdio::Owner {
     stdio::Owner {
         uid: container.options.io_uid,
         gid: container.options.io_gid,

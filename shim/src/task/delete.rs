@@ -158,7 +158,7 @@ async fn drain(process: &Process) {
 /// Ends the shim once it has no containers.
 pub(super) async fn shutdown(service: &Arc<Service>, _: ShutdownRequest) -> Result<Empty, TaskError> {
     if !service.is_used() {
-        service.shutdown.trigger();
+        service.serving.cancel();
     }
     Ok(Empty::default())
 }

@@ -62,9 +62,7 @@ pub(crate) enum TaskError {
     #[error("failed rootfs umount")]
     Unmount(#[source] firn_transaction::unmount::UnmountError),
     #[error(transparent)]
-    Update(RuntimeMessage),
-    #[error(transparent)]
-    Pids(RuntimeMessage),
+    Message(#[from] RuntimeMessage),
     #[error("cannot decode the options")]
     Options(#[from] crate::options::DecodeError),
     #[error("cannot keep the options")]
@@ -115,6 +113,11 @@ fn code_of(kind: FailureKind) -> Code {
 }
 
 impl TaskError {
+    /// The error of a call of the OCI runtime.
+    pub(super) fn runtime(verb: &'static str) -> impl FnOnce(RuncError) -> Self {
+        move |source| Self::Runtime { verb, source }
+    }
+
     fn code(&self) -> Code {
         match self {
             Self::NoContainer { .. } | Self::NoProcess { .. } | Self::Finished | Self::Absent => {
@@ -148,8 +151,7 @@ impl TaskError {
             | Self::NoStdin { .. }
             | Self::Resize
             | Self::Unmount(_)
-            | Self::Update(_)
-            | Self::Pids(_)
+            | Self::Message(_)
             | Self::ExecState { .. }
             | Self::NotAllowed(_)
             | Self::ExecRefused(ExecRefused::State(_))

@@ -11,7 +11,7 @@ use super::state::{exited_at, pid_field};
 use super::{SIGKILL, Service};
 use firn_host::Chain;
 use firn_transaction::cgroup::CgroupError;
-use firn_transaction::container::{Container, InitState, Owner, Process};
+use firn_transaction::container::{Container, Expectation, InitState, Owner, Process};
 use firn_transaction::reaper::Exit;
 use firn_transaction::runc::RuncError;
 
@@ -24,8 +24,24 @@ pub(super) async fn handle_all(service: Arc<Service>, mut exits: UnboundedReceiv
     }
 }
 
+/// Has the exit of a process that was started handled, also if it has ended already.
+pub(super) fn claim(
+    service: &Arc<Service>,
+    expectation: Expectation<Owner>,
+    container: &Arc<Container>,
+    process: &Arc<Process>,
+) {
+    let owner = Owner {
+        container: Arc::downgrade(container),
+        process: process.clone(),
+    };
+    if let Some(early) = expectation.claim(process.pid(), owner.clone()) {
+        handle(service, &owner, early);
+    }
+}
+
 /// One process has ended. Init's exit is published last: a client that sees it may delete the container.
-pub(super) fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
+fn handle(service: &Arc<Service>, owner: &Owner, exit: Exit) {
     let Some(container) = owner.container.upgrade() else {
         return;
     };

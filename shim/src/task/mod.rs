@@ -36,7 +36,7 @@ use ttrpc::r#async::TtrpcContext;
 pub(crate) use error::TaskError;
 
 use crate::events::Publisher;
-use crate::server::{Context, Shutdown};
+use crate::server::Context;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Exits};
@@ -51,7 +51,8 @@ pub(crate) struct Service {
     reaper: Reaper,
     publisher: Publisher,
     exits: Exits,
-    shutdown: Shutdown,
+    /// Cancelled to end the shim.
+    serving: CancellationToken,
     containers: Mutex<BTreeMap<String, Slot>>,
 }
 
@@ -72,7 +73,7 @@ impl Service {
             reaper: context.reaper,
             publisher: context.publisher,
             exits: Exits::default(),
-            shutdown: context.shutdown,
+            serving: context.serving,
             containers: Mutex::new(BTreeMap::new()),
         });
         tokio::spawn(exit::handle_all(service.clone(), service.reaper.subscribe()));

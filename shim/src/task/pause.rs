@@ -22,10 +22,7 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
     container.set_state(InitState::Pausing);
     if let Err(source) = container.runc.pause().await {
         container.set_state(InitState::Running);
-        return Err(TaskError::Runtime {
-            verb: "pause",
-            source,
-        });
+        return Err(TaskError::runtime("pause")(source));
     }
     container.set_state(InitState::Paused);
     service.publisher.publish(&TaskPaused {
@@ -50,14 +47,8 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
     }
     container.admit(Action::Resume)?;
     if freezer != Some(FreezerState::Thawed) {
-        container
-            .runc
-            .resume()
-            .await
-            .map_err(|source| TaskError::Runtime {
-                verb: "resume",
-                source,
-            })?;
+        let resumed = container.runc.resume().await;
+        resumed.map_err(TaskError::runtime("resume"))?;
     }
     Ok(resumed(service, &container))
 }

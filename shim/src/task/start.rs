@@ -6,13 +6,13 @@ use std::sync::Arc;
 use containerd_shim_protos::api::{StartRequest, StartResponse};
 use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 
-use super::create::{INIT_PID, open_stdio, open_stdio_to_restore};
+use super::create::{INIT_PID, open_stdio, owner};
 use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit};
 use crate::procfs;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
-use firn_transaction::container::{Action, Container, InitState, Owner, Process};
+use firn_transaction::container::{Action, Container, InitState, Process};
 use firn_transaction::journal::point;
 use firn_transaction::prepared_restore::PreparedRestore;
 use firn_transaction::restore;
@@ -49,10 +49,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
                 }
             };
             let started = container.runc.start(killed).await;
-            started.map_err(|source| TaskError::Runtime {
-                verb: "start",
-                source,
-            })
+            started.map_err(TaskError::runtime("start"))
         }
         Some(prepared) => restore_init(service, container, prepared).await,
     };
@@ -89,18 +86,12 @@ async fn restore_init(
     let failed = match bring_up(service, container, &prepared, &cancel).await {
         Ok(restored) => {
             let pid = restored.pid();
-            let owner = Owner {
-                container: Arc::downgrade(container),
-                process: container.init.clone(),
-            };
             match guard.commit(|| container.init.set_pid(pid)) {
                 Ok(()) => {
                     point("restore-committed").await;
                     restored.commit().await;
                     exit::watch_oom(service, container);
-                    if let Some(early) = expectation.claim(pid, owner.clone()) {
-                        exit::handle(service, &owner, early);
-                    }
+                    exit::claim(service, expectation, container, &container.init);
                     return Ok(());
                 }
                 Err(guard) => {
@@ -127,7 +118,8 @@ async fn bring_up(
     prepared: &PreparedRestore,
     cancel: &CancellationToken,
 ) -> Result<restore::Restored, TaskError> {
-    let mut stdio = open_stdio_to_restore(service, container, &container.init).await?;
+    let mut stdio = open_stdio(service, container, &container.init).await?;
+    stdio.avoid_null(owner(container))?;
     let pid_file = container.bundle.join(INIT_PID);
     let console = stdio.console_socket().map(std::path::Path::to_owned);
     let attach = |command: &mut std::process::Command| stdio.attach(command);
@@ -204,14 +196,8 @@ async fn run_exec(
         pid: pid_field(pid),
         ..TaskExecStarted::default()
     });
-    let owner = Owner {
-        container: Arc::downgrade(container),
-        process,
-    };
     // Order matters: an exit is published after the start.
-    if let Some(early) = expectation.claim(pid, owner.clone()) {
-        exit::handle(service, &owner, early);
-    }
+    exit::claim(service, expectation, container, &process);
     Ok(pid)
 }
 
@@ -226,7 +212,7 @@ async fn spawn_exec(service: &Service, container: &Container, process: &Process)
     };
     if let Err(source) = container.runc.exec(exec, |command| stdio.attach(command)).await {
         stdio.abort().await;
-        return Err(TaskError::Runtime { verb: "exec", source });
+        return Err(TaskError::runtime("exec")(source));
     }
     let pid = read_pid(&pid_file)?;
     match stdio.start().await {

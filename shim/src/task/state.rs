@@ -14,6 +14,7 @@ use protobuf::well_known_types::timestamp::Timestamp;
 use super::{Service, TaskError};
 use firn_transaction::container::{Container, InitState, Process};
 use firn_transaction::reaper::Exit;
+use firn_transaction::runc::RuntimeMessage;
 
 pub(super) async fn state(service: &Arc<Service>, request: StateRequest) -> Result<StateResponse, TaskError> {
     let container = service.container(&request.id)?;
@@ -47,7 +48,7 @@ pub(super) async fn pids(service: &Arc<Service>, request: PidsRequest) -> Result
         // Not every runtime lists pids, or lists them so; the cgroup has them too.
         Err(source) => match container.cgroup().and_then(|cgroup| cgroup.pids()) {
             Ok(pids) if !source.is_absent() => pids,
-            _ => return Err(TaskError::Pids(source.into())),
+            _ => return Err(RuntimeMessage::from(source).into()),
         },
     };
     let processes = pids

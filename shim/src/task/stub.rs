@@ -9,7 +9,8 @@ use tempfile::TempDir;
 
 use super::{Service, Slot};
 use crate::events::testing::Published;
-use crate::server::{Context, Shutdown};
+use crate::server::Context;
+use firn_transaction::cancel::CancellationToken;
 use firn_transaction::cgroup::Cgroup;
 use firn_transaction::cgroup::testing::{LIMIT, fake};
 use firn_transaction::container::{Container, ContainerTraits, InitState, Owner, Process, StdioPaths};
@@ -51,7 +52,7 @@ impl Stub {
             namespace: "default".to_owned(),
             reaper: reaper.clone(),
             publisher,
-            shutdown: Shutdown::new(),
+            serving: CancellationToken::default(),
         });
         let dir = TempDir::new().unwrap();
         // Options of the runtime itself come first.

@@ -7,6 +7,7 @@ use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 
 use super::{Service, TaskError};
 use firn_transaction::container::Action;
+use firn_transaction::runc::RuntimeMessage;
 
 /// How long an update waits for another operation. The kubelet gives the call 2 minutes, of which the runtime
 /// may take one, and tries again after an error; a call that it has given up must not change the limits
@@ -24,10 +25,7 @@ pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -
     })?;
     container.admit(Action::Update)?;
     let resources = request.resources.into_option().unwrap_or_default().value;
-    container
-        .runc
-        .update(&resources)
-        .await
-        .map_err(|error| TaskError::Update(error.into()))?;
+    let updated = container.runc.update(&resources).await;
+    updated.map_err(RuntimeMessage::from)?;
     Ok(Empty::default())
 }

@@ -18,7 +18,7 @@ use firn_gpu::Backend;
 use tokio::sync::watch;
 
 pub use admission::{Action, InitState, NotAllowed, admit};
-pub use exits::{Exits, Owner};
+pub use exits::{Exits, Expectation, Owner};
 pub use process::{Process, StdioPaths};
 
 use crate::cancel::{self, CancellationToken, TransactionGuard};
