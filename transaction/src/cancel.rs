@@ -4,10 +4,12 @@
 //! transaction then stops waiting, kills CRIU first (`runc::run_criu`), which holds the tasks by ptrace, and
 //! then the tasks; [`CancellationToken::untraced`] resolves when CRIU has ended.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::watch;
+
+use crate::panics::lock;
 
 #[derive(Clone, Copy, Default)]
 struct Progress {
@@ -68,26 +70,18 @@ pub(super) struct Slot(Mutex<Option<CancellationToken>>);
 impl Slot {
     pub(super) fn begin(&self) -> TransactionGuard<'_> {
         let cancel = CancellationToken::default();
-        self.set(Some(cancel.clone()));
+        *lock(&self.0) = Some(cancel.clone());
         TransactionGuard { slot: self, cancel }
     }
 
     /// Cancels the transaction in progress, if there is one: it cannot be committed any more.
     pub(super) fn cancel_transaction(&self) -> Option<CancellationToken> {
-        let current = self.lock();
+        let current = lock(&self.0);
         current.clone().inspect(CancellationToken::cancel)
     }
 
     pub(super) fn is_taken(&self) -> bool {
-        self.lock().is_some()
-    }
-
-    fn set(&self, cancel: Option<CancellationToken>) {
-        *self.lock() = cancel;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<CancellationToken>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0).is_some()
     }
 }
 
@@ -104,7 +98,7 @@ impl TransactionGuard<'_> {
     /// Order matters: `publish` sets the state that a kill needs from now on, under the same lock as the end.
     /// A kill therefore either finds the transaction and cancels it, or finds the published state.
     pub fn commit(self, publish: impl FnOnce()) -> Result<(), Self> {
-        let mut current = self.slot.lock();
+        let mut current = lock(&self.slot.0);
         if self.cancel.is_cancelled() {
             drop(current);
             return Err(self);
@@ -118,7 +112,7 @@ impl TransactionGuard<'_> {
     /// Ends a transaction that has failed. Returns whether it was cancelled: the canceller then relies on the
     /// container's end.
     pub fn end(self) -> bool {
-        let mut current = self.slot.lock();
+        let mut current = lock(&self.slot.0);
         *current = None;
         self.cancel.is_cancelled()
     }
@@ -126,7 +120,7 @@ impl TransactionGuard<'_> {
 
 impl Drop for TransactionGuard<'_> {
     fn drop(&mut self) {
-        self.slot.set(None);
+        *lock(&self.slot.0) = None;
     }
 }
 

@@ -1,9 +1,10 @@
-//! Catches panics, so that a transaction can be rolled back after one.
+//! Catches panics, so that a transaction can be rolled back after one, and locks that survive them.
 
 use std::any::Any;
 use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
 /// The payload of a caught panic; its message is already on stderr.
@@ -22,6 +23,21 @@ pub async fn caught<T>(work: impl Future<Output = T>) -> Result<T, Panic> {
         },
     )
     .await
+}
+
+/// Runs work that may be repeated; once more if it panics. None: it has panicked twice.
+pub(crate) async fn twice<F: Future>(mut work: impl FnMut() -> F) -> Option<F::Output> {
+    for _ in 0..2 {
+        if let Ok(done) = caught(work()).await {
+            return Some(done);
+        }
+    }
+    None
+}
+
+/// Locks data that is consistent after each statement that changes it, and thus also after a panic.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

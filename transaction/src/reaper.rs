@@ -21,7 +21,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::process::{ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
 use nix::errno::Errno;
@@ -32,6 +32,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 
+use crate::panics::lock;
 use crate::sys;
 
 /// How much of a command's stdout, and of its stderr, [`Reaper::output`] keeps; the rest is read and dropped.
@@ -65,11 +66,6 @@ static TABLE: Mutex<Table> = Mutex::new(Table {
     subscribers: Vec::new(),
 });
 
-fn table() -> MutexGuard<'static, Table> {
-    // The table is consistent after each statement that changes it, so it stays usable after a panic.
-    TABLE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Handle to the process's reaper; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Reaper(());
@@ -101,7 +97,7 @@ impl Reaper {
 
     /// Spawns a process that outlives the shim (a log binary that must drain its pipes).
     pub(crate) fn spawn_surviving(&self, command: &mut Command) -> io::Result<Child> {
-        let mut table = table();
+        let mut table = lock(&TABLE);
         let mut child = command.spawn()?;
         let pid = i32::try_from(child.id()).expect("a pid fits pid_t");
         let (exited, exit) = watch::channel(None);
@@ -121,7 +117,7 @@ impl Reaper {
     /// `ESRCH` for a process that was reaped, even if its pid is reused.
     pub fn signal(&self, pid: i32, signal: u32) -> Result<(), Errno> {
         // No process is reaped while the lock is held.
-        let table = table();
+        let table = lock(&TABLE);
         if table.children.contains_key(&pid) || !sys::is_unreaped_child(pid) {
             return Err(Errno::ESRCH);
         }
@@ -131,7 +127,7 @@ impl Reaper {
     /// All exits from now on of processes that are no [`Child`], in order, without loss.
     pub fn subscribe(&self) -> UnboundedReceiver<Exit> {
         let (sender, receiver) = unbounded_channel();
-        table().subscribers.push(sender);
+        lock(&TABLE).subscribers.push(sender);
         receiver
     }
 
@@ -206,7 +202,7 @@ impl Drop for Killed {
 }
 
 fn reap_all() {
-    let mut table = table();
+    let mut table = lock(&TABLE);
     loop {
         let reaped = match sys::reap_any() {
             Ok(Some(reaped)) => reaped,
@@ -261,14 +257,14 @@ impl Child {
 
     /// Sends a signal; returns false when the process has ended.
     pub fn signal(&self, signal: Signal) -> bool {
-        let table = table();
+        let table = lock(&TABLE);
         table.children.contains_key(&self.pid()) && kill(Pid::from_raw(self.pid()), signal).is_ok()
     }
 
     /// Sends SIGKILL to the process group that it leads, unless it was reaped: until then the pid is not
     /// reused.
     pub(crate) fn kill_group(&self) {
-        let table = table();
+        let table = lock(&TABLE);
         if table.children.contains_key(&self.pid()) {
             // ESRCH: it created no group, or all its processes have ended.
             let _none = killpg(Pid::from_raw(self.pid()), Signal::SIGKILL);

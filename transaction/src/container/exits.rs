@@ -9,9 +9,10 @@
 //! this process that is not reaped yet has not ended, whatever was reported for its pid before.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use super::{Container, Process};
+use crate::panics::lock;
 use crate::reaper::Exit;
 use crate::sys;
 
@@ -72,7 +73,7 @@ impl<T> Exits<T> {
 
     /// From now on every exit is kept until the expectation is claimed or dropped.
     pub fn expect(&self) -> Expectation<T> {
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         let key = table.next;
         table.next += 1;
         table.expected.insert(key, HashMap::new());
@@ -85,7 +86,7 @@ impl<T> Exits<T> {
 
     /// Owners of the process that ended; without an owner the exit is recorded for every expectation.
     pub fn take(&self, exit: &Exit) -> Vec<T> {
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         let mut owners = table.owners.remove(&exit.pid).unwrap_or_default();
         if owners.is_empty() {
             for early in table.expected.values_mut() {
@@ -99,16 +100,12 @@ impl<T> Exits<T> {
         }
         owners
     }
-
-    fn table(&self) -> MutexGuard<'_, Table<T>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl<T> Expectation<T> {
     /// Assigns `pid` to `owner`; returns the exit if the process has ended already.
     pub fn claim(self, pid: i32, owner: T) -> Option<Exit> {
-        let mut table = self.exits.table();
+        let mut table = lock(&self.exits.table);
         let early = table
             .expected
             .get_mut(&self.key)
@@ -123,7 +120,7 @@ impl<T> Expectation<T> {
 
 impl<T> Drop for Expectation<T> {
     fn drop(&mut self) {
-        self.exits.table().expected.remove(&self.key);
+        lock(&self.exits.table).expected.remove(&self.key);
     }
 }
 
@@ -205,8 +202,8 @@ mod tests {
     fn an_expectation_that_is_dropped_keeps_nothing() {
         let exits = gone();
         drop(exits.expect());
-        assert!(exits.table().expected.is_empty());
+        assert!(lock(&exits.table).expected.is_empty());
         assert_eq!(exits.expect().claim(7, "one"), None);
-        assert!(exits.table().expected.is_empty());
+        assert!(lock(&exits.table).expected.is_empty());
     }
 }

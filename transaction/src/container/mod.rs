@@ -11,7 +11,7 @@ mod process;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use firn_gpu::Backend;
@@ -24,6 +24,7 @@ pub use process::{Process, StdioPaths};
 use crate::cancel::{self, CancellationToken, TransactionGuard};
 use crate::cgroup::{Cgroup, CgroupError, OomWatch};
 use crate::options::RuncOptions;
+use crate::panics::lock;
 use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Exit;
 use crate::runc::Runc;
@@ -155,12 +156,12 @@ impl Container {
 
     /// The state, as clients see it.
     pub fn state(&self) -> InitState {
-        self.status().state
+        lock(&self.status).state
     }
 
     /// Sets the state, unless init has ended.
     pub fn set_state(&self, state: InitState) {
-        let mut status = self.status();
+        let mut status = lock(&self.status);
         let is_final = match status.state {
             InitState::Stopped | InitState::Deleted => state != InitState::Deleted,
             _ => false,
@@ -177,7 +178,7 @@ impl Container {
 
     /// The cgroup, found through init while init is alive, and remembered.
     pub fn cgroup(&self) -> Result<Cgroup, CgroupError> {
-        let mut known = self.cgroup.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.cgroup);
         if let Some(cgroup) = known.as_ref() {
             return Ok(cgroup.clone());
         }
@@ -189,35 +190,32 @@ impl Container {
     /// Sets the cgroup, for tests.
     #[cfg(any(test, feature = "testing"))]
     pub fn set_cgroup(&self, cgroup: Cgroup) {
-        *self.cgroup.lock().unwrap_or_else(PoisonError::into_inner) = Some(cgroup);
+        *lock(&self.cgroup) = Some(cgroup);
     }
 
     /// Takes the checkpoint that Start restores.
     pub fn take_checkpoint(&self) -> Option<PreparedRestore> {
-        self.checkpoint
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
+        lock(&self.checkpoint).take()
     }
 
     /// Stores the checkpoint again after a failed restore, for another attempt.
     pub fn put_checkpoint(&self, prepared: PreparedRestore) {
-        *self.checkpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(prepared);
+        *lock(&self.checkpoint) = Some(prepared);
     }
 
     /// Holds these threads until [`Container::take_held`].
     pub fn keep_held(&self, hold: TracedThreads) {
-        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(hold);
+        *lock(&self.held) = Some(hold);
     }
 
     /// Whether threads are held.
     pub fn is_held(&self) -> bool {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        lock(&self.held).is_some()
     }
 
     /// Takes the held threads.
     pub fn take_held(&self) -> Option<TracedThreads> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.held).take()
     }
 
     /// Begins a checkpoint or restore, which can be cancelled. The caller holds the operation lock.
@@ -247,7 +245,7 @@ impl Container {
 
     /// Adds an exec under its id; returns whether the id was free.
     pub fn add_exec(&self, process: Arc<Process>) -> bool {
-        let mut status = self.status();
+        let mut status = lock(&self.status);
         if status.execs.contains_key(&process.exec_id) {
             return false;
         }
@@ -260,29 +258,27 @@ impl Container {
         if exec_id.is_empty() {
             Some(self.init.clone())
         } else {
-            self.status().execs.get(exec_id).cloned()
+            lock(&self.status).execs.get(exec_id).cloned()
         }
     }
 
     /// The exec that has this pid.
     pub fn exec_of_pid(&self, pid: i32) -> Option<String> {
-        self.status()
-            .execs
-            .values()
-            .find(|p| p.pid() == pid)
-            .map(|p| p.exec_id.clone())
+        let status = lock(&self.status);
+        let mut execs = status.execs.values();
+        execs.find(|p| p.pid() == pid).map(|p| p.exec_id.clone())
     }
 
     /// Removes an exec.
     pub fn remove_exec(&self, exec_id: &str) {
-        self.status().execs.remove(exec_id);
+        lock(&self.status).execs.remove(exec_id);
     }
 
     /// Counts an exec that is about to run; init's exit is published after the exec's.
     ///
     /// Other obstacles, above all a frozen cgroup, are for the runtime to detect.
     pub fn begin_exec(&self) -> Result<(), ExecRefused> {
-        let mut status = self.status();
+        let mut status = lock(&self.status);
         if status.init_gone {
             return Err(ExecRefused::InitGone { id: self.id.clone() });
         }
@@ -295,7 +291,7 @@ impl Container {
 
     /// An exec has ended or did not start. Returns init's exit if it was waiting for this exec.
     pub fn end_exec(&self) -> Option<Exit> {
-        let mut status = self.status();
+        let mut status = lock(&self.status);
         status.running_execs = status.running_execs.saturating_sub(1);
         if status.running_execs == 0 {
             status.init_exit.take()
@@ -306,19 +302,19 @@ impl Container {
 
     /// From now on an exit of init is kept for [`Container::end_start`].
     pub fn begin_start(&self) {
-        self.status().starting = true;
+        lock(&self.status).starting = true;
     }
 
     /// Start is over. Returns the exit of init, if init has ended meanwhile.
     pub fn end_start(&self) -> Option<Exit> {
-        let mut status = self.status();
+        let mut status = lock(&self.status);
         status.starting = false;
         status.exit_while_starting.take()
     }
 
     /// Keeps the exit of init while Start is in progress; returns it otherwise.
     pub fn keep_while_starting(&self, exit: Exit) -> Option<Exit> {
-        let mut status = self.status();
+        let mut status = lock(&self.status);
         if !status.starting {
             return Some(exit);
         }
@@ -328,22 +324,18 @@ impl Container {
 
     /// Init has ended: execs are refused from now on.
     pub fn set_init_gone(&self) {
-        self.status().init_gone = true;
+        lock(&self.status).init_gone = true;
     }
 
     /// Init has ended. Returns its exit if it can be published now; otherwise [`Container::end_exec`] of the
     /// last exec returns it.
     pub fn end_init(&self, exit: Exit) -> Option<Exit> {
-        let mut status = self.status();
+        let mut status = lock(&self.status);
         if status.running_execs == 0 {
             return Some(exit);
         }
         status.init_exit = Some(exit);
         None
-    }
-
-    fn status(&self) -> MutexGuard<'_, Status> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

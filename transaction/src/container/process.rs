@@ -1,11 +1,12 @@
 //! One process of a container: init or an exec.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use tokio::sync::watch;
 
+use crate::panics::lock;
 use crate::reaper::Exit;
 use crate::stdio::Copier;
 
@@ -128,10 +129,6 @@ impl Process {
     pub fn take_copier(&self) -> Option<Copier> {
         lock(&self.copier).take()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
