@@ -14,6 +14,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
+use firn_config::Deadlines;
 use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
 use firn_gpu::{CudaProcess, CudaState, GpuPair, GpuUuid, Inventory};
 use firn_host::{Problem, Remedy, remedy};
@@ -177,8 +178,7 @@ pub struct Driver {
     worker: Option<Worker>,
     /// Killed, and possibly not ended yet.
     dying: Option<Child>,
-    /// How long it may take to end.
-    end: Duration,
+    deadlines: Deadlines,
     /// Records the worker's pid.
     journal: Option<Journal>,
 }
@@ -190,15 +190,14 @@ struct Worker {
 }
 
 impl Driver {
-    /// A driver whose worker is `program` and may take `end` to end when it is killed; nothing is started
-    /// yet.
-    pub fn new(program: PathBuf, reaper: Reaper, end: Duration) -> Self {
+    /// A driver whose worker is `program`; nothing is started yet.
+    pub fn new(program: PathBuf, reaper: Reaper, deadlines: Deadlines) -> Self {
         Self {
             program,
             reaper,
             worker: None,
             dying: None,
-            end,
+            deadlines,
             journal: None,
         }
     }
@@ -217,43 +216,32 @@ impl Driver {
     }
 
     /// Driver version and GPUs of this node.
-    pub async fn inventory(&mut self, deadline: Duration) -> Result<Inventory, WorkerError> {
-        let (inventory, _) = self.call("inventory", &Request::Inventory, deadline).await?;
+    pub async fn inventory(&mut self) -> Result<Inventory, WorkerError> {
+        let limit = self.deadlines.inventory;
+        let (inventory, _) = self.call("inventory", &Request::Inventory, limit).await?;
         inventory.ok_or(WorkerError::Died { op: "inventory" })
     }
 
     /// Those of `pids` that use CUDA.
-    pub async fn discover(
-        &mut self,
-        pids: Vec<i32>,
-        deadline: Duration,
-    ) -> Result<Vec<CudaProcess>, WorkerError> {
-        let (_, replies) = self
-            .call("discover", &Request::Discover { pids }, deadline)
-            .await?;
+    pub async fn discover(&mut self, pids: Vec<i32>) -> Result<Vec<CudaProcess>, WorkerError> {
+        let (request, limit) = (Request::Discover { pids }, self.deadlines.discover);
+        let (_, replies) = self.call("discover", &request, limit).await?;
         let mut found = Vec::new();
         for reply in replies {
-            if let Some(source) = reply.error {
-                return Err(WorkerError::Process {
-                    pid: reply.pid,
-                    source,
-                });
+            let pid = reply.pid;
+            match (reply.error, reply.restore_tid) {
+                (Some(source), _) => return Err(WorkerError::Process { pid, source }),
+                (None, Some(restore_tid)) => found.push(CudaProcess { pid, restore_tid }),
+                (None, None) => {}
             }
-            let Some(restore_tid) = reply.restore_tid else {
-                continue;
-            };
-            found.push(CudaProcess {
-                pid: reply.pid,
-                restore_tid,
-            });
         }
         Ok(found)
     }
 
     /// GPU memory that these processes use together on each GPU; empty when NVML reports it for none of them.
-    pub async fn memory(&mut self, pids: &[i32], deadline: Duration) -> Result<GpuMemory, WorkerError> {
+    pub async fn memory(&mut self, pids: &[i32]) -> Result<GpuMemory, WorkerError> {
         let request = Request::Memory { pids: pids.to_vec() };
-        let (_, replies) = self.call("memory", &request, deadline).await?;
+        let (_, replies) = self.call("memory", &request, self.deadlines.inventory).await?;
         let mut together = GpuMemory::new();
         for (gpu, bytes) in replies.into_iter().flat_map(|reply| reply.gpu_memory) {
             let sum = together.entry(gpu).or_default();
@@ -262,22 +250,18 @@ impl Driver {
         Ok(together)
     }
 
-    /// State of each process; a process that has ended is omitted.
+    /// State of each process, within a deadline of the caller's; a process that has ended is omitted.
     pub async fn states(
         &mut self,
         pids: &[i32],
         deadline: Duration,
     ) -> Result<Vec<(i32, CudaState)>, WorkerError> {
-        let op = "state";
-        let (_, replies) = self
-            .call(op, &Request::State { pids: pids.to_vec() }, deadline)
-            .await?;
+        let (op, request) = ("state", Request::State { pids: pids.to_vec() });
+        let (_, replies) = self.call(op, &request, deadline).await?;
         let mut states = Vec::new();
-        for ProcessReply {
-            pid, state, error, ..
-        } in replies
-        {
-            match (state, error) {
+        for reply in replies {
+            let pid = reply.pid;
+            match (reply.state, reply.error) {
                 (Some(state), None) => states.push((pid, state)),
                 // For a process that has ended the driver returns an error too.
                 _ if !procfs::is_alive(pid) => {}
@@ -292,7 +276,8 @@ impl Driver {
     ///
     /// Ranks can block each other: locking rank A stops the kernel that rank B's kernel waits for, so B's
     /// lock never finishes. Then all are unlocked, and the lock is tried again a little later.
-    pub async fn lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
+    pub async fn lock(&mut self, pids: &[i32]) -> Result<(), WorkerError> {
+        let deadline = self.deadlines.gpu_lock;
         let end = Instant::now() + deadline;
         loop {
             let left = end.saturating_duration_since(Instant::now());
@@ -309,33 +294,27 @@ impl Driver {
             let locked = states.iter().filter(|(_, state)| *state == CudaState::Locked);
             let locked: Vec<i32> = locked.map(|(pid, _)| *pid).collect();
             if !locked.is_empty() {
-                self.unlock(&locked, deadline).await?;
+                self.unlock_within(&locked, deadline).await?;
             }
             tokio::time::sleep(jitter()).await;
         }
     }
 
     async fn try_lock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
-        let timeout_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX);
         let request = Request::Lock {
             pids: pids.to_vec(),
-            timeout_ms,
+            timeout_ms: u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX),
         };
         // The driver gets the whole deadline; if it exceeds that, the worker is killed a little later.
-        self.all(
-            "lock",
-            pids,
-            &request,
-            deadline + Duration::from_secs(1),
-            CudaState::Locked,
-        )
-        .await
+        let limit = deadline + Duration::from_secs(1);
+        self.all("lock", pids, &request, limit, CudaState::Locked).await
     }
 
     /// Moves the GPU state of all processes into their host memory.
-    pub async fn checkpoint(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
+    pub async fn checkpoint(&mut self, pids: &[i32]) -> Result<(), WorkerError> {
         let request = Request::Checkpoint { pids: pids.to_vec() };
-        self.all("checkpoint", pids, &request, deadline, CudaState::Checkpointed)
+        let limit = self.deadlines.gpu_checkpoint;
+        self.all("checkpoint", pids, &request, limit, CudaState::Checkpointed)
             .await
     }
 
@@ -347,21 +326,25 @@ impl Driver {
         pids: &[i32],
         pairs: &[GpuPair],
         needs: &GpuMemory,
-        deadline: Duration,
     ) -> Result<(), WorkerError> {
         let request = Request::Restore {
             pids: pids.to_vec(),
             pairs: pairs.to_vec(),
             needs: needs.clone(),
         };
-        self.all("restore", pids, &request, deadline, CudaState::Locked)
+        let limit = self.deadlines.gpu_restore;
+        self.all("restore", pids, &request, limit, CudaState::Locked)
             .await
     }
 
     /// Lets all processes call into the driver again.
-    pub async fn unlock(&mut self, pids: &[i32], deadline: Duration) -> Result<(), WorkerError> {
+    pub async fn unlock(&mut self, pids: &[i32]) -> Result<(), WorkerError> {
+        self.unlock_within(pids, self.deadlines.gpu_unlock).await
+    }
+
+    async fn unlock_within(&mut self, pids: &[i32], limit: Duration) -> Result<(), WorkerError> {
         let request = Request::Unlock { pids: pids.to_vec() };
-        self.all("unlock", pids, &request, deadline, CudaState::Running)
+        self.all("unlock", pids, &request, limit, CudaState::Running)
             .await
     }
 
@@ -374,25 +357,16 @@ impl Driver {
         expected: CudaState,
     ) -> Result<(), WorkerError> {
         let (_, replies) = self.call(op, request, deadline).await?;
-        let unanswered = pids
-            .iter()
-            .find(|pid| !replies.iter().any(|reply| reply.pid == **pid));
-        if let Some(&pid) = unanswered {
+        let is_answered = |pid: &&i32| replies.iter().any(|reply| reply.pid == **pid);
+        if let Some(&pid) = pids.iter().find(|pid| !is_answered(pid)) {
             return Err(WorkerError::State { pid, op, state: None });
         }
         for reply in replies {
-            if let Some(source) = reply.error {
-                return Err(WorkerError::Process {
-                    pid: reply.pid,
-                    source,
-                });
-            }
-            if reply.state != Some(expected) {
-                return Err(WorkerError::State {
-                    pid: reply.pid,
-                    op,
-                    state: reply.state,
-                });
+            let (pid, state) = (reply.pid, reply.state);
+            match reply.error {
+                Some(source) => return Err(WorkerError::Process { pid, source }),
+                None if state != Some(expected) => return Err(WorkerError::State { pid, op, state }),
+                None => {}
             }
         }
         Ok(())
@@ -405,36 +379,34 @@ impl Driver {
         limit: Duration,
     ) -> Result<(Option<Inventory>, Vec<ProcessReply>), WorkerError> {
         let began = Instant::now();
-        self.gone(self.end).await?;
+        self.gone(self.deadlines.worker_end).await?;
         let journal = self.journal.clone();
         let worker = self.worker()?;
         if let Some(journal) = journal.filter(|_| !worker.is_noted) {
             journal.child(Role::Worker, worker.child.pid()).await;
             worker.is_noted = true;
         }
-        let result = match tokio::time::timeout(limit, worker.exchange(op, request)).await {
-            Ok(result) => result,
-            Err(_) => Err(WorkerError::Deadline { op, limit }),
-        };
+        let late = |_| Err(WorkerError::Deadline { op, limit });
+        let replies = tokio::time::timeout(limit, worker.exchange(op, request)).await;
+        let result = replies.unwrap_or_else(late);
         log::debug!(
             "driver {op}: {} ms, {}",
             began.elapsed().as_millis(),
             result.is_ok()
         );
-        if !matches!(
-            result,
-            Ok(_) | Err(WorkerError::Refused { .. } | WorkerError::NoMemory { .. })
-        ) {
-            self.end().await;
+        match result {
+            Ok(_) | Err(WorkerError::Refused { .. } | WorkerError::NoMemory { .. }) => {}
+            Err(_) => self.end().await,
         }
         result
     }
 
     fn worker(&mut self) -> Result<&mut Worker, WorkerError> {
-        if self.worker.is_none() {
-            self.worker = Some(Worker::start(&self.program, &self.reaper)?);
-        }
-        self.worker.as_mut().ok_or(WorkerError::Died { op: "start" })
+        let worker = match self.worker.take() {
+            Some(worker) => worker,
+            None => Worker::start(&self.program, &self.reaper)?,
+        };
+        Ok(self.worker.insert(worker))
     }
 
     /// Kills the worker and waits until it has ended, so that no call of it is in progress any more.
@@ -443,7 +415,7 @@ impl Driver {
             child.kill();
             self.dying = Some(child);
         }
-        if let Err(error) = self.gone(self.end).await {
+        if let Err(error) = self.gone(self.deadlines.worker_end).await {
             log::error!("{error}");
         }
     }
@@ -476,12 +448,10 @@ impl Worker {
                 command.env(name, value);
             }
         }
+        let (parent_fd, child_fd) = (OwnedFd::from(theirs), 3);
         command
-            .fd_mappings(vec![FdMapping {
-                parent_fd: OwnedFd::from(theirs),
-                child_fd: 3,
-            }])
-            .map_err(|_| std::io::Error::from(std::io::ErrorKind::InvalidInput))?;
+            .fd_mappings(vec![FdMapping { parent_fd, child_fd }])
+            .expect("one number");
         let child = reaper.spawn(&mut command).map_err(|source| WorkerError::Start {
             program: program.to_owned(),
             source,
@@ -501,11 +471,8 @@ impl Worker {
         let protocol = |source| WorkerError::Protocol { op, source };
         let mut line = serde_json::to_vec(request).map_err(protocol)?;
         line.push(b'\n');
-        self.stream
-            .get_mut()
-            .write_all(&line)
-            .await
-            .map_err(|_| WorkerError::Died { op })?;
+        let written = self.stream.get_mut().write_all(&line).await;
+        written.map_err(|_| WorkerError::Died { op })?;
         let (mut inventory, mut processes) = (None, Vec::new());
         loop {
             line.clear();

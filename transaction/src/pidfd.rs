@@ -4,37 +4,37 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use nix::errno::Errno;
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, kill_process, pidfd_open, pidfd_send_signal};
 
-use crate::{procfs, sys};
+pub use rustix::process::Signal;
+
+use crate::procfs;
 
 /// Sends a signal to the process with this pid if `is_meant` confirms, while the descriptor is open, that it
 /// is the intended process. Returns whether the signal was sent.
-pub fn signal(pid: i32, signal: i32, is_meant: impl FnOnce() -> bool) -> io::Result<bool> {
-    send(sys::pidfd_open(pid), pid, signal, is_meant)
+pub fn signal(pid: i32, signal: Signal, is_meant: impl FnOnce() -> bool) -> io::Result<bool> {
+    let pid = Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)?;
+    send(pidfd_open(pid, PidfdFlags::empty()), pid, signal, is_meant)
 }
 
 fn send(
-    opened: io::Result<OwnedFd>,
-    pid: i32,
-    signal: i32,
+    opened: rustix::io::Result<OwnedFd>,
+    pid: Pid,
+    signal: Signal,
     is_meant: impl FnOnce() -> bool,
 ) -> io::Result<bool> {
     let sent = match opened {
         // Order matters: a check that follows the opening of the descriptor applies to the process that gets
         // the signal.
-        Ok(process) => is_meant().then(|| sys::pidfd_signal(process, signal)),
+        Ok(process) => is_meant().then(|| pidfd_send_signal(process, signal)),
         // Kernels before 5.3.
-        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
-            is_meant().then(|| sys::kill(pid, signal.unsigned_abs()))
-        }
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => None,
-        Err(error) => return Err(error),
+        Err(Errno::NOSYS) => is_meant().then(|| kill_process(pid, signal)),
+        Err(errno) => Some(Err(errno)),
     };
     match sent {
-        None | Some(Err(Errno::ESRCH)) => Ok(false),
-        Some(Ok(())) => Ok(true),
-        Some(Err(errno)) => Err(errno.into()),
+        None | Some(Err(Errno::SRCH)) => Ok(false),
+        Some(sent) => Ok(sent.map(|()| true)?),
     }
 }
 
@@ -50,11 +50,16 @@ pub(crate) fn is_in_group(pid: i32, leader: i32, started: u64) -> bool {
 
 /// Sends SIGKILL once to the living processes of that group, and returns their pids.
 pub(crate) fn kill_group(leader: i32, started: u64) -> Vec<i32> {
-    let is_meant = |pid: i32| is_in_group(pid, leader, started) && procfs::is_alive(pid);
+    kill_all(|pid| is_in_group(pid, leader, started))
+}
+
+/// Sends SIGKILL once to the living processes of the host that are meant, and returns their pids.
+pub(crate) fn kill_all(is_meant: impl Fn(i32) -> bool) -> Vec<i32> {
+    let is_meant = |pid: i32| is_meant(pid) && procfs::is_alive(pid);
     let mut left = procfs::all();
     left.retain(|pid| {
         is_meant(*pid)
-            && signal(*pid, libc::SIGKILL, || is_meant(*pid))
+            && signal(*pid, Signal::KILL, || is_meant(*pid))
                 .inspect_err(|error| log::debug!("cannot kill {pid}: {error}"))
                 .unwrap_or(true)
     });
@@ -91,25 +96,26 @@ mod tests {
     #[test]
     fn a_process_that_is_not_the_intended_one_gets_no_signal() {
         let (mut child, pid) = sleeper("exec sleep 1000");
-        assert!(!signal(pid, libc::SIGKILL, || false).unwrap());
+        assert!(!signal(pid, Signal::KILL, || false).unwrap());
         assert!(procfs::is_alive(pid), "an unrelated process was killed");
-        assert!(signal(pid, libc::SIGKILL, || true).unwrap());
+        assert!(signal(pid, Signal::KILL, || true).unwrap());
         until("dead", || !procfs::is_alive(pid));
         let _ = child.wait();
         assert!(
-            !signal(pid, libc::SIGKILL, || true).unwrap(),
+            !signal(pid, Signal::KILL, || true).unwrap(),
             "nobody has the number"
         );
-        assert!(signal(-1, 0, || true).is_err(), "this is no pid");
+        assert!(signal(-1, Signal::KILL, || true).is_err(), "this is no pid");
     }
 
     #[test]
     fn a_kernel_without_pidfds_is_given_the_pid() {
-        let none = || Err(Errno::ENOSYS.into());
+        let none = || Err(Errno::NOSYS);
         let (mut child, pid) = sleeper("exec sleep 1000");
-        assert!(!send(none(), pid, libc::SIGKILL, || false).unwrap());
+        let raw = Pid::from_raw(pid).unwrap();
+        assert!(!send(none(), raw, Signal::KILL, || false).unwrap());
         assert!(procfs::is_alive(pid), "an unrelated process was killed");
-        assert!(send(none(), pid, libc::SIGKILL, || true).unwrap());
+        assert!(send(none(), raw, Signal::KILL, || true).unwrap());
         until("dead", || !procfs::is_alive(pid));
         let _ = child.wait();
     }

@@ -222,15 +222,7 @@ fn kill(record: &Record) -> Vec<i32> {
     if !record.same_boot {
         return Vec::new();
     }
-    let works = |pid: &i32| works_for(record, *pid) && procfs::is_alive(*pid);
-    let mut left = procfs::all();
-    left.retain(|pid| {
-        works(pid)
-            && pidfd::signal(*pid, libc::SIGKILL, || works(pid))
-                .inspect_err(|error| log::debug!("cannot kill {pid}: {error}"))
-                .unwrap_or(true)
-    });
-    left
+    pidfd::kill_all(|pid| works_for(record, pid))
 }
 
 /// Whether a process is the runtime of the transaction, or CRIU in its process group or work directory.

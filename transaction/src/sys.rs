@@ -16,13 +16,7 @@ use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Pid, getpid, getppid};
-
-/// Arguments of `PR_SCHED_CORE`, in the width that prctl reads: create a cookie, for the calling process, for
-/// its process group.
-const SCHED_CORE_CREATE: libc::c_ulong = 1;
-const OF_CALLER: libc::c_ulong = 0;
-const PIDTYPE_PGID: libc::c_ulong = 2;
-const NO_COOKIE: libc::c_ulong = 0;
+use rustix::process::{self, WaitId, WaitIdOptions};
 
 /// A reaped process: its pid, and the code that containerd reports (128 + signal for a killed one).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,23 +111,6 @@ pub fn take_inherited(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(owned)
 }
 
-/// Creates a core scheduling cookie for the process group; children inherit it.
-pub fn create_core_sched_group() -> io::Result<()> {
-    // SAFETY: PR_SCHED_CORE takes numbers only, each of the width that prctl reads, and the last one must be
-    // 0 for this command; no memory is passed.
-    let rc = unsafe {
-        libc::prctl(
-            libc::PR_SCHED_CORE,
-            SCHED_CORE_CREATE,
-            OF_CALLER,
-            PIDTYPE_PGID,
-            NO_COOKIE,
-        )
-    };
-    Errno::result(rc)?;
-    Ok(())
-}
-
 /// Sends a signal given as a number, which may be a real-time one, which nix's `Signal` lacks.
 ///
 /// Only a single process is signalled: 0 and negative ids, which mean groups, are refused.
@@ -144,24 +121,6 @@ pub fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
     }
     // SAFETY: kill takes two numbers and no memory; a signal that does not exist is refused by the kernel.
     Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
-}
-
-/// Opens a descriptor of a process, which still refers to this process when its pid is reused.
-pub(crate) fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: the call takes two numbers and no memory.
-    let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
-    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just created the descriptor for this call; no other code knows it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Sends a signal, given as a number, to the process of a descriptor of [`pidfd_open`].
-pub(crate) fn pidfd_signal(process: impl AsFd, signal: i32) -> Result<(), Errno> {
-    let fd = process.as_fd().as_raw_fd();
-    let no_info = std::ptr::null::<libc::siginfo_t>();
-    // SAFETY: without siginfo the call takes numbers only; a descriptor of another kind is refused.
-    let rc = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, no_info, 0) };
-    Errno::result(rc).map(drop)
 }
 
 /// Resumes a stopped tracee with a signal, given as a number (nix's `Signal` has no real-time ones), or with
@@ -178,14 +137,8 @@ pub(crate) fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
 /// Whether `pid` is a child of this process that was not reaped: alive, or a zombie. Until it is reaped its
 /// pid is not reused.
 pub(crate) fn is_unreaped_child(pid: i32) -> bool {
-    let Ok(id) = libc::id_t::try_from(pid) else {
-        return false;
-    };
-    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
-    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call; WNOWAIT leaves the
-    // child unreaped.
-    id != 0 && unsafe { libc::waitid(libc::P_PID, id, info.as_mut_ptr(), options) } == 0
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    process::Pid::from_raw(pid.max(0)).is_some_and(|pid| process::waitid(WaitId::Pid(pid), options).is_ok())
 }
 
 /// `LOOP_CTL_GET_FREE` of linux/loop.h.

@@ -14,6 +14,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use command_fds::{CommandFdExt, FdMapping};
+use rustix::process::getpid;
+use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 use serde::Deserialize;
 
 use super::LISTENER_FD;
@@ -22,7 +24,6 @@ use super::socket::{self, Socket};
 use super::{confine, env};
 use crate::args::Args;
 use crate::error::{ActionError, failed, failed_at};
-use firn_transaction::sys;
 
 /// Annotations that put containers into one shim; the first one present counts.
 pub(super) const GROUP_ANNOTATIONS: [&str; 2] =
@@ -76,7 +77,8 @@ fn launch(args: &Args, request: &Request, listener: UnixListener, address: &str)
     write_address(address)?;
     if std::env::var_os(env::SCHED_CORE).is_some_and(|value| !value.is_empty()) {
         // The cookie is this process group's; the server inherits it.
-        sys::create_core_sched_group().map_err(ActionError::SchedCore)?;
+        create_core_scheduling_cookie(getpid(), CoreSchedulingScope::ProcessGroup)
+            .map_err(|errno| ActionError::SchedCore(errno.into()))?;
     }
     let mut server = spawn(args, request, listener.into()).map_err(failed("start the server"))?;
     let confined = confine(&request.options.shim_cgroup, server.id());

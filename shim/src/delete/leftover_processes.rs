@@ -8,7 +8,7 @@ use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use tokio::time::{Instant, sleep};
 
 use crate::procfs;
-use firn_transaction::pidfd;
+use firn_transaction::pidfd::{self, Signal};
 
 /// Pause between two looks at who is left.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -31,7 +31,7 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
             );
         }
         for pid in left {
-            if let Err(error) = pidfd::signal(pid, libc::SIGKILL, || lives_in(pid, own)) {
+            if let Err(error) = pidfd::signal(pid, Signal::KILL, || lives_in(pid, own)) {
                 log::warn!("cannot kill {pid}: {error}");
             }
         }

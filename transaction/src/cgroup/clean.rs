@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 
 use super::read;
 use super::{Cgroup, CgroupError, Version};
-use crate::pidfd;
+use crate::pidfd::{self, Signal};
 
 /// Pause between two reads of the process list.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -48,7 +48,7 @@ impl Cgroup {
             },
         };
         for pid in pids.iter().filter(|_| !whole) {
-            if let Err(error) = pidfd::signal(*pid, libc::SIGKILL, || self.holds(*pid)) {
+            if let Err(error) = pidfd::signal(*pid, Signal::KILL, || self.holds(*pid)) {
                 log::warn!("cannot kill process {pid} of {}: {error}", dir.display());
             }
         }

@@ -47,30 +47,29 @@ struct Source {
     versions: Versions,
 }
 
-/// What a checkpoint uses in addition to the container and the request.
-pub(super) struct Context<'a> {
+/// A container under checkpoint, and what the checkpoint uses.
+pub(super) struct ContainerEffects<'a> {
+    pub container: &'a Container,
+    pub request: &'a Request,
+    pub config: &'a Config,
     pub cgroup: Cgroup,
-    /// The driver worker.
-    pub worker: PathBuf,
+    pub gpu: Driver,
     pub reaper: &'a Reaper,
-    pub timings: &'a mut PhaseTimings,
+    pub timings: PhaseTimings,
     pub journal: Journal,
     pub cancel: CancellationToken,
+    /// GPU memory that the processes had when they were locked, as far as NVML reports it.
+    pub needs: GpuMemory,
+    pub progress: Progress,
 }
 
-/// A container under checkpoint.
-pub(super) struct ContainerEffects<'a> {
-    container: &'a Container,
-    request: &'a Request,
-    config: &'a Config,
-    context: Context<'a>,
-    gpu: Driver,
+/// What a checkpoint has done so far.
+#[derive(Default)]
+pub(super) struct Progress {
     /// Read once, by the first inspection.
     source: Option<Source>,
     /// How many processes the dump leaves out, as last logged.
     omitted: usize,
-    /// GPU memory that the processes had when they were locked, as far as NVML reports it.
-    needs: GpuMemory,
     /// Files that the dump has left. They are removed once the workload runs again or has ended.
     leftovers: Leftovers,
     complete: bool,
@@ -78,47 +77,18 @@ pub(super) struct ContainerEffects<'a> {
     rescued: Option<PathBuf>,
 }
 
-impl<'a> ContainerEffects<'a> {
-    pub(super) fn new(
-        container: &'a Container,
-        request: &'a Request,
-        config: &'a Config,
-        context: Context<'a>,
-    ) -> Self {
-        let reaper = context.reaper.clone();
-        let gpu = Driver::new(context.worker.clone(), reaper, config.deadlines.worker_end)
-            .with_journal(context.journal.clone());
-        Self {
-            container,
-            request,
-            config,
-            context,
-            gpu,
-            source: None,
-            omitted: 0,
-            needs: GpuMemory::new(),
-            leftovers: Leftovers::default(),
-            complete: false,
-            rescued: None,
-        }
-    }
-
-    /// For a rollback by the journal: the GPU memory that it records.
-    pub(super) fn with_needs(self, needs: GpuMemory) -> Self {
-        Self { needs, ..self }
-    }
-
+impl ContainerEffects<'_> {
     /// Whether the image is complete.
     pub(super) fn complete(&self) -> bool {
-        self.complete
+        self.progress.complete
     }
 
     /// Cleans up after the dump. Adds the errors of CRIU's log to `failure`, or replaces it if the image
     /// directory has gone.
     pub(super) async fn tidy(&mut self, failure: Option<&mut EffectError>) {
         let failed = failure.filter(|error| matches!(error, EffectError::Dump(DumpError::Failed { .. })));
-        let (leftovers, cancel) = (std::mem::take(&mut self.leftovers), &self.context.cancel);
-        let tidied = leftovers.tidy(self.container, failed.is_some(), self.complete, cancel);
+        let (leftovers, cancel) = (std::mem::take(&mut self.progress.leftovers), &self.cancel);
+        let tidied = leftovers.tidy(self.container, failed.is_some(), self.progress.complete, cancel);
         match (failed, tidied.await) {
             (Some(error), Found { gone: Some(gone), .. }) => *error = gone.into(),
             (Some(EffectError::Dump(DumpError::Failed { lines, .. })), found) => *lines = found.lines,
@@ -128,7 +98,7 @@ impl<'a> ContainerEffects<'a> {
 
     /// Kills a container that is to end, and releases its held threads.
     pub(super) async fn kill(&mut self) {
-        if let Err(error) = self.context.cgroup.kill_all(self.config.deadlines.end).await
+        if let Err(error) = self.cgroup.kill_all(self.config.deadlines.end).await
             && !error.is_absent()
         {
             log::warn!("cannot kill {}: {}", self.container.id, Chain(&error));
@@ -140,26 +110,21 @@ impl<'a> ContainerEffects<'a> {
     /// Thaws the cgroup of a container that has ended: the runtime would take a frozen one for paused and not
     /// delete it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {
-        if let Err(error) = self.context.cgroup.thaw(self.config.deadlines.freeze).await
+        if let Err(error) = self.cgroup.thaw(self.config.deadlines.freeze).await
             && !error.is_absent()
         {
             log::warn!("cannot thaw {}: {}", self.container.id, Chain(&error));
         }
     }
 
-    /// Ends the driver worker.
-    pub(super) async fn end(mut self) {
-        self.gpu.end().await;
-    }
-
     /// Ends a container whose image is complete: kills it, deletes the runtime's state, and waits until init
     /// is reaped.
     pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
-        if let Err(error) = self.context.journal.enter(Phase::End).await {
+        if let Err(error) = self.journal.enter(Phase::End).await {
             log::warn!("{}", Chain(&error));
         }
         let limit = self.config.deadlines.end;
-        self.context.cgroup.kill_all(limit).await?;
+        self.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;
         // Not the transaction's own token: the end of init cancels that, and here init shall end.
         let hooks = self.container.begin_hooks();
@@ -170,8 +135,15 @@ impl<'a> ContainerEffects<'a> {
         tokio::time::timeout(limit, self.container.init.wait())
             .await
             .map_err(|_| EndError::InitAlive)?;
-        self.context.timings.mark(Phase::End);
+        self.timings.mark(Phase::End);
         Ok(())
+    }
+
+    fn source(&self) -> &Source {
+        self.progress
+            .source
+            .as_ref()
+            .expect("the first inspection reads it")
     }
 
     fn plugins(&self) -> PathBuf {
@@ -197,65 +169,50 @@ impl effects::Gpu for ContainerEffects<'_> {
     type Error = EffectError;
 
     async fn enter(&mut self, phase: Phase) -> Result<(), EffectError> {
-        Ok(self.context.journal.enter(phase).await?)
+        Ok(self.journal.enter(phase).await?)
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        let restored = self
-            .gpu
-            .restore(pids, &[], &self.needs, self.config.deadlines.gpu_restore);
-        unless_cancelled(&self.context.cancel, restored).await?;
-        self.context.timings.mark(Phase::GpuRestore);
+        unless_cancelled(&self.cancel, self.gpu.restore(pids, &[], &self.needs)).await?;
+        self.timings.mark(Phase::GpuRestore);
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cancelled(
-            &self.context.cancel,
-            self.gpu.unlock(pids, self.config.deadlines.gpu_unlock),
-        )
-        .await?;
-        self.context.timings.mark(Phase::GpuUnlock);
+        unless_cancelled(&self.cancel, self.gpu.unlock(pids)).await?;
+        self.timings.mark(Phase::GpuUnlock);
         Ok(())
     }
 }
 
 impl Device for ContainerEffects<'_> {
     fn is_ended(&self) -> bool {
-        self.context.cancel.is_cancelled() || !procfs::is_alive(self.container.init.pid())
+        self.cancel.is_cancelled() || !procfs::is_alive(self.container.init.pid())
     }
 
     async fn leave(&mut self, phase: Phase, ok: bool) {
-        self.context.journal.leave(phase, ok).await;
+        self.journal.leave(phase, ok).await;
     }
 
     async fn freeze(&mut self) -> Result<(), EffectError> {
-        unless_cancelled(
-            &self.context.cancel,
-            self.context.cgroup.freeze(self.config.deadlines.freeze),
-        )
-        .await
+        unless_cancelled(&self.cancel, self.cgroup.freeze(self.config.deadlines.freeze)).await
     }
 
     async fn keep_frozen(&mut self) -> Result<(), EffectError> {
         unless_cancelled(
-            &self.context.cancel,
-            self.context.cgroup.keep_frozen(self.config.deadlines.freeze),
+            &self.cancel,
+            self.cgroup.keep_frozen(self.config.deadlines.freeze),
         )
         .await
     }
 
     async fn thaw(&mut self) -> Result<(), EffectError> {
-        unless_cancelled(
-            &self.context.cancel,
-            self.context.cgroup.thaw(self.config.deadlines.freeze),
-        )
-        .await
+        unless_cancelled(&self.cancel, self.cgroup.thaw(self.config.deadlines.freeze)).await
     }
 
     async fn expect_running(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         let states = self.gpu.states(pids, self.config.deadlines.discover);
-        for (pid, state) in unless_cancelled(&self.context.cancel, states).await? {
+        for (pid, state) in unless_cancelled(&self.cancel, states).await? {
             let state = match state {
                 CudaState::Running => continue,
                 CudaState::Locked => "locked",
@@ -272,12 +229,12 @@ impl Device for ContainerEffects<'_> {
     }
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
-        let pids = self.context.cgroup.pids()?;
+        let pids = self.cgroup.pids()?;
         // On a blocking thread, as in `refuse_stopped`.
         let tids = blocking(move || threads(&pids, &except)).await?;
         let hold = TracedThreads::seize(tids, self.config.deadlines.hold);
-        let hold = unless_cancelled(&self.context.cancel, hold).await?;
-        self.container.keep_held(hold);
+        self.container
+            .keep_held(unless_cancelled(&self.cancel, hold).await?);
         Ok(())
     }
 
@@ -288,29 +245,23 @@ impl Device for ContainerEffects<'_> {
     async fn release(&mut self) -> Result<(), EffectError> {
         match self.container.take_held() {
             None => Ok(()),
-            Some(hold) => unless_cancelled(&self.context.cancel, hold.release()).await,
+            Some(hold) => unless_cancelled(&self.cancel, hold.release()).await,
         }
     }
 
     async fn gpu_lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cancelled(
-            &self.context.cancel,
-            self.gpu.lock(pids, self.config.deadlines.gpu_lock),
-        )
-        .await?;
-        self.context.timings.mark(Phase::GpuLock);
+        unless_cancelled(&self.cancel, self.gpu.lock(pids)).await?;
+        self.timings.mark(Phase::GpuLock);
         // In a container that its client has paused, stopped processes show only after the thaw.
-        self.refuse_stopped(&self.context.cgroup.pids()?).await
+        self.refuse_stopped(&self.cgroup.pids()?).await
     }
 
     async fn gpu_checkpoint(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         // Order matters: locked processes allocate no more GPU memory, and checkpointed ones have none.
-        let needs = self.gpu.memory(pids, self.config.deadlines.inventory);
-        self.needs = unless_cancelled(&self.context.cancel, needs).await?;
-        self.context.journal.memory(&self.needs).await?;
-        let checkpointed = self.gpu.checkpoint(pids, self.config.deadlines.gpu_checkpoint);
-        unless_cancelled(&self.context.cancel, checkpointed).await?;
-        self.context.timings.mark(Phase::GpuCheckpoint);
+        self.needs = unless_cancelled(&self.cancel, self.gpu.memory(pids)).await?;
+        self.journal.memory(&self.needs).await?;
+        unless_cancelled(&self.cancel, self.gpu.checkpoint(pids)).await?;
+        self.timings.mark(Phase::GpuCheckpoint);
         Ok(())
     }
 
@@ -318,19 +269,15 @@ impl Device for ContainerEffects<'_> {
         // The driver finishes a call also when the worker that made it was killed, and that takes time.
         let limit = self.config.deadlines.rollback;
         let gpu = &mut self.gpu;
-        let states = unless_cancelled(&self.context.cancel, async {
+        let states = unless_cancelled(&self.cancel, async {
             gpu.gone(limit).await?;
             gpu.states(pids, limit).await
         })
         .await?;
         for &(pid, state) in &states {
             if matches!(state, CudaState::Failed | CudaState::Unknown(_)) {
-                return Err(WorkerError::State {
-                    pid,
-                    op: "state",
-                    state: Some(state),
-                }
-                .into());
+                let (op, state) = ("state", Some(state));
+                return Err(WorkerError::State { pid, op, state }.into());
             }
         }
         Ok(states)
@@ -339,45 +286,41 @@ impl Device for ContainerEffects<'_> {
 
 impl Dump for ContainerEffects<'_> {
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
-        let pids = self.context.cgroup.pids()?;
-        let first = self.source.is_none();
-        let source = match self.source.take() {
-            Some(source) => source,
-            None => {
-                let cancel = self.context.cancel.clone();
-                unless_cancelled(&cancel, self.read_source()).await?
-            }
-        };
-        let assertions = self.source.insert(source).assertions;
-        let found = self.gpu.discover(pids.clone(), self.config.deadlines.discover);
-        let cuda = unless_cancelled(&self.context.cancel, found).await?;
+        let pids = self.cgroup.pids()?;
+        let first = self.progress.source.is_none();
+        if first {
+            let cancel = self.cancel.clone();
+            self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
+        }
+        let assertions = self.source().assertions;
+        let cuda = unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?;
         self.refuse_by_process(assertions, &pids, &cuda).await?;
         if first {
             self.refuse_by_environment(pids, &cuda).await?;
         }
-        self.context.journal.cuda(&cuda).await?;
-        self.context.timings.mark(Phase::Inspect);
+        self.journal.cuda(&cuda).await?;
+        self.timings.mark(Phase::Inspect);
         Ok(cuda)
     }
 
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
-        self.context.timings.mark(Phase::Freeze);
+        self.timings.mark(Phase::Freeze);
         let described = self.describe(processes);
         let (plugins, limit) = (self.plugins(), self.config.deadlines.criu_dump);
         let bounds = Bounds {
             deadline: Some(limit),
-            journal: &self.context.journal,
-            cancel: &self.context.cancel,
-            freezer: Some(&self.context.cgroup),
+            journal: &self.journal,
+            cancel: &self.cancel,
+            freezer: Some(&self.cgroup),
         };
         let others = self.config.checkpoint.open_image_dir;
-        let left = &mut self.leftovers;
+        let left = &mut self.progress.leftovers;
         dump(self.container, self.request, &plugins, others, bounds, left).await?;
-        self.context.timings.mark(Phase::CriuDump);
+        self.timings.mark(Phase::CriuDump);
         self.write_manifest(described).await?;
-        self.context.timings.mark(Phase::Manifest);
-        self.complete = true;
-        self.rescued = self.link_image().await;
+        self.timings.mark(Phase::Manifest);
+        self.progress.complete = true;
+        self.progress.rescued = self.link_image().await;
         Ok(())
     }
 }

@@ -3,14 +3,16 @@
 use std::path::PathBuf;
 
 use firn_config::{Config, find_program, names};
+use firn_gpu::protocol::GpuMemory;
 
 use super::Request;
-use super::container::{ContainerEffects, Context};
+use super::container::{ContainerEffects, Progress};
 use super::error::{CheckpointError, EffectError, EndError};
 use super::phases::{Begun, Failure};
 use crate::cancel::CancellationToken;
 use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
+use crate::driver::Driver;
 use crate::image_dir::ImageDirError;
 use crate::journal::{self, Journal, Outcome};
 use crate::phase::Phase;
@@ -31,30 +33,36 @@ pub(super) async fn run(
     let config = Config::load().map_err(CheckpointError::Config)?;
     let cgroup = container.cgroup()?;
     let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
-    let mut timings = PhaseTimings::begin("checkpoint", &container.id);
+    let timings = PhaseTimings::begin("checkpoint", &container.id);
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
         .map_err(CheckpointError::Program)?;
     let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
         .await
         .map_err(|error| CheckpointError::unwritten(container, error))?;
     let guard = container.begin_transaction();
-    let context = Context {
+    let mut effects = ContainerEffects {
+        container,
+        request,
+        config: &config,
         cgroup,
-        worker,
+        gpu: Driver::new(worker, reaper.clone(), config.deadlines.clone()).with_journal(journal.clone()),
         reaper,
-        timings: &mut timings,
+        timings,
         journal: journal.clone(),
         cancel: guard.cancel.clone(),
+        needs: GpuMemory::new(),
+        progress: Progress::default(),
     };
-    let mut effects = ContainerEffects::new(container, request, &config, context);
     let result = phases(&mut effects, was_frozen, request.exit).await;
     journal::point("checkpoint-transacted").await;
     let end = End::of(result, &mut effects, container, request, &guard.cancel).await;
-    effects.end().await;
+    effects.gpu.end().await;
     journal::point("checkpoint-worker-gone").await;
     journal.end(end.outcome()).await;
     journal::point("checkpoint-ended").await;
-    timings.end(&container.bundle, end.result.is_ok() && end.ended.is_ok());
+    effects
+        .timings
+        .end(&container.bundle, end.result.is_ok() && end.ended.is_ok());
     end.into_result(container, request)
 }
 

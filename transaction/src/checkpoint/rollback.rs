@@ -9,12 +9,13 @@ use firn_host::Chain;
 use firn_image::manifest::DumpFlags;
 
 use super::Request;
-use super::container::{ContainerEffects, Context};
+use super::container::{ContainerEffects, Progress};
 use super::dump::LEFTOVERS;
 use super::error::{CheckpointError, EffectError};
 use super::phases::{self, Failure, Rollback};
 use super::plain::{RESET, reset_freezer};
 use crate::container::{Container, InitState};
+use crate::driver::Driver;
 use crate::image_dir::ImageDir;
 use crate::journal::{Journal, Outcome, Record};
 use crate::panics::caught;
@@ -172,21 +173,19 @@ async fn rollback_gpu(
         empty_namespaces: Vec::new(),
     };
     let guard = container.begin_transaction();
-    let mut timings = PhaseTimings::begin("rollback", &container.id);
-    let mut effects = ContainerEffects::new(
+    let mut effects = ContainerEffects {
         container,
-        &request,
-        &config,
-        Context {
-            cgroup: container.cgroup()?,
-            worker,
-            reaper,
-            timings: &mut timings,
-            journal: journal.clone(),
-            cancel: guard.cancel.clone(),
-        },
-    )
-    .with_needs(record.memory.clone());
+        request: &request,
+        config: &config,
+        cgroup: container.cgroup()?,
+        gpu: Driver::new(worker, reaper.clone(), config.deadlines.clone()).with_journal(journal.clone()),
+        reaper,
+        timings: PhaseTimings::begin("rollback", &container.id),
+        journal: journal.clone(),
+        cancel: guard.cancel.clone(),
+        needs: record.memory.clone(),
+        progress: Progress::default(),
+    };
     let back = Rollback {
         locked: &record.cuda,
         was_frozen,
@@ -200,7 +199,7 @@ async fn rollback_gpu(
     if is_cancelled || rolled_back.is_err() && !procfs::is_alive(container.init.pid()) {
         effects.leave_thawed().await;
     }
-    effects.end().await;
+    effects.gpu.end().await;
     journal
         .end(match &rolled_back {
             Ok(()) => Outcome::Failed,

@@ -19,14 +19,10 @@ async fn a_gpu_without_enough_memory_is_named_and_the_worker_continues() {
     let answer = format!(r#"{{"no_memory":{{"gpu":"{uuid}","free":1048576,"needed":8388609}}}}"#);
     let script = format!("while read -r line <&3; do echo '{answer}' >&3; done");
     let program = program(directory.path(), &script);
-    let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(10));
+    let mut gpu = Driver::new(program, Reaper::start().unwrap(), Deadlines::default());
     let mut workers = Vec::new();
     for _ in 0..2 {
-        let limit = Duration::from_secs(60);
-        let refused = gpu
-            .restore(&[7], &[], &GpuMemory::new(), limit)
-            .await
-            .unwrap_err();
+        let refused = gpu.restore(&[7], &[], &GpuMemory::new()).await.unwrap_err();
         assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
         let text = refused.to_string();
         let figures = "has 1 MiB of memory free, and 9 MiB are needed";
@@ -43,19 +39,24 @@ async fn a_gpu_without_enough_memory_is_named_and_the_worker_continues() {
 async fn no_call_begins_before_a_killed_worker_has_ended() {
     let directory = tempfile::tempdir().unwrap();
     let program = program(directory.path(), "exec sleep 1000");
-    let mut gpu = Driver::new(program, Reaper::start().unwrap(), Duration::from_secs(1));
+    let deadlines = Deadlines {
+        worker_end: Duration::from_secs(1),
+        inventory: Duration::from_millis(1),
+        ..Deadlines::default()
+    };
+    let mut gpu = Driver::new(program, Reaper::start().unwrap(), deadlines);
     gpu.warm_up().unwrap();
     let worker = Pid::from_raw(gpu.worker.as_ref().unwrap().child.pid());
     // As in a call that cannot be interrupted: after SIGKILL the worker stops at its exit and stays.
     ptrace::seize(worker, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
-    let overrun = gpu.inventory(Duration::from_millis(1)).await;
+    let overrun = gpu.inventory().await;
     assert!(
         matches!(overrun, Err(WorkerError::Deadline { .. })),
         "{overrun:?}"
     );
-    let refused = gpu.inventory(Duration::from_secs(60)).await;
+    let refused = gpu.inventory().await;
     assert!(matches!(refused, Err(WorkerError::Stuck { .. })), "{refused:?}");
     ptrace::detach(worker, None).unwrap();
-    let again = gpu.inventory(Duration::from_millis(1)).await;
+    let again = gpu.inventory().await;
     assert!(matches!(again, Err(WorkerError::Deadline { .. })), "{again:?}");
 }

@@ -24,7 +24,7 @@ use crate::driver::Driver;
 use crate::effects;
 use crate::journal::point;
 use crate::phase::Phase;
-use crate::pidfd;
+use crate::pidfd::{self, Signal};
 use crate::prepared_restore::GpuPart;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -66,8 +66,8 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
         log: PathBuf,
         reaper: &'a Reaper,
     ) -> Self {
-        let (bounds, worker_end) = (restore.bounds, gpu.config.deadlines.worker_end);
-        let driver = Driver::new(gpu.worker.clone(), reaper.clone(), worker_end);
+        let bounds = restore.bounds;
+        let driver = Driver::new(gpu.worker.clone(), reaper.clone(), gpu.config.deadlines.clone());
         Self {
             container,
             gpu,
@@ -134,16 +134,14 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
-        let (limit, memory) = (self.gpu.config.deadlines.gpu_restore, GpuMemory::new());
-        let restored = self.driver.restore(pids, &self.gpu.pairs, &memory, limit);
-        unless_cancelled(self.bounds, restored).await?;
+        let needs = GpuMemory::new();
+        unless_cancelled(self.bounds, self.driver.restore(pids, &self.gpu.pairs, &needs)).await?;
         self.mark(Phase::GpuRestore);
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Cause> {
-        let unlocked = self.driver.unlock(pids, self.gpu.config.deadlines.gpu_unlock);
-        unless_cancelled(self.bounds, unlocked).await?;
+        unless_cancelled(self.bounds, self.driver.unlock(pids)).await?;
         self.mark(Phase::GpuUnlock);
         Ok(())
     }
@@ -207,9 +205,8 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let (processes, pids) = (self.gpu.processes.clone(), self.tasks()?.pids.clone());
         let of = pids.clone();
         let cuda = unless_cancelled(self.bounds, blocking(move || find(&processes, &of))).await?;
-        let discovered = self.driver.discover(pids, self.gpu.config.deadlines.discover);
         // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
-        let discovered = unless_cancelled(self.bounds, discovered).await?;
+        let discovered = unless_cancelled(self.bounds, self.driver.discover(pids)).await?;
         let is_listed = |found: &&CudaProcess| cuda.iter().any(|listed| listed.pid == found.pid);
         match discovered.iter().find(|found| !is_listed(found)) {
             Some(other) => Err(Cause::Unlisted { pid: other.pid }),
@@ -255,7 +252,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let cgroup = &self.tasks()?.cgroup;
         for pid in running {
             // The pid of a process that has ended may belong to another one.
-            let sent = pidfd::signal(pid, libc::SIGCONT, || cgroup.holds(pid));
+            let sent = pidfd::signal(pid, Signal::CONT, || cgroup.holds(pid));
             sent.map_err(|source| Cause::Continue { pid, source })?;
         }
         self.mark(Phase::Continue);

@@ -194,8 +194,8 @@ async fn gpu_part(
     let config = Config::load()?;
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
-    let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.worker_end);
-    let inventory = gpu.inventory(config.deadlines.inventory).await;
+    let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.clone());
+    let inventory = gpu.inventory().await;
     gpu.end().await;
     let inventory = inventory?;
 

@@ -24,9 +24,10 @@ impl ContainerEffects<'_> {
         if let Some(parent) = self.request.parent.clone() {
             return Err(EffectError::Parent { parent });
         }
-        let inventory = self.gpu.inventory(self.config.deadlines.inventory).await?;
+        let inventory = self.gpu.inventory().await?;
         let spec = Spec::load(&self.container.bundle)?;
         let node = check_node(&inventory, Some(&spec)).accepted()?;
+        let uuids: Vec<_> = node.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let versions = Versions {
             firn: env!("CARGO_PKG_VERSION").to_owned(),
             criu: self.version_of("criu").await,
@@ -44,11 +45,7 @@ impl ContainerEffects<'_> {
                 cuda: inventory.cuda_version,
             },
             gpus: node.gpus.iter().map(Into::into).collect(),
-            topology: (inventory.topology).of(&node
-                .gpus
-                .iter()
-                .map(|gpu| gpu.uuid.clone())
-                .collect::<Vec<_>>()),
+            topology: inventory.topology.of(&uuids),
             mounts: mounts::required(&spec)?,
             versions,
         })
@@ -57,20 +54,15 @@ impl ContainerEffects<'_> {
     /// The version that a tool prints, for people; empty if it prints nothing.
     async fn version_of(&self, program: &str) -> String {
         let mut command = std::process::Command::new(program);
-        let output = self
-            .context
-            .reaper
-            .output(command.arg("--version"), VERSION_LIMIT)
-            .await;
-        let text = output
-            .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
-            .unwrap_or_default();
+        let output = self.reaper.output(command.arg("--version"), VERSION_LIMIT).await;
+        let stdout = output.map(|output| output.stdout).unwrap_or_default();
+        let text = String::from_utf8_lossy(&stdout);
         text.lines().next().unwrap_or_default().trim().to_owned()
     }
 
     pub(super) async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {
         let limit = self.config.deadlines.look;
-        Ok(look::look(&request, self.context.reaper, limit, &self.context.cancel).await?)
+        Ok(look::look(&request, self.reaper, limit, &self.cancel).await?)
     }
 
     /// Refusals by what the processes are and do.
@@ -90,7 +82,9 @@ impl ContainerEffects<'_> {
         };
         let request = look::Request::Check(Box::new(workload));
         let Checked { left_out, .. } = self.look(request).await?;
-        if left_out.count != std::mem::replace(&mut self.omitted, left_out.count) && left_out.count > 0 {
+        if left_out.count != std::mem::replace(&mut self.progress.omitted, left_out.count)
+            && left_out.count > 0
+        {
             let named = left_out.some.iter().map(|(pid, comm)| format!("{pid} ({comm})"));
             let named: Vec<String> = named.collect();
             let more = if named.len() < left_out.count { ", ..." } else { "" };
@@ -110,22 +104,18 @@ impl ContainerEffects<'_> {
         all: Vec<i32>,
         cuda: &[CudaProcess],
     ) -> Result<(), EffectError> {
-        let source = self.source.as_ref().expect("it was read before");
-        let in_use = source.gpu_memory_in_use;
+        let in_use = self.source().gpu_memory_in_use;
         let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
-        let gpu_memory = match pids.is_empty() {
-            true => 0,
-            // On some virtual machines NVML reports no memory per process: then all that is in use on the
-            // GPUs counts.
-            false => {
-                let memory = self.gpu.memory(&pids, self.config.deadlines.inventory);
-                let known = unless_cancelled(&self.context.cancel, memory).await?;
-                match known.is_empty() {
-                    true => in_use,
-                    false => known.values().copied().fold(0, u64::saturating_add),
-                }
-            }
-        };
+        let mut gpu_memory = 0;
+        if !pids.is_empty() {
+            let known = unless_cancelled(&self.cancel, self.gpu.memory(&pids)).await?;
+            gpu_memory = match known.is_empty() {
+                // On some virtual machines NVML reports no memory per process: then all that is in use on the
+                // GPUs counts.
+                true => in_use,
+                false => known.values().copied().fold(0, u64::saturating_add),
+            };
+        }
         let bundle = &self.container.bundle;
         let workload = Workload {
             init: self.container.init.pid(),
@@ -142,7 +132,7 @@ impl ContainerEffects<'_> {
         self.look::<Checked>(look::Request::Check(Box::new(workload)))
             .await?;
         let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
-        let (limit, cancel) = (self.config.deadlines.look, &self.context.cancel);
+        let (limit, cancel) = (self.config.deadlines.look, &self.cancel);
         let admitted = bounded("look at the image directory", limit, cancel, move || {
             image.admit(others)
         });
@@ -152,7 +142,7 @@ impl ContainerEffects<'_> {
     /// Refuses processes that a signal has stopped: while a v1 freezer holds them, neither firn nor CRIU can
     /// trace them.
     pub(super) async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
-        if !self.context.cgroup.is_v1() {
+        if !self.cgroup.is_v1() {
             return Ok(());
         }
         let pids = pids.to_vec();

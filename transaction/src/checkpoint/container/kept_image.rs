@@ -29,10 +29,10 @@ impl ContainerEffects<'_> {
             (dir, rescue::link as fn(&ImageDir, &Path) -> std::io::Result<()>),
             (sibling, rescue::link_sibling),
         ] {
-            self.context.journal.rescue(&dir).await;
+            self.journal.rescue(&dir).await;
             let (image, to) = (image.clone(), dir.clone());
             let link = move || link(&image, &to);
-            match bounded("link the image", RESCUE, &self.context.cancel, link).await {
+            match bounded("link the image", RESCUE, &self.cancel, link).await {
                 Ok(Ok(())) => return Some(dir),
                 Ok(Err(error)) => log::debug!("cannot link the image to {}: {error}", dir.display()),
                 Err(error) => {
@@ -52,7 +52,7 @@ impl ContainerEffects<'_> {
     /// The directory in which a complete image stays for the client that reads the error. None: the image has
     /// gone.
     pub(in crate::checkpoint) async fn keep_image(&mut self) -> Option<PathBuf> {
-        let linked = self.rescued.take();
+        let linked = self.progress.rescued.take();
         let root = self.config.checkpoint.rescue_dir();
         let is_sibling = |dir: &PathBuf| !dir.starts_with(root);
         let image = match linked.clone() {
@@ -65,16 +65,9 @@ impl ContainerEffects<'_> {
             }
         };
         let dir = self.rescue_dir();
-        match rescue::copy_within(
-            &image,
-            &dir,
-            self.config.deadlines.criu_dump,
-            &self.context.cancel,
-        )
-        .await
-        {
+        match rescue::copy_within(&image, &dir, self.config.deadlines.criu_dump, &self.cancel).await {
             Ok(()) => {
-                self.context.journal.rescue(&dir).await;
+                self.journal.rescue(&dir).await;
                 if let Some(sibling) = linked {
                     let _late =
                         tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&sibling))).await;
@@ -102,7 +95,7 @@ impl ContainerEffects<'_> {
 
     /// Removes the image's second directory: the client has the first.
     pub(in crate::checkpoint) async fn drop_rescue(&mut self) {
-        if let Some(dir) = self.rescued.take() {
+        if let Some(dir) = self.progress.rescued.take() {
             let remove = move || rescue::remove(&dir);
             let _late = tokio::time::timeout(RESCUE, blocking(remove)).await;
         }

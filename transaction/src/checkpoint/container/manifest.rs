@@ -30,7 +30,7 @@ impl ContainerEffects<'_> {
 
     /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
     async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
-        let Ok(pids) = self.context.cgroup.pids() else {
+        let Ok(pids) = self.cgroup.pids() else {
             return Ok(None);
         };
         let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
@@ -51,9 +51,9 @@ impl ContainerEffects<'_> {
         &self,
         processes: Vec<manifest::CheckpointedProcess>,
     ) -> Result<(), EffectError> {
-        let source = self.source.clone().expect("a dump follows an inspection");
+        let source = self.source().clone();
         let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
-        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.context.cancel);
+        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
         let images = describe(&image, limit, cancel).await?;
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
