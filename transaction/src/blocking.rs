@@ -1,5 +1,7 @@
 //! Runs work that may block, such as reads of image files, off the one thread that answers clients.
 
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,6 +10,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinError;
 
 use crate::cancel::CancellationToken;
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// Why blocking work is not awaited any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +62,14 @@ pub async fn tidy<T: Default + Send + 'static>(
             T::default()
         }
     }
+}
+
+/// Removes a file or a directory by `remove`, as [`tidy`] does it. It may have gone.
+pub(crate) async fn remove(what: &'static str, path: PathBuf, remove: fn(&Path) -> io::Result<()>) {
+    let at = path.clone();
+    let removed = tidy(what, move || Some(remove(&at))).await.unwrap_or(Ok(()));
+    let removed = removed.unless_absent();
+    removed.or_warn(format_args!("cannot {what} {}", path.display()));
 }
 
 /// Runs `work` on another thread, to its end even if the caller is dropped.

@@ -7,7 +7,6 @@
 use std::path::Path;
 
 use firn_gpu::Backend;
-use firn_host::Chain;
 use firn_oci::{Spec, SpecError, nccl};
 
 use crate::cancel::CancellationToken;
@@ -19,6 +18,7 @@ use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
 use crate::restore::{self, RestoreError};
 use crate::runc::Runc;
+use crate::warn::OrWarn;
 
 pub use crate::gpu_request::GpuRequestError;
 
@@ -111,9 +111,8 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
 /// Marks the bundle if there are processes in the container's cgroup already: the runtime refuses such a
 /// cgroup, and the clean-up that follows must not end them.
 fn mark_shared_cgroup(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) {
-    match restore::in_use(id, options, spec, bundle) {
-        Ok(false) => {}
-        Ok(true) => log::warn!("container {id}: its cgroup has processes already"),
-        Err(error) => log::warn!("container {id}: cannot read its cgroup: {}", Chain(&error)),
+    let in_use = restore::in_use(id, options, spec, bundle);
+    if in_use.or_warn(format_args!("container {id}: cannot read its cgroup")) == Some(true) {
+        log::warn!("container {id}: its cgroup has processes already");
     }
 }

@@ -4,13 +4,12 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{ErrorKind, Read};
+use std::io::Read;
 use std::path::Path;
-
-use firn_host::Chain;
 
 use crate::blocking::tidy;
 use crate::unmount::unmount_below;
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// Mounts that a killed CRIU leaves below its work directory.
 const CGYARD: &str = ".criu.cgyard.";
@@ -32,12 +31,8 @@ pub async fn remove_roots(log: &Path) {
             return;
         }
         for root in roots(&String::from_utf8_lossy(&text)) {
-            match std::fs::remove_dir(&root) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    log::warn!("cannot remove {root}: {error}");
-                }
-                _ => {}
-            }
+            let removed = std::fs::remove_dir(&root).unless_absent();
+            removed.or_warn(format_args!("cannot remove {root}"));
         }
     })
     .await;
@@ -62,9 +57,8 @@ pub(crate) async fn unmount_yards(work: &Path) {
 
 /// Unmounts what is mounted at `path` and below.
 pub async fn unmount(path: &Path) {
-    if let Err(error) = unmount_below(path).await {
-        log::warn!("cannot unmount {}: {}", path.display(), Chain(&error));
-    }
+    let unmounted = unmount_below(path).await;
+    unmounted.or_warn(format_args!("cannot unmount {}", path.display()));
 }
 
 #[cfg(test)]

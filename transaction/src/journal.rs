@@ -33,6 +33,7 @@ use serde::{Deserialize, Serialize};
 use crate::blocking::blocking;
 use crate::phase::Phase;
 use crate::procfs;
+use crate::warn::OrWarn;
 use firn_gpu::CudaProcess;
 
 /// A failpoint between two phases: a shim that was built for tests waits here while a test names it.
@@ -253,6 +254,13 @@ impl Journal {
         Ok(())
     }
 
+    /// As [`Journal::enter`], for a phase that has to happen also when the journal cannot be written.
+    pub async fn enter_anyway(&self, phase: Phase) {
+        if let Err(error) = self.enter(phase).await {
+            log::warn!("{}", firn_host::Chain(&error));
+        }
+    }
+
     /// `phase` has ended, with success or not.
     pub async fn leave(&self, phase: Phase, ok: bool) {
         self.note(Line::Leave { phase, ok }).await;
@@ -299,9 +307,8 @@ impl Journal {
 
     async fn remove(&self) {
         let path = self.0.path.clone();
-        if let Err(error) = in_time(move || fs::remove_file(path)).await {
-            log::warn!("cannot remove {}: {error}", self.0.path.display());
-        }
+        let removed = in_time(move || fs::remove_file(path)).await;
+        removed.or_warn(format_args!("cannot remove {}", self.0.path.display()));
     }
 
     /// Writes a line about what can no longer be refused.

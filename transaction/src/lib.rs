@@ -41,5 +41,6 @@ pub mod testing;
 pub mod timings;
 pub mod tracer;
 pub mod unmount;
+mod warn;
 
 use firn_host::procfs;

@@ -5,17 +5,19 @@
 //! image from a directory that was empty before the dump; a complete image is kept. Every step may be
 //! repeated.
 
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use firn_config::{Config, names};
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::blocking::{blocking, tidy};
+use crate::blocking::{blocking, remove, tidy};
 use crate::criu_leftovers::unmount_yards;
 use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::phase::Phase;
+use crate::warn::OrWarn;
 use crate::{pidfd, procfs};
 
 /// CRIU's name as the kernel has it.
@@ -36,13 +38,9 @@ pub struct Recovery(Record);
 impl Recovery {
     /// The open transaction of the container in `bundle`, if there is one.
     pub fn of(bundle: &Path) -> Option<Self> {
-        match Record::read(bundle) {
-            Ok(record) => Some(Self(record?)),
-            Err(error) => {
-                log::warn!("cannot read {}: {error}", bundle.join(journal::FILE).display());
-                None
-            }
-        }
+        let file = bundle.join(journal::FILE);
+        let record = Record::read(bundle).or_warn(format_args!("cannot read {}", file.display()))?;
+        record.map(Self)
     }
 
     /// Kills the runtime and CRIU of the transaction and waits until they are gone.
@@ -70,10 +68,12 @@ impl Recovery {
         if begin.op != Operation::Checkpoint {
             return;
         }
-        if begin.work_is_ours
-            && let Err(error) = remove(begin.work.clone()).await
-        {
-            log::warn!("cannot remove {}: {error}", begin.work.display());
+        if begin.work_is_ours {
+            let work = begin.work.clone();
+            remove("remove CRIU's work directory", work, |work| {
+                fs::remove_dir_all(work)
+            })
+            .await;
         }
         if let (false, None, Some(was)) = (self.is_complete(), self.0.outcome, self.0.image_was) {
             let (path, id) = (begin.image.clone(), self.0.image_id);
@@ -163,9 +163,8 @@ impl Recovery {
 
     /// Removes the journal: there is nothing left to do.
     pub async fn forget(&self, bundle: &Path) {
-        if let Err(error) = remove_file(bundle.join(journal::FILE)).await {
-            log::warn!("cannot remove the journal: {error}");
-        }
+        let file = bundle.join(journal::FILE);
+        remove("remove the journal", file, |file| fs::remove_file(file)).await;
     }
 
     /// The content of the journal.
@@ -195,25 +194,6 @@ pub async fn recover(bundle: &Path) {
     recovery.end_programs(LIMIT).await;
     recovery.clear().await;
     recovery.forget(bundle).await;
-}
-
-async fn remove(dir: PathBuf) -> std::io::Result<()> {
-    let removed = tidy("remove CRIU's work directory", move || {
-        Some(std::fs::remove_dir_all(dir))
-    });
-    absent_is_fine(removed.await.unwrap_or(Ok(())))
-}
-
-async fn remove_file(file: PathBuf) -> std::io::Result<()> {
-    let removed = tidy("remove the journal", move || Some(std::fs::remove_file(file)));
-    absent_is_fine(removed.await.unwrap_or(Ok(())))
-}
-
-fn absent_is_fine(removed: std::io::Result<()>) -> std::io::Result<()> {
-    match removed {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        removed => removed,
-    }
 }
 
 /// Sends SIGKILL once to every process that works for the transaction, and returns those that are left.

@@ -8,6 +8,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::phase::Phase;
+use crate::warn::OrWarn;
 
 /// File in the bundle with the timings of the last transaction. The next transaction replaces it.
 pub const FILE: &str = "firn-timings.json";
@@ -77,9 +78,7 @@ impl PhaseTimings {
         let written = serde_json::to_vec(&self)
             .map_err(std::io::Error::from)
             .and_then(|json| std::fs::write(bundle.join(FILE), json));
-        if let Err(error) = written {
-            log::warn!("cannot write {FILE}: {error}");
-        }
+        written.or_warn(format_args!("cannot write {FILE}"));
     }
 }
 

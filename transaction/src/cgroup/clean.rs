@@ -9,6 +9,7 @@ use tokio::time::{Instant, sleep};
 use super::read;
 use super::{Cgroup, CgroupError, Version};
 use crate::pidfd::{self, Signal};
+use crate::warn::UnlessAbsent;
 
 /// Pause between two reads of the process list.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -90,12 +91,9 @@ fn remove_tree(dir: &Path) -> Result<(), CgroupError> {
     for child in read::children(dir)? {
         remove_tree(&child)?;
     }
-    match std::fs::remove_dir(dir) {
-        Ok(()) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(source) => Err(CgroupError::Remove {
-            path: dir.to_owned(),
-            source,
-        }),
-    }
+    let removed = std::fs::remove_dir(dir).unless_absent();
+    removed.map_err(|source| CgroupError::Remove {
+        path: dir.to_owned(),
+        source,
+    })
 }

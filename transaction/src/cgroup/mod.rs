@@ -33,6 +33,8 @@ use firn_host::cgroup_mounts::{Place, Version};
 pub use freezer::FreezerState;
 pub use oom::OomWatch;
 
+use crate::warn::UnlessAbsent;
+
 /// Lists the processes of a cgroup.
 const PROCS: &str = "cgroup.procs";
 
@@ -174,6 +176,12 @@ impl CgroupError {
             }
             _ => false,
         }
+    }
+}
+
+impl UnlessAbsent for Result<(), CgroupError> {
+    fn unless_absent(self) -> Self {
+        self.or_else(|error| if error.is_absent() { Ok(()) } else { Err(error) })
     }
 }
 

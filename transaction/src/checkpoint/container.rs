@@ -31,8 +31,8 @@ use crate::reaper::Reaper;
 use crate::runc::Bounds;
 use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
+use crate::warn::{OrWarn, UnlessAbsent};
 use firn_gpu::CudaProcess;
-use firn_host::Chain;
 
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
@@ -98,11 +98,10 @@ impl ContainerEffects<'_> {
 
     /// Kills a container that is to end, and releases its held threads.
     pub(super) async fn kill(&mut self) {
-        if let Err(error) = self.cgroup.kill_all(self.config.deadlines.end).await
-            && !error.is_absent()
-        {
-            log::warn!("cannot kill {}: {}", self.container.id, Chain(&error));
-        }
+        let killed = self.cgroup.kill_all(self.config.deadlines.end).await;
+        killed
+            .unless_absent()
+            .or_warn(format_args!("cannot kill {}", self.container.id));
         // Order matters: held threads are released once they cannot run any more.
         drop(self.container.take_held());
     }
@@ -110,19 +109,16 @@ impl ContainerEffects<'_> {
     /// Thaws the cgroup of a container that has ended: the runtime would take a frozen one for paused and not
     /// delete it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {
-        if let Err(error) = self.cgroup.thaw(self.config.deadlines.freeze).await
-            && !error.is_absent()
-        {
-            log::warn!("cannot thaw {}: {}", self.container.id, Chain(&error));
-        }
+        let thawed = self.cgroup.thaw(self.config.deadlines.freeze).await;
+        thawed
+            .unless_absent()
+            .or_warn(format_args!("cannot thaw {}", self.container.id));
     }
 
     /// Ends a container whose image is complete: kills it, deletes the runtime's state, and waits until init
     /// is reaped.
     pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
-        if let Err(error) = self.journal.enter(Phase::End).await {
-            log::warn!("{}", Chain(&error));
-        }
+        self.journal.enter_anyway(Phase::End).await;
         let limit = self.config.deadlines.end;
         self.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;

@@ -1,7 +1,6 @@
 //! The dump of a frozen GPU container by the OCI runtime and CRIU, and what is removed after it.
 
 use std::fs::{DirBuilder, Permissions};
-use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -17,6 +16,7 @@ use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
 use crate::runc::Bounds;
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// CRIU's log in its work directory.
 const LOG: &str = "dump.log";
@@ -51,34 +51,26 @@ impl WorkDir {
     /// Creates the directory, which crun does not, and removes the log of an earlier dump.
     pub(super) fn make(&self) {
         let path = &self.path;
-        if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(path) {
-            log::warn!("cannot make {}: {error}", path.display());
-        }
-        if let Err(error) = std::fs::remove_file(path.join(LOG))
-            && error.kind() != ErrorKind::NotFound
-        {
-            log::warn!("cannot remove the log of an earlier dump: {error}");
-        }
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
+        made.or_warn(format_args!("cannot make {}", path.display()));
+        let removed = std::fs::remove_file(path.join(LOG)).unless_absent();
+        removed.or_warn(format_args!("cannot remove the log of an earlier dump"));
     }
 
     /// Copies the dump log to where users look for it.
     pub(super) fn keep_log(&self, kept: &Path) {
-        let copied = std::fs::copy(self.path.join(LOG), kept);
-        if let Err(error) = copied.and_then(|_| std::fs::set_permissions(kept, Permissions::from_mode(0o600)))
-        {
-            log::warn!("cannot keep CRIU's log: {error}");
+        let kept_log = std::fs::copy(self.path.join(LOG), kept)
+            .and_then(|_| std::fs::set_permissions(kept, Permissions::from_mode(0o600)));
+        if kept_log.or_warn(format_args!("cannot keep CRIU's log")).is_none() {
             // The log of an earlier failure must not pass for this one's.
             let _ = std::fs::remove_file(kept);
         }
     }
 
     fn remove(self) {
-        let Self { path, ours } = self;
-        if ours
-            && let Err(error) = std::fs::remove_dir_all(&path)
-            && error.kind() != ErrorKind::NotFound
-        {
-            log::warn!("cannot remove {}: {error}", path.display());
+        if self.ours {
+            let removed = std::fs::remove_dir_all(&self.path).unless_absent();
+            removed.or_warn(format_args!("cannot remove {}", self.path.display()));
         }
     }
 }

@@ -21,6 +21,7 @@ use crate::journal::{self, Journal, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::runc::{Bounds, RuntimeKind};
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// How long the reset of a freezer may take.
 pub(super) const RESET: Duration = Duration::from_secs(10);
@@ -165,9 +166,9 @@ async fn seal(image: &ImageDir) {
         image.seal();
         Ok(())
     });
-    if let Err(error) = sealed.await {
-        log::warn!("cannot close the image to others: {}", Chain(&error));
-    }
+    sealed
+        .await
+        .or_warn(format_args!("cannot close the image to others"));
 }
 
 /// Sets the freezer to its state before the dump, which a killed CRIU may have changed. A container that is
@@ -194,11 +195,9 @@ pub(super) async fn reset_freezer(container: &Container, was_frozen: bool, cance
             false => set,
         }
     };
-    if procfs::is_alive(container.init.pid())
-        && let Err(error) = reset.await
-        && !error.is_absent()
-    {
-        log::warn!("cannot reset the freezer of {}: {}", container.id, Chain(&error));
+    if procfs::is_alive(container.init.pid()) {
+        let reset = reset.await.unless_absent();
+        reset.or_warn(format_args!("cannot reset the freezer of {}", container.id));
     }
 }
 

@@ -18,12 +18,13 @@ use crate::container::{Container, InitState};
 use crate::driver::Driver;
 use crate::image_dir::ImageDir;
 use crate::journal::{Journal, Outcome, Record};
-use crate::panics::caught;
+use crate::panics::{caught, twice};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::timings::PhaseTimings;
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// How long the programs of a checkpoint may take to end after a panic.
 const PROGRAMS: Duration = Duration::from_secs(30);
@@ -31,12 +32,10 @@ const PROGRAMS: Duration = Duration::from_secs(30);
 /// Rolls back a checkpoint whose code has panicked, by its journal. If the rollback panics too, it is tried
 /// once more.
 pub async fn rollback_after_panic(container: &Container, reaper: &Reaper) -> CheckpointError {
-    for _ in 0..2 {
-        if let Ok(error) = caught(try_rollback_after_panic(container, reaper)).await {
-            return error;
-        }
+    match twice(|| try_rollback_after_panic(container, reaper)).await {
+        Some(error) => error,
+        None => keep_suspended(container).await,
     }
-    keep_suspended(container).await
 }
 
 /// Repeats the rollback of a suspended container. Afterwards the container runs, even if its client had
@@ -90,13 +89,10 @@ fn image_of(recovery: &Recovery) -> Option<PathBuf> {
 /// becomes suspended.
 async fn keep_suspended(container: &Container) -> CheckpointError {
     let frozen = async { container.cgroup()?.keep_frozen(RESET).await };
-    if container.traits.has_nvidia()
-        && let Err(error) = frozen.await
-        && !error.is_absent()
-    {
-        log::error!("cannot freeze {}: {}", container.id, Chain(&error));
-    }
     let outcome = if container.traits.has_nvidia() {
+        if let Err(error) = frozen.await.unless_absent() {
+            log::error!("cannot freeze {}: {}", container.id, Chain(&error));
+        }
         Outcome::Suspended
     } else {
         Outcome::Failed
@@ -119,10 +115,9 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
         return CheckpointError::refused(container, EffectError::Panicked);
     };
     // Order matters: CRIU holds the tasks, and they would run once it is killed.
-    if recovery.record().gpu_checkpointing
-        && let Err(error) = container.cgroup().and_then(|cgroup| cgroup.begin_freeze())
-    {
-        log::warn!("cannot freeze {}: {}", container.id, Chain(&error));
+    if recovery.record().gpu_checkpointing {
+        let frozen = container.cgroup().and_then(|cgroup| cgroup.begin_freeze());
+        frozen.or_warn(format_args!("cannot freeze {}", container.id));
     }
     // runc and CRIU may still write to an incomplete image.
     recovery.end_programs(PROGRAMS).await;
@@ -200,11 +195,10 @@ async fn rollback_gpu(
         effects.leave_thawed().await;
     }
     effects.gpu.end().await;
-    journal
-        .end(match &rolled_back {
-            Ok(()) => Outcome::Failed,
-            Err(_) => Outcome::Suspended,
-        })
-        .await;
+    let outcome = match &rolled_back {
+        Ok(()) => Outcome::Failed,
+        Err(_) => Outcome::Suspended,
+    };
+    journal.end(outcome).await;
     rolled_back
 }

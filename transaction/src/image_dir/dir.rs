@@ -24,6 +24,7 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use super::ImageDirError;
 use crate::blocking::blocking;
 use crate::journal::{DirId, ImageWas};
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
 const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
@@ -311,12 +312,8 @@ impl ImageDir {
             }
             Ok(())
         };
-        if let Err(error) = sealed() {
-            log::warn!(
-                "cannot set the modes of the files in {}: {error}",
-                self.path().display()
-            );
-        }
+        let path = self.path().display();
+        sealed().or_warn(format_args!("cannot set the modes of the files in {path}"));
     }
 
     /// Removes the files of a failed dump, unless the directory had other files before.
@@ -331,11 +328,8 @@ impl ImageDir {
                 false => Ok(()),
             }),
         };
-        if let Err(error) = cleared
-            && error.kind() != ErrorKind::NotFound
-        {
-            log::warn!("cannot clear {}: {error}", self.path().display());
-        }
+        let cleared = cleared.unless_absent();
+        cleared.or_warn(format_args!("cannot clear {}", self.path().display()));
     }
 }
 
@@ -429,16 +423,12 @@ pub(crate) fn is_containerds(path: &Path) -> bool {
 fn remove_entries(dir: &Path) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
-        let removed = if entry.file_type()?.is_dir() {
-            fs::remove_dir_all(entry.path())
-        } else {
-            fs::remove_file(entry.path())
+        let removed = match entry.file_type()?.is_dir() {
+            true => fs::remove_dir_all(entry.path()),
+            false => fs::remove_file(entry.path()),
         };
-        match removed {
-            // Its owner clears it too.
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            removed => removed?,
-        }
+        // Its owner clears it too.
+        removed.unless_absent()?;
     }
     Ok(())
 }

@@ -24,6 +24,7 @@ use super::ImageDir;
 use super::dir::close_to_others;
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
+use crate::warn::{OrWarn, UnlessAbsent};
 use firn_host::Rfc3339;
 
 /// How long a copy may continue once the container is killed.
@@ -141,11 +142,8 @@ fn make_root(root: &Path) -> io::Result<()> {
 
 /// Removes a rescued image that is not needed any more, or is incomplete.
 pub fn remove(dir: &Path) {
-    if let Err(error) = fs::remove_dir_all(dir)
-        && error.kind() != ErrorKind::NotFound
-    {
-        log::warn!("cannot remove {}: {error}", dir.display());
-    }
+    let removed = fs::remove_dir_all(dir).unless_absent();
+    removed.or_warn(format_args!("cannot remove {}", dir.display()));
 }
 
 #[cfg(test)]

@@ -25,6 +25,7 @@ use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::{Runc, RuntimeKind};
+use crate::warn::OrWarn;
 use firn_host::Chain;
 
 /// How long firn-hook may take. It reads or makes some small files.
@@ -370,9 +371,7 @@ pub fn in_use(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) -> Re
         (true, true) => std::fs::remove_file(&mark),
         (true, false) => Ok(()),
     };
-    if let Err(error) = marked {
-        log::warn!("cannot write or remove {}: {error}", mark.display());
-    }
+    marked.or_warn(format_args!("cannot write or remove {}", mark.display()));
     Ok(!pids.is_empty())
 }
 

@@ -11,7 +11,7 @@ use super::prepare::is_own;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::criu_leftovers::{remove_roots, unmount, unmount_yards};
-use firn_host::Chain;
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// How long killed processes may take to end.
 const GONE: Duration = Duration::from_secs(20);
@@ -22,21 +22,19 @@ pub const LOG: &str = "restore.log";
 /// Kills what was restored and removes what runc and CRIU left.
 pub async fn rollback(container: &Container) {
     // runc and CRIU have ended: their call succeeded, or they were killed.
-    match Spec::load(&container.bundle) {
-        Ok(spec) => kill_cgroup(container, &spec).await,
-        Err(error) => log::warn!("cannot find the cgroup of {}: {}", container.id, Chain(&error)),
+    let spec = Spec::load(&container.bundle);
+    let spec = spec.or_warn(format_args!("cannot find the cgroup of {}", container.id));
+    if let Some(spec) = spec {
+        kill_cgroup(container, &spec).await;
     }
     let work = work_dir(container);
     sweep(&container.runc.state_dir(), &work).await;
     remove_roots(&work.join(LOG)).await;
-    if let Err(error) = container.runc.ensure_deleted().await {
-        log::warn!("cannot delete {}: {}", container.id, Chain(&error));
-    }
-    if let Err(error) = std::fs::remove_dir_all(container.runc.state_dir())
-        && error.kind() != std::io::ErrorKind::NotFound
-    {
-        log::warn!("cannot remove {}: {error}", container.runc.state_dir().display());
-    }
+    let deleted = container.runc.ensure_deleted().await;
+    deleted.or_warn(format_args!("cannot delete {}", container.id));
+    let state = container.runc.state_dir();
+    let removed = std::fs::remove_dir_all(&state).unless_absent();
+    removed.or_warn(format_args!("cannot remove {}", state.display()));
 }
 
 /// Where CRIU writes its logs of this container.
@@ -57,11 +55,8 @@ async fn kill_cgroup(container: &Container, spec: &Spec) {
         cgroup.kill_all(GONE).await?;
         cgroup.remove(GONE).await
     };
-    if let Err(error) = ended.await
-        && !error.is_absent()
-    {
-        log::warn!("cannot end the processes in cgroup {path}: {}", Chain(&error));
-    }
+    let ended = ended.await.unless_absent();
+    ended.or_warn(format_args!("cannot end the processes in cgroup {path}"));
 }
 
 /// Unmounts what a killed CRIU or runc left: the rootfs bind in runc's state directory, the cgroup tree in

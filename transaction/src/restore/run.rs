@@ -14,17 +14,18 @@ use super::phases;
 use super::prepare::{in_use, left_image};
 use super::rollback::{LOG, rollback, work_dir};
 use super::{RestoreError, compare};
-use crate::blocking::{stoppable, tidy};
+use crate::blocking::{remove, stoppable, tidy};
 use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::image_dir::error_lines;
 use crate::journal::{Begin, Journal, Operation, Outcome, point};
-use crate::panics::caught;
+use crate::panics::{caught, twice};
 use crate::phase::Phase;
 use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, read_pid};
+use crate::warn::OrWarn;
 use firn_host::Chain;
 
 /// How long runc and CRIU may take to end after a panic of firn's own code.
@@ -54,19 +55,11 @@ impl Restored {
     /// container.
     pub async fn roll_back(self, container: &Container, prepared: &PreparedRestore) -> RestoreError {
         // A second time if the rollback panics: every step may be repeated.
-        for _ in 0..2 {
-            if caught(roll_back(container, self.was_free, &self.journal))
-                .await
-                .is_ok()
-            {
-                break;
-            }
-        }
+        twice(|| roll_back(container, self.was_free, &self.journal)).await;
         // Others' processes are in the cgroup: only the runtime's state is deleted.
-        if !self.was_free
-            && let Err(error) = container.runc.ensure_deleted().await
-        {
-            log::warn!("cannot delete {}: {}", container.id, Chain(&error));
+        if !self.was_free {
+            let deleted = container.runc.ensure_deleted().await;
+            deleted.or_warn(format_args!("cannot delete {}", container.id));
         }
         self.journal.end(Outcome::Failed).await;
         failed(prepared, Cause::Killed)
@@ -179,23 +172,19 @@ fn begin(container: &Container, prepared: &PreparedRestore, work: &Path) -> Begi
 /// Rolls back a restore whose code has panicked; a second time if the rollback panics too: every step may be
 /// repeated.
 async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &Journal) {
-    for _ in 0..2 {
-        let rolled_back = async {
-            if let Some(recovery) = Recovery::of(&container.bundle) {
-                recovery.end_programs(PROGRAMS).await;
-            }
-            roll_back(container, was_free, journal).await;
-        };
-        if caught(rolled_back).await.is_ok() {
-            break;
+    twice(async || {
+        if let Some(recovery) = Recovery::of(&container.bundle) {
+            recovery.end_programs(PROGRAMS).await;
         }
-    }
+        roll_back(container, was_free, journal).await;
+    })
+    .await;
 }
 
 /// Rolls back a restore, unless other processes were in its cgroup before.
 async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
     if was_free {
-        enter(journal, Phase::Rollback).await;
+        journal.enter_anyway(Phase::Rollback).await;
         rollback(container).await;
     }
 }
@@ -212,13 +201,6 @@ async fn with_gpu<S: FnOnce(&mut Command) + Send>(
     // Boxed: the futures of all phases together are large.
     Box::pin(phases::run(&mut effects)).await?;
     effects.init()
-}
-
-/// Enters a phase that has to happen also when the journal cannot be written.
-async fn enter(journal: &Journal, phase: Phase) {
-    if let Err(error) = journal.enter(phase).await {
-        log::warn!("{}", Chain(&error));
-    }
 }
 
 /// Checks that the image's files are unchanged since they were verified. Order matters: right before CRIU
@@ -248,7 +230,7 @@ async fn plain(
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, RestoreError> {
     let (pid_file, Bounds { journal, .. }) = (restore.pid_file, restore.bounds);
-    enter(journal, Phase::CriuRestore).await;
+    journal.enter_anyway(Phase::CriuRestore).await;
     let criu = prepared.plain.criu.as_ref();
     if let Some(criu) = criu {
         forget_refusal(container).await;
@@ -320,15 +302,8 @@ pub(super) async fn forget_refusal(container: &Container) {
 
 /// Removes the log of an earlier restore, whose errors are not this one's.
 async fn forget_log(log: &Path) {
-    let path = log.to_owned();
-    let removed = tidy("remove the log of an earlier restore", move || {
-        Some(std::fs::remove_file(path))
-    });
-    if let Some(Err(error)) = removed.await
-        && error.kind() != std::io::ErrorKind::NotFound
-    {
-        log::warn!("cannot remove {}: {error}", log.display());
-    }
+    let what = "remove the log of an earlier restore";
+    remove(what, log.to_owned(), |log| std::fs::remove_file(log)).await;
 }
 
 pub(super) async fn last_errors(log: &Path) -> Vec<String> {

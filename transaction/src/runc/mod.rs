@@ -32,6 +32,7 @@ use crate::blocking::blocking;
 use crate::journal::Role;
 use crate::options::RuncOptions;
 use crate::reaper::{Child, OutputError, Reaper};
+use crate::warn::OrWarn;
 use crate::{pidfd, procfs};
 use firn_host::Chain;
 
@@ -189,9 +190,8 @@ impl Runc {
             return call(self).await;
         }
         let done = call(&own).await;
-        if let Err(error) = own.move_log(&self.log) {
-            log::warn!("cannot keep {}: {error}", own.log.display());
-        }
+        let moved = own.move_log(&self.log);
+        moved.or_warn(format_args!("cannot keep {}", own.log.display()));
         done
     }
 
@@ -330,11 +330,9 @@ impl Runc {
         {
             return Ok(());
         }
-        if let Some(cgroup) = freezer
-            && !cancel.is_cancelled()
-            && let Err(error) = cgroup.begin_freeze()
-        {
-            log::warn!("cannot freeze the tasks before CRIU is killed: {}", Chain(&error));
+        if let Some(cgroup) = freezer.filter(|_| !cancel.is_cancelled()) {
+            let frozen = cgroup.begin_freeze();
+            frozen.or_warn(format_args!("cannot freeze the tasks before CRIU is killed"));
         }
         end_group(&child, started, cancel.cancelled()).await;
         let exit = exit?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use firn_host::Chain;
 
 use super::ContainerEffects;
-use crate::blocking::blocking;
+use crate::blocking::{blocking, tidy};
 use crate::checkpoint::dump::bounded;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, rescue};
@@ -69,8 +69,7 @@ impl ContainerEffects<'_> {
             Ok(()) => {
                 self.journal.rescue(&dir).await;
                 if let Some(sibling) = linked {
-                    let _late =
-                        tokio::time::timeout(RESCUE, blocking(move || rescue::remove(&sibling))).await;
+                    remove(sibling).await;
                 }
                 Some(dir)
             }
@@ -88,16 +87,20 @@ impl ContainerEffects<'_> {
     /// Whether the image has gone, for example with its client.
     pub(in crate::checkpoint) async fn has_lost_image(&self) -> bool {
         let image = self.request.image.clone();
-        let look = move || image.check();
-        let looked = tokio::time::timeout(RESCUE, blocking(look)).await;
-        matches!(looked, Ok(Err(_)))
+        tidy("look at the image", move || image.check().is_err()).await
     }
 
     /// Removes the image's second directory: the client has the first.
     pub(in crate::checkpoint) async fn drop_rescue(&mut self) {
         if let Some(dir) = self.progress.rescued.take() {
-            let remove = move || rescue::remove(&dir);
-            let _late = tokio::time::timeout(RESCUE, blocking(remove)).await;
+            remove(dir).await;
         }
     }
+}
+
+async fn remove(dir: PathBuf) {
+    tidy("remove the second directory of an image", move || {
+        rescue::remove(&dir)
+    })
+    .await;
 }
