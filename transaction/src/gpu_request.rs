@@ -9,8 +9,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, Toolkit, find_program, names};
-use firn_host::Problem;
-use firn_oci::{GpuRequest, NamedGpus, RequestSource, Rules, Spec, SpecError, requests_beyond_gpus};
+use firn_host::{Problem, ProblemReport};
+use firn_oci::{GpuRequest, NamedGpus, RequestSource, Rules, Spec, requests_beyond_gpus};
 use serde::Deserialize;
 
 use crate::reaper::{Output, OutputError, Reaper};
@@ -21,21 +21,18 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// A container cannot get the GPUs that it requests. Nothing has been started.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuRequestError {
-    #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
-    Config(firn_config::ConfigError),
-    #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
-    Program(firn_config::ProgramError),
-    #[error("{}: {}. hint: {}", .0.code(), firn_host::Chain(.0), .0.hint())]
-    Spec(SpecError),
+    #[error(transparent)]
+    Problem(ProblemReport),
     /// The report of `firn-hook convert`.
     #[error(
-        "{code}: cannot give the container the GPUs that it asks for ({requested}): {message}. hint: {hint}"
+        "{}: cannot give the container the GPUs that it asks for ({requested}): {}. hint: {}",
+        report.code,
+        report.message,
+        report.hint
     )]
     Refused {
-        code: String,
         requested: String,
-        message: String,
-        hint: String,
+        report: ProblemReport,
     },
     #[error(
         "FIRN-CDI-KIND: CDI device {name} is no GPU. hint: let containerd give other CDI devices: \
@@ -56,18 +53,14 @@ pub enum GpuRequestError {
 /// The code of `firn-hook convert` for a node without any CDI file of the kind.
 const NO_SPEC: &str = "FIRN-NO-CDI-SPEC";
 
-impl GpuRequestError {
-    fn is_no_spec(&self) -> bool {
-        matches!(self, Self::Refused { code, .. } if code == NO_SPEC)
-    }
+fn problem(problem: impl Problem) -> GpuRequestError {
+    GpuRequestError::Problem(problem.report())
 }
 
-/// What the helper prints when it fails.
-#[derive(Deserialize)]
-struct Refusal {
-    code: String,
-    message: String,
-    hint: String,
+impl GpuRequestError {
+    fn is_no_spec(&self) -> bool {
+        matches!(self, Self::Refused { report, .. } if report.code == NO_SPEC)
+    }
 }
 
 /// A container's spec with its GPU request applied.
@@ -89,7 +82,7 @@ pub(crate) async fn resolve(
     restores: bool,
     reaper: &Reaper,
 ) -> Result<ResolvedSpec, GpuRequestError> {
-    let rules = Rules::of(&spec, wrapper).map_err(GpuRequestError::Config)?;
+    let rules = Rules::of(&spec, wrapper).map_err(problem)?;
     let requested = GpuRequest::of(&spec, &rules);
     let mut runtime = None;
     if let Rules::Wrapper(toolkit) = &rules {
@@ -112,10 +105,7 @@ pub(crate) async fn resolve(
         GpuRequest::Nodes => return Ok(ResolvedSpec::with_gpus(spec, runtime)),
         GpuRequest::None => return Ok(ResolvedSpec::unchanged(spec, false)),
     };
-    let (config, is_hook) = (
-        Config::load().map_err(GpuRequestError::Config)?,
-        request.source.is_hook(),
-    );
+    let (config, is_hook) = (Config::load().map_err(problem)?, request.source.is_hook());
     if !request.source.is_enabled(&config.create) {
         return Ok(ResolvedSpec::unchanged(spec, is_hook));
     }
@@ -133,7 +123,7 @@ pub(crate) async fn resolve(
         return Err(error);
     }
     let given: Given = serde_json::from_slice(&output.stdout).unwrap_or_default();
-    let converted = Spec::load(bundle).map_err(GpuRequestError::Spec)?;
+    let converted = Spec::load(bundle).map_err(problem)?;
     match (given.devices.is_empty(), converted.gpu_nodes().is_empty()) {
         (true, true) => return Ok(ResolvedSpec::unchanged(spec, is_hook)),
         (true, false) => {}
@@ -155,8 +145,7 @@ async fn convert(
     restores: bool,
     reaper: &Reaper,
 ) -> Result<Output, GpuRequestError> {
-    let hook =
-        find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(GpuRequestError::Program)?;
+    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(problem)?;
     let mut command = Command::new(hook);
     command.arg("convert").arg(bundle);
     if restores {
@@ -229,12 +218,10 @@ fn kept(source: RequestSource) -> &'static str {
 }
 
 fn refused(request: &NamedGpus, stdout: &[u8], stderr: &[u8]) -> GpuRequestError {
-    match serde_json::from_slice::<Refusal>(stdout) {
-        Ok(refusal) => GpuRequestError::Refused {
-            code: refusal.code,
+    match serde_json::from_slice(stdout) {
+        Ok(report) => GpuRequestError::Refused {
             requested: request.devices.join(", "),
-            message: refusal.message,
-            hint: refusal.hint,
+            report,
         },
         Err(_) => GpuRequestError::Helper {
             output: String::from_utf8_lossy(stderr).trim().to_owned(),

@@ -109,6 +109,13 @@ impl From<LookError> for EffectError {
     }
 }
 
+impl From<RuntimeKind> for EffectError {
+    /// The OCI runtime cannot do it.
+    fn from(kind: RuntimeKind) -> Self {
+        Self::Runtime { runtime: kind.name() }
+    }
+}
+
 /// `runc checkpoint` failed, or left no complete image.
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum DumpError {
@@ -290,10 +297,9 @@ fn is_final(error: &EffectError) -> bool {
 }
 
 fn suspended_code(error: &EffectError) -> &'static str {
-    if is_final(error) {
-        "FIRN-GPU-LOST"
-    } else {
-        "FIRN-GPU-SUSPENDED"
+    match is_final(error) {
+        true => "FIRN-GPU-LOST",
+        false => "FIRN-GPU-SUSPENDED",
     }
 }
 
@@ -318,25 +324,9 @@ fn suspended_hint(error: &EffectError, image: &Option<PathBuf>, container: &str)
 
 impl CheckpointError {
     /// A refusal: nothing was begun.
-    pub(super) fn refused(container: &Container, cause: EffectError) -> Self {
-        let container = container.id.clone();
+    pub(super) fn refused(container: &Container, cause: impl Into<EffectError>) -> Self {
+        let (container, cause) = (container.id.clone(), cause.into());
         Self::Refused { container, cause }
-    }
-
-    /// A refusal because the OCI runtime cannot do it.
-    pub(super) fn by_runtime(container: &Container, kind: RuntimeKind) -> Self {
-        Self::Refused {
-            container: container.id.clone(),
-            cause: EffectError::Runtime { runtime: kind.name() },
-        }
-    }
-
-    /// A refusal because the journal cannot be written.
-    pub(super) fn unwritten(container: &Container, error: JournalError) -> Self {
-        Self::Refused {
-            container: container.id.clone(),
-            cause: error.into(),
-        }
     }
 
     /// From a transaction that failed; `image` when its dump is complete.
@@ -347,31 +337,24 @@ impl CheckpointError {
         is_alive: bool,
     ) -> Self {
         let container = container.to_owned();
-        let Failure {
-            phase,
-            source,
-            suspended,
-        } = failure;
-        match (phase, suspended) {
+        let (phase, cause) = (failure.phase, failure.source);
+        match (phase, failure.suspended) {
             _ if !is_alive => Self::Ended {
                 container,
                 phase,
-                cause: source,
+                cause,
                 image,
             },
-            (Phase::Inspect, None) => Self::Refused {
-                container,
-                cause: source,
-            },
+            (Phase::Inspect, None) => Self::Refused { container, cause },
             (_, None) => Self::RolledBack {
                 container,
                 phase,
-                cause: source,
+                cause,
             },
             (_, Some(suspended)) => Self::Suspended {
                 container,
                 // If gpu-restore failed, it is the rollback that failed: there is no other cause.
-                failed: (phase != Phase::GpuRestore).then_some((phase, source)),
+                failed: (phase != Phase::GpuRestore).then_some((phase, cause)),
                 suspended,
                 image,
             },

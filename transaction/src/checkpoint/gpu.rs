@@ -28,7 +28,7 @@ pub(super) async fn run(
 ) -> Result<(), CheckpointError> {
     match container.runc.kind().await {
         RuntimeKind::Runc => {}
-        kind => return Err(CheckpointError::by_runtime(container, kind)),
+        kind => return Err(CheckpointError::refused(container, kind)),
     }
     let config = Config::load().map_err(CheckpointError::Config)?;
     let cgroup = container.cgroup()?;
@@ -38,7 +38,7 @@ pub(super) async fn run(
         .map_err(CheckpointError::Program)?;
     let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
         .await
-        .map_err(|error| CheckpointError::unwritten(container, error))?;
+        .map_err(|error| CheckpointError::refused(container, error))?;
     let guard = container.begin_transaction();
     let mut effects = ContainerEffects {
         container,

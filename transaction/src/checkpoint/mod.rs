@@ -110,7 +110,7 @@ pub fn usable(
 ) -> Result<ImageDir, CheckpointError> {
     match found {
         Err(error) if container.traits.has_nvidia() || matches!(error, ImageDirError::Gone { .. }) => {
-            Err(CheckpointError::refused(container, error.into()))
+            Err(CheckpointError::refused(container, error))
         }
         found => Ok(found.unwrap_or_else(|_| ImageDir::unopened(path))),
     }
@@ -147,5 +147,5 @@ async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<OtherGpus,
     let checked: Result<Checked, _> = look::look(&request, reaper, limit, &guard.cancel).await;
     checked
         .map(|checked| checked.other_gpus)
-        .map_err(|cause| CheckpointError::refused(container, cause.into()))
+        .map_err(|cause| CheckpointError::refused(container, cause))
 }

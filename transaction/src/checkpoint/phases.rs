@@ -46,6 +46,17 @@ pub struct Failure<E: std::error::Error + 'static> {
     pub suspended: Option<E>,
 }
 
+impl<E: std::error::Error> Failure<E> {
+    /// Nothing is suspended.
+    pub fn new(phase: Phase, source: E) -> Self {
+        Self {
+            phase,
+            source,
+            suspended: None,
+        }
+    }
+}
+
 /// What a rollback starts from.
 #[derive(Clone, Copy)]
 pub struct Rollback<'p> {
@@ -91,21 +102,12 @@ impl<'e, E: Dump> Begun<'e, E> {
     /// Refuses what cannot be checkpointed, then locks all CUDA processes. The application's threads must run
     /// for that, also in a container that the client has paused.
     pub async fn gpu_lock(self) -> Result<Locked<'e, E>, Failure<E::Error>> {
-        let entered = self.effects.enter(Phase::Inspect).await;
-        let inspected = match entered {
-            Ok(()) => self.effects.inspect().await,
-            Err(error) => Err(error),
+        let inspected = async {
+            self.effects.enter(Phase::Inspect).await?;
+            self.effects.inspect().await
         };
-        let processes = match inspected {
-            Ok(processes) => processes,
-            Err(source) => {
-                return Err(Failure {
-                    phase: Phase::Inspect,
-                    source,
-                    suspended: None,
-                });
-            }
-        };
+        let refused = |source| Failure::new(Phase::Inspect, source);
+        let processes = inspected.await.map_err(refused)?;
         let pids = pids(&processes);
         let free = async {
             self.effects.enter(Phase::GpuLock).await?;
@@ -117,11 +119,7 @@ impl<'e, E: Dump> Begun<'e, E> {
             if self.was_frozen && !self.effects.is_ended() {
                 refreeze(self.effects).await;
             }
-            return Err(Failure {
-                phase: Phase::Inspect,
-                source,
-                suspended: None,
-            });
+            return Err(refused(source));
         }
         let locked = self.effects.gpu_lock(&pids).await;
         let at = Locked {
@@ -176,11 +174,7 @@ impl<'e, E: Dump> Locked<'e, E> {
             return Ok(self);
         };
         if self.at.effects.is_ended() {
-            return Err(Failure {
-                phase,
-                source,
-                suspended: None,
-            });
+            return Err(Failure::new(phase, source));
         }
         // Order matters: a CRIU that is killed leaves the tasks thawed, and the journal's file system may
         // hang.
@@ -296,10 +290,11 @@ impl<'e, E: Dump> Checkpointed<'e, E> {
     pub async fn dump(self) -> Result<Dumped<'e, E>, Failure<E::Error>> {
         let at = self.0;
         let effects = &mut *at.at.effects;
-        let dumped = match effects.enter(Phase::CriuDump).await {
-            Ok(()) => effects.dump(&at.processes).await,
-            Err(error) => Err(error),
+        let dumped = async {
+            effects.enter(Phase::CriuDump).await?;
+            effects.dump(&at.processes).await
         };
+        let dumped = dumped.await;
         at.finish(Phase::CriuDump, dumped).await.map(Dumped)
     }
 }

@@ -39,7 +39,7 @@ fn plugins_for(container: &Container, others: OtherGpus) -> Result<Option<PathBu
     );
     plugins
         .map(Some)
-        .map_err(|cause| CheckpointError::refused(container, cause.into()))
+        .map_err(|cause| CheckpointError::refused(container, cause))
 }
 
 pub(super) async fn run(
@@ -54,16 +54,15 @@ pub(super) async fn run(
         .is_ok_and(|state| state != FreezerState::Thawed);
     let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
         .await
-        .map_err(|error| CheckpointError::unwritten(container, error))?;
+        .map_err(|error| CheckpointError::refused(container, error))?;
     let dumped = dump_plain(container, request, was_frozen, plugins.as_deref(), &journal).await;
     journal::point("dump-over").await;
-    journal
-        .end(if dumped.is_ok() {
-            Outcome::Done
-        } else {
-            Outcome::Failed
-        })
-        .await;
+    let outcome = if dumped.is_ok() {
+        Outcome::Done
+    } else {
+        Outcome::Failed
+    };
+    journal.end(outcome).await;
     dumped
 }
 
@@ -111,18 +110,14 @@ async fn dump_plain(
     let result = match dumped {
         _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
             &container.id,
-            Failure {
-                phase: Phase::CriuDump,
-                source: cause.into(),
-                suspended: None,
-            },
+            Failure::new(Phase::CriuDump, cause.into()),
             None,
             procfs::is_alive(container.init.pid()),
         )),
         Ok(()) => Ok(()),
         // youki has no such command, so it has done nothing.
         Err(_) if container.runc.kind().await == RuntimeKind::Youki => {
-            Err(CheckpointError::by_runtime(container, RuntimeKind::Youki))
+            Err(CheckpointError::refused(container, RuntimeKind::Youki))
         }
         Err(cause) => Err(CheckpointError::Plain {
             cause,
@@ -147,12 +142,12 @@ async fn enter_image(
     };
     noted
         .await
-        .map_err(|error| CheckpointError::unwritten(container, error))?;
+        .map_err(|error| CheckpointError::refused(container, error))?;
     // The mode of a client's own directory stays as it is, as with the stock shim.
     match image.at(|image| image.enter(None)).await {
         Ok(()) => {}
         Err(gone @ ImageDirError::Gone { .. }) => {
-            return Err(CheckpointError::refused(container, gone.into()));
+            return Err(CheckpointError::refused(container, gone));
         }
         // The OCI runtime reports a directory that cannot be used.
         Err(error) => log::debug!("{}", Chain(&error)),

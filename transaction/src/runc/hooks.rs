@@ -9,7 +9,6 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{Runc, RuncError, end_group, read_from_start};
 use crate::procfs;
-use crate::reaper::OutputError;
 
 impl Runc {
     /// Runs a command until it ends, or until `cancel` resolves: then the command and its hooks are killed.
@@ -30,10 +29,7 @@ impl Runc {
             .process_group(0)
             .stdout(output.try_clone().map_err(prepare)?)
             .stderr(output.try_clone().map_err(prepare)?);
-        let child = self.reaper.spawn(command).map_err(|source| {
-            let program = self.binary.display().to_string();
-            self.spawn_error(verb, OutputError::Spawn { program, source })
-        })?;
+        let child = self.spawn(verb, command)?;
         let started = procfs::started(child.pid());
         let exit = tokio::select! {
             biased;

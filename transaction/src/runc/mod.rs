@@ -262,17 +262,8 @@ impl Runc {
 
     /// Runs a command whose stdio is the container's (create, exec): none of its output is read.
     async fn run(&self, verb: &'static str, command: &mut Command) -> Result<(), RuncError> {
-        let program = || self.binary.display().to_string();
         let from = self.logged();
-        let child = self.reaper.spawn(command).map_err(|source| {
-            self.spawn_error(
-                verb,
-                OutputError::Spawn {
-                    program: program(),
-                    source,
-                },
-            )
-        })?;
+        let child = self.spawn(verb, command)?;
         match child.wait().await.code {
             0 => Ok(()),
             code => Err(self.failure(verb, code, &[], from)),
@@ -293,16 +284,7 @@ impl Runc {
     ) -> Result<(), RuncError> {
         let from = self.logged();
         command.process_group(0);
-        let program = || self.binary.display().to_string();
-        let child = self.reaper.spawn(command).map_err(|source| {
-            self.spawn_error(
-                verb,
-                OutputError::Spawn {
-                    program: program(),
-                    source,
-                },
-            )
-        })?;
+        let child = self.spawn(verb, command)?;
         let started = procfs::started(child.pid());
         let Bounds {
             deadline,
@@ -310,24 +292,19 @@ impl Runc {
             cancel,
             freezer,
         } = bounds;
+        let limit = deadline.unwrap_or(Duration::MAX);
         let _at_work = cancel.criu();
         journal.child(Role::Runc, child.pid()).await;
         let exit = tokio::select! {
             exit = child.wait() => Ok(exit),
-            limit = passed(deadline) => Err(self.spawn_error(
-                verb,
-                OutputError::TimedOut {
-                    program: program(),
-                    limit,
-                    last: String::new(),
-                },
-            )),
+            () = sleep(limit) => {
+                let (program, last) = (self.binary.display().to_string(), String::new());
+                Err(self.spawn_error(verb, OutputError::TimedOut { program, limit, last }))
+            }
             () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),
             () = cancel.cancelled() => Err(RuncError::Cancelled { verb }),
         };
-        if let Ok(exit) = &exit
-            && exit.code == 0
-        {
+        if exit.as_ref().is_ok_and(|exit| exit.code == 0) {
             return Ok(());
         }
         if let Some(cgroup) = freezer.filter(|_| !cancel.is_cancelled()) {
@@ -346,6 +323,12 @@ impl Runc {
             output: message.clone(),
             message,
         })
+    }
+
+    fn spawn(&self, verb: &'static str, command: &mut Command) -> Result<Child, RuncError> {
+        let program = self.binary.display().to_string();
+        let spawned = self.reaper.spawn(command);
+        spawned.map_err(|source| self.spawn_error(verb, OutputError::Spawn { program, source }))
     }
 
     fn spawn_error(&self, verb: &'static str, source: OutputError) -> RuncError {
@@ -390,17 +373,6 @@ impl Runc {
                 message
             },
             output: self.exit_message(code, &output),
-        }
-    }
-}
-
-/// Resolves after the deadline and returns it; never without one.
-async fn passed(deadline: Option<Duration>) -> Duration {
-    match deadline {
-        None => std::future::pending().await,
-        Some(limit) => {
-            sleep(limit).await;
-            limit
         }
     }
 }
