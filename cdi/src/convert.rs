@@ -7,8 +7,9 @@
 //! permits it, only NVIDIA GPUs, and nothing beyond the device nodes that the spec already has.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
-use firn_config::Config;
+use firn_config::{Config, ConfigError};
 use firn_host::Problem;
 use firn_oci::edit::{self, EditError};
 use firn_oci::{GpuRequest, KIND, NamedGpus, RUNTIME_KIND, Rules, Spec, SpecError, remove_requests};
@@ -18,6 +19,8 @@ use crate::{BadName, CdiError, DeviceName, Registry};
 /// Why a spec's GPU request cannot be converted.
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum ConvertError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     #[error("cannot use the container's spec")]
     Spec(#[from] SpecError),
     #[error(transparent)]
@@ -56,6 +59,22 @@ impl Converted {
             left_out: BTreeSet::new(),
         }
     }
+}
+
+/// Converts the spec of a bundle, which is replaced as a whole or not at all. `wrapper` is NVIDIA's wrapper of
+/// runc, if that is the OCI runtime.
+pub fn convert_bundle(
+    bundle: &Path,
+    wrapper: Option<&Path>,
+    restores: bool,
+) -> Result<Converted, ConvertError> {
+    let spec = Spec::load(bundle)?;
+    let rules = Rules::of(&spec, wrapper)?;
+    let converted = convert(spec, &Config::load()?, &rules, restores)?;
+    if !converted.names.is_empty() {
+        converted.spec.save(bundle)?;
+    }
+    Ok(converted)
 }
 
 /// Adds the GPUs to a spec that it requests by these rules. `restores` is true for the spec of a restore.

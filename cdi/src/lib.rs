@@ -20,7 +20,7 @@ mod parse;
 mod registry;
 mod without_nodes;
 
-pub use convert::{ConvertError, Converted, convert, convert_by};
+pub use convert::{ConvertError, Converted, convert, convert_bundle, convert_by};
 pub use error::{CdiError, FileError};
 pub use file::{CdiFile, Device, DeviceNode, Edits, Hook, Mount};
 pub use firn_oci::KIND;

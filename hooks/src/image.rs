@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use firn_image::criu;
 use firn_image::criu::Host;
 use firn_oci::Spec;
+use serde_json::json;
 
 use crate::rights;
 
@@ -17,7 +18,7 @@ pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
     rights::keep_reading()?;
     let spec = Spec::load(bundle)?;
     let fault = criu::check(&spec, image, &Host::this()).err();
-    crate::answer(&format!("{}\n", serde_json::to_string(&fault)?))
+    crate::answer(json!(fault))
 }
 
 /// Prints what in restored processes, of which the first is the container's init, exceeds the bundle's spec,
@@ -27,5 +28,5 @@ pub(crate) fn check_tasks(bundle: &Path, pids: &[&str]) -> Result<()> {
     let pids: Vec<i32> = pids.iter().map(|pid| pid.parse()).collect::<Result<_, _>>()?;
     let init = *pids.first().context("no process")?;
     let fault = criu::check_made(&spec, init, &pids, &Host::this()).err();
-    crate::answer(&format!("{}\n", serde_json::to_string(&fault)?))
+    crate::answer(json!(fault))
 }

@@ -79,16 +79,10 @@ fn request() -> Vec<u8> {
 
 /// The answer: NLMSG_ERROR, whose first word is zero or a negative errno.
 fn acknowledged(reply: &[u8]) -> Result<()> {
-    let field = |at: usize| {
-        reply
-            .get(at..at + 4)
-            .and_then(|bytes| <[u8; 4]>::try_from(bytes).ok())
-    };
-    let kind = reply
-        .get(4..6)
-        .and_then(|bytes| <[u8; 2]>::try_from(bytes).ok())
-        .map(u16::from_ne_bytes);
-    match (kind.map(i32::from), field(HEADER_BYTES).map(i32::from_ne_bytes)) {
+    let kind = reply.get(4..).and_then(<[u8]>::first_chunk);
+    let kind = kind.map(|kind| i32::from(u16::from_ne_bytes(*kind)));
+    let code = reply.get(HEADER_BYTES..).and_then(<[u8]>::first_chunk);
+    match (kind, code.map(|code| i32::from_ne_bytes(*code))) {
         (Some(libc::NLMSG_ERROR), Some(0)) => Ok(()),
         (Some(libc::NLMSG_ERROR), Some(code)) => Err(Errno::from_raw(code.saturating_neg()).into()),
         _ => bail!("the kernel's answer is not an acknowledgement"),

@@ -23,6 +23,7 @@ mod script;
 mod soname;
 mod state;
 
+use std::fmt::Display;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
@@ -36,65 +37,34 @@ use rootfs::Rootfs;
 use state::State;
 
 const HELP: &str = "\
-firn-hook: OCI hook of firn, run by runc and not by people
+firn-hook: run by OCI runtimes, CRIU and the shim, and not by people
 
-usage: firn-hook createRuntime < state.json
-       firn-hook createContainer < state.json
-       firn-hook create-symlinks [--link TEXT::PATH]... < state.json
-       firn-hook update-ldcache [--library PATH]... < state.json
-       firn-hook convert BUNDLE [--restore] [--wrapper PATH]
-       firn-hook library-dirs
-       firn-hook replay BUNDLE
-       firn-hook check-image BUNDLE IMAGE
-       firn-hook check-tasks BUNDLE INIT [PID]...
-       firn-hook --help | --version
+usage: firn-hook COMMAND
 
-  createRuntime     brings up the loopback interface of the container's network
-                    namespace, which runc does at create but not at restore.
-                    Does nothing when the container uses the runtime's own
-                    network namespace.
-  createContainer   makes the links and the entries of /etc/ld.so.cache for
-                    libraries of NVIDIA's driver that are mounted into the
-                    container one by one. Does nothing when the container has
-                    no NVIDIA GPU. Succeeds also when it cannot make them.
-  create-symlinks   makes symbolic links in the container's root file system,
-                    and the directories that they need. What exists and is no
-                    link stays.
-  update-ldcache    adds libraries to the container's /etc/ld.so.cache, before
-                    others of the same name.
+OCI hooks, which read the container's state from standard input:
+  createRuntime      brings up the loopback interface of a restored container's
+                     own network namespace
+  createContainer    makes links and entries of /etc/ld.so.cache for the libraries
+                     of NVIDIA's driver that are mounted one by one; never fails
+  create-symlinks [--link TEXT::PATH]...
+                     makes symbolic links in the container's root file system
+  update-ldcache [--library PATH]...
+                     adds libraries to the container's /etc/ld.so.cache
 
-  without arguments it is CRIU's action script, which CRIU calls at a restore
-  by a link in the bundle: before CRIU opens files again, firn-hook replaces
-  the GPU nodes in the container's /dev by those of the bundle's spec.
+run by the shim; results are JSON on standard output:
+  convert BUNDLE [--restore] [--wrapper PATH]
+                     converts the spec's GPU requests into edits, by CDI files
+  library-dirs       prints the directories of the libraries in CDI files
+  replay BUNDLE      makes what createContainer hooks make, for a restore
+  check-image BUNDLE IMAGE
+                     prints what in CRIU's files exceeds the spec, or null
+  check-tasks BUNDLE INIT [PID]...
+                     prints what in restored processes exceeds it, or null
 
-  convert           converts GPUs that a hook or a name in the bundle's spec
-                    requests into edits of the spec, by the node's CDI files.
-                    Run by the shim. Prints one JSON object. --wrapper is
-                    NVIDIA's wrapper of runc, whose configuration decides
-                    which requests count.
+Without a command it is CRIU's action script: it replaces the GPU nodes in the
+container's /dev by those of the spec. Everything is safe to repeat.
 
-  library-dirs      prints the directories from which the node's CDI files mount
-                    libraries, as a JSON list. Run by the shim.
-  replay            makes, in the root file system of a bundle that is to be restored,
-                    the links and the cache entries that its createContainer
-                    hooks make: runc runs none of these at a restore. Run by the
-                    shim. Knows firn's and NVIDIA's.
-  check-image       compares CRIU's files in the directory IMAGE with the bundle's
-                    spec. Run by the shim before a restore. Prints what exceeds the
-                    spec, as a JSON object, or null.
-  check-tasks       compares restored and stopped processes, of which INIT is
-                    the container's first, with the bundle's spec, and prints
-                    the same. Run by the shim.
-
-All are safe to repeat. create-symlinks and update-ldcache are hooks of the
-stage createContainer, and are in the CDI files of `firn cdi generate`. At
-the stage poststop there is nothing to do.
-
-The container's state, as the OCI runtime specification defines it, is read
-from standard input. Errors go to standard error.
-
-exit status: 0 done or nothing to do, 1 failed, 2 wrong usage
-";
+exit status: 0 done or nothing to do, 1 failed, 2 wrong usage";
 
 fn main() -> ExitCode {
     // Files in the container are for all of its users, whatever the runtime's umask is.
@@ -104,22 +74,33 @@ fn main() -> ExitCode {
         .map(|argument| argument.to_string_lossy().into_owned())
         .collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let result = match words[..] {
+    match run(&words) {
+        Some(Ok(code)) => code,
+        Some(Err(error)) => {
+            report!("firn-hook: {error:#}");
+            ExitCode::FAILURE
+        }
+        None => {
+            report!("firn-hook: wrong usage. hint: firn-hook --help");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs the command; none if there is no such command.
+fn run(words: &[&str]) -> Option<Result<ExitCode>> {
+    let done = match *words {
         ["createRuntime"] => create_runtime(),
         ["createContainer"] => {
             create_container();
             Ok(())
         }
         ["create-symlinks", ref options @ ..] => {
-            let Some(links) = values(options, "--link") else {
-                return wrong_usage();
-            };
+            let links = values(options, "--link")?;
             rootfs().and_then(|rootfs| libraries::create_symlinks(&rootfs, &links))
         }
         ["update-ldcache", ref options @ ..] => {
-            let Some(paths) = values(options, "--library") else {
-                return wrong_usage();
-            };
+            let paths = values(options, "--library")?;
             rootfs().and_then(|rootfs| libraries::update_ldcache(&rootfs, &paths))
         }
         ["library-dirs"] => convert::library_dirs(),
@@ -134,32 +115,21 @@ fn main() -> ExitCode {
             let wrapper = match options {
                 [] => None,
                 ["--wrapper", wrapper] => Some(Path::new(*wrapper)),
-                _ => return wrong_usage(),
+                _ => return None,
             };
-            return convert::run(Path::new(bundle), wrapper, restores);
+            return Some(convert::run(Path::new(bundle), wrapper, restores));
         }
-        ["--version" | "-V"] => answer(concat!("firn-hook ", env!("CARGO_PKG_VERSION"), "\n")),
+        ["--version" | "-V"] => answer(concat!("firn-hook ", env!("CARGO_PKG_VERSION"))),
         ["--help" | "-h"] => answer(HELP),
-        [] => match std::env::var(names::ENV_CRIU_ACTION) {
-            Ok(action) => return script::run(&action),
-            Err(_) => return wrong_usage(),
-        },
-        _ => return wrong_usage(),
+        [] => script::run(&std::env::var(names::ENV_CRIU_ACTION).ok()?),
+        _ => return None,
     };
-    result.map_or_else(
-        |error| {
-            report!("firn-hook: {error:#}");
-            ExitCode::FAILURE
-        },
-        |()| ExitCode::SUCCESS,
-    )
+    Some(done.map(|()| ExitCode::SUCCESS))
 }
 
-/// Prints this text to standard output, unchanged.
-fn answer(text: &str) -> Result<()> {
-    std::io::stdout()
-        .write_all(text.as_bytes())
-        .context("cannot write to standard output")
+/// Prints a line to standard output, unchanged.
+fn answer(line: impl Display) -> Result<()> {
+    writeln!(std::io::stdout(), "{line}").context("cannot write to standard output")
 }
 
 fn create_runtime() -> Result<()> {
@@ -182,16 +152,11 @@ fn rootfs() -> Result<Rootfs> {
     Rootfs::open(&State::read(std::io::stdin())?.rootfs()?)
 }
 
-/// The values of an option that may be given several times; none when there are other options.
+/// The values of an option that may be given several times; none if there are other options.
 fn values(options: &[&str], name: &str) -> Option<Vec<String>> {
     let pairs = options.chunks(2).map(|pair| match pair {
         [option, value] if *option == name => Some((*value).to_owned()),
         _ => None,
     });
     pairs.collect()
-}
-
-fn wrong_usage() -> ExitCode {
-    report!("firn-hook: wrong usage. hint: firn-hook --help");
-    ExitCode::from(2)
 }

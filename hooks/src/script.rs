@@ -4,8 +4,8 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::process::ExitCode;
 
+use anyhow::{Result, bail};
 use firn_config::names;
 use firn_host::Problem;
 use firn_image::criu::{self, ImageFault};
@@ -15,36 +15,22 @@ use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns};
 
 /// Runs the action for this moment of the restore, if there is one.
-pub fn run(action: &str) -> ExitCode {
+pub fn run(action: &str) -> Result<()> {
     if ![criu_script::MOMENT, criu_script::MOUNTED].contains(&action) {
-        return ExitCode::SUCCESS;
+        return Ok(());
     }
     let called = std::env::args_os().next().unwrap_or_default();
     let bundle = Path::new(&called).parent().filter(|dir| dir.is_absolute());
     let init = std::env::var(names::ENV_CRIU_INIT).ok();
     let (Some(bundle), Some(init)) = (bundle, init.and_then(|pid| pid.parse().ok())) else {
-        report!("firn-hook: CRIU called its script without a bundle or an init process");
-        return ExitCode::FAILURE;
+        bail!("CRIU called its script without a bundle or an init process");
     };
     if action == criu_script::MOUNTED {
-        return match restrict(bundle, init) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(fault) => {
-                report!("firn-hook: {}", criu_script::leave(bundle, fault.report()));
-                ExitCode::FAILURE
-            }
-        };
+        return Ok(restrict(bundle, init).map_err(|fault| criu_script::leave(bundle, fault.report()))?);
     }
-    match criu_script::run(bundle, init) {
-        Ok(repaired) => {
-            report!("firn-hook: device nodes: {repaired:?}");
-            ExitCode::SUCCESS
-        }
-        Err(problem) => {
-            report!("firn-hook: {}", problem);
-            ExitCode::FAILURE
-        }
-    }
+    let repaired = criu_script::run(bundle, init)?;
+    report!("firn-hook: device nodes: {repaired:?}");
+    Ok(())
 }
 
 /// Sets the flags of bind mounts that the spec has and that CRIU has lost. This process is in the container's
