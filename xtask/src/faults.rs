@@ -8,8 +8,9 @@ use std::time::{Instant, UNIX_EPOCH};
 use anyhow::{Result, ensure};
 use firn_lab::faults::{self, Case, Outcome, Pairs, Tried, Why};
 use firn_node::Suite;
-use nix::unistd::geteuid;
 use serde_json::json;
+
+use crate::tools::{exit_code, need_root};
 
 /// Fail everything that can fail in a checkpoint or restore, and check the workload afterwards
 ///
@@ -86,10 +87,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
             _ => Ok(ExitCode::SUCCESS),
         };
     }
-    ensure!(
-        geteuid().is_root(),
-        "test nodes need root\nhint: sudo -E cargo xtask faults"
-    );
+    need_root("faults")?;
     let begun = Instant::now();
     let mut tried = Vec::new();
     loop {
@@ -134,10 +132,7 @@ fn print_summary(cmd: &Cmd, seed: u64, tried: &[Tried], begun: Instant) -> ExitC
             cmd.suite
         );
     }
-    match outside.is_empty() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    }
+    exit_code(outside.is_empty())
 }
 
 /// Prints the progress: one line per case, and the whole message of one that breaks a guarantee.

@@ -14,6 +14,7 @@ use std::thread;
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
+use crate::tools::{cargo_program, exit_code};
 use crate::workspace;
 
 /// What cargo-fuzz passes to the compiler with `--sanitizer none`.
@@ -69,16 +70,10 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         }
         Some(target) => {
             let status = targets.command(target)?.args(&cmd.files).status();
-            return Ok(match status.context("run the target")?.success() {
-                true => ExitCode::SUCCESS,
-                false => ExitCode::FAILURE,
-            });
+            return Ok(exit_code(status.context("run the target")?.success()));
         }
     };
-    Ok(match counts.failed {
-        0 => ExitCode::SUCCESS,
-        _ => ExitCode::FAILURE,
-    })
+    Ok(exit_code(counts.failed == 0))
 }
 
 /// Runs all targets at a low priority: other work goes first.
@@ -135,7 +130,7 @@ impl Targets {
         let (fuzz, dir) = (workspace.join("fuzz"), workspace.join("target/fuzz"));
         // Given explicitly, so that build scripts and macros are not instrumented.
         let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-        let mut cargo = priority.command(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        let mut cargo = priority.command(cargo_program());
         cargo
             .args(["build", "--release", "--manifest-path"])
             .arg(fuzz.join("Cargo.toml"))
@@ -195,11 +190,8 @@ impl Targets {
                 let Some(target) = next else { return Ok(()) };
                 let good = self.fuzz(target, seconds)?;
                 let mut counts = counts.lock().expect("nothing panics with it");
-                *(if good {
-                    &mut counts.passed
-                } else {
-                    &mut counts.failed
-                }) += 1;
+                counts.passed += u64::from(good);
+                counts.failed += u64::from(!good);
             }
         };
         let width = thread::available_parallelism().map_or(1, usize::from);

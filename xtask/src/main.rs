@@ -10,6 +10,7 @@ mod node;
 mod soak;
 mod supervise;
 mod test;
+mod tools;
 mod words;
 
 use std::path::{Path, PathBuf};

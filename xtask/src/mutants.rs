@@ -8,10 +8,11 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::tools::{exit_code, in_path};
 use crate::workspace;
 
 /// Where cargo-mutants writes its results.
@@ -36,7 +37,10 @@ pub struct Cmd {
 
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     let root = workspace()?;
-    is_installed()?;
+    ensure!(
+        in_path("cargo-mutants").is_some(),
+        "cargo-mutants is not installed: cargo install cargo-mutants --locked"
+    );
     for file in &cmd.files {
         ensure!(
             root.join(file).is_file(),
@@ -78,27 +82,6 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     }
     println!("{} survive", survivors.len());
     Ok(exit_code(survivors.is_empty()))
-}
-
-fn exit_code(good: bool) -> ExitCode {
-    if good {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
-}
-
-fn is_installed() -> Result<()> {
-    let version = Command::new("cargo")
-        .args(["mutants", "--version"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status();
-    ensure!(
-        version.is_ok_and(|status| status.success()),
-        "cargo-mutants is not installed: cargo install cargo-mutants --locked"
-    );
-    Ok(())
 }
 
 /// One line for each change for which no test failed.

@@ -9,6 +9,8 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand, ValueEnum};
 use firn_node::{Cgroup, Node, Record, Status, Store, Suite};
 
+use crate::tools::exit_as;
+
 /// Make, enter and remove test nodes
 ///
 /// A test node is a Debian root with its own namespaces, /dev and cgroups, and with containerd, runc and CRIU
@@ -176,12 +178,7 @@ fn exec(name: &str, command: &[OsString]) -> Result<ExitCode> {
 }
 
 fn status(mut command: Command) -> Result<ExitCode> {
-    let status = command.status().context("enter the node")?;
-    // A signal has no code.
-    Ok(status
-        .code()
-        .and_then(|code| u8::try_from(code).ok())
-        .map_or(ExitCode::FAILURE, ExitCode::from))
+    Ok(exit_as(command.status().context("enter the node")?))
 }
 
 fn list() -> Result<()> {

@@ -3,10 +3,11 @@
 use std::process::ExitCode;
 use std::time::{Instant, SystemTime};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use firn_lab::faults::{Soak, Subject, has_cgroup_v1, soak};
 use firn_node::{Cgroup, Suite};
-use nix::unistd::geteuid;
+
+use crate::tools::need_root;
 
 /// Checkpoint and restore one workload hundreds of times, with a random fault in one of three
 ///
@@ -35,10 +36,7 @@ pub struct Cmd {
 
 /// Runs it and prints the result.
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
-    ensure!(
-        geteuid().is_root(),
-        "test nodes need root\nhint: sudo -E cargo xtask soak"
-    );
+    need_root("soak")?;
     let seed = match cmd.seed {
         Some(seed) => seed,
         None => SystemTime::now()

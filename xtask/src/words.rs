@@ -1,10 +1,11 @@
 //! `cargo xtask words`: runs the crate in `tests/words`, so that its dictionaries are no part of this
 //! program.
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 
+use crate::tools::{cargo, exit_code};
 use crate::workspace;
 
 /// Check spelling, banned words and line lengths by words.toml
@@ -22,7 +23,7 @@ pub struct Cmd {
 }
 
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = cargo();
     cargo
         .args(["run", "--quiet", "--package", "firn-words", "--"])
         .current_dir(workspace()?);
@@ -33,8 +34,5 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         cargo.arg("--lower");
     }
     let status = cargo.status().context("run cargo")?;
-    Ok(match status.success() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    })
+    Ok(exit_code(status.success()))
 }

@@ -101,14 +101,17 @@ fn installed(simulated: &str) -> Vec<(&str, &str)> {
 fn apt(cache: &Path) -> Command {
     let mut apt = Command::new("apt-get");
     let at = |name: &str| cache.join(name).display().to_string();
-    apt.arg("-o")
-        .arg(format!("Dir::Etc::SourceList={}", at("etc/sources.list")));
-    apt.arg("-o").arg("Dir::Etc::SourceParts=/dev/null");
-    apt.arg("-o").arg("Dir::Etc::Preferences=/dev/null");
-    apt.arg("-o").arg("Dir::Etc::PreferencesParts=/dev/null");
-    apt.arg("-o").arg(format!("Dir::State={}", at("state")));
-    apt.arg("-o").arg(format!("Dir::State::status={}", at("status")));
-    apt.arg("-o").arg(format!("Dir::Cache={}", at("cache")));
+    for option in [
+        format!("Dir::Etc::SourceList={}", at("etc/sources.list")),
+        "Dir::Etc::SourceParts=/dev/null".to_owned(),
+        "Dir::Etc::Preferences=/dev/null".to_owned(),
+        "Dir::Etc::PreferencesParts=/dev/null".to_owned(),
+        format!("Dir::State={}", at("state")),
+        format!("Dir::State::status={}", at("status")),
+        format!("Dir::Cache={}", at("cache")),
+    ] {
+        apt.arg("-o").arg(option);
+    }
     // The sandbox user cannot reach a cache below a home directory.
     apt.args(["-o", "APT::Sandbox::User=root", "-o", "Debug::NoLocking=1"]);
     apt.env("DEBIAN_FRONTEND", "noninteractive").env("LC_ALL", "C");

@@ -20,6 +20,7 @@ use anyhow::{Context, ensure};
 use super::{
     LIMIT, check, check_size, contents, copy_into, debs, elf, install_missing, mib, output, write_out,
 };
+use crate::tools::{cargo, in_path};
 use crate::workspace;
 
 /// Where the archive has to be unpacked; `tests/gpu/host.py` has the same path.
@@ -125,11 +126,7 @@ pub(crate) fn stage_without_tools(stage: &Path) -> anyhow::Result<()> {
     install_missing(&[("patchelf", "patchelf"), ("busybox", "busybox-static")])?;
     fs::create_dir_all(stage.join("bin"))?;
     programs(&workspace()?, stage)?;
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let busybox = std::env::split_paths(&path)
-        .map(|dir| dir.join("busybox"))
-        .find(|file| file.is_file());
-    rootfs(&busybox.context("no busybox in PATH")?, stage)
+    rootfs(&in_path("busybox").context("no busybox in PATH")?, stage)
 }
 
 /// The tools of forky with their loader, libraries and plugins, bound to the install directory.
@@ -237,7 +234,7 @@ fn scripts(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
 
 /// Builds the named programs and returns the directory that holds them.
 fn build(workspace: &Path, bins: &[&str], target: Option<&str>) -> anyhow::Result<PathBuf> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = cargo();
     cargo
         .args(["build", "--release", "--locked"])
         .current_dir(workspace);

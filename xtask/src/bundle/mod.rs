@@ -15,6 +15,8 @@ use std::process::Command;
 
 use anyhow::{Context, bail, ensure};
 
+use crate::tools::in_path;
+
 /// Largest archive: 64 MiB can be copied to a GPU machine, with the scripts.
 const LIMIT: u64 = 60 << 20;
 
@@ -112,10 +114,9 @@ fn write_out(stage: &Path, out: &Path) -> anyhow::Result<u64> {
 
 /// Installs the packages of programs that are missing with apt, and prints their names before.
 fn install_missing(programs: &[(&str, &str)]) -> anyhow::Result<()> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
     let missing: Vec<&str> = programs
         .iter()
-        .filter(|(program, _)| !std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+        .filter(|(program, _)| in_path(program).is_none())
         .map(|(_, package)| *package)
         .collect();
     if missing.is_empty() {

@@ -15,6 +15,7 @@ use firn_node::{Store, Suite};
 use serde_json::Value;
 
 use super::{LIMIT, check, check_size, contents, copy_into, install_missing, mib, output};
+use crate::tools::cargo;
 use crate::workspace;
 
 /// Parts of a root that tests do not need.
@@ -144,7 +145,7 @@ fn programs(bin: &Path, release: bool) -> anyhow::Result<()> {
 
 /// The test programs, under the names of their suites.
 fn test_programs(wanted: &[String], dir: &Path) -> anyhow::Result<()> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = cargo();
     cargo.args(["test", "--no-run", "--locked", "--package", "firn-integration"]);
     cargo.args(["--test", "*", "--message-format", "json-render-diagnostics"]);
     let messages = output(cargo.current_dir(workspace()?))?;

@@ -7,11 +7,12 @@ mod source;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use crate::tools::cargo;
 use crate::workspace;
 use source::{Source, crates, sources};
 
@@ -71,52 +72,42 @@ struct Census {
     programs: Vec<(&'static str, u64)>,
 }
 
-#[derive(Default)]
+/// What a row counts.
+const FIGURES: [&str; 6] = [
+    "files",
+    "code",
+    "comments",
+    "unit tests",
+    "suites",
+    "public items",
+];
+
 struct Row {
     name: String,
-    files: usize,
-    code: usize,
-    comments: usize,
-    tests: usize,
-    suites: usize,
-    public_items: usize,
+    figures: [usize; FIGURES.len()],
 }
 
 impl Row {
-    fn add(&mut self, source: &Source) {
-        self.files += 1;
-        self.code += source.code;
-        self.comments += source.comments;
-        self.tests += source.tests;
-        self.suites += source.suites;
-        self.public_items += source.public_items;
+    fn of(name: String, sources: &[Source]) -> Self {
+        let sum = |count: fn(&Source) -> usize| sources.iter().map(count).sum();
+        Self {
+            name,
+            figures: [
+                sources.len(),
+                sum(|source| source.code),
+                sum(|source| source.comments),
+                sum(|source| source.tests),
+                sum(|source| source.suites),
+                sum(|source| source.public_items),
+            ],
+        }
     }
 
-    fn figures(&self) -> [(&'static str, usize); 6] {
-        [
-            ("files", self.files),
-            ("code", self.code),
-            ("comments", self.comments),
-            ("unit tests", self.tests),
-            ("suites", self.suites),
-            ("public items", self.public_items),
-        ]
-    }
-
-    fn sum<'r>(name: &str, rows: impl Iterator<Item = &'r Self>) -> Self {
-        let zero = Self {
+    fn sum<'r>(name: &str, rows: impl Iterator<Item = &'r Self> + Clone) -> Self {
+        Self {
             name: name.to_owned(),
-            ..Self::default()
-        };
-        rows.fold(zero, |sum, row| Self {
-            name: sum.name,
-            files: sum.files + row.files,
-            code: sum.code + row.code,
-            comments: sum.comments + row.comments,
-            tests: sum.tests + row.tests,
-            suites: sum.suites + row.suites,
-            public_items: sum.public_items + row.public_items,
-        })
+            figures: std::array::from_fn(|at| rows.clone().map(|row| row.figures[at]).sum()),
+        }
     }
 }
 
@@ -133,12 +124,9 @@ impl Census {
         let (mut rows, mut long_files, mut long_functions) = (Vec::new(), Vec::new(), Vec::new());
         let mut long_product_files = 0;
         for krate in &crates {
-            let mut row = Row {
-                name: krate.display().to_string(),
-                ..Row::default()
-            };
-            for source in sources(root, krate, &crates)? {
-                row.add(&source);
+            let sources = sources(root, krate, &crates)?;
+            rows.push(Row::of(krate.display().to_string(), &sources));
+            for source in sources {
                 let path = source.path.display();
                 if source.lines > LONG_FILE {
                     long_files.push((source.lines, path.to_string()));
@@ -155,7 +143,6 @@ impl Census {
                     ));
                 }
             }
-            rows.push(row);
         }
         long_files.sort_by(|a, b| b.cmp(a));
         long_functions.sort_by(|a, b| b.cmp(a));
@@ -180,10 +167,10 @@ impl Census {
     }
 
     fn print(&self) {
-        let heads = Row::default().figures().map(|(head, _)| format!("{head:>12}"));
+        let heads = FIGURES.map(|head| format!("{head:>12}"));
         println!("{:<20} {}", "crate", heads.join(" "));
         for row in self.rows.iter().chain(&self.sums()) {
-            let figures = row.figures().map(|(_, figure)| format!("{figure:>12}"));
+            let figures = row.figures.map(|figure| format!("{figure:>12}"));
             println!("{:<20} {}", row.name, figures.join(" "));
         }
         let (long, product) = (self.long_files.len(), self.long_product_files);
@@ -210,10 +197,9 @@ impl Census {
 
     fn json(&self) -> Value {
         let row = |row: &Row| {
-            let figures = row
-                .figures()
-                .map(|(head, figure)| (head.replace(' ', "_"), json!(figure)));
-            (row.name.clone(), Value::Object(figures.into_iter().collect()))
+            let figures = FIGURES.iter().zip(row.figures);
+            let figures = figures.map(|(head, figure)| (head.replace(' ', "_"), json!(figure)));
+            (row.name.clone(), Value::Object(figures.collect()))
         };
         let rows: serde_json::Map<String, Value> = self.rows.iter().chain(&self.sums()).map(row).collect();
         let programs = self
@@ -233,18 +219,10 @@ impl Census {
 
 /// Number of packages, not of the workspace, that a package is built from.
 fn dependencies(root: &Path, package: &str) -> Option<usize> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = cargo();
     cargo
-        .args([
-            "tree",
-            "--offline",
-            "--locked",
-            "--edges",
-            "normal",
-            "--prefix",
-            "none",
-        ])
-        .args(["--format", "{p}", "--package", package])
+        .args(["tree", "--offline", "--locked", "--edges", "normal"])
+        .args(["--prefix", "none", "--format", "{p}", "--package", package])
         .current_dir(root);
     let output = cargo.output().ok().filter(|output| output.status.success())?;
     let text = String::from_utf8(output.stdout).ok()?;
@@ -252,12 +230,8 @@ fn dependencies(root: &Path, package: &str) -> Option<usize> {
     // `(proc-macro)`.
     let packages = text.lines().filter(|line| !line.contains("(/"));
     let names = packages.map(|line| line.split_once(" (").map_or(line, |(name, _)| name));
-    Some(
-        names
-            .filter(|name| !name.is_empty())
-            .collect::<BTreeSet<_>>()
-            .len(),
-    )
+    let names: BTreeSet<&str> = names.filter(|name| !name.is_empty()).collect();
+    Some(names.len())
 }
 
 /// Bytes of a release program.

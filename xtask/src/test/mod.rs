@@ -5,7 +5,6 @@ mod outcome;
 mod summary;
 
 use std::collections::VecDeque;
-use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
@@ -18,6 +17,7 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_node::{Store, Suite};
 use nix::unistd::geteuid;
 
+use crate::tools::{self, cargo_program, exit_code, in_path};
 use crate::{fuzz, workspace};
 use outcome::{Outcome, Output, Verdict, through};
 
@@ -291,12 +291,12 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     let done = Plan::new(cmd.fast)?.run()?;
     print!("\n{}", summary::of(&done, begun.elapsed()));
     let failed = done.iter().any(|done| done.outcome.verdict == Verdict::Failed);
-    Ok(ExitCode::from(u8::from(failed)))
+    Ok(exit_code(!failed))
 }
 
 /// Licences, duplicates and origins of the dependencies, by `deny.toml`.
 fn deny(out: &mut Output) -> Result<Outcome> {
-    if !in_path("cargo-deny") {
+    if in_path("cargo-deny").is_none() {
         return Ok(Outcome::skipped(
             "cargo-deny is not installed (cargo install --locked cargo-deny)",
         ));
@@ -307,7 +307,7 @@ fn deny(out: &mut Output) -> Result<Outcome> {
 
 /// The tests of the scripts of tests/gpu.
 fn scripts(out: &mut Output) -> Result<Outcome> {
-    if !in_path("python3") {
+    if in_path("python3").is_none() {
         return Ok(Outcome::skipped("there is no python3"));
     }
     let mut python = Command::new("python3");
@@ -329,7 +329,7 @@ fn roots() -> Result<Outcome> {
 /// Runs every fuzz target for a few seconds.
 fn fuzzed(_: &mut Output) -> Result<Outcome> {
     let compiler = fuzz::compiler();
-    if !in_path(&compiler) {
+    if in_path(&compiler).is_none() {
         return Ok(Outcome::skipped(format!(
             "there is no C++ compiler {compiler} (apt-get install g++)"
         )));
@@ -342,19 +342,9 @@ fn fuzzed(_: &mut Output) -> Result<Outcome> {
 }
 
 fn cargo(out: &mut Output, arguments: &[&str]) -> Result<Outcome> {
-    let mut cargo = Command::new(cargo_program());
+    let mut cargo = tools::cargo();
     cargo.args(arguments).current_dir(workspace()?);
     through(cargo, out)
-}
-
-/// The cargo that runs this; its subcommands are found by it.
-fn cargo_program() -> OsString {
-    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
-}
-
-fn in_path(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|dir| Path::new(&dir).join(program).is_file())
 }
 
 #[cfg(test)]
