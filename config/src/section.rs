@@ -122,21 +122,13 @@ pub(crate) fn read(
     section: &mut dyn Section,
     unknown: UnknownKeys,
 ) -> Result<(), toml::de::Error> {
-    let table = Table { section, unknown };
-    table.deserialize(toml::Deserializer::parse(text)?)
+    let slot = &mut Slot::Section(section);
+    Target { slot, unknown }.deserialize(toml::Deserializer::parse(text)?)
 }
 
 struct Table<'a> {
     section: &'a mut dyn Section,
     unknown: UnknownKeys,
-}
-
-impl<'de> DeserializeSeed<'de> for Table<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
-        from.deserialize_map(self)
-    }
 }
 
 impl<'de> Visitor<'de> for Table<'_> {
@@ -196,7 +188,7 @@ impl<'de> DeserializeSeed<'de> for Target<'_, '_> {
         match self.slot {
             Slot::Section(section) => {
                 let section = &mut **section;
-                Table { section, unknown }.deserialize(from)?;
+                from.deserialize_map(Table { section, unknown })?;
             }
             Slot::Bool(value) => **value = bool::deserialize(from)?,
             Slot::Number(value) => **value = u32::deserialize(from)?,

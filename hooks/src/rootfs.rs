@@ -26,13 +26,6 @@ pub struct Rootfs {
     root: OwnedFd,
 }
 
-/// What exists at the place of a symbolic link.
-enum Place {
-    Free,
-    Link(PathBuf),
-    Other,
-}
-
 impl Rootfs {
     /// Opens the root file system at this path.
     pub fn open(path: &Path) -> Result<Self> {
@@ -49,10 +42,12 @@ impl Rootfs {
     /// text. Returns false if something else is there, which stays.
     pub fn symlink(&self, text: &Path, link: &Path) -> Result<bool> {
         let (dir, name) = self.parent(link)?;
-        match place(&dir, name)? {
-            Place::Link(same) if same == text => return Ok(true),
-            Place::Other => return Ok(false),
-            Place::Free | Place::Link(_) => {}
+        match readlinkat(&dir, name) {
+            Ok(same) if same == *text => return Ok(true),
+            Ok(_) | Err(Errno::ENOENT) => {}
+            // It exists and is no link.
+            Err(Errno::EINVAL) => return Ok(false),
+            Err(error) => return Err(error).with_context(|| format!("cannot look at {}", name.display())),
         }
         clear(&dir)?;
         symlinkat(text, &dir, TEMPORARY).context("cannot make a symbolic link")?;
@@ -145,16 +140,6 @@ impl Rootfs {
 /// Whether an operation has failed because the path is below a mount.
 pub fn is_mounted(error: &anyhow::Error) -> bool {
     error.root_cause().downcast_ref() == Some(&Errno::EXDEV)
-}
-
-fn place(dir: &OwnedFd, name: &Path) -> Result<Place> {
-    match readlinkat(dir, name) {
-        Ok(text) => Ok(Place::Link(text.into())),
-        Err(Errno::ENOENT) => Ok(Place::Free),
-        // It exists and is no link.
-        Err(Errno::EINVAL) => Ok(Place::Other),
-        Err(error) => Err(error).with_context(|| format!("cannot look at {}", name.display())),
-    }
 }
 
 /// Removes a temporary file or link that a killed hook has left.

@@ -1,13 +1,13 @@
 //! Checks of the programs that a checkpoint runs.
 
 use std::ffi::OsStr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::{Config, find_program, in_path, names};
 
 use super::Check;
-use crate::program::{self, Output};
+use crate::program;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -26,7 +26,7 @@ pub fn checks(config: &Config) -> Vec<Check> {
 fn runc(path: &OsStr) -> Check {
     let remedy = "install runc 1.1 or later into the PATH of containerd";
     match versioned("runc", path) {
-        Ok(output) => Check::ok("runc", first_line(&output.stdout)),
+        Ok((_, version)) => Check::ok("runc", version),
         Err(found) => Check::fail("runc", found, remedy),
     }
 }
@@ -34,23 +34,19 @@ fn runc(path: &OsStr) -> Check {
 fn criu(path: &OsStr) -> Check {
     match versioned("criu", path) {
         Err(found) => Check::fail("criu", found, "install CRIU into the PATH of containerd"),
-        Ok(output) => {
-            let version = first_line(&output.stdout);
-            let checked = in_path("criu", path).map(|criu| program::run(&criu, &["check"], LIMIT));
-            match checked {
-                Some(Ok(output)) if output.success => Check::ok("criu", version),
-                Some(Ok(output)) => Check::warn(
-                    "criu",
-                    format!("{version}; `criu check` fails: {}", last_line(&output.stderr)),
-                    "run `criu check` as root; the kernel may lack what CRIU needs",
-                ),
-                _ => Check::warn(
-                    "criu",
-                    format!("{version}; `criu check` does not run"),
-                    "run `criu check` as root",
-                ),
-            }
-        }
+        Ok((criu, version)) => match program::run(&criu, &["check"], LIMIT) {
+            Ok(output) if output.success => Check::ok("criu", version),
+            Ok(output) => Check::warn(
+                "criu",
+                format!("{version}; `criu check` fails: {}", last_line(&output.stderr)),
+                "run `criu check` as root; the kernel may lack what CRIU needs",
+            ),
+            Err(_) => Check::warn(
+                "criu",
+                format!("{version}; `criu check` does not run"),
+                "run `criu check` as root",
+            ),
+        },
     }
 }
 
@@ -113,10 +109,14 @@ fn own(name: &'static str, configured: Option<&Path>) -> Check {
     }
 }
 
-fn versioned(name: &str, path: &OsStr) -> Result<Output, String> {
+/// A program and what it prints as its version.
+fn versioned(name: &str, path: &OsStr) -> Result<(PathBuf, String), String> {
     let program = in_path(name, path).ok_or_else(|| format!("no {name} in PATH"))?;
     match program::run(&program, &["--version"], LIMIT) {
-        Ok(output) if output.success => Ok(output),
+        Ok(output) if output.success => {
+            let version = first_line(&output.stdout).to_owned();
+            Ok((program, version))
+        }
         Ok(output) => Err(format!(
             "{} --version fails: {}",
             program.display(),

@@ -98,8 +98,6 @@ pub struct CreateTask {
     pub container_id: String,
     #[prost(message, repeated, tag = "3")]
     pub rootfs: Vec<Mount>,
-    #[prost(string, tag = "4")]
-    pub stdin: String,
     #[prost(string, tag = "5")]
     pub stdout: String,
     #[prost(string, tag = "6")]

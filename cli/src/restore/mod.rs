@@ -93,12 +93,10 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
         Ok((dir, pid)) => {
             let took = begun.elapsed();
             if args.json {
-                let (id, namespace) = (&args.id, &args.namespace);
-                let milliseconds = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-                let report = json!({
-                    "container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": milliseconds,
-                });
-                output::json(&report)?;
+                let (id, namespace, ms) = (&args.id, &args.namespace, took.as_millis());
+                output::json(&json!({
+                    "container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": ms,
+                }))?;
             } else {
                 line!(
                     "{} runs again, pid {pid}, after {:.1} s",
@@ -109,18 +107,15 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
             Ok(true)
         }
         Err(error) => {
-            let message = error.downcast_ref::<RestoreError>().map(shown);
-            if args.json {
-                output::json(&json!({"failure": message.unwrap_or_else(|| format!("{error:#}"))}))?;
-                return Ok(false);
+            let message = match error.downcast_ref::<RestoreError>() {
+                Some(error) => shown(error),
+                None => format!("{error:#}"),
+            };
+            match args.json {
+                true => output::json(&json!({"failure": message}))?,
+                false => note!("firn: {message}"),
             }
-            match message {
-                Some(message) => {
-                    note!("firn: {message}");
-                    Ok(false)
-                }
-                None => Err(error),
-            }
+            Ok(false)
         }
     }
 }
@@ -163,7 +158,6 @@ async fn by_containerd(args: &RestoreArgs, dir: &Path, log: &str) -> Result<u32,
     let task = CreateTask {
         container_id: id.clone(),
         rootfs: containerd.mounts(&container).await?,
-        stdin: String::new(),
         stdout: log.to_owned(),
         stderr: log.to_owned(),
         terminal: has_terminal(&container),
