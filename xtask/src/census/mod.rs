@@ -18,8 +18,6 @@ use source::{Source, crates, sources};
 
 /// Files with more lines are listed.
 const LONG_FILE: usize = 400;
-/// Functions of the product with as many lines are listed.
-const LONG_FUNCTION: usize = 60;
 
 /// The programs that are installed.
 const PROGRAMS: [&str; 4] = ["containerd-shim-firn-v2", "firn-gpu", "firn-hook", "firn"];
@@ -62,8 +60,6 @@ struct Census {
     /// Lines and names of long files, the longest first.
     long_files: Vec<(usize, String)>,
     long_product_files: usize,
-    /// Lines and names of long functions of the product.
-    long_functions: Vec<(usize, String)>,
     /// Packages of others that the shim is built from; `None` where cargo cannot resolve them offline.
     shim_dependencies: Option<usize>,
     /// Packages of others in Cargo.lock.
@@ -121,37 +117,24 @@ fn is_product(krate: &Path) -> bool {
 impl Census {
     fn of(root: &Path) -> Result<Self> {
         let crates = crates(root)?;
-        let (mut rows, mut long_files, mut long_functions) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut rows, mut long_files) = (Vec::new(), Vec::new());
         let mut long_product_files = 0;
         for krate in &crates {
             let sources = sources(root, krate, &crates)?;
             rows.push(Row::of(krate.display().to_string(), &sources));
             for source in sources {
-                let path = source.path.display();
                 if source.lines > LONG_FILE {
-                    long_files.push((source.lines, path.to_string()));
+                    long_files.push((source.lines, source.path.display().to_string()));
                     long_product_files += usize::from(is_product(krate));
-                }
-                let long = source
-                    .functions
-                    .iter()
-                    .filter(|function| function.lines >= LONG_FUNCTION);
-                for function in long.filter(|_| is_product(krate)) {
-                    long_functions.push((
-                        function.lines,
-                        format!("{path}:{} {}", function.line, function.name),
-                    ));
                 }
             }
         }
         long_files.sort_by(|a, b| b.cmp(a));
-        long_functions.sort_by(|a, b| b.cmp(a));
         let lock = fs::read_to_string(root.join("Cargo.lock")).context("read Cargo.lock")?;
         Ok(Self {
             rows,
             long_files,
             long_product_files,
-            long_functions,
             shim_dependencies: dependencies(root, "firn-shim"),
             all_dependencies: lock.lines().filter(|line| line.starts_with("source = ")).count(),
             programs: PROGRAMS
@@ -178,11 +161,6 @@ impl Census {
         self.long_files
             .iter()
             .for_each(|(lines, path)| println!("{lines:>6} {path}"));
-        let long = self.long_functions.len();
-        println!("\nfunctions of the product of {LONG_FUNCTION} lines or more: {long}");
-        self.long_functions
-            .iter()
-            .for_each(|(lines, name)| println!("{lines:>6} {name}"));
         let shim = self
             .shim_dependencies
             .map_or("unknown".to_owned(), |count| count.to_string());
@@ -210,7 +188,6 @@ impl Census {
             "crates": rows,
             "long_files": self.long_files,
             "long_product_files": self.long_product_files,
-            "long_functions": self.long_functions,
             "dependencies": { "shim": self.shim_dependencies, "all": self.all_dependencies },
             "programs": programs.collect::<serde_json::Map<_, _>>(),
         })

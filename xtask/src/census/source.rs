@@ -21,16 +21,6 @@ pub struct Source {
     /// Lines of a crate below `tests/`, or of a crate's directory `tests`.
     pub suites: usize,
     pub public_items: usize,
-    pub functions: Vec<Function>,
-}
-
-/// A function, and the lines of its body that are neither blank nor comments: what clippy's `too_many_lines`
-/// counts.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Function {
-    pub line: usize,
-    pub name: String,
-    pub lines: usize,
 }
 
 impl Source {
@@ -39,7 +29,6 @@ impl Source {
         let inside = path.strip_prefix(krate).unwrap_or(path);
         let mut source = Self {
             path: path.to_owned(),
-            functions: functions(text),
             ..Self::default()
         };
         let suite = krate.starts_with("tests") || inside.starts_with("tests");
@@ -96,58 +85,6 @@ fn is_public_item(code: &str) -> bool {
         "fn", "struct", "enum", "trait", "const", "static", "type", "union", "async", "unsafe",
     ];
     kinds.contains(&item.split_whitespace().next().unwrap_or_default())
-}
-
-/// The functions of a text that rustfmt has formatted: a body ends with a brace below the line that declares
-/// it.
-fn functions(text: &str) -> Vec<Function> {
-    let lines: Vec<&str> = text.lines().collect();
-    let mut found = Vec::new();
-    for (at, line) in lines.iter().enumerate() {
-        let Some(name) = declared(line) else {
-            continue;
-        };
-        let indent = &line[..line.len() - line.trim_start().len()];
-        let level = |line: &&str| {
-            line.strip_prefix(indent)
-                .is_some_and(|rest| !rest.starts_with(' '))
-        };
-        let head = lines[at..]
-            .iter()
-            .position(|line| level(line) && line.ends_with(['{', ';', '}']));
-        let Some(begin) = head
-            .map(|head| at + head)
-            .filter(|begin| lines[*begin].ends_with('{'))
-        else {
-            continue;
-        };
-        let close = format!("{indent}}}");
-        let body = lines[begin + 1..].iter().take_while(|line| **line != close);
-        let counted = body.filter(|line| !line.trim().is_empty() && !line.trim_start().starts_with("//"));
-        found.push(Function {
-            line: at + 1,
-            name: name.to_owned(),
-            lines: counted.count(),
-        });
-    }
-    found
-}
-
-/// The name of the function that a line declares.
-fn declared(line: &str) -> Option<&str> {
-    let mut words = line.split_whitespace();
-    let qualifiers = |word: &str| {
-        word.starts_with("pub") || ["const", "async", "unsafe", "extern", "\"C\""].contains(&word)
-    };
-    let name = loop {
-        match words.next()? {
-            "fn" => break words.next()?,
-            // `pub(in a::b)` is not used.
-            word if qualifiers(word) => {}
-            _ => return None,
-        }
-    };
-    name.split(['(', '<']).next()
 }
 
 /// Root directories of the crates in `root`, relative to it, sorted.
@@ -217,22 +154,5 @@ mod tests {
         assert_eq!(of("shim/src/tests/b.rs", "shim").tests, 15);
         assert_eq!(of("shim/tests/b.rs", "shim").suites, 15);
         assert_eq!(of("tests/node/src/b.rs", "tests/node").suites, 15);
-    }
-
-    #[test]
-    fn the_body_of_a_function_is_measured() {
-        let one = Function {
-            line: 3,
-            name: "one".into(),
-            lines: 1,
-        };
-        assert_eq!(functions(TEXT), [one]);
-        let text = "impl A {\n    pub async fn b<T>(\n        c: T,\n    ) -> D\n    where\n        T: \
-                    E,\n    {\n        f();\n\
-                    \x20       {\n            g();\n        }\n    }\n}\n";
-        assert_eq!(
-            functions(text).first().map(|b| (b.name.as_str(), b.lines)),
-            Some(("b", 4))
-        );
     }
 }
