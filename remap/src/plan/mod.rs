@@ -101,9 +101,8 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, PlanError> {
     firn_host::ordered::sort_few_by_key(&mut source, |gpu| (gpu.minor, &gpu.uuid));
     let mut grant: Vec<&Gpu> = request.grant.iter().collect();
     firn_host::ordered::sort_few_by_key(&mut grant, |gpu| (gpu.minor, &gpu.uuid));
-    refuse_twice(Side::Source, source.iter().map(|gpu| &gpu.uuid))?;
-    refuse_twice(Side::Target, grant.iter().map(|gpu| &gpu.uuid))?;
-    refuse_mig(&source, &grant)?;
+    refuse_twice_or_mig(Side::Source, source.iter().map(|gpu| (&gpu.uuid, gpu.mig)))?;
+    refuse_twice_or_mig(Side::Target, grant.iter().map(|gpu| (&gpu.uuid, gpu.mig)))?;
     refuse_count(&source, &grant, request.policy)?;
 
     let (targets, cut) = match request.policy {
@@ -167,32 +166,24 @@ fn refuse_count(source: &[&SourceGpu], grant: &[&Gpu], policy: &MapPolicy) -> Re
     })
 }
 
-fn refuse_twice<'a>(side: Side, uuids: impl Iterator<Item = &'a GpuUuid>) -> Result<(), PlanError> {
-    let mut seen: Vec<&GpuUuid> = uuids.collect();
-    firn_host::ordered::sort_few_by_key(&mut seen, |gpu| *gpu);
-    match seen.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(PlanError::GpuListedTwice {
-            side,
-            uuid: pair[0].clone(),
-        }),
-        None => Ok(()),
+/// Every GPU of a side with whether MIG mode is on for it.
+fn refuse_twice_or_mig<'a>(
+    side: Side,
+    gpus: impl Iterator<Item = (&'a GpuUuid, bool)>,
+) -> Result<(), PlanError> {
+    let mut seen = Vec::new();
+    for (uuid, is_mig) in gpus {
+        let is_twice = seen.contains(&uuid);
+        seen.push(uuid);
+        let uuid = uuid.clone();
+        if is_twice {
+            return Err(PlanError::GpuListedTwice { side, uuid });
+        }
+        if is_mig {
+            return Err(PlanError::MigUnsupported { side, uuid });
+        }
     }
-}
-
-fn refuse_mig(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<(), PlanError> {
-    if let Some(gpu) = source.iter().find(|gpu| gpu.mig) {
-        return Err(PlanError::MigUnsupported {
-            side: Side::Source,
-            uuid: gpu.uuid.clone(),
-        });
-    }
-    match grant.iter().find(|gpu| gpu.mig) {
-        Some(gpu) => Err(PlanError::MigUnsupported {
-            side: Side::Target,
-            uuid: gpu.uuid.clone(),
-        }),
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 /// Number before the first dot of a driver version; `None` for a version of an unknown form, which refuses

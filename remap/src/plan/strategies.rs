@@ -5,7 +5,7 @@
 use firn_gpu::{Gpu, GpuPair, GpuUuid, SourceGpu};
 
 use super::fit::{fit, own_place};
-use super::search::{self, Outcome};
+use super::search::{MOST_STEPS, search};
 use super::{PlanError, PlanRequest, Side, Warning, warning};
 
 /// The operator's pairs, checked.
@@ -81,21 +81,17 @@ pub(super) fn best(
     grant: &[&Gpu],
 ) -> Result<(Vec<usize>, Option<Warning>), PlanError> {
     let in_order = by_size(source, grant)?;
-    let steps = search::MOST_STEPS;
-    match search::search(request, source, grant, steps) {
-        Outcome::Best(targets) => Ok((targets, None)),
-        Outcome::SoFar(targets) => Ok((targets, Some(Warning::SearchCut { steps }))),
-        Outcome::Cut => Ok((in_order, Some(Warning::SearchCut { steps }))),
-        Outcome::None => {
-            let chosen: Vec<_> = (source.iter().zip(&in_order))
-                .map(|(old, at)| (*old, grant[*at]))
-                .collect();
-            match warning::lost_links(request, &chosen).into_iter().next() {
-                Some(lost) => Err(PlanError::TopologyUnsatisfied { lost }),
-                // Cannot happen: the search would have found the map in order.
-                None => Ok((in_order, None)),
-            }
-        }
+    let found = search(request, source, grant, MOST_STEPS);
+    let cut = found.is_cut.then_some(Warning::SearchCut { steps: MOST_STEPS });
+    if let Some(map) = found.map {
+        return Ok((map, cut));
+    }
+    let chosen: Vec<_> = (source.iter().zip(&in_order))
+        .map(|(old, at)| (*old, grant[*at]))
+        .collect();
+    match warning::lost_links(request, &chosen).into_iter().next() {
+        Some(lost) if cut.is_none() => Err(PlanError::TopologyUnsatisfied { lost }),
+        _ => Ok((in_order, cut)),
     }
 }
 

@@ -5,8 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::PlanRequest;
-use firn_gpu::SourceGpu;
-use firn_gpu::{Gpu, GpuPair, GpuUuid, PciePath};
+use firn_gpu::{Gpu, GpuPair, GpuUuid, Link, PciePath, SourceGpu};
 
 /// Something that the operator should know about a map.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -86,55 +85,59 @@ pub(super) fn of(request: &PlanRequest<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> Ve
         is: new.pci_address.clone(),
     });
     let links = lost_links(request, chosen).into_iter().map(Warning::NvLinks);
-    bus_ids.chain(links).chain(farther(request, chosen)).collect()
+    let farther = each_two(chosen).filter_map(|two| {
+        let (was, is) = ways(request, two);
+        let (was, is) = farther(was, is)?;
+        let gpus = two.map(|(_, new)| new.uuid.clone());
+        Some(Warning::Farther { gpus, was, is })
+    });
+    bus_ids.chain(links).chain(farther).collect()
 }
 
-/// Pairs of GPUs that have fewer NVLinks than their predecessors; those of which nothing is known have lost
-/// none.
+/// Pairs of GPUs that have fewer NVLinks than their predecessors.
 pub(super) fn lost_links(request: &PlanRequest<'_>, chosen: &[(&SourceGpu, &Gpu)]) -> Vec<LostLink> {
-    let lost = |((old, new), (other_old, other_new)): Both<'_>| {
-        let was = request
-            .source_topology
-            .link(&old.uuid, &other_old.uuid)?
-            .nvlinks?;
-        let is = request
-            .target_topology
-            .link(&new.uuid, &other_new.uuid)?
-            .nvlinks?;
-        (is < was).then(|| LostLink {
-            old: [old.uuid.clone(), other_old.uuid.clone()],
+    let lost = |two: Two<'_>| {
+        let (was, is) = ways(request, two);
+        let (was, is) = fewer_nvlinks(was, is)?;
+        Some(LostLink {
+            old: two.map(|(old, _)| old.uuid.clone()),
             was,
-            new: [new.uuid.clone(), other_new.uuid.clone()],
+            new: two.map(|(_, new)| new.uuid.clone()),
             is,
         })
     };
     each_two(chosen).filter_map(lost).collect()
 }
 
-fn farther<'a>(
-    request: &'a PlanRequest<'_>,
-    chosen: &'a [(&'a SourceGpu, &'a Gpu)],
-) -> impl Iterator<Item = Warning> + 'a {
-    each_two(chosen).filter_map(|((old, new), (other_old, other_new))| {
-        let was = request.source_topology.link(&old.uuid, &other_old.uuid)?;
-        let now = request.target_topology.link(&new.uuid, &other_new.uuid)?;
-        // Over NVLink the way through PCI Express is of no matter.
-        if now.nvlinks.is_some_and(|links| links > 0) {
-            return None;
-        }
-        let (was, is) = (was.path?, now.path?);
-        (is > was).then(|| Warning::Farther {
-            gpus: [new.uuid.clone(), other_new.uuid.clone()],
-            was,
-            is,
-        })
-    })
+/// The numbers of NVLinks, if there are fewer; those of which nothing is known have lost none.
+pub(super) fn fewer_nvlinks(was: Option<&Link>, is: Option<&Link>) -> Option<(u32, u32)> {
+    let (was, is) = (was?.nvlinks?, is?.nvlinks?);
+    (is < was).then_some((was, is))
 }
 
-type One<'a> = (&'a SourceGpu, &'a Gpu);
-type Both<'a> = (One<'a>, One<'a>);
+/// The ways on PCI Express, if it has become longer.
+pub(super) fn farther(was: Option<&Link>, is: Option<&Link>) -> Option<(PciePath, PciePath)> {
+    let (was, is) = (was?, is?);
+    // Over NVLink the way through PCI Express is of no matter.
+    if is.nvlinks.is_some_and(|links| links > 0) {
+        return None;
+    }
+    let (was, is) = (was.path?, is.path?);
+    (is > was).then_some((was, is))
+}
 
-fn each_two<'a>(chosen: &'a [One<'a>]) -> impl Iterator<Item = Both<'a>> {
-    let after = |(at, one): (usize, &'a One<'a>)| chosen[at + 1..].iter().map(move |other| (*one, *other));
+/// Two GPUs and their successors.
+type Two<'a> = [(&'a SourceGpu, &'a Gpu); 2];
+
+/// What is known of the way between two GPUs, and of that between their successors.
+fn ways<'a>(request: &PlanRequest<'a>, [one, other]: Two<'_>) -> (Option<&'a Link>, Option<&'a Link>) {
+    (
+        request.source_topology.link(&one.0.uuid, &other.0.uuid),
+        request.target_topology.link(&one.1.uuid, &other.1.uuid),
+    )
+}
+
+fn each_two<'a>(chosen: &'a [(&'a SourceGpu, &'a Gpu)]) -> impl Iterator<Item = Two<'a>> {
+    let after = |(at, one): (usize, &'a _)| chosen[at + 1..].iter().map(move |other| [*one, *other]);
     chosen.iter().enumerate().flat_map(after)
 }
