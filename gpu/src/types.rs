@@ -122,6 +122,13 @@ pub struct DeviceNode {
     pub minor: u64,
 }
 
+impl DeviceNode {
+    /// Which device it opens.
+    pub fn id(&self) -> (NodeType, u64, u64) {
+        (self.kind, self.major, self.minor)
+    }
+}
+
 /// One GPU of the node, as NVML and the host's /dev show it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {

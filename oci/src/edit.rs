@@ -3,7 +3,6 @@
 //! All edits are idempotent and keep the order of the remaining entries. They grant nothing more: no wildcard
 //! is added, and a device rule is added only for a node that is in the spec's device list.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::path::Path;
 
@@ -83,90 +82,51 @@ pub fn replace_gpus(
 /// device. Nodes that this host does not have are dropped: firn does not know which device they would open
 /// here.
 pub fn replace_other_gpus(spec: &mut Spec, host: &[DeviceNode]) -> Result<DeviceEdit, EditError> {
-    let (mut moves, mut new) = (Vec::new(), Vec::new());
-    let old = spec.array("/linux/devices").to_vec();
-    for entry in &old {
-        let from = parse_device(entry)?.map(|device| device.node);
-        let class = from.as_ref().and_then(|node| other_gpu(&node.path));
-        let (Some(from), Some(class @ (OtherGpu::Amd | OtherGpu::Graphics))) = (from, class) else {
-            new.push(entry.clone());
-            continue;
-        };
+    let here = |from: &DeviceNode| {
+        let class = other_gpu(&from.path)?;
         let mut here = host.iter().filter(|node| other_gpu(&node.path) == Some(class));
-        let to = match class {
-            OtherGpu::Amd => here.next().cloned(),
-            _ => here
-                .any(|node| number(node) == number(&from))
-                .then(|| from.clone()),
-        };
-        new.extend(to.as_ref().map(|to| match *to == from {
-            true => entry.clone(),
-            false => with_node(entry, to),
-        }));
-        moves.push(Move { from: Some(from), to });
-    }
+        match class {
+            OtherGpu::Amd => Some(here.next().cloned()),
+            OtherGpu::Graphics => {
+                let is_here = here.any(|node| node.id() == from.id());
+                Some(is_here.then(|| from.clone()))
+            }
+            OtherGpu::Accelerator => None,
+        }
+    };
+    let (new, mut moves) = replace_nodes(spec, here)?;
     let done = report(&moves);
-    if new != old {
+    if !done.is_empty() {
         let rules = spec.device_rules()?;
         // A node that the device cgroup did not allow stays so.
         moves.retain(|m| m.from.as_ref().is_some_and(|from| DeviceRule::open(&rules, from)));
         replace_rules(spec, &moves)?;
-        spec.object_mut(&["linux"], "linux")?
-            .insert("devices".to_owned(), Value::Array(new));
+        *spec.list_mut("linux.devices")? = new;
     }
     Ok(done)
-}
-
-fn number(node: &DeviceNode) -> (NodeType, u64, u64) {
-    (node.kind, node.major, node.minor)
 }
 
 /// Removes the nodes of NVIDIA's driver from a spec, with the rules that allow only them. On this host the
 /// numbers of another host may belong to other devices.
 pub fn drop_nodes(spec: &mut Spec) -> Result<(), EditError> {
-    let devices = spec.devices()?.into_iter().map(|device| device.node);
-    let moves: Vec<Move> = devices
-        .filter(|node| device_class::is_nvidia(&node.path))
-        .map(|node| Move {
-            from: Some(node),
-            to: None,
-        })
-        .collect();
-    if moves.is_empty() {
-        return Ok(());
-    }
-    replace_rules(spec, &moves)?;
-    let linux = spec.object_mut(&["linux"], "linux")?;
-    if let Some(devices) = linux.get_mut("devices").and_then(Value::as_array_mut) {
-        devices.retain(|entry| {
-            let path = entry["path"].as_str().unwrap_or_default();
-            !device_class::is_nvidia(Path::new(path))
-        });
+    let (new, moves) = replace_nodes(spec, |node| device_class::is_nvidia(&node.path).then_some(None))?;
+    if !moves.is_empty() {
+        replace_rules(spec, &moves)?;
+        *spec.list_mut("linux.devices")? = new;
     }
     Ok(())
 }
 
 /// Removes NVIDIA's prestart and createRuntime hooks and returns their number. runc would run them at a
 /// restore, on an incomplete container whose devices and mounts are already in the spec.
-pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, EditError> {
-    if spec.array("/hooks/prestart").is_empty() && spec.array("/hooks/createRuntime").is_empty() {
-        return Ok(0);
-    }
-    let hooks = spec.object_mut(&["hooks"], "hooks")?;
-    let mut stripped = 0;
-    for kind in ["prestart", "createRuntime"] {
-        if let Some(list) = hooks.get_mut(kind).and_then(Value::as_array_mut) {
-            let before = list.len();
-            list.retain(|hook| !device_class::is_nvidia_hook(hook));
-            stripped += before - list.len();
-        }
-    }
-    Ok(stripped)
+pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, SpecError> {
+    let is_nvidia = device_class::is_nvidia_hook;
+    Ok(spec.remove("hooks.prestart", is_nvidia)? + spec.remove("hooks.createRuntime", is_nvidia)?)
 }
 
 /// Makes runc pass this configuration file to CRIU.
 pub fn set_criu_config(spec: &mut Spec, file: &Path) -> Result<(), EditError> {
-    let annotations = spec.object_mut(&["annotations"], "annotations")?;
+    let annotations = spec.object_mut("annotations")?;
     annotations.insert(names::ANNOTATION_CRIU_CONFIG.to_owned(), json!(file));
     Ok(())
 }
@@ -179,7 +139,7 @@ pub fn rename_cgroup(spec: &mut Spec, name: &str) -> Result<(), EditError> {
     // `slice:prefix:name` for the systemd driver, else a path.
     let end = path.rfind(['/', ':']).map_or(0, |at| at + 1);
     let path = format!("{}{name}", &path[..end]);
-    spec.object_mut(&["linux"], "linux")?
+    spec.object_mut("linux")?
         .insert("cgroupsPath".to_owned(), json!(path));
     Ok(())
 }
@@ -188,16 +148,7 @@ pub fn rename_cgroup(spec: &mut Spec, name: &str) -> Result<(), EditError> {
 /// The hook brings up the loopback interface of the container's network namespace, which runc does only at
 /// create.
 pub fn add_restore_hook(spec: &mut Spec, program: &Path) -> Result<(), EditError> {
-    const PART: &str = "hooks.createRuntime";
-    let hooks = spec.object_mut(&["hooks"], "hooks")?;
-    let list = hooks.entry("createRuntime").or_insert(Value::Null);
-    if list.is_null() {
-        *list = json!([]);
-    }
-    let list = list.as_array_mut().ok_or(SpecError::Malformed {
-        part: PART,
-        source: None,
-    })?;
+    let list = spec.list_mut("hooks.createRuntime")?;
     if !list.iter().any(|hook| hook["path"] == json!(program)) {
         list.push(json!({"path": program, "args": [names::HOOK_PROGRAM, "createRuntime"], "timeout": 10}));
     }
@@ -217,27 +168,37 @@ fn node_of(gpu: &Gpu) -> Result<DeviceNode, EditError> {
 }
 
 fn report(moves: &[Move]) -> DeviceEdit {
-    let changed = |m: &&Move| m.from != m.to;
+    let changed = moves.iter().filter(|m| m.from != m.to);
     DeviceEdit {
-        added: moves
-            .iter()
-            .filter(changed)
-            .filter_map(|m| m.to.clone())
-            .collect(),
-        dropped: moves
-            .iter()
-            .filter(changed)
-            .filter_map(|m| m.from.clone())
-            .collect(),
+        added: changed.clone().filter_map(|m| m.to.clone()).collect(),
+        dropped: changed.filter_map(|m| m.from.clone()).collect(),
     }
 }
 
-/// The nodes of these entries of `linux.devices`; none for a fifo.
-fn nodes_of(entries: &[Value]) -> Result<Vec<Option<DeviceNode>>, SpecError> {
-    let entries = entries.iter();
-    entries
-        .map(|entry| Ok(parse_device(entry)?.map(|device| device.node)))
-        .collect()
+/// The entries of `linux.devices` after `to` has decided what becomes of each node, and what has changed; `to`
+/// leaves a node alone that is none of its own.
+fn replace_nodes(
+    spec: &Spec,
+    mut to: impl FnMut(&DeviceNode) -> Option<Option<DeviceNode>>,
+) -> Result<(Vec<Value>, Vec<Move>), EditError> {
+    let (mut new, mut moves) = (Vec::new(), Vec::<Move>::new());
+    for entry in spec.array("/linux/devices") {
+        let from = parse_device(entry)?.map(|device| device.node);
+        let Some((from, to)) = from.and_then(|from| to(&from).map(|to| (from, to))) else {
+            new.push(entry.clone());
+            continue;
+        };
+        // A path that the spec has twice stays once.
+        let is_there = |path: &Path| {
+            moves
+                .iter()
+                .any(|m| m.to.as_ref().is_some_and(|to| to.path == path))
+        };
+        let to = to.filter(|to| !is_there(&to.path));
+        new.extend(to.as_ref().map(|to| with_node(entry, to)));
+        moves.push(Move { from: Some(from), to });
+    }
+    Ok((new, moves))
 }
 
 fn replace_devices(
@@ -245,53 +206,27 @@ fn replace_devices(
     targets: &[DeviceNode],
     common: &[DeviceNode],
 ) -> Result<Vec<Move>, EditError> {
-    let old = spec.array("/linux/devices").to_vec();
-    let parsed = nodes_of(&old)?;
-    let class = |node: &Option<DeviceNode>| node.as_ref().and_then(|node| classify(&node.path));
-    let gpus: Vec<&DeviceNode> = parsed
-        .iter()
-        .filter(|n| class(n) == Some(GpuPath::Gpu))
-        .flatten()
-        .collect();
-    let gpus_change = gpus.len() != targets.len() || targets.iter().any(|target| !gpus.contains(&target));
-    let mut missing: VecDeque<&DeviceNode> = targets
-        .iter()
-        .filter(|target| !gpus.iter().any(|gpu| gpu.path == target.path))
-        .collect();
-
-    let mut moves = Vec::new();
-    let mut new: Vec<Value> = Vec::new();
-    let (mut after_gpus, mut template) = (None, None);
-    for (entry, from) in old.iter().zip(parsed.iter()) {
-        let Some((from, class)) = from.as_ref().zip(class(from)) else {
-            new.push(entry.clone());
-            continue;
-        };
+    let is_gpu = |path: &Path| classify(path) == Some(GpuPath::Gpu);
+    let nodes = spec.devices()?.into_iter().map(|device| device.node);
+    let gpus: Vec<DeviceNode> = nodes.filter(|node| is_gpu(&node.path)).collect();
+    let gpus_change = gpus.len() != targets.len() || targets.iter().any(|target| !gpus.contains(target));
+    let is_missing = |target: &&DeviceNode| !gpus.iter().any(|gpu| gpu.path == target.path);
+    let mut missing = targets.iter().filter(is_missing);
+    let (mut new, mut moves) = replace_nodes(spec, |from| {
         let here = |nodes: &[DeviceNode]| nodes.iter().find(|node| node.path == from.path).cloned();
-        let to = match class {
-            GpuPath::Gpu => here(targets).or_else(|| missing.pop_front().cloned()),
+        Some(match classify(&from.path)? {
+            GpuPath::Gpu => here(targets).or_else(|| missing.next().cloned()),
             GpuPath::Control => here(common).or_else(|| (!gpus_change).then(|| from.clone())),
             GpuPath::Graphics => (!gpus_change).then(|| from.clone()),
-        };
-        // A path that the spec has twice stays once.
-        let to = to.filter(|to| {
-            !moves
-                .iter()
-                .any(|m: &Move| m.to.as_ref().is_some_and(|t| t.path == to.path))
-        });
-        new.extend(to.as_ref().map(|to| with_node(entry, to)));
-        if class == GpuPath::Gpu {
-            after_gpus = Some(new.len());
-            template = template.or(Some(entry));
-        }
-        moves.push(Move {
-            from: Some(from.clone()),
-            to,
-        });
-    }
-    let template = template.cloned().unwrap_or_else(|| json!({"fileMode": 0o666}));
-    let at = after_gpus.unwrap_or(new.len());
-    for (i, target) in missing.into_iter().enumerate() {
+        })
+    })?;
+    // The rest goes behind the spec's GPUs and gets what else the first of them has.
+    let is_gpu = |entry: &Value| entry["path"].as_str().is_some_and(|path| is_gpu(Path::new(path)));
+    let old = spec.array("/linux/devices");
+    let template = old.iter().find(|entry| is_gpu(entry)).cloned();
+    let template = template.unwrap_or_else(|| json!({"fileMode": 0o666}));
+    let at = new.iter().rposition(is_gpu).map_or(new.len(), |last| last + 1);
+    for (i, target) in missing.enumerate() {
         new.insert(at + i, with_node(&template, target));
         moves.push(Move {
             from: None,
@@ -299,8 +234,7 @@ fn replace_devices(
         });
     }
     if new != old {
-        spec.object_mut(&["linux"], "linux")?
-            .insert("devices".to_owned(), Value::Array(new));
+        *spec.list_mut("linux.devices")? = new;
     }
     Ok(moves)
 }
@@ -356,8 +290,7 @@ fn replace_rules(spec: &mut Spec, moves: &[Move]) -> Result<(), EditError> {
         );
     }
     if new != old {
-        let resources = spec.object_mut(&["linux", "resources"], "linux.resources")?;
-        resources.insert("devices".to_owned(), Value::Array(new));
+        *spec.list_mut("linux.resources.devices")? = new;
     }
     Ok(())
 }

@@ -15,8 +15,8 @@ use std::path::Path;
 use firn_config::{ConfigError, Conversion, Create, Toolkit};
 use serde_json::{Value, json};
 
-use crate::device_class;
-use crate::device_class::{GpuPath, classify};
+use crate::device_class::{self, GpuPath, classify};
+use crate::edit::strip_gpu_hooks;
 use crate::{Spec, SpecError};
 
 /// Kind of devices that are named by index or UUID alone.
@@ -133,18 +133,28 @@ impl NamedGpus {
 impl GpuRequest {
     /// The request of this spec under these rules. Reads nothing but the spec.
     pub fn of(spec: &Spec, rules: &Rules) -> Self {
-        let request = by_cli(spec).or_else(|| match rules {
-            Rules::Wrapper(toolkit) => by_wrapper(spec, toolkit),
-            Rules::Hook(toolkit) => by_runtime_hook(spec, toolkit),
-            Rules::Own => {
-                let requests = [by_annotations, by_volumes, by_variable];
-                requests.into_iter().find_map(|request| request(spec))
+        let (source, devices) = match (by_cli(spec), rules) {
+            (Some(devices), _) => (RequestSource::Cli, devices),
+            (None, Rules::Wrapper(toolkit)) => (RequestSource::Wrapper, by_wrapper(spec, toolkit)),
+            (None, Rules::Hook(toolkit)) => (RequestSource::RuntimeHook, by_runtime_hook(spec, toolkit)),
+            (None, Rules::Own) => {
+                let by_variable = variable(spec).into_iter().flat_map(list).collect();
+                let sources = [
+                    (
+                        RequestSource::Annotations,
+                        annotations(spec, &[ANNOTATION.to_owned()]),
+                    ),
+                    (RequestSource::Volumes, volumes(spec)),
+                    (RequestSource::Variable, by_variable),
+                ];
+                let first = sources.into_iter().find(|(_, devices)| !devices.is_empty());
+                first.unwrap_or((RequestSource::Variable, Vec::new()))
             }
-        });
-        match request {
-            Some(request) if !request.devices.is_empty() => Self::Named(request),
-            _ if !spec.gpu_nodes().is_empty() => Self::Nodes,
-            _ => Self::None,
+        };
+        match devices.is_empty() {
+            false => Self::Named(NamedGpus { source, devices }),
+            true if !spec.gpu_nodes().is_empty() => Self::Nodes,
+            true => Self::None,
         }
     }
 }
@@ -163,16 +173,15 @@ impl Spec {
     }
 
     fn has_nvidia_node(&self) -> bool {
-        let devices = self.array("/linux/devices").iter();
-        let mut paths = devices.filter_map(|device| device["path"].as_str());
-        paths.any(|path| device_class::is_nvidia(Path::new(path)))
+        self.device_paths().any(device_class::is_nvidia)
     }
 
     /// Paths of the nodes of single GPUs.
     pub fn gpu_nodes(&self) -> BTreeSet<&str> {
-        let devices = self.array("/linux/devices").iter();
-        let paths = devices.filter_map(|device| device["path"].as_str());
-        firn_host::ordered::set_of(paths.filter(|path| classify(Path::new(path)) == Some(GpuPath::Gpu)))
+        let gpus = self
+            .device_paths()
+            .filter(|path| classify(path) == Some(GpuPath::Gpu));
+        firn_host::ordered::set_of(gpus.filter_map(Path::to_str))
     }
 }
 
@@ -180,12 +189,10 @@ impl Spec {
 /// mounts removed.
 pub fn remove_requests(spec: &mut Spec) -> Result<usize, SpecError> {
     let is_volume = |mount: &Value| volume(mount).is_some();
-    let hooks = remove(spec, &["hooks"], "prestart", device_class::is_nvidia_hook)?
-        + remove(spec, &["hooks"], "createRuntime", device_class::is_nvidia_hook)?;
-    let removed = hooks + remove(spec, &[], "mounts", is_volume)? + drop_mounting_hooks(spec)?;
+    let hooks = strip_gpu_hooks(spec)?;
+    let removed = hooks + spec.remove("mounts", is_volume)? + drop_mounting_hooks(spec)?;
     if variable(spec).is_some_and(|names| list(names).next().is_some()) {
-        let env = spec.object_mut(&["process"], "process")?.get_mut("env");
-        for pair in env.and_then(Value::as_array_mut).into_iter().flatten() {
+        for pair in spec.list_mut("process.env")? {
             let is_variable = |pair: &str| pair.split('=').next() == Some(VARIABLE);
             if pair.as_str().is_some_and(is_variable) {
                 *pair = json!(format!("{VARIABLE}=void"));
@@ -199,69 +206,44 @@ pub fn remove_requests(spec: &mut Spec) -> Result<usize, SpecError> {
 /// mount hides a file below /proc that no container needs hidden. Returns the number of hooks removed.
 pub fn drop_mounting_hooks(spec: &mut Spec) -> Result<usize, SpecError> {
     let mounts = |hook: &Value| {
-        let mut words = hook["args"].as_array().into_iter().flatten();
-        device_class::is_nvidia_hook(hook) && words.any(|word| word == "disable-device-node-modification")
+        let word = "disable-device-node-modification";
+        device_class::is_nvidia_hook(hook) && arguments(hook).any(|argument| argument == word)
     };
-    remove(spec, &["hooks"], "createContainer", mounts)
+    spec.remove("hooks.createContainer", mounts)
 }
 
-fn remove(
-    spec: &mut Spec,
-    keys: &[&str],
-    list: &'static str,
-    which: impl Fn(&Value) -> bool,
-) -> Result<usize, SpecError> {
-    let pointer: String = keys.iter().chain([&list]).map(|key| format!("/{key}")).collect();
-    // Order matters: a spec in which nothing is found is not touched.
-    if !spec.array(&pointer).iter().any(&which) {
-        return Ok(0);
-    }
-    let entries = spec.object_mut(keys, list)?.get_mut(list);
-    let entries = entries
-        .and_then(Value::as_array_mut)
-        .ok_or(SpecError::Malformed {
-            part: list,
-            source: None,
-        })?;
-    let before = entries.len();
-    entries.retain(|entry| !which(entry));
-    Ok(before - entries.len())
-}
-
-/// Path and arguments of the hooks that runc runs before the container's own program.
-fn early_hooks(spec: &Spec) -> impl Iterator<Item = (&str, Vec<&str>)> {
-    let kinds = ["/hooks/prestart", "/hooks/createRuntime"];
-    kinds.into_iter().flat_map(|kind| spec.array(kind)).map(|hook| {
-        let args = hook["args"].as_array().into_iter().flatten();
-        let path = hook["path"].as_str().unwrap_or_default();
-        (path, args.filter_map(Value::as_str).collect())
-    })
+/// The hooks that runc runs before the container's own program.
+fn early_hooks(spec: &Spec) -> impl Iterator<Item = &Value> {
+    let stages = ["/hooks/prestart", "/hooks/createRuntime"];
+    stages.into_iter().flat_map(|stage| spec.array(stage))
 }
 
 fn has_gpu_hook(spec: &Spec) -> bool {
-    let stages = ["/hooks/prestart", "/hooks/createRuntime"];
-    let mut hooks = stages.into_iter().flat_map(|stage| spec.array(stage));
-    hooks.any(device_class::is_nvidia_hook)
+    early_hooks(spec).any(device_class::is_nvidia_hook)
 }
 
 fn name_of(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or_default()
 }
 
-fn by_cli(spec: &Spec) -> Option<NamedGpus> {
-    let (_, words) = early_hooks(spec)
-        .find(|(_, words)| words.iter().any(|word| name_of(word) == "nvidia-container-cli"))?;
-    let given = words.iter().filter_map(|word| word.strip_prefix("--device="));
-    Some(NamedGpus {
-        source: RequestSource::Cli,
-        devices: given.flat_map(list).collect(),
-    })
+fn arguments(hook: &Value) -> impl Iterator<Item = &str> {
+    let args = hook["args"].as_array().into_iter().flatten();
+    args.filter_map(Value::as_str)
+}
+
+/// Devices that a hook with nvidia-container-cli names, if there is such a hook.
+fn by_cli(spec: &Spec) -> Option<Vec<String>> {
+    let is_cli = |hook: &&Value| arguments(hook).any(|word| name_of(word) == "nvidia-container-cli");
+    let words = arguments(early_hooks(spec).find(is_cli)?);
+    let given = words.filter_map(|word| word.strip_prefix("--device="));
+    Some(given.flat_map(list).collect())
 }
 
 /// The program of NVIDIA's hook, if the spec has it.
 fn toolkit_hook(spec: &Spec) -> Option<&Path> {
-    let (path, _) = early_hooks(spec).find(|(path, _)| HOOK_PROGRAMS.contains(&name_of(path)))?;
-    Some(Path::new(path))
+    let mut programs = early_hooks(spec).filter_map(|hook| hook["path"].as_str());
+    let program = programs.find(|path| HOOK_PROGRAMS.contains(&name_of(path)))?;
+    Some(Path::new(program))
 }
 
 /// Whether the spec has NVIDIA's hook and names devices for it, whatever the hook's settings are.
@@ -270,51 +252,30 @@ fn hook_has_names(spec: &Spec) -> bool {
         VOLUMES => !volumes(spec).is_empty(),
         names => list(names).next().is_some(),
     };
-    by_cli(spec).is_some_and(|request| !request.devices.is_empty())
-        || toolkit_hook(spec).is_some() && has_names()
+    by_cli(spec).is_some_and(|devices| !devices.is_empty()) || toolkit_hook(spec).is_some() && has_names()
 }
 
-/// What NVIDIA's hook would add: mounts come before the variable. For a container without privileges the
-/// variable counts unless the operator has disabled it.
-fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Option<NamedGpus> {
-    let devices = Some(by_mounts(spec, toolkit)).filter(|devices| !devices.is_empty());
-    Some(NamedGpus {
-        source: RequestSource::RuntimeHook,
-        devices: devices.unwrap_or_else(|| by_name(spec, toolkit)),
-    })
-}
-
-/// Devices that the variable names, if the toolkit's settings accept it.
-fn by_name(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
+/// What NVIDIA's hook would add: mounts come before the variable, as far as the toolkit's settings accept
+/// them. For a container without privileges the variable counts unless the operator has disabled it.
+fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
+    let mounted = volumes(spec);
+    if toolkit.volume_mounts && !mounted.is_empty() {
+        return mounted;
+    }
     match toolkit.visible_devices || spec.has_sys_admin() {
         true => list(&named(spec, &toolkit.variables)).collect(),
         false => Vec::new(),
     }
 }
 
-/// Devices that mounts stand for, if the toolkit's settings accept them.
-fn by_mounts(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
-    match toolkit.volume_mounts {
-        true => volumes(spec),
-        false => Vec::new(),
+/// What NVIDIA's wrapper would add: annotations come before what its hook goes by.
+fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
+    let annotated = annotations(spec, &toolkit.annotations);
+    let counts = !toolkit.only_full_names || annotated.iter().all(|name| name.contains('='));
+    match counts && !annotated.is_empty() {
+        true => annotated,
+        false => by_runtime_hook(spec, toolkit),
     }
-}
-
-fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Option<NamedGpus> {
-    let annotated = || {
-        let names = annotations(spec, &toolkit.annotations);
-        match toolkit.only_full_names && names.iter().any(|name| !name.contains('=')) {
-            true => Vec::new(),
-            false => names,
-        }
-    };
-    let (mounted, named) = (|| by_mounts(spec, toolkit), || by_name(spec, toolkit));
-    let mut sources = [&annotated as &dyn Fn() -> Vec<String>, &mounted, &named].into_iter();
-    let devices = sources.find_map(|names| Some(names()).filter(|devices| !devices.is_empty()))?;
-    Some(NamedGpus {
-        source: RequestSource::Wrapper,
-        devices,
-    })
 }
 
 /// The value of the `preferred` variables, else of the toolkit's own variable.
@@ -346,14 +307,6 @@ pub fn requests_beyond_gpus(spec: &Spec) -> Option<&'static str> {
     switch.or_else(|| channels.then_some(CHANNELS))
 }
 
-fn by_annotations(spec: &Spec) -> Option<NamedGpus> {
-    let devices = annotations(spec, &[ANNOTATION.to_owned()]);
-    (!devices.is_empty()).then_some(NamedGpus {
-        source: RequestSource::Annotations,
-        devices,
-    })
-}
-
 /// CDI devices that annotations name. If the spec has nodes, containerd has already acted on the annotations.
 fn annotations(spec: &Spec, prefixes: &[String]) -> Vec<String> {
     if !spec.gpu_nodes().is_empty() {
@@ -366,21 +319,6 @@ fn annotations(spec: &Spec, prefixes: &[String]) -> Vec<String> {
         .collect();
     found.sort_unstable();
     found.into_iter().flat_map(|(_, names)| list(names)).collect()
-}
-
-fn by_volumes(spec: &Spec) -> Option<NamedGpus> {
-    let devices = volumes(spec);
-    (!devices.is_empty()).then_some(NamedGpus {
-        source: RequestSource::Volumes,
-        devices,
-    })
-}
-
-fn by_variable(spec: &Spec) -> Option<NamedGpus> {
-    Some(NamedGpus {
-        source: RequestSource::Variable,
-        devices: list(variable(spec)?).collect(),
-    })
 }
 
 fn variable(spec: &Spec) -> Option<&str> {

@@ -23,7 +23,7 @@ use std::path::{Component, Path, PathBuf};
 
 use firn_host::Problem;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::{Spec, SpecError, SpecMount};
 
@@ -275,15 +275,7 @@ impl Changes {
         if self.sources.is_empty() && self.dropped.is_empty() && self.added.is_empty() {
             return Ok(());
         }
-        const PART: &str = "mounts";
-        let list = spec.object_mut(&[], PART)?.entry(PART).or_insert(Value::Null);
-        if list.is_null() {
-            *list = json!([]);
-        }
-        let list = list.as_array_mut().ok_or(SpecError::Malformed {
-            part: PART,
-            source: None,
-        })?;
+        let list = spec.list_mut("mounts")?;
         for (at, source) in self.sources {
             list[at]["source"] = json!(source);
         }

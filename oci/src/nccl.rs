@@ -92,16 +92,7 @@ pub fn over_sockets(spec: &mut Spec, shm: u64) -> Result<(), NcclError> {
 }
 
 fn set_environment(spec: &mut Spec) -> Result<(), NcclError> {
-    const PART: &str = "process.env";
-    let process = spec.object_mut(&["process"], "process")?;
-    let list = process.entry("env").or_insert(Value::Null);
-    if list.is_null() {
-        *list = json!([]);
-    }
-    let list = list.as_array_mut().ok_or(SpecError::Malformed {
-        part: PART,
-        source: None,
-    })?;
+    let list = spec.list_mut("process.env")?;
     for (name, needed, fits) in ENVIRONMENT {
         let value_of = |entry: &Value| {
             entry
@@ -145,8 +136,7 @@ fn enlarge_shm(spec: &mut Spec, shm: u64) -> Result<(), SpecError> {
         let Some(option) = last.filter(|last| is_shm && is_small(&mount.options[*last])) else {
             continue;
         };
-        let mounts = spec.object_mut(&[], "mounts")?;
-        mounts["mounts"][at]["options"][option] = json!(format!("size={}k", shm.div_ceil(1024)));
+        spec.list_mut("mounts")?[at]["options"][option] = json!(format!("size={}k", shm.div_ceil(1024)));
     }
     Ok(())
 }

@@ -213,10 +213,12 @@ impl Spec {
 
     /// Whether the container's process has a terminal.
     pub fn terminal(&self) -> bool {
-        self.value
-            .pointer("/process/terminal")
-            .and_then(Value::as_bool)
-            .unwrap_or(false)
+        self.is_set("/process/terminal")
+    }
+
+    /// Whether the value at a JSON pointer is true.
+    fn is_set(&self, pointer: &str) -> bool {
+        self.value.pointer(pointer) == Some(&Value::Bool(true))
     }
 
     /// Path of the root file system: absolute, or relative to the bundle.
@@ -242,22 +244,48 @@ impl Spec {
             .map_or(&[], Vec::as_slice)
     }
 
-    /// Object at the path of keys, created where it is missing.
-    pub fn object_mut(
+    /// The object at a path of keys, `linux.resources`, created where it is missing.
+    pub fn object_mut(&mut self, path: &'static str) -> Result<&mut Map<String, Value>, SpecError> {
+        let object = self.made(path, Value::Object(Map::new()))?.as_object_mut();
+        object.ok_or_else(|| SpecError::malformed(path, None))
+    }
+
+    /// The list at a path of keys, `linux.devices`, created where it is missing.
+    pub fn list_mut(&mut self, path: &'static str) -> Result<&mut Vec<Value>, SpecError> {
+        let list = self.made(path, Value::Array(Vec::new()))?.as_array_mut();
+        list.ok_or_else(|| SpecError::malformed(path, None))
+    }
+
+    /// Removes entries of a list and returns their number. A spec that has none of them is not touched.
+    pub(crate) fn remove(
         &mut self,
-        keys: &[&str],
-        part: &'static str,
-    ) -> Result<&mut Map<String, Value>, SpecError> {
-        let malformed = || SpecError::malformed(part, None);
-        let mut object = self.value.as_object_mut().ok_or_else(malformed)?;
-        for key in keys {
-            let entry = object.entry(*key).or_insert(Value::Null);
-            if entry.is_null() {
-                *entry = Value::Object(Map::new());
-            }
-            object = entry.as_object_mut().ok_or_else(malformed)?;
+        path: &'static str,
+        which: impl Fn(&Value) -> bool,
+    ) -> Result<usize, SpecError> {
+        let pointer = format!("/{}", path.replace('.', "/"));
+        if !self.array(&pointer).iter().any(&which) {
+            return Ok(0);
         }
-        Ok(object)
+        let list = self.list_mut(path)?;
+        let before = list.len();
+        list.retain(|entry| !which(entry));
+        Ok(before - list.len())
+    }
+
+    fn made(&mut self, path: &'static str, empty: Value) -> Result<&mut Value, SpecError> {
+        let mut value = &mut self.value;
+        for key in path.split('.') {
+            if value.is_null() {
+                *value = Value::Object(Map::new());
+            }
+            let object = value.as_object_mut();
+            let object = object.ok_or_else(|| SpecError::malformed(path, None))?;
+            value = object.entry(key).or_insert(Value::Null);
+        }
+        if value.is_null() {
+            *value = empty;
+        }
+        Ok(value)
     }
 
     /// The entries of a list; an error when one is malformed.

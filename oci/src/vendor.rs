@@ -40,18 +40,13 @@ pub(crate) fn is_gpu(path: &Path) -> bool {
 impl Spec {
     /// Whether the spec has a node of another vendor's GPU or accelerator.
     pub fn has_other_gpus(&self) -> bool {
-        self.node_paths().any(|path| other_gpu(path).is_some())
+        self.device_paths().any(|path| other_gpu(path).is_some())
     }
 
     /// Whether the spec gives the container AMD's GPUs for compute.
     pub fn has_amd_gpus(&self) -> bool {
-        self.node_paths()
+        self.device_paths()
             .any(|path| other_gpu(path) == Some(OtherGpu::Amd))
-    }
-
-    fn node_paths(&self) -> impl Iterator<Item = &Path> {
-        let devices = self.array("/linux/devices").iter();
-        devices.filter_map(|device| device["path"].as_str().map(Path::new))
     }
 }
 

@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(error.code(), "FIRN-GPU-STRICT");
 
         let mut pod = spec(195, &[1, 2]);
-        let annotations = pod.object_mut(&["annotations"], "annotations").unwrap();
+        let annotations = pod.object_mut("annotations").unwrap();
         annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
         annotations.insert("firn.dev/remap-policy".into(), json!("subset"));
         let pairs = made(&pod, &[0], &with(RemapPolicy::Strict, &["0"])).unwrap();
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn a_pod_cannot_map_itself_onto_a_gpu_that_it_was_not_granted() {
         let mut pod = spec(195, &[1]);
-        let annotations = pod.object_mut(&["annotations"], "annotations").unwrap();
+        let annotations = pod.object_mut("annotations").unwrap();
         annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
         annotations.insert(
             "firn.dev/gpu-map".into(),
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn each_refusal_has_the_hint_for_its_cause() {
         let mut unknown = spec(195, &[0]);
-        let annotations = unknown.object_mut(&["annotations"], "annotations").unwrap();
+        let annotations = unknown.object_mut("annotations").unwrap();
         annotations.insert("firn.dev/remap-policy".into(), json!("any"));
         for (spec, sources, remedy) in [
             (unknown, &[9][..], "write auto, subset or strict"),

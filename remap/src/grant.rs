@@ -26,8 +26,7 @@ use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
 use firn_host::Problem;
 
 use crate::{MapOrigin, RequestedMap};
-use firn_oci::{DeviceRule, Spec, SpecDevice, SpecError};
-use firn_oci::{GpuPath, classify};
+use firn_oci::{DeviceRule, GpuPath, Spec, SpecDevice, SpecError, classify};
 
 /// What a grant rests on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,20 +123,14 @@ fn by_nodes(spec: &Spec, inventory: &Inventory, lookups: &[Lookup]) -> Result<Gr
         });
     }
     let mut granted = BTreeSet::new();
-    for device in spec
-        .devices()?
-        .iter()
-        .filter(|d| classify(&d.node.path) == Some(GpuPath::Gpu))
-    {
+    let is_gpu = |device: &&SpecDevice| classify(&device.node.path) == Some(GpuPath::Gpu);
+    for device in spec.devices()?.iter().filter(is_gpu) {
         let index = lookups.iter().find_map(|lookup| lookup(device, inventory));
         granted.insert(index.ok_or_else(|| unresolved(&device.node))?);
     }
-    let gpus = granted
-        .into_iter()
-        .map(|index| inventory.gpus[index].clone())
-        .collect();
+    let gpus = granted.into_iter().map(|index| inventory.gpus[index].clone());
     Ok(Grant {
-        gpus,
+        gpus: gpus.collect(),
         basis: Basis::Nodes,
     })
 }
@@ -156,34 +149,24 @@ fn unresolved(node: &DeviceNode) -> GrantError {
 }
 
 fn by_numbers(device: &SpecDevice, inventory: &Inventory) -> Option<usize> {
-    let same = |gpu: &Gpu| {
-        gpu.node.as_ref().is_some_and(|node| {
-            (node.kind, node.major, node.minor) == (device.node.kind, device.node.major, device.node.minor)
-        })
-    };
-    inventory.gpus.iter().position(same)
+    position(inventory, |node| node.id() == device.node.id())
 }
 
 fn by_path(device: &SpecDevice, inventory: &Inventory) -> Option<usize> {
-    inventory.gpus.iter().position(|gpu| {
-        gpu.node
-            .as_ref()
-            .is_some_and(|node| node.path == device.node.path)
-    })
+    position(inventory, |node| node.path == device.node.path)
+}
+
+fn position(inventory: &Inventory, is: impl Fn(&DeviceNode) -> bool) -> Option<usize> {
+    let mut gpus = inventory.gpus.iter();
+    gpus.position(|gpu| gpu.node.as_ref().is_some_and(&is))
 }
 
 /// GPUs that rules speaking of more than one device open for reading or writing.
 fn opened_by_ranges(rules: &[DeviceRule], inventory: &Inventory) -> Vec<Gpu> {
-    let ranges: Vec<DeviceRule> = rules
-        .iter()
-        .filter(|rule| rule.is_wildcard() || !rule.is_allow())
-        .cloned()
-        .collect();
-    let open = |gpu: &&Gpu| {
-        gpu.node
-            .as_ref()
-            .is_some_and(|node| DeviceRule::open(&ranges, node))
-    };
+    let is_range = |rule: &&DeviceRule| rule.is_wildcard() || !rule.is_allow();
+    let ranges: Vec<DeviceRule> = rules.iter().filter(is_range).cloned().collect();
+    let is_open = |node: &DeviceNode| DeviceRule::open(&ranges, node);
+    let open = |gpu: &&Gpu| gpu.node.as_ref().is_some_and(is_open);
     inventory.gpus.iter().filter(open).cloned().collect()
 }
 
@@ -191,10 +174,7 @@ fn by_config(inventory: &Inventory, names: &[String]) -> Result<Grant, GrantErro
     let gpu = |name: &String| {
         let found = match name.parse::<GpuUuid>() {
             Ok(uuid) => inventory.gpus.iter().find(|gpu| gpu.uuid == uuid),
-            Err(_) => name
-                .parse::<usize>()
-                .ok()
-                .and_then(|index| inventory.gpus.get(index)),
+            Err(_) => (name.parse::<usize>().ok()).and_then(|index| inventory.gpus.get(index)),
         };
         found.ok_or_else(|| unknown("gpus in the configuration", name))
     };
@@ -246,7 +226,7 @@ mod tests {
     }
 
     fn cri(mut spec: Spec) -> Spec {
-        let annotations = spec.object_mut(&["annotations"], "annotations").unwrap();
+        let annotations = spec.object_mut("annotations").unwrap();
         annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
         spec
     }
@@ -285,7 +265,7 @@ mod tests {
             json!({"allow": true, "type": "c", "major": -1, "minor": -1, "access": "r"}),
         ] {
             let mut spec = spec(195, &[1]);
-            let list = spec.object_mut(&["linux", "resources"], "").unwrap()["devices"]
+            let list = spec.object_mut("linux.resources").unwrap()["devices"]
                 .as_array_mut()
                 .unwrap();
             list.push(rule.clone());
@@ -320,7 +300,7 @@ mod tests {
     #[test]
     fn rules_that_only_let_nodes_be_made_open_nothing() {
         let mut spec = spec(195, &[1]);
-        let list = spec.object_mut(&["linux", "resources"], "").unwrap()["devices"]
+        let list = spec.object_mut("linux.resources").unwrap()["devices"]
             .as_array_mut()
             .unwrap();
         list.push(json!({"allow": true, "type": "c", "access": "m"}));

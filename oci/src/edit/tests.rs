@@ -110,7 +110,7 @@ fn fewer_and_more_gpus() {
 #[test]
 fn mode_owner_and_unknown_fields_stay() {
     let mut before = spec(240, &[0]);
-    let devices = before.object_mut(&["linux"], "").unwrap()["devices"]
+    let devices = before.object_mut("linux").unwrap()["devices"]
         .as_array_mut()
         .unwrap();
     let gpu = devices.last_mut().unwrap().as_object_mut().unwrap();
@@ -131,11 +131,11 @@ fn mode_owner_and_unknown_fields_stay() {
 #[test]
 fn graphics_nodes_go_only_when_the_gpus_change() {
     let mut before = spec(195, &[0]);
-    let devices = before.object_mut(&["linux"], "").unwrap()["devices"]
+    let devices = before.object_mut("linux").unwrap()["devices"]
         .as_array_mut()
         .unwrap();
     devices.push(json!({"path": "/dev/dri/card1", "type": "c", "major": 226, "minor": 1}));
-    let rules = before.object_mut(&["linux", "resources"], "").unwrap()["devices"]
+    let rules = before.object_mut("linux.resources").unwrap()["devices"]
         .as_array_mut()
         .unwrap();
     rules.push(json!({"allow": true, "type": "c", "major": 226, "minor": 1, "access": "rwm"}));
@@ -149,7 +149,7 @@ fn graphics_nodes_go_only_when_the_gpus_change() {
 #[test]
 fn common_nodes_that_the_host_lacks_are_dropped_and_none_are_added() {
     let mut before = spec(240, &[0]);
-    let devices = before.object_mut(&["linux"], "").unwrap()["devices"]
+    let devices = before.object_mut("linux").unwrap()["devices"]
         .as_array_mut()
         .unwrap();
     devices.push(json!({"path": "/dev/nvidia-modeset", "type": "c", "major": 240, "minor": 254}));

@@ -1,5 +1,7 @@
 //! Devices of a spec, and the rules of its device cgroup.
 
+use std::path::Path;
+
 use firn_gpu::{DeviceNode, NodeType};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType};
 use serde::Deserialize;
@@ -47,13 +49,11 @@ impl DeviceRule {
 
     /// Whether the rule names more than one device.
     pub fn is_wildcard(&self) -> bool {
-        let is_all = |number: Option<i64>| number.is_none_or(|n| n < 0);
         self.has_all_types() || is_all(self.0.major()) || is_all(self.0.minor())
     }
 
     /// Whether the rule names all devices, for reading and for writing.
     fn names_all(&self) -> bool {
-        let is_all = |number: Option<i64>| number.is_none_or(|n| n < 0);
         let is_every_device = self.has_all_types() && is_all(self.0.major()) && is_all(self.0.minor());
         is_every_device && self.has_access('r') && self.has_access('w')
     }
@@ -84,7 +84,7 @@ impl DeviceRule {
             _ => node.kind == NodeType::Char,
         };
         let has_number =
-            |rule: Option<i64>, of_node: u64| rule.is_none_or(|n| n < 0 || u64::try_from(n) == Ok(of_node));
+            |rule: Option<i64>, of_node: u64| is_all(rule) || rule.map(u64::try_from) == Some(Ok(of_node));
         has_type && has_number(self.0.major(), node.major) && has_number(self.0.minor(), node.minor)
     }
 
@@ -97,7 +97,18 @@ impl DeviceRule {
     }
 }
 
+/// Whether a number of a rule stands for all devices.
+fn is_all(number: Option<i64>) -> bool {
+    number.is_none_or(|number| number < 0)
+}
+
 impl Spec {
+    /// Paths of device nodes, also where the entry is malformed otherwise.
+    pub(crate) fn device_paths(&self) -> impl Iterator<Item = &Path> {
+        let devices = self.array("/linux/devices").iter();
+        devices.filter_map(|device| device["path"].as_str().map(Path::new))
+    }
+
     /// Device nodes of the container, without fifos.
     pub fn devices(&self) -> Result<Vec<SpecDevice>, SpecError> {
         let entries = self.array("/linux/devices").iter();

@@ -34,7 +34,7 @@ impl Spec {
     }
 
     pub fn no_new_privs(&self) -> bool {
-        self.at("/process/noNewPrivileges").and_then(Value::as_bool) == Some(true)
+        self.is_set("/process/noNewPrivileges")
     }
 
     /// Whether the runtime loads a seccomp filter that denies something. Only the actions matter here:
@@ -108,7 +108,7 @@ impl Spec {
     }
 
     pub fn is_root_read_only(&self) -> bool {
-        self.at("/root/readonly").and_then(Value::as_bool) == Some(true)
+        self.is_set("/root/readonly")
     }
 
     fn paths(&self, pointer: &str) -> Vec<PathBuf> {
