@@ -80,38 +80,9 @@ pub struct CriuConfig {
     driver: Driver,
     /// firn-hook, for a restore.
     script: Option<PathBuf>,
-    /// How restores treat the image's cgroups.
-    cgroups: Cgroups,
+    has_cgroup_namespace: bool,
     /// Whether restored tasks run at once.
     runs: bool,
-}
-
-/// What a restore uses of an image's cgroups. It never makes a directory, an owner or a value of a file from
-/// them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Cgroups {
-    /// Nothing: tasks stay in CRIU's cgroup. The runtime has put CRIU into the container's cgroup.
-    Ignored,
-    /// The root of the cgroup namespace. CRIU sets it only if it puts tasks into cgroups, and then the
-    /// image's cgroups must exist.
-    Existing,
-}
-
-impl Cgroups {
-    fn of(spec: &Spec) -> Self {
-        match spec.has_namespace("cgroup") {
-            true => Self::Existing,
-            false => Self::Ignored,
-        }
-    }
-
-    /// The value of CRIU's option `manage-cgroups`.
-    fn mode(self) -> &'static str {
-        match self {
-            Self::Ignored => "ignore",
-            Self::Existing => "none",
-        }
-    }
 }
 
 /// Who restores the GPU state of processes.
@@ -161,7 +132,7 @@ impl CriuConfig {
             users_file,
             driver,
             script: None,
-            cgroups: Cgroups::of(spec),
+            has_cgroup_namespace: spec.has_namespace("cgroup"),
             runs: false,
         }
     }
@@ -174,24 +145,23 @@ impl CriuConfig {
     /// Writes the file for the next operation. If firn has no line to add to dumps, the file is a link to the
     /// user's own: firn does not run before such a dump and could not read a changed file.
     pub fn write(&self, operation: Operation) -> Result<(), CriuError> {
+        let unwritten = |path| move |source| CriuError::Write { path, source };
         if let (Operation::Dump, Driver::Criu, Some(users_file)) = (operation, &self.driver, &self.users_file)
         {
-            return make_link(users_file, &self.path());
+            return make_link(users_file, &self.path()).map_err(unwritten(self.path()));
         }
         let content = self.content(operation)?;
         if self.driver == (Driver::Firn { libs_dir: None }) {
-            make_directory(&self.bundle.join(names::BUNDLE_CRIU_LIBS))?;
+            let libs = self.bundle.join(names::BUNDLE_CRIU_LIBS);
+            make_directory(&libs).map_err(unwritten(libs))?;
         }
         if let Some(hook) = &self.script {
             // CRIU passes a script no argument: firn-hook finds the bundle by this link.
-            make_link(hook, &self.bundle.join(names::BUNDLE_CRIU_SCRIPT))?;
+            let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
+            make_link(hook, &link).map_err(unwritten(link))?;
         }
-        atomic_file::write(&self.bundle, names::BUNDLE_CRIU_CONFIG, content.as_bytes(), 0o600).map_err(
-            |source| CriuError::Write {
-                path: self.path(),
-                source,
-            },
-        )
+        atomic_file::write(&self.bundle, names::BUNDLE_CRIU_CONFIG, content.as_bytes(), 0o600)
+            .map_err(unwritten(self.path()))
     }
 
     fn content(&self, operation: Operation) -> Result<String, CriuError> {
@@ -213,8 +183,16 @@ impl CriuConfig {
                 let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
                 content.push_str(&format!("action-script {}\n", checked(&link)?));
             }
+            // CRIU makes no directory, owner or value of a file from the image's cgroups. Tasks stay in CRIU's
+            // own, which the runtime has put into the container's. CRIU sets the root of a cgroup namespace
+            // only if it puts tasks into cgroups, and then the image's must exist.
+            let mode = if self.has_cgroup_namespace {
+                "none"
+            } else {
+                "ignore"
+            };
             // With `=`: after a blank CRIU would read the value as another option.
-            content.push_str(&format!("manage-cgroups={}\n", self.cgroups.mode()));
+            content.push_str(&format!("manage-cgroups={mode}\n"));
             if self.driver != Driver::Criu && !self.runs {
                 content.push_str("leave-stopped\n");
             }
@@ -226,8 +204,9 @@ impl CriuConfig {
         let Some(path) = &self.users_file else {
             return Ok(String::new());
         };
-        let file = match open_regular(path) {
-            Ok(file) => file,
+        let mut bytes = Vec::new();
+        match open_regular(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes)) {
+            Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
             Err(source) => {
                 return Err(CriuError::Read {
@@ -235,14 +214,7 @@ impl CriuConfig {
                     source,
                 });
             }
-        };
-        let mut bytes = Vec::new();
-        file.take(MAX_BYTES + 1)
-            .read_to_end(&mut bytes)
-            .map_err(|source| CriuError::Read {
-                path: path.clone(),
-                source,
-            })?;
+        }
         let text = String::from_utf8(bytes)
             .ok()
             .filter(|t| t.len() as u64 <= MAX_BYTES && !t.contains('\0'));
@@ -313,40 +285,26 @@ pub fn amd_plugins(
 ) -> Result<PathBuf, AmdPluginError> {
     let plugin = amd_plugin(configured, dirs)?;
     let dir = bundle.join(names::BUNDLE_AMD_LIBS);
-    let made = || {
-        match std::fs::remove_dir_all(&dir) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        std::fs::create_dir(&dir)?;
-        std::os::unix::fs::symlink(plugin, dir.join(AMD_PLUGIN))
-    };
-    match made() {
+    match make_directory(&dir).and_then(|()| make_link(&plugin, &dir.join(AMD_PLUGIN))) {
         Ok(()) => Ok(dir),
         Err(source) => Err(AmdPluginError::Directory { path: dir, source }),
     }
 }
 
-fn make_directory(path: &Path) -> Result<(), CriuError> {
+/// Safe to repeat.
+fn make_directory(path: &Path) -> io::Result<()> {
     match std::fs::create_dir(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        other => other.map_err(|source| CriuError::Write {
-            path: path.to_owned(),
-            source,
-        }),
+        made => made,
     }
 }
 
 /// Safe to repeat.
-fn make_link(to: &Path, path: &Path) -> Result<(), CriuError> {
-    let made = match std::fs::remove_file(path) {
+fn make_link(to: &Path, path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => std::os::unix::fs::symlink(to, path),
-    };
-    made.map_err(|source| CriuError::Write {
-        path: path.to_owned(),
-        source,
-    })
+    }
 }
 
 #[cfg(test)]

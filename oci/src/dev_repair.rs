@@ -11,15 +11,14 @@
 //! is checked before its owner and mode are set. The host's own /dev is never changed, and nodes that are not
 //! GPU nodes are ignored.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::OsStr;
 use std::fs::Permissions;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use firn_gpu::{DeviceNode, NodeType};
-use nix::dir::Dir;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, ResolveFlag, open, openat};
 use nix::sys::stat::{Mode, SFlag, fstat, fstatat, lstat, major, makedev, minor, mkdirat, mknodat};
@@ -117,12 +116,12 @@ pub fn other_gpus_of_host() -> Vec<DeviceNode> {
 
 /// The device node at this path of the host; none when there is none, or something else.
 fn of_host(path: &Path) -> Option<DeviceNode> {
-    let id = DeviceId::of_stat(&lstat(path).ok()?)?;
+    let (kind, major, minor) = device_id(&lstat(path).ok()?)?;
     Some(DeviceNode {
         path: path.to_owned(),
-        kind: id.kind,
-        major: id.major,
-        minor: id.minor,
+        kind,
+        major,
+        minor,
     })
 }
 
@@ -135,7 +134,7 @@ fn repair_below(root: &Path, host_dev: &Path, spec: &Spec) -> Result<DevRepair, 
     Ok(done)
 }
 
-fn step<E: Into<std::io::Error>>(action: &'static str, path: &Path) -> impl FnOnce(E) -> DevError {
+fn step<E: Into<io::Error>>(action: &'static str, path: &Path) -> impl FnOnce(E) -> DevError {
     let path = path.to_owned();
     move |source| DevError::Step {
         action,
@@ -161,9 +160,19 @@ struct Dev {
 }
 
 impl Dev {
-    /// A directory of it, by its path in the container.
-    fn open(&self, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
-        open_directory(&self.fd, path.strip_prefix(DEV).unwrap_or(path), make)
+    /// Opens one of [`DIRECTORIES`], on the same mount and without following links; none if it does not exist.
+    /// With `make` a missing one is created.
+    fn open(&self, name: &str, make: bool) -> Result<Option<OwnedFd>, Errno> {
+        let relative = Path::new(if name.is_empty() { "." } else { name });
+        let flags = BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
+        match open_below(&self.fd, relative, DIRECTORY, flags) {
+            Err(Errno::ENOENT) if make => {
+                mkdirat(&self.fd, relative, Mode::from_bits_truncate(0o755))?;
+                open_below(&self.fd, relative, DIRECTORY, flags).map(Some)
+            }
+            Err(Errno::ENOENT) => Ok(None),
+            other => other.map(Some),
+        }
     }
 
     /// Whether it is on this file system, `major:minor`.
@@ -174,22 +183,18 @@ impl Dev {
 
     fn has_gpus(&self) -> bool {
         DIRECTORIES.iter().any(|name| {
-            let path = directory(name);
-            let Ok(Some(fd)) = self.open(&path, false) else {
+            let Ok(Some(fd)) = self.open(name, false) else {
                 return false;
             };
             let directory = Directory {
                 fd,
-                path,
+                path: directory(name),
                 user_namespace: false,
             };
-            let is_device = |name: &CString| {
-                let entry = directory.entry(name, &directory.path);
-                matches!(entry, Ok(Some(Entry::Device(_))))
-            };
+            let is_device = |path: &PathBuf| matches!(directory.found(path), Ok(Some(Found::Device(_))));
             directory
-                .gpu_names()
-                .is_ok_and(|names| names.iter().any(is_device))
+                .gpu_paths()
+                .is_ok_and(|paths| paths.iter().any(is_device))
         })
     }
 
@@ -218,7 +223,7 @@ impl Dev {
         let path = directory(name);
         let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
         let wanted: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
-        let fd = match self.open(&path, !wanted.is_empty() && !name.is_empty()) {
+        let fd = match self.open(name, !wanted.is_empty() && !name.is_empty()) {
             // A file system is mounted there: not firn's to change.
             Err(Errno::EXDEV) if wanted.is_empty() => return Ok(()),
             Ok(None) => return Ok(()),
@@ -228,7 +233,7 @@ impl Dev {
         if fstat(&fd).map_err(step("look at", &path))?.st_dev == host {
             return Ok(());
         }
-        let mut directory = Directory {
+        let directory = Directory {
             fd,
             path,
             user_namespace,
@@ -257,41 +262,16 @@ const DIRECTORY: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY);
 /// Opens the directory at this path beneath a container's root without following links; none if it does not
 /// exist. A file system may be mounted on it.
 fn open_mounted(root: &OwnedFd, path: &Path) -> Result<Option<OwnedFd>, Errno> {
-    let relative = or_itself(path.strip_prefix("/").unwrap_or(path));
+    // The root itself is its own `.`.
+    let relative = Path::new(".").join(path.strip_prefix("/").unwrap_or(path));
     match open_below(root, &relative, DIRECTORY, BENEATH) {
         Err(Errno::ENOENT) => Ok(None),
         other => other.map(Some),
     }
 }
 
-fn or_itself(path: &Path) -> PathBuf {
-    match path.as_os_str().is_empty() {
-        true => PathBuf::from("."),
-        false => path.to_owned(),
-    }
-}
-
-/// Opens a directory beneath another, on the same mount and without following links. With `make` a missing
-/// one is created.
-fn open_directory(dir: &OwnedFd, path: &Path, make: bool) -> Result<Option<OwnedFd>, Errno> {
-    let open = |path: &Path| open_below(dir, path, DIRECTORY, BENEATH | ResolveFlag::RESOLVE_NO_XDEV);
-    let relative = or_itself(path);
-    match open(&relative) {
-        Err(Errno::ENOENT) if make => {
-            let (parent, name) = (relative.parent(), relative.file_name());
-            let (Some(parent), Some(name)) = (parent, name) else {
-                return Err(Errno::ENOENT);
-            };
-            let parent = open(&or_itself(parent))?;
-            mkdirat(&parent, name, Mode::from_bits_truncate(0o755))?;
-            open(&relative).map(Some)
-        }
-        Err(Errno::ENOENT) => Ok(None),
-        other => other.map(Some),
-    }
-}
-
-/// A directory of the container that holds device nodes.
+/// A directory of the container that holds device nodes. Paths of its entries are those in the container; only
+/// their last part is used.
 struct Directory {
     fd: OwnedFd,
     path: PathBuf,
@@ -300,14 +280,11 @@ struct Directory {
 
 impl Directory {
     /// Removes GPU nodes that are not among the wanted ones.
-    fn remove_others(&mut self, wanted: &[&SpecDevice], done: &mut DevRepair) -> Result<(), DevError> {
-        for name in self.gpu_names()? {
-            let path = self.path.join(OsStr::from_bytes(name.as_bytes()));
-            if wanted.iter().any(|device| device.node.path == path) {
-                continue;
-            }
-            if let Some(Entry::Device(_)) = self.entry(name.as_c_str(), &path)? {
-                self.remove(&name, &path)?;
+    fn remove_others(&self, wanted: &[&SpecDevice], done: &mut DevRepair) -> Result<(), DevError> {
+        for path in self.gpu_paths()? {
+            let is_wanted = wanted.iter().any(|device| device.node.path == path);
+            if !is_wanted && let Some(Found::Device(_)) = self.found(&path)? {
+                self.remove(&path)?;
                 done.removed.push(path);
             }
         }
@@ -315,135 +292,92 @@ impl Directory {
     }
 
     /// Makes the node, unless it exists and opens the right device.
-    fn provide(&mut self, wanted: &SpecDevice, done: &mut DevRepair) -> Result<(), DevError> {
+    fn provide(&self, wanted: &SpecDevice, done: &mut DevRepair) -> Result<(), DevError> {
         let path = &wanted.node.path;
-        let name = self.name(path)?;
-        let found = self.entry(&name, path)?;
-        if matches!(&found, Some(Entry::Device(id)) if *id == DeviceId::of(&wanted.node)) {
-            return Ok(());
+        match self.found(path)? {
+            Some(Found::Device(id)) if id == wanted.node.id() => return Ok(()),
+            _ if self.user_namespace => return Err(DevError::UserNamespace { path: path.clone() }),
+            Some(_) => self.remove(path)?,
+            None => {}
         }
-        if self.user_namespace {
-            return Err(DevError::UserNamespace { path: path.clone() });
-        }
-        if found.is_some() {
-            self.remove(&name, path)?;
-        }
-        self.make(&name, wanted)?;
+        self.make(wanted)?;
         done.made.push(path.clone());
         Ok(())
     }
 
-    fn gpu_names(&self) -> Result<Vec<CString>, DevError> {
-        let names = || -> Result<Vec<CString>, Errno> {
-            let again = openat(
-                &self.fd,
-                ".",
-                OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
-                Mode::empty(),
-            )?;
-            let mut names = Vec::new();
-            for entry in Dir::from_fd(again)?.iter() {
-                let name = entry?.file_name().to_owned();
-                if is_gpu(&self.path.join(OsStr::from_bytes(name.as_bytes()))) {
-                    names.push(name);
-                }
-            }
-            Ok(names)
+    /// Entries that are named as nodes of GPUs are.
+    fn gpu_paths(&self) -> Result<Vec<PathBuf>, DevError> {
+        let paths = || -> io::Result<Vec<PathBuf>> {
+            let entries = std::fs::read_dir(by_descriptor(&self.fd))?;
+            let paths = entries.map(|entry| Ok(self.path.join(entry?.file_name())));
+            paths
+                .filter(|path| path.as_ref().map_or(true, |path| is_gpu(path)))
+                .collect()
         };
-        names().map_err(|e| self.failed("list", &self.path, e))
+        paths().map_err(step("list", &self.path))
     }
 
     /// What has this name; links are not followed.
-    fn entry(&self, name: &std::ffi::CStr, path: &Path) -> Result<Option<Entry>, DevError> {
-        match fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Ok(stat) => Ok(Some(DeviceId::of_stat(&stat).map_or(Entry::Other, Entry::Device))),
+    fn found(&self, path: &Path) -> Result<Option<Found>, DevError> {
+        match fstatat(&self.fd, name_of(path), AtFlags::AT_SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok(Some(device_id(&stat).map_or(Found::Other, Found::Device))),
             Err(Errno::ENOENT) => Ok(None),
-            Err(e) => Err(self.failed("look at", path, e)),
+            Err(e) => Err(step("look at", path)(e)),
         }
     }
 
-    fn remove(&self, name: &std::ffi::CStr, path: &Path) -> Result<(), DevError> {
-        unlinkat(&self.fd, name, UnlinkatFlags::NoRemoveDir).map_err(|e| self.failed("remove", path, e))
+    fn remove(&self, path: &Path) -> Result<(), DevError> {
+        unlinkat(&self.fd, name_of(path), UnlinkatFlags::NoRemoveDir).map_err(step("remove", path))
     }
 
-    fn make(&self, name: &std::ffi::CStr, wanted: &SpecDevice) -> Result<(), DevError> {
+    fn make(&self, wanted: &SpecDevice) -> Result<(), DevError> {
         let path = &wanted.node.path;
         let kind = match wanted.node.kind {
             NodeType::Char => SFlag::S_IFCHR,
             NodeType::Block => SFlag::S_IFBLK,
         };
         let number = makedev(wanted.node.major, wanted.node.minor);
-        mknodat(&self.fd, name, kind, Mode::empty(), number).map_err(|e| self.failed("make", path, e))?;
+        mknodat(&self.fd, name_of(path), kind, Mode::empty(), number).map_err(step("make", path))?;
         // From here on by descriptor, so that the owner and mode are set on the node that was just made.
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let node = openat(&self.fd, name, flags, Mode::empty()).map_err(|e| self.failed("open", path, e))?;
-        let stat = fstat(&node).map_err(|e| self.failed("look at", path, e))?;
-        if DeviceId::of_stat(&stat) != Some(DeviceId::of(&wanted.node)) {
-            return Err(self.failed("make", path, Errno::EEXIST));
+        let node = openat(&self.fd, name_of(path), flags, Mode::empty()).map_err(step("open", path))?;
+        let stat = fstat(&node).map_err(step("look at", path))?;
+        if device_id(&stat) != Some(wanted.node.id()) {
+            return Err(step("make", path)(Errno::EEXIST));
         }
         let (uid, gid) = (Uid::from_raw(wanted.uid), Gid::from_raw(wanted.gid));
         fchownat(node.as_fd(), "", Some(uid), Some(gid), AtFlags::AT_EMPTY_PATH)
-            .map_err(|e| self.failed("set the owner of", path, e))?;
-        let by_descriptor = format!("/proc/self/fd/{}", node.as_raw_fd());
-        std::fs::set_permissions(by_descriptor, Permissions::from_mode(wanted.mode)).map_err(|source| {
-            DevError::Step {
-                action: "set the mode of",
-                path: path.clone(),
-                source,
-            }
-        })
-    }
-
-    fn name(&self, path: &Path) -> Result<CString, DevError> {
-        let name = path.file_name().map(OsStr::as_bytes).unwrap_or_default();
-        CString::new(name).map_err(|_| self.failed("make", path, Errno::EINVAL))
-    }
-
-    fn failed(&self, action: &'static str, path: &Path, errno: Errno) -> DevError {
-        DevError::Step {
-            action,
-            path: path.to_owned(),
-            source: errno.into(),
-        }
+            .map_err(step("set the owner of", path))?;
+        std::fs::set_permissions(by_descriptor(&node), Permissions::from_mode(wanted.mode))
+            .map_err(step("set the mode of", path))
     }
 }
 
+fn name_of(path: &Path) -> &OsStr {
+    path.file_name().unwrap_or_default()
+}
+
+fn by_descriptor(fd: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_raw_fd())
+}
+
 /// What a directory entry is.
-enum Entry {
+enum Found {
     Device(DeviceId),
     Other,
 }
 
-/// Which device a node opens.
-#[derive(PartialEq, Eq)]
-struct DeviceId {
-    kind: NodeType,
-    major: u64,
-    minor: u64,
-}
+/// Which device a node opens, as [`DeviceNode::id`] has it.
+type DeviceId = (NodeType, u64, u64);
 
-impl DeviceId {
-    fn of(node: &DeviceNode) -> Self {
-        Self {
-            kind: node.kind,
-            major: node.major,
-            minor: node.minor,
-        }
-    }
-
-    fn of_stat(stat: &nix::sys::stat::FileStat) -> Option<Self> {
-        let format = SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits());
-        let kind = match format {
-            SFlag::S_IFCHR => NodeType::Char,
-            SFlag::S_IFBLK => NodeType::Block,
-            _ => return None,
-        };
-        Some(Self {
-            kind,
-            major: major(stat.st_rdev),
-            minor: minor(stat.st_rdev),
-        })
-    }
+fn device_id(stat: &nix::sys::stat::FileStat) -> Option<DeviceId> {
+    let format = SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits());
+    let kind = match format {
+        SFlag::S_IFCHR => NodeType::Char,
+        SFlag::S_IFBLK => NodeType::Block,
+        _ => return None,
+    };
+    Some((kind, major(stat.st_rdev), minor(stat.st_rdev)))
 }
 
 #[cfg(test)]
