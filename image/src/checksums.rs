@@ -5,6 +5,7 @@
 //!
 //! A file can be changed after it was compared and before CRIU reads it. [`Verified`] finds that.
 
+use std::collections::HashSet;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ const LARGE: u64 = 1 << 20;
 const ESSENTIAL: [&str; 2] = ["inventory.img", "pstree.img"];
 
 /// A link to the image of an earlier pre-dump, in which CRIU looks for memory too.
-const PARENT: &str = "parent";
+pub(crate) const PARENT: &str = "parent";
 
 /// A file of the image directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -150,14 +151,7 @@ pub fn describe(path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageE
 
 /// As [`describe`], where `way` leads to the directory and errors name it `path`.
 pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
-    let unreadable = |source| ImageError::Read {
-        path: path.to_owned(),
-        source,
-    };
-    let dir = UntrustedDir::open(way).map_err(unreadable)?;
-    let mut names = dir.names().map_err(unreadable)?;
-    no_parent(&names, path)?;
-    names.retain(|name| is_image(name));
+    let (dir, mut names) = open(way, path)?;
     names.sort_unstable();
     let files: Vec<ImageFile> = names
         .into_iter()
@@ -170,18 +164,9 @@ pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<Ima
 /// Compares CRIU's files with their description. It fails soon after `stop` is set.
 pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Result<Verified, ImageError> {
     essential(files, path)?;
-    let unreadable = |source| ImageError::Read {
-        path: path.to_owned(),
-        source,
-    };
-    let dir = UntrustedDir::open(path).map_err(unreadable)?;
-    let names = dir.names().map_err(unreadable)?;
-    no_parent(&names, path)?;
-    let listed: std::collections::HashSet<&str> = files.iter().map(|file| &*file.name).collect();
-    if let Some(name) = names
-        .iter()
-        .find(|name| is_image(name) && !listed.contains(&***name))
-    {
+    let (dir, names) = open(path, path)?;
+    let listed: HashSet<&str> = files.iter().map(|file| &*file.name).collect();
+    if let Some(name) = names.iter().find(|name| !listed.contains(name.as_str())) {
         return Err(ImageError::Added {
             path: path.join(name),
         });
@@ -198,17 +183,16 @@ pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Res
             }
             other => other?,
         };
-        let path = || path.join(&file.name);
+        let path = path.join(&file.name);
         if found.size != file.size {
             return Err(ImageError::Size {
-                path: path(),
+                path,
                 found: found.size,
                 expected: file.size,
             });
         }
-        let differs = |a: &Option<String>, b: &Option<String>| a.is_some() && a != b;
-        if differs(&file.sha256, &found.sha256) || differs(&file.sha256_of_blocks, &found.sha256_of_blocks) {
-            return Err(ImageError::Checksum { path: path() });
+        if found != *file {
+            return Err(ImageError::Checksum { path });
         }
         stamps.push((found.name, stamp));
     }
@@ -219,10 +203,8 @@ pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Res
 }
 
 fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
-    match ESSENTIAL
-        .iter()
-        .find(|name| !files.iter().any(|file| file.name == **name))
-    {
+    let is_listed = |name: &&str| files.iter().any(|file| file.name == *name);
+    match ESSENTIAL.iter().find(|name| !is_listed(name)) {
         None => Ok(()),
         Some(name) => Err(ImageError::Missing {
             dir: dir.to_owned(),
@@ -231,14 +213,22 @@ fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
     }
 }
 
-/// Memory in another directory has no checksum, and CRIU would follow the link wherever it leads.
-fn no_parent(names: &[String], dir: &Path) -> Result<(), ImageError> {
-    match names.iter().any(|name| name == PARENT) {
-        false => Ok(()),
-        true => Err(ImageError::Added {
-            path: dir.join(PARENT),
-        }),
+/// The directory to which `way` leads, and the names of CRIU's files in it.
+fn open(way: &Path, path: &Path) -> Result<(UntrustedDir, Vec<String>), ImageError> {
+    let unreadable = |source| ImageError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let dir = UntrustedDir::open(way).map_err(unreadable)?;
+    let mut names = dir.names().map_err(unreadable)?;
+    // Memory in another directory has no checksum, and CRIU would follow the link wherever it leads.
+    if names.iter().any(|name| name == PARENT) {
+        return Err(ImageError::Added {
+            path: path.join(PARENT),
+        });
     }
+    names.retain(|name| is_image(name));
+    Ok((dir, names))
 }
 
 /// A file as it is. One that has not the `expected` size is not read.

@@ -5,10 +5,9 @@
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-use nix::dir::Dir;
 use nix::fcntl::{OFlag, open, openat};
 use nix::sys::stat::Mode;
 
@@ -37,21 +36,9 @@ impl UntrustedDir {
 
     /// Names of all entries. Those that are no text are skipped, as CRIU's names are ASCII.
     pub(crate) fn names(&self) -> io::Result<Vec<String>> {
-        let own = openat(
-            &self.0,
-            ".",
-            OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC,
-            Mode::empty(),
-        )?;
-        let mut names = Vec::new();
-        for entry in Dir::from_fd(own)?.iter() {
-            if let Ok(name) = entry?.file_name().to_str()
-                && !matches!(name, "." | "..")
-            {
-                names.push(name.to_owned());
-            }
-        }
-        Ok(names)
+        let entries = std::fs::read_dir(format!("/proc/self/fd/{}", self.0.as_raw_fd()))?;
+        let names = entries.map(|entry| Ok(entry?.file_name().into_string().ok()));
+        names.filter_map(io::Result::transpose).collect()
     }
 
     /// A handle that neither reads nor writes.

@@ -211,6 +211,11 @@ impl Spec {
         (!path.is_empty()).then(|| Path::new(path))
     }
 
+    /// Whether the container gets a user namespace of its own, with the maps of the spec.
+    pub fn makes_user_namespace(&self) -> bool {
+        self.has_namespace("user") && self.namespace_path("user").is_none()
+    }
+
     /// Whether the container's process has a terminal.
     pub fn terminal(&self) -> bool {
         self.is_set("/process/terminal")

@@ -43,25 +43,21 @@ impl Dir {
         const NAME: u32 = 1;
         const CHILDREN: u32 = 2;
         const PROPERTIES: u32 = 3;
-        let text = |message: &Message<'_>| {
-            let text = message.text(NAME)?.ok_or(WireError { field: NAME })?;
-            Ok::<_, WireError>(text.to_owned())
-        };
         if depth == 0 {
             return Err(WireError { field: CHILDREN });
         }
-        let mut outside = None;
-        for property in message.messages(PROPERTIES)? {
-            let name = text(&property)?;
-            outside = outside.or((!is_plain(&name) || name.contains('/')).then_some(name));
-        }
-        for child in message.messages(CHILDREN)? {
-            let child = Self::read(&child, depth - 1)?;
+        let properties = message.each(PROPERTIES, |property| {
+            Ok(property.required_text(NAME)?.to_owned())
+        })?;
+        let mut outside = properties
+            .into_iter()
+            .find(|name| !is_plain(name) || name.contains('/'));
+        for child in message.each(CHILDREN, |child| Self::read(child, depth - 1))? {
             let name = Some(child.name).filter(|name| !name.split('/').all(is_plain));
             outside = outside.or(name).or(child.outside);
         }
         Ok(Self {
-            name: text(message)?,
+            name: message.required_text(NAME)?.to_owned(),
             has_children: message.has(CHILDREN),
             outside,
         })
@@ -94,33 +90,16 @@ fn compare(
         }
         // A process that went into a cgroup below has an entry of its own there.
         let may_have_others = !spec.has_namespace("cgroup");
-        match own(dirs) {
-            Some(_) if dirs.len() == 1 || may_have_others => {}
-            _ => {
-                let found: Vec<&str> = dirs.iter().map(|dir| &*dir.name).collect();
-                return Err(exceeds(
-                    "the cgroups",
-                    &format!("{found:?}"),
-                    "the container's own",
-                ));
-            }
+        if own(dirs).is_none() || dirs.len() != 1 && !may_have_others {
+            let found: Vec<&str> = dirs.iter().map(|dir| &*dir.name).collect();
+            return Err(exceeds("the cgroups", &format!("{found:?}"), OWN));
         }
         if let Some(name) = dirs.iter().find_map(|dir| dir.outside.as_ref()) {
-            return Err(exceeds(
-                "a name below the container's cgroup",
-                name,
-                "a plain name",
-            ));
+            let what = "a name below the container's cgroup";
+            return Err(exceeds(what, name, "a plain name"));
         }
-        if let Some(dir) = dirs
-            .iter()
-            .find(|dir| dir.has_children && spec.has_namespace("cgroup"))
-        {
-            return Err(exceeds(
-                "a cgroup",
-                &format!("one below {}", dir.name),
-                "the container's own",
-            ));
+        if let Some(dir) = dirs.iter().find(|dir| dir.has_children && !may_have_others) {
+            return Err(exceeds("a cgroup", &format!("one below {}", dir.name), OWN));
         }
     }
     for member in cgroups.sets.iter().flat_map(|(_, members)| members) {
@@ -135,15 +114,12 @@ fn compare(
         .iter()
         .find(|(id, _)| Some(*id) == of_init && of_init != of_criu)
         .is_some_and(|(_, members)| members.iter().any(|member| member.prefix.is_some()));
-    match has_root {
-        true => Ok(()),
-        false => Err(exceeds(
-            "the cgroup namespace",
-            "the host's",
-            "one of the container's own",
-        )),
-    }
+    let fault = || exceeds("the cgroup namespace", "the host's", "one of the container's own");
+    has_root.then_some(()).ok_or_else(fault)
 }
+
+/// What a cgroup of the image has to be.
+const OWN: &str = "the container's own";
 
 fn exceeds(what: &str, found: &str, allowed: &str) -> ImageFault {
     ImageFault::exceeds(NAME, what, found, allowed)
@@ -168,39 +144,17 @@ fn is_plain(part: &str) -> bool {
 
 impl Cgroups {
     fn read(message: &Message<'_>) -> Result<Self, WireError> {
-        let text = |message: &Message<'_>, field| {
-            let text = message.text(field)?.ok_or(WireError { field })?;
-            Ok::<_, WireError>(text.to_owned())
-        };
         let member = |member: &Message<'_>| {
             Ok(Member {
-                controller: text(member, 1)?,
-                path: text(member, 2)?,
+                controller: member.required_text(1)?.to_owned(),
+                path: member.required_text(2)?.to_owned(),
                 prefix: member.number(3)?,
             })
         };
         let dir = |dir: &Message<'_>| Dir::read(dir, DEPTH);
-        let sets = message.messages(1)?;
-        let controllers = message.messages(2)?;
         Ok(Self {
-            sets: sets
-                .iter()
-                .map(|set| {
-                    let members = set.messages(2)?;
-                    Ok((
-                        set.required(1)?,
-                        members.iter().map(member).collect::<Result<_, _>>()?,
-                    ))
-                })
-                .collect::<Result<_, _>>()?,
-            controllers: controllers
-                .iter()
-                .map(|controller| {
-                    let names = controller.texts(1)?.into_iter().map(str::to_owned).collect();
-                    let dirs = controller.messages(2)?;
-                    Ok((names, dirs.iter().map(dir).collect::<Result<_, _>>()?))
-                })
-                .collect::<Result<_, _>>()?,
+            sets: message.each(1, |set| Ok((set.required(1)?, set.each(2, member)?)))?,
+            controllers: message.each(2, |of| Ok((of.texts(1)?, of.each(2, dir)?)))?,
         })
     }
 
@@ -215,7 +169,7 @@ impl Cgroups {
             (Some((_, dirs)), None) => own(dirs),
             _ => None,
         };
-        let foreign = || exceeds("a cgroup", &member.path, "the container's own");
+        let foreign = || exceeds("a cgroup", &member.path, OWN);
         let dir = &dir.ok_or_else(foreign)?.name;
         let below = member
             .path
@@ -226,10 +180,8 @@ impl Cgroups {
         let children = below.strip_prefix('/').filter(|_| !dir.is_empty());
         let is_below = below.is_empty() || children.is_some_and(|path| path.split('/').all(is_plain));
         let root = u32::try_from(dir.len() + 1).unwrap_or(u32::MAX);
-        match is_below && member.prefix.is_none_or(|prefix| prefix == root) {
-            true => Ok(()),
-            false => Err(foreign()),
-        }
+        let is_own = is_below && member.prefix.is_none_or(|prefix| prefix == root);
+        is_own.then_some(()).ok_or_else(foreign)
     }
 }
 

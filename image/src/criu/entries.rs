@@ -6,7 +6,7 @@ use firn_config::names;
 use serde_json::Value;
 
 use super::{Image, ImageFault};
-use crate::manifest::is_of_image;
+use crate::checksums::{PARENT, is_of_image};
 
 /// Files of images that are older than what is read here. CRIU would use them if a task's own file lacks the
 /// fields.
@@ -39,30 +39,20 @@ pub(super) fn check(image: &Image) -> Result<(), ImageFault> {
             return Err(unfit("not a regular file"));
         }
         if found.nlink() > 1 {
-            return Err(unfit(
-                "the file has other names, by which it can be changed meanwhile",
-            ));
+            let reason = "the file has other names, by which it can be changed meanwhile";
+            return Err(unfit(reason));
         }
         if name == APPARMOR {
-            return Err(ImageFault::exceeds(
-                &name,
-                "a policy of AppArmor",
-                "there",
-                "none",
-            ));
+            let what = "a policy of AppArmor";
+            return Err(ImageFault::exceeds(&name, what, "there", "none"));
         }
         if OLD.iter().any(|old| name.starts_with(old)) {
-            return Err(ImageFault::malformed(
-                &name,
-                "only images older than CRIU 3.15 have it",
-            ));
+            let reason = "only images older than CRIU 3.15 have it";
+            return Err(ImageFault::malformed(&name, reason));
         }
     }
     streams(image)
 }
-
-/// A link to the image of an earlier pre-dump.
-const PARENT: &str = "parent";
 
 /// runc passes CRIU its own descriptors of these numbers for the pipes that are named here. Those above the
 /// standard streams are the runtime's and CRIU's own.
@@ -74,13 +64,7 @@ fn streams(image: &Image) -> Result<(), ImageFault> {
     };
     let named: Value = serde_json::from_slice(&bytes).map_err(|error| ImageFault::malformed(NAME, error))?;
     let named = named.as_array().map_or(&[][..], Vec::as_slice);
-    match named.len() <= STREAMS && named.iter().all(Value::is_string) {
-        true => Ok(()),
-        false => Err(ImageFault::exceeds(
-            NAME,
-            "the number of streams",
-            named.len(),
-            STREAMS,
-        )),
-    }
+    let is_fit = named.len() <= STREAMS && named.iter().all(Value::is_string);
+    let fault = || ImageFault::exceeds(NAME, "the number of streams", named.len(), STREAMS);
+    is_fit.then_some(()).ok_or_else(fault)
 }

@@ -32,12 +32,8 @@ pub(super) fn check(spec: &Spec, image: &Image) -> Result<(), ImageFault> {
         match found {
             Found::Climbs => return Err(ImageFault::malformed(NAME, "a path that is relative or climbs")),
             Found::Privileged(what, needs) if bounding & capability(needs) == 0 => {
-                return Err(ImageFault::exceeds(
-                    NAME,
-                    "an open file",
-                    what,
-                    format_args!("no {needs}"),
-                ));
+                let allowed = format_args!("no {needs}");
+                return Err(ImageFault::exceeds(NAME, "an open file", what, allowed));
             }
             _ => {}
         }

@@ -8,7 +8,8 @@ use std::str::FromStr;
 
 use super::tasks::{Allowed, Core, Creds, Filters, Thread};
 use super::{Host, ImageFault, mounts, namespaces};
-use firn_host::{mountinfo, procfs};
+use firn_host::mountinfo::{self, MountEntry};
+use firn_host::procfs;
 use firn_oci::Spec;
 
 /// Compares the processes `pids` of a container, of which `init` is the first. Processes that have ended are
@@ -24,53 +25,44 @@ pub fn check(spec: &Spec, init: i32, pids: &[i32], host: &Host) -> Result<(), Im
         let other = children(pid).into_iter().find(is_other);
         if let Some(child) = other {
             let name = format!("process {child}");
-            return Err(ImageFault::exceeds(
-                name,
-                "its cgroup",
-                "another",
-                "the container's own",
-            ));
+            let own = "the container's own";
+            return Err(ImageFault::exceeds(name, "its cgroup", "another", own));
         }
     }
-    let name = format!("/proc/{init}/mountinfo");
-    let entries = mountinfo::of_process(init).map_err(|source| ImageFault::unreadable(&name, &source))?;
+    let (name, entries) = mounts_of(init)?;
     mounts::check_made(spec, &name, &entries, host)
 }
 
 /// Bind mounts of the container whose first process is `init` that are less restricted than its spec demands,
 /// because CRIU lost their flags, and the flags that they must have.
 pub fn loosened(spec: &Spec, init: i32) -> Result<Vec<(PathBuf, u32)>, ImageFault> {
+    Ok(mounts::loosened(spec, &mounts_of(init)?.1)?)
+}
+
+/// The name of the list, and the mounts.
+fn mounts_of(init: i32) -> Result<(String, Vec<MountEntry>), ImageFault> {
     let name = format!("/proc/{init}/mountinfo");
-    let entries = mountinfo::of_process(init).map_err(|source| ImageFault::unreadable(&name, &source))?;
-    Ok(mounts::loosened(spec, &entries)?)
+    match mountinfo::of_process(init) {
+        Ok(entries) => Ok((name, entries)),
+        Err(source) => Err(ImageFault::unreadable(&name, &source)),
+    }
 }
 
 fn process(spec: &Spec, allowed: &Allowed, init: i32, pid: i32, host: &Host) -> Result<(), ImageFault> {
     let name = format!("process {pid}");
-    let Some(core) = core(spec, pid, pid).map_err(|source| ImageFault::unreadable(&name, &source))? else {
+    let unreadable = |source| ImageFault::unreadable(&name, &source);
+    if thread_of(spec, pid, pid).map_err(unreadable)?.is_none() {
         return Ok(());
-    };
+    }
     let inner = u32::try_from(pid).unwrap_or_default();
-    allowed.task(&name, inner, &core)?;
+    allowed.task(&name, inner, &core(pid).map_err(unreadable)?)?;
     namespaces::check_made(spec, init, pid, host)?;
-    let threads = fs::read_dir(format!("/proc/{pid}/task"));
-    for thread in threads.map_err(|source| ImageFault::unreadable(&name, &source))? {
-        let Some(tid) = thread
-            .ok()
-            .and_then(|thread| thread.file_name().to_str()?.parse().ok())
-        else {
-            continue;
-        };
-        let thread =
-            core_of_thread(spec, pid, tid).map_err(|source| ImageFault::unreadable(&name, &source))?;
-        if let Some(thread) = thread {
-            allowed.thread(
-                &name,
-                tid.unsigned_abs(),
-                Some(thread),
-                &Filters::of_kernel(),
-                false,
-            )?;
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).map_err(unreadable)?;
+    let tids = threads.filter_map(|thread| thread.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    for tid in tids {
+        if let Some(thread) = thread_of(spec, pid, tid).map_err(unreadable)? {
+            let (tid, filters) = (tid.unsigned_abs(), Filters::of_kernel());
+            allowed.thread(&name, tid, Some(thread), &filters, false)?;
         }
     }
     Ok(())
@@ -85,11 +77,8 @@ fn children(pid: i32) -> Vec<i32> {
     lists.flat_map(|list| numbers(&list)).collect()
 }
 
-/// What /proc shows of a process, in the form of a core of the image. None for one that has ended.
-fn core(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Core>> {
-    let Some(thread) = core_of_thread(spec, pid, tid)? else {
-        return Ok(None);
-    };
+/// What /proc shows of a process, in the form of a core of the image without its thread.
+fn core(pid: i32) -> io::Result<Core> {
     let limits = read(&format!("/proc/{pid}/limits"))?;
     // The first is the heading; in each, the name takes 25 columns.
     let limits = limits.lines().skip(1).map(|line| {
@@ -100,15 +89,16 @@ fn core(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Core>> {
         };
         [limit(), limit()]
     });
-    Ok(Some(Core {
+    Ok(Core {
         state: None,
         rlimits: Some(limits.collect()),
         oom_score_adj: read(&format!("/proc/{pid}/oom_score_adj"))?.trim().parse().ok(),
-        thread: Some(thread),
-    }))
+        thread: None,
+    })
 }
 
-fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>> {
+/// What /proc shows of a thread. None for one that has ended.
+fn thread_of(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>> {
     let dir = format!("/proc/{pid}/task/{tid}");
     let status = read(&format!("{dir}/status"))?;
     let field = |name: &str| {
@@ -120,10 +110,8 @@ fn core_of_thread(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>>
     }
     let set = |name| u64::from_str_radix(field(name), 16).unwrap_or(u64::MAX);
     let [users, groups] = [("Uid:", "uid"), ("Gid:", "gid")].map(|(name, kind)| {
-        let ids: Vec<u32> = numbers(field(name));
-        ids.into_iter()
-            .map(|id| inner(spec, kind, id))
-            .collect::<Vec<u32>>()
+        let ids = numbers(field(name)).into_iter();
+        ids.map(|id| inner(spec, kind, id)).collect::<Vec<u32>>()
     });
     let supplementary = numbers(field("Groups:"));
     let supplementary = supplementary.into_iter().map(|id| inner(spec, "gid", id));
@@ -161,7 +149,7 @@ fn label_of(text: &[u8]) -> String {
 
 /// The id in a user namespace that the spec makes; one that is not in its map is none that the spec allows.
 fn inner(spec: &Spec, kind: &str, id: u32) -> u32 {
-    if !spec.has_namespace("user") || spec.namespace_path("user").is_some() {
+    if !spec.makes_user_namespace() {
         return id;
     }
     let map = spec.id_map(kind).unwrap_or_default();

@@ -109,11 +109,7 @@ pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathB
     let known = Known::of(spec)?;
     let mut all = Vec::new();
     for entry in entries {
-        let of_spec = known
-            .mounts
-            .iter()
-            .rev()
-            .find(|of_spec| of_spec.destination == entry.mount_point);
+        let of_spec = known.last_at(&entry.mount_point);
         let Some(of_spec) = of_spec.filter(|of_spec| of_spec.is_bind()) else {
             continue;
         };
@@ -150,18 +146,17 @@ fn is_private(of_spec: &SpecMount) -> bool {
 fn compare(name: &str, known: Known, mounts: Vec<Mount>, host: &Host) -> Result<(), ImageFault> {
     let checked = Checked { known, mounts, host };
     checked.all().map_err(|(point, found, allowed)| {
-        ImageFault::exceeds(
-            name,
-            format_args!("the mount {}", point.display()),
-            found,
-            allowed,
-        )
+        let what = format_args!("the mount {}", point.display());
+        ImageFault::exceeds(name, what, found, allowed)
     })
 }
 
+fn kind_of(name: &str) -> Option<u32> {
+    let kind = KINDS.iter().find(|(known, _)| *known == name);
+    kind.map(|(_, kind)| *kind)
+}
+
 fn made(entry: &MountEntry, known: &Known) -> Mount {
-    let kind = KINDS.iter().find(|(name, _)| *name == entry.fs_type);
-    let kind = kind.map_or(OTHER, |(_, kind)| *kind);
     let has = |option: &str| entry.options.split(',').any(|word| word == option);
     let flags = RESTRICTIONS.iter().filter(|(set, ..)| has(set));
     let numbers = entry.device.split_once(':').and_then(|(major, minor)| {
@@ -179,7 +174,7 @@ fn made(entry: &MountEntry, known: &Known) -> Mount {
         None
     };
     Mount {
-        kind,
+        kind: kind_of(&entry.fs_type).unwrap_or(OTHER),
         id: entry.id,
         device: numbers.unwrap_or_default(),
         parent: entry.parent,
@@ -193,11 +188,10 @@ fn made(entry: &MountEntry, known: &Known) -> Mount {
 
 /// None for paths that lead elsewhere.
 fn read(message: &Message<'_>) -> Result<Option<Mount>, WireError> {
-    let text = |field| message.text(field)?.ok_or(WireError { field });
     // Older CRIUs begin the mount point with a dot.
-    let point = text(7)?;
-    let (point, root) = (clean(point.strip_prefix('.').unwrap_or(point)), clean(text(6)?));
-    let (Some(point), Some(root)) = (point, root) else {
+    let point = message.required_text(7)?;
+    let point = clean(point.strip_prefix('.').unwrap_or(point));
+    let (Some(point), Some(root)) = (point, clean(message.required_text(6)?)) else {
         return Ok(None);
     };
     let is_set = |field| Ok::<_, WireError>(message.number(field)?.is_some_and(|number: u32| number != 0));
@@ -243,7 +237,15 @@ impl Known {
             read_only_root: spec.is_root_read_only(),
         })
     }
+
+    /// The spec's mount that shows there: the last of one destination lies above the others.
+    fn last_at(&self, point: &Path) -> Option<&SpecMount> {
+        self.mounts.iter().rfind(|mount| mount.destination == point)
+    }
 }
+
+/// What the spec has at paths that no process may change.
+const HIDDEN: &str = "a path that is masked or read-only";
 
 /// A mount point, what is wrong there, and what the spec has.
 type Wrong<'a> = (&'a Path, &'static str, &'static str);
@@ -290,14 +292,8 @@ impl Checked<'_> {
                 && mount.point != Path::new("/")
                 && outside.iter().any(|other| is_less(mount, other))
         });
-        match found {
-            None => Ok(()),
-            Some(mount) => Err((
-                &mount.point,
-                "of the device of a mount that is more restricted",
-                "one of its own",
-            )),
-        }
+        let wrong = "of the device of a mount that is more restricted";
+        found.map_or(Ok(()), |mount| Err((&*mount.point, wrong, "one of its own")))
     }
 
     /// A mount that the spec has, or one that shows nothing more.
@@ -305,10 +301,9 @@ impl Checked<'_> {
         let point = &*mount.point;
         let is_read_only = mount.flags & READ_ONLY != 0;
         if point == Path::new("/") {
-            return match self.known.read_only_root && !is_read_only {
-                true => Err((point, "writable", "a root that is read-only")),
-                false => Ok(()),
-            };
+            let is_fit = is_read_only || !self.known.read_only_root;
+            let wrong = (point, "writable", "a root that is read-only");
+            return is_fit.then_some(()).ok_or(wrong);
         }
         if self.known.masked.iter().any(|path| path == point) {
             let hides = match &mount.external {
@@ -316,42 +311,27 @@ impl Checked<'_> {
                 Some(key) => key == NULL || Path::new(key) == point,
                 None => mount.kind == TMPFS && is_read_only && self.is_alone(mount),
             };
-            return match hides {
-                true => Ok(()),
-                false => Err((point, "what shows something", "a path that is masked")),
-            };
+            let wrong = (point, "what shows something", "a path that is masked");
+            return hides.then_some(()).ok_or(wrong);
         }
         if self.known.read_only.iter().any(|path| path == point) {
             let is_part = self
                 .parent(point)
                 .is_some_and(|parent| parent.device == mount.device && shows(parent, mount));
-            return match is_read_only && is_part && mount.external.is_none() {
-                true => Ok(()),
-                false => Err((point, "writable, or of another place", "a path that is read-only")),
-            };
+            let is_fit = is_read_only && is_part && mount.external.is_none();
+            let wrong = (point, "writable, or of another place", "a path that is read-only");
+            return is_fit.then_some(()).ok_or(wrong);
         }
-        // As the runtime mounts them: the last of one destination lies above the others.
-        let of_spec = self
-            .known
-            .mounts
-            .iter()
-            .rev()
-            .find(|of_spec| of_spec.destination == point);
-        if let Some(of_spec) = of_spec {
+        if let Some(of_spec) = self.known.last_at(point) {
             return self.as_in_spec(mount, of_spec);
         }
-        if self.is_of_cgroups(mount) || self.is_device(mount) || self.is_alone(mount) {
-            return Ok(());
-        }
-        Err((point, "there", "no such mount"))
+        let is_fit = self.is_of_cgroups(mount) || self.is_device(mount) || self.is_alone(mount);
+        is_fit.then_some(()).ok_or((point, "there", "no such mount"))
     }
 
     fn as_in_spec<'a>(&self, mount: &'a Mount, of_spec: &SpecMount) -> Result<(), Wrong<'a>> {
         let point = &*mount.point;
-        let kind = KINDS
-            .iter()
-            .find(|(name, _)| *name == of_spec.kind)
-            .map(|(_, kind)| *kind);
+        let kind = kind_of(&of_spec.kind);
         let is_cgroup = |kind| matches!(kind, CGROUP | CGROUP2);
         let is_same = match &mount.external {
             Some(key) => Path::new(key).components().collect::<PathBuf>() == point,
@@ -376,11 +356,8 @@ impl Checked<'_> {
             return Err((point, "less restricted", "ro, nosuid, nodev or noexec there"));
         }
         if mount.propagates && is_private(of_spec) {
-            return Err((
-                point,
-                "where the host's later mounts appear",
-                "a private one there",
-            ));
+            let found = "where the host's later mounts appear";
+            return Err((point, found, "a private one there"));
         }
         Ok(())
     }
@@ -430,10 +407,8 @@ impl Checked<'_> {
             return Ok(());
         };
         if let Some(mount) = self.mounts.iter().find(|mount| mount.point == path) {
-            return match mount.parent == above.id {
-                true => Ok(()),
-                false => Err((path, "mounted over", "a path that is masked or read-only")),
-            };
+            let wrong = (path, "mounted over", HIDDEN);
+            return (mount.parent == above.id).then_some(()).ok_or(wrong);
         }
         let of_host = match above.kind {
             PROC => "/proc",
@@ -444,10 +419,8 @@ impl Checked<'_> {
         let below = above.root.strip_prefix("/").unwrap_or(Path::new("")).join(below);
         // A mask of one above hides it too.
         let is_masked = self.known.masked.contains(&above.point);
-        match is_masked || !(self.host.exists)(&Path::new(of_host).join(below)) {
-            true => Ok(()),
-            false => Err((path, "open", "a path that is masked or read-only")),
-        }
+        let is_fit = is_masked || !(self.host.exists)(&Path::new(of_host).join(below));
+        is_fit.then_some(()).ok_or((path, "open", HIDDEN))
     }
 
     /// The mount in which a path lies.

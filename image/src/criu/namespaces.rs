@@ -54,12 +54,9 @@ pub(super) fn check(
         let ids = ids.ok_or_else(|| missing(&name))?;
         for ((kind, file, _), (id, criu)) in KINDS.into_iter().zip(ids.0.into_iter().zip(inventory.criu.0)) {
             if is_own(spec, kind, file, host) && (id == 0 || id == criu) {
-                return Err(ImageFault::exceeds(
-                    &name,
-                    format_args!("the {kind} namespace of process {}", task.pid),
-                    "the host's",
-                    "one of the container's own",
-                ));
+                let what = format_args!("the {kind} namespace of process {}", task.pid);
+                let own = "one of the container's own";
+                return Err(ImageFault::exceeds(&name, what, "the host's", own));
             }
         }
         mounts.push(ids.0[MOUNT]);
@@ -93,28 +90,21 @@ pub(super) fn check_made(spec: &Spec, init: i32, pid: i32, host: &Host) -> Resul
             let reason = format!("its {kind} namespace cannot be looked at");
             return Err(ImageFault::Unreadable { file: name, reason });
         };
-        let what = format_args!("the {kind} namespace");
+        let exceeds = |found, allowed| {
+            let what = format_args!("the {kind} namespace");
+            Err(ImageFault::exceeds(&name, what, found, allowed))
+        };
         if is_own(spec, kind, file, host)
             && (host.namespace)(&Path::new("/proc/self/ns").join(file)) == Some(found)
         {
-            return Err(ImageFault::exceeds(
-                &name,
-                what,
-                "the host's",
-                "one of the container's own",
-            ));
+            return exceeds("the host's", "one of the container's own");
         }
         let joined = spec.namespace_path(kind).and_then(|path| (host.namespace)(path));
         if joined.is_some_and(|joined| joined != found) {
-            return Err(ImageFault::exceeds(&name, what, "another", "one that is joined"));
+            return exceeds("another", "one that is joined");
         }
         if kind == "mount" && !spec.may_mount() && of(init, file) != Some(found) {
-            return Err(ImageFault::exceeds(
-                &name,
-                what,
-                "one of its own",
-                "that of the container",
-            ));
+            return exceeds("one of its own", "that of the container");
         }
     }
     Ok(())
@@ -122,31 +112,40 @@ pub(super) fn check_made(spec: &Spec, init: i32, pid: i32, host: &Host) -> Resul
 
 /// Ids of the host that stand for ids of the container, as a file of /proc lists them.
 pub(super) fn check_made_map(spec: &Spec, init: i32) -> Result<(), ImageFault> {
-    if !spec.has_namespace("user") || spec.namespace_path("user").is_some() {
+    if !spec.makes_user_namespace() {
         return Ok(());
     }
     for kind in ["uid", "gid"] {
         let file = format!("/proc/{init}/{kind}_map");
         let text = std::fs::read_to_string(&file).map_err(|source| ImageFault::unreadable(&file, &source))?;
-        let allowed = spec.id_map(kind)?;
-        for line in text.lines() {
-            let numbers: Vec<u32> = line
-                .split_whitespace()
-                .filter_map(|word| word.parse().ok())
-                .collect();
-            let fits = <[u32; 3]>::try_from(numbers).is_ok_and(|extent| is_within(extent, &allowed));
-            if !fits {
-                let name = format!("process {init}");
-                return Err(ImageFault::exceeds(
-                    name,
-                    format_args!("the {kind} map"),
-                    line,
-                    format_args!("{allowed:?}"),
-                ));
-            }
-        }
+        let extent = |line: &str| {
+            let words = line.split_whitespace();
+            let numbers: Vec<u32> = words.filter_map(|word| word.parse().ok()).collect();
+            numbers.try_into().unwrap_or([u32::MAX; 3])
+        };
+        check_map(spec, &format!("process {init}"), kind, text.lines().map(extent))?;
     }
     Ok(())
+}
+
+/// Every id of a user namespace that the spec makes stands for the same id of the host as in the spec's map.
+fn check_map(
+    spec: &Spec,
+    name: &str,
+    kind: &str,
+    mut extents: impl Iterator<Item = [u32; 3]>,
+) -> Result<(), ImageFault> {
+    let allowed = spec.id_map(kind)?;
+    let Some([inner, outer, count]) = extents.find(|extent| !is_within(*extent, &allowed)) else {
+        return Ok(());
+    };
+    let (found, allowed) = (format!("{inner} {outer} {count}"), format!("{allowed:?}"));
+    Err(ImageFault::exceeds(
+        name,
+        format!("the {kind} map"),
+        found,
+        allowed,
+    ))
 }
 
 /// Whether the spec gives the container another namespace of this kind than the runtime's.
@@ -159,31 +158,21 @@ fn is_own(spec: &Spec, kind: &str, file: &str, host: &Host) -> bool {
     spec.has_namespace(kind) && !spec.namespace_path(kind).is_some_and(is_runtimes)
 }
 
-/// Every id of the image's user namespace stands for the same id of the host as in the spec's.
 fn user_map(spec: &Spec, image: &Image, id: u32) -> Result<(), ImageFault> {
-    if spec.namespace_path("user").is_some() || !spec.has_namespace("user") {
-        // It is joined, or is more than the spec asks for.
+    // Else it is joined, or is more than the spec asks for.
+    if !spec.makes_user_namespace() {
         return Ok(());
     }
     let name = format!("userns-{id}.img");
+    let extent = |of: &Message<'_>| Ok([of.required(1)?, of.required(2)?, of.required(3)?]);
     let maps = image.read_one(&name, USERNS_MAGIC, |message| {
-        let extents = |field| {
-            let all = message.messages(field)?.into_iter();
-            all.map(|extent| Ok([extent.required(1)?, extent.required(2)?, extent.required(3)?]))
-                .collect::<Result<Vec<_>, _>>()
-        };
-        Ok([("uid", extents(1)?), ("gid", extents(2)?)])
+        Ok([
+            ("uid", message.each(1, extent)?),
+            ("gid", message.each(2, extent)?),
+        ])
     })?;
     for (kind, extents) in maps.ok_or_else(|| missing(&name))? {
-        let allowed = spec.id_map(kind)?;
-        if let Some([inner, outer, count]) = extents.iter().find(|extent| !is_within(**extent, &allowed)) {
-            return Err(ImageFault::exceeds(
-                &name,
-                format_args!("the {kind} map"),
-                format_args!("{inner} {outer} {count}"),
-                format_args!("{allowed:?}"),
-            ));
-        }
+        check_map(spec, &name, kind, extents.into_iter())?;
     }
     Ok(())
 }

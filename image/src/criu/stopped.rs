@@ -1,82 +1,68 @@
 //! Which tasks of an image were stopped by a signal when they were dumped: a restore leaves them so.
 //!
-//! CRIU keeps that in the task's `core-PID.img`: two magic numbers, the length of a protobuf message, and the
-//! message, whose field 3 (`tc`) has the state as its field 1. The image is untrusted: a task whose file
-//! cannot be read counts as running.
+//! CRIU keeps that in the task's `core-PID.img`. The image is untrusted: a task whose file cannot be read
+//! counts as running.
 
-use std::io::Read;
 use std::path::Path;
 
-use super::wire::Message;
+use super::Image;
+use super::tasks::{CORE_MAGIC, STOPPED};
 use crate::dir::UntrustedDir;
-
-/// Both magic numbers of a core image, and the length of what follows.
-const HEAD: usize = 12;
-const MAGIC: [u32; 2] = [0x5456_4319, 0x5505_3847];
-
-/// Longest message that is read: cores are a few KiB.
-const LIMIT: u64 = 1 << 20;
 
 /// Fields of the core and of the message in it.
 const TC: u32 = 3;
 const TASK_STATE: u32 = 1;
 
-/// CRIU's number for a task that a signal has stopped.
-const STOPPED: u32 = 3;
-
 /// Whether the task that has this pid in the container was stopped.
 pub fn was_stopped(image: &Path, pid: i32) -> bool {
-    let mut bytes = Vec::new();
-    let read = UntrustedDir::open(image)
-        .and_then(|dir| dir.file(&format!("core-{pid}.img")))
-        .and_then(|file| file.take(LIMIT).read_to_end(&mut bytes));
-    read.is_ok() && task_state(&bytes) == Some(STOPPED)
+    task_state(image, pid) == Some(STOPPED)
 }
 
-fn task_state(bytes: &[u8]) -> Option<u32> {
-    let word = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
-    if [word(0)?, word(4)?] != MAGIC {
-        return None;
-    }
-    let end = HEAD.checked_add(usize::try_from(word(8)?).ok()?)?;
-    let core = Message::parse(bytes.get(HEAD..end)?).ok()?;
-    let task = core.message(TC).ok()??;
-    task.number(TASK_STATE).ok()?
+fn task_state(image: &Path, pid: i32) -> Option<u32> {
+    let dir = UntrustedDir::open(image).ok()?;
+    let state = Image { dir }.read_one(&format!("core-{pid}.img"), CORE_MAGIC, |core| {
+        let task = core.message(TC)?;
+        task.map_or(Ok(None), |task| task.number(TASK_STATE))
+    });
+    state.ok()??
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::criu::COMMON_MAGIC;
 
     /// A core with a field before `tc`, and in that one before the state.
     fn core(state: u8) -> Vec<u8> {
         let task = [8, state, 16, 0];
         let message = [&[8, 1, 18, 2, 1, 1, 26, 4][..], &task, &[34, 0]].concat();
         let length = u32::try_from(message.len()).unwrap();
-        let head = [
-            MAGIC[0].to_le_bytes(),
-            MAGIC[1].to_le_bytes(),
-            length.to_le_bytes(),
-        ]
-        .concat();
+        let head = [COMMON_MAGIC, CORE_MAGIC, length].map(u32::to_le_bytes).concat();
         [head, message].concat()
+    }
+
+    /// The state of the task that has this core.
+    fn state_by(core: &[u8]) -> Option<u32> {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("core-1.img"), core).unwrap();
+        task_state(dir.path(), 1)
     }
 
     #[test]
     fn a_stopped_task_differs_from_a_running_one() {
-        assert_eq!(task_state(&core(3)), Some(STOPPED));
-        assert_eq!(task_state(&core(1)), Some(1));
+        assert_eq!(state_by(&core(3)), Some(STOPPED));
+        assert_eq!(state_by(&core(1)), Some(1));
     }
 
     #[test]
     fn what_is_no_core_was_not_stopped() {
         let whole = core(3);
         for end in 0..20 {
-            assert_ne!(task_state(&whole[..end]), Some(STOPPED), "of {end} bytes");
+            assert_ne!(state_by(&whole[..end]), Some(STOPPED), "of {end} bytes");
         }
         let mut other = core(3);
         other[4] ^= 1;
-        assert_eq!(task_state(&other), None);
+        assert_eq!(state_by(&other), None);
     }
 
     #[test]

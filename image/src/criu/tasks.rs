@@ -6,13 +6,13 @@ use firn_oci::Spec;
 use firn_oci::spec::capability;
 
 const PSTREE_MAGIC: u32 = 0x5027_3030;
-const CORE_MAGIC: u32 = 0x5505_3847;
+pub(super) const CORE_MAGIC: u32 = 0x5505_3847;
 const SECCOMP_MAGIC: u32 = 0x6441_3049;
 
 /// States of a task as CRIU numbers them.
 const ALIVE: u32 = 1;
 const DEAD: u32 = 2;
-const STOPPED: u32 = 3;
+pub(super) const STOPPED: u32 = 3;
 const ZOMBIE: u32 = 6;
 
 /// Seccomp with a filter, as the kernel numbers it.
@@ -112,14 +112,12 @@ impl Filters {
     fn read(image: &Image) -> Result<Self, ImageFault> {
         const FOR_ALL: u32 = 1;
         let all = image.read_one("seccomp.img", SECCOMP_MAGIC, |message| {
-            let filters = message.messages(1)?;
-            let filter = |filter: &Message<'_>| {
+            message.each(1, |filter| {
                 Ok(Filter {
                     before: filter.number(2)?,
                     is_for_all: filter.number(3)?.unwrap_or(0) & FOR_ALL != 0,
                 })
-            };
-            filters.iter().map(filter).collect::<Result<_, _>>()
+            })
         })?;
         Ok(Self(all.unwrap_or_default()))
     }
@@ -183,11 +181,7 @@ impl Core {
 }
 
 fn rlimits(message: &Message<'_>) -> Result<Vec<[u64; 2]>, WireError> {
-    let long = |limit: &Message<'_>, field| limit.long(field)?.ok_or(WireError { field });
-    let all = message.messages(1)?;
-    all.iter()
-        .map(|limit| Ok([long(limit, 1)?, long(limit, 2)?]))
-        .collect()
+    message.each(1, |limit| Ok([limit.required_long(1)?, limit.required_long(2)?]))
 }
 
 impl Thread {
@@ -272,7 +266,6 @@ impl Allowed {
         let stays = |name| no_new_privs && permitted & capability(name) == 0;
         let (user, groups) = spec.user();
         let maps = || -> Result<_, ImageFault> { Ok([spec.id_map("uid")?, spec.id_map("gid")?]) };
-        let is_mapped = spec.has_namespace("user") && spec.namespace_path("user").is_none();
         Ok(Self {
             bounding,
             permitted: if no_new_privs {
@@ -294,7 +287,7 @@ impl Allowed {
             },
             users: user.filter(|_| stays("CAP_SETUID")),
             groups: Some(groups).filter(|_| stays("CAP_SETGID")),
-            user_map: is_mapped.then(maps).transpose()?,
+            user_map: spec.makes_user_namespace().then(maps).transpose()?,
         })
     }
 

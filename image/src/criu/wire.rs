@@ -92,6 +92,11 @@ impl<'a> Message<'a> {
         number.transpose().map_err(|_| WireError { field })
     }
 
+    /// A number of 64 bits that has to be there.
+    pub(super) fn required_long(&self, field: u32) -> Result<u64, WireError> {
+        self.long(field)?.ok_or(WireError { field })
+    }
+
     /// A number that has to be there.
     pub(super) fn required(&self, field: u32) -> Result<u32, WireError> {
         self.number(field)?.ok_or(WireError { field })
@@ -131,12 +136,13 @@ impl<'a> Message<'a> {
         self.bytes(field)?.map(|bytes| text(bytes, field)).transpose()
     }
 
-    pub(super) fn texts(&self, field: u32) -> Result<Vec<&'a str>, WireError> {
-        let all = self.all(field).map(|value| match value {
-            Value::Bytes(bytes) => text(bytes, field),
-            _ => Err(WireError { field }),
-        });
-        all.collect()
+    /// A text that has to be there.
+    pub(super) fn required_text(&self, field: u32) -> Result<&'a str, WireError> {
+        self.text(field)?.ok_or(WireError { field })
+    }
+
+    pub(super) fn texts(&self, field: u32) -> Result<Vec<String>, WireError> {
+        self.bytes_of_each(field, |bytes| text(bytes, field).map(str::to_owned))
     }
 
     /// A message within this one.
@@ -144,9 +150,22 @@ impl<'a> Message<'a> {
         self.bytes(field)?.map(Self::parse).transpose()
     }
 
-    pub(super) fn messages(&self, field: u32) -> Result<Vec<Self>, WireError> {
+    /// What is read from each of the messages within this one.
+    pub(super) fn each<T>(
+        &self,
+        field: u32,
+        read: impl Fn(&Self) -> Result<T, WireError>,
+    ) -> Result<Vec<T>, WireError> {
+        self.bytes_of_each(field, |bytes| read(&Self::parse(bytes)?))
+    }
+
+    fn bytes_of_each<T>(
+        &self,
+        field: u32,
+        read: impl Fn(&'a [u8]) -> Result<T, WireError>,
+    ) -> Result<Vec<T>, WireError> {
         let all = self.all(field).map(|value| match value {
-            Value::Bytes(bytes) => Self::parse(bytes),
+            Value::Bytes(bytes) => read(bytes),
             _ => Err(WireError { field }),
         });
         all.collect()

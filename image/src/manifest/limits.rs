@@ -6,7 +6,7 @@ use std::path::{Component, Path};
 
 use firn_gpu::{Backend, GpuUuid, Link};
 
-use super::{ImageFile, Manifest};
+use super::{CheckpointedProcess, ImageFile, Manifest, RequiredMount, SourceGpu};
 
 const MAX_GPUS: usize = 64;
 const MAX_PROCESSES: usize = 4096;
@@ -22,62 +22,33 @@ impl Manifest {
     pub(super) fn check(&self) -> Result<(), &'static str> {
         let versions = &self.versions;
         let driver = self.driver.as_ref().map_or("", |driver| &driver.driver);
+        let node = |gpu: &SourceGpu| gpu.node.as_ref().is_none_or(|node| absolute(&node.path));
+        let gpu = |gpu: &SourceGpu| text(&gpu.name) && text(&gpu.pci_address) && node(gpu);
+        let process = |process: &CheckpointedProcess| process.pid > 0 && process.restore_tid > 0;
+        let mount = |mount: &RequiredMount| absolute(&mount.destination) && text(&mount.source_name);
+        let image = |file: &ImageFile| file_name(&file.name) && has_one_checksum(file);
+        let mut versions = [&versions.firn, &versions.criu, &versions.runc, &versions.kernel].into_iter();
         let checks = [
             ("backend", self.has_good_backend()),
             ("driver", text(driver)),
-            (
-                "gpus",
-                self.gpus.len() <= MAX_GPUS && distinct(self.gpus.iter().map(|gpu| &gpu.uuid)),
-            ),
-            (
-                "gpus",
-                self.gpus
-                    .iter()
-                    .all(|gpu| text(&gpu.name) && text(&gpu.pci_address)),
-            ),
-            (
-                "gpus",
-                self.gpus
-                    .iter()
-                    .filter_map(|gpu| gpu.node.as_ref())
-                    .all(|node| absolute(&node.path)),
-            ),
+            ("gpus", all(&self.gpus, MAX_GPUS, gpu)),
+            ("gpus", distinct(self.gpus.iter().map(|gpu| &gpu.uuid))),
             ("topology", self.has_good_topology()),
+            ("processes", all(&self.processes, MAX_PROCESSES, process)),
             (
                 "processes",
-                self.processes.len() <= MAX_PROCESSES && distinct(self.processes.iter().map(|p| p.pid)),
-            ),
-            (
-                "processes",
-                self.processes
-                    .iter()
-                    .all(|process| process.pid > 0 && process.restore_tid > 0),
+                distinct(self.processes.iter().map(|process| process.pid)),
             ),
             ("processes", self.processes.is_empty() || !self.gpus.is_empty()),
-            ("mounts", self.mounts.len() <= MAX_MOUNTS),
-            (
-                "mounts",
-                self.mounts
-                    .iter()
-                    .all(|m| absolute(&m.destination) && text(&m.source_name)),
-            ),
-            (
-                "versions",
-                [&versions.firn, &versions.criu, &versions.runc, &versions.kernel]
-                    .into_iter()
-                    .all(|v| text(v)),
-            ),
-            (
-                "images",
-                self.images.len() <= MAX_IMAGES && distinct(self.images.iter().map(|file| &file.name)),
-            ),
-            ("images", self.images.iter().all(|file| file_name(&file.name))),
-            ("images", self.images.iter().all(has_one_checksum)),
+            ("mounts", all(&self.mounts, MAX_MOUNTS, mount)),
+            ("versions", versions.all(|version| text(version))),
+            ("images", all(&self.images, MAX_IMAGES, image)),
+            ("images", distinct(self.images.iter().map(|file| &file.name))),
         ];
-        checks
-            .into_iter()
-            .find(|(_, good)| !good)
-            .map_or(Ok(()), |(field, _)| Err(field))
+        match checks.into_iter().find(|(_, good)| !good) {
+            None => Ok(()),
+            Some((field, _)) => Err(field),
+        }
     }
 
     /// CRIU's plugin is used for images without manifest only.
@@ -108,6 +79,11 @@ fn has_one_checksum(file: &ImageFile) -> bool {
         _ => return false,
     };
     checksum.len() == 64 && checksum.bytes().all(|c| c.is_ascii_hexdigit())
+}
+
+/// At most so many, and each of them good.
+fn all<T>(items: &[T], most: usize, is_good: impl Fn(&T) -> bool) -> bool {
+    items.len() <= most && items.iter().all(is_good)
 }
 
 fn distinct<T: Eq + Hash>(mut items: impl Iterator<Item = T>) -> bool {

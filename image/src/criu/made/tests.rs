@@ -207,13 +207,13 @@ const TIGHTENED: [Tightened; 14] = [
     (
         |spec| spec["linux"]["uidMappings"][0]["size"] = json!(65535),
         "the uid map",
-        "         0     100000      65536",
+        "0 100000 65536",
         "[[0, 100000, 65535]]",
     ),
     (
         |spec| spec["linux"]["gidMappings"][0]["hostID"] = json!(100_001),
         "the gid map",
-        "         0     100000      65536",
+        "0 100000 65536",
         "[[0, 100001, 65536]]",
     ),
     (
@@ -418,9 +418,8 @@ fn every_thread_is_compared() {
 fn what_proc_shows_of_a_process_is_read() {
     let container = Container::start();
     let spec = json!({"linux": {"namespaces": []}});
-    let core = core(&Spec::from(spec), container.init, container.init);
-    let core = core.unwrap().unwrap();
-    let thread = core.thread.unwrap();
+    let thread = thread_of(&Spec::from(spec), container.init, container.init);
+    let (core, thread) = (core(container.init).unwrap(), thread.unwrap().unwrap());
     assert_eq!(thread.creds.users, [101_000; 4]);
     assert_eq!(thread.creds.groups, [101_000, 101_000, 101_000, 101_000, 100_005]);
     let sets = [0x20, 0x20, 0x20, 0x21, 0x20];
