@@ -21,12 +21,14 @@ const CHUNK: usize = 64 << 10;
 
 /// All of a file.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    read_at_most(File::open(path)?, WHOLE)?.ok_or_else(|| too_long(WHOLE))
+}
+
+/// All of a file of any kind, or nothing if it has more than `most` bytes.
+pub fn read_at_most(file: impl Read, most: u64) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = Vec::new();
-    let read = File::open(path)?.take(WHOLE + 1).read_to_end(&mut bytes)?;
-    match u64::try_from(read) {
-        Ok(read) if read <= WHOLE => Ok(bytes),
-        _ => Err(too_long(WHOLE)),
-    }
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    Ok(Some(bytes).filter(|bytes| bytes.len() as u64 <= most))
 }
 
 /// Visits the parts of a file between `delimiter`s, of at most `most` bytes, until `visit` breaks.

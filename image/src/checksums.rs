@@ -12,11 +12,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
+use firn_host::bounded::read_at_most;
 use firn_host::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::block_hash::{self, sha256};
-use crate::dir::{UntrustedDir, read_at_most};
+use crate::dir::UntrustedDir;
 
 /// Files from this size on are summed up in blocks.
 const LARGE: u64 = 1 << 20;

@@ -4,7 +4,7 @@
 //! no link is followed, no fifo blocks, and no device is touched: opening alone starts some of them.
 
 use std::fs::{File, Metadata};
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
@@ -49,14 +49,4 @@ impl UntrustedDir {
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         Ok(openat(&self.0, name, flags, Mode::empty())?.into())
     }
-}
-
-/// The whole file, or nothing if it is larger than `limit`.
-pub(crate) fn read_at_most(file: &File, limit: u64) -> io::Result<Option<Vec<u8>>> {
-    if file.metadata()?.len() > limit {
-        return Ok(None);
-    }
-    let mut bytes = Vec::new();
-    file.take(limit + 1).read_to_end(&mut bytes)?;
-    Ok(Some(bytes).filter(|bytes| bytes.len() as u64 <= limit))
 }

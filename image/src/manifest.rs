@@ -30,14 +30,15 @@ use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
 use firn_gpu::{Backend, CudaState, Topology};
+use firn_host::bounded::read_at_most;
 use serde::{Deserialize, Serialize};
 
+use crate::checksums;
 pub use crate::checksums::{
     ImageError, ImageFile, Verified, describe as describe_images, describe_by as describe_images_by,
     is_of_image,
 };
 pub use crate::dir::UntrustedDir;
-use crate::{checksums, dir};
 pub use error::ManifestError;
 pub use firn_gpu::SourceGpu;
 pub use firn_oci::mounts::RequiredMount;
@@ -154,7 +155,7 @@ impl Manifest {
     pub fn read(dir: &Path) -> Result<Option<Self>, ManifestError> {
         let path = dir.join(names::MANIFEST);
         let file = UntrustedDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
-        match file.and_then(|file| dir::read_at_most(&file, MAX_BYTES)) {
+        match file.and_then(|file| read_at_most(file, MAX_BYTES)) {
             Ok(Some(bytes)) => Self::decode(&bytes, &path).map(Some),
             Ok(None) => Err(ManifestError::TooLarge { path }),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -183,22 +184,17 @@ impl Manifest {
 
     /// Reads the bytes of a manifest; `path` is for errors.
     pub fn decode(bytes: &[u8], path: &Path) -> Result<Self, ManifestError> {
-        let path_of = || path.to_owned();
-        let opened = envelope::open(bytes, path)?;
-        let manifest: Self = serde_json::from_str(opened.body).map_err(|source| ManifestError::Shape {
-            path: path_of(),
-            source,
-        })?;
-        let is_listed = |need: &&str| opened.needs.iter().any(|listed| listed == need);
+        let path = || path.to_owned();
+        let envelope = envelope::open(bytes, &path())?;
+        let shape = |source| ManifestError::Shape { path: path(), source };
+        let manifest: Self = serde_json::from_str(envelope.body.get()).map_err(shape)?;
+        let is_listed = |need: &&str| envelope.needs.iter().any(|listed| listed == need);
         let field = match manifest.check() {
             Err(field) => field,
             Ok(()) if !manifest.needs().iter().all(is_listed) => "needs",
             Ok(()) => return Ok(manifest),
         };
-        Err(ManifestError::Value {
-            path: path_of(),
-            field,
-        })
+        Err(ManifestError::Value { path: path(), field })
     }
 }
 

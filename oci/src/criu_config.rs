@@ -14,13 +14,14 @@
 //! /etc/criu/runc.conf. An empty annotation means no file, and a file that does not exist is ignored. The
 //! file is read for every operation.
 
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use firn_host::Problem;
 
 use crate::Spec;
+use firn_host::bounded::read_at_most;
 use firn_host::{atomic_file, open_regular};
 
 /// Largest user's file that is read.
@@ -183,9 +184,9 @@ impl CriuConfig {
                 let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
                 content.push_str(&format!("action-script {}\n", checked(&link)?));
             }
-            // CRIU makes no directory, owner or value of a file from the image's cgroups. Tasks stay in CRIU's
-            // own, which the runtime has put into the container's. CRIU sets the root of a cgroup namespace
-            // only if it puts tasks into cgroups, and then the image's must exist.
+            // No directory, owner or value of a file is made from the image's cgroups. Tasks stay in CRIU's
+            // cgroup: the runtime has put CRIU into the container's. CRIU sets the root of a cgroup namespace
+            // only if it puts tasks into cgroups, and then the image's cgroups must exist.
             let mode = if self.has_cgroup_namespace {
                 "none"
             } else {
@@ -204,9 +205,8 @@ impl CriuConfig {
         let Some(path) = &self.users_file else {
             return Ok(String::new());
         };
-        let mut bytes = Vec::new();
-        match open_regular(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes)) {
-            Ok(_) => {}
+        let bytes = match open_regular(path).and_then(|file| read_at_most(file, MAX_BYTES)) {
+            Ok(bytes) => bytes,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
             Err(source) => {
                 return Err(CriuError::Read {
@@ -214,10 +214,9 @@ impl CriuConfig {
                     source,
                 });
             }
-        }
-        let text = String::from_utf8(bytes)
-            .ok()
-            .filter(|t| t.len() as u64 <= MAX_BYTES && !t.contains('\0'));
+        };
+        let text = bytes.and_then(|bytes| String::from_utf8(bytes).ok());
+        let text = text.filter(|text| !text.contains('\0'));
         text.ok_or_else(|| CriuError::NotText { path: path.clone() })
     }
 }

@@ -10,7 +10,6 @@
 //! CRIU reports only that a script has failed. firn-hook therefore writes the reason into the bundle, for the
 //! shim.
 
-use std::io::Read;
 use std::path::Path;
 
 use firn_config::names;
@@ -18,6 +17,7 @@ use firn_config::names;
 use crate::Spec;
 use crate::dev_repair;
 use crate::dev_repair::{DevError, DevRepair};
+use firn_host::bounded::read_at_most;
 use firn_host::{Problem, ProblemReport, atomic_file};
 
 /// File systems are mounted, and no file is open.
@@ -52,13 +52,11 @@ pub fn leave(bundle: &Path, problem: ProblemReport) -> ProblemReport {
 /// Reads what [`leave`] has written into this bundle, and removes the file.
 pub fn take(bundle: &Path) -> Option<ProblemReport> {
     let path = bundle.join(names::BUNDLE_SCRIPT_REFUSAL);
-    let mut text = Vec::new();
-    let file = std::fs::File::open(&path).ok()?;
-    file.take(MAX_BYTES).read_to_end(&mut text).ok()?;
+    let text = read_at_most(std::fs::File::open(&path).ok()?, MAX_BYTES).ok()?;
     if let Err(error) = std::fs::remove_file(&path) {
         log::warn!("cannot remove {}: {error}", path.display());
     }
-    serde_json::from_slice(&text).ok()
+    serde_json::from_slice(&text?).ok()
 }
 
 #[cfg(test)]

@@ -325,12 +325,9 @@ fn variable(spec: &Spec) -> Option<&str> {
     of_env(spec, VARIABLE)
 }
 
-fn of_env<'s>(spec: &'s Spec, name: &str) -> Option<&'s str> {
-    let pairs = spec.array("/process/env").iter().filter_map(Value::as_str);
-    // The last entry of a variable counts.
-    pairs
-        .filter_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
-        .next_back()
+/// The last entry of a variable counts.
+fn of_env<'s>(spec: &'s Spec, name: &'s str) -> Option<&'s str> {
+    spec.variables(name).next_back()
 }
 
 /// What NVIDIA's tools assume for an image that is older than the variable: all GPUs, if it only states its

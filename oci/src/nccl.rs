@@ -13,7 +13,7 @@ use std::net::IpAddr;
 
 use firn_config::names;
 use firn_host::Problem;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::{Spec, SpecError};
 
@@ -92,22 +92,14 @@ pub fn over_sockets(spec: &mut Spec, shm: u64) -> Result<(), NcclError> {
 }
 
 fn set_environment(spec: &mut Spec) -> Result<(), NcclError> {
-    let list = spec.list_mut("process.env")?;
     for (name, needed, fits) in ENVIRONMENT {
-        let value_of = |entry: &Value| {
-            entry
-                .as_str()?
-                .strip_prefix(name)?
-                .strip_prefix('=')
-                .map(str::to_owned)
-        };
-        // Programs disagree about which entry of a repeated name counts, so all are checked.
-        let values: Vec<String> = list.iter().filter_map(value_of).collect();
-        if let Some(value) = values.iter().find(|value| !fits(value.trim())) {
+        let contrary = spec.variables(name).find(|value| !fits(value.trim()));
+        if let Some(value) = contrary {
             let value = value.chars().take(64).collect();
             return Err(NcclError::Contrary { name, value, needed });
         }
-        if values.is_empty() {
+        if spec.variables(name).next().is_none() {
+            let list = spec.list_mut("process.env")?;
             list.push(json!(format!("{name}={needed}")));
         }
     }
@@ -158,6 +150,8 @@ fn size_of(option: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
 
     const GIB: u64 = 1 << 30;

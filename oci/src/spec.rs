@@ -8,7 +8,7 @@
 mod devices;
 mod privileges;
 
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -19,6 +19,7 @@ use serde_json::{Map, Value};
 
 pub use self::devices::{DeviceRule, SpecDevice, parse_device};
 pub use self::privileges::capability;
+use firn_host::bounded::read_at_most;
 use firn_host::{Problem, atomic_file};
 
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.
@@ -117,13 +118,10 @@ impl Spec {
     /// Reads a spec file of any name.
     pub fn load_file(path: &Path) -> Result<Self, SpecError> {
         let path = || path.to_owned();
-        let mut bytes = Vec::new();
-        std::fs::File::open(path())
-            .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
-            .map_err(|source| SpecError::Read { path: path(), source })?;
-        if bytes.len() as u64 > MAX_BYTES {
-            return Err(SpecError::TooLarge { path: path() });
-        }
+        let bytes = std::fs::File::open(path())
+            .and_then(|file| read_at_most(file, MAX_BYTES))
+            .map_err(|source| SpecError::Read { path: path(), source })?
+            .ok_or_else(|| SpecError::TooLarge { path: path() })?;
         let value: Value =
             serde_json::from_slice(&bytes).map_err(|source| SpecError::Json { path: path(), source })?;
         if !value.is_object() {
@@ -144,14 +142,15 @@ impl Spec {
             .map_err(|source| SpecError::Write { path, source })
     }
 
-    /// Whether hooks run when the container is created, in its namespaces. `runc restore` runs none of them.
-    pub fn has_create_hooks(&self) -> bool {
-        !self.array("/hooks/createContainer").is_empty()
-    }
-
-    /// These hooks.
+    /// Hooks that run when the container is created, in its namespaces. `runc restore` runs none of them.
     pub fn create_hooks(&self) -> impl Iterator<Item = Hook> {
         self.well_formed("/hooks/createContainer")
+    }
+
+    /// Values of an environment variable. Programs disagree about which of several counts.
+    pub(crate) fn variables<'s>(&'s self, name: &'s str) -> impl DoubleEndedIterator<Item = &'s str> {
+        let pairs = self.array("/process/env").iter().filter_map(Value::as_str);
+        pairs.filter_map(move |pair| pair.strip_prefix(name)?.strip_prefix('='))
     }
 
     /// Value of an annotation.
@@ -173,20 +172,6 @@ impl Spec {
     pub fn mounts(&self) -> Result<Vec<SpecMount>, SpecError> {
         let mounts: Vec<Mount> = self.list("/mounts", "mounts")?;
         Ok(mounts.into_iter().map(SpecMount::from).collect())
-    }
-
-    /// The mounts as JSON.
-    pub fn written_mounts(&self) -> Value {
-        self.value.get("mounts").cloned().unwrap_or_default()
-    }
-
-    /// Paths that the runtime hides or makes read-only, by a mount each.
-    pub fn hidden_paths(&self) -> impl Iterator<Item = &Path> {
-        let kinds = ["/linux/maskedPaths", "/linux/readonlyPaths"];
-        kinds
-            .into_iter()
-            .flat_map(|kind| self.array(kind))
-            .filter_map(|path| path.as_str().map(Path::new))
     }
 
     /// Path of the container's cgroup: absolute, or `slice:prefix:name` for the systemd driver.

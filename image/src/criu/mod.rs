@@ -30,7 +30,8 @@ use serde::{Deserialize, Serialize};
 pub use self::made::{check as check_made, loosened};
 pub use self::stopped::was_stopped;
 use self::wire::{Message, WireError};
-use crate::dir::{UntrustedDir, read_at_most};
+use crate::dir::UntrustedDir;
+use firn_host::bounded::read_at_most;
 use firn_host::Problem;
 use firn_oci::{Spec, SpecError};
 
@@ -223,13 +224,23 @@ impl Image {
         }
     }
 
+    /// The only message of a file that has to be there.
+    fn required<T>(
+        &self,
+        name: &str,
+        magic: u32,
+        each: impl Fn(&Message<'_>) -> Result<T, WireError>,
+    ) -> Result<T, ImageFault> {
+        self.read_one(name, magic, each)?.ok_or_else(|| missing(name))
+    }
+
     fn bytes(&self, name: &str) -> Result<Option<Vec<u8>>, ImageFault> {
         let file = match self.dir.file(name) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(ImageFault::unreadable(name, &error)),
         };
-        let bytes = read_at_most(&file, MAX_BYTES);
+        let bytes = read_at_most(file, MAX_BYTES);
         let bytes = bytes.map_err(|error| ImageFault::unreadable(name, &error))?;
         bytes
             .map(Some)

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use super::limits::{all, distinct};
 use super::{MAX_BYTES, ManifestError};
 use crate::block_hash::sha256;
 
@@ -32,20 +33,14 @@ struct Head {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Envelope<'a> {
+pub(super) struct Envelope<'a> {
     format: &'a str,
     major: u64,
     minor: u64,
-    needs: Vec<String>,
+    pub needs: Vec<String>,
     sha256: &'a str,
     #[serde(borrow)]
-    body: &'a RawValue,
-}
-
-/// What a reader gets from an envelope that it may read.
-pub(super) struct Opened<'a> {
-    pub needs: Vec<String>,
-    pub body: &'a str,
+    pub body: &'a RawValue,
 }
 
 /// The bytes of the file; `path` is for errors.
@@ -71,7 +66,7 @@ pub(super) fn seal(body: &RawValue, needs: &[&str], path: &Path) -> Result<Vec<u
 }
 
 /// Checks version, needs and checksum, in this order: a newer firn may have changed what comes after.
-pub(super) fn open<'a>(bytes: &'a [u8], path: &Path) -> Result<Opened<'a>, ManifestError> {
+pub(super) fn open<'a>(bytes: &'a [u8], path: &Path) -> Result<Envelope<'a>, ManifestError> {
     let path = || path.to_owned();
     let shape = |source| ManifestError::Shape { path: path(), source };
     let value = |field| ManifestError::Value { path: path(), field };
@@ -89,43 +84,25 @@ pub(super) fn open<'a>(bytes: &'a [u8], path: &Path) -> Result<Opened<'a>, Manif
     if !are_names(&envelope.needs) {
         return Err(value("needs"));
     }
-    let unknown = unknown(&envelope.needs);
+    let is_unknown = |need: &&String| !KNOWN_NEEDS.contains(&need.as_str());
+    let unknown: Vec<String> = envelope.needs.iter().filter(is_unknown).cloned().collect();
     if !unknown.is_empty() {
         return Err(ManifestError::Needs {
             path: path(),
             unknown,
         });
     }
-    let body = envelope.body.get();
-    if sha256(body.as_bytes()) != envelope.sha256 {
+    if sha256(envelope.body.get().as_bytes()) != envelope.sha256 {
         return Err(ManifestError::Checksum { path: path() });
     }
-    Ok(Opened {
-        needs: envelope.needs,
-        body,
-    })
+    Ok(envelope)
 }
 
 /// Few, short, distinct, and of characters that are harmless on a terminal.
 fn are_names(needs: &[String]) -> bool {
-    let is_name = |need: &String| {
-        let allowed = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-';
-        (1..=MAX_NEED).contains(&need.len()) && need.bytes().all(allowed)
-    };
-    needs.len() <= MAX_NEEDS
-        && needs.iter().all(is_name)
-        && needs
-            .iter()
-            .enumerate()
-            .all(|(i, need)| !needs[..i].contains(need))
-}
-
-fn unknown(needs: &[String]) -> Vec<String> {
-    needs
-        .iter()
-        .filter(|need| !KNOWN_NEEDS.contains(&need.as_str()))
-        .cloned()
-        .collect()
+    let allowed = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-';
+    let is_name = |need: &String| (1..=MAX_NEED).contains(&need.len()) && need.bytes().all(allowed);
+    all(needs, MAX_NEEDS, is_name) && distinct(needs.iter())
 }
 
 /// A file with this body, these needs and a checksum that fits.

@@ -82,11 +82,11 @@ fn has_one_checksum(file: &ImageFile) -> bool {
 }
 
 /// At most so many, and each of them good.
-fn all<T>(items: &[T], most: usize, is_good: impl Fn(&T) -> bool) -> bool {
+pub(super) fn all<T>(items: &[T], most: usize, is_good: impl Fn(&T) -> bool) -> bool {
     items.len() <= most && items.iter().all(is_good)
 }
 
-fn distinct<T: Eq + Hash>(mut items: impl Iterator<Item = T>) -> bool {
+pub(super) fn distinct<T: Eq + Hash>(mut items: impl Iterator<Item = T>) -> bool {
     let mut seen = HashSet::new();
     items.all(|item| seen.insert(item))
 }
