@@ -160,19 +160,21 @@ struct Dev {
 }
 
 impl Dev {
-    /// Opens one of [`DIRECTORIES`], on the same mount and without following links; none if it does not exist.
-    /// With `make` a missing one is created.
-    fn open(&self, name: &str, make: bool) -> Result<Option<OwnedFd>, Errno> {
+    /// Opens one of [`DIRECTORIES`], on the same mount and without following links; none if it does not
+    /// exist. With `make` a missing one is created.
+    fn open(&self, name: &str, make: bool) -> Result<Option<Directory>, Errno> {
         let relative = Path::new(if name.is_empty() { "." } else { name });
-        let flags = BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
-        match open_below(&self.fd, relative, DIRECTORY, flags) {
+        let open = || open_below(&self.fd, relative, DIRECTORY, BENEATH | ResolveFlag::RESOLVE_NO_XDEV);
+        let fd = match open() {
             Err(Errno::ENOENT) if make => {
                 mkdirat(&self.fd, relative, Mode::from_bits_truncate(0o755))?;
-                open_below(&self.fd, relative, DIRECTORY, flags).map(Some)
+                open()?
             }
-            Err(Errno::ENOENT) => Ok(None),
-            other => other.map(Some),
-        }
+            Err(Errno::ENOENT) => return Ok(None),
+            other => other?,
+        };
+        let path = directory(name);
+        Ok(Some(Directory { fd, path }))
     }
 
     /// Whether it is on this file system, `major:minor`.
@@ -183,18 +185,12 @@ impl Dev {
 
     fn has_gpus(&self) -> bool {
         DIRECTORIES.iter().any(|name| {
-            let Ok(Some(fd)) = self.open(name, false) else {
+            let Ok(Some(directory)) = self.open(name, false) else {
                 return false;
             };
-            let directory = Directory {
-                fd,
-                path: directory(name),
-                user_namespace: false,
-            };
             let is_device = |path: &PathBuf| matches!(directory.found(path), Ok(Some(Found::Device(_))));
-            directory
-                .gpu_paths()
-                .is_ok_and(|paths| paths.iter().any(is_device))
+            let paths = directory.gpu_paths();
+            paths.is_ok_and(|paths| paths.iter().any(is_device))
         })
     }
 
@@ -223,24 +219,20 @@ impl Dev {
         let path = directory(name);
         let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
         let wanted: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
-        let fd = match self.open(name, !wanted.is_empty() && !name.is_empty()) {
+        let directory = match self.open(name, !wanted.is_empty() && !name.is_empty()) {
             // A file system is mounted there: not firn's to change.
             Err(Errno::EXDEV) if wanted.is_empty() => return Ok(()),
             Ok(None) => return Ok(()),
-            Ok(Some(fd)) => fd,
+            Ok(Some(directory)) => directory,
             Err(error) => return Err(step("open", &path)(error)),
         };
-        if fstat(&fd).map_err(step("look at", &path))?.st_dev == host {
+        let stat = fstat(&directory.fd).map_err(step("look at", &path))?;
+        if stat.st_dev == host {
             return Ok(());
         }
-        let directory = Directory {
-            fd,
-            path,
-            user_namespace,
-        };
         directory.remove_others(&wanted, done)?;
         for node in wanted {
-            directory.provide(node, done)?;
+            directory.provide(node, user_namespace, done)?;
         }
         Ok(())
     }
@@ -270,12 +262,11 @@ fn open_mounted(root: &OwnedFd, path: &Path) -> Result<Option<OwnedFd>, Errno> {
     }
 }
 
-/// A directory of the container that holds device nodes. Paths of its entries are those in the container; only
-/// their last part is used.
+/// A directory of the container that holds device nodes. Of the path of an entry, which is that in the
+/// container, only the last part is used.
 struct Directory {
     fd: OwnedFd,
     path: PathBuf,
-    user_namespace: bool,
 }
 
 impl Directory {
@@ -292,11 +283,16 @@ impl Directory {
     }
 
     /// Makes the node, unless it exists and opens the right device.
-    fn provide(&self, wanted: &SpecDevice, done: &mut DevRepair) -> Result<(), DevError> {
+    fn provide(
+        &self,
+        wanted: &SpecDevice,
+        user_namespace: bool,
+        done: &mut DevRepair,
+    ) -> Result<(), DevError> {
         let path = &wanted.node.path;
         match self.found(path)? {
             Some(Found::Device(id)) if id == wanted.node.id() => return Ok(()),
-            _ if self.user_namespace => return Err(DevError::UserNamespace { path: path.clone() }),
+            _ if user_namespace => return Err(DevError::UserNamespace { path: path.clone() }),
             Some(_) => self.remove(path)?,
             None => {}
         }

@@ -175,8 +175,8 @@ fn report(moves: &[Move]) -> DeviceEdit {
     }
 }
 
-/// The entries of `linux.devices` after `to` has decided what becomes of each node, and what has changed; `to`
-/// leaves a node alone that is none of its own.
+/// The entries of `linux.devices` after `to` has decided what becomes of each node, and what has changed.
+/// `to` returns none for a node that it leaves alone.
 fn replace_nodes(
     spec: &Spec,
     mut to: impl FnMut(&DeviceNode) -> Option<Option<DeviceNode>>,

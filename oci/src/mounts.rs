@@ -91,13 +91,53 @@ pub struct ResolvedMounts {
     pub empty: Vec<PathBuf>,
     /// Bind mounts of the spec that the checkpoint did not have: the restored container will not have them.
     pub extra: Vec<PathBuf>,
-    changes: Changes,
+    /// Other sources, by the place in the spec's list.
+    sources: Vec<(usize, PathBuf)>,
+    /// Places in the list, in order.
+    dropped: Vec<usize>,
+    /// Destinations and sources.
+    added: Vec<(PathBuf, PathBuf)>,
 }
 
 impl ResolvedMounts {
     /// Edits the mounts of the spec that was resolved.
     pub fn apply(&mut self, spec: &mut Spec) -> Result<(), SpecError> {
-        std::mem::take(&mut self.changes).make(spec)
+        if self.sources.is_empty() && self.dropped.is_empty() && self.added.is_empty() {
+            return Ok(());
+        }
+        let list = spec.list_mut("mounts")?;
+        for (at, source) in self.sources.drain(..) {
+            list[at]["source"] = json!(source);
+        }
+        for at in self.dropped.drain(..).rev() {
+            list.remove(at);
+        }
+        for (destination, source) in self.added.drain(..) {
+            let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
+            list.push(
+                json!({"destination": destination, "type": "bind", "source": source, "options": options}),
+            );
+        }
+        Ok(())
+    }
+
+    /// The file that stands for a source that is not there, if any may.
+    fn stand_in(
+        &mut self,
+        wanted: &RequiredMount,
+        library: Option<PathBuf>,
+        empty: &Path,
+    ) -> Option<PathBuf> {
+        let destination = wanted.destination.clone();
+        if let Some(file) = library {
+            self.from_driver.push((destination, file.clone()));
+            return Some(file);
+        }
+        let can_be_empty = can_be_empty(&destination, wanted.in_use);
+        can_be_empty.then(|| {
+            self.empty.push(destination);
+            empty.to_owned()
+        })
     }
 }
 
@@ -141,19 +181,14 @@ pub const SOURCE_MISSING: &str = "FIRN-MOUNT-SOURCE-MISSING";
 /// The bind mounts of a container, which its restore will need.
 pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
     let binds = spec.mounts()?.into_iter().filter(|mount| mount.is_bind());
-    let name = |path: &Path| {
-        path.file_name()
-            .unwrap_or_default()
+    let required = |mount: SpecMount| RequiredMount {
+        source_name: (mount.source.file_name().unwrap_or_default())
             .to_string_lossy()
-            .into_owned()
+            .into_owned(),
+        destination: mount.destination,
+        in_use: true,
     };
-    Ok(binds
-        .map(|m| RequiredMount {
-            source_name: name(&m.source),
-            destination: m.destination,
-            in_use: true,
-        })
-        .collect())
+    Ok(binds.map(required).collect())
 }
 
 /// Records for each mount, in their order, whether a process had it in use.
@@ -192,11 +227,10 @@ pub fn resolve(
     let mut resolved = ResolvedMounts::default();
     // Paths are compared by components: a trailing or doubled slash makes no difference.
     let wanted_at = |destination: &Path| required.iter().find(|wanted| wanted.destination == destination);
-    let changes = &mut resolved.changes;
     for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
         let Some(wanted) = wanted_at(&mount.destination) else {
             resolved.extra.push(mount.destination.clone());
-            changes.dropped.push(at);
+            resolved.dropped.push(at);
             continue;
         };
         let source = bundle.join(&mount.source);
@@ -204,27 +238,21 @@ pub fn resolve(
         if source.is_symlink()
             && let Ok(file) = source.canonicalize()
         {
-            changes.sources.push((at, file));
+            resolved.sources.push((at, file));
             continue;
         }
         if source.exists() {
             continue;
         }
         let name = mount.source.file_name().unwrap_or_default();
-        if let Some((_, file)) = driver.libraries(name).next() {
-            resolved
-                .from_driver
-                .push((mount.destination.clone(), file.clone()));
-            changes.sources.push((at, file));
-        } else if can_be_empty(&mount.destination, wanted.in_use) {
-            resolved.empty.push(mount.destination.clone());
-            changes.sources.push((at, empty.to_owned()));
-        } else {
+        let library = driver.libraries(name).next().map(|(_, file)| file);
+        let Some(file) = resolved.stand_in(wanted, library, empty) else {
             return Err(MountError::SourceMissing {
                 source_path: mount.source.clone(),
                 destination: mount.destination.clone(),
             });
-        }
+        };
+        resolved.sources.push((at, file));
     }
     add_missing(&mut resolved, &mounts, bundle, required, driver, empty)?;
     Ok(resolved)
@@ -243,53 +271,16 @@ fn add_missing(
     for wanted in required.iter().filter(|wanted| !given(wanted)) {
         let destination = wanted.destination.clone();
         let library = driver.library_at(&destination);
-        if let Some(file) = library.or_else(|| driver.mounted_elsewhere(mounts, bundle, &destination)) {
-            resolved.from_driver.push((destination.clone(), file.clone()));
-            resolved.changes.added.push((destination, file));
-        } else if can_be_empty(&destination, wanted.in_use) {
-            resolved.empty.push(destination.clone());
-            resolved.changes.added.push((destination, empty.to_owned()));
-        } else {
+        let library = library.or_else(|| driver.mounted_elsewhere(mounts, bundle, &destination));
+        let Some(file) = resolved.stand_in(wanted, library, empty) else {
             return Err(MountError::NotInSpec {
                 destination,
                 source_name: wanted.source_name.clone(),
             });
-        }
+        };
+        resolved.added.push((destination, file));
     }
     Ok(())
-}
-
-/// What changes in the mounts of a spec.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Changes {
-    /// Other sources, by the place in the list.
-    sources: Vec<(usize, PathBuf)>,
-    /// Places in the list, in order.
-    dropped: Vec<usize>,
-    /// Destinations and sources.
-    added: Vec<(PathBuf, PathBuf)>,
-}
-
-impl Changes {
-    fn make(self, spec: &mut Spec) -> Result<(), SpecError> {
-        if self.sources.is_empty() && self.dropped.is_empty() && self.added.is_empty() {
-            return Ok(());
-        }
-        let list = spec.list_mut("mounts")?;
-        for (at, source) in self.sources {
-            list[at]["source"] = json!(source);
-        }
-        for at in self.dropped.into_iter().rev() {
-            list.remove(at);
-        }
-        for (destination, source) in self.added {
-            let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
-            list.push(
-                json!({"destination": destination, "type": "bind", "source": source, "options": options}),
-            );
-        }
-        Ok(())
-    }
 }
 
 impl Driver<'_> {
@@ -328,15 +319,10 @@ impl Driver<'_> {
     fn library_at(&self, path: &Path) -> Option<PathBuf> {
         let (parent, name) = (path.parent()?, path.file_name()?);
         // Most distributions have merged /lib into /usr/lib.
-        let is_here = |dir: &Path| {
-            dir == parent
-                || dir
-                    .strip_prefix("/usr")
-                    .is_ok_and(|dir| Path::new("/").join(dir) == parent)
-        };
-        self.libraries(name)
-            .find(|(dir, _)| is_here(dir))
-            .map(|(_, file)| file)
+        let merged = |dir: &Path| Some(Path::new("/").join(dir.strip_prefix("/usr").ok()?));
+        let is_here = |dir: &Path| dir == parent || merged(dir).is_some_and(|dir| dir == parent);
+        let mut libraries = self.libraries(name);
+        libraries.find_map(|(dir, file)| is_here(&dir).then_some(file))
     }
 }
 

@@ -78,7 +78,7 @@ pub enum GrantError {
 impl Grant {
     /// The grant of a container that was created on this node.
     pub fn of_spec(spec: &Spec, inventory: &Inventory) -> Result<Self, GrantError> {
-        by_nodes(spec, inventory, &[by_numbers])
+        by_nodes(spec, inventory, false)
     }
 
     /// The grant of a container that is to be restored on this node, by the table in the module head.
@@ -89,7 +89,7 @@ impl Grant {
         map: Option<&RequestedMap>,
     ) -> Result<Self, GrantError> {
         if spec.is_cri() {
-            return by_nodes(spec, inventory, &[by_numbers]);
+            return by_nodes(spec, inventory, false);
         }
         if !config.gpus.is_empty() {
             return by_config(inventory, &config.gpus);
@@ -97,7 +97,7 @@ impl Grant {
         if let Some(map) = map {
             return by_map(inventory, map);
         }
-        by_nodes(spec, inventory, &[by_numbers, by_path])
+        by_nodes(spec, inventory, true)
     }
 
     /// Narrows a pool to as many GPUs as the checkpoint had: those of the checkpoint itself first, then from
@@ -112,9 +112,9 @@ impl Grant {
     }
 }
 
-type Lookup = fn(&SpecDevice, &Inventory) -> Option<usize>;
-
-fn by_nodes(spec: &Spec, inventory: &Inventory, lookups: &[Lookup]) -> Result<Grant, GrantError> {
+/// The GPUs that the spec's device nodes open here; with `or_by_path` also those at the paths of nodes whose
+/// numbers open none.
+fn by_nodes(spec: &Spec, inventory: &Inventory, or_by_path: bool) -> Result<Grant, GrantError> {
     let opened = opened_by_ranges(&spec.device_rules()?, inventory);
     if !opened.is_empty() {
         return Ok(Grant {
@@ -125,7 +125,9 @@ fn by_nodes(spec: &Spec, inventory: &Inventory, lookups: &[Lookup]) -> Result<Gr
     let mut granted = BTreeSet::new();
     let is_gpu = |device: &&SpecDevice| classify(&device.node.path) == Some(GpuPath::Gpu);
     for device in spec.devices()?.iter().filter(is_gpu) {
-        let index = lookups.iter().find_map(|lookup| lookup(device, inventory));
+        let of_path = || position(inventory, |node| node.path == device.node.path);
+        let index = position(inventory, |node| node.id() == device.node.id());
+        let index = index.or_else(|| of_path().filter(|_| or_by_path));
         granted.insert(index.ok_or_else(|| unresolved(&device.node))?);
     }
     let gpus = granted.into_iter().map(|index| inventory.gpus[index].clone());
@@ -146,14 +148,6 @@ fn unresolved(node: &DeviceNode) -> GrantError {
         major: node.major,
         minor: node.minor,
     }
-}
-
-fn by_numbers(device: &SpecDevice, inventory: &Inventory) -> Option<usize> {
-    position(inventory, |node| node.id() == device.node.id())
-}
-
-fn by_path(device: &SpecDevice, inventory: &Inventory) -> Option<usize> {
-    position(inventory, |node| node.path == device.node.path)
 }
 
 fn position(inventory: &Inventory, is: impl Fn(&DeviceNode) -> bool) -> Option<usize> {

@@ -72,7 +72,7 @@ pub(super) fn check(
     host: &Host,
 ) -> Result<(), ImageFault> {
     let cgroups = image.read_one(NAME, MAGIC, Cgroups::read)?.unwrap_or_default();
-    let of_init = tasks.first().and_then(|init| *init.cgroups.first()?);
+    let of_init = tasks.first().and_then(|init| init.cgroups);
     compare(spec, &cgroups, of_init, inventory.cgroups, host)
 }
 

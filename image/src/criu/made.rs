@@ -48,7 +48,7 @@ fn mounts_of(init: i32) -> Result<(String, Vec<MountEntry>), ImageFault> {
     }
 }
 
-fn process(spec: &Spec, allowed: &Allowed, init: i32, pid: i32, host: &Host) -> Result<(), ImageFault> {
+fn process(spec: &Spec, allowed: &Allowed<'_>, init: i32, pid: i32, host: &Host) -> Result<(), ImageFault> {
     let name = format!("process {pid}");
     let unreadable = |source| ImageFault::unreadable(&name, &source);
     if thread_of(spec, pid, pid).map_err(unreadable)?.is_none() {
@@ -62,7 +62,7 @@ fn process(spec: &Spec, allowed: &Allowed, init: i32, pid: i32, host: &Host) -> 
     for tid in tids {
         if let Some(thread) = thread_of(spec, pid, tid).map_err(unreadable)? {
             let (tid, filters) = (tid.unsigned_abs(), Filters::of_kernel());
-            allowed.thread(&name, tid, Some(thread), &filters, false)?;
+            allowed.thread(&name, tid, Some(&thread), &filters, false)?;
         }
     }
     Ok(())

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::tasks::Task;
 use super::wire::{Message, WireError};
-use super::{Host, Image, ImageFault, Inventory, missing};
+use super::{Host, Image, ImageFault, Inventory};
 use firn_oci::Spec;
 
 const IDS_MAGIC: u32 = 0x5443_2030;
@@ -50,8 +50,7 @@ pub(super) fn check(
     let (mut mounts, mut users) = (Vec::new(), Vec::new());
     for task in tasks.iter().filter(|task| task.is_alive) {
         let name = format!("ids-{}.img", task.pid);
-        let ids = image.read_one(&name, IDS_MAGIC, Ids::read)?;
-        let ids = ids.ok_or_else(|| missing(&name))?;
+        let ids = image.required(&name, IDS_MAGIC, Ids::read)?;
         for ((kind, file, _), (id, criu)) in KINDS.into_iter().zip(ids.0.into_iter().zip(inventory.criu.0)) {
             if is_own(spec, kind, file, host) && (id == 0 || id == criu) {
                 let what = format_args!("the {kind} namespace of process {}", task.pid);
@@ -165,13 +164,13 @@ fn user_map(spec: &Spec, image: &Image, id: u32) -> Result<(), ImageFault> {
     }
     let name = format!("userns-{id}.img");
     let extent = |of: &Message<'_>| Ok([of.required(1)?, of.required(2)?, of.required(3)?]);
-    let maps = image.read_one(&name, USERNS_MAGIC, |message| {
+    let maps = image.required(&name, USERNS_MAGIC, |message| {
         Ok([
             ("uid", message.each(1, extent)?),
             ("gid", message.each(2, extent)?),
         ])
     })?;
-    for (kind, extents) in maps.ok_or_else(|| missing(&name))? {
+    for (kind, extents) in maps {
         check_map(spec, &name, kind, extents.into_iter())?;
     }
     Ok(())

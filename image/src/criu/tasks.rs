@@ -26,8 +26,8 @@ pub(super) struct Task {
     pub pid: u32,
     /// Whether it runs after the restore; a zombie does not.
     pub is_alive: bool,
-    /// Ids of the cgroups of its threads.
-    pub cgroups: Vec<Option<u32>>,
+    /// Id of the cgroups of its first thread.
+    pub cgroups: Option<u32>,
 }
 
 /// What of a core is looked at.
@@ -69,30 +69,27 @@ pub(super) fn check(spec: &Spec, image: &Image, host: &Host) -> Result<Vec<Task>
     let mut tasks = Vec::with_capacity(tree.len());
     for (pid, threads) in tree {
         let name = format!("core-{pid}.img");
-        let core = Core::of(image, &name)?;
+        let core = image.required(&name, CORE_MAGIC, Core::read)?;
         let is_alive = match core.state {
             Some(ALIVE | STOPPED) => true,
             Some(DEAD | ZOMBIE) => false,
             _ => return Err(ImageFault::malformed(&name, "no state that a dumped task has")),
         };
-        let mut cgroups = Vec::new();
+        let first = core.thread.as_ref();
         if is_alive {
             allowed.task(&name, pid, &core)?;
-            let are_for_all = core
-                .thread
-                .as_ref()
-                .is_some_and(|first| filters.are_for_all(first.seccomp));
-            cgroups.push(allowed.thread(&name, pid, core.thread, &filters, false)?);
+            allowed.thread(&name, pid, first, &filters, false)?;
+            let are_for_all = first.is_some_and(|first| filters.are_for_all(first.seccomp));
             for thread in threads.into_iter().filter(|thread| *thread != pid) {
                 let name = format!("core-{thread}.img");
-                let core = Core::of(image, &name)?;
-                cgroups.push(allowed.thread(&name, thread, core.thread, &filters, are_for_all)?);
+                let core = image.required(&name, CORE_MAGIC, Core::read)?;
+                allowed.thread(&name, thread, core.thread.as_ref(), &filters, are_for_all)?;
             }
         }
         tasks.push(Task {
             pid,
             is_alive,
-            cgroups,
+            cgroups: first.and_then(|first| first.cgroups),
         });
     }
     Ok(tasks)
@@ -153,11 +150,6 @@ impl Filters {
 }
 
 impl Core {
-    fn of(image: &Image, name: &str) -> Result<Self, ImageFault> {
-        let core = image.read_one(name, CORE_MAGIC, Self::read)?;
-        core.ok_or_else(|| missing(name))
-    }
-
     fn read(message: &Message<'_>) -> Result<Self, WireError> {
         let task = message.message(3)?;
         let thread = message.message(5)?;
@@ -174,14 +166,12 @@ impl Core {
             }
             core.state = task.number(1)?;
             core.oom_score_adj = task.signed(14)?;
-            core.rlimits = task.message(8)?.as_ref().map(rlimits).transpose()?;
+            let limit = |limit: &Message<'_>| Ok([limit.required_long(1)?, limit.required_long(2)?]);
+            let limits = task.message(8)?.map(|limits| limits.each(1, limit));
+            core.rlimits = limits.transpose()?;
         }
         Ok(core)
     }
-}
-
-fn rlimits(message: &Message<'_>) -> Result<Vec<[u64; 2]>, WireError> {
-    message.each(1, |limit| Ok([limit.required_long(1)?, limit.required_long(2)?]))
 }
 
 impl Thread {
@@ -235,12 +225,10 @@ impl Creds {
 }
 
 /// What the spec allows a task.
-pub(super) struct Allowed {
+pub(super) struct Allowed<'a> {
+    spec: &'a Spec,
     bounding: u64,
     permitted: u64,
-    no_new_privs: bool,
-    seccomp: bool,
-    label: Option<String>,
     /// Number of the limit and its hard value, with its name.
     rlimits: Vec<(usize, u64, String)>,
     oom_score_adj: i32,
@@ -257,8 +245,8 @@ fn excess(what: impl ToString, found: impl ToString, allowed: impl ToString) -> 
     Some((what.to_string(), found.to_string(), allowed.to_string()))
 }
 
-impl Allowed {
-    pub(super) fn by(spec: &Spec, host: &Host) -> Result<Self, ImageFault> {
+impl<'a> Allowed<'a> {
+    pub(super) fn by(spec: &'a Spec, host: &Host) -> Result<Self, ImageFault> {
         let (bounding, permitted) = (spec.capabilities("bounding"), spec.capabilities("permitted"));
         let has = |name| bounding & capability(name) != 0;
         let no_new_privs = spec.no_new_privs();
@@ -266,25 +254,22 @@ impl Allowed {
         let stays = |name| no_new_privs && permitted & capability(name) == 0;
         let (user, groups) = spec.user();
         let maps = || -> Result<_, ImageFault> { Ok([spec.id_map("uid")?, spec.id_map("gid")?]) };
+        let (rlimits, oom_score_adj) = match has("CAP_SYS_RESOURCE") {
+            true => (Vec::new(), i32::MIN),
+            false => (
+                spec.rlimits(),
+                spec.oom_score_adj().unwrap_or(host.oom_score_adj.min(0)),
+            ),
+        };
         Ok(Self {
+            spec,
             bounding,
-            permitted: if no_new_privs {
-                permitted & bounding
-            } else {
-                bounding
+            permitted: match no_new_privs {
+                true => permitted & bounding,
+                false => bounding,
             },
-            no_new_privs,
-            seccomp: spec.has_seccomp(),
-            label: spec.label().map(str::to_owned),
-            rlimits: if has("CAP_SYS_RESOURCE") {
-                Vec::new()
-            } else {
-                spec.rlimits()
-            },
-            oom_score_adj: match has("CAP_SYS_RESOURCE") {
-                true => i32::MIN,
-                false => spec.oom_score_adj().unwrap_or(host.oom_score_adj.min(0)),
-            },
+            rlimits,
+            oom_score_adj,
             users: user.filter(|_| stays("CAP_SETUID")),
             groups: Some(groups).filter(|_| stays("CAP_SETGID")),
             user_map: spec.makes_user_namespace().then(maps).transpose()?,
@@ -304,60 +289,51 @@ impl Allowed {
         }
         let score = core.oom_score_adj.unwrap_or(0);
         if score < self.oom_score_adj {
-            return Err(ImageFault::exceeds(
-                file,
-                of("oom_score_adj"),
-                score,
-                self.oom_score_adj,
-            ));
+            let (what, allowed) = (of("oom_score_adj"), self.oom_score_adj);
+            return Err(ImageFault::exceeds(file, what, score, allowed));
         }
         Ok(())
     }
 
-    /// The cgroups of a thread that does not exceed the spec. Its filters may be those of its process's first
-    /// thread.
+    /// A thread does not exceed the spec. Its filters may be those of its process's first thread.
     pub(super) fn thread(
         &self,
         file: &str,
         id: u32,
-        thread: Option<Thread>,
+        thread: Option<&Thread>,
         filters: &Filters,
         has_firsts: bool,
-    ) -> Result<Option<u32>, ImageFault> {
+    ) -> Result<(), ImageFault> {
         let thread = thread.ok_or_else(|| ImageFault::malformed(file, "a thread without credentials"))?;
-        let excess = (self.more_privileges(&thread))
-            .or_else(|| self.other_filter(&thread, filters, has_firsts))
+        let excess = (self.more_privileges(thread))
+            .or_else(|| self.other_filter(thread, filters, has_firsts))
             .or_else(|| self.other_ids(&thread.creds));
-        if let Some((what, found, allowed)) = excess {
-            let what = format_args!("{what} of thread {id}");
-            return Err(ImageFault::exceeds(file, what, found, allowed));
-        }
-        Ok(thread.cgroups)
+        let Some((what, found, allowed)) = excess else {
+            return Ok(());
+        };
+        let what = format_args!("{what} of thread {id}");
+        Err(ImageFault::exceeds(file, what, found, allowed))
     }
 
     /// More capabilities or a weaker restriction than the spec gives.
     fn more_privileges(&self, thread: &Thread) -> Option<Excess> {
         let creds = &thread.creds;
         for (set, found) in creds.capabilities {
-            let allowed = if matches!(set, "bounding" | "inheritable") {
-                self.bounding
-            } else {
-                self.permitted
+            let allowed = match set {
+                "bounding" | "inheritable" => self.bounding,
+                _ => self.permitted,
             };
             if found & !allowed != 0 {
                 let what = format!("the {set} capabilities");
                 return excess(what, format_args!("{found:016x}"), format_args!("{allowed:016x}"));
             }
         }
-        if self.no_new_privs && !creds.no_new_privs {
+        if self.spec.no_new_privs() && !creds.no_new_privs {
             return excess("no_new_privs", "unset", "set");
         }
-        if let Some(label) = self.label.as_ref().filter(|label| **label != creds.label) {
-            let found = if creds.label.is_empty() {
-                "none"
-            } else {
-                &creds.label
-            };
+        if let Some(label) = self.spec.label().filter(|label| *label != creds.label) {
+            let found = Some(&*creds.label).filter(|label| !label.is_empty());
+            let found = found.unwrap_or("none");
             return excess("the security label", found, label);
         }
         if REALTIME.contains(&thread.policy) && self.bounding & capability("CAP_SYS_NICE") == 0 {
@@ -372,14 +348,11 @@ impl Allowed {
         let (mode, filter) = thread.seccomp;
         let is_there = filter.is_some_and(|filter| filters.get(filter).is_some());
         let is_firsts = has_firsts && mode == 0;
-        if !self.seccomp || is_firsts || (mode == FILTER && is_there) {
+        if !self.spec.has_seccomp() || is_firsts || (mode == FILTER && is_there) {
             return None;
         }
-        excess(
-            "seccomp",
-            format_args!("mode {mode}, filter {filter:?}"),
-            "a filter",
-        )
+        let found = format_args!("mode {mode}, filter {filter:?}");
+        excess("seccomp", found, "a filter")
     }
 
     /// A user or group that the spec does not give.

@@ -50,7 +50,8 @@ impl Known {
         }
         let devices = spec.devices()?.into_iter().map(|device| device.node.path);
         known.points.extend(devices);
-        known.points.extend(spec.hidden_paths().map(clean));
+        known.points.extend(spec.masked_paths());
+        known.points.extend(spec.read_only_paths());
         Ok(known)
     }
 

@@ -34,11 +34,9 @@ pub(super) fn explicit(
             });
         }
     }
-    let missing: Vec<GpuUuid> = source
-        .iter()
-        .filter(|gpu| !pairs.iter().any(|pair| pair.old == gpu.uuid))
-        .map(|gpu| gpu.uuid.clone())
-        .collect();
+    let has_pair = |gpu: &&SourceGpu| pairs.iter().any(|pair| pair.old == gpu.uuid);
+    let missing = source.iter().filter(|gpu| !has_pair(gpu));
+    let missing: Vec<GpuUuid> = missing.map(|gpu| gpu.uuid.clone()).collect();
     if !missing.is_empty() {
         return Err(PlanError::MapIncomplete { missing });
     }
@@ -60,10 +58,8 @@ pub(super) fn explicit(
 /// Every GPU in its own place.
 pub(super) fn strict(source: &[&SourceGpu], grant: &[&Gpu]) -> Result<Vec<usize>, PlanError> {
     let places = source.iter().map(|old| own_place(old, grant));
-    let missing: Vec<GpuUuid> = (source.iter().zip(places.clone()))
-        .filter(|(_, at)| at.is_none())
-        .map(|(old, _)| old.uuid.clone())
-        .collect();
+    let missing = source.iter().filter(|old| own_place(old, grant).is_none());
+    let missing: Vec<GpuUuid> = missing.map(|old| old.uuid.clone()).collect();
     if !missing.is_empty() {
         return Err(PlanError::StrictUnmet {
             missing,

@@ -222,7 +222,7 @@ async fn gpu_part(
     let version = &inventory.driver_version;
     apply_mounts(&mut spec, bundle, manifest, version, &hook, looks).await?;
     spec.save(bundle)?;
-    if spec.has_create_hooks() {
+    if spec.create_hooks().next().is_some() {
         replay_hooks(&hook, bundle, reaper).await;
     }
     criu.write(Operation::Restore)?;
@@ -271,7 +271,7 @@ async fn apply_mounts(
     looks: Looks<'_>,
 ) -> Result<(), Refusal> {
     let empty = bundle.join(names::BUNDLE_EMPTY);
-    let mounts = spec.written_mounts();
+    let mounts = spec.value()["mounts"].clone();
     let resolve = async |dirs: Vec<String>| {
         let request = look::Request::Mounts {
             mounts: mounts.clone(),
