@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
-use firn_host::bounded::read_at_most;
 use firn_host::Problem;
+use firn_host::bounded::read_at_most;
 use serde::{Deserialize, Serialize};
 
 use crate::block_hash::{self, sha256};

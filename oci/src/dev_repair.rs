@@ -164,7 +164,14 @@ impl Dev {
     /// exist. With `make` a missing one is created.
     fn open(&self, name: &str, make: bool) -> Result<Option<Directory>, Errno> {
         let relative = Path::new(if name.is_empty() { "." } else { name });
-        let open = || open_below(&self.fd, relative, DIRECTORY, BENEATH | ResolveFlag::RESOLVE_NO_XDEV);
+        let open = || {
+            open_below(
+                &self.fd,
+                relative,
+                DIRECTORY,
+                BENEATH | ResolveFlag::RESOLVE_NO_XDEV,
+            )
+        };
         let fd = match open() {
             Err(Errno::ENOENT) if make => {
                 mkdirat(&self.fd, relative, Mode::from_bits_truncate(0o755))?;

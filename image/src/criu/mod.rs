@@ -31,8 +31,8 @@ pub use self::made::{check as check_made, loosened};
 pub use self::stopped::was_stopped;
 use self::wire::{Message, WireError};
 use crate::dir::UntrustedDir;
-use firn_host::bounded::read_at_most;
 use firn_host::Problem;
+use firn_host::bounded::read_at_most;
 use firn_oci::{Spec, SpecError};
 
 /// Largest file that is read: files of thousands of tasks and mounts stay below 1 MiB.
