@@ -16,7 +16,7 @@ use crate::gpu_request;
 use crate::options::RuncOptions;
 use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
-use crate::restore::{self, RestoreError};
+use crate::restore::{self, Preparation, RestoreError};
 use crate::runc::Runc;
 use crate::warn::OrWarn;
 
@@ -89,7 +89,16 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let runc = Runc::new(id, namespace, bundle, &options, reaper.clone());
     let restore = match image {
         Some(image) => {
-            Some(restore::prepare(id, &options, bundle, image, &resolved, &runc, reaper, cancel).await?)
+            let preparation = Preparation {
+                id,
+                options: &options,
+                bundle,
+                image,
+                runc: &runc,
+                reaper,
+                cancel,
+            };
+            Some(preparation.prepare(&resolved).await?)
         }
         None => {
             mark_shared_cgroup(id, &options, spec, bundle);

@@ -26,6 +26,6 @@ mod run;
 mod testing;
 
 pub use error::RestoreError;
-pub use prepare::{in_use, prepare};
+pub use prepare::{Preparation, in_use};
 pub use rollback::LOG;
 pub use run::{Restored, run};

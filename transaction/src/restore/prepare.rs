@@ -31,63 +31,180 @@ use firn_host::Chain;
 /// How long firn-hook may take. It reads or makes some small files.
 const HELPER: Duration = Duration::from_secs(30);
 
-/// Reads the checkpoint in `image` for the container in `bundle` and edits its spec for the GPUs that it
-/// gets.
-#[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
-pub async fn prepare(
-    id: &str,
-    options: &RuncOptions,
-    bundle: &Path,
-    image: &Path,
-    resolved: &ResolvedSpec,
-    runc: &Runc,
-    reaper: &Reaper,
-    cancel: &CancellationToken,
-) -> Result<PreparedRestore, RestoreError> {
-    let prepared = prepare_unless_refused(id, options, bundle, image, resolved, runc, reaper, cancel).await;
-    prepared.map_err(|cause| RestoreError::Refused {
-        image: image.to_owned(),
-        cause,
-    })
+/// A restore that Create prepares: the container, and the checkpoint in `image`.
+#[derive(Clone, Copy)]
+pub struct Preparation<'a> {
+    pub id: &'a str,
+    pub options: &'a RuncOptions,
+    pub bundle: &'a Path,
+    pub image: &'a Path,
+    pub runc: &'a Runc,
+    pub reaper: &'a Reaper,
+    pub cancel: &'a CancellationToken,
 }
 
-#[expect(clippy::too_many_arguments, reason = "what Create knows of its container")]
-async fn prepare_unless_refused(
-    id: &str,
-    options: &RuncOptions,
-    bundle: &Path,
-    image: &Path,
-    resolved: &ResolvedSpec,
-    runc: &Runc,
-    reaper: &Reaper,
-    cancel: &CancellationToken,
-) -> Result<PreparedRestore, Refusal> {
-    let spec = resolved.spec.clone();
-    if spec.is_cri() && !compare::configured().restore.cri {
-        return Err(Refusal::Cri);
+impl Preparation<'_> {
+    /// Reads the checkpoint and edits the container's spec for the GPUs that it gets.
+    pub async fn prepare(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, RestoreError> {
+        let prepared = self.prepare_unless_refused(resolved).await;
+        prepared.map_err(|cause| RestoreError::Refused {
+            image: self.image.to_owned(),
+            cause,
+        })
     }
-    let manifest = read_image(spec.clone(), image, cancel).await?;
-    let mut prepared = PreparedRestore {
-        image: image.to_owned(),
-        flags: DumpFlags::default(),
-        verified: None,
-        plain: PlainPart::default(),
-        gpu: None,
-    };
-    match &manifest {
-        Some((manifest, _)) if !manifest.gpus.is_empty() => {
-            prepared.gpu = Some(gpu_part(id, options, bundle, spec, manifest, runc, reaper, cancel).await?);
+
+    async fn prepare_unless_refused(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, Refusal> {
+        let Self {
+            bundle, image, runc, ..
+        } = self;
+        let spec = resolved.spec.clone();
+        if spec.is_cri() && !compare::configured().restore.cri {
+            return Err(Refusal::Cri);
         }
-        // An image without GPU state, by another shim or by firn.
-        _ => prepared.plain = plain_part(bundle, spec, resolved.gpu, manifest.is_some(), runc).await?,
+        let manifest = read_image(spec.clone(), image, self.cancel).await?;
+        let mut prepared = PreparedRestore {
+            image: image.to_owned(),
+            flags: DumpFlags::default(),
+            verified: None,
+            plain: PlainPart::default(),
+            gpu: None,
+        };
+        match &manifest {
+            Some((manifest, _)) if !manifest.gpus.is_empty() => {
+                prepared.gpu = Some(self.gpu_part(spec, manifest).await?);
+            }
+            // An image without GPU state, by another shim or by firn.
+            _ => prepared.plain = plain_part(bundle, spec, resolved.gpu, manifest.is_some(), runc).await?,
+        }
+        // Order matters: the image is compared with the edited spec, which the OCI runtime will read.
+        compare::image(bundle, image, self.reaper).await?;
+        if let Some((manifest, verified)) = manifest {
+            prepared.flags = manifest.dump;
+            prepared.verified = Some(Arc::new(verified));
+        }
+        Ok(prepared)
     }
-    // Order matters: the image is compared with the edited spec, which the OCI runtime will read.
-    compare::image(bundle, image, reaper).await?;
-    if let Some((manifest, verified)) = manifest {
-        prepared.flags = manifest.dump;
-        prepared.verified = Some(Arc::new(verified));
+
+    async fn gpu_part(self, mut spec: Spec, manifest: &Manifest) -> Result<GpuPart, Refusal> {
+        if !spec.requests_gpu() {
+            return Err(Refusal::NoGpuRequested);
+        }
+        match self.runc.kind().await {
+            RuntimeKind::Runc => {}
+            kind => return Err(Refusal::Runtime { runtime: kind.name() }),
+        }
+        self.find_free_cgroup(&mut spec)?;
+        let config = Config::load()?;
+        let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
+        let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
+        let (bundle, reaper) = (self.bundle, self.reaper);
+        let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.clone());
+        let inventory = gpu.inventory().await;
+        gpu.end().await;
+        let inventory = inventory?;
+
+        let decision = GpuAssignment::make(&spec, manifest, &inventory, &config.restore)?;
+        for pair in decision.map.pairs() {
+            log::info!("gpu map: {} -> {}", pair.old, pair.new);
+        }
+        for warning in &decision.warnings {
+            log::warn!("restore of {}: {warning}", self.id);
+        }
+
+        let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()).with_script(&hook);
+        let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
+        log::debug!("spec edited for the target's GPUs: {edited:?}");
+        edit::strip_gpu_hooks(&mut spec)?;
+        edit::add_restore_hook(&mut spec, &hook)?;
+        edit::set_criu_config(&mut spec, &criu.path())?;
+        let (version, limit) = (&inventory.driver_version, config.deadlines.look);
+        self.apply_mounts(&mut spec, manifest, version, &hook, limit)
+            .await?;
+        spec.save(bundle)?;
+        if spec.create_hooks().next().is_some() {
+            replay_hooks(&hook, bundle, reaper).await;
+        }
+        criu.write(Operation::Restore)?;
+        Ok(GpuPart {
+            pairs: decision.map.for_driver().to_vec(),
+            processes: manifest.processes.clone(),
+            criu,
+            config,
+            worker,
+            hook,
+        })
     }
-    Ok(prepared)
+
+    /// Gives the spec the mounts that the checkpoint needs, and logs which of them differ.
+    async fn apply_mounts(
+        self,
+        spec: &mut Spec,
+        manifest: &Manifest,
+        version: &str,
+        hook: &Path,
+        limit: Duration,
+    ) -> Result<(), Refusal> {
+        let empty = self.bundle.join(names::BUNDLE_EMPTY);
+        let mounts = spec.value()["mounts"].clone();
+        let resolve = async |dirs: Vec<String>| {
+            let request = look::Request::Mounts {
+                mounts: mounts.clone(),
+                bundle: self.bundle.to_owned(),
+                required: manifest.mounts.clone(),
+                version: version.to_owned(),
+                dirs,
+                empty: empty.clone(),
+            };
+            look::look::<mounts::ResolvedMounts>(&request, self.reaper, limit, self.cancel).await
+        };
+        let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
+        let mut resolved = match resolve(dirs.clone()).await {
+            Err(error) if error.code() == mounts::SOURCE_MISSING => {
+                let by_cdi = library_dirs(hook, self.reaper).await;
+                resolve([dirs, by_cdi].concat()).await.map_err(|_| error)?
+            }
+            resolved => resolved?,
+        };
+        resolved.apply(spec)?;
+        if !resolved.empty.is_empty() {
+            std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
+        }
+        for (destination, file) in &resolved.from_driver {
+            log::info!(
+                "mount {}: {} of this node's driver",
+                destination.display(),
+                file.display()
+            );
+        }
+        for destination in &resolved.empty {
+            log::warn!(
+                "mount {}: this node has none, it will be empty",
+                destination.display()
+            );
+        }
+        for destination in &resolved.extra {
+            log::warn!(
+                "mount {}: the checkpoint did not have it, it will not be there",
+                destination.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the
+    /// container gets a cgroup of its own next to it, because the rollback of a restore kills all processes in
+    /// its cgroup.
+    fn find_free_cgroup(self, spec: &mut Spec) -> Result<(), Refusal> {
+        if !is_own(self.id, spec) {
+            edit::rename_cgroup(spec, self.id)?;
+        }
+        if in_use(self.id, self.options, spec, self.bundle)? {
+            return Err(Refusal::CgroupBusy {
+                path: spec.cgroups_path().unwrap_or_default().to_owned(),
+            });
+        }
+        Ok(())
+    }
 }
 
 /// CRIU's settings for an image without NVIDIA's GPU state. The state of AMD's GPUs is in CRIU's images if a
@@ -171,71 +288,6 @@ pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
     }
 }
 
-#[expect(clippy::too_many_arguments, reason = "what a restore knows of its container")]
-async fn gpu_part(
-    id: &str,
-    options: &RuncOptions,
-    bundle: &Path,
-    mut spec: Spec,
-    manifest: &Manifest,
-    runc: &Runc,
-    reaper: &Reaper,
-    cancel: &CancellationToken,
-) -> Result<GpuPart, Refusal> {
-    if !spec.requests_gpu() {
-        return Err(Refusal::NoGpuRequested);
-    }
-    match runc.kind().await {
-        RuntimeKind::Runc => {}
-        kind => {
-            return Err(Refusal::Runtime { runtime: kind.name() });
-        }
-    }
-    find_free_cgroup(id, options, &mut spec, bundle)?;
-    let config = Config::load()?;
-    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
-    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
-    let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.clone());
-    let inventory = gpu.inventory().await;
-    gpu.end().await;
-    let inventory = inventory?;
-
-    let decision = GpuAssignment::make(&spec, manifest, &inventory, &config.restore)?;
-    for pair in decision.map.pairs() {
-        log::info!("gpu map: {} -> {}", pair.old, pair.new);
-    }
-    for warning in &decision.warnings {
-        log::warn!("restore of {id}: {warning}");
-    }
-
-    let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()).with_script(&hook);
-    let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
-    log::debug!("spec edited for the target's GPUs: {edited:?}");
-    edit::strip_gpu_hooks(&mut spec)?;
-    edit::add_restore_hook(&mut spec, &hook)?;
-    edit::set_criu_config(&mut spec, &criu.path())?;
-    let looks = Looks {
-        reaper,
-        limit: config.deadlines.look,
-        cancel,
-    };
-    let version = &inventory.driver_version;
-    apply_mounts(&mut spec, bundle, manifest, version, &hook, looks).await?;
-    spec.save(bundle)?;
-    if spec.create_hooks().next().is_some() {
-        replay_hooks(&hook, bundle, reaper).await;
-    }
-    criu.write(Operation::Restore)?;
-    Ok(GpuPart {
-        pairs: decision.map.for_driver().to_vec(),
-        processes: manifest.processes.clone(),
-        criu,
-        config,
-        worker,
-        hook,
-    })
-}
-
 /// Repeats what the create hooks did to the container's files, which may be missing after a restore. The
 /// restored processes do not need it, so a failure refuses nothing.
 async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
@@ -251,70 +303,6 @@ async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
          container may not find its libraries: {output}",
         bundle.display()
     );
-}
-
-/// What every call of [`look::look`] needs.
-#[derive(Clone, Copy)]
-struct Looks<'a> {
-    reaper: &'a Reaper,
-    limit: Duration,
-    cancel: &'a CancellationToken,
-}
-
-/// Gives the spec the mounts that the checkpoint needs, and logs which of them differ.
-async fn apply_mounts(
-    spec: &mut Spec,
-    bundle: &Path,
-    manifest: &Manifest,
-    version: &str,
-    hook: &Path,
-    looks: Looks<'_>,
-) -> Result<(), Refusal> {
-    let empty = bundle.join(names::BUNDLE_EMPTY);
-    let mounts = spec.value()["mounts"].clone();
-    let resolve = async |dirs: Vec<String>| {
-        let request = look::Request::Mounts {
-            mounts: mounts.clone(),
-            bundle: bundle.to_owned(),
-            required: manifest.mounts.clone(),
-            version: version.to_owned(),
-            dirs,
-            empty: empty.clone(),
-        };
-        look::look::<mounts::ResolvedMounts>(&request, looks.reaper, looks.limit, looks.cancel).await
-    };
-    let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
-    let mut resolved = match resolve(dirs.clone()).await {
-        Err(error) if error.code() == mounts::SOURCE_MISSING => {
-            let by_cdi = library_dirs(hook, looks.reaper).await;
-            resolve([dirs, by_cdi].concat()).await.map_err(|_| error)?
-        }
-        resolved => resolved?,
-    };
-    resolved.apply(spec)?;
-    if !resolved.empty.is_empty() {
-        std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
-    }
-    for (destination, file) in &resolved.from_driver {
-        log::info!(
-            "mount {}: {} of this node's driver",
-            destination.display(),
-            file.display()
-        );
-    }
-    for destination in &resolved.empty {
-        log::warn!(
-            "mount {}: this node has none, it will be empty",
-            destination.display()
-        );
-    }
-    for destination in &resolved.extra {
-        log::warn!(
-            "mount {}: the checkpoint did not have it, it will not be there",
-            destination.display()
-        );
-    }
-    Ok(())
 }
 
 /// The directories from which the node's CDI files mount libraries, by firn-hook: the shim reads no YAML.
@@ -335,21 +323,6 @@ async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
         }
     };
     serde_json::from_slice(&json).unwrap_or_default()
-}
-
-/// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the
-/// container gets a cgroup of its own next to it, because the rollback of a restore kills all processes in
-/// its cgroup.
-fn find_free_cgroup(id: &str, options: &RuncOptions, spec: &mut Spec, bundle: &Path) -> Result<(), Refusal> {
-    if !is_own(id, spec) {
-        edit::rename_cgroup(spec, id)?;
-    }
-    if in_use(id, options, spec, bundle)? {
-        return Err(Refusal::CgroupBusy {
-            path: spec.cgroups_path().unwrap_or_default().to_owned(),
-        });
-    }
-    Ok(())
 }
 
 /// Whether the cgroup that the spec names is named after the container.
