@@ -50,14 +50,13 @@ const TIMED_OUT: &str = "CUDA_ERROR_NOT_READY";
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum WorkerError {
     /// The worker program could not be started.
-    #[error("cannot start the driver worker {}", program.display())]
+    #[error("cannot start the driver worker {program}")]
     #[problem(
         "FIRN-WORKER",
         "install firn-gpu in the shim's directory, or name it under [worker] in the configuration"
     )]
     Start {
         program: PathBuf,
-        #[source]
         source: std::io::Error,
     },
     /// The socket to the worker failed.
@@ -85,7 +84,6 @@ pub enum WorkerError {
     #[problem(SAME_VERSION)]
     Protocol {
         op: &'static str,
-        #[source]
         source: serde_json::Error,
     },
     /// The restore was not begun: the driver damages the state of a process for which it does not find enough
@@ -107,11 +105,7 @@ pub enum WorkerError {
     /// The driver refused one process.
     #[error("pid {pid}")]
     #[problem(driver_remedy(source))]
-    Process {
-        pid: i32,
-        #[source]
-        source: DriverError,
-    },
+    Process { pid: i32, source: DriverError },
     /// The driver returned success, but the process is not in the expected state.
     #[error("pid {pid} is {state:?} after {op}")]
     #[problem("FIRN-GPU-STATE", "see whether another tool works on the same process")]

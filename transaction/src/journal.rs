@@ -173,7 +173,7 @@ enum Line {
 
 /// The journal cannot be written: nothing may be begun.
 #[derive(Debug, thiserror::Error, Problem)]
-#[error("cannot write {}", path.display())]
+#[error("cannot write {path}")]
 #[problem(
     "FIRN-JOURNAL",
     "see that containerd's state directory is writable and not full"

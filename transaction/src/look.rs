@@ -103,23 +103,17 @@ pub enum LookError {
     Killed,
     #[error("cannot look at {subject}: {output}")]
     #[problem("FIRN-PROC", "try again; report it with containerd's log")]
-    Failed {
-        subject: &'static str,
-        /// Standard error of the child.
-        output: String,
-    },
+    Failed { subject: &'static str, output: String },
     #[error("cannot look at {subject}")]
     #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Run {
         subject: &'static str,
-        #[source]
         source: OutputError,
     },
     #[error("cannot look at {subject}: the answer is not understood")]
     #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Answer {
         subject: &'static str,
-        #[source]
         source: serde_json::Error,
     },
 }

@@ -76,26 +76,14 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 pub enum FileError {
     /// Reading failed, for another reason than a missing file.
     #[error("cannot read {path}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// Writing failed.
     #[error("cannot write {path}")]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
     /// It is not JSON of the expected form.
     #[error("{path} is damaged")]
     Parse {
-        /// The file.
         path: PathBuf,
-        /// Cause.
         source: serde_json::Error,
     },
 }

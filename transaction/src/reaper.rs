@@ -300,26 +300,14 @@ impl Output {
 pub enum OutputError {
     /// It did not start.
     #[error("cannot run {program}")]
-    Spawn {
-        /// The command.
-        program: String,
-        /// Cause.
-        source: io::Error,
-    },
+    Spawn { program: String, source: io::Error },
     /// Its pipes could not be read by the runtime.
     #[error("cannot read the output of {program}")]
-    Pipe {
-        /// The command.
-        program: String,
-        /// Cause.
-        source: io::Error,
-    },
+    Pipe { program: String, source: io::Error },
     /// It was killed because it took too long.
     #[error("{program} did not end within {limit:?} and was killed")]
     TimedOut {
-        /// The command.
         program: String,
-        /// How long it had.
         limit: Duration,
         /// The last line of its stderr.
         last: String,

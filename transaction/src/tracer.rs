@@ -37,18 +37,10 @@ const POLL: Duration = Duration::from_millis(1);
 pub enum TraceError {
     /// The kernel refused to trace it, mostly because a debugger traces it.
     #[error("cannot trace thread {tid}")]
-    Seize {
-        tid: i32,
-        #[source]
-        source: Errno,
-    },
+    Seize { tid: i32, source: Errno },
     /// The threads of a process cannot be listed.
     #[error("cannot list the threads of pid {pid}")]
-    Threads {
-        pid: i32,
-        #[source]
-        source: std::io::Error,
-    },
+    Threads { pid: i32, source: std::io::Error },
     /// It did not stop in time.
     #[error("thread {tid} did not stop within {} s", TRAP.as_secs())]
     NotStopped { tid: i32 },

@@ -23,26 +23,13 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub enum UnmountError {
     /// The mounts cannot be listed.
     #[error("cannot list mounts")]
-    List {
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
+    List { source: io::Error },
     /// The kernel refused to unmount.
-    #[error("cannot unmount {}", path.display())]
-    Unmount {
-        /// The mount point.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    #[error("cannot unmount {path}")]
+    Unmount { path: PathBuf, source: io::Error },
     /// The thread for the calls could not be started, or ended early.
     #[error("cannot run a thread to mount and unmount")]
-    Thread {
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
+    Thread { source: io::Error },
 }
 
 /// How often the unmount of a busy mount is tried.

@@ -54,110 +54,53 @@ pub struct Cgroup {
 pub enum CgroupError {
     /// The mounted hierarchies cannot be listed.
     #[error("cannot list the mounted cgroup hierarchies")]
-    Mounts {
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
+    Mounts { source: io::Error },
     /// There is no hierarchy in which containers could be distinguished.
     #[error("no cgroup hierarchy is mounted. hint: mount cgroup2 or the v1 controllers below /sys/fs/cgroup")]
     NoHierarchy,
     /// The process does not exist (any more).
     #[error("cannot read the cgroup of process {pid}")]
-    Process {
-        /// The process.
-        pid: i32,
-        /// Cause.
-        source: io::Error,
-    },
+    Process { pid: i32, source: io::Error },
     /// The spec's `cgroupsPath` is not of the form that the systemd cgroup driver needs.
     #[error("cgroups path {path} is not of the form slice:prefix:name")]
-    SystemdPath {
-        /// The path.
-        path: String,
-    },
+    SystemdPath { path: String },
     /// The cgroup does not exist (any more).
-    #[error("cgroup {} does not exist", path.display())]
-    Gone {
-        /// The directory.
-        path: PathBuf,
-    },
+    #[error("cgroup {path} does not exist")]
+    Gone { path: PathBuf },
     /// A file of the cgroup could not be read.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    #[error("cannot read {path}")]
+    Read { path: PathBuf, source: io::Error },
     /// A file of the cgroup could not be written.
-    #[error("cannot write {}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    #[error("cannot write {path}")]
+    Write { path: PathBuf, source: io::Error },
     /// A file of the cgroup does not have the form that the kernel documents.
-    #[error("cannot understand {}", path.display())]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("cannot understand {path}")]
+    Malformed { path: PathBuf },
     /// The request would affect processes that are not the container's.
-    #[error("cgroup {} is not the container's own", path.display())]
-    NotOwn {
-        /// The directory.
-        path: PathBuf,
-    },
+    #[error("cgroup {path} is not the container's own")]
+    NotOwn { path: PathBuf },
     /// The host has no freezer.
     #[error("cgroup freezer is not available. hint: mount the v1 freezer controller or use cgroup v2")]
     NoFreezer,
     /// The cgroup did not freeze in time.
-    #[error("cgroup {} did not freeze within {limit:?}", path.display())]
-    FreezeTimeout {
-        /// The directory.
-        path: PathBuf,
-        /// How long it had.
-        limit: Duration,
-    },
+    #[error("cgroup {path} did not freeze within {limit:?}")]
+    FreezeTimeout { path: PathBuf, limit: Duration },
     /// The cgroup did not thaw in time.
-    #[error(
-        "cgroup {} did not thaw within {limit:?}. hint: see whether a parent of it is frozen",
-        path.display()
-    )]
-    ThawTimeout {
-        /// The directory.
-        path: PathBuf,
-        /// How long it had.
-        limit: Duration,
-    },
+    #[error("cgroup {path} did not thaw within {limit:?}. hint: see whether a parent of it is frozen")]
+    ThawTimeout { path: PathBuf, limit: Duration },
     /// Killed processes still exist.
-    #[error("processes {pids:?} of cgroup {} did not end within {limit:?} of SIGKILL", path.display())]
+    #[error("processes {pids:?} of cgroup {path} did not end within {limit:?} of SIGKILL")]
     KillTimeout {
-        /// The directory.
         path: PathBuf,
-        /// The processes that are left.
         pids: Vec<i32>,
-        /// How long they had.
         limit: Duration,
     },
     /// The directory could not be removed.
-    #[error("cannot remove cgroup {}", path.display())]
-    Remove {
-        /// The directory.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    #[error("cannot remove cgroup {path}")]
+    Remove { path: PathBuf, source: io::Error },
     /// Out-of-memory events cannot be watched.
-    #[error("cannot watch {} for out-of-memory events", path.display())]
-    OomWatch {
-        /// The directory.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    #[error("cannot watch {path} for out-of-memory events")]
+    OomWatch { path: PathBuf, source: io::Error },
     /// The host does not account memory per cgroup.
     #[error("cgroup memory controller is not available")]
     NoMemory,

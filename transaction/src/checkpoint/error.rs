@@ -48,7 +48,7 @@ pub enum EffectError {
     Runtime { runtime: &'static str },
     #[error(transparent)]
     AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
-    #[error("its parent dump is in {}, and GPU memory cannot be dumped in parts", parent.display())]
+    #[error("its parent dump is in {parent}, and GPU memory cannot be dumped in parts")]
     #[problem("FIRN-PARENT", "ask for the checkpoint without a parent path")]
     Parent { parent: PathBuf },
     #[error(transparent)]

@@ -54,7 +54,7 @@ pub enum Refusal {
     #[error("the client no longer waits for the container")]
     #[problem("FIRN-ENDED", "the checkpoint can be used again")]
     Killed,
-    #[error("cannot make {}", path.display())]
+    #[error("cannot make {path}")]
     #[problem(
         "FIRN-SPEC-UNWRITABLE",
         "check that the bundle's file system is writable and not full"
@@ -162,11 +162,7 @@ pub enum Cause {
     Gpu(#[from] WorkerError),
     #[error("cannot continue pid {pid}")]
     #[problem("FIRN-RESTORE", "try again; the checkpoint can be used again")]
-    Continue {
-        pid: i32,
-        #[source]
-        source: std::io::Error,
-    },
+    Continue { pid: i32, source: std::io::Error },
 }
 
 /// A restore that did not happen. The image is as it was and nothing of the container runs.

@@ -66,11 +66,10 @@ pub struct Runc {
 #[derive(Debug, thiserror::Error)]
 pub enum RuncError {
     /// The runtime could not be started or waited for.
-    #[error("cannot run {} {verb}", binary.display())]
+    #[error("cannot run {binary} {verb}")]
     Spawn {
         binary: PathBuf,
         verb: &'static str,
-        #[source]
         source: OutputError,
     },
     /// The runtime ended with an error; `message` is the last error of its log, or its stderr.
@@ -94,7 +93,6 @@ pub enum RuncError {
     #[error("cannot prepare {verb}")]
     Prepare {
         verb: &'static str,
-        #[source]
         source: std::io::Error,
     },
 }
@@ -420,7 +418,7 @@ fn read_from_start(mut file: File) -> Vec<u8> {
 pub enum PidFileError {
     #[error("cannot read the pid file")]
     Read(#[source] std::io::Error),
-    #[error("no pid in {}", path.display())]
+    #[error("no pid in {path}")]
     Pid { path: PathBuf },
 }
 

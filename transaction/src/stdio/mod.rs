@@ -105,102 +105,50 @@ impl fmt::Display for Stream {
 pub enum Error {
     /// The scheme of stdout's URI is not supported.
     #[error("unknown STDIO scheme {scheme}")]
-    UnknownScheme {
-        /// The scheme.
-        scheme: String,
-        /// The whole URI.
-        uri: String,
-    },
+    UnknownScheme { scheme: String, uri: String },
     /// The URI names no file or program.
     #[error("stdio uri {uri} has no absolute path")]
-    NoPath {
-        /// The whole URI.
-        uri: String,
-    },
+    NoPath { uri: String },
     /// A fifo or file of the client could not be opened.
-    #[error("cannot open {} for the process's {stream}", path.display())]
+    #[error("cannot open {path} for the process's {stream}")]
     Open {
-        /// For which stream.
         stream: Stream,
-        /// The file.
         path: PathBuf,
-        /// Cause.
         source: io::Error,
     },
     /// The pipe to the process could not be created.
     #[error("cannot make a pipe for the process's {stream}")]
-    Pipe {
-        /// For which stream.
-        stream: Stream,
-        /// Cause.
-        source: io::Error,
-    },
+    Pipe { stream: Stream, source: io::Error },
     /// The reactor refused a descriptor.
     #[error("cannot watch the process's {stream}")]
-    Watch {
-        /// For which stream.
-        stream: Stream,
-        /// Cause.
-        source: io::Error,
-    },
+    Watch { stream: Stream, source: io::Error },
     /// The socket that receives the terminal could not be created.
-    #[error("cannot make a console socket at {}", path.display())]
-    ConsoleSocket {
-        /// Where.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    #[error("cannot make a console socket at {path}")]
+    ConsoleSocket { path: PathBuf, source: io::Error },
     /// The path of the console socket does not fit a socket address.
     #[error(
-        "console socket path {} is longer than {limit} bytes. \
-         hint: set XDG_RUNTIME_DIR to a shorter directory",
-        path.display()
+        "console socket path {path} is longer than {limit} bytes. \
+         hint: set XDG_RUNTIME_DIR to a shorter directory"
     )]
-    ConsolePathTooLong {
-        /// The path.
-        path: PathBuf,
-        /// Longest allowed.
-        limit: usize,
-    },
+    ConsolePathTooLong { path: PathBuf, limit: usize },
     /// The runtime's connection to the console socket broke.
     #[error("cannot receive the terminal from the runtime")]
-    ConsoleReceive {
-        /// Cause.
-        #[source]
-        source: io::Error,
-    },
+    ConsoleReceive { source: io::Error },
     /// The runtime connected and sent no descriptor.
     #[error("the runtime closed the console socket without sending a terminal")]
     ConsoleEmpty,
     /// The runtime did not send the terminal in time.
     #[error("the runtime sent no terminal within {limit:?}")]
-    ConsoleTimeout {
-        /// How long it had.
-        limit: Duration,
-    },
+    ConsoleTimeout { limit: Duration },
     /// The logging binary could not be started.
-    #[error("cannot start the logging binary {}", program.display())]
-    LoggerSpawn {
-        /// The binary.
-        program: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    #[error("cannot start the logging binary {program}")]
+    LoggerSpawn { program: PathBuf, source: io::Error },
     /// The logging binary did not report in time that it is ready.
-    #[error("the logging binary {} was not ready within {limit:?}", program.display())]
-    LoggerTimeout {
-        /// The binary.
-        program: PathBuf,
-        /// How long it had.
-        limit: Duration,
-    },
+    #[error("the logging binary {program} was not ready within {limit:?}")]
+    LoggerTimeout { program: PathBuf, limit: Duration },
     /// The logging binary closed its ready pipe where its protocol requires a byte.
-    #[error("the logging binary {} ended before it was ready", program.display())]
-    LoggerNotReady {
-        /// The binary.
-        program: PathBuf,
-    },
+    #[error("the logging binary {program} ended before it was ready")]
+    LoggerNotReady { program: PathBuf },
 }
 
 #[cfg(test)]
