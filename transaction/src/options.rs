@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use firn_config::Toolkit;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// The OCI runtime when the options name none.
 pub(crate) const DEFAULT_RUNTIME: &str = "runc";
@@ -27,48 +28,31 @@ pub const MAX_FILE: u64 = 1 << 20;
 #[serde(default)]
 pub struct RuncOptions {
     /// Use MS_MOVE instead of pivot_root.
-    #[serde(skip_serializing_if = "is_default")]
     pub no_pivot_root: bool,
     /// Do not make a session keyring.
-    #[serde(skip_serializing_if = "is_default")]
     pub no_new_keyring: bool,
     /// Cgroup for the shim itself.
-    #[serde(skip_serializing_if = "is_default")]
     pub shim_cgroup: String,
     /// Owner of the stdio pipes.
-    #[serde(skip_serializing_if = "is_default")]
     pub io_uid: u32,
     /// Group of the stdio pipes.
-    #[serde(skip_serializing_if = "is_default")]
     pub io_gid: u32,
     /// OCI runtime binary; see [`RuncOptions::runtime`].
-    #[serde(skip_serializing_if = "is_default")]
     pub binary_name: String,
     /// State directory of the OCI runtime; see [`RuncOptions::root`].
-    #[serde(skip_serializing_if = "is_default")]
     pub root: String,
     /// CRIU binary; sent by containerd 1.x only.
-    #[serde(skip_serializing_if = "is_default")]
     pub criu_path: String,
     /// Let systemd create the cgroups.
-    #[serde(skip_serializing_if = "is_default")]
     pub systemd_cgroup: bool,
     /// Where a checkpoint's image goes when the request names no path.
-    #[serde(skip_serializing_if = "is_default")]
     pub criu_image_path: String,
     /// CRIU's work directory.
-    #[serde(skip_serializing_if = "is_default")]
     pub criu_work_path: String,
     /// Address of a task API that is served elsewhere.
-    #[serde(skip_serializing_if = "is_default")]
     pub task_api_address: String,
     /// Version of that task API.
-    #[serde(skip_serializing_if = "is_default")]
     pub task_api_version: u32,
-}
-
-fn is_default<T: Default + PartialEq>(value: &T) -> bool {
-    *value == T::default()
 }
 
 /// A file of the bundle could not be read or written.
@@ -115,13 +99,13 @@ impl RuncOptions {
 
     /// Writes `options.json` and `runtime` into the bundle.
     pub fn save(&self, bundle: &Path) -> Result<(), FileError> {
-        let path = bundle.join(OPTIONS_FILE);
-        let json = serde_json::to_vec(self);
-        let json = json.map_err(|source| FileError::Parse {
-            path: path.clone(),
-            source,
-        })?;
-        write_private(path, &json)?;
+        let mut json = serde_json::json!(self);
+        if let Value::Object(options) = &mut json {
+            // As Go's `omitempty`.
+            let empty = [Value::from(""), false.into(), 0.into()];
+            options.retain(|_, value| !empty.contains(value));
+        }
+        write_private(bundle.join(OPTIONS_FILE), json.to_string().as_bytes())?;
         write_private(bundle.join(RUNTIME_FILE), self.binary_name.as_bytes())
     }
 

@@ -48,46 +48,36 @@ pub enum Phase {
 }
 
 impl Phase {
+    /// The name, and what the phase does.
+    fn words(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Inspect => ("inspect", "inspect the container"),
+            Self::GpuLock => ("gpu-lock", "lock the CUDA processes"),
+            Self::GpuCheckpoint => ("gpu-checkpoint", "checkpoint the GPU state"),
+            Self::Freeze => ("freeze", "freeze the container"),
+            Self::CriuDump => ("criu-dump", "dump the container"),
+            Self::Manifest => ("manifest", "write the manifest"),
+            Self::GpuRestore => ("gpu-restore", "restore the GPU state"),
+            Self::GpuUnlock => ("gpu-unlock", "unlock the CUDA processes"),
+            Self::End => ("end", "end the container"),
+            Self::Rollback => ("rollback", "roll back"),
+            Self::CriuRestore => ("criu-restore", "restore the processes"),
+            Self::Compare => ("compare", "compare the restored processes with the spec"),
+            Self::DevRepair => ("dev-repair", "repair the device nodes"),
+            Self::Continue => ("continue", "continue the processes"),
+        }
+    }
+
     /// The name in the journal, the timings and the log.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Inspect => "inspect",
-            Self::GpuLock => "gpu-lock",
-            Self::GpuCheckpoint => "gpu-checkpoint",
-            Self::Freeze => "freeze",
-            Self::CriuDump => "criu-dump",
-            Self::Manifest => "manifest",
-            Self::GpuRestore => "gpu-restore",
-            Self::GpuUnlock => "gpu-unlock",
-            Self::End => "end",
-            Self::Rollback => "rollback",
-            Self::CriuRestore => "criu-restore",
-            Self::Compare => "compare",
-            Self::DevRepair => "dev-repair",
-            Self::Continue => "continue",
-        }
+        self.words().0
     }
 }
 
 /// What the phase does, to follow "cannot" in a message.
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Inspect => "inspect the container",
-            Self::GpuLock => "lock the CUDA processes",
-            Self::GpuCheckpoint => "checkpoint the GPU state",
-            Self::Freeze => "freeze the container",
-            Self::CriuDump => "dump the container",
-            Self::Manifest => "write the manifest",
-            Self::GpuRestore => "restore the GPU state",
-            Self::GpuUnlock => "unlock the CUDA processes",
-            Self::End => "end the container",
-            Self::Rollback => "roll back",
-            Self::CriuRestore => "restore the processes",
-            Self::Compare => "compare the restored processes with the spec",
-            Self::DevRepair => "repair the device nodes",
-            Self::Continue => "continue the processes",
-        })
+        f.write_str(self.words().1)
     }
 }
 

@@ -204,7 +204,7 @@ impl Drop for Killed {
 fn reap_all() {
     let mut table = lock(&TABLE);
     loop {
-        let reaped = match sys::reap_any() {
+        let (pid, code) = match sys::reap_any() {
             Ok(Some(reaped)) => reaped,
             Ok(None) => return,
             Err(error) => {
@@ -213,8 +213,8 @@ fn reap_all() {
             }
         };
         let exit = Exit {
-            pid: reaped.pid,
-            code: reaped.code,
+            pid,
+            code,
             at: SystemTime::now(),
         };
         match table.children.remove(&exit.pid) {

@@ -18,19 +18,13 @@ use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Pid, getpid, getppid};
 use rustix::process::{self, WaitId, WaitIdOptions};
 
-/// A reaped process: its pid, and the code that containerd reports (128 + signal for a killed one).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Reaped {
-    pub pid: i32,
-    pub code: u32,
-}
-
-/// Reaps one exited child of any kind; `None` when no child has exited or none is left.
+/// Reaps one exited child of any kind; `None` when no child has exited or none is left. Returns its pid, and
+/// the code that containerd reports (128 + signal for a killed one).
 ///
 /// waitid also reports stops of this process's tracees, whatever the options are; these notices are consumed
 /// and skipped: the tracing thread polls its tracees itself. The signal is read as a number, because nix's
 /// `WaitStatus` returns `EINVAL`, and loses the exit, for a process killed by a real-time signal.
-pub(crate) fn reap_any() -> io::Result<Option<Reaped>> {
+pub(crate) fn reap_any() -> io::Result<Option<(i32, u32)>> {
     loop {
         let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
         // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores
@@ -54,12 +48,9 @@ pub(crate) fn reap_any() -> io::Result<Option<Reaped>> {
         // SAFETY: as for si_pid; both fields belong to the SIGCHLD member.
         let status = unsafe { info.si_status() }.unsigned_abs();
         match info.si_code {
-            libc::CLD_EXITED => return Ok(Some(Reaped { pid, code: status })),
+            libc::CLD_EXITED => return Ok(Some((pid, status))),
             libc::CLD_KILLED | libc::CLD_DUMPED => {
-                return Ok(Some(Reaped {
-                    pid,
-                    code: 128 + status,
-                }));
+                return Ok(Some((pid, 128 + status)));
             }
             _ => {}
         }

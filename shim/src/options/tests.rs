@@ -144,7 +144,7 @@ fn options_file_has_the_stock_form() {
     };
     options.save(bundle.path()).unwrap();
     let json = std::fs::read_to_string(bundle.path().join("options.json")).unwrap();
-    assert_eq!(json, r#"{"io_gid":5,"binary_name":"crun","systemd_cgroup":true}"#);
+    assert_eq!(json, r#"{"binary_name":"crun","io_gid":5,"systemd_cgroup":true}"#);
     assert_eq!(std::fs::read(bundle.path().join("runtime")).unwrap(), b"crun");
     let mode = std::fs::metadata(bundle.path().join("options.json")).unwrap();
     assert_eq!(

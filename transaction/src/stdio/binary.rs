@@ -55,8 +55,7 @@ impl Logger {
             .args(&binary.args)
             .env_clear()
             .env("CONTAINER_ID", id)
-            .env("CONTAINER_NAMESPACE", namespace);
-        command
+            .env("CONTAINER_NAMESPACE", namespace)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
@@ -68,10 +67,8 @@ impl Logger {
                 mapping(ready_write, 5),
             ])
             .expect("three different numbers");
-        let failed = |source| Error::LoggerSpawn {
-            program: binary.program.clone(),
-            source,
-        };
+        let program = binary.program.clone();
+        let failed = |source| Error::LoggerSpawn { program, source };
         // The program outlives the shim; otherwise its last lines would be lost with the shim.
         let child = reaper.spawn_surviving(&mut command).map_err(failed)?;
         // Order matters: the command holds this process's copy of the ready pipe's write end, so the pipe
@@ -81,19 +78,12 @@ impl Logger {
         let logger = Self { child };
         let mut byte = [0];
         let answer = timeout(READY_LIMIT, Source::Pipe(ready).read(&mut byte)).await;
+        let (program, limit) = (binary.program.clone(), READY_LIMIT);
         let refused = match answer {
-            Ok(Ok(0)) if binary.ready_byte => Error::LoggerNotReady {
-                program: binary.program.clone(),
-            },
+            Ok(Ok(0)) if binary.ready_byte => Error::LoggerNotReady { program },
             Ok(Ok(_)) => return Ok((logger, LoggerPipes { stdout, stderr })),
-            Ok(Err(source)) => Error::LoggerSpawn {
-                program: binary.program.clone(),
-                source,
-            },
-            Err(_elapsed) => Error::LoggerTimeout {
-                program: binary.program.clone(),
-                limit: READY_LIMIT,
-            },
+            Ok(Err(source)) => Error::LoggerSpawn { program, source },
+            Err(_elapsed) => Error::LoggerTimeout { program, limit },
         };
         logger.child.kill();
         Err(refused)

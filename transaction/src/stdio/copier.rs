@@ -8,8 +8,8 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{Instant, timeout_at};
 
 use super::binary::Logger;
-use super::endpoint::Watched;
-use super::pump::{Progress, Sink, Source, pump};
+use super::endpoint::{Sink, Watched};
+use super::pump::{Progress, Source, pump};
 use super::{Stream, console};
 
 /// Whether all output was delivered.

@@ -81,38 +81,36 @@ impl Input {
     }
 }
 
-/// The target of an output.
+/// The target of a copy.
 #[derive(Debug)]
-pub(super) enum Output {
-    /// A fifo, with a read side so that it never lacks a reader, or a pipe to a logging binary, without one.
-    Pipe {
-        writer: OwnedFd,
-        reader: Option<OwnedFd>,
-    },
+pub(super) enum Sink {
+    /// A fifo, with a read side so that it never lacks a reader, or another pipe, without one.
+    Pipe(Watched, Option<OwnedFd>),
+    /// The pty master.
+    Terminal(Watched),
     /// A file that is appended to, possibly by several streams.
     File(Arc<File>),
     /// Nowhere: the output is read and dropped, so that the process does not block.
     Discard,
 }
 
-impl Output {
+impl Sink {
     /// Opens a path that a client gave without a scheme: a fifo, or a file that exists.
     pub(super) fn open(path: &Path, stream: Stream) -> Result<Self, Error> {
-        let open = || {
-            if !std::fs::metadata(path)?.file_type().is_fifo() {
-                return Ok(Self::File(Arc::new(File::options().append(true).open(path)?)));
-            }
-            let (reader, writer) = open_both_sides(path)?;
-            Ok(Self::Pipe {
-                writer,
-                reader: Some(reader),
-            })
-        };
-        open().map_err(|source| Error::Open {
+        let failed = |source| Error::Open {
             stream,
             path: path.to_owned(),
             source,
-        })
+        };
+        if !std::fs::metadata(path).map_err(failed)?.file_type().is_fifo() {
+            let file = File::options().append(true).open(path).map_err(failed)?;
+            return Ok(Self::File(Arc::new(file)));
+        }
+        let (reader, writer) = open_both_sides(path).map_err(failed)?;
+        Ok(Self::Pipe(
+            watch(writer, Interest::WRITABLE, stream)?,
+            Some(reader),
+        ))
     }
 }
 

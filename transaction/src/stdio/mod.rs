@@ -105,7 +105,7 @@ impl fmt::Display for Stream {
 pub enum Error {
     /// The scheme of stdout's URI is not supported.
     #[error("unknown STDIO scheme {scheme}")]
-    UnknownScheme { scheme: String, uri: String },
+    UnknownScheme { scheme: String },
     /// The URI names no file or program.
     #[error("stdio uri {uri} has no absolute path")]
     NoPath { uri: String },

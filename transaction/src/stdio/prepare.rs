@@ -11,8 +11,8 @@ use tokio::time::Instant;
 use super::binary::Logger;
 use super::console::ConsoleSocket;
 use super::copier::Copier;
-use super::endpoint::{Input, Output, log_file, pipe, watch};
-use super::pump::{Sink, Source};
+use super::endpoint::{Input, Sink, log_file, pipe, watch};
+use super::pump::Source;
 use super::uri::Target;
 use super::{Error, StdioConfig, Stream};
 use crate::reaper::Reaper;
@@ -39,11 +39,11 @@ struct ProcessEnds {
 enum Wiring {
     Pipes {
         stdin: Option<OwnedFd>,
-        outputs: Vec<(Stream, OwnedFd, Output)>,
+        outputs: Vec<(Stream, OwnedFd, Sink)>,
     },
     Terminal {
         socket: ConsoleSocket,
-        output: Output,
+        output: Sink,
     },
 }
 
@@ -92,20 +92,19 @@ impl StdioConfig {
             Ok::<_, Error>(Some(write))
         };
         match &self.target {
-            Target::Null => {}
             Target::Fifos { stdout, stderr } => {
                 if let Some(path) = stdout {
-                    ends.stdout = connect(Stream::Stdout, Output::open(path, Stream::Stdout)?)?;
+                    ends.stdout = connect(Stream::Stdout, Sink::open(path, Stream::Stdout)?)?;
                 }
                 if let Some(path) = stderr {
-                    ends.stderr = connect(Stream::Stderr, Output::open(path, Stream::Stderr)?)?;
+                    ends.stderr = connect(Stream::Stderr, Sink::open(path, Stream::Stderr)?)?;
                 }
             }
             Target::File { path, stderr } => {
                 let file = log_file(path)?;
-                ends.stdout = connect(Stream::Stdout, Output::File(Arc::clone(&file)))?;
+                ends.stdout = connect(Stream::Stdout, Sink::File(Arc::clone(&file)))?;
                 if *stderr {
-                    ends.stderr = connect(Stream::Stderr, Output::File(file))?;
+                    ends.stderr = connect(Stream::Stderr, Sink::File(file))?;
                 }
             }
             Target::Binary(binary) => {
@@ -128,19 +127,16 @@ impl StdioConfig {
     async fn terminal(&self, owner: Owner, reaper: &Reaper) -> Result<Prepared, Error> {
         let mut logger = None;
         let output = match &self.target {
-            Target::Null | Target::Fifos { stdout: None, .. } => Output::Discard,
+            Target::Fifos { stdout: None, .. } => Sink::Discard,
             Target::Fifos {
                 stdout: Some(path), ..
-            } => Output::open(path, Stream::Stdout)?,
-            Target::File { path, .. } => Output::File(log_file(path)?),
+            } => Sink::open(path, Stream::Stdout)?,
+            Target::File { path, .. } => Sink::File(log_file(path)?),
             Target::Binary(binary) => {
                 let (running, pipes) =
                     Logger::start(binary, &self.id, &self.namespace, owner, reaper).await?;
                 logger = Some(running);
-                Output::Pipe {
-                    writer: pipes.stdout,
-                    reader: None,
-                }
+                Sink::Pipe(watch(pipes.stdout, Interest::WRITABLE, Stream::Stdout)?, None)
             }
         };
         let wiring = Wiring::Terminal {
@@ -175,7 +171,7 @@ impl Prepared {
         for (stream, end) in streams {
             if end.is_none() {
                 let (read, write) = pipe(owner, stream)?;
-                outputs.push((stream, read, Output::Discard));
+                outputs.push((stream, read, Sink::Discard));
                 *end = Some(write);
             }
         }
@@ -201,38 +197,28 @@ impl Prepared {
 
     /// Starts copying. Call it when the runtime's create, restore or exec has succeeded.
     pub async fn start(self) -> Result<Copier, Error> {
-        let Self {
-            ends,
-            wiring,
-            input,
-            logger,
-        } = self;
-        drop(ends);
-        let mut copier = Copier::new(logger);
-        let stdin = match wiring {
+        drop(self.ends);
+        let mut copier = Copier::new(self.logger);
+        let stdin = match self.wiring {
             Wiring::Pipes { stdin, outputs } => {
                 for (stream, from, output) in outputs {
                     let from = watch(from, Interest::READABLE, stream)?;
-                    copier.output(stream, Source::Pipe(from), sink(output, stream)?);
+                    copier.output(stream, Source::Pipe(from), output);
                 }
                 stdin
                     .map(|fd| watch(fd, Interest::WRITABLE, Stream::Stdin))
                     .transpose()?
-                    .map(Sink::pipe)
+                    .map(|writer| Sink::Pipe(writer, None))
             }
             Wiring::Terminal { socket, output } => {
                 let master = socket.receive().await?;
                 let master = watch(master, Interest::READABLE | Interest::WRITABLE, Stream::Terminal)?;
-                copier.output(
-                    Stream::Terminal,
-                    Source::Terminal(Arc::clone(&master)),
-                    sink(output, Stream::Stdout)?,
-                );
+                copier.output(Stream::Terminal, Source::Terminal(Arc::clone(&master)), output);
                 copier.terminal(Arc::clone(&master));
                 Some(Sink::Terminal(master))
             }
         };
-        if let (Some((reader, hold)), Some(sink)) = (input, stdin) {
+        if let (Some((reader, hold)), Some(sink)) = (self.input, stdin) {
             copier.input(
                 Source::Pipe(watch(reader, Interest::READABLE, Stream::Stdin)?),
                 sink,
@@ -244,26 +230,9 @@ impl Prepared {
 
     /// Closes everything and ends a logging binary, after the runtime's call has failed.
     pub async fn abort(self) {
-        let Self {
-            ends,
-            wiring,
-            input,
-            logger,
-        } = self;
-        drop((ends, wiring, input));
-        if let Some(logger) = logger {
+        drop((self.ends, self.wiring, self.input));
+        if let Some(logger) = self.logger {
             logger.stop(Instant::now()).await;
         }
     }
-}
-
-fn sink(output: Output, stream: Stream) -> Result<Sink, Error> {
-    Ok(match output {
-        Output::Pipe { writer, reader } => Sink::Pipe {
-            writer: watch(writer, Interest::WRITABLE, stream)?,
-            reader,
-        },
-        Output::File(file) => Sink::File(file),
-        Output::Discard => Sink::Discard,
-    })
 }

@@ -14,7 +14,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::task::coop::consume_budget;
 
 use super::Stream;
-use super::endpoint::Watched;
+use super::endpoint::{Sink, Watched};
 
 /// Size of a copy through memory: the default capacity of a pipe.
 const CHUNK: usize = 64 << 10;
@@ -49,21 +49,6 @@ impl Progress {
     }
 }
 
-/// The target of a copy.
-pub(super) enum Sink {
-    /// A fifo or pipe, non-blocking, with the read side that keeps it alive.
-    Pipe {
-        writer: Watched,
-        reader: Option<OwnedFd>,
-    },
-    /// The pty master.
-    Terminal(Watched),
-    /// A regular file.
-    File(Arc<File>),
-    /// Nowhere: the data is dropped.
-    Discard,
-}
-
 /// The source of a copy.
 pub(super) enum Source {
     /// A fifo or pipe.
@@ -75,20 +60,10 @@ pub(super) enum Source {
 /// Copies all of `source` to `sink`. Logs errors, because no caller waits for the result.
 pub(super) async fn pump(source: Source, sink: Sink, stream: Stream, progress: Progress) {
     let copied = match (source, sink) {
-        (
-            Source::Pipe(from),
-            Sink::Pipe {
-                writer,
-                reader: _held,
-            },
-        ) => move_pages(&from, &writer, &progress).await,
-        (
-            source @ Source::Terminal(_),
-            Sink::Pipe {
-                writer,
-                reader: _held,
-            },
-        ) => copy(&source, &writer, &progress).await.map(drop),
+        (Source::Pipe(from), Sink::Pipe(writer, _held)) => move_pages(&from, &writer, &progress).await,
+        (source @ Source::Terminal(_), Sink::Pipe(writer, _held)) => {
+            copy(&source, &writer, &progress).await.map(drop)
+        }
         (source, Sink::Terminal(master)) => type_in(&source, &master, &progress).await,
         (source, Sink::File(file)) => append(&source, &file, stream, &progress).await,
         (source, Sink::Discard) => discard(&source).await,
@@ -100,13 +75,6 @@ pub(super) async fn pump(source: Source, sink: Sink, stream: Stream, progress: P
             log::debug!("{stream}: nobody reads any more")
         }
         Err(error) => log::warn!("copying {stream} stopped: {error}"),
-    }
-}
-
-impl Sink {
-    /// A pipe without a read side of its own.
-    pub(super) fn pipe(writer: Watched) -> Self {
-        Self::Pipe { writer, reader: None }
     }
 }
 
@@ -292,7 +260,7 @@ mod tests {
             let to = watch(to, Interest::WRITABLE, Stream::Stdout).unwrap();
             pump(
                 Source::Pipe(from),
-                Sink::pipe(to),
+                Sink::Pipe(to, None),
                 Stream::Stdout,
                 Progress::default(),
             )

@@ -11,9 +11,7 @@ use super::Error;
 /// Where stdout and stderr go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// Nowhere.
-    Null,
-    /// A fifo (or an existing file) each.
+    /// A fifo (or an existing file) each; nowhere without one.
     Fifos {
         stdout: Option<PathBuf>,
         stderr: Option<PathBuf>,
@@ -35,34 +33,28 @@ pub(super) struct Binary {
 
 impl Target {
     pub(super) fn parse(stdout: &str, stderr: &str) -> Result<Self, Error> {
-        let Some((scheme, rest)) = split(stdout) else {
-            let (stdout, stderr) = (fifo(stdout)?, fifo(stderr)?);
-            let null = stdout.is_none() && stderr.is_none();
-            return Ok(if null {
-                Self::Null
-            } else {
-                Self::Fifos { stdout, stderr }
-            });
-        };
-        match scheme {
-            "fifo" => Ok(Self::Fifos {
+        match split(stdout) {
+            None | Some(("fifo", _)) => Ok(Self::Fifos {
                 stdout: fifo(stdout)?,
                 stderr: fifo(stderr)?,
             }),
-            "file" => Ok(Self::File {
+            Some(("file", rest)) => Ok(Self::File {
                 path: path(stdout, rest)?,
                 stderr: !stderr.is_empty(),
             }),
-            "binary" | "binary-v2" => Ok(Self::Binary(Binary {
+            Some((scheme @ ("binary" | "binary-v2"), rest)) => Ok(Self::Binary(Binary {
                 program: path(stdout, rest)?,
                 args: query(rest),
                 ready_byte: scheme == "binary-v2",
             })),
-            other => Err(Error::UnknownScheme {
-                scheme: other.to_owned(),
-                uri: stdout.to_owned(),
-            }),
+            Some((scheme, _)) => Err(unknown(scheme)),
         }
+    }
+}
+
+fn unknown(scheme: &str) -> Error {
+    Error::UnknownScheme {
+        scheme: scheme.to_owned(),
     }
 }
 
@@ -74,10 +66,7 @@ pub(super) fn fifo(text: &str) -> Result<Option<PathBuf>, Error> {
     match split(text) {
         None => Ok(Some(PathBuf::from(text))),
         Some(("fifo", rest)) => path(text, rest).map(Some),
-        Some((scheme, _)) => Err(Error::UnknownScheme {
-            scheme: scheme.to_owned(),
-            uri: text.to_owned(),
-        }),
+        Some((scheme, _)) => Err(unknown(scheme)),
     }
 }
 
@@ -160,7 +149,7 @@ mod tests {
 
     #[test]
     fn plain_paths_are_fifos_and_are_taken_verbatim() {
-        assert_eq!(Target::parse("", "").unwrap(), Target::Null);
+        assert_eq!(Target::parse("", "").unwrap(), fifos(None, None));
         assert_eq!(
             Target::parse("/a%20b?c", "").unwrap(),
             fifos(Some("/a%20b?c"), None)
