@@ -11,10 +11,9 @@ pub(crate) mod world;
 use std::collections::BTreeSet;
 use std::future::Future;
 
-use firn_gpu::CudaState;
+use firn_gpu::{CudaProcess, CudaState};
 
 use crate::phase::Phase;
-use firn_gpu::CudaProcess;
 
 /// What a checkpoint and a restore have in common: the journal, and the restore of GPU state.
 pub trait Gpu: Send {

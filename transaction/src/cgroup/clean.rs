@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::read;
-use super::{Cgroup, CgroupError, Version};
+use super::{Cgroup, CgroupError, Version, read};
 use crate::pidfd::{self, Signal};
 use crate::warn::UnlessAbsent;
 

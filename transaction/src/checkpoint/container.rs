@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
-use firn_gpu::{CudaState, SourceGpu, Topology};
+use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::mounts;
 use firn_preflight::Assertions;
@@ -32,7 +32,6 @@ use crate::runc::Bounds;
 use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
 use crate::warn::{OrWarn, UnlessAbsent};
-use firn_gpu::CudaProcess;
 
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]

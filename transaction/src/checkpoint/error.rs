@@ -1,9 +1,10 @@
 //! Why a checkpoint failed, with the code and the remedy that users see.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_host::Problem;
+use firn_host::{Chain, Problem, ProblemLine, Remedy};
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
 
@@ -17,7 +18,6 @@ use crate::look::LookError;
 use crate::phase::Phase;
 use crate::runc::{RuncError, RuntimeKind};
 use crate::tracer::TraceError;
-use firn_host::Chain;
 
 /// A failure of one effect of the transaction, or a refusal.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -120,7 +120,7 @@ impl From<RuntimeKind> for EffectError {
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum DumpError {
     /// With the last errors of CRIU's log, and where the log is kept.
-    #[error("{}{} (log: {})", Chain(cause), quoted(lines), log.display())]
+    #[error("{}{}", Chain(cause), quoted(lines, log))]
     #[problem("FIRN-DUMP", "the log names what CRIU could not dump")]
     Failed {
         cause: RuncError,
@@ -151,8 +151,10 @@ impl From<ImageDirError> for EffectError {
     }
 }
 
-fn quoted(lines: &[String]) -> String {
-    lines.iter().map(|line| format!("; {line}")).collect()
+/// The last errors of CRIU's log, and where it is.
+pub(crate) fn quoted(lines: &[String], log: &Path) -> String {
+    let lines: String = lines.iter().map(|line| format!("; {line}")).collect();
+    format!("{lines} (log: {})", log.display())
 }
 
 /// Why a container that should end with its dump has not ended.
@@ -190,19 +192,15 @@ pub enum CheckpointError {
     #[error("{} path= {}", Chain(cause), log.display())]
     Plain { cause: RuncError, log: PathBuf },
     /// Refused: nothing was begun.
-    #[error(
-        "{}: cannot checkpoint container {container}: {}. hint: {}",
-        cause.code(),
-        Chain(cause),
-        cause.hint()
-    )]
+    #[error("{}", line(format_args!("cannot checkpoint container {container}"), cause))]
     Refused { container: String, cause: EffectError },
     /// It failed and was rolled back: the workload goes on.
     #[error(
-        "{}: checkpoint of container {container} failed, the workload goes on: cannot {phase}: {}. hint: {}",
-        cause.code(),
-        Chain(cause),
-        cause.hint()
+        "{}",
+        line(
+            format_args!("checkpoint of container {container} failed, the workload goes on: cannot {phase}"),
+            cause
+        )
     )]
     RolledBack {
         container: String,
@@ -250,18 +248,13 @@ pub enum CheckpointError {
         image: PathBuf,
         cause: EndError,
     },
-    #[error("{}: cannot read firn's configuration: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    #[error("{}", line(format_args!("cannot read firn's configuration"), .0))]
     Config(firn_config::ConfigError),
-    #[error("{}: {}. hint: {}", .0.code(), Chain(.0), .0.hint())]
+    #[error("{}", ProblemLine(.0))]
     Program(firn_config::ProgramError),
     #[error("cannot read the container's spec")]
     Spec(#[from] firn_oci::SpecError),
-    #[error(
-        "{}: cannot prepare the container for ranks of NCCL: {}. hint: {}",
-        .0.code(),
-        Chain(.0),
-        .0.hint()
-    )]
+    #[error("{}", line(format_args!("cannot prepare the container for ranks of NCCL"), .0))]
     Nccl(#[from] firn_oci::nccl::NcclError),
     #[error("cannot edit the container's spec")]
     Edit(#[from] firn_oci::edit::EditError),
@@ -269,6 +262,12 @@ pub enum CheckpointError {
     Criu(#[from] firn_oci::criu_config::CriuError),
     #[error("cannot read the container's cgroup")]
     Cgroup(#[from] CgroupError),
+}
+
+/// A problem in one line, after what failed because of it.
+pub(crate) fn line(failed: fmt::Arguments<'_>, problem: &dyn Problem) -> String {
+    let Remedy { code, hint } = problem.remedy();
+    format!("{code}: {failed}: {}. hint: {hint}", Chain(problem))
 }
 
 /// What to do with a complete image.

@@ -22,6 +22,7 @@ use firn_oci::{Spec, edit, nccl};
 use firn_preflight::{OtherGpus, OtherVendors, Workload};
 
 pub use error::{CheckpointError, EffectError, FailureKind};
+pub(crate) use error::{line, quoted};
 pub use rollback::{resume, rollback_after_panic};
 
 use crate::container::Container;

@@ -28,11 +28,10 @@
 
 use std::collections::BTreeSet;
 
-use firn_gpu::CudaState;
+use firn_gpu::{CudaProcess, CudaState};
 
 use crate::effects::{Device, Dump, note};
 pub use crate::phase::Phase;
-use firn_gpu::CudaProcess;
 use firn_host::Chain;
 
 /// A checkpoint that failed. Unless [`Failure::suspended`] is set, the workload goes on as before.

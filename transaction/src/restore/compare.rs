@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
-use firn_host::Problem;
+use firn_host::{Chain, Problem};
 use firn_image::criu::ImageFault;
 use firn_oci::Spec;
 
@@ -14,7 +14,6 @@ use super::error::{Cause, Refusal};
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::reaper::Reaper;
-use firn_host::Chain;
 
 /// How long a comparison may take. For thousands of tasks it takes less than a second.
 const LIMIT: Duration = Duration::from_secs(60);

@@ -9,8 +9,7 @@ use std::time::Duration;
 use firn_gpu::protocol::GpuMemory;
 use firn_image::criu::was_stopped;
 use firn_image::manifest::CheckpointedProcess;
-use firn_oci::criu_config;
-use firn_oci::{Spec, dev_repair};
+use firn_oci::{Spec, criu_config, dev_repair};
 use tokio::time::timeout;
 
 use super::compare;
@@ -21,16 +20,15 @@ use crate::blocking::blocking;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::Driver;
-use crate::effects;
 use crate::journal::point;
 use crate::phase::Phase;
 use crate::pidfd::{self, Signal};
 use crate::prepared_restore::GpuPart;
-use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
 use crate::timings::PhaseTimings;
 use crate::tracer::RunSelected;
+use crate::{effects, procfs};
 use firn_gpu::CudaProcess;
 
 /// The processes that CRIU has restored.

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::checkpoint::FailureKind;
-use firn_host::{Problem, ProblemReport};
+use crate::checkpoint::{FailureKind, line, quoted};
+use firn_host::{Chain, Problem, ProblemReport};
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::dev_repair::DevError;
 
@@ -15,7 +15,6 @@ use crate::journal::JournalError;
 use crate::look::LookError;
 use crate::runc::{PidFileError, RuncError};
 use crate::tracer::TraceError;
-use firn_host::Chain;
 
 /// The cause of a refusal.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -169,10 +168,7 @@ pub enum Cause {
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
     /// Refused: the OCI runtime was not called.
-    #[error(
-        "{}: cannot restore from {}: {}. hint: {}",
-        cause.code(), image.display(), Chain(cause), cause.hint()
-    )]
+    #[error("{}", line(format_args!("cannot restore from {}", image.display()), cause))]
     Refused { image: PathBuf, cause: Refusal },
     /// The restore of an image without GPU state failed: in the format of the stock shim.
     #[error("OCI runtime restore failed: {}{}", Chain(error), quoted(lines, log))]
@@ -187,11 +183,6 @@ pub enum RestoreError {
         cause.code(), image.display(), Chain(cause), cause.quote(), cause.hint()
     )]
     Failed { image: PathBuf, cause: Cause },
-}
-
-fn quoted(lines: &[String], log: &std::path::Path) -> String {
-    let lines: String = lines.iter().map(|line| format!("; {line}")).collect();
-    format!("{lines} (log: {})", log.display())
 }
 
 impl RestoreError {

@@ -6,10 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
-use firn_host::Problem;
+use firn_host::{Chain, Problem};
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
-use firn_oci::criu_config;
-use firn_oci::criu_config::{CriuConfig, Operation};
+use firn_oci::criu_config::{self, CriuConfig, Operation};
 use firn_oci::{Spec, dev_repair, edit, mounts};
 use firn_remap::GpuAssignment;
 
@@ -26,7 +25,6 @@ use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::{Runc, RuntimeKind};
 use crate::warn::OrWarn;
-use firn_host::Chain;
 
 /// How long firn-hook may take. It reads or makes some small files.
 const HELPER: Duration = Duration::from_secs(30);

@@ -4,16 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_host::ProblemReport;
-use firn_oci::criu_script;
-use firn_oci::{Spec, criu_config};
+use firn_host::{Chain, ProblemReport};
+use firn_oci::{Spec, criu_config, criu_script};
 
 use super::container::RestoreEffects;
 use super::error::{Cause, Refusal};
-use super::phases;
 use super::prepare::{in_use, left_image};
 use super::rollback::{LOG, rollback, work_dir};
-use super::{RestoreError, compare};
+use super::{RestoreError, compare, phases};
 use crate::blocking::{remove, stoppable, tidy};
 use crate::cancel::CancellationToken;
 use crate::container::Container;
@@ -26,7 +24,6 @@ use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, read_pid};
 use crate::warn::OrWarn;
-use firn_host::Chain;
 
 /// How long runc and CRIU may take to end after a panic of firn's own code.
 const PROGRAMS: Duration = Duration::from_secs(30);

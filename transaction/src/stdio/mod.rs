@@ -25,10 +25,9 @@ mod prepare;
 mod pump;
 mod uri;
 
-use std::fmt;
-use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
+use std::{fmt, io};
 
 pub use copier::Copier;
 pub use copier::Patience;

@@ -8,8 +8,7 @@ use firn_oci::mounts;
 use super::ContainerEffects;
 use crate::checkpoint::dump::{bounded, describe};
 use crate::checkpoint::error::EffectError;
-use crate::look;
-use crate::procfs;
+use crate::{look, procfs};
 
 impl ContainerEffects<'_> {
     /// The processes for the manifest. Read before the dump, because they may have gone when the image is
