@@ -190,8 +190,8 @@ impl Preparation<'_> {
     }
 
     /// `ctr containers restore` copies the cgroup of the source along with its spec. Under another id the
-    /// container gets a cgroup of its own next to it, because the rollback of a restore kills all processes in
-    /// its cgroup.
+    /// container gets a cgroup of its own next to it, because the rollback of a restore kills all processes
+    /// in its cgroup.
     fn find_free_cgroup(self, spec: &mut Spec) -> Result<(), Refusal> {
         if !is_own(self.id, spec) {
             edit::rename_cgroup(spec, self.id)?;
