@@ -51,18 +51,8 @@ pub struct Converted {
     pub left_out: BTreeSet<String>,
 }
 
-impl Converted {
-    fn unchanged(spec: Spec) -> Self {
-        Self {
-            spec,
-            names: Vec::new(),
-            left_out: BTreeSet::new(),
-        }
-    }
-}
-
-/// Converts the spec of a bundle, which is replaced as a whole or not at all. `wrapper` is NVIDIA's wrapper of
-/// runc, if that is the OCI runtime.
+/// Converts the spec of a bundle, which is replaced as a whole or not at all. `wrapper` is NVIDIA's wrapper
+/// of runc, if that is the OCI runtime.
 pub fn convert_bundle(
     bundle: &Path,
     wrapper: Option<&Path>,
@@ -96,17 +86,24 @@ pub fn convert_by(
     restores: bool,
     registry: impl FnOnce() -> Registry,
 ) -> Result<Converted, ConvertError> {
+    let unchanged = |spec| {
+        Ok(Converted {
+            spec,
+            names: Vec::new(),
+            left_out: BTreeSet::new(),
+        })
+    };
     let GpuRequest::Named(request) = GpuRequest::of(&spec, rules) else {
-        return Ok(Converted::unchanged(spec));
+        return unchanged(spec);
     };
     if !request.source.is_enabled(&config.create) {
-        return Ok(Converted::unchanged(spec));
+        return unchanged(spec);
     }
     let granted = !spec.gpu_nodes().is_empty() && !spec.opens_all_devices();
     // Device nodes and names in the spec of a restore may be those of the source's node.
     let from_elsewhere = restores && !spec.is_cri();
     if !request.source.is_hook() && !spec.gpu_nodes().is_empty() && from_elsewhere {
-        return Ok(Converted::unchanged(spec));
+        return unchanged(spec);
     }
     let registry = registry();
     let names = match from_elsewhere && !config.restore.gpus.is_empty() {
@@ -115,7 +112,7 @@ pub fn convert_by(
         false => requested(&spec, &request, &registry)?,
     };
     if names.is_empty() {
-        return Ok(Converted::unchanged(spec));
+        return unchanged(spec);
     }
     let mut edited = spec;
     if from_elsewhere {

@@ -1,9 +1,9 @@
 //! Reads and checks a CDI file.
 
 use std::collections::BTreeSet;
-use std::io::Read;
 use std::path::Path;
 
+use firn_host::bounded::read_at_most;
 use firn_host::open_regular;
 
 use crate::bounded::from_yaml;
@@ -21,14 +21,8 @@ impl CdiFile {
     /// Reads a file.
     pub fn read(path: &Path) -> Result<Self, FileError> {
         let file = open_regular(path).map_err(FileError::Read)?;
-        let mut bytes = Vec::new();
-        file.take(MAX_BYTES + 1)
-            .read_to_end(&mut bytes)
-            .map_err(FileError::Read)?;
-        if bytes.len() as u64 > MAX_BYTES {
-            return Err(FileError::TooLarge { limit: MAX_BYTES });
-        }
-        Self::parse(path, &bytes)
+        let bytes = read_at_most(file, MAX_BYTES).map_err(FileError::Read)?;
+        Self::parse(path, &bytes.ok_or(FileError::TooLarge { limit: MAX_BYTES })?)
     }
 
     /// Parses a file: JSON if its name ends with `.json`, else YAML.

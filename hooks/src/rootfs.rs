@@ -7,11 +7,12 @@
 //! held open.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
+use firn_host::bounded::read_at_most;
 use firn_host::{open_below, reopen_regular};
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, ResolveFlag, open, openat, readlinkat, renameat};
@@ -65,16 +66,9 @@ impl Rootfs {
             Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
         };
         let file = reopen_regular(found).with_context(|| format!("cannot open {}", path.display()))?;
-        let mut bytes = Vec::new();
-        file.take(limit + 1)
-            .read_to_end(&mut bytes)
-            .with_context(|| format!("cannot read {}", path.display()))?;
-        ensure!(
-            bytes.len() as u64 <= limit,
-            "{} is larger than {limit} bytes",
-            path.display()
-        );
-        Ok(Some(bytes))
+        let bytes = read_at_most(file, limit).with_context(|| format!("cannot read {}", path.display()))?;
+        let too_large = || format!("{} is larger than {limit} bytes", path.display());
+        bytes.with_context(too_large).map(Some)
     }
 
     /// Whether something is at this path.

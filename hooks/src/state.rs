@@ -6,7 +6,8 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
+use firn_host::bounded::read_at_most;
 use firn_oci::Spec;
 use serde_json::Value;
 
@@ -21,15 +22,9 @@ impl State {
     /// Reads the state.
     pub fn read(input: impl Read) -> Result<Self> {
         const WHAT: &str = "the container's state";
-        let mut bytes = Vec::new();
-        input
-            .take(MAX_BYTES + 1)
-            .read_to_end(&mut bytes)
-            .with_context(|| format!("cannot read {WHAT}"))?;
-        ensure!(
-            bytes.len() as u64 <= MAX_BYTES,
-            "{WHAT} is larger than {MAX_BYTES} bytes"
-        );
+        let bytes = read_at_most(input, MAX_BYTES)
+            .with_context(|| format!("cannot read {WHAT}"))?
+            .with_context(|| format!("{WHAT} is larger than {MAX_BYTES} bytes"))?;
         let state = serde_json::from_slice(&bytes).with_context(|| format!("{WHAT} is not valid JSON"))?;
         Ok(Self(state))
     }

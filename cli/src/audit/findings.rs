@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::Verdict;
+use super::subject::Unready;
 use crate::text;
 
 /// How sure a signal is.
@@ -269,12 +270,13 @@ impl Signals {
     }
 
     /// The subject is no workload.
-    pub fn of_subject(&mut self, failure: ProblemReport) {
-        self.add("no_workload", "/proc/PID/stat", Some(failure));
+    pub fn of_subject(&mut self, failure: &Unready) {
+        self.add("no_workload", "/proc/PID/stat", Some(failure.report()));
     }
 
     /// A checkpoint or restore of the container that has not ended.
-    pub fn of_transaction(&mut self, failure: Option<ProblemReport>) {
+    pub fn of_transaction(&mut self, failure: Option<&Unready>) {
+        let failure = failure.map(Problem::report);
         self.add("unfinished_transaction", "firn-journal of the bundle", failure);
     }
 

@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use firn_host::{ProblemReport, procfs};
+use firn_host::{Problem, procfs};
 use firn_oci::Spec;
 use firn_preflight::Tree;
 use firn_transaction::cgroup::Cgroup;
@@ -36,6 +36,25 @@ pub struct Subject {
     pub outside: Vec<i32>,
 }
 
+/// Why the processes cannot be checkpointed now, whatever they are.
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum Unready {
+    #[error("process {pid} {what}")]
+    #[problem("FIRN-SUBJECT", "name a process of a workload, or the id of a container")]
+    Unfit { pid: i32, what: &'static str },
+    #[error(
+        "the container is frozen since a checkpoint that failed, and its GPU state could not be restored"
+    )]
+    #[problem(
+        "FIRN-GPU-SUSPENDED",
+        "`ctr tasks resume` tries again; otherwise kill and delete it"
+    )]
+    Suspended,
+    #[error("a {operation} of the container is in progress{phase}, or its shim was killed")]
+    #[problem("FIRN-BUSY", "wait until it has ended")]
+    Busy { operation: &'static str, phase: String },
+}
+
 impl Subject {
     pub fn of(args: &AuditArgs) -> Result<Self> {
         match args.subject.parse() {
@@ -50,8 +69,7 @@ impl Subject {
     }
 
     /// Why the subject is no workload.
-    pub fn unfit(&self) -> Option<ProblemReport> {
-        const HINT: &str = "name a process of a workload, or the id of a container";
+    pub fn unfit(&self) -> Option<Unready> {
         let own = i32::try_from(std::process::id()).unwrap_or_default();
         let flags: u64 = procfs::stat_field(self.init, 6)?.parse().unwrap_or_default();
         let what = match self.init {
@@ -61,18 +79,14 @@ impl Subject {
             _ if self.tree.contains(&own) => "has this audit below it",
             _ => return None,
         };
-        let message = format!("process {} {what}", self.init);
-        Some(ProblemReport {
-            code: "FIRN-SUBJECT".to_owned(),
-            message,
-            hint: HINT.to_owned(),
-        })
+        let pid = self.init;
+        Some(Unready::Unfit { pid, what })
     }
 
     /// An unfinished checkpoint or restore, which prevents another.
-    pub fn unfinished_transaction(&self) -> io::Result<Option<ProblemReport>> {
+    pub fn unfinished_transaction(&self) -> io::Result<Option<Unready>> {
         let record = self.bundle.as_deref().map(Record::read).transpose()?.flatten();
-        Ok(record.as_ref().and_then(unfinished))
+        Ok(record.and_then(unfinished))
     }
 
     fn of_container(id: &str, namespace: &str, state: &Path) -> Result<Self> {
@@ -133,38 +147,20 @@ impl Subject {
 }
 
 /// The problem that a journal shows.
-fn unfinished(
-    Record {
-        begin,
-        phase,
-        outcome,
-        ..
-    }: &Record,
-) -> Option<ProblemReport> {
-    let (code, message, hint) = match outcome {
-        Some(Outcome::Suspended) => (
-            "FIRN-GPU-SUSPENDED",
-            "the container is frozen since a checkpoint that failed, and its GPU state could not be restored"
-                .to_owned(),
-            "`ctr tasks resume` tries again; otherwise kill and delete it",
-        ),
-        Some(_) => return None,
-        None => {
-            let operation = match begin.op {
+fn unfinished(record: Record) -> Option<Unready> {
+    match record.outcome {
+        Some(Outcome::Suspended) => Some(Unready::Suspended),
+        Some(_) => None,
+        None => Some(Unready::Busy {
+            operation: match record.begin.op {
                 Operation::Checkpoint => "checkpoint",
                 Operation::Restore => "restore",
-            };
-            let phase = phase.map_or_else(String::new, |phase| format!(" (phase {})", phase.name()));
-            let message =
-                format!("a {operation} of the container is in progress{phase}, or its shim was killed");
-            ("FIRN-BUSY", message, "wait until it has ended")
-        }
-    };
-    Some(ProblemReport {
-        code: code.to_owned(),
-        message,
-        hint: hint.to_owned(),
-    })
+            },
+            phase: record
+                .phase
+                .map_or_else(String::new, |phase| format!(" (phase {})", phase.name())),
+        }),
+    }
 }
 
 /// The bundle of the container with this cgroup, whose name is the id, or `PREFIX-ID.scope` with systemd.

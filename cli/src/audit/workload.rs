@@ -25,11 +25,12 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     }
     let mut signals = Signals::default();
     if let Some(failure) = subject.unfit() {
-        signals.of_subject(failure);
+        signals.of_subject(&failure);
         return Ok(Report::without_workload(subject.name, signals));
     }
     let unfinished = subject.unfinished_transaction();
-    signals.of_transaction(unfinished.context("cannot read the journal of the container")?);
+    let unfinished = unfinished.context("cannot read the journal of the container")?;
+    signals.of_transaction(unfinished.as_ref());
 
     let nvidia = match subject.spec.as_ref().is_none_or(Spec::requests_gpu) {
         true => Some(Nvidia::of(&subject, config)?),
