@@ -1,6 +1,6 @@
 //! What /proc shows of the processes of a container.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
 use std::ops::ControlFlow;
@@ -96,23 +96,37 @@ pub fn tree(root: i32, pids: &[i32]) -> BTreeSet<i32> {
 /// The parent of each is read once, however long the chains are.
 fn tree_by(root: i32, pids: &[i32], parent: impl Fn(i32) -> Option<i32>) -> BTreeSet<i32> {
     let parents = crate::ordered::map_of(pids.iter().filter_map(|&pid| Some((pid, parent(pid)?))));
-    let mut known = crate::ordered::map_of([(root, true)]);
-    for &pid in pids {
+    let mut descent = Descent::of([root]);
+    let descends = |pid: &i32| descent.includes(*pid, |pid| parents.get(&pid).copied());
+    crate::ordered::set_of(pids.iter().copied().filter(descends))
+}
+
+/// Which processes descend from others. The parent of each is read once.
+pub struct Descent(BTreeMap<i32, bool>);
+
+impl Descent {
+    pub fn of(ancestors: impl IntoIterator<Item = i32>) -> Self {
+        Self(crate::ordered::map_of(
+            ancestors.into_iter().map(|pid| (pid, true)),
+        ))
+    }
+
+    /// Whether a process is one of the ancestors, or descends from one.
+    pub fn includes(&mut self, pid: i32, parent: impl Fn(i32) -> Option<i32>) -> bool {
         let (mut chain, mut at) = (Vec::new(), Some(pid));
         let descends = loop {
             let Some(pid) = at else { break false };
             // A parent chain has no cycle, but it is read while processes come and go.
-            if let Some(descends) = known.insert(pid, false) {
-                known.insert(pid, descends);
+            if let Some(descends) = self.0.insert(pid, false) {
+                self.0.insert(pid, descends);
                 break descends;
             }
             chain.push(pid);
-            at = parents.get(&pid).copied();
+            at = parent(pid);
         };
-        known.extend(chain.into_iter().map(|pid| (pid, descends)));
+        self.0.extend(chain.into_iter().map(|pid| (pid, descends)));
+        descends
     }
-    let descends = |pid: &i32| known.get(pid) == Some(&true);
-    crate::ordered::set_of(pids.iter().copied().filter(descends))
 }
 
 fn parent(pid: i32) -> Option<i32> {

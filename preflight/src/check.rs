@@ -45,8 +45,8 @@ impl Node {
 /// of a container.
 pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
     let mut refusals = Vec::new();
-    refusals.extend(environment::by_driver(inventory).err());
-    refusals.extend(spec.and_then(|spec| environment::by_hook(spec).err()));
+    refusals.extend(environment::by_driver(inventory));
+    refusals.extend(spec.and_then(environment::by_hook));
     let gpus = match spec.map(|spec| Grant::of_spec(spec, inventory)) {
         None => inventory.gpus.clone(),
         Some(Ok(grant)) => grant.gpus,
@@ -55,7 +55,7 @@ pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
             Vec::new()
         }
     };
-    refusals.extend(environment::by_mig(&gpus).err());
+    refusals.extend(environment::by_mig(&gpus));
     Node { gpus, refusals }
 }
 
@@ -64,7 +64,7 @@ pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
 pub struct Outcome {
     /// Why the container is not checkpointed.
     pub refusals: Vec<Refusal>,
-    /// What the processes have open and mapped that matters, also where it refuses nothing.
+    /// What the processes have open and mapped that matters and refuses nothing.
     pub findings: Vec<Finding>,
     /// Processes that CRIU leaves out.
     pub left_out: Vec<i32>,
@@ -176,7 +176,7 @@ impl<'a> Run<'a> {
         self.announce("the memory maps and environments of processes");
         let left_out = self.tree().outside.clone();
         let refused = environment::by_left_out(&left_out, &self.workload.cuda, assertions.exec);
-        self.outcome.refusals.extend(refused.err());
+        self.outcome.refusals.extend(refused);
         self.outcome.left_out = left_out;
         Ok(())
     }
@@ -195,7 +195,7 @@ impl<'a> Run<'a> {
             ranks: assertions.nccl_sockets,
         };
         let findings = finding::inspect(self.proc_root, &processes)?;
-        let refusals = finding::evaluate(self.proc_root, &findings, assertions.shares_nothing);
+        let (refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
         self.outcome.refusals.extend(refusals);
         self.outcome.findings = findings;
         Ok(())

@@ -23,6 +23,7 @@ pub fn refusals() -> Vec<Refusal> {
         Refusal::ManagedMemory {
             pid,
             comm: comm(),
+            ranges: 1,
             bytes: 1,
         },
         Refusal::Mps {

@@ -15,6 +15,6 @@ mod workload;
 
 pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused};
 pub use environment::{OtherGpus, Tree, image_bytes};
-pub use finding::{Certainty, Finding, FindingKind, Unreadable};
+pub use finding::{Certainty, Finding, Unreadable};
 pub use refusal::Refusal;
 pub use workload::{Assertions, Capacity, OtherVendors, Workload};

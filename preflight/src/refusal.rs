@@ -44,7 +44,13 @@ pub enum Refusal {
          checkpoint"
     )]
     #[problem("FIRN-UVM", DEVICE_MEMORY)]
-    ManagedMemory { pid: i32, comm: String, bytes: u64 },
+    ManagedMemory {
+        pid: i32,
+        comm: String,
+        /// Mappings that it has.
+        ranges: usize,
+        bytes: u64,
+    },
     #[error("process {pid} ({comm}) is a client of the MPS daemon at {}", directory.display())]
     #[problem("FIRN-MPS", "start the container without MPS")]
     Mps {

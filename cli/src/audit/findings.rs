@@ -3,10 +3,9 @@
 
 use firn_config::Config;
 use firn_gpu::{Gpu, Inventory, SourceGpu, Topology};
-use firn_host::procfs::comm;
 use firn_host::{Problem, ProblemLine, ProblemReport};
 use firn_oci::{GpuRequest, Rules, Spec};
-use firn_preflight::{Assertions, Finding, FindingKind, Node, Outcome, Refusal, Workload};
+use firn_preflight::{Assertions, Finding, Node, Outcome, Refusal, Workload};
 use firn_remap::plan::{MapPolicy, PlanRequest, plan};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -135,21 +134,6 @@ fn signal_of(refusal: &Refusal) -> &'static str {
     }
 }
 
-/// The signal that a finding belongs to.
-fn signal_of_finding(kind: &FindingKind) -> &'static str {
-    match kind {
-        FindingKind::ManagedMemory { .. } => "managed_memory",
-        FindingKind::Mps { .. } => "mps",
-        FindingKind::Nccl { .. }
-        | FindingKind::SharingLibrary { .. }
-        | FindingKind::MultipleCudaProcesses { .. } => SHARED,
-        FindingKind::Imex { .. } => IMEX,
-        FindingKind::Rdma { .. } => "rdma",
-        FindingKind::IoUring => "io_uring",
-        FindingKind::LeakedGpu { .. } => "gpu_descriptors_without_cuda",
-    }
-}
-
 impl Signals {
     /// The verdict that follows from all signals.
     pub fn verdict(&self) -> Verdict {
@@ -224,7 +208,7 @@ impl Signals {
         self.add_all(&FINDINGS, &outcome.refusals);
         let start = self.all.len() - FINDINGS.len();
         for signal in &mut self.all[start..] {
-            let of_signal = |finding: &&Finding| signal_of_finding(&finding.kind) == signal.signal;
+            let of_signal = |finding: &&Finding| signal_of(&finding.refusal) == signal.signal;
             let found: Vec<&Finding> = outcome.findings.iter().filter(of_signal).collect();
             signal.certainty = certainty(signal, &found, assertions);
             if signal.refused {
@@ -303,6 +287,7 @@ fn certainty(signal: &Signal, found: &[&Finding], assertions: &Assertions) -> Ce
         SHARED | IMEX if signal.refused => Certainty::Suspected,
         SHARED => Certainty::None,
         IMEX if assertions.shares_nothing => Certainty::None,
+        _ if signal.refused => Certainty::Certain,
         _ if found.is_empty() => Certainty::None,
         _ if found.iter().any(is_certain) => Certainty::Certain,
         _ => Certainty::Suspected,
@@ -310,7 +295,7 @@ fn certainty(signal: &Signal, found: &[&Finding], assertions: &Assertions) -> Ce
 }
 
 fn is_several(finding: &&Finding) -> bool {
-    matches!(finding.kind, FindingKind::MultipleCudaProcesses { .. })
+    matches!(finding.refusal, Refusal::Ipc { .. })
 }
 
 /// What Create would do with the hook if the container were created again.
@@ -336,26 +321,29 @@ fn created_again(spec: &Spec, config: &Config) -> String {
 
 /// A finding that refuses nothing, in one line.
 fn described(finding: &Finding) -> String {
-    let pid = finding.pid.unwrap_or_default();
-    let what = match &finding.kind {
-        FindingKind::ManagedMemory { ranges, bytes } => {
-            format!(
-                "{ranges} mappings of {} that may be the driver's own",
-                text::bytes(*bytes)
-            )
+    let (pid, comm, what) = match &finding.refusal {
+        Refusal::ManagedMemory {
+            pid,
+            comm,
+            ranges,
+            bytes,
+        } => {
+            let bytes = text::bytes(*bytes);
+            let what = format!("{ranges} mappings of {bytes} that may be the driver's own");
+            (pid, comm, what)
         }
-        FindingKind::Mps { directory } => {
-            format!("pipes of an MPS daemon may be used: {}", directory.display())
+        Refusal::Mps { pid, comm, directory } => {
+            let what = format!("pipes of an MPS daemon may be used: {}", directory.display());
+            (pid, comm, what)
         }
-        FindingKind::LeakedGpu { file } => format!("{file} is open, and the driver knows no CUDA there"),
-        FindingKind::Rdma { file } | FindingKind::Imex { file } | FindingKind::SharingLibrary { file } => {
-            file.clone()
+        Refusal::LeakedGpu { pid, comm, file } => {
+            let what = format!("{file} is open, and the driver knows no CUDA there");
+            (pid, comm, what)
         }
-        FindingKind::IoUring | FindingKind::Nccl { .. } | FindingKind::MultipleCudaProcesses { .. } => {
-            return String::new();
-        }
+        Refusal::Imex { pid, comm, file } => (pid, comm, file.clone()),
+        _ => return String::new(),
     };
-    format!("process {pid} ({}): {what}", comm(pid))
+    format!("process {pid} ({comm}): {what}")
 }
 
 #[cfg(test)]

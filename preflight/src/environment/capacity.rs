@@ -86,16 +86,11 @@ pub(crate) fn by_capacity(
 ) -> Vec<Refusal> {
     let image = Space::of(image);
     let in_memory = image.as_ref().is_some_and(|space| space.in_memory);
-    let memory = by_memory(needs, available(), limit, in_memory);
-    let places = [(image, needs.image()), (Space::of(work), LOG_BYTES)];
-    let spaces = places
-        .into_iter()
-        .filter_map(|(space, needed)| Some(by_space(space?, needed)));
-    [memory]
-        .into_iter()
-        .chain(spaces)
-        .filter_map(Result::err)
-        .collect()
+    let mut refusals = Vec::from_iter(by_memory(needs, available(), limit, in_memory));
+    for (space, needed) in [(image, needs.image()), (Space::of(work), LOG_BYTES)] {
+        refusals.extend(space.and_then(|space| by_space(space, needed)));
+    }
+    refusals
 }
 
 /// Available memory of the host.
@@ -111,11 +106,11 @@ fn by_memory(
     available: Option<u64>,
     limit: Option<MemoryLimit>,
     image_in_memory: bool,
-) -> Result<(), Refusal> {
+) -> Option<Refusal> {
     if let Some(MemoryLimit { dir, left }) = limit
         && left < needs.gpu
     {
-        return Err(Refusal::CgroupMemory {
+        return Some(Refusal::CgroupMemory {
             needed: needs.gpu,
             dir,
             left,
@@ -123,22 +118,17 @@ fn by_memory(
     }
     // Pages of a tmpfs are charged to CRIU, which is not in the container's cgroup.
     let image = if image_in_memory { needs.image() } else { 0 };
-    match available {
-        Some(left) if left < needs.gpu.saturating_add(image) => Err(Refusal::HostMemory {
-            needed: needs.gpu,
-            image,
-            left,
-        }),
-        _ => Ok(()),
-    }
+    let left = available.filter(|left| *left < needs.gpu.saturating_add(image))?;
+    Some(Refusal::HostMemory {
+        needed: needs.gpu,
+        image,
+        left,
+    })
 }
 
-fn by_space(space: Space, needed: u64) -> Result<(), Refusal> {
+fn by_space(space: Space, needed: u64) -> Option<Refusal> {
     let Space { dir, free, .. } = space;
-    if needed <= free {
-        return Ok(());
-    }
-    Err(Refusal::Space { dir, needed, free })
+    (needed > free).then_some(Refusal::Space { dir, needed, free })
 }
 
 #[cfg(test)]
@@ -168,21 +158,24 @@ mod tests {
             (0, 0, false),
         ] {
             let found = by_memory(NEEDS, Some(host), limit(cgroup), false);
-            assert_eq!(found.is_ok(), fits, "{host} {cgroup}: {found:?}");
+            assert_eq!(found.is_none(), fits, "{host} {cgroup}: {found:?}");
         }
-        assert!(by_memory(NEEDS, None, None, false).is_ok(), "figures are unknown");
+        assert!(
+            by_memory(NEEDS, None, None, false).is_none(),
+            "figures are unknown"
+        );
         assert!(matches!(
             by_memory(NEEDS, Some(GIB), limit(GIB), false),
-            Err(Refusal::CgroupMemory { left: GIB, .. })
+            Some(Refusal::CgroupMemory { left: GIB, .. })
         ));
     }
 
     #[test]
     fn an_image_on_tmpfs_takes_memory_of_the_host_and_not_of_the_cgroup() {
-        assert!(by_memory(NEEDS, Some(17 * GIB), limit(8 * GIB), true).is_ok());
+        assert!(by_memory(NEEDS, Some(17 * GIB), limit(8 * GIB), true).is_none());
         assert!(matches!(
             by_memory(NEEDS, Some(17 * GIB - 1), limit(8 * GIB), true),
-            Err(Refusal::HostMemory { needed, image, .. }) if (needed, image) == (8 * GIB, 9 * GIB)
+            Some(Refusal::HostMemory { needed, image, .. }) if (needed, image) == (8 * GIB, 9 * GIB)
         ));
     }
 
@@ -193,10 +186,10 @@ mod tests {
             free,
             in_memory: false,
         };
-        assert!(by_space(space(9 * GIB), NEEDS.image()).is_ok());
+        assert!(by_space(space(9 * GIB), NEEDS.image()).is_none());
         assert!(matches!(
             by_space(space(9 * GIB - 1), NEEDS.image()),
-            Err(Refusal::Space { .. })
+            Some(Refusal::Space { .. })
         ));
     }
 

@@ -33,19 +33,15 @@ impl Tree {
 
 /// Refuses processes that CRIU leaves out. A process of an exec that uses no CUDA is accepted with
 /// [`Exec::Omit`].
-pub(crate) fn by_left_out(left_out: &[i32], cuda: &[i32], exec: Exec) -> Result<(), Refusal> {
+pub(crate) fn by_left_out(left_out: &[i32], cuda: &[i32], exec: Exec) -> Option<Refusal> {
     let with_cuda: BTreeSet<i32> = cuda.iter().copied().collect();
     if let Some(&pid) = left_out.iter().find(|pid| with_cuda.contains(pid)) {
         let comm = procfs::comm(pid);
-        return Err(Refusal::CudaExec { pid, comm });
+        return Some(Refusal::CudaExec { pid, comm });
     }
-    match (left_out.first(), exec) {
-        (Some(&pid), Exec::Refuse) => {
-            let comm = procfs::comm(pid);
-            Err(Refusal::Exec { pid, comm })
-        }
-        (None, Exec::Refuse) | (_, Exec::Omit) => Ok(()),
-    }
+    let &pid = left_out.first().filter(|_| exec == Exec::Refuse)?;
+    let comm = procfs::comm(pid);
+    Some(Refusal::Exec { pid, comm })
 }
 
 #[cfg(test)]
@@ -55,13 +51,13 @@ mod tests {
     #[test]
     fn processes_left_out_are_refused_or_omitted_and_with_cuda_always_refused() {
         for exec in [Exec::Refuse, Exec::Omit] {
-            by_left_out(&[], &[5], exec).unwrap();
-            let refused = by_left_out(&[7, 8], &[5, 8], exec).unwrap_err();
+            assert!(by_left_out(&[], &[5], exec).is_none());
+            let refused = by_left_out(&[7, 8], &[5, 8], exec).unwrap();
             assert!(matches!(refused, Refusal::CudaExec { pid: 8, .. }), "{refused}");
         }
-        let refused = by_left_out(&[7], &[5], Exec::Refuse).unwrap_err();
+        let refused = by_left_out(&[7], &[5], Exec::Refuse).unwrap();
         assert!(matches!(refused, Refusal::Exec { pid: 7, .. }), "{refused}");
-        by_left_out(&[7], &[5], Exec::Omit).unwrap();
+        assert!(by_left_out(&[7], &[5], Exec::Omit).is_none());
     }
 
     #[test]

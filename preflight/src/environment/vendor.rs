@@ -1,13 +1,13 @@
 //! Rules about GPUs and accelerators that are not NVIDIA's.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_host::procfs;
 use firn_oci::{OtherGpu, criu_config, other_gpu};
 use serde::{Deserialize, Serialize};
 
+use crate::finding::open_files;
 use crate::{OtherVendors, Refusal};
 
 /// How a container's GPUs of other vendors are dumped.
@@ -61,13 +61,10 @@ fn open_devices(pids: &[i32]) -> BTreeMap<OtherGpu, Device> {
     let mut order = 0_usize;
     for &pid in pids {
         // A process that has ended has nothing open. If the files cannot be listed, CRIU reports it.
-        let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else {
+        let Ok(Some(files)) = open_files(Path::new("/proc"), pid) else {
             continue;
         };
-        let links = entries
-            .flatten()
-            .filter_map(|entry| fs::read_link(entry.path()).ok());
-        for path in links {
+        for path in files {
             if let Some(kind) = other_gpu(&path) {
                 open.entry(kind).or_insert(Device { order, pid, path });
                 order += 1;

@@ -4,15 +4,16 @@
 //! process. A child that was forked from a CUDA process and has not called exec keeps its inherited
 //! descriptors of GPUs.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use super::{Certainty, Finding, FindingKind, Processes, Unreadable};
+use super::{Certainty, Finding, Processes, Unreadable, each_mapping, open_files};
+use crate::Refusal;
 use firn_host::proc_maps;
+use firn_host::procfs::Descent;
 
 /// How long a process may take from fork to exec, which closes inherited descriptors.
 const EXEC: Duration = Duration::from_millis(100);
@@ -34,21 +35,18 @@ pub(super) fn inspect(proc_root: &Path, processes: &Processes<'_>) -> Result<Vec
         let Some(found) = look(proc_root, pid)? else {
             continue;
         };
-        let mut add = |kind, certainty| {
-            findings.push(Finding {
-                pid: Some(pid),
-                kind,
-                certainty,
-            })
-        };
+        let comm = || proc_maps::comm(proc_root, pid);
+        let mut add = |refusal, certainty| findings.push(Finding { refusal, certainty });
         if found.io_uring {
-            add(FindingKind::IoUring, Certainty::Certain);
+            add(Refusal::IoUring { pid, comm: comm() }, Certainty::Certain);
         }
         if let Some(file) = found.rdma {
-            add(FindingKind::Rdma { file }, Certainty::Certain);
+            let comm = comm();
+            add(Refusal::Rdma { pid, comm, file }, Certainty::Certain);
         }
         if let Some(file) = found.imex {
-            add(FindingKind::Imex { file }, Certainty::Suspected);
+            let comm = comm();
+            add(Refusal::Imex { pid, comm, file }, Certainty::Suspected);
         }
         if found.gpu.is_some() && !cuda.contains(&pid) {
             holders.push(pid);
@@ -67,52 +65,20 @@ fn leaked(proc_root: &Path, cuda: BTreeSet<i32>, holders: &[i32]) -> Result<Vec<
     // Every child has the descriptors between fork and exec.
     thread::sleep(EXEC);
     let mut findings = Vec::new();
-    let mut descent = Descent {
-        cuda,
-        known: BTreeMap::new(),
-    };
+    let mut descent = Descent::of(cuda);
     for &pid in holders {
         if let Some(file) = look(proc_root, pid)?.and_then(|found| found.gpu) {
-            let forked = descent.is_forked(pid, |pid| parent(proc_root, pid));
+            let comm = proc_maps::comm(proc_root, pid);
             findings.push(Finding {
-                pid: Some(pid),
-                kind: FindingKind::LeakedGpu { file },
-                certainty: if forked {
-                    Certainty::Certain
-                } else {
-                    Certainty::Suspected
+                refusal: Refusal::LeakedGpu { pid, comm, file },
+                certainty: match descent.includes(pid, |pid| parent(proc_root, pid)) {
+                    true => Certainty::Certain,
+                    false => Certainty::Suspected,
                 },
             });
         }
     }
     Ok(findings)
-}
-
-/// Which processes descend from CUDA processes. The parent of each process is read once.
-struct Descent {
-    cuda: BTreeSet<i32>,
-    known: BTreeMap<i32, bool>,
-}
-
-impl Descent {
-    fn is_forked(&mut self, mut pid: i32, parent: impl Fn(i32) -> Option<i32>) -> bool {
-        let mut chain = Vec::new();
-        let forked = loop {
-            // A chain that ends in itself, because pids were reused meanwhile, has no CUDA process.
-            if let Some(known) = self.known.insert(pid, false) {
-                self.known.insert(pid, known);
-                break known;
-            }
-            chain.push(pid);
-            match parent(pid) {
-                Some(parent) if self.cuda.contains(&parent) => break true,
-                Some(parent) => pid = parent,
-                None => break false,
-            }
-        };
-        self.known.extend(chain.into_iter().map(|pid| (pid, forked)));
-        forked
-    }
 }
 
 fn parent(proc_root: &Path, pid: i32) -> Option<i32> {
@@ -124,9 +90,8 @@ fn parent(proc_root: &Path, pid: i32) -> Option<i32> {
 
 /// What a process has open or mapped; `None` if it has ended.
 fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadable> {
-    let unreadable = |what| move |source| Unreadable { pid, what, source };
     let mut found = Found::default();
-    let read = proc_maps::each(proc_root, pid, |mapping| {
+    let read = each_mapping(proc_root, pid, |mapping| {
         // A ring can be mapped without an open descriptor.
         found.io_uring = mapping.path.starts_with(b"anon_inode:[io_uring]");
         match found.io_uring {
@@ -134,19 +99,13 @@ fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadable> {
             false => ControlFlow::Continue(()),
         }
     });
-    if read.map_err(unreadable("maps"))?.is_none() {
+    if read?.is_none() {
         return Ok(None);
     }
-    let entries = match fs::read_dir(proc_root.join(pid.to_string()).join("fd")) {
-        Ok(entries) => entries,
-        Err(error) if proc_maps::is_gone(&error) => return Ok(None),
-        Err(error) => return Err(unreadable("fd")(error)),
+    let Some(files) = open_files(proc_root, pid)? else {
+        return Ok(None);
     };
-    // A descriptor may be closed between the two reads.
-    for to in entries
-        .flatten()
-        .filter_map(|entry| fs::read_link(entry.path()).ok())
-    {
+    for to in files {
         let to = to.to_string_lossy();
         if to.starts_with("anon_inode:[io_uring]") {
             found.io_uring = true;
@@ -163,6 +122,7 @@ fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadable> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::symlink;
 
     use tempfile::TempDir;
@@ -185,7 +145,8 @@ mod tests {
         root
     }
 
-    fn found(root: &TempDir, dumped: &[i32], cuda: &[i32]) -> Vec<(i32, FindingKind, Certainty)> {
+    /// Pid, kind, file and certainty of each finding.
+    fn found(root: &TempDir, dumped: &[i32], cuda: &[i32]) -> Vec<(i32, &'static str, String, Certainty)> {
         let processes = Processes {
             dumped,
             cuda,
@@ -194,7 +155,13 @@ mod tests {
         let findings = inspect(root.path(), &processes).unwrap();
         findings
             .into_iter()
-            .map(|finding| (finding.pid.unwrap(), finding.kind, finding.certainty))
+            .map(|Finding { refusal, certainty }| match refusal {
+                Refusal::IoUring { pid, .. } => (pid, "ring", String::new(), certainty),
+                Refusal::Rdma { pid, file, .. } => (pid, "rdma", file, certainty),
+                Refusal::Imex { pid, file, .. } => (pid, "imex", file, certainty),
+                Refusal::LeakedGpu { pid, file, .. } => (pid, "gpu", file, certainty),
+                other => panic!("{other}"),
+            })
             .collect()
     }
 
@@ -225,20 +192,13 @@ mod tests {
         assert_eq!(
             found(&root, &[1, 2, 3, 4, 5, 6], &[5]),
             [
-                (2, FindingKind::IoUring, Certainty::Certain),
-                (3, FindingKind::IoUring, Certainty::Certain),
-                (
-                    4,
-                    FindingKind::Rdma {
-                        file: found_rdma(&root)
-                    },
-                    Certainty::Certain
-                ),
+                (2, "ring", String::new(), Certainty::Certain),
+                (3, "ring", String::new(), Certainty::Certain),
+                (4, "rdma", found_rdma(&root), Certainty::Certain),
                 (
                     5,
-                    FindingKind::Imex {
-                        file: "/dev/nvidia-caps-imex-channels/channel0".into()
-                    },
+                    "imex",
+                    "/dev/nvidia-caps-imex-channels/channel0".into(),
                     Certainty::Suspected
                 ),
             ]
@@ -260,20 +220,14 @@ mod tests {
         };
         for (cuda, forked) in [(1, true), (LENGTH + 1, false)] {
             reads.set(0);
-            let mut descent = Descent {
-                cuda: BTreeSet::from([cuda]),
-                known: BTreeMap::new(),
-            };
-            assert!((2..=LENGTH).all(|pid| descent.is_forked(pid, parent) == forked));
-            assert!(descent.is_forked(LENGTH, parent) == forked);
+            let mut descent = Descent::of([cuda]);
+            assert!((2..=LENGTH).all(|pid| descent.includes(pid, parent) == forked));
+            assert!(descent.includes(LENGTH, parent) == forked);
             assert!(reads.get() <= LENGTH, "{}", reads.get());
         }
-        let mut descent = Descent {
-            cuda: BTreeSet::from([1]),
-            known: BTreeMap::new(),
-        };
+        let mut descent = Descent::of([1]);
         assert!(
-            !descent.is_forked(7, |pid| Some(if pid == 7 { 8 } else { 7 })),
+            !descent.includes(7, |pid| Some(if pid == 7 { 8 } else { 7 })),
             "a cycle"
         );
     }
@@ -288,13 +242,12 @@ mod tests {
             (10, 7, "/bin/sleep", &["/dev/null"]),
             (11, 1, "/lib/libnvidia-ml.so.1", &["/dev/nvidiactl"]),
         ]);
-        let leaked = |file: &str| FindingKind::LeakedGpu { file: file.into() };
         assert_eq!(
             found(&root, &[1, 7, 8, 9, 10, 11], &[7]),
             [
-                (8, leaked("/dev/nvidia0"), Certainty::Certain),
-                (9, leaked("/dev/nvidia0 (deleted)"), Certainty::Certain),
-                (11, leaked("/dev/nvidiactl"), Certainty::Suspected),
+                (8, "gpu", "/dev/nvidia0".into(), Certainty::Certain),
+                (9, "gpu", "/dev/nvidia0 (deleted)".into(), Certainty::Certain),
+                (11, "gpu", "/dev/nvidiactl".into(), Certainty::Suspected),
             ]
         );
         assert_eq!(found(&root, &[1, 7, 10, 4711], &[7]), []);

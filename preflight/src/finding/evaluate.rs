@@ -4,121 +4,48 @@
 //! memory. The driver checkpoints memory that processes share and then cannot restore it. Several CUDA
 //! processes are therefore refused unless something shows that they share none.
 
-use std::path::Path;
-
-use firn_host::proc_maps as maps;
-
-use super::{Certainty, Finding, FindingKind};
+use super::{Certainty, Finding};
 use crate::Refusal;
 
-/// All refusals that follow from the findings. `shares_nothing`: the owner asserts that the processes share
-/// no GPU memory.
-pub(crate) fn evaluate(proc_root: &Path, findings: &[Finding], shares_nothing: bool) -> Vec<Refusal> {
-    let comm = |pid| maps::comm(proc_root, pid);
-    let mut refusals = Vec::new();
-    for finding in findings {
-        let pid = finding.pid.unwrap_or_default();
-        if finding.certainty != Certainty::Certain {
-            continue;
-        }
-        match &finding.kind {
-            &FindingKind::ManagedMemory { bytes, .. } => refusals.push(Refusal::ManagedMemory {
-                pid,
-                comm: comm(pid),
-                bytes,
-            }),
-            FindingKind::Mps { directory } => refusals.push(Refusal::Mps {
-                pid,
-                comm: comm(pid),
-                directory: directory.clone(),
-            }),
-            FindingKind::IoUring => refusals.push(Refusal::IoUring { pid, comm: comm(pid) }),
-            FindingKind::Rdma { file } => refusals.push(Refusal::Rdma {
-                pid,
-                comm: comm(pid),
-                file: file.clone(),
-            }),
-            FindingKind::LeakedGpu { file } => refusals.push(Refusal::LeakedGpu {
-                pid,
-                comm: comm(pid),
-                file: file.clone(),
-            }),
-            FindingKind::Nccl { .. }
-            | FindingKind::SharingLibrary { .. }
-            | FindingKind::Imex { .. }
-            | FindingKind::MultipleCudaProcesses { .. } => {}
-        }
-    }
-    if !shares_nothing {
-        refusals.extend(by_sharing(findings, &comm));
-    }
-    refusals
+/// All refusals that follow from the findings, and the findings that refuse nothing. `shares_nothing`: the
+/// owner asserts that the processes share no GPU memory.
+pub(crate) fn evaluate(mut findings: Vec<Finding>, shares_nothing: bool) -> (Vec<Refusal>, Vec<Finding>) {
+    let sharing = match shares_nothing {
+        true => None,
+        false => sharing(&findings).map(|at| findings.remove(at)),
+    };
+    let refusing = findings.extract_if(.., |finding| refuses(finding));
+    let refusals = refusing.chain(sharing).map(|finding| finding.refusal);
+    (refusals.collect(), findings)
 }
 
-/// Refuses a CUDA process that may share GPU memory with other machines, and several CUDA processes, unless
-/// all are ranks of NCCL over sockets and none has another library that shares memory.
-fn by_sharing(findings: &[Finding], comm: &dyn Fn(i32) -> String) -> Option<Refusal> {
-    for Finding { pid, kind, .. } in findings {
-        if let FindingKind::Imex { file } = kind {
-            let (pid, file) = (pid.unwrap_or_default(), file.clone());
-            return Some(Refusal::Imex {
-                pid,
-                comm: comm(pid),
-                file,
-            });
-        }
-    }
-    let pids = findings.iter().find_map(|finding| match &finding.kind {
-        FindingKind::MultipleCudaProcesses { pids } => Some(pids),
-        _ => None,
-    })?;
-    let mut sockets_only = 0;
-    for Finding { pid, kind, .. } in findings {
-        let pid = pid.unwrap_or_default();
-        match kind {
-            &FindingKind::Nccl {
-                p2p_disabled,
-                shm_disabled,
-                nvls_disabled,
-            } => {
-                let missing = unset(&[
-                    (p2p_disabled, "NCCL_P2P_DISABLE=1"),
-                    (shm_disabled, "NCCL_SHM_DISABLE=1"),
-                    (nvls_disabled, NVLS_OFF),
-                ]);
-                if !missing.is_empty() {
-                    let comm = comm(pid);
-                    return Some(Refusal::Nccl { pid, comm, missing });
-                }
-                sockets_only += 1;
-            }
-            FindingKind::SharingLibrary { file } => {
-                return Some(Refusal::SharingLibrary {
-                    pid,
-                    comm: comm(pid),
-                    file: file.clone(),
-                });
-            }
-            FindingKind::ManagedMemory { .. }
-            | FindingKind::Mps { .. }
-            | FindingKind::IoUring
-            | FindingKind::Rdma { .. }
-            | FindingKind::Imex { .. }
-            | FindingKind::LeakedGpu { .. }
-            | FindingKind::MultipleCudaProcesses { .. } => {}
-        }
-    }
-    (sockets_only != pids.len()).then(|| Refusal::Ipc {
-        processes: pids.iter().map(|&pid| (pid, comm(pid))).collect(),
-    })
+/// Whether a finding refuses the checkpoint by itself.
+fn refuses(finding: &Finding) -> bool {
+    let is_certain = finding.certainty == Certainty::Certain;
+    is_certain && !matches!(finding.refusal, Refusal::Nccl { .. } | Refusal::Ipc { .. })
 }
 
-const NVLS_OFF: &str = "NCCL_NVLS_ENABLE=0";
-
-/// The settings that the process was started without.
-fn unset(settings: &[(bool, &'static str)]) -> Vec<&'static str> {
-    let missing = settings.iter().filter(|(is_set, _)| !is_set);
-    missing.map(|(_, name)| *name).collect()
+/// The finding that refuses a CUDA process that may share GPU memory with other machines, or several CUDA
+/// processes, unless all are ranks of NCCL over sockets and none has another library that shares memory.
+fn sharing(findings: &[Finding]) -> Option<usize> {
+    let first = |is_kind: fn(&Refusal) -> bool| findings.iter().position(|found| is_kind(&found.refusal));
+    let imex = first(|found| matches!(found, Refusal::Imex { .. }));
+    if imex.is_some() {
+        return imex;
+    }
+    let several = first(|found| matches!(found, Refusal::Ipc { .. }))?;
+    let not_over_sockets = first(|found| match found {
+        Refusal::Nccl { missing, .. } => !missing.is_empty(),
+        found => matches!(found, Refusal::SharingLibrary { .. }),
+    });
+    if not_over_sockets.is_some() {
+        return not_over_sockets;
+    }
+    let is_rank = |found: &&Finding| matches!(found.refusal, Refusal::Nccl { .. });
+    let ranks = findings.iter().filter(is_rank).count();
+    let are_all_ranks =
+        matches!(&findings[several].refusal, Refusal::Ipc { processes } if processes.len() == ranks);
+    (!are_all_ranks).then_some(several)
 }
 
 #[cfg(test)]
@@ -131,29 +58,32 @@ mod tests {
     const NO_ASSERTION: bool = false;
     const SHARES_NOTHING: bool = true;
 
-    fn all(findings: &[Finding], shares_nothing: bool) -> Vec<Refusal> {
-        evaluate(Path::new("/nonexistent"), findings, shares_nothing)
+    fn all(findings: Vec<Finding>, shares_nothing: bool) -> Vec<Refusal> {
+        evaluate(findings, shares_nothing).0
     }
 
-    fn first(findings: &[Finding], shares_nothing: bool) -> Option<Refusal> {
+    fn first(findings: Vec<Finding>, shares_nothing: bool) -> Option<Refusal> {
         all(findings, shares_nothing).into_iter().next()
     }
 
-    fn finding(pid: i32, kind: FindingKind, certainty: Certainty) -> Finding {
-        Finding {
-            pid: Some(pid),
-            kind,
-            certainty,
-        }
+    fn finding(refusal: Refusal, certainty: Certainty) -> Finding {
+        Finding { refusal, certainty }
+    }
+
+    fn comm() -> String {
+        "python".to_owned()
     }
 
     fn nccl(pid: i32, p2p_disabled: bool, shm_disabled: bool, nvls_disabled: bool) -> Finding {
-        let kind = FindingKind::Nccl {
-            p2p_disabled,
-            shm_disabled,
-            nvls_disabled,
-        };
-        finding(pid, kind, Certainty::Certain)
+        let settings = [
+            (p2p_disabled, "NCCL_P2P_DISABLE=1"),
+            (shm_disabled, "NCCL_SHM_DISABLE=1"),
+            (nvls_disabled, "NCCL_NVLS_ENABLE=0"),
+        ];
+        let missing = settings.into_iter().filter(|(is_set, _)| !is_set);
+        let missing = missing.map(|(_, setting)| setting).collect();
+        let comm = comm();
+        finding(Refusal::Nccl { pid, comm, missing }, Certainty::Certain)
     }
 
     fn over_sockets(pid: i32) -> Finding {
@@ -163,29 +93,26 @@ mod tests {
     /// The findings of an inspection of these CUDA processes.
     fn of(pids: &[i32], mut findings: Vec<Finding>) -> Vec<Finding> {
         if pids.len() > 1 {
-            findings.push(Finding {
-                pid: None,
-                kind: FindingKind::MultipleCudaProcesses { pids: pids.to_vec() },
-                certainty: Certainty::Certain,
-            });
+            let processes = pids.iter().map(|&pid| (pid, comm())).collect();
+            findings.push(finding(Refusal::Ipc { processes }, Certainty::Certain));
         }
         findings
     }
 
     #[test]
     fn one_process_shares_nothing() {
-        assert!(first(&[], NO_ASSERTION).is_none());
-        assert!(first(&of(&[7], vec![nccl(7, false, false, false)]), NO_ASSERTION).is_none());
+        assert!(first(vec![], NO_ASSERTION).is_none());
+        assert!(first(of(&[7], vec![nccl(7, false, false, false)]), NO_ASSERTION).is_none());
     }
 
     #[test]
     fn several_processes_are_refused_unless_their_owner_asserts_that_they_share_nothing() {
-        let two = of(&[7, 8], vec![]);
-        let Some(Refusal::Ipc { processes }) = first(&two, NO_ASSERTION) else {
+        let two = || of(&[7, 8], vec![]);
+        let Some(Refusal::Ipc { processes }) = first(two(), NO_ASSERTION) else {
             panic!("not refused");
         };
         assert_eq!(processes.iter().map(|(pid, _)| *pid).collect::<Vec<_>>(), [7, 8]);
-        assert!(first(&two, SHARES_NOTHING).is_none());
+        assert!(first(two(), SHARES_NOTHING).is_none());
     }
 
     #[test]
@@ -193,7 +120,7 @@ mod tests {
         for bits in 0_i32..1 << 6 {
             let off = |bit: i32| bits & 1 << bit != 0;
             let ranks = vec![nccl(7, off(0), off(1), off(2)), nccl(8, off(3), off(4), off(5))];
-            let found = first(&of(&[7, 8], ranks), NO_ASSERTION);
+            let found = first(of(&[7, 8], ranks), NO_ASSERTION);
             match bits {
                 0b111_111 => assert!(found.is_none(), "a job over sockets can be moved"),
                 _ => {
@@ -213,83 +140,103 @@ mod tests {
     fn ranks_over_sockets_do_not_excuse_other_processes_or_libraries() {
         let with_another = of(&[7, 8, 9], vec![over_sockets(7), over_sockets(8)]);
         assert!(matches!(
-            first(&with_another, NO_ASSERTION),
+            first(with_another, NO_ASSERTION),
             Some(Refusal::Ipc { .. })
         ));
-        let ucx = FindingKind::SharingLibrary {
-            file: "libuct_cuda.so.0".into(),
+        let with_ucx = || {
+            let file = "libuct_cuda.so.0".into();
+            let (pid, comm) = (8, comm());
+            let ucx = Refusal::SharingLibrary { pid, comm, file };
+            let ucx = finding(ucx, Certainty::Suspected);
+            of(&[7, 8], vec![over_sockets(7), over_sockets(8), ucx])
         };
-        let with_ucx = vec![
-            over_sockets(7),
-            over_sockets(8),
-            finding(8, ucx, Certainty::Suspected),
-        ];
         assert!(matches!(
-            first(&of(&[7, 8], with_ucx.clone()), NO_ASSERTION),
+            first(with_ucx(), NO_ASSERTION),
             Some(Refusal::SharingLibrary { pid: 8, .. })
         ));
-        assert!(first(&of(&[7, 8], with_ucx), SHARES_NOTHING).is_none());
+        assert!(first(with_ucx(), SHARES_NOTHING).is_none());
     }
 
     #[test]
     fn certain_managed_memory_is_refused_whatever_the_owner_asserts() {
         let managed = |certainty| {
-            let kind = FindingKind::ManagedMemory {
+            let managed = Refusal::ManagedMemory {
+                pid: 7,
+                comm: comm(),
                 ranges: 1,
                 bytes: 1 << 26,
             };
-            vec![finding(7, kind, certainty)]
+            vec![finding(managed, certainty)]
         };
         for owner in [NO_ASSERTION, SHARES_NOTHING] {
             assert!(matches!(
-                first(&managed(Certainty::Certain), owner),
+                first(managed(Certainty::Certain), owner),
                 Some(Refusal::ManagedMemory {
                     bytes: 67_108_864,
                     ..
                 })
             ));
-            assert!(first(&managed(Certainty::Suspected), owner).is_none());
+            assert!(first(managed(Certainty::Suspected), owner).is_none());
         }
     }
 
     #[test]
     fn certain_findings_that_criu_cannot_dump_are_refused() {
-        let file = || "/dev/x".to_owned();
-        let cases: [(FindingKind, &str); 3] = [
-            (FindingKind::IoUring, "FIRN-IO-URING"),
-            (FindingKind::Rdma { file: file() }, "FIRN-RDMA"),
-            (FindingKind::LeakedGpu { file: file() }, "FIRN-GPU-FD"),
-        ];
-        for (kind, code) in cases {
-            for owner in [NO_ASSERTION, SHARES_NOTHING] {
-                let refusal = first(&[finding(7, kind.clone(), Certainty::Certain)], owner).unwrap();
+        let pid = 7;
+        let kinds = || {
+            let (comm, file) = (comm(), "/dev/x".to_owned());
+            let ring = Refusal::IoUring {
+                pid,
+                comm: comm.clone(),
+            };
+            let rdma = Refusal::Rdma {
+                pid,
+                comm: comm.clone(),
+                file: file.clone(),
+            };
+            let gpu = Refusal::LeakedGpu { pid, comm, file };
+            [(ring, "FIRN-IO-URING"), (rdma, "FIRN-RDMA"), (gpu, "FIRN-GPU-FD")]
+        };
+        for owner in [NO_ASSERTION, SHARES_NOTHING] {
+            for (kind, code) in kinds() {
+                let refusal = first(vec![finding(kind, Certainty::Certain)], owner).unwrap();
                 assert_eq!(refusal.code(), code);
                 assert!(refusal.to_string().contains("process 7") && !refusal.hint().is_empty());
-                let suspected = [finding(7, kind.clone(), Certainty::Suspected)];
-                assert!(first(&suspected, owner).is_none());
+            }
+            for (kind, _) in kinds() {
+                assert!(first(vec![finding(kind, Certainty::Suspected)], owner).is_none());
             }
         }
     }
 
     #[test]
     fn imex_channels_are_shared_memory() {
-        let file = "/dev/nvidia-caps-imex-channels/channel0".to_owned();
-        let imex = [finding(7, FindingKind::Imex { file }, Certainty::Suspected)];
-        assert_eq!(first(&imex, NO_ASSERTION).unwrap().code(), "FIRN-IPC");
-        assert!(first(&imex, SHARES_NOTHING).is_none());
+        let imex = || {
+            let file = "/dev/nvidia-caps-imex-channels/channel0".to_owned();
+            let (pid, comm) = (7, comm());
+            vec![finding(Refusal::Imex { pid, comm, file }, Certainty::Suspected)]
+        };
+        assert_eq!(first(imex(), NO_ASSERTION).unwrap().code(), "FIRN-IPC");
+        assert!(first(imex(), SHARES_NOTHING).is_none());
     }
 
     #[test]
     fn all_refusals_are_returned() {
-        let managed = FindingKind::ManagedMemory { ranges: 1, bytes: 1 };
+        let managed = Refusal::ManagedMemory {
+            pid: 7,
+            comm: comm(),
+            ranges: 1,
+            bytes: 1,
+        };
+        let ring = Refusal::IoUring { pid: 8, comm: comm() };
         let findings = of(
             &[7, 8],
             vec![
-                finding(7, managed, Certainty::Certain),
-                finding(8, FindingKind::IoUring, Certainty::Certain),
+                finding(managed, Certainty::Certain),
+                finding(ring, Certainty::Certain),
             ],
         );
-        let refusals = all(&findings, NO_ASSERTION);
+        let refusals = all(findings, NO_ASSERTION);
         let codes: Vec<_> = refusals.iter().map(Problem::code).collect();
         assert_eq!(codes, ["FIRN-UVM", "FIRN-IO-URING", "FIRN-IPC"]);
     }

@@ -44,6 +44,8 @@ mod tests;
 
 pub(crate) use evaluate::evaluate;
 
+use crate::Refusal;
+
 /// Size of the driver's own mapping of /dev/nvidia-uvm for each context. The first is at 0x204a00000.
 const UVM_BASELINE: u64 = 2 << 20;
 
@@ -64,38 +66,10 @@ pub enum Certainty {
 }
 
 /// What was found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FindingKind {
-    /// Managed (UVM) memory: `ranges` mappings with a total of `bytes`.
-    ManagedMemory { ranges: usize, bytes: u64 },
-    /// The process is a rank of NCCL. Each field: the transport was off when the process was started.
-    Nccl {
-        p2p_disabled: bool,
-        shm_disabled: bool,
-        nvls_disabled: bool,
-    },
-    /// A library that shares GPU memory between processes is loaded.
-    SharingLibrary { file: String },
-    /// The process is, or may be, a client of the MPS daemon whose pipes are in `directory`.
-    Mps { directory: PathBuf },
-    /// The process has an io_uring.
-    IoUring,
-    /// The process has an RDMA device open.
-    Rdma { file: String },
-    /// The process has an IMEX channel open, through which GPUs of several machines share memory.
-    Imex { file: String },
-    /// The process has a GPU open and uses no CUDA.
-    LeakedGpu { file: String },
-    /// The container has more than one CUDA process, not counting those that only use NVML.
-    MultipleCudaProcesses { pids: Vec<i32> },
-}
-
-/// What was found, and in which process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Finding {
-    /// `None` if the finding concerns several processes.
-    pub pid: Option<i32>,
-    pub kind: FindingKind,
+    /// What a checkpoint is refused with, if the finding refuses it.
+    pub refusal: Refusal,
     pub certainty: Certainty,
 }
 
@@ -125,54 +99,63 @@ pub(crate) struct Processes<'a> {
 pub(crate) fn inspect(proc_root: &Path, processes: &Processes<'_>) -> Result<Vec<Finding>, Unreadable> {
     let (mut findings, mut with_cuda) = (Vec::new(), Vec::new());
     for &pid in processes.cuda {
-        let Some((found, has_cuda)) = inspect_one(proc_root, pid)? else {
-            continue;
-        };
-        if has_cuda {
-            let shows_nccl = found
-                .iter()
-                .any(|finding| matches!(finding.kind, FindingKind::Nccl { .. }));
-            if processes.ranks && !shows_nccl {
-                findings.extend(nccl_settings(proc_root, pid)?);
-            }
-            with_cuda.push(pid);
+        if inspect_one(proc_root, pid, processes.ranks, &mut findings)? {
+            with_cuda.push((pid, proc_maps::comm(proc_root, pid)));
         }
-        findings.extend(found);
     }
     findings.extend(descriptors::inspect(proc_root, processes)?);
     if with_cuda.len() > 1 {
         findings.push(Finding {
-            pid: None,
-            kind: FindingKind::MultipleCudaProcesses { pids: with_cuda },
+            refusal: Refusal::Ipc { processes: with_cuda },
             certainty: Certainty::Certain,
         });
     }
     Ok(findings)
 }
 
-/// The findings of a process, and whether it uses more of CUDA than NVML.
-fn inspect_one(proc_root: &Path, pid: i32) -> Result<Option<(Vec<Finding>, bool)>, Unreadable> {
+/// Adds the findings of a process. Returns whether it uses more of CUDA than NVML.
+fn inspect_one(
+    proc_root: &Path,
+    pid: i32,
+    is_rank: bool,
+    findings: &mut Vec<Finding>,
+) -> Result<bool, Unreadable> {
     let Some(mapped) = Mapped::read(proc_root, pid)? else {
-        return Ok(None);
+        return Ok(false);
     };
     let Some(environment) = Environment::read(proc_root, pid)? else {
-        return Ok(None);
+        return Ok(false);
     };
-    let mut findings = mapped.managed_memory();
-    if mapped.nccl {
-        findings.push((environment.nccl_settings(), Certainty::Certain));
+    let comm = || proc_maps::comm(proc_root, pid);
+    let mut add = |refusal, certainty| findings.push(Finding { refusal, certainty });
+    let managed = mapped.managed.into_iter();
+    for ((ranges, bytes), certainty) in managed.zip([Certainty::Certain, Certainty::Suspected]) {
+        if ranges > 0 {
+            let comm = comm();
+            add(
+                Refusal::ManagedMemory {
+                    pid,
+                    comm,
+                    ranges,
+                    bytes,
+                },
+                certainty,
+            );
+        }
     }
-    findings.extend(mapped.sharing_library());
-    findings.extend(mps(proc_root, pid, &environment)?);
-    let of_process = |(kind, certainty)| Finding {
-        pid: Some(pid),
-        kind,
-        certainty,
-    };
-    Ok(Some((
-        findings.into_iter().map(of_process).collect(),
-        mapped.has_node,
-    )))
+    if mapped.nccl || (is_rank && mapped.has_node) {
+        let (comm, missing) = (comm(), environment.missing_for_sockets());
+        add(Refusal::Nccl { pid, comm, missing }, Certainty::Certain);
+    }
+    if let Some(file) = mapped.sharing {
+        let comm = comm();
+        add(Refusal::SharingLibrary { pid, comm, file }, Certainty::Suspected);
+    }
+    if let Some((directory, certainty)) = mps(proc_root, pid, &environment)? {
+        let comm = comm();
+        add(Refusal::Mps { pid, comm, directory }, certainty);
+    }
+    Ok(mapped.has_node)
 }
 
 /// Whether a file is a device node of the driver. Only the name counts: it may have another path, or be
@@ -201,16 +184,11 @@ struct Mapped {
 impl Mapped {
     fn read(proc_root: &Path, pid: i32) -> Result<Option<Self>, Unreadable> {
         let mut mapped = Self::default();
-        let read = proc_maps::each(proc_root, pid, |mapping| {
+        let read = each_mapping(proc_root, pid, |mapping| {
             mapped.add(&mapping);
             ControlFlow::Continue(())
         });
-        let read = read.map_err(|source| Unreadable {
-            pid,
-            what: "maps",
-            source,
-        })?;
-        Ok(read.map(|()| mapped))
+        Ok(read?.map(|()| mapped))
     }
 
     fn add(&mut self, mapping: &Mapping<'_>) {
@@ -231,21 +209,6 @@ impl Mapped {
             self.sharing = Some(String::from_utf8_lossy(name).into_owned());
         }
     }
-
-    fn managed_memory(&self) -> Vec<(FindingKind, Certainty)> {
-        let sums = self
-            .managed
-            .into_iter()
-            .zip([Certainty::Certain, Certainty::Suspected]);
-        sums.filter(|((ranges, _), _)| *ranges > 0)
-            .map(|((ranges, bytes), certainty)| (FindingKind::ManagedMemory { ranges, bytes }, certainty))
-            .collect()
-    }
-
-    fn sharing_library(&self) -> Option<(FindingKind, Certainty)> {
-        let file = self.sharing.clone()?;
-        Some((FindingKind::SharingLibrary { file }, Certainty::Suspected))
-    }
 }
 
 fn is_managed(mapping: &Mapping<'_>) -> bool {
@@ -253,16 +216,6 @@ fn is_managed(mapping: &Mapping<'_>) -> bool {
         && mapping.perms == b"rw-s"
         && mapping.offset == mapping.start
         && !(DRIVER_RANGE.contains(&mapping.start) && mapping.bytes() == UVM_BASELINE)
-}
-
-/// The settings of NCCL that a process was started with, whether or not its mappings show the library.
-fn nccl_settings(proc_root: &Path, pid: i32) -> Result<Option<Finding>, Unreadable> {
-    let environment = Environment::read(proc_root, pid)?;
-    Ok(environment.map(|environment| Finding {
-        pid: Some(pid),
-        kind: environment.nccl_settings(),
-        certainty: Certainty::Certain,
-    }))
 }
 
 /// The variables that matter.
@@ -301,70 +254,67 @@ impl Environment {
         self.0.get(name).map(Vec::as_slice)
     }
 
-    /// The value as a path; `None` if it is empty.
-    fn path(&self, name: &str) -> Option<&Path> {
-        let value = self.get(name).filter(|value| !value.is_empty())?;
-        Some(Path::new(OsStr::from_bytes(value)))
-    }
-
-    fn nccl_settings(&self) -> FindingKind {
+    /// The settings that keep NCCL to sockets and that the process was started without.
+    fn missing_for_sockets(&self) -> Vec<&'static str> {
         let number = |name| {
             self.get(name)
                 .and_then(|v| std::str::from_utf8(v).ok()?.trim().parse().ok())
         };
         let is_set = |name| number(name).is_some_and(|n: i64| n != 0);
-        FindingKind::Nccl {
-            p2p_disabled: is_set("NCCL_P2P_DISABLE"),
-            shm_disabled: is_set("NCCL_SHM_DISABLE"),
-            nvls_disabled: number("NCCL_NVLS_ENABLE") == Some(0),
-        }
+        let settings = [
+            ("NCCL_P2P_DISABLE=1", is_set("NCCL_P2P_DISABLE")),
+            ("NCCL_SHM_DISABLE=1", is_set("NCCL_SHM_DISABLE")),
+            ("NCCL_NVLS_ENABLE=0", number("NCCL_NVLS_ENABLE") == Some(0)),
+        ];
+        let missing = settings.into_iter().filter(|(_, is_there)| !is_there);
+        missing.map(|(setting, _)| setting).collect()
     }
 }
 
+/// The pipe directory of the MPS daemon that the process is, or may be, a client of.
 fn mps(
     proc_root: &Path,
     pid: i32,
     environment: &Environment,
-) -> Result<Option<(FindingKind, Certainty)>, Unreadable> {
-    let named = environment.path(MPS_PIPES);
-    let directory = named.unwrap_or(Path::new(MPS_DIRECTORY));
-    let process = proc_root.join(pid.to_string());
-    let found = |certainty| {
-        Some((
-            FindingKind::Mps {
-                directory: directory.to_owned(),
-            },
-            certainty,
-        ))
-    };
-
-    let open = has_open_file_in(&process.join("fd"), directory);
-    if open.map_err(|source| Unreadable {
-        pid,
-        what: "fd",
-        source,
-    })? {
-        return Ok(found(Certainty::Certain));
-    }
-    let present = || exists_in(&process.join("root"), &directory.join("control"));
-    Ok(if named.is_some() || present() {
-        found(Certainty::Suspected)
+) -> Result<Option<(PathBuf, Certainty)>, Unreadable> {
+    let named = environment.get(MPS_PIPES).filter(|value| !value.is_empty());
+    let directory = named.map_or(Path::new(MPS_DIRECTORY), |value| {
+        Path::new(OsStr::from_bytes(value))
+    });
+    let has_open_file =
+        open_files(proc_root, pid)?.is_some_and(|mut files| files.any(|to| to.starts_with(directory)));
+    let root = proc_root.join(pid.to_string()).join("root");
+    let certainty = if has_open_file {
+        Certainty::Certain
+    } else if named.is_some() || exists_in(&root, &directory.join("control")) {
+        Certainty::Suspected
     } else {
-        None
-    })
+        return Ok(None);
+    };
+    Ok(Some((directory.to_owned(), certainty)))
 }
 
-fn has_open_file_in(descriptors: &Path, directory: &Path) -> io::Result<bool> {
-    let entries = match fs::read_dir(descriptors) {
-        Ok(entries) => entries,
-        Err(error) if proc_maps::is_gone(&error) => return Ok(false),
-        Err(error) => return Err(error),
-    };
+/// What the descriptors of a process stand for; `None` if it has ended.
+pub(crate) fn open_files(
+    proc_root: &Path,
+    pid: i32,
+) -> Result<Option<impl Iterator<Item = PathBuf> + use<>>, Unreadable> {
+    let what = "fd";
+    let entries = proc_maps::unless_gone(fs::read_dir(proc_root.join(pid.to_string()).join(what)));
+    let entries = entries.map_err(|source| Unreadable { pid, what, source })?;
     // A descriptor may be closed between the two reads.
-    Ok(entries
-        .flatten()
-        .filter_map(|entry| fs::read_link(entry.path()).ok())
-        .any(|to| to.starts_with(directory)))
+    let link = |entry: fs::DirEntry| fs::read_link(entry.path()).ok();
+    Ok(entries.map(|entries| entries.flatten().filter_map(link)))
+}
+
+/// Visits the mappings of a process until `visit` breaks; `None` if it has ended.
+fn each_mapping(
+    proc_root: &Path,
+    pid: i32,
+    visit: impl FnMut(Mapping<'_>) -> ControlFlow<()>,
+) -> Result<Option<()>, Unreadable> {
+    let what = "maps";
+    proc_maps::each(proc_root, pid, visit).map_err(|source| Unreadable { pid, what, source })
 }
 
 /// Whether `path` exists for a process. The process chooses the path, so links are not followed out of its

@@ -37,15 +37,48 @@ fn processes(all: &[(i32, &str, &str)]) -> TempDir {
     root
 }
 
+/// What a finding is.
+#[derive(Debug, PartialEq, Eq)]
+enum Kind {
+    Managed { ranges: usize, bytes: u64 },
+    Nccl { missing: Vec<&'static str> },
+    Sharing { file: String },
+    Mps { directory: PathBuf },
+    Several { pids: Vec<i32> },
+}
+
+/// Kind, process and certainty of a finding.
+fn known(Finding { refusal, certainty }: Finding) -> (Kind, i32, Certainty) {
+    let (kind, pid) = match refusal {
+        Refusal::ManagedMemory {
+            pid, ranges, bytes, ..
+        } => (Kind::Managed { ranges, bytes }, pid),
+        Refusal::Nccl { pid, missing, .. } => (Kind::Nccl { missing }, pid),
+        Refusal::SharingLibrary { pid, file, .. } => (Kind::Sharing { file }, pid),
+        Refusal::Mps { pid, directory, .. } => (Kind::Mps { directory }, pid),
+        Refusal::Ipc { processes } => {
+            let pids = processes.into_iter().map(|(pid, _)| pid).collect();
+            (Kind::Several { pids }, 0)
+        }
+        other => panic!("{other}"),
+    };
+    (kind, pid, certainty)
+}
+
+/// The findings of CUDA processes.
+fn found(root: &TempDir, cuda: &[i32]) -> Vec<(Kind, i32, Certainty)> {
+    let findings = inspect(root.path(), cuda).unwrap();
+    findings.into_iter().map(known).collect()
+}
+
 /// Findings about one process.
-fn kinds(extra_maps: &str, environment: &str) -> Vec<(FindingKind, Certainty)> {
+fn kinds(extra_maps: &str, environment: &str) -> Vec<(Kind, Certainty)> {
     let root = processes(&[(7, extra_maps, environment)]);
-    let findings = inspect(root.path(), &[7]).unwrap();
-    assert!(findings.iter().all(|finding| finding.pid == Some(7)));
-    findings
-        .into_iter()
-        .map(|finding| (finding.kind, finding.certainty))
-        .collect()
+    let of_process = |(kind, pid, certainty)| {
+        assert_eq!(pid, 7);
+        (kind, certainty)
+    };
+    found(&root, &[7]).into_iter().map(of_process).collect()
 }
 
 #[test]
@@ -60,7 +93,7 @@ fn managed_memory_differs_from_the_drivers_own_mapping() {
     assert_eq!(
         kinds(managed, ""),
         [(
-            FindingKind::ManagedMemory {
+            Kind::Managed {
                 ranges: 2,
                 bytes: 66 << 20
             },
@@ -83,7 +116,7 @@ fn a_larger_mapping_among_the_drivers_own_is_a_suspicion() {
     assert_eq!(
         kinds(pool, ""),
         [(
-            FindingKind::ManagedMemory {
+            Kind::Managed {
                 ranges: 1,
                 bytes: 4 << 20
             },
@@ -103,24 +136,19 @@ fn other_mappings_of_the_uvm_node_are_not_managed_memory() {
 #[test]
 fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
     let nccl = "7f00-7f10 r-xp 00000000 fe:01 5    /venv/nvidia/nccl/lib/libnccl.so.2\n";
-    let kind = |p2p_disabled, shm_disabled, nvls_disabled| {
-        [(
-            FindingKind::Nccl {
-                p2p_disabled,
-                shm_disabled,
-                nvls_disabled,
-            },
-            Certainty::Certain,
-        )]
+    let (p2p, shm, nvls) = ("NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_NVLS_ENABLE=0");
+    let kind = |missing: &[&'static str]| {
+        let missing = missing.to_vec();
+        [(Kind::Nccl { missing }, Certainty::Certain)]
     };
-    assert_eq!(kinds(nccl, "NCCL_DEBUG=INFO"), kind(false, false, false));
+    assert_eq!(kinds(nccl, "NCCL_DEBUG=INFO"), kind(&[p2p, shm, nvls]));
     assert_eq!(
         kinds(nccl, "NCCL_P2P_DISABLE=0 NCCL_SHM_DISABLE= XNCCL_SHM_DISABLE=1"),
-        kind(false, false, false)
+        kind(&[p2p, shm, nvls])
     );
-    assert_eq!(kinds(nccl, "NCCL_P2P_DISABLE=1"), kind(true, false, false));
+    assert_eq!(kinds(nccl, "NCCL_P2P_DISABLE=1"), kind(&[shm, nvls]));
     let sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0";
-    assert_eq!(kinds(nccl, sockets), kind(true, true, true));
+    assert_eq!(kinds(nccl, sockets), kind(&[]));
     assert_eq!(kinds("", sockets), []);
 }
 
@@ -128,23 +156,18 @@ fn nccl_is_reported_with_the_transports_that_were_off_at_the_start() {
 fn settings_of_nccl_are_read_without_its_library_too() {
     let environment = "NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0";
     let root = processes(&[(7, "", environment)]);
-    let found = nccl_settings(root.path(), 7).unwrap().unwrap();
-    let expected = FindingKind::Nccl {
-        p2p_disabled: true,
-        shm_disabled: false,
-        nvls_disabled: true,
-    };
-    assert_eq!((found.pid, &found.kind), (Some(7), &expected));
-    assert_eq!(nccl_settings(root.path(), 8).unwrap(), None);
-    let ranks = |ranks| {
+    let ranks = |ranks| -> Vec<_> {
         let processes = Processes {
             dumped: &[7],
-            cuda: &[7],
+            cuda: &[7, 8],
             ranks,
         };
-        super::inspect(root.path(), &processes).unwrap()
+        let findings = super::inspect(root.path(), &processes).unwrap();
+        findings.into_iter().map(known).collect()
     };
-    assert_eq!((ranks(true), ranks(false)), (vec![found], vec![]));
+    let missing = vec!["NCCL_SHM_DISABLE=1"];
+    assert_eq!(ranks(true), [(Kind::Nccl { missing }, 7, Certainty::Certain)]);
+    assert_eq!(ranks(false), []);
 }
 
 #[test]
@@ -153,7 +176,7 @@ fn libraries_that_share_memory_are_named_and_others_of_ucx_are_not() {
         7f20-7f30 r-xp 00000000 fe:01 6    /opt/ucx/lib/ucx/libuct_cuda.so.0.0.0\n\
         7f40-7f50 r-xp 00000000 fe:01 7    /opt/nvshmem/lib/libnvshmem_host.so.3\n";
     let file = "libuct_cuda.so.0.0.0".to_owned();
-    let found = (FindingKind::SharingLibrary { file }, Certainty::Suspected);
+    let found = (Kind::Sharing { file }, Certainty::Suspected);
     assert_eq!(kinds(maps, ""), [found]);
 }
 
@@ -166,7 +189,7 @@ fn nvshmem_is_found_when_it_is_initialised_and_not_when_it_is_loaded() {
     let file = file.to_owned();
     assert_eq!(
         kinds(&initialised, ""),
-        [(FindingKind::SharingLibrary { file }, Certainty::Suspected)]
+        [(Kind::Sharing { file }, Certainty::Suspected)]
     );
 }
 
@@ -178,7 +201,7 @@ fn processes_that_only_use_nvml_do_not_count() {
         7f6a00000000-7f6a00001000 r-xp 0001b000 fe:10 73    /usr/lib/libnvidia-ml.so.1\n\
         7f6a20000000-7f6a25000000 r-xp 00000000 fe:01 99    /usr/lib/libcuda.so.580.159.04\n";
     fs::write(root.path().join("8/maps"), nvml).unwrap();
-    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), []);
+    assert_eq!(found(&root, &[7, 8]), []);
     for of_cuda in [
         "204a00000-204c00000 rw-s 204a00000 00:06 612    /host/dev/nvidia-uvm (deleted)\n",
         // After cuInit, without a context.
@@ -186,9 +209,9 @@ fn processes_that_only_use_nvml_do_not_count() {
         "7f31837a8000-7f31837b8000 -w-s 00000000 00:27 14    /dev/nvidia0 (deleted)\n",
     ] {
         fs::write(root.path().join("8/maps"), of_cuda).unwrap();
-        let found = inspect(root.path(), &[7, 8]).unwrap();
-        let several = FindingKind::MultipleCudaProcesses { pids: vec![7, 8] };
-        assert!(found.iter().any(|finding| finding.kind == several), "{of_cuda}");
+        let found = found(&root, &[7, 8]);
+        let several = Kind::Several { pids: vec![7, 8] };
+        assert!(found.iter().any(|(kind, ..)| *kind == several), "{of_cuda}");
     }
 }
 
@@ -196,7 +219,7 @@ fn processes_that_only_use_nvml_do_not_count() {
 fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_environment() {
     let mps = |directory: &str, certainty| {
         [(
-            FindingKind::Mps {
+            Kind::Mps {
                 directory: directory.into(),
             },
             certainty,
@@ -208,11 +231,8 @@ fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_environment() 
     );
 
     let of = |root: &TempDir| -> Vec<_> {
-        inspect(root.path(), &[7])
-            .unwrap()
-            .into_iter()
-            .map(|f| (f.kind, f.certainty))
-            .collect()
+        let found = found(root, &[7]).into_iter();
+        found.map(|(kind, _, certainty)| (kind, certainty)).collect()
     };
     let root = processes(&[(7, "", "CUDA_MPS_PIPE_DIRECTORY=/run/mps")]);
     symlink("/run/mps/control_lock", root.path().join("7/fd/9")).unwrap();
@@ -233,21 +253,16 @@ fn an_mps_client_is_certain_by_its_open_pipe_and_suspected_by_its_environment() 
 #[test]
 fn several_cuda_processes_are_a_finding_of_their_own() {
     let root = processes(&[(7, "", ""), (8, "", "")]);
-    let several = Finding {
-        pid: None,
-        kind: FindingKind::MultipleCudaProcesses { pids: vec![7, 8] },
-        certainty: Certainty::Certain,
-    };
-    let several = [several];
-    assert_eq!(inspect(root.path(), &[7, 8]).unwrap(), several);
-    assert_eq!(inspect(root.path(), &[7, 8, 9]).unwrap(), several, "9 has ended");
-    assert_eq!(inspect(root.path(), &[7, 9]).unwrap(), []);
+    let several = [(Kind::Several { pids: vec![7, 8] }, 0, Certainty::Certain)];
+    assert_eq!(found(&root, &[7, 8]), several);
+    assert_eq!(found(&root, &[7, 8, 9]), several, "9 has ended");
+    assert_eq!(found(&root, &[7, 9]), []);
 }
 
 #[test]
 fn ended_processes_have_no_findings_and_unreadable_ones_are_an_error() {
     let root = processes(&[]);
-    assert_eq!(inspect(root.path(), &[7]).unwrap(), []);
+    assert_eq!(found(&root, &[7]), []);
     fs::create_dir_all(root.path().join("7/maps")).unwrap();
     let error = inspect(root.path(), &[7]).unwrap_err();
     assert_eq!(error.to_string(), "cannot read maps of process 7");
@@ -273,7 +288,7 @@ fn links_of_a_process_are_followed_in_its_own_root() {
     let host = tempfile::tempdir().unwrap();
     fs::write(host.path().join("control"), "").unwrap();
     symlink(host.path(), root.path().join("7/root/tmp/nvidia-mps")).unwrap();
-    assert_eq!(inspect(root.path(), &[7]).unwrap(), []);
+    assert_eq!(found(&root, &[7]), []);
     let inside = root
         .path()
         .join("7/root")

@@ -64,8 +64,9 @@ fn the_audit_shows_every_refusal_as_the_transaction_reports_it() {
 #[test]
 fn a_suspicion_is_shown_and_refuses_nothing() {
     let suspected = Finding {
-        pid: Some(i32::MAX),
-        kind: FindingKind::Mps {
+        refusal: Refusal::Mps {
+            pid: i32::MAX,
+            comm: String::new(),
             directory: "/run/mps".into(),
         },
         certainty: Found::Suspected,
@@ -76,8 +77,9 @@ fn a_suspicion_is_shown_and_refuses_nothing() {
     assert!(signal.detail.contains("/run/mps"), "{signal:?}");
 
     let several = Finding {
-        pid: None,
-        kind: FindingKind::MultipleCudaProcesses { pids: vec![7, 8] },
+        refusal: Refusal::Ipc {
+            processes: vec![(7, String::new()), (8, String::new())],
+        },
         certainty: Found::Certain,
     };
     let shown = signals(Vec::new(), vec![several]);
