@@ -16,7 +16,7 @@ mod tests;
 
 /// UUID of a GPU in the form that NVML and `nvidia-smi` print: `GPU-` and 36 lower-case characters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[serde(try_from = "String")]
 pub struct GpuUuid(String);
 
 /// A text that is no GPU UUID.
@@ -27,30 +27,16 @@ pub struct BadUuid(String);
 impl GpuUuid {
     /// From the 16 bytes that `cuDeviceGetUuid` gives.
     pub fn from_bytes(bytes: [u8; 16]) -> Self {
-        let mut text = String::from("GPU-");
-        for (i, byte) in bytes.iter().enumerate() {
-            if matches!(i, 4 | 6 | 8 | 10) {
-                text.push('-');
-            }
-            text.push_str(&format!("{byte:02x}"));
-        }
-        Self(text)
+        let hex = format!("{:032x}", u128::from_be_bytes(bytes));
+        let [a, b, c, d, e] = [0..8, 8..12, 12..16, 16..20, 20..32].map(|part| &hex[part]);
+        Self(format!("GPU-{a}-{b}-{c}-{d}-{e}"))
     }
 
     /// The 16 bytes that the driver's restore call takes.
     pub fn to_bytes(&self) -> [u8; 16] {
-        let digits: Vec<u8> = self
-            .0
-            .bytes()
-            .skip(4)
-            .filter_map(|c| char::from(c).to_digit(16))
-            .filter_map(|d| u8::try_from(d).ok())
-            .collect();
-        let mut bytes = [0; 16];
-        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            *byte = pair[0] << 4 | pair[1];
-        }
-        bytes
+        let hex = self.0.trim_start_matches("GPU-").replace('-', "");
+        let number = u128::from_str_radix(&hex, 16);
+        number.expect("a UUID is hexadecimal").to_be_bytes()
     }
 
     /// The text, `GPU-...`.
@@ -82,12 +68,6 @@ impl TryFrom<String> for GpuUuid {
 
     fn try_from(text: String) -> Result<Self, BadUuid> {
         text.parse()
-    }
-}
-
-impl From<GpuUuid> for String {
-    fn from(uuid: GpuUuid) -> Self {
-        uuid.0
     }
 }
 

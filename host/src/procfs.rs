@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::bounded;
+use crate::{bounded, proc_maps};
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
 pub fn inner_pid(task: &str) -> Option<i32> {
@@ -83,9 +83,7 @@ pub fn is_traced(tid: i32) -> bool {
 
 /// Name of a process, for messages.
 pub fn comm(pid: i32) -> String {
-    text(&pid.to_string(), "comm")
-        .map(|name| name.trim_end().replace(char::is_control, "?"))
-        .unwrap_or_default()
+    proc_maps::comm(Path::new("/proc"), pid)
 }
 
 /// Those of `pids` that are `root` or descend from it.

@@ -9,7 +9,6 @@ mod raw;
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_uint};
-use std::ptr;
 
 use crate::sys::{Library, LoadError};
 use firn_gpu::protocol::GpuMemory;
@@ -83,20 +82,17 @@ impl NvmlLibrary {
     }
 
     fn count(&self) -> Result<c_uint, NvmlError> {
-        let mut count: c_uint = 0;
-        // SAFETY: the library is initialised and the pointer is to a live unsigned int.
-        check("nvmlDeviceGetCount_v2", unsafe {
-            (self.table.count)(&raw mut count)
-        })?;
-        Ok(count)
+        read("nvmlDeviceGetCount_v2", |count| {
+            // SAFETY: the library is initialised, and `read` gives a live unsigned int.
+            unsafe { (self.table.count)(count) }
+        })
     }
 
     fn device(&self, index: c_uint) -> Result<Device, NvmlError> {
-        let mut device = Device(ptr::null_mut());
-        // SAFETY: the library is initialised and the pointer is to a live handle, which the call sets.
-        let result = unsafe { (self.table.handle_by_index)(index, &raw mut device) };
-        check("nvmlDeviceGetHandleByIndex_v2", result)?;
-        Ok(device)
+        read("nvmlDeviceGetHandleByIndex_v2", |device| {
+            // SAFETY: the library is initialised, and `read` gives a live handle, which the call sets.
+            unsafe { (self.table.handle_by_index)(index, device) }
+        })
     }
 
     /// The processes that compute on a GPU; none where NVML cannot list them.
@@ -138,20 +134,17 @@ impl NvmlLibrary {
             unsafe { (table.name)(device, buffer, length) }
         })?;
 
-        let mut pci = PciInfo::default();
-        // SAFETY: `device` comes from the library; the struct is live and has the layout of the _v3 call.
-        check("nvmlDeviceGetPciInfo_v3", unsafe {
-            (table.pci_info)(device, &raw mut pci)
+        let pci: PciInfo = read("nvmlDeviceGetPciInfo_v3", |pci| {
+            // SAFETY: `device` comes from the library; the struct is live and has the layout of the _v3 call.
+            unsafe { (table.pci_info)(device, pci) }
         })?;
-        let mut memory = Memory::default();
-        // SAFETY: `device` comes from the library; the struct is live and has the layout of nvmlMemory_t.
-        check("nvmlDeviceGetMemoryInfo", unsafe {
-            (table.memory_info)(device, &raw mut memory)
+        let memory: Memory = read("nvmlDeviceGetMemoryInfo", |memory| {
+            // SAFETY: `device` comes from the library; the struct is live and has the layout of nvmlMemory_t.
+            unsafe { (table.memory_info)(device, memory) }
         })?;
-        let mut minor: c_uint = 0;
-        // SAFETY: `device` comes from the library and the pointer is to a live unsigned int.
-        check("nvmlDeviceGetMinorNumber", unsafe {
-            (table.minor_number)(device, &raw mut minor)
+        let minor = read("nvmlDeviceGetMinorNumber", |minor| {
+            // SAFETY: `device` comes from the library, and `read` gives a live unsigned int.
+            unsafe { (table.minor_number)(device, minor) }
         })?;
 
         Ok(Gpu {
@@ -244,6 +237,13 @@ fn check(call: &'static str, code: Return) -> Result<(), NvmlError> {
     }
     let name = names::name(code).map_or_else(|| format!("nvmlReturn {code}"), str::to_owned);
     Err(NvmlError::Call { call, code, name })
+}
+
+/// What `fill` writes to a live value.
+fn read<T: Default>(call: &'static str, fill: impl FnOnce(*mut T) -> Return) -> Result<T, NvmlError> {
+    let mut value = T::default();
+    check(call, fill(&raw mut value))?;
+    Ok(value)
 }
 
 /// Like [`check`], with "not supported" as an answer instead of an error.

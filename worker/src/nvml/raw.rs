@@ -11,7 +11,7 @@ pub(super) type Return = c_int;
 
 /// `nvmlDevice_t`, a handle that only the library looks into.
 #[repr(transparent)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Device(pub *mut c_void);
 
 /// `nvmlPciInfo_t` of `nvmlDeviceGetPciInfo_v3`.
