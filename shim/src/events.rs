@@ -79,13 +79,6 @@ enum SendError {
     Overdue,
 }
 
-/// Events were still waiting for containerd when the time for them was over.
-#[derive(Debug, thiserror::Error)]
-#[error("not all events were delivered to containerd within {limit:?}")]
-pub struct Undelivered {
-    limit: Duration,
-}
-
 /// What the worker finds in its queue.
 enum Item {
     Event(Envelope),
@@ -152,15 +145,12 @@ impl Publisher {
         let _sent = inbox.send(Item::Event(envelope));
     }
 
-    /// Waits until containerd has acknowledged every event published so far.
-    pub async fn flush(&self, limit: Duration) -> Result<(), Undelivered> {
-        let Some(inbox) = &self.inbox else { return Ok(()) };
+    /// Waits until containerd has acknowledged every event published so far. Returns whether it has.
+    pub async fn flush(&self, limit: Duration) -> bool {
+        let Some(inbox) = &self.inbox else { return true };
         let (done, delivered) = oneshot::channel();
         let sent = inbox.send(Item::Mark(done)).is_ok();
-        match tokio::time::timeout(limit, delivered).await {
-            Ok(Ok(())) if sent => Ok(()),
-            _ => Err(Undelivered { limit }),
-        }
+        sent && matches!(tokio::time::timeout(limit, delivered).await, Ok(Ok(())))
     }
 }
 

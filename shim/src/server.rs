@@ -31,7 +31,6 @@ use crate::bootstrap::{LISTENER_FD, env};
 use crate::error::{ActionError, failed, failed_at};
 use crate::events::Publisher;
 use crate::logger;
-use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::sys;
@@ -124,8 +123,9 @@ pub async fn serve(
     // Order matters: see the module head.
     socket.remove();
     server.stop_listen().await;
-    if let Err(error) = publisher.flush(SHUTDOWN_LIMIT - DISCONNECT_LIMIT).await {
-        log::error!("{}", Chain(&error));
+    let limit = SHUTDOWN_LIMIT - DISCONNECT_LIMIT;
+    if !publisher.flush(limit).await {
+        log::error!("not all events were delivered to containerd within {limit:?}");
     }
     // Calls that wait for a container that will never exit do not hold up the end.
     if timeout(DISCONNECT_LIMIT, server.disconnect()).await.is_err() {

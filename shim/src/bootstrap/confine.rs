@@ -4,12 +4,12 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+use firn_host::cgroup_mounts::{Hierarchies, UNIFIED};
+use firn_host::mountinfo;
 use nix::unistd::getppid;
 
-use crate::error::{ActionError, failed_at};
+use crate::error::{ActionError, failed, failed_at};
 
-const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 /// Highest value of `oom_score_adj`.
 const MAX_SCORE: i32 = 1000;
 
@@ -32,32 +32,17 @@ pub(super) fn adjust_oom_score(pid: u32) -> Result<(), ActionError> {
 
 /// Moves the process into the cgroup `path`, in the unified hierarchy or in every controller that has it.
 pub(super) fn join_cgroup(pid: u32, path: &str) -> Result<(), ActionError> {
-    let root = Path::new(CGROUP_ROOT);
-    let kind = statfs(root)
-        .map_err(failed_at("look at", root))?
-        .filesystem_type();
-    let hierarchies = if kind == CGROUP2_SUPER_MAGIC {
-        vec![root.to_owned()]
-    } else {
-        controllers(root)?
-    };
-    join(&hierarchies, pid, path)
+    let mounts = mountinfo::mounted().map_err(failed("list the mounts"))?;
+    let places = Hierarchies::from_mounts(&mounts, Path::new(UNIFIED))
+        .map(|hierarchies| hierarchies.of_path(Path::new(path)))
+        .unwrap_or_default();
+    join(places.into_values().map(|place| place.dir()), pid, path)
 }
 
-/// Mount points of the v1 controllers.
-fn controllers(root: &Path) -> Result<Vec<PathBuf>, ActionError> {
-    let entries = fs::read_dir(root).map_err(failed_at("list", root))?;
-    // `cpu` and `cpuacct` link to `cpu,cpuacct`: one of them is enough.
-    let mounts = entries
-        .flatten()
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    Ok(mounts.map(|entry| entry.path()).collect())
-}
-
-fn join(hierarchies: &[PathBuf], pid: u32, path: &str) -> Result<(), ActionError> {
+fn join(cgroups: impl IntoIterator<Item = PathBuf>, pid: u32, path: &str) -> Result<(), ActionError> {
     let mut joined = false;
-    for hierarchy in hierarchies {
-        let procs = hierarchy.join(path.trim_start_matches('/')).join("cgroup.procs");
+    for cgroup in cgroups {
+        let procs = cgroup.join("cgroup.procs");
         if procs.exists() {
             fs::write(&procs, pid.to_string()).map_err(failed_at("write", &procs))?;
             joined = true;
@@ -84,8 +69,8 @@ mod tests {
             fs::create_dir_all(root.path().join(dir)).unwrap();
             fs::write(root.path().join(dir).join("cgroup.procs"), "").unwrap();
         }
-        let hierarchies = controllers(root.path()).unwrap();
-        join(&hierarchies, 42, "/shims").unwrap();
+        let cgroups = |name: &str| ["memory", "pids", "cpu"].map(|dir| root.path().join(dir).join(name));
+        join(cgroups("shims"), 42, "/shims").unwrap();
         let read = |file: &str| fs::read_to_string(root.path().join(file)).unwrap();
         assert_eq!(
             (read("memory/shims/cgroup.procs"), read("pids/shims/cgroup.procs")),
@@ -96,7 +81,7 @@ mod tests {
             "",
             "the root cgroup is none of our business"
         );
-        let error = join(&hierarchies, 42, "/other").unwrap_err();
+        let error = join(cgroups("other"), 42, "/other").unwrap_err();
         assert!(
             error.to_string().starts_with("no cgroup \"/other\" for the shim"),
             "{error}"

@@ -84,7 +84,7 @@ async fn the_envelope_is_what_containerd_expects() {
     let before = SystemTime::now();
     let publisher = Publisher::new(&format!("unix://{}", socket(&dir).display()), "k8s.io");
     publisher.publish(&exit(137));
-    publisher.flush(SOON).await.unwrap();
+    assert!(publisher.flush(SOON).await);
     let envelope = next(&mut received).await;
     assert_eq!(envelope.namespace, "k8s.io");
     assert_eq!(envelope.topic, "/tasks/exit");
@@ -143,7 +143,7 @@ async fn nothing_is_lost_or_reordered_when_containerd_restarts() {
     }
     let _server = daemon.serve(&path).await;
     let count = publish(1);
-    publisher.flush(SOON).await.unwrap();
+    assert!(publisher.flush(SOON).await);
     while let Ok(envelope) = received.try_recv() {
         order.push(number(&envelope));
     }
@@ -156,9 +156,9 @@ async fn nothing_is_lost_or_reordered_when_containerd_restarts() {
 async fn flush_fails_while_containerd_is_away() {
     let dir = tempfile::tempdir().unwrap();
     let publisher = Publisher::new(socket(&dir).to_str().unwrap(), "default");
-    publisher.flush(SOON).await.expect("nothing to deliver");
+    assert!(publisher.flush(SOON).await, "nothing to deliver");
     publisher.publish(&exit(1));
-    publisher.flush(Duration::from_millis(100)).await.unwrap_err();
+    assert!(!publisher.flush(Duration::from_millis(100)).await);
 }
 
 #[tokio::test]
@@ -191,7 +191,7 @@ async fn the_queue_keeps_the_newest() {
         publisher.publish(&exit(event));
     }
     // Once the oldest events are dropped, the worker has noticed that containerd is away.
-    publisher.flush(Duration::from_millis(200)).await.unwrap_err();
+    assert!(!publisher.flush(Duration::from_millis(200)).await);
     let (daemon, mut received) = Daemon::new();
     let _server = daemon.serve(&path).await;
     let mut order = Vec::new();
@@ -228,5 +228,5 @@ async fn a_daemon_that_never_answers_gets_a_new_connection() {
 async fn without_an_address_nothing_waits() {
     let publisher = Publisher::new("", "default");
     publisher.publish(&exit(1));
-    publisher.flush(Duration::ZERO).await.unwrap();
+    assert!(publisher.flush(Duration::ZERO).await);
 }

@@ -145,25 +145,8 @@ impl TaskError {
             Self::Checkpoint(error) => code_of(error.kind()),
             Self::Restore(error) => code_of(error.kind()),
             Self::Busy { .. } | Self::Closing => Code::UNAVAILABLE,
-            Self::Kill(_)
-            | Self::KillExec(_)
-            | Self::ExecSpec(_)
-            | Self::NoStdin { .. }
-            | Self::Resize
-            | Self::Unmount(_)
-            | Self::Message(_)
-            | Self::ExecState { .. }
-            | Self::NotAllowed(_)
-            | Self::ExecRefused(ExecRefused::State(_))
-            | Self::Runtime { .. }
-            | Self::Delete(_)
-            | Self::OptionsFile(_)
-            | Self::Spec(_)
-            | Self::Mount(_)
-            | Self::Stdio(_)
-            | Self::Cgroup(_)
-            | Self::File { .. }
-            | Self::PidFile(_) => Code::UNKNOWN,
+            // As the stock shim answers with an error that has no code.
+            _ => Code::UNKNOWN,
         }
     }
 }

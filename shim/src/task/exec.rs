@@ -12,10 +12,9 @@ use firn_transaction::container::{Action, Process, StdioPaths};
 /// Takes the exec's id; Start runs it.
 pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
+    let exists = |exec_id| TaskError::ExecExists { exec_id };
     if container.process(&request.exec_id).is_some() {
-        return Err(TaskError::ExecExists {
-            exec_id: request.exec_id,
-        });
+        return Err(exists(request.exec_id));
     }
     container.admit(Action::Exec)?;
     let spec = request.spec.into_option().unwrap_or_default().value;
@@ -27,9 +26,7 @@ pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) ->
         terminal: request.terminal,
     };
     if !container.add_exec(Arc::new(Process::new(&request.exec_id, stdio, spec))) {
-        return Err(TaskError::ExecExists {
-            exec_id: request.exec_id,
-        });
+        return Err(exists(request.exec_id));
     }
     service.publisher.publish(&TaskExecAdded {
         container_id: request.id,

@@ -83,7 +83,7 @@ async fn restore_init(
     point("restore-begun").await;
     let expectation = service.exits.expect();
     let cancel = guard.cancel.clone();
-    let failed = match bring_up(service, container, &prepared, &cancel).await {
+    let (guard, error) = match bring_up(service, container, &prepared, &cancel).await {
         Ok(restored) => {
             let pid = restored.pid();
             match guard.commit(|| container.init.set_pid(pid)) {
@@ -94,15 +94,11 @@ async fn restore_init(
                     exit::claim(service, expectation, container, &container.init);
                     return Ok(());
                 }
-                Err(guard) => {
-                    let error = restored.roll_back(container, &prepared).await;
-                    (guard, error.into())
-                }
+                Err(guard) => (guard, restored.roll_back(container, &prepared).await.into()),
             }
         }
         Err(error) => (guard, error),
     };
-    let (guard, error) = failed;
     // The image is still good: the client may try again.
     container.put_checkpoint(prepared);
     if guard.end() {
