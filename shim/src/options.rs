@@ -192,8 +192,8 @@ fn number(key: &str, value: &toml::Value) -> Result<u32, DecodeError> {
     number.ok_or_else(|| wrong_type(key, value, "a number from 0 to 4294967295"))
 }
 
-/// `runtimeoptions.v1.Options`, which the published messages lack: the table in the file that it names, or else
-/// the one sent along.
+/// `runtimeoptions.v1.Options`, which the published messages lack: the table in the file that it names, or
+/// else the one sent along.
 fn from_runtime_options(bytes: &[u8]) -> Result<RuncOptions, DecodeError> {
     let sent = Empty::parse_from_bytes(bytes).map_err(malformed(RUNTIME_OPTIONS))?;
     let path = unknown_string(&sent, CONFIG_PATH);

@@ -66,8 +66,8 @@ impl Library {
     }
 }
 
-/// A table of functions of a library, as its header declares them: those that every supported version has, and
-/// those that old versions lack.
+/// A table of functions of a library, as its header declares them: those that every supported version has,
+/// and those that old versions lack.
 macro_rules! functions {
     (
         $(#[$doc:meta])*

@@ -12,8 +12,8 @@ use firn_transaction::cgroup::{Cgroup, CgroupError, read};
 use protobuf::Message;
 use protobuf::well_known_types::any::Any;
 
-/// A message whose fields have the values of keys in a file of the kernel. A key is named only where it is not
-/// the field's name.
+/// A message whose fields have the values of keys in a file of the kernel. A key is named only where it is
+/// not the field's name.
 macro_rules! from_keys {
     ($message:ident, $file:expr, { $($field:ident $(= $key:literal)?),* }) => {{
         let mut message = $message::default();

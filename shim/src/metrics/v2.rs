@@ -49,7 +49,8 @@ fn cpu(dir: &Path) -> Result<Option<CPUStat>, CgroupError> {
     Ok(Some(CPUStat {
         psi: pressure(dir, "cpu.pressure")?.into(),
         ..from_keys!(CPUStat, stat, {
-            usage_usec, user_usec, system_usec, nr_periods, nr_throttled, throttled_usec, nr_bursts, burst_usec
+            usage_usec, user_usec, system_usec, nr_periods, nr_throttled, throttled_usec, nr_bursts,
+            burst_usec
         })
     }))
 }

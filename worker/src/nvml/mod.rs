@@ -56,8 +56,8 @@ pub trait Nvml: Send + Sync {
     /// Full driver version, `580.159.04`.
     fn driver_version(&self) -> Result<String, NvmlError>;
 
-    /// GPUs in NVML's order, without their nodes; one that does not answer (lost, no permission) is an error in
-    /// its place.
+    /// GPUs in NVML's order, without their nodes; one that does not answer (lost, no permission) is an error
+    /// in its place.
     fn gpus(&self) -> Result<Vec<Result<Gpu, NvmlError>>, NvmlError>;
 
     /// GPU memory in use by each process. Processes whose memory NVML does not report are left out; in some

@@ -47,9 +47,9 @@ pub(super) struct ProcessInfo {
 }
 
 functions! {
-    /// The functions. Enums of the header have the size of an unsigned int: `nvmlEnableState_t` with the values
-    /// 0 and 1, `nvmlIntNvLinkDeviceType_t` with values from 0 to 255, `nvmlGpuTopologyLevel_t` with values from
-    /// 0 to 50.
+    /// The functions. Enums of the header have the size of an unsigned int: `nvmlEnableState_t` with the
+    /// values 0 and 1, `nvmlIntNvLinkDeviceType_t` with values from 0 to 255, `nvmlGpuTopologyLevel_t` with
+    /// values from 0 to 50.
     Table -> Return;
     required {
         init = nvmlInit_v2();
