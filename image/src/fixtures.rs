@@ -4,6 +4,7 @@ use firn_gpu::{Backend, CudaState, SourceGpu, Topology};
 pub use firn_oci::fixtures::{config, inventory, spec, uuid};
 use firn_oci::mounts::RequiredMount;
 
+use crate::block_hash::sha256;
 use crate::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 
 /// The manifest of a container with these GPUs and one CUDA process.
@@ -41,4 +42,16 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
         },
         images: vec![],
     }
+}
+
+/// A manifest's file with this body, the need of a GPU image, and a checksum that fits.
+pub fn sealed(body: &str) -> Vec<u8> {
+    with_checksum(body, &["nvidia"])
+}
+
+/// The same with these needs.
+pub fn with_checksum(body: &str, needs: &[&str]) -> Vec<u8> {
+    let (sha256, needs) = (sha256(body.as_bytes()), serde_json::json!(needs));
+    let head = format!(r#""format":"firn-checkpoint","major":1,"minor":0,"needs":{needs}"#);
+    format!(r#"{{{head},"sha256":"{sha256}","body":{body}}}"#).into_bytes()
 }

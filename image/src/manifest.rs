@@ -198,11 +198,5 @@ impl Manifest {
     }
 }
 
-/// A file with this body, the need of a GPU image, and a checksum that fits.
-#[cfg(any(test, fuzzing, feature = "fixtures"))]
-pub fn sealed(body: &str) -> Vec<u8> {
-    envelope::with_checksum(body, &[envelope::NVIDIA])
-}
-
 #[cfg(test)]
 mod tests;

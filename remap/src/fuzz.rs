@@ -36,7 +36,7 @@ pub fn manifest(bytes: &[u8]) {
     read_manifest(bytes);
     if let Ok(body) = std::str::from_utf8(bytes) {
         // JSON's own blanks: others are no part of a value, and so of what the checksum covers.
-        read_manifest(&firn_image::manifest::sealed(
+        read_manifest(&firn_image::fixtures::sealed(
             body.trim_matches([' ', '\t', '\r', '\n']),
         ));
     }
@@ -114,7 +114,7 @@ impl Entry<'_> {
             (b'l', Ok(target)) => std::os::unix::fs::symlink(target, &path),
             (b'd', _) => std::fs::create_dir(&path),
             (b'p', _) => nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).map_err(Into::into),
-            (_, Ok(body)) if self.name == "firn.json" => write(&firn_image::manifest::sealed(
+            (_, Ok(body)) if self.name == "firn.json" => write(&firn_image::fixtures::sealed(
                 body.trim_matches([' ', '\t', '\r', '\n']),
             )),
             _ => write(self.content),
@@ -413,7 +413,8 @@ fn read_manifest(bytes: &[u8]) {
         version: &here.driver_version,
         dirs: &["/nonexistent/lib"],
     };
-    match mounts::apply(&mut mounted, nowhere, &manifest.mounts, driver, empty) {
+    let resolved = mounts::resolve(&given, nowhere, &manifest.mounts, driver, empty);
+    match resolved.and_then(|mut resolved| Ok(resolved.apply(&mut mounted)?)) {
         Ok(_) => assert!(
             mounted
                 .mounts()

@@ -150,7 +150,7 @@ impl Filters {
 }
 
 impl Core {
-    fn read(message: &Message<'_>) -> Result<Self, WireError> {
+    pub(super) fn read(message: &Message<'_>) -> Result<Self, WireError> {
         let task = message.message(3)?;
         let thread = message.message(5)?;
         let mut core = Self {

@@ -105,22 +105,19 @@ impl<'a> Message<'a> {
     /// All numbers of 32 bits of a field, packed or not.
     pub(super) fn numbers(&self, field: u32) -> Result<Vec<u32>, WireError> {
         let mut numbers = Vec::new();
-        let mut push = |number: u64| {
-            numbers.push(u32::try_from(number).map_err(|_| WireError { field })?);
-            Ok(())
-        };
         for value in self.all(field) {
             match value {
-                Value::Number(number) => push(number)?,
+                Value::Number(number) => numbers.push(number),
                 Value::Bytes(mut packed) => {
                     while !packed.is_empty() {
-                        push(varint(&mut packed, field)?)?;
+                        numbers.push(varint(&mut packed, field)?);
                     }
                 }
                 Value::Fixed => return Err(WireError { field }),
             }
         }
-        Ok(numbers)
+        let numbers = numbers.into_iter().map(u32::try_from).collect::<Result<_, _>>();
+        numbers.map_err(|_| WireError { field })
     }
 
     pub(super) fn bytes(&self, field: u32) -> Result<Option<&'a [u8]>, WireError> {

@@ -104,12 +104,3 @@ fn are_names(needs: &[String]) -> bool {
     let is_name = |need: &String| (1..=MAX_NEED).contains(&need.len()) && need.bytes().all(allowed);
     all(needs, MAX_NEEDS, is_name) && distinct(needs.iter())
 }
-
-/// A file with this body, these needs and a checksum that fits.
-#[cfg(any(test, fuzzing, feature = "fixtures"))]
-pub(super) fn with_checksum(body: &str, needs: &[&str]) -> Vec<u8> {
-    let sha256 = sha256(body.as_bytes());
-    let needs = serde_json::json!(needs);
-    let head = format!(r#""format":"{FORMAT}","major":{MAJOR},"minor":{MINOR},"needs":{needs}"#);
-    format!(r#"{{{head},"sha256":"{sha256}","body":{body}}}"#).into_bytes()
-}

@@ -2,7 +2,7 @@ mod compatibility;
 
 use super::*;
 use crate::block_hash::sha256;
-use crate::fixtures::spec;
+use crate::fixtures::{sealed, spec, with_checksum};
 use firn_host::Problem;
 use firn_oci::Spec;
 use serde_json::{Value, json};

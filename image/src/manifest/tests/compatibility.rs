@@ -42,7 +42,7 @@ fn version_and_needs_are_checked_before_the_body() {
 #[test]
 fn a_need_that_this_firn_does_not_have_is_named() {
     let body = serde_json::to_string(&manifest()).unwrap();
-    let bytes = envelope::with_checksum(&body, &["nvidia", "bulk-store", "cxl"]);
+    let bytes = with_checksum(&body, &["nvidia", "bulk-store", "cxl"]);
     let error = Manifest::decode(&bytes, Path::new("firn.json")).unwrap_err();
     assert_eq!(
         (error.code(), error.hint()),
@@ -71,14 +71,11 @@ fn needs_are_few_short_distinct_names_and_those_of_the_body() {
         &many,
     ];
     for needs in cases {
-        let code = refusal(&envelope::with_checksum(&body, needs));
+        let code = refusal(&with_checksum(&body, needs));
         assert_eq!(code, "FIRN-MANIFEST-CORRUPT", "{needs:?}");
     }
     let longest = "n".repeat(64);
-    assert_eq!(
-        refusal(&envelope::with_checksum(&body, &[&longest])),
-        "FIRN-MANIFEST-NEEDS"
-    );
+    assert_eq!(refusal(&with_checksum(&body, &[&longest])), "FIRN-MANIFEST-NEEDS");
 }
 
 #[test]
