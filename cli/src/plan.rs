@@ -93,7 +93,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
                 dirs: &dirs,
             };
             let empty = bundle.join(firn_config::names::BUNDLE_EMPTY);
-            mounts::apply(&mut spec.clone(), bundle, &manifest.mounts, driver, &empty)
+            mounts::resolve(&spec, bundle, &manifest.mounts, driver, &empty)
                 .map(|_| decision)
                 .map_err(ProblemReport::from)
         });

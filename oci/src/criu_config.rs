@@ -101,12 +101,27 @@ impl CriuConfig {
     /// `[criu] libs-dir`.
     pub fn new(spec: &Spec, bundle: &Path, libs_dir: Option<&Path>) -> Self {
         let libs_dir = libs_dir.map(Path::to_owned);
-        Self::driven(spec, bundle, Driver::Firn { libs_dir })
+        Self {
+            driver: Driver::Firn { libs_dir },
+            ..Self::of_criu(spec, bundle)
+        }
     }
 
     /// For a container whose GPU state, if any, CRIU restores.
     pub fn of_criu(spec: &Spec, bundle: &Path) -> Self {
-        Self::driven(spec, bundle, Driver::Criu)
+        let users_file = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
+            Some("") => None,
+            Some(path) => Some(path.into()),
+            None => Some(names::RUNC_CRIU_CONFIG.into()),
+        };
+        Self {
+            bundle: bundle.to_owned(),
+            users_file,
+            driver: Driver::Criu,
+            script: None,
+            has_cgroup_namespace: spec.has_namespace("cgroup"),
+            runs: false,
+        }
     }
 
     /// With firn-hook as a script of restores.
@@ -120,22 +135,6 @@ impl CriuConfig {
     /// For an image without GPU state: restored tasks need not wait.
     pub fn without_state(self) -> Self {
         Self { runs: true, ..self }
-    }
-
-    fn driven(spec: &Spec, bundle: &Path, driver: Driver) -> Self {
-        let users_file = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
-            Some("") => None,
-            Some(path) => Some(path.into()),
-            None => Some(names::RUNC_CRIU_CONFIG.into()),
-        };
-        Self {
-            bundle: bundle.to_owned(),
-            users_file,
-            driver,
-            script: None,
-            has_cgroup_namespace: spec.has_namespace("cgroup"),
-            runs: false,
-        }
     }
 
     /// Where the file is.

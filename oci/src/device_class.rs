@@ -45,6 +45,11 @@ pub(crate) fn is_nvidia(path: &Path) -> bool {
     matches!(classify(path), Some(GpuPath::Gpu | GpuPath::Control))
 }
 
+pub(crate) fn arguments(hook: &Value) -> impl Iterator<Item = &str> {
+    let args = hook["args"].as_array().into_iter().flatten();
+    args.filter_map(Value::as_str)
+}
+
 /// Whether a hook of the spec runs one of NVIDIA's programs, directly or through containerd's `oci-hook`.
 pub(crate) fn is_nvidia_hook(hook: &Value) -> bool {
     const PROGRAMS: [&str; 5] = [
@@ -54,12 +59,8 @@ pub(crate) fn is_nvidia_hook(hook: &Value) -> bool {
         "nvidia-cdi-hook",
         "nvidia-ctk",
     ];
-    let words = hook["args"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .chain([&hook["path"]]);
-    let mut names = words.filter_map(|word| Path::new(word.as_str()?).file_name()?.to_str());
+    let words = arguments(hook).chain(hook["path"].as_str());
+    let mut names = words.filter_map(|word| Path::new(word).file_name()?.to_str());
     names.any(|name| PROGRAMS.contains(&name))
 }
 

@@ -15,7 +15,7 @@ use std::path::Path;
 use firn_config::{ConfigError, Conversion, Create, Toolkit};
 use serde_json::{Value, json};
 
-use crate::device_class::{self, GpuPath, classify};
+use crate::device_class::{self, GpuPath, arguments, classify};
 use crate::edit::strip_gpu_hooks;
 use crate::{Spec, SpecError};
 
@@ -224,11 +224,6 @@ fn has_gpu_hook(spec: &Spec) -> bool {
 
 fn name_of(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or_default()
-}
-
-fn arguments(hook: &Value) -> impl Iterator<Item = &str> {
-    let args = hook["args"].as_array().into_iter().flatten();
-    args.filter_map(Value::as_str)
 }
 
 /// Devices that a hook with nvidia-container-cli names, if there is such a hook.

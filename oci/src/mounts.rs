@@ -191,26 +191,6 @@ pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
     Ok(binds.map(required).collect())
 }
 
-/// Records for each mount, in their order, whether a process had it in use.
-pub fn mark_unused(mounts: &mut [RequiredMount], used: &[bool]) {
-    for (mount, used) in mounts.iter_mut().zip(used) {
-        mount.in_use = *used;
-    }
-}
-
-/// Resolves the mounts that the checkpoint needs and edits the spec.
-pub fn apply(
-    spec: &mut Spec,
-    bundle: &Path,
-    required: &[RequiredMount],
-    driver: Driver<'_>,
-    empty: &Path,
-) -> Result<ResolvedMounts, MountError> {
-    let mut resolved = resolve(spec, bundle, required, driver, empty)?;
-    resolved.apply(spec)?;
-    Ok(resolved)
-}
-
 /// Finds the edits after which every mount of the spec has a source, and every mount that the checkpoint
 /// needs is in the spec. A relative source starts at the bundle. `empty` is firn's empty file in the bundle;
 /// the caller makes it before anything is mounted.

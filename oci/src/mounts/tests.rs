@@ -39,7 +39,9 @@ impl Node {
             version: VERSION,
             dirs: &dirs,
         };
-        apply(spec, &self.path("bundle"), required, driver, &self.empty())
+        let mut resolved = resolve(spec, &self.path("bundle"), required, driver, &self.empty())?;
+        resolved.apply(spec)?;
+        Ok(resolved)
     }
 }
 
@@ -75,17 +77,6 @@ fn bind_mounts_are_required_others_are_not() {
     assert_eq!(required[0].destination, Path::new("/lib/libcuda.so"));
     assert_eq!(required[0].source_name, "libcuda.so.580.95.05");
     assert!(required[0].in_use);
-}
-
-#[test]
-fn what_no_process_has_open_or_mapped_is_not_in_use() {
-    let mut mounts = [
-        needed("/data", true),
-        needed("/usr/bin/nvidia-smi", true),
-        needed("/dat", true),
-    ];
-    mark_unused(&mut mounts, &[true, false, false]);
-    assert_eq!(mounts.map(|mount| mount.in_use), [true, false, false]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use firn_gpu::{CudaProcess, CudaState};
 use firn_host::Chain;
 use firn_image::manifest::{self, Manifest};
-use firn_oci::mounts;
+use firn_oci::mounts::RequiredMount;
 
 use super::ContainerEffects;
 use crate::checkpoint::dump::{bounded, describe};
@@ -28,7 +28,7 @@ impl ContainerEffects<'_> {
     }
 
     /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
-    async fn in_use(&self, mounts: &[mounts::RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
+    async fn in_use(&self, mounts: &[RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
         let Ok(pids) = self.cgroup.pids() else {
             return Ok(None);
         };
@@ -56,7 +56,9 @@ impl ContainerEffects<'_> {
         let images = describe(&image, limit, cancel).await?;
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
-            mounts::mark_unused(&mut mounts, &used);
+            for (mount, used) in mounts.iter_mut().zip(used) {
+                mount.in_use = used;
+            }
         }
         let backend = self.container.traits.backend;
         let write = move || {
