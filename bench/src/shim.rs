@@ -52,11 +52,13 @@ pub(crate) fn cases() -> impl Iterator<Item = &'static str> {
     GROUPS.iter().flat_map(|group| group.cases).map(|(name, _)| *name)
 }
 
+/// Names and units.
+type Cases = &'static [(&'static str, &'static str)];
+
 /// Cases that are measured together.
 struct Group {
     what: &'static str,
-    /// Names and units.
-    cases: &'static [(&'static str, &'static str)],
+    cases: Cases,
     way: Way,
 }
 
@@ -249,25 +251,32 @@ fn words(parts: &[&[&str]]) -> Vec<String> {
 /// One reading of each of a group's cases.
 type Readings = Vec<(&'static str, f64)>;
 
-/// All readings, by case and shim.
-#[derive(Default)]
-struct Record(BTreeMap<&'static str, [Vec<f64>; 2]>);
+/// All readings of a group, by case and shim.
+struct Record {
+    cases: Cases,
+    readings: BTreeMap<&'static str, [Vec<f64>; 2]>,
+}
 
 impl Record {
+    fn new(cases: Cases) -> Self {
+        let readings = BTreeMap::new();
+        Self { cases, readings }
+    }
+
     fn add(&mut self, case: &'static str, shim: Shim, reading: f64) {
-        let [stock, firn] = self.0.entry(case).or_default();
+        let [stock, firn] = self.readings.entry(case).or_default();
         match shim {
             Shim::Stock => stock.push(reading),
             Shim::Firn => firn.push(reading),
         }
     }
 
-    fn into_cases(mut self, group: &Group) -> Result<Vec<Case>> {
+    fn into_cases(mut self) -> Result<Vec<Case>> {
         let case = |&(name, unit)| {
-            let [stock, firn] = self.0.remove(name).unwrap_or_default();
+            let [stock, firn] = self.readings.remove(name).unwrap_or_default();
             Case::new(NAME, name, unit, stock, firn).with_context(|| format!("no reading of {name}"))
         };
-        group.cases.iter().map(case).collect()
+        self.cases.iter().map(case).collect()
     }
 }
 
@@ -295,7 +304,7 @@ pub(crate) fn measure(options: &Options) -> Result<Vec<Case>> {
 
 impl Group {
     fn measure(&self, lab: &Lab<'_>, n: u32) -> Result<Vec<Case>> {
-        let mut record = Record::default();
+        let mut record = Record::new(self.cases);
         match self.way {
             Way::Once { steps, measure } => {
                 let mut progress = Progress::begin(self.what, steps);
@@ -323,7 +332,7 @@ impl Group {
                 progress.end();
             }
         }
-        record.into_cases(self)
+        record.into_cases()
     }
 }
 
@@ -368,13 +377,13 @@ mod tests {
     #[test]
     fn a_case_without_readings_of_both_shims_is_an_error() {
         let group = GROUPS.last().unwrap();
-        let mut record = Record::default();
+        let mut record = Record::new(group.cases);
         record.add("binary", Shim::Stock, 10.0);
-        assert!(record.into_cases(group).is_err());
-        let mut record = Record::default();
+        assert!(record.into_cases().is_err());
+        let mut record = Record::new(group.cases);
         record.add("binary", Shim::Firn, 5.0);
         record.add("binary", Shim::Stock, 10.0);
-        let cases = record.into_cases(group).unwrap();
+        let cases = record.into_cases().unwrap();
         assert_eq!((cases.len(), cases[0].ratio), (1, Some(0.5)));
     }
 }

@@ -39,13 +39,9 @@ pub(super) const fn steps(count: u32) -> u32 {
     2 * count + 2
 }
 
-/// Names of the cases: memory, then work.
-type Names = [&'static str; 5];
-
 /// Shims with one container each.
 pub(super) fn single(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
-    let names = ["rss", "pss", "private", "idle-cpu", "idle-switches"];
-    measure(lab, record, progress, SINGLE, names, |shim, number| {
+    measure(lab, record, progress, SINGLE, |shim, number| {
         let id = format!("idle-{}-{number}", shim.short());
         lab.node()
             .run(&lab.run(shim, &["--detach"], &[IMAGE, &id, "sleep", "1000000"]))?;
@@ -55,28 +51,14 @@ pub(super) fn single(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress
 
 /// Shims of pods.
 pub(super) fn pods(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
-    let names = [
-        "pod-rss",
-        "pod-pss",
-        "pod-private",
-        "pod-idle-cpu",
-        "pod-idle-switches",
-    ];
-    measure(lab, record, progress, PODS, names, |shim, number| {
+    measure(lab, record, progress, PODS, |shim, number| {
         crowd::pod(lab, shim, &format!("pod-{}-{number}", shim.short()))
     })
 }
 
 /// Shims that have run execs and made a checkpoint: the memory that they keep.
 pub(super) fn used(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
-    let names = [
-        "used-rss",
-        "used-pss",
-        "used-private",
-        "used-idle-cpu",
-        "used-idle-switches",
-    ];
-    measure(lab, record, progress, USED, names, |shim, number| {
+    measure(lab, record, progress, USED, |shim, number| {
         let id = format!("used-{}-{number}", shim.short());
         let node = lab.node();
         node.run(&lab.run(shim, &["--detach"], &[IMAGE, &id, "sleep", "1000000"]))?;
@@ -100,9 +82,10 @@ fn measure(
     record: &mut Record,
     progress: &mut Progress,
     count: u32,
-    [rss, pss, private, cpu, switches]: Names,
     start: impl Fn(Shim, u32) -> Result<Vec<String>>,
 ) -> Result<()> {
+    // Memory, then work.
+    let [rss, pss, private, cpu, switches] = std::array::from_fn(|at| record.cases[at].0);
     let node = lab.node();
     let mut idle = Vec::new();
     for number in 0..count {
