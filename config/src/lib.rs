@@ -15,7 +15,6 @@ mod section;
 pub mod text;
 mod toolkit;
 
-pub use duration::{BadDuration, parse_duration};
 pub use file::{
     Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, Hook, Nccl, OpenImageDir,
     RemapPolicy, Restore, Worker,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 
-use crate::parse_duration;
+use crate::duration::parse_duration;
 
 /// Declares sections. The key of a field has hyphens where the field's name has underscores.
 macro_rules! sections {
@@ -204,7 +204,7 @@ impl<'de> DeserializeSeed<'de> for Target<'_, '_> {
             }
             Slot::Duration(value) => {
                 let text = String::deserialize(from)?;
-                **value = parse_duration(&text).map_err(D::Error::custom)?;
+                **value = parse_duration(&text).ok_or_else(|| not_a_duration(&text))?;
             }
             Slot::Word(words, set) => {
                 let word = String::deserialize(from)?;
@@ -216,6 +216,12 @@ impl<'de> DeserializeSeed<'de> for Target<'_, '_> {
         }
         Ok(())
     }
+}
+
+fn not_a_duration<E: Error>(text: &str) -> E {
+    E::custom(format_args!(
+        "not a duration: {text:?}; write a whole number and a unit of ms, s, m or h, as in \"90s\" or \"10m\""
+    ))
 }
 
 fn unknown_name<E: Error>(what: &str, name: &str, known: &[impl Borrow<str>]) -> E {
