@@ -35,30 +35,23 @@ pub(super) fn checksum(file: &File, size: u64, stop: &AtomicBool) -> io::Result<
                 return Err(io::Error::other("cancelled"));
             }
             let from = block * BLOCK;
-            done.push((
-                block,
-                of_block(file, from, (size - from).min(BLOCK), &mut buffer)?,
-            ));
+            let length = (size - from).min(BLOCK);
+            done.push((block, of_block(file, from, length, &mut buffer)?));
         }
         io::Result::Ok(done)
     };
-    let parts: Vec<io::Result<Vec<Block>>> = thread::scope(|scope| {
+    let parts: io::Result<Vec<Vec<Block>>> = thread::scope(|scope| {
         let others: Vec<_> = (1..processors.min(THREADS).min(blocks))
             // One that cannot be started leaves its share to the rest.
             .filter_map(|_| thread::Builder::new().spawn_scoped(scope, work).ok())
             .collect();
         let own = work();
-        let joined = others.into_iter().map(|other| {
-            other
-                .join()
-                .unwrap_or_else(|_| Err(io::Error::other("a thread that sums up a file has panicked")))
-        });
+        let panicked = || io::Error::other("a thread that sums up a file has panicked");
+        let joined = others.into_iter().map(|other| other.join());
+        let joined = joined.map(|joined| joined.unwrap_or_else(|_| Err(panicked())));
         joined.chain([own]).collect()
     });
-    let mut all: Vec<Block> = Vec::new();
-    for part in parts {
-        all.extend(part?);
-    }
+    let mut all = parts?.concat();
     all.sort_unstable_by_key(|(block, _)| *block);
     let mut sum = Sha256::new();
     all.iter().for_each(|(_, digest)| sum.update(digest));

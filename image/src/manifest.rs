@@ -144,11 +144,7 @@ impl Manifest {
             path: path.to_owned(),
             field,
         })?;
-        let body = serde_json::value::to_raw_value(self).map_err(|source| ManifestError::Write {
-            path: path.to_owned(),
-            source: source.into(),
-        })?;
-        envelope::seal(&body, self.needs(), path)
+        envelope::seal(self, path)
     }
 
     /// Reads the manifest of an image directory, if it has one.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::limits::{all, distinct};
-use super::{MAX_BYTES, ManifestError};
+use super::{MAX_BYTES, Manifest, ManifestError};
 use crate::block_hash::sha256;
 
 const FORMAT: &str = "firn-checkpoint";
@@ -44,19 +44,21 @@ pub(super) struct Envelope<'a> {
 }
 
 /// The bytes of the file; `path` is for errors.
-pub(super) fn seal(body: &RawValue, needs: &[&str], path: &Path) -> Result<Vec<u8>, ManifestError> {
+pub(super) fn seal(manifest: &Manifest, path: &Path) -> Result<Vec<u8>, ManifestError> {
+    let unwritable = |source: serde_json::Error| ManifestError::Write {
+        path: path.to_owned(),
+        source: source.into(),
+    };
+    let body = serde_json::value::to_raw_value(manifest).map_err(unwritable)?;
     let envelope = Envelope {
         format: FORMAT,
         major: MAJOR,
         minor: MINOR,
-        needs: needs.iter().map(|need| (*need).to_owned()).collect(),
+        needs: manifest.needs().iter().copied().map(str::to_owned).collect(),
         sha256: &sha256(body.get().as_bytes()),
-        body,
+        body: &body,
     };
-    let bytes = serde_json::to_vec(&envelope).map_err(|source| ManifestError::Write {
-        path: path.to_owned(),
-        source: source.into(),
-    })?;
+    let bytes = serde_json::to_vec(&envelope).map_err(unwritable)?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(ManifestError::TooLarge {
             path: path.to_owned(),
