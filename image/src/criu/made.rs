@@ -69,11 +69,10 @@ fn process(spec: &Spec, allowed: &Allowed<'_>, init: i32, pid: i32, host: &Host)
 }
 
 fn children(pid: i32) -> Vec<i32> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task"))
-        .into_iter()
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
+    let lists = threads
         .flatten()
-        .flatten();
-    let lists = threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
+        .filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
     lists.flat_map(|list| numbers(&list)).collect()
 }
 
@@ -83,9 +82,11 @@ fn core(pid: i32) -> io::Result<Core> {
     // The first is the heading; in each, the name takes 25 columns.
     let limits = limits.lines().skip(1).map(|line| {
         let mut words = line.get(25..).unwrap_or_default().split_whitespace();
-        let mut limit = || match words.next() {
-            Some(word) => word.parse().unwrap_or(u64::MAX),
-            None => u64::MAX,
+        let mut limit = || {
+            words
+                .next()
+                .and_then(|word| word.parse().ok())
+                .unwrap_or(u64::MAX)
         };
         [limit(), limit()]
     });
@@ -109,12 +110,10 @@ fn thread_of(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>> {
         return Ok(None);
     }
     let set = |name| u64::from_str_radix(field(name), 16).unwrap_or(u64::MAX);
-    let [users, groups] = [("Uid:", "uid"), ("Gid:", "gid")].map(|(name, kind)| {
+    let ids = |name, kind| {
         let ids = numbers(field(name)).into_iter();
         ids.map(|id| inner(spec, kind, id)).collect::<Vec<u32>>()
-    });
-    let supplementary = numbers(field("Groups:"));
-    let supplementary = supplementary.into_iter().map(|id| inner(spec, "gid", id));
+    };
     // Without a security module there is nothing to read.
     let label = fs::read(format!("{dir}/attr/current")).unwrap_or_default();
     Ok(Some(Thread {
@@ -122,8 +121,8 @@ fn thread_of(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>> {
         cgroups: None,
         seccomp: (field("Seccomp:").parse().unwrap_or(0), Some(0)),
         creds: Creds {
-            users: users.try_into().unwrap_or([u32::MAX; 4]),
-            groups: groups.into_iter().chain(supplementary).collect(),
+            users: ids("Uid:", "uid").try_into().unwrap_or([u32::MAX; 4]),
+            groups: [ids("Gid:", "gid"), ids("Groups:", "gid")].concat(),
             capabilities: [
                 ("inheritable", set("CapInh:")),
                 ("permitted", set("CapPrm:")),

@@ -30,16 +30,12 @@ impl DeviceRule {
     fn read(entry: &Value) -> Result<Self, SpecError> {
         let mut entry = entry.clone();
         // runc takes an empty type for all types; oci-spec knows only a missing one.
-        if let Some(fields) = entry
-            .as_object_mut()
-            .filter(|fields| fields.get("type") == Some(&"".into()))
-        {
-            fields.remove("type");
+        if entry["type"] == "" {
+            entry["type"] = Value::Null;
         }
-        match LinuxDeviceCgroup::deserialize(&entry) {
-            Ok(rule) => Ok(Self(rule)),
-            Err(error) => Err(SpecError::malformed("linux.resources.devices", Some(error))),
-        }
+        let rule = LinuxDeviceCgroup::deserialize(&entry);
+        rule.map(Self)
+            .map_err(|error| SpecError::malformed("linux.resources.devices", Some(error)))
     }
 
     /// Whether the rule allows access to the devices that it names.
@@ -78,11 +74,8 @@ impl DeviceRule {
 
     /// Whether the rule names this device, alone or among others.
     fn covers(&self, node: &DeviceNode) -> bool {
-        let has_type = match self.0.typ() {
-            _ if self.has_all_types() => true,
-            Some(LinuxDeviceType::B) => node.kind == NodeType::Block,
-            _ => node.kind == NodeType::Char,
-        };
+        let is_block = self.0.typ() == Some(LinuxDeviceType::B);
+        let has_type = self.has_all_types() || is_block == (node.kind == NodeType::Block);
         let has_number =
             |rule: Option<i64>, of_node: u64| is_all(rule) || rule.map(u64::try_from) == Some(Ok(of_node));
         has_type && has_number(self.0.major(), node.major) && has_number(self.0.minor(), node.minor)
