@@ -67,7 +67,6 @@ pub(crate) fn is_kept(options: &RuncOptions) {
         serde_json::from_slice::<RuncOptions>(&json).ok().as_ref(),
         Some(options)
     );
-    assert_eq!(json == b"{}", *options == RuncOptions::default());
     assert!(!options.runtime().is_empty());
     assert!(options.root("ns").ends_with("ns"));
 
