@@ -64,33 +64,25 @@ pub fn parse(text: &[u8]) -> Vec<MountEntry> {
 
 fn entry(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let id = text(fields.next()?).parse().ok()?;
-    let parent = text(fields.next()?).parse().ok()?;
-    let device = text(fields.next()?);
-    let root = path(fields.next()?);
-    let mount_point = path(fields.next()?);
-    let options = text(fields.next()?);
+    let mut entry = MountEntry {
+        id: text(fields.next()?).parse().ok()?,
+        parent: text(fields.next()?).parse().ok()?,
+        device: text(fields.next()?),
+        root: path(fields.next()?),
+        mount_point: path(fields.next()?),
+        options: text(fields.next()?),
+        ..MountEntry::default()
+    };
     // A varying number of optional fields ends with a dash.
-    let mut propagates = false;
     loop {
         match fields.next()? {
             b"-" => break,
-            field => propagates |= field.starts_with(b"shared:") || field.starts_with(b"master:"),
+            field => entry.propagates |= field.starts_with(b"shared:") || field.starts_with(b"master:"),
         }
     }
-    let fs_type = text(fields.next()?);
-    let super_options = text(fields.nth(1)?);
-    Some(MountEntry {
-        id,
-        parent,
-        device,
-        root,
-        mount_point,
-        options,
-        propagates,
-        fs_type,
-        super_options,
-    })
+    entry.fs_type = text(fields.next()?);
+    entry.super_options = text(fields.nth(1)?);
+    Some(entry)
 }
 
 fn path(field: &[u8]) -> PathBuf {

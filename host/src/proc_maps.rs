@@ -74,7 +74,7 @@ pub fn read(proc_root: &Path, pid: i32, name: &str) -> io::Result<Option<Vec<u8>
     unless_gone(bounded::read(&proc_root.join(pid.to_string()).join(name)))
 }
 
-/// Nothing of a process that is gone.
+/// Nothing of a process or cgroup that is gone.
 pub fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
     match read {
         Ok(read) => Ok(Some(read)),
@@ -91,9 +91,11 @@ pub fn comm(proc_root: &Path, pid: i32) -> String {
         .replace(char::is_control, "?")
 }
 
-/// Whether `error` means that the process has ended.
-pub fn is_gone(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::ESRCH as i32)
+/// Whether `error` means that the process has ended, or that the cgroup was removed while its file was open
+/// (ENODEV).
+fn is_gone(error: &io::Error) -> bool {
+    let gone = [Errno::ESRCH, Errno::ENODEV].map(|errno| Some(errno as i32));
+    error.kind() == io::ErrorKind::NotFound || gone.contains(&error.raw_os_error())
 }
 
 #[cfg(test)]

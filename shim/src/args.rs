@@ -29,9 +29,10 @@ flags:
 ";
 
 /// What the shim is asked to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Action {
     /// Serve the task API.
+    #[default]
     Serve,
     /// Start a server and print where it listens.
     Start,
@@ -48,7 +49,7 @@ pub enum Action {
 }
 
 /// The command line.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Args {
     /// What to do.
     pub action: Action,
@@ -98,15 +99,7 @@ impl Args {
     /// Reads the command line, without the program's name.
     pub fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Self, ArgsError> {
         let mut words = words.into_iter();
-        let mut args = Self {
-            action: Action::Serve,
-            id: String::new(),
-            namespace: String::new(),
-            address: String::new(),
-            bundle: None,
-            socket: None,
-            debug: false,
-        };
+        let mut args = Self::default();
         let mut question = None;
         while let Some(word) = words.next() {
             let Some((name, value)) = split_flag(&word) else {

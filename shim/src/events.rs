@@ -100,12 +100,11 @@ impl Publisher {
     /// Without an address (a shim started by hand) events go nowhere.
     pub fn new(address: &str, namespace: &str) -> Self {
         let address = address.strip_prefix("unix://").unwrap_or(address).to_owned();
+        let namespace = namespace.to_owned();
         if address.is_empty() {
             log::warn!("no address for events: they are not published");
-            return Self {
-                inbox: None,
-                namespace: namespace.to_owned(),
-            };
+            let inbox = None;
+            return Self { inbox, namespace };
         }
         let (sender, inbox) = unbounded_channel();
         let worker = Worker {
@@ -115,10 +114,8 @@ impl Publisher {
             client: None,
         };
         tokio::spawn(worker.run());
-        Self {
-            inbox: Some(sender),
-            namespace: namespace.to_owned(),
-        }
+        let inbox = Some(sender);
+        Self { inbox, namespace }
     }
 
     /// Queues an event; never waits.

@@ -65,15 +65,8 @@ pub enum DecodeError {
     },
 }
 
-fn malformed(type_name: &'static str) -> impl Fn(protobuf::Error) -> DecodeError {
+pub(crate) fn malformed(type_name: &'static str) -> impl Fn(protobuf::Error) -> DecodeError {
     move |source| DecodeError::Malformed { type_name, source }
-}
-
-impl DecodeError {
-    /// Stdin of an action holds no `Any`.
-    pub(crate) fn stdin(source: protobuf::Error) -> Self {
-        malformed("google.protobuf.Any")(source)
-    }
 }
 
 /// Last segment of a type URL: Go writes the bare message name, other encoders put a host before it.

@@ -7,11 +7,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use firn_host::bounded;
-use nix::errno::Errno;
-
 use firn_host::cgroup_mounts::{Hierarchies, UNIFIED, Version};
-use firn_host::mountinfo;
+use firn_host::{mountinfo, proc_maps};
 
 /// The tightest of the limits that hold for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,11 +48,9 @@ impl MemoryLimit {
         };
         let mut known = BTreeSet::new();
         for pid in pids {
-            match bounded::read(Path::new(&format!("/proc/{pid}/cgroup"))) {
-                Ok(cgroups) => known.insert(String::from_utf8_lossy(&cgroups).into_owned()),
-                Err(error) if is_gone(&error) => continue,
-                Err(error) => return Err(error),
-            };
+            if let Some(cgroups) = proc_maps::read(Path::new("/proc"), *pid, "cgroup")? {
+                known.insert(String::from_utf8_lossy(&cgroups).into_owned());
+            }
         }
         let limits = known.iter().map(|cgroups| Self::tightest(&host, cgroups));
         let limits: Vec<Option<Self>> = limits.collect::<io::Result<_>>()?;
@@ -111,17 +106,7 @@ fn left(dir: &Path, files: &Files) -> io::Result<Option<u64>> {
 
 /// The text of a cgroup's file; `None` if the cgroup or its controller does not exist.
 fn text(path: &Path) -> io::Result<Option<String>> {
-    match fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if is_gone(&error) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// ENODEV: the cgroup is removed while its file is open. ESRCH: the process ends.
-fn is_gone(error: &io::Error) -> bool {
-    let gone = [Errno::ENODEV, Errno::ESRCH].map(|errno| Some(errno as i32));
-    error.kind() == io::ErrorKind::NotFound || gone.contains(&error.raw_os_error())
+    proc_maps::unless_gone(fs::read_to_string(path))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 
 use crate::error::{ActionError, failed};
-use crate::options::{DecodeError, runc_options};
+use crate::options::{malformed, runc_options};
 use firn_transaction::reaper::Reaper;
 
 /// The name under which containerd and its clients know what this shim can do.
@@ -43,8 +43,8 @@ pub fn info() -> Result<(), ActionError> {
 }
 
 fn describe(stdin: &[u8]) -> Result<RuntimeInfo, ActionError> {
-    let sent =
-        Any::parse_from_bytes(stdin).map_err(|source| ActionError::Options(DecodeError::stdin(source)))?;
+    let sent = Any::parse_from_bytes(stdin).map_err(malformed("google.protobuf.Any"));
+    let sent = sent.map_err(ActionError::Options)?;
     let options = runc_options(Some(&sent)).map_err(ActionError::Options)?;
     let binary =
         find(options.runtime()).ok_or_else(|| ActionError::NoRuntime(options.runtime().to_owned()))?;

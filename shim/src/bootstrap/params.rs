@@ -82,9 +82,8 @@ impl Request {
 
     fn legacy(args: &Args, stdin: &[u8]) -> Self {
         // Only the shim's own cgroup matters here. What cannot be understood is Create's to refuse.
-        let options = Any::parse_from_bytes(stdin)
-            .ok()
-            .and_then(|any| is_sent_as(&any).then(|| runc_options(Some(&any)).ok()).flatten());
+        let sent = Any::parse_from_bytes(stdin).ok().filter(is_sent_as);
+        let options = sent.and_then(|any| runc_options(Some(&any)).ok());
         Self {
             debug: args.debug,
             grpc_address: args.address.clone(),

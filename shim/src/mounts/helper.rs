@@ -37,7 +37,8 @@ impl<'m> Helper<'m> {
     pub(super) async fn mount(self, mount: &Mount, rootfs: &Path, reaper: &Reaper) -> Result<(), MountError> {
         // The helper gets them as they are, but for those that are meant for nobody here.
         Options::parse(mount.options.iter().map(String::as_str))?;
-        let target = target_of(mount, rootfs).await?;
+        let (target, rootfs) = (PathBuf::from(&mount.target), rootfs.to_owned());
+        let target = on_thread(move || inside(&rootfs, &target)).await?;
         let mut command = Command::new(self.program);
         command.arg(&mount.source).arg(&target);
         for option in &mount.options {
@@ -59,11 +60,6 @@ impl<'m> Helper<'m> {
         let output = String::from_utf8_lossy(&output);
         Err(call.error("mount", format!("{} reports: {}", self.program, output.trim())))
     }
-}
-
-async fn target_of(mount: &Mount, rootfs: &Path) -> Result<PathBuf, MountError> {
-    let (target, rootfs) = (PathBuf::from(&mount.target), rootfs.to_owned());
-    on_thread(move || inside(&rootfs, &target)).await
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ pub(super) async fn create(
                 unmount(&container.bundle.join("rootfs")).await;
             }
             service.containers().remove(&request.id);
-            Err(TaskError::NoContainer { id: request.id })
+            Err(TaskError::NoContainer)
         }
         Ok(container) => {
             service.publisher.publish(&event(&request, container.init.pid()));

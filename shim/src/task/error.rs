@@ -21,7 +21,7 @@ use firn_transaction::{cgroup, stdio};
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TaskError {
     #[error("container not created: not found")]
-    NoContainer { id: String },
+    NoContainer,
     #[error("container {id}: already exists")]
     ContainerExists { id: String },
     #[error("process does not exist {exec_id}: not found")]
@@ -120,9 +120,7 @@ impl TaskError {
 
     fn code(&self) -> Code {
         match self {
-            Self::NoContainer { .. } | Self::NoProcess { .. } | Self::Finished | Self::Absent => {
-                Code::NOT_FOUND
-            }
+            Self::NoContainer | Self::NoProcess { .. } | Self::Finished | Self::Absent => Code::NOT_FOUND,
             Self::NotAllowed(NotAllowed {
                 action: Action::Delete,
                 state: InitState::Deleted,

@@ -83,9 +83,7 @@ impl Service {
     fn container(&self, id: &str) -> Result<Arc<Container>, TaskError> {
         match self.containers().get(id) {
             Some(Slot::Ready(container)) => Ok(container.clone()),
-            Some(Slot::Reserved(_) | Slot::Cancelled) | None => {
-                Err(TaskError::NoContainer { id: id.to_owned() })
-            }
+            Some(Slot::Reserved(_) | Slot::Cancelled) | None => Err(TaskError::NoContainer),
         }
     }
 
