@@ -128,7 +128,7 @@ pub struct Mount {
 }
 
 /// A hook.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Hook {
     /// When it is run.

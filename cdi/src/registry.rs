@@ -111,21 +111,19 @@ impl Registry {
 
     /// A device and the file that describes it.
     pub fn device(&self, name: &DeviceName) -> Result<(&CdiFile, &Device), CdiError> {
-        let broken = || {
-            let line = |(path, error): &(PathBuf, FileError)| format!("{}: {error}", path.display());
-            self.broken.iter().map(line).collect()
-        };
         let Some(found) = self.devices.get(name) else {
+            let line = |(path, error): &(PathBuf, FileError)| format!("{}: {error}", path.display());
+            let broken = self.broken.iter().map(line).collect();
             return Err(match self.has_kind(name.kind()) {
                 true => CdiError::Unknown {
                     name: name.to_string(),
                     known: self.devices.keys().map(ToString::to_string).collect(),
-                    broken: broken(),
+                    broken,
                 },
                 false => CdiError::NoSpec {
                     kind: name.kind().to_owned(),
                     dirs: self.dirs.clone(),
-                    broken: broken(),
+                    broken,
                 },
             });
         };
@@ -145,15 +143,9 @@ impl Registry {
 
 /// The CDI files of a directory, by name.
 fn files_of(dir: &Path) -> Vec<PathBuf> {
-    let is_cdi = |path: &PathBuf| {
-        path.extension()
-            .is_some_and(|extension| extension == "json" || extension == "yaml")
-    };
-    let Ok(entries) = std::fs::read_dir(dir) else {
-        return Vec::new();
-    };
+    let is_cdi = |path: &PathBuf| path.extension().is_some_and(|end| end == "json" || end == "yaml");
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let mut files: Vec<PathBuf> = entries
-        .flatten()
         .map(|entry| entry.path())
         .filter(|path| is_cdi(path) && !path.is_dir())
         .collect();

@@ -20,10 +20,10 @@ use crate::{cdi, program};
 use firn_host::ProblemReport;
 
 /// A restore that would be accepted.
+#[derive(Default)]
 struct Accepted {
-    manifest: Option<Manifest>,
     /// `None` if the checkpoint holds no GPU state.
-    gpus: Option<(GpuAssignment, Inventory)>,
+    gpus: Option<(Manifest, GpuAssignment, Inventory)>,
     /// What could not be checked.
     unseen: Vec<&'static str>,
 }
@@ -38,11 +38,12 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
     let result = decide(args, &config)?;
     if args.json {
         let gpus = result.as_ref().ok().and_then(|accepted| accepted.gpus.as_ref());
+        let decision = gpus.map(|(_, decision, _)| decision);
         output::json(&json!({
             "accepted": result.is_ok(),
-            "map": gpus.map(|(decision, _)| &decision.map),
-            "basis": gpus.map(|(decision, _)| basis(decision)),
-            "warnings": gpus.map(|(decision, _)| &decision.warnings),
+            "map": decision.map(|decision| &decision.map),
+            "basis": decision.map(basis),
+            "warnings": decision.map(|decision| &decision.warnings),
             "unseen": result.as_ref().ok().map(|accepted| &accepted.unseen),
             "failure": result.as_ref().err(),
         }))?;
@@ -68,11 +69,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
     };
     let is_there = there.is_some();
     let Some(manifest) = manifest.filter(Manifest::has_gpu_state) else {
-        return Ok(Ok(Accepted {
-            manifest: None,
-            gpus: None,
-            unseen: Vec::new(),
-        }));
+        return Ok(Ok(Accepted::default()));
     };
     let inventory = match there {
         Some(inventory) => inventory,
@@ -98,8 +95,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
                 .map_err(ProblemReport::from)
         });
     Ok(decision.map(|decision| Accepted {
-        manifest: Some(manifest),
-        gpus: Some((decision, inventory)),
+        gpus: Some((manifest, decision, inventory)),
         unseen: [(is_there, UNSEEN_MOUNTS), (is_there && by_names, UNSEEN_CDI)]
             .into_iter()
             .filter_map(|(is_so, what)| is_so.then_some(what))
@@ -148,7 +144,7 @@ fn registry_of(inventory: &Inventory) -> Registry {
 }
 
 fn print(accepted: &Accepted) {
-    let (Some(manifest), Some((decision, inventory))) = (&accepted.manifest, &accepted.gpus) else {
+    let Some((manifest, decision, inventory)) = &accepted.gpus else {
         line!("the checkpoint holds no GPU state: it would be restored as runc alone would");
         return;
     };

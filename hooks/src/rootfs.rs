@@ -104,18 +104,13 @@ impl Rootfs {
                 _ => bail!("{} is not a plain path", path.display()),
             };
             reached.push(part);
-            dir = match self.directory(&reached) {
-                Ok(dir) => dir,
-                Err(Errno::ENOENT) => {
-                    mkdirat(&dir, part, Mode::from_bits_truncate(0o755))
-                        .with_context(|| format!("cannot make {}", reached.display()))?;
-                    self.directory(&reached)
-                        .with_context(|| format!("cannot open {}", reached.display()))?
-                }
-                Err(error) => {
-                    return Err(error).with_context(|| format!("cannot open {}", reached.display()));
-                }
-            };
+            let mut found = self.directory(&reached);
+            if matches!(found, Err(Errno::ENOENT)) {
+                mkdirat(&dir, part, Mode::from_bits_truncate(0o755))
+                    .with_context(|| format!("cannot make {}", reached.display()))?;
+                found = self.directory(&reached);
+            }
+            dir = found.with_context(|| format!("cannot open {}", reached.display()))?;
         }
         Ok((dir, name))
     }

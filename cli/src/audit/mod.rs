@@ -20,9 +20,10 @@ use crate::{image, output, program};
 use findings::{Signal, Signals};
 
 /// The result of an audit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
+    #[default]
     Can,
     Cannot,
     /// Nothing refuses it, and something may prevent it.
@@ -39,7 +40,7 @@ struct Process {
     anonymous_bytes: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct Report {
     subject: String,
     verdict: Verdict,
@@ -51,22 +52,6 @@ struct Report {
     signals: Vec<Signal>,
     /// The GPUs on which it would be restored.
     plan: Option<serde_json::Value>,
-}
-
-impl Report {
-    /// For a subject that is no workload.
-    fn without_workload(subject: String, signals: Signals) -> Self {
-        Self {
-            subject,
-            verdict: signals.verdict(),
-            processes: Vec::new(),
-            gpus: Vec::new(),
-            gpu_bytes: 0,
-            image_bytes: None,
-            signals: signals.all,
-            plan: None,
-        }
-    }
 }
 
 /// Prints the report and returns its verdict.
@@ -112,11 +97,10 @@ fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
     Ok(Report {
         subject: format!("image {}", dir.display()),
         verdict: signals.verdict(),
-        processes: Vec::new(),
         gpus: gpus.iter().map(|gpu| gpu.uuid.to_string()).collect(),
-        gpu_bytes: 0,
         image_bytes: is_whole.then(|| found.bytes()),
         signals: signals.all,
         plan,
+        ..Report::default()
     })
 }

@@ -26,7 +26,12 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     let mut signals = Signals::default();
     if let Some(failure) = subject.unfit() {
         signals.of_subject(&failure);
-        return Ok(Report::without_workload(subject.name, signals));
+        return Ok(Report {
+            subject: subject.name,
+            verdict: signals.verdict(),
+            signals: signals.all,
+            ..Report::default()
+        });
     }
     let unfinished = subject.unfinished_transaction();
     let unfinished = unfinished.context("cannot read the journal of the container")?;

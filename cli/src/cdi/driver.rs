@@ -74,14 +74,11 @@ impl DriverFiles {
         }
         let sonames = found.links.keys().filter(|link| !link.ends_with(".so")).cloned();
         found.libraries.extend(sonames);
-        for tool in TOOLS {
-            if root.join(tool).is_file() {
-                found
-                    .files
-                    .insert("/usr/bin/nvidia-smi".to_owned(), root.join(tool));
-                break;
-            }
-        }
+        let mut tools = TOOLS.iter().map(|tool| root.join(tool));
+        let tool = tools.find(|tool| tool.is_file());
+        found
+            .files
+            .extend(tool.map(|tool| ("/usr/bin/nvidia-smi".to_owned(), tool)));
         Ok(found)
     }
 
@@ -182,11 +179,8 @@ fn loader_cache(root: &Path) -> Vec<ldcache::Library> {
 
 /// Names of libraries in a directory.
 fn names_of(dir: &Path) -> BTreeSet<String> {
-    let Ok(entries) = std::fs::read_dir(dir) else {
-        return BTreeSet::new();
-    };
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries
-        .flatten()
         .filter_map(|entry| entry.file_name().into_string().ok())
         .filter(|name| name.starts_with("lib") && name.contains(".so"))
         .collect()

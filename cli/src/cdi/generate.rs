@@ -181,8 +181,7 @@ fn hooks(files: &DriverFiles, program: &Path) -> Vec<Hook> {
                 .into_iter()
                 .chain(pairs)
                 .collect(),
-            env: Vec::new(),
-            timeout: None,
+            ..Hook::default()
         }
     };
     let links = files.links.iter().map(|(link, text)| format!("{text}::{link}"));

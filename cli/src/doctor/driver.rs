@@ -28,13 +28,8 @@ fn of_inventory(inventory: &Inventory) -> Vec<Check> {
             "`nvidia-smi -L` shows what the driver sees",
         ));
     }
-    checks.extend(
-        inventory
-            .gpus
-            .iter()
-            .enumerate()
-            .map(|(index, gpu)| of_gpu(index, gpu)),
-    );
+    let gpus = inventory.gpus.iter().enumerate();
+    checks.extend(gpus.map(|(index, gpu)| of_gpu(index, gpu)));
     checks
 }
 
@@ -45,12 +40,8 @@ fn driver(inventory: &Inventory) -> Check {
         inventory.driver_version,
         text::cuda_version(inventory.cuda_version)
     );
-    let branch = inventory
-        .driver_version
-        .split('.')
-        .next()
-        .and_then(|branch| branch.parse::<u32>().ok());
-    match branch {
+    let branch = inventory.driver_version.split('.').next();
+    match branch.and_then(|branch| branch.parse::<u32>().ok()) {
         _ if inventory.cuda_version == 0 => Check::fail(
             NAME,
             format!("{found}; libcuda is missing"),
@@ -77,23 +68,19 @@ fn of_gpu(index: usize, gpu: &Gpu) -> Check {
         "{index}: {} {}, {memory}, {}",
         gpu.uuid, gpu.name, gpu.pci_address
     );
-    if gpu.mig {
-        return Check::warn(
-            NAME,
-            format!("{found}; in MIG mode"),
-            "whole GPUs only can be checkpointed",
-        );
-    }
-    if gpu.node.is_none() {
-        let remedy = "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes";
-        return Check::warn(NAME, format!("{found}; no device node"), remedy);
-    }
-    if !gpu.persistence {
-        let remedy =
-            "`nvidia-smi -pm 1`; without it the driver's restore can fail or be slow while no GPU is awake";
-        return Check::warn(NAME, format!("{found}; persistence mode is off"), remedy);
-    }
-    Check::ok(NAME, found)
+    let (limit, remedy) = match () {
+        () if gpu.mig => ("in MIG mode", "whole GPUs only can be checkpointed"),
+        () if gpu.node.is_none() => (
+            "no device node",
+            "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes",
+        ),
+        () if !gpu.persistence => (
+            "persistence mode is off",
+            "`nvidia-smi -pm 1`; without it the driver's restore can fail or be slow while no GPU is awake",
+        ),
+        () => return Check::ok(NAME, found),
+    };
+    Check::warn(NAME, format!("{found}; {limit}"), remedy)
 }
 
 #[cfg(test)]
