@@ -43,22 +43,19 @@ pub struct ImageFile {
     pub sha256_of_blocks: Option<String>,
 }
 
+const COPY_AGAIN: &str = "copy the checkpoint from its origin again, or make it again";
+
 /// CRIU's files are not those of a finished dump.
 #[derive(Debug, thiserror::Error, Problem)]
+#[problem("FIRN-IMAGE-CORRUPT", COPY_AGAIN)]
 pub enum ImageError {
     /// A file is not there.
     #[error("checkpoint {} lacks {name}", dir.display())]
-    #[problem(
-        "FIRN-IMAGE-TRUNCATED",
-        "copy the checkpoint from its origin again, or make it again"
-    )]
+    #[problem("FIRN-IMAGE-TRUNCATED", COPY_AGAIN)]
     Missing { dir: PathBuf, name: String },
     /// A file has another size.
     #[error("{} of the checkpoint has {found} bytes instead of {expected}", path.display())]
-    #[problem(
-        "FIRN-IMAGE-TRUNCATED",
-        "copy the checkpoint from its origin again, or make it again"
-    )]
+    #[problem("FIRN-IMAGE-TRUNCATED", COPY_AGAIN)]
     Size {
         path: PathBuf,
         found: u64,
@@ -66,17 +63,9 @@ pub enum ImageError {
     },
     /// A file has another content.
     #[error("{} of the checkpoint is damaged: its checksum does not match", path.display())]
-    #[problem(
-        "FIRN-IMAGE-CORRUPT",
-        "copy the checkpoint from its origin again, or make it again"
-    )]
     Checksum { path: PathBuf },
     /// A file that CRIU would read was added.
     #[error("{} does not belong to the checkpoint", path.display())]
-    #[problem(
-        "FIRN-IMAGE-CORRUPT",
-        "copy the checkpoint from its origin again, or make it again"
-    )]
     Added { path: PathBuf },
     /// A file was written to after it was compared.
     #[error("{} of the checkpoint was changed after it was checked", path.display())]

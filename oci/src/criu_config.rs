@@ -30,6 +30,8 @@ const MAX_BYTES: u64 = 64 << 10;
 /// Lets CRIU save deleted files of any size.
 const ANY_GHOST: &str = "ghost-limit 1024G";
 
+const MAKE_WRITABLE: &str = "check that the bundle's file system is writable and not full";
+
 /// What CRIU is about to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
@@ -41,20 +43,16 @@ pub enum Operation {
 
 /// A CRIU configuration that cannot be made.
 #[derive(Debug, thiserror::Error, Problem)]
+#[problem(
+    "FIRN-CRIU-CONFIG",
+    "correct the file that the annotation org.criu.config names, or /etc/criu/runc.conf"
+)]
 pub enum CriuError {
     /// The user's file is there and cannot be read.
     #[error("cannot read CRIU configuration {}", path.display())]
-    #[problem(
-        "FIRN-CRIU-CONFIG",
-        "correct the file that the annotation org.criu.config names, or /etc/criu/runc.conf"
-    )]
     Read { path: PathBuf, source: io::Error },
     /// The user's file is no configuration: too large, or not text.
     #[error("{} is not a CRIU configuration: larger than {MAX_BYTES} bytes or not text", path.display())]
-    #[problem(
-        "FIRN-CRIU-CONFIG",
-        "correct the file that the annotation org.criu.config names, or /etc/criu/runc.conf"
-    )]
     NotText { path: PathBuf },
     /// CRIU's configuration files cannot express this path.
     #[error("path {} cannot be written into a CRIU configuration", path.display())]
@@ -65,10 +63,7 @@ pub enum CriuError {
     Path { path: PathBuf },
     /// firn's file or directory cannot be made.
     #[error("cannot write {}", path.display())]
-    #[problem(
-        "FIRN-CRIU-CONFIG",
-        "check that the bundle's file system is writable and not full"
-    )]
+    #[problem("FIRN-CRIU-CONFIG", MAKE_WRITABLE)]
     Write { path: PathBuf, source: io::Error },
 }
 
@@ -253,10 +248,7 @@ pub enum AmdPluginError {
     Missing { looked_at: PathBuf },
     /// The directory for this plugin alone cannot be made.
     #[error("cannot make {}", path.display())]
-    #[problem(
-        "FIRN-AMD-PLUGIN",
-        "check that the bundle's file system is writable and not full"
-    )]
+    #[problem("FIRN-AMD-PLUGIN", MAKE_WRITABLE)]
     Directory { path: PathBuf, source: io::Error },
 }
 

@@ -27,6 +27,7 @@ const MAX_BYTES: u64 = 16 << 20;
 
 /// A spec that cannot be used.
 #[derive(Debug, thiserror::Error, Problem)]
+#[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
 pub enum SpecError {
     /// The file cannot be read.
     #[error("cannot read spec {}", path.display())]
@@ -37,22 +38,18 @@ pub enum SpecError {
     Read { path: PathBuf, source: io::Error },
     /// The file is too large to be a spec.
     #[error("spec {} is larger than {MAX_BYTES} bytes", path.display())]
-    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     TooLarge { path: PathBuf },
     /// The file is not JSON.
     #[error("spec {} is not valid JSON", path.display())]
-    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     Json {
         path: PathBuf,
         source: serde_json::Error,
     },
     /// The file is JSON but no object.
     #[error("spec {} is not a JSON object", path.display())]
-    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     NotAnObject { path: PathBuf },
     /// A part that firn has to act on does not follow the runtime specification.
     #[error("spec has a malformed entry in {part}")]
-    #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]
     Malformed {
         part: &'static str,
         source: Option<serde_json::Error>,

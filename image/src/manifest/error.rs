@@ -7,6 +7,7 @@ use super::{MAX_BYTES, envelope};
 
 /// A manifest that is missing or cannot be used.
 #[derive(Debug, thiserror::Error, Problem)]
+#[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
 pub enum ManifestError {
     #[error("checkpoint {} has no manifest, and the container requests a GPU", dir.display())]
     #[problem(
@@ -25,7 +26,6 @@ pub enum ManifestError {
     TooLarge { path: PathBuf },
     /// It is not JSON of the right shape.
     #[error("manifest {} is damaged", path.display())]
-    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     Shape {
         path: PathBuf,
         source: serde_json::Error,
@@ -44,11 +44,9 @@ pub enum ManifestError {
     #[problem("FIRN-MANIFEST-NEEDS", "upgrade firn on this node")]
     Needs { path: PathBuf, unknown: Vec<String> },
     #[error("manifest {} is damaged: its checksum does not match", path.display())]
-    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     Checksum { path: PathBuf },
     /// It holds a value that no dump writes.
     #[error("manifest {} holds an impossible value in {field}", path.display())]
-    #[problem("FIRN-MANIFEST-CORRUPT", "copy the checkpoint from its origin again")]
     Value { path: PathBuf, field: &'static str },
     #[error("cannot write manifest {}", path.display())]
     #[problem(
