@@ -383,11 +383,8 @@ impl Driver {
         let late = |_| Err(WorkerError::Deadline { op, limit });
         let replies = tokio::time::timeout(limit, worker.exchange(op, request)).await;
         let result = replies.unwrap_or_else(late);
-        log::debug!(
-            "driver {op}: {} ms, {}",
-            began.elapsed().as_millis(),
-            result.is_ok()
-        );
+        let (ms, ok) = (began.elapsed().as_millis(), result.is_ok());
+        log::debug!("driver {op}: {ms} ms, {ok}");
         match result {
             Ok(_) | Err(WorkerError::Refused { .. } | WorkerError::NoMemory { .. }) => {}
             Err(_) => self.end().await,

@@ -17,9 +17,8 @@
 //! (tests), share it.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
@@ -353,32 +352,25 @@ async fn feed(stdin: Option<pipe::Sender>, mut input: &[u8]) {
 
 /// The read end of a pipe and the data that was read from it.
 struct Capture {
-    pipe: Option<(pipe::Receiver, File)>,
+    pipe: Option<pipe::Receiver>,
     bytes: Vec<u8>,
 }
 
 impl Capture {
     fn new(pipe: Option<OwnedFd>) -> io::Result<Self> {
-        let pipe = pipe
-            .map(|fd| Ok::<_, io::Error>((fd.try_clone()?, fd)))
-            .transpose()?;
-        let pipe =
-            pipe.map(|(copy, fd)| Ok::<_, io::Error>((pipe::Receiver::from_owned_fd(fd)?, copy.into())));
         Ok(Self {
-            pipe: pipe.transpose()?,
+            pipe: pipe.map(pipe::Receiver::from_owned_fd).transpose()?,
             bytes: Vec::new(),
         })
     }
 
     async fn fill(&mut self) {
-        loop {
-            let Some((pipe, _)) = &self.pipe else { return };
+        while let Some(pipe) = &self.pipe {
             let mut chunk = [0; 16 << 10];
             match pipe.readable().await.and_then(|()| pipe.try_read(&mut chunk)) {
-                Ok(0) => self.pipe = None,
-                Ok(count) => self.keep(&chunk[..count]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => self.pipe = None,
+                Ok(0) | Err(_) => self.pipe = None,
+                Ok(count) => self.keep(&chunk[..count]),
             }
         }
     }
@@ -386,17 +378,19 @@ impl Capture {
     /// Reads pending data without waiting. It reads the pipe itself, because tokio's readiness may be out of
     /// date.
     fn drain(&mut self) {
+        if let Some(pipe) = self.pipe.take() {
+            self.read_pending(&pipe);
+        }
+    }
+
+    fn read_pending(&mut self, pipe: impl AsFd) {
+        let (mut room, mut chunk) = (MAX_PIPE, [0; 16 << 10]);
         // A descendant may write faster than this reads: take no more than a pipe can hold.
-        let mut room = MAX_PIPE;
-        while let Some((_, file)) = self.pipe.as_ref().filter(|_| room > 0) {
-            let mut chunk = [0; 16 << 10];
-            match io::Read::read(&mut &*file, &mut chunk) {
-                Ok(count) if count > 0 => {
-                    room = room.saturating_sub(count);
-                    self.keep(&chunk[..count]);
-                }
-                _ => self.pipe = None,
-            }
+        while room > 0
+            && let Ok(count @ 1..) = nix::unistd::read(&pipe, &mut chunk)
+        {
+            room = room.saturating_sub(count);
+            self.keep(&chunk[..count]);
         }
     }
 

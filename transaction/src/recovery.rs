@@ -92,25 +92,17 @@ impl Recovery {
     }
 
     async fn rescue_to(&mut self, root: &Path, bundle: &Path) {
-        let Record {
-            begin,
-            rescue,
-            image_was,
-            image_id,
-            ..
-        } = &self.0;
-        if let Some(half) = rescue.clone().filter(|dir| !rescue::is_complete(dir)) {
+        let record = &self.0;
+        let begin = &record.begin;
+        if let Some(half) = record.rescue.clone().filter(|dir| !rescue::is_complete(dir)) {
             blocking(move || rescue::remove(&half)).await;
         }
         if self.is_rescued() || !begin.gpu || !self.is_complete() {
             return;
         }
         let dir = rescue::place(root, bundle, &begin.container);
-        let (path, was, id) = (
-            begin.image.clone(),
-            image_was.unwrap_or(ImageWas::Filled),
-            *image_id,
-        );
+        let was = record.image_was.unwrap_or(ImageWas::Filled);
+        let (path, id) = (begin.image.clone(), record.image_id);
         let put = blocking(move || {
             let image = ImageDir::known(&path, was, id);
             if !image.is_containerds() {
@@ -141,23 +133,16 @@ impl Recovery {
 
     /// Logs what the transaction was about to do when its shim was killed, and where a complete image is.
     pub fn report_image(&self) {
-        let Record {
-            begin,
-            phase,
-            outcome,
-            ..
-        } = &self.0;
-        if outcome.is_none() {
-            let phase = phase.unwrap_or(Phase::Inspect);
-            log::warn!("the shim of {} was killed when about to {phase}", begin.container);
+        let (begin, image) = (&self.0.begin, self.image());
+        let container = &begin.container;
+        if self.0.outcome.is_none() {
+            let phase = self.0.phase.unwrap_or(Phase::Inspect);
+            log::warn!("the shim of {container} was killed when about to {phase}");
         }
         // The client may have removed the image since.
-        if begin.op == Operation::Checkpoint && self.is_complete() && self.image().exists() {
-            log::warn!(
-                "the checkpoint of {} in {} is complete and can be restored",
-                begin.container,
-                self.image().display()
-            );
+        if begin.op == Operation::Checkpoint && self.is_complete() && image.exists() {
+            let image = image.display();
+            log::warn!("the checkpoint of {container} in {image} is complete and can be restored");
         }
     }
 

@@ -53,12 +53,8 @@ impl PhaseTimings {
         let now = Instant::now();
         let ms = now.duration_since(self.last).as_secs_f64() * 1000.0;
         self.last = now;
-        log::info!(
-            "op={} container={} phase={} ms={ms:.1}",
-            self.op,
-            self.container,
-            phase.name()
-        );
+        let (op, container, name) = (self.op, &self.container, phase.name());
+        log::info!("op={op} container={container} phase={name} ms={ms:.1}");
         match self.phases.iter_mut().find(|timing| timing.name == phase) {
             Some(timing) => timing.ms += ms,
             None => self.phases.push(Timing { name: phase, ms }),
@@ -69,12 +65,8 @@ impl PhaseTimings {
     pub fn end(mut self, bundle: &Path, ok: bool) {
         self.total_ms = self.begun.elapsed().as_secs_f64() * 1000.0;
         self.ok = ok;
-        log::info!(
-            "op={} container={} ok={ok} ms={:.1}",
-            self.op,
-            self.container,
-            self.total_ms
-        );
+        let (op, container, ms) = (self.op, &self.container, self.total_ms);
+        log::info!("op={op} container={container} ok={ok} ms={ms:.1}");
         let written = serde_json::to_vec(&self)
             .map_err(std::io::Error::from)
             .and_then(|json| std::fs::write(bundle.join(FILE), json));

@@ -3,9 +3,9 @@
 //! Between the driver's checkpoint and its restore no thread of the application may run, but the driver's
 //! restore thread must. The freezer cannot treat threads differently, ptrace can:
 //!
-//! - [`TracedThreads`]: seize and interrupt threads while the cgroup is frozen. After a thaw they trap before
+//! - [`TracedThreads::hold`]: seize and interrupt threads while the cgroup is frozen. After a thaw they trap before
 //!   they reach user code, and all other threads run. Release them while the cgroup is frozen again.
-//! - [`RunSelected`]: let single threads of a group-stopped process tree (CRIU's `leave-stopped`) run, then
+//! - [`TracedThreads::run_selected`]: let single threads of a group-stopped process tree (CRIU's `leave-stopped`) run, then
 //!   return them to the stop.
 //!
 //! Linux binds a tracee to the tracing thread, so each value owns a thread that makes all ptrace calls for
@@ -77,62 +77,36 @@ pub fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, TraceEr
     Ok(tids)
 }
 
-/// Threads that trap before they reach user code.
-pub struct TracedThreads(Tracer);
-
-impl TracedThreads {
-    /// Seizes and interrupts `tids` within `limit`. Call it while they are frozen.
-    ///
-    /// A v1 freezer prevents tracing a thread that a signal has stopped, until it thaws.
-    pub async fn seize(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
-        // They are detached from the trap of the interrupt: nothing is to be done while they are held.
-        let nothing: fn(&[i32]) = |_| ();
-        Tracer::start(tids, limit, |_| Ok(()), nothing, nothing)
-            .await
-            .map(Self)
-    }
-
-    /// Releases all. Call it while they are frozen; otherwise they run at once.
-    pub async fn release(self) -> Result<(), TraceError> {
-        self.0.finish().await
-    }
-}
-
-/// Single running threads of a stopped process tree.
-pub(crate) struct RunSelected(Tracer);
-
-impl RunSelected {
-    /// Lets `tids` run, within `limit`, although their processes are stopped.
-    pub async fn start(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
-        Tracer::start(
-            tids,
-            limit,
-            |tids| tids.iter().try_for_each(|tid| wake(*tid, TRAP)),
-            |tids| {
-                for tid in tids {
-                    step(*tid);
-                }
-            },
-            park,
-        )
-        .await
-        .map(Self)
-    }
-
-    /// Returns them to the stop of their processes.
-    pub async fn stop(self) -> Result<(), TraceError> {
-        self.0.finish().await
-    }
-}
-
-struct Tracer {
+/// Traced threads, held or selected to run.
+pub struct TracedThreads {
     /// Dropping it ends the tracing thread, which releases all.
     stop: Sender<()>,
     thread: JoinHandle<()>,
     tids: Vec<i32>,
 }
 
-impl Tracer {
+impl TracedThreads {
+    /// Seizes and interrupts `tids` within `limit`: they trap before they reach user code. Call it while they
+    /// are frozen.
+    ///
+    /// A v1 freezer prevents tracing a thread that a signal has stopped, until it thaws.
+    pub async fn hold(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
+        // They are detached from the trap of the interrupt: nothing is to be done while they are held.
+        let nothing: fn(&[i32]) = |_| ();
+        Self::start(tids, limit, |_| Ok(()), nothing, nothing).await
+    }
+
+    /// Lets `tids` run, within `limit`, although their processes are stopped.
+    pub(crate) async fn run_selected(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
+        let wake: fn(&[i32]) -> _ = |tids| tids.iter().try_for_each(|tid| wake(*tid, TRAP));
+        let serve: fn(&[i32]) = |tids| {
+            for tid in tids {
+                step(*tid);
+            }
+        };
+        Self::start(tids, limit, wake, serve, park).await
+    }
+
     /// Traces `tids` from a new thread: `ready` brings them into the state that the caller needs, `serve`
     /// polls them from then on, and `part` brings them to a trap in which they can be detached.
     async fn start(
@@ -169,8 +143,9 @@ impl Tracer {
         Ok(Self { stop, thread, tids })
     }
 
-    /// Ends the tracing thread, and waits until the kernel has detached its tracees.
-    async fn finish(self) -> Result<(), TraceError> {
+    /// Ends the tracing thread, and waits until the kernel has detached its tracees. Held threads run at once
+    /// unless they are frozen; selected ones return to the stop of their processes.
+    pub async fn release(self) -> Result<(), TraceError> {
         let Self { stop, thread, tids } = self;
         drop(stop);
         let begun = tokio::time::Instant::now();

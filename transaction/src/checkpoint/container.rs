@@ -227,7 +227,7 @@ impl Device for ContainerEffects<'_> {
         let pids = self.cgroup.pids()?;
         // On a blocking thread, as in `refuse_stopped`.
         let tids = blocking(move || threads(&pids, &except)).await?;
-        let hold = TracedThreads::seize(tids, self.config.deadlines.hold);
+        let hold = TracedThreads::hold(tids, self.config.deadlines.hold);
         self.container
             .keep_held(unless_cancelled(&self.cancel, hold).await?);
         Ok(())

@@ -217,10 +217,8 @@ impl ImageDir {
             Err(errno) => log::debug!("cannot watch {}: {errno}", self.path().display()),
         }
         if self.0.was == ImageWas::Empty && !is_empty(&open.dir).map_err(failed)? {
-            log::warn!(
-                "another program has put files into {} meanwhile",
-                self.path().display()
-            );
+            let path = self.path().display();
+            log::warn!("another program has put files into {path} meanwhile");
         }
         self.check()
     }

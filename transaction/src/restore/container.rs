@@ -27,7 +27,7 @@ use crate::prepared_restore::GpuPart;
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
 use crate::timings::PhaseTimings;
-use crate::tracer::RunSelected;
+use crate::tracer::TracedThreads;
 use crate::{effects, procfs};
 use firn_gpu::CudaProcess;
 
@@ -53,7 +53,7 @@ pub(super) struct RestoreEffects<'a, S> {
     driver: Driver,
     timings: Option<PhaseTimings>,
     tasks: Option<Tasks>,
-    selected: Option<RunSelected>,
+    selected: Option<TracedThreads>,
 }
 
 impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
@@ -214,14 +214,14 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
 
     async fn run_selected(&mut self, tids: BTreeSet<i32>) -> Result<(), Cause> {
         let tids = tids.into_iter().collect();
-        let selected = RunSelected::start(tids, self.gpu.config.deadlines.hold);
+        let selected = TracedThreads::run_selected(tids, self.gpu.config.deadlines.hold);
         self.selected = Some(unless_cancelled(self.bounds, selected).await?);
         Ok(())
     }
 
     async fn stop_selected(&mut self) -> Result<(), Cause> {
         match self.selected.take() {
-            Some(selected) => unless_cancelled(self.bounds, selected.stop()).await,
+            Some(selected) => unless_cancelled(self.bounds, selected.release()).await,
             None => Ok(()),
         }
     }

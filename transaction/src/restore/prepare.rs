@@ -168,23 +168,14 @@ impl Preparation<'_> {
             std::fs::write(&empty, "").map_err(|source| Refusal::EmptyFile { path: empty, source })?;
         }
         for (destination, file) in &resolved.from_driver {
-            log::info!(
-                "mount {}: {} of this node's driver",
-                destination.display(),
-                file.display()
-            );
+            let (at, file) = (destination.display(), file.display());
+            log::info!("mount {at}: {file} of this node's driver");
         }
-        for destination in &resolved.empty {
-            log::warn!(
-                "mount {}: this node has none, it will be empty",
-                destination.display()
-            );
+        for at in resolved.empty.iter().map(|path| path.display()) {
+            log::warn!("mount {at}: this node has none, it will be empty");
         }
-        for destination in &resolved.extra {
-            log::warn!(
-                "mount {}: the checkpoint did not have it, it will not be there",
-                destination.display()
-            );
+        for at in resolved.extra.iter().map(|path| path.display()) {
+            log::warn!("mount {at}: the checkpoint did not have it, it will not be there");
         }
         Ok(())
     }
@@ -240,10 +231,8 @@ async fn plain_part(
         if is_runc {
             let edited = edit::replace_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
             if !edited.is_empty() {
-                log::warn!(
-                    "device nodes in the spec in {} have changed: {edited}",
-                    bundle.display()
-                );
+                let bundle = bundle.display();
+                log::warn!("device nodes in the spec in {bundle} have changed: {edited}");
             }
         }
     }
@@ -291,36 +280,30 @@ pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
 async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
     let mut command = Command::new(hook);
     command.arg("replay").arg(bundle);
-    let output = match reaper.output(&mut command, HELPER).await {
-        Ok(output) if output.success() => return,
-        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-        Err(error) => Chain(&error).to_string(),
-    };
-    log::warn!(
-        "cannot make the driver's links and the loader's cache in {}, so programs that are started in the \
-         container may not find its libraries: {output}",
-        bundle.display()
-    );
+    if let Err(error) = printed(&mut command, reaper).await {
+        log::warn!(
+            "cannot make the driver's links and the loader's cache in {}, so programs that are started in \
+             the container may not find its libraries: {error}",
+            bundle.display()
+        );
+    }
 }
 
 /// The directories from which the node's CDI files mount libraries, by firn-hook: the shim reads no YAML.
 /// Called only for a file that is nowhere else.
 async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
-    let output = reaper
-        .output(Command::new(hook).arg("library-dirs"), HELPER)
-        .await;
-    let json = match output {
-        Ok(output) if output.success() => output.stdout,
-        Ok(output) => {
-            log::warn!("firn-hook: {}", String::from_utf8_lossy(&output.stderr).trim());
-            return Vec::new();
-        }
-        Err(error) => {
-            log::warn!("{}", Chain(&error));
-            return Vec::new();
-        }
-    };
-    serde_json::from_slice(&json).unwrap_or_default()
+    let directories = printed(Command::new(hook).arg("library-dirs"), reaper).await;
+    let directories = directories.inspect_err(|error| log::warn!("firn-hook: {error}"));
+    serde_json::from_slice(&directories.unwrap_or_default()).unwrap_or_default()
+}
+
+/// What firn-hook prints, or why it failed.
+async fn printed(hook: &mut Command, reaper: &Reaper) -> Result<Vec<u8>, String> {
+    match reaper.output(hook, HELPER).await {
+        Ok(output) if output.success() => Ok(output.stdout),
+        Ok(output) => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        Err(error) => Err(Chain(&error).to_string()),
+    }
 }
 
 /// Whether the cgroup that the spec names is named after the container.

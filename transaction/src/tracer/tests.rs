@@ -53,7 +53,7 @@ fn a_held_process_is_traced_until_released_and_then_runs_on() {
     tick();
     runtime().block_on(async {
         let tids = threads(&[ticker.pid()], &BTreeSet::new()).unwrap();
-        let hold = TracedThreads::seize(tids, TRAP).await.unwrap();
+        let hold = TracedThreads::hold(tids, TRAP).await.unwrap();
         until("trapped", || state(ticker.pid()) == Some('t'));
         hold.release().await.unwrap();
         assert!(!is_traced(ticker.pid()), "the release was not awaited");
@@ -71,14 +71,16 @@ fn only_the_selected_thread_of_a_stopped_process_runs() {
     kill(pid, Signal::SIGSTOP).unwrap();
     until("stopped", || state(ticker.pid()) == Some('T'));
     runtime().block_on(async {
-        let only = RunSelected::start(vec![ticker.pid()], TRAP).await.unwrap();
+        let only = TracedThreads::run_selected(vec![ticker.pid()], TRAP)
+            .await
+            .unwrap();
         until("running", || matches!(state(ticker.pid()), Some('S' | 'R')));
         // Its children die while it is traced: without SIGCHLD it would not tick again.
         for _ in 0..20 {
             assert_eq!(tick(), "tick");
         }
         let begun = Instant::now();
-        only.stop().await.unwrap();
+        only.release().await.unwrap();
         assert!(begun.elapsed() < PARK, "its stop was not detected");
         assert!(!is_traced(ticker.pid()), "the stop was not awaited");
     });
@@ -177,7 +179,7 @@ fn signals_that_come_while_threads_are_held_arrive_afterwards() {
     runtime().block_on(async {
         let _reaper = Reaper::start().unwrap();
         let tids = threads(&[printer.pid()], &BTreeSet::new()).unwrap();
-        let hold = TracedThreads::seize(tids, TRAP).await.unwrap();
+        let hold = TracedThreads::hold(tids, TRAP).await.unwrap();
         until("trapped", || state(printer.tid) == Some('t'));
         for (signal, value) in queued(50) {
             printer.queue(signal, value);
@@ -200,12 +202,14 @@ fn a_selected_thread_gets_every_signal_once() {
         printer.queue(REAL_TIME, 0);
         runtime().block_on(async {
             let _reaper = Reaper::start().unwrap();
-            let only = RunSelected::start(vec![printer.tid], TRAP).await.unwrap();
+            let only = TracedThreads::run_selected(vec![printer.tid], TRAP)
+                .await
+                .unwrap();
             for (signal, value) in queued(100).into_iter().filter(|queued| *queued != (REAL_TIME, 0)) {
                 printer.queue(signal, value);
             }
             tokio::time::sleep(POLL * served).await;
-            only.stop().await.unwrap();
+            only.release().await.unwrap();
         });
         until("stopped again", || state(printer.tid) == Some('T'));
         kill(pid, Signal::SIGCONT).unwrap();
@@ -266,7 +270,7 @@ fn a_thread_that_has_ended_needs_no_holding() {
     let zombie: i32 = line.unwrap().unwrap().parse().unwrap();
     until("dead", || state(zombie) == Some('Z'));
     runtime().block_on(async {
-        let hold = TracedThreads::seize(vec![zombie], TRAP).await.unwrap();
+        let hold = TracedThreads::hold(vec![zombie], TRAP).await.unwrap();
         hold.release().await.unwrap();
     });
     child.kill().unwrap();
@@ -282,9 +286,9 @@ fn a_thread_that_never_traps_or_is_never_detached_is_an_error() {
     assert!(matches!(never, Err(TraceError::NotStopped { .. })), "{never:?}");
     assert!(begun.elapsed() > POLL * 5, "the trap was not awaited");
     runtime().block_on(async {
-        let debugger = TracedThreads::seize(vec![tid], TRAP).await.unwrap();
-        let mut other = TracedThreads::seize(Vec::new(), TRAP).await.unwrap();
-        other.0.tids.push(tid);
+        let debugger = TracedThreads::hold(vec![tid], TRAP).await.unwrap();
+        let mut other = TracedThreads::hold(Vec::new(), TRAP).await.unwrap();
+        other.tids.push(tid);
         // Paused time: timers fire at once.
         tokio::time::pause();
         let stuck = tokio::time::timeout(TRAP * 4, other.release());
@@ -300,8 +304,8 @@ fn a_thread_that_never_traps_or_is_never_detached_is_an_error() {
 fn a_process_that_is_traced_already_is_refused() {
     let (ticker, _tick) = Ticker::start();
     runtime().block_on(async {
-        let first = TracedThreads::seize(vec![ticker.pid()], TRAP).await.unwrap();
-        let second = TracedThreads::seize(vec![ticker.pid()], TRAP).await;
+        let first = TracedThreads::hold(vec![ticker.pid()], TRAP).await.unwrap();
+        let second = TracedThreads::hold(vec![ticker.pid()], TRAP).await;
         assert!(
             matches!(second, Err(TraceError::Seize { .. })),
             "a debugger's tracee was taken over"

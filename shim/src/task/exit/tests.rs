@@ -133,7 +133,7 @@ async fn a_suspended_container_whose_init_ends_is_released_and_thawed() {
     ];
     let (_dir, cgroup) = fake(Version::V2, &files);
     container.set_cgroup(cgroup.clone());
-    container.keep_held(TracedThreads::seize(Vec::new(), LIMIT).await.unwrap());
+    container.keep_held(TracedThreads::hold(Vec::new(), LIMIT).await.unwrap());
     container.set_state(InitState::Suspended);
     end(container.init.pid());
     stub.events.next::<TaskExit>().await;

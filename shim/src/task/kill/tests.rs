@@ -233,7 +233,7 @@ async fn all_processes_of_a_suspended_container_are_killed_then_released() {
         let other = scratch.spawn(&stub.service.reaper, "below", "exec sleep 1000");
         scratch.all_entered().await;
         scratch.cgroup.freeze(LIMIT).await.unwrap();
-        container.keep_held(TracedThreads::seize(vec![init], LIMIT).await.unwrap());
+        container.keep_held(TracedThreads::hold(vec![init], LIMIT).await.unwrap());
         container.set_state(InitState::Suspended);
         let resume = container.begin_transaction();
 

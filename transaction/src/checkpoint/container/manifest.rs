@@ -35,11 +35,8 @@ impl ContainerEffects<'_> {
         let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
         match self.look(look::Request::InUse { pids, places }).await {
             Err(EffectError::Look(error)) => {
-                log::warn!(
-                    "all mounts of {} may be in use: {}",
-                    self.container.id,
-                    Chain(&error)
-                );
+                let id = &self.container.id;
+                log::warn!("all mounts of {id} may be in use: {}", Chain(&error));
                 Ok(None)
             }
             seen => seen,
