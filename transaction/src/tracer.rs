@@ -13,7 +13,7 @@
 //! may consume the notice. When the shim dies the kernel releases its tracees.
 
 use std::collections::BTreeSet;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -125,7 +125,9 @@ impl TracedThreads {
             // When the receiver was dropped, the other end of `stopped` was dropped too.
             let _nobody = report.send(held);
             if is_held {
-                wait_for_stop(&stopped, || serve(&traced));
+                while stopped.recv_timeout(POLL) == Err(RecvTimeoutError::Timeout) {
+                    serve(&traced);
+                }
             }
             part(&traced);
             // The kernel detaches all when this thread ends, whatever their state is: a thread that a v1
@@ -158,12 +160,6 @@ impl TracedThreads {
         // The join does not block: the thread has ended, since its end detaches the tracees; or all tracees
         // are dead, and it ends at once.
         thread.join().map_err(|_| TraceError::Tracer)
-    }
-}
-
-fn wait_for_stop(stopped: &Receiver<()>, mut serve: impl FnMut()) {
-    while stopped.recv_timeout(POLL) == Err(RecvTimeoutError::Timeout) {
-        serve();
     }
 }
 

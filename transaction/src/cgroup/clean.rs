@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 
 use super::{Cgroup, CgroupError, Version, read};
 use crate::pidfd::{self, Signal};
-use crate::warn::UnlessAbsent;
+use crate::warn::{OrWarn, UnlessAbsent};
 
 /// Pause between two reads of the process list.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -48,9 +48,8 @@ impl Cgroup {
             },
         };
         for pid in pids.iter().filter(|_| !whole) {
-            if let Err(error) = pidfd::signal(*pid, Signal::KILL, || self.holds(*pid)) {
-                log::warn!("cannot kill process {pid} of {}: {error}", dir.display());
-            }
+            let killed = pidfd::signal(*pid, Signal::KILL, || self.holds(*pid));
+            killed.or_warn(format_args!("cannot kill process {pid} of {}", dir.display()));
         }
         // Order matters: signals sent to a frozen v1 cgroup are delivered before its processes can fork
         // again. Processes of a v2 cgroup die frozen, and the runtime then considers the container paused and

@@ -32,6 +32,7 @@ use firn_gpu::{CudaProcess, CudaState};
 
 use crate::effects::{Device, Dump, note};
 pub use crate::phase::Phase;
+use crate::warn::OrWarn;
 use firn_host::Chain;
 
 /// A checkpoint that failed. Unless [`Failure::suspended`] is set, the workload goes on as before.
@@ -271,17 +272,14 @@ async fn stop<E: Device>(effects: &mut E) {
         Ok(()) => effects.release().await,
         failed => failed,
     };
-    if let Err(error) = stopped {
-        log::warn!("cannot stop the threads: {}", Chain(&error));
-    }
+    stopped.or_warn(format_args!("cannot stop the threads"));
 }
 
 /// Freezes the container again for the client that had paused it. A thread that is slow to stop is no
 /// failure: it has its GPU state.
 async fn refreeze<E: Device>(effects: &mut E) {
-    if let Err(error) = effects.keep_frozen().await {
-        log::warn!("the container is not frozen again yet: {}", Chain(&error));
-    }
+    let frozen = effects.keep_frozen().await;
+    frozen.or_warn(format_args!("the container is not frozen again yet"));
 }
 
 impl<'e, E: Dump> Checkpointed<'e, E> {

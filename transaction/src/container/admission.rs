@@ -3,9 +3,10 @@
 use std::fmt;
 
 /// State of a container's task.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InitState {
     /// `runc create` is done.
+    #[default]
     Created,
     /// Created from a checkpoint: the runtime is called only by Start.
     CreatedCheckpoint,

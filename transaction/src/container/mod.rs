@@ -65,6 +65,7 @@ impl Drop for Killing<'_> {
     }
 }
 
+#[derive(Default)]
 struct Status {
     state: InitState,
     execs: BTreeMap<String, Arc<Process>>,
@@ -118,12 +119,7 @@ impl Container {
             hooks: cancel::Slot::default(),
             status: Mutex::new(Status {
                 state,
-                execs: BTreeMap::new(),
-                running_execs: 0,
-                init_gone: false,
-                init_exit: None,
-                starting: false,
-                exit_while_starting: None,
+                ..Status::default()
             }),
             cgroup: Mutex::new(None),
             oom: OnceLock::new(),

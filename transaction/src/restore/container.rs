@@ -181,13 +181,8 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     async fn dev_repair(&mut self) -> Result<(), Cause> {
         let (spec, init) = (Spec::load(&self.container.bundle)?, self.init()?);
         let repair = move || dev_repair::repair(init, &spec);
-        let repaired = in_time(
-            "repair /dev of the container",
-            self.gpu.config.deadlines.look,
-            self.bounds,
-            repair,
-        )
-        .await??;
+        let limit = self.gpu.config.deadlines.look;
+        let repaired = in_time("repair /dev of the container", limit, self.bounds, repair).await??;
         let id = &self.container.id;
         if let Some(left) = &repaired.left {
             log::warn!("graphics device nodes of {id} are not replaced: {left}");
@@ -240,13 +235,11 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
                 .filter(|pid| !was_stopped(pid))
                 .collect::<Vec<_>>()
         };
-        let running = in_time(
+        let (what, limit) = (
             "read which processes were stopped",
             self.gpu.config.deadlines.look,
-            self.bounds,
-            running,
-        )
-        .await?;
+        );
+        let running = in_time(what, limit, self.bounds, running).await?;
         let cgroup = &self.tasks()?.cgroup;
         for pid in running {
             // The pid of a process that has ended may belong to another one.

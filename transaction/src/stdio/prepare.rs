@@ -34,24 +34,17 @@ struct ProcessEnds {
     stderr: Option<OwnedFd>,
 }
 
-/// The shim's ends: pipes that exist, or a terminal that the runtime will send.
-#[derive(Debug)]
-enum Wiring {
-    Pipes {
-        stdin: Option<OwnedFd>,
-        outputs: Vec<(Stream, OwnedFd, Sink)>,
-    },
-    Terminal {
-        socket: ConsoleSocket,
-        output: Sink,
-    },
-}
-
 /// Stdio before its process exists. Nothing is copied until [`Prepared::start`].
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Prepared {
     ends: ProcessEnds,
-    wiring: Wiring,
+    /// The shim's end of the process's stdin.
+    stdin: Option<Sink>,
+    /// The shim's ends of the process's outputs.
+    outputs: Vec<(Stream, OwnedFd, Sink)>,
+    /// Receives the terminal that the runtime will send, and the target of its output.
+    terminal: Option<(ConsoleSocket, Sink)>,
+    /// The client's stdin, and what holds it open.
     input: Option<(OwnedFd, OwnedFd)>,
     logger: Option<Logger>,
 }
@@ -61,129 +54,113 @@ impl StdioConfig {
     /// afterwards.
     pub async fn prepare(&self, owner: Owner, reaper: &Reaper) -> Result<Prepared, Error> {
         let stdin = self.stdin.as_deref().map(Input::open).transpose()?;
-        let mut prepared = if self.terminal {
-            self.terminal(owner, reaper).await?
+        let mut prepared = Prepared::default();
+        if self.terminal {
+            let output = self.terminal_output(&mut prepared, owner, reaper).await?;
+            prepared.terminal = Some((ConsoleSocket::bind()?, output));
         } else {
-            self.pipes(owner, reaper).await?
-        };
-        match (stdin, &mut prepared.wiring) {
-            (None, _) => {}
-            (Some(Input::Fifo { reader, hold }), Wiring::Terminal { .. }) => {
-                prepared.input = Some((reader, hold))
-            }
-            (Some(Input::Fifo { reader, hold }), Wiring::Pipes { stdin, .. }) => {
-                let (read, write) = pipe(owner, Stream::Stdin)?;
-                prepared.ends.stdin = Some(read);
-                *stdin = Some(write);
+            self.pipes(&mut prepared, owner, reaper).await?;
+        }
+        match stdin {
+            None => {}
+            Some(Input::Direct(file)) => prepared.ends.stdin = Some(file),
+            Some(Input::Fifo { reader, hold }) => {
+                if !self.terminal {
+                    let (read, write) = pipe(owner, Stream::Stdin)?;
+                    prepared.ends.stdin = Some(read);
+                    let write = watch(write, Interest::WRITABLE, Stream::Stdin)?;
+                    prepared.stdin = Some(Sink::Pipe(write, None));
+                }
                 prepared.input = Some((reader, hold));
             }
-            (Some(Input::Direct(file)), _) => prepared.ends.stdin = Some(file),
         }
         Ok(prepared)
     }
 
-    async fn pipes(&self, owner: Owner, reaper: &Reaper) -> Result<Prepared, Error> {
-        let mut ends = ProcessEnds::default();
-        let mut outputs = Vec::new();
-        let mut logger = None;
-        let mut connect = |stream, output| {
-            let (read, write) = pipe(owner, stream)?;
-            outputs.push((stream, read, output));
-            Ok::<_, Error>(Some(write))
-        };
+    async fn pipes(&self, prepared: &mut Prepared, owner: Owner, reaper: &Reaper) -> Result<(), Error> {
         match &self.target {
             Target::Fifos { stdout, stderr } => {
-                if let Some(path) = stdout {
-                    ends.stdout = connect(Stream::Stdout, Sink::open(path, Stream::Stdout)?)?;
-                }
-                if let Some(path) = stderr {
-                    ends.stderr = connect(Stream::Stderr, Sink::open(path, Stream::Stderr)?)?;
+                for (path, stream) in [(stdout, Stream::Stdout), (stderr, Stream::Stderr)] {
+                    if let Some(path) = path {
+                        prepared.connect(owner, stream, Sink::open(path, stream)?)?;
+                    }
                 }
             }
             Target::File { path, stderr } => {
                 let file = log_file(path)?;
-                ends.stdout = connect(Stream::Stdout, Sink::File(Arc::clone(&file)))?;
+                prepared.connect(owner, Stream::Stdout, Sink::File(Arc::clone(&file)))?;
                 if *stderr {
-                    ends.stderr = connect(Stream::Stderr, Sink::File(file))?;
+                    prepared.connect(owner, Stream::Stderr, Sink::File(file))?;
                 }
             }
             Target::Binary(binary) => {
-                let (running, pipes) =
-                    Logger::start(binary, &self.id, &self.namespace, owner, reaper).await?;
-                ends.stdout = Some(pipes.stdout);
-                ends.stderr = Some(pipes.stderr);
-                logger = Some(running);
+                let (logger, pipes) = Logger::start(binary, &self.id, &self.namespace, owner, reaper).await?;
+                prepared.ends.stdout = Some(pipes.stdout);
+                prepared.ends.stderr = Some(pipes.stderr);
+                prepared.logger = Some(logger);
             }
         }
-        Ok(Prepared {
-            ends,
-            wiring: Wiring::Pipes { stdin: None, outputs },
-            input: None,
-            logger,
-        })
+        Ok(())
     }
 
     /// A terminal has one output: stderr is not used.
-    async fn terminal(&self, owner: Owner, reaper: &Reaper) -> Result<Prepared, Error> {
-        let mut logger = None;
-        let output = match &self.target {
-            Target::Fifos { stdout: None, .. } => Sink::Discard,
+    async fn terminal_output(
+        &self,
+        prepared: &mut Prepared,
+        owner: Owner,
+        reaper: &Reaper,
+    ) -> Result<Sink, Error> {
+        match &self.target {
+            Target::Fifos { stdout: None, .. } => Ok(Sink::Discard),
             Target::Fifos {
                 stdout: Some(path), ..
-            } => Sink::open(path, Stream::Stdout)?,
-            Target::File { path, .. } => Sink::File(log_file(path)?),
+            } => Sink::open(path, Stream::Stdout),
+            Target::File { path, .. } => Ok(Sink::File(log_file(path)?)),
             Target::Binary(binary) => {
-                let (running, pipes) =
-                    Logger::start(binary, &self.id, &self.namespace, owner, reaper).await?;
-                logger = Some(running);
-                Sink::Pipe(watch(pipes.stdout, Interest::WRITABLE, Stream::Stdout)?, None)
+                let (logger, pipes) = Logger::start(binary, &self.id, &self.namespace, owner, reaper).await?;
+                prepared.logger = Some(logger);
+                let writer = watch(pipes.stdout, Interest::WRITABLE, Stream::Stdout)?;
+                Ok(Sink::Pipe(writer, None))
             }
-        };
-        let wiring = Wiring::Terminal {
-            socket: ConsoleSocket::bind()?,
-            output,
-        };
-        Ok(Prepared {
-            ends: ProcessEnds::default(),
-            wiring,
-            input: None,
-            logger,
-        })
+        }
     }
 }
 
 impl Prepared {
+    /// Makes a pipe from the process's stdout or stderr.
+    fn connect(&mut self, owner: Owner, stream: Stream, to: Sink) -> Result<(), Error> {
+        let (read, write) = pipe(owner, stream)?;
+        self.outputs.push((stream, read, to));
+        match stream {
+            Stream::Stderr => self.ends.stderr = Some(write),
+            _ => self.ends.stdout = Some(write),
+        }
+        Ok(())
+    }
+
     /// Creates pipes for streams that the client does not use. For such a stream the runtime opens /dev/null
     /// inside the container at create, but the host's /dev/null at restore; CRIU could not dump that a second
     /// time.
     pub fn avoid_null(&mut self, owner: Owner) -> Result<(), Error> {
-        let Wiring::Pipes { outputs, .. } = &mut self.wiring else {
+        if self.terminal.is_some() {
             return Ok(());
-        };
+        }
         if self.ends.stdin.is_none() {
             // The pipe has no writer: reading it yields end of file, as with /dev/null.
             self.ends.stdin = Some(pipe(owner, Stream::Stdin)?.0);
         }
-        let streams = [
-            (Stream::Stdout, &mut self.ends.stdout),
-            (Stream::Stderr, &mut self.ends.stderr),
-        ];
-        for (stream, end) in streams {
-            if end.is_none() {
-                let (read, write) = pipe(owner, stream)?;
-                outputs.push((stream, read, Sink::Discard));
-                *end = Some(write);
-            }
+        if self.ends.stdout.is_none() {
+            self.connect(owner, Stream::Stdout, Sink::Discard)?;
+        }
+        if self.ends.stderr.is_none() {
+            self.connect(owner, Stream::Stderr, Sink::Discard)?;
         }
         Ok(())
     }
 
     /// The socket for the runtime's `--console-socket`, for a process with a terminal.
     pub fn console_socket(&self) -> Option<&Path> {
-        match &self.wiring {
-            Wiring::Pipes { .. } => None,
-            Wiring::Terminal { socket, .. } => Some(socket.path()),
-        }
+        self.terminal.as_ref().map(|(socket, _)| socket.path())
     }
 
     /// Attaches the process's ends to the runtime's command. Drop the command before [`Prepared::start`]: it
@@ -199,39 +176,30 @@ impl Prepared {
     pub async fn start(self) -> Result<Copier, Error> {
         drop(self.ends);
         let mut copier = Copier::new(self.logger);
-        let stdin = match self.wiring {
-            Wiring::Pipes { stdin, outputs } => {
-                for (stream, from, output) in outputs {
-                    let from = watch(from, Interest::READABLE, stream)?;
-                    copier.output(stream, Source::Pipe(from), output);
-                }
-                stdin
-                    .map(|fd| watch(fd, Interest::WRITABLE, Stream::Stdin))
-                    .transpose()?
-                    .map(|writer| Sink::Pipe(writer, None))
-            }
-            Wiring::Terminal { socket, output } => {
-                let master = socket.receive().await?;
-                let master = watch(master, Interest::READABLE | Interest::WRITABLE, Stream::Terminal)?;
-                copier.output(Stream::Terminal, Source::Terminal(Arc::clone(&master)), output);
-                copier.terminal(Arc::clone(&master));
-                Some(Sink::Terminal(master))
-            }
-        };
+        for (stream, from, to) in self.outputs {
+            let from = watch(from, Interest::READABLE, stream)?;
+            copier.output(stream, Source::Pipe(from), to);
+        }
+        let mut stdin = self.stdin;
+        if let Some((socket, output)) = self.terminal {
+            let master = socket.receive().await?;
+            let master = watch(master, Interest::READABLE | Interest::WRITABLE, Stream::Terminal)?;
+            copier.output(Stream::Terminal, Source::Terminal(Arc::clone(&master)), output);
+            copier.terminal(Arc::clone(&master));
+            stdin = Some(Sink::Terminal(master));
+        }
         if let (Some((reader, hold)), Some(sink)) = (self.input, stdin) {
-            copier.input(
-                Source::Pipe(watch(reader, Interest::READABLE, Stream::Stdin)?),
-                sink,
-                hold,
-            );
+            let reader = watch(reader, Interest::READABLE, Stream::Stdin)?;
+            copier.input(Source::Pipe(reader), sink, hold);
         }
         Ok(copier)
     }
 
     /// Closes everything and ends a logging binary, after the runtime's call has failed.
-    pub async fn abort(self) {
-        drop((self.ends, self.wiring, self.input));
-        if let Some(logger) = self.logger {
+    pub async fn abort(mut self) {
+        let logger = self.logger.take();
+        drop(self);
+        if let Some(logger) = logger {
             logger.stop(Instant::now()).await;
         }
     }
