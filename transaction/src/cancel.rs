@@ -1,6 +1,6 @@
 //! Cancels a checkpoint or restore because its container is to end: no phase of it is awaited any more.
 //!
-//! Kill cancels it by [`Container::cancel_transaction`](super::Container::cancel_transaction). The
+//! Kill cancels it by [`Slot::cancel`]. The
 //! transaction then stops waiting, kills CRIU first (`runc::run_criu`), which holds the tasks by ptrace, and
 //! then the tasks; [`CancellationToken::untraced`] resolves when CRIU has ended.
 
@@ -65,22 +65,22 @@ impl Drop for AtWork<'_> {
 
 /// The transaction of a container, which has one at a time.
 #[derive(Default)]
-pub(super) struct Slot(Mutex<Option<CancellationToken>>);
+pub struct Slot(Mutex<Option<CancellationToken>>);
 
 impl Slot {
-    pub(super) fn begin(&self) -> TransactionGuard<'_> {
+    pub fn begin(&self) -> TransactionGuard<'_> {
         let cancel = CancellationToken::default();
         *lock(&self.0) = Some(cancel.clone());
         TransactionGuard { slot: self, cancel }
     }
 
     /// Cancels the transaction in progress, if there is one: it cannot be committed any more.
-    pub(super) fn cancel_transaction(&self) -> Option<CancellationToken> {
+    pub fn cancel(&self) -> Option<CancellationToken> {
         let current = lock(&self.0);
         current.clone().inspect(CancellationToken::cancel)
     }
 
-    pub(super) fn is_taken(&self) -> bool {
+    pub fn is_taken(&self) -> bool {
         lock(&self.0).is_some()
     }
 }
@@ -132,13 +132,13 @@ mod tests {
     #[tokio::test]
     async fn only_a_transaction_in_progress_is_cancelled() {
         let slot = Slot::default();
-        assert!(slot.cancel_transaction().is_none());
+        assert!(slot.cancel().is_none());
         let first = slot.begin();
         assert!(!first.cancel.is_cancelled());
-        assert!(slot.cancel_transaction().is_some());
+        assert!(slot.cancel().is_some());
         first.cancel.cancelled().await;
         drop(first);
-        assert!(slot.cancel_transaction().is_none());
+        assert!(slot.cancel().is_none());
         assert!(
             !slot.begin().cancel.is_cancelled(),
             "the next one was cancelled too"
@@ -150,22 +150,19 @@ mod tests {
         let slot = Slot::default();
         let mut published = false;
         assert!(slot.begin().commit(|| published = true).is_ok() && published);
-        assert!(
-            slot.cancel_transaction().is_none(),
-            "a committed transaction was cancelled"
-        );
+        assert!(slot.cancel().is_none(), "a committed transaction was cancelled");
 
         let guard = slot.begin();
-        assert!(slot.cancel_transaction().is_some());
+        assert!(slot.cancel().is_some());
         let Err(guard) = guard.commit(|| panic!("it was published")) else {
             panic!("a cancelled transaction was committed");
         };
         assert!(
-            slot.cancel_transaction().is_some(),
+            slot.cancel().is_some(),
             "a rollback is no part of the transaction"
         );
         assert!(guard.end(), "the cancellation is not reported");
-        assert!(slot.cancel_transaction().is_none());
+        assert!(slot.cancel().is_none());
         assert!(!slot.begin().end());
     }
 
@@ -174,7 +171,7 @@ mod tests {
         let slot = Slot::default();
         let guard = slot.begin();
         let criu = guard.cancel.criu();
-        let cancel = slot.cancel_transaction().unwrap();
+        let cancel = slot.cancel().unwrap();
         let waiting = tokio::spawn(async move { cancel.untraced(Duration::from_secs(60)).await });
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());

@@ -60,17 +60,11 @@ pub enum PrepareError {
 
 /// Edits the bundle so that the OCI runtime can use it.
 pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareError> {
-    let Request {
-        id,
-        namespace,
-        bundle,
-        mut options,
-        image,
-        reaper,
-        cancel,
-    } = request;
+    let (id, bundle, reaper) = (request.id, request.bundle, request.reaper);
+    let mut options = request.options;
     let spec = Spec::load(bundle)?;
-    let resolved = gpu_request::resolve(spec, bundle, options.wrapper(), image.is_some(), reaper).await?;
+    let resolved =
+        gpu_request::resolve(spec, bundle, options.wrapper(), request.image.is_some(), reaper).await?;
     let (spec, gpu) = (&resolved.spec, resolved.gpu);
     if let Some(runtime) = &resolved.runtime {
         options.binary_name.clone_from(runtime);
@@ -86,8 +80,8 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
         open_tcp: gpu && nccl::is_requested(spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
     };
-    let runc = Runc::new(id, namespace, bundle, &options, reaper.clone());
-    let restore = match image {
+    let runc = Runc::new(id, request.namespace, bundle, &options, reaper.clone());
+    let restore = match request.image {
         Some(image) => {
             let preparation = Preparation {
                 id,
@@ -96,7 +90,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
                 image,
                 runc: &runc,
                 reaper,
-                cancel,
+                cancel: request.cancel,
             };
             Some(preparation.prepare(&resolved).await?)
         }

@@ -97,15 +97,19 @@ impl RuncOptions {
         Path::new(root).join(namespace)
     }
 
-    /// Writes `options.json` and `runtime` into the bundle.
-    pub fn save(&self, bundle: &Path) -> Result<(), FileError> {
+    /// What is written to `options.json`: without defaults, as Go's `omitempty`.
+    pub fn json(&self) -> Value {
         let mut json = serde_json::json!(self);
         if let Value::Object(options) = &mut json {
-            // As Go's `omitempty`.
             let empty = [Value::from(""), false.into(), 0.into()];
             options.retain(|_, value| !empty.contains(value));
         }
-        write_private(bundle.join(OPTIONS_FILE), json.to_string().as_bytes())?;
+        json
+    }
+
+    /// Writes `options.json` and `runtime` into the bundle.
+    pub fn save(&self, bundle: &Path) -> Result<(), FileError> {
+        write_private(bundle.join(OPTIONS_FILE), self.json().to_string().as_bytes())?;
         write_private(bundle.join(RUNTIME_FILE), self.binary_name.as_bytes())
     }
 

@@ -62,11 +62,12 @@ pub(crate) fn names_a_file(any: &Any) -> bool {
 
 /// What is written for `delete` is read as it was, and has the same meaning when it is sent again.
 pub(crate) fn is_kept(options: &RuncOptions) {
-    let json = serde_json::to_vec(options).expect("options can be written");
+    let json = options.json().to_string();
     assert_eq!(
-        serde_json::from_slice::<RuncOptions>(&json).ok().as_ref(),
+        serde_json::from_str::<RuncOptions>(&json).ok().as_ref(),
         Some(options)
     );
+    assert_eq!(json == "{}", *options == RuncOptions::default());
     assert!(!options.runtime().is_empty());
     assert!(options.root("ns").ends_with("ns"));
 

@@ -43,7 +43,7 @@ pub(super) async fn delete(
             InitState::CreatedCheckpoint | InitState::Suspended
         ) {
             // A restore or resume that is under way is not wanted any more.
-            drop(container.cancel_transaction());
+            drop(container.transaction.cancel());
         }
         let _operation = container.operation.write().await;
         delete_init(&container).await?;
@@ -100,7 +100,7 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         drain(&container.init).await;
         thaw(container).await;
     }
-    let hooks = container.begin_hooks();
+    let hooks = container.hooks.begin();
     match container.runc.delete(hooks.cancel.cancelled()).await {
         Ok(()) => {}
         // A dump that ended the container, or a restore that was never started, leaves nothing to delete.

@@ -63,7 +63,7 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
     container.set_init_gone();
     if container.traits.has_nvidia() {
         // The runtime's own dump of a container without GPUs ends it by itself.
-        drop(container.cancel_transaction());
+        drop(container.transaction.cancel());
     }
     let was = container.state();
     // What is frozen does not end, and the runtime does not delete it.

@@ -38,7 +38,7 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             return Ok(Empty::default());
         }
         let (cancel, hooks) = match request.signal {
-            SIGKILL => (container.cancel_transaction(), container.cancel_hooks()),
+            SIGKILL => (container.transaction.cancel(), container.hooks.cancel().is_some()),
             _ => (None, false),
         };
         if let Some(cancel) = &cancel {
@@ -122,7 +122,7 @@ fn see_to_the_end(container: &Arc<Container>) {
         {
             sleep(LOOK).await;
             // A transaction that is cut off ends it.
-            if container.is_in_transaction() {
+            if container.transaction.is_taken() {
                 continue;
             }
             if let Err(error) = let_it_end(&container).await
@@ -155,7 +155,7 @@ async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
 /// runs again.
 pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
     // A resume that is under way is not wanted any more.
-    drop(container.cancel_transaction());
+    drop(container.transaction.cancel());
     container.cgroup()?.kill_all(KILLED).await?;
     // Order matters: they are let go of when they cannot run any more.
     drop(container.take_held());

@@ -41,7 +41,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
     container.begin_start();
     let started = match container.take_checkpoint() {
         None => {
-            let hooks = container.begin_hooks();
+            let hooks = container.hooks.begin();
             let killed = async {
                 hooks.cancel.cancelled().await;
                 while procfs::is_alive(container.init.pid()) {
@@ -79,7 +79,7 @@ async fn restore_init(
     prepared: PreparedRestore,
 ) -> Result<(), TaskError> {
     // From here on whoever kills or deletes the container finds a transaction to cut off, or the pid of init.
-    let guard = container.begin_transaction();
+    let guard = container.transaction.begin();
     point("restore-begun").await;
     let expectation = service.exits.expect();
     let cancel = guard.cancel.clone();

@@ -122,7 +122,7 @@ impl ContainerEffects<'_> {
         self.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;
         // Not the transaction's own token: the end of init cancels that, and here init shall end.
-        let hooks = self.container.begin_hooks();
+        let hooks = self.container.hooks.begin();
         self.container.runc.finish(hooks.cancel.cancelled()).await?;
         drop(hooks);
         journal::point("finish-deleted").await;

@@ -39,7 +39,7 @@ pub(super) async fn run(
     let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
         .await
         .map_err(|error| CheckpointError::refused(container, error))?;
-    let guard = container.begin_transaction();
+    let guard = container.transaction.begin();
     let mut effects = ContainerEffects {
         container,
         request,

@@ -142,7 +142,7 @@ async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<OtherGpus,
         }),
         ..Workload::default()
     };
-    let guard = container.begin_transaction();
+    let guard = container.transaction.begin();
     let request = look::Request::Check(Box::new(workload));
     let limit = config.deadlines.look;
     let checked: Result<Checked, _> = look::look(&request, reaper, limit, &guard.cancel).await;

@@ -78,7 +78,7 @@ async fn dump_plain(
     let work = WorkDir::choose(container, request);
     let made = work.clone();
     tidy("make CRIU's work directory", move || made.make()).await;
-    let guard = container.begin_transaction();
+    let guard = container.transaction.begin();
     let bounds = Bounds {
         deadline: None,
         journal,

@@ -125,7 +125,7 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
     let rolled_back = match container.traits.has_nvidia() {
         true => rollback_gpu(container, recovery.record(), was_frozen, reaper).await,
         false => {
-            let guard = container.begin_transaction();
+            let guard = container.transaction.begin();
             reset_freezer(container, was_frozen, &guard.cancel).await;
             Ok(())
         }
@@ -167,7 +167,7 @@ async fn rollback_gpu(
         flags: DumpFlags::default(),
         empty_namespaces: Vec::new(),
     };
-    let guard = container.begin_transaction();
+    let guard = container.transaction.begin();
     let mut effects = ContainerEffects {
         container,
         request: &request,

@@ -21,7 +21,7 @@ pub use admission::{Action, InitState, NotAllowed, admit};
 pub use exits::{Exits, Expectation, Owner};
 pub use process::{Process, StdioPaths};
 
-use crate::cancel::{self, CancellationToken, TransactionGuard};
+use crate::cancel::Slot;
 use crate::cgroup::{Cgroup, CgroupError, OomWatch};
 use crate::options::RuncOptions;
 use crate::panics::lock;
@@ -45,9 +45,10 @@ pub struct Container {
     /// Threads that must not run because their GPU state is in memory and not on the GPU. They are kept here
     /// and not in the transaction that holds them, so that they stay held when the transaction ends.
     held: Mutex<Option<TracedThreads>>,
-    transaction: cancel::Slot,
-    /// A runtime call that runs hooks.
-    hooks: cancel::Slot,
+    /// The checkpoint or restore in progress. Who begins it holds the operation lock.
+    pub transaction: Slot,
+    /// The call in progress that runs hooks, which have no deadline. Who begins it holds the operation lock.
+    pub hooks: Slot,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
     /// Reports when memory runs out; set once there are processes and the host accounts memory.
@@ -115,8 +116,8 @@ impl Container {
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
-            transaction: cancel::Slot::default(),
-            hooks: cancel::Slot::default(),
+            transaction: Slot::default(),
+            hooks: Slot::default(),
             status: Mutex::new(Status {
                 state,
                 ..Status::default()
@@ -212,31 +213,6 @@ impl Container {
     /// Takes the held threads.
     pub fn take_held(&self) -> Option<TracedThreads> {
         lock(&self.held).take()
-    }
-
-    /// Begins a checkpoint or restore, which can be cancelled. The caller holds the operation lock.
-    pub fn begin_transaction(&self) -> TransactionGuard<'_> {
-        self.transaction.begin()
-    }
-
-    /// Cancels the checkpoint or restore in progress, if there is one, because the container is to end.
-    pub fn cancel_transaction(&self) -> Option<CancellationToken> {
-        self.transaction.cancel_transaction()
-    }
-
-    /// Begins a call that runs hooks, which have no deadline. The caller holds the operation lock.
-    pub fn begin_hooks(&self) -> TransactionGuard<'_> {
-        self.hooks.begin()
-    }
-
-    /// Cancels the hooks in progress because the container is killed; returns whether there were any.
-    pub fn cancel_hooks(&self) -> bool {
-        self.hooks.cancel_transaction().is_some()
-    }
-
-    /// Whether a checkpoint or restore is in progress.
-    pub fn is_in_transaction(&self) -> bool {
-        self.transaction.is_taken()
     }
 
     /// Adds an exec under its id; returns whether the id was free.

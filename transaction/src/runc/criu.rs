@@ -13,16 +13,13 @@ use crate::journal::Journal;
 use crate::sys;
 
 fn apply(flags: &DumpFlags, command: &mut Command) {
-    for (set, flag) in [
+    let flags = [
         (flags.open_tcp, "--tcp-established"),
         (flags.external_unix_sockets, "--ext-unix-sk"),
         (flags.terminal, "--shell-job"),
         (flags.file_locks, "--file-locks"),
-    ] {
-        if set {
-            command.arg(flag);
-        }
-    }
+    ];
+    command.args(flags.into_iter().filter_map(|(set, flag)| set.then_some(flag)));
 }
 
 /// Limits and observers of a call that starts CRIU.

@@ -6,6 +6,8 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
+use percent_encoding::percent_decode_str;
+
 use super::Error;
 
 /// Where stdout and stderr go.
@@ -91,7 +93,7 @@ fn path(uri: &str, rest: &str) -> Result<PathBuf, Error> {
     if !path.starts_with('/') {
         return Err(Error::NoPath { uri: uri.to_owned() });
     }
-    Ok(PathBuf::from(decode(path, false)))
+    Ok(PathBuf::from(decode(path)))
 }
 
 /// The query as an argument list: key, value, key, value. The first value of a repeated key counts.
@@ -101,39 +103,20 @@ fn query(rest: &str) -> Vec<OsString> {
         return Vec::new();
     };
     let mut pairs: Vec<(OsString, OsString)> = Vec::new();
+    let query = query.replace('+', " ");
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-        let key = decode(key, true);
+        let key = decode(key);
         if pairs.iter().all(|(known, _)| *known != key) {
-            pairs.push((key, decode(value, true)));
+            pairs.push((key, decode(value)));
         }
     }
     pairs.into_iter().flat_map(|(key, value)| [key, value]).collect()
 }
 
 /// Percent-decodes; text that is not an escape is kept.
-fn decode(text: &str, plus_is_space: bool) -> OsString {
-    let mut rest = text.as_bytes();
-    let mut decoded = Vec::with_capacity(rest.len());
-    while let [byte, tail @ ..] = rest {
-        rest = tail;
-        match (byte, tail) {
-            (b'%', [high, low, tail @ ..]) if high.is_ascii_hexdigit() && low.is_ascii_hexdigit() => {
-                decoded.push(nibble(*high) << 4 | nibble(*low));
-                rest = tail;
-            }
-            (b'+', _) if plus_is_space => decoded.push(b' '),
-            (byte, _) => decoded.push(*byte),
-        }
-    }
-    OsString::from_vec(decoded)
-}
-
-fn nibble(digit: u8) -> u8 {
-    match digit {
-        b'0'..=b'9' => digit - b'0',
-        _ => digit.to_ascii_lowercase() - b'a' + 10,
-    }
+fn decode(text: &str) -> OsString {
+    OsString::from_vec(percent_decode_str(text).collect())
 }
 
 #[cfg(test)]

@@ -204,7 +204,7 @@ async fn with_gpus_a_transaction_is_cancelled_when_init_ends() {
     for traits in [GPU, PLAIN] {
         let mut stub = Stub::start().await;
         let container = stub.running(traits);
-        let transaction = container.begin_transaction();
+        let transaction = container.transaction.begin();
         end(container.init.pid());
         stub.events.next::<TaskExit>().await;
         assert_eq!(transaction.cancel.is_cancelled(), traits.has_nvidia());

@@ -151,7 +151,7 @@ async fn sigkill_cancels_a_transaction_and_kills_init_after_criu() {
     let stub = Stub::start().await;
     let container = stub.running(PLAIN);
     stub.runtime_does("kill", "");
-    let transaction = container.begin_transaction();
+    let transaction = container.transaction.begin();
     let criu = transaction.cancel.criu();
     assert_eq!(signal(&stub, "", SIGTERM).await.unwrap(), Ok(()));
     assert!(!transaction.cancel.is_cancelled(), "SIGTERM cancelled it");
@@ -173,7 +173,7 @@ async fn a_cancelled_restore_has_no_init_to_signal() {
     let stub = Stub::start().await;
     let container = stub.container(PLAIN);
     stub.runtime_does("kill", "echo 'box does not exist' >&2; exit 1");
-    let restore = container.begin_transaction();
+    let restore = container.transaction.begin();
     assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
     assert!(restore.cancel.is_cancelled());
     assert!(stub.calls().is_empty());
@@ -207,8 +207,8 @@ async fn a_kill_succeeds_when_the_call_that_it_cancelled_has_ended_init() {
         let mut stub = Stub::start().await;
         let container = stub.running(PLAIN);
         stub.runtime_does("kill", "echo 'container not running' >&2; exit 1");
-        let _transaction = transaction.then(|| container.begin_transaction());
-        let _hooks = hooks.then(|| container.begin_hooks());
+        let _transaction = transaction.then(|| container.transaction.begin());
+        let _hooks = hooks.then(|| container.hooks.begin());
         if init == Init::Dead {
             container.begin_start();
         }
@@ -235,7 +235,7 @@ async fn all_processes_of_a_suspended_container_are_killed_then_released() {
         scratch.cgroup.freeze(LIMIT).await.unwrap();
         container.keep_held(TracedThreads::hold(vec![init], LIMIT).await.unwrap());
         container.set_state(InitState::Suspended);
-        let resume = container.begin_transaction();
+        let resume = container.transaction.begin();
 
         stub.runtime_does("kill", "");
         assert_eq!(signal(&stub, "", SIGTERM).await.unwrap(), Ok(()));
@@ -289,7 +289,7 @@ async fn an_init_that_does_not_end_by_sigkill_is_thawed_for_half_a_minute() {
     let freeze = || std::fs::write(cgroup.primary_dir().join("freezer.state"), "FROZEN").unwrap();
     let state = || cgroup.freezer_state().unwrap();
     stub.runtime_does("kill", "");
-    let transaction = container.begin_transaction();
+    let transaction = container.transaction.begin();
     assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
     tokio::time::pause();
     sleep(LOOK * 5).await;
