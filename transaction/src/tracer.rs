@@ -3,10 +3,10 @@
 //! Between the driver's checkpoint and its restore no thread of the application may run, but the driver's
 //! restore thread must. The freezer cannot treat threads differently, ptrace can:
 //!
-//! - [`TracedThreads::hold`]: seize and interrupt threads while the cgroup is frozen. After a thaw they trap before
-//!   they reach user code, and all other threads run. Release them while the cgroup is frozen again.
-//! - [`TracedThreads::run_selected`]: let single threads of a group-stopped process tree (CRIU's `leave-stopped`) run, then
-//!   return them to the stop.
+//! - [`TracedThreads::hold`]: seize and interrupt threads while the cgroup is frozen. After a thaw they trap
+//!   before they reach user code, and all other threads run. Release them while the cgroup is frozen again.
+//! - [`TracedThreads::run_selected`]: let single threads of a group-stopped process tree (CRIU's
+//!   `leave-stopped`) run, then return them to the stop.
 //!
 //! Linux binds a tracee to the tracing thread, so each value owns a thread that makes all ptrace calls for
 //! its tracees. That thread never waits for them with `wait*`: the shim's reaper, which waits for everything,
