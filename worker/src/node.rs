@@ -51,29 +51,20 @@ pub(super) struct Node {
     pub proc_root: PathBuf,
     pub dev_root: PathBuf,
     pub sys_root: PathBuf,
-    initialised: OnceLock<Result<(), DriverError>>,
+    /// The answer of cuInit, once it was called.
+    pub initialised: OnceLock<Result<(), DriverError>>,
 }
 
 impl Node {
-    pub(super) fn new(
-        libraries: Box<dyn Libraries>,
-        proc_root: impl Into<PathBuf>,
-        dev_root: impl Into<PathBuf>,
-        sys_root: impl Into<PathBuf>,
-    ) -> Self {
-        let (proc_root, dev_root, sys_root) = (proc_root.into(), dev_root.into(), sys_root.into());
-        Self {
-            libraries,
-            proc_root,
-            dev_root,
-            sys_root,
-            initialised: OnceLock::new(),
-        }
-    }
-
     /// This machine.
     pub(super) fn host() -> Self {
-        Self::new(Box::<HostLibraries>::default(), "/proc", "/dev", "/sys")
+        Self {
+            libraries: Box::<HostLibraries>::default(),
+            proc_root: "/proc".into(),
+            dev_root: "/dev".into(),
+            sys_root: "/sys".into(),
+            initialised: OnceLock::new(),
+        }
     }
 
     /// cuInit, once in the life of the process.

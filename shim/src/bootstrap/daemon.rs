@@ -20,30 +20,13 @@ const METHOD: &str = "/containerd.services.version.v1.Version/Version";
 /// First daemon that takes a version 3.
 const FIRST_MAJOR: u32 = 2;
 
-/// The daemon behind a gRPC socket.
-pub(super) struct Daemon<'a> {
-    address: &'a str,
-}
-
-impl<'a> Daemon<'a> {
-    /// The daemon that listens at `address`, a path or `unix://` and a path.
-    pub(super) fn at(address: &'a str) -> Self {
-        Self {
-            address: address.strip_prefix("unix://").unwrap_or(address),
-        }
-    }
-
-    /// Whether it reports that it does.
-    pub(super) fn reads_version_3(&self) -> bool {
-        self.version()
-            .and_then(|version| major(&version))
-            .is_some_and(|major| major >= FIRST_MAJOR)
-    }
-
-    fn version(&self) -> Option<String> {
-        let response = http2::unary_call(self.address.as_ref(), METHOD, Instant::now() + LIMIT).ok()?;
-        version_field(&response)
-    }
+/// Whether the daemon whose gRPC socket is `address`, a path or `unix://` and a path, reports that it does.
+pub(super) fn reads_version_3(address: &str) -> bool {
+    let socket = address.strip_prefix("unix://").unwrap_or(address);
+    let response = http2::unary_call(socket.as_ref(), METHOD, Instant::now() + LIMIT).ok();
+    let version = response.and_then(|response| version_field(&response));
+    let major = version.and_then(|version| major(&version));
+    major.is_some_and(|major| major >= FIRST_MAJOR)
 }
 
 /// Field 1 of `VersionResponse`, a message that is not among the published ones.
@@ -90,7 +73,7 @@ mod tests {
 
     #[test]
     fn nobody_there_is_a_no() {
-        assert!(!Daemon::at("").reads_version_3());
-        assert!(!Daemon::at("unix:///nonexistent/containerd.sock").reads_version_3());
+        assert!(!reads_version_3(""));
+        assert!(!reads_version_3("unix:///nonexistent/containerd.sock"));
     }
 }

@@ -101,24 +101,16 @@ fn headers(method: &str) -> Vec<u8> {
     let mut block = vec![METHOD_POST, SCHEME_HTTP];
     let mut literal = |name: &[u8], value: &str| {
         block.extend(name);
-        push_string(&mut block, value);
+        // The length has 7 bits; longer ones would need a continuation.
+        let length = u8::try_from(value.len()).ok().filter(|length| *length < 127);
+        block.push(length.expect("strings sent here are short"));
+        block.extend(value.as_bytes());
     };
     literal(PATH, method);
     literal(AUTHORITY, "localhost");
     literal(CONTENT_TYPE, "application/grpc");
     literal(b"\x00\x02te", "trailers");
     block
-}
-
-fn push_string(to: &mut Vec<u8>, text: &str) {
-    // The length has 7 bits; longer ones would need a continuation.
-    to.push(
-        u8::try_from(text.len())
-            .ok()
-            .filter(|length| *length < 127)
-            .expect("strings sent here are short"),
-    );
-    to.extend(text.as_bytes());
 }
 
 fn left(deadline: Instant) -> io::Result<std::time::Duration> {

@@ -10,8 +10,7 @@ use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, Lo
 use protobuf::well_known_types::any::Any;
 use protobuf::{Enum, Message};
 
-use super::daemon::Daemon;
-use super::env;
+use super::{daemon, env};
 use crate::args::Args;
 use crate::options::{DecodeError, is_sent_as, runc_options};
 use firn_transaction::options::RuncOptions;
@@ -106,7 +105,7 @@ impl Request {
             }
             .write_to_bytes()
             .expect("a message in memory can be encoded"),
-            Form::Legacy if Daemon::at(&self.grpc_address).reads_version_3() => {
+            Form::Legacy if daemon::reads_version_3(&self.grpc_address) => {
                 let reply = serde_json::json!({
                     "version": TASK_API_VERSION, "address": address, "protocol": PROTOCOL,
                 });

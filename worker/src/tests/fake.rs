@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::sync::{Arc, Barrier, Condvar, Mutex};
+use std::sync::{Arc, Barrier, Condvar, Mutex, OnceLock};
 
 use tempfile::TempDir;
 
@@ -107,12 +107,13 @@ impl Fake {
     }
 
     pub(crate) fn node(self: &Arc<Self>) -> Node {
-        Node::new(
-            Box::new(Opened(Arc::clone(self))),
-            self.root.path(),
-            self.root.path().join("dev"),
-            self.root.path().join("sys"),
-        )
+        Node {
+            libraries: Box::new(Opened(Arc::clone(self))),
+            proc_root: self.root.path().to_owned(),
+            dev_root: self.root.path().join("dev"),
+            sys_root: self.root.path().join("sys"),
+            initialised: OnceLock::new(),
+        }
     }
 
     /// Lets process `pid` map `path`.
