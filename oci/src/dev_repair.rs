@@ -163,18 +163,11 @@ impl Dev {
     /// Opens one of [`DIRECTORIES`], on the same mount and without following links; none if it does not
     /// exist. With `make` a missing one is created.
     fn open(&self, name: &str, make: bool) -> Result<Option<Directory>, Errno> {
-        let relative = Path::new(if name.is_empty() { "." } else { name });
-        let open = || {
-            open_below(
-                &self.fd,
-                relative,
-                DIRECTORY,
-                BENEATH | ResolveFlag::RESOLVE_NO_XDEV,
-            )
-        };
+        let resolve = BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
+        let open = || open_below(&self.fd, Path::new(name), DIRECTORY, resolve);
         let fd = match open() {
             Err(Errno::ENOENT) if make => {
-                mkdirat(&self.fd, relative, Mode::from_bits_truncate(0o755))?;
+                mkdirat(&self.fd, name, Mode::from_bits_truncate(0o755))?;
                 open()?
             }
             Err(Errno::ENOENT) => return Ok(None),
@@ -226,7 +219,7 @@ impl Dev {
         let path = directory(name);
         let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
         let wanted: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
-        let directory = match self.open(name, !wanted.is_empty() && !name.is_empty()) {
+        let directory = match self.open(name, !wanted.is_empty()) {
             // A file system is mounted there: not firn's to change.
             Err(Errno::EXDEV) if wanted.is_empty() => return Ok(()),
             Ok(None) => return Ok(()),
@@ -247,10 +240,7 @@ impl Dev {
 
 /// The path of one of [`DIRECTORIES`].
 fn directory(name: &str) -> PathBuf {
-    match name {
-        "" => PathBuf::from(DEV),
-        name => Path::new(DEV).join(name),
-    }
+    Path::new(DEV).join(name).components().collect()
 }
 
 /// No links, also not those of /proc.

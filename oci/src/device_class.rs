@@ -18,8 +18,8 @@ pub enum GpuPath {
     Graphics,
 }
 
-/// Directories that hold nodes of GPUs, relative to `/dev`; the empty one is `/dev` itself.
-pub(crate) const DIRECTORIES: [&str; 4] = ["", "nvidia-caps", "nvidia-caps-imex-channels", GRAPHICS];
+/// Directories that hold nodes of GPUs, relative to `/dev`.
+pub(crate) const DIRECTORIES: [&str; 4] = [".", "nvidia-caps", "nvidia-caps-imex-channels", GRAPHICS];
 
 /// The directory of graphics nodes.
 pub(crate) const GRAPHICS: &str = "dri";

@@ -82,17 +82,6 @@ pub struct SpecMount {
     pub options: Vec<String>,
 }
 
-impl From<Mount> for SpecMount {
-    fn from(mount: Mount) -> Self {
-        Self {
-            destination: mount.destination().clone(),
-            kind: mount.typ().clone().unwrap_or_default(),
-            source: mount.source().clone().unwrap_or_default(),
-            options: mount.options().clone().unwrap_or_default(),
-        }
-    }
-}
-
 impl SpecMount {
     /// Whether the mount shows a file or directory of the host.
     pub fn is_bind(&self) -> bool {
@@ -168,7 +157,13 @@ impl Spec {
     /// Mounts, in order.
     pub fn mounts(&self) -> Result<Vec<SpecMount>, SpecError> {
         let mounts: Vec<Mount> = self.list("/mounts", "mounts")?;
-        Ok(mounts.into_iter().map(SpecMount::from).collect())
+        let mount = |mount: &Mount| SpecMount {
+            destination: mount.destination().clone(),
+            kind: mount.typ().clone().unwrap_or_default(),
+            source: mount.source().clone().unwrap_or_default(),
+            options: mount.options().clone().unwrap_or_default(),
+        };
+        Ok(mounts.iter().map(mount).collect())
     }
 
     /// Path of the container's cgroup: absolute, or `slice:prefix:name` for the systemd driver.
