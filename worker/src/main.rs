@@ -1,5 +1,5 @@
 //! firn-gpu, the only program that opens the GPU driver: it serves the shim for one transaction, or prints
-//! for people.
+//! JSON about the node and its processes.
 //!
 //! Rules that the shim relies on:
 //! - `serve --fd N` answers the lines of [`protocol`](firn_gpu::protocol) on a socket that the shim left open
