@@ -30,13 +30,8 @@ pub(crate) fn error_lines(log: &Path) -> Vec<String> {
         return Vec::new();
     }
     let text = String::from_utf8_lossy(&text);
-    let mut lines: Vec<String> = text
-        .lines()
-        .filter_map(|line| {
-            line.split_once("Error ")
-                .map(|(_, error)| error.trim().to_owned())
-        })
-        .collect();
+    let errors = text.lines().filter_map(|line| line.split_once("Error "));
+    let mut lines: Vec<String> = errors.map(|(_, error)| error.trim().to_owned()).collect();
     lines.split_off(lines.len().saturating_sub(QUOTED))
 }
 

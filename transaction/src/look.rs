@@ -82,6 +82,7 @@ pub struct LeftOut {
 
 /// A refusal, or a look that failed.
 #[derive(Debug, thiserror::Error, Problem)]
+#[problem("FIRN-PROC", "try again; report it with containerd's log")]
 pub enum LookError {
     #[error("{}", .0.message)]
     #[problem(_0.remedy())]
@@ -102,16 +103,13 @@ pub enum LookError {
     #[problem("FIRN-ENDED", "start it again, or restore an earlier checkpoint")]
     Killed,
     #[error("cannot look at {subject}: {output}")]
-    #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Failed { subject: &'static str, output: String },
     #[error("cannot look at {subject}")]
-    #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Run {
         subject: &'static str,
         source: OutputError,
     },
     #[error("cannot look at {subject}: the answer is not understood")]
-    #[problem("FIRN-PROC", "try again; report it with containerd's log")]
     Answer {
         subject: &'static str,
         source: serde_json::Error,

@@ -2,13 +2,23 @@
 
 use std::path::{Component, Path};
 
-use firn_host::cgroup_mounts::{Hierarchies, membership};
+use firn_host::cgroup_mounts::{Hierarchies, Place, Version, membership};
 use firn_host::mountinfo::MountEntry;
 
 use super::Cgroup;
 use super::locate::by_spec;
 
 const MOUNT_POINT: &str = "/sys/fs/cgroup";
+
+impl Cgroup {
+    /// A cgroup of v1 with a directory for each controller.
+    pub fn of_v1(places: impl IntoIterator<Item = (String, Place)>) -> Self {
+        Self {
+            version: Version::V1,
+            places: places.into_iter().collect(),
+        }
+    }
+}
 
 /// `cgroupsPath` of a spec: the shim freezes, kills and removes this cgroup.
 pub fn cgroups_path(bytes: &[u8]) {

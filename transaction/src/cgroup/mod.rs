@@ -129,16 +129,6 @@ impl UnlessAbsent for Result<(), CgroupError> {
 }
 
 impl Cgroup {
-    /// A cgroup of v1 with a directory for each controller.
-    #[cfg(any(test, fuzzing, feature = "testing"))]
-    #[doc(hidden)]
-    pub fn of_v1(places: impl IntoIterator<Item = (String, Place)>) -> Self {
-        Self {
-            version: Version::V1,
-            places: places.into_iter().collect(),
-        }
-    }
-
     /// The kind of its hierarchies.
     pub fn version(&self) -> Version {
         self.version

@@ -118,6 +118,11 @@ impl From<RuntimeKind> for EffectError {
 
 /// `runc checkpoint` failed, or left no complete image.
 #[derive(Debug, thiserror::Error, Problem)]
+#[problem(
+    "FIRN-DUMP",
+    "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the \
+     configuration"
+)]
 pub enum DumpError {
     /// With the last errors of CRIU's log, and where the log is kept.
     #[error("{}{}", Chain(cause), quoted(lines, log))]
@@ -128,18 +133,8 @@ pub enum DumpError {
         log: PathBuf,
     },
     #[error("the checksums of the image were not computed within {} s", limit.as_secs_f32())]
-    #[problem(
-        "FIRN-DUMP",
-        "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the \
-         configuration"
-    )]
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
-    #[problem(
-        "FIRN-DUMP",
-        "see whether the image's file system is slow, or raise criu-dump under [deadlines] in the \
-         configuration"
-    )]
     Stalled { what: &'static str, limit: Duration },
     #[error(transparent)]
     Image(#[from] ImageDirError),

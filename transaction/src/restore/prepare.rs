@@ -52,9 +52,7 @@ impl Preparation<'_> {
     }
 
     async fn prepare_unless_refused(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, Refusal> {
-        let Self {
-            bundle, image, runc, ..
-        } = self;
+        let (bundle, image) = (self.bundle, self.image);
         let spec = resolved.spec.clone();
         if spec.is_cri() && !compare::configured().restore.cri {
             return Err(Refusal::Cri);
@@ -72,7 +70,9 @@ impl Preparation<'_> {
                 prepared.gpu = Some(self.gpu_part(spec, manifest).await?);
             }
             // An image without GPU state, by another shim or by firn.
-            _ => prepared.plain = plain_part(bundle, spec, resolved.gpu, manifest.is_some(), runc).await?,
+            _ => {
+                prepared.plain = plain_part(bundle, spec, resolved.gpu, manifest.is_some(), self.runc).await?
+            }
         }
         // Order matters: the image is compared with the edited spec, which the OCI runtime will read.
         compare::image(bundle, image, self.reaper).await?;

@@ -284,15 +284,9 @@ impl Runc {
         command.process_group(0);
         let child = self.spawn(verb, command)?;
         let started = procfs::started(child.pid());
-        let Bounds {
-            deadline,
-            journal,
-            cancel,
-            freezer,
-        } = bounds;
-        let limit = deadline.unwrap_or(Duration::MAX);
+        let (cancel, limit) = (bounds.cancel, bounds.deadline.unwrap_or(Duration::MAX));
         let _at_work = cancel.criu();
-        journal.child(Role::Runc, child.pid()).await;
+        bounds.journal.child(Role::Runc, child.pid()).await;
         let exit = tokio::select! {
             exit = child.wait() => Ok(exit),
             () = sleep(limit) => {
@@ -305,7 +299,7 @@ impl Runc {
         if exit.as_ref().is_ok_and(|exit| exit.code == 0) {
             return Ok(());
         }
-        if let Some(cgroup) = freezer.filter(|_| !cancel.is_cancelled()) {
+        if let Some(cgroup) = bounds.freezer.filter(|_| !cancel.is_cancelled()) {
             let frozen = cgroup.begin_freeze();
             frozen.or_warn(format_args!("cannot freeze the tasks before CRIU is killed"));
         }

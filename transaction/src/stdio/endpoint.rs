@@ -73,11 +73,7 @@ impl Input {
             let (reader, hold) = open_both_sides(path)?;
             Ok(Self::Fifo { reader, hold })
         };
-        open().map_err(|source| Error::Open {
-            stream: Stream::Stdin,
-            path: path.to_owned(),
-            source,
-        })
+        open().map_err(cannot_open(path, Stream::Stdin))
     }
 }
 
@@ -97,11 +93,7 @@ pub(super) enum Sink {
 impl Sink {
     /// Opens a path that a client gave without a scheme: a fifo, or a file that exists.
     pub(super) fn open(path: &Path, stream: Stream) -> Result<Self, Error> {
-        let failed = |source| Error::Open {
-            stream,
-            path: path.to_owned(),
-            source,
-        };
+        let failed = cannot_open(path, stream);
         if !std::fs::metadata(path).map_err(failed)?.file_type().is_fifo() {
             let file = File::options().append(true).open(path).map_err(failed)?;
             return Ok(Self::File(Arc::new(file)));
@@ -122,12 +114,15 @@ pub(super) fn log_file(path: &Path) -> Result<Arc<File>, Error> {
         }
         File::options().append(true).create(true).mode(0o644).open(path)
     };
-    let file = open().map_err(|source| Error::Open {
-        stream: Stream::Stdout,
+    open().map(Arc::new).map_err(cannot_open(path, Stream::Stdout))
+}
+
+fn cannot_open(path: &Path, stream: Stream) -> impl Fn(io::Error) -> Error + Copy {
+    move |source| Error::Open {
+        stream,
         path: path.to_owned(),
         source,
-    })?;
-    Ok(Arc::new(file))
+    }
 }
 
 /// Order matters: opening a fifo's write side does not block only once the fifo has a reader.
