@@ -60,9 +60,8 @@ pub(super) async fn run(
     journal::point("checkpoint-worker-gone").await;
     journal.end(end.outcome()).await;
     journal::point("checkpoint-ended").await;
-    effects
-        .timings
-        .end(&container.bundle, end.result.is_ok() && end.ended.is_ok());
+    let ok = end.result.is_ok() && end.ended.is_ok();
+    effects.timings.end(&container.bundle, ok);
     end.into_result(container, request)
 }
 

@@ -12,16 +12,6 @@ use crate::cgroup::Cgroup;
 use crate::journal::Journal;
 use crate::sys;
 
-fn apply(flags: &DumpFlags, command: &mut Command) {
-    let flags = [
-        (flags.open_tcp, "--tcp-established"),
-        (flags.external_unix_sockets, "--ext-unix-sk"),
-        (flags.terminal, "--shell-job"),
-        (flags.file_locks, "--file-locks"),
-    ];
-    command.args(flags.into_iter().filter_map(|(set, flag)| set.then_some(flag)));
-}
-
 /// Limits and observers of a call that starts CRIU.
 #[derive(Clone, Copy)]
 pub struct Bounds<'a> {
@@ -79,26 +69,40 @@ pub struct Restore<'a> {
 const CRIU_LIBS_DIR: &str = "CRIU_LIBS_DIR";
 
 impl Runc {
+    /// The options that dump and restore have in common.
+    fn criu_command(
+        &self,
+        verb: &str,
+        (image, work): (&Path, &Path),
+        flags: &DumpFlags,
+        plugins: Option<&Path>,
+    ) -> Command {
+        let mut command = self.command(verb);
+        command.arg("--image-path").arg(image);
+        command.arg("--work-path").arg(work);
+        let flags = [
+            (flags.open_tcp, "--tcp-established"),
+            (flags.external_unix_sockets, "--ext-unix-sk"),
+            (flags.terminal, "--shell-job"),
+            (flags.file_locks, "--file-locks"),
+        ];
+        command.args(flags.into_iter().filter_map(|(set, flag)| set.then_some(flag)));
+        command.envs(plugins.map(|plugins| (CRIU_LIBS_DIR, plugins)));
+        command
+    }
+
     /// `checkpoint`: CRIU dumps the container.
     pub async fn checkpoint(&self, checkpoint: Checkpoint<'_>) -> Result<(), RuncError> {
-        let mut command = self.command("checkpoint");
-        command
-            .arg("--image-path")
-            .arg(checkpoint.image)
-            .arg("--work-path")
-            .arg(checkpoint.work);
+        let dirs = (checkpoint.image, checkpoint.work);
+        let mut command = self.criu_command("checkpoint", dirs, checkpoint.flags, checkpoint.plugins);
         if let Some(parent) = checkpoint.parent {
             command.arg("--parent-path").arg(parent);
         }
-        apply(checkpoint.flags, &mut command);
         for namespace in checkpoint.empty_namespaces {
             command.arg("--empty-ns").arg(namespace);
         }
         if checkpoint.leave_running {
             command.arg("--leave-running");
-        }
-        if let Some(plugins) = checkpoint.plugins {
-            command.env(CRIU_LIBS_DIR, plugins);
         }
         let prepare = |source| RuncError::Prepare {
             verb: "checkpoint",
@@ -119,13 +123,8 @@ impl Runc {
         restore: Restore<'_>,
         stdio: impl FnOnce(&mut Command),
     ) -> Result<(), RuncError> {
-        let mut command = self.command("restore");
-        command
-            .arg("--image-path")
-            .arg(restore.image)
-            .arg("--work-path")
-            .arg(restore.work);
-        apply(restore.flags, &mut command);
+        let dirs = (restore.image, restore.work);
+        let mut command = self.criu_command("restore", dirs, restore.flags, restore.plugins);
         command.arg("--detach");
         // Children of a detached restore are the shim's anyway; crun does not know the option.
         if self.kind().await != RuntimeKind::Crun {
@@ -137,9 +136,6 @@ impl Runc {
         }
         if restore.no_pivot {
             command.arg("--no-pivot");
-        }
-        if let Some(plugins) = restore.plugins {
-            command.env(CRIU_LIBS_DIR, plugins);
         }
         command.arg("--bundle").arg(restore.bundle).arg(&self.id);
         stdio(&mut command);
