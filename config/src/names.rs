@@ -14,6 +14,13 @@ pub const WORKER_PROGRAM: &str = "firn-gpu";
 /// File name of the OCI hook.
 pub const HOOK_PROGRAM: &str = "firn-hook";
 
+/// In the bundle: GPUs that processes had inherited at the last checkpoint, or in the image that the
+/// container was restored from.
+pub const BUNDLE_INHERITED: &str = "firn-inherited.json";
+
+/// firn's plugin for CRIU.
+pub const CRIU_PLUGIN: &str = "libfirn_criu.so";
+
 /// Annotation: which GPU of the source becomes which GPU of this node, `GPU-old=GPU-new,...`.
 pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 

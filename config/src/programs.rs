@@ -1,6 +1,8 @@
 //! Where firn's own helper programs are.
 
 use firn_host::Problem;
+
+use crate::names::CRIU_PLUGIN;
 use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -32,6 +34,15 @@ pub fn find_program(name: &str, configured: Option<&Path>) -> Result<PathBuf, Pr
         .and_then(|exe| Some(exe.parent()?.to_owned()));
     let path = std::env::var_os("PATH").unwrap_or_default();
     search(name, configured, own_dir.as_deref(), &path)
+}
+
+/// firn's plugin for CRIU, if it is installed: in the operator's directory of plugins, which is then the only
+/// one, else as the helper programs.
+pub fn find_criu_plugin(libs_dir: Option<&Path>) -> Option<PathBuf> {
+    match libs_dir {
+        Some(dir) => Some(dir.join(CRIU_PLUGIN)).filter(|plugin| plugin.is_file()),
+        None => find_program(CRIU_PLUGIN, None).ok(),
+    }
 }
 
 fn search(

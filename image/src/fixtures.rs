@@ -25,6 +25,7 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
             .iter()
             .map(|i| SourceGpu::from(&source.gpus[usize::from(*i)]))
             .collect(),
+        inherited_gpus: Vec::new(),
         processes: vec![CheckpointedProcess {
             pid: 1,
             restore_tid: 4,

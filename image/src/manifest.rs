@@ -24,6 +24,7 @@ mod envelope;
 mod error;
 mod limits;
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -61,6 +62,9 @@ pub struct Manifest {
     pub topology: Topology,
     /// Processes whose GPU state the image holds. Empty: it holds none.
     pub processes: Vec<CheckpointedProcess>,
+    /// Processes without CUDA that had inherited GPUs, which firn's plugin for CRIU has dumped.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inherited_gpus: Vec<InheritedGpus>,
     /// Bind mounts that the restore needs.
     pub mounts: Vec<RequiredMount>,
     /// Programs that made the dump.
@@ -102,6 +106,15 @@ pub struct CheckpointedProcess {
     pub state: CudaState,
 }
 
+/// The descriptors of GPUs that a process without CUDA had inherited from a CUDA process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InheritedGpus {
+    /// Its id in the container's pid namespace.
+    pub pid: i32,
+    /// Numbers of descriptors. It may have mappings alone.
+    pub open: BTreeSet<i32>,
+}
+
 /// Versions of the programs that made the dump, for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Versions {
@@ -118,11 +131,10 @@ impl Manifest {
     }
 
     /// What a reader must be able to do, for the envelope.
-    fn needs(&self) -> &'static [&'static str] {
-        match self.backend {
-            Backend::Nvidia => &[envelope::NVIDIA],
-            Backend::None | Backend::CriuPlugin => &[],
-        }
+    fn needs(&self) -> Vec<&'static str> {
+        let nvidia = (self.backend == Backend::Nvidia).then_some(envelope::NVIDIA);
+        let inherited = (!self.inherited_gpus.is_empty()).then_some(envelope::INHERITED);
+        nvidia.into_iter().chain(inherited).collect()
     }
 
     /// Writes the manifest into the image directory. To be called last, when `runc checkpoint` has succeeded.

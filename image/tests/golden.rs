@@ -114,6 +114,7 @@ fn gpu() -> Manifest {
             restore_tid: 12,
             state: CudaState::Running,
         }],
+        inherited_gpus: Vec::new(),
         mounts: vec![
             RequiredMount {
                 destination: "/data".into(),
@@ -143,6 +144,7 @@ fn plain() -> Manifest {
         gpus: Vec::new(),
         topology: Topology::default(),
         processes: Vec::new(),
+        inherited_gpus: Vec::new(),
         mounts: Vec::new(),
         ..gpu()
     }

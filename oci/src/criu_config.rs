@@ -280,6 +280,27 @@ pub fn amd_plugins(
     }
 }
 
+/// Puts firn's plugin for inherited GPUs into the bundle's plugin directory, or removes it from there. Safe
+/// to repeat.
+pub fn set_plugin(bundle: &Path, plugin: Option<&Path>) -> Result<(), CriuError> {
+    let dir = bundle.join(names::BUNDLE_CRIU_LIBS);
+    let link = dir.join(names::CRIU_PLUGIN);
+    let set = || {
+        make_directory(&dir)?;
+        match plugin {
+            Some(plugin) => make_link(plugin, &link),
+            None => match std::fs::remove_file(&link) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                removed => removed,
+            },
+        }
+    };
+    set().map_err(|source| CriuError::Write {
+        path: link.clone(),
+        source,
+    })
+}
+
 /// Safe to repeat.
 fn make_directory(path: &Path) -> io::Result<()> {
     match std::fs::create_dir(path) {

@@ -14,7 +14,7 @@ use firn_oci::{Spec, SpecError};
 use firn_remap::Grant;
 
 use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
-use crate::finding::{self, Finding, Processes, Unreadable};
+use crate::finding::{self, Finding, Inherited, Processes, Unreadable};
 use crate::{Refusal, Workload};
 
 /// The node of a container, and the GPUs that it has there.
@@ -66,6 +66,8 @@ pub struct Outcome {
     pub refusals: Vec<Refusal>,
     /// What the processes have open and mapped that matters and refuses nothing.
     pub findings: Vec<Finding>,
+    /// GPUs that processes without CUDA have inherited, and that firn's plugin for CRIU dumps.
+    pub inherited: Vec<Inherited>,
     /// Processes that CRIU leaves out.
     pub left_out: Vec<i32>,
     /// How the container's GPUs of other vendors are dumped.
@@ -189,15 +191,24 @@ impl<'a> Run<'a> {
         let cuda: Vec<i32> = (self.workload.cuda.iter().copied())
             .filter(|pid| self.tree().dumped.contains(pid))
             .collect();
+        let before = self
+            .workload
+            .inherited
+            .as_deref()
+            .map(Inherited::read)
+            .unwrap_or_default();
         let processes = Processes {
             dumped: &dumped,
             cuda: &cuda,
             ranks: assertions.nccl_sockets,
+            criu_plugin: self.workload.criu_plugin,
+            inherited_before: &before,
         };
-        let findings = finding::inspect(self.proc_root, &processes)?;
+        let (findings, inherited) = finding::inspect(self.proc_root, &processes)?;
         let (refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
         self.outcome.refusals.extend(refusals);
         self.outcome.findings = findings;
+        self.outcome.inherited = inherited;
         Ok(())
     }
 

@@ -5,11 +5,12 @@ use firn_remap::GrantError;
 
 use crate::Refusal;
 
-/// One refusal of each kind. In the order of the enum.
+/// One refusal of each kind.
 pub fn refusals() -> Vec<Refusal> {
     let (pid, file, path) = (7, || "/dev/x".to_owned(), || "/dev/x".into());
     let comm = || "python".to_owned();
     let mut all = of_the_node();
+    all.extend(of_gpus_in_other_processes());
     all.extend([
         Refusal::MixedGpus { pid, comm: comm() },
         Refusal::UnknownGpu {
@@ -37,11 +38,6 @@ pub fn refusals() -> Vec<Refusal> {
             comm: comm(),
             file: file(),
         },
-        Refusal::LeakedGpu {
-            pid,
-            comm: comm(),
-            file: file(),
-        },
         Refusal::Imex {
             pid,
             comm: comm(),
@@ -63,6 +59,22 @@ pub fn refusals() -> Vec<Refusal> {
     ]);
     all.extend(of_the_environment());
     all
+}
+
+fn of_gpus_in_other_processes() -> [Refusal; 2] {
+    let (pid, comm, file) = (7, || "python".to_owned(), || "/dev/x".to_owned());
+    [
+        Refusal::InheritedGpu {
+            pid,
+            comm: comm(),
+            file: file(),
+        },
+        Refusal::LeakedGpu {
+            pid,
+            comm: comm(),
+            file: file(),
+        },
+    ]
 }
 
 fn of_the_node() -> Vec<Refusal> {

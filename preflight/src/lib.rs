@@ -3,7 +3,7 @@
 //! [`check_node`] and [`check`] hold all rules. The shim's transaction fails with the first [`Refusal`],
 //! `firn audit` shows all of them. The rules read /proc, the container's spec, and the host's free memory and
 //! disk space. They change nothing.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod check;
 mod environment;
@@ -11,10 +11,11 @@ mod finding;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixtures;
 mod refusal;
+mod sys;
 mod workload;
 
 pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused};
 pub use environment::{OtherGpus, Tree, image_bytes};
-pub use finding::{Certainty, Finding, Unreadable};
+pub use finding::{Certainty, Finding, Inherited, Unreadable};
 pub use refusal::Refusal;
 pub use workload::{Assertions, Capacity, OtherVendors, Workload};

@@ -65,10 +65,16 @@ pub enum Refusal {
     #[problem("FIRN-RDMA", NO_RDMA)]
     Rdma { pid: i32, comm: String, file: String },
     #[error(
-        "process {pid} ({comm}) was forked from a CUDA process, has inherited {file} and uses no CUDA \
-         itself: the driver does not close it, and CRIU cannot dump it"
+        "process {pid} ({comm}) was forked from a CUDA process and has inherited {file}, which CRIU dumps \
+         only with firn's plugin"
     )]
-    #[problem("FIRN-GPU-FD", SPAWN)]
+    #[problem("FIRN-CRIU-PLUGIN", INSTALL_PLUGIN)]
+    InheritedGpu { pid: i32, comm: String, file: String },
+    #[error(
+        "process {pid} ({comm}) has {file} open or mapped, uses no CUDA, and has not inherited all of it \
+         from a CUDA process: CRIU cannot dump it"
+    )]
+    #[problem("FIRN-GPU-FD", CLOSE_GPU)]
     LeakedGpu { pid: i32, comm: String, file: String },
     #[error("process {pid} ({comm}) has {file} open, through which GPU memory is shared with other machines")]
     #[problem("FIRN-IPC", SHARES_NONE)]
@@ -157,8 +163,10 @@ const DEVICE_MEMORY: &str = "start the program with plain device memory (cudaMal
 const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd's default does, or turn it \
                            off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
-const SPAWN: &str = "start such children as programs of their own (Python's multiprocessing: spawn), or \
-                     before CUDA";
+const INSTALL_PLUGIN: &str = "install firn's libfirn_criu.so into the shim's directory; an own [criu] \
+                              libs-dir needs it, too";
+const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that was forked from a CUDA \
+                         process may not open a GPU itself";
 const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";
 const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
                           ranks of NCCL: firn.dev/nccl=sockets";

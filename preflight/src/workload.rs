@@ -25,6 +25,10 @@ pub struct Workload {
     pub other_vendors: Option<OtherVendors>,
     /// Check which processes CRIU would leave out, and what the others have open and mapped.
     pub processes: Option<Assertions>,
+    /// CRIU is given firn's plugin for GPUs that processes have inherited.
+    pub criu_plugin: bool,
+    /// The file in the bundle that keeps what processes had inherited at the container's last checkpoint.
+    pub inherited: Option<PathBuf>,
     /// Check that there is enough memory and disk space.
     pub capacity: Option<Capacity>,
     /// Compare the mounts of the container and the standard streams of its processes with the spec in this

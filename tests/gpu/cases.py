@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import cdi
 import firn_cli
@@ -61,6 +62,14 @@ class Case:
     groups: tuple = field(default=())
 
 
+# Trainings that fork children of a process with CUDA: data loaders, and the compile workers of inductor.
+CHILDREN = {
+    "workers": ("--workers", "2"),
+    "compile": ("--compile", "default"),
+    "graphs": ("--compile", "reduce-overhead"),
+}
+
+
 def all_cases(sizes, mib):
     """Every case with buffers of `mib` MiB, then those on `sizes` GiB, which take longest."""
     cpu = Workload(COUNTER_IMAGE, ["/bin/sh", "-c", CPU_COUNTER])
@@ -78,6 +87,8 @@ def all_cases(sizes, mib):
         Case("ipc", 60, 1, ipc),
         Case("nccl", 180, 2, nccl),
         Case("torch", 180, 1, torch),
+        *(Case(f"torch-{name}", 240, 1, partial(torch, name=f"torch-{name}", arguments=arguments), ("children",))
+          for name, arguments in CHILDREN.items()),
         Case("torch-managed", 180, 1, torch_managed),
         Case("cpu", 60, 0, trip("cpu", cpu), ("no-gpu",)),
         Case("cpu-python", 60, 0, trip("cpu-python", python(["-c", PYTHON_COUNTER])), ("no-gpu",)),
@@ -421,16 +432,16 @@ def nccl(setup, end, record):
         clean_up(setup, [container], image)
 
 
-def torch(setup, end, record, steps=80, interrupt_at=20):
+def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments=()):
     """A training loop prints the same losses whether it is moved in between or not."""
-    reference = losses(play_out(setup, end, "torch-reference", steps))
+    reference = losses(play_out(setup, end, f"{name}-reference", steps, arguments))
     if sorted(reference) != list(range(steps)):
         raise Failed(f"the uninterrupted run printed {len(reference)} of {steps} losses")
 
     source_gpus, target_gpus = setup.pick(1)
-    source, target = Container(setup.host, "torch"), Container(setup.host, "torch-b")
-    workload = training(setup, steps)
-    image = "firn.test/checkpoint/torch:latest"
+    source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
+    workload = training(setup, steps, arguments)
+    image = f"firn.test/checkpoint/{name}:latest"
     record.update(gib=0.1, counters=1, uuid_before=source_gpus)
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
@@ -498,10 +509,10 @@ def torch_managed(setup, end, record, steps=60, interrupt_at=10):
         clean_up(setup, [container], image)
 
 
-def play_out(setup, end, name, steps):
+def play_out(setup, end, name, steps, arguments=()):
     """Run the training without interruption; returns what it printed."""
     container = Container(setup.host, name)
-    workload = training(setup, steps)
+    workload = training(setup, steps, arguments)
     uuids, _ = setup.pick(1)
     try:
         container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))

@@ -101,7 +101,7 @@ def play(setup, sample, end):
         keep_signs(setup, container, end)
         audited = firn_cli.audit(setup, container, end)
         if sample.word is None:
-            outcome, seen = by_driver(setup, container, audited.cuda, sample.processes, end)
+            outcome, seen = by_driver(setup, container, audited.cuda, sample.processes, end, sample.habit == "fork")
         else:
             outcome, seen = by_firn(container, directory, sample.processes, end)
         return {
@@ -156,7 +156,7 @@ def goes_on(container, processes, end):
     return True
 
 
-def by_driver(setup, container, pids, processes, end):
+def by_driver(setup, container, pids, processes, end, inherited):
     """Make the driver's calls about the CUDA processes; returns what it comes to, and what was seen."""
     answers = {}
 
@@ -170,11 +170,12 @@ def by_driver(setup, container, pids, processes, end):
     left_open = gpu_files(container.pids(end)) if checkpointed == pids else []
     ask("restore", checkpointed)
     ask("unlock", [pid for pid in locked if answers.get(("restore", pid), SUCCESS) == SUCCESS])
-    return conclude(answers, left_open, goes_on(container, processes, end))
+    return conclude(answers, left_open, goes_on(container, processes, end), inherited)
 
 
-def conclude(answers, left_open, computes_on):
-    """What the driver's answers by call and process come to: `works`, `refused`, `undumpable` or `lost`."""
+def conclude(answers, left_open, computes_on, inherited=False):
+    """What the driver's answers by call and process come to: `works`, `refused`, `undumpable` or `lost`. `inherited`: what
+    is left open is a forked child's."""
     failed = [f"{step}: {answer}" for (step, _), answer in answers.items() if answer != SUCCESS]
     seen = "; ".join(dict.fromkeys(failed)) or (f"{len(answers)} calls succeed" if answers else "no CUDA process")
     if not computes_on:
@@ -184,7 +185,8 @@ def conclude(answers, left_open, computes_on):
     if failed:
         return "refused", f"{seen}; it goes on"
     if left_open:
-        return "undumpable", f"{seen}; still open, so that CRIU cannot dump it: {', '.join(left_open)}"
+        left = f"{seen}; still open: {', '.join(left_open)}"
+        return ("works", f"{left}, which firn's plugin for CRIU dumps") if inherited else ("undumpable", left)
     return "works", f"{seen}; it goes on"
 
 

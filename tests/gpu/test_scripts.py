@@ -321,6 +321,7 @@ class Samples(unittest.TestCase):
             ({("lock", 7): "hangs"}, [], True, "refused"),
         ):
             self.assertEqual(samples.conclude(answers, left_open, computes_on)[0], outcome, (answers, left_open, computes_on))
+        self.assertEqual(samples.conclude(self.GOOD, ["/dev/nvidia0"], True, inherited=True)[0], "works")
         self.assertIn("restore: CUDA_ERROR_INVALID_VALUE", samples.conclude(importer, [], False)[1])
 
     def test_agreement(self):

@@ -30,6 +30,32 @@ def managed(size):
     return fill
 
 
+class Drawn(torch.utils.data.Dataset):
+    """Rows that depend on their index alone."""
+
+    def __init__(self, rows, width):
+        self.rows, self.width = rows, width
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return torch.randn(self.width, generator=torch.Generator().manual_seed(index))
+
+
+def batches(args):
+    """One batch for each step: drawn on the GPU, or by forked workers that hand it over in pinned memory."""
+    if not args.workers:
+        for _ in range(args.steps):
+            yield torch.randn(256, args.width, device="cuda")
+        return
+    # The workers are forked here, from a process with CUDA.
+    loader = torch.utils.data.DataLoader(
+        Drawn(args.steps * 256, args.width), 256, num_workers=args.workers, pin_memory=True, multiprocessing_context="fork")
+    for batch in loader:
+        yield batch.cuda(non_blocking=True)
+
+
 def main():
     """Train and print `step=N loss=<hex float>` lines, then `done`."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -37,6 +63,8 @@ def main():
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between two steps")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--managed-mib", type=int, default=0, help="managed memory to hold and fill at every step")
+    parser.add_argument("--workers", type=int, default=0, help="forked processes that draw the batches")
+    parser.add_argument("--compile", help="mode of torch.compile")
     args = parser.parse_args()
 
     torch.manual_seed(20)
@@ -44,12 +72,12 @@ def main():
     torch.backends.cudnn.benchmark = False
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(args.width, args.width), torch.nn.GELU(), torch.nn.Dropout(0.1))]
     model = torch.nn.Sequential(*layers).cuda()
+    run = torch.compile(model, mode=args.compile) if args.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     fill = managed(args.managed_mib << 20) if args.managed_mib else lambda value: None
-    for step in range(args.steps):
+    for step, batch in enumerate(batches(args)):
         fill(step)
-        batch = torch.randn(256, args.width, device="cuda")
-        loss = ((model(batch) - batch) ** 2).mean()
+        loss = ((run(batch) - batch) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -28,6 +28,7 @@ use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
 use firn_host::Problem;
+use firn_preflight::Inherited;
 use serde::{Deserialize, Serialize};
 
 use crate::blocking::blocking;
@@ -286,6 +287,13 @@ impl Journal {
     /// The memory of each GPU that the processes need when their state is restored.
     pub async fn memory(&self, gpus: &GpuMemory) -> Result<(), JournalError> {
         self.write(Line::Memory { gpus: gpus.clone() }).await
+    }
+
+    /// Keeps what processes have inherited for the container's next checkpoint. If that fails, it is refused.
+    pub async fn keep_inherited(&self, inherited: Vec<Inherited>) {
+        let bundle = self.0.path.parent().unwrap_or(Path::new("/")).to_owned();
+        let kept = in_time(move || Inherited::keep(&inherited, &bundle)).await;
+        kept.or_warn(format_args!("cannot keep what processes have inherited"));
     }
 
     /// A child works for the transaction.

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use firn_host::{Problem, ProblemReport};
 use firn_oci::mounts::RequiredMount;
-use firn_preflight::{OtherGpus, Workload};
+use firn_preflight::{Inherited, OtherGpus, Workload};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -71,6 +71,8 @@ impl Request {
 pub struct Checked {
     pub left_out: LeftOut,
     pub other_gpus: OtherGpus,
+    /// GPUs that processes without CUDA have inherited: CRIU needs firn's plugin.
+    pub inherited: Vec<Inherited>,
 }
 
 /// Processes that CRIU leaves out: the first few with their names, and their number.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use firn_config::Config;
 use firn_gpu::GpuPair;
-use firn_image::manifest::{CheckpointedProcess, DumpFlags, Verified};
+use firn_image::manifest::{CheckpointedProcess, DumpFlags, InheritedGpus, Verified};
 use firn_oci::criu_config::CriuConfig;
 
 /// A checkpoint that Start can restore.
@@ -37,6 +37,8 @@ pub struct GpuPart {
     pub pairs: Vec<GpuPair>,
     /// Processes whose GPU state the image holds, by their pids in the container.
     pub processes: Vec<CheckpointedProcess>,
+    /// What other processes had inherited, by their pids in the container.
+    pub inherited: Vec<InheritedGpus>,
     pub criu: CriuConfig,
     pub config: Config,
     /// The driver worker.

@@ -64,13 +64,14 @@ const GRANT: [Topic; 2] = [
 const BUNDLE_SPEC: &str = "config.json of the bundle";
 
 /// Signals of what the processes have open and mapped.
-const FINDINGS: [Topic; 7] = [
+const FINDINGS: [Topic; 8] = [
     Topic("managed_memory", "/proc/PID/maps"),
     Topic("mps", "/proc/PID/fd and environ"),
     Topic(SHARED, "the number of CUDA processes, /proc/PID/maps and environ"),
     Topic(IMEX, "/proc/PID/fd"),
     Topic("rdma", "/proc/PID/fd"),
     Topic("io_uring", "/proc/PID/fd and maps"),
+    Topic(INHERITED, "/proc/PID/fd and maps, firn's plugin for CRIU"),
     Topic(
         "gpu_descriptors_without_cuda",
         "/proc/PID/fd, the driver's restore threads",
@@ -79,6 +80,7 @@ const FINDINGS: [Topic; 7] = [
 
 const SHARED: &str = "shared_gpu_memory";
 const IMEX: &str = "imex";
+const INHERITED: &str = "inherited_gpus";
 
 const LEFT_OUT: [Topic; 1] = [Topic("processes_of_exec", "/proc/PID/status")];
 
@@ -124,6 +126,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::Mps { .. } => "mps",
         Refusal::IoUring { .. } => "io_uring",
         Refusal::Rdma { .. } => "rdma",
+        Refusal::InheritedGpu { .. } => INHERITED,
         Refusal::LeakedGpu { .. } => "gpu_descriptors_without_cuda",
         Refusal::Imex { .. } => IMEX,
         Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => SHARED,

@@ -1,7 +1,7 @@
 //! The audit of a container or of processes outside of a container.
 
 use anyhow::{Context, Result, bail};
-use firn_config::Config;
+use firn_config::{Config, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
@@ -110,6 +110,11 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
         }),
         other_vendors: may_have_others.then_some(other_vendors),
         processes: nvidia.map(|_| Assertions::of(subject.spec.as_ref(), config)),
+        inherited: subject
+            .bundle
+            .as_deref()
+            .map(|bundle| bundle.join(names::BUNDLE_INHERITED)),
+        criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()).is_some(),
         capacity: nvidia.map(|nvidia| Capacity {
             gpu_memory: nvidia.gpu_bytes(),
             image,

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::{Config, find_program, in_path, names};
+use firn_config::{Config, find_criu_plugin, find_program, in_path, names};
 
 use super::Check;
 use crate::program;
@@ -17,6 +17,7 @@ pub fn checks(config: &Config) -> Vec<Check> {
         runc(&path),
         criu(&path),
         criu_libs(config.criu.libs_dir.as_deref()),
+        criu_plugin(config.criu.libs_dir.as_deref()),
         iptables(&path),
         own(names::WORKER_PROGRAM, config.worker.path.as_deref()),
         own(names::HOOK_PROGRAM, config.hook.path.as_deref()),
@@ -47,6 +48,19 @@ fn criu(path: &OsStr) -> Check {
                 "run `criu check` as root",
             ),
         },
+    }
+}
+
+/// firn's own plugin.
+fn criu_plugin(libs_dir: Option<&Path>) -> Check {
+    const NAME: &str = "criu plugin";
+    match find_criu_plugin(libs_dir) {
+        Some(plugin) => Check::ok(NAME, plugin.display().to_string()),
+        None => Check::warn(
+            NAME,
+            "libfirn_criu.so is missing: no container with forked children of CUDA processes is checkpointed",
+            "install libfirn_criu.so into the shim's directory; an own [criu] libs-dir needs it, too",
+        ),
     }
 }
 

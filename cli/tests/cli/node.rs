@@ -134,6 +134,7 @@ impl Node {
                 cuda: source.cuda_version,
             }),
             gpus: vec![SourceGpu::from(&source.gpus[0])],
+            inherited_gpus: Vec::new(),
             processes: vec![CheckpointedProcess {
                 pid: 7,
                 restore_tid: 9,

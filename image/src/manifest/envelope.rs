@@ -18,8 +18,11 @@ const MINOR: u64 = 0;
 /// The GPU state is the NVIDIA driver's.
 pub(super) const NVIDIA: &str = "nvidia";
 
+/// CRIU needs firn's plugin for GPUs that processes had inherited.
+pub(super) const INHERITED: &str = "inherited-gpus";
+
 /// Capabilities of this firn that an image may need.
-const KNOWN_NEEDS: [&str; 1] = [NVIDIA];
+const KNOWN_NEEDS: [&str; 2] = [NVIDIA, INHERITED];
 
 const MAX_NEEDS: usize = 32;
 /// Longest name of a need.

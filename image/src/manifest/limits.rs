@@ -6,10 +6,12 @@ use std::path::{Component, Path};
 
 use firn_gpu::{Backend, GpuUuid, Link};
 
-use super::{CheckpointedProcess, ImageFile, Manifest, RequiredMount, SourceGpu};
+use super::{CheckpointedProcess, ImageFile, InheritedGpus, Manifest, RequiredMount, SourceGpu};
 
 const MAX_GPUS: usize = 64;
 const MAX_PROCESSES: usize = 4096;
+/// Descriptors of GPUs that a process has inherited.
+const MAX_OPEN: usize = 65_536;
 const MAX_MOUNTS: usize = 4096;
 const MAX_IMAGES: usize = 32_768;
 /// Longest text that is a name or a version.
@@ -25,6 +27,9 @@ impl Manifest {
         let node = |gpu: &SourceGpu| gpu.node.as_ref().is_none_or(|node| absolute(&node.path));
         let gpu = |gpu: &SourceGpu| text(&gpu.name) && text(&gpu.pci_address) && node(gpu);
         let process = |process: &CheckpointedProcess| process.pid > 0 && process.restore_tid > 0;
+        let inherited = |process: &InheritedGpus| {
+            process.pid > 0 && process.open.len() <= MAX_OPEN && process.open.iter().all(|fd| *fd >= 0)
+        };
         let mount = |mount: &RequiredMount| absolute(&mount.destination) && text(&mount.source_name);
         let image = |file: &ImageFile| file_name(&file.name) && has_one_checksum(file);
         let mut versions = [&versions.firn, &versions.criu, &versions.runc, &versions.kernel].into_iter();
@@ -40,6 +45,10 @@ impl Manifest {
                 distinct(self.processes.iter().map(|process| process.pid)),
             ),
             ("processes", self.processes.is_empty() || !self.gpus.is_empty()),
+            (
+                "inherited_gpus",
+                all(&self.inherited_gpus, MAX_PROCESSES, inherited),
+            ),
             ("mounts", all(&self.mounts, MAX_MOUNTS, mount)),
             ("versions", versions.all(|version| text(version))),
             ("images", all(&self.images, MAX_IMAGES, image)),

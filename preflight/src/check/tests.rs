@@ -133,6 +133,8 @@ fn a_workload_with_every_fault_is_refused_for_each() {
         cuda: vec![child.pid()],
         other_vendors: Some(OtherVendors::default()),
         processes: Some(Assertions::default()),
+        criu_plugin: false,
+        inherited: None,
         capacity: Some(Capacity {
             gpu_memory: u64::MAX,
             image: bundle.path().into(),

@@ -64,7 +64,7 @@ fn open_devices(pids: &[i32]) -> BTreeMap<OtherGpu, Device> {
         let Ok(Some(files)) = open_files(Path::new("/proc"), pid) else {
             continue;
         };
-        for path in files {
+        for (_, path) in files {
             if let Some(kind) = other_gpu(&path) {
                 open.entry(kind).or_insert(Device { order, pid, path });
                 order += 1;

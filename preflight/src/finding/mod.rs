@@ -39,10 +39,12 @@ use firn_host::{bounded, open_below};
 
 mod descriptors;
 mod evaluate;
+mod inherited;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use evaluate::evaluate;
+pub use inherited::Inherited;
 
 use crate::Refusal;
 
@@ -84,7 +86,7 @@ pub struct Unreadable {
 }
 
 /// The processes to inspect.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Processes<'a> {
     /// All that CRIU dumps.
     pub dumped: &'a [i32],
@@ -93,24 +95,33 @@ pub(crate) struct Processes<'a> {
     /// The owner asserts that the CUDA processes are ranks of NCCL. The library may be linked into the
     /// program, so that no mapping shows it.
     pub ranks: bool,
+    /// CRIU is given firn's plugin for inherited GPUs.
+    pub criu_plugin: bool,
+    /// Inherited descriptors that the last checkpoint has found.
+    pub inherited_before: &'a [Inherited],
 }
 
-/// Reads the files of processes below `proc_root`. A process that has ended has no findings.
-pub(crate) fn inspect(proc_root: &Path, processes: &Processes<'_>) -> Result<Vec<Finding>, Unreadable> {
+/// Reads the files of processes below `proc_root`. A process that has ended has no findings. Returns also
+/// what processes have inherited.
+pub(crate) fn inspect(
+    proc_root: &Path,
+    processes: &Processes<'_>,
+) -> Result<(Vec<Finding>, Vec<Inherited>), Unreadable> {
     let (mut findings, mut with_cuda) = (Vec::new(), Vec::new());
     for &pid in processes.cuda {
         if inspect_one(proc_root, pid, processes.ranks, &mut findings)? {
             with_cuda.push((pid, proc_maps::comm(proc_root, pid)));
         }
     }
-    findings.extend(descriptors::inspect(proc_root, processes)?);
+    let (others, inherited) = descriptors::inspect(proc_root, processes)?;
+    findings.extend(others);
     if with_cuda.len() > 1 {
         findings.push(Finding {
             refusal: Refusal::Ipc { processes: with_cuda },
             certainty: Certainty::Certain,
         });
     }
-    Ok(findings)
+    Ok((findings, inherited))
 }
 
 /// Adds the findings of a process. Returns whether it uses more of CUDA than NVML.
@@ -282,7 +293,7 @@ fn mps(
         Path::new(OsStr::from_bytes(value))
     });
     let has_open_file =
-        open_files(proc_root, pid)?.is_some_and(|mut files| files.any(|to| to.starts_with(directory)));
+        open_files(proc_root, pid)?.is_some_and(|mut files| files.any(|(_, to)| to.starts_with(directory)));
     let root = proc_root.join(pid.to_string()).join("root");
     let certainty = if has_open_file {
         Certainty::Certain
@@ -294,16 +305,19 @@ fn mps(
     Ok(Some((directory.to_owned(), certainty)))
 }
 
-/// What the descriptors of a process stand for; `None` if it has ended.
+/// The descriptors of a process and what they stand for; `None` if it has ended.
 pub(crate) fn open_files(
     proc_root: &Path,
     pid: i32,
-) -> Result<Option<impl Iterator<Item = PathBuf> + use<>>, Unreadable> {
+) -> Result<Option<impl Iterator<Item = (i32, PathBuf)> + use<>>, Unreadable> {
     let what = "fd";
     let entries = proc_maps::unless_gone(fs::read_dir(proc_root.join(pid.to_string()).join(what)));
     let entries = entries.map_err(|source| Unreadable { pid, what, source })?;
     // A descriptor may be closed between the two reads.
-    let link = |entry: fs::DirEntry| fs::read_link(entry.path()).ok();
+    let link = |entry: fs::DirEntry| {
+        let number = entry.file_name().to_str()?.parse().ok()?;
+        Some((number, fs::read_link(entry.path()).ok()?))
+    };
     Ok(entries.map(|entries| entries.flatten().filter_map(link)))
 }
 

@@ -7,11 +7,10 @@ use super::*;
 /// Inspects CUDA processes.
 fn inspect(proc_root: &Path, cuda: &[i32]) -> Result<Vec<Finding>, Unreadable> {
     let processes = Processes {
-        dumped: &[],
         cuda,
-        ranks: false,
+        ..Processes::default()
     };
-    super::inspect(proc_root, &processes)
+    Ok(super::inspect(proc_root, &processes)?.0)
 }
 
 /// What every CUDA process maps, shortened from an H200 with driver 580.
@@ -161,8 +160,9 @@ fn settings_of_nccl_are_read_without_its_library_too() {
             dumped: &[7],
             cuda: &[7, 8],
             ranks,
+            ..Processes::default()
         };
-        let findings = super::inspect(root.path(), &processes).unwrap();
+        let (findings, _) = super::inspect(root.path(), &processes).unwrap();
         findings.into_iter().map(known).collect()
     };
     let missing = vec!["NCCL_SHM_DISABLE=1"];

@@ -73,6 +73,7 @@ impl Built {
         let packages = [
             "firn-worker",
             "firn-hook",
+            "firn-criu-plugin",
             "firn",
             "firn-workloads",
             "simgpu-model",

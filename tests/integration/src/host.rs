@@ -121,7 +121,15 @@ impl GpuHost {
     fn install(&self, built: &Built, driver: &str) -> Result<()> {
         let node = &self.node;
         node.install(built.shim(), SHIM, 0o755)?;
-        for program in ["firn-gpu", "firn-hook", "firn", "simgpu", "cuda-step", "stall-fs"] {
+        for program in [
+            "firn-gpu",
+            "firn-hook",
+            "firn",
+            "libfirn_criu.so",
+            "simgpu",
+            "cuda-step",
+            "stall-fs",
+        ] {
             node.install(built.program(program), format!("/usr/local/bin/{program}"), 0o755)?;
         }
         for library in ["libcuda.so", "libnvidia_ml.so"] {

@@ -1,12 +1,14 @@
 //! What some programs do while they compute, and what keeps them from being checkpointed.
 
-use std::ffi::c_long;
+use std::ffi::{CStr, c_long};
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
+use nix::fcntl::{OFlag, open};
 use nix::libc;
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
 use nix::unistd::{ForkResult, Pid, fork, pause};
 
 /// `struct io_uring_params`: 120 bytes.
@@ -28,14 +30,17 @@ pub fn io_uring() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(ring) })
 }
 
-/// Forks a child that waits for ever with all that it has inherited, and ends with its parent.
-pub fn idle_fork() -> nix::Result<Pid> {
-    // SAFETY: the child calls prctl and pause alone, both of which are safe after a fork of a program with
-    // threads.
+/// Forks a child that waits for ever with all that it has inherited, and with `node` opened by itself, and
+/// ends with its parent.
+pub fn idle_fork(node: Option<&CStr>) -> nix::Result<Pid> {
+    // SAFETY: the child calls prctl, open and pause alone, all of which are safe after a fork of a program
+    // with threads.
     match unsafe { fork() }? {
         ForkResult::Parent { child } => Ok(child),
         ForkResult::Child => {
             let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+            let opened = node.map(|node| open(node, OFlag::O_RDWR, Mode::empty()));
+            std::mem::forget(opened);
             loop {
                 pause();
             }

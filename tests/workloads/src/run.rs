@@ -54,6 +54,9 @@ pub struct Options {
     /// Fork a child that has what it inherits and does nothing
     #[arg(long)]
     fork: bool,
+    /// Fork a child that opens a node of the driver itself, too
+    #[arg(long)]
+    fork_and_open: bool,
     /// Fork a chain of so many processes, each the child of the one before, that do nothing
     #[arg(long, default_value_t = 0)]
     chain: usize,
@@ -161,9 +164,9 @@ fn compute(options: &Options) -> Result<()> {
     };
     let driver = Arc::new(Driver::open()?);
     driver.init()?;
-    if options.fork {
+    if options.fork || options.fork_and_open {
         driver.set_current(driver.primary_context(options.gpu[0])?)?;
-        habits::idle_fork().context("cannot fork")?;
+        habits::idle_fork(options.fork_and_open.then_some(c"/dev/nvidiactl")).context("cannot fork")?;
     }
     if options.reserve_mib > 0 {
         driver.set_current(driver.primary_context(options.gpu[0])?)?;

@@ -195,7 +195,7 @@ fn owner(driver: &Driver, options: &Options) -> Result<()> {
         }
         Habit::Fork => {
             let address = plain()?;
-            habits::idle_fork().context("cannot fork")?;
+            habits::idle_fork(None).context("cannot fork")?;
             (address, MEMORY)
         }
         Habit::Two | Habit::Nvml | Habit::Init | Habit::VmmBroker => {

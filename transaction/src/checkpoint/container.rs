@@ -12,8 +12,8 @@ use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_image::manifest::{DriverVersion, Versions};
-use firn_oci::mounts;
-use firn_preflight::Assertions;
+use firn_oci::{criu_config, mounts};
+use firn_preflight::{Assertions, Inherited};
 
 use super::Request;
 use super::dump::{Found, Leftovers, dump};
@@ -59,6 +59,8 @@ pub(super) struct ContainerEffects<'a> {
     pub cancel: CancellationToken,
     /// GPU memory that the processes had when they were locked, as far as NVML reports it.
     pub needs: GpuMemory,
+    /// firn's plugin for CRIU, if it is installed.
+    pub criu_plugin: Option<PathBuf>,
     pub progress: Progress,
 }
 
@@ -67,6 +69,8 @@ pub(super) struct ContainerEffects<'a> {
 pub(super) struct Progress {
     /// Read once, by the first inspection.
     source: Option<Source>,
+    /// GPUs that processes without CUDA have inherited, as the last inspection found.
+    inherited: Vec<Inherited>,
     /// How many processes the dump leaves out, as last logged.
     omitted: usize,
     /// Files that the dump has left. They are removed once the workload runs again or has ended.
@@ -141,9 +145,19 @@ impl ContainerEffects<'_> {
             .expect("the first inspection reads it")
     }
 
-    fn plugins(&self) -> PathBuf {
-        let bundled = self.container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
-        self.config.criu.libs_dir.clone().unwrap_or(bundled)
+    /// The directory of CRIU's plugins, with firn's own where the dump needs it. The operator's is used as it
+    /// is.
+    fn plugins(&self) -> Result<PathBuf, EffectError> {
+        if let Some(libs_dir) = &self.config.criu.libs_dir {
+            return Ok(libs_dir.clone());
+        }
+        let bundle = &self.container.bundle;
+        let plugin = self
+            .criu_plugin
+            .as_deref()
+            .filter(|_| !self.progress.inherited.is_empty());
+        criu_config::set_plugin(bundle, plugin)?;
+        Ok(bundle.join(firn_config::names::BUNDLE_CRIU_LIBS))
     }
 }
 
@@ -255,6 +269,8 @@ impl Device for ContainerEffects<'_> {
         // Order matters: locked processes allocate no more GPU memory, and checkpointed ones have none.
         self.needs = unless_cancelled(&self.cancel, self.gpu.memory(pids)).await?;
         self.journal.memory(&self.needs).await?;
+        // From now on the driver may open its files again: only this record shows what is inherited.
+        self.journal.keep_inherited(self.progress.inherited.clone()).await;
         unless_cancelled(&self.cancel, self.gpu.checkpoint(pids)).await?;
         self.timings.mark(Phase::GpuCheckpoint);
         Ok(())
@@ -301,7 +317,7 @@ impl Dump for ContainerEffects<'_> {
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.timings.mark(Phase::Freeze);
         let described = self.describe(processes);
-        let (plugins, limit) = (self.plugins(), self.config.deadlines.criu_dump);
+        let (plugins, limit) = (self.plugins()?, self.config.deadlines.criu_dump);
         let bounds = Bounds {
             deadline: Some(limit),
             journal: &self.journal,

@@ -66,6 +66,8 @@ pub enum EffectError {
     Hold(#[from] TraceError),
     #[error(transparent)]
     Config(#[from] firn_config::ConfigError),
+    #[error("cannot prepare CRIU's plugins")]
+    Criu(#[from] firn_oci::criu_config::CriuError),
     #[error(transparent)]
     Program(#[from] firn_config::ProgramError),
     #[error("cannot keep the journal")]

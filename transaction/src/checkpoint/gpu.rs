@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, find_criu_plugin, find_program, names};
 use firn_gpu::protocol::GpuMemory;
 
 use super::Request;
@@ -51,6 +51,7 @@ pub(super) async fn run(
         journal: journal.clone(),
         cancel: guard.cancel.clone(),
         needs: GpuMemory::new(),
+        criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()),
         progress: Progress::default(),
     };
     let result = phases(&mut effects, was_frozen, request.exit).await;

@@ -179,6 +179,7 @@ async fn rollback_gpu(
         journal: journal.clone(),
         cancel: guard.cancel.clone(),
         needs: record.memory.clone(),
+        criu_plugin: None,
         progress: Progress::default(),
     };
     let back = Rollback {

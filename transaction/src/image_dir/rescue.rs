@@ -167,6 +167,7 @@ pub mod tests {
             gpus: Vec::new(),
             topology: firn_gpu::Topology::default(),
             processes: Vec::new(),
+            inherited_gpus: Vec::new(),
             mounts: Vec::new(),
             versions: Versions::default(),
             images: describe_images(client, &AtomicBool::new(false)).unwrap(),

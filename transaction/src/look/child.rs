@@ -89,6 +89,7 @@ fn check(workload: &Workload) -> Answer<Checked> {
             count: outcome.left_out.len(),
         },
         other_gpus: outcome.other_gpus,
+        inherited: outcome.inherited,
     })
 }
 

@@ -1,6 +1,6 @@
 //! The effects of a restore on a real container with GPUs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
 use firn_image::criu::was_stopped;
-use firn_image::manifest::CheckpointedProcess;
+use firn_image::manifest::{CheckpointedProcess, InheritedGpus};
 use firn_oci::{Spec, criu_config, dev_repair};
+use firn_preflight::Inherited;
 use tokio::time::timeout;
 
 use super::compare;
@@ -196,8 +197,13 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
 
     async fn find_cuda(&mut self) -> Result<Vec<CudaProcess>, Cause> {
         let (processes, pids) = (self.gpu.processes.clone(), self.tasks()?.pids.clone());
-        let of = pids.clone();
-        let cuda = unless_cancelled(self.bounds, blocking(move || find(&processes, &of))).await?;
+        let (others, of) = (self.gpu.inherited.clone(), pids.clone());
+        let find = move || {
+            let outer = outer_pids(&of);
+            Ok::<_, Cause>((find(&processes, &outer)?, find_inherited(&others, &outer)))
+        };
+        let (cuda, inherited) = unless_cancelled(self.bounds, blocking(find)).await?;
+        self.bounds.journal.keep_inherited(inherited).await;
         // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
         let discovered = unless_cancelled(self.bounds, self.driver.discover(pids)).await?;
         let is_listed = |found: &&CudaProcess| cuda.iter().any(|listed| listed.pid == found.pid);
@@ -267,13 +273,28 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     }
 }
 
-/// Pids and restore threads on the host of the processes that the manifest names by their ids in the
-/// container.
-fn find(processes: &[CheckpointedProcess], pids: &[i32]) -> Result<Vec<CudaProcess>, Cause> {
+/// Pids on the host by the pids in the container.
+fn outer_pids(pids: &[i32]) -> BTreeMap<i32, i32> {
     let inner = pids
         .iter()
         .filter_map(|pid| Some((procfs::inner_pid(&pid.to_string())?, *pid)));
-    let outer = firn_host::ordered::map_of(inner);
+    firn_host::ordered::map_of(inner)
+}
+
+/// What processes have inherited that the manifest names. A process that has gone has nothing.
+fn find_inherited(inherited: &[InheritedGpus], outer: &BTreeMap<i32, i32>) -> Vec<Inherited> {
+    let find = |process: &InheritedGpus| {
+        Some(Inherited {
+            pid: *outer.get(&process.pid)?,
+            open: process.open.clone(),
+        })
+    };
+    inherited.iter().filter_map(find).collect()
+}
+
+/// Pids and restore threads on the host of the processes that the manifest names by their ids in the
+/// container.
+fn find(processes: &[CheckpointedProcess], outer: &BTreeMap<i32, i32>) -> Result<Vec<CudaProcess>, Cause> {
     let find = |process: &CheckpointedProcess| {
         let pid = *outer.get(&process.pid)?;
         let restore_tid = procfs::outer_tid(pid, process.restore_tid)?;

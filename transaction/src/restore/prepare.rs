@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, find_criu_plugin, find_program, names};
 use firn_host::{Chain, Problem};
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
@@ -95,6 +95,13 @@ impl Preparation<'_> {
         let config = Config::load()?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
         let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
+        let plugin = match (
+            !manifest.inherited_gpus.is_empty(),
+            find_criu_plugin(config.criu.libs_dir.as_deref()),
+        ) {
+            (true, None) => return Err(Refusal::NoPlugin),
+            (needed, plugin) => plugin.filter(|_| needed),
+        };
         let (bundle, reaper) = (self.bundle, self.reaper);
         let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.clone());
         let inventory = gpu.inventory().await;
@@ -123,9 +130,13 @@ impl Preparation<'_> {
             replay_hooks(&hook, bundle, reaper).await;
         }
         criu.write(Operation::Restore)?;
+        if config.criu.libs_dir.is_none() {
+            criu_config::set_plugin(bundle, plugin.as_deref())?;
+        }
         Ok(GpuPart {
             pairs: decision.map.for_driver().to_vec(),
             processes: manifest.processes.clone(),
+            inherited: manifest.inherited_gpus.clone(),
             criu,
             config,
             worker,

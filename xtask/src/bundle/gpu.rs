@@ -161,7 +161,9 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     copy_into(&built.join("containerd-shim-firn-v2"), &bin)?;
     let others = ["firn-gpu", "firn-hook", "firn", WORKLOADS[0], WORKLOADS[1]];
     let built = build(workspace, &others, None)?;
-    for name in others {
+    let plugin = ["build", "--release", "--locked", "--package", "firn-criu-plugin"];
+    check(cargo().args(plugin).current_dir(workspace))?;
+    for name in others.into_iter().chain(["libfirn_criu.so"]) {
         copy_into(&built.join(name), &bin)?;
     }
     Ok(())

@@ -50,9 +50,10 @@ const LEFT_OUT: [&str; 28] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 8] = [
+const PROGRAMS: [&str; 9] = [
     "firn-gpu",
     "firn-hook",
+    "libfirn_criu.so",
     "firn",
     "simgpu",
     "cuda-step",

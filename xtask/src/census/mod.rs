@@ -20,7 +20,13 @@ use source::{Source, crates, sources};
 const LONG_FILE: usize = 400;
 
 /// The programs that are installed.
-const PROGRAMS: [&str; 4] = ["containerd-shim-firn-v2", "firn-gpu", "firn-hook", "firn"];
+const PROGRAMS: [&str; 5] = [
+    "containerd-shim-firn-v2",
+    "firn-gpu",
+    "firn-hook",
+    "firn",
+    "libfirn_criu.so",
+];
 
 /// Where release builds are found, in the order in which they are looked for.
 const RELEASES: [&str; 3] = [

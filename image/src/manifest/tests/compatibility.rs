@@ -55,6 +55,29 @@ fn a_need_that_this_firn_does_not_have_is_named() {
 }
 
 #[test]
+fn an_image_with_inherited_gpus_needs_a_firn_that_knows_them() {
+    let inherited = |pid, open: &[i32]| Manifest {
+        inherited_gpus: vec![InheritedGpus {
+            pid,
+            open: open.iter().copied().collect(),
+        }],
+        ..manifest()
+    };
+    let body = |manifest: &Manifest| serde_json::to_string(manifest).unwrap();
+    let good = inherited(7, &[3, 4]);
+    let bytes = with_checksum(&body(&good), &["nvidia", "inherited-gpus"]);
+    assert_eq!(Manifest::decode(&bytes, Path::new("firn.json")).unwrap(), good);
+    assert_eq!(
+        refusal(&with_checksum(&body(&good), &["nvidia"])),
+        "FIRN-MANIFEST-CORRUPT"
+    );
+    for bad in [inherited(0, &[3]), inherited(7, &[-1])] {
+        let bytes = with_checksum(&body(&bad), &["nvidia", "inherited-gpus"]);
+        assert_eq!(refusal(&bytes), "FIRN-MANIFEST-CORRUPT");
+    }
+}
+
+#[test]
 fn needs_are_few_short_distinct_names_and_those_of_the_body() {
     let body = serde_json::to_string(&manifest()).unwrap();
     let long = "n".repeat(65);

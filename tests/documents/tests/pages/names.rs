@@ -149,7 +149,7 @@ fn every_identifier_in_the_recipes_is_there() {
     none(&missing, "identifiers that have gone");
 }
 
-/// The package that each program is built from.
+/// The package that each program, and each library that is no crate's, is built from.
 fn programs() -> BTreeMap<String, String> {
     let mut programs = BTreeMap::new();
     for manifest in files(&["toml"]) {
@@ -171,6 +171,12 @@ fn programs() -> BTreeMap<String, String> {
         let has_bins = names.iter().any(|(is_bin, _)| *is_bin);
         let of_package = names.iter().filter(|(is_bin, _)| *is_bin == has_bins);
         programs.extend(of_package.map(|(_, program)| ((*program).to_owned(), package.to_owned())));
+        if manifest.text.contains("crate-type = [\"cdylib\"]")
+            && let Some((_, library)) = manifest.text.split_once("[lib]\nname = \"")
+        {
+            let library = library.split('"').next().unwrap_or_default();
+            programs.insert(format!("lib{library}.so"), package.to_owned());
+        }
     }
     programs
 }
@@ -189,7 +195,7 @@ fn the_programs_that_are_installed_have_been_built() {
         }
     }
     let programs = programs();
-    assert_eq!(installed.len(), 4, "{installed:?}");
+    assert_eq!(installed.len(), 5, "{installed:?}");
     for program in &installed {
         let package = programs
             .get(program)

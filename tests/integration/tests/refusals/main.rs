@@ -121,10 +121,6 @@ fn an_io_uring_is_refused(platform: Platform) -> Result<()> {
     undumpable(platform, "rf-ring", "--io-uring", "FIRN-IO-URING")
 }
 
-fn a_forked_child_with_open_gpus_is_refused(platform: Platform) -> Result<()> {
-    undumpable(platform, "rf-fork", "--fork", "FIRN-GPU-FD")
-}
-
 /// One process opens the memory of another: nothing shows that from outside.
 fn importing<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
     let job = Container::count_with(host, "job", &["0"], 1, options, &["--ipc"])?;
@@ -462,7 +458,6 @@ fn main() -> ExitCode {
         managed_memory_is_refused [FORKY, TRIXIE];
         audit_reports_a_checkpointable_container_untouched [FORKY];
         an_io_uring_is_refused [FORKY];
-        a_forked_child_with_open_gpus_is_refused [FORKY];
         an_incremental_checkpoint_is_refused [FORKY];
         processes_that_share_memory_are_refused_and_go_on [FORKY_V2, TRIXIE];
         nccl_ranks_are_refused_unless_they_use_sockets [FORKY];

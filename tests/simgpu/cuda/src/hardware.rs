@@ -17,6 +17,10 @@ use crate::error::Error;
 const UVM_BASE: usize = 0x2_04a0_0000;
 const UVM_BASE_SIZE: usize = 2 << 20;
 
+/// Where processes with a context have a mapping of a GPU's node, which forked children inherit (seen of
+/// PyTorch's).
+const INHERITED_BASE: usize = 0x2_0060_0000;
+
 /// One open GPU and the process's slot in it.
 pub(crate) struct OpenGpu {
     pub(crate) memory: GpuMemory,
@@ -30,6 +34,8 @@ pub(crate) struct Hardware {
     uvm_slot: usize,
     /// The driver has one for each context, this one whatever their number.
     uvm_base: Option<Mapping>,
+    /// See [`INHERITED_BASE`].
+    inherited: Option<Mapping>,
     gpus: Vec<OpenGpu>,
 }
 
@@ -102,6 +108,7 @@ impl Hardware {
             uvm,
             uvm_slot,
             uvm_base: None,
+            inherited: None,
             gpus: Vec::new(),
         };
         for memory in gpus {
@@ -121,6 +128,11 @@ impl Hardware {
         if self.uvm_base.is_none() {
             let base = Mapping::shared(self.uvm.as_fd(), UVM_BASE, UVM_BASE_SIZE, Some(UVM_BASE));
             self.uvm_base = Some(base.map_err(|_| Error::UNKNOWN)?);
+            let gpu = self
+                .gpus
+                .first()
+                .map(|gpu| gpu.memory.map_inherited(INHERITED_BASE));
+            self.inherited = gpu.transpose().map_err(|_| Error::UNKNOWN)?;
         }
         Ok(())
     }

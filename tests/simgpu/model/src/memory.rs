@@ -194,6 +194,18 @@ impl GpuMemory {
         }
     }
 
+    /// Maps the first page of the device at this address, where forked children keep it.
+    pub fn map_inherited(&self, at: usize) -> io::Result<Mapping> {
+        Mapping::map(
+            Some(at),
+            4096,
+            libc::PROT_READ,
+            libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE,
+            self.file.as_raw_fd(),
+            0,
+        )
+    }
+
     /// Maps `runs` side by side.
     pub fn map(&self, runs: &[Run]) -> io::Result<Mapping> {
         let len = runs.iter().map(|run| run.count).sum::<usize>() * CHUNK;

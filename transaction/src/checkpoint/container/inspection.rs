@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use firn_config::names;
 use firn_gpu::CudaProcess;
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::{Spec, mounts};
@@ -78,10 +79,15 @@ impl ContainerEffects<'_> {
             pids: all.to_vec(),
             cuda: cuda.iter().map(|process| process.pid).collect(),
             processes: Some(assertions),
+            criu_plugin: self.criu_plugin.is_some(),
+            inherited: Some(self.container.bundle.join(names::BUNDLE_INHERITED)),
             ..Workload::default()
         };
         let request = look::Request::Check(Box::new(workload));
-        let Checked { left_out, .. } = self.look(request).await?;
+        let Checked {
+            left_out, inherited, ..
+        } = self.look(request).await?;
+        self.progress.inherited = inherited;
         if left_out.count != std::mem::replace(&mut self.progress.omitted, left_out.count)
             && left_out.count > 0
         {

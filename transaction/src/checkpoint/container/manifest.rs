@@ -4,6 +4,7 @@ use firn_gpu::{CudaProcess, CudaState};
 use firn_host::Chain;
 use firn_image::manifest::{self, Manifest};
 use firn_oci::mounts::RequiredMount;
+use firn_preflight::Inherited;
 
 use super::ContainerEffects;
 use crate::checkpoint::dump::{bounded, describe};
@@ -25,6 +26,17 @@ impl ContainerEffects<'_> {
                 })
             })
             .collect()
+    }
+
+    /// What processes have inherited, by their pids in the container.
+    fn inherited_inside(&self) -> Vec<manifest::InheritedGpus> {
+        let inside = |inherited: &Inherited| {
+            Some(manifest::InheritedGpus {
+                pid: procfs::inner_pid(&inherited.pid.to_string())?,
+                open: inherited.open.clone(),
+            })
+        };
+        self.progress.inherited.iter().filter_map(inside).collect()
     }
 
     /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
@@ -58,6 +70,7 @@ impl ContainerEffects<'_> {
             }
         }
         let backend = self.container.traits.backend;
+        let inherited_gpus = self.inherited_inside();
         let write = move || {
             let manifest = Manifest {
                 backend,
@@ -66,6 +79,7 @@ impl ContainerEffects<'_> {
                 gpus: source.gpus,
                 topology: source.topology,
                 processes,
+                inherited_gpus,
                 mounts,
                 versions: source.versions,
                 images,

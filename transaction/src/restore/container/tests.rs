@@ -32,14 +32,14 @@ async fn processes_are_found_by_their_ids_in_the_container() {
     };
     let init = child_of(child.id().try_into().unwrap());
     let other = child_of(init);
-    let found = find(&[listed(2, 2), listed(1, 1)], &[init, other]).unwrap();
+    let found = find(&[listed(2, 2), listed(1, 1)], &outer_pids(&[init, other])).unwrap();
     let ids: Vec<(i32, i32)> = found
         .iter()
         .map(|process| (process.pid, process.restore_tid))
         .collect();
     assert_eq!(ids, [(other, other), (init, init)]);
     for missing in [listed(3, 1), listed(1, 3)] {
-        let error = find(&[listed(2, 2), missing], &[init, other]);
+        let error = find(&[listed(2, 2), missing], &outer_pids(&[init, other]));
         assert!(matches!(error, Err(Cause::ProcessMissing { .. })), "{error:?}");
     }
     let _ = child.kill();

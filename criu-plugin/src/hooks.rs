@@ -1,0 +1,141 @@
+//! The hooks that CRIU calls, with C's types.
+//!
+//! A hook returns `-ENOTSUP` for what is not NVIDIA's: CRIU then asks the next plugin. A panic ends CRIU: the
+//! dump or restore fails and firn rolls back.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
+use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use nix::libc::ENOTSUP;
+
+use crate::node::Node;
+
+/// Hooks of CRIU 4.0; later releases have more behind them.
+const HOOKS: usize = 12;
+const DUMP_EXT_FILE: usize = 2;
+const RESTORE_EXT_FILE: usize = 3;
+const HANDLE_DEVICE_VMA: usize = 7;
+const UPDATE_VMA_MAP: usize = 8;
+
+/// `CRIU_PLUGIN_GEN_VERSION(0, 2, 0)`.
+const VERSION: c_uint = 0x200;
+
+/// `cr_plugin_desc_t`.
+#[repr(C)]
+pub struct Description {
+    name: *const c_char,
+    init: extern "C" fn(c_int) -> c_int,
+    exit: extern "C" fn(c_int, c_int),
+    version: c_uint,
+    max_hooks: c_uint,
+    hooks: [*const c_void; HOOKS],
+}
+
+// SAFETY: it is never written, and what it points to lives as long as the library.
+unsafe impl Sync for Description {}
+
+/// What CRIU looks up in a plugin.
+#[unsafe(no_mangle)]
+pub static CR_PLUGIN_DESC: Description = Description {
+    name: c"firn".as_ptr(),
+    init,
+    exit,
+    version: VERSION,
+    max_hooks: 12,
+    hooks: {
+        let mut hooks = [std::ptr::null(); HOOKS];
+        hooks[DUMP_EXT_FILE] = dump_file as *const c_void;
+        hooks[RESTORE_EXT_FILE] = restore_file as *const c_void;
+        hooks[HANDLE_DEVICE_VMA] = handle_mapping as *const c_void;
+        hooks[UPDATE_VMA_MAP] = update_mapping as *const c_void;
+        hooks
+    },
+};
+
+unsafe extern "C" {
+    /// The directory of the image, open in CRIU; not to be closed.
+    safe fn criu_get_image_dir() -> c_int;
+}
+
+extern "C" fn init(_stage: c_int) -> c_int {
+    0
+}
+
+extern "C" fn exit(_stage: c_int, _result: c_int) {}
+
+/// The image's file for the descriptor that CRIU calls `id`.
+fn file_of(id: c_int) -> String {
+    format!("firn-device-{id:x}.img")
+}
+
+/// A descriptor that CRIU has open for the length of a call.
+fn borrowed<'a>(fd: RawFd) -> BorrowedFd<'a> {
+    // SAFETY: CRIU passes open descriptors, and closes none during the call.
+    unsafe { BorrowedFd::borrow_raw(fd) }
+}
+
+/// `CR_PLUGIN_HOOK__DUMP_EXT_FILE`: a file that CRIU cannot dump. Once for each open file, whatever the
+/// number of its descriptors.
+extern "C" fn dump_file(fd: c_int, id: c_int) -> c_int {
+    let Some(node) = Node::open_at(borrowed(fd)) else {
+        return -ENOTSUP;
+    };
+    match node.write(borrowed(criu_get_image_dir()), &file_of(id)) {
+        Ok(()) => 0,
+        Err(error) => failed(&error),
+    }
+}
+
+/// `CR_PLUGIN_HOOK__RESTORE_EXT_FILE`: gives an open file, in the mount namespace of the restored process.
+extern "C" fn restore_file(id: c_int, retry: *mut bool) -> c_int {
+    // SAFETY: CRIU passes a bool to write to.
+    unsafe { retry.write(false) };
+    let opened = Node::read(borrowed(criu_get_image_dir()), &file_of(id))
+        .and_then(|node| node.map(|node| node.open_in(Path::new("/dev"))).transpose());
+    match opened {
+        Ok(Some(file)) => file.into_raw_fd(),
+        Ok(None) => -ENOTSUP,
+        Err(error) => failed(&error),
+    }
+}
+
+/// `CR_PLUGIN_HOOK__HANDLE_DEVICE_VMA`: whether a mapping of a device may be dumped. CRIU dumps its place and
+/// its path, not its content.
+extern "C" fn handle_mapping(fd: c_int, _stat: *const c_void) -> c_int {
+    match Node::open_at(borrowed(fd)) {
+        Some(_) => 0,
+        None => -ENOTSUP,
+    }
+}
+
+/// `CR_PLUGIN_HOOK__UPDATE_VMA_MAP`: gives the file to map in the place of a device, which CRIU closes. 1 if
+/// it is one of ours.
+extern "C" fn update_mapping(
+    path: *const c_char,
+    _address: u64,
+    _offset: u64,
+    new_offset: *mut u64,
+    fd: *mut c_int,
+) -> c_int {
+    // SAFETY: CRIU passes the path of the mapped file as a C string.
+    let text = unsafe { CStr::from_ptr(path) };
+    if Node::at(Path::new(OsStr::from_bytes(text.to_bytes()))).is_none() {
+        return -ENOTSUP;
+    }
+    let zero = match std::fs::File::options().read(true).write(true).open("/dev/zero") {
+        Ok(zero) => zero.into_raw_fd(),
+        Err(error) => return failed(&error),
+    };
+    // SAFETY: CRIU passes it to be written to.
+    unsafe { new_offset.write(0) };
+    // SAFETY: as above.
+    unsafe { fd.write(zero) };
+    1
+}
+
+fn failed(error: &std::io::Error) -> c_int {
+    -error.raw_os_error().unwrap_or(nix::libc::EINVAL)
+}

@@ -1,0 +1,14 @@
+//! CRIU's plugin for what forked children have of GPUs.
+//!
+//! A child that was forked from a CUDA process inherits descriptors and mappings of the driver's nodes. It
+//! can do nothing with them, the driver does not close them, and CRIU alone refuses the whole container. With
+//! this plugin CRIU dumps them by the node's name. The source is not touched. The copy gets a descriptor of
+//! the same node, or of a GPU that it was given, and in the place of a mapping zeroed memory.
+//!
+//! firn puts the plugin into CRIU's `libdir` only for a container whose descriptors it has looked at: it
+//! refuses processes that may use what they have open, before the driver is called. CRIU's interface is
+//! `criu-plugin.h` of CRIU 4.0 and later.
+#![deny(unsafe_code)]
+
+mod hooks;
+mod node;

@@ -1,0 +1,189 @@
+//! GPUs that processes without CUDA have open or mapped.
+//!
+//! A child that was forked from a CUDA process and has not called exec keeps its descriptors of the driver's
+//! nodes, and mappings of them. It can do nothing with them: CUDA does not work after fork. The driver's
+//! checkpoint does not close them; firn's plugin for CRIU dumps them.
+//!
+//! A file is inherited if a CUDA process, or a parent that has only inherited files, has the same file open.
+//! A checkpoint or restore of GPU state makes the driver open its files again in the CUDA process. From then
+//! on the comparison fails, and what the checkpoint has found is known.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::Duration;
+use std::{fs, io, thread};
+
+use firn_config::names;
+use firn_host::procfs::Descent;
+use firn_host::{atomic_file, bounded, open_regular, proc_maps};
+use serde::{Deserialize, Serialize};
+
+use super::descriptors::{Gpu, look};
+use super::{Certainty, Finding, Processes, Unreadable};
+use crate::Refusal;
+
+/// How long a process may take from fork to exec, which closes inherited descriptors.
+const EXEC: Duration = Duration::from_millis(100);
+
+/// A process without CUDA, and its inherited descriptors of GPUs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Inherited {
+    pub pid: i32,
+    pub open: BTreeSet<i32>,
+}
+
+impl Inherited {
+    /// Longest file that is read, in bytes.
+    const MAX_BYTES: u64 = 16 << 20;
+
+    /// Keeps them in `bundle` for the container's next checkpoint. Writes no file where none is needed.
+    pub fn keep(all: &[Self], bundle: &Path) -> io::Result<()> {
+        let path = bundle.join(names::BUNDLE_INHERITED);
+        match all.is_empty() {
+            true => match fs::remove_file(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                removed => removed,
+            },
+            false => {
+                let bytes = serde_json::to_vec(all)?;
+                atomic_file::write(bundle, names::BUNDLE_INHERITED, &bytes, 0o600)
+            }
+        }
+    }
+
+    /// What `path` keeps; nothing if it cannot be read: a process whose inheritance is not known is refused.
+    pub(crate) fn read(path: &Path) -> Vec<Self> {
+        let read = || {
+            let bytes = bounded::read_at_most(open_regular(path).ok()?, Self::MAX_BYTES).ok()??;
+            serde_json::from_slice(&bytes).ok()
+        };
+        read().unwrap_or_default()
+    }
+}
+
+/// Whether two descriptors, each of a process (pid, number), are the same open file.
+pub(super) type IsSame<'a> = &'a dyn Fn((i32, i32), (i32, i32)) -> bool;
+
+/// What each of the processes `holders`, which use no CUDA, has of GPUs: what keeps CRIU from dumping it, and
+/// what is inherited.
+pub(super) fn inspect(
+    proc_root: &Path,
+    processes: &Processes<'_>,
+    holders: &[i32],
+    is_same: IsSame<'_>,
+) -> Result<(Vec<Finding>, Vec<Inherited>), Unreadable> {
+    let mut findings = Vec::new();
+    if holders.is_empty() {
+        return Ok((findings, Vec::new()));
+    }
+    // Every child has the descriptors between fork and exec.
+    thread::sleep(EXEC);
+    let mut held = Vec::new();
+    for &pid in holders {
+        let gpu = look(proc_root, pid)?.map(|found| found.gpu).unwrap_or_default();
+        held.extend(gpu.shown().map(|file| (pid, file, gpu)));
+    }
+    let mut known = Known::read(proc_root, processes, is_same)?;
+    while let Some(at) = held.iter().position(|(pid, _, gpu)| known.has_given(*pid, gpu)) {
+        let (pid, file, gpu) = held.remove(at);
+        if !processes.criu_plugin {
+            let comm = proc_maps::comm(proc_root, pid);
+            findings.push(Finding {
+                refusal: Refusal::InheritedGpu { pid, comm, file },
+                certainty: Certainty::Certain,
+            });
+        }
+        known.inherited.insert(pid, gpu);
+    }
+    for (pid, file, _) in held {
+        let comm = proc_maps::comm(proc_root, pid);
+        findings.push(Finding {
+            refusal: Refusal::LeakedGpu { pid, comm, file },
+            // A process that is no child may be about to initialise CUDA. With the plugin, CRIU would dump
+            // what it has open as inherited.
+            certainty: match known.descends(pid) || !known.inherited.is_empty() {
+                true => Certainty::Certain,
+                false => Certainty::Suspected,
+            },
+        });
+    }
+    let inherited = known.inherited.into_iter();
+    let open = |(pid, gpu): (i32, Gpu)| Inherited {
+        pid,
+        open: gpu.open.into_keys().collect(),
+    };
+    Ok((findings, inherited.map(open).collect()))
+}
+
+/// Processes whose GPUs others may have inherited.
+struct Known<'a> {
+    proc_root: &'a Path,
+    descent: Descent,
+    /// The CUDA processes.
+    cuda: BTreeMap<i32, Gpu>,
+    /// Processes that have only inherited files.
+    inherited: BTreeMap<i32, Gpu>,
+    /// Those of the last checkpoint.
+    before: &'a [Inherited],
+    is_same: IsSame<'a>,
+}
+
+impl<'a> Known<'a> {
+    fn read(proc_root: &'a Path, processes: &Processes<'a>, is_same: IsSame<'a>) -> Result<Self, Unreadable> {
+        let mut cuda = BTreeMap::new();
+        for &pid in processes.cuda {
+            cuda.insert(
+                pid,
+                look(proc_root, pid)?.map(|found| found.gpu).unwrap_or_default(),
+            );
+        }
+        Ok(Self {
+            proc_root,
+            descent: Descent::of(processes.cuda.iter().copied()),
+            cuda,
+            inherited: BTreeMap::new(),
+            before: processes.inherited_before,
+            is_same,
+        })
+    }
+
+    fn descends(&mut self, pid: i32) -> bool {
+        self.descent.includes(pid, |pid| parent(self.proc_root, pid))
+    }
+
+    /// Whether a process has inherited all that it has of GPUs.
+    fn has_given(&mut self, pid: i32, gpu: &Gpu) -> bool {
+        // An image names a file by its path.
+        if !self.descends(pid) || gpu.open.values().any(|file| file.ends_with(" (deleted)")) {
+            return false;
+        }
+        let is_known =
+            |known: &Inherited| known.pid == pid && gpu.open.keys().all(|number| known.open.contains(number));
+        if self.before.iter().any(is_known) {
+            return true;
+        }
+        let parent = parent(self.proc_root, pid);
+        let of_parent = parent.and_then(|pid| Some((pid, self.inherited.get(&pid)?)));
+        let givers: Vec<(i32, &Gpu)> = of_parent
+            .into_iter()
+            .chain(self.cuda.iter().map(|(pid, gpu)| (*pid, gpu)))
+            .collect();
+        gpu.open.keys().all(|number| {
+            let same = |giver: i32, other: i32| (self.is_same)((pid, *number), (giver, other));
+            // Mostly it has the same number.
+            let alike = |(giver, gpu): &(i32, &Gpu)| gpu.open.contains_key(number) && same(*giver, *number);
+            let any = |(giver, gpu): &(i32, &Gpu)| gpu.open.keys().any(|other| same(*giver, *other));
+            givers.iter().any(alike) || givers.iter().any(any)
+        })
+    }
+}
+
+fn parent(proc_root: &Path, pid: i32) -> Option<i32> {
+    let status = proc_maps::read(proc_root, pid, "status").ok()??;
+    let status = String::from_utf8_lossy(&status);
+    let line = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
+    line.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,184 @@
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use tempfile::TempDir;
+
+use super::*;
+
+#[test]
+fn in_a_chain_of_32000_processes_every_parent_is_read_once() {
+    const LENGTH: i32 = 32_000;
+    let reads = std::cell::Cell::new(0);
+    let parent = |pid| {
+        reads.set(reads.get() + 1);
+        (pid > 1).then(|| pid - 1)
+    };
+    for (cuda, forked) in [(1, true), (LENGTH + 1, false)] {
+        reads.set(0);
+        let mut descent = Descent::of([cuda]);
+        assert!((2..=LENGTH).all(|pid| descent.includes(pid, parent) == forked));
+        assert!(descent.includes(LENGTH, parent) == forked);
+        assert!(reads.get() <= LENGTH, "{}", reads.get());
+    }
+    let mut descent = Descent::of([1]);
+    let cycle = |pid| Some(if pid == 7 { 8 } else { 7 });
+    assert!(!descent.includes(7, cycle), "a cycle");
+}
+
+/// A process: pid, parent, mapped file, open files by number.
+type Process<'a> = (i32, i32, &'a str, &'a [(i32, &'a str)]);
+
+fn processes(all: &[Process<'_>]) -> TempDir {
+    let root = tempfile::tempdir().unwrap();
+    for (pid, parent, mapped, open) in all {
+        let process = root.path().join(pid.to_string());
+        fs::create_dir_all(process.join("fd")).unwrap();
+        fs::write(process.join("status"), format!("Name:\tx\nPPid:\t{parent}\n")).unwrap();
+        let maps = format!("7f10-7f20 rw-s 00000000 00:0e 77    {mapped}\n");
+        fs::write(process.join("maps"), maps).unwrap();
+        for (fd, to) in *open {
+            symlink(to, process.join("fd").join(fd.to_string())).unwrap();
+        }
+    }
+    root
+}
+
+const CONTROL: &str = "/dev/nvidiactl";
+const GPU: &str = "/dev/nvidia0";
+const CUDA: &str = "/lib/libcuda.so.1";
+const PARENT: Process<'_> = (7, 1, CUDA, &[(3, CONTROL), (4, GPU)]);
+
+/// What is wrong, by pid, and the pids of those that have only inherited files.
+type Seen = (Vec<(i32, &'static str, Certainty)>, Vec<i32>);
+
+/// The process 7 uses CUDA.
+fn seen_with(all: &[Process<'_>], processes: Processes<'_>, is_same: IsSame<'_>) -> Seen {
+    let root = self::processes(all);
+    let holders: Vec<i32> = all
+        .iter()
+        .map(|process| process.0)
+        .filter(|pid| *pid != 7)
+        .collect();
+    let processes = Processes {
+        cuda: &[7],
+        ..processes
+    };
+    let (findings, inherited) = inspect(root.path(), &processes, &holders, is_same).unwrap();
+    let row = |finding: Finding| match finding.refusal {
+        Refusal::LeakedGpu { pid, .. } => (pid, "open", finding.certainty),
+        Refusal::InheritedGpu { pid, .. } => (pid, "no plugin", finding.certainty),
+        other => panic!("{other}"),
+    };
+    let pids = inherited.iter().map(|inherited| inherited.pid).collect();
+    (findings.into_iter().map(row).collect(), pids)
+}
+
+const PLUGIN: Processes<'_> = Processes {
+    dumped: &[],
+    cuda: &[],
+    ranks: false,
+    criu_plugin: true,
+    inherited_before: &[],
+};
+
+fn seen(all: &[Process<'_>], is_same: IsSame<'_>) -> Seen {
+    seen_with(all, PLUGIN, is_same)
+}
+
+#[test]
+fn a_child_whose_files_are_all_those_of_a_cuda_process_has_inherited_them() {
+    let all: &[Process<'_>] = &[
+        (1, 0, "/bin/sh", &[]),
+        PARENT,
+        (8, 7, CUDA, &[(0, "/dev/null"), (4, GPU)]),
+        // A child of that child, which has given the descriptor another number.
+        (9, 8, CUDA, &[(12, CONTROL)]),
+        // It has closed all, and keeps a mapping.
+        (10, 7, GPU, &[]),
+        (11, 7, "/bin/sleep", &[(0, "/dev/null")]),
+    ];
+    let number = |(pid, fd): (i32, i32)| match (pid, fd) {
+        (7 | 8, 4) => 104,
+        (7, 3) | (9, 12) => 103,
+        other => other.0 * 1000 + other.1,
+    };
+    let is_same = |a, b| number(a) == number(b);
+    assert_eq!(seen(all, &is_same), (vec![], vec![8, 9, 10]));
+    assert_eq!(seen(&all[..2], &|_, _| true), (vec![], vec![]));
+    let without = Processes {
+        criu_plugin: false,
+        ..PLUGIN
+    };
+    let (refused, _) = seen_with(all, without, &is_same);
+    assert_eq!(
+        refused,
+        [8, 9, 10].map(|pid| (pid, "no plugin", Certainty::Certain))
+    );
+}
+
+#[test]
+fn one_file_of_its_own_shows_that_a_child_uses_the_driver() {
+    let own: &[(i32, &str)] = &[(3, CONTROL), (4, GPU), (9, CONTROL)];
+    let same_number = |a: (i32, i32), b: (i32, i32)| a.1 == b.1;
+    let refused = (vec![(8, "open", Certainty::Certain)], vec![]);
+    assert_eq!(seen(&[PARENT, (8, 7, CUDA, own)], &same_number), refused);
+    // The node was removed: an image could not name it.
+    let removed = &[(4, "/dev/nvidia0 (deleted)")];
+    assert_eq!(seen(&[PARENT, (8, 7, CUDA, removed)], &|_, _| true), refused);
+    // No child of a CUDA process.
+    let monitor: Process<'_> = (12, 1, "/lib/libnvidia-ml.so.1", &[(3, CONTROL)]);
+    let suspected = (vec![(12, "open", Certainty::Suspected)], vec![]);
+    assert_eq!(seen(&[PARENT, monitor], &|_, _| true), suspected);
+    let child: Process<'_> = (8, 7, CUDA, &[(3, CONTROL)]);
+    assert_eq!(
+        seen(&[PARENT, child, monitor], &same_number),
+        (vec![(12, "open", Certainty::Certain)], vec![8]),
+        "the plugin would dump it"
+    );
+}
+
+#[test]
+fn what_is_kept_in_a_bundle_is_read_again() {
+    let bundle = tempfile::tempdir().unwrap();
+    let path = bundle.path().join(names::BUNDLE_INHERITED);
+    let all = [Inherited {
+        pid: 8,
+        open: [3, 4].into(),
+    }];
+    Inherited::keep(&[], bundle.path()).unwrap();
+    assert!(!path.exists());
+    Inherited::keep(&all, bundle.path()).unwrap();
+    assert_eq!(Inherited::read(&path), all);
+    fs::write(&path, "[{").unwrap();
+    assert_eq!(Inherited::read(&path), []);
+    Inherited::keep(&[], bundle.path()).unwrap();
+    assert!(!path.exists());
+}
+
+/// The driver has opened the files of the CUDA process again: those of the children are others.
+#[test]
+fn what_the_last_checkpoint_found_stays_inherited() {
+    let before = [Inherited {
+        pid: 8,
+        open: [3, 4].into(),
+    }];
+    let processes = Processes {
+        inherited_before: &before,
+        ..PLUGIN
+    };
+    // A child of that child has the same files as it.
+    let is_same = |a: (i32, i32), b: (i32, i32)| a.1 == b.1 && (a.0 - b.0).abs() == 1 && b.0 != 7;
+    let all = |open| [PARENT, (8, 7, CUDA, open), (9, 8, CUDA, open)];
+    let same: &[(i32, &str)] = &[(3, CONTROL), (4, GPU)];
+    assert_eq!(seen_with(&all(same), processes, &is_same), (vec![], vec![8, 9]));
+    assert_eq!(
+        seen_with(&all(&same[1..]), processes, &is_same),
+        (vec![], vec![8, 9])
+    );
+    let more: &[(i32, &str)] = &[(3, CONTROL), (5, GPU)];
+    let refused = [8, 9].map(|pid| (pid, "open", Certainty::Certain));
+    assert_eq!(
+        seen_with(&all(more), processes, &is_same),
+        (refused.into(), vec![])
+    );
+}

@@ -1,0 +1,45 @@
+//! System calls without a safe wrapper.
+#![allow(unsafe_code)]
+
+use nix::libc;
+
+/// `KCMP_FILE` of `linux/kcmp.h`.
+const KCMP_FILE: libc::c_int = 0;
+
+/// Whether descriptor `a.1` of process `a.0` and `b.1` of `b.0` are the same open file. `false` if a process
+/// or a descriptor does not exist, or may not be compared.
+pub(crate) fn is_same_file(a: (i32, i32), b: (i32, i32)) -> bool {
+    // SAFETY: kcmp takes numbers and writes no memory.
+    let order = unsafe {
+        libc::syscall(
+            libc::SYS_kcmp,
+            a.0,
+            b.0,
+            KCMP_FILE,
+            libc::c_long::from(a.1),
+            libc::c_long::from(b.1),
+        )
+    };
+    order == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    #[test]
+    fn a_duplicate_is_the_same_file_and_a_second_open_is_not() {
+        let me = i32::try_from(std::process::id()).unwrap();
+        let open = || File::open("/dev/null").unwrap();
+        let (one, other) = (open(), open());
+        let same = one.try_clone().unwrap();
+        let is_same = |a: &File, b: &File| is_same_file((me, a.as_raw_fd()), (me, b.as_raw_fd()));
+        assert!(is_same(&one, &same));
+        assert!(!is_same(&one, &other));
+        assert!(!is_same_file((me, one.as_raw_fd()), (me, 1 << 20)));
+        assert!(!is_same_file((me, one.as_raw_fd()), (i32::MAX, 0)));
+    }
+}
