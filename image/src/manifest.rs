@@ -24,7 +24,6 @@ mod envelope;
 mod error;
 mod limits;
 
-use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -112,7 +111,7 @@ pub struct InheritedGpus {
     /// Its id in the container's pid namespace.
     pub pid: i32,
     /// Numbers of descriptors. It may have mappings alone.
-    pub open: BTreeSet<i32>,
+    pub open: Vec<i32>,
 }
 
 /// Versions of the programs that made the dump, for people.

@@ -3,7 +3,7 @@
 //! CRIU cannot dump an io_uring or an RDMA device. The driver's checkpoint closes the GPUs of a CUDA process,
 //! and of no other.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub(super) struct Found {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Gpu {
     /// Open files by descriptor.
-    pub(super) open: BTreeMap<i32, String>,
+    pub(super) open: Vec<(i32, String)>,
     /// The file of a mapping.
     mapped: Option<String>,
 }
@@ -35,7 +35,8 @@ pub(super) struct Gpu {
 impl Gpu {
     /// One of the files, for a message; none if it has none.
     pub(super) fn shown(&self) -> Option<String> {
-        self.open.values().next().or(self.mapped.as_ref()).cloned()
+        let open = self.open.first().map(|(_, file)| file);
+        open.or(self.mapped.as_ref()).cloned()
     }
 }
 
@@ -102,7 +103,7 @@ pub(super) fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadab
         } else if to.starts_with("/dev/nvidia-caps-imex-channels/") {
             found.imex.get_or_insert(to.into_owned());
         } else if to.starts_with("/dev/nvidia") {
-            found.gpu.open.insert(fd, to.into_owned());
+            found.gpu.open.push((fd, to.into_owned()));
         }
     }
     Ok(Some(found))

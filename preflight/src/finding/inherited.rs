@@ -8,7 +8,6 @@
 //! A checkpoint or restore of GPU state makes the driver open its files again in the CUDA process. From then
 //! on the comparison fails, and what the checkpoint has found is known.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 use std::{fs, io, thread};
@@ -29,7 +28,7 @@ const EXEC: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inherited {
     pub pid: i32,
-    pub open: BTreeSet<i32>,
+    pub open: Vec<i32>,
 }
 
 impl Inherited {
@@ -93,7 +92,7 @@ pub(super) fn inspect(
                 certainty: Certainty::Certain,
             });
         }
-        known.inherited.insert(pid, gpu);
+        known.inherited.push((pid, gpu));
     }
     for (pid, file, _) in held {
         let comm = proc_maps::comm(proc_root, pid);
@@ -110,7 +109,7 @@ pub(super) fn inspect(
     let inherited = known.inherited.into_iter();
     let open = |(pid, gpu): (i32, Gpu)| Inherited {
         pid,
-        open: gpu.open.into_keys().collect(),
+        open: gpu.open.into_iter().map(|(number, _)| number).collect(),
     };
     Ok((findings, inherited.map(open).collect()))
 }
@@ -120,9 +119,9 @@ struct Known<'a> {
     proc_root: &'a Path,
     descent: Descent,
     /// The CUDA processes.
-    cuda: BTreeMap<i32, Gpu>,
+    cuda: Vec<(i32, Gpu)>,
     /// Processes that have only inherited files.
-    inherited: BTreeMap<i32, Gpu>,
+    inherited: Vec<(i32, Gpu)>,
     /// Those of the last checkpoint.
     before: &'a [Inherited],
     is_same: IsSame<'a>,
@@ -130,18 +129,18 @@ struct Known<'a> {
 
 impl<'a> Known<'a> {
     fn read(proc_root: &'a Path, processes: &Processes<'a>, is_same: IsSame<'a>) -> Result<Self, Unreadable> {
-        let mut cuda = BTreeMap::new();
+        let mut cuda = Vec::new();
         for &pid in processes.cuda {
-            cuda.insert(
+            cuda.push((
                 pid,
                 look(proc_root, pid)?.map(|found| found.gpu).unwrap_or_default(),
-            );
+            ));
         }
         Ok(Self {
             proc_root,
             descent: Descent::of(processes.cuda.iter().copied()),
             cuda,
-            inherited: BTreeMap::new(),
+            inherited: Vec::new(),
             before: processes.inherited_before,
             is_same,
         })
@@ -154,27 +153,25 @@ impl<'a> Known<'a> {
     /// Whether a process has inherited all that it has of GPUs.
     fn has_given(&mut self, pid: i32, gpu: &Gpu) -> bool {
         // An image names a file by its path.
-        if !self.descends(pid) || gpu.open.values().any(|file| file.ends_with(" (deleted)")) {
+        if !self.descends(pid) || gpu.open.iter().any(|(_, file)| file.ends_with(" (deleted)")) {
             return false;
         }
-        let is_known =
-            |known: &Inherited| known.pid == pid && gpu.open.keys().all(|number| known.open.contains(number));
-        if self.before.iter().any(is_known) {
+        let mut before = self.before.iter().filter(|known| known.pid == pid);
+        if before.any(|known| gpu.open.iter().all(|(number, _)| known.open.contains(number))) {
             return true;
         }
         let parent = parent(self.proc_root, pid);
-        let of_parent = parent.and_then(|pid| Some((pid, self.inherited.get(&pid)?)));
-        let givers: Vec<(i32, &Gpu)> = of_parent
-            .into_iter()
-            .chain(self.cuda.iter().map(|(pid, gpu)| (*pid, gpu)))
-            .collect();
-        gpu.open.keys().all(|number| {
-            let same = |giver: i32, other: i32| (self.is_same)((pid, *number), (giver, other));
-            // Mostly it has the same number.
-            let alike = |(giver, gpu): &(i32, &Gpu)| gpu.open.contains_key(number) && same(*giver, *number);
-            let any = |(giver, gpu): &(i32, &Gpu)| gpu.open.keys().any(|other| same(*giver, *other));
-            givers.iter().any(alike) || givers.iter().any(any)
-        })
+        let parents = self.inherited.iter().filter(|(pid, _)| Some(*pid) == parent);
+        let givers: Vec<_> = self.cuda.iter().chain(parents).collect();
+        let has_given = |number: i32, is_candidate: &dyn Fn(i32) -> bool| {
+            givers.iter().any(|(giver, gpu)| {
+                let mut candidates = gpu.open.iter().filter(|(other, _)| is_candidate(*other));
+                candidates.any(|(other, _)| (self.is_same)((pid, number), (*giver, *other)))
+            })
+        };
+        // Mostly it has the same number.
+        (gpu.open.iter())
+            .all(|(number, _)| has_given(*number, &|other| other == *number) || has_given(*number, &|_| true))
     }
 }
 

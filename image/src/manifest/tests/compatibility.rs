@@ -59,7 +59,7 @@ fn an_image_with_inherited_gpus_needs_a_firn_that_knows_them() {
     let inherited = |pid, open: &[i32]| Manifest {
         inherited_gpus: vec![InheritedGpus {
             pid,
-            open: open.iter().copied().collect(),
+            open: open.to_vec(),
         }],
         ..manifest()
     };

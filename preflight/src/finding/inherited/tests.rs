@@ -143,7 +143,7 @@ fn what_is_kept_in_a_bundle_is_read_again() {
     let path = bundle.path().join(names::BUNDLE_INHERITED);
     let all = [Inherited {
         pid: 8,
-        open: [3, 4].into(),
+        open: vec![3, 4],
     }];
     Inherited::keep(&[], bundle.path()).unwrap();
     assert!(!path.exists());
@@ -160,7 +160,7 @@ fn what_is_kept_in_a_bundle_is_read_again() {
 fn what_the_last_checkpoint_found_stays_inherited() {
     let before = [Inherited {
         pid: 8,
-        open: [3, 4].into(),
+        open: vec![3, 4],
     }];
     let processes = Processes {
         inherited_before: &before,
