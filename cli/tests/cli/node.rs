@@ -75,6 +75,7 @@ impl Node {
                 env!("CARGO_PKG_VERSION")
             ),
         );
+        node.program("libfirn_criu.so", "");
         node.program(
             "firn-hook",
             &format!("echo firn-hook {}", env!("CARGO_PKG_VERSION")),
