@@ -50,7 +50,7 @@ class Report:
         self._log.write(f"{time.monotonic() - self._began:8.2f} {text}\n")
         self._log.flush()
 
-    def log(self, text):
+    def show(self, text):
         """A line for the log and whoever watches."""
         self.log(text)
         print(text, flush=True)
@@ -170,7 +170,7 @@ def write_cdi(host, gpus):
 
 def play(case, setup, report, all_cases_end):
     """Run one case to its record."""
-    report.log(f"{case.name}: begins")
+    report.show(f"{case.name}: begins")
     began = time.monotonic()
     record = {"case": case.name}
     if case.needs > len(setup.gpus):
@@ -185,7 +185,7 @@ def play(case, setup, report, all_cases_end):
             record.update(result="FAILED", error=str(error) or repr(error))
     record["seconds"] = round(time.monotonic() - began, 1)
     report.add(record)
-    report.log(f"{case.name}: {record['result']} after {record['seconds']} s" + (f": {record['error']}" if "error" in record else ""))
+    report.show(f"{case.name}: {record['result']} after {record['seconds']} s" + (f": {record['error']}" if "error" in record else ""))
 
 
 def known_cases(args):
@@ -248,7 +248,7 @@ def main():
     report = Report(args.out)
     if args.bundle:
         _, seconds = cases.timed(unpack, args.bundle)
-        report.log(f"unpacked {args.bundle} in {seconds} s")
+        report.show(f"unpacked {args.bundle} in {seconds} s")
     bin_dir = f"{hosts.INSTALL_DIR}/bin" if args.bundle else None
     environment = {"XTABLES_LIBDIR": f"{hosts.INSTALL_DIR}/lib/xtables"} if args.bundle else {}
     gpus = [] if args.no_gpu else cdi.gpus()
@@ -257,7 +257,7 @@ def main():
     host = hosts.Host(args.work, bin_dir, memory, environment, report.log)
     facts = machine_facts(host, gpus)
     report.add({"machine": facts})
-    report.log(f"machine: {json.dumps(facts)}")
+    report.show(f"machine: {json.dumps(facts)}")
     try:
         if gpus:
             host.env.update(write_cdi(host, gpus))

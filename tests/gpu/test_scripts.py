@@ -307,6 +307,20 @@ class Ranks(unittest.TestCase):
                 ddp.start(program.name, ["1"], 2)
 
 
+class Lines(unittest.TestCase):
+    """The run's log."""
+
+    def test_a_line_goes_to_the_log_and_to_whoever_watches(self):
+        with tempfile.TemporaryDirectory() as out, mock.patch("builtins.print") as printed:
+            report = run.Report(out)
+            report.log("for the log")
+            report.show("for all")
+            with open(f"{out}/run.log", encoding="utf-8") as file:
+                lines = file.read().splitlines()
+        self.assertEqual([line.split(maxsplit=1)[1] for line in lines], ["for the log", "for all"])
+        printed.assert_called_once_with("for all", flush=True)
+
+
 class Samples(unittest.TestCase):
     """What the driver's answers come to, and whether the audit had reported it."""
 
