@@ -13,6 +13,7 @@ use syn::{Attribute, Data, DeriveInput, Expr, Field, Fields, Ident, Token, Varia
 /// |---|---|
 /// | `#[problem("FIRN-CODE", "hint")]` | this code and this hint; both may be any expression |
 /// | `#[problem(expression)]` | that expression, a `Remedy` |
+/// | none, and `#[error(transparent)]` | that of the only field |
 /// | none | that of the enum's attribute; without one, that of the only field |
 ///
 /// Expressions can use the fields, as references, by their names; those of a tuple are `_0`, `_1`.
@@ -34,7 +35,9 @@ fn implementation(input: &DeriveInput) -> syn::Result<Tokens> {
     let arms = match &input.data {
         Data::Enum(data) => {
             let arm = |variant: &Variant| {
-                let remedy = attribute(&variant.attrs)?.or_else(|| default.clone());
+                let own = attribute(&variant.attrs)?;
+                let default = default.clone().filter(|_| !is_transparent(&variant.attrs));
+                let remedy = own.or(default);
                 let path = &variant.ident;
                 arm(&quote! { Self::#path }, &variant.fields, remedy)
             };
@@ -50,6 +53,16 @@ fn implementation(input: &DeriveInput) -> syn::Result<Tokens> {
                 match self { #(#arms)* }
             }
         }
+    })
+}
+
+/// Whether the message is that of the only field.
+fn is_transparent(attributes: &[Attribute]) -> bool {
+    let mut errors = attributes.iter().filter(|found| found.path().is_ident("error"));
+    errors.any(|error| {
+        error
+            .parse_args::<Ident>()
+            .is_ok_and(|word| word == "transparent")
     })
 }
 

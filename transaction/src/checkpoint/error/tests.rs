@@ -1,4 +1,5 @@
 use super::*;
+use std::path::Path;
 
 fn failed(phase: Phase, source: EffectError) -> CheckpointError {
     let failure = Failure {
@@ -103,4 +104,14 @@ fn a_container_that_has_not_ended_is_reported_with_its_image() {
         "{text}"
     );
     assert_eq!(error.kind(), FailureKind::Internal);
+}
+
+#[test]
+fn an_image_directory_keeps_its_code_among_the_errors_of_a_dump() {
+    let error = DumpError::from(ImageDirError::gone(Path::new("/srv/image")));
+    assert_eq!(error.code(), "FIRN-IMAGE-GONE");
+    let error = DumpError::Checksums {
+        limit: Duration::from_secs(1),
+    };
+    assert_eq!(error.code(), "FIRN-DUMP");
 }
