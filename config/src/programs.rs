@@ -36,6 +36,10 @@ pub fn find_program(name: &str, configured: Option<&Path>) -> Result<PathBuf, Pr
     search(name, configured, own_dir.as_deref(), &path)
 }
 
+/// What to do where [`find_criu_plugin`] finds none.
+pub const INSTALL_CRIU_PLUGIN: &str =
+    "install firn's libfirn_criu.so into the shim's directory; an own [criu] libs-dir needs it, too";
+
 /// firn's plugin for CRIU, if it is installed: in the operator's directory of plugins, which is then the only
 /// one, else as the helper programs.
 pub fn find_criu_plugin(libs_dir: Option<&Path>) -> Option<PathBuf> {

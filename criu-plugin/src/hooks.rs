@@ -14,7 +14,7 @@ use nix::libc::ENOTSUP;
 use crate::node::Node;
 
 /// Hooks of CRIU 4.0; later releases have more behind them.
-const HOOKS: usize = 12;
+const HOOKS: c_uint = 12;
 const DUMP_EXT_FILE: usize = 2;
 const RESTORE_EXT_FILE: usize = 3;
 const HANDLE_DEVICE_VMA: usize = 7;
@@ -31,7 +31,7 @@ pub struct Description {
     exit: extern "C" fn(c_int, c_int),
     version: c_uint,
     max_hooks: c_uint,
-    hooks: [*const c_void; HOOKS],
+    hooks: [*const c_void; HOOKS as usize],
 }
 
 // SAFETY: it is never written, and what it points to lives as long as the library.
@@ -44,9 +44,9 @@ pub static CR_PLUGIN_DESC: Description = Description {
     init,
     exit,
     version: VERSION,
-    max_hooks: 12,
+    max_hooks: HOOKS,
     hooks: {
-        let mut hooks = [std::ptr::null(); HOOKS];
+        let mut hooks = [std::ptr::null(); HOOKS as usize];
         hooks[DUMP_EXT_FILE] = dump_file as *const c_void;
         hooks[RESTORE_EXT_FILE] = restore_file as *const c_void;
         hooks[HANDLE_DEVICE_VMA] = handle_mapping as *const c_void;

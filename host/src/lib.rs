@@ -15,9 +15,11 @@ pub mod proc_maps;
 pub mod procfs;
 mod regular_file;
 mod rfc3339;
+mod unless_absent;
 
 pub use firn_host_derive::Problem;
 pub use open_below::open_below;
 pub use problem::{Chain, Problem, ProblemLine, ProblemReport, Remedy, remedy};
 pub use regular_file::{open_regular, reopen_regular};
 pub use rfc3339::Rfc3339;
+pub use unless_absent::{Absent, UnlessAbsent};

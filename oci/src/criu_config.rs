@@ -18,7 +18,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_host::Problem;
+use firn_host::{Problem, UnlessAbsent};
 
 use crate::Spec;
 use firn_host::bounded::read_at_most;
@@ -289,10 +289,7 @@ pub fn set_plugin(bundle: &Path, plugin: Option<&Path>) -> Result<(), CriuError>
         make_directory(&dir)?;
         match plugin {
             Some(plugin) => make_link(plugin, &link),
-            None => match std::fs::remove_file(&link) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                removed => removed,
-            },
+            None => std::fs::remove_file(&link).unless_absent(),
         }
     };
     set().map_err(|source| CriuError::Write {
@@ -311,10 +308,8 @@ fn make_directory(path: &Path) -> io::Result<()> {
 
 /// Safe to repeat.
 fn make_link(to: &Path, path: &Path) -> io::Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => std::os::unix::fs::symlink(to, path),
-    }
+    std::fs::remove_file(path).unless_absent()?;
+    std::os::unix::fs::symlink(to, path)
 }
 
 #[cfg(test)]

@@ -68,7 +68,7 @@ pub enum Refusal {
         "process {pid} ({comm}) was forked from a CUDA process and has inherited {file}, which CRIU dumps \
          only with firn's plugin"
     )]
-    #[problem("FIRN-CRIU-PLUGIN", INSTALL_PLUGIN)]
+    #[problem("FIRN-CRIU-PLUGIN", firn_config::INSTALL_CRIU_PLUGIN)]
     InheritedGpu { pid: i32, comm: String, file: String },
     #[error(
         "process {pid} ({comm}) has {file} open or mapped, uses no CUDA, and has not inherited all of it \
@@ -163,8 +163,6 @@ const DEVICE_MEMORY: &str = "start the program with plain device memory (cudaMal
 const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd's default does, or turn it \
                            off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
-const INSTALL_PLUGIN: &str = "install firn's libfirn_criu.so into the shim's directory; an own [criu] \
-                              libs-dir needs it, too";
 const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that was forked from a CUDA \
                          process may not open a GPU itself";
 const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use firn_host::UnlessAbsent;
 use tokio::sync::oneshot;
 use tokio::task::JoinError;
 
 use crate::cancel::CancellationToken;
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// Why blocking work is not awaited any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,7 +9,8 @@ use std::path::Path;
 
 use crate::blocking::tidy;
 use crate::unmount::unmount_below;
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
+use firn_host::UnlessAbsent;
 
 /// Mounts that a killed CRIU leaves below its work directory.
 const CGYARD: &str = ".criu.cgyard.";

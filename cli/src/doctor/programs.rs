@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::{Config, find_criu_plugin, find_program, in_path, names};
+use firn_config::{Config, INSTALL_CRIU_PLUGIN, find_criu_plugin, find_program, in_path, names};
 
 use super::Check;
 use crate::program;
@@ -59,7 +59,7 @@ fn criu_plugin(libs_dir: Option<&Path>) -> Check {
         None => Check::warn(
             NAME,
             "libfirn_criu.so is missing: no container with forked children of CUDA processes is checkpointed",
-            "install libfirn_criu.so into the shim's directory; an own [criu] libs-dir needs it, too",
+            INSTALL_CRIU_PLUGIN,
         ),
     }
 }

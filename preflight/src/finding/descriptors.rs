@@ -111,28 +111,10 @@ pub(super) fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadab
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-    use std::os::unix::fs::symlink;
-
     use tempfile::TempDir;
 
+    use super::super::inherited::tests::processes;
     use super::*;
-
-    /// Processes by pid, parent, mapped file and open files.
-    fn processes(all: &[(i32, i32, &str, &[&str])]) -> TempDir {
-        let root = tempfile::tempdir().unwrap();
-        for (pid, parent, mapped, open) in all {
-            let process = root.path().join(pid.to_string());
-            fs::create_dir_all(process.join("fd")).unwrap();
-            fs::write(process.join("status"), format!("Name:\tx\nPPid:\t{parent}\n")).unwrap();
-            let maps = format!("7f10-7f20 rw-s 00000000 00:0e 77    {mapped}\n");
-            fs::write(process.join("maps"), maps).unwrap();
-            for (fd, to) in open.iter().enumerate() {
-                symlink(to, process.join("fd").join(fd.to_string())).unwrap();
-            }
-        }
-        root
-    }
 
     /// Pid, kind, file and certainty of each finding.
     fn found(root: &TempDir, dumped: &[i32], cuda: &[i32]) -> Vec<(i32, &'static str, String, Certainty)> {
@@ -160,21 +142,24 @@ mod tests {
                 1,
                 0,
                 "/bin/sh",
-                &["/dev/null", "pipe:[1]", "anon_inode:[eventpoll]"],
+                &[(0, "/dev/null"), (1, "pipe:[1]"), (2, "anon_inode:[eventpoll]")],
             ),
-            (2, 1, "/lib/x", &["anon_inode:[io_uring]"]),
+            (2, 1, "/lib/x", &[(0, "anon_inode:[io_uring]")]),
             (3, 1, "anon_inode:[io_uring]", &[]),
             (
                 4,
                 1,
                 "/lib/x",
-                &["/dev/infiniband/uverbs0", "/dev/infiniband/rdma_cm"],
+                &[(0, "/dev/infiniband/uverbs0"), (1, "/dev/infiniband/rdma_cm")],
             ),
             (
                 5,
                 1,
                 "/lib/x",
-                &["/dev/nvidia-caps-imex-channels/channel0", "/dev/nvidiactl"],
+                &[
+                    (0, "/dev/nvidia-caps-imex-channels/channel0"),
+                    (1, "/dev/nvidiactl"),
+                ],
             ),
         ]);
         assert_eq!(

@@ -14,7 +14,7 @@ use std::{fs, io, thread};
 
 use firn_config::names;
 use firn_host::procfs::Descent;
-use firn_host::{atomic_file, bounded, open_regular, proc_maps};
+use firn_host::{UnlessAbsent, atomic_file, bounded, open_regular, proc_maps};
 use serde::{Deserialize, Serialize};
 
 use super::descriptors::{Gpu, look};
@@ -37,12 +37,8 @@ impl Inherited {
 
     /// Keeps them in `bundle` for the container's next checkpoint. Writes no file where none is needed.
     pub fn keep(all: &[Self], bundle: &Path) -> io::Result<()> {
-        let path = bundle.join(names::BUNDLE_INHERITED);
         match all.is_empty() {
-            true => match fs::remove_file(path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                removed => removed,
-            },
+            true => fs::remove_file(bundle.join(names::BUNDLE_INHERITED)).unless_absent(),
             false => {
                 let bytes = serde_json::to_vec(all)?;
                 atomic_file::write(bundle, names::BUNDLE_INHERITED, &bytes, 0o600)
@@ -79,7 +75,7 @@ pub(super) fn inspect(
     thread::sleep(EXEC);
     let mut held = Vec::new();
     for &pid in holders {
-        let gpu = look(proc_root, pid)?.map(|found| found.gpu).unwrap_or_default();
+        let gpu = gpu_of(proc_root, pid)?;
         held.extend(gpu.shown().map(|file| (pid, file, gpu)));
     }
     let mut known = Known::read(proc_root, processes, is_same)?;
@@ -114,6 +110,11 @@ pub(super) fn inspect(
     Ok((findings, inherited.map(open).collect()))
 }
 
+/// Nothing of a process that has ended.
+fn gpu_of(proc_root: &Path, pid: i32) -> Result<Gpu, Unreadable> {
+    Ok(look(proc_root, pid)?.map(|found| found.gpu).unwrap_or_default())
+}
+
 /// Processes whose GPUs others may have inherited.
 struct Known<'a> {
     proc_root: &'a Path,
@@ -131,10 +132,7 @@ impl<'a> Known<'a> {
     fn read(proc_root: &'a Path, processes: &Processes<'a>, is_same: IsSame<'a>) -> Result<Self, Unreadable> {
         let mut cuda = Vec::new();
         for &pid in processes.cuda {
-            cuda.push((
-                pid,
-                look(proc_root, pid)?.map(|found| found.gpu).unwrap_or_default(),
-            ));
+            cuda.push((pid, gpu_of(proc_root, pid)?));
         }
         Ok(Self {
             proc_root,
@@ -183,4 +181,4 @@ fn parent(proc_root: &Path, pid: i32) -> Option<i32> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -9,6 +9,7 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Component, Path, PathBuf};
 
+use firn_host::UnlessAbsent;
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use sha2::{Digest, Sha256};
@@ -93,12 +94,8 @@ pub(crate) fn remove_dead(path: &Path) -> Result<(), ActionError> {
     if is_alive(path) {
         return Ok(());
     }
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(failed_at("remove the dead socket", path)(error))
-        }
-        _ => Ok(()),
-    }
+    let removed = fs::remove_file(path).unless_absent();
+    removed.map_err(failed_at("remove the dead socket", path))
 }
 
 fn lock(dir: &Path) -> Result<File, ActionError> {

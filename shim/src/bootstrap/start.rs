@@ -14,6 +14,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use command_fds::{CommandFdExt, FdMapping};
+use firn_host::UnlessAbsent;
 use rustix::process::getpid;
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 use serde::Deserialize;
@@ -159,12 +160,9 @@ fn write_address(address: &str) -> Result<(), ActionError> {
 }
 
 fn keep_socket_dir(dir: &Path) -> Result<(), ActionError> {
-    match fs::remove_file(SOCKET_DIR_LINK) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(failed_at("replace", SOCKET_DIR_LINK)(error))
-        }
-        _ => symlink(dir, SOCKET_DIR_LINK).map_err(failed_at("make", SOCKET_DIR_LINK)),
-    }
+    let removed = fs::remove_file(SOCKET_DIR_LINK).unless_absent();
+    removed.map_err(failed_at("replace", SOCKET_DIR_LINK))?;
+    symlink(dir, SOCKET_DIR_LINK).map_err(failed_at("make", SOCKET_DIR_LINK))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The metrics of a container.
 
+use firn_host::Absent;
 use std::collections::BTreeMap;
 use std::fs;
 

@@ -1,5 +1,6 @@
 //! Delete and Shutdown.
 
+use firn_host::Absent;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 

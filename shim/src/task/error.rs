@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use ttrpc::Code;
 
 use crate::mounts;
-use firn_host::Chain;
+use firn_host::{Absent, Chain};
 use firn_transaction::checkpoint::CheckpointError;
 use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
 use firn_transaction::create::{GpuRequestError, PrepareError};

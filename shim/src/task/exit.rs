@@ -1,6 +1,7 @@
 //! Exits of container processes: who ended, in which order exits are published, and out-of-memory events
 //! before them.
 
+use firn_host::Absent;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 

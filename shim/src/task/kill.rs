@@ -1,5 +1,6 @@
 //! Kill: works in any state, also while a checkpoint or restore is under way.
 
+use firn_host::Absent;
 use std::sync::Arc;
 use std::time::Duration;
 

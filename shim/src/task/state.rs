@@ -1,5 +1,6 @@
 //! State, Pids, Wait, Stats and Connect: they only look, and answer at once whatever else is under way.
 
+use firn_host::Absent;
 use std::sync::Arc;
 
 use crate::metrics;

@@ -4,11 +4,12 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use firn_host::{Absent, UnlessAbsent};
 use tokio::time::{Instant, sleep};
 
 use super::{Cgroup, CgroupError, Version, read};
 use crate::pidfd::{self, Signal};
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// Pause between two reads of the process list.
 const PAUSE: Duration = Duration::from_millis(5);

@@ -28,12 +28,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_host::Absent;
 use firn_host::cgroup_mounts::{Place, Version};
 
 pub use freezer::FreezerState;
 pub use oom::OomWatch;
-
-use crate::warn::UnlessAbsent;
 
 /// Lists the processes of a cgroup.
 const PROCS: &str = "cgroup.procs";
@@ -106,9 +105,9 @@ pub enum CgroupError {
     NoMemory,
 }
 
-impl CgroupError {
+impl Absent for CgroupError {
     /// Whether the error means that there is no such cgroup or process.
-    pub fn is_absent(&self) -> bool {
+    fn is_absent(&self) -> bool {
         let absent = |source: &io::Error| {
             source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ENODEV)
         };
@@ -119,12 +118,6 @@ impl CgroupError {
             }
             _ => false,
         }
-    }
-}
-
-impl UnlessAbsent for Result<(), CgroupError> {
-    fn unless_absent(self) -> Self {
-        self.or_else(|error| if error.is_absent() { Ok(()) } else { Err(error) })
     }
 }
 

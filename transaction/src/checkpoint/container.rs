@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use firn_config::Config;
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
+use firn_host::UnlessAbsent;
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::{criu_config, mounts};
 use firn_preflight::{Assertions, Inherited};
@@ -31,7 +32,7 @@ use crate::reaper::Reaper;
 use crate::runc::Bounds;
 use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::OpenImageDir;
+use firn_host::UnlessAbsent;
 use firn_image::manifest::{ImageFile, describe_images_by};
 
 use super::error::{DumpError, EffectError};
@@ -16,7 +17,7 @@ use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
 use crate::runc::Bounds;
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// CRIU's log in its work directory.
 const LOG: &str = "dump.log";

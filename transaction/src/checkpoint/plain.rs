@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::Config;
-use firn_host::Chain;
+use firn_host::{Chain, UnlessAbsent};
 use firn_oci::criu_config;
 use firn_preflight::OtherGpus;
 
@@ -21,7 +21,7 @@ use crate::journal::{self, Journal, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::runc::{Bounds, RuntimeKind};
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// How long the reset of a freezer may take.
 pub(super) const RESET: Duration = Duration::from_secs(10);

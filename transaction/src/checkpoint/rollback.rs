@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
-use firn_host::Chain;
+use firn_host::{Chain, UnlessAbsent};
 use firn_image::manifest::DumpFlags;
 
 use super::Request;
@@ -24,7 +24,7 @@ use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::timings::PhaseTimings;
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// How long the programs of a checkpoint may take to end after a panic.
 const PROGRAMS: Duration = Duration::from_secs(30);

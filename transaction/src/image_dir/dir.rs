@@ -17,6 +17,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use firn_config::{OpenImageDir, names};
+use firn_host::UnlessAbsent;
 use firn_image::manifest;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -24,7 +25,7 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use super::ImageDirError;
 use crate::blocking::blocking;
 use crate::journal::{DirId, ImageWas};
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
 const LAST: [&str; 2] = ["inventory.img", "pstree.img"];

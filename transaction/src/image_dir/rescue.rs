@@ -24,8 +24,8 @@ use super::ImageDir;
 use super::dir::close_to_others;
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
-use crate::warn::{OrWarn, UnlessAbsent};
-use firn_host::Rfc3339;
+use crate::warn::OrWarn;
+use firn_host::{Rfc3339, UnlessAbsent};
 
 /// How long a copy may continue once the container is killed.
 const KILLED: Duration = Duration::from_secs(5);

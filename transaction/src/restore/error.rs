@@ -64,10 +64,7 @@ pub enum Refusal {
     #[error(transparent)]
     Criu(#[from] firn_oci::criu_config::CriuError),
     #[error("processes of the checkpoint had inherited GPUs, which CRIU restores only with firn's plugin")]
-    #[problem(
-        "FIRN-CRIU-PLUGIN",
-        "install firn's libfirn_criu.so into the shim's directory; an own [criu] libs-dir needs it, too"
-    )]
+    #[problem("FIRN-CRIU-PLUGIN", firn_config::INSTALL_CRIU_PLUGIN)]
     NoPlugin,
     #[error("cannot use the container's spec")]
     Spec(#[from] firn_oci::SpecError),

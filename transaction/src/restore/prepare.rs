@@ -95,12 +95,9 @@ impl Preparation<'_> {
         let config = Config::load()?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
         let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
-        let plugin = match (
-            !manifest.inherited_gpus.is_empty(),
-            find_criu_plugin(config.criu.libs_dir.as_deref()),
-        ) {
-            (true, None) => return Err(Refusal::NoPlugin),
-            (needed, plugin) => plugin.filter(|_| needed),
+        let plugin = match manifest.inherited_gpus.is_empty() {
+            true => None,
+            false => Some(find_criu_plugin(config.criu.libs_dir.as_deref()).ok_or(Refusal::NoPlugin)?),
         };
         let (bundle, reaper) = (self.bundle, self.reaper);
         let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.clone());

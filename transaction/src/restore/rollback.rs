@@ -5,13 +5,14 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_host::UnlessAbsent;
 use firn_oci::Spec;
 
 use super::prepare::is_own;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::criu_leftovers::{remove_roots, unmount, unmount_yards};
-use crate::warn::{OrWarn, UnlessAbsent};
+use crate::warn::OrWarn;
 
 /// How long killed processes may take to end.
 const GONE: Duration = Duration::from_secs(20);

@@ -1,5 +1,7 @@
 //! Properties of the parsers of the runtime's and CRIU's output, for arbitrary bytes.
 
+use firn_host::Absent;
+
 use firn_gpu::protocol::Reply;
 
 use super::{RuncError, last_error, read_pid};

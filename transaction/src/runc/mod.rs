@@ -34,7 +34,7 @@ use crate::options::RuncOptions;
 use crate::reaper::{Child, OutputError, Reaper};
 use crate::warn::OrWarn;
 use crate::{pidfd, procfs};
-use firn_host::Chain;
+use firn_host::{Absent, Chain};
 
 pub use criu::{Bounds, Checkpoint, Restore};
 pub use kind::RuntimeKind;
@@ -117,13 +117,15 @@ impl fmt::Display for RuntimeMessage {
     }
 }
 
-impl RuncError {
+impl Absent for RuncError {
     /// Whether the runtime knows no such container. A command line reports this by text only; the wording is
     /// that of runc, crun and youki, and containerd matches it too.
-    pub fn is_absent(&self) -> bool {
+    fn is_absent(&self) -> bool {
         matches!(self, Self::Failed { message, .. } if message.contains("does not exist"))
     }
+}
 
+impl RuncError {
     /// Replaces `way`, the path that the runtime was given, by `path` in the messages.
     pub(crate) fn with_path(self, way: &Path, path: &Path) -> Self {
         let named = |text: String| text.replace(&*way.to_string_lossy(), &path.to_string_lossy());

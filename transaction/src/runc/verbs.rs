@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::{Runc, RuncError, SHORT};
+use firn_host::UnlessAbsent;
 
 /// Arguments of `create`.
 pub struct Create<'a> {
@@ -115,8 +116,7 @@ impl Runc {
         command.arg("--force").arg(&self.id);
         match self.run_hooks("delete", &mut command, cancel).await {
             Err(RuncError::Cancelled { .. }) => Ok(()),
-            Err(error) if error.is_absent() => Ok(()),
-            result => result,
+            result => result.unless_absent(),
         }
     }
 
@@ -125,10 +125,8 @@ impl Runc {
     pub async fn ensure_deleted(&self) -> Result<(), RuncError> {
         let mut command = self.command("delete");
         command.arg("--force").arg(&self.id);
-        match self.output("delete", &mut command, SHORT).await {
-            Err(error) if error.is_absent() => Ok(()),
-            result => result.map(drop),
-        }
+        let deleted = self.output("delete", &mut command, SHORT).await;
+        deleted.map(drop).unless_absent()
     }
 
     /// `pause`: freezes the container's cgroup.

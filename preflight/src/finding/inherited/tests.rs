@@ -26,9 +26,9 @@ fn in_a_chain_of_32000_processes_every_parent_is_read_once() {
 }
 
 /// A process: pid, parent, mapped file, open files by number.
-type Process<'a> = (i32, i32, &'a str, &'a [(i32, &'a str)]);
+pub(crate) type Process<'a> = (i32, i32, &'a str, &'a [(i32, &'a str)]);
 
-fn processes(all: &[Process<'_>]) -> TempDir {
+pub(crate) fn processes(all: &[Process<'_>]) -> TempDir {
     let root = tempfile::tempdir().unwrap();
     for (pid, parent, mapped, open) in all {
         let process = root.path().join(pid.to_string());
