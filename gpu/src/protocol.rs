@@ -72,17 +72,29 @@ pub struct ProcessReply {
     /// Its restore thread; only in replies to `discover`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore_tid: Option<i32>,
-    /// Bytes of GPU memory in use; only in replies to `memory`, absent where the driver does not report them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gpu_bytes: Option<u64>,
-    /// The same by GPU.
+    /// Bytes of GPU memory in use; only in replies to `memory`, empty where the driver does not report them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gpu_memory: GpuMemory,
-    /// Time that the call took, in microseconds.
-    pub micros: u64,
     /// The call's failure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<DriverError>,
+}
+
+impl ProcessReply {
+    /// An answer that holds nothing yet.
+    pub fn of(pid: i32) -> Self {
+        Self {
+            pid,
+            ..Self::default()
+        }
+    }
+
+    pub fn failed(pid: i32, error: DriverError) -> Self {
+        Self {
+            error: Some(error),
+            ..Self::of(pid)
+        }
+    }
 }
 
 /// What the worker answers.
@@ -96,7 +108,7 @@ pub enum Reply {
     /// A restore was not begun: `gpu` has `free` bytes of memory free, and `needed` bytes are needed.
     NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
     /// The request is finished: every process has had its line.
-    Done { micros: u64 },
+    Done {},
     /// The request as a whole could not be carried out (no driver library, malformed request).
     Failed { message: String, hint: String },
 }

@@ -178,10 +178,10 @@ fn discover(pids: Vec<i32>) -> Result<(), CommandError> {
     thread::spawn(move || serve(theirs, Node::host()));
     let mut session = BufReader::new(ours);
     let mut found = answers(&mut session, &Request::Discover { pids: pids.clone() })?;
-    let memory = answers(&mut session, &Request::Memory { pids }).unwrap_or_default();
-    for process in &mut found {
-        let reported = memory.iter().find(|reported| reported.pid == process.pid);
-        process.gpu_bytes = reported.and_then(|reported| reported.gpu_bytes);
+    for reported in answers(&mut session, &Request::Memory { pids }).unwrap_or_default() {
+        if let Some(process) = found.iter_mut().find(|process| process.pid == reported.pid) {
+            process.gpu_memory = reported.gpu_memory;
+        }
     }
     found.sort_by_key(|process| process.pid);
     if let Some(ProcessReply {

@@ -9,7 +9,6 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
-use std::time::Instant;
 
 use super::discover::{self, Sign};
 use super::node::{Node, Refusal};
@@ -34,9 +33,7 @@ enum Line {
 /// Serves `socket` until its other end is closed, and does not wait for calls that are still in the driver
 /// then.
 pub(super) fn serve(socket: UnixStream, node: Node) -> io::Result<()> {
-    let replies = Replies {
-        socket: Mutex::new(socket.try_clone()?),
-    };
+    let replies = Mutex::new(socket.try_clone()?);
     let (queue, requests) = mpsc::channel();
     thread::Builder::new().name("requests".into()).spawn(move || {
         let session = Session { node, replies };
@@ -72,12 +69,13 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Line>> {
     Ok(line.ends_with(b"\n").then_some(Line::Whole(line)))
 }
 
-/// The replies to the shim.
-struct Replies {
-    socket: Mutex<UnixStream>,
+struct Session {
+    node: Node,
+    /// Takes the replies to the shim.
+    replies: Mutex<UnixStream>,
 }
 
-impl Replies {
+impl Session {
     fn send(&self, replies: &[Reply]) {
         let mut text = Vec::new();
         for reply in replies {
@@ -86,33 +84,23 @@ impl Replies {
                 text.push(b'\n');
             }
         }
-        let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut socket = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
         if socket.write_all(&text).is_err() {
             // Nobody listens any more: let the main thread see the end of the stream.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
-}
 
-struct Session {
-    node: Node,
-    replies: Replies,
-}
-
-impl Session {
     fn answer(&self, line: Line) {
-        let started = Instant::now();
         let last = match self.carry_out(&line) {
-            Ok(()) => Reply::Done {
-                micros: micros(started),
-            },
+            Ok(()) => Reply::Done {},
             Err(Refusal::NoMemory { gpu, free, needed }) => Reply::NoMemory { gpu, free, needed },
             Err(refusal) => Reply::Failed {
                 message: Chain(&refusal).to_string(),
                 hint: refusal.hint().to_owned(),
             },
         };
-        self.replies.send(&[last]);
+        self.send(&[last]);
     }
 
     fn carry_out(&self, line: &Line) -> Result<(), Refusal<'_>> {
@@ -123,7 +111,7 @@ impl Session {
         match request {
             Request::Inventory => {
                 let inventory = self.node.inventory()?;
-                self.replies.send(&[Reply::Inventory { inventory }]);
+                self.send(&[Reply::Inventory { inventory }]);
                 Ok(())
             }
             Request::Discover { pids } => self.discover(&distinct(pids)?),
@@ -149,31 +137,19 @@ impl Session {
 
     /// Asks the driver about those processes that may use CUDA; the others are answered for without it.
     fn discover(&self, pids: &[i32]) -> Result<(), Refusal<'_>> {
-        let signs: Vec<(i32, Sign)> = pids
-            .iter()
-            .map(|&pid| (pid, discover::sign(&self.node.proc_root, pid)))
-            .collect();
-        let uses_gpu = signs.iter().any(|(_, sign)| *sign == Sign::Device);
-        let mut candidates: Vec<i32> = signs
-            .iter()
-            .filter(|(_, sign)| *sign != Sign::None)
-            .map(|(pid, _)| *pid)
-            .collect();
+        let sign = |pid: &i32| discover::sign(&self.node.proc_root, *pid);
+        let signs: Vec<Sign> = pids.iter().map(sign).collect();
+        let uses_gpu = signs.contains(&Sign::Device);
         // A process may have libcuda loaded on a node without GPUs; it is no error as long as none is used.
-        if !candidates.is_empty() && !uses_gpu && self.node.checkpointer().is_err() {
-            candidates.clear();
+        let is_asked = uses_gpu || signs.contains(&Sign::Library) && self.node.checkpointer().is_ok();
+        let (mut candidates, mut plain) = (Vec::new(), Vec::new());
+        for (&pid, sign) in pids.iter().zip(signs) {
+            match is_asked && sign != Sign::None {
+                true => candidates.push(pid),
+                false => plain.push(Reply::Process(ProcessReply::of(pid))),
+            }
         }
-        let plain: Vec<Reply> = pids
-            .iter()
-            .filter(|pid| !candidates.contains(pid))
-            .map(|&pid| {
-                Reply::Process(ProcessReply {
-                    pid,
-                    ..ProcessReply::default()
-                })
-            })
-            .collect();
-        self.replies.send(&plain);
+        self.send(&plain);
         if candidates.is_empty() {
             return Ok(());
         }
@@ -182,20 +158,16 @@ impl Session {
 
     /// What NVML reports about these processes.
     fn memory(&self, pids: &[i32]) -> Result<(), Refusal<'_>> {
-        let started = Instant::now();
         let used = self.node.libraries.nvml().and_then(|nvml| nvml.memory_in_use());
-        let used = used.map_err(Refusal::Nvml)?;
-        let replies: Vec<Reply> = pids
-            .iter()
-            .map(|&pid| {
-                Reply::Process(ProcessReply {
-                    gpu_bytes: used.get(&pid).map(|memory| memory.values().sum()),
-                    gpu_memory: used.get(&pid).cloned().unwrap_or_default(),
-                    ..reply(pid, started)
-                })
+        let mut used = used.map_err(Refusal::Nvml)?;
+        let reply = |&pid: &i32| {
+            Reply::Process(ProcessReply {
+                gpu_memory: used.remove(&pid).unwrap_or_default(),
+                ..ProcessReply::of(pid)
             })
-            .collect();
-        self.replies.send(&replies);
+        };
+        let replies: Vec<Reply> = pids.iter().map(reply).collect();
+        self.send(&replies);
         Ok(())
     }
 
@@ -271,9 +243,14 @@ impl Session {
         thread::scope(|scope| {
             for &pid in pids {
                 let (ask, work) = (&ask, &work);
-                let run = move || self.replies.send(&[Reply::Process(work(ask, pid))]);
+                let run = move || self.send(&[Reply::Process(work(ask, pid))]);
                 if let Err(error) = thread::Builder::new().spawn_scoped(scope, run) {
-                    self.replies.send(&[Reply::Process(not_started(pid, &error))]);
+                    let error = DriverError {
+                        call: "pthread_create".to_owned(),
+                        code: error.raw_os_error().unwrap_or_default(),
+                        name: error.to_string(),
+                    };
+                    self.send(&[Reply::Process(ProcessReply::failed(pid, error))]);
                 }
             }
         });
@@ -281,7 +258,7 @@ impl Session {
     }
 }
 
-/// Calls of the driver on one process, timed and with cuInit where the driver asks for it.
+/// Calls of the driver on one process, with cuInit where the driver asks for it.
 struct Ask<'a> {
     node: &'a Node,
     driver: &'a dyn Driver,
@@ -290,17 +267,14 @@ struct Ask<'a> {
 
 impl Ask<'_> {
     fn discover(&self, pid: i32) -> ProcessReply {
-        let started = Instant::now();
         // The state is not asked for: unlike this call it waits until the process can run.
-        let (restore_tid, error) = match self.call(|c| c.restore_tid(pid)) {
-            Ok(tid) => (Some(tid), None),
-            Err(error) if self.has_no_cuda(pid, &error) => (None, None),
-            Err(error) => (None, Some(error)),
-        };
-        ProcessReply {
-            restore_tid,
-            error,
-            ..reply(pid, started)
+        match self.call(|c| c.restore_tid(pid)) {
+            Ok(tid) => ProcessReply {
+                restore_tid: Some(tid),
+                ..ProcessReply::of(pid)
+            },
+            Err(error) if self.has_no_cuda(pid, &error) => ProcessReply::of(pid),
+            Err(error) => ProcessReply::failed(pid, error),
         }
     }
 
@@ -313,26 +287,20 @@ impl Ask<'_> {
     }
 
     fn state(&self, pid: i32) -> ProcessReply {
-        let started = Instant::now();
-        let (state, error) = match self.call(|c| c.state(pid)) {
-            Ok(state) => (Some(state), None),
-            Err(error) => (None, Some(error)),
-        };
-        ProcessReply {
-            state,
-            error,
-            ..reply(pid, started)
+        match self.call(|c| c.state(pid)) {
+            Ok(state) => ProcessReply {
+                state: Some(state),
+                ..ProcessReply::of(pid)
+            },
+            Err(error) => ProcessReply::failed(pid, error),
         }
     }
 
     /// The call's own error, or else that of asking for the state it left.
     fn change(&self, pid: i32, call: impl Fn(&dyn Checkpointer) -> Result<(), DriverError>) -> ProcessReply {
-        let started = Instant::now();
         let result = self.call(call);
-        let micros = micros(started);
         let left = self.state(pid);
         ProcessReply {
-            micros,
             error: result.err().or(left.error),
             ..left
         }
@@ -349,27 +317,6 @@ impl Ask<'_> {
     }
 }
 
-fn reply(pid: i32, started: Instant) -> ProcessReply {
-    ProcessReply {
-        pid,
-        micros: micros(started),
-        ..ProcessReply::default()
-    }
-}
-
-fn not_started(pid: i32, error: &io::Error) -> ProcessReply {
-    let error = DriverError {
-        call: "pthread_create".to_owned(),
-        code: error.raw_os_error().unwrap_or_default(),
-        name: error.to_string(),
-    };
-    ProcessReply {
-        pid,
-        error: Some(error),
-        ..ProcessReply::default()
-    }
-}
-
 /// Each pid once, in the order of the request.
 fn distinct(mut pids: Vec<i32>) -> Result<Vec<i32>, Refusal<'static>> {
     if let Some(&bad) = pids.iter().find(|pid| **pid <= 0) {
@@ -378,8 +325,4 @@ fn distinct(mut pids: Vec<i32>) -> Result<Vec<i32>, Refusal<'static>> {
     let mut seen = BTreeSet::new();
     pids.retain(|pid| seen.insert(*pid));
     Ok(pids)
-}
-
-fn micros(started: Instant) -> u64 {
-    u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

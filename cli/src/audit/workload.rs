@@ -75,10 +75,9 @@ impl Nvidia {
     }
 
     fn bytes_of(&self, pid: i32) -> Option<u64> {
-        self.processes
-            .iter()
-            .find(|process| process.pid == pid)?
-            .gpu_bytes
+        let process = self.processes.iter().find(|process| process.pid == pid)?;
+        let memory = &process.gpu_memory;
+        (!memory.is_empty()).then(|| memory.values().sum())
     }
 
     /// GPU memory of all processes. In some virtual machines the driver reports it only for all processes of

@@ -38,8 +38,10 @@ impl Drop for Idle {
 impl Node {
     /// From now on the driver reports that every process uses CUDA.
     fn all_use_cuda(&self, bytes: u64) {
-        let process =
-            format!(r#"{{\"pid\":%d,\"state\":null,\"restore_tid\":%d,\"gpu_bytes\":{bytes},\"micros\":1}}"#);
+        let gpu = format!("GPU-{}", "00000000-0000-0000-0000-000000000000");
+        let process = format!(
+            r#"{{\"pid\":%d,\"state\":null,\"restore_tid\":%d,\"gpu_memory\":{{\"{gpu}\":{bytes}}}}}"#
+        );
         let script = format!(
             "case $1 in discover) shift; c='['; for p; do printf \"$c{process}\" $p $p; c=,; done; echo ']';;\
              *) cat {};; esac",

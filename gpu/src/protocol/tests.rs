@@ -43,9 +43,7 @@ fn replies_survive_the_round_trip() {
         pid: 1,
         state,
         restore_tid: Some(2),
-        gpu_bytes: Some(1 << 40),
         gpu_memory: GpuMemory::from([(GpuUuid::from_bytes([7; 16]), 1 << 40)]),
-        micros: 3,
         error,
     };
     for reply in [
@@ -57,7 +55,7 @@ fn replies_survive_the_round_trip() {
             free: 1,
             needed: 1 << 40,
         },
-        Reply::Done { micros: 5 },
+        Reply::Done {},
         Reply::Failed {
             message: "m".into(),
             hint: "h".into(),
