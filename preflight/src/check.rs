@@ -45,8 +45,14 @@ impl Node {
 /// of a container.
 pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
     let mut refusals = Vec::new();
-    refusals.extend(environment::by_driver(inventory));
-    refusals.extend(spec.and_then(environment::by_hook));
+    if !inventory.checkpoint_api {
+        let version = inventory.driver_version.clone();
+        refusals.push(Refusal::NoCheckpointApi { version });
+    }
+    // Create has not converted the hook.
+    if spec.is_some_and(Spec::gpu_by_hook) {
+        refusals.push(Refusal::ByHook);
+    }
     let gpus = match spec.map(|spec| Grant::of_spec(spec, inventory)) {
         None => inventory.gpus.clone(),
         Some(Ok(grant)) => grant.gpus,
@@ -55,7 +61,9 @@ pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
             Vec::new()
         }
     };
-    refusals.extend(environment::by_mig(&gpus));
+    refusals.extend(gpus.iter().find(|gpu| gpu.mig).map(|divided| Refusal::Mig {
+        uuid: divided.uuid.to_string(),
+    }));
     Node { gpus, refusals }
 }
 

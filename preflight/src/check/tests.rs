@@ -212,6 +212,23 @@ fn the_gpus_of_a_node_are_those_of_the_spec_or_all() {
 }
 
 #[test]
+fn hooks_and_divided_gpus_are_refused() {
+    let mut node = inventory(195, 2);
+    node.gpus[1].mig = true;
+    assert!(check_node(&node, Some(&spec(195, &[0]))).refusals.is_empty());
+    let refused = check_node(&node, Some(&spec(195, &[1]))).accepted().unwrap_err();
+    assert_eq!(refused.code(), "FIRN-GPU-MIG");
+    assert!(refused.to_string().contains(&node.gpus[1].uuid.to_string()));
+    let hook = json!({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]});
+    let with_hook = json!({
+        "process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]},
+        "hooks": {"prestart": [hook]},
+    });
+    let refused = check_node(&node, Some(&with_hook.into())).accepted().unwrap_err();
+    assert_eq!(refused.code(), "FIRN-GPU-HOOK");
+}
+
+#[test]
 fn every_kind_of_refusal_has_a_code_and_a_hint() {
     for refusal in crate::fixtures::refusals() {
         let report = refusal.report();
