@@ -93,7 +93,7 @@ pub fn comm(proc_root: &Path, pid: i32) -> String {
 
 /// Whether `error` means that the process has ended, or that the cgroup was removed while its file was open
 /// (ENODEV).
-fn is_gone(error: &io::Error) -> bool {
+pub fn is_gone(error: &io::Error) -> bool {
     let gone = [Errno::ESRCH, Errno::ENODEV].map(|errno| Some(errno as i32));
     error.kind() == io::ErrorKind::NotFound || gone.contains(&error.raw_os_error())
 }

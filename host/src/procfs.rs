@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
+use std::io;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
@@ -12,19 +13,31 @@ use crate::{bounded, proc_maps};
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
 pub fn inner_pid(task: &str) -> Option<i32> {
-    field(task, "NSpid:")?.split_whitespace().last()?.parse().ok()
+    field(&format!("{task}/status"), "NSpid:")?
+        .split_whitespace()
+        .last()?
+        .parse()
+        .ok()
 }
 
 /// Thread of `pid` that has the id `inner_tid` in its own pid namespace.
 pub fn outer_tid(pid: i32, inner_tid: i32) -> Option<i32> {
-    fs::read_dir(format!("/proc/{pid}/task"))
-        .ok()?
-        .flatten()
-        .find_map(|entry| {
-            let name = entry.file_name();
-            let tid = name.to_str()?;
-            (inner_pid(&format!("{pid}/task/{tid}"))? == inner_tid).then(|| tid.parse().ok())?
-        })
+    let is_it = |tid: &i32| inner_pid(&format!("{pid}/task/{tid}")) == Some(inner_tid);
+    threads(pid).ok()?.into_iter().find(is_it)
+}
+
+/// The threads of a process.
+pub fn threads(pid: i32) -> io::Result<Vec<i32>> {
+    let mut tids = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
+        tids.extend(
+            entry?
+                .file_name()
+                .to_str()
+                .and_then(|name| name.parse::<i32>().ok()),
+        );
+    }
+    Ok(tids)
 }
 
 /// Whether a process exists and has not ended.
@@ -71,14 +84,14 @@ pub fn started(pid: i32) -> Option<u64> {
 
 /// The `nth` field of stat behind the name, which may hold anything.
 pub fn stat_field(tid: i32, nth: usize) -> Option<String> {
-    let stat = text(&tid.to_string(), "stat")?;
+    let stat = text(&format!("{tid}/stat"))?;
     let fields = stat.get(stat.rfind(')')? + 1..)?;
     fields.split_whitespace().nth(nth).map(str::to_owned)
 }
 
 /// Whether a tracer holds the thread; not when it has gone.
 pub fn is_traced(tid: i32) -> bool {
-    field(&tid.to_string(), "TracerPid:").is_some_and(|pid| pid.trim() != "0")
+    field(&format!("{tid}/status"), "TracerPid:").is_some_and(|pid| pid.trim() != "0")
 }
 
 /// Name of a process, for messages.
@@ -133,7 +146,7 @@ fn parent(pid: i32) -> Option<i32> {
 
 /// Bytes of memory of a process that no file is behind, in memory or swapped out; none when it has gone.
 pub fn anonymous(pid: i32) -> u64 {
-    let status = text(&pid.to_string(), "status").unwrap_or_default();
+    let status = text(&format!("{pid}/status")).unwrap_or_default();
     let bytes = |name| {
         let text = status.lines().find_map(|line| line.strip_prefix(name))?;
         let kib: u64 = text.split_whitespace().next()?.parse().ok()?;
@@ -174,28 +187,27 @@ const MOST_UNLINKED: usize = 1 << 18;
 
 /// The mount that an open file is on.
 pub fn mount_of(pid: i32, fd: i32) -> Option<u32> {
-    let info = text(&format!("{pid}/fdinfo"), &fd.to_string())?;
-    let line = info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?;
-    line.trim().parse().ok()
+    field(&format!("{pid}/fdinfo/{fd}"), "mnt_id:")?
+        .trim()
+        .parse()
+        .ok()
 }
 
 /// Whether no thread of a process is left.
 pub fn has_ended(pid: i32) -> bool {
-    let more = || fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|mut threads| threads.nth(1).is_some());
-    !is_alive(pid) && !more()
+    !is_alive(pid) && threads(pid).map_or(0, |threads| threads.len()) < 2
 }
 
-fn field(task: &str, name: &str) -> Option<String> {
-    let status = text(task, "status")?;
-    status
-        .lines()
-        .find_map(|line| line.strip_prefix(name))
-        .map(str::to_owned)
+/// The rest of the line that begins with `name`.
+fn field(file: &str, name: &str) -> Option<String> {
+    let text = text(file)?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    line.map(str::to_owned)
 }
 
 /// A process names itself, in any bytes: a name in UTF-8 that was cut at 15 of them is none any more.
-fn text(task: &str, file: &str) -> Option<String> {
-    let bytes = bounded::read(Path::new(&format!("/proc/{task}/{file}"))).ok()?;
+fn text(file: &str) -> Option<String> {
+    let bytes = bounded::read(&Path::new("/proc").join(file)).ok()?;
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 

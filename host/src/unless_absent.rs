@@ -14,13 +14,21 @@ impl Absent for io::Error {
 }
 
 /// A result that is no failure where there is nothing to work on.
-pub trait UnlessAbsent {
+pub trait UnlessAbsent<T, E>: Sized {
+    /// What is there; none if there is nothing (any more).
+    fn if_present(self) -> Result<Option<T>, E>;
+
     /// No failure if there is nothing (any more) to work on.
-    fn unless_absent(self) -> Self;
+    fn unless_absent(self) -> Result<(), E> {
+        self.if_present().map(drop)
+    }
 }
 
-impl<E: Absent> UnlessAbsent for Result<(), E> {
-    fn unless_absent(self) -> Self {
-        self.or_else(|error| if error.is_absent() { Ok(()) } else { Err(error) })
+impl<T, E: Absent> UnlessAbsent<T, E> for Result<T, E> {
+    fn if_present(self) -> Result<Option<T>, E> {
+        match self {
+            Err(error) if error.is_absent() => Ok(None),
+            found => found.map(Some),
+        }
     }
 }

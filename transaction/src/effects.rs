@@ -14,6 +14,7 @@ use std::future::Future;
 use firn_gpu::{CudaProcess, CudaState};
 
 use crate::phase::Phase;
+use crate::warn::OrWarn;
 
 /// What a checkpoint and a restore have in common: the journal, and the restore of GPU state.
 pub trait Gpu: Send {
@@ -99,7 +100,5 @@ pub trait Restore: Gpu {
 
 /// Writes a phase to the journal that has to happen also when it cannot be written.
 pub async fn note<G: Gpu>(effects: &mut G, phase: Phase) {
-    if let Err(error) = effects.enter(phase).await {
-        log::warn!("{}", firn_host::Chain(&error));
-    }
+    effects.enter(phase).await.or_log();
 }

@@ -19,7 +19,7 @@
 mod failpoint;
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
-use firn_host::Problem;
+use firn_host::{Problem, UnlessAbsent};
 use firn_preflight::Inherited;
 use serde::{Deserialize, Serialize};
 
@@ -257,9 +257,7 @@ impl Journal {
 
     /// As [`Journal::enter`], for a phase that has to happen also when the journal cannot be written.
     pub async fn enter_anyway(&self, phase: Phase) {
-        if let Err(error) = self.enter(phase).await {
-            log::warn!("{}", firn_host::Chain(&error));
-        }
+        self.enter(phase).await.or_log();
     }
 
     /// `phase` has ended, with success or not.
@@ -321,9 +319,7 @@ impl Journal {
 
     /// Writes a line about what can no longer be refused.
     async fn note(&self, line: Line) {
-        if let Err(error) = self.write(line).await {
-            log::warn!("{}", firn_host::Chain(&error));
-        }
+        self.write(line).await.or_log();
     }
 
     async fn write(&self, line: Line) -> Result<(), JournalError> {
@@ -388,11 +384,10 @@ impl Record {
     /// The journal in `bundle`; none when no transaction was under way.
     pub fn read(bundle: &Path) -> io::Result<Option<Self>> {
         let mut text = Vec::new();
-        match File::open(bundle.join(FILE)) {
-            Ok(file) => io::Read::read_to_end(&mut io::Read::take(file, LIMIT), &mut text)?,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
+        let Some(file) = File::open(bundle.join(FILE)).if_present()? else {
+            return Ok(None);
         };
+        file.take(LIMIT).read_to_end(&mut text)?;
         Ok(Self::parse(&text))
     }
 

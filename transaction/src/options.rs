@@ -9,6 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use firn_config::Toolkit;
+use firn_host::UnlessAbsent;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -147,12 +148,10 @@ fn write_private(path: PathBuf, content: &[u8]) -> Result<(), FileError> {
 
 fn read_small(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let mut content = Vec::new();
-    match File::open(path).and_then(|file| file.take(MAX_FILE).read_to_end(&mut content)) {
-        Ok(_) => Ok(Some(content)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(FileError::Read {
-            path: path.to_owned(),
-            source,
-        }),
-    }
+    let read = File::open(path).and_then(|file| file.take(MAX_FILE).read_to_end(&mut content));
+    let read = read.if_present().map_err(|source| FileError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(read.map(|_| content))
 }

@@ -5,7 +5,6 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -16,43 +15,24 @@ use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Pid, getpid, getppid};
-use rustix::process::{self, WaitId, WaitIdOptions};
+use rustix::process::{self, WaitId, WaitIdOptions, WaitOptions};
 
 /// Reaps one exited child of any kind; `None` when no child has exited or none is left. Returns its pid, and
 /// the code that containerd reports (128 + signal for a killed one).
 ///
-/// waitid also reports stops of this process's tracees, whatever the options are; these notices are consumed
-/// and skipped: the tracing thread polls its tracees itself. The signal is read as a number, because nix's
+/// The kernel reports stops of this process's tracees, too, whatever the options are; these notices are
+/// consumed and skipped: the tracing thread polls its tracees itself. The signal is a number, because nix's
 /// `WaitStatus` returns `EINVAL`, and loses the exit, for a process killed by a real-time signal.
 pub(crate) fn reap_any() -> io::Result<Option<(i32, u32)>> {
     loop {
-        let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
-        // SAFETY: `info` is writable memory of the size of a siginfo_t for the whole call, and P_ALL ignores
-        // the id.
-        let rc = unsafe { libc::waitid(libc::P_ALL, 0, info.as_mut_ptr(), libc::WEXITED | libc::WNOHANG) };
-        if rc != 0 {
-            let error = io::Error::last_os_error();
-            return if error.raw_os_error() == Some(libc::ECHILD) {
-                Ok(None)
-            } else {
-                Err(error)
-            };
-        }
-        // SAFETY: the struct is plain data that was zeroed above, so every byte of it is initialised.
-        let info = unsafe { info.assume_init() };
-        // SAFETY: waitid fills the SIGCHLD member of the union, or leaves it zero when no child has exited.
-        let pid = unsafe { info.si_pid() };
-        if pid == 0 {
-            return Ok(None);
-        }
-        // SAFETY: as for si_pid; both fields belong to the SIGCHLD member.
-        let status = unsafe { info.si_status() }.unsigned_abs();
-        match info.si_code {
-            libc::CLD_EXITED => return Ok(Some((pid, status))),
-            libc::CLD_KILLED | libc::CLD_DUMPED => {
-                return Ok(Some((pid, 128 + status)));
-            }
-            _ => {}
+        let (pid, status) = match process::wait(WaitOptions::NOHANG) {
+            Ok(Some(reaped)) => reaped,
+            Ok(None) | Err(rustix::io::Errno::CHILD) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let killed = status.terminating_signal().map(|signal| 128 + signal);
+        if let Some(code) = status.exit_status().or(killed) {
+            return Ok(Some((pid.as_raw_pid(), code.unsigned_abs())));
         }
     }
 }

@@ -17,11 +17,12 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use firn_host::UnlessAbsent;
 use nix::errno::Errno;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 
-use crate::procfs::{is_traced, state};
+use crate::procfs::{self, is_traced, state};
 use crate::sys;
 
 /// Deadline of a thread for reaching or leaving its trap.
@@ -60,19 +61,9 @@ pub enum TraceError {
 pub fn threads(pids: &[i32], except: &BTreeSet<i32>) -> Result<Vec<i32>, TraceError> {
     let mut tids = Vec::new();
     for &pid in pids {
-        let entries = match std::fs::read_dir(format!("/proc/{pid}/task")) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(source) => return Err(TraceError::Threads { pid, source }),
-        };
-        for entry in entries {
-            let entry = entry.map_err(|source| TraceError::Threads { pid, source })?;
-            if let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok())
-                && !except.contains(&tid)
-            {
-                tids.push(tid);
-            }
-        }
+        let of_pid = procfs::threads(pid).if_present();
+        let of_pid = of_pid.map_err(|source| TraceError::Threads { pid, source })?;
+        tids.extend(of_pid.into_iter().flatten().filter(|tid| !except.contains(tid)));
     }
     Ok(tids)
 }

@@ -13,6 +13,7 @@ use nix::mount::{MntFlags, umount2};
 use nix::sched::{CloneFlags, unshare};
 use tokio::sync::oneshot;
 
+use firn_host::UnlessAbsent;
 use firn_host::mountinfo::mounted;
 
 /// Deadline of a mount or unmount.
@@ -56,10 +57,8 @@ fn tree(path: &Path, busy: Busy) -> Result<(), UnmountError> {
         source,
     };
     // The kernel lists mounts by their real paths.
-    let path = match path.canonicalize() {
-        Ok(path) => path,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(unmount(error)),
+    let Some(path) = path.canonicalize().if_present().map_err(unmount)? else {
+        return Ok(());
     };
     let mounts = mounted().map_err(|source| UnmountError::List { source })?;
     let mut points: Vec<PathBuf> = mounts

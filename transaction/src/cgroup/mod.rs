@@ -30,6 +30,7 @@ use std::time::Duration;
 
 use firn_host::Absent;
 use firn_host::cgroup_mounts::{Place, Version};
+use firn_host::proc_maps::is_gone;
 
 pub use freezer::FreezerState;
 pub use oom::OomWatch;
@@ -108,13 +109,10 @@ pub enum CgroupError {
 impl Absent for CgroupError {
     /// Whether the error means that there is no such cgroup or process.
     fn is_absent(&self) -> bool {
-        let absent = |source: &io::Error| {
-            source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ENODEV)
-        };
         match self {
             Self::Gone { .. } => true,
             Self::Process { source, .. } | Self::Read { source, .. } | Self::Write { source, .. } => {
-                absent(source) || source.raw_os_error() == Some(libc::ESRCH)
+                is_gone(source)
             }
             _ => false,
         }

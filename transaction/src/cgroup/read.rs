@@ -1,8 +1,11 @@
 //! Parsers of cgroup files. A file that does not exist is no error: controllers are enabled and disabled.
 
 use std::collections::HashMap;
-use std::io::{self, Write as _};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
+
+use firn_host::UnlessAbsent;
+use firn_host::proc_maps::unless_gone;
 
 use super::CgroupError;
 
@@ -11,16 +14,10 @@ pub const MAX: u64 = u64::MAX;
 
 /// The file's text; none when the file or the cgroup does not exist.
 pub fn text(path: &Path) -> Result<Option<String>, CgroupError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        // Some files exist and cannot be read: EOPNOTSUPP without the feature, ENODEV once the cgroup is
-        // removed.
-        Err(error)
-            if error.kind() == io::ErrorKind::NotFound
-                || matches!(error.raw_os_error(), Some(libc::ENODEV | libc::EOPNOTSUPP)) =>
-        {
-            Ok(None)
-        }
+    match unless_gone(std::fs::read_to_string(path)) {
+        Ok(text) => Ok(text),
+        // A file that exists without its feature.
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(None),
         Err(source) => Err(CgroupError::Read {
             path: path.to_owned(),
             source,
@@ -146,12 +143,8 @@ fn entries(dir: &Path) -> Result<Vec<PathBuf>, CgroupError> {
         path: dir.to_owned(),
         source,
     };
-    let listing = match std::fs::read_dir(dir) {
-        Ok(listing) => listing,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(failed(error)),
-    };
-    listing
+    let listing = std::fs::read_dir(dir).if_present().map_err(failed)?;
+    (listing.into_iter().flatten())
         .map(|entry| entry.map(|entry| entry.path()).map_err(failed))
         .collect()
 }

@@ -35,11 +35,8 @@ fn has_dead_criu(runtime: i32) -> bool {
 }
 
 fn children(pid: i32) -> Vec<i32> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task"))
-        .into_iter()
-        .flatten()
-        .flatten();
-    let lists = threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
+    let threads = procfs::threads(pid).unwrap_or_default().into_iter();
+    let lists = threads.filter_map(|tid| fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")).ok());
     lists
         .flat_map(|list| {
             list.split_whitespace()
