@@ -10,9 +10,10 @@ use std::fs;
 use std::path::Path;
 
 /// Calls that wait. Those that begin with a dot are methods of any type.
-const WAITS: [&str; 23] = [
+const WAITS: [&str; 25] = [
     "blocking(",
     "stoppable(",
+    "stoppable_until(",
     "bounded(",
     "tidy(",
     "on_thread(",
@@ -27,6 +28,7 @@ const WAITS: [&str; 23] = [
     ".recv()",
     ".wait()",
     ".cancelled()",
+    ".cancelled_for(",
     ".accept()",
     ".output(",
     ".output_with_input(",

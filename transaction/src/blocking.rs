@@ -27,11 +27,20 @@ pub async fn stoppable<T: Send + 'static>(
     cancel: &CancellationToken,
     work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
 ) -> Result<T, Left> {
+    stoppable_until(limit, cancel.cancelled(), work).await
+}
+
+/// As [`stoppable`], but does not wait once `cancelled` resolves.
+pub async fn stoppable_until<T: Send + 'static>(
+    limit: Duration,
+    cancelled: impl Future<Output = ()>,
+    work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
+) -> Result<T, Left> {
     let stop = Stop::default();
     let flag = stop.0.clone();
     tokio::select! {
         biased;
-        () = cancel.cancelled() => Err(Left::Cancelled),
+        () = cancelled => Err(Left::Cancelled),
         done = blocking(move || work(&flag)) => Ok(done),
         () = tokio::time::sleep(limit) => Err(Left::Late),
     }

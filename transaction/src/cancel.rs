@@ -38,6 +38,21 @@ impl CancellationToken {
         changed.map(drop).expect("the sender lives in self");
     }
 
+    /// Waits until the transaction was cancelled this long ago.
+    pub async fn cancelled_for(&self, grace: Duration) {
+        self.cancelled().await;
+        tokio::time::sleep(grace).await;
+    }
+
+    /// Waits for `work`; none once the transaction is cancelled.
+    pub async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            () = self.cancelled() => None,
+            done = work => Some(done),
+        }
+    }
+
     /// CRIU runs on the container until the guard is dropped.
     pub fn criu(&self) -> AtWork<'_> {
         self.0.send_modify(|progress| progress.criu = true);

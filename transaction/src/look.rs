@@ -148,23 +148,16 @@ async fn run<T: DeserializeOwned>(
     let subject = request.subject();
     let not_understood = |source| LookError::Answer { subject, source };
     let input = serde_json::to_vec(request).map_err(not_understood)?;
-    let output = tokio::select! {
-        biased;
-        () = cancel.cancelled() => return Err(LookError::Killed),
-        output = reaper.output_with_input(&mut command, &input, limit) => output,
-    };
-    let output = match output {
-        Ok(output) if output.success() => output,
-        Ok(output) => {
-            let output = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            return Err(LookError::Failed { subject, output });
-        }
+    let output = cancel.unless_cancelled(reaper.output_with_input(&mut command, &input, limit));
+    let output = match output.await.ok_or(LookError::Killed)? {
+        Ok(output) => output.printed(),
         Err(OutputError::TimedOut { limit, last, .. }) => {
             return Err(LookError::Late { subject, limit, last });
         }
         Err(source) => return Err(LookError::Run { subject, source }),
     };
-    let answer: Result<T, ProblemReport> = serde_json::from_slice(&output.stdout).map_err(not_understood)?;
+    let printed = output.map_err(|output| LookError::Failed { subject, output })?;
+    let answer: Result<T, ProblemReport> = serde_json::from_slice(&printed).map_err(not_understood)?;
     answer.map_err(LookError::Refused)
 }
 

@@ -26,6 +26,7 @@ use std::time::{Duration, SystemTime};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -292,6 +293,14 @@ impl Output {
     pub fn success(&self) -> bool {
         self.exit.code == 0
     }
+
+    /// What a helper prints that has succeeded; else its complaint.
+    pub fn printed(self) -> Result<Vec<u8>, String> {
+        match self.success() {
+            true => Ok(self.stdout),
+            false => Err(String::from_utf8_lossy(&self.stderr).trim().to_owned()),
+        }
+    }
 }
 
 /// Why a command has no output.
@@ -339,14 +348,9 @@ impl Pipes {
 
 /// Writes all of `input` and closes the pipe. Write errors are ignored: a command that needs its input fails
 /// by its exit status.
-async fn feed(stdin: Option<pipe::Sender>, mut input: &[u8]) {
-    let Some(stdin) = stdin else { return };
-    while !input.is_empty() && stdin.writable().await.is_ok() {
-        match stdin.try_write(input) {
-            Ok(written) => input = &input[written..],
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(_) => return,
-        }
+async fn feed(stdin: Option<pipe::Sender>, input: &[u8]) {
+    if let Some(mut stdin) = stdin {
+        let _unread = stdin.write_all(input).await;
     }
 }
 
@@ -365,10 +369,9 @@ impl Capture {
     }
 
     async fn fill(&mut self) {
-        while let Some(pipe) = &self.pipe {
+        while let Some(pipe) = &mut self.pipe {
             let mut chunk = [0; 16 << 10];
-            match pipe.readable().await.and_then(|()| pipe.try_read(&mut chunk)) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            match pipe.read(&mut chunk).await {
                 Ok(0) | Err(_) => self.pipe = None,
                 Ok(count) => self.keep(&chunk[..count]),
             }

@@ -62,12 +62,12 @@ impl PhaseTimings {
     }
 
     /// Writes the figures to the bundle. A failure to write them, such as a full disk, fails no transaction.
-    pub fn end(mut self, bundle: &Path, ok: bool) {
+    pub fn end(&mut self, bundle: &Path, ok: bool) {
         self.total_ms = self.begun.elapsed().as_secs_f64() * 1000.0;
         self.ok = ok;
         let (op, container, ms) = (self.op, &self.container, self.total_ms);
         log::info!("op={op} container={container} ok={ok} ms={ms:.1}");
-        let written = serde_json::to_vec(&self)
+        let written = serde_json::to_vec(self)
             .map_err(std::io::Error::from)
             .and_then(|json| std::fs::write(bundle.join(FILE), json));
         written.or_warn(format_args!("cannot write {FILE}"));

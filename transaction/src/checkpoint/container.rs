@@ -76,17 +76,12 @@ pub(super) struct Progress {
     omitted: usize,
     /// Files that the dump has left. They are removed once the workload runs again or has ended.
     leftovers: Leftovers,
-    complete: bool,
+    pub complete: bool,
     /// The second directory of an image whose client may remove the first.
     rescued: Option<PathBuf>,
 }
 
 impl ContainerEffects<'_> {
-    /// Whether the image is complete.
-    pub(super) fn complete(&self) -> bool {
-        self.progress.complete
-    }
-
     /// Cleans up after the dump. Adds the errors of CRIU's log to `failure`, or replaces it if the image
     /// directory has gone.
     pub(super) async fn tidy(&mut self, failure: Option<&mut EffectError>) {
@@ -168,11 +163,8 @@ async fn unless_cancelled<T, E: Into<EffectError>>(
     cancel: &CancellationToken,
     effect: impl Future<Output = Result<T, E>>,
 ) -> Result<T, EffectError> {
-    tokio::select! {
-        biased;
-        () = cancel.cancelled() => Err(EffectError::Killed),
-        done = effect => done.map_err(Into::into),
-    }
+    let done = cancel.unless_cancelled(effect).await;
+    done.ok_or(EffectError::Killed)?.map_err(Into::into)
 }
 
 impl effects::Gpu for ContainerEffects<'_> {

@@ -11,7 +11,7 @@ use firn_image::manifest::{ImageFile, describe_images_by};
 
 use super::error::{DumpError, EffectError};
 use super::{KEPT_LOG, Request};
-use crate::blocking::{Left, blocking, stoppable};
+use crate::blocking::{Left, stoppable, stoppable_until};
 use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
@@ -161,7 +161,7 @@ impl Leftovers {
     ) -> Found {
         let Self { image, work } = self;
         let kept = keep_log.then(|| container.bundle.join(KEPT_LOG));
-        let tidy = move || {
+        let clean = move || {
             let mut found = Found::default();
             if let (Some(work), Some(kept)) = (&work, kept) {
                 work.keep_log(&kept);
@@ -176,24 +176,15 @@ impl Leftovers {
             }
             found
         };
-        let killed = async {
-            cancel.cancelled().await;
-            tokio::time::sleep(LEFTOVERS_KILLED).await;
-        };
-        let late = async {
-            tokio::select! {
-                () = tokio::time::sleep(LEFTOVERS) => {}
-                () = killed => {}
-            }
-        };
-        tokio::select! {
-            biased;
-            found = blocking(tidy) => found,
-            () = late => {
-                log::warn!("cannot remove the files of the checkpoint of {} in time", container.id);
-                Found::default()
-            }
-        }
+        let killed = cancel.cancelled_for(LEFTOVERS_KILLED);
+        let tidied = stoppable_until(LEFTOVERS, killed, move |_| clean()).await;
+        tidied.unwrap_or_else(|_| {
+            log::warn!(
+                "cannot remove the files of the checkpoint of {} in time",
+                container.id
+            );
+            Found::default()
+        })
     }
 }
 

@@ -16,7 +16,7 @@ use crate::image_dir::{ImageDirError, is_containerds};
 use crate::journal::JournalError;
 use crate::look::LookError;
 use crate::phase::Phase;
-use crate::runc::{RuncError, RuntimeKind};
+use crate::runc::{RuncError, UnfitRuntime};
 use crate::tracer::TraceError;
 
 /// A failure of one effect of the transaction, or a refusal.
@@ -40,12 +40,8 @@ pub enum EffectError {
         comm: String,
         state: &'static str,
     },
-    #[error("{runtime} cannot do it")]
-    #[problem(
-        "FIRN-RUNTIME",
-        "run the container with runc: leave BinaryName out of the runtime's options"
-    )]
-    Runtime { runtime: &'static str },
+    #[error(transparent)]
+    Runtime(#[from] UnfitRuntime),
     #[error(transparent)]
     AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
     #[error("its parent dump is in {parent}, and GPU memory cannot be dumped in parts")]
@@ -108,13 +104,6 @@ impl From<LookError> for EffectError {
             LookError::Killed => Self::Killed,
             error => Self::Look(error),
         }
-    }
-}
-
-impl From<RuntimeKind> for EffectError {
-    /// The OCI runtime cannot do it.
-    fn from(kind: RuntimeKind) -> Self {
-        Self::Runtime { runtime: kind.name() }
     }
 }
 

@@ -18,7 +18,6 @@ use crate::journal::{self, Journal, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::RuntimeKind;
 use crate::timings::PhaseTimings;
 
 pub(super) async fn run(
@@ -26,10 +25,8 @@ pub(super) async fn run(
     request: &Request,
     reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
-    match container.runc.kind().await {
-        RuntimeKind::Runc => {}
-        kind => return Err(CheckpointError::refused(container, kind)),
-    }
+    let is_runc = container.runc.expect_runc().await;
+    is_runc.map_err(|error| CheckpointError::refused(container, error))?;
     let config = Config::load().map_err(CheckpointError::Config)?;
     let cgroup = container.cgroup()?;
     let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
@@ -124,7 +121,7 @@ impl End {
         let failure = result.as_mut().err();
         effects.tidy(failure.map(|failure| &mut failure.source)).await;
         let gone = result.is_ok() && request.exit && effects.has_lost_image().await;
-        let image = match effects.complete() {
+        let image = match effects.progress.complete {
             false => None,
             true if result.is_err() || ended.is_err() || gone => effects.keep_image().await,
             true => {

@@ -20,7 +20,7 @@ use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Journal, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
-use crate::runc::{Bounds, RuntimeKind};
+use crate::runc::{Bounds, RuntimeKind, UnfitRuntime};
 use crate::warn::OrWarn;
 
 /// How long the reset of a freezer may take.
@@ -116,9 +116,10 @@ async fn dump_plain(
         )),
         Ok(()) => Ok(()),
         // youki has no such command, so it has done nothing.
-        Err(_) if container.runc.kind().await == RuntimeKind::Youki => {
-            Err(CheckpointError::refused(container, RuntimeKind::Youki))
-        }
+        Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(CheckpointError::refused(
+            container,
+            UnfitRuntime(RuntimeKind::Youki),
+        )),
         Err(cause) => Err(CheckpointError::Plain {
             cause,
             log: container.bundle.join(KEPT_LOG),
@@ -179,15 +180,11 @@ pub(super) async fn reset_freezer(container: &Container, was_frozen: bool, cance
                 _ => Ok(()),
             }
         };
-        let set = tokio::select! {
-            biased;
-            () = cancel.cancelled() => Ok(()),
-            set = set => set,
-        };
+        let set = cancel.unless_cancelled(set).await;
         journal::point("dump-reset").await;
-        match cancel.is_cancelled() {
-            true => cgroup.thaw(RESET).await,
-            false => set,
+        match set {
+            Some(set) if !cancel.is_cancelled() => set,
+            _ => cgroup.thaw(RESET).await,
         }
     };
     if procfs::is_alive(container.init.pid()) {

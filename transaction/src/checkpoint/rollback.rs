@@ -98,9 +98,8 @@ async fn keep_suspended(container: &Container) -> CheckpointError {
         Outcome::Failed
     };
     let image = Recovery::of(&container.bundle).as_ref().and_then(image_of);
-    match Journal::resume(&container.bundle).await {
-        Ok(journal) => journal.end(outcome).await,
-        Err(error) => log::warn!("{}", Chain(&error)),
+    if let Some(journal) = Journal::resume(&container.bundle).await.or_log() {
+        journal.end(outcome).await;
     }
     let failure = Failure {
         phase: Phase::Rollback,

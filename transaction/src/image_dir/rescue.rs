@@ -12,7 +12,6 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -22,7 +21,7 @@ use nix::sys::statvfs::statvfs;
 
 use super::ImageDir;
 use super::dir::close_to_others;
-use crate::blocking::blocking;
+use crate::blocking::{Left, stoppable_until};
 use crate::cancel::CancellationToken;
 use crate::warn::OrWarn;
 use firn_host::{Rfc3339, UnlessAbsent};
@@ -99,21 +98,12 @@ pub(crate) async fn copy_within(
     limit: Duration,
     cancel: &CancellationToken,
 ) -> io::Result<()> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let (from, to, flag) = (image.clone(), dir.to_owned(), stop.clone());
-    let copied = blocking(move || copy(&from, &to, &flag));
-    let late = async {
-        cancel.cancelled().await;
-        tokio::time::sleep(KILLED).await;
-    };
-    let result = tokio::select! {
-        biased;
-        copied = copied => copied,
-        () = late => Err(ErrorKind::Interrupted.into()),
-        () = tokio::time::sleep(limit) => Err(ErrorKind::TimedOut.into()),
-    };
-    stop.store(true, Ordering::Relaxed);
-    result
+    let (from, to, killed) = (image.clone(), dir.to_owned(), cancel.cancelled_for(KILLED));
+    let copied = stoppable_until(limit, killed, move |stop| copy(&from, &to, stop)).await;
+    copied.unwrap_or_else(|left| match left {
+        Left::Cancelled => Err(ErrorKind::Interrupted.into()),
+        Left::Late => Err(ErrorKind::TimedOut.into()),
+    })
 }
 
 fn fill(image: &ImageDir, dir: &Path, put: impl Fn(&Path, &Path) -> io::Result<()>) -> io::Result<()> {

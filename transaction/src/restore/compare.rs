@@ -14,6 +14,7 @@ use super::error::{Cause, Refusal};
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::reaper::Reaper;
+use crate::warn::OrWarn;
 
 /// How long a comparison may take. For thousands of tasks it takes less than a second.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -31,10 +32,7 @@ pub enum Differs {
 /// The configuration, or the defaults if it cannot be read. The defaults allow least, and a container without
 /// GPUs can still be restored.
 pub(super) fn configured() -> Config {
-    Config::load().unwrap_or_else(|error| {
-        log::warn!("{}", Chain(&error));
-        Config::default()
-    })
+    Config::load().or_log().unwrap_or_default()
 }
 
 /// Refuses an image that requests more than the bundle's spec allows.
@@ -73,16 +71,19 @@ pub(super) async fn tasks(
 }
 
 async fn run_hook(command: &mut Command, reaper: &Reaper) -> Result<(), Differs> {
-    let output = match reaper.output(command, LIMIT).await {
-        Ok(output) if output.success() => match serde_json::from_slice(&output.stdout) {
-            Ok(None) => return Ok(()),
-            Ok(Some(fault)) => return Err(Differs::Fault(fault)),
-            Err(error) => error.to_string(),
-        },
-        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-        Err(error) => Chain(&error).to_string(),
-    };
-    Err(Differs::Unknown { output })
+    let unknown = |output| Differs::Unknown { output };
+    let printed = printed(command, LIMIT, reaper).await.map_err(unknown)?;
+    match serde_json::from_slice(&printed) {
+        Ok(None) => Ok(()),
+        Ok(Some(fault)) => Err(Differs::Fault(fault)),
+        Err(error) => Err(unknown(error.to_string())),
+    }
+}
+
+/// What firn-hook prints, or why it failed.
+pub(super) async fn printed(hook: &mut Command, limit: Duration, reaper: &Reaper) -> Result<Vec<u8>, String> {
+    let output = reaper.output(hook, limit).await;
+    output.map_err(|error| Chain(&error).to_string())?.printed()
 }
 
 #[cfg(test)]

@@ -11,13 +11,12 @@ use firn_image::criu::was_stopped;
 use firn_image::manifest::{CheckpointedProcess, InheritedGpus};
 use firn_oci::{Spec, criu_config, dev_repair};
 use firn_preflight::Inherited;
-use tokio::time::timeout;
 
 use super::compare;
 use super::error::Cause;
 use super::rollback::rollback;
 use super::run::{forget_refusal, last_errors, refusal_of_script};
-use crate::blocking::blocking;
+use crate::blocking::{Left, blocking, stoppable};
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::Driver;
@@ -52,7 +51,7 @@ pub(super) struct RestoreEffects<'a, S> {
     log: PathBuf,
     reaper: &'a Reaper,
     driver: Driver,
-    timings: Option<PhaseTimings>,
+    timings: PhaseTimings,
     tasks: Option<Tasks>,
     selected: Option<TracedThreads>,
 }
@@ -77,7 +76,7 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
             log,
             reaper,
             driver: driver.with_journal(bounds.journal.clone()),
-            timings: Some(PhaseTimings::begin("restore", &container.id)),
+            timings: PhaseTimings::begin("restore", &container.id),
             tasks: None,
             selected: None,
         }
@@ -91,12 +90,6 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
     fn tasks(&self) -> Result<&Tasks, Cause> {
         self.tasks.as_ref().ok_or(Cause::Killed)
     }
-
-    fn mark(&mut self, phase: Phase) {
-        if let Some(timings) = &mut self.timings {
-            timings.mark(phase);
-        }
-    }
 }
 
 /// Waits for an effect, unless the container is to end meanwhile.
@@ -104,11 +97,8 @@ async fn unless_cancelled<T, E: Into<Cause>>(
     bounds: Bounds<'_>,
     effect: impl Future<Output = Result<T, E>>,
 ) -> Result<T, Cause> {
-    tokio::select! {
-        biased;
-        () = bounds.cancel.cancelled() => Err(Cause::Killed),
-        done = effect => done.map_err(Into::into),
-    }
+    let done = bounds.cancel.unless_cancelled(effect).await;
+    done.ok_or(Cause::Killed)?.map_err(Into::into)
 }
 
 /// Does `work` on files of the container. Waits no longer than `limit`.
@@ -118,11 +108,11 @@ async fn in_time<T: Send + 'static>(
     bounds: Bounds<'_>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Cause> {
-    let late = move |_| Cause::Late { what, limit };
-    unless_cancelled(bounds, async {
-        timeout(limit, blocking(work)).await.map_err(late)
+    let done = stoppable(limit, bounds.cancel, move |_| work()).await;
+    done.map_err(|left| match left {
+        Left::Cancelled => Cause::Killed,
+        Left::Late => Cause::Late { what, limit },
     })
-    .await
 }
 
 impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
@@ -135,13 +125,13 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
         let needs = GpuMemory::new();
         unless_cancelled(self.bounds, self.driver.restore(pids, &self.gpu.pairs, &needs)).await?;
-        self.mark(Phase::GpuRestore);
+        self.timings.mark(Phase::GpuRestore);
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Cause> {
         unless_cancelled(self.bounds, self.driver.unlock(pids)).await?;
-        self.mark(Phase::GpuUnlock);
+        self.timings.mark(Phase::GpuUnlock);
         Ok(())
     }
 }
@@ -165,7 +155,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
                 },
             });
         }
-        self.mark(Phase::CriuRestore);
+        self.timings.mark(Phase::CriuRestore);
         point("restore-stopped").await;
         Ok(())
     }
@@ -175,7 +165,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let compared = compare::tasks(self.container, &self.gpu.hook, init, self.reaper);
         let (cgroup, pids) = unless_cancelled(self.bounds, compared).await?;
         self.tasks = Some(Tasks { init, cgroup, pids });
-        self.mark(Phase::Compare);
+        self.timings.mark(Phase::Compare);
         Ok(())
     }
 
@@ -191,7 +181,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         if !(repaired.made.is_empty() && repaired.removed.is_empty()) {
             log::warn!("device nodes of {id} were not as CRIU's script had left them: {repaired:?}");
         }
-        self.mark(Phase::DevRepair);
+        self.timings.mark(Phase::DevRepair);
         Ok(())
     }
 
@@ -252,7 +242,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             let sent = pidfd::signal(pid, Signal::CONT, || cgroup.holds(pid));
             sent.map_err(|source| Cause::Continue { pid, source })?;
         }
-        self.mark(Phase::Continue);
+        self.timings.mark(Phase::Continue);
         Ok(())
     }
 
@@ -262,9 +252,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         point("restore-continued").await;
         self.driver.end().await;
         point("restore-worker-gone").await;
-        if let Some(timings) = self.timings.take() {
-            timings.end(&self.container.bundle, ok);
-        }
+        self.timings.end(&self.container.bundle, ok);
         point("restore-accounted").await;
     }
 

@@ -13,7 +13,7 @@ use crate::cgroup::CgroupError;
 use crate::driver::WorkerError;
 use crate::journal::JournalError;
 use crate::look::LookError;
-use crate::runc::{PidFileError, RuncError};
+use crate::runc::{PidFileError, RuncError, UnfitRuntime};
 use crate::tracer::TraceError;
 
 /// The cause of a refusal.
@@ -68,12 +68,8 @@ pub enum Refusal {
     NoPlugin,
     #[error("cannot use the container's spec")]
     Spec(#[from] firn_oci::SpecError),
-    #[error("{runtime} cannot do it")]
-    #[problem(
-        "FIRN-RUNTIME",
-        "run the container with runc: leave BinaryName out of the runtime's options"
-    )]
-    Runtime { runtime: &'static str },
+    #[error(transparent)]
+    Runtime(#[from] UnfitRuntime),
     #[error("the checkpoint holds GPU state and the container requests no GPU")]
     #[problem(
         "FIRN-GPU-COUNT",

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_config::{Config, find_criu_plugin, find_program, names};
-use firn_host::{Chain, Problem};
+use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
 use firn_oci::{Spec, dev_repair, edit, mounts};
 use firn_remap::GpuAssignment;
 
+use super::RestoreError;
+use super::compare::{self, printed};
 use super::error::Refusal;
-use super::{RestoreError, compare};
 use crate::blocking::{Left, stoppable};
 use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
@@ -87,10 +88,7 @@ impl Preparation<'_> {
         if !spec.requests_gpu() {
             return Err(Refusal::NoGpuRequested);
         }
-        match self.runc.kind().await {
-            RuntimeKind::Runc => {}
-            kind => return Err(Refusal::Runtime { runtime: kind.name() }),
-        }
+        self.runc.expect_runc().await?;
         self.find_free_cgroup(&mut spec)?;
         let config = Config::load()?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
@@ -218,7 +216,7 @@ async fn plain_part(
     let mut plain = PlainPart::default();
     let is_runc = runc.kind().await == RuntimeKind::Runc;
     let config = compare::configured();
-    let hook = unless_missing(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()));
+    let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).or_log();
     let with_script = |criu: CriuConfig| match &hook {
         Some(hook) => criu.with_script(hook),
         None => criu,
@@ -231,11 +229,8 @@ async fn plain_part(
     }
     let criu = with_script(CriuConfig::of_criu(&spec, bundle));
     if spec.has_amd_gpus() && !is_firns {
-        plain.plugins = unless_missing(criu_config::amd_plugins(
-            bundle,
-            config.criu.amdgpu_plugin.as_deref(),
-            &criu_config::PLUGIN_DIRS,
-        ));
+        let plugin = config.criu.amdgpu_plugin.as_deref();
+        plain.plugins = criu_config::amd_plugins(bundle, plugin, &criu_config::PLUGIN_DIRS).or_log();
         if is_runc {
             let edited = edit::replace_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
             if !edited.is_empty() {
@@ -250,10 +245,6 @@ async fn plain_part(
         plain.criu = Some(criu);
     }
     Ok(plain)
-}
-
-fn unless_missing<T>(found: Result<T, impl std::error::Error>) -> Option<T> {
-    found.inspect_err(|error| log::warn!("{}", Chain(error))).ok()
 }
 
 /// Reads and verifies the image, and returns its manifest if it has one. Reads every byte, unless the client
@@ -288,7 +279,7 @@ pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
 async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
     let mut command = Command::new(hook);
     command.arg("replay").arg(bundle);
-    if let Err(error) = printed(&mut command, reaper).await {
+    if let Err(error) = printed(&mut command, HELPER, reaper).await {
         log::warn!(
             "cannot make the driver's links and the loader's cache in {}, so programs that are started in \
              the container may not find its libraries: {error}",
@@ -300,18 +291,9 @@ async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
 /// The directories from which the node's CDI files mount libraries, by firn-hook: the shim reads no YAML.
 /// Called only for a file that is nowhere else.
 async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
-    let directories = printed(Command::new(hook).arg("library-dirs"), reaper).await;
+    let directories = printed(Command::new(hook).arg("library-dirs"), HELPER, reaper).await;
     let directories = directories.inspect_err(|error| log::warn!("firn-hook: {error}"));
     serde_json::from_slice(&directories.unwrap_or_default()).unwrap_or_default()
-}
-
-/// What firn-hook prints, or why it failed.
-async fn printed(hook: &mut Command, reaper: &Reaper) -> Result<Vec<u8>, String> {
-    match reaper.output(hook, HELPER).await {
-        Ok(output) if output.success() => Ok(output.stdout),
-        Ok(output) => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
-        Err(error) => Err(Chain(&error).to_string()),
-    }
 }
 
 /// Whether the cgroup that the spec names is named after the container.

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_host::{Chain, ProblemReport};
+use firn_host::ProblemReport;
 use firn_oci::{Spec, criu_config, criu_script};
 
 use super::container::RestoreEffects;
-use super::error::{Cause, Refusal};
+use super::error::Cause;
 use super::prepare::{in_use, left_image};
 use super::rollback::{LOG, rollback, work_dir};
 use super::{RestoreError, compare, phases};
@@ -22,7 +22,7 @@ use crate::phase::Phase;
 use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
-use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, read_pid};
+use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, UnfitRuntime, read_pid};
 use crate::warn::OrWarn;
 
 /// How long runc and CRIU may take to end after a panic of firn's own code.
@@ -70,7 +70,17 @@ async fn begin_journal(
     work: &Path,
     cancel: &CancellationToken,
 ) -> Result<Journal, RestoreError> {
-    let journal = Journal::begin(&container.bundle, begin(container, prepared, work))
+    let begin = Begin {
+        op: Operation::Restore,
+        container: container.id.clone(),
+        gpu: prepared.gpu.is_some(),
+        exit: false,
+        image: prepared.image.clone(),
+        work: work.to_owned(),
+        work_is_ours: container.options.criu_work_path.is_empty(),
+        was_frozen: false,
+    };
+    let journal = Journal::begin(&container.bundle, begin)
         .await
         .map_err(|error| failed(prepared, error.into()))?;
     point("restore-journalled").await;
@@ -152,20 +162,6 @@ pub async fn run(
     }
 }
 
-/// The first line of the journal.
-fn begin(container: &Container, prepared: &PreparedRestore, work: &Path) -> Begin {
-    Begin {
-        op: Operation::Restore,
-        container: container.id.clone(),
-        gpu: prepared.gpu.is_some(),
-        exit: false,
-        image: prepared.image.clone(),
-        work: work.to_owned(),
-        work_is_ours: container.options.criu_work_path.is_empty(),
-        was_frozen: false,
-    }
-}
-
 /// Rolls back a restore whose code has panicked; a second time if the rollback panics too: every step may be
 /// repeated.
 async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &Journal) {
@@ -238,8 +234,8 @@ async fn plain(
         Ok(()) => {
             point("restore-running").await;
             // The next dump must not run the action script.
-            if let Some(Err(error)) = criu.map(|criu| criu.write(criu_config::Operation::Dump)) {
-                log::warn!("{}", Chain(&error));
+            if let Some(criu) = criu {
+                criu.write(criu_config::Operation::Dump).or_log();
             }
             let pid = read_pid(pid_file).map_err(|cause| failed(prepared, cause.into()));
             if pid.is_err() {
@@ -249,9 +245,7 @@ async fn plain(
         }
         Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(RestoreError::Refused {
             image: prepared.image.clone(),
-            cause: Refusal::Runtime {
-                runtime: RuntimeKind::Youki.name(),
-            },
+            cause: UnfitRuntime(RuntimeKind::Youki).into(),
         }),
         Err(error) => {
             let lines = last_errors(&log).await;

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use super::{Runc, RuncError, end_group, read_from_start};
+use super::{GROUP_END_KILLED, Runc, RuncError, end_group, read_from_start};
 use crate::procfs;
 
 impl Runc {
@@ -35,7 +35,7 @@ impl Runc {
             biased;
             exit = child.wait() => exit,
             () = cancel => {
-                end_group(&child, started, std::future::ready(())).await;
+                end_group(&child, started, tokio::time::sleep(GROUP_END_KILLED)).await;
                 return Err(RuncError::Cancelled { verb });
             }
         };

@@ -3,6 +3,8 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use firn_host::Problem;
+
 use super::Runc;
 use crate::reaper::OutputError;
 
@@ -31,8 +33,7 @@ impl RuntimeKind {
         text.lines().find_map(named).map_or(Self::Runc, |(_, kind)| kind)
     }
 
-    /// Its name.
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Self::Runc => "runc",
             Self::Crun => "crun",
@@ -41,7 +42,24 @@ impl RuntimeKind {
     }
 }
 
+/// The OCI runtime cannot checkpoint or restore such a container.
+#[derive(Debug, thiserror::Error, Problem)]
+#[error("{} cannot do it", .0.name())]
+#[problem(
+    "FIRN-RUNTIME",
+    "run the container with runc: leave BinaryName out of the runtime's options"
+)]
+pub struct UnfitRuntime(pub RuntimeKind);
+
 impl Runc {
+    /// Refuses every other kind.
+    pub(crate) async fn expect_runc(&self) -> Result<(), UnfitRuntime> {
+        match self.kind().await {
+            RuntimeKind::Runc => Ok(()),
+            kind => Err(UnfitRuntime(kind)),
+        }
+    }
+
     /// Queries the runtime, until it has answered once. A runtime that does not answer is treated as runc;
     /// its own errors are reported by later calls.
     pub async fn kind(&self) -> RuntimeKind {

@@ -37,7 +37,7 @@ use crate::{pidfd, procfs};
 use firn_host::{Absent, Chain};
 
 pub use criu::{Bounds, Checkpoint, Restore};
-pub use kind::RuntimeKind;
+pub use kind::{RuntimeKind, UnfitRuntime};
 pub use verbs::{Create, Exec};
 
 /// Deadline of calls that only touch runc's state or the cgroup, and of forced deletes after a failure.
@@ -305,7 +305,7 @@ impl Runc {
             let frozen = cgroup.begin_freeze();
             frozen.or_warn(format_args!("cannot freeze the tasks before CRIU is killed"));
         }
-        end_group(&child, started, cancel.cancelled()).await;
+        end_group(&child, started, cancel.cancelled_for(GROUP_END_KILLED)).await;
         let exit = exit?;
         let stderr = output.map(read_from_start).unwrap_or_default();
         let message = match String::from_utf8_lossy(&stderr).lines().next() {
@@ -372,8 +372,8 @@ impl Runc {
 }
 
 /// Kills the process group of a child that was started at `started`, and waits until none of its processes is
-/// alive: only [`GROUP_END_KILLED`] longer once `killed` resolves.
-async fn end_group(child: &Child, started: Option<u64>, killed: impl Future<Output = ()>) {
+/// alive, or until `late` resolves.
+async fn end_group(child: &Child, started: Option<u64>, late: impl Future<Output = ()>) {
     let leader = child.pid();
     child.kill_group();
     // Without a start time the kernel shows no processes: the child existed when it was read.
@@ -384,13 +384,9 @@ async fn end_group(child: &Child, started: Option<u64>, killed: impl Future<Outp
         }
         child.wait().await;
     };
-    let killed = async {
-        killed.await;
-        sleep(GROUP_END_KILLED).await;
-    };
     tokio::select! {
         _ = timeout(GROUP_END, gone) => {}
-        () = killed => {}
+        () = late => {}
     }
     let left = blocking(move || pidfd::kill_group(leader, started)).await;
     if !left.is_empty() {

@@ -10,6 +10,7 @@ use super::*;
 use crate::image_dir::rescue::tests::make_image;
 use crate::journal::Record;
 use crate::procfs;
+use crate::restore::error::Refusal;
 use crate::testing::log::warnings;
 
 #[tokio::test]
