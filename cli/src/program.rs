@@ -1,20 +1,15 @@
 //! Runs other programs, with a deadline and bounded output.
 
-use std::io::{self, Read};
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use firn_config::{Config, find_program, names};
 use firn_gpu::Inventory;
 use firn_gpu::protocol::ProcessReply;
 use firn_host::ProblemReport;
-
-/// How much output is read.
-const MAX_BYTES: u64 = 4 << 20;
+use firn_transaction::reaper::{OutputError, Reaper};
 
 /// What a program has printed.
 pub struct Output {
@@ -27,42 +22,24 @@ pub struct Output {
 /// Runs a program to its end, or kills it at the deadline.
 pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Output> {
     let name = program.display();
-    let mut child = Command::new(program)
-        .args(arguments)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("cannot start {name}"))?;
-    let (stdout, stderr) = (collect(child.stdout.take()), collect(child.stderr.take()));
-    let deadline = Instant::now() + limit;
-    let mut text = |stream: Receiver<io::Result<String>>| {
-        if let Ok(text) = stream.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            return text.with_context(|| format!("cannot read from {name}"));
-        }
-        child.kill().with_context(|| format!("cannot end {name}"))?;
-        child.wait().with_context(|| format!("cannot wait for {name}"))?;
-        bail!("{name} did not finish within {} s", limit.as_secs());
-    };
-    let (stdout, stderr) = (text(stdout)?, text(stderr)?);
-    let status = child.wait().with_context(|| format!("cannot wait for {name}"))?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let output = runtime.block_on(async {
+        let reaper = Reaper::start().context("cannot watch for the end of programs")?;
+        let output = reaper.output(Command::new(program).args(arguments), limit).await;
+        output.map_err(|error| match error {
+            OutputError::Spawn { source, .. } => anyhow!(source).context(format!("cannot start {name}")),
+            OutputError::Pipe { source, .. } => anyhow!(source).context(format!("cannot read from {name}")),
+            OutputError::TimedOut { .. } => anyhow!("{name} did not finish within {} s", limit.as_secs()),
+        })
+    })?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     Ok(Output {
-        success: status.success(),
-        stdout,
-        stderr,
+        success: output.success(),
+        stdout: text(&output.stdout),
+        stderr: text(&output.stderr),
     })
-}
-
-/// Reads a stream in a thread of its own.
-fn collect(stream: Option<impl Read + Send + 'static>) -> Receiver<io::Result<String>> {
-    let (sender, text) = mpsc::channel();
-    thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let read = stream.map_or(Ok(0), |stream| stream.take(MAX_BYTES).read_to_end(&mut bytes));
-        // The receiver is gone if the deadline has passed.
-        let _ = sender.send(read.map(|_| String::from_utf8_lossy(&bytes).into_owned()));
-    });
-    text
 }
 
 /// Driver version and GPUs of this node.
