@@ -6,17 +6,7 @@ use std::path::{Path, PathBuf};
 
 use firn_cdi::ldcache;
 use firn_host::Problem;
-
-/// Where distributions and the driver's own installer put libraries.
-const DIRECTORIES: [&str; 7] = [
-    "usr/lib/x86_64-linux-gnu",
-    "usr/lib/aarch64-linux-gnu",
-    "usr/lib64",
-    "usr/lib",
-    "usr/local/nvidia/lib64",
-    "usr/local/nvidia/lib",
-    "opt/nvidia/lib64",
-];
+use firn_oci::mounts::LIBRARY_DIRS;
 
 /// Where `nvidia-smi` may be.
 const TOOLS: [&str; 2] = ["usr/bin/nvidia-smi", "usr/local/nvidia/bin/nvidia-smi"];
@@ -153,18 +143,17 @@ fn home(root: &Path, dir: &Path, version: &str) -> Option<(PathBuf, PathBuf)> {
 /// Directories below the root that may hold the driver, those that the loader knows first.
 fn directories(root: &Path) -> Vec<PathBuf> {
     let mut dirs: Vec<PathBuf> = Vec::new();
-    let mut add = |dir: &Path| {
+    let known = loader_cache(root);
+    let cuda = known
+        .iter()
+        .filter(|library| library.name == "libcuda.so.1" && library.is_native());
+    let of_loader = cuda.filter_map(|library| Path::new(&library.path).parent());
+    let all = of_loader.chain(LIBRARY_DIRS.map(Path::new));
+    for dir in all.filter_map(|dir| dir.strip_prefix("/").ok()) {
         if !dirs.iter().any(|known| known == dir) {
             dirs.push(dir.to_owned());
         }
-    };
-    for library in loader_cache(root) {
-        if library.name == "libcuda.so.1" && library.is_native() {
-            let dir = Path::new(&library.path).parent();
-            dir.and_then(|dir| dir.strip_prefix("/").ok()).map(&mut add);
-        }
     }
-    DIRECTORIES.iter().for_each(|dir| add(Path::new(dir)));
     dirs
 }
 

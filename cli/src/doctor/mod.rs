@@ -49,19 +49,16 @@ impl Check {
 
     fn warn(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
-            name,
             status: Status::Warn,
-            found: found.into(),
             remedy: Some(remedy.into()),
+            ..Self::ok(name, found)
         }
     }
 
     fn fail(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
-            name,
             status: Status::Fail,
-            found: found.into(),
-            remedy: Some(remedy.into()),
+            ..Self::warn(name, found, remedy)
         }
     }
 

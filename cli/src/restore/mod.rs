@@ -169,21 +169,20 @@ async fn by_containerd(args: &RestoreArgs, dir: &Path, log: &str) -> Result<u32,
     }
     // Order matters: who restores makes the processes in Start. What has some by now is not the container of
     // the image.
-    if containerd.create(task).await? != 0 {
-        if let Err(error) = containerd.delete(&id).await {
-            note!("firn: the task of {id} is left: {error}");
-        }
-        let runtime = container.runtime.unwrap_or_default().name;
-        return Err(RestoreError::Afresh { id, runtime });
-    }
-    let started = containerd.start(&id).await;
+    let started = match containerd.create(task).await? {
+        0 => containerd.start(&id).await.map_err(RestoreError::from),
+        _ => Err(RestoreError::Afresh {
+            id: id.clone(),
+            runtime: container.runtime.unwrap_or_default().name,
+        }),
+    };
     if started.is_err()
         && let Err(error) = containerd.delete(&id).await
         && !error.is_absent()
     {
         note!("firn: the task of {id} is left: {error}");
     }
-    Ok(started?)
+    started
 }
 
 /// The container's own options and the image: fields that follow in the encoding are merged.
