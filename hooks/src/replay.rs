@@ -10,9 +10,10 @@
 //! is not made either: the hooks may be of a node that has the libraries at other places than the source.
 
 use std::collections::BTreeSet;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use firn_host::lexical;
 use firn_oci::{Spec, SpecMount};
 use oci_spec::runtime::Hook;
 
@@ -83,7 +84,7 @@ impl Container<'_> {
             let (found, left): (Vec<_>, Vec<_>) = rest.into_iter().partition(|link| {
                 let (text, path) = link.split_once("::").unwrap_or_default();
                 let dir = Path::new(path).parent().unwrap_or(Path::new("/"));
-                self.will_have(&plain(&dir.join(text)))
+                self.will_have(&lexical(&dir.join(text)))
             });
             rest = left;
             if found.is_empty() {
@@ -120,19 +121,6 @@ impl Container<'_> {
 
 fn path_of(link: &str) -> &str {
     link.split_once("::").map_or("", |(_, path)| path)
-}
-
-/// The path without `..`, which are resolved by name.
-fn plain(path: &Path) -> PathBuf {
-    let mut plain = PathBuf::new();
-    for part in path.components() {
-        match part {
-            Component::ParentDir => drop(plain.pop()),
-            Component::CurDir => {}
-            part => plain.push(part),
-        }
-    }
-    plain
 }
 
 fn made_by(hook: &Hook) -> Option<Made> {

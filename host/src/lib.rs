@@ -7,6 +7,7 @@
 pub mod atomic_file;
 pub mod bounded;
 pub mod cgroup_mounts;
+mod lexical;
 pub mod mountinfo;
 mod open_below;
 pub mod ordered;
@@ -18,6 +19,7 @@ mod rfc3339;
 mod unless_absent;
 
 pub use firn_host_derive::Problem;
+pub use lexical::lexical;
 pub use open_below::open_below;
 pub use problem::{Chain, Problem, ProblemLine, ProblemReport, Remedy, remedy};
 pub use regular_file::{open_regular, reopen_regular};

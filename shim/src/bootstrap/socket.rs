@@ -1,15 +1,15 @@
 //! The shim's socket: its name, which containerd and Go's shim compute in the same way, and who gets to own
 //! it.
 
-use std::fmt::Write;
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
-use firn_host::UnlessAbsent;
+use firn_host::{UnlessAbsent, lexical};
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use sha2::{Digest, Sha256};
@@ -30,25 +30,11 @@ pub(super) enum Socket {
 
 /// Path of the socket for a group of containers.
 pub(super) fn path(dir: &Path, grpc_address: &str, namespace: &str, group: &str) -> PathBuf {
-    let name = clean(&[grpc_address, namespace, group].join("/"));
-    let mut file = String::with_capacity(64);
-    for byte in Sha256::digest(name.as_bytes()) {
-        write!(file, "{byte:02x}").expect("a string takes everything");
-    }
+    // As the other side writes it before hashing.
+    let name = lexical(Path::new(&[grpc_address, namespace, group].join("/")));
+    let hash = Sha256::digest(name.as_os_str().as_bytes());
+    let file: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
     dir.join(file)
-}
-
-/// The path without empty, `.` and `..` segments, as the other side writes it before hashing.
-fn clean(path: &str) -> String {
-    let mut clean = PathBuf::new();
-    for component in Path::new(path).components() {
-        match component {
-            Component::ParentDir => drop(clean.pop()),
-            Component::CurDir => {}
-            other => clean.push(other),
-        }
-    }
-    clean.to_string_lossy().into_owned()
 }
 
 /// Makes the socket, or finds that a living shim has it. One left by a dead shim is replaced.
@@ -142,16 +128,6 @@ mod tests {
             "pod1",
         );
         assert_eq!(path.to_str().unwrap(), expected);
-    }
-
-    #[test]
-    fn names_are_cleaned_before_hashing() {
-        assert_eq!(
-            clean("/run//containerd/./x.sock/ns/../id/"),
-            "/run/containerd/x.sock/id"
-        );
-        assert_eq!(clean("/a/ns/../../../b"), "/b");
-        assert_eq!(clean("/ns/id"), "/ns/id");
     }
 
     #[test]
