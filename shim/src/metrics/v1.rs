@@ -7,8 +7,8 @@ use containerd_shim_protos::cgroups::metrics::{
     BlkIOEntry, BlkIOStat, CPUStat, CPUUsage, HugetlbStat, MemoryEntry, MemoryOomControl, MemoryStat,
     Metrics, PidsStat, RdmaEntry, RdmaStat, Throttle,
 };
-use nix::unistd::{SysconfVar, sysconf};
 use protobuf::well_known_types::any::Any;
+use rustix::param::clock_ticks_per_second;
 
 use super::{encoded, number};
 use firn_transaction::cgroup::read::{self, FlatKeyed, NestedLine};
@@ -93,25 +93,17 @@ fn cpu_usage(dir: &Path) -> Result<Option<CPUUsage>, CgroupError> {
     };
     let stat = FlatKeyed::read(&dir.join("cpuacct.stat"))?.unwrap_or_default();
     let per_cpu = read::text(&dir.join("cpuacct.usage_percpu"))?.unwrap_or_default();
-    let tick = nanoseconds_per_tick();
+    let nanoseconds = |ticks: u64| ticks.saturating_mul(1_000_000_000 / clock_ticks_per_second());
     Ok(Some(CPUUsage {
         total,
-        kernel: stat.get("system").saturating_mul(tick),
-        user: stat.get("user").saturating_mul(tick),
+        kernel: nanoseconds(stat.get("system")),
+        user: nanoseconds(stat.get("user")),
         per_cpu: per_cpu
             .split_ascii_whitespace()
             .filter_map(read::parse_number)
             .collect(),
         ..CPUUsage::default()
     }))
-}
-
-fn nanoseconds_per_tick() -> u64 {
-    let ticks = sysconf(SysconfVar::CLK_TCK)
-        .ok()
-        .flatten()
-        .and_then(|ticks| u64::try_from(ticks).ok());
-    1_000_000_000 / ticks.filter(|ticks| *ticks > 0).unwrap_or(100)
 }
 
 fn memory(dir: &Path) -> Result<Option<MemoryStat>, CgroupError> {

@@ -26,14 +26,9 @@ pub(super) struct Options {
     pub(super) looped: bool,
     /// The loop device bypasses the page cache.
     pub(super) direct_io: bool,
-    /// How the mount maps owners.
-    pub(super) owners: OwnerMaps,
-}
-
-/// Maps of user and group ids, as the options `uidmap` and `gidmap` name them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct OwnerMaps {
+    /// The map of user ids, as the option `uidmap` has it.
     pub(super) users: Option<String>,
+    /// The map of group ids, as the option `gidmap` has it.
     pub(super) groups: Option<String>,
 }
 
@@ -46,7 +41,8 @@ impl Options {
             data: Vec::new(),
             looped: false,
             direct_io: false,
-            owners: OwnerMaps::default(),
+            users: None,
+            groups: None,
         };
         for option in options {
             if option.starts_with(RESERVED) {
@@ -58,8 +54,8 @@ impl Options {
                 "loop" => parsed.looped = true,
                 "direct-io" => parsed.direct_io = true,
                 _ => match option.split_once('=') {
-                    Some(("uidmap", map)) => parsed.owners.users = Some(map.to_owned()),
-                    Some(("gidmap", map)) => parsed.owners.groups = Some(map.to_owned()),
+                    Some(("uidmap", map)) => parsed.users = Some(map.to_owned()),
+                    Some(("gidmap", map)) => parsed.groups = Some(map.to_owned()),
                     _ => parsed.flag_or_data(option),
                 },
             }
@@ -141,7 +137,12 @@ mod tests {
         );
         assert_eq!(options.propagation, MsFlags::MS_SLAVE | MsFlags::MS_REC);
         assert_eq!(options.data, ["index=off", "volatile"]);
-        assert!(options.restricts_bind() && !options.looped && options.owners == OwnerMaps::default());
+        assert!(
+            options.restricts_bind()
+                && !options.looped
+                && options.users.is_none()
+                && options.groups.is_none()
+        );
     }
 
     #[test]
@@ -162,6 +163,6 @@ mod tests {
         let options = Options::parse(["loop", "direct-io", "uidmap=0:1000:1"]).unwrap();
         assert!(options.looped && options.direct_io && options.data.is_empty());
         let users = Some("0:1000:1".to_owned());
-        assert_eq!(options.owners, OwnerMaps { users, groups: None });
+        assert_eq!((options.users, options.groups), (users, None));
     }
 }

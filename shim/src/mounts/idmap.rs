@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 use rustix::fs::CWD;
 use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
-use super::flags::OwnerMaps;
+use super::flags::Options;
 use firn_transaction::sys;
 
 /// A user namespace with the maps of a mount.
@@ -25,16 +25,10 @@ pub(super) struct Mapping(File);
 
 impl Mapping {
     /// None when the mount maps nothing.
-    pub(super) fn of(owners: &OwnerMaps) -> io::Result<Option<Self>> {
-        match owners {
-            OwnerMaps {
-                users: None,
-                groups: None,
-            } => Ok(None),
-            OwnerMaps {
-                users: Some(users),
-                groups: Some(groups),
-            } => Self::new(&lines(users)?, &lines(groups)?).map(Some),
+    pub(super) fn of(options: &Options) -> io::Result<Option<Self>> {
+        match (&options.users, &options.groups) {
+            (None, None) => Ok(None),
+            (Some(users), Some(groups)) => Self::new(&lines(users)?, &lines(groups)?).map(Some),
             _ => Err(invalid("uidmap and gidmap go together only")),
         }
     }

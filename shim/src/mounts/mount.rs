@@ -11,7 +11,8 @@ use firn_host::open_below;
 use nix::fcntl::{OFlag, ResolveFlag};
 use nix::mount::{MsFlags, mount};
 use nix::sys::statvfs::{FsFlags, statvfs};
-use nix::unistd::{SysconfVar, chdir, sysconf};
+use nix::unistd::chdir;
+use rustix::param::page_size;
 
 use super::flags::Options;
 use super::idmap::{self, Mapping};
@@ -32,7 +33,7 @@ pub(super) fn one(mount: &Mount, rootfs: &Path) -> Result<(), MountError> {
         mount,
         target: &target,
     };
-    let mapping = Mapping::of(&options.owners).map_err(|source| call.error("map owners of", source))?;
+    let mapping = Mapping::of(&options).map_err(|source| call.error("map owners of", source))?;
 
     // A remount that changes no option of the file system is only one of propagation or of the bind.
     if !options.flags.contains(MsFlags::MS_REMOUNT) || !data.is_empty() {
@@ -75,11 +76,7 @@ pub(super) fn one(mount: &Mount, rootfs: &Path) -> Result<(), MountError> {
 
 /// The options for the file system, short enough for the kernel. May change the working directory.
 fn file_system_options(mount: &Mount, options: &mut Options) -> Result<String, MountError> {
-    let page = sysconf(SysconfVar::PAGE_SIZE)
-        .ok()
-        .flatten()
-        .and_then(|size| usize::try_from(size).ok());
-    let page = page.unwrap_or(4096);
+    let page = page_size();
     let too_long = options.data.iter().map(|option| option.len() + 1).sum::<usize>() >= page - PAGE_RESERVE;
     if mount.type_ == OVERLAY
         && too_long
