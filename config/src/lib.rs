@@ -19,5 +19,7 @@ pub use file::{
     Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, Hook, Nccl, OpenImageDir,
     RemapPolicy, Restore, Worker,
 };
-pub use programs::{INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, in_path};
+pub use programs::{
+    INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path,
+};
 pub use toolkit::Toolkit;

@@ -71,6 +71,15 @@ fn search(
         })
 }
 
+/// The OCI runtime of this name or path.
+pub fn find_runtime(runtime: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    match runtime.contains('/') {
+        true => Some(PathBuf::from(runtime)).filter(|program| is_program(program)),
+        false => in_path(runtime, &path),
+    }
+}
+
 /// The first program of this name in the absolute directories of a PATH.
 pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(path)
@@ -80,7 +89,7 @@ pub fn in_path(name: &str, path: &OsStr) -> Option<PathBuf> {
 }
 
 /// Whether the path is a file that can be run.
-pub(crate) fn is_program(path: &Path) -> bool {
+fn is_program(path: &Path) -> bool {
     path.metadata()
         .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
 }

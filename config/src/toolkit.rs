@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use crate::ConfigError;
 use crate::file::read;
-use crate::programs::{in_path, is_program};
+use crate::programs::{find_runtime, in_path};
 use crate::section::{UnknownKeys, sections};
 
 /// Names of the wrapper's program, one for each way to configure it.
@@ -150,11 +150,8 @@ impl Toolkit {
 
     /// The runtime that it calls: the first that there is.
     pub fn runtime(&self) -> Option<PathBuf> {
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let find = |name: &String| match name.contains('/') {
-            true => Some(PathBuf::from(name)).filter(|path| is_program(path)),
-            false => in_path(name, &path).or_else(|| in_path(name, RUNTIME_DIRS.as_ref())),
-        };
+        let elsewhere = |name: &str| in_path(name, RUNTIME_DIRS.as_ref());
+        let find = |name: &String| find_runtime(name).or_else(|| elsewhere(name));
         self.runtimes.iter().find_map(find)
     }
 }

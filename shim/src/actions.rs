@@ -1,12 +1,12 @@
 //! From the command line to the action, and from its failure to the exit code.
 
 use std::ffi::OsString;
-use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use crate::action_io::print;
 use crate::args::{Action, Args, ArgsError, USAGE};
-use crate::error::{ActionError, failed};
+use crate::error::ActionError;
 use crate::task::{Service, TaskService};
 use crate::{bootstrap, delete, server};
 use firn_transaction::look;
@@ -25,8 +25,8 @@ impl From<&ActionError> for ExitCode {
 pub fn run(words: impl IntoIterator<Item = OsString>) -> Result<(), ActionError> {
     let args = Args::parse(words)?;
     match args.action {
-        Action::Help => print(USAGE)?,
-        Action::Version => print(&bootstrap::version(std::env::args_os().next()))?,
+        Action::Help => print(USAGE.as_bytes())?,
+        Action::Version => print(bootstrap::version(std::env::args_os().next()).as_bytes())?,
         Action::Info => bootstrap::info()?,
         Action::Start => bootstrap::start(&args)?,
         Action::Look => look::run_child()?,
@@ -34,10 +34,4 @@ pub fn run(words: impl IntoIterator<Item = OsString>) -> Result<(), ActionError>
         Action::Serve => server::run(&args, |context| Arc::new(TaskService(Service::start(context))))?,
     }
     Ok(())
-}
-
-fn print(text: &str) -> Result<(), ActionError> {
-    io::stdout()
-        .write_all(text.as_bytes())
-        .map_err(failed("write stdout"))
 }

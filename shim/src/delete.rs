@@ -9,7 +9,6 @@ mod leftover_processes;
 
 use std::fs;
 use std::future::Future;
-use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
@@ -21,16 +20,18 @@ use firn_transaction::unmount::unmount_recursive;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{Message, MessageField};
 
+use crate::action_io::{print, runtime};
 use crate::args::Args;
 use crate::bootstrap;
 use crate::error::{ActionError, failed};
 use crate::logger;
+use crate::task::{INIT_PID, pid_field};
 use firn_host::Chain;
 use firn_transaction::cgroup::Cgroup;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::recovery::Recovery;
-use firn_transaction::runc::Runc;
+use firn_transaction::runc::{Runc, read_pid};
 use firn_transaction::{criu_leftovers, restore};
 
 /// How long the container's processes may take to die.
@@ -41,18 +42,15 @@ const STEP_LIMIT: Duration = Duration::from_millis(1500);
 const TOTAL_LIMIT: Duration = Duration::from_millis(4500);
 /// 128 + SIGKILL: what becomes of a container without a shim.
 const EXIT_STATUS: u32 = 137;
-/// Pid of the container's first process, in the bundle.
-const INIT_PID_FILE: &str = "init.pid";
 
 /// Cleans up after the container and answers on stdout.
 pub fn delete(args: &Args) -> Result<(), ActionError> {
     logger::init(args.debug, format!("id={} namespace={}", args.id, args.namespace))
         .expect("the logger is set once per process");
     let bundle = bundle(args)?;
-    // Read first: cleaning up may take the file away.
-    let pid = read_pid(&bundle.join(INIT_PID_FILE));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(failed("start the runtime"))?;
+    // Read first: cleaning up may take the file away. A container that never ran has none.
+    let pid = read_pid(&bundle.join(INIT_PID)).map_or(0, pid_field);
+    let runtime = runtime()?;
     runtime.block_on(async {
         let reaper = Reaper::start().map_err(failed("watch for child processes"))?;
         clean_up(args, &bundle, reaper).await;
@@ -66,8 +64,7 @@ pub fn delete(args: &Args) -> Result<(), ActionError> {
         exited_at: MessageField::some(Timestamp::from(SystemTime::now())),
         ..DeleteResponse::default()
     };
-    let answer = answer.write_to_bytes().map_err(ActionError::Encode)?;
-    io::stdout().write_all(&answer).map_err(failed("write stdout"))
+    print(&answer.write_to_bytes().map_err(ActionError::Encode)?)
 }
 
 /// The bundle: as given, or the one next to the working directory (containerd runs us in a bundle).
@@ -211,14 +208,6 @@ fn address(bundle: &Path) -> Option<String> {
     Some(params.get("address")?.as_str()?.to_owned())
 }
 
-fn read_pid(path: &Path) -> u32 {
-    let pid = fs::read_to_string(path)
-        .ok()
-        .and_then(|text| text.trim().parse().ok());
-    // A container that never ran has none.
-    pid.unwrap_or_default()
-}
-
 #[cfg(test)]
 mod tests {
     use std::ffi::OsString;
@@ -274,16 +263,5 @@ mod tests {
             remove_dead_socket(bundle.path());
             assert!(file.exists(), "{}", file.display());
         }
-    }
-
-    #[test]
-    fn a_container_that_never_ran_has_pid_0() {
-        let bundle = tempfile::tempdir().unwrap();
-        let file = bundle.path().join(INIT_PID_FILE);
-        assert_eq!(read_pid(&file), 0);
-        fs::write(&file, "4711\n").unwrap();
-        assert_eq!(read_pid(&file), 4711);
-        fs::write(&file, "garbage").unwrap();
-        assert_eq!(read_pid(&file), 0);
     }
 }

@@ -1,6 +1,7 @@
 //! The containerd shim of firn, as a library so that tests reach below the RPC layer.
 #![forbid(unsafe_code)]
 
+mod action_io;
 mod actions;
 mod args;
 mod bootstrap;

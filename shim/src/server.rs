@@ -26,6 +26,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::timeout;
 use ttrpc::r#async::Server;
 
+use crate::action_io::runtime;
 use crate::args::Args;
 use crate::bootstrap::{LISTENER_FD, env};
 use crate::error::{ActionError, failed, failed_at};
@@ -76,8 +77,7 @@ pub fn run(
     );
     logger::init(args.debug, fields).expect("the logger is set once per process");
 
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(failed("start the runtime"))?;
+    let runtime = runtime()?;
     let served = runtime.block_on(async {
         let publisher = Publisher::new(&env::ttrpc_address(), &args.namespace);
         let serving = CancellationToken::default();

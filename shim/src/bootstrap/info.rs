@@ -1,15 +1,16 @@
 //! The questions `-info` and `-v`.
 
 use std::ffi::OsString;
-use std::io::{self, Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
+use firn_config::find_runtime;
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 
+use crate::action_io::{print, read_stdin, runtime};
 use crate::error::{ActionError, failed};
 use crate::options::{malformed, runc_options};
 use firn_transaction::reaper::Reaper;
@@ -33,32 +34,23 @@ pub fn version(program: Option<OsString>) -> String {
 
 /// Answers `-info`: options from stdin, the runtime's features to stdout.
 pub fn info() -> Result<(), ActionError> {
-    let mut stdin = Vec::new();
-    io::stdin()
-        .take(MAX_STDIN)
-        .read_to_end(&mut stdin)
-        .map_err(failed("read stdin"))?;
-    let answer = describe(&stdin)?.write_to_bytes().map_err(ActionError::Encode)?;
-    io::stdout().write_all(&answer).map_err(failed("write stdout"))
+    let answer = describe(&read_stdin(MAX_STDIN)?)?.write_to_bytes();
+    print(&answer.map_err(ActionError::Encode)?)
 }
 
 fn describe(stdin: &[u8]) -> Result<RuntimeInfo, ActionError> {
     let sent = Any::parse_from_bytes(stdin).map_err(malformed("google.protobuf.Any"));
     let sent = sent.map_err(ActionError::Options)?;
     let options = runc_options(Some(&sent)).map_err(ActionError::Options)?;
-    let binary =
-        find(options.runtime()).ok_or_else(|| ActionError::NoRuntime(options.runtime().to_owned()))?;
+    let binary = find_runtime(options.runtime())
+        .ok_or_else(|| ActionError::NoRuntime(options.runtime().to_owned()))?;
     Ok(RuntimeInfo {
         name: RUNTIME_NAME.to_owned(),
         version: MessageField::some(RuntimeVersion {
             version: VERSION.to_owned(),
             ..RuntimeVersion::default()
         }),
-        options: if stdin.is_empty() {
-            MessageField::none()
-        } else {
-            MessageField::some(sent)
-        },
+        options: Some(sent).filter(|_| !stdin.is_empty()).into(),
         features: features(&binary)?.into(),
         ..RuntimeInfo::default()
     })
@@ -66,15 +58,10 @@ fn describe(stdin: &[u8]) -> Result<RuntimeInfo, ActionError> {
 
 /// What the runtime reports of itself; nothing when it cannot (not every runtime has the command).
 fn features(binary: &Path) -> Result<Option<Any>, ActionError> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(failed("start the runtime"))?;
-    let output = runtime.block_on(async {
+    let output = runtime()?.block_on(async {
         let reaper = Reaper::start().map_err(failed("watch for child processes"))?;
-        Ok::<_, ActionError>(
-            reaper
-                .output(Command::new(binary).arg("features").stdin(Stdio::null()), LIMIT)
-                .await,
-        )
+        let mut command = Command::new(binary);
+        Ok::<_, ActionError>(reaper.output(command.arg("features"), LIMIT).await)
     })?;
     let json = output
         .ok()
@@ -88,21 +75,6 @@ fn features(binary: &Path) -> Result<Option<Any>, ActionError> {
         value,
         ..Any::default()
     }))
-}
-
-/// The program as a shell would find it.
-fn find(program: &str) -> Option<PathBuf> {
-    if program.contains('/') {
-        return is_executable(Path::new(program)).then(|| program.into());
-    }
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path)
-        .map(|dir| dir.join(program))
-        .find(|file| is_executable(file))
-}
-
-fn is_executable(file: &Path) -> bool {
-    file.is_file() && nix::unistd::access(file, nix::unistd::AccessFlags::X_OK).is_ok()
 }
 
 #[cfg(test)]
@@ -176,6 +148,5 @@ mod tests {
             error.starts_with("no OCI runtime \"/nonexistent/runc\" found. hint: "),
             "{error}"
         );
-        assert!(find("sh").is_some() && find("no-such-program").is_none());
     }
 }

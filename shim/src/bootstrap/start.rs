@@ -5,7 +5,7 @@
 //! again.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -23,6 +23,7 @@ use super::LISTENER_FD;
 use super::params::Request;
 use super::socket::{self, Socket};
 use super::{confine, env};
+use crate::action_io::{print, read_stdin};
 use crate::args::Args;
 use crate::error::{ActionError, failed, failed_at};
 
@@ -42,12 +43,7 @@ const MAX_STDIN: u64 = 10 << 20;
 
 /// Starts a shim for the bundle in the working directory, or finds the one of its group.
 pub fn start(args: &Args) -> Result<(), ActionError> {
-    let mut stdin = Vec::new();
-    io::stdin()
-        .take(MAX_STDIN)
-        .read_to_end(&mut stdin)
-        .map_err(failed("read stdin"))?;
-    let request = Request::read(args, &stdin).map_err(ActionError::Request)?;
+    let request = Request::read(args, &read_stdin(MAX_STDIN)?).map_err(ActionError::Request)?;
     let group = group(Path::new(CONFIG_FILE))?.unwrap_or_else(|| args.id.clone());
     if request.socket_dir_given {
         keep_socket_dir(&request.socket_dir)?;
@@ -69,8 +65,7 @@ pub fn start(args: &Args) -> Result<(), ActionError> {
             }
         }
     }
-    let reply = request.reply(&address);
-    io::stdout().write_all(&reply).map_err(failed("write stdout"))
+    print(&request.reply(&address))
 }
 
 /// Starts the server on the listener and confines it; when that fails, it is not left behind.

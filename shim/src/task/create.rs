@@ -25,7 +25,8 @@ use firn_transaction::stdio::{self, StdioConfig};
 /// Others may enter and not list it: user namespaces need that.
 const ROOTFS_MODE: u32 = 0o711;
 
-pub(super) const INIT_PID: &str = "init.pid";
+/// Pid of the container's first process, in the bundle.
+pub(crate) const INIT_PID: &str = "init.pid";
 
 pub(super) async fn create(
     service: &Arc<Service>,
@@ -83,14 +84,12 @@ async fn build(
     recovery::recover(&bundle).await;
     let rootfs = bundle.join("rootfs");
     if !request.rootfs.is_empty() {
-        if let Err(source) = std::fs::DirBuilder::new().mode(ROOTFS_MODE).create(&rootfs)
-            && source.kind() != std::io::ErrorKind::AlreadyExists
-        {
-            return Err(TaskError::File {
-                what: "make the rootfs directory",
-                source,
-            });
-        }
+        let mut builder = std::fs::DirBuilder::new();
+        let made = builder.recursive(true).mode(ROOTFS_MODE).create(&rootfs);
+        made.map_err(|source| TaskError::File {
+            what: "make the rootfs directory",
+            source,
+        })?;
         mounts::mount_all(&request.rootfs, &rootfs, &service.reaper).await?;
     }
     let built = build_mounted(service, request, &bundle, options, cancel).await;

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::state::{exited_at, pid_field};
+use super::state::{exited_at, id_of, pid_field};
 use super::{SIGKILL, Service};
 use firn_host::Chain;
 use firn_transaction::cgroup::CgroupError;
@@ -155,14 +155,9 @@ fn publish(service: &Service, container: &Container, process: &Process, exit: Ex
         publish_oom(service, &container.id);
     }
     process.set_exit(exit);
-    let id = if process.exec_id.is_empty() {
-        &container.id
-    } else {
-        &process.exec_id
-    };
     service.publisher.publish(&TaskExit {
         container_id: container.id.clone(),
-        id: id.clone(),
+        id: id_of(container, process).to_owned(),
         pid: pid_field(exit.pid),
         exit_status: exit.code,
         exited_at: exited_at(Some(&exit)),

@@ -33,7 +33,9 @@ use containerd_shim_protos::shim_async::Task;
 use tokio::sync::oneshot;
 use ttrpc::r#async::TtrpcContext;
 
+pub(crate) use create::INIT_PID;
 pub(crate) use error::TaskError;
+pub(crate) use state::pid_field;
 
 use crate::events::Publisher;
 use crate::server::Context;

@@ -20,15 +20,9 @@ use firn_transaction::runc::RuntimeMessage;
 pub(super) async fn state(service: &Arc<Service>, request: StateRequest) -> Result<StateResponse, TaskError> {
     let container = service.container(&request.id)?;
     let process = find(&container, &request.exec_id)?;
-    // An exec goes by its own id alone.
-    let id = if process.exec_id.is_empty() {
-        request.id
-    } else {
-        request.exec_id
-    };
     let exit = process.exit();
     Ok(StateResponse {
-        id,
+        id: id_of(&container, &process).to_owned(),
         bundle: container.bundle.display().to_string(),
         pid: pid_field(process.pid()),
         status: status(&container, &process).into(),
@@ -123,8 +117,16 @@ pub(super) fn find(container: &Container, exec_id: &str) -> Result<Arc<Process>,
     })
 }
 
+/// The id by which the protocol knows a process: an exec goes by its own alone.
+pub(super) fn id_of<'a>(container: &'a Container, process: &'a Process) -> &'a str {
+    match &*process.exec_id {
+        "" => &container.id,
+        exec_id => exec_id,
+    }
+}
+
 /// A pid as the protocol has it. Pids are never negative.
-pub(super) fn pid_field(pid: i32) -> u32 {
+pub(crate) fn pid_field(pid: i32) -> u32 {
     pid.unsigned_abs()
 }
 
