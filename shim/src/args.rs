@@ -135,23 +135,19 @@ impl Args {
 
     fn set(&mut self, flag: &'static str, value: OsString) -> Result<(), ArgsError> {
         let path = (!value.is_empty()).then(|| PathBuf::from(&value));
-        let text = || {
-            let text = value.clone().into_string();
-            text.map_err(|value| ArgsError::BadValue { flag, value })
+        let text = |is_fit: fn(&str) -> bool| {
+            let text = value.to_str().filter(|text| is_fit(text)).map(str::to_owned);
+            text.ok_or_else(|| ArgsError::BadValue {
+                flag,
+                value: value.clone(),
+            })
         };
+        let is_segment = |name: &str| !name.contains('/') && name != "." && name != "..";
         match flag {
             // Both become path segments.
-            "id" | "namespace" => {
-                let name = text()?;
-                if name.contains('/') || name == "." || name == ".." {
-                    return Err(ArgsError::BadValue { flag, value });
-                }
-                match flag {
-                    "id" => self.id = name,
-                    _ => self.namespace = name,
-                }
-            }
-            "address" => self.address = text()?,
+            "id" => self.id = text(is_segment)?,
+            "namespace" => self.namespace = text(is_segment)?,
+            "address" => self.address = text(|_| true)?,
             "bundle" => self.bundle = path,
             "socket" => self.socket = path,
             // publish-binary: events go straight to containerd's socket.

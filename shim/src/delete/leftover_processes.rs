@@ -43,8 +43,8 @@ pub(super) async fn kill(rootfs: &Path, limit: Duration) {
 /// container that runs on the host's root, does not show which processes belong to it.
 fn root_of_its_own(rootfs: &Path) -> Option<Identity> {
     let (own, host) = (identity(rootfs)?, identity(Path::new("/"))?);
-    let parent = identity(rootfs.parent()?)?;
-    (own != host && parent.device != own.device).then_some(own)
+    let (parent_device, _) = identity(rootfs.parent()?)?;
+    (own != host && parent_device != own.0).then_some(own)
 }
 
 /// All processes whose root directory that is.
@@ -58,20 +58,13 @@ fn lives_in(pid: i32, own: Identity) -> bool {
     identity(Path::new(&format!("/proc/{pid}/root"))) == Some(own)
 }
 
-/// Which directory it is.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Identity {
-    device: (u32, u32),
-    inode: u64,
-}
+/// Which directory it is: its device, major and minor number, and its inode.
+type Identity = ((u32, u32), u64);
 
 /// Asks no file server: the root of any container on the host may be on one that does not answer.
 fn identity(path: &Path) -> Option<Identity> {
     let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
-    Some(Identity {
-        device: (found.stx_dev_major, found.stx_dev_minor),
-        inode: found.stx_ino,
-    })
+    Some(((found.stx_dev_major, found.stx_dev_minor), found.stx_ino))
 }
 
 #[cfg(test)]
