@@ -48,7 +48,7 @@ pub struct PreparedBundle {
 /// Why a container is not created. Nothing has been started.
 #[derive(Debug, thiserror::Error)]
 pub enum PrepareError {
-    #[error(transparent)]
+    #[error("OCI runtime create failed: cannot read the bundle")]
     Spec(#[from] SpecError),
     #[error(transparent)]
     GpuRequest(#[from] GpuRequestError),

@@ -11,7 +11,7 @@ use crate::mounts;
 use firn_host::{Absent, Chain};
 use firn_transaction::checkpoint::CheckpointError;
 use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
-use firn_transaction::create::{GpuRequestError, PrepareError};
+use firn_transaction::create::PrepareError;
 use firn_transaction::options;
 use firn_transaction::restore::RestoreError;
 use firn_transaction::runc::{PidFileError, RuncError, RuntimeMessage};
@@ -67,8 +67,6 @@ pub(crate) enum TaskError {
     Options(#[from] crate::options::DecodeError),
     #[error("cannot keep the options")]
     OptionsFile(#[from] options::FileError),
-    #[error("OCI runtime create failed: cannot read the bundle")]
-    Spec(#[from] firn_oci::SpecError),
     #[error("failed to mount rootfs component")]
     Mount(#[from] mounts::MountError),
     #[error("failed to create init process I/O")]
@@ -84,7 +82,7 @@ pub(crate) enum TaskError {
     #[error(transparent)]
     PidFile(#[from] PidFileError),
     #[error(transparent)]
-    GpuRequest(#[from] GpuRequestError),
+    Prepare(#[from] PrepareError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
@@ -139,23 +137,12 @@ impl TaskError {
             Self::Options(_) => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
-            Self::GpuRequest(_) => Code::FAILED_PRECONDITION,
-            Self::Checkpoint(error) => code_of(error.kind()),
-            Self::Restore(error) => code_of(error.kind()),
+            Self::Prepare(PrepareError::GpuRequest(_)) => Code::FAILED_PRECONDITION,
+            Self::Checkpoint(error) | Self::Prepare(PrepareError::Checkpoint(error)) => code_of(error.kind()),
+            Self::Restore(error) | Self::Prepare(PrepareError::Restore(error)) => code_of(error.kind()),
             Self::Busy { .. } | Self::Closing => Code::UNAVAILABLE,
             // As the stock shim answers with an error that has no code.
             _ => Code::UNKNOWN,
-        }
-    }
-}
-
-impl From<PrepareError> for TaskError {
-    fn from(error: PrepareError) -> Self {
-        match error {
-            PrepareError::Spec(error) => error.into(),
-            PrepareError::GpuRequest(error) => error.into(),
-            PrepareError::Restore(error) => error.into(),
-            PrepareError::Checkpoint(error) => error.into(),
         }
     }
 }
