@@ -96,11 +96,7 @@ type Stamp = (u64, u64, [i64; 4]);
 impl Verified {
     /// Whether the files are still those that were compared. To be asked right before CRIU reads them.
     pub fn unchanged(&self) -> Result<(), ImageError> {
-        let unreadable = |source| ImageError::Read {
-            path: self.path.clone(),
-            source,
-        };
-        let dir = UntrustedDir::open(&self.path).map_err(unreadable)?;
+        let dir = UntrustedDir::open(&self.path).map_err(unreadable(&self.path))?;
         let same = |(name, before): &&(String, Stamp)| {
             dir.metadata(name)
                 .is_ok_and(|metadata| stamp(&metadata) == *before)
@@ -192,6 +188,13 @@ pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Res
     })
 }
 
+fn unreadable(path: &Path) -> impl Fn(io::Error) -> ImageError {
+    move |source| ImageError::Read {
+        path: path.to_owned(),
+        source,
+    }
+}
+
 fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
     let is_listed = |name: &&str| files.iter().any(|file| file.name == *name);
     match ESSENTIAL.iter().find(|name| !is_listed(name)) {
@@ -205,12 +208,8 @@ fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
 
 /// The directory to which `way` leads, and the names of CRIU's files in it.
 fn open(way: &Path, path: &Path) -> Result<(UntrustedDir, Vec<String>), ImageError> {
-    let unreadable = |source| ImageError::Read {
-        path: path.to_owned(),
-        source,
-    };
-    let dir = UntrustedDir::open(way).map_err(unreadable)?;
-    let mut names = dir.names().map_err(unreadable)?;
+    let dir = UntrustedDir::open(way).map_err(unreadable(path))?;
+    let mut names = dir.names().map_err(unreadable(path))?;
     // Memory in another directory has no checksum, and CRIU would follow the link wherever it leads.
     if names.iter().any(|name| name == PARENT) {
         return Err(ImageError::Added {
@@ -229,13 +228,10 @@ fn measure(
     expected: Option<u64>,
     stop: &AtomicBool,
 ) -> Result<(ImageFile, Stamp), ImageError> {
-    let unreadable = |source| ImageError::Read {
-        path: path.to_owned(),
-        source,
-    };
-    let file = dir.file(&name).map_err(unreadable)?;
+    let unreadable = unreadable(path);
+    let file = dir.file(&name).map_err(&unreadable)?;
     // Before the content: what is written while it is read shows later.
-    let metadata = file.metadata().map_err(unreadable)?;
+    let metadata = file.metadata().map_err(&unreadable)?;
     let size = metadata.len();
     let fits = expected.is_none_or(|expected| expected == size);
     let mut found = ImageFile {
@@ -245,7 +241,7 @@ fn measure(
         sha256_of_blocks: None,
     };
     if fits && size < LARGE {
-        let bytes = read_at_most(&file, LARGE).map_err(unreadable)?;
+        let bytes = read_at_most(&file, LARGE).map_err(&unreadable)?;
         found.sha256 = bytes.map(|bytes| sha256(&bytes));
     } else if fits {
         found.sha256_of_blocks = Some(block_hash::checksum(&file, size, stop).map_err(unreadable)?);

@@ -4,10 +4,9 @@
 use std::fs;
 use std::io;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use super::tasks::{Allowed, Core, Creds, Filters, Thread};
-use super::{Host, ImageFault, mounts, namespaces};
+use super::{Host, ImageFault, mounts, namespaces, numbers};
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::procfs;
 use firn_oci::Spec;
@@ -157,12 +156,6 @@ fn inner(spec: &Spec, kind: &str, id: u32) -> u32 {
         first.checked_add(at)
     });
     found.unwrap_or(u32::MAX)
-}
-
-fn numbers<T: FromStr>(text: &str) -> Vec<T> {
-    text.split_whitespace()
-        .filter_map(|word| word.parse().ok())
-        .collect()
 }
 
 /// Names in it may be any bytes.

@@ -24,6 +24,7 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
@@ -256,6 +257,13 @@ fn word(bytes: &mut &[u8]) -> Option<u32> {
     let (word, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(u32::from_le_bytes(*word))
+}
+
+/// The numbers in a line of /proc.
+fn numbers<T: FromStr>(text: &str) -> Vec<T> {
+    text.split_whitespace()
+        .filter_map(|word| word.parse().ok())
+        .collect()
 }
 
 /// A path without `.`, doubled slashes or a slash at the end; none when it climbs or is relative.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::tasks::Task;
 use super::wire::{Message, WireError};
-use super::{Host, Image, ImageFault, Inventory};
+use super::{Host, Image, ImageFault, Inventory, numbers};
 use firn_oci::Spec;
 
 const IDS_MAGIC: u32 = 0x5443_2030;
@@ -117,11 +117,7 @@ pub(super) fn check_made_map(spec: &Spec, init: i32) -> Result<(), ImageFault> {
     for kind in ["uid", "gid"] {
         let file = format!("/proc/{init}/{kind}_map");
         let text = std::fs::read_to_string(&file).map_err(|source| ImageFault::unreadable(&file, &source))?;
-        let extent = |line: &str| {
-            let words = line.split_whitespace();
-            let numbers: Vec<u32> = words.filter_map(|word| word.parse().ok()).collect();
-            numbers.try_into().unwrap_or([u32::MAX; 3])
-        };
+        let extent = |line: &str| numbers(line).try_into().unwrap_or([u32::MAX; 3]);
         check_map(spec, &format!("process {init}"), kind, text.lines().map(extent))?;
     }
     Ok(())
