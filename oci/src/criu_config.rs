@@ -148,7 +148,7 @@ impl CriuConfig {
         let content = self.content(operation)?;
         if self.driver == (Driver::Firn { libs_dir: None }) {
             let libs = self.bundle.join(names::BUNDLE_CRIU_LIBS);
-            make_directory(&libs).map_err(unwritten(libs))?;
+            std::fs::create_dir_all(&libs).map_err(unwritten(libs))?;
         }
         if let Some(hook) = &self.script {
             // CRIU passes a script no argument: firn-hook finds the bundle by this link.
@@ -274,7 +274,7 @@ pub fn amd_plugins(
 ) -> Result<PathBuf, AmdPluginError> {
     let plugin = amd_plugin(configured, dirs)?;
     let dir = bundle.join(names::BUNDLE_AMD_LIBS);
-    match make_directory(&dir).and_then(|()| make_link(&plugin, &dir.join(AMD_PLUGIN))) {
+    match std::fs::create_dir_all(&dir).and_then(|()| make_link(&plugin, &dir.join(AMD_PLUGIN))) {
         Ok(()) => Ok(dir),
         Err(source) => Err(AmdPluginError::Directory { path: dir, source }),
     }
@@ -286,7 +286,7 @@ pub fn set_plugin(bundle: &Path, plugin: Option<&Path>) -> Result<(), CriuError>
     let dir = bundle.join(names::BUNDLE_CRIU_LIBS);
     let link = dir.join(names::CRIU_PLUGIN);
     let set = || {
-        make_directory(&dir)?;
+        std::fs::create_dir_all(&dir)?;
         match plugin {
             Some(plugin) => make_link(plugin, &link),
             None => std::fs::remove_file(&link).unless_absent(),
@@ -296,14 +296,6 @@ pub fn set_plugin(bundle: &Path, plugin: Option<&Path>) -> Result<(), CriuError>
         path: link.clone(),
         source,
     })
-}
-
-/// Safe to repeat.
-fn make_directory(path: &Path) -> io::Result<()> {
-    match std::fs::create_dir(path) {
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        made => made,
-    }
 }
 
 /// Safe to repeat.
