@@ -14,39 +14,30 @@ pub fn write_line(mut to: impl Write, text: fmt::Arguments<'_>) -> io::Result<()
 
 /// The text without what would act on a terminal: that is shown as an escape. Ends of lines and tabs stay.
 pub fn printable(text: &str) -> String {
-    escaped(
-        text,
-        |c| matches!(c, '\n' | '\t'),
-        |c, shown| shown.extend(c.escape_default()),
-    )
+    escaped(text, "\n\t", |c| c.escape_default().to_string())
 }
 
 /// As [`printable`], for what has to stay one line: nobody who is quoted there can make another.
 pub fn one_line(text: &str) -> String {
-    escaped(text, |_| false, |c, shown| shown.extend(c.escape_default()))
+    escaped(text, "", |c| c.escape_default().to_string())
 }
 
 /// JSON text of the same meaning that does nothing to a terminal. JSON itself lets most of these characters
 /// be in its strings.
 pub fn printable_json(text: &str) -> String {
-    escaped(
-        text,
-        |c| matches!(c, '\n' | '\t' | '\r'),
-        |c, shown| {
-            let mut units = [0; 2];
-            for unit in c.encode_utf16(&mut units) {
-                shown.push_str(&format!("\\u{unit:04x}"));
-            }
-        },
-    )
+    escaped(text, "\n\t\r", |c| {
+        let mut units = [0; 2];
+        let units = c.encode_utf16(&mut units).iter();
+        units.map(|unit| format!("\\u{unit:04x}")).collect()
+    })
 }
 
-fn escaped(text: &str, stays: fn(char) -> bool, escape: fn(char, &mut String)) -> String {
+fn escaped(text: &str, stays: &str, escape: fn(char) -> String) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
-        match stays(c) || !acts(c) {
+        match stays.contains(c) || !acts(c) {
             true => shown.push(c),
-            false => escape(c, &mut shown),
+            false => shown.push_str(&escape(c)),
         }
     }
     shown
