@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
-use std::time::{Instant, UNIX_EPOCH};
+use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use firn_lab::faults::{self, Case, Outcome, Pairs, Tried, Why};
 use firn_node::Suite;
 use serde_json::json;
 
-use crate::tools::{exit_code, need_root};
+use crate::tools::{exit_code, need_root, seed};
 
 /// Fail everything that can fail in a checkpoint or restore, and check the workload afterwards
 ///
@@ -56,9 +56,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         cmd.only.iter().all(|part| name.contains(part))
     };
     let (all, left_out) = faults::all();
-    let seed = cmd
-        .seed
-        .unwrap_or_else(|| UNIX_EPOCH.elapsed().map_or(1, |time| time.as_secs()));
+    let seed = seed(cmd.seed);
     let mut draw: Draw<'_> = match cmd.pairs {
         None => {
             let cases = if cmd.quick { faults::quick() } else { all };

@@ -1,13 +1,13 @@
 //! `cargo xtask soak`: hundreds of checkpoints and restores, a third of them with a fault.
 
 use std::process::ExitCode;
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use firn_lab::faults::{Soak, Subject, has_cgroup_v1, soak};
 use firn_node::{Cgroup, Suite};
 
-use crate::tools::need_root;
+use crate::tools::{need_root, seed};
 
 /// Checkpoint and restore one workload hundreds of times, with a random fault in one of three
 ///
@@ -37,13 +37,7 @@ pub struct Cmd {
 /// Runs it and prints the result.
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     need_root("soak")?;
-    let seed = match cmd.seed {
-        Some(seed) => seed,
-        None => SystemTime::now()
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .context("the clock is before 1970")?
-            .as_secs(),
-    };
+    let seed = seed(cmd.seed);
     println!("seed {seed}");
     let begun = Instant::now();
     let what = Soak {

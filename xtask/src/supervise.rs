@@ -6,7 +6,6 @@
 //! too, forwards signals that were sent to it alone, waits, and cleans.
 
 use std::env;
-use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode};
 use std::thread;
 
@@ -14,6 +13,8 @@ use anyhow::{Context, Result};
 use firn_node::Store;
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::{Pid, geteuid};
+
+use crate::tools::exit_as;
 
 /// Set for the child.
 const CHILD: &str = "FIRN_XTASK_SUPERVISED";
@@ -41,11 +42,7 @@ pub fn supervised(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
             eprintln!("removed node {node}");
         }
     }
-    // As shells report a signal.
-    let code = ended.code().or(ended.signal().map(|signal| 128 + signal));
-    Ok(code
-        .and_then(|code| u8::try_from(code).ok())
-        .map_or(ExitCode::FAILURE, ExitCode::from))
+    Ok(exit_as(ended))
 }
 
 /// Forwards signals to the child, except Ctrl-C, which it gets from the terminal.

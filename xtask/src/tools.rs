@@ -1,8 +1,10 @@
 //! What several commands need.
 
 use std::ffi::OsString;
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, ExitStatus};
+use std::time::UNIX_EPOCH;
 
 use anyhow::{Result, ensure};
 use nix::unistd::geteuid;
@@ -37,8 +39,14 @@ pub fn exit_code(good: bool) -> ExitCode {
     ExitCode::from(u8::from(!good))
 }
 
-/// The exit status of a command as that of this program. A signal has no code.
+/// The exit status of a command as that of this program; a signal as shells report it.
 pub fn exit_as(status: ExitStatus) -> ExitCode {
-    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    let code = status.code().or(status.signal().map(|signal| 128 + signal));
+    let code = code.and_then(|code| u8::try_from(code).ok());
     code.map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// The seed of random choices: as given, or the time.
+pub fn seed(given: Option<u64>) -> u64 {
+    given.unwrap_or_else(|| UNIX_EPOCH.elapsed().map_or(1, |time| time.as_secs()))
 }

@@ -17,9 +17,7 @@ use std::process::Command;
 
 use anyhow::{Context, ensure};
 
-use super::{
-    LIMIT, check, check_size, contents, copy_into, debs, elf, install_missing, mib, output, write_out,
-};
+use super::{check, check_size, copy_into, debs, elf, install_missing, list, mib, output, write_out};
 use crate::tools::{cargo, in_path};
 use crate::workspace;
 
@@ -114,10 +112,10 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     {
         println!("  {} {}", package.name, package.version);
     }
-    let sizes = contents(stage.path())?;
+    list(stage.path())?;
     let packed = write_out(stage.path(), &out)?;
     println!("{}: {}", out.display(), mib(packed));
-    check_size(packed, LIMIT, &sizes)
+    check_size(packed)
 }
 
 /// firn's programs and the test image, as `tests/gpu/run.py --bundle` takes them, for a machine that has the

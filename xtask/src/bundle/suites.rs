@@ -14,7 +14,7 @@ use firn_lab::{Built, Profile};
 use firn_node::{Store, Suite};
 use serde_json::Value;
 
-use super::{LIMIT, check, check_size, contents, copy_into, install_missing, mib, output};
+use super::{check, check_size, copy_into, install_missing, list, mib, output};
 use crate::tools::cargo;
 use crate::workspace;
 
@@ -102,7 +102,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     let script = stage.path().join("run.sh");
     fs::write(&script, RUN)?;
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
-    let sizes = contents(stage.path())?;
+    list(stage.path())?;
 
     // Appended with its owners, modes and links.
     let tar = out.with_extension("");
@@ -126,7 +126,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     check(Command::new("xz").args(["-T1", window, "--force"]).arg(&tar))?;
     let packed = fs::metadata(&out)?.len();
     println!("{}: {}", out.display(), mib(packed));
-    check_size(packed, LIMIT, &sizes)
+    check_size(packed)
 }
 
 /// The programs that the lab installs on a node, and this program for benchmarks and faults.
