@@ -63,75 +63,48 @@ struct Group {
 }
 
 enum Way {
-    /// One reading per round, of one shim after the other. `share` readings of the option `-n` make one
+    /// One reading per round, of one shim after the other. So many readings of the option `-n` make one
     /// round.
-    Rounds {
-        share: u32,
-        measure: fn(&Lab<'_>, Shim) -> Result<Readings>,
-    },
+    Rounds(u32, fn(&Lab<'_>, Shim) -> Result<Readings>),
     /// All readings at once, of both shims together, in so many steps.
-    Once {
-        steps: u32,
-        measure: fn(&Lab<'_>, &mut Record, &mut Progress) -> Result<()>,
-    },
+    Once(u32, fn(&Lab<'_>, &mut Record, &mut Progress) -> Result<()>),
 }
 
 static GROUPS: &[Group] = &[
     Group {
         what: "start and end of a container",
         cases: &[("run", "ms"), ("kill-delete", "ms"), ("run-delete", "ms")],
-        way: Way::Rounds {
-            share: 1,
-            measure: single::start_and_end,
-        },
+        way: Way::Rounds(1, single::start_and_end),
     },
     Group {
         what: "exec in a running container",
         cases: &[("exec", "ms")],
-        way: Way::Rounds {
-            share: 4,
-            measure: single::execs,
-        },
+        way: Way::Rounds(4, single::execs),
     },
     Group {
         what: "20 starts at a time",
         cases: &[("starts-20", "ms")],
-        way: Way::Rounds {
-            share: 2,
-            measure: crowd::twenty,
-        },
+        way: Way::Rounds(2, crowd::twenty),
     },
     Group {
         what: "100 starts at a time",
         cases: &[("starts-100", "ms")],
-        way: Way::Rounds {
-            share: 4,
-            measure: crowd::hundred,
-        },
+        way: Way::Rounds(4, crowd::hundred),
     },
     Group {
         what: "a pod of 10 containers, started one by one and at a time",
         cases: &[("pod", "ms"), ("pod-at-once", "ms")],
-        way: Way::Rounds {
-            share: 2,
-            measure: crowd::pods,
-        },
+        way: Way::Rounds(2, crowd::pods),
     },
     Group {
         what: "300 MB of output",
         cases: &[("stdout", "MB/s"), ("stdout-cpu", "ms")],
-        way: Way::Rounds {
-            share: 2,
-            measure: stdout::throughput,
-        },
+        way: Way::Rounds(2, stdout::throughput),
     },
     Group {
         what: "events of 100 short containers",
         cases: &[("lost-events", "events")],
-        way: Way::Once {
-            steps: 2 * lost::RUNS,
-            measure: lost::events,
-        },
+        way: Way::Once(2 * lost::RUNS, lost::events),
     },
     Group {
         what: "idle shims",
@@ -142,10 +115,7 @@ static GROUPS: &[Group] = &[
             ("idle-cpu", "us/s"),
             ("idle-switches", "1/s"),
         ],
-        way: Way::Once {
-            steps: idle::steps(idle::SINGLE),
-            measure: idle::single,
-        },
+        way: Way::Once(idle::steps(idle::SINGLE), idle::single),
     },
     Group {
         what: "idle shims of pods of 10 containers",
@@ -156,10 +126,7 @@ static GROUPS: &[Group] = &[
             ("pod-idle-cpu", "us/s"),
             ("pod-idle-switches", "1/s"),
         ],
-        way: Way::Once {
-            steps: idle::steps(idle::PODS),
-            measure: idle::pods,
-        },
+        way: Way::Once(idle::steps(idle::PODS), idle::pods),
     },
     Group {
         what: "shims that have run 250 execs and made a checkpoint",
@@ -170,18 +137,12 @@ static GROUPS: &[Group] = &[
             ("used-idle-cpu", "us/s"),
             ("used-idle-switches", "1/s"),
         ],
-        way: Way::Once {
-            steps: idle::steps(idle::USED),
-            measure: idle::used,
-        },
+        way: Way::Once(idle::steps(idle::USED), idle::used),
     },
     Group {
         what: "programs",
         cases: &[("binary", "MiB")],
-        way: Way::Once {
-            steps: 1,
-            measure: sizes,
-        },
+        way: Way::Once(1, sizes),
     },
 ];
 
@@ -306,12 +267,12 @@ impl Group {
     fn measure(&self, lab: &Lab<'_>, n: u32) -> Result<Vec<Case>> {
         let mut record = Record::new(self.cases);
         match self.way {
-            Way::Once { steps, measure } => {
+            Way::Once(steps, measure) => {
                 let mut progress = Progress::begin(self.what, steps);
                 measure(lab, &mut record, &mut progress)?;
                 progress.end();
             }
-            Way::Rounds { share, measure } => {
+            Way::Rounds(share, measure) => {
                 let rounds = n.div_ceil(share);
                 let mut progress = Progress::begin(&format!("{}, {rounds} times", self.what), rounds);
                 // The first round fills caches and does not count.
