@@ -16,12 +16,9 @@ const MAX_SCORE: i32 = 1000;
 /// Makes the kernel prefer the shim over containerd, our parent, when memory runs out.
 pub(super) fn adjust_oom_score(pid: u32) -> Result<(), ActionError> {
     let parent = PathBuf::from(format!("/proc/{}/oom_score_adj", getppid()));
-    let score = fs::read_to_string(&parent).map_err(failed_at("read", &parent))?;
-    let Ok(score) = score.trim().parse::<i32>() else {
-        return Err(failed_at("read", &parent)(io::Error::from(
-            io::ErrorKind::InvalidData,
-        )));
-    };
+    let parse = |text: String| text.trim().parse().map_err(|_| io::ErrorKind::InvalidData.into());
+    let score = fs::read_to_string(&parent).and_then(parse);
+    let score: i32 = score.map_err(failed_at("read", &parent))?;
     let own = PathBuf::from(format!("/proc/{pid}/oom_score_adj"));
     match fs::write(&own, (score + 1).min(MAX_SCORE).to_string()) {
         // In a user namespace the score cannot go below what it was.
@@ -48,11 +45,8 @@ fn join(cgroups: impl IntoIterator<Item = PathBuf>, pid: u32, path: &str) -> Res
             joined = true;
         }
     }
-    if joined {
-        Ok(())
-    } else {
-        Err(ActionError::NoCgroup(path.to_owned()))
-    }
+    let missing = || ActionError::NoCgroup(path.to_owned());
+    joined.then_some(()).ok_or_else(missing)
 }
 
 #[cfg(test)]

@@ -58,12 +58,8 @@ pub(super) fn one(mount: &Mount, rootfs: &Path) -> Result<(), MountError> {
         call.step("set the propagation of", None, options.propagation, "")?;
     }
     if options.restricts_bind() {
-        let locked = if in_user_namespace() {
-            locked_flags(&target)
-        } else {
-            MsFlags::empty()
-        };
-        call.step("restrict", None, options.flags | locked | MsFlags::MS_REMOUNT, "")?;
+        let flags = options.flags | locked_flags(&target) | MsFlags::MS_REMOUNT;
+        call.step("restrict", None, flags, "")?;
     }
     // Last, because it takes a clone of what the steps before have made.
     match mapping.filter(|_| mount.type_ != OVERLAY) {
@@ -157,16 +153,15 @@ pub(super) fn inside(rootfs: &Path, target: &Path) -> Result<PathBuf, MountError
     })
 }
 
-fn in_user_namespace() -> bool {
-    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-    !map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
-}
-
 /// `ST_RELATIME` of statvfs, which the C library of the static build does not name.
 const ST_RELATIME: FsFlags = FsFlags::from_bits_retain(4096);
 
-/// Flags that the owner of a user namespace may not clear; a remount has to repeat them.
+/// Flags that the owner of a user namespace may not clear; a remount has to repeat them. None outside of one.
 fn locked_flags(target: &Path) -> MsFlags {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    if map.split_ascii_whitespace().eq(["0", "0", "4294967295"]) {
+        return MsFlags::empty();
+    }
     let held = statvfs(target)
         .map(|stat| stat.flags())
         .unwrap_or(FsFlags::empty());
