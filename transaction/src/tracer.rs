@@ -82,45 +82,33 @@ impl TracedThreads {
     ///
     /// A v1 freezer prevents tracing a thread that a signal has stopped, until it thaws.
     pub async fn hold(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
-        // They are detached from the trap of the interrupt: nothing is to be done while they are held.
-        let nothing: fn(&[i32]) = |_| ();
-        Self::start(tids, limit, |_| Ok(()), nothing, nothing).await
+        Self::start(tids, false, limit).await
     }
 
     /// Lets `tids` run, within `limit`, although their processes are stopped.
     pub(crate) async fn run_selected(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
-        let wake: fn(&[i32]) -> _ = |tids| tids.iter().try_for_each(|tid| wake(*tid, TRAP));
-        let serve: fn(&[i32]) = |tids| {
-            for tid in tids {
-                step(*tid);
-            }
-        };
-        Self::start(tids, limit, wake, serve, park).await
+        Self::start(tids, true, limit).await
     }
 
-    /// Traces `tids` from a new thread: `ready` brings them into the state that the caller needs, `serve`
-    /// polls them from then on, and `part` brings them to a trap in which they can be detached.
-    async fn start(
-        tids: Vec<i32>,
-        limit: Duration,
-        ready: fn(&[i32]) -> Result<(), TraceError>,
-        serve: fn(&[i32]),
-        part: fn(&[i32]),
-    ) -> Result<Self, TraceError> {
+    /// Traces `tids` from a new thread, which lets them run or keeps them in the trap of their interrupt.
+    async fn start(tids: Vec<i32>, run: bool, limit: Duration) -> Result<Self, TraceError> {
         let (stop, stopped) = channel();
         let (report, is_ready) = tokio::sync::oneshot::channel();
         let traced = tids.clone();
         let trace = move || {
-            let held = seize(&traced).and_then(|()| ready(&traced));
+            let running = if run { &traced[..] } else { &[] };
+            let held = seize(&traced).and_then(|()| running.iter().try_for_each(|tid| wake(*tid, TRAP)));
             let is_held = held.is_ok();
             // When the receiver was dropped, the other end of `stopped` was dropped too.
             let _nobody = report.send(held);
             if is_held {
                 while stopped.recv_timeout(POLL) == Err(RecvTimeoutError::Timeout) {
-                    serve(&traced);
+                    for tid in running {
+                        step(*tid);
+                    }
                 }
             }
-            part(&traced);
+            park(running);
             // The kernel detaches all when this thread ends, whatever their state is: a thread that a v1
             // freezer froze before it trapped could not be detached by a call. A thread of a stopped process
             // returns to the stop.
@@ -170,7 +158,7 @@ fn seize(tids: &[i32]) -> Result<(), TraceError> {
 }
 
 /// Lets a group-stopped, interrupted thread run. It traps for the interrupt, and possibly again for the group
-/// stop, which `serve` handles.
+/// stop, from which the tracing thread resumes it.
 fn wake(tid: i32, limit: Duration) -> Result<(), TraceError> {
     let begun = Instant::now();
     while !step(tid) {

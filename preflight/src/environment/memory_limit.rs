@@ -82,8 +82,10 @@ impl MemoryLimit {
 
 /// Bytes that one cgroup may still take; `None` without a limit.
 fn left(dir: &Path, files: &Files) -> io::Result<Option<u64>> {
+    // The cgroup or its controller may not exist.
+    let text = |name| proc_maps::unless_gone(fs::read_to_string(dir.join(name)));
     let number = |name| -> io::Result<Option<u64>> {
-        match text(&dir.join(name))?.as_deref().map(str::trim) {
+        match text(name)?.as_deref().map(str::trim) {
             None | Some("max" | "-1") => Ok(None),
             Some(number) => number.parse().map(Some).map_err(io::Error::other),
         }
@@ -92,7 +94,7 @@ fn left(dir: &Path, files: &Files) -> io::Result<Option<u64>> {
         return Ok(None);
     };
     let usage = number(files.usage)?.unwrap_or(0);
-    let stat = text(&dir.join("memory.stat"))?.unwrap_or_default();
+    let stat = text("memory.stat")?.unwrap_or_default();
     let caches = stat.lines().filter_map(|line| {
         let (name, bytes) = line.split_once(' ')?;
         files
@@ -102,11 +104,6 @@ fn left(dir: &Path, files: &Files) -> io::Result<Option<u64>> {
     });
     let caches = caches.fold(0, u64::saturating_add);
     Ok(Some(limit.saturating_sub(usage.saturating_sub(caches))))
-}
-
-/// The text of a cgroup's file; `None` if the cgroup or its controller does not exist.
-fn text(path: &Path) -> io::Result<Option<String>> {
-    proc_maps::unless_gone(fs::read_to_string(path))
 }
 
 #[cfg(test)]

@@ -28,6 +28,7 @@ const CGROUP_EVENTS: &str = "cgroup.events";
 /// Out-of-memory events of one cgroup. Each is reported once, to the first caller.
 #[derive(Debug)]
 pub struct OomWatch {
+    cgroup: Incarnation,
     source: Source,
     ended: AtomicBool,
 }
@@ -53,34 +54,33 @@ impl Incarnation {
     }
 }
 
+/// What reports its events, and for v2 the number of kills that are known.
 #[derive(Debug)]
 enum Source {
-    V1 {
-        events: AsyncFd<EventFd>,
-        cgroup: Incarnation,
-    },
-    V2 {
-        changes: AsyncFd<Changes>,
-        cgroup: Incarnation,
-        kills: AtomicU64,
-    },
+    V1(AsyncFd<EventFd>),
+    V2(AsyncFd<Changes>, AtomicU64),
 }
 
 impl Cgroup {
     /// Starts the watch; needs the async runtime's reactor.
     pub fn watch_oom(&self) -> Result<OomWatch, CgroupError> {
         let dir = self.dir("memory").ok_or(CgroupError::NoMemory)?;
-        let source = match self.version {
-            Version::V1 => watch_v1(&dir),
-            Version::V2 if dir.is_dir() && !dir.join(MEMORY_EVENTS).exists() => {
-                return Err(CgroupError::NoMemory);
-            }
-            Version::V2 => watch_v2(&dir),
+        if self.version == Version::V2 && dir.is_dir() && !dir.join(MEMORY_EVENTS).exists() {
+            return Err(CgroupError::NoMemory);
+        }
+        let watch = || {
+            Ok(OomWatch {
+                cgroup: Incarnation::of(&dir)?,
+                source: match self.version {
+                    Version::V1 => watch_v1(&dir),
+                    Version::V2 => watch_v2(&dir),
+                }?,
+                ended: AtomicBool::new(false),
+            })
         };
-        let source = source.map_err(|source| CgroupError::OomWatch { path: dir, source })?;
-        Ok(OomWatch {
+        watch().map_err(|source| CgroupError::OomWatch {
+            path: dir.clone(),
             source,
-            ended: AtomicBool::new(false),
         })
     }
 }
@@ -88,25 +88,20 @@ impl Cgroup {
 impl OomWatch {
     /// Whether memory has run out since the last report. For the moment before an exit is published.
     pub fn take(&self) -> bool {
-        match &self.source {
-            // The removal of the cgroup, which is an event too, is left to `recv`.
-            Source::V1 { events, cgroup } => !cgroup.is_gone() && events.get_ref().read().is_ok(),
-            Source::V2 { cgroup, kills, .. } => {
-                !cgroup.is_gone() && new_kills(&cgroup.dir, kills).unwrap_or(false)
+        // The removal of the cgroup, which is an event too, is left to `recv`.
+        !self.cgroup.is_gone()
+            && match &self.source {
+                Source::V1(events) => events.get_ref().read().is_ok(),
+                Source::V2(_, kills) => new_kills(&self.cgroup.dir, kills).unwrap_or(false),
             }
-        }
     }
 
     /// Waits until memory runs out again; none once the cgroup has ended. May be dropped and called again.
     pub async fn recv(&self) -> Option<()> {
         while !self.ended.load(Ordering::Relaxed) {
             let happened = match &self.source {
-                Source::V1 { events, cgroup } => v1_event(events, cgroup, &self.ended).await,
-                Source::V2 {
-                    changes,
-                    cgroup,
-                    kills,
-                } => v2_event(changes, cgroup, kills, &self.ended).await,
+                Source::V1(events) => self.v1_event(events).await,
+                Source::V2(changes, kills) => self.v2_event(changes, kills).await,
             };
             match happened {
                 Ok(true) => return Some(()),
@@ -119,34 +114,53 @@ impl OomWatch {
         }
         None
     }
+
+    async fn v1_event(&self, events: &AsyncFd<EventFd>) -> io::Result<bool> {
+        let mut ready = events.readable().await?;
+        match ready.try_io(|events| Ok(events.get_ref().read()?)) {
+            Err(_not_ready) => Ok(false),
+            Ok(count) => {
+                // The removal of the cgroup is an event too, the last one.
+                let removed = self.cgroup.is_gone();
+                self.ended.store(removed, Ordering::Relaxed);
+                Ok(count? > u64::from(removed))
+            }
+        }
+    }
+
+    async fn v2_event(&self, changes: &AsyncFd<Changes>, kills: &AtomicU64) -> io::Result<bool> {
+        if self.cgroup.is_gone() {
+            self.ended.store(true, Ordering::Relaxed);
+            return Ok(false);
+        }
+        let dir = &self.cgroup.dir;
+        // Order matters: the kills are read after the end was seen, so the last of them is not missed.
+        let populated = FlatKeyed::read(&dir.join(CGROUP_EVENTS)).map_err(io::Error::other)?;
+        let empty = populated.is_none_or(|events| events.get("populated") == 0);
+        self.ended.store(empty, Ordering::Relaxed);
+        if new_kills(dir, kills)? {
+            return Ok(true);
+        }
+        if empty {
+            return Ok(false);
+        }
+        let mut ready = changes.readable().await?;
+        match ready.try_io(|changes| changes.get_ref().read()) {
+            Err(_not_ready) => Ok(false),
+            Ok(drained) => drained.map(|()| false),
+        }
+    }
 }
 
 fn watch_v1(dir: &Path) -> io::Result<Source> {
     let events = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
     let oom = File::open(dir.join("memory.oom_control"))?;
-    let cgroup = Incarnation::of(dir)?;
     let order = format!("{} {}", events.as_raw_fd(), oom.as_raw_fd());
     OpenOptions::new()
         .write(true)
         .open(dir.join(EVENT_CONTROL))?
         .write_all(order.as_bytes())?;
-    Ok(Source::V1 {
-        events: watched(events)?,
-        cgroup,
-    })
-}
-
-async fn v1_event(events: &AsyncFd<EventFd>, cgroup: &Incarnation, ended: &AtomicBool) -> io::Result<bool> {
-    let mut ready = events.readable().await?;
-    match ready.try_io(|events| Ok(events.get_ref().read()?)) {
-        Err(_not_ready) => Ok(false),
-        Ok(count) => {
-            // The removal of the cgroup is an event too, the last one.
-            let removed = cgroup.is_gone();
-            ended.store(removed, Ordering::Relaxed);
-            Ok(count? > u64::from(removed))
-        }
-    }
+    Ok(Source::V1(watched(events)?))
 }
 
 fn watch_v2(dir: &Path) -> io::Result<Source> {
@@ -159,39 +173,7 @@ fn watch_v2(dir: &Path) -> io::Result<Source> {
     }
     // Order matters: a kill between the two calls is counted here, and its change event then adds nothing.
     let kills = AtomicU64::new(count_kills(dir)?);
-    Ok(Source::V2 {
-        changes: watched(Changes(Some(inotify)))?,
-        cgroup: Incarnation::of(dir)?,
-        kills,
-    })
-}
-
-async fn v2_event(
-    changes: &AsyncFd<Changes>,
-    cgroup: &Incarnation,
-    kills: &AtomicU64,
-    ended: &AtomicBool,
-) -> io::Result<bool> {
-    if cgroup.is_gone() {
-        ended.store(true, Ordering::Relaxed);
-        return Ok(false);
-    }
-    let dir = &cgroup.dir;
-    // Order matters: the kills are read after the end was seen, so the last of them is not missed.
-    let populated = FlatKeyed::read(&dir.join(CGROUP_EVENTS)).map_err(io::Error::other)?;
-    let empty = populated.is_none_or(|events| events.get("populated") == 0);
-    ended.store(empty, Ordering::Relaxed);
-    if new_kills(dir, kills)? {
-        return Ok(true);
-    }
-    if empty {
-        return Ok(false);
-    }
-    let mut ready = changes.readable().await?;
-    match ready.try_io(|changes| changes.get_ref().read()) {
-        Err(_not_ready) => Ok(false),
-        Ok(drained) => drained.map(|()| false),
-    }
+    Ok(Source::V2(watched(Changes(Some(inotify)))?, kills))
 }
 
 fn new_kills(dir: &Path, kills: &AtomicU64) -> io::Result<bool> {

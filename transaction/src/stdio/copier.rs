@@ -12,16 +12,6 @@ use super::endpoint::{Sink, Watched};
 use super::pump::{Progress, Source, pump};
 use super::{Stream, console};
 
-/// Whether all output was delivered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Drained {
-    /// The streams have ended and everything is written.
-    Complete,
-    /// Nothing was copied for the idle time, or the deadline passed: a process still holds a stream open, or
-    /// the client does not read.
-    Cut,
-}
-
 /// How long [`Copier::drain`] waits.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
@@ -82,8 +72,9 @@ impl Copier {
     }
 
     /// Waits until the process and its children have closed their outputs and everything is written, then
-    /// closes everything.
-    pub async fn drain(mut self, patience: Patience) -> Drained {
+    /// closes everything. Returns false if nothing was copied for the idle time, or the limit has passed: a
+    /// process still holds a stream open, or the client does not read.
+    pub async fn drain(mut self, patience: Patience) -> bool {
         let deadline = Instant::now() + patience.limit;
         let copied = self.copied(patience.idle, deadline).await;
         self.outputs.shutdown().await;
@@ -93,11 +84,7 @@ impl Copier {
             Some(logger) => logger.stop(deadline.min(Instant::now() + patience.idle)).await,
             None => true,
         };
-        if copied && logged {
-            Drained::Complete
-        } else {
-            Drained::Cut
-        }
+        copied && logged
     }
 
     /// Whether all copies have ended.

@@ -20,7 +20,6 @@ use nix::unistd::mkfifo;
 use tempfile::TempDir;
 use tokio::task::spawn_blocking;
 
-use super::copier::Drained;
 use super::*;
 use crate::reaper::{Child, Reaper};
 
@@ -185,10 +184,7 @@ async fn without_any_path_the_process_has_dev_null() {
     let script = "for fd in 0 1 2; do test /proc/self/fd/$fd -ef /dev/null || exit 1$fd; done";
     let child = client.spawn(&mut prepared, script);
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(
-        prepared.start().await.unwrap().drain(PATIENT).await,
-        Drained::Complete
-    );
+    assert!(prepared.start().await.unwrap().drain(PATIENT).await);
 }
 
 #[tokio::test]
@@ -199,7 +195,7 @@ async fn both_outputs_arrive_and_end() {
     let child = client.spawn(&mut prepared, "echo out; echo err >&2; exit 3");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 3);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(read_all(stdout).await, "out\n");
     assert_eq!(read_all(stderr).await, "err\n");
 }
@@ -216,7 +212,7 @@ async fn a_hundred_mebibytes_pass_a_fifo_unchanged() {
     let child = client.spawn(&mut prepared, &format!("exec cat {}", source.display()));
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(reader.join().unwrap(), count);
 }
 
@@ -256,7 +252,7 @@ async fn a_client_that_does_not_read_stops_only_its_own_process() {
     assert_eq!(exit_code(&child).await, 0);
 
     let begun = Instant::now();
-    assert_eq!(stuck_copier.drain(HASTY).await, Drained::Cut);
+    assert!(!stuck_copier.drain(HASTY).await);
     assert!(begun.elapsed() < LIMIT / 2);
     // Nothing reads the pipe any more once the copy has ended.
     assert_eq!(exit_code(&stuck).await, 128 + 13);
@@ -286,7 +282,7 @@ async fn a_client_that_reads_slowly_loses_nothing() {
         idle: Duration::from_secs(1),
         limit: LIMIT,
     };
-    assert_eq!(copier.drain(slow).await, Drained::Complete);
+    assert!(copier.drain(slow).await);
     assert_eq!(read.await.unwrap(), 130_000);
 }
 
@@ -312,7 +308,7 @@ async fn output_written_while_the_shim_was_suspended_is_copied() {
         }
     };
     let (drained, ()) = tokio::join!(copier.drain(HASTY), stands_still);
-    assert_eq!(drained, Drained::Complete);
+    assert!(drained);
     assert_eq!(read_all(stdout).await, "late\n");
 }
 
@@ -330,7 +326,7 @@ async fn a_stream_that_never_ends_is_closed_at_the_limit() {
         idle: LIMIT,
         limit: Duration::from_millis(100),
     };
-    assert_eq!(copier.drain(patience).await, Drained::Cut);
+    assert!(!copier.drain(patience).await);
     assert!(read.await.unwrap() > 0);
     assert_eq!(exit_code(&child).await, 128 + 13);
 }
@@ -350,7 +346,7 @@ async fn output_survives_a_client_that_goes_and_comes_back() {
     assert_eq!(read_line(&second).await, "got two\n");
     copier.close_stdin();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
 }
 
 #[tokio::test]
@@ -370,7 +366,7 @@ async fn stdin_ends_only_when_it_is_closed() {
     last.write_all(b"three").unwrap();
     drop(last);
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(read_all(stdout).await, "three");
 }
 
@@ -384,7 +380,7 @@ async fn a_stdin_that_is_no_fifo_is_read_by_the_process() {
     let child = client.spawn(&mut prepared, "exec cat");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(read_all(stdout).await, "from a file");
 }
 
@@ -449,6 +445,6 @@ async fn the_process_may_reopen_its_pipes_as_another_user() {
     );
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(read_all(stdout).await, "65534:65534\n");
 }

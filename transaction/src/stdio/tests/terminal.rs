@@ -34,7 +34,7 @@ async fn a_terminal_is_read_written_and_resized() {
     copier.resize(132, 43).unwrap();
     client.writer().write_all(b"hello\n").unwrap();
     assert_eq!(exit_code(&child).await, 7);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(read_all(stdout).await, "got hello\r\n43 132\r\n");
 }
 
@@ -53,7 +53,7 @@ async fn a_terminal_outlives_the_end_of_its_stdin() {
     client.writer().write_all(b"last\n").unwrap();
     copier.close_stdin();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(read_all(stdout).await, "last\r\nend\r\n");
 }
 
@@ -77,7 +77,7 @@ async fn a_terminal_reads_the_end_of_its_stdin() {
         copier.close_stdin();
         drop(writer);
         assert_eq!(exit_code(&child).await, 0, "{typed:?}");
-        assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+        assert!(copier.drain(PATIENT).await);
         assert_eq!(read_all(stdout).await, expected);
     }
 }
@@ -89,7 +89,7 @@ async fn a_terminal_without_a_reader_still_runs() {
     let child = spawn_on_terminal(&client, &prepared, "head -c 1000000 /dev/zero; exit 4");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 4);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
 }
 
 #[tokio::test]
@@ -103,7 +103,7 @@ async fn a_terminal_is_logged_by_a_binary() {
     let child = spawn_on_terminal(&client, &prepared, "echo to out; echo to err >&2");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert_eq!(copier.drain(PATIENT).await, Drained::Complete);
+    assert!(copier.drain(PATIENT).await);
     assert_eq!(
         fs::read_to_string(client.path("out")).unwrap(),
         "to out\r\nto err\r\n"
