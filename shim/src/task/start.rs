@@ -123,7 +123,7 @@ async fn bring_up(
         container,
         prepared,
         &pid_file,
-        console,
+        console.as_deref(),
         &service.reaper,
         cancel,
         attach,

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -42,11 +42,10 @@ struct Tasks {
 pub(super) struct RestoreEffects<'a, S> {
     container: &'a Container,
     gpu: &'a GpuPart,
-    /// The call of runc, and the function that gives it stdio; none once the call was made.
-    call: Option<(Restore<'a>, S)>,
-    bounds: Bounds<'a>,
-    image: PathBuf,
-    pid_file: &'a Path,
+    /// The call of runc.
+    restore: Restore<'a>,
+    /// Gives the call stdio; none once it was made.
+    stdio: Option<S>,
     /// CRIU's log.
     log: PathBuf,
     reaper: &'a Reaper,
@@ -64,18 +63,15 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
         log: PathBuf,
         reaper: &'a Reaper,
     ) -> Self {
-        let bounds = restore.bounds;
         let driver = Driver::new(gpu.worker.clone(), reaper.clone(), gpu.config.deadlines.clone());
         Self {
             container,
             gpu,
-            bounds,
-            image: restore.image.to_owned(),
-            pid_file: restore.pid_file,
-            call: Some((restore, stdio)),
             log,
             reaper,
-            driver: driver.with_journal(bounds.journal.clone()),
+            driver: driver.with_journal(restore.bounds.journal.clone()),
+            restore,
+            stdio: Some(stdio),
             timings: PhaseTimings::begin("restore", &container.id),
             tasks: None,
             selected: None,
@@ -119,18 +115,22 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     type Error = Cause;
 
     async fn enter(&mut self, phase: Phase) -> Result<(), Cause> {
-        Ok(self.bounds.journal.enter(phase).await?)
+        Ok(self.restore.bounds.journal.enter(phase).await?)
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
         let needs = GpuMemory::new();
-        unless_cancelled(self.bounds, self.driver.restore(pids, &self.gpu.pairs, &needs)).await?;
+        unless_cancelled(
+            self.restore.bounds,
+            self.driver.restore(pids, &self.gpu.pairs, &needs),
+        )
+        .await?;
         self.timings.mark(Phase::GpuRestore);
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Cause> {
-        unless_cancelled(self.bounds, self.driver.unlock(pids)).await?;
+        unless_cancelled(self.restore.bounds, self.driver.unlock(pids)).await?;
         self.timings.mark(Phase::GpuUnlock);
         Ok(())
     }
@@ -138,12 +138,12 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
 
 impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> {
     async fn criu_restore(&mut self) -> Result<(), Cause> {
-        let (restore, stdio) = self.call.take().ok_or(Cause::Panicked)?;
+        let stdio = self.stdio.take().ok_or(Cause::Panicked)?;
         forget_refusal(self.container).await;
         self.gpu.criu.write(criu_config::Operation::Restore)?;
         // The worker starts up while CRIU works.
         self.driver.warm_up()?;
-        if let Err(error) = self.container.runc.restore(restore, stdio).await {
+        if let Err(error) = self.container.runc.restore(self.restore, stdio).await {
             let lines = last_errors(&self.log).await;
             return Err(match (error, refusal_of_script(self.container).await) {
                 (RuncError::Cancelled { .. }, _) => Cause::Killed,
@@ -161,9 +161,9 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     }
 
     async fn compare(&mut self) -> Result<(), Cause> {
-        let init = read_pid(self.pid_file)?;
+        let init = read_pid(self.restore.pid_file)?;
         let compared = compare::tasks(self.container, &self.gpu.hook, init, self.reaper);
-        let (cgroup, pids) = unless_cancelled(self.bounds, compared).await?;
+        let (cgroup, pids) = unless_cancelled(self.restore.bounds, compared).await?;
         self.tasks = Some(Tasks { init, cgroup, pids });
         self.timings.mark(Phase::Compare);
         Ok(())
@@ -173,7 +173,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let (spec, init) = (Spec::load(&self.container.bundle)?, self.init()?);
         let repair = move || dev_repair::repair(init, &spec);
         let limit = self.gpu.config.deadlines.look;
-        let repaired = in_time("repair /dev of the container", limit, self.bounds, repair).await??;
+        let repaired = in_time("repair /dev of the container", limit, self.restore.bounds, repair).await??;
         let id = &self.container.id;
         if let Some(left) = &repaired.left {
             log::warn!("graphics device nodes of {id} are not replaced: {left}");
@@ -192,10 +192,10 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             let outer = outer_pids(&of);
             Ok::<_, Cause>((find(&processes, &outer)?, find_inherited(&others, &outer)))
         };
-        let (cuda, inherited) = unless_cancelled(self.bounds, blocking(find)).await?;
-        self.bounds.journal.keep_inherited(inherited).await;
+        let (cuda, inherited) = unless_cancelled(self.restore.bounds, blocking(find)).await?;
+        self.restore.bounds.journal.keep_inherited(inherited).await;
         // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
-        let discovered = unless_cancelled(self.bounds, self.driver.discover(pids)).await?;
+        let discovered = unless_cancelled(self.restore.bounds, self.driver.discover(pids)).await?;
         let is_listed = |found: &&CudaProcess| cuda.iter().any(|listed| listed.pid == found.pid);
         match discovered.iter().find(|found| !is_listed(found)) {
             Some(other) => Err(Cause::Unlisted { pid: other.pid }),
@@ -206,13 +206,13 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     async fn run_selected(&mut self, tids: BTreeSet<i32>) -> Result<(), Cause> {
         let tids = tids.into_iter().collect();
         let selected = TracedThreads::run_selected(tids, self.gpu.config.deadlines.hold);
-        self.selected = Some(unless_cancelled(self.bounds, selected).await?);
+        self.selected = Some(unless_cancelled(self.restore.bounds, selected).await?);
         Ok(())
     }
 
     async fn stop_selected(&mut self) -> Result<(), Cause> {
         match self.selected.take() {
-            Some(selected) => unless_cancelled(self.bounds, selected.release()).await,
+            Some(selected) => unless_cancelled(self.restore.bounds, selected.release()).await,
             None => Ok(()),
         }
     }
@@ -222,7 +222,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     }
 
     async fn continue_processes(&mut self) -> Result<(), Cause> {
-        let (image, pids) = (self.image.clone(), self.tasks()?.pids.clone());
+        let (image, pids) = (self.restore.image.to_owned(), self.tasks()?.pids.clone());
         let running = move || {
             let was_stopped = |pid: &i32| {
                 procfs::inner_pid(&pid.to_string()).is_some_and(|inner| was_stopped(&image, inner))
@@ -235,7 +235,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             "read which processes were stopped",
             self.gpu.config.deadlines.look,
         );
-        let running = in_time(what, limit, self.bounds, running).await?;
+        let running = in_time(what, limit, self.restore.bounds, running).await?;
         let cgroup = &self.tasks()?.cgroup;
         for pid in running {
             // The pid of a process that has ended may belong to another one.

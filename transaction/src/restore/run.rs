@@ -99,7 +99,7 @@ pub async fn run(
     container: &Container,
     prepared: &PreparedRestore,
     pid_file: &Path,
-    console: Option<PathBuf>,
+    console: Option<&Path>,
     reaper: &Reaper,
     cancel: &CancellationToken,
     stdio: impl FnOnce(&mut Command) + Send,

@@ -1,6 +1,6 @@
 //! `checkpoint` and `restore` of the OCI runtime.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -45,6 +45,7 @@ pub struct Checkpoint<'a> {
 }
 
 /// Arguments of `restore`.
+#[derive(Clone, Copy)]
 pub struct Restore<'a> {
     /// CRIU image directory.
     pub image: &'a Path,
@@ -55,7 +56,7 @@ pub struct Restore<'a> {
     /// File that receives the pid of init.
     pub pid_file: &'a Path,
     /// Socket that receives the terminal.
-    pub console_socket: Option<PathBuf>,
+    pub console_socket: Option<&'a Path>,
     /// Use MS_MOVE instead of pivot_root.
     pub no_pivot: bool,
     /// Flags of the dump to repeat; none for a stock image, which records none.
@@ -131,7 +132,7 @@ impl Runc {
             command.arg("--no-subreaper");
         }
         command.arg("--pid-file").arg(restore.pid_file);
-        if let Some(socket) = &restore.console_socket {
+        if let Some(socket) = restore.console_socket {
             command.arg("--console-socket").arg(socket);
         }
         if restore.no_pivot {
