@@ -3,7 +3,7 @@
 //! [`io::ErrorKind::FileTooLarge`].
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::ControlFlow;
 use std::path::Path;
 
@@ -29,6 +29,15 @@ pub fn read_at_most(file: impl Read, most: u64) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = Vec::new();
     file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
     Ok(Some(bytes).filter(|bytes| bytes.len() as u64 <= most))
+}
+
+/// The end of a file behind its first `from` bytes: at most `most` bytes of it.
+pub fn tail(path: &Path, from: u64, most: u64) -> io::Result<Vec<u8>> {
+    let (mut file, mut bytes) = (File::open(path)?, Vec::new());
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(from.max(length.saturating_sub(most))))?;
+    file.take(most).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Visits the parts of a file between `delimiter`s, of at most `most` bytes, until `visit` breaks.

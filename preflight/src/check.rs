@@ -104,15 +104,13 @@ fn read_again(error: &Unreadable) -> &'static str {
 
 /// Applies all rules to the parts of a workload that are set.
 pub fn check(workload: &Workload) -> Result<Outcome, CheckError> {
-    let is_done = |_: &Outcome| false;
-    Run::new(workload, &|_| {}).apply(is_done)
+    Run::new(workload, &|_| {}).apply(false)
 }
 
 /// As [`check`], but stops at the first refusal. Calls `announce` with what it looks at next: files that a
 /// container or a file server controls may hang.
 pub fn check_until_refused(workload: &Workload, announce: &dyn Fn(&Path)) -> Result<Outcome, CheckError> {
-    let is_done = |outcome: &Outcome| !outcome.refusals.is_empty();
-    Run::new(workload, announce).apply(is_done)
+    Run::new(workload, announce).apply(true)
 }
 
 /// One check of a workload.
@@ -137,7 +135,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn apply(mut self, is_done: impl Fn(&Outcome) -> bool) -> Result<Outcome, CheckError> {
+    fn apply(mut self, until_refused: bool) -> Result<Outcome, CheckError> {
         let rules: [Rule<'a>; 6] = [
             Self::other_vendors,
             Self::left_out,
@@ -148,7 +146,7 @@ impl<'a> Run<'a> {
         ];
         for rule in rules {
             rule(&mut self)?;
-            if is_done(&self.outcome) {
+            if until_refused && !self.outcome.refusals.is_empty() {
                 break;
             }
         }

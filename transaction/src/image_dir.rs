@@ -4,9 +4,9 @@ mod dir;
 mod error;
 pub mod rescue;
 
-use std::fs;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
+
+use firn_host::bounded;
 
 pub use dir::ImageDir;
 pub(crate) use dir::is_containerds;
@@ -20,15 +20,7 @@ const TAIL: u64 = 256 << 10;
 
 /// The last errors of a CRIU log, without their time stamps.
 pub(crate) fn error_lines(log: &Path) -> Vec<String> {
-    let mut text = Vec::new();
-    let read = fs::File::open(log).and_then(|mut file| {
-        let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(TAIL)))?;
-        file.take(TAIL).read_to_end(&mut text)
-    });
-    if read.is_err() {
-        return Vec::new();
-    }
+    let text = bounded::tail(log, 0, TAIL).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
     let errors = text.lines().filter_map(|line| line.split_once("Error "));
     let mut lines: Vec<String> = errors.map(|(_, error)| error.trim().to_owned()).collect();
@@ -37,6 +29,8 @@ pub(crate) fn error_lines(log: &Path) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

@@ -210,11 +210,7 @@ impl Journal {
             File::open(dir)?.sync_all()?;
             Ok(file)
         };
-        let file = in_time(open).await.map_err(|source| JournalError {
-            path: path.clone(),
-            source,
-        })?;
-        let journal = Self::new(file, path);
+        let journal = Self::of(path, in_time(open).await)?;
         let line = Line::Begin {
             version: VERSION,
             boot: boot(),
@@ -235,16 +231,18 @@ impl Journal {
     pub async fn resume(bundle: &Path) -> Result<Self, JournalError> {
         let path = bundle.join(FILE);
         let at = path.clone();
-        let opened = in_time(move || OpenOptions::new().append(true).open(at)).await;
-        match opened {
-            Ok(file) => Ok(Self::new(file, path)),
-            Err(source) => Err(JournalError { path, source }),
-        }
+        Self::of(
+            path,
+            in_time(move || OpenOptions::new().append(true).open(at)).await,
+        )
     }
 
-    fn new(file: File, path: PathBuf) -> Self {
+    fn of(path: PathBuf, opened: io::Result<File>) -> Result<Self, JournalError> {
         let hangs = AtomicBool::new(false);
-        Self(Arc::new(Open { file, path, hangs }))
+        match opened {
+            Ok(file) => Ok(Self(Arc::new(Open { file, path, hangs }))),
+            Err(source) => Err(JournalError { path, source }),
+        }
     }
 
     /// `phase` is about to begin.

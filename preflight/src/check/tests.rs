@@ -65,18 +65,18 @@ fn proc_root(processes: &[Shown<'_>]) -> TempDir {
 
 /// The codes of all refusals of `check`. Asserts that `check_until_refused` returns the first of them.
 fn codes(root: &Path, workload: &Workload) -> Vec<String> {
-    let run = |is_done: fn(&Outcome) -> bool| {
+    let run = |until_refused| {
         let run = Run {
             proc_root: root,
             ..Run::new(workload, &|_| {})
         };
-        let refusals = run.apply(is_done).unwrap().refusals;
+        let refusals = run.apply(until_refused).unwrap().refusals;
         let reports = refusals.iter().map(Problem::report);
         reports
             .map(|report| (report.code, report.message))
             .collect::<Vec<_>>()
     };
-    let (all, until_refused) = (run(|_| false), run(|outcome| !outcome.refusals.is_empty()));
+    let (all, until_refused) = (run(false), run(true));
     let messages = |found: &[(String, String)]| found.first().map(|(code, _)| code.clone());
     assert_eq!(messages(&until_refused), messages(&all), "{workload:?}");
     all.into_iter().map(|(code, _)| code).collect()

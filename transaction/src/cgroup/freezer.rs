@@ -162,17 +162,11 @@ fn v2_state(dir: &Path) -> Result<FreezerState, CgroupError> {
     // When the last process of a cgroup has gone while processes of a cgroup below are dying, the kernel
     // reports `frozen 1` even after a thaw, without end (seen with 6.18).
     let is_forgotten = events.get("populated") == 0 && requested == 0;
-    if events.get("frozen") == 1 && !is_forgotten {
-        return Ok(if is_frozen_below(dir)? {
-            FreezerState::Frozen
-        } else {
-            FreezerState::Freezing
-        });
-    }
-    Ok(if requested == 1 {
-        FreezerState::Freezing
-    } else {
-        FreezerState::Thawed
+    let is_frozen = events.get("frozen") == 1 && !is_forgotten;
+    Ok(match requested {
+        _ if is_frozen && is_frozen_below(dir)? => FreezerState::Frozen,
+        0 if !is_frozen => FreezerState::Thawed,
+        _ => FreezerState::Freezing,
     })
 }
 

@@ -55,11 +55,8 @@ pub(super) fn by_spec(
         }
         (path, false) => PathBuf::from(path),
     };
-    let own = if path.is_absolute() {
-        None
-    } else {
-        Some(of_pid(host, own_pid())?)
-    };
+    let is_relative = path.is_relative();
+    let own = is_relative.then(|| of_pid(host, own_pid())).transpose()?;
     let mut places = host.of_path(&path);
     for (name, place) in &mut places {
         if let Some(own) = own.as_ref().and_then(|own| own.places.get(name)) {

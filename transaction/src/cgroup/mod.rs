@@ -179,12 +179,15 @@ impl Cgroup {
 
     /// Whether a process is in the cgroup, or below.
     pub fn holds(&self, pid: i32) -> bool {
-        let (Some(own), Ok(its)) = (self.primary(), Self::of_pid(pid)) else {
-            return false;
-        };
-        its.places
-            .values()
-            .any(|place| place.mount_point == own.mount_point && place.path.starts_with(&own.path))
+        match (self.primary(), Self::of_pid(pid)) {
+            (Some(own), Ok(its)) => its.is_in(own),
+            _ => false,
+        }
+    }
+
+    fn is_in(&self, other: &Place) -> bool {
+        let is_in = |own: &Place| own.mount_point == other.mount_point && own.path.starts_with(&other.path);
+        self.places.values().any(is_in)
     }
 
     /// The directory for messages: that of the hierarchy which shows the container's own cgroup.
@@ -213,13 +216,8 @@ impl Cgroup {
     /// The primary place, if it can belong to one container: not a root, and no cgroup of this process.
     fn own(&self) -> Result<&Place, CgroupError> {
         let ours = Self::of_pid(locate::own_pid())?;
-        let holds_us = |place: &Place| {
-            ours.places
-                .values()
-                .any(|our| our.mount_point == place.mount_point && our.path.starts_with(&place.path))
-        };
         match self.primary() {
-            Some(place) if !place.is_root() && !holds_us(place) => Ok(place),
+            Some(place) if !place.is_root() && !ours.is_in(place) => Ok(place),
             _ => Err(CgroupError::NotOwn {
                 path: self.primary_dir(),
             }),

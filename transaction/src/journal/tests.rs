@@ -114,7 +114,7 @@ async fn a_file_system_that_hangs_is_waited_for_once() {
     nix::fcntl::fcntl(&reader, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
     (&reader).write_all(&[0; 4096]).unwrap();
     let file = OpenOptions::new().append(true).open(&path).unwrap();
-    let journal = Journal::new(file, path);
+    let journal = Journal::of(path, Ok(file)).unwrap();
     tokio::time::pause();
     let (late, ()) = tokio::join!(
         journal.enter(Phase::GpuCheckpoint),

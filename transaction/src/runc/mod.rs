@@ -16,7 +16,7 @@ mod watchdog;
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -34,7 +34,7 @@ use crate::options::RuncOptions;
 use crate::reaper::{Child, OutputError, Reaper};
 use crate::warn::OrWarn;
 use crate::{pidfd, procfs};
-use firn_host::{Absent, Chain};
+use firn_host::{Absent, Chain, bounded};
 
 pub use criu::{Bounds, Checkpoint, Restore};
 pub use kind::{RuntimeKind, UnfitRuntime};
@@ -443,12 +443,7 @@ const LOG_TAIL: u64 = 64 << 10;
 /// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes
 /// one entry per line, crun spreads an entry over several lines, youki uses other keys.
 fn last_error(log: &Path, from: u64) -> Option<String> {
-    let mut log = File::open(log).ok()?;
-    let length = log.metadata().ok()?.len();
-    let from = from.max(length.saturating_sub(LOG_TAIL));
-    log.seek(SeekFrom::Start(from)).ok()?;
-    let mut text = Vec::new();
-    log.take(LOG_TAIL).read_to_end(&mut text).ok()?;
+    let text = bounded::tail(log, from, LOG_TAIL).ok()?;
     let mut text = text.as_slice();
     let mut last = None;
     loop {
