@@ -1,17 +1,12 @@
-//! The phases of the restore of a GPU container. Each is a type whose methods consume it.
+//! The phases of the restore of a GPU container.
 //!
-//! ```text
-//! Begun --criu_restore--> Restored --repair--> Repaired --gpu_restore--> GpuRestored --continue--> running
-//!   |                        |                    |                          |
-//!   +------------------------+--- any failure ----+--------------------------+--> rollback --> nothing left
-//! ```
-//!
-//! | type        | processes                    | GPU state            |
-//! |-------------|------------------------------|----------------------|
-//! | Begun       | none                         | in the image         |
-//! | Restored    | stopped                      | in their memory      |
-//! | Repaired    | stopped, as the spec allows  | in their memory      |
-//! | GpuRestored | stopped                      | on the target's GPUs |
+//! | after        | processes                   | GPU state            |
+//! |--------------|-----------------------------|----------------------|
+//! | criu-restore | stopped                     | in their memory      |
+//! | dev-repair   | stopped, as the spec allows | in their memory      |
+//! | gpu-restore  | stopped                     | on the target's GPUs |
+//! | continue     | running                     | on the target's GPUs |
+//! | any failure  | none                        | in the image         |
 //!
 //! No thread of the application runs before the GPU state of all processes is on the GPUs. What the phases
 //! touch is behind the trait [`Restore`], so that every failure of every phase is tested.
@@ -19,18 +14,6 @@
 use crate::effects::{Restore, note};
 use crate::phase::Phase;
 use firn_gpu::CudaProcess;
-
-/// Nothing has been started.
-struct Begun<'e, R: Restore>(&'e mut R);
-
-/// The processes exist. They are stopped, and nothing is known about them.
-struct Restored<'e, R: Restore>(&'e mut R);
-
-/// The processes have no more rights than the spec gives, and the device nodes of their GPUs.
-struct Repaired<'e, R: Restore>(&'e mut R);
-
-/// The GPU state of all processes is on the GPUs.
-struct GpuRestored<'e, R: Restore>(&'e mut R);
 
 /// Restores a container and lets it run. After a failure nothing of it is left.
 pub async fn run<R: Restore>(effects: &mut R) -> Result<(), R::Error> {
@@ -44,56 +27,29 @@ pub async fn run<R: Restore>(effects: &mut R) -> Result<(), R::Error> {
 }
 
 async fn steps<R: Restore>(effects: &mut R) -> Result<(), R::Error> {
-    let restored = Begun(effects).criu_restore().await?;
-    let repaired = restored.repair().await?;
-    let gpu_restored = repaired.gpu_restore().await?;
-    gpu_restored.continue_processes().await
-}
-
-impl<'e, R: Restore> Begun<'e, R> {
-    async fn criu_restore(self) -> Result<Restored<'e, R>, R::Error> {
-        self.0.enter(Phase::CriuRestore).await?;
-        self.0.criu_restore().await?;
-        Ok(Restored(self.0))
-    }
-}
-
-impl<'e, R: Restore> Restored<'e, R> {
-    /// Order matters: only the comparison finds the processes that CRIU has restored, and their /dev.
-    async fn repair(self) -> Result<Repaired<'e, R>, R::Error> {
-        self.0.enter(Phase::DevRepair).await?;
-        self.0.compare().await?;
-        self.0.dev_repair().await?;
-        Ok(Repaired(self.0))
-    }
-}
-
-impl<'e, R: Restore> Repaired<'e, R> {
-    async fn gpu_restore(self) -> Result<GpuRestored<'e, R>, R::Error> {
-        let processes = self.0.find_cuda().await?;
-        self.0.enter(Phase::GpuRestore).await?;
-        let tids = processes.iter().map(|process| process.restore_tid);
-        self.0.run_selected(tids.collect()).await?;
-        let restored = restore_and_unlock(self.0, &processes).await;
-        self.0.stop_selected().await?;
-        restored?;
-        Ok(GpuRestored(self.0))
-    }
+    effects.enter(Phase::CriuRestore).await?;
+    effects.criu_restore().await?;
+    // Order matters: only the comparison finds the processes that CRIU has restored, and their /dev.
+    effects.enter(Phase::DevRepair).await?;
+    effects.compare().await?;
+    effects.dev_repair().await?;
+    let processes = effects.find_cuda().await?;
+    effects.enter(Phase::GpuRestore).await?;
+    let tids = processes.iter().map(|process| process.restore_tid);
+    effects.run_selected(tids.collect()).await?;
+    let restored = restore_and_unlock(effects, &processes).await;
+    effects.stop_selected().await?;
+    restored?;
+    // Order matters: what may fail comes before anything runs.
+    effects.configure_dump().await?;
+    effects.enter(Phase::Continue).await?;
+    effects.continue_processes().await
 }
 
 async fn restore_and_unlock<R: Restore>(effects: &mut R, processes: &[CudaProcess]) -> Result<(), R::Error> {
     let pids: Vec<i32> = processes.iter().map(|process| process.pid).collect();
     effects.gpu_restore(&pids).await?;
     effects.gpu_unlock(&pids).await
-}
-
-impl<R: Restore> GpuRestored<'_, R> {
-    /// Order matters: what may fail comes before anything runs.
-    async fn continue_processes(self) -> Result<(), R::Error> {
-        self.0.configure_dump().await?;
-        self.0.enter(Phase::Continue).await?;
-        self.0.continue_processes().await
-    }
 }
 
 #[cfg(test)]
