@@ -61,7 +61,7 @@ pub fn refusals() -> Vec<Refusal> {
     all
 }
 
-fn of_gpus_in_other_processes() -> [Refusal; 2] {
+fn of_gpus_in_other_processes() -> [Refusal; 3] {
     let (pid, comm, file) = (7, || "python".to_owned(), || "/dev/x".to_owned());
     [
         Refusal::InheritedGpu {
@@ -74,6 +74,7 @@ fn of_gpus_in_other_processes() -> [Refusal; 2] {
             comm: comm(),
             file: file(),
         },
+        Refusal::Vfork { pid, comm: comm() },
     ]
 }
 

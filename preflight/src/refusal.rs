@@ -72,10 +72,15 @@ pub enum Refusal {
     InheritedGpu { pid: i32, comm: String, file: String },
     #[error(
         "process {pid} ({comm}) has {file} open or mapped, uses no CUDA, and has not inherited all of it \
-         from a CUDA process: CRIU cannot dump it"
+         from a CUDA process among its ancestors: CRIU cannot dump it"
     )]
     #[problem("FIRN-GPU-FD", CLOSE_GPU)]
     LeakedGpu { pid: i32, comm: String, file: String },
+    #[error(
+        "process {pid} ({comm}) has the memory of its parent, as between vfork and exec: CRIU cannot dump it"
+    )]
+    #[problem("FIRN-VFORK", "try again once it has executed its program, or end it")]
+    Vfork { pid: i32, comm: String },
     #[error("process {pid} ({comm}) has {file} open, through which GPU memory is shared with other machines")]
     #[problem("FIRN-IPC", SHARES_NONE)]
     Imex { pid: i32, comm: String, file: String },
@@ -164,7 +169,7 @@ const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd'
                            off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
 const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that was forked from a CUDA \
-                         process may not open a GPU itself";
+                         process must keep its parent and open no GPU itself";
 const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";
 const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
                           ranks of NCCL: firn.dev/nccl=sockets";

@@ -127,7 +127,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::IoUring { .. } => "io_uring",
         Refusal::Rdma { .. } => "rdma",
         Refusal::InheritedGpu { .. } => INHERITED,
-        Refusal::LeakedGpu { .. } => "gpu_descriptors_without_cuda",
+        Refusal::LeakedGpu { .. } | Refusal::Vfork { .. } => "gpu_descriptors_without_cuda",
         Refusal::Imex { .. } => IMEX,
         Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => SHARED,
         Refusal::CgroupMemory { .. } | Refusal::HostMemory { .. } => "too_little_memory",

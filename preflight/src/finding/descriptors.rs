@@ -9,10 +9,10 @@ use std::path::Path;
 
 use firn_host::proc_maps;
 
-use super::inherited::{self, Inherited};
+use super::inherited::{self, Inherited, Same};
 use super::{Certainty, Finding, Processes, Unreadable, each_mapping, open_files};
 use crate::Refusal;
-use crate::sys::is_same_file;
+use crate::sys::{is_same_file, is_same_memory};
 
 /// What one process has open or mapped.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -68,7 +68,11 @@ pub(super) fn inspect(
             holders.push(pid);
         }
     }
-    let (of_gpus, inherited) = inherited::inspect(proc_root, processes, &holders, &is_same_file)?;
+    let same = Same {
+        file: &is_same_file,
+        memory: &is_same_memory,
+    };
+    let (of_gpus, inherited) = inherited::inspect(proc_root, processes, &holders, same)?;
     findings.extend(of_gpus);
     Ok((findings, inherited))
 }

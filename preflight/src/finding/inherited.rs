@@ -4,6 +4,9 @@
 //! nodes, and mappings of them. It can do nothing with them: CUDA does not work after fork. The driver's
 //! checkpoint does not close them; firn's plugin for CRIU dumps them.
 //!
+//! Descent is required, the same open file alone is not enough: a descriptor that a process was sent, such as
+//! that of exported GPU memory, is meant to be used.
+//!
 //! A file is inherited if a CUDA process, or a parent that has only inherited files, has the same file open.
 //! A checkpoint or restore of GPU state makes the driver open its files again in the CUDA process. From then
 //! on the comparison fails, and what the checkpoint has found is known.
@@ -56,8 +59,14 @@ impl Inherited {
     }
 }
 
-/// Whether two descriptors, each of a process (pid, number), are the same open file.
-pub(super) type IsSame<'a> = &'a dyn Fn((i32, i32), (i32, i32)) -> bool;
+/// How two processes compare.
+#[derive(Clone, Copy)]
+pub(super) struct Same<'a> {
+    /// Whether two descriptors, each of a process (pid, number), are the same open file.
+    pub(super) file: &'a dyn Fn((i32, i32), (i32, i32)) -> bool,
+    /// Whether two processes have the same memory.
+    pub(super) memory: &'a dyn Fn(i32, i32) -> bool,
+}
 
 /// What each of the processes `holders`, which use no CUDA, has of GPUs: what keeps CRIU from dumping it, and
 /// what is inherited.
@@ -65,7 +74,7 @@ pub(super) fn inspect(
     proc_root: &Path,
     processes: &Processes<'_>,
     holders: &[i32],
-    is_same: IsSame<'_>,
+    same: Same<'_>,
 ) -> Result<(Vec<Finding>, Vec<Inherited>), Unreadable> {
     let mut findings = Vec::new();
     if holders.is_empty() {
@@ -73,34 +82,37 @@ pub(super) fn inspect(
     }
     // Every child has the descriptors between fork and exec.
     thread::sleep(EXEC);
+    let comm = |pid| proc_maps::comm(proc_root, pid);
+    let mut add = |refusal, certainty| findings.push(Finding { refusal, certainty });
     let mut held = Vec::new();
     for &pid in holders {
         let gpu = gpu_of(proc_root, pid)?;
-        held.extend(gpu.shown().map(|file| (pid, file, gpu)));
+        let Some(file) = gpu.shown() else { continue };
+        match parent(proc_root, pid).is_some_and(|parent| (same.memory)(pid, parent)) {
+            true => add(Refusal::Vfork { pid, comm: comm(pid) }, Certainty::Certain),
+            false => held.push((pid, file, gpu)),
+        }
     }
-    let mut known = Known::read(proc_root, processes, is_same)?;
+    let mut known = Known::read(proc_root, processes, same)?;
     while let Some(at) = held.iter().position(|(pid, _, gpu)| known.has_given(*pid, gpu)) {
         let (pid, file, gpu) = held.remove(at);
         if !processes.criu_plugin {
-            let comm = proc_maps::comm(proc_root, pid);
-            findings.push(Finding {
-                refusal: Refusal::InheritedGpu { pid, comm, file },
-                certainty: Certainty::Certain,
-            });
+            let comm = comm(pid);
+            add(Refusal::InheritedGpu { pid, comm, file }, Certainty::Certain);
         }
         known.inherited.push((pid, gpu));
     }
-    for (pid, file, _) in held {
-        let comm = proc_maps::comm(proc_root, pid);
-        findings.push(Finding {
-            refusal: Refusal::LeakedGpu { pid, comm, file },
-            // A process that is no child may be about to initialise CUDA. With the plugin, CRIU would dump
-            // what it has open as inherited.
-            certainty: match known.descends(pid) || !known.inherited.is_empty() {
-                true => Certainty::Certain,
-                false => Certainty::Suspected,
-            },
-        });
+    for (pid, file, gpu) in held {
+        // A process that is no child may be about to initialise CUDA. Where the plugin is used, CRIU would
+        // dump what it has open as inherited.
+        let is_certain =
+            known.descends(pid) || !known.inherited.is_empty() || known.shares_with_cuda(pid, &gpu);
+        let comm = comm(pid);
+        let certainty = match is_certain {
+            true => Certainty::Certain,
+            false => Certainty::Suspected,
+        };
+        add(Refusal::LeakedGpu { pid, comm, file }, certainty);
     }
     let inherited = known.inherited.into_iter();
     let open = |(pid, gpu): (i32, Gpu)| Inherited {
@@ -125,11 +137,11 @@ struct Known<'a> {
     inherited: Vec<(i32, Gpu)>,
     /// Those of the last checkpoint.
     before: &'a [Inherited],
-    is_same: IsSame<'a>,
+    same: Same<'a>,
 }
 
 impl<'a> Known<'a> {
-    fn read(proc_root: &'a Path, processes: &Processes<'a>, is_same: IsSame<'a>) -> Result<Self, Unreadable> {
+    fn read(proc_root: &'a Path, processes: &Processes<'a>, same: Same<'a>) -> Result<Self, Unreadable> {
         let mut cuda = Vec::new();
         for &pid in processes.cuda {
             cuda.push((pid, gpu_of(proc_root, pid)?));
@@ -140,7 +152,7 @@ impl<'a> Known<'a> {
             cuda,
             inherited: Vec::new(),
             before: processes.inherited_before,
-            is_same,
+            same,
         })
     }
 
@@ -159,17 +171,30 @@ impl<'a> Known<'a> {
             return true;
         }
         let parent = parent(self.proc_root, pid);
+        let mut numbers = gpu.open.iter().map(|(number, _)| *number);
+        numbers.all(|number| self.is_of((pid, number), parent))
+    }
+
+    /// Whether a process that need not descend from a CUDA process has a file of one.
+    fn shares_with_cuda(&self, pid: i32, gpu: &Gpu) -> bool {
+        gpu.open
+            .iter()
+            .any(|(number, _)| self.is_of((pid, *number), None))
+    }
+
+    /// Whether a descriptor, (pid, number), is a file of a CUDA process, or of `parent`, if that has only
+    /// inherited files.
+    fn is_of(&self, file: (i32, i32), parent: Option<i32>) -> bool {
         let parents = self.inherited.iter().filter(|(pid, _)| Some(*pid) == parent);
         let givers: Vec<_> = self.cuda.iter().chain(parents).collect();
-        let has_given = |number: i32, is_candidate: &dyn Fn(i32) -> bool| {
+        let is_given = |is_candidate: &dyn Fn(i32) -> bool| {
             givers.iter().any(|(giver, gpu)| {
                 let mut candidates = gpu.open.iter().filter(|(other, _)| is_candidate(*other));
-                candidates.any(|(other, _)| (self.is_same)((pid, number), (*giver, *other)))
+                candidates.any(|(other, _)| (self.same.file)(file, (*giver, *other)))
             })
         };
         // Mostly it has the same number.
-        (gpu.open.iter())
-            .all(|(number, _)| has_given(*number, &|other| other == *number) || has_given(*number, &|_| true))
+        is_given(&|other| other == file.1) || is_given(&|_| true)
     }
 }
 

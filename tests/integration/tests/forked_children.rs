@@ -6,73 +6,97 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_lab::{Container, GpuHost, LOG, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::Platform;
 
 const PLUGIN: &str = "/usr/local/bin/libfirn_criu.so";
 
-/// What the children of the first process have of NVIDIA's nodes: descriptors with the device's number, and
-/// names of mapped files.
-const HELD: &str = "for p in /proc/[0-9]*; do grep -q '^PPid:[[:space:]]*1$' $p/status || continue; \
+/// The job's processes but the first: parent, whether it lives, number of threads; of NVIDIA's nodes the
+/// descriptors with the device's number, and the names of mapped files.
+const FAMILY: &str = "for p in /proc/[0-9]*; do pid=${p#/proc/}; read name <$p/comm || continue; \
+    test $name = gpu-counter && test $pid != 1 || continue; \
+    set -- $(sed 's/.*) //' $p/stat); test $1 = Z || set -- lives $2; \
+    echo process $pid $2 $1 $(ls $p/task | wc -l); \
     for f in $p/fd/*; do name=$(readlink $f); case $name in /dev/nvidia*) \
-    echo \"fd ${f##*/} $name $(stat -L -c %t:%T $f)\";; esac; done; \
-    sed -n 's:.* \\(/[^ ]*\\).*:mapped \\1:p' $p/maps | grep -e nvidia -e zero | sort -u; done";
+    echo fd $pid:${f##*/} $name $(stat -L -c %t:%T $f);; esac; done; \
+    sed -n \"s:.* \\(/[^ ]*\\).*:mapped $pid \\1:p\" $p/maps | grep -e nvidia -e zero | sort -u; \
+    done 2>/dev/null";
+
+/// Every kind of child that moves, and how many processes that makes.
+const CHILDREN: [&str; 5] = [
+    "--forks",
+    "idle,grandchild,orphan,zombie,threads,init",
+    "--pool=4",
+    "--server=2",
+    "--mib=8",
+];
+const PROCESSES: usize = 7 + 4 + 3;
 
 /// A node with one GPU that no other node has.
 fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
     GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])
 }
 
-fn job<'h>(host: &'h GpuHost, habit: &str) -> Result<Container<'h>> {
-    let job = Container::count(host, "job", &["0"], 1, &[habit])?;
+fn job<'h>(host: &'h GpuHost, habits: &[&str]) -> Result<Container<'h>> {
+    let job = Container::count(host, "job", &["0"], 1, habits)?;
     job.goes_on(3)?;
     Ok(job)
 }
 
-fn held(job: &Container<'_>, of: &str) -> Result<Vec<String>> {
-    let held = job.exec(&["sh", "-c", HELD])?;
-    Ok(held
-        .lines()
-        .filter(|line| line.starts_with(of))
-        .map(str::to_owned)
-        .collect())
+/// The lines of [`FAMILY`] that begin with a word.
+fn family(job: &Container<'_>, of: &str) -> Result<Vec<String>> {
+    let lines = job.exec(&["sh", "-c", FAMILY])?;
+    let lines = lines.lines().filter(|line| line.starts_with(of));
+    Ok(lines.map(str::to_owned).collect())
 }
 
-/// The child of a restored job has the same descriptors, of this node's devices, and of the mappings zeroed
-/// memory.
-fn has_nodes_of(copy: &Container<'_>, host: &GpuHost, source: &[String]) -> Result<()> {
-    let numbers = |all: &[String]| -> Vec<String> {
-        let of = |line: &String| line.split(' ').nth(1).unwrap_or_default().to_owned();
-        all.iter().map(of).collect()
+/// The children of a restored job are as they were, and have the same descriptors, of this node's devices,
+/// and of the mappings zeroed memory.
+fn is_family_of(copy: &Container<'_>, host: &GpuHost, source: &[String]) -> Result<()> {
+    let now = family(copy, "")?;
+    let column = |all: &[String], of: &str, at: usize| -> Vec<String> {
+        let lines = all.iter().filter(|line| line.starts_with(of));
+        lines
+            .map(|line| line.split(' ').take(at).collect::<Vec<_>>().join(" "))
+            .collect()
     };
-    let open = held(copy, "fd ")?;
-    ensure!(numbers(&open) == numbers(source), "{open:?}, not {source:?}");
-    for line in &open {
-        let words: Vec<&str> = line.split(' ').collect();
-        let device = host.node().run(&["stat", "-c", "%t:%T", words[2]])?.stdout;
-        ensure!(device.trim() == words[3], "{line} is not {device} of its node");
+    for (of, columns) in [("process ", 5), ("fd ", 2), ("mapped ", 2)] {
+        let (before, now) = (column(source, of, columns), column(&now, of, columns));
+        ensure!(now == before && !now.is_empty(), "{now:?}, not {before:?}");
     }
-    let mapped = held(copy, "mapped ")?;
-    ensure!(
-        mapped.iter().all(|file| file.contains("zero")) && !mapped.is_empty(),
-        "{mapped:?}"
-    );
+    for line in &now {
+        let words: Vec<&str> = line.split(' ').collect();
+        match words[0] {
+            "fd" => {
+                let device = host.node().run(&["stat", "-c", "%t:%T", words[2]])?.stdout;
+                ensure!(device.trim() == words[3], "{line} is not {device} of its node");
+            }
+            "mapped" => ensure!(words[2].contains("zero"), "{line}"),
+            _ => {}
+        }
+    }
     Ok(())
 }
 
 fn children_move_with_their_parent(platform: Platform) -> Result<()> {
     let hosts = [host(platform, "fc-a", 1)?, host(platform, "fc-b", 2)?];
     on(hosts, |[a, b]| {
-        let source = job(a, "--fork")?;
-        let before = held(&source, "")?;
-        let open = held(&source, "fd ")?;
-        ensure!(open.len() >= 3, "the child has only {open:?}");
-        ensure!(before.len() > open.len(), "the child has nothing mapped");
+        let source = job(a, &CHILDREN)?;
+        let before = family(&source, "")?;
+        let count = |of: &str| before.iter().filter(|line| line.contains(of)).count();
+        ensure!(count("process ") == PROCESSES, "{before:?}");
+        ensure!(count(" Z ") == 1 && count(" lives 3") == 1, "{before:?}");
+        // The zombie, and the server with its children, have nothing of the GPU.
+        let holders = PROCESSES - 4;
+        ensure!(
+            count("fd ") >= 3 * holders && count("mapped ") >= holders,
+            "{before:?}"
+        );
         let audit = a.node().run(&["firn", "audit", "job", "--json"])?.stdout;
         ensure!(audit.contains("inherited_gpus"), "{audit}");
         source.checkpoint("checkpoint/job")?;
         source.goes_on(3)?;
-        let after = held(&source, "")?;
+        let after = family(&source, "")?;
         ensure!(after == before, "in the source {before:?} became {after:?}");
         source.remove()?;
         a.idle()?;
@@ -80,7 +104,7 @@ fn children_move_with_their_parent(platform: Platform) -> Result<()> {
         a.send_image("checkpoint/job", b)?;
         let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
         copy.goes_on(3)?;
-        has_nodes_of(&copy, b, &open)?;
+        is_family_of(&copy, b, &before)?;
         copy.checkpoints_again("checkpoint/job")?;
         copy.remove()?;
         b.idle()
@@ -90,7 +114,7 @@ fn children_move_with_their_parent(platform: Platform) -> Result<()> {
 fn a_node_without_the_plugin_refuses(platform: Platform) -> Result<()> {
     on([host(platform, "fc-none", 1)?], |[host]| {
         host.watch_runc()?;
-        let job = job(host, "--fork")?;
+        let job = job(host, &["--forks=idle"])?;
         host.node().run(&["mv", PLUGIN, "/tmp/plugin"])?;
         let output = failure(job.checkpoint("checkpoint/job"))?;
         ensure!(
@@ -120,19 +144,28 @@ fn a_node_without_the_plugin_refuses(platform: Platform) -> Result<()> {
     })
 }
 
-/// A child that has opened a node itself may use the driver: it is not known to have inherited all.
-fn a_child_that_has_opened_a_gpu_itself_is_refused(platform: Platform) -> Result<()> {
+fn is_refused(host: &GpuHost, job: Container<'_>, code: &str) -> Result<()> {
+    let output = failure(job.checkpoint("checkpoint/job"))?;
+    ensure!(
+        output.contains(code) && output.contains("(gpu-counter)"),
+        "{output}"
+    );
+    ensure!(!host.runc_has("checkpoint")?, "runc was called");
+    job.goes_on(3)?;
+    job.remove()
+}
+
+/// A child that has opened a node itself, or that is none any more, may use the driver: it is not known to
+/// have inherited all.
+fn other_children_are_refused(platform: Platform) -> Result<()> {
     on([host(platform, "fc-own", 1)?], |[host]| {
         host.watch_runc()?;
-        let job = job(host, "--fork-and-open")?;
-        let output = failure(job.checkpoint("checkpoint/job"))?;
-        ensure!(
-            output.contains("FIRN-GPU-FD:") && output.contains("(gpu-counter)"),
-            "{output}"
-        );
-        ensure!(!host.runc_has("checkpoint")?, "runc was called");
-        job.goes_on(3)?;
-        job.remove()?;
+        is_refused(host, job(host, &["--forks=opens"])?, "FIRN-GPU-FD:")?;
+        is_refused(host, job(host, &["--forks=vfork"])?, "FIRN-VFORK:")?;
+        let script = format!("gpu-counter --out {LOG} --interval-ms 50 --mib 8 --forks orphan & wait");
+        let orphan = Container::script(host, "job", &["0"], 1, &[], &script)?;
+        orphan.goes_on(3)?;
+        is_refused(host, orphan, "FIRN-GPU-FD:")?;
         host.idle()
     })
 }
@@ -141,6 +174,6 @@ fn main() -> ExitCode {
     matrix::run(&cases! {
         children_move_with_their_parent [FORKY, TRIXIE];
         a_node_without_the_plugin_refuses [FORKY];
-        a_child_that_has_opened_a_gpu_itself_is_refused [FORKY];
+        other_children_are_refused [FORKY];
     })
 }

@@ -1,15 +1,13 @@
 //! What some programs do while they compute, and what keeps them from being checkpointed.
 
-use std::ffi::{CStr, c_long};
+use std::ffi::c_long;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
-use nix::fcntl::{OFlag, open};
 use nix::libc;
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
-use nix::sys::stat::Mode;
-use nix::unistd::{ForkResult, Pid, fork, pause};
+use nix::unistd::{ForkResult, fork, pause};
 
 /// `struct io_uring_params`: 120 bytes.
 #[repr(C)]
@@ -28,24 +26,6 @@ pub fn io_uring() -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just made this descriptor for us, and nothing else has it.
     Ok(unsafe { OwnedFd::from_raw_fd(ring) })
-}
-
-/// Forks a child that waits for ever with all that it has inherited, and with `node` opened by itself, and
-/// ends with its parent.
-pub fn idle_fork(node: Option<&CStr>) -> nix::Result<Pid> {
-    // SAFETY: the child calls prctl, open and pause alone, all of which are safe after a fork of a program
-    // with threads.
-    match unsafe { fork() }? {
-        ForkResult::Parent { child } => Ok(child),
-        ForkResult::Child => {
-            let _ = prctl::set_pdeathsig(Signal::SIGKILL);
-            let opened = node.map(|node| open(node, OFlag::O_RDWR, Mode::empty()));
-            std::mem::forget(opened);
-            loop {
-                pause();
-            }
-        }
-    }
 }
 
 /// The memory that /proc shows of a program, as `prctl(PR_SET_MM_MAP)` takes it: `struct prctl_mm_map`.

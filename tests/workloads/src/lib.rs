@@ -3,6 +3,7 @@
 //!
 //! The same programs run on the simulated driver and on real GPUs.
 
+pub mod children;
 pub mod counter;
 pub mod driver;
 pub mod habits;

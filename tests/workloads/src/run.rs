@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
+use firn_workloads::children::{self, Kind, Pool};
 use firn_workloads::counter::Counter;
 use firn_workloads::driver::{Driver, IpcHandle};
 use firn_workloads::habits;
@@ -51,12 +52,15 @@ pub struct Options {
     /// Hold an io_uring
     #[arg(long)]
     io_uring: bool,
-    /// Fork a child that has what it inherits and does nothing
-    #[arg(long)]
-    fork: bool,
-    /// Fork a child that opens a node of the driver itself, too
-    #[arg(long)]
-    fork_and_open: bool,
+    /// Fork children of these kinds once CUDA is in use
+    #[arg(long, value_delimiter = ',')]
+    forks: Vec<Kind>,
+    /// Fork so many children once CUDA is in use, that answer the first thread over pipes in every iteration
+    #[arg(long, default_value_t = 0)]
+    pool: usize,
+    /// Start a program before CUDA is in use that forks so many children
+    #[arg(long, default_value_t = 0)]
+    server: usize,
     /// Fork a chain of so many processes, each the child of the one before, that do nothing
     #[arg(long, default_value_t = 0)]
     chain: usize,
@@ -84,6 +88,9 @@ pub struct Options {
     /// Started by --ipc: the handle to open
     #[arg(long, hide = true)]
     import: Option<String>,
+    /// Started by --server: how many children to fork
+    #[arg(long, hide = true)]
+    serve: Option<usize>,
 }
 
 /// Runs as the options define.
@@ -97,6 +104,9 @@ pub fn run(options: &Options) -> Result<()> {
     }
     if let Some(handle) = &options.import {
         return import(options, handle);
+    }
+    if let Some(count) = options.serve {
+        return children::serve(count).context("cannot fork");
     }
     if options.procs > 1 || (options.ranks > 1 && options.rank.is_none()) {
         return supervise(options);
@@ -162,11 +172,19 @@ fn compute(options: &Options) -> Result<()> {
         true => Some(habits::io_uring().context("cannot set up an io_uring")?),
         false => None,
     };
+    let _server = match options.server {
+        0 => None,
+        count => Some(spawn(&["--child".to_owned(), format!("--serve={count}")])?),
+    };
     let driver = Arc::new(Driver::open()?);
     driver.init()?;
-    if options.fork || options.fork_and_open {
+    let mut pool = None;
+    if options.pool > 0 || !options.forks.is_empty() {
         driver.set_current(driver.primary_context(options.gpu[0])?)?;
-        habits::idle_fork(options.fork_and_open.then_some(c"/dev/nvidiactl")).context("cannot fork")?;
+        for &kind in &options.forks {
+            children::fork(kind, &driver).context("cannot fork")?;
+        }
+        pool = Some(Pool::fork(options.pool).context("cannot fork a pool")?);
     }
     if options.reserve_mib > 0 {
         driver.set_current(driver.primary_context(options.gpu[0])?)?;
@@ -181,10 +199,11 @@ fn compute(options: &Options) -> Result<()> {
         for &gpu in gpus {
             let (driver, options, sender) = (Arc::clone(&driver), options.clone(), sender.clone());
             let exports = options.ipc && number == 0 && gpu == options.gpu[0];
+            let pool = pool.take();
             thread::spawn(move || {
                 let importer = exports.then(|| sender.clone());
                 // The receiver goes away only when this process ends.
-                let _ = sender.send(work(&driver, &options, number, gpu, importer));
+                let _ = sender.send(work(&driver, &options, number, gpu, importer, pool));
             });
         }
     }
@@ -199,6 +218,7 @@ fn work(
     number: usize,
     gpu: i32,
     importer: Option<Sender<Result<()>>>,
+    mut pool: Option<Pool>,
 ) -> Result<()> {
     driver.set_current(driver.primary_context(gpu)?)?;
     let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;
@@ -220,6 +240,9 @@ fn work(
             .with_context(|| format!("thread {number} on gpu {gpu}"))?;
         if let Some(ranks) = &mut ranks {
             ranks.agree(iteration)?;
+        }
+        if let Some(pool) = &mut pool {
+            pool.answer(iteration).context("a child of the pool")?;
         }
         let uuid = driver.uuid(gpu)?;
         let pid = std::process::id();

@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
+use firn_workloads::children::{self, Kind};
 use firn_workloads::driver::{Driver, IpcHandle, Nvml, VMM_GRANULE};
-use firn_workloads::habits;
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::unistd::dup2_stdin;
@@ -195,7 +195,7 @@ fn owner(driver: &Driver, options: &Options) -> Result<()> {
         }
         Habit::Fork => {
             let address = plain()?;
-            habits::idle_fork(None).context("cannot fork")?;
+            children::fork(Kind::Idle, driver).context("cannot fork")?;
             (address, MEMORY)
         }
         Habit::Two | Habit::Nvml | Habit::Init | Habit::VmmBroker => {

@@ -51,8 +51,15 @@ const PARENT: Process<'_> = (7, 1, CUDA, &[(3, CONTROL), (4, GPU)]);
 /// What is wrong, by pid, and the pids of those that have only inherited files.
 type Seen = (Vec<(i32, &'static str, Certainty)>, Vec<i32>);
 
+type IsSame<'a> = &'a dyn Fn((i32, i32), (i32, i32)) -> bool;
+
+fn seen_with(all: &[Process<'_>], processes: Processes<'_>, file: IsSame<'_>) -> Seen {
+    let memory: &dyn Fn(i32, i32) -> bool = &|_, _| false;
+    seen_by(all, processes, Same { file, memory })
+}
+
 /// The process 7 uses CUDA.
-fn seen_with(all: &[Process<'_>], processes: Processes<'_>, is_same: IsSame<'_>) -> Seen {
+fn seen_by(all: &[Process<'_>], processes: Processes<'_>, same: Same<'_>) -> Seen {
     let root = self::processes(all);
     let holders: Vec<i32> = all
         .iter()
@@ -63,10 +70,11 @@ fn seen_with(all: &[Process<'_>], processes: Processes<'_>, is_same: IsSame<'_>)
         cuda: &[7],
         ..processes
     };
-    let (findings, inherited) = inspect(root.path(), &processes, &holders, is_same).unwrap();
+    let (findings, inherited) = inspect(root.path(), &processes, &holders, same).unwrap();
     let row = |finding: Finding| match finding.refusal {
         Refusal::LeakedGpu { pid, .. } => (pid, "open", finding.certainty),
         Refusal::InheritedGpu { pid, .. } => (pid, "no plugin", finding.certainty),
+        Refusal::Vfork { pid, .. } => (pid, "vfork", finding.certainty),
         other => panic!("{other}"),
     };
     let pids = inherited.iter().map(|inherited| inherited.pid).collect();
@@ -127,13 +135,31 @@ fn one_file_of_its_own_shows_that_a_child_uses_the_driver() {
     assert_eq!(seen(&[PARENT, (8, 7, CUDA, removed)], &|_, _| true), refused);
     // No child of a CUDA process.
     let monitor: Process<'_> = (12, 1, "/lib/libnvidia-ml.so.1", &[(3, CONTROL)]);
-    let suspected = (vec![(12, "open", Certainty::Suspected)], vec![]);
-    assert_eq!(seen(&[PARENT, monitor], &|_, _| true), suspected);
+    let with = |certainty| (vec![(12, "open", certainty)], vec![]);
+    let none = |_, _| false;
+    assert_eq!(seen(&[PARENT, monitor], &none), with(Certainty::Suspected));
+    // Its parent has ended, or the file was sent to it.
+    let sent = seen(&[PARENT, monitor], &|_, _| true);
+    assert_eq!(sent, with(Certainty::Certain));
     let child: Process<'_> = (8, 7, CUDA, &[(3, CONTROL)]);
     assert_eq!(
         seen(&[PARENT, child, monitor], &same_number),
         (vec![(12, "open", Certainty::Certain)], vec![8]),
         "the plugin would dump it"
+    );
+}
+
+#[test]
+fn a_process_with_its_parents_memory_cannot_be_dumped() {
+    let child: Process<'_> = (8, 7, CUDA, &[(3, CONTROL)]);
+    let same = Same {
+        file: &|_, _| true,
+        memory: &|pid, parent| (pid, parent) == (8, 7),
+    };
+    let other: Process<'_> = (9, 7, CUDA, &[(3, CONTROL)]);
+    assert_eq!(
+        seen_by(&[PARENT, child, other], PLUGIN, same),
+        (vec![(8, "vfork", Certainty::Certain)], vec![9])
     );
 }
 
