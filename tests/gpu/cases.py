@@ -62,9 +62,12 @@ class Case:
     groups: tuple = field(default=())
 
 
-# Trainings that fork children of a process with CUDA: data loaders, and the compile workers of inductor.
+# Trainings that fork children of a process with CUDA: data loaders, pools whose workers have children, and the compile
+# workers of inductor. A fork server is a program of its own: what it forks has nothing of the GPU.
 CHILDREN = {
     "workers": ("--workers", "2"),
+    "forkserver": ("--workers", "2", "--start", "forkserver"),
+    "pool": ("--pool", "4"),
     "compile": ("--compile", "default"),
     "graphs": ("--compile", "reduce-overhead"),
 }

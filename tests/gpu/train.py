@@ -5,6 +5,8 @@ Interrupted and restored at any step it must print the losses of an uninterrupte
 
 import argparse
 import ctypes
+import functools
+import multiprocessing
 import os
 import time
 
@@ -30,8 +32,16 @@ def managed(size):
     return fill
 
 
+ROWS = 256  # of a batch
+
+
+def row(width, index):
+    """A row that depends on its index alone."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(index))
+
+
 class Drawn(torch.utils.data.Dataset):
-    """Rows that depend on their index alone."""
+    """Such rows."""
 
     def __init__(self, rows, width):
         self.rows, self.width = rows, width
@@ -40,20 +50,43 @@ class Drawn(torch.utils.data.Dataset):
         return self.rows
 
     def __getitem__(self, index):
-        return torch.randn(self.width, generator=torch.Generator().manual_seed(index))
+        return row(self.width, index)
+
+
+def have_child():
+    """Start of a pool's worker: fork a child, which waits until the worker ends."""
+    torch.set_num_threads(1)
+    end, held = os.pipe()
+    if not os.fork():
+        os.close(held)
+        os.read(end, 1)
+        os._exit(0)
+
+
+def as_list(width, index):
+    """A row as a pool's worker sends it."""
+    return row(width, index).tolist()
 
 
 def batches(args):
-    """One batch for each step: drawn on the GPU, or by forked workers that hand it over in pinned memory."""
-    if not args.workers:
+    """One batch for each step: drawn on the GPU, by workers that hand it over in pinned memory, or by a pool over pipes.
+
+    Workers and pool are started from a process with CUDA.
+    """
+    if args.workers:
+        loader = torch.utils.data.DataLoader(
+            Drawn(args.steps * ROWS, args.width), ROWS, num_workers=args.workers, pin_memory=True,
+            multiprocessing_context=args.start)
+        for batch in loader:
+            yield batch.cuda(non_blocking=True)
+    elif args.pool:
+        with multiprocessing.get_context("fork").Pool(args.pool, have_child) as pool:
+            for first in range(0, args.steps * ROWS, ROWS):
+                rows = pool.map(functools.partial(as_list, args.width), range(first, first + ROWS))
+                yield torch.tensor(rows, device="cuda")
+    else:
         for _ in range(args.steps):
-            yield torch.randn(256, args.width, device="cuda")
-        return
-    # The workers are forked here, from a process with CUDA.
-    loader = torch.utils.data.DataLoader(
-        Drawn(args.steps * 256, args.width), 256, num_workers=args.workers, pin_memory=True, multiprocessing_context="fork")
-    for batch in loader:
-        yield batch.cuda(non_blocking=True)
+            yield torch.randn(ROWS, args.width, device="cuda")
 
 
 def main():
@@ -63,7 +96,9 @@ def main():
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between two steps")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--managed-mib", type=int, default=0, help="managed memory to hold and fill at every step")
-    parser.add_argument("--workers", type=int, default=0, help="forked processes that draw the batches")
+    parser.add_argument("--workers", type=int, default=0, help="processes of a DataLoader that draw the batches")
+    parser.add_argument("--start", default="fork", help="how they are started")
+    parser.add_argument("--pool", type=int, default=0, help="processes of a pool that draw the batches; each forks a child")
     parser.add_argument("--compile", help="mode of torch.compile")
     args = parser.parse_args()
 
