@@ -45,8 +45,8 @@ sections! {
 
     /// `[criu]`
     pub struct Criu {
-        /// Plugin directory given to CRIU for GPU containers; must hold no CUDA plugin. Default: an empty
-        /// directory in the container's bundle.
+        /// Directory of plugins that CRIU is given for GPU containers; must hold no CUDA plugin. Default:
+        /// none.
         pub libs_dir: Option<PathBuf> = None,
         /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put
         /// it.

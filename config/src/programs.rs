@@ -37,16 +37,15 @@ pub fn find_program(name: &str, configured: Option<&Path>) -> Result<PathBuf, Pr
 }
 
 /// What to do where [`find_criu_plugin`] finds none.
-pub const INSTALL_CRIU_PLUGIN: &str =
-    "install firn's libfirn_criu.so into the shim's directory; an own [criu] libs-dir needs it, too";
+pub const INSTALL_CRIU_PLUGIN: &str = "install firn's libfirn_criu.so into the shim's directory";
 
-/// firn's plugin for CRIU, if it is installed: in the operator's directory of plugins, which is then the only
-/// one, else as the helper programs.
+/// firn's plugin for CRIU, if it is installed: in the operator's directory of plugins, else as the helper
+/// programs.
 pub fn find_criu_plugin(libs_dir: Option<&Path>) -> Option<PathBuf> {
-    match libs_dir {
-        Some(dir) => Some(dir.join(CRIU_PLUGIN)).filter(|plugin| plugin.is_file()),
-        None => find_program(CRIU_PLUGIN, None).ok(),
-    }
+    let theirs = libs_dir
+        .map(|dir| dir.join(CRIU_PLUGIN))
+        .filter(|plugin| plugin.is_file());
+    theirs.or_else(|| find_program(CRIU_PLUGIN, None).ok())
 }
 
 fn search(

@@ -73,7 +73,12 @@ pub enum CriuError {
 pub struct CriuConfig {
     bundle: PathBuf,
     users_file: Option<PathBuf>,
-    driver: Driver,
+    /// Whether firn restores the GPU state of processes, and tasks stay stopped until then: CRIU's plugins
+    /// are those in the bundle. Otherwise CRIU does, by a plugin from its default directory.
+    by_firn: bool,
+    /// The operator's plugins, and firn's own.
+    libs_dir: Option<PathBuf>,
+    plugin: Option<PathBuf>,
     /// firn-hook, for a restore.
     script: Option<PathBuf>,
     has_cgroup_namespace: bool,
@@ -81,23 +86,13 @@ pub struct CriuConfig {
     runs: bool,
 }
 
-/// Who restores the GPU state of processes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Driver {
-    /// firn; tasks stay stopped until then. `libs_dir` is the operator's plugin directory; none means the
-    /// empty directory in the bundle.
-    Firn { libs_dir: Option<PathBuf> },
-    /// CRIU, by a plugin from its default directory.
-    Criu,
-}
-
 impl CriuConfig {
     /// For the container of this bundle, whose GPU state firn restores. `libs_dir` is the configuration's
     /// `[criu] libs-dir`.
     pub fn new(spec: &Spec, bundle: &Path, libs_dir: Option<&Path>) -> Self {
-        let libs_dir = libs_dir.map(Path::to_owned);
         Self {
-            driver: Driver::Firn { libs_dir },
+            by_firn: true,
+            libs_dir: libs_dir.map(Path::to_owned),
             ..Self::of_criu(spec, bundle)
         }
     }
@@ -112,11 +107,18 @@ impl CriuConfig {
         Self {
             bundle: bundle.to_owned(),
             users_file,
-            driver: Driver::Criu,
+            by_firn: false,
+            libs_dir: None,
+            plugin: None,
             script: None,
             has_cgroup_namespace: spec.has_namespace("cgroup"),
             runs: false,
         }
+    }
+
+    /// With firn's plugin for inherited GPUs, if there is one.
+    pub fn with_plugin(self, plugin: Option<PathBuf>) -> Self {
+        Self { plugin, ..self }
     }
 
     /// With firn-hook as a script of restores.
@@ -141,14 +143,12 @@ impl CriuConfig {
     /// user's own: firn does not run before such a dump and could not read a changed file.
     pub fn write(&self, operation: Operation) -> Result<(), CriuError> {
         let unwritten = |path| move |source| CriuError::Write { path, source };
-        if let (Operation::Dump, Driver::Criu, Some(users_file)) = (operation, &self.driver, &self.users_file)
-        {
+        if let (Operation::Dump, false, Some(users_file)) = (operation, self.by_firn, &self.users_file) {
             return make_link(users_file, &self.path()).map_err(unwritten(self.path()));
         }
         let content = self.content(operation)?;
-        if self.driver == (Driver::Firn { libs_dir: None }) {
-            let libs = self.bundle.join(names::BUNDLE_CRIU_LIBS);
-            std::fs::create_dir_all(&libs).map_err(unwritten(libs))?;
+        if self.by_firn {
+            set_plugins(&self.bundle, self.libs_dir.as_deref(), self.plugin.as_deref())?;
         }
         if let Some(hook) = &self.script {
             // CRIU passes a script no argument: firn-hook finds the bundle by this link.
@@ -160,18 +160,17 @@ impl CriuConfig {
     }
 
     fn content(&self, operation: Operation) -> Result<String, CriuError> {
-        let mut content = match (operation, &self.driver) {
-            (Operation::Dump, Driver::Firn { .. }) => format!("{ANY_GHOST}\n"),
+        let mut content = match (operation, self.by_firn) {
+            (Operation::Dump, true) => format!("{ANY_GHOST}\n"),
             _ => String::new(),
         };
         content.push_str(&self.users_lines()?);
         if !content.is_empty() && !content.ends_with('\n') {
             content.push('\n');
         }
-        if let Driver::Firn { libs_dir } = &self.driver {
-            let default = self.bundle.join(names::BUNDLE_CRIU_LIBS);
-            let libs_dir = checked(libs_dir.as_deref().unwrap_or(&default))?;
-            content.push_str(&format!("libdir {libs_dir}\n"));
+        if self.by_firn {
+            let plugins = self.bundle.join(names::BUNDLE_CRIU_LIBS);
+            content.push_str(&format!("libdir {}\n", checked(&plugins)?));
         }
         if operation == Operation::Restore {
             if self.script.is_some() {
@@ -187,7 +186,7 @@ impl CriuConfig {
             };
             // With `=`: after a blank CRIU would read the value as another option.
             content.push_str(&format!("manage-cgroups={mode}\n"));
-            if self.driver != Driver::Criu && !self.runs {
+            if self.by_firn && !self.runs {
                 content.push_str("leave-stopped\n");
             }
         }
@@ -280,20 +279,30 @@ pub fn amd_plugins(
     }
 }
 
-/// Puts firn's plugin for inherited GPUs into the bundle's plugin directory, or removes it from there. Safe
-/// to repeat.
-pub fn set_plugin(bundle: &Path, plugin: Option<&Path>) -> Result<(), CriuError> {
+/// Fills the bundle's plugin directory, which CRIU's configuration names for the container's whole life: with
+/// the plugins in the operator's directory `libs_dir`, if it exists, and with firn's own for inherited GPUs
+/// only if that is given, wherever it is. Safe to repeat.
+pub fn set_plugins(bundle: &Path, libs_dir: Option<&Path>, plugin: Option<&Path>) -> Result<(), CriuError> {
     let dir = bundle.join(names::BUNDLE_CRIU_LIBS);
-    let link = dir.join(names::CRIU_PLUGIN);
+    let link = |plugin: &Path| match plugin.file_name() {
+        Some(name) => make_link(plugin, &dir.join(name)),
+        None => Ok(()),
+    };
     let set = || {
         std::fs::create_dir_all(&dir)?;
-        match plugin {
-            Some(plugin) => make_link(plugin, &link),
-            None => std::fs::remove_file(&link).unless_absent(),
+        for old in std::fs::read_dir(&dir)? {
+            std::fs::remove_file(old?.path())?;
         }
+        let theirs = libs_dir.and_then(|libs_dir| std::fs::read_dir(libs_dir).ok());
+        for theirs in theirs.into_iter().flatten().flatten() {
+            if theirs.file_name() != names::CRIU_PLUGIN {
+                link(&theirs.path())?;
+            }
+        }
+        plugin.map_or(Ok(()), link)
     };
     set().map_err(|source| CriuError::Write {
-        path: link.clone(),
+        path: dir.clone(),
         source,
     })
 }

@@ -1,5 +1,6 @@
 use super::*;
 use serde_json::json;
+use tempfile::TempDir;
 
 fn spec(criu_config: &str) -> Spec {
     Spec::from(json!({"annotations": {"org.criu.config": criu_config}}))
@@ -14,13 +15,47 @@ fn written(config: &CriuConfig, operation: Operation) -> Vec<String> {
         .collect()
 }
 
+fn libdir(bundle: &TempDir) -> String {
+    format!("libdir {}", bundle.path().join("firn-criu-libs").display())
+}
+
+/// What the links in the bundle's plugin directory lead to.
+fn plugins(bundle: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(bundle.join("firn-criu-libs")).unwrap();
+    let to = entries.map(|entry| std::fs::read_link(entry.unwrap().path()).unwrap());
+    let mut to: Vec<_> = to.map(|to| to.to_str().unwrap().to_owned()).collect();
+    to.sort();
+    to
+}
+
+#[test]
+fn the_operators_plugins_are_given_and_firns_own_where_it_is_needed() {
+    let (bundle, libs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let at = |name: &str| libs.path().join(name).to_str().unwrap().to_owned();
+    for name in ["a b.so", "libfirn_criu.so"] {
+        std::fs::write(at(name), "").unwrap();
+    }
+    let set = |libs_dir: Option<&Path>, plugin: Option<&str>| {
+        set_plugins(bundle.path(), libs_dir, plugin.map(Path::new)).unwrap();
+        plugins(bundle.path())
+    };
+    let (theirs, ours) = (at("a b.so"), "/firn/libfirn_criu.so");
+    let libs_dir = Some(libs.path());
+    for _ in 0..2 {
+        assert_eq!(set(libs_dir, Some(ours)), [ours, &theirs]);
+        assert_eq!(set(libs_dir, None), [&*theirs]);
+    }
+    // The configuration has changed meanwhile.
+    assert_eq!(set(None, Some(ours)), [ours]);
+    assert_eq!(set(Some(Path::new("/nonexistent")), None), [""; 0]);
+}
+
 #[test]
 fn without_a_users_file_only_firns_lines_are_there() {
     let bundle = tempfile::tempdir().unwrap();
     for users_file in ["", "/nonexistent/criu.conf"] {
         let config = CriuConfig::new(&spec(users_file), bundle.path(), None);
-        let libs_dir = bundle.path().join("firn-criu-libs");
-        let libdir = format!("libdir {}", libs_dir.display());
+        let libdir = libdir(&bundle);
         let dump = [ANY_GHOST.to_owned(), libdir.clone()];
         assert_eq!(written(&config, Operation::Dump), dump);
         assert_eq!(
@@ -36,7 +71,7 @@ fn without_a_users_file_only_firns_lines_are_there() {
             dump,
             "a dump must not leave tasks stopped"
         );
-        assert_eq!(std::fs::read_dir(&libs_dir).unwrap().count(), 0);
+        assert_eq!(plugins(bundle.path()), [""; 0]);
     }
 }
 
@@ -50,13 +85,14 @@ fn the_users_lines_come_first_and_are_read_every_time() {
         bundle.path(),
         Some(Path::new("/empty")),
     );
+    let libdir = libdir(&bundle);
     let lines = written(&config, Operation::Restore);
     assert_eq!(
         lines,
         [
             "tcp-established",
             "libdir /usr/lib/criu",
-            "libdir /empty",
+            &libdir,
             "manage-cgroups=ignore",
             "leave-stopped"
         ]
@@ -64,9 +100,8 @@ fn the_users_lines_come_first_and_are_read_every_time() {
     std::fs::write(&users, "ghost-limit 2M").unwrap();
     assert_eq!(
         written(&config, Operation::Dump),
-        [ANY_GHOST, "ghost-limit 2M", "libdir /empty"]
+        [ANY_GHOST, "ghost-limit 2M", &libdir]
     );
-    assert!(!bundle.path().join("firn-criu-libs").exists());
 }
 
 #[test]
@@ -98,7 +133,7 @@ fn restores_run_firns_script_and_the_users() {
     let lines = written(&own, Operation::Restore);
     assert_eq!(
         lines[1..],
-        ["libdir /empty", &ours, "manage-cgroups=ignore", "leave-stopped"]
+        [&libdir(&bundle), &ours, "manage-cgroups=ignore", "leave-stopped"]
     );
     assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/hook"));
 }
@@ -116,7 +151,7 @@ fn only_a_cgroup_namespace_has_criu_look_at_the_images_cgroups() {
         let config = CriuConfig::of_criu(&spec, bundle.path());
         assert_eq!(written(&config, Operation::Restore), [mode]);
         let config = CriuConfig::new(&spec, bundle.path(), Some(Path::new("/empty"))).without_state();
-        assert_eq!(written(&config, Operation::Restore), ["libdir /empty", mode]);
+        assert_eq!(written(&config, Operation::Restore), [&libdir(&bundle), mode]);
     }
 }
 
@@ -186,7 +221,7 @@ fn the_plugin_for_amd_is_given_alone() {
 #[test]
 fn paths_that_criu_would_misread_are_refused() {
     for bad in ["/a#b", "/a\"b", "/a\nleave-running", "/a\\b", "/a b"] {
-        let config = CriuConfig::new(&spec(""), Path::new("/"), Some(Path::new(bad)));
+        let config = CriuConfig::new(&spec(""), Path::new(bad), None);
         assert!(
             matches!(config.content(Operation::Dump), Err(CriuError::Path { .. })),
             "{bad}"

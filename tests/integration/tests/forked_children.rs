@@ -144,6 +144,38 @@ fn a_node_without_the_plugin_refuses(platform: Platform) -> Result<()> {
     })
 }
 
+/// An operator's own directory of plugins, read at every checkpoint. firn adds its plugin from where it is,
+/// and only if something is inherited.
+fn plugins_of_the_operator_are_used_too(platform: Platform) -> Result<()> {
+    const LIBS: &str = "/opt/plugins";
+    on([host(platform, "fc-libs", 1)?], |[host]| {
+        let node = host.node();
+        // What CRIU's own configuration names is not used.
+        node.write("/etc/criu/runc.conf", "libdir /nonexistent\n")?;
+        let source = job(host, &["--forks=idle"])?;
+        node.run(&["mkdir", LIBS])?;
+        host.configure(&format!("[criu]\nlibs-dir = \"{LIBS}\"\n"))?;
+        source.checkpoint("checkpoint/from-shim")?;
+        node.run(&["mv", PLUGIN, LIBS])?;
+        source.checkpoint("checkpoint/job")?;
+        source.goes_on(3)?;
+        source.remove()?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        copy.remove()?;
+
+        let opens = "exec 3<>/dev/nvidiactl; \
+                     gpu-counter --out /counter.log --interval-ms 50 --mib 8 3<&- & wait";
+        let parent = Container::script(host, "parent", &["0"], 1, &[], opens)?;
+        parent.goes_on(3)?;
+        let output = failure(parent.checkpoint("checkpoint/parent"))?;
+        ensure!(output.contains("FIRN-DUMP:"), "CRIU has the plugin: {output}");
+        parent.goes_on(3)?;
+        parent.remove()?;
+        host.idle()
+    })
+}
+
 fn is_refused(host: &GpuHost, job: Container<'_>, code: &str) -> Result<()> {
     let output = failure(job.checkpoint("checkpoint/job"))?;
     ensure!(
@@ -174,6 +206,7 @@ fn main() -> ExitCode {
     matrix::run(&cases! {
         children_move_with_their_parent [FORKY, TRIXIE];
         a_node_without_the_plugin_refuses [FORKY];
+        plugins_of_the_operator_are_used_too [FORKY];
         other_children_are_refused [FORKY];
     })
 }

@@ -141,18 +141,14 @@ impl ContainerEffects<'_> {
             .expect("the first inspection reads it")
     }
 
-    /// The directory of CRIU's plugins, with firn's own where the dump needs it. The operator's is used as it
-    /// is.
+    /// The directory of CRIU's plugins, with firn's own where the dump needs it.
     fn plugins(&self) -> Result<PathBuf, EffectError> {
-        if let Some(libs_dir) = &self.config.criu.libs_dir {
-            return Ok(libs_dir.clone());
-        }
         let bundle = &self.container.bundle;
         let plugin = self
             .criu_plugin
             .as_deref()
             .filter(|_| !self.progress.inherited.is_empty());
-        criu_config::set_plugin(bundle, plugin)?;
+        criu_config::set_plugins(bundle, self.config.criu.libs_dir.as_deref(), plugin)?;
         Ok(bundle.join(firn_config::names::BUNDLE_CRIU_LIBS))
     }
 }

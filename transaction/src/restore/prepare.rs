@@ -111,7 +111,9 @@ impl Preparation<'_> {
             log::warn!("restore of {}: {warning}", self.id);
         }
 
-        let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()).with_script(&hook);
+        let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref())
+            .with_plugin(plugin)
+            .with_script(&hook);
         let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
         log::debug!("spec edited for the target's GPUs: {edited:?}");
         edit::strip_gpu_hooks(&mut spec)?;
@@ -125,9 +127,6 @@ impl Preparation<'_> {
             replay_hooks(&hook, bundle, reaper).await;
         }
         criu.write(Operation::Restore)?;
-        if config.criu.libs_dir.is_none() {
-            criu_config::set_plugin(bundle, plugin.as_deref())?;
-        }
         Ok(GpuPart {
             pairs: decision.map.for_driver().to_vec(),
             processes: manifest.processes.clone(),

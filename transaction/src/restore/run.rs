@@ -118,7 +118,7 @@ pub async fn run(
         no_pivot: container.options.no_pivot_root,
         flags: &prepared.flags,
         plugins: gpu
-            .map(|gpu| gpu.config.criu.libs_dir.as_deref().unwrap_or(&plugins))
+            .map(|_| plugins.as_path())
             .or(prepared.plain.plugins.as_deref()),
         bounds: Bounds {
             deadline: gpu.map(|gpu| gpu.config.deadlines.criu_restore),
