@@ -109,6 +109,8 @@ sections! {
         /// Processes that are not in the tree of init, as those of `ctr tasks exec`. A container's annotation
         /// comes first.
         pub exec: Exec = Exec::Refuse,
+        /// What becomes of TCP connections. A container's annotation comes first.
+        pub tcp: Tcp = Tcp::Refuse,
         /// Image directories of GPU containers that others than root may enter.
         pub open_image_dir: OpenImageDir = OpenImageDir::Tighten,
         /// Where a complete image is put when its checkpoint has failed all the same, and containerd will
@@ -192,6 +194,38 @@ impl Word for Exec {
     const WORDS: &'static [(&'static str, Self)] = &[("refuse", Self::Refuse), ("omit", Self::Omit)];
 }
 
+/// What becomes of the established TCP connections of a checkpointed container. Connections of the container
+/// that is left running stay as they are in every case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tcp {
+    /// The container is not checkpointed while it has any.
+    #[default]
+    Refuse,
+    /// The copy finds them closed.
+    Close,
+    /// The copy continues them.
+    Keep,
+    /// The copy continues those whose ends are both in the checkpoint, and finds the others closed.
+    Auto,
+}
+
+impl Word for Tcp {
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("refuse", Self::Refuse),
+        ("close", Self::Close),
+        ("keep", Self::Keep),
+        ("auto", Self::Auto),
+    ];
+}
+
+impl Tcp {
+    /// The choice that this word stands for, in the configuration and in the annotation.
+    pub fn of_word(word: &str) -> Option<Self> {
+        section::of_word(word)
+    }
+}
+
 /// How GPUs of this node are chosen for those of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RemapPolicy {
@@ -214,10 +248,7 @@ impl Word for RemapPolicy {
 impl RemapPolicy {
     /// The policy that this word stands for, in the configuration and in the annotation.
     pub fn of_word(word: &str) -> Option<Self> {
-        Self::WORDS
-            .iter()
-            .find(|(known, _)| *known == word)
-            .map(|(_, policy)| *policy)
+        section::of_word(word)
     }
 
     /// Its word.

@@ -39,6 +39,9 @@ pub const ANNOTATION_NCCL: &str = "firn.dev/nccl";
 /// it.
 pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
 
+/// Annotation: what becomes of TCP connections, in the words of [`crate::Tcp`].
+pub const ANNOTATION_TCP: &str = "firn.dev/tcp";
+
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
 pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";
 

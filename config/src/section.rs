@@ -102,6 +102,12 @@ pub(crate) trait Word: Copy + 'static {
     const WORDS: &'static [(&'static str, Self)];
 }
 
+/// The choice that a word stands for.
+pub(crate) fn of_word<T: Word>(word: &str) -> Option<T> {
+    let named = T::WORDS.iter().find(|(known, _)| *known == word);
+    named.map(|(_, choice)| *choice)
+}
+
 impl<T: Word> Value for T {
     fn slot(&mut self) -> Slot<'_> {
         let names = T::WORDS.iter().map(|(word, _)| *word).collect();

@@ -7,8 +7,9 @@
 //! from using the image's cgroup settings.
 //!
 //! A user's own file stays in effect: its lines come first, firn's follow. Of two values CRIU takes the last,
-//! but it runs all scripts. One default comes before the user's lines: CRIU saves deleted files that are
-//! still open only up to 1 MiB, and those of NCCL and PyTorch in /dev/shm are larger.
+//! but it runs all scripts. Defaults of dumps come before the user's lines. One of them is for deleted files
+//! that are still open: CRIU saves them only up to 1 MiB, and those of NCCL and PyTorch in /dev/shm are
+//! larger.
 //!
 //! firn finds the user's file as runc does: the annotation `org.criu.config` names it, else it is
 //! /etc/criu/runc.conf. An empty annotation means no file, and a file that does not exist is ignored. The
@@ -17,7 +18,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use firn_config::names;
+use firn_config::{Tcp, names};
 use firn_host::{Problem, UnlessAbsent};
 
 use crate::Spec;
@@ -27,8 +28,9 @@ use firn_host::{atomic_file, open_regular};
 /// Largest user's file that is read.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// Lets CRIU save deleted files of any size.
-const ANY_GHOST: &str = "ghost-limit 1024G";
+/// Defaults of every dump of a GPU container: CRIU saves deleted files of any size, and leaves out
+/// connections that a listening socket has not accepted yet, as probes open them.
+const DUMP_DEFAULTS: &str = "ghost-limit 1024G\nskip-in-flight\n";
 
 const MAKE_WRITABLE: &str = "check that the bundle's file system is writable and not full";
 
@@ -84,6 +86,8 @@ pub struct CriuConfig {
     has_cgroup_namespace: bool,
     /// Whether restored tasks run at once.
     runs: bool,
+    /// What becomes of TCP connections in a dump.
+    tcp: Tcp,
 }
 
 impl CriuConfig {
@@ -113,6 +117,7 @@ impl CriuConfig {
             script: None,
             has_cgroup_namespace: spec.has_namespace("cgroup"),
             runs: false,
+            tcp: Tcp::Refuse,
         }
     }
 
@@ -132,6 +137,11 @@ impl CriuConfig {
     /// For an image without GPU state: restored tasks need not wait.
     pub fn without_state(self) -> Self {
         Self { runs: true, ..self }
+    }
+
+    /// For a dump with these TCP connections.
+    pub fn with_tcp(self, tcp: Tcp) -> Self {
+        Self { tcp, ..self }
     }
 
     /// Where the file is.
@@ -160,10 +170,11 @@ impl CriuConfig {
     }
 
     fn content(&self, operation: Operation) -> Result<String, CriuError> {
-        let mut content = match (operation, self.by_firn) {
-            (Operation::Dump, true) => format!("{ANY_GHOST}\n"),
-            _ => String::new(),
-        };
+        let firns_dump = operation == Operation::Dump && self.by_firn;
+        let mut content = String::new();
+        if firns_dump {
+            content.push_str(DUMP_DEFAULTS);
+        }
         content.push_str(&self.users_lines()?);
         if !content.is_empty() && !content.ends_with('\n') {
             content.push('\n');
@@ -171,6 +182,9 @@ impl CriuConfig {
         if self.by_firn {
             let plugins = self.bundle.join(names::BUNDLE_CRIU_LIBS);
             content.push_str(&format!("libdir {}\n", checked(&plugins)?));
+        }
+        if firns_dump && self.tcp == Tcp::Close {
+            content.push_str("tcp-close\n");
         }
         if operation == Operation::Restore {
             if self.script.is_some() {
@@ -193,6 +207,11 @@ impl CriuConfig {
         Ok(content)
     }
 
+    /// What the user's file sets for TCP connections.
+    pub fn users_tcp(&self) -> Option<Tcp> {
+        tcp_of(&self.users_lines().ok()?)
+    }
+
     fn users_lines(&self) -> Result<String, CriuError> {
         let Some(path) = &self.users_file else {
             return Ok(String::new());
@@ -211,6 +230,22 @@ impl CriuConfig {
         let text = text.filter(|text| !text.contains('\0'));
         text.ok_or_else(|| CriuError::NotText { path: path.clone() })
     }
+}
+
+/// What the user's file of a container sets for TCP connections, from firn's file where Create has made one.
+pub fn users_tcp(spec: &Spec) -> Option<Tcp> {
+    let lines = CriuConfig::of_criu(spec, Path::new("")).users_lines().ok()?;
+    // In firn's file its own lines follow.
+    tcp_of(lines.rsplit_once("\nlibdir ").map_or(&lines, |(users, _)| users))
+}
+
+fn tcp_of(lines: &str) -> Option<Tcp> {
+    let option = |line: &str| match line.split('#').next()?.trim() {
+        "tcp-established" => Some(Tcp::Keep),
+        "tcp-close" => Some(Tcp::Close),
+        _ => None,
+    };
+    lines.lines().rev().find_map(option)
 }
 
 /// The text of a path, if it can be a value in CRIU's configuration files. CRIU ends a value at `#` and at a

@@ -8,13 +8,14 @@ use std::cell::OnceCell;
 use std::io;
 use std::path::Path;
 
+use firn_config::Tcp;
 use firn_gpu::{Gpu, Inventory};
 use firn_host::Problem;
 use firn_oci::{Spec, SpecError};
 use firn_remap::Grant;
 
 use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
-use crate::finding::{self, Finding, Inherited, Processes, Unreadable};
+use crate::finding::{self, Connection, Finding, Inherited, Processes, Unreadable};
 use crate::{Refusal, Workload};
 
 /// The node of a container, and the GPUs that it has there.
@@ -76,6 +77,8 @@ pub struct Outcome {
     pub findings: Vec<Finding>,
     /// GPUs that processes without CUDA have inherited, and that firn's plugin for CRIU dumps.
     pub inherited: Vec<Inherited>,
+    /// TCP connections of the processes.
+    pub connections: Vec<Connection>,
     /// Processes that CRIU leaves out.
     pub left_out: Vec<i32>,
     /// How the container's GPUs of other vendors are dumped.
@@ -136,10 +139,11 @@ impl<'a> Run<'a> {
     }
 
     fn apply(mut self, until_refused: bool) -> Result<Outcome, CheckError> {
-        let rules: [Rule<'a>; 6] = [
+        let rules: [Rule<'a>; 7] = [
             Self::other_vendors,
             Self::left_out,
             Self::findings,
+            Self::connections,
             Self::capacity,
             Self::mounts,
             Self::streams,
@@ -215,6 +219,19 @@ impl<'a> Run<'a> {
         self.outcome.refusals.extend(refusals);
         self.outcome.findings = findings;
         self.outcome.inherited = inherited;
+        Ok(())
+    }
+
+    fn connections(&mut self) -> Result<(), CheckError> {
+        let Some(assertions) = &self.workload.processes else {
+            return Ok(());
+        };
+        let found = finding::connections(self.proc_root, &self.dumped())?;
+        if assertions.tcp == Tcp::Refuse && !found.is_empty() {
+            let connections = found.clone();
+            self.outcome.refusals.push(Refusal::Connections { connections });
+        }
+        self.outcome.connections = found;
         Ok(())
     }
 

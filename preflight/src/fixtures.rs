@@ -3,7 +3,7 @@
 use firn_oci::criu_config::AmdPluginError;
 use firn_remap::GrantError;
 
-use crate::Refusal;
+use crate::{Connection, Refusal};
 
 /// One refusal of each kind.
 pub fn refusals() -> Vec<Refusal> {
@@ -11,6 +11,7 @@ pub fn refusals() -> Vec<Refusal> {
     let comm = || "python".to_owned();
     let mut all = of_the_node();
     all.extend(of_gpus_in_other_processes());
+    all.push(of_connections());
     all.extend([
         Refusal::MixedGpus { pid, comm: comm() },
         Refusal::UnknownGpu {
@@ -125,4 +126,17 @@ fn of_the_environment() -> Vec<Refusal> {
             path: path(),
         },
     ]
+}
+
+fn of_connections() -> Refusal {
+    let connection = Connection {
+        pid: 7,
+        comm: "python".to_owned(),
+        local: ([127, 0, 0, 1], 80).into(),
+        remote: ([10, 0, 0, 9], 4000).into(),
+        inside: false,
+    };
+    Refusal::Connections {
+        connections: vec![connection],
+    }
 }

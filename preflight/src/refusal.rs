@@ -6,6 +6,8 @@ use firn_host::Problem;
 use firn_oci::criu_config::AmdPluginError;
 use firn_remap::GrantError;
 
+use crate::Connection;
+
 /// Why a container is not checkpointed. Nothing has been touched.
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum Refusal {
@@ -100,10 +102,13 @@ pub enum Refusal {
     SharingLibrary { pid: i32, comm: String, file: String },
     #[error(
         "CUDA processes {} may share GPU memory, which the driver checkpoints and cannot restore",
-        listed(processes)
+        listed(&named(processes))
     )]
     #[problem("FIRN-IPC", SHARE_NONE)]
     Ipc { processes: Vec<(i32, String)> },
+    #[error("TCP connections are established: {}", listed(connections))]
+    #[problem("FIRN-TCP", CLOSE_TCP)]
+    Connections { connections: Vec<Connection> },
     #[error(
         "the driver copies {} of GPU memory into host memory, and the limit of cgroup {} leaves {}",
         mib(*needed),
@@ -177,6 +182,9 @@ const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nc
                             job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its \
                             environment; if its processes share nothing, create the container with the \
                             annotation firn.dev/ipc=none";
+const CLOSE_TCP: &str = "create the container with the annotation firn.dev/tcp=auto: its copy continues \
+                         connections inside of the container, and finds others closed; or write tcp = \
+                         \"auto\" under [checkpoint] into the configuration";
 const RAISE_LIMIT: &str = "raise the memory limit of that cgroup by as much as the container has GPU memory";
 const FREE_MEMORY: &str = "free memory of the host, or write the image to a file system on disk";
 const FREE_SPACE: &str = "free space there, or write the checkpoint to another file system";
@@ -195,16 +203,17 @@ fn with_image(bytes: u64) -> String {
     }
 }
 
-/// Pids and names, `7 (python), 8 (python)`, of the first few processes.
-fn listed(processes: &[(i32, String)]) -> String {
+fn named(processes: &[(i32, String)]) -> Vec<String> {
+    let name = |(pid, comm): &(i32, String)| format!("{pid} ({comm})");
+    processes.iter().map(name).collect()
+}
+
+/// The first few, and how many more there are.
+fn listed(all: &[impl ToString]) -> String {
     const SHOWN: usize = 8;
-    let mut names: Vec<String> = processes
-        .iter()
-        .take(SHOWN)
-        .map(|(pid, comm)| format!("{pid} ({comm})"))
-        .collect();
-    if processes.len() > SHOWN {
-        names.push(format!("{} more", processes.len() - SHOWN));
+    let mut shown: Vec<String> = all.iter().take(SHOWN).map(ToString::to_string).collect();
+    if all.len() > SHOWN {
+        shown.push(format!("{} more", all.len() - SHOWN));
     }
-    names.join(", ")
+    shown.join(", ")
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use firn_config::{Config, Exec, names};
+use firn_config::{Config, Exec, Tcp, names};
 use firn_oci::{Spec, nccl};
 use serde::{Deserialize, Serialize};
 
@@ -66,15 +66,29 @@ pub struct Assertions {
     pub nccl_sockets: bool,
     /// What happens to processes that CRIU leaves out.
     pub exec: Exec,
+    /// What becomes of TCP connections.
+    pub tcp: Tcp,
 }
 
 impl Assertions {
-    /// `spec` is `None` for processes outside of a container.
-    pub fn of(spec: Option<&Spec>, config: &Config) -> Self {
+    /// `spec` is `None` for processes outside of a container. `users_tcp` is what the user's CRIU
+    /// configuration sets.
+    pub fn of(spec: Option<&Spec>, config: &Config, users_tcp: Option<Tcp>) -> Self {
+        let annotation = |name| spec.and_then(|spec| spec.annotation(name));
+        let nccl_sockets = spec.is_some_and(nccl::is_requested);
         Self {
-            shares_nothing: spec.and_then(|spec| spec.annotation(names::ANNOTATION_IPC)) == Some("none"),
-            nccl_sockets: spec.is_some_and(nccl::is_requested),
-            exec: match spec.and_then(|spec| spec.annotation(names::ANNOTATION_EXEC)) {
+            shares_nothing: annotation(names::ANNOTATION_IPC) == Some("none"),
+            nccl_sockets,
+            tcp: match annotation(names::ANNOTATION_TCP) {
+                None => match users_tcp {
+                    Some(tcp) => tcp,
+                    // Ranks are connected to each other.
+                    None if nccl_sockets && config.checkpoint.tcp != Tcp::Keep => Tcp::Auto,
+                    None => config.checkpoint.tcp,
+                },
+                Some(word) => Tcp::of_word(word).unwrap_or(Tcp::Refuse),
+            },
+            exec: match annotation(names::ANNOTATION_EXEC) {
                 None => config.checkpoint.exec,
                 Some(OMIT) => Exec::Omit,
                 Some(_) => Exec::Refuse,
@@ -110,22 +124,57 @@ mod tests {
                 None => json!({}).into(),
             };
             assert_eq!(
-                Assertions::of(Some(&spec), &node(of_node)).exec,
+                Assertions::of(Some(&spec), &node(of_node), None).exec,
                 expected,
                 "{annotation:?}"
             );
         }
-        assert_eq!(Assertions::of(None, &node(Exec::Omit)).exec, Exec::Omit);
+        assert_eq!(Assertions::of(None, &node(Exec::Omit), None).exec, Exec::Omit);
+    }
+
+    #[test]
+    fn connections_are_decided_by_the_annotation_then_the_users_file_then_the_job() {
+        for (annotations, users, of_node, expected) in [
+            (json!({}), None, Tcp::Refuse, Tcp::Refuse),
+            (json!({}), None, Tcp::Close, Tcp::Close),
+            (json!({}), Some(Tcp::Keep), Tcp::Close, Tcp::Keep),
+            (
+                json!({"firn.dev/tcp": "auto"}),
+                Some(Tcp::Keep),
+                Tcp::Close,
+                Tcp::Auto,
+            ),
+            (
+                json!({"firn.dev/tcp": "Auto"}),
+                Some(Tcp::Keep),
+                Tcp::Close,
+                Tcp::Refuse,
+            ),
+            (json!({"firn.dev/nccl": "sockets"}), None, Tcp::Refuse, Tcp::Auto),
+            (json!({"firn.dev/nccl": "sockets"}), None, Tcp::Keep, Tcp::Keep),
+            (
+                json!({"firn.dev/nccl": "sockets", "firn.dev/tcp": "keep"}),
+                None,
+                Tcp::Refuse,
+                Tcp::Keep,
+            ),
+        ] {
+            let spec = Spec::from(json!({"annotations": annotations}));
+            let mut config = Config::default();
+            config.checkpoint.tcp = of_node;
+            let found = Assertions::of(Some(&spec), &config, users).tcp;
+            assert_eq!(found, expected, "{annotations} {users:?} {of_node:?}");
+        }
     }
 
     #[test]
     fn assertions_are_read_from_the_annotations() {
         let spec: Spec = json!({"annotations": {"firn.dev/ipc": "none", "firn.dev/nccl": "sockets"}}).into();
-        let found = Assertions::of(Some(&spec), &Config::default());
+        let found = Assertions::of(Some(&spec), &Config::default(), None);
         assert!(found.shares_nothing && found.nccl_sockets);
         let none: Spec = json!({"annotations": {"firn.dev/ipc": "some"}}).into();
         assert_eq!(
-            Assertions::of(Some(&none), &Config::default()),
+            Assertions::of(Some(&none), &Config::default(), None),
             Assertions::default()
         );
     }

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use firn_gpu::Backend;
-use firn_oci::{Spec, SpecError, nccl};
+use firn_oci::{Spec, SpecError};
 
 use crate::cancel::CancellationToken;
 use crate::checkpoint::{self, CheckpointError};
@@ -70,15 +70,15 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
         options.binary_name.clone_from(runtime);
     }
     let other_gpus = spec.has_other_gpus();
-    let traits = ContainerTraits {
+    let mut traits = ContainerTraits {
         backend: match (gpu, other_gpus) {
             (true, _) => Backend::Nvidia,
             (false, true) => Backend::CriuPlugin,
             (false, false) => Backend::None,
         },
         other_gpus,
-        open_tcp: gpu && nccl::is_requested(spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
+        criu: None,
     };
     let runc = Runc::new(id, request.namespace, bundle, &options, reaper.clone());
     let restore = match request.image {
@@ -99,10 +99,12 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
             None
         }
     };
-    // A restore of GPU state has edited the bundle already.
-    if gpu && restore.as_ref().is_none_or(|restore| restore.gpu.is_none()) {
-        checkpoint::prepare_bundle(bundle, resolved.spec)?;
-    }
+    traits.criu = match restore.as_ref().and_then(|restore| restore.gpu.as_ref()) {
+        // The restore has edited the bundle already.
+        Some(part) => Some(part.criu.clone()),
+        None if gpu => Some(checkpoint::prepare_bundle(bundle, resolved.spec)?),
+        None => None,
+    };
     Ok(PreparedBundle {
         options,
         traits,

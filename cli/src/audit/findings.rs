@@ -82,6 +82,8 @@ const SHARED: &str = "shared_gpu_memory";
 const IMEX: &str = "imex";
 const INHERITED: &str = "inherited_gpus";
 
+const CONNECTIONS: [Topic; 1] = [Topic("tcp_connections", "/proc/PID/fd and net/tcp")];
+
 const LEFT_OUT: [Topic; 1] = [Topic("processes_of_exec", "/proc/PID/status")];
 
 const OTHER_VENDORS: [Topic; 2] = [
@@ -128,6 +130,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::Rdma { .. } => "rdma",
         Refusal::InheritedGpu { .. } => INHERITED,
         Refusal::LeakedGpu { .. } | Refusal::Vfork { .. } => "gpu_descriptors_without_cuda",
+        Refusal::Connections { .. } => "tcp_connections",
         Refusal::Imex { .. } => IMEX,
         Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => SHARED,
         Refusal::CgroupMemory { .. } | Refusal::HostMemory { .. } => "too_little_memory",
@@ -194,6 +197,7 @@ impl Signals {
         let refusals = &outcome.refusals;
         if let Some(assertions) = &workload.processes {
             self.of_findings(outcome, assertions);
+            self.of_connections(outcome, assertions);
             self.add_all(&LEFT_OUT, refusals);
         }
         if workload.other_vendors.is_some() {
@@ -224,6 +228,25 @@ impl Signals {
                 SHARED => String::new(),
                 _ => found.first().copied().map(described).unwrap_or_default(),
             };
+        }
+    }
+
+    fn of_connections(&mut self, outcome: &Outcome, assertions: &Assertions) {
+        self.add_all(&CONNECTIONS, &outcome.refusals);
+        let all = &outcome.connections;
+        if let Some(signal) = self
+            .all
+            .last_mut()
+            .filter(|signal| !signal.refused && !all.is_empty())
+        {
+            let (kept, closed): (Vec<_>, Vec<_>) = all.iter().partition(|one| one.continues(assertions.tcp));
+            signal.detail = format!("in a copy {} go on, {} are closed", kept.len(), closed.len());
+            if let Some(one) = closed.first() {
+                signal.detail.push_str(&format!(
+                    " ({one}{})",
+                    if closed.len() > 1 { ", ..." } else { "" }
+                ));
+            }
         }
     }
 

@@ -6,6 +6,7 @@ use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
 use firn_oci::Spec;
+use firn_oci::criu_config::users_tcp;
 use firn_preflight::{Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, image_bytes};
 
 use super::findings::Signals;
@@ -101,6 +102,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
         amdgpu_plugin: config.criu.amdgpu_plugin.clone(),
     };
     let may_have_others = subject.spec.as_ref().is_none_or(Spec::has_other_gpus);
+    let spec = subject.spec.as_ref();
     Workload {
         init: subject.init,
         pids: subject.pids(),
@@ -108,7 +110,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             nvidia.processes.iter().map(|process| process.pid).collect()
         }),
         other_vendors: may_have_others.then_some(other_vendors),
-        processes: nvidia.map(|_| Assertions::of(subject.spec.as_ref(), config)),
+        processes: nvidia.map(|_| Assertions::of(spec, config, spec.and_then(users_tcp))),
         inherited: subject
             .bundle
             .as_deref()

@@ -91,8 +91,7 @@ fn iptables(path: &OsStr) -> Check {
         None => Check::warn(
             "iptables",
             format!("no {PROGRAM} in PATH"),
-            "install iptables, or write `network-lock skip` into /etc/criu/runc.conf; without it CRIU cannot \
-             lock the network",
+            "install iptables; without it CRIU cannot lock the network",
         ),
     }
 }

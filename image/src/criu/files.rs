@@ -6,8 +6,8 @@ use super::{Image, ImageFault, missing};
 use firn_oci::Spec;
 use firn_oci::spec::capability;
 
-const NAME: &str = "files.img";
-const MAGIC: u32 = 0x5630_3138;
+pub(super) const NAME: &str = "files.img";
+pub(super) const MAGIC: u32 = 0x5630_3138;
 
 /// Fields that hold what only a capability gives, and which.
 const PRIVILEGED: [(u32, &str, &str); 4] = [
@@ -16,6 +16,9 @@ const PRIVILEGED: [(u32, &str, &str); 4] = [
     (14, "a fanotify group", "CAP_SYS_ADMIN"),
     (21, "a BPF map", "CAP_SYS_ADMIN"),
 ];
+
+/// The field of a socket of IPv4 or IPv6.
+pub(super) const INET_SOCKET: u32 = 4;
 
 /// A raw socket, as the kernel numbers types.
 const RAW: u32 = 3;
@@ -45,7 +48,7 @@ fn read(file: &Message<'_>) -> Result<Found, WireError> {
     if let Some((_, what, needs)) = PRIVILEGED.into_iter().find(|(field, ..)| file.has(*field)) {
         return Ok(Found::Privileged(what, needs));
     }
-    if let Some(socket) = file.message(4)?
+    if let Some(socket) = file.message(INET_SOCKET)?
         && socket.required(4)? == RAW
     {
         return Ok(Found::Privileged("a raw socket", "CAP_NET_RAW"));

@@ -11,6 +11,7 @@
 //! Only [`UntrustedDir`] opens files, so that nothing but regular files is read; each is read up to a bound.
 
 mod cgroups;
+mod connections;
 mod entries;
 mod files;
 mod made;
@@ -28,6 +29,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::connections::{Connections, close_connections};
 pub use self::made::{check as check_made, loosened};
 pub use self::stopped::was_stopped;
 use self::wire::{Message, WireError};
@@ -190,23 +192,10 @@ impl Image {
         let Some(bytes) = self.bytes(name)? else {
             return Ok(None);
         };
-        let mut rest = &bytes[..];
-        let inventory = magic == INVENTORY_MAGIC;
-        if !inventory && word(&mut rest) != Some(COMMON_MAGIC) || word(&mut rest) != Some(magic) {
-            return Err(ImageFault::malformed(name, "another kind of file"));
-        }
-        let mut all = Vec::new();
-        while !rest.is_empty() {
-            let length = word(&mut rest).and_then(|length| usize::try_from(length).ok());
-            let split = length.and_then(|length| rest.split_at_checked(length));
-            let Some((message, left)) = split else {
-                return Err(ImageFault::malformed(name, "it ends too early"));
-            };
-            rest = left;
-            let message = Message::parse(message).and_then(|message| each(&message));
-            all.push(message.map_err(|error| ImageFault::malformed(name, error))?);
-        }
-        Ok(Some(all))
+        let read = |message| Message::parse(message).and_then(|message| each(&message));
+        let all = messages(name, magic, &bytes)?.into_iter().map(read);
+        let all = all.collect::<Result<_, _>>();
+        all.map(Some).map_err(|error| ImageFault::malformed(name, error))
     }
 
     /// The only message of a file.
@@ -251,6 +240,26 @@ impl Image {
 
 fn missing(name: &str) -> ImageFault {
     ImageFault::malformed(name, "it is not there")
+}
+
+/// The bytes of the messages of a file.
+fn messages<'a>(name: &str, magic: u32, bytes: &'a [u8]) -> Result<Vec<&'a [u8]>, ImageFault> {
+    let mut rest = bytes;
+    let inventory = magic == INVENTORY_MAGIC;
+    if !inventory && word(&mut rest) != Some(COMMON_MAGIC) || word(&mut rest) != Some(magic) {
+        return Err(ImageFault::malformed(name, "another kind of file"));
+    }
+    let mut all = Vec::new();
+    while !rest.is_empty() {
+        let length = word(&mut rest).and_then(|length| usize::try_from(length).ok());
+        let split = length.and_then(|length| rest.split_at_checked(length));
+        let Some((message, left)) = split else {
+            return Err(ImageFault::malformed(name, "it ends too early"));
+        };
+        rest = left;
+        all.push(message);
+    }
+    Ok(all)
 }
 
 fn word(bytes: &mut &[u8]) -> Option<u32> {

@@ -12,11 +12,15 @@ mod tasks;
 
 /// A message as it is written.
 #[derive(Clone, Default)]
-struct Out(Vec<u8>);
+pub(in crate::criu) struct Out(Vec<u8>);
 
 impl Out {
-    fn new() -> Self {
+    pub(in crate::criu) fn new() -> Self {
         Self::default()
+    }
+
+    pub(in crate::criu) fn bytes_mut(&mut self) -> &mut Vec<u8> {
+        &mut self.0
     }
 
     fn varint(mut self, mut number: u64) -> Self {
@@ -28,7 +32,7 @@ impl Out {
         self
     }
 
-    fn number(self, field: u32, number: u64) -> Self {
+    pub(in crate::criu) fn number(self, field: u32, number: u64) -> Self {
         self.varint(u64::from(field << 3)).varint(number)
     }
 
@@ -38,11 +42,11 @@ impl Out {
         out
     }
 
-    fn text(self, field: u32, text: &str) -> Self {
+    pub(in crate::criu) fn text(self, field: u32, text: &str) -> Self {
         self.bytes(field, text.as_bytes())
     }
 
-    fn message(self, field: u32, message: &Self) -> Self {
+    pub(in crate::criu) fn message(self, field: u32, message: &Self) -> Self {
         self.bytes(field, &message.0)
     }
 
@@ -50,6 +54,21 @@ impl Out {
         self.number(field, capabilities & 0xffff_ffff)
             .number(field, capabilities >> 32)
     }
+}
+
+/// Writes a file of CRIU's.
+pub(in crate::criu) fn write_file(path: &Path, magic: u32, messages: &[Out]) {
+    let mut bytes = if magic == INVENTORY_MAGIC {
+        Vec::new()
+    } else {
+        COMMON_MAGIC.to_le_bytes().to_vec()
+    };
+    bytes.extend(magic.to_le_bytes());
+    for message in messages {
+        bytes.extend(u32::try_from(message.0.len()).unwrap().to_le_bytes());
+        bytes.extend(&message.0);
+    }
+    std::fs::write(path, bytes).unwrap();
 }
 
 /// A mount as the image lists it.
@@ -164,19 +183,7 @@ impl Given {
     /// Writes the files.
     #[allow(clippy::too_many_lines, reason = "a table")]
     fn write(&self, dir: &Path) {
-        let file = |name: &str, magic: u32, messages: &[Out]| {
-            let mut bytes = if magic == INVENTORY_MAGIC {
-                Vec::new()
-            } else {
-                COMMON_MAGIC.to_le_bytes().to_vec()
-            };
-            bytes.extend(magic.to_le_bytes());
-            for message in messages {
-                bytes.extend(u32::try_from(message.0.len()).unwrap().to_le_bytes());
-                bytes.extend(&message.0);
-            }
-            std::fs::write(dir.join(name), bytes).unwrap();
-        };
+        let file = |name: &str, magic: u32, messages: &[Out]| write_file(&dir.join(name), magic, messages);
         let ids = |ids: &[u64]| {
             (5..)
                 .zip(ids)

@@ -23,29 +23,71 @@ enum Value<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct Message<'a>(Vec<(u32, Value<'a>)>);
 
+/// A field at the beginning of `bytes`.
+fn next<'a>(bytes: &mut &'a [u8]) -> Result<(u32, Value<'a>), WireError> {
+    let tag = u32::try_from(varint(bytes, 0)?).map_err(|_| WireError { field: 0 })?;
+    let field = tag >> 3;
+    if field == 0 {
+        return Err(WireError { field });
+    }
+    let value = match tag & 7 {
+        0 => Value::Number(varint(bytes, field)?),
+        2 => {
+            let length = varint(bytes, field)?;
+            let length = usize::try_from(length).map_err(|_| WireError { field })?;
+            Value::Bytes(take(bytes, length, field)?)
+        }
+        kind @ (1 | 5) => {
+            take(bytes, if kind == 1 { 8 } else { 4 }, field)?;
+            Value::Fixed
+        }
+        _ => return Err(WireError { field }),
+    };
+    Ok((field, value))
+}
+
+/// A message without the fields that `drop` selects; all others keep their bytes.
+pub(super) fn without(mut message: &[u8], drop: impl Fn(u32) -> bool) -> Result<Vec<u8>, WireError> {
+    let mut kept = Vec::new();
+    while !message.is_empty() {
+        let start = message;
+        let (field, _) = next(&mut message)?;
+        if !drop(field) {
+            kept.extend_from_slice(&start[..start.len() - message.len()]);
+        }
+    }
+    Ok(kept)
+}
+
+/// Appends a number to a message.
+pub(super) fn push_number(message: &mut Vec<u8>, field: u32, number: u32) {
+    push_varint(message, field << 3);
+    push_varint(message, number);
+}
+
+/// Appends bytes, which may be a message, to a message.
+pub(super) fn push_bytes(message: &mut Vec<u8>, field: u32, bytes: &[u8]) {
+    push_varint(message, field << 3 | 2);
+    push_varint(
+        message,
+        u32::try_from(bytes.len()).expect("files of CRIU are short"),
+    );
+    message.extend_from_slice(bytes);
+}
+
+fn push_varint(message: &mut Vec<u8>, mut number: u32) {
+    while number >= 0x80 {
+        message.push(number.to_le_bytes()[0] | 0x80);
+        number >>= 7;
+    }
+    message.push(number.to_le_bytes()[0]);
+}
+
 impl<'a> Message<'a> {
     pub(super) fn parse(mut bytes: &'a [u8]) -> Result<Self, WireError> {
         let mut fields = Vec::new();
         while !bytes.is_empty() {
-            let tag = u32::try_from(varint(&mut bytes, 0)?).map_err(|_| WireError { field: 0 })?;
-            let field = tag >> 3;
-            if field == 0 {
-                return Err(WireError { field });
-            }
-            let value = match tag & 7 {
-                0 => Value::Number(varint(&mut bytes, field)?),
-                2 => {
-                    let length = varint(&mut bytes, field)?;
-                    let length = usize::try_from(length).map_err(|_| WireError { field })?;
-                    Value::Bytes(take(&mut bytes, length, field)?)
-                }
-                kind @ (1 | 5) => {
-                    take(&mut bytes, if kind == 1 { 8 } else { 4 }, field)?;
-                    Value::Fixed
-                }
-                _ => return Err(WireError { field }),
-            };
-            fields.push((field, value));
+            fields.push(next(&mut bytes)?);
         }
         Ok(Self(fields))
     }

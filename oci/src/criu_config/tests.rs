@@ -56,7 +56,7 @@ fn without_a_users_file_only_firns_lines_are_there() {
     for users_file in ["", "/nonexistent/criu.conf"] {
         let config = CriuConfig::new(&spec(users_file), bundle.path(), None);
         let libdir = libdir(&bundle);
-        let dump = [ANY_GHOST.to_owned(), libdir.clone()];
+        let dump = ["ghost-limit 1024G", "skip-in-flight", &libdir].map(str::to_owned);
         assert_eq!(written(&config, Operation::Dump), dump);
         assert_eq!(
             written(&config, Operation::Restore),
@@ -100,8 +100,50 @@ fn the_users_lines_come_first_and_are_read_every_time() {
     std::fs::write(&users, "ghost-limit 2M").unwrap();
     assert_eq!(
         written(&config, Operation::Dump),
-        [ANY_GHOST, "ghost-limit 2M", &libdir]
+        ["ghost-limit 1024G", "skip-in-flight", "ghost-limit 2M", &libdir]
     );
+}
+
+#[test]
+fn only_a_dump_that_closes_connections_has_criu_close_them() {
+    let bundle = tempfile::tempdir().unwrap();
+    let config = CriuConfig::new(&spec(""), bundle.path(), None);
+    let libdir = &*libdir(&bundle);
+    for (tcp, expected) in [
+        (Tcp::Refuse, &[libdir][..]),
+        (Tcp::Close, &[libdir, "tcp-close"]),
+        (Tcp::Keep, &[libdir]),
+        (Tcp::Auto, &[libdir]),
+    ] {
+        let config = config.clone().with_tcp(tcp);
+        assert_eq!(written(&config, Operation::Dump)[2..], *expected, "{tcp:?}");
+        let restore = written(&config, Operation::Restore);
+        assert!(!restore.iter().any(|line| line.contains("tcp")), "{restore:?}");
+    }
+}
+
+#[test]
+fn what_a_users_file_sets_for_connections_is_known_also_from_firns_own() {
+    let bundle = tempfile::tempdir().unwrap();
+    let users = bundle.path().join("users.conf");
+    for (lines, expected) in [
+        ("ghost-limit 2M\n# tcp-established\n", None),
+        ("ghost-limit 2M\n  tcp-established # of ours\n", Some(Tcp::Keep)),
+        ("tcp-close\n", Some(Tcp::Close)),
+    ] {
+        std::fs::write(&users, lines).unwrap();
+        let spec_of_user = spec(users.to_str().unwrap());
+        let config = CriuConfig::new(&spec_of_user, bundle.path(), None).with_tcp(Tcp::Close);
+        assert_eq!(config.users_tcp(), expected, "{lines}");
+        config.write(Operation::Dump).unwrap();
+        assert_eq!(
+            users_tcp(&spec(config.path().to_str().unwrap())),
+            expected,
+            "{lines}"
+        );
+        assert_eq!(users_tcp(&spec_of_user), expected, "{lines}");
+    }
+    assert_eq!(users_tcp(&spec("/nonexistent")), None);
 }
 
 #[test]

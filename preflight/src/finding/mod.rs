@@ -35,18 +35,21 @@ use nix::fcntl::{OFlag, ResolveFlag, open};
 use nix::sys::stat::Mode;
 
 use firn_host::proc_maps::{self, Mapping};
-use firn_host::{bounded, open_below};
+use firn_host::{bounded, open_below, procfs};
 
+mod connections;
 mod descriptors;
 mod evaluate;
 mod inherited;
 #[cfg(test)]
 mod tests;
 
+pub use connections::Connection;
 pub(crate) use evaluate::evaluate;
 pub use inherited::Inherited;
 
 use crate::Refusal;
+use crate::sys::is_same_memory;
 
 /// Size of the driver's own mapping of /dev/nvidia-uvm for each context. The first is at 0x204a00000.
 const UVM_BASELINE: u64 = 2 << 20;
@@ -99,6 +102,19 @@ pub(crate) struct Processes<'a> {
     pub criu_plugin: bool,
     /// Inherited descriptors that the last checkpoint has found.
     pub inherited_before: &'a [Inherited],
+}
+
+/// The TCP connections of processes below `proc_root`.
+pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection>, Unreadable> {
+    connections::inspect(proc_root, dumped)
+}
+
+/// Whether one of these processes is between vfork and exec: its parent waits for that in the kernel, where
+/// CRIU cannot stop it.
+pub fn is_in_vfork(pids: &[i32]) -> bool {
+    let parent = |pid| procfs::stat_field(pid, 1)?.parse().ok();
+    let mut pairs = pids.iter().filter_map(|pid| Some((*pid, parent(*pid)?)));
+    pairs.any(|(pid, parent)| pids.contains(&parent) && is_same_memory(pid, parent))
 }
 
 /// Reads the files of processes below `proc_root`. A process that has ended has no findings. Returns also

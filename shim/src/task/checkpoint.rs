@@ -31,7 +31,7 @@ pub(super) async fn checkpoint(
         parent: path(&unknown_string(&options, PARENT_PATH)),
         exit: options.exit,
         flags: DumpFlags {
-            open_tcp: options.open_tcp || container.traits.open_tcp,
+            open_tcp: options.open_tcp,
             external_unix_sockets: options.external_unix_sockets,
             terminal: options.terminal,
             file_locks: options.file_locks,

@@ -26,8 +26,8 @@ pub(super) const ID: &str = "box";
 pub(super) const PLAIN: ContainerTraits = ContainerTraits {
     backend: Backend::None,
     other_gpus: false,
-    open_tcp: false,
     private_pids: true,
+    criu: None,
 };
 
 /// The same with GPUs.

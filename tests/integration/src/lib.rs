@@ -41,5 +41,7 @@ pub const STOCK: &str = "io.containerd.runc.v2";
 pub const IMAGE: &str = "localhost/firn-test:latest";
 /// Where gpu-counter writes its lines in a container.
 pub const LOG: &str = "/counter.log";
+/// Starts a gpu-counter that writes to [`LOG`].
+pub const COUNTER: &str = "/bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
 /// Options of `ctr run` for a container of several CUDA processes that share no GPU memory.
 pub const SHARES_NOTHING: [&str; 2] = ["--annotation", "firn.dev/ipc=none"];

@@ -7,17 +7,20 @@ mod manifest;
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
-use firn_config::Config;
+use firn_config::{Config, Tcp};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::UnlessAbsent;
-use firn_image::manifest::{DriverVersion, Versions};
+use firn_image::criu::close_connections;
+use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
+use firn_oci::criu_config::Operation;
 use firn_oci::{criu_config, mounts};
-use firn_preflight::{Assertions, Inherited};
+use firn_preflight::{Assertions, Inherited, is_in_vfork};
 
 use super::Request;
-use super::dump::{Found, Leftovers, dump};
+use super::dump::{Found, Leftovers, bounded, dump};
 use super::error::{DumpError, EffectError, EndError};
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
@@ -34,10 +37,18 @@ use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
 use crate::warn::OrWarn;
 
+/// How long a freeze is repeated until no process is between vfork and exec.
+const VFORK: Duration = Duration::from_millis(500);
+
+/// How long a process may take to its exec.
+const EXEC: Duration = Duration::from_millis(5);
+
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
 struct Source {
     assertions: Assertions,
+    /// Options of the dump.
+    dump: DumpFlags,
     /// Bytes of memory in use on the container's GPUs, by any process.
     gpu_memory_in_use: u64,
     driver: DriverVersion,
@@ -141,9 +152,38 @@ impl ContainerEffects<'_> {
             .expect("the first inspection reads it")
     }
 
-    /// The directory of CRIU's plugins, with firn's own where the dump needs it.
-    fn plugins(&self) -> Result<PathBuf, EffectError> {
+    /// Closes connections in the image that the copy does not continue.
+    async fn close_connections(&mut self) -> Result<(), EffectError> {
+        let tcp = self.source().assertions.tcp;
+        if !matches!(tcp, Tcp::Close | Tcp::Auto) {
+            return Ok(());
+        }
+        let (image, limit) = (self.request.image.inside(), self.config.deadlines.look);
+        let close = move || close_connections(&image, tcp == Tcp::Auto);
+        let found = bounded("close connections in the image", limit, &self.cancel, close).await?;
+        let found = found.map_err(DumpError::Connections)?;
+        if let Some(source) = &mut self.progress.source {
+            source.dump.open_tcp = found.kept > 0;
+        }
+        if found.closed > 0 {
+            let id = &self.container.id;
+            log::info!(
+                "{} TCP sockets are closed in the checkpoint of {id}, {} go on",
+                found.closed,
+                found.kept
+            );
+        }
+        Ok(())
+    }
+
+    /// Writes CRIU's configuration for the dump. Returns the directory of CRIU's plugins, with firn's own
+    /// where the dump needs it.
+    fn configure_criu(&self) -> Result<PathBuf, EffectError> {
         let bundle = &self.container.bundle;
+        if let Some(criu) = self.container.traits.criu.clone() {
+            let criu = criu.with_tcp(self.source().assertions.tcp);
+            criu.write(Operation::Dump)?;
+        }
         let plugin = self
             .criu_plugin
             .as_deref()
@@ -192,8 +232,20 @@ impl Device for ContainerEffects<'_> {
         self.journal.leave(phase, ok).await;
     }
 
+    /// At a moment when no process is between vfork and exec, if there is one within [`VFORK`].
     async fn freeze(&mut self) -> Result<(), EffectError> {
-        unless_cancelled(&self.cancel, self.cgroup.freeze(self.config.deadlines.freeze)).await
+        let (cgroup, limit) = (&self.cgroup, self.config.deadlines.freeze);
+        let until = Instant::now() + VFORK;
+        let freeze = async {
+            cgroup.freeze(limit).await?;
+            while Instant::now() < until && is_in_vfork(&cgroup.pids()?) {
+                cgroup.thaw(limit).await?;
+                tokio::time::sleep(EXEC).await;
+                cgroup.freeze(limit).await?;
+            }
+            Ok::<_, EffectError>(())
+        };
+        unless_cancelled(&self.cancel, freeze).await
     }
 
     async fn keep_frozen(&mut self) -> Result<(), EffectError> {
@@ -306,7 +358,8 @@ impl Dump for ContainerEffects<'_> {
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.timings.mark(Phase::Freeze);
         let described = self.describe(processes);
-        let (plugins, limit) = (self.plugins()?, self.config.deadlines.criu_dump);
+        let (plugins, limit) = (self.configure_criu()?, self.config.deadlines.criu_dump);
+        let flags = self.source().dump.clone();
         let bounds = Bounds {
             deadline: Some(limit),
             journal: &self.journal,
@@ -315,7 +368,9 @@ impl Dump for ContainerEffects<'_> {
         };
         let others = self.config.checkpoint.open_image_dir;
         let left = &mut self.progress.leftovers;
-        dump(self.container, self.request, &plugins, others, bounds, left).await?;
+        let call = (&flags, plugins.as_path());
+        dump(self.container, self.request, call, others, bounds, left).await?;
+        self.close_connections().await?;
         self.timings.mark(Phase::CriuDump);
         self.write_manifest(described).await?;
         self.timings.mark(Phase::Manifest);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use firn_config::OpenImageDir;
 use firn_host::UnlessAbsent;
-use firn_image::manifest::{ImageFile, describe_images_by};
+use firn_image::manifest::{DumpFlags, ImageFile, describe_images_by};
 
 use super::error::{DumpError, EffectError};
 use super::{KEPT_LOG, Request};
@@ -81,7 +81,7 @@ impl WorkDir {
 pub(super) async fn dump(
     container: &Container,
     request: &Request,
-    plugins: &Path,
+    (flags, plugins): (&DumpFlags, &Path),
     others: OpenImageDir,
     bounds: Bounds<'_>,
     left: &mut Leftovers,
@@ -102,7 +102,7 @@ pub(super) async fn dump(
     let made = work.clone();
     bounded("make CRIU's work directory", limit, cancel, move || made.make()).await?;
     let inside = image.inside();
-    let call = request.call(&inside, &work.path, true, Some(plugins), bounds);
+    let call = request.call((&inside, &work.path), flags, true, Some(plugins), bounds);
     container
         .runc
         .checkpoint(call)

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_host::{Chain, Problem, ProblemLine, Remedy};
+use firn_image::criu::ImageFault;
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
 
@@ -127,6 +128,12 @@ pub enum DumpError {
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
     Stalled { what: &'static str, limit: Duration },
+    #[error("cannot close TCP connections in the image")]
+    #[problem(
+        "FIRN-DUMP",
+        "report it with the image; firn.dev/tcp=keep leaves the image as it is"
+    )]
+    Connections(#[source] ImageFault),
     #[error(transparent)]
     Image(#[from] ImageDirError),
 }

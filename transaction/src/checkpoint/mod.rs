@@ -54,8 +54,8 @@ pub struct Request {
 impl Request {
     fn call<'a>(
         &'a self,
-        image: &'a Path,
-        work: &'a Path,
+        (image, work): (&'a Path, &'a Path),
+        flags: &'a DumpFlags,
         leave_running: bool,
         plugins: Option<&'a Path>,
         bounds: Bounds<'a>,
@@ -64,7 +64,7 @@ impl Request {
             image,
             work,
             parent: self.parent.as_deref(),
-            flags: &self.flags,
+            flags,
             empty_namespaces: &self.empty_namespaces,
             leave_running,
             plugins,
@@ -88,8 +88,8 @@ impl Request {
 }
 
 /// Edits the bundle of a new GPU container so that its dump will work: CRIU without its CUDA plugin and, if
-/// the container requests it, NCCL ranks that share no GPU memory.
-pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<(), CheckpointError> {
+/// the container requests it, NCCL ranks that share no GPU memory. Returns CRIU's configuration.
+pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<CriuConfig, CheckpointError> {
     let config = Config::load().map_err(CheckpointError::Config)?;
     let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
     criu.write(Operation::Dump)?;
@@ -99,7 +99,7 @@ pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<(), Checkp
     }
     edit::set_criu_config(&mut spec, &criu.path())?;
     spec.save(bundle)?;
-    Ok(())
+    Ok(criu)
 }
 
 /// Checks the image directory that was found for a checkpoint of `container`. For a container without GPUs,

@@ -86,11 +86,10 @@ async fn dump_plain(
         freezer: None,
     };
     let inside = image.inside();
-    let dumped = container
-        .runc
-        .checkpoint(request.call(&inside, &work.path, !request.exit, plugins, bounds))
-        .await
-        .map_err(|error| error.with_path(&inside, image.path()));
+    let paths = (&*inside, &*work.path);
+    let call = request.call(paths, &request.flags, !request.exit, plugins, bounds);
+    let dumped = container.runc.checkpoint(call).await;
+    let dumped = dumped.map_err(|error| error.with_path(&inside, image.path()));
     journal::point("dump-left").await;
     if dumped.is_err() && !guard.cancel.is_cancelled() {
         // Not for a container that is being killed: a frozen cgroup would delay its end.

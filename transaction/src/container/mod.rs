@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use firn_gpu::Backend;
+use firn_oci::criu_config::CriuConfig;
 use tokio::sync::watch;
 
 pub use admission::{Action, InitState, NotAllowed, admit};
@@ -312,17 +313,17 @@ impl Container {
 }
 
 /// What Create has decided from the spec.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct ContainerTraits {
     /// What carries its GPU state through a checkpoint. A container without GPUs is handled as by the stock
     /// shim.
     pub backend: Backend,
     /// Whether the spec gives it GPUs or accelerators of other vendors.
     pub other_gpus: bool,
-    /// Whether its dumps include established TCP connections, whatever the client requests.
-    pub open_tcp: bool,
     /// Whether its processes die with init because they share a private pid namespace.
     pub private_pids: bool,
+    /// CRIU's configuration for a container with NVIDIA's GPUs.
+    pub criu: Option<CriuConfig>,
 }
 
 impl ContainerTraits {

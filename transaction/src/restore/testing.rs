@@ -31,7 +31,7 @@ pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper)
     let traits = ContainerTraits {
         backend: Backend::Nvidia,
         other_gpus: false,
-        open_tcp: false,
+        criu: None,
         private_pids: true,
     };
     Container::new(id, bundle.to_owned(), runc, options, init, traits, None)

@@ -110,7 +110,7 @@ async fn leftover_processes_end_before_inits_exit_is_published() {
         (SHARED_PIDS, Paused, &["kill --all box 9", "resume box"]),
     ] {
         let mut stub = Stub::start().await;
-        let container = stub.running(traits);
+        let container = stub.running(traits.clone());
         container.set_state(state);
         for verb in ["kill", "resume"] {
             // Each call takes a while, and records its end.
@@ -189,7 +189,7 @@ async fn a_failed_thaw_of_a_suspended_container_is_logged_unless_it_has_gone() {
 async fn a_kill_is_answered_before_the_exit_that_it_has_caused() {
     for traits in [PLAIN, SHARED_PIDS] {
         let mut stub = Stub::start().await;
-        let container = stub.running(traits);
+        let container = stub.running(traits.clone());
         let killing = container.killing();
         end_init(&container).await;
         assert!(stub.events.is_empty());
@@ -203,7 +203,7 @@ async fn a_kill_is_answered_before_the_exit_that_it_has_caused() {
 async fn with_gpus_a_transaction_is_cancelled_when_init_ends() {
     for traits in [GPU, PLAIN] {
         let mut stub = Stub::start().await;
-        let container = stub.running(traits);
+        let container = stub.running(traits.clone());
         let transaction = container.transaction.begin();
         end(container.init.pid());
         stub.events.next::<TaskExit>().await;

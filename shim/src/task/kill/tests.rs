@@ -258,7 +258,7 @@ async fn sigkill_ends_a_frozen_init_and_with_gpus_no_other_process_runs() {
     for traits in [PLAIN, GPU] {
         for scratch in Scratch::all() {
             let mut stub = Stub::start().await;
-            let container = stub.container(traits);
+            let container = stub.container(traits.clone());
             container.set_cgroup(scratch.cgroup.clone());
             stub.run_init(&container, &mut scratch.shell("", "exec sleep 1000"));
             let other = scratch.spawn(&stub.service.reaper, "", "exec sleep 1000");

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, SimGpu, Skip, cases, matrix, on};
+use firn_lab::{BUNDLES, COUNTER, Container, GpuHost, IMAGE, SimGpu, Skip, cases, matrix, on};
 use firn_node::Platform;
 
 use crate::Step::{A, B, Do, Left, Send};
@@ -39,8 +39,6 @@ struct Story {
 
 /// Where the commands run.
 const DIR: &str = "/srv";
-
-const COUNTER: &str = "/bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
 
 const PAGES: &[Story] = &[
     Story {

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use firn_config::names;
+use firn_config::{Tcp, names};
 use firn_gpu::CudaProcess;
 use firn_image::manifest::{DriverVersion, Versions};
+use firn_oci::criu_config::CriuConfig;
 use firn_oci::{Spec, mounts};
 use firn_preflight::{Assertions, Capacity, Workload, check_node};
 use serde::de::DeserializeOwned;
@@ -29,6 +30,14 @@ impl ContainerEffects<'_> {
         let spec = Spec::load(&self.container.bundle)?;
         let node = check_node(&inventory, Some(&spec)).accepted()?;
         let uuids: Vec<_> = node.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let criu = self.container.traits.criu.as_ref();
+        let users_tcp = criu.and_then(CriuConfig::users_tcp);
+        let mut assertions = Assertions::of(Some(&spec), self.config, users_tcp);
+        let mut dump = self.request.flags.clone();
+        if dump.open_tcp {
+            assertions.tcp = Tcp::Keep;
+        }
+        dump.open_tcp = matches!(assertions.tcp, Tcp::Keep | Tcp::Auto);
         let versions = Versions {
             firn: env!("CARGO_PKG_VERSION").to_owned(),
             criu: self.version_of("criu").await,
@@ -39,7 +48,8 @@ impl ContainerEffects<'_> {
                 .to_owned(),
         };
         Ok(Source {
-            assertions: Assertions::of(Some(&spec), self.config),
+            assertions,
+            dump,
             gpu_memory_in_use: node.gpu_memory_in_use(),
             driver: DriverVersion {
                 driver: inventory.driver_version,

@@ -60,7 +60,7 @@ impl ContainerEffects<'_> {
         processes: Vec<manifest::CheckpointedProcess>,
     ) -> Result<(), EffectError> {
         let source = self.source().clone();
-        let (image, dump) = (self.request.image.clone(), self.request.flags.clone());
+        let image = self.request.image.clone();
         let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
         let images = describe(&image, limit, cancel).await?;
         let mut mounts = source.mounts;
@@ -74,7 +74,7 @@ impl ContainerEffects<'_> {
         let write = move || {
             let manifest = Manifest {
                 backend,
-                dump,
+                dump: source.dump,
                 driver: Some(source.driver),
                 gpus: source.gpus,
                 topology: source.topology,

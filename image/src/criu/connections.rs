@@ -1,0 +1,198 @@
+//! TCP connections in an image that was just made: those that a restored container is to find closed.
+//!
+//! CRIU continues either all connections or none. So a closed connection is made a socket without one, with
+//! both directions shut down, which is what `criu restore --tcp-close` makes of all: reads return the end of
+//! the file, writes fail with EPIPE. Such an image needs no option at its restore. The data that was queued
+//! in the connection is removed from the image.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::Path;
+
+use firn_host::{UnlessAbsent, atomic_file};
+
+use super::files::{INET_SOCKET, MAGIC, NAME};
+use super::wire::{self, Message, WireError};
+use super::{COMMON_MAGIC, INVENTORY_MAGIC, Image, ImageFault, messages, missing};
+use crate::dir::UntrustedDir;
+
+/// Fields of `inet_sk_entry`.
+mod field {
+    pub(super) const INODE: u32 = 2;
+    pub(super) const PROTOCOL: u32 = 5;
+    pub(super) const STATE: u32 = 6;
+    pub(super) const LOCAL_PORT: u32 = 7;
+    pub(super) const REMOTE_PORT: u32 = 8;
+    pub(super) const LOCAL: u32 = 11;
+    pub(super) const REMOTE: u32 = 12;
+    pub(super) const NAMESPACE: u32 = 18;
+    pub(super) const SHUTDOWN: u32 = 19;
+}
+
+const IPPROTO_TCP: u32 = 6;
+
+/// The state of a socket without a connection.
+const TCP_CLOSE: u32 = 7;
+
+/// Both directions are shut down.
+const SHUTDOWN_BOTH: u32 = 3;
+
+/// What an image holds of TCP connections.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Connections {
+    /// Ends of connections that a restored container continues.
+    pub kept: usize,
+    /// Sockets that it finds closed.
+    pub closed: usize,
+}
+
+/// An end of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct End {
+    namespace: Option<u32>,
+    local: SocketAddr,
+    remote: SocketAddr,
+}
+
+impl End {
+    fn other(self) -> Self {
+        Self {
+            local: self.remote,
+            remote: self.local,
+            ..self
+        }
+    }
+}
+
+/// Closes the connections in the image at `dir`, which nobody else may write to. With `keep_inside` those
+/// stay of which both ends are in the image.
+pub fn close_connections(dir: &Path, keep_inside: bool) -> Result<Connections, ImageFault> {
+    let untrusted = UntrustedDir::open(dir);
+    let image = Image {
+        dir: untrusted.map_err(|source| ImageFault::unreadable("the directory", &source))?,
+    };
+    let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
+    let malformed = |error: WireError| ImageFault::malformed(NAME, error);
+    let files = messages(NAME, MAGIC, &bytes)?;
+    let ends = files.iter().map(|file| end(file)).collect::<Result<Vec<_>, _>>();
+    let ends = ends.map_err(malformed)?;
+    let all: BTreeSet<End> = ends.iter().flatten().map(|(end, _)| *end).collect();
+    let mut found = Connections::default();
+    let mut edited = Vec::new();
+    for (file, end) in files.into_iter().zip(ends) {
+        match end {
+            None => edited.push(file.to_vec()),
+            Some((end, _)) if keep_inside && all.contains(&end.other()) => {
+                found.kept += 1;
+                edited.push(file.to_vec());
+            }
+            Some((_, inode)) => {
+                found.closed += 1;
+                empty(dir, &format!("tcp-stream-{inode:x}.img"))?;
+                edited.push(close(file).map_err(malformed)?);
+            }
+        }
+    }
+    if found.closed > 0 {
+        write(dir, NAME, MAGIC, &edited)?;
+    }
+    need_no_option(dir, &image)?;
+    Ok(found)
+}
+
+/// Removes the content of a file, if it is there. The file stays: firn sees by a missing one that another
+/// program clears the image.
+fn empty(dir: &Path, name: &str) -> Result<(), ImageFault> {
+    let emptied = File::options().write(true).truncate(true).open(dir.join(name));
+    let emptied = emptied.map(drop).unless_absent();
+    emptied.map_err(|source| ImageFault::unreadable(name, &source))
+}
+
+/// Removes the mark of a dump with `--tcp-close`, without which CRIU refuses a restore without that option.
+fn need_no_option(dir: &Path, image: &Image) -> Result<(), ImageFault> {
+    const NAME: &str = "inventory.img";
+    const TCP_CLOSE: u32 = 10;
+    let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
+    let unmarked = |message: &[u8]| wire::without(message, |field| field == TCP_CLOSE);
+    let edited = messages(NAME, INVENTORY_MAGIC, &bytes)?.into_iter().map(unmarked);
+    let edited = edited.collect::<Result<Vec<_>, _>>();
+    write(
+        dir,
+        NAME,
+        INVENTORY_MAGIC,
+        &edited.map_err(|error| ImageFault::malformed(NAME, error))?,
+    )
+}
+
+fn write(dir: &Path, name: &str, magic: u32, messages: &[Vec<u8>]) -> Result<(), ImageFault> {
+    let common = (magic != INVENTORY_MAGIC).then(|| COMMON_MAGIC.to_le_bytes());
+    let mut bytes: Vec<u8> = common.into_iter().flatten().chain(magic.to_le_bytes()).collect();
+    for message in messages {
+        bytes.extend(u32::try_from(message.len()).unwrap_or(u32::MAX).to_le_bytes());
+        bytes.extend_from_slice(message);
+    }
+    let written = atomic_file::write(dir, name, &bytes, 0o600);
+    written.map_err(|source| ImageFault::unreadable(name, &source))
+}
+
+/// The end of a connection that this open file is, and the inode of its socket.
+fn end(file: &[u8]) -> Result<Option<(End, u32)>, WireError> {
+    let Some(socket) = Message::parse(file)?.message(INET_SOCKET)? else {
+        return Ok(None);
+    };
+    // CRIU takes the same sockets for connections.
+    if socket.required(field::PROTOCOL)? != IPPROTO_TCP || socket.required(field::REMOTE_PORT)? == 0 {
+        return Ok(None);
+    }
+    let end = End {
+        namespace: socket.number(field::NAMESPACE)?,
+        local: address(&socket, field::LOCAL, field::LOCAL_PORT)?,
+        remote: address(&socket, field::REMOTE, field::REMOTE_PORT)?,
+    };
+    Ok(Some((end, socket.required(field::INODE)?)))
+}
+
+/// An IPv4 address in an IPv6 one is given as IPv4: its other end may be a socket of IPv4.
+fn address(socket: &Message<'_>, address: u32, port: u32) -> Result<SocketAddr, WireError> {
+    let words = socket.numbers(address)?;
+    let bytes = words
+        .iter()
+        .flat_map(|word| word.to_ne_bytes())
+        .collect::<Vec<u8>>();
+    let unknown = |_| WireError { field: address };
+    let ip = match <[u8; 4]>::try_from(&bytes[..]) {
+        Ok(bytes) => IpAddr::from(Ipv4Addr::from(bytes)),
+        Err(_) => IpAddr::from(Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[..]).map_err(unknown)?)),
+    };
+    let number = u16::try_from(socket.required(port)?).map_err(|_| WireError { field: port })?;
+    Ok(SocketAddr::new(ip.to_canonical(), number))
+}
+
+/// The same open file as a socket without a connection.
+fn close(file: &[u8]) -> Result<Vec<u8>, WireError> {
+    use field::{LOCAL, LOCAL_PORT, REMOTE, REMOTE_PORT, SHUTDOWN, STATE};
+    let message = Message::parse(file)?;
+    let socket = message.bytes(INET_SOCKET)?.unwrap_or_default();
+    let words = Message::parse(socket)?.numbers(LOCAL)?.len();
+    let changed = [STATE, LOCAL_PORT, REMOTE_PORT, LOCAL, REMOTE, SHUTDOWN];
+    let mut closed = wire::without(socket, |field| changed.contains(&field))?;
+    for (field, number) in [
+        (STATE, TCP_CLOSE),
+        (LOCAL_PORT, 0),
+        (REMOTE_PORT, 0),
+        (SHUTDOWN, SHUTDOWN_BOTH),
+    ] {
+        wire::push_number(&mut closed, field, number);
+    }
+    for _ in 0..words {
+        wire::push_number(&mut closed, LOCAL, 0);
+        wire::push_number(&mut closed, REMOTE, 0);
+    }
+    let mut file = wire::without(file, |field| field == INET_SOCKET)?;
+    wire::push_bytes(&mut file, INET_SOCKET, &closed);
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,238 @@
+//! TCP connections of the processes that CRIU dumps, as /proc shows them (Linux,
+//! Documentation/networking/proc_net_tcp.rst).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use firn_config::Tcp;
+use firn_host::{bounded, proc_maps};
+use serde::Serialize;
+
+use super::{Unreadable, open_files};
+
+/// A connection that is established, about to be, or half closed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Connection {
+    /// One of the processes that have it.
+    pub pid: i32,
+    pub comm: String,
+    pub local: SocketAddr,
+    pub remote: SocketAddr,
+    /// Whether the other end is a socket of the container, too.
+    pub inside: bool,
+}
+
+impl fmt::Display for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            pid,
+            comm,
+            local,
+            remote,
+            ..
+        } = self;
+        write!(f, "process {pid} ({comm}): {local} to {remote}")
+    }
+}
+
+impl Connection {
+    /// Whether a restored container continues it.
+    pub fn continues(&self, tcp: Tcp) -> bool {
+        match tcp {
+            Tcp::Keep => true,
+            Tcp::Auto => self.inside,
+            Tcp::Refuse | Tcp::Close => false,
+        }
+    }
+}
+
+/// States of sockets without a connection: TIME_WAIT and CLOSE, which CRIU dumps, SYN_RECV and LISTEN.
+const UNCONNECTED: [u8; 4] = [3, 6, 7, 10];
+
+/// The connections of `dumped`, in the order of their processes.
+pub(super) fn inspect(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection>, Unreadable> {
+    // Sockets by network namespace and inode.
+    let mut holders: BTreeMap<PathBuf, (i32, BTreeMap<u64, i32>)> = BTreeMap::new();
+    for &pid in dumped {
+        let sockets: Vec<u64> = match open_files(proc_root, pid)? {
+            Some(files) => files.filter_map(|(_, to)| socket(&to)).collect(),
+            None => continue,
+        };
+        let Ok(namespace) = std::fs::read_link(proc_root.join(format!("{pid}/ns/net"))) else {
+            continue;
+        };
+        let (_, of_namespace) = holders.entry(namespace).or_insert((pid, BTreeMap::new()));
+        for inode in sockets {
+            of_namespace.entry(inode).or_insert(pid);
+        }
+    }
+    let mut found = Vec::new();
+    for (pid, holders) in holders.into_values().filter(|(_, holders)| !holders.is_empty()) {
+        found.extend(of_namespace(proc_root, pid, &holders)?);
+    }
+    found.sort_by_key(|connection| connection.pid);
+    Ok(found)
+}
+
+/// The connections of a network namespace whose sockets are among `holders`.
+fn of_namespace(
+    proc_root: &Path,
+    pid: i32,
+    holders: &BTreeMap<u64, i32>,
+) -> Result<Vec<Connection>, Unreadable> {
+    let mut found = Vec::new();
+    for what in ["net/tcp", "net/tcp6"] {
+        let visit = |line: &[u8]| {
+            let parsed = std::str::from_utf8(line).ok().and_then(parse);
+            found.extend(
+                parsed.and_then(|(local, remote, inode)| Some((local, remote, *holders.get(&inode)?))),
+            );
+            ControlFlow::Continue(())
+        };
+        let path = proc_root.join(pid.to_string()).join(what);
+        let read = bounded::each(&path, b'\n', bounded::WHOLE, visit);
+        proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
+    }
+    let ends: BTreeSet<_> = found.iter().map(|(local, remote, _)| (*local, *remote)).collect();
+    let connection = |(local, remote, pid): (SocketAddr, SocketAddr, i32)| Connection {
+        pid,
+        comm: proc_maps::comm(proc_root, pid),
+        local,
+        remote,
+        inside: ends.contains(&(remote, local)),
+    };
+    Ok(found.into_iter().map(connection).collect())
+}
+
+/// The inode of `socket:[1234]`.
+fn socket(file: &Path) -> Option<u64> {
+    let name = file.to_str()?.strip_prefix("socket:[")?;
+    name.strip_suffix(']')?.parse().ok()
+}
+
+/// Addresses and inode of a line of `net/tcp`, if it is a connection.
+fn parse(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
+    let mut fields = line.split_ascii_whitespace().skip(1);
+    let (local, remote) = (address(fields.next()?)?, address(fields.next()?)?);
+    let state = u8::from_str_radix(fields.next()?, 16).ok()?;
+    let inode = fields.nth(5)?.parse().ok()?;
+    (!UNCONNECTED.contains(&state)).then_some((local, remote, inode))
+}
+
+/// An address in hexadecimal: words in the byte order of the host, and the port. An IPv4 address in an IPv6
+/// one is given as IPv4: its other end may be a socket of IPv4.
+fn address(text: &str) -> Option<SocketAddr> {
+    let (address, port) = text.split_once(':')?;
+    let words = address.as_bytes().chunks(8).map(|word| {
+        let word = std::str::from_utf8(word).ok()?;
+        Some(u32::from_str_radix(word, 16).ok()?.to_ne_bytes())
+    });
+    let bytes: Vec<u8> = words.collect::<Option<Vec<_>>>()?.concat();
+    let address = match <[u8; 4]>::try_from(&bytes[..]) {
+        Ok(bytes) => IpAddr::from(Ipv4Addr::from(bytes)),
+        Err(_) => IpAddr::from(Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[..]).ok()?)).to_canonical(),
+    };
+    Some(SocketAddr::new(address, u16::from_str_radix(port, 16).ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// Addresses, state and inode of sockets. The second and the third are the ends of a connection.
+    const TCP: [(&str, &str, &str, u64); 6] = [
+        ("00000000:1F90", "00000000:0000", "0A", 10),
+        ("0100007F:1F90", "0100007F:D431", "01", 11),
+        ("0100007F:D431", "0100007F:1F90", "01", 12),
+        ("0200000A:1F90", "0900000A:0050", "08", 13),
+        ("0200000A:1F90", "0900000A:0051", "06", 0),
+        ("0200000A:1F90", "0900000A:0052", "01", 99),
+    ];
+
+    const TCP6: [(&str, &str, &str, u64); 1] = [(
+        "0000000000000000FFFF00000100007F:1F91",
+        "0000000000000000FFFF00000100007F:D432",
+        "01",
+        14,
+    )];
+
+    fn table(sockets: &[(&str, &str, &str, u64)]) -> String {
+        let line = |(local, remote, state, inode): &(&str, &str, &str, u64)| {
+            format!("0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000 0 0 {inode} 1 0 20\n")
+        };
+        let head =
+            "sl local_address rem_address st tx_queue rx_queue tr tm->when retrnsmt uid timeout inode\n";
+        sockets
+            .iter()
+            .map(line)
+            .fold(head.to_owned(), |table, line| table + &line)
+    }
+
+    /// Processes 1 and 2 with these sockets in one network namespace.
+    fn root(sockets: [&[u64]; 2]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (pid, sockets) in [1, 2].into_iter().zip(sockets) {
+            let process = root.path().join(pid.to_string());
+            for dir in ["fd", "net", "ns"] {
+                std::fs::create_dir_all(process.join(dir)).unwrap();
+            }
+            symlink("net:[7]", process.join("ns/net")).unwrap();
+            symlink("/dev/null", process.join("fd/0")).unwrap();
+            for (number, inode) in sockets.iter().enumerate() {
+                symlink(
+                    format!("socket:[{inode}]"),
+                    process.join(format!("fd/{}", number + 3)),
+                )
+                .unwrap();
+            }
+            std::fs::write(process.join("comm"), "server\n").unwrap();
+            std::fs::write(process.join("net/tcp"), table(&TCP)).unwrap();
+            std::fs::write(process.join("net/tcp6"), table(&TCP6)).unwrap();
+        }
+        root
+    }
+
+    fn found(sockets: [&[u64]; 2]) -> Vec<(String, bool)> {
+        let found = inspect(root(sockets).path(), &[1, 2, 3]).unwrap();
+        found.iter().map(|one| (one.to_string(), one.inside)).collect()
+    }
+
+    #[test]
+    fn connections_are_named_with_their_process_and_both_addresses() {
+        let expected = [
+            ("process 1 (server): 127.0.0.1:8080 to 127.0.0.1:54321", true),
+            ("process 1 (server): 10.0.0.2:8080 to 10.0.0.9:80", false),
+            ("process 2 (server): 127.0.0.1:54321 to 127.0.0.1:8080", true),
+        ];
+        let expected = expected.map(|(text, inside)| (text.to_owned(), inside));
+        assert_eq!(found([&[10, 11, 13], &[12, 13]]), expected);
+    }
+
+    #[test]
+    fn the_other_end_of_a_connection_inside_is_in_a_process_that_is_dumped() {
+        let expected = [(
+            "process 2 (server): 127.0.0.1:54321 to 127.0.0.1:8080".to_owned(),
+            false,
+        )];
+        assert_eq!(found([&[], &[12]]), expected);
+    }
+
+    #[test]
+    fn an_ipv4_address_in_an_ipv6_one_is_an_ipv4_address() {
+        let expected = [(
+            "process 1 (server): 127.0.0.1:8081 to 127.0.0.1:54322".to_owned(),
+            false,
+        )];
+        assert_eq!(found([&[14], &[]]), expected);
+    }
+
+    #[test]
+    fn sockets_that_listen_or_are_not_of_the_container_are_no_connections() {
+        assert_eq!(found([&[10, 77], &[]]), []);
+    }
+}

@@ -1,0 +1,223 @@
+//! TCP connections of a job: refused and named, or closed or continued in the copy, while the source keeps
+//! them.
+//!
+//! The job has a server, and a client of its own; a program of the node is another client. With the node's
+//! network the connection of the latter leads outside, and the addresses are there on every node.
+//!
+//! Needs root.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::{Platform, wait_for};
+
+const PORT: u16 = 7001;
+
+const SERVE: &str = "nc -ll -p 7001 -e cat &
+    until nc 127.0.0.1 7001 </dev/null; do sleep 0.1; done
+    (while sleep 0.05; do echo x; done | nc 127.0.0.1 7001 >>/talk; echo closed >>/talk) &
+    while :; do sleep 1; done";
+
+/// A client of the node, which writes what the server returns.
+const TALK: &str = "exec 3<>/dev/tcp/127.0.0.1/7001; while sleep 0.05; do echo x >&3 || break; \
+    read -t 20 -u 3 line || break; echo $line; done >/tmp/talk; echo closed >>/tmp/talk";
+
+const WAIT: Duration = Duration::from_secs(20);
+
+fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])
+}
+
+fn job<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
+    let script = format!("{COUNTER} &\n{SERVE}");
+    let job = Container::script(host, "job", &["0"], 1, options, &script)?;
+    job.goes_on(3)?;
+    talks_on(&job)?;
+    Ok(job)
+}
+
+fn talk(job: &Container<'_>) -> Result<String> {
+    job.exec(&["cat", "/talk"])
+}
+
+/// The job's own client and server are connected.
+fn talks_on(job: &Container<'_>) -> Result<()> {
+    let before = talk(job).unwrap_or_default().len();
+    wait_for("the job's client to get answers", WAIT, || {
+        let now = talk(job).unwrap_or_default();
+        ensure!(!now.contains("closed"), "the job's client lost its server");
+        Ok((now.len() > before + 4).then_some(()))
+    })
+}
+
+/// The node's client is connected to the server.
+fn outside_talks_on(host: &GpuHost) -> Result<()> {
+    let now = || host.node().read("/tmp/talk").unwrap_or_default();
+    let before = now().len();
+    wait_for("the node's client to get answers", WAIT, || {
+        ensure!(!now().contains("closed"), "the node's client lost its server");
+        Ok((now().len() > before + 4).then_some(()))
+    })
+}
+
+/// Waits until so many processes of the server run, each of which has a connection.
+fn serves(job: &Container<'_>, count: usize) -> Result<()> {
+    let waited = wait_for(&format!("{count} served clients"), WAIT, || {
+        let list = job.exec(&["ps", "-o", "comm,stat,args"])?;
+        let is_served =
+            |row: &&str| row.starts_with("cat ") && !row.contains("/talk") && !row.contains(" Z ");
+        Ok((list.lines().filter(is_served).count() == count).then_some(()))
+    });
+    waited.with_context(|| job.exec(&["ps", "-o", "comm,stat,args"]).unwrap_or_default())
+}
+
+fn connections_are_refused_by_name_and_kept_in_the_source(platform: Platform) -> Result<()> {
+    on(
+        [host(platform, "tcp-a", 1)?, host(platform, "tcp-b", 2)?],
+        |[a, b]| {
+            a.watch_runc()?;
+            let source = job(a, &["--net-host"])?;
+            let mut client = a.node().spawn(&["bash", "-c", TALK])?;
+            outside_talks_on(a)?;
+            let output = failure(source.checkpoint("checkpoint/job"))?;
+            let named = [
+                "FIRN-TCP:",
+                "(cat): 127.0.0.1:7001 to 127.0.0.1:",
+                "(nc): 127.0.0.1:",
+                "firn.dev/tcp=auto",
+            ];
+            for part in named {
+                ensure!(output.contains(part), "no {part:?} in {output}");
+            }
+            ensure!(!a.runc_has("checkpoint")?, "runc was called");
+            let audit = a
+                .node()
+                .run(&["sh", "-c", "firn audit job --json || true"])?
+                .stdout;
+            ensure!(audit.contains("FIRN-TCP"), "{audit}");
+            outside_talks_on(a)?;
+
+            a.configure("[checkpoint]\ntcp = \"auto\"\n")?;
+            let audit = a.node().run(&["firn", "audit", "job", "--json"])?.stdout;
+            ensure!(
+                audit.contains("in a copy 2 go on, 1 are closed (process "),
+                "{audit}"
+            );
+            source.checkpoint("checkpoint/job")?;
+            source.goes_on(3)?;
+            talks_on(&source)?;
+            outside_talks_on(a)?;
+            serves(&source, 2)?;
+            a.send_image("checkpoint/job", b)?;
+            source.remove()?;
+            client.wait()?;
+            a.idle()?;
+
+            let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
+            copy.goes_on(3)?;
+            talks_on(&copy)?;
+            serves(&copy, 1)?;
+            b.configure("[checkpoint]\ntcp = \"auto\"\n")?;
+            copy.checkpoints_again("checkpoint/job")?;
+            talks_on(&copy)?;
+            copy.remove()?;
+            b.idle()
+        },
+    )
+}
+
+fn closed_connections_end_in_the_copy_alone(platform: Platform) -> Result<()> {
+    on(
+        [host(platform, "tcp-c", 1)?, host(platform, "tcp-d", 2)?],
+        |[a, b]| {
+            let source = job(a, &["--net-host", "--annotation", "firn.dev/tcp=close"])?;
+            let mut client = a.node().spawn(&["bash", "-c", TALK])?;
+            outside_talks_on(a)?;
+            source.checkpoint("checkpoint/job")?;
+            source.goes_on(3)?;
+            talks_on(&source)?;
+            outside_talks_on(a)?;
+            a.send_image("checkpoint/job", b)?;
+            source.remove()?;
+            client.wait()?;
+            a.idle()?;
+
+            let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
+            copy.goes_on(3)?;
+            wait_for("the job's client to see its server gone", WAIT, || {
+                Ok(talk(&copy)?.contains("closed").then_some(()))
+            })?;
+            serves(&copy, 0)?;
+            let mut client = b.node().spawn(&["bash", "-c", TALK])?;
+            outside_talks_on(b).with_context(|| format!("a new client of port {PORT}"))?;
+            copy.remove()?;
+            client.wait()?;
+            b.idle()
+        },
+    )
+}
+
+/// In a network of its own, also where no program locks networks.
+fn connections_inside_continue_in_a_network_of_the_containers_own(platform: Platform) -> Result<()> {
+    on([host(platform, "tcp-own", 1)?], |[host]| {
+        for tcp in ["keep", "auto"] {
+            let annotation = format!("firn.dev/tcp={tcp}");
+            let source = job(host, &["--annotation", &annotation])?;
+            source.checkpoint("checkpoint/job")?;
+            source.goes_on(3)?;
+            talks_on(&source)?;
+            source.remove()?;
+            host.idle()?;
+            let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+            copy.goes_on(3)?;
+            talks_on(&copy)?;
+            copy.remove()?;
+            host.remove_image("checkpoint/job")?;
+            nothing_left(host, "job")?;
+            host.idle()?;
+        }
+        Ok(())
+    })
+}
+
+/// As a probe that connects while the job is frozen. The server of this job is stopped.
+fn a_connection_that_is_not_accepted_yet_is_left_out(platform: Platform) -> Result<()> {
+    on([host(platform, "tcp-new", 1)?], |[host]| {
+        let script =
+            format!("{COUNTER} &\nnc -ll -p 7001 -e cat & sleep 1; kill -STOP $!; while :; do sleep 1; done");
+        let job = Container::script(host, "job", &["0"], 1, &["--net-host"], &script)?;
+        job.goes_on(3)?;
+        wait_for("the server to stop", WAIT, || {
+            let states = job.exec(&["ps", "-o", "stat"])?;
+            Ok(states.contains("\nT").then_some(()))
+        })?;
+        let mut client = host.node().spawn(&["bash", "-c", TALK])?;
+        wait_for("a client", WAIT, || {
+            let table = host.node().run(&["cat", "/proc/net/tcp"])?.stdout;
+            Ok(table.contains(" 0100007F:1B59 01 ").then_some(()))
+        })?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.exec(&["killall", "-CONT", "nc"])?;
+        outside_talks_on(host)?;
+        job.remove()?;
+        client.wait()?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        copy.exec(&["killall", "-CONT", "nc"])?;
+        serves(&copy, 0)?;
+        copy.remove()?;
+        host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        connections_are_refused_by_name_and_kept_in_the_source [FORKY];
+        closed_connections_end_in_the_copy_alone [FORKY];
+        connections_inside_continue_in_a_network_of_the_containers_own [FORKY];
+        a_connection_that_is_not_accepted_yet_is_left_out [FORKY_V2];
+    })
+}
