@@ -435,8 +435,11 @@ def nccl(setup, end, record):
         clean_up(setup, [container], image)
 
 
-def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments=()):
-    """A training loop prints the same losses whether it is moved in between or not."""
+def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments=(), options=(), see=lambda container, end: None):
+    """A training loop prints the same losses whether it is moved in between or not.
+
+    `see` looks at the container before the checkpoint, after it, and after the restore.
+    """
     reference = losses(play_out(setup, end, f"{name}-reference", steps, arguments))
     if sorted(reference) != list(range(steps)):
         raise Failed(f"the uninterrupted run printed {len(reference)} of {steps} losses")
@@ -444,12 +447,14 @@ def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments
     source_gpus, target_gpus = setup.pick(1)
     source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
     workload = training(setup, steps, arguments)
+    workload.options = [*workload.options, *options]
     image = f"firn.test/checkpoint/{name}:latest"
     record.update(gib=0.1, counters=1, uuid_before=source_gpus)
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
         before = end.until("the training to reach the step", lambda: reached(source, interrupt_at), 90)
         check_holders(source, end, source_gpus, record["gib"])
+        see(source, end)
         done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
         record["checkpoint_ms"] = source.timings()
         if done.returncode:
@@ -457,6 +462,7 @@ def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments
         # The source's own next losses show where it stood when it was frozen.
         next_step = max(losses(source.lines())) + 2
         end.until("the source to go on", lambda: reached(source, next_step))
+        see(source, end)
         source.keep_evidence(setup.evidence)
         source.remove(end)
         went_on = losses(source.lines())
@@ -464,6 +470,7 @@ def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments
         grant(setup, source_gpus, target_gpus)
         _, record["restore_s"] = timed(target.restore, image, end)
         end.until("the restored training to print", lambda: losses(target.lines()))
+        see(target, end)
         record["restore_ms"] = target.timings()
         record["uuid_after"] = check_holders(target, end, target_gpus, record["gib"])
         status = target.exit_status(end, 90)

@@ -31,6 +31,7 @@ import moves
 import patient
 import ranks
 import samples
+import served
 
 
 class Report:
@@ -192,7 +193,7 @@ def known_cases(args):
     """All cases."""
     sizes = [float(size) for size in args.sizes.split(",")]
     return [
-        *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), kills.case(args.kill_gib),
+        *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(), kills.case(args.kill_gib),
         *patient.all_cases(args.patient_gib, args.mib),
     ]
 

@@ -6,8 +6,12 @@ Interrupted and restored at any step it must print the losses of an uninterrupte
 import argparse
 import ctypes
 import functools
+import itertools
 import multiprocessing
 import os
+import socket
+import socketserver
+import threading
 import time
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -89,6 +93,32 @@ def batches(args):
             yield torch.randn(ROWS, args.width, device="cuda")
 
 
+def serve(port):
+    """Answer lines on `port`, and be a client of that: the process ends if the two lose each other."""
+
+    class Echo(socketserver.StreamRequestHandler):
+        def handle(self):
+            for line in self.rfile:
+                self.wfile.write(line)
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address, daemon_threads = True, True
+
+    def ask(connection):
+        for question in itertools.count():
+            line = b"%d\n" % question
+            connection.write(line)
+            if connection.readline() != line:
+                print("the connection inside is lost", flush=True)
+                os._exit(3)
+            time.sleep(0.05)
+
+    server = Server(("127.0.0.1", port), Echo)
+    connection = socket.create_connection(("127.0.0.1", port)).makefile("rwb", buffering=0)
+    for target, arguments in ((server.serve_forever, ()), (ask, (connection,))):
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+
+
 def main():
     """Train and print `step=N loss=<hex float>` lines, then `done`."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -99,8 +129,11 @@ def main():
     parser.add_argument("--workers", type=int, default=0, help="processes of a DataLoader that draw the batches")
     parser.add_argument("--start", default="fork", help="how they are started")
     parser.add_argument("--pool", type=int, default=0, help="processes of a pool that draw the batches; each forks a child")
+    parser.add_argument("--serve", type=int, help="port on which to answer lines, also to a client of its own")
     parser.add_argument("--compile", help="mode of torch.compile")
     args = parser.parse_args()
+    if args.serve:
+        serve(args.serve)
 
     torch.manual_seed(20)
     torch.use_deterministic_algorithms(True)
