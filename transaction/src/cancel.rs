@@ -44,12 +44,16 @@ impl CancellationToken {
         tokio::time::sleep(grace).await;
     }
 
-    /// Waits for `work`; none once the transaction is cancelled.
-    pub async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Option<T> {
-        tokio::select! {
-            biased;
-            () = self.cancelled() => None,
-            done = work => Some(done),
+    /// Waits for `work`; none once the transaction is cancelled. The work is boxed: an async function has
+    /// room for a future that it is given twice, and these calls are nested.
+    pub fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> impl Future<Output = Option<T>> {
+        let work = Box::pin(work);
+        async move {
+            tokio::select! {
+                biased;
+                () = self.cancelled() => None,
+                done = work => Some(done),
+            }
         }
     }
 

@@ -5,7 +5,6 @@
 //! the file, writes fail with EPIPE. Such an image needs no option at its restore. The data that was queued
 //! in the connection is removed from the image.
 
-use std::collections::BTreeSet;
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
@@ -48,7 +47,7 @@ pub struct Connections {
 }
 
 /// An end of a connection.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct End {
     namespace: Option<u32>,
     local: SocketAddr,
@@ -77,7 +76,7 @@ pub fn close_connections(dir: &Path, keep_inside: bool) -> Result<Connections, I
     let files = messages(NAME, MAGIC, &bytes)?;
     let ends = files.iter().map(|file| end(file)).collect::<Result<Vec<_>, _>>();
     let ends = ends.map_err(malformed)?;
-    let all: BTreeSet<End> = ends.iter().flatten().map(|(end, _)| *end).collect();
+    let all: Vec<End> = ends.iter().flatten().map(|(end, _)| *end).collect();
     let mut found = Connections::default();
     let mut edited = Vec::new();
     for (file, end) in files.into_iter().zip(ends) {

@@ -1,7 +1,6 @@
 //! TCP connections of the processes that CRIU dumps, as /proc shows them (Linux,
 //! Documentation/networking/proc_net_tcp.rst).
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::ControlFlow;
@@ -52,59 +51,62 @@ impl Connection {
 /// States of sockets without a connection: TIME_WAIT and CLOSE, which CRIU dumps, SYN_RECV and LISTEN.
 const UNCONNECTED: [u8; 4] = [3, 6, 7, 10];
 
-/// The connections of `dumped`, in the order of their processes.
+/// A socket of a process: network namespace, inode, and a process that has it.
+type Socket = (PathBuf, u64, i32);
+
+/// The connections of `dumped`.
 pub(super) fn inspect(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection>, Unreadable> {
-    // Sockets by network namespace and inode.
-    let mut holders: BTreeMap<PathBuf, (i32, BTreeMap<u64, i32>)> = BTreeMap::new();
+    let mut sockets: Vec<Socket> = Vec::new();
     for &pid in dumped {
-        let sockets: Vec<u64> = match open_files(proc_root, pid)? {
-            Some(files) => files.filter_map(|(_, to)| socket(&to)).collect(),
-            None => continue,
+        let Some(files) = open_files(proc_root, pid)? else {
+            continue;
         };
         let Ok(namespace) = std::fs::read_link(proc_root.join(format!("{pid}/ns/net"))) else {
             continue;
         };
-        let (_, of_namespace) = holders.entry(namespace).or_insert((pid, BTreeMap::new()));
-        for inode in sockets {
-            of_namespace.entry(inode).or_insert(pid);
-        }
+        let inodes = files.filter_map(|(_, to)| socket(&to));
+        sockets.extend(inodes.map(|inode| (namespace.clone(), inode, pid)));
     }
     let mut found = Vec::new();
-    for (pid, holders) in holders.into_values().filter(|(_, holders)| !holders.is_empty()) {
-        found.extend(of_namespace(proc_root, pid, &holders)?);
+    while let Some((namespace, ..)) = sockets.first() {
+        let namespace = namespace.clone();
+        let (inside, others): (Vec<_>, Vec<_>) = sockets.into_iter().partition(|(of, ..)| *of == namespace);
+        found.extend(of_namespace(proc_root, &inside)?);
+        sockets = others;
     }
-    found.sort_by_key(|connection| connection.pid);
     Ok(found)
 }
 
-/// The connections of a network namespace whose sockets are among `holders`.
-fn of_namespace(
-    proc_root: &Path,
-    pid: i32,
-    holders: &BTreeMap<u64, i32>,
-) -> Result<Vec<Connection>, Unreadable> {
-    let mut found = Vec::new();
+/// The connections of these sockets of one network namespace.
+fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>, Unreadable> {
+    let mut found: Vec<Connection> = Vec::new();
+    let Some(&(_, _, pid)) = sockets.first() else {
+        return Ok(found);
+    };
     for what in ["net/tcp", "net/tcp6"] {
         let visit = |line: &[u8]| {
-            let parsed = std::str::from_utf8(line).ok().and_then(parse);
-            found.extend(
-                parsed.and_then(|(local, remote, inode)| Some((local, remote, *holders.get(&inode)?))),
-            );
+            let connection = std::str::from_utf8(line).ok().and_then(parse);
+            found.extend(connection.and_then(|(local, remote, inode)| {
+                let (_, _, pid) = sockets.iter().find(|(_, known, _)| *known == inode)?;
+                Some(Connection {
+                    pid: *pid,
+                    comm: proc_maps::comm(proc_root, *pid),
+                    local,
+                    remote,
+                    inside: false,
+                })
+            }));
             ControlFlow::Continue(())
         };
         let path = proc_root.join(pid.to_string()).join(what);
         let read = bounded::each(&path, b'\n', bounded::WHOLE, visit);
         proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
     }
-    let ends: BTreeSet<_> = found.iter().map(|(local, remote, _)| (*local, *remote)).collect();
-    let connection = |(local, remote, pid): (SocketAddr, SocketAddr, i32)| Connection {
-        pid,
-        comm: proc_maps::comm(proc_root, pid),
-        local,
-        remote,
-        inside: ends.contains(&(remote, local)),
-    };
-    Ok(found.into_iter().map(connection).collect())
+    let ends: Vec<_> = found.iter().map(|end| (end.local, end.remote)).collect();
+    for connection in &mut found {
+        connection.inside = ends.contains(&(connection.remote, connection.local));
+    }
+    Ok(found)
 }
 
 /// The inode of `socket:[1234]`.
@@ -206,8 +208,8 @@ mod tests {
     fn connections_are_named_with_their_process_and_both_addresses() {
         let expected = [
             ("process 1 (server): 127.0.0.1:8080 to 127.0.0.1:54321", true),
-            ("process 1 (server): 10.0.0.2:8080 to 10.0.0.9:80", false),
             ("process 2 (server): 127.0.0.1:54321 to 127.0.0.1:8080", true),
+            ("process 1 (server): 10.0.0.2:8080 to 10.0.0.9:80", false),
         ];
         let expected = expected.map(|(text, inside)| (text.to_owned(), inside));
         assert_eq!(found([&[10, 11, 13], &[12, 13]]), expected);

@@ -195,12 +195,12 @@ impl ContainerEffects<'_> {
 
 /// Waits for an effect, unless the container is to end meanwhile. A driver worker whose call is cancelled
 /// ends later.
-async fn unless_cancelled<T, E: Into<EffectError>>(
+fn unless_cancelled<T, E: Into<EffectError>>(
     cancel: &CancellationToken,
     effect: impl Future<Output = Result<T, E>>,
-) -> Result<T, EffectError> {
-    let done = cancel.unless_cancelled(effect).await;
-    done.ok_or(EffectError::Killed)?.map_err(Into::into)
+) -> impl Future<Output = Result<T, EffectError>> {
+    let done = cancel.unless_cancelled(effect);
+    async move { done.await.ok_or(EffectError::Killed)?.map_err(Into::into) }
 }
 
 impl effects::Gpu for ContainerEffects<'_> {

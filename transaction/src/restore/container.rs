@@ -89,12 +89,12 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
 }
 
 /// Waits for an effect, unless the container is to end meanwhile.
-async fn unless_cancelled<T, E: Into<Cause>>(
+fn unless_cancelled<T, E: Into<Cause>>(
     bounds: Bounds<'_>,
     effect: impl Future<Output = Result<T, E>>,
-) -> Result<T, Cause> {
-    let done = bounds.cancel.unless_cancelled(effect).await;
-    done.ok_or(Cause::Killed)?.map_err(Into::into)
+) -> impl Future<Output = Result<T, Cause>> {
+    let done = bounds.cancel.unless_cancelled(effect);
+    async move { done.await.ok_or(Cause::Killed)?.map_err(Into::into) }
 }
 
 /// Does `work` on files of the container. Waits no longer than `limit`.
