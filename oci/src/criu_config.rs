@@ -86,7 +86,7 @@ pub struct CriuConfig {
     has_cgroup_namespace: bool,
     /// Whether restored tasks run at once.
     runs: bool,
-    /// What becomes of TCP connections in a dump.
+    /// What becomes of TCP connections.
     tcp: Tcp,
 }
 
@@ -139,7 +139,7 @@ impl CriuConfig {
         Self { runs: true, ..self }
     }
 
-    /// For a dump with these TCP connections.
+    /// For a dump or a restore with these TCP connections.
     pub fn with_tcp(self, tcp: Tcp) -> Self {
         Self { tcp, ..self }
     }
@@ -183,8 +183,11 @@ impl CriuConfig {
             let plugins = self.bundle.join(names::BUNDLE_CRIU_LIBS);
             content.push_str(&format!("libdir {}\n", checked(&plugins)?));
         }
-        if firns_dump && self.tcp == Tcp::Close {
-            content.push_str("tcp-close\n");
+        match self.tcp {
+            Tcp::Close if firns_dump => content.push_str("tcp-close\n"),
+            // The user's file may have it.
+            Tcp::Keep | Tcp::Auto if self.by_firn => content.push_str("no-tcp-close\n"),
+            _ => {}
         }
         if operation == Operation::Restore {
             if self.script.is_some() {

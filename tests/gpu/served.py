@@ -1,4 +1,4 @@
-"""A training that answers lines on a port: its own client stays connected, one from outside is closed in the copy."""
+"""A training that answers lines on a port: its own client stays connected, one from outside does in the source alone."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def case():
 
 
 def served(setup, end, record):
-    """Its connections are refused by name without the annotation; with it, the losses are those of an uninterrupted run."""
+    """With both clients connected, the losses are those of an uninterrupted run; the copy takes a new client."""
     clients = {}
     see = partial(look, setup, record, clients)
     try:
@@ -41,7 +41,7 @@ def served(setup, end, record):
 
 
 def look(setup, record, clients, container, end):
-    """A client in the container's network, which is no process of it, gets answers; after a checkpoint it still does."""
+    """A client in the container's network, which is no process of it, gets answers, and still does after a checkpoint."""
     log = f"{setup.host.work}/logs/{container.name}.client"
     if container.name not in clients:
         pid = container.pids(end)[0]

@@ -1,4 +1,6 @@
-//! TCP connections in an image that was just made: those that a restored container is to find closed.
+//! TCP connections in an image that was just made: those that a restored container is to find closed, and
+//! those that had ended before the dump. CRIU restores neither without an option: a socket that was reset
+//! still has the address of its peer.
 //!
 //! CRIU continues either all connections or none. So a closed connection is made a socket without one, with
 //! both directions shut down, which is what `criu restore --tcp-close` makes of all: reads return the end of
@@ -9,6 +11,7 @@ use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
+use firn_host::ordered::set_of;
 use firn_host::{UnlessAbsent, atomic_file};
 
 use super::files::{INET_SOCKET, MAGIC, NAME};
@@ -46,8 +49,16 @@ pub struct Connections {
     pub closed: usize,
 }
 
+/// Which connections a restored container continues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Continued {
+    /// Those of which both ends are in the image.
+    Inside,
+    None,
+}
+
 /// An end of a connection.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct End {
     namespace: Option<u32>,
     local: SocketAddr,
@@ -64,9 +75,9 @@ impl End {
     }
 }
 
-/// Closes the connections in the image at `dir`, which nobody else may write to. With `keep_inside` those
-/// stay of which both ends are in the image.
-pub fn close_connections(dir: &Path, keep_inside: bool) -> Result<Connections, ImageFault> {
+/// Closes the connections in the image at `dir`, which nobody else may write to, but those that are
+/// continued.
+pub fn close_connections(dir: &Path, continued: Continued) -> Result<Connections, ImageFault> {
     let untrusted = UntrustedDir::open(dir);
     let image = Image {
         dir: untrusted.map_err(|source| ImageFault::unreadable("the directory", &source))?,
@@ -74,26 +85,34 @@ pub fn close_connections(dir: &Path, keep_inside: bool) -> Result<Connections, I
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
     let malformed = |error: WireError| ImageFault::malformed(NAME, error);
     let files = messages(NAME, MAGIC, &bytes)?;
-    let ends = files.iter().map(|file| end(file)).collect::<Result<Vec<_>, _>>();
+    let ends = files
+        .iter()
+        .map(|file| socket(file))
+        .collect::<Result<Vec<_>, _>>();
     let ends = ends.map_err(malformed)?;
-    let all: Vec<End> = ends.iter().flatten().map(|(end, _)| *end).collect();
+    let live = ends.iter().flatten().filter(|socket| !socket.has_ended);
+    let live = set_of(live.map(|socket| socket.end));
+    let continues = |socket: &Socket| {
+        continued == Continued::Inside && !socket.has_ended && live.contains(&socket.end.other())
+    };
     let mut found = Connections::default();
-    let mut edited = Vec::new();
+    let (mut edited, mut is_edited) = (Vec::new(), false);
     for (file, end) in files.into_iter().zip(ends) {
         match end {
             None => edited.push(file.to_vec()),
-            Some((end, _)) if keep_inside && all.contains(&end.other()) => {
+            Some(socket) if continues(&socket) => {
                 found.kept += 1;
                 edited.push(file.to_vec());
             }
-            Some((_, inode)) => {
-                found.closed += 1;
+            Some(Socket { inode, has_ended, .. }) => {
+                found.closed += usize::from(!has_ended);
+                is_edited = true;
                 empty(dir, &format!("tcp-stream-{inode:x}.img"))?;
                 edited.push(close(file).map_err(malformed)?);
             }
         }
     }
-    if found.closed > 0 {
+    if is_edited {
         write(dir, NAME, MAGIC, &edited)?;
     }
     need_no_option(dir, &image)?;
@@ -114,14 +133,14 @@ fn need_no_option(dir: &Path, image: &Image) -> Result<(), ImageFault> {
     const TCP_CLOSE: u32 = 10;
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
     let unmarked = |message: &[u8]| wire::without(message, |field| field == TCP_CLOSE);
-    let edited = messages(NAME, INVENTORY_MAGIC, &bytes)?.into_iter().map(unmarked);
+    let all = messages(NAME, INVENTORY_MAGIC, &bytes)?;
+    let edited = all.iter().map(|message| unmarked(message));
     let edited = edited.collect::<Result<Vec<_>, _>>();
-    write(
-        dir,
-        NAME,
-        INVENTORY_MAGIC,
-        &edited.map_err(|error| ImageFault::malformed(NAME, error))?,
-    )
+    let edited = edited.map_err(|error| ImageFault::malformed(NAME, error))?;
+    match edited == all {
+        true => Ok(()),
+        false => write(dir, NAME, INVENTORY_MAGIC, &edited),
+    }
 }
 
 fn write(dir: &Path, name: &str, magic: u32, messages: &[Vec<u8>]) -> Result<(), ImageFault> {
@@ -135,8 +154,16 @@ fn write(dir: &Path, name: &str, magic: u32, messages: &[Vec<u8>]) -> Result<(),
     written.map_err(|source| ImageFault::unreadable(name, &source))
 }
 
-/// The end of a connection that this open file is, and the inode of its socket.
-fn end(file: &[u8]) -> Result<Option<(End, u32)>, WireError> {
+/// A TCP socket that has a peer.
+struct Socket {
+    end: End,
+    inode: u32,
+    /// Its connection has ended: it was reset, or both sides have closed it.
+    has_ended: bool,
+}
+
+/// The TCP socket with a peer that this open file is.
+fn socket(file: &[u8]) -> Result<Option<Socket>, WireError> {
     let Some(socket) = Message::parse(file)?.message(INET_SOCKET)? else {
         return Ok(None);
     };
@@ -149,7 +176,11 @@ fn end(file: &[u8]) -> Result<Option<(End, u32)>, WireError> {
         local: address(&socket, field::LOCAL, field::LOCAL_PORT)?,
         remote: address(&socket, field::REMOTE, field::REMOTE_PORT)?,
     };
-    Ok(Some((end, socket.required(field::INODE)?)))
+    Ok(Some(Socket {
+        end,
+        inode: socket.required(field::INODE)?,
+        has_ended: socket.required(field::STATE)? == TCP_CLOSE,
+    }))
 }
 
 /// An IPv4 address in an IPv6 one is given as IPv4: its other end may be a socket of IPv4.

@@ -29,7 +29,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::connections::{Connections, close_connections};
+pub use self::connections::{Connections, Continued, close_connections};
 pub use self::made::{check as check_made, loosened};
 pub use self::stopped::was_stopped;
 use self::wire::{Message, WireError};

@@ -112,13 +112,19 @@ fn only_a_dump_that_closes_connections_has_criu_close_them() {
     for (tcp, expected) in [
         (Tcp::Refuse, &[libdir][..]),
         (Tcp::Close, &[libdir, "tcp-close"]),
-        (Tcp::Keep, &[libdir]),
-        (Tcp::Auto, &[libdir]),
+        (Tcp::Keep, &[libdir, "no-tcp-close"]),
+        (Tcp::Auto, &[libdir, "no-tcp-close"]),
     ] {
         let config = config.clone().with_tcp(tcp);
         assert_eq!(written(&config, Operation::Dump)[2..], *expected, "{tcp:?}");
         let restore = written(&config, Operation::Restore);
-        assert!(!restore.iter().any(|line| line.contains("tcp")), "{restore:?}");
+        let continues = matches!(tcp, Tcp::Keep | Tcp::Auto);
+        assert_eq!(
+            restore.contains(&"no-tcp-close".to_owned()),
+            continues,
+            "{restore:?}"
+        );
+        assert!(!restore.contains(&"tcp-close".to_owned()), "{restore:?}");
     }
 }
 

@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use firn_config::Tcp;
+use firn_host::ordered::{map_of, set_of};
 use firn_host::{bounded, proc_maps};
 use serde::Serialize;
 
@@ -83,14 +84,15 @@ fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>,
     let Some(&(_, _, pid)) = sockets.first() else {
         return Ok(found);
     };
+    let holders = map_of(sockets.iter().rev().map(|(_, inode, pid)| (*inode, *pid)));
     for what in ["net/tcp", "net/tcp6"] {
         let visit = |line: &[u8]| {
             let connection = std::str::from_utf8(line).ok().and_then(parse);
             found.extend(connection.and_then(|(local, remote, inode)| {
-                let (_, _, pid) = sockets.iter().find(|(_, known, _)| *known == inode)?;
+                let pid = *holders.get(&inode)?;
                 Some(Connection {
-                    pid: *pid,
-                    comm: proc_maps::comm(proc_root, *pid),
+                    pid,
+                    comm: proc_maps::comm(proc_root, pid),
                     local,
                     remote,
                     inside: false,
@@ -99,10 +101,11 @@ fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>,
             ControlFlow::Continue(())
         };
         let path = proc_root.join(pid.to_string()).join(what);
-        let read = bounded::each(&path, b'\n', bounded::WHOLE, visit);
+        // It has all sockets of the network namespace, which may be the host's.
+        let read = bounded::each(&path, b'\n', bounded::LINES, visit);
         proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
     }
-    let ends: Vec<_> = found.iter().map(|end| (end.local, end.remote)).collect();
+    let ends = set_of(found.iter().map(|end| (end.local, end.remote)));
     for connection in &mut found {
         connection.inside = ends.contains(&(connection.remote, connection.local));
     }

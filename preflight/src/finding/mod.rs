@@ -34,6 +34,7 @@ use std::path::{Path, PathBuf};
 use nix::fcntl::{OFlag, ResolveFlag, open};
 use nix::sys::stat::Mode;
 
+use firn_host::ordered::set_of;
 use firn_host::proc_maps::{self, Mapping};
 use firn_host::{bounded, open_below, procfs};
 
@@ -112,9 +113,10 @@ pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connec
 /// Whether one of these processes is between vfork and exec: its parent waits for that in the kernel, where
 /// CRIU cannot stop it.
 pub fn is_in_vfork(pids: &[i32]) -> bool {
+    let all = set_of(pids.iter().copied());
     let parent = |pid| procfs::stat_field(pid, 1)?.parse().ok();
     let mut pairs = pids.iter().filter_map(|pid| Some((*pid, parent(*pid)?)));
-    pairs.any(|(pid, parent)| pids.contains(&parent) && is_same_memory(pid, parent))
+    pairs.any(|(pid, parent)| all.contains(&parent) && is_same_memory(pid, parent))
 }
 
 /// Reads the files of processes below `proc_root`. A process that has ended has no findings. Returns also

@@ -159,7 +159,7 @@ fn closed_connections_end_in_the_copy_alone(platform: Platform) -> Result<()> {
     )
 }
 
-/// In a network of its own, also where no program locks networks.
+/// In a network of its own.
 fn connections_inside_continue_in_a_network_of_the_containers_own(platform: Platform) -> Result<()> {
     on([host(platform, "tcp-own", 1)?], |[host]| {
         for tcp in ["keep", "auto"] {

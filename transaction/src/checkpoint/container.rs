@@ -13,7 +13,7 @@ use firn_config::{Config, Tcp};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::UnlessAbsent;
-use firn_image::criu::close_connections;
+use firn_image::criu::{Continued, close_connections};
 use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
 use firn_oci::criu_config::Operation;
 use firn_oci::{criu_config, mounts};
@@ -154,12 +154,14 @@ impl ContainerEffects<'_> {
 
     /// Closes connections in the image that the copy does not continue.
     async fn close_connections(&mut self) -> Result<(), EffectError> {
-        let tcp = self.source().assertions.tcp;
-        if !matches!(tcp, Tcp::Close | Tcp::Auto) {
-            return Ok(());
-        }
+        let continued = match self.source().assertions.tcp {
+            Tcp::Keep => return Ok(()),
+            Tcp::Auto => Continued::Inside,
+            // With `refuse` there are none but those that have ended.
+            Tcp::Refuse | Tcp::Close => Continued::None,
+        };
         let (image, limit) = (self.request.image.inside(), self.config.deadlines.look);
-        let close = move || close_connections(&image, tcp == Tcp::Auto);
+        let close = move || close_connections(&image, continued);
         let found = bounded("close connections in the image", limit, &self.cancel, close).await?;
         let found = found.map_err(DumpError::Connections)?;
         if let Some(source) = &mut self.progress.source {
@@ -238,12 +240,15 @@ impl Device for ContainerEffects<'_> {
         let until = Instant::now() + VFORK;
         let freeze = async {
             cgroup.freeze(limit).await?;
-            while Instant::now() < until && is_in_vfork(&cgroup.pids()?) {
+            loop {
+                let pids = cgroup.pids()?;
+                if Instant::now() >= until || !blocking(move || is_in_vfork(&pids)).await {
+                    return Ok::<_, EffectError>(());
+                }
                 cgroup.thaw(limit).await?;
                 tokio::time::sleep(EXEC).await;
                 cgroup.freeze(limit).await?;
             }
-            Ok::<_, EffectError>(())
         };
         unless_cancelled(&self.cancel, freeze).await
     }

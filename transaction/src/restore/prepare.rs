@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_config::{Config, find_criu_plugin, find_program, names};
+use firn_config::{Config, Tcp, find_criu_plugin, find_program, names};
 use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
@@ -113,6 +113,10 @@ impl Preparation<'_> {
 
         let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref())
             .with_plugin(plugin)
+            .with_tcp(match manifest.dump.open_tcp {
+                true => Tcp::Keep,
+                false => Tcp::Refuse,
+            })
             .with_script(&hook);
         let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
         log::debug!("spec edited for the target's GPUs: {edited:?}");

@@ -34,7 +34,7 @@ impl ContainerEffects<'_> {
         let users_tcp = criu.and_then(CriuConfig::users_tcp);
         let mut assertions = Assertions::of(Some(&spec), self.config, users_tcp);
         let mut dump = self.request.flags.clone();
-        if dump.open_tcp {
+        if dump.open_tcp && spec.annotation(names::ANNOTATION_TCP).is_none() {
             assertions.tcp = Tcp::Keep;
         }
         dump.open_tcp = matches!(assertions.tcp, Tcp::Keep | Tcp::Auto);
