@@ -121,9 +121,14 @@ impl CriuConfig {
         }
     }
 
-    /// With firn's plugin for inherited GPUs, if there is one.
-    pub fn with_plugin(self, plugin: Option<PathBuf>) -> Self {
-        Self { plugin, ..self }
+    /// With the operator's plugins as `[criu] libs-dir` names them now, and firn's own for inherited GPUs if
+    /// it is needed.
+    pub fn with_plugins(self, libs_dir: Option<PathBuf>, plugin: Option<PathBuf>) -> Self {
+        Self {
+            libs_dir,
+            plugin,
+            ..self
+        }
     }
 
     /// With firn-hook as a script of restores.
@@ -320,7 +325,7 @@ pub fn amd_plugins(
 /// Fills the bundle's plugin directory, which CRIU's configuration names for the container's whole life: with
 /// the plugins in the operator's directory `libs_dir`, if it exists, and with firn's own for inherited GPUs
 /// only if that is given, wherever it is. Safe to repeat.
-pub fn set_plugins(bundle: &Path, libs_dir: Option<&Path>, plugin: Option<&Path>) -> Result<(), CriuError> {
+fn set_plugins(bundle: &Path, libs_dir: Option<&Path>, plugin: Option<&Path>) -> Result<(), CriuError> {
     let dir = bundle.join(names::BUNDLE_CRIU_LIBS);
     let link = |plugin: &Path| match plugin.file_name() {
         Some(name) => make_link(plugin, &dir.join(name)),

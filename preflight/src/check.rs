@@ -107,19 +107,21 @@ fn read_again(error: &Unreadable) -> &'static str {
 
 /// Applies all rules to the parts of a workload that are set.
 pub fn check(workload: &Workload) -> Result<Outcome, CheckError> {
-    Run::new(workload, &|_| {}).apply(false)
+    Run::new(workload, &|_| {}, false).apply()
 }
 
 /// As [`check`], but stops at the first refusal. Calls `announce` with what it looks at next: files that a
 /// container or a file server controls may hang.
 pub fn check_until_refused(workload: &Workload, announce: &dyn Fn(&Path)) -> Result<Outcome, CheckError> {
-    Run::new(workload, announce).apply(true)
+    Run::new(workload, announce, true).apply()
 }
 
 /// One check of a workload.
 struct Run<'a> {
     workload: &'a Workload,
     announce: &'a dyn Fn(&Path),
+    /// Only the first refusal matters.
+    until_refused: bool,
     proc_root: &'a Path,
     tree: OnceCell<Tree>,
     outcome: Outcome,
@@ -128,17 +130,18 @@ struct Run<'a> {
 type Rule<'a> = fn(&mut Run<'a>) -> Result<(), CheckError>;
 
 impl<'a> Run<'a> {
-    fn new(workload: &'a Workload, announce: &'a dyn Fn(&Path)) -> Self {
+    fn new(workload: &'a Workload, announce: &'a dyn Fn(&Path), until_refused: bool) -> Self {
         Self {
             workload,
             announce,
+            until_refused,
             proc_root: Path::new("/proc"),
             tree: OnceCell::new(),
             outcome: Outcome::default(),
         }
     }
 
-    fn apply(mut self, until_refused: bool) -> Result<Outcome, CheckError> {
+    fn apply(mut self) -> Result<Outcome, CheckError> {
         let rules: [Rule<'a>; 7] = [
             Self::other_vendors,
             Self::left_out,
@@ -150,7 +153,7 @@ impl<'a> Run<'a> {
         ];
         for rule in rules {
             rule(&mut self)?;
-            if until_refused && !self.outcome.refusals.is_empty() {
+            if self.until_refused && !self.outcome.refusals.is_empty() {
                 break;
             }
         }
@@ -226,8 +229,13 @@ impl<'a> Run<'a> {
         let Some(assertions) = &self.workload.processes else {
             return Ok(());
         };
+        let refuses = assertions.tcp == Tcp::Refuse;
+        // A dump takes them as they are then: only the audit shows them.
+        if self.until_refused && !refuses {
+            return Ok(());
+        }
         let found = finding::connections(self.proc_root, &self.dumped())?;
-        if assertions.tcp == Tcp::Refuse && !found.is_empty() {
+        if refuses && !found.is_empty() {
             let connections = found.clone();
             self.outcome.refusals.push(Refusal::Connections { connections });
         }

@@ -7,6 +7,7 @@
 //! the file, writes fail with EPIPE. Such an image needs no option at its restore. The data that was queued
 //! in the connection is removed from the image.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
@@ -99,16 +100,16 @@ pub fn close_connections(dir: &Path, continued: Continued) -> Result<Connections
     let (mut edited, mut is_edited) = (Vec::new(), false);
     for (file, end) in files.into_iter().zip(ends) {
         match end {
-            None => edited.push(file.to_vec()),
+            None => edited.push(Cow::Borrowed(file)),
             Some(socket) if continues(&socket) => {
                 found.kept += 1;
-                edited.push(file.to_vec());
+                edited.push(Cow::Borrowed(file));
             }
             Some(Socket { inode, has_ended, .. }) => {
                 found.closed += usize::from(!has_ended);
                 is_edited = true;
                 empty(dir, &format!("tcp-stream-{inode:x}.img"))?;
-                edited.push(close(file).map_err(malformed)?);
+                edited.push(Cow::Owned(close(file).map_err(malformed)?));
             }
         }
     }
@@ -143,10 +144,10 @@ fn need_no_option(dir: &Path, image: &Image) -> Result<(), ImageFault> {
     }
 }
 
-fn write(dir: &Path, name: &str, magic: u32, messages: &[Vec<u8>]) -> Result<(), ImageFault> {
+fn write(dir: &Path, name: &str, magic: u32, messages: &[impl AsRef<[u8]>]) -> Result<(), ImageFault> {
     let common = (magic != INVENTORY_MAGIC).then(|| COMMON_MAGIC.to_le_bytes());
     let mut bytes: Vec<u8> = common.into_iter().flatten().chain(magic.to_le_bytes()).collect();
-    for message in messages {
+    for message in messages.iter().map(AsRef::as_ref) {
         bytes.extend(u32::try_from(message.len()).unwrap_or(u32::MAX).to_le_bytes());
         bytes.extend_from_slice(message);
     }

@@ -68,9 +68,9 @@ fn codes(root: &Path, workload: &Workload) -> Vec<String> {
     let run = |until_refused| {
         let run = Run {
             proc_root: root,
-            ..Run::new(workload, &|_| {})
+            ..Run::new(workload, &|_| {}, until_refused)
         };
-        let refusals = run.apply(until_refused).unwrap().refusals;
+        let refusals = run.apply().unwrap().refusals;
         let reports = refusals.iter().map(Problem::report);
         reports
             .map(|report| (report.code, report.message))

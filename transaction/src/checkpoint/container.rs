@@ -16,7 +16,7 @@ use firn_host::UnlessAbsent;
 use firn_image::criu::{Continued, close_connections};
 use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
 use firn_oci::criu_config::Operation;
-use firn_oci::{criu_config, mounts};
+use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, is_in_vfork};
 
 use super::Request;
@@ -181,17 +181,14 @@ impl ContainerEffects<'_> {
     /// Writes CRIU's configuration for the dump. Returns the directory of CRIU's plugins, with firn's own
     /// where the dump needs it.
     fn configure_criu(&self) -> Result<PathBuf, EffectError> {
-        let bundle = &self.container.bundle;
         if let Some(criu) = self.container.traits.criu.clone() {
-            let criu = criu.with_tcp(self.source().assertions.tcp);
-            criu.write(Operation::Dump)?;
+            let is_needed = !self.progress.inherited.is_empty();
+            let plugin = self.criu_plugin.clone().filter(|_| is_needed);
+            criu.with_tcp(self.source().assertions.tcp)
+                .with_plugins(self.config.criu.libs_dir.clone(), plugin)
+                .write(Operation::Dump)?;
         }
-        let plugin = self
-            .criu_plugin
-            .as_deref()
-            .filter(|_| !self.progress.inherited.is_empty());
-        criu_config::set_plugins(bundle, self.config.criu.libs_dir.as_deref(), plugin)?;
-        Ok(bundle.join(firn_config::names::BUNDLE_CRIU_LIBS))
+        Ok(self.container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS))
     }
 }
 

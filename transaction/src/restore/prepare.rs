@@ -112,7 +112,7 @@ impl Preparation<'_> {
         }
 
         let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref())
-            .with_plugin(plugin)
+            .with_plugins(config.criu.libs_dir.clone(), plugin)
             .with_tcp(match manifest.dump.open_tcp {
                 true => Tcp::Keep,
                 false => Tcp::Refuse,
