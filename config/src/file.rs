@@ -73,6 +73,14 @@ sections! {
         pub hold: Duration = Duration::from_secs(30),
         /// `runc checkpoint`, and once more for the checksums of what it has written.
         pub criu_dump: Duration = Duration::from_secs(1800),
+        /// The container's hook `prepare`.
+        pub prepare: Duration = Duration::from_secs(120),
+        /// The container's hook `resumed`.
+        pub resumed: Duration = Duration::from_secs(120),
+        /// The container's hook `restored`.
+        pub restored: Duration = Duration::from_secs(300),
+        /// The container's hook `failed`.
+        pub failed: Duration = Duration::from_secs(120),
         /// `runc restore`.
         pub criu_restore: Duration = Duration::from_secs(1800),
         /// The driver's copy of GPU memory back onto the GPU, all processes together.
@@ -111,6 +119,8 @@ sections! {
         pub exec: Exec = Exec::Refuse,
         /// What becomes of TCP connections. A container's annotation comes first.
         pub tcp: Tcp = Tcp::Refuse,
+        /// Hooks that containers name.
+        pub hooks: JobHooks = JobHooks::Run,
         /// Image directories of GPU containers that others than root may enter.
         pub open_image_dir: OpenImageDir = OpenImageDir::Tighten,
         /// Where a complete image is put when its checkpoint has failed all the same, and containerd will
@@ -158,6 +168,19 @@ impl Checkpoint {
     pub fn rescue_dir(&self) -> &Path {
         self.rescue_dir.as_deref().unwrap_or(Path::new(names::RESCUE_DIR))
     }
+}
+
+/// What becomes of hooks that containers name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JobHooks {
+    /// They are called.
+    Run,
+    /// A container that names any is neither checkpointed nor restored.
+    Refuse,
+}
+
+impl Word for JobHooks {
+    const WORDS: &'static [(&'static str, Self)] = &[("run", Self::Run), ("refuse", Self::Refuse)];
 }
 
 /// What becomes of an image directory that others than its owner may enter, or that is not root's.

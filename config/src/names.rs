@@ -28,7 +28,8 @@ pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 /// [`crate::RemapPolicy`].
 pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 
-/// Annotation: `none` asserts that the container's processes share no GPU memory with each other.
+/// Annotation: `none` asserts that the container's processes share no GPU memory with each other,
+/// `released-by-hook` that they share none once the prepare hook was called.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 
 /// Annotation: `sockets` makes the ranks of NCCL in the container talk over TCP, so that they can be
@@ -41,6 +42,30 @@ pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
 
 /// Annotation: what becomes of TCP connections, in the words of [`crate::Tcp`].
 pub const ANNOTATION_TCP: &str = "firn.dev/tcp";
+
+/// Annotation: what is called in the container when its checkpoint begins.
+pub const ANNOTATION_HOOK_PREPARE: &str = "firn.dev/hook-prepare";
+
+/// Annotation: what is called in the container when it goes on after its checkpoint.
+pub const ANNOTATION_HOOK_RESUMED: &str = "firn.dev/hook-resumed";
+
+/// Annotation: what is called in a restored container.
+pub const ANNOTATION_HOOK_RESTORED: &str = "firn.dev/hook-restored";
+
+/// Annotation: what is called in the container when its checkpoint has failed.
+pub const ANNOTATION_HOOK_FAILED: &str = "firn.dev/hook-failed";
+
+/// Directory in the container for the files of its hooks: a tmpfs.
+pub const JOB_DIR: &str = "/run/firn";
+
+/// In the container: the facts of the hook that is called.
+pub const JOB_HOOK_FILE: &str = "/run/firn/hook.json";
+
+/// In the container: the facts of the restore.
+pub const JOB_RESTORE_FILE: &str = "/run/firn/restore.json";
+
+/// In the container: where the job answers to a signal, unless the annotation names another file.
+pub const JOB_ANSWER_FILE: &str = "/run/firn/answer";
 
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
 pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";

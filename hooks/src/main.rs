@@ -12,10 +12,13 @@ macro_rules! report {
     };
 }
 
+mod call;
 mod convert;
 mod image;
 mod libraries;
 mod loopback;
+mod netlink;
+mod network;
 mod replay;
 mod rights;
 mod rootfs;
@@ -54,12 +57,17 @@ OCI hooks, which read the container's state from standard input:
 run by the shim; results are JSON on standard output:
   convert BUNDLE [--restore] [--wrapper PATH]
                      converts the spec's GPU requests into edits, by CDI files
+  call               calls a hook of the job in its container: reads what to call
+                     as JSON from standard input
   library-dirs       prints the directories of the libraries in CDI files
   replay BUNDLE      makes what createContainer hooks make, for a restore
   check-image BUNDLE IMAGE
                      prints what in CRIU's files exceeds the spec, or null
   check-tasks BUNDLE INIT [PID]...
                      prints what in restored processes exceeds it, or null
+  release-network BUNDLE LOG [PID]...
+                     ends what a CRIU that was killed in a dump has left of TCP
+                     connections and of the packet filter
 
 Without a command it is CRIU's action script: it replaces the GPU nodes in the
 container's /dev by those of the spec. Everything is safe to repeat.
@@ -103,9 +111,13 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
             let paths = values(options, "--library")?;
             rootfs().and_then(|rootfs| libraries::update_ldcache(&rootfs, &paths))
         }
+        ["call"] => call::run(),
         ["library-dirs"] => convert::library_dirs(),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
+        ["release-network", bundle, log, ref pids @ ..] => {
+            network::release(Path::new(bundle), Path::new(log), pids)
+        }
         ["check-image", bundle, image] => image::check(Path::new(bundle), Path::new(image)),
         ["convert", bundle, ref options @ ..] => {
             let (restores, options) = match options {

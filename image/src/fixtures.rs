@@ -12,6 +12,7 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
     let count = gpus.iter().max().map_or(0, |highest| highest + 1);
     let source = inventory(195, count);
     Manifest {
+        checkpoint: String::new(),
         backend: Backend::Nvidia,
         dump: DumpFlags {
             open_tcp: true,

@@ -49,6 +49,9 @@ pub const MAX_BYTES: u64 = 4 << 20;
 /// What a checkpoint holds in addition to CRIU's images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
+    /// Random id of the checkpoint, for the job's hooks. Empty in images of older versions.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub checkpoint: String,
     /// What carries the GPU state.
     pub backend: Backend,
     /// Options of the dump; the restore needs the same.

@@ -89,6 +89,7 @@ fn source(n: u8) -> SourceGpu {
 
 fn gpu() -> Manifest {
     Manifest {
+        checkpoint: String::new(),
         backend: Backend::Nvidia,
         dump: DumpFlags {
             open_tcp: true,

@@ -13,6 +13,7 @@ pub mod edit;
 #[doc(hidden)]
 pub mod fixtures;
 mod gpu_request;
+pub mod job_hook;
 pub mod mounts;
 pub mod nccl;
 pub mod spec;

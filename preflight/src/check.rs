@@ -77,6 +77,8 @@ pub struct Outcome {
     pub findings: Vec<Finding>,
     /// GPUs that processes without CUDA have inherited, and that firn's plugin for CRIU dumps.
     pub inherited: Vec<Inherited>,
+    /// What the hook `prepare` has to release before a checkpoint, for the audit.
+    pub to_be_released: Option<Refusal>,
     /// TCP connections of the processes.
     pub connections: Vec<Connection>,
     /// Processes that CRIU leaves out.
@@ -221,6 +223,14 @@ impl<'a> Run<'a> {
         let (refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
         self.outcome.refusals.extend(refusals);
         self.outcome.findings = findings;
+        if assertions.released {
+            let held = finding::held(self.proc_root, &dumped)?;
+            match self.until_refused {
+                true => self.outcome.refusals.extend(held),
+                // The audit calls no hook.
+                false => self.outcome.to_be_released = held,
+            }
+        }
         self.outcome.inherited = inherited;
         Ok(())
     }

@@ -119,6 +119,11 @@ fn of_the_environment() -> Vec<Refusal> {
             root: path(),
         },
         Refusal::TooManyMounts { pid: 7 },
+        Refusal::Held {
+            pid: 7,
+            comm: "python".to_owned(),
+            what: "the socket of an NCCL communicator".to_owned(),
+        },
         Refusal::ExternalStream {
             pid: 7,
             comm: "python".to_owned(),

@@ -97,6 +97,11 @@ pub enum Refusal {
         comm: String,
         missing: Vec<&'static str>,
     },
+    #[error(
+        "process {pid} ({comm}) still shares GPU memory with others after the hook prepare: it has {what}"
+    )]
+    #[problem("FIRN-IPC-HELD", RELEASE)]
+    Held { pid: i32, comm: String, what: String },
     #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
     #[problem("FIRN-IPC", SHARE_NONE)]
     SharingLibrary { pid: i32, comm: String, file: String },
@@ -177,11 +182,15 @@ const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that 
                          process must keep its parent and open no GPU itself";
 const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";
 const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
-                          ranks of NCCL: firn.dev/nccl=sockets";
+                          ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \
+                          prepare hook that ends their communicators";
+const RELEASE: &str = "end or suspend every NCCL communicator in the hook prepare (PyTorch: \
+                       torch.distributed.destroy_process_group), and answer only then";
 const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nccl=sockets, or start the \
                             job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its \
-                            environment; if its processes share nothing, create the container with the \
-                            annotation firn.dev/ipc=none";
+                            environment; or let a prepare hook end its communicators: \
+                            firn.dev/ipc=released-by-hook; if its processes share nothing, create the \
+                            container with the annotation firn.dev/ipc=none";
 const CLOSE_TCP: &str = "create the container with the annotation firn.dev/tcp=auto: its copy continues \
                          connections inside of the container, and finds others closed; or write tcp = \
                          \"auto\" under [checkpoint] into the configuration";

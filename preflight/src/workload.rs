@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use firn_config::{Config, Exec, Tcp, names};
-use firn_oci::{Spec, nccl};
+use firn_oci::{Spec, job_hook, nccl};
 use serde::{Deserialize, Serialize};
 
 /// Value of the annotation `firn.dev/exec` with which CRIU may leave processes out.
@@ -62,6 +62,8 @@ pub struct Capacity {
 pub struct Assertions {
     /// The processes share no GPU memory.
     pub shares_nothing: bool,
+    /// The hook `prepare` has released all GPU memory that the processes shared.
+    pub released: bool,
     /// The CUDA processes are ranks of NCCL that communicate over sockets.
     pub nccl_sockets: bool,
     /// What happens to processes that CRIU leaves out.
@@ -76,14 +78,16 @@ impl Assertions {
     pub fn of(spec: Option<&Spec>, config: &Config, users_tcp: Option<Tcp>) -> Self {
         let annotation = |name| spec.and_then(|spec| spec.annotation(name));
         let nccl_sockets = spec.is_some_and(nccl::is_requested);
+        let released = spec.is_some_and(job_hook::releases_shared_memory);
         Self {
-            shares_nothing: annotation(names::ANNOTATION_IPC) == Some("none"),
+            shares_nothing: released || annotation(names::ANNOTATION_IPC) == Some("none"),
+            released,
             nccl_sockets,
             tcp: match annotation(names::ANNOTATION_TCP) {
                 None => match users_tcp {
                     Some(tcp) => tcp,
                     // Ranks are connected to each other.
-                    None if nccl_sockets && config.checkpoint.tcp != Tcp::Keep => Tcp::Auto,
+                    None if (nccl_sockets || released) && config.checkpoint.tcp != Tcp::Keep => Tcp::Auto,
                     None => config.checkpoint.tcp,
                 },
                 Some(word) => Tcp::of_word(word).unwrap_or(Tcp::Refuse),
@@ -153,6 +157,18 @@ mod tests {
             (json!({"firn.dev/nccl": "sockets"}), None, Tcp::Refuse, Tcp::Auto),
             (json!({"firn.dev/nccl": "sockets"}), None, Tcp::Keep, Tcp::Keep),
             (
+                json!({"firn.dev/ipc": "released-by-hook", "firn.dev/hook-prepare": "exec: /x"}),
+                None,
+                Tcp::Refuse,
+                Tcp::Auto,
+            ),
+            (
+                json!({"firn.dev/ipc": "released-by-hook"}),
+                None,
+                Tcp::Refuse,
+                Tcp::Refuse,
+            ),
+            (
                 json!({"firn.dev/nccl": "sockets", "firn.dev/tcp": "keep"}),
                 None,
                 Tcp::Refuse,
@@ -172,6 +188,13 @@ mod tests {
         let spec: Spec = json!({"annotations": {"firn.dev/ipc": "none", "firn.dev/nccl": "sockets"}}).into();
         let found = Assertions::of(Some(&spec), &Config::default(), None);
         assert!(found.shares_nothing && found.nccl_sockets);
+        let ipc = |hook: &str| -> Spec {
+            json!({"annotations": {"firn.dev/ipc": "released-by-hook", hook: "exec: /x"}}).into()
+        };
+        let of = |hook| Assertions::of(Some(&ipc(hook)), &Config::default(), None);
+        let (released, without) = (of("firn.dev/hook-prepare"), of("firn.dev/hook-restored"));
+        assert!(released.shares_nothing && released.released);
+        assert!(!without.shares_nothing && !without.released);
         let none: Spec = json!({"annotations": {"firn.dev/ipc": "some"}}).into();
         assert_eq!(
             Assertions::of(Some(&none), &Config::default(), None),

@@ -28,6 +28,8 @@ use crate::logger;
 use crate::task::{INIT_PID, pid_field};
 use firn_host::Chain;
 use firn_transaction::cgroup::Cgroup;
+use firn_transaction::journal::Operation;
+use firn_transaction::network;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::recovery::Recovery;
@@ -81,7 +83,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         log::warn!("{}; going on with default options", Chain(&error));
         RuncOptions::default()
     });
-    let runc = Runc::new(&args.id, &args.namespace, bundle, &options, reaper);
+    let runc = Runc::new(&args.id, &args.namespace, bundle, &options, reaper.clone());
     let cgroup = own_cgroup(args, bundle, &options);
     let mut recovery = Recovery::of(bundle);
 
@@ -92,6 +94,13 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         recovery.rescue(bundle).await;
         recovery.report_image();
         recovery.end_programs(KILL_LIMIT).await;
+        // Containers of the same pod share its network.
+        let is_dump = recovery.record().begin.op == Operation::Checkpoint;
+        if is_dump && recovery.record().outcome.is_none() {
+            let pids = cgroup.as_ref().and_then(|cgroup| cgroup.pids().ok());
+            let (log, pids) = (recovery.criu_log(), pids.unwrap_or_default());
+            network::release_of(bundle, &log, &pids, network::LIMIT_KILLED, &reaper).await;
+        }
     }
     // Order matters: a restore that was cut off leaves processes that the runtime does not know, and a frozen
     // cgroup would keep the runtime waiting, so the processes go first. Then the mount that a cut off restore

@@ -7,6 +7,8 @@
 use std::path::Path;
 
 use firn_gpu::Backend;
+use firn_host::ProblemLine;
+use firn_oci::job_hook::{self, JobHookError};
 use firn_oci::{Spec, SpecError};
 
 use crate::cancel::CancellationToken;
@@ -52,6 +54,8 @@ pub enum PrepareError {
     Spec(#[from] SpecError),
     #[error(transparent)]
     GpuRequest(#[from] GpuRequestError),
+    #[error("{}", ProblemLine(.0))]
+    JobHook(#[from] JobHookError),
     #[error(transparent)]
     Restore(#[from] RestoreError),
     #[error(transparent)]
@@ -63,8 +67,11 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let (id, bundle, reaper) = (request.id, request.bundle, request.reaper);
     let mut options = request.options;
     let spec = Spec::load(bundle)?;
-    let resolved =
+    let mut resolved =
         gpu_request::resolve(spec, bundle, options.wrapper(), request.image.is_some(), reaper).await?;
+    if resolved.gpu && job_hook::prepare(&mut resolved.spec)? {
+        resolved.spec.save(bundle)?;
+    }
     let (spec, gpu) = (&resolved.spec, resolved.gpu);
     if let Some(runtime) = &resolved.runtime {
         options.binary_name.clone_from(runtime);

@@ -72,6 +72,8 @@ pub trait Dump: Device {
     /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and thaws the
     /// cgroup when CRIU was killed. It cleans nothing up: the rollback must not wait for that.
     fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Ends what a CRIU that was killed has left of the container's connections, before its threads run.
+    fn release_network(&mut self) -> impl Future<Output = ()> + Send;
 }
 
 /// A container that is made from an image.
@@ -90,6 +92,8 @@ pub trait Restore: Gpu {
     fn stop_selected(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Sets CRIU's configuration for the next dump of the container, which must not leave its tasks stopped.
     fn configure_dump(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Writes for the job what has changed, if it has hooks.
+    fn write_facts(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Continues all processes but those that were stopped at the dump.
     fn continue_processes(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Ends the driver worker and writes the timings.

@@ -122,6 +122,9 @@ pub struct Begin {
     /// The work directory is firn's own.
     pub work_is_ours: bool,
     pub was_frozen: bool,
+    /// Id of the checkpoint, for the job's hooks.
+    #[serde(default)]
+    pub checkpoint: String,
 }
 
 /// A child of the shim. Its start time distinguishes it from a later process with its pid.

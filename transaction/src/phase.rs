@@ -2,10 +2,10 @@
 //! names.
 //!
 //! ```text
-//! checkpoint: inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump - manifest
-//!             leave running: - gpu-restore - gpu-unlock
+//! checkpoint: [prepare -] inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump - manifest
+//!             leave running: - gpu-restore - gpu-unlock [- resumed]
 //!             exit:          - end
-//! restore:    criu-restore - compare - dev-repair - gpu-restore - gpu-unlock - continue
+//! restore:    criu-restore - compare - dev-repair - gpu-restore - gpu-unlock - continue [- restored]
 //! any failure: rollback
 //! ```
 
@@ -14,9 +14,13 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// Part of a checkpoint or restore. Serialised in kebab case.
+///
+/// Prepare, Resumed and Restored are there only where the container names the hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
+    /// The job's hook `prepare`; nothing has been touched.
+    Prepare,
     /// firn checks for reasons to refuse; nothing has been touched.
     Inspect,
     /// The driver locks the CUDA processes: their calls of the driver wait.
@@ -33,6 +37,8 @@ pub enum Phase {
     GpuRestore,
     /// The driver unlocks the processes. A phase of the timings only.
     GpuUnlock,
+    /// The job's hook `resumed`.
+    Resumed,
     /// The image is complete, and the container ends as the client requested.
     End,
     /// firn rolls back a failed checkpoint or restore.
@@ -45,12 +51,15 @@ pub enum Phase {
     DevRepair,
     /// firn continues the stopped processes.
     Continue,
+    /// The job's hook `restored`.
+    Restored,
 }
 
 impl Phase {
     /// The name, and what the phase does.
     fn words(self) -> (&'static str, &'static str) {
         match self {
+            Self::Prepare => ("prepare", "call the hook prepare"),
             Self::Inspect => ("inspect", "inspect the container"),
             Self::GpuLock => ("gpu-lock", "lock the CUDA processes"),
             Self::GpuCheckpoint => ("gpu-checkpoint", "checkpoint the GPU state"),
@@ -59,12 +68,14 @@ impl Phase {
             Self::Manifest => ("manifest", "write the manifest"),
             Self::GpuRestore => ("gpu-restore", "restore the GPU state"),
             Self::GpuUnlock => ("gpu-unlock", "unlock the CUDA processes"),
+            Self::Resumed => ("resumed", "call the hook resumed"),
             Self::End => ("end", "end the container"),
             Self::Rollback => ("rollback", "roll back"),
             Self::CriuRestore => ("criu-restore", "restore the processes"),
             Self::Compare => ("compare", "compare the restored processes with the spec"),
             Self::DevRepair => ("dev-repair", "repair the device nodes"),
             Self::Continue => ("continue", "continue the processes"),
+            Self::Restored => ("restored", "call the hook restored"),
         }
     }
 
@@ -89,6 +100,7 @@ mod tests {
     fn a_phase_has_one_name() {
         use Phase::*;
         for phase in [
+            Prepare,
             Inspect,
             GpuLock,
             GpuCheckpoint,
@@ -103,6 +115,8 @@ mod tests {
             Compare,
             DevRepair,
             Continue,
+            Resumed,
+            Restored,
         ] {
             assert_eq!(serde_json::to_value(phase).unwrap(), phase.name());
         }

@@ -7,6 +7,7 @@ use firn_config::Config;
 use firn_gpu::GpuPair;
 use firn_image::manifest::{CheckpointedProcess, DumpFlags, InheritedGpus, Verified};
 use firn_oci::criu_config::CriuConfig;
+use firn_oci::job_hook::Facts;
 
 /// A checkpoint that Start can restore.
 pub struct PreparedRestore {
@@ -18,6 +19,8 @@ pub struct PreparedRestore {
     pub verified: Option<Arc<Verified>>,
     /// CRIU's settings for an image without GPU state.
     pub plain: PlainPart,
+    /// For the job's hook `restored`; absent where the container gets no GPU.
+    pub facts: Option<Facts>,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,
 }

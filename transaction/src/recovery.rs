@@ -6,7 +6,7 @@
 //! repeated.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::{Config, names};
@@ -18,7 +18,7 @@ use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::phase::Phase;
 use crate::warn::OrWarn;
-use crate::{pidfd, procfs};
+use crate::{network, pidfd, procfs};
 
 /// CRIU's name as the kernel has it.
 const CRIU: &str = "criu";
@@ -59,6 +59,11 @@ impl Recovery {
             }
             sleep(PAUSE).await;
         }
+    }
+
+    /// CRIU's log of a dump.
+    pub fn criu_log(&self) -> PathBuf {
+        self.0.begin.work.join(network::DUMP_LOG)
     }
 
     /// Removes what the transaction has left outside the container.

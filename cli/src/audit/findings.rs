@@ -132,7 +132,10 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::LeakedGpu { .. } | Refusal::Vfork { .. } => "gpu_descriptors_without_cuda",
         Refusal::Connections { .. } => "tcp_connections",
         Refusal::Imex { .. } => IMEX,
-        Refusal::Nccl { .. } | Refusal::SharingLibrary { .. } | Refusal::Ipc { .. } => SHARED,
+        Refusal::Nccl { .. }
+        | Refusal::SharingLibrary { .. }
+        | Refusal::Ipc { .. }
+        | Refusal::Held { .. } => SHARED,
         Refusal::CgroupMemory { .. } | Refusal::HostMemory { .. } => "too_little_memory",
         Refusal::Space { .. } => "too_little_image_space",
         Refusal::ExternalMount { .. } | Refusal::TooManyMounts { .. } => "external_mounts",
@@ -221,11 +224,17 @@ impl Signals {
             if signal.refused {
                 continue;
             }
-            signal.detail = match signal.signal {
-                SHARED if found.iter().any(is_several) => {
+            signal.detail = match (signal.signal, &outcome.to_be_released) {
+                (SHARED, Some(Refusal::Held { pid, comm, what })) => {
+                    format!("the hook prepare has to release what process {pid} ({comm}) shares: {what}")
+                }
+                (SHARED, _) if assertions.released => {
+                    "released by the hook prepare; nothing is held now".to_owned()
+                }
+                (SHARED, _) if found.iter().any(is_several) => {
                     "several CUDA processes, which share none".to_owned()
                 }
-                SHARED => String::new(),
+                (SHARED, _) => String::new(),
                 _ => found.first().copied().map(described).unwrap_or_default(),
             };
         }

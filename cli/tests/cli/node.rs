@@ -125,6 +125,7 @@ impl Node {
     pub fn manifest(&self) -> Manifest {
         let source: Inventory = serde_json::from_value(inventory()).expect("an inventory");
         Manifest {
+            checkpoint: String::new(),
             backend: Backend::Nvidia,
             dump: DumpFlags {
                 open_tcp: true,

@@ -8,6 +8,8 @@ use firn_gpu::{Backend, GpuUuid, Link};
 
 use super::{CheckpointedProcess, ImageFile, InheritedGpus, Manifest, RequiredMount, SourceGpu};
 
+/// Longest id of a checkpoint.
+const MAX_ID: usize = 64;
 const MAX_GPUS: usize = 64;
 const MAX_PROCESSES: usize = 4096;
 /// Descriptors of GPUs that a process has inherited.
@@ -34,6 +36,7 @@ impl Manifest {
         let image = |file: &ImageFile| file_name(&file.name) && has_one_checksum(file);
         let mut versions = [&versions.firn, &versions.criu, &versions.runc, &versions.kernel].into_iter();
         let checks = [
+            ("checkpoint", is_id(&self.checkpoint)),
             ("backend", self.has_good_backend()),
             ("driver", text(driver)),
             ("gpus", all(&self.gpus, MAX_GPUS, gpu)),
@@ -98,6 +101,14 @@ pub(super) fn all<T>(items: &[T], most: usize, is_good: impl Fn(&T) -> bool) -> 
 pub(super) fn distinct<T: Eq + Hash>(mut items: impl Iterator<Item = T>) -> bool {
     let mut seen = HashSet::new();
     items.all(|item| seen.insert(item))
+}
+
+/// Whether it is an id: the job gets it in variables. Images of older versions have none.
+fn is_id(id: &str) -> bool {
+    id.len() <= MAX_ID
+        && id
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }
 
 /// Short and free of control characters: it is shown on terminals and in logs.

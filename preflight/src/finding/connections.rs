@@ -113,7 +113,7 @@ fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>,
 }
 
 /// The inode of `socket:[1234]`.
-fn socket(file: &Path) -> Option<u64> {
+pub(super) fn socket(file: &Path) -> Option<u64> {
     let name = file.to_str()?.strip_prefix("socket:[")?;
     name.strip_suffix(']')?.parse().ok()
 }

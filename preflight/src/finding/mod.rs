@@ -41,6 +41,7 @@ use firn_host::{bounded, open_below, procfs};
 mod connections;
 mod descriptors;
 mod evaluate;
+mod held;
 mod inherited;
 #[cfg(test)]
 mod tests;
@@ -48,6 +49,8 @@ mod tests;
 pub use connections::Connection;
 pub(crate) use evaluate::evaluate;
 pub use inherited::Inherited;
+
+use connections::socket as socket_inode;
 
 use crate::Refusal;
 use crate::sys::is_same_memory;
@@ -108,6 +111,11 @@ pub(crate) struct Processes<'a> {
 /// The TCP connections of processes below `proc_root`.
 pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection>, Unreadable> {
     connections::inspect(proc_root, dumped)
+}
+
+/// Why processes share GPU memory after the hook `prepare`, as far as /proc shows it. One refusal at most.
+pub(crate) fn held(proc_root: &Path, dumped: &[i32]) -> Result<Option<Refusal>, Unreadable> {
+    held::inspect(proc_root, dumped)
 }
 
 /// Whether one of these processes is between vfork and exec: its parent waits for that in the kernel, where

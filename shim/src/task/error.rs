@@ -137,6 +137,7 @@ impl TaskError {
             Self::Options(_) => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
+            Self::Prepare(PrepareError::JobHook(_)) => Code::INVALID_ARGUMENT,
             Self::Prepare(PrepareError::GpuRequest(_)) => Code::FAILED_PRECONDITION,
             Self::Checkpoint(error) | Self::Prepare(PrepareError::Checkpoint(error)) => code_of(error.kind()),
             Self::Restore(error) | Self::Prepare(PrepareError::Restore(error)) => code_of(error.kind()),

@@ -50,7 +50,9 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
         let resumed = container.runc.resume().await;
         resumed.map_err(TaskError::runtime("resume"))?;
     }
-    Ok(resumed(service, &container))
+    let empty = resumed(service, &container);
+    checkpoint::call_pending(&container, &service.reaper).await?;
+    Ok(empty)
 }
 
 fn resumed(service: &Service, container: &Container) -> Empty {

@@ -145,6 +145,13 @@ async fn bring_up(
         }
     }
     point("restore-connected").await;
+    if let Err(error) = restored
+        .call_hook(container, prepared, &service.reaper, cancel)
+        .await
+    {
+        restored.roll_back(container, prepared).await;
+        return Err(error.into());
+    }
     Ok(restored)
 }
 

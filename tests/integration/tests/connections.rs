@@ -10,7 +10,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_lab::{
+    COUNTER, CommandOutput, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on,
+};
 use firn_node::{Platform, wait_for};
 
 const PORT: u16 = 7001;
@@ -213,11 +215,149 @@ fn a_connection_that_is_not_accepted_yet_is_left_out(platform: Platform) -> Resu
     })
 }
 
+/// CRIU runs this script when it has dumped everything: connections are in repair mode, and what arrives is
+/// dropped. /run/blow orders once which signal CRIU, or a program that waits for it, gets.
+const BLOW: &str = "#!/bin/sh
+    [ \"$CRTOOLS_SCRIPT_ACTION\" = post-dump ] && mv /run/blow /run/struck || exit 0
+    read signal victim </run/struck
+    pid=$PPID
+    while [ \"$(cat /proc/$pid/comm)\" != $victim ]; do
+        pid=$(sed -n 's/^PPid:[^0-9]*//p' /proc/$pid/status)
+    done
+    kill -$signal $pid
+    sleep 1";
+
+/// A server and a client, which send what is written into /to-client and /to-server. Nothing is on its way
+/// when CRIU is killed: threads run for a moment then.
+const PAIR: &str = "mkfifo /to-client /to-server
+    (exec 3<>/to-client; nc -l -p 7001 <&3 >/at-server) &
+    until grep -q ':1B59 0*:0000 0A' /proc/net/tcp /proc/net/tcp6; do sleep 0.1; done
+    (exec 3<>/to-server; nc 127.0.0.1 7001 <&3 >/at-client) &
+    while :; do sleep 1; done";
+
+/// What one end sends arrives at the other.
+fn carries(job: &Container<'_>, text: &str) -> Result<()> {
+    for (from, to) in [("/to-server", "/at-server"), ("/to-client", "/at-client")] {
+        job.exec(&["sh", "-c", &format!("echo {text} >{from}")])?;
+        wait_for(&format!("{text:?} in {to}"), WAIT, || {
+            Ok(job.exec(&["cat", to])?.contains(text).then_some(()))
+        })?;
+    }
+    Ok(())
+}
+
+/// What CRIU is sent, and how firn names the cause.
+const BLOWS: [(&str, &str); 2] = [("KILL", "FIRN-DUMP"), ("STOP", "did not end within")];
+
+fn install_blow(host: &GpuHost) -> Result<()> {
+    let node = host.node();
+    node.write("/run/action", BLOW)?;
+    node.run(&["chmod", "755", "/run/action"])?;
+    node.run(&["mkdir", "-p", "/etc/criu"])?;
+    node.write("/etc/criu/runc.conf", "action-script /run/action\n")
+}
+
+fn blow(host: &GpuHost, order: &str) -> Result<()> {
+    host.node().run(&["rm", "-f", "/run/struck"])?;
+    host.node().write("/run/blow", order)
+}
+
+fn connections_survive_a_criu_that_is_killed(platform: Platform) -> Result<()> {
+    on([host(platform, "tcp-kill", 1)?], |[host]| {
+        let node = host.node();
+        install_blow(host)?;
+        host.configure("[deadlines]\ncriu-dump = \"4s\"\n")?;
+        let rules = || Ok::<_, anyhow::Error>(node.run(&["iptables", "-S"])?.stdout);
+        let before = rules()?;
+        for network in [&[][..], &["--net-host"]] {
+            let options = [&["--annotation", "firn.dev/tcp=auto"], network].concat();
+            let script = format!("{COUNTER} &\n{PAIR}");
+            let job = Container::script(host, "job", &["0"], 1, &options, &script)?;
+            job.goes_on(3)?;
+            carries(&job, "first")?;
+            for (signal, cause) in BLOWS {
+                blow(host, &format!("{signal} criu"))?;
+                let output = failure(job.checkpoint("checkpoint/job"))?;
+                ensure!(output.contains(cause), "{output}");
+                ensure!(node.path("/run/struck").exists(), "CRIU was not hit: {output}");
+                job.goes_on(3)?;
+                carries(&job, &format!("after-{signal}"))
+                    .with_context(|| format!("{signal}, {network:?}\n{output}"))?;
+                ensure!(rules()? == before, "rules are left: {}", rules()?);
+            }
+            job.checkpoint("checkpoint/job")?;
+            carries(&job, "second")?;
+            job.remove()?;
+            let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+            carries(&copy, "third")?;
+            copy.remove()?;
+            host.remove_image("checkpoint/job")?;
+            host.idle()?;
+        }
+        Ok(())
+    })
+}
+
+const CHECKPOINT: [&str; 7] = [
+    "ctr",
+    "containers",
+    "checkpoint",
+    "--rw",
+    "--task",
+    "job",
+    "checkpoint/job",
+];
+
+/// As containers of a pod share one. What is left there by a checkpoint concerns the others.
+fn a_shared_network_is_released_when_the_container_ends(platform: Platform) -> Result<()> {
+    on([host(platform, "tcp-pod", 1)?], |[host]| {
+        let node = host.node();
+        install_blow(host)?;
+        node.run(&["ip", "netns", "add", "pod"])?;
+        node.run(&["ip", "-n", "pod", "link", "set", "lo", "up"])?;
+        let rules = || {
+            let listed = node.run(&["ip", "netns", "exec", "pod", "iptables", "-S"])?;
+            Ok::<_, anyhow::Error>(listed.stdout)
+        };
+        let before = rules()?;
+        for (order, kills) in [("STOP criu", true), ("KILL containerd-shim", false)] {
+            let options = [
+                "--with-ns",
+                "network:/run/netns/pod",
+                "--annotation",
+                "firn.dev/tcp=auto",
+            ];
+            let job = Container::script(host, "job", &["0"], 1, &options, &format!("{COUNTER} &\n{PAIR}"))?;
+            job.goes_on(3)?;
+            carries(&job, "first")?;
+            blow(host, order)?;
+            let client = node.spawn(&CHECKPOINT)?;
+            wait_for("CRIU to be hit", WAIT, || {
+                Ok(node.path("/run/struck").exists().then_some(()))
+            })?;
+            if kills {
+                ensure!(rules()?.contains("CRIU"), "nothing is locked");
+                job.task(&["kill", "--signal", "SIGKILL"])?;
+            }
+            CommandOutput::wait(client)?.failed()?;
+            wait_for("the network to be released", WAIT, || {
+                Ok((rules()? == before).then_some(()))
+            })
+            .with_context(|| format!("{order}: {:?}", rules()))?;
+            job.remove()?;
+            host.idle()?;
+        }
+        node.run(&["ip", "netns", "delete", "pod"]).map(drop)
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         connections_are_refused_by_name_and_kept_in_the_source [FORKY];
         closed_connections_end_in_the_copy_alone [FORKY];
         connections_inside_continue_in_a_network_of_the_containers_own [FORKY];
         a_connection_that_is_not_accepted_yet_is_left_out [FORKY_V2];
+        connections_survive_a_criu_that_is_killed [FORKY, FORKY_V2];
+        a_shared_network_is_released_when_the_container_ends [FORKY, FORKY_V2];
     })
 }

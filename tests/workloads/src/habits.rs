@@ -3,6 +3,11 @@
 use std::ffi::c_long;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 use nix::libc;
 use nix::sys::prctl;
@@ -85,6 +90,22 @@ pub fn long_environment(bytes: usize) -> io::Result<()> {
     match rc {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Holds the socket by which a communicator of NCCL exchanges handles of memory, while `released` does not
+/// exist.
+pub fn communicator(released: &Path) {
+    let name = format!("tmp/nccl-socket-{}-89d2df94f9a0d073", std::process::id());
+    let mut held = None;
+    loop {
+        if released.exists() {
+            held = None;
+        } else if held.is_none() {
+            let address = SocketAddr::from_abstract_name(&name);
+            held = address.and_then(|address| UnixDatagram::bind_addr(&address)).ok();
+        }
+        thread::sleep(Duration::from_millis(10));
     }
 }
 

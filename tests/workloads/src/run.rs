@@ -52,6 +52,9 @@ pub struct Options {
     /// Hold an io_uring
     #[arg(long)]
     io_uring: bool,
+    /// Hold the socket that a communicator of NCCL has, while this file does not exist
+    #[arg(long)]
+    communicator: Option<PathBuf>,
     /// Fork children of these kinds once CUDA is in use
     #[arg(long, value_delimiter = ',')]
     forks: Vec<Kind>,
@@ -172,6 +175,13 @@ fn compute(options: &Options) -> Result<()> {
         true => Some(habits::io_uring().context("cannot set up an io_uring")?),
         false => None,
     };
+    if let Some(file) = options
+        .communicator
+        .clone()
+        .filter(|_| options.ranks < 2 || options.rank.is_some())
+    {
+        thread::spawn(move || habits::communicator(&file));
+    }
     let _server = match options.server {
         0 => None,
         count => Some(spawn(&["--child".to_owned(), format!("--serve={count}")])?),

@@ -29,6 +29,7 @@ use crate::container::Container;
 use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump};
 use crate::journal::{self, Journal};
+use crate::network;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -45,14 +46,14 @@ const EXEC: Duration = Duration::from_millis(5);
 
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
-struct Source {
+pub(super) struct Source {
     assertions: Assertions,
     /// Options of the dump.
     dump: DumpFlags,
     /// Bytes of memory in use on the container's GPUs, by any process.
     gpu_memory_in_use: u64,
     driver: DriverVersion,
-    gpus: Vec<SourceGpu>,
+    pub(super) gpus: Vec<SourceGpu>,
     topology: Topology,
     mounts: Vec<mounts::RequiredMount>,
     versions: Versions,
@@ -73,6 +74,8 @@ pub(super) struct ContainerEffects<'a> {
     pub needs: GpuMemory,
     /// firn's plugin for CRIU, if it is installed.
     pub criu_plugin: Option<PathBuf>,
+    /// Random id of the checkpoint.
+    pub checkpoint: String,
     pub progress: Progress,
 }
 
@@ -80,7 +83,9 @@ pub(super) struct ContainerEffects<'a> {
 #[derive(Default)]
 pub(super) struct Progress {
     /// Read once, by the first inspection.
-    source: Option<Source>,
+    pub(super) source: Option<Source>,
+    /// The hook `prepare` was called, or could have been.
+    pub(super) prepared: bool,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,
     /// How many processes the dump leaves out, as last logged.
@@ -340,12 +345,13 @@ impl Device for ContainerEffects<'_> {
 
 impl Dump for ContainerEffects<'_> {
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
-        let pids = self.cgroup.pids()?;
         let first = self.progress.source.is_none();
         if first {
             let cancel = self.cancel.clone();
             self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
+            self.call_prepare().await?;
         }
+        let pids = self.cgroup.pids()?;
         let assertions = self.source().assertions;
         let cuda = unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?;
         self.refuse_by_process(assertions, &pids, &cuda).await?;
@@ -379,5 +385,12 @@ impl Dump for ContainerEffects<'_> {
         self.progress.complete = true;
         self.progress.rescued = self.link_image().await;
         Ok(())
+    }
+
+    async fn release_network(&mut self) {
+        // Without a work directory CRIU was not started.
+        if let Some(work) = &self.progress.leftovers.work {
+            network::release(self.container, &work.log(), &self.cancel, self.reaper).await;
+        }
     }
 }

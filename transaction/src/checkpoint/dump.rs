@@ -16,11 +16,9 @@ use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
+use crate::network::DUMP_LOG;
 use crate::runc::Bounds;
 use crate::warn::OrWarn;
-
-/// CRIU's log in its work directory.
-const LOG: &str = "dump.log";
 
 /// How long a finished checkpoint may wait for the file systems of its image and log.
 pub(super) const LEFTOVERS: Duration = Duration::from_secs(30);
@@ -49,18 +47,23 @@ impl WorkDir {
         }
     }
 
+    /// CRIU's log.
+    pub(super) fn log(&self) -> PathBuf {
+        self.path.join(DUMP_LOG)
+    }
+
     /// Creates the directory, which crun does not, and removes the log of an earlier dump.
     pub(super) fn make(&self) {
         let path = &self.path;
         let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
         made.or_warn(format_args!("cannot make {}", path.display()));
-        let removed = std::fs::remove_file(path.join(LOG)).unless_absent();
+        let removed = std::fs::remove_file(self.log()).unless_absent();
         removed.or_warn(format_args!("cannot remove the log of an earlier dump"));
     }
 
     /// Copies the dump log to where users look for it.
     pub(super) fn keep_log(&self, kept: &Path) {
-        let kept_log = std::fs::copy(self.path.join(LOG), kept)
+        let kept_log = std::fs::copy(self.log(), kept)
             .and_then(|_| std::fs::set_permissions(kept, Permissions::from_mode(0o600)));
         if kept_log.or_warn(format_args!("cannot keep CRIU's log")).is_none() {
             // The log of an earlier failure must not pass for this one's.

@@ -14,6 +14,7 @@ use crate::cgroup::CgroupError;
 use crate::container::Container;
 use crate::driver::WorkerError;
 use crate::image_dir::{ImageDirError, is_containerds};
+use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::look::LookError;
 use crate::phase::Phase;
@@ -49,6 +50,8 @@ pub enum EffectError {
     #[problem("FIRN-PARENT", "ask for the checkpoint without a parent path")]
     Parent { parent: PathBuf },
     #[error(transparent)]
+    Hook(HookError),
+    #[error(transparent)]
     Look(LookError),
     #[error("the driver refused")]
     Gpu(#[from] WorkerError),
@@ -75,6 +78,9 @@ pub enum EffectError {
     #[error("firn itself has failed; containerd's log has the panic")]
     #[problem("FIRN-INTERNAL", "report it with containerd's log")]
     Panicked,
+    #[error("the container was suspended after its checkpoint had failed, and was resumed")]
+    #[problem("FIRN-GPU-SUSPENDED", "checkpoint it again")]
+    Resumed,
     #[error("there is no journal of its checkpoint")]
     #[problem("FIRN-JOURNAL", "kill and delete it")]
     NoJournal,
@@ -96,6 +102,15 @@ fn hold_hint(error: &TraceError) -> &'static str {
             "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
         }
         _ => "detach the debugger from the container's processes",
+    }
+}
+
+impl From<HookError> for EffectError {
+    fn from(error: HookError) -> Self {
+        match error {
+            HookError::Killed => Self::Killed,
+            error => Self::Hook(error),
+        }
     }
 }
 
@@ -241,6 +256,29 @@ pub enum CheckpointError {
         image: PathBuf,
         cause: EndError,
     },
+    /// The image is complete, and the container goes on, but its hook `resumed` has failed.
+    #[error(
+        "{}: the checkpoint of container {container} in {} is complete and the container goes on: {}. \
+         hint: {}; {}",
+        cause.code(),
+        image.display(),
+        Chain(cause),
+        cause.hint(),
+        complete_hint(image, container)
+    )]
+    NotResumed {
+        container: String,
+        image: PathBuf,
+        cause: HookError,
+    },
+    /// The container goes on after a checkpoint for which its client had paused it, but its hook has failed.
+    #[error(
+        "{}: container {container} goes on after its checkpoint: {}. hint: {}",
+        cause.code(),
+        Chain(cause),
+        cause.hint()
+    )]
+    Hook { container: String, cause: HookError },
     #[error("{}", line(format_args!("cannot read firn's configuration"), .0))]
     Config(firn_config::ConfigError),
     #[error("{}", ProblemLine(.0))]
@@ -361,7 +399,7 @@ impl CheckpointError {
             Self::RolledBack { .. } | Self::Ended { .. } => FailureKind::Aborted,
             Self::Suspended { suspended, .. } if is_final(suspended) => FailureKind::Lost,
             Self::Suspended { .. } => FailureKind::Refused,
-            Self::NotEnded { .. } => FailureKind::Internal,
+            Self::NotEnded { .. } | Self::NotResumed { .. } | Self::Hook { .. } => FailureKind::Internal,
             Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => FailureKind::Unknown,
         }
     }

@@ -8,12 +8,15 @@ use firn_gpu::protocol::GpuMemory;
 use super::Request;
 use super::container::{ContainerEffects, Progress};
 use super::error::{CheckpointError, EffectError, EndError};
+use super::job;
 use super::phases::{Begun, Failure};
 use crate::cancel::CancellationToken;
 use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
 use crate::driver::Driver;
+use crate::effects::Dump;
 use crate::image_dir::ImageDirError;
+use crate::job_hook::HookError;
 use crate::journal::{self, Journal, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
@@ -33,7 +36,9 @@ pub(super) async fn run(
     let timings = PhaseTimings::begin("checkpoint", &container.id);
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
         .map_err(CheckpointError::Program)?;
-    let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
+    let checkpoint = job::new_id();
+    let begin = request.begin(container, was_frozen, checkpoint.clone());
+    let journal = Journal::begin(&container.bundle, begin)
         .await
         .map_err(|error| CheckpointError::refused(container, error))?;
     let guard = container.transaction.begin();
@@ -49,6 +54,7 @@ pub(super) async fn run(
         cancel: guard.cancel.clone(),
         needs: GpuMemory::new(),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()),
+        checkpoint,
         progress: Progress::default(),
     };
     let result = phases(&mut effects, was_frozen, request.exit).await;
@@ -58,7 +64,7 @@ pub(super) async fn run(
     journal::point("checkpoint-worker-gone").await;
     journal.end(end.outcome()).await;
     journal::point("checkpoint-ended").await;
-    let ok = end.result.is_ok() && end.ended.is_ok();
+    let ok = end.result.is_ok() && end.ended.is_ok() && end.resumed.is_ok();
     effects.timings.end(&container.bundle, ok);
     end.into_result(container, request)
 }
@@ -83,6 +89,8 @@ struct End {
     result: Result<(), Failure<EffectError>>,
     /// Of the end of a container that was to end.
     ended: Result<(), EndError>,
+    /// Of the hook `resumed`.
+    resumed: Result<(), HookError>,
     is_alive: bool,
     /// The container has ended, and its client has gone and removed the image.
     gone: bool,
@@ -101,6 +109,8 @@ impl End {
     ) -> Self {
         let is_cancelled = result.is_err() && cancel.is_cancelled();
         if is_cancelled {
+            // Containers of the same pod share its network.
+            effects.release_network().await;
             effects.kill().await;
         }
         // Order matters: if init ends from now on, the handler of its exit thaws the container.
@@ -120,10 +130,21 @@ impl End {
         }
         let failure = result.as_mut().err();
         effects.tidy(failure.map(|failure| &mut failure.source)).await;
+        let mut resumed = Ok(());
+        match &result {
+            Ok(()) if !request.exit => resumed = effects.call_resumed().await,
+            // A checkpoint that was refused before the hook `prepare` is none of the job's.
+            Err(failure) if is_alive && failure.suspended.is_none() && effects.progress.prepared => {
+                effects.call_failed(&failure.source).await;
+            }
+            _ => {}
+        }
         let gone = result.is_ok() && request.exit && effects.has_lost_image().await;
         let image = match effects.progress.complete {
             false => None,
-            true if result.is_err() || ended.is_err() || gone => effects.keep_image().await,
+            true if result.is_err() || ended.is_err() || resumed.is_err() || gone => {
+                effects.keep_image().await
+            }
             true => {
                 effects.drop_rescue().await;
                 None
@@ -132,6 +153,7 @@ impl End {
         Self {
             result,
             ended,
+            resumed,
             is_alive,
             gone,
             image,
@@ -152,11 +174,27 @@ impl End {
     fn into_result(self, container: &Container, request: &Request) -> Result<(), CheckpointError> {
         let (id, image, is_alive) = (&container.id, self.image, self.is_alive);
         let path = request.image.path();
+        let at_image = || image.clone().unwrap_or_else(|| path.to_owned());
+        if let (Ok(()), Err(cause)) = (&self.result, self.resumed) {
+            return Err(match cause {
+                HookError::Killed => CheckpointError::Ended {
+                    container: id.clone(),
+                    phase: Phase::Resumed,
+                    cause: EffectError::Killed,
+                    image,
+                },
+                cause => CheckpointError::NotResumed {
+                    container: id.clone(),
+                    image: at_image(),
+                    cause,
+                },
+            });
+        }
         match (self.result, self.ended) {
             (Err(failure), _) => Err(CheckpointError::from_failure(id, failure, image, is_alive)),
             (Ok(()), Err(cause)) => Err(CheckpointError::NotEnded {
                 container: id.clone(),
-                image: image.unwrap_or_else(|| path.to_owned()),
+                image: at_image(),
                 cause,
             }),
             (Ok(()), Ok(())) if self.gone => Err(CheckpointError::Ended {

@@ -9,6 +9,7 @@ mod container;
 mod dump;
 mod error;
 mod gpu;
+mod job;
 mod phases;
 mod plain;
 mod rollback;
@@ -23,6 +24,7 @@ use firn_preflight::{OtherGpus, OtherVendors, Workload};
 
 pub use error::{CheckpointError, EffectError, FailureKind};
 pub(crate) use error::{line, quoted};
+pub use job::call_pending;
 pub use rollback::{resume, rollback_after_panic};
 
 use crate::container::Container;
@@ -72,7 +74,7 @@ impl Request {
         }
     }
 
-    fn begin(&self, container: &Container, was_frozen: bool) -> Begin {
+    fn begin(&self, container: &Container, was_frozen: bool, checkpoint: String) -> Begin {
         let work = WorkDir::choose(container, self);
         Begin {
             op: journal::Operation::Checkpoint,
@@ -83,6 +85,7 @@ impl Request {
             work: work.path,
             work_is_ours: work.ours,
             was_frozen,
+            checkpoint,
         }
     }
 }
@@ -123,7 +126,7 @@ pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> R
     if container.traits.has_nvidia() {
         gpu::run(container, request, reaper).await
     } else {
-        plain::run(container, request, others).await
+        plain::run(container, request, others, reaper).await
     }
 }
 

@@ -182,6 +182,9 @@ impl<'e, E: Dump> Locked<'e, E> {
             stop(self.at.effects).await;
         }
         self.at.effects.leave(phase, false).await;
+        if phase == Phase::CriuDump {
+            self.at.effects.release_network().await;
+        }
         note(self.at.effects, Phase::Rollback).await;
         let suspended = self.roll_back().await.err().and_then(|stuck| stuck.last);
         Err(Failure {

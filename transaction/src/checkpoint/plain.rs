@@ -18,8 +18,10 @@ use crate::cgroup::FreezerState;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Journal, Outcome};
+use crate::network;
 use crate::phase::Phase;
 use crate::procfs;
+use crate::reaper::Reaper;
 use crate::runc::{Bounds, RuntimeKind, UnfitRuntime};
 use crate::warn::OrWarn;
 
@@ -46,16 +48,27 @@ pub(super) async fn run(
     container: &Container,
     request: &Request,
     others: OtherGpus,
+    reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
     let plugins = plugins_for(container, others)?;
     let was_frozen = container
         .cgroup()
         .and_then(|cgroup| cgroup.freezer_state())
         .is_ok_and(|state| state != FreezerState::Thawed);
-    let journal = Journal::begin(&container.bundle, request.begin(container, was_frozen))
-        .await
-        .map_err(|error| CheckpointError::refused(container, error))?;
-    let dumped = dump_plain(container, request, was_frozen, plugins.as_deref(), &journal).await;
+    let journal = Journal::begin(
+        &container.bundle,
+        request.begin(container, was_frozen, String::new()),
+    )
+    .await
+    .map_err(|error| CheckpointError::refused(container, error))?;
+    let dumped = dump_plain(
+        container,
+        request,
+        (was_frozen, plugins.as_deref()),
+        &journal,
+        reaper,
+    )
+    .await;
     journal::point("dump-over").await;
     let outcome = if dumped.is_ok() {
         Outcome::Done
@@ -69,9 +82,9 @@ pub(super) async fn run(
 async fn dump_plain(
     container: &Container,
     request: &Request,
-    was_frozen: bool,
-    plugins: Option<&Path>,
+    (was_frozen, plugins): (bool, Option<&Path>),
     journal: &Journal,
+    reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
     let image = &request.image;
     enter_image(container, image, journal).await?;
@@ -91,6 +104,9 @@ async fn dump_plain(
     let dumped = container.runc.checkpoint(call).await;
     let dumped = dumped.map_err(|error| error.with_path(&inside, image.path()));
     journal::point("dump-left").await;
+    if dumped.is_err() {
+        network::release(container, &work.log(), &guard.cancel, reaper).await;
+    }
     if dumped.is_err() && !guard.cancel.is_cancelled() {
         // Not for a container that is being killed: a frozen cgroup would delay its end.
         reset_freezer(container, was_frozen, &guard.cancel).await;

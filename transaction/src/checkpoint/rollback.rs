@@ -14,10 +14,12 @@ use super::dump::LEFTOVERS;
 use super::error::{CheckpointError, EffectError};
 use super::phases::{self, Failure, Rollback};
 use super::plain::{RESET, reset_freezer};
+use crate::cancel::CancellationToken;
 use crate::container::{Container, InitState};
 use crate::driver::Driver;
 use crate::image_dir::ImageDir;
 use crate::journal::{Journal, Outcome, Record};
+use crate::network;
 use crate::panics::{caught, twice};
 use crate::phase::Phase;
 use crate::procfs;
@@ -50,7 +52,15 @@ pub async fn resume(container: &Container, reaper: &Reaper) -> Result<(), Checkp
 async fn try_resume(container: &Container, reaper: &Reaper) -> Result<(), CheckpointError> {
     let recovery = Recovery::of(&container.bundle);
     let rolled_back = match &recovery {
-        Some(recovery) => rollback_gpu(container, recovery.record(), false, reaper).await,
+        Some(recovery) => {
+            rollback_gpu(
+                container,
+                recovery.record(),
+                (false, &EffectError::Resumed),
+                reaper,
+            )
+            .await
+        }
         None => Err(EffectError::NoJournal),
     };
     rolled_back.map_err(|suspended| {
@@ -120,9 +130,14 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
     }
     // runc and CRIU may still write to an incomplete image.
     recovery.end_programs(PROGRAMS).await;
+    let log = recovery.criu_log();
+    network::release(container, &log, &CancellationToken::default(), reaper).await;
     let was_frozen = recovery.record().begin.was_frozen;
     let rolled_back = match container.traits.has_nvidia() {
-        true => rollback_gpu(container, recovery.record(), was_frozen, reaper).await,
+        true => {
+            let at = (was_frozen, &EffectError::Panicked);
+            rollback_gpu(container, recovery.record(), at, reaper).await
+        }
         false => {
             let guard = container.transaction.begin();
             reset_freezer(container, was_frozen, &guard.cancel).await;
@@ -151,7 +166,7 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
 async fn rollback_gpu(
     container: &Container,
     record: &Record,
-    was_frozen: bool,
+    (was_frozen, cause): (bool, &EffectError),
     reaper: &Reaper,
 ) -> Result<(), EffectError> {
     let config = Config::load()?;
@@ -179,6 +194,7 @@ async fn rollback_gpu(
         cancel: guard.cancel.clone(),
         needs: record.memory.clone(),
         criu_plugin: None,
+        checkpoint: begin.checkpoint.clone(),
         progress: Progress::default(),
     };
     let back = Rollback {
@@ -187,6 +203,9 @@ async fn rollback_gpu(
         gpu_checkpointing: record.gpu_checkpointing,
     };
     let rolled_back = phases::rollback(&mut effects, back).await;
+    if rolled_back.is_ok() {
+        effects.call_failed(cause).await;
+    }
     let is_cancelled = rolled_back.is_err() && guard.cancel.is_cancelled();
     if is_cancelled {
         effects.kill().await;

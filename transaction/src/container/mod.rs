@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use firn_gpu::Backend;
 use firn_oci::criu_config::CriuConfig;
+use firn_oci::job_hook::Facts;
 use tokio::sync::watch;
 
 pub use admission::{Action, InitState, NotAllowed, admit};
@@ -48,6 +49,8 @@ pub struct Container {
     held: Mutex<Option<TracedThreads>>,
     /// The checkpoint or restore in progress. Who begins it holds the operation lock.
     pub transaction: Slot,
+    /// The hook of the job that Resume calls.
+    pending_hook: Mutex<Option<Facts>>,
     /// The call in progress that runs hooks, which have no deadline. Who begins it holds the operation lock.
     pub hooks: Slot,
     status: Mutex<Status>,
@@ -118,6 +121,7 @@ impl Container {
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
             transaction: Slot::default(),
+            pending_hook: Mutex::new(None),
             hooks: Slot::default(),
             status: Mutex::new(Status {
                 state,
@@ -199,6 +203,16 @@ impl Container {
     /// Stores the checkpoint again after a failed restore, for another attempt.
     pub fn put_checkpoint(&self, prepared: PreparedRestore) {
         *lock(&self.checkpoint) = Some(prepared);
+    }
+
+    /// Lets Resume call a hook of the job, instead of an earlier one.
+    pub fn put_pending_hook(&self, facts: Facts) {
+        *lock(&self.pending_hook) = Some(facts);
+    }
+
+    /// Takes the hook that Resume is to call.
+    pub fn take_pending_hook(&self) -> Option<Facts> {
+        lock(&self.pending_hook).take()
     }
 
     /// Holds these threads until [`Container::take_held`].

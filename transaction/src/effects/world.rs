@@ -33,6 +33,8 @@ pub(crate) struct World {
     pub unstoppable: usize,
     /// CRIU was killed and has left the tasks thawed: the next call must stop them.
     pub criu_died: bool,
+    /// A CRIU that was killed has left their connections unusable.
+    pub locked_network: bool,
     /// Nothing could stop these tasks yet.
     pub let_run: bool,
     pub dumped: Option<Vec<i32>>,
@@ -214,6 +216,11 @@ impl Device for World {
 
     async fn thaw(&mut self) -> Result<(), Injected> {
         self.call("thaw")?;
+        assert!(
+            !self.locked_network,
+            "it runs without its connections: {:?}",
+            self.calls
+        );
         (self.frozen, self.freezing) = (false, false);
         Ok(())
     }
@@ -310,6 +317,7 @@ impl Dump for World {
         if let Err(failed) = self.call("dump") {
             // CRIU that is killed leaves the freezer off.
             (self.frozen, self.criu_died, self.let_run) = (false, true, true);
+            self.locked_network = true;
             return Err(failed);
         }
         assert!(
@@ -318,6 +326,10 @@ impl Dump for World {
         );
         self.dumped = Some(processes.iter().map(|p| p.pid).collect());
         Ok(())
+    }
+
+    async fn release_network(&mut self) {
+        self.locked_network = false;
     }
 }
 
@@ -367,6 +379,15 @@ impl Restore for World {
         self.call("configure_dump")?;
         self.can_be_dumped = true;
         Ok(())
+    }
+
+    async fn write_facts(&mut self) -> Result<(), Injected> {
+        assert!(
+            self.stopped,
+            "the job runs before it can know what has changed: {:?}",
+            self.calls
+        );
+        self.call("write_facts")
     }
 
     async fn continue_processes(&mut self) -> Result<(), Injected> {

@@ -151,6 +151,7 @@ pub mod tests {
             fs::write(client.join(name), name).unwrap();
         }
         let manifest = Manifest {
+            checkpoint: String::new(),
             backend: firn_gpu::Backend::None,
             dump: DumpFlags::default(),
             driver: None,

@@ -14,6 +14,7 @@ fn begin() -> Begin {
         work: "/work".into(),
         work_is_ours: true,
         was_frozen: true,
+        checkpoint: "an-id".to_owned(),
     }
 }
 

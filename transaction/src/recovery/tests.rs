@@ -47,6 +47,7 @@ fn begin(image: &Path, work: &Path, ours: bool) -> Begin {
         work: work.to_owned(),
         work_is_ours: ours,
         was_frozen: false,
+        checkpoint: String::new(),
     }
 }
 

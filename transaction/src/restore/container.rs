@@ -9,6 +9,7 @@ use std::time::Duration;
 use firn_gpu::protocol::GpuMemory;
 use firn_image::criu::was_stopped;
 use firn_image::manifest::{CheckpointedProcess, InheritedGpus};
+use firn_oci::job_hook::Facts;
 use firn_oci::{Spec, criu_config, dev_repair};
 use firn_preflight::Inherited;
 
@@ -20,6 +21,7 @@ use crate::blocking::{Left, blocking, stoppable};
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::Driver;
+use crate::job_hook::Caller;
 use crate::journal::point;
 use crate::phase::Phase;
 use crate::pidfd::{self, Signal};
@@ -42,6 +44,8 @@ struct Tasks {
 pub(super) struct RestoreEffects<'a, S> {
     container: &'a Container,
     gpu: &'a GpuPart,
+    /// For the job.
+    facts: Option<&'a Facts>,
     /// The call of runc.
     restore: Restore<'a>,
     /// Gives the call stdio; none once it was made.
@@ -58,7 +62,7 @@ pub(super) struct RestoreEffects<'a, S> {
 impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
     pub(super) fn new(
         container: &'a Container,
-        gpu: &'a GpuPart,
+        (gpu, facts): (&'a GpuPart, Option<&'a Facts>),
         (restore, stdio): (Restore<'a>, S),
         log: PathBuf,
         reaper: &'a Reaper,
@@ -67,6 +71,7 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
         Self {
             container,
             gpu,
+            facts,
             log,
             reaper,
             driver: driver.with_journal(restore.bounds.journal.clone()),
@@ -219,6 +224,19 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
 
     async fn configure_dump(&mut self) -> Result<(), Cause> {
         Ok(self.gpu.criu.write(criu_config::Operation::Dump)?)
+    }
+
+    async fn write_facts(&mut self) -> Result<(), Cause> {
+        let caller = Caller {
+            container: self.container,
+            config: &self.gpu.config,
+            reaper: self.reaper,
+            cancel: self.restore.bounds.cancel,
+        };
+        if let Some(facts) = self.facts {
+            Box::pin(caller.write_facts(self.init()?, facts.clone())).await?;
+        }
+        Ok(())
     }
 
     async fn continue_processes(&mut self) -> Result<(), Cause> {

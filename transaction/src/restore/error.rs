@@ -11,6 +11,7 @@ use firn_oci::dev_repair::DevError;
 use super::compare::Differs;
 use crate::cgroup::CgroupError;
 use crate::driver::WorkerError;
+use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::look::LookError;
 use crate::runc::{PidFileError, RuncError, UnfitRuntime};
@@ -42,6 +43,8 @@ pub enum Refusal {
     Gpu(#[from] WorkerError),
     #[error(transparent)]
     Decide(#[from] firn_remap::AssignmentError),
+    #[error(transparent)]
+    Hook(#[from] HookError),
     #[error(transparent)]
     Look(#[from] LookError),
     #[error("the image could not be read within {} s", limit.as_secs_f32())]
@@ -99,6 +102,8 @@ pub enum Cause {
     #[error("the container was killed")]
     #[problem("FIRN-ENDED", "the checkpoint can be used again")]
     Killed,
+    #[error(transparent)]
+    Hook(HookError),
     #[error("cannot {what} within {} s", limit.as_secs_f32())]
     #[problem(
         "FIRN-LOOK-TIMEOUT",
@@ -161,6 +166,15 @@ pub enum Cause {
     #[error("cannot continue pid {pid}")]
     #[problem("FIRN-RESTORE", "try again; the checkpoint can be used again")]
     Continue { pid: i32, source: std::io::Error },
+}
+
+impl From<HookError> for Cause {
+    fn from(error: HookError) -> Self {
+        match error {
+            HookError::Killed => Self::Killed,
+            error => Self::Hook(error),
+        }
+    }
 }
 
 /// A restore that did not happen. The image is as it was and nothing of the container runs.

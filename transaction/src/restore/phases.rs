@@ -42,6 +42,7 @@ async fn steps<R: Restore>(effects: &mut R) -> Result<(), R::Error> {
     restored?;
     // Order matters: what may fail comes before anything runs.
     effects.configure_dump().await?;
+    effects.write_facts().await?;
     effects.enter(Phase::Continue).await?;
     effects.continue_processes().await
 }
@@ -118,7 +119,7 @@ mod tests {
                 }
             }
         }
-        assert_eq!(failed.len(), 11, "not every effect was made to fail: {failed:?}");
+        assert_eq!(failed.len(), 12, "not every effect was made to fail: {failed:?}");
     }
 
     #[test]

@@ -6,9 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_config::{Config, Tcp, find_criu_plugin, find_program, names};
+use firn_gpu::Inventory;
 use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
+use firn_oci::job_hook::{Facts, FactsOfGpu, GpuAddress, JobHook};
 use firn_oci::{Spec, dev_repair, edit, mounts};
 use firn_remap::GpuAssignment;
 
@@ -20,6 +22,7 @@ use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
 use crate::driver::Driver;
 use crate::gpu_request::ResolvedSpec;
+use crate::job_hook::{self, host_name};
 use crate::look;
 use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
@@ -58,17 +61,23 @@ impl Preparation<'_> {
         if spec.is_cri() && !compare::configured().restore.cri {
             return Err(Refusal::Cri);
         }
+        if resolved.gpu {
+            job_hook::admit(&spec, &compare::configured())?;
+        }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
         let mut prepared = PreparedRestore {
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,
             plain: PlainPart::default(),
+            facts: resolved
+                .gpu
+                .then(|| facts(image, manifest.as_ref().map(|(manifest, _)| manifest))),
             gpu: None,
         };
         match &manifest {
             Some((manifest, _)) if !manifest.gpus.is_empty() => {
-                prepared.gpu = Some(self.gpu_part(spec, manifest).await?);
+                prepared.gpu = Some(self.gpu_part(spec, manifest, prepared.facts.as_mut()).await?);
             }
             // An image without GPU state, by another shim or by firn.
             _ => {
@@ -84,7 +93,12 @@ impl Preparation<'_> {
         Ok(prepared)
     }
 
-    async fn gpu_part(self, mut spec: Spec, manifest: &Manifest) -> Result<GpuPart, Refusal> {
+    async fn gpu_part(
+        self,
+        mut spec: Spec,
+        manifest: &Manifest,
+        facts: Option<&mut Facts>,
+    ) -> Result<GpuPart, Refusal> {
         if !spec.requests_gpu() {
             return Err(Refusal::NoGpuRequested);
         }
@@ -106,6 +120,9 @@ impl Preparation<'_> {
         let decision = GpuAssignment::make(&spec, manifest, &inventory, &config.restore)?;
         for pair in decision.map.pairs() {
             log::info!("gpu map: {} -> {}", pair.old, pair.new);
+        }
+        if let Some(facts) = facts {
+            add_gpus(facts, manifest, &decision, &inventory);
         }
         for warning in &decision.warnings {
             log::warn!("restore of {}: {warning}", self.id);
@@ -203,6 +220,55 @@ impl Preparation<'_> {
         }
         Ok(())
     }
+}
+
+/// What the job learns of its restore, without its GPUs.
+fn facts(image: &Path, manifest: Option<&Manifest>) -> Facts {
+    Facts {
+        hook: JobHook::Restored,
+        operation: "restore".to_owned(),
+        checkpoint: manifest
+            .map(|manifest| manifest.checkpoint.clone())
+            .unwrap_or_default(),
+        image: image
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned(),
+        host: host_name(),
+        gpus: Vec::new(),
+        pci_changed: false,
+        error: None,
+    }
+}
+
+/// Adds which GPU of the checkpoint has become which.
+fn add_gpus(facts: &mut Facts, manifest: &Manifest, decision: &GpuAssignment, inventory: &Inventory) {
+    facts.gpus = manifest
+        .gpus
+        .iter()
+        .map(|old| {
+            let pair = decision.map.pairs().iter().find(|pair| pair.old == old.uuid);
+            let new = inventory
+                .gpus
+                .iter()
+                .find(|gpu| pair.is_some_and(|pair| pair.new == gpu.uuid));
+            FactsOfGpu {
+                old: GpuAddress {
+                    uuid: old.uuid.to_string(),
+                    pci: old.pci_address.clone(),
+                },
+                new: new.map(|new| GpuAddress {
+                    uuid: new.uuid.to_string(),
+                    pci: new.pci_address.clone(),
+                }),
+            }
+        })
+        .collect();
+    facts.pci_changed = facts
+        .gpus
+        .iter()
+        .any(|gpu| gpu.new.as_ref().is_some_and(|new| new.pci != gpu.old.pci));
 }
 
 /// CRIU's settings for an image without NVIDIA's GPU state. The state of AMD's GPUs is in CRIU's images if a

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_host::ProblemReport;
+use firn_oci::job_hook::{Facts, JobHook};
 use firn_oci::{Spec, criu_config, criu_script};
 
 use super::container::RestoreEffects;
@@ -16,6 +17,7 @@ use crate::blocking::{remove, stoppable, tidy};
 use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::image_dir::error_lines;
+use crate::job_hook::{Caller, HookError};
 use crate::journal::{Begin, Journal, Operation, Outcome, point};
 use crate::panics::{caught, twice};
 use crate::phase::Phase;
@@ -41,6 +43,44 @@ impl Restored {
     /// Pid of init.
     pub fn pid(&self) -> i32 {
         self.pid
+    }
+
+    /// Calls the job's hook `restored`. After an error the caller rolls the restore back. Order matters: the
+    /// container's output must be read meanwhile, or a job that writes much would wait for that.
+    pub async fn call_hook(
+        &self,
+        container: &Container,
+        prepared: &PreparedRestore,
+        reaper: &Reaper,
+        cancel: &CancellationToken,
+    ) -> Result<(), RestoreError> {
+        let Some(facts) = &prepared.facts else {
+            return Ok(());
+        };
+        let config = match &prepared.gpu {
+            Some(gpu) => gpu.config.clone(),
+            None => compare::configured(),
+        };
+        let caller = Caller {
+            container,
+            config: &config,
+            reaper,
+            cancel,
+        };
+        let called = async {
+            // With GPU state, the facts were there before the processes ran.
+            if prepared.gpu.is_none() {
+                caller.write_facts(self.pid, facts.clone()).await?;
+            }
+            if caller.names(JobHook::Restored)? {
+                self.journal.enter_anyway(Phase::Restored).await;
+                caller.call(self.pid, facts.clone()).await?;
+            }
+            Ok::<_, HookError>(())
+        };
+        Box::pin(called)
+            .await
+            .map_err(|error| failed(prepared, error.into()))
     }
 
     /// Ends the transaction: the container keeps running.
@@ -79,6 +119,7 @@ async fn begin_journal(
         work: work.to_owned(),
         work_is_ours: container.options.criu_work_path.is_empty(),
         was_frozen: false,
+        checkpoint: String::new(),
     };
     let journal = Journal::begin(&container.bundle, begin)
         .await
@@ -137,6 +178,7 @@ pub async fn run(
             None => Box::pin(plain(container, prepared, restore, log, was_free, stdio)).await,
             Some(gpu) => {
                 free.map_err(|cause| failed(prepared, cause))?;
+                let gpu = (gpu, prepared.facts.as_ref());
                 let restored = Box::pin(with_gpu(container, gpu, (restore, stdio), log, reaper)).await;
                 restored.map_err(|cause| failed(prepared, cause))
             }
@@ -185,7 +227,7 @@ async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
 /// Restores the container by the phases of [`phases`]. Returns the pid of init.
 async fn with_gpu<S: FnOnce(&mut Command) + Send>(
     container: &Container,
-    gpu: &GpuPart,
+    gpu: (&GpuPart, Option<&Facts>),
     call: (Restore<'_>, S),
     log: PathBuf,
     reaper: &Reaper,

@@ -72,6 +72,7 @@ impl Stub {
             work: bundle.join("work"),
             work_is_ours: true,
             was_frozen: false,
+            checkpoint: String::new(),
         };
         Journal::begin(bundle, begin).await.unwrap()
     }
@@ -85,6 +86,7 @@ fn name(scratch: &Scratch) -> String {
 /// A restore from `image`.
 pub(super) fn prepared(image: &Path) -> PreparedRestore {
     PreparedRestore {
+        facts: None,
         image: image.to_owned(),
         flags: DumpFlags::default(),
         verified: None,

@@ -71,6 +71,13 @@ impl Runc {
             .await
     }
 
+    /// The command line of `exec` up to its options.
+    pub(crate) fn exec_arguments(&self) -> Vec<String> {
+        let command = self.command("exec");
+        let words = std::iter::once(command.get_program()).chain(command.get_args());
+        words.map(|word| word.to_string_lossy().into_owned()).collect()
+    }
+
     async fn exec_alone(&self, exec: Exec<'_>, stdio: impl FnOnce(&mut Command)) -> Result<(), RuncError> {
         let prepare = |source| RuncError::Prepare { verb: "exec", source };
         let mut process = tempfile::NamedTempFile::with_prefix("firn-exec").map_err(prepare)?;

@@ -81,6 +81,11 @@ const PAGES: &[Story] = &[
         replace: &[],
     },
     Story {
+        path: "docs/guide/job-hooks.md",
+        steps: &[Left(1, "needs Python; the suite job_hooks calls by signal")],
+        replace: &[],
+    },
+    Story {
         path: "docs/guide/kubernetes.md",
         steps: &[
             Left(1, "needs a cluster"),

@@ -70,9 +70,10 @@ impl ContainerEffects<'_> {
             }
         }
         let backend = self.container.traits.backend;
-        let inherited_gpus = self.inherited_inside();
+        let (checkpoint, inherited_gpus) = (self.checkpoint.clone(), self.inherited_inside());
         let write = move || {
             let manifest = Manifest {
+                checkpoint,
                 backend,
                 dump: source.dump,
                 driver: Some(source.driver),

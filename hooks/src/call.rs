@@ -1,0 +1,106 @@
+//! Calls a hook of the job in its container (docs/design/decisions/0018-hooks-of-the-job.md).
+//!
+//! The shim sends a [`Call`] on standard input, and reads an [`Answer`] from standard output. The shim kills
+//! this process if it does not end in time: a file of the container may be on a file system that hangs.
+
+mod exec;
+mod http;
+mod job_dir;
+mod signal;
+
+use std::io::{Read, stdin};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use firn_oci::Spec;
+use firn_oci::job_hook::{Action, Answer, Call};
+
+use job_dir::JobDir;
+
+/// Longest call that is read.
+const CALL: u64 = 1 << 20;
+
+/// How much of a hook's output is kept: its end.
+const OUTPUT: usize = 16 << 10;
+
+/// How long a hook is polled between two looks at it.
+const POLL: Duration = Duration::from_millis(20);
+
+/// What a hook wrote, or the HTTP server answered: the end of it.
+#[derive(Default)]
+struct Output(Vec<u8>);
+
+impl Output {
+    fn add(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+        let excess = self.0.len().saturating_sub(OUTPUT);
+        self.0.drain(..excess);
+    }
+
+    fn into_text(self) -> String {
+        String::from_utf8_lossy(&self.0).trim().to_owned()
+    }
+}
+
+/// Calls the hook that standard input names.
+pub fn run() -> Result<()> {
+    let mut call = Vec::new();
+    stdin().take(CALL).read_to_end(&mut call)?;
+    let call: Call = serde_json::from_slice(&call).context("the call is not understood")?;
+    let mut output = Output::default();
+    let failure = make(&call, &mut output).err();
+    let answer = Answer {
+        failure: failure.map(|error| format!("{error:#}")),
+        output: output.into_text(),
+    };
+    if call.calls {
+        keep(&call, &answer);
+    }
+    super::answer(serde_json::to_string(&answer)?)
+}
+
+/// Writes the facts, and calls what the annotation names.
+fn make(call: &Call, output: &mut Output) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_millis(call.limit);
+    let spec = Spec::load(&call.bundle)?;
+    let dir = JobDir::open(call.init)?;
+    dir.write(call.file(), &serde_json::to_vec_pretty(&call.facts)?)?;
+    if !call.calls {
+        return Ok(());
+    }
+    match call.facts.hook.action(&spec)? {
+        None | Some(Action::Look) => Ok(()),
+        Some(Action::Exec(argv)) => exec::run(call, &spec, &argv, deadline, output),
+        Some(Action::Http { address, path, body }) => {
+            http::post(call, &format!("http://{address}{path}"), body, deadline, output)
+        }
+        Some(Action::Signal(signal)) => signal::send(call.init, signal, &dir, deadline),
+    }
+}
+
+/// Keeps the output in the bundle, for people.
+fn keep(call: &Call, answer: &Answer) {
+    let path = call
+        .bundle
+        .join(format!("firn-hook-{}.log", call.facts.hook.name()));
+    let text = match &answer.failure {
+        Some(failure) => format!("{}\nfailed: {failure}\n", answer.output),
+        None => format!("{}\n", answer.output),
+    };
+    if let Err(error) = write(&path, &text) {
+        report!("firn-hook: cannot keep {}: {error}", path.display());
+    }
+}
+
+fn write(path: &Path, text: &str) -> std::io::Result<()> {
+    let mut options = std::fs::OpenOptions::new();
+    let file = options
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path);
+    std::io::Write::write_all(&mut file?, text.as_bytes())
+}

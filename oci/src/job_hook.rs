@@ -1,0 +1,177 @@
+//! Hooks of the job: what a container names to be called around its checkpoints and restores
+//! (docs/design/decisions/0018-hooks-of-the-job.md).
+//!
+//! The shim decides when a hook is called, `firn-hook call` calls it. [`Call`] is what the one sends to the
+//! other.
+
+mod action;
+mod facts;
+
+use std::path::{Path, PathBuf};
+
+use firn_config::names;
+use firn_host::Problem;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+pub use action::{Action, ActionError};
+pub use facts::{Facts, FactsOfGpu, GpuAddress};
+
+use crate::{Spec, SpecError};
+
+/// A moment at which a job may be called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobHook {
+    /// A checkpoint begins; nothing is inspected or locked yet.
+    Prepare,
+    /// The source goes on after its checkpoint.
+    Resumed,
+    /// The restored container's processes run.
+    Restored,
+    /// The source goes on after a checkpoint that failed.
+    Failed,
+}
+
+impl JobHook {
+    pub const ALL: [Self; 4] = [Self::Prepare, Self::Resumed, Self::Restored, Self::Failed];
+
+    /// Its name in annotations, files and messages, and the code of its failure.
+    const fn words(self) -> (&'static str, &'static str, &'static str) {
+        match self {
+            Self::Prepare => ("prepare", names::ANNOTATION_HOOK_PREPARE, "FIRN-HOOK-PREPARE"),
+            Self::Resumed => ("resumed", names::ANNOTATION_HOOK_RESUMED, "FIRN-HOOK-RESUMED"),
+            Self::Restored => ("restored", names::ANNOTATION_HOOK_RESTORED, "FIRN-HOOK-RESTORED"),
+            Self::Failed => ("failed", names::ANNOTATION_HOOK_FAILED, "FIRN-HOOK-FAILED"),
+        }
+    }
+
+    pub const fn name(self) -> &'static str {
+        self.words().0
+    }
+
+    pub const fn annotation(self) -> &'static str {
+        self.words().1
+    }
+
+    /// The code of an error in the hook.
+    pub const fn code(self) -> &'static str {
+        self.words().2
+    }
+
+    /// Whether the container names it.
+    pub fn is_named(self, spec: &Spec) -> bool {
+        spec.annotation(self.annotation()).is_some()
+    }
+
+    /// What is to be called; none if the container does not name the hook.
+    pub fn action(self, spec: &Spec) -> Result<Option<Action>, JobHookError> {
+        let Some(value) = spec.annotation(self.annotation()) else {
+            return Ok(None);
+        };
+        let wrong = |cause| JobHookError::Value {
+            annotation: self.annotation(),
+            cause,
+        };
+        match Action::parse(value).map_err(wrong)? {
+            Action::Look if self != Self::Restored => Err(wrong(ActionError::NothingToCall)),
+            action => Ok(Some(action)),
+        }
+    }
+}
+
+/// A container whose annotations for hooks cannot be followed.
+#[derive(Debug, thiserror::Error, Problem)]
+#[problem("FIRN-HOOK-SETTING", "correct the annotation, or leave it out")]
+pub enum JobHookError {
+    #[error("annotation {annotation} cannot be followed")]
+    Value {
+        annotation: &'static str,
+        #[source]
+        cause: ActionError,
+    },
+    #[error("annotation firn.dev/ipc=released-by-hook needs the annotation firn.dev/hook-prepare")]
+    NoPrepare,
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+}
+
+/// Whether the container names any hook.
+pub fn any_is_named(spec: &Spec) -> bool {
+    JobHook::ALL.iter().any(|hook| hook.is_named(spec))
+}
+
+/// Whether the prepare hook releases all GPU memory that the container's processes share.
+pub fn releases_shared_memory(spec: &Spec) -> bool {
+    spec.annotation(names::ANNOTATION_IPC) == Some(RELEASED) && JobHook::Prepare.is_named(spec)
+}
+
+/// Value of the annotation `firn.dev/ipc` for such a container.
+const RELEASED: &str = "released-by-hook";
+
+/// Checks the annotations of a new container, and gives a container that names hooks a tmpfs for the facts.
+/// Returns whether the spec was changed. Safe to repeat.
+pub fn prepare(spec: &mut Spec) -> Result<bool, JobHookError> {
+    if spec.annotation(names::ANNOTATION_IPC) == Some(RELEASED) && !JobHook::Prepare.is_named(spec) {
+        return Err(JobHookError::NoPrepare);
+    }
+    for hook in JobHook::ALL {
+        hook.action(spec)?;
+    }
+    let is_there = |mount: &Value| mount["destination"] == names::JOB_DIR;
+    if !any_is_named(spec) || spec.array("/mounts").iter().any(is_there) {
+        return Ok(false);
+    }
+    let id = |key: &str| {
+        let user = spec.value().pointer("/process/user");
+        user.and_then(|user| user[key].as_u64()).unwrap_or(0)
+    };
+    let owner = ["uid", "gid"].map(|key| format!("{key}={}", id(key)));
+    let mut options = ["nosuid", "nodev", "noexec", "mode=0755", "size=1m"]
+        .map(str::to_owned)
+        .to_vec();
+    options.extend(owner);
+    let mount = json!({
+        "destination": names::JOB_DIR, "type": "tmpfs", "source": "firn", "options": options,
+    });
+    spec.list_mut("mounts")?.push(mount);
+    Ok(true)
+}
+
+/// A call of a hook, for `firn-hook call`, which answers with an [`Answer`].
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Call {
+    pub bundle: PathBuf,
+    /// Pid of the container's init.
+    pub init: i32,
+    /// Whether the hook is called, or only the file for the job written.
+    pub calls: bool,
+    /// The command line of the OCI runtime up to `exec`.
+    pub exec: Vec<String>,
+    /// The container's id.
+    pub id: String,
+    /// Milliseconds that the hook has.
+    pub limit: u64,
+    pub facts: Facts,
+}
+
+impl Call {
+    /// The file in the container that the call writes.
+    pub fn file(&self) -> &'static Path {
+        Path::new(match self.calls {
+            true => names::JOB_HOOK_FILE,
+            false => names::JOB_RESTORE_FILE,
+        })
+    }
+}
+
+/// What `firn-hook call` prints: why the hook failed, if it did, and what it has written.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Answer {
+    pub failure: Option<String>,
+    /// The end of its output, or of the HTTP response.
+    pub output: String,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,154 @@
+//! The hooks of the job in a checkpoint.
+
+use std::path::Path;
+
+use firn_config::Config;
+use firn_gpu::SourceGpu;
+use firn_host::{Chain, Problem};
+use firn_oci::job_hook::{Facts, FactsOfGpu, GpuAddress, JobHook};
+
+use super::container::ContainerEffects;
+use super::error::{CheckpointError, EffectError};
+use crate::cgroup::FreezerState;
+use crate::container::Container;
+use crate::effects::Device;
+use crate::job_hook::{Caller, HookError, host_name};
+use crate::phase::Phase;
+use crate::reaper::Reaper;
+use crate::warn::OrWarn;
+
+/// The facts of a checkpoint with this id.
+pub(super) fn facts(hook: JobHook, checkpoint: &str, image: &Path, gpus: &[SourceGpu]) -> Facts {
+    let address = |gpu: &SourceGpu| GpuAddress {
+        uuid: gpu.uuid.to_string(),
+        pci: gpu.pci_address.clone(),
+    };
+    let of_gpu = |gpu| FactsOfGpu {
+        old: address(gpu),
+        new: None,
+    };
+    Facts {
+        hook,
+        operation: "checkpoint".to_owned(),
+        checkpoint: checkpoint.to_owned(),
+        image: image
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned(),
+        host: host_name(),
+        gpus: gpus.iter().map(of_gpu).collect(),
+        pci_changed: false,
+        error: None,
+    }
+}
+
+/// A random id for a checkpoint.
+pub(super) fn new_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/uuid").unwrap_or_default();
+    id.trim().to_owned()
+}
+
+impl ContainerEffects<'_> {
+    /// Calls the hook `prepare`. It runs also in a container that the client has paused, as every client does
+    /// for a checkpoint; afterwards the freezer is as it was found.
+    pub(super) async fn call_prepare(&mut self) -> Result<(), EffectError> {
+        self.progress.prepared = true;
+        if !self.names(JobHook::Prepare)? {
+            return Ok(());
+        }
+        self.journal.enter(Phase::Prepare).await?;
+        let was_frozen = self.is_frozen();
+        if was_frozen {
+            self.thaw().await?;
+        }
+        let called = self.call_hook(self.facts(JobHook::Prepare)).await;
+        if was_frozen {
+            let frozen = self.keep_frozen().await;
+            frozen.or_warn(format_args!("the container is not frozen again yet"));
+        }
+        called?;
+        self.timings.mark(Phase::Prepare);
+        Ok(self.journal.enter(Phase::Inspect).await?)
+    }
+
+    /// Calls the hook `resumed` in a container that goes on, or lets Resume call it.
+    pub(super) async fn call_resumed(&mut self) -> Result<(), HookError> {
+        let facts = self.facts(JobHook::Resumed);
+        if !self.names(JobHook::Resumed)? || self.is_left_to_resume(&facts) {
+            return Ok(());
+        }
+        self.journal.enter_anyway(Phase::Resumed).await;
+        self.call_hook(facts).await?;
+        self.timings.mark(Phase::Resumed);
+        Ok(())
+    }
+
+    /// Calls the hook `failed` in a container that goes on after its checkpoint has failed by `error`, or
+    /// lets Resume call it.
+    pub(super) async fn call_failed(&mut self, error: &EffectError) {
+        let mut facts = self.facts(JobHook::Failed);
+        facts.error = Some(format!("{}: {}", error.code(), Chain(error)));
+        let is_named = self.names(JobHook::Failed).is_ok_and(|named| named);
+        if is_named && !self.is_left_to_resume(&facts) {
+            let called = self.call_hook(facts).await;
+            called.or_warn(format_args!("{}", self.container.id));
+        }
+    }
+
+    fn names(&self, hook: JobHook) -> Result<bool, HookError> {
+        let spec = firn_oci::Spec::load(&self.container.bundle);
+        let spec = spec.map_err(firn_oci::job_hook::JobHookError::Spec)?;
+        Ok(hook.is_named(&spec))
+    }
+
+    fn is_frozen(&self) -> bool {
+        !matches!(self.cgroup.freezer_state(), Ok(FreezerState::Thawed))
+    }
+
+    /// Whether the client has paused the container: then the hook is called when it goes on.
+    fn is_left_to_resume(&self, facts: &Facts) -> bool {
+        let is_frozen = self.is_frozen();
+        if is_frozen {
+            self.container.put_pending_hook(facts.clone());
+        }
+        is_frozen
+    }
+
+    fn facts(&self, hook: JobHook) -> Facts {
+        let source = self.progress.source.as_ref();
+        let gpus = source.map_or(&[][..], |source| &source.gpus);
+        facts(hook, &self.checkpoint, self.request.image.path(), gpus)
+    }
+
+    async fn call_hook(&self, facts: Facts) -> Result<(), HookError> {
+        let caller = Caller {
+            container: self.container,
+            config: self.config,
+            reaper: self.reaper,
+            cancel: &self.cancel,
+        };
+        Box::pin(caller.call(self.container.init.pid(), facts)).await
+    }
+}
+
+/// Calls the hook that a checkpoint has left to Resume, because the client had paused the container. It runs
+/// now.
+pub async fn call_pending(container: &Container, reaper: &Reaper) -> Result<(), CheckpointError> {
+    let Some(facts) = container.take_pending_hook() else {
+        return Ok(());
+    };
+    let config = Config::load().map_err(CheckpointError::Config)?;
+    let guard = container.transaction.begin();
+    let caller = Caller {
+        container,
+        config: &config,
+        reaper,
+        cancel: &guard.cancel,
+    };
+    let called = Box::pin(caller.call(container.init.pid(), facts)).await;
+    called.map_err(|cause| CheckpointError::Hook {
+        container: container.id.clone(),
+        cause,
+    })
+}
