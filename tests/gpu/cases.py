@@ -90,7 +90,7 @@ def all_cases(sizes, mib):
         Case("ipc", 60, 1, ipc),
         Case("nccl", 180, 2, nccl),
         Case("torch", 180, 1, torch),
-        *(Case(f"torch-{name}", 240, 1, partial(torch, name=f"torch-{name}", arguments=arguments), ("children",))
+        *(Case(f"torch-{name}", 240, 1, partial(torch, name=f"torch-{name}", arguments=arguments), ("children", "jobs"))
           for name, arguments in CHILDREN.items()),
         Case("torch-managed", 180, 1, torch_managed),
         Case("cpu", 60, 0, trip("cpu", cpu), ("no-gpu",)),

@@ -26,6 +26,7 @@ import cases
 import cdi
 import host as hosts
 import image
+import job_cases
 import kills
 import moves
 import patient
@@ -193,8 +194,8 @@ def known_cases(args):
     """All cases."""
     sizes = [float(size) for size in args.sizes.split(",")]
     return [
-        *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(), kills.case(args.kill_gib),
-        *patient.all_cases(args.patient_gib, args.mib),
+        *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
+        *job_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
     ]
 
 

@@ -24,7 +24,7 @@ print("closed", flush=True)
 
 def case():
     """The case."""
-    return Case("torch-served", 240, 1, served)
+    return Case("torch-served", 240, 1, served, ("jobs",))
 
 
 def served(setup, end, record):

@@ -3,9 +3,11 @@
 import concurrent.futures
 import json
 import os
+import socket
 import stat
 import subprocess
 import tempfile
+import time
 import unittest
 from unittest import mock
 
@@ -14,6 +16,8 @@ import cdi
 import ddp
 import firn_cli
 import host as hosts
+import job_cases
+import jobs
 import kills
 import moves
 import patient
@@ -289,6 +293,66 @@ class Losses(unittest.TestCase):
             cases.compare_losses(self.REFERENCE, {1: "b"}, {1: "b", 2: "x"}, {2: "c", 3: "d", 4: "e", 5: "f"})
 
 
+class Jobs(unittest.TestCase):
+    """Every kind of job has a case; a job is believed only to its last step, a server by what it lost."""
+
+    def test_every_kind_has_a_case(self):
+        found = job_cases.all_cases()
+        self.assertEqual([case.name for case in found], [f"job-{kind}" for kind in jobs.KINDS])
+        self.assertTrue(all("jobs" in case.groups for case in found))
+
+    def container(self, lines, has_ended=True):
+        container = mock.Mock(lines=lambda: lines, has_ended=lambda: has_ended, exit_status=lambda end, at_most: 0)
+        container.name = "job"
+        return container
+
+    def test_a_job_that_ends_early_is_not_waited_for(self):
+        with self.assertRaisesRegex(hosts.Failed, "job has ended; it printed last: ImportError: no jax"):
+            job_cases.reached(self.container(["ImportError: no jax"]), 8)
+        self.assertFalse(job_cases.reached(self.container(["step=7 loss=0x1p+0"], False), 8))
+        self.assertEqual(job_cases.reached(self.container(["step=8 loss=5:0x1p+0"], False), 8), {8: "5:0x1p+0"})
+
+    def test_played_out(self):
+        lines = ["step=0 loss=a", "step=1 loss=b", "Trainer stopped", "done", "a warning"]
+        self.assertEqual(job_cases.played_out(self.container(lines), None, 2), {0: "a", 1: "b"})
+        for short in (lines[:1] + lines[3:], lines[:3]):
+            with self.assertRaisesRegex(hosts.Failed, "job ended with 0"):
+                job_cases.played_out(self.container(short), None, 2)
+
+    def test_what_server_and_client_print(self):
+        self.assertEqual(job_cases.gone(["gone peer=4711", "step=1 loss=gone", "gone peer="]), [4711])
+        with tempfile.NamedTemporaryFile("w") as log:
+            log.write("port 4711\n7:0x1p+0\n8:0x1")
+            log.flush()
+            client = job_cases.Client(None, log.name)
+            self.assertEqual((client.port(), client.tokens()), (4711, ["7:0x1p+0"]))
+
+
+class JobServer(unittest.TestCase):
+    """The generation server's connections, without a model."""
+
+    def setUp(self):
+        generator = jobs.Generator.__new__(jobs.Generator)
+        generator.args = mock.Mock(pause=0.01)
+        generator.tokens = lambda seed, count: (f"{seed}:{number}" for number in range(count))
+        server = generator.serve(0)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        self.address = server.server_address
+
+    def test_answers_and_notices_who_is_gone(self):
+        with socket.create_connection(self.address) as connection, connection.makefile("rwb", buffering=0) as stream:
+            stream.write(b"3 2\n")
+            self.assertEqual(stream.readlines(), [b"3:0\n", b"3:1\n"])
+        with mock.patch("builtins.print") as printed:
+            with socket.create_connection(self.address) as connection:
+                connection.sendall(b"4 1000\n")
+                connection.recv(4)
+                port = connection.getsockname()[1]
+            hosts.Deadline(10).until("the server to notice", lambda: printed.called)
+        printed.assert_called_once_with(f"gone peer={port}", flush=True)
+
+
 class Ranks(unittest.TestCase):
     """Rates are read as they are printed; a rank that fails ends its job."""
 
@@ -452,6 +516,10 @@ class Kills(unittest.TestCase):
             self.kill(1, {})
 
     def test_a_process_is_found_by_its_name_and_forgotten_when_it_has_ended(self):
+        # The kernel names a process a moment after Popen has returned.
+        deadline = time.monotonic() + 10
+        while self.victim.pid not in kills.running("sleep") and time.monotonic() < deadline:
+            time.sleep(0.01)
         self.assertIn(self.victim.pid, kills.running("sleep"))
         self.victim.kill()
         while os.waitid(os.P_PID, self.victim.pid, os.WEXITED | os.WNOWAIT) is None:
