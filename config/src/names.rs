@@ -64,7 +64,7 @@ pub const JOB_HOOK_FILE: &str = "/run/firn/hook.json";
 /// In the container: the facts of the restore.
 pub const JOB_RESTORE_FILE: &str = "/run/firn/restore.json";
 
-/// In the container: where the job answers to a signal, unless the annotation names another file.
+/// In the container: where the job answers to a signal.
 pub const JOB_ANSWER_FILE: &str = "/run/firn/answer";
 
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.

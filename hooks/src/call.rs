@@ -9,11 +9,10 @@ mod job_dir;
 mod signal;
 
 use std::io::{Read, stdin};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use firn_host::atomic_file;
 use firn_oci::Spec;
 use firn_oci::job_hook::{Action, Answer, Call};
 
@@ -82,25 +81,12 @@ fn make(call: &Call, output: &mut Output) -> Result<()> {
 
 /// Keeps the output in the bundle, for people.
 fn keep(call: &Call, answer: &Answer) {
-    let path = call
-        .bundle
-        .join(format!("firn-hook-{}.log", call.facts.hook.name()));
+    let name = format!("firn-hook-{}.log", call.facts.hook.name());
     let text = match &answer.failure {
         Some(failure) => format!("{}\nfailed: {failure}\n", answer.output),
         None => format!("{}\n", answer.output),
     };
-    if let Err(error) = write(&path, &text) {
-        report!("firn-hook: cannot keep {}: {error}", path.display());
+    if let Err(error) = atomic_file::write(&call.bundle, &name, text.as_bytes(), 0o600) {
+        report!("firn-hook: cannot keep {name}: {error}");
     }
-}
-
-fn write(path: &Path, text: &str) -> std::io::Result<()> {
-    let mut options = std::fs::OpenOptions::new();
-    let file = options
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(path);
-    std::io::Write::write_all(&mut file?, text.as_bytes())
 }

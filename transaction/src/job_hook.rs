@@ -1,12 +1,14 @@
 //! Calls the hooks of the job, by firn-hook, in a process of its own.
 
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, JobHooks, find_program, names};
+use firn_gpu::GpuUuid;
 use firn_host::{Chain, Problem};
 use firn_oci::Spec;
-use firn_oci::job_hook::{self, Answer, Call, Facts, JobHook, JobHookError};
+use firn_oci::job_hook::{self, Answer, Call, Facts, GpuAddress, JobHook, JobHookError};
 
 use crate::cancel::CancellationToken;
 use crate::container::Container;
@@ -82,14 +84,9 @@ pub(crate) fn admit(spec: &Spec, config: &Config) -> Result<(), HookError> {
 }
 
 impl Caller<'_> {
-    /// Calls the hook that the facts name, if the container names it, and waits for its success. `init` is
-    /// the pid of the container's init.
+    /// Calls the hook of the facts, which the container names, and waits for its success. `init` is the pid
+    /// of the container's init.
     pub async fn call(self, init: i32, facts: Facts) -> Result<(), HookError> {
-        let spec = Spec::load(&self.container.bundle).map_err(JobHookError::Spec)?;
-        if !facts.hook.is_named(&spec) {
-            return Ok(());
-        }
-        admit(&spec, self.config)?;
         let (hook, id) = (facts.hook, &self.container.id);
         log::info!("hook {} of {id} is called", hook.name());
         let answer = self.run(init, facts, true).await?;
@@ -99,18 +96,16 @@ impl Caller<'_> {
         result_of(hook, answer)
     }
 
-    /// Whether the container names a hook.
+    /// Whether the container names a hook. A container that names any is refused where the configuration
+    /// forbids them.
     pub fn names(self, hook: JobHook) -> Result<bool, HookError> {
         let spec = Spec::load(&self.container.bundle).map_err(JobHookError::Spec)?;
+        admit(&spec, self.config)?;
         Ok(hook.is_named(&spec))
     }
 
-    /// Writes the facts for a job that has any hook, and calls nothing.
+    /// Writes the facts for a job that names hooks, and calls nothing.
     pub async fn write_facts(self, init: i32, facts: Facts) -> Result<(), HookError> {
-        let spec = Spec::load(&self.container.bundle).map_err(JobHookError::Spec)?;
-        if !job_hook::any_is_named(&spec) {
-            return Ok(());
-        }
         let hook = facts.hook;
         result_of(hook, self.run(init, facts, false).await?)
     }
@@ -163,10 +158,32 @@ fn result_of(hook: JobHook, Answer { failure, output }: Answer) -> Result<(), Ho
     }
 }
 
-/// The node's host name.
-pub(crate) fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    name.trim().to_owned()
+/// The facts of a hook, without GPUs: `checkpoint` is the id, `image` the image directory.
+pub(crate) fn facts(hook: JobHook, checkpoint: &str, image: &Path) -> Facts {
+    let operation = match hook {
+        JobHook::Restored => "restore",
+        JobHook::Prepare | JobHook::Resumed | JobHook::Failed => "checkpoint",
+    };
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let image = image.file_name().unwrap_or_default();
+    Facts {
+        hook,
+        operation: operation.to_owned(),
+        checkpoint: checkpoint.to_owned(),
+        image: image.to_string_lossy().into_owned(),
+        host: host.trim().to_owned(),
+        gpus: Vec::new(),
+        pci_changed: false,
+        error: None,
+    }
+}
+
+/// How the facts name a GPU.
+pub(crate) fn address(uuid: &GpuUuid, pci: &str) -> GpuAddress {
+    GpuAddress {
+        uuid: uuid.to_string(),
+        pci: pci.to_owned(),
+    }
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ pub struct PreparedRestore {
     pub verified: Option<Arc<Verified>>,
     /// CRIU's settings for an image without GPU state.
     pub plain: PlainPart,
-    /// For the job's hook `restored`; absent where the container gets no GPU.
+    /// For the job's hook `restored`; absent where the container names no hook, or gets no GPU.
     pub facts: Option<Facts>,
     /// Absent when the source had no GPU.
     pub gpu: Option<GpuPart>,

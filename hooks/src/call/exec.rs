@@ -2,12 +2,11 @@
 
 use std::io::{PipeReader, Read};
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use firn_host::bounded;
+use firn_host::{atomic_file, bounded};
 use firn_oci::Spec;
 use firn_oci::job_hook::Call;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -25,24 +24,19 @@ const PID: &str = "firn-hook.pid";
 
 /// Runs the program and waits for its end. It is killed at the deadline, with its process group.
 pub fn run(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output: &mut Output) -> Result<()> {
-    let [process, pid] = [PROCESS, PID].map(|name| call.bundle.join(name));
-    let done = run_with(call, spec, argv, (&process, &pid), deadline, output);
-    for file in [process, pid] {
+    let done = run_with(call, spec, argv, deadline, output);
+    for file in [PROCESS, PID] {
         // Files that are not there, or that stay, harm nobody.
-        let _ = std::fs::remove_file(file);
+        let _ = std::fs::remove_file(call.bundle.join(file));
     }
     done
 }
 
-fn run_with(
-    call: &Call,
-    spec: &Spec,
-    argv: &[String],
-    (process, pid_file): (&Path, &Path),
-    deadline: Instant,
-    output: &mut Output,
-) -> Result<()> {
-    super::write(process, &process_of(spec, call, argv)?.to_string()).context("cannot write the process")?;
+fn run_with(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output: &mut Output) -> Result<()> {
+    let process = process_of(spec, call, argv)?.to_string();
+    atomic_file::write(&call.bundle, PROCESS, process.as_bytes(), 0o600)
+        .context("cannot write the process")?;
+    let [process, pid_file] = [PROCESS, PID].map(|name| call.bundle.join(name));
     let [runtime, arguments @ ..] = &call.exec[..] else {
         bail!("the call has no OCI runtime");
     };
@@ -54,25 +48,26 @@ fn run_with(
     command
         .arg("--detach")
         .arg("--pid-file")
-        .arg(pid_file)
+        .arg(&pid_file)
         .arg(&call.id);
     command
         .stdin(Stdio::null())
         .stdout(writer.try_clone()?)
         .stderr(writer);
-    let mut started = command.spawn().with_context(|| format!("cannot run {runtime}"))?;
+    let started = command.spawn().with_context(|| format!("cannot run {runtime}"))?;
     // The command holds the pipe's other end.
     drop(command);
     let of_runtime = Pid::from_raw(i32::try_from(started.id())?);
     let status = wait(of_runtime, &mut reader, deadline, output)?;
-    // It was reaped above.
-    let _ = started.try_wait();
-    if !matches!(status, Some(WaitStatus::Exited(_, 0))) {
-        let _ = kill(of_runtime, Signal::SIGKILL);
-        let in_time = if status.is_none() { " in time" } else { "" };
-        bail!("the OCI runtime has not started {}{in_time}", argv[0]);
+    match status {
+        Some(WaitStatus::Exited(_, 0)) => (),
+        Some(_) => bail!("the OCI runtime has not started {}", argv[0]),
+        None => {
+            let _ = kill(of_runtime, Signal::SIGKILL);
+            bail!("the OCI runtime has not started {} in time", argv[0]);
+        }
     }
-    let pid = String::from_utf8(bounded::read(pid_file).context("cannot read the pid")?)?;
+    let pid = String::from_utf8(bounded::read(&pid_file).context("cannot read the pid")?)?;
     let pid = Pid::from_raw(pid.trim().parse().context("the runtime wrote no pid")?);
     let status = wait(pid, &mut reader, deadline, output)?;
     match status {

@@ -64,16 +64,6 @@ impl Action {
             Err(ActionError::Kind(value.chars().take(64).collect()))
         }
     }
-
-    /// For messages.
-    pub fn subject(&self) -> String {
-        match self {
-            Self::Exec(argv) => format!("exec: {}", argv.join(" ")),
-            Self::Http { address, path, .. } => format!("http://{address}{path}"),
-            Self::Signal(signal) => format!("signal: {signal}"),
-            Self::Look => "file:".to_owned(),
-        }
-    }
 }
 
 fn exec(command: &str) -> Result<Action, ActionError> {

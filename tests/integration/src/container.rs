@@ -430,6 +430,14 @@ impl<'h> Container<'h> {
     }
 }
 
+/// As [`nothing_left`], once what `ctr` leaves of a container that it could not start, its metadata or its
+/// snapshot, is removed.
+pub fn nothing_left_but_metadata(host: &GpuHost, id: &str) -> Result<()> {
+    let script = format!("ctr containers rm {id}; ctr snapshots rm {id}; true");
+    host.node().run(&["sh", "-c", &script])?;
+    nothing_left(host, id)
+}
+
 /// Waits until nothing is left of a container on a node: processes, mounts, cgroups, state directories.
 pub fn nothing_left(host: &GpuHost, id: &str) -> Result<()> {
     let mut last = Remnants::default();

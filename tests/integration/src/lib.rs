@@ -22,7 +22,7 @@ mod task;
 pub use archive::Archive;
 pub use build::{Built, Profile};
 pub use census::{Census, ShimUse};
-pub use container::{BUNDLES, Container, Move, nothing_left};
+pub use container::{BUNDLES, Container, Move, nothing_left, nothing_left_but_metadata};
 pub use counter::{Line, Lines};
 pub use events::{Event, Events};
 pub use firn_node::Platform;

@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, GpuHost, LOG, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_lab::{Container, GpuHost, LOG, SimGpu, cases, failure, matrix, nothing_left_but_metadata, on};
 use firn_node::Platform;
 
 const PLUGIN: &str = "/usr/local/bin/libfirn_criu.so";
@@ -132,10 +132,7 @@ fn a_node_without_the_plugin_refuses(platform: Platform) -> Result<()> {
         host.node().run(&["mv", PLUGIN, "/tmp/plugin"])?;
         let output = failure(Container::restore(host, "job", "checkpoint/job", 1))?;
         ensure!(output.contains("FIRN-CRIU-PLUGIN:"), "{output}");
-        // ctr leaves the snapshot of a container that it could not start.
-        host.node()
-            .run(&["sh", "-c", "ctr containers rm job; ctr snapshots rm job; true"])?;
-        nothing_left(host, "job")?;
+        nothing_left_but_metadata(host, "job")?;
         host.node().run(&["mv", "/tmp/plugin", PLUGIN])?;
         let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
         copy.goes_on(3)?;

@@ -7,7 +7,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_lab::{
+    BUNDLES, COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left,
+    nothing_left_but_metadata, on,
+};
 use firn_node::{Platform, wait_for};
 use serde_json::Value;
 
@@ -269,10 +272,7 @@ fn a_restored_hook_that_fails_ends_the_restore(platform: Platform) -> Result<()>
                 output.contains("FIRN-HOOK-RESTORED") && output.contains("not here"),
                 "{fails}: {output}"
             );
-            // ctr leaves the snapshot of a container that it could not start.
-            b.node()
-                .run(&["sh", "-c", "ctr containers rm job; ctr snapshots rm job; true"])?;
-            nothing_left(b, "job")?;
+            nothing_left_but_metadata(b, "job")?;
             b.idle()?;
             b.remove_image("checkpoint/job")?;
             let (copy, _) = Container::restore(a, "job", "checkpoint/job", 1)?;
@@ -328,27 +328,24 @@ fn hooks_can_be_forbidden_and_wrong_ones_are_refused_at_create(platform: Platfor
                 output.contains("FIRN-HOOK-SETTING") && output.contains(named),
                 "{output}"
             );
-            host.node().run(&[
-                "sh",
-                "-c",
-                "ctr containers rm wrong; ctr snapshots rm wrong; true",
-            ])?;
-            nothing_left(host, "wrong")?;
+            nothing_left_but_metadata(host, "wrong")?;
         }
-        let source = job(host, &[("prepare", "exec: /hook")])?;
-        source.checkpoint("checkpoint/job")?;
-        ensure!(names(&calls(&source)?) == ["prepare"], "no call");
+        for (hook, called) in [("prepare", &["prepare"][..]), ("restored", &[])] {
+            host.configure("")?;
+            let source = job(host, &[(hook, "exec: /hook")])?;
+            source.checkpoint("checkpoint/job")?;
+            ensure!(names(&calls(&source)?) == called, "{hook}");
 
-        host.configure("[checkpoint]\nhooks = \"refuse\"\n")?;
-        let output = failure(source.checkpoint("checkpoint/forbidden"))?;
-        ensure!(output.contains("FIRN-HOOK-FORBIDDEN"), "{output}");
-        source.goes_on(3)?;
-        source.remove()?;
-        let output = failure(Container::restore(host, "job", "checkpoint/job", 1))?;
-        ensure!(output.contains("FIRN-HOOK-FORBIDDEN"), "{output}");
-        host.node()
-            .run(&["sh", "-c", "ctr containers rm job; ctr snapshots rm job; true"])?;
-        nothing_left(host, "job")?;
+            host.configure("[checkpoint]\nhooks = \"refuse\"\n")?;
+            let output = failure(source.checkpoint("checkpoint/forbidden"))?;
+            ensure!(output.contains("FIRN-HOOK-FORBIDDEN"), "{hook}: {output}");
+            source.goes_on(3)?;
+            source.remove()?;
+            let output = failure(Container::restore(host, "job", "checkpoint/job", 1))?;
+            ensure!(output.contains("FIRN-HOOK-FORBIDDEN"), "{hook}: {output}");
+            nothing_left_but_metadata(host, "job")?;
+            host.remove_image("checkpoint/job")?;
+        }
         host.idle()
     })
 }

@@ -1,47 +1,19 @@
 //! The hooks of the job in a checkpoint.
 
-use std::path::Path;
-
 use firn_config::Config;
 use firn_gpu::SourceGpu;
 use firn_host::{Chain, Problem};
-use firn_oci::job_hook::{Facts, FactsOfGpu, GpuAddress, JobHook};
+use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook};
 
 use super::container::ContainerEffects;
 use super::error::{CheckpointError, EffectError};
 use crate::cgroup::FreezerState;
 use crate::container::Container;
 use crate::effects::Device;
-use crate::job_hook::{Caller, HookError, host_name};
+use crate::job_hook::{Caller, HookError, address, facts};
 use crate::phase::Phase;
 use crate::reaper::Reaper;
 use crate::warn::OrWarn;
-
-/// The facts of a checkpoint with this id.
-pub(super) fn facts(hook: JobHook, checkpoint: &str, image: &Path, gpus: &[SourceGpu]) -> Facts {
-    let address = |gpu: &SourceGpu| GpuAddress {
-        uuid: gpu.uuid.to_string(),
-        pci: gpu.pci_address.clone(),
-    };
-    let of_gpu = |gpu| FactsOfGpu {
-        old: address(gpu),
-        new: None,
-    };
-    Facts {
-        hook,
-        operation: "checkpoint".to_owned(),
-        checkpoint: checkpoint.to_owned(),
-        image: image
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned(),
-        host: host_name(),
-        gpus: gpus.iter().map(of_gpu).collect(),
-        pci_changed: false,
-        error: None,
-    }
-}
 
 /// A random id for a checkpoint.
 pub(super) fn new_id() -> String {
@@ -54,7 +26,7 @@ impl ContainerEffects<'_> {
     /// for a checkpoint; afterwards the freezer is as it was found.
     pub(super) async fn call_prepare(&mut self) -> Result<(), EffectError> {
         self.progress.prepared = true;
-        if !self.names(JobHook::Prepare)? {
+        if !self.caller().names(JobHook::Prepare)? {
             return Ok(());
         }
         self.journal.enter(Phase::Prepare).await?;
@@ -75,7 +47,7 @@ impl ContainerEffects<'_> {
     /// Calls the hook `resumed` in a container that goes on, or lets Resume call it.
     pub(super) async fn call_resumed(&mut self) -> Result<(), HookError> {
         let facts = self.facts(JobHook::Resumed);
-        if !self.names(JobHook::Resumed)? || self.is_left_to_resume(&facts) {
+        if !self.caller().names(JobHook::Resumed)? || self.is_left_to_resume(&facts) {
             return Ok(());
         }
         self.journal.enter_anyway(Phase::Resumed).await;
@@ -89,17 +61,11 @@ impl ContainerEffects<'_> {
     pub(super) async fn call_failed(&mut self, error: &EffectError) {
         let mut facts = self.facts(JobHook::Failed);
         facts.error = Some(format!("{}: {}", error.code(), Chain(error)));
-        let is_named = self.names(JobHook::Failed).is_ok_and(|named| named);
+        let is_named = self.caller().names(JobHook::Failed).is_ok_and(|named| named);
         if is_named && !self.is_left_to_resume(&facts) {
             let called = self.call_hook(facts).await;
             called.or_warn(format_args!("{}", self.container.id));
         }
-    }
-
-    fn names(&self, hook: JobHook) -> Result<bool, HookError> {
-        let spec = firn_oci::Spec::load(&self.container.bundle);
-        let spec = spec.map_err(firn_oci::job_hook::JobHookError::Spec)?;
-        Ok(hook.is_named(&spec))
     }
 
     fn is_frozen(&self) -> bool {
@@ -118,17 +84,27 @@ impl ContainerEffects<'_> {
     fn facts(&self, hook: JobHook) -> Facts {
         let source = self.progress.source.as_ref();
         let gpus = source.map_or(&[][..], |source| &source.gpus);
-        facts(hook, &self.checkpoint, self.request.image.path(), gpus)
+        let of_gpu = |gpu: &SourceGpu| FactsOfGpu {
+            old: address(&gpu.uuid, &gpu.pci_address),
+            new: None,
+        };
+        Facts {
+            gpus: gpus.iter().map(of_gpu).collect(),
+            ..facts(hook, &self.checkpoint, self.request.image.path())
+        }
     }
 
-    async fn call_hook(&self, facts: Facts) -> Result<(), HookError> {
-        let caller = Caller {
+    fn caller(&self) -> Caller<'_> {
+        Caller {
             container: self.container,
             config: self.config,
             reaper: self.reaper,
             cancel: &self.cancel,
-        };
-        Box::pin(caller.call(self.container.init.pid(), facts)).await
+        }
+    }
+
+    async fn call_hook(&self, facts: Facts) -> Result<(), HookError> {
+        Box::pin(self.caller().call(self.container.init.pid(), facts)).await
     }
 }
 

@@ -10,7 +10,7 @@ use firn_gpu::Inventory;
 use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
-use firn_oci::job_hook::{Facts, FactsOfGpu, GpuAddress, JobHook};
+use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook, any_is_named};
 use firn_oci::{Spec, dev_repair, edit, mounts};
 use firn_remap::GpuAssignment;
 
@@ -22,7 +22,7 @@ use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
 use crate::driver::Driver;
 use crate::gpu_request::ResolvedSpec;
-use crate::job_hook::{self, host_name};
+use crate::job_hook::{self, address};
 use crate::look;
 use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
@@ -65,14 +65,14 @@ impl Preparation<'_> {
             job_hook::admit(&spec, &compare::configured())?;
         }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
+        let checkpoint = manifest.as_ref().map_or("", |(manifest, _)| &manifest.checkpoint);
         let mut prepared = PreparedRestore {
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,
             plain: PlainPart::default(),
-            facts: resolved
-                .gpu
-                .then(|| facts(image, manifest.as_ref().map(|(manifest, _)| manifest))),
+            facts: (resolved.gpu && any_is_named(&spec))
+                .then(|| job_hook::facts(JobHook::Restored, checkpoint, image)),
             gpu: None,
         };
         match &manifest {
@@ -222,26 +222,6 @@ impl Preparation<'_> {
     }
 }
 
-/// What the job learns of its restore, without its GPUs.
-fn facts(image: &Path, manifest: Option<&Manifest>) -> Facts {
-    Facts {
-        hook: JobHook::Restored,
-        operation: "restore".to_owned(),
-        checkpoint: manifest
-            .map(|manifest| manifest.checkpoint.clone())
-            .unwrap_or_default(),
-        image: image
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned(),
-        host: host_name(),
-        gpus: Vec::new(),
-        pci_changed: false,
-        error: None,
-    }
-}
-
 /// Adds which GPU of the checkpoint has become which.
 fn add_gpus(facts: &mut Facts, manifest: &Manifest, decision: &GpuAssignment, inventory: &Inventory) {
     facts.gpus = manifest
@@ -254,14 +234,8 @@ fn add_gpus(facts: &mut Facts, manifest: &Manifest, decision: &GpuAssignment, in
                 .iter()
                 .find(|gpu| pair.is_some_and(|pair| pair.new == gpu.uuid));
             FactsOfGpu {
-                old: GpuAddress {
-                    uuid: old.uuid.to_string(),
-                    pci: old.pci_address.clone(),
-                },
-                new: new.map(|new| GpuAddress {
-                    uuid: new.uuid.to_string(),
-                    pci: new.pci_address.clone(),
-                }),
+                old: address(&old.uuid, &old.pci_address),
+                new: new.map(|new| address(&new.uuid, &new.pci_address)),
             }
         })
         .collect();

@@ -57,13 +57,17 @@ impl Restored {
         let Some(facts) = &prepared.facts else {
             return Ok(());
         };
+        let configured;
         let config = match &prepared.gpu {
-            Some(gpu) => gpu.config.clone(),
-            None => compare::configured(),
+            Some(gpu) => &gpu.config,
+            None => {
+                configured = compare::configured();
+                &configured
+            }
         };
         let caller = Caller {
             container,
-            config: &config,
+            config,
             reaper,
             cancel,
         };
