@@ -13,7 +13,7 @@ use crate::{Built, FIRN, IMAGE, STOCK, SimGpu, Skip};
 pub const DRIVER: &str = "580.159.04";
 
 /// Where the shim is on a node.
-const SHIM: &str = "/usr/local/bin/containerd-shim-firn-v2";
+pub(crate) const SHIM: &str = "/usr/local/bin/containerd-shim-firn-v2";
 
 /// The CDI specification of the node's GPUs.
 const CDI: &str = "/etc/cdi/nvidia.json";

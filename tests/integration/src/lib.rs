@@ -45,3 +45,14 @@ pub const LOG: &str = "/counter.log";
 pub const COUNTER: &str = "/bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
 /// Options of `ctr run` for a container of several CUDA processes that share no GPU memory.
 pub const SHARES_NOTHING: [&str; 2] = ["--annotation", "firn.dev/ipc=none"];
+/// Options for a container with all hooks of the job; they do nothing.
+pub const NAMES_HOOKS: [&str; 8] = [
+    "--annotation",
+    "firn.dev/hook-prepare=exec: true",
+    "--annotation",
+    "firn.dev/hook-resumed=exec: true",
+    "--annotation",
+    "firn.dev/hook-restored=exec: true",
+    "--annotation",
+    "firn.dev/hook-failed=exec: true",
+];

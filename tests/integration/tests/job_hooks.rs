@@ -350,7 +350,8 @@ fn hooks_can_be_forbidden_and_wrong_ones_are_refused_at_create(platform: Platfor
     })
 }
 
-/// A job that is killed while its hook runs ends at once, and so does one whose restore waits for the hook.
+/// A job that is killed while its hook runs ends at once, also with its shim, and so does one whose restore
+/// waits for the hook.
 fn a_job_is_killed_while_its_hook_runs(platform: Platform) -> Result<()> {
     on([host(platform, "jh-kill", 1)?], |[host]| {
         let hang = "exec: [\"sh\", \"-c\", \"test -e /go || { touch /waits; sleep 1000; }\"]";
@@ -360,14 +361,24 @@ fn a_job_is_killed_while_its_hook_runs(platform: Platform) -> Result<()> {
                 Ok(host.node().path(path).exists().then_some(()))
             })
         };
-        let source = job(host, &[("prepare", hang)])?;
-        let mut client = host.node().spawn(&["ctr", "tasks", "checkpoint", "job"])?;
-        waits()?;
-        source.task(&["kill", "--signal", "SIGKILL"])?;
-        source.becomes("STOPPED")?;
-        ensure!(!client.wait()?.success(), "the checkpoint has succeeded");
-        source.remove()?;
-        host.idle()?;
+        for shim in [false, true] {
+            let source = job(host, &[("prepare", hang)])?;
+            let mut client = host.node().spawn(&["ctr", "tasks", "checkpoint", "job"])?;
+            waits()?;
+            if shim {
+                host.kill_shim("job")?;
+            } else {
+                source.task(&["kill", "--signal", "SIGKILL"])?;
+                source.becomes("STOPPED")?;
+            }
+            ensure!(!client.wait()?.success(), "the checkpoint has succeeded");
+            if shim {
+                nothing_left_but_metadata(host, "job")?;
+            } else {
+                source.remove()?;
+            }
+            host.idle()?;
+        }
 
         let source = job_with(host, &[("restored", hang)], &[], ("", ""))?;
         source.checkpoint("checkpoint/job")?;

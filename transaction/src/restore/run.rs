@@ -82,9 +82,11 @@ impl Restored {
             }
             Ok::<_, HookError>(())
         };
-        Box::pin(called)
-            .await
-            .map_err(|error| failed(prepared, error.into()))
+        let called = match caught(Box::pin(called)).await {
+            Ok(called) => called.map_err(Cause::from),
+            Err(_) => Err(Cause::Panicked),
+        };
+        called.map_err(|cause| failed(prepared, cause))
     }
 
     /// Ends the transaction: the container keeps running.

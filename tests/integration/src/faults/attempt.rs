@@ -343,7 +343,7 @@ impl Testbed {
 
 impl Case {
     /// Whether a client or its daemon is killed: then one must take part, and nobody hears the answer.
-    fn needs_client(&self) -> bool {
+    pub(super) fn needs_client(&self) -> bool {
         self.faults()
             .any(|at| matches!(at.fault, Fault::Kill(Victim::Client | Victim::Containerd)))
     }

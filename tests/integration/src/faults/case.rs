@@ -18,6 +18,8 @@ pub enum Flow {
 pub enum Phase {
     /// Deciding on a restore, in Create.
     Prepare,
+    /// The job's hook before a checkpoint.
+    PrepareHook,
     /// Looking for CUDA processes and asking for their state.
     Inspect,
     GpuLock,
@@ -32,10 +34,14 @@ pub enum Phase {
     /// The driver's restore.
     GpuRestore,
     GpuUnlock,
+    /// The job's hook after a checkpoint.
+    ResumedHook,
     /// The end of a container that was to end with its checkpoint.
     End,
     /// Letting the tasks of a restored container run.
     Continue,
+    /// The job's hook in the restored container.
+    RestoredHook,
     /// The rollback of a restore whose driver has failed.
     RestoreRollback,
     /// The rollback of a checkpoint, which begins by asking for the processes' states: only as the second of
@@ -145,6 +151,11 @@ pub struct Subject {
 }
 
 impl Subject {
+    /// Whether the container names hooks: so each fault meets a container with hooks and one without.
+    pub(super) fn has_hooks(self) -> bool {
+        self.processes > 1
+    }
+
     /// Groups and sorts by it.
     pub(super) fn key(self) -> (usize, bool) {
         (self.processes, self.cgroup == Cgroup::V2)
@@ -188,6 +199,8 @@ pub enum Why {
     NoWorker,
     NoNode,
     NoPhase,
+    NoHook,
+    LeftToResume,
     OnceIsEnough,
     NotEnded,
 }
@@ -196,12 +209,14 @@ pub(super) const PHASES: [(Flow, &[Phase]); 2] = [
     (
         Flow::Checkpoint,
         &[
+            Phase::PrepareHook,
             Phase::Inspect,
             Phase::GpuLock,
             Phase::GpuCheckpoint,
             Phase::CriuDump,
             Phase::GpuRestore,
             Phase::GpuUnlock,
+            Phase::ResumedHook,
             Phase::End,
         ],
     ),
@@ -214,6 +229,7 @@ pub(super) const PHASES: [(Flow, &[Phase]); 2] = [
             Phase::GpuRestore,
             Phase::GpuUnlock,
             Phase::Continue,
+            Phase::RestoredHook,
             Phase::RestoreRollback,
         ],
     ),

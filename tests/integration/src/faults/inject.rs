@@ -10,6 +10,7 @@ use super::case::{Case, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim
 use super::disk::Failing;
 use super::stalls::{Since, Stall};
 use super::testbed::{Call, ID};
+use crate::host::SHIM;
 use crate::{GpuHost, StallFs};
 
 const DIR: &str = "/srv/fault";
@@ -44,6 +45,8 @@ const FILL_DEV: &str = "set -e; rm -f /dev/nvidia[0-9]; mount -t tmpfs -o remoun
 /// Puts the scripts before the node's runc and CRIU. They do nothing until a file orders it.
 pub(super) fn prepare(host: &GpuHost) -> Result<()> {
     let node = host.node();
+    node.run(&["grep", "--quiet", HOLD_PHASE, SHIM])
+        .context("the shim has no failpoints: this is a bundle made with --release")?;
     node.run(&["mkdir", "-p", DIR])?;
     for (script, path) in [
         (RUNC, "/usr/local/sbin/runc".to_owned()),
@@ -384,7 +387,13 @@ impl Arming<'_, '_> {
             Phase::CriuDump => self.moment(Moment::PreDump, "hold")?,
             Phase::CriuRestore => self.moment(Moment::PreResume, "hold")?,
             Phase::Prepare => self.order("worker", "hold")?,
-            Phase::End | Phase::Continue | Phase::RestoreRollback | Phase::CheckpointRollback => {
+            Phase::End
+            | Phase::Continue
+            | Phase::PrepareHook
+            | Phase::ResumedHook
+            | Phase::RestoredHook
+            | Phase::RestoreRollback
+            | Phase::CheckpointRollback => {
                 self.host.node().write(HOLD_PHASE, self.at.phase.to_string())?;
                 injection.point = Point::Held;
             }

@@ -49,7 +49,9 @@ impl fmt::Display for FaultAt {
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Prepare => "prepare",
+            Self::Prepare | Self::PrepareHook => "prepare",
+            Self::ResumedHook => "resumed",
+            Self::RestoredHook => "restored",
             Self::End => "end",
             Self::Continue => "continue",
             Self::RestoreRollback | Self::CheckpointRollback => "rollback",
@@ -138,6 +140,8 @@ impl fmt::Display for Why {
             Self::NoWorker => "the driver's worker has ended by then",
             Self::NoNode => "only the repair of /dev makes device nodes",
             Self::NoPhase => "no code of firn's runs that has a phase of its own",
+            Self::NoHook => "the container names no hook, or the fault does not concern its call",
+            Self::LeftToResume => "the hook of a paused container is called when its client resumes it",
             Self::OnceIsEnough => "a file system that hangs is tried with one process that runs on",
             Self::NotEnded => "a container that runs on is not ended",
             Self::NoFreezerAtRestore => "a restore begins from nothing and asks for no exit",

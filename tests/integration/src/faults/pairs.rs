@@ -166,7 +166,12 @@ impl Case {
         let FaultAt { phase, fault } = self.first;
         let refused = matches!(
             phase,
-            Phase::Inspect | Phase::Prepare | Phase::End | Phase::RestoreRollback
+            Phase::PrepareHook
+                | Phase::Inspect
+                | Phase::Prepare
+                | Phase::ResumedHook
+                | Phase::End
+                | Phase::RestoreRollback
         );
         match fault {
             Fault::Kill(Victim::Shim) => After::Nothing,
@@ -193,10 +198,11 @@ impl Case {
 impl FaultAt {
     /// Whether the shim waits for it.
     fn is_held(self) -> bool {
-        let waits = matches!(
-            self.phase,
-            Phase::End | Phase::Continue | Phase::RestoreRollback | Phase::CheckpointRollback
-        );
+        let waits = self.phase.is_hook()
+            || matches!(
+                self.phase,
+                Phase::End | Phase::Continue | Phase::RestoreRollback | Phase::CheckpointRollback
+            );
         waits && matches!(self.fault, Fault::Kill(_))
     }
 

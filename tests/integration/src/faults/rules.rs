@@ -18,12 +18,19 @@ impl Phase {
             Self::GpuUnlock => Some("unlock"),
             Self::CheckpointRollback => Some("state"),
             Self::Prepare
+            | Self::PrepareHook
+            | Self::ResumedHook
+            | Self::RestoredHook
             | Self::CriuDump
             | Self::CriuRestore
             | Self::End
             | Self::Continue
             | Self::RestoreRollback => None,
         }
+    }
+
+    pub(super) fn is_hook(self) -> bool {
+        matches!(self, Self::PrepareHook | Self::ResumedHook | Self::RestoredHook)
     }
 
     /// Whether runc and CRIU run in it.
@@ -69,10 +76,26 @@ impl Case {
         let FaultAt { phase, fault } = self.first;
         let victim = match phase {
             Phase::Prepare => Victim::Worker,
+            Phase::PrepareHook | Phase::ResumedHook | Phase::RestoredHook => Victim::Shim,
             Phase::End | Phase::Continue | Phase::RestoreRollback => Victim::Shim,
             _ => return fault.is_plain(),
         };
         fault == Fault::Kill(victim)
+    }
+
+    /// As [`Case::why_not`], of a hook. How hooks themselves fail is in the suite `job_hooks`.
+    fn why_not_at_hook(&self) -> Option<Why> {
+        let FaultAt { phase, fault } = self.first;
+        let by_client = self.from == From::Paused || self.needs_client();
+        match fault {
+            _ if !self.subject.has_hooks() => Some(Why::NoHook),
+            Fault::Kill(Victim::Worker) => Some(Why::NoWorker),
+            Fault::Kill(_) | Fault::Panic if phase == Phase::ResumedHook && by_client => {
+                Some(Why::LeftToResume)
+            }
+            Fault::Kill(_) | Fault::Panic => None,
+            _ => Some(Why::NoHook),
+        }
     }
 
     pub(super) fn why_not(&self) -> Option<Why> {
@@ -84,11 +107,14 @@ impl Case {
         if restores && (self.exit || self.from == From::Paused) {
             return Some(Why::NoFreezerAtRestore);
         }
-        if self.exit && matches!(phase, Phase::GpuRestore | Phase::GpuUnlock) {
+        if self.exit && matches!(phase, Phase::GpuRestore | Phase::GpuUnlock | Phase::ResumedHook) {
             return Some(Why::NothingRestored);
         }
         if phase == Phase::End && !self.exit {
             return Some(Why::NotEnded);
+        }
+        if phase.is_hook() {
+            return self.why_not_at_hook();
         }
         match fault {
             Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {

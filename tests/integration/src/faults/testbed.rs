@@ -12,7 +12,7 @@ use firn_node::{CgroupMode, Platform, Suite, wait_for};
 use super::case::{From, Subject};
 use super::counting::Counting;
 use super::{disk, inject};
-use crate::{Archive, Census, Container, GpuHost, Pending, SHARES_NOTHING, SimGpu, Task};
+use crate::{Archive, Census, Container, GpuHost, NAMES_HOOKS, Pending, SHARES_NOTHING, SimGpu, Task};
 
 /// The container.
 pub(super) const ID: &str = "job";
@@ -116,7 +116,11 @@ impl Testbed {
 
     /// The same, with more options of `ctr run`.
     pub(super) fn start_with(&self, more: &[&str]) -> Result<Job<'_>> {
-        let options = [&["--runtime", self.runtime][..], &SHARES_NOTHING, more].concat();
+        let hooks: &[&str] = match self.subject.has_hooks() {
+            true => &NAMES_HOOKS,
+            false => &[],
+        };
+        let options = [&["--runtime", self.runtime][..], &SHARES_NOTHING, hooks, more].concat();
         let (mib, processes) = (MIB.to_string(), self.counters().to_string());
         self.jobs.set(self.jobs.get() + 1);
         let log = log(self.jobs.get());

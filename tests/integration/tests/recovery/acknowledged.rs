@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{CommandOutput, Container, Events, GpuHost, Task, nothing_left, on};
+use firn_lab::{CommandOutput, Container, Events, GpuHost, NAMES_HOOKS, Task, nothing_left, on};
 use firn_node::{Platform, wait_for};
 
 use super::{AT_ONCE, IMAGE, LIMIT, checkpoint, count, host, idle_loop};
@@ -56,6 +56,10 @@ const CHECKPOINT: &[&str] = &[
     "checkpoint-worker-gone",
     "checkpoint-ended",
 ];
+
+/// Hooks of the job that are called at a checkpoint, and at a restore.
+const CHECKPOINT_HOOKS: &[&str] = &["prepare", "resumed"];
+const RESTORE_HOOKS: &[&str] = &["restored"];
 
 /// Points of one that ends. It has ended at the last two.
 const CHECKPOINT_EXIT: &[&str] = &["criu-dump", "end", "finish-killed", "finish-deleted"];
@@ -197,6 +201,20 @@ fn with_gpu(host: &GpuHost) -> Result<()> {
     )
 }
 
+fn with_hooks(host: &GpuHost) -> Result<()> {
+    fn begin(host: &GpuHost) -> Result<Container<'_>> {
+        let job = Container::count_with(host, "job", &["0"], 1, &NAMES_HOOKS, &[])?;
+        job.goes_on(2)?;
+        Ok(job)
+    }
+    let job = begin(host)?;
+    job.checkpoint("checkpoint/job")?;
+    job.remove()?;
+    restores(host, RESTORE_HOOKS)?;
+    host.remove_image("checkpoint/job")?;
+    checkpoints(host, CHECKPOINT_HOOKS, false, false, begin)
+}
+
 fn without_gpu(host: &GpuHost) -> Result<()> {
     let job = idle_loop(host)?;
     job.checkpoint("checkpoint/job")?;
@@ -214,6 +232,7 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
 pub fn a_kill_that_is_acknowledged_kills_at_every_point(platform: Platform) -> Result<()> {
     on([host(platform, "rc-acknowledged", 1)?], |[host]| {
         with_gpu(host)?;
+        with_hooks(host)?;
         without_gpu(host)
     })
 }
