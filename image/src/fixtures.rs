@@ -27,6 +27,7 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
             .map(|i| SourceGpu::from(&source.gpus[usize::from(*i)]))
             .collect(),
         inherited_gpus: Vec::new(),
+        hooks: Default::default(),
         processes: vec![CheckpointedProcess {
             pid: 1,
             restore_tid: 4,

@@ -24,6 +24,7 @@ mod envelope;
 mod error;
 mod limits;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -52,6 +53,9 @@ pub struct Manifest {
     /// Random id of the checkpoint, for the job's hooks. Empty in images of older versions.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub checkpoint: String,
+    /// Annotations of the source that name hooks of the job: the copy has them unless it names its own.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub hooks: BTreeMap<String, String>,
     /// What carries the GPU state.
     pub backend: Backend,
     /// Options of the dump; the restore needs the same.

@@ -116,6 +116,7 @@ fn gpu() -> Manifest {
             state: CudaState::Running,
         }],
         inherited_gpus: Vec::new(),
+        hooks: Default::default(),
         mounts: vec![
             RequiredMount {
                 destination: "/data".into(),
@@ -146,6 +147,7 @@ fn plain() -> Manifest {
         topology: Topology::default(),
         processes: Vec::new(),
         inherited_gpus: Vec::new(),
+        hooks: Default::default(),
         mounts: Vec::new(),
         ..gpu()
     }

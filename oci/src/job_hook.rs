@@ -7,6 +7,7 @@
 mod action;
 mod facts;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
@@ -14,7 +15,7 @@ use firn_host::Problem;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-pub use action::{Action, ActionError};
+pub use action::{Action, ActionError, MAX_VALUE};
 pub use facts::{Facts, FactsOfGpu, GpuAddress};
 
 use crate::{Spec, SpecError};
@@ -82,9 +83,12 @@ impl JobHook {
 
 /// A container whose annotations for hooks cannot be followed.
 #[derive(Debug, thiserror::Error, Problem)]
-#[problem("FIRN-HOOK-SETTING", "correct the annotation, or leave it out")]
+#[problem(
+    "FIRN-HOOK-SETTING",
+    "correct the annotation, or leave it out; an annotation replaces the image's label"
+)]
 pub enum JobHookError {
-    #[error("annotation {annotation} cannot be followed")]
+    #[error("annotation or image label {annotation} cannot be followed")]
     Value {
         annotation: &'static str,
         #[source]
@@ -109,9 +113,29 @@ pub fn releases_shared_memory(spec: &Spec) -> bool {
 /// Value of the annotation `firn.dev/ipc` for such a container.
 const RELEASED: &str = "released-by-hook";
 
-/// Checks the annotations of a new container, and gives a container that names hooks a tmpfs for the facts.
-/// Returns whether the spec was changed. Safe to repeat.
-pub fn prepare(spec: &mut Spec) -> Result<bool, JobHookError> {
+/// The container's annotations that name hooks.
+pub fn named(spec: &Spec) -> BTreeMap<String, String> {
+    let names = JobHook::ALL.iter().map(|hook| hook.annotation());
+    names
+        .filter_map(|name| Some((name.to_owned(), spec.annotation(name)?.to_owned())))
+        .collect()
+}
+
+/// Gives the container the hooks that it does not name itself: from the labels of its image, or those of the
+/// source of a checkpoint. Checks the annotations, and gives a container that names hooks a tmpfs for the
+/// facts. Returns whether the spec was changed. Safe to repeat.
+pub fn prepare(spec: &mut Spec, others: &BTreeMap<String, String>) -> Result<bool, JobHookError> {
+    let is_new = |hook: &JobHook| !hook.is_named(spec) && others.contains_key(hook.annotation());
+    let adopted: Vec<JobHook> = JobHook::ALL.into_iter().filter(is_new).collect();
+    for hook in &adopted {
+        let value = json!(others[hook.annotation()]);
+        let annotations = spec.object_mut("annotations")?;
+        annotations.insert(hook.annotation().to_owned(), value);
+    }
+    Ok(prepare_named(spec)? || !adopted.is_empty())
+}
+
+fn prepare_named(spec: &mut Spec) -> Result<bool, JobHookError> {
     if spec.annotation(names::ANNOTATION_IPC) == Some(RELEASED) && !JobHook::Prepare.is_named(spec) {
         return Err(JobHookError::NoPrepare);
     }

@@ -5,6 +5,7 @@ mod action_io;
 mod actions;
 mod args;
 mod bootstrap;
+mod daemon;
 mod delete;
 mod error;
 mod events;

@@ -47,6 +47,8 @@ const DISCONNECT_LIMIT: Duration = Duration::from_secs(1);
 pub struct Context {
     /// containerd namespace of all containers of this shim.
     pub namespace: String,
+    /// containerd's gRPC socket, a path or `unix://` and a path.
+    pub address: String,
     /// Reaps every process of this shim.
     pub reaper: Reaper,
     /// Takes the events.
@@ -83,6 +85,7 @@ pub fn run(
         let serving = CancellationToken::default();
         let service = service(Context {
             namespace: args.namespace.clone(),
+            address: args.address.clone(),
             reaper: Reaper::start().map_err(failed("watch for child processes"))?,
             publisher: publisher.clone(),
             serving: serving.clone(),

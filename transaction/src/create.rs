@@ -4,7 +4,9 @@
 //! checkpointed, or for the restore of a checkpoint. Whoever creates the container mounts its rootfs before,
 //! and runs the OCI runtime after.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::pin::Pin;
 
 use firn_gpu::Backend;
 use firn_host::ProblemLine;
@@ -33,6 +35,8 @@ pub struct Request<'a> {
     /// The checkpoint to restore from.
     pub image: Option<&'a Path>,
     pub reaper: &'a Reaper,
+    /// The container's labels, which clients copy from its image. Awaited only if it gets a GPU.
+    pub labels: Pin<Box<dyn Future<Output = BTreeMap<String, String>> + Send + 'a>>,
     /// Cancelled when the client no longer wants the container.
     pub cancel: &'a CancellationToken,
 }
@@ -69,7 +73,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let spec = Spec::load(bundle)?;
     let mut resolved =
         gpu_request::resolve(spec, bundle, options.wrapper(), request.image.is_some(), reaper).await?;
-    if resolved.gpu && job_hook::prepare(&mut resolved.spec)? {
+    if resolved.gpu && job_hook::prepare(&mut resolved.spec, &request.labels.await)? {
         resolved.spec.save(bundle)?;
     }
     let (spec, gpu) = (&resolved.spec, resolved.gpu);

@@ -137,6 +137,7 @@ impl Node {
             }),
             gpus: vec![SourceGpu::from(&source.gpus[0])],
             inherited_gpus: Vec::new(),
+            hooks: Default::default(),
             processes: vec![CheckpointedProcess {
                 pid: 7,
                 restore_tid: 9,

@@ -5,6 +5,7 @@ use std::hash::Hash;
 use std::path::{Component, Path};
 
 use firn_gpu::{Backend, GpuUuid, Link};
+use firn_oci::job_hook::{JobHook, MAX_VALUE};
 
 use super::{CheckpointedProcess, ImageFile, InheritedGpus, Manifest, RequiredMount, SourceGpu};
 
@@ -37,6 +38,7 @@ impl Manifest {
         let mut versions = [&versions.firn, &versions.criu, &versions.runc, &versions.kernel].into_iter();
         let checks = [
             ("checkpoint", is_id(&self.checkpoint)),
+            ("hooks", self.hooks.iter().all(is_hook)),
             ("backend", self.has_good_backend()),
             ("driver", text(driver)),
             ("gpus", all(&self.gpus, MAX_GPUS, gpu)),
@@ -101,6 +103,11 @@ pub(super) fn all<T>(items: &[T], most: usize, is_good: impl Fn(&T) -> bool) -> 
 pub(super) fn distinct<T: Eq + Hash>(mut items: impl Iterator<Item = T>) -> bool {
     let mut seen = HashSet::new();
     items.all(|item| seen.insert(item))
+}
+
+fn is_hook((annotation, value): (&String, &String)) -> bool {
+    let mut annotations = JobHook::ALL.iter().map(|hook| hook.annotation());
+    annotations.any(|known| known == annotation) && value.len() <= MAX_VALUE
 }
 
 /// Whether it is an id: the job gets it in variables. Images of older versions have none.

@@ -8,6 +8,9 @@ use nix::sys::signal::Signal;
 /// Port of a URL without one.
 const HTTP: u16 = 80;
 
+/// Longest value, as of a label in containerd.
+pub const MAX_VALUE: usize = 4096;
+
 /// What a hook calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
@@ -44,6 +47,8 @@ pub enum ActionError {
     Signal(String),
     #[error("SIG{0} cannot be handled")]
     Fatal(&'static str),
+    #[error("it is longer than {MAX_VALUE} bytes")]
+    TooLong,
     #[error("file: is for hook-restored only")]
     NothingToCall,
 }
@@ -52,7 +57,9 @@ impl Action {
     /// Reads the value of an annotation.
     pub(super) fn parse(value: &str) -> Result<Self, ActionError> {
         let value = value.trim();
-        if let Some(command) = value.strip_prefix("exec:") {
+        if value.len() > MAX_VALUE {
+            Err(ActionError::TooLong)
+        } else if let Some(command) = value.strip_prefix("exec:") {
             exec(command.trim())
         } else if let Some(url) = value.strip_prefix("http://") {
             http(url).ok_or(ActionError::Url)

@@ -80,7 +80,7 @@ fn a_wrong_annotation_is_named() {
             "hook-prepare",
         ),
     ] {
-        let error = prepare(&mut spec(annotations)).unwrap_err();
+        let error = prepare(&mut spec(annotations), &BTreeMap::new()).unwrap_err();
         assert_eq!(error.code(), "FIRN-HOOK-SETTING");
         assert!(error.to_string().contains(named), "{error}");
     }
@@ -89,9 +89,9 @@ fn a_wrong_annotation_is_named() {
 #[test]
 fn a_container_with_hooks_gets_a_tmpfs_that_its_user_owns() {
     let mut without = spec(json!({"firn.dev/ipc": "none"}));
-    assert!(!prepare(&mut without).unwrap() && without.mounts().unwrap().is_empty());
+    assert!(!prepare(&mut without, &BTreeMap::new()).unwrap() && without.mounts().unwrap().is_empty());
     let mut with = spec(json!({"firn.dev/hook-restored": "file:"}));
-    assert!(prepare(&mut with).unwrap());
+    assert!(prepare(&mut with, &BTreeMap::new()).unwrap());
     let [mount] = &with.mounts().unwrap()[..] else {
         panic!("{with:?}");
     };
@@ -101,7 +101,7 @@ fn a_container_with_hooks_gets_a_tmpfs_that_its_user_owns() {
     );
     assert!(mount.options.contains(&"uid=1000".to_owned()) && mount.options.contains(&"gid=7".to_owned()));
     let once = with.clone();
-    assert!(!prepare(&mut with).unwrap() && with == once);
+    assert!(!prepare(&mut with, &BTreeMap::new()).unwrap() && with == once);
 }
 
 #[test]
@@ -155,4 +155,41 @@ fn variables_have_the_gpus_in_one_order() {
         (Some("pci-b,pci-d"), Some("1"))
     );
     assert_eq!((of("FIRN_HOOK"), of("FIRN_ERROR")), (Some("restored"), Some("")));
+}
+
+#[test]
+fn hooks_of_the_image_are_those_that_the_container_does_not_name() {
+    let labels = [
+        ("firn.dev/hook-prepare", "exec: /image"),
+        ("firn.dev/hook-resumed", "exec: /image"),
+        ("firn.dev/ipc", "none"),
+    ];
+    let labels = BTreeMap::from(labels.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    let mut container = spec(json!({"firn.dev/hook-prepare": "exec: /own"}));
+    assert!(prepare(&mut container, &labels).unwrap());
+    let expected = [
+        ("firn.dev/hook-prepare", "exec: /own"),
+        ("firn.dev/hook-resumed", "exec: /image"),
+    ];
+    let expected = expected.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    assert_eq!(named(&container), BTreeMap::from(expected));
+    assert_eq!(container.annotation("firn.dev/ipc"), None);
+    assert!(!prepare(&mut container, &labels).unwrap());
+
+    let wrong = BTreeMap::from([("firn.dev/hook-failed".to_owned(), "/hook".to_owned())]);
+    let error = prepare(&mut container, &wrong).unwrap_err();
+    assert!(
+        error.to_string().contains("image label firn.dev/hook-failed"),
+        "{error}"
+    );
+
+    let long = json!({"firn.dev/hook-failed": format!("exec: {}", "x".repeat(MAX_VALUE))});
+    let error = prepare(&mut spec(long), &BTreeMap::new()).unwrap_err();
+    assert!(matches!(
+        error,
+        JobHookError::Value {
+            cause: ActionError::TooLong,
+            ..
+        }
+    ));
 }

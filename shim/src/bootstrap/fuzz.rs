@@ -14,8 +14,9 @@ use protobuf::Message;
 use protobuf::well_known_types::any::Any;
 
 use super::params::Request;
-use super::{daemon, http2, socket, start};
+use super::{socket, start};
 use crate::args::{Action, Args};
+use crate::daemon::{self, http2};
 use crate::options::fuzz::{is_kept, names_a_file};
 use crate::options::runc_options;
 

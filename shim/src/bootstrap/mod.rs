@@ -4,10 +4,8 @@
 //! docs/design/decisions/0001-bootstrap-reply.md explains why the reply looks different for each daemon.
 
 mod confine;
-mod daemon;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
-mod http2;
 mod info;
 mod params;
 mod socket;

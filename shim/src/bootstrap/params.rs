@@ -10,8 +10,9 @@ use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, Lo
 use protobuf::well_known_types::any::Any;
 use protobuf::{Enum, Message};
 
-use super::{daemon, env};
+use super::env;
 use crate::args::Args;
+use crate::daemon;
 use crate::options::{DecodeError, is_sent_as, runc_options};
 use firn_transaction::options::RuncOptions;
 

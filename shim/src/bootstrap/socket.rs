@@ -3,17 +3,15 @@
 
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use firn_host::{UnlessAbsent, lexical};
-use nix::errno::Errno;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use sha2::{Digest, Sha256};
 
+use crate::daemon::connect_now;
 use crate::error::{ActionError, failed_at};
 
 /// Longest socket path that containerd uses; the kernel takes 107.
@@ -99,22 +97,12 @@ fn is_alive(path: &Path) -> bool {
     }
 }
 
-/// Connects without waiting for a place in the listener's backlog.
-pub(super) fn connect_now(path: &Path) -> io::Result<UnixStream> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-    match connect(fd.as_raw_fd(), &UnixAddr::new(path)?) {
-        Ok(()) => {}
-        Err(Errno::EAGAIN) => return Err(io::ErrorKind::WouldBlock.into()),
-        Err(errno) => return Err(errno.into()),
-    }
-    let stream = UnixStream::from(fd);
-    stream.set_nonblocking(false)?;
-    Ok(stream)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, socket};
+
     use super::*;
 
     #[test]

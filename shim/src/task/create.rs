@@ -12,7 +12,7 @@ use protobuf::MessageField;
 
 use super::state::pid_field;
 use super::{Service, Slot, TaskError, exit};
-use crate::mounts;
+use crate::{daemon, mounts};
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Process, StdioPaths};
@@ -124,6 +124,7 @@ async fn build_mounted(
         options,
         image: checkpoint,
         reaper: &service.reaper,
+        labels: Box::pin(daemon::labels(&service.address, &service.namespace, &request.id)),
         cancel,
     })
     .await?;

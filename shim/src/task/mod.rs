@@ -50,6 +50,8 @@ const SIGKILL: u32 = 9;
 /// Everything that the verbs share.
 pub(crate) struct Service {
     namespace: String,
+    /// containerd's gRPC socket.
+    address: String,
     reaper: Reaper,
     publisher: Publisher,
     exits: Exits,
@@ -72,6 +74,7 @@ impl Service {
     pub(crate) fn start(context: Context) -> Arc<Self> {
         let service = Arc::new(Self {
             namespace: context.namespace,
+            address: context.address,
             reaper: context.reaper,
             publisher: context.publisher,
             exits: Exits::default(),

@@ -50,6 +50,7 @@ impl Stub {
         let reaper = Reaper::start().unwrap();
         let service = Service::start(Context {
             namespace: "default".to_owned(),
+            address: String::new(),
             reaper: reaper.clone(),
             publisher,
             serving: CancellationToken::default(),

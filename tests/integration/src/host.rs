@@ -12,6 +12,13 @@ use crate::{Built, FIRN, IMAGE, STOCK, SimGpu, Skip};
 /// Driver version of a node unless a test asks for another.
 pub const DRIVER: &str = "580.159.04";
 
+/// The image of the containers.
+fn image(built: &Built) -> Image {
+    Image::new(IMAGE)
+        .program(built.program("gpu-counter"), "/bin/gpu-counter")
+        .program(built.program("gpu-sample"), "/bin/gpu-sample")
+}
+
 /// Where the shim is on a node.
 pub(crate) const SHIM: &str = "/usr/local/bin/containerd-shim-firn-v2";
 
@@ -111,10 +118,14 @@ impl GpuHost {
 
     fn set_up(&self, built: &Built, driver: &str) -> Result<()> {
         self.install(built, driver)?;
-        Image::new(IMAGE)
-            .program(built.program("gpu-counter"), "/bin/gpu-counter")
-            .program(built.program("gpu-sample"), "/bin/gpu-sample")
-            .import(&self.node)
+        image(built).import(&self.node)
+    }
+
+    /// Gives the image of containers that begin from now on labels.
+    pub fn label_image(&self, labels: &[(&str, &str)]) -> Result<()> {
+        let labelled = |image: Image, (name, value): &(&str, &str)| image.label(name, value);
+        let image = labels.iter().fold(image(Built::for_tests()?), labelled);
+        image.import(&self.node)
     }
 
     /// Installs firn and the simulated GPUs.

@@ -136,6 +136,42 @@ fn hooks_are_called_with_what_has_changed(platform: Platform) -> Result<()> {
     })
 }
 
+/// The image's labels name hooks. The container replaces one, and its copy on a node whose image has no
+/// labels has them, too.
+fn hooks_come_from_labels_of_the_image(platform: Platform) -> Result<()> {
+    let hosts = [host(platform, "jh-la", 1)?, host(platform, "jh-lb", 2)?];
+    on(hosts, |[a, b]| {
+        let labels = HOOKS.map(|hook| (format!("firn.dev/hook-{hook}"), "exec: /hook by-image"));
+        let labels = labels.each_ref().map(|(name, value)| (&**name, *value));
+        a.label_image(&labels)?;
+        let called = |job: &Container<'_>| -> Result<Vec<String>> {
+            let calls = calls(job)?;
+            Ok(calls
+                .iter()
+                .map(|call| format!("{} {}", call[0], call[7]))
+                .collect())
+        };
+        let source = job(a, &[("resumed", "exec: /hook by-container")])?;
+        source.checkpoint("checkpoint/job")?;
+        let calls = called(&source)?;
+        ensure!(calls == ["prepare by-image", "resumed by-container"], "{calls:?}");
+        a.send_image("checkpoint/job", b)?;
+        source.remove()?;
+        a.idle()?;
+
+        let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        copy.checkpoints_again("checkpoint/job")?;
+        let calls = called(&copy)?;
+        let expected = ["restored by-image", "prepare by-image", "resumed by-container"];
+        ensure!(calls == expected, "{calls:?}");
+        let facts: Value = serde_json::from_str(&copy.exec(&["cat", "/run/firn/restore.json"])?)?;
+        ensure!(facts["hook"] == "restored", "{facts}");
+        copy.remove()?;
+        b.idle()
+    })
+}
+
 /// An HTTP server that notes requests and answers with the status in /status, and a handler of USR1 that
 /// answers with the text in /reply. The file of the job has the facts before the signal comes.
 const SERVER: &str = "cat >/serve <<'E'\n#!/bin/sh\nread method path version\n\
@@ -462,6 +498,7 @@ fn ranks_move_once_their_hook_has_released_what_they_share(platform: Platform) -
 fn main() -> ExitCode {
     matrix::run(&cases! {
         hooks_are_called_with_what_has_changed [FORKY, TRIXIE];
+        hooks_come_from_labels_of_the_image [FORKY];
         jobs_are_called_by_http_and_by_signal [FORKY];
         a_prepare_hook_that_fails_cancels_the_checkpoint [FORKY, TRIXIE];
         a_restored_hook_that_fails_ends_the_restore [FORKY, TRIXIE];

@@ -4,6 +4,7 @@
 //! so it is linked dynamically and needs the libraries it was built against), and whatever programs are
 //! added.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -46,6 +47,7 @@ const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 pub struct Image {
     name: String,
     command: Vec<String>,
+    labels: Vec<(String, String)>,
     files: Vec<(PathBuf, PathBuf)>,
 }
 
@@ -55,6 +57,7 @@ impl Image {
         Self {
             name: name.into(),
             command: vec!["sh".into()],
+            labels: Vec::new(),
             files: Vec::new(),
         }
     }
@@ -68,6 +71,12 @@ impl Image {
     /// What runs when nothing else is asked for; a shell by default.
     pub fn command(mut self, command: &[&str]) -> Self {
         self.command = command.iter().map(|word| (*word).to_owned()).collect();
+        self
+    }
+
+    /// Adds a label, which clients give to the image's containers.
+    pub fn label(mut self, name: &str, value: &str) -> Self {
+        self.labels.push((name.to_owned(), value.to_owned()));
         self
     }
 
@@ -190,10 +199,11 @@ fn write_layout(layout: &Path, image: &Image, layer: &[u8]) -> Result<()> {
         Ok(json!({ "mediaType": media_type, "digest": format!("sha256:{digest}"), "size": content.len() }))
     };
     let layer = put("application/vnd.oci.image.layer.v1.tar", layer)?;
+    let labels: BTreeMap<&String, &String> = image.labels.iter().map(|(name, value)| (name, value)).collect();
     let config = json!({
         "architecture": ARCH.1,
         "os": "linux",
-        "config": { "Env": ["PATH=/usr/bin:/bin"], "Cmd": image.command },
+        "config": { "Env": ["PATH=/usr/bin:/bin"], "Cmd": image.command, "Labels": labels },
         // The layer is not compressed, so its digest is that of its content too.
         "rootfs": { "type": "layers", "diff_ids": [layer["digest"]] },
     });

@@ -4,7 +4,7 @@ mod inspection;
 mod kept_image;
 mod manifest;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -47,6 +47,8 @@ const EXEC: Duration = Duration::from_millis(5);
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
 pub(super) struct Source {
+    /// Hooks that the container names.
+    hooks: BTreeMap<String, String>,
     assertions: Assertions,
     /// Options of the dump.
     dump: DumpFlags,

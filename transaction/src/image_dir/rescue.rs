@@ -159,6 +159,7 @@ pub mod tests {
             topology: firn_gpu::Topology::default(),
             processes: Vec::new(),
             inherited_gpus: Vec::new(),
+            hooks: Default::default(),
             mounts: Vec::new(),
             versions: Versions::default(),
             images: describe_images(client, &AtomicBool::new(false)).unwrap(),

@@ -10,7 +10,7 @@ use firn_gpu::Inventory;
 use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
-use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook, any_is_named};
+use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks};
 use firn_oci::{Spec, dev_repair, edit, mounts};
 use firn_remap::GpuAssignment;
 
@@ -22,7 +22,7 @@ use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
 use crate::driver::Driver;
 use crate::gpu_request::ResolvedSpec;
-use crate::job_hook::{self, address};
+use crate::job_hook::{self, HookError, address};
 use crate::look;
 use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
@@ -57,14 +57,19 @@ impl Preparation<'_> {
 
     async fn prepare_unless_refused(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, Refusal> {
         let (bundle, image) = (self.bundle, self.image);
-        let spec = resolved.spec.clone();
+        let mut spec = resolved.spec.clone();
         if spec.is_cri() && !compare::configured().restore.cri {
             return Err(Refusal::Cri);
         }
+        let manifest = read_image(spec.clone(), image, self.cancel).await?;
         if resolved.gpu {
+            if let Some((manifest, _)) = &manifest
+                && prepare_hooks(&mut spec, &manifest.hooks).map_err(HookError::Setting)?
+            {
+                spec.save(bundle)?;
+            }
             job_hook::admit(&spec, &compare::configured())?;
         }
-        let manifest = read_image(spec.clone(), image, self.cancel).await?;
         let checkpoint = manifest.as_ref().map_or("", |(manifest, _)| &manifest.checkpoint);
         let mut prepared = PreparedRestore {
             image: image.to_owned(),

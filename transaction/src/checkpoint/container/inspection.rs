@@ -6,7 +6,7 @@ use firn_config::{Tcp, names};
 use firn_gpu::CudaProcess;
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::criu_config::CriuConfig;
-use firn_oci::{Spec, mounts};
+use firn_oci::{Spec, job_hook, mounts};
 use firn_preflight::{Assertions, Capacity, Workload, check_node};
 use serde::de::DeserializeOwned;
 
@@ -48,6 +48,7 @@ impl ContainerEffects<'_> {
                 .to_owned(),
         };
         Ok(Source {
+            hooks: job_hook::named(&spec),
             assertions,
             dump,
             gpu_memory_in_use: node.gpu_memory_in_use(),

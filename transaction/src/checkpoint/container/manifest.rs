@@ -74,6 +74,7 @@ impl ContainerEffects<'_> {
         let write = move || {
             let manifest = Manifest {
                 checkpoint,
+                hooks: source.hooks,
                 backend,
                 dump: source.dump,
                 driver: Some(source.driver),

@@ -1,5 +1,4 @@
-//! Just enough HTTP/2 for one gRPC call without arguments over a unix socket: RFC 9113, RFC 7541 with
-//! literals only.
+//! Just enough HTTP/2 for one gRPC call over a unix socket: RFC 9113, RFC 7541 with literals only.
 //!
 //! Everything that the server sends but the first message of the answer is skipped, so no header has to be
 //! decoded.
@@ -9,11 +8,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
+use super::connect_now;
+
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Longest frame that a server may send to a client that asked for nothing else.
 const MAX_FRAME: usize = 1 << 14;
-/// No answer that is wanted here is longer.
-const MAX_MESSAGE: usize = 4096;
+/// No answer that is wanted here is longer: the metadata of a container have its spec.
+const MAX_MESSAGE: u32 = 4 << 20;
 /// Length of a frame's head, and of a gRPC message's.
 const FRAME_HEAD: usize = 9;
 const MESSAGE_HEAD: usize = 5;
@@ -25,24 +26,40 @@ const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
+/// The setting: how many bytes of a stream the server may send before the client allows more.
+const INITIAL_WINDOW_SIZE: u16 = 4;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const PADDED: u8 = 8;
 
-/// Calls `method`, `/service/name`, with an empty message and gives the message that comes back.
-pub(super) fn unary_call(socket: &Path, method: &str, deadline: Instant) -> io::Result<Vec<u8>> {
-    let mut stream = super::socket::connect_now(socket)?;
+/// A call.
+pub(super) struct Call<'a> {
+    /// `/service/name`.
+    pub method: &'a str,
+    /// containerd's namespace.
+    pub namespace: Option<&'a str>,
+    pub message: &'a [u8],
+}
+
+/// Makes the call and gives the message that comes back.
+pub(super) fn unary_call(socket: &Path, call: &Call<'_>, deadline: Instant) -> io::Result<Vec<u8>> {
+    let mut stream = connect_now(socket)?;
     let mut request = PREFACE.to_vec();
-    push_frame(&mut request, SETTINGS, 0, 0, &[]);
-    push_frame(&mut request, HEADERS, END_HEADERS, STREAM, &headers(method));
-    push_frame(&mut request, DATA, END_STREAM, STREAM, &[0; MESSAGE_HEAD]);
+    let window = [&INITIAL_WINDOW_SIZE.to_be_bytes()[..], &MAX_MESSAGE.to_be_bytes()].concat();
+    push_frame(&mut request, SETTINGS, 0, 0, &window);
+    push_frame(&mut request, WINDOW_UPDATE, 0, 0, &MAX_MESSAGE.to_be_bytes());
+    push_frame(&mut request, HEADERS, END_HEADERS, STREAM, &headers(call)?);
+    let length = u32::try_from(call.message.len()).map_err(io::Error::other)?;
+    let message = [&[0][..], &length.to_be_bytes(), call.message].concat();
+    push_frame(&mut request, DATA, END_STREAM, STREAM, &message);
     stream.set_write_timeout(Some(left(deadline)?))?;
     stream.write_all(&request)?;
     answer(&mut stream, deadline)
 }
 
 /// The message that the server sends on the one stream.
-pub(super) fn answer(stream: &mut UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
+pub(crate) fn answer(stream: &mut UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
     let mut body = Vec::new();
     loop {
         if let Some(message) = message(&body)? {
@@ -65,7 +82,7 @@ pub(super) fn answer(stream: &mut UnixStream, deadline: Instant) -> io::Result<V
             RST_STREAM | GOAWAY => return Err(io::ErrorKind::ConnectionReset.into()),
             _ => {}
         }
-        if body.len() > MAX_MESSAGE {
+        if body.len() > MESSAGE_HEAD + MAX_MESSAGE as usize {
             return Err(io::ErrorKind::InvalidData.into());
         }
     }
@@ -92,25 +109,29 @@ fn push_frame(to: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]
 }
 
 /// Header block: static table entries where there are, else literals that are not indexed.
-fn headers(method: &str) -> Vec<u8> {
+fn headers(call: &Call<'_>) -> io::Result<Vec<u8>> {
     const METHOD_POST: u8 = 0x83;
     const SCHEME_HTTP: u8 = 0x86;
     const AUTHORITY: &[u8] = &[0x01];
     const PATH: &[u8] = &[0x04];
     const CONTENT_TYPE: &[u8] = &[0x0f, 0x10];
+    const NAMESPACE: &[u8] = b"\x00\x14containerd-namespace";
     let mut block = vec![METHOD_POST, SCHEME_HTTP];
-    let mut literal = |name: &[u8], value: &str| {
+    let mut literals = vec![
+        (PATH, call.method),
+        (AUTHORITY, "localhost"),
+        (CONTENT_TYPE, "application/grpc"),
+        (b"\x00\x02te", "trailers"),
+    ];
+    literals.extend(call.namespace.map(|namespace| (NAMESPACE, namespace)));
+    for (name, value) in literals {
         block.extend(name);
         // The length has 7 bits; longer ones would need a continuation.
         let length = u8::try_from(value.len()).ok().filter(|length| *length < 127);
-        block.push(length.expect("strings sent here are short"));
+        block.push(length.ok_or(io::ErrorKind::InvalidInput)?);
         block.extend(value.as_bytes());
-    };
-    literal(PATH, method);
-    literal(AUTHORITY, "localhost");
-    literal(CONTENT_TYPE, "application/grpc");
-    literal(b"\x00\x02te", "trailers");
-    block
+    }
+    Ok(block)
 }
 
 fn left(deadline: Instant) -> io::Result<std::time::Duration> {
@@ -158,6 +179,12 @@ mod tests {
         })
     }
 
+    const CALL: Call<'_> = Call {
+        method: "/service/Name",
+        namespace: Some("default"),
+        message: b"job",
+    };
+
     fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
         let mut frame = Vec::new();
         push_frame(&mut frame, kind, flags, stream, payload);
@@ -179,14 +206,13 @@ mod tests {
         ]
         .concat();
         let server = server(&path, answer);
-        assert_eq!(
-            unary_call(&path, "/service/Name", Instant::now() + SOON).unwrap(),
-            b"abcd"
-        );
+        assert_eq!(unary_call(&path, &CALL, Instant::now() + SOON).unwrap(), b"abcd");
         let request = server.join().unwrap();
         assert!(request.starts_with(PREFACE));
         assert!(request.windows(14).any(|window| window == b"\x0d/service/Name"));
-        assert!(request.ends_with(&[0, 0, 5, DATA, END_STREAM, 0, 0, 0, 1, 0, 0, 0, 0, 0]));
+        let namespace = b"\x14containerd-namespace\x07default";
+        assert!(request.windows(namespace.len()).any(|window| window == namespace));
+        assert!(request.ends_with(b"\0\0\x08\0\x01\0\0\0\x01\0\0\0\0\x03job"));
     }
 
     #[test]
@@ -202,9 +228,19 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("s");
             let server = server(&path, answer);
-            unary_call(&path, "/s/N", Instant::now() + SOON).unwrap_err();
+            unary_call(&path, &CALL, Instant::now() + SOON).unwrap_err();
             server.join().unwrap();
         }
+    }
+
+    #[test]
+    fn names_that_are_too_long_are_an_error() {
+        let long = "n".repeat(127);
+        let call = Call {
+            namespace: Some(&long),
+            ..CALL
+        };
+        assert_eq!(headers(&call).unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
 
     #[test]
@@ -213,7 +249,7 @@ mod tests {
         let path = dir.path().join("s");
         let _listener = UnixListener::bind(&path).unwrap();
         let begun = Instant::now();
-        unary_call(&path, "/s/N", begun + Duration::from_millis(50)).unwrap_err();
+        unary_call(&path, &CALL, begun + Duration::from_millis(50)).unwrap_err();
         assert!(begun.elapsed() < SOON);
     }
 }
