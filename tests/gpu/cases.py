@@ -455,10 +455,7 @@ def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments
         before = end.until("the training to reach the step", lambda: reached(source, interrupt_at), 90)
         check_holders(source, end, source_gpus, record["gib"])
         see(source, end)
-        done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
-        record["checkpoint_ms"] = source.timings()
-        if done.returncode:
-            raise Failed(f"checkpoint failed: {done.stderr.strip()}")
+        checkpointed(setup, source, image, end, record)
         # The source's own next losses show where it stood when it was frozen.
         next_step = max(losses(source.lines())) + 2
         end.until("the source to go on", lambda: reached(source, next_step))
@@ -480,6 +477,18 @@ def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments
         record.update(compare_losses(reference, before, went_on, after))
     finally:
         clean_up(setup, [source, target], image)
+
+
+def checkpointed(setup, source, image, end, record):
+    """Checkpoint a job that the audit does not refuse."""
+    audited = firn_cli.audit(setup, source, end)
+    record["audit"] = audited.verdict
+    if audited.verdict == "cannot":
+        raise Failed(f"the audit refuses the job: {audited.codes}")
+    done, record["checkpoint_s"] = timed(source.checkpoint, image, end)
+    record["checkpoint_ms"] = source.timings()
+    if done.returncode:
+        raise Failed(f"checkpoint failed: {done.stderr.strip()}")
 
 
 def compare_losses(reference, before, source, restored):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import cases
-import firn_cli
 import jobs
 from cases import Case
 from host import Container, Failed
@@ -63,14 +62,7 @@ def moved(setup, end, record, name, kind, steps=32, options=(), look=Look()):
             container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         before = end.until("the job to reach the step", lambda: reached(source, INTERRUPT_AT), 120)
         look.before(reference, source, end)
-        audited = firn_cli.audit(setup, source, end)
-        record["audit"] = audited.verdict
-        if audited.verdict == "cannot":
-            raise Failed(f"the audit refuses the job: {audited.codes}")
-        done, record["checkpoint_s"] = cases.timed(source.checkpoint, image, end)
-        record["checkpoint_ms"] = source.timings()
-        if done.returncode:
-            raise Failed(f"checkpoint failed: {done.stderr.strip()}")
+        cases.checkpointed(setup, source, image, end, record)
         next_step = min(steps - 1, max(cases.losses(source.lines())) + 2)
         end.until("the source to go on", lambda: reached(source, next_step))
         look.after(source, end)

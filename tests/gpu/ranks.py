@@ -3,7 +3,6 @@
 import re
 
 import cases
-import firn_cli
 import moves
 from cases import Case
 from host import Container, Failed
@@ -49,14 +48,7 @@ def ddp(setup, end, record, name, count):
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         before = end.until("the ranks to reach the step", lambda: cases.reached(source, 20), 120)
         placed = moves.placement(source, end)
-        audited = firn_cli.audit(setup, source, end)
-        record["audit"] = audited.verdict
-        if audited.verdict == "cannot":
-            raise Failed(f"the audit refuses a job over sockets: {audited.codes}")
-        done, record["checkpoint_s"] = cases.timed(source.checkpoint, image, end)
-        record["checkpoint_ms"] = source.timings()
-        if done.returncode:
-            raise Failed(f"checkpoint failed: {done.stderr.strip()}")
+        cases.checkpointed(setup, source, image, end, record)
         next_step = max(cases.losses(source.lines())) + 2
         end.until("the source to go on", lambda: cases.reached(source, next_step))
         source.keep_evidence(setup.evidence)
