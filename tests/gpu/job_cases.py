@@ -126,16 +126,11 @@ class Generating(Look):
     def end(self):
         """End the clients."""
         for client in self.clients:
-            client.process.kill()
-            client.process.wait()
+            client.end()
 
     def connect(self, container, end, seed, count):
-        """A client in the container's network, which is no process of it."""
-        log = f"{self.host.work}/logs/{container.name}.client-{seed}"
-        command = ["nsenter", "-t", str(container.pids(end)[0]), "-n", sys.executable, "-c", CLIENT, str(seed), str(count)]
-        with open(log, "wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
-        self.clients.append(Client(process, log))
+        """A client outside, for so many tokens."""
+        self.clients.append(connect(self.host, container, end, f"client-{seed}", CLIENT, seed, count))
         return self.clients[-1]
 
     def late(self, container, end):
@@ -172,11 +167,24 @@ class Generating(Look):
             raise Failed(f"{container.name} generates {tokens}, the uninterrupted run {self.expected}")
 
 
+def connect(host, container, end, name, code, *arguments):
+    """Start a client in the container's network, which is no process of it."""
+    log = f"{host.work}/logs/{container.name}.{name}"
+    command = ["nsenter", "-t", str(container.pids(end)[0]), "-n", sys.executable, "-c", code, *map(str, arguments)]
+    with open(log, "wb") as output:
+        return Client(subprocess.Popen(command, stdout=output, stderr=output), log)
+
+
 class Client:
     """A running client and what it printed."""
 
     def __init__(self, process, log):
         self.process, self.log = process, log
+
+    def end(self):
+        """End it."""
+        self.process.kill()
+        self.process.wait()
 
     def lines(self):
         """Whole lines."""

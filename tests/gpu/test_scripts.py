@@ -24,6 +24,7 @@ import patient
 import ranks
 import run
 import samples
+import served
 import simgpu_smi
 
 
@@ -326,6 +327,44 @@ class Jobs(unittest.TestCase):
             log.flush()
             client = job_cases.Client(None, log.name)
             self.assertEqual((client.port(), client.tokens()), (4711, ["7:0x1p+0"]))
+
+
+class Served(unittest.TestCase):
+    """A copy has lost the clients of its source, and nobody has lost another."""
+
+    def setUp(self):
+        self.clients, self.record = {}, {}
+
+    def look(self, name, gone):
+        container = mock.Mock(lines=lambda: [f"gone peer={port}" for port in gone])
+        container.name = name
+        answers = iter(range(1, 100))
+        client = mock.Mock(port=lambda: 4711, lines=lambda: ["port 4711", *["answer"] * 9 * next(answers)])
+        with mock.patch.object(job_cases, "connect", return_value=client):
+            served.look(None, self.record, self.clients, container, hosts.Deadline(0.2))
+
+    def test_closed_in_the_copy_alone(self):
+        self.look("torch-served", [])
+        self.look("torch-served", [])
+        self.look("torch-served-b", [4711])
+        self.assertEqual((self.record["gone_torch-served"], self.record["gone_torch-served-b"]), ([], [4711]))
+
+    def test_a_source_that_loses_its_client(self):
+        self.look("torch-served", [])
+        with self.assertRaisesRegex(hosts.Failed, r"torch-served has lost \[4711\]; .* ports \[\]"):
+            self.look("torch-served", [4711])
+
+    def test_a_copy_that_keeps_it_or_loses_another(self):
+        self.look("torch-served", [])
+        with self.assertRaisesRegex(hosts.Failed, "time limit|in vain"):
+            self.look("torch-served-b", [])
+        with self.assertRaisesRegex(hosts.Failed, "has lost"):
+            self.look("torch-served-b", [4712])
+
+    def test_a_client_that_lost_the_server(self):
+        self.assertEqual(served.answers(["port 1", "answer", "answer"]), 2)
+        with self.assertRaisesRegex(hosts.Failed, "closed"):
+            served.answers(["answer", "closed"])
 
 
 class JobServer(unittest.TestCase):

@@ -4,6 +4,7 @@ Interrupted and restored at any step it must print the losses of an uninterrupte
 """
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -94,12 +95,18 @@ def batches(args):
 
 
 def serve(port):
-    """Answer lines on `port`, and be a client of that: the process ends if the two lose each other."""
+    """Answer lines on `port`, and be a client of that: the process ends if the two lose each other.
+
+    The process prints the port of every client that it has lost.
+    """
 
     class Echo(socketserver.StreamRequestHandler):
         def handle(self):
-            for line in self.rfile:
-                self.wfile.write(line)
+            with contextlib.suppress(ConnectionError):
+                for line in self.rfile:
+                    self.wfile.write(line)
+            # In one call: print by two threads may mix their lines.
+            os.write(1, f"gone peer={self.client_address[1]}\n".encode())
 
     class Server(socketserver.ThreadingTCPServer):
         allow_reuse_address, daemon_threads = True, True
