@@ -82,6 +82,8 @@ def ask(verb):
                 sys.exit(f"{name}: {answer}")
             if asked == request:
                 waiting.remove(name)
+        if read(REQUEST) != request:
+            sys.exit("another request has come")
         time.sleep(0.01)
 
 

@@ -7,6 +7,8 @@ import argparse
 import os
 import time
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard

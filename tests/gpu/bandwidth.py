@@ -12,20 +12,28 @@ SIZES = (64, 256)
 WARM_UP, ROUNDS = 3, 10
 
 
+def rate(torch, size, device="cuda", rounds=ROUNDS):
+    """GB/s of a sum of `size` MiB in the group that there is: the mean of so many."""
+    ranks = torch.distributed.get_world_size()
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
+    data = torch.ones(size << 18, device=device)
+    for number in range(WARM_UP + rounds):
+        if number == WARM_UP:
+            finish()
+            began = time.monotonic()
+        torch.distributed.all_reduce(data)
+    finish()
+    seconds = (time.monotonic() - began) / rounds
+    return 2 * (ranks - 1) / ranks * (size << 20) / seconds / 1e9
+
+
 def measure(rank, args):
     """One rank."""
     torch = ddp.join(rank, args.ranks)
     for size in SIZES:
-        data = torch.ones(size << 18, device="cuda")
-        for number in range(WARM_UP + ROUNDS):
-            if number == WARM_UP:
-                torch.cuda.synchronize()
-                began = time.monotonic()
-            torch.distributed.all_reduce(data)
-        torch.cuda.synchronize()
-        seconds = (time.monotonic() - began) / ROUNDS
+        gbps = rate(torch, size)
         if rank == 0:
-            print(f"all_reduce mib={size} gbps={2 * (args.ranks - 1) / args.ranks * (size << 20) / seconds / 1e9:.2f}", flush=True)
+            print(f"all_reduce mib={size} gbps={gbps:.2f}", flush=True)
     ddp.end(torch)
 
 

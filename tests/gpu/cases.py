@@ -562,14 +562,21 @@ def training(setup, steps, arguments=()):
 
 def script(setup, name, arguments, gpus, options=()):
     """A script of this directory, with the machine's Python and PyTorch."""
-    directory = f"{setup.host.work}/train"
+    here = os.path.dirname(os.path.abspath(__file__))
+    files = [os.path.join(here, needed) for needed in (name, "ddp.py")]
+    return scripts(setup, "train", files, [f"/train/{name}", *arguments], gpus, options)
+
+
+def scripts(setup, place, files, command, gpus, options=()):
+    """The machine's Python with these files in the directory `place` at the root."""
+    directory = f"{setup.host.work}/{place}"
     os.makedirs(directory, exist_ok=True)
-    for needed in (name, "ddp.py"):
-        shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), needed), directory)
-    mount = [*options, "--mount", f"type=bind,src={directory},dst=/train,options=bind:ro"]
+    for file in files:
+        shutil.copy(file, directory)
+    mount = [*options, "--mount", f"type=bind,src={directory},dst=/{place},options=bind:ro"]
     if not cdi.known_to_loader():
         mount += ["--env", f"LD_LIBRARY_PATH={cdi.library_dir()}"]
-    return python([f"/train/{name}", *arguments], mount, gpus=gpus)
+    return python(command, mount, gpus=gpus)
 
 
 def python(arguments, options=(), gpus=0):

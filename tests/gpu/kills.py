@@ -13,7 +13,7 @@ import time
 
 import cases
 from cases import Case
-from host import NAMESPACE, Container, Deadline, Failed
+from host import NAMESPACE, Container, Failed
 
 # What a transaction runs; none of it may outlive the transaction.
 PROGRAMS = ("firn-gpu", "criu", "runc")
@@ -114,10 +114,15 @@ def victims(program, name):
     return shims(name) if program == "shim" else running(program)
 
 
-def killed(pool, record, gib, container, call, program, moment):
+def by_signs(gib):
+    """How to wait for a moment: by what the machine shows of a counter with so many GiB."""
+    return lambda call, moment: Moments(call, gib).reach(moment)
+
+
+def killed(pool, record, reach, container, call, program, moment):
     """Run `call` and kill the program at the moment; the call must fail. Returns the client's error."""
     future = pool.submit(call)
-    Moments(future, gib).reach(moment)
+    reach(future, moment)
     pids = victims(program, container.name)
     if not pids:
         raise Failed(f"no {program} to kill at {moment}; the client: {outcome(future)}")
@@ -137,14 +142,19 @@ def nothing_runs(end):
 
 
 def goes_on(container, end, context):
-    """The workload runs as before: verified counts, no tracer, not frozen."""
+    """The workload runs as before, with verified counts."""
+    undisturbed(container, end, context)
+    cases.wait_for_counts(container, end, 1, cases.counts(container), 2, context)
+
+
+def undisturbed(container, end, context):
+    """It runs, without a tracer, and nothing is left of the transaction."""
     if (state := container.status(end)) != "RUNNING":
         raise Failed(f"{container.name} is {state}; {context}")
     nothing_runs(end)
     traced = [pid for pid in container.pids(end) if status(pid, "TracerPid")]
     if traced:
         raise Failed(f"{traced} are still traced; {context}")
-    cases.wait_for_counts(container, end, 1, cases.counts(container), 2, context)
 
 
 def is_gone(container, end, context):
@@ -167,12 +177,12 @@ def kills(setup, end, record, gib):
     source, target = Container(setup.host, "kills"), Container(setup.host, "kills-b")
     image = "firn.test/checkpoint/kills:latest"
     record.update(gib=gib, counters=1, uuid_before=source_gpus)
-    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool, reach = concurrent.futures.ThreadPoolExecutor(1), by_signs(gib)
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(source_gpus))
         before = cases.wait_for_counts(source, end, 1, {}, 3)
         for program, moment in (("firn-gpu", "gpu_checkpoint"), ("criu", "criu_dump"), ("runc", "criu_dump")):
-            message = killed(pool, record, gib, source, lambda: source.checkpoint(image, end), program, moment)
+            message = killed(pool, record, reach, source, lambda: source.checkpoint(image, end), program, moment)
             goes_on(source, end, f"{program} was killed at {moment}: {message}")
         done = source.checkpoint(image, end)
         went_on = cases.wait_for_counts(source, end, 1, cases.counts(source), 2)
@@ -180,7 +190,7 @@ def kills(setup, end, record, gib):
             raise Failed(f"the checkpoint after the kills failed: {done.stderr.strip()}")
         for program, moment in (("shim", "criu_dump"),):
             lost = "firn.test/checkpoint/lost:latest"
-            message = killed(pool, record, gib, source, lambda: source.checkpoint(lost, end), program, moment)
+            message = killed(pool, record, reach, source, lambda: source.checkpoint(lost, end), program, moment)
             is_gone(source, end, f"{program} was killed at {moment}: {message}")
         source.remove(end)
 
@@ -188,7 +198,7 @@ def kills(setup, end, record, gib):
         restore = ("containers", "restore", "--rw", "--live", target.name, image)
         for program, moment in (("criu", "criu_restore"), ("runc", "criu_restore"), ("firn-gpu", "driver_restore"),
                                 ("shim", "driver_restore")):
-            message = killed(pool, record, gib, target, lambda: setup.host.ctr(*restore, check=False, deadline=end, output=target.output),
+            message = killed(pool, record, reach, target, lambda: setup.host.ctr(*restore, check=False, deadline=end, output=target.output),
                           program, moment)
             if program != "shim":
                 # ctr leaves the task that could not be started.

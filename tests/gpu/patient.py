@@ -45,7 +45,7 @@ def patient(setup, end, record, gib):
             cases.check_holders(container, end, uuids, gib)
             began = time.monotonic()
             call = lambda: container.checkpoint_task(f"{images}/killed", end)
-            message = kills.killed(pool, record, gib, container, call, "firn-gpu", "gpu_checkpoint")
+            message = kills.killed(pool, record, kills.by_signs(gib), container, call, "firn-gpu", "gpu_checkpoint")
             expect_code(message)
             record["killed"] = comes_back(container, end, message, began)
 

@@ -33,17 +33,23 @@ def measuring(name, count):
 
 
 def ddp(setup, end, record, name, count):
-    """A training over sockets prints the losses of an uninterrupted run, though its ranks' GPUs change places in between."""
-    uuids = [gpu["uuid"] for gpu in setup.gpus][:count]
-    moved = moves.rotation(uuids)
+    """A training over sockets, whose ranks' GPUs change places."""
     workload = cases.script(setup, "ddp.py", ["--ranks", f"{count}", "--steps", f"{STEPS}"], count, moves.SOCKETS)
+    moved(setup, end, record, name, workload, moves.rotation([gpu["uuid"] for gpu in setup.gpus][:count]))
+
+
+def moved(setup, end, record, name, workload, partners):
+    """A training prints the losses of an uninterrupted run, though each GPU becomes its partner in between.
+
+    Returns the lines of the source and of the copy.
+    """
+    uuids = list(partners)
+    source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
+    image = f"firn.test/checkpoint/{name}:latest"
+    record.update(gib=0.1, counters=len(uuids), uuid_before=uuids, map=partners)
     reference = cases.losses(play_out(setup, end, f"{name}-reference", workload, uuids))
     if sorted(reference) != list(range(STEPS)):
         raise Failed(f"the uninterrupted run printed {len(reference)} of {STEPS} losses")
-
-    source, target = Container(setup.host, name), Container(setup.host, f"{name}-b")
-    image = f"firn.test/checkpoint/{name}:latest"
-    record.update(gib=0.1, counters=count, uuid_before=uuids, map=moved)
     try:
         source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
         before = end.until("the ranks to reach the step", lambda: cases.reached(source, 20), 120)
@@ -56,16 +62,17 @@ def ddp(setup, end, record, name, count):
         went_on = cases.losses(source.lines())
         cases.wait_for_free_gpus(end)
 
-        moves.write_map(setup, moved)
+        moves.write_map(setup, partners)
         _, record["restore_s"] = cases.timed(target.restore, image, end)
         end.until("the restored ranks to train", lambda: cases.losses(target.lines()))
         record["restore_ms"] = target.timings()
-        moves.check_moved(placed, moves.placement(target, end), moved)
-        record["uuid_after"] = [moved[uuid] for uuid in uuids]
+        moves.check_moved(placed, moves.placement(target, end), partners)
+        record["uuid_after"] = [partners[uuid] for uuid in uuids]
         status = target.exit_status(end, 90)
         if status or "done" not in target.lines():
             raise Failed(f"the restored training ended with {status}: {' / '.join(target.lines()[-3:])}")
         record.update(cases.compare_losses(reference, before, went_on, cases.losses(target.lines())))
+        return source.lines(), target.lines()
     finally:
         cases.clean_up(setup, [source, target], image)
 

@@ -24,6 +24,7 @@ sys.dont_write_bytecode = True  # the scripts lie in a working tree
 
 import cases
 import cdi
+import hook_cases
 import host as hosts
 import image
 import job_cases
@@ -195,7 +196,7 @@ def known_cases(args):
     sizes = [float(size) for size in args.sizes.split(",")]
     return [
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
-        *job_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
+        *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
     ]
 
 

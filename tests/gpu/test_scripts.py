@@ -15,6 +15,7 @@ import cases
 import cdi
 import ddp
 import firn_cli
+import hook_cases
 import host as hosts
 import job_cases
 import jobs
@@ -540,7 +541,7 @@ class Kills(unittest.TestCase):
             return programs.get(program, [])
 
         with mock.patch.object(kills, "running", of), mock.patch.object(kills, "INTO_CRIU", 0):
-            return kills.killed(self.pool, {}, 1, self.container, call, "criu", "criu_dump")
+            return kills.killed(self.pool, {}, kills.by_signs(1), self.container, call, "criu", "criu_dump")
 
     def test_the_victim_dies_and_the_client_gets_an_error(self):
         self.assertEqual(self.kill(1, {"criu": [self.victim.pid]}), "it failed")
@@ -565,6 +566,79 @@ class Kills(unittest.TestCase):
             pass
         self.assertNotIn(self.victim.pid, kills.running("sleep"))
         self.assertEqual(kills.status(self.victim.pid, "TracerPid"), 0)
+
+
+class Hooks(unittest.TestCase):
+    """A job with hooks is believed with its bandwidth and its addresses; a kill is made in its phase."""
+
+    def test_the_example_is_what_runs(self):
+        setup = mock.Mock()
+        with tempfile.TemporaryDirectory() as work:
+            setup.host.work = work
+            with mock.patch.object(cdi, "known_to_loader", return_value=True):
+                workload = hook_cases.job(setup, 2, ["--steps", "80"])
+            self.assertEqual({os.path.basename(file) for file in hook_cases.FILES}, set(os.listdir(f"{work}/job")))
+        options = " ".join(workload.options)
+        for wanted in ("firn.dev/ipc=released-by-hook", "/job/firn_job.py release", "NCCL_NVLS_ENABLE=0", "src=shm", "--seccomp"):
+            self.assertIn(wanted, options)
+        self.assertNotIn("NCCL_P2P_DISABLE", options)
+        self.assertEqual(options.count("firn.dev/hook-"), 4)
+
+    def test_bandwidth(self):
+        def lines(join, gbps):
+            return [f"join={join} rank=0 pci=0000:17:00.0", f"join={join} mib=256 gbps={gbps}", "step=1 loss=0x1p+0"]
+
+        record = {}
+        hook_cases.check_rates(record, lines(0, "290.00") + lines(1, "10.00"), lines(1, "276.00"))
+        self.assertEqual(record["gbps"], {"source": {0: 290.0, 1: 10.0}, "copy": {1: 276.0}})
+        with self.assertRaisesRegex(hosts.Failed, "has 275 GB/s in the copy, it had 290"):
+            hook_cases.check_rates({}, lines(0, "290.00"), lines(1, "275.00"))
+        with self.assertRaisesRegex(hosts.Failed, "no bandwidth"):
+            hook_cases.check_rates({}, lines(0, "290.00"), [])
+
+    def test_addresses(self):
+        source = hook_cases.addresses(["join=0 rank=0 pci=0000:17:00.0", "join=0 rank=1 pci=0000:1A:00.0", "join=1 rank=0 pci=none"])
+        pairs = hook_cases.facts(['facts={"gpus": [{"old": {"pci": "00000000:1a:00.0"}, "new": {"pci": "00000000:17:00.0"}},'
+                                  ' {"old": {"pci": "00000000:17:00.0"}, "new": {"pci": "00000000:1A:00.0"}}]}'])
+        hook_cases.check_addresses(source, {"1/0": "0000:17:00.0"}, pairs)
+        for wrong in (pairs[:1], [[old, old] for old, _ in pairs], []):
+            with self.assertRaisesRegex(hosts.Failed, "restore.json has"):
+                hook_cases.check_addresses(source, {"1/0": "0000:17:00.0"}, wrong)
+        with self.assertRaisesRegex(hosts.Failed, "no addresses"):
+            hook_cases.check_addresses(source, {}, pairs)
+
+    def test_what_nccl_reported(self):
+        lines = ["host:7:9 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 17000", "NCCL version 2",
+                 "host:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "host:7:9 [0] NCCL INFO Using a lot"]
+        self.assertEqual(hook_cases.nccl_lines(lines + lines), [
+            "INFO comm 0x1 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 17000", "INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"])
+
+    def test_phase_of_a_journal(self):
+        journal = '{"event":"begin"}\n{"event":"enter","phase":"prepare"}\n'
+        self.assertEqual(hook_cases.entered(journal), "prepare")
+        self.assertEqual(hook_cases.entered(journal + '{"event":"cuda"}\n{"event":"enter","ph'), "prepare")
+        self.assertIsNone(hook_cases.entered(journal + '{"event":"leave","phase":"prepare","ok":true}\n'))
+        self.assertIsNone(hook_cases.entered('{"event":"begin"}\n'))
+
+    def wait(self, phases, phase, done=False):
+        call = mock.Mock(done=lambda: done, result=lambda: subprocess.CompletedProcess([], 1, "", "it failed"))
+        with mock.patch.object(hook_cases, "phase_of", side_effect=phases), mock.patch.object(kills, "victims", return_value=[7]):
+            hook_cases.in_phase(self.container, "criu", call, phase)
+
+    container = mock.Mock()
+
+    def test_a_phase_is_waited_for(self):
+        self.wait([None, "prepare", "criu-dump"], "criu-dump")
+        self.wait([None, "prepare", "gpu-checkpoint"], "gpu-lock")
+        with self.assertRaisesRegex(hosts.Failed, "ended before criu-dump: exit status 1: it failed"):
+            self.wait(["gpu-lock", None], "criu-dump", done=True)
+
+    def test_a_copy_goes_on_where_the_source_was(self):
+        source = dict(enumerate("abcdefgh", 10))
+        hook_cases.same({11: "b", 12: "c", 13: "d", 14: "e", 18: "x"}, source)
+        for copy in ({9: "x", 10: "a", 11: "b", 12: "c", 13: "d"}, {11: "b", 12: "c", 13: "d"}, {11: "b", 12: "c", 13: "d", 14: "x"}):
+            with self.assertRaisesRegex(hosts.Failed, "the copy began at"):
+                hook_cases.same(copy, source)
 
 
 if __name__ == "__main__":
