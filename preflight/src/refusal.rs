@@ -184,8 +184,9 @@ const SHARES_NONE: &str = "if it shares none, create the container with the anno
 const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
                           ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \
                           prepare hook that ends their communicators";
-const RELEASE: &str = "end or suspend every NCCL communicator in the hook prepare (PyTorch: \
-                       torch.distributed.destroy_process_group), and answer only then";
+const RELEASE: &str = "end every NCCL communicator in the hook prepare (PyTorch: \
+                       torch.distributed.destroy_process_group), and answer only then; a suspended one still \
+                       has its socket";
 const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nccl=sockets, or start the \
                             job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its \
                             environment; or let a prepare hook end its communicators: \

@@ -46,9 +46,11 @@ def all_cases():
         Case("kills-hooks-2", 560, 2, kills_hooks),
         Case("kills-hooks-counters", 400, 2, kills_counters),
     ]
+    found.append(Case("nccl-raw", 180, 2, partial(raw, name="nccl-raw", ipc="released-by-hook")))
     for case in found:
         case.groups = ("hooks",)
-    return found
+    suspend = partial(raw, name="nccl-suspend", ipc="none", arguments=("--suspend",))
+    return [*found, Case("nccl-suspend", 180, 2, suspend, ("asked-for",))]
 
 
 def job(setup, count, arguments, options=()):
@@ -144,6 +146,44 @@ def nccl_lines(lines):
     return list(dict.fromkeys(line[:200] for line in shown if wanted.search(line)))[:60]
 
 
+def raw(setup, end, record, name, ipc, arguments=()):
+    """Ranks of examples/nccl, whose init answers signals, are moved with their GPUs exchanged."""
+    uuids = [gpu["uuid"] for gpu in setup.gpus][:2]
+    partners = moves.rotation(uuids)
+    options = [*ranks.SHM, "--annotation", f"firn.dev/ipc={ipc}", "--annotation", "firn.dev/tcp=auto"]
+    for hook, verb in HOOKS.items():
+        options += ["--annotation", f"firn.dev/hook-{hook}=signal: {'USR1' if verb == 'release' else 'USR2'}"]
+    command = ["/raw/ranks.py", "2", "--steps", "4000", "--nccl", nccl_library(), *arguments]
+    workload = cases.scripts(setup, "raw", [f"{HERE}/../../examples/nccl/ranks.py"], command, 2, options)
+    source, copy = (Container(setup.host, name + suffix) for suffix in ("", "-b"))
+    image = f"firn.test/checkpoint/{name}:latest"
+    record.update(gib=0.1, counters=2, uuid_before=uuids, map=partners)
+    try:
+        begin(setup, source, workload, uuids, end, sums)
+        placed = moves.placement(source, end)
+        expected = copied(setup, source, image, end, record, sums)
+        record["suspended"] = bool(arguments) and not any("no ncclCommSuspend" in line for line in source.lines())
+        moves.write_map(setup, partners)
+        restored(copy, image, end, sums, expected)
+        moves.check_moved(placed, moves.placement(copy, end), partners)
+        record["uuid_after"] = [partners[uuid] for uuid in uuids]
+        trains_on(copy, end, sums, "restored")
+    finally:
+        cases.clean_up(setup, [source, copy], image)
+
+
+def nccl_library():
+    """The one that came with the machine's PyTorch, or what the loader finds."""
+    found = (f"{path}/nvidia/nccl/lib/libnccl.so.2" for path in sys.path)
+    return next(filter(os.path.exists, found), "libnccl.so.2")
+
+
+def sums(container):
+    """The sum that each rank has printed, by step and rank."""
+    found = (re.fullmatch(r"rank=(\d+) step=(\d+) sum=(\S+)", line) for line in container.lines())
+    return {(int(match[2]), match[1]): match[3] for match in found if match}
+
+
 def kills_hooks(setup, end, record):
     """The training goes on after each kill, or a copy of its image does."""
     workload = job(setup, 2, ["--steps", "4000"])
@@ -186,17 +226,11 @@ def killed_everywhere(setup, end, record, name, workload, printed):
         return made[-1]
 
     try:
-        source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
-        end.until("the job to begin", lambda: len(printed(source)) >= 8, 120)
+        begin(setup, source, workload, uuids, end, printed)
         for program, phase in SURVIVED:
             trains_on(source, end, printed, checkpoint(source, program, phase))
             shutil.rmtree(directory, ignore_errors=True)
-        begun = set(printed(source))
-        cases.checkpointed(setup, source, image, end, record)
-        trains_on(source, end, printed, "after a good checkpoint")
-        source.keep_evidence(setup.evidence)
-        source.remove(end)
-        expected = {key: value for key, value in printed(source).items() if key not in begun}
+        expected = copied(setup, source, image, end, record, printed)
         moves.write_map(setup, moves.rotation(uuids))
 
         for program, phase in RESTORES:
@@ -256,6 +290,22 @@ def trains_on(container, end, printed, context):
     kills.undisturbed(container, end, context)
     seen = len(printed(container))
     end.until(f"the job to go on; {context}", lambda: len(printed(container)) >= seen + 6, 60)
+
+
+def begin(setup, container, workload, uuids, end, printed):
+    """Run a job until it has printed something."""
+    container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+    end.until("the job to begin", lambda: len(printed(container)) >= 8, 120)
+
+
+def copied(setup, source, image, end, record, printed):
+    """Checkpoint a job and remove it; returns what it printed after that."""
+    begun = set(printed(source))
+    cases.checkpointed(setup, source, image, end, record)
+    trains_on(source, end, printed, "after a good checkpoint")
+    source.keep_evidence(setup.evidence)
+    source.remove(end)
+    return {key: value for key, value in printed(source).items() if key not in begun}
 
 
 def restored(container, image, end, printed, expected):

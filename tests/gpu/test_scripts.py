@@ -633,6 +633,10 @@ class Hooks(unittest.TestCase):
         with self.assertRaisesRegex(hosts.Failed, "ended before criu-dump: exit status 1: it failed"):
             self.wait(["gpu-lock", None], "criu-dump", done=True)
 
+    def test_sums_of_raw_ranks(self):
+        container = mock.Mock(lines=lambda: ["rank=0 step=3 sum=7", "rank=1 step=3 sum=7", "rank=1 step=3 su"])
+        self.assertEqual(hook_cases.sums(container), {(3, "0"): "7", (3, "1"): "7"})
+
     def test_a_copy_goes_on_where_the_source_was(self):
         source = dict(enumerate("abcdefgh", 10))
         hook_cases.same({11: "b", 12: "c", 13: "d", 14: "e", 18: "x"}, source)
