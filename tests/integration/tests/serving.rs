@@ -94,6 +94,42 @@ fn options(Engine { file, text, .. }: &Engine) -> Result<Vec<String>> {
     Ok(options)
 }
 
+const PAGE: &str = include_str!("../../../examples/serving/README.md");
+
+/// The page's commands have the annotations of the files, each in the section of its engine.
+fn commands_have_the_annotations_of_the_files() -> Result<()> {
+    let is_command = |block: &&str| block.contains("firn.dev/");
+    for engine in &ENGINES {
+        let options = options(engine)?;
+        let name = engine.file.trim_end_matches(".yaml");
+        let sections = PAGE.split("\n## ").skip(1);
+        let section = sections
+            .filter(|section| {
+                section
+                    .lines()
+                    .next()
+                    .is_some_and(|title| title.to_lowercase() == name)
+            })
+            .collect::<String>();
+        let commands: Vec<&str> = section.split("```").filter(is_command).collect();
+        ensure!(!commands.is_empty(), "the page has no command for {name}");
+        for command in commands {
+            let written = command.matches("--annotation").count();
+            ensure!(
+                written == options.len() / 2,
+                "{name}: {written} annotations in{command}"
+            );
+            for value in options.iter().filter(|option| *option != "--annotation") {
+                ensure!(
+                    command.contains(&format!("--annotation '{value}'")),
+                    "{name}: no {value} in{command}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
 fn requests(container: &Container<'_>) -> Result<Vec<String>> {
     let text = container.exec(&["cat", "/requests"])?;
     Ok(text.lines().map(str::to_owned).collect())
@@ -163,7 +199,12 @@ fn engines_release_memory_before_and_take_it_up_after(platform: Platform) -> Res
 }
 
 fn main() -> ExitCode {
-    matrix::run(&cases! {
+    let cases = cases! {
         engines_release_memory_before_and_take_it_up_after [FORKY];
-    })
+    };
+    let page = matrix::without_node(
+        "commands_have_the_annotations_of_the_files",
+        commands_have_the_annotations_of_the_files,
+    );
+    matrix::run_with(&cases, [page])
 }
