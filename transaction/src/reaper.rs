@@ -294,11 +294,14 @@ impl Output {
         self.exit.code == 0
     }
 
-    /// What a helper prints that has succeeded; else its complaint.
+    /// What a helper prints that has succeeded; else its complaint, or how it ended if it has none.
     pub fn printed(self) -> Result<Vec<u8>, String> {
-        match self.success() {
-            true => Ok(self.stdout),
-            false => Err(String::from_utf8_lossy(&self.stderr).trim().to_owned()),
+        if self.success() {
+            return Ok(self.stdout);
+        }
+        match String::from_utf8_lossy(&self.stderr).trim() {
+            "" => Err(format!("it ended with exit status {}", self.exit.code)),
+            complaint => Err(complaint.to_owned()),
         }
     }
 }

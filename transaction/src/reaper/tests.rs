@@ -138,6 +138,22 @@ async fn output_has_all_that_was_printed() {
 }
 
 #[tokio::test]
+async fn a_helper_that_fails_gives_a_reason() {
+    let reaper = Reaper::start().unwrap();
+    for (script, printed) in [
+        ("echo fine", Ok(b"fine\n".to_vec())),
+        (
+            "echo 'no such thing' >&2; exit 3",
+            Err("no such thing".to_owned()),
+        ),
+        ("kill -KILL $$", Err("it ended with exit status 137".to_owned())),
+    ] {
+        let output = reaper.output(&mut sh(script), SOON).await.unwrap();
+        assert_eq!(output.printed(), printed, "{script}");
+    }
+}
+
+#[tokio::test]
 async fn output_is_bounded() {
     let reaper = Reaper::start().unwrap();
     let output = reaper
