@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from functools import partial
 
 import cases
@@ -43,7 +44,7 @@ def all_cases():
     found += [
         Case("fsdp-hooks-2", 300, 2, partial(trained, name="fsdp-hooks-2", count=2, arguments=("--fsdp",))),
         Case("nccl-address", 300, 2, nccl_address),
-        Case("kills-hooks-2", 560, 2, kills_hooks),
+        Case("kills-hooks-2", 400, 2, kills_hooks),
         Case("kills-hooks-counters", 400, 2, kills_counters),
     ]
     found.append(Case("nccl-raw", 180, 2, partial(raw, name="nccl-raw", ipc="released-by-hook")))
@@ -164,7 +165,8 @@ def raw(setup, end, record, name, ipc, arguments=()):
         expected = copied(setup, source, image, end, record, sums)
         record["suspended"] = bool(arguments) and not any("no ncclCommSuspend" in line for line in source.lines())
         moves.write_map(setup, partners)
-        restored(copy, image, end, sums, expected)
+        _, record["restore_s"] = cases.timed(restored, copy, image, end, sums, expected)
+        record["restore_ms"] = copy.timings()
         moves.check_moved(placed, moves.placement(copy, end), partners)
         record["uuid_after"] = [partners[uuid] for uuid in uuids]
         trains_on(copy, end, sums, "restored")
@@ -187,14 +189,14 @@ def sums(container):
 def kills_hooks(setup, end, record):
     """The training goes on after each kill, or a copy of its image does."""
     workload = job(setup, 2, ["--steps", "4000"])
-    killed_everywhere(setup, end, record, "kills-hooks-2", workload, lambda container: cases.losses(container.lines()))
+    killed_everywhere(setup, end, record, "kills-hooks-2", workload, lambda container: cases.losses(container.lines()), kills.INTO_CRIU)
 
 
 def kills_counters(setup, end, record):
     """The same with counters that share nothing, and programs for hooks that only take their time."""
-    workload = cases.counter(["--mib", "256", "--ranks", "2", "--gpu", "0,1"], 2)
+    workload = cases.counter(["--mib", "64", "--ranks", "2", "--gpu", "0,1"], 2)
     workload.options = annotations(lambda verb: '["/bin/sh", "-c", "sleep 0.5"]')
-    killed_everywhere(setup, end, record, "kills-hooks-counters", workload, counted)
+    killed_everywhere(setup, end, record, "kills-hooks-counters", workload, counted, 0)
 
 
 def counted(container):
@@ -203,7 +205,7 @@ def counted(container):
     return {(iteration, worker): checksum for worker, each in found.items() for iteration, checksum in each.items()}
 
 
-def killed_everywhere(setup, end, record, name, workload, printed):
+def killed_everywhere(setup, end, record, name, workload, printed, into_criu):
     """Kill what takes part in each phase. `printed` is what a container has printed, by step: the same in every copy.
 
     A shim takes its container with it: those are copies of an image that the source made after the first kills.
@@ -215,13 +217,14 @@ def killed_everywhere(setup, end, record, name, workload, printed):
     directory = f"{setup.host.memory}/{name}"
 
     def kill(container, call, program, phase):
-        message = kills.killed(pool, record, partial(in_phase, container, program), container, call, program, phase)
+        message = kills.killed(pool, record, partial(in_phase, container, program, into_criu), container, call, program, phase)
         return f"{program} was killed in {phase}: {message}"
 
     def checkpoint(container, program, phase):
         return kill(container, lambda: container.checkpoint_task(directory, end), program, phase)
 
     def copy():
+        setup.host.remove_unpacked()
         made.append(Container(setup.host, f"{name}-{len(made)}"))
         return made[-1]
 
@@ -256,11 +259,12 @@ def killed_everywhere(setup, end, record, name, workload, printed):
         cases.clean_up(setup, made, image, [directory])
 
 
-def in_phase(container, program, call, phase):
-    """Wait until the transaction of a container is in a phase and the program runs; `call` is the client's."""
+def in_phase(container, program, into_criu, call, phase):
+    """Wait until the transaction of a container is in a phase and the program runs, CRIU for a while; `call` is the client's."""
     while True:
         now = phase_of(container)
         if now and now in (phase, NEXT.get(phase)) and kills.victims(program, container.name):
+            time.sleep(into_criu if program == "criu" else 0)
             return
         if call.done():
             raise Failed(f"the call ended before {phase}: {kills.outcome(call)}")

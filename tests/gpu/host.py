@@ -208,8 +208,12 @@ class Host:
         self.ctr("images", "import", "--snapshotter", "overlayfs", archive, deadline=deadline)
 
     def remove_image(self, name, deadline):
-        """Remove an image with its content, and what containerd leaves behind of unpacked checkpoints."""
+        """Remove an image with its content, and what was unpacked of it."""
         self.ctr("images", "rm", "--sync", name, check=False, deadline=deadline)
+        self.remove_unpacked()
+
+    def remove_unpacked(self):
+        """Remove what containerd leaves behind of unpacked checkpoints: not while a restored container is being started."""
         for left in glob.glob(f"{self.memory}/tmp/ctrd-checkpoint*"):
             shutil.rmtree(left, ignore_errors=True)
 

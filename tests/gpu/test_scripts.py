@@ -623,7 +623,7 @@ class Hooks(unittest.TestCase):
     def wait(self, phases, phase, done=False):
         call = mock.Mock(done=lambda: done, result=lambda: subprocess.CompletedProcess([], 1, "", "it failed"))
         with mock.patch.object(hook_cases, "phase_of", side_effect=phases), mock.patch.object(kills, "victims", return_value=[7]):
-            hook_cases.in_phase(self.container, "criu", call, phase)
+            hook_cases.in_phase(self.container, "criu", 0, call, phase)
 
     container = mock.Mock()
 
