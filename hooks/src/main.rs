@@ -15,6 +15,7 @@ macro_rules! report {
 mod call;
 mod convert;
 mod image;
+mod killed_criu;
 mod libraries;
 mod loopback;
 mod netlink;
@@ -65,9 +66,9 @@ run by the shim; results are JSON on standard output:
                      prints what in CRIU's files exceeds the spec, or null
   check-tasks BUNDLE INIT [PID]...
                      prints what in restored processes exceeds it, or null
-  release-network BUNDLE LOG [PID]...
-                     ends what a CRIU that was killed in a dump has left of TCP
-                     connections and of the packet filter
+  release BUNDLE LOG [PID]...
+                     ends what a CRIU that was killed in a dump has left: TCP
+                     connections that hang, rules of the packet filter, links
 
 Without a command it is CRIU's action script: it replaces the GPU nodes in the
 container's /dev by those of the spec. Everything is safe to repeat.
@@ -115,8 +116,8 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         ["library-dirs"] => convert::library_dirs(),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
-        ["release-network", bundle, log, ref pids @ ..] => {
-            network::release(Path::new(bundle), Path::new(log), pids)
+        ["release", bundle, log, ref pids @ ..] => {
+            killed_criu::release(Path::new(bundle), Path::new(log), pids)
         }
         ["check-image", bundle, image] => image::check(Path::new(bundle), Path::new(image)),
         ["convert", bundle, ref options @ ..] => {

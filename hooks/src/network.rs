@@ -11,78 +11,31 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::net::{SocketAddr, TcpStream};
-use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
-use firn_host::bounded;
 use firn_oci::Spec;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{getsockopt, setsockopt, sockopt};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
-/// How long CRIU's log is read.
-const READ: Duration = Duration::from_millis(500);
-
 /// Both ends of a connection: its own and its peer's.
 type Ends = (SocketAddr, SocketAddr);
 
-/// Releases the network of the container in `bundle`, whose dump has the log `log`. Its processes, init
-/// first, may have ended.
-pub fn release(bundle: &Path, log: &Path, pids: &[&str]) -> Result<()> {
-    let pids = pids.iter().map(|pid| pid.parse::<i32>());
-    let pids = pids.collect::<Result<Vec<_>, _>>().context("this is no pid")?;
-    let log = Log::read_in_time(log);
-    if log.has_released {
-        return Ok(());
-    }
+/// Releases the network of the container in `bundle`. Its processes, init first, may have ended. `run` is how
+/// CRIU has called its run.
+pub fn release(bundle: &Path, pids: &[i32], run: Option<&str>) -> Result<()> {
     let mut ends = BTreeSet::new();
-    each_socket(&pids, |socket| {
+    each_socket(pids, |socket| {
         ends.extend(ends_of(socket));
         Ok(())
     })?;
     // Order matters: a socket that leaves the mode sends a packet to its peer.
-    let unlocked = unlock(bundle, &pids, &ends, log.run.as_deref());
-    each_socket(&pids, leave_repair)?;
+    let unlocked = unlock(bundle, pids, &ends, run);
+    each_socket(pids, leave_repair)?;
     unlocked
-}
-
-/// What CRIU's log shows of a dump.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Log {
-    /// How CRIU calls this run.
-    run: Option<String>,
-    /// CRIU has come to an end, and has released the network before.
-    has_released: bool,
-}
-
-impl Log {
-    /// What the log shows if it is read in time: its file system may be what CRIU has waited for.
-    fn read_in_time(path: &Path) -> Self {
-        let (send, log) = mpsc::channel();
-        let path = path.to_owned();
-        std::thread::spawn(move || send.send(Self::read(&path)));
-        log.recv_timeout(READ).unwrap_or_default()
-    }
-
-    /// A log that is not there shows nothing.
-    fn read(path: &Path) -> Self {
-        let mut log = Self::default();
-        let visit = |line: &[u8]| {
-            let line = String::from_utf8_lossy(line);
-            if let Some((_, run)) = line.split_once("CRIU run id = ") {
-                log.run = Some(run.trim().to_owned());
-            }
-            log.has_released |= line.contains("Unfreezing tasks into");
-            ControlFlow::Continue(())
-        };
-        drop(bounded::each(path, b'\n', bounded::LINES, visit));
-        log
-    }
 }
 
 /// Visits every TCP socket that the processes have open, with a descriptor of the same socket.

@@ -7,6 +7,7 @@
 pub mod atomic_file;
 pub mod bounded;
 pub mod cgroup_mounts;
+mod deleted_name;
 mod lexical;
 pub mod mountinfo;
 mod open_below;
@@ -18,6 +19,7 @@ mod regular_file;
 mod rfc3339;
 mod unless_absent;
 
+pub use deleted_name::{CriuLinks, DeletedName};
 pub use firn_host_derive::Problem;
 pub use lexical::lexical;
 pub use open_below::open_below;

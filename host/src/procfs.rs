@@ -1,11 +1,11 @@
 //! What /proc shows of the processes of a container.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
 use std::ops::ControlFlow;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -159,26 +159,41 @@ pub fn anonymous(pid: i32) -> u64 {
 /// once: CRIU puts them into the image. Shared memory and memfds are such files, too.
 pub fn unlinked(pids: &[i32]) -> u64 {
     let (mut files, mut bytes) = (BTreeSet::new(), 0_u64);
-    let dirs = |pid: &i32| ["fd", "map_files"].map(|dir| format!("/proc/{pid}/{dir}"));
-    for dir in pids.iter().flat_map(dirs) {
-        // A process, or a file of it, may be gone.
-        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-            let path = entry.path();
-            let link = fs::read_link(&path).unwrap_or_default();
-            if !link.as_os_str().as_bytes().ends_with(b" (deleted)") {
-                continue;
-            }
-            if let Ok(file) = fs::metadata(&path)
-                && file.is_file()
-                && file.nlink() == 0
-                && files.len() < MOST_UNLINKED
-                && files.insert((file.dev(), file.ino()))
-            {
-                bytes = bytes.saturating_add(file.blocks().saturating_mul(512));
-            }
+    for (path, _) in pids.iter().flat_map(|pid| deleted(*pid)) {
+        if let Ok(file) = fs::metadata(&path)
+            && file.is_file()
+            && file.nlink() == 0
+            && files.len() < MOST_UNLINKED
+            && files.insert((file.dev(), file.ino()))
+        {
+            bytes = bytes.saturating_add(file.blocks().saturating_mul(512));
         }
     }
     bytes
+}
+
+/// How the kernel marks a name that was deleted.
+const DELETED: &[u8] = b" (deleted)";
+
+/// What a process has open or mapped by a name that was deleted: the entry in /proc, and the name. A process,
+/// or a file of it, may be gone meanwhile.
+pub(crate) fn deleted(pid: i32) -> impl Iterator<Item = (PathBuf, PathBuf)> {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    let mut mapped = Vec::new();
+    // Quicker than reading all links in map_files.
+    let read = proc_maps::each(Path::new("/proc"), pid, |mapping| {
+        if mapping.path.ends_with(DELETED) {
+            mapped.push(process.join(format!("map_files/{:x}-{:x}", mapping.start, mapping.end)));
+        }
+        ControlFlow::Continue(())
+    });
+    drop(read);
+    open.map(|entry| entry.path()).chain(mapped).filter_map(|entry| {
+        let name = fs::read_link(&entry).ok()?.into_os_string().into_vec();
+        let name = name.strip_suffix(DELETED)?.to_vec();
+        Some((entry, OsString::from_vec(name).into()))
+    })
 }
 
 /// How many files without a path are counted separately. Those beyond count for nothing: what is known is

@@ -32,6 +32,10 @@ const MAX_BYTES: u64 = 64 << 10;
 /// connections that a listening socket has not accepted yet, as probes open them.
 const DUMP_DEFAULTS: &str = "ghost-limit 1024G\nskip-in-flight\n";
 
+/// Lets CRIU dump files whose name was deleted while another one leads to them: it makes hard links, which it
+/// removes at the end of the dump.
+const LINK_REMAP: &str = "link-remap";
+
 const MAKE_WRITABLE: &str = "check that the bundle's file system is writable and not full";
 
 /// What CRIU is about to do.
@@ -88,6 +92,8 @@ pub struct CriuConfig {
     runs: bool,
     /// What becomes of TCP connections.
     tcp: Tcp,
+    /// Whether CRIU makes links of files with a deleted name.
+    link_remap: bool,
 }
 
 impl CriuConfig {
@@ -118,6 +124,7 @@ impl CriuConfig {
             has_cgroup_namespace: spec.has_namespace("cgroup"),
             runs: false,
             tcp: Tcp::Refuse,
+            link_remap: false,
         }
     }
 
@@ -147,6 +154,11 @@ impl CriuConfig {
     /// For a dump or a restore with these TCP connections.
     pub fn with_tcp(self, tcp: Tcp) -> Self {
         Self { tcp, ..self }
+    }
+
+    /// For a dump in which CRIU makes links of files with a deleted name.
+    pub fn with_link_remap(self, link_remap: bool) -> Self {
+        Self { link_remap, ..self }
     }
 
     /// Where the file is.
@@ -187,6 +199,9 @@ impl CriuConfig {
         if self.by_firn {
             let plugins = self.bundle.join(names::BUNDLE_CRIU_LIBS);
             content.push_str(&format!("libdir {}\n", checked(&plugins)?));
+        }
+        if firns_dump && self.link_remap {
+            content.push_str(&format!("{LINK_REMAP}\n"));
         }
         match self.tcp {
             Tcp::Close if firns_dump => content.push_str("tcp-close\n"),
@@ -245,6 +260,18 @@ pub fn users_tcp(spec: &Spec) -> Option<Tcp> {
     let lines = CriuConfig::of_criu(spec, Path::new("")).users_lines().ok()?;
     // In firn's file its own lines follow.
     tcp_of(lines.rsplit_once("\nlibdir ").map_or(&lines, |(users, _)| users))
+}
+
+/// Whether firn has let CRIU make links in the last dump of the container in `bundle`.
+pub fn had_link_remap(bundle: &Path) -> bool {
+    let read = open_regular(&bundle.join(names::BUNDLE_CRIU_CONFIG))
+        .and_then(|file| read_at_most(file, MAX_BYTES * 2));
+    let text = read
+        .ok()
+        .flatten()
+        .and_then(|bytes| String::from_utf8(bytes).ok());
+    let firns = text.as_ref().and_then(|text| text.rsplit_once("\nlibdir "));
+    firns.is_some_and(|(_, firns)| firns.lines().any(|line| line == LINK_REMAP))
 }
 
 fn tcp_of(lines: &str) -> Option<Tcp> {

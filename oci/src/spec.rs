@@ -8,6 +8,7 @@
 mod devices;
 mod privileges;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -164,6 +165,19 @@ impl Spec {
             options: mount.options().clone().unwrap_or_default(),
         };
         Ok(mounts.iter().map(mount).collect())
+    }
+
+    /// Mount points of the tmpfs mounts that the runtime makes for the container.
+    pub fn own_tmpfs(&self) -> Result<Vec<PathBuf>, SpecError> {
+        let mounts = self.mounts()?;
+        // A later mount covers an earlier one.
+        let by_destination: BTreeMap<PathBuf, &SpecMount> = mounts
+            .iter()
+            .map(|mount| (mount.destination.components().collect(), mount))
+            .collect();
+        let own = |mount: &SpecMount| mount.kind == "tmpfs" && !mount.is_bind();
+        let own = by_destination.into_iter().filter(|(_, mount)| own(mount));
+        Ok(own.map(|(destination, _)| destination).collect())
     }
 
     /// Path of the container's cgroup: absolute, or `slice:prefix:name` for the systemd driver.

@@ -79,6 +79,8 @@ pub struct Outcome {
     pub inherited: Vec<Inherited>,
     /// What the hook `prepare` has to release before a checkpoint, for the audit.
     pub to_be_released: Option<Refusal>,
+    /// CRIU has to make links of files whose name was deleted.
+    pub link_remap: bool,
     /// TCP connections of the processes.
     pub connections: Vec<Connection>,
     /// Processes that CRIU leaves out.
@@ -144,11 +146,12 @@ impl<'a> Run<'a> {
     }
 
     fn apply(mut self) -> Result<Outcome, CheckError> {
-        let rules: [Rule<'a>; 7] = [
+        let rules: [Rule<'a>; 8] = [
             Self::other_vendors,
             Self::left_out,
             Self::findings,
             Self::connections,
+            Self::deleted_names,
             Self::capacity,
             Self::mounts,
             Self::streams,
@@ -250,6 +253,19 @@ impl<'a> Run<'a> {
             self.outcome.refusals.push(Refusal::Connections { connections });
         }
         self.outcome.connections = found;
+        Ok(())
+    }
+
+    fn deleted_names(&mut self) -> Result<(), CheckError> {
+        if self.workload.processes.is_none() {
+            return Ok(());
+        }
+        self.announce("a file that a process has open or mapped by a deleted name");
+        let Workload { init, tmpfs, .. } = self.workload;
+        match finding::link_remap(*init, &self.dumped(), tmpfs) {
+            Ok(link_remap) => self.outcome.link_remap = link_remap,
+            Err(refusal) => self.outcome.refusals.push(refusal),
+        }
         Ok(())
     }
 

@@ -11,7 +11,7 @@ pub fn refusals() -> Vec<Refusal> {
     let comm = || "python".to_owned();
     let mut all = of_the_node();
     all.extend(of_gpus_in_other_processes());
-    all.push(of_connections());
+    all.extend([of_connections(), of_deleted_names()]);
     all.extend([
         Refusal::MixedGpus { pid, comm: comm() },
         Refusal::UnknownGpu {
@@ -77,6 +77,14 @@ fn of_gpus_in_other_processes() -> [Refusal; 3] {
         },
         Refusal::Vfork { pid, comm: comm() },
     ]
+}
+
+fn of_deleted_names() -> Refusal {
+    Refusal::CriuLink {
+        pid: 7,
+        comm: "python".to_owned(),
+        path: "/dev/shm/link_remap.7".into(),
+    }
 }
 
 fn of_the_node() -> Vec<Refusal> {

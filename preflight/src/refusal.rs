@@ -111,6 +111,11 @@ pub enum Refusal {
     )]
     #[problem("FIRN-IPC", SHARE_NONE)]
     Ipc { processes: Vec<(i32, String)> },
+    #[error(
+        "{} has a name that CRIU would give to a file of process {pid} ({comm})", path.display()
+    )]
+    #[problem("FIRN-LINK-REMAP", REMOVE_LINK)]
+    CriuLink { pid: i32, comm: String, path: PathBuf },
     #[error("TCP connections are established: {}", listed(connections))]
     #[problem("FIRN-TCP", CLOSE_TCP)]
     Connections { connections: Vec<Connection> },
@@ -192,6 +197,8 @@ const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nc
                             environment; or let a prepare hook end its communicators: \
                             firn.dev/ipc=released-by-hook; if its processes share nothing, create the \
                             container with the annotation firn.dev/ipc=none";
+const REMOVE_LINK: &str = "remove it in the container, unless its program uses this name: a checkpoint in \
+                           which CRIU was killed may have left it";
 const CLOSE_TCP: &str = "create the container with the annotation firn.dev/tcp=auto: its copy continues \
                          connections inside of the container, and finds others closed; or write tcp = \
                          \"auto\" under [checkpoint] into the configuration";

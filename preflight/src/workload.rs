@@ -29,6 +29,8 @@ pub struct Workload {
     pub criu_plugin: bool,
     /// The file in the bundle that keeps what processes had inherited at the container's last checkpoint.
     pub inherited: Option<PathBuf>,
+    /// Mount points of the container's own tmpfs, whose files CRIU puts into the image.
+    pub tmpfs: Vec<PathBuf>,
     /// Check that there is enough memory and disk space.
     pub capacity: Option<Capacity>,
     /// Compare the mounts of the container and the standard streams of its processes with the spec in this

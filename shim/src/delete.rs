@@ -29,7 +29,7 @@ use crate::task::{INIT_PID, pid_field};
 use firn_host::Chain;
 use firn_transaction::cgroup::Cgroup;
 use firn_transaction::journal::Operation;
-use firn_transaction::network;
+use firn_transaction::killed_criu;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::recovery::Recovery;
@@ -99,7 +99,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         if is_dump && recovery.record().outcome.is_none() {
             let pids = cgroup.as_ref().and_then(|cgroup| cgroup.pids().ok());
             let (log, pids) = (recovery.criu_log(), pids.unwrap_or_default());
-            network::release_of(bundle, &log, &pids, network::LIMIT_KILLED, &reaper).await;
+            killed_criu::release_of(bundle, &log, &pids, killed_criu::LIMIT_KILLED, &reaper).await;
         }
     }
     // Order matters: a restore that was cut off leaves processes that the runtime does not know, and a frozen

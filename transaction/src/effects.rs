@@ -72,8 +72,9 @@ pub trait Dump: Device {
     /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and thaws the
     /// cgroup when CRIU was killed. It cleans nothing up: the rollback must not wait for that.
     fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// Ends what a CRIU that was killed has left of the container's connections, before its threads run.
-    fn release_network(&mut self) -> impl Future<Output = ()> + Send;
+    /// Ends what a CRIU that was killed has left of the container's connections, and removes its links of
+    /// files, before a thread runs.
+    fn release_from_criu(&mut self) -> impl Future<Output = ()> + Send;
 }
 
 /// A container that is made from an image.

@@ -73,6 +73,8 @@ pub struct Checked {
     pub other_gpus: OtherGpus,
     /// GPUs that processes without CUDA have inherited: CRIU needs firn's plugin.
     pub inherited: Vec<Inherited>,
+    /// CRIU has to make links of files whose name was deleted.
+    pub link_remap: bool,
 }
 
 /// Processes that CRIU leaves out: the first few with their names, and their number.

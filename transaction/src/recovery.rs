@@ -18,7 +18,7 @@ use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::phase::Phase;
 use crate::warn::OrWarn;
-use crate::{network, pidfd, procfs};
+use crate::{killed_criu, pidfd, procfs};
 
 /// CRIU's name as the kernel has it.
 const CRIU: &str = "criu";
@@ -63,7 +63,7 @@ impl Recovery {
 
     /// CRIU's log of a dump.
     pub fn criu_log(&self) -> PathBuf {
-        self.0.begin.work.join(network::DUMP_LOG)
+        self.0.begin.work.join(killed_criu::DUMP_LOG)
     }
 
     /// Removes what the transaction has left outside the container.

@@ -84,6 +84,11 @@ const INHERITED: &str = "inherited_gpus";
 
 const CONNECTIONS: [Topic; 1] = [Topic("tcp_connections", "/proc/PID/fd and net/tcp")];
 
+const DELETED_NAMES: [Topic; 1] = [Topic(
+    "names_of_criu_links",
+    "/proc/PID/fd and map_files, directories of the container",
+)];
+
 const LEFT_OUT: [Topic; 1] = [Topic("processes_of_exec", "/proc/PID/status")];
 
 const OTHER_VENDORS: [Topic; 2] = [
@@ -131,6 +136,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::InheritedGpu { .. } => INHERITED,
         Refusal::LeakedGpu { .. } | Refusal::Vfork { .. } => "gpu_descriptors_without_cuda",
         Refusal::Connections { .. } => "tcp_connections",
+        Refusal::CriuLink { .. } => "names_of_criu_links",
         Refusal::Imex { .. } => IMEX,
         Refusal::Nccl { .. }
         | Refusal::SharingLibrary { .. }
@@ -201,6 +207,7 @@ impl Signals {
         if let Some(assertions) = &workload.processes {
             self.of_findings(outcome, assertions);
             self.of_connections(outcome, assertions);
+            self.add_all(&DELETED_NAMES, refusals);
             self.add_all(&LEFT_OUT, refusals);
         }
         if workload.other_vendors.is_some() {

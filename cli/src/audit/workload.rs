@@ -116,6 +116,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             .as_deref()
             .map(|bundle| bundle.join(names::BUNDLE_INHERITED)),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()).is_some(),
+        tmpfs: spec.and_then(|spec| spec.own_tmpfs().ok()).unwrap_or_default(),
         capacity: nvidia.map(|nvidia| Capacity {
             gpu_memory: nvidia.gpu_bytes(),
             image,

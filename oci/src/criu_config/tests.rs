@@ -129,6 +129,38 @@ fn only_a_dump_that_closes_connections_has_criu_close_them() {
 }
 
 #[test]
+fn only_a_dump_with_deleted_names_has_criu_make_links() {
+    let bundle = tempfile::tempdir().unwrap();
+    let users = bundle.path().join("users.conf");
+    std::fs::write(&users, "link-remap").unwrap();
+    for (file, link_remap) in [("", true), ("", false), (users.to_str().unwrap(), false)] {
+        let config = CriuConfig::new(&spec(file), bundle.path(), None).with_link_remap(link_remap);
+        let lines = written(&config, Operation::Dump);
+        assert_eq!(
+            lines.contains(&"link-remap".to_owned()),
+            link_remap || !file.is_empty(),
+            "{lines:?}"
+        );
+        assert_eq!(
+            had_link_remap(bundle.path()),
+            link_remap,
+            "the user's own line is not firn's"
+        );
+        let lines = written(&config.with_tcp(Tcp::Close), Operation::Restore);
+        assert_eq!(
+            lines.contains(&"link-remap".to_owned()),
+            !file.is_empty(),
+            "{lines:?}"
+        );
+    }
+    CriuConfig::of_criu(&spec(users.to_str().unwrap()), bundle.path())
+        .write(Operation::Dump)
+        .unwrap();
+    assert!(!had_link_remap(bundle.path()));
+    assert!(!had_link_remap(Path::new("/nonexistent")));
+}
+
+#[test]
 fn what_a_users_file_sets_for_connections_is_known_also_from_firns_own() {
     let bundle = tempfile::tempdir().unwrap();
     let users = bundle.path().join("users.conf");

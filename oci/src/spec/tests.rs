@@ -204,3 +204,16 @@ fn namespaces_and_terminal() {
         (Some("/a/b"), Some(Path::new("rootfs")))
     );
 }
+
+#[test]
+fn a_tmpfs_is_the_containers_own_unless_a_later_mount_covers_it() {
+    let spec: Spec = json!({"mounts": [
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
+        {"destination": "/dev/shm", "type": "tmpfs", "source": "shm"},
+        {"destination": "/run/", "type": "tmpfs", "source": "tmpfs"},
+        {"destination": "/cache", "type": "tmpfs", "source": "/srv", "options": ["rbind"]},
+        {"destination": "/dev/shm", "type": "bind", "source": "/run/pod/shm", "options": ["rbind"]},
+    ]})
+    .into();
+    assert_eq!(spec.own_tmpfs().unwrap(), [Path::new("/dev"), Path::new("/run")]);
+}

@@ -135,6 +135,7 @@ fn a_workload_with_every_fault_is_refused_for_each() {
         processes: Some(Assertions::default()),
         criu_plugin: false,
         inherited: None,
+        tmpfs: Vec::new(),
         capacity: Some(Capacity {
             gpu_memory: u64::MAX,
             image: bundle.path().into(),

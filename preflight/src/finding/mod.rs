@@ -39,6 +39,7 @@ use firn_host::proc_maps::{self, Mapping};
 use firn_host::{bounded, open_below, procfs};
 
 mod connections;
+mod deleted_names;
 mod descriptors;
 mod evaluate;
 mod held;
@@ -111,6 +112,11 @@ pub(crate) struct Processes<'a> {
 /// The TCP connections of processes below `proc_root`.
 pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection>, Unreadable> {
     connections::inspect(proc_root, dumped)
+}
+
+/// Whether CRIU has to make links of files of the processes, or why it must not.
+pub(crate) fn link_remap(init: i32, dumped: &[i32], tmpfs: &[PathBuf]) -> Result<bool, Refusal> {
+    deleted_names::inspect(init, dumped, tmpfs)
 }
 
 /// Why processes share GPU memory after the hook `prepare`, as far as /proc shows it. One refusal at most.

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod archive;
+mod blow;
 mod build;
 mod census;
 mod container;

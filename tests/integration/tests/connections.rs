@@ -215,18 +215,6 @@ fn a_connection_that_is_not_accepted_yet_is_left_out(platform: Platform) -> Resu
     })
 }
 
-/// CRIU runs this script when it has dumped everything: connections are in repair mode, and what arrives is
-/// dropped. /run/blow orders once which signal CRIU, or a program that waits for it, gets.
-const BLOW: &str = "#!/bin/sh
-    [ \"$CRTOOLS_SCRIPT_ACTION\" = post-dump ] && mv /run/blow /run/struck || exit 0
-    read signal victim </run/struck
-    pid=$PPID
-    while [ \"$(cat /proc/$pid/comm)\" != $victim ]; do
-        pid=$(sed -n 's/^PPid:[^0-9]*//p' /proc/$pid/status)
-    done
-    kill -$signal $pid
-    sleep 1";
-
 /// A server and a client, which send what is written into /to-client and /to-server. Nothing is on its way
 /// when CRIU is killed: threads run for a moment then.
 const PAIR: &str = "mkfifo /to-client /to-server
@@ -249,23 +237,10 @@ fn carries(job: &Container<'_>, text: &str) -> Result<()> {
 /// What CRIU is sent, and how firn names the cause.
 const BLOWS: [(&str, &str); 2] = [("KILL", "FIRN-DUMP"), ("STOP", "did not end within")];
 
-fn install_blow(host: &GpuHost) -> Result<()> {
-    let node = host.node();
-    node.write("/run/action", BLOW)?;
-    node.run(&["chmod", "755", "/run/action"])?;
-    node.run(&["mkdir", "-p", "/etc/criu"])?;
-    node.write("/etc/criu/runc.conf", "action-script /run/action\n")
-}
-
-fn blow(host: &GpuHost, order: &str) -> Result<()> {
-    host.node().run(&["rm", "-f", "/run/struck"])?;
-    host.node().write("/run/blow", order)
-}
-
 fn connections_survive_a_criu_that_is_killed(platform: Platform) -> Result<()> {
     on([host(platform, "tcp-kill", 1)?], |[host]| {
         let node = host.node();
-        install_blow(host)?;
+        host.install_blow()?;
         host.configure("[deadlines]\ncriu-dump = \"4s\"\n")?;
         let rules = || Ok::<_, anyhow::Error>(node.run(&["iptables", "-S"])?.stdout);
         let before = rules()?;
@@ -276,10 +251,10 @@ fn connections_survive_a_criu_that_is_killed(platform: Platform) -> Result<()> {
             job.goes_on(3)?;
             carries(&job, "first")?;
             for (signal, cause) in BLOWS {
-                blow(host, &format!("{signal} criu"))?;
+                host.blow(&format!("{signal} criu"))?;
                 let output = failure(job.checkpoint("checkpoint/job"))?;
                 ensure!(output.contains(cause), "{output}");
-                ensure!(node.path("/run/struck").exists(), "CRIU was not hit: {output}");
+                host.was_struck().context(output.clone())?;
                 job.goes_on(3)?;
                 carries(&job, &format!("after-{signal}"))
                     .with_context(|| format!("{signal}, {network:?}\n{output}"))?;
@@ -312,7 +287,7 @@ const CHECKPOINT: [&str; 7] = [
 fn a_shared_network_is_released_when_the_container_ends(platform: Platform) -> Result<()> {
     on([host(platform, "tcp-pod", 1)?], |[host]| {
         let node = host.node();
-        install_blow(host)?;
+        host.install_blow()?;
         node.run(&["ip", "netns", "add", "pod"])?;
         node.run(&["ip", "-n", "pod", "link", "set", "lo", "up"])?;
         let rules = || {
@@ -330,11 +305,9 @@ fn a_shared_network_is_released_when_the_container_ends(platform: Platform) -> R
             let job = Container::script(host, "job", &["0"], 1, &options, &format!("{COUNTER} &\n{PAIR}"))?;
             job.goes_on(3)?;
             carries(&job, "first")?;
-            blow(host, order)?;
+            host.blow(order)?;
             let client = node.spawn(&CHECKPOINT)?;
-            wait_for("CRIU to be hit", WAIT, || {
-                Ok(node.path("/run/struck").exists().then_some(()))
-            })?;
+            wait_for("CRIU to be hit", WAIT, || Ok(host.was_struck().ok()))?;
             if kills {
                 ensure!(rules()?.contains("CRIU"), "nothing is locked");
                 job.task(&["kill", "--signal", "SIGKILL"])?;

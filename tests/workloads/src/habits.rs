@@ -1,11 +1,12 @@
 //! What some programs do while they compute, and what keeps them from being checkpointed.
 
-use std::ffi::c_long;
+use std::ffi::{CStr, c_long};
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -106,6 +107,75 @@ pub fn communicator(released: &Path) {
             held = address.and_then(|address| UnixDatagram::bind_addr(&address)).ok();
         }
         thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A named semaphore, as processes of a pool share it.
+struct Semaphore(AtomicPtr<libc::sem_t>);
+
+impl Semaphore {
+    /// Makes it, or opens it if it is there. The C library maps the file of one that it makes by a temporary
+    /// name, links that to the semaphore's own, and deletes the temporary one.
+    fn open(name: &CStr) -> io::Result<Self> {
+        let (mode, value): (libc::mode_t, libc::c_uint) = (0o600, 0);
+        // SAFETY: the name ends with a zero byte; with O_CREAT the call takes a mode and a value.
+        let opened = unsafe { libc::sem_open(name.as_ptr(), libc::O_CREAT, mode, value) };
+        match opened == libc::SEM_FAILED {
+            true => Err(io::Error::last_os_error()),
+            false => Ok(Self(AtomicPtr::new(opened))),
+        }
+    }
+
+    fn post(&self) {
+        // SAFETY: the semaphore stays open for ever, here and in forked children.
+        unsafe { libc::sem_post(self.0.load(Ordering::Relaxed)) };
+    }
+
+    fn wait(&self) {
+        // SAFETY: as in `post`. A signal ends the wait early.
+        while unsafe { libc::sem_wait(self.0.load(Ordering::Relaxed)) } != 0 {}
+    }
+
+    fn value(&self) -> libc::c_int {
+        let mut value = 0;
+        // SAFETY: as in `post`; the call writes one number.
+        unsafe { libc::sem_getvalue(self.0.load(Ordering::Relaxed), &raw mut value) };
+        value
+    }
+}
+
+/// Forks a child that answers posts of one semaphore by posts of another, and counts in a third, which it has
+/// opened by its name, as workers of a fork server do. The exchange ends when the count does not grow. To be
+/// called before there are threads.
+pub fn semaphores() -> io::Result<()> {
+    let rounds = Semaphore::open(c"/rounds")?;
+    let (requests, answers) = (Semaphore::open(c"/requests")?, Semaphore::open(c"/answers")?);
+    // SAFETY: this program has one thread yet.
+    match unsafe { fork() }? {
+        ForkResult::Child => {
+            let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+            // The C library returns the mapping that it has, unless that is closed.
+            // SAFETY: the child uses the inherited mapping no more.
+            unsafe { libc::sem_close(rounds.0.into_inner()) };
+            let rounds = Semaphore::open(c"/rounds")?;
+            loop {
+                requests.wait();
+                rounds.post();
+                answers.post();
+            }
+        }
+        ForkResult::Parent { .. } => {
+            thread::spawn(move || {
+                let mut before = -1;
+                while rounds.value() > before {
+                    before = rounds.value();
+                    requests.post();
+                    answers.wait();
+                    thread::sleep(Duration::from_millis(10));
+                }
+            });
+            Ok(())
+        }
     }
 }
 

@@ -70,6 +70,9 @@ pub struct Options {
     /// Hold so many descriptors, which the chain inherits
     #[arg(long, default_value_t = 0)]
     descriptors: usize,
+    /// Exchange posts of named semaphores with a child
+    #[arg(long)]
+    semaphores: bool,
     /// Show an environment of so many MiB in /proc
     #[arg(long, default_value_t = 0)]
     environment_mib: usize,
@@ -168,6 +171,9 @@ fn compute(options: &Options) -> Result<()> {
         .map(|_| null())
         .collect::<Result<Vec<_>>>()?;
     habits::chain(options.chain).context("cannot fork a chain")?;
+    if options.semaphores {
+        habits::semaphores().context("cannot exchange posts of semaphores")?;
+    }
     if options.environment_mib > 0 {
         habits::long_environment(options.environment_mib << 20).context("cannot lengthen the environment")?;
     }

@@ -29,7 +29,7 @@ use crate::container::Container;
 use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump};
 use crate::journal::{self, Journal};
-use crate::network;
+use crate::killed_criu;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -58,6 +58,8 @@ pub(super) struct Source {
     pub(super) gpus: Vec<SourceGpu>,
     topology: Topology,
     mounts: Vec<mounts::RequiredMount>,
+    /// Mount points of the container's own tmpfs.
+    tmpfs: Vec<PathBuf>,
     versions: Versions,
 }
 
@@ -90,6 +92,8 @@ pub(super) struct Progress {
     pub(super) prepared: bool,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,
+    /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.
+    link_remap: bool,
     /// How many processes the dump leaves out, as last logged.
     omitted: usize,
     /// Files that the dump has left. They are removed once the workload runs again or has ended.
@@ -192,6 +196,7 @@ impl ContainerEffects<'_> {
             let is_needed = !self.progress.inherited.is_empty();
             let plugin = self.criu_plugin.clone().filter(|_| is_needed);
             criu.with_tcp(self.source().assertions.tcp)
+                .with_link_remap(self.progress.link_remap)
                 .with_plugins(self.config.criu.libs_dir.clone(), plugin)
                 .write(Operation::Dump)?;
         }
@@ -389,10 +394,10 @@ impl Dump for ContainerEffects<'_> {
         Ok(())
     }
 
-    async fn release_network(&mut self) {
+    async fn release_from_criu(&mut self) {
         // Without a work directory CRIU was not started.
         if let Some(work) = &self.progress.leftovers.work {
-            network::release(self.container, &work.log(), &self.cancel, self.reaper).await;
+            killed_criu::release(self.container, &work.log(), &self.cancel, self.reaper).await;
         }
     }
 }

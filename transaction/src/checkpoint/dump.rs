@@ -16,7 +16,7 @@ use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
-use crate::network::DUMP_LOG;
+use crate::killed_criu::DUMP_LOG;
 use crate::runc::Bounds;
 use crate::warn::OrWarn;
 

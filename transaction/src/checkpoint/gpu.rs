@@ -110,7 +110,7 @@ impl End {
         let is_cancelled = result.is_err() && cancel.is_cancelled();
         if is_cancelled {
             // Containers of the same pod share its network.
-            effects.release_network().await;
+            effects.release_from_criu().await;
             effects.kill().await;
         }
         // Order matters: if init ends from now on, the handler of its exit thaws the container.

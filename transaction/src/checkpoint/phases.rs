@@ -183,7 +183,7 @@ impl<'e, E: Dump> Locked<'e, E> {
         }
         self.at.effects.leave(phase, false).await;
         if phase == Phase::CriuDump {
-            self.at.effects.release_network().await;
+            self.at.effects.release_from_criu().await;
         }
         note(self.at.effects, Phase::Rollback).await;
         let suspended = self.roll_back().await.err().and_then(|stuck| stuck.last);

@@ -18,7 +18,7 @@ use crate::cgroup::FreezerState;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Journal, Outcome};
-use crate::network;
+use crate::killed_criu;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -105,7 +105,7 @@ async fn dump_plain(
     let dumped = dumped.map_err(|error| error.with_path(&inside, image.path()));
     journal::point("dump-left").await;
     if dumped.is_err() {
-        network::release(container, &work.log(), &guard.cancel, reaper).await;
+        killed_criu::release(container, &work.log(), &guard.cancel, reaper).await;
     }
     if dumped.is_err() && !guard.cancel.is_cancelled() {
         // Not for a container that is being killed: a frozen cgroup would delay its end.

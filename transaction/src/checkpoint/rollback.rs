@@ -19,7 +19,7 @@ use crate::container::{Container, InitState};
 use crate::driver::Driver;
 use crate::image_dir::ImageDir;
 use crate::journal::{Journal, Outcome, Record};
-use crate::network;
+use crate::killed_criu;
 use crate::panics::{caught, twice};
 use crate::phase::Phase;
 use crate::procfs;
@@ -131,7 +131,7 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
     // runc and CRIU may still write to an incomplete image.
     recovery.end_programs(PROGRAMS).await;
     let log = recovery.criu_log();
-    network::release(container, &log, &CancellationToken::default(), reaper).await;
+    killed_criu::release(container, &log, &CancellationToken::default(), reaper).await;
     let was_frozen = recovery.record().begin.was_frozen;
     let rolled_back = match container.traits.has_nvidia() {
         true => {

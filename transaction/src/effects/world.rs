@@ -328,7 +328,7 @@ impl Dump for World {
         Ok(())
     }
 
-    async fn release_network(&mut self) {
+    async fn release_from_criu(&mut self) {
         self.locked_network = false;
     }
 }

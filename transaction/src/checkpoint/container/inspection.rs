@@ -59,6 +59,7 @@ impl ContainerEffects<'_> {
             gpus: node.gpus.iter().map(Into::into).collect(),
             topology: inventory.topology.of(&uuids),
             mounts: mounts::required(&spec)?,
+            tmpfs: spec.own_tmpfs()?,
             versions,
         })
     }
@@ -92,13 +93,17 @@ impl ContainerEffects<'_> {
             processes: Some(assertions),
             criu_plugin: self.criu_plugin.is_some(),
             inherited: Some(self.container.bundle.join(names::BUNDLE_INHERITED)),
+            tmpfs: self.source().tmpfs.clone(),
             ..Workload::default()
         };
         let request = look::Request::Check(Box::new(workload));
         let Checked {
-            left_out, inherited, ..
+            left_out,
+            inherited,
+            link_remap,
+            ..
         } = self.look(request).await?;
-        self.progress.inherited = inherited;
+        (self.progress.inherited, self.progress.link_remap) = (inherited, link_remap);
         if left_out.count != std::mem::replace(&mut self.progress.omitted, left_out.count)
             && left_out.count > 0
         {

@@ -1,6 +1,7 @@
-//! The network of a container whose CRIU was killed in a dump: its TCP sockets are in repair mode, and rules
-//! of the packet filter drop what it receives. firn-hook ends both, in a process of its own, because it
-//! enters the container's network namespace and runs iptables.
+//! A container whose CRIU was killed in a dump: its TCP sockets are in repair mode, rules of the packet
+//! filter drop what it receives, and links that CRIU has made of files are left. firn-hook ends all that, in
+//! a process of its own, because it enters the container's network namespace, runs iptables, and looks at
+//! directories of the container.
 
 use std::path::Path;
 use std::process::Command;
@@ -23,8 +24,8 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// The same once the container is killed: only what others share matters then.
 pub const LIMIT_KILLED: Duration = Duration::from_millis(1500);
 
-/// Releases the network of a container whose dump has the log `log`. Does nothing after a CRIU that has
-/// released it. May be repeated.
+/// Releases a container whose dump has the log `log`. Does nothing after a CRIU that has released it. May be
+/// repeated.
 pub(crate) async fn release(container: &Container, log: &Path, cancel: &CancellationToken, reaper: &Reaper) {
     let limit = match cancel.is_cancelled() {
         true => LIMIT_KILLED,
@@ -47,12 +48,14 @@ pub async fn release_of(bundle: &Path, log: &Path, pids: &[i32], limit: Duration
         return;
     };
     let mut command = Command::new(hook);
-    command.arg("release-network").args([bundle, log]);
+    command.arg("release").args([bundle, log]);
     command.args(pids.iter().map(ToString::to_string));
     let output = reaper.output(&mut command, limit).await;
     let output = output.map_err(|error| Chain(&error).to_string());
     if let Err(error) = output.and_then(|output| output.printed()) {
         let bundle = bundle.display();
-        log::warn!("connections of the container in {bundle} may hang: {error}");
+        log::warn!(
+            "connections of the container in {bundle} may hang, and files link_remap.N may be left: {error}"
+        );
     }
 }
