@@ -144,7 +144,12 @@ fn need_no_option(dir: &Path, image: &Image) -> Result<(), ImageFault> {
     }
 }
 
-fn write(dir: &Path, name: &str, magic: u32, messages: &[impl AsRef<[u8]>]) -> Result<(), ImageFault> {
+pub(super) fn write(
+    dir: &Path,
+    name: &str,
+    magic: u32,
+    messages: &[impl AsRef<[u8]>],
+) -> Result<(), ImageFault> {
     let common = (magic != INVENTORY_MAGIC).then(|| COMMON_MAGIC.to_le_bytes());
     let mut bytes: Vec<u8> = common.into_iter().flatten().chain(magic.to_le_bytes()).collect();
     for message in messages.iter().map(AsRef::as_ref) {

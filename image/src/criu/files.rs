@@ -20,6 +20,9 @@ const PRIVILEGED: [(u32, &str, &str); 4] = [
 /// The field of a socket of IPv4 or IPv6.
 pub(super) const INET_SOCKET: u32 = 4;
 
+/// The field of a Unix socket.
+pub(super) const UNIX_SOCKET: u32 = 16;
+
 /// A raw socket, as the kernel numbers types.
 const RAW: u32 = 3;
 

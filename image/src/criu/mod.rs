@@ -19,6 +19,7 @@ mod mounts;
 mod namespaces;
 mod stopped;
 mod tasks;
+mod unix_sockets;
 mod wire;
 
 use std::collections::BTreeSet;
@@ -32,6 +33,7 @@ use serde::{Deserialize, Serialize};
 pub use self::connections::{Connections, Continued, close_connections};
 pub use self::made::{check as check_made, loosened};
 pub use self::stopped::was_stopped;
+pub use self::unix_sockets::close_unix_sockets;
 use self::wire::{Message, WireError};
 use crate::dir::UntrustedDir;
 use firn_host::Problem;
