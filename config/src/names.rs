@@ -40,7 +40,8 @@ pub const ANNOTATION_NCCL: &str = "firn.dev/nccl";
 /// it.
 pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
 
-/// Annotation: what becomes of TCP connections, in the words of [`crate::Tcp`].
+/// Annotation: what becomes of TCP connections, and of Unix sockets that lead outside, in the words of
+/// [`crate::Tcp`].
 pub const ANNOTATION_TCP: &str = "firn.dev/tcp";
 
 /// Annotation: what is called in the container when its checkpoint begins.
@@ -84,6 +85,11 @@ pub const BUNDLE_CRIU_CONFIG: &str = "firn-criu.conf";
 
 /// Empty directory in the bundle that CRIU is given as its plugin directory, so that it loads no CUDA plugin.
 pub const BUNDLE_CRIU_LIBS: &str = "firn-criu-libs";
+
+/// In that directory: the Unix sockets that firn's plugin lets CRIU dump without their other ends. A line for
+/// each: `seen INODE`, `hidden INODE PEER` if CRIU does not see the other end, `unseen INODE TYPE` if it does
+/// not see the socket itself.
+pub const CRIU_UNIX_SOCKETS: &str = "firn-unix-sockets";
 
 /// Link to firn-hook, in the bundle, that CRIU is given as a script of a restore.
 pub const BUNDLE_CRIU_SCRIPT: &str = "firn-criu-script";

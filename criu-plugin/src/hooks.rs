@@ -7,14 +7,17 @@
 use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
-use nix::libc::ENOTSUP;
+use nix::libc::{self, ENOTSUP};
 
 use crate::node::Node;
+use crate::unix_sockets::{self, Socket};
 
 /// Hooks of CRIU 4.0; later releases have more behind them.
 const HOOKS: c_uint = 12;
+const DUMP_UNIX_SK: usize = 0;
 const DUMP_EXT_FILE: usize = 2;
 const RESTORE_EXT_FILE: usize = 3;
 const HANDLE_DEVICE_VMA: usize = 7;
@@ -47,6 +50,7 @@ pub static CR_PLUGIN_DESC: Description = Description {
     max_hooks: HOOKS,
     hooks: {
         let mut hooks = [std::ptr::null(); HOOKS as usize];
+        hooks[DUMP_UNIX_SK] = dump_unix_socket as *const c_void;
         hooks[DUMP_EXT_FILE] = dump_file as *const c_void;
         hooks[RESTORE_EXT_FILE] = restore_file as *const c_void;
         hooks[HANDLE_DEVICE_VMA] = handle_mapping as *const c_void;
@@ -60,8 +64,48 @@ unsafe extern "C" {
     safe fn criu_get_image_dir() -> c_int;
 }
 
-extern "C" fn init(_stage: c_int) -> c_int {
+/// `CR_PLUGIN_STAGE__DUMP`.
+const STAGE_DUMP: c_int = 0;
+
+/// The Unix sockets of this dump that firn closes in the image.
+static UNIX_SOCKETS: OnceLock<Vec<Socket>> = OnceLock::new();
+
+/// Called when CRIU has loaded the plugin, before it reads sockets from the kernel.
+extern "C" fn init(stage: c_int) -> c_int {
+    if stage != STAGE_DUMP {
+        return 0;
+    }
+    // The OCI runtime passes it on to CRIU.
+    let dir = std::env::var_os("CRIU_LIBS_DIR").map(PathBuf::from);
+    let sockets =
+        UNIX_SOCKETS.get_or_init(|| dir.and_then(|dir| unix_sockets::listed(&dir)).unwrap_or_default());
+    let mut unseen: Vec<_> = sockets.iter().filter_map(Socket::answer).collect();
+    unseen.sort_unstable();
+    unseen.dedup();
+    show(&unseen);
     0
+}
+
+/// A network namespace of CRIU's without number: that of the container.
+static NAMESPACE: [u64; 512] = [0; 512];
+
+/// Shows CRIU Unix sockets that it does not see, as if the kernel had listed them. It is not part of the
+/// interface for plugins: a CRIU without this function dumps no socket that is connected to one of them.
+fn show(answers: &[Vec<u8>]) {
+    /// Of sk-unix.c: a netlink message, the network namespace, and nothing.
+    type Receive = unsafe extern "C" fn(*const c_void, *const c_void, *const c_void) -> c_int;
+    // SAFETY: the name is a C string.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"unix_receive_one".as_ptr()) };
+    // SAFETY: CRIU 4.0 to 4.2 have the function with these arguments; a null pointer is `None`.
+    let Some(receive) = (unsafe { std::mem::transmute::<*mut c_void, Option<Receive>>(found) }) else {
+        return;
+    };
+    for answer in answers {
+        let namespace = NAMESPACE.as_ptr().cast();
+        // SAFETY: the answer is a whole message, of which CRIU keeps copies. Of the namespace it keeps the
+        // address, and reads the number, wherever that is in its struct.
+        unsafe { receive(answer.as_ptr().cast(), namespace, std::ptr::null()) };
+    }
 }
 
 extern "C" fn exit(_stage: c_int, _result: c_int) {}
@@ -75,6 +119,17 @@ fn file_of(id: c_int) -> String {
 fn borrowed<'a>(fd: RawFd) -> BorrowedFd<'a> {
     // SAFETY: CRIU passes open descriptors, and closes none during the call.
     unsafe { BorrowedFd::borrow_raw(fd) }
+}
+
+/// `CR_PLUGIN_HOOK__DUMP_UNIX_SK`: a Unix socket whose other end no dumped process has, by its inode. CRIU
+/// marks the ones that a plugin takes.
+extern "C" fn dump_unix_socket(_fd: c_int, inode: c_int) -> c_int {
+    let sockets = UNIX_SOCKETS.get().map_or(&[][..], Vec::as_slice);
+    let inode = inode.cast_unsigned();
+    match sockets.iter().any(|socket| socket.is_taken(inode)) {
+        true => 0,
+        false => -ENOTSUP,
+    }
 }
 
 /// `CR_PLUGIN_HOOK__DUMP_EXT_FILE`: a file that CRIU cannot dump. Once for each open file, whatever the
