@@ -235,6 +235,11 @@ impl CriuConfig {
         tcp_of(&self.users_lines().ok()?)
     }
 
+    /// Whether the user's file lets CRIU connect datagram sockets again that lead outside.
+    pub fn users_external_unix(&self) -> bool {
+        self.users_lines().is_ok_and(|lines| has_external_unix(&lines))
+    }
+
     fn users_lines(&self) -> Result<String, CriuError> {
         let Some(path) = &self.users_file else {
             return Ok(String::new());
@@ -274,13 +279,27 @@ pub fn had_link_remap(bundle: &Path) -> bool {
     firns.is_some_and(|(_, firns)| firns.lines().any(|line| line == LINK_REMAP))
 }
 
+/// As [`CriuConfig::users_external_unix`], from firn's file where Create has made one.
+pub fn users_external_unix(spec: &Spec) -> bool {
+    CriuConfig::of_criu(spec, Path::new("")).users_external_unix()
+}
+
 fn tcp_of(lines: &str) -> Option<Tcp> {
-    let option = |line: &str| match line.split('#').next()?.trim() {
+    let tcp = |option| match option {
         "tcp-established" => Some(Tcp::Keep),
         "tcp-close" => Some(Tcp::Close),
         _ => None,
     };
-    lines.lines().rev().find_map(option)
+    lines.lines().rev().find_map(|line| tcp(option(line)))
+}
+
+fn has_external_unix(lines: &str) -> bool {
+    lines.lines().any(|line| option(line) == "ext-unix-sk")
+}
+
+/// A line without its comment.
+fn option(line: &str) -> &str {
+    line.split('#').next().unwrap_or_default().trim()
 }
 
 /// The text of a path, if it can be a value in CRIU's configuration files. CRIU ends a value at `#` and at a

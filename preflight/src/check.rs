@@ -15,7 +15,7 @@ use firn_oci::{Spec, SpecError};
 use firn_remap::Grant;
 
 use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
-use crate::finding::{self, Connection, Finding, Inherited, Processes, Unreadable};
+use crate::finding::{self, Connection, Finding, Inherited, Processes, UnixSocket, Unreadable};
 use crate::{Refusal, Workload};
 
 /// The node of a container, and the GPUs that it has there.
@@ -83,6 +83,8 @@ pub struct Outcome {
     pub link_remap: bool,
     /// TCP connections of the processes.
     pub connections: Vec<Connection>,
+    /// Unix sockets that lead outside. If nothing is refused, the copy finds them closed.
+    pub unix_sockets: Vec<UnixSocket>,
     /// Processes that CRIU leaves out.
     pub left_out: Vec<i32>,
     /// How the container's GPUs of other vendors are dumped.
@@ -146,12 +148,13 @@ impl<'a> Run<'a> {
     }
 
     fn apply(mut self) -> Result<Outcome, CheckError> {
-        let rules: [Rule<'a>; 8] = [
+        let rules: [Rule<'a>; 9] = [
             Self::other_vendors,
             Self::left_out,
             Self::findings,
             Self::connections,
             Self::deleted_names,
+            Self::unix_sockets,
             Self::capacity,
             Self::mounts,
             Self::streams,
@@ -266,6 +269,17 @@ impl<'a> Run<'a> {
             Ok(link_remap) => self.outcome.link_remap = link_remap,
             Err(refusal) => self.outcome.refusals.push(refusal),
         }
+        Ok(())
+    }
+
+    fn unix_sockets(&mut self) -> Result<(), CheckError> {
+        let Some(assertions) = &self.workload.processes else {
+            return Ok(());
+        };
+        let plugin = self.workload.criu_plugin;
+        let (found, refusal) = finding::unix_sockets(self.proc_root, &self.dumped(), assertions, plugin)?;
+        self.outcome.refusals.extend(refusal);
+        self.outcome.unix_sockets = found;
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use firn_oci::criu_config::AmdPluginError;
 use firn_remap::GrantError;
 
-use crate::{Connection, Refusal};
+use crate::{Connection, OtherEnd, Refusal, UnixKind, UnixSocket};
 
 /// One refusal of each kind.
 pub fn refusals() -> Vec<Refusal> {
@@ -12,6 +12,7 @@ pub fn refusals() -> Vec<Refusal> {
     let mut all = of_the_node();
     all.extend(of_gpus_in_other_processes());
     all.extend([of_connections(), of_deleted_names()]);
+    all.extend(of_unix_sockets());
     all.extend([
         Refusal::MixedGpus { pid, comm: comm() },
         Refusal::UnknownGpu {
@@ -152,4 +153,34 @@ fn of_connections() -> Refusal {
     Refusal::Connections {
         connections: vec![connection],
     }
+}
+
+/// A stream of process 7 to /run/agent.sock.
+pub fn unix_socket() -> UnixSocket {
+    UnixSocket {
+        pid: 7,
+        comm: "python".to_owned(),
+        fd: 3,
+        inode: 70,
+        kind: UnixKind::Stream,
+        local: String::new(),
+        remote: "/run/agent.sock".to_owned(),
+        other_end: OtherEnd::Outside,
+    }
+}
+
+fn of_unix_sockets() -> [Refusal; 4] {
+    let sockets = vec![unix_socket()];
+    [
+        Refusal::UnixSockets {
+            sockets: sockets.clone(),
+        },
+        Refusal::UnixSocketsKept {
+            sockets: sockets.clone(),
+        },
+        Refusal::UnixSocketsUnseen {
+            sockets: sockets.clone(),
+        },
+        Refusal::UnixSocketsPlugin { sockets },
+    ]
 }

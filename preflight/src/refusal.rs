@@ -6,7 +6,7 @@ use firn_host::Problem;
 use firn_oci::criu_config::AmdPluginError;
 use firn_remap::GrantError;
 
-use crate::Connection;
+use crate::{Connection, UnixSocket};
 
 /// Why a container is not checkpointed. Nothing has been touched.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -120,6 +120,30 @@ pub enum Refusal {
     #[problem("FIRN-TCP", CLOSE_TCP)]
     Connections { connections: Vec<Connection> },
     #[error(
+        "Unix sockets are connected to processes outside of the container: {}",
+        listed(sockets)
+    )]
+    #[problem("FIRN-UNIX", CLOSE_UNIX)]
+    UnixSockets { sockets: Vec<UnixSocket> },
+    #[error(
+        "no copy continues Unix sockets that are connected to processes outside of the container: {}",
+        listed(sockets)
+    )]
+    #[problem("FIRN-UNIX", NOT_KEPT)]
+    UnixSocketsKept { sockets: Vec<UnixSocket> },
+    #[error(
+        "Unix sockets lead outside of the container in a way that CRIU cannot dump: {}",
+        listed(sockets)
+    )]
+    #[problem("FIRN-UNIX", CLOSE_BEFORE)]
+    UnixSocketsUnseen { sockets: Vec<UnixSocket> },
+    #[error(
+        "CRIU closes Unix sockets in a copy only with firn's plugin: {}",
+        listed(sockets)
+    )]
+    #[problem("FIRN-CRIU-PLUGIN", firn_config::INSTALL_CRIU_PLUGIN)]
+    UnixSocketsPlugin { sockets: Vec<UnixSocket> },
+    #[error(
         "the driver copies {} of GPU memory into host memory, and the limit of cgroup {} leaves {}",
         mib(*needed),
         dir.display(),
@@ -202,6 +226,13 @@ const REMOVE_LINK: &str = "remove it in the container, unless its program uses t
 const CLOSE_TCP: &str = "create the container with the annotation firn.dev/tcp=auto: its copy continues \
                          connections inside of the container, and finds others closed; or write tcp = \
                          \"auto\" under [checkpoint] into the configuration";
+const CLOSE_UNIX: &str = "create the container with the annotation firn.dev/tcp=auto: its copy finds them \
+                          closed; or write tcp = \"auto\" under [checkpoint] into the configuration";
+const NOT_KEPT: &str = "use the annotation firn.dev/tcp=auto, with which the copy finds them closed, in the \
+                        place of keep";
+const CLOSE_BEFORE: &str = "try again if it is a connection that is about to be accepted; otherwise close \
+                            them before the checkpoint, as in a hook prepare, or let both ends have the \
+                            same network namespace";
 const RAISE_LIMIT: &str = "raise the memory limit of that cgroup by as much as the container has GPU memory";
 const FREE_MEMORY: &str = "free memory of the host, or write the image to a file system on disk";
 const FREE_SPACE: &str = "free space there, or write the checkpoint to another file system";

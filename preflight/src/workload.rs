@@ -70,8 +70,11 @@ pub struct Assertions {
     pub nccl_sockets: bool,
     /// What happens to processes that CRIU leaves out.
     pub exec: Exec,
-    /// What becomes of TCP connections.
+    /// What becomes of TCP connections, and of Unix sockets that lead outside.
     pub tcp: Tcp,
+    /// CRIU is to connect datagram sockets again that lead outside: the client or the user's CRIU
+    /// configuration wants it.
+    pub external_unix: bool,
 }
 
 impl Assertions {
@@ -85,6 +88,7 @@ impl Assertions {
             shares_nothing: released || annotation(names::ANNOTATION_IPC) == Some("none"),
             released,
             nccl_sockets,
+            external_unix: false,
             tcp: match annotation(names::ANNOTATION_TCP) {
                 None => match users_tcp {
                     Some(tcp) => tcp,

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use firn_host::{Problem, ProblemReport};
 use firn_oci::mounts::RequiredMount;
-use firn_preflight::{Inherited, OtherGpus, Workload};
+use firn_preflight::{Inherited, OtherGpus, UnixSocket, Workload};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -75,6 +75,8 @@ pub struct Checked {
     pub inherited: Vec<Inherited>,
     /// CRIU has to make links of files whose name was deleted.
     pub link_remap: bool,
+    /// Unix sockets that the copy finds closed: CRIU needs firn's plugin for them, too.
+    pub unix_sockets: Vec<UnixSocket>,
 }
 
 /// Processes that CRIU leaves out: the first few with their names, and their number.

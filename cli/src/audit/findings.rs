@@ -88,6 +88,9 @@ const DELETED_NAMES: [Topic; 1] = [Topic(
     "names_of_criu_links",
     "/proc/PID/fd and map_files, directories of the container",
 )];
+const UNIX_SOCKETS: [Topic; 1] = [Topic(OUTSIDE, "/proc/PID/fd and unix_diag")];
+
+const OUTSIDE: &str = "unix_sockets_to_outside";
 
 const LEFT_OUT: [Topic; 1] = [Topic("processes_of_exec", "/proc/PID/status")];
 
@@ -137,6 +140,10 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::LeakedGpu { .. } | Refusal::Vfork { .. } => "gpu_descriptors_without_cuda",
         Refusal::Connections { .. } => "tcp_connections",
         Refusal::CriuLink { .. } => "names_of_criu_links",
+        Refusal::UnixSockets { .. }
+        | Refusal::UnixSocketsKept { .. }
+        | Refusal::UnixSocketsUnseen { .. }
+        | Refusal::UnixSocketsPlugin { .. } => OUTSIDE,
         Refusal::Imex { .. } => IMEX,
         Refusal::Nccl { .. }
         | Refusal::SharingLibrary { .. }
@@ -208,6 +215,7 @@ impl Signals {
             self.of_findings(outcome, assertions);
             self.of_connections(outcome, assertions);
             self.add_all(&DELETED_NAMES, refusals);
+            self.of_unix_sockets(outcome);
             self.add_all(&LEFT_OUT, refusals);
         }
         if workload.other_vendors.is_some() {
@@ -263,6 +271,15 @@ impl Signals {
                     if closed.len() > 1 { ", ..." } else { "" }
                 ));
             }
+        }
+    }
+
+    fn of_unix_sockets(&mut self, outcome: &Outcome) {
+        self.add_all(&UNIX_SOCKETS, &outcome.refusals);
+        let signal = self.all.last_mut().filter(|signal| !signal.refused);
+        if let (Some(signal), [one, others @ ..]) = (signal, &outcome.unix_sockets[..]) {
+            let more = if others.is_empty() { "" } else { ", ..." };
+            signal.detail = format!("in a copy {} are closed ({one}{more})", others.len() + 1);
         }
     }
 

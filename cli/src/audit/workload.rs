@@ -6,7 +6,7 @@ use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
 use firn_oci::Spec;
-use firn_oci::criu_config::users_tcp;
+use firn_oci::criu_config::{users_external_unix, users_tcp};
 use firn_preflight::{Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, image_bytes};
 
 use super::findings::Signals;
@@ -110,7 +110,10 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             nvidia.processes.iter().map(|process| process.pid).collect()
         }),
         other_vendors: may_have_others.then_some(other_vendors),
-        processes: nvidia.map(|_| Assertions::of(spec, config, spec.and_then(users_tcp))),
+        processes: nvidia.map(|_| Assertions {
+            external_unix: spec.is_some_and(users_external_unix),
+            ..Assertions::of(spec, config, spec.and_then(users_tcp))
+        }),
         inherited: subject
             .bundle
             .as_deref()

@@ -58,7 +58,8 @@ fn criu_plugin(libs_dir: Option<&Path>) -> Check {
         Some(plugin) => Check::ok(NAME, plugin.display().to_string()),
         None => Check::warn(
             NAME,
-            "libfirn_criu.so is missing: no container with forked children of CUDA processes is checkpointed",
+            "libfirn_criu.so is missing: no container with forked children of CUDA processes, or with Unix \
+             sockets to the node, is checkpointed",
             INSTALL_CRIU_PLUGIN,
         ),
     }

@@ -182,6 +182,16 @@ fn what_a_users_file_sets_for_connections_is_known_also_from_firns_own() {
         assert_eq!(users_tcp(&spec_of_user), expected, "{lines}");
     }
     assert_eq!(users_tcp(&spec("/nonexistent")), None);
+    for (lines, expected) in [
+        ("# ext-unix-sk\n", false),
+        ("tcp-close\n ext-unix-sk # log\n", true),
+    ] {
+        std::fs::write(&users, lines).unwrap();
+        let spec_of_user = spec(users.to_str().unwrap());
+        assert_eq!(users_external_unix(&spec_of_user), expected, "{lines}");
+        let config = CriuConfig::new(&spec_of_user, bundle.path(), None);
+        assert_eq!(config.users_external_unix(), expected, "{lines}");
+    }
 }
 
 #[test]

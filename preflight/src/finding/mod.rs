@@ -46,15 +46,17 @@ mod held;
 mod inherited;
 #[cfg(test)]
 mod tests;
+mod unix_sockets;
 
 pub use connections::Connection;
 pub(crate) use evaluate::evaluate;
 pub use inherited::Inherited;
+pub use unix_sockets::{Kind as UnixKind, OtherEnd, UnixSocket};
 
 use connections::socket as socket_inode;
 
-use crate::Refusal;
 use crate::sys::is_same_memory;
+use crate::{Assertions, Refusal};
 
 /// Size of the driver's own mapping of /dev/nvidia-uvm for each context. The first is at 0x204a00000.
 const UVM_BASELINE: u64 = 2 << 20;
@@ -117,6 +119,18 @@ pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connec
 /// Whether CRIU has to make links of files of the processes, or why it must not.
 pub(crate) fn link_remap(init: i32, dumped: &[i32], tmpfs: &[PathBuf]) -> Result<bool, Refusal> {
     deleted_names::inspect(init, dumped, tmpfs)
+}
+
+/// The Unix sockets of processes below `proc_root` that lead outside, and why they refuse a checkpoint.
+pub(crate) fn unix_sockets(
+    proc_root: &Path,
+    dumped: &[i32],
+    assertions: &Assertions,
+    criu_plugin: bool,
+) -> Result<(Vec<UnixSocket>, Option<Refusal>), Unreadable> {
+    let mut found = unix_sockets::inspect(proc_root, dumped)?;
+    let refusal = unix_sockets::evaluate(&mut found, assertions, criu_plugin);
+    Ok((found, refusal))
 }
 
 /// Why processes share GPU memory after the hook `prepare`, as far as /proc shows it. One refusal at most.

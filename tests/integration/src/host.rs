@@ -17,6 +17,7 @@ fn image(built: &Built) -> Image {
     Image::new(IMAGE)
         .program(built.program("gpu-counter"), "/bin/gpu-counter")
         .program(built.program("gpu-sample"), "/bin/gpu-sample")
+        .program(built.program("unix-talk"), "/bin/unix-talk")
 }
 
 /// Where the shim is on a node.
@@ -140,6 +141,7 @@ impl GpuHost {
             "simgpu",
             "cuda-step",
             "stall-fs",
+            "unix-talk",
         ] {
             node.install(built.program(program), format!("/usr/local/bin/{program}"), 0o755)?;
         }

@@ -6,18 +6,18 @@ mod manifest;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use firn_config::{Config, Tcp};
+use firn_config::{Config, Tcp, names};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
-use firn_host::UnlessAbsent;
-use firn_image::criu::{Continued, close_connections};
+use firn_host::{UnlessAbsent, atomic_file};
+use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
-use firn_oci::criu_config::Operation;
+use firn_oci::criu_config::{CriuError, Operation};
 use firn_oci::mounts;
-use firn_preflight::{Assertions, Inherited, is_in_vfork};
+use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_in_vfork};
 
 use super::Request;
 use super::dump::{Found, Leftovers, bounded, dump};
@@ -94,6 +94,8 @@ pub(super) struct Progress {
     inherited: Vec<Inherited>,
     /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.
     link_remap: bool,
+    /// Unix sockets that the copy finds closed, as the last inspection found.
+    unix_sockets: Vec<UnixSocket>,
     /// How many processes the dump leaves out, as last logged.
     omitted: usize,
     /// Files that the dump has left. They are removed once the workload runs again or has ended.
@@ -172,14 +174,23 @@ impl ContainerEffects<'_> {
             Tcp::Refuse | Tcp::Close => Continued::None,
         };
         let (image, limit) = (self.request.image.inside(), self.config.deadlines.look);
-        let close = move || close_connections(&image, continued);
+        let unix_sockets = self.progress.unix_sockets.len();
+        let close = move || {
+            if unix_sockets > 0 {
+                close_unix_sockets(&image)?;
+            }
+            close_connections(&image, continued)
+        };
         let found = bounded("close connections in the image", limit, &self.cancel, close).await?;
         let found = found.map_err(DumpError::Connections)?;
         if let Some(source) = &mut self.progress.source {
             source.dump.open_tcp = found.kept > 0;
         }
+        let id = &self.container.id;
+        if unix_sockets > 0 {
+            log::info!("{unix_sockets} Unix sockets are closed in the checkpoint of {id}");
+        }
         if found.closed > 0 {
-            let id = &self.container.id;
             log::info!(
                 "{} TCP sockets are closed in the checkpoint of {id}, {} go on",
                 found.closed,
@@ -192,16 +203,35 @@ impl ContainerEffects<'_> {
     /// Writes CRIU's configuration for the dump. Returns the directory of CRIU's plugins, with firn's own
     /// where the dump needs it.
     fn configure_criu(&self) -> Result<PathBuf, EffectError> {
+        let plugins = self.container.bundle.join(names::BUNDLE_CRIU_LIBS);
         if let Some(criu) = self.container.traits.criu.clone() {
-            let is_needed = !self.progress.inherited.is_empty();
+            let unix_sockets = &self.progress.unix_sockets;
+            let is_needed = !self.progress.inherited.is_empty() || !unix_sockets.is_empty();
             let plugin = self.criu_plugin.clone().filter(|_| is_needed);
             criu.with_tcp(self.source().assertions.tcp)
                 .with_link_remap(self.progress.link_remap)
                 .with_plugins(self.config.criu.libs_dir.clone(), plugin)
                 .write(Operation::Dump)?;
+            if !unix_sockets.is_empty() {
+                list(unix_sockets, &plugins).map_err(|source| CriuError::Write {
+                    path: plugins.join(names::CRIU_UNIX_SOCKETS),
+                    source,
+                })?;
+            }
         }
-        Ok(self.container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS))
+        Ok(plugins)
     }
+}
+
+/// Lists for firn's plugin the Unix sockets that are closed in the image.
+fn list(sockets: &[UnixSocket], plugins: &Path) -> std::io::Result<()> {
+    let line = |socket: &UnixSocket| match socket.other_end {
+        OtherEnd::Hidden(peer) => format!("hidden {} {peer}\n", socket.inode),
+        OtherEnd::Client => format!("unseen {} {}\n", socket.inode, socket.kind.number()),
+        _ => format!("seen {}\n", socket.inode),
+    };
+    let lines: String = sockets.iter().map(line).collect();
+    atomic_file::write(plugins, names::CRIU_UNIX_SOCKETS, lines.as_bytes(), 0o600)
 }
 
 /// Waits for an effect, unless the container is to end meanwhile. A driver worker whose call is cancelled

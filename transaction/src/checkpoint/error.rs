@@ -143,7 +143,7 @@ pub enum DumpError {
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
     Stalled { what: &'static str, limit: Duration },
-    #[error("cannot close TCP connections in the image")]
+    #[error("cannot close connections in the image")]
     #[problem(
         "FIRN-DUMP",
         "report it with the image; firn.dev/tcp=keep leaves the image as it is"

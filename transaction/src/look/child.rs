@@ -91,6 +91,7 @@ fn check(workload: &Workload) -> Answer<Checked> {
         other_gpus: outcome.other_gpus,
         inherited: outcome.inherited,
         link_remap: outcome.link_remap,
+        unix_sockets: outcome.unix_sockets,
     })
 }
 

@@ -37,6 +37,8 @@ impl ContainerEffects<'_> {
         if dump.open_tcp && spec.annotation(names::ANNOTATION_TCP).is_none() {
             assertions.tcp = Tcp::Keep;
         }
+        assertions.external_unix =
+            dump.external_unix_sockets || criu.is_some_and(CriuConfig::users_external_unix);
         dump.open_tcp = matches!(assertions.tcp, Tcp::Keep | Tcp::Auto);
         let versions = Versions {
             firn: env!("CARGO_PKG_VERSION").to_owned(),
@@ -101,9 +103,11 @@ impl ContainerEffects<'_> {
             left_out,
             inherited,
             link_remap,
+            unix_sockets,
             ..
         } = self.look(request).await?;
         (self.progress.inherited, self.progress.link_remap) = (inherited, link_remap);
+        self.progress.unix_sockets = unix_sockets;
         if left_out.count != std::mem::replace(&mut self.progress.omitted, left_out.count)
             && left_out.count > 0
         {
