@@ -64,6 +64,7 @@ def lightning(args):
     """PyTorch Lightning's trainer, in mixed precision."""
     torch = torch_with_seed()
     import pytorch_lightning
+    from pytorch_lightning.plugins.environments import LightningEnvironment
 
     class Module(pytorch_lightning.LightningModule):
         def __init__(self):
@@ -80,7 +81,9 @@ def lightning(args):
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
     pytorch_lightning.seed_everything(20)
+    # Named, because a trainer that looks for its environment starts MPI where mpi4py is installed.
     trainer = pytorch_lightning.Trainer(
+        plugins=[LightningEnvironment()],
         accelerator="gpu" if args.device == "cuda" else "cpu", devices=1, max_steps=args.steps, precision="bf16-mixed", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Module(), torch.utils.data.DataLoader(rows(torch, args), BATCH))

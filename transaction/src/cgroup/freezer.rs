@@ -7,10 +7,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_preflight::is_in_vfork;
 use tokio::time::{Instant, sleep};
 
 use super::read::{self, FlatKeyed};
 use super::{Cgroup, CgroupError, Version};
+use crate::blocking::blocking;
 
 /// First pause between two reads of the state. It doubles up to [`SLOWEST`].
 const FASTEST: Duration = Duration::from_millis(1);
@@ -24,6 +26,12 @@ const V1_KICK: Duration = Duration::from_millis(500);
 
 /// How long v1 is thawed for that.
 const V1_KICK_PAUSE: Duration = Duration::from_millis(10);
+
+/// How long a freeze is repeated until no process is between vfork and exec.
+const VFORK: Duration = Duration::from_millis(500);
+
+/// How long a process may take to its exec.
+const EXEC: Duration = Duration::from_millis(5);
 
 /// Whether a v1 freezer that does not finish may be thawed for a moment.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -62,6 +70,23 @@ impl Cgroup {
             self.order(&dir, FreezerState::Thawed)?;
         }
         frozen
+    }
+
+    /// Freezes them at a moment when none is between vfork and exec, if there is one within [`VFORK`]: CRIU
+    /// cannot stop the parent of a process that stands still there. A cgroup that is frozen already is thawed
+    /// for moments if it has to be.
+    pub(crate) async fn freeze_outside_vfork(&self, limit: Duration) -> Result<(), CgroupError> {
+        let until = Instant::now() + VFORK;
+        self.freeze(limit).await?;
+        loop {
+            let pids = self.pids()?;
+            if Instant::now() >= until || !blocking(move || is_in_vfork(&pids)).await {
+                return Ok(());
+            }
+            self.thaw(limit).await?;
+            sleep(EXEC).await;
+            self.freeze(limit).await?;
+        }
     }
 
     /// Freezes processes of which none may run: never thaws, not even for the moment that lets a v1 freezer

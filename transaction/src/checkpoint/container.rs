@@ -7,7 +7,6 @@ mod manifest;
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use firn_config::{Config, Tcp, names};
 use firn_gpu::protocol::GpuMemory;
@@ -17,7 +16,7 @@ use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
 use firn_oci::criu_config::{CriuError, Operation};
 use firn_oci::mounts;
-use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_in_vfork};
+use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
 
 use super::Request;
 use super::dump::{Found, Leftovers, bounded, dump};
@@ -37,12 +36,6 @@ use crate::runc::Bounds;
 use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
 use crate::warn::OrWarn;
-
-/// How long a freeze is repeated until no process is between vfork and exec.
-const VFORK: Duration = Duration::from_millis(500);
-
-/// How long a process may take to its exec.
-const EXEC: Duration = Duration::from_millis(5);
 
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
@@ -273,22 +266,8 @@ impl Device for ContainerEffects<'_> {
         self.journal.leave(phase, ok).await;
     }
 
-    /// At a moment when no process is between vfork and exec, if there is one within [`VFORK`].
     async fn freeze(&mut self) -> Result<(), EffectError> {
-        let (cgroup, limit) = (&self.cgroup, self.config.deadlines.freeze);
-        let until = Instant::now() + VFORK;
-        let freeze = async {
-            cgroup.freeze(limit).await?;
-            loop {
-                let pids = cgroup.pids()?;
-                if Instant::now() >= until || !blocking(move || is_in_vfork(&pids)).await {
-                    return Ok::<_, EffectError>(());
-                }
-                cgroup.thaw(limit).await?;
-                tokio::time::sleep(EXEC).await;
-                cgroup.freeze(limit).await?;
-            }
-        };
+        let freeze = self.cgroup.freeze_outside_vfork(self.config.deadlines.freeze);
         unless_cancelled(&self.cancel, freeze).await
     }
 

@@ -25,7 +25,7 @@ use crate::reaper::Reaper;
 use crate::runc::{Bounds, RuntimeKind, UnfitRuntime};
 use crate::warn::OrWarn;
 
-/// How long the reset of a freezer may take.
+/// How long a reset of the freezer may take.
 pub(super) const RESET: Duration = Duration::from_secs(10);
 
 /// CRIU's plugin directory for the GPUs that the processes have open; none: CRIU's own choice.
@@ -98,6 +98,7 @@ async fn dump_plain(
         cancel: &guard.cancel,
         freezer: None,
     };
+    freeze_outside_vfork(container, was_frozen, &guard.cancel).await;
     let inside = image.inside();
     let paths = (&*inside, &*work.path);
     let call = request.call(paths, &request.flags, !request.exit, plugins, bounds);
@@ -144,6 +145,21 @@ async fn dump_plain(
     left.tidy(container, keep_log, complete, &guard.cancel).await;
     journal::point("dump-tidied").await;
     result
+}
+
+/// Freezes again a container that its client has frozen while a process was between vfork and exec: CRIU
+/// would give up after 10 s.
+async fn freeze_outside_vfork(container: &Container, was_frozen: bool, cancel: &CancellationToken) {
+    if !was_frozen {
+        return;
+    }
+    let frozen = async { container.cgroup()?.freeze_outside_vfork(RESET).await };
+    if let Some(frozen) = cancel.unless_cancelled(frozen).await {
+        frozen.or_warn(format_args!(
+            "{}: a process may be between vfork and exec",
+            container.id
+        ));
+    }
 }
 
 /// Writes the dump to the journal and takes hold of the image directory.

@@ -85,7 +85,9 @@ fn update(cri: Cri<'_>) -> Result<String> {
 fn out_of_memory(cri: Cri<'_>) -> Result<String> {
     let pod = cri.pod("pod")?;
     let limits = json!({ "resources": { "memoryLimitInBytes": "16777216" } });
-    let container = pod.start_with("c", &json!({ "command": ["tail", "/dev/zero"], "linux": limits }))?;
+    // The pause before the exit: of two events at once the stock shim may send that of the exit first.
+    let command = ["sh", "-c", "tail /dev/zero; code=$?; sleep 1; exit $code"];
+    let container = pod.start_with("c", &json!({ "command": command, "linux": limits }))?;
     let seen = container.ended()?;
     pod.remove(&[&container])?;
     Ok(seen)

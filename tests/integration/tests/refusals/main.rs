@@ -263,9 +263,15 @@ fn a_cuda_process_started_by_exec_is_refused(platform: Platform) -> Result<()> {
 }
 
 /// Starts a program in a container that outlives its client.
-fn exec<'a>(job: &Container<'_>, host: &GpuHost, exec_id: &'a str, command: &[&'a str]) -> Result<()> {
-    let exec = ["ctr", "tasks", "exec", "--detach", "--exec-id", exec_id, job.id()];
-    host.node().run(&[&exec[..], command].concat()).map(drop)
+/// Starts a sleep by exec in the container, and waits until it sleeps.
+fn exec_sleep(job: &Container<'_>, host: &GpuHost) -> Result<()> {
+    let exec = ["ctr", "tasks", "exec", "--detach", "--exec-id", "shell", job.id()];
+    host.node().run(&[&exec[..], &["sleep", "1000"]].concat())?;
+    wait_for("the exec to sleep", LIMIT, || {
+        let processes = host.node().processes();
+        let mut sleeping = processes.iter().filter(|process| process.command == "sleep");
+        Ok(sleeping.next().map(drop))
+    })
 }
 
 fn exec_processes_are_refused_or_left_out_as_annotated(platform: Platform) -> Result<()> {
@@ -273,7 +279,7 @@ fn exec_processes_are_refused_or_left_out_as_annotated(platform: Platform) -> Re
         host.watch_runc()?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
-        exec(&job, host, "shell", &["sleep", "1000"])?;
+        exec_sleep(&job, host)?;
         let output = refused(&job, host, "FIRN-EXEC")?;
         ensure!(
             output.contains("(sleep)") && output.contains("firn.dev/exec=omit"),
@@ -300,7 +306,7 @@ fn exec_processes_are_refused_or_left_out_as_annotated(platform: Platform) -> Re
         let strict = ["--annotation", "firn.dev/exec=refuse"];
         let job = Container::count_with(host, "job", &["0"], 1, &strict, &[])?;
         job.goes_on(3)?;
-        exec(&job, host, "shell", &["sleep", "1000"])?;
+        exec_sleep(&job, host)?;
         fails(&job, host, "FIRN-EXEC")?;
         job.remove()?;
         host.idle()
