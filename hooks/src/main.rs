@@ -66,7 +66,7 @@ run by the shim; results are JSON on standard output:
                      prints what in CRIU's files exceeds the spec, or null
   check-tasks BUNDLE INIT [PID]...
                      prints what in restored processes exceeds it, or null
-  release BUNDLE LOG [PID]...
+  release BUNDLE RUN [PID]...
                      ends what a CRIU that was killed in a dump has left: TCP
                      connections that hang, rules of the packet filter, links
 
@@ -116,9 +116,7 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         ["library-dirs"] => convert::library_dirs(),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
-        ["release", bundle, log, ref pids @ ..] => {
-            killed_criu::release(Path::new(bundle), Path::new(log), pids)
-        }
+        ["release", bundle, run, ref pids @ ..] => killed_criu::release(Path::new(bundle), run, pids),
         ["check-image", bundle, image] => image::check(Path::new(bundle), Path::new(image)),
         ["convert", bundle, ref options @ ..] => {
             let (restores, options) = match options {

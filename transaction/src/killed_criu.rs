@@ -3,13 +3,15 @@
 //! a process of its own, because it enters the container's network namespace, runs iptables, and looks at
 //! directories of the container.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
-use firn_host::Chain;
+use firn_host::{Chain, bounded};
 
+use crate::blocking::stoppable_until;
 use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::reaper::Reaper;
@@ -17,6 +19,9 @@ use crate::warn::OrWarn;
 
 /// CRIU's log of a dump in its work directory.
 pub(crate) const DUMP_LOG: &str = "dump.log";
+
+/// How long CRIU's log is read.
+const READ: Duration = Duration::from_millis(500);
 
 /// How long it may take while the container waits.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -43,12 +48,19 @@ pub(crate) async fn release(container: &Container, log: &Path, cancel: &Cancella
 
 /// The same of the container in `bundle` with these processes, which may have ended.
 pub async fn release_of(bundle: &Path, log: &Path, pids: &[i32], limit: Duration, reaper: &Reaper) {
+    let log = Log::read_in_time(log).await;
+    if log.has_released {
+        return;
+    }
     let config = Config::load().or_log().unwrap_or_default();
     let Some(hook) = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).or_log() else {
         return;
     };
     let mut command = Command::new(hook);
-    command.arg("release").args([bundle, log]);
+    command
+        .arg("release")
+        .arg(bundle)
+        .arg(log.run.unwrap_or_default());
     command.args(pids.iter().map(ToString::to_string));
     let output = reaper.output(&mut command, limit).await;
     let output = output.map_err(|error| Chain(&error).to_string());
@@ -57,5 +69,62 @@ pub async fn release_of(bundle: &Path, log: &Path, pids: &[i32], limit: Duration
         log::warn!(
             "connections of the container in {bundle} may hang, and files link_remap.N may be left: {error}"
         );
+    }
+}
+
+/// What CRIU's log shows of a dump.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Log {
+    /// How CRIU calls this run.
+    run: Option<String>,
+    /// CRIU has come to an end, and has released the network before.
+    has_released: bool,
+}
+
+impl Log {
+    /// What the log shows if it is read in time: its file system may be what CRIU has waited for. Not in
+    /// firn-hook, which could not end before that file system answers.
+    async fn read_in_time(path: &Path) -> Self {
+        let path = path.to_owned();
+        let read = stoppable_until(READ, std::future::pending(), move |_| Self::read(&path));
+        read.await.unwrap_or_default()
+    }
+
+    /// A log that is not there shows nothing.
+    fn read(path: &Path) -> Self {
+        let mut log = Self::default();
+        let visit = |line: &[u8]| {
+            let line = String::from_utf8_lossy(line);
+            if let Some((_, run)) = line.split_once("CRIU run id = ") {
+                log.run = Some(run.trim().to_owned());
+            }
+            log.has_released |= line.contains("Unfreezing tasks into");
+            ControlFlow::Continue(())
+        };
+        drop(bounded::each(path, b'\n', bounded::LINES, visit));
+        log
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_log_shows_the_run_and_whether_criu_has_come_to_its_end() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let of = async |text: &str| {
+            std::fs::write(file.path(), text).unwrap();
+            Log::read_in_time(file.path()).await
+        };
+        let killed = "(00.000020) CRIU run id = 4a-1\n(00.000100) Seized task\n";
+        let expected = Log {
+            run: Some("4a-1".to_owned()),
+            has_released: false,
+        };
+        assert_eq!(of(killed).await, expected);
+        let ended = format!("{killed}(00.2) Unfreezing tasks into 1\n");
+        assert!(of(&ended).await.has_released);
+        assert_eq!(Log::read_in_time(Path::new("/nonexistent")).await, Log::default());
     }
 }
