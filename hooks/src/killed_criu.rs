@@ -9,8 +9,8 @@ use firn_oci::criu_config::had_link_remap;
 
 use crate::network;
 
-/// Releases the container in `bundle`. Its processes, init first, may have ended. `run` is how CRIU has called
-/// its run; empty if that is unknown.
+/// Releases the container in `bundle`. Its processes, init first, may have ended. `run` is how CRIU has
+/// called its run; empty if that is unknown.
 pub fn release(bundle: &Path, run: &str, pids: &[&str]) -> Result<()> {
     let pids = pids.iter().map(|pid| pid.parse::<i32>());
     let pids = pids.collect::<Result<Vec<_>, _>>().context("this is no pid")?;
