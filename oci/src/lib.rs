@@ -24,5 +24,5 @@ pub use gpu_request::{
     GpuRequest, KIND, NamedGpus, RUNTIME_KIND, RequestSource, Rules, drop_mounting_hooks, remove_requests,
     requests_beyond_gpus,
 };
-pub use spec::{DeviceRule, Spec, SpecDevice, SpecError, SpecMount};
+pub use spec::{Access, DeviceChange, DeviceRule, Spec, SpecDevice, SpecError, SpecMount};
 pub use vendor::{OtherGpu, other_gpu};

@@ -5,6 +5,7 @@
 //! oci-spec refuses and runc accepts must not stop a container for which that field does not matter. A
 //! malformed entry is an error where firn would act on it; everywhere else it is left to runc.
 
+mod device_changes;
 mod devices;
 mod privileges;
 
@@ -18,6 +19,7 @@ use oci_spec::runtime::{Hook, Mount};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+pub use self::device_changes::{Access, DeviceChange};
 pub use self::devices::{DeviceRule, SpecDevice, parse_device};
 pub use self::privileges::capability;
 use firn_host::bounded::read_at_most;

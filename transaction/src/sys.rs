@@ -4,6 +4,8 @@
 //! callers.
 #![allow(unsafe_code)]
 
+pub(crate) mod bpf;
+
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;

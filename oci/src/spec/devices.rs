@@ -7,6 +7,7 @@ use oci_spec::runtime::{LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType};
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::device_changes::Access;
 use super::{Spec, SpecError};
 
 /// An entry of `linux.devices`.
@@ -51,42 +52,54 @@ impl DeviceRule {
     /// Whether the rule names all devices, for reading and for writing.
     fn names_all(&self) -> bool {
         let is_every_device = self.has_all_types() && is_all(self.0.major()) && is_all(self.0.minor());
-        is_every_device && self.has_access('r') && self.has_access('w')
+        is_every_device && (Access::READ | Access::WRITE) & !self.letters() == Access::NONE
     }
 
     /// Whether these rules, in order, allow opening the device for reading or writing.
     pub fn open(rules: &[Self], node: &DeviceNode) -> bool {
-        let mut open = (false, false);
-        for rule in rules.iter().filter(|rule| rule.covers(node)) {
-            let (reads, writes) = (rule.has_access('r'), rule.has_access('w'));
-            open = match rule.is_allow() {
-                true => (open.0 || reads, open.1 || writes),
-                false => (open.0 && !reads, open.1 && !writes),
-            };
-        }
-        open.0 || open.1
+        !(Self::access(rules, node.id()) & (Access::READ | Access::WRITE)).is_none()
+    }
+
+    /// What these rules, in order, allow with the device of this type and these numbers.
+    pub(super) fn access(rules: &[Self], device: (NodeType, u64, u64)) -> Access {
+        let covering = rules.iter().filter(|rule| rule.covers(device));
+        covering.fold(Access::NONE, |all, rule| match rule.is_allow() {
+            true => all | rule.letters(),
+            false => all & !rule.letters(),
+        })
+    }
+
+    /// The device that the rule names alone.
+    pub(super) fn one_device(&self) -> Option<(NodeType, u64, u64)> {
+        let number = |number: Option<i64>| number.and_then(|number| u64::try_from(number).ok());
+        let kind = match self.0.typ()? {
+            LinuxDeviceType::A => return None,
+            LinuxDeviceType::B => NodeType::Block,
+            _ => NodeType::Char,
+        };
+        Some((kind, number(self.0.major())?, number(self.0.minor())?))
     }
 
     /// Whether the rule names this device alone.
     pub fn is_exactly(&self, node: &DeviceNode) -> bool {
-        !self.is_wildcard() && self.covers(node)
+        !self.is_wildcard() && self.covers(node.id())
     }
 
     /// Whether the rule names this device, alone or among others.
-    fn covers(&self, node: &DeviceNode) -> bool {
+    fn covers(&self, (kind, major, minor): (NodeType, u64, u64)) -> bool {
         let is_block = self.0.typ() == Some(LinuxDeviceType::B);
-        let has_type = self.has_all_types() || is_block == (node.kind == NodeType::Block);
+        let has_type = self.has_all_types() || is_block == (kind == NodeType::Block);
         let has_number =
             |rule: Option<i64>, of_node: u64| is_all(rule) || rule.map(u64::try_from) == Some(Ok(of_node));
-        has_type && has_number(self.0.major(), node.major) && has_number(self.0.minor(), node.minor)
+        has_type && has_number(self.0.major(), major) && has_number(self.0.minor(), minor)
     }
 
     fn has_all_types(&self) -> bool {
         matches!(self.0.typ(), None | Some(LinuxDeviceType::A))
     }
 
-    fn has_access(&self, access: char) -> bool {
-        self.0.access().as_ref().is_some_and(|all| all.contains(access))
+    fn letters(&self) -> Access {
+        Access::of_letters(self.0.access().as_deref().unwrap_or_default())
     }
 }
 

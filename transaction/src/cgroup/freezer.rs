@@ -148,13 +148,7 @@ impl Cgroup {
     }
 
     fn own_freezer_dir(&self) -> Result<PathBuf, CgroupError> {
-        let dir = self.freezer_dir()?;
-        let own = self.own()?.dir();
-        if own == dir {
-            Ok(dir)
-        } else {
-            Err(CgroupError::NotOwn { path: dir })
-        }
+        self.own_dir(self.freezer_dir()?)
     }
 
     fn order(&self, dir: &Path, state: FreezerState) -> Result<(), CgroupError> {

@@ -8,6 +8,8 @@
 //! its own.
 
 mod clean;
+mod device_program;
+mod devices;
 mod freezer;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]
@@ -101,6 +103,22 @@ pub enum CgroupError {
     /// Out-of-memory events cannot be watched.
     #[error("cannot watch {path} for out-of-memory events")]
     OomWatch { path: PathBuf, source: io::Error },
+    /// Rules for more than one device at once differ.
+    #[error("rules for several devices at once cannot be replaced in a running container")]
+    DeviceRanges,
+    /// There are no rules in force that could be replaced.
+    #[error("cgroup {path} does not restrict devices")]
+    AnyDevice { path: PathBuf },
+    /// The rules are not the requested ones after they were replaced.
+    #[error("device rules of cgroup {path} were changed by another program. hint: look for what manages it")]
+    DeviceRules { path: PathBuf },
+    /// The kernel refused to read, load or attach a program that enforces device rules.
+    #[error("cannot {action} device program of cgroup {path}")]
+    DeviceProgram {
+        action: &'static str,
+        path: PathBuf,
+        source: io::Error,
+    },
     /// The host does not account memory per cgroup.
     #[error("cgroup memory controller is not available")]
     NoMemory,
@@ -221,6 +239,14 @@ impl Cgroup {
             _ => Err(CgroupError::NotOwn {
                 path: self.primary_dir(),
             }),
+        }
+    }
+
+    /// This directory, if it is the container's own.
+    fn own_dir(&self, dir: PathBuf) -> Result<PathBuf, CgroupError> {
+        match self.own_dirs()?.contains(&dir) {
+            true => Ok(dir),
+            false => Err(CgroupError::NotOwn { path: dir }),
         }
     }
 
