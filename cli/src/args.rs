@@ -20,6 +20,8 @@ pub enum Command {
     Plan(PlanArgs),
     Audit(AuditArgs),
     Restore(RestoreArgs),
+    Resume(ResumeArgs),
+    MoveGpu(MoveGpuArgs),
     Doctor(DoctorArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
@@ -126,6 +128,80 @@ pub struct RestoreArgs {
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Resume a paused container whose pause has freed its GPUs (annotation firn.dev/pause=release-gpu).
+///
+/// As `ctr tasks resume`, and onto other GPUs of this node, if wanted. A container that cannot be resumed stays
+/// paused, with its GPU state in host memory.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  firn resume train\n  firn resume train --gpus 1 --busy wait\n\n\
+                  Exit status: 0 the container goes on, 1 it does not, 2 wrong usage."
+)]
+pub struct ResumeArgs {
+    #[command(flatten)]
+    pub task: TaskArgs,
+    /// GPUs of this node in the place of its own, by UUID or by the index of nvidia-smi, with commas; or
+    /// pairs `GPU-old=GPU-new`.
+    #[arg(long, value_name = "GPUS")]
+    pub gpus: Option<String>,
+}
+
+/// Move a running container to other GPUs of this node.
+///
+/// Its GPU memory goes through host memory. Its processes, files and connections stay. If the other GPUs cannot
+/// take it, it goes on with its own.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  firn move-gpu train --gpus 1\n  firn move-gpu ranks --gpus 2,3\n\n\
+                  Exit status: 0 the container runs on the other GPUs, 1 it was not moved, 2 wrong usage."
+)]
+pub struct MoveGpuArgs {
+    #[command(flatten)]
+    pub task: TaskArgs,
+    /// GPUs of this node, by UUID or by the index of nvidia-smi, with commas; or pairs `GPU-old=GPU-new`.
+    #[arg(long, value_name = "GPUS")]
+    pub gpus: String,
+}
+
+/// A container with a task, and what to do if another one has the GPUs.
+#[derive(Debug, clap::Args)]
+pub struct TaskArgs {
+    /// Id of the container.
+    pub id: String,
+    /// What to do if another container of firn has one of the GPUs. Default: as the container's annotation
+    /// firn.dev/gpu-busy says, or the configuration.
+    #[arg(long)]
+    pub busy: Option<Busy>,
+    /// Namespace of the container in containerd.
+    #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
+    pub namespace: String,
+    /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
+    #[arg(
+        long,
+        short,
+        value_name = "SOCKET",
+        env = "CONTAINERD_ADDRESS",
+        default_value = "/run/containerd/containerd.sock"
+    )]
+    pub address: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What happens if another container has one of the GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Busy {
+    /// Fail.
+    Refuse,
+    /// Wait until it is free.
+    Wait,
+    /// Take free GPUs of [restore] gpus in the configuration.
+    Elsewhere,
+    /// Have it together.
+    Share,
 }
 
 /// Check whether this node can checkpoint and restore GPU containers.

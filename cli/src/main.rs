@@ -1,15 +1,18 @@
-//! firn: shows checkpoints, workloads and nodes, restores image directories, and writes CDI files.
+//! firn: shows checkpoints, workloads and nodes, restores image directories, moves containers to other GPUs,
+//! and writes CDI files.
 //!
-//! Only `cdi generate` and `restore` change anything. The driver is reached through `firn-gpu`.
+//! Only `cdi generate`, `restore`, `resume` and `move-gpu` change anything. The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod args;
 mod audit;
 mod cdi;
+mod containerd;
 mod doctor;
 mod image;
 mod inspect;
+mod moves;
 mod output;
 mod plan;
 mod program;
@@ -35,6 +38,8 @@ fn main() -> ExitCode {
             verdict => verdict.map(|verdict| verdict == Verdict::Can),
         },
         Command::Restore(args) => restore::run(&args),
+        Command::Resume(args) => moves::resume(&args),
+        Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cdi(command) => cdi::run(&command),
     };

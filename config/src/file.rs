@@ -27,6 +27,8 @@ sections! {
         pub checkpoint: Checkpoint = Checkpoint::default(),
         /// Which GPUs restored containers get.
         pub restore: Restore = Restore::default(),
+        /// Containers whose pause gives their GPUs free.
+        pub pause: Pause = Pause::default(),
         /// Containers with the annotation `firn.dev/nccl`.
         pub nccl: Nccl = Nccl::default(),
     }
@@ -81,6 +83,8 @@ sections! {
         pub restored: Duration = Duration::from_secs(300),
         /// The container's hook `failed`.
         pub failed: Duration = Duration::from_secs(120),
+        /// What a resume waits for GPUs that another container has, if it is to wait.
+        pub gpu_wait: Duration = Duration::from_secs(600),
         /// `runc restore`.
         pub criu_restore: Duration = Duration::from_secs(1800),
         /// The driver's copy of GPU memory back onto the GPU, all processes together.
@@ -141,6 +145,12 @@ sections! {
         /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may
         /// make a pod names the checkpoint as the container's image.
         pub cri: bool = false,
+    }
+
+    /// `[pause]`
+    pub struct Pause {
+        /// What a resume does if another container has the GPUs. A container's annotation comes first.
+        pub gpu_busy: GpuBusy = GpuBusy::Refuse,
     }
 
     /// `[nccl]`
@@ -243,6 +253,35 @@ impl Word for Tcp {
 }
 
 impl Tcp {
+    /// The choice that this word stands for, in the configuration and in the annotation.
+    pub fn of_word(word: &str) -> Option<Self> {
+        section::of_word(word)
+    }
+}
+
+/// What the resume of a parked container does if another container has one of its GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpuBusy {
+    /// It is refused.
+    Refuse,
+    /// It waits.
+    Wait,
+    /// It takes free GPUs of `[restore] gpus`.
+    Elsewhere,
+    /// Both have the GPU.
+    Share,
+}
+
+impl Word for GpuBusy {
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("refuse", Self::Refuse),
+        ("wait", Self::Wait),
+        ("elsewhere", Self::Elsewhere),
+        ("share", Self::Share),
+    ];
+}
+
+impl GpuBusy {
     /// The choice that this word stands for, in the configuration and in the annotation.
     pub fn of_word(word: &str) -> Option<Self> {
         section::of_word(word)

@@ -16,8 +16,8 @@ pub mod text;
 mod toolkit;
 
 pub use file::{
-    Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, Hook, JobHooks, Nccl,
-    OpenImageDir, RemapPolicy, Restore, Tcp, Worker,
+    Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook, JobHooks,
+    Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
 };
 pub use programs::{
     INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path,

@@ -44,6 +44,26 @@ pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
 /// [`crate::Tcp`].
 pub const ANNOTATION_TCP: &str = "firn.dev/tcp";
 
+/// Annotation: `release-gpu` makes a pause give the container's GPUs free.
+pub const ANNOTATION_PAUSE: &str = "firn.dev/pause";
+
+/// Annotation: what a resume does if another container has the GPUs, in the words of [`crate::GpuBusy`].
+/// Also in the annotations of a task's update.
+pub const ANNOTATION_GPU_BUSY: &str = "firn.dev/gpu-busy";
+
+/// In the annotations of a task's update: the GPUs that the container gets from now on, by UUID or index, or
+/// [`SAME_GPUS`].
+pub const ANNOTATION_MOVE_GPU: &str = "firn.dev/move-gpu";
+
+/// A value of [`ANNOTATION_MOVE_GPU`]: those that it has.
+pub const SAME_GPUS: &str = "same";
+
+/// Label of a container in containerd's metadata: the state of one that is parked.
+pub const LABEL_PARKED: &str = "firn.dev/parked";
+
+/// Directory of the node in which each container of firn names its GPUs.
+pub const LEASES: &str = "/run/firn/leases";
+
 /// Annotation: what is called in the container when its checkpoint begins.
 pub const ANNOTATION_HOOK_PREPARE: &str = "firn.dev/hook-prepare";
 

@@ -16,7 +16,7 @@ use firn_remap::Grant;
 
 use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
 use crate::finding::{self, Connection, Finding, Inherited, Processes, UnixSocket, Unreadable};
-use crate::{Refusal, Workload};
+use crate::{Assertions, Refusal, Workload};
 
 /// The node of a container, and the GPUs that it has there.
 #[derive(Debug)]
@@ -148,7 +148,8 @@ impl<'a> Run<'a> {
     }
 
     fn apply(mut self) -> Result<Outcome, CheckError> {
-        let rules: [Rule<'a>; 9] = [
+        let rules: [Rule<'a>; 10] = [
+            Self::leaves,
             Self::other_vendors,
             Self::left_out,
             Self::findings,
@@ -177,8 +178,22 @@ impl<'a> Run<'a> {
         self.tree.get_or_init(|| Tree::of(*init, pids))
     }
 
+    /// The processes that are dumped, or all that are paused.
     fn dumped(&self) -> Vec<i32> {
+        if self.workload.pause {
+            return self.workload.pids.clone();
+        }
         self.tree().dumped.iter().copied().collect()
+    }
+
+    fn leaves(&mut self) -> Result<(), CheckError> {
+        let Workload { pids, leaves, .. } = self.workload;
+        if !leaves.is_empty() {
+            self.announce("a file that a process has open or mapped");
+            let kept = finding::kept(self.proc_root, pids, leaves)?;
+            self.outcome.refusals.extend(kept);
+        }
+        Ok(())
     }
 
     fn other_vendors(&mut self) -> Result<(), CheckError> {
@@ -192,8 +207,14 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
+    /// What the owner asserts; none where nothing is dumped, or the processes are not checked.
+    fn dump(&self) -> Option<&'a Assertions> {
+        let asserted = self.workload.processes.as_ref();
+        asserted.filter(|_| !self.workload.pause)
+    }
+
     fn left_out(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = &self.workload.processes else {
+        let Some(assertions) = self.dump() else {
             return Ok(());
         };
         self.announce("the memory maps and environments of processes");
@@ -210,7 +231,7 @@ impl<'a> Run<'a> {
         };
         let dumped = self.dumped();
         let cuda: Vec<i32> = (self.workload.cuda.iter().copied())
-            .filter(|pid| self.tree().dumped.contains(pid))
+            .filter(|pid| dumped.contains(pid))
             .collect();
         let before = self
             .workload
@@ -226,7 +247,8 @@ impl<'a> Run<'a> {
             inherited_before: &before,
         };
         let (findings, inherited) = finding::inspect(self.proc_root, &processes)?;
-        let (refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
+        let (mut refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
+        refusals.retain(|refusal| !(self.workload.pause && refusal.is_crius()));
         self.outcome.refusals.extend(refusals);
         self.outcome.findings = findings;
         if assertions.released {
@@ -242,7 +264,7 @@ impl<'a> Run<'a> {
     }
 
     fn connections(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = &self.workload.processes else {
+        let Some(assertions) = self.dump() else {
             return Ok(());
         };
         let refuses = assertions.tcp == Tcp::Refuse;
@@ -260,7 +282,7 @@ impl<'a> Run<'a> {
     }
 
     fn deleted_names(&mut self) -> Result<(), CheckError> {
-        if self.workload.processes.is_none() {
+        if self.dump().is_none() {
             return Ok(());
         }
         self.announce("a file that a process has open or mapped by a deleted name");
@@ -273,7 +295,7 @@ impl<'a> Run<'a> {
     }
 
     fn unix_sockets(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = &self.workload.processes else {
+        let Some(assertions) = self.dump() else {
             return Ok(());
         };
         let plugin = self.workload.criu_plugin;
@@ -290,6 +312,11 @@ impl<'a> Run<'a> {
         self.announce("a file that a process has open or mapped");
         let needs = Needs::of(&self.dumped(), part.gpu_memory);
         let limit = MemoryLimit::of(&self.workload.cuda).map_err(CheckError::Limit)?;
+        if self.workload.pause {
+            let refused = environment::by_memory(needs, limit);
+            self.outcome.refusals.extend(refused);
+            return Ok(());
+        }
         self.announce(&part.image);
         let refusals = environment::by_capacity(needs, limit, &part.image, &part.work);
         self.outcome.refusals.extend(refusals);

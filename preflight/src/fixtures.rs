@@ -133,6 +133,11 @@ fn of_the_environment() -> Vec<Refusal> {
             comm: "python".to_owned(),
             what: "the socket of an NCCL communicator".to_owned(),
         },
+        Refusal::KeptGpu {
+            pid: 7,
+            comm: "python".to_owned(),
+            file: "/dev/nvidia0".to_owned(),
+        },
         Refusal::ExternalStream {
             pid: 7,
             comm: "python".to_owned(),

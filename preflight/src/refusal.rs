@@ -102,6 +102,9 @@ pub enum Refusal {
     )]
     #[problem("FIRN-IPC-HELD", RELEASE)]
     Held { pid: i32, comm: String, what: String },
+    #[error("process {pid} ({comm}) has {file} open or mapped, a GPU that would be taken from the container")]
+    #[problem("FIRN-GPU-KEPT", CLOSE_KEPT)]
+    KeptGpu { pid: i32, comm: String, file: String },
     #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
     #[problem("FIRN-IPC", SHARE_NONE)]
     SharingLibrary { pid: i32, comm: String, file: String },
@@ -194,6 +197,20 @@ pub enum Refusal {
     },
 }
 
+impl Refusal {
+    /// Whether CRIU is the reason, and the driver would not mind.
+    pub(crate) fn is_crius(&self) -> bool {
+        matches!(
+            self,
+            Self::IoUring { .. }
+                | Self::Rdma { .. }
+                | Self::InheritedGpu { .. }
+                | Self::LeakedGpu { .. }
+                | Self::Vfork { .. }
+        )
+    }
+}
+
 const DRIVER: &str = "install driver 570 or later (580 to restore onto other GPUs)";
 const CDI: &str = "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)";
 const WHOLE_GPUS: &str = "use whole GPUs for containers that are to be checkpointed";
@@ -209,6 +226,8 @@ const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd'
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
 const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that was forked from a CUDA \
                          process must keep its parent and open no GPU itself";
+const CLOSE_KEPT: &str = "close it in that process, or end it: children that were forked from a CUDA process keep its \
+                          GPUs open; or move the container by checkpoint and restore";
 const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";
 const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
                           ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use firn_config::{Config, Exec, Tcp, names};
+use firn_gpu::DeviceNode;
 use firn_oci::{Spec, job_hook, nccl};
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +26,11 @@ pub struct Workload {
     pub other_vendors: Option<OtherVendors>,
     /// Check which processes CRIU would leave out, and what the others have open and mapped.
     pub processes: Option<Assertions>,
+    /// Nothing is dumped: check only what the driver does not park, or cannot restore. Then the image of
+    /// `capacity` does not matter.
+    pub pause: bool,
+    /// GPUs that are taken from the container: no process may have one open.
+    pub leaves: Vec<DeviceNode>,
     /// CRIU is given firn's plugin for GPUs that processes have inherited.
     pub criu_plugin: bool,
     /// The file in the bundle that keeps what processes had inherited at the container's last checkpoint.

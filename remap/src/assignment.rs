@@ -3,11 +3,11 @@
 use crate::plan;
 use crate::plan::{MapPolicy, PlanError, PlanRequest, Warning};
 use firn_config::Restore;
-use firn_gpu::{Gpu, GpuUuid, Inventory};
+use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::Problem;
 
 use crate::policy::{self, PolicyError};
-use crate::{Grant, GrantError};
+use crate::{Grant, GrantError, MapError, RequestedMap};
 use firn_image::manifest::Manifest;
 use firn_oci::Spec;
 
@@ -30,8 +30,11 @@ pub enum AssignmentError {
     #[error("cannot find out which GPUs the container may use")]
     Grant(#[from] GrantError),
     /// The GPUs of the checkpoint find no place in the grant.
-    #[error("the checkpoint does not fit this container and node")]
+    #[error("the GPUs of the source find no place among those of the target")]
     Plan(#[from] PlanError),
+    /// Pairs that a client has written.
+    #[error("cannot read the GPU map")]
+    Map(#[from] MapError),
 }
 
 impl GpuAssignment {
@@ -53,6 +56,50 @@ impl GpuAssignment {
             source: &manifest.gpus,
             source_topology: &manifest.topology,
             source_driver: manifest.driver.as_ref().map_or("", |driver| &driver.driver),
+            grant: &grant.gpus,
+            target_topology: &inventory.topology,
+            target_driver: &inventory.driver_version,
+            policy: &policy,
+        })?;
+        Ok(Self {
+            grant,
+            map: plan.map,
+            warnings: plan.warnings,
+        })
+    }
+
+    /// Decides which GPUs a container of this node gets in the place of its own: `wanted`, a list of UUIDs or
+    /// indices, or pairs `GPU-old=GPU-new`.
+    pub fn on_this_node(spec: &Spec, inventory: &Inventory, wanted: &str) -> Result<Self, AssignmentError> {
+        if wanted.contains('=') {
+            let map = RequestedMap::of_client(wanted)?;
+            let grant = Grant::of_map(inventory, &map)?;
+            return Self::within(spec, inventory, grant, MapPolicy::Explicit(map.pairs));
+        }
+        let names = wanted.split(',').map(|name| name.trim().to_owned());
+        let names: Vec<String> = names.filter(|name| !name.is_empty()).collect();
+        let grant = Grant::named(inventory, &names, "the request")?;
+        Self::within(spec, inventory, grant, MapPolicy::Auto)
+    }
+
+    /// As [`GpuAssignment::on_this_node`], as many of these GPUs as the container has.
+    pub fn among(spec: &Spec, inventory: &Inventory, grant: Grant) -> Result<Self, AssignmentError> {
+        Self::within(spec, inventory, grant, MapPolicy::Subset)
+    }
+
+    fn within(
+        spec: &Spec,
+        inventory: &Inventory,
+        grant: Grant,
+        policy: MapPolicy,
+    ) -> Result<Self, AssignmentError> {
+        let own = Grant::of_spec(spec, inventory)?;
+        let uuids: Vec<GpuUuid> = own.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let source: Vec<SourceGpu> = own.gpus.iter().map(SourceGpu::from).collect();
+        let plan = plan::plan(&PlanRequest {
+            source: &source,
+            source_topology: &inventory.topology.of(&uuids),
+            source_driver: &inventory.driver_version,
             grant: &grant.gpus,
             target_topology: &inventory.topology,
             target_driver: &inventory.driver_version,

@@ -92,12 +92,22 @@ impl Grant {
             return by_nodes(spec, inventory, false);
         }
         if !config.gpus.is_empty() {
-            return by_config(inventory, &config.gpus);
+            return by_names(inventory, &config.gpus, "gpus in the configuration");
         }
         if let Some(map) = map {
             return by_map(inventory, map);
         }
         by_nodes(spec, inventory, true)
+    }
+
+    /// The GPUs on the right side of a map.
+    pub fn of_map(inventory: &Inventory, map: &RequestedMap) -> Result<Self, GrantError> {
+        by_map(inventory, map)
+    }
+
+    /// GPUs of this node that are named by UUID or index, in that order. `origin` says where, for messages.
+    pub fn named(inventory: &Inventory, names: &[String], origin: &str) -> Result<Self, GrantError> {
+        by_names(inventory, names, origin)
     }
 
     /// Narrows a pool to as many GPUs as the checkpoint had: those of the checkpoint itself first, then from
@@ -164,13 +174,13 @@ fn opened_by_ranges(rules: &[DeviceRule], inventory: &Inventory) -> Vec<Gpu> {
     inventory.gpus.iter().filter(open).cloned().collect()
 }
 
-fn by_config(inventory: &Inventory, names: &[String]) -> Result<Grant, GrantError> {
+fn by_names(inventory: &Inventory, names: &[String], origin: &str) -> Result<Grant, GrantError> {
     let gpu = |name: &String| {
         let found = match name.parse::<GpuUuid>() {
             Ok(uuid) => inventory.gpus.iter().find(|gpu| gpu.uuid == uuid),
             Err(_) => (name.parse::<usize>().ok()).and_then(|index| inventory.gpus.get(index)),
         };
-        found.ok_or_else(|| unknown("gpus in the configuration", name))
+        found.ok_or_else(|| unknown(origin, name))
     };
     Ok(Grant {
         gpus: distinct(names.iter().map(gpu))?,

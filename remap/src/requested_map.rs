@@ -18,6 +18,8 @@ pub enum MapOrigin {
     Annotation,
     /// The node's configuration file.
     Config,
+    /// Who asks for a move.
+    Client,
 }
 
 impl std::fmt::Display for MapOrigin {
@@ -25,6 +27,7 @@ impl std::fmt::Display for MapOrigin {
         f.write_str(match self {
             Self::Annotation => "annotation firn.dev/gpu-map",
             Self::Config => "gpu-map in the configuration",
+            Self::Client => "the request",
         })
     }
 }
@@ -62,6 +65,11 @@ impl RequestedMap {
         let mut map = Self::parse(MapOrigin::Config, &config.gpu_map.join(","))?;
         map.pairs.retain(|pair| sources.contains(&pair.old));
         Ok(Some(map).filter(|map| !map.pairs.is_empty()))
+    }
+
+    /// The map that a client asks for.
+    pub fn of_client(text: &str) -> Result<Self, MapError> {
+        Self::parse(MapOrigin::Client, text)
     }
 
     fn parse(origin: MapOrigin, text: &str) -> Result<Self, MapError> {

@@ -1,4 +1,4 @@
-//! Calls of containerd's gRPC socket: its version, and the labels of a container.
+//! Calls of containerd's gRPC socket: its version, and what it has of a container.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,7 +7,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use firn_config::names;
+use firn_oci::{GpuPath, Spec, classify, edit};
 use firn_transaction::blocking::blocking;
+use firn_transaction::checkpoint::park::Moved;
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use protobuf::well_known_types::empty::Empty;
@@ -23,12 +26,16 @@ pub(crate) mod http2;
 /// works as well, with one more `start` per container of a pod.
 const VERSION_LIMIT: Duration = Duration::from_millis(500);
 const VERSION: &str = "/containerd.services.version.v1.Version/Version";
-/// How long it may take to send the metadata of a container. Without them the container starts, too.
-const LABELS_LIMIT: Duration = Duration::from_secs(2);
+/// How long it may take to send the metadata of a container, or to take them. Without them the container
+/// starts and goes on, too.
+const METADATA_LIMIT: Duration = Duration::from_secs(2);
 const CONTAINER: &str = "/containerd.services.containers.v1.Containers/Get";
+const UPDATE: &str = "/containerd.services.containers.v1.Containers/Update";
 /// Field 1 of `GetContainerResponse`: the container. Field 2 of that: its labels, as pairs of fields 1 and 2.
+/// Field 5: its spec, JSON in a `google.protobuf.Any`.
 const CONTAINER_FIELD: u32 = 1;
 const LABELS_FIELD: u32 = 2;
+const SPEC_FIELD: u32 = 5;
 /// First daemon that takes a version 3.
 const FIRST_MAJOR: u32 = 2;
 
@@ -75,6 +82,11 @@ pub(crate) async fn labels(address: &str, namespace: &str, id: &str) -> BTreeMap
 }
 
 fn call_for_labels(address: &str, namespace: &str, id: &str) -> io::Result<BTreeMap<String, String>> {
+    Ok(labels_of(&get(address, namespace, id)?)?)
+}
+
+/// What containerd has of a container.
+fn get(address: &str, namespace: &str, id: &str) -> io::Result<Empty> {
     // The request has the one field of a StringValue.
     let request = StringValue {
         value: id.to_owned(),
@@ -85,19 +97,118 @@ fn call_for_labels(address: &str, namespace: &str, id: &str) -> io::Result<BTree
         namespace: Some(namespace),
         message: &request.write_to_bytes()?,
     };
-    let response = http2::unary_call(path(address), &call, Instant::now() + LABELS_LIMIT)?;
-    Ok(labels_in(&response)?)
+    let response = http2::unary_call(path(address), &call, Instant::now() + METADATA_LIMIT)?;
+    Ok(container_in(&response)?)
 }
 
-/// The labels in a `GetContainerResponse`, a message that is not among the published ones.
-pub(crate) fn labels_in(response: &[u8]) -> protobuf::Result<BTreeMap<String, String>> {
-    let mut labels = BTreeMap::new();
-    for container in messages(&Empty::parse_from_bytes(response)?, CONTAINER_FIELD)? {
-        for label in messages(&container, LABELS_FIELD)? {
-            labels.insert(unknown_string(&label, 1), unknown_string(&label, 2));
-        }
+/// The container in a `GetContainerResponse`, a message that is not among the published ones.
+fn container_in(response: &[u8]) -> protobuf::Result<Empty> {
+    let found = messages(&Empty::parse_from_bytes(response)?, CONTAINER_FIELD)?;
+    Ok(found.into_iter().next_back().unwrap_or_default())
+}
+
+fn labels_of(container: &Empty) -> protobuf::Result<BTreeMap<String, String>> {
+    let labels = messages(container, LABELS_FIELD)?.into_iter();
+    Ok(labels
+        .map(|label| (unknown_string(&label, 1), unknown_string(&label, 2)))
+        .collect())
+}
+
+/// What is new of a container.
+pub(crate) struct Change {
+    /// The label of a parked container; none if it is not parked.
+    pub label: Option<String>,
+    /// The GPUs that it has now.
+    pub moved: Option<Moved>,
+}
+
+/// Writes into containerd's metadata what its clients show. After an error, which is logged, they show what
+/// was before; the container goes on all the same.
+pub(crate) async fn describe(address: &str, namespace: &str, id: &str, change: Change) {
+    let (address, namespace, of) = (address.to_owned(), namespace.to_owned(), id.to_owned());
+    let done = blocking(move || call_to_describe(&address, &namespace, &of, &change)).await;
+    if let Err(error) = done {
+        log::warn!("containerd's metadata of {id} are not as they should be: {error}");
     }
-    Ok(labels)
+}
+
+fn call_to_describe(address: &str, namespace: &str, id: &str, change: &Change) -> io::Result<()> {
+    let container = get(address, namespace, id)?;
+    let Some(request) = update_of(&container, id, change)? else {
+        return Ok(());
+    };
+    let call = Call {
+        method: UPDATE,
+        namespace: Some(namespace),
+        message: &request,
+    };
+    http2::unary_call(path(address), &call, Instant::now() + METADATA_LIMIT).map(drop)
+}
+
+/// An `UpdateContainerRequest`; none if nothing changes.
+fn update_of(container: &Empty, id: &str, change: &Change) -> io::Result<Option<Vec<u8>>> {
+    let mut updated = Empty::new();
+    let mut mask = Empty::new();
+    push(&mut updated, 1, id.as_bytes());
+    let before = labels_of(container)?;
+    let mut labels = before.clone();
+    match &change.label {
+        Some(text) => labels.insert(names::LABEL_PARKED.to_owned(), text.clone()),
+        None => labels.remove(names::LABEL_PARKED),
+    };
+    if labels != before {
+        for (name, value) in &labels {
+            let mut pair = Empty::new();
+            push(&mut pair, 1, name.as_bytes());
+            push(&mut pair, 2, value.as_bytes());
+            push(&mut updated, LABELS_FIELD, &pair.write_to_bytes()?);
+        }
+        push(&mut mask, 1, b"labels");
+    }
+    if let Some(moved) = &change.moved
+        && let Some(any) = messages(container, SPEC_FIELD)?.first()
+        && let Some(spec) = moved_spec(&bytes(any, 2), moved)?
+    {
+        let mut edited = Empty::new();
+        push(&mut edited, 1, &bytes(any, 1));
+        push(&mut edited, 2, &spec);
+        push(&mut updated, SPEC_FIELD, &edited.write_to_bytes()?);
+        push(&mut mask, 1, b"spec");
+    }
+    if bytes(&mask, 1).is_empty() {
+        return Ok(None);
+    }
+    let mut request = Empty::new();
+    push(&mut request, 1, &updated.write_to_bytes()?);
+    push(&mut request, 2, &mask.write_to_bytes()?);
+    Ok(Some(request.write_to_bytes()?))
+}
+
+/// The spec with other GPUs; none if it names no GPU nodes, but asks for GPUs in another way.
+fn moved_spec(json: &[u8], moved: &Moved) -> io::Result<Option<Vec<u8>>> {
+    let mut spec = Spec::from(serde_json::from_slice::<serde_json::Value>(json)?);
+    let devices = spec.devices().map_err(io::Error::other)?;
+    if !devices
+        .iter()
+        .any(|device| classify(&device.node.path) == Some(GpuPath::Gpu))
+    {
+        return Ok(None);
+    }
+    edit::replace_gpus(&mut spec, &moved.gpus, &moved.common).map_err(io::Error::other)?;
+    Ok(Some(serde_json::to_vec(spec.value())?))
+}
+
+fn push(message: &mut Empty, field: u32, bytes: &[u8]) {
+    let fields = message.special_fields.mut_unknown_fields();
+    fields.add_length_delimited(field, bytes.to_vec());
+}
+
+/// The last value of a field; empty if there is none.
+fn bytes(message: &Empty, field: u32) -> Vec<u8> {
+    match message.special_fields.unknown_fields().get(field) {
+        Some(UnknownValueRef::LengthDelimited(bytes)) => bytes.to_vec(),
+        _ => Vec::new(),
+    }
 }
 
 /// The messages in a field.
@@ -130,6 +241,8 @@ fn path(address: &str) -> &Path {
 
 #[cfg(test)]
 mod tests {
+    use firn_gpu::{DeviceNode, Gpu, NodeType};
+
     use super::*;
 
     #[test]
@@ -145,6 +258,7 @@ mod tests {
             label("firn.dev/hook-prepare", "exec: /hook"),
         ]
         .concat();
+        let labels_in = |response: &[u8]| labels_of(&container_in(response)?);
         let labels = labels_in(&field(1, &container)).unwrap();
         let expected = [("a", "1"), ("firn.dev/hook-prepare", "exec: /hook")];
         let expected = expected.map(|(key, value)| (key.to_owned(), value.to_owned()));
@@ -152,6 +266,100 @@ mod tests {
         assert!(labels_in(b"").unwrap().is_empty());
         labels_in(b"\x0a\x7fjob").unwrap_err();
         labels_in(&field(1, b"\x12\x7f")).unwrap_err();
+    }
+
+    /// The container of an `UpdateContainerRequest`, and the paths of its mask.
+    fn parsed(request: &[u8]) -> (Empty, Vec<String>) {
+        let request = Empty::parse_from_bytes(request).unwrap();
+        let container = messages(&request, 1).unwrap().remove(0);
+        let mask = messages(&request, 2).unwrap().remove(0);
+        let fields = mask.special_fields.unknown_fields().iter();
+        let paths = fields.map(|(_, value)| match value {
+            UnknownValueRef::LengthDelimited(path) => String::from_utf8(path.to_vec()).unwrap(),
+            _ => panic!("no path"),
+        });
+        let paths = paths.collect();
+        (container, paths)
+    }
+
+    #[test]
+    fn a_parked_container_gets_a_label_and_loses_it() {
+        let mut container = Empty::new();
+        push(
+            &mut container,
+            LABELS_FIELD,
+            &[field(1, b"a"), field(2, b"1")].concat(),
+        );
+        let change = |label: Option<&str>| Change {
+            label: label.map(str::to_owned),
+            moved: None,
+        };
+        assert!(update_of(&container, "job", &change(None)).unwrap().is_none());
+        let request = update_of(&container, "job", &change(Some("5 MiB")))
+            .unwrap()
+            .unwrap();
+        let (parked, mask) = parsed(&request);
+        assert_eq!(mask, ["labels"]);
+        let labels = labels_of(&parked).unwrap();
+        assert_eq!((&*labels["a"], &*labels["firn.dev/parked"]), ("1", "5 MiB"));
+        let request = update_of(&parked, "job", &change(None)).unwrap().unwrap();
+        let labels = labels_of(&parsed(&request).0).unwrap();
+        assert_eq!(labels.into_keys().collect::<Vec<_>>(), ["a"]);
+    }
+
+    #[test]
+    fn a_container_that_has_moved_gets_its_new_nodes() {
+        let node = |minor: u64| DeviceNode {
+            path: format!("/dev/nvidia{minor}").into(),
+            kind: NodeType::Char,
+            major: 195,
+            minor,
+        };
+        let spec = |minor: u64| {
+            let node = serde_json::json!({
+                "path": format!("/dev/nvidia{minor}"), "type": "c", "major": 195, "minor": minor
+            });
+            serde_json::json!({"linux": {"devices": [node]}, "hostname": "h"})
+        };
+        let of = |json: &serde_json::Value| {
+            let mut container = Empty::new();
+            let mut any = Empty::new();
+            push(&mut any, 1, b"types/Spec");
+            push(&mut any, 2, &serde_json::to_vec(json).unwrap());
+            push(&mut container, SPEC_FIELD, &any.write_to_bytes().unwrap());
+            container
+        };
+        let moved = || Change {
+            label: None,
+            moved: Some(Moved {
+                gpus: vec![Gpu {
+                    uuid: "GPU-5f1e0000-0000-4000-8000-000000000001".parse().unwrap(),
+                    name: "NVIDIA H200".to_owned(),
+                    pci_device_id: 1,
+                    pci_address: "00000000:17:00.0".to_owned(),
+                    memory_total: 1,
+                    memory_free: 1,
+                    minor: 1,
+                    mig: false,
+                    persistence: true,
+                    node: Some(node(1)),
+                }],
+                common: Vec::new(),
+            }),
+        };
+        let request = update_of(&of(&spec(0)), "job", &moved()).unwrap().unwrap();
+        let (container, mask) = parsed(&request);
+        assert_eq!(mask, ["spec"]);
+        let any = messages(&container, SPEC_FIELD).unwrap().remove(0);
+        let now: serde_json::Value = serde_json::from_slice(&bytes(&any, 2)).unwrap();
+        assert_eq!(now["linux"]["devices"], spec(1)["linux"]["devices"]);
+        assert_eq!(
+            (bytes(&any, 1), &now["hostname"]),
+            (b"types/Spec".to_vec(), &"h".into())
+        );
+        // Its GPUs come from a hook or a name, which firn has turned into nodes in the bundle alone.
+        let unnamed = of(&serde_json::json!({"linux": {}}));
+        assert!(update_of(&unnamed, "job", &moved()).unwrap().is_none());
     }
 
     /// A length-delimited field of fewer than 128 bytes.

@@ -18,6 +18,7 @@
 #[cfg(debug_assertions)]
 mod failpoint;
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -63,6 +64,31 @@ const LIMIT: u64 = 1 << 20;
 pub enum Operation {
     Checkpoint,
     Restore,
+    /// A pause that gives GPUs free.
+    Pause,
+    /// The resume from it.
+    Resume,
+    /// Both together.
+    Move,
+}
+
+impl Operation {
+    /// As users and hooks name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Checkpoint => "checkpoint",
+            Self::Restore => "restore",
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+            Self::Move => "move",
+        }
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 /// What an image directory was before the dump.

@@ -21,6 +21,7 @@ pub mod image_dir;
 pub mod job_hook;
 pub mod journal;
 pub mod killed_criu;
+pub mod lease;
 pub mod look;
 pub mod options;
 pub mod panics;

@@ -5,6 +5,9 @@
 //! checkpoint: [prepare -] inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump - manifest
 //!             leave running: - gpu-restore - gpu-unlock [- resumed]
 //!             exit:          - end
+//! pause:      [prepare -] inspect - gpu-lock - gpu-checkpoint
+//! resume:     [grant -] gpu-restore - gpu-unlock [- resumed]
+//! move:       a pause, then a resume
 //! restore:    criu-restore - compare - dev-repair - gpu-restore - gpu-unlock - continue [- restored]
 //! any failure: rollback
 //! ```
@@ -33,6 +36,8 @@ pub enum Phase {
     CriuDump,
     /// firn writes the checksums and the manifest. A phase of the timings only.
     Manifest,
+    /// A parked container gets other GPUs: device rules, nodes, spec.
+    Grant,
     /// The driver copies the GPU state back onto the GPUs and unlocks the processes.
     GpuRestore,
     /// The driver unlocks the processes. A phase of the timings only.
@@ -66,6 +71,7 @@ impl Phase {
             Self::Freeze => ("freeze", "freeze the container"),
             Self::CriuDump => ("criu-dump", "dump the container"),
             Self::Manifest => ("manifest", "write the manifest"),
+            Self::Grant => ("grant", "give the container other GPUs"),
             Self::GpuRestore => ("gpu-restore", "restore the GPU state"),
             Self::GpuUnlock => ("gpu-unlock", "unlock the CUDA processes"),
             Self::Resumed => ("resumed", "call the hook resumed"),
@@ -107,6 +113,7 @@ mod tests {
             Freeze,
             CriuDump,
             Manifest,
+            Grant,
             GpuRestore,
             GpuUnlock,
             End,

@@ -137,7 +137,10 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::IoUring { .. } => "io_uring",
         Refusal::Rdma { .. } => "rdma",
         Refusal::InheritedGpu { .. } => INHERITED,
-        Refusal::LeakedGpu { .. } | Refusal::Vfork { .. } => "gpu_descriptors_without_cuda",
+        // The audit moves nothing.
+        Refusal::LeakedGpu { .. } | Refusal::KeptGpu { .. } | Refusal::Vfork { .. } => {
+            "gpu_descriptors_without_cuda"
+        }
         Refusal::Connections { .. } => "tcp_connections",
         Refusal::CriuLink { .. } => "names_of_criu_links",
         Refusal::UnixSockets { .. }

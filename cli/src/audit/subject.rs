@@ -12,7 +12,7 @@ use firn_host::{Problem, procfs};
 use firn_oci::Spec;
 use firn_preflight::Tree;
 use firn_transaction::cgroup::Cgroup;
-use firn_transaction::journal::{Operation, Outcome, Record};
+use firn_transaction::journal::{Outcome, Record};
 
 use crate::args::AuditArgs;
 
@@ -152,10 +152,7 @@ fn unfinished(record: Record) -> Option<Unready> {
         Some(Outcome::Suspended) => Some(Unready::Suspended),
         Some(_) => None,
         None => Some(Unready::Busy {
-            operation: match record.begin.op {
-                Operation::Checkpoint => "checkpoint",
-                Operation::Restore => "restore",
-            },
+            operation: record.begin.op.name(),
             phase: record
                 .phase
                 .map_or_else(String::new, |phase| format!(" (phase {})", phase.name())),

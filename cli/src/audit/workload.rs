@@ -126,6 +126,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             work,
         }),
         bundle: nvidia.and(subject.bundle.clone()),
+        ..Workload::default()
     }
 }
 

@@ -4,8 +4,6 @@
 //! from it: ctr and nerdctl go on with the container afterwards. The container itself must still be known to
 //! containerd.
 
-mod containerd;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,9 +14,9 @@ use prost::Message;
 use serde_json::json;
 
 use crate::args::RestoreArgs;
+use crate::containerd::{Any, CallError, Container, Containerd, CreateTask};
 use crate::output::{self, line, note};
 use crate::text;
-use containerd::{Any, CallError, Container, Containerd, CreateTask};
 use firn_host::{Problem, ProblemLine};
 
 /// Options of runc's shims, which firn has too.
@@ -232,8 +230,8 @@ fn size(dir: &Path) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::containerd::Runtime;
     use super::*;
+    use crate::containerd::Runtime;
 
     fn container(options: Option<Any>) -> Container {
         let name = "io.containerd.firn.v2".to_owned();

@@ -8,7 +8,7 @@ use super::JobHook;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
     pub hook: JobHook,
-    /// `checkpoint` or `restore`.
+    /// `checkpoint`, `restore`, `pause`, `resume` or `move`.
     pub operation: String,
     /// Random id of the checkpoint: the same in all hooks of the checkpoint, and in those of its restores.
     pub checkpoint: String,
@@ -29,8 +29,15 @@ pub struct Facts {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FactsOfGpu {
     pub old: GpuAddress,
-    /// Absent at a checkpoint.
+    /// Absent at a checkpoint and at a pause.
     pub new: Option<GpuAddress>,
+}
+
+impl FactsOfGpu {
+    /// Whether it has another PCI address now.
+    pub fn has_moved(&self) -> bool {
+        self.new.as_ref().is_some_and(|new| new.pci != self.old.pci)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

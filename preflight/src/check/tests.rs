@@ -133,15 +133,13 @@ fn a_workload_with_every_fault_is_refused_for_each() {
         cuda: vec![child.pid()],
         other_vendors: Some(OtherVendors::default()),
         processes: Some(Assertions::default()),
-        criu_plugin: false,
-        inherited: None,
-        tmpfs: Vec::new(),
         capacity: Some(Capacity {
             gpu_memory: u64::MAX,
             image: bundle.path().into(),
             work: bundle.path().into(),
         }),
         bundle: Some(bundle.path().into()),
+        ..Workload::default()
     };
     let found = codes(root.path(), &workload);
     let expected = ["FIRN-EXEC", "FIRN-UVM", "FIRN-HOST-MEMORY", "FIRN-IMAGE-SPACE"];

@@ -86,11 +86,16 @@ pub(crate) fn by_capacity(
 ) -> Vec<Refusal> {
     let image = Space::of(image);
     let in_memory = image.as_ref().is_some_and(|space| space.in_memory);
-    let mut refusals = Vec::from_iter(by_memory(needs, available(), limit, in_memory));
+    let mut refusals = Vec::from_iter(by_memory_and_image(needs, available(), limit, in_memory));
     for (space, needed) in [(image, needs.image()), (Space::of(work), LOG_BYTES)] {
         refusals.extend(space.and_then(|space| by_space(space, needed)));
     }
     refusals
+}
+
+/// Refuses to copy GPU memory into host memory that is too small for it.
+pub(crate) fn by_memory(needs: Needs, limit: Option<MemoryLimit>) -> Option<Refusal> {
+    by_memory_and_image(needs, available(), limit, false)
 }
 
 /// Available memory of the host.
@@ -101,7 +106,7 @@ fn available() -> Option<u64> {
     Some(kib << 10)
 }
 
-fn by_memory(
+fn by_memory_and_image(
     needs: Needs,
     available: Option<u64>,
     limit: Option<MemoryLimit>,
@@ -157,24 +162,24 @@ mod tests {
             (u64::MAX, 8 * GIB - 1, false),
             (0, 0, false),
         ] {
-            let found = by_memory(NEEDS, Some(host), limit(cgroup), false);
+            let found = by_memory_and_image(NEEDS, Some(host), limit(cgroup), false);
             assert_eq!(found.is_none(), fits, "{host} {cgroup}: {found:?}");
         }
         assert!(
-            by_memory(NEEDS, None, None, false).is_none(),
+            by_memory_and_image(NEEDS, None, None, false).is_none(),
             "figures are unknown"
         );
         assert!(matches!(
-            by_memory(NEEDS, Some(GIB), limit(GIB), false),
+            by_memory_and_image(NEEDS, Some(GIB), limit(GIB), false),
             Some(Refusal::CgroupMemory { left: GIB, .. })
         ));
     }
 
     #[test]
     fn an_image_on_tmpfs_takes_memory_of_the_host_and_not_of_the_cgroup() {
-        assert!(by_memory(NEEDS, Some(17 * GIB), limit(8 * GIB), true).is_none());
+        assert!(by_memory_and_image(NEEDS, Some(17 * GIB), limit(8 * GIB), true).is_none());
         assert!(matches!(
-            by_memory(NEEDS, Some(17 * GIB - 1), limit(8 * GIB), true),
+            by_memory_and_image(NEEDS, Some(17 * GIB - 1), limit(8 * GIB), true),
             Some(Refusal::HostMemory { needed, image, .. }) if (needed, image) == (8 * GIB, 9 * GIB)
         ));
     }

@@ -8,7 +8,7 @@ mod process_tree;
 mod vendor;
 
 pub use capacity::image_bytes;
-pub(crate) use capacity::{Needs, by_capacity};
+pub(crate) use capacity::{Needs, by_capacity, by_memory};
 pub(crate) use external::{Known, by_mounts, by_streams};
 pub(crate) use memory_limit::MemoryLimit;
 pub use process_tree::Tree;

@@ -44,6 +44,7 @@ mod descriptors;
 mod evaluate;
 mod held;
 mod inherited;
+mod kept;
 #[cfg(test)]
 mod tests;
 mod unix_sockets;
@@ -51,6 +52,7 @@ mod unix_sockets;
 pub use connections::Connection;
 pub(crate) use evaluate::evaluate;
 pub use inherited::Inherited;
+pub(crate) use kept::kept;
 pub use unix_sockets::{Kind as UnixKind, OtherEnd, UnixSocket};
 
 use connections::socket as socket_inode;

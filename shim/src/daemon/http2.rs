@@ -15,6 +15,8 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const MAX_FRAME: usize = 1 << 14;
 /// No answer that is wanted here is longer: the metadata of a container have its spec.
 const MAX_MESSAGE: u32 = 4 << 20;
+/// How much a client may send at first, on a stream and on the connection.
+const FIRST_WINDOW: usize = 65_535;
 /// Length of a frame's head, and of a gRPC message's.
 const FRAME_HEAD: usize = 9;
 const MESSAGE_HEAD: usize = 5;
@@ -50,12 +52,85 @@ pub(super) fn unary_call(socket: &Path, call: &Call<'_>, deadline: Instant) -> i
     push_frame(&mut request, SETTINGS, 0, 0, &window);
     push_frame(&mut request, WINDOW_UPDATE, 0, 0, &MAX_MESSAGE.to_be_bytes());
     push_frame(&mut request, HEADERS, END_HEADERS, STREAM, &headers(call)?);
-    let length = u32::try_from(call.message.len()).map_err(io::Error::other)?;
-    let message = [&[0][..], &length.to_be_bytes(), call.message].concat();
-    push_frame(&mut request, DATA, END_STREAM, STREAM, &message);
     stream.set_write_timeout(Some(left(deadline)?))?;
     stream.write_all(&request)?;
+    let length = u32::try_from(call.message.len()).map_err(io::Error::other)?;
+    let message = [&[0][..], &length.to_be_bytes(), call.message].concat();
+    send(&mut stream, &message, deadline)?;
     answer(&mut stream, deadline)
+}
+
+/// Sends the request's message, as much at a time as the server allows.
+fn send(stream: &mut UnixStream, message: &[u8], deadline: Instant) -> io::Result<()> {
+    // Of the connection and of the stream. A server may begin with another one for streams by its settings:
+    // one that is smaller ends the call.
+    let mut windows = [FIRST_WINDOW; 2];
+    let mut rest = message;
+    loop {
+        let window = windows[0].min(windows[1]).min(MAX_FRAME);
+        let (now, later) = rest.split_at(rest.len().min(window));
+        if now.is_empty() {
+            let Frame {
+                kind, id, payload, ..
+            } = Frame::read(stream, deadline)?;
+            match (kind, <[u8; 4]>::try_from(&payload[..])) {
+                (WINDOW_UPDATE, Ok(more)) => {
+                    let more = usize::try_from(u32::from_be_bytes(more)).unwrap_or(0);
+                    let window = &mut windows[usize::from(id == STREAM)];
+                    *window = window.saturating_add(more);
+                }
+                (HEADERS | RST_STREAM | GOAWAY, _) => return Err(io::ErrorKind::ConnectionReset.into()),
+                _ => {}
+            }
+            continue;
+        }
+        let mut frame = Vec::new();
+        let is_last = later.is_empty();
+        push_frame(
+            &mut frame,
+            DATA,
+            if is_last { END_STREAM } else { 0 },
+            STREAM,
+            now,
+        );
+        stream.set_write_timeout(Some(left(deadline)?))?;
+        stream.write_all(&frame)?;
+        if is_last {
+            return Ok(());
+        }
+        for window in &mut windows {
+            *window -= now.len();
+        }
+        rest = later;
+    }
+}
+
+/// A frame of the server's.
+struct Frame {
+    kind: u8,
+    flags: u8,
+    id: u32,
+    payload: Vec<u8>,
+}
+
+impl Frame {
+    fn read(stream: &mut UnixStream, deadline: Instant) -> io::Result<Self> {
+        let mut head = [0; FRAME_HEAD];
+        read_exact(stream, &mut head, deadline)?;
+        let [a, b, c, kind, flags, id @ ..] = head;
+        let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
+        if length > MAX_FRAME {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut payload = vec![0; length];
+        read_exact(stream, &mut payload, deadline)?;
+        Ok(Self {
+            kind,
+            flags,
+            id: u32::from_be_bytes(id),
+            payload,
+        })
+    }
 }
 
 /// The message that the server sends on the one stream.
@@ -65,16 +140,13 @@ pub(crate) fn answer(stream: &mut UnixStream, deadline: Instant) -> io::Result<V
         if let Some(message) = message(&body)? {
             return Ok(message);
         }
-        let mut head = [0; FRAME_HEAD];
-        read_exact(stream, &mut head, deadline)?;
-        let [a, b, c, kind, flags, stream_id @ ..] = head;
-        let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
-        if length > MAX_FRAME {
-            return Err(io::ErrorKind::InvalidData.into());
-        }
-        let mut payload = vec![0; length];
-        read_exact(stream, &mut payload, deadline)?;
-        let ours = u32::from_be_bytes(stream_id) == STREAM;
+        let Frame {
+            kind,
+            flags,
+            id,
+            payload,
+        } = Frame::read(stream, deadline)?;
+        let ours = id == STREAM;
         match kind {
             DATA if ours && flags & PADDED == 0 => body.extend(payload),
             // The answer is a refusal: headers only.
@@ -213,6 +285,34 @@ mod tests {
         let namespace = b"\x14containerd-namespace\x07default";
         assert!(request.windows(namespace.len()).any(|window| window == namespace));
         assert!(request.ends_with(b"\0\0\x08\0\x01\0\0\0\x01\0\0\0\0\x03job"));
+    }
+
+    #[test]
+    fn a_long_message_waits_until_the_server_allows_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let more = 200_000_u32.to_be_bytes();
+        let answer = [
+            frame(SETTINGS, 0, 0, &[]),
+            frame(WINDOW_UPDATE, 0, 0, &more),
+            frame(WINDOW_UPDATE, 0, STREAM, &more),
+            frame(DATA, 0, STREAM, &[0, 0, 0, 0, 0]),
+        ]
+        .concat();
+        let server = server(&path, answer);
+        let call = Call {
+            message: &[7; 150_000],
+            ..CALL
+        };
+        assert_eq!(unary_call(&path, &call, Instant::now() + SOON).unwrap(), b"");
+        let request = server.join().unwrap();
+        let body = request.iter().filter(|byte| **byte == 7).count();
+        assert!(body >= 150_000, "{body} bytes");
+
+        let path = dir.path().join("mean");
+        let mean = self::server(&path, frame(RST_STREAM, 0, STREAM, &[0; 4]));
+        unary_call(&path, &call, Instant::now() + SOON).unwrap_err();
+        mean.join().unwrap();
     }
 
     #[test]

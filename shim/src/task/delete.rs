@@ -15,6 +15,7 @@ use super::{Service, TaskError};
 use firn_host::Chain;
 use firn_transaction::cgroup::FreezerState;
 use firn_transaction::container::{Action, Container, InitState, Process};
+use firn_transaction::lease::Lease;
 use firn_transaction::reaper::Exit;
 use firn_transaction::stdio::Patience;
 
@@ -126,6 +127,9 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
     unmount_recursive(&container.bundle.join("rootfs"))
         .await
         .map_err(TaskError::Unmount)?;
+    if container.traits.has_nvidia() {
+        Lease::drop_of(container.init.pid());
+    }
     container.set_state(InitState::Deleted);
     Ok(())
 }

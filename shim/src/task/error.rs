@@ -10,6 +10,7 @@ use ttrpc::Code;
 use crate::mounts;
 use firn_host::{Absent, Chain};
 use firn_transaction::checkpoint::CheckpointError;
+use firn_transaction::checkpoint::park::ParkError;
 use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
 use firn_transaction::create::PrepareError;
 use firn_transaction::options;
@@ -86,6 +87,13 @@ pub(crate) enum TaskError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
+    Park(#[from] ParkError),
+    #[error(
+        "FIRN-PAUSE-SETTING: the annotation {name} is {value:?}. hint: docs/reference/annotations.md lists the \
+         values"
+    )]
+    Annotation { name: &'static str, value: String },
+    #[error(transparent)]
     Restore(#[from] RestoreError),
     #[error(
         "FIRN-BUSY: cannot update container {id}: another operation, such as its checkpoint, has been under \
@@ -134,12 +142,13 @@ impl TaskError {
                 ..
             }) => Code::FAILED_PRECONDITION,
             Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,
-            Self::Options(_) => Code::INVALID_ARGUMENT,
+            Self::Options(_) | Self::Annotation { .. } => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
             Self::Prepare(PrepareError::JobHook(_)) => Code::INVALID_ARGUMENT,
             Self::Prepare(PrepareError::GpuRequest(_)) => Code::FAILED_PRECONDITION,
             Self::Checkpoint(error) | Self::Prepare(PrepareError::Checkpoint(error)) => code_of(error.kind()),
+            Self::Park(error) => code_of(error.kind()),
             Self::Restore(error) | Self::Prepare(PrepareError::Restore(error)) => code_of(error.kind()),
             Self::Busy { .. } | Self::Closing => Code::UNAVAILABLE,
             // As the stock shim answers with an error that has no code.

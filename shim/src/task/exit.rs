@@ -68,7 +68,10 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
     }
     let was = container.state();
     // What is frozen does not end, and the runtime does not delete it.
-    let is_frozen = matches!(was, InitState::Paused | InitState::Pausing | InitState::Suspended);
+    let is_frozen = matches!(
+        was,
+        InitState::Paused | InitState::Pausing | InitState::Parked | InitState::Suspended
+    );
     if container.traits.private_pids && !is_frozen && !container.is_being_killed() {
         init_gone(service, container, exit);
         return;
@@ -79,7 +82,7 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
         if !container.traits.private_pids {
             tidy(&container, "end", container.runc.kill(SIGKILL, true).await);
         }
-        if was == InitState::Suspended {
+        if matches!(was, InitState::Parked | InitState::Suspended) {
             drop(container.take_held());
             thaw(&container).await;
         } else if is_frozen {

@@ -34,7 +34,12 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
     let process = find(&container, &request.exec_id)?;
     if process.exec_id.is_empty() {
         let _killing = container.killing();
-        if container.state() == InitState::Suspended && request.signal == SIGKILL {
+        let stands = matches!(container.state(), InitState::Suspended | InitState::Parked);
+        if stands && request.signal == SIGKILL {
+            if let Some(cancel) = container.transaction.cancel() {
+                // Order matters: CRIU first, which holds the tasks of a parked container that it dumps.
+                cancel.untraced(CRIU).await;
+            }
             give_up(&container).await?;
             return Ok(Empty::default());
         }
@@ -152,7 +157,7 @@ async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
     }
 }
 
-/// Kills a suspended container. Frozen as it is, a signal alone would not end it with cgroup v1; no thread
+/// Kills a suspended or parked container. Frozen as it is, a signal alone would not end it with cgroup v1; no thread
 /// runs again.
 pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
     // A resume that is under way is not wanted any more.

@@ -10,6 +10,7 @@ mod error;
 mod exec;
 mod exit;
 mod kill;
+mod moves;
 mod pause;
 mod start;
 mod state;

@@ -1,14 +1,17 @@
-//! Pause and Resume. Resume of a suspended container rolls its checkpoint back once more.
+//! Pause and Resume. A pause may give the container's GPUs free. Resume of a suspended container rolls its
+//! checkpoint back once more.
 
 use std::sync::Arc;
 
 use containerd_shim_protos::api::{Empty, PauseRequest, ResumeRequest};
 use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
 
-use super::{Service, TaskError};
+use super::{Service, TaskError, moves};
 use firn_transaction::cgroup::FreezerState;
 use firn_transaction::checkpoint;
+use firn_transaction::checkpoint::park::{self, Wanted};
 use firn_transaction::container::{Action, Container, InitState};
+use firn_transaction::panics::caught;
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
@@ -20,11 +23,12 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
     }
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
-    if let Err(source) = container.runc.pause().await {
-        container.set_state(InitState::Running);
-        return Err(TaskError::runtime("pause")(source));
+    if let Err(error) = freeze(service, &container).await {
+        if container.state() == InitState::Pausing {
+            container.set_state(InitState::Running);
+        }
+        return Err(error);
     }
-    container.set_state(InitState::Paused);
     service.publisher.publish(&TaskPaused {
         container_id: request.id,
         ..TaskPaused::default()
@@ -32,9 +36,32 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
     Ok(Empty::default())
 }
 
+async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<(), TaskError> {
+    if park::is_requested(container)? {
+        let parked = caught(Box::pin(park::pause(container, &service.reaper))).await;
+        match parked {
+            Ok(parked) => parked?,
+            Err(_) => return Err(park::after_panic(container, &service.reaper).await.into()),
+        }
+        moves::label(service, container).await;
+        return Ok(());
+    }
+    container
+        .runc
+        .pause()
+        .await
+        .map_err(TaskError::runtime("pause"))?;
+    container.set_state(InitState::Paused);
+    Ok(())
+}
+
 pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let _operation = container.operation.write().await;
+    if container.is_parked() {
+        container.admit(Action::Resume)?;
+        return moves::resume(service, &container, &Wanted::default()).await;
+    }
     if container.state() == InitState::Suspended {
         checkpoint::resume(&container, &service.reaper).await?;
         return Ok(resumed(service, &container));
@@ -55,7 +82,7 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
     Ok(empty)
 }
 
-fn resumed(service: &Service, container: &Container) -> Empty {
+pub(super) fn resumed(service: &Service, container: &Container) -> Empty {
     container.set_state(InitState::Running);
     service.publisher.publish(&TaskResumed {
         container_id: container.id.clone(),

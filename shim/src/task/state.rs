@@ -151,13 +151,13 @@ fn status(container: &Container, process: &Process) -> Status {
             InitState::Created | InitState::CreatedCheckpoint => Status::CREATED,
             InitState::Running => Status::RUNNING,
             InitState::Pausing => Status::PAUSING,
-            InitState::Paused | InitState::Suspended => Status::PAUSED,
+            InitState::Paused | InitState::Parked | InitState::Suspended => Status::PAUSED,
             InitState::Stopped | InitState::Deleted => Status::STOPPED,
         };
     }
     match (init, process.exit(), process.pid()) {
         // All of a container is frozen, or nothing.
-        (InitState::Paused | InitState::Suspended, ..) => Status::PAUSED,
+        (InitState::Paused | InitState::Parked | InitState::Suspended, ..) => Status::PAUSED,
         (InitState::Pausing, ..) => Status::PAUSING,
         (_, Some(_), _) => Status::STOPPED,
         (_, None, 0) => Status::CREATED,

@@ -1,11 +1,11 @@
-//! Update: new limits, handed to the runtime as the client wrote them.
+//! Update: new limits, handed to the runtime as the client wrote them; or other GPUs.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 
-use super::{Service, TaskError};
+use super::{Service, TaskError, moves};
 use firn_transaction::container::Action;
 use firn_transaction::runc::RuntimeMessage;
 
@@ -24,6 +24,12 @@ pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -
         waited: PATIENCE,
     })?;
     container.admit(Action::Update)?;
+    if let Some(wanted) = moves::wanted(&request.annotations)? {
+        return match container.is_parked() {
+            true => moves::resume(service, &container, &wanted).await,
+            false => moves::move_gpus(service, &container, &wanted).await,
+        };
+    }
     let resources = request.resources.into_option().unwrap_or_default().value;
     let updated = container.runc.update(&resources).await;
     updated.map_err(RuntimeMessage::from)?;

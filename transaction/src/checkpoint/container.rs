@@ -14,20 +14,22 @@ use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
-use firn_oci::criu_config::{CriuError, Operation};
+use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
 
 use super::Request;
 use super::dump::{Found, Leftovers, bounded, dump};
 use super::error::{DumpError, EffectError, EndError};
+use super::park::Parked;
+use super::park::RestoreCall;
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump};
-use crate::journal::{self, Journal};
+use crate::journal::{self, Journal, Operation};
 use crate::killed_criu;
 use crate::phase::Phase;
 use crate::procfs;
@@ -59,6 +61,7 @@ pub(super) struct Source {
 /// A container under checkpoint, and what the checkpoint uses.
 pub(super) struct ContainerEffects<'a> {
     pub container: &'a Container,
+    pub operation: Operation,
     pub request: &'a Request,
     pub config: &'a Config,
     pub cgroup: Cgroup,
@@ -83,6 +86,10 @@ pub(super) struct Progress {
     pub(super) source: Option<Source>,
     /// The hook `prepare` was called, or could have been.
     pub(super) prepared: bool,
+    /// The container is parked.
+    pub(super) parked: Option<Parked>,
+    /// Some of its processes may have their GPU state on GPUs: a resume has failed, and so has the way back.
+    pub(super) partly: bool,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,
     /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.
@@ -96,6 +103,16 @@ pub(super) struct Progress {
     pub complete: bool,
     /// The second directory of an image whose client may remove the first.
     rescued: Option<PathBuf>,
+}
+
+impl Progress {
+    /// Of a container that is parked, or not.
+    pub(super) fn of(parked: Option<Parked>) -> Self {
+        Self {
+            parked,
+            ..Self::default()
+        }
+    }
 }
 
 impl ContainerEffects<'_> {
@@ -204,7 +221,7 @@ impl ContainerEffects<'_> {
             criu.with_tcp(self.source().assertions.tcp)
                 .with_link_remap(self.progress.link_remap)
                 .with_plugins(self.config.criu.libs_dir.clone(), plugin)
-                .write(Operation::Dump)?;
+                .write(criu_config::Operation::Dump)?;
             if !unix_sockets.is_empty() {
                 list(unix_sockets, &plugins).map_err(|source| CriuError::Write {
                     path: plugins.join(names::CRIU_UNIX_SOCKETS),
@@ -245,7 +262,17 @@ impl effects::Gpu for ContainerEffects<'_> {
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cancelled(&self.cancel, self.gpu.restore(pids, &[], &self.needs)).await?;
+        let calls = match &self.progress.parked {
+            Some(parked) => parked.calls(pids),
+            None => vec![RestoreCall {
+                pids: pids.to_vec(),
+                pairs: Vec::new(),
+                needs: self.needs.clone(),
+            }],
+        };
+        for RestoreCall { pids, pairs, needs } in calls {
+            unless_cancelled(&self.cancel, self.gpu.restore(&pids, &pairs, &needs)).await?;
+        }
         self.timings.mark(Phase::GpuRestore);
         Ok(())
     }
@@ -331,8 +358,11 @@ impl Device for ContainerEffects<'_> {
 
     async fn gpu_checkpoint(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         // Order matters: locked processes allocate no more GPU memory, and checkpointed ones have none.
-        self.needs = unless_cancelled(&self.cancel, self.gpu.memory(pids)).await?;
-        self.journal.memory(&self.needs).await?;
+        // Of a parked container it is known, and some of its processes have none.
+        if self.progress.parked.is_none() {
+            self.needs = unless_cancelled(&self.cancel, self.gpu.memory(pids)).await?;
+            self.journal.memory(&self.needs).await?;
+        }
         // From now on the driver may open its files again: only this record shows what is inherited.
         self.journal.keep_inherited(self.progress.inherited.clone()).await;
         unless_cancelled(&self.cancel, self.gpu.checkpoint(pids)).await?;
@@ -362,14 +392,22 @@ impl Device for ContainerEffects<'_> {
 impl Dump for ContainerEffects<'_> {
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
         let first = self.progress.source.is_none();
+        let parked = self.progress.parked.clone();
         if first {
             let cancel = self.cancel.clone();
             self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
-            self.call_prepare().await?;
+            // That of a parked container was called at its pause.
+            if parked.is_none() {
+                self.call_prepare().await?;
+            }
         }
         let pids = self.cgroup.pids()?;
         let assertions = self.source().assertions;
-        let cuda = unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?;
+        let cuda = match &parked {
+            Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
+            Some(parked) => parked.processes.clone(),
+            None => unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?,
+        };
         self.refuse_by_process(assertions, &pids, &cuda).await?;
         if first {
             self.refuse_by_environment(pids, &cuda).await?;

@@ -9,6 +9,7 @@ use firn_image::criu::ImageFault;
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
 
+use super::park::GrantChangeError;
 use super::phases::Failure;
 use crate::cgroup::CgroupError;
 use crate::container::Container;
@@ -16,6 +17,7 @@ use crate::driver::WorkerError;
 use crate::image_dir::{ImageDirError, is_containerds};
 use crate::job_hook::HookError;
 use crate::journal::JournalError;
+use crate::lease::LeaseError;
 use crate::look::LookError;
 use crate::phase::Phase;
 use crate::runc::{RuncError, UnfitRuntime};
@@ -84,6 +86,13 @@ pub enum EffectError {
     #[error("there is no journal of its checkpoint")]
     #[problem("FIRN-JOURNAL", "kill and delete it")]
     NoJournal,
+    #[error("a move has failed, and its processes have GPU state of different GPUs")]
+    #[problem("FIRN-GPU-SPLIT", "resume it first (`ctr tasks resume`)")]
+    Split,
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    #[error(transparent)]
+    Grant(GrantChangeError),
     #[error("CRIU failed")]
     Dump(#[from] DumpError),
     #[error("cannot write the manifest")]
@@ -102,6 +111,12 @@ fn hold_hint(error: &TraceError) -> &'static str {
             "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
         }
         _ => "detach the debugger from the container's processes",
+    }
+}
+
+impl From<GrantChangeError> for EffectError {
+    fn from(error: GrantChangeError) -> Self {
+        Self::Grant(error)
     }
 }
 

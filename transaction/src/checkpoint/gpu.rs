@@ -9,7 +9,7 @@ use super::Request;
 use super::container::{ContainerEffects, Progress};
 use super::error::{CheckpointError, EffectError, EndError};
 use super::job;
-use super::phases::{Begun, Failure};
+use super::phases::{Begun, Checkpointed, Failure};
 use crate::cancel::CancellationToken;
 use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
@@ -17,7 +17,7 @@ use crate::driver::Driver;
 use crate::effects::Dump;
 use crate::image_dir::ImageDirError;
 use crate::job_hook::HookError;
-use crate::journal::{self, Journal, Outcome};
+use crate::journal::{self, Journal, Operation, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -42,8 +42,11 @@ pub(super) async fn run(
         .await
         .map_err(|error| CheckpointError::refused(container, error))?;
     let guard = container.transaction.begin();
+    let parked = container.parked();
+    let is_parked = parked.is_some();
     let mut effects = ContainerEffects {
         container,
+        operation: Operation::Checkpoint,
         request,
         config: &config,
         cgroup,
@@ -55,9 +58,12 @@ pub(super) async fn run(
         needs: GpuMemory::new(),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()),
         checkpoint,
-        progress: Progress::default(),
+        progress: Progress::of(parked),
     };
-    let result = phases(&mut effects, was_frozen, request.exit).await;
+    let result = match is_parked {
+        true => parked_phases(&mut effects, request.exit).await,
+        false => phases(&mut effects, was_frozen, request.exit).await,
+    };
     journal::point("checkpoint-transacted").await;
     let end = End::of(result, &mut effects, container, request, &guard.cancel).await;
     effects.gpu.end().await;
@@ -76,6 +82,16 @@ async fn phases(
 ) -> Result<(), Failure<EffectError>> {
     let locked = Begun::new(effects, was_frozen).gpu_lock().await?;
     let dumped = locked.gpu_checkpoint().await?.dump().await?;
+    if exit {
+        Ok(())
+    } else {
+        dumped.leave_running().await
+    }
+}
+
+/// The phases for a container that its client has parked, which stays so.
+async fn parked_phases(effects: &mut ContainerEffects<'_>, exit: bool) -> Result<(), Failure<EffectError>> {
+    let dumped = Checkpointed::parked(effects).await?.dump().await?;
     if exit {
         Ok(())
     } else {
@@ -132,7 +148,7 @@ impl End {
         effects.tidy(failure.map(|failure| &mut failure.source)).await;
         let mut resumed = Ok(());
         match &result {
-            Ok(()) if !request.exit => resumed = effects.call_resumed().await,
+            Ok(()) if !request.exit && !container.is_parked() => resumed = effects.call_resumed().await,
             // A checkpoint that was refused before the hook `prepare` is none of the job's.
             Err(failure) if is_alive && failure.suspended.is_none() && effects.progress.prepared => {
                 effects.call_failed(&failure.source).await;

@@ -84,12 +84,23 @@ impl ContainerEffects<'_> {
     fn facts(&self, hook: JobHook) -> Facts {
         let source = self.progress.source.as_ref();
         let gpus = source.map_or(&[][..], |source| &source.gpus);
+        let named = |gpu: &SourceGpu| address(&gpu.uuid, &gpu.pci_address);
         let of_gpu = |gpu: &SourceGpu| FactsOfGpu {
-            old: address(&gpu.uuid, &gpu.pci_address),
+            old: named(gpu),
             new: None,
         };
+        let moved = |(old, new): (&SourceGpu, &SourceGpu)| FactsOfGpu {
+            old: named(old),
+            new: Some(named(new)),
+        };
+        let gpus: Vec<FactsOfGpu> = match &self.progress.parked {
+            Some(parked) => parked.home.iter().zip(&parked.gpus).map(moved).collect(),
+            None => gpus.iter().map(of_gpu).collect(),
+        };
         Facts {
-            gpus: gpus.iter().map(of_gpu).collect(),
+            pci_changed: gpus.iter().any(FactsOfGpu::has_moved),
+            gpus,
+            operation: self.operation.name().to_owned(),
             ..facts(hook, &self.checkpoint, self.request.image.path())
         }
     }

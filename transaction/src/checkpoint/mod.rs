@@ -10,6 +10,7 @@ mod dump;
 mod error;
 mod gpu;
 mod job;
+pub mod park;
 mod phases;
 mod plain;
 mod rollback;
@@ -54,6 +55,18 @@ pub struct Request {
 }
 
 impl Request {
+    /// Of a transaction that writes no image.
+    fn without_image() -> Self {
+        Self {
+            image: ImageDir::unopened(Path::new("")),
+            work: None,
+            parent: None,
+            exit: false,
+            flags: DumpFlags::default(),
+            empty_namespaces: Vec::new(),
+        }
+    }
+
     fn call<'a>(
         &'a self,
         (image, work): (&'a Path, &'a Path),

@@ -82,6 +82,8 @@ pub struct Locked<'e, E: Dump> {
     locked: Vec<CudaProcess>,
     /// The driver was called to checkpoint: no thread may run before its GPU state is restored.
     gpu_checkpointing: bool,
+    /// The client has parked the container: a rollback leaves it so.
+    parked: bool,
 }
 
 /// No process holds a GPU; their memory holds its state; the container is frozen.
@@ -127,6 +129,7 @@ impl<'e, E: Dump> Begun<'e, E> {
             locked: processes.clone(),
             processes,
             gpu_checkpointing: false,
+            parked: false,
         };
         at.finish(Phase::GpuLock, locked).await
     }
@@ -195,6 +198,10 @@ impl<'e, E: Dump> Locked<'e, E> {
     }
 
     async fn roll_back(self) -> Result<(), RollbackError<E::Error>> {
+        if self.parked {
+            stop(self.at.effects).await;
+            return Ok(());
+        }
         let back = Rollback {
             locked: &self.locked,
             was_frozen: self.at.was_frozen,
@@ -285,7 +292,72 @@ async fn refreeze<E: Device>(effects: &mut E) {
     frozen.or_warn(format_args!("the container is not frozen again yet"));
 }
 
+/// The pause of a container that gives its GPUs free: it stays frozen, with its GPU state in its own memory.
+/// Returns its CUDA processes. A failure is rolled back.
+pub(crate) async fn park<E: Dump>(
+    effects: &mut E,
+    was_frozen: bool,
+) -> Result<Vec<CudaProcess>, Failure<E::Error>> {
+    let locked = Begun::new(effects, was_frozen).gpu_lock().await?;
+    let Checkpointed(at) = locked.gpu_checkpoint().await?;
+    Ok(at.processes)
+}
+
+/// Restores the GPU state of a parked container, which goes on. After a failure it stays parked; some of its
+/// processes may be locked, with their state on GPUs.
+pub(crate) async fn unpark<E: Device>(effects: &mut E, processes: &[CudaProcess]) -> Result<(), E::Error> {
+    note(effects, Phase::GpuRestore).await;
+    if processes.is_empty() {
+        return effects.thaw().await;
+    }
+    let back = Rollback {
+        locked: processes,
+        was_frozen: false,
+        gpu_checkpointing: true,
+    };
+    let done = attempts(effects, back).await;
+    done.map_err(|stuck| stuck.last.unwrap_or(stuck.first))
+}
+
+/// Parks the processes again whose GPU state a failed [`unpark`] has restored. Returns them.
+pub(crate) async fn repark<E: Device>(
+    effects: &mut E,
+    processes: &[CudaProcess],
+) -> Result<Vec<i32>, E::Error> {
+    effects.keep_frozen().await?;
+    effects.hold(restore_tids(processes)).await?;
+    effects.thaw().await?;
+    let states = effects.states(&pids(processes)).await?;
+    let locked = states
+        .into_iter()
+        .filter(|(_, state)| *state == CudaState::Locked);
+    let locked: Vec<i32> = locked.map(|(pid, _)| pid).collect();
+    if !locked.is_empty() {
+        effects.gpu_checkpoint(&locked).await?;
+    }
+    effects.keep_frozen().await?;
+    effects.release().await?;
+    Ok(locked)
+}
+
 impl<'e, E: Dump> Checkpointed<'e, E> {
+    /// A container that its client has parked. What cannot be dumped is refused; nothing has been touched.
+    pub(crate) async fn parked(effects: &'e mut E) -> Result<Self, Failure<E::Error>> {
+        let inspected = async {
+            effects.enter(Phase::Inspect).await?;
+            effects.inspect().await
+        };
+        let processes = inspected.await;
+        let processes = processes.map_err(|source| Failure::new(Phase::Inspect, source))?;
+        Ok(Self(Locked {
+            at: Begun::new(effects, true),
+            locked: processes.clone(),
+            processes,
+            gpu_checkpointing: true,
+            parked: true,
+        }))
+    }
+
     /// Dumps the container. A failure is rolled back.
     pub async fn dump(self) -> Result<Dumped<'e, E>, Failure<E::Error>> {
         let at = self.0;
@@ -300,15 +372,17 @@ impl<'e, E: Dump> Checkpointed<'e, E> {
 }
 
 impl<E: Dump> Dumped<'_, E> {
-    /// Restores the GPU state, unlocks, and leaves the freezer as it was found. After a failure the image is
-    /// valid all the same.
+    /// Restores the GPU state, unlocks, and leaves the freezer as it was found; a parked container stays
+    /// parked. After a failure the image is valid all the same.
     pub(crate) async fn leave_running(self) -> Result<(), Failure<E::Error>> {
         let suspended = |stuck: RollbackError<E::Error>| Failure {
             phase: Phase::GpuRestore,
             source: stuck.first,
             suspended: stuck.last,
         };
-        note(self.0.at.effects, Phase::GpuRestore).await;
+        if !self.0.parked {
+            note(self.0.at.effects, Phase::GpuRestore).await;
+        }
         self.0.roll_back().await.map_err(suspended)
     }
 }

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use firn_config::{Config, find_program, names};
 use firn_host::{Chain, UnlessAbsent};
-use firn_image::manifest::DumpFlags;
 
 use super::Request;
 use super::container::{ContainerEffects, Progress};
@@ -124,7 +123,7 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
         return CheckpointError::refused(container, EffectError::Panicked);
     };
     // Order matters: CRIU holds the tasks, and they would run once it is killed.
-    if recovery.record().gpu_checkpointing {
+    if recovery.record().gpu_checkpointing || container.is_parked() {
         let frozen = container.cgroup().and_then(|cgroup| cgroup.begin_freeze());
         frozen.or_warn(format_args!("cannot freeze {}", container.id));
     }
@@ -134,6 +133,8 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
     killed_criu::release(container, &log, &CancellationToken::default(), reaper).await;
     let was_frozen = recovery.record().begin.was_frozen;
     let rolled_back = match container.traits.has_nvidia() {
+        // It was frozen above, and stays so.
+        true if container.is_parked() => Ok(()),
         true => {
             let at = (was_frozen, &EffectError::Panicked);
             rollback_gpu(container, recovery.record(), at, reaper).await
@@ -175,15 +176,13 @@ async fn rollback_gpu(
     let begin = &record.begin;
     let request = Request {
         image: ImageDir::unopened(&begin.image),
-        work: None,
-        parent: None,
         exit: begin.exit,
-        flags: DumpFlags::default(),
-        empty_namespaces: Vec::new(),
+        ..Request::without_image()
     };
     let guard = container.transaction.begin();
     let mut effects = ContainerEffects {
         container,
+        operation: begin.op,
         request: &request,
         config: &config,
         cgroup: container.cgroup()?,

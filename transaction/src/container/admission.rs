@@ -16,6 +16,9 @@ pub enum InitState {
     Pausing,
     /// The cgroup is frozen.
     Paused,
+    /// The cgroup is frozen, and the GPUs are free: the GPU state of the processes is in their memory, as the
+    /// client requested.
+    Parked,
     /// The cgroup is frozen: the GPU state of the processes is in their memory and could not be restored.
     /// Resume tries again.
     Suspended,
@@ -86,7 +89,7 @@ impl fmt::Display for InitState {
             Self::Created | Self::CreatedCheckpoint => "created",
             Self::Running => "running",
             Self::Pausing => "pausing",
-            Self::Paused | Self::Suspended => "paused",
+            Self::Paused | Self::Parked | Self::Suspended => "paused",
             Self::Stopped => "stopped",
             Self::Deleted => "deleted",
         })
@@ -112,9 +115,11 @@ impl fmt::Display for Action {
 /// Resume checks whether a paused task is really frozen: a cancelled dump may have thawed it.
 pub fn admit(action: Action, state: InitState) -> Result<(), NotAllowed> {
     use Action::{Checkpoint, Delete, Exec, Pause, Resume, Start, Update};
-    use InitState::{Created, CreatedCheckpoint, Deleted, Paused, Pausing, Running, Stopped, Suspended};
+    use InitState::{
+        Created, CreatedCheckpoint, Deleted, Parked, Paused, Pausing, Running, Stopped, Suspended,
+    };
     let allowed = match (state, action) {
-        (Created | CreatedCheckpoint | Running | Pausing | Paused, Update) => true,
+        (Created | CreatedCheckpoint | Running | Pausing | Paused | Parked, Update) => true,
         (Stopped | Deleted, Update) => false,
         // With cgroup v1 and systemd the runtime may thaw the container that it updates.
         (Suspended, Start | Pause | Checkpoint | Exec | Update) => false,
@@ -126,8 +131,8 @@ pub fn admit(action: Action, state: InitState) -> Result<(), NotAllowed> {
         (Running, Pause | Checkpoint | Exec) => true,
         (Running, Start | Resume | Delete) => false,
         (Pausing, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,
-        (Paused, Resume | Checkpoint) => true,
-        (Paused, Start | Pause | Exec | Delete) => false,
+        (Paused | Parked, Resume | Checkpoint) => true,
+        (Paused | Parked, Start | Pause | Exec | Delete) => false,
         (Stopped, Delete) => true,
         (Stopped, Start | Pause | Resume | Checkpoint | Exec) => false,
         (Deleted, Start | Pause | Resume | Checkpoint | Exec | Delete) => false,

@@ -25,6 +25,7 @@ pub use process::{Process, StdioPaths};
 
 use crate::cancel::Slot;
 use crate::cgroup::{Cgroup, CgroupError, OomWatch};
+use crate::checkpoint::park::Parked;
 use crate::options::RuncOptions;
 use crate::panics::lock;
 use crate::prepared_restore::PreparedRestore;
@@ -49,6 +50,8 @@ pub struct Container {
     held: Mutex<Option<TracedThreads>>,
     /// The checkpoint or restore in progress. Who begins it holds the operation lock.
     pub transaction: Slot,
+    /// What is known of a container that its client has parked.
+    parked: Mutex<Option<Parked>>,
     /// The hook of the job that Resume calls.
     pending_hook: Mutex<Option<Facts>>,
     /// The call in progress that runs hooks, which have no deadline. Who begins it holds the operation lock.
@@ -120,6 +123,7 @@ impl Container {
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
+            parked: Mutex::new(None),
             transaction: Slot::default(),
             pending_hook: Mutex::new(None),
             hooks: Slot::default(),
@@ -203,6 +207,21 @@ impl Container {
     /// Stores the checkpoint again after a failed restore, for another attempt.
     pub fn put_checkpoint(&self, prepared: PreparedRestore) {
         *lock(&self.checkpoint) = Some(prepared);
+    }
+
+    /// What is known of it, if it is parked.
+    pub fn parked(&self) -> Option<Parked> {
+        lock(&self.parked).clone()
+    }
+
+    /// Whether it is parked: its GPU state is in host memory, as its client requested.
+    pub fn is_parked(&self) -> bool {
+        lock(&self.parked).is_some()
+    }
+
+    /// It is parked from now on, or no more.
+    pub(crate) fn put_parked(&self, parked: Option<Parked>) {
+        *lock(&self.parked) = parked;
     }
 
     /// Lets Resume call a hook of the job, instead of an earlier one.

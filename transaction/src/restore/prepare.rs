@@ -244,10 +244,7 @@ fn add_gpus(facts: &mut Facts, manifest: &Manifest, decision: &GpuAssignment, in
             }
         })
         .collect();
-    facts.pci_changed = facts
-        .gpus
-        .iter()
-        .any(|gpu| gpu.new.as_ref().is_some_and(|new| new.pci != gpu.old.pci));
+    facts.pci_changed = facts.gpus.iter().any(FactsOfGpu::has_moved);
 }
 
 /// CRIU's settings for an image without NVIDIA's GPU state. The state of AMD's GPUs is in CRIU's images if a

@@ -14,6 +14,7 @@ use super::{ContainerEffects, Source, unless_cancelled};
 use crate::blocking::blocking;
 use crate::checkpoint::dump::bounded;
 use crate::checkpoint::error::EffectError;
+use crate::journal::Operation;
 use crate::look::{self, Checked};
 use crate::procfs;
 
@@ -40,14 +41,9 @@ impl ContainerEffects<'_> {
         assertions.external_unix =
             dump.external_unix_sockets || criu.is_some_and(CriuConfig::users_external_unix);
         dump.open_tcp = matches!(assertions.tcp, Tcp::Keep | Tcp::Auto);
-        let versions = Versions {
-            firn: env!("CARGO_PKG_VERSION").to_owned(),
-            criu: self.version_of("criu").await,
-            runc: self.version_of(self.container.options.runtime()).await,
-            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
-                .unwrap_or_default()
-                .trim()
-                .to_owned(),
+        let versions = match self.is_dump() {
+            true => self.versions().await,
+            false => Versions::default(),
         };
         Ok(Source {
             hooks: job_hook::named(&spec),
@@ -64,6 +60,21 @@ impl ContainerEffects<'_> {
             tmpfs: spec.own_tmpfs()?,
             versions,
         })
+    }
+
+    /// Whether an image is written. A pause has no other reason to refuse than the driver's.
+    fn is_dump(&self) -> bool {
+        self.operation == Operation::Checkpoint
+    }
+
+    async fn versions(&self) -> Versions {
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Versions {
+            firn: env!("CARGO_PKG_VERSION").to_owned(),
+            criu: self.version_of("criu").await,
+            runc: self.version_of(self.container.options.runtime()).await,
+            kernel: kernel.trim().to_owned(),
+        }
     }
 
     /// The version that a tool prints, for people; empty if it prints nothing.
@@ -93,6 +104,7 @@ impl ContainerEffects<'_> {
             pids: all.to_vec(),
             cuda: cuda.iter().map(|process| process.pid).collect(),
             processes: Some(assertions),
+            pause: !self.is_dump(),
             criu_plugin: self.criu_plugin.is_some(),
             inherited: Some(self.container.bundle.join(names::BUNDLE_INHERITED)),
             tmpfs: self.source().tmpfs.clone(),
@@ -133,7 +145,7 @@ impl ContainerEffects<'_> {
         let in_use = self.source().gpu_memory_in_use;
         let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
         let mut gpu_memory = 0;
-        if !pids.is_empty() {
+        if !pids.is_empty() && self.progress.parked.is_none() {
             let known = unless_cancelled(&self.cancel, self.gpu.memory(&pids)).await?;
             gpu_memory = match known.is_empty() {
                 // On some virtual machines NVML reports no memory per process: then all that is in use on the
@@ -152,11 +164,15 @@ impl ContainerEffects<'_> {
                 image: self.request.image.inside(),
                 work: self.request.work.as_ref().unwrap_or(bundle).clone(),
             }),
-            bundle: Some(bundle.clone()),
+            bundle: self.is_dump().then(|| bundle.clone()),
+            pause: !self.is_dump(),
             ..Workload::default()
         };
         self.look::<Checked>(look::Request::Check(Box::new(workload)))
             .await?;
+        if !self.is_dump() {
+            return Ok(());
+        }
         let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
         let (limit, cancel) = (self.config.deadlines.look, &self.cancel);
         let admitted = bounded("look at the image directory", limit, cancel, move || {

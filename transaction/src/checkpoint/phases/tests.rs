@@ -1,5 +1,6 @@
 //! Every effect of a checkpoint fails in turn; afterwards the workload must be as before.
 
+mod parked;
 mod rollback;
 
 use std::collections::BTreeSet;

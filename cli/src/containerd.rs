@@ -1,4 +1,4 @@
-//! The calls of containerd's API that a restore needs.
+//! The calls of containerd's API that a restore and a move need.
 //!
 //! The messages are written by hand, with the fields that are used: what is left out is skipped when it is
 //! read, and a default when it is sent. A message whose only field is its first is a `String` or `u32` of
@@ -114,6 +114,18 @@ struct Created {
     pid: u32,
 }
 
+/// `containerd.services.tasks.v1.UpdateTaskRequest`
+#[derive(Clone, PartialEq, Message)]
+struct UpdateTask {
+    #[prost(string, tag = "1")]
+    container_id: String,
+    /// Always sent, and empty: a shim that looks for limits here finds none, and fails.
+    #[prost(message, optional, tag = "2")]
+    resources: Option<Any>,
+    #[prost(map = "string, string", tag = "3")]
+    annotations: HashMap<String, String>,
+}
+
 /// containerd cannot be reached, or has refused.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
@@ -209,6 +221,17 @@ impl Containerd {
     pub async fn start(&self, id: &str) -> Result<u32, CallError> {
         let call = "/containerd.services.tasks.v1.Tasks/Start";
         self.call(call, id.to_owned()).await
+    }
+
+    /// Hands annotations to the shim.
+    pub async fn annotate(&self, id: &str, annotations: HashMap<String, String>) -> Result<(), CallError> {
+        let call = "/containerd.services.tasks.v1.Tasks/Update";
+        let request = UpdateTask {
+            container_id: id.to_owned(),
+            resources: Some(Any::default()),
+            annotations,
+        };
+        self.call(call, request).await
     }
 
     pub async fn delete(&self, id: &str) -> Result<(), CallError> {

@@ -1,0 +1,121 @@
+//! `firn resume` and `firn move-gpu`: a container goes on, on its own GPUs or on others of the node.
+//!
+//! The shim does it. containerd hands the annotations of an update to the shim; its Resume has no arguments.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::ValueEnum;
+use firn_config::names;
+use firn_host::{Problem, ProblemLine};
+use serde_json::json;
+use tokio::time::interval;
+
+use crate::args::{MoveGpuArgs, ResumeArgs, TaskArgs};
+use crate::containerd::{CallError, Containerd};
+use crate::output::{self, line, note};
+
+/// How often a person sees that it is still under way.
+const PROGRESS: Duration = Duration::from_secs(2);
+
+/// Why a container does not go on, or was not moved.
+#[derive(Debug, thiserror::Error, Problem)]
+enum MoveError {
+    #[error("there is no task of container {id} in namespace {namespace}")]
+    #[problem("FIRN-NO-CONTAINER", "see `ctr tasks list` and --namespace")]
+    NoTask { id: String, namespace: String },
+    /// The shim's error has its own code and remedy.
+    #[error("{message}")]
+    #[problem("FIRN-MOVE", "see containerd's log")]
+    Shim { message: String },
+    #[error("the shim of container {id} does not move GPUs: {message}")]
+    #[problem(
+        "FIRN-MOVE-CLIENT",
+        "run the container with io.containerd.firn.v2, and install the shim of this version"
+    )]
+    Other { id: String, message: String },
+    #[error(transparent)]
+    #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
+    Call(#[from] CallError),
+}
+
+pub fn resume(args: &ResumeArgs) -> Result<bool> {
+    let gpus = args.gpus.as_deref().unwrap_or(names::SAME_GPUS);
+    run(&args.task, gpus, "resuming")
+}
+
+pub fn move_gpu(args: &MoveGpuArgs) -> Result<bool> {
+    run(&args.task, &args.gpus, "moving")
+}
+
+fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
+    let begun = Instant::now();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    match runtime.block_on(with_progress(task, gpus, doing)) {
+        Ok(()) => {
+            let (id, took) = (&task.id, begun.elapsed());
+            match task.json {
+                true => output::json(&json!({
+                    "container": id, "namespace": task.namespace, "gpus": gpus, "ms": took.as_millis(),
+                }))?,
+                false => line!("{id} goes on, after {:.1} s", took.as_secs_f64()),
+            }
+            Ok(true)
+        }
+        Err(error) => {
+            let message = match &error {
+                MoveError::Shim { message } => message.clone(),
+                error => ProblemLine(error).to_string(),
+            };
+            match task.json {
+                true => output::json(&json!({"failure": message}))?,
+                false => note!("firn: {message}"),
+            }
+            Ok(false)
+        }
+    }
+}
+
+async fn with_progress(task: &TaskArgs, gpus: &str, doing: &str) -> Result<(), MoveError> {
+    let begun = Instant::now();
+    let mut call = Box::pin(call(task, gpus));
+    let mut ticks = interval(PROGRESS);
+    ticks.tick().await;
+    loop {
+        tokio::select! {
+            done = &mut call => return done,
+            _ = ticks.tick() => note!("firn: {doing} {}: {} s", task.id, begun.elapsed().as_secs()),
+        }
+    }
+}
+
+async fn call(task: &TaskArgs, gpus: &str) -> Result<(), MoveError> {
+    let containerd = Containerd::connect(&task.address, &task.namespace).await?;
+    let mut annotations = HashMap::from([(names::ANNOTATION_MOVE_GPU.to_owned(), gpus.to_owned())]);
+    if let Some(busy) = task.busy.and_then(|busy| busy.to_possible_value()) {
+        annotations.insert(names::ANNOTATION_GPU_BUSY.to_owned(), busy.get_name().to_owned());
+    }
+    let done = containerd.annotate(&task.id, annotations).await;
+    done.map_err(|error| match error {
+        error if error.is_absent() => MoveError::NoTask {
+            id: task.id.clone(),
+            namespace: task.namespace.clone(),
+        },
+        CallError::Call { status, .. } if is_firns(status.message()) => MoveError::Shim {
+            message: status.message().to_owned(),
+        },
+        CallError::Call { status, .. } => MoveError::Other {
+            id: task.id.clone(),
+            message: status.message().to_owned(),
+        },
+        error => error.into(),
+    })
+}
+
+/// Whether an error is one of firn's: it has a code.
+fn is_firns(message: &str) -> bool {
+    message.starts_with("FIRN-") || message.contains(": FIRN-") || message.starts_with("cannot ")
+}

@@ -1,0 +1,112 @@
+//! Resume of a parked container and the move of a running one, with what containerd is to know of it.
+//!
+//! containerd's Resume has no arguments. A client that wants other GPUs calls Update with annotations, which
+//! containerd hands on: `firn.dev/move-gpu` and, if it likes, `firn.dev/gpu-busy`.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use containerd_shim_protos::api::Empty;
+use firn_config::text::one_line;
+use firn_config::{GpuBusy, names};
+use firn_host::Chain;
+use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wanted};
+use firn_transaction::container::{Action, Container, InitState};
+use firn_transaction::panics::caught;
+
+use super::pause::resumed;
+use super::{Service, TaskError};
+use crate::daemon;
+
+/// The longest text of the label: containerd's limit is 4096 for name and value together.
+const LABEL: usize = 2048;
+
+/// What the annotations of an update want of the container's GPUs; none if they say nothing of them.
+pub(super) fn wanted(annotations: &HashMap<String, String>) -> Result<Option<Wanted>, TaskError> {
+    let Some(gpus) = annotations.get(names::ANNOTATION_MOVE_GPU) else {
+        return Ok(None);
+    };
+    let busy = match annotations.get(names::ANNOTATION_GPU_BUSY) {
+        None => None,
+        Some(word) => Some(GpuBusy::of_word(word).ok_or_else(|| TaskError::Annotation {
+            name: names::ANNOTATION_GPU_BUSY,
+            value: word.chars().take(64).collect(),
+        })?),
+    };
+    let gpus = Some(gpus.clone());
+    Ok(Some(Wanted { gpus, busy }))
+}
+
+/// Resumes a parked container. The caller holds its operation lock.
+pub(super) async fn resume(
+    service: &Arc<Service>,
+    container: &Arc<Container>,
+    wanted: &Wanted,
+) -> Result<Empty, TaskError> {
+    let done = caught(Box::pin(park::resume(container, wanted, &service.reaper))).await;
+    end(service, container, done.ok()).await
+}
+
+/// Moves a running container. The caller holds its operation lock.
+pub(super) async fn move_gpus(
+    service: &Arc<Service>,
+    container: &Arc<Container>,
+    wanted: &Wanted,
+) -> Result<Empty, TaskError> {
+    container.admit(Action::Pause)?;
+    container.set_state(InitState::Pausing);
+    let done = caught(Box::pin(park::move_gpus(container, wanted, &service.reaper))).await;
+    let done = end(service, container, done.ok()).await;
+    if container.state() == InitState::Pausing {
+        container.set_state(InitState::Running);
+    }
+    done
+}
+
+/// Tells containerd and its clients how it has ended. `done` is none after a panic.
+async fn end(
+    service: &Arc<Service>,
+    container: &Arc<Container>,
+    done: Option<Result<Resumed, ParkError>>,
+) -> Result<Empty, TaskError> {
+    let done = match done {
+        Some(done) => done,
+        None => Err(park::after_panic(container, &service.reaper).await),
+    };
+    match done {
+        Ok(Resumed { moved, hook }) => {
+            let empty = resumed(service, container);
+            describe(service, container, moved, "").await;
+            hook?;
+            Ok(empty)
+        }
+        Err(error) => {
+            if container.is_parked() {
+                let why = format!("; the last resume failed: {}", Chain(&error));
+                describe(service, container, None, &why).await;
+            }
+            Err(error.into())
+        }
+    }
+}
+
+/// Writes into containerd's metadata that the container is parked.
+pub(super) async fn label(service: &Arc<Service>, container: &Arc<Container>) {
+    describe(service, container, None, "").await;
+}
+
+/// Writes into containerd's metadata what its clients show of a container: its GPUs, and that it is parked.
+async fn describe(service: &Arc<Service>, container: &Arc<Container>, moved: Option<Moved>, why: &str) {
+    let label = container.parked().map(|parked| {
+        let gpus: Vec<&str> = parked.gpus().iter().map(|gpu| gpu.uuid.as_str()).collect();
+        let mut text = one_line(&format!(
+            "{} MiB of {} in host memory{why}",
+            parked.bytes().div_ceil(1 << 20),
+            gpus.join(", ")
+        ));
+        text.truncate(text.floor_char_boundary(LABEL));
+        text
+    });
+    let change = daemon::Change { label, moved };
+    daemon::describe(&service.address, &service.namespace, &container.id, change).await;
+}

@@ -1,0 +1,435 @@
+//! A pause gives the GPUs free, a resume takes them or others, and a running container moves to other GPUs.
+//!
+//! Needs root. Every story uses `ctr` and `firn` on real containerd, runc and CRIU; only the driver is
+//! simulated.
+
+use std::process::ExitCode;
+
+use anyhow::{Result, bail, ensure};
+use firn_lab::{Container, GpuHost, SHARES_NOTHING, SimGpu, cases, matrix, on};
+use firn_node::Platform;
+
+const RELEASE: [&str; 2] = ["--annotation", "firn.dev/pause=release-gpu"];
+
+fn host(platform: Platform, name: &str) -> Result<GpuHost> {
+    GpuHost::for_test(
+        platform,
+        name,
+        &[SimGpu::h200(1), SimGpu::h200(2), SimGpu::h200(3)],
+    )
+}
+
+/// A node whose GPUs no other node has.
+fn other_host(platform: Platform, name: &str) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, &[SimGpu::h200(4)])
+}
+
+fn counter<'h>(host: &'h GpuHost, id: &str, gpu: &str) -> Result<Container<'h>> {
+    let counter = Container::count_with(host, id, &[gpu], 1, &RELEASE, &[])?;
+    counter.goes_on(2)?;
+    Ok(counter)
+}
+
+/// Pauses it, and sees that its GPUs are free.
+fn park(host: &GpuHost, container: &Container<'_>) -> Result<()> {
+    container.task(&["pause"])?;
+    assert_eq!(container.status()?, "PAUSED");
+    container.stands_still()?;
+    ensure!(
+        host.gpu_memory()?.iter().all(|mib| *mib == 0),
+        "memory is in use: {:?}",
+        host.gpu_memory()?
+    );
+    Ok(())
+}
+
+fn firn(host: &GpuHost, words: &[&str]) -> Result<String> {
+    Ok(host.node().run(&[&["firn"], words].concat())?.stdout)
+}
+
+/// The error of a command that must fail.
+fn error_of(host: &GpuHost, command: &[&str]) -> Result<String> {
+    match host.node().run(command) {
+        Ok(_) => bail!("{command:?} did not fail"),
+        Err(error) => Ok(error.to_string()),
+    }
+}
+
+fn runs_on(host: &GpuHost, container: &Container<'_>, gpu: usize) -> Result<()> {
+    assert_eq!(container.goes_on(3)?.fault(), None);
+    assert_eq!(container.gpus_in_use()?, [host.uuids()[gpu].clone()]);
+    assert_eq!(container.status()?, "RUNNING");
+    Ok(())
+}
+
+/// What containerd has of a container.
+fn info(host: &GpuHost, id: &str) -> Result<String> {
+    Ok(host.node().run(&["ctr", "containers", "info", id])?.stdout)
+}
+
+fn a_pause_gives_the_gpu_free(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-free")?], |[host]| {
+        let job = counter(host, "job", "0")?;
+        let pid = job.pid()?;
+        park(host, &job)?;
+        let parked = info(host, "job")?;
+        ensure!(parked.contains("firn.dev/parked"), "{parked}");
+        ensure!(parked.contains("MiB of GPU-"), "{parked}");
+
+        let other = counter(host, "other", "0")?;
+        let refused = error_of(host, &["ctr", "tasks", "resume", "job"])?;
+        ensure!(refused.contains("FIRN-GPU-BUSY"), "{refused}");
+        ensure!(
+            refused.contains("container other of namespace default"),
+            "{refused}"
+        );
+        ensure!(refused.contains("it stays paused"), "{refused}");
+        assert_eq!(job.status()?, "PAUSED");
+        let failed = info(host, "job")?;
+        ensure!(failed.contains("the last resume failed"), "{failed}");
+        other.goes_on(2)?;
+
+        other.remove()?;
+        job.task(&["resume"])?;
+        runs_on(host, &job, 0)?;
+        assert_eq!(job.pid()?, pid);
+        ensure!(!info(host, "job")?.contains("firn.dev/parked"));
+        job.remove()?;
+        host.idle()
+    })
+}
+
+fn a_paused_container_is_resumed_on_another_gpu(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-other")?], |[host]| {
+        let job = counter(host, "job", "0")?;
+        let pid = job.pid()?;
+        for gpu in [1, 2, 1, 0, 0, 2] {
+            park(host, &job)?;
+            firn(host, &["resume", "job", "--gpus", &gpu.to_string()])?;
+            runs_on(host, &job, gpu)?;
+        }
+        assert_eq!(job.pid()?, pid);
+        let nodes = job.exec(&["ls", "/dev"])?;
+        ensure!(nodes.contains("nvidia2") && !nodes.contains("nvidia0"), "{nodes}");
+        let spec = info(host, "job")?;
+        ensure!(
+            spec.contains("/dev/nvidia2") && !spec.contains("/dev/nvidia0"),
+            "{spec}"
+        );
+        job.remove()?;
+        host.idle()
+    })
+}
+
+fn a_running_container_moves(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-move")?], |[host]| {
+        let job = Container::count_with(host, "job", &["0", "1"], 2, &[], &["--gpu", "0,1"])?;
+        job.goes_on(2)?;
+        let pid = job.pid()?;
+        let uuids = host.uuids();
+        for (gpus, expected) in [("1,2", [1, 2]), ("0,1", [0, 1]), ("2,0", [0, 2])] {
+            let printed = firn(host, &["move-gpu", "job", "--gpus", gpus])?;
+            ensure!(printed.starts_with("job goes on, after "), "{printed}");
+            assert_eq!(job.goes_on(3)?.fault(), None);
+            let expected = expected.map(|gpu| uuids[gpu].clone());
+            assert_eq!(job.gpus_in_use()?, expected, "--gpus {gpus}");
+        }
+        let swap = format!("{}={},{}={}", uuids[0], uuids[2], uuids[2], uuids[0]);
+        firn(host, &["move-gpu", "job", "--gpus", &swap])?;
+        assert_eq!(job.goes_on(3)?.fault(), None);
+        assert_eq!(job.pid()?, pid);
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// A parked container is checkpointed without the driver, and stays parked.
+fn a_parked_container_is_checkpointed(platform: Platform) -> Result<()> {
+    let hosts = [host(platform, "pa-dump-a")?, other_host(platform, "pa-dump-b")?];
+    on(hosts, |[a, b]| {
+        let job = counter(a, "job", "0")?;
+        // The client pauses it, checkpoints it and resumes it.
+        job.checkpoint("checkpoint/first")?;
+        a.remove_image("checkpoint/first")?;
+        runs_on(a, &job, 0)?;
+
+        park(a, &job)?;
+        let driver = a.node().run(&["simgpu", "smi"])?.stdout;
+        job.task(&["checkpoint", "--image-path", "/root/image"])?;
+        assert_eq!(a.node().run(&["simgpu", "smi"])?.stdout, driver);
+        assert_eq!(job.status()?, "PAUSED");
+        job.stands_still()?;
+        a.node().run(&["firn", "inspect", "/root/image"])?;
+
+        // A dump that fails leaves it as it is.
+        let refused = error_of(
+            a,
+            &["ctr", "tasks", "checkpoint", "--image-path", "/proc/self", "job"],
+        )?;
+        ensure!(refused.contains("FIRN-"), "{refused}");
+        assert_eq!(job.status()?, "PAUSED");
+        job.stands_still()?;
+
+        firn(a, &["resume", "job", "--gpus", "1"])?;
+        runs_on(a, &job, 1)?;
+        park(a, &job)?;
+        let exited = job.checkpoint_and_exit_to("checkpoint/last", a.runtime_for_options()?);
+        exited?;
+        job.becomes("STOPPED")?;
+        job.remove()?;
+        a.idle()?;
+
+        a.send_image("checkpoint/last", b)?;
+        b.configure("[restore]\ngpus = [\"0\"]\n")?;
+        let (copy, _) = Container::restore(b, "job", "checkpoint/last", 1)?;
+        assert_eq!(copy.goes_on(3)?.fault(), None);
+        copy.remove()?;
+        b.idle()
+    })
+}
+
+/// containerd 1.7 writes the checkpoint of a task into its content store.
+fn a_parked_container_is_checkpointed_into_an_image(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-image")?], |[host]| {
+        let job = counter(host, "job", "0")?;
+        park(host, &job)?;
+        job.task(&["checkpoint"])?;
+        assert_eq!(job.status()?, "PAUSED");
+        job.stands_still()?;
+        job.task(&["resume"])?;
+        runs_on(host, &job, 0)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// It can be killed and deleted, and nothing of it is left. containerd may be restarted meanwhile.
+fn a_parked_container_ends(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-end")?], |[host]| {
+        let job = counter(host, "job", "0")?;
+        park(host, &job)?;
+        host.node().restart_containerd()?;
+        assert_eq!(job.status()?, "PAUSED");
+        job.task(&["resume"])?;
+        runs_on(host, &job, 0)?;
+        park(host, &job)?;
+        job.task(&["kill", "--signal", "SIGKILL"])?;
+        job.becomes("STOPPED")?;
+        job.remove()?;
+        host.idle()?;
+        let leases = host.node().run(&["ls", "/run/firn/leases"])?.stdout;
+        ensure!(leases.trim().is_empty(), "{leases}");
+
+        let job = counter(host, "job", "1")?;
+        park(host, &job)?;
+        host.kill_shim("job")?;
+        host.idle()?;
+        job.remove()
+    })
+}
+
+/// What happens if another container has the GPU.
+fn a_resume_waits_or_goes_elsewhere_or_shares(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-busy")?], |[host]| {
+        let busy = |word: &str| format!("firn.dev/gpu-busy={word}");
+        let (wait, elsewhere) = (busy("wait"), busy("elsewhere"));
+        let run = |id, word: &str| -> Result<Container<'_>> {
+            let options = [&RELEASE[..], &["--annotation", word]].concat();
+            let job = Container::count_with(host, id, &["0"], 1, &options, &[])?;
+            job.goes_on(2)?;
+            Ok(job)
+        };
+        let waits = run("waits", &wait)?;
+        park(host, &waits)?;
+        let goes = run("goes", &elsewhere)?;
+        park(host, &goes)?;
+        let holder = counter(host, "holder", "0")?;
+
+        let mut resume = host.node().spawn(&["ctr", "tasks", "resume", "waits"])?;
+        waits.stands_still()?;
+        host.configure("[restore]\ngpus = [\"0\", \"2\"]\n")?;
+        goes.task(&["resume"])?;
+        runs_on(host, &goes, 2)?;
+        holder.goes_on(2)?;
+        assert_eq!(waits.status()?, "PAUSED");
+        holder.task(&["pause"])?;
+        ensure!(resume.wait()?.success());
+        runs_on(host, &waits, 0)?;
+
+        let refused = error_of(host, &["firn", "resume", "holder"])?;
+        ensure!(refused.contains("FIRN-GPU-BUSY"), "{refused}");
+        firn(host, &["resume", "holder", "--busy", "share"])?;
+        runs_on(host, &holder, 0)?;
+        waits.goes_on(2)?;
+        // They have it together now: none is in the other's way.
+        for _ in 0..2 {
+            waits.task(&["pause"])?;
+            waits.task(&["resume"])?;
+        }
+        waits.goes_on(2)?;
+        for job in [waits, goes, holder] {
+            job.remove()?;
+        }
+        host.idle()
+    })
+}
+
+/// Failures of the driver and of the environment: the container runs as before, or stays parked.
+fn failures_cost_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-fail")?], |[host]| {
+        let four = [&SHARES_NOTHING[..], &RELEASE].concat();
+        let job = Container::count_with(host, "job", &["0"], 4, &four, &["--procs", "4"])?;
+        job.goes_on(2)?;
+        let on_gpu = |gpu: usize| -> Result<()> {
+            assert_eq!(job.goes_on(3)?.fault(), None);
+            assert_eq!(job.gpus_in_use()?, [host.uuids()[gpu].clone()]);
+            Ok(())
+        };
+        for (call, nth) in [("lock", "2"), ("checkpoint", "3")] {
+            host.fault(&[
+                "--call",
+                call,
+                "--nth",
+                nth,
+                "--times",
+                "1",
+                "--error",
+                "CUDA_ERROR_UNKNOWN",
+            ])?;
+            let failed = error_of(host, &["ctr", "tasks", "pause", "job"])?;
+            ensure!(
+                failed.contains("FIRN-GPU-DRIVER: pause of container job failed"),
+                "{failed}"
+            );
+            ensure!(failed.contains("the workload goes on"), "{failed}");
+            host.no_faults()?;
+            assert_eq!(job.status()?, "RUNNING");
+            on_gpu(0)?;
+        }
+
+        // Two of four processes are restored, then the driver fails for good.
+        job.task(&["pause"])?;
+        for other in [None, Some("1")] {
+            host.fault(&["--call", "restore", "--nth", "3", "--error", "CUDA_ERROR_UNKNOWN"])?;
+            let command = match other {
+                None => vec!["ctr", "tasks", "resume", "job"],
+                Some(gpu) => vec!["firn", "resume", "job", "--gpus", gpu],
+            };
+            let failed = error_of(host, &command)?;
+            ensure!(
+                failed.contains("FIRN-GPU-DRIVER: resume of container job failed"),
+                "{failed}"
+            );
+            host.no_faults()?;
+            assert_eq!(job.status()?, "PAUSED");
+            job.stands_still()?;
+            assert_eq!(host.gpu_memory()?, [0, 0, 0], "a GPU is not free");
+            ensure!(
+                info(host, "job")?.contains("/dev/nvidia0"),
+                "the spec has another GPU"
+            );
+        }
+        firn(host, &["resume", "job", "--gpus", "2"])?;
+        on_gpu(2)?;
+
+        // A move that fails goes back.
+        host.fault(&[
+            "--call",
+            "restore",
+            "--nth",
+            "3",
+            "--times",
+            "4",
+            "--error",
+            "CUDA_ERROR_UNKNOWN",
+        ])?;
+        let failed = error_of(host, &["firn", "move-gpu", "job", "--gpus", "0"])?;
+        ensure!(
+            failed.contains("move of container job failed, the workload goes on"),
+            "{failed}"
+        );
+        host.no_faults()?;
+        assert_eq!(job.status()?, "RUNNING");
+        on_gpu(2)?;
+        firn(host, &["move-gpu", "job", "--gpus", "0"])?;
+        on_gpu(0)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// What a pause or move cannot do is refused by name, and the container runs on.
+fn what_cannot_be_parked_or_moved_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-refuse")?], |[host]| {
+        let refuse = |command: &[&str], words: &[&str]| -> Result<()> {
+            let error = error_of(host, command)?;
+            for word in words {
+                ensure!(error.contains(word), "{word}: {error}");
+            }
+            Ok(())
+        };
+        let two = Container::count_with(host, "two", &["0"], 2, &RELEASE, &["--procs", "2"])?;
+        two.goes_on(2)?;
+        refuse(
+            &["ctr", "tasks", "pause", "two"],
+            &["FIRN-IPC: cannot pause container two", "firn.dev/ipc=none"],
+        )?;
+        assert_eq!(two.status()?, "RUNNING");
+        two.goes_on(2)?;
+        two.remove()?;
+
+        let odd = ["--annotation", "firn.dev/pause=release"];
+        let odd = Container::count_with(host, "odd", &["0"], 1, &odd, &[])?;
+        odd.goes_on(2)?;
+        refuse(
+            &["ctr", "tasks", "pause", "odd"],
+            &["FIRN-PAUSE-SETTING", "\"release\""],
+        )?;
+        odd.goes_on(2)?;
+        refuse(
+            &["firn", "move-gpu", "odd", "--gpus", "7"],
+            &["FIRN-GPU-UNKNOWN", "7"],
+        )?;
+        refuse(&["firn", "move-gpu", "odd", "--gpus", "1,2"], &["FIRN-GPU-COUNT"])?;
+        refuse(
+            &["firn", "move-gpu", "none", "--gpus", "1"],
+            &["FIRN-NO-CONTAINER"],
+        )?;
+        odd.goes_on(2)?;
+        odd.remove()?;
+
+        // A process that keeps the GPU open, under another name.
+        let script = "cp -a /dev/nvidia0 /keep; sleep 1000 </keep & exec /bin/gpu-counter --out /counter.log \
+                      --interval-ms 50 --mib 8";
+        let keeps = Container::script(host, "keeps", &["0"], 1, &RELEASE, script)?;
+        keeps.goes_on(2)?;
+        refuse(
+            &["firn", "move-gpu", "keeps", "--gpus", "1"],
+            &["FIRN-GPU-KEPT", "(sleep)", "the workload goes on"],
+        )?;
+        runs_on(host, &keeps, 0)?;
+        keeps.task(&["pause"])?;
+        refuse(
+            &["firn", "resume", "keeps", "--gpus", "1"],
+            &["FIRN-GPU-KEPT", "it stays paused"],
+        )?;
+        keeps.task(&["resume"])?;
+        runs_on(host, &keeps, 0)?;
+        keeps.remove()?;
+        host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        a_pause_gives_the_gpu_free [FORKY, TRIXIE_V2];
+        a_paused_container_is_resumed_on_another_gpu [FORKY, FORKY_V2];
+        a_running_container_moves [FORKY, FORKY_V2];
+        a_parked_container_is_checkpointed [FORKY, FORKY_V2];
+        a_parked_container_is_checkpointed_into_an_image [TRIXIE];
+        a_parked_container_ends [FORKY, FORKY_V2];
+        a_resume_waits_or_goes_elsewhere_or_shares [FORKY_V2];
+        failures_cost_nothing [FORKY, TRIXIE_V2];
+        what_cannot_be_parked_or_moved_is_refused [FORKY];
+    })
+}

@@ -1,0 +1,256 @@
+//! Pause that gives GPUs free, resume from it, and both together: the move of a running container to other
+//! GPUs of its node.
+//!
+//! A pause runs the phases of a checkpoint up to the one in which the driver copies GPU state into the memory
+//! of the processes. The container then stays frozen, *parked*. A resume restores the GPU state as the
+//! rollback of a checkpoint does. In between another container may have the GPUs. Nothing is written to disk,
+//! and pids, files and connections stay.
+//!
+//! A failed pause is rolled back. A failed resume leaves the container parked, so that it can be tried again.
+//! A failed move goes back to the GPUs that the container had.
+
+mod error;
+mod grant;
+mod parked;
+mod resume;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use firn_config::{Config, find_program, names};
+use firn_gpu::protocol::GpuMemory;
+use firn_oci::Spec;
+
+pub use error::{GrantChangeError, ParkError};
+pub use parked::Parked;
+pub(super) use parked::RestoreCall;
+pub use resume::{Moved, Resumed, Wanted, move_gpus, resume};
+
+use super::container::{ContainerEffects, Progress};
+use super::error::EffectError;
+use super::phases::{self, Failure};
+use super::plain::RESET;
+use super::{Request, job};
+use crate::blocking::blocking;
+use crate::cancel::TransactionGuard;
+use crate::cgroup::FreezerState;
+use crate::container::{Container, InitState};
+use crate::driver::Driver;
+use crate::journal::{Begin, Journal, Operation, Outcome};
+use crate::lease::Lease;
+use crate::phase::Phase;
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::timings::PhaseTimings;
+use crate::warn::OrWarn;
+
+/// What the annotation `firn.dev/pause` may be.
+const RELEASE_GPU: &str = "release-gpu";
+
+/// Whether a pause of this container gives its GPUs free.
+pub fn is_requested(container: &Container) -> Result<bool, ParkError> {
+    if !container.traits.has_nvidia() {
+        return Ok(false);
+    }
+    let refused = |cause| refused(Operation::Pause, container, cause);
+    let spec = Spec::load(&container.bundle).map_err(|error| refused(error.into()))?;
+    match spec.annotation(names::ANNOTATION_PAUSE) {
+        None => Ok(false),
+        Some(RELEASE_GPU) => Ok(true),
+        Some(value) => Err(refused(setting(names::ANNOTATION_PAUSE, value).into())),
+    }
+}
+
+fn setting(name: &'static str, value: &str) -> GrantChangeError {
+    let value = value.chars().take(64).collect();
+    GrantChangeError::Setting { name, value }
+}
+
+fn refused(operation: Operation, container: &Container, cause: EffectError) -> ParkError {
+    ParkError::Refused {
+        operation,
+        container: container.id.clone(),
+        cause,
+    }
+}
+
+/// Pauses a running container and gives its GPUs free. The caller holds its operation lock.
+pub async fn pause(container: &Container, reaper: &Reaper) -> Result<(), ParkError> {
+    let ground = Ground::begin(container, Operation::Pause, None).await?;
+    let mut effects = ground.effects(reaper, None)?;
+    let ended = match park(&mut effects, ground.was_frozen).await {
+        Ok(parked) => {
+            container.put_parked(Some(parked));
+            container.set_state(InitState::Parked);
+            Ok(())
+        }
+        Err(failure) => Err(after_failure(&mut effects, failure).await),
+    };
+    ground.end(effects, ended).await
+}
+
+/// After a panic of firn's own code: a parked container stays parked, every other one is rolled back.
+pub async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
+    if !container.is_parked() {
+        return ParkError::ByJournal(super::rollback_after_panic(container, reaper).await);
+    }
+    let frozen = async { container.cgroup()?.keep_frozen(RESET).await };
+    let frozen = frozen.await;
+    frozen.or_warn(format_args!("cannot freeze {}", container.id));
+    // Order matters: held threads are released when they cannot run any more.
+    drop(container.take_held());
+    container.set_state(InitState::Parked);
+    if let Some(journal) = Journal::resume(&container.bundle).await.or_log() {
+        journal.end(Outcome::Failed).await;
+    }
+    ParkError::Parked {
+        operation: Operation::Resume,
+        container: container.id.clone(),
+        cause: EffectError::Panicked,
+    }
+}
+
+/// Runs the phases of a pause.
+async fn park(effects: &mut ContainerEffects<'_>, was_frozen: bool) -> Result<Parked, Failure<EffectError>> {
+    let container = effects.container;
+    let spec = Spec::load(&container.bundle);
+    let spec = spec.map_err(|error| Failure::new(Phase::Inspect, error.into()))?;
+    let processes = Box::pin(phases::park(effects, was_frozen)).await?;
+    let source = effects.progress.source.as_ref();
+    let gpus = source.map(|source| source.gpus.clone()).unwrap_or_default();
+    Ok(Parked {
+        processes,
+        memory: effects.needs.clone(),
+        home: gpus.clone(),
+        gpus,
+        elsewhere: BTreeMap::new(),
+        sharers: give_free(container, &spec).await,
+        id: effects.checkpoint.clone(),
+    })
+}
+
+/// Writes that the container's GPUs are free. Returns the containers that have one of them, too.
+async fn give_free(container: &Container, spec: &Spec) -> Vec<Lease> {
+    let Ok(Some(lease)) = Lease::of(container, spec) else {
+        return Vec::new();
+    };
+    let noted = blocking(move || lease.park()).await;
+    let noted = noted.or_warn(format_args!(
+        "cannot write that the GPUs of {} are free",
+        container.id
+    ));
+    noted.unwrap_or_default()
+}
+
+/// What follows a failed pause, also in a move.
+async fn after_failure(effects: &mut ContainerEffects<'_>, failure: Failure<EffectError>) -> ParkError {
+    let container = effects.container;
+    let is_cancelled = effects.cancel.is_cancelled();
+    if is_cancelled {
+        effects.kill().await;
+    }
+    // Order matters: if init ends from now on, the handler of its exit thaws the container.
+    if failure.suspended.is_some() {
+        container.set_state(InitState::Suspended);
+    }
+    let is_alive = !is_cancelled && procfs::is_alive(container.init.pid());
+    if !is_alive {
+        effects.leave_thawed().await;
+        drop(container.take_held());
+    } else if failure.suspended.is_none() && effects.progress.prepared {
+        effects.call_failed(&failure.source).await;
+    }
+    ParkError::of_failure(effects.operation, &container.id, failure, is_alive)
+}
+
+/// What a transaction of this module stands on.
+struct Ground<'c> {
+    container: &'c Container,
+    operation: Operation,
+    config: Config,
+    worker: PathBuf,
+    request: Request,
+    journal: Journal,
+    was_frozen: bool,
+    /// Random id, for the job's hooks.
+    id: String,
+    guard: TransactionGuard<'c>,
+}
+
+impl<'c> Ground<'c> {
+    async fn begin(
+        container: &'c Container,
+        operation: Operation,
+        id: Option<String>,
+    ) -> Result<Self, ParkError> {
+        let config = Config::load()?;
+        let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
+        let was_frozen = container.cgroup()?.freezer_state()? != FreezerState::Thawed;
+        let id = id.unwrap_or_else(job::new_id);
+        let begin = Begin {
+            op: operation,
+            container: container.id.clone(),
+            gpu: true,
+            exit: false,
+            image: PathBuf::new(),
+            work: PathBuf::new(),
+            work_is_ours: false,
+            was_frozen,
+            checkpoint: id.clone(),
+        };
+        let journal = Journal::begin(&container.bundle, begin).await;
+        let journal = journal.map_err(|error| refused(operation, container, error.into()))?;
+        Ok(Self {
+            container,
+            operation,
+            config,
+            worker,
+            request: Request::without_image(),
+            journal,
+            was_frozen,
+            id,
+            guard: container.transaction.begin(),
+        })
+    }
+
+    fn effects<'a>(
+        &'a self,
+        reaper: &'a Reaper,
+        parked: Option<Parked>,
+    ) -> Result<ContainerEffects<'a>, ParkError> {
+        let driver = Driver::new(self.worker.clone(), reaper.clone(), self.config.deadlines.clone());
+        Ok(ContainerEffects {
+            container: self.container,
+            operation: self.operation,
+            request: &self.request,
+            config: &self.config,
+            cgroup: self.container.cgroup()?,
+            gpu: driver.with_journal(self.journal.clone()),
+            reaper,
+            timings: PhaseTimings::begin(self.operation.name(), &self.container.id),
+            journal: self.journal.clone(),
+            cancel: self.guard.cancel.clone(),
+            needs: GpuMemory::new(),
+            criu_plugin: None,
+            checkpoint: self.id.clone(),
+            progress: Progress::of(parked),
+        })
+    }
+
+    async fn end<T>(
+        &self,
+        mut effects: ContainerEffects<'_>,
+        result: Result<T, ParkError>,
+    ) -> Result<T, ParkError> {
+        effects.gpu.end().await;
+        let outcome = match &result {
+            Ok(_) => Outcome::Done,
+            Err(ParkError::ByJournal(_)) => Outcome::Suspended,
+            Err(ParkError::Ended { .. }) => Outcome::Ended,
+            Err(_) => Outcome::Failed,
+        };
+        self.journal.clone().end(outcome).await;
+        effects.timings.end(&self.container.bundle, result.is_ok());
+        result
+    }
+}

@@ -1,0 +1,376 @@
+//! Resume of a parked container, and the move of a running one.
+
+use std::time::Duration;
+
+use firn_config::{GpuBusy, names};
+use firn_gpu::{DeviceNode, Gpu, SourceGpu};
+use firn_oci::Spec;
+use firn_preflight::Workload;
+use tokio::time::{Instant, sleep};
+
+use super::grant::NewGrant;
+use super::{Ground, ParkError, Parked, after_failure, give_free, park, refused, setting};
+use crate::blocking::blocking;
+use crate::checkpoint::container::ContainerEffects;
+use crate::checkpoint::error::EffectError;
+use crate::checkpoint::phases;
+use crate::container::{Container, InitState};
+use crate::effects::{Device, Gpu as _};
+use crate::journal::Operation;
+use crate::lease::{self, Lease, LeaseError};
+use crate::look::{self, Checked};
+use crate::phase::Phase;
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::warn::OrWarn;
+
+/// How often is looked whether GPUs have become free.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// What a client wants of a resume or move.
+#[derive(Clone, Debug, Default)]
+pub struct Wanted {
+    /// GPUs by UUID or index, or pairs `GPU-old=GPU-new`. None: those that the container has.
+    pub gpus: Option<String>,
+    /// What happens if another container has one. None: the container's annotation or the configuration
+    /// decides.
+    pub busy: Option<GpuBusy>,
+}
+
+/// Other GPUs that a container has got.
+#[derive(Clone, Debug)]
+pub struct Moved {
+    pub gpus: Vec<Gpu>,
+    /// The driver's nodes that belong to no single GPU.
+    pub common: Vec<DeviceNode>,
+}
+
+/// A container that goes on.
+#[derive(Debug)]
+pub struct Resumed {
+    /// None if it has the GPUs that it had.
+    pub moved: Option<Moved>,
+    /// Of the job's hook `resumed`.
+    pub hook: Result<(), ParkError>,
+}
+
+/// Resumes a parked container. After an error it stays parked, unless it has ended. The caller holds its
+/// operation lock.
+pub async fn resume(container: &Container, wanted: &Wanted, reaper: &Reaper) -> Result<Resumed, ParkError> {
+    let operation = Operation::Resume;
+    let Some(parked) = container.parked() else {
+        return Err(refused(operation, container, EffectError::NoJournal));
+    };
+    let ground = Ground::begin(container, operation, Some(parked.id.clone())).await?;
+    let mut effects = ground.effects(reaper, Some(parked))?;
+    let resumed = match Box::pin(unpark(&mut effects, wanted)).await {
+        Ok(moved) => Ok(goes_on(&mut effects, moved).await),
+        Err(cause) => Err(stays_parked(&mut effects, cause).await),
+    };
+    ground.end(effects, resumed).await
+}
+
+/// Moves a running container to other GPUs. After an error it runs on those that it had, unless that fails,
+/// too: then it is parked. The caller holds its operation lock.
+pub async fn move_gpus(
+    container: &Container,
+    wanted: &Wanted,
+    reaper: &Reaper,
+) -> Result<Resumed, ParkError> {
+    let ground = Ground::begin(container, Operation::Move, None).await?;
+    let mut effects = ground.effects(reaper, None)?;
+    let moved = Box::pin(run_move(&mut effects, wanted, ground.was_frozen)).await;
+    ground.end(effects, moved).await
+}
+
+async fn run_move(
+    effects: &mut ContainerEffects<'_>,
+    wanted: &Wanted,
+    was_frozen: bool,
+) -> Result<Resumed, ParkError> {
+    let container = effects.container;
+    // Order matters: what takes time and may be refused comes before the container stands still.
+    let planned = async {
+        let spec = load(container)?;
+        let (grant, common) = plan(effects, &spec, wanted).await?;
+        Ok::<_, EffectError>((spec, grant, common))
+    };
+    let refuse = |cause| refused(Operation::Move, container, cause);
+    let (spec, grant, common) = planned.await.map_err(refuse)?;
+    let Some(grant) = grant else {
+        return Ok(Resumed {
+            moved: None,
+            hook: Ok(()),
+        });
+    };
+    let lease = lease_of(container, &grant.new).map_err(refuse)?;
+    let busy = busy(&spec, effects, wanted).map_err(refuse)?;
+    take(effects, lease, &[], busy).await.map_err(refuse)?;
+    match park(effects, was_frozen).await {
+        Ok(parked) => {
+            container.put_parked(Some(parked.clone()));
+            effects.progress.parked = Some(parked);
+        }
+        Err(failure) => {
+            lease::note(container).await;
+            return Err(after_failure(effects, failure).await);
+        }
+    }
+    let cause = match onto(effects, &grant).await {
+        Ok(()) => {
+            let moved = Moved {
+                gpus: grant.gpus.clone(),
+                common,
+            };
+            return Ok(goes_on(effects, Some(moved)).await);
+        }
+        Err(cause) => cause,
+    };
+    // Back to where it was. It had these GPUs until now.
+    lease::note(container).await;
+    if !effects.is_ended() && restore(effects).await.or_log().is_some() {
+        container.put_parked(None);
+        container.set_state(InitState::Running);
+        effects.call_failed(&cause).await;
+        return Err(ParkError::RolledBack {
+            operation: Operation::Move,
+            container: container.id.clone(),
+            phase: Phase::GpuRestore,
+            cause,
+        });
+    }
+    Err(stays_parked(effects, cause).await)
+}
+
+/// Brings a parked container to its GPUs, or to those that are wanted.
+async fn unpark(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<Option<Moved>, EffectError> {
+    let container = effects.container;
+    let parked = parked(effects)?.clone();
+    effects.journal.cuda(&parked.processes).await?;
+    effects.journal.memory(&parked.memory).await?;
+    let spec = load(container)?;
+    let (mut grant, mut common) = plan(effects, &spec, wanted).await?;
+    let target = grant.as_ref().map_or(&spec, |grant| &grant.new);
+    let lease = lease_of(container, target)?;
+    let busy = busy(&spec, effects, wanted)?;
+    if let Err(error) = take(effects, lease, &parked.sharers, busy).await {
+        let is_busy = matches!(error, EffectError::Lease(LeaseError::Busy(..)));
+        if !(is_busy && busy == GpuBusy::Elsewhere && grant.is_none()) {
+            return Err(error);
+        }
+        let found = elsewhere(effects, &spec).await?;
+        (grant, common) = (Some(found.0), found.1);
+    }
+    match grant {
+        Some(grant) => {
+            onto(effects, &grant).await?;
+            Ok(Some(Moved {
+                gpus: grant.gpus.clone(),
+                common,
+            }))
+        }
+        None => restore(effects).await.map(|()| None),
+    }
+}
+
+/// Gives a parked container other GPUs and restores its GPU state there. After an error it has its old GPUs,
+/// unless its state could not be parked again.
+async fn onto(effects: &mut ContainerEffects<'_>, grant: &NewGrant) -> Result<(), EffectError> {
+    let (container, config) = (effects.container, effects.config);
+    refuse_open(effects, grant.given_up()).await?;
+    effects.enter(Phase::Grant).await?;
+    let cancel = effects.cancel.clone();
+    grant.apply(container, config, &cancel).await?;
+    effects.timings.mark(Phase::Grant);
+    let before = parked(effects)?.clone();
+    set_gpus(effects, grant.in_order_of(&before.gpus));
+    let restored = restore(effects).await;
+    if restored.is_err() && !effects.is_ended() && is_parked(effects) {
+        grant.revert(container, config).await;
+        set_gpus(effects, before.gpus);
+    }
+    restored
+}
+
+/// The driver restores the GPU state onto the container's GPUs, and the container goes on. After an error all
+/// of it is parked again, if that can be done.
+async fn restore(effects: &mut ContainerEffects<'_>) -> Result<(), EffectError> {
+    let processes = parked(effects)?.processes.clone();
+    let Err(error) = phases::unpark(effects, &processes).await else {
+        return Ok(());
+    };
+    if !effects.is_ended() {
+        effects.progress.partly = true;
+        let reparked = phases::repark(effects, &processes).await;
+        if let (Some(reparked), Some(parked)) = (reparked.or_log(), &mut effects.progress.parked) {
+            parked.moved(&reparked);
+            effects.progress.partly = false;
+        }
+    }
+    Err(error)
+}
+
+/// Whether no process has its state on a GPU.
+fn is_parked(effects: &ContainerEffects<'_>) -> bool {
+    !effects.progress.partly
+}
+
+fn parked<'a>(effects: &'a ContainerEffects<'_>) -> Result<&'a Parked, EffectError> {
+    effects.progress.parked.as_ref().ok_or(EffectError::NoJournal)
+}
+
+fn set_gpus(effects: &mut ContainerEffects<'_>, gpus: Vec<SourceGpu>) {
+    if let Some(parked) = &mut effects.progress.parked {
+        parked.gpus = gpus;
+    }
+}
+
+/// The container runs. Its hook is called.
+async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Resumed {
+    let container = effects.container;
+    container.put_parked(None);
+    container.set_state(InitState::Running);
+    let hook = effects.call_resumed().await;
+    Resumed {
+        moved,
+        hook: hook.map_err(|cause| ParkError::Hook {
+            container: container.id.clone(),
+            cause,
+        }),
+    }
+}
+
+/// A resume has failed, or a move whose way back has failed, too.
+async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) -> ParkError {
+    let (container, operation) = (effects.container, effects.operation);
+    let id = container.id.clone();
+    let is_cancelled = effects.cancel.is_cancelled();
+    if is_cancelled {
+        effects.kill().await;
+    }
+    if is_cancelled || !procfs::is_alive(container.init.pid()) {
+        effects.leave_thawed().await;
+        drop(container.take_held());
+        return ParkError::Ended {
+            operation,
+            container: id,
+            cause,
+        };
+    }
+    container.put_parked(effects.progress.parked.clone());
+    container.set_state(InitState::Parked);
+    if let Ok(spec) = load(container) {
+        give_free(container, &spec).await;
+    }
+    ParkError::Parked {
+        operation,
+        container: id,
+        cause,
+    }
+}
+
+fn load(container: &Container) -> Result<Spec, EffectError> {
+    Ok(Spec::load(&container.bundle)?)
+}
+
+/// Decides which GPUs the container gets. None if it keeps its own.
+async fn plan(
+    effects: &mut ContainerEffects<'_>,
+    spec: &Spec,
+    wanted: &Wanted,
+) -> Result<(Option<NewGrant>, Vec<DeviceNode>), EffectError> {
+    let Some(wanted) = wanted.gpus.as_deref().filter(|gpus| *gpus != names::SAME_GPUS) else {
+        return Ok((None, Vec::new()));
+    };
+    let inventory = effects.gpu.inventory().await?;
+    let grant = NewGrant::plan(effects.container, spec, &inventory, wanted)?;
+    Ok((
+        Some(grant).filter(|grant| !grant.is_same()),
+        inventory.common_nodes,
+    ))
+}
+
+/// Free GPUs of the node's pool for a container whose own are taken.
+async fn elsewhere(
+    effects: &mut ContainerEffects<'_>,
+    spec: &Spec,
+) -> Result<(NewGrant, Vec<DeviceNode>), EffectError> {
+    let inventory = effects.gpu.inventory().await?;
+    let container = effects.container;
+    let init = container.init.pid();
+    let taken = blocking(move || Lease::taken_by_others(init)).await;
+    let taken = taken.map_err(LeaseError::from)?;
+    let is_taken = |node: &DeviceNode| taken.contains(&node.id());
+    let grant = NewGrant::among(
+        container,
+        spec,
+        &inventory,
+        &effects.config.restore.gpus,
+        is_taken,
+    )?;
+    let lease = lease_of(container, &grant.new)?;
+    take(effects, lease, &[], GpuBusy::Refuse).await?;
+    Ok((grant, inventory.common_nodes))
+}
+
+/// What happens if another container has the GPUs.
+fn busy(spec: &Spec, effects: &ContainerEffects<'_>, wanted: &Wanted) -> Result<GpuBusy, EffectError> {
+    if let Some(busy) = wanted.busy {
+        return Ok(busy);
+    }
+    match spec.annotation(names::ANNOTATION_GPU_BUSY) {
+        None => Ok(effects.config.pause.gpu_busy),
+        Some(word) => GpuBusy::of_word(word).ok_or_else(|| setting(names::ANNOTATION_GPU_BUSY, word).into()),
+    }
+}
+
+fn lease_of(container: &Container, spec: &Spec) -> Result<Option<Lease>, EffectError> {
+    Ok(Lease::of(container, spec)?)
+}
+
+/// Takes GPUs for the container.
+async fn take(
+    effects: &ContainerEffects<'_>,
+    lease: Option<Lease>,
+    sharers: &[Lease],
+    busy: GpuBusy,
+) -> Result<(), EffectError> {
+    let Some(lease) = lease else { return Ok(()) };
+    let begun = Instant::now();
+    loop {
+        let (lease, sharers) = (lease.clone(), sharers.to_vec());
+        let taken = blocking(move || match busy {
+            GpuBusy::Share => lease.note().map_err(LeaseError::from),
+            _ => lease.take(&sharers),
+        });
+        match taken.await {
+            Err(LeaseError::Busy(..))
+                if busy == GpuBusy::Wait && begun.elapsed() < effects.config.deadlines.gpu_wait =>
+            {
+                let waited = effects.cancel.unless_cancelled(sleep(LOOK)).await;
+                waited.ok_or(EffectError::Killed)?;
+            }
+            // Without this file nobody is refused; the container goes on all the same.
+            Err(LeaseError::Files(error)) => {
+                log::warn!("cannot see who has the GPUs of {}: {error}", effects.container.id);
+                return Ok(());
+            }
+            taken => return Ok(taken?),
+        }
+    }
+}
+
+/// Refuses to take GPUs from a container of which a process keeps them open.
+async fn refuse_open(effects: &ContainerEffects<'_>, leaves: Vec<DeviceNode>) -> Result<(), EffectError> {
+    let container = effects.container;
+    let workload = Workload {
+        init: container.init.pid(),
+        pids: effects.cgroup.pids()?,
+        leaves,
+        ..Workload::default()
+    };
+    let request = look::Request::Check(Box::new(workload));
+    let limit = effects.config.deadlines.look;
+    let _nobody: Checked = look::look(&request, effects.reaper, limit, &effects.cancel).await?;
+    Ok(())
+}

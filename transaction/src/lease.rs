@@ -1,0 +1,316 @@
+//! Which container of firn has which GPUs of this node.
+//!
+//! Each container with GPUs has a file in `/run/firn/leases` with the nodes of its GPUs. A parked container
+//! gives its GPUs free: another one may take them, and the parked one is then not resumed by accident onto
+//! GPUs that are in use. Containers that had a GPU together before one of them was parked may have it
+//! together afterwards. The files say nothing of processes that firn did not start.
+//!
+//! A file is named by the pid of init, and counts only while the process that had this pid lives. So nothing
+//! has to be cleaned up after a shim that was killed.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use firn_config::names;
+use firn_gpu::{DeviceNode, NodeType};
+use firn_host::{Problem, UnlessAbsent, atomic_file};
+use firn_oci::{GpuPath, Spec, SpecError, classify};
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+
+use crate::blocking::blocking;
+use crate::container::Container;
+use crate::procfs;
+use crate::warn::OrWarn;
+
+/// The file that is locked while one of the others is written after a look at all.
+const LOCK: &str = ".lock";
+
+/// Size limit of a file that is read.
+const LIMIT: u64 = 64 << 10;
+
+/// A GPU by the type and numbers of its node.
+pub type GpuId = (NodeType, u64, u64);
+
+/// The GPUs of one container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lease {
+    /// containerd's namespace.
+    pub namespace: String,
+    pub container: String,
+    /// Init, and when it was started, in clock ticks since the boot.
+    pid: i32,
+    started: u64,
+    gpus: Vec<GpuId>,
+    /// Its GPUs are free.
+    parked: bool,
+}
+
+/// Why a container does not get GPUs.
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum LeaseError {
+    /// Another container has one of them.
+    #[error("container {} of namespace {} has {}", .0.container, .0.namespace, .1)]
+    #[problem(
+        "FIRN-GPU-BUSY",
+        "pause or end that container, wait for it (`firn resume --wait`), or resume onto other GPUs (`firn resume --gpus`)"
+    )]
+    Busy(Box<Lease>, String),
+    #[error("cannot read or write {}", names::LEASES)]
+    #[problem("FIRN-LEASES", "see that /run is writable")]
+    Files(#[from] io::Error),
+}
+
+impl Lease {
+    /// Of a container that runs, with the GPUs of its spec. None if it has none, or its init has ended.
+    pub fn of(container: &Container, spec: &Spec) -> Result<Option<Self>, SpecError> {
+        let (gpus, init) = (gpus_of(spec)?, container.init.pid());
+        let bundle = &container.bundle;
+        let namespace = bundle.parent().and_then(Path::file_name).unwrap_or_default();
+        let lease = |started| Self {
+            namespace: namespace.to_string_lossy().into_owned(),
+            container: container.id.clone(),
+            pid: init,
+            started,
+            gpus,
+            parked: false,
+        };
+        Ok(procfs::started(init)
+            .map(lease)
+            .filter(|lease| !lease.gpus.is_empty()))
+    }
+
+    /// Writes that the container has its GPUs, whoever else has them.
+    pub fn note(&self) -> io::Result<()> {
+        self.note_in(Path::new(names::LEASES))
+    }
+
+    /// Writes that the GPUs are free. Returns the containers that have one of them, too.
+    pub fn park(&self) -> io::Result<Vec<Lease>> {
+        self.park_in(Path::new(names::LEASES))
+    }
+
+    /// Writes that the container has its GPUs, unless one of them is another container's that is not among
+    /// `sharers`.
+    pub fn take(&self, sharers: &[Lease]) -> Result<(), LeaseError> {
+        self.take_in(Path::new(names::LEASES), sharers)
+    }
+
+    /// GPUs that containers have whose init is another process.
+    pub fn taken_by_others(init: i32) -> io::Result<Vec<GpuId>> {
+        let dir = Path::new(names::LEASES);
+        let leases = living(dir)?.into_iter();
+        let held = leases.filter(|lease| lease.pid != init && !lease.parked);
+        Ok(held.flat_map(|lease| lease.gpus).collect())
+    }
+
+    /// Removes it: the container was deleted.
+    pub fn drop_of(init: i32) {
+        let path = Path::new(names::LEASES).join(init.to_string());
+        if let Err(error) = fs::remove_file(&path).unless_absent() {
+            log::warn!("cannot remove {}: {error}", path.display());
+        }
+    }
+
+    fn note_in(&self, dir: &Path) -> io::Result<()> {
+        let make = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+        make?;
+        atomic_file::write(dir, &self.pid.to_string(), &serde_json::to_vec(self)?, 0o600)
+    }
+
+    fn park_in(&self, dir: &Path) -> io::Result<Vec<Lease>> {
+        let _lock = lock(dir)?;
+        let parked = Self {
+            parked: true,
+            ..self.clone()
+        };
+        parked.note_in(dir)?;
+        self.others(dir)
+    }
+
+    fn take_in(&self, dir: &Path, sharers: &[Lease]) -> Result<(), LeaseError> {
+        let _lock = lock(dir)?;
+        let is_sharer = |other: &Lease| {
+            let mut all = sharers.iter();
+            all.any(|sharer| (sharer.pid, sharer.started) == (other.pid, other.started))
+        };
+        let other = self.others(dir)?.into_iter().find(|other| !is_sharer(other));
+        if let Some(other) = other {
+            let gpu = other.gpus.iter().find(|gpu| self.gpus.contains(gpu));
+            let gpu = gpu.map_or_else(String::new, named);
+            return Err(LeaseError::Busy(Box::new(other), gpu));
+        }
+        Ok(self.note_in(dir)?)
+    }
+
+    /// Living containers that have one of these GPUs.
+    fn others(&self, dir: &Path) -> io::Result<Vec<Lease>> {
+        let has_one = |other: &Lease| other.gpus.iter().any(|gpu| self.gpus.contains(gpu));
+        let mut others = living(dir)?;
+        others.retain(|other| other.pid != self.pid && !other.parked && has_one(other));
+        Ok(others)
+    }
+}
+
+/// Writes which GPUs a container has that runs, whoever else has them.
+pub async fn note(container: &Container) {
+    if !container.traits.has_nvidia() {
+        return;
+    }
+    let spec = Spec::load(&container.bundle);
+    let lease = spec.and_then(|spec| Lease::of(container, &spec));
+    if let Ok(Some(lease)) = lease {
+        let noted = blocking(move || lease.note()).await;
+        noted.or_warn(format_args!("cannot write which GPUs {} has", container.id));
+    }
+}
+
+/// Those of living containers.
+fn living(dir: &Path) -> io::Result<Vec<Lease>> {
+    let mut living = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let is_lease = path
+            .file_name()
+            .is_some_and(|name| name.to_str().is_some_and(is_pid));
+        match is_lease.then(|| read(&path)).flatten() {
+            Some(lease) if procfs::started(lease.pid) == Some(lease.started) => living.push(lease),
+            // Its container has gone; nobody else removes it if the shim was killed.
+            Some(_) => drop(fs::remove_file(&path)),
+            None => {}
+        }
+    }
+    Ok(living)
+}
+
+/// What is no lease counts as none: the directory is root's alone.
+fn read(path: &Path) -> Option<Lease> {
+    let mut text = Vec::new();
+    let file = File::open(path).ok()?;
+    io::Read::read_to_end(&mut io::Read::take(file, LIMIT), &mut text).ok()?;
+    serde_json::from_slice(&text).ok()
+}
+
+fn is_pid(name: &str) -> bool {
+    name.parse::<i32>().is_ok()
+}
+
+fn lock(dir: &Path) -> io::Result<Flock<File>> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+    let path: PathBuf = dir.join(LOCK);
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)?;
+    Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| errno.into())
+}
+
+fn gpus_of(spec: &Spec) -> Result<Vec<GpuId>, SpecError> {
+    let nodes = spec.devices()?.into_iter().map(|device| device.node);
+    let is_gpu = |node: &DeviceNode| classify(&node.path) == Some(GpuPath::Gpu);
+    Ok(nodes.filter(is_gpu).map(|node| node.id()).collect())
+}
+
+/// For messages.
+fn named((kind, major, minor): &GpuId) -> String {
+    let kind = match kind {
+        NodeType::Char => "c",
+        NodeType::Block => "b",
+    };
+    format!("the GPU with node {kind} {major}:{minor}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A container whose init is this process or one of its children.
+    fn lease(init: i32, minors: &[u64]) -> Lease {
+        Lease {
+            namespace: "default".to_owned(),
+            container: format!("c{init}"),
+            pid: init,
+            started: procfs::started(init).unwrap(),
+            gpus: minors.iter().map(|minor| (NodeType::Char, 195, *minor)).collect(),
+            parked: false,
+        }
+    }
+
+    struct Sleeper(std::process::Child);
+
+    impl Sleeper {
+        fn start() -> Self {
+            Self(std::process::Command::new("sleep").arg("1000").spawn().unwrap())
+        }
+
+        fn lease(&self, minors: &[u64]) -> Lease {
+            lease(i32::try_from(self.0.id()).unwrap(), minors)
+        }
+    }
+
+    impl Drop for Sleeper {
+        fn drop(&mut self) {
+            self.0.kill().unwrap();
+            self.0.wait().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_was_given_free_is_taken_by_one_container() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (Sleeper::start(), Sleeper::start());
+        let (first, second) = (a.lease(&[0, 1]), b.lease(&[1, 2]));
+        first.note_in(dir.path()).unwrap();
+        assert!(first.park_in(dir.path()).unwrap().is_empty());
+        second.take_in(dir.path(), &[]).unwrap();
+        let busy = first.take_in(dir.path(), &[]).unwrap_err();
+        assert_eq!(
+            busy.to_string(),
+            format!(
+                "container {} of namespace default has the GPU with node c 195:1",
+                second.container
+            )
+        );
+        second.park_in(dir.path()).unwrap();
+        first.take_in(dir.path(), &[]).unwrap();
+        assert!(second.take_in(dir.path(), &[]).is_err());
+        drop(a);
+        second.take_in(dir.path(), &[]).unwrap();
+        assert!(
+            !dir.path().join(first.pid.to_string()).exists(),
+            "that of a dead container stays"
+        );
+    }
+
+    #[test]
+    fn containers_that_had_a_gpu_together_have_it_together_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b, c) = (Sleeper::start(), Sleeper::start(), Sleeper::start());
+        let (first, second, third) = (a.lease(&[0]), b.lease(&[0]), c.lease(&[0]));
+        first.note_in(dir.path()).unwrap();
+        second.note_in(dir.path()).unwrap();
+        let sharers = first.park_in(dir.path()).unwrap();
+        assert_eq!(sharers, [second]);
+        first.take_in(dir.path(), &sharers).unwrap();
+        first.park_in(dir.path()).unwrap();
+        third.note_in(dir.path()).unwrap();
+        assert!(
+            first.take_in(dir.path(), &sharers).is_err(),
+            "the third came later"
+        );
+    }
+
+    #[test]
+    fn what_is_no_lease_is_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("1"), "nonsense").unwrap();
+        fs::write(dir.path().join("notes"), "{}").unwrap();
+        fs::create_dir(dir.path().join("2")).unwrap();
+        let a = Sleeper::start();
+        a.lease(&[0]).take_in(dir.path(), &[]).unwrap();
+    }
+}
