@@ -4,7 +4,7 @@
 //! of the restored container. [`repair`] replaces the GPU nodes by those of the spec. It runs when CRIU has
 //! mounted the container's file systems and has opened no file ([`crate::criu_script`]). For NVIDIA GPUs it
 //! runs once more between `runc restore`, which leaves the tasks stopped, and the driver's restore, which
-//! opens the nodes.
+//! opens the nodes. A container whose GPU state moves to other GPUs while it runs needs the same.
 //!
 //! The content of a container is hostile. Directories are opened beneath the container's root, and no link or
 //! mount below /dev is followed. Entries are removed and made relative to these directories, and a new node
@@ -37,7 +37,7 @@ const DEV: &str = "/dev";
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum DevError {
     /// A step failed.
-    #[error("cannot {action} {} of the restored container", path.display())]
+    #[error("cannot {action} {} of the container", path.display())]
     #[problem(
         "FIRN-DEV-REPAIR",
         "the container's /dev must be a directory that holds the nodes themselves, no mounts"
@@ -77,7 +77,25 @@ pub fn repair(pid: i32, spec: &Spec) -> Result<DevRepair, DevError> {
     repair_below(&root, Path::new(DEV), spec)
 }
 
-/// Does the same while CRIU restores the container and has none of its files open.
+/// Whether [`repair`] can do it; changes nothing. Unlike there, a node that would have to go must not be a
+/// mount: whoever has mounted it may do so again.
+pub fn can_repair(pid: i32, spec: &Spec) -> Result<(), DevError> {
+    let root = PathBuf::from(format!("/proc/{pid}/root"));
+    let fd = open_mounted(&open_root(&root)?, Path::new(DEV)).map_err(step("open", Path::new(DEV)))?;
+    let Some(dev) = fd.map(|fd| Dev { fd }) else {
+        return Ok(());
+    };
+    let devices = spec.devices()?;
+    let host = host_device(Path::new(DEV))?;
+    for work in dev.plan(host, spec, &devices, &mut DevRepair::default())? {
+        if let Some(path) = work.mounted()? {
+            return Err(step("replace", &path)(Errno::EBUSY));
+        }
+    }
+    Ok(())
+}
+
+/// Does the same as [`repair`] while CRIU restores the container and has none of its files open.
 ///
 /// The container's first process is then in a mount namespace of CRIU's. The container's file systems are
 /// mounted there separately, under names that CRIU chooses; the container's own mount namespace cannot be
@@ -161,20 +179,20 @@ struct Dev {
 
 impl Dev {
     /// Opens one of [`DIRECTORIES`], on the same mount and without following links; none if it does not
-    /// exist. With `make` a missing one is created.
-    fn open(&self, name: &str, make: bool) -> Result<Option<Directory>, Errno> {
+    /// exist.
+    fn open(&self, name: &str) -> Result<Option<Directory>, Errno> {
         let resolve = BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
-        let open = || open_below(&self.fd, Path::new(name), DIRECTORY, resolve);
-        let fd = match open() {
-            Err(Errno::ENOENT) if make => {
-                mkdirat(&self.fd, name, Mode::from_bits_truncate(0o755))?;
-                open()?
-            }
-            Err(Errno::ENOENT) => return Ok(None),
-            other => other?,
-        };
         let path = directory(name);
-        Ok(Some(Directory { fd, path }))
+        match open_below(&self.fd, Path::new(name), DIRECTORY, resolve) {
+            Err(Errno::ENOENT) => Ok(None),
+            opened => Ok(Some(Directory { fd: opened?, path })),
+        }
+    }
+
+    /// Makes one that does not exist.
+    fn make(&self, name: &str) -> Result<Directory, Errno> {
+        mkdirat(&self.fd, name, Mode::from_bits_truncate(0o755))?;
+        self.open(name)?.ok_or(Errno::ENOENT)
     }
 
     /// Whether it is on this file system, `major:minor`.
@@ -185,7 +203,7 @@ impl Dev {
 
     fn has_gpus(&self) -> bool {
         DIRECTORIES.iter().any(|name| {
-            let Ok(Some(directory)) = self.open(name, false) else {
+            let Ok(Some(directory)) = self.open(name) else {
                 return false;
             };
             let is_device = |path: &PathBuf| matches!(directory.found(path), Ok(Some(Found::Device(_))));
@@ -196,45 +214,123 @@ impl Dev {
 
     fn repair(&self, host: u64, spec: &Spec, done: &mut DevRepair) -> Result<(), DevError> {
         let devices = spec.devices()?;
-        let is_wanted = |device: &&SpecDevice| is_gpu(&device.node.path);
-        let wanted: Vec<&SpecDevice> = devices.iter().filter(is_wanted).collect();
-        let user_namespace = spec.has_namespace("user");
-        for name in DIRECTORIES {
-            match self.repair_directory(name, host, &wanted, user_namespace, done) {
-                Err(error) if name == GRAPHICS => done.left = Some(Chain(&error).to_string()),
-                repaired => repaired?,
+        // Order matters: nothing is changed before it is known that everything may be.
+        for work in self.plan(host, spec, &devices, done)? {
+            match self.perform(&work, done) {
+                Err(error) if work.name == GRAPHICS => done.left = Some(Chain(&error).to_string()),
+                performed => performed?,
             }
         }
         Ok(())
     }
 
-    fn repair_directory(
+    /// What is to be done; nothing in the host's own /dev.
+    fn plan<'s>(
         &self,
-        name: &str,
         host: u64,
-        wanted: &[&SpecDevice],
-        user_namespace: bool,
+        spec: &Spec,
+        devices: &'s [SpecDevice],
         done: &mut DevRepair,
-    ) -> Result<(), DevError> {
-        let path = directory(name);
-        let is_here = |device: &&SpecDevice| device.node.path.parent() == Some(&path);
-        let wanted: Vec<&SpecDevice> = wanted.iter().copied().filter(is_here).collect();
-        let directory = match self.open(name, !wanted.is_empty()) {
-            // A file system is mounted there: not firn's to change.
-            Err(Errno::EXDEV) if wanted.is_empty() => return Ok(()),
-            Ok(None) => return Ok(()),
-            Ok(Some(directory)) => directory,
-            Err(error) => return Err(step("open", &path)(error)),
-        };
-        let stat = fstat(&directory.fd).map_err(step("look at", &path))?;
+    ) -> Result<Vec<Work<'s>>, DevError> {
+        let stat = fstat(&self.fd).map_err(step("look at", Path::new(DEV)))?;
         if stat.st_dev == host {
-            return Ok(());
+            return Ok(Vec::new());
         }
-        directory.remove_others(&wanted, done)?;
-        for node in wanted {
-            directory.provide(node, user_namespace, done)?;
+        let mut all = Vec::new();
+        for name in DIRECTORIES {
+            let path = directory(name);
+            let is_wanted = |node: &DeviceNode| is_gpu(&node.path) && node.path.parent() == Some(&path);
+            let wanted = devices.iter().filter(|device| is_wanted(&device.node)).collect();
+            match self.plan_directory(name, wanted, spec.has_namespace("user")) {
+                Err(error) if name == GRAPHICS => done.left = Some(Chain(&error).to_string()),
+                planned => all.extend(planned?),
+            }
+        }
+        Ok(all)
+    }
+
+    fn plan_directory<'s>(
+        &self,
+        name: &'static str,
+        wanted: Vec<&'s SpecDevice>,
+        user_namespace: bool,
+    ) -> Result<Option<Work<'s>>, DevError> {
+        let directory = match self.open(name) {
+            // None, or a file system is mounted there: not firn's to change.
+            Ok(None) | Err(Errno::EXDEV) if wanted.is_empty() => return Ok(None),
+            opened => opened.map_err(step("open", &directory(name)))?,
+        };
+        let remove = directory.as_ref().map(|directory| directory.others(&wanted));
+        let mut work = Work {
+            name,
+            remove: remove.transpose()?.unwrap_or_default(),
+            make: Vec::new(),
+            directory,
+        };
+        for device in wanted {
+            let path = &device.node.path;
+            let found = work.directory.as_ref().map(|directory| directory.found(path));
+            match found.transpose()?.flatten() {
+                Some(Found::Device(id)) if id == device.node.id() => {}
+                _ if user_namespace => return Err(DevError::UserNamespace { path: path.clone() }),
+                Some(Found::Directory) => return Err(step("remove", path)(Errno::EISDIR)),
+                found => work.make.push((device, found.is_some())),
+            }
+        }
+        Ok(Some(work))
+    }
+
+    fn perform(&self, work: &Work<'_>, done: &mut DevRepair) -> Result<(), DevError> {
+        let made;
+        let directory = match &work.directory {
+            Some(directory) => directory,
+            None => {
+                made = self
+                    .make(work.name)
+                    .map_err(step("make", &directory(work.name)))?;
+                &made
+            }
+        };
+        for path in &work.remove {
+            directory.remove(path)?;
+            done.removed.push(path.clone());
+        }
+        for (device, exists) in &work.make {
+            if *exists {
+                directory.remove(&device.node.path)?;
+            }
+            directory.make(device)?;
+            done.made.push(device.node.path.clone());
         }
         Ok(())
+    }
+}
+
+/// What is to be done in one of [`DIRECTORIES`].
+struct Work<'s> {
+    name: &'static str,
+    /// None if it does not exist; it is then made.
+    directory: Option<Directory>,
+    /// GPU nodes that are not wanted.
+    remove: Vec<PathBuf>,
+    /// Nodes to be made, and whether something is in their place.
+    make: Vec<(&'s SpecDevice, bool)>,
+}
+
+impl Work<'_> {
+    /// An entry that would have to go and is a mount.
+    fn mounted(&self) -> Result<Option<PathBuf>, DevError> {
+        let Some(directory) = &self.directory else {
+            return Ok(None);
+        };
+        let replaced = self.make.iter().filter(|(_, exists)| *exists);
+        let replaced = replaced.map(|(device, _)| &device.node.path);
+        for path in self.remove.iter().chain(replaced) {
+            if directory.is_mount(path)? {
+                return Ok(Some(path.clone()));
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -267,35 +363,16 @@ struct Directory {
 }
 
 impl Directory {
-    /// Removes GPU nodes that are not among the wanted ones.
-    fn remove_others(&self, wanted: &[&SpecDevice], done: &mut DevRepair) -> Result<(), DevError> {
+    /// GPU nodes that are not among the wanted ones.
+    fn others(&self, wanted: &[&SpecDevice]) -> Result<Vec<PathBuf>, DevError> {
+        let mut others = Vec::new();
         for path in self.gpu_paths()? {
             let is_wanted = wanted.iter().any(|device| device.node.path == path);
             if !is_wanted && let Some(Found::Device(_)) = self.found(&path)? {
-                self.remove(&path)?;
-                done.removed.push(path);
+                others.push(path);
             }
         }
-        Ok(())
-    }
-
-    /// Makes the node, unless it exists and opens the right device.
-    fn provide(
-        &self,
-        wanted: &SpecDevice,
-        user_namespace: bool,
-        done: &mut DevRepair,
-    ) -> Result<(), DevError> {
-        let path = &wanted.node.path;
-        match self.found(path)? {
-            Some(Found::Device(id)) if id == wanted.node.id() => return Ok(()),
-            _ if user_namespace => return Err(DevError::UserNamespace { path: path.clone() }),
-            Some(_) => self.remove(path)?,
-            None => {}
-        }
-        self.make(wanted)?;
-        done.made.push(path.clone());
-        Ok(())
+        Ok(others)
     }
 
     /// Entries that are named as nodes of GPUs are.
@@ -313,9 +390,19 @@ impl Directory {
     /// What has this name; links are not followed.
     fn found(&self, path: &Path) -> Result<Option<Found>, DevError> {
         match fstatat(&self.fd, name_of(path), AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Ok(stat) => Ok(Some(device_id(&stat).map_or(Found::Other, Found::Device))),
+            Ok(stat) => Ok(Some(Found::of(&stat))),
             Err(Errno::ENOENT) => Ok(None),
             Err(e) => Err(step("look at", path)(e)),
+        }
+    }
+
+    /// Whether something is mounted on the entry.
+    fn is_mount(&self, path: &Path) -> Result<bool, DevError> {
+        let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW;
+        let resolve = BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
+        match open_below(&self.fd, Path::new(name_of(path)), flags, resolve) {
+            Err(Errno::EXDEV) => Ok(true),
+            opened => opened.map(|_| false).map_err(step("open", path)),
         }
     }
 
@@ -357,7 +444,18 @@ fn by_descriptor(fd: &OwnedFd) -> String {
 /// What a directory entry is.
 enum Found {
     Device(DeviceId),
+    Directory,
     Other,
+}
+
+impl Found {
+    fn of(stat: &nix::sys::stat::FileStat) -> Self {
+        match device_id(stat) {
+            Some(id) => Self::Device(id),
+            None if stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFDIR.bits() => Self::Directory,
+            None => Self::Other,
+        }
+    }
 }
 
 /// Which device a node opens, as [`DeviceNode::id`] has it.

@@ -4,6 +4,8 @@ use std::os::unix::fs::{FileTypeExt, symlink};
 
 use super::*;
 use nix::fcntl::AT_FDCWD;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::json;
 
 /// A container root with a /dev of its own, and a stand-in for the host's /dev, on another file system.
@@ -248,8 +250,83 @@ fn in_a_user_namespace_only_a_right_node_will_do() {
         repair_below(container.root.path(), Path::new("/proc"), &spec)
     };
     assert_eq!(repair(3).unwrap(), DevRepair::default());
+    container.node("/dev/nvidia1", SFlag::S_IFCHR, 7);
     assert_eq!(repair(5).unwrap_err().code(), "FIRN-DEV-USERNS");
     assert_eq!(container.stat("/dev/nvidia0"), Some((true, 3, 0o600)));
+    assert!(
+        container.stat("/dev/nvidia1").is_some(),
+        "removed although it fails"
+    );
+}
+
+/// The spec of a container that has one GPU: `/dev/nvidia0` opens what null does, `/dev/nvidia1` zero.
+fn one_gpu(number: u64) -> Spec {
+    let path = format!("/dev/nvidia{number}");
+    let minor = [3, 5][usize::try_from(number).unwrap()];
+    Spec::from(json!({"linux": {"devices": [{"path": path, "type": "c", "major": 1, "minor": minor}]}}))
+}
+
+#[test]
+fn the_nodes_of_a_stopped_process_are_replaced_there_and_back() {
+    let process = Process::start("mount -t tmpfs tmpfs /dev && mknod /dev/nvidia0 c 1 3");
+    let pid = process.0.id().cast_signed();
+    kill(Pid::from_raw(pid), Signal::SIGSTOP).unwrap();
+    let dev = PathBuf::from(format!("/proc/{pid}/root/dev"));
+    for number in [1, 0, 1, 0] {
+        can_repair(pid, &one_gpu(number)).unwrap();
+        let done = repair(pid, &one_gpu(number)).unwrap();
+        let [here, gone] = [number, 1 - number].map(|number| format!("/dev/nvidia{number}"));
+        assert_eq!(
+            (paths(&done.made), paths(&done.removed)),
+            (vec![&*here], vec![&*gone])
+        );
+        let open = || std::fs::File::open(dev.join(here.strip_prefix("/dev/").unwrap()));
+        let read = io::Read::read(&mut open().unwrap(), &mut [0]).unwrap();
+        assert_eq!(
+            read,
+            usize::try_from(number).unwrap(),
+            "another device was opened"
+        );
+        assert!(!dev.join(gone.strip_prefix("/dev/").unwrap()).exists());
+    }
+}
+
+#[test]
+fn whether_nodes_can_be_replaced_is_known_before_any_is() {
+    let tmpfs = "mount -t tmpfs tmpfs /dev && mknod /dev/null c 1 3";
+    for (more, code, message) in [
+        ("mknod /dev/nvidia0 c 1 3", None, ""),
+        (
+            "mknod /dev/nvidia1 c 1 5 && touch /dev/tty && mount --bind /dev/null /dev/tty",
+            None,
+            "",
+        ),
+        (
+            "touch /dev/nvidia0 && mount --bind /dev/null /dev/nvidia0",
+            Some("FIRN-DEV-REPAIR"),
+            "cannot replace /dev/nvidia0 of the container",
+        ),
+        (
+            "touch /dev/nvidia1 && mount --bind /dev/null /dev/nvidia1",
+            Some("FIRN-DEV-REPAIR"),
+            "cannot replace /dev/nvidia1 of the container",
+        ),
+        (
+            "mknod /dev/nvidia0 c 1 3 && mkdir /dev/nvidia1",
+            Some("FIRN-DEV-REPAIR"),
+            "cannot remove /dev/nvidia1 of the container",
+        ),
+    ] {
+        let process = Process::start(&format!("{tmpfs} && {more}"));
+        let pid = process.0.id().cast_signed();
+        let dev = PathBuf::from(format!("/proc/{pid}/root/dev"));
+        let listed = || std::fs::read_dir(&dev).unwrap().count();
+        let before = listed();
+        let error = can_repair(pid, &one_gpu(1)).err();
+        assert_eq!(error.as_ref().map(DevError::code), code, "{more}");
+        assert!(error.is_none_or(|error| error.to_string() == message), "{more}");
+        assert_eq!(listed(), before, "{more}");
+    }
 }
 
 /// A process in a mount namespace of its own; ended when dropped.
