@@ -27,8 +27,8 @@ impl Cgroup {
     /// Cgroups below the container's own, if it has made some, follow: in v2 by themselves; in v1 each gets
     /// what is new that had all of what goes.
     ///
-    /// systemd keeps rules for its units: for a container in one of them call it only when the unit knows the
-    /// new devices, or `daemon-reload` takes them away.
+    /// systemd keeps rules for its units: for a container in one of them call [`Cgroup::allow_in_unit`]
+    /// first, or `daemon-reload` takes the new devices away.
     pub fn replace_device_rules(&self, old: &[DeviceRule], new: &[DeviceRule]) -> Result<(), CgroupError> {
         let changes = DeviceRule::changes(old, new).ok_or(CgroupError::DeviceRanges)?;
         let path = self.primary_dir();

@@ -9,6 +9,7 @@
 
 mod clean;
 mod device_program;
+mod device_unit;
 mod devices;
 mod freezer;
 #[cfg(any(test, fuzzing, feature = "testing"))]
@@ -33,6 +34,8 @@ use std::time::Duration;
 use firn_host::Absent;
 use firn_host::cgroup_mounts::{Place, Version};
 use firn_host::proc_maps::is_gone;
+
+use crate::reaper::OutputError;
 
 pub use freezer::FreezerState;
 pub use oom::OomWatch;
@@ -119,6 +122,15 @@ pub enum CgroupError {
         path: PathBuf,
         source: io::Error,
     },
+    /// systemd did not change a unit's rules.
+    #[error("systemd does not allow unit {unit} more devices: {complaint}")]
+    Unit { unit: String, complaint: String },
+    /// systemd's program did not run.
+    #[error("cannot allow a systemd unit more devices")]
+    Systemctl(#[from] OutputError),
+    /// A unit's rules cannot be made those of the container alone.
+    #[error("unit {unit} is in cgroup v1. hint: use cgroup v2")]
+    UnitOfV1 { unit: String },
     /// The host does not account memory per cgroup.
     #[error("cgroup memory controller is not available")]
     NoMemory,
