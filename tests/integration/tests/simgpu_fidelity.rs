@@ -256,6 +256,79 @@ fn every_visible_gpu_needs_a_pair_in_the_map(platform: Platform) -> Result<()> {
     })
 }
 
+/// Gives a running container the nodes and the device rules of these GPUs alone.
+fn give(job: &Container<'_>, host: &GpuHost, gpus: &[usize]) -> Result<()> {
+    let pid = job.pid()?;
+    let script = format!(
+        "rules=/sys/fs/cgroup/devices/default/job; cd /proc/{pid}/root/dev
+         rule() {{ echo \"b $((0x$(stat -c %t /dev/$1))):$((0x$(stat -c %T /dev/$1))) rwm\"; }}
+         for node in nvidia0 nvidia1; do rm -f $node; rule $node >$rules/devices.deny; done
+         for node; do
+           mknod -m 666 $node b $((0x$(stat -c %t /dev/$node))) $((0x$(stat -c %T /dev/$node)))
+           rule $node >$rules/devices.allow
+         done"
+    );
+    let nodes: Vec<String> = gpus.iter().map(|gpu| format!("nvidia{gpu}")).collect();
+    let mut argv = vec!["sh", "-ec", &script, "sh"];
+    argv.extend(nodes.iter().map(String::as_str));
+    host.node().run(&argv)?;
+    Ok(())
+}
+
+/// Without CRIU a process moves to the GPU that the device rules of its container allow from then on.
+fn a_running_process_follows_the_device_rules_to_other_gpus(platform: Platform) -> Result<()> {
+    let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+    on([host(platform, "fd-live", &gpus)?], |[host]| {
+        host.needs_device_rules()?;
+        let job = count(host, &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let (pid, pids) = (job.pid()?, job.pids()?);
+        for (old, new) in [(0, 1), (1, 0), (0, 1), (1, 0)] {
+            let pair = [(&gpus[old], &gpus[new])];
+            succeed(host, "lock,checkpoint", &pids, &[])?;
+            for _ in 0..2 {
+                fail(host, "restore", &pids, &pair, "CUDA_ERROR_INVALID_VALUE")?;
+            }
+            give(&job, host, &[new])?;
+            succeed(host, "restore,unlock", &pids, &pair)?;
+            job.goes_on(3)?;
+            assert_eq!(job.gpus_in_use()?, [&*gpus[new].uuid]);
+        }
+        assert_eq!(job.pid()?, pid, "another process goes on");
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// A process that could open more GPUs than it was given wants pairs for all of them, also when it no longer
+/// can.
+fn device_rules_that_allow_too_much_spoil_the_next_move(platform: Platform) -> Result<()> {
+    let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+    on([host(platform, "fd-wide", &gpus)?], |[host]| {
+        host.needs_device_rules()?;
+        let [one, two] = &gpus;
+        let job = count(host, &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let pids = job.pids()?;
+        succeed(host, "lock,checkpoint", &pids, &[])?;
+        give(&job, host, &[0, 1])?;
+        succeed(host, "restore,unlock", &pids, &[(one, two)])?;
+        job.goes_on(3)?;
+        assert_eq!(job.gpus_in_use()?, [&*two.uuid]);
+
+        succeed(host, "lock,checkpoint", &pids, &[])?;
+        fail(host, "restore", &pids, &[(two, one)], "CUDA_ERROR_INVALID_VALUE")?;
+        give(&job, host, &[0])?;
+        fail(host, "restore", &pids, &[(two, one)], "CUDA_ERROR_INVALID_VALUE")?;
+        give(&job, host, &[0, 1])?;
+        succeed(host, "restore,unlock", &pids, &[(two, one), (one, two)])?;
+        job.goes_on(3)?;
+        assert_eq!(job.gpus_in_use()?, [&*one.uuid]);
+        job.remove()?;
+        host.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         criu_dumps_only_processes_the_driver_has_checkpointed [FORKY, TRIXIE];
@@ -265,5 +338,7 @@ fn main() -> ExitCode {
         the_driver_refuses_managed_memory_and_the_process_goes_on [FORKY];
         ipc_memory_is_checkpointed_and_cannot_be_restored [FORKY];
         every_visible_gpu_needs_a_pair_in_the_map [FORKY];
+        a_running_process_follows_the_device_rules_to_other_gpus [FORKY];
+        device_rules_that_allow_too_much_spoil_the_next_move [FORKY];
     })
 }

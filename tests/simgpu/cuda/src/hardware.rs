@@ -74,6 +74,13 @@ pub(crate) fn open_gpu(gpu: &GpuInfo) -> io::Result<GpuMemory> {
     GpuMemory::open(File::options().read(true).write(true).open(path)?)
 }
 
+/// Whether the GPU's node is there and may be opened.
+pub(crate) fn is_open_to(gpu: &GpuInfo) -> bool {
+    let path = paths::dev_dir().join(&gpu.node.name);
+    let open = || File::options().read(true).write(true).open(&path);
+    gpu.node.is_at(&path).unwrap_or(false) && open().is_ok()
+}
+
 fn make_node(path: &Path, device: u64) -> io::Result<()> {
     let name = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: the path is a C string that lives through the call.

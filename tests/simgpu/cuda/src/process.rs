@@ -60,6 +60,8 @@ pub(crate) struct Process {
     pub(crate) seen: Vec<GpuInfo>,
     /// Where each of them is now.
     pub(crate) current: Vec<Uuid>,
+    /// Other GPUs that could be opened at a restore: from then on a map needs a pair for each of them, too.
+    pub(crate) exposed: Vec<Uuid>,
     /// Device ordinals, as places in `seen`; none before cuInit.
     pub(crate) ordinals: Vec<usize>,
     /// The nodes that a process has open, and not mapped, that uses NVML alone.
@@ -91,6 +93,7 @@ impl Process {
             ordinals: Vec::new(),
             nodes,
             hardware: None,
+            exposed: Vec::new(),
             allocations: BTreeMap::new(),
             contexts: HashMap::new(),
             modules: HashMap::new(),

@@ -74,6 +74,7 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     // A control device that cannot be opened was not measured; a GPU's gives the same.
     let control = hardware::open_control().ok_or(Error::INVALID_VALUE)?;
     let targets = targets(process, &control, pairs)?;
+    let exposed = exposed(process, &control, &targets, pairs)?;
     let memories: Result<Vec<_>, _> = targets.iter().map(hardware::open_gpu).collect();
     let mut hardware = Hardware::enter(control, memories.map_err(|_| Error::INVALID_VALUE)?, token)?;
     let loaded = match process.contexts.is_empty() {
@@ -100,9 +101,34 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     }
     process.saved.iter_mut().for_each(|region| *region = None);
     process.current = targets.iter().map(|gpu| gpu.uuid).collect();
+    process.exposed = exposed;
     process.hardware = Some(hardware);
     process.state = State::Locked;
     Ok(())
+}
+
+/// The GPUs that the process was not given and can open after this restore. Those that it could open after
+/// an earlier one need pairs, as seen of driver 580 in a container whose device rules allowed every node.
+fn exposed(
+    process: &Process,
+    control: &Control,
+    targets: &[GpuInfo],
+    pairs: &[(Uuid, Uuid)],
+) -> Result<Vec<Uuid>, Error> {
+    let moved = |gpu: &Uuid| match pairs.iter().find(|(old, _)| old == gpu) {
+        Some((_, new)) => Ok(*new),
+        // Not measured without a map.
+        None if pairs.is_empty() => Ok(*gpu),
+        None => Err(Error::INVALID_VALUE),
+    };
+    let mut exposed = process.exposed.iter().map(moved).collect::<Result<Vec<_>, _>>()?;
+    for gpu in control.table.gpus.iter().filter(|gpu| hardware::is_open_to(gpu)) {
+        if !exposed.contains(&gpu.uuid) {
+            exposed.push(gpu.uuid);
+        }
+    }
+    exposed.retain(|gpu| targets.iter().all(|target| target.uuid != *gpu));
+    Ok(exposed)
 }
 
 /// First driver branch that takes a map.
