@@ -132,8 +132,8 @@ pub struct RestoreArgs {
 
 /// Resume a paused container whose pause has freed its GPUs (annotation firn.dev/pause=release-gpu).
 ///
-/// As `ctr tasks resume`, and onto other GPUs of this node, if wanted. A container that cannot be resumed stays
-/// paused, with its GPU state in host memory.
+/// As `ctr tasks resume`, and onto other GPUs of this node, if wanted. A container that cannot be resumed
+/// stays paused, with its GPU state in host memory.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn resume train\n  firn resume train --gpus 1 --busy wait\n\n\
@@ -150,8 +150,8 @@ pub struct ResumeArgs {
 
 /// Move a running container to other GPUs of this node.
 ///
-/// Its GPU memory goes through host memory. Its processes, files and connections stay. If the other GPUs cannot
-/// take it, it goes on with its own.
+/// Its GPU memory goes through host memory. Its processes, files and connections stay. If the other GPUs
+/// cannot take it, it goes on with its own.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn move-gpu train --gpus 1\n  firn move-gpu ranks --gpus 2,3\n\n\
@@ -170,8 +170,8 @@ pub struct MoveGpuArgs {
 pub struct TaskArgs {
     /// Id of the container.
     pub id: String,
-    /// What to do if another container of firn has one of the GPUs. Default: as the container's annotation
-    /// firn.dev/gpu-busy says, or the configuration.
+    /// What to do if another container of firn has one of the GPUs. Default: the container's
+    /// annotation firn.dev/gpu-busy, or the configuration.
     #[arg(long)]
     pub busy: Option<Busy>,
     /// Namespace of the container in containerd.

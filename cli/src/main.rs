@@ -1,7 +1,8 @@
 //! firn: shows checkpoints, workloads and nodes, restores image directories, moves containers to other GPUs,
 //! and writes CDI files.
 //!
-//! Only `cdi generate`, `restore`, `resume` and `move-gpu` change anything. The driver is reached through `firn-gpu`.
+//! Only `cdi generate`, `restore`, `resume` and `move-gpu` change anything. The driver is reached through
+//! `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

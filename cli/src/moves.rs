@@ -25,10 +25,6 @@ enum MoveError {
     #[error("there is no task of container {id} in namespace {namespace}")]
     #[problem("FIRN-NO-CONTAINER", "see `ctr tasks list` and --namespace")]
     NoTask { id: String, namespace: String },
-    /// The shim's error has its own code and remedy.
-    #[error("{message}")]
-    #[problem("FIRN-MOVE", "see containerd's log")]
-    Shim { message: String },
     #[error("the shim of container {id} does not move GPUs: {message}")]
     #[problem(
         "FIRN-MOVE-CLIENT",
@@ -65,11 +61,7 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
             }
             Ok(true)
         }
-        Err(error) => {
-            let message = match &error {
-                MoveError::Shim { message } => message.clone(),
-                error => ProblemLine(error).to_string(),
-            };
+        Err(message) => {
             match task.json {
                 true => output::json(&json!({"failure": message}))?,
                 false => note!("firn: {message}"),
@@ -79,7 +71,10 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
     }
 }
 
-async fn with_progress(task: &TaskArgs, gpus: &str, doing: &str) -> Result<(), MoveError> {
+/// Why it does not go on, for a person: the shim's error, which has its own code and remedy, or one of ours.
+type Failure = String;
+
+async fn with_progress(task: &TaskArgs, gpus: &str, doing: &str) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut call = Box::pin(call(task, gpus));
     let mut ticks = interval(PROGRESS);
@@ -92,26 +87,26 @@ async fn with_progress(task: &TaskArgs, gpus: &str, doing: &str) -> Result<(), M
     }
 }
 
-async fn call(task: &TaskArgs, gpus: &str) -> Result<(), MoveError> {
-    let containerd = Containerd::connect(&task.address, &task.namespace).await?;
+async fn call(task: &TaskArgs, gpus: &str) -> Result<(), Failure> {
+    let shown = |error: MoveError| ProblemLine(&error).to_string();
+    let containerd = Containerd::connect(&task.address, &task.namespace).await;
+    let containerd = containerd.map_err(|error| shown(error.into()))?;
     let mut annotations = HashMap::from([(names::ANNOTATION_MOVE_GPU.to_owned(), gpus.to_owned())]);
     if let Some(busy) = task.busy.and_then(|busy| busy.to_possible_value()) {
         annotations.insert(names::ANNOTATION_GPU_BUSY.to_owned(), busy.get_name().to_owned());
     }
     let done = containerd.annotate(&task.id, annotations).await;
     done.map_err(|error| match error {
-        error if error.is_absent() => MoveError::NoTask {
+        error if error.is_absent() => shown(MoveError::NoTask {
             id: task.id.clone(),
             namespace: task.namespace.clone(),
-        },
-        CallError::Call { status, .. } if is_firns(status.message()) => MoveError::Shim {
-            message: status.message().to_owned(),
-        },
-        CallError::Call { status, .. } => MoveError::Other {
+        }),
+        CallError::Call { status, .. } if is_firns(status.message()) => status.message().to_owned(),
+        CallError::Call { status, .. } => shown(MoveError::Other {
             id: task.id.clone(),
             message: status.message().to_owned(),
-        },
-        error => error.into(),
+        }),
+        error => shown(error.into()),
     })
 }
 

@@ -226,8 +226,8 @@ const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd'
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
 const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that was forked from a CUDA \
                          process must keep its parent and open no GPU itself";
-const CLOSE_KEPT: &str = "close it in that process, or end it: children that were forked from a CUDA process keep its \
-                          GPUs open; or move the container by checkpoint and restore";
+const CLOSE_KEPT: &str = "close it in that process, or end it: children that were forked from a CUDA process \
+                          keep its GPUs open; or move the container by checkpoint and restore";
 const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";
 const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
                           ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \

@@ -105,7 +105,8 @@ impl Grant {
         by_map(inventory, map)
     }
 
-    /// GPUs of this node that are named by UUID or index, in that order. `origin` says where, for messages.
+    /// GPUs of this node that are named by UUID or index, in that order. `origin` is where they are written,
+    /// for messages.
     pub fn named(inventory: &Inventory, names: &[String], origin: &str) -> Result<Self, GrantError> {
         by_names(inventory, names, origin)
     }

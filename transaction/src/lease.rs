@@ -3,7 +3,7 @@
 //! Each container with GPUs has a file in `/run/firn/leases` with the nodes of its GPUs. A parked container
 //! gives its GPUs free: another one may take them, and the parked one is then not resumed by accident onto
 //! GPUs that are in use. Containers that had a GPU together before one of them was parked may have it
-//! together afterwards. The files say nothing of processes that firn did not start.
+//! together afterwards. The files do not show processes that firn did not start.
 //!
 //! A file is named by the pid of init, and counts only while the process that had this pid lives. So nothing
 //! has to be cleaned up after a shim that was killed.
@@ -20,10 +20,7 @@ use firn_oci::{GpuPath, Spec, SpecError, classify};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
-use crate::blocking::blocking;
-use crate::container::Container;
 use crate::procfs;
-use crate::warn::OrWarn;
 
 /// The file that is locked while one of the others is written after a look at all.
 const LOCK: &str = ".lock";
@@ -55,7 +52,8 @@ pub enum LeaseError {
     #[error("container {} of namespace {} has {}", .0.container, .0.namespace, .1)]
     #[problem(
         "FIRN-GPU-BUSY",
-        "pause or end that container, wait for it (`firn resume --wait`), or resume onto other GPUs (`firn resume --gpus`)"
+        "pause or end that container, wait for it (`firn resume --busy wait`), or resume onto other GPUs \
+         (`firn resume --gpus`)"
     )]
     Busy(Box<Lease>, String),
     #[error("cannot read or write {}", names::LEASES)]
@@ -65,13 +63,12 @@ pub enum LeaseError {
 
 impl Lease {
     /// Of a container that runs, with the GPUs of its spec. None if it has none, or its init has ended.
-    pub fn of(container: &Container, spec: &Spec) -> Result<Option<Self>, SpecError> {
-        let (gpus, init) = (gpus_of(spec)?, container.init.pid());
-        let bundle = &container.bundle;
+    pub fn of(bundle: &Path, container: &str, init: i32, spec: &Spec) -> Result<Option<Self>, SpecError> {
+        let gpus = gpus_of(spec)?;
         let namespace = bundle.parent().and_then(Path::file_name).unwrap_or_default();
         let lease = |started| Self {
             namespace: namespace.to_string_lossy().into_owned(),
-            container: container.id.clone(),
+            container: container.to_owned(),
             pid: init,
             started,
             gpus,
@@ -151,19 +148,6 @@ impl Lease {
         let mut others = living(dir)?;
         others.retain(|other| other.pid != self.pid && !other.parked && has_one(other));
         Ok(others)
-    }
-}
-
-/// Writes which GPUs a container has that runs, whoever else has them.
-pub async fn note(container: &Container) {
-    if !container.traits.has_nvidia() {
-        return;
-    }
-    let spec = Spec::load(&container.bundle);
-    let lease = spec.and_then(|spec| Lease::of(container, &spec));
-    if let Ok(Some(lease)) = lease {
-        let noted = blocking(move || lease.note()).await;
-        noted.or_warn(format_args!("cannot write which GPUs {} has", container.id));
     }
 }
 
@@ -302,6 +286,15 @@ mod tests {
             first.take_in(dir.path(), &sharers).is_err(),
             "the third came later"
         );
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_made_has_a_code() {
+        let error = Sleeper::start()
+            .lease(&[0])
+            .take_in(Path::new("/proc/leases"), &[])
+            .unwrap_err();
+        assert_eq!(error.code(), "FIRN-LEASES");
     }
 
     #[test]

@@ -25,6 +25,7 @@ pub mod lease;
 pub mod look;
 pub mod options;
 pub mod panics;
+pub mod parked;
 pub mod phase;
 pub mod pidfd;
 pub mod prepared_restore;

@@ -1,5 +1,5 @@
-//! Processes that have a GPU open which is taken from their container: the rules of the device cgroup count at
-//! the open, not afterwards.
+//! Processes that have a GPU open which is taken from their container: the rules of the device cgroup count
+//! at the open, not afterwards.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};

@@ -89,8 +89,8 @@ pub(crate) enum TaskError {
     #[error(transparent)]
     Park(#[from] ParkError),
     #[error(
-        "FIRN-PAUSE-SETTING: the annotation {name} is {value:?}. hint: docs/reference/annotations.md lists the \
-         values"
+        "FIRN-PAUSE-SETTING: the annotation {name} is {value:?}. \
+         hint: docs/reference/annotations.md lists the values"
     )]
     Annotation { name: &'static str, value: String },
     #[error(transparent)]

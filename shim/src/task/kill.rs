@@ -157,8 +157,8 @@ async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
     }
 }
 
-/// Kills a suspended or parked container. Frozen as it is, a signal alone would not end it with cgroup v1; no thread
-/// runs again.
+/// Kills a suspended or parked container. Frozen as it is, a signal alone would not end it with cgroup v1; no
+/// thread runs again.
 pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
     // A resume that is under way is not wanted any more.
     drop(container.transaction.cancel());

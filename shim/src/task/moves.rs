@@ -21,7 +21,7 @@ use crate::daemon;
 /// The longest text of the label: containerd's limit is 4096 for name and value together.
 const LABEL: usize = 2048;
 
-/// What the annotations of an update want of the container's GPUs; none if they say nothing of them.
+/// What the annotations of an update want of the container's GPUs; none if they name none.
 pub(super) fn wanted(annotations: &HashMap<String, String>) -> Result<Option<Wanted>, TaskError> {
     let Some(gpus) = annotations.get(names::ANNOTATION_MOVE_GPU) else {
         return Ok(None);
@@ -63,7 +63,7 @@ pub(super) async fn move_gpus(
     done
 }
 
-/// Tells containerd and its clients how it has ended. `done` is none after a panic.
+/// Shows containerd and its clients how it has ended. `done` is none after a panic.
 async fn end(
     service: &Arc<Service>,
     container: &Arc<Container>,

@@ -12,9 +12,9 @@ use super::{SIGKILL, Service, TaskError, exit};
 use crate::procfs;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
+use firn_transaction::checkpoint::park;
 use firn_transaction::container::{Action, Container, InitState, Process};
 use firn_transaction::journal::point;
-use firn_transaction::lease;
 use firn_transaction::prepared_restore::PreparedRestore;
 use firn_transaction::restore;
 use firn_transaction::runc::{Exec, read_pid};
@@ -62,7 +62,7 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
             Ok(cgroup) => cgroup.enable_controllers(),
             Err(error) => log::warn!("cannot find the cgroup of {}: {}", container.id, Chain(&error)),
         }
-        lease::note(container).await;
+        park::note_gpus(container).await;
         service.publisher.publish(&TaskStart {
             container_id: container.id.clone(),
             pid: pid_field(pid),

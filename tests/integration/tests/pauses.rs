@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, bail, ensure};
-use firn_lab::{Container, GpuHost, SHARES_NOTHING, SimGpu, cases, matrix, on};
+use firn_lab::{COUNTER, Container, GpuHost, SHARES_NOTHING, STOCK, SimGpu, cases, matrix, on};
 use firn_node::Platform;
 
 const RELEASE: [&str; 2] = ["--annotation", "firn.dev/pause=release-gpu"];
@@ -53,6 +53,15 @@ fn error_of(host: &GpuHost, command: &[&str]) -> Result<String> {
         Ok(_) => bail!("{command:?} did not fail"),
         Err(error) => Ok(error.to_string()),
     }
+}
+
+/// Sees that a command fails with these words in its error.
+fn refused(host: &GpuHost, command: &[&str], words: &[&str]) -> Result<()> {
+    let error = error_of(host, command)?;
+    for word in words {
+        ensure!(error.contains(word), "{word}: {error}");
+    }
+    Ok(())
 }
 
 fn runs_on(host: &GpuHost, container: &Container<'_>, gpu: usize) -> Result<()> {
@@ -274,28 +283,25 @@ fn a_resume_waits_or_goes_elsewhere_or_shares(platform: Platform) -> Result<()> 
     })
 }
 
-/// Failures of the driver and of the environment: the container runs as before, or stays parked.
-fn failures_cost_nothing(platform: Platform) -> Result<()> {
+/// Four processes on GPU 0.
+fn four<'h>(host: &'h GpuHost) -> Result<Container<'h>> {
+    let options = [&SHARES_NOTHING[..], &RELEASE].concat();
+    let job = Container::count_with(host, "job", &["0"], 4, &options, &["--procs", "4"])?;
+    job.goes_on(2)?;
+    Ok(job)
+}
+
+/// The driver fails at the n-th call from now on, so many times.
+fn driver_fails(host: &GpuHost, call: &str, nth: &str, times: &str) -> Result<()> {
+    let rule = ["--call", call, "--nth", nth, "--times", times];
+    host.fault(&[&rule[..], &["--error", "CUDA_ERROR_UNKNOWN"]].concat())
+}
+
+fn a_failed_pause_costs_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "pa-fail")?], |[host]| {
-        let four = [&SHARES_NOTHING[..], &RELEASE].concat();
-        let job = Container::count_with(host, "job", &["0"], 4, &four, &["--procs", "4"])?;
-        job.goes_on(2)?;
-        let on_gpu = |gpu: usize| -> Result<()> {
-            assert_eq!(job.goes_on(3)?.fault(), None);
-            assert_eq!(job.gpus_in_use()?, [host.uuids()[gpu].clone()]);
-            Ok(())
-        };
+        let job = four(host)?;
         for (call, nth) in [("lock", "2"), ("checkpoint", "3")] {
-            host.fault(&[
-                "--call",
-                call,
-                "--nth",
-                nth,
-                "--times",
-                "1",
-                "--error",
-                "CUDA_ERROR_UNKNOWN",
-            ])?;
+            driver_fails(host, call, nth, "1")?;
             let failed = error_of(host, &["ctr", "tasks", "pause", "job"])?;
             ensure!(
                 failed.contains("FIRN-GPU-DRIVER: pause of container job failed"),
@@ -303,19 +309,22 @@ fn failures_cost_nothing(platform: Platform) -> Result<()> {
             );
             ensure!(failed.contains("the workload goes on"), "{failed}");
             host.no_faults()?;
-            assert_eq!(job.status()?, "RUNNING");
-            on_gpu(0)?;
+            runs_on(host, &job, 0)?;
         }
+        job.remove()?;
+        host.idle()
+    })
+}
 
-        // Two of four processes are restored, then the driver fails for good.
-        job.task(&["pause"])?;
-        for other in [None, Some("1")] {
-            host.fault(&["--call", "restore", "--nth", "3", "--error", "CUDA_ERROR_UNKNOWN"])?;
-            let command = match other {
-                None => vec!["ctr", "tasks", "resume", "job"],
-                Some(gpu) => vec!["firn", "resume", "job", "--gpus", gpu],
-            };
-            let failed = error_of(host, &command)?;
+/// Two of four processes are restored, then the driver fails for good: all of it is parked again.
+fn a_failed_resume_leaves_it_parked(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-again")?], |[host]| {
+        let job = four(host)?;
+        park(host, &job)?;
+        let elsewhere = ["firn", "resume", "job", "--gpus", "1"];
+        for command in [&["ctr", "tasks", "resume", "job"][..], &elsewhere] {
+            driver_fails(host, "restore", "3", "1000")?;
+            let failed = error_of(host, command)?;
             ensure!(
                 failed.contains("FIRN-GPU-DRIVER: resume of container job failed"),
                 "{failed}"
@@ -329,30 +338,28 @@ fn failures_cost_nothing(platform: Platform) -> Result<()> {
                 "the spec has another GPU"
             );
         }
+        let split = error_of(host, &["ctr", "tasks", "checkpoint", "job"])?;
+        ensure!(split.contains("FIRN-GPU-SPLIT"), "{split}");
         firn(host, &["resume", "job", "--gpus", "2"])?;
-        on_gpu(2)?;
+        runs_on(host, &job, 2)?;
+        job.remove()?;
+        host.idle()
+    })
+}
 
-        // A move that fails goes back.
-        host.fault(&[
-            "--call",
-            "restore",
-            "--nth",
-            "3",
-            "--times",
-            "4",
-            "--error",
-            "CUDA_ERROR_UNKNOWN",
-        ])?;
-        let failed = error_of(host, &["firn", "move-gpu", "job", "--gpus", "0"])?;
+fn a_failed_move_goes_back(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-back")?], |[host]| {
+        let job = four(host)?;
+        driver_fails(host, "restore", "3", "4")?;
+        let failed = error_of(host, &["firn", "move-gpu", "job", "--gpus", "2"])?;
         ensure!(
             failed.contains("move of container job failed, the workload goes on"),
             "{failed}"
         );
         host.no_faults()?;
-        assert_eq!(job.status()?, "RUNNING");
-        on_gpu(2)?;
-        firn(host, &["move-gpu", "job", "--gpus", "0"])?;
-        on_gpu(0)?;
+        runs_on(host, &job, 0)?;
+        firn(host, &["move-gpu", "job", "--gpus", "2"])?;
+        runs_on(host, &job, 2)?;
         job.remove()?;
         host.idle()
     })
@@ -361,13 +368,7 @@ fn failures_cost_nothing(platform: Platform) -> Result<()> {
 /// What a pause or move cannot do is refused by name, and the container runs on.
 fn what_cannot_be_parked_or_moved_is_refused(platform: Platform) -> Result<()> {
     on([host(platform, "pa-refuse")?], |[host]| {
-        let refuse = |command: &[&str], words: &[&str]| -> Result<()> {
-            let error = error_of(host, command)?;
-            for word in words {
-                ensure!(error.contains(word), "{word}: {error}");
-            }
-            Ok(())
-        };
+        let refuse = |command: &[&str], words: &[&str]| refused(host, command, words);
         let two = Container::count_with(host, "two", &["0"], 2, &RELEASE, &["--procs", "2"])?;
         two.goes_on(2)?;
         refuse(
@@ -398,7 +399,24 @@ fn what_cannot_be_parked_or_moved_is_refused(platform: Platform) -> Result<()> {
         odd.goes_on(2)?;
         odd.remove()?;
 
-        // A process that keeps the GPU open, under another name.
+        let grant = host.ctr_gpu_options(&["0"])?;
+        let grant: Vec<&str> = grant.iter().map(String::as_str).collect();
+        let stock = [&["--runtime", STOCK], &grant[..]].concat();
+        let stock = Container::run(host, "stock", &stock, &["sleep", "1000"])?;
+        refuse(
+            &["firn", "move-gpu", "stock", "--gpus", "1"],
+            &["FIRN-MOVE-CLIENT"],
+        )?;
+        stock.remove()?;
+        host.idle()
+    })
+}
+
+/// Device rules close nothing that is open.
+fn a_gpu_that_a_process_keeps_open_is_not_taken(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-kept")?], |[host]| {
+        let refuse = |command: &[&str], words: &[&str]| refused(host, command, words);
+        // Under another name.
         let script = "cp -a /dev/nvidia0 /keep; sleep 1000 </keep & exec /bin/gpu-counter --out /counter.log \
                       --interval-ms 50 --mib 8";
         let keeps = Container::script(host, "keeps", &["0"], 1, &RELEASE, script)?;
@@ -420,6 +438,43 @@ fn what_cannot_be_parked_or_moved_is_refused(platform: Platform) -> Result<()> {
     })
 }
 
+/// Notes what it is called with.
+const HOOK: &str = "printf '#!/bin/sh\\necho \"$FIRN_HOOK $FIRN_OPERATION $FIRN_OLD_GPUS>$FIRN_NEW_GPUS\" >>/calls\\n' \
+                    >/hook; chmod +x /hook\n";
+
+/// The hooks of the job, by the operation that calls them.
+fn hooks_are_called_at_a_pause_and_a_move(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-hooks")?], |[host]| {
+        let hooks = ["prepare", "resumed", "failed"].map(|name| format!("firn.dev/hook-{name}=exec: /hook"));
+        let named = hooks.iter().flat_map(|hook| ["--annotation", hook]);
+        let options: Vec<&str> = RELEASE.into_iter().chain(named).collect();
+        let script = format!("{HOOK}{COUNTER}");
+        let job = Container::script(host, "job", &["0"], 1, &options, &script)?;
+        job.goes_on(2)?;
+        park(host, &job)?;
+        firn(host, &["resume", "job", "--gpus", "1"])?;
+        firn(host, &["move-gpu", "job", "--gpus", "0"])?;
+        driver_fails(host, "checkpoint", "1", "1")?;
+        error_of(host, &["ctr", "tasks", "pause", "job"])?;
+        host.no_faults()?;
+        runs_on(host, &job, 0)?;
+        let uuids = host.uuids();
+        let [zero, one] = [&*uuids[0], &*uuids[1]];
+        let expected = [
+            format!("prepare pause {zero}>"),
+            format!("resumed resume {zero}>{one}"),
+            format!("prepare move {one}>"),
+            format!("resumed move {one}>{zero}"),
+            format!("prepare pause {zero}>"),
+            format!("failed pause {zero}>"),
+        ];
+        let calls = job.exec(&["cat", "/calls"])?;
+        assert_eq!(calls.lines().collect::<Vec<_>>(), expected);
+        job.remove()?;
+        host.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         a_pause_gives_the_gpu_free [FORKY, TRIXIE_V2];
@@ -429,7 +484,11 @@ fn main() -> ExitCode {
         a_parked_container_is_checkpointed_into_an_image [TRIXIE];
         a_parked_container_ends [FORKY, FORKY_V2];
         a_resume_waits_or_goes_elsewhere_or_shares [FORKY_V2];
-        failures_cost_nothing [FORKY, TRIXIE_V2];
+        a_failed_pause_costs_nothing [FORKY];
+        a_failed_resume_leaves_it_parked [FORKY, TRIXIE_V2];
+        a_failed_move_goes_back [FORKY, FORKY_V2];
         what_cannot_be_parked_or_moved_is_refused [FORKY];
+        a_gpu_that_a_process_keeps_open_is_not_taken [FORKY, FORKY_V2];
+        hooks_are_called_at_a_pause_and_a_move [TRIXIE];
     })
 }

@@ -21,8 +21,6 @@ use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
 use super::Request;
 use super::dump::{Found, Leftovers, bounded, dump};
 use super::error::{DumpError, EffectError, EndError};
-use super::park::Parked;
-use super::park::RestoreCall;
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
@@ -31,6 +29,7 @@ use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump};
 use crate::journal::{self, Journal, Operation};
 use crate::killed_criu;
+use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -88,7 +87,7 @@ pub(super) struct Progress {
     pub(super) prepared: bool,
     /// The container is parked.
     pub(super) parked: Option<Parked>,
-    /// Some of its processes may have their GPU state on GPUs: a resume has failed, and so has the way back.
+    /// Some of its processes may have their GPU state on GPUs: a resume has failed, and so has its rollback.
     pub(super) partly: bool,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,

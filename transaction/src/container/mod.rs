@@ -25,9 +25,9 @@ pub use process::{Process, StdioPaths};
 
 use crate::cancel::Slot;
 use crate::cgroup::{Cgroup, CgroupError, OomWatch};
-use crate::checkpoint::park::Parked;
 use crate::options::RuncOptions;
 use crate::panics::lock;
+use crate::parked::Parked;
 use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Exit;
 use crate::runc::Runc;

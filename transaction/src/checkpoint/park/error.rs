@@ -25,12 +25,6 @@ pub enum GrantChangeError {
         "resume it onto its own GPUs, or restore a checkpoint of it in another pod"
     )]
     Pod,
-    #[error("systemd keeps the device rules of its cgroup, and would restore them at its next reload")]
-    #[problem(
-        "FIRN-MOVE-SYSTEMD",
-        "resume it onto its own GPUs, or run containers with runc's own cgroup driver"
-    )]
-    Systemd,
     #[error("its device cgroup opens every GPU of the node, so that none is allocated to it")]
     #[problem("FIRN-MOVE-PRIVILEGED", "give the container single GPUs, as with CDI devices")]
     Privileged,
@@ -40,6 +34,12 @@ pub enum GrantChangeError {
     Assignment(#[from] AssignmentError),
     #[error("cannot edit its spec")]
     Edit(#[from] EditError),
+    #[error("systemd does not let its unit have other devices")]
+    #[problem(
+        "FIRN-MOVE-SYSTEMD",
+        "resume it onto its own GPUs; with cgroup v1, run containers with runc's own cgroup driver"
+    )]
+    Unit(#[source] CgroupError),
     #[error("cannot replace the rules of its device cgroup")]
     #[problem(
         "FIRN-DEVICE-RULES",
@@ -84,7 +84,8 @@ pub enum ParkError {
         "{}",
         line(
             format_args!(
-                "{operation} of container {container} failed, it stays paused with its GPU state in host memory"
+                "{operation} of container {container} failed, it stays paused with its GPU state in host \
+                 memory"
             ),
             cause
         )

@@ -1,15 +1,15 @@
 //! Gives a parked container other GPUs of its node: device rules, nodes in /dev, spec.
 
-use firn_config::Config;
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, SourceGpu};
-use firn_oci::{Spec, dev_repair, edit};
+use firn_oci::dev_repair::{self, DevError};
+use firn_oci::{Spec, edit};
 use firn_remap::{GpuAssignment, Grant};
 
 use super::error::GrantChangeError;
 use crate::blocking::{Left, stoppable};
 use crate::cancel::CancellationToken;
+use crate::checkpoint::container::ContainerEffects;
 use crate::checkpoint::error::EffectError;
-use crate::container::Container;
 use crate::warn::OrWarn;
 
 /// Other GPUs for a container.
@@ -28,19 +28,13 @@ pub(super) struct NewGrant {
 impl NewGrant {
     /// Decides which GPU takes the place of which. `wanted` lists GPUs by UUID or index, or pairs
     /// `GPU-old=GPU-new`.
-    pub(super) fn plan(
-        container: &Container,
-        spec: &Spec,
-        inventory: &Inventory,
-        wanted: &str,
-    ) -> Result<Self, GrantChangeError> {
+    pub(super) fn plan(spec: &Spec, inventory: &Inventory, wanted: &str) -> Result<Self, GrantChangeError> {
         let assignment = GpuAssignment::on_this_node(spec, inventory, wanted)?;
-        Self::of(container, spec, inventory, &assignment)
+        Self::of(spec, inventory, &assignment)
     }
 
     /// As many of these GPUs of the node's pool as the container has, without those that are `taken`.
     pub(super) fn among(
-        container: &Container,
         spec: &Spec,
         inventory: &Inventory,
         pool: &[String],
@@ -48,25 +42,12 @@ impl NewGrant {
     ) -> Result<Self, GrantChangeError> {
         let mut grant = Grant::named(inventory, pool, "gpus in the configuration")?;
         grant.gpus.retain(|gpu| !gpu.node.as_ref().is_some_and(&taken));
-        Self::of(
-            container,
-            spec,
-            inventory,
-            &GpuAssignment::among(spec, inventory, grant)?,
-        )
+        Self::of(spec, inventory, &GpuAssignment::among(spec, inventory, grant)?)
     }
 
-    fn of(
-        container: &Container,
-        spec: &Spec,
-        inventory: &Inventory,
-        assignment: &GpuAssignment,
-    ) -> Result<Self, GrantChangeError> {
+    fn of(spec: &Spec, inventory: &Inventory, assignment: &GpuAssignment) -> Result<Self, GrantChangeError> {
         if spec.is_cri() {
             return Err(GrantChangeError::Pod);
-        }
-        if container.options.systemd_cgroup {
-            return Err(GrantChangeError::Systemd);
         }
         if spec.opens_all_devices() {
             return Err(GrantChangeError::Privileged);
@@ -111,51 +92,149 @@ impl NewGrant {
         given_up.filter_map(|gpu| gpu.node.clone()).collect()
     }
 
+    /// Checks that the nodes in the container's /dev can be replaced. Changes nothing.
+    pub(super) async fn check(&self, effects: &ContainerEffects<'_>) -> Result<(), EffectError> {
+        let (init, spec) = (effects.container.init.pid(), self.new.clone());
+        on_dev(effects, &effects.cancel, move || {
+            dev_repair::can_repair(init, &spec)
+        })
+        .await
+    }
+
     /// Gives the container its new GPUs. After an error it has its old ones.
-    pub(super) async fn apply(
-        &self,
-        container: &Container,
-        config: &Config,
-        cancel: &CancellationToken,
-    ) -> Result<(), EffectError> {
-        let done = replace(container, config, cancel, (&self.old, &self.new)).await;
+    pub(super) async fn apply(&self, effects: &ContainerEffects<'_>) -> Result<(), EffectError> {
+        let done = replace(effects, &effects.cancel, (&self.old, &self.new)).await;
         if done.is_err() {
-            self.revert(container, config).await;
+            self.revert(effects).await;
         }
         done
     }
 
     /// Gives the container its old GPUs again, as far as possible.
-    pub(super) async fn revert(&self, container: &Container, config: &Config) {
+    pub(super) async fn revert(&self, effects: &ContainerEffects<'_>) {
         let cancel = CancellationToken::default();
-        let reverted = replace(container, config, &cancel, (&self.new, &self.old)).await;
-        reverted.or_warn(format_args!("cannot give {} its GPUs again", container.id));
+        let reverted = replace(effects, &cancel, (&self.new, &self.old)).await;
+        let id = &effects.container.id;
+        reverted.or_warn(format_args!("cannot give {id} its GPUs again"));
     }
 }
 
 /// Order matters: a device that the rules do not allow cannot be opened, whatever nodes there are; and the
 /// spec is what a later checkpoint takes for true.
 async fn replace(
-    container: &Container,
-    config: &Config,
+    effects: &ContainerEffects<'_>,
     cancel: &CancellationToken,
     (from, to): (&Spec, &Spec),
 ) -> Result<(), EffectError> {
+    let ContainerEffects {
+        container,
+        config,
+        reaper,
+        ..
+    } = effects;
     let (old, new) = (
         from.device_rules().map_err(GrantChangeError::from)?,
         to.device_rules().map_err(GrantChangeError::from)?,
     );
     let cgroup = container.cgroup()?;
+    if container.options.systemd_cgroup {
+        let limit = config.deadlines.look;
+        let allowed = cgroup.allow_in_unit(reaper, &old, &new, limit).await;
+        allowed.map_err(GrantChangeError::Unit)?;
+    }
     cgroup
         .replace_device_rules(&old, &new)
         .map_err(GrantChangeError::Rules)?;
-    let (init, spec, limit) = (container.init.pid(), to.clone(), config.deadlines.look);
-    let repaired = stoppable(limit, cancel, move |_| dev_repair::repair(init, &spec)).await;
-    let repaired = repaired.map_err(|left| match left {
+    let (init, spec) = (container.init.pid(), to.clone());
+    on_dev(effects, cancel, move || dev_repair::repair(init, &spec)).await?;
+    to.save(&container.bundle).map_err(GrantChangeError::from)?;
+    Ok(())
+}
+
+/// Does `work` on the container's /dev.
+async fn on_dev<T: Send + 'static>(
+    effects: &ContainerEffects<'_>,
+    cancel: &CancellationToken,
+    work: impl FnOnce() -> Result<T, DevError> + Send + 'static,
+) -> Result<T, EffectError> {
+    let limit = effects.config.deadlines.look;
+    let done = stoppable(limit, cancel, move |_| work()).await;
+    let done = done.map_err(|left| match left {
         Left::Cancelled => EffectError::Killed,
         Left::Late => GrantChangeError::Late { limit }.into(),
     })?;
-    repaired.map_err(GrantChangeError::from)?;
-    to.save(&container.bundle).map_err(GrantChangeError::from)?;
-    Ok(())
+    Ok(done.map_err(GrantChangeError::from)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_host::Problem;
+    use firn_image::fixtures::{inventory, spec, uuid};
+    use serde_json::json;
+
+    use super::*;
+    use crate::cgroup::CgroupError;
+
+    #[test]
+    fn the_new_grant_has_the_wanted_gpus_and_no_other() {
+        let (own, node) = (spec(195, &[0, 2]), inventory(195, 4));
+        let plan = |wanted: &str| NewGrant::plan(&own, &node, wanted).unwrap();
+        let grant = plan("3,2");
+        let to = |grant: &NewGrant| grant.to.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>();
+        // A GPU that the container has stays.
+        assert_eq!(to(&grant), [uuid(3), uuid(2)]);
+        let given_up: Vec<_> = grant.given_up().into_iter().map(|node| node.minor).collect();
+        assert_eq!(given_up, [0]);
+        let nodes = grant.new.devices().unwrap();
+        let gpus = nodes.iter().filter(|device| device.node.path.starts_with("/dev"));
+        let gpus = gpus.map(|device| device.node.path.display().to_string());
+        let gpus: Vec<String> = gpus.filter(|path| path.ends_with(char::is_numeric)).collect();
+        assert_eq!(gpus, ["/dev/nvidia3", "/dev/nvidia2"]);
+        assert!(!grant.is_same() && plan("0,2").is_same());
+
+        let swap = plan(&format!("{}={},{}={}", uuid(0), uuid(2), uuid(2), uuid(0)));
+        assert_eq!(to(&swap), [uuid(2), uuid(0)]);
+        assert!(swap.given_up().is_empty() && !swap.is_same());
+        let mut reversed = grant.from.clone();
+        reversed.reverse();
+        let in_order = swap.in_order_of(&reversed);
+        assert_eq!(in_order[0].uuid, uuid(0));
+    }
+
+    #[test]
+    fn the_pool_without_what_is_taken() {
+        let (own, node) = (spec(195, &[0]), inventory(195, 4));
+        let pool = ["0", "1", "3"].map(str::to_owned);
+        let taken = |minors: &'static [u64]| move |node: &DeviceNode| minors.contains(&node.minor);
+        let grant = NewGrant::among(&own, &node, &pool, taken(&[0, 1])).unwrap();
+        assert_eq!(grant.to[0].uuid, uuid(3));
+        let none = NewGrant::among(&own, &node, &pool, taken(&[0, 1, 3])).unwrap_err();
+        assert_eq!(none.code(), "FIRN-GPU-COUNT");
+    }
+
+    #[test]
+    fn pods_and_privileged_containers_are_not_moved() {
+        let node = inventory(195, 4);
+        let code = |spec: &Spec, wanted: &str| {
+            let error = NewGrant::plan(spec, &node, wanted).unwrap_err();
+            error.code().to_owned()
+        };
+        let mut pod = spec(195, &[0]);
+        let annotations = pod.object_mut("annotations").unwrap();
+        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
+        assert_eq!(code(&pod, "1"), "FIRN-MOVE-POD");
+        let mut all = spec(195, &[0]);
+        let resources = all.object_mut("linux.resources").unwrap();
+        resources.insert("devices".into(), json!([{"allow": true, "access": "rwm"}]));
+        assert_eq!(code(&all, "0,1,2,3"), "FIRN-MOVE-PRIVILEGED");
+        assert_eq!(code(&spec(195, &[0]), "9"), "FIRN-GPU-UNKNOWN");
+        assert_eq!(code(&spec(195, &[0]), "GPU-x=GPU-y"), "FIRN-MAP-SYNTAX");
+    }
+
+    #[test]
+    fn what_the_cgroup_refuses_has_a_code() {
+        let gone = || CgroupError::Gone { path: "/box".into() };
+        assert_eq!(GrantChangeError::Rules(gone()).code(), "FIRN-DEVICE-RULES");
+        assert_eq!(GrantChangeError::Unit(gone()).code(), "FIRN-MOVE-SYSTEMD");
+    }
 }

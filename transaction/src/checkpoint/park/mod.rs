@@ -11,7 +11,6 @@
 
 mod error;
 mod grant;
-mod parked;
 mod resume;
 
 use std::collections::BTreeMap;
@@ -22,8 +21,6 @@ use firn_gpu::protocol::GpuMemory;
 use firn_oci::Spec;
 
 pub use error::{GrantChangeError, ParkError};
-pub use parked::Parked;
-pub(super) use parked::RestoreCall;
 pub use resume::{Moved, Resumed, Wanted, move_gpus, resume};
 
 use super::container::{ContainerEffects, Progress};
@@ -38,6 +35,7 @@ use crate::container::{Container, InitState};
 use crate::driver::Driver;
 use crate::journal::{Begin, Journal, Operation, Outcome};
 use crate::lease::Lease;
+use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -129,9 +127,28 @@ async fn park(effects: &mut ContainerEffects<'_>, was_frozen: bool) -> Result<Pa
     })
 }
 
+/// Writes which GPUs a container has that runs, whoever else has them.
+pub async fn note_gpus(container: &Container) {
+    if !container.traits.has_nvidia() {
+        return;
+    }
+    let Ok(spec) = Spec::load(&container.bundle) else {
+        return;
+    };
+    if let Ok(Some(lease)) = lease_of(container, &spec) {
+        let noted = blocking(move || lease.note()).await;
+        noted.or_warn(format_args!("cannot write which GPUs {} has", container.id));
+    }
+}
+
+fn lease_of(container: &Container, spec: &Spec) -> Result<Option<Lease>, EffectError> {
+    let init = container.init.pid();
+    Ok(Lease::of(&container.bundle, &container.id, init, spec)?)
+}
+
 /// Writes that the container's GPUs are free. Returns the containers that have one of them, too.
 async fn give_free(container: &Container, spec: &Spec) -> Vec<Lease> {
-    let Ok(Some(lease)) = Lease::of(container, spec) else {
+    let Ok(Some(lease)) = lease_of(container, spec) else {
         return Vec::new();
     };
     let noted = blocking(move || lease.park()).await;

@@ -9,7 +9,7 @@ use firn_preflight::Workload;
 use tokio::time::{Instant, sleep};
 
 use super::grant::NewGrant;
-use super::{Ground, ParkError, Parked, after_failure, give_free, park, refused, setting};
+use super::{Ground, ParkError, after_failure, give_free, lease_of, note_gpus, park, refused, setting};
 use crate::blocking::blocking;
 use crate::checkpoint::container::ContainerEffects;
 use crate::checkpoint::error::EffectError;
@@ -17,8 +17,9 @@ use crate::checkpoint::phases;
 use crate::container::{Container, InitState};
 use crate::effects::{Device, Gpu as _};
 use crate::journal::Operation;
-use crate::lease::{self, Lease, LeaseError};
+use crate::lease::{Lease, LeaseError};
 use crate::look::{self, Checked};
+use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -105,6 +106,7 @@ async fn run_move(
     };
     let lease = lease_of(container, &grant.new).map_err(refuse)?;
     let busy = busy(&spec, effects, wanted).map_err(refuse)?;
+    grant.check(effects).await.map_err(refuse)?;
     take(effects, lease, &[], busy).await.map_err(refuse)?;
     match park(effects, was_frozen).await {
         Ok(parked) => {
@@ -112,7 +114,7 @@ async fn run_move(
             effects.progress.parked = Some(parked);
         }
         Err(failure) => {
-            lease::note(container).await;
+            note_gpus(container).await;
             return Err(after_failure(effects, failure).await);
         }
     }
@@ -127,7 +129,7 @@ async fn run_move(
         Err(cause) => cause,
     };
     // Back to where it was. It had these GPUs until now.
-    lease::note(container).await;
+    note_gpus(container).await;
     if !effects.is_ended() && restore(effects).await.or_log().is_some() {
         container.put_parked(None);
         container.set_state(InitState::Running);
@@ -176,17 +178,15 @@ async fn unpark(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<O
 /// Gives a parked container other GPUs and restores its GPU state there. After an error it has its old GPUs,
 /// unless its state could not be parked again.
 async fn onto(effects: &mut ContainerEffects<'_>, grant: &NewGrant) -> Result<(), EffectError> {
-    let (container, config) = (effects.container, effects.config);
     refuse_open(effects, grant.given_up()).await?;
     effects.enter(Phase::Grant).await?;
-    let cancel = effects.cancel.clone();
-    grant.apply(container, config, &cancel).await?;
+    grant.apply(effects).await?;
     effects.timings.mark(Phase::Grant);
     let before = parked(effects)?.clone();
     set_gpus(effects, grant.in_order_of(&before.gpus));
     let restored = restore(effects).await;
     if restored.is_err() && !effects.is_ended() && is_parked(effects) {
-        grant.revert(container, config).await;
+        grant.revert(effects).await;
         set_gpus(effects, before.gpus);
     }
     restored
@@ -240,7 +240,7 @@ async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Re
     }
 }
 
-/// A resume has failed, or a move whose way back has failed, too.
+/// A resume has failed, or a move whose rollback has failed, too.
 async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) -> ParkError {
     let (container, operation) = (effects.container, effects.operation);
     let id = container.id.clone();
@@ -283,7 +283,7 @@ async fn plan(
         return Ok((None, Vec::new()));
     };
     let inventory = effects.gpu.inventory().await?;
-    let grant = NewGrant::plan(effects.container, spec, &inventory, wanted)?;
+    let grant = NewGrant::plan(spec, &inventory, wanted)?;
     Ok((
         Some(grant).filter(|grant| !grant.is_same()),
         inventory.common_nodes,
@@ -301,13 +301,7 @@ async fn elsewhere(
     let taken = blocking(move || Lease::taken_by_others(init)).await;
     let taken = taken.map_err(LeaseError::from)?;
     let is_taken = |node: &DeviceNode| taken.contains(&node.id());
-    let grant = NewGrant::among(
-        container,
-        spec,
-        &inventory,
-        &effects.config.restore.gpus,
-        is_taken,
-    )?;
+    let grant = NewGrant::among(spec, &inventory, &effects.config.restore.gpus, is_taken)?;
     let lease = lease_of(container, &grant.new)?;
     take(effects, lease, &[], GpuBusy::Refuse).await?;
     Ok((grant, inventory.common_nodes))
@@ -322,10 +316,6 @@ fn busy(spec: &Spec, effects: &ContainerEffects<'_>, wanted: &Wanted) -> Result<
         None => Ok(effects.config.pause.gpu_busy),
         Some(word) => GpuBusy::of_word(word).ok_or_else(|| setting(names::ANNOTATION_GPU_BUSY, word).into()),
     }
-}
-
-fn lease_of(container: &Container, spec: &Spec) -> Result<Option<Lease>, EffectError> {
-    Ok(Lease::of(container, spec)?)
 }
 
 /// Takes GPUs for the container.
