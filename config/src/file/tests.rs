@@ -141,6 +141,7 @@ fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
             names::ANNOTATION_IPC,
             names::ANNOTATION_NCCL,
             names::ANNOTATION_EXEC,
+            names::ANNOTATION_PAUSE,
         ];
         assert_eq!(
             passed.iter().filter_map(|name| name.as_str()).collect::<Vec<_>>(),
