@@ -27,6 +27,7 @@ import run
 import samples
 import served
 import simgpu_smi
+from test_turns import Lend, Turns  # their tests are run with these
 
 
 class Compare(unittest.TestCase):
