@@ -29,11 +29,14 @@ import host as hosts
 import image
 import job_cases
 import kills
+import live_moves
 import moves
 import patient
+import pauses
 import ranks
 import samples
 import served
+import slices
 
 
 class Report:
@@ -197,6 +200,7 @@ def known_cases(args):
     return [
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
         *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
+        *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args),
     ]
 
 
@@ -229,6 +233,10 @@ def arguments():
     parser.add_argument("--mib", type=int, default=1024, help="MiB of each buffer in the other cases")
     parser.add_argument("--kill-gib", type=float, default=8, help="GiB of the process in the case `kills`")
     parser.add_argument("--patient-gib", type=float, default=64, help="GiB of the process in the case `patient`")
+    parser.add_argument("--pause-gib", default="2,8,32", help="GiB of the containers in the cases `pause-memory` and `live-moves`")
+    parser.add_argument("--pause-other-gib", default="8,56", help="GiB of the two jobs in the case `pause-other`")
+    parser.add_argument("--cycles", type=int, default=200, help="pauses in the case `pause-cycles`")
+    parser.add_argument("--turns", type=int, default=50, help="turns in the case `time-slices`")
     parser.add_argument("--runtime", default="io.containerd.firn.v2", help="containerd runtime to test")
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")

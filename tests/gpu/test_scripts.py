@@ -27,6 +27,7 @@ import run
 import samples
 import served
 import simgpu_smi
+from test_pauses import Pauses
 from test_turns import Lend, Turns  # their tests are run with these
 
 

@@ -132,6 +132,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between two steps")
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--managed-mib", type=int, default=0, help="managed memory to hold and fill at every step")
     parser.add_argument("--workers", type=int, default=0, help="processes of a DataLoader that draw the batches")
     parser.add_argument("--start", default="fork", help="how they are started")
@@ -142,7 +143,7 @@ def main():
     if args.serve:
         serve(args.serve)
 
-    torch.manual_seed(20)
+    torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(args.width, args.width), torch.nn.GELU(), torch.nn.Dropout(0.1))]
