@@ -130,6 +130,11 @@ const PAGES: &[Story] = &[
         steps: &[Do(operated), A(1), A(2)],
         replace: &[],
     },
+    Story {
+        path: "docs/guide/time-slicing.md",
+        steps: &[Left(1, "the suite pauses makes these calls with two containers")],
+        replace: &[],
+    },
 ];
 
 fn counts(host: &GpuHost, counters: usize) -> Result<()> {
