@@ -142,6 +142,10 @@ impl Lease {
         Ok(self.note_in(dir)?)
     }
 
+    fn is_living(&self) -> bool {
+        procfs::is_alive(self.pid) && procfs::started(self.pid) == Some(self.started)
+    }
+
     /// Living containers that have one of these GPUs.
     fn others(&self, dir: &Path) -> io::Result<Vec<Lease>> {
         let has_one = |other: &Lease| other.gpus.iter().any(|gpu| self.gpus.contains(gpu));
@@ -160,7 +164,7 @@ fn living(dir: &Path) -> io::Result<Vec<Lease>> {
             .file_name()
             .is_some_and(|name| name.to_str().is_some_and(is_pid));
         match is_lease.then(|| read(&path)).flatten() {
-            Some(lease) if procfs::started(lease.pid) == Some(lease.started) => living.push(lease),
+            Some(lease) if lease.is_living() => living.push(lease),
             // Its container has gone; nobody else removes it if the shim was killed.
             Some(_) => drop(fs::remove_file(&path)),
             None => {}
@@ -239,7 +243,12 @@ mod tests {
     impl Drop for Sleeper {
         fn drop(&mut self) {
             self.0.kill().unwrap();
-            self.0.wait().unwrap();
+            // Another test's reaper may be first.
+            let _reaped = self.0.wait();
+            let pid = i32::try_from(self.0.id()).unwrap();
+            while procfs::is_alive(pid) {
+                std::thread::yield_now();
+            }
         }
     }
 

@@ -439,8 +439,9 @@ fn a_gpu_that_a_process_keeps_open_is_not_taken(platform: Platform) -> Result<()
 }
 
 /// Notes what it is called with.
-const HOOK: &str = "printf '#!/bin/sh\\necho \"$FIRN_HOOK $FIRN_OPERATION $FIRN_OLD_GPUS>$FIRN_NEW_GPUS\" >>/calls\\n' \
-                    >/hook; chmod +x /hook\n";
+const HOOK: &str = "cat >/hook <<'E'\n#!/bin/sh\n\
+    echo \"$FIRN_HOOK $FIRN_OPERATION $FIRN_OLD_GPUS>$FIRN_NEW_GPUS\" >>/calls\nE\n\
+    chmod +x /hook\n";
 
 /// The hooks of the job, by the operation that calls them.
 fn hooks_are_called_at_a_pause_and_a_move(platform: Platform) -> Result<()> {

@@ -95,6 +95,11 @@ const PAGES: &[Story] = &[
         replace: &[],
     },
     Story {
+        path: "docs/guide/lending-gpus.md",
+        steps: &[A(1), Do(a_counts), A(2), Do(a_counts)],
+        replace: &[("IMAGE job COMMAND", "IMAGE job COMMAND; sleep 1")],
+    },
+    Story {
         path: "docs/guide/multi-gpu-jobs.md",
         steps: &[A(1), Do(a_counts_twice)],
         replace: &[(
