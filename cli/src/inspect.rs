@@ -72,6 +72,12 @@ fn print_manifest(manifest: &Manifest) {
             gpu.pci_address
         );
     }
+    if let Some(released) = &manifest.released_gpus {
+        line!("devices    none, device-free: it restores with any device or without one");
+        for gpu in released {
+            line!("let go     {} {}, {}", gpu.uuid, gpu.name, gpu.pci_address);
+        }
+    }
     print_processes(manifest);
     print_dump_options(manifest);
     for mount in &manifest.mounts {

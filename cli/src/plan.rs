@@ -8,10 +8,10 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
-use firn_gpu::{Gpu, Inventory};
+use firn_gpu::{Gpu, GpuUuid, Inventory};
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
-use firn_remap::{Basis, GpuAssignment};
+use firn_remap::{Basis, GpuAssignment, Grant};
 use serde_json::json;
 
 use crate::args::PlanArgs;
@@ -24,6 +24,8 @@ use firn_host::ProblemReport;
 struct Accepted {
     /// `None` if the checkpoint holds no GPU state.
     gpus: Option<(Manifest, GpuAssignment, Inventory)>,
+    /// What a container gets whose checkpoint holds nothing of any device.
+    device_free: Option<Grant>,
     /// What could not be checked.
     unseen: Vec<&'static str>,
 }
@@ -41,8 +43,9 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
         let decision = gpus.map(|(_, decision, _)| decision);
         output::json(&json!({
             "accepted": result.is_ok(),
+            "device_free": result.as_ref().ok().and_then(granted),
             "map": decision.map(|decision| &decision.map),
-            "basis": decision.map(basis),
+            "basis": decision.map(|decision| basis(&decision.grant)),
             "warnings": decision.map(|decision| &decision.warnings),
             "unseen": result.as_ref().ok().map(|accepted| &accepted.unseen),
             "failure": result.as_ref().err(),
@@ -68,6 +71,9 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
         Err(failure) => return Ok(Err(failure)),
     };
     let is_there = there.is_some();
+    if let Some(manifest) = manifest.as_ref().filter(|manifest| manifest.is_device_free()) {
+        return Ok(without_devices(&spec, manifest, there, args, config));
+    }
     let Some(manifest) = manifest.filter(Manifest::has_gpu_state) else {
         return Ok(Ok(Accepted::default()));
     };
@@ -82,17 +88,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
             if is_there {
                 return Ok(decision);
             }
-            let by_cdi = Registry::read(&config.create.cdi_dirs).library_dirs();
-            let by_cdi = by_cdi.iter().filter_map(|dir| dir.to_str());
-            let dirs: Vec<&str> = mounts::LIBRARY_DIRS.into_iter().chain(by_cdi).collect();
-            let driver = mounts::Driver {
-                version: &inventory.driver_version,
-                dirs: &dirs,
-            };
-            let empty = bundle.join(firn_config::names::BUNDLE_EMPTY);
-            mounts::resolve(&spec, bundle, &manifest.mounts, driver, &empty)
-                .map(|_| decision)
-                .map_err(ProblemReport::from)
+            find_mounts(&spec, bundle, &manifest, &inventory, config).map(|()| decision)
         });
     Ok(decision.map(|decision| Accepted {
         gpus: Some((manifest, decision, inventory)),
@@ -100,7 +96,57 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
             .into_iter()
             .filter_map(|(is_so, what)| is_so.then_some(what))
             .collect(),
+        device_free: None,
     }))
+}
+
+/// The grant of a container whose checkpoint holds nothing of any device.
+fn without_devices(
+    spec: &Spec,
+    manifest: &Manifest,
+    there: Option<Inventory>,
+    args: &PlanArgs,
+    config: &Config,
+) -> Result<Accepted, ProblemReport> {
+    let is_there = there.is_some();
+    let asks = there.is_none() && spec.requests_gpu();
+    // A node without the driver has no GPU of NVIDIA's to grant.
+    let here = asks.then(|| program::inventory(config).ok()).flatten();
+    let inventory = there.or(here).unwrap_or_default();
+    let grant = Grant::of_device_free(spec, &inventory, &config.restore)?;
+    if !is_there {
+        let bundle = args.spec.parent().unwrap_or(Path::new("."));
+        find_mounts(spec, bundle, manifest, &inventory, config)?;
+    }
+    Ok(Accepted {
+        device_free: Some(grant),
+        unseen: is_there.then_some(UNSEEN_MOUNTS).into_iter().collect(),
+        ..Accepted::default()
+    })
+}
+
+/// Looks for every mount that the restore needs.
+fn find_mounts(
+    spec: &Spec,
+    bundle: &Path,
+    manifest: &Manifest,
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<(), ProblemReport> {
+    let by_cdi = Registry::read(&config.create.cdi_dirs).library_dirs();
+    let by_cdi = by_cdi.iter().filter_map(|dir| dir.to_str());
+    let dirs: Vec<&str> = mounts::LIBRARY_DIRS.into_iter().chain(by_cdi).collect();
+    let driver = mounts::Driver {
+        version: &inventory.driver_version,
+        dirs: &dirs,
+    };
+    let needs = mounts::Needs {
+        mounts: &manifest.mounts,
+        device_free: manifest.is_device_free(),
+    };
+    let empty = bundle.join(firn_config::names::BUNDLE_EMPTY);
+    mounts::resolve(spec, bundle, needs, driver, &empty)?;
+    Ok(())
 }
 
 /// Spec and manifest, and whether the spec requested GPUs in a way that Create converts.
@@ -143,13 +189,36 @@ fn registry_of(inventory: &Inventory) -> Registry {
     }])
 }
 
+/// The UUIDs of the GPUs for a device-free checkpoint; none for any other.
+fn granted(accepted: &Accepted) -> Option<Vec<&GpuUuid>> {
+    let grant = accepted.device_free.as_ref()?;
+    Some(grant.gpus.iter().map(|gpu| &gpu.uuid).collect())
+}
+
 fn print(accepted: &Accepted) {
+    if let Some(grant) = &accepted.device_free {
+        line!("the checkpoint is device-free: the container gets what its spec grants here");
+        line!("grant   {}", basis(grant));
+        for gpu in &grant.gpus {
+            line!(
+                "gpu     {} {} (minor {}, {})",
+                gpu.uuid,
+                gpu.name,
+                gpu.minor,
+                gpu.pci_address
+            );
+        }
+        for what in &accepted.unseen {
+            line!("unseen  {what}");
+        }
+        return;
+    }
     let Some((manifest, decision, inventory)) = &accepted.gpus else {
         line!("the checkpoint holds no GPU state: it would be restored as runc alone would");
         return;
     };
     line!("driver  {} on both sides", inventory.driver_version);
-    line!("grant   {}", basis(decision));
+    line!("grant   {}", basis(&decision.grant));
     for pair in decision.map.pairs() {
         let old = manifest.gpus.iter().find(|gpu| gpu.uuid == pair.old);
         let new = inventory.gpus.iter().find(|gpu| gpu.uuid == pair.new);
@@ -167,8 +236,8 @@ fn print(accepted: &Accepted) {
     }
 }
 
-fn basis(decision: &GpuAssignment) -> String {
-    match decision.grant.basis {
+fn basis(grant: &Grant) -> String {
+    match grant.basis {
         Basis::Nodes => "by the device nodes of the spec".to_owned(),
         Basis::Everything => "every GPU: the spec's device rules open them all".to_owned(),
         Basis::Config => "by [restore] gpus in the configuration".to_owned(),

@@ -32,6 +32,10 @@ pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 /// `released-by-hook` that they share none once the prepare hook was called.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 
+/// Annotation: `released-by-hook` asserts that no process holds any accelerator once the prepare hook was
+/// called. The checkpoint then holds nothing of any device.
+pub const ANNOTATION_GPU: &str = "firn.dev/gpu";
+
 /// Annotation: `sockets` makes the ranks of NCCL in the container talk over TCP, so that they can be
 /// checkpointed.
 pub const ANNOTATION_NCCL: &str = "firn.dev/nccl";

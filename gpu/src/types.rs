@@ -135,7 +135,7 @@ pub struct Gpu {
 }
 
 /// What the worker knows of the node's driver and GPUs.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inventory {
     /// Full driver version, `580.159.04`.
     pub driver_version: String,

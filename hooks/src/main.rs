@@ -16,6 +16,7 @@ mod call;
 mod convert;
 mod image;
 mod killed_criu;
+mod late;
 mod libraries;
 mod loopback;
 mod netlink;

@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::path::Path;
 
+use crate::late;
 use anyhow::{Result, bail};
 use firn_config::names;
 use firn_host::Problem;
@@ -26,7 +27,9 @@ pub fn run(action: &str) -> Result<()> {
         bail!("CRIU called its script without a bundle or an init process");
     };
     if action == criu_script::MOUNTED {
-        return Ok(restrict(bundle, init).map_err(|fault| criu_script::leave(bundle, fault.report()))?);
+        // Order matters: mounts that are made here get their flags after it.
+        let done = late::complete(bundle, init).and_then(|()| restrict(bundle, init));
+        return Ok(done.map_err(|fault| criu_script::leave(bundle, fault.report()))?);
     }
     let repaired = criu_script::run(bundle, init)?;
     report!("firn-hook: device nodes: {repaired:?}");

@@ -27,6 +27,7 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
             .map(|i| SourceGpu::from(&source.gpus[usize::from(*i)]))
             .collect(),
         inherited_gpus: Vec::new(),
+        released_gpus: None,
         hooks: Default::default(),
         processes: vec![CheckpointedProcess {
             pid: 1,

@@ -71,6 +71,10 @@ pub struct Manifest {
     /// Processes without CUDA that had inherited GPUs, which firn's plugin for CRIU has dumped.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inherited_gpus: Vec<InheritedGpus>,
+    /// The GPUs that the source had, where its hook `prepare` has let go of every device: the image holds
+    /// nothing of any. Absent: it is not such an image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub released_gpus: Option<Vec<SourceGpu>>,
     /// Bind mounts that the restore needs.
     pub mounts: Vec<RequiredMount>,
     /// Programs that made the dump.
@@ -136,11 +140,34 @@ impl Manifest {
         !self.processes.is_empty()
     }
 
+    /// Whether the images hold nothing of any device, and may be restored with other devices or none.
+    pub fn is_device_free(&self) -> bool {
+        self.released_gpus.is_some()
+    }
+
+    /// The same for an image that holds nothing of any device: the source's GPUs are facts for the job.
+    pub fn without_devices(self) -> Self {
+        Self {
+            backend: Backend::None,
+            driver: None,
+            gpus: Vec::new(),
+            topology: Topology::default(),
+            processes: Vec::new(),
+            released_gpus: Some(self.gpus),
+            ..self
+        }
+    }
+
     /// What a reader must be able to do, for the envelope.
     fn needs(&self) -> Vec<&'static str> {
-        let nvidia = (self.backend == Backend::Nvidia).then_some(envelope::NVIDIA);
-        let inherited = (!self.inherited_gpus.is_empty()).then_some(envelope::INHERITED);
-        nvidia.into_iter().chain(inherited).collect()
+        [
+            (self.backend == Backend::Nvidia, envelope::NVIDIA),
+            (!self.inherited_gpus.is_empty(), envelope::INHERITED),
+            (self.is_device_free(), envelope::DEVICE_FREE),
+        ]
+        .into_iter()
+        .filter_map(|(is_needed, need)| is_needed.then_some(need))
+        .collect()
     }
 
     /// Writes the manifest into the image directory. To be called last, when `runc checkpoint` has succeeded.

@@ -116,6 +116,7 @@ fn gpu() -> Manifest {
             state: CudaState::Running,
         }],
         inherited_gpus: Vec::new(),
+        released_gpus: None,
         hooks: Default::default(),
         mounts: vec![
             RequiredMount {
@@ -147,6 +148,7 @@ fn plain() -> Manifest {
         topology: Topology::default(),
         processes: Vec::new(),
         inherited_gpus: Vec::new(),
+        released_gpus: None,
         hooks: Default::default(),
         mounts: Vec::new(),
         ..gpu()

@@ -9,7 +9,8 @@
 //! The content of a container is hostile. Directories are opened beneath the container's root, and no link or
 //! mount below /dev is followed. Entries are removed and made relative to these directories, and a new node
 //! is checked before its owner and mode are set. The host's own /dev is never changed, and nodes that are not
-//! GPU nodes are ignored.
+//! GPU nodes are ignored. Accelerators are GPU nodes here only in a container whose checkpoints hold nothing
+//! of any device: no process has one open, and the spec alone decides which nodes there are.
 
 use std::ffi::OsStr;
 use std::fs::Permissions;
@@ -25,8 +26,8 @@ use nix::sys::stat::{Mode, SFlag, fstat, fstatat, lstat, major, makedev, minor, 
 use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, unlinkat};
 
 use crate::device_class::{DIRECTORIES, GRAPHICS};
-use crate::vendor::is_gpu;
-use crate::{Spec, SpecDevice, SpecError, other_gpu};
+use crate::vendor::{ACCELERATORS, is_any_accelerator, is_gpu};
+use crate::{Spec, SpecDevice, SpecError, job_hook, other_gpu};
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::{Chain, Problem, open_below};
 
@@ -82,7 +83,7 @@ pub fn repair(pid: i32, spec: &Spec) -> Result<DevRepair, DevError> {
 pub fn can_repair(pid: i32, spec: &Spec) -> Result<(), DevError> {
     let root = PathBuf::from(format!("/proc/{pid}/root"));
     let fd = open_mounted(&open_root(&root)?, Path::new(DEV)).map_err(step("open", Path::new(DEV)))?;
-    let Some(dev) = fd.map(|fd| Dev { fd }) else {
+    let Some(dev) = fd.map(|fd| Dev::of(fd, spec)) else {
         return Ok(());
     };
     let devices = spec.devices()?;
@@ -114,7 +115,7 @@ pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError>
         let Ok(Some(fd)) = open_mounted(&root_fd, &mount.mount_point) else {
             continue;
         };
-        let dev = Dev { fd };
+        let dev = Dev::of(fd, spec);
         if dev.is_of(&mount.device) && dev.has_gpus() {
             dev.repair(host_device(Path::new(DEV))?, spec, &mut done)?;
         }
@@ -122,10 +123,11 @@ pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError>
     Ok(done)
 }
 
-/// This host's nodes of AMD's GPUs, and its graphics nodes of any GPU.
+/// This host's nodes of AMD's GPUs, its graphics nodes of any GPU, and its accelerators.
 pub fn other_gpus_of_host() -> Vec<DeviceNode> {
-    let graphics = std::fs::read_dir("/dev/dri").into_iter().flatten().flatten();
-    let paths = graphics.map(|entry| entry.path()).chain(["/dev/kfd".into()]);
+    let directories = [".", GRAPHICS].into_iter().chain(ACCELERATORS).map(directory);
+    let entries = directories.flat_map(|dir| std::fs::read_dir(dir).into_iter().flatten().flatten());
+    let paths = entries.map(|entry| entry.path());
     paths
         .filter(|path| other_gpu(path).is_some())
         .filter_map(|path| of_host(&path))
@@ -147,7 +149,7 @@ fn repair_below(root: &Path, host_dev: &Path, spec: &Spec) -> Result<DevRepair, 
     let mut done = DevRepair::default();
     let fd = open_mounted(&open_root(root)?, Path::new(DEV)).map_err(step("open", Path::new(DEV)))?;
     if let Some(fd) = fd {
-        Dev { fd }.repair(host_device(host_dev)?, spec, &mut done)?;
+        Dev::of(fd, spec).repair(host_device(host_dev)?, spec, &mut done)?;
     }
     Ok(done)
 }
@@ -175,17 +177,41 @@ fn open_root(root: &Path) -> Result<OwnedFd, DevError> {
 /// A container's /dev.
 struct Dev {
     fd: OwnedFd,
+    /// Whether accelerators are repaired, too.
+    accelerators: bool,
 }
 
 impl Dev {
-    /// Opens one of [`DIRECTORIES`], on the same mount and without following links; none if it does not
+    fn of(fd: OwnedFd, spec: &Spec) -> Self {
+        let accelerators = job_hook::releases_devices(spec);
+        Self { fd, accelerators }
+    }
+
+    /// Whether this is a name of a node that is repaired.
+    fn is_ours(&self) -> fn(&Path) -> bool {
+        match self.accelerators {
+            true => is_any_accelerator,
+            false => is_gpu,
+        }
+    }
+
+    fn directories(&self) -> impl Iterator<Item = &'static str> {
+        let more = if self.accelerators { &ACCELERATORS[..] } else { &[] };
+        DIRECTORIES.iter().chain(more).copied()
+    }
+
+    /// Opens one of its directories, on the same mount and without following links; none if it does not
     /// exist.
     fn open(&self, name: &str) -> Result<Option<Directory>, Errno> {
         let resolve = BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
-        let path = directory(name);
+        let (path, is_ours) = (directory(name), self.is_ours());
         match open_below(&self.fd, Path::new(name), DIRECTORY, resolve) {
             Err(Errno::ENOENT) => Ok(None),
-            opened => Ok(Some(Directory { fd: opened?, path })),
+            opened => Ok(Some(Directory {
+                fd: opened?,
+                path,
+                is_ours,
+            })),
         }
     }
 
@@ -202,7 +228,7 @@ impl Dev {
     }
 
     fn has_gpus(&self) -> bool {
-        DIRECTORIES.iter().any(|name| {
+        self.directories().any(|name| {
             let Ok(Some(directory)) = self.open(name) else {
                 return false;
             };
@@ -237,9 +263,10 @@ impl Dev {
             return Ok(Vec::new());
         }
         let mut all = Vec::new();
-        for name in DIRECTORIES {
+        for name in self.directories() {
             let path = directory(name);
-            let is_wanted = |node: &DeviceNode| is_gpu(&node.path) && node.path.parent() == Some(&path);
+            let is_wanted =
+                |node: &DeviceNode| self.is_ours()(&node.path) && node.path.parent() == Some(&path);
             let wanted = devices.iter().filter(|device| is_wanted(&device.node)).collect();
             match self.plan_directory(name, wanted, spec.has_namespace("user")) {
                 Err(error) if name == GRAPHICS => done.left = Some(Chain(&error).to_string()),
@@ -306,7 +333,7 @@ impl Dev {
     }
 }
 
-/// What is to be done in one of [`DIRECTORIES`].
+/// What is to be done in a directory of nodes.
 struct Work<'s> {
     name: &'static str,
     /// None if it does not exist; it is then made.
@@ -334,7 +361,7 @@ impl Work<'_> {
     }
 }
 
-/// The path of one of [`DIRECTORIES`].
+/// The path of a directory of device nodes.
 fn directory(name: &str) -> PathBuf {
     Path::new(DEV).join(name).components().collect()
 }
@@ -360,6 +387,8 @@ fn open_mounted(root: &OwnedFd, path: &Path) -> Result<Option<OwnedFd>, Errno> {
 struct Directory {
     fd: OwnedFd,
     path: PathBuf,
+    /// Whether this is a name of a node that is repaired.
+    is_ours: fn(&Path) -> bool,
 }
 
 impl Directory {
@@ -381,7 +410,7 @@ impl Directory {
             let entries = std::fs::read_dir(by_descriptor(&self.fd))?;
             let paths = entries.map(|entry| Ok(self.path.join(entry?.file_name())));
             paths
-                .filter(|path| path.as_ref().map_or(true, |path| is_gpu(path)))
+                .filter(|path| path.as_ref().map_or(true, |path| (self.is_ours)(path)))
                 .collect()
         };
         paths().map_err(step("list", &self.path))

@@ -82,18 +82,35 @@ pub fn replace_gpus(
 /// device. Nodes that this host does not have are dropped: firn does not know which device they would open
 /// here.
 pub fn replace_other_gpus(spec: &mut Spec, host: &[DeviceNode]) -> Result<DeviceEdit, EditError> {
-    let here = |from: &DeviceNode| {
+    replace_others(spec, |from| match other_gpu(&from.path)? {
+        OtherGpu::Accelerator => None,
+        class => Some(of_host(from, class, host)),
+    })
+}
+
+/// As [`replace_other_gpus`], with accelerators, for a container that holds nothing of any device: those that
+/// this host has at the same path, with this host's numbers.
+pub fn replace_released(spec: &mut Spec, host: &[DeviceNode]) -> Result<DeviceEdit, EditError> {
+    replace_others(spec, |from| {
         let class = other_gpu(&from.path)?;
-        let mut here = host.iter().filter(|node| other_gpu(&node.path) == Some(class));
-        match class {
-            OtherGpu::Amd => Some(here.next().cloned()),
-            OtherGpu::Graphics => {
-                let is_here = here.any(|node| node.id() == from.id());
-                Some(is_here.then(|| from.clone()))
-            }
-            OtherGpu::Accelerator => None,
-        }
-    };
+        Some(of_host(from, class, host))
+    })
+}
+
+/// What this host has for a node of this class; none if it has nothing.
+fn of_host(from: &DeviceNode, class: OtherGpu, host: &[DeviceNode]) -> Option<DeviceNode> {
+    let mut here = host.iter().filter(|node| other_gpu(&node.path) == Some(class));
+    match class {
+        OtherGpu::Amd => here.next().cloned(),
+        OtherGpu::Graphics => here.any(|node| node.id() == from.id()).then(|| from.clone()),
+        OtherGpu::Accelerator => here.find(|node| node.path == from.path).cloned(),
+    }
+}
+
+fn replace_others(
+    spec: &mut Spec,
+    here: impl FnMut(&DeviceNode) -> Option<Option<DeviceNode>>,
+) -> Result<DeviceEdit, EditError> {
     let (new, mut moves) = replace_nodes(spec, here)?;
     let done = report(&moves);
     if !done.is_empty() {

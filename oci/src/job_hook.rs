@@ -65,6 +65,11 @@ impl JobHook {
         spec.annotation(self.annotation()).is_some()
     }
 
+    /// Whether the container or one of these labels of its image names it.
+    pub fn is_named_by(self, spec: &Spec, labels: &BTreeMap<String, String>) -> bool {
+        self.is_named(spec) || labels.contains_key(self.annotation())
+    }
+
     /// What is to be called; none if the container does not name the hook.
     pub fn action(self, spec: &Spec) -> Result<Option<Action>, JobHookError> {
         let Some(value) = spec.annotation(self.annotation()) else {
@@ -94,8 +99,8 @@ pub enum JobHookError {
         #[source]
         cause: ActionError,
     },
-    #[error("annotation firn.dev/ipc=released-by-hook needs the annotation firn.dev/hook-prepare")]
-    NoPrepare,
+    #[error("annotation {annotation}={RELEASED} needs the annotation firn.dev/hook-prepare")]
+    NoPrepare { annotation: &'static str },
     #[error(transparent)]
     Spec(#[from] SpecError),
 }
@@ -110,8 +115,29 @@ pub fn releases_shared_memory(spec: &Spec) -> bool {
     spec.annotation(names::ANNOTATION_IPC) == Some(RELEASED) && JobHook::Prepare.is_named(spec)
 }
 
-/// Value of the annotation `firn.dev/ipc` for such a container.
+/// Whether the prepare hook lets go of every accelerator, so that a checkpoint holds nothing of any device.
+pub fn releases_devices(spec: &Spec) -> bool {
+    asserts_release(spec) && JobHook::Prepare.is_named(spec)
+}
+
+/// Whether the container asserts that, with a prepare hook or without one.
+pub fn asserts_release(spec: &Spec) -> bool {
+    spec.annotation(names::ANNOTATION_GPU) == Some(RELEASED)
+}
+
+/// Value of the annotations `firn.dev/ipc` and `firn.dev/gpu` for such containers.
 const RELEASED: &str = "released-by-hook";
+
+/// Gives a copy what the source of its device-free checkpoint asserts, so that its own checkpoints are of the
+/// same kind. Returns whether the spec was changed.
+pub fn release_devices(spec: &mut Spec) -> Result<bool, SpecError> {
+    if spec.annotation(names::ANNOTATION_GPU).is_some() {
+        return Ok(false);
+    }
+    let annotations = spec.object_mut("annotations")?;
+    annotations.insert(names::ANNOTATION_GPU.to_owned(), json!(RELEASED));
+    Ok(true)
+}
 
 /// The container's annotations that name hooks.
 pub fn named(spec: &Spec) -> BTreeMap<String, String> {
@@ -136,8 +162,10 @@ pub fn prepare(spec: &mut Spec, others: &BTreeMap<String, String>) -> Result<boo
 }
 
 fn prepare_named(spec: &mut Spec) -> Result<bool, JobHookError> {
-    if spec.annotation(names::ANNOTATION_IPC) == Some(RELEASED) && !JobHook::Prepare.is_named(spec) {
-        return Err(JobHookError::NoPrepare);
+    for annotation in [names::ANNOTATION_IPC, names::ANNOTATION_GPU] {
+        if spec.annotation(annotation) == Some(RELEASED) && !JobHook::Prepare.is_named(spec) {
+            return Err(JobHookError::NoPrepare { annotation });
+        }
     }
     for hook in JobHook::ALL {
         hook.action(spec)?;

@@ -25,4 +25,4 @@ pub use gpu_request::{
     requests_beyond_gpus,
 };
 pub use spec::{Access, DeviceChange, DeviceRule, Spec, SpecDevice, SpecError, SpecMount};
-pub use vendor::{OtherGpu, other_gpu};
+pub use vendor::{OtherGpu, is_any_accelerator, other_gpu};

@@ -12,7 +12,10 @@
 //!    of the driver's daemons, firmware, and tools that no process had in use;
 //! 4. none: the restore is refused.
 //!
-//! Bind mounts that the checkpoint did not have are removed from the spec: CRIU does not make them.
+//! Bind mounts that the checkpoint did not have are removed from the spec: CRIU does not make them. Those of
+//! a checkpoint without devices stay, because the target's driver may have other files than the source's:
+//! firn-hook mounts them when CRIU is done ([`late`]). For such a checkpoint an empty file also stands for
+//! any file of NVIDIA's driver that no process had in use.
 //!
 //! The manifest is untrusted: its list is only compared. firn mounts sources of the target's spec, files that
 //! carry this node's driver version in their name and are where the loader looks, and its own empty file. It
@@ -73,6 +76,14 @@ const TOOLS: [&str; 8] = [
     "nvidia-imex-ctl",
 ];
 
+/// The mounts of a checkpoint.
+#[derive(Clone, Copy, Debug)]
+pub struct Needs<'a> {
+    pub mounts: &'a [RequiredMount],
+    /// It holds nothing of any device: the files of drivers that the container needs are the target's.
+    pub device_free: bool,
+}
+
 /// The driver of this node, as far as its files go.
 #[derive(Clone, Copy, Debug)]
 pub struct Driver<'a> {
@@ -91,6 +102,8 @@ pub struct ResolvedMounts {
     pub empty: Vec<PathBuf>,
     /// Bind mounts of the spec that the checkpoint did not have: the restored container will not have them.
     pub extra: Vec<PathBuf>,
+    /// The same for a checkpoint without devices: it will have them.
+    pub late: Vec<PathBuf>,
     /// Other sources, by the place in the spec's list.
     sources: Vec<(usize, PathBuf)>,
     /// Places in the list, in order.
@@ -126,6 +139,7 @@ impl ResolvedMounts {
         &mut self,
         wanted: &RequiredMount,
         library: Option<PathBuf>,
+        device_free: bool,
         empty: &Path,
     ) -> Option<PathBuf> {
         let destination = wanted.destination.clone();
@@ -133,7 +147,8 @@ impl ResolvedMounts {
             self.from_driver.push((destination, file.clone()));
             return Some(file);
         }
-        let can_be_empty = can_be_empty(&destination, wanted.in_use);
+        let is_unused = device_free && !wanted.in_use && is_nvidias(&destination);
+        let can_be_empty = is_unused || can_be_empty(&destination, wanted.in_use);
         can_be_empty.then(|| {
             self.empty.push(destination);
             empty.to_owned()
@@ -199,16 +214,25 @@ pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
 pub fn resolve(
     spec: &Spec,
     bundle: &Path,
-    required: &[RequiredMount],
+    needs: Needs<'_>,
     driver: Driver<'_>,
     empty: &Path,
 ) -> Result<ResolvedMounts, MountError> {
     let mounts = spec.mounts()?;
     let mut resolved = ResolvedMounts::default();
     // Paths are compared by components: a trailing or doubled slash makes no difference.
-    let wanted_at = |destination: &Path| required.iter().find(|wanted| wanted.destination == destination);
+    let wanted_at = |destination: &Path| {
+        needs
+            .mounts
+            .iter()
+            .find(|wanted| wanted.destination == destination)
+    };
     for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
         let Some(wanted) = wanted_at(&mount.destination) else {
+            if needs.device_free && bundle.join(&mount.source).exists() {
+                resolved.late.push(mount.destination.clone());
+                continue;
+            }
             resolved.extra.push(mount.destination.clone());
             resolved.dropped.push(at);
             continue;
@@ -226,7 +250,7 @@ pub fn resolve(
         }
         let name = mount.source.file_name().unwrap_or_default();
         let library = driver.libraries(name).next().map(|(_, file)| file);
-        let Some(file) = resolved.stand_in(wanted, library, empty) else {
+        let Some(file) = resolved.stand_in(wanted, library, needs.device_free, empty) else {
             return Err(MountError::SourceMissing {
                 source_path: mount.source.clone(),
                 destination: mount.destination.clone(),
@@ -234,7 +258,7 @@ pub fn resolve(
         };
         resolved.sources.push((at, file));
     }
-    add_missing(&mut resolved, &mounts, bundle, required, driver, empty)?;
+    add_missing(&mut resolved, &mounts, bundle, needs, driver, empty)?;
     Ok(resolved)
 }
 
@@ -243,16 +267,16 @@ fn add_missing(
     resolved: &mut ResolvedMounts,
     mounts: &[SpecMount],
     bundle: &Path,
-    required: &[RequiredMount],
+    needs: Needs<'_>,
     driver: Driver<'_>,
     empty: &Path,
 ) -> Result<(), MountError> {
     let given = |wanted: &&RequiredMount| mounts.iter().any(|mount| mount.destination == wanted.destination);
-    for wanted in required.iter().filter(|wanted| !given(wanted)) {
+    for wanted in needs.mounts.iter().filter(|wanted| !given(wanted)) {
         let destination = wanted.destination.clone();
         let library = driver.library_at(&destination);
         let library = library.or_else(|| driver.mounted_elsewhere(mounts, bundle, &destination));
-        let Some(file) = resolved.stand_in(wanted, library, empty) else {
+        let Some(file) = resolved.stand_in(wanted, library, needs.device_free, empty) else {
             return Err(MountError::NotInSpec {
                 destination,
                 source_name: wanted.source_name.clone(),
@@ -310,6 +334,35 @@ fn is_library(name: &OsStr) -> bool {
     let text = name.to_str().unwrap_or_default();
     text.starts_with("lib") && text.contains(".so")
 }
+
+/// Bind mounts of the spec of a container without devices that it does not have yet: `has` returns whether
+/// something is mounted at a path. In the order of the spec.
+pub fn late(spec: &Spec, has: impl Fn(&Path) -> bool) -> Result<Vec<SpecMount>, SpecError> {
+    let mounts = spec.mounts()?.into_iter();
+    let is_late = |mount: &SpecMount| mount.is_bind() && !has(&mount.destination);
+    Ok(mounts.filter(is_late).collect())
+}
+
+/// Whether a path is that of a file of NVIDIA's driver, by its name.
+fn is_nvidias(destination: &Path) -> bool {
+    let name = destination
+        .file_name()
+        .and_then(OsStr::to_str)
+        .unwrap_or_default();
+    // A directory may have the name alone.
+    let is_named = name.contains("nvidia") && name != "nvidia";
+    is_named || NVIDIAS.iter().any(|own| name.starts_with(own))
+}
+
+/// How the names of other files of NVIDIA's driver begin.
+const NVIDIAS: [&str; 6] = [
+    "libcuda.so",
+    "libcudadebugger.so",
+    "libnvcuvid.so",
+    "libnvoptix.so",
+    "libnvsdm.so",
+    "nvoptix.bin",
+];
 
 /// Whether the processes can continue without the file at this place.
 fn can_be_empty(destination: &Path, in_use: bool) -> bool {

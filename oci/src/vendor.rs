@@ -17,19 +17,41 @@ pub enum OtherGpu {
     Amd,
     /// `/dev/dri/...`: the graphics side of a GPU of any vendor.
     Graphics,
-    /// `/dev/accel/...`: an accelerator.
+    /// `/dev/accel/...`, `/dev/hl0`: an accelerator.
     Accelerator,
 }
+
+/// Directories of accelerators, relative to `/dev`: of the kernel's own class, and of drivers without it.
+pub(crate) const ACCELERATORS: [&str; 3] = ["accel", "habanalabs", "tenstorrent"];
+
+/// How the names of accelerators directly in `/dev` begin; a number follows.
+const NUMBERED: [&str; 5] = ["accel", "davinci", "hl", "hl_controlD", "neuron"];
 
 /// Classifies an absolute device path.
 pub fn other_gpu(path: &Path) -> Option<OtherGpu> {
     if path == Path::new("/dev/kfd") {
         return Some(OtherGpu::Amd);
     }
-    if path.parent() == Some(Path::new("/dev/accel")) {
+    if is_accelerator(path) {
         return Some(OtherGpu::Accelerator);
     }
     (classify(path) == Some(GpuPath::Graphics)).then_some(OtherGpu::Graphics)
+}
+
+fn is_accelerator(path: &Path) -> bool {
+    let Some((parent, name)) = (path.strip_prefix("/dev").ok())
+        .and_then(|below| Some((below.parent()?.to_str()?, below.file_name()?.to_str()?)))
+    else {
+        return false;
+    };
+    let is_number = |rest: &str| !rest.is_empty() && rest.bytes().all(|c| c.is_ascii_digit());
+    let mut numbered = NUMBERED.iter().filter_map(|start| name.strip_prefix(start));
+    ACCELERATORS.contains(&parent) || parent.is_empty() && numbered.any(is_number)
+}
+
+/// Whether the path is a node of a GPU or an accelerator of any vendor, or of its driver.
+pub fn is_any_accelerator(path: &Path) -> bool {
+    is_gpu(path) || is_accelerator(path)
 }
 
 /// Whether the path is a node that opens a GPU of any vendor.
@@ -62,6 +84,14 @@ mod tests {
             ("/dev/dri/renderD128", Some(OtherGpu::Graphics)),
             ("/dev/dri/card0", Some(OtherGpu::Graphics)),
             ("/dev/accel/accel0", Some(OtherGpu::Accelerator)),
+            ("/dev/hl0", Some(OtherGpu::Accelerator)),
+            ("/dev/hl_controlD7", Some(OtherGpu::Accelerator)),
+            ("/dev/habanalabs/hl1", Some(OtherGpu::Accelerator)),
+            ("/dev/neuron15", Some(OtherGpu::Accelerator)),
+            ("/dev/hl", None),
+            ("/dev/hlx", None),
+            ("/dev/accel/x/accel0", None),
+            ("/data/hl0", None),
             ("/dev/dri/by-path/x", None),
             ("/dev/nvidia0", None),
             ("/dev/nvidiactl", None),
@@ -69,6 +99,8 @@ mod tests {
             ("/dev/null", None),
         ] {
             assert_eq!(other_gpu(Path::new(path)), class, "{path}");
+            let is_any = class.is_some() || path.starts_with("/dev/nvidia");
+            assert_eq!(is_any_accelerator(Path::new(path)), is_any, "{path}");
         }
     }
 

@@ -11,7 +11,7 @@ use std::path::Path;
 use firn_config::Tcp;
 use firn_gpu::{Gpu, Inventory};
 use firn_host::Problem;
-use firn_oci::{Spec, SpecError};
+use firn_oci::{Spec, SpecError, job_hook};
 use firn_remap::Grant;
 
 use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
@@ -46,7 +46,9 @@ impl Node {
 /// of a container.
 pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
     let mut refusals = Vec::new();
-    if !inventory.checkpoint_api {
+    // Without anything at the driver, it has nothing to checkpoint.
+    let is_device_free = spec.is_some_and(job_hook::releases_devices);
+    if !inventory.checkpoint_api && !is_device_free {
         let version = inventory.driver_version.clone();
         refusals.push(Refusal::NoCheckpointApi { version });
     }
@@ -62,7 +64,8 @@ pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
             Vec::new()
         }
     };
-    refusals.extend(gpus.iter().find(|gpu| gpu.mig).map(|divided| Refusal::Mig {
+    let divided = gpus.iter().find(|gpu| gpu.mig && !is_device_free);
+    refusals.extend(divided.map(|divided| Refusal::Mig {
         uuid: divided.uuid.to_string(),
     }));
     Node { gpus, refusals }
@@ -77,8 +80,10 @@ pub struct Outcome {
     pub findings: Vec<Finding>,
     /// GPUs that processes without CUDA have inherited, and that firn's plugin for CRIU dumps.
     pub inherited: Vec<Inherited>,
-    /// What the hook `prepare` has to release before a checkpoint, for the audit.
+    /// What the hook `prepare` has to release before a checkpoint, for the audit: shared GPU memory, and
+    /// devices.
     pub to_be_released: Option<Refusal>,
+    pub devices_to_be_released: Option<Refusal>,
     /// CRIU has to make links of files whose name was deleted.
     pub link_remap: bool,
     /// TCP connections of the processes.
@@ -148,9 +153,10 @@ impl<'a> Run<'a> {
     }
 
     fn apply(mut self) -> Result<Outcome, CheckError> {
-        let rules: [Rule<'a>; 10] = [
+        let rules: [Rule<'a>; 11] = [
             Self::leaves,
             Self::other_vendors,
+            Self::held_devices,
             Self::left_out,
             Self::findings,
             Self::connections,
@@ -213,13 +219,39 @@ impl<'a> Run<'a> {
         asserted.filter(|_| !self.workload.pause)
     }
 
+    /// Also processes that CRIU leaves out: they would keep the device from whoever gets it next.
+    fn held_devices(&mut self) -> Result<(), CheckError> {
+        if !self.is_device_free() {
+            return Ok(());
+        }
+        let held = finding::held_devices(self.proc_root, &self.workload.pids, &self.workload.cuda)?;
+        match self.until_refused {
+            true => self.outcome.refusals.extend(held),
+            // The audit calls no hook.
+            false => self.outcome.devices_to_be_released = held,
+        }
+        Ok(())
+    }
+
+    fn is_device_free(&self) -> bool {
+        self.dump().is_some_and(|assertions| assertions.device_free)
+    }
+
+    /// Those that use CUDA when CRIU dumps them.
+    fn cuda(&self) -> &[i32] {
+        match self.is_device_free() {
+            true => &[],
+            false => &self.workload.cuda,
+        }
+    }
+
     fn left_out(&mut self) -> Result<(), CheckError> {
         let Some(assertions) = self.dump() else {
             return Ok(());
         };
         self.announce("the memory maps and environments of processes");
         let left_out = self.tree().outside.clone();
-        let refused = environment::by_left_out(&left_out, &self.workload.cuda, assertions.exec);
+        let refused = environment::by_left_out(&left_out, self.cuda(), assertions.exec);
         self.outcome.refusals.extend(refused);
         self.outcome.left_out = left_out;
         Ok(())
@@ -230,7 +262,7 @@ impl<'a> Run<'a> {
             return Ok(());
         };
         let dumped = self.dumped();
-        let cuda: Vec<i32> = (self.workload.cuda.iter().copied())
+        let cuda: Vec<i32> = (self.cuda().iter().copied())
             .filter(|pid| dumped.contains(pid))
             .collect();
         let before = self
@@ -246,7 +278,11 @@ impl<'a> Run<'a> {
             criu_plugin: self.workload.criu_plugin,
             inherited_before: &before,
         };
-        let (findings, inherited) = finding::inspect(self.proc_root, &processes)?;
+        let (mut findings, inherited) = finding::inspect(self.proc_root, &processes)?;
+        if self.is_device_free() {
+            // What shows that has been reported already, and goes with the devices.
+            findings.retain(|found| !found.is_of_a_gpu());
+        }
         let (mut refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
         refusals.retain(|refusal| !(self.workload.pause && refusal.is_crius()));
         self.outcome.refusals.extend(refusals);
@@ -311,7 +347,7 @@ impl<'a> Run<'a> {
         };
         self.announce("a file that a process has open or mapped");
         let needs = Needs::of(&self.dumped(), part.gpu_memory);
-        let limit = MemoryLimit::of(&self.workload.cuda).map_err(CheckError::Limit)?;
+        let limit = MemoryLimit::of(self.cuda()).map_err(CheckError::Limit)?;
         if self.workload.pause {
             let refused = environment::by_memory(needs, limit);
             self.outcome.refusals.extend(refused);

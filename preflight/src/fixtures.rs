@@ -138,6 +138,11 @@ fn of_the_environment() -> Vec<Refusal> {
             comm: "python".to_owned(),
             file: "/dev/nvidia0".to_owned(),
         },
+        Refusal::DeviceHeld {
+            pid: 7,
+            comm: "python".to_owned(),
+            what: "/dev/nvidiactl open".to_owned(),
+        },
         Refusal::ExternalStream {
             pid: 7,
             comm: "python".to_owned(),

@@ -105,6 +105,9 @@ pub enum Refusal {
     #[error("process {pid} ({comm}) has {file} open or mapped, a GPU that would be taken from the container")]
     #[problem("FIRN-GPU-KEPT", CLOSE_KEPT)]
     KeptGpu { pid: i32, comm: String, file: String },
+    #[error("process {pid} ({comm}) has not let go of its device after the hook prepare: it has {what}")]
+    #[problem("FIRN-GPU-HELD", LET_GO)]
+    DeviceHeld { pid: i32, comm: String, what: String },
     #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
     #[problem("FIRN-IPC", SHARE_NONE)]
     SharingLibrary { pid: i32, comm: String, file: String },
@@ -235,6 +238,9 @@ const SHARE_NONE: &str = "if they share none, create the container with the anno
 const RELEASE: &str = "end every NCCL communicator in the hook prepare (PyTorch: \
                        torch.distributed.destroy_process_group), and answer only then; a suspended one still \
                        has its socket";
+const LET_GO: &str = "end every process that uses a device in the hook prepare, and answer only then: CUDA \
+                      lets go of its device when the process ends; or leave out the annotation \
+                      firn.dev/gpu=released-by-hook";
 const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nccl=sockets, or start the \
                             job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its \
                             environment; or let a prepare hook end its communicators: \

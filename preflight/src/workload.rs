@@ -72,6 +72,8 @@ pub struct Assertions {
     pub shares_nothing: bool,
     /// The hook `prepare` has released all GPU memory that the processes shared.
     pub released: bool,
+    /// The hook `prepare` has let go of every accelerator: nothing of any is in the checkpoint.
+    pub device_free: bool,
     /// The CUDA processes are ranks of NCCL that communicate over sockets.
     pub nccl_sockets: bool,
     /// What happens to processes that CRIU leaves out.
@@ -93,6 +95,7 @@ impl Assertions {
         Self {
             shares_nothing: released || annotation(names::ANNOTATION_IPC) == Some("none"),
             released,
+            device_free: spec.is_some_and(job_hook::releases_devices),
             nccl_sockets,
             external_unix: false,
             tcp: match annotation(names::ANNOTATION_TCP) {
@@ -207,6 +210,11 @@ mod tests {
         let (released, without) = (of("firn.dev/hook-prepare"), of("firn.dev/hook-restored"));
         assert!(released.shares_nothing && released.released);
         assert!(!without.shares_nothing && !without.released);
+        let gpu = |hook: &str| -> Spec {
+            json!({"annotations": {"firn.dev/gpu": "released-by-hook", hook: "exec: /x"}}).into()
+        };
+        let of = |hook| Assertions::of(Some(&gpu(hook)), &Config::default(), None).device_free;
+        assert!(of("firn.dev/hook-prepare") && !of("firn.dev/hook-restored"));
         let none: Spec = json!({"annotations": {"firn.dev/ipc": "some"}}).into();
         assert_eq!(
             Assertions::of(Some(&none), &Config::default(), None),

@@ -413,7 +413,11 @@ fn read_manifest(bytes: &[u8]) {
         version: &here.driver_version,
         dirs: &["/nonexistent/lib"],
     };
-    let resolved = mounts::resolve(&given, nowhere, &manifest.mounts, driver, empty);
+    let needs = mounts::Needs {
+        mounts: &manifest.mounts,
+        device_free: manifest.is_device_free(),
+    };
+    let resolved = mounts::resolve(&given, nowhere, needs, driver, empty);
     match resolved.and_then(|mut resolved| Ok(resolved.apply(&mut mounted)?)) {
         Ok(_) => assert!(
             mounted

@@ -17,6 +17,9 @@
 //! spec comes from somebody who may use every device of the node. After `ctr containers restore` it is a copy
 //! of the source's spec, so its device numbers are not those of this node. The checkpoint image has no
 //! influence.
+//!
+//! **At the restore of a checkpoint without devices** maps have no part, and the spec's nodes that are none
+//! of this node's GPUs grant none: the container may have fewer GPUs, or none ([`Grant::of_device_free`]).
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -78,7 +81,7 @@ pub enum GrantError {
 impl Grant {
     /// The grant of a container that was created on this node.
     pub fn of_spec(spec: &Spec, inventory: &Inventory) -> Result<Self, GrantError> {
-        by_nodes(spec, inventory, false)
+        by_nodes(spec, inventory, Elsewhere::Refused)
     }
 
     /// The grant of a container that is to be restored on this node, by the table in the module head.
@@ -89,7 +92,7 @@ impl Grant {
         map: Option<&RequestedMap>,
     ) -> Result<Self, GrantError> {
         if spec.is_cri() {
-            return by_nodes(spec, inventory, false);
+            return by_nodes(spec, inventory, Elsewhere::Refused);
         }
         if !config.gpus.is_empty() {
             return by_names(inventory, &config.gpus, "gpus in the configuration");
@@ -97,7 +100,21 @@ impl Grant {
         if let Some(map) = map {
             return by_map(inventory, map);
         }
-        by_nodes(spec, inventory, true)
+        by_nodes(spec, inventory, Elsewhere::ByPath)
+    }
+
+    /// The grant of a container that is to be restored from a checkpoint without devices. Of the pool of the
+    /// configuration it gets as many GPUs as its spec has nodes of GPUs.
+    pub fn of_device_free(spec: &Spec, inventory: &Inventory, config: &Restore) -> Result<Self, GrantError> {
+        if spec.is_cri() {
+            return by_nodes(spec, inventory, Elsewhere::Refused);
+        }
+        if config.gpus.is_empty() {
+            return by_nodes(spec, inventory, Elsewhere::LeftOut);
+        }
+        let mut grant = Self::at_restore(spec, inventory, config, None)?;
+        grant.gpus.truncate(spec.gpu_nodes().len());
+        Ok(grant)
     }
 
     /// The GPUs on the right side of a map.
@@ -123,9 +140,18 @@ impl Grant {
     }
 }
 
-/// The GPUs that the spec's device nodes open here; with `or_by_path` also those at the paths of nodes whose
-/// numbers open none.
-fn by_nodes(spec: &Spec, inventory: &Inventory, or_by_path: bool) -> Result<Grant, GrantError> {
+/// What becomes of a node whose numbers open none of this node's GPUs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Elsewhere {
+    Refused,
+    /// The GPU at its path is meant, or it is refused.
+    ByPath,
+    /// The GPU at its path is meant, or none.
+    LeftOut,
+}
+
+/// The GPUs that the spec's device nodes open here.
+fn by_nodes(spec: &Spec, inventory: &Inventory, elsewhere: Elsewhere) -> Result<Grant, GrantError> {
     let opened = opened_by_ranges(&spec.device_rules()?, inventory);
     if !opened.is_empty() {
         return Ok(Grant {
@@ -138,8 +164,13 @@ fn by_nodes(spec: &Spec, inventory: &Inventory, or_by_path: bool) -> Result<Gran
     for device in spec.devices()?.iter().filter(is_gpu) {
         let of_path = || position(inventory, |node| node.path == device.node.path);
         let index = position(inventory, |node| node.id() == device.node.id());
-        let index = index.or_else(|| of_path().filter(|_| or_by_path));
-        granted.insert(index.ok_or_else(|| unresolved(&device.node))?);
+        let index = index.or_else(|| of_path().filter(|_| elsewhere != Elsewhere::Refused));
+        match index {
+            None if elsewhere == Elsewhere::LeftOut => {}
+            index => {
+                granted.insert(index.ok_or_else(|| unresolved(&device.node))?);
+            }
+        }
     }
     let gpus = granted.into_iter().map(|index| inventory.gpus[index].clone());
     Ok(Grant {
@@ -423,6 +454,23 @@ mod tests {
         ] {
             assert!(error.hint().contains(remedy), "{error}: {}", error.hint());
         }
+    }
+
+    #[test]
+    fn without_devices_the_spec_alone_grants() {
+        let granted = |spec: &Spec, node: &Inventory, pool: &[&str]| {
+            let grant = Grant::of_device_free(spec, node, &config(pool, &[(9, 1)])).unwrap();
+            grant.gpus.iter().map(|gpu| gpu.minor).collect::<Vec<_>>()
+        };
+        let (here, none) = (inventory(195, 4), Inventory::default());
+        assert_eq!(granted(&spec(195, &[0, 2]), &here, &[]), [0, 2]);
+        assert_eq!(granted(&spec(240, &[2, 7]), &here, &[]), [2], "by path, or none");
+        assert_eq!(granted(&spec(195, &[0, 2]), &none, &[]), [] as [u32; 0]);
+        assert_eq!(granted(&Spec::from(json!({})), &here, &["3"]), [] as [u32; 0]);
+        assert_eq!(granted(&spec(240, &[0, 1]), &here, &["3", "1", "0"]), [3, 1]);
+        let pod = cri(spec(240, &[2]));
+        let refused = Grant::of_device_free(&pod, &here, &config(&["3"], &[])).unwrap_err();
+        assert_eq!(refused.code(), "FIRN-GRANT-UNRESOLVED");
     }
 
     /// Also where the source's GPU 1 has the numbers that GPU 0 has here.

@@ -10,7 +10,7 @@ use std::pin::Pin;
 
 use firn_gpu::Backend;
 use firn_host::ProblemLine;
-use firn_oci::job_hook::{self, JobHookError};
+use firn_oci::job_hook::{self, JobHook, JobHookError};
 use firn_oci::{Spec, SpecError};
 
 use crate::cancel::CancellationToken;
@@ -35,7 +35,7 @@ pub struct Request<'a> {
     /// The checkpoint to restore from.
     pub image: Option<&'a Path>,
     pub reaper: &'a Reaper,
-    /// The container's labels, which clients copy from its image. Awaited only if it gets a GPU.
+    /// The container's labels, which clients copy from its image. Awaited only if hooks may be called.
     pub labels: Pin<Box<dyn Future<Output = BTreeMap<String, String>> + Send + 'a>>,
     /// Cancelled when the client no longer wants the container.
     pub cancel: &'a CancellationToken,
@@ -73,24 +73,20 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let spec = Spec::load(bundle)?;
     let mut resolved =
         gpu_request::resolve(spec, bundle, options.wrapper(), request.image.is_some(), reaper).await?;
-    if resolved.gpu && job_hook::prepare(&mut resolved.spec, &request.labels.await)? {
-        resolved.spec.save(bundle)?;
+    if resolved.gpu || job_hook::asserts_release(&resolved.spec) {
+        let labels = request.labels.await;
+        // A pod's annotation is that of all its containers: one without devices need not have hooks.
+        let is_meant = resolved.gpu || resolved.spec.has_other_gpus();
+        let is_meant = is_meant || JobHook::Prepare.is_named_by(&resolved.spec, &labels);
+        if is_meant && job_hook::prepare(&mut resolved.spec, &labels)? {
+            resolved.spec.save(bundle)?;
+        }
     }
     let (spec, gpu) = (&resolved.spec, resolved.gpu);
     if let Some(runtime) = &resolved.runtime {
         options.binary_name.clone_from(runtime);
     }
-    let other_gpus = spec.has_other_gpus();
-    let mut traits = ContainerTraits {
-        backend: match (gpu, other_gpus) {
-            (true, _) => Backend::Nvidia,
-            (false, true) => Backend::CriuPlugin,
-            (false, false) => Backend::None,
-        },
-        other_gpus,
-        private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
-        criu: None,
-    };
+    let mut traits = traits_of(spec, gpu);
     let runc = Runc::new(id, request.namespace, bundle, &options, reaper.clone());
     let restore = match request.image {
         Some(image) => {
@@ -110,10 +106,17 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
             None
         }
     };
-    traits.criu = match restore.as_ref().and_then(|restore| restore.gpu.as_ref()) {
+    let part = restore.as_ref().and_then(|restore| restore.gpu.as_ref());
+    if let Some(part) = part.filter(|part| part.device_free) {
+        traits.device_free = true;
+        if !part.has_nvidia {
+            traits.backend = Backend::None;
+        }
+    }
+    traits.criu = match part {
         // The restore has edited the bundle already.
         Some(part) => Some(part.criu.clone()),
-        None if gpu => Some(checkpoint::prepare_bundle(bundle, resolved.spec)?),
+        None if traits.by_firn() => Some(checkpoint::prepare_bundle(bundle, resolved.spec)?),
         None => None,
     };
     Ok(PreparedBundle {
@@ -122,6 +125,21 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
         runc,
         restore,
     })
+}
+
+fn traits_of(spec: &Spec, gpu: bool) -> ContainerTraits {
+    let other_gpus = spec.has_other_gpus();
+    ContainerTraits {
+        backend: match (gpu, other_gpus) {
+            (true, _) => Backend::Nvidia,
+            (false, true) => Backend::CriuPlugin,
+            (false, false) => Backend::None,
+        },
+        other_gpus,
+        device_free: job_hook::releases_devices(spec),
+        private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
+        criu: None,
+    }
 }
 
 /// Marks the bundle if there are processes in the container's cgroup already: the runtime refuses such a

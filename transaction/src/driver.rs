@@ -4,7 +4,7 @@
 //! and ends it when dropped. Every call has a deadline that is enforced here: the driver ignores its own lock
 //! timeout when the threads of the process cannot run, so a worker that exceeds the deadline is killed, and
 //! the next call starts a new one. The effect of an interrupted call on a process is unknown until
-//! [`Driver::states`] was called.
+//! [`Driver::states`] was called. Without a process there is nothing to call: no worker is started.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -234,6 +234,9 @@ impl Driver {
 
     /// GPU memory that these processes use together on each GPU; empty when NVML reports it for none of them.
     pub async fn memory(&mut self, pids: &[i32]) -> Result<GpuMemory, WorkerError> {
+        if pids.is_empty() {
+            return Ok(GpuMemory::new());
+        }
         let request = Request::Memory { pids: pids.to_vec() };
         let (_, replies) = self.call("memory", &request, self.deadlines.inventory).await?;
         let mut together = GpuMemory::new();
@@ -250,6 +253,9 @@ impl Driver {
         pids: &[i32],
         deadline: Duration,
     ) -> Result<Vec<(i32, CudaState)>, WorkerError> {
+        if pids.is_empty() {
+            return Ok(Vec::new());
+        }
         let (op, request) = ("state", Request::State { pids: pids.to_vec() });
         let (_, replies) = self.call(op, &request, deadline).await?;
         let mut states = Vec::new();
@@ -350,6 +356,9 @@ impl Driver {
         deadline: Duration,
         expected: CudaState,
     ) -> Result<(), WorkerError> {
+        if pids.is_empty() {
+            return Ok(());
+        }
         let (_, replies) = self.call(op, request, deadline).await?;
         let is_answered = |pid: &&i32| replies.iter().any(|reply| reply.pid == **pid);
         if let Some(&pid) = pids.iter().find(|pid| !is_answered(pid)) {

@@ -43,6 +43,8 @@ pub enum Request {
         mounts: serde_json::Value,
         bundle: PathBuf,
         required: Vec<RequiredMount>,
+        /// As [`firn_oci::mounts::Needs`] has it.
+        device_free: bool,
         /// Version of this node's driver.
         version: String,
         /// Directories in which its libraries may be.

@@ -19,9 +19,10 @@ pub struct PreparedRestore {
     pub verified: Option<Arc<Verified>>,
     /// CRIU's settings for an image without GPU state.
     pub plain: PlainPart,
-    /// For the job's hook `restored`; absent where the container names no hook, or gets no GPU.
+    /// For the job's hook `restored`; absent where the container names no hook, or gets no GPU from an image
+    /// that is not without devices.
     pub facts: Option<Facts>,
-    /// Absent when the source had no GPU.
+    /// Absent when the source had no GPU and was no job without devices.
     pub gpu: Option<GpuPart>,
 }
 
@@ -36,6 +37,10 @@ pub struct PlainPart {
 
 /// The GPU side of a restore.
 pub struct GpuPart {
+    /// The image holds nothing of any device.
+    pub device_free: bool,
+    /// Whether this node's NVIDIA driver is asked about the restored processes.
+    pub has_nvidia: bool,
     /// The GPU map for the driver; empty if every GPU stays the same.
     pub pairs: Vec<GpuPair>,
     /// Processes whose GPU state the image holds, by their pids in the container.

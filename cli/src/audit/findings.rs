@@ -82,6 +82,12 @@ const SHARED: &str = "shared_gpu_memory";
 const IMEX: &str = "imex";
 const INHERITED: &str = "inherited_gpus";
 
+/// Of a job that lets go of every device in its hook.
+const DEVICES: [Topic; 1] = [Topic(
+    "devices_held_after_the_hook",
+    "/proc/PID/fd and maps, the driver's restore threads",
+)];
+
 const CONNECTIONS: [Topic; 1] = [Topic("tcp_connections", "/proc/PID/fd and net/tcp")];
 
 const DELETED_NAMES: [Topic; 1] = [Topic(
@@ -131,6 +137,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::Mig { .. } => "mig",
         Refusal::MixedGpus { .. } | Refusal::UnknownGpu { .. } => "gpus_of_other_vendors",
         Refusal::AmdPlugin(_) => "amd_gpus_without_plugin",
+        Refusal::DeviceHeld { .. } => DEVICES[0].0,
         Refusal::CudaExec { .. } | Refusal::Exec { .. } => "processes_of_exec",
         Refusal::ManagedMemory { .. } => "managed_memory",
         Refusal::Mps { .. } => "mps",
@@ -215,6 +222,7 @@ impl Signals {
     pub fn of_workload(&mut self, workload: &Workload, outcome: &Outcome) {
         let refusals = &outcome.refusals;
         if let Some(assertions) = &workload.processes {
+            self.of_devices(outcome, assertions);
             self.of_findings(outcome, assertions);
             self.of_connections(outcome, assertions);
             self.add_all(&DELETED_NAMES, refusals);
@@ -255,6 +263,20 @@ impl Signals {
                 (SHARED, _) => String::new(),
                 _ => found.first().copied().map(described).unwrap_or_default(),
             };
+        }
+    }
+
+    fn of_devices(&mut self, outcome: &Outcome, assertions: &Assertions) {
+        self.add_all(&DEVICES, &outcome.refusals);
+        let signal = self.all.last_mut().filter(|_| assertions.device_free);
+        if let Some(signal) = signal {
+            let held = match &outcome.devices_to_be_released {
+                Some(Refusal::DeviceHeld { pid, comm, what }) => {
+                    format!("the hook prepare has to release what process {pid} ({comm}) has: {what}")
+                }
+                _ => "no process holds a device now".to_owned(),
+            };
+            signal.detail = format!("device-free, for any device or none: {held}");
         }
     }
 

@@ -5,8 +5,8 @@ use firn_config::{Config, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
-use firn_oci::Spec;
 use firn_oci::criu_config::{users_external_unix, users_tcp};
+use firn_oci::{Spec, job_hook};
 use firn_preflight::{Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, image_bytes};
 
 use super::findings::Signals;
@@ -92,7 +92,14 @@ impl Nvidia {
     }
 }
 
-/// The parts that the transaction would check. Without NVIDIA GPUs these are only the GPUs of other vendors.
+/// GPU memory that a checkpoint puts into host memory: none if the job has let go of it.
+fn gpu_bytes(subject: &Subject, nvidia: Option<&Nvidia>) -> u64 {
+    let releases = subject.spec.as_ref().is_some_and(job_hook::releases_devices);
+    nvidia.filter(|_| !releases).map_or(0, Nvidia::gpu_bytes)
+}
+
+/// The parts that the transaction would check. Without NVIDIA GPUs these are only the GPUs of other vendors,
+/// unless the job lets go of every device.
 fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config: &Config) -> Workload {
     let image = args.image_dir.clone().unwrap_or_else(std::env::temp_dir);
     let work = subject.bundle.clone().unwrap_or_else(|| image.clone());
@@ -101,8 +108,11 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
         nvidia: nvidia.is_some_and(has_nvidia),
         amdgpu_plugin: config.criu.amdgpu_plugin.clone(),
     };
-    let may_have_others = subject.spec.as_ref().is_none_or(Spec::has_other_gpus);
     let spec = subject.spec.as_ref();
+    let device_free = spec.is_some_and(job_hook::releases_devices);
+    let may_have_others = spec.is_none_or(Spec::has_other_gpus) && !device_free;
+    // Others are dumped as by the stock shim.
+    let by_firn = nvidia.is_some() || device_free;
     Workload {
         init: subject.init,
         pids: subject.pids(),
@@ -110,7 +120,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             nvidia.processes.iter().map(|process| process.pid).collect()
         }),
         other_vendors: may_have_others.then_some(other_vendors),
-        processes: nvidia.map(|_| Assertions {
+        processes: by_firn.then(|| Assertions {
             external_unix: spec.is_some_and(users_external_unix),
             ..Assertions::of(spec, config, spec.and_then(users_tcp))
         }),
@@ -120,12 +130,12 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             .map(|bundle| bundle.join(names::BUNDLE_INHERITED)),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()).is_some(),
         tmpfs: spec.and_then(|spec| spec.own_tmpfs().ok()).unwrap_or_default(),
-        capacity: nvidia.map(|nvidia| Capacity {
-            gpu_memory: nvidia.gpu_bytes(),
+        capacity: by_firn.then(|| Capacity {
+            gpu_memory: gpu_bytes(subject, nvidia),
             image,
             work,
         }),
-        bundle: nvidia.and(subject.bundle.clone()),
+        bundle: subject.bundle.clone().filter(|_| by_firn),
         ..Workload::default()
     }
 }
@@ -140,15 +150,17 @@ fn report(
         .iter()
         .flat_map(|nvidia| nvidia.node.gpus.iter().map(Into::into))
         .collect();
+    // A device-free checkpoint has a place on every node.
+    let needs_gpus = !gpus.is_empty() && !subject.spec.as_ref().is_some_and(job_hook::releases_devices);
     let plan = match (&args.target, &nvidia) {
-        (Some(target), Some(Nvidia { inventory, .. })) if !gpus.is_empty() => {
+        (Some(target), Some(Nvidia { inventory, .. })) if needs_gpus => {
             let target = program::read_inventory(target)?;
             let source = (&gpus[..], &inventory.topology, &inventory.driver_version[..]);
             signals.of_plan(source, &target)
         }
         _ => None,
     };
-    let gpu_bytes = nvidia.as_ref().map_or(0, Nvidia::gpu_bytes);
+    let gpu_bytes = gpu_bytes(&subject, nvidia.as_ref());
     let image_bytes = image_bytes(&subject.tree, gpu_bytes);
     let process = |&pid: &i32| Process {
         pid,

@@ -76,3 +76,17 @@ fn inspect_distinguishes_finished_and_unfinished_images_without_manifest() {
     assert_eq!(node.firn(&["inspect", "image"]).status.code(), Some(1));
     assert_eq!(node.firn(&["inspect", "nowhere"]).status.code(), Some(1));
 }
+
+#[test]
+fn a_checkpoint_without_devices_is_shown_as_such() {
+    let node = Node::new();
+    node.let_go();
+    let shown = text(&node.firn(&["inspect", "image"]));
+    for part in [
+        "device-free: it restores with any device or without one",
+        &uuid(0),
+        "none with GPU state",
+    ] {
+        assert!(shown.contains(part), "{part:?} is missing in\n{shown}");
+    }
+}

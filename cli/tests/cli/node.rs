@@ -137,6 +137,7 @@ impl Node {
             }),
             gpus: vec![SourceGpu::from(&source.gpus[0])],
             inherited_gpus: Vec::new(),
+            released_gpus: None,
             hooks: Default::default(),
             processes: vec![CheckpointedProcess {
                 pid: 7,
@@ -152,6 +153,12 @@ impl Node {
             },
             images: describe_images(&self.path("image"), &AtomicBool::new(false)).expect("images"),
         }
+    }
+
+    /// Makes `image` a checkpoint whose job has let go of its GPU.
+    pub fn let_go(&self) {
+        let manifest = self.manifest().without_devices();
+        manifest.write(&self.path("image")).expect("a manifest");
     }
 
     pub fn firn(&self, arguments: &[&str]) -> Output {

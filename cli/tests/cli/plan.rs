@@ -161,3 +161,39 @@ fn a_program_that_hangs_is_cut_off() {
         "{output:?}"
     );
 }
+
+#[test]
+fn a_checkpoint_without_devices_gets_what_the_spec_grants() {
+    let node = Node::new();
+    node.let_go();
+    let planned = |more: &[&str]| {
+        let plan = ["plan", "image", "--spec", "config.json", "--json"];
+        value(&node.firn(&[&plan[..], more].concat()))
+    };
+    node.grant(1);
+    assert_eq!(planned(&[])["device_free"], json!([uuid(1)]));
+    let shown = text(&node.firn(&["plan", "image", "--spec", "config.json"]));
+    assert!(
+        shown.contains("device-free") && shown.contains(&uuid(1)),
+        "{shown}"
+    );
+    // Another driver, GPUs that the node does not have, a spec without any.
+    let mut other = inventory();
+    other["driver_version"] = json!("580.105.08");
+    node.write("other.json", &other.to_string());
+    assert_eq!(
+        planned(&["--inventory", "other.json"])["device_free"],
+        json!([uuid(1)])
+    );
+    node.grant(5);
+    assert_eq!(planned(&[])["device_free"], json!([]));
+    node.write("config.json", "{}");
+    let without = planned(&[]);
+    assert_eq!(
+        (&without["accepted"], &without["device_free"]),
+        (&json!(true), &json!([]))
+    );
+    node.program("firn-gpu", "echo no driver >&2; exit 1");
+    node.grant(0);
+    assert_eq!(planned(&[])["device_free"], json!([]));
+}

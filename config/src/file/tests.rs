@@ -139,6 +139,7 @@ fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
             names::ANNOTATION_GPU_MAP,
             names::ANNOTATION_REMAP_POLICY,
             names::ANNOTATION_IPC,
+            names::ANNOTATION_GPU,
             names::ANNOTATION_NCCL,
             names::ANNOTATION_EXEC,
             names::ANNOTATION_PAUSE,

@@ -21,8 +21,11 @@ pub(super) const NVIDIA: &str = "nvidia";
 /// CRIU needs firn's plugin for GPUs that processes had inherited.
 pub(super) const INHERITED: &str = "inherited-gpus";
 
+/// The target's devices are given to a container that had others, and its job is called.
+pub(super) const DEVICE_FREE: &str = "device-free";
+
 /// Capabilities of this firn that an image may need.
-const KNOWN_NEEDS: [&str; 2] = [NVIDIA, INHERITED];
+const KNOWN_NEEDS: [&str; 3] = [NVIDIA, INHERITED, DEVICE_FREE];
 
 const MAX_NEEDS: usize = 32;
 /// Longest name of a need.

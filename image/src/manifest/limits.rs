@@ -43,6 +43,7 @@ impl Manifest {
             ("driver", text(driver)),
             ("gpus", all(&self.gpus, MAX_GPUS, gpu)),
             ("gpus", distinct(self.gpus.iter().map(|gpu| &gpu.uuid))),
+            ("released_gpus", self.has_good_release(gpu)),
             ("topology", self.has_good_topology()),
             ("processes", all(&self.processes, MAX_PROCESSES, process)),
             (
@@ -72,6 +73,12 @@ impl Manifest {
             Backend::Nvidia => self.driver.is_some(),
             Backend::CriuPlugin => false,
         }
+    }
+
+    /// An image that holds nothing of any device names no other GPUs.
+    fn has_good_release(&self, is_good: impl Fn(&SourceGpu) -> bool) -> bool {
+        let released = self.released_gpus.as_ref();
+        released.is_none_or(|gpus| all(gpus, MAX_GPUS, is_good) && self.backend == Backend::None)
     }
 
     /// One link for two different GPUs of the checkpoint, and no more.

@@ -424,3 +424,25 @@ fn a_process_with_the_hosts_dev_changes_nothing_there() {
     assert_eq!(done, DevRepair::default());
     assert!(!Path::new("/dev/nvidia78").exists());
 }
+
+#[test]
+fn accelerators_are_repaired_only_in_a_container_that_holds_no_device() {
+    let accel = "/dev/accel/accel1";
+    let devices = json!([{"path": accel, "type": "c", "major": 1, "minor": 5}]);
+    for released in [false, true] {
+        let container = Container::new();
+        container.node("/dev/accel/accel0", SFlag::S_IFCHR, 3);
+        container.node("/dev/hl0", SFlag::S_IFCHR, 3);
+        container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
+        let annotations = match released {
+            true => json!({"firn.dev/gpu": "released-by-hook", "firn.dev/hook-prepare": "exec: /x"}),
+            false => json!({"firn.dev/gpu": "released-by-hook"}),
+        };
+        let spec = Spec::from(json!({"annotations": annotations, "linux": {"devices": devices}}));
+        let done = repair_below(container.root.path(), Path::new("/proc"), &spec).unwrap();
+        assert!(paths(&done.removed).contains(&"/dev/nvidia0"));
+        assert_eq!(done.removed.len(), if released { 3 } else { 1 }, "{done:?}");
+        assert_eq!(paths(&done.made), if released { vec![accel] } else { vec![] });
+        assert_eq!(container.stat("/dev/hl0").is_none(), released);
+    }
+}

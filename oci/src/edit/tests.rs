@@ -373,3 +373,18 @@ fn the_drivers_nodes_go_with_their_rules_and_nothing_else() {
         assert_eq!(denied, 1, "the rule that closes all others is gone");
     }
 }
+
+/// Nothing is held of any device: what this host does not have is dropped, also an accelerator.
+#[test]
+fn a_container_without_devices_gets_the_accelerators_of_this_host() {
+    let (accel, hl) = ("/dev/accel/accel0", "/dev/hl0");
+    let mut spec = given(
+        &[entry(accel, 261, 0), entry(hl, 500, 0), entry(KFD, 511, 0)],
+        &[rule(261, 0), rule(500, 0), rule(511, 0)],
+    );
+    let (left, edit) = with_hosts_nodes(&spec, &[(accel, 260, 3), (KFD, 511, 0)]);
+    assert_eq!((left, edit), (spec.clone(), DeviceEdit::default()));
+    let host = nodes(&[(accel, 260, 3), ("/dev/accel/accel1", 260, 4)]);
+    replace_released(&mut spec, &host).unwrap();
+    assert_eq!(spec, given(&[entry(accel, 260, 3)], &[rule(260, 3)]));
+}

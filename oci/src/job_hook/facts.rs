@@ -25,10 +25,11 @@ pub struct Facts {
     pub error: Option<String>,
 }
 
-/// A GPU at the checkpoint and after the restore.
+/// A GPU at the checkpoint and after the restore. A checkpoint that holds nothing of its GPUs has no pairs:
+/// those of the source have no `new`, and those of the target no `old`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FactsOfGpu {
-    pub old: GpuAddress,
+    pub old: Option<GpuAddress>,
     /// Absent at a checkpoint and at a pause.
     pub new: Option<GpuAddress>,
 }
@@ -36,7 +37,7 @@ pub struct FactsOfGpu {
 impl FactsOfGpu {
     /// Whether it has another PCI address now.
     pub fn has_moved(&self) -> bool {
-        self.new.as_ref().is_some_and(|new| new.pci != self.old.pci)
+        matches!((&self.old, &self.new), (Some(old), Some(new)) if old.pci != new.pci)
     }
 }
 
@@ -60,12 +61,15 @@ impl Facts {
             ("FIRN_CHECKPOINT", self.checkpoint.clone()),
             ("FIRN_IMAGE", self.image.clone()),
             ("FIRN_HOST", self.host.clone()),
-            ("FIRN_OLD_GPUS", joined(|gpu| Some(&gpu.old.uuid))),
+            (
+                "FIRN_OLD_GPUS",
+                joined(|gpu| gpu.old.as_ref().map(|old| &old.uuid)),
+            ),
             (
                 "FIRN_NEW_GPUS",
                 joined(|gpu| gpu.new.as_ref().map(|new| &new.uuid)),
             ),
-            ("FIRN_OLD_PCI", joined(|gpu| Some(&gpu.old.pci))),
+            ("FIRN_OLD_PCI", joined(|gpu| gpu.old.as_ref().map(|old| &old.pci))),
             ("FIRN_NEW_PCI", joined(|gpu| gpu.new.as_ref().map(|new| &new.pci))),
             ("FIRN_PCI_CHANGED", u8::from(self.pci_changed).to_string()),
             ("FIRN_ERROR", self.error.clone().unwrap_or_default()),

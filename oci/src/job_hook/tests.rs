@@ -79,6 +79,10 @@ fn a_wrong_annotation_is_named() {
             json!({"firn.dev/ipc": "released-by-hook", "firn.dev/hook-failed": "exec: /x"}),
             "hook-prepare",
         ),
+        (
+            json!({"firn.dev/gpu": "released-by-hook"}),
+            "annotation firn.dev/gpu=released-by-hook needs",
+        ),
     ] {
         let error = prepare(&mut spec(annotations), &BTreeMap::new()).unwrap_err();
         assert_eq!(error.code(), "FIRN-HOOK-SETTING");
@@ -120,10 +124,10 @@ fn shared_memory_is_released_only_by_a_prepare_hook() {
 #[test]
 fn variables_have_the_gpus_in_one_order() {
     let gpu = |old: &str, new: &str| FactsOfGpu {
-        old: GpuAddress {
+        old: Some(GpuAddress {
             uuid: old.to_owned(),
             pci: format!("pci-{old}"),
-        },
+        }),
         new: Some(GpuAddress {
             uuid: new.to_owned(),
             pci: format!("pci-{new}"),
@@ -192,4 +196,56 @@ fn hooks_of_the_image_are_those_that_the_container_does_not_name() {
             ..
         }
     ));
+}
+
+#[test]
+fn a_copy_asserts_what_its_source_did_unless_it_names_something_else() {
+    let mut copy = spec(json!({"firn.dev/hook-prepare": "exec: /x"}));
+    assert!(!releases_devices(&copy));
+    assert!(release_devices(&mut copy).unwrap() && releases_devices(&copy));
+    assert!(!release_devices(&mut copy).unwrap(), "once");
+    let mut own = spec(json!({"firn.dev/hook-prepare": "exec: /x", "firn.dev/gpu": "kept"}));
+    assert!(!release_devices(&mut own).unwrap() && !releases_devices(&own));
+    assert!(asserts_release(&spec(
+        json!({"firn.dev/gpu": "released-by-hook"})
+    )));
+}
+
+/// A checkpoint without devices has no pairs.
+#[test]
+fn gpus_that_were_let_go_and_those_that_are_new_are_no_pairs() {
+    let address = |uuid: &str| GpuAddress {
+        uuid: uuid.to_owned(),
+        pci: format!("pci-{uuid}"),
+    };
+    let gpu = |old: Option<&str>, new: Option<&str>| FactsOfGpu {
+        old: old.map(address),
+        new: new.map(address),
+    };
+    let facts = Facts {
+        hook: JobHook::Restored,
+        operation: "restore".to_owned(),
+        checkpoint: "id".to_owned(),
+        image: "image".to_owned(),
+        host: "node".to_owned(),
+        gpus: vec![gpu(Some("a"), None), gpu(Some("b"), None), gpu(None, Some("c"))],
+        pci_changed: true,
+        error: None,
+    };
+    let variables = facts.variables();
+    let of = |name| {
+        variables
+            .iter()
+            .find(|(known, _)| *known == name)
+            .unwrap()
+            .1
+            .clone()
+    };
+    assert_eq!((&*of("FIRN_OLD_GPUS"), &*of("FIRN_NEW_GPUS")), ("a,b", "c"));
+    assert_eq!(
+        (&*of("FIRN_OLD_PCI"), &*of("FIRN_NEW_PCI")),
+        ("pci-a,pci-b", "pci-c")
+    );
+    let json = serde_json::to_value(&facts).unwrap();
+    assert!(json["gpus"][2]["old"].is_null() && json["gpus"][0]["new"].is_null());
 }

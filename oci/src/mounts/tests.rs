@@ -33,13 +33,21 @@ impl Node {
     }
 
     fn apply(&self, spec: &mut Spec, required: &[RequiredMount]) -> Result<ResolvedMounts, MountError> {
+        let needs = Needs {
+            mounts: required,
+            device_free: false,
+        };
+        self.apply_for(spec, needs)
+    }
+
+    fn apply_for(&self, spec: &mut Spec, needs: Needs<'_>) -> Result<ResolvedMounts, MountError> {
         let dir = self.path("lib");
         let dirs = [dir.to_str().unwrap()];
         let driver = Driver {
             version: VERSION,
             dirs: &dirs,
         };
-        let mut resolved = resolve(spec, &self.path("bundle"), required, driver, &self.empty())?;
+        let mut resolved = resolve(spec, &self.path("bundle"), needs, driver, &self.empty())?;
         resolved.apply(spec)?;
         Ok(resolved)
     }
@@ -257,4 +265,42 @@ fn links_are_followed_for_criu_which_does_not() {
     assert_eq!(resolved, ResolvedMounts::default());
     let file = node.library().canonicalize().unwrap();
     assert_eq!(spec.array("/mounts")[1]["source"], json!(file));
+}
+
+/// The source had another driver, or the target has none.
+#[test]
+fn a_checkpoint_without_devices_gets_the_targets_driver_late_and_the_sources_as_empty_files() {
+    let node = Node::new();
+    let old = "/usr/lib/x86_64-linux-gnu/libcuda.so.570.1";
+    let here = "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05";
+    let required = [needed(old, false)];
+    let needs = |device_free| Needs {
+        mounts: &required,
+        device_free,
+    };
+    let mut given = spec(&node.library(), here);
+    let before = given.clone();
+    let refused = node.apply_for(&mut given, needs(false)).unwrap_err();
+    assert_eq!(refused.code(), "FIRN-MOUNT-NOT-IN-SPEC");
+
+    let resolved = node.apply_for(&mut given, needs(true)).unwrap();
+    assert_eq!(resolved.empty, [Path::new(old)]);
+    assert_eq!(resolved.late, [Path::new(here)]);
+    assert!(resolved.extra.is_empty());
+    assert_eq!(source_at(&given, Path::new(old)), node.empty());
+    assert_eq!(source_at(&given, Path::new(here)), node.library());
+    let mounted = |path: &Path| path == Path::new(old);
+    let late = late(&given, mounted).unwrap();
+    assert_eq!(late.len(), 1, "{late:?}");
+    assert_eq!(late[0].destination, Path::new(here));
+
+    for (name, in_use) in [(old, true), ("/usr/lib/libmine.so.1", false), ("/data", false)] {
+        let (mut given, required) = (before.clone(), [needed(name, in_use)]);
+        let needs = Needs {
+            mounts: &required,
+            device_free: true,
+        };
+        let refused = node.apply_for(&mut given, needs).unwrap_err();
+        assert_eq!(refused.code(), "FIRN-MOUNT-NOT-IN-SPEC", "{name}");
+    }
 }

@@ -227,6 +227,62 @@ fn hooks_and_divided_gpus_are_refused() {
     assert_eq!(refused.code(), "FIRN-GPU-HOOK");
 }
 
+/// A job that lets go of its devices in its hook: a checkpoint looks after the hook, an audit before it.
+#[test]
+fn a_job_that_lets_go_of_its_devices_is_refused_only_if_it_has_not() {
+    let (job, exec) = (Sleep::start(), Sleep::start());
+    let (job, exec) = (job.pid(), exec.pid());
+    let root = proc_root(&[(job, MANAGED, &["/dev/null"]), (exec, "", &["/dev/nvidiactl"])]);
+    let workload = |pids: &[i32], cuda: &[i32]| Workload {
+        init: job,
+        pids: pids.to_vec(),
+        cuda: cuda.to_vec(),
+        processes: Some(Assertions {
+            device_free: true,
+            exec: Exec::Omit,
+            ..Assertions::default()
+        }),
+        ..Workload::default()
+    };
+    let run = |workload: &Workload, until_refused| {
+        let run = Run {
+            proc_root: root.path(),
+            ..Run::new(workload, &|_| {}, until_refused)
+        };
+        run.apply().unwrap()
+    };
+    for (pids, cuda, named) in [
+        (&[exec][..], &[][..], "/dev/nvidiactl open"),
+        (&[job], &[job], "/dev/nvidia-uvm mapped"),
+        (&[7], &[job], "GPU state of CUDA"),
+    ] {
+        let workload = workload(pids, cuda);
+        let held = run(&workload, true).refusals.remove(0);
+        assert_eq!(held.code(), "FIRN-GPU-HELD");
+        assert!(held.to_string().ends_with(&format!("it has {named}")), "{held}");
+        let audited = run(&workload, false);
+        assert!(audited.refusals.is_empty(), "{:?}", audited.refusals);
+        let to_be_released = audited.devices_to_be_released.unwrap();
+        assert_eq!(to_be_released.to_string(), held.to_string());
+    }
+    assert!(run(&workload(&[7], &[]), true).refusals.is_empty());
+}
+
+#[test]
+fn a_driver_without_checkpoint_and_divided_gpus_are_no_matter_without_state() {
+    let mut node = inventory(195, 1);
+    node.checkpoint_api = false;
+    node.gpus[0].mig = true;
+    let mut released = spec(195, &[0]);
+    let annotations = released.object_mut("annotations").unwrap();
+    annotations.insert("firn.dev/gpu".to_owned(), json!("released-by-hook"));
+    assert_eq!(check_node(&node, Some(&released)).refusals.len(), 2, "no hook");
+    let annotations = released.object_mut("annotations").unwrap();
+    annotations.insert("firn.dev/hook-prepare".to_owned(), json!("exec: /x"));
+    let found = check_node(&node, Some(&released)).accepted().unwrap();
+    assert_eq!(found.gpus, node.gpus);
+}
+
 #[test]
 fn every_kind_of_refusal_has_a_code_and_a_hint() {
     for refusal in crate::fixtures::refusals() {

@@ -41,6 +41,7 @@ use firn_host::{bounded, open_below, procfs};
 mod connections;
 mod deleted_names;
 mod descriptors;
+mod devices;
 mod evaluate;
 mod held;
 mod inherited;
@@ -85,6 +86,17 @@ pub struct Finding {
     /// What a checkpoint is refused with, if the finding refuses it.
     pub refusal: Refusal,
     pub certainty: Certainty,
+}
+
+impl Finding {
+    /// Whether it is one of descriptors and mappings of GPUs in a process that uses no CUDA.
+    pub(crate) fn is_of_a_gpu(&self) -> bool {
+        let refusal = &self.refusal;
+        matches!(
+            refusal,
+            Refusal::LeakedGpu { .. } | Refusal::InheritedGpu { .. } | Refusal::Imex { .. }
+        )
+    }
 }
 
 /// A file of a process in /proc could not be read.
@@ -138,6 +150,15 @@ pub(crate) fn unix_sockets(
 /// Why processes share GPU memory after the hook `prepare`, as far as /proc shows it. One refusal at most.
 pub(crate) fn held(proc_root: &Path, dumped: &[i32]) -> Result<Option<Refusal>, Unreadable> {
     held::inspect(proc_root, dumped)
+}
+
+/// Which process holds an accelerator after the hook `prepare`. One refusal at most.
+pub(crate) fn held_devices(
+    proc_root: &Path,
+    pids: &[i32],
+    cuda: &[i32],
+) -> Result<Option<Refusal>, Unreadable> {
+    devices::inspect(proc_root, pids, cuda)
 }
 
 /// Whether one of these processes is between vfork and exec: its parent waits for that in the kernel, where

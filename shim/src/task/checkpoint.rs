@@ -20,7 +20,7 @@ pub(super) async fn checkpoint(
     let container = service.container(&request.id)?;
     // Order matters: a client that goes away while this waits takes its directory along.
     let path_of_image = Path::new(&request.path);
-    let found = ImageDir::find(path_of_image, !container.traits.has_nvidia()).await;
+    let found = ImageDir::find(path_of_image, !container.traits.by_firn()).await;
     let _operation = container.operation.write().await;
     container.admit(Action::Checkpoint)?;
     let options = checkpoint_options(request.options.as_ref())?;

@@ -62,7 +62,7 @@ const ANSWER: Duration = Duration::from_secs(2);
 /// Init has ended. What it left in the container goes with it.
 pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, exit: Exit) {
     container.set_init_gone();
-    if container.traits.has_nvidia() {
+    if container.traits.by_firn() {
         // The runtime's own dump of a container without GPUs ends it by itself.
         drop(container.transaction.cancel());
     }

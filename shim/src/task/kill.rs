@@ -150,7 +150,7 @@ async fn let_it_end(container: &Container) -> Result<(), CgroupError> {
         return Ok(());
     }
     // Of a container with GPUs no other process may run on either: its state may be at the driver.
-    if container.traits.has_nvidia() {
+    if container.traits.by_firn() {
         cgroup.kill_all(KILLED).await
     } else {
         cgroup.thaw(THAW).await

@@ -26,6 +26,7 @@ pub(super) const ID: &str = "box";
 pub(super) const PLAIN: ContainerTraits = ContainerTraits {
     backend: Backend::None,
     other_gpus: false,
+    device_free: false,
     private_pids: true,
     criu: None,
 };

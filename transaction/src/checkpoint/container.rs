@@ -405,6 +405,7 @@ impl Dump for ContainerEffects<'_> {
         let cuda = match &parked {
             Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
             Some(parked) => parked.processes.clone(),
+            None if !self.container.traits.has_nvidia() => Vec::new(),
             None => unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?,
         };
         self.refuse_by_process(assertions, &pids, &cuda).await?;

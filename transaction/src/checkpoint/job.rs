@@ -86,11 +86,11 @@ impl ContainerEffects<'_> {
         let gpus = source.map_or(&[][..], |source| &source.gpus);
         let named = |gpu: &SourceGpu| address(&gpu.uuid, &gpu.pci_address);
         let of_gpu = |gpu: &SourceGpu| FactsOfGpu {
-            old: named(gpu),
+            old: Some(named(gpu)),
             new: None,
         };
         let moved = |(old, new): (&SourceGpu, &SourceGpu)| FactsOfGpu {
-            old: named(old),
+            old: Some(named(old)),
             new: Some(named(new)),
         };
         let gpus: Vec<FactsOfGpu> = match &self.progress.parked {

@@ -1,7 +1,8 @@
 //! Checkpoint of a container.
 //!
 //! A container whose spec requests no GPU is dumped as the stock shim would do it. For a container with GPUs,
-//! the phases of [`phases`] run over the effects of [`container`]. If the client wants the container to end
+//! or whose job lets go of every device before ([`crate::container::ContainerTraits::device_free`]), the
+//! phases of [`phases`] run over the effects of [`container`]. If the client wants the container to end
 //! with the dump, CRIU still leaves it running, frozen. firn ends it once the image with its manifest is
 //! complete, so no failure after CRIU can cost the workload.
 
@@ -92,7 +93,7 @@ impl Request {
         Begin {
             op: journal::Operation::Checkpoint,
             container: container.id.clone(),
-            gpu: container.traits.has_nvidia(),
+            gpu: container.traits.by_firn(),
             exit: self.exit,
             image: self.image.path().to_owned(),
             work: work.path,
@@ -126,7 +127,7 @@ pub fn usable(
     path: &Path,
 ) -> Result<ImageDir, CheckpointError> {
     match found {
-        Err(error) if container.traits.has_nvidia() || matches!(error, ImageDirError::Gone { .. }) => {
+        Err(error) if container.traits.by_firn() || matches!(error, ImageDirError::Gone { .. }) => {
             Err(CheckpointError::refused(container, error))
         }
         found => Ok(found.unwrap_or_else(|_| ImageDir::unopened(path))),
@@ -136,16 +137,17 @@ pub fn usable(
 /// Checkpoints `container`. The caller holds its operation lock.
 pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
     let others = other_gpus(container, reaper).await?;
-    if container.traits.has_nvidia() {
+    if container.traits.by_firn() {
         gpu::run(container, request, reaper).await
     } else {
         plain::run(container, request, others, reaper).await
     }
 }
 
-/// How the processes use GPUs of other vendors. A container that was given none is not inspected.
+/// How the processes use GPUs of other vendors. A container that was given none is not inspected, and neither
+/// is one whose job lets go of them in its hook: it has not been called yet.
 async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<OtherGpus, CheckpointError> {
-    if !container.traits.other_gpus {
+    if !container.traits.other_gpus || container.traits.device_free {
         return Ok(OtherGpus::Unused);
     }
     let config = Config::load().map_err(CheckpointError::Config)?;

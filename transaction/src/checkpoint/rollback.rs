@@ -98,7 +98,7 @@ fn image_of(recovery: &Recovery) -> Option<PathBuf> {
 /// becomes suspended.
 async fn keep_suspended(container: &Container) -> CheckpointError {
     let frozen = async { container.cgroup()?.keep_frozen(RESET).await };
-    let outcome = if container.traits.has_nvidia() {
+    let outcome = if container.traits.by_firn() {
         if let Err(error) = frozen.await.unless_absent() {
             log::error!("cannot freeze {}: {}", container.id, Chain(&error));
         }
@@ -113,7 +113,7 @@ async fn keep_suspended(container: &Container) -> CheckpointError {
     let failure = Failure {
         phase: Phase::Rollback,
         source: EffectError::Panicked,
-        suspended: container.traits.has_nvidia().then_some(EffectError::Panicked),
+        suspended: container.traits.by_firn().then_some(EffectError::Panicked),
     };
     into_error(container, failure, image)
 }
@@ -132,7 +132,7 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
     let log = recovery.criu_log();
     killed_criu::release(container, &log, &CancellationToken::default(), reaper).await;
     let was_frozen = recovery.record().begin.was_frozen;
-    let rolled_back = match container.traits.has_nvidia() {
+    let rolled_back = match container.traits.by_firn() {
         // It was frozen above, and stays so.
         true if container.is_parked() => Ok(()),
         true => {

@@ -355,13 +355,20 @@ pub struct ContainerTraits {
     pub other_gpus: bool,
     /// Whether its processes die with init because they share a private pid namespace.
     pub private_pids: bool,
-    /// CRIU's configuration for a container with NVIDIA's GPUs.
+    /// Whether its job lets go of every device before a checkpoint, which then holds nothing of any.
+    pub device_free: bool,
+    /// CRIU's configuration for a container whose checkpoints are firn's own.
     pub criu: Option<CriuConfig>,
 }
 
 impl ContainerTraits {
-    /// Whether the NVIDIA driver has state of the container.
+    /// Whether it has NVIDIA's GPUs.
     pub fn has_nvidia(&self) -> bool {
         self.backend == Backend::Nvidia
+    }
+
+    /// Whether its checkpoints have firn's phases. Others are dumped as by the stock shim.
+    pub fn by_firn(&self) -> bool {
+        self.has_nvidia() || self.device_free
     }
 }

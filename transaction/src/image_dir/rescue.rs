@@ -159,6 +159,7 @@ pub mod tests {
             topology: firn_gpu::Topology::default(),
             processes: Vec::new(),
             inherited_gpus: Vec::new(),
+            released_gpus: None,
             hooks: Default::default(),
             mounts: Vec::new(),
             versions: Versions::default(),

@@ -52,6 +52,7 @@ fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
             mounts,
             bundle,
             required,
+            device_free,
             version,
             dirs,
             empty,
@@ -70,7 +71,11 @@ fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
                 announce(&source);
                 let _exists = source.exists();
             }
-            let resolved = mounts::resolve(&spec, &bundle, &required, driver, &empty);
+            let needs = mounts::Needs {
+                mounts: &required,
+                device_free,
+            };
+            let resolved = mounts::resolve(&spec, &bundle, needs, driver, &empty);
             json(resolved.map_err(ProblemReport::from))
         }
     }

@@ -147,7 +147,9 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         forget_refusal(self.container).await;
         self.gpu.criu.write(criu_config::Operation::Restore)?;
         // The worker starts up while CRIU works.
-        self.driver.warm_up()?;
+        if self.gpu.has_nvidia {
+            self.driver.warm_up()?;
+        }
         if let Err(error) = self.container.runc.restore(self.restore, stdio).await {
             let lines = last_errors(&self.log).await;
             return Err(match (error, refusal_of_script(self.container).await) {
@@ -183,7 +185,9 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         if let Some(left) = &repaired.left {
             log::warn!("graphics device nodes of {id} are not replaced: {left}");
         }
-        if !(repaired.made.is_empty() && repaired.removed.is_empty()) {
+        if self.gpu.device_free {
+            log::info!("device nodes of {id}: {repaired:?}");
+        } else if !(repaired.made.is_empty() && repaired.removed.is_empty()) {
             log::warn!("device nodes of {id} were not as CRIU's script had left them: {repaired:?}");
         }
         self.timings.mark(Phase::DevRepair);
@@ -199,6 +203,9 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         };
         let (cuda, inherited) = unless_cancelled(self.restore.bounds, blocking(find)).await?;
         self.restore.bounds.journal.keep_inherited(inherited).await;
+        if !self.gpu.has_nvidia {
+            return Ok(cuda);
+        }
         // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
         let discovered = unless_cancelled(self.restore.bounds, self.driver.discover(pids)).await?;
         let is_listed = |found: &&CudaProcess| cuda.iter().any(|listed| listed.pid == found.pid);

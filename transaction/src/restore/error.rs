@@ -43,6 +43,8 @@ pub enum Refusal {
     Gpu(#[from] WorkerError),
     #[error(transparent)]
     Decide(#[from] firn_remap::AssignmentError),
+    #[error("cannot find out which GPUs the container may use")]
+    Grant(#[from] firn_remap::GrantError),
     #[error(transparent)]
     Hook(#[from] HookError),
     #[error(transparent)]

@@ -17,6 +17,7 @@
 
 mod compare;
 mod container;
+mod device_free;
 mod error;
 mod phases;
 mod prepare;

@@ -6,21 +6,24 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_config::{Config, Tcp, find_criu_plugin, find_program, names};
-use firn_gpu::Inventory;
+use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
-use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks};
+use firn_oci::job_hook::{
+    Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks, release_devices, releases_devices,
+};
 use firn_oci::{Spec, dev_repair, edit, mounts};
 use firn_remap::GpuAssignment;
 
 use super::RestoreError;
 use super::compare::{self, printed};
+use super::device_free;
 use super::error::Refusal;
 use crate::blocking::{Left, stoppable};
 use crate::cancel::CancellationToken;
 use crate::cgroup::{Cgroup, CgroupError};
-use crate::driver::Driver;
+use crate::driver::{Driver, WorkerError};
 use crate::gpu_request::ResolvedSpec;
 use crate::job_hook::{self, HookError, address};
 use crate::look;
@@ -62,9 +65,13 @@ impl Preparation<'_> {
             return Err(Refusal::Cri);
         }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
-        if resolved.gpu {
+        let from_device_free = manifest
+            .as_ref()
+            .is_some_and(|(manifest, _)| manifest.is_device_free());
+        let has_hooks = resolved.gpu || from_device_free;
+        if has_hooks {
             if let Some((manifest, _)) = &manifest
-                && prepare_hooks(&mut spec, &manifest.hooks).map_err(HookError::Setting)?
+                && adopt(&mut spec, manifest)?
             {
                 spec.save(bundle)?;
             }
@@ -76,17 +83,18 @@ impl Preparation<'_> {
             flags: DumpFlags::default(),
             verified: None,
             plain: PlainPart::default(),
-            facts: (resolved.gpu && any_is_named(&spec))
+            facts: (has_hooks && any_is_named(&spec))
                 .then(|| job_hook::facts(JobHook::Restored, checkpoint, image)),
             gpu: None,
         };
         match &manifest {
-            Some((manifest, _)) if !manifest.gpus.is_empty() => {
+            Some((manifest, _)) if from_device_free || !manifest.gpus.is_empty() => {
                 prepared.gpu = Some(self.gpu_part(spec, manifest, prepared.facts.as_mut()).await?);
             }
             // An image without GPU state, by another shim or by firn.
             _ => {
-                prepared.plain = plain_part(bundle, spec, resolved.gpu, manifest.is_some(), self.runc).await?
+                let by_firn = resolved.gpu || releases_devices(&spec);
+                prepared.plain = plain_part(bundle, spec, by_firn, manifest.is_some(), self.runc).await?
             }
         }
         // Order matters: the image is compared with the edited spec, which the OCI runtime will read.
@@ -104,7 +112,9 @@ impl Preparation<'_> {
         manifest: &Manifest,
         facts: Option<&mut Facts>,
     ) -> Result<GpuPart, Refusal> {
-        if !spec.requests_gpu() {
+        let device_free = manifest.is_device_free();
+        let has_nvidia = spec.requests_gpu();
+        if !has_nvidia && !device_free {
             return Err(Refusal::NoGpuRequested);
         }
         self.runc.expect_runc().await?;
@@ -117,22 +127,20 @@ impl Preparation<'_> {
             false => Some(find_criu_plugin(config.criu.libs_dir.as_deref()).ok_or(Refusal::NoPlugin)?),
         };
         let (bundle, reaper) = (self.bundle, self.reaper);
-        let mut gpu = Driver::new(worker.clone(), reaper.clone(), config.deadlines.clone());
-        let inventory = gpu.inventory().await;
-        gpu.end().await;
-        let inventory = inventory?;
-
-        let decision = GpuAssignment::make(&spec, manifest, &inventory, &config.restore)?;
-        for pair in decision.map.pairs() {
-            log::info!("gpu map: {} -> {}", pair.old, pair.new);
-        }
-        if let Some(facts) = facts {
-            add_gpus(facts, manifest, &decision, &inventory);
-        }
-        for warning in &decision.warnings {
-            log::warn!("restore of {}: {warning}", self.id);
-        }
-
+        let inventory = match has_nvidia {
+            true => {
+                self.inventory(&worker, &config, device_free && !spec.is_cri())
+                    .await?
+            }
+            false => Inventory::default(),
+        };
+        let pairs = match device_free {
+            true => {
+                device_free::give(self.id, &mut spec, manifest, &inventory, &config, facts)?;
+                Vec::new()
+            }
+            false => self.assign(&mut spec, manifest, &inventory, &config, facts)?,
+        };
         let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref())
             .with_plugins(config.criu.libs_dir.clone(), plugin)
             .with_tcp(match manifest.dump.open_tcp {
@@ -140,8 +148,6 @@ impl Preparation<'_> {
                 false => Tcp::Refuse,
             })
             .with_script(&hook);
-        let edited = edit::replace_gpus(&mut spec, &decision.targets(), &inventory.common_nodes)?;
-        log::debug!("spec edited for the target's GPUs: {edited:?}");
         edit::strip_gpu_hooks(&mut spec)?;
         edit::add_restore_hook(&mut spec, &hook)?;
         edit::set_criu_config(&mut spec, &criu.path())?;
@@ -154,7 +160,9 @@ impl Preparation<'_> {
         }
         criu.write(Operation::Restore)?;
         Ok(GpuPart {
-            pairs: decision.map.for_driver().to_vec(),
+            device_free,
+            has_nvidia: spec.requests_gpu(),
+            pairs,
             processes: manifest.processes.clone(),
             inherited: manifest.inherited_gpus.clone(),
             criu,
@@ -162,6 +170,52 @@ impl Preparation<'_> {
             worker,
             hook,
         })
+    }
+
+    /// The node's GPUs. With `may_lack_driver` a node whose driver cannot be asked has none.
+    async fn inventory(
+        self,
+        worker: &Path,
+        config: &Config,
+        may_lack_driver: bool,
+    ) -> Result<Inventory, Refusal> {
+        let mut gpu = Driver::new(worker.to_owned(), self.reaper.clone(), config.deadlines.clone());
+        let inventory = gpu.inventory().await;
+        gpu.end().await;
+        match inventory {
+            Err(error @ WorkerError::Refused { .. }) if may_lack_driver => {
+                log::warn!(
+                    "restore of {}: this node has no GPU of NVIDIA's: {error}",
+                    self.id
+                );
+                Ok(Inventory::default())
+            }
+            inventory => Ok(inventory?),
+        }
+    }
+
+    /// Gives the spec the GPUs that replace those of the checkpoint. Returns the map for the driver.
+    fn assign(
+        self,
+        spec: &mut Spec,
+        manifest: &Manifest,
+        inventory: &Inventory,
+        config: &Config,
+        facts: Option<&mut Facts>,
+    ) -> Result<Vec<GpuPair>, Refusal> {
+        let decision = GpuAssignment::make(spec, manifest, inventory, &config.restore)?;
+        for pair in decision.map.pairs() {
+            log::info!("gpu map: {} -> {}", pair.old, pair.new);
+        }
+        if let Some(facts) = facts {
+            add_gpus(facts, manifest, &decision, inventory);
+        }
+        for warning in &decision.warnings {
+            log::warn!("restore of {}: {warning}", self.id);
+        }
+        let edited = edit::replace_gpus(spec, &decision.targets(), &inventory.common_nodes)?;
+        log::debug!("spec edited for the target's GPUs: {edited:?}");
+        Ok(decision.map.for_driver().to_vec())
     }
 
     /// Gives the spec the mounts that the checkpoint needs, and logs which of them differ.
@@ -180,6 +234,7 @@ impl Preparation<'_> {
                 mounts: mounts.clone(),
                 bundle: self.bundle.to_owned(),
                 required: manifest.mounts.clone(),
+                device_free: manifest.is_device_free(),
                 version: version.to_owned(),
                 dirs,
                 empty: empty.clone(),
@@ -204,6 +259,9 @@ impl Preparation<'_> {
         }
         for at in resolved.empty.iter().map(|path| path.display()) {
             log::warn!("mount {at}: this node has none, it will be empty");
+        }
+        for at in resolved.late.iter().map(|path| path.display()) {
+            log::info!("mount {at}: the checkpoint did not have it, firn-hook makes it");
         }
         for at in resolved.extra.iter().map(|path| path.display()) {
             log::warn!("mount {at}: the checkpoint did not have it, it will not be there");
@@ -239,12 +297,20 @@ fn add_gpus(facts: &mut Facts, manifest: &Manifest, decision: &GpuAssignment, in
                 .iter()
                 .find(|gpu| pair.is_some_and(|pair| pair.new == gpu.uuid));
             FactsOfGpu {
-                old: address(&old.uuid, &old.pci_address),
+                old: Some(address(&old.uuid, &old.pci_address)),
                 new: new.map(|new| address(&new.uuid, &new.pci_address)),
             }
         })
         .collect();
     facts.pci_changed = facts.gpus.iter().any(FactsOfGpu::has_moved);
+}
+
+/// Gives the copy the hooks of its source, and the assertion that its devices are let go. Returns whether the
+/// spec was changed.
+fn adopt(spec: &mut Spec, manifest: &Manifest) -> Result<bool, Refusal> {
+    let has_hooks = prepare_hooks(spec, &manifest.hooks).map_err(HookError::Setting)?;
+    let can_release = manifest.is_device_free() && JobHook::Prepare.is_named(spec);
+    Ok((can_release && release_devices(spec)?) || has_hooks)
 }
 
 /// CRIU's settings for an image without NVIDIA's GPU state. The state of AMD's GPUs is in CRIU's images if a

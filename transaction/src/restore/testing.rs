@@ -31,6 +31,7 @@ pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper)
     let traits = ContainerTraits {
         backend: Backend::Nvidia,
         other_gpus: false,
+        device_free: false,
         criu: None,
         private_pids: true,
     };

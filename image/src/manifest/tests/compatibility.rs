@@ -133,3 +133,31 @@ fn every_field_of_the_body_is_required() {
         }
     }
 }
+
+/// A firn that does not know them would call no hook and leave the source's nodes.
+#[test]
+fn an_image_without_devices_needs_a_firn_that_knows_such_images() {
+    let source = manifest();
+    let good = source.clone().without_devices();
+    assert_eq!(good.released_gpus.as_ref(), Some(&source.gpus));
+    let body = |manifest: &Manifest| serde_json::to_string(manifest).unwrap();
+    let bytes = with_checksum(&body(&good), &["device-free"]);
+    let read = Manifest::decode(&bytes, Path::new("firn.json")).unwrap();
+    assert_eq!(read, good);
+    assert!(read.is_device_free() && !read.has_gpu_state());
+    assert_eq!(
+        refusal(&with_checksum(&body(&good), &[])),
+        "FIRN-MANIFEST-CORRUPT"
+    );
+    let with_state = Manifest {
+        released_gpus: Some(Vec::new()),
+        ..source
+    };
+    let bytes = with_checksum(&body(&with_state), &["nvidia", "device-free"]);
+    assert_eq!(refusal(&bytes), "FIRN-MANIFEST-CORRUPT");
+    let without_gpus = Manifest {
+        released_gpus: Some(Vec::new()),
+        ..good
+    };
+    assert!(without_gpus.is_device_free(), "the source may have had none");
+}

@@ -207,7 +207,7 @@ async fn with_gpus_a_transaction_is_cancelled_when_init_ends() {
         let transaction = container.transaction.begin();
         end(container.init.pid());
         stub.events.next::<TaskExit>().await;
-        assert_eq!(transaction.cancel.is_cancelled(), traits.has_nvidia());
+        assert_eq!(transaction.cancel.is_cancelled(), traits.by_firn());
     }
 }
 

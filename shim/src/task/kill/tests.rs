@@ -271,7 +271,7 @@ async fn sigkill_ends_a_frozen_init_and_with_gpus_no_other_process_runs() {
             }
             assert_eq!(signal(&stub, "", SIGKILL).await.unwrap(), Ok(()));
             assert_eq!(stub.events.next::<TaskExit>().await.exit_status, 128 + SIGKILL);
-            if scratch.cgroup.is_v1() && traits.has_nvidia() {
+            if scratch.cgroup.is_v1() && traits.by_firn() {
                 until("the end of the other", || !procfs::is_alive(other.pid())).await;
             } else {
                 assert!(procfs::is_alive(other.pid()));

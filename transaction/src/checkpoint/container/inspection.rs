@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use firn_config::{Tcp, names};
-use firn_gpu::CudaProcess;
+use firn_gpu::{CudaProcess, Inventory};
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::{Spec, job_hook, mounts};
@@ -27,8 +27,12 @@ impl ContainerEffects<'_> {
         if let Some(parent) = self.request.parent.clone() {
             return Err(EffectError::Parent { parent });
         }
-        let inventory = self.gpu.inventory().await?;
         let spec = Spec::load(&self.container.bundle)?;
+        // Only NVIDIA's driver is asked, and a node without it need not have one.
+        let inventory = match self.container.traits.has_nvidia() {
+            true => self.gpu.inventory().await?,
+            false => Inventory::default(),
+        };
         let node = check_node(&inventory, Some(&spec)).accepted()?;
         let uuids: Vec<_> = node.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let criu = self.container.traits.criu.as_ref();

@@ -70,9 +70,10 @@ impl ContainerEffects<'_> {
             }
         }
         let backend = self.container.traits.backend;
+        let is_device_free = source.assertions.device_free;
         let (checkpoint, inherited_gpus) = (self.checkpoint.clone(), self.inherited_inside());
         let write = move || {
-            let manifest = Manifest {
+            let mut manifest = Manifest {
                 checkpoint,
                 hooks: source.hooks,
                 backend,
@@ -82,10 +83,14 @@ impl ContainerEffects<'_> {
                 topology: source.topology,
                 processes,
                 inherited_gpus,
+                released_gpus: None,
                 mounts,
                 versions: source.versions,
                 images,
             };
+            if is_device_free {
+                manifest = manifest.without_devices();
+            }
             manifest.write_by(&image.inside(), image.path())?;
             image.seal();
             Ok(image.check()?)

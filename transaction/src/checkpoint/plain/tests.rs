@@ -27,6 +27,7 @@ fn container(bundle: &Path, reaper: &Reaper) -> Container {
     let init = Process::new("", StdioPaths::default(), Vec::new());
     let traits = ContainerTraits {
         other_gpus: false,
+        device_free: false,
         criu: None,
         backend: Backend::None,
         private_pids: true,
