@@ -18,6 +18,7 @@ fn image(built: &Built) -> Image {
         .program(built.program("gpu-counter"), "/bin/gpu-counter")
         .program(built.program("gpu-sample"), "/bin/gpu-sample")
         .program(built.program("unix-talk"), "/bin/unix-talk")
+        .program(built.program("device-free"), "/bin/device-free")
 }
 
 /// Where the shim is on a node.

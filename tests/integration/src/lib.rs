@@ -38,7 +38,7 @@ pub use task::{Pending, Task, any, describe};
 pub const FIRN: &str = "io.containerd.firn.v2";
 /// containerd's own runtime.
 pub const STOCK: &str = "io.containerd.runc.v2";
-/// The image that [`GpuHost::start`] imports: busybox, gpu-counter, gpu-sample and unix-talk.
+/// The image that [`GpuHost::start`] imports: busybox and the test workloads.
 pub const IMAGE: &str = "localhost/firn-test:latest";
 /// Where gpu-counter writes its lines in a container.
 pub const LOG: &str = "/counter.log";

@@ -72,6 +72,18 @@ impl<'a> Counter<'a> {
         })
     }
 
+    /// Allocates a buffer in the current context that holds what a buffer held in an iteration.
+    pub fn with(driver: &'a Driver, held: &[u8], iteration: u32) -> Result<Self, CounterError> {
+        let made = Self::new(driver, held.len(), false)?;
+        driver.write_all(made.address, held)?;
+        Ok(Self { iteration, ..made })
+    }
+
+    /// Reads the buffer, as the next step will find it.
+    pub fn read(&self, into: &mut [u8]) -> Result<(), CounterError> {
+        Ok(self.driver.read_all(self.address, into)?)
+    }
+
     /// The buffer's address.
     pub fn address(&self) -> u64 {
         self.address

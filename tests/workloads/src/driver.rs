@@ -147,6 +147,7 @@ functions! {
     cuMemGetInfo_v2: fn(*mut usize, *mut usize);
     cuMemsetD8_v2: fn(u64, u8, usize);
     cuMemcpyDtoH_v2: fn(*mut c_void, u64, usize);
+    cuMemcpyHtoD_v2: fn(u64, *const c_void, usize);
     cuModuleLoadData: fn(*mut Raw, *const c_void);
     cuModuleGetFunction: fn(*mut Raw, Raw, *const c_char);
     cuLaunchKernel: fn(
@@ -320,6 +321,16 @@ impl Driver {
         let mut bytes = [0_u8; N];
         call!(self.cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), address, N))?;
         Ok(bytes)
+    }
+
+    /// Reads device memory.
+    pub fn read_all(&self, address: u64, into: &mut [u8]) -> Result<()> {
+        call!(self.cuMemcpyDtoH_v2(into.as_mut_ptr().cast(), address, into.len()))
+    }
+
+    /// Writes device memory.
+    pub fn write_all(&self, address: u64, bytes: &[u8]) -> Result<()> {
+        call!(self.cuMemcpyHtoD_v2(address, bytes.as_ptr().cast(), bytes.len()))
     }
 
     /// Loads the kernels of a PTX text into the current context.

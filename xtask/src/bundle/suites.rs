@@ -50,7 +50,7 @@ const LEFT_OUT: [&str; 28] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 10] = [
+const PROGRAMS: [&str; 11] = [
     "firn-gpu",
     "firn-hook",
     "libfirn_criu.so",
@@ -60,6 +60,7 @@ const PROGRAMS: [&str; 10] = [
     "gpu-counter",
     "gpu-sample",
     "stall-fs",
+    "device-free",
     "unix-talk",
 ];
 

@@ -8,11 +8,12 @@ mod console;
 use std::collections::BTreeSet;
 use std::fs;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{BUNDLES, COUNTER, Container, GpuHost, IMAGE, SimGpu, Skip, cases, matrix, on};
-use firn_node::Platform;
+use firn_lab::{BUNDLES, COUNTER, Container, FIRN, GpuHost, IMAGE, Lines, SimGpu, Skip, cases, matrix, on};
+use firn_node::{Platform, wait_for};
 
 use crate::Step::{A, B, Do, Left, Send};
 
@@ -53,6 +54,17 @@ const PAGES: &[Story] = &[
             Left(4, "runs this suite"),
         ],
         replace: &[],
+    },
+    Story {
+        path: "docs/guide/device-free.md",
+        steps: &[Do(releases_its_device), A(1), Do(goes_on_with_another)],
+        replace: &[
+            ("IMAGE with", "localhost/firn-test:latest with"),
+            (
+                "python3 /job/device_free.py run",
+                "/bin/device-free --out /dev/shm/lines",
+            ),
+        ],
     },
     Story {
         path: "docs/guide/first-checkpoint.md",
@@ -164,6 +176,49 @@ fn b_counts([_, b]: &[GpuHost; 2]) -> Result<()> {
 
 fn without_cdi_file([a, _]: &[GpuHost; 2]) -> Result<()> {
     a.node().run(&["rm", "/etc/cdi/nvidia.json"]).map(drop)
+}
+
+/// A job as the page has it, whose GPU is not the one that its copy gets.
+fn releases_its_device([a, _]: &[GpuHost; 2]) -> Result<()> {
+    let grant = a.ctr_gpu_options(&["0"])?;
+    let hooks = [
+        ("prepare", "release"),
+        ("resumed", "take"),
+        ("restored", "take"),
+        ("failed", "take"),
+    ];
+    let hooks = hooks.map(|(hook, verb)| format!("firn.dev/hook-{hook}=exec: /bin/device-free {verb}"));
+    let annotations = hooks
+        .iter()
+        .map(String::as_str)
+        .chain(["firn.dev/gpu=released-by-hook"]);
+    let options = ["--runtime", FIRN]
+        .into_iter()
+        .chain(grant.iter().map(String::as_str));
+    let options = options.chain(annotations.flat_map(|value| ["--annotation", value]));
+    let options: Vec<&str> = options.collect();
+    Container::run(
+        a,
+        "job",
+        &options,
+        &["/bin/device-free", "--out", "/dev/shm/lines"],
+    )?;
+    Ok(())
+}
+
+fn goes_on_with_another([a, _]: &[GpuHost; 2]) -> Result<()> {
+    let (with, other) = (Container::known(a, "with"), &a.uuids()[1]);
+    wait_for("the copy to compute on its GPU", Duration::from_secs(30), || {
+        let lines = Lines::parse(&with.exec(&["cat", "/dev/shm/lines"])?);
+        ensure!(lines.fault().is_none(), "{:?}", lines.fault());
+        Ok(lines
+            .0
+            .last()
+            .is_some_and(|line| line.uuid == *other)
+            .then_some(()))
+    })?;
+    with.remove()?;
+    Container::known(a, "without").remove()
 }
 
 /// A container, its pid, its spec, an image directory, and the inventory of the other node.
