@@ -34,6 +34,7 @@ import moves
 import patient
 import pauses
 import ranks
+import released
 import samples
 import served
 import slices
@@ -200,7 +201,7 @@ def known_cases(args):
     return [
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
         *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
-        *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args),
+        *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(),
     ]
 
 

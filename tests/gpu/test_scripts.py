@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -23,6 +24,7 @@ import kills
 import moves
 import patient
 import ranks
+import released
 import run
 import samples
 import served
@@ -645,6 +647,46 @@ class Hooks(unittest.TestCase):
         for copy in ({9: "x", 10: "a", 11: "b", 12: "c", 13: "d"}, {11: "b", 12: "c", 13: "d"}, {11: "b", 12: "c", 13: "d", 14: "x"}):
             with self.assertRaisesRegex(hosts.Failed, "the copy began at"):
                 hook_cases.same(copy, source)
+
+
+class Released(unittest.TestCase):
+    """A job that lets go of its GPU has the values of one that is never moved."""
+
+    def found(self, *parts):
+        values = released.example().values(40)
+        return [{step: (values[step], device) for step in steps} for steps, device in parts]
+
+    def test_values_are_compared_over_all_containers(self):
+        found = self.found((range(10), "cpu"), (range(10, 18), "cpu"), (range(18, 25), "GPU-2"))
+        released.check(found, ["cpu", "cpu", "GPU-2"])
+        with self.assertRaisesRegex(hosts.Failed, "should have on .*GPU-3"):
+            released.check(found, ["cpu", "cpu", "GPU-3"])
+        found[1][12] = ("00000000", "cpu")
+        with self.assertRaisesRegex(hosts.Failed, r"steps \[12\]"):
+            released.check(found, ["cpu", "cpu", "GPU-2"])
+
+    def test_a_step_that_is_lost_or_repeated_shows(self):
+        for second in (range(11, 18), range(9, 18)):
+            with self.assertRaisesRegex(hosts.Failed, "missing or repeated"):
+                released.check(self.found((range(10), "cpu"), (second, "GPU-2")), ["cpu", "GPU-2"])
+
+    def test_the_job_lets_go_and_goes_on(self):
+        with tempfile.TemporaryDirectory() as directory:
+            environment = {**os.environ, "FIRN_JOB_DIRECTORY": directory, "PYTHONDONTWRITEBYTECODE": "1"}
+            program = f"{released.EXAMPLE}/device_free.py"
+            with subprocess.Popen(
+                [sys.executable, program, "run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            ) as job:
+                try:
+                    for verb in ("release", "take", "release"):
+                        subprocess.run([sys.executable, program, verb], env=environment, check=True, timeout=30)
+                    lines = [job.stdout.readline().rstrip("\n") for _ in range(8)]
+                finally:
+                    job.kill()
+        found = released.printed(lines)
+        self.assertEqual(list(found), list(range(8)))
+        expected = released.example().values(8)
+        self.assertEqual({step: value for step, (value, _) in found.items()}, expected)
 
 
 if __name__ == "__main__":
