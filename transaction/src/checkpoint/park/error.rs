@@ -9,7 +9,6 @@ use firn_remap::{AssignmentError, GrantError};
 use crate::cgroup::CgroupError;
 use crate::checkpoint::error::{CheckpointError, EffectError, FailureKind, line};
 use crate::checkpoint::phases::Failure;
-use crate::job_hook::HookError;
 use crate::journal::Operation;
 use crate::phase::Phase;
 
@@ -110,12 +109,10 @@ pub enum ParkError {
     ByJournal(CheckpointError),
     /// It goes on, but its hook has failed.
     #[error(
-        "{}: container {container} goes on after its pause: {}. hint: {}",
-        cause.code(),
-        Chain(cause),
-        cause.hint()
+        "{}",
+        line(format_args!("container {container} goes on after its pause"), cause)
     )]
-    Hook { container: String, cause: HookError },
+    Hook { container: String, cause: EffectError },
     #[error("{}", line(format_args!("cannot read firn's configuration"), .0))]
     Config(#[from] ConfigError),
     #[error("{}", ProblemLine(.0))]

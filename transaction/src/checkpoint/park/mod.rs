@@ -77,7 +77,8 @@ pub async fn pause(container: &Container, reaper: &Reaper) -> Result<(), ParkErr
     let ground = Ground::begin(container, Operation::Pause, None).await?;
     let mut effects = ground.effects(reaper, None)?;
     let ended = match park(&mut effects, ground.was_frozen).await {
-        Ok(parked) => {
+        Ok((mut parked, spec)) => {
+            parked.sharers = give_free(container, &spec).await;
             container.put_parked(Some(parked));
             container.set_state(InitState::Parked);
             Ok(())
@@ -90,6 +91,8 @@ pub async fn pause(container: &Container, reaper: &Reaper) -> Result<(), ParkErr
 /// After a panic of firn's own code: a parked container stays parked, every other one is rolled back.
 pub async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
     if !container.is_parked() {
+        // It has its GPUs, and not those that a move has taken for it.
+        note_gpus(container).await;
         return ParkError::ByJournal(super::rollback_after_panic(container, reaper).await);
     }
     let frozen = async { container.cgroup()?.keep_frozen(RESET).await };
@@ -98,6 +101,9 @@ pub async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
     // Order matters: held threads are released when they cannot run any more.
     drop(container.take_held());
     container.set_state(InitState::Parked);
+    if let Some(spec) = Spec::load(&container.bundle).or_log() {
+        give_free(container, &spec).await;
+    }
     if let Some(journal) = Journal::resume(&container.bundle).await.or_log() {
         journal.end(Outcome::Failed).await;
     }
@@ -108,23 +114,26 @@ pub async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
     }
 }
 
-/// Runs the phases of a pause.
-async fn park(effects: &mut ContainerEffects<'_>, was_frozen: bool) -> Result<Parked, Failure<EffectError>> {
-    let container = effects.container;
-    let spec = Spec::load(&container.bundle);
+/// Runs the phases of a pause. The container's lease stays as it is. Returns the container's spec, too.
+async fn park(
+    effects: &mut ContainerEffects<'_>,
+    was_frozen: bool,
+) -> Result<(Parked, Spec), Failure<EffectError>> {
+    let spec = Spec::load(&effects.container.bundle);
     let spec = spec.map_err(|error| Failure::new(Phase::Inspect, error.into()))?;
     let processes = Box::pin(phases::park(effects, was_frozen)).await?;
     let source = effects.progress.source.as_ref();
     let gpus = source.map(|source| source.gpus.clone()).unwrap_or_default();
-    Ok(Parked {
+    let parked = Parked {
         processes,
         memory: effects.needs.clone(),
         home: gpus.clone(),
         gpus,
         elsewhere: BTreeMap::new(),
-        sharers: give_free(container, &spec).await,
+        sharers: Vec::new(),
         id: effects.checkpoint.clone(),
-    })
+    };
+    Ok((parked, spec))
 }
 
 /// Writes which GPUs a container has that runs, whoever else has them.

@@ -19,6 +19,7 @@ use crate::effects::{Device, Gpu as _};
 use crate::journal::Operation;
 use crate::lease::{Lease, LeaseError};
 use crate::look::{self, Checked};
+use crate::panics::caught;
 use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::procfs;
@@ -109,7 +110,7 @@ async fn run_move(
     grant.check(effects).await.map_err(refuse)?;
     take(effects, lease, &[], busy).await.map_err(refuse)?;
     match park(effects, was_frozen).await {
-        Ok(parked) => {
+        Ok((parked, _)) => {
             container.put_parked(Some(parked.clone()));
             effects.progress.parked = Some(parked);
         }
@@ -171,8 +172,27 @@ async fn unpark(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<O
                 common,
             }))
         }
-        None => restore(effects).await.map(|()| None),
+        None => {
+            let left = left_with(effects).await?;
+            restore(effects).await?;
+            Ok(left)
+        }
     }
+}
+
+/// The GPUs that a failed resume has left the container with, if they are not those of its pause: containerd
+/// does not know of them yet.
+async fn left_with(effects: &mut ContainerEffects<'_>) -> Result<Option<Moved>, EffectError> {
+    let Parked { home, gpus, .. } = parked(effects)?.clone();
+    if home == gpus {
+        return Ok(None);
+    }
+    let inventory = effects.gpu.inventory().await?;
+    let has = |gpu: &Gpu| gpus.iter().any(|own| own.uuid == gpu.uuid);
+    Ok(Some(Moved {
+        gpus: inventory.gpus.iter().filter(|gpu| has(gpu)).cloned().collect(),
+        common: inventory.common_nodes,
+    }))
 }
 
 /// Gives a parked container other GPUs and restores its GPU state there. After an error it has its old GPUs,
@@ -219,9 +239,12 @@ fn parked<'a>(effects: &'a ContainerEffects<'_>) -> Result<&'a Parked, EffectErr
     effects.progress.parked.as_ref().ok_or(EffectError::NoJournal)
 }
 
+/// The container has these GPUs from now on. That is remembered at once: a panic that follows leaves it parked
+/// with them.
 fn set_gpus(effects: &mut ContainerEffects<'_>, gpus: Vec<SourceGpu>) {
     if let Some(parked) = &mut effects.progress.parked {
         parked.gpus = gpus;
+        effects.container.put_parked(Some(parked.clone()));
     }
 }
 
@@ -230,7 +253,11 @@ async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Re
     let container = effects.container;
     container.put_parked(None);
     container.set_state(InitState::Running);
-    let hook = effects.call_resumed().await;
+    // It runs already: after a panic nothing is to be rolled back.
+    let hook = caught(Box::pin(effects.call_resumed())).await;
+    let hook = hook.map_or(Err(EffectError::Panicked), |called| {
+        called.map_err(EffectError::Hook)
+    });
     Resumed {
         moved,
         hook: hook.map_err(|cause| ParkError::Hook {
@@ -257,10 +284,16 @@ async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) ->
             cause,
         };
     }
-    container.put_parked(effects.progress.parked.clone());
     container.set_state(InitState::Parked);
-    if let Ok(spec) = load(container) {
-        give_free(container, &spec).await;
+    if let Some(parked) = &mut effects.progress.parked {
+        if let Ok(spec) = load(container) {
+            let sharers = give_free(container, &spec).await;
+            // For a resume they were found at the pause.
+            if operation == Operation::Move {
+                parked.sharers = sharers;
+            }
+        }
+        container.put_parked(Some(parked.clone()));
     }
     ParkError::Parked {
         operation,
