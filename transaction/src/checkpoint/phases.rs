@@ -319,11 +319,13 @@ pub(crate) async fn unpark<E: Device>(effects: &mut E, processes: &[CudaProcess]
     done.map_err(|stuck| stuck.last.unwrap_or(stuck.first))
 }
 
-/// Parks the processes again whose GPU state a failed [`unpark`] has restored. Returns them.
+/// Parks the processes again whose GPU state a failed [`unpark`] has restored. They are in `restored`
+/// afterwards, also after an error, which leaves it open which of them are parked.
 pub(crate) async fn repark<E: Device>(
     effects: &mut E,
     processes: &[CudaProcess],
-) -> Result<Vec<i32>, E::Error> {
+    restored: &mut Vec<i32>,
+) -> Result<(), E::Error> {
     effects.keep_frozen().await?;
     effects.hold(restore_tids(processes)).await?;
     effects.thaw().await?;
@@ -331,13 +333,12 @@ pub(crate) async fn repark<E: Device>(
     let locked = states
         .into_iter()
         .filter(|(_, state)| *state == CudaState::Locked);
-    let locked: Vec<i32> = locked.map(|(pid, _)| pid).collect();
-    if !locked.is_empty() {
-        effects.gpu_checkpoint(&locked).await?;
+    restored.extend(locked.map(|(pid, _)| pid));
+    if !restored.is_empty() {
+        effects.gpu_checkpoint(restored).await?;
     }
     effects.keep_frozen().await?;
-    effects.release().await?;
-    Ok(locked)
+    effects.release().await
 }
 
 impl<'e, E: Dump> Checkpointed<'e, E> {

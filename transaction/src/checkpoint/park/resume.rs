@@ -221,11 +221,13 @@ async fn restore(effects: &mut ContainerEffects<'_>) -> Result<(), EffectError> 
     };
     if !effects.is_ended() {
         effects.progress.partly = true;
-        let reparked = phases::repark(effects, &processes).await;
-        if let (Some(reparked), Some(parked)) = (reparked.or_log(), &mut effects.progress.parked) {
-            parked.moved(&reparked);
-            effects.progress.partly = false;
+        let mut restored = Vec::new();
+        let reparked = phases::repark(effects, &processes, &mut restored).await;
+        // Wherever they are now, their state was on these GPUs last.
+        if let Some(parked) = &mut effects.progress.parked {
+            parked.moved(&restored);
         }
+        effects.progress.partly = reparked.or_log().is_none();
     }
     Err(error)
 }
@@ -239,8 +241,8 @@ fn parked<'a>(effects: &'a ContainerEffects<'_>) -> Result<&'a Parked, EffectErr
     effects.progress.parked.as_ref().ok_or(EffectError::NoJournal)
 }
 
-/// The container has these GPUs from now on. That is remembered at once: a panic that follows leaves it parked
-/// with them.
+/// The container has these GPUs from now on. That is remembered at once: a panic that follows leaves it
+/// parked with them.
 fn set_gpus(effects: &mut ContainerEffects<'_>, gpus: Vec<SourceGpu>) {
     if let Some(parked) = &mut effects.progress.parked {
         parked.gpus = gpus;
