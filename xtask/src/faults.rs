@@ -12,14 +12,14 @@ use serde_json::json;
 
 use crate::tools::{exit_code, need_root, seed};
 
-/// Fail everything that can fail in a checkpoint or restore, and check the workload afterwards
+/// Fail everything that can fail in a checkpoint, restore, pause or move, and check the workload afterwards
 ///
 /// For every phase: errors, hangs and crashes of driver calls, of runc and of CRIU, SIGKILL of worker, shim,
 /// containerd and client, and file systems that are full, read-only or broken; from running and from paused
 /// containers, with and without exit, with one and with four processes, under cgroup v1 and v2, with real
-/// containerd, runc and CRIU in test nodes. Each case is evaluated by the workload's own lines, the freezer,
-/// containerd's status, a second checkpoint or restore, and a sweep of the node. Exit status 0 only if every
-/// case keeps firn's guarantees. Needs root.
+/// containerd, runc and CRIU in test nodes. Pauses are those that give the GPU free, with their resumes. Each
+/// case is evaluated by the workload's own lines, the freezer, containerd's status, a second operation, and a
+/// sweep of the node. Exit status 0 only if every case keeps firn's guarantees. Needs root.
 #[derive(clap::Args)]
 pub struct Cmd {
     /// Only the cases of `cargo xtask test`

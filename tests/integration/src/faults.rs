@@ -1,11 +1,11 @@
-//! The fault matrix: for every phase of a checkpoint and of a restore, everything that can fail in it, and
-//! what is left of the workload afterwards.
+//! The fault matrix: for every phase of a checkpoint, a restore, a pause that gives the GPU free, a resume
+//! from it and a move, everything that can fail in it, and what is left of the workload afterwards.
 //!
 //! firn promises one of two ends. Checkpoint: the workload runs, or is paused, as before with its GPU state;
 //! or the image is complete and valid, and the container has ended if that was asked. Restore: the workload
-//! runs on its new GPUs, or nothing of it is left and the image is still good. Cases are made by rule
-//! ([`all`]), tried on a few hosts one after the other ([`run`]), and each is judged by what a user would
-//! notice.
+//! runs on its new GPUs, or nothing of it is left and the image is still good. Pause, resume and move: it
+//! runs, or it is parked and can be resumed. Cases are made by rule ([`all`]), tried on a few hosts one after
+//! the other ([`run`]), and each is judged by what a user would notice.
 
 mod attempt;
 mod case;
@@ -14,8 +14,11 @@ mod disk;
 mod inject;
 mod names;
 mod pairs;
+mod park;
+mod place;
 mod random;
 mod rules;
+mod scene;
 mod soak;
 mod stalls;
 mod testbed;

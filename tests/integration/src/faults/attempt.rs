@@ -6,13 +6,17 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::case::{Case, Fault, Flow, From, Often, Victim};
 use super::inject::Injections;
-use super::stalls;
 use super::testbed::{Asked, Call, ID, Job, TEMPLATE, Testbed};
+use super::{park, stalls};
 use crate::Census;
 
 /// What came of a case that is within the promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
+    /// A paused container whose GPU is free.
+    Parked,
+    /// A resume or move that failed: it is parked, and a later resume works.
+    StaysParked,
     /// An error, and everything as before.
     RolledBack,
     /// Success, and everything as before, with an image.
@@ -38,6 +42,8 @@ pub enum Outcome {
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Parked => "parked",
+            Self::StaysParked => "stays parked",
             Self::RolledBack => "rolled back",
             Self::Done => "done",
             Self::Image => "image",
@@ -62,6 +68,8 @@ pub(super) struct Attempt {
 /// leaves.
 pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, case: &Case) -> Result<Attempt> {
     testbed.configure(case.faults().any(|at| at.fault.hangs()))?;
+    let other = job.take_if(|job| job.releases != case.flow.parks());
+    other.map_or(Ok(()), Job::end)?;
     match case.flow {
         Flow::Checkpoint => match case.first.fault {
             Fault::Stall(stall) => stalls::attempt(testbed, job, case, stall),
@@ -73,17 +81,18 @@ pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, case:
             }
             restore(testbed, case)
         }
+        Flow::Pause | Flow::Resume | Flow::ResumeElsewhere | Flow::Move => park::attempt(testbed, job, case),
     }
 }
 
 /// What has gone wrong.
-struct Happened {
-    faults: Vec<Fault>,
-    whole: bool,
+pub(super) struct Happened {
+    pub faults: Vec<Fault>,
+    pub whole: bool,
 }
 
 impl Happened {
-    fn in_cell(injections: &Injections<'_>, case: &Case) -> Result<Self> {
+    pub(super) fn in_cell(injections: &Injections<'_>, case: &Case) -> Result<Self> {
         let faults = injections.happened()?;
         // Of a pair one may keep the other from happening: a directory that is read-only is refused.
         ensure!(!faults.is_empty(), "the fault did not happen");
@@ -91,18 +100,18 @@ impl Happened {
         Ok(Self { faults, whole })
     }
 
-    fn has_killed(&self, victim: Victim) -> bool {
+    pub(super) fn has_killed(&self, victim: Victim) -> bool {
         self.faults.contains(&Fault::Kill(victim))
     }
 
     /// Whether nobody hears the answer.
-    fn is_unheard(&self) -> bool {
+    pub(super) fn is_unheard(&self) -> bool {
         self.has_killed(Victim::Client) || self.has_killed(Victim::Containerd)
     }
 
     /// Whether the GPU state may stay with firn until somebody tries again: the driver gave it back at no
     /// try, or more than one thing has gone wrong in the rollback.
-    fn may_suspend(&self) -> bool {
+    pub(super) fn may_suspend(&self) -> bool {
         let permanent = self.faults.iter().any(|fault| fault.is_permanent());
         let of_the_rollback = |fault: &&Fault| {
             fault.is_the_drivers() || matches!(fault, Fault::Panic | Fault::Kill(Victim::Worker))
@@ -335,7 +344,7 @@ fn restored(
 impl Testbed {
     /// Waits until the flow is over, also for those whom nobody answers any more; starts the daemon that was
     /// killed.
-    fn after(&self) -> Result<()> {
+    pub(super) fn after(&self) -> Result<()> {
         self.host.node().start_containerd()?;
         self.is_quiet()
     }
@@ -363,7 +372,7 @@ impl Fault {
     }
 
     /// Whether trying again cannot help.
-    fn is_permanent(self) -> bool {
+    pub(super) fn is_permanent(self) -> bool {
         matches!(
             self,
             Self::DriverError(Often::Always)

@@ -11,6 +11,26 @@ use super::stalls::Stall;
 pub enum Flow {
     Checkpoint,
     Restore,
+    /// A pause that gives the GPU free.
+    Pause,
+    /// Of a parked container, onto its own GPU.
+    Resume,
+    /// The same, onto another one.
+    ResumeElsewhere,
+    /// Of a running container to another GPU.
+    Move,
+}
+
+impl Flow {
+    /// Whether GPU state is parked in host memory, and nothing is written to disk.
+    pub(super) fn parks(self) -> bool {
+        !matches!(self, Self::Checkpoint | Self::Restore)
+    }
+
+    /// Whether it begins with a parked container.
+    pub(super) fn resumes(self) -> bool {
+        matches!(self, Self::Resume | Self::ResumeElsewhere)
+    }
 }
 
 /// A phase of a checkpoint or restore.
@@ -25,15 +45,21 @@ pub enum Phase {
     GpuLock,
     /// The driver's checkpoint.
     GpuCheckpoint,
+    /// Between a pause and the resume.
+    Parked,
     /// runc and CRIU, at a checkpoint.
     CriuDump,
     /// runc and CRIU, at a restore.
     CriuRestore,
     /// Between CRIU and the driver, at a restore.
     DevRepair,
+    /// Device rules, nodes and spec of other GPUs, at a resume or move.
+    Grant,
     /// The driver's restore.
     GpuRestore,
     GpuUnlock,
+    /// Parking again what a resume or move has restored, whose driver has failed.
+    Repark,
     /// The job's hook after a checkpoint.
     ResumedHook,
     /// The end of a container that was to end with its checkpoint.
@@ -82,6 +108,10 @@ pub enum Victim {
     Shim,
     Containerd,
     Client,
+    /// A process that uses the GPU.
+    Process,
+    /// The container, by its client.
+    Task,
 }
 
 /// What goes wrong.
@@ -119,6 +149,14 @@ pub enum Fault {
     Panic,
     /// A file system hangs.
     Stall(Stall),
+    /// The container's memory limit leaves no room for its GPU state.
+    NoMemory,
+    /// Another container has the GPU that is wanted.
+    GpuBusy,
+    /// A process that firn knows nothing of has its memory.
+    GpuOccupied,
+    /// It has vanished from the node.
+    GpuGone,
 }
 
 /// What goes wrong, and when.
@@ -203,9 +241,13 @@ pub enum Why {
     LeftToResume,
     OnceIsEnough,
     NotEnded,
+    OtherFlow,
+    NothingParkedAgain,
+    NoController,
+    FromTheBeginning,
 }
 
-pub(super) const PHASES: [(Flow, &[Phase]); 2] = [
+pub(super) const PHASES: [(Flow, &[Phase]); 6] = [
     (
         Flow::Checkpoint,
         &[
@@ -231,6 +273,49 @@ pub(super) const PHASES: [(Flow, &[Phase]); 2] = [
             Phase::Continue,
             Phase::RestoredHook,
             Phase::RestoreRollback,
+        ],
+    ),
+    (
+        Flow::Pause,
+        &[
+            Phase::PrepareHook,
+            Phase::Inspect,
+            Phase::GpuLock,
+            Phase::GpuCheckpoint,
+            Phase::Parked,
+        ],
+    ),
+    (
+        Flow::Resume,
+        &[
+            Phase::GpuRestore,
+            Phase::GpuUnlock,
+            Phase::Repark,
+            Phase::ResumedHook,
+        ],
+    ),
+    (
+        Flow::ResumeElsewhere,
+        &[
+            Phase::Grant,
+            Phase::GpuRestore,
+            Phase::GpuUnlock,
+            Phase::Repark,
+            Phase::ResumedHook,
+        ],
+    ),
+    (
+        Flow::Move,
+        &[
+            Phase::PrepareHook,
+            Phase::Inspect,
+            Phase::GpuLock,
+            Phase::GpuCheckpoint,
+            Phase::Grant,
+            Phase::GpuRestore,
+            Phase::GpuUnlock,
+            Phase::Repark,
+            Phase::ResumedHook,
         ],
     ),
 ];
@@ -271,7 +356,15 @@ pub(super) fn faults() -> Vec<Fault> {
             Fault::WorkerCrash(often),
         ]);
     }
-    faults.extend([Victim::Worker, Victim::Shim, Victim::Containerd, Victim::Client].map(Fault::Kill));
+    let victims = [
+        Victim::Worker,
+        Victim::Shim,
+        Victim::Containerd,
+        Victim::Client,
+        Victim::Process,
+        Victim::Task,
+    ];
+    faults.extend(victims.map(Fault::Kill));
     for when in [Runc::Before, Runc::After] {
         faults.extend([
             Fault::RuncError(when),
@@ -298,6 +391,12 @@ pub(super) fn faults() -> Vec<Fault> {
     }
     faults.extend([Fault::NoSpaceForManifest, Fault::Mknod, Fault::Panic]);
     faults.extend(Stall::all().map(Fault::Stall));
+    faults.extend([
+        Fault::NoMemory,
+        Fault::GpuBusy,
+        Fault::GpuOccupied,
+        Fault::GpuGone,
+    ]);
     faults
 }
 

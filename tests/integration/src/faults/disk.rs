@@ -91,7 +91,7 @@ impl<'h> Failing<'h> {
         };
         match what {
             What::Image | What::Manifest | What::Work => disk.shell(&format!("mkdir -p $MOUNT; {script}"))?,
-            What::Full(_) | What::ReadOnly(_) if flow == Flow::Checkpoint => disk.begin()?,
+            What::Full(_) | What::ReadOnly(_) if flow != Flow::Restore => disk.begin()?,
             What::Full(_) | What::ReadOnly(_) | What::Pages => {}
         }
         Ok(disk)

@@ -116,6 +116,11 @@ impl<'h> Injections<'h> {
             host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
             rules += 1;
         }
+        if case.first.phase == Phase::Repark {
+            // Two of four processes get their state.
+            host.fault(&["--call", "restore", "--nth", "3", "--error", "CUDA_ERROR_UNKNOWN"])?;
+            rules += 1;
+        }
         for at in case.faults() {
             let mut injection = Injection::arm(host, case, at, injections.list.first(), rules)?;
             injection.stall = stall;
@@ -241,6 +246,9 @@ impl<'h> Injection<'h> {
                 injection.strike = Strike::FillDev;
                 arming.runc(Runc::After, "hold")?;
             }
+            Fault::NoMemory | Fault::GpuBusy | Fault::GpuOccupied | Fault::GpuGone => {
+                injection.point = Point::None;
+            }
             Fault::CriuError => arming.order("criu", "error -")?,
             Fault::CriuFault(fault) => arming.order("criu", &format!("fault {fault}"))?,
             Fault::NoSpace(_) | Fault::Io(_) | Fault::ReadOnly(_) | Fault::NoSpaceForManifest => {
@@ -284,6 +292,11 @@ impl<'h> Injection<'h> {
             Strike::Kill(Victim::Client) => call.kill().map(|()| true)?,
             Strike::Kill(Victim::Containerd) => node.kill_containerd().map(|()| true)?,
             Strike::Kill(Victim::Worker) => kill(node, |process| process.command == "firn-gpu")?,
+            Strike::Kill(Victim::Task) => {
+                node.run(&["ctr", "tasks", "kill", "--signal", "SIGKILL", ID])?;
+                true
+            }
+            Strike::Kill(Victim::Process) => kill_counter(node)?,
             Strike::Kill(Victim::Shim) => kill(node, |process| {
                 let mut pairs = process.args.windows(2);
                 process.command.starts_with("containerd-shim")
@@ -341,7 +354,9 @@ impl Arming<'_, '_> {
     fn driver(&self, often: Often, action: &[&str]) -> Result<Point> {
         let call = self.at.phase.call().context("a phase without driver call")?;
         // Of several processes a late one, so that some have been through it.
-        let late = self.case.subject.processes > 1 && self.first.is_none() && often != Often::Always;
+        let repark = self.at.phase == Phase::Repark;
+        let several = self.case.subject.processes > 1 && !repark;
+        let late = several && self.first.is_none() && often != Often::Always;
         let nth: u64 = if late { 3 } else { 1 };
         let nth_text = nth.to_string();
         let mut arguments = vec!["--call", call, "--nth", &nth_text];
@@ -350,6 +365,9 @@ impl Arming<'_, '_> {
         }
         let follows = self.first.map_or_else(Vec::new, Injection::followed);
         arguments.extend(follows.iter().map(String::as_str));
+        if repark {
+            arguments.extend(["--follows-rule", "0"]);
+        }
         arguments.extend((often == Often::OnceAfter).then_some("--after"));
         arguments.extend(action);
         self.host.fault(&arguments)?;
@@ -366,8 +384,8 @@ impl Arming<'_, '_> {
     /// An action before or after the runtime's verb.
     fn runc(&self, when: Runc, action: &str) -> Result<()> {
         let verb = match self.case.flow {
-            Flow::Checkpoint => "checkpoint",
             Flow::Restore => "restore",
+            _ => "checkpoint",
         };
         let when = match when {
             Runc::Before => "before",
@@ -387,7 +405,9 @@ impl Arming<'_, '_> {
             Phase::CriuDump => self.moment(Moment::PreDump, "hold")?,
             Phase::CriuRestore => self.moment(Moment::PreResume, "hold")?,
             Phase::Prepare => self.order("worker", "hold")?,
+            Phase::Parked => injection.point = Point::None,
             Phase::End
+            | Phase::Grant
             | Phase::Continue
             | Phase::PrepareHook
             | Phase::ResumedHook
@@ -447,6 +467,16 @@ fn fill_dev(node: &Node) -> Result<()> {
     let pid = task.context("no restored task")?.pid.to_string();
     let shell = ["nsenter", "--target", &pid, "--mount", "/bin/sh", "-c", FILL_DEV];
     node.run(&shell).map(drop)
+}
+
+/// Kills the last of the processes that count; false when there are none.
+fn kill_counter(node: &Node) -> Result<bool> {
+    let processes = node.processes();
+    let counters = processes
+        .iter()
+        .filter(|process| process.command == "gpu-counter");
+    let last = counters.map(|process| process.pid).max();
+    kill(node, |process| Some(process.pid) == last)
 }
 
 /// Kills them; false when there are none.

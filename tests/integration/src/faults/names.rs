@@ -22,6 +22,10 @@ impl fmt::Display for Case {
         let flow = match self.flow {
             Flow::Checkpoint => "checkpoint",
             Flow::Restore => "restore",
+            Flow::Pause => "pause",
+            Flow::Resume => "resume",
+            Flow::ResumeElsewhere => "resume-elsewhere",
+            Flow::Move => "move",
         };
         write!(f, "{flow}/{}", self.first)?;
         if let Some(second) = self.second {
@@ -61,7 +65,10 @@ impl fmt::Display for Phase {
             Self::CriuDump => "criu-dump",
             Self::CriuRestore => "criu-restore",
             Self::DevRepair => "dev-repair",
+            Self::Parked => "parked",
+            Self::Grant => "grant",
             Self::GpuRestore => "gpu-restore",
+            Self::Repark => "repark",
             Self::GpuUnlock => "gpu-unlock",
         })
     }
@@ -106,6 +113,8 @@ impl fmt::Display for Fault {
             Self::Kill(Victim::Shim) => f.write_str("kill-shim"),
             Self::Kill(Victim::Containerd) => f.write_str("kill-containerd"),
             Self::Kill(Victim::Client) => f.write_str("kill-client"),
+            Self::Kill(Victim::Process) => f.write_str("kill-process"),
+            Self::Kill(Victim::Task) => f.write_str("kill-task"),
             Self::RuncError(when) => write!(f, "runc-error{when}"),
             Self::RuncHang(when) => write!(f, "runc-hang{when}"),
             Self::RuncKill(when) => write!(f, "runc-kill{when}"),
@@ -123,6 +132,10 @@ impl fmt::Display for Fault {
             Self::Mknod => f.write_str("mknod"),
             Self::Panic => f.write_str("panic"),
             Self::Stall(stall) => stall.fmt(f),
+            Self::NoMemory => f.write_str("no-memory"),
+            Self::GpuBusy => f.write_str("gpu-busy"),
+            Self::GpuOccupied => f.write_str("gpu-occupied"),
+            Self::GpuGone => f.write_str("gpu-gone"),
         }
     }
 }
@@ -144,7 +157,11 @@ impl fmt::Display for Why {
             Self::LeftToResume => "the hook of a paused container is called when its client resumes it",
             Self::OnceIsEnough => "a file system that hangs is tried with one process that runs on",
             Self::NotEnded => "a container that runs on is not ended",
-            Self::NoFreezerAtRestore => "a restore begins from nothing and asks for no exit",
+            Self::NoFreezerAtRestore => "only a checkpoint begins from a paused container or asks for exit",
+            Self::OtherFlow => "the fault is one of pauses, resumes and moves alone",
+            Self::NothingParkedAgain => "one process alone has nothing on a GPU when its restore has failed",
+            Self::NoController => "this host's hierarchies of cgroup v1 have the memory controller",
+            Self::FromTheBeginning => "it fails from the beginning, and is tried with the first phase",
         })
     }
 }

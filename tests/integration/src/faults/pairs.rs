@@ -24,10 +24,10 @@ impl Pairs {
         let (cases, _) = all();
         let mut candidates: Vec<((Flow, Subject), Vec<FaultAt>)> = Vec::new();
         let mut kinds: BTreeMap<_, Vec<Case>> = BTreeMap::new();
-        // Hangs of file systems are rows of their own.
+        // Hangs of file systems are rows of their own, and so is what follows a failed resume.
         let cases: Vec<Case> = cases
             .into_iter()
-            .filter(|case| !case.hangs_a_file_system())
+            .filter(|case| !case.hangs_a_file_system() && !case.flow.parks())
             .collect();
         for first in &cases {
             let key = (first.flow, first.subject);

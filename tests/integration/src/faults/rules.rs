@@ -13,7 +13,7 @@ impl Phase {
         match self {
             Self::Inspect | Self::DevRepair => Some("tid"),
             Self::GpuLock => Some("lock"),
-            Self::GpuCheckpoint => Some("checkpoint"),
+            Self::GpuCheckpoint | Self::Repark => Some("checkpoint"),
             Self::GpuRestore => Some("restore"),
             Self::GpuUnlock => Some("unlock"),
             Self::CheckpointRollback => Some("state"),
@@ -23,6 +23,8 @@ impl Phase {
             | Self::RestoredHook
             | Self::CriuDump
             | Self::CriuRestore
+            | Self::Parked
+            | Self::Grant
             | Self::End
             | Self::Continue
             | Self::RestoreRollback => None,
@@ -47,7 +49,7 @@ impl Fault {
             Self::DriverError(often) => often != Often::OnceAfter,
             Self::WorkerCrash(often) => often == Often::Once,
             Self::DriverHang(_) | Self::RuncHang(_) | Self::RuncHangAt(_) | Self::CriuErrorAt(_) => false,
-            Self::Kill(victim) => victim != Victim::Client,
+            Self::Kill(victim) => !matches!(victim, Victim::Client | Victim::Process | Victim::Task),
             Self::RuncError(when) => when == Runc::After,
             Self::RuncKill(when) => when == Runc::Before,
             Self::CriuHangAt(moment) | Self::RuncKillAt(moment) => {
@@ -61,6 +63,8 @@ impl Fault {
             Self::NoSpace(disk) => disk != Disk::Work,
             Self::Io(disk) => disk == Disk::Image,
             Self::ReadOnly(_) => false,
+            // Those of parked containers are chosen by their phases.
+            Self::NoMemory | Self::GpuBusy | Self::GpuOccupied | Self::GpuGone => false,
         }
     }
 }
@@ -72,8 +76,11 @@ impl Case {
     }
 
     pub(super) fn is_plain(&self) -> bool {
-        // Of these phases one victim each.
         let FaultAt { phase, fault } = self.first;
+        if self.flow.parks() {
+            return self.is_plain_parking();
+        }
+        // Of these phases one victim each.
         let victim = match phase {
             Phase::Prepare => Victim::Worker,
             Phase::PrepareHook | Phase::ResumedHook | Phase::RestoredHook => Victim::Shim,
@@ -90,6 +97,7 @@ impl Case {
         match fault {
             _ if !self.subject.has_hooks() => Some(Why::NoHook),
             Fault::Kill(Victim::Worker) => Some(Why::NoWorker),
+            Fault::Kill(Victim::Process | Victim::Task) => Some(Why::OtherFlow),
             Fault::Kill(_) | Fault::Panic if phase == Phase::ResumedHook && by_client => {
                 Some(Why::LeftToResume)
             }
@@ -98,20 +106,95 @@ impl Case {
         }
     }
 
+    /// As [`Case::why_not`], of a pause, resume or move.
+    fn why_not_parking(&self) -> Option<Why> {
+        let FaultAt { phase, fault } = self.first;
+        if phase.is_hook() && !self.subject.has_hooks() {
+            return Some(Why::NoHook);
+        }
+        if phase == Phase::Repark && self.subject.processes == 1 {
+            return Some(Why::NothingParkedAgain);
+        }
+        let first = match self.flow {
+            Flow::Resume => Phase::GpuRestore,
+            Flow::ResumeElsewhere => Phase::Grant,
+            _ => Phase::Inspect,
+        };
+        let at = |wanted: Phase| (phase != wanted).then_some(Why::FromTheBeginning);
+        match fault {
+            Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
+                // For ever only where there is a second try.
+                let retried = matches!(phase, Phase::GpuRestore | Phase::GpuUnlock);
+                (phase.call().is_none() || (often == Often::Always && !retried)).then_some(Why::NoSuchCall)
+            }
+            Fault::Kill(Victim::Worker) => phase.call().is_none().then_some(Why::NoWorker),
+            Fault::Kill(Victim::Client) => (phase == Phase::Parked).then_some(Why::NoPhase),
+            Fault::Kill(_) => None,
+            Fault::Panic => {
+                let nameless = matches!(phase, Phase::GpuUnlock | Phase::Parked | Phase::Repark);
+                nameless.then_some(Why::NoPhase)
+            }
+            Fault::NoSpace(Disk::Bundle) | Fault::ReadOnly(Disk::Bundle) => at(first),
+            Fault::NoMemory if self.flow.resumes() => Some(Why::NoSuchCall),
+            Fault::NoMemory if self.subject.cgroup == Cgroup::V2 && has_cgroup_v1() => {
+                Some(Why::NoController)
+            }
+            Fault::NoMemory => at(first),
+            Fault::GpuBusy | Fault::GpuOccupied | Fault::GpuGone => match self.flow {
+                Flow::Pause => Some(Why::NoSuchCall),
+                Flow::Resume => at(Phase::GpuRestore),
+                _ => at(Phase::Grant),
+            },
+            Fault::Mknod => Some(Why::NoNode),
+            _ => Some(Why::NoRuntime),
+        }
+    }
+
+    /// The few pauses, resumes and moves of every run of the tests.
+    fn is_plain_parking(&self) -> bool {
+        let FaultAt { phase, fault } = self.first;
+        match (self.flow, phase) {
+            (Flow::Pause, Phase::GpuCheckpoint) => fault == Fault::DriverError(Often::Once),
+            (Flow::Pause, Phase::Parked) => fault == Fault::Kill(Victim::Containerd),
+            (Flow::Resume, Phase::GpuRestore) => {
+                matches!(
+                    fault,
+                    Fault::DriverError(Often::Always) | Fault::GpuBusy | Fault::Kill(Victim::Task)
+                )
+            }
+            (Flow::Resume, Phase::ResumedHook)
+            | (Flow::ResumeElsewhere, Phase::GpuRestore)
+            | (Flow::Move, Phase::Inspect) => fault == Fault::Panic,
+            (Flow::Move, Phase::Grant) => matches!(fault, Fault::GpuOccupied | Fault::Kill(Victim::Shim)),
+            (Flow::Move, Phase::GpuRestore) => fault == Fault::DriverError(Often::Always),
+            (Flow::Move, Phase::GpuUnlock) => fault == Fault::DriverError(Often::Once),
+            _ => false,
+        }
+    }
+
+    /// As [`Case::why_not`], whatever the fault.
+    fn why_not_any(&self) -> Option<Why> {
+        let phase = self.first.phase;
+        let restores_gpu = matches!(phase, Phase::GpuRestore | Phase::GpuUnlock | Phase::ResumedHook);
+        if self.subject.cgroup == Cgroup::V1 && !has_cgroup_v1() {
+            Some(Why::NoV1)
+        } else if self.flow != Flow::Checkpoint && (self.exit || self.from == From::Paused) {
+            Some(Why::NoFreezerAtRestore)
+        } else if self.exit && restores_gpu {
+            Some(Why::NothingRestored)
+        } else {
+            (phase == Phase::End && !self.exit).then_some(Why::NotEnded)
+        }
+    }
+
     pub(super) fn why_not(&self) -> Option<Why> {
         let FaultAt { phase, fault } = self.first;
         let restores = self.flow == Flow::Restore;
-        if self.subject.cgroup == Cgroup::V1 && !has_cgroup_v1() {
-            return Some(Why::NoV1);
+        if let Some(why) = self.why_not_any() {
+            return Some(why);
         }
-        if restores && (self.exit || self.from == From::Paused) {
-            return Some(Why::NoFreezerAtRestore);
-        }
-        if self.exit && matches!(phase, Phase::GpuRestore | Phase::GpuUnlock | Phase::ResumedHook) {
-            return Some(Why::NothingRestored);
-        }
-        if phase == Phase::End && !self.exit {
-            return Some(Why::NotEnded);
+        if self.flow.parks() {
+            return self.why_not_parking();
         }
         if phase.is_hook() {
             return self.why_not_at_hook();
@@ -123,6 +206,11 @@ impl Case {
                 (phase.call().is_none() || (often == Often::Always && !retried)).then_some(Why::NoSuchCall)
             }
             Fault::Kill(Victim::Worker) if phase == Phase::RestoreRollback => Some(Why::NoWorker),
+            Fault::Kill(Victim::Process | Victim::Task)
+            | Fault::NoMemory
+            | Fault::GpuBusy
+            | Fault::GpuOccupied
+            | Fault::GpuGone => Some(Why::OtherFlow),
             Fault::Kill(_) => None,
             // The shim's journal knows no such phase.
             Fault::Panic => matches!(phase, Phase::Prepare | Phase::GpuUnlock).then_some(Why::NoPhase),

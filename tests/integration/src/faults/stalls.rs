@@ -286,7 +286,7 @@ fn answered(call: &mut Call) -> Result<Result<(), String>> {
 }
 
 /// The container can be killed and deleted at once.
-fn ends(testbed: &Testbed) -> Result<()> {
+pub(super) fn ends(testbed: &Testbed) -> Result<()> {
     let begun = Instant::now();
     let node = testbed.host.node();
     node.run(&["ctr", "tasks", "kill", "--signal", "SIGKILL", ID])?;

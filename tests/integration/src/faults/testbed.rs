@@ -20,6 +20,10 @@ pub(super) const ID: &str = "job";
 pub(super) const TEMPLATE: &str = "checkpoint/template";
 /// GPU memory of each counter.
 const MIB: usize = 1;
+/// What each has in addition in a container that is parked: more than a scene's memory limit leaves.
+const RESERVED_MIB: &str = "8";
+/// Options of a container whose pause gives its GPU free.
+pub(super) const RELEASE: [&str; 2] = ["--annotation", "firn.dev/pause=release-gpu"];
 /// Number of the container that the template is made of.
 const TEMPLATE_JOB: usize = 1;
 /// How long the node may take to come to rest.
@@ -48,9 +52,11 @@ pub(super) struct Testbed {
 
 /// A container that counts.
 pub(super) struct Job<'t> {
-    testbed: &'t Testbed,
+    pub testbed: &'t Testbed,
     pub container: Container<'t>,
     pub counting: Counting,
+    /// A pause of it gives its GPU free.
+    pub releases: bool,
 }
 
 /// A checkpoint that is under way.
@@ -124,7 +130,8 @@ impl Testbed {
         let (mib, processes) = (MIB.to_string(), self.counters().to_string());
         self.jobs.set(self.jobs.get() + 1);
         let log = log(self.jobs.get());
-        let arguments = [
+        let releases = more.contains(&RELEASE[1]);
+        let mut arguments = vec![
             "--mib",
             &mib,
             "--interval-ms",
@@ -134,12 +141,16 @@ impl Testbed {
             "--out",
             &log,
         ];
+        if releases {
+            arguments.extend(["--reserve-mib", RESERVED_MIB]);
+        }
         let counters = self.counters();
         let container = Container::count_with(&self.host, ID, &["0"], counters, &options, &arguments)?;
         let mut job = Job {
             testbed: self,
             container,
             counting: self.counting(&log),
+            releases,
         };
         job.counting.goes_on(2)?;
         Ok(job)
@@ -160,6 +171,7 @@ impl Testbed {
             testbed: self,
             container,
             counting,
+            releases: false,
         };
         let status = job.container.status()?;
         ensure!(status == "RUNNING", "the restored task is {status}");
@@ -331,7 +343,7 @@ impl<'t> Job<'t> {
         self.counting.goes_on(2)
     }
 
-    fn is_traced_by_nobody(&self) -> Result<()> {
+    pub(super) fn is_traced_by_nobody(&self) -> Result<()> {
         let node = self.testbed.host.node();
         for process in node.processes() {
             if process.command != "gpu-counter" {
