@@ -43,6 +43,9 @@ pub struct Lease {
     gpus: Vec<GpuId>,
     /// Its GPUs are free.
     parked: bool,
+    /// Containers that had one of them, too, when they were given free: by init and its start.
+    #[serde(default)]
+    sharers: Vec<(i32, u64)>,
 }
 
 /// Why a container does not get GPUs.
@@ -65,14 +68,14 @@ impl Lease {
     /// Of a container that runs, with the GPUs of its spec. None if it has none, or its init has ended.
     pub fn of(bundle: &Path, container: &str, init: i32, spec: &Spec) -> Result<Option<Self>, SpecError> {
         let gpus = gpus_of(spec)?;
-        let namespace = bundle.parent().and_then(Path::file_name).unwrap_or_default();
         let lease = |started| Self {
-            namespace: namespace.to_string_lossy().into_owned(),
+            namespace: namespace_of(bundle),
             container: container.to_owned(),
             pid: init,
             started,
             gpus,
             parked: false,
+            sharers: Vec::new(),
         };
         Ok(procfs::started(init)
             .map(lease)
@@ -90,9 +93,16 @@ impl Lease {
     }
 
     /// Writes that the container has its GPUs, unless one of them is another container's that is not among
-    /// `sharers`.
-    pub fn take(&self, sharers: &[Lease]) -> Result<(), LeaseError> {
-        self.take_in(Path::new(names::LEASES), sharers)
+    /// `sharers`. The container has those that it `keeps`, too, whoever else has them.
+    pub fn take(&self, keeps: Option<&Lease>, sharers: &[Lease]) -> Result<(), LeaseError> {
+        self.take_in(Path::new(names::LEASES), keeps, sharers)
+    }
+
+    /// With the GPUs that it keeps.
+    pub fn with(&self, keeps: Option<&Lease>) -> Self {
+        let mut with = self.clone();
+        with.gpus.extend(keeps.into_iter().flat_map(|keeps| &keeps.gpus));
+        with
     }
 
     /// GPUs that containers have whose init is another process.
@@ -104,8 +114,13 @@ impl Lease {
     }
 
     /// Removes it: the container was deleted.
-    pub fn drop_of(init: i32) {
+    pub fn drop_of(bundle: &Path, container: &str, init: i32) {
         let path = Path::new(names::LEASES).join(init.to_string());
+        // The pid may be another container's by now.
+        let is_its = |lease: &Self| lease.container == container && lease.namespace == namespace_of(bundle);
+        if !read(&path).as_ref().is_some_and(is_its) {
+            return;
+        }
         if let Err(error) = fs::remove_file(&path).unless_absent() {
             log::warn!("cannot remove {}: {error}", path.display());
         }
@@ -119,40 +134,55 @@ impl Lease {
 
     fn park_in(&self, dir: &Path) -> io::Result<Vec<Lease>> {
         let _lock = lock(dir)?;
+        let mut sharers = self.others(dir)?;
+        // One that is parked already had the GPU together with this container, if it has noted that.
+        sharers.retain(|other| !other.parked || other.sharers.contains(&self.key()));
         let parked = Self {
             parked: true,
+            sharers: sharers.iter().map(Self::key).collect(),
             ..self.clone()
         };
         parked.note_in(dir)?;
-        self.others(dir)
+        Ok(sharers)
     }
 
-    fn take_in(&self, dir: &Path, sharers: &[Lease]) -> Result<(), LeaseError> {
-        let _lock = lock(dir)?;
-        let is_sharer = |other: &Lease| {
-            let mut all = sharers.iter();
-            all.any(|sharer| (sharer.pid, sharer.started) == (other.pid, other.started))
-        };
-        let other = self.others(dir)?.into_iter().find(|other| !is_sharer(other));
+    fn take_in(&self, dir: &Path, keeps: Option<&Lease>, sharers: &[Lease]) -> Result<(), LeaseError> {
+        // Order matters: who has the GPUs can be read also where nothing can be written.
+        let locked = lock(dir);
+        let is_sharer = |other: &Lease| sharers.iter().any(|sharer| sharer.key() == other.key());
+        let mut others = self.others(dir)?.into_iter();
+        let other = others.find(|other| !other.parked && !is_sharer(other));
         if let Some(other) = other {
             let gpu = other.gpus.iter().find(|gpu| self.gpus.contains(gpu));
             let gpu = gpu.map_or_else(String::new, named);
             return Err(LeaseError::Busy(Box::new(other), gpu));
         }
-        Ok(self.note_in(dir)?)
+        let _lock = locked?;
+        Ok(self.with(keeps).note_in(dir)?)
+    }
+
+    /// Init, and when it was started.
+    fn key(&self) -> (i32, u64) {
+        (self.pid, self.started)
     }
 
     fn is_living(&self) -> bool {
         procfs::is_alive(self.pid) && procfs::started(self.pid) == Some(self.started)
     }
 
-    /// Living containers that have one of these GPUs.
+    /// Living containers that have one of these GPUs, or had it when they were parked.
     fn others(&self, dir: &Path) -> io::Result<Vec<Lease>> {
         let has_one = |other: &Lease| other.gpus.iter().any(|gpu| self.gpus.contains(gpu));
         let mut others = living(dir)?;
-        others.retain(|other| other.pid != self.pid && !other.parked && has_one(other));
+        others.retain(|other| other.pid != self.pid && has_one(other));
         Ok(others)
     }
+}
+
+/// containerd's namespace, by the path of a bundle.
+fn namespace_of(bundle: &Path) -> String {
+    let namespace = bundle.parent().and_then(Path::file_name).unwrap_or_default();
+    namespace.to_string_lossy().into_owned()
 }
 
 /// Those of living containers.
@@ -225,6 +255,7 @@ mod tests {
             started: procfs::started(init).unwrap(),
             gpus: minors.iter().map(|minor| (NodeType::Char, 195, *minor)).collect(),
             parked: false,
+            sharers: Vec::new(),
         }
     }
 
@@ -259,8 +290,8 @@ mod tests {
         let (first, second) = (a.lease(&[0, 1]), b.lease(&[1, 2]));
         first.note_in(dir.path()).unwrap();
         assert!(first.park_in(dir.path()).unwrap().is_empty());
-        second.take_in(dir.path(), &[]).unwrap();
-        let busy = first.take_in(dir.path(), &[]).unwrap_err();
+        second.take_in(dir.path(), None, &[]).unwrap();
+        let busy = first.take_in(dir.path(), None, &[]).unwrap_err();
         assert_eq!(
             busy.to_string(),
             format!(
@@ -269,10 +300,10 @@ mod tests {
             )
         );
         second.park_in(dir.path()).unwrap();
-        first.take_in(dir.path(), &[]).unwrap();
-        assert!(second.take_in(dir.path(), &[]).is_err());
+        first.take_in(dir.path(), None, &[]).unwrap();
+        assert!(second.take_in(dir.path(), None, &[]).is_err());
         drop(a);
-        second.take_in(dir.path(), &[]).unwrap();
+        second.take_in(dir.path(), None, &[]).unwrap();
         assert!(
             !dir.path().join(first.pid.to_string()).exists(),
             "that of a dead container stays"
@@ -288,11 +319,11 @@ mod tests {
         second.note_in(dir.path()).unwrap();
         let sharers = first.park_in(dir.path()).unwrap();
         assert_eq!(sharers, [second]);
-        first.take_in(dir.path(), &sharers).unwrap();
+        first.take_in(dir.path(), None, &sharers).unwrap();
         first.park_in(dir.path()).unwrap();
         third.note_in(dir.path()).unwrap();
         assert!(
-            first.take_in(dir.path(), &sharers).is_err(),
+            first.take_in(dir.path(), None, &sharers).is_err(),
             "the third came later"
         );
     }
@@ -301,9 +332,42 @@ mod tests {
     fn a_directory_that_cannot_be_made_has_a_code() {
         let error = Sleeper::start()
             .lease(&[0])
-            .take_in(Path::new("/proc/leases"), &[])
+            .take_in(Path::new("/proc/leases"), None, &[])
             .unwrap_err();
         assert_eq!(error.code(), "FIRN-LEASES");
+    }
+
+    #[test]
+    fn two_that_share_a_gpu_may_be_parked_both_and_share_it_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b, c) = (Sleeper::start(), Sleeper::start(), Sleeper::start());
+        let (first, second, third) = (a.lease(&[0]), b.lease(&[0]), c.lease(&[0]));
+        first.note_in(dir.path()).unwrap();
+        second.note_in(dir.path()).unwrap();
+        let of_first = first.park_in(dir.path()).unwrap();
+        let of_second = second.park_in(dir.path()).unwrap();
+        assert_eq!(of_second.len(), 1, "the first had it, too");
+        first.take_in(dir.path(), None, &of_first).unwrap();
+        second.take_in(dir.path(), None, &of_second).unwrap();
+        // One that takes a turn on a GPU shares it with nobody who is parked.
+        first.park_in(dir.path()).unwrap();
+        second.park_in(dir.path()).unwrap();
+        third.take_in(dir.path(), None, &[]).unwrap();
+        assert!(third.park_in(dir.path()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_container_that_moves_has_its_own_gpus_until_it_has_left_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (Sleeper::start(), Sleeper::start());
+        let (old, new) = (a.lease(&[0]), a.lease(&[1]));
+        old.note_in(dir.path()).unwrap();
+        new.take_in(dir.path(), Some(&old), &[]).unwrap();
+        for gpu in [0, 1] {
+            assert!(b.lease(&[gpu]).take_in(dir.path(), None, &[]).is_err(), "{gpu}");
+        }
+        new.note_in(dir.path()).unwrap();
+        b.lease(&[0]).take_in(dir.path(), None, &[]).unwrap();
     }
 
     #[test]
@@ -313,6 +377,6 @@ mod tests {
         fs::write(dir.path().join("notes"), "{}").unwrap();
         fs::create_dir(dir.path().join("2")).unwrap();
         let a = Sleeper::start();
-        a.lease(&[0]).take_in(dir.path(), &[]).unwrap();
+        a.lease(&[0]).take_in(dir.path(), None, &[]).unwrap();
     }
 }

@@ -20,6 +20,9 @@ pub struct Parked {
     pub(crate) gpus: Vec<SourceGpu>,
     /// Where processes have their state from that a failed move had restored: GPUs in the order of `home`.
     pub(crate) elsewhere: BTreeMap<i32, Vec<GpuUuid>>,
+    /// Some of the processes may have their state on GPUs: a resume has failed, and they could not be parked
+    /// again.
+    pub(crate) partly: bool,
     /// Containers that had the same GPUs, too.
     pub(crate) sharers: Vec<Lease>,
     /// Random id of the pause, for the job's hooks.
@@ -44,12 +47,12 @@ impl Parked {
             let place = self.elsewhere.get(pid).unwrap_or(&home);
             by_place.entry(place).or_default().push(*pid);
         }
-        let is_one = by_place.len() == 1;
+        let is_all = by_place.len() == 1 && pids.len() == self.processes.len();
         let call = |(place, pids): (&[GpuUuid], Vec<i32>)| RestoreCall {
             pids,
             pairs: self.pairs_from(place),
             // The memory is known of all processes together only.
-            needs: if is_one { self.needs() } else { GpuMemory::new() },
+            needs: if is_all { self.needs() } else { GpuMemory::new() },
         };
         by_place.into_iter().map(call).collect()
     }
@@ -81,10 +84,10 @@ impl Parked {
         self.elsewhere.extend(pids.iter().map(|pid| (*pid, here.clone())));
     }
 
-    /// Whether the GPU state of all processes is from the GPUs that the container has now.
+    /// Whether the GPU state of all processes is in memory, from the GPUs that the container has now.
     pub(crate) fn is_whole(&self) -> bool {
         let pids: Vec<i32> = self.processes.iter().map(|process| process.pid).collect();
-        self.calls(&pids).iter().all(|call| call.pairs.is_empty())
+        !self.partly && self.calls(&pids).iter().all(|call| call.pairs.is_empty())
     }
 
     /// Bytes of GPU memory that are in host memory.
@@ -121,6 +124,7 @@ mod tests {
             home: gpus.clone(),
             gpus,
             elsewhere: BTreeMap::new(),
+            partly: false,
             sharers: Vec::new(),
             id: String::new(),
         }

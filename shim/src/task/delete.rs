@@ -128,7 +128,7 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         .await
         .map_err(TaskError::Unmount)?;
     if container.traits.has_nvidia() {
-        Lease::drop_of(container.init.pid());
+        Lease::drop_of(&container.bundle, &container.id, container.init.pid());
     }
     container.set_state(InitState::Deleted);
     Ok(())

@@ -18,7 +18,8 @@ pub struct Census(BTreeMap<String, Vec<String>>);
 
 /// Prints all names, after a line for each kind. Left out is what clients and daemons leave, with any shim:
 /// the fifos of detached execs, the unpacked image of a restore; and what is kept to be read: the timings of
-/// a checkpoint, runc's note of it, the log of a dump that failed, the output of hooks.
+/// a checkpoint, runc's note of it, the log of a dump that failed, the output of hooks. The directory of
+/// leases stays, too, and is empty but for its lock.
 const SCRIPT: &str = "
     echo '== mounts'; cut -d' ' -f5 /proc/self/mountinfo
     echo '== cgroups'; find /sys/fs/cgroup -type d
@@ -27,6 +28,7 @@ const SCRIPT: &str = "
         /var/lib/containerd/io.containerd.runtime.v2.task \
         '(' -path /run/containerd/fifo -o -name 'ctrd-checkpoint*' -o -name rootfs -o \
         -path '/run/containerd/runc/*/checkpoint' ')' -prune -o \
+        '!' -path /run/firn '!' -path /run/firn/leases '!' -path /run/firn/leases/.lock \
         '!' -name criu-dump.log '!' -name firn-timings.json '!' -name 'firn-hook-*.log' \
         -print 2>/dev/null
     true";

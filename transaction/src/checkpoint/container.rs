@@ -87,8 +87,6 @@ pub(super) struct Progress {
     pub(super) prepared: bool,
     /// The container is parked.
     pub(super) parked: Option<Parked>,
-    /// Some of its processes may have their GPU state on GPUs: a resume has failed, and so has its rollback.
-    pub(super) partly: bool,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,
     /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.

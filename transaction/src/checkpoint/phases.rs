@@ -320,25 +320,29 @@ pub(crate) async fn unpark<E: Device>(effects: &mut E, processes: &[CudaProcess]
 }
 
 /// Parks the processes again whose GPU state a failed [`unpark`] has restored. They are in `restored`
-/// afterwards, also after an error, which leaves it open which of them are parked.
+/// afterwards, also after an error, which leaves it open which of them are parked. Returns whether all are: a
+/// process that is unlocked already cannot be locked while its threads stand still.
 pub(crate) async fn repark<E: Device>(
     effects: &mut E,
     processes: &[CudaProcess],
     restored: &mut Vec<i32>,
-) -> Result<(), E::Error> {
+) -> Result<bool, E::Error> {
     effects.keep_frozen().await?;
     effects.hold(restore_tids(processes)).await?;
     effects.thaw().await?;
     let states = effects.states(&pids(processes)).await?;
-    let locked = states
-        .into_iter()
-        .filter(|(_, state)| *state == CudaState::Locked);
-    restored.extend(locked.map(|(pid, _)| pid));
-    if !restored.is_empty() {
-        effects.gpu_checkpoint(restored).await?;
+    let of = |wanted| {
+        let those = states.iter().filter(move |(_, state)| *state == wanted);
+        those.map(|(pid, _)| *pid).collect::<Vec<_>>()
+    };
+    let (locked, running) = (of(CudaState::Locked), of(CudaState::Running));
+    restored.extend(locked.iter().chain(&running));
+    if !locked.is_empty() {
+        effects.gpu_checkpoint(&locked).await?;
     }
     effects.keep_frozen().await?;
-    effects.release().await
+    effects.release().await?;
+    Ok(running.is_empty())
 }
 
 impl<'e, E: Dump> Checkpointed<'e, E> {

@@ -130,6 +130,7 @@ async fn park(
         home: gpus.clone(),
         gpus,
         elsewhere: BTreeMap::new(),
+        partly: false,
         sharers: Vec::new(),
         id: effects.checkpoint.clone(),
     };

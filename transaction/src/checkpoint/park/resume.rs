@@ -106,9 +106,11 @@ async fn run_move(
         });
     };
     let lease = lease_of(container, &grant.new).map_err(refuse)?;
+    // Order matters: it keeps its own GPUs until it has left them.
+    let own = lease_of(container, &spec).map_err(refuse)?;
     let busy = busy(&spec, effects, wanted).map_err(refuse)?;
     grant.check(effects).await.map_err(refuse)?;
-    take(effects, lease, &[], busy).await.map_err(refuse)?;
+    take(effects, (lease, own), &[], busy).await.map_err(refuse)?;
     match park(effects, was_frozen).await {
         Ok((parked, _)) => {
             container.put_parked(Some(parked.clone()));
@@ -119,19 +121,21 @@ async fn run_move(
             return Err(after_failure(effects, failure).await);
         }
     }
+    let moved = Moved {
+        gpus: grant.gpus.clone(),
+        common,
+    };
     let cause = match onto(effects, &grant).await {
-        Ok(()) => {
-            let moved = Moved {
-                gpus: grant.gpus.clone(),
-                common,
-            };
-            return Ok(goes_on(effects, Some(moved)).await);
-        }
+        Ok(()) => return Ok(goes_on(effects, Some(moved)).await),
         Err(cause) => cause,
     };
-    // Back to where it was. It had these GPUs until now.
+    // Back to where it was, unless some of its processes could not leave the new GPUs.
+    let is_back = is_parked(effects);
     note_gpus(container).await;
     if !effects.is_ended() && restore(effects).await.or_log().is_some() {
+        if !is_back {
+            return Ok(goes_on(effects, Some(moved)).await);
+        }
         container.put_parked(None);
         container.set_state(InitState::Running);
         effects.call_failed(&cause).await;
@@ -156,7 +160,7 @@ async fn unpark(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<O
     let target = grant.as_ref().map_or(&spec, |grant| &grant.new);
     let lease = lease_of(container, target)?;
     let busy = busy(&spec, effects, wanted)?;
-    if let Err(error) = take(effects, lease, &parked.sharers, busy).await {
+    if let Err(error) = take(effects, (lease, None), &parked.sharers, busy).await {
         let is_busy = matches!(error, EffectError::Lease(LeaseError::Busy(..)));
         if !(is_busy && busy == GpuBusy::Elsewhere && grant.is_none()) {
             return Err(error);
@@ -220,21 +224,24 @@ async fn restore(effects: &mut ContainerEffects<'_>) -> Result<(), EffectError> 
         return Ok(());
     };
     if !effects.is_ended() {
-        effects.progress.partly = true;
         let mut restored = Vec::new();
         let reparked = phases::repark(effects, &processes, &mut restored).await;
-        // Wherever they are now, their state was on these GPUs last.
         if let Some(parked) = &mut effects.progress.parked {
+            // Wherever they are now, their state was on these GPUs last.
             parked.moved(&restored);
+            parked.partly = reparked.or_log() != Some(true);
         }
-        effects.progress.partly = reparked.or_log().is_none();
     }
     Err(error)
 }
 
 /// Whether no process has its state on a GPU.
 fn is_parked(effects: &ContainerEffects<'_>) -> bool {
-    !effects.progress.partly
+    effects
+        .progress
+        .parked
+        .as_ref()
+        .is_none_or(|parked| !parked.partly)
 }
 
 fn parked<'a>(effects: &'a ContainerEffects<'_>) -> Result<&'a Parked, EffectError> {
@@ -255,6 +262,9 @@ async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Re
     let container = effects.container;
     container.put_parked(None);
     container.set_state(InitState::Running);
+    if moved.is_some() {
+        note_gpus(container).await;
+    }
     // It runs already: after a panic nothing is to be rolled back.
     let hook = caught(Box::pin(effects.call_resumed())).await;
     let hook = hook.map_or(Err(EffectError::Panicked), |called| {
@@ -280,6 +290,7 @@ async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) ->
     if is_cancelled || !procfs::is_alive(container.init.pid()) {
         effects.leave_thawed().await;
         drop(container.take_held());
+        container.put_parked(None);
         return ParkError::Ended {
             operation,
             container: id,
@@ -288,7 +299,9 @@ async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) ->
     }
     container.set_state(InitState::Parked);
     if let Some(parked) = &mut effects.progress.parked {
-        if let Ok(spec) = load(container) {
+        if parked.partly {
+            note_gpus(container).await;
+        } else if let Ok(spec) = load(container) {
             let sharers = give_free(container, &spec).await;
             // For a resume they were found at the pause.
             if operation == Operation::Move {
@@ -338,7 +351,7 @@ async fn elsewhere(
     let is_taken = |node: &DeviceNode| taken.contains(&node.id());
     let grant = NewGrant::among(spec, &inventory, &effects.config.restore.gpus, is_taken)?;
     let lease = lease_of(container, &grant.new)?;
-    take(effects, lease, &[], GpuBusy::Refuse).await?;
+    take(effects, (lease, None), &[], GpuBusy::Refuse).await?;
     Ok((grant, inventory.common_nodes))
 }
 
@@ -347,26 +360,28 @@ fn busy(spec: &Spec, effects: &ContainerEffects<'_>, wanted: &Wanted) -> Result<
     if let Some(busy) = wanted.busy {
         return Ok(busy);
     }
-    match spec.annotation(names::ANNOTATION_GPU_BUSY) {
+    // A pod's author has no influence on who shares a GPU.
+    let annotation = spec.annotation(names::ANNOTATION_GPU_BUSY);
+    match annotation.filter(|_| !spec.is_cri()) {
         None => Ok(effects.config.pause.gpu_busy),
         Some(word) => GpuBusy::of_word(word).ok_or_else(|| setting(names::ANNOTATION_GPU_BUSY, word).into()),
     }
 }
 
-/// Takes GPUs for the container.
+/// Takes GPUs for the container, and lets it keep others until it has left them.
 async fn take(
     effects: &ContainerEffects<'_>,
-    lease: Option<Lease>,
+    (lease, keeps): (Option<Lease>, Option<Lease>),
     sharers: &[Lease],
     busy: GpuBusy,
 ) -> Result<(), EffectError> {
     let Some(lease) = lease else { return Ok(()) };
     let begun = Instant::now();
     loop {
-        let (lease, sharers) = (lease.clone(), sharers.to_vec());
+        let (lease, keeps, sharers) = (lease.clone(), keeps.clone(), sharers.to_vec());
         let taken = blocking(move || match busy {
-            GpuBusy::Share => lease.note().map_err(LeaseError::from),
-            _ => lease.take(&sharers),
+            GpuBusy::Share => lease.with(keeps.as_ref()).note().map_err(LeaseError::from),
+            _ => lease.take(keeps.as_ref(), &sharers),
         });
         match taken.await {
             Err(LeaseError::Busy(..))

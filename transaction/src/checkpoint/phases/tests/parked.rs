@@ -91,7 +91,7 @@ fn what_a_failed_resume_has_restored_is_parked_again() {
         if world.states[&20] == CudaState::Checkpointed {
             assert_eq!(restored, [20]);
         }
-        reparked.map_err(|error| error.to_string())
+        reparked.map(drop).map_err(|error| error.to_string())
     };
     let partly = || {
         let mut world = parked();
@@ -101,9 +101,17 @@ fn what_a_failed_resume_has_restored_is_parked_again() {
     let mut world = partly();
     let processes = world.processes();
     let mut restored = Vec::new();
-    assert_eq!(block_on(repark(&mut world, &processes, &mut restored)), Ok(()));
+    assert_eq!(block_on(repark(&mut world, &processes, &mut restored)), Ok(true));
     assert_eq!(restored, [20]);
     is_parked(&world);
+
+    // One that is unlocked already stays on its GPU, and is named.
+    let mut world = partly();
+    world.states.insert(10, CudaState::Running);
+    let mut restored = Vec::new();
+    assert_eq!(block_on(repark(&mut world, &processes, &mut restored)), Ok(false));
+    assert_eq!(restored, [20, 10]);
+    assert!(world.frozen && world.states[&20] == CudaState::Checkpointed);
     each_failure(partly, again, |mut world, result| {
         assert!(result.is_err());
         // Whatever it is: the resume begins with stopping the threads.
