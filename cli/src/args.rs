@@ -110,18 +110,8 @@ pub struct RestoreArgs {
     /// The image directory.
     #[arg(long)]
     pub dir: PathBuf,
-    /// Namespace of the container in containerd.
-    #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
-    pub namespace: String,
-    /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
-    #[arg(
-        long,
-        short,
-        value_name = "SOCKET",
-        env = "CONTAINERD_ADDRESS",
-        default_value = "/run/containerd/containerd.sock"
-    )]
-    pub address: PathBuf,
+    #[command(flatten)]
+    pub containerd: ContainerdArgs,
     /// File that receives what the container writes to its standard output and error; without, nothing does.
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
@@ -174,6 +164,16 @@ pub struct TaskArgs {
     /// annotation firn.dev/gpu-busy, or the configuration.
     #[arg(long)]
     pub busy: Option<Busy>,
+    #[command(flatten)]
+    pub containerd: ContainerdArgs,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Where the container is.
+#[derive(Debug, clap::Args)]
+pub struct ContainerdArgs {
     /// Namespace of the container in containerd.
     #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
     pub namespace: String,
@@ -186,9 +186,6 @@ pub struct TaskArgs {
         default_value = "/run/containerd/containerd.sock"
     )]
     pub address: PathBuf,
-    /// Print JSON.
-    #[arg(long)]
-    pub json: bool,
 }
 
 /// What happens if another container has one of the GPUs.

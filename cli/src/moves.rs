@@ -52,10 +52,10 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
         .build()?;
     match runtime.block_on(with_progress(task, gpus, doing)) {
         Ok(()) => {
-            let (id, took) = (&task.id, begun.elapsed());
+            let (id, namespace, took) = (&task.id, &task.containerd.namespace, begun.elapsed());
             match task.json {
                 true => output::json(&json!({
-                    "container": id, "namespace": task.namespace, "gpus": gpus, "ms": took.as_millis(),
+                    "container": id, "namespace": namespace, "gpus": gpus, "ms": took.as_millis(),
                 }))?,
                 false => line!("{id} goes on, after {:.1} s", took.as_secs_f64()),
             }
@@ -89,7 +89,8 @@ async fn with_progress(task: &TaskArgs, gpus: &str, doing: &str) -> Result<(), F
 
 async fn call(task: &TaskArgs, gpus: &str) -> Result<(), Failure> {
     let shown = |error: MoveError| ProblemLine(&error).to_string();
-    let containerd = Containerd::connect(&task.address, &task.namespace).await;
+    let at = &task.containerd;
+    let containerd = Containerd::connect(&at.address, &at.namespace).await;
     let containerd = containerd.map_err(|error| shown(error.into()))?;
     let mut annotations = HashMap::from([(names::ANNOTATION_MOVE_GPU.to_owned(), gpus.to_owned())]);
     if let Some(busy) = task.busy.and_then(|busy| busy.to_possible_value()) {
@@ -99,7 +100,7 @@ async fn call(task: &TaskArgs, gpus: &str) -> Result<(), Failure> {
     done.map_err(|error| match error {
         error if error.is_absent() => shown(MoveError::NoTask {
             id: task.id.clone(),
-            namespace: task.namespace.clone(),
+            namespace: task.containerd.namespace.clone(),
         }),
         CallError::Call { status, .. } if is_firns(status.message()) => status.message().to_owned(),
         CallError::Call { status, .. } => shown(MoveError::Other {

@@ -3,7 +3,7 @@
 use crate::plan;
 use crate::plan::{MapPolicy, PlanError, PlanRequest, Warning};
 use firn_config::Restore;
-use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
+use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu, Topology};
 use firn_host::Problem;
 
 use crate::policy::{self, PolicyError};
@@ -52,20 +52,9 @@ impl GpuAssignment {
             MapPolicy::Auto | MapPolicy::Strict => grant.narrow(&uuids),
             MapPolicy::Subset | MapPolicy::Explicit(_) => {}
         }
-        let plan = plan::plan(&PlanRequest {
-            source: &manifest.gpus,
-            source_topology: &manifest.topology,
-            source_driver: manifest.driver.as_ref().map_or("", |driver| &driver.driver),
-            grant: &grant.gpus,
-            target_topology: &inventory.topology,
-            target_driver: &inventory.driver_version,
-            policy: &policy,
-        })?;
-        Ok(Self {
-            grant,
-            map: plan.map,
-            warnings: plan.warnings,
-        })
+        let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
+        let source = (&*manifest.gpus, &manifest.topology, driver);
+        Self::planned(source, inventory, grant, &policy)
     }
 
     /// Decides which GPUs a container of this node gets in the place of its own: `wanted`, a list of UUIDs or
@@ -96,14 +85,26 @@ impl GpuAssignment {
         let own = Grant::of_spec(spec, inventory)?;
         let uuids: Vec<GpuUuid> = own.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let source: Vec<SourceGpu> = own.gpus.iter().map(SourceGpu::from).collect();
+        let topology = inventory.topology.of(&uuids);
+        let source = (&*source, &topology, &*inventory.driver_version);
+        Self::planned(source, inventory, grant, &policy)
+    }
+
+    /// `source`: GPUs, how they reach each other, and the version of the driver that knew them.
+    fn planned(
+        (source, source_topology, source_driver): (&[SourceGpu], &Topology, &str),
+        inventory: &Inventory,
+        grant: Grant,
+        policy: &MapPolicy,
+    ) -> Result<Self, AssignmentError> {
         let plan = plan::plan(&PlanRequest {
-            source: &source,
-            source_topology: &inventory.topology.of(&uuids),
-            source_driver: &inventory.driver_version,
+            source,
+            source_topology,
+            source_driver,
             grant: &grant.gpus,
             target_topology: &inventory.topology,
             target_driver: &inventory.driver_version,
-            policy: &policy,
+            policy,
         })?;
         Ok(Self {
             grant,

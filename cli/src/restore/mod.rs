@@ -91,7 +91,7 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
         Ok((dir, pid)) => {
             let took = begun.elapsed();
             if args.json {
-                let (id, namespace, ms) = (&args.id, &args.namespace, took.as_millis());
+                let (id, namespace, ms) = (&args.id, &args.containerd.namespace, took.as_millis());
                 output::json(&json!({
                     "container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": ms,
                 }))?;
@@ -141,8 +141,8 @@ async fn restore(args: &RestoreArgs) -> Result<(PathBuf, u32)> {
 }
 
 async fn by_containerd(args: &RestoreArgs, dir: &Path, log: &str) -> Result<u32, RestoreError> {
-    let (id, namespace) = (args.id.clone(), args.namespace.clone());
-    let containerd = Containerd::connect(&args.address, &namespace).await?;
+    let (id, namespace) = (args.id.clone(), args.containerd.namespace.clone());
+    let containerd = Containerd::connect(&args.containerd.address, &namespace).await?;
     let container = match containerd.container(&id).await {
         Err(error) if error.is_absent() => return Err(RestoreError::NoContainer { id, namespace }),
         container => container?,

@@ -136,6 +136,22 @@ impl ContainerEffects<'_> {
         drop(self.container.take_held());
     }
 
+    /// After a failure: ends a container that is to end, and leaves nothing of one that has ended stopped.
+    /// Returns whether it lives.
+    pub(super) async fn is_left_alive(&mut self) -> bool {
+        let is_cancelled = self.cancel.is_cancelled();
+        if is_cancelled {
+            self.kill().await;
+        }
+        // A killed process that still frees its memory is no zombie yet.
+        let is_alive = !is_cancelled && procfs::is_alive(self.container.init.pid());
+        if !is_alive {
+            self.leave_thawed().await;
+            drop(self.container.take_held());
+        }
+        is_alive
+    }
+
     /// Thaws the cgroup of a container that has ended: the runtime would take a frozen one for paused and not
     /// delete it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {

@@ -92,7 +92,7 @@ pub enum EffectError {
     #[error(transparent)]
     Lease(#[from] LeaseError),
     #[error(transparent)]
-    Grant(GrantChangeError),
+    Grant(#[from] GrantChangeError),
     #[error("CRIU failed")]
     Dump(#[from] DumpError),
     #[error("cannot write the manifest")]
@@ -111,12 +111,6 @@ fn hold_hint(error: &TraceError) -> &'static str {
             "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
         }
         _ => "detach the debugger from the container's processes",
-    }
-}
-
-impl From<GrantChangeError> for EffectError {
-    fn from(error: GrantChangeError) -> Self {
-        Self::Grant(error)
     }
 }
 

@@ -42,8 +42,6 @@ pub(super) async fn run(
         .await
         .map_err(|error| CheckpointError::refused(container, error))?;
     let guard = container.transaction.begin();
-    let parked = container.parked();
-    let is_parked = parked.is_some();
     let mut effects = ContainerEffects {
         container,
         operation: Operation::Checkpoint,
@@ -58,12 +56,9 @@ pub(super) async fn run(
         needs: GpuMemory::new(),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()),
         checkpoint,
-        progress: Progress::of(parked),
+        progress: Progress::of(container.parked()),
     };
-    let result = match is_parked {
-        true => parked_phases(&mut effects, request.exit).await,
-        false => phases(&mut effects, was_frozen, request.exit).await,
-    };
+    let result = phases(&mut effects, was_frozen, request.exit).await;
     journal::point("checkpoint-transacted").await;
     let end = End::of(result, &mut effects, container, request, &guard.cancel).await;
     effects.gpu.end().await;
@@ -80,18 +75,15 @@ async fn phases(
     was_frozen: bool,
     exit: bool,
 ) -> Result<(), Failure<EffectError>> {
-    let locked = Begun::new(effects, was_frozen).gpu_lock().await?;
-    let dumped = locked.gpu_checkpoint().await?.dump().await?;
-    if exit {
-        Ok(())
-    } else {
-        dumped.leave_running().await
-    }
-}
-
-/// The phases for a container that its client has parked, which stays so.
-async fn parked_phases(effects: &mut ContainerEffects<'_>, exit: bool) -> Result<(), Failure<EffectError>> {
-    let dumped = Checkpointed::parked(effects).await?.dump().await?;
+    // A container that its client has parked stays so.
+    let checkpointed = match effects.progress.parked {
+        Some(_) => Checkpointed::parked(effects).await?,
+        None => {
+            let locked = Begun::new(effects, was_frozen).gpu_lock().await?;
+            locked.gpu_checkpoint().await?
+        }
+    };
+    let dumped = checkpointed.dump().await?;
     if exit {
         Ok(())
     } else {

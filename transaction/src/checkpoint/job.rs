@@ -11,6 +11,7 @@ use crate::cgroup::FreezerState;
 use crate::container::Container;
 use crate::effects::Device;
 use crate::job_hook::{Caller, HookError, address, facts};
+use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::reaper::Reaper;
 use crate::warn::OrWarn;
@@ -85,17 +86,16 @@ impl ContainerEffects<'_> {
         let source = self.progress.source.as_ref();
         let gpus = source.map_or(&[][..], |source| &source.gpus);
         let named = |gpu: &SourceGpu| address(&gpu.uuid, &gpu.pci_address);
-        let of_gpu = |gpu: &SourceGpu| FactsOfGpu {
-            old: Some(named(gpu)),
-            new: None,
-        };
-        let moved = |(old, new): (&SourceGpu, &SourceGpu)| FactsOfGpu {
+        let of_gpu = |old: &SourceGpu, new: Option<&SourceGpu>| FactsOfGpu {
             old: Some(named(old)),
-            new: Some(named(new)),
+            new: new.map(named),
         };
         let gpus: Vec<FactsOfGpu> = match &self.progress.parked {
-            Some(parked) => parked.home.iter().zip(&parked.gpus).map(moved).collect(),
-            None => gpus.iter().map(of_gpu).collect(),
+            Some(Parked { home, gpus, .. }) => {
+                let moved = home.iter().zip(gpus);
+                moved.map(|(old, new)| of_gpu(old, Some(new))).collect()
+            }
+            None => gpus.iter().map(|gpu| of_gpu(gpu, None)).collect(),
         };
         Facts {
             pci_changed: gpus.iter().any(FactsOfGpu::has_moved),

@@ -331,11 +331,8 @@ pub(crate) async fn repark<E: Device>(
     effects.hold(restore_tids(processes)).await?;
     effects.thaw().await?;
     let states = effects.states(&pids(processes)).await?;
-    let of = |wanted| {
-        let those = states.iter().filter(move |(_, state)| *state == wanted);
-        those.map(|(pid, _)| *pid).collect::<Vec<_>>()
-    };
-    let (locked, running) = (of(CudaState::Locked), of(CudaState::Running));
+    let locked = in_state(&states, CudaState::Locked);
+    let running = in_state(&states, CudaState::Running);
     restored.extend(locked.iter().chain(&running));
     if !locked.is_empty() {
         effects.gpu_checkpoint(&locked).await?;
@@ -430,11 +427,8 @@ async fn attempt<E: Device>(
 /// Brings every process from the state that the driver reports to running.
 async fn bring_to_running<E: Device>(effects: &mut E, pids: &[i32]) -> Result<(), E::Error> {
     let states = effects.states(pids).await?;
-    let of = |wanted| {
-        let those = states.iter().filter(|(_, state)| *state == wanted);
-        those.map(|(pid, _)| *pid).collect::<Vec<_>>()
-    };
-    let (checkpointed, mut locked) = (of(CudaState::Checkpointed), of(CudaState::Locked));
+    let checkpointed = in_state(&states, CudaState::Checkpointed);
+    let mut locked = in_state(&states, CudaState::Locked);
     if !checkpointed.is_empty() {
         effects.gpu_restore(&checkpointed).await?;
         locked.extend(checkpointed);
@@ -444,6 +438,11 @@ async fn bring_to_running<E: Device>(effects: &mut E, pids: &[i32]) -> Result<()
     } else {
         effects.gpu_unlock(&locked).await
     }
+}
+
+fn in_state(states: &[(i32, CudaState)], wanted: CudaState) -> Vec<i32> {
+    let those = states.iter().filter(|(_, state)| *state == wanted);
+    those.map(|(pid, _)| *pid).collect()
 }
 
 fn pids(processes: &[CudaProcess]) -> Vec<i32> {

@@ -37,7 +37,6 @@ use crate::journal::{Begin, Journal, Operation, Outcome};
 use crate::lease::Lease;
 use crate::parked::Parked;
 use crate::phase::Phase;
-use crate::procfs;
 use crate::reaper::Reaper;
 use crate::timings::PhaseTimings;
 use crate::warn::OrWarn;
@@ -172,19 +171,12 @@ async fn give_free(container: &Container, spec: &Spec) -> Vec<Lease> {
 /// What follows a failed pause, also in a move.
 async fn after_failure(effects: &mut ContainerEffects<'_>, failure: Failure<EffectError>) -> ParkError {
     let container = effects.container;
-    let is_cancelled = effects.cancel.is_cancelled();
-    if is_cancelled {
-        effects.kill().await;
-    }
     // Order matters: if init ends from now on, the handler of its exit thaws the container.
     if failure.suspended.is_some() {
         container.set_state(InitState::Suspended);
     }
-    let is_alive = !is_cancelled && procfs::is_alive(container.init.pid());
-    if !is_alive {
-        effects.leave_thawed().await;
-        drop(container.take_held());
-    } else if failure.suspended.is_none() && effects.progress.prepared {
+    let is_alive = effects.is_left_alive().await;
+    if is_alive && failure.suspended.is_none() && effects.progress.prepared {
         effects.call_failed(&failure.source).await;
     }
     ParkError::of_failure(effects.operation, &container.id, failure, is_alive)

@@ -22,7 +22,6 @@ use crate::look::{self, Checked};
 use crate::panics::caught;
 use crate::parked::Parked;
 use crate::phase::Phase;
-use crate::procfs;
 use crate::reaper::Reaper;
 use crate::warn::OrWarn;
 
@@ -283,13 +282,7 @@ async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Re
 async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) -> ParkError {
     let (container, operation) = (effects.container, effects.operation);
     let id = container.id.clone();
-    let is_cancelled = effects.cancel.is_cancelled();
-    if is_cancelled {
-        effects.kill().await;
-    }
-    if is_cancelled || !procfs::is_alive(container.init.pid()) {
-        effects.leave_thawed().await;
-        drop(container.take_held());
+    if !effects.is_left_alive().await {
         container.put_parked(None);
         return ParkError::Ended {
             operation,
