@@ -36,14 +36,17 @@ pub enum Request {
     Checkpoint { pids: Vec<i32> },
     /// Bring the GPU state of all back. An empty `pairs` means the same GPUs.
     ///
-    /// `needs` is the memory that they had, where it is known. A GPU that has less free is answered with
-    /// [`Reply::NoMemory`], and the driver is not called: it spoils the state of a process whose restore
-    /// fails for want of memory (docs/evidence/gpu-runs.md).
+    /// `needs` is the memory that the processes of `own` had together, where it is known: those of the
+    /// container, with `pids`. A GPU that has less left for them is answered with [`Reply::NoMemory`], and
+    /// the driver is not called: it spoils the state of a process whose restore fails for want of memory
+    /// (docs/evidence/gpu-runs.md).
     Restore {
         pids: Vec<i32>,
         pairs: Vec<GpuPair>,
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
         needs: GpuMemory,
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        own: Vec<i32>,
     },
     /// Let all call the driver again.
     Unlock { pids: Vec<i32> },

@@ -320,17 +320,19 @@ impl Driver {
 
     /// Restores the GPU state of all processes, onto other GPUs when `pairs` is not empty. They stay locked.
     ///
-    /// Fails before it begins when a GPU has less free memory than `needs`.
+    /// Fails before it begins when a GPU has less memory left than the processes of `own`, which are the
+    /// container's, had together.
     pub async fn restore(
         &mut self,
         pids: &[i32],
         pairs: &[GpuPair],
-        needs: &GpuMemory,
+        (needs, own): (GpuMemory, Vec<i32>),
     ) -> Result<(), WorkerError> {
         let request = Request::Restore {
             pids: pids.to_vec(),
             pairs: pairs.to_vec(),
-            needs: needs.clone(),
+            needs,
+            own,
         };
         let limit = self.deadlines.gpu_restore;
         self.all("restore", pids, &request, limit, CudaState::Locked)

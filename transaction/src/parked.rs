@@ -34,7 +34,7 @@ pub(crate) struct RestoreCall {
     pub pids: Vec<i32>,
     /// Empty if every GPU stays.
     pub pairs: Vec<GpuPair>,
-    /// Bytes that are needed on each GPU.
+    /// Bytes that all processes of the container need together on each GPU.
     pub needs: GpuMemory,
 }
 
@@ -47,12 +47,10 @@ impl Parked {
             let place = self.elsewhere.get(pid).unwrap_or(&home);
             by_place.entry(place).or_default().push(*pid);
         }
-        let is_all = by_place.len() == 1 && pids.len() == self.processes.len();
         let call = |(place, pids): (&[GpuUuid], Vec<i32>)| RestoreCall {
             pids,
             pairs: self.pairs_from(place),
-            // The memory is known of all processes together only.
-            needs: if is_all { self.needs() } else { GpuMemory::new() },
+            needs: self.needs(),
         };
         by_place.into_iter().map(call).collect()
     }

@@ -123,9 +123,14 @@ impl Session {
             Request::Checkpoint { pids } => self.each(&distinct(pids)?, |ask, pid| {
                 ask.change(pid, |c| c.checkpoint(pid))
             }),
-            Request::Restore { pids, pairs, needs } => {
+            Request::Restore {
+                pids,
+                pairs,
+                needs,
+                own,
+            } => {
                 let pids = distinct(pids)?;
-                self.expect_memory(&pids, &needs)?;
+                self.expect_memory(&pids, &own, &needs)?;
                 self.ready_for_restore(&pairs)?;
                 self.each(&pids, |ask, pid| ask.change(pid, |c| c.restore(pid, &pairs)))
             }
@@ -172,7 +177,7 @@ impl Session {
     }
 
     /// Refuses a restore onto a GPU without room for it. What NVML does not report is no reason to refuse.
-    fn expect_memory(&self, pids: &[i32], needs: &GpuMemory) -> Result<(), Refusal<'static>> {
+    fn expect_memory(&self, pids: &[i32], own: &[i32], needs: &GpuMemory) -> Result<(), Refusal<'static>> {
         if needs.is_empty() {
             return Ok(());
         }
@@ -186,15 +191,21 @@ impl Session {
             let Some(&bytes) = needs.get(&gpu.uuid) else {
                 continue;
             };
-            let has_others = used
-                .iter()
-                .any(|(pid, memory)| !pids.contains(pid) && memory.contains_key(&gpu.uuid));
-            // What others leave must do for all of it; a GPU that nobody uses had room for it before.
-            let needed = if has_others {
-                bytes.saturating_add(OVERHEAD)
-            } else {
-                bytes
-            };
+            let mut has_others = false;
+            // Of the memory that is needed, what processes of the container have still, or have again.
+            let mut held = 0u64;
+            for (pid, memory) in &used {
+                let Some(&bytes) = memory.get(&gpu.uuid) else {
+                    continue;
+                };
+                match own.contains(pid) || pids.contains(pid) {
+                    true => held = held.saturating_add(bytes),
+                    false => has_others = true,
+                }
+            }
+            // What others leave must do for all of it; a GPU that nobody else uses had room for it before.
+            let margin = if has_others { OVERHEAD } else { 0 };
+            let needed = bytes.saturating_sub(held).saturating_add(margin);
             if gpu.memory_free < needed {
                 return Err(Refusal::NoMemory {
                     gpu: gpu.uuid,

@@ -139,6 +139,7 @@ fn a_process_goes_through_all_states_and_keeps_its_map() {
         pids: pids.clone(),
         pairs: pairs.clone(),
         needs: GpuMemory::new(),
+        own: Vec::new(),
     };
     assert_eq!(states(&shim.done(&restore)), all(CudaState::Locked));
     assert_eq!(fake.restored(), [(11, pairs.clone()), (12, pairs)]);

@@ -28,6 +28,7 @@ fn requests_survive_the_round_trip() {
         pids: vec![1],
         pairs: vec![pair],
         needs: GpuMemory::from([(GpuUuid::from_bytes([7; 16]), 1 << 40)]),
+        own: vec![1, 2],
     });
     round_trip_request(Request::Unlock { pids: vec![1] });
 }

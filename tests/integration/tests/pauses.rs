@@ -286,7 +286,8 @@ fn a_resume_waits_or_goes_elsewhere_or_shares(platform: Platform) -> Result<()> 
 /// Four processes on GPU 0.
 fn four<'h>(host: &'h GpuHost) -> Result<Container<'h>> {
     let options = [&SHARES_NOTHING[..], &RELEASE].concat();
-    let job = Container::count_with(host, "job", &["0"], 4, &options, &["--procs", "4"])?;
+    let words = ["--procs", "4", "--mib", "32"];
+    let job = Container::count_with(host, "job", &["0"], 4, &options, &words)?;
     job.goes_on(2)?;
     Ok(job)
 }
@@ -297,8 +298,11 @@ fn driver_fails(host: &GpuHost, call: &str, nth: &str, times: &str) -> Result<()
     host.fault(&[&rule[..], &["--error", "CUDA_ERROR_UNKNOWN"]].concat())
 }
 
+/// The GPU has room for the four processes and little more: those that still have their memory are in the way
+/// of none of the others.
 fn a_failed_pause_costs_nothing(platform: Platform) -> Result<()> {
-    on([host(platform, "pa-fail")?], |[host]| {
+    let tight = [SimGpu::h200(1).memory(4 * 38)];
+    on([GpuHost::for_test(platform, "pa-fail", &tight)?], |[host]| {
         let job = four(host)?;
         for (call, nth) in [("lock", "2"), ("checkpoint", "3")] {
             driver_fails(host, call, nth, "1")?;

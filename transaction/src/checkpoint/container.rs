@@ -283,8 +283,10 @@ impl effects::Gpu for ContainerEffects<'_> {
                 needs: self.needs.clone(),
             }],
         };
+        let own = self.cgroup.pids()?;
         for RestoreCall { pids, pairs, needs } in calls {
-            unless_cancelled(&self.cancel, self.gpu.restore(&pids, &pairs, &needs)).await?;
+            let room = (needs, own.clone());
+            unless_cancelled(&self.cancel, self.gpu.restore(&pids, &pairs, room)).await?;
         }
         self.timings.mark(Phase::GpuRestore);
         Ok(())

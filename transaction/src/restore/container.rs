@@ -124,10 +124,11 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
-        let needs = GpuMemory::new();
+        // How much memory they had is not in the image.
+        let room = (GpuMemory::new(), Vec::new());
         unless_cancelled(
             self.restore.bounds,
-            self.driver.restore(pids, &self.gpu.pairs, &needs),
+            self.driver.restore(pids, &self.gpu.pairs, room),
         )
         .await?;
         self.timings.mark(Phase::GpuRestore);

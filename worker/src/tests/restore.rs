@@ -17,6 +17,7 @@ fn cuinit_is_called_for_a_restore_onto_a_gpu_without_persistence_mode_only() {
         pids: vec![11],
         pairs: pairs.to_vec(),
         needs: GpuMemory::new(),
+        own: Vec::new(),
     };
     let cycle = |shim: &mut Shim, pairs: &[GpuPair]| {
         shim.done(&lock(&[11]));
@@ -45,6 +46,7 @@ fn a_restore_whose_cuinit_fails_changes_nothing() {
         pids: vec![11],
         pairs: vec![],
         needs: GpuMemory::new(),
+        own: Vec::new(),
     });
     assert!(
         message.ends_with("cuInit answered CUDA_ERROR_NO_DEVICE"),
@@ -79,6 +81,7 @@ fn a_restore_without_enough_gpu_memory_never_reaches_the_driver() {
         pids: vec![11],
         pairs: Vec::new(),
         needs: GpuMemory::from([(gpu(n), bytes)]),
+        own: vec![11],
     };
     let all = 140 << 30;
     shim.send(&restore(2, all + 1));
@@ -99,6 +102,31 @@ fn a_restore_without_enough_gpu_memory_never_reaches_the_driver() {
     );
     assert_eq!(fake.restored(), []);
     shim.done(&restore(2, all));
+    assert_eq!(fake.restored(), [(11, Vec::new())]);
+    shim.close();
+}
+
+/// Process 7, which has 3 GiB of GPU 1 still, is of the same container: there is room for both.
+#[test]
+fn memory_of_the_same_container_is_no_obstacle() {
+    let fake = Fake::with_processes(&[11]);
+    let mut shim = Shim::start(&fake);
+    shim.done(&lock(&[11]));
+    shim.done(&Request::Checkpoint { pids: vec![11] });
+    let restore = |bytes| Request::Restore {
+        pids: vec![11],
+        pairs: Vec::new(),
+        needs: GpuMemory::from([(GpuUuid::from_bytes([1; 16]), bytes)]),
+        own: vec![7, 11],
+    };
+    let all = 143 << 30;
+    shim.send(&restore(all + 1));
+    let refused = shim.read();
+    assert!(
+        matches!(refused, Reply::NoMemory { needed, .. } if needed == (140 << 30) + 1),
+        "{refused:?}"
+    );
+    shim.done(&restore(all));
     assert_eq!(fake.restored(), [(11, Vec::new())]);
     shim.close();
 }
