@@ -11,7 +11,7 @@ use firn_transaction::unmount::unmount_recursive;
 use super::kill::give_up;
 use super::start::exec_pid_file;
 use super::state::{exited_at, find, pid_field};
-use super::{Service, TaskError};
+use super::{Service, TaskError, moves};
 use firn_host::Chain;
 use firn_transaction::cgroup::FreezerState;
 use firn_transaction::container::{Action, Container, InitState, Process};
@@ -49,6 +49,9 @@ pub(super) async fn delete(
         }
         let _operation = container.operation.write().await;
         delete_init(&container).await?;
+        if container.take_parked() {
+            moves::label(service, &container).await;
+        }
         service.containers().remove(&request.id);
     } else {
         if process.exit().is_none() && process.has_begun() {

@@ -90,7 +90,7 @@ async fn end(
     }
 }
 
-/// Writes into containerd's metadata that the container is parked.
+/// Writes into containerd's metadata whether the container is parked.
 pub(super) async fn label(service: &Arc<Service>, container: &Arc<Container>) {
     describe(service, container, None, "").await;
 }

@@ -8,7 +8,7 @@ use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
 
 use super::create::{INIT_PID, open_stdio, owner};
 use super::state::{find, pid_field};
-use super::{SIGKILL, Service, TaskError, exit};
+use super::{SIGKILL, Service, TaskError, exit, moves};
 use crate::procfs;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
@@ -38,6 +38,10 @@ pub(super) async fn start(service: &Arc<Service>, request: StartRequest) -> Resu
 async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Result<i32, TaskError> {
     let _operation = container.operation.write().await;
     container.admit(Action::Start)?;
+    if container.traits.has_nvidia() {
+        // Of an earlier task that was parked when its shim ended.
+        moves::label(service, container).await;
+    }
     // Order matters: a short-lived init can be gone before Start returns, but not in the events.
     container.begin_start();
     let started = match container.take_checkpoint() {

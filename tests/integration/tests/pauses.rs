@@ -212,11 +212,24 @@ fn a_parked_container_is_checkpointed_into_an_image(platform: Platform) -> Resul
     })
 }
 
-/// It can be killed and deleted, and nothing of it is left. containerd may be restarted meanwhile.
+/// It can be killed and deleted, and nothing of it is left, also in containerd's metadata, where its client has
+/// a label, too. containerd may be restarted meanwhile.
 fn a_parked_container_ends(platform: Platform) -> Result<()> {
     on([host(platform, "pa-end")?], |[host]| {
         let job = counter(host, "job", "0")?;
+        let owned = || {
+            host.node()
+                .run(&["ctr", "containers", "label", "job", "owner=me"])
+        };
+        owned()?;
+        let label_is = |parked: bool| -> Result<()> {
+            let info = info(host, "job")?;
+            ensure!(info.contains("firn.dev/parked") == parked, "{info}");
+            ensure!(info.contains("\"owner\": \"me\""), "{info}");
+            Ok(())
+        };
         park(host, &job)?;
+        label_is(true)?;
         host.node().restart_containerd()?;
         assert_eq!(job.status()?, "PAUSED");
         job.task(&["resume"])?;
@@ -224,16 +237,26 @@ fn a_parked_container_ends(platform: Platform) -> Result<()> {
         park(host, &job)?;
         job.task(&["kill", "--signal", "SIGKILL"])?;
         job.becomes("STOPPED")?;
-        job.remove()?;
+        job.exit_code()?;
+        label_is(false)?;
         host.idle()?;
         let leases = host.node().run(&["ls", "/run/firn/leases"])?.stdout;
         ensure!(leases.trim().is_empty(), "{leases}");
 
+        job.forget()?;
+
         let job = counter(host, "job", "1")?;
+        owned()?;
         park(host, &job)?;
         host.kill_shim("job")?;
         host.idle()?;
-        job.remove()
+        // Nobody removes the label for a shim that is killed, but the next start.
+        label_is(true)?;
+        job.task(&["start", "--detach"])?;
+        label_is(false)?;
+        assert_eq!(job.status()?, "RUNNING");
+        job.remove()?;
+        host.idle()
     })
 }
 

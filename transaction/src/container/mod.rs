@@ -224,6 +224,11 @@ impl Container {
         *lock(&self.parked) = parked;
     }
 
+    /// It was deleted: it is not parked any more. Returns whether it was.
+    pub fn take_parked(&self) -> bool {
+        lock(&self.parked).take().is_some()
+    }
+
     /// Lets Resume call a hook of the job, instead of an earlier one.
     pub fn put_pending_hook(&self, facts: Facts) {
         *lock(&self.pending_hook) = Some(facts);
