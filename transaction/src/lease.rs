@@ -51,14 +51,18 @@ pub struct Lease {
 /// Why a container does not get GPUs.
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum LeaseError {
-    /// Another container has one of them.
-    #[error("container {} of namespace {} has {}", .0.container, .0.namespace, .1)]
+    /// Another container has one of them, for which this one is to wait, or not.
+    #[error("container {} of namespace {} has {gpu}", holder.container, holder.namespace)]
     #[problem(
         "FIRN-GPU-BUSY",
         "pause or end that container, wait for it (`firn resume --busy wait`), or resume onto other GPUs \
          (`firn resume --gpus`)"
     )]
-    Busy(Box<Lease>, String),
+    Busy {
+        holder: Box<Lease>,
+        gpu: String,
+        awaited: bool,
+    },
     #[error("cannot read or write {}", names::LEASES)]
     #[problem("FIRN-LEASES", "see that /run is writable")]
     Files(#[from] io::Error),
@@ -113,6 +117,11 @@ impl Lease {
         Ok(held.flat_map(|lease| lease.gpus).collect())
     }
 
+    /// Whether its container still has its GPUs, those and no others.
+    pub fn is_in_force(&self) -> bool {
+        self.is_in_force_in(Path::new(names::LEASES))
+    }
+
     /// Removes it: the container was deleted.
     pub fn drop_of(bundle: &Path, container: &str, init: i32) {
         let path = Path::new(names::LEASES).join(init.to_string());
@@ -124,6 +133,12 @@ impl Lease {
         if let Err(error) = fs::remove_file(&path).unless_absent() {
             log::warn!("cannot remove {}: {error}", path.display());
         }
+    }
+
+    fn is_in_force_in(&self, dir: &Path) -> bool {
+        let now = read(&dir.join(self.pid.to_string()));
+        self.is_living()
+            && now.is_some_and(|now| now.key() == self.key() && now.gpus == self.gpus && !now.parked)
     }
 
     fn note_in(&self, dir: &Path) -> io::Result<()> {
@@ -155,7 +170,11 @@ impl Lease {
         if let Some(other) = other {
             let gpu = other.gpus.iter().find(|gpu| self.gpus.contains(gpu));
             let gpu = gpu.map_or_else(String::new, named);
-            return Err(LeaseError::Busy(Box::new(other), gpu));
+            return Err(LeaseError::Busy {
+                holder: Box::new(other),
+                gpu,
+                awaited: false,
+            });
         }
         let _lock = locked?;
         Ok(self.with(keeps).note_in(dir)?)
@@ -299,10 +318,14 @@ mod tests {
                 second.container
             )
         );
+        assert!(second.is_in_force_in(dir.path()));
         second.park_in(dir.path()).unwrap();
+        assert!(!second.is_in_force_in(dir.path()));
         first.take_in(dir.path(), None, &[]).unwrap();
         assert!(second.take_in(dir.path(), None, &[]).is_err());
+        assert!(first.is_in_force_in(dir.path()));
         drop(a);
+        assert!(!first.is_in_force_in(dir.path()));
         second.take_in(dir.path(), None, &[]).unwrap();
         assert!(
             !dir.path().join(first.pid.to_string()).exists(),
@@ -367,6 +390,7 @@ mod tests {
             assert!(b.lease(&[gpu]).take_in(dir.path(), None, &[]).is_err(), "{gpu}");
         }
         new.note_in(dir.path()).unwrap();
+        assert!(!old.is_in_force_in(dir.path()), "it has left one of the GPUs");
         b.lease(&[0]).take_in(dir.path(), None, &[]).unwrap();
     }
 

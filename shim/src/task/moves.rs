@@ -10,9 +10,10 @@ use containerd_shim_protos::api::Empty;
 use firn_config::text::one_line;
 use firn_config::{GpuBusy, names};
 use firn_host::Chain;
-use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wanted};
-use firn_transaction::container::{Action, Container, InitState};
+use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wait, Wanted};
+use firn_transaction::container::{Action, Container, InitState, NotAllowed};
 use firn_transaction::panics::caught;
+use tokio::sync::RwLockWriteGuard;
 
 use super::pause::resumed;
 use super::{Service, TaskError};
@@ -37,18 +38,67 @@ pub(super) fn wanted(annotations: &HashMap<String, String>) -> Result<Option<Wan
     Ok(Some(Wanted { gpus, busy }))
 }
 
-/// Resumes a parked container. The caller holds its operation lock.
-pub(super) async fn resume(
+/// Resumes a parked container, or moves a running one. While another container has the GPUs, and this one is
+/// to wait for them, it does not hold the operation lock, so that everybody else may work on the container.
+pub(super) async fn bring<'c>(
+    service: &Arc<Service>,
+    container: &'c Arc<Container>,
+    mut operation: RwLockWriteGuard<'c, ()>,
+    mut wanted: Wanted,
+) -> Result<Empty, TaskError> {
+    let mut wait = None;
+    loop {
+        let is_parked = container.is_parked();
+        let done = match is_parked {
+            true => resume(service, container, &wanted).await,
+            false => move_gpus(service, container, &wanted).await,
+        };
+        let Err(TaskError::Park(error)) = &done else {
+            return done;
+        };
+        let Some(holder) = error.awaited() else {
+            return done;
+        };
+        let wait = match &mut wait {
+            Some(wait) => wait,
+            none => none.insert(Wait::begin(container)?),
+        };
+        drop(operation);
+        if !wait.for_holder(container, holder).await {
+            // The last attempt, whose error names who has the GPUs.
+            wanted.busy = Some(GpuBusy::Refuse);
+        }
+        operation = container.operation.write().await;
+        if !wait.check(container)? {
+            return overtaken(is_parked, &wanted);
+        }
+    }
+}
+
+/// Somebody else has resumed the container that was to be resumed, or has paused the one that was to move.
+fn overtaken(was_parked: bool, wanted: &Wanted) -> Result<Empty, TaskError> {
+    let (action, state) = match was_parked {
+        // A client that asked again, as after its own deadline, has got what it wants twice.
+        true if !wanted.names_gpus() => return Ok(Empty::default()),
+        true => (Action::Resume, InitState::Running),
+        false => (Action::Pause, InitState::Parked),
+    };
+    Err(NotAllowed { action, state }.into())
+}
+
+/// The caller holds the operation lock.
+async fn resume(
     service: &Arc<Service>,
     container: &Arc<Container>,
     wanted: &Wanted,
 ) -> Result<Empty, TaskError> {
+    container.admit(Action::Resume)?;
     let done = caught(Box::pin(park::resume(container, wanted, &service.reaper))).await;
     end(service, container, done.ok()).await
 }
 
-/// Moves a running container. The caller holds its operation lock.
-pub(super) async fn move_gpus(
+/// The caller holds the operation lock.
+async fn move_gpus(
     service: &Arc<Service>,
     container: &Arc<Container>,
     wanted: &Wanted,
@@ -81,7 +131,7 @@ async fn end(
             Ok(empty)
         }
         Err(error) => {
-            if container.is_parked() {
+            if container.is_parked() && error.awaited().is_none() {
                 let why = format!("; the last resume failed: {}", Chain(&error));
                 describe(service, container, None, &why).await;
             }

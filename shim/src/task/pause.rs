@@ -57,10 +57,9 @@ async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<()
 
 pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
-    let _operation = container.operation.write().await;
+    let operation = container.operation.write().await;
     if container.is_parked() {
-        container.admit(Action::Resume)?;
-        return moves::resume(service, &container, &Wanted::default()).await;
+        return moves::bring(service, &container, operation, Wanted::default()).await;
     }
     if container.state() == InitState::Suspended {
         checkpoint::resume(&container, &service.reaper).await?;

@@ -19,16 +19,13 @@ pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -
     container.admit(Action::Update)?;
     // The runtime looks at the freezer, and may turn it off and on: not while somebody relies on it.
     let operation = tokio::time::timeout(PATIENCE, container.operation.write());
-    let _operation = operation.await.map_err(|_| TaskError::Busy {
+    let operation = operation.await.map_err(|_| TaskError::Busy {
         id: request.id,
         waited: PATIENCE,
     })?;
     container.admit(Action::Update)?;
     if let Some(wanted) = moves::wanted(&request.annotations)? {
-        return match container.is_parked() {
-            true => moves::resume(service, &container, &wanted).await,
-            false => moves::move_gpus(service, &container, &wanted).await,
-        };
+        return moves::bring(service, &container, operation, wanted).await;
     }
     let resources = request.resources.into_option().unwrap_or_default().value;
     let updated = container.runc.update(&resources).await;

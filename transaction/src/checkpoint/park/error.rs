@@ -10,6 +10,7 @@ use crate::cgroup::CgroupError;
 use crate::checkpoint::error::{CheckpointError, EffectError, FailureKind, line};
 use crate::checkpoint::phases::Failure;
 use crate::journal::Operation;
+use crate::lease::{Lease, LeaseError};
 use crate::phase::Phase;
 
 /// GPUs that a container cannot be given.
@@ -150,6 +151,17 @@ impl ParkError {
                 phase,
                 cause,
             },
+        }
+    }
+
+    /// The container whose GPUs this one is to wait for. Nothing was touched.
+    pub fn awaited(&self) -> Option<&Lease> {
+        match self {
+            Self::Refused {
+                cause: EffectError::Lease(LeaseError::Busy { holder, awaited, .. }),
+                ..
+            } => awaited.then_some(holder),
+            _ => None,
         }
     }
 

@@ -12,6 +12,7 @@
 mod error;
 mod grant;
 mod resume;
+mod wait;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,6 +23,7 @@ use firn_oci::Spec;
 
 pub use error::{GrantChangeError, ParkError};
 pub use resume::{Moved, Resumed, Wanted, move_gpus, resume};
+pub use wait::Wait;
 
 use super::container::{ContainerEffects, Progress};
 use super::error::EffectError;

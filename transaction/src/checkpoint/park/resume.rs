@@ -1,12 +1,9 @@
 //! Resume of a parked container, and the move of a running one.
 
-use std::time::Duration;
-
 use firn_config::{GpuBusy, names};
 use firn_gpu::{DeviceNode, Gpu, SourceGpu};
 use firn_oci::Spec;
 use firn_preflight::Workload;
-use tokio::time::{Instant, sleep};
 
 use super::grant::NewGrant;
 use super::{Ground, ParkError, after_failure, give_free, lease_of, note_gpus, park, refused, setting};
@@ -25,9 +22,6 @@ use crate::phase::Phase;
 use crate::reaper::Reaper;
 use crate::warn::OrWarn;
 
-/// How often is looked whether GPUs have become free.
-const LOOK: Duration = Duration::from_millis(200);
-
 /// What a client wants of a resume or move.
 #[derive(Clone, Debug, Default)]
 pub struct Wanted {
@@ -36,6 +30,17 @@ pub struct Wanted {
     /// What happens if another container has one. None: the container's annotation or the configuration
     /// decides.
     pub busy: Option<GpuBusy>,
+}
+
+impl Wanted {
+    /// Whether it must be these GPUs.
+    pub fn names_gpus(&self) -> bool {
+        self.chosen().is_some()
+    }
+
+    fn chosen(&self) -> Option<&str> {
+        self.gpus.as_deref().filter(|gpus| *gpus != names::SAME_GPUS)
+    }
 }
 
 /// Other GPUs that a container has got.
@@ -56,7 +61,7 @@ pub struct Resumed {
 }
 
 /// Resumes a parked container. After an error it stays parked, unless it has ended. The caller holds its
-/// operation lock.
+/// operation lock, and does the wait of an error that is [`ParkError::awaited`].
 pub async fn resume(container: &Container, wanted: &Wanted, reaper: &Reaper) -> Result<Resumed, ParkError> {
     let operation = Operation::Resume;
     let Some(parked) = container.parked() else {
@@ -66,13 +71,17 @@ pub async fn resume(container: &Container, wanted: &Wanted, reaper: &Reaper) -> 
     let mut effects = ground.effects(reaper, Some(parked))?;
     let resumed = match Box::pin(unpark(&mut effects, wanted)).await {
         Ok(moved) => Ok(goes_on(&mut effects, moved).await),
+        Err(cause @ EffectError::Lease(LeaseError::Busy { awaited: true, .. })) => {
+            Err(refused(operation, container, cause))
+        }
         Err(cause) => Err(stays_parked(&mut effects, cause).await),
     };
     ground.end(effects, resumed).await
 }
 
 /// Moves a running container to other GPUs. After an error it runs on those that it had, unless that fails,
-/// too: then it is parked. The caller holds its operation lock.
+/// too: then it is parked. The caller holds its operation lock, and does the wait of an error that is
+/// [`ParkError::awaited`].
 pub async fn move_gpus(
     container: &Container,
     wanted: &Wanted,
@@ -160,7 +169,7 @@ async fn unpark(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<O
     let lease = lease_of(container, target)?;
     let busy = busy(&spec, effects, wanted)?;
     if let Err(error) = take(effects, (lease, None), &parked.sharers, busy).await {
-        let is_busy = matches!(error, EffectError::Lease(LeaseError::Busy(..)));
+        let is_busy = matches!(error, EffectError::Lease(LeaseError::Busy { .. }));
         if !(is_busy && busy == GpuBusy::Elsewhere && grant.is_none()) {
             return Err(error);
         }
@@ -320,7 +329,7 @@ async fn plan(
     spec: &Spec,
     wanted: &Wanted,
 ) -> Result<(Option<NewGrant>, Vec<DeviceNode>), EffectError> {
-    let Some(wanted) = wanted.gpus.as_deref().filter(|gpus| *gpus != names::SAME_GPUS) else {
+    let Some(wanted) = wanted.chosen() else {
         return Ok((None, Vec::new()));
     };
     let inventory = effects.gpu.inventory().await?;
@@ -369,27 +378,24 @@ async fn take(
     busy: GpuBusy,
 ) -> Result<(), EffectError> {
     let Some(lease) = lease else { return Ok(()) };
-    let begun = Instant::now();
-    loop {
-        let (lease, keeps, sharers) = (lease.clone(), keeps.clone(), sharers.to_vec());
-        let taken = blocking(move || match busy {
-            GpuBusy::Share => lease.with(keeps.as_ref()).note().map_err(LeaseError::from),
-            _ => lease.take(keeps.as_ref(), &sharers),
-        });
-        match taken.await {
-            Err(LeaseError::Busy(..))
-                if busy == GpuBusy::Wait && begun.elapsed() < effects.config.deadlines.gpu_wait =>
-            {
-                let waited = effects.cancel.unless_cancelled(sleep(LOOK)).await;
-                waited.ok_or(EffectError::Killed)?;
-            }
-            // Without this file nobody is refused; the container goes on all the same.
-            Err(LeaseError::Files(error)) => {
-                log::warn!("cannot see who has the GPUs of {}: {error}", effects.container.id);
-                return Ok(());
-            }
-            taken => return Ok(taken?),
+    let sharers = sharers.to_vec();
+    let taken = blocking(move || match busy {
+        GpuBusy::Share => lease.with(keeps.as_ref()).note().map_err(LeaseError::from),
+        _ => lease.take(keeps.as_ref(), &sharers),
+    });
+    match taken.await {
+        // Without this file nobody is refused; the container goes on all the same.
+        Err(LeaseError::Files(error)) => {
+            log::warn!("cannot see who has the GPUs of {}: {error}", effects.container.id);
+            Ok(())
         }
+        Err(LeaseError::Busy { holder, gpu, .. }) => Err(LeaseError::Busy {
+            holder,
+            gpu,
+            awaited: busy == GpuBusy::Wait,
+        }
+        .into()),
+        Ok(()) => Ok(()),
     }
 }
 

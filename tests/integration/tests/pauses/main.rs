@@ -3,6 +3,8 @@
 //! Needs root. Every story uses `ctr` and `firn` on real containerd, runc and CRIU; only the driver is
 //! simulated.
 
+mod busy;
+
 use std::process::ExitCode;
 
 use anyhow::{Result, bail, ensure};
@@ -212,8 +214,8 @@ fn a_parked_container_is_checkpointed_into_an_image(platform: Platform) -> Resul
     })
 }
 
-/// It can be killed and deleted, and nothing of it is left, also in containerd's metadata, where its client has
-/// a label, too. containerd may be restarted meanwhile.
+/// It can be killed and deleted, and nothing of it is left, also in containerd's metadata, where its client
+/// has a label, too. containerd may be restarted meanwhile.
 fn a_parked_container_ends(platform: Platform) -> Result<()> {
     on([host(platform, "pa-end")?], |[host]| {
         let job = counter(host, "job", "0")?;
@@ -256,52 +258,6 @@ fn a_parked_container_ends(platform: Platform) -> Result<()> {
         label_is(false)?;
         assert_eq!(job.status()?, "RUNNING");
         job.remove()?;
-        host.idle()
-    })
-}
-
-/// What happens if another container has the GPU.
-fn a_resume_waits_or_goes_elsewhere_or_shares(platform: Platform) -> Result<()> {
-    on([host(platform, "pa-busy")?], |[host]| {
-        let busy = |word: &str| format!("firn.dev/gpu-busy={word}");
-        let (wait, elsewhere) = (busy("wait"), busy("elsewhere"));
-        let run = |id, word: &str| -> Result<Container<'_>> {
-            let options = [&RELEASE[..], &["--annotation", word]].concat();
-            let job = Container::count_with(host, id, &["0"], 1, &options, &[])?;
-            job.goes_on(2)?;
-            Ok(job)
-        };
-        let waits = run("waits", &wait)?;
-        park(host, &waits)?;
-        let goes = run("goes", &elsewhere)?;
-        park(host, &goes)?;
-        let holder = counter(host, "holder", "0")?;
-
-        let mut resume = host.node().spawn(&["ctr", "tasks", "resume", "waits"])?;
-        waits.stands_still()?;
-        host.configure("[restore]\ngpus = [\"0\", \"2\"]\n")?;
-        goes.task(&["resume"])?;
-        runs_on(host, &goes, 2)?;
-        holder.goes_on(2)?;
-        assert_eq!(waits.status()?, "PAUSED");
-        holder.task(&["pause"])?;
-        ensure!(resume.wait()?.success());
-        runs_on(host, &waits, 0)?;
-
-        let refused = error_of(host, &["firn", "resume", "holder"])?;
-        ensure!(refused.contains("FIRN-GPU-BUSY"), "{refused}");
-        firn(host, &["resume", "holder", "--busy", "share"])?;
-        runs_on(host, &holder, 0)?;
-        waits.goes_on(2)?;
-        // They have it together now: none is in the other's way.
-        for _ in 0..2 {
-            waits.task(&["pause"])?;
-            waits.task(&["resume"])?;
-        }
-        waits.goes_on(2)?;
-        for job in [waits, goes, holder] {
-            job.remove()?;
-        }
         host.idle()
     })
 }
@@ -511,7 +467,10 @@ fn main() -> ExitCode {
         a_parked_container_is_checkpointed [FORKY, FORKY_V2];
         a_parked_container_is_checkpointed_into_an_image [TRIXIE];
         a_parked_container_ends [FORKY, FORKY_V2];
-        a_resume_waits_or_goes_elsewhere_or_shares [FORKY_V2];
+        busy::a_resume_waits_or_goes_elsewhere_or_shares [FORKY_V2];
+        busy::others_work_on_a_container_that_waits [FORKY, FORKY_V2];
+        busy::a_container_that_waits_can_end [FORKY, FORKY_V2];
+        busy::a_move_that_waits_lets_it_run [FORKY, FORKY_V2];
         a_failed_pause_costs_nothing [FORKY];
         a_failed_resume_leaves_it_parked [FORKY, TRIXIE_V2];
         a_failed_move_goes_back [FORKY, FORKY_V2];
