@@ -3,9 +3,10 @@
 
 use nix::libc;
 
-/// `KCMP_FILE` and `KCMP_VM` of `linux/kcmp.h`.
+/// `KCMP_FILE`, `KCMP_VM` and `KCMP_FILES` of `linux/kcmp.h`.
 const KCMP_FILE: libc::c_int = 0;
 const KCMP_VM: libc::c_int = 1;
+const KCMP_FILES: libc::c_int = 2;
 
 /// Whether descriptor `a.1` of process `a.0` and `b.1` of `b.0` are the same open file. `false` if a process
 /// or a descriptor does not exist, or may not be compared.
@@ -17,6 +18,12 @@ pub(crate) fn is_same_file(a: (i32, i32), b: (i32, i32)) -> bool {
 /// compared.
 pub(crate) fn is_same_memory(a: i32, b: i32) -> bool {
     is_same(KCMP_VM, (a, b), (0, 0))
+}
+
+/// Whether two threads have one table of descriptors together. `false` if one does not exist, or may not be
+/// compared.
+pub(crate) fn is_same_table(a: i32, b: i32) -> bool {
+    is_same(KCMP_FILES, (a, b), (0, 0))
 }
 
 fn is_same(kind: libc::c_int, pids: (i32, i32), numbers: (i32, i32)) -> bool {

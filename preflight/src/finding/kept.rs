@@ -11,23 +11,64 @@ use nix::sys::stat::{major, minor};
 
 use super::Unreadable;
 use crate::Refusal;
+use crate::sys::is_same_table;
 
 /// The first process with one of these devices open or mapped, by whatever name.
+///
+/// Each descriptor table of a process is read: a thread may have one of its own, and that of a first thread
+/// which has ended is empty while the others go on.
 pub(crate) fn kept(
     proc_root: &Path,
     pids: &[i32],
     devices: &[DeviceNode],
 ) -> Result<Option<Refusal>, Unreadable> {
     for &pid in pids {
-        for what in ["fd", "map_files"] {
-            let dir = proc_root.join(pid.to_string()).join(what);
-            let found = proc_maps::unless_gone(first(&dir, devices));
-            let found = found.map_err(|source| Unreadable { pid, what, source })?;
-            if let Some(file) = found.flatten() {
+        let what = "task";
+        let task = proc_root.join(pid.to_string()).join(what);
+        let threads = proc_maps::unless_gone(threads(&task));
+        let threads = threads.map_err(|source| Unreadable { pid, what, source })?;
+        let mut read: Vec<i32> = Vec::new();
+        for tid in threads.unwrap_or_default() {
+            if read.iter().any(|other| is_same_table(*other, tid)) {
+                continue;
+            }
+            read.push(tid);
+            if let Some(file) = of_thread(proc_root, (pid, tid), devices)? {
                 let comm = proc_maps::comm(proc_root, pid);
                 let file = file.to_string_lossy().into_owned();
                 return Ok(Some(Refusal::KeptGpu { pid, comm, file }));
             }
+        }
+    }
+    Ok(None)
+}
+
+fn threads(task: &Path) -> io::Result<Vec<i32>> {
+    let mut tids = Vec::new();
+    for entry in fs::read_dir(task)? {
+        tids.extend(
+            entry?
+                .file_name()
+                .to_str()
+                .and_then(|tid| tid.parse::<i32>().ok()),
+        );
+    }
+    Ok(tids)
+}
+
+/// The name of a device in the descriptors of a thread, or in its mappings. /proc has these of every thread,
+/// but lists them for the first one alone.
+fn of_thread(
+    proc_root: &Path,
+    (pid, tid): (i32, i32),
+    devices: &[DeviceNode],
+) -> Result<Option<PathBuf>, Unreadable> {
+    for what in ["fd", "map_files"] {
+        let dir = proc_root.join(tid.to_string()).join(what);
+        let found = proc_maps::unless_gone(first(&dir, devices));
+        let found = found.map_err(|source| Unreadable { pid, what, source })?;
+        if let Some(file) = found.flatten() {
+            return Ok(Some(file));
         }
     }
     Ok(None)
@@ -81,6 +122,48 @@ mod tests {
             ..null()
         };
         assert!(kept(Path::new("/proc"), &[own], &[block]).unwrap().is_none());
+    }
+
+    /// /dev/full, which nothing else of these tests opens.
+    #[test]
+    fn a_descriptor_of_one_thread_alone_is_found() {
+        let full = DeviceNode { minor: 7, ..null() };
+        let own = i32::try_from(std::process::id()).unwrap();
+        let look = || kept(Path::new("/proc"), &[own], std::slice::from_ref(&full)).unwrap();
+        assert!(look().is_none());
+        let found = std::thread::scope(|scope| {
+            let apart = scope.spawn(|| {
+                nix::sched::unshare(nix::sched::CloneFlags::CLONE_FILES).unwrap();
+                let _open = fs::File::open("/dev/full").unwrap();
+                look()
+            });
+            apart.join().unwrap()
+        });
+        let Some(Refusal::KeptGpu { pid, file, .. }) = found else {
+            panic!("not found");
+        };
+        assert_eq!((pid, &*file), (own, "/dev/full"));
+    }
+
+    /// As of a process whose first thread has ended. No thread has such a number.
+    #[test]
+    fn the_threads_that_a_first_one_has_left_are_looked_at() {
+        let (leader, thread) = (i32::MAX - 1, i32::MAX);
+        for (what, file) in [("fd", "3"), ("map_files", "1000-2000")] {
+            let root = tempfile::tempdir().unwrap();
+            for tid in [leader, thread] {
+                let task = format!("{leader}/task/{tid}");
+                fs::create_dir_all(root.path().join(task)).unwrap();
+                fs::create_dir_all(root.path().join(tid.to_string()).join(what)).unwrap();
+            }
+            let open = root.path().join(thread.to_string()).join(what).join(file);
+            std::os::unix::fs::symlink("/dev/null", open).unwrap();
+            let found = kept(root.path(), &[leader], &[null()]).unwrap();
+            assert!(
+                matches!(&found, Some(Refusal::KeptGpu { pid, .. }) if *pid == leader),
+                "{what}: {found:?}"
+            );
+        }
     }
 
     #[test]
