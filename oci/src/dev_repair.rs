@@ -12,24 +12,26 @@
 //! GPU nodes are ignored. Accelerators are GPU nodes here only in a container whose checkpoints hold nothing
 //! of any device: no process has one open, and the spec alone decides which nodes there are.
 
-use std::ffi::OsStr;
-use std::fs::Permissions;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+mod directory;
 
-use firn_gpu::{DeviceNode, NodeType};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use firn_gpu::DeviceNode;
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, ResolveFlag, open, openat};
-use nix::sys::stat::{Mode, SFlag, fstat, fstatat, lstat, major, makedev, minor, mkdirat, mknodat};
-use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, unlinkat};
+use nix::fcntl::{OFlag, ResolveFlag, open};
+use nix::sys::stat::{Mode, fstat, lstat, major, minor, mkdirat};
 
 use crate::device_class::{DIRECTORIES, GRAPHICS};
 use crate::vendor::{ACCELERATORS, is_any_accelerator, is_gpu};
 use crate::{Spec, SpecDevice, SpecError, job_hook, other_gpu};
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::{Chain, Problem, open_below};
+
+use directory::{Directory, Found, device_id};
 
 /// Where a container's device nodes are.
 const DEV: &str = "/dev";
@@ -74,8 +76,14 @@ pub struct DevRepair {
 
 /// Replaces the GPU nodes in the /dev of this process's root by those of the spec. Safe to repeat.
 pub fn repair(pid: i32, spec: &Spec) -> Result<DevRepair, DevError> {
+    repair_unless(&AtomicBool::new(false), pid, spec)
+}
+
+/// As [`repair`], but makes no further change once `stop` is set: nobody waits for it any more, and what has
+/// become of /dev since then stays.
+pub fn repair_unless(stop: &AtomicBool, pid: i32, spec: &Spec) -> Result<DevRepair, DevError> {
     let root = PathBuf::from(format!("/proc/{pid}/root"));
-    repair_below(&root, Path::new(DEV), spec)
+    repair_below(&root, Path::new(DEV), spec, stop)
 }
 
 /// Whether [`repair`] can do it; changes nothing. Unlike there, a node that would have to go must not be a
@@ -117,7 +125,8 @@ pub fn repair_unassembled(init: i32, spec: &Spec) -> Result<DevRepair, DevError>
         };
         let dev = Dev::of(fd, spec);
         if dev.is_of(&mount.device) && dev.has_gpus() {
-            dev.repair(host_device(Path::new(DEV))?, spec, &mut done)?;
+            let stop = AtomicBool::new(false);
+            dev.repair(host_device(Path::new(DEV))?, spec, &mut done, &stop)?;
         }
     }
     Ok(done)
@@ -145,11 +154,11 @@ fn of_host(path: &Path) -> Option<DeviceNode> {
     })
 }
 
-fn repair_below(root: &Path, host_dev: &Path, spec: &Spec) -> Result<DevRepair, DevError> {
+fn repair_below(root: &Path, host_dev: &Path, spec: &Spec, stop: &AtomicBool) -> Result<DevRepair, DevError> {
     let mut done = DevRepair::default();
     let fd = open_mounted(&open_root(root)?, Path::new(DEV)).map_err(step("open", Path::new(DEV)))?;
     if let Some(fd) = fd {
-        Dev::of(fd, spec).repair(host_device(host_dev)?, spec, &mut done)?;
+        Dev::of(fd, spec).repair(host_device(host_dev)?, spec, &mut done, stop)?;
     }
     Ok(done)
 }
@@ -238,11 +247,17 @@ impl Dev {
         })
     }
 
-    fn repair(&self, host: u64, spec: &Spec, done: &mut DevRepair) -> Result<(), DevError> {
+    fn repair(
+        &self,
+        host: u64,
+        spec: &Spec,
+        done: &mut DevRepair,
+        stop: &AtomicBool,
+    ) -> Result<(), DevError> {
         let devices = spec.devices()?;
         // Order matters: nothing is changed before it is known that everything may be.
         for work in self.plan(host, spec, &devices, done)? {
-            match self.perform(&work, done) {
+            match self.perform(&work, done, stop) {
                 Err(error) if work.name == GRAPHICS => done.left = Some(Chain(&error).to_string()),
                 performed => performed?,
             }
@@ -307,7 +322,11 @@ impl Dev {
         Ok(Some(work))
     }
 
-    fn perform(&self, work: &Work<'_>, done: &mut DevRepair) -> Result<(), DevError> {
+    fn perform(&self, work: &Work<'_>, done: &mut DevRepair, stop: &AtomicBool) -> Result<(), DevError> {
+        let is_stopped = || stop.load(Ordering::Relaxed);
+        if is_stopped() {
+            return Ok(());
+        }
         let made;
         let directory = match &work.directory {
             Some(directory) => directory,
@@ -318,11 +337,11 @@ impl Dev {
                 &made
             }
         };
-        for path in &work.remove {
+        for path in work.remove.iter().take_while(|_| !is_stopped()) {
             directory.remove(path)?;
             done.removed.push(path.clone());
         }
-        for (device, exists) in &work.make {
+        for (device, exists) in work.make.iter().take_while(|_| !is_stopped()) {
             if *exists {
                 directory.remove(&device.node.path)?;
             }
@@ -380,124 +399,6 @@ fn open_mounted(root: &OwnedFd, path: &Path) -> Result<Option<OwnedFd>, Errno> {
         Err(Errno::ENOENT) => Ok(None),
         other => other.map(Some),
     }
-}
-
-/// A directory of the container that holds device nodes. Of the path of an entry, which is that in the
-/// container, only the last part is used.
-struct Directory {
-    fd: OwnedFd,
-    path: PathBuf,
-    /// Whether this is a name of a node that is repaired.
-    is_ours: fn(&Path) -> bool,
-}
-
-impl Directory {
-    /// GPU nodes that are not among the wanted ones.
-    fn others(&self, wanted: &[&SpecDevice]) -> Result<Vec<PathBuf>, DevError> {
-        let mut others = Vec::new();
-        for path in self.gpu_paths()? {
-            let is_wanted = wanted.iter().any(|device| device.node.path == path);
-            if !is_wanted && let Some(Found::Device(_)) = self.found(&path)? {
-                others.push(path);
-            }
-        }
-        Ok(others)
-    }
-
-    /// Entries that are named as nodes of GPUs are.
-    fn gpu_paths(&self) -> Result<Vec<PathBuf>, DevError> {
-        let paths = || -> io::Result<Vec<PathBuf>> {
-            let entries = std::fs::read_dir(by_descriptor(&self.fd))?;
-            let paths = entries.map(|entry| Ok(self.path.join(entry?.file_name())));
-            paths
-                .filter(|path| path.as_ref().map_or(true, |path| (self.is_ours)(path)))
-                .collect()
-        };
-        paths().map_err(step("list", &self.path))
-    }
-
-    /// What has this name; links are not followed.
-    fn found(&self, path: &Path) -> Result<Option<Found>, DevError> {
-        match fstatat(&self.fd, name_of(path), AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Ok(stat) => Ok(Some(Found::of(&stat))),
-            Err(Errno::ENOENT) => Ok(None),
-            Err(e) => Err(step("look at", path)(e)),
-        }
-    }
-
-    /// Whether something is mounted on the entry.
-    fn is_mount(&self, path: &Path) -> Result<bool, DevError> {
-        let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW;
-        let resolve = BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
-        match open_below(&self.fd, Path::new(name_of(path)), flags, resolve) {
-            Err(Errno::EXDEV) => Ok(true),
-            opened => opened.map(|_| false).map_err(step("open", path)),
-        }
-    }
-
-    fn remove(&self, path: &Path) -> Result<(), DevError> {
-        unlinkat(&self.fd, name_of(path), UnlinkatFlags::NoRemoveDir).map_err(step("remove", path))
-    }
-
-    fn make(&self, wanted: &SpecDevice) -> Result<(), DevError> {
-        let path = &wanted.node.path;
-        let kind = match wanted.node.kind {
-            NodeType::Char => SFlag::S_IFCHR,
-            NodeType::Block => SFlag::S_IFBLK,
-        };
-        let number = makedev(wanted.node.major, wanted.node.minor);
-        mknodat(&self.fd, name_of(path), kind, Mode::empty(), number).map_err(step("make", path))?;
-        // From here on by descriptor, so that the owner and mode are set on the node that was just made.
-        let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let node = openat(&self.fd, name_of(path), flags, Mode::empty()).map_err(step("open", path))?;
-        let stat = fstat(&node).map_err(step("look at", path))?;
-        if device_id(&stat) != Some(wanted.node.id()) {
-            return Err(step("make", path)(Errno::EEXIST));
-        }
-        let (uid, gid) = (Uid::from_raw(wanted.uid), Gid::from_raw(wanted.gid));
-        fchownat(node.as_fd(), "", Some(uid), Some(gid), AtFlags::AT_EMPTY_PATH)
-            .map_err(step("set the owner of", path))?;
-        std::fs::set_permissions(by_descriptor(&node), Permissions::from_mode(wanted.mode))
-            .map_err(step("set the mode of", path))
-    }
-}
-
-fn name_of(path: &Path) -> &OsStr {
-    path.file_name().unwrap_or_default()
-}
-
-fn by_descriptor(fd: &OwnedFd) -> String {
-    format!("/proc/self/fd/{}", fd.as_raw_fd())
-}
-
-/// What a directory entry is.
-enum Found {
-    Device(DeviceId),
-    Directory,
-    Other,
-}
-
-impl Found {
-    fn of(stat: &nix::sys::stat::FileStat) -> Self {
-        match device_id(stat) {
-            Some(id) => Self::Device(id),
-            None if stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFDIR.bits() => Self::Directory,
-            None => Self::Other,
-        }
-    }
-}
-
-/// Which device a node opens, as [`DeviceNode::id`] has it.
-type DeviceId = (NodeType, u64, u64);
-
-fn device_id(stat: &nix::sys::stat::FileStat) -> Option<DeviceId> {
-    let format = SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits());
-    let kind = match format {
-        SFlag::S_IFCHR => NodeType::Char,
-        SFlag::S_IFBLK => NodeType::Block,
-        _ => return None,
-    };
-    Some((kind, major(stat.st_rdev), minor(stat.st_rdev)))
 }
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
 //! These make device nodes (with the numbers of /dev/null and the like), so they need root with CAP_MKNOD.
 
-use std::os::unix::fs::{FileTypeExt, symlink};
+use std::fs::Permissions;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 
 use super::*;
 use nix::fcntl::AT_FDCWD;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::stat::{SFlag, makedev, mknodat};
 use nix::unistd::Pid;
 use serde_json::json;
 
@@ -38,8 +40,13 @@ impl Container {
     }
 
     fn repair(&self, devices: serde_json::Value) -> Result<DevRepair, DevError> {
+        self.repair_unless(false, devices)
+    }
+
+    fn repair_unless(&self, stop: bool, devices: serde_json::Value) -> Result<DevRepair, DevError> {
         let spec = Spec::from(json!({"linux": {"devices": devices}}));
-        repair_below(self.root.path(), Path::new("/proc"), &spec)
+        let stop = AtomicBool::new(stop);
+        repair_below(self.root.path(), Path::new("/proc"), &spec, &stop)
     }
 
     /// Type, minor number and mode of a node.
@@ -73,6 +80,10 @@ fn nodes_of_the_source_make_room_for_those_of_the_spec() {
         {"path": "/dev/nvidia-uvm", "type": "c", "major": 1, "minor": 9},
         {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
     ]);
+    // Nobody waits for it any more.
+    let late = container.repair_unless(true, wanted.clone()).unwrap();
+    assert_eq!(late, DevRepair::default());
+    assert_eq!(container.stat("/dev/nvidia2"), None);
     let done = container.repair(wanted.clone()).unwrap();
     let mut removed = paths(&done.removed);
     removed.sort_unstable();
@@ -235,7 +246,13 @@ fn the_hosts_own_dev_is_left_alone() {
     container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
     let spec = Spec::from(json!({"linux": {"devices": []}}));
     let same_file_system = container.root.path();
-    let done = repair_below(container.root.path(), same_file_system, &spec).unwrap();
+    let done = repair_below(
+        container.root.path(),
+        same_file_system,
+        &spec,
+        &AtomicBool::default(),
+    )
+    .unwrap();
     assert_eq!(done, DevRepair::default());
     assert!(container.stat("/dev/nvidia0").is_some());
 }
@@ -247,7 +264,12 @@ fn in_a_user_namespace_only_a_right_node_will_do() {
     let repair = |minor: u64| {
         let devices = json!([{"path": "/dev/nvidia0", "type": "c", "major": 1, "minor": minor}]);
         let spec = Spec::from(json!({"linux": {"devices": devices, "namespaces": [{"type": "user"}]}}));
-        repair_below(container.root.path(), Path::new("/proc"), &spec)
+        repair_below(
+            container.root.path(),
+            Path::new("/proc"),
+            &spec,
+            &AtomicBool::default(),
+        )
     };
     assert_eq!(repair(3).unwrap(), DevRepair::default());
     container.node("/dev/nvidia1", SFlag::S_IFCHR, 7);
@@ -439,7 +461,13 @@ fn accelerators_are_repaired_only_in_a_container_that_holds_no_device() {
             false => json!({"firn.dev/gpu": "released-by-hook"}),
         };
         let spec = Spec::from(json!({"annotations": annotations, "linux": {"devices": devices}}));
-        let done = repair_below(container.root.path(), Path::new("/proc"), &spec).unwrap();
+        let done = repair_below(
+            container.root.path(),
+            Path::new("/proc"),
+            &spec,
+            &AtomicBool::default(),
+        )
+        .unwrap();
         assert!(paths(&done.removed).contains(&"/dev/nvidia0"));
         assert_eq!(done.removed.len(), if released { 3 } else { 1 }, "{done:?}");
         assert_eq!(paths(&done.made), if released { vec![accel] } else { vec![] });

@@ -56,6 +56,8 @@ pub struct Container {
     pending_hook: Mutex<Option<Facts>>,
     /// The call in progress that runs hooks, which have no deadline. Who begins it holds the operation lock.
     pub hooks: Slot,
+    /// Held while a thread works on the container's /dev, also by one that nobody waits for any more.
+    pub(crate) dev: Arc<Mutex<()>>,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
     /// Reports when memory runs out; set once there are processes and the host accounts memory.
@@ -127,6 +129,7 @@ impl Container {
             transaction: Slot::default(),
             pending_hook: Mutex::new(None),
             hooks: Slot::default(),
+            dev: Arc::default(),
             status: Mutex::new(Status {
                 state,
                 ..Status::default()

@@ -1,5 +1,9 @@
 //! Gives a parked container other GPUs of its node: device rules, nodes in /dev, spec.
 
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_oci::dev_repair::{self, DevError};
 use firn_oci::{Spec, edit};
@@ -10,6 +14,7 @@ use crate::blocking::{Left, stoppable};
 use crate::cancel::CancellationToken;
 use crate::checkpoint::container::ContainerEffects;
 use crate::checkpoint::error::EffectError;
+use crate::panics::lock;
 use crate::warn::OrWarn;
 
 /// Other GPUs for a container.
@@ -95,7 +100,7 @@ impl NewGrant {
     /// Checks that the nodes in the container's /dev can be replaced. Changes nothing.
     pub(super) async fn check(&self, effects: &ContainerEffects<'_>) -> Result<(), EffectError> {
         let (init, spec) = (effects.container.init.pid(), self.new.clone());
-        on_dev(effects, &effects.cancel, move || {
+        on_dev(effects, &effects.cancel, move |_| {
             dev_repair::can_repair(init, &spec)
         })
         .await
@@ -146,7 +151,8 @@ async fn replace(
         .replace_device_rules(&old, &new)
         .map_err(GrantChangeError::Rules)?;
     let (init, spec) = (container.init.pid(), to.clone());
-    on_dev(effects, cancel, move || dev_repair::repair(init, &spec)).await?;
+    let repair = move |stop: &AtomicBool| dev_repair::repair_unless(stop, init, &spec);
+    on_dev(effects, cancel, repair).await?;
     to.save(&container.bundle).map_err(GrantChangeError::from)?;
     Ok(())
 }
@@ -155,10 +161,10 @@ async fn replace(
 async fn on_dev<T: Send + 'static>(
     effects: &ContainerEffects<'_>,
     cancel: &CancellationToken,
-    work: impl FnOnce() -> Result<T, DevError> + Send + 'static,
+    work: impl FnOnce(&AtomicBool) -> Result<T, DevError> + Send + 'static,
 ) -> Result<T, EffectError> {
     let limit = effects.config.deadlines.look;
-    let done = stoppable(limit, cancel, move |_| work()).await;
+    let done = in_turn(&effects.container.dev, limit, cancel, work).await;
     let done = done.map_err(|left| match left {
         Left::Cancelled => EffectError::Killed,
         Left::Late => GrantChangeError::Late { limit }.into(),
@@ -166,8 +172,27 @@ async fn on_dev<T: Send + 'static>(
     Ok(done.map_err(GrantChangeError::from)?)
 }
 
+/// Does `work` once earlier work is over, also work that nobody waits for any more: that could change what
+/// comes after it.
+async fn in_turn<T: Send + 'static>(
+    turn: &Arc<Mutex<()>>,
+    limit: Duration,
+    cancel: &CancellationToken,
+    work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
+) -> Result<T, Left> {
+    let turn = turn.clone();
+    stoppable(limit, cancel, move |stop| {
+        let _turn = lock(&turn);
+        work(stop)
+    })
+    .await
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
+    use std::sync::mpsc;
+
     use firn_host::Problem;
     use firn_image::fixtures::{inventory, spec, uuid};
     use serde_json::json;
@@ -229,6 +254,36 @@ mod tests {
         assert_eq!(code(&all, "0,1,2,3"), "FIRN-MOVE-PRIVILEGED");
         assert_eq!(code(&spec(195, &[0]), "9"), "FIRN-GPU-UNKNOWN");
         assert_eq!(code(&spec(195, &[0]), "GPU-x=GPU-y"), "FIRN-MAP-SYNTAX");
+    }
+
+    /// The first hangs, as in a file system that does not answer.
+    #[tokio::test]
+    async fn late_work_on_dev_is_over_before_other_work_begins() {
+        let (turn, cancel) = (Arc::default(), CancellationToken::default());
+        let (answer, hang) = mpsc::channel::<()>();
+        let (log, logged) = mpsc::channel();
+        let second_log = log.clone();
+        let hangs = move |stop: &AtomicBool| {
+            hang.recv().unwrap();
+            log.send(("first", stop.load(Ordering::Relaxed))).unwrap();
+        };
+        let late = in_turn(&turn, Duration::from_millis(10), &cancel, hangs).await;
+        assert_eq!(late, Err(Left::Late));
+        let reverts = move |stop: &AtomicBool| {
+            second_log.send(("second", stop.load(Ordering::Relaxed))).unwrap();
+        };
+        let second = in_turn(&turn, Duration::from_secs(60), &cancel, reverts);
+        let answers = async {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            assert!(logged.try_recv().is_err(), "it did not wait");
+            answer.send(()).unwrap();
+        };
+        let (second, ()) = tokio::join!(second, answers);
+        second.unwrap();
+        assert_eq!(
+            logged.iter().collect::<Vec<_>>(),
+            [("first", true), ("second", false)]
+        );
     }
 
     #[test]
