@@ -19,6 +19,7 @@ use nix::fcntl::{AtFlags, OFlag, ResolveFlag};
 use nix::sys::stat::fstatat;
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
+use crate::ordered::set_of;
 use crate::{open_below, procfs};
 
 /// How CRIU's names begin. A decimal number follows.
@@ -49,9 +50,7 @@ impl DeletedName {
     /// Those of a process; none if it has ended.
     pub fn of_process(pid: i32) -> BTreeSet<Self> {
         let files = procfs::deleted(pid);
-        files
-            .filter_map(|(entry, path)| Self::at(pid, &entry, path))
-            .collect()
+        set_of(files.filter_map(|(entry, path)| Self::at(pid, &entry, path)))
     }
 
     /// The file behind `entry` of /proc/PID/fd or map_files, which has this deleted name; none if no other

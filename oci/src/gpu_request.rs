@@ -308,12 +308,11 @@ fn annotations(spec: &Spec, prefixes: &[String]) -> Vec<String> {
         return Vec::new();
     }
     let all = spec.annotations().into_iter().flatten();
-    let mut found: Vec<(&String, &str)> = all
+    let found = all
         .filter(|(key, _)| prefixes.iter().any(|prefix| key.starts_with(prefix)))
-        .filter_map(|(key, value)| Some((key, value.as_str()?)))
-        .collect();
-    found.sort_unstable();
-    found.into_iter().flat_map(|(_, names)| list(names)).collect()
+        .filter_map(|(key, value)| Some((key, value.as_str()?)));
+    let by_name = firn_host::ordered::map_of(found);
+    by_name.into_values().flat_map(list).collect()
 }
 
 fn variable(spec: &Spec) -> Option<&str> {

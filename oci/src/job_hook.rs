@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use firn_host::Problem;
+use firn_host::ordered::map_of;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -142,9 +143,7 @@ pub fn release_devices(spec: &mut Spec) -> Result<bool, SpecError> {
 /// The container's annotations that name hooks.
 pub fn named(spec: &Spec) -> BTreeMap<String, String> {
     let names = JobHook::ALL.iter().map(|hook| hook.annotation());
-    names
-        .filter_map(|name| Some((name.to_owned(), spec.annotation(name)?.to_owned())))
-        .collect()
+    map_of(names.filter_map(|name| Some((name.to_owned(), spec.annotation(name)?.to_owned()))))
 }
 
 /// Gives the container the hooks that it does not name itself: from the labels of its image, or those of the

@@ -9,7 +9,6 @@ mod device_changes;
 mod devices;
 mod privileges;
 
-use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -23,6 +22,7 @@ pub use self::device_changes::{Access, DeviceChange};
 pub use self::devices::{DeviceRule, SpecDevice, parse_device};
 pub use self::privileges::capability;
 use firn_host::bounded::read_at_most;
+use firn_host::ordered::map_of;
 use firn_host::{Problem, atomic_file};
 
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.
@@ -173,10 +173,8 @@ impl Spec {
     pub fn own_tmpfs(&self) -> Result<Vec<PathBuf>, SpecError> {
         let mounts = self.mounts()?;
         // A later mount covers an earlier one.
-        let by_destination: BTreeMap<PathBuf, &SpecMount> = mounts
-            .iter()
-            .map(|mount| (mount.destination.components().collect(), mount))
-            .collect();
+        let destination = |mount: &SpecMount| mount.destination.components().collect::<PathBuf>();
+        let by_destination = map_of(mounts.iter().map(|mount| (destination(mount), mount)));
         let own = |mount: &SpecMount| mount.kind == "tmpfs" && !mount.is_bind();
         let own = by_destination.into_iter().filter(|(_, mount)| own(mount));
         Ok(own.map(|(destination, _)| destination).collect())

@@ -109,9 +109,8 @@ fn container_in(response: &[u8]) -> protobuf::Result<Empty> {
 
 fn labels_of(container: &Empty) -> protobuf::Result<BTreeMap<String, String>> {
     let labels = messages(container, LABELS_FIELD)?.into_iter();
-    Ok(labels
-        .map(|label| (unknown_string(&label, 1), unknown_string(&label, 2)))
-        .collect())
+    let pairs = labels.map(|label| (unknown_string(&label, 1), unknown_string(&label, 2)));
+    Ok(firn_host::ordered::map_of(pairs))
 }
 
 /// What is new of a container.

@@ -42,7 +42,9 @@ pub(crate) async fn release(container: &Container, log: &Path, cancel: &Cancella
         .and_then(|cgroup| cgroup.pids())
         .unwrap_or_default();
     // Init first: its network namespace is the container's.
-    pids.sort_unstable_by_key(|pid| *pid != init);
+    if let Some(at) = pids.iter().position(|pid| *pid == init) {
+        pids.swap(0, at);
+    }
     release_of(&container.bundle, log, &pids, limit, reaper).await;
 }
 

@@ -15,6 +15,7 @@ use tokio::sync::oneshot;
 
 use firn_host::UnlessAbsent;
 use firn_host::mountinfo::mounted;
+use firn_host::ordered::sort_few_by_key;
 
 /// Deadline of a mount or unmount.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -66,7 +67,7 @@ fn tree(path: &Path, busy: Busy) -> Result<(), UnmountError> {
         .map(|mount| mount.mount_point)
         .filter(|point| point.starts_with(&path))
         .collect();
-    points.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
+    sort_few_by_key(&mut points, |point| std::cmp::Reverse(point.components().count()));
     points.dedup();
     let mut first = Ok(());
     for point in points {

@@ -11,6 +11,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use firn_host::mountinfo::{self, MountEntry};
+use firn_host::ordered::set_of;
 use firn_host::procfs;
 use firn_oci::{Spec, SpecError};
 
@@ -97,7 +98,7 @@ fn undumpable<'a>(entries: &'a [MountEntry], known: &Known) -> Option<&'a MountE
     let is_whole = |entry: &MountEntry| entry.root == Path::new("/");
     let is_known = |entry: &MountEntry| entry.mount_point == Path::new("/") || known.has(&entry.mount_point);
     let sources = entries.iter().filter(|entry| is_whole(entry) || is_known(entry));
-    let sources: BTreeSet<&str> = sources.map(|entry| entry.device.as_str()).collect();
+    let sources = set_of(sources.map(|entry| entry.device.as_str()));
     let has_source = |part: &MountEntry| sources.contains(part.device.as_str());
     entries.iter().find(|entry| {
         let fails = if is_whole(entry) {
@@ -115,7 +116,7 @@ pub(crate) fn by_streams(init: i32, pids: &[i32]) -> Result<(), Refusal> {
     let (Some(own), Ok(hosts)) = (mounts_of(init)?, mountinfo::mounted()) else {
         return Ok(());
     };
-    let ids = |entries: Vec<MountEntry>| entries.into_iter().map(|entry| entry.id).collect::<BTreeSet<_>>();
+    let ids = |entries: Vec<MountEntry>| set_of(entries.into_iter().map(|entry| entry.id));
     let (own, hosts) = (ids(own), ids(hosts));
     for &pid in pids {
         for fd in 0..=2 {

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use firn_config::Exec;
+use firn_host::ordered::set_of;
 use firn_host::procfs;
 
 use crate::Refusal;
@@ -34,7 +35,7 @@ impl Tree {
 /// Refuses processes that CRIU leaves out. A process of an exec that uses no CUDA is accepted with
 /// [`Exec::Omit`].
 pub(crate) fn by_left_out(left_out: &[i32], cuda: &[i32], exec: Exec) -> Option<Refusal> {
-    let with_cuda: BTreeSet<i32> = cuda.iter().copied().collect();
+    let with_cuda = set_of(cuda.iter().copied());
     if let Some(&pid) = left_out.iter().find(|pid| with_cuda.contains(pid)) {
         let comm = procfs::comm(pid);
         return Some(Refusal::CudaExec { pid, comm });

@@ -3,10 +3,10 @@
 //! CRIU cannot dump an io_uring or an RDMA device. The driver's checkpoint closes the GPUs of a CUDA process,
 //! and of no other.
 
-use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use firn_host::ordered::set_of;
 use firn_host::proc_maps;
 
 use super::inherited::{self, Inherited, Same};
@@ -46,7 +46,7 @@ pub(super) fn inspect(
 ) -> Result<(Vec<Finding>, Vec<Inherited>), Unreadable> {
     let mut findings = Vec::new();
     let mut holders = Vec::new();
-    let cuda: BTreeSet<i32> = processes.cuda.iter().copied().collect();
+    let cuda = set_of(processes.cuda.iter().copied());
     for &pid in processes.dumped {
         let Some(found) = look(proc_root, pid)? else {
             continue;

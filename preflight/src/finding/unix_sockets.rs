@@ -12,7 +12,7 @@ use std::fs::File;
 use std::path::Path;
 
 use firn_config::{Tcp, text};
-use firn_host::ordered::set_of;
+use firn_host::ordered::{map_of, set_of};
 use firn_host::proc_maps;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::{Deserialize, Serialize};
@@ -204,7 +204,7 @@ fn sockets(proc_root: &Path, pids: &[i32]) -> Result<Vec<Diag>, Unreadable> {
 
 /// Which of the sockets that dumped processes have lead outside.
 fn judge(held: &Holders, sockets: &[Diag]) -> Vec<(u32, Kind, OtherEnd)> {
-    let known: BTreeMap<u32, &Diag> = sockets.iter().map(|socket| (socket.inode, socket)).collect();
+    let known = map_of(sockets.iter().map(|socket| (socket.inode, socket)));
     let listening = sockets.iter().filter(|socket| {
         let is_held = held.contains_key(&socket.inode);
         is_held && socket.state == LISTEN

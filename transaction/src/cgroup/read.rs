@@ -1,6 +1,6 @@
 //! Parsers of cgroup files. A file that does not exist is no error: controllers are enabled and disabled.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -121,7 +121,7 @@ pub fn page_sizes(dir: &Path) -> Result<Vec<String>, CgroupError> {
 
 /// The huge page sizes for which the directory has files `hugetlb.SIZE.SUFFIX`, as in `2MB`.
 pub fn hugetlb_sizes(dir: &Path, suffix: &str) -> Result<Vec<String>, CgroupError> {
-    let mut sizes = Vec::new();
+    let mut sizes = BTreeSet::new();
     for name in entries(dir)?.iter().filter_map(|path| path.file_name()?.to_str()) {
         let size = name
             .strip_prefix("hugetlb.")
@@ -129,8 +129,7 @@ pub fn hugetlb_sizes(dir: &Path, suffix: &str) -> Result<Vec<String>, CgroupErro
         // `hugetlb.SIZE.rsvd.*` counts reservations.
         sizes.extend(size.filter(|size| !size.contains('.')).map(str::to_owned));
     }
-    sizes.sort_unstable();
-    Ok(sizes)
+    Ok(sizes.into_iter().collect())
 }
 
 /// The cgroups directly below a cgroup; none when it does not exist any more.
