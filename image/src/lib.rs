@@ -1,5 +1,5 @@
 //! The checkpoint image: the manifest `firn.json`, checksums of CRIU's files, the directory that holds them,
-//! and the content of CRIU's own files.
+//! and the content of CRIU's own files. The store for the memory of checkpoints.
 //!
 //! Everything here comes from the maker of the image and is hostile until checked.
 #![forbid(unsafe_code)]
@@ -12,3 +12,4 @@ mod dir;
 #[doc(hidden)]
 pub mod fixtures;
 pub mod manifest;
+pub mod store;

@@ -1,0 +1,245 @@
+//! A store: a directory that holds the memory of checkpoints in pieces, each of them once.
+//!
+//! ```text
+//! firn-store.json     format, version, id
+//! lock                held shared by writers, alone by gc
+//! extents/ab/abcd...  4 MiB of memory, named by their digest
+//! images/0123...      what the memory of one checkpoint consists of, named by its digest
+//! new/                what is being written
+//! ```
+//!
+//! docs/reference/store.md describes it. Invariants:
+//! - An extent or index in its place is whole: it was durable before it got its name.
+//! - Whoever reads one compares its content with its name. So nothing depends on who has written it, and a
+//!   copied store may be hostile. Its directories are still refused when others than root can enter them:
+//!   they hold the memory of containers.
+//! - Nodes may share the directory. Only rename and flock have to work between them.
+//! - Extents and indexes are removed by `gc` alone, while it holds the lock.
+
+mod digest;
+mod error;
+mod index;
+mod layout;
+mod writer;
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use firn_host::UnlessAbsent;
+use firn_host::bounded::read_at_most;
+
+use crate::dir::UntrustedDir;
+pub use digest::{Digest, NotADigest};
+pub use error::StoreError;
+use error::{io, is_not_there, is_wrong_kind};
+pub use index::{Index, IndexError, Piece};
+pub use writer::Writer;
+
+/// Bytes of an extent; the last one of a range may be shorter. Part of the format.
+pub const EXTENT: usize = 4 << 20;
+
+/// A directory that the operator names as `[images] store`.
+#[derive(Clone, Debug)]
+pub struct Store(Arc<Opened>);
+
+#[derive(Debug)]
+struct Opened {
+    root: PathBuf,
+    id: String,
+    dir: UntrustedDir,
+    extents: UntrustedDir,
+    images: UntrustedDir,
+}
+
+impl Store {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// Where there is none, others than root can enter it, or a newer firn has made it.
+    pub fn open(root: &Path) -> Result<Self, StoreError> {
+        let root = without_slash(root);
+        Self::of(layout::root(&root)?, root)
+    }
+
+    /// Opens it, or makes it in an empty or absent directory.
+    ///
+    /// # Errors
+    /// As [`Store::open`], and where the directory holds anything else.
+    pub fn create(root: &Path) -> Result<Self, StoreError> {
+        let root = without_slash(root);
+        let dir = layout::made_root(&root)?;
+        layout::complete(&dir, &root)?;
+        Self::of(dir, root)
+    }
+
+    fn of(dir: UntrustedDir, root: PathBuf) -> Result<Self, StoreError> {
+        Ok(Self(Arc::new(Opened {
+            id: layout::id(&dir, &root)?,
+            extents: layout::inside(&dir, &root, layout::EXTENTS)?,
+            images: layout::inside(&dir, &root, layout::IMAGES)?,
+            root,
+            dir,
+        })))
+    }
+
+    /// The random id of the store.
+    pub fn id(&self) -> &str {
+        &self.0.id
+    }
+
+    /// Where it is.
+    pub fn root(&self) -> &Path {
+        &self.0.root
+    }
+
+    /// Begins to write. With a cap, the extents of the store are counted and may not take more bytes than it;
+    /// what others write at the same time is not counted.
+    pub fn writer(&self, cap: Option<u64>) -> Result<Writer, StoreError> {
+        Writer::new(self, cap)
+    }
+
+    /// The index of this name.
+    pub fn index(&self, id: &Digest) -> Result<Index, StoreError> {
+        let path = || self.0.root.join(layout::IMAGES).join(id.to_string());
+        let unusable = |error| match error {
+            IndexError::Version(found) => StoreError::Version { path: path(), found },
+            source => StoreError::Index { path: path(), source },
+        };
+        let file = match self.images().file(&id.to_string()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(self.missing_one("index", id));
+            }
+            Err(error) if is_wrong_kind(&error) => return Err(unusable(IndexError::Content)),
+            opened => opened.map_err(io("open", path()))?,
+        };
+        let bytes = read_at_most(file, index::MAX_BYTES).map_err(io("read", path()))?;
+        let bytes = bytes.ok_or_else(|| unusable(IndexError::TooLarge))?;
+        if Digest::of(&bytes) != *id {
+            return Err(unusable(IndexError::Content));
+        }
+        index::from_bytes(&bytes).map_err(unusable)
+    }
+
+    /// Reads an extent into a buffer of its length, and compares its content with its name.
+    pub fn read(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), StoreError> {
+        let path = || self.extent_path(extent);
+        let mut file = match self.open_extent(extent) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(self.missing_one("extent", extent));
+            }
+            Err(error) if is_wrong_kind(&error) => return Err(StoreError::Extent { path: path() }),
+            opened => opened.map_err(io("open", path()))?,
+        };
+        let length = file.metadata().map_err(io("look at", path()))?.len();
+        match file.read_exact(buffer) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {}
+            read => read.map_err(io("read", path()))?,
+        }
+        match length == buffer.len() as u64 && Digest::of(buffer) == *extent {
+            true => Ok(()),
+            false => Err(StoreError::Extent { path: path() }),
+        }
+    }
+
+    /// The extents of an index that are not there or have another size. Their content is not read.
+    pub fn missing(&self, index: &Index) -> Result<Vec<Digest>, StoreError> {
+        let mut extents: Vec<(Digest, usize)> = index
+            .extents()
+            .filter_map(|(extent, length)| Some((extent?, length)))
+            .collect();
+        extents.sort_unstable();
+        extents.dedup();
+        let mut missing = Vec::new();
+        for (extent, length) in extents {
+            if !self.has(&extent, length as u64)? {
+                missing.push(extent);
+            }
+        }
+        missing.dedup();
+        Ok(missing)
+    }
+
+    /// Whether there is an extent of this name and size.
+    fn has(&self, extent: &Digest, length: u64) -> Result<bool, StoreError> {
+        let name = extent.to_string();
+        let found = match self.extents().inside(&name[..2]) {
+            Err(error) if is_not_there(&error) => return Ok(false),
+            inside => inside.and_then(|inside| size(&inside, &name)),
+        };
+        let found = found.map_err(io("look for", self.extent_path(extent)))?;
+        Ok(found == Some(length))
+    }
+
+    /// Bytes of all extents.
+    fn size(&self) -> Result<u64, StoreError> {
+        let path = self.0.root.join(layout::EXTENTS);
+        let mut total = 0;
+        let count = |fan: String| {
+            let inside = match self.extents().inside(&fan) {
+                Err(error) if is_not_there(&error) => return Ok(()),
+                inside => inside?,
+            };
+            for name in inside.names()? {
+                total += size(&inside, &name)?.unwrap_or(0);
+            }
+            Ok(())
+        };
+        let names = self.extents().names();
+        let counted = names.and_then(|names| names.into_iter().try_for_each(count));
+        counted.map_err(io("count", path))?;
+        Ok(total)
+    }
+
+    fn open_extent(&self, extent: &Digest) -> io::Result<File> {
+        let name = extent.to_string();
+        self.extents().inside(&name[..2])?.file(&name)
+    }
+
+    fn extent_path(&self, extent: &Digest) -> PathBuf {
+        let name = extent.to_string();
+        self.0.root.join(layout::EXTENTS).join(&name[..2]).join(&name)
+    }
+
+    fn missing_one(&self, kind: &'static str, digest: &Digest) -> StoreError {
+        StoreError::Missing {
+            path: self.0.root.clone(),
+            id: self.0.id.clone(),
+            kind,
+            digest: *digest,
+        }
+    }
+
+    fn dir(&self) -> &UntrustedDir {
+        &self.0.dir
+    }
+
+    fn extents(&self) -> &UntrustedDir {
+        &self.0.extents
+    }
+
+    fn images(&self) -> &UntrustedDir {
+        &self.0.images
+    }
+
+    fn inside(&self, name: &'static str) -> Result<UntrustedDir, StoreError> {
+        layout::inside(self.dir(), self.root(), name)
+    }
+}
+
+/// A slash at the end of a path makes the kernel follow the link before it.
+fn without_slash(root: &Path) -> PathBuf {
+    root.components().collect()
+}
+
+/// The size of a regular file in a directory, if there is one.
+fn size(dir: &UntrustedDir, name: &str) -> io::Result<Option<u64>> {
+    let found = dir.metadata(name).if_present()?;
+    Ok(found
+        .filter(|metadata| metadata.is_file())
+        .map(|metadata| metadata.len()))
+}
+
+#[cfg(test)]
+mod tests;
