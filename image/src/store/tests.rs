@@ -139,7 +139,7 @@ fn what_is_not_there_is_named_with_its_store_and_a_remedy() {
     assert_eq!(code(scratch.store.index(&digest)), "FIRN-STORE-MISSING");
 }
 
-/// Each way in which an extent can have another content than its name says.
+/// Each way in which an extent can have another content than its name stands for.
 #[test]
 fn a_damaged_extent_is_found_when_it_is_read() {
     let damages: [fn(&Path, &Path); 7] = [
@@ -211,11 +211,10 @@ fn a_damaged_index_is_refused() {
     assert_eq!(code(scratch.store.index(&digest)), "FIRN-STORE-DAMAGED");
 }
 
-/// An index whose content matches its name was still written by somebody else.
-#[test]
-fn an_index_with_impossible_values_is_refused() {
+/// Indexes that no checkpoint writes, by the field that is wrong.
+fn bad_indexes() -> Vec<(&'static str, Index)> {
     let extents = |count| vec![Digest::of(b"x"); count].into_iter().map(Some).collect();
-    let bad = [
+    vec![
         ("pieces", index(vec![piece(0, vec![])])),
         ("pieces", index(vec![piece(5, extents(2))])),
         ("pieces", index(vec![piece(EXTENT as u64 + 1, extents(1))])),
@@ -248,15 +247,26 @@ fn an_index_with_impossible_values_is_refused() {
                 ..index(vec![])
             },
         ),
-    ];
+    ]
+}
+
+/// An index whose content matches its name was still written by somebody else.
+#[test]
+fn an_index_with_impossible_values_is_refused() {
     let scratch = Scratch::new();
-    for (field, index) in bad {
+    for (field, index) in bad_indexes() {
         let bytes = serde_json::to_vec(&serde_json::json!({
             "format": "firn-store-index", "version": 1, "index": index,
         }));
-        let error = place(&scratch, &bytes.unwrap());
-        let is_it = |error: &StoreError| matches!(error, StoreError::Index { source: IndexError::Value(name), .. } if *name == field);
-        assert!(is_it(&error), "{field}: {error:?}");
+        match place(&scratch, &bytes.unwrap()) {
+            StoreError::Index { source, .. } => {
+                assert!(
+                    matches!(source, IndexError::Value(name) if name == field),
+                    "{field}: {source:?}"
+                );
+            }
+            error => panic!("{field}: {error:?}"),
+        }
         let written = scratch.store.writer(None).unwrap().finish(&index);
         assert_eq!(code(written), "FIRN-STORE-UNUSABLE", "{field}");
     }

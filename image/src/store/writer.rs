@@ -1,8 +1,7 @@
 //! Writing into a store.
 //!
-//! A writer has a directory of its own below `new/`. Extents are written there and moved to their place when
-//! their content is durable. So an extent in its place is whole, also after a crash of the node, and what is
-//! not can be told by its place.
+//! A writer has a directory of its own in `new/`. Extents are written there and moved to their place when
+//! their content is durable. So an extent in its place is whole, also after a crash of the node.
 
 use std::fs::File;
 use std::io::{self, Write};

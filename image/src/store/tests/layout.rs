@@ -210,7 +210,7 @@ fn who_holds_the_lock_keeps_gc_out_and_writers_share_it() {
         writer.join().unwrap().unwrap();
         waited
     });
-    assert!(waiting, "a writer began beside gc");
+    assert!(waiting, "a writer began while gc had the lock");
     lock(
         scratch.store.dir(),
         &scratch.root(),

@@ -107,9 +107,9 @@ fn the_next_writer_alone_removes_what_a_killed_one_has_left() {
     fs::write(own.join("index"), "{").unwrap();
     fs::create_dir(scratch.root().join("extents").join(&one.to_string()[..2])).unwrap();
     fs::rename(own.join(one.to_string()), scratch.extent(&one)).unwrap();
-    let beside = scratch.store.writer(None).unwrap();
+    let other = scratch.store.writer(None).unwrap();
     assert!(own.join("7").exists(), "another's work was removed");
-    drop((killed, beside));
+    drop((killed, other));
     fs::write(scratch.root().join("new/file"), "").unwrap();
     symlink("/etc", scratch.root().join("new/link")).unwrap();
     scratch.store.writer(None).unwrap().abort();
