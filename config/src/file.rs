@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_host::Problem;
+use serde::de::Error;
 use serde::{Deserialize, Serialize};
 
 use crate::names;
@@ -27,6 +28,8 @@ sections! {
         pub checkpoint: Checkpoint = Checkpoint::default(),
         /// Which GPUs restored containers get.
         pub restore: Restore = Restore::default(),
+        /// Where the memory of checkpoints goes.
+        pub images: Images = Images::default(),
         /// Containers whose pause gives their GPUs free.
         pub pause: Pause = Pause::default(),
         /// Containers with the annotation `firn.dev/nccl`.
@@ -147,6 +150,18 @@ sections! {
         pub cri: bool = false,
     }
 
+    /// `[images]`
+    pub struct Images {
+        /// The directory of the node's store for memory. Default: none.
+        pub store: Option<PathBuf> = None,
+        /// The most bytes that a checkpoint may make of the store. Default: what its file system holds.
+        pub store_cap: Option<u64> = None,
+        /// Where the memory of checkpoints goes. A container's annotation comes first.
+        pub bulk: Bulk = Bulk::Inline,
+        /// Whether that annotation counts.
+        pub allow_bulk: bool = true,
+    }
+
     /// `[pause]`
     pub struct Pause {
         /// What a resume does if another container has the GPUs. A container's annotation comes first.
@@ -210,6 +225,26 @@ impl Word for OpenImageDir {
         ("refuse", Self::Refuse),
         ("allow", Self::Allow),
     ];
+}
+
+/// Where the memory of a checkpoint goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bulk {
+    /// Into the image directory.
+    Inline,
+    /// Into the node's store.
+    Store,
+}
+
+impl Word for Bulk {
+    const WORDS: &'static [(&'static str, Self)] = &[("inline", Self::Inline), ("store", Self::Store)];
+}
+
+impl Bulk {
+    /// The choice that this word stands for, in the configuration and in the annotation.
+    pub fn of_word(word: &str) -> Option<Self> {
+        section::of_word(word)
+    }
 }
 
 /// What becomes of processes that CRIU leaves out of a dump.
@@ -359,9 +394,14 @@ impl Config {
     pub fn load_from(path: &Path) -> Result<Self, ConfigError> {
         let mut config = Self::default();
         read(path, &mut config, UnknownKeys::Refuse)?;
-        Ok(config)
+        match config.images.bulk == Bulk::Store && config.images.store.is_none() {
+            true => Err(invalid(path, toml::de::Error::custom(NO_STORE))),
+            false => Ok(config),
+        }
     }
 }
+
+const NO_STORE: &str = "bulk = \"store\" of [images] needs the key store";
 
 /// Reads a file into a section that holds the defaults. No file: these stay.
 pub(crate) fn read(path: &Path, section: &mut dyn Section, unknown: UnknownKeys) -> Result<(), ConfigError> {
@@ -372,10 +412,14 @@ pub(crate) fn read(path: &Path, section: &mut dyn Section, unknown: UnknownKeys)
             source,
         })?,
     };
-    section::read(&text, section, unknown).map_err(|error| ConfigError::Invalid {
+    section::read(&text, section, unknown).map_err(|error| invalid(path, error))
+}
+
+fn invalid(path: &Path, error: toml::de::Error) -> ConfigError {
+    ConfigError::Invalid {
         path: path.to_owned(),
         source: Box::new(error),
-    })
+    }
 }
 
 #[cfg(test)]

@@ -12,12 +12,13 @@ mod file;
 pub mod names;
 mod programs;
 mod section;
+mod size;
 pub mod text;
 mod toolkit;
 
 pub use file::{
-    Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook, JobHooks,
-    Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
+    Bulk, Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook, Images,
+    JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
 };
 pub use programs::{
     INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path,

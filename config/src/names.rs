@@ -48,6 +48,9 @@ pub const ANNOTATION_EXEC: &str = "firn.dev/exec";
 /// [`crate::Tcp`].
 pub const ANNOTATION_TCP: &str = "firn.dev/tcp";
 
+/// Annotation: where the memory of a checkpoint goes, in the words of [`crate::Bulk`].
+pub const ANNOTATION_BULK: &str = "firn.dev/bulk";
+
 /// Annotation: `release-gpu` makes a pause give the container's GPUs free.
 pub const ANNOTATION_PAUSE: &str = "firn.dev/pause";
 

@@ -12,6 +12,7 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 
 use crate::duration::parse_duration;
+use crate::size::parse_size;
 
 /// Declares sections. The key of a field has hyphens where the field's name has underscores.
 macro_rules! sections {
@@ -68,6 +69,7 @@ pub(crate) enum Slot<'a> {
     Paths(&'a mut Vec<PathBuf>),
     AbsolutePath(&'a mut Option<PathBuf>),
     Duration(&'a mut Duration),
+    Size(&'a mut Option<u64>),
     /// One of these words; the function gets the index of the one that was found.
     Word(Vec<&'static str>, Box<dyn FnMut(usize) + 'a>),
 }
@@ -95,6 +97,7 @@ values! {
     Vec<PathBuf> => Paths,
     Option<PathBuf> => AbsolutePath,
     Duration => Duration,
+    Option<u64> => Size,
 }
 
 /// A choice, which the file names by a word.
@@ -212,6 +215,10 @@ impl<'de> DeserializeSeed<'de> for Target<'_, '_> {
                 let text = String::deserialize(from)?;
                 **value = parse_duration(&text).ok_or_else(|| not_a_duration(&text))?;
             }
+            Slot::Size(value) => {
+                let text = String::deserialize(from)?;
+                **value = Some(parse_size(&text).ok_or_else(|| not_a_size(&text))?);
+            }
             Slot::Word(words, set) => {
                 let word = String::deserialize(from)?;
                 match words.iter().position(|known| *known == word) {
@@ -227,6 +234,12 @@ impl<'de> DeserializeSeed<'de> for Target<'_, '_> {
 fn not_a_duration<E: Error>(text: &str) -> E {
     E::custom(format_args!(
         "not a duration: {text:?}; write a whole number and a unit of ms, s, m or h, as in \"90s\" or \"10m\""
+    ))
+}
+
+fn not_a_size<E: Error>(text: &str) -> E {
+    E::custom(format_args!(
+        "not a size: {text:?}; write a whole number and a unit of MiB, GiB or TiB, as in \"100GiB\""
     ))
 }
 

@@ -96,6 +96,25 @@ fn image_directories_that_others_may_enter_are_closed_by_default() {
 }
 
 #[test]
+fn memory_goes_into_the_image_unless_the_file_names_a_store() {
+    assert_eq!(parse("").unwrap().images, Images::default());
+    let images = parse("[images]\nstore = \"/s\"\nstore-cap = \"100GiB\"\nbulk = \"store\"\n");
+    let images = images.unwrap().images;
+    assert_eq!(
+        (images.store.as_deref(), images.store_cap),
+        (Some(Path::new("/s")), Some(100 << 30))
+    );
+    assert_eq!((images.bulk, images.allow_bulk), (Bulk::Store, true));
+    for &(word, bulk) in Bulk::WORDS {
+        assert_eq!(Bulk::of_word(word), Some(bulk));
+    }
+    assert_eq!(Bulk::of_word("Store"), None);
+    assert!(complaint("[images]\nbulk = \"store\"\n").contains("needs the key store"));
+    assert!(complaint("[images]\nstore-cap = \"100GB\"\n").contains("100GB"));
+    assert!(complaint("[images]\nstore = \"s\"\n").contains("not an absolute path"));
+}
+
+#[test]
 fn names_of_gpus_give_none_by_default() {
     let create = parse("[create]\n").unwrap().create;
     assert_eq!(create, Create::default());
