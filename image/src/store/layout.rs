@@ -24,6 +24,8 @@ const DESCRIPTION: &str = "firn-store.json";
 const LOCK: &str = "lock";
 pub(super) const EXTENTS: &str = "extents";
 pub(super) const IMAGES: &str = "images";
+/// Names of indexes that gc keeps. Made with the first.
+pub(super) const PINNED: &str = "pinned";
 /// What is being written, a directory for each writer.
 pub(super) const NEW: &str = "new";
 
@@ -76,16 +78,17 @@ pub(super) fn made_root(path: &Path) -> Result<UntrustedDir, StoreError> {
     })
     .map_err(io("make", path))?;
     let dir = UntrustedDir::open_itself(path).map_err(|error| not_opened(path, error))?;
-    if has(&dir, DESCRIPTION, path)? {
-        private(&dir, path)?;
-    } else {
-        is_empty(&dir, path)?;
+    // Order matters: another may make it meanwhile, and write into it.
+    let empty = is_empty(&dir, path);
+    if !has(&dir, DESCRIPTION, path)? {
+        empty?;
         owned(&dir, path)?;
         let close = |dir: File| dir.set_permissions(Permissions::from_mode(PRIVATE.bits()));
         dir.handle()
             .and_then(close)
             .map_err(io("set the mode of", path))?;
     }
+    private(&dir, path)?;
     Ok(dir)
 }
 
@@ -114,10 +117,14 @@ pub(super) fn make(dir: &UntrustedDir, name: &str) -> io::Result<()> {
 
 /// Makes what a store consists of, where it is not there. Two that do so at once make one store.
 pub(super) fn complete(dir: &UntrustedDir, root: &Path) -> Result<(), StoreError> {
-    let _alone = lock(dir, root, FlockArg::LockExclusiveNonblock)?;
     for name in [EXTENTS, IMAGES, NEW] {
         make(dir, name).map_err(io("make", root.join(name)))?;
     }
+    // Without the lock, which writers hold.
+    if has(dir, DESCRIPTION, root)? {
+        return Ok(());
+    }
+    let _alone = lock(dir, root, FlockArg::LockExclusiveNonblock)?;
     if has(dir, DESCRIPTION, root)? {
         return Ok(());
     }

@@ -5,6 +5,7 @@
 //! lock                held shared by writers, alone by gc
 //! extents/ab/abcd...  4 MiB of memory, named by their digest
 //! images/0123...      what the memory of one checkpoint consists of, named by its digest
+//! pinned/0123...      empty: gc keeps the index of this name
 //! new/                what is being written
 //! ```
 //!
@@ -16,10 +17,12 @@
 //! - Nodes may share the directory. Only rename and flock have to work between them.
 //! - Extents and indexes are removed by `gc` alone, while it holds the lock.
 
+mod contents;
 mod digest;
 mod error;
 mod index;
 mod layout;
+mod removal;
 mod writer;
 
 use std::fs::File;
@@ -35,6 +38,7 @@ pub use digest::{Digest, NotADigest};
 pub use error::StoreError;
 use error::{io, is_not_there, is_wrong_kind};
 pub use index::{Index, IndexError, Piece};
+pub use removal::Removal;
 pub use writer::Writer;
 
 /// Bytes of an extent; the last one of a range may be shorter. Part of the format.
@@ -107,7 +111,7 @@ impl Store {
             IndexError::Version(found) => StoreError::Version { path: path(), found },
             source => StoreError::Index { path: path(), source },
         };
-        let file = match self.images().file(&id.to_string()) {
+        let file = match self.images_dir().file(&id.to_string()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(self.missing_one("index", id));
             }
@@ -164,7 +168,7 @@ impl Store {
     /// Whether there is an extent of this name and size.
     fn has(&self, extent: &Digest, length: u64) -> Result<bool, StoreError> {
         let name = extent.to_string();
-        let found = match self.extents().inside(&name[..2]) {
+        let found = match self.extents_dir().inside(&name[..2]) {
             Err(error) if is_not_there(&error) => return Ok(false),
             inside => inside.and_then(|inside| size(&inside, &name)),
         };
@@ -172,29 +176,9 @@ impl Store {
         Ok(found == Some(length))
     }
 
-    /// Bytes of all extents.
-    fn size(&self) -> Result<u64, StoreError> {
-        let path = self.0.root.join(layout::EXTENTS);
-        let mut total = 0;
-        let count = |fan: String| {
-            let inside = match self.extents().inside(&fan) {
-                Err(error) if is_not_there(&error) => return Ok(()),
-                inside => inside?,
-            };
-            for name in inside.names()? {
-                total += size(&inside, &name)?.unwrap_or(0);
-            }
-            Ok(())
-        };
-        let names = self.extents().names();
-        let counted = names.and_then(|names| names.into_iter().try_for_each(count));
-        counted.map_err(io("count", path))?;
-        Ok(total)
-    }
-
     fn open_extent(&self, extent: &Digest) -> io::Result<File> {
         let name = extent.to_string();
-        self.extents().inside(&name[..2])?.file(&name)
+        self.extents_dir().inside(&name[..2])?.file(&name)
     }
 
     fn extent_path(&self, extent: &Digest) -> PathBuf {
@@ -215,11 +199,11 @@ impl Store {
         &self.0.dir
     }
 
-    fn extents(&self) -> &UntrustedDir {
+    fn extents_dir(&self) -> &UntrustedDir {
         &self.0.extents
     }
 
-    fn images(&self) -> &UntrustedDir {
+    fn images_dir(&self) -> &UntrustedDir {
         &self.0.images
     }
 

@@ -11,6 +11,7 @@ use tempfile::TempDir;
 
 use super::*;
 
+mod contents;
 mod layout;
 mod write;
 

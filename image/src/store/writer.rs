@@ -51,7 +51,7 @@ impl Writer {
         let lock = layout::lock(dir, root, FlockArg::LockSharedNonblock)?;
         let room = match cap {
             None => None,
-            Some(cap) => Some(cap.saturating_sub(store.size()?).into()),
+            Some(cap) => Some(cap.saturating_sub(store.extents()?.values().sum()).into()),
         };
         let name = layout::random_id()?;
         let made = layout::make(&new, &name).and_then(|()| new.inside(&name));
@@ -129,7 +129,7 @@ impl Writer {
         let path = self.path().join(INDEX);
         let bytes = index::to_bytes(index).map_err(|source| StoreError::Unwritable { source })?;
         let digest = Digest::of(&bytes);
-        let images = self.store.images();
+        let images = self.store.images_dir();
         let write = || {
             create(&self.own, INDEX, &bytes)?.sync_all()?;
             renameat(&self.own, INDEX, images, digest.to_string().as_str())?;
@@ -179,7 +179,7 @@ impl Writer {
     }
 
     fn move_in(&self, digest: &Digest) -> io::Result<()> {
-        let (name, extents) = (digest.to_string(), self.store.extents());
+        let (name, extents) = (digest.to_string(), self.store.extents_dir());
         layout::make(extents, &name[..2])?;
         let to = extents.inside(&name[..2])?;
         Ok(renameat(&self.own, name.as_str(), &to, name.as_str())?)

@@ -30,8 +30,12 @@ fn an_empty_directory_becomes_a_store_that_only_its_owner_can_enter() {
 fn it_stays_the_same_store() {
     let scratch = Scratch::new();
     scratch.holds(&[b"one"]);
+    let _writer = scratch.store.writer(None).unwrap();
     let before = (scratch.files(), scratch.store.id().to_owned());
+    let begun = std::time::Instant::now();
     let again = Store::create(&scratch.root()).unwrap();
+    let waited = begun.elapsed();
+    assert!(waited.as_secs() < 10, "it has waited for the writer: {waited:?}");
     assert_eq!((scratch.files(), again.id().to_owned()), before);
     let other = Scratch::new();
     assert_ne!(other.store.id(), again.id());

@@ -1,0 +1,79 @@
+//! What a store shows of itself, and what is removed from it.
+
+use super::*;
+use crate::store::layout::try_lock;
+
+#[test]
+fn extents_and_images_are_listed_and_nothing_else() {
+    let scratch = Scratch::new();
+    let (digest, index) = scratch.holds(&[b"one", b"three", &[0; 100]]);
+    let [one, three] = [0, 1].map(|at: usize| index.pieces[at].extents[0].unwrap());
+    let root = scratch.root();
+    fs::write(root.join("images/readme"), "").unwrap();
+    fs::write(root.join("extents/file"), "").unwrap();
+    // Its name leads nobody there.
+    let other = Digest::of(b"other").to_string();
+    let fan = scratch.extent(&one).parent().unwrap().to_owned();
+    assert!(!fan.ends_with(&other[..2]));
+    fs::write(fan.join(&other), "other").unwrap();
+    symlink("/etc", root.join("extents/link")).unwrap();
+    let store = &scratch.store;
+    assert_eq!(store.images().unwrap().into_iter().collect::<Vec<_>>(), [digest]);
+    assert_eq!(store.extents().unwrap(), [(one, 3), (three, 5)].into());
+    fs::remove_file(scratch.extent(&one)).unwrap();
+    fs::create_dir(scratch.extent(&one)).unwrap();
+    assert_eq!(store.extents().unwrap(), [(one, 0), (three, 5)].into());
+    let free = store.free().unwrap();
+    assert!(free > 0 && free < u64::MAX / 2, "{free}");
+}
+
+#[test]
+fn what_writers_have_left_is_counted_and_removed() {
+    let scratch = Scratch::new();
+    assert_eq!(scratch.store.unfinished().unwrap(), 0);
+    let writer = scratch.store.writer(None).unwrap();
+    writer.put(b"one").unwrap();
+    writer.put(b"three").unwrap();
+    assert_eq!(scratch.store.unfinished().unwrap(), 8);
+    drop(writer);
+    scratch.store.removal().unwrap().unfinished().unwrap();
+    assert_eq!(scratch.store.unfinished().unwrap(), 0);
+}
+
+#[test]
+fn pins_last_until_they_are_taken_away() {
+    let scratch = Scratch::new();
+    let (digest, _) = scratch.holds(&[b"one"]);
+    let store = &scratch.store;
+    assert!(store.pinned().unwrap().is_empty());
+    assert!(!store.unpin(&digest).unwrap());
+    store.pin(&digest).unwrap();
+    store.pin(&digest).unwrap();
+    let again = Store::open(&scratch.root()).unwrap();
+    assert_eq!(again.pinned().unwrap(), [digest].into());
+    assert!(store.unpin(&digest).unwrap());
+    assert!(store.pinned().unwrap().is_empty());
+    assert_eq!(code(store.pin(&Digest::of(b"none"))), "FIRN-STORE-MISSING");
+}
+
+#[test]
+fn what_is_removed_is_gone_and_the_rest_stays() {
+    let scratch = Scratch::new();
+    let (digest, index) = scratch.holds(&[b"one", b"two"]);
+    let [one, two] = [0, 1].map(|at: usize| index.pieces[at].extents[0].unwrap());
+    fs::remove_file(scratch.extent(&two)).unwrap();
+    fs::create_dir(scratch.extent(&two)).unwrap();
+    let removal = scratch.store.removal().unwrap();
+    removal.extent(&two).unwrap();
+    removal.extent(&two).unwrap();
+    removal.extent(&Digest::of(b"never")).unwrap();
+    assert_eq!(scratch.store.missing(&index).unwrap(), [two]);
+    removal.image(&digest).unwrap();
+    removal.image(&digest).unwrap();
+    assert_eq!(code(scratch.store.index(&digest)), "FIRN-STORE-MISSING");
+    scratch.store.read(&one, &mut [0; 3]).unwrap();
+    let shared = || try_lock(scratch.store.dir(), &scratch.root(), FlockArg::LockSharedNonblock).unwrap();
+    assert!(shared().is_none(), "a writer may begin while extents are removed");
+    drop(removal);
+    assert!(shared().is_some());
+}
