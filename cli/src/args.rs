@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
+use crate::store::args::StoreCommand;
+
 const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong usage.";
 
 /// Shows checkpoints of GPU containers and nodes that run them, and restores image directories.
@@ -25,6 +27,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
+    #[command(subcommand)]
+    Store(StoreCommand),
 }
 
 /// Show what a checkpoint holds and whether its files are complete.

@@ -1,8 +1,10 @@
-//! The calls of containerd's API that a restore and a move need.
+//! The calls of containerd's API that a restore, a move and the store's gc need.
 //!
 //! The messages are written by hand, with the fields that are used: what is left out is skipped when it is
 //! read, and a default when it is sent. A message whose only field is its first is a `String` or `u32` of
 //! prost; `()` skips all fields.
+
+mod content;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -16,8 +18,10 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::metadata::AsciiMetadataValue;
 use tonic::metadata::errors::InvalidMetadataValue;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Request, Status};
+use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
+
+pub use content::Descriptor;
 
 /// How long containerd may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -158,10 +162,7 @@ pub struct Containerd {
 
 impl Containerd {
     pub async fn connect(socket: &Path, namespace: &str) -> Result<Self, CallError> {
-        let value = namespace.parse().map_err(|source| CallError::Namespace {
-            namespace: namespace.to_owned(),
-            source,
-        })?;
+        let value = namespace_value(namespace)?;
         let path = socket.to_owned();
         let dial = tower::service_fn(move |_| {
             let path = path.clone();
@@ -239,23 +240,63 @@ impl Containerd {
         self.call(call, id.to_owned()).await
     }
 
+    /// The same connection, for another namespace.
+    pub fn for_namespace(&self, namespace: &str) -> Result<Self, CallError> {
+        Ok(Self {
+            channel: self.channel.clone(),
+            namespace: namespace_value(namespace)?,
+        })
+    }
+
     async fn call<Q, A>(&self, call: &'static str, message: Q) -> Result<A, CallError>
     where
         Q: Message + Send + Sync + 'static,
         A: Message + Default + Send + Sync + 'static,
     {
-        let failed = |status| CallError::Call {
-            call: call.rsplit('.').next().unwrap_or(call),
-            status: Box::new(status),
-        };
+        let (mut grpc, path) = (self.ready(call).await?, PathAndQuery::from_static(call));
+        let answer = grpc
+            .unary(self.request(message), path, ProstCodec::default())
+            .await;
+        Ok(answer.map_err(failed(call))?.into_inner())
+    }
+
+    async fn stream<Q, A>(&self, call: &'static str, message: Q) -> Result<Streaming<A>, CallError>
+    where
+        Q: Message + Send + Sync + 'static,
+        A: Message + Default + Send + Sync + 'static,
+    {
+        let (mut grpc, path) = (self.ready(call).await?, PathAndQuery::from_static(call));
+        let answer = grpc
+            .server_streaming(self.request(message), path, ProstCodec::default())
+            .await;
+        Ok(answer.map_err(failed(call))?.into_inner())
+    }
+
+    async fn ready(&self, call: &'static str) -> Result<Grpc<Channel>, CallError> {
+        let mut grpc = Grpc::new(self.channel.clone()).max_decoding_message_size(content::MAX_ANSWER);
+        let ready = grpc.ready().await;
+        ready.map_err(|error| failed(call)(Status::unavailable(error.to_string())))?;
+        Ok(grpc)
+    }
+
+    fn request<Q>(&self, message: Q) -> Request<Q> {
         let mut request = Request::new(message);
         let metadata = request.metadata_mut();
         metadata.insert("containerd-namespace", self.namespace.clone());
-        let mut grpc = Grpc::new(self.channel.clone());
-        let ready = grpc.ready().await;
-        ready.map_err(|error| failed(Status::unavailable(error.to_string())))?;
-        let path = PathAndQuery::from_static(call);
-        let answer = grpc.unary(request, path, ProstCodec::default()).await;
-        Ok(answer.map_err(failed)?.into_inner())
+        request
+    }
+}
+
+fn namespace_value(namespace: &str) -> Result<AsciiMetadataValue, CallError> {
+    namespace.parse().map_err(|source| CallError::Namespace {
+        namespace: namespace.to_owned(),
+        source,
+    })
+}
+
+fn failed(call: &'static str) -> impl FnOnce(Status) -> CallError {
+    move |status| CallError::Call {
+        call: call.rsplit('.').next().unwrap_or(call),
+        status: Box::new(status),
     }
 }

@@ -1,8 +1,8 @@
 //! firn: shows checkpoints, workloads and nodes, restores image directories, moves containers to other GPUs,
-//! and writes CDI files.
+//! writes CDI files, and cleans the store for the memory of checkpoints.
 //!
-//! Only `cdi generate`, `restore`, `resume` and `move-gpu` change anything. The driver is reached through
-//! `firn-gpu`.
+//! Only `cdi generate`, `restore`, `resume`, `move-gpu` and `store` change anything. The driver is reached
+//! through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -18,6 +18,7 @@ mod output;
 mod plan;
 mod program;
 mod restore;
+mod store;
 mod text;
 
 use std::process::ExitCode;
@@ -43,6 +44,7 @@ fn main() -> ExitCode {
         Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cdi(command) => cdi::run(&command),
+        Command::Store(command) => store::run(&command),
     };
     match result {
         Ok(_) if !output::is_complete() => {

@@ -7,6 +7,7 @@ mod documents;
 mod inspect;
 mod node;
 mod plan;
+mod store;
 
 use node::{Node, text};
 
@@ -15,8 +16,9 @@ fn wrong_usage_and_help() {
     let node = Node::new();
     assert_eq!(node.firn(&["plan", "image"]).status.code(), Some(2));
     assert_eq!(node.firn(&["thaw"]).status.code(), Some(2));
-    for command in ["inspect", "plan", "doctor", "restore"] {
-        let output = node.firn(&[command, "--help"]);
+    for command in ["inspect", "plan", "doctor", "restore", "store gc", "store verify"] {
+        let words: Vec<&str> = command.split(' ').chain(["--help"]).collect();
+        let output = node.firn(&words);
         assert!(
             output.status.success() && text(&output).contains("Exit status: "),
             "{command}"

@@ -1,0 +1,153 @@
+//! The command line of `firn store`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Subcommand;
+
+/// Show, check and clean the store for the memory of checkpoints.
+#[derive(Debug, Subcommand)]
+pub enum StoreCommand {
+    Ls(LsArgs),
+    Du(DuArgs),
+    Verify(VerifyArgs),
+    Gc(GcArgs),
+    Pin(PinArgs),
+    Unpin(PinArgs),
+}
+
+/// Which store, and how the result is shown.
+#[derive(Debug, clap::Args)]
+pub struct Common {
+    /// The store. Default: `[images] store` of the configuration.
+    #[arg(long, value_name = "DIR")]
+    pub store: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// List the checkpoints whose memory is in the store.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 all are complete, 1 one is not or it failed, 2 wrong usage.")]
+pub struct LsArgs {
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Show what takes room in the store.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 done, 1 failed, 2 wrong usage.")]
+pub struct DuArgs {
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Read everything and compare it with its checksums.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 all is there and whole, 1 something was damaged or is missing, or it \
+                  failed, 2 wrong usage."
+)]
+pub struct VerifyArgs {
+    /// A checkpoint, by its id in `firn store ls`. Default: the whole store.
+    pub id: Option<String>,
+    /// Remove what is damaged: it can then be brought again, or is written again by the next checkpoint.
+    #[arg(long)]
+    pub repair: bool,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Remove the memory of checkpoints that are gone.
+///
+/// Keeps a checkpoint that is young or pinned, whose image directory is still there, or that containerd has
+/// among its images. Those made by other hosts are kept. Pin checkpoints that you keep in another form, such
+/// as the kubelet's archives.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  firn store gc --dry-run\n  firn store gc --grace 10m\n\n\
+                  Exit status: 0 done, 1 failed, and nothing was removed that is needed, 2 wrong usage."
+)]
+pub struct GcArgs {
+    /// Show what would be removed, and remove nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Keep what is younger: a whole number and s, m, h or d.
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = duration)]
+    pub grace: Duration,
+    /// Also decide on checkpoints of other hosts, whose directories and images this one does not see.
+    #[arg(long)]
+    pub other_hosts: bool,
+    /// The machine has no containerd.
+    #[arg(long, conflicts_with = "address")]
+    pub no_containerd: bool,
+    /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
+    #[arg(
+        long,
+        short,
+        value_name = "SOCKET",
+        env = "CONTAINERD_ADDRESS",
+        default_value = "/run/containerd/containerd.sock"
+    )]
+    pub address: PathBuf,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Keep the memory of a checkpoint, or no longer.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 done, 1 failed, 2 wrong usage.")]
+pub struct PinArgs {
+    /// The checkpoint, by its id in `firn store ls`; the first digits are enough.
+    pub id: String,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(digits);
+    let seconds_per_unit: u64 = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err("write a whole number and a unit of s, m, h or d, as in 1h".to_owned()),
+    };
+    let seconds = number.parse::<u64>().ok();
+    let seconds = seconds.and_then(|number| number.checked_mul(seconds_per_unit));
+    seconds
+        .map(Duration::from_secs)
+        .ok_or_else(|| "it is too long".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_a_unit() {
+        for (text, seconds) in [
+            ("0s", 0),
+            ("90s", 90),
+            ("10m", 600),
+            ("1h", 3600),
+            ("7d", 604_800),
+        ] {
+            assert_eq!(duration(text), Ok(Duration::from_secs(seconds)));
+        }
+        for text in [
+            "",
+            "1",
+            "h",
+            "1w",
+            "-1h",
+            "1.5h",
+            "99999999999999999999s",
+            "999999999999999999d",
+        ] {
+            assert!(duration(text).is_err(), "{text:?} was taken");
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! `firn store gc`: removes the memory of checkpoints that are gone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use firn_host::ProblemReport;
+use firn_image::store::{Digest, Index, Store};
+use serde_json::json;
+
+use super::args::GcArgs;
+use super::usage::distinct;
+use super::{keep, open, short, shown};
+use crate::output::{self, line};
+use crate::text;
+
+/// What is done with the indexes, and with the extents that none of the kept ones names.
+struct Plan {
+    /// With the reason.
+    kept: BTreeMap<Digest, String>,
+    removed: BTreeMap<Digest, Index>,
+    extents: BTreeMap<Digest, u64>,
+    unfinished: u64,
+}
+
+/// What decides in addition to the store.
+struct Facts {
+    now: Duration,
+    host: String,
+    containerd: BTreeMap<Digest, String>,
+}
+
+/// True: done.
+pub fn run(args: &GcArgs) -> Result<bool> {
+    let store = open(&args.common)?;
+    // Order matters: what appears while containerd is asked is not among these, and stays.
+    let known = shown(store.images())?;
+    let facts = Facts::find(args)?;
+    let plan = match args.dry_run {
+        true => Plan::make(&store, &known, &facts, args)?,
+        false => {
+            let removal = shown(store.removal())?;
+            let plan = Plan::make(&store, &known, &facts, args)?;
+            // Order matters: no index is left without its extents.
+            plan.removed
+                .keys()
+                .try_for_each(|image| shown(removal.image(image)))?;
+            plan.extents
+                .keys()
+                .try_for_each(|extent| shown(removal.extent(extent)))?;
+            shown(removal.unfinished())?;
+            plan
+        }
+    };
+    match args.common.json {
+        true => output::json(&plan.as_json(args.dry_run))?,
+        false => plan.print(args.dry_run),
+    }
+    Ok(true)
+}
+
+impl Facts {
+    fn find(args: &GcArgs) -> Result<Self> {
+        let containerd = match args.no_containerd {
+            true => BTreeMap::new(),
+            false => {
+                let mut runtime = tokio::runtime::Builder::new_current_thread();
+                let asked = runtime
+                    .enable_all()
+                    .build()?
+                    .block_on(keep::of_containerd(&args.address));
+                asked.map_err(ProblemReport::from)?
+            }
+        };
+        let host =
+            std::fs::read_to_string("/proc/sys/kernel/hostname").context("cannot read the host's name")?;
+        Ok(Self {
+            now: SystemTime::now().duration_since(UNIX_EPOCH)?,
+            host: host.trim_end().to_owned(),
+            containerd,
+        })
+    }
+
+    /// Why an index stays.
+    fn reason(&self, id: &Digest, index: &Index, args: &GcArgs) -> Option<String> {
+        let age = self.now.saturating_sub(Duration::from_secs(index.made));
+        if let Some(image) = self.containerd.get(id) {
+            return Some(format!("containerd has image {image}"));
+        }
+        if age < args.grace {
+            return Some(format!("it is {} s old", age.as_secs()));
+        }
+        if index.host != self.host && !args.other_hosts {
+            return Some(format!("it is of host {}", index.host));
+        }
+        let named = keep::may_name(&index.image, id);
+        named.then(|| format!("{} is there", index.image.display()))
+    }
+}
+
+impl Plan {
+    fn make(store: &Store, known: &BTreeSet<Digest>, facts: &Facts, args: &GcArgs) -> Result<Self> {
+        let pinned = shown(store.pinned())?;
+        let mut plan = Self {
+            kept: BTreeMap::new(),
+            removed: BTreeMap::new(),
+            extents: shown(store.extents())?,
+            unfinished: shown(store.unfinished())?,
+        };
+        for id in shown(store.images())? {
+            // One that cannot be read may need any extent: then nothing is removed.
+            let index = shown(store.index(&id))?;
+            let reason = match (pinned.contains(&id), known.contains(&id)) {
+                (true, _) => Some("it is pinned".to_owned()),
+                (false, false) => Some("it is new".to_owned()),
+                (false, true) => facts.reason(&id, &index, args),
+            };
+            match reason {
+                None => drop(plan.removed.insert(id, index)),
+                Some(reason) => {
+                    let used = distinct(&index);
+                    plan.extents.retain(|extent, _| !used.contains_key(extent));
+                    plan.kept.insert(id, reason);
+                }
+            }
+        }
+        Ok(plan)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.extents.values().sum::<u64>() + self.unfinished
+    }
+
+    fn as_json(&self, is_dry: bool) -> serde_json::Value {
+        json!({
+            "dry_run": is_dry, "kept": self.kept, "removed": self.removed.keys().collect::<Vec<_>>(),
+            "extents": self.extents.len(), "bytes": self.bytes(),
+        })
+    }
+
+    fn print(&self, is_dry: bool) {
+        for (id, reason) in &self.kept {
+            line!("kept     {}: {reason}", short(id));
+        }
+        let done = if is_dry { "would be removed" } else { "removed" };
+        for (id, index) in &self.removed {
+            line!("removed  {} of container {}", short(id), index.container);
+        }
+        let (extents, bytes) = (self.extents.len(), text::bytes(self.bytes()));
+        line!(
+            "{} checkpoints and {extents} extents, {bytes}, {done}",
+            self.removed.len()
+        );
+    }
+}

@@ -1,0 +1,189 @@
+//! Which indexes are needed still: those that a firn.json names, in an image directory or in an image of
+//! containerd.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use firn_config::names;
+use firn_host::bounded::read_at_most;
+use firn_host::{Absent, Problem};
+use firn_image::manifest::{MAX_BYTES, UntrustedDir};
+use firn_image::store::Digest;
+use serde::Deserialize;
+
+use super::archive;
+use crate::containerd::{CallError, Containerd, Descriptor};
+
+/// containerd's media type of the archive of an image directory.
+const CHECKPOINT: &str = "application/vnd.containerd.container.criu.checkpoint.criu.tar";
+
+/// Largest list of an image's parts that is read, as containerd limits it.
+const MAX_LIST: u64 = 8 << 20;
+
+/// How deep lists lead to lists, and how many parts of an image are looked at.
+const DEPTH: usize = 4;
+const MOST: usize = 10_000;
+
+/// containerd could not be asked.
+#[derive(Debug, thiserror::Error, Problem)]
+#[error("cannot find out which checkpoints containerd has; nothing was removed")]
+#[problem(
+    "FIRN-CONTAINERD",
+    "see containerd's log; --address names its socket, and --no-containerd is for machines without it"
+)]
+pub struct NotAsked(#[from] CallError);
+
+/// The part of firn.json that names an index.
+#[derive(Deserialize)]
+struct Envelope {
+    body: Body,
+}
+
+#[derive(Deserialize)]
+struct Body {
+    bulk: Option<Bulk>,
+}
+
+#[derive(Deserialize)]
+struct Bulk {
+    index: Digest,
+}
+
+/// The index that a firn.json names.
+fn named_by(manifest: &[u8]) -> Result<Option<Digest>, serde_json::Error> {
+    let envelope: Envelope = serde_json::from_slice(manifest)?;
+    Ok(envelope.body.bulk.map(|bulk| bulk.index))
+}
+
+/// Whether an image directory names the index, or may: it cannot be read, or not be understood.
+pub fn may_name(dir: &Path, index: &Digest) -> bool {
+    let file = UntrustedDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
+    match file.and_then(|file| read_at_most(file, MAX_BYTES)) {
+        Err(error) => !error.is_absent(),
+        Ok(None) => true,
+        Ok(Some(bytes)) => named_by(&bytes).map_or(true, |named| named == Some(*index)),
+    }
+}
+
+/// The parts of an image, in an index or a manifest of OCI.
+#[derive(Default, Deserialize)]
+struct Parts {
+    #[serde(default)]
+    manifests: Vec<Part>,
+    #[serde(default)]
+    layers: Vec<Part>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Part {
+    media_type: String,
+    digest: String,
+    size: u64,
+}
+
+/// The indexes that images of containerd name, each with one such image.
+pub async fn of_containerd(socket: &Path) -> Result<BTreeMap<Digest, String>, NotAsked> {
+    let mut found = BTreeMap::new();
+    let any = Containerd::connect(socket, "default").await?;
+    for namespace in any.namespaces().await? {
+        let containerd = any.for_namespace(&namespace)?;
+        for image in containerd.images().await? {
+            let target = image.target.unwrap_or_default();
+            for digest in of_image(&containerd, target).await? {
+                found.insert(digest, format!("{} in namespace {namespace}", image.name));
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The indexes that one image names.
+async fn of_image(containerd: &Containerd, target: Descriptor) -> Result<Vec<Digest>, CallError> {
+    let Descriptor {
+        media_type,
+        digest,
+        size,
+    } = target;
+    let size = u64::try_from(size).unwrap_or(0);
+    let (mut found, mut parts) = (
+        Vec::new(),
+        vec![(
+            Part {
+                media_type,
+                digest,
+                size,
+            },
+            0,
+        )],
+    );
+    for _ in 0..MOST {
+        let Some((part, depth)) = parts.pop() else {
+            break;
+        };
+        if part.media_type == CHECKPOINT {
+            found.extend(of_archive(containerd, &part).await?);
+        } else if depth < DEPTH && part.media_type.ends_with("+json") && part.size <= MAX_LIST {
+            let list = present(containerd.content(&part.digest, 0, part.size).await)?;
+            // Others than OCI's have no such parts.
+            let list: Parts = serde_json::from_slice(&list.unwrap_or_default()).unwrap_or_default();
+            let below = list.manifests.into_iter().chain(list.layers);
+            parts.extend(below.map(|part| (part, depth + 1)));
+        }
+    }
+    Ok(found)
+}
+
+/// The index that the firn.json in an archive names.
+async fn of_archive(containerd: &Containerd, part: &Part) -> Result<Option<Digest>, CallError> {
+    let read = async |from, size| containerd.content(&part.digest, from, size).await;
+    let place = present(archive::find(names::MANIFEST, part.size, read).await)?.flatten();
+    let Some(place) = place.filter(|place| place.length <= MAX_BYTES) else {
+        return Ok(None);
+    };
+    let manifest = present(read(place.from, place.length).await)?;
+    // A damaged one restores nothing.
+    Ok(named_by(&manifest.unwrap_or_default()).ok().flatten())
+}
+
+/// Parts of an image for other platforms are not there.
+fn present<T>(read: Result<T, CallError>) -> Result<Option<T>, CallError> {
+    match read {
+        Err(error) if error.is_absent() => Ok(None),
+        read => read.map(Some),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_directory_names_an_index_if_it_may_do_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let (index, other) = (Digest::of(b"index"), Digest::of(b"other"));
+        let path = dir.path().join(names::MANIFEST);
+        assert!(!may_name(&dir.path().join("none"), &index));
+        assert!(!may_name(dir.path(), &index));
+        for (text, names_it) in [
+            (
+                format!("{{\"body\":{{\"bulk\":{{\"store\":\"x\",\"index\":\"{index}\"}}}}}}"),
+                true,
+            ),
+            (
+                format!("{{\"body\":{{\"bulk\":{{\"store\":\"x\",\"index\":\"{other}\"}}}}}}"),
+                false,
+            ),
+            ("{\"body\":{\"backend\":\"none\"}}".to_owned(), false),
+            ("{\"of a format\":\"to come\"}".to_owned(), true),
+        ] {
+            fs::write(&path, &text).unwrap();
+            assert_eq!(may_name(dir.path(), &index), names_it, "{text}");
+        }
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert!(may_name(dir.path(), &index), "what cannot be read may name it");
+    }
+}

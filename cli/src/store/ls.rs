@@ -1,0 +1,108 @@
+//! `firn store ls`.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use firn_host::Rfc3339;
+use serde_json::json;
+
+use super::args::LsArgs;
+use super::short;
+use super::usage::{Contents, Image};
+use crate::output::{self, line};
+use crate::text;
+
+/// True: all checkpoints are complete.
+pub fn run(args: &LsArgs) -> Result<bool> {
+    let store = super::open(&args.common)?;
+    let contents = Contents::read(&store)?;
+    match args.common.json {
+        true => {
+            let images: Vec<_> = contents.images.iter().map(as_json).collect();
+            output::json(&json!({"store": store.root(), "id": store.id(), "images": images}))?;
+        }
+        false => print(&contents.images),
+    }
+    Ok(contents.images.iter().all(Image::is_complete))
+}
+
+fn as_json(image: &Image) -> serde_json::Value {
+    let index = image.index.as_ref();
+    json!({
+        "id": image.id,
+        "checkpoint": index.map(|index| &index.checkpoint),
+        "container": index.map(|index| &index.container),
+        "host": index.map(|index| &index.host),
+        "image": index.map(|index| &index.image),
+        "made": index.map(|index| index.made),
+        "memory": image.memory, "own": image.own, "shared": image.shared, "zero": image.zero,
+        "missing": image.missing, "pinned": image.pinned,
+        "state": state(image), "failure": image.failure,
+    })
+}
+
+fn state(image: &Image) -> &'static str {
+    match (&image.failure, image.missing) {
+        (Some(_), _) => "damaged",
+        (None, 0) => "complete",
+        (None, _) => "incomplete",
+    }
+}
+
+fn print(images: &[Image]) {
+    const HEAD: [&str; 8] = [
+        "ID",
+        "CONTAINER",
+        "HOST",
+        "MADE",
+        "OWN",
+        "SHARED",
+        "ZERO",
+        "STATE",
+    ];
+    let rows: Vec<[String; 8]> = images.iter().map(row).collect();
+    let width = |at: usize| {
+        let widths = rows.iter().map(|row| row[at].chars().count());
+        widths.max().unwrap_or(0).max(HEAD[at].len())
+    };
+    let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
+    let print = |row: &[String; 8]| {
+        let cells = row
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:<width$}"));
+        line!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+    };
+    print(&HEAD.map(str::to_owned));
+    rows.iter().for_each(print);
+    for image in images {
+        if let Some(failure) = &image.failure {
+            line!("{}: {failure}", short(&image.id));
+        }
+    }
+}
+
+fn row(image: &Image) -> [String; 8] {
+    let of = |get: fn(&firn_image::store::Index) -> String| image.index.as_ref().map_or("-".to_owned(), get);
+    let pinned = if image.pinned { ", pinned" } else { "" };
+    let missing = match image.missing {
+        0 => String::new(),
+        count => format!(", lacks {count} extents"),
+    };
+    [
+        short(&image.id),
+        of(|index| index.container.clone()),
+        of(|index| index.host.clone()),
+        of(|index| seconds(index.made)),
+        text::bytes(image.own),
+        text::bytes(image.shared),
+        text::bytes(image.zero),
+        format!("{}{missing}{pinned}", state(image)),
+    ]
+}
+
+/// Without fractions: `2026-01-31T23:59:59Z`.
+fn seconds(made: u64) -> String {
+    let text = Rfc3339(Duration::from_secs(made)).to_string();
+    format!("{}Z", text.split('.').next().unwrap_or_default())
+}

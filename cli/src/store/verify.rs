@@ -1,0 +1,191 @@
+//! `firn store verify`: reads everything and compares it with its names.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use anyhow::Result;
+use firn_host::{Problem, ProblemReport};
+use firn_image::store::{Digest, EXTENT, Store, StoreError};
+use serde::Serialize;
+use serde_json::json;
+
+use super::args::VerifyArgs;
+use super::progress::Progress;
+use super::usage::distinct;
+use super::{find, open, short, shown};
+use crate::output::{self, line};
+use crate::text;
+
+/// More threads than these read no faster.
+const THREADS: usize = 16;
+
+/// What is wrong with a store.
+#[derive(Default, Serialize)]
+struct Found {
+    images: usize,
+    extents: usize,
+    bytes: u64,
+    /// Indexes that cannot be used.
+    damaged_images: BTreeMap<Digest, ProblemReport>,
+    damaged: Vec<Digest>,
+    /// By checkpoint: how many extents it lacks, of another size or content included.
+    incomplete: BTreeMap<Digest, usize>,
+    repaired: bool,
+}
+
+impl Found {
+    fn is_whole(&self) -> bool {
+        self.damaged_images.is_empty() && self.damaged.is_empty() && self.incomplete.is_empty()
+    }
+}
+
+/// True: all is there and whole.
+pub fn run(args: &VerifyArgs) -> Result<bool> {
+    let store = open(&args.common)?;
+    let images = match &args.id {
+        Some(id) => vec![find(&store, id)?],
+        None => shown(store.images())?.into_iter().collect(),
+    };
+    let mut found = compare(&store, images, args.id.is_none())?;
+    if args.repair {
+        repair(&store, &found)?;
+        found.repaired = true;
+    }
+    match args.common.json {
+        true => output::json(&json!(found))?,
+        false => print(&found),
+    }
+    Ok(found.is_whole())
+}
+
+/// Reads these images, and with `all` also the extents that none of them has.
+fn compare(store: &Store, images: Vec<Digest>, all: bool) -> Result<Found> {
+    let there = shown(store.extents())?;
+    let mut found = Found {
+        images: images.len(),
+        ..Found::default()
+    };
+    let mut indexes = Vec::new();
+    for id in images {
+        match store.index(&id) {
+            Ok(index) => indexes.push((id, distinct(&index))),
+            Err(error) => drop(found.damaged_images.insert(id, error.report())),
+        }
+    }
+    let used = |extent: &Digest| indexes.iter().any(|(_, extents)| extents.contains_key(extent));
+    let to_read: Vec<(Digest, u64)> = match all {
+        true => there.clone().into_iter().collect(),
+        false => there
+            .clone()
+            .into_iter()
+            .filter(|(extent, _)| used(extent))
+            .collect(),
+    };
+    found.extents = to_read.len();
+    found.bytes = to_read.iter().map(|(_, length)| length).sum();
+    found.damaged = read(store, &to_read)?;
+    for (id, extents) in indexes {
+        let lacks = |(extent, length): &(&Digest, &u64)| {
+            there.get(extent) != Some(length) || found.damaged.binary_search(extent).is_ok()
+        };
+        match extents.iter().filter(lacks).count() {
+            0 => {}
+            count => drop(found.incomplete.insert(id, count)),
+        }
+    }
+    Ok(found)
+}
+
+/// The damaged ones among these, in order.
+fn read(store: &Store, extents: &[(Digest, u64)]) -> Result<Vec<Digest>> {
+    let progress = Progress::new("verified", extents.iter().map(|(_, length)| length).sum());
+    let (next, damaged) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || -> Result<(), StoreError> {
+        let mut buffer = vec![0; EXTENT];
+        while let Some((extent, length)) = extents.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if !is_whole(store, extent, *length, &mut buffer)? {
+                damaged
+                    .lock()
+                    .unwrap_or_else(|lock| lock.into_inner())
+                    .push(*extent);
+            }
+            progress.add(*length);
+        }
+        Ok(())
+    };
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let results: Vec<Result<(), StoreError>> = thread::scope(|scope| {
+        let others: Vec<_> = (1..processors.min(THREADS)).map(|_| scope.spawn(work)).collect();
+        let own = work();
+        let panicked = |_| panic!("a thread that reads the store has panicked");
+        let joined = others
+            .into_iter()
+            .map(|other| other.join().unwrap_or_else(panicked));
+        joined.chain([own]).collect()
+    });
+    results.into_iter().try_for_each(shown)?;
+    let mut damaged = damaged.into_inner().unwrap_or_else(|lock| lock.into_inner());
+    damaged.sort_unstable();
+    Ok(damaged)
+}
+
+/// Whether an extent has the content of its name. One that is gone is whole: gc removes what is not needed.
+fn is_whole(store: &Store, extent: &Digest, length: u64, buffer: &mut [u8]) -> Result<bool, StoreError> {
+    let Some(buffer) = usize::try_from(length)
+        .ok()
+        .and_then(|length| buffer.get_mut(..length))
+    else {
+        return Ok(false);
+    };
+    match store.read(extent, buffer) {
+        Ok(()) | Err(StoreError::Missing { .. }) => Ok(true),
+        Err(StoreError::Extent { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Removes what is damaged. It is read again first: a writer may have replaced it.
+fn repair(store: &Store, found: &Found) -> Result<()> {
+    if found.damaged.is_empty() && found.damaged_images.is_empty() {
+        return Ok(());
+    }
+    let removal = shown(store.removal())?;
+    let there = shown(store.extents())?;
+    let mut buffer = vec![0; EXTENT];
+    for extent in &found.damaged {
+        let length = there.get(extent).copied().unwrap_or(0);
+        if !shown(is_whole(store, extent, length, &mut buffer))? {
+            shown(removal.extent(extent))?;
+        }
+    }
+    for image in found.damaged_images.keys() {
+        if matches!(store.index(image), Err(StoreError::Index { .. })) {
+            shown(removal.image(image))?;
+        }
+    }
+    Ok(())
+}
+
+fn print(found: &Found) {
+    let bytes = text::bytes(found.bytes);
+    line!(
+        "read        {bytes} in {} extents, {} checkpoints",
+        found.extents,
+        found.images
+    );
+    let removed = if found.repaired { ", removed" } else { "" };
+    for extent in &found.damaged {
+        line!("damaged     extent {extent}{removed}");
+    }
+    for failure in found.damaged_images.values() {
+        line!("damaged     {failure}{removed}");
+    }
+    for (image, count) in &found.incomplete {
+        line!("incomplete  {} lacks {count} extents", short(image));
+    }
+    if found.is_whole() {
+        line!("whole");
+    }
+}

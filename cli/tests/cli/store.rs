@@ -1,0 +1,353 @@
+//! `firn store`.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use firn_image::store::{Digest, Index, Piece, Store};
+use serde_json::{Value, json};
+
+use crate::node::{Node, all_output, text, value};
+
+/// A node with a store.
+struct Stored {
+    node: Node,
+    store: Store,
+}
+
+impl Stored {
+    fn new() -> Self {
+        let node = Node::empty();
+        let store = Store::create(&node.path("store")).expect("a store");
+        node.configure(&format!("[images]\nstore = {:?}", node.path("store")));
+        Self { node, store }
+    }
+
+    /// A checkpoint with these extents, made two hours ago; its image directory is there and names it.
+    fn checkpoint(&self, container: &str, contents: &[&[u8]]) -> Digest {
+        self.checkpoint_with(container, contents, |_| {})
+    }
+
+    fn checkpoint_with(&self, container: &str, contents: &[&[u8]], change: impl Fn(&mut Index)) -> Digest {
+        let writer = self.store.writer(None).expect("a writer");
+        let piece = |content: &&[u8]| Piece {
+            pid: 1,
+            address: 0x1000,
+            length: content.len() as u64,
+            extents: vec![writer.put(content).expect("stored")],
+        };
+        let host = fs::read_to_string("/proc/sys/kernel/hostname").expect("a name");
+        let mut index = Index {
+            checkpoint: "5b0f".to_owned(),
+            made: now() - 7200,
+            container: container.to_owned(),
+            host: host.trim().to_owned(),
+            image: self.image(container),
+            pieces: contents.iter().map(piece).collect(),
+        };
+        change(&mut index);
+        let id = writer.finish(&index).expect("an index");
+        fs::create_dir_all(self.image(container)).expect("a directory");
+        let manifest = json!({"body": {"bulk": {"index": id}}});
+        fs::write(self.image(container).join("firn.json"), manifest.to_string()).expect("written");
+        id
+    }
+
+    fn image(&self, container: &str) -> PathBuf {
+        self.node.path(&format!("images-of-{container}"))
+    }
+
+    fn extent(&self, content: &[u8]) -> PathBuf {
+        let name = Digest::of(content).to_string();
+        self.node.path("store/extents").join(&name[..2]).join(&name)
+    }
+
+    fn firn(&self, arguments: &str) -> std::process::Output {
+        let words: Vec<&str> = ["store"].into_iter().chain(arguments.split(' ')).collect();
+        self.node.firn(&words)
+    }
+
+    fn json(&self, arguments: &str) -> Value {
+        value(&self.firn(&format!("{arguments} --json")))
+    }
+
+    /// What `ls` shows of a container's checkpoint.
+    fn listed(&self, container: &str) -> Value {
+        let listed = self.json("ls");
+        let mut images = listed["images"].as_array().expect("a list").iter();
+        images
+            .find(|image| image["container"] == container)
+            .expect("listed")
+            .clone()
+    }
+
+    /// Containers whose memory is in the store.
+    fn containers(&self) -> Vec<String> {
+        let images = self.json("ls")["images"].as_array().expect("a list").clone();
+        let name = |image: &Value| image["container"].as_str().expect("a name").to_owned();
+        let mut names: Vec<String> = images.iter().map(name).collect();
+        names.sort();
+        names
+    }
+}
+
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.expect("a clock").as_secs()
+}
+
+#[test]
+fn ls_shows_what_each_checkpoint_takes() {
+    let stored = Stored::new();
+    let train = stored.checkpoint("train", &[&[1; 5000], b"common", &[0; 4096]]);
+    stored.checkpoint("other", &[b"common"]);
+    let output = stored.firn("ls");
+    let shown = text(&output);
+    assert_eq!(output.status.code(), Some(0), "{shown}");
+    let line = shown.lines().find(|line| line.contains("train")).expect("a line");
+    for part in [&train.to_string()[..16], "4.9 KiB", "6 B", "4.0 KiB", "complete"] {
+        assert!(line.contains(part), "{part:?} is missing in\n{shown}");
+    }
+    let image = stored.listed("train");
+    for (key, expected) in [
+        ("id", json!(train)),
+        ("own", json!(5000)),
+        ("shared", json!(6)),
+        ("zero", json!(4096)),
+        ("memory", json!(9102)),
+        ("missing", json!(0)),
+        ("state", json!("complete")),
+        ("pinned", json!(false)),
+    ] {
+        assert_eq!(image[key], expected, "{key}");
+    }
+    fs::remove_file(stored.extent(b"common")).expect("removed");
+    let output = stored.firn("ls");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text(&output).contains("incomplete, lacks 1 extents"),
+        "{}",
+        text(&output)
+    );
+}
+
+#[test]
+fn du_adds_up() {
+    let stored = Stored::new();
+    stored.checkpoint("train", &[&[1; 5000], b"common", &[0; 4096]]);
+    stored.checkpoint("other", &[b"common"]);
+    let writer = stored.store.writer(None).expect("a writer");
+    writer.put(b"unfinished").expect("stored");
+    let usage = stored.json("du");
+    for (key, expected) in [
+        ("images", 2),
+        ("memory", 9108),
+        ("zero", 4096),
+        ("extents", 2),
+        ("stored", 5006),
+        ("unused", 0),
+        ("unfinished", 10),
+    ] {
+        assert_eq!(usage[key], json!(expected), "{key}");
+    }
+    assert!(text(&stored.firn("du")).contains("8.9 KiB in 2 checkpoints"));
+}
+
+#[test]
+fn verify_finds_damage_and_repair_removes_it() {
+    let stored = Stored::new();
+    let train = stored.checkpoint("train", &[b"one", b"two"]);
+    stored.checkpoint("other", &[b"three"]);
+    assert!(text(&stored.firn("verify")).ends_with("whole\n"));
+    fs::write(stored.extent(b"one"), b"onf").expect("written");
+    let output = stored.firn("verify");
+    let shown = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{shown}");
+    assert!(
+        shown.contains(&format!("extent {}\n", Digest::of(b"one"))),
+        "{shown}"
+    );
+    assert!(shown.contains("lacks 1 extents"), "{shown}");
+    assert!(stored.extent(b"one").exists());
+    // Another checkpoint does not need it.
+    let other = stored.listed("other");
+    let id = other["id"].as_str().expect("an id");
+    assert_eq!(
+        stored.firn(&format!("verify {}", &id[..12])).status.code(),
+        Some(0)
+    );
+    let repaired = stored.json("verify --repair");
+    assert_eq!(repaired["damaged"], json!([Digest::of(b"one")]));
+    assert!(!stored.extent(b"one").exists() && stored.extent(b"two").exists());
+    let left = stored.json("verify");
+    assert_eq!(
+        (&left["damaged"], &left["incomplete"][train.to_string()]),
+        (&json!([]), &json!(1))
+    );
+    // The next checkpoint with this memory makes it complete.
+    stored.checkpoint("again", &[b"one"]);
+    assert_eq!(stored.firn("verify").status.code(), Some(0));
+}
+
+#[test]
+fn a_damaged_index_is_shown_and_stops_gc_until_it_is_repaired() {
+    let stored = Stored::new();
+    let train = stored.checkpoint("train", &[b"one"]);
+    let path = stored.node.path("store/images").join(train.to_string());
+    fs::write(&path, "{}").expect("written");
+    let shown = text(&stored.firn("ls"));
+    assert!(
+        shown.contains("damaged") && shown.contains("FIRN-STORE-DAMAGED"),
+        "{shown}"
+    );
+    let output = stored.firn("gc --no-containerd --grace 0s");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        all_output(&output).contains("FIRN-STORE-DAMAGED"),
+        "{}",
+        all_output(&output)
+    );
+    assert!(stored.extent(b"one").exists());
+    assert_eq!(stored.firn("verify --repair").status.code(), Some(1));
+    assert!(!path.exists());
+    assert_eq!(
+        stored.firn("gc --no-containerd --grace 0s").status.code(),
+        Some(0)
+    );
+    assert!(!stored.extent(b"one").exists());
+}
+
+#[test]
+fn gc_removes_checkpoints_that_are_gone() {
+    let stored = Stored::new();
+    stored.checkpoint("kept", &[b"one", b"common"]);
+    stored.checkpoint("gone", &[b"two", b"common"]);
+    stored.checkpoint("renamed", &[b"three"]);
+    stored.checkpoint_with("young", &[b"four"], |index| index.made = now() - 60);
+    stored.checkpoint_with("elsewhere", &[b"five"], |index| index.host = "other".to_owned());
+    let pinned = stored.checkpoint("pinned", &[b"six"]);
+    assert_eq!(
+        stored
+            .firn(&format!("pin {}", &pinned.to_string()[..10]))
+            .status
+            .code(),
+        Some(0)
+    );
+    for container in ["gone", "young", "elsewhere", "pinned"] {
+        fs::remove_dir_all(stored.image(container)).expect("removed");
+    }
+    // The directory has another checkpoint by now.
+    let other = json!({"body": {"bulk": {"index": Digest::of(b"other")}}});
+    fs::write(stored.image("renamed").join("firn.json"), other.to_string()).expect("written");
+    drop(stored.store.writer(None).expect("a writer").put(b"left over"));
+
+    let all = stored.containers();
+    let dry = stored.json("gc --no-containerd --dry-run");
+    assert_eq!((&dry["extents"], &dry["dry_run"]), (&json!(2), &json!(true)));
+    assert_eq!(stored.containers(), all);
+    let output = stored.firn("gc --no-containerd");
+    let shown = text(&output);
+    assert_eq!(output.status.code(), Some(0), "{}", all_output(&output));
+    assert!(
+        shown.contains("2 checkpoints and 2 extents, 17 B, removed"),
+        "{shown}"
+    );
+    assert!(
+        shown.contains("it is pinned") && shown.contains("it is of host other"),
+        "{shown}"
+    );
+    assert_eq!(stored.containers(), ["elsewhere", "kept", "pinned", "young"]);
+    assert!(!stored.extent(b"two").exists() && stored.extent(b"common").exists());
+    assert_eq!(stored.firn("verify").status.code(), Some(0));
+    assert_eq!(
+        fs::read_dir(stored.node.path("store/new"))
+            .expect("listed")
+            .count(),
+        0
+    );
+
+    assert_eq!(stored.firn(&format!("unpin {pinned}")).status.code(), Some(0));
+    stored.firn("gc --no-containerd --grace 30s --other-hosts");
+    assert_eq!(stored.containers(), ["kept"]);
+}
+
+#[test]
+fn gc_removes_nothing_if_containerd_cannot_be_asked() {
+    let stored = Stored::new();
+    stored.checkpoint("gone", &[b"one"]);
+    fs::remove_dir_all(stored.image("gone")).expect("removed");
+    let output = stored.firn("gc --address /none.sock");
+    assert_eq!(output.status.code(), Some(1));
+    let shown = all_output(&output);
+    assert!(
+        shown.contains("FIRN-CONTAINERD") && shown.contains("nothing was removed"),
+        "{shown}"
+    );
+    assert_eq!(stored.containers(), ["gone"]);
+}
+
+#[test]
+fn gc_waits_for_writers() {
+    let stored = Stored::new();
+    let writer = stored.store.writer(None).expect("a writer");
+    let one = writer.put(b"one").expect("stored");
+    let mut gc = stored.node.command(&["store", "gc", "--no-containerd"]);
+    let mut gc = gc
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .expect("firn starts");
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert!(gc.try_wait().expect("a state").is_none(), "gc has not waited");
+    let pieces = vec![Piece {
+        pid: 1,
+        address: 0,
+        length: 3,
+        extents: vec![one],
+    }];
+    let index = Index {
+        checkpoint: String::new(),
+        made: now(),
+        container: "c".to_owned(),
+        host: "h".to_owned(),
+        image: "/none".into(),
+        pieces,
+    };
+    writer.finish(&index).expect("finished");
+    assert!(gc.wait().expect("a state").success());
+    assert_eq!(stored.store.missing(&index).expect("looked for"), []);
+}
+
+#[test]
+fn what_is_named_wrongly_is_reported() {
+    let stored = Stored::new();
+    stored.checkpoint("a", &[b"one"]);
+    stored.checkpoint("b", &[b"two"]);
+    for (arguments, code) in [
+        ("pin 0123456789abcdef", "FIRN-STORE-MISSING"),
+        ("verify zzz", "FIRN-STORE-MISSING"),
+        ("ls --store /none", "FIRN-STORE-UNUSABLE"),
+    ] {
+        let output = stored.firn(arguments);
+        assert_eq!(output.status.code(), Some(1), "{arguments}");
+        let shown = all_output(&output);
+        assert!(
+            shown.contains(code) && shown.contains("hint: "),
+            "{arguments}: {shown}"
+        );
+    }
+    // Every id begins so.
+    let output = stored.node.firn(&["store", "unpin", ""]);
+    assert!(
+        all_output(&output).contains("write more digits"),
+        "{}",
+        all_output(&output)
+    );
+    let node = Node::empty();
+    node.configure("");
+    let output = node.firn(&["store", "ls"]);
+    assert!(
+        all_output(&output).contains("FIRN-STORE-UNUSABLE: neither --store nor"),
+        "{}",
+        all_output(&output)
+    );
+}
