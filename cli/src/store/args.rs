@@ -12,6 +12,8 @@ pub enum StoreCommand {
     Du(DuArgs),
     Verify(VerifyArgs),
     Gc(GcArgs),
+    Push(PushArgs),
+    Pull(PullArgs),
     Pin(PinArgs),
     Unpin(PinArgs),
 }
@@ -91,6 +93,34 @@ pub struct GcArgs {
         default_value = "/run/containerd/containerd.sock"
     )]
     pub address: PathBuf,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Copy memory into another store, such as one on a shared file system.
+///
+/// What is there already is not copied again. A directory that is absent or empty becomes a store.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 all is there, 1 it failed, and can be tried again, 2 wrong usage.")]
+pub struct PushArgs {
+    /// The other store: a directory, or file:///DIR.
+    pub url: String,
+    /// A checkpoint, by its id in `firn store ls`. Default: all.
+    pub id: Option<String>,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Copy the memory of a checkpoint from another store into that of this node.
+///
+/// What is there already is not copied again. Everything is compared with its checksums.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 it is there, 1 it failed, and can be tried again, 2 wrong usage.")]
+pub struct PullArgs {
+    /// The other store: a directory, or file:///DIR.
+    pub url: String,
+    /// The checkpoint, by its id; the first digits are enough.
+    pub id: String,
     #[command(flatten)]
     pub common: Common,
 }

@@ -142,9 +142,12 @@ impl Plan {
         for (id, reason) in &self.kept {
             line!("kept     {}: {reason}", short(id));
         }
-        let done = if is_dry { "would be removed" } else { "removed" };
+        let (does, done) = match is_dry {
+            true => ("removes", "would be removed"),
+            false => ("removed", "removed"),
+        };
         for (id, index) in &self.removed {
-            line!("removed  {} of container {}", short(id), index.container);
+            line!("{does}  {} of container {}", short(id), index.container);
         }
         let (extents, bytes) = (self.extents.len(), text::bytes(self.bytes()));
         line!(

@@ -6,8 +6,12 @@ mod gc;
 mod keep;
 mod ls;
 mod progress;
+mod threads;
+mod transfer;
 mod usage;
 mod verify;
+
+use std::path::PathBuf;
 
 use anyhow::Result;
 use firn_config::Config;
@@ -27,6 +31,12 @@ enum NameError {
     #[error("neither --store nor `[images] store` of the configuration names a store")]
     #[problem("FIRN-STORE-UNUSABLE", "name it: `firn store ls --store DIR`")]
     NoStore,
+    #[error("{url} is no directory")]
+    #[problem(
+        "FIRN-STORE-UNUSABLE",
+        "memory is copied between directories; mount the other place and name its directory"
+    )]
+    Scheme { url: String },
     #[error("the store has no checkpoint {id}")]
     #[problem("FIRN-STORE-MISSING", "`firn store ls` lists those that it has")]
     None { id: String },
@@ -45,6 +55,8 @@ pub fn run(command: &StoreCommand) -> Result<bool> {
         StoreCommand::Du(args) => usage::run(args),
         StoreCommand::Verify(args) => verify::run(args),
         StoreCommand::Gc(args) => gc::run(args),
+        StoreCommand::Push(args) => transfer::push(args),
+        StoreCommand::Pull(args) => transfer::pull(args),
         StoreCommand::Pin(args) => pin(args, true),
         StoreCommand::Unpin(args) => pin(args, false),
     }
@@ -68,14 +80,15 @@ fn pin(args: &PinArgs, is_pinned: bool) -> Result<bool> {
 
 /// The store that the command or the configuration names.
 fn open(common: &Common) -> Result<Store> {
-    let root = match &common.store {
-        Some(root) => root.clone(),
-        None => {
-            let config = Config::load().map_err(ProblemReport::from)?;
-            config.images.store.ok_or_else(|| NameError::NoStore.report())?
-        }
-    };
-    Ok(Store::open(&root).map_err(ProblemReport::from)?)
+    shown(Store::open(&root(common)?))
+}
+
+fn root(common: &Common) -> Result<PathBuf> {
+    if let Some(root) = &common.store {
+        return Ok(root.clone());
+    }
+    let config = Config::load().map_err(ProblemReport::from)?;
+    Ok(config.images.store.ok_or_else(|| NameError::NoStore.report())?)
 }
 
 /// The index whose name begins so.

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
 use anyhow::Result;
 use firn_host::{Problem, ProblemReport};
@@ -14,12 +13,9 @@ use serde_json::json;
 use super::args::VerifyArgs;
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{find, open, short, shown};
+use super::{find, open, short, shown, threads};
 use crate::output::{self, line};
 use crate::text;
-
-/// More threads than these read no faster.
-const THREADS: usize = 16;
 
 /// What is wrong with a store.
 #[derive(Default, Serialize)]
@@ -115,17 +111,7 @@ fn read(store: &Store, extents: &[(Digest, u64)]) -> Result<Vec<Digest>> {
         }
         Ok(())
     };
-    let processors = thread::available_parallelism().map_or(1, usize::from);
-    let results: Vec<Result<(), StoreError>> = thread::scope(|scope| {
-        let others: Vec<_> = (1..processors.min(THREADS)).map(|_| scope.spawn(work)).collect();
-        let own = work();
-        let panicked = |_| panic!("a thread that reads the store has panicked");
-        let joined = others
-            .into_iter()
-            .map(|other| other.join().unwrap_or_else(panicked));
-        joined.chain([own]).collect()
-    });
-    results.into_iter().try_for_each(shown)?;
+    shown(threads::all(work))?;
     let mut damaged = damaged.into_inner().unwrap_or_else(|lock| lock.into_inner());
     damaged.sort_unstable();
     Ok(damaged)

@@ -318,6 +318,84 @@ fn gc_waits_for_writers() {
 }
 
 #[test]
+fn memory_goes_to_another_store_and_comes_back() {
+    let stored = Stored::new();
+    let train = stored.checkpoint("train", &[&[1; 5000], b"common", &[0; 4096]]);
+    stored.checkpoint("other", &[b"common", b"own"]);
+    let there = format!("file://{}", stored.node.path("there").display());
+    let pushed = stored.json(&format!("push {there} {train}"));
+    assert_eq!(
+        pushed["copied"],
+        json!([{"id": train, "written": 5006, "reused": 0}])
+    );
+    let output = stored.firn(&format!("push {there}"));
+    assert_eq!(output.status.code(), Some(0), "{}", all_output(&output));
+    let other = Store::open(&stored.node.path("there")).expect("a store");
+    assert_eq!(
+        (
+            other.images().expect("images").len(),
+            other.extents().expect("extents").len()
+        ),
+        (2, 3)
+    );
+
+    let path = "store/images";
+    fs::remove_file(stored.node.path(path).join(train.to_string())).expect("removed");
+    fs::write(stored.extent(&[1; 5000]), "cut off").expect("written");
+    let pulled = stored.json(&format!("pull {there} {}", &train.to_string()[..12]));
+    assert_eq!(
+        pulled["copied"],
+        json!([{"id": train, "written": 5000, "reused": 6}])
+    );
+    assert_eq!(stored.firn("verify").status.code(), Some(0));
+    assert_eq!(stored.firn("verify --store there").status.code(), Some(0));
+}
+
+#[test]
+fn what_is_damaged_or_too_large_is_not_pulled() {
+    let stored = Stored::new();
+    let train = stored.checkpoint("train", &[b"one", b"two"]);
+    assert_eq!(stored.firn("push there").status.code(), Some(0));
+    fs::remove_dir_all(stored.node.path("store")).expect("removed");
+    stored.node.configure(&format!(
+        "[images]\nstore = {:?}\nstore-cap = \"1MiB\"",
+        stored.node.path("store")
+    ));
+    let name = Digest::of(b"one").to_string();
+    let extent = stored.node.path("there/extents").join(&name[..2]).join(&name);
+    fs::write(&extent, "onf").expect("written");
+    let output = stored.firn(&format!("pull there {train}"));
+    assert_eq!(output.status.code(), Some(1));
+    let shown = all_output(&output);
+    assert!(
+        shown.contains("FIRN-STORE-DAMAGED") && shown.contains(&name),
+        "{shown}"
+    );
+    assert_eq!(stored.containers(), [""; 0]);
+    fs::write(&extent, "one").expect("written");
+    assert_eq!(stored.firn(&format!("pull there {train}")).status.code(), Some(0));
+    assert_eq!(stored.containers(), ["train"]);
+
+    let there = Store::open(&stored.node.path("there")).expect("a store");
+    let writer = there.writer(None).expect("a writer");
+    let extent = writer.put(&vec![7; 2 << 20]).expect("stored");
+    let index = there.index(&train).expect("an index");
+    let pieces = vec![Piece {
+        pid: 1,
+        address: 0,
+        length: 2 << 20,
+        extents: vec![extent],
+    }];
+    let large = writer.finish(&Index { pieces, ..index }).expect("finished");
+    let output = stored.firn(&format!("pull there {large}"));
+    assert!(
+        all_output(&output).contains("FIRN-STORE-FULL"),
+        "{}",
+        all_output(&output)
+    );
+}
+
+#[test]
 fn what_is_named_wrongly_is_reported() {
     let stored = Stored::new();
     stored.checkpoint("a", &[b"one"]);
@@ -326,6 +404,8 @@ fn what_is_named_wrongly_is_reported() {
         ("pin 0123456789abcdef", "FIRN-STORE-MISSING"),
         ("verify zzz", "FIRN-STORE-MISSING"),
         ("ls --store /none", "FIRN-STORE-UNUSABLE"),
+        ("push s3://bucket/x", "FIRN-STORE-UNUSABLE"),
+        ("pull /none 01", "FIRN-STORE-UNUSABLE"),
     ] {
         let output = stored.firn(arguments);
         assert_eq!(output.status.code(), Some(1), "{arguments}");

@@ -106,6 +106,15 @@ impl Store {
 
     /// The index of this name.
     pub fn index(&self, id: &Digest) -> Result<Index, StoreError> {
+        self.verified_index(id).map(|(index, _)| index)
+    }
+
+    /// The content of an index, which another store can have as it is.
+    pub fn index_bytes(&self, id: &Digest) -> Result<Vec<u8>, StoreError> {
+        self.verified_index(id).map(|(_, bytes)| bytes)
+    }
+
+    fn verified_index(&self, id: &Digest) -> Result<(Index, Vec<u8>), StoreError> {
         let path = || self.0.root.join(layout::IMAGES).join(id.to_string());
         let unusable = |error| match error {
             IndexError::Version(found) => StoreError::Version { path: path(), found },
@@ -123,7 +132,7 @@ impl Store {
         if Digest::of(&bytes) != *id {
             return Err(unusable(IndexError::Content));
         }
-        index::from_bytes(&bytes).map_err(unusable)
+        Ok((index::from_bytes(&bytes).map_err(unusable)?, bytes))
     }
 
     /// Reads an extent into a buffer of its length, and compares its content with its name.

@@ -88,7 +88,18 @@ impl Writer {
     }
 
     /// Makes everything durable, the index last, and returns the index's digest.
-    pub fn finish(mut self, index: &Index) -> Result<Digest, StoreError> {
+    pub fn finish(self, index: &Index) -> Result<Digest, StoreError> {
+        match index::to_bytes(index) {
+            Ok(bytes) => self.finish_as(&bytes),
+            Err(source) => {
+                self.abort();
+                Err(StoreError::Unwritable { source })
+            }
+        }
+    }
+
+    /// As [`Writer::finish`], with an index of another store as [`Store::index_bytes`] has read it.
+    pub fn finish_as(mut self, index: &[u8]) -> Result<Digest, StoreError> {
         let stored = self.publish().and_then(|()| self.publish_index(index));
         self.abort();
         stored
@@ -125,13 +136,12 @@ impl Writer {
         self.reused.load(Ordering::Relaxed)
     }
 
-    fn publish_index(&self, index: &Index) -> Result<Digest, StoreError> {
+    fn publish_index(&self, bytes: &[u8]) -> Result<Digest, StoreError> {
         let path = self.path().join(INDEX);
-        let bytes = index::to_bytes(index).map_err(|source| StoreError::Unwritable { source })?;
-        let digest = Digest::of(&bytes);
+        let digest = Digest::of(bytes);
         let images = self.store.images_dir();
         let write = || {
-            create(&self.own, INDEX, &bytes)?.sync_all()?;
+            create(&self.own, INDEX, bytes)?.sync_all()?;
             renameat(&self.own, INDEX, images, digest.to_string().as_str())?;
             images.handle()?.sync_all()
         };
@@ -140,7 +150,7 @@ impl Writer {
     }
 
     /// Whether an extent is in its place or among those of this writer. One of another size is written again.
-    fn has(&self, digest: &Digest, length: u64) -> Result<bool, StoreError> {
+    pub fn has(&self, digest: &Digest, length: u64) -> Result<bool, StoreError> {
         if self.store.has(digest, length)? {
             return Ok(true);
         }

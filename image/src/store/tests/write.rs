@@ -136,6 +136,22 @@ fn what_is_aborted_or_cannot_be_finished_leaves_nothing() {
     assert_eq!(fs::read_dir(scratch.root().join("images")).unwrap().count(), 0);
 }
 
+/// It may have fields that this version does not know.
+#[test]
+fn an_index_of_another_store_stays_as_it_is() {
+    let (from, to) = (Scratch::new(), Scratch::new());
+    let newer = br#"{"format":"firn-store-index","version":1,"minor":7,"index":{"checkpoint":"","made":1,
+        "container":"c","host":"h","image":"/i","pieces":[],"more":[]}}"#;
+    let digest = Digest::of(newer);
+    fs::write(from.root().join("images").join(digest.to_string()), newer).unwrap();
+    let bytes = from.store.index_bytes(&digest).unwrap();
+    let written = to.store.writer(None).unwrap().finish_as(&bytes).unwrap();
+    assert_eq!(
+        (written, to.store.index_bytes(&digest).unwrap()),
+        (digest, newer.to_vec())
+    );
+}
+
 #[test]
 fn writers_and_threads_with_the_same_bytes_do_not_harm_each_other() {
     let scratch = Scratch::new();
